@@ -1,0 +1,67 @@
+"""The command line: `python -m lm_eval_duel` and `lm-eval-duel`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from lm_eval_duel._autoload import register
+from lm_eval_duel.demo import NAMES, resolve
+
+PACKAGE = Path(__file__).resolve().parent
+
+
+def task_folder() -> str:
+    """The folder of the task YAMLs: inside an installed package, beside the package in a checkout."""
+    for folder in (PACKAGE / "task_configs", PACKAGE.parent / "task_configs"):
+        if folder.is_dir():
+            return str(folder)
+    raise FileNotFoundError(f"No task_configs in {PACKAGE} or beside it; install the package again.")
+
+
+def run(arguments: list[str]) -> None:
+    """lm-eval's own `run` with this package's model registered and its tasks known, without the site hook."""
+    register()
+    from lm_eval._cli import HarnessCLI
+    from lm_eval.utils import setup_logging
+
+    setup_logging()
+    if not any(argument.split("=")[0] in ("--model", "-M", "--config", "-C") for argument in arguments):
+        arguments = ["--model", "duel-mdm", *arguments]
+    sys.argv = ["lm-eval", "run", *arguments]
+    cli = HarnessCLI()
+    args = cli.parse_args()
+    theirs = getattr(args, "include_path", None)
+    args.include_path = [task_folder(), theirs] if theirs else task_folder()
+    cli.execute(args)
+
+
+def where(name: str) -> str:
+    """The absolute path of `tasks` or of a bundled checkpoint."""
+    return task_folder() if name == "tasks" else resolve(name)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point of `lm-eval-duel`."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = argparse.ArgumentParser(
+        prog="lm-eval-duel",
+        description="Exact likelihood of masked diffusion language models, through lm-evaluation-harness.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands.add_parser(
+        "run",
+        help="lm-eval's run, with --model duel-mdm as default and this package's tasks known",
+        add_help=False,
+    )
+    path = commands.add_parser("where", help="print the absolute path of the tasks or of a bundled checkpoint")
+    path.add_argument("name", choices=["tasks", *NAMES])
+    if arguments[:1] == ["run"]:
+        run(arguments[1:])
+        return
+    print(where(parser.parse_args(arguments).name))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""Cut the sample tasks from the corpus: held-out addresses only, a fixed list for a fixed seed.
+
+    python -m lm_eval_duel.demo.cut --corpus sotu.jsonl.xz --out lm_eval_duel/demo/text
+
+Writes `sotu.jsonl` (whole-sentence passages), `sotu_choice.jsonl` (which sentence comes next) and
+`sotu_full.jsonl.xz` (all held-out addresses). Transcript marks such as (Applause.) are taken out and typographic
+quotes and dashes are written as the older addresses write them; nothing else is changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import lzma
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+FIRST_YEAR = 2001
+MARKS = re.compile(r"\s*\((?:Applause|Laughter)[^)]*\)")
+PLAIN = str.maketrans({"’": "'", "‘": "'", "“": '"', "”": '"', "—": "--", "–": "-", "‑": "-"})
+BORDER = re.compile(r"[.!?][\"']? (?=[\"']?[A-Z])")
+ABBREVIATION = re.compile(r"\b(?:Mr|Mrs|Ms|Dr|St|Sgt|Gen|Lt|Col|Sen|Rep|[A-Z])\.$")
+
+
+def read_held_out(path: str) -> list[dict[str, Any]]:
+    """The addresses from `FIRST_YEAR` on, cleaned."""
+    addresses = []
+    with lzma.open(path, "rt", encoding="utf-8") as lines:
+        for record in map(json.loads, lines):
+            if record["year"] >= FIRST_YEAR:
+                text = MARKS.sub("", record["text"]).translate(PLAIN).strip()
+                addresses.append({"year": record["year"], "president": record["president"], "text": text})
+    return addresses
+
+
+def sentences(text: str) -> list[str]:
+    """Whole sentences, in order; a border is not taken after an abbreviation or an initial."""
+    found, start = [], 0
+    for match in BORDER.finditer(text):
+        if not ABBREVIATION.search(text[start : match.start() + 1]):
+            found.append(text[start : match.end() - 1])
+            start = match.end()
+    return [*found, text[start:]]
+
+
+class Cutter:
+    """Draws spans of consecutive sentences that fit a number of tokens; no sentence is used twice."""
+
+    def __init__(self, addresses: list[dict[str, Any]], tokenizer: Any, seed: int):
+        self.addresses, self.tokenizer, self.rng = addresses, tokenizer, random.Random(seed)
+        self.sentences = [sentences(address["text"]) for address in addresses]
+        self.used: set[tuple[int, int]] = set()
+
+    def count(self, text: str) -> int:
+        """Tokens of a text."""
+        return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def span(self, a: int, least: int, most: int, extra: int = 0) -> tuple[str, int]:
+        """(text, number of the sentence after it) of an unused span of address `a` with `least`..`most` tokens."""
+        lines = self.sentences[a]
+        for _ in range(10_000):
+            start = self.rng.randrange(len(lines) - 1 - extra)
+            end, text = start, ""
+            while end < len(lines) - extra and self.count(" ".join(lines[start : end + 1])) <= most:
+                end += 1
+                text = " ".join(lines[start:end])
+            places = {(a, i) for i in range(start, end + extra)}
+            if end > start and self.count(text) >= least and not places & self.used:
+                self.used |= places
+                return text, end
+        raise RuntimeError(f"no unused span of {least} to {most} tokens left in address {a}")
+
+
+def cut_passages(cutter: Cutter, count: int, most: int) -> list[dict[str, Any]]:
+    """Passages of at most `most` tokens, the addresses in turn."""
+    records = []
+    for n in range(count):
+        a = n % len(cutter.addresses)
+        text, _ = cutter.span(a, least=int(0.75 * most), most=most)
+        records.append({"year": cutter.addresses[a]["year"], "president": cutter.addresses[a]["president"], "text": text})
+    return sorted(records, key=lambda record: record["year"])
+
+
+def cut_choices(cutter: Cutter, count: int) -> list[dict[str, Any]]:
+    """Questions: a passage, the sentence that follows it, and three of about its length from other addresses."""
+    records = []
+    while len(records) < count:
+        a = len(records) % len(cutter.addresses)
+        passage, following = cutter.span(a, least=40, most=80, extra=1)
+        answer = cutter.sentences[a][following]
+        length = cutter.count(answer)
+        if not 8 <= length <= 40:
+            continue
+        others: list[str] = []
+        while len(others) < 3:
+            b = cutter.rng.randrange(len(cutter.addresses))
+            i = cutter.rng.randrange(len(cutter.sentences[b]))
+            other = cutter.sentences[b][i]
+            if b != a and other not in others and 0.7 <= cutter.count(other) / length <= 1.4:
+                others.append(other)
+        label = cutter.rng.randrange(4)
+        options = [*others[:label], answer, *others[label:]]
+        records.append({"year": cutter.addresses[a]["year"], "passage": passage, "options": options, "label": label})
+    return sorted(records, key=lambda record: record["year"])
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(prog="python -m lm_eval_duel.demo.cut", description=__doc__.splitlines()[0])
+    p.add_argument("--corpus", required=True, help="sotu.jsonl.xz")
+    p.add_argument("--tokenizer", required=True, help="folder of the demo tokenizer, which sets the lengths")
+    p.add_argument("--out", required=True, help="folder for the three files")
+    p.add_argument("--passages", type=int, default=36)
+    p.add_argument("--tokens", type=int, default=128, help="longest passage")
+    p.add_argument("--questions", type=int, default=40)
+    p.add_argument("--seed", type=int, default=0)
+    args = p.parse_args()
+    from transformers import AutoTokenizer
+
+    addresses = read_held_out(args.corpus)
+    cutter = Cutter(addresses, AutoTokenizer.from_pretrained(args.tokenizer), args.seed)
+    out = Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    passages, questions = cut_passages(cutter, args.passages, args.tokens), cut_choices(cutter, args.questions)
+    for name, records in (("sotu", passages), ("sotu_choice", questions)):
+        lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+        (out / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+    with lzma.open(out / "sotu_full.jsonl.xz", "wt", preset=9, encoding="utf-8") as file:
+        file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in addresses)
+    tokens = [cutter.count(record["text"]) for record in passages]
+    print(f"{len(passages)} passages, {sum(tokens)} tokens (longest {max(tokens)}); {len(questions)} questions; "
+          f"{len(addresses)} addresses, {sum(cutter.count(a['text']) for a in addresses)} tokens")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,311 @@
+"""Train the bundled checkpoints: a masked diffusion model and its autoregressive twin.
+
+    python -m lm_eval_duel.demo.train --corpus sotu.jsonl.xz --objective mdm --out demo-mdm
+
+Same tokenizer, same number of parameters, same rows in the same order; only the attention and the objective differ:
+
+* `mdm`: ModernBERT. t ~ U(0, 1) stratified over the batch, each token masked with probability t,
+  loss = (1/t) * cross entropy at masked cells, divided by all cells (Sahoo et al. 2024, eq. 10).
+* `ar`: ModernBERT decoder, next-token cross entropy after one <|endoftext|>.
+
+Killed and started again with the same arguments, it goes on from the last state in `--out`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import lzma
+import math
+import os
+import re
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+from transformers import (
+    ModernBertConfig,
+    ModernBertDecoderConfig,
+    ModernBertDecoderForCausalLM,
+    ModernBertForMaskedLM,
+    PreTrainedTokenizerFast,
+)
+
+ROW = 128  # tokens in a full training row, and the longest row of the model
+ROPE_THETA = 10_000.0
+PAD, END, MASK = "<|pad|>", "<|endoftext|>", "<|mask|>"
+SENTENCE_START = re.compile(r"(?<=[.!?] )(?=[A-Z])")
+STATE = "state.pt"
+
+
+@dataclasses.dataclass(frozen=True)
+class Address:
+    """One address of the corpus, with the character offsets where rows may begin."""
+
+    year: int
+    text: str
+    sentences: np.ndarray  # offsets of the first letter of each sentence
+    words: np.ndarray  # offsets of the space before each word
+
+
+def read_corpus(path: str, last_year: int) -> list[Address]:
+    """The addresses up to `last_year` of an (xz-compressed) JSONL file with `year` and `text`."""
+    opener = lzma.open if path.endswith(".xz") else open
+    addresses = []
+    with opener(path, "rt", encoding="utf-8") as lines:
+        for line in lines:
+            record = json.loads(line)
+            if record["year"] > last_year:
+                continue
+            text = record["text"].replace("\x02", "").strip()
+            sentences = np.array([0] + [match.start() for match in SENTENCE_START.finditer(text)])
+            words = np.array([match.start() for match in re.finditer(" ", text)])
+            addresses.append(Address(record["year"], text, sentences, words))
+    return addresses
+
+
+def train_tokenizer(addresses: list[Address], size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE with `size` entries, specials included, trained on the addresses."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[PAD, END, MASK],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((address.text for address in addresses), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        bos_token=END,
+        eos_token=END,
+        mask_token=MASK,
+        model_max_length=ROW,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+class Rows:
+    """Training rows as a pure function of (seed, step): the same for both objectives and after a resume.
+
+    An address is drawn in proportion to its length, halved for every `half_life` years before the last one; half of
+    the rows begin at a sentence, half at any word. One step in four has shorter rows, so that the model meets every
+    length up to `ROW`; the number of tokens in a step stays the same.
+    """
+
+    def __init__(
+        self, addresses: list[Address], tokenizer: PreTrainedTokenizerFast, batch: int, half_life: float, seed: int
+    ):
+        self.addresses, self.tokenizer, self.batch, self.seed = addresses, tokenizer, batch, seed
+        age = np.array([max(a.year for a in addresses) - a.year for a in addresses])
+        weight = np.array([len(a.text) for a in addresses]) * 0.5 ** (age / half_life)
+        self.share = weight / weight.sum()
+
+    def step(self, step: int) -> torch.Tensor:
+        """Token ids (B, L) of one step."""
+        rng = np.random.default_rng((self.seed, step))
+        length = ROW if rng.random() < 0.75 else int(rng.integers(16, ROW))
+        rows: list[list[int]] = []
+        wanted = round(self.batch * ROW / length)
+        while len(rows) < wanted:
+            texts = []
+            for index in rng.choice(len(self.addresses), size=wanted - len(rows), p=self.share):
+                address = self.addresses[index]
+                starts = address.sentences if rng.random() < 0.5 else address.words
+                start = int(rng.choice(starts))
+                texts.append(address.text[start : start + 8 * length])
+            encoded = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+            rows += [ids[:length] for ids in encoded if len(ids) > length]  # the last token may be a cut word
+        return torch.tensor(rows)  # (B, L)
+
+
+def build(
+    objective: str, tokenizer: PreTrainedTokenizerFast, hidden: int, layers: int, dropout: float
+) -> torch.nn.Module:
+    """The network: every layer sees the whole row (no local attention)."""
+    config_class, model_class = {
+        "mdm": (ModernBertConfig, ModernBertForMaskedLM),
+        "ar": (ModernBertDecoderConfig, ModernBertDecoderForCausalLM),
+    }[objective]
+    rope = {"rope_type": "default", "rope_theta": ROPE_THETA}
+    config = config_class(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        max_position_embeddings=ROW,
+        global_attn_every_n_layers=1,
+        local_attention=2 * ROW,
+        rope_parameters={"full_attention": rope, "sliding_attention": rope},
+        embedding_dropout=dropout,
+        mlp_dropout=dropout,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        cls_token_id=tokenizer.bos_token_id,
+        sep_token_id=tokenizer.eos_token_id,
+    )
+    return model_class(config)
+
+
+def mdm_loss(
+    model: torch.nn.Module, ids: torch.Tensor, mask_id: int, generator: torch.Generator, eps: float = 1e-3
+) -> torch.Tensor:
+    """The negative ELBO in nats per token, one draw of t a row."""
+    count = len(ids)
+    shift = torch.rand(1, generator=generator)
+    t = eps + (1 - eps) * ((torch.arange(count) + shift) / count)  # (B,)
+    hidden = torch.rand(ids.shape, generator=generator) < t[:, None]  # (B, L)
+    logits = model(input_ids=ids.masked_fill(hidden, mask_id)).logits[hidden].float()  # (C, V)
+    logits[:, mask_id] = -torch.inf
+    weight = (1 / t)[:, None].expand_as(hidden)[hidden]  # (C,)
+    return (F.cross_entropy(logits, ids[hidden], reduction="none") * weight).sum() / ids.numel()
+
+
+def ar_loss(model: torch.nn.Module, ids: torch.Tensor, end_id: int) -> torch.Tensor:
+    """Next-token cross entropy in nats per token, the first token given <|endoftext|>."""
+    shifted = F.pad(ids[:, :-1], (1, 0), value=end_id)  # (B, L)
+    return F.cross_entropy(model(input_ids=shifted).logits.float().flatten(0, 1), ids.flatten())
+
+
+def learning_rate(step: int, steps: int, warmup: int = 200, decay: float = 0.3) -> float:
+    """The share of the peak rate: linear up, constant, linear to zero over the last `decay` of the steps."""
+    return min(1.0, (step + 1) / warmup, (steps - step) / (decay * steps))
+
+
+def optimizers(model: torch.nn.Module, lr: float) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside the layers, AdamW for embeddings, norms, biases."""
+    layers = [p for name, p in model.named_parameters() if "layers." in name and p.ndim == 2]
+    inside = {id(p) for p in layers}
+    rest = [p for p in model.parameters() if id(p) not in inside]
+    return [
+        torch.optim.Muon(layers, lr=lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.98), weight_decay=0.0),
+    ]
+
+
+def save_checkpoint(model: torch.nn.Module, out: Path, dtype: str) -> None:
+    """The checkpoint as transformers 4.57 and 5 both read it."""
+    model.to(getattr(torch, dtype)).save_pretrained(out)
+    config = json.loads((out / "config.json").read_text())
+    config |= {"global_rope_theta": ROPE_THETA, "local_rope_theta": ROPE_THETA}  # the names of 4.57
+    (out / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def train(args: argparse.Namespace) -> None:
+    torch.manual_seed(args.seed)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    out = Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+
+    addresses = read_corpus(args.corpus, args.last_year)
+    if args.tokenizer:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(args.tokenizer)
+    else:
+        tokenizer = train_tokenizer(addresses, args.vocab)
+    tokenizer.save_pretrained(out)
+    rows = Rows(addresses, tokenizer, args.batch, args.half_life, args.seed)
+
+    model = build(args.objective, tokenizer, args.hidden, args.layers, args.dropout)
+    opts = optimizers(model, args.lr)
+    done, seconds, curve = 0, 0.0, []
+    if (out / STATE).exists():
+        state = torch.load(out / STATE, weights_only=True)
+        model.load_state_dict(state["model"])
+        for opt, saved in zip(opts, state["opts"], strict=True):
+            opt.load_state_dict(saved)
+        done, seconds, curve = state["step"], state["seconds"], state["curve"]
+
+    def save_state(step: int) -> None:
+        state = {
+            "model": model.state_dict(),
+            "opts": [opt.state_dict() for opt in opts],
+            "step": step,
+            "seconds": seconds,
+            "curve": curve,
+        }
+        torch.save(state, out / (STATE + ".part"))
+        os.replace(out / (STATE + ".part"), out / STATE)
+
+    model.train()
+    recent: list[float] = []
+    bar = tqdm(range(done, args.steps), initial=done, total=args.steps, desc=args.objective, mininterval=5)
+    for step in bar:
+        began = time.process_time()
+        ids = rows.step(step)
+        generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=args.bf16):
+            if args.objective == "mdm":
+                loss = mdm_loss(model, ids, tokenizer.mask_token_id, generator)
+            else:
+                loss = ar_loss(model, ids, tokenizer.bos_token_id)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for opt in opts:
+            for group in opt.param_groups:
+                group["lr"] = args.lr * learning_rate(step, args.steps)
+            opt.step()
+            opt.zero_grad(set_to_none=True)
+        recent.append(loss.item())
+        seconds += time.process_time() - began
+        if not math.isfinite(recent[-1]):
+            raise RuntimeError(f"the loss is {recent[-1]} at step {step}; lower --lr and start again from {out / STATE}")
+        if (step + 1) % args.log_every == 0 or step + 1 == args.steps:
+            curve.append([step + 1, sum(recent) / len(recent)])
+            bar.set_postfix(nats=f"{curve[-1][1]:.3f}")
+            recent = []
+        if (step + 1) % args.save_every == 0 or step + 1 == args.steps:
+            save_state(step + 1)
+
+    save_checkpoint(model, out, args.save_dtype)
+    record = {
+        **{key: value for key, value in vars(args).items() if key not in ("corpus", "out", "tokenizer")},
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "tokens": args.steps * args.batch * ROW,
+        "core_hours": round(seconds / 3600, 2),
+        "loss_nats_per_token": [[step, round(value, 4)] for step, value in curve],
+    }
+    (out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="python -m lm_eval_duel.demo.train",
+        description="Train demo-mdm or demo-ar on a JSONL corpus with `year` and `text`; resumes from --out.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    p.add_argument("--corpus", required=True, help="JSONL or JSONL.xz, one address a line")
+    p.add_argument("--last-year", type=int, default=2000, help="later addresses are held out")
+    p.add_argument("--objective", choices=["mdm", "ar"], required=True)
+    p.add_argument("--out", required=True, help="folder for checkpoint, tokenizer and resumable state")
+    p.add_argument("--tokenizer", help="folder of a tokenizer to share (trained on the corpus when absent)")
+    p.add_argument("--vocab", type=int, default=2048, help="entries of a newly trained tokenizer")
+    p.add_argument("--hidden", type=int, default=256)
+    p.add_argument("--layers", type=int, default=4)
+    p.add_argument("--dropout", type=float, default=0.0)
+    p.add_argument("--batch", type=int, default=48, help=f"rows of {ROW} tokens a step")
+    p.add_argument("--steps", type=int, default=6000)
+    p.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
+    p.add_argument("--half-life", type=float, default=100, help="years after which an address is drawn half as often")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--threads", type=int, default=0, help="CPU threads (0: all)")
+    p.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True, help="autocast to bfloat16")
+    p.add_argument("--save-dtype", choices=["float32", "float16", "bfloat16"], default="bfloat16")
+    p.add_argument("--log-every", type=int, default=100)
+    p.add_argument("--save-every", type=int, default=200)
+    return p
+
+
+if __name__ == "__main__":
+    train(parser().parse_args())

@@ -1,0 +1,30 @@
+"""The errors a user can meet, and the nearest name for a misspelt one."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class DuelError(ValueError):
+    """Something the user asked for cannot be done; the message says what to do instead."""
+
+
+class RuleStalled(DuelError):
+    """A rule picked nothing, or picked a position that is not hidden."""
+
+
+class NotFinite(DuelError):
+    """The network returned NaN or infinite logits; `lane` is the lane's number in its batch."""
+
+    def __init__(self, message: str, lane: int | None = None):
+        super().__init__(message)
+        self.lane = lane
+
+
+def unknown(what: str, name: object, known: Iterable[str]) -> DuelError:
+    """The error for a name that is not known: the nearest one and the whole list."""
+    known = sorted(known)
+    near = difflib.get_close_matches(str(name), known, n=1)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    return DuelError(f"Unknown {what} '{name}'.{hint} Known: {', '.join(known)}.")

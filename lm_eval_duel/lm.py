@@ -1,0 +1,326 @@
+"""`duel-mdm`: the model that lm-evaluation-harness sees. Text in, nats out, in request order.
+
+    requests -> windows -> Duel -> nats per window -> added up per request
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import inspect
+import json
+import logging
+import math
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lm_eval.api.model import TemplateLM
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
+
+from lm_eval_duel import fingerprint, rules
+from lm_eval_duel.demo import resolve
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.options import Options
+from lm_eval_duel.windows import Window, conditional, independent, room_for_target
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.model import CacheHook
+
+    from lm_eval_duel.duel import Scored
+
+log = logging.getLogger("lm_eval.duel_mdm")  # the harness shows its own loggers only
+
+LAW_VERSION = 1  # raised when a release changes a number for the same arguments
+CACHE_KEY = "lm_eval_duel law"
+
+
+class DuelMDM(TemplateLM):
+    """Exact likelihood of a masked diffusion model under a deterministic unmasking rule.
+
+    Takes the model args of `Options`; raises DuelError for a wrong one before the checkpoint is read.
+    """
+
+    def __init__(self, **arguments: Any):
+        super().__init__()
+        self.options = options = Options.parse(arguments)
+        from lm_eval_duel import denoisers  # transformers is imported once the arguments are known to be good
+        from lm_eval_duel.denoisers.huggingface import load_tokenizer
+        from lm_eval_duel.duel import Duel
+
+        device = self._join_ranks(options.device)
+        if options.pretrained is None:
+            log.info(
+                "no pretrained= given: scoring with demo-mdm, the small bundled demonstration checkpoint. "
+                "Name yours with --model_args pretrained=<folder or hub name>,..."
+            )
+        name = options.pretrained or "demo-mdm"
+        words = options.tokenizer or name
+        revision = "main" if options.tokenizer else options.revision
+        self.tokenizer = load_tokenizer(resolve(words), options.trust_remote_code, revision)
+        self.denoiser = denoisers.load(
+            name,
+            device=device,
+            dtype=options.dtype,
+            revision=options.revision,
+            trust_remote_code=options.trust_remote_code,
+            mask_token_id=options.mask_token_id,
+            max_length=options.max_length,
+            tokenizer=options.tokenizer,
+        )
+        self._device = self.denoiser.device
+        self.duel = Duel(self.denoiser, options.rule, options.block, options.grid, options.rows)
+        self.prefix, self.suffix = framing(self.tokenizer)
+        self.cut_contexts = 0
+        log.info("law %s: %s", self.fingerprint, ", ".join(f"{key}={value}" for key, value in self.law.items()))
+
+    # ------------------------------------------------------------ what this law is
+
+    @property
+    def law(self) -> dict[str, str]:
+        """Everything that defines a number, in words."""
+        rule = self.duel.rule
+        law = {
+            **self.denoiser.describe(),
+            "rule": rule,
+            "block": self.duel.block,
+            "grid": self.duel.grid,
+            "estimator": "duel",
+            "windows": self.options.windows,
+            "max_length": self.denoiser.max_length,
+            "framing": f"{self.prefix} text {self.suffix}",
+            "tokenizer": _tokenizer_hash(self.tokenizer),
+            "version": LAW_VERSION,
+        }
+        if type(rule) not in rules.RULES.values():
+            law["rule_code"] = fingerprint.hash_files([inspect.getfile(type(rule))])
+        return {key: str(value) for key, value in law.items()}
+
+    @property
+    def fingerprint(self) -> str:
+        """The law as a short digest."""
+        return fingerprint.digest(self.law)
+
+    def get_model_info(self) -> dict[str, Any]:
+        """For the results JSON: the law, its fingerprint, and what it cost on this rank."""
+        return {
+            "fingerprint": self.fingerprint,
+            "law": self.law,
+            "duel": {**dataclasses.asdict(self.duel.counts), "cut_contexts": self.cut_contexts},
+        }
+
+    def set_cache_hook(self, cache_hook: CacheHook) -> None:
+        """Take the harness's response cache, unless it was written under another law (it keys on the text only)."""
+        store = cache_hook.dbdict
+        if store is not None:
+            stored = store.get(CACHE_KEY)
+            if stored is None and len(store):
+                raise DuelError(
+                    "The --use_cache file holds answers of another model (it has no law of duel-mdm). "
+                    "Name another file, or delete this one."
+                )
+            if stored is not None and stored != self.law:
+                changed = "; ".join(fingerprint.differences(self.law, stored))
+                raise DuelError(
+                    f"The --use_cache file was written under another law ({fingerprint.digest(stored)}, this run is "
+                    f"{self.fingerprint}): {changed}. Name another file, or delete this one."
+                )
+            store[CACHE_KEY] = self.law
+        super().set_cache_hook(cache_hook)
+
+    # ------------------------------------------------------------ text
+
+    @property
+    def eot_token_id(self) -> int | None:
+        for token in (self.tokenizer.eos_token_id, self.tokenizer.sep_token_id, self.tokenizer.bos_token_id):
+            if token is not None:
+                return token
+        return None
+
+    @property
+    def max_length(self) -> int:
+        """Positions in a row, framing tokens included."""
+        return self.denoiser.max_length
+
+    @property
+    def tokenizer_name(self) -> str:
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """The ids of a text alone; framing tokens are added to windows, not to texts."""
+        return self.tokenizer(string, add_special_tokens=bool(add_special_tokens), verbose=False)["input_ids"]
+
+    def _encode(self, request: Instance, *texts: str) -> list[list[int]]:
+        """The ids of a request's (context, continuation) or text; raises DuelError where they hold the mask token."""
+        if len(texts) == 2 and texts[0].rstrip():
+            parts = [list(part) for part in self._encode_pair(*texts)]
+        elif len(texts) == 2:
+            parts = [[], self.tok_encode("".join(texts))]  # only spaces: they belong to the continuation
+        else:
+            parts = [self.tok_encode(texts[0])]
+        for part in parts:
+            if self.denoiser.mask_id in part:
+                raise DuelError(
+                    f"{_name(request)} holds the mask token {self.tokenizer.decode([self.denoiser.mask_id])!r}, which "
+                    "a masked diffusion model cannot score or be given. Remove it from the text."
+                )
+        return parts
+
+    # ------------------------------------------------------------ requests
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """log p(continuation | context) in nats, and whether `decode` under the same rule would write it.
+
+        An empty context leaves the framing tokens alone in view; an empty continuation is (0.0, True). A context too
+        long for the row is cut from the left, a continuation too long is an error.
+        """
+        windows, cut = [], 0
+        for request in requests:
+            context, target = self._encode(request, *request.args)
+            try:
+                window, lost = conditional(context, target, self.max_length, self.prefix, self.suffix)
+            except DuelError as error:
+                raise DuelError(f"{_name(request)}: {error}") from None
+            windows.append([window])
+            cut += lost > 0
+        if cut:
+            self.cut_contexts += cut
+            log.warning(
+                "%d of %d contexts were longer than max_length=%d and cut from the left",
+                cut,
+                len(requests),
+                self.max_length,
+            )
+        return self._score("loglikelihood", requests, windows, _both, disable_tqdm)
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[tuple[str, str] | None, list[int], list[int]]], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        """The same for ids: (texts, context ids, continuation ids)."""
+        windows = [conditional(c, t, self.max_length, self.prefix, self.suffix)[0] for _, c, t in requests]
+        return [(scored.log_prob, scored.is_greedy) for scored in self.duel.log_prob(windows)]
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """log p of whole texts in nats, each token in exactly one window; an empty text is 0.0."""
+        windows = [self._document(self._encode(request, *request.args)[0]) for request in requests]
+        return self._score("loglikelihood_rolling", requests, windows, _total, disable_tqdm)
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        raise NotImplementedError(
+            "duel-mdm does not generate inside the harness yet: tasks with generate_until cannot run. "
+            "From Python, lm_eval_duel.duel.Duel.sample and .decode generate under the rule that is scored."
+        )
+
+    def _document(self, ids: list[int]) -> list[Window]:
+        """A text's windows, by the `windows` option."""
+        if self.options.windows == "independent":
+            return independent(ids, self.max_length, self.prefix, self.suffix)
+        start = self.prefix[-1] if self.prefix else self.prefix_token_id
+        if start is None:
+            raise DuelError("windows=harness starts with a prefix token and this tokenizer has none; use independent.")
+        room = room_for_target(self.max_length, [start], self.suffix)
+        pairs = map(make_disjoint_window, get_rolling_token_windows(ids, start, room, context_len=1))
+        return [Window(tuple(context), tuple(target), tuple(self.suffix)) for context, target in pairs]
+
+    def _score(
+        self,
+        kind: str,
+        requests: list[Instance],
+        windows: list[list[Window]],
+        combine: Callable[[list[Scored]], Any],
+        disable_tqdm: bool,
+    ) -> list[Any]:
+        """The answer of each request from its windows' results; equal windows are scored once.
+
+        A request's answer goes to the response cache as soon as its last window is done.
+        """
+        unique = list(dict.fromkeys(window for parts in windows for window in parts))
+        number = {window: n for n, window in enumerate(unique)}
+        waiting_for = [{number[window] for window in parts} for parts in windows]
+        waiters: list[list[int]] = [[] for _ in unique]
+        for r, numbers in enumerate(waiting_for):
+            for n in numbers:
+                waiters[n].append(r)
+        found: list[Scored | None] = [None] * len(unique)
+        answers = [None if parts else combine([]) for parts in windows]
+        bar = tqdm(
+            total=sum(len(window.target) for window in unique),
+            desc=f"{kind} {self.duel.rule}",
+            unit="tok",
+            disable=disable_tqdm or self.rank != 0,
+        )
+
+        def done(n: int, scored: Scored) -> None:
+            found[n] = scored
+            bar.update(len(scored.nats))
+            for r in waiters[n]:
+                waiting_for[r].remove(n)
+                if not waiting_for[r]:
+                    answers[r] = combine([found[number[window]] for window in windows[r]])
+                    self.cache_hook.add_partial(kind, requests[r].args, answers[r])
+
+        blank = self.duel.counts.blank_starts
+        with bar:
+            self.duel.log_prob(unique, done)
+        if blank := self.duel.counts.blank_starts - blank:
+            log.info("%d blocks started with nothing in view: all cells tie exactly, the lowest position goes first", blank)
+        return answers
+
+    # ------------------------------------------------------------ ranks
+
+    def _join_ranks(self, device: str | None) -> str | None:
+        """Join the other ranks of accelerate or torchrun, if any; the device of this one."""
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            return device
+        from accelerate import Accelerator
+
+        on_cpu = not torch.cuda.is_available() or str(device).startswith("cpu")
+        self.accelerator = Accelerator(cpu=on_cpu)
+        self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
+        return str(self.accelerator.device)
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.accelerator.gather(tensor) if self.world_size > 1 else tensor
+
+    def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
+        if self.world_size == 1:
+            return [obj]
+        gathered = [None] * self.world_size if self.rank == dst else None
+        torch.distributed.gather_object(obj, gathered, dst=dst)
+        return gathered
+
+    def barrier(self) -> None:
+        if self.world_size > 1:
+            self.accelerator.wait_for_everyone()
+
+
+def _total(parts: list[Scored]) -> float:
+    return math.fsum(scored.log_prob for scored in parts)
+
+
+def _both(parts: list[Scored]) -> tuple[float, bool]:
+    return _total(parts), all(scored.is_greedy for scored in parts)
+
+
+def framing(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The ids that a tokenizer puts before and after a text, such as [CLS] and [SEP]: given, never scored."""
+    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+    framed = tokenizer("a", add_special_tokens=True)["input_ids"]
+    for start in range(len(framed) - len(plain) + 1):
+        if framed[start : start + len(plain)] == plain:
+            return framed[:start], framed[start + len(plain) :]
+    return [], []
+
+
+def _tokenizer_hash(tokenizer: Any) -> str:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    text = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _name(request: Instance) -> str:
+    """A request as the user knows it."""
+    return f"Request of task {request.task_name}, document {request.doc_id}"

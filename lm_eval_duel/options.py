@@ -1,0 +1,143 @@
+"""Every model arg in one frozen dataclass, checked before anything heavy is imported.
+
+    --model_args pretrained=...,rule=klass,mu=0.9,nu=0.01,block=32
+
+The harness hands over strings and numbers as its own parser made them (`block=32` an int, `k=-1` a float, `none` a
+string, `None` nothing), so each value is brought to its type here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from lm_eval_duel import rules
+from lm_eval_duel.errors import DuelError, unknown
+
+WINDOWS = ("independent", "harness")
+GRIDS = ("auto", "target", "row")
+NOTHING = (None, "", "none", "None", "null")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the user asked for. `--model_args help` is the README's table."""
+
+    pretrained: str | None = None  # a folder, a hub name, demo-mdm; None: the bundled demo-mdm
+    rule: rules.Rule = dataclasses.field(default_factory=rules.Greedy)
+    block: int | str | None = "auto"  # positions, None (the whole target) or "auto"
+    grid: str = "auto"
+    windows: str = "independent"
+    batch_size: int | str = "auto"  # rows of max_length in a network call
+    max_batch_size: int | None = None
+    device: str | None = None
+    dtype: str = "auto"
+    max_length: int | None = None
+    revision: str = "main"
+    trust_remote_code: bool = False
+    tokenizer: str | None = None
+    mask_token_id: int | None = None
+
+    @classmethod
+    def parse(cls, arguments: dict[str, Any]) -> Options:
+        """The options of model args; raises DuelError that names the wrong one, the nearest name, and what is known."""
+        arguments = dict(arguments)
+        rule = _rule(arguments)  # takes the rule's own parameters out
+        readers = {
+            "pretrained": _text,
+            "block": _block,
+            "grid": lambda key, value: _one_of(key, value, GRIDS),
+            "windows": lambda key, value: _one_of(key, value, WINDOWS),
+            "batch_size": _batch_size,
+            "max_batch_size": _count,
+            "device": _text,
+            "dtype": lambda key, value: str(value).removeprefix("torch.") if value not in NOTHING else "auto",
+            "max_length": _count,
+            "revision": lambda key, value: str(value) if value not in NOTHING else "main",
+            "trust_remote_code": _truth,
+            "tokenizer": _text,
+            "mask_token_id": lambda key, value: _count(key, value, least=0),
+        }
+        for key in arguments:
+            if key not in readers:
+                raise _unknown_argument(key, rule, [*readers, "rule"])
+        return cls(rule=rule, **{key: readers[key](key, value) for key, value in arguments.items()})
+
+    @property
+    def rows(self) -> int | None:
+        """Rows of max_length in a network call; None: as many as the device takes.
+
+        The harness says batch_size=1 when the user said nothing, so 1 is auto too; max_batch_size=1 is one row.
+        """
+        if self.batch_size in ("auto", 1):
+            return self.max_batch_size
+        return min(self.batch_size, self.max_batch_size or self.batch_size)
+
+
+def _rule(arguments: dict[str, Any]) -> rules.Rule:
+    """The rule of `rule=` and of the parameters beside it, which are taken out of `arguments`."""
+    text = arguments.pop("rule", "greedy")
+    name, *inside = rules.split(text)
+    takes = {field.name for field in dataclasses.fields(rules.find(name))} | rules.PARAMETERS
+    takes -= {field.name for field in dataclasses.fields(Options)}
+    beside = {key: value for key, value in arguments.items() if key in takes}
+    for key in beside:
+        del arguments[key]
+        if any(part.partition("=")[0] == key for part in inside):
+            raise DuelError(f"'{key}' is given twice: in rule={text} and beside it.")
+    if not inside:
+        return rules.build(name, beside)
+    return rules.parse(":".join([str(text), *(f"{key}={value}" for key, value in beside.items())]))
+
+
+def _unknown_argument(key: str, rule: rules.Rule, known: list[str]) -> DuelError:
+    takes = [field.name for field in dataclasses.fields(rule)]
+    return unknown("model arg", key, [*known, *takes])
+
+
+def _text(key: str, value: Any) -> str | None:
+    return None if value in NOTHING else str(value)
+
+
+def _truth(key: str, value: Any) -> bool:
+    if str(value).lower() in ("true", "false", "1", "0"):
+        return str(value).lower() in ("true", "1")
+    raise DuelError(f"'{key}' is true or false, not '{value}'.")
+
+
+def _count(key: str, value: Any, least: int = 1) -> int | None:
+    if value in NOTHING:
+        return None
+    try:
+        number = int(float(value))
+        if isinstance(value, bool) or number != float(value) or number < least:
+            raise ValueError
+        return number
+    except (ValueError, TypeError, OverflowError):
+        raise DuelError(f"'{key}' is a whole number, at least {least}; got '{value}'.") from None
+
+
+def _block(key: str, value: Any) -> int | str | None:
+    if value in NOTHING:
+        return None
+    if value == "auto":
+        return "auto"
+    try:
+        return _count(key, value)
+    except DuelError:
+        raise DuelError(f"'{key}' is a number of positions, none (the whole target) or auto; got '{value}'.") from None
+
+
+def _batch_size(key: str, value: Any) -> int | str:
+    if value in NOTHING or str(value).startswith("auto"):  # auto:N, the harness's way to try again, is auto here
+        return "auto"
+    try:
+        return _count(key, value)
+    except DuelError:
+        raise DuelError(f"'{key}' is a number of rows, at least 1, or auto; got '{value}'.") from None
+
+
+def _one_of(key: str, value: Any, known: tuple[str, ...]) -> str:
+    if value not in known:
+        raise unknown(f"value of {key}", value, known)
+    return value

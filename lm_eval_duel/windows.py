@@ -1,0 +1,82 @@
+"""Windows: what is given and what is scored. Ids only: no text, no torch.
+
+A row is laid out as
+
+    | context | target      | tail        | suffix |
+      given     scored        [MASK]s       given
+                              never revealed
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from lm_eval_duel.errors import DuelError
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """One thing to score: log p(target | context, suffix), with `tail` more [MASK] positions after the target."""
+
+    context: tuple[int, ...]
+    target: tuple[int, ...]
+    suffix: tuple[int, ...] = ()
+    tail: int = 0
+
+    def __post_init__(self) -> None:
+        for part in ("context", "target", "suffix"):
+            object.__setattr__(self, part, tuple(int(token) for token in getattr(self, part)))
+        if self.tail < 0:
+            raise DuelError(f"A window's tail is a number of [MASK] positions >= 0, not {self.tail}.")
+
+    @property
+    def length(self) -> int:
+        """Positions in the row."""
+        return len(self.context) + len(self.target) + self.tail + len(self.suffix)
+
+
+def room_for_target(max_length: int, context: Sequence[int] = (), suffix: Sequence[int] = ()) -> int:
+    """How many target positions fit beside the framing tokens of a row."""
+    room = max_length - len(context) - len(suffix)
+    if room < 1:
+        framing = len(context) + len(suffix)
+        raise DuelError(f"max_length={max_length} leaves no room for text beside {framing} framing tokens; raise it.")
+    return room
+
+
+def independent(
+    ids: Sequence[int], max_length: int, context: Sequence[int] = (), suffix: Sequence[int] = ()
+) -> list[Window]:
+    """A document as consecutive windows, each scored from scratch (the paper's way).
+
+        ids          a b c d e f g h          max_length 5, context [C], suffix [S]
+        windows      C a b c S | C d e f S | C g h S
+
+    Every id is in exactly one target; the last window may be short; an empty document has no window.
+    """
+    room = room_for_target(max_length, context, suffix)
+    return [
+        Window(tuple(context), tuple(ids[start : start + room]), tuple(suffix)) for start in range(0, len(ids), room)
+    ]
+
+
+def conditional(
+    context: Sequence[int],
+    target: Sequence[int],
+    max_length: int,
+    framing: Sequence[int] = (),
+    suffix: Sequence[int] = (),
+) -> tuple[Window, int]:
+    """framing | context | target | suffix, the context cut from the left to fit; and how many ids were cut.
+
+    Raises DuelError when the target alone is too long: a scored token is never dropped.
+    """
+    room = room_for_target(max_length, framing, suffix)
+    if len(target) > room:
+        raise DuelError(
+            f"A continuation of {len(target)} tokens does not fit a row of max_length={max_length} "
+            f"({room} positions beside framing tokens). Raise max_length if the model allows it, or shorten the text."
+        )
+    cut = max(0, len(context) + len(target) - room)
+    return Window((*framing, *context[cut:]), tuple(target), tuple(suffix)), cut

@@ -1,0 +1,331 @@
+"""The laws of the design, on toy denoisers by exact enumeration. Float64 agrees to 1e-9 and in order."""
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+import torch
+from textbook import score
+from toys import Joint, Leaky, Rotary, Toy
+
+from lm_eval_duel import rules
+from lm_eval_duel.duel import Duel
+from lm_eval_duel.errors import RuleStalled
+from lm_eval_duel.windows import Window
+
+RULES = [
+    "left_to_right:k=1",
+    "left_to_right:k=2",
+    "left_to_right:k=3",
+    "right_to_left:k=1",
+    "right_to_left:k=2",
+    "random:k=1:seed=0",
+    "random:k=2:seed=7",
+    "greedy:k=1",
+    "greedy:k=2",
+    "greedy:k=3",
+    "margin:k=1",
+    "margin:k=2",
+    "log_margin:k=1",
+    "log_margin:k=3",
+    "entropy:k=1",
+    "entropy:k=2",
+    "threshold:mu=0.0",
+    "threshold:mu=0.45",
+    "threshold:mu=0.6",
+    "threshold:mu=1.0",
+    "klass:mu=0.4:nu=0.3",
+    "klass:mu=0.3:nu=0.5:history=2",
+    "klass:mu=0.4:nu=0.3:kl=authors",
+    "entropy_bound:gamma=0.0",
+    "entropy_bound:gamma=0.7",
+    "entropy_bound:gamma=2.5",
+]
+ONE_AT_A_TIME = [r for r in RULES if ":k=1" in r] + ["threshold:mu=1.0", "entropy_bound:gamma=0.0"]
+BLOCKS = [1, 2, 3, None]
+
+
+def strings(tokens, length):
+    return list(itertools.product(range(tokens), repeat=length))
+
+
+def total(duel, length, context=(), suffix=(), tail=0, tokens=3):
+    scored = duel.log_prob([Window(context, s, suffix, tail) for s in strings(tokens, length)])
+    return math.fsum(math.exp(s.log_prob) for s in scored)
+
+
+# ---------------------------------------------------------------- law 1: sums to one
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_sums_to_one(rule, block):
+    toy = Toy()
+    for grid in ("target", "row"):
+        duel = Duel(toy, rule, block, grid)
+        assert abs(total(duel, 4) - 1) < 1e-9
+        assert abs(total(duel, 3, context=(1,), suffix=(2, 0)) - 1) < 1e-9
+    if block in (1, 2):
+        assert abs(total(Duel(toy, rule, block, "target"), 4, context=(0,), suffix=(1,), tail=2) - 1) < 1e-9
+
+
+@dataclasses.dataclass(frozen=True)
+class Peeks(rules.Rule):
+    """Negative control: reveals first what the truth makes likely, by reading the row it is scored against."""
+
+    truth: tuple = ()
+
+    def __call__(self, predictions, lanes):
+        row = torch.tensor(self.truth)[lanes.row]  # (R, W)
+        gain = predictions.log_prob(torch.where(lanes.hidden, row, -1))
+        return (
+            torch.zeros_like(lanes.hidden).scatter_(
+                1, torch.where(lanes.hidden, gain, -math.inf).argmax(1)[:, None], True
+            )
+            & lanes.hidden
+        )
+
+
+def test_control_a_rule_that_peeks_does_not_sum_to_one():
+    toy = Toy()
+    sums = 0.0
+    for string in strings(3, 4):
+        sums += math.exp(Duel(toy, Peeks((string,)), None).log_prob([Window((), string)])[0].log_prob)
+    assert abs(sums - 1) > 0.01
+
+
+@dataclasses.dataclass(frozen=True)
+class Stalls(rules.Rule):
+    """Negative control: a threshold without fallback."""
+
+    mu: float = 0.99
+
+    def __call__(self, predictions, lanes):
+        return lanes.hidden & (predictions.confidence.sigmoid() >= self.mu)
+
+
+def test_control_a_rule_that_stalls_raises():
+    with pytest.raises(RuleStalled, match=r"Stalls:mu=0\.99 picked nothing\. \(Window 0, block at target position \d, step \d"):
+        Duel(Toy(), Stalls(), 2).log_prob([Window((), (0, 1, 2))])
+
+
+@dataclasses.dataclass(frozen=True)
+class Repeats(rules.Rule):
+    """Negative control: picks everything at every step."""
+
+    def __call__(self, predictions, lanes):
+        return torch.ones_like(lanes.hidden)
+
+
+def test_control_a_rule_that_picks_revealed_positions_raises():
+    with pytest.raises(RuleStalled, match="not hidden"):
+        Duel(Toy(), Repeats(), 4, "row").log_prob([Window((0, 1), (0, 1, 2))])
+
+
+def test_control_mass_on_the_mask_does_not_sum_to_one():
+    assert total(Duel(Leaky(), "greedy", 2), 4) < 0.99
+
+
+# ---------------------------------------------------------------- laws 2 and 3: sampling
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("block", [2, None])
+def test_sample_then_log_prob_is_the_same_path(rule, block):
+    duel = Duel(Toy(), rule, block)
+    contexts = [(), (1,), (0, 2)] * 5
+    for extra in ({}, {"suffix": (1,)}):
+        drawn = duel.sample(contexts, 4, seed=3, **extra)
+        scored = duel.log_prob([Window(c, d.tokens, **extra) for c, d in zip(contexts, drawn, strict=True)])
+        for d, s in zip(drawn, scored, strict=True):
+            assert d.steps == s.steps
+            assert d.nats == pytest.approx(s.nats, abs=1e-9)
+            assert (d.log_prob, d.is_greedy, d.nfe) == (pytest.approx(s.log_prob, abs=1e-9), s.is_greedy, s.nfe)
+
+
+@pytest.mark.parametrize("rule", ["greedy:k=1", "threshold:mu=0.45", "klass:mu=0.4:nu=0.3", "entropy_bound:gamma=0.7"])
+def test_samples_follow_the_law(rule):
+    """Pearson's statistic of 20,000 samples against exp(log_prob); a right sampler fails once in 10^4 runs of new seeds
+    (the seed is fixed, so it does not flicker)."""
+    duel = Duel(Toy(length=3), rule, 2)
+    count = 20_000
+    tally = dict.fromkeys(strings(3, 3), 0)
+    for drawn in duel.sample([()] * count, 3, seed=1):
+        tally[drawn.tokens] += 1
+    scored = duel.log_prob([Window((), s) for s in tally])
+    expected = torch.tensor([count * math.exp(s.log_prob) for s in scored])
+    seen = torch.tensor([float(n) for n in tally.values()])
+    small = expected < 5
+    expected = torch.cat([expected[~small], expected[small].sum()[None]]) if small.any() else expected
+    seen = torch.cat([seen[~small], seen[small].sum()[None]]) if small.any() else seen
+    statistic = float(((seen - expected) ** 2 / expected.clamp(min=1e-9)).sum())
+    freedom = len(expected) - 1
+    p = 1 - float(torch.special.gammainc(torch.tensor(freedom / 2), torch.tensor(statistic / 2)))
+    assert p > 1e-4
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("block", [2, None])
+def test_is_greedy_iff_decode_would_write_it(rule, block):
+    duel = Duel(Toy(), rule, block)
+    decoded = duel.decode([(1,)], 4)[0]
+    assert decoded.is_greedy
+    scored = duel.log_prob([Window((1,), s) for s in strings(3, 4)])
+    assert [s.is_greedy for s in scored] == [s == decoded.tokens for s in strings(3, 4)]
+
+
+def test_samples_depend_on_neither_batch_nor_company():
+    toy = Toy()
+    together = Duel(toy, "greedy", 2).sample([(0,), (1,), (2, 1)], 4, seed=5)
+    alone = [
+        Duel(toy, "greedy", 2, batch_size=1).sample([c], 4, seed=5, keys=[i])[0]
+        for i, c in enumerate([(0,), (1,), (2, 1)])
+    ]
+    assert [d.tokens for d in together] == [d.tokens for d in alone]
+
+
+# ---------------------------------------------------------------- law 4: special cases by hand
+
+
+def distributions(toy, row):
+    logits = toy.features(torch.tensor([row]), None)[0].masked_fill(toy.excluded, -math.inf)
+    return logits.log_softmax(-1)
+
+
+def test_left_to_right_is_the_chain_rule():
+    toy, string = Toy(), (2, 0, 1, 1)
+    by_hand = sum(
+        float(distributions(toy, [*string[:i], *[toy.mask_id] * (4 - i)])[i, string[i]]) for i in range(4)
+    )
+    for block in (1, 2, 4, None):
+        assert Duel(toy, "l2r", block).log_prob([Window((), string)])[0].log_prob == pytest.approx(by_hand, abs=1e-9)
+
+
+@pytest.mark.parametrize("rule", ["greedy:k=2", "margin:k=2", "right_to_left:k=2", "threshold:mu=0.0", "random:k=2"])
+def test_a_whole_block_at_once_is_independent_marginals(rule):
+    toy, string = Toy(), (2, 0, 1, 1)
+    m = toy.mask_id
+    first, second = distributions(toy, [m] * 4), distributions(toy, [2, 0, m, m])
+    by_hand = float(first[0, 2] + first[1, 0] + second[2, 1] + second[3, 1])
+    assert Duel(toy, rule, 2).log_prob([Window((), string)])[0].log_prob == pytest.approx(by_hand, abs=1e-9)
+
+
+# ---------------------------------------------------------------- laws 5 and 8: lanes, batches
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("grid", ["target", "row"])
+def test_lanes_equal_the_textbook_loop(rule, block, grid):
+    toy = Toy(length=12, tokens=5)
+    windows = [
+        Window((), (0, 1, 2, 3, 4, 0, 1)),
+        Window((3,), (4, 4, 2, 0, 1)),
+        Window((1, 2, 0), (2, 1), (4, 0)),
+        Window((1, 2), (2, 1, 3, 3, 0, 4), (4,)),
+    ]
+    for honours in (True, False):
+        toy.honours_padding = honours
+        for batch_size in (1, 3, None):
+            scored = Duel(toy, rule, block, grid, batch_size).log_prob(windows)
+            for window, s in zip(windows, scored, strict=True):
+                log_prob, steps, nats, greedy, nfe = score(
+                    lambda ids: toy.features(ids[None], None)[0],
+                    toy.mask_id,
+                    toy.excluded,
+                    rules.parse(rule),
+                    block,
+                    window,
+                    grid,
+                )
+                assert s.steps == steps
+                assert s.nats == pytest.approx(nats, abs=1e-9)
+                assert s.log_prob == pytest.approx(log_prob, abs=1e-9)
+                assert (s.is_greedy, s.nfe) == (greedy, nfe)
+
+
+def test_blank_starts_are_exact_ties_in_any_batch():
+    toy = Rotary(length=12, tokens=4)
+    windows = [Window((), (3, 1, 2, 0)), Window((), (1, 1)), Window((2,), (0, 1, 3)), Window((), (0, 2, 2, 1, 3, 0))]
+    alone = [Duel(toy, "greedy", 3, batch_size=1).log_prob([w])[0] for w in windows]
+    together = Duel(toy, "greedy", 3).log_prob(windows)
+    assert [s.blank_starts for s in together] == [1, 1, 0, 1]
+    for a, b in zip(alone, together, strict=True):
+        assert a.steps == b.steps
+        assert a.nats == pytest.approx(b.nats, abs=1e-7)  # the planted noise
+    assert together[0].steps[0] == 0  # the lowest position first
+    assert together[0].close_picks == 0
+
+
+# ---------------------------------------------------------------- laws 11 to 14
+
+
+@pytest.mark.parametrize("rule", ONE_AT_A_TIME)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_exact_conditionals_give_the_joint_in_any_order(rule, block):
+    joint = Joint()
+    scored = Duel(joint, rule, block).log_prob([Window((), tuple(s)) for s in joint.strings.tolist()])
+    assert [s.log_prob for s in scored] == pytest.approx(joint.joint.log().tolist(), abs=1e-9)
+
+
+def test_an_inconsistent_denoiser_depends_on_the_order():
+    duel = Duel(Toy(), "l2r", None)
+    window = Window((), (2, 0, 1))
+    values = [duel.replay([window], [order])[0].log_prob for order in itertools.permutations(range(3))]
+    assert max(values) - min(values) > 1e-3
+
+
+def test_replay_of_a_recorded_order_is_the_score():
+    windows = [Window((1,), (2, 0, 1, 1, 2)), Window((), (0, 0, 1))]
+    for rule in RULES:
+        duel = Duel(Toy(), rule, 3)
+        scored = duel.log_prob(windows)
+        again = duel.replay(windows, [s.steps for s in scored])
+        assert [s.nats for s in again] == [pytest.approx(s.nats, abs=1e-12) for s in scored]
+    with pytest.raises(ValueError, match="without gaps"):
+        duel.replay(windows[1:], [(0, 2, 0)])
+
+
+@pytest.mark.parametrize("context", [(), (1, 0)])
+def test_one_token_has_one_value(context):
+    toy = Toy()
+    values = {
+        round(Duel(toy, rule, block).log_prob([Window(context, (2,))])[0].log_prob, 10)
+        for rule in RULES
+        for block in BLOCKS
+    }
+    assert len(values) == 1
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_truth_under_hidden_cells_is_never_seen(rule):
+    duel = Duel(Toy(), rule, 3)
+    string = (2, 0, 1, 1, 0)
+    before = duel.log_prob([Window((1,), string)])[0]
+    for block_start in (0, 3):
+        cells = range(block_start, min(block_start + 3, 5))
+        for step in range(max(before.steps[i] for i in cells) + 1):
+            late = [i for i in cells if before.steps[i] >= step]
+            changed = list(string)
+            for i in late:
+                changed[i] = (changed[i] + 1) % 3
+            after = duel.log_prob([Window((1,), tuple(changed))])[0]
+            for i in cells:
+                if before.steps[i] <= step:
+                    assert after.steps[i] == before.steps[i]
+                else:
+                    assert after.steps[i] > step
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("tail", [1, 2])
+def test_a_tail_is_the_probability_of_the_beginning(rule, tail):
+    duel = Duel(Toy(), rule, 2)
+    longer: dict[tuple, float] = {}
+    whole = strings(3, 2 + tail)
+    for string, s in zip(whole, duel.log_prob([Window((1,), s) for s in whole]), strict=True):
+        longer[string[:2]] = longer.get(string[:2], 0.0) + math.exp(s.log_prob)
+    for start, probability in longer.items():
+        scored = duel.log_prob([Window((1,), start, (), tail)])[0]
+        assert math.exp(scored.log_prob) == pytest.approx(probability, abs=1e-9)

@@ -1,0 +1,87 @@
+"""Toy denoisers in float64 whose distributions can be enumerated."""
+
+import itertools
+import math
+
+import torch
+
+from lm_eval_duel.denoisers.base import Denoiser
+
+
+class Toy(Denoiser):
+    """A random smooth function of the whole row: position, tokens and masks all matter; padding is honoured."""
+
+    def __init__(self, tokens=3, length=8, seed=0, honours_padding=True, scale=2.0):
+        self.vocab_size, self.mask_id, self.max_length = tokens + 1, tokens, length
+        self.device = torch.device("cpu")
+        self.honours_padding = honours_padding
+        generator = torch.Generator().manual_seed(seed)
+        self.embed = torch.randn(length, tokens + 1, 6, generator=generator, dtype=torch.float64)
+        self.mix = torch.randn(length, length, 6, 6, generator=generator, dtype=torch.float64)
+        self.out = torch.randn(length, 6, tokens + 1, generator=generator, dtype=torch.float64) * scale
+
+    @property
+    def excluded(self):
+        return torch.arange(self.vocab_size) == self.mask_id
+
+    def features(self, ids, real):
+        length = ids.shape[1]
+        x = self.embed[torch.arange(length), ids]  # (R, L, 6)
+        if real is not None and self.honours_padding:
+            x = x * real[..., None]
+        x = torch.tanh(torch.einsum("rjd,ijde->rie", x, self.mix[:length, :length]))  # (R, L, 6)
+        return torch.einsum("rid,idv->riv", x, self.out[:length])  # (R, L, V)
+
+    def head(self, features):
+        return features
+
+
+class Leaky(Toy):
+    """A denoiser that leaves probability on [MASK]: past Predictions its distributions do not sum to 1."""
+
+    @property
+    def excluded(self):
+        return torch.zeros(self.vocab_size, dtype=torch.bool)
+
+
+class Rotary(Toy):
+    """Relative positions only, in float32: all cells of a row of masks tie but for planted noise."""
+
+    relative_positions = True
+
+    def features(self, ids, real):
+        shown = (ids != self.mask_id) if real is None else (ids != self.mask_id) & real
+        length = ids.shape[1]
+        offset = torch.arange(length)[None, :] - torch.arange(length)[:, None]  # (L, L) j - i
+        kernel = torch.cos(offset.double() * 0.7 + 0.3)  # (L, L)
+        x = (self.embed[0, ids] * shown[..., None]).transpose(1, 2)  # (R, 6, L)
+        x = torch.tanh((x @ kernel.T).transpose(1, 2) + 0.5)  # (R, L, 6)
+        noise = torch.linspace(-1e-9, 1e-9, len(ids) * length).reshape(len(ids), length, 1)
+        return x @ self.out[0] + noise * torch.arange(self.vocab_size)  # (R, L, V)
+
+
+class Joint(Denoiser):
+    """The exact conditionals of one positive joint distribution over V^L strings."""
+
+    def __init__(self, tokens=3, length=4, seed=0):
+        self.vocab_size, self.mask_id, self.max_length = tokens + 1, tokens, length
+        self.device = torch.device("cpu")
+        generator = torch.Generator().manual_seed(seed)
+        self.strings = torch.tensor(list(itertools.product(range(tokens), repeat=length)))
+        self.joint = torch.randn(len(self.strings), generator=generator, dtype=torch.float64).softmax(0)
+
+    @property
+    def excluded(self):
+        return torch.arange(self.vocab_size) == self.mask_id
+
+    def features(self, ids, real):
+        logits = torch.full((*ids.shape, self.vocab_size), -math.inf, dtype=torch.float64)
+        for r, row in enumerate(ids):
+            agrees = ((self.strings == row) | (row == self.mask_id)).all(1)
+            for i in range(len(row)):
+                for v in range(self.vocab_size - 1):
+                    logits[r, i, v] = self.joint[agrees & (self.strings[:, i] == v)].sum().log()
+        return logits
+
+    def head(self, features):
+        return features
