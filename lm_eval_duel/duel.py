@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -22,46 +23,13 @@ from lm_eval_duel.denoisers.base import Denoiser, Predictions, View
 from lm_eval_duel.errors import DuelError, NotFinite, RuleStalled
 from lm_eval_duel.hashing import uniform
 from lm_eval_duel.lanes import Budget, Lanes, Rows, blocks, groups
+from lm_eval_duel.ledger import Counts, Drawn, Ledger, Scored
 from lm_eval_duel.windows import Window
 
-CLOSE = 1e-4  # a lead below this many logits is a close pick: float noise could change the order
 DEFAULT_BLOCK = 32
 CPU_TOKENS, GPU_TOKENS = 4096, 65536  # network tokens a call when no batch size is given
 
-Choose = Callable[[Predictions, Lanes, torch.Tensor], torch.Tensor]
-
-
-@dataclasses.dataclass(frozen=True)
-class Scored:
-    """One window's result. `steps` and `nats` are per target token; steps count from 0 in every block."""
-
-    log_prob: float  # nats
-    is_greedy: bool  # every token was the argmax when it was revealed
-    steps: tuple[int, ...]
-    nats: tuple[float, ...]
-    nfe: int  # rule steps summed over blocks
-    close_picks: int | None  # steps whose order float noise could change; None: the rule does not say
-    blank_starts: int  # steps at which the row showed nothing, so that all hidden cells tied exactly
-
-
-@dataclasses.dataclass(frozen=True)
-class Drawn(Scored):
-    """A sample (or the argmax decoding) and its own log-probability."""
-
-    tokens: tuple[int, ...] = ()
-
-
-@dataclasses.dataclass
-class Counts:
-    """What has been computed so far, over all calls."""
-
-    windows: int = 0
-    tokens: int = 0  # revealed
-    nfe: int = 0
-    forwards: int = 0  # network calls
-    rows: int = 0  # rows evaluated
-    close_picks: int | None = 0
-    blank_starts: int = 0
+Choose = Callable[[Predictions, Lanes, torch.Tensor], torch.Tensor]  # predictions, lanes, pick -> tokens (R, W)
 
 
 class Duel:
@@ -96,9 +64,7 @@ class Duel:
         self.budget = Budget(batch_size * denoiser.max_length if batch_size else max(tokens, denoiser.max_length))
         self.counts = Counts()
 
-    def log_prob(
-        self, windows: Sequence[Window], on_done: Callable[[int, Scored], None] | None = None
-    ) -> list[Scored]:
+    def log_prob(self, windows: Sequence[Window], on_done: Callable[[int, Scored], None] | None = None) -> list[Scored]:
         """log p(target | context, suffix) of each window (Algorithm 2); `on_done(index, result)` as each finishes."""
         return self._score(windows, self.rule, on_done)
 
@@ -111,10 +77,12 @@ class Duel:
             context = len(window.context)
             if len(order) != len(window.target):
                 raise DuelError(f"Window {n} has {len(window.target)} target tokens but {len(order)} steps.")
-            for start, width in blocks(context, len(order), self.block, self.grid):
+            for start, width in self._blocks(window):
                 inside = set(order[max(0, start - context) : start - context + width])
                 if inside != set(range(len(inside))):
-                    raise DuelError(f"Window {n}: the steps of a block must be 0..n-1 without gaps, not {sorted(inside)}.")
+                    raise DuelError(
+                        f"Window {n}: the steps of a block must be 0..n-1 without gaps, not {sorted(inside)}."
+                    )
             results += self._score([window], _Replay(tuple(order)), None)
         return results
 
@@ -133,54 +101,64 @@ class Duel:
         """
         key = torch.tensor(range(len(contexts)) if keys is None else keys, device=self.denoiser.device)
 
-        def choose(group: torch.Tensor, predictions: Predictions, lanes: Lanes, pick: torch.Tensor) -> torch.Tensor:
-            u = uniform(key[group[lanes.row]][:, None], lanes.columns - lanes.origin[:, None], seed)  # (R, W)
-            return predictions.draw(torch.where(pick, u, math.nan))
+        def chooser(group: list[int]) -> Choose:
+            of_row = key[torch.tensor(group, device=key.device)]  # (N,)
 
-        return self._generate(contexts, length, suffix, tail, choose)
+            def choose(predictions: Predictions, lanes: Lanes, pick: torch.Tensor) -> torch.Tensor:
+                u = uniform(of_row[lanes.row][:, None], lanes.columns - lanes.origin[:, None], seed)  # (R, W)
+                return predictions.draw(torch.where(pick, u, math.nan))
+
+            return choose
+
+        return self._generate(contexts, length, suffix, tail, chooser)
 
     def decode(
         self, contexts: Sequence[Sequence[int]], length: int, suffix: Sequence[int] = (), tail: int = 0
     ) -> list[Drawn]:
         """The most probable token at every pick: what `is_greedy` promises."""
 
-        def choose(group: torch.Tensor, predictions: Predictions, lanes: Lanes, pick: torch.Tensor) -> torch.Tensor:
+        def choose(predictions: Predictions, lanes: Lanes, pick: torch.Tensor) -> torch.Tensor:
             return torch.where(pick, predictions.argmax, -1)
 
-        return self._generate(contexts, length, suffix, tail, choose)
+        return self._generate(contexts, length, suffix, tail, lambda group: choose)
 
-    # ------------------------------------------------------------ which lanes
+    # ------------------------------------------------------------ which lanes, and what a token is
 
     def _score(
         self, windows: Sequence[Window], rule: rules.Rule, on_done: Callable[[int, Scored], None] | None
     ) -> list[Scored]:
         self._check(windows)
-        results: list[Scored | None] = [None] * len(windows)
+        nothing = Scored(0.0, True, (), (), 0, 0, 0)
+        results = [nothing] * len(windows)
 
-        def done(n: int, scored: Scored) -> None:
+        def emit(n: int, scored: Scored) -> None:
             results[n] = scored
             if on_done:
                 on_done(n, scored)
 
         for n, window in enumerate(windows):
             if not window.target:
-                done(n, Scored(0.0, True, (), (), 0, 0, 0))
-        for group in groups(windows, same_length=not self.denoiser.honours_padding):
-            rows = Rows.of([windows[n] for n in group], self.denoiser.device)
-            view = self.denoiser.open(rows)
+                emit(n, nothing)
+        for group in self._groups(windows):
+            self._score_group([windows[n] for n in group], group, rule, emit)
+        return results
 
-            def choose(
-                predictions: Predictions, lanes: Lanes, pick: torch.Tensor, rows: Rows = rows
-            ) -> torch.Tensor:
-                columns = lanes.columns.clamp(max=rows.ids.shape[1] - 1)
-                return torch.where(pick, rows.ids[lanes.row[:, None], columns], -1)
+    def _score_group(
+        self, windows: list[Window], group: list[int], rule: rules.Rule, emit: Callable[[int, Scored], None]
+    ) -> None:
+        """Every block of every window at once: with the truth known, each starts from a known state."""
+        rows = Rows.of(windows, self.denoiser.device)
 
-            def finish(n: int, ledger: _Ledger, group: list[int] = group) -> None:
-                done(group[n], Scored(**ledger.result(n)))
+        def choose(predictions: Predictions, lanes: Lanes, pick: torch.Tensor) -> torch.Tensor:
+            columns = lanes.columns.clamp(max=rows.ids.shape[1] - 1)  # (R, W)
+            return torch.where(pick, rows.ids[lanes.row[:, None], columns], -1)
 
-            waiting = self._lanes(rows, range(len(group)))
-            self._reveal(view, rows, rule, waiting, choose, lambda lanes: None, finish, group)
-        return results  # every window is in a group or empty
+        def finish(n: int, result: dict[str, Any]) -> None:
+            emit(group[n], Scored(**result))
+
+        places = [self._blocks(window) for window in windows]
+        waiting = self._fresh(rows, [(n, *place) for n, found in enumerate(places) for place in found])
+        self._reveal(self.denoiser.open(rows), rows, rule, waiting, choose, lambda lanes: None, finish, group)
 
     def _generate(
         self,
@@ -188,49 +166,49 @@ class Duel:
         length: int,
         suffix: Sequence[int],
         tail: int,
-        choose: Callable[[torch.Tensor, Predictions, Lanes, torch.Tensor], torch.Tensor],
+        chooser: Callable[[list[int]], Choose],
     ) -> list[Drawn]:
         if length < 0:
             raise DuelError(f"length is a number of tokens to generate, not {length}.")
         prompts = [Window(tuple(context), (0,) * length, tuple(suffix), tail) for context in contexts]
         self._check(prompts, generating=True)
-        results: list[Drawn] = [Drawn(0.0, True, (), (), 0, 0, 0)] * len(prompts)
-        for group in groups(prompts, same_length=not self.denoiser.honours_padding):
-            rows = Rows.of([prompts[n] for n in group], self.denoiser.device)
-            view = self.denoiser.open(rows)
-            numbers = torch.tensor(group, device=self.denoiser.device)
-            later: dict[int, list[tuple[int, int]]] = {
-                n: blocks(len(prompts[g].context), length, self.block, self.grid)[1:] for n, g in enumerate(group)
-            }
-
-            def advance(lanes: Lanes, view: View = view, rows: Rows = rows, later: dict = later) -> Lanes | None:
-                view.commit(lanes)
-                following = [(n, *later[n].pop(0)) for n in lanes.row.tolist() if later[n]]
-                return Lanes.fresh(rows, *self._columns(following)) if following else None
-
-            def finish(n: int, ledger: _Ledger, rows: Rows = rows, group: list[int] = group) -> None:
-                start = int(rows.origin[n])
-                tokens = tuple(rows.ids[n, start : start + length].tolist())
-                results[group[n]] = Drawn(**ledger.result(n), tokens=tokens)
-
-            waiting = self._lanes(rows, range(len(group)), first_only=True)
-
-            def chosen(predictions: Predictions, lanes: Lanes, pick: torch.Tensor, numbers=numbers) -> torch.Tensor:
-                return choose(numbers, predictions, lanes, pick)
-
-            self._reveal(view, rows, self.rule, waiting, chosen, advance, finish, group)
+        results = [Drawn(0.0, True, (), (), 0, 0, 0)] * len(prompts)
+        for group in self._groups(prompts):
+            drawn = self._generate_group([prompts[n] for n in group], group, chooser(group))
+            for n, result in zip(group, drawn, strict=True):
+                results[n] = result
         return results
 
-    def _lanes(self, rows: Rows, numbers: Sequence[int], first_only: bool = False) -> Lanes:
-        """Fresh lanes of the rows: every block, or the first of each."""
-        places = []
-        for n, origin, target in zip(numbers, rows.origin.tolist(), rows.target.tolist(), strict=True):
-            found = blocks(origin, target, self.block, self.grid)
-            places += [(n, *place) for place in (found[:1] if first_only else found)]
-        return Lanes.fresh(rows, *self._columns(places))
+    def _generate_group(self, prompts: list[Window], group: list[int], choose: Choose) -> list[Drawn]:
+        """One lane a row: a finished block is committed, and the row's next block enters."""
+        rows = Rows.of(prompts, self.denoiser.device)
+        view = self.denoiser.open(rows)
+        places = [self._blocks(prompt) for prompt in prompts]
+        first = [(n, *found.pop(0)) for n, found in enumerate(places)]
+        results: dict[int, Drawn] = {}
 
-    def _columns(self, places: list[tuple[int, int, int]]) -> tuple[torch.Tensor, ...]:
-        return torch.tensor(places, device=self.denoiser.device).unbind(1)
+        def advance(lanes: Lanes) -> Lanes | None:
+            view.commit(lanes)
+            following = [(n, *places[n].pop(0)) for n in lanes.row.tolist() if places[n]]
+            return self._fresh(rows, following) if following else None
+
+        def finish(n: int, result: dict[str, Any]) -> None:
+            start = len(prompts[n].context)
+            tokens = rows.ids[n, start : start + len(prompts[n].target)]  # (T,)
+            results[n] = Drawn(**result, tokens=tuple(tokens.tolist()))
+
+        self._reveal(view, rows, self.rule, self._fresh(rows, first), choose, advance, finish, group)
+        return [results[n] for n in range(len(prompts))]
+
+    def _groups(self, windows: Sequence[Window]) -> list[list[int]]:
+        return groups(windows, same_length=not self.denoiser.honours_padding)
+
+    def _blocks(self, window: Window) -> list[tuple[int, int]]:
+        return blocks(len(window.context), len(window.target), self.block, self.grid)
+
+    def _fresh(self, rows: Rows, places: list[tuple[int, int, int]]) -> Lanes:
+        """Fresh lanes at (row, first column, width)."""
+        return Lanes.fresh(rows, *torch.tensor(places, device=self.denoiser.device).unbind(1))
 
     # ------------------------------------------------------------ the loop
 
@@ -243,16 +221,14 @@ class Duel:
         waiting: Lanes,
         choose: Choose,
         advance: Callable[[Lanes], Lanes | None],
-        finish: Callable[[int, _Ledger], None],
+        finish: Callable[[int, dict[str, Any]], None],
         group: Sequence[int],
     ) -> None:
-        """Reveal all lanes: predict, pick, choose tokens, add their nats; finished lanes leave and waiting ones enter."""
-        ledger = _Ledger(rows)
-        active, waiting = waiting.select(slice(0, 0)), waiting
-        while True:
+        """Reveal all lanes: predict, pick, choose tokens, add nats; finished lanes leave and waiting ones enter."""
+        ledger = Ledger(rows)
+        active = waiting.select(slice(0, 0))
+        while len(active) or len(waiting):
             active, waiting = self._refill(view, rule, active, waiting)
-            if not len(active):
-                break
             try:
                 predictions = view(active)
                 decision = self._decide(rule, predictions, active, group)
@@ -277,8 +253,9 @@ class Duel:
                 if following is not None:
                     waiting = following.concat(waiting)
                 for n in ledger.finished(left):
-                    self._count(ledger, n)
-                    finish(n, ledger)
+                    result = ledger.result(n)
+                    self.counts.add(result)
+                    finish(n, result)
         self.counts.forwards += view.forwards
         self.counts.rows += view.evaluated
 
@@ -295,9 +272,7 @@ class Duel:
             return active, waiting
         return active.concat(waiting.select(slice(0, entering))), waiting.select(slice(entering, None))
 
-    def _decide(
-        self, rule: rules.Rule, predictions: Predictions, lanes: Lanes, group: Sequence[int]
-    ) -> rules.Decision:
+    def _decide(self, rule: rules.Rule, predictions: Predictions, lanes: Lanes, group: Sequence[int]) -> rules.Decision:
         decision = rule(predictions, lanes)
         if isinstance(decision, torch.Tensor):
             decision = rules.Decision(decision)
@@ -314,18 +289,10 @@ class Duel:
             raise RuleStalled(f"Rule {rule} {what}. {_place(lanes, lane, group)}")
         return decision
 
-    def _count(self, ledger: _Ledger, n: int) -> None:
-        result = ledger.result(n)
-        self.counts.windows += 1
-        self.counts.tokens += len(result["nats"])
-        self.counts.nfe += result["nfe"]
-        self.counts.blank_starts += result["blank_starts"]
-        known = self.counts.close_picks is not None and result["close_picks"] is not None
-        self.counts.close_picks = self.counts.close_picks + result["close_picks"] if known else None
-
     def _check(self, windows: Sequence[Window], generating: bool = False) -> None:
         """Raise DuelError, naming the window, for one that this law cannot score."""
         denoiser = self.denoiser
+        unscorable = set(denoiser.excluded.nonzero()[:, 0].tolist()) - {denoiser.mask_id}
         for n, window in enumerate(windows):
             if window.length > denoiser.max_length:
                 raise DuelError(
@@ -337,7 +304,12 @@ class Duel:
                 wrong = next(token for token in ids if not 0 <= token < denoiser.vocab_size)
                 raise DuelError(f"Window {n} holds id {wrong}; the network's ids are 0 to {denoiser.vocab_size - 1}.")
             if denoiser.mask_id in ids:
-                raise DuelError(f"Window {n} holds the mask token (id {denoiser.mask_id}), which cannot be given or scored.")
+                raise DuelError(
+                    f"Window {n} holds the mask token (id {denoiser.mask_id}), which cannot be given or scored."
+                )
+            if not generating and not unscorable.isdisjoint(window.target):
+                wrong = next(token for token in window.target if token in unscorable)
+                raise DuelError(f"Window {n} holds id {wrong}, which is not a token of the vocabulary (padding).")
             if window.tail:
                 end = len(window.target) + (len(window.context) if self.grid == "row" else 0)
                 if self.block is None or end % self.block:
@@ -359,65 +331,6 @@ class _Replay(rules.Rule):
         index = (lanes.columns - lanes.origin[:, None]).clamp(0, len(order) - 1)  # (R, W)
         pick = lanes.hidden & (order[index] == lanes.step[:, None])
         return rules.Decision(pick, torch.full((len(lanes),), math.inf, dtype=torch.float64, device=pick.device))
-
-
-class _Ledger:
-    """The running results of one group of windows, on the CPU in float64."""
-
-    def __init__(self, rows: Rows):
-        count, length = rows.ids.shape
-        self.origin, self.target = rows.origin.tolist(), rows.target.tolist()
-        self.nats = torch.full((count, length), math.nan, dtype=torch.float64)  # (N, L)
-        self.steps = torch.full((count, length), -1)  # (N, L)
-        self.left = rows.target.cpu().clone()  # (N,) target positions still hidden
-        self.greedy = torch.ones(count, dtype=torch.bool)  # (N,)
-        self.nfe = torch.zeros(count, dtype=torch.int64)  # (N,)
-        self.close = torch.zeros(count, dtype=torch.int64)  # (N,)
-        self.blank = torch.zeros(count, dtype=torch.int64)  # (N,)
-        self.knows_leads = True
-
-    def record(
-        self,
-        lanes: Lanes,
-        decision: rules.Decision,
-        predictions: Predictions,
-        tokens: torch.Tensor,
-        log_prob: torch.Tensor,
-    ) -> None:
-        """Add one step of `lanes`: nats (R, W) and steps at the picks; NFE, close picks and blank starts per window."""
-        pick = decision.pick
-        lane = pick.nonzero()[:, 0].cpu()  # (P,)
-        row = lanes.row.cpu()  # (R,)
-        columns = lanes.columns[pick].cpu()  # (P,)
-        self.nats[row[lane], columns] = log_prob[pick].cpu()
-        self.steps[row[lane], columns] = lanes.step.cpu()[lane]
-        missed = ((tokens != predictions.argmax) & pick).any(1).cpu()  # (R,)
-        self.greedy[row[missed]] = False
-        self.left.index_add_(0, row, -pick.sum(1).cpu())
-        self.nfe.index_add_(0, row, torch.ones_like(row))
-        self.blank.index_add_(0, row, predictions.blank.long().cpu())
-        if decision.lead is None:
-            self.knows_leads = False
-        else:
-            self.close.index_add_(0, row, (decision.lead < CLOSE).long().cpu())
-
-    def finished(self, lanes: Lanes) -> list[int]:
-        """The windows of these finished lanes that have no lane left."""
-        return [n for n in sorted(set(lanes.row.tolist())) if self.left[n] == 0]
-
-    def result(self, n: int) -> dict:
-        """The fields of `Scored` for window `n`."""
-        span = slice(self.origin[n], self.origin[n] + self.target[n])
-        nats = self.nats[n, span]
-        return {
-            "log_prob": float(nats.sum()),
-            "is_greedy": bool(self.greedy[n]),
-            "steps": tuple(self.steps[n, span].tolist()),
-            "nats": tuple(nats.tolist()),
-            "nfe": int(self.nfe[n]),
-            "close_picks": int(self.close[n]) if self.knows_leads else None,
-            "blank_starts": int(self.blank[n]),
-        }
 
 
 def _place(lanes: Lanes, lane: int, group: Sequence[int]) -> str:

@@ -128,9 +128,9 @@ def _widen(plane: torch.Tensor, wide: int, fill: float) -> torch.Tensor:
 def blocks(origin: int, target: int, block: int | None, grid: str) -> list[tuple[int, int]]:
     """(first column, width) of each block of a target of `target` positions that begins at column `origin`.
 
-        row            c c c c c t t t t t t t        origin 5, target 7, block 4
-        grid=target              0 0 0 0 1 1 1        blocks count from the target
-        grid=row       - - - - 0 0 0 0 1 1 1 1        blocks count from the row; the first one is partly revealed
+    row            c c c c c t t t t t t t        origin 5, target 7, block 4
+    grid=target              0 0 0 0 1 1 1        blocks count from the target
+    grid=row       - - - - 0 0 0 0 1 1 1 1        blocks count from the row; the first one is partly revealed
     """
     if target == 0:
         return []

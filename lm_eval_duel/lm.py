@@ -1,6 +1,6 @@
 """`duel-mdm`: the model that lm-evaluation-harness sees. Text in, nats out, in request order.
 
-    requests -> windows -> Duel -> nats per window -> added up per request
+requests -> windows -> Duel -> nats per window -> added up per request
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("lm_eval.duel_mdm")  # the harness shows its own loggers only
 
 LAW_VERSION = 1  # raised when a release changes a number for the same arguments
+TOKENS = "n_tokens"  # a task's count of a document's tokens
 CACHE_KEY = "lm_eval_duel law"
 
 
@@ -205,7 +206,16 @@ class DuelMDM(TemplateLM):
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """log p of whole texts in nats, each token in exactly one window; an empty text is 0.0."""
-        windows = [self._document(self._encode(request, *request.args)[0]) for request in requests]
+        windows = []
+        for request in requests:
+            (ids,) = self._encode(request, *request.args)
+            counted = (request.doc or {}).get(TOKENS, len(ids))
+            if counted != len(ids):
+                raise DuelError(
+                    f"{_name(request)}: the task counted {counted} tokens but this model's tokenizer has {len(ids)}: "
+                    "token perplexity would be wrong. Name the tokenizer: --metadata tokenizer=<folder or hub name>."
+                )
+            windows.append(self._document(ids))
         return self._score("loglikelihood_rolling", requests, windows, _total, disable_tqdm)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
@@ -266,7 +276,9 @@ class DuelMDM(TemplateLM):
         with bar:
             self.duel.log_prob(unique, done)
         if blank := self.duel.counts.blank_starts - blank:
-            log.info("%d blocks started with nothing in view: all cells tie exactly, the lowest position goes first", blank)
+            log.info(
+                "%d blocks started with nothing in view: all cells tie exactly, the lowest position goes first", blank
+            )
         return answers
 
     # ------------------------------------------------------------ ranks

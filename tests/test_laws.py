@@ -106,7 +106,9 @@ class Stalls(rules.Rule):
 
 
 def test_control_a_rule_that_stalls_raises():
-    with pytest.raises(RuleStalled, match=r"Stalls:mu=0\.99 picked nothing\. \(Window 0, block at target position \d, step \d"):
+    with pytest.raises(
+        RuleStalled, match=r"Stalls:mu=0\.99 picked nothing\. \(Window 0, block at target position \d, step \d"
+    ):
         Duel(Toy(), Stalls(), 2).log_prob([Window((), (0, 1, 2))])
 
 
@@ -195,9 +197,7 @@ def distributions(toy, row):
 
 def test_left_to_right_is_the_chain_rule():
     toy, string = Toy(), (2, 0, 1, 1)
-    by_hand = sum(
-        float(distributions(toy, [*string[:i], *[toy.mask_id] * (4 - i)])[i, string[i]]) for i in range(4)
-    )
+    by_hand = sum(float(distributions(toy, [*string[:i], *[toy.mask_id] * (4 - i)])[i, string[i]]) for i in range(4))
     for block in (1, 2, 4, None):
         assert Duel(toy, "l2r", block).log_prob([Window((), string)])[0].log_prob == pytest.approx(by_hand, abs=1e-9)
 

@@ -3,6 +3,7 @@
 Rules here work on plain probability vectors in float64 and know nothing of the package's statistics.
 """
 
+import itertools
 import math
 
 import torch
@@ -66,7 +67,7 @@ def pick(rule, probs, hidden, step, previous, offset):
             seen = [*previous, probs]
             if len(seen) < rule.history + 1:
                 return False
-            pairs = list(zip(seen[:-1], seen[1:], strict=True))[-rule.history :]
+            pairs = list(itertools.pairwise(seen))[-rule.history :]
             return all((kl(a[p], b[p]) if rule.kl == "paper" else kl(b[p], a[p])) <= rule.nu for a, b in pairs)
 
         return [p for p in hidden if first(p) >= rule.mu and stable(p)] or top(first, 1)

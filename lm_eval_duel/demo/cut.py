@@ -19,7 +19,9 @@ from typing import Any
 
 FIRST_YEAR = 2001
 MARKS = re.compile(r"\s*\((?:Applause|Laughter)[^)]*\)")
-PLAIN = str.maketrans({"’": "'", "‘": "'", "“": '"', "”": '"', "—": "--", "–": "-", "‑": "-"})
+PLAIN = str.maketrans(
+    {"\u2019": "'", "\u2018": "'", "\u201c": '"', "\u201d": '"', "\u2014": "--", "\u2013": "-", "\u2011": "-"}
+)
 BORDER = re.compile(r"[.!?][\"']? (?=[\"']?[A-Z])")
 ABBREVIATION = re.compile(r"\b(?:Mr|Mrs|Ms|Dr|St|Sgt|Gen|Lt|Col|Sen|Rep|[A-Z])\.$")
 
@@ -79,7 +81,9 @@ def cut_passages(cutter: Cutter, count: int, most: int) -> list[dict[str, Any]]:
     for n in range(count):
         a = n % len(cutter.addresses)
         text, _ = cutter.span(a, least=int(0.75 * most), most=most)
-        records.append({"year": cutter.addresses[a]["year"], "president": cutter.addresses[a]["president"], "text": text})
+        records.append(
+            {"year": cutter.addresses[a]["year"], "president": cutter.addresses[a]["president"], "text": text}
+        )
     return sorted(records, key=lambda record: record["year"])
 
 
@@ -129,8 +133,10 @@ def main() -> None:
     with lzma.open(out / "sotu_full.jsonl.xz", "wt", preset=9, encoding="utf-8") as file:
         file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in addresses)
     tokens = [cutter.count(record["text"]) for record in passages]
-    print(f"{len(passages)} passages, {sum(tokens)} tokens (longest {max(tokens)}); {len(questions)} questions; "
-          f"{len(addresses)} addresses, {sum(cutter.count(a['text']) for a in addresses)} tokens")
+    print(
+        f"{len(passages)} passages, {sum(tokens)} tokens (longest {max(tokens)}); {len(questions)} questions; "
+        f"{len(addresses)} addresses, {sum(cutter.count(a['text']) for a in addresses)} tokens"
+    )
 
 
 if __name__ == "__main__":

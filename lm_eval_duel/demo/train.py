@@ -260,7 +260,9 @@ def train(args: argparse.Namespace) -> None:
         recent.append(loss.item())
         seconds += time.process_time() - began
         if not math.isfinite(recent[-1]):
-            raise RuntimeError(f"the loss is {recent[-1]} at step {step}; lower --lr and start again from {out / STATE}")
+            raise RuntimeError(
+                f"the loss is {recent[-1]} at step {step}; lower --lr and start again from {out / STATE}"
+            )
         if (step + 1) % args.log_every == 0 or step + 1 == args.steps:
             curve.append([step + 1, sum(recent) / len(recent)])
             bar.set_postfix(nats=f"{curve[-1][1]:.3f}")

@@ -255,9 +255,7 @@ class View:
         first = lanes.hidden & (lanes.hidden.cumsum(1) == 1)  # (R, W)
         unique = (first | ~blank[:, None])[lanes.hidden]  # (C,) a blank lane is evaluated at its first cell only
         at = features[lane[unique], (lanes.start[lane] + cell)[unique]]  # (U, D)
-        return Predictions(
-            lanes.hidden, blank, at, unique.cumsum(0) - 1, self.denoiser.head, self.denoiser.excluded
-        )
+        return Predictions(lanes.hidden, blank, at, unique.cumsum(0) - 1, self.denoiser.head, self.denoiser.excluded)
 
     def _input(self, lanes: Lanes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Ids as the network gets them, which cells show a token, which are not padding; (R, L) each."""

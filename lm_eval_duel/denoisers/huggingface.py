@@ -19,6 +19,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoTokenizer,
+    PretrainedConfig,
     PreTrainedTokenizerBase,
 )
 
@@ -80,12 +81,9 @@ def load(
         raise DuelError(_unreadable(path, error)) from error
     words = load_tokenizer(tokenizer or path, trust_remote_code, "main" if tokenizer else revision)
     mask_id = _mask_id(path, mask_token_id, config, words)
+    model_class = _model_class(config)
     try:
-        model, report = _model_class(config).from_pretrained(
-            path, config=config, dtype=weights, output_loading_info=True, **hub
-        )
-    except DuelError:
-        raise
+        model, report = model_class.from_pretrained(path, config=config, dtype=weights, output_loading_info=True, **hub)
     except Exception as error:  # a truncated file raises the error of whichever library reads it
         raise DuelError(_unreadable(path, error)) from error
     for kind in ("missing_keys", "mismatched_keys"):
@@ -94,7 +92,14 @@ def load(
             raise DuelError(f"The checkpoint {path} does not fill the network: {kind.replace('_', ' ')} {names}.")
     if report.get("unexpected_keys"):
         log.warning("weights of %s that the network does not use: %s", path, sorted(report["unexpected_keys"])[:5])
-    return HuggingFace(model.to(device).eval(), mask_id, len(words), max_length or _max_length(path, model, words), path)
+    held = _max_length(model, words)
+    if not (max_length or held):
+        raise DuelError(f"Neither config nor tokenizer of {path} says how many positions it holds; pass max_length=.")
+    if max_length and held and max_length > held:
+        raise DuelError(
+            f"max_length={max_length} is too long: {path} holds {held} positions; leave it out or lower it."
+        )
+    return HuggingFace(model.to(device).eval(), mask_id, len(words), max_length or held, path)
 
 
 def load_tokenizer(path: str, trust_remote_code: bool, revision: str) -> PreTrainedTokenizerBase:
@@ -114,7 +119,7 @@ def _unreadable(path: str, error: Exception) -> str:
     return f"Cannot read checkpoint '{path}': {type(error).__name__}: {str(error).splitlines()[0]}{hint}"
 
 
-def _mask_id(path: str, given: int | None, config: object, words: object) -> int:
+def _mask_id(path: str, given: int | None, config: object, words: PreTrainedTokenizerBase) -> int:
     rows = getattr(config, "vocab_size", None) or getattr(config, "embedding_size", None)
     for value in (given, getattr(config, "mask_token_id", None), words.mask_token_id):
         if value is not None:
@@ -124,7 +129,7 @@ def _mask_id(path: str, given: int | None, config: object, words: object) -> int
     raise DuelError(f"Neither config nor tokenizer of {path} names a mask token; pass mask_token_id=<id>.")
 
 
-def _model_class(config: object) -> type:
+def _model_class(config: PretrainedConfig) -> type:
     """The Auto class that gives logits for this config."""
     remote = getattr(config, "auto_map", None) or {}
     named = (getattr(config, "architectures", None) or [""])[0]
@@ -137,16 +142,14 @@ def _model_class(config: object) -> type:
     return AutoModelForMaskedLM
 
 
-def _max_length(path: str, model: torch.nn.Module, words: object) -> int:
+def _max_length(model: torch.nn.Module, words: PreTrainedTokenizerBase) -> int | None:
     """Positions that the network can hold: the smallest of what config, position table and tokenizer say."""
     found = [getattr(model.config, name) for name in LENGTHS if getattr(model.config, name, None)]
     for name, module in model.named_modules():
         if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
             found.append(module.num_embeddings - module.padding_idx - 1)  # RoBERTa counts from after the padding id
     found += [words.model_max_length] if words.model_max_length < UNBOUNDED else []
-    if not found:
-        raise DuelError(f"Neither config nor tokenizer of {path} says how many positions it holds; pass max_length=.")
-    return min(found)
+    return min(found, default=None)
 
 
 class HuggingFace(Denoiser):

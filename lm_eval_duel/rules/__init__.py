@@ -1,0 +1,141 @@
+"""Unmasking rules: given the predictions at hidden positions, which positions to reveal next.
+
+A rule is a frozen dataclass with `__call__(predictions, lanes) -> Decision`; it never sees the truth, so the pair
+(denoiser, rule) defines one law for scoring and for sampling (the paper, Definition 3.1 and Table 1). Ties go to the
+lowest position. The text form is `name[:param=value]...` and `parse(str(rule)) == rule`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import math
+import os
+import sys
+from typing import Any
+
+from lm_eval_duel.errors import DuelError, unknown
+from lm_eval_duel.rules.adaptive import EntropyBound, Klass, Threshold
+from lm_eval_duel.rules.base import Decision, Rule
+from lm_eval_duel.rules.orders import LeftToRight, Random, RightToLeft
+from lm_eval_duel.rules.scores import Entropy, Greedy, LogMargin, Margin
+
+__all__ = ["Decision", "Rule", "build", "find", "parse", "split"]
+
+RULES: dict[str, type[Rule]] = {
+    rule.name: rule
+    for rule in (
+        LeftToRight,
+        RightToLeft,
+        Random,
+        Greedy,
+        Margin,
+        LogMargin,
+        Threshold,
+        Klass,
+        EntropyBound,
+        Entropy,
+    )
+}
+ALIASES = {
+    "l2r": "left_to_right",
+    "confidence": "greedy",
+    "prob_margin": "margin",
+    "conf_threshold": "threshold",
+    "eb": "entropy_bound",
+}
+PARAMETERS = frozenset(field.name for rule in RULES.values() for field in dataclasses.fields(rule))
+
+
+def parse(text: str) -> Rule:
+    """The rule of a text such as `greedy:k=2` or `my_module:MyRule:alpha=0.5`; raises DuelError for a wrong one."""
+    name, *rest = split(text)
+    arguments = {}
+    for part in rest:
+        key, equals, value = part.partition("=")
+        if not equals or not key:
+            raise DuelError(f"'{part}' in rule '{text}' is not param=value; write e.g. greedy:k=2.")
+        if key in arguments:
+            raise DuelError(f"Rule '{text}' gives {key} twice.")
+        arguments[key] = value
+    return build(name, arguments)
+
+
+def split(text: str) -> list[str]:
+    """A rule's text as its name (`module:Name` kept together) and its `param=value` parts."""
+    name, *rest = str(text).split(":")
+    if rest and "=" not in rest[0]:
+        name = f"{name}:{rest.pop(0)}"
+    return [name, *rest]
+
+
+def build(name: str, arguments: dict[str, Any]) -> Rule:
+    """The rule `name` (or an alias, or `module:Name`) with its parameters; raises DuelError for wrong ones."""
+    rule = find(name)
+    fields = {field.name: field for field in dataclasses.fields(rule)}
+    for key in arguments:
+        if key not in fields:
+            takes = ", ".join(fields) or "no arguments"
+            raise DuelError(f"Rule '{name}' does not take '{key}'; it takes: {takes}.")
+    missing = [
+        key
+        for key, field in fields.items()
+        if key not in arguments and field.default is field.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise DuelError(
+            f"Rule '{name}' needs {' and '.join(missing)}, e.g. {name}:{':'.join(f'{m}=0.9' for m in missing)}."
+        )
+    return rule(**{key: _convert(name, fields[key], value) for key, value in arguments.items()})
+
+
+def find(name: str) -> type[Rule]:
+    """The class of a rule's name, alias, or `module:Name` of the user's own."""
+    if ":" in name:
+        return _custom(name)
+    resolved = ALIASES.get(name, name)
+    if resolved not in RULES:
+        raise unknown("unmasking rule", name, [*RULES, *ALIASES])
+    return RULES[resolved]
+
+
+def _custom(name: str) -> type[Rule]:
+    module_name, class_name = name.split(":")
+    sys.path.insert(0, os.getcwd())  # the console script has its own folder there instead
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name != module_name:
+            raise
+        raise DuelError(
+            f"No module '{module_name}' for rule '{name}'; put it in this folder or on PYTHONPATH."
+        ) from None
+    finally:
+        sys.path.remove(os.getcwd())
+    rule = getattr(module, class_name, None)
+    if rule is None:
+        raise unknown(
+            f"class in module '{module_name}'", class_name, [n for n in vars(module) if not n.startswith("_")]
+        )
+    if not (isinstance(rule, type) and issubclass(rule, Rule)):
+        raise DuelError(f"'{name}' must be a subclass of lm_eval_duel.rules.Rule with @dataclass(frozen=True).")
+    return rule
+
+
+def _convert(name: str, field: dataclasses.Field, value: Any) -> Any:
+    """A parameter's value from text or a number, by the field's type."""
+    kind = field.type if isinstance(field.type, str) else field.type.__name__
+    try:
+        if kind == "int":
+            if isinstance(value, bool) or float(value) != int(float(value)):
+                raise ValueError
+            return int(value) if isinstance(value, str) and value.lstrip("-").isdigit() else int(float(value))
+        if kind == "float":
+            if isinstance(value, bool) or math.isnan(float(value)):
+                raise ValueError
+            return float(value)
+        if kind == "bool":
+            return {"true": True, "false": False}[str(value).lower()]
+        return str(value)
+    except (ValueError, KeyError, OverflowError, TypeError):
+        raise DuelError(f"'{field.name}' of rule '{name}' must be {kind}, not '{value}'.") from None

@@ -1,0 +1,114 @@
+"""As many positions as are safe, at least one."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, ClassVar
+
+from lm_eval_duel.errors import unknown
+from lm_eval_duel.rules.base import Decision, Rule, best, check, kl, log_odds, nearest
+
+
+@dataclasses.dataclass(frozen=True)
+class Threshold(Rule):
+    """All with P1 >= mu, else the single most confident (Wu et al. 2025)."""
+
+    name: ClassVar[str] = "threshold"
+    mu: float
+
+    def __post_init__(self) -> None:
+        check(self, "mu", 0 <= self.mu <= 1, "a probability from 0 to 1")
+
+    def __call__(self, predictions: Any, lanes: Any) -> Decision:
+        import torch
+
+        sure = lanes.hidden & (predictions.confidence >= log_odds(self.mu))  # (R, W)
+        distance = nearest(predictions.confidence - log_odds(self.mu), lanes.hidden)  # (R,)
+        single, gap = best(predictions, lanes, predictions.confidence, 1)
+        some = sure.any(1)  # (R,)
+        pick = torch.where(some[:, None], sure, single)  # (R, W)
+        return Decision(pick, torch.where(some, distance, distance.minimum(gap)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Klass(Rule):
+    """P1 >= mu now and KL <= nu in each of the last `history` steps, else the single most confident (Kim et al. 2025).
+
+    `kl=paper`: KL(previous, current); `kl=authors`: KL(current, previous), as in the authors' code. The first step of
+    a block has no previous predictions and counts as unstable.
+    """
+
+    name: ClassVar[str] = "klass"
+    state_only: ClassVar[bool] = False
+    dense_memory: ClassVar[bool] = True
+    mu: float
+    nu: float
+    history: int = 1
+    kl: str = "paper"
+
+    def __post_init__(self) -> None:
+        check(self, "mu", 0 <= self.mu <= 1, "a probability from 0 to 1")
+        check(self, "nu", self.nu >= 0, "a divergence in nats, at least 0")
+        check(self, "history", self.history >= 1, "a count of steps, at least 1")
+        if self.kl not in ("paper", "authors"):
+            raise unknown("value of kl for rule klass", self.kl, ["paper", "authors"])
+
+    def __call__(self, predictions: Any, lanes: Any) -> Decision:
+        import torch
+
+        hidden = lanes.hidden
+        dense = predictions.dense()  # (C, V)
+        current = dense.new_zeros(*hidden.shape, dense.shape[1])  # (R, W, V)
+        current[hidden] = dense
+        divergence = dense.new_full(hidden.shape, math.inf)  # (R, W)
+        stable = torch.zeros_like(hidden, dtype=torch.int64)  # (R, W) steps in a row with KL <= nu
+        if lanes.memory:
+            previous, stable_before = lanes.memory
+            seen = hidden & (lanes.step > 0)[:, None]  # (R, W)
+            before, now = previous[seen], current[seen]  # (cells, V)
+            divergence[seen] = kl(before, now) if self.kl == "paper" else kl(now, before)
+            stable = torch.where(seen & (divergence <= self.nu), stable_before + 1, 0)
+        ready = hidden & (predictions.confidence >= log_odds(self.mu)) & (stable >= self.history)  # (R, W)
+        single, gap = best(predictions, lanes, predictions.confidence, 1)
+        some = ready.any(1)  # (R,)
+        distance = nearest(predictions.confidence - log_odds(self.mu), hidden)  # (R,)
+        # near KL = nu a divergence moves by at most about 2 sqrt(2 KL) for each unit of logits
+        slope = 2 * (2 * divergence.clamp(min=max(self.nu, 1e-12))).sqrt()
+        near_nu = ((divergence - self.nu) / slope).nan_to_num(nan=math.inf, posinf=math.inf)
+        distance = distance.minimum(nearest(near_nu, hidden))
+        pick = torch.where(some[:, None], ready, single)  # (R, W)
+        return Decision(pick, torch.where(some, distance, distance.minimum(gap)), (current, stable))
+
+
+@dataclasses.dataclass(frozen=True)
+class EntropyBound(Rule):
+    """Ascending (entropy, position) while the sum of those before is at most gamma (Ben-Hamu et al. 2025)."""
+
+    name: ClassVar[str] = "entropy_bound"
+    gamma: float
+
+    def __post_init__(self) -> None:
+        check(self, "gamma", self.gamma >= 0, "a sum of entropies in nats, at least 0")
+
+    def __call__(self, predictions: Any, lanes: Any) -> Decision:
+        import torch
+
+        hidden = lanes.hidden
+        entropy = torch.where(hidden, predictions.entropy.double(), math.inf)  # (R, W)
+        ascending, order = entropy.sort(dim=1, stable=True)
+        spent = ascending.cumsum(1).roll(1, 1)  # (R, W) the sum of those before
+        spent[:, 0] = 0
+        inside = hidden.gather(1, order) & (spent <= self.gamma)  # (R, W) a prefix
+        pick = torch.zeros_like(hidden).scatter(1, order, inside)  # (R, W)
+
+        count = inside.sum(1, keepdim=True)  # (R, 1)
+        last, following = count - 1, count.clamp(max=hidden.shape[1] - 1)
+        more = count[:, 0] < hidden.sum(1)  # (R,) some stay hidden
+        below = (self.gamma - spent.gather(1, last)) / (2 * spent.gather(1, last))
+        above = (spent.gather(1, following) - self.gamma) / (2 * spent.gather(1, following))
+        gap = (ascending.gather(1, following) - ascending.gather(1, last)) / (2 * ascending.gather(1, following))
+        gap = torch.where(predictions.blank[:, None], math.inf, gap)
+        below = torch.where(count > 1, below, math.inf)[:, 0]  # the first is always taken
+        rest = torch.where(more, above.minimum(gap)[:, 0], math.inf)
+        return Decision(pick, below.minimum(rest).nan_to_num(nan=0.0, posinf=math.inf))

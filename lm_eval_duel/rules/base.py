@@ -1,0 +1,99 @@
+"""What a rule is, and what rules share.
+
+Shapes: R lanes, W block width, C hidden cells, V tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from lm_eval_duel.errors import DuelError
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Decision(NamedTuple):
+    """What a rule decided in one step.
+
+    `lead`: how far each lane's decision is from changing, in units of logits (infinite for an order that does not
+    depend on the network; None: not known). `memory`: tensors with leading (R, W), handed to the next step.
+    """
+
+    pick: torch.Tensor  # (R, W) bool
+    lead: torch.Tensor | None = None  # (R,)
+    memory: tuple[torch.Tensor, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """Base of all rules. Subclasses are frozen dataclasses whose fields are the rule's parameters."""
+
+    name: ClassVar[str] = ""
+    state_only: ClassVar[bool] = True  # no memory, and does not read `step`
+    dense_memory: ClassVar[bool] = False  # keeps (R, W, V) between steps: the planner counts it
+
+    def __call__(self, predictions: Any, lanes: Any) -> Decision:
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        values = (f"{field.name}={getattr(self, field.name)}" for field in dataclasses.fields(self))
+        return ":".join([self.name or f"{type(self).__module__}:{type(self).__qualname__}", *values])
+
+
+def check(rule: Rule, name: str, good: bool, what: str) -> None:
+    if not good:
+        raise DuelError(f"'{name}' of rule '{rule.name}' is {what}; got {getattr(rule, name)}.")
+
+
+def log_odds(p: float) -> float:
+    return math.inf if p >= 1 else -math.inf if p <= 0 else math.log(p) - math.log1p(-p)
+
+
+def rank(key: torch.Tensor) -> torch.Tensor:
+    """The place of each cell in ascending (key, position), (R, W)."""
+    import torch
+
+    order = key.sort(dim=1, stable=True).indices
+    places = torch.arange(key.shape[1], device=key.device).expand_as(order)
+    return torch.empty_like(order).scatter_(1, order, places)
+
+
+def best(
+    predictions: Any, lanes: Any, score: torch.Tensor, k: int, slope: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k hidden cells with the largest score (R, W) bool, and the lead (R,).
+
+    The lead is the gap between the worst picked and the best left, over the score's steepest slope in logits at those
+    two. A blank start is an exact tie by definition, so the order inside it is no close pick.
+    """
+    import torch
+
+    hidden = lanes.hidden
+    lowest = torch.finfo(score.dtype).min
+    key = torch.where(hidden, score.clamp(min=lowest), -math.inf)  # (R, W)
+    pick = hidden & (rank(-key) < k)  # (R, W)
+    worst, worst_at = torch.where(pick, key, math.inf).min(1)  # (R,)
+    best, best_at = torch.where(hidden & ~pick, key, -math.inf).max(1)  # (R,)
+    gap = worst - best
+    if slope is not None:
+        rows = torch.arange(len(gap), device=gap.device)
+        gap = gap / slope[rows, worst_at].maximum(slope[rows, best_at].nan_to_num(nan=0.0))
+        gap = gap.nan_to_num(nan=0.0, posinf=math.inf)
+    return pick, torch.where(predictions.blank, math.inf, gap).double()
+
+
+def nearest(distance: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """The smallest absolute distance over hidden cells, (R,)."""
+    import torch
+
+    return torch.where(hidden, distance.abs(), math.inf).min(1).values.double()
+
+
+def kl(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """KL(p, q) of log-probabilities (cells, V), in nats, (cells,)."""
+    import torch
+
+    return torch.where(p > -math.inf, p.exp() * (p - q), 0.0).sum(1)

@@ -1,0 +1,63 @@
+"""The k best positions by one score."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+from lm_eval_duel.rules.base import Decision, Rule, best, check
+
+
+@dataclasses.dataclass(frozen=True)
+class _Best(Rule):
+    k: int = 1
+
+    def __post_init__(self) -> None:
+        check(self, "k", self.k >= 1, "a count of positions, at least 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class Greedy(_Best):
+    """The k largest P1 (the top token's probability), compared as log-odds, which do not saturate."""
+
+    name: ClassVar[str] = "greedy"
+
+    def __call__(self, predictions: Any, lanes: Any) -> Decision:
+        return Decision(*best(predictions, lanes, predictions.confidence, self.k))
+
+
+@dataclasses.dataclass(frozen=True)
+class Margin(_Best):
+    """The k largest P1 - P2, a difference of probabilities, as in the paper."""
+
+    name: ClassVar[str] = "margin"
+
+    def __call__(self, predictions: Any, lanes: Any) -> Decision:
+        margin = predictions.margin
+        rest = predictions.confidence.neg().sigmoid()  # (R, W) 1 - P1
+        p1 = predictions.confidence.sigmoid()  # (R, W)
+        p2 = (p1 - margin).clamp(min=0)  # (R, W)
+        # the L1 norm of d(P1 - P2)/d(logits): how fast the margin can move
+        slope = p1 * (rest + p2) + p2 * (1 - p2 + p1) + margin * (rest - p2)
+        return Decision(*best(predictions, lanes, margin, self.k, slope))
+
+
+@dataclasses.dataclass(frozen=True)
+class LogMargin(_Best):
+    """The k largest log P1 - log P2 (what the authors' code for 8B models runs under the name of margin)."""
+
+    name: ClassVar[str] = "log_margin"
+
+    def __call__(self, predictions: Any, lanes: Any) -> Decision:
+        return Decision(*best(predictions, lanes, predictions.log_margin, self.k))
+
+
+@dataclasses.dataclass(frozen=True)
+class Entropy(_Best):
+    """The k smallest entropies."""
+
+    name: ClassVar[str] = "entropy"
+
+    def __call__(self, predictions: Any, lanes: Any) -> Decision:
+        entropy = predictions.entropy
+        return Decision(*best(predictions, lanes, -entropy, self.k, 2 * entropy))

@@ -1,0 +1,76 @@
+"""A room imports only from lower floors, and heavy libraries stay where they belong."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import lm_eval_duel
+
+PACKAGE = Path(lm_eval_duel.__file__).parent
+FLOORS = {
+    "errors": 0,
+    "hashing": 0,
+    "demo": 0,
+    "windows": 1,
+    "rules": 1,
+    "fingerprint": 1,
+    "options": 2,
+    "lanes": 2,
+    "denoisers": 3,
+    "ledger": 4,
+    "duel": 5,
+    "lm": 6,
+    "tasks": 6,
+    "_autoload": 6,
+    "__main__": 7,
+}
+MAY_IMPORT = {
+    "lm_eval": {"lm", "tasks", "__main__", "_autoload"},
+    "transformers": {"denoisers", "lm", "tasks", "demo"},
+}
+LIGHT = ("errors", "windows", "fingerprint", "options", "rules", "hashing", "_autoload")  # no torch at import
+
+
+def modules():
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        if parts != ("__init__",):
+            yield parts[0], path
+
+
+def imports(path, top_level_only=False):
+    tree = ast.parse(path.read_text())
+    typing = {
+        id(n)
+        for b in ast.walk(tree)
+        if isinstance(b, ast.If) and "TYPE_CHECKING" in ast.dump(b.test)
+        for n in ast.walk(b)
+    }
+    nodes = tree.body if top_level_only else ast.walk(tree)
+    for node in nodes:
+        if id(node) in typing:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            if node.module == "lm_eval_duel":
+                yield from (f"lm_eval_duel.{alias.name}" for alias in node.names)
+            else:
+                yield node.module
+
+
+@pytest.mark.parametrize(("room", "path"), list(modules()), ids=lambda value: str(value)[-30:])
+def test_imports_go_down(room, path):
+    assert room in FLOORS, f"{room} has no floor: give it one here and in the README's file tree"
+    for name in imports(path):
+        parts = name.split(".")
+        if parts[0] == "lm_eval_duel" and len(parts) > 1 and parts[1] != room:
+            assert FLOORS[parts[1]] < FLOORS[room], f"{path.name} (floor {FLOORS[room]}) imports {name}"
+        if parts[0] in MAY_IMPORT:
+            assert room in MAY_IMPORT[parts[0]], f"{path.name} imports {name}"
+
+
+@pytest.mark.parametrize(("room", "path"), [m for m in modules() if m[0] in LIGHT], ids=lambda value: str(value)[-30:])
+def test_light_rooms_import_torch_inside_calls_only(room, path):
+    assert "torch" not in {name.split(".")[0] for name in imports(path, top_level_only=True)}

@@ -1,0 +1,211 @@
+"""The harness's model: every kind of request has a defined answer, in order, and every wrong one a clear error."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+import tiny
+from lm_eval.api.instance import Instance
+
+from lm_eval_duel.duel import Duel
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.lm import DuelMDM, framing
+from lm_eval_duel.windows import Window
+
+
+def ask(kind, *arguments, doc=None):
+    return [Instance(kind, doc or {}, args, 0, metadata=("toy", n, 1)) for n, args in enumerate(arguments)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.checkpoint(tmp_path_factory.mktemp("bert"), "bert", length=16)
+
+
+@pytest.fixture(scope="module")
+def lm(folder):
+    return DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return DuelMDM(rule="greedy", block=32, device="cpu")
+
+
+def by_hand(lm, context, target):
+    window = Window((2, *lm.tok_encode(context)), lm.tok_encode(target), (3,))
+    scored = Duel(lm.denoiser, "greedy", 4).log_prob([window])[0]
+    return pytest.approx(scored.log_prob, abs=1e-4), scored.is_greedy
+
+
+def test_framing_is_found_from_the_tokenizer(lm, demo):
+    assert framing(lm.tokenizer) == ([2], [3]) == (lm.prefix, lm.suffix)
+    assert framing(demo.tokenizer) == ([], [])
+
+
+def test_loglikelihood_in_request_order(lm):
+    requests = [("a b c", " d e"), ("b", " the of and a b c d"), ("a b c", " e d"), ("z", " q")]
+    answers = lm.loglikelihood(ask("loglikelihood", *requests), disable_tqdm=True)
+    assert answers == [by_hand(lm, *request) for request in requests]
+    assert lm.loglikelihood(ask("loglikelihood", *requests[::-1]), disable_tqdm=True)[::-1] == [
+        (pytest.approx(value, abs=1e-4), greedy) for value, greedy in answers
+    ]
+
+
+def test_empty_context_empty_continuation_trailing_spaces(lm):
+    answers = lm.loglikelihood(
+        ask("loglikelihood", ("", "a b"), ("a b", ""), ("", ""), ("a ", "b"), ("a", " b"), ("  ", "a b")),
+        disable_tqdm=True,
+    )
+    assert answers[0] == by_hand(lm, "", "a b")  # framing tokens alone are in view
+    assert answers[1] == answers[2] == (0.0, True)
+    assert answers[3] == answers[4] == by_hand(lm, "a", "b")  # trailing spaces belong to the continuation
+    assert answers[5] == answers[0]
+
+
+def test_trailing_spaces_are_scored_by_a_tokenizer_that_keeps_them(demo):
+    spaced, moved = demo.loglikelihood(
+        ask("loglikelihood", ("the people ", "of"), ("the people", " of")), disable_tqdm=True
+    )
+    assert spaced == moved
+
+
+def test_an_empty_context_is_the_rolling_value(demo):
+    text = "Fellow citizens of the Senate and of the House of Representatives."
+    (value, _), rolled = (
+        demo.loglikelihood(ask("loglikelihood", ("", text)), disable_tqdm=True)[0],
+        demo.loglikelihood_rolling(ask("loglikelihood_rolling", (text,)), disable_tqdm=True)[0],
+    )
+    assert value == pytest.approx(rolled, abs=1e-9)
+
+
+def test_is_greedy_iff_decode_writes_it(lm):
+    context = lm.tok_encode("a b")
+    for length in (1, 3):
+        best = lm.duel.decode([(2, *context)], length, suffix=(3,))[0].tokens
+        texts = [" ".join([tiny.WORDS[t] for t in best]), " ".join(["q"] * length)]
+        assert not {"[PAD]", "[UNK]", "[CLS]", "[SEP]"} & set(texts[0].split()), "choose another seed"
+        answers = lm.loglikelihood(ask("loglikelihood", *[("a b", " " + t) for t in texts]), disable_tqdm=True)
+        assert [greedy for _, greedy in answers] == [True, False]
+
+
+def test_long_contexts_are_cut_from_the_left_and_counted(folder, caplog):
+    lm = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu", max_length=8)
+    long = "a b c d e f g h"
+    with caplog.at_level("WARNING", logger="lm_eval.duel_mdm"):
+        answers = lm.loglikelihood(ask("loglikelihood", (long, " x y"), ("a", " b"), (long, " z")), disable_tqdm=True)
+    assert answers[0] == by_hand(lm, "e f g h", "x y")
+    assert [r.message for r in caplog.records].count(
+        "2 of 3 contexts were longer than max_length=8 and cut from the left"
+    ) == 1
+    assert lm.get_model_info()["duel"]["cut_contexts"] == 2
+    with pytest.raises(DuelError, match="Request of task toy, document 1: A continuation of 7 tokens does not fit"):
+        lm.loglikelihood(ask("loglikelihood", ("a", " b"), ("a", " b c d e f g h")), disable_tqdm=True)
+
+
+def test_text_with_the_mask_token_names_the_request(lm):
+    with pytest.raises(DuelError, match=r"Request of task toy, document 1 holds the mask token '\[MASK\]'"):
+        lm.loglikelihood_rolling(ask("loglikelihood_rolling", ("a b",), ("a [MASK] b",)), disable_tqdm=True)
+    with pytest.raises(DuelError, match="document 0 holds the mask token"):
+        lm.loglikelihood(ask("loglikelihood", ("a [MASK]", " b")), disable_tqdm=True)
+
+
+def test_rolling_windows_hold_every_token_once(lm):
+    texts = ["a b c", "", " ".join("abcdefghijklmnopqrstuvwxyz"), "z"]
+    values = lm.loglikelihood_rolling(ask("loglikelihood_rolling", *[(t,) for t in texts]), disable_tqdm=True)
+    ids = lm.tok_encode(texts[2])
+    windows = [Window((2,), ids[i : i + 14], (3,)) for i in (0, 14)]
+    parts = Duel(lm.denoiser, "greedy", 4).log_prob(windows)
+    assert values[2] == pytest.approx(sum(p.log_prob for p in parts), abs=1e-4)
+    assert values[1] == 0.0
+    assert values[0] == by_hand(lm, "", "a b c")[0]
+
+
+def test_the_harness_windows_give_the_last_window_full_context(folder):
+    lm = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu", windows="harness")
+    ids = lm.tok_encode(" ".join("abcdefghijklmnopqrst"))
+    windows = lm._document(ids)
+    assert [token for window in windows for token in window.target] == ids
+    assert [window.length for window in windows] == [16, 16]
+    assert windows[0] == Window((2,), ids[:14], (3,))
+    assert windows[1].context == tuple(ids[5:14])  # what fits before the last six
+
+
+def test_equal_windows_are_scored_once(folder):
+    lm = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu")
+    values = lm.loglikelihood_rolling(ask("loglikelihood_rolling", *[("a b c",)] * 5), disable_tqdm=True)
+    assert len(set(values)) == 1 and lm.duel.counts.windows == 1
+
+
+def test_every_finished_request_goes_to_the_cache(folder):
+    lm = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu")
+    kept = {}
+    lm.set_cache_hook(
+        SimpleNamespace(dbdict=None, add_partial=lambda kind, args, value: kept.update({(kind, args): value}))
+    )
+    requests = [("a b",), (" ".join("abcdefghijklmnopqrstuvwxyz"),), ("a b",)]
+    values = lm.loglikelihood_rolling(ask("loglikelihood_rolling", *requests), disable_tqdm=True)
+    assert kept == {("loglikelihood_rolling", r): v for r, v in zip(requests, values, strict=True)}
+
+
+def test_a_cache_of_another_law_is_refused_in_words(folder):
+    hook = SimpleNamespace(dbdict={}, add_partial=lambda *a: None)
+    lm = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu")
+    lm.set_cache_hook(hook)
+    hook.dbdict["some answer"] = -1.0
+    DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu", batch_size=7).set_cache_hook(hook)  # the same law
+    other = DuelMDM(pretrained=folder, rule="margin", block=8, device="cpu")
+    message = (
+        f"under another law ({lm.fingerprint}, this run is {other.fingerprint}): "
+        "block: this run 8, the other 4; rule: this run margin:k=1, the other greedy:k=1."
+    )
+    with pytest.raises(DuelError, match=re.escape(message)):
+        other.set_cache_hook(hook)
+    with pytest.raises(DuelError, match="holds answers of another model"):
+        other.set_cache_hook(SimpleNamespace(dbdict={"some answer": -1.0}))
+
+
+def test_the_fingerprint_follows_the_law_and_nothing_else(folder):
+    def law(**options):
+        return DuelMDM(**{"pretrained": folder, "rule": "greedy", "block": 4, "device": "cpu", **options}).fingerprint
+
+    base = law()
+    assert base == law(batch_size=3) == law(rule="greedy:k=1") == law(rule="confidence")
+    changed = [
+        law(rule="margin"),
+        law(k=2),
+        law(block=8),
+        law(block="none"),
+        law(grid="row"),
+        law(windows="harness"),
+        law(max_length=8),
+        law(dtype="bfloat16"),
+        law(mask_token_id=1),
+        law(rule="test_laws:Stalls"),
+    ]
+    assert len({base, *changed}) == len(changed) + 1
+
+
+def test_model_info_is_for_the_results_file(lm):
+    info = lm.get_model_info()
+    assert info["fingerprint"] == lm.fingerprint
+    assert info["law"]["rule"] == "greedy:k=1" and info["law"]["denoiser"] == "BertForMaskedLM"
+    assert info["duel"]["nfe"] > 0 and info["duel"]["rows"] >= info["duel"]["forwards"]
+
+
+def test_token_counts_of_another_tokenizer_are_refused(lm):
+    request = ask("loglikelihood_rolling", ("a b c",), doc={"text": "a b c", "n_tokens": 4})
+    with pytest.raises(DuelError, match=r"counted 4 tokens .* this model's tokenizer has 3.*--metadata tokenizer="):
+        lm.loglikelihood_rolling(request, disable_tqdm=True)
+
+
+def test_generation_says_what_to_do_instead(lm):
+    with pytest.raises(NotImplementedError, match=r"Duel\.sample and \.decode"):
+        lm.generate_until(ask("generate_until", ("a", {})))
+
+
+def test_wrong_arguments_are_refused_before_a_checkpoint_is_read():
+    with pytest.raises(DuelError, match="Did you mean greedy"):
+        DuelMDM(pretrained="/no/such/folder", rule="gredy")
+    with pytest.raises(DuelError, match="Cannot read checkpoint '/no/such/folder'"):
+        DuelMDM(pretrained="/no/such/folder", rule="greedy")

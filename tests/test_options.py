@@ -1,0 +1,106 @@
+"""Model args: values as the harness's parsers make them, and the errors for wrong ones."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from lm_eval_duel import rules
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.options import Options
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rule"),
+    [
+        ({}, "greedy:k=1"),
+        ({"rule": "greedy", "k": 2}, "greedy:k=2"),
+        ({"rule": "greedy", "k": "2"}, "greedy:k=2"),
+        ({"rule": "greedy", "k": 2.0}, "greedy:k=2"),
+        ({"rule": "threshold", "mu": 0.9}, "threshold:mu=0.9"),
+        ({"rule": "threshold", "mu": 1}, "threshold:mu=1.0"),
+        ({"rule": "klass", "mu": 0.9, "nu": 0.01}, "klass:mu=0.9:nu=0.01:history=1:kl=paper"),
+        ({"rule": "klass:mu=0.9:nu=0.01"}, "klass:mu=0.9:nu=0.01:history=1:kl=paper"),
+        ({"rule": "klass:mu=0.9", "nu": 0.01}, "klass:mu=0.9:nu=0.01:history=1:kl=paper"),
+        ({"rule": "random", "seed": 3, "k": 2}, "random:k=2:seed=3"),
+        ({"rule": "test_laws:Stalls", "mu": 0.5}, "test_laws:Stalls:mu=0.5"),
+    ],
+)
+def test_rule_in_one_word_or_in_several(arguments, rule):
+    assert str(Options.parse(arguments).rule) == rule
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("block", 32, 32),
+        ("block", "32", 32),
+        ("block", 32.0, 32),
+        ("block", "none", None),
+        ("block", None, None),
+        ("block", "auto", "auto"),
+        ("grid", "row", "row"),
+        ("windows", "harness", "harness"),
+        ("batch_size", "4", 4),
+        ("batch_size", "auto:4", "auto"),
+        ("max_length", 128, 128),
+        ("max_length", None, None),
+        ("trust_remote_code", True, True),
+        ("trust_remote_code", "false", False),
+        ("revision", 1234567, "1234567"),
+        ("mask_token_id", 0, 0),
+        ("dtype", "torch.bfloat16", "bfloat16"),
+        ("pretrained", "none", None),
+        ("device", "cuda:0", "cuda:0"),
+    ],
+)
+def test_values(key, value, expected):
+    parsed = getattr(Options.parse({key: value}), key)
+    assert parsed == expected and type(parsed) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rule": "gredy"}, "Unknown unmasking rule 'gredy'. Did you mean greedy?"),
+        ({"blok": 32}, "Unknown model arg 'blok'. Did you mean block? Known: batch_size, block, device,"),
+        ({"rul": "greedy"}, "Unknown model arg 'rul'. Did you mean rule?"),
+        ({"rule": "greedy", "mu": 0.9}, "Rule 'greedy' does not take 'mu'; it takes: k."),
+        ({"rule": "threshold", "mu": 0.9, "k": 2}, "Rule 'threshold' does not take 'k'; it takes: mu."),
+        ({"rule": "greedy:k=2", "k": 3}, "'k' is given twice: in rule=greedy:k=2 and beside it."),
+        ({"rule": "threshold"}, "Rule 'threshold' needs mu"),
+        ({"block": 0}, "'block' is a number of positions, none (the whole target) or auto; got '0'."),
+        ({"block": -1.0}, "'block' is a number of positions"),
+        ({"block": 2.5}, "'block' is a number of positions"),
+        ({"block": True}, "'block' is a number of positions"),
+        ({"windows": "independant"}, "Unknown value of windows 'independant'. Did you mean independent?"),
+        ({"grid": "rows"}, "Did you mean row?"),
+        ({"batch_size": 0}, "'batch_size' is a number of rows, at least 1, or auto; got '0'."),
+        ({"max_length": "long"}, "'max_length' is a whole number, at least 1; got 'long'."),
+        ({"trust_remote_code": "yes"}, "'trust_remote_code' is true or false, not 'yes'."),
+    ],
+)
+def test_errors_name_the_argument_and_the_remedy(arguments, message):
+    with pytest.raises(DuelError, match=re.escape(message)):
+        Options.parse(arguments)
+
+
+def test_rows_of_a_call():
+    assert Options.parse({"batch_size": 8}).rows == 8
+    assert Options.parse({"batch_size": 8, "max_batch_size": 4}).rows == 4
+    assert Options.parse({"batch_size": 1}).rows is None  # what the harness says when the user said nothing
+    assert Options.parse({"batch_size": 1, "max_batch_size": 1}).rows == 1
+    assert Options.parse({"batch_size": "auto"}).rows is None
+
+
+def test_options_are_checked_before_torch_is_imported():
+    code = (
+        "import sys; from lm_eval_duel.options import Options; Options.parse({'rule': 'greedy', 'k': 2, 'block': 32});"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_rule_parameter_can_stand_beside_the_rule():
+    assert rules.PARAMETERS.isdisjoint(Options.__dataclass_fields__)

@@ -1,0 +1,190 @@
+"""Rules: text form, checks, errors, ties, close picks; and independence of the length for `random`."""
+
+import math
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lm_eval_duel import rules
+from lm_eval_duel.denoisers.base import Predictions
+from lm_eval_duel.errors import DuelError
+
+ALL = [
+    "left_to_right:k=1",
+    "right_to_left:k=3",
+    "random:k=2:seed=5",
+    "greedy:k=1",
+    "margin:k=2",
+    "log_margin:k=4",
+    "threshold:mu=0.9",
+    "klass:mu=0.9:nu=0.01:history=1:kl=paper",
+    "klass:mu=0.6:nu=0.015:history=2:kl=authors",
+    "entropy_bound:gamma=0.15",
+    "entropy:k=1",
+]
+
+
+@pytest.mark.parametrize("text", ALL)
+def test_text_form_is_reversible(text):
+    rule = rules.parse(text)
+    assert str(rule) == text
+    assert rules.parse(str(rule)) == rule
+
+
+def test_every_rule_is_covered_here():
+    assert {text.split(":")[0] for text in ALL} == set(rules.RULES)
+
+
+@pytest.mark.parametrize(("alias", "name"), rules.ALIASES.items())
+def test_aliases(alias, name):
+    arguments = {"threshold": ":mu=0.5", "entropy_bound": ":gamma=1"}.get(name, "")
+    assert rules.parse(alias + arguments) == rules.parse(name + arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("gredy", "Unknown unmasking rule 'gredy'. Did you mean greedy? Known: conf_threshold,"),
+        ("greedy:q=2", "Rule 'greedy' does not take 'q'; it takes: k."),
+        ("greedy:mu=0.5", "Rule 'greedy' does not take 'mu'; it takes: k."),
+        ("threshold", "Rule 'threshold' needs mu, e.g. threshold:mu=0.9."),
+        ("klass:mu=0.9", "Rule 'klass' needs nu, e.g. klass:nu=0.9."),
+        ("threshold:mu=1.5", "'mu' of rule 'threshold' is a probability from 0 to 1; got 1.5."),
+        ("greedy:k=0", "'k' of rule 'greedy' is a count of positions, at least 1; got 0."),
+        ("greedy:k=1.5", "'k' of rule 'greedy' must be int, not '1.5'."),
+        ("greedy:k=two", "'k' of rule 'greedy' must be int, not 'two'."),
+        ("threshold:mu=nan", "'mu' of rule 'threshold' must be float, not 'nan'."),
+        ("klass:mu=0.9:nu=0.01:kl=papr", "Did you mean paper?"),
+        ("entropy_bound:gamma=-1", "'gamma' of rule 'entropy_bound' is a sum of entropies in nats, at least 0"),
+        ("greedy:k=1:k=2", "gives k twice"),
+        ("greedy:k=1:oops", "'oops' in rule 'greedy:k=1:oops' is not param=value"),
+        ("no_such_module:Rule", "No module 'no_such_module' for rule 'no_such_module:Rule'"),
+        ("textbook:score", "must be a subclass of lm_eval_duel.rules.Rule"),
+        ("test_laws:Stals", "Did you mean Stalls?"),
+    ],
+)
+def test_errors_say_what_to_do(text, message):
+    with pytest.raises(DuelError, match=re.escape(message)):
+        rules.parse(text)
+
+
+def test_a_rule_of_ones_own():
+    rule = rules.parse("test_laws:Stalls:mu=0.25")
+    assert rule.mu == 0.25
+    assert rules.parse(str(rule)) == rule
+
+
+# ---------------------------------------------------------------- picks
+
+
+def case(probabilities, hidden=None):
+    """Predictions and lanes of one lane with these distributions, one row a cell."""
+    logits = torch.tensor(probabilities, dtype=torch.float64).log()[None]  # (1, W, V)
+    hidden = torch.ones(logits.shape[:2], dtype=torch.bool) if hidden is None else torch.tensor([hidden])
+    cells = int(hidden.sum())
+    predictions = Predictions(
+        hidden,
+        torch.zeros(1, dtype=torch.bool),
+        logits[hidden],
+        torch.arange(cells),
+        lambda x: x,
+        torch.zeros(logits.shape[2], dtype=torch.bool),
+    )
+    zero = torch.zeros(1, dtype=torch.int64)
+    width = torch.tensor([hidden.shape[1]])
+    columns = torch.arange(hidden.shape[1])[None]
+    lanes = SimpleNamespace(hidden=hidden, step=zero, memory=(), origin=zero, start=zero, width=width, columns=columns)
+    return predictions, lanes
+
+
+def picked(rule, *arguments):
+    return rules.parse(rule)(*case(*arguments)).pick[0].nonzero()[:, 0].tolist()
+
+
+FOUR = [[0.5, 0.3, 0.2], [0.5, 0.4, 0.1], [0.9, 0.05, 0.05], [0.5, 0.3, 0.2]]
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        ("greedy", [2]),
+        ("greedy:k=2", [0, 2]),  # 0, 1 and 3 tie: the lowest position
+        ("greedy:k=9", [0, 1, 2, 3]),
+        ("margin:k=2", [0, 2]),
+        ("margin:k=3", [0, 2, 3]),
+        ("entropy:k=2", [1, 2]),
+        ("left_to_right:k=3", [0, 1, 2]),
+        ("right_to_left", [3]),
+        ("threshold:mu=0.49", [0, 1, 2, 3]),
+        ("threshold:mu=0.6", [2]),
+        ("threshold:mu=0.95", [2]),  # none passes: the single most confident
+        ("entropy_bound:gamma=0", [2]),
+        ("entropy_bound:gamma=0.5", [1, 2]),
+        ("klass:mu=0.1:nu=9", [2]),  # no previous step counts as unstable
+    ],
+)
+def test_picks_by_hand(rule, expected):
+    assert picked(rule, FOUR) == expected
+
+
+def test_margin_and_log_margin_differ():
+    # margins 0.30 and 0.28, ratios 2 and 3.3
+    first, second = [0.60, 0.30, 0.10, 1e-9, 1e-9, 1e-9], [0.40, 0.12, 0.12, 0.12, 0.12, 0.12]
+    assert picked("margin", [first, second]) == [0]
+    assert picked("log_margin", [first, second]) == [1]
+
+
+def test_confidence_does_not_saturate():
+    """1 - 1e-12 and 1 - 1e-13 are one number in float32, two as log-odds."""
+    logits = torch.tensor([[[0.0, -27.6], [0.0, -30.0], [0.0, -25.0]]])
+    predictions = Predictions(
+        torch.ones(1, 3, dtype=torch.bool),
+        torch.zeros(1, dtype=torch.bool),
+        logits[0],
+        torch.arange(3),
+        lambda x: x,
+        torch.zeros(2, dtype=torch.bool),
+    )
+    assert predictions.confidence[0].tolist() == pytest.approx([27.6, 30.0, 25.0])
+    assert predictions.log_prob(torch.zeros(1, 3, dtype=torch.int64))[0, 1] == pytest.approx(-math.exp(-30), rel=1e-5)
+
+
+def test_random_is_independent_of_the_length():
+    flat = [[0.5, 0.5]] * 8
+    long = [picked(f"random:k={k}:seed=3", flat) for k in range(1, 9)]
+    first_four = [next(i for i in set(b) - set(a)) for a, b in zip([[], *long], long, strict=False)]
+    short = [picked(f"random:k={k}:seed=3", flat[:4]) for k in range(1, 5)]
+    order_short = [next(i for i in set(b) - set(a)) for a, b in zip([[], *short], short, strict=False)]
+    assert [i for i in first_four if i < 4] == order_short
+    assert picked("random:k=8:seed=3", flat) == list(range(8))
+    assert len({tuple(picked(f"random:k=4:seed={s}", flat)) for s in range(20)}) > 5
+
+
+@pytest.mark.parametrize(
+    ("rule", "probabilities", "close"),
+    [
+        ("greedy", [[0.5, 0.3, 0.2], [0.50001, 0.3, 0.19999]], True),
+        ("greedy", [[0.5, 0.3, 0.2], [0.51, 0.3, 0.19]], False),
+        ("greedy:k=2", [[0.5, 0.3, 0.2], [0.5, 0.3, 0.2]], False),  # both are taken
+        ("margin", [[0.5, 0.3, 0.2], [0.50001, 0.3, 0.19999]], True),
+        ("margin", [[0.5, 0.3, 0.2], [0.5, 0.25, 0.25]], False),
+        ("threshold:mu=0.5", [[0.50001, 0.3, 0.19999], [0.2, 0.4, 0.4]], True),
+        ("threshold:mu=0.6", [[0.50001, 0.3, 0.19999], [0.2, 0.4, 0.4]], False),
+        ("entropy_bound:gamma=0.0", [[0.5, 0.3, 0.2], [0.50001, 0.3, 0.19999]], True),
+        ("entropy_bound:gamma=9.0", [[0.5, 0.3, 0.2], [0.50001, 0.3, 0.19999]], False),
+        ("left_to_right", [[0.5, 0.3, 0.2], [0.5, 0.3, 0.2]], False),
+    ],
+)
+def test_close_picks_are_those_that_noise_could_change(rule, probabilities, close):
+    lead = rules.parse(rule)(*case(probabilities)).lead
+    assert lead.shape == (1,)
+    assert bool(lead < 1e-4) == close
+
+
+def test_revealed_cells_are_never_read():
+    """NaN stands outside the hidden cells, and no rule stumbles over it."""
+    for text in ALL:
+        pick = rules.parse(text)(*case(FOUR, [True, False, False, True])).pick[0]
+        assert not pick[1] and not pick[2] and pick.any()

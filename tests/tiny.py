@@ -1,0 +1,77 @@
+"""Tiny random checkpoints with the real structure of their families, written to a folder."""
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    DistilBertConfig,
+    DistilBertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
+    PreTrainedTokenizerFast,
+    RobertaConfig,
+    RobertaForMaskedLM,
+)
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqrstuvwxyz", "the", "of", "and"]
+ROWS = 40  # embedding rows: 6 more than words
+
+
+def tokenizer(framed=True, mask=True, length=32):
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if framed:
+        words.post_processor = processors.TemplateProcessing(
+            single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+        )
+    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    if mask:
+        names["mask_token"] = "[MASK]"
+    return PreTrainedTokenizerFast(tokenizer_object=words, model_max_length=length, **names)
+
+
+def network(family, length=32):
+    torch.manual_seed(7)
+    size = {"vocab_size": ROWS, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    if family == "bert":
+        model = BertForMaskedLM(BertConfig(**size, intermediate_size=32, max_position_embeddings=length))
+    elif family == "roberta":
+        config = RobertaConfig(**size, intermediate_size=32, max_position_embeddings=length + 1, pad_token_id=0)
+        model = RobertaForMaskedLM(config)
+    elif family == "distilbert":
+        config = DistilBertConfig(
+            vocab_size=ROWS, dim=16, n_layers=2, n_heads=2, hidden_dim=32, max_position_embeddings=length
+        )
+        model = DistilBertForMaskedLM(config)
+    elif family == "modernbert":
+        config = ModernBertConfig(
+            **size,
+            intermediate_size=32,
+            max_position_embeddings=length,
+            local_attention=8,
+            pad_token_id=0,
+            bos_token_id=2,
+            eos_token_id=3,
+            cls_token_id=2,
+            sep_token_id=3,
+        )
+        model = ModernBertForMaskedLM(config)
+    elif family == "gpt2":
+        config = GPT2Config(vocab_size=ROWS, n_positions=length, n_embd=16, n_layer=2, n_head=2)
+        model = GPT2LMHeadModel(config)
+    else:
+        raise ValueError(family)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(8)  # random initialisations predict nearly the same at every cell
+    return model.eval()
+
+
+def checkpoint(folder, family, **tokenizer_options):
+    """A checkpoint folder of the family; returns its path."""
+    network(family).save_pretrained(folder)
+    tokenizer(**tokenizer_options).save_pretrained(folder)
+    return str(folder)
