@@ -193,6 +193,16 @@ def optimizers(model: torch.nn.Module, lr: float) -> list[torch.optim.Optimizer]
     ]
 
 
+def save_tokenizer(tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
+    """The tokenizer as transformers 4.57 and 5 both read it."""
+    tokenizer.save_pretrained(out)
+    file = out / "tokenizer_config.json"
+    known = {"bos_token", "eos_token", "mask_token", "pad_token", "model_max_length", "clean_up_tokenization_spaces"}
+    config = {key: value for key, value in json.loads(file.read_text()).items() if key in known}
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
 def save_checkpoint(model: torch.nn.Module, out: Path, dtype: str) -> None:
     """The checkpoint as transformers 4.57 and 5 both read it."""
     model.to(getattr(torch, dtype)).save_pretrained(out)
@@ -214,7 +224,7 @@ def train(args: argparse.Namespace) -> None:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(args.tokenizer)
     else:
         tokenizer = train_tokenizer(addresses, args.vocab)
-    tokenizer.save_pretrained(out)
+    save_tokenizer(tokenizer, out)
     rows = Rows(addresses, tokenizer, args.batch, args.half_life, args.seed)
 
     model = build(args.objective, tokenizer, args.hidden, args.layers, args.dropout)

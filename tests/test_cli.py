@@ -1,0 +1,181 @@
+"""The real harness in a subprocess, and its numbers against the textbook loop over the same checkpoint."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from lm_eval import simple_evaluate
+from lm_eval.tasks import TaskManager
+from textbook import score
+from transformers import AutoModelForMaskedLM, AutoTokenizer
+
+from lm_eval_duel import demo, rules
+from lm_eval_duel.__main__ import main, task_folder
+from lm_eval_duel.denoisers import load
+from lm_eval_duel.duel import Duel
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.windows import Window
+
+LIMIT = 6
+
+
+def lm_eval(*arguments, module="lm_eval", check=True):
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=os.path.expanduser("~"),
+    )
+    assert not check or done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+def read(folder, task):
+    """The results JSON and the samples of a task."""
+    (results,) = Path(folder).rglob("results_*.json")
+    (samples,) = Path(folder).rglob(f"samples_{task}_*.jsonl")
+    return json.loads(results.read_text()), [json.loads(line) for line in samples.read_text().splitlines()]
+
+
+def textbook(documents, rule, block):
+    """(nats, steps) of each text by the textbook loop: one at a time, full logits from the plain model, no batch."""
+    folder = demo.resolve("demo-mdm")
+    model = AutoModelForMaskedLM.from_pretrained(folder, dtype=torch.float32).eval()
+    words = AutoTokenizer.from_pretrained(folder)
+    excluded = torch.arange(model.config.vocab_size) == words.mask_token_id
+    found = []
+    with torch.inference_mode():
+        for text in documents:
+            window = Window((), words(text, add_special_tokens=False)["input_ids"])
+            found.append(
+                score(
+                    lambda ids: model(input_ids=ids[None]).logits[0],
+                    words.mask_token_id,
+                    excluded,
+                    rules.parse(rule),
+                    block,
+                    window,
+                    tie_when_blank=True,  # rotary positions, nothing in view: DESIGN's blank start
+                )
+            )
+    return found
+
+
+def agrees(documents, nats, rule, block):
+    """Compare a run's nats per document with the textbook loop, documents with close picks apart; how many agree."""
+    words = AutoTokenizer.from_pretrained(demo.resolve("demo-mdm"))
+    windows = [Window((), words(text, add_special_tokens=False)["input_ids"]) for text in documents]
+    scored = Duel(load("demo-mdm", device="cpu"), rule, block).log_prob(windows)
+    compared = 0
+    for ours, s, (by_hand, steps, _, _, nfe) in zip(nats, scored, textbook(documents, rule, block), strict=True):
+        if s.close_picks:
+            continue
+        compared += 1
+        noise = max(1e-4, 1e-6 * len(steps))
+        assert s.steps == steps and s.nfe == nfe
+        assert abs(ours - by_hand) < noise and abs(s.log_prob - by_hand) < noise
+    return compared
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The README's command on the first documents, with its results file."""
+    out = tmp_path_factory.mktemp("out")
+    arguments = ["--model", "duel-mdm", "--model_args", "rule=greedy,block=32", "--include_path", task_folder()]
+    done = lm_eval(
+        *arguments,
+        "--tasks",
+        "sotu",
+        "--limit",
+        str(LIMIT),
+        "--output_path",
+        str(out),
+        "--log_samples",
+        "--device",
+        "cpu",
+    )
+    return done, *read(out, "sotu")
+
+
+def test_the_harness_prints_token_word_and_byte_perplexity(run):
+    done, results, samples = run
+    table = results["results"]["sotu"]
+    nats = math.fsum(float(s["filtered_resps"][0]) for s in samples)
+    tokens = sum(s["doc"]["n_tokens"] for s in samples)
+    size = sum(len(s["doc"]["text"].encode()) for s in samples)
+    words = sum(len(s["doc"]["text"].split()) for s in samples)
+    assert table["token_perplexity,none"] == pytest.approx(math.exp(-nats / tokens))
+    assert table["word_perplexity,none"] == pytest.approx(math.exp(-nats / words))
+    assert table["byte_perplexity,none"] == pytest.approx(math.exp(-nats / size))
+    assert table["bits_per_byte,none"] == pytest.approx(-nats / size / math.log(2))
+    for metric in ("token_perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte"):
+        assert metric in done.stdout
+    assert "scoring with demo-mdm, the small bundled demonstration checkpoint" in done.stderr
+    assert f"{LIMIT} blocks started with nothing in view" in done.stderr
+
+
+def test_the_results_file_says_which_law(run):
+    _, results, _ = run
+    config = results["config"]
+    assert re.fullmatch("[0-9a-f]{12}", config["fingerprint"])
+    assert config["law"]["rule"] == "greedy:k=1" and config["law"]["block"] == "32"
+    assert config["duel"]["tokens"] == config["duel"]["nfe"] == sum(s["doc"]["n_tokens"] for s in run[2])
+    assert config["duel"]["blank_starts"] == LIMIT
+
+
+def test_the_numbers_are_those_of_the_textbook_loop(run):
+    _, _, samples = run
+    samples = sorted(samples, key=lambda s: s["doc_id"])
+    compared = agrees(
+        [s["doc"]["text"] for s in samples], [float(s["filtered_resps"][0]) for s in samples], "greedy", 32
+    )
+    assert compared >= LIMIT // 2
+
+
+def evaluate(task, model_args, **options):
+    """The harness in this process, with this package's tasks only (its own 14,000 take 8 seconds to index)."""
+    tasks = TaskManager(include_path=task_folder(), include_defaults=False, metadata={})
+    return simple_evaluate(
+        "duel-mdm", model_args, [task], device="cpu", task_manager=tasks, log_samples=True, **options
+    )
+
+
+def test_multiple_choice_and_a_rule_in_one_word():
+    results = evaluate("sotu_choice", "rule=klass:mu=0.9:nu=0.01", limit=3)
+    assert results["config"]["law"]["rule"] == "klass:mu=0.9:nu=0.01:history=1:kl=paper"
+    assert len(results["samples"]["sotu_choice"]) == 3
+    for sample in results["samples"]["sotu_choice"]:
+        nats = [response[0] for response in sample["filtered_resps"]]
+        assert len(nats) == 4 and sample["acc"] == (nats.index(max(nats)) == sample["doc"]["label"])
+        assert all(isinstance(response[1], bool) for response in sample["filtered_resps"])
+
+
+def test_a_misspelt_rule_is_answered_before_anything_is_loaded():
+    done = lm_eval("run", "--model_args", "rule=gredy", "--tasks", "sotu", module="lm_eval_duel", check=False)
+    assert done.returncode != 0
+    assert "Unknown unmasking rule 'gredy'. Did you mean greedy?" in done.stderr
+    assert "Loading weights" not in done.stderr
+
+
+def test_where(capsys):
+    for name, file in (("tasks", "sotu/sotu.yaml"), ("demo-mdm", "config.json"), ("demo-ar", "config.json")):
+        main(["where", name])
+        path = capsys.readouterr().out.strip()
+        assert os.path.isabs(path) and os.path.exists(os.path.join(path, file))
+
+
+def test_a_response_cache_is_used_again_and_guarded(tmp_path):
+    cache = str(tmp_path / "cache")
+    first = evaluate("sotu", "rule=l2r", limit=2, use_cache=cache)
+    again = evaluate("sotu", "rule=l2r", limit=2, use_cache=cache)
+    assert again["results"] == first["results"]
+    assert first["config"]["duel"]["windows"] == 2 and again["config"]["duel"]["windows"] == 0
+    with pytest.raises(DuelError, match=r"rule: this run margin:k=1, the other left_to_right:k=1\. Name another file"):
+        evaluate("sotu", "rule=margin", limit=2, use_cache=cache)

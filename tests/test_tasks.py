@@ -1,0 +1,54 @@
+"""The bundled tasks: what is in them, and that their token counts are the model's own."""
+
+import math
+
+import pytest
+import tiny
+
+from lm_eval_duel import tasks
+from lm_eval_duel.errors import DuelError
+
+
+def test_sotu_is_the_fixed_list():
+    data = tasks.sotu()["test"]
+    assert (len(data), sum(data["n_tokens"]), max(data["n_tokens"])) == (36, 4053, 128)
+    assert min(data["year"]) == 2001 and max(data["year"]) == 2021
+    assert len(set(data["text"])) == 36
+    assert all(text[0].isupper() or text[0] == '"' for text in data["text"])
+    assert all(text.rstrip("\"'")[-1] in ".!?" for text in data["text"])
+
+
+def test_sotu_full_holds_every_address():
+    data = tasks.sotu_full()["test"]
+    assert (len(data), sum(data["n_tokens"])) == (21, 220_661)
+    passages = tasks.sotu()["test"]
+    addresses = dict(zip(data["year"], data["text"], strict=True))
+    assert all(record["text"] in addresses[record["year"]] for record in passages)
+
+
+def test_sotu_choice_has_one_right_answer():
+    data, full = tasks.sotu_choice()["test"], tasks.sotu_full()["test"]
+    addresses = dict(zip(full["year"], full["text"], strict=True))
+    assert len(data) == 40
+    for record in data:
+        follows = [f"{record['passage']} {option}" in addresses[record["year"]] for option in record["options"]]
+        assert follows.index(True) == record["label"] and sum(follows) == 1
+    assert {data["label"].count(i) > 4 for i in range(4)} == {True}
+
+
+def test_token_counts_follow_the_model_args(tmp_path):
+    tiny.tokenizer().save_pretrained(tmp_path)
+    for key in ("tokenizer", "pretrained"):
+        first = tasks.sotu(**{key: str(tmp_path), "config_source": "inline"})["test"][0]
+        assert first["n_tokens"] == len(first["text"].split())
+    with pytest.raises(DuelError, match=r"--metadata tokenizer="):
+        tasks.sotu(pretrained="/no/such/folder")
+
+
+def test_perplexities_count_their_units():
+    doc = {"text": "One  nation,\nindivisible — yes.", "n_tokens": 9}
+    metrics = tasks.perplexity(doc, [-12.0])
+    assert metrics["word_perplexity"] == (-12.0, 5)
+    assert metrics["byte_perplexity"] == metrics["bits_per_byte"] == (-12.0, len(doc["text"].encode()))
+    assert metrics["token_perplexity"] == (-12.0, 9)
+    assert math.isfinite(metrics["token_perplexity"][0])
