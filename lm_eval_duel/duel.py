@@ -344,6 +344,8 @@ def _block(denoiser: Denoiser, block: int | str | None) -> int | None:
         return denoiser.block or denoiser.published_block or (1 if denoiser.attention == "causal" else DEFAULT_BLOCK)
     if block is not None and (isinstance(block, (str, bool)) or int(block) != block or block < 1):
         raise DuelError(f"block is a number of positions, None (the whole target) or 'auto'; got {block!r}.")
+    if denoiser.attention == "causal" and block != 1:
+        raise DuelError(f"A causal network has blocks of one; use block=1 or block=auto, not {block}.")
     if denoiser.block is not None and block != denoiser.block:
         raise DuelError(
             f"This network was trained on blocks of {denoiser.block}; block={block} is another model. "

@@ -7,11 +7,12 @@ import math
 import pytest
 import torch
 from textbook import score
-from toys import Joint, Leaky, Rotary, Toy
+from toys import Causal, Joint, Leaky, Rotary, Small, Toy
 
 from lm_eval_duel import rules
+from lm_eval_duel.denoisers import base
 from lm_eval_duel.duel import Duel
-from lm_eval_duel.errors import RuleStalled
+from lm_eval_duel.errors import DuelError, RuleStalled
 from lm_eval_duel.windows import Window
 
 RULES = [
@@ -211,6 +212,18 @@ def test_a_whole_block_at_once_is_independent_marginals(rule):
     assert Duel(toy, rule, 2).log_prob([Window((), string)])[0].log_prob == pytest.approx(by_hand, abs=1e-9)
 
 
+def test_left_to_right_on_a_causal_network_is_its_autoregressive_log_likelihood():
+    toy, string = Causal(), (2, 0, 1, 1)
+    logs = distributions(toy, string)  # one pass
+    by_hand = [float(logs[i, token]) for i, token in enumerate(string)]
+    scored = Duel(toy, "left_to_right").log_prob([Window((), string)])[0]
+    assert scored.nats == pytest.approx(by_hand, abs=1e-9)
+    with pytest.raises(DuelError, match="A causal network reveals left to right only"):
+        Duel(toy, "greedy")
+    with pytest.raises(DuelError, match="blocks of one"):
+        Duel(toy, "left_to_right", 4)
+
+
 # ---------------------------------------------------------------- laws 5 and 8: lanes, batches
 
 
@@ -243,6 +256,24 @@ def test_lanes_equal_the_textbook_loop(rule, block, grid):
                 assert s.nats == pytest.approx(nats, abs=1e-9)
                 assert s.log_prob == pytest.approx(log_prob, abs=1e-9)
                 assert (s.is_greedy, s.nfe) == (greedy, nfe)
+
+
+@pytest.mark.parametrize("rule", ["greedy", "threshold:mu=0.45", "klass:mu=0.4:nu=0.3", "entropy_bound:gamma=0.7"])
+def test_the_head_in_chunks_and_a_small_memory_change_nothing(rule, monkeypatch):
+    windows = [Window((), s) for s in strings(3, 4)[::9]] + [Window((1, 2), s) for s in strings(3, 5)[::40]]
+    expected = Duel(Toy(), rule, 3).log_prob(windows)
+    drawn = Duel(Toy(), rule, 3).sample([()] * 9, 5)
+
+    def same(toy):
+        for one, other in zip(Duel(toy, rule, 3).log_prob(windows), expected, strict=True):
+            assert one.steps == other.steps and one.nats == pytest.approx(other.nats, abs=1e-12)
+        assert [d.tokens for d in Duel(toy, rule, 3).sample([()] * 9, 5)] == [d.tokens for d in drawn]
+
+    same(Small(most=2))
+    with pytest.raises(torch.OutOfMemoryError):
+        Duel(Small(most=0), rule, 3).log_prob(windows)
+    monkeypatch.setattr(base, "HEAD_VALUES", 9)  # two cells a chunk
+    same(Toy())
 
 
 def test_blank_starts_are_exact_ties_in_any_batch():

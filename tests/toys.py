@@ -85,3 +85,31 @@ class Joint(Denoiser):
 
     def head(self, features):
         return features
+
+
+class Causal(Toy):
+    """A causal toy: the logits at a position depend on the tokens before it only."""
+
+    attention = "causal"
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.mask_id = None
+        self.mix = self.mix * torch.ones(len(self.mix), len(self.mix)).tril(-1)[..., None, None]
+
+    @property
+    def excluded(self):
+        return torch.arange(self.vocab_size) == self.vocab_size - 1
+
+
+class Small(Toy):
+    """A device whose memory holds `most` rows."""
+
+    def __init__(self, most, **options):
+        super().__init__(**options)
+        self.most = most
+
+    def features(self, ids, real):
+        if len(ids) > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().features(ids, real)

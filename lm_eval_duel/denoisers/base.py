@@ -272,4 +272,5 @@ class View:
         columns = lanes.start[lane] + cell
         shown[lane, columns] = True
         ids[lane, columns] = lanes.tokens[lane, cell]
-        return torch.where(shown, ids, self.denoiser.mask_id), shown, real
+        mask_id = self.denoiser.mask_id or 0  # a causal network never looks at a hidden cell
+        return torch.where(shown, ids, mask_id), shown, real
