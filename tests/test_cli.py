@@ -13,7 +13,7 @@ import torch
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 from textbook import score
-from transformers import AutoModelForMaskedLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
 from lm_eval_duel import demo, rules
 from lm_eval_duel.__main__ import main, task_folder
@@ -139,11 +139,12 @@ def test_the_numbers_are_those_of_the_textbook_loop(run):
     assert compared >= LIMIT // 2
 
 
-def evaluate(task, model_args, **options):
+def evaluate(task, model_args, model="duel-mdm", **options):
     """The harness in this process, with this package's tasks only (its own 14,000 take 8 seconds to index)."""
-    tasks = TaskManager(include_path=task_folder(), include_defaults=False, metadata={})
+    metadata = dict(pair.split("=", 1) for pair in model_args.split(","))  # as the command line does
+    tasks = TaskManager(include_path=task_folder(), include_defaults=False, metadata=metadata)
     return simple_evaluate(
-        "duel-mdm", model_args, [task], device="cpu", task_manager=tasks, log_samples=True, **options
+        model=model, model_args=model_args, tasks=[task], device="cpu", task_manager=tasks, log_samples=True, **options
     )
 
 
@@ -155,6 +156,21 @@ def test_multiple_choice_and_a_rule_in_one_word():
         nats = [response[0] for response in sample["filtered_resps"]]
         assert len(nats) == 4 and sample["acc"] == (nats.index(max(nats)) == sample["doc"]["label"])
         assert all(isinstance(response[1], bool) for response in sample["filtered_resps"])
+
+
+def test_the_autoregressive_twin_runs_the_same_tasks():
+    folder = demo.resolve("demo-ar")
+    results = evaluate("sotu", f"pretrained={folder},dtype=float32", model="hf", limit=3)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    words = AutoTokenizer.from_pretrained(folder)
+    for sample in results["samples"]["sotu"]:
+        ids = words(sample["doc"]["text"])["input_ids"]
+        assert len(ids) == sample["doc"]["n_tokens"]
+        with torch.inference_mode():
+            logs = model(input_ids=torch.tensor([[words.bos_token_id, *ids[:-1]]])).logits[0].log_softmax(-1)
+        by_hand = float(logs.gather(1, torch.tensor(ids)[:, None]).double().sum())
+        assert sample["filtered_resps"][0] == pytest.approx(by_hand, abs=2e-3)
+    assert "token_perplexity,none" in results["results"]["sotu"]
 
 
 def test_a_misspelt_rule_is_answered_before_anything_is_loaded():
