@@ -299,6 +299,10 @@ class Duel:
                     f"Window {n} has {window.length} positions but the network holds {denoiser.max_length}; "
                     "cut it (lm_eval_duel.windows.independent) or shorten the context."
                 )
+            if window.target and len(window.context) < denoiser.shift:
+                raise DuelError(
+                    f"Window {n} needs a given first token: this network predicts a token from the one before."
+                )
             ids = window.context + window.suffix + (() if generating else window.target)
             if ids and not (min(ids) >= 0 and max(ids) < denoiser.vocab_size):
                 wrong = next(token for token in ids if not 0 <= token < denoiser.vocab_size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lm_eval_duel.demo import resolve
-from lm_eval_duel.denoisers import huggingface
+from lm_eval_duel.denoisers import dit_load, huggingface
 from lm_eval_duel.denoisers.base import Denoiser
 
 
@@ -26,9 +26,14 @@ def load(
 
     Raises DuelError when the checkpoint cannot be read, is no bidirectional masked model, or its mask is not known.
     """
+    name, place = resolve(name), huggingface.pick_device(device)
+    config = huggingface.raw_config(name, revision)
+    if dit_load.reads(config):
+        folder = huggingface.local_folder(name, revision, dit_load.FILES)
+        return dit_load.load(folder, config, device=place, dtype=dtype, max_length=max_length)
     return huggingface.load(
-        resolve(name),
-        device=huggingface.pick_device(device),
+        name,
+        device=place,
         dtype=dtype,
         revision=revision,
         trust_remote_code=trust_remote_code,
@@ -36,3 +41,10 @@ def load(
         max_length=max_length,
         tokenizer=resolve(tokenizer) if tokenizer else None,
     )
+
+
+def tokenizer_of(name: str, revision: str = "main") -> str:
+    """Where the tokenizer of a checkpoint is: beside the weights, or the one its family is published with."""
+    name = resolve(name)
+    published_without = dit_load.reads(huggingface.raw_config(name, revision))
+    return dit_load.TOKENIZER if published_without and not huggingface.has_tokenizer(name, revision) else name

@@ -197,6 +197,7 @@ class Denoiser(abc.ABC):
     attention: str = "bidirectional"  # or "block_causal", "causal"
     block: int | None = None  # the trained block
     published_block: int | None = None  # the block of the published results, for block=auto
+    shift: int = 0  # the logits for position i stand at i - shift, which must show a token
     honours_padding: bool = False  # an attention mask keeps padding unseen
     relative_positions: bool = False  # a row of masks only has one distribution everywhere
 
@@ -254,7 +255,7 @@ class View:
         blank = ~shown.any(1) if self.denoiser.relative_positions else torch.zeros_like(lanes.step, dtype=torch.bool)
         first = lanes.hidden & (lanes.hidden.cumsum(1) == 1)  # (R, W)
         unique = (first | ~blank[:, None])[lanes.hidden]  # (C,) a blank lane is evaluated at its first cell only
-        at = features[lane[unique], (lanes.start[lane] + cell)[unique]]  # (U, D)
+        at = features[lane[unique], (lanes.start[lane] + cell - self.denoiser.shift)[unique]]  # (U, D)
         return Predictions(lanes.hidden, blank, at, unique.cumsum(0) - 1, self.denoiser.head, self.denoiser.excluded)
 
     def _input(self, lanes: Lanes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

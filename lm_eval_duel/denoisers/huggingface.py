@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -22,6 +25,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import cached_file
 
 from lm_eval_duel import fingerprint
 from lm_eval_duel.denoisers.base import Denoiser
@@ -100,6 +104,32 @@ def load(
             f"max_length={max_length} is too long: {path} holds {held} positions; leave it out or lower it."
         )
     return HuggingFace(model.to(device).eval(), mask_id, len(words), max_length or held, path)
+
+
+def raw_config(path: str, revision: str) -> dict[str, Any]:
+    """config.json as it stands; no code of the checkpoint is run for it."""
+    try:
+        return PretrainedConfig.get_config_dict(path, revision=revision)[0]
+    except (OSError, ValueError) as error:
+        raise DuelError(_unreadable(path, error)) from error
+
+
+def local_folder(path: str, revision: str, files: Sequence[str]) -> str:
+    """The folder that holds a checkpoint's config and weights, fetched from the hub where it is a hub name."""
+    if os.path.isdir(path):
+        return path
+    try:
+        return snapshot_download(path, revision=revision, allow_patterns=["config.json", *files])
+    except (OSError, ValueError) as error:
+        raise DuelError(_unreadable(path, error)) from error
+
+
+def has_tokenizer(path: str, revision: str) -> bool:
+    """Whether a tokenizer lies beside the weights."""
+    return any(
+        cached_file(path, name, revision=revision, _raise_exceptions_for_missing_entries=False) is not None
+        for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt")
+    )
 
 
 def load_tokenizer(path: str, trust_remote_code: bool, revision: str) -> PreTrainedTokenizerBase:

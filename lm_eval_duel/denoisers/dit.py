@@ -1,0 +1,228 @@
+"""Our own DiT: the one network behind MDLM, SEDD, the MDLM authors' AR baseline and (two-stream) BD3-LM.
+
+Written from the published description of the architecture, float32, scaled dot product attention, no code of a
+checkpoint is run. The keys of the file are those of the authors:
+
+    vocab_embed.embedding, sigma_map.mlp.{0,2}, blocks.N.{norm1,attn_qkv,attn_out,norm2,mlp.{0,2},adaLN_modulation},
+    output_layer.{norm_final,linear,adaLN_modulation}
+
+Shapes: R rows, L row length, D width, H heads, V tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lm_eval_duel import fingerprint
+from lm_eval_duel.denoisers.base import Denoiser
+
+FREQUENCIES = 256  # of the time embedding
+
+
+@dataclasses.dataclass(frozen=True)
+class DiTConfig:
+    """The shape of a DiT."""
+
+    vocab_size: int  # [MASK] included
+    width: int
+    layers: int
+    heads: int
+    condition: int = 128  # width of the time condition
+    adaptive: bool = True  # layers modulated by the time condition (all but the AR baseline)
+    time: bool = False  # the time condition is the noise level; else it is that of level 0
+
+
+def rotary(length: int, head: int, device: torch.device, base: float = 10_000.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin of the rotation at positions 0..length-1, (L, head) each."""
+    frequency = base ** -(torch.arange(0, head, 2, device=device, dtype=torch.float32) / head)  # (head / 2,)
+    angle = torch.arange(length, device=device, dtype=torch.float32)[:, None] * frequency  # (L, head / 2)
+    angle = torch.cat([angle, angle], dim=1)  # (L, head)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate queries or keys (R, H, L, head), halves against each other (NeoX)."""
+    low, high = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-high, low], dim=-1) * sin
+
+
+class Norm(nn.Module):
+    """LayerNorm with a weight and no bias, eps 1e-5."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x.float(), x.shape[-1:], self.weight.float(), None, 1e-5).to(x.dtype)
+
+
+class TimeEmbedding(nn.Module):
+    """The condition (R, condition) of a noise level sigma (R,)."""
+
+    def __init__(self, condition: int):
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(FREQUENCIES, condition), nn.SiLU(), nn.Linear(condition, condition))
+
+    def forward(self, sigma: torch.Tensor) -> torch.Tensor:
+        half = FREQUENCIES // 2
+        steps = torch.arange(half, device=sigma.device, dtype=torch.float32) / half  # (half,)
+        angle = sigma.float()[:, None] * torch.exp(-math.log(10_000) * steps)  # (R, half)
+        wave = torch.cat([angle.cos(), angle.sin()], dim=1)  # (R, 256)
+        return F.silu(self.mlp(wave.to(self.mlp[0].weight.dtype)))
+
+
+def modulate(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """x * (1 + scale) + shift, of (R, L, D) with (R, 1, D)."""
+    return x * (1 + scale) + shift
+
+
+class Block(nn.Module):
+    """Attention and MLP, each modulated and gated by the condition where the network is adaptive."""
+
+    def __init__(self, config: DiTConfig):
+        super().__init__()
+        width = config.width
+        self.heads = config.heads
+        self.norm1, self.norm2 = Norm(width), Norm(width)
+        self.attn_qkv = nn.Linear(width, 3 * width, bias=False)
+        self.attn_out = nn.Linear(width, width, bias=False)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width))
+        self.adaLN_modulation = nn.Linear(config.condition, 6 * width) if config.adaptive else None
+
+    def modulations(self, condition: torch.Tensor | None) -> list[torch.Tensor | float]:
+        """shift, scale, gate of the attention, then of the MLP."""
+        if self.adaLN_modulation is None:
+            return [0.0, 0.0, 1.0, 0.0, 0.0, 1.0]
+        return list(self.adaLN_modulation(condition)[:, None].chunk(6, dim=2))  # six of (R, 1, D)
+
+    def project(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Rotated queries, rotated keys and values, (R, H, L, head) each."""
+        rows, length, width = x.shape
+        qkv = self.attn_qkv(x).view(rows, length, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (R, H, L, head) each
+        return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        condition: torch.Tensor | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        mask: torch.Tensor | None,
+        causal: bool,
+    ) -> torch.Tensor:
+        shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = self.modulations(condition)
+        q, k, v = self.project(modulate(self.norm1(x), shift, scale), cos, sin)
+        seen = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)  # (R, H, L, head)
+        x = x + gate * self.attn_out(seen.transpose(1, 2).flatten(2))
+        return x + gate_mlp * self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp))
+
+
+class Output(nn.Module):
+    """The final norm, modulated, and the head."""
+
+    def __init__(self, config: DiTConfig):
+        super().__init__()
+        self.norm_final = Norm(config.width)
+        self.linear = nn.Linear(config.width, config.vocab_size)
+        self.adaLN_modulation = nn.Linear(config.condition, 2 * config.width) if config.adaptive else None
+
+    def features(self, x: torch.Tensor, condition: torch.Tensor | None) -> torch.Tensor:
+        """The input of the head, (R, L, D)."""
+        x = self.norm_final(x)
+        if self.adaLN_modulation is None:
+            return x
+        shift, scale = self.adaLN_modulation(condition)[:, None].chunk(2, dim=2)  # (R, 1, D) each
+        return modulate(x, shift, scale)
+
+
+class Embedding(nn.Module):
+    """The token table; the file calls it vocab_embed.embedding."""
+
+    def __init__(self, config: DiTConfig):
+        super().__init__()
+        self.embedding = nn.Parameter(torch.zeros(config.vocab_size, config.width))
+
+
+class DiT(nn.Module):
+    """The network from ids to the input of its head."""
+
+    def __init__(self, config: DiTConfig):
+        super().__init__()
+        self.config = config
+        self.vocab_embed = Embedding(config)
+        self.sigma_map = TimeEmbedding(config.condition) if config.adaptive else None
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.output_layer = Output(config)
+
+    def condition(self, sigma: torch.Tensor) -> torch.Tensor | None:
+        """The time condition (R, condition) of noise levels (R,); level 0 where the network ignores time."""
+        if self.sigma_map is None:
+            return None
+        return self.sigma_map(sigma if self.config.time else torch.zeros_like(sigma))
+
+    def forward(
+        self, ids: torch.Tensor, sigma: torch.Tensor, mask: torch.Tensor | None = None, causal: bool = False
+    ) -> torch.Tensor:
+        """The input of the head (R, L, D) for ids (R, L) at noise levels (R,); `mask` (R, 1, 1, L) True where seen."""
+        condition = self.condition(sigma)
+        cos, sin = rotary(ids.shape[1], self.config.width // self.config.heads, ids.device)
+        x = F.embedding(ids, self.vocab_embed.embedding)  # (R, L, D)
+        for block in self.blocks:
+            x = block(x, condition, cos.to(x.dtype), sin.to(x.dtype), mask, causal)
+        return self.output_layer.features(x, condition)
+
+
+class DiTDenoiser(Denoiser):
+    """MDLM, SEDD or the AR baseline in our own DiT, float32.
+
+    MDLM and the AR baseline ignore time. SEDD is told the noise level of the masked share m of the row,
+    sigma = -log(1 - m) with m clamped to [0.1, 0.9] as in the official evaluation, anew at every step; its scores are
+    renormalised over the tokens (DUEL's official code; justified by Ou et al. 2024, Theorem 1).
+    """
+
+    published_block = 4
+    honours_padding = True
+    clamp = (0.1, 0.9)
+
+    def __init__(self, network: DiT, family: str, max_length: int, path: str):
+        self.network, self.family, self.max_length, self.path = network, family, max_length, path
+        self.vocab_size = network.config.vocab_size
+        self.device = network.vocab_embed.embedding.device
+        self.attention = "causal" if family == "ar" else "bidirectional"
+        self.mask_id = None if family == "ar" else self.vocab_size - 1
+        self.shift = 1 if family == "ar" else 0
+        self.relative_positions = family != "ar"
+
+    @property
+    def excluded(self) -> torch.Tensor:
+        return torch.arange(self.vocab_size, device=self.device) == self.vocab_size - 1
+
+    @torch.inference_mode()
+    def features(self, ids: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
+        sigma = torch.zeros(len(ids), device=ids.device)  # (R,)
+        if self.network.config.time:
+            seen = torch.ones_like(ids, dtype=torch.bool) if real is None else real  # (R, L)
+            share = ((ids == self.mask_id) & seen).sum(1) / seen.sum(1)  # (R,) no given token is the mask: checked
+            sigma = -torch.log1p(-share.clamp(*self.clamp))  # (R,)
+        mask = None if real is None or self.attention == "causal" else real[:, None, None]  # (R, 1, 1, L)
+        return self.network(ids, sigma, mask, causal=self.attention == "causal")
+
+    @torch.inference_mode()
+    def head(self, features: torch.Tensor) -> torch.Tensor:
+        return self.network.output_layer.linear(features)
+
+    def describe(self) -> dict[str, object]:
+        return {
+            "denoiser": f"DiT {self.family}",
+            "weights": fingerprint.weights_of(self.path),
+            "dtype": "float32",
+            "mask_token_id": self.vocab_size - 1,
+            "vocabulary": f"{self.vocab_size - 1} of {self.vocab_size}",
+        }
