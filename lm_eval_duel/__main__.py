@@ -32,9 +32,18 @@ def run(arguments: list[str]) -> None:
     sys.argv = ["lm-eval", "run", *arguments]
     cli = HarnessCLI()
     args = cli.parse_args()
-    theirs = getattr(args, "include_path", None)
-    args.include_path = [task_folder(), theirs] if theirs else task_folder()
+    theirs = getattr(args, "include_path", None) or _configured(getattr(args, "config", None))
+    args.include_path = [task_folder(), *([theirs] if isinstance(theirs, str) else theirs or [])]
     cli.execute(args)
+
+
+def _configured(file: str | None) -> str | list[str] | None:
+    """The include_path of a --config file, which the command line's would replace."""
+    if not file:
+        return None
+    import yaml
+
+    return (yaml.safe_load(Path(file).read_text(encoding="utf-8")) or {}).get("include_path")
 
 
 def where(name: str) -> str:

@@ -22,11 +22,11 @@ from lm_eval_duel import rules
 from lm_eval_duel.denoisers.base import Denoiser, Predictions, View
 from lm_eval_duel.errors import DuelError, NotFinite, RuleStalled
 from lm_eval_duel.hashing import uniform
-from lm_eval_duel.lanes import Budget, Lanes, Rows, blocks, groups
+from lm_eval_duel.lanes import Budget, Lanes, Queue, Rows, blocks, groups
+from lm_eval_duel.law import check_rule, check_windows, resolve_block, resolve_grid
 from lm_eval_duel.ledger import Counts, Drawn, Ledger, Scored
 from lm_eval_duel.windows import Window
 
-DEFAULT_BLOCK = 32
 CPU_TOKENS, GPU_TOKENS = 4096, 65536  # network tokens a call when no batch size is given
 
 Choose = Callable[[Predictions, Lanes, torch.Tensor], torch.Tensor]  # predictions, lanes, pick -> tokens (R, W)
@@ -54,10 +54,9 @@ class Duel:
     ):
         self.denoiser = denoiser
         self.rule = rules.parse(rule) if isinstance(rule, str) else rule
-        self.block = _block(denoiser, block)
-        self.grid = _grid(denoiser, grid)
-        if denoiser.attention == "causal" and not isinstance(self.rule, rules.LeftToRight):
-            raise DuelError(f"A causal network reveals left to right only; use rule=left_to_right, not {self.rule}.")
+        self.block = resolve_block(denoiser, block)
+        self.grid = resolve_grid(denoiser, grid)
+        check_rule(denoiser, self.rule)
         if batch_size is not None and batch_size < 1:
             raise DuelError(f"batch_size is a number of rows, at least 1; got {batch_size}.")
         tokens = CPU_TOKENS if denoiser.device.type == "cpu" else GPU_TOKENS
@@ -99,6 +98,8 @@ class Duel:
 
         `keys` defaults to the index of each context.
         """
+        if keys is not None and len(keys) != len(contexts):
+            raise DuelError(f"sample wants a key for each context: {len(contexts)} contexts, {len(keys)} keys.")
         key = torch.tensor(range(len(contexts)) if keys is None else keys, device=self.denoiser.device)
 
         def chooser(group: list[int]) -> Choose:
@@ -127,7 +128,7 @@ class Duel:
     def _score(
         self, windows: Sequence[Window], rule: rules.Rule, on_done: Callable[[int, Scored], None] | None
     ) -> list[Scored]:
-        self._check(windows)
+        check_windows(self.denoiser, self.block, self.grid, windows)
         nothing = Scored(0.0, True, (), (), 0, 0, 0)
         results = [nothing] * len(windows)
 
@@ -171,7 +172,7 @@ class Duel:
         if length < 0:
             raise DuelError(f"length is a number of tokens to generate, not {length}.")
         prompts = [Window(tuple(context), (0,) * length, tuple(suffix), tail) for context in contexts]
-        self._check(prompts, generating=True)
+        check_windows(self.denoiser, self.block, self.grid, prompts, generating=True)
         results = [Drawn(0.0, True, (), (), 0, 0, 0)] * len(prompts)
         for group in self._groups(prompts):
             drawn = self._generate_group([prompts[n] for n in group], group, chooser(group))
@@ -226,32 +227,24 @@ class Duel:
     ) -> None:
         """Reveal all lanes: predict, pick, choose tokens, add nats; finished lanes leave and waiting ones enter."""
         ledger = Ledger(rows)
-        active = waiting.select(slice(0, 0))
-        while len(active) or len(waiting):
-            active, waiting = self._refill(view, rule, active, waiting)
+        queue, active = Queue(waiting), waiting.select(slice(0, 0))
+        while queue or len(active):
+            active = self._refill(view, rule, active, queue)
             try:
-                predictions = view(active)
-                decision = self._decide(rule, predictions, active, group)
-                tokens = choose(predictions, active, decision.pick)  # (R, W)
-                log_prob = predictions.log_prob(tokens)  # (R, W)
-            except NotFinite as error:
-                raise NotFinite(f"{error} {_place(active, error.lane, group)}") from None
+                active = self._step(view, rule, active, choose, ledger, group)
             except torch.OutOfMemoryError:
                 if len(active) == 1:
                     raise
-                self.budget = dataclasses.replace(self.budget, tokens=int(view.cost(active).sum()) // 2)
-                half = torch.arange(len(active), device=active.row.device) < len(active) // 2
-                waiting, active = active.select(~half).concat(waiting), active.select(half)
+                self.budget = self.budget.halved()
+                half = len(active) // 2
+                queue.put_first(active.select(slice(half, None)))
+                active = active.select(slice(0, half))
                 continue
-            ledger.record(active, decision, predictions, tokens, log_prob)
-            active = active.reveal(decision.pick, tokens, decision.memory)
             finished = ~active.hidden.any(1)  # (R,)
             if finished.any():
-                left = active.select(finished)
-                active = active.select(~finished)
-                following = advance(left)
-                if following is not None:
-                    waiting = following.concat(waiting)
+                left, active = active.select(finished), active.select(~finished)
+                if (following := advance(left)) is not None:
+                    queue.put_first(following)
                 for n in ledger.finished(left):
                     result = ledger.result(n)
                     self.counts.add(result)
@@ -259,23 +252,39 @@ class Duel:
         self.counts.forwards += view.forwards
         self.counts.rows += view.evaluated
 
-    def _refill(self, view: View, rule: rules.Rule, active: Lanes, waiting: Lanes) -> tuple[Lanes, Lanes]:
-        """Waiting lanes move into the batch while the budget allows."""
-        if not len(waiting):
-            return active, waiting
-        longest = torch.cat([view.cost(active), view.cost(waiting)[:1]]).max()
-        copies = 4 if rule.dense_memory else 1
-        width = max(active.hidden.shape[1], waiting.hidden.shape[1])
-        fits = self.budget.rows(int(longest), width, self.denoiser.vocab_size, copies)
-        entering = max(0, fits - len(active))
-        if not entering:
-            return active, waiting
-        return active.concat(waiting.select(slice(0, entering))), waiting.select(slice(entering, None))
+    def _refill(self, view: View, rule: rules.Rule, active: Lanes, queue: Queue) -> Lanes:
+        """The batch with waiting lanes added while the budget allows."""
+        while queue:
+            following = queue.first()
+            cost = int(torch.cat([view.cost(active), view.cost(following)]).max())
+            width = max(active.hidden.shape[1], following.hidden.shape[1]) if self.denoiser.splits_head else cost
+            copies = 4 if rule.dense_memory else 1
+            fits = self.budget.rows(cost, width, self.denoiser.vocab_size, copies)
+            if fits <= len(active):
+                break
+            active = active.concat(queue.take(fits - len(active)))
+        return active
+
+    def _step(
+        self, view: View, rule: rules.Rule, lanes: Lanes, choose: Choose, ledger: Ledger, group: Sequence[int]
+    ) -> Lanes:
+        """One rule step of a batch, entered in the ledger; the lanes after it."""
+        try:
+            predictions = view(lanes)
+            decision = self._decide(rule, predictions, lanes, group)
+            tokens = choose(predictions, lanes, decision.pick)  # (R, W)
+            log_prob = predictions.log_prob(tokens)  # (R, W)
+        except NotFinite as error:
+            raise NotFinite(f"{error} {_place(lanes, error.lane, group)}") from None
+        ledger.record(lanes, decision, predictions, tokens, log_prob)
+        return lanes.reveal(decision.pick, tokens, decision.memory)
 
     def _decide(self, rule: rules.Rule, predictions: Predictions, lanes: Lanes, group: Sequence[int]) -> rules.Decision:
         decision = rule(predictions, lanes)
         if isinstance(decision, torch.Tensor):
             decision = rules.Decision(decision)
+        if not isinstance(decision, rules.Decision):
+            raise RuleStalled(f"Rule {rule} must return a Decision or a boolean plane; got {type(decision).__name__}.")
         pick = decision.pick
         if pick.shape != lanes.hidden.shape or pick.dtype != torch.bool:
             raise RuleStalled(
@@ -288,39 +297,6 @@ class Duel:
             what = "picked a position that is not hidden" if pick[lane].any() else "picked nothing"
             raise RuleStalled(f"Rule {rule} {what}. {_place(lanes, lane, group)}")
         return decision
-
-    def _check(self, windows: Sequence[Window], generating: bool = False) -> None:
-        """Raise DuelError, naming the window, for one that this law cannot score."""
-        denoiser = self.denoiser
-        unscorable = set(denoiser.excluded.nonzero()[:, 0].tolist()) - {denoiser.mask_id}
-        for n, window in enumerate(windows):
-            if window.length > denoiser.max_length:
-                raise DuelError(
-                    f"Window {n} has {window.length} positions but the network holds {denoiser.max_length}; "
-                    "cut it (lm_eval_duel.windows.independent) or shorten the context."
-                )
-            if window.target and len(window.context) < denoiser.shift:
-                raise DuelError(
-                    f"Window {n} needs a given first token: this network predicts a token from the one before."
-                )
-            ids = window.context + window.suffix + (() if generating else window.target)
-            if ids and not (min(ids) >= 0 and max(ids) < denoiser.vocab_size):
-                wrong = next(token for token in ids if not 0 <= token < denoiser.vocab_size)
-                raise DuelError(f"Window {n} holds id {wrong}; the network's ids are 0 to {denoiser.vocab_size - 1}.")
-            if denoiser.mask_id in ids:
-                raise DuelError(
-                    f"Window {n} holds the mask token (id {denoiser.mask_id}), which cannot be given or scored."
-                )
-            if not generating and not unscorable.isdisjoint(window.target):
-                wrong = next(token for token in window.target if token in unscorable)
-                raise DuelError(f"Window {n} holds id {wrong}, which is not a token of the vocabulary (padding).")
-            if window.tail:
-                end = len(window.target) + (len(window.context) if self.grid == "row" else 0)
-                if self.block is None or end % self.block:
-                    raise DuelError(
-                        f"Window {n} has a tail, so its target must end on a block border: {len(window.target)} target "
-                        f"positions with block {self.block} do not. Off a border the value is no probability."
-                    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -340,28 +316,3 @@ class _Replay(rules.Rule):
 def _place(lanes: Lanes, lane: int, group: Sequence[int]) -> str:
     position = int(lanes.start[lane] - lanes.origin[lane])
     return f"(Window {group[int(lanes.row[lane])]}, block at target position {position}, step {int(lanes.step[lane])}.)"
-
-
-def _block(denoiser: Denoiser, block: int | str | None) -> int | None:
-    """The block in force for `block`: an int, None, or "auto"."""
-    if block == "auto":
-        return denoiser.block or denoiser.published_block or (1 if denoiser.attention == "causal" else DEFAULT_BLOCK)
-    if block is not None and (isinstance(block, (str, bool)) or int(block) != block or block < 1):
-        raise DuelError(f"block is a number of positions, None (the whole target) or 'auto'; got {block!r}.")
-    if denoiser.attention == "causal" and block != 1:
-        raise DuelError(f"A causal network has blocks of one; use block=1 or block=auto, not {block}.")
-    if denoiser.block is not None and block != denoiser.block:
-        raise DuelError(
-            f"This network was trained on blocks of {denoiser.block}; block={block} is another model. "
-            f"Use block={denoiser.block} or block=auto."
-        )
-    return block
-
-
-def _grid(denoiser: Denoiser, grid: str) -> str:
-    if grid not in ("auto", "target", "row"):
-        raise DuelError(f"grid is 'target', 'row' or 'auto'; got {grid!r}.")
-    causal = denoiser.attention == "block_causal"
-    if causal and grid == "target":
-        raise DuelError("A block-causal network counts its blocks from the row's first position; use grid=row or auto.")
-    return grid if grid != "auto" else "row" if causal else "target"

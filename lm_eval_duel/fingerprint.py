@@ -8,9 +8,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 
-WEIGHTS = (".safetensors", ".bin", ".ckpt", ".pt")
+LAW_FILES = re.compile(r"config\.json|.*\.safetensors|pytorch_model.*\.bin|.*\.ckpt")
 
 
 def digest(law: Mapping[str, object]) -> str:
@@ -30,9 +31,9 @@ def hash_files(paths: Iterable[str | os.PathLike]) -> str:
     return total.hexdigest()[:12]
 
 
-def weights_of(folder: str | os.PathLike) -> str:
-    """The hash of the weight files and the config in a local checkpoint folder."""
-    names = [name for name in os.listdir(folder) if name.endswith(WEIGHTS) or name == "config.json"]
+def weights_of(folder: str | os.PathLike, code: bool = False) -> str:
+    """The hash of the weights and config in a local checkpoint folder, and of its code where that is run."""
+    names = [name for name in os.listdir(folder) if LAW_FILES.fullmatch(name) or (code and name.endswith(".py"))]
     return hash_files(os.path.join(folder, name) for name in names)
 
 

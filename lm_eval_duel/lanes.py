@@ -6,6 +6,7 @@ Shapes: N windows, L row length, R lanes, W block width.
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -153,6 +154,31 @@ def groups(windows: Sequence[Window], same_length: bool) -> list[list[int]]:
     return result
 
 
+class Queue:
+    """Lanes that wait, in order. Lanes that have begun are kept apart, so that waiting costs no rule memory."""
+
+    def __init__(self, lanes: Lanes):
+        self._parts = deque([lanes])
+
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+    def first(self) -> Lanes:
+        """The next lane, left where it is."""
+        return self._parts[0].select(slice(0, 1))
+
+    def take(self, count: int) -> Lanes:
+        """The next lanes, `count` at most."""
+        part = self._parts.popleft()
+        if len(part) > count:
+            self._parts.appendleft(part.select(slice(count, None)))
+        return part.select(slice(0, count))
+
+    def put_first(self, lanes: Lanes) -> None:
+        """These lanes are next."""
+        self._parts.appendleft(lanes)
+
+
 @dataclasses.dataclass(frozen=True)
 class Budget:
     """What one network call may hold: `tokens` that the network evaluates and `cells` x V values of the head."""
@@ -163,3 +189,7 @@ class Budget:
     def rows(self, cost: int, width: int, vocab_size: int, copies: int = 1) -> int:
         """How many lanes of `cost` network tokens and `width` cells fit, at least one."""
         return max(1, min(self.tokens // max(cost, 1), self.values // (width * vocab_size * copies)))
+
+    def halved(self) -> Budget:
+        """Half of both."""
+        return Budget(max(1, self.tokens // 2), max(1, self.values // 2))

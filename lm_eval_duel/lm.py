@@ -11,20 +11,18 @@ import inspect
 import json
 import logging
 import math
-import os
 from collections.abc import Callable
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import torch
-from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from lm_eval_duel import fingerprint, rules
-from lm_eval_duel.demo import resolve
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.options import Options
-from lm_eval_duel.windows import Window, conditional, independent, room_for_target
+from lm_eval_duel.options import BUNDLED, Options
+from lm_eval_duel.ranks import Ranked
+from lm_eval_duel.windows import Window, conditional, independent, target_capacity
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -35,11 +33,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("lm_eval.duel_mdm")  # the harness shows its own loggers only
 
 LAW_VERSION = 1  # raised when a release changes a number for the same arguments
-TOKENS = "n_tokens"  # a task's count of a document's tokens
+TOKENS = "duel_tokens"  # the column in which this package's tasks count a document's tokens
 CACHE_KEY = "lm_eval_duel law"
 
 
-class DuelMDM(TemplateLM):
+class DuelMDM(Ranked):
     """Exact likelihood of a masked diffusion model under a deterministic unmasking rule.
 
     Takes the model args of `Options`; raises DuelError for a wrong one before the checkpoint is read.
@@ -49,38 +47,35 @@ class DuelMDM(TemplateLM):
         super().__init__()
         self.options = options = Options.parse(arguments)
         from lm_eval_duel import denoisers  # transformers is imported once the arguments are known to be good
-        from lm_eval_duel.denoisers.huggingface import load_tokenizer
         from lm_eval_duel.duel import Duel
 
-        device = self._join_ranks(options.device)
-        if options.pretrained is None:
+        device = self.join_ranks(options.device)
+        if options.pretrained is None and self.rank == 0:
             log.info(
                 "no pretrained= given: scoring with demo-mdm, the small bundled demonstration checkpoint. "
                 "Name yours with --model_args pretrained=<folder or hub name>,..."
             )
-        name = options.pretrained or "demo-mdm"
-        words = options.tokenizer or name
-        revision = "main" if options.tokenizer else options.revision
-        self.tokenizer = load_tokenizer(resolve(words), options.trust_remote_code, revision)
+        self.tokenizer = denoisers.load_tokenizer(vars(options))
         self.denoiser = denoisers.load(
-            name,
+            options.pretrained or BUNDLED,
             device=device,
             dtype=options.dtype,
             revision=options.revision,
             trust_remote_code=options.trust_remote_code,
             mask_token_id=options.mask_token_id,
             max_length=options.max_length,
-            tokenizer=options.tokenizer,
+            tokenizer=self.tokenizer,
         )
         self._device = self.denoiser.device
         self.duel = Duel(self.denoiser, options.rule, options.block, options.grid, options.rows)
         self.prefix, self.suffix = framing(self.tokenizer)
-        self.cut_contexts = 0
-        log.info("law %s: %s", self.fingerprint, ", ".join(f"{key}={value}" for key, value in self.law.items()))
+        self.cut_contexts = self.merged_borders = 0
+        if self.rank == 0:
+            log.info("law %s: %s", self.fingerprint, ", ".join(f"{key}={value}" for key, value in self.law.items()))
 
     # ------------------------------------------------------------ what this law is
 
-    @property
+    @cached_property
     def law(self) -> dict[str, str]:
         """Everything that defines a number, in words."""
         rule = self.duel.rule
@@ -110,7 +105,11 @@ class DuelMDM(TemplateLM):
         return {
             "fingerprint": self.fingerprint,
             "law": self.law,
-            "duel": {**dataclasses.asdict(self.duel.counts), "cut_contexts": self.cut_contexts},
+            "duel": {
+                **dataclasses.asdict(self.duel.counts),
+                "cut_contexts": self.cut_contexts,
+                "merged_borders": self.merged_borders,
+            },
         }
 
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
@@ -154,14 +153,26 @@ class DuelMDM(TemplateLM):
         """The ids of a text alone; framing tokens are added to windows, not to texts."""
         return self.tokenizer(string, add_special_tokens=bool(add_special_tokens), verbose=False)["input_ids"]
 
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """The ids of a context and of what continues it, as the harness cuts them: the whole text is encoded, and the
+        context's trailing spaces belong to the continuation.
+
+        Where a merge crosses the border, so that the whole does not begin with the context's ids, the continuation is
+        encoded by itself: the ids that are scored always spell the continuation and nothing else.
+        """
+        if not continuation:
+            return self.tok_encode(context), []
+        kept = context.rstrip()
+        continuation = context[len(kept) :] + continuation
+        before, whole = self.tok_encode(kept) if kept else [], self.tok_encode(kept + continuation)
+        if whole[: len(before)] == before and len(whole) > len(before):
+            return before, whole[len(before) :]
+        self.merged_borders += 1
+        return before, self.tok_encode(continuation)
+
     def _encode(self, request: Instance, *texts: str) -> list[list[int]]:
         """The ids of a request's (context, continuation) or text; raises DuelError where they hold the mask token."""
-        if len(texts) == 2 and texts[0].rstrip():
-            parts = [list(part) for part in self._encode_pair(*texts)]
-        elif len(texts) == 2:
-            parts = [[], self.tok_encode("".join(texts))]  # only spaces: they belong to the continuation
-        else:
-            parts = [self.tok_encode(texts[0])]
+        parts = list(self._encode_pair(*texts)) if len(texts) == 2 else [self.tok_encode(texts[0])]
         for part in parts:
             if self.denoiser.mask_id in part:
                 raise DuelError(
@@ -209,8 +220,8 @@ class DuelMDM(TemplateLM):
         windows = []
         for request in requests:
             (ids,) = self._encode(request, *request.args)
-            counted = (request.doc or {}).get(TOKENS, len(ids))
-            if counted != len(ids):
+            counted = request.doc.get(TOKENS) if isinstance(request.doc, dict) else None
+            if counted is not None and counted != len(ids):
                 raise DuelError(
                     f"{_name(request)}: the task counted {counted} tokens but this model's tokenizer has {len(ids)}: "
                     "token perplexity would be wrong. Name the tokenizer: --metadata tokenizer=<folder or hub name>."
@@ -231,8 +242,8 @@ class DuelMDM(TemplateLM):
         start = self.prefix[-1] if self.prefix else self.prefix_token_id
         if start is None:
             raise DuelError("windows=harness starts with a prefix token and this tokenizer has none; use independent.")
-        room = room_for_target(self.max_length, [start], self.suffix)
-        pairs = map(make_disjoint_window, get_rolling_token_windows(ids, start, room, context_len=1))
+        capacity = target_capacity(self.max_length, [start], self.suffix)
+        pairs = map(make_disjoint_window, get_rolling_token_windows(ids, start, capacity, context_len=1))
         return [Window(tuple(context), tuple(target), tuple(self.suffix)) for context, target in pairs]
 
     def _score(
@@ -280,33 +291,6 @@ class DuelMDM(TemplateLM):
                 "%d blocks started with nothing in view: all cells tie exactly, the lowest position goes first", blank
             )
         return answers
-
-    # ------------------------------------------------------------ ranks
-
-    def _join_ranks(self, device: str | None) -> str | None:
-        """Join the other ranks of accelerate or torchrun, if any; the device of this one."""
-        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-            return device
-        from accelerate import Accelerator
-
-        on_cpu = not torch.cuda.is_available() or str(device).startswith("cpu")
-        self.accelerator = Accelerator(cpu=on_cpu)
-        self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
-        return str(self.accelerator.device)
-
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self.accelerator.gather(tensor) if self.world_size > 1 else tensor
-
-    def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
-        if self.world_size == 1:
-            return [obj]
-        gathered = [None] * self.world_size if self.rank == dst else None
-        torch.distributed.gather_object(obj, gathered, dst=dst)
-        return gathered
-
-    def barrier(self) -> None:
-        if self.world_size > 1:
-            self.accelerator.wait_for_everyone()
 
 
 def _total(parts: list[Scored]) -> float:

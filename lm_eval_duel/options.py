@@ -9,19 +9,22 @@ string, `None` nothing), so each value is brought to its type here.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from lm_eval_duel import rules
 from lm_eval_duel.errors import DuelError, unknown
 
 WINDOWS = ("independent", "harness")
+BUNDLED = "demo-mdm"  # scored when no checkpoint is named
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 GRIDS = ("auto", "target", "row")
 NOTHING = (None, "", "none", "None", "null")
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What the user asked for. `--model_args help` is the README's table."""
+    """What the user asked for; the README has a table of these."""
 
     pretrained: str | None = None  # a folder, a hub name, demo-mdm; None: the bundled demo-mdm
     rule: rules.Rule = dataclasses.field(default_factory=rules.Greedy)
@@ -41,8 +44,6 @@ class Options:
     @classmethod
     def parse(cls, arguments: dict[str, Any]) -> Options:
         """The options of model args; raises DuelError that names the wrong one, the nearest name, and what is known."""
-        arguments = dict(arguments)
-        rule = _rule(arguments)  # takes the rule's own parameters out
         readers = {
             "pretrained": _text,
             "block": _block,
@@ -51,17 +52,19 @@ class Options:
             "batch_size": _batch_size,
             "max_batch_size": _count,
             "device": _text,
-            "dtype": lambda key, value: str(value).removeprefix("torch.") if value not in NOTHING else "auto",
+            "dtype": _dtype,
             "max_length": _count,
             "revision": lambda key, value: str(value) if value not in NOTHING else "main",
             "trust_remote_code": _truth,
             "tokenizer": _text,
             "mask_token_id": lambda key, value: _count(key, value, least=0),
         }
+        known = {*readers, "rule", *rules.PARAMETERS, *_takes(arguments)}
         for key in arguments:
-            if key not in readers:
-                raise _unknown_argument(key, rule, [*readers, "rule"])
-        return cls(rule=rule, **{key: readers[key](key, value) for key, value in arguments.items()})
+            if key not in known:
+                raise unknown("model arg", key, [*readers, "rule", *_takes(arguments)])
+        rule = _rule({key: value for key, value in arguments.items() if key not in readers})
+        return cls(rule=rule, **{key: readers[key](key, arguments[key]) for key in arguments if key in readers})
 
     @property
     def rows(self) -> int | None:
@@ -74,29 +77,39 @@ class Options:
         return min(self.batch_size, self.max_batch_size or self.batch_size)
 
 
+def tokenizer_source(arguments: Mapping[str, Any]) -> tuple[str, str]:
+    """(name, revision) of the tokenizer that model args ask for: `tokenizer`, else `pretrained`, else `model`."""
+    if (name := _text("tokenizer", arguments.get("tokenizer"))) is not None:
+        return name, "main"
+    name = _text("pretrained", arguments.get("pretrained")) or _text("model", arguments.get("model")) or BUNDLED
+    return name, str(arguments.get("revision") or "main")
+
+
+def _takes(arguments: dict[str, Any]) -> list[str]:
+    """The parameters of the rule that is named."""
+    return [field.name for field in dataclasses.fields(rules.find(rules.split(arguments.get("rule", "greedy"))[0]))]
+
+
 def _rule(arguments: dict[str, Any]) -> rules.Rule:
-    """The rule of `rule=` and of the parameters beside it, which are taken out of `arguments`."""
-    text = arguments.pop("rule", "greedy")
+    """The rule of `rule=` and of the parameters beside it."""
+    text = str(arguments.get("rule", "greedy"))
     name, *inside = rules.split(text)
-    takes = {field.name for field in dataclasses.fields(rules.find(name))} | rules.PARAMETERS
-    takes -= {field.name for field in dataclasses.fields(Options)}
-    beside = {key: value for key, value in arguments.items() if key in takes}
+    beside = {key: value for key, value in arguments.items() if key != "rule"}
     for key in beside:
-        del arguments[key]
         if any(part.partition("=")[0] == key for part in inside):
             raise DuelError(f"'{key}' is given twice: in rule={text} and beside it.")
     if not inside:
         return rules.build(name, beside)
-    return rules.parse(":".join([str(text), *(f"{key}={value}" for key, value in beside.items())]))
-
-
-def _unknown_argument(key: str, rule: rules.Rule, known: list[str]) -> DuelError:
-    takes = [field.name for field in dataclasses.fields(rule)]
-    return unknown("model arg", key, [*known, *takes])
+    return rules.parse(":".join([text, *(f"{key}={value}" for key, value in beside.items())]))
 
 
 def _text(key: str, value: Any) -> str | None:
     return None if value in NOTHING else str(value)
+
+
+def _dtype(key: str, value: Any) -> str:
+    name = str(value).removeprefix("torch.") if value not in NOTHING else "auto"
+    return _one_of(key, name, DTYPES)
 
 
 def _truth(key: str, value: Any) -> bool:
@@ -129,7 +142,7 @@ def _block(key: str, value: Any) -> int | str | None:
 
 
 def _batch_size(key: str, value: Any) -> int | str:
-    if value in NOTHING or str(value).startswith("auto"):  # auto:N, the harness's way to try again, is auto here
+    if value in NOTHING or str(value).split(":")[0] == "auto":  # auto:N, the harness's way to try again, is auto here
         return "auto"
     try:
         return _count(key, value)

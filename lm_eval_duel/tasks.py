@@ -9,17 +9,16 @@ from __future__ import annotations
 import json
 import lzma
 import re
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from lm_eval_duel.demo import FOLDER, resolve
+from lm_eval_duel.demo import FOLDER
 from lm_eval_duel.errors import DuelError
 
 if TYPE_CHECKING:
     import datasets
-    from transformers import PreTrainedTokenizerBase
 
 TEXT = FOLDER / "text"
+TOKENS = "duel_tokens"  # the column of token counts; lm.py holds a count of another tokenizer to be an error
 
 
 def sotu(**metadata: Any) -> dict[str, datasets.Dataset]:
@@ -45,34 +44,25 @@ def perplexity(doc: dict[str, Any], results: list[float]) -> dict[str, tuple[flo
         "word_perplexity": (nats, words),
         "byte_perplexity": (nats, size),
         "bits_per_byte": (nats, size),
-        "token_perplexity": (nats, doc["n_tokens"]),
+        "token_perplexity": (nats, doc[TOKENS]),
     }
 
 
 def _documents(name: str, metadata: dict[str, Any]) -> dict[str, datasets.Dataset]:
-    tokenizer = _tokenizer(
-        str(metadata.get("tokenizer") or metadata.get("pretrained") or metadata.get("model") or "demo-mdm"),
-        str(metadata.get("trust_remote_code", False)).lower() == "true",
-        str(metadata.get("revision") or "main"),
-    )
-    records = _read(name)
-    for record in records:
-        record["n_tokens"] = len(tokenizer(record["text"], add_special_tokens=False, verbose=False)["input_ids"])
-    return {"test": _dataset(records)}
-
-
-@lru_cache
-def _tokenizer(name: str, trust_remote_code: bool, revision: str) -> PreTrainedTokenizerBase:
-    """The model's own tokenizer, by the same rule as the harness's RULER tasks: tokenizer, pretrained, model."""
-    from transformers import AutoTokenizer
+    """The texts of a file, each with its number of tokens by the tokenizer that the model args ask for."""
+    from lm_eval_duel import denoisers
 
     try:
-        return AutoTokenizer.from_pretrained(resolve(name), trust_remote_code=trust_remote_code, revision=revision)
-    except (OSError, ValueError) as error:
+        tokenizer = denoisers.load_tokenizer(metadata)
+    except DuelError as error:
         raise DuelError(
-            f"Token perplexity needs the model's tokenizer, and '{name}' has none to load. Name one with "
-            f"--metadata tokenizer=<folder or hub name>. ({error})"
+            "Token perplexity needs the model's tokenizer; name one with --metadata tokenizer=<folder or hub name>. "
+            f"{error}"
         ) from error
+    records = _read(name)
+    for record in records:
+        record[TOKENS] = len(tokenizer(record["text"], add_special_tokens=False, verbose=False)["input_ids"])
+    return {"test": _dataset(records)}
 
 
 def _read(name: str) -> list[dict[str, Any]]:

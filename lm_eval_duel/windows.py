@@ -36,13 +36,15 @@ class Window:
         return len(self.context) + len(self.target) + self.tail + len(self.suffix)
 
 
-def room_for_target(max_length: int, context: Sequence[int] = (), suffix: Sequence[int] = ()) -> int:
+def target_capacity(max_length: int, context: Sequence[int] = (), suffix: Sequence[int] = ()) -> int:
     """How many target positions fit beside the framing tokens of a row."""
-    room = max_length - len(context) - len(suffix)
-    if room < 1:
+    capacity = max_length - len(context) - len(suffix)
+    if capacity < 1:
         framing = len(context) + len(suffix)
-        raise DuelError(f"max_length={max_length} leaves no room for text beside {framing} framing tokens; raise it.")
-    return room
+        raise DuelError(
+            f"max_length={max_length} leaves no position for text beside {framing} framing tokens; raise it."
+        )
+    return capacity
 
 
 def independent(
@@ -55,9 +57,10 @@ def independent(
 
     Every id is in exactly one target; the last window may be short; an empty document has no window.
     """
-    room = room_for_target(max_length, context, suffix)
+    capacity = target_capacity(max_length, context, suffix)
     return [
-        Window(tuple(context), tuple(ids[start : start + room]), tuple(suffix)) for start in range(0, len(ids), room)
+        Window(tuple(context), tuple(ids[start : start + capacity]), tuple(suffix))
+        for start in range(0, len(ids), capacity)
     ]
 
 
@@ -72,11 +75,11 @@ def conditional(
 
     Raises DuelError when the target alone is too long: a scored token is never dropped.
     """
-    room = room_for_target(max_length, framing, suffix)
-    if len(target) > room:
+    capacity = target_capacity(max_length, framing, suffix)
+    if len(target) > capacity:
         raise DuelError(
             f"A continuation of {len(target)} tokens does not fit a row of max_length={max_length} "
-            f"({room} positions beside framing tokens). Raise max_length if the model allows it, or shorten the text."
+            f"({capacity} positions beside framing tokens). Raise max_length if the network allows it, or shorten it."
         )
-    cut = max(0, len(context) + len(target) - room)
+    cut = max(0, len(context) + len(target) - capacity)
     return Window((*framing, *context[cut:]), tuple(target), tuple(suffix)), cut

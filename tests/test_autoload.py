@@ -60,18 +60,22 @@ def test_without_the_site_hook_it_can_be_installed_by_hand(before):
         "import lm_eval_duel._autoload as a; a.install(); a.install()\n"
         "import lm_eval.models\n"
         "from lm_eval.api.registry import model_registry\n"
-        "print('duel-mdm' in model_registry, 'hf' in model_registry, len(sys.meta_path))\n",
+        "left = any(type(finder).__module__ == a.__name__ for finder in sys.meta_path)\n"
+        "print('duel-mdm' in model_registry, 'hf' in model_registry, left)\n",
         "-S",
     )
-    assert out.split()[:2] == ["True", "True"]
-    assert int(out.split()[2]) <= 5
+    assert out.split() == ["True", "True", "False"]
 
 
 def test_the_hook_steps_aside_for_a_name_that_is_taken():
+    """Later releases of lm-eval, or somebody else's plugin, may have registered the name first."""
     out = python(
-        "from lm_eval.api.registry import model_registry\n"
+        "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'lm_eval_duel' not in type(f).__module__]\n"
         "import lm_eval.models\n"
-        "import lm_eval_duel._autoload as a\n"
-        "before = len(model_registry); a.register(); a.register(); print(len(model_registry) - before)\n"
+        "from lm_eval.api.registry import get_model, model_registry\n"
+        "assert 'duel-mdm' not in model_registry\n"
+        "model_registry.register('duel-mdm', target='lm_eval.models.dummy:DummyLM')\n"
+        "import lm_eval_duel._autoload as a; a.register(); a.install()\n"
+        "print(get_model('duel-mdm').__name__)\n"
     )
-    assert out.strip() == "0"
+    assert out.strip() == "DummyLM"

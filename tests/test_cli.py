@@ -108,7 +108,7 @@ def test_the_harness_prints_token_word_and_byte_perplexity(run):
     done, results, samples = run
     table = results["results"]["sotu"]
     nats = math.fsum(float(s["filtered_resps"][0]) for s in samples)
-    tokens = sum(s["doc"]["n_tokens"] for s in samples)
+    tokens = sum(s["doc"]["duel_tokens"] for s in samples)
     size = sum(len(s["doc"]["text"].encode()) for s in samples)
     words = sum(len(s["doc"]["text"].split()) for s in samples)
     assert table["token_perplexity,none"] == pytest.approx(math.exp(-nats / tokens))
@@ -126,7 +126,7 @@ def test_the_results_file_says_which_law(run):
     config = results["config"]
     assert re.fullmatch("[0-9a-f]{12}", config["fingerprint"])
     assert config["law"]["rule"] == "greedy:k=1" and config["law"]["block"] == "32"
-    assert config["duel"]["tokens"] == config["duel"]["nfe"] == sum(s["doc"]["n_tokens"] for s in run[2])
+    assert config["duel"]["tokens"] == config["duel"]["nfe"] == sum(s["doc"]["duel_tokens"] for s in run[2])
     assert config["duel"]["blank_starts"] == LIMIT
 
 
@@ -165,7 +165,7 @@ def test_the_autoregressive_twin_runs_the_same_tasks():
     words = AutoTokenizer.from_pretrained(folder)
     for sample in results["samples"]["sotu"]:
         ids = words(sample["doc"]["text"])["input_ids"]
-        assert len(ids) == sample["doc"]["n_tokens"]
+        assert len(ids) == sample["doc"]["duel_tokens"]
         with torch.inference_mode():
             logs = model(input_ids=torch.tensor([[words.bos_token_id, *ids[:-1]]])).logits[0].log_softmax(-1)
         by_hand = float(logs.gather(1, torch.tensor(ids)[:, None]).double().sum())

@@ -18,16 +18,18 @@ FLOORS = {
     "options": 2,
     "lanes": 2,
     "denoisers": 3,
+    "law": 4,
     "ledger": 4,
     "duel": 5,
+    "ranks": 5,
     "lm": 6,
     "tasks": 6,
     "_autoload": 6,
     "__main__": 7,
 }
 MAY_IMPORT = {
-    "lm_eval": {"lm", "tasks", "__main__", "_autoload"},
-    "transformers": {"denoisers", "lm", "tasks", "demo"},
+    "lm_eval": {"lm", "ranks", "tasks", "__main__", "_autoload"},
+    "transformers": {"denoisers", "demo"},
 }
 LIGHT = ("errors", "windows", "fingerprint", "options", "rules", "hashing", "_autoload")  # no torch at import
 

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from textbook import score
 
 from lm_eval_duel import denoisers, rules
+from lm_eval_duel.denoisers.hub import pick_device as load_device
 from lm_eval_duel.denoisers.huggingface import HuggingFace
 from lm_eval_duel.duel import Duel
 from lm_eval_duel.errors import DuelError, NotFinite
@@ -43,7 +44,7 @@ def test_what_is_found_at_load(folders, family):
     assert denoiser.max_length == 32
     assert denoiser.honours_padding
     assert denoiser.relative_positions == (family == "modernbert")
-    assert denoiser._output is not None  # the head runs at hidden cells only
+    assert denoiser.splits_head  # the head runs at hidden cells only
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -113,18 +114,22 @@ class Whole(HuggingFace):
 
 
 def test_equal_lengths_go_together_where_padding_is_seen():
-    deaf = Deaf(tiny.network("bert"), 4, len(tiny.WORDS), 32, "bert")
+    deaf = Deaf(tiny.network("bert"), 4, set(range(len(tiny.WORDS))), 32, "bert")
     assert not deaf.honours_padding
     together = Duel(deaf, "greedy", 4).log_prob(WINDOWS)
-    right = Duel(HuggingFace(tiny.network("bert"), 4, len(tiny.WORDS), 32, "bert"), "greedy", 4).log_prob(WINDOWS)
+    right = Duel(HuggingFace(tiny.network("bert"), 4, set(range(len(tiny.WORDS))), 32, "bert"), "greedy", 4).log_prob(
+        WINDOWS
+    )
     assert [s.steps for s in together] == [s.steps for s in right]
     assert [s.log_prob for s in together] == pytest.approx([s.log_prob for s in right], abs=1e-4)
 
 
 def test_full_logits_where_there_is_no_head_to_split():
-    whole = Whole(tiny.network("bert"), 4, len(tiny.WORDS), 32, "bert")
-    assert whole._output is None
-    right = Duel(HuggingFace(tiny.network("bert"), 4, len(tiny.WORDS), 32, "bert"), "greedy", 4).log_prob(WINDOWS)
+    whole = Whole(tiny.network("bert"), 4, set(range(len(tiny.WORDS))), 32, "bert")
+    assert not whole.splits_head
+    right = Duel(HuggingFace(tiny.network("bert"), 4, set(range(len(tiny.WORDS))), 32, "bert"), "greedy", 4).log_prob(
+        WINDOWS
+    )
     assert [s.nats for s in Duel(whole, "greedy", 4).log_prob(WINDOWS)] == [
         pytest.approx(s.nats, abs=1e-4) for s in right
     ]
@@ -140,7 +145,51 @@ def test_dtypes(folders, dtype):
     assert [s.log_prob for s in scored] == pytest.approx([s.log_prob for s in exact], abs=tolerance)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_coarse_dtype_does_not_hide_what_a_network_is(family):
+    """A barely initialised BERT in bfloat16: its positions are weak, but they are there."""
+    quiet = tiny.network(family)
+    with torch.no_grad():
+        for parameter in quiet.parameters():
+            parameter.div_(8)
+    denoiser = HuggingFace(quiet.to(torch.bfloat16), 4, set(range(len(tiny.WORDS))), 32, family)
+    assert denoiser.relative_positions == (family == "modernbert")
+
+
+class Rescaled(HuggingFace):
+    """A network that does something to its logits after the head."""
+
+    def _logits(self, ids, mask=None):
+        return super()._logits(ids, mask) * 1.001
+
+
+def test_a_head_that_is_not_the_last_word_is_not_split():
+    assert not Rescaled(tiny.network("bert"), 4, set(range(len(tiny.WORDS))), 32, "bert").splits_head
+
+
+def test_ids_that_no_token_has_are_padding():
+    holes = set(range(len(tiny.WORDS))) - {20} | {38}
+    denoiser = HuggingFace(tiny.network("bert"), 4, holes, 32, "bert")
+    assert denoiser.excluded.nonzero()[:, 0].tolist() == [4, 20, 34, 35, 36, 37, 39]
+
+
 # ---------------------------------------------------------------- wrong checkpoints
+
+
+@pytest.mark.parametrize("name", ["DreamModel", "SDARForCausalLM"])
+def test_families_that_would_be_scored_wrongly_are_refused(name, tmp_path):
+    path = tiny.checkpoint(tmp_path, "bert")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": [name]}))
+    with pytest.raises(DuelError, match=f"is a {name}: it .*, which is not supported yet"):
+        load(path)
+
+
+def test_devices():
+    assert load_device("cuda:0") == load_device("0") == load_device(None) or torch.cuda.is_available()
+    for wrong in ("mps", "xpu", "nowhere"):
+        with pytest.raises(DuelError, match=f"No device '{wrong}'; use cpu, cuda or cuda:0"):
+            load_device(wrong)
 
 
 def test_a_causal_network_is_refused(folders):
@@ -161,7 +210,9 @@ def test_tokenizer_of_another_model(tmp_path, folders):
     words = tiny.tokenizer()
     words.add_tokens([f"new{i}" for i in range(20)])
     words.save_pretrained(tmp_path)
-    with pytest.raises(DuelError, match=r"The tokenizer has 54 tokens but .* predicts 40: they do not belong together"):
+    with pytest.raises(
+        DuelError, match=r"The tokenizer has ids up to 53 but .* predicts 40: they do not belong together"
+    ):
         load(folders["bert"], tokenizer=str(tmp_path))
 
 
@@ -254,7 +305,7 @@ def test_a_bidirectional_network_with_code_of_its_own(tmp_path):
     with pytest.raises(DuelError, match="pass trust_remote_code=true if you trust it"):
         load(str(tmp_path))
     denoiser = load(str(tmp_path), trust_remote_code=True)
-    assert not denoiser.honours_padding and denoiser._output is None
+    assert not denoiser.honours_padding and not denoiser.splits_head
 
     def logits(ids):
         x = weights["embed.weight"][ids]

@@ -114,6 +114,25 @@ def test_control_a_rule_that_stalls_raises():
 
 
 @dataclasses.dataclass(frozen=True)
+class Forgets(rules.Rule):
+    """Negative control: returns nothing."""
+
+    def __call__(self, predictions, lanes):
+        return None
+
+
+def test_control_a_rule_that_returns_nothing_raises():
+    with pytest.raises(RuleStalled, match="must return a Decision or a boolean plane; got NoneType"):
+        Duel(Toy(), Forgets(), 2).log_prob([Window((), (0, 1, 2))])
+
+
+@pytest.mark.parametrize("block", [0, -1, 2.5, True, "two", [3]])
+def test_blocks_that_are_none(block):
+    with pytest.raises(DuelError, match="block is a number of positions"):
+        Duel(Toy(), "greedy", block)
+
+
+@dataclasses.dataclass(frozen=True)
 class Repeats(rules.Rule):
     """Negative control: picks everything at every step."""
 
@@ -136,9 +155,10 @@ def test_control_mass_on_the_mask_does_not_sum_to_one():
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("block", [2, None])
 def test_sample_then_log_prob_is_the_same_path(rule, block):
-    duel = Duel(Toy(), rule, block)
     contexts = [(), (1,), (0, 2)] * 5
-    for extra in ({}, {"suffix": (1,)}):
+    extras = [{}, {"suffix": (1,)}, *([{"tail": 2}, {"tail": 1, "suffix": (0,)}] if block else [])]
+    for extra, grid in [*((extra, "target") for extra in extras), ({}, "row")]:
+        duel = Duel(Toy(), rule, block, grid)
         drawn = duel.sample(contexts, 4, seed=3, **extra)
         scored = duel.log_prob([Window(c, d.tokens, **extra) for c, d in zip(contexts, drawn, strict=True)])
         for d, s in zip(drawn, scored, strict=True):

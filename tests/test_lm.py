@@ -54,11 +54,11 @@ def test_loglikelihood_in_request_order(lm):
 
 def test_empty_context_empty_continuation_trailing_spaces(lm):
     answers = lm.loglikelihood(
-        ask("loglikelihood", ("", "a b"), ("a b", ""), ("", ""), ("a ", "b"), ("a", " b"), ("  ", "a b")),
+        ask("loglikelihood", ("", "a b"), ("a b", ""), ("", ""), ("a ", "b"), ("a", " b"), ("  ", "a b"), ("a ", "")),
         disable_tqdm=True,
     )
     assert answers[0] == by_hand(lm, "", "a b")  # framing tokens alone are in view
-    assert answers[1] == answers[2] == (0.0, True)
+    assert answers[1] == answers[2] == answers[6] == (0.0, True)
     assert answers[3] == answers[4] == by_hand(lm, "a", "b")  # trailing spaces belong to the continuation
     assert answers[5] == answers[0]
 
@@ -68,6 +68,18 @@ def test_trailing_spaces_are_scored_by_a_tokenizer_that_keeps_them(demo):
         ask("loglikelihood", ("the people ", "of"), ("the people", " of")), disable_tqdm=True
     )
     assert spaced == moved
+
+
+def test_the_scored_ids_always_spell_the_continuation(demo):
+    """Where a merge crosses the border, the continuation is encoded by itself: it is neither lost nor changed."""
+    before = demo.merged_borders
+    for context, continuation in [("th", "e"), ("gov", "ernment"), ("the", "re"), ("the people", " of"), ("w", "e ")]:
+        ids, target = demo._encode_pair(context, continuation)
+        assert target and demo.tokenizer.decode(target) == continuation
+        assert demo.tokenizer.decode(ids) == context
+    assert demo.merged_borders - before >= 3
+    value, _ = demo.loglikelihood(ask("loglikelihood", ("th", "e")), disable_tqdm=True)[0]
+    assert value < 0
 
 
 def test_an_empty_context_is_the_rolling_value(demo):
@@ -194,9 +206,14 @@ def test_model_info_is_for_the_results_file(lm):
 
 
 def test_token_counts_of_another_tokenizer_are_refused(lm):
-    request = ask("loglikelihood_rolling", ("a b c",), doc={"text": "a b c", "n_tokens": 4})
+    request = ask("loglikelihood_rolling", ("a b c",), doc={"text": "a b c", "duel_tokens": 4})
     with pytest.raises(DuelError, match=r"counted 4 tokens .* this model's tokenizer has 3.*--metadata tokenizer="):
         lm.loglikelihood_rolling(request, disable_tqdm=True)
+
+
+def test_other_tasks_may_have_columns_of_any_name(lm):
+    for doc in ({"n_tokens": None}, {"n_tokens": 77}, {"duel_tokens": 3}, {}):
+        lm.loglikelihood_rolling(ask("loglikelihood_rolling", ("a b c",), doc=doc), disable_tqdm=True)
 
 
 def test_generation_says_what_to_do_instead(lm):

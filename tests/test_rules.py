@@ -1,5 +1,6 @@
 """Rules: text form, checks, errors, ties, close picks; and independence of the length for `random`."""
 
+import dataclasses
 import math
 import re
 from types import SimpleNamespace
@@ -58,6 +59,8 @@ def test_aliases(alias, name):
         ("threshold:mu=nan", "'mu' of rule 'threshold' must be float, not 'nan'."),
         ("klass:mu=0.9:nu=0.01:kl=papr", "Did you mean paper?"),
         ("entropy_bound:gamma=-1", "'gamma' of rule 'entropy_bound' is a sum of entropies in nats, at least 0"),
+        ("greedy:2", "'2' in rule 'greedy:2' is not param=value; write e.g. greedy:k=2."),
+        ("klass:mu=0.9:nuu=0.01", "Rule 'klass' does not take 'nuu'; it takes: mu, nu, history, kl."),
         ("greedy:k=1:k=2", "gives k twice"),
         ("greedy:k=1:oops", "'oops' in rule 'greedy:k=1:oops' is not param=value"),
         ("no_such_module:Rule", "No module 'no_such_module' for rule 'no_such_module:Rule'"),
@@ -74,6 +77,24 @@ def test_a_rule_of_ones_own():
     rule = rules.parse("test_laws:Stalls:mu=0.25")
     assert rule.mu == 0.25
     assert rules.parse(str(rule)) == rule
+
+
+@dataclasses.dataclass(frozen=True)
+class Wide(rules.RULES["greedy"]):
+    """A rule of one's own that stands on a built-in one, with fields of several types."""
+
+    least: float | None = None
+    name_of: str = "x"
+    odd: bool = False
+    most: "int | None" = None
+
+
+def test_fields_of_a_rule_of_ones_own():
+    rule = rules.parse("test_rules:Wide:k=2:least=0.5:odd=true:most=3")
+    assert (rule.k, rule.least, rule.name_of, rule.odd, rule.most) == (2, 0.5, "x", True, 3)
+    assert str(rule) == "test_rules:Wide:k=2:least=0.5:name_of=x:odd=True:most=3"
+    assert rules.parse(str(rule)) == rule
+    assert rules.parse(str(rules.parse("test_rules:Wide"))) == rules.parse("test_rules:Wide")
 
 
 # ---------------------------------------------------------------- picks
@@ -97,6 +118,20 @@ def case(probabilities, hidden=None):
     columns = torch.arange(hidden.shape[1])[None]
     lanes = SimpleNamespace(hidden=hidden, step=zero, memory=(), origin=zero, start=zero, width=width, columns=columns)
     return predictions, lanes
+
+
+def case_of(logits):
+    """Predictions and lanes of one fully hidden lane with these logits (1, W, V)."""
+    hidden = torch.ones(logits.shape[:2], dtype=torch.bool)
+    predictions = Predictions(
+        hidden,
+        torch.zeros(1, dtype=torch.bool),
+        logits[0],
+        torch.arange(logits.shape[1]),
+        lambda x: x.clone(),
+        torch.zeros(logits.shape[2], dtype=torch.bool),
+    )
+    return predictions, SimpleNamespace(hidden=hidden, step=torch.zeros(1, dtype=torch.int64), memory=())
 
 
 def picked(rule, *arguments):
@@ -149,6 +184,25 @@ def test_confidence_does_not_saturate():
     )
     assert predictions.confidence[0].tolist() == pytest.approx([27.6, 30.0, 25.0])
     assert predictions.log_prob(torch.zeros(1, 3, dtype=torch.int64))[0, 1] == pytest.approx(-math.exp(-30), rel=1e-5)
+
+
+@pytest.mark.parametrize("rule", ["greedy", "margin", "log_margin", "entropy", "entropy_bound:gamma=0"])
+@pytest.mark.parametrize("lift", [0, 8, 16, 20, 26])
+def test_float32_picks_like_float64_however_sure_the_network_is(rule, lift):
+    """Top tokens `lift` logits above the rest: probabilities near 1 round together, the statistics must not."""
+    generator = torch.Generator().manual_seed(lift)
+    wrong = 0
+    for _ in range(300):
+        logits = torch.randn(1, 6, 9, generator=generator)
+        logits[..., 0] += lift
+        picks, leads = [], []
+        for dtype in (torch.float32, torch.float64):
+            predictions, lanes = case_of(logits.to(dtype))
+            decision = rules.parse(rule)(predictions, lanes)
+            picks.append(decision.pick)
+            leads.append(float(decision.lead))
+        wrong += not torch.equal(*picks) and min(leads) > 1e-4  # a pick that moved and was not counted as close
+    assert wrong == 0
 
 
 def test_random_is_independent_of_the_length():

@@ -11,7 +11,7 @@ from lm_eval_duel.errors import DuelError
 
 def test_sotu_is_the_fixed_list():
     data = tasks.sotu()["test"]
-    assert (len(data), sum(data["n_tokens"]), max(data["n_tokens"])) == (36, 4053, 128)
+    assert (len(data), sum(data["duel_tokens"]), max(data["duel_tokens"])) == (36, 4053, 128)
     assert min(data["year"]) == 2001 and max(data["year"]) == 2021
     assert len(set(data["text"])) == 36
     assert all(text[0].isupper() or text[0] == '"' for text in data["text"])
@@ -20,7 +20,7 @@ def test_sotu_is_the_fixed_list():
 
 def test_sotu_full_holds_every_address():
     data = tasks.sotu_full()["test"]
-    assert (len(data), sum(data["n_tokens"])) == (21, 220_661)
+    assert (len(data), sum(data["duel_tokens"])) == (21, 220_661)
     passages = tasks.sotu()["test"]
     addresses = dict(zip(data["year"], data["text"], strict=True))
     assert all(record["text"] in addresses[record["year"]] for record in passages)
@@ -40,13 +40,13 @@ def test_token_counts_follow_the_model_args(tmp_path):
     tiny.tokenizer().save_pretrained(tmp_path)
     for key in ("tokenizer", "pretrained"):
         first = tasks.sotu(**{key: str(tmp_path), "config_source": "inline"})["test"][0]
-        assert first["n_tokens"] == len(first["text"].split())
+        assert first["duel_tokens"] == len(first["text"].split())
     with pytest.raises(DuelError, match=r"--metadata tokenizer="):
         tasks.sotu(pretrained="/no/such/folder")
 
 
 def test_perplexities_count_their_units():
-    doc = {"text": "One  nation,\nindivisible — yes.", "n_tokens": 9}
+    doc = {"text": "One  nation,\nindivisible — yes.", "duel_tokens": 9}
     metrics = tasks.perplexity(doc, [-12.0])
     assert metrics["word_perplexity"] == (-12.0, 5)
     assert metrics["byte_perplexity"] == metrics["bits_per_byte"] == (-12.0, len(doc["text"].encode()))

@@ -1,6 +1,7 @@
 """Cut the sample tasks from the corpus: held-out addresses only, a fixed list for a fixed seed.
 
-    python -m lm_eval_duel.demo.cut --corpus sotu.jsonl.xz --out lm_eval_duel/demo/text
+    python -m lm_eval_duel.demo.cut --corpus sotu.jsonl.xz --tokenizer lm_eval_duel/demo/demo-mdm/tokenizer.json \\
+        --out lm_eval_duel/demo/text
 
 Writes `sotu.jsonl` (whole-sentence passages), `sotu_choice.jsonl` (which sentence comes next) and
 `sotu_full.jsonl.xz` (all held-out addresses). Transcript marks such as (Applause.) are taken out and typographic
@@ -16,6 +17,8 @@ import random
 import re
 from pathlib import Path
 from typing import Any
+
+from tokenizers import Tokenizer
 
 FIRST_YEAR = 2001
 MARKS = re.compile(r"\s*\((?:Applause|Laughter)[^)]*\)")
@@ -50,14 +53,14 @@ def sentences(text: str) -> list[str]:
 class Cutter:
     """Draws spans of consecutive sentences that fit a number of tokens; no sentence is used twice."""
 
-    def __init__(self, addresses: list[dict[str, Any]], tokenizer: Any, seed: int):
+    def __init__(self, addresses: list[dict[str, Any]], tokenizer: Tokenizer, seed: int):
         self.addresses, self.tokenizer, self.rng = addresses, tokenizer, random.Random(seed)
         self.sentences = [sentences(address["text"]) for address in addresses]
         self.used: set[tuple[int, int]] = set()
 
     def count(self, text: str) -> int:
         """Tokens of a text."""
-        return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return len(self.tokenizer.encode(text, add_special_tokens=False))
 
     def span(self, a: int, least: int, most: int, extra: int = 0) -> tuple[str, int]:
         """(text, number of the sentence after it) of an unused span of address `a` with `least`..`most` tokens."""
@@ -113,17 +116,15 @@ def cut_choices(cutter: Cutter, count: int) -> list[dict[str, Any]]:
 def main() -> None:
     p = argparse.ArgumentParser(prog="python -m lm_eval_duel.demo.cut", description=__doc__.splitlines()[0])
     p.add_argument("--corpus", required=True, help="sotu.jsonl.xz")
-    p.add_argument("--tokenizer", required=True, help="folder of the demo tokenizer, which sets the lengths")
+    p.add_argument("--tokenizer", required=True, help="tokenizer.json of the demo checkpoints, which sets the lengths")
     p.add_argument("--out", required=True, help="folder for the three files")
     p.add_argument("--passages", type=int, default=36)
     p.add_argument("--tokens", type=int, default=128, help="longest passage")
     p.add_argument("--questions", type=int, default=40)
     p.add_argument("--seed", type=int, default=0)
     args = p.parse_args()
-    from transformers import AutoTokenizer
-
     addresses = read_held_out(args.corpus)
-    cutter = Cutter(addresses, AutoTokenizer.from_pretrained(args.tokenizer), args.seed)
+    cutter = Cutter(addresses, Tokenizer.from_file(args.tokenizer), args.seed)
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     passages, questions = cut_passages(cutter, args.passages, args.tokens), cut_choices(cutter, args.questions)

@@ -1,4 +1,4 @@
-"""Train the bundled checkpoints: a masked diffusion model and its autoregressive twin.
+"""Train the bundled checkpoints: a masked diffusion model and its autoregressive twin (needs torch 2.9 for Muon).
 
     python -m lm_eval_duel.demo.train --corpus sotu.jsonl.xz --objective mdm --out demo-mdm
 
@@ -93,7 +93,7 @@ def train_tokenizer(addresses: list[Address], size: int) -> PreTrainedTokenizerF
     )
 
 
-class Rows:
+class TrainingRows:
     """Training rows as a pure function of (seed, step): the same for both objectives and after a resume.
 
     An address is drawn in proportion to its length, halved for every `half_life` years before the last one; half of
@@ -225,7 +225,7 @@ def train(args: argparse.Namespace) -> None:
     else:
         tokenizer = train_tokenizer(addresses, args.vocab)
     save_tokenizer(tokenizer, out)
-    rows = Rows(addresses, tokenizer, args.batch, args.half_life, args.seed)
+    rows = TrainingRows(addresses, tokenizer, args.batch, args.half_life, args.seed)
 
     model = build(args.objective, tokenizer, args.hidden, args.layers, args.dropout)
     opts = optimizers(model, args.lr)

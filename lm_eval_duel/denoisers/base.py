@@ -62,9 +62,9 @@ class Predictions:
 
     @property
     def margin(self) -> torch.Tensor:
-        """P1 - P2, without cancellation, (R, W)."""
-        p1 = self._top.confidence.sigmoid()  # (U,)
-        return self._plane(p1 * -torch.expm1(-self._top.log_margin))
+        """P1 - P2, without cancellation, float64 (R, W)."""
+        p1 = self._top.confidence.double().sigmoid()  # (U,)
+        return self._plane(p1 * -torch.expm1(-self._top.log_margin.double()))
 
     @property
     def argmax(self) -> torch.Tensor:
@@ -74,7 +74,10 @@ class Predictions:
     @cached_property
     def entropy(self) -> torch.Tensor:
         """The entropy in nats, (R, W)."""
-        parts = [torch.special.entr(_log_softmax(logits).exp()).sum(1) for _, logits in self._chunks()]  # (u,) each
+        parts = []
+        for at, logits in self._chunks():
+            log_p = self._log_p(logits, at)  # (u, V)
+            parts.append(torch.where(log_p > -math.inf, -log_p * log_p.exp(), 0.0).sum(1))  # (u,)
         return self._plane(torch.cat(parts))
 
     # ------------------------------------------------------------ whole distributions
@@ -101,7 +104,7 @@ class Predictions:
         cell = self._cell[wanted[self.hidden]]  # (c,)
         drawn = []
         for _, level, logits in self._logits_at(cell, u[wanted]):
-            cumulative = _log_softmax(logits.double()).exp().cumsum(1)  # (c, V)
+            cumulative = logits.double().softmax(1).cumsum(1)  # (c, V)
             total = cumulative[:, -1:].contiguous()  # (c, 1)
             above = torch.searchsorted(cumulative, level[:, None] * total, right=True)  # (c, 1)
             last = torch.searchsorted(cumulative, total)  # (c, 1) the product may round up to the total
@@ -110,7 +113,7 @@ class Predictions:
 
     def dense(self) -> torch.Tensor:
         """All log-probabilities (C, V), in the order of `hidden.nonzero()`."""
-        return torch.cat([_log_softmax(logits) for _, logits in self._chunks()])[self._cell]
+        return torch.cat([self._log_p(logits, at) for at, logits in self._chunks()])[self._cell]
 
     # ------------------------------------------------------------ the head
 
@@ -176,15 +179,16 @@ class Predictions:
             logits = self._kept[at] if self._kept is not None else self._clean(self._features[at])
             yield at, extra[part], logits
 
+    def _log_p(self, logits: torch.Tensor, at: slice) -> torch.Tensor:
+        """Log-probabilities (u, V) of the feature rows `at`, exact near 1 too: log P1 = -softplus(-confidence)."""
+        below = logits - self._top.logit[at, None]  # (u, V)
+        return below - F.softplus(-self._top.confidence[at, None])
+
     def _plane(self, values: torch.Tensor) -> torch.Tensor:
         """(U,) per feature row -> (R, W) per cell."""
         fill = math.nan if values.is_floating_point() else -1
         plane = torch.full(self.hidden.shape, fill, dtype=values.dtype, device=values.device)
         return plane.masked_scatter(self.hidden, values[self._cell])
-
-
-def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
-    return logits - logits.logsumexp(1, keepdim=True)
 
 
 class Denoiser(abc.ABC):
@@ -198,6 +202,7 @@ class Denoiser(abc.ABC):
     block: int | None = None  # the trained block
     published_block: int | None = None  # the block of the published results, for block=auto
     shift: int = 0  # the logits for position i stand at i - shift, which must show a token
+    splits_head: bool = True  # the head runs at hidden cells only; else at every position of a row
     honours_padding: bool = False  # an attention mask keeps padding unseen
     relative_positions: bool = False  # a row of masks only has one distribution everywhere
 

@@ -9,60 +9,44 @@ Shapes: R rows, L row length, U cells, D features, V tokens.
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
-from collections.abc import Sequence
-from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
-    AutoTokenizer,
     PretrainedConfig,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import cached_file
 
 from lm_eval_duel import fingerprint
 from lm_eval_duel.denoisers.base import Denoiser
-from lm_eval_duel.errors import DuelError, unknown
+from lm_eval_duel.denoisers.hub import load_tokenizer, pick_dtype, unreadable
+from lm_eval_duel.errors import DuelError
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
-DTYPES = {"float64", "float32", "float16", "bfloat16"}
 LENGTHS = ("max_position_embeddings", "max_sequence_length", "model_length", "n_positions", "max_seq_len", "n_ctx")
+BLANK_TOLERANCE = 1e-4  # of the logits' spread, in float32; rotary networks were seen at 1.5e-6
+COARSE_TOLERANCE = 0.05  # the same in bfloat16 or float16
+COPIED_PARAMETERS = 2_000_000_000
 UNBOUNDED = 1_000_000  # tokenizers without a length say 1e30
+SHIFTED = "it predicts a token from the position before"
+BLOCK_CAUSAL = "it sees earlier blocks only"
+NOT_YET = {
+    "DreamModel": SHIFTED,
+    "DreamForCausalLM": BLOCK_CAUSAL,
+    "Fast_dLLM_QwenForCausalLM": f"{SHIFTED} and {BLOCK_CAUSAL}",
+    "LLaDA2MoeModelLM": BLOCK_CAUSAL,
+    "SDARForCausalLM": BLOCK_CAUSAL,
+    "SDARMoeForCausalLM": BLOCK_CAUSAL,
+    "StableDiffcoderForCausalLM": BLOCK_CAUSAL,
+}
 PUBLISHED_BLOCK = {"llada": 32}  # by model_type; of bidirectional networks
-
-
-def pick_device(name: str | None) -> torch.device:
-    """The device of a name; None: a GPU where there is one. A CPU takes over where there is no GPU at all."""
-    if name is None or str(name) == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    try:
-        device = torch.device(int(name) if str(name).isdigit() else name)
-    except (RuntimeError, ValueError):
-        raise DuelError(f"No device '{name}'; use cpu, mps, cuda or cuda:0.") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        log.info("no CUDA device here: running on the CPU")  # the harness asks for cuda:0 unless told otherwise
-        return torch.device("cpu")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise DuelError(f"No device '{name}': there are {torch.cuda.device_count()} CUDA devices, counted from 0.")
-    return device
-
-
-def pick_dtype(name: str, device: torch.device) -> torch.dtype | str:
-    """The dtype of a name; "auto": float32 on a CPU, else the checkpoint's."""
-    name = str(name).removeprefix("torch.")
-    if name == "auto":
-        return torch.float32 if device.type == "cpu" else "auto"
-    if name not in DTYPES:
-        raise unknown("dtype", name, [*DTYPES, "auto"])
-    return getattr(torch, name)
 
 
 def load(
@@ -74,7 +58,7 @@ def load(
     trust_remote_code: bool,
     mask_token_id: int | None,
     max_length: int | None,
-    tokenizer: str | None,
+    tokenizer: str | PreTrainedTokenizerBase | None,
 ) -> HuggingFace:
     """See `denoisers.load`."""
     hub = {"revision": revision, "trust_remote_code": trust_remote_code}
@@ -82,71 +66,32 @@ def load(
     try:
         config = AutoConfig.from_pretrained(path, **hub)
     except (OSError, ValueError) as error:
-        raise DuelError(_unreadable(path, error)) from error
-    words = load_tokenizer(tokenizer or path, trust_remote_code, "main" if tokenizer else revision)
-    mask_id = _mask_id(path, mask_token_id, config, words)
-    model_class = _model_class(config)
+        raise unreadable(path, error) from error
+    if isinstance(tokenizer, str) or tokenizer is None:
+        tokenizer = load_tokenizer(tokenizer or path, trust_remote_code, "main" if tokenizer else revision)
+    mask_id = _mask_id(path, mask_token_id, config, tokenizer)
+    model_class = _model_class(path, config)
     try:
         model, report = model_class.from_pretrained(path, config=config, dtype=weights, output_loading_info=True, **hub)
     except Exception as error:  # a truncated file raises the error of whichever library reads it
-        raise DuelError(_unreadable(path, error)) from error
+        raise unreadable(path, error) from error
     for kind in ("missing_keys", "mismatched_keys"):
         if report.get(kind):
-            names = ", ".join(str(key) for key in sorted(report[kind])[:5])
+            names = ", ".join(str(key) for key in sorted(report[kind])[:10])
             raise DuelError(f"The checkpoint {path} does not fill the network: {kind.replace('_', ' ')} {names}.")
     if report.get("unexpected_keys"):
-        log.warning("weights of %s that the network does not use: %s", path, sorted(report["unexpected_keys"])[:5])
-    held = _max_length(model, words)
+        log.warning("weights of %s that the network does not use: %s", path, sorted(report["unexpected_keys"])[:10])
+    held = _max_length(model, tokenizer)
     if not (max_length or held):
         raise DuelError(f"Neither config nor tokenizer of {path} says how many positions it holds; pass max_length=.")
     if max_length and held and max_length > held:
         raise DuelError(
             f"max_length={max_length} is too long: {path} holds {held} positions; leave it out or lower it."
         )
-    return HuggingFace(model.to(device).eval(), mask_id, len(words), max_length or held, path)
-
-
-def raw_config(path: str, revision: str) -> dict[str, Any]:
-    """config.json as it stands; no code of the checkpoint is run for it."""
-    try:
-        return PretrainedConfig.get_config_dict(path, revision=revision)[0]
-    except (OSError, ValueError) as error:
-        raise DuelError(_unreadable(path, error)) from error
-
-
-def local_folder(path: str, revision: str, files: Sequence[str]) -> str:
-    """The folder that holds a checkpoint's config and weights, fetched from the hub where it is a hub name."""
-    if os.path.isdir(path):
-        return path
-    try:
-        return snapshot_download(path, revision=revision, allow_patterns=["config.json", *files])
-    except (OSError, ValueError) as error:
-        raise DuelError(_unreadable(path, error)) from error
-
-
-def has_tokenizer(path: str, revision: str) -> bool:
-    """Whether a tokenizer lies beside the weights."""
-    return any(
-        cached_file(path, name, revision=revision, _raise_exceptions_for_missing_entries=False) is not None
-        for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt")
-    )
-
-
-def load_tokenizer(path: str, trust_remote_code: bool, revision: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or hub name; raises DuelError when there is none."""
-    try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, revision=revision)
-    except (OSError, ValueError) as error:
-        raise DuelError(_unreadable(path, error)) from error
-
-
-def _unreadable(path: str, error: Exception) -> str:
-    hint = ""
-    if "trust_remote_code" in str(error):
-        hint = " It runs code of its own: pass trust_remote_code=true if you trust it."
-    elif not os.path.isdir(path):
-        hint = " It is no local folder; a hub name needs a connection or a filled cache."
-    return f"Cannot read checkpoint '{path}': {type(error).__name__}: {str(error).splitlines()[0]}{hint}"
+    tokens = set(tokenizer.get_vocab().values())
+    denoiser = HuggingFace(model.to(device).eval(), mask_id, tokens, held or max_length, path)
+    denoiser.max_length = max_length or held
+    return denoiser
 
 
 def _mask_id(path: str, given: int | None, config: object, words: PreTrainedTokenizerBase) -> int:
@@ -159,8 +104,11 @@ def _mask_id(path: str, given: int | None, config: object, words: PreTrainedToke
     raise DuelError(f"Neither config nor tokenizer of {path} names a mask token; pass mask_token_id=<id>.")
 
 
-def _model_class(config: PretrainedConfig) -> type:
-    """The Auto class that gives logits for this config."""
+def _model_class(path: str, config: PretrainedConfig) -> type:
+    """The Auto class that gives logits for this config; raises DuelError for a family that would be scored wrongly."""
+    for name in getattr(config, "architectures", None) or []:
+        if name in NOT_YET:
+            raise DuelError(f"{path} is a {name}: {NOT_YET[name]}, which is not supported yet.")
     remote = getattr(config, "auto_map", None) or {}
     named = (getattr(config, "architectures", None) or [""])[0]
     if "AutoModelForMaskedLM" in remote or named.endswith("ForMaskedLM"):
@@ -172,39 +120,41 @@ def _model_class(config: PretrainedConfig) -> type:
     return AutoModelForMaskedLM
 
 
-def _max_length(model: torch.nn.Module, words: PreTrainedTokenizerBase) -> int | None:
+def _max_length(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Positions that the network can hold: the smallest of what config, position table and tokenizer say."""
     found = [getattr(model.config, name) for name in LENGTHS if getattr(model.config, name, None)]
     for name, module in model.named_modules():
         if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
             found.append(module.num_embeddings - module.padding_idx - 1)  # RoBERTa counts from after the padding id
-    found += [words.model_max_length] if words.model_max_length < UNBOUNDED else []
+    found += [tokenizer.model_max_length] if tokenizer.model_max_length < UNBOUNDED else []
     return min(found, default=None)
 
 
 class HuggingFace(Denoiser):
     """A transformers model with bidirectional attention and unshifted logits."""
 
-    def __init__(self, model: torch.nn.Module, mask_id: int, vocabulary: int, max_length: int, path: str):
+    def __init__(self, model: torch.nn.Module, mask_id: int, tokens: set[int], max_length: int, path: str):
         self.model, self.path, self.max_length, self.mask_id = model, path, max_length, mask_id
         self.device = next(model.parameters()).device
         self.dtype = next(model.parameters()).dtype
         self.published_block = PUBLISHED_BLOCK.get(str(model.config.model_type).lower())
         self._output = model.get_output_embeddings()
         with torch.inference_mode():
-            logits = self._logits(self._probe(mask_id, 1, 2))
+            probe = self._probe()
+            logits = self._logits(probe)
             self.vocab_size = logits.shape[-1]
-            if vocabulary > self.vocab_size:
+            if max(tokens) >= self.vocab_size:
                 raise DuelError(
-                    f"The tokenizer has {vocabulary} tokens but {path} predicts {self.vocab_size}: "
+                    f"The tokenizer has ids up to {max(tokens)} but {path} predicts {self.vocab_size}: "
                     "they do not belong together; pass tokenizer=<the right one>."
                 )
-            self._excluded = torch.arange(self.vocab_size, device=self.device) >= vocabulary
-            self._excluded[mask_id] = True
-            if not self._splits():
-                self._output = None
-            self._require_bidirectional()
-            self.honours_padding = self._keeps_padding_unseen()
+            known = torch.tensor(sorted(tokens - {mask_id}), device=self.device)
+            self._excluded = torch.ones(self.vocab_size, dtype=torch.bool, device=self.device).index_fill(
+                0, known, False
+            )
+            self.splits_head = self._splits(probe, logits)
+            self._require_bidirectional(probe, logits)
+            self.honours_padding = self._keeps_padding_unseen(probe, logits)
             self.relative_positions = self._ties_when_blank()
 
     @property
@@ -214,7 +164,7 @@ class HuggingFace(Denoiser):
     @torch.inference_mode()
     def features(self, ids: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
         mask = None if real is None else real.long()  # (R, L)
-        if self._output is None:
+        if not self.splits_head:
             return self._logits(ids, mask)  # (R, L, V)
         caught = []
 
@@ -231,16 +181,19 @@ class HuggingFace(Denoiser):
 
     @torch.inference_mode()
     def head(self, features: torch.Tensor) -> torch.Tensor:
-        return features if self._output is None else self._output(features)  # (U, V)
+        return self._output(features) if self.splits_head else features  # (U, V)
 
     def describe(self) -> dict[str, object]:
         commit = getattr(self.model.config, "_commit_hash", None)
+        runs_code = type(self.model).__module__.startswith("transformers_modules")
+        local = os.path.isdir(self.path)
         return {
             "denoiser": type(self.model).__name__,
-            "weights": fingerprint.weights_of(self.path) if os.path.isdir(self.path) else f"commit {commit}",
+            "weights": fingerprint.weights_of(self.path, runs_code) if local else f"{self.path} at commit {commit}",
             "dtype": str(self.dtype).removeprefix("torch."),
             "mask_token_id": self.mask_id,
             "vocabulary": f"{int((~self._excluded).sum())} of {self.vocab_size}",
+            "relative_positions": self.relative_positions,
         }
 
     def _logits(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -248,57 +201,55 @@ class HuggingFace(Denoiser):
 
     # ------------------------------------------------------------ what this network does
 
-    def _probe(self, seed: int, rows: int = 2, length: int = 8) -> torch.Tensor:
-        """Rows of arbitrary ids (rows, length)."""
-        length = min(length, self.max_length)
+    def _probe(self, length: int = 8) -> torch.Tensor:
+        """Two rows of arbitrary ids (2, length)."""
         vocabulary = self.model.get_input_embeddings().num_embeddings
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randint(vocabulary, (rows, length), generator=generator).to(self.device)
+        generator = torch.Generator().manual_seed(1)
+        return torch.randint(vocabulary, (2, min(length, self.max_length)), generator=generator).to(self.device)
 
-    def _differ(self, a: torch.Tensor, b: torch.Tensor) -> float:
-        """The largest difference of logits, in units of their spread."""
-        return float((a.double() - b.double()).abs().max() / a.double().std().clamp(min=1e-12))
-
-    @property
-    def _noise(self) -> float:
-        """Rounding of this dtype in logits, in units of their spread, with room to spare."""
-        return 1e5 * torch.finfo(self.dtype).eps if self.dtype.itemsize >= 4 else 0.1
-
-    def _splits(self) -> bool:
-        """Whether the output embedding alone makes the logits of its input."""
+    def _splits(self, ids: torch.Tensor, logits: torch.Tensor) -> bool:
+        """Whether the output embedding alone makes the logits of its input, to the bit."""
         if self._output is None:
             return False
-        ids = self._probe(1)
+        self.splits_head = True
         try:
-            split = self.head(self.features(ids, None))
-        except (RuntimeError, IndexError, TypeError, ValueError):
-            return False
-        whole = self._logits(ids)
-        return split.shape == whole.shape and self._differ(whole, split) <= self._noise
+            return torch.equal(self.head(self.features(ids, None)), logits)
+        except (RuntimeError, IndexError, TypeError, ValueError, AttributeError, AssertionError):
+            return False  # it does more with the head's input or output than we can stand in for
 
-    def _require_bidirectional(self) -> None:
-        ids = self._probe(2)
+    def _require_bidirectional(self, ids: torch.Tensor, logits: torch.Tensor) -> None:
         changed = ids.clone()
         changed[:, -1] = (ids[:, -1] + 1) % self.model.get_input_embeddings().num_embeddings
-        if self._differ(self._logits(ids)[:, :-1], self._logits(changed)[:, :-1]) == 0:
+        if ids.shape[1] > 1 and torch.equal(self._logits(changed)[:, :-1], logits[:, :-1]):
             raise DuelError(
                 f"{self.path} is causal: its predictions ignore what comes later, so it is no masked diffusion model. "
                 "Score it with lm_eval --model hf."
             )
 
-    def _keeps_padding_unseen(self) -> bool:
+    def _keeps_padding_unseen(self, ids: torch.Tensor, logits: torch.Tensor) -> bool:
         """Whether logits with masked padding equal those without, far closer than with padding seen."""
-        ids = self._probe(3)
         half = ids.shape[1] // 2
+        if half == 0:
+            return False
         mask = torch.ones_like(ids)
         mask[:, half:] = 0
         alone = self._logits(ids[:, :half])
-        masked = self._logits(ids, mask)[:, :half]
-        seen = self._logits(ids)[:, :half]
-        return self._differ(alone, masked) <= min(self._noise, 0.1 * self._differ(alone, seen))
+        return _differ(alone, self._logits(ids, mask)[:, :half]) < 0.1 * _differ(alone, logits[:, :half])
 
     def _ties_when_blank(self) -> bool:
-        """Whether a row of masks has one distribution at every cell."""
+        """Whether a row of masks has one distribution at every cell.
+
+        In float32 where a copy of the network is affordable: a coarser dtype could hide weak position signals.
+        """
         row = torch.full((1, min(32, self.max_length)), self.mask_id, device=self.device)
-        logits = self._logits(row)[0].masked_fill(self._excluded, 0)  # (L, V)
-        return self._differ(logits, logits[:1].expand_as(logits)) <= self._noise
+        model, tolerance = self.model, BLANK_TOLERANCE
+        if self.dtype.itemsize < 4:
+            small = sum(parameter.numel() for parameter in model.parameters()) <= COPIED_PARAMETERS
+            model, tolerance = (copy.deepcopy(model).float(), tolerance) if small else (model, COARSE_TOLERANCE)
+        logits = model(input_ids=row).logits[0].masked_fill(self._excluded, 0)  # (L, V)
+        return _differ(logits, logits[:1].expand_as(logits)) <= tolerance
+
+
+def _differ(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The largest difference of logits, in units of their spread."""
+    return float((a.double() - b.double()).abs().max() / a.double().std().clamp(min=1e-12))

@@ -11,6 +11,7 @@ import dataclasses
 import importlib
 import math
 import os
+import re
 import sys
 from typing import Any
 
@@ -64,7 +65,7 @@ def parse(text: str) -> Rule:
 def split(text: str) -> list[str]:
     """A rule's text as its name (`module:Name` kept together) and its `param=value` parts."""
     name, *rest = str(text).split(":")
-    if rest and "=" not in rest[0]:
+    if rest and "=" not in rest[0] and name not in RULES and name not in ALIASES:
         name = f"{name}:{rest.pop(0)}"
     return [name, *rest]
 
@@ -123,8 +124,11 @@ def _custom(name: str) -> type[Rule]:
 
 
 def _convert(name: str, field: dataclasses.Field, value: Any) -> Any:
-    """A parameter's value from text or a number, by the field's type."""
-    kind = field.type if isinstance(field.type, str) else field.type.__name__
+    """A parameter's value from text or a number, by the field's type (int, float, bool or str; or None)."""
+    declared = field.type.__name__ if isinstance(field.type, type) else str(field.type)
+    if value in (None, "None", "none") and ("None" in declared or "Optional" in declared):
+        return None
+    kind = next((kind for kind in ("int", "float", "bool") if re.search(rf"\b{kind}\b", declared)), "str")
     try:
         if kind == "int":
             if isinstance(value, bool) or float(value) != int(float(value)):

@@ -19,7 +19,8 @@ class Decision(NamedTuple):
     """What a rule decided in one step.
 
     `lead`: how far each lane's decision is from changing, in units of logits (infinite for an order that does not
-    depend on the network; None: not known). `memory`: tensors with leading (R, W), handed to the next step.
+    depend on the network; None: not known). `memory`: tensors with leading (R, W), handed to the next step as
+    `lanes.memory`: zeros in lanes at step 0, and an empty tuple where all lanes are at step 0.
     """
 
     pick: torch.Tensor  # (R, W) bool
@@ -40,7 +41,8 @@ class Rule:
 
     def __str__(self) -> str:
         values = (f"{field.name}={getattr(self, field.name)}" for field in dataclasses.fields(self))
-        return ":".join([self.name or f"{type(self).__module__}:{type(self).__qualname__}", *values])
+        own = type(self).__module__.startswith(__package__)
+        return ":".join([self.name if own else f"{type(self).__module__}:{type(self).__qualname__}", *values])
 
 
 def check(rule: Rule, name: str, good: bool, what: str) -> None:

@@ -33,13 +33,14 @@ class Margin(_Best):
     name: ClassVar[str] = "margin"
 
     def __call__(self, predictions: Any, lanes: Any) -> Decision:
-        margin = predictions.margin
-        rest = predictions.confidence.neg().sigmoid()  # (R, W) 1 - P1
-        p1 = predictions.confidence.sigmoid()  # (R, W)
-        p2 = (p1 - margin).clamp(min=0)  # (R, W)
+        # ranked by 1 - margin = (1 - P1) + P2 in float64, which does not round to 0 where the margin rounds to 1
+        rest = predictions.confidence.double().neg().sigmoid()  # (R, W) 1 - P1
+        p1 = 1 - rest  # (R, W)
+        p2 = p1 * predictions.log_margin.double().neg().exp()  # (R, W)
+        doubt = rest + p2  # (R, W)
         # the L1 norm of d(P1 - P2)/d(logits): how fast the margin can move
-        slope = p1 * (rest + p2) + p2 * (1 - p2 + p1) + margin * (rest - p2)
-        return Decision(*best(predictions, lanes, margin, self.k, slope))
+        slope = p1 * doubt + p2 * (1 - p2 + p1) + (1 - doubt) * (rest - p2).clamp(min=0)
+        return Decision(*best(predictions, lanes, -doubt, self.k, slope))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,79 @@
+"""Which combinations of network, rule, block and window are a law: everything else is refused in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lm_eval_duel import rules
+from lm_eval_duel.denoisers.base import Denoiser
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.windows import Window
+
+DEFAULT_BLOCK = 32
+
+
+def resolve_block(denoiser: Denoiser, block: int | str | None) -> int | None:
+    """The block in force: an int, None (the whole target), or for "auto" the trained or published one, or 32."""
+    if block == "auto":
+        return denoiser.block or denoiser.published_block or (1 if denoiser.attention == "causal" else DEFAULT_BLOCK)
+    if block is not None and (
+        not isinstance(block, (int, float)) or isinstance(block, bool) or not 1 <= block == int(block)
+    ):
+        raise DuelError(f"block is a number of positions, None (the whole target) or 'auto'; got {block!r}.")
+    if denoiser.attention == "causal" and block != 1:
+        raise DuelError(f"A causal network has blocks of one; use block=1 or block=auto, not {block}.")
+    if denoiser.block is not None and block != denoiser.block:
+        raise DuelError(
+            f"This network was trained on blocks of {denoiser.block}; block={block} is another model. "
+            f"Use block={denoiser.block} or block=auto."
+        )
+    return None if block is None else int(block)
+
+
+def resolve_grid(denoiser: Denoiser, grid: str) -> str:
+    """The grid in force: "target" or "row"; for "auto" the one that the network needs."""
+    if grid not in ("auto", "target", "row"):
+        raise DuelError(f"grid is 'target', 'row' or 'auto'; got {grid!r}.")
+    causal = denoiser.attention == "block_causal"
+    if causal and grid == "target":
+        raise DuelError("A block-causal network counts its blocks from the row's first position; use grid=row or auto.")
+    return grid if grid != "auto" else "row" if causal else "target"
+
+
+def check_rule(denoiser: Denoiser, rule: rules.Rule) -> None:
+    """Raise DuelError for a rule that this network cannot follow."""
+    if denoiser.attention == "causal" and not isinstance(rule, rules.LeftToRight):
+        raise DuelError(f"A causal network reveals left to right only; use rule=left_to_right, not {rule}.")
+
+
+def check_windows(
+    denoiser: Denoiser, block: int | None, grid: str, windows: Sequence[Window], generating: bool = False
+) -> None:
+    """Raise DuelError, naming the window, for one that this law cannot score (or generate)."""
+    unscorable = set(denoiser.excluded.nonzero()[:, 0].tolist()) - {denoiser.mask_id}
+    for n, window in enumerate(windows):
+        if window.length > denoiser.max_length:
+            raise DuelError(
+                f"Window {n} has {window.length} positions but the network holds {denoiser.max_length}; "
+                "cut it (lm_eval_duel.windows.independent) or shorten the context."
+            )
+        if window.target and len(window.context) < denoiser.shift:
+            raise DuelError(f"Window {n} needs a given first token: this network predicts a token from the one before.")
+        ids = window.context + window.suffix + (() if generating else window.target)
+        if ids and not (min(ids) >= 0 and max(ids) < denoiser.vocab_size):
+            wrong = next(token for token in ids if not 0 <= token < denoiser.vocab_size)
+            raise DuelError(f"Window {n} holds id {wrong}; the network's ids are 0 to {denoiser.vocab_size - 1}.")
+        if denoiser.mask_id in ids:
+            raise DuelError(
+                f"Window {n} holds the mask token (id {denoiser.mask_id}), which cannot be given or scored."
+            )
+        if not generating and not unscorable.isdisjoint(window.target):
+            wrong = next(token for token in window.target if token in unscorable)
+            raise DuelError(f"Window {n} holds id {wrong}, which is not a token of the vocabulary (padding).")
+        if window.tail:
+            end = len(window.target) + (len(window.context) if grid == "row" else 0)
+            if block is None or end % block:
+                raise DuelError(
+                    f"Window {n} has a tail, so its target must end on a block border: {len(window.target)} target "
+                    f"positions with block {block} do not. Off a border the value is no probability."
+                )
