@@ -5,13 +5,14 @@ requests -> windows -> Duel -> nats per window -> added up per request
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import inspect
 import json
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -168,18 +169,18 @@ class DuelMDM(Ranked):
         if whole[: len(before)] == before and len(whole) > len(before):
             return before, whole[len(before) :]
         self.merged_borders += 1
-        return before, self.tok_encode(continuation)
+        if not (alone := self.tok_encode(continuation)):
+            raise DuelError(f"The continuation {continuation!r} has no tokens in this tokenizer, so it has no score.")
+        return before, alone
 
-    def _encode(self, request: Instance, *texts: str) -> list[list[int]]:
-        """The ids of a request's (context, continuation) or text; raises DuelError where they hold the mask token."""
-        parts = list(self._encode_pair(*texts)) if len(texts) == 2 else [self.tok_encode(texts[0])]
-        for part in parts:
-            if self.denoiser.mask_id in part:
-                raise DuelError(
-                    f"{_name(request)} holds the mask token {self.tokenizer.decode([self.denoiser.mask_id])!r}, which "
-                    "a masked diffusion model cannot score or be given. Remove it from the text."
-                )
-        return parts
+    def _scorable(self, ids: list[int]) -> list[int]:
+        """The ids of a text; raises DuelError where they hold the mask token."""
+        if self.denoiser.mask_id in ids:
+            raise DuelError(
+                f"the text holds the mask token {self.tokenizer.decode([self.denoiser.mask_id])!r}, which a masked "
+                "diffusion model cannot score or be given. Remove it from the text."
+            )
+        return ids
 
     # ------------------------------------------------------------ requests
 
@@ -189,22 +190,26 @@ class DuelMDM(Ranked):
         An empty context leaves the framing tokens alone in view; an empty continuation is (0.0, True). A context too
         long for the row is cut from the left, a continuation too long is an error.
         """
-        windows, cut = [], 0
+        windows, cut, merged = [], 0, self.merged_borders
         for request in requests:
-            context, target = self._encode(request, *request.args)
-            try:
+            with _naming(request):
+                context, target = map(self._scorable, self._encode_pair(*request.args))
                 window, lost = conditional(context, target, self.max_length, self.prefix, self.suffix)
-            except DuelError as error:
-                raise DuelError(f"{_name(request)}: {error}") from None
             windows.append([window])
             cut += lost > 0
+        self.cut_contexts += cut
         if cut:
-            self.cut_contexts += cut
             log.warning(
                 "%d of %d contexts were longer than max_length=%d and cut from the left",
                 cut,
                 len(requests),
                 self.max_length,
+            )
+        if merged := self.merged_borders - merged:
+            log.warning(
+                "%d of %d continuations would share a token with their context and were encoded by themselves",
+                merged,
+                len(requests),
             )
         return self._score("loglikelihood", requests, windows, _both, disable_tqdm)
 
@@ -219,14 +224,15 @@ class DuelMDM(Ranked):
         """log p of whole texts in nats, each token in exactly one window; an empty text is 0.0."""
         windows = []
         for request in requests:
-            (ids,) = self._encode(request, *request.args)
-            counted = request.doc.get(TOKENS) if isinstance(request.doc, dict) else None
-            if counted is not None and counted != len(ids):
-                raise DuelError(
-                    f"{_name(request)}: the task counted {counted} tokens but this model's tokenizer has {len(ids)}: "
-                    "token perplexity would be wrong. Name the tokenizer: --metadata tokenizer=<folder or hub name>."
-                )
-            windows.append(self._document(ids))
+            with _naming(request):
+                ids = self._scorable(self.tok_encode(*request.args))
+                counted = request.doc.get(TOKENS) if isinstance(request.doc, dict) else None
+                if counted is not None and counted != len(ids):
+                    raise DuelError(
+                        f"the task counted {counted} tokens but this model's tokenizer has {len(ids)}: token "
+                        "perplexity would be wrong. Name the tokenizer: --metadata tokenizer=<folder or hub name>."
+                    )
+                windows.append(self._document(ids))
         return self._score("loglikelihood_rolling", requests, windows, _total, disable_tqdm)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
@@ -317,6 +323,10 @@ def _tokenizer_hash(tokenizer: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _name(request: Instance) -> str:
-    """A request as the user knows it."""
-    return f"Request of task {request.task_name}, document {request.doc_id}"
+@contextlib.contextmanager
+def _naming(request: Instance) -> Iterator[None]:
+    """Put the request's name, as the user knows it, before an error."""
+    try:
+        yield
+    except DuelError as error:
+        raise DuelError(f"Request of task {request.task_name}, document {request.doc_id}: {error}") from None

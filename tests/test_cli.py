@@ -195,3 +195,27 @@ def test_a_response_cache_is_used_again_and_guarded(tmp_path):
     assert first["config"]["duel"]["windows"] == 2 and again["config"]["duel"]["windows"] == 0
     with pytest.raises(DuelError, match=r"rule: this run margin:k=1, the other left_to_right:k=1\. Name another file"):
         evaluate("sotu", "rule=margin", limit=2, use_cache=cache)
+
+
+@pytest.mark.slow
+def test_two_ranks_print_what_one_prints(tmp_path):
+    """Three documents on two CPU ranks (gloo): the harness pads the second rank's requests, and nobody hangs."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29517"]
+    arguments = ["-m", "lm_eval_duel", "run", "--model_args", "rule=greedy,block=32", "--tasks", "sotu", "--limit", "3"]
+    done = subprocess.run(
+        [*command, *arguments, "--device", "cpu", "--output_path", str(tmp_path), "--log_samples"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    results, samples = read(tmp_path, "sotu")
+    alone = evaluate("sotu", "rule=greedy,block=32", limit=3)
+    assert results["config"]["fingerprint"] == alone["config"]["fingerprint"]
+    ours = {s["doc_id"]: float(s["filtered_resps"][0]) for s in samples}
+    theirs = {s["doc_id"]: s["filtered_resps"][0] for s in alone["samples"]["sotu"]}
+    assert ours == pytest.approx(theirs, abs=1e-4)
+    assert results["results"]["sotu"]["token_perplexity,none"] == pytest.approx(
+        alone["results"]["sotu"]["token_perplexity,none"], rel=1e-6
+    )

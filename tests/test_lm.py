@@ -116,10 +116,15 @@ def test_long_contexts_are_cut_from_the_left_and_counted(folder, caplog):
 
 
 def test_text_with_the_mask_token_names_the_request(lm):
-    with pytest.raises(DuelError, match=r"Request of task toy, document 1 holds the mask token '\[MASK\]'"):
+    with pytest.raises(DuelError, match=r"Request of task toy, document 1: the text holds the mask token '\[MASK\]'"):
         lm.loglikelihood_rolling(ask("loglikelihood_rolling", ("a b",), ("a [MASK] b",)), disable_tqdm=True)
-    with pytest.raises(DuelError, match="document 0 holds the mask token"):
+    with pytest.raises(DuelError, match="document 0: the text holds the mask token"):
         lm.loglikelihood(ask("loglikelihood", ("a [MASK]", " b")), disable_tqdm=True)
+
+
+def test_a_continuation_without_tokens_has_no_score(lm):
+    with pytest.raises(DuelError, match=r"document 0: The continuation '  ' has no tokens in this tokenizer"):
+        lm.loglikelihood(ask("loglikelihood", ("a", "  ")), disable_tqdm=True)
 
 
 def test_rolling_windows_hold_every_token_once(lm):
