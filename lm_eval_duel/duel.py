@@ -37,9 +37,9 @@ class Duel:
 
     `block`: positions finished before the next ones; None: the whole target; "auto": the trained block, else the
     published one, else 32. `grid`: "target" (blocks count from the first target position), "row" (from the row's
-    first), "auto" (row for block-causal networks). `batch_size`: rows of max_length in a network call; None: 4096
-    tokens on a CPU, 65536 on a GPU, halved when the GPU's memory is short. None of it changes a number beyond float
-    noise.
+    first), "auto" (row for block-causal networks). `batch_size`: rows of max_length in a network call (more where they
+    are shorter); None: 4096 tokens on a CPU, 65536 on a GPU, halved when the GPU's memory is short; at most
+    `max_batch_size`. Neither changes a number beyond float noise.
 
     Raises DuelError for a combination that is no law of this network.
     """
@@ -51,16 +51,19 @@ class Duel:
         block: int | str | None = "auto",
         grid: str = "auto",
         batch_size: int | None = None,
+        max_batch_size: int | None = None,
     ):
         self.denoiser = denoiser
         self.rule = rules.parse(rule) if isinstance(rule, str) else rule
         self.block = resolve_block(denoiser, block)
         self.grid = resolve_grid(denoiser, grid)
         check_rule(denoiser, self.rule)
-        if batch_size is not None and batch_size < 1:
-            raise DuelError(f"batch_size is a number of rows, at least 1; got {batch_size}.")
-        tokens = CPU_TOKENS if denoiser.device.type == "cpu" else GPU_TOKENS
-        self.budget = Budget(batch_size * denoiser.max_length if batch_size else max(tokens, denoiser.max_length))
+        for rows in (batch_size, max_batch_size):
+            if rows is not None and rows < 1:
+                raise DuelError(f"batch_size and max_batch_size are numbers of rows, at least 1; got {rows}.")
+        tokens = max(CPU_TOKENS if denoiser.device.type == "cpu" else GPU_TOKENS, denoiser.max_length)
+        asked = batch_size * denoiser.max_length if batch_size else tokens
+        self.budget = Budget(min(asked, max_batch_size * denoiser.max_length) if max_batch_size else asked)
         self.counts = Counts()
 
     def log_prob(self, windows: Sequence[Window], on_done: Callable[[int, Scored], None] | None = None) -> list[Scored]:
@@ -249,6 +252,7 @@ class Duel:
                     result = ledger.result(n)
                     self.counts.add(result)
                     finish(n, result)
+        assert not ledger.left.any(), "every window is finished when no lane is left"
         self.counts.forwards += view.forwards
         self.counts.rows += view.evaluated
 
@@ -262,7 +266,15 @@ class Duel:
             fits = self.budget.rows(cost, width, self.denoiser.vocab_size, copies)
             if fits <= len(active):
                 break
-            active = active.concat(queue.take(fits - len(active)))
+            entering = queue.take(fits - len(active))
+            try:
+                active = active.concat(entering)
+            except torch.OutOfMemoryError:
+                queue.put_first(entering)
+                if not len(active):
+                    raise
+                self.budget = self.budget.halved()
+                break
         return active
 
     def _step(
@@ -275,27 +287,34 @@ class Duel:
             tokens = choose(predictions, lanes, decision.pick)  # (R, W)
             log_prob = predictions.log_prob(tokens)  # (R, W)
         except NotFinite as error:
-            raise NotFinite(f"{error} {_place(lanes, error.lane, group)}") from None
+            window = group[int(lanes.row[error.lane])]
+            raise NotFinite(f"{error} {_place(lanes, error.lane, group)}", window) from None
+        after = lanes.reveal(decision.pick, tokens, decision.memory)  # before the ledger: it may run out of memory
         ledger.record(lanes, decision, predictions, tokens, log_prob)
-        return lanes.reveal(decision.pick, tokens, decision.memory)
+        return after
 
     def _decide(self, rule: rules.Rule, predictions: Predictions, lanes: Lanes, group: Sequence[int]) -> rules.Decision:
         decision = rule(predictions, lanes)
         if isinstance(decision, torch.Tensor):
             decision = rules.Decision(decision)
         if not isinstance(decision, rules.Decision):
-            raise RuleStalled(f"Rule {rule} must return a Decision or a boolean plane; got {type(decision).__name__}.")
-        pick = decision.pick
+            raise DuelError(f"Rule {rule} must return a Decision or a boolean plane; got {type(decision).__name__}.")
+        pick, lead = decision.pick, decision.lead
         if pick.shape != lanes.hidden.shape or pick.dtype != torch.bool:
-            raise RuleStalled(
+            raise DuelError(
                 f"Rule {rule} must pick a boolean plane {tuple(lanes.hidden.shape)}; "
                 f"got {pick.dtype} {tuple(pick.shape)}."
             )
+        if lead is not None and lead.shape != lanes.row.shape:
+            raise DuelError(f"The lead of rule {rule} is one number a lane, {len(lanes)}; got {tuple(lead.shape)}.")
+        if any(plane.shape[:2] != pick.shape for plane in decision.memory):
+            raise DuelError(f"The memory of rule {rule} is tensors with leading (R, W) = {tuple(pick.shape)}.")
         stalled = ~pick.any(1) | (pick & ~lanes.hidden).any(1)  # (R,)
         if stalled.any():
             lane = int(stalled.nonzero()[0])
             what = "picked a position that is not hidden" if pick[lane].any() else "picked nothing"
-            raise RuleStalled(f"Rule {rule} {what}. {_place(lanes, lane, group)}")
+            window = group[int(lanes.row[lane])]
+            raise RuleStalled(f"Rule {rule} {what}. {_place(lanes, lane, group)}", window)
         return decision
 
 

@@ -7,7 +7,14 @@ from collections.abc import Iterable
 
 
 class DuelError(ValueError):
-    """Something the user asked for cannot be done; the message says what to do instead."""
+    """Something the user asked for cannot be done; the message says what to do instead.
+
+    `window`: the number of the window that it is about, if it is about one.
+    """
+
+    def __init__(self, message: str, window: int | None = None):
+        super().__init__(message)
+        self.window = window
 
 
 class RuleStalled(DuelError):
@@ -17,8 +24,8 @@ class RuleStalled(DuelError):
 class NotFinite(DuelError):
     """The network returned NaN or infinite logits; `lane` is the lane's number in its batch."""
 
-    def __init__(self, message: str, lane: int | None = None):
-        super().__init__(message)
+    def __init__(self, message: str, window: int | None = None, lane: int | None = None):
+        super().__init__(message, window)
         self.lane = lane
 
 

@@ -14,13 +14,15 @@ DEFAULT_BLOCK = 32
 
 def resolve_block(denoiser: Denoiser, block: int | str | None) -> int | None:
     """The block in force: an int, None (the whole target), or for "auto" the trained or published one, or 32."""
+    if denoiser.attention == "causal" and block in ("auto", 1):
+        return 1
     if block == "auto":
-        return denoiser.block or denoiser.published_block or (1 if denoiser.attention == "causal" else DEFAULT_BLOCK)
+        return denoiser.block or denoiser.published_block or DEFAULT_BLOCK
     if block is not None and (
         not isinstance(block, (int, float)) or isinstance(block, bool) or not 1 <= block == int(block)
     ):
         raise DuelError(f"block is a number of positions, None (the whole target) or 'auto'; got {block!r}.")
-    if denoiser.attention == "causal" and block != 1:
+    if denoiser.attention == "causal":
         raise DuelError(f"A causal network has blocks of one; use block=1 or block=auto, not {block}.")
     if denoiser.block is not None and block != denoiser.block:
         raise DuelError(
@@ -52,28 +54,33 @@ def check_windows(
     """Raise DuelError, naming the window, for one that this law cannot score (or generate)."""
     unscorable = set(denoiser.excluded.nonzero()[:, 0].tolist()) - {denoiser.mask_id}
     for n, window in enumerate(windows):
-        if window.length > denoiser.max_length:
-            raise DuelError(
-                f"Window {n} has {window.length} positions but the network holds {denoiser.max_length}; "
-                "cut it (lm_eval_duel.windows.independent) or shorten the context."
+        target = () if generating else window.target
+        if problem := _problem(denoiser, block, grid, window, (*window.context, *window.suffix, *target)):
+            raise DuelError(f"Window {n} {problem}", n)
+        if not unscorable.isdisjoint(target):
+            wrong = next(token for token in target if token in unscorable)
+            raise DuelError(f"Window {n} holds id {wrong}, which is not a token of the vocabulary (padding).", n)
+
+
+def _problem(denoiser: Denoiser, block: int | None, grid: str, window: Window, ids: tuple[int, ...]) -> str | None:
+    """What is wrong with a window whose known ids are `ids`, if anything."""
+    if window.length > denoiser.max_length:
+        return (
+            f"has {window.length} positions but the network holds {denoiser.max_length}; "
+            "cut it (lm_eval_duel.windows.independent) or shorten the context."
+        )
+    if window.target and len(window.context) < denoiser.shift:
+        return "needs a given first token: this network predicts a token from the one before."
+    if ids and not (min(ids) >= 0 and max(ids) < denoiser.vocab_size):
+        wrong = next(token for token in ids if not 0 <= token < denoiser.vocab_size)
+        return f"holds id {wrong}; the network's ids are 0 to {denoiser.vocab_size - 1}."
+    if denoiser.mask_id in ids:
+        return f"holds the mask token (id {denoiser.mask_id}), which cannot be given or scored."
+    if window.tail:
+        end = len(window.target) + (len(window.context) if grid == "row" else 0)
+        if block is None or end % block:
+            return (
+                f"has a tail, so its target must end on a block border: {len(window.target)} target positions with "
+                f"block {block} do not. Off a border the value is no probability."
             )
-        if window.target and len(window.context) < denoiser.shift:
-            raise DuelError(f"Window {n} needs a given first token: this network predicts a token from the one before.")
-        ids = window.context + window.suffix + (() if generating else window.target)
-        if ids and not (min(ids) >= 0 and max(ids) < denoiser.vocab_size):
-            wrong = next(token for token in ids if not 0 <= token < denoiser.vocab_size)
-            raise DuelError(f"Window {n} holds id {wrong}; the network's ids are 0 to {denoiser.vocab_size - 1}.")
-        if denoiser.mask_id in ids:
-            raise DuelError(
-                f"Window {n} holds the mask token (id {denoiser.mask_id}), which cannot be given or scored."
-            )
-        if not generating and not unscorable.isdisjoint(window.target):
-            wrong = next(token for token in window.target if token in unscorable)
-            raise DuelError(f"Window {n} holds id {wrong}, which is not a token of the vocabulary (padding).")
-        if window.tail:
-            end = len(window.target) + (len(window.context) if grid == "row" else 0)
-            if block is None or end % block:
-                raise DuelError(
-                    f"Window {n} has a tail, so its target must end on a block border: {len(window.target)} target "
-                    f"positions with block {block} do not. Off a border the value is no probability."
-                )
+    return None

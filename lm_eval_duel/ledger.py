@@ -87,19 +87,22 @@ class Ledger:
         """Add one step of `lanes`: nats (R, W) and steps at the picks; NFE, close picks and blank starts per window."""
         pick = decision.pick
         lane = pick.nonzero()[:, 0].cpu()  # (P,)
-        row = lanes.row.cpu()  # (R,)
-        columns = lanes.columns[pick].cpu()  # (P,)
-        self.nats[row[lane], columns] = log_prob[pick].cpu()
-        self.steps[row[lane], columns] = lanes.step.cpu()[lane]
+        row, step = lanes.row.cpu(), lanes.step.cpu()  # (R,)
+        columns, nats = lanes.columns[pick].cpu(), log_prob[pick].cpu()  # (P,)
         missed = ((tokens != predictions.argmax) & pick).any(1).cpu()  # (R,)
+        revealed, blank = pick.sum(1).cpu(), predictions.blank.long().cpu()  # (R,)
+        lead = None if decision.lead is None else decision.lead.cpu()  # (R,)
+        # all of it is here: from now on nothing can fail half way
+        self.nats[row[lane], columns] = nats
+        self.steps[row[lane], columns] = step[lane]
         self.greedy[row[missed]] = False
-        self.left.index_add_(0, row, -pick.sum(1).cpu())
+        self.left.index_add_(0, row, -revealed)
         self.nfe.index_add_(0, row, torch.ones_like(row))
-        self.blank.index_add_(0, row, predictions.blank.long().cpu())
-        if decision.lead is None:
+        self.blank.index_add_(0, row, blank)
+        if lead is None:
             self.knows_leads = False
         else:
-            self.close.index_add_(0, row, (decision.lead < CLOSE).long().cpu())
+            self.close.index_add_(0, row, (~(lead >= CLOSE)).long())
 
     def finished(self, lanes: Lanes) -> list[int]:
         """The windows of these finished lanes that have no lane left."""

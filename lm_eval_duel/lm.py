@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from lm_eval_duel import fingerprint, rules
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.options import BUNDLED, Options
+from lm_eval_duel.options import BUNDLED, TOKENS, Options
 from lm_eval_duel.ranks import Ranked
 from lm_eval_duel.windows import Window, conditional, independent, target_capacity
 
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("lm_eval.duel_mdm")  # the harness shows its own loggers only
 
 LAW_VERSION = 1  # raised when a release changes a number for the same arguments
-TOKENS = "duel_tokens"  # the column in which this package's tasks count a document's tokens
 CACHE_KEY = "lm_eval_duel law"
 
 
@@ -68,8 +67,10 @@ class DuelMDM(Ranked):
             tokenizer=self.tokenizer,
         )
         self._device = self.denoiser.device
-        self.duel = Duel(self.denoiser, options.rule, options.block, options.grid, options.rows)
+        self.duel = Duel(self.denoiser, options.rule, options.block, options.grid, options.rows, options.max_batch_size)
         self.prefix, self.suffix = framing(self.tokenizer)
+        if self.denoiser.shift and not self.prefix:  # a token is predicted from the one before: the first needs one
+            self.prefix = [self.prefix_token_id]
         self.cut_contexts = self.merged_borders = 0
         if self.rank == 0:
             log.info("law %s: %s", self.fingerprint, ", ".join(f"{key}={value}" for key, value in self.law.items()))
@@ -159,7 +160,7 @@ class DuelMDM(Ranked):
         context's trailing spaces belong to the continuation.
 
         Where a merge crosses the border, so that the whole does not begin with the context's ids, the continuation is
-        encoded by itself: the ids that are scored always spell the continuation and nothing else.
+        encoded by itself: the ids that are scored are those of the continuation, as the tokenizer writes it alone.
         """
         if not continuation:
             return self.tok_encode(context), []
@@ -291,7 +292,12 @@ class DuelMDM(Ranked):
 
         blank = self.duel.counts.blank_starts
         with bar:
-            self.duel.log_prob(unique, done)
+            try:
+                self.duel.log_prob(unique, done)
+            except DuelError as error:
+                if error.window is not None:
+                    error.args = (f"{_name(requests[waiters[error.window][0]])}: {error}",)
+                raise
         if blank := self.duel.counts.blank_starts - blank:
             log.info(
                 "%d blocks started with nothing in view: all cells tie exactly, the lowest position goes first", blank
@@ -329,4 +335,9 @@ def _naming(request: Instance) -> Iterator[None]:
     try:
         yield
     except DuelError as error:
-        raise DuelError(f"Request of task {request.task_name}, document {request.doc_id}: {error}") from None
+        raise DuelError(f"{_name(request)}: {error}") from None
+
+
+def _name(request: Instance) -> str:
+    """A request as the user knows it."""
+    return f"Request of task {request.task_name}, document {request.doc_id}"

@@ -17,6 +17,7 @@ from lm_eval_duel.errors import DuelError, unknown
 
 WINDOWS = ("independent", "harness")
 BUNDLED = "demo-mdm"  # scored when no checkpoint is named
+TOKENS = "duel_tokens"  # the column in which this package's tasks count a document's tokens, checked when it is scored
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 GRIDS = ("auto", "target", "row")
 NOTHING = (None, "", "none", "None", "null")
@@ -72,9 +73,7 @@ class Options:
 
         The harness says batch_size=1 when the user said nothing, so 1 is auto too; max_batch_size=1 is one row.
         """
-        if self.batch_size in ("auto", 1):
-            return self.max_batch_size
-        return min(self.batch_size, self.max_batch_size or self.batch_size)
+        return None if self.batch_size in ("auto", 1) else self.batch_size
 
 
 def tokenizer_source(arguments: Mapping[str, Any]) -> tuple[str, str]:

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.demo import FOLDER
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.options import TOKENS
 
 if TYPE_CHECKING:
     import datasets
 
 TEXT = FOLDER / "text"
-TOKENS = "duel_tokens"  # the column of token counts; lm.py holds a count of another tokenizer to be an error
 
 
 def sotu(**metadata: Any) -> dict[str, datasets.Dataset]:

@@ -5,6 +5,7 @@ import math
 import re
 
 import pytest
+import tiny
 import torch
 from safetensors.torch import load_file, save_file
 from textbook import score
@@ -224,6 +225,29 @@ def test_the_ar_baseline_reads_from_left_to_right(tmp_path):
     assert scored.nats == pytest.approx([float(logs[i, row[i + 1]]) for i in range(4)], abs=1e-5)
     with pytest.raises(DuelError, match="Window 0 needs a given first token"):
         duel.log_prob([Window((), row)])
+    for k in (1, 2):  # blocks of one, whatever k
+        again = Duel(duel.denoiser, f"left_to_right:k={k}")
+        assert again.block == 1
+        assert again.log_prob([Window(row[:1], row[1:])])[0].nats == scored.nats
+
+
+def test_the_tokenizer_and_the_mask_are_checked(tmp_path):
+    path, _ = write(tmp_path, "mdlm")
+    with pytest.raises(DuelError, match=r"\[MASK\] is the last id of .*, 12; leave mask_token_id out"):
+        denoisers.load(path, device="cpu", mask_token_id=5)
+    with pytest.raises(DuelError, match=r"The tokenizer has ids up to 33 but .* predicts 13"):
+        denoisers.load(path, device="cpu", tokenizer=tiny.tokenizer())
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in MDLM.items() if k != "hidden_dim"}))
+    with pytest.raises(DuelError, match=r"config\.json of .* has no 'hidden_dim'"):
+        denoisers.load(path, device="cpu")
+
+
+def test_a_pickle_with_more_than_tensors_is_refused(tmp_path):
+    path, _ = write(tmp_path, "sedd")
+    for content, message in (({"state_dict": {}}, "holds more than tensors"), (Duel, "Cannot read .*UnpicklingError")):
+        torch.save(content, tmp_path / "pytorch_model.bin")
+        with pytest.raises(DuelError, match=message):
+            denoisers.load(path, device="cpu")
 
 
 def test_wrong_checkpoints(tmp_path):

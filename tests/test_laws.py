@@ -13,6 +13,7 @@ from lm_eval_duel import rules
 from lm_eval_duel.denoisers import base
 from lm_eval_duel.duel import Duel
 from lm_eval_duel.errors import DuelError, RuleStalled
+from lm_eval_duel.lanes import Lanes
 from lm_eval_duel.windows import Window
 
 RULES = [
@@ -122,7 +123,7 @@ class Forgets(rules.Rule):
 
 
 def test_control_a_rule_that_returns_nothing_raises():
-    with pytest.raises(RuleStalled, match="must return a Decision or a boolean plane; got NoneType"):
+    with pytest.raises(DuelError, match="must return a Decision or a boolean plane; got NoneType"):
         Duel(Toy(), Forgets(), 2).log_prob([Window((), (0, 1, 2))])
 
 
@@ -294,6 +295,24 @@ def test_the_head_in_chunks_and_a_small_memory_change_nothing(rule, monkeypatch)
         Duel(Small(most=0), rule, 3).log_prob(windows)
     monkeypatch.setattr(base, "HEAD_VALUES", 9)  # two cells a chunk
     same(Toy())
+
+
+@pytest.mark.parametrize("name", ["reveal", "concat"])
+def test_no_step_is_lost_or_counted_twice_when_memory_runs_out_elsewhere(name, monkeypatch):
+    windows = [Window((), s) for s in strings(3, 4)[::9]]
+    duel = Duel(Toy(), "klass:mu=0.4:nu=0.3", 2, batch_size=1)
+    expected = duel.log_prob(windows)
+    whole, calls = getattr(Lanes, name), itertools.count()
+
+    def short_of_memory(self, *arguments):
+        if next(calls) % 4 == 3 and len(self) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return whole(self, *arguments)
+
+    monkeypatch.setattr(Lanes, name, short_of_memory)
+    for one, other in zip(Duel(Toy(), duel.rule, 2, batch_size=1).log_prob(windows), expected, strict=True):
+        assert (one.steps, one.nfe, one.is_greedy) == (other.steps, other.nfe, other.is_greedy)
+        assert one.nats == pytest.approx(other.nats, abs=1e-12)
 
 
 def test_blank_starts_are_exact_ties_in_any_batch():

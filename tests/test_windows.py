@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from toys import Toy
 
+from lm_eval_duel.duel import Duel
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.lanes import Budget, Lanes, Rows, blocks, groups
 from lm_eval_duel.windows import Window, conditional, independent
@@ -67,6 +69,14 @@ def test_budget_holds_both_limits():
     assert budget.rows(cost=100, width=1, vocab_size=10) == 10
     assert budget.rows(cost=100, width=100, vocab_size=50) == 2
     assert budget.rows(cost=100_000, width=100, vocab_size=50) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "tokens"),
+    [({}, 4096), ({"batch_size": 2}, 16), ({"batch_size": 9, "max_batch_size": 3}, 24), ({"max_batch_size": 9}, 72)],
+)
+def test_a_batch_is_what_was_asked_for_and_never_more_than_the_most(arguments, tokens):
+    assert Duel(Toy(length=8), **arguments).budget.tokens == tokens
 
 
 def test_fresh_lanes_show_context_inside_their_block():

@@ -37,7 +37,17 @@ def load(
     config = hub.raw_config(name, revision)
     if dit_load.reads(config):
         folder = hub.local_folder(name, revision, dit_load.FILES)
-        return dit_load.load(folder, config, device=place, dtype=dtype, max_length=max_length)
+        if isinstance(tokenizer, str):
+            tokenizer = hub.load_tokenizer(resolve(tokenizer), trust_remote_code, "main")
+        return dit_load.load(
+            folder,
+            config,
+            device=place,
+            dtype=dtype,
+            max_length=max_length,
+            mask_token_id=mask_token_id,
+            tokens=set(tokenizer.get_vocab().values()) if tokenizer is not None else None,
+        )
     return huggingface.load(
         name,
         device=place,

@@ -144,7 +144,7 @@ class Predictions:
         if not good.all():
             cell = (self._cell == begin + int((~good).nonzero()[0])).nonzero()[0]
             lane = int(self.hidden.nonzero()[cell, 0])
-            raise NotFinite("The network returned NaN or infinite logits.", lane)
+            raise NotFinite("The network returned NaN or infinite logits.", lane=lane)
 
     def _clean(self, features: torch.Tensor) -> torch.Tensor:
         """Logits (u, V) in float32 or better, -inf at excluded columns."""

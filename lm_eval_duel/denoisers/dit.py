@@ -20,6 +20,7 @@ from torch import nn
 
 from lm_eval_duel import fingerprint
 from lm_eval_duel.denoisers.base import Denoiser
+from lm_eval_duel.errors import DuelError
 
 FREQUENCIES = 256  # of the time embedding
 
@@ -187,22 +188,31 @@ class DiTDenoiser(Denoiser):
     renormalised over the tokens (DUEL's official code; justified by Ou et al. 2024, Theorem 1).
     """
 
-    published_block = 4
     honours_padding = True
     clamp = (0.1, 0.9)
 
-    def __init__(self, network: DiT, family: str, max_length: int, path: str):
+    def __init__(self, network: DiT, family: str, max_length: int, path: str, tokens: set[int] | None = None):
         self.network, self.family, self.max_length, self.path = network, family, max_length, path
         self.vocab_size = network.config.vocab_size
         self.device = network.vocab_embed.embedding.device
         self.attention = "causal" if family == "ar" else "bidirectional"
+        self.published_block = None if family == "ar" else 4
         self.mask_id = None if family == "ar" else self.vocab_size - 1
         self.shift = 1 if family == "ar" else 0
         self.relative_positions = family != "ar"
 
+        known = sorted((set(range(self.vocab_size)) if tokens is None else tokens) - {self.vocab_size - 1})
+        if known[-1] >= self.vocab_size:
+            raise DuelError(
+                f"The tokenizer has ids up to {known[-1]} but {path} predicts {self.vocab_size}: they do not belong "
+                "together; pass tokenizer=<the right one>."
+            )
+        self._excluded = torch.ones(self.vocab_size, dtype=torch.bool, device=self.device)
+        self._excluded[known] = False
+
     @property
     def excluded(self) -> torch.Tensor:
-        return torch.arange(self.vocab_size, device=self.device) == self.vocab_size - 1
+        return self._excluded
 
     @torch.inference_mode()
     def features(self, ids: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
@@ -224,5 +234,6 @@ class DiTDenoiser(Denoiser):
             "weights": fingerprint.weights_of(self.path),
             "dtype": "float32",
             "mask_token_id": self.vocab_size - 1,
-            "vocabulary": f"{self.vocab_size - 1} of {self.vocab_size}",
+            "vocabulary": f"{int((~self._excluded).sum())} of {self.vocab_size}",
+            "relative_positions": self.relative_positions,
         }

@@ -8,6 +8,7 @@ a checkpoint's code is run. Weights: `.safetensors`, or `.bin` read as tensors o
 from __future__ import annotations
 
 import os
+import pickle
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from lm_eval_duel.denoisers.dit import DiT, DiTConfig, DiTDenoiser
+from lm_eval_duel.denoisers.hub import first_line
 from lm_eval_duel.errors import DuelError
 
 TYPES = ("mdlm", "bd3lm")  # config.model_type, of files whose code we replace
@@ -28,16 +30,33 @@ def reads(config: dict[str, Any]) -> bool:
     return config.get("model_type") in TYPES or "graph" in config
 
 
-def load(folder: str, config: dict[str, Any], device: torch.device, dtype: str, max_length: int | None) -> DiTDenoiser:
-    """The denoiser of a local folder; raises DuelError for weights that do not fill the network exactly."""
+def load(
+    folder: str,
+    config: dict[str, Any],
+    *,
+    device: torch.device,
+    dtype: str,
+    max_length: int | None,
+    mask_token_id: int | None,
+    tokens: set[int] | None,
+) -> DiTDenoiser:
+    """The denoiser of a local folder; raises DuelError for weights that do not fill the network exactly.
+
+    `tokens`: the tokenizer's ids, where there is one; other columns get no probability.
+    """
     if dtype not in ("auto", "float32"):
         raise DuelError(f"MDLM, SEDD and their AR baseline run in float32, not {dtype}; leave dtype out.")
-    family, shape, length = _shape(config)
+    try:
+        family, shape, length = _shape(config)
+    except KeyError as error:
+        raise DuelError(f"The config.json of {folder} has no {error}, which its family needs.") from None
+    if mask_token_id not in (None, shape.vocab_size - 1):
+        raise DuelError(f"[MASK] is the last id of {folder}, {shape.vocab_size - 1}; leave mask_token_id out.")
     network = DiT(shape)
     _fill(network, _weights(folder), folder)
     if max_length and max_length > length:
         raise DuelError(f"max_length={max_length} is too long: {folder} holds {length} positions; lower it.")
-    return DiTDenoiser(network.to(device).eval(), family, max_length or length, folder)
+    return DiTDenoiser(network.to(device).eval(), family, max_length or length, folder, tokens)
 
 
 def _shape(config: dict[str, Any]) -> tuple[str, DiTConfig, int]:
@@ -80,9 +99,12 @@ def _weights(folder: str) -> dict[str, torch.Tensor]:
         path = os.path.join(folder, name)
         if os.path.exists(path):
             try:
-                return load_file(path) if name.endswith("safetensors") else torch.load(path, "cpu", weights_only=True)
-            except (SafetensorError, RuntimeError, OSError, EOFError) as error:
-                raise DuelError(f"Cannot read {path}: {type(error).__name__}: {str(error).splitlines()[0]}") from error
+                found = load_file(path) if name.endswith("safetensors") else torch.load(path, "cpu", weights_only=True)
+            except (SafetensorError, RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
+                raise DuelError(f"Cannot read {path}: {type(error).__name__}: {first_line(error)}") from error
+            if not all(isinstance(value, torch.Tensor) for value in found.values()):
+                raise DuelError(f"{path} holds more than tensors; save the network's state_dict alone.")
+            return found
     raise DuelError(f"No weights in {folder}: wanted one of {', '.join(FILES)}.")
 
 

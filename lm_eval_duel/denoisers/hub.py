@@ -53,6 +53,11 @@ def load_tokenizer(path: str, trust_remote_code: bool, revision: str) -> PreTrai
         raise unreadable(path, error) from error
 
 
+def first_line(error: Exception) -> str:
+    """What an error says, in a line."""
+    return (str(error).splitlines() or [""])[0]
+
+
 def unreadable(path: str, error: Exception) -> DuelError:
     """The error for a checkpoint that cannot be read, with the likely remedy."""
     hint = ""
@@ -60,7 +65,7 @@ def unreadable(path: str, error: Exception) -> DuelError:
         hint = " It runs code of its own: pass trust_remote_code=true if you trust it."
     elif not os.path.isdir(path):
         hint = " It is no local folder; a hub name needs a connection or a filled cache."
-    return DuelError(f"Cannot read checkpoint '{path}': {type(error).__name__}: {str(error).splitlines()[0]}{hint}")
+    return DuelError(f"Cannot read checkpoint '{path}': {type(error).__name__}: {first_line(error)}{hint}")
 
 
 def pick_device(name: str | None) -> torch.device:

@@ -141,11 +141,15 @@ class HuggingFace(Denoiser):
         self._output = model.get_output_embeddings()
         with torch.inference_mode():
             probe = self._probe()
-            logits = self._logits(probe)
+            try:
+                logits = self._logits(probe)
+            except (TypeError, AttributeError, RuntimeError, ValueError) as error:
+                raise unreadable(path, error) from error
             self.vocab_size = logits.shape[-1]
-            if max(tokens) >= self.vocab_size:
+            highest = max(tokens - {mask_id})
+            if highest >= self.vocab_size:
                 raise DuelError(
-                    f"The tokenizer has ids up to {max(tokens)} but {path} predicts {self.vocab_size}: "
+                    f"The tokenizer has ids up to {highest} but {path} predicts {self.vocab_size}: "
                     "they do not belong together; pass tokenizer=<the right one>."
                 )
             known = torch.tensor(sorted(tokens - {mask_id}), device=self.device)
@@ -197,7 +201,7 @@ class HuggingFace(Denoiser):
         }
 
     def _logits(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        return self.model(input_ids=ids, attention_mask=mask).logits  # (R, L, V)
+        return _logits_of(self.model, ids, mask)  # (R, L, V)
 
     # ------------------------------------------------------------ what this network does
 
@@ -234,7 +238,11 @@ class HuggingFace(Denoiser):
         mask = torch.ones_like(ids)
         mask[:, half:] = 0
         alone = self._logits(ids[:, :half])
-        return _differ(alone, self._logits(ids, mask)[:, :half]) < 0.1 * _differ(alone, logits[:, :half])
+        try:
+            masked = self._logits(ids, mask)[:, :half]
+        except TypeError:  # it takes no attention mask
+            return False
+        return _differ(alone, masked) < 0.1 * _differ(alone, logits[:, :half])
 
     def _ties_when_blank(self) -> bool:
         """Whether a row of masks has one distribution at every cell.
@@ -246,8 +254,14 @@ class HuggingFace(Denoiser):
         if self.dtype.itemsize < 4:
             small = sum(parameter.numel() for parameter in model.parameters()) <= COPIED_PARAMETERS
             model, tolerance = (copy.deepcopy(model).float(), tolerance) if small else (model, COARSE_TOLERANCE)
-        logits = model(input_ids=row).logits[0].masked_fill(self._excluded, 0)  # (L, V)
+        logits = _logits_of(model, row)[0].masked_fill(self._excluded, 0)  # (L, V)
         return _differ(logits, logits[:1].expand_as(logits)) <= tolerance
+
+
+def _logits_of(model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """Logits (R, L, V) of any of the ways in which networks return them."""
+    out = model(input_ids=ids) if mask is None else model(input_ids=ids, attention_mask=mask)
+    return out if isinstance(out, torch.Tensor) else out[0] if isinstance(out, tuple) else out.logits
 
 
 def _differ(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -102,12 +102,14 @@ def find(name: str) -> type[Rule]:
 
 def _custom(name: str) -> type[Rule]:
     module_name, class_name = name.split(":")
+    if not module_name or not class_name:
+        raise DuelError(f"'{name}' is no rule: write module:Name, or a rule's name.")
     sys.path.insert(0, os.getcwd())  # the console script has its own folder there instead
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if error.name != module_name:
-            raise
+        if not error.name or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # the module is there, but something that it imports is not
         raise DuelError(
             f"No module '{module_name}' for rule '{name}'; put it in this folder or on PYTHONPATH."
         ) from None

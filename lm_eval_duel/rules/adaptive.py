@@ -7,7 +7,7 @@ import math
 from typing import Any, ClassVar
 
 from lm_eval_duel.errors import unknown
-from lm_eval_duel.rules.base import Decision, Rule, best, check, kl, log_odds, nearest
+from lm_eval_duel.rules.base import LOG_ODDS_SLOPE, Decision, Rule, best, check, kl, log_odds, nearest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Threshold(Rule):
         import torch
 
         sure = lanes.hidden & (predictions.confidence >= log_odds(self.mu))  # (R, W)
-        distance = nearest(predictions.confidence - log_odds(self.mu), lanes.hidden)  # (R,)
+        distance = nearest(predictions.confidence - log_odds(self.mu), lanes.hidden) / LOG_ODDS_SLOPE  # (R,)
         single, gap = best(predictions, lanes, predictions.confidence, 1)
         some = sure.any(1)  # (R,)
         pick = torch.where(some[:, None], sure, single)  # (R, W)
@@ -40,7 +40,6 @@ class Klass(Rule):
     """
 
     name: ClassVar[str] = "klass"
-    state_only: ClassVar[bool] = False
     dense_memory: ClassVar[bool] = True
     mu: float
     nu: float
@@ -72,7 +71,7 @@ class Klass(Rule):
         ready = hidden & (predictions.confidence >= log_odds(self.mu)) & (stable >= self.history)  # (R, W)
         single, gap = best(predictions, lanes, predictions.confidence, 1)
         some = ready.any(1)  # (R,)
-        distance = nearest(predictions.confidence - log_odds(self.mu), hidden)  # (R,)
+        distance = nearest(predictions.confidence - log_odds(self.mu), hidden) / LOG_ODDS_SLOPE  # (R,)
         # near KL = nu a divergence moves by at most about 2 sqrt(2 KL) for each unit of logits
         slope = 2 * (2 * divergence.clamp(min=max(self.nu, 1e-12))).sqrt()
         near_nu = ((divergence - self.nu) / slope).nan_to_num(nan=math.inf, posinf=math.inf)

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     import torch
 
 
+LOG_ODDS_SLOPE = 2.0  # the L1 norm of d(log-odds)/d(logits), and of d(log P1 - log P2)/d(logits)
+
+
 class Decision(NamedTuple):
     """What a rule decided in one step.
 
@@ -33,7 +36,6 @@ class Rule:
     """Base of all rules. Subclasses are frozen dataclasses whose fields are the rule's parameters."""
 
     name: ClassVar[str] = ""
-    state_only: ClassVar[bool] = True  # no memory, and does not read `step`
     dense_memory: ClassVar[bool] = False  # keeps (R, W, V) between steps: the planner counts it
 
     def __call__(self, predictions: Any, lanes: Any) -> Decision:
@@ -64,7 +66,7 @@ def rank(key: torch.Tensor) -> torch.Tensor:
 
 
 def best(
-    predictions: Any, lanes: Any, score: torch.Tensor, k: int, slope: torch.Tensor | None = None
+    predictions: Any, lanes: Any, score: torch.Tensor, k: int, slope: torch.Tensor | float = LOG_ODDS_SLOPE
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The k hidden cells with the largest score (R, W) bool, and the lead (R,).
 
@@ -80,7 +82,9 @@ def best(
     worst, worst_at = torch.where(pick, key, math.inf).min(1)  # (R,)
     best, best_at = torch.where(hidden & ~pick, key, -math.inf).max(1)  # (R,)
     gap = worst - best
-    if slope is not None:
+    if isinstance(slope, float):
+        gap = gap / slope
+    else:
         rows = torch.arange(len(gap), device=gap.device)
         gap = gap / slope[rows, worst_at].maximum(slope[rows, best_at].nan_to_num(nan=0.0))
         gap = gap.nan_to_num(nan=0.0, posinf=math.inf)
