@@ -94,9 +94,9 @@ def load(
     return denoiser
 
 
-def _mask_id(path: str, given: int | None, config: object, words: PreTrainedTokenizerBase) -> int:
+def _mask_id(path: str, given: int | None, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
     rows = getattr(config, "vocab_size", None) or getattr(config, "embedding_size", None)
-    for value in (given, getattr(config, "mask_token_id", None), words.mask_token_id):
+    for value in (given, getattr(config, "mask_token_id", None), tokenizer.mask_token_id):
         if value is not None:
             if rows is not None and not 0 <= value < rows:
                 raise DuelError(f"mask_token_id={value} is not an id of {path}; its ids are 0 to {rows - 1}.")
