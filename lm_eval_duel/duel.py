@@ -328,8 +328,7 @@ class _Replay(rules.Rule):
     def __call__(self, predictions: Predictions, lanes: Lanes) -> rules.Decision:
         order = torch.tensor(self.steps, device=lanes.row.device)  # (T,)
         index = (lanes.columns - lanes.origin[:, None]).clamp(0, len(order) - 1)  # (R, W)
-        pick = lanes.hidden & (order[index] == lanes.step[:, None])
-        return rules.Decision(pick, torch.full((len(lanes),), math.inf, dtype=torch.float64, device=pick.device))
+        return rules.certain(lanes.hidden & (order[index] == lanes.step[:, None]))
 
 
 def _place(lanes: Lanes, lane: int, group: Sequence[int]) -> str:

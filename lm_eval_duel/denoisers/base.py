@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from lm_eval_duel.errors import NotFinite
+from lm_eval_duel.errors import DuelError, NotFinite
 from lm_eval_duel.lanes import Lanes, Rows
 
 HEAD_VALUES = 1 << 26  # logits held at once: 256 MiB of float32
@@ -50,23 +50,23 @@ class Predictions:
 
     # ------------------------------------------------------------ statistics
 
-    @property
+    @cached_property
     def confidence(self) -> torch.Tensor:
         """log P1 - log(1 - P1), P1 the top token's probability: monotone in P1 and never saturated, (R, W)."""
         return self._plane(self._top.confidence)
 
-    @property
+    @cached_property
     def log_margin(self) -> torch.Tensor:
         """log P1 - log P2, (R, W)."""
         return self._plane(self._top.log_margin)
 
-    @property
+    @cached_property
     def margin(self) -> torch.Tensor:
         """P1 - P2, without cancellation, float64 (R, W)."""
         p1 = self._top.confidence.double().sigmoid()  # (U,)
         return self._plane(p1 * -torch.expm1(-self._top.log_margin.double()))
 
-    @property
+    @cached_property
     def argmax(self) -> torch.Tensor:
         """The most probable token, the lowest id of equals, (R, W)."""
         return self._plane(self._top.token)
@@ -189,6 +189,22 @@ class Predictions:
         fill = math.nan if values.is_floating_point() else -1
         plane = torch.full(self.hidden.shape, fill, dtype=values.dtype, device=values.device)
         return plane.masked_scatter(self.hidden, values[self._cell])
+
+
+def excluded_columns(tokens: set[int], mask_id: int, vocab_size: int, path: str, device: torch.device) -> torch.Tensor:
+    """The columns that are no token of the vocabulary, [MASK] among them, (V,) bool.
+
+    Raises DuelError where the tokenizer has an id that the network of `path` does not predict.
+    """
+    known = sorted(tokens - {mask_id})
+    if known[-1] >= vocab_size:
+        raise DuelError(
+            f"The tokenizer has ids up to {known[-1]} but {path} predicts {vocab_size}: "
+            "they do not belong together; pass tokenizer=<the right one>."
+        )
+    excluded = torch.ones(vocab_size, dtype=torch.bool, device=device)  # (V,)
+    excluded[known] = False
+    return excluded
 
 
 class Denoiser(abc.ABC):

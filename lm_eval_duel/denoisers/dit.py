@@ -19,8 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lm_eval_duel import fingerprint
-from lm_eval_duel.denoisers.base import Denoiser
-from lm_eval_duel.errors import DuelError
+from lm_eval_duel.denoisers.base import Denoiser, excluded_columns
 
 FREQUENCIES = 256  # of the time embedding
 
@@ -201,14 +200,8 @@ class DiTDenoiser(Denoiser):
         self.shift = 1 if family == "ar" else 0
         self.relative_positions = family != "ar"
 
-        known = sorted((set(range(self.vocab_size)) if tokens is None else tokens) - {self.vocab_size - 1})
-        if known[-1] >= self.vocab_size:
-            raise DuelError(
-                f"The tokenizer has ids up to {known[-1]} but {path} predicts {self.vocab_size}: they do not belong "
-                "together; pass tokenizer=<the right one>."
-            )
-        self._excluded = torch.ones(self.vocab_size, dtype=torch.bool, device=self.device)
-        self._excluded[known] = False
+        tokens = set(range(self.vocab_size)) if tokens is None else tokens
+        self._excluded = excluded_columns(tokens, self.vocab_size - 1, self.vocab_size, path, self.device)
 
     @property
     def excluded(self) -> torch.Tensor:

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from lm_eval_duel.denoisers.dit import DiT, DiTConfig, DiTDenoiser
-from lm_eval_duel.denoisers.hub import first_line
+from lm_eval_duel.denoisers.hub import first_line, row_length
 from lm_eval_duel.errors import DuelError
 
 TYPES = ("mdlm", "bd3lm")  # config.model_type, of files whose code we replace
@@ -52,11 +52,10 @@ def load(
         raise DuelError(f"The config.json of {folder} has no {error}, which its family needs.") from None
     if mask_token_id not in (None, shape.vocab_size - 1):
         raise DuelError(f"[MASK] is the last id of {folder}, {shape.vocab_size - 1}; leave mask_token_id out.")
+    row = row_length(folder, max_length, length)
     network = DiT(shape)
     _fill(network, _weights(folder), folder)
-    if max_length and max_length > length:
-        raise DuelError(f"max_length={max_length} is too long: {folder} holds {length} positions; lower it.")
-    return DiTDenoiser(network.to(device).eval(), family, max_length or length, folder, tokens)
+    return DiTDenoiser(network.to(device).eval(), family, row, folder, tokens)
 
 
 def _shape(config: dict[str, Any]) -> tuple[str, DiTConfig, int]:

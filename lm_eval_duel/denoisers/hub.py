@@ -13,10 +13,9 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBas
 from transformers.utils import cached_file
 
 from lm_eval_duel.errors import DuelError, unknown
+from lm_eval_duel.options import DTYPES
 
 log = logging.getLogger("lm_eval.duel_mdm")
-
-DTYPES = {"float64", "float32", "float16", "bfloat16"}
 
 
 def raw_config(path: str, revision: str) -> dict[str, Any]:
@@ -68,6 +67,13 @@ def unreadable(path: str, error: Exception) -> DuelError:
     return DuelError(f"Cannot read checkpoint '{path}': {type(error).__name__}: {first_line(error)}{hint}")
 
 
+def row_length(path: str, asked: int | None, held: int | None) -> int:
+    """The positions of a row: those asked for, which the network must hold, else all that it holds."""
+    if asked and held and asked > held:
+        raise DuelError(f"max_length={asked} is too long: {path} holds {held} positions; leave it out or lower it.")
+    return asked or held
+
+
 def pick_device(name: str | None) -> torch.device:
     """The device of a name; None: a GPU where there is one. A CPU takes over where there is no GPU at all.
 
@@ -94,5 +100,5 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype | str:
     if name == "auto":
         return torch.float32 if device.type == "cpu" else "auto"
     if name not in DTYPES:
-        raise unknown("dtype", name, [*DTYPES, "auto"])
+        raise unknown("dtype", name, DTYPES)
     return getattr(torch, name)

@@ -24,8 +24,8 @@ from transformers import (
 )
 
 from lm_eval_duel import fingerprint
-from lm_eval_duel.denoisers.base import Denoiser
-from lm_eval_duel.denoisers.hub import load_tokenizer, pick_dtype, unreadable
+from lm_eval_duel.denoisers.base import Denoiser, excluded_columns
+from lm_eval_duel.denoisers.hub import load_tokenizer, pick_dtype, row_length, unreadable
 from lm_eval_duel.errors import DuelError
 
 log = logging.getLogger("lm_eval.duel_mdm")
@@ -84,13 +84,10 @@ def load(
     held = _max_length(model, tokenizer)
     if not (max_length or held):
         raise DuelError(f"Neither config nor tokenizer of {path} says how many positions it holds; pass max_length=.")
-    if max_length and held and max_length > held:
-        raise DuelError(
-            f"max_length={max_length} is too long: {path} holds {held} positions; leave it out or lower it."
-        )
+    row = row_length(path, max_length, held)
     tokens = set(tokenizer.get_vocab().values())
     denoiser = HuggingFace(model.to(device).eval(), mask_id, tokens, held or max_length, path)
-    denoiser.max_length = max_length or held
+    denoiser.max_length = row
     return denoiser
 
 
@@ -146,16 +143,7 @@ class HuggingFace(Denoiser):
             except (TypeError, AttributeError, RuntimeError, ValueError) as error:
                 raise unreadable(path, error) from error
             self.vocab_size = logits.shape[-1]
-            highest = max(tokens - {mask_id})
-            if highest >= self.vocab_size:
-                raise DuelError(
-                    f"The tokenizer has ids up to {highest} but {path} predicts {self.vocab_size}: "
-                    "they do not belong together; pass tokenizer=<the right one>."
-                )
-            known = torch.tensor(sorted(tokens - {mask_id}), device=self.device)
-            self._excluded = torch.ones(self.vocab_size, dtype=torch.bool, device=self.device).index_fill(
-                0, known, False
-            )
+            self._excluded = excluded_columns(tokens, mask_id, self.vocab_size, path, self.device)
             self.splits_head = self._splits(probe, logits)
             self._require_bidirectional(probe, logits)
             self.honours_padding = self._keeps_padding_unseen(probe, logits)

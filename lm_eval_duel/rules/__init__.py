@@ -17,11 +17,11 @@ from typing import Any
 
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.rules.adaptive import EntropyBound, Klass, Threshold
-from lm_eval_duel.rules.base import Decision, Rule
+from lm_eval_duel.rules.base import Decision, Rule, certain
 from lm_eval_duel.rules.orders import LeftToRight, Random, RightToLeft
 from lm_eval_duel.rules.scores import Entropy, Greedy, LogMargin, Margin
 
-__all__ = ["Decision", "Rule", "build", "find", "parse", "split"]
+__all__ = ["Decision", "Rule", "build", "certain", "find", "parse", "split"]
 
 RULES: dict[str, type[Rule]] = {
     rule.name: rule

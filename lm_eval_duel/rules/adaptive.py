@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lm_eval_duel.errors import unknown
 from lm_eval_duel.rules.base import LOG_ODDS_SLOPE, Decision, Rule, best, check, kl, log_odds, nearest
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,14 +24,9 @@ class Threshold(Rule):
         check(self, "mu", 0 <= self.mu <= 1, "a probability from 0 to 1")
 
     def __call__(self, predictions: Any, lanes: Any) -> Decision:
-        import torch
-
         sure = lanes.hidden & (predictions.confidence >= log_odds(self.mu))  # (R, W)
         distance = nearest(predictions.confidence - log_odds(self.mu), lanes.hidden) / LOG_ODDS_SLOPE  # (R,)
-        single, gap = best(predictions, lanes, predictions.confidence, 1)
-        some = sure.any(1)  # (R,)
-        pick = torch.where(some[:, None], sure, single)  # (R, W)
-        return Decision(pick, torch.where(some, distance, distance.minimum(gap)))
+        return Decision(*_else_single(predictions, lanes, sure, distance))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,15 +67,26 @@ class Klass(Rule):
             divergence[seen] = kl(before, now) if self.kl == "paper" else kl(now, before)
             stable = torch.where(seen & (divergence <= self.nu), stable_before + 1, 0)
         ready = hidden & (predictions.confidence >= log_odds(self.mu)) & (stable >= self.history)  # (R, W)
-        single, gap = best(predictions, lanes, predictions.confidence, 1)
-        some = ready.any(1)  # (R,)
         distance = nearest(predictions.confidence - log_odds(self.mu), hidden) / LOG_ODDS_SLOPE  # (R,)
         # near KL = nu a divergence moves by at most about 2 sqrt(2 KL) for each unit of logits
         slope = 2 * (2 * divergence.clamp(min=max(self.nu, 1e-12))).sqrt()
         near_nu = ((divergence - self.nu) / slope).nan_to_num(nan=math.inf, posinf=math.inf)
         distance = distance.minimum(nearest(near_nu, hidden))
-        pick = torch.where(some[:, None], ready, single)  # (R, W)
-        return Decision(pick, torch.where(some, distance, distance.minimum(gap)), (current, stable))
+        return Decision(*_else_single(predictions, lanes, ready, distance), (current, stable))
+
+
+def _else_single(
+    predictions: Any, lanes: Any, sure: torch.Tensor, distance: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sure cells (R, W), or the single most confident where a lane has none; and the lead (R,).
+
+    `distance` (R,): how far the nearest cell is from becoming, or ceasing to be, sure.
+    """
+    import torch
+
+    single, gap = best(predictions, lanes, predictions.confidence, 1)
+    some = sure.any(1)  # (R,)
+    return torch.where(some[:, None], sure, single), torch.where(some, distance, distance.minimum(gap))
 
 
 @dataclasses.dataclass(frozen=True)

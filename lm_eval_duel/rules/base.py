@@ -47,6 +47,23 @@ class Rule:
         return ":".join([self.name if own else f"{type(self).__module__}:{type(self).__qualname__}", *values])
 
 
+@dataclasses.dataclass(frozen=True)
+class Counted(Rule):
+    """A rule that picks k positions at every step, or what is left in the block."""
+
+    k: int = 1
+
+    def __post_init__(self) -> None:
+        check(self, "k", self.k >= 1, "a count of positions, at least 1")
+
+
+def certain(pick: torch.Tensor) -> Decision:
+    """The decision for a pick (R, W) that does not depend on the network: nothing can change it."""
+    import torch
+
+    return Decision(pick, torch.full((len(pick),), math.inf, dtype=torch.float64, device=pick.device))
+
+
 def check(rule: Rule, name: str, good: bool, what: str) -> None:
     if not good:
         raise DuelError(f"'{name}' of rule '{rule.name}' is {what}; got {getattr(rule, name)}.")

@@ -5,19 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-from lm_eval_duel.rules.base import Decision, Rule, best, check
+from lm_eval_duel.rules.base import Counted, Decision, best
 
 
 @dataclasses.dataclass(frozen=True)
-class _Best(Rule):
-    k: int = 1
-
-    def __post_init__(self) -> None:
-        check(self, "k", self.k >= 1, "a count of positions, at least 1")
-
-
-@dataclasses.dataclass(frozen=True)
-class Greedy(_Best):
+class Greedy(Counted):
     """The k largest P1 (the top token's probability), compared as log-odds, which do not saturate."""
 
     name: ClassVar[str] = "greedy"
@@ -27,7 +19,7 @@ class Greedy(_Best):
 
 
 @dataclasses.dataclass(frozen=True)
-class Margin(_Best):
+class Margin(Counted):
     """The k largest P1 - P2, a difference of probabilities, as in the paper."""
 
     name: ClassVar[str] = "margin"
@@ -44,7 +36,7 @@ class Margin(_Best):
 
 
 @dataclasses.dataclass(frozen=True)
-class LogMargin(_Best):
+class LogMargin(Counted):
     """The k largest log P1 - log P2 (what the authors' code for 8B models runs under the name of margin)."""
 
     name: ClassVar[str] = "log_margin"
@@ -54,7 +46,7 @@ class LogMargin(_Best):
 
 
 @dataclasses.dataclass(frozen=True)
-class Entropy(_Best):
+class Entropy(Counted):
     """The k smallest entropies."""
 
     name: ClassVar[str] = "entropy"
