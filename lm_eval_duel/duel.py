@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from lm_eval_duel import rules
-from lm_eval_duel.denoisers.base import Denoiser, Predictions, View
+from lm_eval_duel.denoisers.base import Denoiser, View
+from lm_eval_duel.denoisers.predictions import Predictions
 from lm_eval_duel.errors import DuelError, NotFinite, RuleStalled
 from lm_eval_duel.hashing import uniform
 from lm_eval_duel.lanes import Budget, Lanes, Queue, Rows, blocks, groups
@@ -186,7 +187,7 @@ class Duel:
     def _generate_group(self, prompts: list[Window], group: list[int], choose: Choose) -> list[Drawn]:
         """One lane a row: a finished block is committed, and the row's next block enters."""
         rows = Rows.of(prompts, self.denoiser.device)
-        view = self.denoiser.open(rows)
+        view = self.denoiser.open(rows, generating=True)
         places = [self._blocks(prompt) for prompt in prompts]
         first = [(n, *found.pop(0)) for n, found in enumerate(places)]
         results: dict[int, Drawn] = {}

@@ -26,8 +26,8 @@ def resolve_block(denoiser: Denoiser, block: int | str | None) -> int | None:
         raise DuelError(f"A causal network has blocks of one; use block=1 or block=auto, not {block}.")
     if denoiser.block is not None and block != denoiser.block:
         raise DuelError(
-            f"This network was trained on blocks of {denoiser.block}; block={block} is another model. "
-            f"Use block={denoiser.block} or block=auto."
+            f"This network is block-causal, trained on blocks of {denoiser.block}: a cell sees its own block and those "
+            f"before it, so block={block} would be another network. Use block={denoiser.block} or block=auto."
         )
     return None if block is None else int(block)
 
@@ -76,6 +76,14 @@ def _problem(denoiser: Denoiser, block: int | None, grid: str, window: Window, i
         return f"holds id {wrong}; the network's ids are 0 to {denoiser.vocab_size - 1}."
     if denoiser.mask_id in ids:
         return f"holds the mask token (id {denoiser.mask_id}), which cannot be given or scored."
+    if window.suffix and denoiser.attention == "block_causal" and window.target:
+        end = len(window.context) + len(window.target)
+        border = end + -end % denoiser.block
+        if window.length > border:
+            return (
+                f"has given ids up to position {window.length - 1}, but its last target block ends at {border - 1}: this "
+                "network never sees a later block. Leave those ids out of the suffix."
+            )
     if window.tail:
         end = len(window.target) + (len(window.context) if grid == "row" else 0)
         if block is None or end % block:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lm_eval_duel.denoisers.base import Predictions
+from lm_eval_duel.denoisers.predictions import Predictions
 from lm_eval_duel.lanes import Lanes, Rows
 from lm_eval_duel.rules import Decision
 

@@ -25,11 +25,12 @@ FLOORS = {
     "lm": 6,
     "tasks": 6,
     "_autoload": 6,
+    "demo.train": 7,
     "__main__": 7,
 }
 MAY_IMPORT = {
     "lm_eval": {"lm", "ranks", "tasks", "__main__", "_autoload"},
-    "transformers": {"denoisers", "demo"},
+    "transformers": {"denoisers", "demo.train"},
 }
 LIGHT = ("errors", "windows", "fingerprint", "options", "rules", "hashing", "_autoload")  # no torch at import
 
@@ -38,7 +39,7 @@ def modules():
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
         if parts != ("__init__",):
-            yield parts[0], path
+            yield "demo.train" if parts == ("demo", "train") else parts[0], path
 
 
 def imports(path, top_level_only=False):

@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 from textbook import score
-from toys import Causal, Joint, Leaky, Rotary, Small, Toy
+from toys import BlockCausal, Causal, Joint, Leaky, Rotary, Small, Toy
 
 from lm_eval_duel import rules
-from lm_eval_duel.denoisers import base
+from lm_eval_duel.denoisers import block_causal, predictions
 from lm_eval_duel.duel import Duel
 from lm_eval_duel.errors import DuelError, RuleStalled
 from lm_eval_duel.lanes import Lanes
@@ -293,7 +293,7 @@ def test_the_head_in_chunks_and_a_small_memory_change_nothing(rule, monkeypatch)
     same(Small(most=2))
     with pytest.raises(torch.OutOfMemoryError):
         Duel(Small(most=0), rule, 3).log_prob(windows)
-    monkeypatch.setattr(base, "HEAD_VALUES", 9)  # two cells a chunk
+    monkeypatch.setattr(predictions, "HEAD_VALUES", 9)  # two cells a chunk
     same(Toy())
 
 
@@ -326,6 +326,85 @@ def test_blank_starts_are_exact_ties_in_any_batch():
         assert a.nats == pytest.approx(b.nats, abs=1e-7)  # the planted noise
     assert together[0].steps[0] == 0  # the lowest position first
     assert together[0].close_picks == 0
+
+
+# ---------------------------------------------------------------- laws 1, 2, 3, 5, 8, 13 on a block-causal network
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("last_block", ["fill", "cut"])
+def test_block_causal_sums_to_one(rule, last_block):
+    toy = BlockCausal(length=9)
+    toy.last_block = last_block
+    duel = Duel(toy, rule)
+    assert (duel.block, duel.grid) == (2, "row")
+    assert abs(total(duel, 4) - 1) < 1e-9
+    assert abs(total(duel, 3, context=(1,)) - 1) < 1e-9
+    assert abs(total(duel, 3, context=(1, 0), suffix=(2,)) - 1) < 1e-9
+    assert abs(total(duel, 3, context=(0,), tail=2) - 1) < 1e-9
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("block", [2, 3, 4])
+@pytest.mark.parametrize("last_block", ["fill", "cut"])
+def test_block_causal_lanes_equal_the_textbook_loop(rule, block, last_block, monkeypatch):
+    toy = BlockCausal(block, length=16, tokens=5)
+    toy.last_block = last_block
+    windows = [
+        Window((), (0, 1, 2, 3, 4, 0, 1)),
+        Window((3,), (4, 4, 2, 0, 1)),
+        Window((1, 2, 0), (2, 1, 3, 2, 1, 4, 4, 0, 1)),
+        Window((1, 2), (2, 1, 3, 3, 0, 4, 1, 0, 0), () if block > 2 else (4,)),
+    ]
+    for queries, batch_size in ((64, 1), (64, None), (block, 2), (2 * block, 1)):
+        monkeypatch.setattr(block_causal, "QUERIES", queries)
+        duel = Duel(toy, rule, batch_size=batch_size)
+        for window, s in zip(windows, duel.log_prob(windows), strict=True):
+            _, steps, nats, greedy, nfe = score(
+                lambda ids: toy.features(ids[None], None)[0],
+                toy.mask_id,
+                toy.excluded,
+                rules.parse(rule),
+                block,
+                window,
+                "row",
+                sees=last_block,
+            )
+            assert s.steps == steps
+            assert s.nats == pytest.approx(nats, abs=1e-9)
+            assert (s.is_greedy, s.nfe) == (greedy, nfe)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_block_causal_samples_are_scored_as_they_were_drawn(rule):
+    contexts = [(), (1,), (0, 2), (1, 1, 0)] * 3
+    for extra in ({}, {"tail": 2}):
+        duel = Duel(BlockCausal(length=12), rule)
+        wanted = [c for c in contexts if not extra or len(c) % 2 == 0]
+        drawn = duel.sample(wanted, 4, seed=3, **extra)
+        scored = duel.log_prob([Window(c, d.tokens, **extra) for c, d in zip(wanted, drawn, strict=True)])
+        for d, s in zip(drawn, scored, strict=True):
+            assert (d.steps, d.nfe, d.is_greedy) == (s.steps, s.nfe, s.is_greedy)
+            assert d.nats == pytest.approx(s.nats, abs=1e-9)
+    decoded = duel.decode([(1,)], 4)[0]
+    scored = duel.log_prob([Window((1,), s) for s in strings(3, 4)])
+    assert [s.is_greedy for s in scored] == [s == decoded.tokens for s in strings(3, 4)]
+
+
+def test_a_later_block_changes_nothing_before_it():
+    duel = Duel(BlockCausal(length=12), "greedy")
+    one, other = duel.log_prob([Window((1,), (2, 0, 1, 1, 2)), Window((1,), (2, 0, 1, 0, 0))])
+    assert one.steps[:3] == other.steps[:3] and one.nats[:3] == other.nats[:3]
+
+
+def test_block_causal_refusals():
+    toy = BlockCausal(length=12)
+    with pytest.raises(DuelError, match="trained on blocks of 2: .* block=4 would be another network"):
+        Duel(toy, "greedy", 4)
+    with pytest.raises(DuelError, match="counts its blocks from the row's first position"):
+        Duel(toy, "greedy", grid="target")
+    with pytest.raises(DuelError, match=r"given ids up to position 4, but its last target block ends at 3"):
+        Duel(toy, "greedy").log_prob([Window((1,), (2, 0, 1), (1,))])
 
 
 # ---------------------------------------------------------------- laws 11 to 14

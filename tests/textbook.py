@@ -74,8 +74,12 @@ def pick(rule, probs, hidden, step, previous, offset):
     raise NotImplementedError(name)
 
 
-def score(logits_of, mask_id, excluded, rule, block, window, grid="target", tie_when_blank=False):
-    """(log_prob, steps, nats, is_greedy, nfe) of one window; `logits_of(ids (L,)) -> (L, V)`."""
+def score(logits_of, mask_id, excluded, rule, block, window, grid="target", tie_when_blank=False, sees=None):
+    """(log_prob, steps, nats, is_greedy, nfe) of one window; `logits_of(ids (L,)) -> (L, V)`.
+
+    `sees`: None, the network is shown the whole row; "fill" or "cut", it is block-causal and shown the row up to the end
+    of the current block, which is filled up with masks or ends with the window.
+    """
     origin, target = len(window.context), len(window.target)
     row = [*window.context, *[mask_id] * (target + window.tail), *window.suffix]
     steps, nats, greedy, nfe = [None] * target, [None] * target, True, 0
@@ -85,9 +89,12 @@ def score(logits_of, mask_id, excluded, rule, block, window, grid="target", tie_
         step, previous = 0, []
         while any(row[p] == mask_id for p in cells):
             hidden = [p for p in cells if row[p] == mask_id]
-            logits = logits_of(torch.tensor(row))
+            shown = row if sees is None else row[: begin + block]
+            if sees == "fill":
+                shown = shown + [mask_id] * (begin + block - len(shown))
+            logits = logits_of(torch.tensor(shown))
             logits = logits.double().masked_fill(excluded.cpu(), -math.inf)
-            if tie_when_blank and all(token == mask_id for token in row):
+            if tie_when_blank and all(token == mask_id for token in shown):
                 logits = logits[hidden[0]].expand_as(logits)
             logs = logits.log_softmax(-1)
             probs = {p: logs[p].exp() for p in hidden}

@@ -113,3 +113,32 @@ class Small(Toy):
         if len(ids) > self.most:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return super().features(ids, real)
+
+
+class BlockCausal(Toy):
+    """A block-causal toy: a cell sees the blocks before its own, and its own. Its keys are ids, its values positions."""
+
+    attention = "block_causal"
+
+    def __init__(self, block=2, **options):
+        super().__init__(**options)
+        self.block = block
+
+    def stream(self, ids, positions, seen, past):
+        own = (ids[:, None, :, None], positions[:, None, :, None])
+        before = past[0] if past else [plane[:, :, :0] for plane in own]
+        keys, places = (torch.cat(both, 2)[:, 0, :, 0] for both in zip(before, own, strict=True))  # (N, K)
+        x = self.embed[places % len(self.embed), keys]  # (N, K, 6)
+        mix = self.mix[positions % len(self.mix)][
+            torch.arange(len(ids))[:, None, None],
+            torch.arange(ids.shape[1])[:, None],
+            (places % len(self.mix))[:, None],
+        ]  # (N, Q, K, 6, 6)
+        x = torch.tanh(torch.einsum("nkd,nqkde,nqk->nqe", x, mix, seen.to(x.dtype)))  # (N, Q, 6)
+        return torch.einsum("nqd,nqdv->nqv", x, self.out[positions % len(self.out)]), [own]  # (N, Q, V)
+
+    def features(self, ids, real):
+        """A whole row at once, for the textbook loop."""
+        position = torch.arange(ids.shape[1])
+        seen = position[:, None] // self.block >= position // self.block
+        return self.stream(ids, position[None].expand_as(ids), seen.expand(len(ids), -1, -1), None)[0]

@@ -1,4 +1,4 @@
-"""Train the bundled checkpoints: a masked diffusion model and its autoregressive twin (needs torch 2.9 for Muon).
+"""Train the bundled checkpoints: masked diffusion, block diffusion, autoregressive (needs torch 2.9 for Muon).
 
     python -m lm_eval_duel.demo.train --corpus sotu.jsonl.xz --objective mdm --out demo-mdm
 
@@ -7,6 +7,9 @@ Same tokenizer, same number of parameters, same rows in the same order; only the
 * `mdm`: ModernBERT. t ~ U(0, 1) stratified over the batch, each token masked with probability t,
   loss = (1/t) * cross entropy at masked cells, divided by all cells (Sahoo et al. 2024, eq. 10).
 * `ar`: ModernBERT decoder, next-token cross entropy after one <|endoftext|>.
+* `bd`: our DiT, block-causal with blocks of 4 (Arriola et al. 2025): the row with masked cells and the clean row side by
+  side, under the mask of block diffusion; in each block l ~ U{1..4} cells are masked, loss = 4/l * cross entropy at
+  masked cells. The row begins with one <|endoftext|>, which is never masked.
 
 Killed and started again with the same arguments, it goes on from the last state in `--out`.
 """
@@ -26,6 +29,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from tqdm import tqdm
 from transformers import (
     ModernBertConfig,
@@ -35,7 +39,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from lm_eval_duel.denoisers.dit import DiT, DiTConfig
+
 ROW = 128  # tokens in a full training row, and the longest row of the model
+BLOCK = 4  # of block diffusion; its longest row has one more block, for <|endoftext|>
 ROPE_THETA = 10_000.0
 PAD, END, MASK = "<|pad|>", "<|endoftext|>", "<|mask|>"
 SENTENCE_START = re.compile(r"(?<=[.!?] )(?=[A-Z])")
@@ -131,6 +138,8 @@ def build(
     objective: str, tokenizer: PreTrainedTokenizerFast, hidden: int, layers: int, dropout: float
 ) -> torch.nn.Module:
     """The network: every layer sees the whole row (no local attention)."""
+    if objective == "bd":
+        return build_dit(len(tokenizer), hidden, layers)
     config_class, model_class = {
         "mdm": (ModernBertConfig, ModernBertForMaskedLM),
         "ar": (ModernBertDecoderConfig, ModernBertDecoderForCausalLM),
@@ -157,6 +166,18 @@ def build(
     return model_class(config)
 
 
+def build_dit(vocab_size: int, width: int, layers: int) -> DiT:
+    """The network of block diffusion, begun as its authors begin it: gates and head at zero."""
+    network = DiT(DiTConfig(vocab_size, width, layers, heads=4, condition=16))
+    torch.nn.init.normal_(network.vocab_embed.embedding, std=0.02)
+    for layer in [*(block.adaLN_modulation for block in network.blocks), network.output_layer.adaLN_modulation]:
+        torch.nn.init.zeros_(layer.weight)
+        torch.nn.init.zeros_(layer.bias)
+    torch.nn.init.zeros_(network.output_layer.linear.weight)
+    torch.nn.init.zeros_(network.output_layer.linear.bias)
+    return network
+
+
 def mdm_loss(
     model: torch.nn.Module, ids: torch.Tensor, mask_id: int, generator: torch.Generator, eps: float = 1e-3
 ) -> torch.Tensor:
@@ -177,6 +198,43 @@ def ar_loss(model: torch.nn.Module, ids: torch.Tensor, end_id: int) -> torch.Ten
     return F.cross_entropy(model(input_ids=shifted).logits.float().flatten(0, 1), ids.flatten())
 
 
+def bd_loss(
+    model: DiT, ids: torch.Tensor, mask_id: int, end_id: int, generator: torch.Generator, block: int = BLOCK
+) -> torch.Tensor:
+    """The negative ELBO of block diffusion in nats per token, one draw a block.
+
+    The noisy row and the clean row are one input: a noisy cell sees its own block of the noisy row and the earlier
+    blocks of the clean row, a clean cell sees the clean row up to its own block's end. A short last block is filled up
+    with [MASK]s that have no loss.
+    """
+    rows = F.pad(ids, (1, 0), value=end_id)  # (B, L)
+    short = -rows.shape[1] % block
+    rows = F.pad(rows, (0, short), value=mask_id)  # (B, L)
+    count, length = rows.shape
+    blocks = length // block
+
+    draws = torch.randperm(count * blocks, generator=generator) % block + 1  # (B * L / block,) each l equally often
+    rank = torch.rand(count * blocks, block, generator=generator).argsort(1).argsort(1)  # (B * L / block, block)
+    hidden = (rank < draws[:, None]).view(count, length)  # (B, L)
+    weight = (block / draws)[:, None].expand(-1, block).reshape(count, length)  # (B, L)
+    scored = torch.ones_like(hidden)
+    scored[:, 0] = False
+    scored[:, length - short :] = False
+    noisy = rows.masked_fill(hidden & scored, mask_id)  # (B, L)
+
+    index = torch.arange(length) // block  # (L,)
+    same, before = index[:, None] == index, index[:, None] > index  # (L, L) query, key
+    mask = torch.cat([torch.cat([same, before], 1), torch.cat([torch.zeros_like(same), same | before], 1)])  # (2L, 2L)
+    positions = torch.arange(length).repeat(2)[None]  # (1, 2L)
+    both = torch.cat([noisy, rows], 1)  # (B, 2L)
+    features, _ = model(both, torch.zeros(count), mask[None, None], positions=positions)  # (B, 2L, D)
+
+    hidden &= scored
+    logits = model.output_layer.linear(features[:, :length][hidden]).float()  # (C, V)
+    logits[:, mask_id] = -torch.inf
+    return (F.cross_entropy(logits, rows[hidden], reduction="none") * weight[hidden]).sum() / scored.sum()
+
+
 def learning_rate(step: int, steps: int, warmup: int = 200, decay: float = 0.3) -> float:
     """The share of the peak rate: linear up, constant, linear to zero over the last `decay` of the steps."""
     return min(1.0, (step + 1) / warmup, (steps - step) / (decay * steps))
@@ -184,7 +242,11 @@ def learning_rate(step: int, steps: int, warmup: int = 200, decay: float = 0.3) 
 
 def optimizers(model: torch.nn.Module, lr: float) -> list[torch.optim.Optimizer]:
     """Muon for the matrices inside the layers, AdamW for embeddings, norms, biases."""
-    layers = [p for name, p in model.named_parameters() if "layers." in name and p.ndim == 2]
+    layers = [
+        p
+        for name, p in model.named_parameters()
+        if ("layers." in name or "blocks." in name) and p.ndim == 2 and "adaLN" not in name
+    ]
     inside = {id(p) for p in layers}
     rest = [p for p in model.parameters() if id(p) not in inside]
     return [
@@ -204,8 +266,32 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
 
 
 def save_checkpoint(model: torch.nn.Module, out: Path, dtype: str) -> None:
-    """The checkpoint as transformers 4.57 and 5 both read it."""
-    model.to(getattr(torch, dtype)).save_pretrained(out)
+    """The checkpoint as transformers 4.57 and 5 both read it, or in the layout of BD3-LM's authors."""
+    model.to(getattr(torch, dtype))
+    if isinstance(model, DiT):
+        weights = {f"backbone.{key}": value for key, value in model.state_dict().items()}
+        save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+        config = {
+            "architectures": ["BD3LM"],
+            "model_type": "bd3lm",
+            "adaln": True,
+            "attn_backend": "sdpa",
+            "block_size": BLOCK,
+            "causal": False,
+            "cond_dim": model.config.condition,
+            "cross_attn": True,
+            "dropout": 0.0,
+            "hidden_dim": model.config.width,
+            "model_length": ROW + BLOCK,
+            "n_blocks": model.config.layers,
+            "n_heads": model.config.heads,
+            "time_conditioning": False,
+            "var_min": False,
+            "vocab_size": model.config.vocab_size,
+        }
+        (out / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        return
+    model.save_pretrained(out)
     config = json.loads((out / "config.json").read_text())
     config |= {"global_rope_theta": ROPE_THETA, "local_rope_theta": ROPE_THETA}  # the names of 4.57
     (out / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
@@ -258,6 +344,8 @@ def train(args: argparse.Namespace) -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=args.bf16):
             if args.objective == "mdm":
                 loss = mdm_loss(model, ids, tokenizer.mask_token_id, generator)
+            elif args.objective == "bd":
+                loss = bd_loss(model, ids, tokenizer.mask_token_id, tokenizer.bos_token_id, generator)
             else:
                 loss = ar_loss(model, ids, tokenizer.bos_token_id)
         loss.backward()
@@ -294,12 +382,12 @@ def train(args: argparse.Namespace) -> None:
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m lm_eval_duel.demo.train",
-        description="Train demo-mdm or demo-ar on a JSONL corpus with `year` and `text`; resumes from --out.",
+        description="Train demo-mdm, demo-bd or demo-ar on a JSONL corpus with `year` and `text`; resumes from --out.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     p.add_argument("--corpus", required=True, help="JSONL or JSONL.xz, one address a line")
     p.add_argument("--last-year", type=int, default=2000, help="later addresses are held out")
-    p.add_argument("--objective", choices=["mdm", "ar"], required=True)
+    p.add_argument("--objective", choices=["mdm", "ar", "bd"], required=True)
     p.add_argument("--out", required=True, help="folder for checkpoint, tokenizer and resumable state")
     p.add_argument("--tokenizer", help="folder of a tokenizer to share (trained on the corpus when absent)")
     p.add_argument("--vocab", type=int, default=2048, help="entries of a newly trained tokenizer")

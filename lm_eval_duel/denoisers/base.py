@@ -1,215 +1,30 @@
-"""The denoiser: a network as a function from lanes to predictions, and what every rule may ask of predictions.
-
-Every quirk of a checkpoint stays behind `Denoiser`; past `Predictions` there are clean distributions: log-softmax in
-float32 or better over the true vocabulary, with [MASK] and padding columns at probability zero.
+"""The denoiser: a network as a function from lanes to predictions. Every quirk of a checkpoint stays behind it.
 
 Shapes: N windows, L row length, R lanes, W block width, C hidden cells, U cells the head is run at, D features,
-V tokens.
+V tokens, Q queries, K keys, H heads.
 """
 
 from __future__ import annotations
 
 import abc
-import math
-from collections.abc import Callable, Iterator
-from functools import cached_property
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
-from lm_eval_duel.errors import DuelError, NotFinite
+from lm_eval_duel.denoisers.predictions import Predictions
 from lm_eval_duel.lanes import Lanes, Rows
 
-HEAD_VALUES = 1 << 26  # logits held at once: 256 MiB of float32
-
-
-class Predictions:
-    """The distributions at the hidden cells of `lanes`, as the statistics that rules and scoring ask for.
-
-    Each statistic is (R, W), NaN (or -1 for ids) where nothing is hidden. The head runs in chunks of at most
-    `HEAD_VALUES` logits; when one chunk holds them all it is kept, else it is run again at the cells asked for.
-    """
-
-    def __init__(
-        self,
-        hidden: torch.Tensor,
-        blank: torch.Tensor,
-        features: torch.Tensor,
-        cell: torch.Tensor,
-        head: Callable[[torch.Tensor], torch.Tensor],
-        excluded: torch.Tensor,
-    ):
-        self.hidden = hidden  # (R, W) bool
-        self.blank = blank  # (R,) bool: the row shows nothing, so all its cells share one distribution
-        self._features = features  # (U, D)
-        self._cell = cell  # (C,) the feature row of each hidden cell, in the order of hidden.nonzero()
-        self._head = head
-        self._excluded = excluded  # (V,) bool: [MASK] and padding columns
-        self._kept: torch.Tensor | None = None
-
-    # ------------------------------------------------------------ statistics
-
-    @cached_property
-    def confidence(self) -> torch.Tensor:
-        """log P1 - log(1 - P1), P1 the top token's probability: monotone in P1 and never saturated, (R, W)."""
-        return self._plane(self._top.confidence)
-
-    @cached_property
-    def log_margin(self) -> torch.Tensor:
-        """log P1 - log P2, (R, W)."""
-        return self._plane(self._top.log_margin)
-
-    @cached_property
-    def margin(self) -> torch.Tensor:
-        """P1 - P2, without cancellation, float64 (R, W)."""
-        p1 = self._top.confidence.double().sigmoid()  # (U,)
-        return self._plane(p1 * -torch.expm1(-self._top.log_margin.double()))
-
-    @cached_property
-    def argmax(self) -> torch.Tensor:
-        """The most probable token, the lowest id of equals, (R, W)."""
-        return self._plane(self._top.token)
-
-    @cached_property
-    def entropy(self) -> torch.Tensor:
-        """The entropy in nats, (R, W)."""
-        parts = []
-        for at, logits in self._chunks():
-            log_p = self._log_p(logits, at)  # (u, V)
-            parts.append(torch.where(log_p > -math.inf, -log_p * log_p.exp(), 0.0).sum(1))  # (u,)
-        return self._plane(torch.cat(parts))
-
-    # ------------------------------------------------------------ whole distributions
-
-    def log_prob(self, tokens: torch.Tensor) -> torch.Tensor:
-        """log p of `tokens` (R, W) in nats, float64 (R, W); NaN where a token is -1 or nothing is hidden."""
-        wanted = self.hidden & (tokens >= 0)  # (R, W)
-        cell = self._cell[wanted[self.hidden]]  # (c,)
-        values = torch.cat(
-            [
-                logits.gather(1, ids[:, None])[:, 0].double() - self._top.logit[at].double()
-                for at, ids, logits in self._logits_at(cell, tokens[wanted])
-            ]
-        )  # (c,) how far below the top token
-        # log P1 = -softplus(-confidence), exact also where P1 is close to 1
-        values = values - F.softplus(-self._top.confidence[cell].double())
-        return torch.full(self.hidden.shape, math.nan, dtype=torch.float64, device=values.device).masked_scatter(
-            wanted, values
-        )
-
-    def draw(self, u: torch.Tensor) -> torch.Tensor:
-        """The smallest id whose cumulative probability exceeds `u` (R, W) times the last one; -1 where u is NaN."""
-        wanted = self.hidden & ~u.isnan()  # (R, W)
-        cell = self._cell[wanted[self.hidden]]  # (c,)
-        drawn = []
-        for _, level, logits in self._logits_at(cell, u[wanted]):
-            cumulative = logits.double().softmax(1).cumsum(1)  # (c, V)
-            total = cumulative[:, -1:].contiguous()  # (c, 1)
-            above = torch.searchsorted(cumulative, level[:, None] * total, right=True)  # (c, 1)
-            last = torch.searchsorted(cumulative, total)  # (c, 1) the product may round up to the total
-            drawn.append(above.minimum(last)[:, 0])
-        return torch.full_like(self.hidden, -1, dtype=torch.int64).masked_scatter(wanted, torch.cat(drawn))
-
-    def dense(self) -> torch.Tensor:
-        """All log-probabilities (C, V), in the order of `hidden.nonzero()`."""
-        return torch.cat([self._log_p(logits, at) for at, logits in self._chunks()])[self._cell]
-
-    # ------------------------------------------------------------ the head
-
-    class _Top(NamedTuple):
-        token: torch.Tensor  # (U,)
-        logit: torch.Tensor  # (U,)
-        confidence: torch.Tensor  # (U,)
-        log_margin: torch.Tensor  # (U,)
-
-    @cached_property
-    def _top(self) -> _Top:
-        parts = []
-        for at, logits in self._chunks():
-            token = logits.argmax(1, keepdim=True)  # (u, 1) the first of equals
-            first = logits.gather(1, token)  # (u, 1)
-            self._require(first[:, 0].isfinite(), at.start)
-            logits.scatter_(1, token, -math.inf)
-            second = logits.amax(1)  # (u,)
-            others = logits.logsumexp(1)  # (u,)
-            logits.scatter_(1, token, first)
-            parts.append((token[:, 0], first[:, 0], first[:, 0] - others, first[:, 0] - second))
-        top = self._Top(*(torch.cat(part) for part in zip(*parts, strict=True)))
-        self._require(~top.confidence.isnan(), 0)
-        return top
-
-    def _require(self, good: torch.Tensor, begin: int) -> None:
-        """Raise NotFinite for the lane of the first feature row from `begin` on that is not good."""
-        if not good.all():
-            cell = (self._cell == begin + int((~good).nonzero()[0])).nonzero()[0]
-            lane = int(self.hidden.nonzero()[cell, 0])
-            raise NotFinite("The network returned NaN or infinite logits.", lane=lane)
-
-    def _clean(self, features: torch.Tensor) -> torch.Tensor:
-        """Logits (u, V) in float32 or better, -inf at excluded columns."""
-        logits = self._head(features)
-        if logits.dtype != torch.float64:
-            logits = logits.float()
-        return logits.masked_fill(self._excluded, -math.inf)
-
-    @property
-    def _chunk(self) -> int:
-        return max(1, HEAD_VALUES // len(self._excluded))
-
-    def _chunks(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """The logits of all U feature rows, chunk by chunk; a single chunk is kept."""
-        count = len(self._features)
-        if self._kept is not None:
-            yield slice(0, count), self._kept
-            return
-        for begin in range(0, count, self._chunk):
-            logits = self._clean(self._features[begin : begin + self._chunk])
-            if count <= self._chunk:
-                self._kept = logits
-            yield slice(begin, begin + self._chunk), logits
-
-    def _logits_at(
-        self, cell: torch.Tensor, extra: torch.Tensor
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """(feature rows, values of `extra`, logits) at the feature rows `cell` (c,), in chunks; at least one."""
-        for begin in range(0, max(1, len(cell)), self._chunk):
-            part = slice(begin, begin + self._chunk)
-            at = cell[part]
-            logits = self._kept[at] if self._kept is not None else self._clean(self._features[at])
-            yield at, extra[part], logits
-
-    def _log_p(self, logits: torch.Tensor, at: slice) -> torch.Tensor:
-        """Log-probabilities (u, V) of the feature rows `at`, exact near 1 too: log P1 = -softplus(-confidence)."""
-        below = logits - self._top.logit[at, None]  # (u, V)
-        return below - F.softplus(-self._top.confidence[at, None])
-
-    def _plane(self, values: torch.Tensor) -> torch.Tensor:
-        """(U,) per feature row -> (R, W) per cell."""
-        fill = math.nan if values.is_floating_point() else -1
-        plane = torch.full(self.hidden.shape, fill, dtype=values.dtype, device=values.device)
-        return plane.masked_scatter(self.hidden, values[self._cell])
-
-
-def excluded_columns(tokens: set[int], mask_id: int, vocab_size: int, path: str, device: torch.device) -> torch.Tensor:
-    """The columns that are no token of the vocabulary, [MASK] among them, (V,) bool.
-
-    Raises DuelError where the tokenizer has an id that the network of `path` does not predict.
-    """
-    known = sorted(tokens - {mask_id})
-    if known[-1] >= vocab_size:
-        raise DuelError(
-            f"The tokenizer has ids up to {known[-1]} but {path} predicts {vocab_size}: "
-            "they do not belong together; pass tokenizer=<the right one>."
-        )
-    excluded = torch.ones(vocab_size, dtype=torch.bool, device=device)  # (V,)
-    excluded[known] = False
-    return excluded
+KeysValues = tuple[torch.Tensor, torch.Tensor]  # of one layer, (N, H, K, D / H) each
 
 
 class Denoiser(abc.ABC):
-    """A network as a function from rows of ids to features, and from features to logits."""
+    """A network as a function from rows of ids to features, and from features to logits.
 
+    A bidirectional or causal network has `features`; a block-causal one has `stream`.
+    """
+
+    family: str = "own"
     mask_id: int | None  # None for a causal network
     vocab_size: int  # columns of the logits, V
     max_length: int  # positions in a row
@@ -217,7 +32,9 @@ class Denoiser(abc.ABC):
     attention: str = "bidirectional"  # or "block_causal", "causal"
     block: int | None = None  # the trained block
     published_block: int | None = None  # the block of the published results, for block=auto
+    last_block: str = "fill"  # a short last block of a block-causal network is shown filled with [MASK], or "cut"
     shift: int = 0  # the logits for position i stand at i - shift, which must show a token
+    bos: str = "auto"  # the framing that is right for the family; "auto": as the tokenizer frames a text
     splits_head: bool = True  # the head runs at hidden cells only; else at every position of a row
     honours_padding: bool = False  # an attention mask keeps padding unseen
     relative_positions: bool = False  # a row of masks only has one distribution everywhere
@@ -227,16 +44,29 @@ class Denoiser(abc.ABC):
     def excluded(self) -> torch.Tensor:
         """Columns that are not tokens, [MASK] and padding of the embedding, (V,) bool."""
 
-    @abc.abstractmethod
     def features(self, ids: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
         """The input of the LM head (R, L, D) for rows of ids (R, L); `real` (R, L) is False at padding."""
+        raise NotImplementedError(f"{type(self).__name__} is {self.attention}: it has no features of whole rows.")
+
+    def stream(
+        self, ids: torch.Tensor, positions: torch.Tensor, seen: torch.Tensor, past: list[KeysValues] | None
+    ) -> tuple[torch.Tensor, list[KeysValues]]:
+        """The input of the LM head (N, Q, D) for ids (N, Q) at `positions` (N, Q), and their keys and values.
+
+        `seen` (N, Q, K + Q): which of the K keys of `past` and of the call's own each query attends to.
+        """
+        raise NotImplementedError(f"{type(self).__name__} is {self.attention}: it has no blocks.")
 
     @abc.abstractmethod
     def head(self, features: torch.Tensor) -> torch.Tensor:
         """Logits (U, V) of feature rows (U, D)."""
 
-    def open(self, rows: Rows) -> View:
-        """A view on one group of windows."""
+    def open(self, rows: Rows, generating: bool = False) -> View:
+        """A view on one group of windows, to score or to generate."""
+        if self.attention == "block_causal":
+            from lm_eval_duel.denoisers.block_causal import BlockCausalView
+
+            return BlockCausalView(self, rows, generating)
         return View(self, rows)
 
     def describe(self) -> dict[str, object]:
@@ -244,8 +74,24 @@ class Denoiser(abc.ABC):
         return {"denoiser": type(self).__name__}
 
 
+class Cells(NamedTuple):
+    """The input of the LM head at hidden cells, equal ones once."""
+
+    features: torch.Tensor  # (U, D)
+    index: torch.Tensor  # (C,) the feature row of each hidden cell, in the order of hidden.nonzero()
+    blank: torch.Tensor  # (R,) bool: the row shows nothing, so all its cells share one distribution
+
+    @classmethod
+    def of(cls, lanes: Lanes, blank: torch.Tensor, at: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Cells:
+        """The cells of lanes, `at(lane, cell)` (C,) -> (C, D); a blank lane is evaluated at its first cell only."""
+        lane, cell = lanes.hidden.nonzero().unbind(1)  # (C,)
+        first = lanes.hidden & (lanes.hidden.cumsum(1) == 1)  # (R, W)
+        unique = (first | ~blank[:, None])[lanes.hidden]  # (C,)
+        return cls(at(lane[unique], cell[unique]), unique.cumsum(0) - 1, blank)
+
+
 class View:
-    """A bidirectional denoiser opened on a group of rows: lanes in, predictions out.
+    """A bidirectional (or causal) denoiser opened on a group of rows: lanes in, predictions out.
 
     A lane sees context, the target left of its block, the block as revealed so far, [MASK] up to the end of target
     and tail, and the suffix. Rows may hold the truth: nothing right of a lane's block start is read from them.
@@ -267,17 +113,22 @@ class View:
         self.rows.ids[rows[inside], lanes.columns[inside]] = lanes.tokens[inside]
 
     def __call__(self, lanes: Lanes) -> Predictions:
+        features, index, blank = self.cells(lanes)
+        return Predictions(lanes.hidden, blank, features, index, self.denoiser.head, self.denoiser.excluded)
+
+    def cells(self, lanes: Lanes) -> Cells:
+        """The input of the LM head at the hidden cells of `lanes`."""
         ids, shown, real = self._input(lanes)  # (R, L) each
         self.forwards += 1
         self.evaluated += len(lanes)
-        features = self.denoiser.features(ids, None if real.all() else real)  # (R, L, D)
+        features = self._features(lanes, ids, shown, None if real.all() else real)  # (R, L, D)
+        blank = ~shown.any(1) & self.denoiser.relative_positions  # (R,)
+        return Cells.of(lanes, blank, lambda lane, cell: features[lane, lanes.start[lane] + cell - self.denoiser.shift])
 
-        lane, cell = lanes.hidden.nonzero().unbind(1)  # (C,)
-        blank = ~shown.any(1) if self.denoiser.relative_positions else torch.zeros_like(lanes.step, dtype=torch.bool)
-        first = lanes.hidden & (lanes.hidden.cumsum(1) == 1)  # (R, W)
-        unique = (first | ~blank[:, None])[lanes.hidden]  # (C,) a blank lane is evaluated at its first cell only
-        at = features[lane[unique], (lanes.start[lane] + cell - self.denoiser.shift)[unique]]  # (U, D)
-        return Predictions(lanes.hidden, blank, at, unique.cumsum(0) - 1, self.denoiser.head, self.denoiser.excluded)
+    def _features(
+        self, lanes: Lanes, ids: torch.Tensor, shown: torch.Tensor, real: torch.Tensor | None
+    ) -> torch.Tensor:
+        return self.denoiser.features(ids, real)
 
     def _input(self, lanes: Lanes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Ids as the network gets them, which cells show a token, which are not padding; (R, L) each."""

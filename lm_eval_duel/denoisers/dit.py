@@ -19,9 +19,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from lm_eval_duel import fingerprint
-from lm_eval_duel.denoisers.base import Denoiser, excluded_columns
+from lm_eval_duel.denoisers.base import Denoiser
+from lm_eval_duel.denoisers.predictions import excluded_columns
 
 FREQUENCIES = 256  # of the time embedding
+
+KeysValues = tuple[torch.Tensor, torch.Tensor]  # of one layer, (R, H, L, head) each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,11 +40,11 @@ class DiTConfig:
     time: bool = False  # the time condition is the noise level; else it is that of level 0
 
 
-def rotary(length: int, head: int, device: torch.device, base: float = 10_000.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of the rotation at positions 0..length-1, (L, head) each."""
-    frequency = base ** -(torch.arange(0, head, 2, device=device, dtype=torch.float32) / head)  # (head / 2,)
-    angle = torch.arange(length, device=device, dtype=torch.float32)[:, None] * frequency  # (L, head / 2)
-    angle = torch.cat([angle, angle], dim=1)  # (L, head)
+def rotary(positions: torch.Tensor, head: int, base: float = 10_000.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin of the rotation at `positions` (R, L), (R, 1, L, head) each."""
+    frequency = base ** -(torch.arange(0, head, 2, device=positions.device, dtype=torch.float32) / head)  # (head / 2,)
+    angle = positions[:, None, :, None].float() * frequency  # (R, 1, L, head / 2)
+    angle = torch.cat([angle, angle], dim=3)  # (R, 1, L, head)
     return angle.cos(), angle.sin()
 
 
@@ -116,12 +119,14 @@ class Block(nn.Module):
         sin: torch.Tensor,
         mask: torch.Tensor | None,
         causal: bool,
-    ) -> torch.Tensor:
+        past: KeysValues | None,
+    ) -> tuple[torch.Tensor, KeysValues]:
         shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = self.modulations(condition)
-        q, k, v = self.project(modulate(self.norm1(x), shift, scale), cos, sin)
+        q, *own = self.project(modulate(self.norm1(x), shift, scale), cos, sin)
+        k, v = own if past is None else (torch.cat(both, dim=2) for both in zip(past, own, strict=True))
         seen = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)  # (R, H, L, head)
         x = x + gate * self.attn_out(seen.transpose(1, 2).flatten(2))
-        return x + gate_mlp * self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp))
+        return x + gate_mlp * self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp)), tuple(own)
 
 
 class Output(nn.Module):
@@ -168,15 +173,30 @@ class DiT(nn.Module):
         return self.sigma_map(sigma if self.config.time else torch.zeros_like(sigma))
 
     def forward(
-        self, ids: torch.Tensor, sigma: torch.Tensor, mask: torch.Tensor | None = None, causal: bool = False
-    ) -> torch.Tensor:
-        """The input of the head (R, L, D) for ids (R, L) at noise levels (R,); `mask` (R, 1, 1, L) True where seen."""
+        self,
+        ids: torch.Tensor,
+        sigma: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        causal: bool = False,
+        positions: torch.Tensor | None = None,
+        past: list[KeysValues] | None = None,
+    ) -> tuple[torch.Tensor, list[KeysValues]]:
+        """The input of the head (R, L, D) for ids (R, L) at noise levels (R,), and every layer's keys and values.
+
+        `mask` (R or 1, 1, L or 1, K): True where seen, K keys. `positions` (R, L): 0..L-1 unless given. `past`: keys
+        and values of each layer that stand before this call's own.
+        """
+        if positions is None:
+            positions = torch.arange(ids.shape[1], device=ids.device)[None]  # (1, L)
         condition = self.condition(sigma)
-        cos, sin = rotary(ids.shape[1], self.config.width // self.config.heads, ids.device)
+        cos, sin = rotary(positions, self.config.width // self.config.heads)
         x = F.embedding(ids, self.vocab_embed.embedding)  # (R, L, D)
-        for block in self.blocks:
-            x = block(x, condition, cos.to(x.dtype), sin.to(x.dtype), mask, causal)
-        return self.output_layer.features(x, condition)
+        found = []
+        for n, block in enumerate(self.blocks):
+            before = None if past is None else past[n]
+            x, own = block(x, condition, cos.to(x.dtype), sin.to(x.dtype), mask, causal, before)
+            found.append(own)
+        return self.output_layer.features(x, condition), found
 
 
 class DiTDenoiser(Denoiser):
@@ -215,7 +235,7 @@ class DiTDenoiser(Denoiser):
             share = ((ids == self.mask_id) & seen).sum(1) / seen.sum(1)  # (R,) no given token is the mask: checked
             sigma = -torch.log1p(-share.clamp(*self.clamp))  # (R,)
         mask = None if real is None or self.attention == "causal" else real[:, None, None]  # (R, 1, 1, L)
-        return self.network(ids, sigma, mask, causal=self.attention == "causal")
+        return self.network(ids, sigma, mask, causal=self.attention == "causal")[0]
 
     @torch.inference_mode()
     def head(self, features: torch.Tensor) -> torch.Tensor:

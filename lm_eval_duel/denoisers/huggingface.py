@@ -24,7 +24,8 @@ from transformers import (
 )
 
 from lm_eval_duel import fingerprint
-from lm_eval_duel.denoisers.base import Denoiser, excluded_columns
+from lm_eval_duel.denoisers.base import Denoiser
+from lm_eval_duel.denoisers.predictions import excluded_columns
 from lm_eval_duel.denoisers.hub import load_tokenizer, pick_dtype, row_length, unreadable
 from lm_eval_duel.errors import DuelError
 
