@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lm_eval_duel._autoload import register
 from lm_eval_duel.demo import NAMES, resolve
+from lm_eval_duel.errors import DuelError
 
 PACKAGE = Path(__file__).resolve().parent
 
@@ -51,6 +52,18 @@ def where(name: str) -> str:
     return task_folder() if name == "tasks" else resolve(name)
 
 
+def inspect(name: str, model_args: str) -> str:
+    """What a checkpoint is taken for, as a table."""
+    from lm_eval.utils import setup_logging, simple_parse_args_string
+
+    from lm_eval_duel.inspection import inspect as found
+
+    setup_logging()
+    lines = found(name, simple_parse_args_string(model_args))
+    wide = max(len(word) for word, _ in lines)
+    return "\n".join(f"{word:{wide}}  {value}" for word, value in lines)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of `lm-eval-duel`."""
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -66,10 +79,19 @@ def main(arguments: list[str] | None = None) -> None:
     )
     path = commands.add_parser("where", help="print the absolute path of the tasks or of a bundled checkpoint")
     path.add_argument("name", choices=["tasks", *NAMES])
+    guess = commands.add_parser(
+        "inspect", help="print what a checkpoint is taken for (family, mask, block, framing ...) and score one text"
+    )
+    guess.add_argument("name", help="a folder, a hub name or a bundled name")
+    guess.add_argument("--model_args", default="", help="as for lm_eval, to override a guess: block=8,bos=none,...")
     if arguments[:1] == ["run"]:
         run(arguments[1:])
         return
-    print(where(parser.parse_args(arguments).name))
+    parsed = parser.parse_args(arguments)
+    try:
+        print(where(parsed.name) if parsed.command == "where" else inspect(parsed.name, parsed.model_args))
+    except DuelError as error:
+        sys.exit(f"lm-eval-duel: {error}")
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def _problem(denoiser: Denoiser, block: int | None, grid: str, window: Window, i
             "cut it (lm_eval_duel.windows.independent) or shorten the context."
         )
     if window.target and len(window.context) < denoiser.shift:
-        return "needs a given first token: this network predicts a token from the one before."
+        return "needs a given first token: this network predicts a token from the one before. Use bos=given."
     if ids and not (min(ids) >= 0 and max(ids) < denoiser.vocab_size):
         wrong = next(token for token in ids if not 0 <= token < denoiser.vocab_size)
         return f"holds id {wrong}; the network's ids are 0 to {denoiser.vocab_size - 1}."

@@ -57,20 +57,11 @@ class DuelMDM(Ranked):
             )
         self.tokenizer = denoisers.load_tokenizer(vars(options))
         self.denoiser = denoisers.load(
-            options.pretrained or BUNDLED,
-            device=device,
-            dtype=options.dtype,
-            revision=options.revision,
-            trust_remote_code=options.trust_remote_code,
-            mask_token_id=options.mask_token_id,
-            max_length=options.max_length,
-            tokenizer=self.tokenizer,
+            options.pretrained or BUNDLED, device=device, tokenizer=self.tokenizer, **options.network
         )
         self._device = self.denoiser.device
         self.duel = Duel(self.denoiser, options.rule, options.block, options.grid, options.rows, options.max_batch_size)
-        self.prefix, self.suffix = framing(self.tokenizer)
-        if self.denoiser.shift and not self.prefix:  # a token is predicted from the one before: the first needs one
-            self.prefix = [self.prefix_token_id]
+        self.bos, self.prefix, self.suffix = self._framing()
         self.cut_contexts = self.merged_borders = 0
         if self.rank == 0:
             log.info("law %s: %s", self.fingerprint, ", ".join(f"{key}={value}" for key, value in self.law.items()))
@@ -89,7 +80,7 @@ class DuelMDM(Ranked):
             "estimator": "duel",
             "windows": self.options.windows,
             "max_length": self.denoiser.max_length,
-            "framing": f"{self.prefix} text {self.suffix}",
+            "framing": f"{self.prefix} text {self.suffix}, bos={self.bos}",
             "tokenizer": _tokenizer_hash(self.tokenizer),
             "version": LAW_VERSION,
         }
@@ -134,6 +125,25 @@ class DuelMDM(Ranked):
         super().set_cache_hook(cache_hook)
 
     # ------------------------------------------------------------ text
+
+    def _framing(self) -> tuple[str, list[int], list[int]]:
+        """The convention of framing, and the ids before and after a text.
+
+        A masked LM has its tokenizer's ([CLS] text [SEP]); any other network one BOS, where its family has one.
+        """
+        prefix, suffix = framing(self.tokenizer)
+        suffix = suffix if self.denoiser.closes else []
+        bos = self.denoiser.bos
+        if bos == "auto":
+            bos = "given" if prefix or suffix else "none"
+        if bos == "none":
+            return bos, [], []
+        if not (prefix or suffix):
+            start = self.tokenizer.bos_token_id if self.tokenizer.bos_token_id is not None else self.eot_token_id
+            if start is None:
+                raise DuelError(f"bos={bos} needs a BOS (or EOS) token and this tokenizer has none; use bos=none.")
+            prefix = [start]
+        return bos, prefix, suffix
 
     @property
     def eot_token_id(self) -> int | None:
@@ -191,6 +201,11 @@ class DuelMDM(Ranked):
         An empty context leaves the framing tokens alone in view; an empty continuation is (0.0, True). A context too
         long for the row is cut from the left, a continuation too long is an error.
         """
+        if self.bos in ("scored", "official"):
+            raise DuelError(
+                f"bos={self.bos} scores the row from its first position on, so it has no place for a context: use it for "
+                "whole texts (loglikelihood_rolling), and bos=given or none for tasks with a context."
+            )
         windows, cut, merged = [], 0, self.merged_borders
         for request in requests:
             with _naming(request):
@@ -245,13 +260,19 @@ class DuelMDM(Ranked):
     def _document(self, ids: list[int]) -> list[Window]:
         """A text's windows, by the `windows` option."""
         if self.options.windows == "independent":
-            return independent(ids, self.max_length, self.prefix, self.suffix)
+            windows = independent(ids, self.max_length, self.prefix, self.suffix, self.bos)
+            return [self._without_unseen(window) for window in windows]
         start = self.prefix[-1] if self.prefix else self.prefix_token_id
         if start is None:
             raise DuelError("windows=harness starts with a prefix token and this tokenizer has none; use independent.")
         capacity = target_capacity(self.max_length, [start], self.suffix)
         pairs = map(make_disjoint_window, get_rolling_token_windows(ids, start, capacity, context_len=1))
         return [Window(tuple(context), tuple(target), tuple(self.suffix)) for context, target in pairs]
+
+    def _without_unseen(self, window: Window) -> Window:
+        """A window without the suffix that no block of a block-causal network sees (after the last block's border)."""
+        unseen = self.denoiser.attention == "block_causal" and len(window.target) % self.duel.block == 0
+        return dataclasses.replace(window, suffix=()) if window.suffix and not window.context and unseen else window
 
     def _score(
         self,
@@ -314,7 +335,7 @@ def _both(parts: list[Scored]) -> tuple[float, bool]:
 
 
 def framing(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The ids that a tokenizer puts before and after a text, such as [CLS] and [SEP]: given, never scored."""
+    """The ids that a tokenizer puts before and after a text, such as [CLS] and [SEP]."""
     plain = tokenizer("a", add_special_tokens=False)["input_ids"]
     framed = tokenizer("a", add_special_tokens=True)["input_ids"]
     for start in range(len(framed) - len(plain) + 1):

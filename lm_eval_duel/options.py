@@ -9,7 +9,7 @@ string, `None` nothing), so each value is brought to its type here.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lm_eval_duel import rules
@@ -20,6 +20,25 @@ BUNDLED = "demo-mdm"  # scored when no checkpoint is named
 TOKENS = "duel_tokens"  # the column in which this package's tasks count a document's tokens, checked when it is scored
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 GRIDS = ("auto", "target", "row")
+BOS = ("given", "scored", "official", "none")
+NETWORK = (  # what is handed on to denoisers.load
+    "dtype",
+    "revision",
+    "trust_remote_code",
+    "mask_token_id",
+    "max_length",
+    "bos",
+    "family",
+    "attention",
+    "block",
+    "shift_logits",
+    "last_block",
+    "sigma",
+    "backend",
+    "cfg_scale",
+    "peft",
+    "device_map",
+)
 NOTHING = (None, "", "none", "None", "null")
 
 
@@ -41,6 +60,16 @@ class Options:
     trust_remote_code: bool = False
     tokenizer: str | None = None
     mask_token_id: int | None = None
+    bos: str | None = None  # what follows: detected where None
+    family: str | None = None
+    attention: str | None = None
+    shift_logits: bool | None = None
+    last_block: str = "fill"
+    sigma: str | None = None
+    backend: str | None = None
+    cfg_scale: float | None = None
+    peft: str | None = None
+    device_map: str | None = None
 
     @classmethod
     def parse(cls, arguments: dict[str, Any]) -> Options:
@@ -59,13 +88,36 @@ class Options:
             "trust_remote_code": _truth,
             "tokenizer": _text,
             "mask_token_id": lambda key, value: _count(key, value, least=0),
+            "bos": lambda key, value: None if value is None else _one_of(key, str(value).lower(), BOS),
+            "add_bos_token": lambda key, value: "given" if _truth(key, value) else "none",
+            "family": _text,
+            "attention": _choice("bidirectional", "block_causal", "causal"),
+            "shift_logits": lambda key, value: None if value in NOTHING else _truth(key, value),
+            "last_block": lambda key, value: _one_of(key, value, ("fill", "cut")),
+            "sigma": _choice("clamped", "schedule"),
+            "backend": _choice("native", "remote"),
+            "cfg_scale": _scale,
+            "peft": _text,
+            "device_map": _text,
         }
         known = {*readers, "rule", *rules.PARAMETERS, *_takes(arguments)}
         for key in arguments:
             if key not in known:
                 raise unknown("model arg", key, [*readers, "rule", *_takes(arguments)])
         rule = _rule({key: value for key, value in arguments.items() if key not in readers})
-        return cls(rule=rule, **{key: readers[key](key, arguments[key]) for key in arguments if key in readers})
+        values = {key: readers[key](key, arguments[key]) for key in arguments if key in readers}
+        if (other := values.pop("add_bos_token", None)) is not None and values.setdefault("bos", other) != other:
+            raise DuelError(
+                f"add_bos_token={arguments['add_bos_token']} is bos={other}, but bos={values['bos']} is given."
+            )
+        if values.get("windows") == "harness" and values.get("bos") in ("scored", "official"):
+            raise DuelError(f"bos={values['bos']} frames rows of its own; it goes with windows=independent only.")
+        return cls(rule=rule, **values)
+
+    @property
+    def network(self) -> dict[str, Any]:
+        """What is said about the checkpoint, for `denoisers.load`."""
+        return {name: getattr(self, name) for name in NETWORK}
 
     @property
     def rows(self) -> int | None:
@@ -147,6 +199,21 @@ def _batch_size(key: str, value: Any) -> int | str:
         return _count(key, value)
     except DuelError:
         raise DuelError(f"'{key}' is a number of rows, at least 1, or auto; got '{value}'.") from None
+
+
+def _choice(*known: str) -> Callable[[str, Any], str | None]:
+    """A reader of one of `known`, or of nothing."""
+    return lambda key, value: None if value in NOTHING else _one_of(key, value, known)
+
+
+def _scale(key: str, value: Any) -> float | None:
+    try:
+        number = 0.0 if value in NOTHING else float(value)
+        if isinstance(value, bool) or not 0 <= number < float("inf"):
+            raise ValueError
+        return number or None
+    except (ValueError, TypeError):
+        raise DuelError(f"'{key}' is a number >= 0 (0: no guidance); got '{value}'.") from None
 
 
 def _one_of(key: str, value: Any, known: tuple[str, ...]) -> str:

@@ -47,21 +47,37 @@ def target_capacity(max_length: int, context: Sequence[int] = (), suffix: Sequen
     return capacity
 
 
+def framed(prefix: Sequence[int], ids: Sequence[int], suffix: Sequence[int], bos: str = "given") -> Window:
+    """The row prefix | ids | suffix, under a convention of who is scored.
+
+        row          [B] a b c [S]
+        given         .  a b c  .       framing is given ("none" is this too, with no framing)
+        scored       [B] a b c  .       the beginning is masked and in the target
+        official     [B] a b c  .       the authors' code: every position but the last, which is given
+
+    (with no suffix, official gives the last id of the text, which is then in no target).
+    """
+    row = (*prefix, *ids, *suffix)
+    if bos == "official":
+        return Window((), row[:-1], row[-1:])
+    if bos == "scored":
+        return Window((), row[: len(row) - len(suffix)], tuple(suffix))
+    return Window(tuple(prefix), tuple(ids), tuple(suffix))
+
+
 def independent(
-    ids: Sequence[int], max_length: int, context: Sequence[int] = (), suffix: Sequence[int] = ()
+    ids: Sequence[int], max_length: int, prefix: Sequence[int] = (), suffix: Sequence[int] = (), bos: str = "given"
 ) -> list[Window]:
     """A document as consecutive windows, each scored from scratch (the paper's way).
 
-        ids          a b c d e f g h          max_length 5, context [C], suffix [S]
-        windows      C a b c S | C d e f S | C g h S
+        ids          a b c d e f g h          max_length 5, prefix [C], suffix [S]
+        rows         C a b c S | C d e f S | C g h S
 
-    Every id is in exactly one target; the last window may be short; an empty document has no window.
+    Every id is in exactly one target (`bos="official"` drops one a row); the last window may be short; an empty
+    document has no window.
     """
-    capacity = target_capacity(max_length, context, suffix)
-    return [
-        Window(tuple(context), tuple(ids[start : start + capacity]), tuple(suffix))
-        for start in range(0, len(ids), capacity)
-    ]
+    capacity = target_capacity(max_length, prefix, suffix)
+    return [framed(prefix, ids[start : start + capacity], suffix, bos) for start in range(0, len(ids), capacity)]
 
 
 def conditional(

@@ -187,6 +187,27 @@ def test_where(capsys):
         assert os.path.isabs(path) and os.path.exists(os.path.join(path, file))
 
 
+def test_inspect_shows_every_guess(capsys):
+    main(["inspect", "demo-mdm"])
+    shown = dict(re.split(r"  +", line, maxsplit=1) for line in capsys.readouterr().out.strip().splitlines())
+    assert shown["family"] == "masked-lm (ModernBertForMaskedLM)"
+    assert shown["parameters"] == "3,215,872"
+    assert shown["vocabulary"] == "2047 of 2048 columns are tokens"
+    assert shown["mask"] == "2 '<|mask|>'"
+    assert shown["attention"] == "bidirectional"
+    assert shown["block"] == "32 (grid target)"
+    assert shown["max length"] == "128"
+    assert shown["framing"] == "bos=none: text"
+    assert shown["one text"].endswith(" s") and "greedy:k=1, 11 steps" in shown["one text"]
+    main(["inspect", "demo-mdm", "--model_args", "block=4,rule=margin,bos=given,cfg_scale=0.5,max_length=64"])
+    shown = dict(re.split(r"  +", line, maxsplit=1) for line in capsys.readouterr().out.strip().splitlines())
+    assert (shown["block"], shown["max length"]) == ("4 (grid target)", "64")
+    assert shown["framing"] == "bos=given: 1 '<|endoftext|>' text"
+    assert shown["guidance"] == "classifier-free, cfg_scale=0.5"
+    with pytest.raises(SystemExit, match="lm-eval-duel: Unknown model arg 'blok'. Did you mean block?"):
+        main(["inspect", "demo-mdm", "--model_args", "blok=4"])
+
+
 def test_a_response_cache_is_used_again_and_guarded(tmp_path):
     cache = str(tmp_path / "cache")
     first = evaluate("sotu", "rule=l2r", limit=2, use_cache=cache)

@@ -25,8 +25,9 @@ FLOORS = {
     "lm": 6,
     "tasks": 6,
     "_autoload": 6,
+    "inspection": 7,
     "demo.train": 7,
-    "__main__": 7,
+    "__main__": 8,
 }
 MAY_IMPORT = {
     "lm_eval": {"lm", "ranks", "tasks", "__main__", "_autoload"},

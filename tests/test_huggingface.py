@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from textbook import score
 
 from lm_eval_duel import denoisers, rules
+from lm_eval_duel.denoisers import probes
 from lm_eval_duel.denoisers.hub import pick_device as load_device
 from lm_eval_duel.denoisers.huggingface import HuggingFace
 from lm_eval_duel.duel import Duel
@@ -176,15 +177,6 @@ def test_ids_that_no_token_has_are_padding():
 # ---------------------------------------------------------------- wrong checkpoints
 
 
-@pytest.mark.parametrize("name", ["DreamModel", "SDARForCausalLM"])
-def test_families_that_would_be_scored_wrongly_are_refused(name, tmp_path):
-    path = tiny.checkpoint(tmp_path, "bert")
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": [name]}))
-    with pytest.raises(DuelError, match=f"is a {name}: it .*, which is not supported yet"):
-        load(path)
-
-
 def test_devices():
     assert load_device("cuda:0") == load_device("0") == load_device(None) or torch.cuda.is_available()
     for wrong in ("mps", "xpu", "nowhere"):
@@ -192,9 +184,30 @@ def test_devices():
             load_device(wrong)
 
 
-def test_a_causal_network_is_refused(folders):
+def test_a_network_that_is_no_masked_lm_is_refused(folders):
+    known = r"\(GPT2LMHeadModel\) is neither a masked LM of transformers nor of a known diffusion family\. If it is"
+    for options in ({}, {"attention": "causal"}, {"attention": "bidirectional", "mask_token_id": 4}):
+        with pytest.raises(DuelError, match=f"{known} autoregressive, score it with lm_eval --model hf"):
+            load(folders["gpt2"], **options)
+
+
+def test_a_causal_network_is_refused():
+    class Backwards(HuggingFace):
+        """A network that ignores what comes later."""
+
+        def _logits(self, ids, mask=None):
+            return torch.cat([super(Backwards, self)._logits(ids[:, : n + 1])[:, -1:] for n in range(ids.shape[1])], 1)
+
     with pytest.raises(DuelError, match="is causal: its predictions ignore what comes later"):
-        load(folders["gpt2"])
+        Backwards(tiny.network("bert"), 4, set(range(len(tiny.WORDS))), 32, "bert")
+
+
+def test_args_that_a_masked_lm_has_no_choice_of(folders):
+    for name, value in {"shift_logits": True, "backend": "native", "sigma": "clamped", "peft": "adapter"}.items():
+        with pytest.raises(DuelError, match=f"is of the family masked LM, which has no choice of '{name}'"):
+            load(folders["bert"], **{name: value})
+    with pytest.raises(DuelError, match="is one of transformers' masked LMs: bidirectional; leave family, attention out"):
+        load(folders["bert"], attention="block_causal")
 
 
 def test_mask_token(tmp_path):
@@ -229,8 +242,24 @@ def test_broken_weights(tmp_path):
         load(path)
     weights[gone.replace("self.query", "output.dense")][0, 0] = float("nan")
     save_file(weights, file, metadata={"format": "pt"})
-    with pytest.raises(NotFinite, match=r"NaN or infinite logits\. \(Window 0, block at target position 0, step 0\.\)"):
-        Duel(load(path), "greedy", 4).log_prob([WINDOWS[1]])
+    with pytest.raises(DuelError, match="returns NaN or infinite logits for arbitrary tokens: its weights or dtype are"):
+        load(path)
+
+
+def test_nan_that_shows_only_when_a_token_is_seen(tmp_path):
+    path = tiny.checkpoint(tmp_path, "bert")
+    weights = load_file(tmp_path / "model.safetensors")
+    table = weights["bert.embeddings.word_embeddings.weight"]
+    token = next(token for token in range(12, 30) if not (probes.tokens(load(path)) == token).any())
+    weights["cls.predictions.decoder.weight"] = table.clone()
+    weights["cls.predictions.decoder.bias"] = weights["cls.predictions.bias"].clone()
+    table[token] = float("nan")
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    duel = Duel(load(path), "left_to_right", 4)
+    with pytest.raises(NotFinite, match=r"NaN or infinite logits\. \(Window 1, block at target position 4, step 3\.\)"):
+        duel.log_prob([WINDOWS[1], Window((2,), (5, 6, 7, 8, 9, 10, token, 11), (3,))])
 
 
 def test_no_such_checkpoint(tmp_path):

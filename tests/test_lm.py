@@ -4,8 +4,11 @@ import re
 from types import SimpleNamespace
 
 import pytest
+import test_dit
 import tiny
 from lm_eval.api.instance import Instance
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from lm_eval_duel.duel import Duel
 from lm_eval_duel.errors import DuelError
@@ -146,6 +149,49 @@ def test_the_harness_windows_give_the_last_window_full_context(folder):
     assert [window.length for window in windows] == [16, 16]
     assert windows[0] == Window((2,), ids[:14], (3,))
     assert windows[1].context == tuple(ids[5:14])  # what fits before the last six
+
+
+def test_conventions_of_framing(folder):
+    ids = None
+    for bos, windows in {
+        "given": lambda i: [Window((2,), i, (3,))],
+        "none": lambda i: [Window((), i)],
+        "scored": lambda i: [Window((), (2, *i), (3,))],
+        "official": lambda i: [Window((), (2, *i), (3,))],
+    }.items():
+        lm = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu", bos=bos)
+        ids = tuple(lm.tok_encode("a b c d"))
+        assert lm._document(list(ids)) == windows(ids)
+        assert f"bos={bos}" in lm.law["framing"]
+        if bos in ("scored", "official"):
+            with pytest.raises(DuelError, match=f"bos={bos} scores the row from its first position on"):
+                lm.loglikelihood(ask("loglikelihood", ("a", " b")), disable_tqdm=True)
+
+
+@pytest.fixture(scope="module")
+def dit(tmp_path_factory):
+    """A tiny MDLM and a tokenizer of 12 words, <s> the first of them, as GPT-2 has its end of text."""
+    folder = tmp_path_factory.mktemp("dit")
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["<s>", *"abcdefghijk"])}, unk_token="k"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="<s>").save_pretrained(folder)
+    return test_dit.write(folder, "mdlm")[0]
+
+
+def test_a_dit_begins_with_its_bos(dit):
+    lm = DuelMDM(pretrained=dit, device="cpu")
+    assert (lm.bos, lm.prefix, lm.suffix, lm.duel.block) == ("given", [0], [], 4)
+    assert lm._document([1, 2, 3]) == [Window((0,), (1, 2, 3))]
+    official = DuelMDM(pretrained=dit, device="cpu", bos="official")
+    assert official._document([1, 2, 3]) == [Window((), (0, 1, 2), (3,))]
+    assert DuelMDM(pretrained=dit, device="cpu", add_bos_token=False)._document([1, 2, 3]) == [Window((), (1, 2, 3))]
+
+
+def test_rows_that_are_scored_from_the_start_leave_no_suffix_to_a_block_that_ends(dit):
+    lm = DuelMDM(pretrained=dit, device="cpu", bos="official")
+    lm.denoiser.attention, lm.duel.block = "block_causal", 4
+    assert lm._document([1, 2, 3, 4]) == [Window((), (0, 1, 2, 3))]
+    assert lm._document([1, 2, 3]) == [Window((), (0, 1, 2), (3,))]
 
 
 def test_equal_windows_are_scored_once(folder):

@@ -1,5 +1,6 @@
 """Model args: values as the harness's parsers make them, and the errors for wrong ones."""
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import sys
 import pytest
 
 from lm_eval_duel import rules
+from lm_eval_duel.denoisers.asked import Asked
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.options import Options
 
@@ -53,6 +55,18 @@ def test_rule_in_one_word_or_in_several(arguments, rule):
         ("dtype", "torch.bfloat16", "bfloat16"),
         ("pretrained", "none", None),
         ("device", "cuda:0", "cuda:0"),
+        ("bos", "none", "none"),
+        ("bos", None, None),
+        ("bos", "official", "official"),
+        ("shift_logits", 1, True),
+        ("shift_logits", None, None),
+        ("cfg_scale", "0.5", 0.5),
+        ("cfg_scale", 0, None),
+        ("attention", "block_causal", "block_causal"),
+        ("backend", "none", None),
+        ("sigma", "schedule", "schedule"),
+        ("last_block", "cut", "cut"),
+        ("peft", "folder", "folder"),
     ],
 )
 def test_values(key, value, expected):
@@ -60,11 +74,30 @@ def test_values(key, value, expected):
     assert parsed == expected and type(parsed) is type(expected)
 
 
+def test_the_harness_word_for_bos():
+    assert Options.parse({"add_bos_token": True}).bos == "given"
+    assert Options.parse({"add_bos_token": "false"}).bos == "none"
+    assert Options.parse({"add_bos_token": True, "bos": "given"}).bos == "given"
+
+
+def test_network_args_are_those_of_denoisers_load():
+    asked = {field.name for field in dataclasses.fields(Asked)}
+    assert set(Options.parse({}).network) == asked - {"name", "device", "tokenizer"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"rule": "gredy"}, "Unknown unmasking rule 'gredy'. Did you mean greedy?"),
-        ({"blok": 32}, "Unknown model arg 'blok'. Did you mean block? Known: batch_size, block, device,"),
+        (
+            {"blok": 32},
+            "Unknown model arg 'blok'. Did you mean block? Known: add_bos_token, attention, backend, batch_size, block,",
+        ),
+        ({"bos": "givn"}, "Unknown value of bos 'givn'. Did you mean given?"),
+        ({"bos": "none", "add_bos_token": True}, "add_bos_token=True is bos=given, but bos=none is given."),
+        ({"bos": "official", "windows": "harness"}, "bos=official frames rows of its own"),
+        ({"attention": "blockcausal"}, "Did you mean block_causal?"),
+        ({"cfg_scale": -1}, "'cfg_scale' is a number >= 0 (0: no guidance); got '-1'."),
         ({"rul": "greedy"}, "Unknown model arg 'rul'. Did you mean rule?"),
         ({"rule": "greedy", "mu": 0.9}, "Rule 'greedy' does not take 'mu'; it takes: k."),
         ({"rule": "threshold", "mu": 0.9, "k": 2}, "Rule 'threshold' does not take 'k'; it takes: mu."),

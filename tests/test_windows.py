@@ -7,7 +7,7 @@ from toys import Toy
 from lm_eval_duel.duel import Duel
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.lanes import Budget, Lanes, Rows, blocks, groups
-from lm_eval_duel.windows import Window, conditional, independent
+from lm_eval_duel.windows import Window, conditional, framed, independent
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 4, 5, 8, 9, 30])
@@ -19,6 +19,21 @@ def test_independent_windows_hold_every_token_once(count, framing):
     assert all(window.length <= 5 and (window.context, window.suffix) == framing for window in windows)
     room = 5 - len(framing[0]) - len(framing[1])
     assert len(windows) == -(-count // room)
+
+
+def test_conventions_of_framing():
+    row = ((90,), (1, 2, 3), (91,))
+    assert framed(*row) == framed(*row, "none") == Window((90,), (1, 2, 3), (91,))
+    assert framed(*row, "scored") == Window((), (90, 1, 2, 3), (91,))
+    assert framed(*row, "official") == Window((), (90, 1, 2, 3), (91,))
+    assert framed((90,), (1, 2, 3), (), "scored") == Window((), (90, 1, 2, 3))
+    assert framed((90,), (1, 2, 3), (), "official") == Window((), (90, 1, 2), (3,))
+    official = independent(range(10), 5, (90,), (), "official")
+    assert [(w.target, w.suffix) for w in official] == [
+        ((90, 0, 1, 2), (3,)),
+        ((90, 4, 5, 6), (7,)),
+        ((90, 8), (9,)),
+    ]
 
 
 def test_context_is_cut_from_the_left():

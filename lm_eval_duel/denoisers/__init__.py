@@ -1,4 +1,10 @@
-"""Denoisers: every checkpoint family behind one contract (`base.py`)."""
+"""Denoisers: every checkpoint family behind one contract (`base.py`).
+
+config.json -> our own DiT (MDLM, BD3-LM, SEDD, AR)          dit_load.py
+            -> transformers' decoders, explicit mask         backbone.py, by families.py
+            -> transformers' masked LMs                      huggingface.py
+            -> the checkpoint's own code, where trusted      remote.py
+"""
 
 from __future__ import annotations
 
@@ -6,58 +12,54 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.demo import resolve
-from lm_eval_duel.denoisers import dit_load, hub, huggingface
+from lm_eval_duel.denoisers import backbone, dit_load, families, hub, huggingface, remote
+from lm_eval_duel.denoisers.asked import Asked
 from lm_eval_duel.denoisers.base import Denoiser
+from lm_eval_duel.denoisers.guided import Guided
 from lm_eval_duel.options import tokenizer_source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def load(
-    name: str = "demo-mdm",
-    *,
-    device: str | None = None,
-    dtype: str = "auto",
-    revision: str = "main",
-    trust_remote_code: bool = False,
-    mask_token_id: int | None = None,
-    max_length: int | None = None,
-    tokenizer: str | PreTrainedTokenizerBase | None = None,
-) -> Denoiser:
+def load(name: str = "demo-mdm", *, device: str | None = None, **network: Any) -> Denoiser:
     """The denoiser of a local folder, a hub name or a bundled name.
 
-    `device`: None picks a GPU where there is one. `dtype`: "auto" is float32 on a CPU, else the checkpoint's.
-    `mask_token_id` and `max_length`: where config and tokenizer do not say, or to shorten rows. `tokenizer`: a folder
-    or hub name where it is not beside the weights, or the loaded one.
+    `device`: None picks a GPU where there is one. The network args are those of `Asked`, each detected unless said:
+    dtype, revision, trust_remote_code, tokenizer (a folder, a hub name, or a loaded one), mask_token_id, max_length,
+    bos, family, attention, block (where config and family do not know the trained one), shift_logits, last_block,
+    sigma, backend, cfg_scale, peft, device_map.
 
-    Raises DuelError when the checkpoint cannot be read, is no bidirectional masked model, or its mask is not known.
+    Raises DuelError when the checkpoint cannot be read, does not fill its network exactly, or is not what it says.
     """
-    name, place = resolve(name), hub.pick_device(device)
-    config = hub.raw_config(name, revision)
-    if dit_load.reads(config):
-        folder = hub.local_folder(name, revision, dit_load.FILES)
-        if isinstance(tokenizer, str):
-            tokenizer = hub.load_tokenizer(resolve(tokenizer), trust_remote_code, "main")
-        return dit_load.load(
-            folder,
-            config,
-            device=place,
-            dtype=dtype,
-            max_length=max_length,
-            mask_token_id=mask_token_id,
-            tokens=set(tokenizer.get_vocab().values()) if tokenizer is not None else None,
-        )
-    return huggingface.load(
-        name,
-        device=place,
-        dtype=dtype,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-        mask_token_id=mask_token_id,
-        max_length=max_length,
-        tokenizer=resolve(tokenizer) if isinstance(tokenizer, str) else tokenizer,
-    )
+    asked = Asked(resolve(name), hub.pick_device(device), **network)
+    raw = hub.raw_config(asked.name, asked.revision)
+    denoiser = _read(raw, asked, _tokenizer(raw, asked))
+    return Guided(denoiser, asked.cfg_scale) if asked.cfg_scale else denoiser
+
+
+def _read(raw: dict[str, Any], asked: Asked, tokenizer: PreTrainedTokenizerBase | None) -> Denoiser:
+    if dit_load.reads(raw):
+        return dit_load.load(hub.local_folder(asked.name, asked.revision), raw, asked, tokenizer)
+    own = bool(raw.get("auto_map"))
+    code = hub.local_folder(asked.name, asked.revision, code_only=True) if own else None
+    family = families.find(raw, asked, code)
+    if family is not None and asked.backend != "remote":
+        return backbone.load(family, hub.local_folder(asked.name, asked.revision), raw, asked, tokenizer)
+    if own or asked.backend == "remote":
+        return remote.load(family, hub.local_folder(asked.name, asked.revision), raw, asked, tokenizer)
+    return huggingface.load(raw, asked, tokenizer)
+
+
+def _tokenizer(raw: dict[str, Any], asked: Asked) -> PreTrainedTokenizerBase | None:
+    """The tokenizer asked for, else the one beside the weights; None where a DiT has none."""
+    if asked.tokenizer is not None and not isinstance(asked.tokenizer, str):
+        return asked.tokenizer
+    if asked.tokenizer is not None:
+        return hub.load_tokenizer(resolve(asked.tokenizer), asked.trust_remote_code, "main")
+    if dit_load.reads(raw) and not hub.has_tokenizer(asked.name, asked.revision):
+        return None
+    return hub.load_tokenizer(asked.name, asked.trust_remote_code, asked.revision)
 
 
 def load_tokenizer(arguments: Mapping[str, Any]) -> PreTrainedTokenizerBase:

@@ -35,6 +35,7 @@ class Denoiser(abc.ABC):
     last_block: str = "fill"  # a short last block of a block-causal network is shown filled with [MASK], or "cut"
     shift: int = 0  # the logits for position i stand at i - shift, which must show a token
     bos: str = "auto"  # the framing that is right for the family; "auto": as the tokenizer frames a text
+    closes: bool = False  # a row ends with the tokenizer's closing token, where it has one
     splits_head: bool = True  # the head runs at hidden cells only; else at every position of a row
     honours_padding: bool = False  # an attention mask keeps padding unseen
     relative_positions: bool = False  # a row of masks only has one distribution everywhere

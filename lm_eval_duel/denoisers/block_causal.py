@@ -4,11 +4,14 @@ The keys and values of a window's clean blocks are computed once and kept while 
 A step evaluates the hidden state of many blocks of a window in one row of the batch:
 
     queries    block 3 as revealed so far | block 4 as revealed so far | ...
-    keys       clean blocks 0 1 2 3 4 ... | the queries' own
+    keys       clean blocks 0 1 2 3       | the queries' own
     seen       clean blocks before the query's, and the cells of its own block
 
-Shapes: R lanes, B the trained block, W <= B block width of the lanes, P rows of a call, A lanes in such a row, Q queries,
-K clean keys, S slots, H heads, D features.
+Blocks that begin within the same stretch of columns go together, so that a call reads no more clean keys than its last
+block sees.
+
+Shapes: R lanes, B the trained block, W <= B block width of the lanes, P windows of a call, A lanes of one window in it,
+Q queries, K clean keys, S slots, H heads, D features.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import torch
 from lm_eval_duel.denoisers.base import Cells, Denoiser, KeysValues, View
 from lm_eval_duel.lanes import Lanes, Rows
 
-QUERIES = 64  # cells of one window that share a gathered copy of its clean keys
+STRETCH = 128  # columns of a window whose blocks are evaluated together
 
 
 class BlockCausalView(View):
@@ -44,7 +47,10 @@ class BlockCausalView(View):
     def cells(self, lanes: Lanes) -> Cells:
         ids, shown, real = self._blocks(lanes)  # (R, B) each
         self._remember(lanes)
-        features = self._evaluate(lanes, ids, real)  # (R, B, D)
+        stretch = lanes.start // max(self.denoiser.block, STRETCH)  # (R,)
+        parts = [(stretch == n).nonzero()[:, 0] for n in stretch.unique().tolist()]  # (r,) each
+        found = torch.cat([self._evaluate(lanes.select(at), ids[at], real[at]) for at in parts])  # (R, B, D)
+        features = found[torch.cat(parts).argsort()]  # (R, B, D)
         blank = ~shown.any(1) & (lanes.start == 0) & self.denoiser.relative_positions  # (R,)
         shift = self.denoiser.shift
 
@@ -158,7 +164,7 @@ class BlockCausalView(View):
     def _evaluate(self, lanes: Lanes, ids: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
         """The input of the LM head at every cell of the lanes' blocks, (R, B, D)."""
         block, device = self.denoiser.block, ids.device
-        lane, place = _rows_of_lanes(lanes, max(1, QUERIES // block))  # (P, A), (R, 2)
+        lane, place = _side_by_side(lanes)  # (P, A), (R, 2)
         used = lane >= 0  # (P, A)
         lane = lane.clamp(min=0)
         count, width = lane.shape
@@ -180,17 +186,13 @@ class BlockCausalView(View):
         return features.unflatten(1, (width, block))[place[:, 0], place[:, 1]]  # (R, B, D)
 
 
-def _rows_of_lanes(lanes: Lanes, most: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lanes of one window side by side, at most `most`: their numbers (P, A), -1 where none; and where each went."""
-    parts: dict[int, list[list[int]]] = {}
-    for n, row in enumerate(lanes.row.tolist()):
-        found = parts.setdefault(row, [[]])
-        if len(found[-1]) == most:
-            found.append([])
-        found[-1].append(n)
-    rows = [part for found in parts.values() for part in found]
-    wide = max(len(part) for part in rows)
-    number = torch.tensor([part + [-1] * (wide - len(part)) for part in rows], device=lanes.row.device)  # (P, A)
-    place = (number >= 0).nonzero()  # (R, 2)
-    order = number[place[:, 0], place[:, 1]].argsort()  # (R,)
-    return number, place[order]
+def _side_by_side(lanes: Lanes) -> tuple[torch.Tensor, torch.Tensor]:
+    """The numbers of the lanes of each window (P, A), -1 where it has fewer; and where each lane went (R, 2)."""
+    _, window, count = lanes.row.unique(return_inverse=True, return_counts=True)  # (R,), (P,)
+    order = window.argsort(stable=True)  # (R,)
+    first = count.cumsum(0) - count  # (P,)
+    column = torch.empty_like(order)
+    column[order] = torch.arange(len(order), device=order.device) - first[window[order]]  # (R,)
+    number = order.new_full((len(count), int(count.max())), -1)  # (P, A)
+    number[window, column] = torch.arange(len(order), device=order.device)
+    return number, torch.stack([window, column], dim=1)

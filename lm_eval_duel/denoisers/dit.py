@@ -1,4 +1,4 @@
-"""Our own DiT: the one network behind MDLM, SEDD, the MDLM authors' AR baseline and (two-stream) BD3-LM.
+"""Our own DiT: the one network behind MDLM, BD3-LM, SEDD and the MDLM authors' AR baseline.
 
 Written from the published description of the architecture, float32, scaled dot product attention, no code of a
 checkpoint is run. The keys of the file are those of the authors:
@@ -6,7 +6,7 @@ checkpoint is run. The keys of the file are those of the authors:
     vocab_embed.embedding, sigma_map.mlp.{0,2}, blocks.N.{norm1,attn_qkv,attn_out,norm2,mlp.{0,2},adaLN_modulation},
     output_layer.{norm_final,linear,adaLN_modulation}
 
-Shapes: R rows, L row length, D width, H heads, V tokens.
+Shapes: R rows, L row length, K keys, D width, H heads, V tokens.
 """
 
 from __future__ import annotations
@@ -18,13 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lm_eval_duel import fingerprint
-from lm_eval_duel.denoisers.base import Denoiser
-from lm_eval_duel.denoisers.predictions import excluded_columns
-
 FREQUENCIES = 256  # of the time embedding
 
-KeysValues = tuple[torch.Tensor, torch.Tensor]  # of one layer, (R, H, L, head) each
+KeysValues = tuple[torch.Tensor, torch.Tensor]  # of one layer, (R, H, K, head) each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,56 +193,3 @@ class DiT(nn.Module):
             x, own = block(x, condition, cos.to(x.dtype), sin.to(x.dtype), mask, causal, before)
             found.append(own)
         return self.output_layer.features(x, condition), found
-
-
-class DiTDenoiser(Denoiser):
-    """MDLM, SEDD or the AR baseline in our own DiT, float32.
-
-    MDLM and the AR baseline ignore time. SEDD is told the noise level of the masked share m of the row,
-    sigma = -log(1 - m) with m clamped to [0.1, 0.9] as in the official evaluation, anew at every step; its scores are
-    renormalised over the tokens (DUEL's official code; justified by Ou et al. 2024, Theorem 1).
-    """
-
-    honours_padding = True
-    clamp = (0.1, 0.9)
-
-    def __init__(self, network: DiT, family: str, max_length: int, path: str, tokens: set[int] | None = None):
-        self.network, self.family, self.max_length, self.path = network, family, max_length, path
-        self.vocab_size = network.config.vocab_size
-        self.device = network.vocab_embed.embedding.device
-        self.attention = "causal" if family == "ar" else "bidirectional"
-        self.published_block = None if family == "ar" else 4
-        self.mask_id = None if family == "ar" else self.vocab_size - 1
-        self.shift = 1 if family == "ar" else 0
-        self.relative_positions = family != "ar"
-
-        tokens = set(range(self.vocab_size)) if tokens is None else tokens
-        self._excluded = excluded_columns(tokens, self.vocab_size - 1, self.vocab_size, path, self.device)
-
-    @property
-    def excluded(self) -> torch.Tensor:
-        return self._excluded
-
-    @torch.inference_mode()
-    def features(self, ids: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
-        sigma = torch.zeros(len(ids), device=ids.device)  # (R,)
-        if self.network.config.time:
-            seen = torch.ones_like(ids, dtype=torch.bool) if real is None else real  # (R, L)
-            share = ((ids == self.mask_id) & seen).sum(1) / seen.sum(1)  # (R,) no given token is the mask: checked
-            sigma = -torch.log1p(-share.clamp(*self.clamp))  # (R,)
-        mask = None if real is None or self.attention == "causal" else real[:, None, None]  # (R, 1, 1, L)
-        return self.network(ids, sigma, mask, causal=self.attention == "causal")[0]
-
-    @torch.inference_mode()
-    def head(self, features: torch.Tensor) -> torch.Tensor:
-        return self.network.output_layer.linear(features)
-
-    def describe(self) -> dict[str, object]:
-        return {
-            "denoiser": f"DiT {self.family}",
-            "weights": fingerprint.weights_of(self.path),
-            "dtype": "float32",
-            "mask_token_id": self.vocab_size - 1,
-            "vocabulary": f"{int((~self._excluded).sum())} of {self.vocab_size}",
-            "relative_positions": self.relative_positions,
-        }

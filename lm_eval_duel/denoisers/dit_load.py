@@ -2,64 +2,77 @@
 
 What a checkpoint is follows from its config, never from its name: `causal` is the AR baseline, `cross_attn` with a
 block shorter than the row is block-causal (BD3-LM), an `absorb` graph or time conditioning is SEDD, else MDLM. None of
-a checkpoint's code is run. Weights: `.safetensors`, or `.bin` read as tensors only.
+a checkpoint's code is run.
 """
 
 from __future__ import annotations
 
-import os
-import pickle
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from transformers import PreTrainedTokenizerBase
 
-from lm_eval_duel.denoisers.dit import DiT, DiTConfig, DiTDenoiser
-from lm_eval_duel.denoisers.hub import first_line, row_length
-from lm_eval_duel.errors import DuelError
+from lm_eval_duel.denoisers import weights
+from lm_eval_duel.denoisers.asked import Asked
+from lm_eval_duel.denoisers.dit import DiT, DiTConfig
+from lm_eval_duel.denoisers.dit_denoiser import SEDD, DiTDenoiser
+from lm_eval_duel.denoisers.hub import row_length
+from lm_eval_duel.errors import DuelError, unknown
 
-TYPES = ("mdlm", "bd3lm")  # config.model_type, of files whose code we replace
+LAYOUT = ("hidden_dim", "n_blocks", "n_heads", "model_length")  # of config.json, of files whose code we replace
 IGNORED = ("rotary_emb.inv_freq", "sampling_eps_min", "sampling_eps_max", "noise.")  # computed anew, or for sampling
 TOKENIZER = "gpt2"  # of the published checkpoints, which hold none
-FILES = ("model.safetensors", "pytorch_model.bin")
+FAMILIES = ("mdlm", "bd3lm", "sedd", "ar")
+SIGMAS = ("clamped", "schedule")
+EXAMPLE = '{"model_type": "mdlm", "vocab_size": 30522, "model_length": 128, "hidden_dim": 768, "cond_dim": 128, '
+EXAMPLE += '"n_blocks": 12, "n_heads": 12, "time_conditioning": false}'
 
 
 def reads(config: dict[str, Any]) -> bool:
     """Whether a raw config.json is of one of these families."""
-    return config.get("model_type") in TYPES or "graph" in config
+    return "graph" in config or config.get("model_type") in ("mdlm", "bd3lm") or all(key in config for key in LAYOUT)
 
 
-def load(
-    folder: str,
-    config: dict[str, Any],
-    *,
-    device: torch.device,
-    dtype: str,
-    max_length: int | None,
-    mask_token_id: int | None,
-    tokens: set[int] | None,
-) -> DiTDenoiser:
+def load(folder: str, config: dict[str, Any], asked: Asked, tokenizer: PreTrainedTokenizerBase | None) -> DiTDenoiser:
     """The denoiser of a local folder; raises DuelError for weights that do not fill the network exactly.
 
-    `tokens`: the tokenizer's ids, where there is one; other columns get no probability.
+    `tokenizer`: columns that are none of its tokens get no probability; its mask token, where it has one, is [MASK].
     """
-    if dtype not in ("auto", "float32"):
-        raise DuelError(f"MDLM, SEDD and their AR baseline run in float32, not {dtype}; leave dtype out.")
+    asked.refuse("DiT", "shift_logits", "backend", "cfg_scale", "peft", "device_map")
+    if asked.dtype not in ("auto", "float32"):
+        raise DuelError(f"MDLM, BD3-LM, SEDD and their AR baseline run in float32, not {asked.dtype}; leave dtype out.")
     try:
-        family, shape, length = _shape(config)
+        family, shape, length, block = _shape(config)
     except KeyError as error:
-        raise DuelError(f"The config.json of {folder} has no {error}, which its family needs.") from None
-    if mask_token_id not in (None, shape.vocab_size - 1):
-        raise DuelError(f"[MASK] is the last id of {folder}, {shape.vocab_size - 1}; leave mask_token_id out.")
-    row = row_length(folder, max_length, length)
+        raise DuelError(
+            f"The config.json of {folder} has no {error}, which its family needs, as in {EXAMPLE}."
+        ) from None
+    if asked.family not in (None, family):
+        if asked.family not in FAMILIES:
+            raise unknown("family", asked.family, FAMILIES)
+        raise DuelError(f"By its config.json {folder} is of the family {family}, not {asked.family}; leave family out.")
+    row = row_length(folder, asked.max_length, length)
+    mask_id = _mask_id(folder, asked, config, tokenizer, shape.vocab_size)
     network = DiT(shape)
-    _fill(network, _weights(folder), folder)
-    return DiTDenoiser(network.to(device).eval(), family, row, folder, tokens)
+    _fill(network, weights.read(folder), folder)
+    tokens = set(range(shape.vocab_size)) if tokenizer is None else set(tokenizer.get_vocab().values())
+    kind = SEDD if family == "sedd" else DiTDenoiser
+    denoiser = kind(network.to(asked.device).eval(), family, row, folder, tokens, mask_id, block)
+    if asked.attention not in (None, denoiser.attention):
+        raise DuelError(f"By its config.json {folder} is {denoiser.attention}, not {asked.attention}.")
+    denoiser.last_block = asked.last_block
+    denoiser.bos = asked.bos or denoiser.bos
+    if asked.sigma is not None:
+        if family != "sedd":
+            raise DuelError(f"sigma is SEDD's noise level; {folder} is of the family {family}, which ignores it.")
+        if asked.sigma not in SIGMAS:
+            raise unknown("value of sigma", asked.sigma, SIGMAS)
+        denoiser.sigma = asked.sigma
+    return denoiser
 
 
-def _shape(config: dict[str, Any]) -> tuple[str, DiTConfig, int]:
-    """Family, network shape and row length of a raw config."""
+def _shape(config: dict[str, Any]) -> tuple[str, DiTConfig, int, int | None]:
+    """Family, network shape, row length and trained block of a raw config."""
     if "graph" in config:  # SEDD keeps its network in a section of its own, and counts no [MASK]
         kind = config["graph"].get("type")
         if kind != "absorb":
@@ -75,7 +88,7 @@ def _shape(config: dict[str, Any]) -> tuple[str, DiTConfig, int]:
             model["cond_dim"],
             time=True,
         )
-        return "sedd", shape, model["length"]
+        return "sedd", shape, model["length"], None
     causal, time = config.get("causal", False), config.get("time_conditioning", False)
     shape = DiTConfig(
         config["vocab_size"],
@@ -88,29 +101,29 @@ def _shape(config: dict[str, Any]) -> tuple[str, DiTConfig, int]:
     )
     length, block = config["model_length"], config.get("block_size")
     if not causal and config.get("cross_attn", False) and block is not None and block < length:
-        raise DuelError(f"Block-causal networks (this one has blocks of {block}) are not supported yet.")
-    return "ar" if causal else "sedd" if time else "mdlm", shape, length
+        if time:
+            raise DuelError("A block-causal network that is told the noise level is not supported: whose level is it?")
+        return "bd3lm", shape, length, block
+    return "ar" if causal else "sedd" if time else "mdlm", shape, length, None
 
 
-def _weights(folder: str) -> dict[str, torch.Tensor]:
-    """The tensors of a folder's weight file."""
-    for name in FILES:
-        path = os.path.join(folder, name)
-        if os.path.exists(path):
-            try:
-                found = load_file(path) if name.endswith("safetensors") else torch.load(path, "cpu", weights_only=True)
-            except (SafetensorError, RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
-                raise DuelError(f"Cannot read {path}: {type(error).__name__}: {first_line(error)}") from error
-            if not all(isinstance(value, torch.Tensor) for value in found.values()):
-                raise DuelError(f"{path} holds more than tensors; save the network's state_dict alone.")
-            return found
-    raise DuelError(f"No weights in {folder}: wanted one of {', '.join(FILES)}.")
+def _mask_id(
+    folder: str, asked: Asked, config: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None, vocab_size: int
+) -> int:
+    """The column of [MASK]: as asked, else the tokenizer's mask token (BERT's in LM1B), else the last one (GPT-2)."""
+    named = None if tokenizer is None else tokenizer.mask_token_id
+    for mask_id in (asked.mask_token_id, config.get("mask_token_id"), named, vocab_size - 1):
+        if mask_id is not None:
+            if not 0 <= mask_id < vocab_size:
+                raise DuelError(f"mask_token_id={mask_id} is not an id of {folder}; its ids are 0 to {vocab_size - 1}.")
+            return mask_id
+    raise AssertionError
 
 
-def _fill(network: DiT, weights: dict[str, torch.Tensor], folder: str) -> None:
+def _fill(network: DiT, tensors: dict[str, torch.Tensor], folder: str) -> None:
     """Load every tensor of the file; what is left over or missing on either side is an error naming the first ten."""
     named = {}
-    for key, value in weights.items():
+    for key, value in tensors.items():
         key = key.removeprefix("backbone.")
         if not key.startswith(IGNORED):
             named[key] = value.float()

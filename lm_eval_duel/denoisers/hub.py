@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import fnmatch
+import json
 import logging
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase, Qwen2TokenizerFast
 from transformers.utils import cached_file
 
+from lm_eval_duel.denoisers.asked import Asked
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.options import DTYPES
 
 log = logging.getLogger("lm_eval.duel_mdm")
+
+QUIET = {"_raise_exceptions_for_missing_entries": False}
+QWEN2_TOKENIZERS = ("DreamTokenizer",)
 
 
 def raw_config(path: str, revision: str) -> dict[str, Any]:
@@ -26,12 +31,19 @@ def raw_config(path: str, revision: str) -> dict[str, Any]:
         raise unreadable(path, error) from error
 
 
-def local_folder(path: str, revision: str, files: Sequence[str]) -> str:
-    """The folder that holds a checkpoint's config and weights, fetched from the hub where it is a hub name."""
+def local_folder(path: str, revision: str, code_only: bool = False) -> str:
+    """The folder that holds a checkpoint's config, code (as text) and weights, fetched where it is a hub name."""
     if os.path.isdir(path):
         return path
     try:
-        return snapshot_download(path, revision=revision, allow_patterns=["config.json", *files])
+        if code_only:
+            return snapshot_download(path, revision=revision, allow_patterns=["config.json", "*.py"])
+        for weights in ("*.safetensors", "*.bin", "*.ckpt"):
+            wanted = ["config.json", "*.py", weights, f"{weights}.index.json"]
+            folder = snapshot_download(path, revision=revision, allow_patterns=wanted)
+            if fnmatch.filter(os.listdir(folder), weights):
+                break
+        return folder
     except (OSError, ValueError) as error:
         raise unreadable(path, error) from error
 
@@ -39,17 +51,52 @@ def local_folder(path: str, revision: str, files: Sequence[str]) -> str:
 def has_tokenizer(path: str, revision: str) -> bool:
     """Whether a tokenizer lies beside the weights."""
     return any(
-        cached_file(path, name, revision=revision, _raise_exceptions_for_missing_entries=False) is not None
+        cached_file(path, name, revision=revision, **QUIET) is not None
         for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt")
     )
 
 
 def load_tokenizer(path: str, trust_remote_code: bool, revision: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or hub name; raises DuelError when there is none."""
+    """The tokenizer of a folder or hub name; raises DuelError when there is none.
+
+    Dream's, which has code of its own, is the byte-level BPE of Qwen2 with other special tokens.
+    """
+    configs = logging.getLogger("transformers.configuration_utils")
+    level = configs.level
+    configs.setLevel(logging.ERROR)  # it warns of every model_type that it does not know
+    options = {"trust_remote_code": trust_remote_code, "revision": revision}
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, revision=revision)
+        return AutoTokenizer.from_pretrained(path, **options)
+    except AttributeError:  # transformers 5, of a config with scaled rotary positions whose model_type it does not know
+        return AutoTokenizer.from_pretrained(path, config=PretrainedConfig(), **options)
     except (OSError, ValueError) as error:
+        named = cached_file(path, "tokenizer_config.json", revision=revision, **QUIET)
+        if named and json.load(open(named, encoding="utf-8")).get("tokenizer_class") in QWEN2_TOKENIZERS:
+            return Qwen2TokenizerFast.from_pretrained(path, revision=revision)
         raise unreadable(path, error) from error
+    finally:
+        configs.setLevel(level)
+
+
+def mask_of(
+    asked: Asked, raw: dict[str, Any], tokenizer: PreTrainedTokenizerBase, known: int | None, rows: int | None
+) -> int:
+    """The id of [MASK]: as asked, as config, tokenizer or family (`known`) say; `rows` of the embedding bound it.
+
+    Raises DuelError where none says, or where the id is another special token's.
+    """
+    for mask_id in (asked.mask_token_id, raw.get("mask_token_id"), tokenizer.mask_token_id, known):
+        if mask_id is not None:
+            if rows is not None and not 0 <= mask_id < rows:
+                raise DuelError(
+                    f"mask_token_id={mask_id} is not an id of {asked.name}; its ids are 0 to {rows - 1}. "
+                    "Pass mask_token_id=<the right one>."
+                )
+            for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+                if mask_id == getattr(tokenizer, name, None) and mask_id != tokenizer.mask_token_id:
+                    raise DuelError(f"mask_token_id={mask_id} is the {name} of {asked.name}'s tokenizer, not [MASK].")
+            return int(mask_id)
+    raise DuelError(f"Neither config nor tokenizer of {asked.name} names a mask token; pass mask_token_id=<id>.")
 
 
 def first_line(error: Exception) -> str:

@@ -1,0 +1,121 @@
+"""MDLM, BD3-LM, SEDD and the AR baseline as denoisers: our own DiT and what its families do with it.
+
+Shapes: R rows, L row length, Q queries, K keys, D width, V tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from lm_eval_duel import fingerprint
+from lm_eval_duel.denoisers.base import Denoiser, KeysValues, View
+from lm_eval_duel.denoisers.dit import DiT
+from lm_eval_duel.denoisers.predictions import excluded_columns
+from lm_eval_duel.lanes import Lanes, Rows
+
+PUBLISHED_BLOCK = 4  # of MDLM and SEDD in the paper's tables
+CLAMP = (0.1, 0.9)  # of the masked share, in the authors' evaluation of SEDD
+NOISE_EPS = 1e-3  # SEDD's schedule: sigma(t) = -log(1 - (1 - eps) t)
+
+
+class DiTDenoiser(Denoiser):
+    """MDLM, BD3-LM, SEDD or the AR baseline in float32.
+
+    All but SEDD ignore time. SEDD's scores are renormalised over the tokens (DUEL's official code; justified by
+    Ou et al. 2024, Theorem 1).
+    """
+
+    honours_padding = True
+    bos = "given"
+
+    def __init__(
+        self,
+        network: DiT,
+        family: str,
+        max_length: int,
+        path: str,
+        tokens: set[int],
+        mask_id: int,
+        block: int | None = None,
+    ):
+        self.network, self.family, self.max_length, self.path = network, family, max_length, path
+        self.vocab_size = network.config.vocab_size
+        self.device = network.vocab_embed.embedding.device
+        self.attention = {"ar": "causal", "bd3lm": "block_causal"}.get(family, "bidirectional")
+        self.block = block
+        self.published_block = PUBLISHED_BLOCK if self.attention == "bidirectional" else None
+        self.mask_id = None if family == "ar" else mask_id
+        self.shift = 1 if family == "ar" else 0
+        self.relative_positions = family != "ar"
+        self._excluded = excluded_columns(tokens - {mask_id}, mask_id, self.vocab_size, path, self.device)
+
+    @property
+    def excluded(self) -> torch.Tensor:
+        return self._excluded
+
+    @torch.inference_mode()
+    def features(self, ids: torch.Tensor, real: torch.Tensor | None, sigma: torch.Tensor | None = None) -> torch.Tensor:
+        causal = self.attention == "causal"
+        mask = None if real is None or causal else real[:, None, None]  # (R, 1, 1, L)
+        return self.network(ids, self._level(ids) if sigma is None else sigma, mask, causal)[0]
+
+    @torch.inference_mode()
+    def stream(
+        self, ids: torch.Tensor, positions: torch.Tensor, seen: torch.Tensor, past: list[KeysValues] | None
+    ) -> tuple[torch.Tensor, list[KeysValues]]:
+        return self.network(ids, self._level(ids), seen[:, None], positions=positions, past=past)
+
+    @torch.inference_mode()
+    def head(self, features: torch.Tensor) -> torch.Tensor:
+        return self.network.output_layer.linear(features)
+
+    def _level(self, ids: torch.Tensor) -> torch.Tensor:
+        """The noise level of a network that ignores it, (R,)."""
+        return torch.zeros(len(ids), device=ids.device)
+
+    def describe(self) -> dict[str, object]:
+        return {
+            "denoiser": f"DiT {self.family}",
+            "weights": fingerprint.weights_of(self.path),
+            "dtype": "float32",
+            "mask_token_id": self.mask_id,
+            "vocabulary": f"{int((~self._excluded).sum())} of {self.vocab_size}",
+            "relative_positions": self.relative_positions,
+        }
+
+
+class SEDD(DiTDenoiser):
+    """SEDD, told the noise level of the masked share m of the row, anew at every step.
+
+    sigma="clamped": -log(1 - m) with m in [0.1, 0.9], as in the authors' evaluation; "schedule": -log(1 - (1 - eps) m)
+    with eps = 1e-3, the schedule it was trained on. m counts context, tail and suffix, not padding; under
+    `bos="official"` it is the share of the positions that are not given (those scored, and a tail), as in the authors'
+    code.
+    """
+
+    sigma = "clamped"
+
+    def open(self, rows: Rows, generating: bool = False) -> View:
+        return SEDDView(self, rows)
+
+    def noise_level(self, share: torch.Tensor) -> torch.Tensor:
+        """sigma (R,) of masked shares (R,), in float64: near a share of 1 the schedule cancels."""
+        share = share.clamp(*CLAMP) if self.sigma == "clamped" else share * (1 - NOISE_EPS)
+        return -torch.log1p(-share).float()
+
+    def describe(self) -> dict[str, object]:
+        over = "scored positions" if self.bos == "official" else "row"
+        return {**super().describe(), "sigma": f"{self.sigma}, of the masked share of the {over}"}
+
+
+class SEDDView(View):
+    """A SEDD denoiser opened on a group of rows."""
+
+    def _features(
+        self, lanes: Lanes, ids: torch.Tensor, shown: torch.Tensor, real: torch.Tensor | None
+    ) -> torch.Tensor:
+        masked = (~shown if real is None else real & ~shown).sum(1)  # (R,)
+        counted = self.rows.length[lanes.row]  # (R,)
+        if self.denoiser.bos == "official":
+            counted = counted - self.rows.given[lanes.row].sum(1)
+        return self.denoiser.features(ids, real, self.denoiser.noise_level(masked.double() / counted))

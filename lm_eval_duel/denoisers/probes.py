@@ -1,0 +1,155 @@
+"""Self-tests at load: small forwards that find out what a network does, or show that it is not what it should be.
+
+Shapes: R rows, L row length, U cells, D features, V tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from lm_eval_duel.denoisers.base import Denoiser
+from lm_eval_duel.errors import DuelError
+
+log = logging.getLogger("lm_eval.duel_mdm")
+
+BLANK_TOLERANCE = 1e-4  # of the logits' spread, in float32; rotary networks were seen at 1.5e-6
+COARSE_TOLERANCE = 0.05  # the same in bfloat16 or float16
+ROTARY_TOLERANCE = 1e-5
+LENGTH = 8
+
+
+def probe(denoiser: Denoiser, path: str) -> None:
+    """Run every self-test; sets `honours_padding` and `relative_positions`, or raises DuelError."""
+    with torch.inference_mode():
+        if denoiser.attention == "block_causal":
+            _block_causal(denoiser, path)
+            return
+        rows = tokens(denoiser)  # (R, L)
+        logits = _logits(denoiser, rows)  # (R, L, V)
+        require_finite(logits, path)
+        direction(denoiser, path, rows, logits)
+        denoiser.honours_padding = denoiser.attention == "causal" or honours_padding(denoiser, rows, logits)
+        if denoiser.attention == "bidirectional":
+            denoiser.relative_positions = ties_when_blank(denoiser)
+
+
+def tokens(denoiser: Denoiser, length: int = LENGTH) -> torch.Tensor:
+    """Two rows of arbitrary tokens (2, L)."""
+    known = (~denoiser.excluded).nonzero()[:, 0]  # (T,)
+    generator = torch.Generator().manual_seed(1)
+    draw = torch.randint(len(known), (2, min(length, denoiser.max_length)), generator=generator)  # (2, L)
+    return known.cpu()[draw].to(denoiser.device)
+
+
+def _logits(denoiser: Denoiser, rows: torch.Tensor, real: torch.Tensor | None = None) -> torch.Tensor:
+    """Logits (R, L, V), zero at columns that are no tokens."""
+    features = denoiser.features(rows, real)  # (R, L, D)
+    found = denoiser.head(features.flatten(0, 1)).unflatten(0, features.shape[:2])  # (R, L, V)
+    return found.masked_fill(denoiser.excluded, 0)
+
+
+def require_finite(logits: torch.Tensor, path: str) -> None:
+    """Raise DuelError for NaN or infinite logits."""
+    if not logits.isfinite().all():
+        raise DuelError(f"{path} returns NaN or infinite logits for arbitrary tokens: its weights or dtype are broken.")
+
+
+def direction(denoiser: Denoiser, path: str, rows: torch.Tensor, logits: torch.Tensor) -> None:
+    """Raise DuelError where what comes later changes a causal network's prediction, or not a bidirectional one's."""
+    if rows.shape[1] < 2:
+        return
+    changed = rows.clone()
+    changed[:, -1] = rows[:, 0] if (rows[:, 0] != rows[:, -1]).all() else (~denoiser.excluded).nonzero()[0, 0]
+    if (changed == rows).all():
+        changed[:, -1] = (~denoiser.excluded).nonzero()[-1, 0]
+    moved = differ(_logits(denoiser, changed)[:, :-1], logits[:, :-1])
+    if denoiser.attention == "bidirectional" and moved == 0:
+        raise DuelError(
+            f"{path} is causal: its predictions ignore what comes later, so it is no masked diffusion model. "
+            "Score it with lm_eval --model hf, or with attention=causal,rule=left_to_right."
+        )
+    if denoiser.attention == "causal" and moved > COARSE_TOLERANCE:
+        raise DuelError(f"{path} is not causal: its predictions change with what comes later. Leave attention out.")
+
+
+def honours_padding(denoiser: Denoiser, rows: torch.Tensor, logits: torch.Tensor) -> bool:
+    """Whether logits with masked padding equal those without, far closer than with padding seen."""
+    half = rows.shape[1] // 2
+    if half == 0:
+        return False
+    real = torch.ones_like(rows, dtype=torch.bool)
+    real[:, half:] = False
+    alone = _logits(denoiser, rows[:, :half])
+    try:
+        masked = _logits(denoiser, rows, real)[:, :half]
+    except (TypeError, ValueError, RuntimeError):  # it takes no attention mask, or one of another form
+        return False
+    return differ(alone, masked) < 0.1 * differ(alone, logits[:, :half])
+
+
+def ties_when_blank(denoiser: Denoiser) -> bool:
+    """Whether a row of masks has one distribution at every cell."""
+    row = torch.full((1, min(32, denoiser.max_length)), denoiser.mask_id, device=denoiser.device)
+    logits = _logits(denoiser, row)[0]  # (L, V)
+    tolerance = COARSE_TOLERANCE if logits.dtype.itemsize < 4 else BLANK_TOLERANCE
+    return differ(logits, logits[:1].expand_as(logits)) <= tolerance
+
+
+def _block_causal(denoiser: Denoiser, path: str) -> None:
+    """A block must see itself whole, and no later block."""
+    block = denoiser.block
+    rows = tokens(denoiser, 2 * block).repeat(1, 2 * block)[:, : 2 * block]  # (2, 2 B)
+    position = torch.arange(2 * block, device=rows.device)
+    seen = position[:, None] // block >= position // block  # (2 B, 2 B)
+
+    def logits(ids: torch.Tensor) -> torch.Tensor:
+        features, _ = denoiser.stream(ids, position.expand_as(ids), seen.expand(len(ids), -1, -1), None)
+        found = denoiser.head(features.flatten(0, 1)).unflatten(0, features.shape[:2])  # (R, 2 B, V)
+        return found.masked_fill(denoiser.excluded, 0)
+
+    whole = logits(rows)
+    require_finite(whole, path)
+    later, own = rows.clone(), rows.clone()
+    later[:, block:] = rows[:, :1]
+    own[:, block - 1] = denoiser.mask_id
+    coarse = COARSE_TOLERANCE if whole.dtype.itemsize < 4 else 10 * BLANK_TOLERANCE  # mixtures of experts round anew
+    if differ(logits(later)[:, :block], whole[:, :block]) > coarse:
+        raise DuelError(f"{path} is not block-causal: a later block changes the predictions of an earlier one.")
+    if block > 1 and differ(logits(own)[:, : block - 1], whole[:, : block - 1]) == 0:
+        raise DuelError(f"{path} is causal inside its blocks: its predictions ignore what comes later in the block.")
+    masks = torch.full((1, block), denoiser.mask_id, device=rows.device)
+    inside = torch.ones(1, block, block, dtype=torch.bool, device=rows.device)
+    features, _ = denoiser.stream(masks, position[None, :block], inside, None)
+    blank = denoiser.head(features[0]).masked_fill(denoiser.excluded, 0)  # (B, V)
+    denoiser.relative_positions = differ(blank, blank[:1].expand_as(blank)) <= coarse
+
+
+def rotary_frequencies(model: torch.nn.Module, config: Any, path: str) -> None:
+    """Raise DuelError where rotary frequencies are not theta^(-2i/d): some loaders leave them uninitialised."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kind = parameters.get("rope_type") or (getattr(config, "rope_scaling", None) or {}).get("rope_type") or "default"
+    theta = parameters.get("rope_theta") or getattr(config, "rope_theta", None)
+    found = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("inv_freq")]
+    if not found or theta is None:
+        return
+    if kind != "default":
+        log.info("rotary positions of %s are scaled (%s): their frequencies are not checked", path, kind)
+        return
+    for name, buffer in found:
+        if buffer.is_meta:
+            continue
+        right = theta ** -(torch.arange(len(buffer), dtype=torch.float64) / len(buffer))  # (d / 2,)
+        tolerance = ROTARY_TOLERANCE if buffer.dtype.itemsize >= 4 else 0.01
+        if not torch.allclose(buffer.double().cpu(), right, rtol=tolerance, atol=0):
+            raise DuelError(
+                f"The rotary frequencies of {path} ({name}) are not {theta:g}^(-2i/d): they were not loaded or computed "
+                "right, and every prediction would be noise. Leave backend=remote out, or use another transformers."
+            )
+
+
+def differ(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The largest difference of logits, in units of their spread."""
+    return float((a.double() - b.double()).abs().max() / a.double().std().clamp(min=1e-12))

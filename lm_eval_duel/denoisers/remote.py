@@ -1,0 +1,152 @@
+"""A checkpoint's own code (`backend=remote`, `trust_remote_code=true`), with the repairs that today's transformers needs.
+
+The class is constructed on the CPU and filled key by key: transformers 5 builds such classes without memory first, and
+leaves rotary frequencies that they compute themselves uninitialised. Every repair is undone once the class is built.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from lm_eval_duel.denoisers import huggingface, probes, weights
+from lm_eval_duel.denoisers.asked import Asked
+from lm_eval_duel.denoisers.families import Family
+from lm_eval_duel.denoisers.hub import mask_of, pick_dtype, unreadable
+from lm_eval_duel.errors import DuelError
+
+HEADED = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModel")  # AutoModel may lack the head
+
+
+def load(
+    family: Family | None, folder: str, raw: dict[str, Any], asked: Asked, tokenizer: PreTrainedTokenizerBase
+) -> huggingface.HuggingFace:
+    """The denoiser of a checkpoint's own code; raises DuelError where it does not load strictly, or computes nonsense."""
+    names = raw.get("auto_map") or {}
+    reference = next((names[key] for key in HEADED if key in names), None)
+    if reference is None:
+        raise DuelError(f"{asked.name} has no code of its own (no auto_map with a model in config.json).")
+    asked.refuse("own code", "sigma", "device_map")
+    if asked.attention == "causal":
+        raise DuelError(
+            f"attention=causal is not for own code: score {asked.name} with lm_eval --model hf, or leave out "
+            "backend=remote where its family is known."
+        )
+    if not asked.trust_remote_code:
+        raise DuelError(f"{asked.name} runs code of its own: pass trust_remote_code=true if you trust it.")
+    dtype = pick_dtype(asked.dtype, asked.device)
+    tensors = weights.read(folder)
+    if dtype == "auto":
+        dtype = next(value.dtype for value in tensors.values() if value.is_floating_point())
+    try:
+        with repairs(), _default_dtype(dtype):
+            config = AutoConfig.from_pretrained(asked.name, revision=asked.revision, trust_remote_code=True)
+            _complete(config, raw)
+            model = get_class_from_dynamic_module(reference, asked.name, revision=asked.revision)(config)
+    except Exception as error:  # whatever the code raises
+        raise unreadable(asked.name, error) from error
+    cast = {key: value.to(dtype) if value.is_floating_point() else value for key, value in tensors.items()}
+    _fill(model, cast, config, asked.name)
+    probes.rotary_frequencies(model, config, asked.name)
+    mask_id = mask_of(asked, raw, tokenizer, family and family.mask_id, getattr(config, "vocab_size", None))
+    if asked.peft:
+        from lm_eval_duel.denoisers.adapters import merge
+
+        model = merge(model, asked.peft, None)
+    quirks: dict[str, Any] = {"family": "own code"}
+    attention = asked.attention or (family.attention if family else "bidirectional")
+    if family is not None or asked.attention or asked.shift_logits is not None:
+        shift = (family.shift if family else 0) if asked.shift_logits is None else int(asked.shift_logits)
+        quirks = {"family": family.name if family else "own code", "attention": attention, "shift": shift}
+    if family is not None:
+        quirks |= {"bos": family.bos, "published_block": family.published_block, "max_length": family.max_length}
+    if attention == "block_causal":
+        from lm_eval_duel.denoisers.backbone import trained_block
+
+        quirks["block"] = trained_block(family, raw, asked)
+    return huggingface.finish(model.to(asked.device), asked, tokenizer, mask_id, **quirks)
+
+
+def _complete(config: Any, raw: dict[str, Any]) -> None:
+    """Entries that older code expects and transformers 5 no longer sets."""
+    for name, value in (("use_cache", False), ("pad_token_id", None), ("rope_theta", raw.get("rope_theta"))):
+        if getattr(config, name, None) is None:
+            setattr(config, name, value)
+    config.use_cache = False
+    if getattr(config, "rope_scaling", None) is False:
+        config.rope_scaling = None
+        if hasattr(config, "rope_parameters"):  # transformers 5: None, the same thing, does not say theta
+            config.rope_parameters = {"rope_type": "default", "rope_theta": config.rope_theta}
+
+
+def _fill(model: Any, tensors: dict[str, torch.Tensor], config: Any, name: str) -> None:
+    tensors = {key: value for key, value in tensors.items() if not key.endswith("rotary_emb.inv_freq")}
+    try:
+        lacking, unknown = model.load_state_dict(tensors, strict=False, assign=True)
+    except RuntimeError as error:  # another shape
+        problem = " ".join(str(error).split())[:500]
+        raise DuelError(f"The weights of {name} do not fill its own code: {problem}") from error
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if head is not None and getattr(config, "tie_word_embeddings", False):
+        tied = {key for key, value in model.named_parameters(remove_duplicate=False) if value is head.weight}
+        if tied & set(lacking):
+            head.weight = model.get_input_embeddings().weight
+            lacking = [key for key in lacking if key not in tied]
+    for kind, keys in (("missing", lacking), ("not known", unknown)):
+        if keys:
+            raise DuelError(
+                f"The weights of {name} do not fill its own code: {len(keys)} {kind}: {', '.join(keys[:10])}."
+            )
+
+
+@contextlib.contextmanager
+def repairs() -> Iterator[None]:
+    """Names that older code imports and transformers no longer has; there while a class is built, and no longer."""
+
+    class Nothing:
+        """Stands for a type that is only annotated with."""
+
+    stand_ins = (
+        (transformers.utils, "LossKwargs", Nothing),
+        (transformers.utils.import_utils, "is_torch_fx_available", lambda: False),
+    )
+    added = [(place, name) for place, name, value in stand_ins if not hasattr(place, name)]
+    for place, name, value in stand_ins:
+        if (place, name) in added:
+            setattr(place, name, value)
+    lacks_default = "default" not in ROPE_INIT_FUNCTIONS
+    if lacks_default:
+        ROPE_INIT_FUNCTIONS["default"] = plain_rope
+    try:
+        yield
+    finally:
+        for place, name in added:
+            delattr(place, name)
+        if lacks_default:
+            ROPE_INIT_FUNCTIONS.pop("default", None)
+
+
+def plain_rope(config: Any, device: Any = None, **ignored: Any) -> tuple[torch.Tensor, float]:
+    """Unscaled rotary frequencies theta^(-2i/d), (d / 2,), and the factor 1 on the attention."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    theta = parameters.get("rope_theta") or config.rope_theta
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    width = int(head * (getattr(config, "partial_rotary_factor", None) or 1.0))
+    return 1.0 / theta ** (torch.arange(0, width, 2, device=device, dtype=torch.float32) / width), 1.0
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -1,0 +1,62 @@
+"""What a checkpoint is taken for: every guess, visible before anything is scored with it.
+
+python -m lm_eval_duel inspect PATH_OR_NAME --model_args block=8,...
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from lm_eval_duel.lm import DuelMDM
+from lm_eval_duel.windows import framed
+
+TEXT = "The state of the union is strong."
+
+
+def inspect(name: str, arguments: dict[str, Any]) -> list[tuple[str, str]]:
+    """What `name` is taken for under model args, as (word, value); loads it and scores one short text."""
+    lm = DuelMDM(pretrained=name, **arguments)
+    denoiser, tokenizer = lm.denoiser, lm.tokenizer
+    network = getattr(denoiser, "model", None) or getattr(denoiser, "network", None)
+    mask = "none: an autoregressive network" if denoiser.mask_id is None else _token(tokenizer, denoiser.mask_id)
+    block = f", trained on blocks of {denoiser.block}" if denoiser.block else ""
+    seen = {
+        True: "unseen (an attention mask is honoured): rows of any length go together",
+        False: "seen: only rows of equal length go together",
+    }
+    padding = (
+        "unseen: it lies in later blocks" if denoiser.attention == "block_causal" else seen[denoiser.honours_padding]
+    )
+    prefix, suffix = (" ".join(_token(tokenizer, token) for token in ids) for ids in (lm.prefix, lm.suffix))
+    described = [
+        ("checkpoint", name),
+        ("family", f"{denoiser.family} ({lm.law['denoiser']})"),
+        ("parameters", f"{sum(parameter.numel() for parameter in network.parameters()):,}"),
+        ("dtype", f"{lm.law['dtype']} on {denoiser.device}"),
+        ("vocabulary", f"{lm.law['vocabulary']} columns are tokens"),
+        ("mask", mask),
+        ("attention", f"{denoiser.attention}{block}"),
+        ("block", f"{lm.duel.block} (grid {lm.duel.grid})"),
+        ("logit shift", f"{denoiser.shift}" + (": a token is predicted from the one before" if denoiser.shift else "")),
+        ("max length", f"{denoiser.max_length}"),
+        ("framing", " ".join(part for part in (f"bos={lm.bos}:", prefix, "text", suffix) if part)),
+        ("padding", padding),
+        ("blank rows", "every cell ties: the lowest goes first" if denoiser.relative_positions else "cells differ"),
+        ("weights", lm.law["weights"]),
+    ]
+    if "guidance" in lm.law:
+        described.append(("guidance", lm.law["guidance"]))
+    return [*described, ("one text", _score(lm))]
+
+
+def _score(lm: DuelMDM) -> str:
+    ids = lm.tok_encode(TEXT)[: lm.max_length - len(lm.prefix) - len(lm.suffix)]
+    began = time.perf_counter()
+    scored = lm.duel.log_prob([framed(lm.prefix, ids, lm.suffix, "given")])[0]
+    seconds = time.perf_counter() - began
+    return f"{scored.log_prob:.3f} nats for {len(ids)} tokens, {lm.duel.rule}, {scored.nfe} steps, {seconds:.2f} s"
+
+
+def _token(tokenizer: Any, token: int) -> str:
+    return f"{token} {tokenizer.convert_ids_to_tokens(token)!r}"
