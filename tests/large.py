@@ -1,6 +1,6 @@
 """A LLaDA-8B-shaped random checkpoint in bfloat16: written in shards, loaded and scored, with the memory it took.
 
-    python tests/large.py FOLDER           (16 GB of disk; not part of the test suite)
+python tests/large.py FOLDER           (16 GB of disk; not part of the test suite)
 """
 
 import json
@@ -106,7 +106,10 @@ def main(folder):
     began = time.time()
     denoiser = denoisers.load(str(folder), device="cpu", dtype="bfloat16")
     count = sum(parameter.numel() for parameter in denoiser.model.parameters())
-    print(f"{count / 1e9:.2f} B parameters, {denoiser.dtype}, loaded in {time.time() - began:.0f} s; {memory()}", flush=True)
+    print(
+        f"{count / 1e9:.2f} B parameters, {denoiser.dtype}, loaded in {time.time() - began:.0f} s; {memory()}",
+        flush=True,
+    )
     began = time.time()
     scored = Duel(denoiser, "greedy").log_prob([Window((300, 517), (261, 400, 7, 12))])[0]
     print(f"{scored.log_prob:.3f} nats, steps {scored.steps}, {time.time() - began:.0f} s; {memory()}")

@@ -94,7 +94,7 @@ class Case:
     folder: str = "checkpoint"
     rows: int = tiny.ROWS  # of the embedding
     store: str = "whole"  # "sharded", "bfloat16", "tied": no head in the file
-    seed: int = 0
+    seed: int = 3
     mask: int = MASK
     attention: str = "bidirectional"
     shift: int = 0
@@ -450,7 +450,7 @@ def weights(case):
         if len(shape) == 1:
             draw = draw * 0.2 + {"router bias": -2}.get(name, 0 if "bias" in name else 1)
         else:
-            draw = draw * {"table": 1.0, "router": 0.5, "head": 0.3}.get(name, 0.35)
+            draw = draw * {"table": 0.5 if case.store == "tied" else 1.0, "router": 0.5}.get(name, 0.3)
         made[net.keys[name].format(n=n, e=e)] = draw
 
     for name, shape in outside.items():

@@ -206,7 +206,9 @@ def test_args_that_a_masked_lm_has_no_choice_of(folders):
     for name, value in {"shift_logits": True, "backend": "native", "sigma": "clamped", "peft": "adapter"}.items():
         with pytest.raises(DuelError, match=f"is of the family masked LM, which has no choice of '{name}'"):
             load(folders["bert"], **{name: value})
-    with pytest.raises(DuelError, match="is one of transformers' masked LMs: bidirectional; leave family, attention out"):
+    with pytest.raises(
+        DuelError, match="is one of transformers' masked LMs: bidirectional; leave family, attention out"
+    ):
         load(folders["bert"], attention="block_causal")
 
 
@@ -242,7 +244,9 @@ def test_broken_weights(tmp_path):
         load(path)
     weights[gone.replace("self.query", "output.dense")][0, 0] = float("nan")
     save_file(weights, file, metadata={"format": "pt"})
-    with pytest.raises(DuelError, match="returns NaN or infinite logits for arbitrary tokens: its weights or dtype are"):
+    with pytest.raises(
+        DuelError, match="returns NaN or infinite logits for arbitrary tokens: its weights or dtype are"
+    ):
         load(path)
 
 

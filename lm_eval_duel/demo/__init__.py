@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-NAMES = ("demo-mdm", "demo-ar")
+NAMES = ("demo-mdm", "demo-bd", "demo-ar")
 FOLDER = Path(__file__).resolve().parent
 
 

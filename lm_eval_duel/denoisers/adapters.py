@@ -17,30 +17,56 @@ def merge(model: Any, path: str, family: Family | None) -> Any:
 
     Raises DuelError where the adapter is no LoRA, or has a tensor that finds no place.
     """
-    from peft import PeftConfig, get_peft_model, load_peft_weights, set_peft_model_state_dict
-
+    try:
+        from peft import PeftConfig, get_peft_model, load_peft_weights, set_peft_model_state_dict
+    except ImportError as error:
+        raise DuelError(f"The adapter {path} needs the package peft (pip install peft): {error}") from error
     try:
         config, tensors = PeftConfig.from_pretrained(path), load_peft_weights(path, device="cpu")
     except Exception as error:  # peft raises the errors of many libraries
         raise DuelError(f"Cannot read adapter '{path}': {type(error).__name__}: {first_line(error)}") from error
     if str(config.peft_type).rsplit(".", 1)[-1] != "LORA":
         raise DuelError(f"The adapter {path} is a {config.peft_type}; only LoRA can be merged.")
-    renamed = {}
-    for key, value in tensors.items():
-        inner = key.removeprefix(PREFIX)
-        for pattern, replacement in family.rename if family else ():
-            inner, count = re.subn(pattern, replacement, inner)
-            if count:
-                break
-        renamed[PREFIX + inner] = value
-    modules = {key.removeprefix(PREFIX).split(".lora_")[0] for key in renamed if ".lora_" in key}
+    places = {key: PREFIX + _renamed(key.removeprefix(PREFIX), family) for key in tensors}
+    modules = {_module(place): _module(key) for key, place in places.items() if ".lora_" in key}  # here -> in the file
     known = {name for name, _ in model.named_modules()}
-    if not modules or modules - known:
-        lost = ", ".join(sorted(modules - known)[:10]) or "no LoRA tensors at all"
+    if not modules or modules.keys() - known:
+        lost = ", ".join(sorted(modules.keys() - known)[:10]) or "no LoRA tensors at all"
         raise DuelError(f"The adapter {path} does not fit this network: {lost}.")
-    config.target_modules, config.inference_mode = modules, True
-    adapted = get_peft_model(model, config)
-    report = set_peft_model_state_dict(adapted, renamed)
-    if report.unexpected_keys:
-        raise DuelError(f"The adapter {path} has tensors without a place: {', '.join(report.unexpected_keys[:10])}.")
+    for field in ("rank_pattern", "alpha_pattern"):
+        setattr(config, field, _by_module(getattr(config, field, None) or {}, modules))
+    config.target_modules, config.exclude_modules = set(modules), None
+    config.inference_mode, config.task_type = True, None  # a task wants more of the network's class
+    try:
+        adapted = get_peft_model(model, config)
+        report = set_peft_model_state_dict(adapted, {places[key]: value for key, value in tensors.items()})
+    except (RuntimeError, ValueError, KeyError) as error:
+        problem = " ".join(str(error).split())[:500]
+        raise DuelError(f"The adapter {path} does not fit this network: {problem}") from error
+    lacking = [key for key in report.missing_keys if ".lora_" in key]
+    for problem, keys in (("tensors without a place", report.unexpected_keys), ("no tensors for", lacking)):
+        if keys:
+            raise DuelError(f"The adapter {path} has {problem}: {', '.join(keys[:10])}.")
     return adapted.merge_and_unload()
+
+
+def _renamed(name: str, family: Family | None) -> str:
+    for pattern, replacement in family.rename if family else ():
+        name, count = re.subn(pattern, replacement, name)
+        if count:
+            break
+    return name
+
+
+def _module(key: str) -> str:
+    return key.removeprefix(PREFIX).split(".lora_")[0]
+
+
+def _by_module(patterns: dict[str, int], modules: dict[str, str]) -> dict[str, int]:
+    """Exceptions that the adapter makes for modules by a pattern of their names in its file, by their names here."""
+    found = {}
+    for here, there in modules.items():
+        pattern = next((pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", there)), None)
+        if pattern is not None:
+            found[re.escape(here)] = patterns[pattern]
+    return found

@@ -25,7 +25,8 @@ class Guided(Denoiser):
         if plain.attention != "bidirectional" or plain.shift:
             raise DuelError(
                 f"cfg_scale masks the whole context, which a {plain.attention} network"
-                f"{' that predicts from the token before' if plain.shift else ''} cannot do without; leave cfg_scale out."
+                f"{' that predicts from the token before' if plain.shift else ''} cannot do without; "
+                "leave cfg_scale out."
             )
         self.plain, self.scale = plain, scale
         for name in Denoiser.__annotations__:
@@ -67,6 +68,7 @@ class GuidedView(View):
         halves = [view.cells(each) for view, each in zip(self.views, (lanes, bare), strict=True)]
         self.forwards = sum(view.forwards for view in self.views)
         self.evaluated = sum(view.evaluated for view in self.views)
-        conditional, unconditional = (half.features[half.index] for half in halves)  # (C, D) each
-        every = torch.arange(len(conditional), device=conditional.device)  # (C,)
-        return Cells(torch.stack([conditional, unconditional], dim=1), every, halves[0].blank)
+        conditional, index, blank = halves[0]  # (U, D), (C,), (R,)
+        first = torch.cat([index.new_ones(1), index.diff()]).bool()  # (C,) where each of U is named first
+        unconditional = halves[1].features[halves[1].index[first]]  # (U, D)
+        return Cells(torch.stack([conditional, unconditional], dim=1), index, blank)

@@ -69,10 +69,12 @@ def load_tokenizer(path: str, trust_remote_code: bool, revision: str) -> PreTrai
         return AutoTokenizer.from_pretrained(path, **options)
     except AttributeError:  # transformers 5, of a config with scaled rotary positions whose model_type it does not know
         return AutoTokenizer.from_pretrained(path, config=PretrainedConfig(), **options)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # where it is trusted, a config's own code is run too, which raises whatever it does
         named = cached_file(path, "tokenizer_config.json", revision=revision, **QUIET)
-        if named and json.load(open(named, encoding="utf-8")).get("tokenizer_class") in QWEN2_TOKENIZERS:
-            return Qwen2TokenizerFast.from_pretrained(path, revision=revision)
+        if named:
+            with open(named, encoding="utf-8") as file:
+                if json.load(file).get("tokenizer_class") in QWEN2_TOKENIZERS:
+                    return Qwen2TokenizerFast.from_pretrained(path, revision=revision)
         raise unreadable(path, error) from error
     finally:
         configs.setLevel(level)

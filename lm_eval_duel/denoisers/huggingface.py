@@ -1,4 +1,4 @@
-"""Networks through their own forward: transformers' masked LMs (BERT, RoBERTa, ModernBERT), and a checkpoint's own code.
+"""Networks through their own forward: transformers' masked LMs (BERT, RoBERTa, ...), and a checkpoint's own code.
 
 Only what every such network has is relied on: ids in, logits out. Whether its head can be split off, and whether it
 listens to an attention mask, is found by small forwards at load.

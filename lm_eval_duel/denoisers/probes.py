@@ -130,7 +130,8 @@ def _block_causal(denoiser: Denoiser, path: str) -> None:
 def rotary_frequencies(model: torch.nn.Module, config: Any, path: str) -> None:
     """Raise DuelError where rotary frequencies are not theta^(-2i/d): some loaders leave them uninitialised."""
     parameters = getattr(config, "rope_parameters", None) or {}
-    kind = parameters.get("rope_type") or (getattr(config, "rope_scaling", None) or {}).get("rope_type") or "default"
+    scaling = getattr(config, "rope_scaling", None) or {}
+    kind = parameters.get("rope_type") or scaling.get("rope_type") or scaling.get("type") or "default"
     theta = parameters.get("rope_theta") or getattr(config, "rope_theta", None)
     found = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("inv_freq")]
     if not found or theta is None:

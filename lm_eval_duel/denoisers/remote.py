@@ -1,4 +1,4 @@
-"""A checkpoint's own code (`backend=remote`, `trust_remote_code=true`), with the repairs that today's transformers needs.
+"""A checkpoint's own code (`backend=remote`, `trust_remote_code=true`), repaired for today's transformers.
 
 The class is constructed on the CPU and filled key by key: transformers 5 builds such classes without memory first, and
 leaves rotary frequencies that they compute themselves uninitialised. Every repair is undone once the class is built.
@@ -28,7 +28,7 @@ HEADED = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModel")  # AutoMo
 def load(
     family: Family | None, folder: str, raw: dict[str, Any], asked: Asked, tokenizer: PreTrainedTokenizerBase
 ) -> huggingface.HuggingFace:
-    """The denoiser of a checkpoint's own code; raises DuelError where it does not load strictly, or computes nonsense."""
+    """The denoiser of a checkpoint's own code; raises DuelError where it does not load strictly or is nonsense."""
     names = raw.get("auto_map") or {}
     reference = next((names[key] for key in HEADED if key in names), None)
     if reference is None:
