@@ -32,7 +32,7 @@ def hash_files(paths: Iterable[str | os.PathLike]) -> str:
 
 
 def weights_of(folder: str | os.PathLike, code: bool = False) -> str:
-    """The hash of the weights and config in a local folder (checkpoint or adapter), and of its code where that is run."""
+    """The hash of the weights and config in a local folder (checkpoint or adapter), and of its code where it runs."""
     names = [name for name in os.listdir(folder) if LAW_FILES.fullmatch(name) or (code and name.endswith(".py"))]
     return hash_files(os.path.join(folder, name) for name in names)
 

@@ -81,8 +81,8 @@ def _problem(denoiser: Denoiser, block: int | None, grid: str, window: Window, i
         border = end + -end % denoiser.block
         if window.length > border:
             return (
-                f"has given ids up to position {window.length - 1}, but its last target block ends at {border - 1}: this "
-                "network never sees a later block. Leave those ids out of the suffix."
+                f"has given ids up to position {window.length - 1}, but its last target block ends at {border - 1}: "
+                "this network never sees a later block. Leave those ids out of the suffix."
             )
     if window.tail:
         end = len(window.target) + (len(window.context) if grid == "row" else 0)

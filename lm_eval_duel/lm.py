@@ -203,8 +203,8 @@ class DuelMDM(Ranked):
         """
         if self.bos in ("scored", "official"):
             raise DuelError(
-                f"bos={self.bos} scores the row from its first position on, so it has no place for a context: use it for "
-                "whole texts (loglikelihood_rolling), and bos=given or none for tasks with a context."
+                f"bos={self.bos} scores the row from its first position on, so it has no place for a context: use it "
+                "for whole texts (loglikelihood_rolling), and bos=given or none for tasks with a context."
             )
         windows, cut, merged = [], 0, self.merged_borders
         for request in requests:

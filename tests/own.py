@@ -303,7 +303,7 @@ LLADA_SIZE = {
 
 def random(shapes):
     generator = torch.Generator().manual_seed(3)
-    draws = {name: torch.randn(shape, generator=generator) * 0.5 for name, shape in shapes.items()}
+    draws = {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()}
     return {name: 1 + value / 4 if "norm" in name or "ln_f" in name else value for name, value in draws.items()}
 
 

@@ -99,6 +99,18 @@ def test_equals_weights_merged_by_hand(tmp_path, kind, options, modules):
     assert not any(".lora_" in name for name in adapted.model.state_dict())
 
 
+@pytest.mark.parametrize("options", [{}, OWN], ids=["native", "own code"])
+def test_a_tied_head_is_changed_alone(tmp_path, options):
+    tensors = decoder(bias=True, tied=True)
+    full = {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}
+    paths = [tmp_path / "base", tmp_path / "merged"]
+    lora = adapter(tmp_path / "lora", full, ["lm_head"])
+    for path, weights in zip(paths, (tensors, by_hand(full, lora, lambda module: 6 / 3)), strict=True):
+        path.mkdir()
+        write(path, DREAM, "DreamModel", weights, tie_word_embeddings=weights is tensors)
+    assert equal(load(str(paths[0]), peft=lora, **options), load(str(paths[1]), **options))
+
+
 @pytest.mark.parametrize("kind", ["a2d-qwen3", "llada"])
 def test_ranks_and_scales_of_single_modules(tmp_path, kind):
     """Patterns of names in the adapter's config hold for the names in its file."""

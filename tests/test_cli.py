@@ -181,7 +181,12 @@ def test_a_misspelt_rule_is_answered_before_anything_is_loaded():
 
 
 def test_where(capsys):
-    for name, file in (("tasks", "sotu/sotu.yaml"), ("demo-mdm", "config.json"), ("demo-ar", "config.json")):
+    for name, file in (
+        ("tasks", "sotu/sotu.yaml"),
+        ("demo-mdm", "config.json"),
+        ("demo-bd", "config.json"),
+        ("demo-ar", "config.json"),
+    ):
         main(["where", name])
         path = capsys.readouterr().out.strip()
         assert os.path.isabs(path) and os.path.exists(os.path.join(path, file))
@@ -204,7 +209,7 @@ def test_inspect_shows_every_guess(capsys):
     assert (shown["block"], shown["max length"]) == ("4 (grid target)", "64")
     assert shown["framing"] == "bos=given: 1 '<|endoftext|>' text"
     assert shown["guidance"] == "classifier-free, cfg_scale=0.5"
-    with pytest.raises(SystemExit, match="lm-eval-duel: Unknown model arg 'blok'. Did you mean block?"):
+    with pytest.raises(SystemExit, match=r"lm-eval-duel: Unknown model arg 'blok'\. Did you mean block\?"):
         main(["inspect", "demo-mdm", "--model_args", "blok=4"])
 
 

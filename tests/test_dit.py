@@ -441,6 +441,19 @@ def test_the_four_noise_levels_are_four_laws(tmp_path):
     assert min(abs(a - b) for a, b in itertools.combinations(values, 2)) > 1e-2
 
 
+def test_the_noise_level_loses_no_digits_near_a_row_of_masks(tmp_path, monkeypatch):
+    denoiser, _ = opened(tmp_path, "sedd", sigma="schedule")
+    told, features = [], denoiser.features
+
+    def record(ids, real, sigma):
+        told.extend(sigma.tolist())
+        return features(ids, real, sigma)
+
+    monkeypatch.setattr(denoiser, "features", record)
+    Duel(denoiser, block=None).log_prob([Window((), (3, 4, 5, 6))])
+    assert told == pytest.approx([-math.log(1 - (1 - 1e-3) * share) for share in (1, 0.75, 0.5, 0.25)], abs=1e-6)
+
+
 @pytest.mark.parametrize("bos", ["given", "official"])
 @pytest.mark.parametrize("sigma", ["clamped", "schedule"])
 def test_sedd_sums_to_one_and_scores_its_samples(sigma, bos, tmp_path):

@@ -8,10 +8,16 @@ import pytest
 from test_cli import agrees, evaluate
 
 WEIGHTS = "14c7e55bb872"
+BLOCK_WEIGHTS = "7263960f1d9d"
 GOLDEN = {
     "left_to_right": {"token_perplexity": 54.52868741283819, "bits_per_byte": 1.7593324378062687},
     "greedy": {"token_perplexity": 54.77213527818173, "bits_per_byte": 1.7612923626390564},
     "margin": {"token_perplexity": 55.04481681436655, "bits_per_byte": 1.7634773221623936},
+}
+BLOCK_GOLDEN = {
+    "left_to_right": {"token_perplexity": 35.86062393021129, "bits_per_byte": 1.57494538434253},
+    "greedy": {"token_perplexity": 37.59557008128829, "bits_per_byte": 1.5957325133282758},
+    "margin": {"token_perplexity": 38.39261136423133, "bits_per_byte": 1.6049626227683265},
 }
 CLOSE_TO = 1e-4  # relative: a close pick may fall the other way on another processor
 
@@ -27,3 +33,14 @@ def test_sotu(rule):
     samples = sorted(results["samples"]["sotu"], key=lambda s: s["doc_id"])
     compared = agrees([s["doc"]["text"] for s in samples], [s["filtered_resps"][0] for s in samples], rule, 32)
     assert compared >= 30  # of 36; the others have close picks
+
+
+@pytest.mark.parametrize("rule", BLOCK_GOLDEN)
+def test_sotu_of_block_diffusion(rule):
+    results = evaluate("sotu", f"pretrained=demo-bd,rule={rule}")
+    law, table = results["config"]["law"], results["results"]["sotu"]
+    assert law["weights"] == BLOCK_WEIGHTS, "other weights than the golden values were made with: make them again"
+    assert (law["block"], law["grid"], law["framing"]) == ("4", "row", "[1] text [], bos=given")
+    for metric, value in BLOCK_GOLDEN[rule].items():
+        assert table[f"{metric},none"] == pytest.approx(value, rel=CLOSE_TO)
+    assert results["config"]["duel"]["forwards"] < 40  # every block of many passages in one call

@@ -400,7 +400,7 @@ def test_a_later_block_changes_nothing_before_it():
 
 def test_block_causal_refusals():
     toy = BlockCausal(length=12)
-    with pytest.raises(DuelError, match="trained on blocks of 2: .* block=4 would be another network"):
+    with pytest.raises(DuelError, match=r"trained on blocks of 2: .* block=4 would be another network"):
         Duel(toy, "greedy", 4)
     with pytest.raises(DuelError, match="counts its blocks from the row's first position"):
         Duel(toy, "greedy", grid="target")

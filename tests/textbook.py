@@ -77,8 +77,8 @@ def pick(rule, probs, hidden, step, previous, offset):
 def score(logits_of, mask_id, excluded, rule, block, window, grid="target", tie_when_blank=False, sees=None):
     """(log_prob, steps, nats, is_greedy, nfe) of one window; `logits_of(ids (L,)) -> (L, V)`.
 
-    `sees`: None, the network is shown the whole row; "fill" or "cut", it is block-causal and shown the row up to the end
-    of the current block, which is filled up with masks or ends with the window.
+    `sees`: None, the network is shown the whole row; "fill" or "cut", it is block-causal and shown the row up to the
+    end of the current block, which is filled up with masks or ends with the window.
     """
     origin, target = len(window.context), len(window.target)
     row = [*window.context, *[mask_id] * (target + window.tail), *window.suffix]

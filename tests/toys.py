@@ -116,7 +116,7 @@ class Small(Toy):
 
 
 class BlockCausal(Toy):
-    """A block-causal toy: a cell sees the blocks before its own, and its own. Its keys are ids, its values positions."""
+    """A block-causal toy: a cell sees the blocks before its own and its own. Its keys are ids, its values positions."""
 
     attention = "block_causal"
 

@@ -7,9 +7,9 @@ Same tokenizer, same number of parameters, same rows in the same order; only the
 * `mdm`: ModernBERT. t ~ U(0, 1) stratified over the batch, each token masked with probability t,
   loss = (1/t) * cross entropy at masked cells, divided by all cells (Sahoo et al. 2024, eq. 10).
 * `ar`: ModernBERT decoder, next-token cross entropy after one <|endoftext|>.
-* `bd`: our DiT, block-causal with blocks of 4 (Arriola et al. 2025): the row with masked cells and the clean row side by
-  side, under the mask of block diffusion; in each block l ~ U{1..4} cells are masked, loss = 4/l * cross entropy at
-  masked cells. The row begins with one <|endoftext|>, which is never masked.
+* `bd`: our DiT, block-causal with blocks of 4 (Arriola et al. 2025): the row with masked cells and the clean row
+  side by side, under the mask of block diffusion; in each block l ~ U{1..4} cells are masked, loss = 4/l * cross
+  entropy at masked cells. The row begins with one <|endoftext|>, which is never masked.
 
 Killed and started again with the same arguments, it goes on from the last state in `--out`.
 """

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import torch
+
 from lm_eval_duel.denoisers.families import Family
 from lm_eval_duel.denoisers.hub import first_line
 from lm_eval_duel.errors import DuelError
@@ -33,6 +35,7 @@ def merge(model: Any, path: str, family: Family | None) -> Any:
     if not modules or modules.keys() - known:
         lost = ", ".join(sorted(modules.keys() - known)[:10]) or "no LoRA tensors at all"
         raise DuelError(f"The adapter {path} does not fit this network: {lost}.")
+    _untie(model, set(modules))
     for field in ("rank_pattern", "alpha_pattern"):
         setattr(config, field, _by_module(getattr(config, field, None) or {}, modules))
     config.target_modules, config.exclude_modules = set(modules), None
@@ -48,6 +51,15 @@ def merge(model: Any, path: str, family: Family | None) -> Any:
         if keys:
             raise DuelError(f"The adapter {path} has {problem}: {', '.join(keys[:10])}.")
     return adapted.merge_and_unload()
+
+
+def _untie(model: Any, modules: set[str]) -> None:
+    """A head of its own, where head and embedding are one and the adapter changes only either."""
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or head.weight is not table.weight:
+        return
+    if any(module in (head, table) for name, module in model.named_modules() if name in modules):
+        head.weight = torch.nn.Parameter(head.weight.detach().clone())
 
 
 def _renamed(name: str, family: Family | None) -> str:

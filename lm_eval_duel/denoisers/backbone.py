@@ -76,7 +76,7 @@ def _config(family: Family, raw: dict[str, Any], asked: Asked) -> Any:
 
 
 def _fill(family: Family, config: Any, tensors: dict[str, torch.Tensor], folder: str, asked: Asked) -> Any:
-    """The native model with every tensor in its place; what is left over or missing is an error naming the first ten."""
+    """The native model with every tensor in its place; what is left over or missing is an error naming ten."""
     dtype = pick_dtype(asked.dtype, asked.device)
     if dtype == "auto":
         dtype = next(value.dtype for value in tensors.values() if value.is_floating_point())
@@ -223,7 +223,7 @@ class Backbone(Denoiser):
 
 
 class CleanKeys:
-    """What transformers takes for a cache: keys and values of clean cells go before a call's own, which are kept apart."""
+    """What transformers takes for a cache: keys and values of clean cells go before a call's own, kept apart."""
 
     def __init__(self, past: list[KeysValues] | None):
         self.past = past

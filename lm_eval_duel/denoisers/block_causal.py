@@ -27,8 +27,9 @@ STRETCH = 128  # columns of a window whose blocks are evaluated together
 class BlockCausalView(View):
     """A block-causal denoiser opened on a group of rows.
 
-    A short last block is shown filled with [MASK] up to its border, as these networks are trained (`last_block="fill"`),
-    or ends where the window ends (`"cut"`). Given ids after the target are seen inside its last block only.
+    A short last block is shown filled with [MASK] up to its border, as these networks are trained
+    (`last_block="fill"`), or ends where the window ends (`"cut"`). Given ids after the target are
+    seen inside its last block only.
     """
 
     def __init__(self, denoiser: Denoiser, rows: Rows, generating: bool):

@@ -253,8 +253,8 @@ def _told_apart(family: Family, asked: Asked, folder: str | None) -> Family:
     """The family, where one class name stands for two."""
     if family.name == "llada2" and _edits(folder):
         raise DuelError(
-            f"{asked.name} edits revealed tokens when it generates (LLaDA2.1 and later), {NO_LAW}. Its policy from mask "
-            "to token alone is covered: pass family=llada2 to score that."
+            f"{asked.name} edits revealed tokens when it generates (LLaDA2.1 and later), {NO_LAW}. Its policy from "
+            "mask to token alone is covered: pass family=llada2 to score that."
         )
     blocks = f"{family.name}-bd3lm"
     if blocks in NAMED and asked.attention is None and "bd3lm" in os.path.basename(asked.name.rstrip("/")).lower():

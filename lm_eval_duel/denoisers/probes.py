@@ -146,8 +146,9 @@ def rotary_frequencies(model: torch.nn.Module, config: Any, path: str) -> None:
         tolerance = ROTARY_TOLERANCE if buffer.dtype.itemsize >= 4 else 0.01
         if not torch.allclose(buffer.double().cpu(), right, rtol=tolerance, atol=0):
             raise DuelError(
-                f"The rotary frequencies of {path} ({name}) are not {theta:g}^(-2i/d): they were not loaded or computed "
-                "right, and every prediction would be noise. Leave backend=remote out, or use another transformers."
+                f"The rotary frequencies of {path} ({name}) are not {theta:g}^(-2i/d): they were not loaded or "
+                "computed right, and every prediction would be noise. Leave backend=remote "
+                "out, or use another transformers."
             )
 
 
