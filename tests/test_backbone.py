@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import re
@@ -647,6 +648,33 @@ def test_samples_are_scored_as_they_were_drawn(found, name, rule):
     for d, s in zip(drawn, scored, strict=True):
         assert (s.close_picks, s.steps, s.nfe) == (0, d.steps, d.nfe)
         assert s.nats == pytest.approx(d.nats, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_pairs_of_tokens_sum_to_one(found, name):
+    denoiser, _ = found(name)
+    tokens = (~denoiser.excluded).nonzero()[:, 0].tolist()
+    pairs = [Window((6, 7), pair) for pair in itertools.product(tokens, repeat=2)]
+    scored = Duel(denoiser, "greedy", "auto" if denoiser.block else 4).log_prob(pairs)
+    assert math.fsum(math.exp(s.log_prob) for s in scored) == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_left_to_right_is_the_chain_rule_and_k_the_marginals(found, name):
+    denoiser, right = found(name)
+    block, mask = denoiser.block or 4, denoiser.mask_id
+    short = [mask] * (-4 % block if denoiser.block else 0)  # a short last block is shown filled up
+
+    def logs(*row):
+        logits = right((*row, *short)).roll(CASES[name].shift, 0)
+        return logits.masked_fill(denoiser.excluded, -math.inf).log_softmax(-1)
+
+    first, second = logs(6, 7, mask, mask), logs(6, 7, 9, mask)
+    window = [Window((6, 7), (9, 30))]
+    one, two = (Duel(denoiser, f"l2r:k={k}", "auto" if denoiser.block else 4).log_prob(window)[0] for k in (1, 2))
+    assert one.nats == pytest.approx([float(first[2, 9]), float(second[3, 30])], abs=1e-5)
+    if block > 1 and 2 // block == 3 // block:
+        assert two.nats == pytest.approx([float(first[2, 9]), float(first[3, 30])], abs=1e-5)
 
 
 # ---------------------------------------------------------------- plain decoders, and what the user says

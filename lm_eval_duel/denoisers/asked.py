@@ -5,11 +5,19 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from lm_eval_duel.errors import DuelError
+from lm_eval_duel.errors import DuelError, unknown
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
+
+CHOICES = {
+    "bos": ("given", "scored", "official", "none"),
+    "attention": ("bidirectional", "block_causal", "causal"),
+    "last_block": ("fill", "cut"),
+    "sigma": ("clamped", "schedule"),
+    "backend": ("native", "remote"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +43,12 @@ class Asked:
     cfg_scale: float | None = None
     peft: str | None = None
     device_map: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, known in CHOICES.items():
+            value = getattr(self, name)
+            if value is not None and value not in known:
+                raise unknown(f"value of {name}", str(value), known)
 
     def refuse(self, family: str, *names: str) -> None:
         """Raise DuelError where one of these was asked for and `family` cannot follow."""

@@ -98,6 +98,8 @@ def _fill(family: Family, config: Any, tensors: dict[str, torch.Tensor], folder:
         options["device_map"] = asked.device_map
     try:
         model, report = model_class.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype, **options)
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
         raise DuelError(f"The weights in {folder} do not fill {model_class.__name__}: {error}") from error
     tied = {HEAD} if config.tie_word_embeddings else set()

@@ -74,7 +74,7 @@ class DiTDenoiser(Denoiser):
         return torch.zeros(len(ids), device=ids.device)
 
     def describe(self) -> dict[str, object]:
-        return {
+        described = {
             "denoiser": f"DiT {self.family}",
             "weights": fingerprint.weights_of(self.path),
             "dtype": "float32",
@@ -82,6 +82,9 @@ class DiTDenoiser(Denoiser):
             "vocabulary": f"{int((~self._excluded).sum())} of {self.vocab_size}",
             "relative_positions": self.relative_positions,
         }
+        if self.attention == "block_causal":
+            described["last_block"] = self.last_block
+        return described
 
 
 class SEDD(DiTDenoiser):
