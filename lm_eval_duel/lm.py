@@ -80,7 +80,12 @@ class DuelMDM(Ranked):
             "estimator": "duel",
             "windows": self.options.windows,
             "max_length": self.denoiser.max_length,
-            "framing": f"{self.prefix} text {self.suffix}, bos={self.bos}",
+            "framing": f"{self.prefix} text {self.suffix}, bos={self.bos}"
+            + (
+                f", windows after {self.prefix_token_id}"
+                if self.options.windows == "harness" and not self.prefix
+                else ""
+            ),
             "tokenizer": _tokenizer_hash(self.tokenizer),
             "version": LAW_VERSION,
         }
@@ -262,7 +267,7 @@ class DuelMDM(Ranked):
         if self.options.windows == "independent":
             windows = independent(ids, self.max_length, self.prefix, self.suffix, self.bos)
             return [self._without_unseen(window) for window in windows]
-        start = self.prefix[-1] if self.prefix else self.prefix_token_id
+        start = self.prefix[-1] if self.prefix else self.prefix_token_id  # the harness's rolling windows have one
         if start is None:
             raise DuelError("windows=harness starts with a prefix token and this tokenizer has none; use independent.")
         capacity = target_capacity(self.max_length, [start], self.suffix)

@@ -268,6 +268,7 @@ def test_the_ar_baseline_reads_from_left_to_right(backend, tmp_path):
     assert scored.nats == pytest.approx([float(logs[i, row[i + 1]]) for i in range(4)], abs=1e-5)
     with pytest.raises(DuelError, match="Window 0 needs a given first token"):
         duel.log_prob([Window((), row)])
+    assert (duel.counts.forwards, duel.counts.rows) == (1, 1)  # the whole window in one pass
     for k in (1, 2):  # blocks of one, whatever k
         again = Duel(denoiser, f"left_to_right:k={k}")
         assert again.block == 1

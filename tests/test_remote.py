@@ -295,9 +295,9 @@ def test_broken_code(tmp_path):
 
 def test_args_that_own_code_cannot_follow(tmp_path):
     path = write(tmp_path, LLADA, "LLaDAModelLM", llada(), LLADA_SIZE)
-    for name in ("sigma", "device_map"):
+    for name, value in (("sigma", "schedule"), ("device_map", "auto")):
         with pytest.raises(DuelError, match=f"is of the family own code, which has no choice of '{name}'"):
-            load(path, **{name: "auto"})
+            load(path, **{name: value})
     with pytest.raises(DuelError, match=r"attention=causal .*backend=remote"):
         load(path, attention="causal")
     with pytest.raises(DuelError, match="unexpected keyword argument 'position_ids'"):

@@ -45,7 +45,11 @@ def load(
     mask_id = None if causal else mask_of(asked, raw, tokenizer, family.mask_id, config.vocab_size)
     tensors = native_tensors(family, weights.read(folder), raw)
     tensors = {key: value for key, value in tensors.items() if not key.endswith(IGNORED)}
-    if HEAD in tensors and config.tie_word_embeddings and not torch.equal(tensors[HEAD], tensors[TABLE]):
+    if (
+        HEAD in tensors
+        and config.tie_word_embeddings
+        and not torch.equal(tensors[HEAD], tensors.get(TABLE, tensors[HEAD]))
+    ):
         config.tie_word_embeddings = False  # the file has a head of its own
     model = _fill(family, config, tensors, folder, asked)
     if asked.peft:
@@ -65,6 +69,9 @@ def _config(family: Family, raw: dict[str, Any], asked: Asked) -> Any:
     rope = entries.get("rope_parameters") or {}
     if "rope_theta" in rope:
         entries.setdefault("rope_theta", rope["rope_theta"])
+    scaled = rope.get("rope_type", "default") != "default" and not isinstance(entries.get("rope_scaling"), dict)
+    if scaled and transformers.__version__.startswith("4."):  # which calls it so
+        entries["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
     if not isinstance(entries.get("rope_scaling"), dict):
         entries["rope_scaling"] = None
     try:
@@ -79,7 +86,7 @@ def _fill(family: Family, config: Any, tensors: dict[str, torch.Tensor], folder:
     """The native model with every tensor in its place; what is left over or missing is an error naming ten."""
     dtype = pick_dtype(asked.dtype, asked.device)
     if dtype == "auto":
-        dtype = next(value.dtype for value in tensors.values() if value.is_floating_point())
+        dtype = tensors[TABLE].dtype if TABLE in tensors else torch.float32
     if dtype == torch.float64:
         config._experts_implementation = "eager"  # the grouped products of transformers 5 end at float32
     model_class = getattr(transformers, f"{family.native}ForCausalLM")
@@ -147,8 +154,9 @@ class Backbone(Denoiser):
         self.device = model.get_input_embeddings().weight.device
         self.dtype = model.get_input_embeddings().weight.dtype
         self.attention = asked.attention or family.attention
-        self.shift = family.shift if asked.shift_logits is None else int(asked.shift_logits)
-        self.bos = asked.bos or family.bos
+        said = raw.get("right_shift_logits", family.shift) if asked.shift_logits is None else asked.shift_logits
+        self.shift = 1 if self.attention == "causal" else int(said)
+        self.bos = asked.bos or ("given" if self.shift else family.bos)  # the first token is predicted from one before
         self.last_block = asked.last_block
         self.adapter = asked.peft
         self.mask_id = mask_id

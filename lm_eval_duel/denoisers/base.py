@@ -64,7 +64,7 @@ class Denoiser(abc.ABC):
 
     def open(self, rows: Rows, generating: bool = False) -> View:
         """A view on one group of windows, to score or to generate."""
-        if self.attention == "block_causal":
+        if self.attention == "block_causal" or (self.attention == "causal" and self.shift):
             from lm_eval_duel.denoisers.block_causal import BlockCausalView
 
             return BlockCausalView(self, rows, generating)

@@ -35,6 +35,7 @@ class BlockCausalView(View):
     def __init__(self, denoiser: Denoiser, rows: Rows, generating: bool):
         super().__init__(denoiser, rows)
         self.generating = generating
+        self.block = denoiser.block or 1  # a causal network has blocks of one, read from the clean stream alone
         self._slot: dict[int, int] = {}  # row -> slot
         self._known: dict[int, int] = {}  # row -> clean columns whose keys are held
         self._held: list[KeysValues] = []  # of each layer, (S, H, L, D / H) each
@@ -42,13 +43,17 @@ class BlockCausalView(View):
 
     def cost(self, lanes: Lanes) -> torch.Tensor:
         """Its own cells, and its share of the clean row: all of it when generating, where a row has one lane."""
-        own = torch.full_like(lanes.row, self.denoiser.block)  # (R,)
+        own = torch.full_like(lanes.row, self.block)  # (R,)
         return own + (self.rows.length[lanes.row] if self.generating else own)
 
     def cells(self, lanes: Lanes) -> Cells:
         ids, shown, real = self._blocks(lanes)  # (R, B) each
         self._remember(lanes)
-        stretch = lanes.start // max(self.denoiser.block, STRETCH)  # (R,)
+        if self.denoiser.attention == "causal":
+            return Cells.of(
+                lanes, torch.zeros_like(lanes.row, dtype=torch.bool), lambda lane, _: self._edges(lanes, lane)
+            )
+        stretch = lanes.start // max(self.block, STRETCH)  # (R,)
         parts = [(stretch == n).nonzero()[:, 0] for n in stretch.unique().tolist()]  # (r,) each
         found = torch.cat([self._evaluate(lanes.select(at), ids[at], real[at]) for at in parts])  # (R, B, D)
         features = found[torch.cat(parts).argsort()]  # (R, B, D)
@@ -58,22 +63,25 @@ class BlockCausalView(View):
         def at(lane: torch.Tensor, cell: torch.Tensor) -> torch.Tensor:
             found = features[lane, (cell - shift).clamp(min=0)]  # (C, D)
             if shift and (first := cell < shift).any():  # read from the clean stream, as the block before ends
-                slot = self._slots(lanes)[lane[first]]  # (c,)
-                found[first] = self._edge[slot, lanes.start[lane[first]] // self.denoiser.block - 1]
+                found[first] = self._edges(lanes, lane[first])
             return found
 
         return Cells.of(lanes, blank, at)
+
+    def _edges(self, lanes: Lanes, lane: torch.Tensor) -> torch.Tensor:
+        """What the clean stream says at the end of the block before that of `lane` (c,), (c, D)."""
+        return self._edge[self._slots(lanes)[lane], lanes.start[lane] // self.block - 1]
 
     # ------------------------------------------------------------ what a block shows
 
     def _blocks(self, lanes: Lanes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Ids of whole blocks as the network gets them, which cells show a token, which exist; (R, B) each."""
-        rows, row, width = self.rows, lanes.row, self.denoiser.block
+        rows, row, width = self.rows, lanes.row, self.block
         column = lanes.start[:, None] + torch.arange(width, device=row.device)  # (R, B)
         inside = column.clamp(max=rows.ids.shape[1] - 1)  # (R, B)
         after = column >= (rows.origin + rows.target)[row][:, None]  # (R, B)
         shown = rows.given[row[:, None], inside] & after & (column < rows.length[row][:, None])  # (R, B) the suffix
-        ids = torch.where(shown, rows.ids[row[:, None], inside], self.denoiser.mask_id)  # (R, B)
+        ids = torch.where(shown, rows.ids[row[:, None], inside], self.denoiser.mask_id or 0)  # (R, B)
         revealed = (lanes.tokens >= 0) & ~lanes.hidden  # (R, W)
         ids[:, : revealed.shape[1]] = torch.where(revealed, lanes.tokens, ids[:, : revealed.shape[1]])
         shown[:, : revealed.shape[1]] |= revealed
@@ -95,14 +103,14 @@ class BlockCausalView(View):
             if row not in self._slot:
                 self._slot[row], self._known[row] = next(free), 0
         lacking = sorted((row for row in needed if self._known[row] < needed[row]), key=lambda row: -needed[row])
-        most = max(1, len(lanes) * self.denoiser.block // max(needed.values(), default=1))
+        most = max(1, len(lanes) * self.block // max(needed.values(), default=1))
         for begin in range(0, len(lacking), most):
             part = lacking[begin : begin + most]
             self._extend(part, [needed[row] for row in part])
 
     def _extend(self, rows: list[int], until: list[int]) -> None:
         """Evaluate the clean columns of `rows` that are not known yet, up to `until`."""
-        device, block = self.rows.ids.device, self.denoiser.block
+        device, block = self.rows.ids.device, self.block
         row, end = torch.tensor(rows, device=device), torch.tensor(until, device=device)  # (P,)
         known = torch.tensor([self._known[n] for n in rows], device=device)  # (P,)
         slot = torch.tensor([self._slot[n] for n in rows], device=device)  # (P,)
@@ -147,7 +155,7 @@ class BlockCausalView(View):
             for olds, news in zip(held, like, strict=True)
         ]
         if self.denoiser.shift:
-            edges = -(-length // self.denoiser.block)
+            edges = -(-length // self.block)
             self._edge = grown(self._edge, (edges, features.shape[2]), features)
 
     def _past(self, slot: torch.Tensor, columns: int) -> list[KeysValues] | None:
@@ -164,7 +172,7 @@ class BlockCausalView(View):
 
     def _evaluate(self, lanes: Lanes, ids: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
         """The input of the LM head at every cell of the lanes' blocks, (R, B, D)."""
-        block, device = self.denoiser.block, ids.device
+        block, device = self.block, ids.device
         lane, place = _side_by_side(lanes)  # (P, A), (R, 2)
         used = lane >= 0  # (P, A)
         lane = lane.clamp(min=0)

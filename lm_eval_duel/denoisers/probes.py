@@ -125,6 +125,7 @@ def _block_causal(denoiser: Denoiser, path: str) -> None:
     features, _ = denoiser.stream(masks, position[None, :block], inside, None)
     blank = denoiser.head(features[0]).masked_fill(denoiser.excluded, 0)  # (B, V)
     denoiser.relative_positions = differ(blank, blank[:1].expand_as(blank)) <= coarse
+    denoiser.honours_padding = True  # it lies in later blocks, or is left out of what is seen
 
 
 def rotary_frequencies(model: torch.nn.Module, config: Any, path: str) -> None:

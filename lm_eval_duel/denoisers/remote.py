@@ -66,7 +66,11 @@ def load(
         shift = (family.shift if family else 0) if asked.shift_logits is None else int(asked.shift_logits)
         quirks = {"family": family.name if family else "own code", "attention": attention, "shift": shift}
     if family is not None:
-        quirks |= {"bos": family.bos, "published_block": family.published_block, "max_length": family.max_length}
+        quirks |= {
+            "bos": "given" if quirks["shift"] else family.bos,
+            "published_block": family.published_block,
+            "max_length": family.max_length,
+        }
     if attention == "block_causal":
         from lm_eval_duel.denoisers.backbone import trained_block
 
