@@ -3,7 +3,8 @@
 Past this room distributions are clean: log-softmax in float32 or better over the true vocabulary, with [MASK] and
 padding columns at probability zero.
 
-Shapes: R lanes, W block width, C hidden cells, U cells the head is run at, D features, V tokens.
+Shapes: R lanes, W block width, C hidden cells, U cells the head is run at, D features, V tokens, E columns that are no
+tokens.
 """
 
 from __future__ import annotations
@@ -18,14 +19,25 @@ import torch.nn.functional as F
 
 from lm_eval_duel.errors import DuelError, NotFinite
 
-HEAD_VALUES = 1 << 26  # logits held at once: 256 MiB of float32
+HEAD_VALUES = {"cpu": 1 << 22, "cuda": 1 << 26}  # logits held at once: a CPU's cache, since they are read several times
+RUN = 64  # columns of a first look for the largest one: on a CPU torch's argmax is not vectorised, its amax is
+
+
+class Top(NamedTuple):
+    """The most probable token of each distribution, and how far ahead it is."""
+
+    token: torch.Tensor  # (U,)
+    logit: torch.Tensor  # (U,)
+    confidence: torch.Tensor  # (U,) log P1 - log(1 - P1)
+    log_margin: torch.Tensor  # (U,) log P1 - log P2
 
 
 class Predictions:
     """The distributions at the hidden cells of `lanes`, as the statistics that rules and scoring ask for.
 
     Each statistic is (R, W), NaN (or -1 for ids) where nothing is hidden. The head runs in chunks of at most
-    `HEAD_VALUES` logits; when one chunk holds them all it is kept, else it is run again at the cells asked for.
+    `HEAD_VALUES` logits, and a single chunk is kept; else each statistic that is more than the top tokens is a pass of
+    its own. Tokens whose probability will be asked for are best named first (`expect`): they are read on the way.
     """
 
     def __init__(
@@ -43,7 +55,11 @@ class Predictions:
         self._cell = cell  # (C,) the feature row of each hidden cell, in the order of hidden.nonzero()
         self._head = head
         self._excluded = excluded  # (V,) bool: [MASK] and padding columns
-        self._kept: torch.Tensor | None = None
+        self._columns = excluded.nonzero()[:, 0]  # (E,)
+        self._chunk = max(1, HEAD_VALUES.get(features.device.type, HEAD_VALUES["cuda"]) // len(excluded))
+        self._expected: torch.Tensor | None = None  # (C,) a token of each hidden cell
+        self._expected_logit: torch.Tensor | None = None  # (C,)
+        self._kept: torch.Tensor | None = None  # (U, V)
 
     # ------------------------------------------------------------ statistics
 
@@ -71,26 +87,31 @@ class Predictions:
     @cached_property
     def entropy(self) -> torch.Tensor:
         """The entropy in nats, (R, W)."""
-        parts = []
-        for at, logits in self._chunks():
-            log_p = self._log_p(logits, at)  # (u, V)
-            parts.append(torch.where(log_p > -math.inf, -log_p * log_p.exp(), 0.0).sum(1))  # (u,)
-        return self._plane(torch.cat(parts))
+
+        def entropy(logits: torch.Tensor, top: Top) -> torch.Tensor:
+            log_p = _log_p(logits, top)  # (u, V)
+            return torch.where(log_p > -math.inf, -log_p * log_p.exp(), 0.0).sum(1)  # (u,)
+
+        return self._plane(self._scan(entropy))
 
     # ------------------------------------------------------------ whole distributions
+
+    def expect(self, tokens: torch.Tensor) -> None:
+        """Name the tokens (R, W) at hidden cells whose probabilities will be asked for, before any statistic."""
+        self._expected = tokens[self.hidden]
 
     def log_prob(self, tokens: torch.Tensor) -> torch.Tensor:
         """log p of `tokens` (R, W) in nats, float64 (R, W); NaN where a token is -1 or nothing is hidden."""
         wanted = self.hidden & (tokens >= 0)  # (R, W)
-        cell = self._cell[wanted[self.hidden]]  # (c,)
-        values = torch.cat(
-            [
-                logits.gather(1, ids[:, None])[:, 0].double() - self._top.logit[at].double()
-                for at, ids, logits in self._logits_at(cell, tokens[wanted])
-            ]
-        )  # (c,) how far below the top token
+        among, ids = wanted[self.hidden], tokens[wanted]  # (C,), (c,)
+        cell, top = self._cell[among], self._top  # (c,)
+        if self._expected_logit is not None and torch.equal(ids, self._expected[among]):
+            logit = self._expected_logit[among]  # (c,)
+        else:
+            parts = [logits.gather(1, asked[:, None])[:, 0] for asked, logits in self._logits_at(cell, ids)]
+            logit = torch.cat(parts)  # (c,)
         # log P1 = -softplus(-confidence), exact also where P1 is close to 1
-        values = values - F.softplus(-self._top.confidence[cell].double())
+        values = logit.double() - top.logit[cell].double() - F.softplus(-top.confidence[cell].double())
         return torch.full(self.hidden.shape, math.nan, dtype=torch.float64, device=values.device).masked_scatter(
             wanted, values
         )
@@ -100,7 +121,7 @@ class Predictions:
         wanted = self.hidden & ~u.isnan()  # (R, W)
         cell = self._cell[wanted[self.hidden]]  # (c,)
         drawn = []
-        for _, level, logits in self._logits_at(cell, u[wanted]):
+        for level, logits in self._logits_at(cell, u[wanted]):
             cumulative = logits.double().softmax(1).cumsum(1)  # (c, V)
             total = cumulative[:, -1:].contiguous()  # (c, 1)
             above = torch.searchsorted(cumulative, level[:, None] * total, right=True)  # (c, 1)
@@ -110,82 +131,114 @@ class Predictions:
 
     def dense(self) -> torch.Tensor:
         """All log-probabilities (C, V), in the order of `hidden.nonzero()`."""
-        return torch.cat([self._log_p(logits, at) for at, logits in self._chunks()])[self._cell]
+        return self._scan(_log_p)[self._cell]
 
     # ------------------------------------------------------------ the head
 
-    class _Top(NamedTuple):
-        token: torch.Tensor  # (U,)
-        logit: torch.Tensor  # (U,)
-        confidence: torch.Tensor  # (U,)
-        log_margin: torch.Tensor  # (U,)
-
     @cached_property
-    def _top(self) -> _Top:
-        parts = []
-        for at, logits in self._chunks():
-            token = logits.argmax(1, keepdim=True)  # (u, 1) the first of equals
-            first = logits.gather(1, token)  # (u, 1)
-            self._require(first[:, 0].isfinite(), at.start)
-            logits.scatter_(1, token, -math.inf)
-            second = logits.amax(1)  # (u,)
-            others = logits.logsumexp(1)  # (u,)
-            logits.scatter_(1, token, first)
-            parts.append((token[:, 0], first[:, 0], first[:, 0] - others, first[:, 0] - second))
-        top = self._Top(*(torch.cat(part) for part in zip(*parts, strict=True)))
-        self._require(~top.confidence.isnan(), 0)
-        return top
+    def _top(self) -> Top:
+        self._scan()
+        return self.__dict__["_top"]
 
-    def _require(self, good: torch.Tensor, begin: int) -> None:
-        """Raise NotFinite for the lane of the first feature row from `begin` on that is not good."""
-        if not good.all():
-            cell = (self._cell == begin + int((~good).nonzero()[0])).nonzero()[0]
-            lane = int(self.hidden.nonzero()[cell, 0])
-            raise NotFinite("The network returned NaN or infinite logits.", lane=lane)
+    def _scan(self, what: Callable[[torch.Tensor, Top], torch.Tensor] | None = None) -> torch.Tensor | None:
+        """One pass over the logits: the top tokens, those expected, and `what(logits, top)` of each row, (U, ...)."""
+        tops, found = [], []
+        borders = self._borders() if self._expected is not None and self._expected_logit is None else None
+        for n, (begin, logits) in enumerate(self._chunks()):
+            top = top_of(logits)
+            tops.append(top)
+            if what is not None:
+                found.append(what(logits, top))
+            if borders is not None:
+                cells = borders[n]  # (c,) hidden cells whose feature rows are in this chunk
+                values = logits[self._cell[cells] - begin, self._expected[cells]]  # (c,)
+                if self._expected_logit is None:
+                    self._expected_logit = values.new_empty(len(self._cell))
+                self._expected_logit[cells] = values
+        if "_top" not in self.__dict__:
+            self.__dict__["_top"] = top = Top(*(torch.cat(part) for part in zip(*tops, strict=True)))
+            good = top.logit.isfinite() & ~top.confidence.isnan()  # (U,)
+            if not good.all():
+                cell = (self._cell == (~good).nonzero()[0]).nonzero()[0]
+                raise NotFinite(
+                    "The network returned NaN or infinite logits.", lane=int(self.hidden.nonzero()[cell, 0])
+                )
+        return torch.cat(found) if found else None
 
-    def _clean(self, features: torch.Tensor) -> torch.Tensor:
-        """Logits (u, V) in float32 or better, -inf at excluded columns."""
-        logits = self._head(features)
-        if logits.dtype != torch.float64:
-            logits = logits.float()
-        return logits.masked_fill(self._excluded, -math.inf)
+    def _borders(self) -> list[torch.Tensor]:
+        """The hidden cells of each chunk of feature rows."""
+        if len(self._features) <= self._chunk:
+            return [torch.arange(len(self._cell), device=self._cell.device)]
+        ascending, order = self._cell.sort()  # (C,)
+        starts = torch.arange(self._chunk, len(self._features), self._chunk, device=order.device)
+        return list(order.tensor_split(torch.searchsorted(ascending, starts).cpu()))
 
-    @property
-    def _chunk(self) -> int:
-        return max(1, HEAD_VALUES // len(self._excluded))
-
-    def _chunks(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """The logits of all U feature rows, chunk by chunk; a single chunk is kept."""
+    def _chunks(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """The logits of all U feature rows, chunk by chunk, with each chunk's first row; a single chunk is kept."""
         count = len(self._features)
         if self._kept is not None:
-            yield slice(0, count), self._kept
+            yield 0, self._kept
             return
         for begin in range(0, count, self._chunk):
             logits = self._clean(self._features[begin : begin + self._chunk])
             if count <= self._chunk:
                 self._kept = logits
-            yield slice(begin, begin + self._chunk), logits
+            yield begin, logits
 
-    def _logits_at(
-        self, cell: torch.Tensor, extra: torch.Tensor
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """(feature rows, values of `extra`, logits) at the feature rows `cell` (c,), in chunks; at least one."""
+    def _logits_at(self, cell: torch.Tensor, extra: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(values of `extra`, logits) at the feature rows `cell` (c,), in chunks; at least one."""
         for begin in range(0, max(1, len(cell)), self._chunk):
             part = slice(begin, begin + self._chunk)
             at = cell[part]
-            logits = self._kept[at] if self._kept is not None else self._clean(self._features[at])
-            yield at, extra[part], logits
+            yield extra[part], self._kept[at] if self._kept is not None else self._clean(self._features[at])
 
-    def _log_p(self, logits: torch.Tensor, at: slice) -> torch.Tensor:
-        """Log-probabilities (u, V) of the feature rows `at`, exact near 1 too: log P1 = -softplus(-confidence)."""
-        below = logits - self._top.logit[at, None]  # (u, V)
-        return below - F.softplus(-self._top.confidence[at, None])
+    @torch.inference_mode()
+    def _clean(self, features: torch.Tensor) -> torch.Tensor:
+        """Logits (u, V) in float32 or better, -inf at excluded columns."""
+        logits = self._head(features)
+        if logits.dtype not in (torch.float32, torch.float64):
+            logits = logits.float()
+        elif logits.data_ptr() == features.data_ptr():  # a network whose head is not split off
+            logits = logits.clone()
+        return logits.index_fill_(1, self._columns, -math.inf)
 
     def _plane(self, values: torch.Tensor) -> torch.Tensor:
         """(U,) per feature row -> (R, W) per cell."""
         fill = math.nan if values.is_floating_point() else -1
         plane = torch.full(self.hidden.shape, fill, dtype=values.dtype, device=values.device)
         return plane.masked_scatter(self.hidden, values[self._cell])
+
+
+@torch.inference_mode()
+def top_of(logits: torch.Tensor) -> Top:
+    """The top tokens of logits (u, V), which are changed for a moment and put back."""
+    token = first_largest(logits)  # (u, 1)
+    first = logits.gather(1, token)  # (u, 1)
+    logits.scatter_(1, token, -math.inf)
+    second = logits.amax(1)  # (u,)
+    # the fused kernel is several times faster than logsumexp, and its largest entry is minus the log of its sum
+    log_sum = -F.log_softmax(logits, 1).amax(1)  # (u,)
+    others = torch.where(second == -math.inf, second, second + log_sum)
+    logits.scatter_(1, token, first)
+    return Top(token[:, 0], first[:, 0], first[:, 0] - others, first[:, 0] - second)
+
+
+def first_largest(logits: torch.Tensor) -> torch.Tensor:
+    """The column of the largest logit of each row, the first of equals, (u, 1)."""
+    whole = logits.shape[1] // RUN * RUN
+    if logits.device.type != "cpu" or not whole:
+        return logits.argmax(1, keepdim=True)
+    run = logits[:, :whole].unflatten(1, (-1, RUN)).amax(2).argmax(1, keepdim=True)  # (u, 1)
+    column = run * RUN + torch.arange(RUN)  # (u, RUN)
+    if whole < logits.shape[1]:
+        rest = torch.arange(whole, logits.shape[1]).expand(len(logits), -1)
+        column = torch.cat([column, rest], 1)
+    return column.gather(1, logits.gather(1, column).argmax(1, keepdim=True))
+
+
+def _log_p(logits: torch.Tensor, top: Top) -> torch.Tensor:
+    """Log-probabilities (u, V), exact near 1 too: log P1 = -softplus(-confidence)."""
+    return logits - top.logit[:, None] - F.softplus(-top.confidence[:, None])
 
 
 def excluded_columns(tokens: set[int], mask_id: int, vocab_size: int, path: str, device: torch.device) -> torch.Tensor:
