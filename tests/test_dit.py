@@ -446,9 +446,9 @@ def test_the_noise_level_loses_no_digits_near_a_row_of_masks(tmp_path, monkeypat
     denoiser, _ = opened(tmp_path, "sedd", sigma="schedule")
     told, features = [], denoiser.features
 
-    def record(ids, real, sigma):
+    def record(ids, real, sigma, columns):
         told.extend(sigma.tolist())
-        return features(ids, real, sigma)
+        return features(ids, real, sigma, columns)
 
     monkeypatch.setattr(denoiser, "features", record)
     Duel(denoiser, block=None).log_prob([Window((), (3, 4, 5, 6))])

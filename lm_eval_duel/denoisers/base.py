@@ -1,7 +1,7 @@
 """The denoiser: a network as a function from lanes to predictions. Every quirk of a checkpoint stays behind it.
 
 Shapes: N windows, L row length, R lanes, W block width, C hidden cells, U cells the head is run at, D features,
-V tokens, Q queries, K keys, H heads.
+V tokens, Q queries, K keys, H heads, M columns asked for.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from lm_eval_duel.denoisers.predictions import Predictions
+from lm_eval_duel.hashing import hashed
 from lm_eval_duel.lanes import Lanes, Rows
 
 KeysValues = tuple[torch.Tensor, torch.Tensor]  # of one layer, (N, H, K, D / H) each
@@ -37,6 +38,7 @@ class Denoiser(abc.ABC):
     bos: str = "auto"  # the framing that is right for the family; "auto": as the tokenizer frames a text
     closes: bool = False  # a row ends with the tokenizer's closing token, where it has one
     splits_head: bool = True  # the head runs at hidden cells only; else at every position of a row
+    narrows: bool = False  # takes `columns` and evaluates its last layer there only
     honours_padding: bool = False  # an attention mask keeps padding unseen
     relative_positions: bool = False  # a row of masks only has one distribution everywhere
 
@@ -46,7 +48,10 @@ class Denoiser(abc.ABC):
         """Columns that are not tokens, [MASK] and padding of the embedding, (V,) bool."""
 
     def features(self, ids: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
-        """The input of the LM head (R, L, D) for rows of ids (R, L); `real` (R, L) is False at padding."""
+        """The input of the LM head (R, L, D) for rows of ids (R, L); `real` (R, L) is False at padding.
+
+        A network that `narrows` takes `columns` (R, M) too, and returns (R, M, D).
+        """
         raise NotImplementedError(f"{type(self).__name__} is {self.attention}: it has no features of whole rows.")
 
     def stream(
@@ -54,7 +59,8 @@ class Denoiser(abc.ABC):
     ) -> tuple[torch.Tensor, list[KeysValues]]:
         """The input of the LM head (N, Q, D) for ids (N, Q) at `positions` (N, Q), and their keys and values.
 
-        `seen` (N, Q, K + Q): which of the K keys of `past` and of the call's own each query attends to.
+        `seen` (N, Q, K + Q): which of the K keys of `past` and of the call's own each query attends to. A network that
+        `narrows` takes `columns` (N, M) of the queries too, and returns (N, M, D).
         """
         raise NotImplementedError(f"{type(self).__name__} is {self.attention}: it has no blocks.")
 
@@ -84,11 +90,45 @@ class Cells(NamedTuple):
 
     @classmethod
     def of(cls, lanes: Lanes, blank: torch.Tensor, at: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Cells:
-        """The cells of lanes, `at(lane, cell)` (C,) -> (C, D); a blank lane is evaluated at its first cell only."""
-        lane, cell = lanes.hidden.nonzero().unbind(1)  # (C,)
-        first = lanes.hidden & (lanes.hidden.cumsum(1) == 1)  # (R, W)
-        unique = (first | ~blank[:, None])[lanes.hidden]  # (C,)
-        return cls(at(lane[unique], cell[unique]), unique.cumsum(0) - 1, blank)
+        """The cells of lanes, `at(lane, n)` (C,) -> (C, D) the n-th hidden one; a blank lane has its first only."""
+        lane = lanes.hidden.nonzero()[:, 0]  # (C,)
+        nth = (lanes.hidden.cumsum(1) - 1)[lanes.hidden]  # (C,)
+        unique = (nth == 0) | ~blank[lane]  # (C,)
+        return cls(at(lane[unique], nth[unique]), unique.cumsum(0) - 1, blank)
+
+    def spread(self, lanes: Lanes, evaluated: Lanes, number: torch.Tensor) -> Cells:
+        """The cells of `lanes`, each of which is equal to the lane `number` (R,) of those evaluated."""
+        before = evaluated.hidden.sum(1).cumsum(0) - evaluated.hidden.sum(1)  # (r,)
+        nth = (lanes.hidden.cumsum(1) - 1)[lanes.hidden]  # (C,)
+        of_lane = number[lanes.hidden.nonzero()[:, 0]]  # (C,)
+        return Cells(self.features, self.index[before[of_lane] + nth], self.blank[number])
+
+
+def distinct(*planes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows that are equal in all integer or boolean planes (R, ...): the first of each kind (r,), and their kind (R,).
+
+    By a 64-bit hash; rows of one hash are compared, and where two differ all rows count as different.
+    """
+    rows = torch.cat([plane.reshape(len(plane), -1).long() for plane in planes], 1)  # (R, X)
+    weight = hashed(torch.arange(rows.shape[1], device=rows.device), 1)  # (X,)
+    values, kind = (rows * weight).sum(1).unique(return_inverse=True)  # wraps
+    every = torch.arange(len(rows), device=rows.device)  # (R,)
+    first = every.new_full(values.shape, len(rows)).scatter_reduce_(0, kind, every, "amin")  # (r,)
+    if len(first) == len(rows) or not torch.equal(rows[first[kind]], rows):
+        return every, every
+    first, order = first.sort()
+    return first, order.argsort()[kind]
+
+
+def hidden_cells(lanes: Lanes) -> torch.Tensor:
+    """The hidden cells of each lane, then any others, up to the most that a lane has, (R, M)."""
+    most = int(lanes.hidden.sum(1).max())
+    return (~lanes.hidden).byte().sort(dim=1, stable=True).indices[:, :most]
+
+
+def take(plane: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """`plane` (R or 1, L, D) at `columns` (R, M), (R, M, D)."""
+    return plane.expand(len(columns), -1, -1).gather(1, columns[:, :, None].expand(-1, -1, plane.shape[2]))
 
 
 class View:
@@ -118,18 +158,37 @@ class View:
         return Predictions(lanes.hidden, blank, features, index, self.denoiser.head, self.denoiser.excluded)
 
     def cells(self, lanes: Lanes) -> Cells:
-        """The input of the LM head at the hidden cells of `lanes`."""
+        """The input of the LM head at the hidden cells of `lanes`; lanes whose rows are equal are evaluated once."""
         ids, shown, real = self._input(lanes)  # (R, L) each
+        given = self.rows.given[lanes.row].sum(1, keepdim=True)  # (R, 1)
+        first, number = distinct(ids, shown, real, given, lanes.hidden, lanes.start)
+        if len(first) == len(lanes):
+            return self._evaluate(lanes, ids, shown, real)
+        one = lanes.select(first)
+        return self._evaluate(one, ids[first], shown[first], real[first]).spread(lanes, one, number)
+
+    def _evaluate(self, lanes: Lanes, ids: torch.Tensor, shown: torch.Tensor, real: torch.Tensor) -> Cells:
         self.forwards += 1
         self.evaluated += len(lanes)
-        features = self._features(lanes, ids, shown, None if real.all() else real)  # (R, L, D)
+        columns = lanes.start[:, None] + hidden_cells(lanes) - self.denoiser.shift  # (R, M)
+        columns = columns.clamp(0, ids.shape[1] - 1)  # those of no hidden cell may lie outside
+        features = self._features(lanes, ids, shown, None if real.all() else real, columns)  # (R, M, D)
         blank = ~shown.any(1) & self.denoiser.relative_positions  # (R,)
-        return Cells.of(lanes, blank, lambda lane, cell: features[lane, lanes.start[lane] + cell - self.denoiser.shift])
+        return Cells.of(lanes, blank, lambda lane, n: features[lane, n])
 
     def _features(
-        self, lanes: Lanes, ids: torch.Tensor, shown: torch.Tensor, real: torch.Tensor | None
+        self,
+        lanes: Lanes,
+        ids: torch.Tensor,
+        shown: torch.Tensor,
+        real: torch.Tensor | None,
+        columns: torch.Tensor,
+        **told: torch.Tensor,
     ) -> torch.Tensor:
-        return self.denoiser.features(ids, real)
+        """The input of the LM head at `columns` (R, M), (R, M, D)."""
+        if self.denoiser.narrows:
+            return self.denoiser.features(ids, real, columns=columns, **told)
+        return take(self.denoiser.features(ids, real, **told), columns)
 
     def _input(self, lanes: Lanes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Ids as the network gets them, which cells show a token, which are not padding; (R, L) each."""

@@ -8,20 +8,22 @@ A step evaluates the hidden state of many blocks of a window in one row of the b
     seen       clean blocks before the query's, and the cells of its own block
 
 Blocks that begin within the same stretch of columns go together, so that a call reads no more clean keys than its last
-block sees.
+block sees. A causal network is the same with blocks of one, all of whose predictions are read from the clean stream.
 
-Shapes: R lanes, B the trained block, W <= B block width of the lanes, P windows of a call, A lanes of one window in it,
-Q queries, K clean keys, S slots, H heads, D features.
+Shapes: N windows, R lanes, B the trained block, W <= B block width of the lanes, P rows of a call, A lanes of one row,
+Q queries, K clean keys, M hidden cells of a lane, S slots, H heads, D features.
 """
 
 from __future__ import annotations
 
 import torch
 
-from lm_eval_duel.denoisers.base import Cells, Denoiser, KeysValues, View
+from lm_eval_duel.denoisers.base import Cells, Denoiser, KeysValues, View, distinct, hidden_cells, take
+from lm_eval_duel.hashing import hashed
 from lm_eval_duel.lanes import Lanes, Rows
 
 STRETCH = 128  # columns of a window whose blocks are evaluated together
+CLEAN = 512  # columns of clean blocks that are evaluated together: a later piece reads the keys of an earlier one
 
 
 class BlockCausalView(View):
@@ -35,42 +37,42 @@ class BlockCausalView(View):
     def __init__(self, denoiser: Denoiser, rows: Rows, generating: bool):
         super().__init__(denoiser, rows)
         self.generating = generating
-        self.block = denoiser.block or 1  # a causal network has blocks of one, read from the clean stream alone
-        self._slot: dict[int, int] = {}  # row -> slot
-        self._known: dict[int, int] = {}  # row -> clean columns whose keys are held
+        self.block = denoiser.block or 1  # a causal network has blocks of one
+        self._slot = torch.full_like(rows.origin, -1)  # (N,) where the clean keys of each window are held
+        self._known = torch.zeros_like(rows.origin)  # (N,) clean columns whose keys are held
+        self._room = 0  # slots, S
         self._held: list[KeysValues] = []  # of each layer, (S, H, L, D / H) each
         self._edge: torch.Tensor | None = None  # (S, L / B, D) features of the last cell of each clean block
+        self._past_hash: torch.Tensor | None = None  # (N, L + 1) of the columns before each
 
     def cost(self, lanes: Lanes) -> torch.Tensor:
         """Its own cells, and its share of the clean row: all of it when generating, where a row has one lane."""
         own = torch.full_like(lanes.row, self.block)  # (R,)
         return own + (self.rows.length[lanes.row] if self.generating else own)
 
+    def commit(self, lanes: Lanes) -> None:
+        super().commit(lanes)
+        self._past_hash = None
+
     def cells(self, lanes: Lanes) -> Cells:
         ids, shown, real = self._blocks(lanes)  # (R, B) each
-        self._remember(lanes)
+        first, number = distinct(self._past_of(lanes), lanes.start, ids, shown, real, lanes.hidden)
+        one = lanes if len(first) == len(lanes) else lanes.select(first)
+        self._remember(one)
         if self.denoiser.attention == "causal":
-            return Cells.of(
-                lanes, torch.zeros_like(lanes.row, dtype=torch.bool), lambda lane, _: self._edges(lanes, lane)
-            )
-        stretch = lanes.start // max(self.block, STRETCH)  # (R,)
-        parts = [(stretch == n).nonzero()[:, 0] for n in stretch.unique().tolist()]  # (r,) each
-        found = torch.cat([self._evaluate(lanes.select(at), ids[at], real[at]) for at in parts])  # (R, B, D)
-        features = found[torch.cat(parts).argsort()]  # (R, B, D)
-        blank = ~shown.any(1) & (lanes.start == 0) & self.denoiser.relative_positions  # (R,)
-        shift = self.denoiser.shift
+            blank = torch.zeros_like(one.row, dtype=torch.bool)  # (r,)
+            cells = Cells.of(one, blank, lambda lane, _: self._edges(one, lane))
+        else:
+            cells = self._evaluate(one, ids[first], shown[first], real[first])
+        return cells if one is lanes else cells.spread(lanes, one, number)
 
-        def at(lane: torch.Tensor, cell: torch.Tensor) -> torch.Tensor:
-            found = features[lane, (cell - shift).clamp(min=0)]  # (C, D)
-            if shift and (first := cell < shift).any():  # read from the clean stream, as the block before ends
-                found[first] = self._edges(lanes, lane[first])
-            return found
-
-        return Cells.of(lanes, blank, at)
-
-    def _edges(self, lanes: Lanes, lane: torch.Tensor) -> torch.Tensor:
-        """What the clean stream says at the end of the block before that of `lane` (c,), (c, D)."""
-        return self._edge[self._slots(lanes)[lane], lanes.start[lane] // self.block - 1]
+    def _past_of(self, lanes: Lanes) -> torch.Tensor:
+        """A hash of what stands before each lane's block, (R,)."""
+        if self._past_hash is None:
+            columns = torch.arange(self.rows.ids.shape[1], device=self.rows.ids.device)  # (L,)
+            total = hashed(self.rows.ids, columns).cumsum(1)  # (N, L) wraps
+            self._past_hash = torch.nn.functional.pad(total, (1, 0))  # (N, L + 1)
+        return self._past_hash[lanes.row, lanes.start]
 
     # ------------------------------------------------------------ what a block shows
 
@@ -92,28 +94,33 @@ class BlockCausalView(View):
 
     def _remember(self, lanes: Lanes) -> None:
         """Hold the clean keys and values that these lanes see; let go of those of windows that have no lane here."""
-        needed: dict[int, int] = {}  # row -> clean columns; a first block sees none
-        for row, start in zip(lanes.row.tolist(), lanes.start.tolist(), strict=True):
-            if start:
-                needed[row] = max(needed.get(row, 0), start)
-        for row in [row for row in self._slot if row not in needed]:
-            del self._slot[row], self._known[row]
-        free = iter(sorted(set(range(len(needed) + len(self._slot))) - set(self._slot.values())))
-        for row in needed:
-            if row not in self._slot:
-                self._slot[row], self._known[row] = next(free), 0
-        lacking = sorted((row for row in needed if self._known[row] < needed[row]), key=lambda row: -needed[row])
-        most = max(1, len(lanes) * self.block // max(needed.values(), default=1))
-        for begin in range(0, len(lacking), most):
-            part = lacking[begin : begin + most]
-            self._extend(part, [needed[row] for row in part])
+        rows, block = self.rows, self.block
+        if bool((self._slot[lanes.row] >= 0).all() & (self._known[lanes.row] >= lanes.start).all()):
+            return
+        present = torch.zeros_like(self._slot, dtype=torch.bool)  # (N,)
+        present[lanes.row] = True
+        self._known[~present], self._slot[~present] = 0, -1
+        entering = (present & (self._slot < 0)).nonzero()[:, 0]  # (n,)
+        free = torch.ones(int(present.sum()) + len(self._slot), dtype=torch.bool, device=present.device)  # (S,)
+        free[self._slot[self._slot >= 0]] = False
+        self._slot[entering] = free.nonzero()[: len(entering), 0]
 
-    def _extend(self, rows: list[int], until: list[int]) -> None:
-        """Evaluate the clean columns of `rows` that are not known yet, up to `until`."""
-        device, block = self.rows.ids.device, self.block
-        row, end = torch.tensor(rows, device=device), torch.tensor(until, device=device)  # (P,)
-        known = torch.tensor([self._known[n] for n in rows], device=device)  # (P,)
-        slot = torch.tensor([self._slot[n] for n in rows], device=device)  # (P,)
+        if self.generating:
+            needed = torch.zeros_like(self._known).scatter_reduce_(0, lanes.row, lanes.start, "amax")  # (N,)
+        else:  # the truth of the whole window is there: one pass for all of its blocks
+            needed = (rows.origin + rows.target - 1) // block * block * present  # (N,)
+        piece = rows.ids.shape[1] if self.denoiser.attention == "causal" else max(block, CLEAN // block * block)
+        while len(lacking := (self._known < needed).nonzero()[:, 0]):
+            until = needed.minimum(self._known + piece)  # (N,)
+            lacking = lacking[self._known[lacking].argsort(stable=True)]  # of one piece together
+            most = max(1, len(lanes) * block // int((until - self._known).max()))
+            for part in lacking.split(most):
+                self._extend(part, until[part])
+
+    def _extend(self, row: torch.Tensor, end: torch.Tensor) -> None:
+        """Evaluate the clean columns of windows `row` (P,) that are not known yet, up to `end` (P,)."""
+        device, block = row.device, self.block
+        known, slot = self._known[row], self._slot[row]  # (P,) each
         column = known[:, None] + torch.arange(int((end - known).max()), device=device)  # (P, Q)
         real = column < end[:, None]  # (P, Q)
         ids = self.rows.ids[row[:, None], column.clamp(max=self.rows.ids.shape[1] - 1)]  # (P, Q)
@@ -125,23 +132,24 @@ class BlockCausalView(View):
         seen = torch.cat([past[:, None].expand(-1, column.shape[1], -1), own], dim=2)  # (P, Q, K + Q)
         features, new = self.denoiser.stream(ids, column, seen, self._past(slot, before))  # (P, Q, D)
         self.forwards += 1
-        self.evaluated += len(rows)
+        self.evaluated += len(row)
 
-        self._make_room(new, features)
-        p, q = real.nonzero().unbind(1)  # (M,)
-        for (keys, values), (k, v) in zip(self._held, new, strict=True):
+        self._make_room(new if self.generating or self.denoiser.attention == "block_causal" else [], features)
+        p, q = real.nonzero().unbind(1)  # (X,)
+        for (keys, values), (k, v) in zip(self._held, new, strict=False):  # a causal window is scored in one pass
             keys[slot[p], :, column[p, q]] = k[p, :, q]
             values[slot[p], :, column[p, q]] = v[p, :, q]
         if self.denoiser.shift:
-            p, q = (real & (column % block == block - 1)).nonzero().unbind(1)  # (M,)
+            p, q = (real & (column % block == block - 1)).nonzero().unbind(1)  # (X,)
             self._edge[slot[p], column[p, q] // block] = features[p, q]
-        self._known.update(zip(rows, until, strict=True))
+        self._known[row] = end
 
     def _make_room(self, like: list[KeysValues], features: torch.Tensor) -> None:
-        """Slots for every row in use, in the shapes that the network returns."""
-        slots, length = max(self._slot.values()) + 1, self.rows.ids.shape[1]
-        if self._held and len(self._held[0][0]) >= slots:
+        """Slots for every window in use, in the shapes that the network returns."""
+        slots, length = int(self._slot.max()) + 1, self.rows.ids.shape[1]
+        if slots <= self._room:
             return
+        self._room = slots
 
         def grown(old: torch.Tensor | None, shape: tuple[int, ...], of: torch.Tensor) -> torch.Tensor:
             new = of.new_zeros(slots, *shape)
@@ -159,21 +167,48 @@ class BlockCausalView(View):
             self._edge = grown(self._edge, (edges, features.shape[2]), features)
 
     def _past(self, slot: torch.Tensor, columns: int) -> list[KeysValues] | None:
-        """Keys and values of the first clean `columns` of rows at `slot` (P,); of a row that has none, any."""
+        """Keys and values of the first clean `columns` of windows at `slot` (P,); of one that has none, any."""
         if not columns:
             return None
-        slot = slot.clamp(max=len(self._held[0][0]) - 1)
+        slot = slot.clamp(max=self._room - 1)
+        first = int(slot[0])
+        if torch.equal(slot, torch.arange(first, first + len(slot), device=slot.device)):  # side by side: no copy
+            slot = slice(first, first + len(slot))
         return [(k[slot, :, :columns], v[slot, :, :columns]) for k, v in self._held]
 
-    def _slots(self, lanes: Lanes) -> torch.Tensor:
-        return torch.tensor([self._slot.get(row, 0) for row in lanes.row.tolist()], device=lanes.row.device)  # (R,)
+    def _edges(self, lanes: Lanes, lane: torch.Tensor) -> torch.Tensor:
+        """What the clean stream says at the end of the block before that of `lane` (c,), (c, D)."""
+        return self._edge[self._slot[lanes.row[lane]], lanes.start[lane] // self.block - 1]
 
     # ------------------------------------------------------------ the noisy stream
 
-    def _evaluate(self, lanes: Lanes, ids: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-        """The input of the LM head at every cell of the lanes' blocks, (R, B, D)."""
+    def _evaluate(self, lanes: Lanes, ids: torch.Tensor, shown: torch.Tensor, real: torch.Tensor) -> Cells:
+        """The input of the LM head at the hidden cells of the lanes' blocks."""
+        shift, cell = self.denoiser.shift, hidden_cells(lanes)  # (R, M)
+        stretch = lanes.start // max(self.block, STRETCH)  # (R,)
+        parts = [(stretch == n).nonzero()[:, 0] for n in stretch.unique().tolist()]  # (r,) each
+        found = [
+            self._side_by_side(lanes.select(lane), ids[lane], real[lane], (cell[lane] - shift).clamp(min=0))
+            for lane in parts
+        ]
+        features = torch.cat(found)[torch.cat(parts).argsort()]  # (R, M, D)
+        blank = ~shown.any(1) & (lanes.start == 0) & self.denoiser.relative_positions  # (R,)
+
+        def at(lane: torch.Tensor, nth: torch.Tensor) -> torch.Tensor:
+            found = features[lane, nth]  # (C, D)
+            if shift and (first := cell[lane, nth] < shift).any():  # read from the clean stream, as the block before ends
+                found[first] = self._edges(lanes, lane[first])
+            return found
+
+        return Cells.of(lanes, blank, at)
+
+    def _side_by_side(
+        self, lanes: Lanes, ids: torch.Tensor, real: torch.Tensor, cell: torch.Tensor
+    ) -> torch.Tensor:
+        """The input of the LM head at `cell` (R, M) of lanes in one stretch, evaluated in one call, (R, M, D)."""
         block, device = self.block, ids.device
-        lane, place = _side_by_side(lanes)  # (P, A), (R, 2)
+        slot = self._slot[lanes.row]  # (R,)
+        lane, place = _arrange(slot, max(1, STRETCH // block))  # (P, A), (R, 2)
         used = lane >= 0  # (P, A)
         lane = lane.clamp(min=0)
         count, width = lane.shape
@@ -187,21 +222,29 @@ class BlockCausalView(View):
         own = (of_lane[:, None] == of_lane) & (exists[:, None] | ~exists[:, :, None])  # (P, Q, Q)
         past = torch.arange(ahead, device=device) < clean[:, of_lane][:, :, None]  # (P, Q, K)
         seen = torch.cat([past, own], dim=2)  # (P, Q, K + Q)
+        wanted = (torch.arange(width, device=device)[:, None] * block + cell[lane]).flatten(1)  # (P, A M)
 
-        past = self._past(self._slots(lanes)[lane[:, 0]], ahead)
-        features, _ = self.denoiser.stream(ids[lane].flatten(1), column, seen, past)  # (P, Q, D)
+        past = self._past(slot[lane[:, 0]], ahead)
+        if self.denoiser.narrows:
+            features, _ = self.denoiser.stream(ids[lane].flatten(1), column, seen, past, columns=wanted)  # (P, A M, D)
+        else:
+            features = take(self.denoiser.stream(ids[lane].flatten(1), column, seen, past)[0], wanted)
         self.forwards += 1
         self.evaluated += count
-        return features.unflatten(1, (width, block))[place[:, 0], place[:, 1]]  # (R, B, D)
+        return features.unflatten(1, (width, -1))[place[:, 0], place[:, 1]]  # (R, M, D)
 
 
-def _side_by_side(lanes: Lanes) -> tuple[torch.Tensor, torch.Tensor]:
-    """The numbers of the lanes of each window (P, A), -1 where it has fewer; and where each lane went (R, 2)."""
-    _, window, count = lanes.row.unique(return_inverse=True, return_counts=True)  # (R,), (P,)
+def _arrange(window: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of at most `most` lanes of one `window` (R,) each: the numbers of their lanes (P, A), -1 where there are
+    fewer; and where each lane went (R, 2)."""
     order = window.argsort(stable=True)  # (R,)
-    first = count.cumsum(0) - count  # (P,)
-    column = torch.empty_like(order)
-    column[order] = torch.arange(len(order), device=order.device) - first[window[order]]  # (R,)
-    number = order.new_full((len(count), int(count.max())), -1)  # (P, A)
-    number[window, column] = torch.arange(len(order), device=order.device)
-    return number, torch.stack([window, column], dim=1)
+    every = torch.arange(len(order), device=order.device)  # (R,)
+    begins = torch.ones_like(order, dtype=torch.bool)  # (R,)
+    begins[1:] = window[order].diff() != 0
+    nth = every - torch.where(begins, every, 0).cummax(0).values  # (R,) within its window
+    row, column = (nth % most == 0).cumsum(0) - 1, nth % most  # (R,) each
+    number = order.new_full((int(row[-1]) + 1, int(column.max()) + 1), -1)  # (P, A)
+    number[row, column] = order
+    place = torch.empty(len(order), 2, dtype=order.dtype, device=order.device)
+    place[order] = torch.stack([row, column], 1)
+    return number, place

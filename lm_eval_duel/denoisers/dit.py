@@ -6,7 +6,7 @@ checkpoint is run. The keys of the file are those of the authors:
     vocab_embed.embedding, sigma_map.mlp.{0,2}, blocks.N.{norm1,attn_qkv,attn_out,norm2,mlp.{0,2},adaLN_modulation},
     output_layer.{norm_final,linear,adaLN_modulation}
 
-Shapes: R rows, L row length, K keys, D width, H heads, V tokens.
+Shapes: R rows, L row length, K keys, M columns asked for, D width, H heads, V tokens.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-FREQUENCIES = 256  # of the time embedding
+from lm_eval_duel.denoisers.base import KeysValues, take
 
-KeysValues = tuple[torch.Tensor, torch.Tensor]  # of one layer, (R, H, K, head) each
+FREQUENCIES = 256  # of the time embedding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +78,7 @@ class TimeEmbedding(nn.Module):
 
 def modulate(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """x * (1 + scale) + shift, of (R, L, D) with (R, 1, D)."""
-    return x * (1 + scale) + shift
+    return torch.addcmul(shift, x, 1 + scale)
 
 
 class Block(nn.Module):
@@ -94,18 +94,9 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width))
         self.adaLN_modulation = nn.Linear(config.condition, 6 * width) if config.adaptive else None
 
-    def modulations(self, condition: torch.Tensor | None) -> list[torch.Tensor | float]:
-        """shift, scale, gate of the attention, then of the MLP."""
-        if self.adaLN_modulation is None:
-            return [0.0, 0.0, 1.0, 0.0, 0.0, 1.0]
-        return list(self.adaLN_modulation(condition)[:, None].chunk(6, dim=2))  # six of (R, 1, D)
-
-    def project(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Rotated queries, rotated keys and values, (R, H, L, head) each."""
-        rows, length, width = x.shape
-        qkv = self.attn_qkv(x).view(rows, length, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (R, H, L, head) each
-        return rotate(q, cos, sin), rotate(k, cos, sin), v
+    def split(self, x: torch.Tensor, parts: int) -> tuple[torch.Tensor, ...]:
+        """`parts` of queries, keys, values, (R, H, L, head) each, of (R, L, parts x D)."""
+        return x.unflatten(2, (parts, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
 
     def forward(
         self,
@@ -116,13 +107,31 @@ class Block(nn.Module):
         mask: torch.Tensor | None,
         causal: bool,
         past: KeysValues | None,
+        columns: torch.Tensor | None,
     ) -> tuple[torch.Tensor, KeysValues]:
-        shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = self.modulations(condition)
-        q, *own = self.project(modulate(self.norm1(x), shift, scale), cos, sin)
-        k, v = own if past is None else (torch.cat(both, dim=2) for both in zip(past, own, strict=True))
+        """The layer's output at all cells, or at `columns` (R, M) only; and its keys and values, of all cells."""
+        told = None if self.adaLN_modulation is None else self.adaLN_modulation(condition)[:, None].chunk(6, dim=2)
+        shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = told or [None] * 6  # (R, 1, D) each
+        y = self.norm1(x) if told is None else modulate(self.norm1(x), shift, scale)  # (R, L, D)
+        if columns is None:
+            q, k, v = self.split(self.attn_qkv(y), 3)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        else:
+            width = x.shape[2]
+            k, v = self.split(F.linear(y, self.attn_qkv.weight[width:]), 2)
+            (q,) = self.split(F.linear(take(y, columns), self.attn_qkv.weight[:width]), 1)
+            q, k = rotate(q, *(take(wave[:, 0], columns)[:, None] for wave in (cos, sin))), rotate(k, cos, sin)
+            x = take(x, columns)
+            mask = mask if mask is None or mask.shape[2] == 1 else take(mask[:, 0], columns)[:, None]
+        own = k, v
+        if past is not None:
+            k, v = (torch.cat(both, dim=2) for both in zip(past, own, strict=True))
         seen = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)  # (R, H, L, head)
-        x = x + gate * self.attn_out(seen.transpose(1, 2).flatten(2))
-        return x + gate_mlp * self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp)), tuple(own)
+        seen = self.attn_out(seen.transpose(1, 2).flatten(2))
+        x = x + seen if told is None else torch.addcmul(x, gate, seen)
+        y = self.norm2(x) if told is None else modulate(self.norm2(x), shift_mlp, scale_mlp)
+        y = self.mlp(y)
+        return x + y if told is None else torch.addcmul(x, gate_mlp, y), own
 
 
 class Output(nn.Module):
@@ -176,11 +185,13 @@ class DiT(nn.Module):
         causal: bool = False,
         positions: torch.Tensor | None = None,
         past: list[KeysValues] | None = None,
+        columns: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, list[KeysValues]]:
-        """The input of the head (R, L, D) for ids (R, L) at noise levels (R,), and every layer's keys and values.
+        """The input of the head (R, L, D) for ids (R, L) at noise levels (R or 1,), and each layer's keys and values.
 
         `mask` (R or 1, 1, L or 1, K): True where seen, K keys. `positions` (R, L): 0..L-1 unless given. `past`: keys
-        and values of each layer that stand before this call's own.
+        and values of each layer that stand before this call's own. `columns` (R, M): where the output is wanted,
+        (R, M, D); the last layer has no queries elsewhere. Not with `causal`.
         """
         if positions is None:
             positions = torch.arange(ids.shape[1], device=ids.device)[None]  # (1, L)
@@ -190,6 +201,7 @@ class DiT(nn.Module):
         found = []
         for n, block in enumerate(self.blocks):
             before = None if past is None else past[n]
-            x, own = block(x, condition, cos.to(x.dtype), sin.to(x.dtype), mask, causal, before)
+            only = columns if n == len(self.blocks) - 1 else None
+            x, own = block(x, condition, cos.to(x.dtype), sin.to(x.dtype), mask, causal, before, only)
             found.append(own)
         return self.output_layer.features(x, condition), found

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from lm_eval_duel import fingerprint
-from lm_eval_duel.denoisers.base import Denoiser, KeysValues, View
+from lm_eval_duel.denoisers.base import Denoiser, KeysValues, View, take
 from lm_eval_duel.denoisers.dit import DiT
 from lm_eval_duel.denoisers.predictions import excluded_columns
 from lm_eval_duel.lanes import Lanes, Rows
@@ -26,6 +26,7 @@ class DiTDenoiser(Denoiser):
     """
 
     honours_padding = True
+    narrows = True
     bos = "given"
 
     def __init__(
@@ -54,24 +55,38 @@ class DiTDenoiser(Denoiser):
         return self._excluded
 
     @torch.inference_mode()
-    def features(self, ids: torch.Tensor, real: torch.Tensor | None, sigma: torch.Tensor | None = None) -> torch.Tensor:
-        causal = self.attention == "causal"
-        mask = None if real is None or causal else real[:, None, None]  # (R, 1, 1, L)
-        return self.network(ids, self._level(ids) if sigma is None else sigma, mask, causal)[0]
+    def features(
+        self,
+        ids: torch.Tensor,
+        real: torch.Tensor | None,
+        sigma: torch.Tensor | None = None,
+        columns: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        sigma = self._level(ids) if sigma is None else sigma
+        if self.attention == "causal":
+            whole = self.network(ids, sigma, causal=True)[0]  # (R, L, D)
+            return whole if columns is None else take(whole, columns)
+        mask = None if real is None else real[:, None, None]  # (R, 1, 1, L)
+        return self.network(ids, sigma, mask, columns=columns)[0]
 
     @torch.inference_mode()
     def stream(
-        self, ids: torch.Tensor, positions: torch.Tensor, seen: torch.Tensor, past: list[KeysValues] | None
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        seen: torch.Tensor,
+        past: list[KeysValues] | None,
+        columns: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, list[KeysValues]]:
-        return self.network(ids, self._level(ids), seen[:, None], positions=positions, past=past)
+        return self.network(ids, self._level(ids), seen[:, None], positions=positions, past=past, columns=columns)
 
     @torch.inference_mode()
     def head(self, features: torch.Tensor) -> torch.Tensor:
         return self.network.output_layer.linear(features)
 
     def _level(self, ids: torch.Tensor) -> torch.Tensor:
-        """The noise level of a network that ignores it, (R,)."""
-        return torch.zeros(len(ids), device=ids.device)
+        """The noise level of a network that ignores it, the same for all rows, (1,)."""
+        return torch.zeros(1, device=ids.device)
 
     def describe(self) -> dict[str, object]:
         described = {
@@ -115,10 +130,17 @@ class SEDDView(View):
     """A SEDD denoiser opened on a group of rows."""
 
     def _features(
-        self, lanes: Lanes, ids: torch.Tensor, shown: torch.Tensor, real: torch.Tensor | None
+        self,
+        lanes: Lanes,
+        ids: torch.Tensor,
+        shown: torch.Tensor,
+        real: torch.Tensor | None,
+        columns: torch.Tensor,
+        **told: torch.Tensor,
     ) -> torch.Tensor:
         masked = (~shown if real is None else real & ~shown).sum(1)  # (R,)
         counted = self.rows.length[lanes.row]  # (R,)
         if self.denoiser.bos == "official":
             counted = counted - self.rows.given[lanes.row].sum(1)
-        return self.denoiser.features(ids, real, self.denoiser.noise_level(masked.double() / counted))
+        sigma = self.denoiser.noise_level(masked.double() / counted)  # (R,)
+        return super()._features(lanes, ids, shown, real, columns, sigma=sigma)

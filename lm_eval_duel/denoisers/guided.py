@@ -69,6 +69,7 @@ class GuidedView(View):
         self.forwards = sum(view.forwards for view in self.views)
         self.evaluated = sum(view.evaluated for view in self.views)
         conditional, index, blank = halves[0]  # (U, D), (C,), (R,)
-        first = torch.cat([index.new_ones(1), index.diff()]).bool()  # (C,) where each of U is named first
-        unconditional = halves[1].features[halves[1].index[first]]  # (U, D)
+        cell = index.new_empty(len(conditional))  # (U,) a hidden cell of each: equal lanes are equal with nothing given
+        cell[index] = torch.arange(len(index), device=index.device)
+        unconditional = halves[1].features[halves[1].index[cell]]  # (U, D)
         return Cells(torch.stack([conditional, unconditional], dim=1), index, blank)

@@ -1,0 +1,172 @@
+"""Networks of random weights in the shape of real ones, for `bench`: their predictions are no coin toss.
+
+Logits have a standard deviation of 3 nats over the vocabulary and depend on where a cell stands and on the tokens
+that are seen; a flat network would leave every pick to float noise.
+
+Shapes: L row length, D width, V tokens.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import transformers
+
+from lm_eval_duel.denoisers import probes
+from lm_eval_duel.denoisers.asked import Asked
+from lm_eval_duel.denoisers.backbone import Backbone
+from lm_eval_duel.denoisers.base import Denoiser
+from lm_eval_duel.denoisers.dit import DiT, DiTConfig
+from lm_eval_duel.denoisers.dit_denoiser import DiTDenoiser
+from lm_eval_duel.denoisers.families import NAMED, native_config
+from lm_eval_duel.errors import DuelError, unknown
+
+PREFIX = "random:"
+DITS = {"bidirectional": "mdlm", "block-causal": "bd3lm"}
+LLADA = "llada-8b"
+SIZES = {"dit": (4, 256, 50257), LLADA: (32, 4096, 126464)}  # layers, width, columns of the logits
+LLADA_MASK = 128  # columns from the end
+SPREAD = 3.0  # standard deviation of the logits over the vocabulary
+SHARP = 1.5  # of queries and keys, above unit variance: attention that picks few of many cells
+FEATURES_AT = 128  # positions that the spread is measured on
+
+
+def make(
+    name: str,
+    device: torch.device,
+    dtype: str = "float32",
+    length: int = 256,
+    block: int = 32,
+    layers: int | None = None,
+    width: int | None = None,
+    vocab: int | None = None,
+    seed: int = 0,
+) -> Denoiser:
+    """The network `random:bidirectional`, `random:block-causal` (trained on `block`) or `random:llada-8b`.
+
+    Raises DuelError for another name, and for sizes that make no network.
+    """
+    kind = name.removeprefix(PREFIX)
+    if kind not in (*DITS, LLADA):
+        raise unknown("random network", name, [f"{PREFIX}{each}" for each in (*DITS, LLADA)])
+    sizes = SIZES[LLADA if kind == LLADA else "dit"]
+    layers, width, vocab = (given or usual for given, usual in zip((layers, width, vocab), sizes, strict=True))
+    if width < 64 or width % 64:
+        raise DuelError(f"The width of {name} is a multiple of 64, the width of a head; got {width}.")
+    generator = torch.Generator(device).manual_seed(seed)
+    if kind == LLADA:
+        denoiser = _llada(name, device, dtype, length, layers, width, vocab, generator)
+        head = denoiser.model.lm_head
+    else:
+        denoiser = _dit(name, device, dtype, length, layers, width, vocab, block, generator)
+        head = denoiser.network.output_layer.linear
+    _spread(denoiser, head, generator)
+    return denoiser
+
+
+@torch.inference_mode()
+def _dit(
+    name: str,
+    device: torch.device,
+    dtype: str,
+    length: int,
+    layers: int,
+    width: int,
+    vocab: int,
+    block: int,
+    generator: torch.Generator,
+) -> Denoiser:
+    """Our own DiT: MDLM's or BD3-LM's, [MASK] the last column."""
+    family = DITS[name.removeprefix(PREFIX)]
+    with torch.device(device):
+        network = DiT(DiTConfig(vocab, width, layers, width // 64))
+    network = network.to(getattr(torch, dtype)).eval()
+    for key, weight in network.named_parameters():
+        if "adaLN_modulation" in key:  # a little of everything, and gates that are open
+            weight.normal_(0, 0.02, generator=generator)
+            if key.endswith("bias") and key.startswith("blocks"):
+                weight.view(6, width)[[2, 5]] += 1
+        elif "sigma_map" not in key and "norm" not in key:
+            _normal(key, weight, generator)
+    for layer in network.blocks:
+        layer.attn_qkv.weight[: 2 * width] *= SHARP
+    trained = block if family == "bd3lm" else None
+    return DiTDenoiser(network, family, length, name, set(range(vocab - 1)), vocab - 1, trained)
+
+
+class _Ids:
+    """What a denoiser asks of a tokenizer."""
+
+    def __init__(self, count: int):
+        self.count = count
+
+    def get_vocab(self) -> dict[str, int]:
+        return {str(token): token for token in range(self.count)}
+
+
+@torch.inference_mode()
+def _llada(
+    name: str,
+    device: torch.device,
+    dtype: str,
+    length: int,
+    layers: int,
+    width: int,
+    vocab: int,
+    generator: torch.Generator,
+) -> Denoiser:
+    """LLaDA-8B's Llama, made on the device."""
+    heads = max(1, width // 128)
+    family = NAMED["llada"]
+    raw = {
+        "d_model": width,
+        "embedding_size": vocab,
+        "vocab_size": vocab,
+        "max_sequence_length": length,
+        "mlp_hidden_size": 3 * width,
+        "n_heads": heads,
+        "n_kv_heads": heads,
+        "n_layers": layers,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500_000.0,
+    }
+    config = transformers.LlamaConfig(**native_config(family, raw), use_cache=False)
+    config._attn_implementation = "sdpa"
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
+    for key, weight in model.named_parameters():
+        if "norm" not in key:
+            _normal(key, weight, generator)
+            if "q_proj" in key or "k_proj" in key:
+                weight *= SHARP
+    mask_id = vocab - LLADA_MASK if vocab > LLADA_MASK else vocab - 1
+    denoiser = Backbone(model, family, raw, name, Asked(name, device), mask_id, _Ids(vocab))
+    probes.probe(denoiser, name)
+    return denoiser
+
+
+def _normal(key: str, weight: torch.Tensor, generator: torch.Generator) -> None:
+    """Unit variance in, unit variance out; embeddings of unit variance; no biases."""
+    table = "embed" in key
+    if weight.dim() == 1:
+        weight.zero_()
+    else:
+        weight.normal_(0, 1 if table else 1 / math.sqrt(weight.shape[1]), generator=generator)
+
+
+@torch.inference_mode()
+def _spread(denoiser: Denoiser, head: torch.nn.Linear, generator: torch.Generator) -> None:
+    """Scale the head so that logits of a half-masked row spread by SPREAD over the vocabulary."""
+    length = min(denoiser.max_length, FEATURES_AT)
+    ids = torch.randint(denoiser.vocab_size, (1, length), device=denoiser.device, generator=generator)  # (1, L)
+    ids[:, 1::2] = denoiser.mask_id
+    if denoiser.attention == "block_causal":
+        of_block = torch.arange(length, device=ids.device) // denoiser.block  # (L,)
+        seen = of_block[:, None] >= of_block  # (L, L)
+        positions = torch.arange(length, device=ids.device)[None]  # (1, L)
+        features = denoiser.stream(ids, positions, seen[None], None)[0]  # (1, L, D)
+    else:
+        features = denoiser.features(ids, None)  # (1, L, D)
+    logits = denoiser.head(features[0, 1::2])  # (L / 2, V)
+    head.weight *= SPREAD / float(logits.float().std(1).mean())
