@@ -12,23 +12,25 @@ Shapes: N windows, L row length, R lanes, W block width.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, ClassVar
 
 import torch
 
 from lm_eval_duel import rules
+from lm_eval_duel.budget import free, plan
 from lm_eval_duel.denoisers.base import Denoiser, View
 from lm_eval_duel.denoisers.predictions import Predictions
 from lm_eval_duel.errors import DuelError, NotFinite, RuleStalled
 from lm_eval_duel.hashing import uniform
-from lm_eval_duel.lanes import Budget, Lanes, Queue, Rows, blocks, groups
+from lm_eval_duel.lanes import Lanes, Queue, Rows, blocks, groups
 from lm_eval_duel.law import check_rule, check_windows, resolve_block, resolve_grid
 from lm_eval_duel.ledger import Counts, Drawn, Ledger, Scored
 from lm_eval_duel.windows import Window
 
-CPU_TOKENS, GPU_TOKENS = 4096, 65536  # network tokens a call when no batch size is given
+log = logging.getLogger("lm_eval.duel_mdm")
 
 Choose = Callable[[Predictions, Lanes, torch.Tensor], torch.Tensor]  # predictions, lanes, pick -> tokens (R, W)
 
@@ -39,8 +41,8 @@ class Duel:
     `block`: positions finished before the next ones; None: the whole target; "auto": the trained block, else the
     published one, else 32. `grid`: "target" (blocks count from the first target position), "row" (from the row's
     first), "auto" (row for block-causal networks). `batch_size`: rows of max_length in a network call (more where they
-    are shorter); None: 4096 tokens on a CPU, 65536 on a GPU, halved when the GPU's memory is short; at most
-    `max_batch_size`. Neither changes a number beyond float noise.
+    are shorter); None: 4096 tokens on a CPU, on a GPU what fits, by trial; at most `max_batch_size`; halved where memory
+    ends all the same. Neither changes a number beyond float noise.
 
     Raises DuelError for a combination that is no law of this network.
     """
@@ -59,13 +61,9 @@ class Duel:
         self.block = resolve_block(denoiser, block)
         self.grid = resolve_grid(denoiser, grid)
         check_rule(denoiser, self.rule)
-        for rows in (batch_size, max_batch_size):
-            if rows is not None and rows < 1:
-                raise DuelError(f"batch_size and max_batch_size are numbers of rows, at least 1; got {rows}.")
-        tokens = max(CPU_TOKENS if denoiser.device.type == "cpu" else GPU_TOKENS, denoiser.max_length)
-        asked = batch_size * denoiser.max_length if batch_size else tokens
-        self.budget = Budget(min(asked, max_batch_size * denoiser.max_length) if max_batch_size else asked)
+        self.budget = plan(denoiser, self.block, self.grid, batch_size, max_batch_size)
         self.counts = Counts()
+        self._short = False  # memory has ended once
 
     def log_prob(self, windows: Sequence[Window], on_done: Callable[[int, Scored], None] | None = None) -> list[Scored]:
         """log p(target | context, suffix) of each window (Algorithm 2); `on_done(index, result)` as each finishes."""
@@ -153,17 +151,43 @@ class Duel:
     ) -> None:
         """Every block of every window at once: with the truth known, each starts from a known state."""
         rows = Rows.of(windows, self.denoiser.device)
+        view = self.denoiser.open(rows)
+        places = [(n, *place) for n, window in enumerate(windows) for place in self._blocks(window)]
+
+        def truth(lanes: Lanes) -> torch.Tensor:
+            return rows.ids[lanes.row[:, None], lanes.columns.clamp(max=rows.ids.shape[1] - 1)]  # (R, W)
+
+        def steps() -> Iterator[Lanes]:
+            """Every state of a fixed order, a batch of blocks after the other; only its picks are hidden in a state,
+            and cells that are neither hidden nor revealed show [MASK]."""
+            done = 0
+            while done < len(places):
+                count = self._fits(view, rule, self._fresh(rows, places[done : done + 1]))
+                lanes, done = self._fresh(rows, places[done : done + count]), done + count
+                while len(lanes):
+                    pick = self._decide(rule, None, lanes, group).pick  # (R, W)
+                    yield dataclasses.replace(lanes, hidden=pick)
+                    lanes = lanes.reveal(pick, truth(lanes), ())
+                    lanes = lanes.select(lanes.hidden.any(1))
 
         def choose(predictions: Predictions, lanes: Lanes, pick: torch.Tensor) -> torch.Tensor:
-            columns = lanes.columns.clamp(max=rows.ids.shape[1] - 1)  # (R, W)
-            return torch.where(pick, rows.ids[lanes.row[:, None], columns], -1)
+            return torch.where(pick, truth(lanes), -1)
 
         def finish(n: int, result: dict[str, Any]) -> None:
             emit(group[n], Scored(**result))
 
-        places = [self._blocks(window) for window in windows]
-        waiting = self._fresh(rows, [(n, *place) for n, found in enumerate(places) for place in found])
-        self._reveal(self.denoiser.open(rows), rows, rule, waiting, choose, lambda lanes: None, finish, group)
+        waiting = steps() if rule.fixed else [self._fresh(rows, places)]
+        self._reveal(
+            view,
+            rows,
+            _All() if rule.fixed else rule,
+            waiting,
+            choose,
+            lambda lanes: None,
+            finish,
+            group,
+            foreseen=True,
+        )
 
     def _generate(
         self,
@@ -202,7 +226,7 @@ class Duel:
             tokens = rows.ids[n, start : start + len(prompts[n].target)]  # (T,)
             results[n] = Drawn(**result, tokens=tuple(tokens.tolist()))
 
-        self._reveal(view, rows, self.rule, self._fresh(rows, first), choose, advance, finish, group)
+        self._reveal(view, rows, self.rule, [self._fresh(rows, first)], choose, advance, finish, group)
         return [results[n] for n in range(len(prompts))]
 
     def _groups(self, windows: Sequence[Window]) -> list[list[int]]:
@@ -223,67 +247,92 @@ class Duel:
         view: View,
         rows: Rows,
         rule: rules.Rule,
-        waiting: Lanes,
+        waiting: Iterable[Lanes],
         choose: Choose,
         advance: Callable[[Lanes], Lanes | None],
         finish: Callable[[int, dict[str, Any]], None],
         group: Sequence[int],
+        foreseen: bool = False,
     ) -> None:
-        """Reveal all lanes: predict, pick, choose tokens, add nats; finished lanes leave and waiting ones enter."""
-        ledger = Ledger(rows)
-        queue, active = Queue(waiting), waiting.select(slice(0, 0))
-        while queue or len(active):
+        """Reveal all lanes: predict, pick, choose tokens, add nats; finished lanes leave and waiting ones enter.
+
+        `foreseen`: the tokens do not depend on the predictions.
+        """
+        ledger, queue = Ledger(rows), Queue(waiting)
+        active: Lanes | None = None
+        while active is not None or queue:
             active = self._refill(view, rule, active, queue)
             try:
-                active = self._step(view, rule, active, choose, ledger, group)
+                active = self._step(view, rule, active, choose, ledger, group, foreseen)
             except torch.OutOfMemoryError:
                 if len(active) == 1:
                     raise
-                self.budget = self.budget.halved()
                 half = len(active) // 2
                 queue.put_first(active.select(slice(half, None)))
                 active = active.select(slice(0, half))
+                self._halve()
                 continue
             finished = ~active.hidden.any(1)  # (R,)
             if finished.any():
                 left, active = active.select(finished), active.select(~finished)
+                active = active if len(active) else None
                 if (following := advance(left)) is not None:
                     queue.put_first(following)
-                for n in ledger.finished(left):
-                    result = ledger.result(n)
+                for n, result in ledger.results(ledger.finished(left)):
                     self.counts.add(result)
                     finish(n, result)
-        assert not ledger.left.any(), "every window is finished when no lane is left"
         self.counts.forwards += view.forwards
         self.counts.rows += view.evaluated
 
-    def _refill(self, view: View, rule: rules.Rule, active: Lanes, queue: Queue) -> Lanes:
+    def _refill(self, view: View, rule: rules.Rule, active: Lanes | None, queue: Queue) -> Lanes:
         """The batch with waiting lanes added while the budget allows."""
         while queue:
-            following = queue.first()
-            cost = int(torch.cat([view.cost(active), view.cost(following)]).max())
-            width = max(active.hidden.shape[1], following.hidden.shape[1]) if self.denoiser.splits_head else cost
-            copies = 4 if rule.dense_memory else 1
-            fits = self.budget.rows(cost, width, self.denoiser.vocab_size, copies)
-            if fits <= len(active):
+            there = [] if active is None else [active]
+            room = self._fits(view, rule, queue.first(), *there) - sum(map(len, there))
+            if room <= 0:
                 break
-            entering = queue.take(fits - len(active))
+            entering = queue.take(room)
             try:
-                active = active.concat(entering)
+                active = entering if active is None else active.concat(entering)
             except torch.OutOfMemoryError:
                 queue.put_first(entering)
-                if not len(active):
-                    raise
-                self.budget = self.budget.halved()
+                self._halve()
                 break
         return active
 
+    def _fits(self, view: View, rule: rules.Rule, *lanes: Lanes) -> int:
+        """How many lanes like the dearest of `lanes` one network call holds."""
+        cost = max(int(view.cost(each).max()) for each in lanes)
+        values = 0
+        if not self.denoiser.splits_head:
+            values = cost * self.denoiser.vocab_size
+        elif rule.dense_memory:
+            values = 4 * max(each.hidden.shape[1] for each in lanes) * self.denoiser.vocab_size
+        return self.budget.rows(cost, values)
+
+    def _halve(self) -> None:
+        """Go on with half the budget: memory has ended."""
+        if not self._short:
+            log.warning("memory ended at network calls of %d tokens: they are halved until they fit", self.budget.tokens)
+        self._short = True
+        self.budget = self.budget.halved()
+        free(self.denoiser.device)
+
     def _step(
-        self, view: View, rule: rules.Rule, lanes: Lanes, choose: Choose, ledger: Ledger, group: Sequence[int]
+        self,
+        view: View,
+        rule: rules.Rule,
+        lanes: Lanes,
+        choose: Choose,
+        ledger: Ledger,
+        group: Sequence[int],
+        foreseen: bool,
     ) -> Lanes:
         """One rule step of a batch, entered in the ledger; the lanes after it."""
         try:
             predictions = view(lanes)
+            if foreseen:
+                predictions.expect(choose(predictions, lanes, lanes.hidden))
             decision = self._decide(rule, predictions, lanes, group)
             tokens = choose(predictions, lanes, decision.pick)  # (R, W)
             log_prob = predictions.log_prob(tokens)  # (R, W)
@@ -294,7 +343,9 @@ class Duel:
         ledger.record(lanes, decision, predictions, tokens, log_prob)
         return after
 
-    def _decide(self, rule: rules.Rule, predictions: Predictions, lanes: Lanes, group: Sequence[int]) -> rules.Decision:
+    def _decide(
+        self, rule: rules.Rule, predictions: Predictions | None, lanes: Lanes, group: Sequence[int]
+    ) -> rules.Decision:
         decision = rule(predictions, lanes)
         if isinstance(decision, torch.Tensor):
             decision = rules.Decision(decision)
@@ -320,10 +371,21 @@ class Duel:
 
 
 @dataclasses.dataclass(frozen=True)
+class _All(rules.Rule):
+    """Everything hidden: the picks of a fixed order, one of its states each."""
+
+    name: ClassVar[str] = "all"
+
+    def __call__(self, predictions: Predictions, lanes: Lanes) -> rules.Decision:
+        return rules.certain(lanes.hidden)
+
+
+@dataclasses.dataclass(frozen=True)
 class _Replay(rules.Rule):
     """The recorded order of one window."""
 
-    name = "replay"
+    name: ClassVar[str] = "replay"
+    fixed: ClassVar[bool] = True
     steps: tuple[int, ...]
 
     def __call__(self, predictions: Predictions, lanes: Lanes) -> rules.Decision:

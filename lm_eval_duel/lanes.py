@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 import torch
@@ -155,41 +155,29 @@ def groups(windows: Sequence[Window], same_length: bool) -> list[list[int]]:
 
 
 class Queue:
-    """Lanes that wait, in order. Lanes that have begun are kept apart, so that waiting costs no rule memory."""
+    """Lanes that wait, in order, made as they are needed. Lanes that have begun are kept apart from fresh ones, so that
+    waiting costs no rule memory."""
 
-    def __init__(self, lanes: Lanes):
-        self._parts = deque([lanes])
+    def __init__(self, lanes: Iterable[Lanes]):
+        self._ready: deque[Lanes] = deque()
+        self._coming = iter(lanes)
 
     def __bool__(self) -> bool:
-        return bool(self._parts)
+        if not self._ready and (following := next(self._coming, None)) is not None:
+            self._ready.append(following)
+        return bool(self._ready)
 
     def first(self) -> Lanes:
         """The next lane, left where it is."""
-        return self._parts[0].select(slice(0, 1))
+        return self._ready[0].select(slice(0, 1))
 
     def take(self, count: int) -> Lanes:
         """The next lanes, `count` at most."""
-        part = self._parts.popleft()
+        part = self._ready.popleft()
         if len(part) > count:
-            self._parts.appendleft(part.select(slice(count, None)))
+            self._ready.appendleft(part.select(slice(count, None)))
         return part.select(slice(0, count))
 
     def put_first(self, lanes: Lanes) -> None:
         """These lanes are next."""
-        self._parts.appendleft(lanes)
-
-
-@dataclasses.dataclass(frozen=True)
-class Budget:
-    """What one network call may hold: `tokens` that the network evaluates and `cells` x V values of the head."""
-
-    tokens: int
-    values: int = 1 << 27
-
-    def rows(self, cost: int, width: int, vocab_size: int, copies: int = 1) -> int:
-        """How many lanes of `cost` network tokens and `width` cells fit, at least one."""
-        return max(1, min(self.tokens // max(cost, 1), self.values // (width * vocab_size * copies)))
-
-    def halved(self) -> Budget:
-        """Half of both."""
-        return Budget(max(1, self.tokens // 2), max(1, self.values // 2))
+        self._ready.appendleft(lanes)

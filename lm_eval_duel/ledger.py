@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -62,18 +63,17 @@ class Counts:
 
 
 class Ledger:
-    """The running results of one group of windows, on the CPU in float64."""
+    """The running results of one group of windows, on the network's device, in float64."""
 
     def __init__(self, rows: Rows):
         count, length = rows.ids.shape
+        device = rows.ids.device
         self.origin, self.target = rows.origin.tolist(), rows.target.tolist()
-        self.nats = torch.full((count, length), math.nan, dtype=torch.float64)  # (N, L)
-        self.steps = torch.full((count, length), -1)  # (N, L)
-        self.left = rows.target.cpu().clone()  # (N,) target positions still hidden
-        self.greedy = torch.ones(count, dtype=torch.bool)  # (N,)
-        self.nfe = torch.zeros(count, dtype=torch.int64)  # (N,)
-        self.close = torch.zeros(count, dtype=torch.int64)  # (N,)
-        self.blank = torch.zeros(count, dtype=torch.int64)  # (N,)
+        self.length = length  # the column of cells that are not picked
+        self.nats = torch.full((count, length + 1), math.nan, dtype=torch.float64, device=device)  # (N, L + 1)
+        self.steps = torch.full((count, length + 1), -1, dtype=torch.int32, device=device)  # (N, L + 1)
+        self.sums = torch.zeros(count, 5, dtype=torch.int64, device=device)  # (N, 5) as in `record`
+        self.whole = rows.target  # (N,) target positions
         self.knows_leads = True
 
     def record(
@@ -85,39 +85,40 @@ class Ledger:
         log_prob: torch.Tensor,
     ) -> None:
         """Add one step of `lanes`: nats (R, W) and steps at the picks; NFE, close picks and blank starts per window."""
-        pick = decision.pick
-        lane = pick.nonzero()[:, 0].cpu()  # (P,)
-        row, step = lanes.row.cpu(), lanes.step.cpu()  # (R,)
-        columns, nats = lanes.columns[pick].cpu(), log_prob[pick].cpu()  # (P,)
-        missed = ((tokens != predictions.argmax) & pick).any(1).cpu()  # (R,)
-        revealed, blank = pick.sum(1).cpu(), predictions.blank.long().cpu()  # (R,)
-        lead = None if decision.lead is None else decision.lead.cpu()  # (R,)
-        # all of it is here: from now on nothing can fail half way
-        self.nats[row[lane], columns] = nats
-        self.steps[row[lane], columns] = step[lane]
-        self.greedy[row[missed]] = False
-        self.left.index_add_(0, row, -revealed)
-        self.nfe.index_add_(0, row, torch.ones_like(row))
-        self.blank.index_add_(0, row, blank)
-        if lead is None:
-            self.knows_leads = False
-        else:
-            self.close.index_add_(0, row, (~(lead >= CLOSE)).long())
+        pick, lead = decision.pick, decision.lead
+        missed = ((tokens != predictions.argmax) & pick).any(1)  # (R,)
+        close = torch.zeros_like(missed) if lead is None else ~(lead >= CLOSE)  # (R,)
+        once = torch.ones_like(missed)  # (R,)
+        sums = torch.stack([pick.sum(1), once, missed, close, predictions.blank], 1).long()  # (R, 5)
+        row, column = lanes.row[:, None].expand_as(pick), torch.where(pick, lanes.columns, self.length)  # (R, W)
+        self.nats.index_put_((row, column), log_prob)
+        self.steps.index_put_((row, column), lanes.step[:, None].int().expand_as(pick))
+        # if memory ends before here, the step is taken again and writes the same; from here on nothing can fail half way
+        self.sums.index_add_(0, lanes.row, sums)
+        self.knows_leads &= lead is not None
 
     def finished(self, lanes: Lanes) -> list[int]:
         """The windows of these finished lanes that have no lane left."""
-        return [n for n in sorted(set(lanes.row.tolist())) if self.left[n] == 0]
+        rows = lanes.row.unique()  # (n,)
+        return rows[self.sums[rows, 0] == self.whole[rows]].tolist()
 
-    def result(self, n: int) -> dict[str, Any]:
-        """The fields of `Scored` for window `n`."""
-        span = slice(self.origin[n], self.origin[n] + self.target[n])
-        nats = self.nats[n, span]
-        return {
-            "log_prob": float(nats.sum()),
-            "is_greedy": bool(self.greedy[n]),
-            "steps": tuple(self.steps[n, span].tolist()),
-            "nats": tuple(nats.tolist()),
-            "nfe": int(self.nfe[n]),
-            "close_picks": int(self.close[n]) if self.knows_leads else None,
-            "blank_starts": int(self.blank[n]),
-        }
+    def results(self, rows: list[int]) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The windows `rows` with the fields of their `Scored`."""
+        if not rows:
+            return
+        nats, steps, sums = (plane[rows].cpu() for plane in (self.nats, self.steps, self.sums))
+        for n, row in enumerate(rows):
+            span = slice(self.origin[row], self.origin[row] + self.target[row])
+            _, nfe, missed, close, blank = sums[n].tolist()
+            yield (
+                row,
+                {
+                    "log_prob": float(nats[n, span].sum()),
+                    "is_greedy": not missed,
+                    "steps": tuple(steps[n, span].tolist()),
+                    "nats": tuple(nats[n, span].tolist()),
+                    "nfe": nfe,
+                    "close_picks": close if self.knows_leads else None,
+                    "blank_starts": blank,
+                },
+            )

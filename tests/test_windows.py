@@ -4,9 +4,10 @@ import pytest
 import torch
 from toys import Toy
 
+from lm_eval_duel.budget import Budget
 from lm_eval_duel.duel import Duel
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.lanes import Budget, Lanes, Rows, blocks, groups
+from lm_eval_duel.lanes import Lanes, Rows, blocks, groups
 from lm_eval_duel.windows import Window, conditional, framed, independent
 
 
@@ -81,9 +82,9 @@ def test_groups_are_longest_first_and_of_one_length_where_padding_is_seen():
 
 def test_budget_holds_both_limits():
     budget = Budget(tokens=1000, values=10_000)
-    assert budget.rows(cost=100, width=1, vocab_size=10) == 10
-    assert budget.rows(cost=100, width=100, vocab_size=50) == 2
-    assert budget.rows(cost=100_000, width=100, vocab_size=50) == 1
+    assert budget.rows(cost=100) == 10
+    assert budget.rows(cost=100, values=5000) == 2
+    assert budget.rows(cost=100_000, values=20_000) == 1
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ class Rule:
 
     name: ClassVar[str] = ""
     dense_memory: ClassVar[bool] = False  # keeps (R, W, V) between steps: the planner counts it
+    fixed: ClassVar[bool] = False  # reads no predictions (it gets None): with the truth known all steps go at once
 
     def __call__(self, predictions: Any, lanes: Any) -> Decision:
         raise NotImplementedError

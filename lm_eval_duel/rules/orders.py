@@ -14,6 +14,7 @@ class LeftToRight(Counted):
     """The k first hidden positions."""
 
     name: ClassVar[str] = "left_to_right"
+    fixed: ClassVar[bool] = True
 
     def __call__(self, predictions: Any, lanes: Any) -> Decision:
         return certain(lanes.hidden & (lanes.hidden.cumsum(1) <= self.k))
@@ -24,6 +25,7 @@ class RightToLeft(Counted):
     """The k last hidden positions."""
 
     name: ClassVar[str] = "right_to_left"
+    fixed: ClassVar[bool] = True
 
     def __call__(self, predictions: Any, lanes: Any) -> Decision:
         return certain(lanes.hidden & (lanes.hidden.flip(1).cumsum(1).flip(1) <= self.k))
@@ -34,6 +36,7 @@ class Random(Counted):
     """The k hidden positions with the smallest hash(seed, target index): random to the eye, deterministic, so exact."""
 
     name: ClassVar[str] = "random"
+    fixed: ClassVar[bool] = True
     seed: int = 0
 
     def __call__(self, predictions: Any, lanes: Any) -> Decision:
