@@ -77,6 +77,9 @@ def main(arguments: list[str] | None = None) -> None:
         help="lm-eval's run, with --model duel-mdm as default and this package's tasks known",
         add_help=False,
     )
+    commands.add_parser(
+        "bench", help="speed and memory against the textbook loop, on windows of random tokens", add_help=False
+    )
     path = commands.add_parser("where", help="print the absolute path of the tasks or of a bundled checkpoint")
     path.add_argument("name", choices=["tasks", *NAMES])
     guess = commands.add_parser(
@@ -87,8 +90,13 @@ def main(arguments: list[str] | None = None) -> None:
     if arguments[:1] == ["run"]:
         run(arguments[1:])
         return
-    parsed = parser.parse_args(arguments)
     try:
+        if arguments[:1] == ["bench"]:
+            from lm_eval_duel.bench import main as bench
+
+            bench(arguments[1:])
+            return
+        parsed = parser.parse_args(arguments)
         print(where(parsed.name) if parsed.command == "where" else inspect(parsed.name, parsed.model_args))
     except DuelError as error:
         sys.exit(f"lm-eval-duel: {error}")

@@ -17,7 +17,7 @@ from lm_eval_duel.windows import Window
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
-CPU_TOKENS = 4096  # network tokens a call: more is no faster on any CPU seen, and holds more memory
+CPU_TOKENS = 2048  # network tokens a call: more is no faster on any CPU seen, and holds more memory
 GPU_TOKENS = 1 << 14, 1 << 18  # where a trial begins, and where it ends: more is no faster
 VALUES = 1 << 27  # of whole distributions held at once, by a rule's memory or a head that is not split off
 
@@ -42,7 +42,7 @@ class Budget:
 def plan(
     denoiser: Denoiser, block: int | None, grid: str, batch_size: int | None, max_batch_size: int | None
 ) -> Budget:
-    """The budget of `batch_size` rows of max_length; None: 4096 tokens on a CPU, as many as fit on a GPU, by trial.
+    """The budget of `batch_size` rows of max_length; None: 2048 tokens on a CPU, as many as fit on a GPU, by trial.
 
     At most `max_batch_size` rows of max_length; at least one row. Raises DuelError for a number that is none.
     """

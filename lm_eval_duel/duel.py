@@ -41,7 +41,7 @@ class Duel:
     `block`: positions finished before the next ones; None: the whole target; "auto": the trained block, else the
     published one, else 32. `grid`: "target" (blocks count from the first target position), "row" (from the row's
     first), "auto" (row for block-causal networks). `batch_size`: rows of max_length in a network call (more where they
-    are shorter); None: 4096 tokens on a CPU, on a GPU what fits, by trial; at most `max_batch_size`; halved where memory
+    are shorter); None: 2048 tokens on a CPU, on a GPU what fits, by trial; at most `max_batch_size`; halved where memory
     ends all the same. Neither changes a number beyond float noise.
 
     Raises DuelError for a combination that is no law of this network.

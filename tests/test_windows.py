@@ -89,7 +89,7 @@ def test_budget_holds_both_limits():
 
 @pytest.mark.parametrize(
     ("arguments", "tokens"),
-    [({}, 4096), ({"batch_size": 2}, 16), ({"batch_size": 9, "max_batch_size": 3}, 24), ({"max_batch_size": 9}, 72)],
+    [({}, 2048), ({"batch_size": 2}, 16), ({"batch_size": 9, "max_batch_size": 3}, 24), ({"max_batch_size": 9}, 72)],
 )
 def test_a_batch_is_what_was_asked_for_and_never_more_than_the_most(arguments, tokens):
     assert Duel(Toy(length=8), **arguments).budget.tokens == tokens

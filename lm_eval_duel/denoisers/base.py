@@ -60,7 +60,7 @@ class Denoiser(abc.ABC):
         """The input of the LM head (N, Q, D) for ids (N, Q) at `positions` (N, Q), and their keys and values.
 
         `seen` (N, Q, K + Q): which of the K keys of `past` and of the call's own each query attends to. A network that
-        `narrows` takes `columns` (N, M) of the queries too, and returns (N, M, D).
+        `narrows` takes `columns` (N, M) of the queries too, and returns (N, M, D) and whatever for the keys and values.
         """
         raise NotImplementedError(f"{type(self).__name__} is {self.attention}: it has no blocks.")
 

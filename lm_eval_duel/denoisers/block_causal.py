@@ -46,9 +46,8 @@ class BlockCausalView(View):
         self._past_hash: torch.Tensor | None = None  # (N, L + 1) of the columns before each
 
     def cost(self, lanes: Lanes) -> torch.Tensor:
-        """Its own cells, and its share of the clean row: all of it when generating, where a row has one lane."""
-        own = torch.full_like(lanes.row, self.block)  # (R,)
-        return own + (self.rows.length[lanes.row] if self.generating else own)
+        """Its own cells (the clean pass takes as many, once); the whole row when generating, where it has one lane."""
+        return self.rows.length[lanes.row] if self.generating else torch.full_like(lanes.row, self.block)  # (R,)
 
     def commit(self, lanes: Lanes) -> None:
         super().commit(lanes)

@@ -46,8 +46,11 @@ def rotary(positions: torch.Tensor, head: int, base: float = 10_000.0) -> tuple[
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate queries or keys (R, H, L, head), halves against each other (NeoX)."""
-    low, high = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-high, low], dim=-1) * sin
+    half = x.shape[-1] // 2
+    rotated = x * cos
+    rotated[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
+    rotated[..., half:].addcmul_(x[..., :half], sin[..., half:])
+    return rotated
 
 
 class Norm(nn.Module):
@@ -98,6 +101,33 @@ class Block(nn.Module):
         """`parts` of queries, keys, values, (R, H, L, head) each, of (R, L, parts x D)."""
         return x.unflatten(2, (parts, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
 
+    def attend(
+        self,
+        y: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        mask: torch.Tensor | None,
+        causal: bool,
+        past: KeysValues | None,
+        columns: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, KeysValues]:
+        """What each cell, or those at `columns` (R, M), takes from those it sees, (R, L or M, D); keys and values."""
+        if columns is None:
+            q, k, v = self.split(self.attn_qkv(y), 3)
+            q = rotate(q, cos, sin)
+        else:
+            width = y.shape[2]
+            k, v = self.split(F.linear(y, self.attn_qkv.weight[width:]), 2)
+            (q,) = self.split(F.linear(take(y, columns), self.attn_qkv.weight[:width]), 1)
+            q = rotate(q, *(take(wave[:, 0], columns)[:, None] for wave in (cos, sin)))
+            mask = mask if mask is None or mask.shape[2] == 1 else take(mask[:, 0], columns)[:, None]
+        k = rotate(k, cos, sin)
+        own = k, v
+        if past is not None:
+            k, v = (torch.cat(both, dim=2) for both in zip(past, own, strict=True))
+        seen = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)  # (R, H, L, head)
+        return self.attn_out(seen.transpose(1, 2).flatten(2)), own
+
     def forward(
         self,
         x: torch.Tensor,
@@ -108,27 +138,16 @@ class Block(nn.Module):
         causal: bool,
         past: KeysValues | None,
         columns: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, KeysValues]:
-        """The layer's output at all cells, or at `columns` (R, M) only; and its keys and values, of all cells."""
+        keys: bool,
+    ) -> tuple[torch.Tensor, KeysValues | None]:
+        """The layer's output at all cells, or at `columns` (R, M) only; with `keys` the keys and values of all cells."""
         told = None if self.adaLN_modulation is None else self.adaLN_modulation(condition)[:, None].chunk(6, dim=2)
         shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = told or [None] * 6  # (R, 1, D) each
         y = self.norm1(x) if told is None else modulate(self.norm1(x), shift, scale)  # (R, L, D)
-        if columns is None:
-            q, k, v = self.split(self.attn_qkv(y), 3)
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        else:
-            width = x.shape[2]
-            k, v = self.split(F.linear(y, self.attn_qkv.weight[width:]), 2)
-            (q,) = self.split(F.linear(take(y, columns), self.attn_qkv.weight[:width]), 1)
-            q, k = rotate(q, *(take(wave[:, 0], columns)[:, None] for wave in (cos, sin))), rotate(k, cos, sin)
-            x = take(x, columns)
-            mask = mask if mask is None or mask.shape[2] == 1 else take(mask[:, 0], columns)[:, None]
-        own = k, v
-        if past is not None:
-            k, v = (torch.cat(both, dim=2) for both in zip(past, own, strict=True))
-        seen = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)  # (R, H, L, head)
-        seen = self.attn_out(seen.transpose(1, 2).flatten(2))
-        x = x + seen if told is None else torch.addcmul(x, gate, seen)
+        y, own = self.attend(y, cos, sin, mask, causal, past, columns)
+        own = own if keys else None  # they would live on through the MLP
+        x = x if columns is None else take(x, columns)
+        x = x + y if told is None else torch.addcmul(x, gate, y)
         y = self.norm2(x) if told is None else modulate(self.norm2(x), shift_mlp, scale_mlp)
         y = self.mlp(y)
         return x + y if told is None else torch.addcmul(x, gate_mlp, y), own
@@ -186,8 +205,10 @@ class DiT(nn.Module):
         positions: torch.Tensor | None = None,
         past: list[KeysValues] | None = None,
         columns: torch.Tensor | None = None,
+        keys: bool = False,
     ) -> tuple[torch.Tensor, list[KeysValues]]:
-        """The input of the head (R, L, D) for ids (R, L) at noise levels (R or 1,), and each layer's keys and values.
+        """The input of the head (R, L, D) for ids (R, L) at noise levels (R or 1,); with `keys` each layer's keys and
+        values too, which take memory.
 
         `mask` (R or 1, 1, L or 1, K): True where seen, K keys. `positions` (R, L): 0..L-1 unless given. `past`: keys
         and values of each layer that stand before this call's own. `columns` (R, M): where the output is wanted,
@@ -202,6 +223,7 @@ class DiT(nn.Module):
         for n, block in enumerate(self.blocks):
             before = None if past is None else past[n]
             only = columns if n == len(self.blocks) - 1 else None
-            x, own = block(x, condition, cos.to(x.dtype), sin.to(x.dtype), mask, causal, before, only)
-            found.append(own)
+            x, own = block(x, condition, cos.to(x.dtype), sin.to(x.dtype), mask, causal, before, only, keys)
+            if keys:
+                found.append(own)
         return self.output_layer.features(x, condition), found

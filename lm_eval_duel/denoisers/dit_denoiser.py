@@ -78,7 +78,9 @@ class DiTDenoiser(Denoiser):
         past: list[KeysValues] | None,
         columns: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, list[KeysValues]]:
-        return self.network(ids, self._level(ids), seen[:, None], positions=positions, past=past, columns=columns)
+        keys = columns is None  # where columns are asked for, so are features alone
+        level = self._level(ids)
+        return self.network(ids, level, seen[:, None], positions=positions, past=past, columns=columns, keys=keys)
 
     @torch.inference_mode()
     def head(self, features: torch.Tensor) -> torch.Tensor:

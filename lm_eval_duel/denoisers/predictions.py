@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from lm_eval_duel.errors import DuelError, NotFinite
 
 HEAD_VALUES = {"cpu": 1 << 22, "cuda": 1 << 26}  # logits held at once: a CPU's cache, since they are read several times
+AT_ONCE = 1 << 20  # logits whose log-softmax is held at once
 RUN = 64  # columns of a first look for the largest one: on a CPU torch's argmax is not vectorised, its amax is
 
 
@@ -217,7 +218,8 @@ def top_of(logits: torch.Tensor) -> Top:
     logits.scatter_(1, token, -math.inf)
     second = logits.amax(1)  # (u,)
     # the fused kernel is several times faster than logsumexp, and its largest entry is minus the log of its sum
-    log_sum = -F.log_softmax(logits, 1).amax(1)  # (u,)
+    few = max(1, AT_ONCE // logits.shape[1])
+    log_sum = torch.cat([-F.log_softmax(part, 1).amax(1) for part in logits.split(few)])  # (u,)
     others = torch.where(second == -math.inf, second, second + log_sum)
     logits.scatter_(1, token, first)
     return Top(token[:, 0], first[:, 0], first[:, 0] - others, first[:, 0] - second)

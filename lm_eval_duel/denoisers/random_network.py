@@ -28,7 +28,8 @@ LLADA = "llada-8b"
 SIZES = {"dit": (4, 256, 50257), LLADA: (32, 4096, 126464)}  # layers, width, columns of the logits
 LLADA_MASK = 128  # columns from the end
 SPREAD = 3.0  # standard deviation of the logits over the vocabulary
-SHARP = 1.5  # of queries and keys, above unit variance: attention that picks few of many cells
+SHARP = 2.5  # of queries and keys, above unit variance: attention that picks few of many cells
+FAINT = 0.2  # of the embedding of [MASK]: what a hidden cell predicts comes from what it attends to
 FEATURES_AT = 128  # positions that the spread is measured on
 
 
@@ -87,10 +88,11 @@ def _dit(
             weight.normal_(0, 0.02, generator=generator)
             if key.endswith("bias") and key.startswith("blocks"):
                 weight.view(6, width)[[2, 5]] += 1
-        elif "sigma_map" not in key and "norm" not in key:
+        elif "norm" not in key:
             _normal(key, weight, generator)
     for layer in network.blocks:
         layer.attn_qkv.weight[: 2 * width] *= SHARP
+    network.vocab_embed.embedding[vocab - 1] *= FAINT
     trained = block if family == "bd3lm" else None
     return DiTDenoiser(network, family, length, name, set(range(vocab - 1)), vocab - 1, trained)
 
@@ -141,6 +143,8 @@ def _llada(
             if "q_proj" in key or "k_proj" in key:
                 weight *= SHARP
     mask_id = vocab - LLADA_MASK if vocab > LLADA_MASK else vocab - 1
+    model.get_input_embeddings().weight[mask_id] *= FAINT
+    probes.rotary_frequencies(model, config, name)
     denoiser = Backbone(model, family, raw, name, Asked(name, device), mask_id, _Ids(vocab))
     probes.probe(denoiser, name)
     return denoiser
