@@ -2,8 +2,8 @@
 
     log p(x) = sum over steps t, over positions l picked at t, of log P_l[x_l]
 
-One reveal loop serves both: only what a token is (the truth, a draw, the argmax) and where a finished block leads
-differ. With the truth known every block starts from a known state, so all blocks of all windows are lanes of one
+One reveal loop serves both (reveal.py): only what a token is (the truth, a draw, the argmax) and where a finished block
+leads differ. With the truth known every block starts from a known state, so all blocks of all windows are lanes of one
 queue; when sampling, a row's next lane enters as its last one finishes.
 
 Shapes: N windows, L row length, R lanes, W block width.
@@ -12,27 +12,23 @@ Shapes: N windows, L row length, R lanes, W block width.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
 
 from lm_eval_duel import rules
-from lm_eval_duel.budget import free, plan
-from lm_eval_duel.denoisers.base import Denoiser, View
+from lm_eval_duel.budget import Budget, plan
+from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.denoisers.predictions import Predictions
-from lm_eval_duel.errors import DuelError, NotFinite, RuleStalled
+from lm_eval_duel.errors import DuelError
 from lm_eval_duel.hashing import uniform
-from lm_eval_duel.lanes import Lanes, Queue, Rows, blocks, groups
+from lm_eval_duel.lanes import Lanes, Rows, blocks, groups
 from lm_eval_duel.law import check_rule, check_windows, resolve_block, resolve_grid
-from lm_eval_duel.ledger import Counts, Drawn, Ledger, Scored
+from lm_eval_duel.ledger import Counts, Drawn, Scored
+from lm_eval_duel.reveal import Choose, RevealLoop, decide
 from lm_eval_duel.windows import Window
-
-log = logging.getLogger("lm_eval.duel_mdm")
-
-Choose = Callable[[Predictions, Lanes, torch.Tensor], torch.Tensor]  # predictions, lanes, pick -> tokens (R, W)
 
 
 class Duel:
@@ -41,8 +37,8 @@ class Duel:
     `block`: positions finished before the next ones; None: the whole target; "auto": the trained block, else the
     published one, else 32. `grid`: "target" (blocks count from the first target position), "row" (from the row's
     first), "auto" (row for block-causal networks). `batch_size`: rows of max_length in a network call (more where they
-    are shorter); None: 2048 tokens on a CPU, on a GPU what fits, by trial; at most `max_batch_size`; halved where memory
-    ends all the same. Neither changes a number beyond float noise.
+    are shorter); None: 2048 tokens on a CPU, on a GPU what fits, by trial; at most `max_batch_size`; halved where
+    memory ends all the same. Neither changes a number beyond float noise.
 
     Raises DuelError for a combination that is no law of this network.
     """
@@ -61,9 +57,17 @@ class Duel:
         self.block = resolve_block(denoiser, block)
         self.grid = resolve_grid(denoiser, grid)
         check_rule(denoiser, self.rule)
-        self.budget = plan(denoiser, self.block, self.grid, batch_size, max_batch_size)
-        self.counts = Counts()
-        self._short = False  # memory has ended once
+        self._loop = RevealLoop(denoiser, plan(denoiser, self.block, self.grid, batch_size, max_batch_size))
+
+    @property
+    def budget(self) -> Budget:
+        """What one network call may hold now."""
+        return self._loop.budget
+
+    @property
+    def counts(self) -> Counts:
+        """What has been computed so far."""
+        return self._loop.counts
 
     def log_prob(self, windows: Sequence[Window], on_done: Callable[[int, Scored], None] | None = None) -> list[Scored]:
         """log p(target | context, suffix) of each window (Algorithm 2); `on_done(index, result)` as each finishes."""
@@ -162,10 +166,10 @@ class Duel:
             and cells that are neither hidden nor revealed show [MASK]."""
             done = 0
             while done < len(places):
-                count = self._fits(view, rule, self._fresh(rows, places[done : done + 1]))
+                count = self._loop.fits(view, rule, self._fresh(rows, places[done : done + 1]))
                 lanes, done = self._fresh(rows, places[done : done + count]), done + count
                 while len(lanes):
-                    pick = self._decide(rule, None, lanes, group).pick  # (R, W)
+                    pick = decide(rule, None, lanes, group).pick  # (R, W)
                     yield dataclasses.replace(lanes, hidden=pick)
                     lanes = lanes.reveal(pick, truth(lanes), ())
                     lanes = lanes.select(lanes.hidden.any(1))
@@ -177,7 +181,7 @@ class Duel:
             emit(group[n], Scored(**result))
 
         waiting = steps() if rule.fixed else [self._fresh(rows, places)]
-        self._reveal(
+        self._loop(
             view,
             rows,
             _All() if rule.fixed else rule,
@@ -226,7 +230,7 @@ class Duel:
             tokens = rows.ids[n, start : start + len(prompts[n].target)]  # (T,)
             results[n] = Drawn(**result, tokens=tuple(tokens.tolist()))
 
-        self._reveal(view, rows, self.rule, [self._fresh(rows, first)], choose, advance, finish, group)
+        self._loop(view, rows, self.rule, [self._fresh(rows, first)], choose, advance, finish, group)
         return [results[n] for n in range(len(prompts))]
 
     def _groups(self, windows: Sequence[Window]) -> list[list[int]]:
@@ -238,136 +242,6 @@ class Duel:
     def _fresh(self, rows: Rows, places: list[tuple[int, int, int]]) -> Lanes:
         """Fresh lanes at (row, first column, width)."""
         return Lanes.fresh(rows, *torch.tensor(places, device=self.denoiser.device).unbind(1))
-
-    # ------------------------------------------------------------ the loop
-
-    @torch.inference_mode()
-    def _reveal(
-        self,
-        view: View,
-        rows: Rows,
-        rule: rules.Rule,
-        waiting: Iterable[Lanes],
-        choose: Choose,
-        advance: Callable[[Lanes], Lanes | None],
-        finish: Callable[[int, dict[str, Any]], None],
-        group: Sequence[int],
-        foreseen: bool = False,
-    ) -> None:
-        """Reveal all lanes: predict, pick, choose tokens, add nats; finished lanes leave and waiting ones enter.
-
-        `foreseen`: the tokens do not depend on the predictions.
-        """
-        ledger, queue = Ledger(rows), Queue(waiting)
-        active: Lanes | None = None
-        while active is not None or queue:
-            active = self._refill(view, rule, active, queue)
-            try:
-                active = self._step(view, rule, active, choose, ledger, group, foreseen)
-            except torch.OutOfMemoryError:
-                if len(active) == 1:
-                    raise
-                half = len(active) // 2
-                queue.put_first(active.select(slice(half, None)))
-                active = active.select(slice(0, half))
-                self._halve()
-                continue
-            finished = ~active.hidden.any(1)  # (R,)
-            if finished.any():
-                left, active = active.select(finished), active.select(~finished)
-                active = active if len(active) else None
-                if (following := advance(left)) is not None:
-                    queue.put_first(following)
-                for n, result in ledger.results(ledger.finished(left)):
-                    self.counts.add(result)
-                    finish(n, result)
-        self.counts.forwards += view.forwards
-        self.counts.rows += view.evaluated
-
-    def _refill(self, view: View, rule: rules.Rule, active: Lanes | None, queue: Queue) -> Lanes:
-        """The batch with waiting lanes added while the budget allows."""
-        while queue:
-            there = [] if active is None else [active]
-            room = self._fits(view, rule, queue.first(), *there) - sum(map(len, there))
-            if room <= 0:
-                break
-            entering = queue.take(room)
-            try:
-                active = entering if active is None else active.concat(entering)
-            except torch.OutOfMemoryError:
-                queue.put_first(entering)
-                self._halve()
-                break
-        return active
-
-    def _fits(self, view: View, rule: rules.Rule, *lanes: Lanes) -> int:
-        """How many lanes like the dearest of `lanes` one network call holds."""
-        cost = max(int(view.cost(each).max()) for each in lanes)
-        values = 0
-        if not self.denoiser.splits_head:
-            values = cost * self.denoiser.vocab_size
-        elif rule.dense_memory:
-            values = 4 * max(each.hidden.shape[1] for each in lanes) * self.denoiser.vocab_size
-        return self.budget.rows(cost, values)
-
-    def _halve(self) -> None:
-        """Go on with half the budget: memory has ended."""
-        if not self._short:
-            log.warning("memory ended at network calls of %d tokens: they are halved until they fit", self.budget.tokens)
-        self._short = True
-        self.budget = self.budget.halved()
-        free(self.denoiser.device)
-
-    def _step(
-        self,
-        view: View,
-        rule: rules.Rule,
-        lanes: Lanes,
-        choose: Choose,
-        ledger: Ledger,
-        group: Sequence[int],
-        foreseen: bool,
-    ) -> Lanes:
-        """One rule step of a batch, entered in the ledger; the lanes after it."""
-        try:
-            predictions = view(lanes)
-            if foreseen:
-                predictions.expect(choose(predictions, lanes, lanes.hidden))
-            decision = self._decide(rule, predictions, lanes, group)
-            tokens = choose(predictions, lanes, decision.pick)  # (R, W)
-            log_prob = predictions.log_prob(tokens)  # (R, W)
-        except NotFinite as error:
-            window = group[int(lanes.row[error.lane])]
-            raise NotFinite(f"{error} {_place(lanes, error.lane, group)}", window) from None
-        after = lanes.reveal(decision.pick, tokens, decision.memory)  # before the ledger: it may run out of memory
-        ledger.record(lanes, decision, predictions, tokens, log_prob)
-        return after
-
-    def _decide(
-        self, rule: rules.Rule, predictions: Predictions | None, lanes: Lanes, group: Sequence[int]
-    ) -> rules.Decision:
-        decision = rule(predictions, lanes)
-        if isinstance(decision, torch.Tensor):
-            decision = rules.Decision(decision)
-        if not isinstance(decision, rules.Decision):
-            raise DuelError(f"Rule {rule} must return a Decision or a boolean plane; got {type(decision).__name__}.")
-        pick, lead = decision.pick, decision.lead
-        if pick.shape != lanes.hidden.shape or pick.dtype != torch.bool:
-            raise DuelError(
-                f"Rule {rule} must pick a boolean plane {tuple(lanes.hidden.shape)}; "
-                f"got {pick.dtype} {tuple(pick.shape)}."
-            )
-        if lead is not None and lead.shape != lanes.row.shape:
-            raise DuelError(f"The lead of rule {rule} is one number a lane, {len(lanes)}; got {tuple(lead.shape)}.")
-        if any(plane.shape[:2] != pick.shape for plane in decision.memory):
-            raise DuelError(f"The memory of rule {rule} is tensors with leading (R, W) = {tuple(pick.shape)}.")
-        stalled = ~pick.any(1) | (pick & ~lanes.hidden).any(1)  # (R,)
-        if stalled.any():
-            lane = int(stalled.nonzero()[0])
-            what = "picked a position that is not hidden" if pick[lane].any() else "picked nothing"
-            window = group[int(lanes.row[lane])]
-            raise RuleStalled(f"Rule {rule} {what}. {_place(lanes, lane, group)}", window)
-        return decision
 
 
 @dataclasses.dataclass(frozen=True)
@@ -392,8 +266,3 @@ class _Replay(rules.Rule):
         order = torch.tensor(self.steps, device=lanes.row.device)  # (T,)
         index = (lanes.columns - lanes.origin[:, None]).clamp(0, len(order) - 1)  # (R, W)
         return rules.certain(lanes.hidden & (order[index] == lanes.step[:, None]))
-
-
-def _place(lanes: Lanes, lane: int, group: Sequence[int]) -> str:
-    position = int(lanes.start[lane] - lanes.origin[lane])
-    return f"(Window {group[int(lanes.row[lane])]}, block at target position {position}, step {int(lanes.step[lane])}.)"

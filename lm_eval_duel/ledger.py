@@ -93,7 +93,7 @@ class Ledger:
         row, column = lanes.row[:, None].expand_as(pick), torch.where(pick, lanes.columns, self.length)  # (R, W)
         self.nats.index_put_((row, column), log_prob)
         self.steps.index_put_((row, column), lanes.step[:, None].int().expand_as(pick))
-        # if memory ends before here, the step is taken again and writes the same; from here on nothing can fail half way
+        # if memory ends before here, the step is taken again and writes the same; from here on nothing fails half way
         self.sums.index_add_(0, lanes.row, sums)
         self.knows_leads &= lead is not None
 

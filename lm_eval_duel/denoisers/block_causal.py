@@ -195,15 +195,15 @@ class BlockCausalView(View):
 
         def at(lane: torch.Tensor, nth: torch.Tensor) -> torch.Tensor:
             found = features[lane, nth]  # (C, D)
-            if shift and (first := cell[lane, nth] < shift).any():  # read from the clean stream, as the block before ends
+            if (
+                shift and (first := cell[lane, nth] < shift).any()
+            ):  # read from the clean stream, as the block before ends
                 found[first] = self._edges(lanes, lane[first])
             return found
 
         return Cells.of(lanes, blank, at)
 
-    def _side_by_side(
-        self, lanes: Lanes, ids: torch.Tensor, real: torch.Tensor, cell: torch.Tensor
-    ) -> torch.Tensor:
+    def _side_by_side(self, lanes: Lanes, ids: torch.Tensor, real: torch.Tensor, cell: torch.Tensor) -> torch.Tensor:
         """The input of the LM head at `cell` (R, M) of lanes in one stretch, evaluated in one call, (R, M, D)."""
         block, device = self.block, ids.device
         slot = self._slot[lanes.row]  # (R,)

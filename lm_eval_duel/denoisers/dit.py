@@ -140,7 +140,7 @@ class Block(nn.Module):
         columns: torch.Tensor | None,
         keys: bool,
     ) -> tuple[torch.Tensor, KeysValues | None]:
-        """The layer's output at all cells, or at `columns` (R, M) only; with `keys` the keys and values of all cells."""
+        """The output at all cells, or at `columns` (R, M) only; with `keys` the keys and values of all cells."""
         told = None if self.adaLN_modulation is None else self.adaLN_modulation(condition)[:, None].chunk(6, dim=2)
         shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = told or [None] * 6  # (R, 1, D) each
         y = self.norm1(x) if told is None else modulate(self.norm1(x), shift, scale)  # (R, L, D)

@@ -1,0 +1,168 @@
+"""The reveal loop: predict, pick, choose tokens, add nats, until no lane is left (the paper, Algorithms 1 and 2).
+
+Scoring and sampling are this one loop and cannot drift apart. Finished lanes leave a batch and waiting ones enter.
+
+Shapes: N windows, R lanes, W block width.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from lm_eval_duel import rules
+from lm_eval_duel.budget import Budget, free
+from lm_eval_duel.denoisers.base import Denoiser, View
+from lm_eval_duel.denoisers.predictions import Predictions
+from lm_eval_duel.errors import DuelError, NotFinite, RuleStalled
+from lm_eval_duel.lanes import Lanes, Queue, Rows
+from lm_eval_duel.ledger import Counts, Ledger
+
+log = logging.getLogger("lm_eval.duel_mdm")
+
+Choose = Callable[[Predictions, Lanes, torch.Tensor], torch.Tensor]  # predictions, lanes, pick -> tokens (R, W)
+
+
+class RevealLoop:
+    """The loop on one network, with what a call may hold, and what has been computed so far."""
+
+    def __init__(self, denoiser: Denoiser, budget: Budget):
+        self.denoiser, self.budget = denoiser, budget
+        self.counts = Counts()
+        self._short = False  # memory has ended once
+
+    @torch.inference_mode()
+    def __call__(
+        self,
+        view: View,
+        rows: Rows,
+        rule: rules.Rule,
+        waiting: Iterable[Lanes],
+        choose: Choose,
+        advance: Callable[[Lanes], Lanes | None],
+        finish: Callable[[int, dict[str, Any]], None],
+        group: Sequence[int],
+        foreseen: bool = False,
+    ) -> None:
+        """Reveal all lanes: predict, pick, choose tokens, add nats; finished lanes leave and waiting ones enter.
+
+        `foreseen`: the tokens do not depend on the predictions.
+        """
+        ledger, queue = Ledger(rows), Queue(waiting)
+        active: Lanes | None = None
+        while active is not None or queue:
+            active = self._refill(view, rule, active, queue)
+            try:
+                active = self._step(view, rule, active, choose, ledger, group, foreseen)
+            except torch.OutOfMemoryError:
+                if len(active) == 1:
+                    raise
+                half = len(active) // 2
+                queue.put_first(active.select(slice(half, None)))
+                active = active.select(slice(0, half))
+                self._halve()
+                continue
+            finished = ~active.hidden.any(1)  # (R,)
+            if finished.any():
+                left, active = active.select(finished), active.select(~finished)
+                active = active if len(active) else None
+                if (following := advance(left)) is not None:
+                    queue.put_first(following)
+                for n, result in ledger.results(ledger.finished(left)):
+                    self.counts.add(result)
+                    finish(n, result)
+        self.counts.forwards += view.forwards
+        self.counts.rows += view.evaluated
+
+    def _refill(self, view: View, rule: rules.Rule, active: Lanes | None, queue: Queue) -> Lanes:
+        """The batch with waiting lanes added while the budget allows."""
+        while queue:
+            there = [] if active is None else [active]
+            room = self.fits(view, rule, queue.first(), *there) - sum(map(len, there))
+            if room <= 0:
+                break
+            entering = queue.take(room)
+            try:
+                active = entering if active is None else active.concat(entering)
+            except torch.OutOfMemoryError:
+                queue.put_first(entering)
+                self._halve()
+                break
+        return active
+
+    def fits(self, view: View, rule: rules.Rule, *lanes: Lanes) -> int:
+        """How many lanes like the dearest of `lanes` one network call holds."""
+        cost = max(int(view.cost(each).max()) for each in lanes)
+        values = 0
+        if not self.denoiser.splits_head:
+            values = cost * self.denoiser.vocab_size
+        elif rule.dense_memory:
+            values = 4 * max(each.hidden.shape[1] for each in lanes) * self.denoiser.vocab_size
+        return self.budget.rows(cost, values)
+
+    def _halve(self) -> None:
+        """Go on with half the budget: memory has ended."""
+        if not self._short:
+            log.warning(
+                "memory ended at network calls of %d tokens: they are halved until they fit", self.budget.tokens
+            )
+        self._short = True
+        self.budget = self.budget.halved()
+        free(self.denoiser.device)
+
+    def _step(
+        self,
+        view: View,
+        rule: rules.Rule,
+        lanes: Lanes,
+        choose: Choose,
+        ledger: Ledger,
+        group: Sequence[int],
+        foreseen: bool,
+    ) -> Lanes:
+        """One rule step of a batch, entered in the ledger; the lanes after it."""
+        try:
+            predictions = view(lanes)
+            if foreseen:
+                predictions.expect(choose(predictions, lanes, lanes.hidden))
+            decision = decide(rule, predictions, lanes, group)
+            tokens = choose(predictions, lanes, decision.pick)  # (R, W)
+            log_prob = predictions.log_prob(tokens)  # (R, W)
+        except NotFinite as error:
+            window = group[int(lanes.row[error.lane])]
+            raise NotFinite(f"{error} {_place(lanes, error.lane, group)}", window) from None
+        after = lanes.reveal(decision.pick, tokens, decision.memory)  # before the ledger: it may run out of memory
+        ledger.record(lanes, decision, predictions, tokens, log_prob)
+        return after
+
+
+def decide(rule: rules.Rule, predictions: Predictions | None, lanes: Lanes, group: Sequence[int]) -> rules.Decision:
+    decision = rule(predictions, lanes)
+    if isinstance(decision, torch.Tensor):
+        decision = rules.Decision(decision)
+    if not isinstance(decision, rules.Decision):
+        raise DuelError(f"Rule {rule} must return a Decision or a boolean plane; got {type(decision).__name__}.")
+    pick, lead = decision.pick, decision.lead
+    if pick.shape != lanes.hidden.shape or pick.dtype != torch.bool:
+        raise DuelError(
+            f"Rule {rule} must pick a boolean plane {tuple(lanes.hidden.shape)}; got {pick.dtype} {tuple(pick.shape)}."
+        )
+    if lead is not None and lead.shape != lanes.row.shape:
+        raise DuelError(f"The lead of rule {rule} is one number a lane, {len(lanes)}; got {tuple(lead.shape)}.")
+    if any(plane.shape[:2] != pick.shape for plane in decision.memory):
+        raise DuelError(f"The memory of rule {rule} is tensors with leading (R, W) = {tuple(pick.shape)}.")
+    stalled = ~pick.any(1) | (pick & ~lanes.hidden).any(1)  # (R,)
+    if stalled.any():
+        lane = int(stalled.nonzero()[0])
+        what = "picked a position that is not hidden" if pick[lane].any() else "picked nothing"
+        window = group[int(lanes.row[lane])]
+        raise RuleStalled(f"Rule {rule} {what}. {_place(lanes, lane, group)}", window)
+    return decision
+
+
+def _place(lanes: Lanes, lane: int, group: Sequence[int]) -> str:
+    position = int(lanes.start[lane] - lanes.origin[lane])
+    return f"(Window {group[int(lanes.row[lane])]}, block at target position {position}, step {int(lanes.step[lane])}.)"
