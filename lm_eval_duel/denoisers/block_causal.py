@@ -57,7 +57,7 @@ class BlockCausalView(View):
         ids, shown, real = self._blocks(lanes)  # (R, B) each
         first, number = distinct(self._past_of(lanes), lanes.start, ids, shown, real, lanes.hidden)
         one = lanes if len(first) == len(lanes) else lanes.select(first)
-        self._remember(one)
+        self._remember(one, len(lanes) * self.block)
         if self.denoiser.attention == "causal":
             blank = torch.zeros_like(one.row, dtype=torch.bool)  # (r,)
             cells = Cells.of(one, blank, lambda lane, _: self._edges(one, lane))
@@ -91,8 +91,11 @@ class BlockCausalView(View):
 
     # ------------------------------------------------------------ the clean stream
 
-    def _remember(self, lanes: Lanes) -> None:
-        """Hold the clean keys and values that these lanes see; let go of those of windows that have no lane here."""
+    def _remember(self, lanes: Lanes, tokens: int) -> None:
+        """Hold the clean keys and values that these lanes see; let go of those of windows that have no lane here.
+
+        A call over clean blocks takes `tokens` at most.
+        """
         rows, block = self.rows, self.block
         if bool((self._slot[lanes.row] >= 0).all() & (self._known[lanes.row] >= lanes.start).all()):
             return
@@ -112,7 +115,7 @@ class BlockCausalView(View):
         while len(lacking := (self._known < needed).nonzero()[:, 0]):
             until = needed.minimum(self._known + piece)  # (N,)
             lacking = lacking[self._known[lacking].argsort(stable=True)]  # of one piece together
-            most = max(1, len(lanes) * block // int((until - self._known).max()))
+            most = max(1, tokens // int((until - self._known).max()))
             for part in lacking.split(most):
                 self._extend(part, until[part])
 

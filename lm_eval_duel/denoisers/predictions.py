@@ -19,7 +19,8 @@ import torch.nn.functional as F
 
 from lm_eval_duel.errors import DuelError, NotFinite
 
-HEAD_VALUES = {"cpu": 1 << 22, "cuda": 1 << 26}  # logits held at once: a CPU's cache, since they are read several times
+HEAD_VALUES = {"cpu": 1 << 22}  # logits held at once: what a CPU's cache takes, for they are read several times
+GPU_HEAD_VALUES = 1 << 26  # 256 MiB of float32
 AT_ONCE = 1 << 20  # logits whose log-softmax is held at once
 RUN = 64  # columns of a first look for the largest one: on a CPU torch's argmax is not vectorised, its amax is
 
@@ -57,7 +58,7 @@ class Predictions:
         self._head = head
         self._excluded = excluded  # (V,) bool: [MASK] and padding columns
         self._columns = excluded.nonzero()[:, 0]  # (E,)
-        self._chunk = max(1, HEAD_VALUES.get(features.device.type, HEAD_VALUES["cuda"]) // len(excluded))
+        self._chunk = max(1, HEAD_VALUES.get(features.device.type, GPU_HEAD_VALUES) // len(excluded))
         self._expected: torch.Tensor | None = None  # (C,) a token of each hidden cell
         self._expected_logit: torch.Tensor | None = None  # (C,)
         self._kept: torch.Tensor | None = None  # (U, V)
