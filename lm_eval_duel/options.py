@@ -38,6 +38,7 @@ NETWORK = (  # what is handed on to denoisers.load
     "cfg_scale",
     "peft",
     "device_map",
+    "compile",
 )
 NOTHING = (None, "", "none", "None", "null")
 
@@ -70,6 +71,7 @@ class Options:
     cfg_scale: float | None = None
     peft: str | None = None
     device_map: str | None = None
+    compile: bool = False
 
     @classmethod
     def parse(cls, arguments: dict[str, Any]) -> Options:
@@ -99,6 +101,7 @@ class Options:
             "cfg_scale": _scale,
             "peft": _text,
             "device_map": _text,
+            "compile": _truth,
         }
         known = {*readers, "rule", *rules.PARAMETERS, *_takes(arguments)}
         for key in arguments:

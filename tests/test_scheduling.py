@@ -301,3 +301,19 @@ def test_expected_tokens_are_read_on_the_way(values, monkeypatch):
     assert torch.equal(told.log_prob(other).nan_to_num(), by_asking.log_prob(other).nan_to_num())
     by_hand = features[cell].masked_fill(excluded, -math.inf).log_softmax(1).gather(1, tokens[hidden][:, None])[:, 0]
     assert torch.allclose(expected[hidden], by_hand, atol=1e-12)
+
+
+# ---------------------------------------------------------------- compiled
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["demo-mdm", "demo-bd"])
+def test_a_compiled_network_gives_the_same_numbers(name):
+    from lm_eval_duel import denoisers
+
+    windows = random_windows(3, 20, 60, tokens=1000)
+    plain, compiled = (denoisers.load(name, device="cpu", compile=compiled) for compiled in (False, True))
+    expected, found = (Duel(denoiser).log_prob(windows) for denoiser in (plain, compiled))
+    for one, other in zip(found, expected, strict=True):
+        assert one.steps == other.steps or one.close_picks
+        assert one.close_picks or one.log_prob == pytest.approx(other.log_prob, abs=1e-4)

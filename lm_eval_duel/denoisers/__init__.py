@@ -28,13 +28,15 @@ def load(name: str = "demo-mdm", *, device: str | None = None, **network: Any) -
     `device`: None picks a GPU where there is one. The network args are those of `Asked`, each detected unless said:
     dtype, revision, trust_remote_code, tokenizer (a folder, a hub name, or a loaded one), mask_token_id, max_length,
     bos, family, attention, block (where config and family do not know the trained one), shift_logits, last_block,
-    sigma, backend, cfg_scale, peft, device_map.
+    sigma, backend, cfg_scale, peft, device_map, compile.
 
     Raises DuelError when the checkpoint cannot be read, does not fill its network exactly, or is not what it says.
     """
     asked = Asked(resolve(name), hub.pick_device(device), **network)
     raw = hub.raw_config(asked.name, asked.revision)
     denoiser = _read(raw, asked, _tokenizer(raw, asked))
+    if asked.compile:
+        denoiser.compile()
     return Guided(denoiser, asked.cfg_scale) if asked.cfg_scale else denoiser
 
 

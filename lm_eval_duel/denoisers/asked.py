@@ -43,6 +43,7 @@ class Asked:
     cfg_scale: float | None = None
     peft: str | None = None
     device_map: str | None = None
+    compile: bool = False
 
     def __post_init__(self) -> None:
         for name, known in CHOICES.items():

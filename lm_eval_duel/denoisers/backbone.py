@@ -175,6 +175,10 @@ class Backbone(Denoiser):
     def excluded(self) -> torch.Tensor:
         return self._excluded
 
+    @property
+    def layers(self) -> torch.nn.Module:
+        return self.model.model
+
     @torch.inference_mode()
     def features(self, ids: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
         length = ids.shape[1]

@@ -68,6 +68,17 @@ class Denoiser(abc.ABC):
     def head(self, features: torch.Tensor) -> torch.Tensor:
         """Logits (U, V) of feature rows (U, D)."""
 
+    @property
+    def layers(self) -> torch.nn.Module:
+        """The part of the network that every call runs."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what its layers are.")
+
+    def compile(self) -> None:
+        """Compile the layers (torch.compile): the first calls take a minute, later ones less than they would."""
+        self.layers.compile(
+            dynamic=True
+        )  # batches have many shapes
+
     def open(self, rows: Rows, generating: bool = False) -> View:
         """A view on one group of windows, to score or to generate."""
         if self.attention == "block_causal" or (self.attention == "causal" and self.shift):

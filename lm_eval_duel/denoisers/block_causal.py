@@ -22,7 +22,7 @@ from lm_eval_duel.denoisers.base import Cells, Denoiser, KeysValues, View, disti
 from lm_eval_duel.hashing import hashed
 from lm_eval_duel.lanes import Lanes, Rows
 
-STRETCH = 128  # columns of a window whose blocks are evaluated together
+STRETCH = 256  # columns of a window whose blocks are evaluated together
 CLEAN = 512  # columns of clean blocks that are evaluated together: a later piece reads the keys of an earlier one
 
 

@@ -54,6 +54,10 @@ class DiTDenoiser(Denoiser):
     def excluded(self) -> torch.Tensor:
         return self._excluded
 
+    @property
+    def layers(self) -> torch.nn.Module:
+        return self.network
+
     @torch.inference_mode()
     def features(
         self,

@@ -34,6 +34,10 @@ class Guided(Denoiser):
         self.model = getattr(plain, "model", None) or getattr(plain, "network", None)
 
     @property
+    def layers(self) -> torch.nn.Module:
+        return self.plain.layers
+
+    @property
     def excluded(self) -> torch.Tensor:
         return self.plain.excluded
 

@@ -148,6 +148,10 @@ class HuggingFace(Denoiser):
     def excluded(self) -> torch.Tensor:
         return self._excluded
 
+    @property
+    def layers(self) -> torch.nn.Module:
+        return self.model
+
     @torch.inference_mode()
     def features(self, ids: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
         mask = None if real is None else real.long()  # (R, L)
