@@ -75,9 +75,7 @@ class Denoiser(abc.ABC):
 
     def compile(self) -> None:
         """Compile the layers (torch.compile): the first calls take a minute, later ones less than they would."""
-        self.layers.compile(
-            dynamic=True
-        )  # batches have many shapes
+        self.layers.compile(dynamic=True)  # batches have many shapes
 
     def open(self, rows: Rows, generating: bool = False) -> View:
         """A view on one group of windows, to score or to generate."""

@@ -1,7 +1,7 @@
 """Block-causal networks: a block sees itself whole and the clean blocks before it, never a later one.
 
 The keys and values of a window's clean blocks are computed once and kept while lanes of the window are being revealed.
-A step evaluates the hidden state of many blocks of a window in one row of the batch:
+A step evaluates the hidden state of many blocks of a window in one row of the batch (side_by_side.py):
 
     queries    block 3 as revealed so far | block 4 as revealed so far | ...
     keys       clean blocks 0 1 2 3       | the queries' own
@@ -10,8 +10,8 @@ A step evaluates the hidden state of many blocks of a window in one row of the b
 Blocks that begin within the same stretch of columns go together, so that a call reads no more clean keys than its last
 block sees. A causal network is the same with blocks of one, all of whose predictions are read from the clean stream.
 
-Shapes: N windows, R lanes, B the trained block, W <= B block width of the lanes, P rows of a call, A lanes of one row,
-Q queries, K clean keys, M hidden cells of a lane, S slots, H heads, D features.
+Shapes: N windows, R lanes, B the trained block, W <= B block width of the lanes, P rows of a call, Q queries, K clean
+keys, M hidden cells of a lane, A lanes of one row, S slots, H heads, D features.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 import torch
 
 from lm_eval_duel.denoisers.base import Cells, Denoiser, KeysValues, View, distinct, hidden_cells, take
+from lm_eval_duel.denoisers.side_by_side import Call
 from lm_eval_duel.hashing import hashed
 from lm_eval_duel.lanes import Lanes, Rows
 
@@ -43,6 +44,7 @@ class BlockCausalView(View):
         self._room = 0  # slots, S
         self._held: list[KeysValues] = []  # of each layer, (S, H, L, D / H) each
         self._edge: torch.Tensor | None = None  # (S, L / B, D) features of the last cell of each clean block
+        self._calls: dict[int, Call] = {}  # of the last step, by stretch
         self._past_hash: torch.Tensor | None = None  # (N, L + 1) of the columns before each
 
     def cost(self, lanes: Lanes) -> torch.Tensor:
@@ -138,9 +140,13 @@ class BlockCausalView(View):
 
         self._make_room(new if self.generating or self.denoiser.attention == "block_causal" else [], features)
         p, q = real.nonzero().unbind(1)  # (X,)
-        for (keys, values), (k, v) in zip(self._held, new, strict=False):  # a causal window is scored in one pass
-            keys[slot[p], :, column[p, q]] = k[p, :, q]
-            values[slot[p], :, column[p, q]] = v[p, :, q]
+        whole = len(p) == real.numel() and bool((known == before).all())  # all cells of the same columns
+        for held, made in zip(self._held, new, strict=False):  # a causal window is scored in one pass, and holds none
+            for plane, cells in zip(held, made, strict=True):
+                if whole:
+                    plane[slot, :, before : before + real.shape[1]] = cells
+                else:
+                    plane[slot[p], :, column[p, q]] = cells[p, :, q]
         if self.denoiser.shift:
             p, q = (real & (column % block == block - 1)).nonzero().unbind(1)  # (X,)
             self._edge[slot[p], column[p, q] // block] = features[p, q]
@@ -188,65 +194,35 @@ class BlockCausalView(View):
         """The input of the LM head at the hidden cells of the lanes' blocks."""
         shift, cell = self.denoiser.shift, hidden_cells(lanes)  # (R, M)
         stretch = lanes.start // max(self.block, STRETCH)  # (R,)
-        parts = [(stretch == n).nonzero()[:, 0] for n in stretch.unique().tolist()]  # (r,) each
-        found = [
-            self._side_by_side(lanes.select(lane), ids[lane], real[lane], (cell[lane] - shift).clamp(min=0))
-            for lane in parts
-        ]
-        features = torch.cat(found)[torch.cat(parts).argsort()]  # (R, M, D)
+        features = None
+        for n in stretch.unique().tolist():
+            lane = (stretch == n).nonzero()[:, 0]  # (r,)
+            found = self._step(n, lanes.select(lane), ids[lane], real[lane], (cell[lane] - shift).clamp(min=0))
+            if features is None:
+                features = found.new_empty(len(lanes), *found.shape[1:])  # (R, M, D)
+            features[lane] = found
         blank = ~shown.any(1) & (lanes.start == 0) & self.denoiser.relative_positions  # (R,)
 
         def at(lane: torch.Tensor, nth: torch.Tensor) -> torch.Tensor:
             found = features[lane, nth]  # (C, D)
-            if (
-                shift and (first := cell[lane, nth] < shift).any()
-            ):  # read from the clean stream, as the block before ends
+            # a block's first prediction is read from the clean stream, as the block before ends
+            if shift and (first := cell[lane, nth] < shift).any():
                 found[first] = self._edges(lanes, lane[first])
             return found
 
         return Cells.of(lanes, blank, at)
 
-    def _side_by_side(self, lanes: Lanes, ids: torch.Tensor, real: torch.Tensor, cell: torch.Tensor) -> torch.Tensor:
-        """The input of the LM head at `cell` (R, M) of lanes in one stretch, evaluated in one call, (R, M, D)."""
-        block, device = self.block, ids.device
-        slot = self._slot[lanes.row]  # (R,)
-        lane, place = _arrange(slot, max(1, STRETCH // block))  # (P, A), (R, 2)
-        used = lane >= 0  # (P, A)
-        lane = lane.clamp(min=0)
-        count, width = lane.shape
-        clean = lanes.start[lane] * used  # (P, A) clean columns that a lane sees
-        ahead = int(clean.max())
-
-        inside = torch.arange(block, device=device)  # (B,)
-        column = (lanes.start[lane][:, :, None] + inside).flatten(1)  # (P, Q)
-        exists = (real[lane] & used[:, :, None]).flatten(1)  # (P, Q)
-        of_lane = torch.arange(width, device=device).repeat_interleave(block)  # (Q,)
-        own = (of_lane[:, None] == of_lane) & (exists[:, None] | ~exists[:, :, None])  # (P, Q, Q)
-        past = torch.arange(ahead, device=device) < clean[:, of_lane][:, :, None]  # (P, Q, K)
-        seen = torch.cat([past, own], dim=2)  # (P, Q, K + Q)
-        wanted = (torch.arange(width, device=device)[:, None] * block + cell[lane]).flatten(1)  # (P, A M)
-
-        past = self._past(slot[lane[:, 0]], ahead)
+    def _step(self, n: int, lanes: Lanes, ids: torch.Tensor, real: torch.Tensor, cell: torch.Tensor) -> torch.Tensor:
+        """The input of the LM head at `cell` (R, M) of the lanes in stretch `n`, evaluated in one call, (R, M, D)."""
+        slot, call = self._slot[lanes.row], self._calls.get(n)
+        if call is None or not call.holds(slot, lanes.start, real):
+            call = self._calls[n] = Call.of(slot, lanes.start, real, max(1, STRETCH // self.block))
+        past = self._past(slot[call.lane[:, 0]], call.ahead)
+        wanted, ids = call.queries(cell), ids[call.lane].flatten(1)  # (P, A M), (P, Q)
         if self.denoiser.narrows:
-            features, _ = self.denoiser.stream(ids[lane].flatten(1), column, seen, past, columns=wanted)  # (P, A M, D)
+            features, _ = self.denoiser.stream(ids, call.columns, call.seen, past, columns=wanted)  # (P, A M, D)
         else:
-            features = take(self.denoiser.stream(ids[lane].flatten(1), column, seen, past)[0], wanted)
+            features = take(self.denoiser.stream(ids, call.columns, call.seen, past)[0], wanted)
         self.forwards += 1
-        self.evaluated += count
-        return features.unflatten(1, (width, -1))[place[:, 0], place[:, 1]]  # (R, M, D)
-
-
-def _arrange(window: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of at most `most` lanes of one `window` (R,) each: the numbers of their lanes (P, A), -1 where there are
-    fewer; and where each lane went (R, 2)."""
-    order = window.argsort(stable=True)  # (R,)
-    every = torch.arange(len(order), device=order.device)  # (R,)
-    begins = torch.ones_like(order, dtype=torch.bool)  # (R,)
-    begins[1:] = window[order].diff() != 0
-    nth = every - torch.where(begins, every, 0).cummax(0).values  # (R,) within its window
-    row, column = (nth % most == 0).cumsum(0) - 1, nth % most  # (R,) each
-    number = order.new_full((int(row[-1]) + 1, int(column.max()) + 1), -1)  # (P, A)
-    number[row, column] = order
-    place = torch.empty(len(order), 2, dtype=order.dtype, device=order.device)
-    place[order] = torch.stack([row, column], 1)
-    return number, place
+        self.evaluated += len(ids)
+        return call.by_lane(features)

@@ -1,0 +1,75 @@
+"""One call over blocks of many windows: which lanes stand side by side in a row, and what their cells see.
+
+    row of a window    block 3 | block 4 | block 5      its lanes
+    columns            12 13 14 15 16 17 18 19 ...      their positions in the window
+    seen               clean keys before the own block, and the own block
+
+Shapes: R lanes, B the trained block, P rows of the call, A lanes of one row, Q = A B queries, K clean keys, M cells of
+a lane that are asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """How lanes are laid out in one call. It holds for the next step too, while the same lanes go together."""
+
+    slot: torch.Tensor  # (R,) where each lane's window holds its clean keys
+    start: torch.Tensor  # (R,) first column of each lane's block
+    real: torch.Tensor  # (R, B) which cells of its block exist
+    lane: torch.Tensor  # (P, A) the lane at each place; any where there is none
+    place: tuple[torch.Tensor, torch.Tensor]  # (R,) each: row and place of each lane
+    columns: torch.Tensor  # (P, Q) positions in the window
+    seen: torch.Tensor  # (P, Q, K + Q) which clean keys and which of the call's own a query attends to
+    ahead: int  # clean columns that the call sees, K
+
+    @classmethod
+    def of(cls, slot: torch.Tensor, start: torch.Tensor, real: torch.Tensor, most: int) -> Call:
+        """The call over lanes whose clean keys are at `slot` (R,), with at most `most` lanes in a row."""
+        device, block = start.device, real.shape[1]
+        number, place = _arrange(slot, most)  # (P, A)
+        used, lane = number >= 0, number.clamp(min=0)  # (P, A)
+        clean = start[lane] * used  # (P, A) clean columns that a lane sees
+        ahead = int(clean.max())
+
+        columns = (start[lane][:, :, None] + torch.arange(block, device=device)).flatten(1)  # (P, Q)
+        exists = (real[lane] & used[:, :, None]).flatten(1)  # (P, Q)
+        of_lane = torch.arange(lane.shape[1], device=device).repeat_interleave(block)  # (Q,)
+        own = (of_lane[:, None] == of_lane) & (exists[:, None] | ~exists[:, :, None])  # (P, Q, Q)
+        past = torch.arange(ahead, device=device) < clean[:, of_lane][:, :, None]  # (P, Q, K)
+        return cls(slot, start, real, lane, place, columns, torch.cat([past, own], dim=2), ahead)
+
+    def holds(self, slot: torch.Tensor, start: torch.Tensor, real: torch.Tensor) -> bool:
+        """Whether these lanes are laid out so."""
+        ours, theirs = (self.slot, self.start, self.real), (slot, start, real)
+        return all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+    def queries(self, cell: torch.Tensor) -> torch.Tensor:
+        """The queries of the cells (R, M) of each lane's block, (P, A M)."""
+        block = self.real.shape[1]
+        before = torch.arange(self.lane.shape[1], device=cell.device)[:, None] * block  # (A, 1)
+        return (before + cell[self.lane]).flatten(1)
+
+    def by_lane(self, found: torch.Tensor) -> torch.Tensor:
+        """What was found at `queries` (P, A M, D), of each lane (R, M, D)."""
+        return found.unflatten(1, (self.lane.shape[1], -1))[self.place]
+
+
+def _arrange(window: torch.Tensor, most: int) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """Rows of at most `most` lanes of one `window` (R,) each: the number of the lane at each place (P, A), -1 where
+    there is none; and the row and place of each lane (R,)."""
+    order = window.argsort(stable=True)  # (R,)
+    every = torch.arange(len(order), device=order.device)  # (R,)
+    begins = torch.ones_like(order, dtype=torch.bool)  # (R,)
+    begins[1:] = window[order].diff() != 0
+    nth = every - torch.where(begins, every, 0).cummax(0).values  # (R,) within its window
+    row, place = (nth % most == 0).cumsum(0) - 1, nth % most  # (R,) each
+    number = order.new_full((int(row[-1]) + 1, int(place.max()) + 1), -1)  # (P, A)
+    number[row, place] = order
+    back = order.argsort()  # (R,)
+    return number, (row[back], place[back])
