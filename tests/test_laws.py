@@ -293,7 +293,8 @@ def test_the_head_in_chunks_and_a_small_memory_change_nothing(rule, monkeypatch)
     same(Small(most=2))
     with pytest.raises(torch.OutOfMemoryError):
         Duel(Small(most=0), rule, 3).log_prob(windows)
-    monkeypatch.setattr(predictions, "HEAD_VALUES", {"cpu": 9})  # two cells a chunk
+    monkeypatch.setattr(predictions, "CPU_VALUES", 9)
+    monkeypatch.setattr(predictions, "CPU_ROWS", 2)  # cells a chunk
     same(Toy())
 
 

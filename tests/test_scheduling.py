@@ -14,7 +14,7 @@ from lm_eval_duel import rules
 from lm_eval_duel.budget import largest
 from lm_eval_duel.denoisers import predictions
 from lm_eval_duel.denoisers.base import distinct, take
-from lm_eval_duel.denoisers.predictions import Predictions, first_largest, top_of
+from lm_eval_duel.denoisers.predictions import Predictions, top_of, two_largest
 from lm_eval_duel.duel import Duel
 from lm_eval_duel.reveal import RevealLoop
 from lm_eval_duel.windows import Window
@@ -154,7 +154,8 @@ def test_the_head_runs_at_hidden_cells_and_once(kind, monkeypatch):
     toy = Toy(length=32) if kind == "bidirectional" else BlockCausal(8, length=32)
     rows, head = [], toy.head
     monkeypatch.setattr(toy, "head", lambda features: rows.append(len(features)) or head(features))
-    monkeypatch.setattr(predictions, "HEAD_VALUES", {"cpu": 20})  # five cells a chunk
+    monkeypatch.setattr(predictions, "CPU_VALUES", 20)
+    monkeypatch.setattr(predictions, "CPU_ROWS", 5)  # cells a chunk
     windows = random_windows(1, 32, 32)
     Duel(toy, "greedy:k=3", 8).log_prob(windows)
     assert sum(rows) == 4 * (8 + 5 + 2) and max(rows) == 5
@@ -256,7 +257,9 @@ def test_the_last_layer_at_some_columns_is_the_last_layer(tmp_path):
 def test_the_top_tokens(vocabulary):
     generator = torch.Generator().manual_seed(vocabulary)
     logits = torch.randint(-3, 4, (50, vocabulary), generator=generator).double()  # many ties
-    assert torch.equal(first_largest(logits)[:, 0], logits.argmax(1))
+    token, first, second = two_largest(logits)
+    assert torch.equal(token[:, 0], logits.argmax(1))
+    assert torch.equal(torch.stack([first, second], 1), logits.topk(2).values)
     logits = torch.randn(50, vocabulary, generator=generator, dtype=torch.float64) * 9
     kept = logits.clone()
     top = top_of(logits)
@@ -276,7 +279,8 @@ def test_confidence_does_not_saturate_in_float32():
 
 @pytest.mark.parametrize("values", [7, 14, 35, 1 << 20])
 def test_expected_tokens_are_read_on_the_way(values, monkeypatch):
-    monkeypatch.setattr(predictions, "HEAD_VALUES", {"cpu": values})
+    monkeypatch.setattr(predictions, "CPU_VALUES", values)
+    monkeypatch.setattr(predictions, "CPU_ROWS", 1)
     generator = torch.Generator().manual_seed(0)
     features, excluded = torch.randn(9, 7, generator=generator, dtype=torch.float64), torch.arange(7) == 6
     hidden = torch.tensor([[True, True, False], [True, True, True]])

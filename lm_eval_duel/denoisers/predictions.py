@@ -19,10 +19,10 @@ import torch.nn.functional as F
 
 from lm_eval_duel.errors import DuelError, NotFinite
 
-HEAD_VALUES = {"cpu": 1 << 22}  # logits held at once: what a CPU's cache takes, for they are read several times
-GPU_HEAD_VALUES = 1 << 26  # 256 MiB of float32
+CPU_VALUES, CPU_ROWS = 1 << 20, 64  # logits held at once: what a cache takes, and rows enough to multiply well
+GPU_VALUES = 1 << 26  # 256 MiB of float32
 AT_ONCE = 1 << 20  # logits whose log-softmax is held at once
-RUN = 64  # columns of a first look for the largest one: on a CPU torch's argmax is not vectorised, its amax is
+RUN = 64  # columns of a first look for the largest: a CPU's argmax takes one at a time, its amax sixteen
 
 
 class Top(NamedTuple):
@@ -37,8 +37,8 @@ class Top(NamedTuple):
 class Predictions:
     """The distributions at the hidden cells of `lanes`, as the statistics that rules and scoring ask for.
 
-    Each statistic is (R, W), NaN (or -1 for ids) where nothing is hidden. The head runs in chunks of at most
-    `HEAD_VALUES` logits, and a single chunk is kept; else each statistic that is more than the top tokens is a pass of
+    Each statistic is (R, W), NaN (or -1 for ids) where nothing is hidden. The head runs in chunks
+    under a memory bound, and a single chunk is kept; else each statistic that is more than the top tokens is a pass of
     its own. Tokens whose probability will be asked for are best named first (`expect`): they are read on the way.
     """
 
@@ -58,7 +58,8 @@ class Predictions:
         self._head = head
         self._excluded = excluded  # (V,) bool: [MASK] and padding columns
         self._columns = excluded.nonzero()[:, 0]  # (E,)
-        self._chunk = max(1, HEAD_VALUES.get(features.device.type, GPU_HEAD_VALUES) // len(excluded))
+        on_cpu = features.device.type == "cpu"
+        self._chunk = max(CPU_ROWS, CPU_VALUES // len(excluded)) if on_cpu else max(1, GPU_VALUES // len(excluded))
         self._expected: torch.Tensor | None = None  # (C,) a token of each hidden cell
         self._expected_logit: torch.Tensor | None = None  # (C,)
         self._kept: torch.Tensor | None = None  # (U, V)
@@ -214,29 +215,34 @@ class Predictions:
 @torch.inference_mode()
 def top_of(logits: torch.Tensor) -> Top:
     """The top tokens of logits (u, V), which are changed for a moment and put back."""
-    token = first_largest(logits)  # (u, 1)
-    first = logits.gather(1, token)  # (u, 1)
+    token, first, second = two_largest(logits)  # (u, 1), (u,), (u,)
     logits.scatter_(1, token, -math.inf)
-    second = logits.amax(1)  # (u,)
     # the fused kernel is several times faster than logsumexp, and its largest entry is minus the log of its sum
     few = max(1, AT_ONCE // logits.shape[1])
     log_sum = torch.cat([-F.log_softmax(part, 1).amax(1) for part in logits.split(few)])  # (u,)
+    logits.scatter_(1, token, first[:, None])
     others = torch.where(second == -math.inf, second, second + log_sum)
-    logits.scatter_(1, token, first)
-    return Top(token[:, 0], first[:, 0], first[:, 0] - others, first[:, 0] - second)
+    return Top(token[:, 0], first, first - others, first - second)
 
 
-def first_largest(logits: torch.Tensor) -> torch.Tensor:
-    """The column of the largest logit of each row, the first of equals, (u, 1)."""
-    whole = logits.shape[1] // RUN * RUN
-    if logits.device.type != "cpu" or not whole:
-        return logits.argmax(1, keepdim=True)
-    run = logits[:, :whole].unflatten(1, (-1, RUN)).amax(2).argmax(1, keepdim=True)  # (u, 1)
-    column = run * RUN + torch.arange(RUN)  # (u, RUN)
-    if whole < logits.shape[1]:
-        rest = torch.arange(whole, logits.shape[1]).expand(len(logits), -1)
-        column = torch.cat([column, rest], 1)
-    return column.gather(1, logits.gather(1, column).argmax(1, keepdim=True))
+def two_largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The column of the largest logit of each row, the first of equals (u, 1), and the two largest values (u,).
+
+    The largest of each run of columns first, then the run that holds the largest: one pass over the logits.
+    """
+    width = logits.shape[1] // RUN * RUN  # of all whole runs
+    rest = torch.arange(width, logits.shape[1], device=logits.device).expand(len(logits), -1)
+    near, others = rest, logits.new_full((len(logits), 1), -math.inf)  # columns near the largest; other runs' largest
+    if width:
+        runs = logits[:, :width].unflatten(1, (-1, RUN)).amax(2)  # (u, G)
+        best = runs.argmax(1, keepdim=True)  # (u, 1)
+        near = torch.cat([best * RUN + torch.arange(RUN, device=logits.device), rest], 1)  # (u, RUN + ...)
+        others = runs.scatter_(1, best, -math.inf)
+    values = logits.gather(1, near)
+    at = values.argmax(1, keepdim=True)  # (u, 1)
+    token, first = near.gather(1, at), values.gather(1, at)[:, 0]
+    second = values.scatter(1, at, -math.inf).amax(1).maximum(others.amax(1))
+    return token, first, second
 
 
 def _log_p(logits: torch.Tensor, top: Top) -> torch.Tensor:
