@@ -44,7 +44,10 @@ class Rows:
                 given[n, window.length - len(window.suffix) : window.length] = True
         counts = [(len(w.context), len(w.target), w.length) for w in windows]
         origin, target, length = torch.tensor(counts, dtype=torch.int64).unbind(1)  # (N,) each
-        return cls(*(plane.to(device) for plane in (ids, given, origin, target, length)))
+        planes = (ids, given, origin, target, length)
+        if device.type == "cuda":  # pinned, so that the copies do not wait for the device
+            return cls(*(plane.pin_memory().to(device, non_blocking=True) for plane in planes))
+        return cls(*(plane.to(device) for plane in planes))
 
 
 @dataclasses.dataclass(frozen=True)

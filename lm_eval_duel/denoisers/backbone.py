@@ -140,6 +140,8 @@ def _wrong_experts(tensors: dict[str, torch.Tensor], count: int) -> dict[str, se
 class Backbone(Denoiser):
     """A decoder of transformers, seen through the mask of its diffusion family."""
 
+    maskless = False
+
     def __init__(
         self,
         model: Any,
@@ -170,10 +172,26 @@ class Backbone(Denoiser):
         self._excluded = excluded_columns(
             set(tokenizer.get_vocab().values()), mask_id, self.vocab_size, path, self.device
         )
+        if self.attention == "bidirectional":
+            self.maskless = self._sees_all_without_a_mask()
 
     @property
     def excluded(self) -> torch.Tensor:
         return self._excluded
+
+    def _sees_all_without_a_mask(self) -> bool:
+        """Whether layers told not to be causal see whole rows without a mask: flash kernels take none."""
+        layers = [module for module in self.model.modules() if hasattr(module, "is_causal")]
+        for layer in layers:
+            layer.is_causal = False  # it is asked for where no mask is given, and nowhere else
+        rows = probes.tokens(self)  # (2, L)
+        with torch.inference_mode():
+            masked = self.features(rows, None)  # (2, L, D)
+            self.maskless = True
+            free = self.features(rows, None)
+        self.maskless = False
+        coarse = probes.COARSE_TOLERANCE if free.dtype.itemsize < 4 else probes.BLANK_TOLERANCE
+        return bool(layers) and probes.differ(masked, free) <= coarse
 
     @property
     def layers(self) -> torch.nn.Module:
@@ -182,13 +200,15 @@ class Backbone(Denoiser):
     @torch.inference_mode()
     def features(self, ids: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
         length = ids.shape[1]
+        position = torch.arange(length, device=ids.device)[None]  # (1, L)
+        if real is None and self.maskless:
+            return self._hidden(ids, position, None, None)
         seen = torch.ones(1, length, length, dtype=torch.bool, device=ids.device)  # (1, L, L)
         if self.attention == "causal":
             seen = seen.tril()
         if real is not None:
             seen = seen & real[:, None]  # (R, L, L)
             seen |= torch.eye(length, dtype=torch.bool, device=ids.device)  # padding sees itself, never nothing
-        position = torch.arange(length, device=ids.device)[None]  # (1, L)
         return self._hidden(ids, position, seen, None)
 
     @torch.inference_mode()
@@ -203,14 +223,16 @@ class Backbone(Denoiser):
         return self.model.lm_head(features.to(self.model.lm_head.weight.device)).to(self.device)  # (U, V)
 
     def _hidden(
-        self, ids: torch.Tensor, positions: torch.Tensor, seen: torch.Tensor, clean: CleanKeys | None
+        self, ids: torch.Tensor, positions: torch.Tensor, seen: torch.Tensor | None, clean: CleanKeys | None
     ) -> torch.Tensor:
-        """The input of the LM head (N, Q, D); `seen` (N or 1, Q, K + Q)."""
-        lowest = torch.finfo(self.dtype).min  # -inf would make a row that sees nothing NaN
-        mask = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device).masked_fill(~seen, lowest)
+        """The input of the LM head (N, Q, D); `seen` (N or 1, Q, K + Q), None: all of it."""
+        mask = None
+        if seen is not None:
+            lowest = torch.finfo(self.dtype).min  # -inf would make a row that sees nothing NaN
+            mask = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device).masked_fill(~seen, lowest)[:, None]
         out = self.model.model(
             input_ids=ids,
-            attention_mask=mask[:, None],
+            attention_mask=mask,
             position_ids=positions,
             past_key_values=clean,
             use_cache=False,
