@@ -75,11 +75,13 @@ def largest(denoiser: Denoiser, block: int | None, grid: str, least: int, most: 
 @torch.inference_mode()
 def _try(denoiser: Denoiser, block: int | None, grid: str, tokens: int) -> None:
     """One call of `tokens` network tokens on rows of max_length that differ."""
-    half, rows = max(denoiser.shift, denoiser.max_length // 2), -(-tokens // denoiser.max_length)
-    known = (~denoiser.excluded).nonzero()[:, 0].cpu()  # (V,)
-    draw = torch.randint(len(known), (rows, denoiser.max_length), generator=torch.Generator().manual_seed(0))  # (R, L)
-    windows = [Window(row[:half], row[half:]) for row in known[draw].tolist()]
-    places = blocks(half, denoiser.max_length - half, block, grid)
+    known, rows = max(denoiser.shift, denoiser.max_length // 8), -(-tokens // denoiser.max_length)
+    vocabulary = (~denoiser.excluded).nonzero()[:, 0].cpu()  # (V,)
+    draw = torch.randint(
+        len(vocabulary), (rows, denoiser.max_length), generator=torch.Generator().manual_seed(0)
+    )  # (R, L)
+    windows = [Window(row[:known], row[known:]) for row in vocabulary[draw].tolist()]
+    places = blocks(known, denoiser.max_length - known, block, grid)
     opened = Rows.of(windows, denoiser.device)
     view = denoiser.open(opened)
     lanes = [(n, *place) for n in range(rows) for place in places]

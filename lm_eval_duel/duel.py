@@ -37,8 +37,8 @@ class Duel:
     `block`: positions finished before the next ones; None: the whole target; "auto": the trained block, else the
     published one, else 32. `grid`: "target" (blocks count from the first target position), "row" (from the row's
     first), "auto" (row for block-causal networks). `batch_size`: rows of max_length in a network call (more where they
-    are shorter); None: 2048 tokens on a CPU, on a GPU what fits, by trial; at most `max_batch_size`; halved where
-    memory ends all the same. Neither changes a number beyond float noise.
+    are shorter); None: on a CPU 2048 tokens or one row, on a GPU what fits, by trial; at most `max_batch_size`; halved
+    where memory ends all the same. Neither changes a number beyond float noise.
 
     Raises DuelError for a combination that is no law of this network.
     """
@@ -70,7 +70,10 @@ class Duel:
         return self._loop.counts
 
     def log_prob(self, windows: Sequence[Window], on_done: Callable[[int, Scored], None] | None = None) -> list[Scored]:
-        """log p(target | context, suffix) of each window (Algorithm 2); `on_done(index, result)` as each finishes."""
+        """log p(target | context, suffix) of each window (Algorithm 2); `on_done(index, result)` as each finishes.
+
+        Equal windows are scored once, and so are equal rows of different ones.
+        """
         return self._score(windows, self.rule, on_done)
 
     def replay(self, windows: Sequence[Window], steps: Sequence[Sequence[int]]) -> list[Scored]:
@@ -135,18 +138,23 @@ class Duel:
         self, windows: Sequence[Window], rule: rules.Rule, on_done: Callable[[int, Scored], None] | None
     ) -> list[Scored]:
         check_windows(self.denoiser, self.block, self.grid, windows)
-        nothing = Scored(0.0, True, (), (), 0, 0, 0)
-        results = [nothing] * len(windows)
+        same: dict[Window, list[int]] = {}  # equal windows are scored once
+        for n, window in enumerate(windows):
+            same.setdefault(window, []).append(n)
+        results = [Scored(0.0, True, (), (), 0, 0, 0)] * len(windows)
 
         def emit(n: int, scored: Scored) -> None:
-            results[n] = scored
-            if on_done:
-                on_done(n, scored)
+            for one in same[windows[n]]:
+                results[one] = scored
+                if on_done:
+                    on_done(one, scored)
 
-        for n, window in enumerate(windows):
-            if not window.target:
-                emit(n, nothing)
-        for group in self._groups(windows):
+        unique = [numbers[0] for numbers in same.values()]
+        for n in unique:
+            if not windows[n].target:
+                emit(n, results[n])
+        for part in self._groups([windows[n] for n in unique]):
+            group = [unique[n] for n in part]
             self._score_group([windows[n] for n in group], group, rule, emit)
         return results
 
@@ -169,9 +177,10 @@ class Duel:
                 count = self._loop.fits(view, rule, self._fresh(rows, places[done : done + 1]))
                 lanes, done = self._fresh(rows, places[done : done + count]), done + count
                 while len(lanes):
-                    pick = decide(rule, None, lanes, group).pick  # (R, W)
-                    yield dataclasses.replace(lanes, hidden=pick)
-                    lanes = lanes.reveal(pick, truth(lanes), ())
+                    decision = decide(rule, None, lanes, group)
+                    pick = decision.pick  # (R, W)
+                    yield dataclasses.replace(lanes, hidden=pick, memory=())
+                    lanes = lanes.reveal(pick, truth(lanes), decision.memory)
                     lanes = lanes.select(lanes.hidden.any(1))
 
         def choose(predictions: Predictions, lanes: Lanes, pick: torch.Tensor) -> torch.Tensor:

@@ -287,42 +287,35 @@ class DuelMDM(Ranked):
         combine: Callable[[list[Scored]], Any],
         disable_tqdm: bool,
     ) -> list[Any]:
-        """The answer of each request from its windows' results; equal windows are scored once.
+        """The answer of each request from its windows' results.
 
         A request's answer goes to the response cache as soon as its last window is done.
         """
-        unique = list(dict.fromkeys(window for parts in windows for window in parts))
-        number = {window: n for n, window in enumerate(unique)}
-        waiting_for = [{number[window] for window in parts} for parts in windows]
-        waiters: list[list[int]] = [[] for _ in unique]
-        for r, numbers in enumerate(waiting_for):
-            for n in numbers:
-                waiters[n].append(r)
-        found: list[Scored | None] = [None] * len(unique)
+        owner = [r for r, parts in enumerate(windows) for _ in parts]  # the request of each window
+        found: list[list[Scored]] = [[] for _ in windows]
         answers = [None if parts else combine([]) for parts in windows]
         bar = tqdm(
-            total=sum(len(window.target) for window in unique),
+            total=sum(len(window.target) for parts in windows for window in parts),
             desc=f"{kind} {self.duel.rule}",
             unit="tok",
             disable=disable_tqdm or self.rank != 0,
         )
 
         def done(n: int, scored: Scored) -> None:
-            found[n] = scored
+            r = owner[n]
+            found[r].append(scored)
             bar.update(len(scored.nats))
-            for r in waiters[n]:
-                waiting_for[r].remove(n)
-                if not waiting_for[r]:
-                    answers[r] = combine([found[number[window]] for window in windows[r]])
-                    self.cache_hook.add_partial(kind, requests[r].args, answers[r])
+            if len(found[r]) == len(windows[r]):
+                answers[r] = combine(found[r])
+                self.cache_hook.add_partial(kind, requests[r].args, answers[r])
 
         blank = self.duel.counts.blank_starts
         with bar:
             try:
-                self.duel.log_prob(unique, done)
+                self.duel.log_prob([window for parts in windows for window in parts], done)
             except DuelError as error:
                 if error.window is not None:
-                    error.args = (f"{_name(requests[waiters[error.window][0]])}: {error}",)
+                    error.args = (f"{_name(requests[owner[error.window]])}: {error}",)
                 raise
         if blank := self.duel.counts.blank_starts - blank:
             log.info(

@@ -57,13 +57,16 @@ class RevealLoop:
             active = self._refill(view, rule, active, queue)
             try:
                 active = self._step(view, rule, active, choose, ledger, group, foreseen)
+                short = False
             except torch.OutOfMemoryError:
                 if len(active) == 1:
                     raise
+                short = True
+            if short:  # here nothing holds the tensors of the step any more
+                self._halve()
                 half = len(active) // 2
                 queue.put_first(active.select(slice(half, None)))
                 active = active.select(slice(0, half))
-                self._halve()
                 continue
             finished = ~active.hidden.any(1)  # (R,)
             if finished.any():

@@ -902,3 +902,15 @@ def test_wrong_rotary_frequencies_are_found(name, tmp_path):
     buffer[-1] *= 1.01
     with pytest.raises(DuelError, match=r"The rotary frequencies of .* are not [\de+]+\^\(-2i/d\)"):
         probes.rotary_frequencies(model, model.config, path)
+
+
+@pytest.mark.parametrize("name", ["llada", "dream", "sdar"])
+def test_a_compiled_network_sees_what_it_saw(name, tmp_path, monkeypatch):
+    denoiser = load(write(tmp_path, CASES[name])[0], CASES[name])
+    windows = [Window((9,), (7, 8, 9, 6, 5, 7, 8)), Window((8,), (9, 9, 7))]
+    expected = Duel(denoiser).log_prob(windows)
+    plain_compile = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: plain_compile(self, backend="eager"))
+    denoiser.compile()
+    for one, other in zip(Duel(denoiser).log_prob(windows), expected, strict=True):
+        assert one.nats == pytest.approx(other.nats, abs=1e-4)

@@ -14,6 +14,7 @@ from lm_eval_duel import rules
 from lm_eval_duel.budget import largest
 from lm_eval_duel.denoisers import predictions
 from lm_eval_duel.denoisers.base import distinct, take
+from lm_eval_duel.denoisers.block_causal import BlockCausalView
 from lm_eval_duel.denoisers.predictions import Predictions, top_of, two_largest
 from lm_eval_duel.duel import Duel
 from lm_eval_duel.reveal import RevealLoop
@@ -84,6 +85,36 @@ def test_a_fixed_order_of_ones_own():
     ) == pytest.approx(1, abs=1e-9)
 
 
+@dataclasses.dataclass(frozen=True)
+class Alternates(rules.Rule):
+    """A fixed order with memory: the first hidden position, then the last, in turn."""
+
+    fixed = True
+
+    def __call__(self, predictions, lanes):
+        turn = lanes.memory[0] if lanes.memory else torch.zeros_like(lanes.hidden)
+        first = lanes.hidden & (lanes.hidden.cumsum(1) == 1)
+        last = lanes.hidden & (lanes.hidden.flip(1).cumsum(1).flip(1) == 1)
+        return rules.Decision(torch.where(turn, last, first), memory=(~turn,))
+
+
+@dataclasses.dataclass(frozen=True)
+class Reads(type(rules.parse("left_to_right"))):
+    """It decides anew, and says nothing of being fixed."""
+
+    def __call__(self, predictions, lanes):
+        return lanes.hidden & (predictions.argmax.cumsum(1) * 0 + lanes.hidden.cumsum(1) == 1)
+
+
+def test_a_fixed_order_may_remember_and_none_is_inherited(monkeypatch):
+    window = Window((), (0, 1, 2, 0, 1, 2))
+    flat = Duel(Toy(), Alternates(), 6).log_prob([window])
+    monkeypatch.setattr(Alternates, "fixed", False)
+    assert flat[0].steps == (0, 2, 4, 5, 3, 1)
+    assert Duel(Toy(), Alternates(), 6).log_prob([window])[0].nats == pytest.approx(flat[0].nats, abs=1e-12)
+    assert not Reads.fixed and Duel(Toy(), Reads(), 6).log_prob([window])[0].steps == (0, 1, 2, 3, 4, 5)
+
+
 # ---------------------------------------------------------------- equal rows once
 
 
@@ -106,7 +137,16 @@ def test_options_share_rows_until_they_differ(kind, rule):
     duel, alone = Duel(kind(length=12), rule, 2), Duel(kind(length=12), rule, 2)
     found = duel.log_prob(options)
     equal(found, [alone.log_prob([option])[0] for option in options])
-    assert duel.counts.rows <= alone.counts.rows / 2
+    assert duel.counts.rows < alone.counts.rows
+
+
+@pytest.mark.parametrize("toy", [Toy(length=8), BlockCausal(4, length=8)], ids=["bidirectional", "block-causal"])
+def test_windows_asked_for_twice_are_scored_once(toy):
+    windows, done = random_windows(4, 8, 8), []
+    once, twice = (Duel(toy, "greedy", 4, batch_size=1) for _ in range(2))
+    expected = once.log_prob(windows)
+    assert twice.log_prob(windows + windows, lambda n, scored: done.append(n)) == expected * 2
+    assert sorted(done) == list(range(8)) and twice.counts == once.counts
 
 
 def test_guidance_shares_the_rows_that_are_equal_with_nothing_given():
@@ -116,6 +156,15 @@ def test_guidance_shares_the_rows_that_are_equal_with_nothing_given():
     duel, alone = (Duel(Guided(Toy(length=8), 0.5), "greedy", 2) for _ in range(2))
     equal(duel.log_prob(windows), [alone.log_prob([window])[0] for window in windows])
     assert duel.counts.rows < alone.counts.rows
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_guidance_merges_no_rows_that_differ_with_nothing_given(seed):
+    from lm_eval_duel.denoisers.guided import Guided
+
+    windows = [Window((0, 1), (2, 2, 2), (2,)), Window((0, 1, 2), (2, 2, 2))]
+    duel, alone = (Duel(Guided(Toy(length=8, seed=seed), 1.5), "right_to_left", 2, grid="row") for _ in range(2))
+    equal(duel.log_prob(windows), [alone.log_prob([window])[0] for window in windows])
 
 
 def test_equal_rows_are_found_and_numbered_in_order():
@@ -167,9 +216,10 @@ def test_the_head_runs_at_hidden_cells_and_once(kind, monkeypatch):
 # ---------------------------------------------------------------- batches
 
 
-def watched(duel, monkeypatch):
-    """Live network tokens of every call while lanes wait."""
-    live, refill = [], RevealLoop._refill
+@pytest.mark.parametrize("toy", [Toy(length=64), BlockCausal(8, length=64)], ids=["bidirectional", "block-causal"])
+def test_batches_stay_full_while_lanes_wait(toy, monkeypatch):
+    duel = Duel(toy, "threshold:mu=0.97", 8, batch_size=4)
+    live, refill = [], RevealLoop._refill  # network tokens of the lanes of every batch while others wait
 
     def spy(self, view, rule, active, queue):
         active = refill(self, view, rule, active, queue)
@@ -178,16 +228,40 @@ def watched(duel, monkeypatch):
         return active
 
     monkeypatch.setattr(RevealLoop, "_refill", spy)
-    return live
-
-
-@pytest.mark.parametrize("toy", [Toy(length=64), BlockCausal(8, length=64)], ids=["bidirectional", "block-causal"])
-def test_batches_stay_full_while_lanes_wait(toy, monkeypatch):
-    duel = Duel(toy, "threshold:mu=0.97", 8, batch_size=4)
-    live = watched(duel, monkeypatch)
     duel.log_prob(random_windows(64, 16, 64))
     assert len(live) > 20
     assert sum(live) / len(live) >= 0.9 * duel.budget.tokens
+
+
+@pytest.mark.parametrize(
+    ("rule", "windows"),
+    [
+        ("greedy", [Window((), (1,) * 64), *[Window((n % 3, *(0,) * 55), (1, 2, n % 3)) for n in range(60)]]),
+        ("threshold:mu=0.97", random_windows(24, 64, 64)),
+        ("threshold:mu=0.97", random_windows(40, 8, 64)),
+    ],
+)
+def test_what_is_evaluated_is_live(rule, windows, monkeypatch):
+    toy = BlockCausal(4, length=64)
+    evaluated, live, stream, step = [], [], toy.stream, BlockCausalView._step
+
+    def count(ids, *rest, **more):
+        evaluated.append(ids.numel())
+        return stream(ids, *rest, **more)
+
+    def spy(self, n, call, lanes, *rest):
+        before = len(evaluated)
+        found = step(self, n, call, lanes, *rest)
+        live.append((4 * len(lanes), sum(evaluated[before:])))
+        return found
+
+    monkeypatch.setattr(toy, "stream", count)
+    monkeypatch.setattr(BlockCausalView, "_step", spy)
+    duel = Duel(toy, rule, batch_size=8)
+    duel.log_prob(windows)
+    lanes, cells = (sum(part) for part in zip(*live, strict=True))
+    assert lanes >= 0.83 * cells
+    assert max(evaluated) <= 1.2 * duel.budget.tokens
 
 
 def test_lanes_that_finish_leave_and_others_enter(monkeypatch):
@@ -221,9 +295,60 @@ def test_memory_that_ends_is_said_once_and_loses_nothing(caplog):
     assert duel.budget.tokens < 2048
 
 
+@pytest.mark.parametrize("place", ["_make_room", "_extend", "_past", "stream"])
+@pytest.mark.parametrize("rule", ["threshold:mu=0.97", "left_to_right:k=3"])
+def test_memory_that_ends_on_a_block_causal_network_loses_nothing(rule, place, monkeypatch):
+    windows = random_windows(7, 9, 16) + random_windows(4, 12, 16, context=3, seed=1)
+    expected = Duel(BlockCausal(4, length=16), rule).log_prob(windows)
+    toy, calls = BlockCausal(4, length=16), itertools.count()
+    where = toy if place == "stream" else BlockCausalView
+    whole = getattr(where, place)
+
+    def short_of_memory(*arguments, **more):
+        if next(calls) % 5 == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return whole(*arguments, **more)
+
+    monkeypatch.setattr(where, place, short_of_memory)
+    duel = Duel(toy, rule)
+    equal(duel.log_prob(windows), expected)
+    assert duel.budget.tokens < 2048
+
+
+def test_memory_that_ends_while_room_is_made_leaves_the_room_as_it_was(monkeypatch):
+    windows = random_windows(6, 16, 16)
+    expected = Duel(BlockCausal(4, length=16), "greedy").log_prob(windows)
+    made, calls = torch.Tensor.new_zeros, itertools.count()
+
+    def short_of_memory(self, *shape, **more):
+        if len(shape) == 4 and next(calls) == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return made(self, *shape, **more)
+
+    monkeypatch.setattr(torch.Tensor, "new_zeros", short_of_memory)
+    equal(Duel(BlockCausal(4, length=16), "greedy").log_prob(windows), expected)
+    assert next(calls) > 1
+
+
+def test_keys_that_are_held_count(monkeypatch):
+    held, room = [], BlockCausalView._make_room
+
+    def spy(self, *rest):
+        room(self, *rest)
+        held.append(self._room)
+
+    monkeypatch.setattr(BlockCausalView, "_make_room", spy)
+    windows = [
+        Window(tuple(torch.randint(3, (60,), generator=torch.Generator().manual_seed(n)).tolist()), (1, 2, 0, 1))
+        for n in range(40)
+    ]
+    Duel(BlockCausal(4, length=64), "greedy", batch_size=2).log_prob(windows)
+    assert max(held) <= 2  # rows of max_length, as asked for
+
+
 @pytest.mark.parametrize(("rows", "tokens"), [(1, 16), (3, 16), (4, 32), (12, 64), (100, 128)])
 def test_the_largest_budget_that_fits_is_found_by_trial(rows, tokens):
-    assert largest(Small(most=rows), 4, "target", 16, 128) == tokens
+    assert largest(Small(most=rows, tokens=50), 4, "target", 16, 128) == tokens
 
 
 def test_a_trial_runs_on_every_kind_of_network(tmp_path):

@@ -140,7 +140,7 @@ def _wrong_experts(tensors: dict[str, torch.Tensor], count: int) -> dict[str, se
 class Backbone(Denoiser):
     """A decoder of transformers, seen through the mask of its diffusion family."""
 
-    maskless = False
+    maskless = False  # whole rows go without a mask
 
     def __init__(
         self,
@@ -196,6 +196,10 @@ class Backbone(Denoiser):
     @property
     def layers(self) -> torch.nn.Module:
         return self.model.model
+
+    def compile(self) -> None:
+        self.maskless = False  # traced, transformers makes a causal mask where none is given
+        super().compile()
 
     @torch.inference_mode()
     def features(self, ids: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:

@@ -169,19 +169,19 @@ class View:
     def cells(self, lanes: Lanes) -> Cells:
         """The input of the LM head at the hidden cells of `lanes`; lanes whose rows are equal are evaluated once."""
         ids, shown, real = self._input(lanes)  # (R, L) each
-        given = self.rows.given[lanes.row].sum(1, keepdim=True)  # (R, 1)
-        first, number = distinct(ids, shown, real, given, lanes.hidden, lanes.start)
+        given = self.rows.given[lanes.row].sum(1)  # (R,) with `origin` and `real` it says which cells are given
+        first, number = distinct(ids, shown, real, given, lanes.hidden, lanes.start, lanes.origin)
         if len(first) == len(lanes):
             return self._evaluate(lanes, ids, shown, real)
         one = lanes.select(first)
         return self._evaluate(one, ids[first], shown[first], real[first]).spread(lanes, one, number)
 
     def _evaluate(self, lanes: Lanes, ids: torch.Tensor, shown: torch.Tensor, real: torch.Tensor) -> Cells:
-        self.forwards += 1
-        self.evaluated += len(lanes)
         columns = lanes.start[:, None] + hidden_cells(lanes) - self.denoiser.shift  # (R, M)
         columns = columns.clamp(0, ids.shape[1] - 1)  # those of no hidden cell may lie outside
         features = self._features(lanes, ids, shown, None if real.all() else real, columns)  # (R, M, D)
+        self.forwards += 1
+        self.evaluated += len(lanes)
         blank = ~shown.any(1) & self.denoiser.relative_positions  # (R,)
         return Cells.of(lanes, blank, lambda lane, n: features[lane, n])
 

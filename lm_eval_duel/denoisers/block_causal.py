@@ -11,7 +11,7 @@ Blocks that begin within the same stretch of columns go together, so that a call
 block sees. A causal network is the same with blocks of one, all of whose predictions are read from the clean stream.
 
 Shapes: N windows, R lanes, B the trained block, W <= B block width of the lanes, P rows of a call, Q queries, K clean
-keys, M hidden cells of a lane, A lanes of one row, S slots, H heads, D features.
+keys, M hidden cells of a lane, A lanes of one row, S slots, L row length, H heads, D features, X cells of a call.
 """
 
 from __future__ import annotations
@@ -41,6 +41,11 @@ class BlockCausalView(View):
         self.block = denoiser.block or 1  # a causal network has blocks of one
         self._slot = torch.full_like(rows.origin, -1)  # (N,) where the clean keys of each window are held
         self._known = torch.zeros_like(rows.origin)  # (N,) clean columns whose keys are held
+        block, last = self.block, (rows.origin + rows.target - 1) // self.block  # (N,)
+        self._share = rows.length  # (N,) of network tokens; a row has one lane when generating
+        if not generating:
+            count = last - rows.origin // block + 1  # (N,) lanes
+            self._share = (-(-last * block // count)).clamp(min=block)
         self._room = 0  # slots, S
         self._held: list[KeysValues] = []  # of each layer, (S, H, L, D / H) each
         self._edge: torch.Tensor | None = None  # (S, L / B, D) features of the last cell of each clean block
@@ -48,8 +53,8 @@ class BlockCausalView(View):
         self._past_hash: torch.Tensor | None = None  # (N, L + 1) of the columns before each
 
     def cost(self, lanes: Lanes) -> torch.Tensor:
-        """Its own cells (the clean pass takes as many, once); the whole row when generating, where it has one lane."""
-        return self.rows.length[lanes.row] if self.generating else torch.full_like(lanes.row, self.block)  # (R,)
+        """Its own cells, or its share of the clean ones where they are more, for their keys are held beside it."""
+        return self._share[lanes.row]
 
     def commit(self, lanes: Lanes) -> None:
         super().commit(lanes)
@@ -138,10 +143,13 @@ class BlockCausalView(View):
         self.forwards += 1
         self.evaluated += len(row)
 
-        self._make_room(new if self.generating or self.denoiser.attention == "block_causal" else [], features)
+        new = (
+            new if self.generating or self.denoiser.attention == "block_causal" else []
+        )  # one pass scores a causal one
+        self._make_room(new, features)
         p, q = real.nonzero().unbind(1)  # (X,)
         whole = len(p) == real.numel() and bool((known == before).all())  # all cells of the same columns
-        for held, made in zip(self._held, new, strict=False):  # a causal window is scored in one pass, and holds none
+        for held, made in zip(self._held, new, strict=True):
             for plane, cells in zip(held, made, strict=True):
                 if whole:
                     plane[slot, :, before : before + real.shape[1]] = cells
@@ -157,7 +165,6 @@ class BlockCausalView(View):
         slots, length = int(self._slot.max()) + 1, self.rows.ids.shape[1]
         if slots <= self._room:
             return
-        self._room = slots
 
         def grown(old: torch.Tensor | None, shape: tuple[int, ...], of: torch.Tensor) -> torch.Tensor:
             new = of.new_zeros(slots, *shape)
@@ -166,13 +173,14 @@ class BlockCausalView(View):
             return new
 
         held = self._held or [(None, None)] * len(like)
-        self._held = [
+        held = [
             tuple(grown(old, (of.shape[1], length, of.shape[3]), of) for old, of in zip(olds, news, strict=True))
             for olds, news in zip(held, like, strict=True)
         ]
         if self.denoiser.shift:
             edges = -(-length // self.block)
             self._edge = grown(self._edge, (edges, features.shape[2]), features)
+        self._held, self._room = held, slots  # where memory has ended before, nothing has changed
 
     def _past(self, slot: torch.Tensor, columns: int) -> list[KeysValues] | None:
         """Keys and values of the first clean `columns` of windows at `slot` (P,); of one that has none, any."""
@@ -194,10 +202,12 @@ class BlockCausalView(View):
         """The input of the LM head at the hidden cells of the lanes' blocks."""
         shift, cell = self.denoiser.shift, hidden_cells(lanes)  # (R, M)
         stretch = lanes.start // max(self.block, STRETCH)  # (R,)
-        features = None
+        features, before, self._calls = None, self._calls, {}
         for n in stretch.unique().tolist():
             lane = (stretch == n).nonzero()[:, 0]  # (r,)
-            found = self._step(n, lanes.select(lane), ids[lane], real[lane], (cell[lane] - shift).clamp(min=0))
+            found = self._step(
+                n, before.get(n), lanes.select(lane), ids[lane], real[lane], (cell[lane] - shift).clamp(min=0)
+            )
             if features is None:
                 features = found.new_empty(len(lanes), *found.shape[1:])  # (R, M, D)
             features[lane] = found
@@ -212,11 +222,17 @@ class BlockCausalView(View):
 
         return Cells.of(lanes, blank, at)
 
-    def _step(self, n: int, lanes: Lanes, ids: torch.Tensor, real: torch.Tensor, cell: torch.Tensor) -> torch.Tensor:
-        """The input of the LM head at `cell` (R, M) of the lanes in stretch `n`, evaluated in one call, (R, M, D)."""
-        slot, call = self._slot[lanes.row], self._calls.get(n)
+    def _step(
+        self, n: int, call: Call | None, lanes: Lanes, ids: torch.Tensor, real: torch.Tensor, cell: torch.Tensor
+    ) -> torch.Tensor:
+        """The input of the LM head at `cell` (R, M) of the lanes in stretch `n`, evaluated in one call, (R, M, D).
+
+        `call`: that of the step before.
+        """
+        slot = self._slot[lanes.row]
         if call is None or not call.holds(slot, lanes.start, real):
-            call = self._calls[n] = Call.of(slot, lanes.start, real, max(1, STRETCH // self.block))
+            call = Call.of(slot, lanes.start, real, max(1, STRETCH // self.block))
+        self._calls[n] = call
         past = self._past(slot[call.lane[:, 0]], call.ahead)
         wanted, ids = call.queries(cell), ids[call.lane].flatten(1)  # (P, A M), (P, Q)
         if self.denoiser.narrows:

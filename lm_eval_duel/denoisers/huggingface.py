@@ -211,8 +211,6 @@ class HuggingFace(Denoiser):
             described |= {"attention": self.attention, "shift": self.shift}
         if self.attention == "block_causal":
             described["last_block"] = self.last_block
-        if self.attention == "block_causal":
-            described["last_block"] = self.last_block
         if self.adapter:
             described["peft"] = fingerprint.weights_of(self.adapter) if os.path.isdir(self.adapter) else self.adapter
         return described

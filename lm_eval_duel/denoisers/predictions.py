@@ -21,7 +21,6 @@ from lm_eval_duel.errors import DuelError, NotFinite
 
 CPU_VALUES, CPU_ROWS = 1 << 20, 64  # logits held at once: what a cache takes, and rows enough to multiply well
 GPU_VALUES = 1 << 26  # 256 MiB of float32
-AT_ONCE = 1 << 20  # logits whose log-softmax is held at once
 RUN = 64  # columns of a first look for the largest: a CPU's argmax takes one at a time, its amax sixteen
 
 
@@ -218,7 +217,7 @@ def top_of(logits: torch.Tensor) -> Top:
     token, first, second = two_largest(logits)  # (u, 1), (u,), (u,)
     logits.scatter_(1, token, -math.inf)
     # the fused kernel is several times faster than logsumexp, and its largest entry is minus the log of its sum
-    few = max(1, AT_ONCE // logits.shape[1])
+    few = max(1, CPU_VALUES // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
     log_sum = torch.cat([-F.log_softmax(part, 1).amax(1) for part in logits.split(few)])  # (u,)
     logits.scatter_(1, token, first[:, None])
     others = torch.where(second == -math.inf, second, second + log_sum)

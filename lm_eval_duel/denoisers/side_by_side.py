@@ -5,7 +5,7 @@
     seen               clean keys before the own block, and the own block
 
 Shapes: R lanes, B the trained block, P rows of the call, A lanes of one row, Q = A B queries, K clean keys, M cells of
-a lane that are asked for.
+a lane that are asked for, D features.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Call:
     def of(cls, slot: torch.Tensor, start: torch.Tensor, real: torch.Tensor, most: int) -> Call:
         """The call over lanes whose clean keys are at `slot` (R,), with at most `most` lanes in a row."""
         device, block = start.device, real.shape[1]
-        number, place = _arrange(slot, most)  # (P, A)
+        number, place = _arrange(slot, _wide(slot, most))  # (P, A)
         used, lane = number >= 0, number.clamp(min=0)  # (P, A)
         clean = start[lane] * used  # (P, A) clean columns that a lane sees
         ahead = int(clean.max())
@@ -58,6 +58,18 @@ class Call:
     def by_lane(self, found: torch.Tensor) -> torch.Tensor:
         """What was found at `queries` (P, A M, D), of each lane (R, M, D)."""
         return found.unflatten(1, (self.lane.shape[1], -1))[self.place]
+
+
+def _wide(window: torch.Tensor, most: int) -> int:
+    """The most lanes in a row, at most `most`, with which no more than a sixth of the places are empty."""
+    counts = window.unique(return_counts=True)[1]  # (windows,)
+    while most > 1:
+        wide = min(most, int(counts.max()))
+        rows = -(-counts // wide)  # (windows,)
+        if 5 * wide * int(rows.sum()) <= 6 * len(window):
+            return wide
+        most = wide // 2
+    return 1
 
 
 def _arrange(window: torch.Tensor, most: int) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:

@@ -37,7 +37,13 @@ class Rule:
 
     name: ClassVar[str] = ""
     dense_memory: ClassVar[bool] = False  # keeps (R, W, V) between steps: the planner counts it
-    fixed: ClassVar[bool] = False  # reads no predictions (it gets None): with the truth known all steps go at once
+    fixed: ClassVar[bool] = False  # reads no predictions (it may get None): with the truth known all steps go at once
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """A class that decides anew says anew whether it reads predictions."""
+        super().__init_subclass__(**options)
+        if "__call__" in vars(cls) and "fixed" not in vars(cls):
+            cls.fixed = False
 
     def __call__(self, predictions: Any, lanes: Any) -> Decision:
         raise NotImplementedError
