@@ -20,7 +20,13 @@ BUNDLED = "demo-mdm"  # scored when no checkpoint is named
 TOKENS = "duel_tokens"  # the column in which this package's tasks count a document's tokens, checked when it is scored
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 GRIDS = ("auto", "target", "row")
-BOS = ("given", "scored", "official", "none")
+CHOICES = {
+    "bos": ("given", "scored", "official", "none"),
+    "attention": ("bidirectional", "block_causal", "causal"),
+    "last_block": ("fill", "cut"),
+    "sigma": ("clamped", "schedule"),
+    "backend": ("native", "remote"),
+}
 NETWORK = (  # what is handed on to denoisers.load
     "dtype",
     "revision",
@@ -90,14 +96,14 @@ class Options:
             "trust_remote_code": _truth,
             "tokenizer": _text,
             "mask_token_id": lambda key, value: _count(key, value, least=0),
-            "bos": lambda key, value: None if value is None else _one_of(key, str(value).lower(), BOS),
+            "bos": lambda key, value: None if value is None else _one_of(key, str(value).lower(), CHOICES["bos"]),
             "add_bos_token": lambda key, value: "given" if _truth(key, value) else "none",
             "family": _text,
-            "attention": _choice("bidirectional", "block_causal", "causal"),
+            "attention": _choice(*CHOICES["attention"]),
             "shift_logits": lambda key, value: None if value in NOTHING else _truth(key, value),
-            "last_block": lambda key, value: _one_of(key, value, ("fill", "cut")),
-            "sigma": _choice("clamped", "schedule"),
-            "backend": _choice("native", "remote"),
+            "last_block": lambda key, value: _one_of(key, value, CHOICES["last_block"]),
+            "sigma": _choice(*CHOICES["sigma"]),
+            "backend": _choice(*CHOICES["backend"]),
             "cfg_scale": _scale,
             "peft": _text,
             "device_map": _text,

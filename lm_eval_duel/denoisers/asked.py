@@ -6,18 +6,11 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from lm_eval_duel.errors import DuelError, unknown
+from lm_eval_duel.options import CHOICES
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
-
-CHOICES = {
-    "bos": ("given", "scored", "official", "none"),
-    "attention": ("bidirectional", "block_causal", "causal"),
-    "last_block": ("fill", "cut"),
-    "sigma": ("clamped", "schedule"),
-    "backend": ("native", "remote"),
-}
 
 
 @dataclasses.dataclass(frozen=True)

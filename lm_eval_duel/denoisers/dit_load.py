@@ -23,7 +23,6 @@ LAYOUT = ("hidden_dim", "n_blocks", "n_heads", "model_length")  # of config.json
 IGNORED = ("rotary_emb.inv_freq", "sampling_eps_min", "sampling_eps_max", "noise.")  # computed anew, or for sampling
 TOKENIZER = "gpt2"  # of the published checkpoints, which hold none
 FAMILIES = ("mdlm", "bd3lm", "sedd", "ar")
-SIGMAS = ("clamped", "schedule")
 EXAMPLE = '{"model_type": "mdlm", "vocab_size": 30522, "model_length": 128, "hidden_dim": 768, "cond_dim": 128, '
 EXAMPLE += '"n_blocks": 12, "n_heads": 12, "time_conditioning": false}'
 
@@ -65,8 +64,6 @@ def load(folder: str, config: dict[str, Any], asked: Asked, tokenizer: PreTraine
     if asked.sigma is not None:
         if family != "sedd":
             raise DuelError(f"sigma is SEDD's noise level; {folder} is of the family {family}, which ignores it.")
-        if asked.sigma not in SIGMAS:
-            raise unknown("value of sigma", asked.sigma, SIGMAS)
         denoiser.sigma = asked.sigma
     return denoiser
 
