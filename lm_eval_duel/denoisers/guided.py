@@ -31,6 +31,7 @@ class Guided(Denoiser):
         self.plain, self.scale = plain, scale
         for name in Denoiser.__annotations__:
             setattr(self, name, getattr(plain, name))
+        self.model = getattr(plain, "model", None) or getattr(plain, "network", None)
 
     @property
     def layers(self) -> torch.nn.Module:
