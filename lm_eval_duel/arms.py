@@ -19,7 +19,7 @@ import torch
 
 from lm_eval_duel import denoisers
 from lm_eval_duel.baselines import KeptKeys, Loop, WholeRow, algorithm2, check
-from lm_eval_duel.denoisers import random_network
+from lm_eval_duel.denoisers import probes, random_network
 from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.denoisers.hub import pick_device
 from lm_eval_duel.duel import Duel
@@ -215,10 +215,8 @@ def _windows(denoiser: Denoiser, settings: Settings) -> list[Window]:
         raise DuelError(f"{settings.pretrained} holds {denoiser.max_length} positions: pass --length of at most that.")
     if settings.length <= denoiser.shift:
         raise DuelError(f"{settings.pretrained} needs a given first token: pass --length of 2 or more.")
-    tokens = (~denoiser.excluded).nonzero()[:, 0].cpu()  # (v,)
-    generator = torch.Generator().manual_seed(settings.seed)
-    drawn = torch.randint(len(tokens), (settings.windows, settings.length), generator=generator)  # (N, L)
-    rows, given = tokens[drawn].tolist(), denoiser.shift
+    rows = probes.tokens(denoiser, settings.length, settings.windows, settings.seed).tolist()
+    given = denoiser.shift
     return [Window(tuple(row[:given]), tuple(row[given:])) for row in rows]
 
 

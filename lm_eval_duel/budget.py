@@ -10,6 +10,7 @@ import logging
 
 import torch
 
+from lm_eval_duel.denoisers import probes
 from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.lanes import Lanes, Rows, blocks
@@ -76,11 +77,8 @@ def largest(denoiser: Denoiser, block: int | None, grid: str, least: int, most: 
 def _try(denoiser: Denoiser, block: int | None, grid: str, tokens: int) -> None:
     """One call of `tokens` network tokens on rows of max_length that differ."""
     known, rows = max(denoiser.shift, denoiser.max_length // 8), -(-tokens // denoiser.max_length)
-    vocabulary = (~denoiser.excluded).nonzero()[:, 0].cpu()  # (V,)
-    draw = torch.randint(
-        len(vocabulary), (rows, denoiser.max_length), generator=torch.Generator().manual_seed(0)
-    )  # (R, L)
-    windows = [Window(row[:known], row[known:]) for row in vocabulary[draw].tolist()]
+    drawn = probes.tokens(denoiser, denoiser.max_length, rows).tolist()
+    windows = [Window(row[:known], row[known:]) for row in drawn]
     places = blocks(known, denoiser.max_length - known, block, grid)
     opened = Rows.of(windows, denoiser.device)
     view = denoiser.open(opened)

@@ -164,8 +164,6 @@ class Backbone(Denoiser):
         self.mask_id = mask_id
         self.published_block = family.published_block if self.attention == "bidirectional" else None
         self.block = trained_block(family, raw, asked) if self.attention == "block_causal" else None
-        if self.attention == "causal":
-            self.shift = 1
         held = min(model.config.max_position_embeddings, family.max_length or model.config.max_position_embeddings)
         self.max_length = row_length(path, asked.max_length, held)
         self.vocab_size = model.config.vocab_size

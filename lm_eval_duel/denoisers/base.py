@@ -179,25 +179,19 @@ class View:
     def _evaluate(self, lanes: Lanes, ids: torch.Tensor, shown: torch.Tensor, real: torch.Tensor) -> Cells:
         columns = lanes.start[:, None] + hidden_cells(lanes) - self.denoiser.shift  # (R, M)
         columns = columns.clamp(0, ids.shape[1] - 1)  # those of no hidden cell may lie outside
-        features = self._features(lanes, ids, shown, None if real.all() else real, columns)  # (R, M, D)
+        told, padded = self._told(lanes, shown, real), None if real.all() else real
+        if self.denoiser.narrows:
+            features = self.denoiser.features(ids, padded, columns=columns, **told)  # (R, M, D)
+        else:
+            features = take(self.denoiser.features(ids, padded, **told), columns)
         self.forwards += 1
         self.evaluated += len(lanes)
         blank = ~shown.any(1) & self.denoiser.relative_positions  # (R,)
         return Cells.of(lanes, blank, lambda lane, n: features[lane, n])
 
-    def _features(
-        self,
-        lanes: Lanes,
-        ids: torch.Tensor,
-        shown: torch.Tensor,
-        real: torch.Tensor | None,
-        columns: torch.Tensor,
-        **told: torch.Tensor,
-    ) -> torch.Tensor:
-        """The input of the LM head at `columns` (R, M), (R, M, D)."""
-        if self.denoiser.narrows:
-            return self.denoiser.features(ids, real, columns=columns, **told)
-        return take(self.denoiser.features(ids, real, **told), columns)
+    def _told(self, lanes: Lanes, shown: torch.Tensor, real: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What the network is told beside the rows, (R, ...) each: nothing."""
+        return {}
 
     def _input(self, lanes: Lanes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Ids as the network gets them, which cells show a token, which are not padding; (R, L) each."""

@@ -135,18 +135,9 @@ class SEDD(DiTDenoiser):
 class SEDDView(View):
     """A SEDD denoiser opened on a group of rows."""
 
-    def _features(
-        self,
-        lanes: Lanes,
-        ids: torch.Tensor,
-        shown: torch.Tensor,
-        real: torch.Tensor | None,
-        columns: torch.Tensor,
-        **told: torch.Tensor,
-    ) -> torch.Tensor:
-        masked = (~shown if real is None else real & ~shown).sum(1)  # (R,)
-        counted = self.rows.length[lanes.row]  # (R,)
+    def _told(self, lanes: Lanes, shown: torch.Tensor, real: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The noise level of each row."""
+        masked, counted = (real & ~shown).sum(1), self.rows.length[lanes.row]  # (R,) each
         if self.denoiser.bos == "official":
             counted = counted - self.rows.given[lanes.row].sum(1)
-        sigma = self.denoiser.noise_level(masked.double() / counted)  # (R,)
-        return super()._features(lanes, ids, shown, real, columns, sigma=sigma)
+        return {"sigma": self.denoiser.noise_level(masked.double() / counted)}

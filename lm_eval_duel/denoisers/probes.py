@@ -36,11 +36,11 @@ def probe(denoiser: Denoiser, path: str) -> None:
             denoiser.relative_positions = ties_when_blank(denoiser)
 
 
-def tokens(denoiser: Denoiser, length: int = LENGTH) -> torch.Tensor:
-    """Two rows of arbitrary tokens (2, L)."""
+def tokens(denoiser: Denoiser, length: int = LENGTH, rows: int = 2, seed: int = 1) -> torch.Tensor:
+    """Rows of arbitrary tokens (R, L)."""
     known = (~denoiser.excluded).nonzero()[:, 0]  # (T,)
-    generator = torch.Generator().manual_seed(1)
-    draw = torch.randint(len(known), (2, min(length, denoiser.max_length)), generator=generator)  # (2, L)
+    generator = torch.Generator().manual_seed(seed)
+    draw = torch.randint(len(known), (rows, min(length, denoiser.max_length)), generator=generator)  # (R, L)
     return known.cpu()[draw].to(denoiser.device)
 
 
