@@ -19,26 +19,24 @@ from typing import Any, ClassVar
 import torch
 
 from lm_eval_duel import rules
-from lm_eval_duel.budget import Budget, plan
 from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.denoisers.predictions import Predictions
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimator import Estimator, OnDone, Opened, fresh
 from lm_eval_duel.hashing import uniform
-from lm_eval_duel.lanes import Lanes, Rows, blocks, groups
-from lm_eval_duel.law import check_rule, check_windows, resolve_block, resolve_grid
-from lm_eval_duel.ledger import Counts, Drawn, Scored
-from lm_eval_duel.reveal import Choose, RevealLoop, decide
+from lm_eval_duel.lanes import Lanes, Rows
+from lm_eval_duel.law import check_rule, check_windows
+from lm_eval_duel.ledger import Drawn, Ledger, Scored
+from lm_eval_duel.reveal import Choose, decide
 from lm_eval_duel.windows import Window
 
 
-class Duel:
+class Duel(Estimator):
     """A denoiser, an unmasking rule and a block: one law, to score and to sample.
 
     `block`: positions finished before the next ones; None: the whole target; "auto": the trained block, else the
     published one, else 32. `grid`: "target" (blocks count from the first target position), "row" (from the row's
-    first), "auto" (row for block-causal networks). `batch_size`: rows of max_length in a network call (more where they
-    are shorter); None: on a CPU 2048 tokens or one row, on a GPU what fits, by trial; at most `max_batch_size`; halved
-    where memory ends all the same. Neither changes a number beyond float noise.
+    first), "auto" (row for block-causal networks). `batch_size`, `max_batch_size`, `traced`: see `Estimator`.
 
     Raises DuelError for a combination that is no law of this network.
     """
@@ -51,30 +49,18 @@ class Duel:
         grid: str = "auto",
         batch_size: int | None = None,
         max_batch_size: int | None = None,
+        traced: bool = False,
     ):
-        self.denoiser = denoiser
         self.rule = rules.parse(rule) if isinstance(rule, str) else rule
-        self.block = resolve_block(denoiser, block)
-        self.grid = resolve_grid(denoiser, grid)
         check_rule(denoiser, self.rule)
-        self._loop = RevealLoop(denoiser, plan(denoiser, self.block, self.grid, batch_size, max_batch_size))
+        super().__init__(denoiser, block, grid, batch_size, max_batch_size, traced)
 
-    @property
-    def budget(self) -> Budget:
-        """What one network call may hold now."""
-        return self._loop.budget
-
-    @property
-    def counts(self) -> Counts:
-        """What has been computed so far."""
-        return self._loop.counts
-
-    def log_prob(self, windows: Sequence[Window], on_done: Callable[[int, Scored], None] | None = None) -> list[Scored]:
+    def log_prob(self, windows: Sequence[Window], on_done: OnDone | None = None) -> list[Scored]:
         """log p(target | context, suffix) of each window (Algorithm 2); `on_done(index, result)` as each finishes.
 
         Equal windows are scored once, and so are equal rows of different ones.
         """
-        return self._score(windows, self.rule, on_done)
+        return super().log_prob(windows, on_done)
 
     def replay(self, windows: Sequence[Window], steps: Sequence[Sequence[int]]) -> list[Scored]:
         """The nats of a recorded order: `steps` as in `Scored`. A diagnostic; a likelihood only if a rule made them."""
@@ -91,7 +77,8 @@ class Duel:
                     raise DuelError(
                         f"Window {n}: the steps of a block must be 0..n-1 without gaps, not {sorted(inside)}."
                     )
-            results += self._score([window], _Replay(tuple(order)), None)
+            rule = _Replay(tuple(order))
+            results += self._score([window], lambda opened, emit, rule=rule: self._follow(opened, emit, rule), None)
         return results
 
     def sample(
@@ -134,73 +121,45 @@ class Duel:
 
     # ------------------------------------------------------------ which lanes, and what a token is
 
-    def _score(
-        self, windows: Sequence[Window], rule: rules.Rule, on_done: Callable[[int, Scored], None] | None
-    ) -> list[Scored]:
-        check_windows(self.denoiser, self.block, self.grid, windows)
-        same: dict[Window, list[int]] = {}  # equal windows are scored once
-        for n, window in enumerate(windows):
-            same.setdefault(window, []).append(n)
-        results = [Scored(0.0, True, (), (), 0, 0, 0)] * len(windows)
+    def _score_group(self, opened: Opened, emit: OnDone) -> None:
+        self._follow(opened, emit, self.rule)
 
-        def emit(n: int, scored: Scored) -> None:
-            for one in same[windows[n]]:
-                results[one] = scored
-                if on_done:
-                    on_done(one, scored)
+    def _follow(self, opened: Opened, emit: OnDone, rule: rules.Rule) -> None:
+        """Every block of every window at once, under `rule`."""
+        ledger = Ledger(opened.rows, self.traced)
 
-        unique = [numbers[0] for numbers in same.values()]
-        for n in unique:
-            if not windows[n].target:
-                emit(n, results[n])
-        for part in self._groups([windows[n] for n in unique]):
-            group = [unique[n] for n in part]
-            self._score_group([windows[n] for n in group], group, rule, emit)
-        return results
+        def finish(row: int, result: dict[str, Any]) -> None:
+            emit(row, Scored(**result))
 
-    def _score_group(
-        self, windows: list[Window], group: list[int], rule: rules.Rule, emit: Callable[[int, Scored], None]
-    ) -> None:
-        """Every block of every window at once: with the truth known, each starts from a known state."""
-        rows = Rows.of(windows, self.denoiser.device)
-        view = self.denoiser.open(rows)
-        places = [(n, *place) for n, window in enumerate(windows) for place in self._blocks(window)]
-
-        def truth(lanes: Lanes) -> torch.Tensor:
-            return rows.ids[lanes.row[:, None], lanes.columns.clamp(max=rows.ids.shape[1] - 1)]  # (R, W)
-
-        def steps() -> Iterator[Lanes]:
-            """Every state of a fixed order, a batch of blocks after the other; only its picks are hidden in a state,
-            and cells that are neither hidden nor revealed show [MASK]."""
-            done = 0
-            while done < len(places):
-                count = self._loop.fits(view, rule, self._fresh(rows, places[done : done + 1]))
-                lanes, done = self._fresh(rows, places[done : done + count]), done + count
-                while len(lanes):
-                    decision = decide(rule, None, lanes, group)
-                    pick = decision.pick  # (R, W)
-                    yield dataclasses.replace(lanes, hidden=pick, memory=())
-                    lanes = lanes.reveal(pick, truth(lanes), decision.memory)
-                    lanes = lanes.select(lanes.hidden.any(1))
-
-        def choose(predictions: Predictions, lanes: Lanes, pick: torch.Tensor) -> torch.Tensor:
-            return torch.where(pick, truth(lanes), -1)
-
-        def finish(n: int, result: dict[str, Any]) -> None:
-            emit(group[n], Scored(**result))
-
-        waiting = steps() if rule.fixed else [self._fresh(rows, places)]
+        if rule.fixed:
+            self._evaluate(opened, self._steps(opened, rule), ledger, finish)
+            return
+        waiting = [opened.fresh(self._places(opened))]
         self._loop(
-            view,
-            rows,
-            _All() if rule.fixed else rule,
+            opened.view,
+            ledger,
+            rule,
             waiting,
-            choose,
+            opened.true_tokens,
             lambda lanes: None,
             finish,
-            group,
+            opened.numbers,
             foreseen=True,
         )
+
+    def _steps(self, opened: Opened, rule: rules.Rule) -> Iterator[Lanes]:
+        """Every state of a fixed order, a batch of blocks after the other; only its picks are hidden in a state,
+        and cells that are neither hidden nor revealed show [MASK]."""
+        places, done = self._places(opened), 0
+        while done < len(places):
+            count = self._loop.fits(opened.view, rule, opened.fresh(places[done : done + 1]))
+            lanes, done = opened.fresh(places[done : done + count]), done + count
+            while len(lanes):
+                decision = decide(rule, None, lanes, opened.numbers)
+                pick = decision.pick  # (R, W)
+                yield dataclasses.replace(lanes, hidden=pick, memory=())
+                lanes = lanes.reveal(pick, opened.truth(lanes), decision.memory)
+                lanes = lanes.select(lanes.hidden.any(1))
 
     def _generate(
         self,
@@ -232,35 +191,15 @@ class Duel:
         def advance(lanes: Lanes) -> Lanes | None:
             view.commit(lanes)
             following = [(n, *places[n].pop(0)) for n in lanes.row.tolist() if places[n]]
-            return self._fresh(rows, following) if following else None
+            return fresh(rows, following) if following else None
 
         def finish(n: int, result: dict[str, Any]) -> None:
             start = len(prompts[n].context)
             tokens = rows.ids[n, start : start + len(prompts[n].target)]  # (T,)
             results[n] = Drawn(**result, tokens=tuple(tokens.tolist()))
 
-        self._loop(view, rows, self.rule, [self._fresh(rows, first)], choose, advance, finish, group)
+        self._loop(view, Ledger(rows, self.traced), self.rule, [fresh(rows, first)], choose, advance, finish, group)
         return [results[n] for n in range(len(prompts))]
-
-    def _groups(self, windows: Sequence[Window]) -> list[list[int]]:
-        return groups(windows, same_length=not self.denoiser.honours_padding)
-
-    def _blocks(self, window: Window) -> list[tuple[int, int]]:
-        return blocks(len(window.context), len(window.target), self.block, self.grid)
-
-    def _fresh(self, rows: Rows, places: list[tuple[int, int, int]]) -> Lanes:
-        """Fresh lanes at (row, first column, width)."""
-        return Lanes.fresh(rows, *torch.tensor(places, device=self.denoiser.device).unbind(1))
-
-
-@dataclasses.dataclass(frozen=True)
-class _All(rules.Rule):
-    """Everything hidden: the picks of a fixed order, one of its states each."""
-
-    name: ClassVar[str] = "all"
-
-    def __call__(self, predictions: Predictions, lanes: Lanes) -> rules.Decision:
-        return rules.certain(lanes.hidden)
 
 
 @dataclasses.dataclass(frozen=True)

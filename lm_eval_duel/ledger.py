@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -16,6 +16,7 @@ from lm_eval_duel.denoisers.predictions import Predictions
 from lm_eval_duel.lanes import Lanes, Rows
 from lm_eval_duel.rules import Decision
 
+STATISTICS = ("confidence", "margin", "entropy")  # of Predictions, in a trace
 CLOSE = 1e-4  # a lead below this many logits is a close pick: float noise could change the order
 
 
@@ -30,6 +31,10 @@ class Scored:
     nfe: int  # rule steps summed over blocks
     close_picks: int | None  # steps whose order float noise could change; None: the rule does not say
     blank_starts: int  # steps at which the row showed nothing, so that all hidden cells tied exactly
+    # per target token, as it was revealed, where `traced`: the log-odds of P1, P1 - P2, and the entropy in nats
+    confidence: tuple[float, ...] = ()
+    margin: tuple[float, ...] = ()
+    entropy: tuple[float, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,10 +67,30 @@ class Counts:
             self.close_picks = self.close_picks + result["close_picks"] if known else None
 
 
+class Books(Protocol):
+    """Where the steps of one group of windows are entered."""
+
+    def record(
+        self,
+        lanes: Lanes,
+        decision: Decision,
+        predictions: Predictions,
+        tokens: torch.Tensor,
+        log_prob: torch.Tensor,
+    ) -> None:
+        """Enter one step of `lanes`. Where memory ends inside, it must be possible to enter it again."""
+
+    def finished(self, lanes: Lanes) -> list[int]:
+        """The windows of these finished lanes that are done."""
+
+    def results(self, rows: list[int]) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The windows `rows` with the fields of their results."""
+
+
 class Ledger:
     """The running results of one group of windows, on the network's device, in float64."""
 
-    def __init__(self, rows: Rows):
+    def __init__(self, rows: Rows, traced: bool = False):
         count, length = rows.ids.shape
         device = rows.ids.device
         self.origin, self.target = rows.origin.tolist(), rows.target.tolist()
@@ -75,6 +100,7 @@ class Ledger:
         self.sums = torch.zeros(count, 5, dtype=torch.int64, device=device)  # (N, 5) as in `record`
         self.whole = rows.target  # (N,) target positions
         self.knows_leads = True
+        self.seen = {name: torch.full_like(self.nats, math.nan) for name in STATISTICS if traced}  # (N, L + 1) each
 
     def record(
         self,
@@ -93,6 +119,8 @@ class Ledger:
         row, column = lanes.row[:, None].expand_as(pick), torch.where(pick, lanes.columns, self.length)  # (R, W)
         self.nats.index_put_((row, column), log_prob)
         self.steps.index_put_((row, column), lanes.step[:, None].int().expand_as(pick))
+        for name, plane in self.seen.items():
+            plane.index_put_((row, column), getattr(predictions, name).double())
         # if memory ends before here, the step is taken again and writes the same; from here on nothing fails half way
         self.sums.index_add_(0, lanes.row, sums)
         self.knows_leads &= lead is not None
@@ -107,6 +135,7 @@ class Ledger:
         if not rows:
             return
         nats, steps, sums = (plane[rows].cpu() for plane in (self.nats, self.steps, self.sums))
+        seen = {name: plane[rows].cpu() for name, plane in self.seen.items()}
         for n, row in enumerate(rows):
             span = slice(self.origin[row], self.origin[row] + self.target[row])
             _, nfe, missed, close, blank = sums[n].tolist()
@@ -120,5 +149,6 @@ class Ledger:
                     "nfe": nfe,
                     "close_picks": close if self.knows_leads else None,
                     "blank_starts": blank,
+                    **{name: tuple(plane[n, span].tolist()) for name, plane in seen.items()},
                 },
             )

@@ -18,8 +18,8 @@ from lm_eval_duel.budget import Budget, free
 from lm_eval_duel.denoisers.base import Denoiser, View
 from lm_eval_duel.denoisers.predictions import Predictions
 from lm_eval_duel.errors import DuelError, NotFinite, RuleStalled
-from lm_eval_duel.lanes import Lanes, Queue, Rows
-from lm_eval_duel.ledger import Counts, Ledger
+from lm_eval_duel.lanes import Lanes, Queue
+from lm_eval_duel.ledger import Books, Counts
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
@@ -38,7 +38,7 @@ class RevealLoop:
     def __call__(
         self,
         view: View,
-        rows: Rows,
+        ledger: Books,
         rule: rules.Rule,
         waiting: Iterable[Lanes],
         choose: Choose,
@@ -49,9 +49,10 @@ class RevealLoop:
     ) -> None:
         """Reveal all lanes: predict, pick, choose tokens, add nats; finished lanes leave and waiting ones enter.
 
-        `foreseen`: the tokens do not depend on the predictions.
+        `ledger`: where steps are entered, and what tells which windows are done. `foreseen`: the tokens do not depend
+        on the predictions.
         """
-        ledger, queue = Ledger(rows), Queue(waiting)
+        queue = Queue(waiting)
         active: Lanes | None = None
         while active is not None or queue:
             active = self._refill(view, rule, active, queue)
@@ -122,7 +123,7 @@ class RevealLoop:
         rule: rules.Rule,
         lanes: Lanes,
         choose: Choose,
-        ledger: Ledger,
+        ledger: Books,
         group: Sequence[int],
         foreseen: bool,
     ) -> Lanes:

@@ -96,6 +96,12 @@ class Predictions:
 
         return self._plane(self._scan(entropy))
 
+    @cached_property
+    def log_sum(self) -> torch.Tensor:
+        """The log of the sum of exp(logit) over the vocabulary, float64 (R, W)."""
+        # log P1 = -softplus(-confidence)
+        return self._plane(self._top.logit.double() + F.softplus(-self._top.confidence.double()))
+
     # ------------------------------------------------------------ whole distributions
 
     def expect(self, tokens: torch.Tensor) -> None:

@@ -18,6 +18,7 @@ class Threshold(Rule):
     """All with P1 >= mu, else the single most confident (Wu et al. 2025)."""
 
     name: ClassVar[str] = "threshold"
+    state_only: ClassVar[bool] = True
     mu: float
 
     def __post_init__(self) -> None:
@@ -94,6 +95,7 @@ class EntropyBound(Rule):
     """Ascending (entropy, position) while the sum of those before is at most gamma (Ben-Hamu et al. 2025)."""
 
     name: ClassVar[str] = "entropy_bound"
+    state_only: ClassVar[bool] = True
     gamma: float
 
     def __post_init__(self) -> None:

@@ -39,11 +39,15 @@ class Rule:
     dense_memory: ClassVar[bool] = False  # keeps (R, W, V) between steps: the planner counts it
     fixed: ClassVar[bool] = False  # reads no predictions (it may get None): with the truth known all steps go at once
 
+    state_only: ClassVar[bool] = False  # no memory and no look at `step`: a pick depends on what is revealed alone
+
     def __init_subclass__(cls, **options: Any) -> None:
-        """A class that decides anew says anew whether it reads predictions."""
+        """A class that decides anew says anew what it reads."""
         super().__init_subclass__(**options)
-        if "__call__" in vars(cls) and "fixed" not in vars(cls):
-            cls.fixed = False
+        if "__call__" in vars(cls):
+            for said in ("fixed", "state_only"):
+                if said not in vars(cls):
+                    setattr(cls, said, False)
 
     def __call__(self, predictions: Any, lanes: Any) -> Decision:
         raise NotImplementedError

@@ -14,6 +14,7 @@ class LeftToRight(Counted):
     """The k first hidden positions."""
 
     name: ClassVar[str] = "left_to_right"
+    state_only: ClassVar[bool] = True
     fixed: ClassVar[bool] = True
 
     def __call__(self, predictions: Any, lanes: Any) -> Decision:
@@ -25,6 +26,7 @@ class RightToLeft(Counted):
     """The k last hidden positions."""
 
     name: ClassVar[str] = "right_to_left"
+    state_only: ClassVar[bool] = True
     fixed: ClassVar[bool] = True
 
     def __call__(self, predictions: Any, lanes: Any) -> Decision:
@@ -36,6 +38,7 @@ class Random(Counted):
     """The k hidden positions with the smallest hash(seed, target index): random to the eye, deterministic, so exact."""
 
     name: ClassVar[str] = "random"
+    state_only: ClassVar[bool] = True
     fixed: ClassVar[bool] = True
     seed: int = 0
 

@@ -13,6 +13,7 @@ class Greedy(Counted):
     """The k largest P1 (the top token's probability), compared as log-odds, which do not saturate."""
 
     name: ClassVar[str] = "greedy"
+    state_only: ClassVar[bool] = True
 
     def __call__(self, predictions: Any, lanes: Any) -> Decision:
         return Decision(*best(predictions, lanes, predictions.confidence, self.k))
@@ -23,6 +24,7 @@ class Margin(Counted):
     """The k largest P1 - P2, a difference of probabilities, as in the paper."""
 
     name: ClassVar[str] = "margin"
+    state_only: ClassVar[bool] = True
 
     def __call__(self, predictions: Any, lanes: Any) -> Decision:
         # ranked by 1 - margin = (1 - P1) + P2 in float64, which does not round to 0 where the margin rounds to 1
@@ -40,6 +42,7 @@ class LogMargin(Counted):
     """The k largest log P1 - log P2 (what the authors' code for 8B models runs under the name of margin)."""
 
     name: ClassVar[str] = "log_margin"
+    state_only: ClassVar[bool] = True
 
     def __call__(self, predictions: Any, lanes: Any) -> Decision:
         return Decision(*best(predictions, lanes, predictions.log_margin, self.k))
@@ -50,6 +53,7 @@ class Entropy(Counted):
     """The k smallest entropies."""
 
     name: ClassVar[str] = "entropy"
+    state_only: ClassVar[bool] = True
 
     def __call__(self, predictions: Any, lanes: Any) -> Decision:
         entropy = predictions.entropy
