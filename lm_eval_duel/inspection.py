@@ -21,14 +21,14 @@ def inspect(name: str, arguments: dict[str, Any]) -> list[tuple[str, str]]:
     network = getattr(denoiser, "model", None) or getattr(denoiser, "network", None)
     mask = "none: an autoregressive network" if denoiser.mask_id is None else _token(tokenizer, denoiser.mask_id)
     block = f", trained on blocks of {denoiser.block}" if denoiser.block else ""
-    seen = {
-        True: "unseen (an attention mask is honoured): rows of any length go together",
-        False: "seen: only rows of equal length go together",
-    }
-    padding = (
-        "unseen: it lies in later blocks" if denoiser.attention == "block_causal" else seen[denoiser.honours_padding]
-    )
-    prefix, suffix = (" ".join(_token(tokenizer, token) for token in ids) for ids in (lm.prefix, lm.suffix))
+    padding = {
+        "block_causal": "unseen: it lies in later blocks",
+        "causal": "unseen: it comes later",
+        "bidirectional": "unseen (an attention mask is honoured): rows of any length go together"
+        if denoiser.honours_padding
+        else "seen: only rows of equal length go together",
+    }[denoiser.attention]
+    prefix, suffix = (" ".join(_token(tokenizer, token) for token in ids) for ids in (lm.text.prefix, lm.text.suffix))
     described = [
         ("checkpoint", name),
         ("family", f"{denoiser.family} ({lm.law['denoiser']})"),
@@ -37,25 +37,28 @@ def inspect(name: str, arguments: dict[str, Any]) -> list[tuple[str, str]]:
         ("vocabulary", f"{lm.law['vocabulary']} columns are tokens"),
         ("mask", mask),
         ("attention", f"{denoiser.attention}{block}"),
-        ("block", f"{lm.duel.block} (grid {lm.duel.grid})"),
+        ("block", f"{lm.estimator.block} (grid {lm.estimator.grid})"),
         ("logit shift", f"{denoiser.shift}" + (": a token is predicted from the one before" if denoiser.shift else "")),
         ("max length", f"{denoiser.max_length}"),
-        ("framing", " ".join(part for part in (f"bos={lm.bos}:", prefix, "text", suffix) if part)),
+        ("framing", " ".join(part for part in (f"bos={lm.text.bos}:", prefix, "text", suffix) if part)),
         ("padding", padding),
-        ("blank rows", "every cell ties: the lowest goes first" if denoiser.relative_positions else "cells differ"),
-        ("weights", lm.law["weights"]),
     ]
+    if denoiser.attention != "causal":  # which always sees a token
+        ties = "every cell ties: the lowest goes first" if denoiser.relative_positions else "cells differ"
+        described.append(("blank rows", ties))
+    described.append(("weights", lm.law["weights"]))
     if "guidance" in lm.law:
         described.append(("guidance", lm.law["guidance"]))
     return [*described, ("one text", _score(lm))]
 
 
 def _score(lm: DuelMDM) -> str:
-    ids = lm.tok_encode(TEXT)[: lm.max_length - len(lm.prefix) - len(lm.suffix)]
+    ids = lm.tok_encode(TEXT)[: lm.max_length - len(lm.text.prefix) - len(lm.text.suffix)]
     began = time.perf_counter()
-    scored = lm.duel.log_prob([framed(lm.prefix, ids, lm.suffix, "given")])[0]
+    scored = lm.estimator.log_prob([framed(lm.text.prefix, ids, lm.text.suffix, "given")])[0]
     seconds = time.perf_counter() - began
-    return f"{scored.log_prob:.3f} nats for {len(ids)} tokens, {lm.duel.rule}, {scored.nfe} steps, {seconds:.2f} s"
+    how = lm.law.get("rule", lm.estimator.name) + ("" if scored.nfe is None else f", {scored.nfe} steps")
+    return f"{scored.log_prob:.3f} nats for {len(ids)} tokens, {how}, {seconds:.2f} s"
 
 
 def _token(tokenizer: Any, token: int) -> str:

@@ -3,6 +3,7 @@
 config.json -> our own DiT (MDLM, BD3-LM, SEDD, AR)          dit_load.py
             -> transformers' decoders, explicit mask         backbone.py, by families.py
             -> transformers' masked LMs                      huggingface.py
+            -> transformers' causal LMs, as they are         causal.py
             -> the checkpoint's own code, where trusted      remote.py
 """
 
@@ -12,7 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.demo import resolve
-from lm_eval_duel.denoisers import backbone, dit_load, families, hub, huggingface, remote
+from lm_eval_duel.denoisers import backbone, causal, dit_load, families, hub, huggingface, remote
 from lm_eval_duel.denoisers.asked import Asked
 from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.denoisers.guided import Guided
@@ -46,6 +47,8 @@ def _read(raw: dict[str, Any], asked: Asked, tokenizer: PreTrainedTokenizerBase 
     own = bool(raw.get("auto_map"))
     code = hub.local_folder(asked.name, asked.revision, code_only=True) if own else None
     family = families.find(raw, asked, code)
+    if asked.attention == "causal" and asked.backend != "remote":
+        return causal.load(family, raw, asked, tokenizer)
     if family is not None and asked.backend != "remote":
         return backbone.load(family, hub.local_folder(asked.name, asked.revision), raw, asked, tokenizer)
     if own or asked.backend == "remote":

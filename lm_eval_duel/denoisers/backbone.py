@@ -2,7 +2,7 @@
 
 Their networks are those of Llama, Qwen2, Qwen3, Qwen3-MoE and GLM-4-MoE; what differs is who sees whom. So the weights
 are loaded into those classes, strictly, and every call says with a 4-D additive mask what is seen: none of a
-checkpoint's code is run, and the same network is bidirectional, block-causal or causal.
+checkpoint's code is run, and the same network is bidirectional or block-causal.
 
 Shapes: R rows, L row length, N rows of a call, Q queries, K keys, D features, V tokens.
 """
@@ -41,8 +41,7 @@ def load(
     """The denoiser of a local folder; raises DuelError for weights that do not fill the network exactly."""
     asked.refuse(family.name, "sigma")
     config = _config(family, raw, asked)
-    causal = (asked.attention or family.attention) == "causal"
-    mask_id = None if causal else mask_of(asked, raw, tokenizer, family.mask_id, config.vocab_size)
+    mask_id = mask_of(asked, raw, tokenizer, family.mask_id, config.vocab_size)
     tensors = native_tensors(family, weights.read(folder), raw)
     tensors = {key: value for key, value in tensors.items() if not key.endswith(IGNORED)}
     if (
@@ -149,7 +148,7 @@ class Backbone(Denoiser):
         raw: dict[str, Any],
         path: str,
         asked: Asked,
-        mask_id: int | None,
+        mask_id: int,
         tokenizer: PreTrainedTokenizerBase,
     ):
         self.model, self.family, self.path = model, family.name, path
@@ -157,7 +156,7 @@ class Backbone(Denoiser):
         self.dtype = model.get_input_embeddings().weight.dtype
         self.attention = asked.attention or family.attention
         said = raw.get("right_shift_logits", family.shift) if asked.shift_logits is None else asked.shift_logits
-        self.shift = 1 if self.attention == "causal" else int(said)
+        self.shift = int(said)
         self.bos = asked.bos or ("given" if self.shift else family.bos)  # the first token is predicted from one before
         self.last_block = asked.last_block
         self.adapter = asked.peft
@@ -206,8 +205,6 @@ class Backbone(Denoiser):
         if real is None and self.maskless:
             return self._hidden(ids, position, None, None)
         seen = torch.ones(1, length, length, dtype=torch.bool, device=ids.device)  # (1, L, L)
-        if self.attention == "causal":
-            seen = seen.tril()
         if real is not None:
             seen = seen & real[:, None]  # (R, L, L)
             seen |= torch.eye(length, dtype=torch.bool, device=ids.device)  # padding sees itself, never nothing

@@ -238,12 +238,12 @@ def find(raw: Raw, asked: Asked, folder: str | None) -> Family | None:
         for family in FAMILIES:
             if given in family.architectures:
                 return _told_apart(family, asked, folder)
-        if given in PLAIN:
+        if given in PLAIN and asked.attention != "causal":
             if asked.attention is None:
                 raise DuelError(
-                    f"{asked.name} is a {given}, by its config an autoregressive network. If it is a masked diffusion "
-                    f"model, say which: family={'|'.join(name for name in NAMED)}, or attention=bidirectional with "
-                    "mask_token_id=<id>. To score it as it is: attention=causal,rule=left_to_right, or --model hf."
+                    f"{asked.name} is a {given}, by its config an autoregressive network. To score it as it is: "
+                    "estimator=exact. If it is a masked diffusion model, say which: "
+                    f"family={'|'.join(name for name in NAMED)}, or attention=bidirectional with mask_token_id=<id>."
                 )
             return Family("decoder", PLAIN[given])
     return None

@@ -33,23 +33,40 @@ UNBOUNDED = 1_000_000  # tokenizers without a length say 1e30
 
 def load(raw: dict[str, Any], asked: Asked, tokenizer: PreTrainedTokenizerBase) -> HuggingFace:
     """The denoiser of one of transformers' masked LMs; raises DuelError for any other network."""
-    try:
-        config = AutoConfig.from_pretrained(asked.name, revision=asked.revision)
-    except (OSError, ValueError, KeyError) as error:
-        raise unreadable(asked.name, error) from error
+    config = config_of(asked)
     if type(config) not in MODEL_FOR_MASKED_LM_MAPPING:
         classes = ", ".join(raw.get("architectures") or [type(config).__name__])
         raise DuelError(
             f"{asked.name} ({classes}) is neither a masked LM of transformers nor of a known diffusion family. "
-            "If it is autoregressive, score it with lm_eval --model hf."
+            "If it is autoregressive, score it with estimator=exact. If it is a masked diffusion model whose network "
+            "is one of the families', say family=; its own code runs with backend=remote,trust_remote_code=true."
         )
     asked.refuse("masked LM", "shift_logits", "backend", "sigma", "peft")
     if asked.family is not None or asked.attention not in (None, "bidirectional"):
         raise DuelError(f"{asked.name} is one of transformers' masked LMs: bidirectional; leave family, attention out.")
     mask_id = mask_of(asked, raw, tokenizer, None, getattr(config, "vocab_size", None))
-    options = {"device_map": asked.device_map} if asked.device_map else {}
+    model = filled(AutoModelForMaskedLM, config, asked)
+    log.info("%s is a masked LM (%s), scored as an any-order model", asked.name, type(model).__name__)
+    return finish(model, asked, tokenizer, mask_id)
+
+
+def config_of(asked: Asked, **options: Any) -> Any:
+    """The config of a checkpoint, as transformers reads it; raises DuelError where it cannot."""
     try:
-        model, report = AutoModelForMaskedLM.from_pretrained(
+        return AutoConfig.from_pretrained(asked.name, revision=asked.revision, **options)
+    except (OSError, ValueError, KeyError) as error:
+        raise unreadable(asked.name, error) from error
+
+
+def filled(auto: Any, config: Any, asked: Asked, **options: Any) -> Any:
+    """The network that an Auto class of transformers makes of a checkpoint, on its device.
+
+    Raises DuelError where it cannot be read, or where a tensor is missing or of another shape.
+    """
+    if asked.device_map:
+        options["device_map"] = asked.device_map
+    try:
+        model, report = auto.from_pretrained(
             asked.name,
             config=config,
             dtype=pick_dtype(asked.dtype, asked.device),
@@ -60,9 +77,7 @@ def load(raw: dict[str, Any], asked: Asked, tokenizer: PreTrainedTokenizerBase) 
     except Exception as error:  # a truncated file raises the error of whichever library reads it
         raise unreadable(asked.name, error) from error
     require_filled(asked.name, report)
-    log.info("%s is a masked LM (%s), scored as an any-order model", asked.name, type(model).__name__)
-    model = model if asked.device_map else model.to(asked.device)
-    return finish(model, asked, tokenizer, mask_id)
+    return model if asked.device_map else model.to(asked.device)
 
 
 def require_filled(name: str, report: dict[str, Any]) -> None:
@@ -196,23 +211,11 @@ class HuggingFace(Denoiser):
         return self._output(features) if self.splits_head else features  # (U, V)
 
     def describe(self) -> dict[str, object]:
-        commit = getattr(self.model.config, "_commit_hash", None)
-        runs_code = not type(self.model).__module__.startswith("transformers.")
-        local = os.path.isdir(self.path)
-        described = {
-            "denoiser": type(self.model).__name__,
-            "weights": fingerprint.weights_of(self.path, runs_code) if local else f"{self.path} at commit {commit}",
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "mask_token_id": self.mask_id,
-            "vocabulary": f"{int((~self._excluded).sum())} of {self.vocab_size}",
-            "relative_positions": self.relative_positions,
-        }
+        described = described_by(self)
         if self.family != "masked-lm":
             described |= {"attention": self.attention, "shift": self.shift}
         if self.attention == "block_causal":
             described["last_block"] = self.last_block
-        if self.adapter:
-            described["peft"] = fingerprint.weights_of(self.adapter) if os.path.isdir(self.adapter) else self.adapter
         return described
 
     def _logits(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -249,6 +252,31 @@ class HuggingFace(Denoiser):
             with torch.inference_mode():
                 self.relative_positions = probes.ties_when_blank(self)
             self.model, self._output, self.splits_head = own, output, splits
+
+
+def is_native(model: torch.nn.Module) -> bool:
+    """Whether a network is of a class of transformers, not of a checkpoint's own code."""
+    return type(model).__module__.startswith("transformers.")
+
+
+def described_by(denoiser: Any) -> dict[str, object]:
+    """What of a network that came with transformers' or its own code defines the law."""
+    model, path, adapter = denoiser.model, denoiser.path, denoiser.adapter
+    commit = getattr(model.config, "_commit_hash", None)
+    weights = (
+        fingerprint.weights_of(path, not is_native(model)) if os.path.isdir(path) else f"{path} at commit {commit}"
+    )
+    described = {
+        "denoiser": type(model).__name__,
+        "weights": weights,
+        "dtype": str(denoiser.dtype).removeprefix("torch."),
+        "mask_token_id": denoiser.mask_id,
+        "vocabulary": f"{int((~denoiser.excluded).sum())} of {denoiser.vocab_size}",
+        "relative_positions": denoiser.relative_positions,
+    }
+    if adapter:
+        described["peft"] = fingerprint.weights_of(adapter) if os.path.isdir(adapter) else adapter
+    return described
 
 
 def logits_of(

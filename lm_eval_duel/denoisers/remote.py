@@ -36,8 +36,8 @@ def load(
     asked.refuse("own code", "sigma", "device_map")
     if asked.attention == "causal":
         raise DuelError(
-            f"attention=causal is not for own code: score {asked.name} with lm_eval --model hf, or leave out "
-            "backend=remote where its family is known."
+            f"backend=remote with attention=causal is not for {asked.name}: leave backend out; an autoregressive "
+            "network whose class transformers does not have needs trust_remote_code=true alone."
         )
     if not asked.trust_remote_code:
         raise DuelError(f"{asked.name} runs code of its own: pass trust_remote_code=true if you trust it.")
