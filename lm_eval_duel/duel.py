@@ -12,17 +12,18 @@ Shapes: N windows, L row length, R lanes, W block width.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
 
-from lm_eval_duel import rules
+from lm_eval_duel import fingerprint, rules
 from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.denoisers.predictions import Predictions
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimator import Estimator, OnDone, Opened, fresh
+from lm_eval_duel.estimator import Estimator, OnDone, Opened, Value, fresh
 from lm_eval_duel.hashing import uniform
 from lm_eval_duel.lanes import Lanes, Rows
 from lm_eval_duel.law import check_rule, check_windows
@@ -40,6 +41,8 @@ class Duel(Estimator):
 
     Raises DuelError for a combination that is no law of this network.
     """
+
+    name, decodes = "duel", True
 
     def __init__(
         self,
@@ -62,6 +65,15 @@ class Duel(Estimator):
         """
         return super().log_prob(windows, on_done)
 
+    def describe(self) -> dict[str, object]:
+        law = {"estimator": self.name, "rule": self.rule, "block": self.block, "grid": self.grid}
+        if type(self.rule) not in rules.RULES.values():
+            law["rule_code"] = fingerprint.hash_files([inspect.getfile(type(self.rule))])
+        return law
+
+    def values(self, scored: Scored) -> dict[str, Value]:
+        return {self.name: Value(scored.log_prob, nfe=scored.nfe)}
+
     def replay(self, windows: Sequence[Window], steps: Sequence[Sequence[int]]) -> list[Scored]:
         """The nats of a recorded order: `steps` as in `Scored`. A diagnostic; a likelihood only if a rule made them."""
         if len(windows) != len(steps):
@@ -71,7 +83,7 @@ class Duel(Estimator):
             context = len(window.context)
             if len(order) != len(window.target):
                 raise DuelError(f"Window {n} has {len(window.target)} target tokens but {len(order)} steps.")
-            for start, width in self._blocks(window):
+            for start, width in self.blocks(window):
                 inside = set(order[max(0, start - context) : start - context + width])
                 if inside != set(range(len(inside))):
                     raise DuelError(
@@ -184,7 +196,7 @@ class Duel(Estimator):
         """One lane a row: a finished block is committed, and the row's next block enters."""
         rows = Rows.of(prompts, self.denoiser.device)
         view = self.denoiser.open(rows, generating=True)
-        places = [self._blocks(prompt) for prompt in prompts]
+        places = [self.blocks(prompt) for prompt in prompts]
         first = [(n, *found.pop(0)) for n, found in enumerate(places)]
         results: dict[int, Drawn] = {}
 
@@ -197,9 +209,34 @@ class Duel(Estimator):
             start = len(prompts[n].context)
             tokens = rows.ids[n, start : start + len(prompts[n].target)]  # (T,)
             results[n] = Drawn(**result, tokens=tuple(tokens.tolist()))
+            self.counts.add(results[n], len(tokens))
 
         self._loop(view, Ledger(rows, self.traced), self.rule, [fresh(rows, first)], choose, advance, finish, group)
         return [results[n] for n in range(len(prompts))]
+
+
+class Exact(Duel):
+    """The chain rule of an autoregressive network: the same windows, one forward each.
+
+    Raises DuelError for a network that is not autoregressive.
+    """
+
+    name = "exact"
+
+    def __init__(
+        self,
+        denoiser: Denoiser,
+        grid: str = "auto",
+        batch_size: int | None = None,
+        max_batch_size: int | None = None,
+        traced: bool = False,
+    ):
+        if denoiser.attention != "causal":
+            raise DuelError(
+                f"estimator=exact is the chain rule of an autoregressive network; this one is {denoiser.attention}. "
+                "Use estimator=duel (or elbo, mixture, oracle)."
+            )
+        super().__init__(denoiser, rules.LeftToRight(), 1, grid, batch_size, max_batch_size, traced)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -28,6 +28,14 @@ from lm_eval_duel.reveal import RevealLoop
 from lm_eval_duel.windows import Window
 
 OnDone = Callable[[int, Scored], None]  # the window's index, its result
+
+
+class Value(NamedTuple):
+    """One figure of a window under one estimator."""
+
+    nats: float
+    stderr: float | None = None  # Monte Carlo error, nats
+    nfe: int | None = None  # rule steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +69,8 @@ class Estimator(abc.ABC):
     a number beyond float noise. `traced`: results carry confidence, margin and entropy of each token, too.
     """
 
+    name: str  # as in estimator=
+    decodes: bool = False  # `is_greedy` says what decoding would write
     nothing: ClassVar[Scored] = Scored(0.0, True, (), (), 0, 0, 0)  # the result of an empty target
 
     def __init__(
@@ -95,6 +105,18 @@ class Estimator(abc.ABC):
         return self._score(windows, self._score_group, on_done)
 
     @abc.abstractmethod
+    def describe(self) -> dict[str, object]:
+        """What of this estimator defines a number, for the law."""
+
+    @abc.abstractmethod
+    def values(self, scored: Scored) -> dict[str, Value]:
+        """All that one result says, by name; the first is its `log_prob`."""
+
+    def blocks(self, window: Window) -> list[tuple[int, int]]:
+        """(first column, width) of each block of a window."""
+        return blocks(len(window.context), len(window.target), self.block, self.grid)
+
+    @abc.abstractmethod
     def _score_group(self, opened: Opened, emit: OnDone) -> None:
         """Score one group of windows; `emit(row, result)` for each."""
 
@@ -120,7 +142,12 @@ class Estimator(abc.ABC):
         for part in self._groups([windows[n] for n in unique]):
             numbers = [unique[n] for n in part]
             opened = self._open([windows[n] for n in numbers], numbers)
-            score(opened, lambda row, scored, numbers=numbers: emit(numbers[row], scored))
+
+            def done(row: int, scored: Scored, opened: Opened = opened) -> None:
+                self.counts.add(scored, len(opened.windows[row].target))
+                emit(opened.numbers[row], scored)
+
+            score(opened, done)
         return results
 
     def _open(self, windows: list[Window], numbers: list[int]) -> Opened:
@@ -144,12 +171,9 @@ class Estimator(abc.ABC):
     def _groups(self, windows: Sequence[Window]) -> list[list[int]]:
         return groups(windows, same_length=not self.denoiser.honours_padding)
 
-    def _blocks(self, window: Window) -> list[tuple[int, int]]:
-        return blocks(len(window.context), len(window.target), self.block, self.grid)
-
     def _places(self, opened: Opened) -> list[tuple[int, int, int]]:
         """(row, first column, width) of every block."""
-        return [(n, *place) for n, window in enumerate(opened.windows) for place in self._blocks(window)]
+        return [(n, *place) for n, window in enumerate(opened.windows) for place in self.blocks(window)]
 
 
 def fresh(rows: Rows, places: list[tuple[int, int, int]]) -> Lanes:

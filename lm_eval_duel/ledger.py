@@ -28,7 +28,7 @@ class Scored:
     is_greedy: bool  # every token was the argmax when it was revealed
     steps: tuple[int, ...]
     nats: tuple[float, ...]
-    nfe: int  # rule steps summed over blocks
+    nfe: int | None  # rule steps summed over blocks; None: of no one order
     close_picks: int | None  # steps whose order float noise could change; None: the rule does not say
     blank_starts: int  # steps at which the row showed nothing, so that all hidden cells tied exactly
     # per target token, as it was revealed, where `traced`: the log-odds of P1, P1 - P2, and the entropy in nats
@@ -49,22 +49,28 @@ class Counts:
     """What has been computed so far, over all calls."""
 
     windows: int = 0
-    tokens: int = 0  # revealed
-    nfe: int = 0
+    tokens: int = 0  # of targets
+    nfe: int | None = 0  # None: of no one order
     forwards: int = 0  # network calls
     rows: int = 0  # rows evaluated
     close_picks: int | None = 0  # None: the rule does not say
+    close_windows: int | None = 0  # windows that have any
     blank_starts: int = 0
 
-    def add(self, result: dict[str, Any]) -> None:
-        """One finished window's result."""
+    def add(self, scored: Scored, tokens: int) -> None:
+        """One finished window of `tokens` target tokens."""
         self.windows += 1
-        self.tokens += len(result["nats"])
-        self.nfe += result["nfe"]
-        self.blank_starts += result["blank_starts"]
-        if self.close_picks is not None:
-            known = result["close_picks"] is not None
-            self.close_picks = self.close_picks + result["close_picks"] if known else None
+        self.tokens += tokens
+        self.blank_starts += scored.blank_starts
+        close = scored.close_picks
+        self.nfe = _sum(self.nfe, scored.nfe)
+        self.close_picks = _sum(self.close_picks, close)
+        self.close_windows = _sum(self.close_windows, close if close is None else int(close > 0))
+
+
+def _sum(one: int | None, other: int | None) -> int | None:
+    """The sum, not known where one is not."""
+    return None if one is None or other is None else one + other
 
 
 class Books(Protocol):

@@ -1,35 +1,34 @@
 """`duel-mdm`: the model that lm-evaluation-harness sees. Text in, nats out, in request order.
 
-requests -> windows -> Duel -> nats per window -> added up per request
+requests -> windows (text.py) -> estimator -> nats per window -> added up per request
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
-import inspect
-import json
 import logging
 import math
+import time
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from lm_eval_duel import fingerprint, rules
+from lm_eval_duel import fingerprint
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.options import BUNDLED, TOKENS, Options
 from lm_eval_duel.ranks import Ranked
-from lm_eval_duel.windows import Window, conditional, independent, target_capacity
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
     from lm_eval.api.model import CacheHook
 
-    from lm_eval_duel.duel import Scored
+    from lm_eval_duel.cost import Cost
+    from lm_eval_duel.ledger import Scored
+    from lm_eval_duel.trace import Writer
+    from lm_eval_duel.windows import Window
 
 log = logging.getLogger("lm_eval.duel_mdm")  # the harness shows its own loggers only
 
@@ -38,7 +37,7 @@ CACHE_KEY = "lm_eval_duel law"
 
 
 class DuelMDM(Ranked):
-    """Exact likelihood of a masked diffusion model under a deterministic unmasking rule.
+    """Exact likelihood of a masked diffusion model under a deterministic unmasking rule, and what it is compared with.
 
     Takes the model args of `Options`; raises DuelError for a wrong one before the checkpoint is read.
     """
@@ -46,8 +45,10 @@ class DuelMDM(Ranked):
     def __init__(self, **arguments: Any):
         super().__init__()
         self.options = options = Options.parse(arguments)
-        from lm_eval_duel import denoisers  # transformers is imported once the arguments are known to be good
-        from lm_eval_duel.duel import Duel
+        # transformers is imported once the arguments are known to be good
+        from lm_eval_duel import denoisers, estimators
+        from lm_eval_duel.cost import Cost
+        from lm_eval_duel.text import Text
 
         device = self.join_ranks(options.device)
         if options.pretrained is None and self.rank == 0:
@@ -60,9 +61,10 @@ class DuelMDM(Ranked):
             options.pretrained or BUNDLED, device=device, tokenizer=self.tokenizer, **options.network
         )
         self._device = self.denoiser.device
-        self.duel = Duel(self.denoiser, options.rule, options.block, options.grid, options.rows, options.max_batch_size)
-        self.bos, self.prefix, self.suffix = self._framing()
-        self.cut_contexts = self.merged_borders = 0
+        self.estimator = estimators.make(self.denoiser, options)
+        self.text = Text(self.tokenizer, self.denoiser, options.windows, self.estimator.block)
+        self.cost = Cost()
+        self.trace = self._open_trace()
         if self.rank == 0:
             log.info("law %s: %s", self.fingerprint, ", ".join(f"{key}={value}" for key, value in self.law.items()))
 
@@ -71,27 +73,8 @@ class DuelMDM(Ranked):
     @cached_property
     def law(self) -> dict[str, str]:
         """Everything that defines a number, in words."""
-        rule = self.duel.rule
-        law = {
-            **self.denoiser.describe(),
-            "rule": rule,
-            "block": self.duel.block,
-            "grid": self.duel.grid,
-            "estimator": "duel",
-            "windows": self.options.windows,
-            "max_length": self.denoiser.max_length,
-            "framing": f"{self.prefix} text {self.suffix}, bos={self.bos}"
-            + (
-                f", windows after {self.prefix_token_id}"
-                if self.options.windows == "harness" and not self.prefix
-                else ""
-            ),
-            "tokenizer": _tokenizer_hash(self.tokenizer),
-            "version": LAW_VERSION,
-        }
-        if type(rule) not in rules.RULES.values():
-            law["rule_code"] = fingerprint.hash_files([inspect.getfile(type(rule))])
-        return {key: str(value) for key, value in law.items()}
+        parts = {**self.denoiser.describe(), **self.estimator.describe(), **self.text.describe()}
+        return {key: str(value) for key, value in {**parts, "version": LAW_VERSION}.items()}
 
     @property
     def fingerprint(self) -> str:
@@ -99,16 +82,42 @@ class DuelMDM(Ranked):
         return fingerprint.digest(self.law)
 
     def get_model_info(self) -> dict[str, Any]:
-        """For the results JSON: the law, its fingerprint, and what it cost on this rank."""
+        """For the results JSON: the law, its fingerprint, and what it cost, on all ranks."""
+        from lm_eval_duel.cost import Cost, versions
+
+        total = Cost(ranks=0)
+        for account in self.accounts or [self.account()]:
+            total.merge(account)
+        law, denoiser = self.law, self.denoiser
         return {
             "fingerprint": self.fingerprint,
-            "law": self.law,
+            "law": law,
             "duel": {
-                **dataclasses.asdict(self.duel.counts),
-                "cut_contexts": self.cut_contexts,
-                "merged_borders": self.merged_borders,
+                "estimator": self.estimator.name,
+                "rule": law.get("rule"),
+                "block": self.estimator.block,
+                "family": denoiser.family,
+                "attention": denoiser.attention,
+                "dtype": law.get("dtype"),
+                "weights": law.get("weights"),
+                "bos": self.text.bos,
+                "row_capacity": self.text.capacity,
+                "device": str(denoiser.device),
+                "versions": versions(),
+                "trace": str(self.trace.path) if self.trace else None,
+                **total.describe(),
             },
         }
+
+    def account(self) -> Cost:
+        """What this rank computed and what it cost."""
+        from lm_eval_duel.cost import peak_memory
+
+        sums = dataclasses.asdict(self.estimator.counts)
+        sums |= {name: getattr(self.text, name) for name in ("cut_contexts", "merged_borders")}
+        return dataclasses.replace(
+            self.cost, counts=sums | self.cost.counts, peak_memory=peak_memory(self.denoiser.device)
+        )
 
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
         """Take the harness's response cache, unless it was written under another law (it keys on the text only)."""
@@ -129,33 +138,25 @@ class DuelMDM(Ranked):
             store[CACHE_KEY] = self.law
         super().set_cache_hook(cache_hook)
 
-    # ------------------------------------------------------------ text
+    def _open_trace(self) -> Writer | None:
+        """The trace asked for; raises DuelError where there is one of another law."""
+        if self.options.trace is None:
+            return None
+        from lm_eval_duel.trace import Writer
 
-    def _framing(self) -> tuple[str, list[int], list[int]]:
-        """The convention of framing, and the ids before and after a text.
+        name = self.options.tokenizer or self.options.pretrained or BUNDLED
+        header = {"fingerprint": self.fingerprint, "law": self.law, "tokenizer": name}
+        return Writer(self.options.trace, header, self.rank, self.world_size)
 
-        A masked LM has its tokenizer's ([CLS] text [SEP]); any other network one BOS, where its family has one.
-        """
-        prefix, suffix = framing(self.tokenizer)
-        suffix = suffix if self.denoiser.closes else []
-        bos = self.denoiser.bos
-        if bos == "auto":
-            bos = "given" if prefix or suffix else "none"
-        if bos == "none":
-            return bos, [], []
-        if not (prefix or suffix):
-            start = self.tokenizer.bos_token_id if self.tokenizer.bos_token_id is not None else self.eot_token_id
-            if start is None:
-                raise DuelError(f"bos={bos} needs a BOS (or EOS) token and this tokenizer has none; use bos=none.")
-            prefix = [start]
-        return bos, prefix, suffix
+    # ------------------------------------------------------------ what the harness asks about text
 
     @property
     def eot_token_id(self) -> int | None:
-        for token in (self.tokenizer.eos_token_id, self.tokenizer.sep_token_id, self.tokenizer.bos_token_id):
-            if token is not None:
-                return token
-        return None
+        return self.text.end
+
+    @property
+    def prefix_token_id(self) -> int | None:
+        return self.text.start
 
     @property
     def max_length(self) -> int:
@@ -168,35 +169,7 @@ class DuelMDM(Ranked):
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """The ids of a text alone; framing tokens are added to windows, not to texts."""
-        return self.tokenizer(string, add_special_tokens=bool(add_special_tokens), verbose=False)["input_ids"]
-
-    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """The ids of a context and of what continues it, as the harness cuts them: the whole text is encoded, and the
-        context's trailing spaces belong to the continuation.
-
-        Where a merge crosses the border, so that the whole does not begin with the context's ids, the continuation is
-        encoded by itself: the ids that are scored are those of the continuation, as the tokenizer writes it alone.
-        """
-        if not continuation:
-            return self.tok_encode(context), []
-        kept = context.rstrip()
-        continuation = context[len(kept) :] + continuation
-        before, whole = self.tok_encode(kept) if kept else [], self.tok_encode(kept + continuation)
-        if whole[: len(before)] == before and len(whole) > len(before):
-            return before, whole[len(before) :]
-        self.merged_borders += 1
-        if not (alone := self.tok_encode(continuation)):
-            raise DuelError(f"The continuation {continuation!r} has no tokens in this tokenizer, so it has no score.")
-        return before, alone
-
-    def _scorable(self, ids: list[int]) -> list[int]:
-        """The ids of a text; raises DuelError where they hold the mask token."""
-        if self.denoiser.mask_id in ids:
-            raise DuelError(
-                f"the text holds the mask token {self.tokenizer.decode([self.denoiser.mask_id])!r}, which a masked "
-                "diffusion model cannot score or be given. Remove it from the text."
-            )
-        return ids
+        return self.text.encode(string, bool(add_special_tokens))
 
     # ------------------------------------------------------------ requests
 
@@ -204,29 +177,28 @@ class DuelMDM(Ranked):
         """log p(continuation | context) in nats, and whether `decode` under the same rule would write it.
 
         An empty context leaves the framing tokens alone in view; an empty continuation is (0.0, True). A context too
-        long for the row is cut from the left, a continuation too long is an error.
+        long for the row is cut from the left, a continuation too long is an error. An estimator that decodes nothing
+        says False.
         """
-        if self.bos in ("scored", "official"):
-            raise DuelError(
-                f"bos={self.bos} scores the row from its first position on, so it has no place for a context: use it "
-                "for whole texts (loglikelihood_rolling), and bos=given or none for tasks with a context."
+        if not self.estimator.decodes:
+            log.warning(
+                "estimator=%s decodes nothing, so is_greedy is False: an accuracy that counts it (lambada's acc) means "
+                "nothing here; log-likelihoods, and what is made of them, do",
+                self.estimator.name,
             )
-        windows, cut, merged = [], 0, self.merged_borders
+        cut, merged = self.text.cut_contexts, self.text.merged_borders
+        windows = []
         for request in requests:
             with _naming(request):
-                context, target = map(self._scorable, self._encode_pair(*request.args))
-                window, lost = conditional(context, target, self.max_length, self.prefix, self.suffix)
-            windows.append([window])
-            cut += lost > 0
-        self.cut_contexts += cut
-        if cut:
+                windows.append([self.text.continuation(*self.text.encode_pair(*request.args))])
+        if cut := self.text.cut_contexts - cut:
             log.warning(
                 "%d of %d contexts were longer than max_length=%d and cut from the left",
                 cut,
                 len(requests),
                 self.max_length,
             )
-        if merged := self.merged_borders - merged:
+        if merged := self.text.merged_borders - merged:
             log.warning(
                 "%d of %d continuations would share a token with their context and were encoded by themselves",
                 merged,
@@ -238,22 +210,22 @@ class DuelMDM(Ranked):
         self, requests: list[tuple[tuple[str, str] | None, list[int], list[int]]], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
         """The same for ids: (texts, context ids, continuation ids)."""
-        windows = [conditional(c, t, self.max_length, self.prefix, self.suffix)[0] for _, c, t in requests]
-        return [(scored.log_prob, scored.is_greedy) for scored in self.duel.log_prob(windows)]
+        windows = [self.text.continuation(context, target) for _, context, target in requests]
+        return [(scored.log_prob, scored.is_greedy) for scored in self.estimator.log_prob(windows)]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """log p of whole texts in nats, each token in exactly one window; an empty text is 0.0."""
         windows = []
         for request in requests:
             with _naming(request):
-                ids = self._scorable(self.tok_encode(*request.args))
+                ids = self.text.encode(*request.args)
                 counted = request.doc.get(TOKENS) if isinstance(request.doc, dict) else None
                 if counted is not None and counted != len(ids):
                     raise DuelError(
                         f"the task counted {counted} tokens but this model's tokenizer has {len(ids)}: token "
                         "perplexity would be wrong. Name the tokenizer: --metadata tokenizer=<folder or hub name>."
                     )
-                windows.append(self._document(ids))
+                windows.append(self.text.document(ids))
         return self._score("loglikelihood_rolling", requests, windows, _total, disable_tqdm)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
@@ -261,23 +233,6 @@ class DuelMDM(Ranked):
             "duel-mdm does not generate inside the harness yet: tasks with generate_until cannot run. "
             "From Python, lm_eval_duel.duel.Duel.sample and .decode generate under the rule that is scored."
         )
-
-    def _document(self, ids: list[int]) -> list[Window]:
-        """A text's windows, by the `windows` option."""
-        if self.options.windows == "independent":
-            windows = independent(ids, self.max_length, self.prefix, self.suffix, self.bos)
-            return [self._without_unseen(window) for window in windows]
-        start = self.prefix[-1] if self.prefix else self.prefix_token_id  # the harness's rolling windows have one
-        if start is None:
-            raise DuelError("windows=harness starts with a prefix token and this tokenizer has none; use independent.")
-        capacity = target_capacity(self.max_length, [start], self.suffix)
-        pairs = map(make_disjoint_window, get_rolling_token_windows(ids, start, capacity, context_len=1))
-        return [Window(tuple(context), tuple(target), tuple(self.suffix)) for context, target in pairs]
-
-    def _without_unseen(self, window: Window) -> Window:
-        """A window without the suffix that no block of a block-causal network sees (after the last block's border)."""
-        unseen = self.denoiser.attention == "block_causal" and len(window.target) % self.duel.block == 0
-        return dataclasses.replace(window, suffix=()) if window.suffix and not window.context and unseen else window
 
     def _score(
         self,
@@ -289,39 +244,75 @@ class DuelMDM(Ranked):
     ) -> list[Any]:
         """The answer of each request from its windows' results.
 
-        A request's answer goes to the response cache as soon as its last window is done.
+        A request's answer goes to the response cache, and its windows to the trace, as soon as the last one is done.
         """
-        owner = [r for r, parts in enumerate(windows) for _ in parts]  # the request of each window
-        found: list[list[Scored]] = [[] for _ in windows]
-        answers = [None if parts else combine([]) for parts in windows]
+        owner = [(r, part) for r, parts in enumerate(windows) for part in range(len(parts))]
+        found: list[dict[int, Scored]] = [{} for _ in windows]
+        answers: list[Any] = [None] * len(windows)
+        extra = _padding(requests)
         bar = tqdm(
             total=sum(len(window.target) for parts in windows for window in parts),
-            desc=f"{kind} {self.duel.rule}",
+            desc=f"{kind} {self.law.get('rule', self.estimator.name)}",
             unit="tok",
             disable=disable_tqdm or self.rank != 0,
         )
 
-        def done(n: int, scored: Scored) -> None:
-            r = owner[n]
-            found[r].append(scored)
-            bar.update(len(scored.nats))
-            if len(found[r]) == len(windows[r]):
-                answers[r] = combine(found[r])
+        def complete(r: int) -> None:
+            parts = [found[r][part] for part in range(len(windows[r]))]
+            answers[r] = combine(parts)
+            if r not in extra:
+                self.cost.count(requests[r].task_name, windows[r], parts, self.estimator)
+                self._write_trace(requests[r], windows[r], parts)
+            if parts:
                 self.cache_hook.add_partial(kind, requests[r].args, answers[r])
 
-        blank = self.duel.counts.blank_starts
+        def done(n: int, scored: Scored) -> None:
+            r, part = owner[n]
+            found[r][part] = scored
+            bar.update(len(windows[r][part].target))
+            if len(found[r]) == len(windows[r]):
+                complete(r)
+
+        blank, began = self.estimator.counts.blank_starts, time.perf_counter()
         with bar:
+            for r, parts in enumerate(windows):
+                if not parts:
+                    complete(r)
             try:
-                self.duel.log_prob([window for parts in windows for window in parts], done)
+                self.estimator.log_prob([window for parts in windows for window in parts], done)
             except DuelError as error:
                 if error.window is not None:
-                    error.args = (f"{_name(requests[owner[error.window]])}: {error}",)
+                    error.args = (f"{_name(requests[owner[error.window][0]])}: {error}",)
                 raise
-        if blank := self.duel.counts.blank_starts - blank:
+            finally:
+                self.cost.seconds += time.perf_counter() - began
+        if blank := self.estimator.counts.blank_starts - blank:
             log.info(
                 "%d blocks started with nothing in view: all cells tie exactly, the lowest position goes first", blank
             )
         return answers
+
+    def _write_trace(self, request: Instance, windows: list[Window], parts: list[Scored]) -> None:
+        if self.trace is None:
+            return
+        from lm_eval_duel.trace import record
+
+        place = {"task": request.task_name, "doc": request.doc_id, "request": request.idx}
+        self.trace.write(
+            {**place, "window": n, **record(window, scored, self.estimator)}
+            for n, (window, scored) in enumerate(zip(windows, parts, strict=True))
+        )
+
+
+def _padding(requests: list[Instance]) -> set[int]:
+    """The requests that the harness added so that ranks have equally many: the same object more often than asked."""
+    seen: dict[int, int] = {}
+    extra = set()
+    for r, request in enumerate(requests):
+        seen[id(request)] = seen.get(id(request), 0) + 1
+        if seen[id(request)] > (request.repeats or 1):
+            extra.add(r)
+    return extra
 
 
 def _total(parts: list[Scored]) -> float:
@@ -330,22 +321,6 @@ def _total(parts: list[Scored]) -> float:
 
 def _both(parts: list[Scored]) -> tuple[float, bool]:
     return _total(parts), all(scored.is_greedy for scored in parts)
-
-
-def framing(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The ids that a tokenizer puts before and after a text, such as [CLS] and [SEP]."""
-    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
-    framed = tokenizer("a", add_special_tokens=True)["input_ids"]
-    for start in range(len(framed) - len(plain) + 1):
-        if framed[start : start + len(plain)] == plain:
-            return framed[:start], framed[start + len(plain) :]
-    return [], []
-
-
-def _tokenizer_hash(tokenizer: Any) -> str:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    text = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 @contextlib.contextmanager

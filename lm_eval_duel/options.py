@@ -16,6 +16,9 @@ from lm_eval_duel import rules
 from lm_eval_duel.errors import DuelError, unknown
 
 WINDOWS = ("independent", "harness")
+LATTICE = ("elbo_exact", "mixture", "oracle")  # estimators that evaluate every revealed set of a block
+LATTICE_BLOCK = 12  # its most cells: 4,095 sets
+ESTIMATORS = ("duel", "elbo", *LATTICE, "exact")
 BUNDLED = "demo-mdm"  # scored when no checkpoint is named
 TOKENS = "duel_tokens"  # the column in which this package's tasks count a document's tokens, checked when it is scored
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
@@ -26,6 +29,14 @@ CHOICES = {
     "last_block": ("fill", "cut"),
     "sigma": ("clamped", "schedule"),
     "backend": ("native", "remote"),
+}
+ELBO_FORMS = ("count", "ratio", "score_entropy")
+ONLY = {  # which estimators have a use for an arg
+    "mc_samples": ("elbo",),
+    "elbo_form": ("elbo",),
+    "elbo_block": ("elbo",),
+    "elbo_eps": ("elbo",),
+    "lattice_rules": LATTICE,
 }
 NETWORK = (  # what is handed on to denoisers.load
     "dtype",
@@ -58,6 +69,14 @@ class Options:
     block: int | str | None = "auto"  # positions, None (the whole target) or "auto"
     grid: str = "auto"
     windows: str = "independent"
+    estimator: str = "duel"
+    mc_samples: int = 128  # draws of a window, of the Monte Carlo ELBO; and what follows
+    elbo_form: str = "auto"
+    elbo_block: int | str | None = "auto"
+    elbo_eps: float = 0.0
+    draw_seed: int = 0
+    lattice_rules: tuple[rules.Rule, ...] | None = None  # None: the rule, where it is state-only
+    trace: str | None = None
     batch_size: int | str = "auto"  # rows of max_length in a network call
     max_batch_size: int | None = None
     device: str | None = None
@@ -87,6 +106,14 @@ class Options:
             "block": _block,
             "grid": lambda key, value: _one_of(key, value, GRIDS),
             "windows": lambda key, value: _one_of(key, value, WINDOWS),
+            "estimator": lambda key, value: _one_of(key, value, ESTIMATORS),
+            "mc_samples": lambda key, value: _count(key, value) or cls.mc_samples,
+            "elbo_form": lambda key, value: _choice("auto", *ELBO_FORMS)(key, value) or "auto",
+            "elbo_block": _block,
+            "elbo_eps": _share,
+            "draw_seed": lambda key, value: _count(key, value, least=0) or 0,
+            "lattice_rules": _rules,
+            "trace": _text,
             "batch_size": _batch_size,
             "max_batch_size": _count,
             "device": _text,
@@ -121,12 +148,34 @@ class Options:
             )
         if values.get("windows") == "harness" and values.get("bos") in ("scored", "official"):
             raise DuelError(f"bos={values['bos']} frames rows of its own; it goes with windows=independent only.")
-        return cls(rule=rule, **values)
+        options = cls(rule=rule, **values)
+        options._check_estimator(values)
+        return options
+
+    def _check_estimator(self, given: Mapping[str, Any]) -> None:
+        """Raise DuelError for an arg that the estimator has no use for, or a block too large for it."""
+        for key, estimators in ONLY.items():
+            if key in given and self.estimator not in estimators:
+                raise DuelError(
+                    f"'{key}' is of estimator={' or '.join(estimators)}, and this is estimator={self.estimator}: "
+                    "leave it out, or say that estimator."
+                )
+        if self.elbo_eps and self.elbo_form == "count":
+            raise DuelError("'elbo_eps' is the least ratio, of elbo_form=ratio; counts have none. Leave one out.")
+        large = self.block is None or (isinstance(self.block, int) and self.block > LATTICE_BLOCK)
+        if self.estimator in LATTICE and large:
+            raise DuelError(
+                f"estimator={self.estimator} evaluates all revealed sets of a block, so block is at most "
+                f"{LATTICE_BLOCK}; got {'none' if self.block is None else self.block}. block=4 takes 15 states a block."
+            )
 
     @property
     def network(self) -> dict[str, Any]:
         """What is said about the checkpoint, for `denoisers.load`."""
-        return {name: getattr(self, name) for name in NETWORK}
+        said = {name: getattr(self, name) for name in NETWORK}
+        if self.estimator == "exact":  # of an autoregressive network, whose blocks are of one
+            said |= {"attention": said["attention"] or "causal", "block": None}
+        return said
 
     @property
     def rows(self) -> int | None:
@@ -161,6 +210,14 @@ def _rule(arguments: dict[str, Any]) -> rules.Rule:
     if not inside:
         return rules.build(name, beside)
     return rules.parse(":".join([text, *(f"{key}={value}" for key, value in beside.items())]))
+
+
+def _rules(key: str, value: Any) -> tuple[rules.Rule, ...]:
+    """Rules of a text such as greedy+margin:k=2, each of which reads the state alone."""
+    named = () if value in NOTHING else tuple(rules.parse(text) for text in str(value).split("+"))
+    for rule in named:
+        rules.check_state_only(rule)
+    return named
 
 
 def _text(key: str, value: Any) -> str | None:
@@ -223,6 +280,16 @@ def _scale(key: str, value: Any) -> float | None:
         return number or None
     except (ValueError, TypeError):
         raise DuelError(f"'{key}' is a number >= 0 (0: no guidance); got '{value}'.") from None
+
+
+def _share(key: str, value: Any) -> float:
+    try:
+        number = 0.0 if value in NOTHING else float(value)
+        if isinstance(value, bool) or not 0 <= number < 1:
+            raise ValueError
+        return number
+    except (ValueError, TypeError):
+        raise DuelError(f"'{key}' is a share from 0 (nothing left out) to below 1; got '{value}'.") from None
 
 
 def _one_of(key: str, value: Any, known: tuple[str, ...]) -> str:

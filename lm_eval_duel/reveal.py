@@ -76,7 +76,6 @@ class RevealLoop:
                 if (following := advance(left)) is not None:
                     queue.put_first(following)
                 for n, result in ledger.results(ledger.finished(left)):
-                    self.counts.add(result)
                     finish(n, result)
         self.counts.forwards += view.forwards
         self.counts.rows += view.evaluated

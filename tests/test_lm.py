@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from lm_eval_duel.duel import Duel
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.lm import DuelMDM, framing
+from lm_eval_duel.lm import DuelMDM
+from lm_eval_duel.text import framing
 from lm_eval_duel.windows import Window
 
 
@@ -42,7 +43,7 @@ def by_hand(lm, context, target):
 
 
 def test_framing_is_found_from_the_tokenizer(lm, demo):
-    assert framing(lm.tokenizer) == ([2], [3]) == (lm.prefix, lm.suffix)
+    assert framing(lm.tokenizer) == ([2], [3]) == (lm.text.prefix, lm.text.suffix)
     assert framing(demo.tokenizer) == ([], [])
 
 
@@ -75,12 +76,12 @@ def test_trailing_spaces_are_scored_by_a_tokenizer_that_keeps_them(demo):
 
 def test_the_scored_ids_always_spell_the_continuation(demo):
     """Where a merge crosses the border, the continuation is encoded by itself: it is neither lost nor changed."""
-    before = demo.merged_borders
+    before = demo.text.merged_borders
     for context, continuation in [("th", "e"), ("gov", "ernment"), ("the", "re"), ("the people", " of"), ("w", "e ")]:
-        ids, target = demo._encode_pair(context, continuation)
+        ids, target = demo.text.encode_pair(context, continuation)
         assert target and demo.tokenizer.decode(target) == continuation
         assert demo.tokenizer.decode(ids) == context
-    assert demo.merged_borders - before >= 3
+    assert demo.text.merged_borders - before >= 3
     value, _ = demo.loglikelihood(ask("loglikelihood", ("th", "e")), disable_tqdm=True)[0]
     assert value < 0
 
@@ -97,7 +98,7 @@ def test_an_empty_context_is_the_rolling_value(demo):
 def test_is_greedy_iff_decode_writes_it(lm):
     context = lm.tok_encode("a b")
     for length in (1, 3):
-        best = lm.duel.decode([(2, *context)], length, suffix=(3,))[0].tokens
+        best = lm.estimator.decode([(2, *context)], length, suffix=(3,))[0].tokens
         texts = [" ".join([tiny.WORDS[t] for t in best]), " ".join(["q"] * length)]
         assert not {"[PAD]", "[UNK]", "[CLS]", "[SEP]"} & set(texts[0].split()), "choose another seed"
         answers = lm.loglikelihood(ask("loglikelihood", *[("a b", " " + t) for t in texts]), disable_tqdm=True)
@@ -144,7 +145,7 @@ def test_rolling_windows_hold_every_token_once(lm):
 def test_the_harness_windows_give_the_last_window_full_context(folder):
     lm = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu", windows="harness")
     ids = lm.tok_encode(" ".join("abcdefghijklmnopqrst"))
-    windows = lm._document(ids)
+    windows = lm.text.document(ids)
     assert [token for window in windows for token in window.target] == ids
     assert [window.length for window in windows] == [16, 16]
     assert windows[0] == Window((2,), ids[:14], (3,))
@@ -161,7 +162,7 @@ def test_conventions_of_framing(folder):
     }.items():
         lm = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu", bos=bos)
         ids = tuple(lm.tok_encode("a b c d"))
-        assert lm._document(list(ids)) == windows(ids)
+        assert lm.text.document(list(ids)) == windows(ids)
         assert f"bos={bos}" in lm.law["framing"]
         if bos in ("scored", "official"):
             with pytest.raises(DuelError, match=f"bos={bos} scores the row from its first position on"):
@@ -180,24 +181,24 @@ def dit(tmp_path_factory):
 
 def test_a_dit_begins_with_its_bos(dit):
     lm = DuelMDM(pretrained=dit, device="cpu")
-    assert (lm.bos, lm.prefix, lm.suffix, lm.duel.block) == ("given", [0], [], 4)
-    assert lm._document([1, 2, 3]) == [Window((0,), (1, 2, 3))]
+    assert (lm.text.bos, lm.text.prefix, lm.text.suffix, lm.estimator.block) == ("given", [0], [], 4)
+    assert lm.text.document([1, 2, 3]) == [Window((0,), (1, 2, 3))]
     official = DuelMDM(pretrained=dit, device="cpu", bos="official")
-    assert official._document([1, 2, 3]) == [Window((), (0, 1, 2), (3,))]
-    assert DuelMDM(pretrained=dit, device="cpu", add_bos_token=False)._document([1, 2, 3]) == [Window((), (1, 2, 3))]
+    assert official.text.document([1, 2, 3]) == [Window((), (0, 1, 2), (3,))]
+    assert DuelMDM(pretrained=dit, device="cpu", add_bos_token=False).text.document([1, 2, 3]) == [Window((), (1, 2, 3))]
 
 
 def test_rows_that_are_scored_from_the_start_leave_no_suffix_to_a_block_that_ends(dit):
     lm = DuelMDM(pretrained=dit, device="cpu", bos="official")
-    lm.denoiser.attention, lm.duel.block = "block_causal", 4
-    assert lm._document([1, 2, 3, 4]) == [Window((), (0, 1, 2, 3))]
-    assert lm._document([1, 2, 3]) == [Window((), (0, 1, 2), (3,))]
+    lm.denoiser.attention, lm.estimator.block = "block_causal", 4
+    assert lm.text.document([1, 2, 3, 4]) == [Window((), (0, 1, 2, 3))]
+    assert lm.text.document([1, 2, 3]) == [Window((), (0, 1, 2), (3,))]
 
 
 def test_equal_windows_are_scored_once(folder):
     lm = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu")
     values = lm.loglikelihood_rolling(ask("loglikelihood_rolling", *[("a b c",)] * 5), disable_tqdm=True)
-    assert len(set(values)) == 1 and lm.duel.counts.windows == 1
+    assert len(set(values)) == 1 and lm.estimator.counts.windows == 1
 
 
 def test_every_finished_request_goes_to_the_cache(folder):

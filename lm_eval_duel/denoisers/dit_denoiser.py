@@ -5,10 +5,12 @@ Shapes: R rows, L row length, Q queries, K keys, D width, V tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from lm_eval_duel import fingerprint
-from lm_eval_duel.denoisers.base import Denoiser, KeysValues, View, take
+from lm_eval_duel.denoisers.base import Cells, Denoiser, KeysValues, View, take
 from lm_eval_duel.denoisers.dit import DiT
 from lm_eval_duel.denoisers.predictions import excluded_columns
 from lm_eval_duel.lanes import Lanes, Rows
@@ -122,10 +124,17 @@ class SEDD(DiTDenoiser):
     def open(self, rows: Rows, generating: bool = False) -> View:
         return SEDDView(self, rows)
 
+    def open_at(self, rows: Rows, level: Callable[[Lanes], torch.Tensor]) -> View:
+        """A view whose noise level is not that of the masked share but `level(lanes)` (R,), for SEDD's own bound."""
+        return LevelView(self, rows, level)
+
     def noise_level(self, share: torch.Tensor) -> torch.Tensor:
         """sigma (R,) of masked shares (R,), in float64: near a share of 1 the schedule cancels."""
-        share = share.clamp(*CLAMP) if self.sigma == "clamped" else share * (1 - NOISE_EPS)
-        return -torch.log1p(-share).float()
+        return (-torch.log1p(-share.clamp(*CLAMP)) if self.sigma == "clamped" else self.schedule(share)).float()
+
+    def schedule(self, t: torch.Tensor) -> torch.Tensor:
+        """sigma(t) of the schedule it was trained on."""
+        return -torch.log1p(-t * (1 - NOISE_EPS))
 
     def describe(self) -> dict[str, object]:
         over = "scored positions" if self.bos == "official" else "row"
@@ -141,3 +150,17 @@ class SEDDView(View):
         if self.denoiser.bos == "official":
             counted = counted - self.rows.given[lanes.row].sum(1)
         return {"sigma": self.denoiser.noise_level(masked.double() / counted)}
+
+
+class LevelView(View):
+    """A SEDD denoiser that is told the noise level of each lane; equal rows of different levels are kept apart."""
+
+    def __init__(self, denoiser: SEDD, rows: Rows, level: Callable[[Lanes], torch.Tensor]):
+        super().__init__(denoiser, rows)
+        self._level = level
+
+    def cells(self, lanes: Lanes) -> Cells:
+        return self._evaluate(lanes, *self._input(lanes))
+
+    def _told(self, lanes: Lanes, shown: torch.Tensor, real: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"sigma": self._level(lanes).float()}

@@ -17,11 +17,11 @@ from typing import Any
 
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.rules.adaptive import EntropyBound, Klass, Threshold
-from lm_eval_duel.rules.base import Decision, Rule, certain
+from lm_eval_duel.rules.base import Decision, Rule, certain, rank
 from lm_eval_duel.rules.orders import LeftToRight, Random, RightToLeft
 from lm_eval_duel.rules.scores import Entropy, Greedy, LogMargin, Margin
 
-__all__ = ["Decision", "Rule", "build", "certain", "find", "parse", "split"]
+__all__ = ["Decision", "Rule", "build", "certain", "check_state_only", "find", "parse", "rank", "split"]
 
 RULES: dict[str, type[Rule]] = {
     rule.name: rule
@@ -98,6 +98,15 @@ def find(name: str) -> type[Rule]:
     if resolved not in RULES:
         raise unknown("unmasking rule", name, [*RULES, *ALIASES])
     return RULES[resolved]
+
+
+def check_state_only(rule: Rule) -> None:
+    """Raise DuelError for a rule whose pick is not a function of what is revealed."""
+    if not rule.state_only:
+        raise DuelError(
+            f"lattice_rules takes rules whose pick depends on what is revealed alone; {rule} has a memory, or does not "
+            "say `state_only = True` in its class. Score it by itself: estimator=duel,rule=..."
+        )
 
 
 def _custom(name: str) -> type[Rule]:

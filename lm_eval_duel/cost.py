@@ -1,0 +1,143 @@
+"""What a run computed and what it cost, for the results JSON; summed over ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import resource
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lm_eval_duel.estimator import Estimator, Value
+from lm_eval_duel.ledger import Scored
+from lm_eval_duel.windows import Window
+
+PACKAGES = ("lm_eval_duel", "lm_eval", "torch", "transformers", "accelerate")
+
+
+@dataclasses.dataclass
+class Total:
+    """The sum of one figure over documents."""
+
+    nats: float = 0.0
+    variance: float | None = 0.0  # of the Monte Carlo error; None: not known
+    nfe: int | None = 0
+
+    def add(self, value: Value) -> None:
+        self.nats += value.nats
+        self.variance = None if None in (self.variance, value.stderr) else self.variance + value.stderr**2
+        self.nfe = None if None in (self.nfe, value.nfe) else self.nfe + value.nfe
+
+    def merge(self, other: Total) -> None:
+        self.nats += other.nats
+        self.variance = None if None in (self.variance, other.variance) else self.variance + other.variance
+        self.nfe = None if None in (self.nfe, other.nfe) else self.nfe + other.nfe
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "nats": self.nats,
+            "stderr": None if self.variance is None else self.variance**0.5,
+            "nfe": self.nfe,
+        }
+
+
+@dataclasses.dataclass
+class TaskTotal:
+    """The sums of one task."""
+
+    documents: int = 0
+    windows: int = 0
+    tokens: int = 0
+    values: dict[str, Total] = dataclasses.field(default_factory=dict)
+
+    def merge(self, other: TaskTotal) -> None:
+        for name in ("documents", "windows", "tokens"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name, total in other.values.items():
+            self.values.setdefault(name, Total()).merge(total)
+
+
+@dataclasses.dataclass
+class Cost:
+    """One rank's account."""
+
+    tasks: dict[str, TaskTotal] = dataclasses.field(default_factory=dict)
+    counts: dict[str, int | None] = dataclasses.field(default_factory=dict)  # added up over ranks
+    seconds: float = 0.0  # in the estimator
+    longest_document: int = 0  # tokens
+    peak_memory: int = 0  # bytes
+    ranks: int = 1
+
+    def count(self, task: str, windows: Sequence[Window], parts: Sequence[Scored], estimator: Estimator) -> None:
+        """One request's windows and their results."""
+        length = sum(len(window.target) for window in windows)
+        self.longest_document = max(self.longest_document, length)
+        self.counts["empty_documents"] = self.counts.get("empty_documents", 0) + (length == 0)
+        total = self.tasks.setdefault(str(task), TaskTotal())
+        total.documents += 1
+        total.windows += len(parts)
+        total.tokens += length
+        for part in parts:
+            for name, value in estimator.values(part).items():
+                total.values.setdefault(name, _nothing(value)).add(value)
+
+    def merge(self, other: Cost) -> None:
+        """Another rank's account added to this one."""
+        for name, total in other.tasks.items():
+            self.tasks.setdefault(name, TaskTotal()).merge(total)
+        for name, count in other.counts.items():
+            mine = self.counts.get(name, 0)
+            self.counts[name] = None if None in (mine, count) else mine + count
+        self.seconds = max(self.seconds, other.seconds)
+        self.longest_document = max(self.longest_document, other.longest_document)
+        self.peak_memory = max(self.peak_memory, other.peak_memory)
+        self.ranks += other.ranks
+
+    def describe(self) -> dict[str, Any]:
+        """As in the results JSON."""
+        windows, nfe, tokens = self.counts["windows"], self.counts["nfe"], self.counts["tokens"]
+        return {
+            "ranks": self.ranks,
+            **self.counts,
+            "mean_nfe": nfe / windows if nfe is not None and windows else None,
+            "seconds": self.seconds,
+            "tokens_per_second": tokens / self.seconds if self.seconds else None,
+            "peak_memory_bytes": self.peak_memory,
+            "longest_document": self.longest_document,
+            "tasks": {
+                name: {
+                    "documents": total.documents,
+                    "windows": total.windows,
+                    "tokens": total.tokens,
+                    "values": {value: sums.describe() for value, sums in total.values.items()},
+                }
+                for name, total in self.tasks.items()
+            },
+        }
+
+
+def _nothing(value: Value) -> Total:
+    """The start of a sum; what a value has no error or NFE for, its sum has none for."""
+    return Total(variance=0.0 if value.stderr is not None else None, nfe=0 if value.nfe is not None else None)
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most memory that was held, in bytes: on the device, or by this process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else 1024 * most  # kilobytes, but on a Mac
+
+
+def versions() -> dict[str, str]:
+    """The releases of the packages that a number depends on."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found

@@ -1,0 +1,167 @@
+"""Text in, windows out: the tokenizer, the framing tokens of a row, and what is given and what is scored.
+
+No room below this one sees text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from typing import Any
+
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from lm_eval_duel.denoisers.base import Denoiser
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.windows import Window, conditional, independent, target_capacity
+
+
+class Text:
+    """A tokenizer and the rows of a network: texts as windows.
+
+    `scheme`: how long texts become windows, "independent" or "harness"; `block`: the block in force.
+    """
+
+    def __init__(self, tokenizer: Any, denoiser: Denoiser, scheme: str, block: int | None):
+        self.tokenizer, self.denoiser, self.scheme, self.block = tokenizer, denoiser, scheme, block
+        self.bos, self.prefix, self.suffix = self._framing()
+        self.cut_contexts = self.merged_borders = 0
+
+    # ------------------------------------------------------------ framing
+
+    def _framing(self) -> tuple[str, list[int], list[int]]:
+        """The convention of framing, and the ids before and after a text.
+
+        A masked LM has its tokenizer's ([CLS] text [SEP]); any other network one BOS, where its family has one.
+        """
+        prefix, suffix = framing(self.tokenizer)
+        suffix = suffix if self.denoiser.closes else []
+        bos = self.denoiser.bos
+        if bos == "auto":
+            bos = "given" if prefix or suffix else "none"
+        if bos == "none":
+            return bos, [], []
+        if not (prefix or suffix):
+            start = self.tokenizer.bos_token_id if self.tokenizer.bos_token_id is not None else self.end
+            if start is None:
+                raise DuelError(f"bos={bos} needs a BOS (or EOS) token and this tokenizer has none; use bos=none.")
+            prefix = [start]
+        return bos, prefix, suffix
+
+    @property
+    def end(self) -> int | None:
+        """The id of the end of a text, or what comes nearest."""
+        for token in (self.tokenizer.eos_token_id, self.tokenizer.sep_token_id, self.tokenizer.bos_token_id):
+            if token is not None:
+                return token
+        return None
+
+    @property
+    def start(self) -> int | None:
+        """The id that stands before the first of the harness's rolling windows, as stock models have it."""
+        if self.prefix:
+            return self.prefix[-1]
+        bos = self.tokenizer.bos_token_id
+        return bos if bos is not None else self.end
+
+    @property
+    def capacity(self) -> int:
+        """Target positions of a row."""
+        frame = [self.start] if self.scheme == "harness" else self.prefix
+        return target_capacity(self.denoiser.max_length, frame, self.suffix)
+
+    def describe(self) -> dict[str, object]:
+        """What of the text side defines the law."""
+        after = f", windows after {self.start}" if self.scheme == "harness" and not self.prefix else ""
+        return {
+            "windows": self.scheme,
+            "max_length": self.denoiser.max_length,
+            "framing": f"{self.prefix} text {self.suffix}, bos={self.bos}{after}",
+            "tokenizer": fingerprint_of(self.tokenizer),
+        }
+
+    # ------------------------------------------------------------ ids
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """The ids of a text alone; framing tokens are added to windows, not to texts."""
+        return self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+
+    def encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """The ids of a context and of what continues it, as the harness cuts them: the whole text is encoded, and the
+        context's trailing spaces belong to the continuation.
+
+        Where a merge crosses the border, so that the whole does not begin with the context's ids, the continuation is
+        encoded by itself: the ids that are scored are those of the continuation, as the tokenizer writes it alone.
+        """
+        if not continuation:
+            return self.encode(context), []
+        kept = context.rstrip()
+        continuation = context[len(kept) :] + continuation
+        before, whole = self.encode(kept) if kept else [], self.encode(kept + continuation)
+        if whole[: len(before)] == before and len(whole) > len(before):
+            return before, whole[len(before) :]
+        self.merged_borders += 1
+        if not (alone := self.encode(continuation)):
+            raise DuelError(f"The continuation {continuation!r} has no tokens in this tokenizer, so it has no score.")
+        return before, alone
+
+    def scorable(self, ids: list[int]) -> list[int]:
+        """The ids of a text; raises DuelError where they hold the mask token."""
+        if self.denoiser.mask_id in ids:
+            raise DuelError(
+                f"the text holds the mask token {self.tokenizer.decode([self.denoiser.mask_id])!r}, which a masked "
+                "diffusion model cannot score or be given. Remove it from the text."
+            )
+        return ids
+
+    # ------------------------------------------------------------ windows
+
+    def continuation(self, context: list[int], target: list[int]) -> Window:
+        """The window of a continuation; a context too long is cut from the left and counted.
+
+        Raises DuelError where there is no place for a context, or for the continuation.
+        """
+        if self.bos in ("scored", "official"):
+            raise DuelError(
+                f"bos={self.bos} scores the row from its first position on, so it has no place for a context: use it "
+                "for whole texts (loglikelihood_rolling), and bos=given or none for tasks with a context."
+            )
+        ids = self.scorable(context), self.scorable(target)
+        window, lost = conditional(*ids, self.denoiser.max_length, self.prefix, self.suffix)
+        self.cut_contexts += lost > 0
+        return window
+
+    def document(self, ids: list[int]) -> list[Window]:
+        """A text's windows, by the scheme."""
+        ids = self.scorable(ids)
+        if self.scheme == "independent":
+            windows = independent(ids, self.denoiser.max_length, self.prefix, self.suffix, self.bos)
+            return [self._without_unseen(window) for window in windows]
+        if self.start is None:
+            raise DuelError("windows=harness starts with a prefix token and this tokenizer has none; use independent.")
+        rolling = get_rolling_token_windows(ids, self.start, self.capacity, context_len=1)
+        pairs = map(make_disjoint_window, rolling)
+        return [Window(tuple(context), tuple(target), tuple(self.suffix)) for context, target in pairs]
+
+    def _without_unseen(self, window: Window) -> Window:
+        """A window without the suffix that no block of a block-causal network sees (after the last block's border)."""
+        unseen = self.denoiser.attention == "block_causal" and len(window.target) % (self.block or 1) == 0
+        return dataclasses.replace(window, suffix=()) if window.suffix and not window.context and unseen else window
+
+
+def framing(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The ids that a tokenizer puts before and after a text, such as [CLS] and [SEP]."""
+    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+    framed = tokenizer("a", add_special_tokens=True)["input_ids"]
+    for start in range(len(framed) - len(plain) + 1):
+        if framed[start : start + len(plain)] == plain:
+            return framed[:start], framed[start + len(plain) :]
+    return [], []
+
+
+def fingerprint_of(tokenizer: Any) -> str:
+    """Twelve hexadecimal digits of everything that a tokenizer does."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    text = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

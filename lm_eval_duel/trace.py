@@ -1,0 +1,151 @@
+"""Traces: one JSON line for each window, written as its document is finished, and read back as plain Python.
+
+    {"duel_trace": 1, "fingerprint": ..., "law": {...}, "tokenizer": ...}           the first line
+    {"task": ..., "doc": 0, "request": 0, "window": 0, "context": 1, "ids": [...],
+     "starts": [0, 4, ...], "steps": [...], "nats": [...], "confidence": [...], "margin": [...], "entropy": [...],
+     "log_prob": -31.2, "nfe": 8, "close_picks": 0, "values": {"duel": -31.2}}
+
+`ids` are the target's, and `context` the number of given ids before it; `starts` are the target indices where blocks
+begin; `steps` count from 0 in every block. `confidence` is the log-odds of P1, `margin` P1 - P2, `entropy` in nats,
+each as the token was revealed. `values` is all that the estimator says, in nats, and `stderr` its Monte Carlo error.
+What an estimator does not have (the order of an ELBO) is an empty list.
+
+On several ranks there is a file for each; `read` merges them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lm_eval_duel.errors import DuelError
+
+if TYPE_CHECKING:
+    from lm_eval_duel.estimator import Estimator
+    from lm_eval_duel.ledger import Scored
+    from lm_eval_duel.windows import Window
+
+FORMAT = 1
+SHOWN = ("confidence", "margin", "entropy")
+
+
+class Writer:
+    """The trace of this rank. A file of the same law is continued; raises DuelError for one of another law."""
+
+    def __init__(self, path: str, header: dict[str, Any], rank: int = 0, ranks: int = 1):
+        self.path = Path(path).absolute()
+        mine = _of_rank(self.path, rank) if ranks > 1 else self.path
+        mine.parent.mkdir(parents=True, exist_ok=True)
+        header = {"duel_trace": FORMAT, **header}
+        kept = _whole_lines(mine)
+        if kept:
+            found = _header(mine)
+            if found.get("fingerprint") != header["fingerprint"]:
+                raise DuelError(
+                    f"The trace {mine} was written under another law ({found.get('fingerprint')}; this run is "
+                    f"{header['fingerprint']}). Name another file, or delete it."
+                )
+        self._file = mine.open("r+" if kept else "w", encoding="utf-8")
+        self._file.seek(kept)
+        self._file.truncate()  # a line that was cut off in the middle
+        if not kept:
+            self.write([header])
+
+    def write(self, records: Iterable[dict[str, Any]]) -> None:
+        """Write the windows of one document."""
+        self._file.write("".join(json.dumps(record) + "\n" for record in records))
+        self._file.flush()
+
+
+def record(window: Window, scored: Scored, estimator: Estimator) -> dict[str, Any]:
+    """One window as a line."""
+    start = len(window.context)
+    values = estimator.values(scored)
+    found = {
+        "context": start,
+        "ids": list(window.target),
+        "starts": [max(0, first - start) for first, _ in estimator.blocks(window)],
+        "steps": list(scored.steps),
+        "nats": list(scored.nats),
+        **{name: [float(f"{value:.6g}") for value in getattr(scored, name)] for name in SHOWN},
+        "log_prob": scored.log_prob,
+        "nfe": scored.nfe,
+        "close_picks": scored.close_picks,
+        "values": {name: value.nats for name, value in values.items()},
+    }
+    errors = {name: value.stderr for name, value in values.items() if value.stderr is not None}
+    return found | ({"stderr": errors[next(iter(values))]} if errors else {})
+
+
+def read(path: str | Path) -> list[dict[str, Any]]:
+    """The windows of a trace, those of all ranks, by task, document, request and window; the last of equal ones.
+
+    Raises DuelError where there is no trace, or parts of it were written under different laws.
+    """
+    found = {}
+    for part in _parts(path):
+        for line in _lines(part):
+            found[_key(line)] = line
+    return [found[key] for key in sorted(found, key=lambda key: [(value is None, value) for value in key])]
+
+
+def law(path: str | Path) -> dict[str, Any]:
+    """The first line of a trace: fingerprint, law and tokenizer."""
+    return _header(_parts(path)[0])
+
+
+def _key(line: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(line.get(name) for name in ("task", "doc", "request", "window"))
+
+
+def _of_rank(path: Path, rank: int | str) -> Path:
+    return path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
+
+
+def _parts(path: str | Path) -> list[Path]:
+    """The files of a trace, all of one law."""
+    path = Path(path)
+    parts = [path] if path.is_file() else []
+    parts += sorted(part for part in path.parent.glob(_of_rank(path, "*").name) if part.is_file())
+    if not parts:
+        raise DuelError(f"There is no trace {path}; write one with --model_args trace={path.name},...")
+    laws = {part: _header(part).get("fingerprint") for part in parts}
+    if len(set(laws.values())) > 1:
+        said = ", ".join(f"{part.name}: {found}" for part, found in laws.items())
+        raise DuelError(f"The files of trace {path} were written under different laws ({said}). Delete the old ones.")
+    return parts
+
+
+def _header(path: Path) -> dict[str, Any]:
+    with path.open(encoding="utf-8") as lines:
+        try:
+            found = json.loads(lines.readline())
+            if found["duel_trace"] != FORMAT:
+                raise DuelError(
+                    f"{path} is a trace of format {found['duel_trace']}; this release reads {FORMAT}. Write it again."
+                )
+        except (json.JSONDecodeError, KeyError, TypeError):
+            raise DuelError(f"{path} is no trace: its first line is no law. Name another file.") from None
+    return found
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The windows of one file; a last line that was cut off is left out."""
+    with path.open(encoding="utf-8") as lines:
+        next(lines)
+        for number, line in enumerate(lines, 2):
+            if not line.endswith("\n"):
+                return
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError as error:
+                raise DuelError(f"{path}, line {number} is no window of a trace: {error}.") from None
+
+
+def _whole_lines(path: Path) -> int:
+    """The length in bytes of a file up to its last end of line; 0 where there is none."""
+    if not path.exists():
+        return 0
+    return path.read_bytes().rfind(b"\n") + 1
