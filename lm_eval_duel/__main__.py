@@ -80,6 +80,7 @@ def main(arguments: list[str] | None = None) -> None:
     commands.add_parser(
         "bench", help="speed and memory against the textbook loop, on windows of random tokens", add_help=False
     )
+    commands.add_parser("report", help="results of the harness in, the paper's tables and figures out", add_help=False)
     path = commands.add_parser("where", help="print the absolute path of the tasks or of a bundled checkpoint")
     path.add_argument("name", choices=["tasks", *NAMES])
     guess = commands.add_parser(
@@ -95,6 +96,11 @@ def main(arguments: list[str] | None = None) -> None:
             from lm_eval_duel.bench import main as bench
 
             bench(arguments[1:])
+            return
+        if arguments[:1] == ["report"]:
+            from lm_eval_duel.report import main as report
+
+            report(arguments[1:])
             return
         parsed = parser.parse_args(arguments)
         print(where(parsed.name) if parsed.command == "where" else inspect(parsed.name, parsed.model_args))

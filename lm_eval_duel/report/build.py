@@ -1,0 +1,189 @@
+"""A task of the report as a JSON-able dict: compared rows with intervals, gap closed, rules against NFE.
+
+Tables and figures show this dict and compute nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.report import gaps, match, rows, stats
+from lm_eval_duel.report.read import METRICS, Run
+from lm_eval_duel.report.rows import Row
+
+Traced = Mapping[str, Mapping[str, Mapping[str, Mapping[int, float]]]]  # file of a run -> task -> NAME -> document
+
+
+def tasks(runs: Sequence[Run], ar: Sequence[Run], options: argparse.Namespace, traced: Traced) -> dict[str, Any]:
+    """Every task that a result beside the AR ones has, by name."""
+    _autoregressive(ar)
+    baseline = {run.file for run in ar}
+    names = dict.fromkeys(name for run in runs if run.file not in baseline for name in run.tasks)
+    return {name: task(name, runs, ar, options.metric, options.as_published, traced) for name in names}
+
+
+def _autoregressive(ar: Sequence[Run]) -> None:
+    for run in ar:
+        if run.ours and run.estimator != "exact" and run.duel.get("attention") != "causal":
+            raise DuelError(
+                f"--ar {run.name} is a result of estimator={run.estimator}, not of an autoregressive model; name "
+                "one of `--model hf`, or of ours with estimator=exact."
+            )
+    for name in {name for run in ar for name in run.tasks}:
+        holding = [run.name for run in ar if name in run.tasks]
+        if len(holding) > 1:
+            raise DuelError(f"--ar holds {name} more than once: {', '.join(holding)}. Name one of these files.")
+
+
+def task(
+    name: str, runs: Sequence[Run], ar: Sequence[Run], metric: str | None, as_published: bool, traced: Traced
+) -> dict[str, Any]:
+    """One task: its rows with intervals and gap closed, and what stands under its tables."""
+    base = [run for run in ar if name in run.tasks]
+    compared = [*base, *(run for run in runs if name in run.tasks and run.file not in {b.file for b in base})]
+    metric = _metric(name, metric, compared)
+    listed = match.check(name, metric, compared, as_published)
+    found = [row for run in compared for row in rows.of(run, name, traced.get(run.name, {}).get(name))]
+    remarks = [remark for row in found for remark in row.remarks]
+    found, twice = rows.table(row for row in found if metric in row.values)
+    first = next((row for row in found if base and row.run.file == base[0].file), None)
+    found.sort(key=lambda row: row is not first)
+    draws = _draws(metric, found)
+    entries = [_entry(metric, row, row is first, draws.get(n)) for n, row in enumerate(found)]
+    _mark_best(entries)
+    elbos = gaps.write(name, found, entries, draws, metric, bool(base))
+    sizes = {run.tasks[name].size for run in compared} - {None}
+    return {
+        "metric": metric,
+        "documents": sizes.pop() if len(sizes) == 1 else None,
+        "rows": entries,
+        "rules": _rules(found, entries),
+        "elbo": elbos,
+        "differences": listed,
+        "notes": [*elbos.values(), *_dtypes(compared), *_windows(compared), *dict.fromkeys([*remarks, *twice])],
+    }
+
+
+def _metric(name: str, asked: str | None, compared: Sequence[Run]) -> str:
+    shared = [metric for metric in METRICS if all(metric in run.tasks[name].metrics for run in compared)]
+    if asked is None and shared:
+        return shared[0]
+    if asked in shared:
+        return asked
+    held = "; ".join(f"{run.name}: {', '.join(run.tasks[name].metrics)}" for run in compared)
+    wanted = f"{asked} of {name}" if asked else f"a metric of {name} that all results have"
+    raise DuelError(f"Wanted {wanted}, but there is: {held}. Name another with --metric, or leave the task out.")
+
+
+# ---------------------------------------------------------------- rows
+
+
+def _draws(metric: str, found: Sequence[Row]) -> dict[int, np.ndarray]:
+    """Bootstrap values of each row whose documents are known, by its number; all from the same draws."""
+    known = [n for n, row in enumerate(found) if len(row.documents.get(metric, {})) > 1]
+    if not known:
+        return {}
+    keys = sorted(found[known[0]].documents[metric])
+    table = np.array([[found[n].documents[metric][key] for n in known] for key in keys])  # (documents, rows, 2)
+    sums = stats.resample(table.reshape(len(keys), -1)).reshape(-1, len(known), 2)
+    return {n: stats.value(metric, sums[:, column, 0], sums[:, column, 1]) for column, n in enumerate(known)}
+
+
+def _entry(metric: str, row: Row, ar: bool, draws: np.ndarray | None) -> dict[str, Any]:
+    sees_truth = row.estimator == "oracle"
+    stderr = row.stderr(metric)
+    reason = ""
+    if draws is None:
+        reason = row.missing or ("one document" if row.documents else "no values per document")
+    per_token = row.nfe / row.tokens if row.nfe and row.tokens else None
+    return {
+        "model": row.model,
+        "name": row.name,
+        "estimator": row.estimator,
+        "rule": row.rule,
+        "block": row.block if row.run.ours else None,
+        "ar": ar,
+        "likelihood": not sees_truth,
+        "bound": row.estimator in rows.BOUNDS,
+        "flag": rows.SEES_TRUTH if sees_truth else "",
+        "value": row.values[metric],
+        "interval": None if draws is None else stats.interval(draws),
+        "stderr": stderr,
+        "reason": reason,
+        "metrics": row.values,
+        "tokens": row.tokens,
+        "nfe": row.nfe,
+        "nfe_per_token": per_token,
+        "best": False,
+        "gap": None,
+        "elbo": None,
+        "gap_closed": None,
+        "gap_closed_interval": None,
+        "gap_closed_reason": "",
+        "dtype": row.run.dtype,
+        "fingerprint": row.run.fingerprint,
+        "file": row.run.name,
+    }
+
+
+def _mark_best(entries: Sequence[dict[str, Any]]) -> None:
+    """The lowest of each model; what sees the truth is out of the running."""
+    for model in {entry["model"] for entry in entries}:
+        proper = [e for e in entries if e["model"] == model and e["likelihood"] and not e["ar"]]
+        if len(proper) > 1:
+            min(proper, key=lambda entry: entry["value"])["best"] = True
+
+
+# ---------------------------------------------------------------- notes, rules
+
+
+def _dtypes(compared: Sequence[Run]) -> list[str]:
+    """Networks that did not run in float32: their orders and sums are coarser."""
+    low = [run for run in compared if run.dtype not in ("float32", "float64")]
+    default = " (the default of --model hf; dtype=float32 changes it)"
+    return [f"{run.label} ran in {run.dtype}{default if not run.ours else ''}: {run.name}" for run in low]
+
+
+def _windows(compared: Sequence[Run]) -> list[str]:
+    said = {}
+    for run in compared:
+        said.setdefault(run.label, str(match.windows(run)))
+    return ["windows: " + "; ".join(f"{label}: {cut}" for label, cut in said.items())]
+
+
+def _rules(found: Sequence[Row], entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rule families against NFE, for each model and block with at least two points."""
+    groups: dict[tuple[str, str, str], dict[str, list]] = {}
+    for n, (row, entry) in enumerate(zip(found, entries, strict=True)):
+        if row.estimator == "duel" and entry["nfe_per_token"]:
+            name, speed = rows.family(row.rule)
+            points = groups.setdefault((row.model, row.block, row.variant), {}).setdefault(name, [])
+            points.append({"rule": row.rule, "speed": speed, "index": n})
+    shown = []
+    for (model, block, variant), families in groups.items():
+        if sum(map(len, families.values())) < 2:
+            continue
+        for points in families.values():
+            points.sort(key=lambda point: entries[point["index"]]["nfe_per_token"])
+        mine = [n for n, row in enumerate(found) if row.model == model]
+        at, _ = gaps.elbo_of([found[n] for n in mine])
+        shown.append(
+            {
+                "model": model,
+                "block": block,
+                "variant": variant,
+                "elbo": None if at is None else mine[at],
+                "ar": next((n for n, entry in enumerate(entries) if entry["ar"]), None),
+                "oracle": next((n for n in mine if found[n].estimator == "oracle" and found[n].block == block), None),
+                "families": [
+                    {"family": name, "adaptive": rows.adaptive(name), "points": points}
+                    for name, points in families.items()
+                ],
+            }
+        )
+    return shown

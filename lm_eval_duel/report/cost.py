@@ -1,0 +1,90 @@
+"""What runs cost: seconds, network calls, memory, and how that compares with the ELBO and the AR model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lm_eval_duel.report.read import Run
+from lm_eval_duel.report.rows import LATTICE, ORDER, SEES_TRUTH, rule_place
+
+WHOLE = "whole runs, loading included: stock results hold no other time, and not the device that was used"
+
+
+def table(runs: Sequence[Run], ar: Sequence[Run]) -> list[dict[str, Any]]:
+    """One entry a run; ratios are of seconds per token, blank where two runs cannot be set against each other."""
+    autoregressive = {run.file for run in ar}
+    everything = [*ar, *(run for run in runs if run.file not in autoregressive)]
+    found = [_entry(run, run.file in autoregressive) for run in everything if run.tasks]
+    for entry in found:
+        if entry["estimator"] == "elbo" or entry["ar"]:
+            continue
+        bounds = [e for e in found if e["model"] == entry["model"] and e["estimator"] == "elbo"]
+        entry["times_elbo"], entry["times_elbo_reason"] = _ratio(entry, bounds, "ELBO run")
+    for entry in found:
+        if not entry["ar"]:
+            base = [e for e in found if e["ar"]]
+            entry["times_ar"], entry["times_ar_reason"] = _ratio(entry, base, "AR run")
+    models = [entry["model"] for entry in found]
+    return sorted(
+        found,
+        key=lambda e: (not e["ar"], models.index(e["model"]), ORDER.index(e["estimator"]), *rule_place(e["rule"])),
+    )
+
+
+def _entry(run: Run, ar: bool) -> dict[str, Any]:
+    duel, lattice = run.duel, run.estimator in LATTICE
+    tokens = duel.get("tokens") or _counted(run)
+    seconds = duel.get("seconds")
+    return {
+        "model": run.label,
+        "estimator": run.estimator,
+        "name": "elbo_exact, mixture, oracle and lattice rules in one run" if lattice else run.estimator,
+        "flag": f"oracle is {SEES_TRUTH}" if lattice else "",
+        "rule": run.rule,
+        "block": run.block if run.ours else None,
+        "ar": ar,
+        "tasks": sorted(run.tasks),
+        "device": duel.get("device"),
+        "ranks": duel.get("ranks"),
+        "tokens": tokens,
+        "seconds": seconds,
+        "seconds_per_token": seconds / tokens if seconds and tokens else None,
+        "whole_run_seconds": run.whole_run_seconds,
+        "forwards": duel.get("forwards"),
+        "rows": duel.get("rows"),
+        "nfe": duel.get("nfe"),
+        "peak_memory_bytes": duel.get("peak_memory_bytes"),
+        "times_elbo": None,
+        "times_elbo_reason": "",
+        "times_ar": None,
+        "times_ar_reason": "",
+        "file": run.name,
+    }
+
+
+def _counted(run: Run) -> int | None:
+    """Tokens of a stock run, from its samples."""
+    total = 0.0
+    for task in run.tasks.values():
+        if task.documents is None or any("token_perplexity" not in d.values for d in task.documents):
+            return None
+        total += sum(document.values["token_perplexity"][1] for document in task.documents)
+    return int(total) or None
+
+
+def _ratio(entry: dict[str, Any], others: Sequence[dict[str, Any]], what: str) -> tuple[float | None, str]:
+    """Seconds per token over those of another run of the same tasks, and what is to be said about it."""
+    same = [other for other in others if other["tasks"] == entry["tasks"]]
+    if not same:
+        return None, f"no {what} of the same tasks"
+    timed = [other for other in same if other["seconds_per_token"]]
+    if timed and entry["seconds_per_token"]:
+        alike = [o for o in timed if (o["device"], o["ranks"]) == (entry["device"], entry["ranks"])]
+        if not alike:
+            return None, f"the {what} was on {timed[0]['device']} x {timed[0]['ranks']}"
+        return entry["seconds_per_token"] / alike[-1]["seconds_per_token"], ""
+    whole = [other for other in same if other["whole_run_seconds"]]
+    if whole and entry["whole_run_seconds"]:
+        return entry["whole_run_seconds"] / whole[-1]["whole_run_seconds"], WHOLE
+    return None, f"no time of the {what}"

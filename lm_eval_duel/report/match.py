@@ -1,0 +1,181 @@
+"""What may be compared with what: documents, windows, scored positions, tokenizers."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.report.read import Run, Task
+
+TOKEN_METRICS = ("token_perplexity",)  # perplexity per token means nothing across tokenizers
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """One field in which two runs differ, both values, and what to do about it."""
+
+    field: str
+    here: str
+    there: str
+    remedy: str
+
+    def between(self, here: Run, there: Run) -> str:
+        """The difference as a sentence with both files."""
+        return f"{self.field}: {self.here} in {here.name}, but {self.there} in {there.name}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Windows:
+    """How a run cuts documents: the scheme, target positions of a window, whether that was said or is derived."""
+
+    scheme: str
+    capacity: int | None
+    derived: bool
+
+    def __str__(self) -> str:
+        size = "unknown length" if self.capacity is None else f"{self.capacity} target positions"
+        return f"{self.scheme}, {size}{' (derived)' if self.derived else ''}"
+
+
+def windows(run: Run) -> Windows:
+    """A run's windows; those of a stock model are the harness's rolling ones, max_length targets after a prefix."""
+    if not run.ours:
+        return Windows("harness", run.max_length, True)
+    capacity = run.duel.get("row_capacity")
+    return Windows(run.law.get("windows", "independent"), capacity, False)
+
+
+def positions(run: Run) -> str:
+    """Which positions of a row are scored: `the text` and no other, unless a convention of a benchmark says so."""
+    bos = str(run.duel.get("bos") or run.law.get("framing", "").rpartition("bos=")[2] or "given").split(",")[0]
+    return "the text" if not run.ours or bos in ("given", "none") else f"bos={bos}"
+
+
+def same_tokens(here: Run, there: Run, name: str) -> bool | None:
+    """Whether two runs count the same tokens in a task; None where nothing tells."""
+    ours = [run.law.get("tokenizer") for run in (here, there)]
+    if None not in ours:
+        return ours[0] == ours[1]
+    counts = [_tokens(run.tasks[name]) for run in (here, there)]
+    if None not in counts:
+        return counts[0] == counts[1]
+    shares = [_words_per_token(run.tasks[name]) for run in (here, there)]
+    return None if None in shares else math.isclose(*shares, rel_tol=1e-6)
+
+
+def _tokens(task: Task) -> dict[str, float] | None:
+    """Tokens of each document."""
+    if task.documents is None or any("token_perplexity" not in document.values for document in task.documents):
+        return None
+    return {document.key: document.values["token_perplexity"][1] for document in task.documents}
+
+
+def _words_per_token(task: Task) -> float | None:
+    """From the quotient of logarithms: word perplexity^words = token perplexity^tokens."""
+    token, word = (task.metrics.get(metric) for metric in ("token_perplexity", "word_perplexity"))
+    return math.log(token) / math.log(word) if token and word and token > 1 and word > 1 else None
+
+
+def documents(here: Task, there: Task) -> Difference | None:
+    """How the document sets differ."""
+    remedy = "run both on the same documents (task version, --limit, --num_fewshot)"
+    if here.identity.get("shots", "0") != there.identity.get("shots", "0"):
+        return Difference(
+            "documents (shots)", here.identity.get("shots", "0"), there.identity.get("shots", "0"), remedy
+        )
+    if here.documents is not None and there.documents is not None:
+        keys = [{document.key for document in task.documents} for task in (here, there)]
+        if keys[0] == keys[1]:
+            return None
+        both = len(keys[0] & keys[1])
+        return Difference("documents", *(f"{len(k)} ({both} of them in both)" for k in keys), remedy)
+    for field in ("documents", "limit", "version", "hash"):
+        one, other = (task.identity.get(field) for task in (here, there))
+        if field == "limit":
+            one, other = one or "none", other or "none"
+        if None not in (one, other) and one != other:
+            said = "documents" if field == "documents" else f"documents ({field})"
+            return Difference(said, one, other, remedy)
+    return None
+
+
+def differences(here: Run, there: Run, name: str) -> list[Difference]:
+    """Everything but the document set in which two runs of a task differ so that their perplexities do too."""
+    found = []
+    tokens = same_tokens(here, there, name)
+    if not tokens:
+        told = [run.law.get("tokenizer") or "not said" for run in (here, there)]
+        if tokens is False and told[0] == told[1]:
+            told = ["some token counts", "others"]
+        remedy = "compare word or byte perplexity (--metric word_perplexity)"
+        if tokens is None:
+            remedy = "run both with --log_samples, so that their token counts can be compared, or " + remedy
+        found.append(Difference("tokenizer" if tokens is False else "tokenizer (unknown)", *told, remedy))
+    scored = [positions(run) for run in (here, there)]
+    if scored[0] != scored[1]:
+        found.append(Difference("scored positions", *scored, "run with bos=given (or none) on our side"))
+    cuts = [run.duel.get("cut_contexts", 0) for run in (here, there)]
+    if not here.tasks[name].rolling:
+        if any(cuts):
+            said = [f"{n} contexts cut at {run.max_length}" for n, run in zip(cuts, (here, there), strict=True)]
+            found.append(Difference("contexts", *said, "raise max_length"))
+        return found
+    if (cut := _windows(here, there, name, bool(tokens))) is not None:
+        found.append(cut)
+    return found
+
+
+def _windows(here: Run, there: Run, name: str, same_tokenizer: bool) -> Difference | None:
+    cuts = [windows(run) for run in (here, there)]
+    if None not in (cuts[0].capacity, cuts[1].capacity):
+        if (cuts[0].scheme, cuts[0].capacity) == (cuts[1].scheme, cuts[1].capacity) and same_tokenizer:
+            return None
+        longest = [_longest(run, name) for run in (here, there)]
+        if same_tokenizer:
+            longest = [max(filter(None, longest), default=None)] * 2
+        if all(n is not None and n <= cut.capacity for n, cut in zip(longest, cuts, strict=True)):
+            return None  # every document is one window on both sides
+    elif cuts[0] == cuts[1] and here.law.get("max_length") == there.law.get("max_length"):
+        return None
+    remedy = (
+        "score both with windows=harness and a max_length that gives equal target positions, or with one that holds "
+        "every document"
+    )
+    return Difference("windows", str(cuts[0]), str(cuts[1]), remedy)
+
+
+def _longest(run: Run, name: str) -> int | None:
+    """Tokens of the longest document."""
+    if run.duel.get("longest_document") is not None:
+        return int(run.duel["longest_document"])
+    counts = _tokens(run.tasks[name])
+    return int(max(counts.values(), default=0)) if counts is not None else None
+
+
+def check(name: str, metric: str, compared: Sequence[Run], as_published: bool) -> list[str]:
+    """The differences to list under a task's table; raises DuelError for one that makes its numbers incomparable.
+
+    Every run is held against the first. The documents must be the same whatever is asked for. Values per word and
+    byte may stand beside those of another tokenizer, whose windows cannot be the same.
+    """
+    listed = []
+    first, *others = compared
+    for other in others:
+        if (apart := documents(first.tasks[name], other.tasks[name])) is not None:
+            raise _refusal(name, metric, apart, first, other, "")
+        found = differences(first, other, name)
+        across = metric not in TOKEN_METRICS and any(d.field.startswith("tokenizer") for d in found)
+        for apart in found:
+            if not (as_published or across):
+                hint = ", or list the difference under the table with --as-published"
+                raise _refusal(name, metric, apart, first, other, hint)
+            listed.append(apart.between(first, other))
+    return list(dict.fromkeys(listed))
+
+
+def _refusal(name: str, metric: str, apart: Difference, here: Run, there: Run, hint: str) -> DuelError:
+    return DuelError(
+        f"{metric} of {name} cannot be compared: {apart.between(here, there)}. To compare, {apart.remedy}{hint}."
+    )

@@ -1,0 +1,138 @@
+"""Where and when tokens were revealed, from trace files: share by position and step, mean nats by each."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.report.read import Run
+from lm_eval_duel.report.rows import SEES_TRUTH
+
+MOST_CELLS, MOST_POSITIONS = 64, 128  # of a heat map's side and of a curve; longer ones are put together
+
+
+def summary(records: Iterable[Mapping[str, Any]], law: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The arrays of one trace. `reveals[p, s]`: tokens at position p of their block revealed in step s."""
+    nats, places, offsets, steps = [], [], [], []
+    windows = 0
+    for record in records:
+        windows += 1
+        length = len(record.get("nats") or ())
+        if not length:
+            continue
+        starts = sorted(record.get("starts") or [0])
+        nats.extend(-value for value in record["nats"])  # a trace holds log p
+        places.extend(range(length))
+        offsets.extend(p - starts[max(0, bisect.bisect_right(starts, p) - 1)] for p in range(length))
+        steps.extend(record["steps"] if record.get("steps") else [-1] * length)
+    ordered = bool(steps) and min(steps) >= 0
+    nats_array, places_array = np.array(nats, dtype=np.float64), np.array(places, dtype=np.int64)
+    found: dict[str, Any] = {
+        "file": name,
+        "estimator": law.get("estimator"),
+        "rule": law.get("rule"),
+        "block": law.get("block"),
+        "likelihood": law.get("estimator") != "oracle",
+        "flag": SEES_TRUTH if law.get("estimator") == "oracle" else "",
+        "windows": windows,
+        "tokens": len(nats),
+        "ordered": ordered,
+        "mean_nats": _mean(nats_array),
+        "by_position": _curve(places_array, nats_array),
+        "by_step": None,
+        "reveals": None,
+    }
+    if ordered:
+        found["by_step"] = _curve(np.array(steps), nats_array)
+        found["reveals"] = _reveals(np.array(offsets), np.array(steps))
+        found["steps"] = max(steps) + 1
+        found["left_to_right"] = _left_to_right(np.array(offsets), np.array(steps))
+    return found
+
+
+def _mean(values: np.ndarray) -> float | None:
+    return float(values.mean()) if values.size else None
+
+
+def _curve(at: np.ndarray, nats: np.ndarray) -> dict[str, Any]:
+    """Mean nats and tokens at each place, places put together in runs of `width`."""
+    width = max(1, math.ceil((int(at.max()) + 1) / MOST_POSITIONS)) if at.size else 1
+    bins = at // width
+    tokens = np.bincount(bins)
+    sums = np.bincount(bins, weights=nats)
+    mean = [float(s / n) if n else None for s, n in zip(sums, tokens, strict=True)]
+    return {"width": width, "mean_nats": mean, "tokens": tokens.tolist()}
+
+
+def _reveals(offsets: np.ndarray, steps: np.ndarray) -> dict[str, Any]:
+    width = max(1, math.ceil((max(int(offsets.max()), int(steps.max())) + 1) / MOST_CELLS))
+    rows, columns = offsets // width, steps // width
+    counts = np.zeros((int(rows.max()) + 1, int(columns.max()) + 1), dtype=np.int64)
+    np.add.at(counts, (rows, columns), 1)
+    return {"width": width, "counts": counts.tolist()}
+
+
+def _left_to_right(offsets: np.ndarray, steps: np.ndarray) -> float | None:
+    """Correlation of position in block with step: 1 is left to right, -1 right to left, 0 neither."""
+    if offsets.std() == 0 or steps.std() == 0:
+        return None
+    return float(np.corrcoef(offsets, steps)[0, 1])
+
+
+# ---------------------------------------------------------------- files
+
+
+class Traces:
+    """The trace files that were named or that results name, each read once."""
+
+    def __init__(self, named: Sequence[str | Path]):
+        from lm_eval_duel import trace
+
+        self.read, self.law = trace.read, trace.law
+        self.named = [Path(place).resolve() for place in named]
+        for path in self.named:
+            self.law(path)  # an error names the file that is no trace
+        self.records: dict[Path, list[Mapping[str, Any]]] = {}
+
+    def of(self, run: Run) -> Path | None:
+        """The trace of a run: a named one of the same law, else the one that it names, if that is still there."""
+        for path in [*self.named, *([Path(run.duel["trace"])] if run.duel.get("trace") else [])]:
+            try:
+                header = self.law(path)
+            except DuelError:
+                continue
+            if header.get("fingerprint", "") == run.fingerprint or _same_law(law_of(header), run.law):
+                return path
+        return None
+
+    def load(self, path: Path) -> list[Mapping[str, Any]]:
+        """Window records of a file."""
+        if path not in self.records:
+            self.records[path] = list(self.read(path))
+        return self.records[path]
+
+    def documents(self, path: Path) -> dict[str, dict[str, dict[int, float]]]:
+        """task -> NAME -> document -> nats, summed over a document's windows."""
+        found: dict[str, dict[str, dict[int, float]]] = {}
+        for record in self.load(path):
+            for name, nats in (record.get("values") or {}).items():
+                of_task = found.setdefault(str(record["task"]), {}).setdefault(name, {})
+                document = int(record["doc"])
+                of_task[document] = of_task.get(document, 0.0) + float(nats)
+        return found
+
+
+def law_of(header: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The law in a trace's header, whether it is the header or a part of it."""
+    return header["law"] if isinstance(header.get("law"), Mapping) else header
+
+
+def _same_law(header: Mapping[str, Any], law: Mapping[str, str]) -> bool:
+    shared = header.keys() & law.keys()
+    return bool(shared) and all(str(header[key]) == law[key] for key in shared)

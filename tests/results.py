@@ -1,0 +1,188 @@
+"""Results files of the harness, as lm_eval writes them for `duel-mdm` and for `hf`, for tests of the report."""
+
+import hashlib
+import itertools
+import json
+import math
+
+from lm_eval_duel import fingerprint
+
+COUNT = itertools.count()
+TOKENS = 1000  # of a task without documents
+LATTICE = ("elbo_exact", "mixture", "oracle")
+
+
+def _file(folder, body, samples):
+    stamp = f"2026-01-01T00-00-{next(COUNT):09.6f}"
+    place = folder / body["model_name"].replace("/", "__")
+    place.mkdir(parents=True, exist_ok=True)
+    (place / f"results_{stamp}.json").write_text(json.dumps(body | {"date": float(stamp[-9:])}))
+    for task, records in samples.items():
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        (place / f"samples_{task}_{stamp}.jsonl").write_text(lines)
+    return place / f"results_{stamp}.json"
+
+
+def documents(nats, tokens, texts=None):
+    """Documents as (text, nats, tokens); words are half the tokens, bytes four times."""
+    texts = texts or [f"text {n}" for n in range(len(nats))]
+    return list(zip(texts, map(float, nats), map(int, tokens), strict=True))
+
+
+def _samples(found, counted=True):
+    records = []
+    for number, (text, nats, tokens) in enumerate(found):
+        doc = {"text": text, "duel_tokens": tokens} if counted else {"text": text}
+        records.append(
+            {
+                "doc_id": number,
+                "doc": doc,
+                "doc_hash": hashlib.sha256(json.dumps(doc).encode()).hexdigest(),
+                "token_perplexity": [nats, tokens],
+                "word_perplexity": [nats, len(text) // 2],
+                "byte_perplexity": [nats, len(text)],
+                "bits_per_byte": [nats, len(text)],
+            }
+        )
+    return records
+
+
+def _metrics(found):
+    records = _samples(found)
+
+    def rate(metric):
+        return -sum(r[metric][0] for r in records) / sum(r[metric][1] for r in records)
+
+    return {
+        "token_perplexity": math.exp(rate("token_perplexity")),
+        "word_perplexity": math.exp(rate("word_perplexity")),
+        "byte_perplexity": math.exp(rate("byte_perplexity")),
+        "bits_per_byte": rate("bits_per_byte") / math.log(2),
+    }
+
+
+def _body(model, config, tasks, limit=None, version=1.0, size=3, more=None):
+    return {
+        "results": {
+            task: {"alias": task, **{f"{m},none": v for m, v in metrics.items()}, "sample_len": size}
+            for task, metrics in tasks.items()
+        },
+        "configs": {task: {"task": task, "output_type": "loglikelihood_rolling"} for task in tasks},
+        "versions": dict.fromkeys(tasks, version),
+        "n-shot": dict.fromkeys(tasks, 0),
+        "n-samples": {task: {"original": 99, "effective": size} for task in tasks},
+        "config": {"model_args": {"pretrained": model}, "batch_size": 1, "device": "cpu", "limit": limit, **config},
+        "lm_eval_version": "0.4.13",
+        "model_name": model,
+        "total_evaluation_time_seconds": "20.5",
+        **(more or {}),
+    }
+
+
+def hf(folder, tasks=None, model="ARM", docs=None, max_length=1024, dtype="torch.float32", log=True, **body):
+    """A result of `--model hf`: `tasks` {task: {metric: value}}, or `docs` {task: documents}."""
+    docs = docs or {}
+    tasks = tasks or {task: _metrics(found) for task, found in docs.items()}
+    size = body.pop("size", max(map(len, docs.values()), default=3))
+    config = {"model": "hf", "model_dtype": dtype}
+    samples = {task: _samples(found) for task, found in docs.items()} if log else {}
+    return _file(folder, _body(model, config, tasks, size=size, more={"max_length": max_length}, **body), samples)
+
+
+def ours(
+    folder,
+    tasks=None,
+    model="MDLM",
+    estimator="duel",
+    rule="greedy:k=1",
+    block="4",
+    attention="bidirectional",
+    docs=None,
+    values=None,
+    nfe=None,
+    log=True,
+    law=None,
+    duel=None,
+    **body,
+):
+    """A result of `--model duel-mdm`: `tasks` or `docs` as for `hf`.
+
+    `values`: {task: {NAME: perplexity per token}} of the other estimators of a lattice run.
+    """
+    docs, values = docs or {}, values or {}
+    tasks = tasks or {task: _metrics(found) for task, found in docs.items()}
+    size = body.pop("size", max(map(len, docs.values()), default=3))
+    elbo = {"elbo_form": "counts", "elbo_block": "none", "mc_samples": "1", "draw_seed": "0"}
+    law = {
+        "denoiser": "dit",
+        "weights": f"w-{model}",
+        "dtype": "float32",
+        "rule": rule if estimator == "duel" else "None",
+        "block": block,
+        "grid": "target",
+        "estimator": estimator,
+        "windows": "harness",
+        "max_length": "1025",
+        "framing": "[50256] text [], bos=given",
+        "tokenizer": "gpt2-hash",
+        "version": "1",
+        **(elbo if estimator == "elbo" else {}),
+        **(law or {}),
+    }
+    told = {}
+    for task, metrics in tasks.items():
+        tokens = sum(n for _, _, n in docs[task]) if task in docs else TOKENS
+        perplexities = {estimator: metrics["token_perplexity"], **values.get(task, {})}
+        told[task] = {
+            "documents": size,
+            "windows": size,
+            "tokens": tokens,
+            "values": {
+                name: {
+                    "nats": -tokens * math.log(value),
+                    "stderr": 0.01 * tokens if name == "elbo" else None,
+                    "nfe": None if name in ("elbo", *LATTICE) else int(tokens * (nfe or 1)),
+                }
+                for name, value in perplexities.items()
+            },
+        }
+    tokens = sum(found["tokens"] for found in told.values())
+    config = {
+        "model": "duel-mdm",
+        "fingerprint": fingerprint.digest(law),
+        "law": law,
+        "duel": {
+            "estimator": estimator,
+            "rule": rule if estimator == "duel" else None,
+            "block": None if block == "none" else int(block),
+            "dtype": law["dtype"],
+            "attention": attention,
+            "weights": law["weights"],
+            "ranks": 1,
+            "device": "cpu",
+            "windows": size,
+            "tokens": tokens,
+            "forwards": 17,
+            "rows": 600,
+            "nfe": None,
+            "seconds": 0.01 * tokens,
+            "peak_memory_bytes": 4e8,
+            "cut_contexts": 0,
+            "bos": law["framing"].rpartition("bos=")[2],
+            "longest_document": max((n for found in docs.values() for _, _, n in found), default=5000),
+            "row_capacity": 1024,
+            "trace": None,
+            "tasks": told,
+            **(duel or {}),
+        },
+    }
+    samples = {task: _samples(found) for task, found in docs.items()} if log else {}
+    return _file(folder, _body(model, config, tasks, size=size, **body), samples)
+
+
+def trace(path, result, records):
+    """A trace of a result: `records` as in lm_eval_duel/trace.py."""
+    config = json.loads(result.read_text())["config"]
+    header = {"duel_trace": 1, "fingerprint": config["fingerprint"], "law": config["law"]}
+    path.write_text("".join(json.dumps(line) + "\n" for line in [header, *records]))
+    return path
