@@ -20,6 +20,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -328,7 +329,7 @@ def fold(table: torch.Tensor, full: torch.Tensor) -> tuple[torch.Tensor, torch.T
 @lru_cache(maxsize=LATTICE_BLOCK * LATTICE_BLOCK)
 def sets(m: int, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The sets of `size` of m cells: their numbers (n,), their cells (n, size), and the sets without each (n, size)."""
-    cells = torch.combinations(torch.arange(m), size)  # (n, size)
+    cells = torch.tensor(list(combinations(range(m), size)))  # (n, size)
     state = (1 << cells).sum(1)  # (n,)
     return state, cells, state[:, None] - (1 << cells)
 
