@@ -112,7 +112,7 @@ def ours(
     docs, values = docs or {}, values or {}
     tasks = tasks or {task: _metrics(found) for task, found in docs.items()}
     size = body.pop("size", max(map(len, docs.values()), default=3))
-    elbo = {"elbo_form": "counts", "elbo_block": "none", "mc_samples": "1", "draw_seed": "0"}
+    elbo = {"elbo_form": "count", "elbo_block": "None", "mc_samples": "1", "draw_seed": "0"}
     law = {
         "denoiser": "dit",
         "weights": f"w-{model}",

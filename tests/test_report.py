@@ -64,7 +64,7 @@ def pair(folder, model, names, elbo, duel, **law):
     block = law.pop("block", "4")
     causal = model.startswith("BD3")
     shape = {"attention": "block_causal" if causal else "bidirectional", "block": block}
-    ours(folder, per_token(names, elbo), model, "elbo", law={"elbo_block": block if causal else "none"}, **shape)
+    ours(folder, per_token(names, elbo), model, "elbo", law={"elbo_block": block if causal else "None"}, **shape)
     ours(folder, per_token(names, duel), model, **shape)
 
 
@@ -450,7 +450,7 @@ def test_the_elbo_of_a_bidirectional_network_is_over_the_whole_target(tmp_path, 
     found = run(tmp_path, "--as-published")
     assert rows(found, "owt")["MDLM"]["gap_closed"] == pytest.approx(stats.gap_closed(23.0, 22.0, 17.54))
     (said,) = found["tasks"]["owt"]["elbo"].values()
-    assert said.startswith("ELBO of MDLM: Monte Carlo, mc_samples=8, elbo_form=counts, elbo_block=none, standard error")
+    assert said.startswith("ELBO of MDLM: Monte Carlo, mc_samples=8, elbo_form=count, elbo_block=none, standard error")
 
 
 def test_half_precision_and_twice_scored_rules_are_noted(tmp_path, no_figures):

@@ -157,7 +157,7 @@ def _windows(compared: Sequence[Run]) -> list[str]:
 
 
 def _rules(found: Sequence[Row], entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rule families against NFE, for each model and block with at least two points."""
+    """Rule families against NFE, for each model and block that was run at two NFEs or more."""
     groups: dict[tuple[str, str, str], dict[str, list]] = {}
     for n, (row, entry) in enumerate(zip(found, entries, strict=True)):
         if row.estimator == "duel" and entry["nfe_per_token"]:
@@ -166,7 +166,8 @@ def _rules(found: Sequence[Row], entries: Sequence[dict[str, Any]]) -> list[dict
             points.append({"rule": row.rule, "speed": speed, "index": n})
     shown = []
     for (model, block, variant), families in groups.items():
-        if sum(map(len, families.values())) < 2:
+        at = {round(entries[point["index"]]["nfe_per_token"], 3) for points in families.values() for point in points}
+        if len(at) < 2:
             continue
         for points in families.values():
             points.sort(key=lambda point: entries[point["index"]]["nfe_per_token"])

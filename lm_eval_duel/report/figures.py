@@ -259,8 +259,7 @@ def _curve(axes: Axes, curve: Mapping[str, Any], label: str) -> None:
     most = max(curve["tokens"])
     count.set_ylim(0, 5 * most)
     count.set_axis_off()
-    said = f"bars: tokens, at most {most:,}"
-    count.text(0.98, 0.21, said, transform=count.transAxes, ha="right", va="bottom", fontsize=8, color="#777777")
+    axes.set_title(f"grey bars: tokens, at most {most:,}", loc="right", fontsize=8, color="#777777")
     axes.set_zorder(count.get_zorder() + 1)
     axes.patch.set_visible(False)
     known = [(x, y) for x, y in zip(at, curve["mean_nats"], strict=True) if y is not None]

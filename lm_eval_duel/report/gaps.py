@@ -19,16 +19,15 @@ def elbo_of(found: Sequence[Row]) -> tuple[int | None, str]:
     Over the whole target for bidirectional networks, over the trained blocks for block-causal ones; there the mean
     over all orders (elbo_exact) stands in for a Monte Carlo one.
     """
-    causal = any(row.run.duel.get("attention") == "block_causal" for row in found)
-    trained = next((row.run.block for row in found if row.run.duel.get("attention") == "block_causal"), None)
-    wanted = trained if causal else "none"
-    fitting = [n for n, row in enumerate(found) if row.estimator == "elbo" and row.block == wanted]
+    causal = [row for row in found if row.run.duel.get("attention") == "block_causal"]
+    trained = min((row.estimator == "elbo", row.run.block) for row in causal)[1] if causal else "none"
+    fitting = [n for n, row in enumerate(found) if row.estimator == "elbo" and row.block == trained]
     if fitting:
         return max(fitting, key=lambda n: int(found[n].run.law.get("mc_samples", 1))), ""
     exact = [n for n, row in enumerate(found) if row.estimator == "elbo_exact" and causal and row.block == trained]
     if exact:
         return exact[0], ""
-    return None, f"no ELBO (estimator=elbo, elbo_block={wanted})"
+    return None, f"no ELBO (estimator=elbo, elbo_block={trained})"
 
 
 def write(

@@ -134,7 +134,7 @@ def run(file: Path) -> Run:
         key=str((duel.get("weights") or law.get("weights")) if ours else pretrained),
         dtype=dtype.removeprefix("torch."),
         fingerprint=config.get("fingerprint"),
-        law={key: str(value) for key, value in law.items()},
+        law={key: "none" if value in (None, "None") else str(value) for key, value in law.items()},
         duel=duel,
         max_length=int(length) if str(length).isdigit() else None,
         date=float(found.get("date") or 0),

@@ -45,7 +45,7 @@ def values(task: Mapping[str, Any]) -> str:
     for entry in task["rows"]:
         rest = [f"{_bound(entry)}{entry['metrics'][m]:.4f}" if m in entry["metrics"] else "" for m in other]
         lines.append([entry["model"], *_what(entry), shown(entry), _interval(entry), *rest])
-    return _table(head, lines, right=4)
+    return _table(head, lines)
 
 
 def gaps(task: Mapping[str, Any]) -> str:
@@ -73,7 +73,7 @@ def gaps(task: Mapping[str, Any]) -> str:
                 entry["gap_closed_reason"],
             ]
         )
-    return _table(["model", "rule", "ELBO", "DUEL", "gap to AR", "gap closed", "95 % interval", ""], lines, right=2)
+    return _table(["model", "rule", "ELBO", "DUEL", "gap to AR", "gap closed", "95 % interval", ""], lines)
 
 
 def rules(task: Mapping[str, Any], sweep: Mapping[str, Any]) -> str:
@@ -84,7 +84,7 @@ def rules(task: Mapping[str, Any], sweep: Mapping[str, Any]) -> str:
             entry = task["rows"][point["index"]]
             measured = "measured" if family["adaptive"] else ""
             lines.append([f"`{point['rule']}`", f"{entry['nfe_per_token']:.3f}", measured, f"{entry['value']:.2f}"])
-    return _table(["rule", "NFE per token", "", "DUEL perplexity"], lines, right=1)
+    return _table(["rule", "NFE per token", "", "DUEL perplexity"], lines)
 
 
 def averages(report: Mapping[str, Any]) -> str:
@@ -95,7 +95,7 @@ def averages(report: Mapping[str, Any]) -> str:
         cells = ["" if row["tasks"].get(n) is None else f"{row['tasks'][n]:.1f}" for n in names]
         mean = "" if row["average"] is None else f"{row['average']:.1f} (of {row['averaged']})"
         lines.append([row["model"], row["name"], *cells, mean])
-    return _table(["model", "estimator", *names, "average"], lines, right=2)
+    return _table(["model", "estimator", *names, "average"], lines)
 
 
 def cost(entries: Sequence[Mapping[str, Any]]) -> str:
@@ -137,7 +137,7 @@ def cost(entries: Sequence[Mapping[str, Any]]) -> str:
             ]
         )
     notes = [f"[{n}] {remark}" for n, remark in enumerate(remarks, 1)]
-    return _table(head, lines, right=4) + ("\n\n" + "  \n".join(notes) if notes else "")
+    return _table(head, lines) + ("\n\n" + "  \n".join(notes) if notes else "")
 
 
 def traces(found: Sequence[Mapping[str, Any]]) -> str:
@@ -159,7 +159,7 @@ def traces(found: Sequence[Mapping[str, Any]]) -> str:
             ]
         )
     head = ["trace", "windows", "tokens", "nats per token", "at the first step", "at the last", "position x step", ""]
-    return _table(head, lines, right=1) + (
+    return _table(head, lines) + (
         "\n\nposition x step: correlation of position in block with step; +1 is left to right, -1 right to left."
     )
 
@@ -216,18 +216,18 @@ def _list(notes: Sequence[str]) -> str:
     return "\n".join(f"- {note}" for note in notes)
 
 
-def _table(head: Sequence[str], lines: Sequence[Sequence[str]], right: int) -> str:
-    """A markdown table; columns from `right` on are right-aligned."""
+def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A markdown table; columns of numbers are right-aligned."""
     cells = [[str(cell).replace("|", "\\|") for cell in line] for line in (head, *lines)]
-    wide = [max(3, *(len(line[c]) for line in cells)) for c in range(len(head))]
+    columns = list(zip(*cells, strict=True))
+    wide = [max(3, *map(len, column)) for column in columns]
+    right = [bool(column[0]) and all(c.strip("<=*+-. ")[:1].isdigit() for c in column[1:] if c) for column in columns]
 
     def line(cells: Sequence[str]) -> str:
-        aligned = [
-            f"{cell:>{w}}" if c >= right else f"{cell:{w}}" for c, (cell, w) in enumerate(zip(cells, wide, strict=True))
-        ]
+        aligned = [f"{cell:{'>' if r else '<'}{w}}" for cell, w, r in zip(cells, wide, right, strict=True)]
         return f"| {' | '.join(aligned)} |"
 
-    rule = [f"{'-' * (w - 1)}:" if c >= right else "-" * w for c, w in enumerate(wide)]
+    rule = [f"{'-' * (w - 1)}:" if r else "-" * w for w, r in zip(wide, right, strict=True)]
     return "\n".join([line(cells[0]), line(rule), *map(line, cells[1:])])
 
 
