@@ -24,10 +24,10 @@ def inspect(name: str, arguments: dict[str, Any]) -> list[tuple[str, str]]:
     padding = {
         "block_causal": "unseen: it lies in later blocks",
         "causal": "unseen: it comes later",
-        "bidirectional": "unseen (an attention mask is honoured): rows of any length go together"
-        if denoiser.honours_padding
-        else "seen: only rows of equal length go together",
+        "bidirectional": "unseen (an attention mask is honoured): rows of any length go together",
     }[denoiser.attention]
+    if not denoiser.honours_padding:
+        padding = "seen: only rows of equal length go together"
     prefix, suffix = (" ".join(_token(tokenizer, token) for token in ids) for ids in (lm.text.prefix, lm.text.suffix))
     described = [
         ("checkpoint", name),

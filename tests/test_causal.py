@@ -56,6 +56,7 @@ WINDOWS = [
     Window((2,), tuple(range(1, 32))),
     Window((2, 14, 5, 9, 9), (33, 6, 7)),
 ]
+RAGGED = [*WINDOWS, *(Window((2, n), (7, 9, 30, n)) for n in range(5, 15))]  # so many that long and short go together
 
 
 def network(name):
@@ -103,8 +104,10 @@ def test_nats_are_those_of_the_networks_own_logits(folders, name):
     assert denoiser.splits_head, "the head runs at the predicted positions only"
     assert (denoiser.attention, denoiser.shift, denoiser.mask_id, denoiser.bos) == ("causal", 1, None, "given")
     assert denoiser.excluded.nonzero()[:, 0].tolist() == list(range(len(tiny.WORDS), tiny.ROWS))
-    together = Duel(denoiser, "left_to_right").log_prob(WINDOWS)
-    for window, scored in zip(WINDOWS, together, strict=True):
+    duel = Duel(denoiser, "left_to_right")
+    together = duel.log_prob(RAGGED)
+    assert duel.counts.forwards < duel.counts.rows <= len(RAGGED)
+    for window, scored in zip(RAGGED, together, strict=True):
         assert scored.nats == pytest.approx(by_hand(model, window), abs=1e-4)
         alone = Duel(denoiser, "left_to_right", batch_size=1).log_prob([window])[0]
         assert alone.nats == pytest.approx(scored.nats, abs=1e-4)
@@ -116,6 +119,25 @@ def test_every_token_after_every_context_sums_to_one(folders, name):
     scored = Duel(load(folders[name]), "left_to_right").log_prob(windows)
     assert math.fsum(math.exp(s.log_prob) for s in scored) == pytest.approx(1, abs=1e-6)
     assert sum(s.is_greedy for s in scored) == 1
+
+
+def test_rotary_positions_that_change_with_the_length_of_a_batch(tmp_path):
+    """LongRoPE has other frequencies from a length on, for all rows of a call: only equal lengths go together."""
+    short = {"original_max_position_embeddings": 8}  # transformers 4 and 5 look for it in two places
+    factors = {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]}
+    scaled = {"rope_type": "longrope", "factor": 4.0, "rope_theta": 10_000.0, **factors, **short}
+    torch.manual_seed(7)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZE, **short, rope_scaling=scaled)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.4)
+    model.save_pretrained(tmp_path)
+    tiny.tokenizer(mask=False).save_pretrained(tmp_path)
+    denoiser = load(str(tmp_path))
+    right = [pytest.approx(by_hand(model, window), abs=1e-4) for window in RAGGED]
+    assert [scored.nats for scored in Duel(denoiser, "left_to_right").log_prob(RAGGED)] == right
+    denoiser.honours_padding = True
+    assert [scored.nats for scored in Duel(denoiser, "left_to_right").log_prob(RAGGED)] != right
 
 
 def test_one_forward_for_each_window(folders):
@@ -377,7 +399,8 @@ def together(lm, kind, arguments):
 
 def test_documents_equal_the_harness_own_model(ours, stock, texts):
     """Per document, by the harness's rolling windows; the last document has several."""
-    assert (ours.bos, ours.prefix, ours.max_length) == ("given", [stock.prefix_token_id], stock.max_length + 1)
+    assert ours.law["framing"].startswith(f"[{stock.prefix_token_id}] text [], bos=given")
+    assert ours.max_length == stock.max_length + 1
     requests = [(text,) for text in texts]
     theirs, counts = together(stock, "loglikelihood_rolling", requests), [len(ours.tok_encode(text)) for text in texts]
     assert max(counts) > stock.max_length
@@ -417,7 +440,7 @@ def test_a_tokenizer_that_frames_with_a_bos(texts, tmp_path):
     (tmp_path / "framed" / "tokenizer.json").write_text(json.dumps(tokenizer))
     folder = str(tmp_path / "framed")
     framed = DuelMDM(pretrained=folder, attention="causal", rule="left_to_right", device="cpu")
-    assert framed.prefix == [1]
+    assert framed.law["framing"].startswith("[1] text []")
     stock = HFLM(pretrained=folder, dtype="float32", device="cpu", batch_size=4)
     agree(*(together(lm, "loglikelihood", pairs(texts[1])) for lm in (framed, stock)))
 
