@@ -56,11 +56,13 @@ def positions(run: Run) -> str:
 def same_tokens(here: Run, there: Run, name: str) -> bool | None:
     """Whether two runs count the same tokens in a task; None where nothing tells."""
     ours = [run.law.get("tokenizer") for run in (here, there)]
-    if None not in ours:
-        return ours[0] == ours[1]
+    if None not in ours and ours[0] == ours[1]:
+        return True
     counts = [_tokens(run.tasks[name]) for run in (here, there)]
     if None not in counts:
         return counts[0] == counts[1]
+    if None not in ours:
+        return False
     shares = [_words_per_token(run.tasks[name]) for run in (here, there)]
     return None if None in shares else math.isclose(*shares, rel_tol=1e-6)
 
@@ -70,6 +72,13 @@ def _tokens(task: Task) -> dict[str, float] | None:
     if task.documents is None or any("token_perplexity" not in document.values for document in task.documents):
         return None
     return {document.key: document.values["token_perplexity"][1] for document in task.documents}
+
+
+def _tokenizer(run: Run, name: str) -> str:
+    """What is known of a run's tokenizer, for messages."""
+    counts = _tokens(run.tasks[name])
+    said = run.law.get("tokenizer") or "not said"
+    return said if counts is None else f"{said} ({sum(counts.values()):.0f} tokens)"
 
 
 def _words_per_token(task: Task) -> float | None:
@@ -106,9 +115,7 @@ def differences(here: Run, there: Run, name: str) -> list[Difference]:
     found = []
     tokens = same_tokens(here, there, name)
     if not tokens:
-        told = [run.law.get("tokenizer") or "not said" for run in (here, there)]
-        if tokens is False and told[0] == told[1]:
-            told = ["some token counts", "others"]
+        told = [_tokenizer(run, name) for run in (here, there)]
         remedy = "compare word or byte perplexity (--metric word_perplexity)"
         if tokens is None:
             remedy = "run both with --log_samples, so that their token counts can be compared, or " + remedy
