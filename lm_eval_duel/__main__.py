@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from lm_eval_duel.demo import NAMES, resolve
 from lm_eval_duel.errors import DuelError
 
 PACKAGE = Path(__file__).resolve().parent
+OWN = ("bench", "report", "show")  # commands that read their own arguments
 
 
 def task_folder() -> str:
@@ -81,6 +83,7 @@ def main(arguments: list[str] | None = None) -> None:
         "bench", help="speed and memory against the textbook loop, on windows of random tokens", add_help=False
     )
     commands.add_parser("report", help="results of the harness in, the paper's tables and figures out", add_help=False)
+    commands.add_parser("show", help="one document of a trace, tokens coloured by reveal step or nats", add_help=False)
     path = commands.add_parser("where", help="print the absolute path of the tasks or of a bundled checkpoint")
     path.add_argument("name", choices=["tasks", *NAMES])
     guess = commands.add_parser(
@@ -92,15 +95,8 @@ def main(arguments: list[str] | None = None) -> None:
         run(arguments[1:])
         return
     try:
-        if arguments[:1] == ["bench"]:
-            from lm_eval_duel.bench import main as bench
-
-            bench(arguments[1:])
-            return
-        if arguments[:1] == ["report"]:
-            from lm_eval_duel.report import main as report
-
-            report(arguments[1:])
+        if arguments and arguments[0] in OWN:
+            importlib.import_module(f"lm_eval_duel.{arguments[0]}").main(arguments[1:])
             return
         parsed = parser.parse_args(arguments)
         print(where(parsed.name) if parsed.command == "where" else inspect(parsed.name, parsed.model_args))

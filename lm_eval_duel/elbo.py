@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from lm_eval_duel.denoisers.base import Denoiser
+from lm_eval_duel.denoisers.base import Denoiser, distinct
 from lm_eval_duel.denoisers.dit_denoiser import SEDD
 from lm_eval_duel.denoisers.predictions import Predictions
 from lm_eval_duel.errors import DuelError, unknown
@@ -108,7 +108,7 @@ class Elbo(Estimator):
         if self.form != "score_entropy":
             return super()._open(windows, numbers)
         rows = Rows.of(windows, self.denoiser.device)
-        return Opened(windows, numbers, rows, self.denoiser.open_at(rows, lambda lanes: lanes.memory[2][:, 0]))
+        return Opened(windows, numbers, rows, self.denoiser.open_at(rows, lambda lanes: lanes.memory[1][:, 0]))
 
     def _score_group(self, opened: Opened, emit: OnDone) -> None:
         sums = Sums(opened, self)
@@ -121,7 +121,7 @@ class Elbo(Estimator):
             finish(row, result)
 
     def _draws(self, opened: Opened, sums: Sums) -> Iterator[Lanes]:
-        """Every draw of every span, the draws of a span together."""
+        """Every draw of every span; equal ones of a span once, with their weights added up."""
         key = torch.tensor([_key(window) for window in opened.windows], device=opened.rows.ids.device)  # (N,)
         places = self._places(opened)
         nth = [n for window in opened.windows for n in range(len(self.blocks(window)))]  # each place's number in a row
@@ -130,27 +130,26 @@ class Elbo(Estimator):
             room = self._loop.fits(opened.view, All(), opened.fresh(places[done : done + 1]))
             count = max(1, room // self.samples)
             spans = opened.fresh(places[done : done + count])
-            span = torch.tensor(nth[done : done + count], device=key.device).repeat_interleave(self.samples)  # (R,)
+            place = torch.arange(len(spans), device=key.device).repeat_interleave(self.samples)  # (R,)
+            span = torch.tensor(nth[done : done + count], device=key.device)[place]  # (R,)
             draw = torch.arange(self.samples, device=key.device).repeat(len(spans))  # (R,)
-            each = spans.select(torch.arange(len(spans), device=key.device).repeat_interleave(self.samples))
-            lanes = self._hide(opened, each, key[each.row], span, draw)
-            some = lanes.hidden.any(1)  # (R,)
-            sums.skip(lanes.select(~some))
-            if some.any():
-                yield lanes.select(some)
+            drawn = self._hide(opened, spans.select(place), key, span, draw)
+            lanes = self._merged(drawn, place, draw)
+            sums.skip(spans.row, self.samples, lanes.row)
+            if len(lanes):
+                yield lanes
             done += count
 
     def _hide(self, opened: Opened, lanes: Lanes, key: torch.Tensor, span: torch.Tensor, draw: torch.Tensor) -> Lanes:
         """The lanes with the cells of `draw` (R,) hidden and the truth at the others.
 
-        Their memory: the weight and the replicate of each cell, and SEDD's noise level.
+        Their memory: the weight of each cell, and SEDD's noise level.
         """
         replicate, each = draw % self.replicates, self.samples // self.replicates  # (R,)
-        shift = uniform(key, self.seed, SHIFT, replicate)  # (R,)
-        t = (shift + (draw // self.replicates) / each + span * GOLDEN) % 1  # (R,)
-        index = lanes.columns - lanes.origin[:, None]  # (R, W)
-        keys = key[:, None], self.seed, CELLS, draw[:, None], index
-        memory = ()
+        key = key[lanes.row]  # (R,)
+        t = (uniform(key, self.seed, SHIFT, replicate) + (draw // self.replicates) / each + span * GOLDEN) % 1  # (R,)
+        keys = key[:, None], self.seed, CELLS, draw[:, None], lanes.columns - lanes.origin[:, None]  # (R, W)
+        level = ()
         if self.form == "count":
             m = lanes.hidden.sum(1)  # (R,)
             count = 1 + (m * t).long().minimum(m - 1)  # (R,)
@@ -160,13 +159,24 @@ class Elbo(Estimator):
             t = self.eps + (1 - self.eps) * t
             chance, weight = t, 1 / t  # (R,) each
             if self.form == "score_entropy":
-                level = self.denoiser.schedule(t)  # (R,)
-                chance, weight = -torch.expm1(-level), torch.expm1(level) / t
-                memory = (level,)
+                level = (self.denoiser.schedule(t),)  # (R,)
+                chance, weight = -torch.expm1(-level[0]), torch.expm1(level[0]) / t
             hidden = lanes.hidden & (uniform(*keys) < chance[:, None])  # (R, W)
-        planes = tuple(plane[:, None].expand_as(hidden) for plane in (weight, replicate, *memory))
         tokens = torch.where(lanes.hidden & ~hidden, opened.truth(lanes), lanes.tokens)  # (R, W)
-        return dataclasses.replace(lanes, hidden=hidden, tokens=tokens, memory=planes)
+        memory = tuple(plane[:, None].expand_as(hidden) for plane in (weight, *level))
+        return dataclasses.replace(lanes, hidden=hidden, tokens=tokens, memory=memory)
+
+    def _merged(self, lanes: Lanes, place: torch.Tensor, draw: torch.Tensor) -> Lanes:
+        """The draws that hide something, equal ones of a span `place` (R,) once; the weight becomes (R, W, S), by
+        replicate. Draws of one noise level each are all different."""
+        weight, *level = lanes.memory  # (R, W) each
+        first, number = distinct(place, lanes.hidden, draw) if level else distinct(place, lanes.hidden)
+        weights = weight.new_zeros(len(first), self.replicates)  # (r, S)
+        weights.index_put_((number, draw % self.replicates), weight[:, 0], accumulate=True)
+        kept = lanes.select(first)
+        planes = weights[:, None].expand(-1, kept.hidden.shape[1], -1), *(plane[first] for plane in level)
+        kept = dataclasses.replace(kept, memory=planes)
+        return kept.select(kept.hidden.any(1))
 
 
 class Sums:
@@ -181,9 +191,11 @@ class Sums:
         spans = torch.tensor([len(elbo.blocks(window)) for window in opened.windows], device=device)  # (N,)
         self.waiting = spans * elbo.samples  # (N,) draws to come
 
-    def skip(self, lanes: Lanes) -> None:
-        """These lanes have nothing hidden: they add nothing and need no network."""
-        self.waiting.index_add_(0, lanes.row, -torch.ones_like(lanes.row))
+    def skip(self, rows: torch.Tensor, samples: int, kept: torch.Tensor) -> None:
+        """Of `samples` draws of each span in `rows`, those in `kept` need the network: others equal them or hide
+        nothing."""
+        self.waiting.index_add_(0, rows, torch.full_like(rows, -samples))
+        self.waiting.index_add_(0, kept, torch.ones_like(kept))
 
     def record(
         self,
@@ -194,16 +206,16 @@ class Sums:
         log_prob: torch.Tensor,
     ) -> None:
         """Add the weighted nats (R, W) of the draws in `lanes`."""
-        weight, replicate, *level = lanes.memory  # (R, W) each
+        weight, *level = lanes.memory  # (R, W, S), (R, W)
         if level:
             log_prob = -score_entropy(level[0], log_prob, predictions.log_sum, self.elbo.denoiser.vocab_size - 1)
-        nats = torch.where(lanes.hidden, weight * log_prob, 0.0)  # (R, W)
+        nats = torch.where(lanes.hidden, log_prob, 0.0)  # (R, W)
         column = torch.where(lanes.hidden, lanes.columns, self.length)  # (R, W)
-        where = lanes.row[:, None].expand_as(column)
-        total, ones = nats.sum(1), torch.ones_like(lanes.row)  # (R,) each
+        row, ones = lanes.row[:, None].expand_as(column), torch.ones_like(lanes.row)  # (R, W), (R,)
+        of_cell, of_draw = nats * weight.sum(2), nats.sum(1, keepdim=True) * weight[:, 0]  # (R, W), (R, S)
         # if memory ends before here, nothing has been added yet; from here on nothing fails half way
-        self.nats.index_put_((where, column), nats, accumulate=True)
-        self.replicates.index_put_((lanes.row, replicate[:, 0]), total, accumulate=True)
+        self.nats.index_put_((row, column), of_cell, accumulate=True)
+        self.replicates.index_add_(0, lanes.row, of_draw)
         self.waiting.index_add_(0, lanes.row, -ones)
 
     def finished(self, lanes: Lanes) -> list[int]:

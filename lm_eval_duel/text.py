@@ -45,7 +45,8 @@ class Text:
         if not (prefix or suffix):
             start = self.tokenizer.bos_token_id if self.tokenizer.bos_token_id is not None else self.end
             if start is None:
-                raise DuelError(f"bos={bos} needs a BOS (or EOS) token and this tokenizer has none; use bos=none.")
+                remedy = "name one that has, with tokenizer=" if self.denoiser.shift else "use bos=none"
+                raise DuelError(f"bos={bos} needs a BOS (or EOS) token and this tokenizer has none; {remedy}.")
             prefix = [start]
         return bos, prefix, suffix
 

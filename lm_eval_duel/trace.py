@@ -8,7 +8,8 @@
 `ids` are the target's, and `context` the number of given ids before it; `starts` are the target indices where blocks
 begin; `steps` count from 0 in every block. `confidence` is the log-odds of P1, `margin` P1 - P2, `entropy` in nats,
 each as the token was revealed. `values` is all that the estimator says, in nats, and `stderr` its Monte Carlo error.
-What an estimator does not have (the order of an ELBO) is an empty list.
+What an estimator does not have (the order of an ELBO) is an empty list. A lattice also has "rules": the steps and nats
+of each rule that it read off.
 
 On several ranks there is a file for each; `read` merges them.
 """
@@ -75,6 +76,8 @@ def record(window: Window, scored: Scored, estimator: Estimator) -> dict[str, An
         "close_picks": scored.close_picks,
         "values": {name: value.nats for name, value in values.items()},
     }
+    if orders := getattr(scored, "rules", None):  # of a lattice
+        found["rules"] = {name: {"steps": list(path.steps), "nats": list(path.nats)} for name, path in orders.items()}
     errors = {name: value.stderr for name, value in values.items() if value.stderr is not None}
     return found | ({"stderr": errors[next(iter(values))]} if errors else {})
 

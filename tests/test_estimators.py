@@ -247,6 +247,14 @@ def test_elbo_counts_draws_and_says_when_its_error_is_not_known():
     assert elbo.counts.rows <= 64 and elbo.counts.windows == 1 and elbo.counts.tokens == 7
 
 
+def test_equal_draws_of_a_span_are_one_row():
+    window = Window((), (0, 2, 1, 1, 2, 0, 1, 1))
+    for toy, blocks in ((Toy(length=8, seed=1), 2), (BlockCausal(block=4, length=8, seed=2), 2)):
+        elbo = Elbo(toy, 4, samples=512)
+        elbo.log_prob([window])
+        assert elbo.counts.rows <= 15 * blocks
+
+
 def test_ratios_that_hide_nothing_still_give_an_answer():
     windows = [Window((n % 3,), (n % 2,), suffix=(n // 3,)) for n in range(9)]
     for samples in (1, 2):

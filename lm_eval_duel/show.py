@@ -1,0 +1,153 @@
+"""One document of a trace in the terminal, so that a person sees how the model reads it.
+
+python -m lm_eval_duel show TRACE --doc N --by step|nats
+
+Tokens are coloured by the step at which they were revealed in their block, or by their nats. Where there are no colours
+(a pipe, NO_COLOR) each token is a line with its numbers instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from typing import Any
+
+from lm_eval_duel import trace
+from lm_eval_duel.errors import DuelError
+
+EARLY_TO_LATE = (54, 61, 67, 73, 79, 114, 185, 226)  # of the terminal's 256 colours: dark blue to yellow
+SURE_TO_SURPRISED = (255, 230, 228, 222, 215, 208, 202, 196)  # white to red
+MOST_NATS = 8.0  # the reddest
+
+
+def show(records: list[dict[str, Any]], tokenizer: Any, by: str, coloured: bool) -> str:
+    """The windows `records` of one document, as text for a terminal. `tokenizer` has `decode(ids)`."""
+    parts = []
+    for record in records:
+        pieces = spelled(record["ids"], tokenizer)
+        parts.append(_heading(record))
+        parts.append(_colours(record, pieces, by) if coloured else _lines(record, pieces))
+    if coloured:
+        parts.append(_legend(by, max((max(record["steps"], default=0) for record in records), default=0)))
+    return "\n\n".join(parts)
+
+
+def spelled(ids: list[int], tokenizer: Any) -> list[str]:
+    """What each id adds to the text; a character of several ids stands at the last of them."""
+    pieces, done = [], ""
+    for end in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[:end])
+        if text.endswith("\N{REPLACEMENT CHARACTER}") and end < len(ids):
+            pieces.append("")
+            continue
+        pieces.append(text[len(done) :])
+        done = text
+    return pieces
+
+
+def _heading(record: dict[str, Any]) -> str:
+    tokens = len(record["ids"])
+    said = [f"document {record.get('doc')} of {record.get('task')}, window {record['window']}: {tokens} tokens"]
+    if record.get("request"):
+        said.append(f"request {record['request']}")
+    error = f" +- {record['stderr']:.2f}" if record.get("stderr") is not None else ""
+    for name, nats in record["values"].items():
+        note = " (NOT a likelihood: it sees the truth)" if name == "oracle" else ""
+        perplexity = f", perplexity {math.exp(-nats / tokens):.2f}" if tokens else ""
+        said.append(f"{name}{note} {nats:.2f}{error} nats{perplexity}")
+        error = ""
+    if record.get("nfe") is not None:
+        said.append(f"{record['nfe']} steps, {record.get('close_picks') or 'no'} close picks")
+    return "\n".join(said)
+
+
+def _colours(record: dict[str, Any], pieces: list[str], by: str) -> str:
+    values, most, palette = _scale(record, by)
+    if not values:
+        return f"(no {by} in this trace: {' and '.join(record['values'])} has none)\n" + "".join(pieces)
+    shown = []
+    for piece, value in zip(pieces, values, strict=True):
+        colour = palette[round((len(palette) - 1) * min(1.0, value / most))]
+        ink = 15 if palette is EARLY_TO_LATE and colour in palette[:3] else 16
+        shown.append("\n".join(f"\x1b[48;5;{colour};38;5;{ink}m{line}\x1b[0m" for line in piece.split("\n")))
+    return "".join(shown)
+
+
+def _scale(record: dict[str, Any], by: str) -> tuple[list[float], float, tuple[int, ...]]:
+    """What is coloured, its largest value, and the colours."""
+    if by == "nats":
+        return [-value for value in record["nats"]], MOST_NATS, SURE_TO_SURPRISED
+    return record["steps"], max([1, *record["steps"]]), EARLY_TO_LATE
+
+
+def _legend(by: str, last: int) -> str:
+    palette, ends = (
+        (SURE_TO_SURPRISED, ("0 nats", f"{MOST_NATS:g} or more"))
+        if by == "nats"
+        else (EARLY_TO_LATE, ("revealed first in its block", f"last (step {last})"))
+    )
+    return f"{ends[0]} " + "".join(f"\x1b[48;5;{colour}m  \x1b[0m" for colour in palette) + f" {ends[1]}"
+
+
+def _lines(record: dict[str, Any], pieces: list[str]) -> str:
+    """A table: position, block, step, nats, P1, margin, entropy, token."""
+    rows, block = [("at", "block", "step", "nats", "P1", "margin", "entropy", "token")], -1
+    starts = set(record["starts"])
+    for n, piece in enumerate(pieces):
+        block += n in starts
+
+        def number(name: str, form: str, n: int = n) -> str:
+            return format(record[name][n], form) if record.get(name) else ""
+
+        sure = record.get("confidence")
+        p1 = f"{1 / (1 + math.exp(-min(max(sure[n], -700), 700))):.3f}" if sure else ""
+        cells = number("steps", "d"), number("nats", ".3f"), p1, number("margin", ".3f"), number("entropy", ".3f")
+        rows.append((str(n), str(block), *cells, repr(piece)[1:-1]))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join([*(f"{c:>{w}}" for c, w in zip(row[:-1], widths, strict=False)), row[-1]]) for row in rows
+    )
+
+
+def main(arguments: list[str]) -> None:
+    """`python -m lm_eval_duel show`."""
+    parser = argparse.ArgumentParser(
+        prog="lm-eval-duel show", description="One document of a trace, tokens coloured by reveal step or by nats."
+    )
+    parser.add_argument("trace", help="a file written with --model_args trace=FILE.jsonl")
+    parser.add_argument("--doc", type=int, default=0, help="the document's number (default: 0)")
+    parser.add_argument("--task", help="the task, where the trace has several")
+    parser.add_argument(
+        "--request", type=int, default=0, help="of a multiple choice document: which answer (default: 0)"
+    )
+    parser.add_argument("--by", choices=["step", "nats"], default="step", help="what the colours say (default: step)")
+    parser.add_argument("--tokenizer", help="a folder or hub name, where the trace's own is no longer there")
+    parser.add_argument("--color", choices=["auto", "always", "never"], default="auto")
+    asked = parser.parse_args(arguments)
+
+    records = _chosen(asked.trace, asked.task, asked.doc, asked.request)
+    from lm_eval_duel import denoisers
+
+    tokenizer = denoisers.load_tokenizer({"tokenizer": asked.tokenizer or trace.law(asked.trace)["tokenizer"]})
+    free = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    print(show(records, tokenizer, asked.by, free if asked.color == "auto" else asked.color == "always"))
+
+
+def _chosen(path: str, task: str | None, doc: int, request: int) -> list[dict[str, Any]]:
+    """The windows asked for; raises DuelError that says what there is."""
+    records = trace.read(path)
+    tasks = sorted({str(record.get("task")) for record in records})
+    if task is None and len(tasks) > 1:
+        raise DuelError(f"{path} holds the tasks {', '.join(tasks)}; name one with --task.")
+    task = task or (tasks[0] if tasks else None)
+    docs = sorted({record["doc"] for record in records if str(record.get("task")) == task})
+    found = [r for r in records if str(r.get("task")) == task and r["doc"] == doc and (r["request"] or 0) == request]
+    if not found:
+        there = (
+            f"documents {docs[0]} to {docs[-1]} of task {task}" if docs else f"the tasks {', '.join(tasks) or 'none'}"
+        )
+        of = f"document {doc} of task {task}" + (f", request {request}" if request else "")
+        raise DuelError(f"{path} has no {of}; it holds {there}.")
+    return found
