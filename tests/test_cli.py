@@ -15,7 +15,7 @@ from lm_eval.tasks import TaskManager
 from textbook import score
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
-from lm_eval_duel import demo, rules
+from lm_eval_duel import demo, rules, trace
 from lm_eval_duel.__main__ import main, task_folder
 from lm_eval_duel.denoisers import load
 from lm_eval_duel.duel import Duel
@@ -227,7 +227,8 @@ def test_a_response_cache_is_used_again_and_guarded(tmp_path):
 def test_two_ranks_print_what_one_prints(tmp_path):
     """Three documents on two CPU ranks (gloo): the harness pads the second rank's requests, and nobody hangs."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29517"]
-    arguments = ["-m", "lm_eval_duel", "run", "--model_args", "rule=greedy,block=32", "--tasks", "sotu", "--limit", "3"]
+    traced = f"rule=greedy,block=32,trace={tmp_path}/t.jsonl"
+    arguments = ["-m", "lm_eval_duel", "run", "--model_args", traced, "--tasks", "sotu", "--limit", "3"]
     done = subprocess.run(
         [*command, *arguments, "--device", "cpu", "--output_path", str(tmp_path), "--log_samples"],
         capture_output=True,
@@ -237,7 +238,16 @@ def test_two_ranks_print_what_one_prints(tmp_path):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     results, samples = read(tmp_path, "sotu")
-    alone = evaluate("sotu", "rule=greedy,block=32", limit=3)
+    alone = evaluate("sotu", f"rule=greedy,block=32,trace={tmp_path}/alone.jsonl", limit=3)
+    cost, one = results["config"]["duel"], alone["config"]["duel"]
+    assert (cost["ranks"], one["ranks"]) == (2, 1)
+    for name in ("windows", "tokens", "rows", "nfe", "close_picks", "blank_starts", "longest_document"):
+        assert cost[name] == one[name], name
+    totals, ones = cost["tasks"]["sotu"], one["tasks"]["sotu"]
+    assert totals["documents"] == 3 and totals["tokens"] == ones["tokens"]
+    assert totals["values"]["duel"]["nats"] == pytest.approx(ones["values"]["duel"]["nats"], abs=1e-3)
+    both, single = trace.read(tmp_path / "t.jsonl"), trace.read(tmp_path / "alone.jsonl")
+    assert [(r["doc"], r["ids"], r["steps"]) for r in both] == [(r["doc"], r["ids"], r["steps"]) for r in single]
     assert results["config"]["fingerprint"] == alone["config"]["fingerprint"]
     ours = {s["doc_id"]: float(s["filtered_resps"][0]) for s in samples}
     theirs = {s["doc_id"]: s["filtered_resps"][0] for s in alone["samples"]["sotu"]}

@@ -1,5 +1,6 @@
 """The harness's model: every kind of request has a defined answer, in order, and every wrong one a clear error."""
 
+import json
 import re
 from types import SimpleNamespace
 
@@ -251,11 +252,72 @@ def test_the_fingerprint_follows_the_law_and_nothing_else(folder):
     assert len({base, *changed}) == len(changed) + 1
 
 
-def test_model_info_is_for_the_results_file(lm):
+def test_model_info_is_for_the_results_file(folder):
+    lm = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu", max_length=8)
+    texts = ["a b c d e f g h i", "", "the of and", "the of and"]
+    lm.loglikelihood_rolling(ask("loglikelihood_rolling", *[(text,) for text in texts]), disable_tqdm=True)
+    lm.loglikelihood(ask("loglikelihood", ("a b c d e f g h", " i")), disable_tqdm=True)
     info = lm.get_model_info()
     assert info["fingerprint"] == lm.fingerprint
     assert info["law"]["rule"] == "greedy:k=1" and info["law"]["denoiser"] == "BertForMaskedLM"
-    assert info["duel"]["nfe"] > 0 and info["duel"]["rows"] >= info["duel"]["forwards"]
+    cost = info["duel"]
+    assert (cost["estimator"], cost["rule"], cost["block"], cost["ranks"]) == ("duel", "greedy:k=1", 4, 1)
+    assert (cost["windows"], cost["tokens"], cost["nfe"], cost["mean_nfe"]) == (4, 13, 13, 13 / 4)  # equal ones once
+    assert (cost["cut_contexts"], cost["empty_documents"], cost["longest_document"]) == (1, 1, 9)
+    assert cost["rows"] >= cost["forwards"] > 0 and cost["row_capacity"] == 6 and cost["blank_starts"] == 0
+    assert cost["seconds"] > 0 and cost["peak_memory_bytes"] > 1e7 and cost["close_windows"] <= cost["close_picks"]
+    assert cost["tokens_per_second"] == pytest.approx(13 / cost["seconds"])
+    assert cost["weights"] == info["law"]["weights"] and cost["versions"]["torch"].startswith("2.")
+    task = cost["tasks"]["toy"]
+    assert (task["documents"], task["windows"], task["tokens"]) == (5, 5, 16)
+    assert task["values"]["duel"]["nfe"] == 16 and task["values"]["duel"]["stderr"] is None
+    json.dumps(info)
+
+
+def test_padding_of_ranks_is_no_document(folder):
+    """The harness gives a rank that has fewer requests its last one again: the same object."""
+    lm = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu")
+    requests = ask("loglikelihood_rolling", ("a b c",), ("d e",))
+    once = lm.loglikelihood_rolling(requests, disable_tqdm=True)
+    requests[1].repeats = 2
+    padded = [requests[0], requests[1], requests[1], requests[1], requests[1]]
+    assert lm.loglikelihood_rolling(padded, disable_tqdm=True) == [once[0], *[once[1]] * 4]
+    assert lm.get_model_info()["duel"]["tasks"]["toy"]["documents"] == 2 + 3
+
+
+@pytest.mark.parametrize("estimator", ["elbo", "elbo_exact", "mixture", "oracle"])
+def test_an_estimator_that_decodes_nothing_says_so(folder, estimator, caplog):
+    lm = DuelMDM(pretrained=folder, block=4, device="cpu", estimator=estimator)
+    with caplog.at_level("WARNING", logger="lm_eval.duel_mdm"):
+        answers = lm.loglikelihood(ask("loglikelihood", ("a b", " c"), ("a b", " c d e f g")), disable_tqdm=True)
+    assert [greedy for _, greedy in answers] == [False, False]
+    assert f"estimator={estimator} decodes nothing, so is_greedy is False" in caplog.text
+    exact, _ = DuelMDM(pretrained=folder, block=4, device="cpu").loglikelihood(
+        ask("loglikelihood", ("a b", " c")), disable_tqdm=True
+    )[0]
+    assert answers[0][0] == pytest.approx(exact, abs=1e-4)  # law 12
+
+
+def test_estimators_are_laws_of_their_own(folder):
+    def law(**options):
+        return DuelMDM(**{"pretrained": folder, "block": 4, "device": "cpu", **options}).fingerprint
+
+    assert law(estimator="elbo") == law(estimator="elbo", block=8, rule="margin") == law(estimator="elbo", trace=None)
+    assert law(estimator="oracle") == law(estimator="oracle", lattice_rules="greedy+margin", rule="margin")
+    changed = [
+        law(),
+        law(estimator="elbo"),
+        law(estimator="elbo", mc_samples=64),
+        law(estimator="elbo", elbo_form="ratio"),
+        law(estimator="elbo", elbo_block=4),
+        law(estimator="elbo", draw_seed=1),
+        law(estimator="oracle"),
+        law(estimator="mixture"),
+        law(estimator="oracle", block=8),
+    ]
+    assert len(set(changed)) == len(changed)
+    with pytest.raises(DuelError, match="estimator=exact is the chain rule of an autoregressive network"):
+        law(estimator="exact", attention="bidirectional")
 
 
 def test_token_counts_of_another_tokenizer_are_refused(lm):

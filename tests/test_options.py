@@ -67,11 +67,48 @@ def test_rule_in_one_word_or_in_several(arguments, rule):
         ("sigma", "schedule", "schedule"),
         ("last_block", "cut", "cut"),
         ("peft", "folder", "folder"),
+        ("estimator", "mixture", "mixture"),
+        ("draw_seed", "7", 7),
+        ("trace", "out.jsonl", "out.jsonl"),
     ],
 )
 def test_values(key, value, expected):
     parsed = getattr(Options.parse({key: value}), key)
     assert parsed == expected and type(parsed) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("mc_samples", "64", 64),
+        ("mc_samples", None, 128),
+        ("elbo_form", "ratio", "ratio"),
+        ("elbo_form", None, "auto"),
+        ("elbo_block", "none", None),
+        ("elbo_block", 4.0, 4),
+    ],
+)
+def test_values_of_the_elbo(key, value, expected):
+    assert getattr(Options.parse({"estimator": "elbo", key: value}), key) == expected
+    with pytest.raises(DuelError, match=f"'{key}' is of estimator=elbo, and this is estimator=duel: leave it out"):
+        Options.parse({key: value})
+
+
+def test_rules_of_the_lattice():
+    asked = {"estimator": "oracle", "block": 4, "lattice_rules": "greedy+margin:k=2+threshold:mu=0.9"}
+    assert [str(rule) for rule in Options.parse(asked).lattice_rules] == [
+        "greedy:k=1",
+        "margin:k=2",
+        "threshold:mu=0.9",
+    ]
+    assert Options.parse({"estimator": "oracle", "lattice_rules": "none"}).lattice_rules == ()
+    assert Options.parse({"estimator": "oracle"}).lattice_rules is None
+
+
+def test_an_exact_network_is_causal_whatever_the_block():
+    options = Options.parse({"estimator": "exact", "block": 4})
+    assert (options.network["attention"], options.network["block"]) == ("causal", None)
+    assert Options.parse({"block": 4}).network["attention"] is None
 
 
 def test_the_harness_word_for_bos():
@@ -116,6 +153,19 @@ def test_network_args_are_those_of_denoisers_load():
         ({"rule": "threshold", "muu": 0.9}, "Unknown model arg 'muu'. Did you mean mu?"),
         ({"rule": "greedy:2"}, "'2' in rule 'greedy:2' is not param=value"),
         ({"max_length": "long"}, "'max_length' is a whole number, at least 1; got 'long'."),
+        ({"estimator": "elbow"}, "Unknown value of estimator 'elbow'. Did you mean elbo?"),
+        ({"estimator": "elbo", "elbo_form": "counts"}, "Unknown value of elbo_form 'counts'. Did you mean count?"),
+        ({"estimator": "elbo", "elbo_eps": 1.0}, "'elbo_eps' is a share from 0 (nothing left out) to below 1"),
+        ({"estimator": "elbo", "elbo_form": "count", "elbo_eps": 0.1}, "'elbo_eps' is the least ratio"),
+        ({"estimator": "elbo", "mc_samples": 0}, "'mc_samples' is a whole number, at least 1; got '0'."),
+        ({"estimator": "oracle", "block": 16}, "so block is at most 12; got 16. block=4 takes 15 states a block."),
+        ({"estimator": "mixture", "block": "none"}, "so block is at most 12; got none."),
+        ({"estimator": "oracle", "lattice_rules": "gredy"}, "Unknown unmasking rule 'gredy'. Did you mean greedy?"),
+        (
+            {"estimator": "oracle", "lattice_rules": "klass:mu=0.9:nu=0.1"},
+            "klass:mu=0.9:nu=0.1:history=1:kl=paper has a memory, or does not say `state_only = True`",
+        ),
+        ({"lattice_rules": "greedy"}, "'lattice_rules' is of estimator=elbo_exact or mixture or oracle, and this is"),
         ({"trust_remote_code": "yes"}, "'trust_remote_code' is true or false, not 'yes'."),
     ],
 )
