@@ -20,28 +20,49 @@ PACKAGES = ("lm_eval_duel", "lm_eval", "torch", "transformers", "accelerate")
 
 @dataclasses.dataclass
 class Total:
-    """The sum of one figure over documents."""
+    """The sum of one figure over windows."""
 
     nats: float = 0.0
     variance: float | None = 0.0  # of the Monte Carlo error; None: not known
     nfe: int | None = 0
+    windows: int = 0
+    squares: tuple[float, float, float] = (0.0, 0.0, 0.0)  # of nats, of nats x tokens, of tokens
 
-    def add(self, value: Value) -> None:
-        self.nats += value.nats
-        self.variance = None if None in (self.variance, value.stderr) else self.variance + value.stderr**2
-        self.nfe = None if None in (self.nfe, value.nfe) else self.nfe + value.nfe
+    def add(self, value: Value, tokens: int) -> None:
+        """One window of `tokens` target tokens."""
+        squares = value.nats**2, value.nats * tokens, float(tokens**2)
+        variance = None if value.stderr is None else value.stderr**2
+        self.merge(Total(value.nats, variance, value.nfe, 1, squares))
 
     def merge(self, other: Total) -> None:
+        if not self.windows:  # what the first one does not know, the sum does not
+            self.variance = None if other.variance is None else 0.0
+            self.nfe = None if other.nfe is None else 0
         self.nats += other.nats
         self.variance = None if None in (self.variance, other.variance) else self.variance + other.variance
         self.nfe = None if None in (self.nfe, other.nfe) else self.nfe + other.nfe
+        self.windows += other.windows
+        self.squares = tuple(mine + theirs for mine, theirs in zip(self.squares, other.squares, strict=True))
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self, tokens: int) -> dict[str, Any]:
+        """As in the results JSON, for a task of `tokens` tokens."""
         return {
             "nats": self.nats,
             "stderr": None if self.variance is None else self.variance**0.5,
+            "window_stderr": self._over_windows(tokens),
             "nfe": self.nfe,
         }
+
+    def _over_windows(self, tokens: int) -> float | None:
+        """The standard error of `nats` as a ratio to tokens over windows: what other windows like these would move it.
+
+        sqrt(n / (n - 1) sum over windows of (nats - rate tokens)^2), rate = nats / tokens of all n windows.
+        """
+        if self.windows < 2 or not tokens:
+            return None
+        rate, (nats, both, squared) = self.nats / tokens, self.squares
+        spread = nats - 2 * rate * both + rate**2 * squared
+        return (max(0.0, spread) * self.windows / (self.windows - 1)) ** 0.5
 
 
 @dataclasses.dataclass
@@ -51,11 +72,13 @@ class TaskTotal:
     documents: int = 0
     windows: int = 0
     tokens: int = 0
+    longest_document: int = 0  # tokens
     values: dict[str, Total] = dataclasses.field(default_factory=dict)
 
     def merge(self, other: TaskTotal) -> None:
         for name in ("documents", "windows", "tokens"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.longest_document = max(self.longest_document, other.longest_document)
         for name, total in other.values.items():
             self.values.setdefault(name, Total()).merge(total)
 
@@ -67,22 +90,21 @@ class Cost:
     tasks: dict[str, TaskTotal] = dataclasses.field(default_factory=dict)
     counts: dict[str, int | None] = dataclasses.field(default_factory=dict)  # added up over ranks
     seconds: float = 0.0  # in the estimator
-    longest_document: int = 0  # tokens
     peak_memory: int = 0  # bytes
     ranks: int = 1
 
     def count(self, task: str, windows: Sequence[Window], parts: Sequence[Scored], estimator: Estimator) -> None:
         """One request's windows and their results."""
         length = sum(len(window.target) for window in windows)
-        self.longest_document = max(self.longest_document, length)
         self.counts["empty_documents"] = self.counts.get("empty_documents", 0) + (length == 0)
         total = self.tasks.setdefault(str(task), TaskTotal())
         total.documents += 1
         total.windows += len(parts)
         total.tokens += length
-        for part in parts:
+        total.longest_document = max(total.longest_document, length)
+        for window, part in zip(windows, parts, strict=True):
             for name, value in estimator.values(part).items():
-                total.values.setdefault(name, _nothing(value)).add(value)
+                total.values.setdefault(name, Total()).add(value, len(window.target))
 
     def merge(self, other: Cost) -> None:
         """Another rank's account added to this one."""
@@ -92,7 +114,6 @@ class Cost:
             mine = self.counts.get(name, 0)
             self.counts[name] = None if None in (mine, count) else mine + count
         self.seconds = max(self.seconds, other.seconds)
-        self.longest_document = max(self.longest_document, other.longest_document)
         self.peak_memory = max(self.peak_memory, other.peak_memory)
         self.ranks += other.ranks
 
@@ -106,22 +127,18 @@ class Cost:
             "seconds": self.seconds,
             "tokens_per_second": tokens / self.seconds if self.seconds else None,
             "peak_memory_bytes": self.peak_memory,
-            "longest_document": self.longest_document,
+            "longest_document": max((total.longest_document for total in self.tasks.values()), default=0),
             "tasks": {
                 name: {
                     "documents": total.documents,
                     "windows": total.windows,
                     "tokens": total.tokens,
-                    "values": {value: sums.describe() for value, sums in total.values.items()},
+                    "longest_document": total.longest_document,
+                    "values": {value: sums.describe(total.tokens) for value, sums in total.values.items()},
                 }
                 for name, total in self.tasks.items()
             },
         }
-
-
-def _nothing(value: Value) -> Total:
-    """The start of a sum; what a value has no error or NFE for, its sum has none for."""
-    return Total(variance=0.0 if value.stderr is not None else None, nfe=0 if value.nfe is not None else None)
 
 
 def peak_memory(device: torch.device) -> int:

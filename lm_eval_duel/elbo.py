@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -35,6 +36,8 @@ from lm_eval_duel.ledger import Scored
 from lm_eval_duel.options import ELBO_FORMS
 from lm_eval_duel.rules import Decision, rank
 from lm_eval_duel.windows import Window
+
+log = logging.getLogger("lm_eval.duel_mdm")
 
 REPLICATES = 8  # at least, for a standard error
 GOLDEN = (math.sqrt(5) - 1) / 2
@@ -88,6 +91,13 @@ class Elbo(Estimator):
             )
         self.samples, self.eps, self.seed = samples, eps, seed
         self.replicates = replicates(samples)
+        if samples < REPLICATES:
+            log.warning(
+                "mc_samples=%d is less than %d: there is no Monte Carlo error (stderr is null), only the error over "
+                "windows (window_stderr)",
+                samples,
+                REPLICATES,
+            )
         super().__init__(denoiser, block, grid, batch_size, max_batch_size, traced)
 
     def describe(self) -> dict[str, object]:

@@ -4,8 +4,12 @@ Golden values: made by this test's own `evaluate` with the command of the README
 float32, torch 2.13.0, transformers 5.23.0, lm-eval 0.4.13, weights as in `WEIGHTS`.
 """
 
+import math
+
 import pytest
 from test_cli import agrees, evaluate
+
+from lm_eval_duel import trace
 
 WEIGHTS = "14c7e55bb872"
 BLOCK_WEIGHTS = "7263960f1d9d"
@@ -19,6 +23,7 @@ BLOCK_GOLDEN = {
     "greedy": {"token_perplexity": 37.59557008128829, "bits_per_byte": 1.5957325133282758},
     "margin": {"token_perplexity": 38.39261136423133, "bits_per_byte": 1.6049626227683265},
 }
+ORDERS_GOLDEN = {"elbo_exact": 42.0390, "mixture": 35.2799, "oracle": 25.2966}  # token perplexity, block 4
 CLOSE_TO = 1e-4  # relative: a close pick may fall the other way on another processor
 
 
@@ -44,3 +49,25 @@ def test_sotu_of_block_diffusion(rule):
     for metric, value in BLOCK_GOLDEN[rule].items():
         assert table[f"{metric},none"] == pytest.approx(value, rel=CLOSE_TO)
     assert results["config"]["duel"]["forwards"] < 40  # every block of many passages in one call
+
+
+def test_every_estimator_of_block_diffusion(tmp_path):
+    """One lattice gives what the loop gives for each rule; elbo_exact <= mixture <= oracle for every document, and the
+    Monte Carlo ELBO lands on elbo_exact."""
+    rules = "lattice_rules=left_to_right+greedy+margin"
+    evaluate("sotu", f"pretrained=demo-bd,estimator=oracle,{rules},trace={tmp_path}/lattice.jsonl")
+    results = evaluate("sotu", f"pretrained=demo-bd,estimator=elbo,mc_samples=32,trace={tmp_path}/elbo.jsonl")
+    lattice, bounds = trace.read(tmp_path / "lattice.jsonl"), trace.read(tmp_path / "elbo.jsonl")
+    tokens = sum(len(record["ids"]) for record in lattice)
+    for name, value in ORDERS_GOLDEN.items():
+        nats = math.fsum(record["values"][name] for record in lattice)
+        assert math.exp(-nats / tokens) == pytest.approx(value, rel=CLOSE_TO)
+    for rule, golden in BLOCK_GOLDEN.items():
+        nats = math.fsum(record["values"][f"{rule}:k=1"] for record in lattice)
+        assert math.exp(-nats / tokens) == pytest.approx(golden["token_perplexity"], rel=CLOSE_TO)
+    for record, bound in zip(lattice, bounds, strict=True):
+        assert record["values"]["elbo_exact"] <= record["values"]["mixture"] <= record["values"]["oracle"]
+        assert abs(bound["log_prob"] - record["values"]["elbo_exact"]) < 5 * bound["stderr"]
+    found = results["config"]["duel"]["tasks"]["sotu"]["values"]["elbo"]
+    exact = math.fsum(record["values"]["elbo_exact"] for record in lattice)
+    assert abs(found["nats"] - exact) < 4 * found["stderr"] < 0.1 * tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.options import BUNDLED, TOKENS
 
 MODEL = "duel-mdm"
+WRITTEN = re.compile(r"\d{4}-\d\d-\d\dT[\d.:-]+$")  # the date at the end of the harness's file names
 METRICS = ("token_perplexity", "perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")  # by preference
 
 
@@ -181,7 +183,8 @@ def _task(file: Path, found: dict[str, Any], name: str, values: dict[str, Any]) 
     }
     said = {key: str(value) for key, value in identity.items() if value is not None}
     rolling = found.get("configs", {}).get(name, {}).get("output_type", "loglikelihood_rolling")
-    samples = file.with_name(f"samples_{name}_{file.stem.removeprefix('results_')}.jsonl")
+    when = WRITTEN.search(file.stem)  # --output_path may be a folder, or a file whose name stands before the date
+    samples = file.with_name(f"samples_{name}_{when[0] if when else file.stem.removeprefix('results_')}.jsonl")
     task = Task(name, metrics, said, rolling == "loglikelihood_rolling")
     if not samples.is_file():
         return dataclasses.replace(task, missing=f"no samples of {name} beside it (run lm_eval with --log_samples)")
