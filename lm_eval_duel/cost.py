@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import math
 import resource
 import sys
 from collections.abc import Sequence
@@ -23,32 +24,44 @@ class Total:
     """The sum of one figure over windows."""
 
     nats: float = 0.0
-    variance: float | None = 0.0  # of the Monte Carlo error; None: not known
+    errors: dict[int, tuple[int, float]] | None = None  # of a window's hash: how often it came, its Monte Carlo error
     nfe: int | None = 0
     windows: int = 0
     squares: tuple[float, float, float] = (0.0, 0.0, 0.0)  # of nats, of nats x tokens, of tokens
 
-    def add(self, value: Value, tokens: int) -> None:
-        """One window of `tokens` target tokens."""
-        squares = value.nats**2, value.nats * tokens, float(tokens**2)
-        variance = None if value.stderr is None else value.stderr**2
-        self.merge(Total(value.nats, variance, value.nfe, 1, squares))
+    @classmethod
+    def of(cls, window: Window, value: Value) -> Total:
+        """One window's figure."""
+        tokens = float(len(window.target))
+        errors = None if value.stderr is None else {hash(window): (1, value.stderr)}
+        return cls(value.nats, errors, value.nfe, 1, (value.nats**2, value.nats * tokens, tokens**2))
 
     def merge(self, other: Total) -> None:
         if not self.windows:  # what the first one does not know, the sum does not
-            self.variance = None if other.variance is None else 0.0
+            self.errors = None if other.errors is None else {}
             self.nfe = None if other.nfe is None else 0
         self.nats += other.nats
-        self.variance = None if None in (self.variance, other.variance) else self.variance + other.variance
         self.nfe = None if None in (self.nfe, other.nfe) else self.nfe + other.nfe
         self.windows += other.windows
         self.squares = tuple(mine + theirs for mine, theirs in zip(self.squares, other.squares, strict=True))
+        if self.errors is None or other.errors is None:
+            self.errors = None
+            return
+        for window, (count, error) in other.errors.items():
+            self.errors[window] = (self.errors.get(window, (0, 0.0))[0] + count, error)
+
+    @property
+    def stderr(self) -> float | None:
+        """The Monte Carlo error of `nats`: equal windows have the same draws, so their errors are one error."""
+        if self.errors is None:
+            return None
+        return math.sqrt(math.fsum((count * error) ** 2 for count, error in self.errors.values()))
 
     def describe(self, tokens: int) -> dict[str, Any]:
         """As in the results JSON, for a task of `tokens` tokens."""
         return {
             "nats": self.nats,
-            "stderr": None if self.variance is None else self.variance**0.5,
+            "stderr": self.stderr,
             "window_stderr": self._over_windows(tokens),
             "nfe": self.nfe,
         }
@@ -69,14 +82,16 @@ class Total:
 class TaskTotal:
     """The sums of one task."""
 
-    documents: int = 0
+    documents: set[Any] = dataclasses.field(default_factory=set)
+    requests: int = 0
     windows: int = 0
     tokens: int = 0
     longest_document: int = 0  # tokens
     values: dict[str, Total] = dataclasses.field(default_factory=dict)
 
     def merge(self, other: TaskTotal) -> None:
-        for name in ("documents", "windows", "tokens"):
+        self.documents |= other.documents
+        for name in ("requests", "windows", "tokens"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.longest_document = max(self.longest_document, other.longest_document)
         for name, total in other.values.items():
@@ -93,18 +108,21 @@ class Cost:
     peak_memory: int = 0  # bytes
     ranks: int = 1
 
-    def count(self, task: str, windows: Sequence[Window], parts: Sequence[Scored], estimator: Estimator) -> None:
+    def count(
+        self, task: str, document: Any, windows: Sequence[Window], parts: Sequence[Scored], estimator: Estimator
+    ) -> None:
         """One request's windows and their results."""
         length = sum(len(window.target) for window in windows)
-        self.counts["empty_documents"] = self.counts.get("empty_documents", 0) + (length == 0)
+        self.counts["empty_requests"] = self.counts.get("empty_requests", 0) + (length == 0)
         total = self.tasks.setdefault(str(task), TaskTotal())
-        total.documents += 1
+        total.documents.add(document)
+        total.requests += 1
         total.windows += len(parts)
         total.tokens += length
         total.longest_document = max(total.longest_document, length)
         for window, part in zip(windows, parts, strict=True):
             for name, value in estimator.values(part).items():
-                total.values.setdefault(name, Total()).add(value, len(window.target))
+                total.values.setdefault(name, Total()).merge(Total.of(window, value))
 
     def merge(self, other: Cost) -> None:
         """Another rank's account added to this one."""
@@ -130,7 +148,8 @@ class Cost:
             "longest_document": max((total.longest_document for total in self.tasks.values()), default=0),
             "tasks": {
                 name: {
-                    "documents": total.documents,
+                    "documents": len(total.documents),
+                    "requests": total.requests,
                     "windows": total.windows,
                     "tokens": total.tokens,
                     "longest_document": total.longest_document,

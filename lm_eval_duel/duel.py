@@ -33,7 +33,7 @@ from lm_eval_duel.windows import Window
 
 
 class Duel(Estimator):
-    """A denoiser, an unmasking rule and a block: one law, to score and to sample.
+    """A denoiser, an unmasking rule and a block: one law, to score (`log_prob`, Algorithm 2) and to sample.
 
     `block`: positions finished before the next ones; None: the whole target; "auto": the trained block, else the
     published one, else 32. `grid`: "target" (blocks count from the first target position), "row" (from the row's
@@ -57,13 +57,6 @@ class Duel(Estimator):
         self.rule = rules.parse(rule) if isinstance(rule, str) else rule
         check_rule(denoiser, self.rule)
         super().__init__(denoiser, block, grid, batch_size, max_batch_size, traced)
-
-    def log_prob(self, windows: Sequence[Window], on_done: OnDone | None = None) -> list[Scored]:
-        """log p(target | context, suffix) of each window (Algorithm 2); `on_done(index, result)` as each finishes.
-
-        Equal windows are scored once, and so are equal rows of different ones.
-        """
-        return super().log_prob(windows, on_done)
 
     def describe(self) -> dict[str, object]:
         law = {"estimator": self.name, "rule": self.rule, "block": self.block, "grid": self.grid}

@@ -9,7 +9,9 @@ A draw hides random cells of every span of a window (the whole target, or each b
 
 m is the number of cells of the span. Draws are stratified in t (or l) inside a replicate, at spans side by side too:
 t = frac(shift + draw / draws + span phi), phi the golden ratio. Replicates have independent shifts, so their spread is
-the standard error. All random numbers are functions of (seed, ids of the window): not of batch size, order or rank.
+the standard error. (The weights 1 / t have no finite variance: of ratios the error is an underestimate where no draw
+had a small t. Counts have no such tail.) All random numbers are functions of (seed, ids of the window): not of batch
+size, order or rank.
 
 Shapes: N windows, L row length, R lanes, W span width, S replicates.
 """
@@ -40,6 +42,7 @@ from lm_eval_duel.windows import Window
 log = logging.getLogger("lm_eval.duel_mdm")
 
 REPLICATES = 8  # at least, for a standard error
+FEW = 12  # cells of a span: draws of so few are equal often enough to look for equal ones among all of them
 GOLDEN = (math.sqrt(5) - 1) / 2
 CELLS, SHIFT = 1, 2  # keys of the random numbers: which cells a draw hides, a replicate's shift
 LAST = torch.iinfo(torch.int64).max
@@ -101,9 +104,12 @@ class Elbo(Estimator):
         super().__init__(denoiser, block, grid, batch_size, max_batch_size, traced)
 
     def describe(self) -> dict[str, object]:
+        law = {"grid": self.grid} if self.block else {}  # of a whole target there is one
+        if self.form == "score_entropy":
+            law["sigma"] = "that of each draw"
         return {
+            **law,
             "estimator": self.name,
-            "grid": self.grid,
             "elbo_form": self.form,
             "elbo_block": self.block,
             "elbo_eps": self.eps,
@@ -140,14 +146,16 @@ class Elbo(Estimator):
             room = self._loop.fits(opened.view, All(), opened.fresh(places[done : done + 1]))
             count = max(1, room // self.samples)
             spans = opened.fresh(places[done : done + count])
-            place = torch.arange(len(spans), device=key.device).repeat_interleave(self.samples)  # (R,)
-            span = torch.tensor(nth[done : done + count], device=key.device)[place]  # (R,)
-            draw = torch.arange(self.samples, device=key.device).repeat(len(spans))  # (R,)
-            drawn = self._hide(opened, spans.select(place), key, span, draw)
-            lanes = self._merged(drawn, place, draw)
-            sums.skip(spans.row, self.samples, lanes.row)
-            if len(lanes):
-                yield lanes
+            nths = torch.tensor(nth[done : done + count], device=key.device)  # (r,)
+            few = spans.hidden.shape[1] <= FEW
+            for draws in torch.arange(self.samples, device=key.device).split(self.samples if few else room):
+                place = torch.arange(len(spans), device=key.device).repeat_interleave(len(draws))  # (R,)
+                draw = draws.repeat(len(spans))  # (R,)
+                drawn = self._hide(opened, spans.select(place), key, nths[place], draw)
+                lanes = self._merged(drawn, place, draw)
+                sums.skip(spans.row, len(draws), lanes.row)
+                if len(lanes):
+                    yield lanes
             done += count
 
     def _hide(self, opened: Opened, lanes: Lanes, key: torch.Tensor, span: torch.Tensor, draw: torch.Tensor) -> Lanes:
@@ -157,7 +165,8 @@ class Elbo(Estimator):
         """
         replicate, each = draw % self.replicates, self.samples // self.replicates  # (R,)
         key = key[lanes.row]  # (R,)
-        t = (uniform(key, self.seed, SHIFT, replicate) + (draw // self.replicates) / each + span * GOLDEN) % 1  # (R,)
+        shift = uniform(key, self.seed, SHIFT, replicate)  # (R,)
+        t = (shift + (draw // self.replicates).double() / each + span.double() * GOLDEN) % 1  # (R,)
         keys = key[:, None], self.seed, CELLS, draw[:, None], lanes.columns - lanes.origin[:, None]  # (R, W)
         level = ()
         if self.form == "count":
@@ -196,8 +205,8 @@ class Sums:
         count, length = opened.rows.ids.shape
         device = opened.rows.ids.device
         self.windows, self.elbo, self.length = opened.windows, elbo, length
-        self.nats = torch.zeros(count, length + 1, dtype=torch.float64, device=device)  # (N, L + 1) of each column
-        self.replicates = torch.zeros(count, elbo.replicates, dtype=torch.float64, device=device)  # (N, S)
+        # (N, L + 1 + S): the nats of each column, and of each replicate
+        self.nats = torch.zeros(count, length + 1 + elbo.replicates, dtype=torch.float64, device=device)
         spans = torch.tensor([len(elbo.blocks(window)) for window in opened.windows], device=device)  # (N,)
         self.waiting = spans * elbo.samples  # (N,) draws to come
 
@@ -220,13 +229,17 @@ class Sums:
         if level:
             log_prob = -score_entropy(level[0], log_prob, predictions.log_sum, self.elbo.denoiser.vocab_size - 1)
         nats = torch.where(lanes.hidden, log_prob, 0.0)  # (R, W)
+        of_draw = nats.sum(1, keepdim=True)  # (R, 1)
+        # a replicate that did not draw these cells has weight 0, and nats may be infinite
+        of_draw = torch.where(weight[:, 0] > 0, of_draw * weight[:, 0], 0.0)  # (R, S)
         column = torch.where(lanes.hidden, lanes.columns, self.length)  # (R, W)
-        row, ones = lanes.row[:, None].expand_as(column), torch.ones_like(lanes.row)  # (R, W), (R,)
-        of_cell, of_draw = nats * weight.sum(2), nats.sum(1, keepdim=True) * weight[:, 0]  # (R, W), (R, S)
-        # if memory ends before here, nothing has been added yet; from here on nothing fails half way
-        self.nats.index_put_((row, column), of_cell, accumulate=True)
-        self.replicates.index_add_(0, lanes.row, of_draw)
-        self.waiting.index_add_(0, lanes.row, -ones)
+        replicate = torch.arange(self.length + 1, self.nats.shape[1], device=column.device)  # (S,)
+        column = torch.cat([column, replicate.expand(len(column), -1)], 1)  # (R, W + S)
+        values = torch.cat([nats * weight.sum(2), of_draw], 1)  # (R, W + S)
+        row, less = lanes.row[:, None].expand_as(column), -torch.ones_like(lanes.row)  # (R, W + S), (R,)
+        # if memory ends before here, nothing has been added yet
+        self.nats.index_put_((row, column), values, accumulate=True)
+        self.waiting.index_add_(0, lanes.row, less)
 
     def finished(self, lanes: Lanes) -> list[int]:
         """The windows of these lanes that have no draw left."""
@@ -241,12 +254,13 @@ class Sums:
         """The windows `rows` with the fields of their `Bound`."""
         if not rows:
             return
-        nats, means = self.nats[rows].cpu() / self.elbo.samples, self.replicates[rows].cpu()
-        means = means / (self.elbo.samples // self.elbo.replicates)  # (n, S)
+        nats, means = self.nats[rows].cpu().tensor_split([self.length + 1], dim=1)
+        nats, means = nats / self.elbo.samples, means / (self.elbo.samples // self.elbo.replicates)  # (n, S)
         self.waiting[rows] = -1  # taken
         for n, row in enumerate(rows):
             start, count = len(self.windows[row].context), len(self.windows[row].target)
-            known = self.elbo.replicates >= REPLICATES
+            known = self.elbo.replicates > 1
+            error = float(means[n].std() / math.sqrt(self.elbo.replicates)) if known else math.nan
             yield (
                 row,
                 {
@@ -257,7 +271,7 @@ class Sums:
                     "nfe": None,
                     "close_picks": None,
                     "blank_starts": 0,
-                    "stderr": float(means[n].std() / math.sqrt(self.elbo.replicates)) if known else None,
+                    "stderr": error if math.isfinite(error) else None,  # nor of infinite nats
                 },
             )
 

@@ -18,9 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
-from itertools import combinations
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,10 +30,10 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimator import All, Estimator, OnDone, Opened, Value
 from lm_eval_duel.lanes import Lanes
 from lm_eval_duel.ledger import CLOSE, STATISTICS, Scored
-from lm_eval_duel.options import LATTICE_BLOCK
+from lm_eval_duel.options import LATTICE, LATTICE_BLOCK
+from lm_eval_duel.orders import Chunk, Orders, cell_of, fold, follow, number_of
 from lm_eval_duel.reveal import decide
 
-VALUES = ("elbo_exact", "mixture", "oracle")
 TABLE = 1 << 22  # states x cells of a chunk of blocks, at most
 
 
@@ -48,6 +46,9 @@ class Path:
     nats: tuple[float, ...]
     nfe: int
     close_picks: int | None = None
+    confidence: tuple[float, ...] = ()  # these, where `traced`, as in `Scored`
+    margin: tuple[float, ...] = ()
+    entropy: tuple[float, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,14 +96,14 @@ class Lattice(Estimator):
             raise DuelError(
                 f"estimator={value} evaluates all revealed sets of a block, at most {LATTICE_BLOCK} cells (4,095 "
                 f"sets); the block in force is {'the whole target' if self.block is None else self.block}. "
-                + ("This network has no other." if denoiser.block else "Use block=4, or block=8 (17 times the cost).")
+                + ("This network has no other." if denoiser.block else "Use block=4, or block=8 (8.5 times the cost).")
             )
 
     def describe(self) -> dict[str, object]:
         return {"estimator": self.name, "block": self.block, "grid": self.grid}
 
     def values(self, scored: Ordered) -> dict[str, Value]:
-        found = {name: Value(getattr(scored, name)) for name in sorted(VALUES, key=lambda name: name != self.name)}
+        found = {name: Value(getattr(scored, name)) for name in sorted(LATTICE, key=lambda name: name != self.name)}
         return found | {text: Value(path.log_prob, nfe=path.nfe) for text, path in scored.rules.items()}
 
     @property
@@ -137,28 +138,6 @@ class Lattice(Estimator):
             yield dataclasses.replace(each, hidden=hidden, tokens=tokens)
 
 
-@dataclasses.dataclass
-class Chunk:
-    """The lattices of some blocks while they are filled."""
-
-    lanes: Lanes  # (B,) as their blocks begin
-    waiting: int  # states to come
-    nats: torch.Tensor  # (B, S, m) w
-    seen: list[torch.Tensor]  # (B, S, m) each: what a trace shows beside nats
-    after: torch.Tensor  # (F, B, S) the state after a rule's pick
-    close: torch.Tensor  # (F, B, S) bool: a close pick
-
-
-class Orders:
-    """A path through the blocks of each window: nats and steps by column, and sums."""
-
-    def __init__(self, like: torch.Tensor, traced: bool = False):
-        self.nats = torch.full_like(like, math.nan)  # (N, L + 1)
-        self.steps = torch.full_like(like, -1, dtype=torch.int32)  # (N, L + 1)
-        self.sums = torch.zeros(len(like), 2, dtype=torch.int64, device=like.device)  # (N, 2) NFE, close picks
-        self.seen = [torch.full_like(like, math.nan) for _ in STATISTICS if traced]  # (N, L + 1) each
-
-
 class Tables:
     """The lattices of one group of windows: filled chunk by chunk, and folded up as each is full."""
 
@@ -170,10 +149,10 @@ class Tables:
         self.place = torch.full((2, *like.shape), -1, device=like.device)  # chunk, and block in it, by first column
         self.chunks: dict[int, Chunk] = {}
         self.begun = 0  # chunks
-        self.totals = like.new_zeros(count, len(VALUES))  # (N, 3)
+        self.totals = like.new_zeros(count, len(LATTICE))  # (N, 3)
         self.mean = torch.zeros_like(like)  # (N, L + 1) each column's share of elbo_exact
         self.best = Orders(like, self.traced)
-        self.paths = [Orders(like) for _ in self.rules]
+        self.paths = [Orders(like, self.traced) for _ in self.rules]
         self.knows_leads = [True] * len(self.rules)
         self.waiting = [len(lattice.blocks(window)) for window in opened.windows]  # blocks to come
 
@@ -258,15 +237,20 @@ class Tables:
             def of(plane: torch.Tensor, row: int = row, span: slice = span) -> tuple[Any, ...]:
                 return tuple(plane[row, span].tolist())
 
-            totals = dict(zip(VALUES, self.totals[row].tolist(), strict=True))
+            totals = dict(zip(LATTICE, self.totals[row].tolist(), strict=True))
+
+            def along(orders: Orders, of: Callable[[torch.Tensor], tuple[Any, ...]] = of) -> dict[str, tuple[Any, ...]]:
+                planes = zip(STATISTICS, orders.seen, strict=False)
+                return {"steps": of(orders.steps), "nats": of(orders.nats), **{n: of(plane) for n, plane in planes}}
+
             shown = {"steps": (), "nats": of(self.mean) if self.value == "elbo_exact" else ()}
             if self.value == "oracle":
-                shown = {"steps": of(self.best.steps), "nats": of(self.best.nats)}
-                shown |= {name: of(plane) for name, plane in zip(STATISTICS, self.best.seen, strict=False)}
+                shown = along(self.best)
             paths = {}
             for rule, orders, known in zip(self.rules, self.paths, self.knows_leads, strict=True):
-                (nfe, close), nats = orders.sums[row].tolist(), of(orders.nats)
-                paths[str(rule)] = Path(math.fsum(nats), of(orders.steps), nats, nfe, close if known else None)
+                (nfe, close), planes = orders.sums[row].tolist(), along(orders)
+                total = math.fsum(planes["nats"])
+                paths[str(rule)] = Path(log_prob=total, nfe=nfe, close_picks=close if known else None, **planes)
             found = {
                 "log_prob": totals[self.value],
                 "is_greedy": False,
@@ -275,70 +259,3 @@ class Tables:
                 "blank_starts": 0,
             }
             yield row, {**found, **shown, **totals, "rules": paths}
-
-
-def follow(
-    chunk: Chunk, column: torch.Tensor, full: torch.Tensor, after: torch.Tensor, close: torch.Tensor, into: Orders
-) -> None:
-    """Enter the path of each block: from `full` (B,) on, the state `after` (B, S) each state, until nothing is hidden.
-
-    `column` (B, m): where each cell is; `close` (B, S): which states are close picks.
-    """
-    row, block = chunk.lanes.row, torch.arange(len(full), device=full.device)  # (B,)
-    state, step = full, 0
-    cells = torch.arange(column.shape[1], device=full.device)  # (m,)
-    while (going := state > 0).any():
-        following = after[block, state] * going  # (B,)
-        picked = ((state & ~following)[:, None] >> cells & 1).bool()  # (B, m)
-        b, q = picked.nonzero().unbind(1)  # (c,)
-        where = row[b], column[b, q]
-        into.steps[where] = step
-        for plane, table in zip([into.nats, *into.seen], [chunk.nats, *chunk.seen], strict=False):
-            plane[where] = table[b, state[b], q]
-        into.sums.index_add_(0, row, torch.stack([going, going & close[block, state]], 1).long())
-        state, step = following, step + 1
-
-
-def fold(table: torch.Tensor, full: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """All orders of some blocks, by dynamic programming over sets, the smaller ones first.
-
-    `table` (B, S, m): w of each state and cell; `full` (B,): the state in which all cells of a block are hidden.
-    Returns elbo_exact, mixture and oracle (B, 3), each cell's share of elbo_exact (B, m), and the state that follows
-    each one on its best order (B, S).
-    """
-    blocks, states, m = table.shape
-    mean, mixture, oracle = (table.new_zeros(blocks, states) for _ in range(3))
-    best = torch.zeros(blocks, states, dtype=torch.int64, device=table.device)
-    share = table.new_zeros(blocks, m)
-    cells = (full + 1).double().log2().round().long()  # (B,) of each block
-    for size in range(1, m + 1):
-        state, cell, rest = (found.to(table.device) for found in sets(m, size))  # (n,), (n, size), (n, size)
-        w = table[:, state[:, None], cell]  # (B, n, size)
-        mean[:, state] = (w + mean[:, rest]).mean(2)
-        mixture[:, state] = (w + mixture[:, rest]).logsumexp(2) - math.log(size)
-        oracle[:, state], at = (w + oracle[:, rest]).max(2)
-        best[:, state] = rest.expand(blocks, -1, -1).gather(2, at[:, :, None])[:, :, 0]
-        # an order hides a given set of `size` of the m cells with probability 1 / C(m, size)
-        chance = table.new_tensor([1 / max(1, math.comb(n, size)) for n in cells.tolist()])  # (B,)
-        part = torch.where((state <= full[:, None])[:, :, None], w, 0.0) * chance[:, None, None] / size  # (B, n, size)
-        share.scatter_add_(1, cell.flatten().expand(blocks, -1), part.flatten(1))
-    block = torch.arange(blocks, device=table.device)
-    return torch.stack([each[block, full] for each in (mean, mixture, oracle)], 1), share, best
-
-
-@lru_cache(maxsize=LATTICE_BLOCK * LATTICE_BLOCK)
-def sets(m: int, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The sets of `size` of m cells: their numbers (n,), their cells (n, size), and the sets without each (n, size)."""
-    cells = torch.tensor(list(combinations(range(m), size)))  # (n, size)
-    state = (1 << cells).sum(1)  # (n,)
-    return state, cells, state[:, None] - (1 << cells)
-
-
-def cell_of(hidden: torch.Tensor) -> torch.Tensor:
-    """The number of each cell among the hidden ones of its block, (R, W)."""
-    return hidden.cumsum(1) - 1
-
-
-def number_of(hidden: torch.Tensor, cell: torch.Tensor) -> torch.Tensor:
-    """The number of a state, (R,), from its hidden cells and the `cell` number of each, (R, W)."""
-    return (hidden.long() << cell.clamp(min=0)).sum(1)

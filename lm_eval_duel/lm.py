@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from lm_eval_duel import fingerprint
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.options import BUNDLED, TOKENS, Options
+from lm_eval_duel.options import BUNDLED, LATTICE, TOKENS, Options, unread
 from lm_eval_duel.ranks import Ranked
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class DuelMDM(Ranked):
         super().__init__()
         self.options = options = Options.parse(arguments)
         # transformers is imported once the arguments are known to be good
-        from lm_eval_duel import denoisers, estimators
+        from lm_eval_duel import denoisers, switch
         from lm_eval_duel.cost import Cost
         from lm_eval_duel.text import Text
 
@@ -61,11 +61,13 @@ class DuelMDM(Ranked):
             options.pretrained or BUNDLED, device=device, tokenizer=self.tokenizer, **options.network
         )
         self._device = self.denoiser.device
-        self.estimator = estimators.make(self.denoiser, options)
+        self.estimator = switch.make(self.denoiser, options)
         self.text = Text(self.tokenizer, self.denoiser, options.windows, self.estimator.block)
         self.cost = Cost()
         self.trace = self._open_trace()
         if self.rank == 0:
+            if left := unread(arguments, options.estimator):
+                log.info("estimator=%s does not read %s", options.estimator, " and ".join(left))
             log.info("law %s: %s", self.fingerprint, ", ".join(f"{key}={value}" for key, value in self.law.items()))
 
     # ------------------------------------------------------------ what this law is
@@ -135,6 +137,11 @@ class DuelMDM(Ranked):
                     f"The --use_cache file was written under another law ({fingerprint.digest(stored)}, this run is "
                     f"{self.fingerprint}): {changed}. Name another file, or delete this one."
                 )
+            if len(store) > 1 and (self.trace or self.options.estimator in LATTICE):
+                log.warning(
+                    "answers found in the --use_cache file are not computed again: they are in no trace of this run, "
+                    "and its results hold no other figures (config.duel.tasks) of them"
+                )
             store[CACHE_KEY] = self.law
         super().set_cache_hook(cache_hook)
 
@@ -146,6 +153,7 @@ class DuelMDM(Ranked):
 
         name = self.options.tokenizer or self.options.pretrained or BUNDLED
         header = {"fingerprint": self.fingerprint, "law": self.law, "tokenizer": name}
+        header["rules"] = [str(rule) for rule in getattr(self.estimator, "rules", ())]  # that a lattice reads off
         return Writer(self.options.trace, header, self.rank, self.world_size)
 
     # ------------------------------------------------------------ what the harness asks about text
@@ -261,7 +269,8 @@ class DuelMDM(Ranked):
             parts = [found[r][part] for part in range(len(windows[r]))]
             answers[r] = combine(parts)
             if r not in extra:
-                self.cost.count(requests[r].task_name, windows[r], parts, self.estimator)
+                request = requests[r]
+                self.cost.count(request.task_name, request.doc_id, windows[r], parts, self.estimator)
                 self._write_trace(requests[r], windows[r], parts)
             if parts:
                 self.cache_hook.add_partial(kind, requests[r].args, answers[r])

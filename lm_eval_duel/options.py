@@ -31,6 +31,7 @@ CHOICES = {
     "backend": ("native", "remote"),
 }
 ELBO_FORMS = ("count", "ratio", "score_entropy")
+UNREAD = {"elbo": ("rule", "block"), "exact": ("rule", "block")}  # args that an estimator does not read
 ONLY = {  # which estimators have a use for an arg
     "mc_samples": ("elbo",),
     "elbo_form": ("elbo",),
@@ -184,6 +185,11 @@ class Options:
         The harness says batch_size=1 when the user said nothing, so 1 is auto too; max_batch_size=1 is one row.
         """
         return None if self.batch_size in ("auto", 1) else self.batch_size
+
+
+def unread(arguments: Mapping[str, Any], estimator: str) -> list[str]:
+    """The args given that this estimator does not read, as when only `estimator` was changed in a command."""
+    return [key for key in UNREAD.get(estimator, ()) if key in arguments]
 
 
 def tokenizer_source(arguments: Mapping[str, Any]) -> tuple[str, str]:

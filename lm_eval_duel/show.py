@@ -14,7 +14,7 @@ import os
 import sys
 from typing import Any
 
-from lm_eval_duel import trace
+from lm_eval_duel import rules, trace
 from lm_eval_duel.errors import DuelError
 
 EARLY_TO_LATE = (54, 61, 67, 73, 79, 114, 185, 226)  # of the terminal's 256 colours: dark blue to yellow
@@ -22,16 +22,32 @@ SURE_TO_SURPRISED = (255, 230, 228, 222, 215, 208, 202, 196)  # white to red
 MOST_NATS = 8.0  # the reddest
 
 
-def show(records: list[dict[str, Any]], tokenizer: Any, by: str, coloured: bool) -> str:
-    """The windows `records` of one document, as text for a terminal. `tokenizer` has `decode(ids)`."""
-    parts = []
+def show(records: list[dict[str, Any]], tokenizer: Any, by: str, coloured: bool, rule: str | None = None) -> str:
+    """The windows `records` of one document, as text for a terminal. `tokenizer` has `decode(ids)`.
+
+    `rule`: of a lattice, whose order is shown; None: the estimator's own, or where it has none the first rule's.
+    """
+    parts, last = [], 0
     for record in records:
-        pieces = spelled(record["ids"], tokenizer)
-        parts.append(_heading(record))
-        parts.append(_colours(record, pieces, by) if coloured else _lines(record, pieces))
-    if coloured:
-        parts.append(_legend(by, max((max(record["steps"], default=0) for record in records), default=0)))
+        pieces, order = spelled(record["ids"], tokenizer), _order(record, rule)
+        shown = record | order
+        parts.append(_heading(record) + (f"\nshown: the order of {order['name']}" if order else ""))
+        parts.append(_colours(shown, pieces, by) if coloured else _lines(shown, pieces))
+        last = max([last, *shown["steps"]])
+    if coloured and any(record["ids"] for record in records):
+        parts.append(_legend(by, last))
     return "\n\n".join(parts)
+
+
+def _order(record: dict[str, Any], rule: str | None) -> dict[str, Any]:
+    """The order of a lattice rule, where it is asked for, or where the estimator has no order of its own."""
+    found = record.get("rules", {})
+    if rule is None and (record["steps"] or not found):
+        return {}
+    name = next(iter(found)) if rule is None else str(rules.parse(rule))
+    if name not in found:
+        raise DuelError(f"This trace has no order of {name}; it holds {', '.join(found) or 'none but its own'}.")
+    return {**found[name], "name": name}
 
 
 def spelled(ids: list[int], tokenizer: Any) -> list[str]:
@@ -66,7 +82,7 @@ def _heading(record: dict[str, Any]) -> str:
 def _colours(record: dict[str, Any], pieces: list[str], by: str) -> str:
     values, most, palette = _scale(record, by)
     if not values:
-        return f"(no {by} in this trace: {' and '.join(record['values'])} has none)\n" + "".join(pieces)
+        return f"(no {by} in this trace)\n" + "".join(pieces)
     shown = []
     for piece, value in zip(pieces, values, strict=True):
         colour = palette[round((len(palette) - 1) * min(1.0, value / most))]
@@ -123,6 +139,7 @@ def main(arguments: list[str]) -> None:
         "--request", type=int, default=0, help="of a multiple choice document: which answer (default: 0)"
     )
     parser.add_argument("--by", choices=["step", "nats"], default="step", help="what the colours say (default: step)")
+    parser.add_argument("--rule", help="of a lattice: whose order is shown, e.g. greedy (default: the first)")
     parser.add_argument("--tokenizer", help="a folder or hub name, where the trace's own is no longer there")
     parser.add_argument("--color", choices=["auto", "always", "never"], default="auto")
     asked = parser.parse_args(arguments)
@@ -132,7 +149,8 @@ def main(arguments: list[str]) -> None:
 
     tokenizer = denoisers.load_tokenizer({"tokenizer": asked.tokenizer or trace.law(asked.trace)["tokenizer"]})
     free = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    print(show(records, tokenizer, asked.by, free if asked.color == "auto" else asked.color == "always"))
+    coloured = free if asked.color == "auto" else asked.color == "always"
+    print(show(records, tokenizer, asked.by, coloured, asked.rule))
 
 
 def _chosen(path: str, task: str | None, doc: int, request: int) -> list[dict[str, Any]]:

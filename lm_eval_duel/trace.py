@@ -8,14 +8,15 @@
 `ids` are the target's, and `context` the number of given ids before it; `starts` are the target indices where blocks
 begin; `steps` count from 0 in every block. `confidence` is the log-odds of P1, `margin` P1 - P2, `entropy` in nats,
 each as the token was revealed. `values` is all that the estimator says, in nats, and `stderr` its Monte Carlo error.
-What an estimator does not have (the order of an ELBO) is an empty list. A lattice also has "rules": the steps and nats
-of each rule that it read off.
+What an estimator does not have (the order of an ELBO) is an empty list. A lattice also has "rules": by name, the same
+for the order of each rule that it read off.
 
 On several ranks there is a file for each; `read` merges them.
 """
 
 from __future__ import annotations
 
+import glob
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ from lm_eval_duel.errors import DuelError
 
 if TYPE_CHECKING:
     from lm_eval_duel.estimator import Estimator
+    from lm_eval_duel.lattice import Path as Order
     from lm_eval_duel.ledger import Scored
     from lm_eval_duel.windows import Window
 
@@ -40,18 +42,21 @@ class Writer:
         mine = _of_rank(self.path, rank) if ranks > 1 else self.path
         mine.parent.mkdir(parents=True, exist_ok=True)
         header = {"duel_trace": FORMAT, **header}
-        kept = _whole_lines(mine)
-        if kept:
+        begun = mine.exists() and not _cut_at_once(mine)
+        if begun:
             found = _header(mine)
-            if found.get("fingerprint") != header["fingerprint"]:
-                raise DuelError(
-                    f"The trace {mine} was written under another law ({found.get('fingerprint')}; this run is "
-                    f"{header['fingerprint']}). Name another file, or delete it."
-                )
-        self._file = mine.open("r+" if kept else "w", encoding="utf-8")
-        self._file.seek(kept)
-        self._file.truncate()  # a line that was cut off in the middle
-        if not kept:
+            for key in ("fingerprint", "rules"):
+                if found.get(key) != header.get(key):
+                    raise DuelError(
+                        f"The trace {mine} was written under another law ({key} {found.get(key)}; this run's is "
+                        f"{header.get(key)}). Name another file, or delete it."
+                    )
+            with mine.open("r+b") as file:  # a line that was cut off in the middle
+                file.truncate(file.read().rfind(b"\n") + 1)
+        else:
+            mine.write_bytes(b"")
+        self._file = mine.open("a", encoding="utf-8")  # where another writer has the file too, lines stay whole
+        if not begun:
             self.write([header])
 
     def write(self, records: Iterable[dict[str, Any]]) -> None:
@@ -68,18 +73,25 @@ def record(window: Window, scored: Scored, estimator: Estimator) -> dict[str, An
         "context": start,
         "ids": list(window.target),
         "starts": [max(0, first - start) for first, _ in estimator.blocks(window)],
+        **_path(scored),
+        "log_prob": scored.log_prob,
+        "values": {name: value.nats for name, value in values.items()},
+    }
+    if paths := getattr(scored, "rules", None):  # of a lattice
+        found["rules"] = {name: _path(path) for name, path in paths.items()}
+    errors = {name: value.stderr for name, value in values.items() if value.stderr is not None}
+    return found | ({"stderr": errors[next(iter(values))]} if errors else {})
+
+
+def _path(scored: Scored | Order) -> dict[str, Any]:
+    """One order and what was seen on the way."""
+    return {
         "steps": list(scored.steps),
         "nats": list(scored.nats),
         **{name: [float(f"{value:.6g}") for value in getattr(scored, name)] for name in SHOWN},
-        "log_prob": scored.log_prob,
         "nfe": scored.nfe,
         "close_picks": scored.close_picks,
-        "values": {name: value.nats for name, value in values.items()},
     }
-    if orders := getattr(scored, "rules", None):  # of a lattice
-        found["rules"] = {name: {"steps": list(path.steps), "nats": list(path.nats)} for name, path in orders.items()}
-    errors = {name: value.stderr for name, value in values.items() if value.stderr is not None}
-    return found | ({"stderr": errors[next(iter(values))]} if errors else {})
 
 
 def read(path: str | Path) -> list[dict[str, Any]]:
@@ -87,20 +99,20 @@ def read(path: str | Path) -> list[dict[str, Any]]:
 
     Raises DuelError where there is no trace, or parts of it were written under different laws.
     """
-    found = {}
+    found: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}  # of each request, by window
     for part in _parts(path):
         for line in _lines(part):
-            found[_key(line)] = line
-    return [found[key] for key in sorted(found, key=lambda key: [(value is None, value) for value in key])]
+            request = tuple(line.get(name) for name in ("task", "doc", "request"))
+            if line.get("window") == 0:  # a request that was scored again is written whole
+                found[request] = {}
+            found.setdefault(request, {})[line.get("window")] = line
+    requests = sorted(found, key=lambda request: [(value is None, value) for value in request])
+    return [line for request in requests for _, line in sorted(found[request].items())]
 
 
 def law(path: str | Path) -> dict[str, Any]:
     """The first line of a trace: fingerprint, law and tokenizer."""
     return _header(_parts(path)[0])
-
-
-def _key(line: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(line.get(name) for name in ("task", "doc", "request", "window"))
 
 
 def _of_rank(path: Path, rank: int | str) -> Path:
@@ -111,7 +123,9 @@ def _parts(path: str | Path) -> list[Path]:
     """The files of a trace, all of one law."""
     path = Path(path)
     parts = [path] if path.is_file() else []
-    parts += sorted(part for part in path.parent.glob(_of_rank(path, "*").name) if part.is_file())
+    ranks = glob.escape(f"{path.stem}.rank") + "*" + glob.escape(path.suffix)
+    parts += sorted(part for part in path.parent.glob(ranks) if part.is_file())
+    parts.sort(key=lambda part: part.stat().st_mtime_ns)  # what was written last counts
     if not parts:
         raise DuelError(f"There is no trace {path}; write one with --model_args trace={path.name},...")
     laws = {part: _header(part).get("fingerprint") for part in parts}
@@ -134,6 +148,13 @@ def _header(path: Path) -> dict[str, Any]:
     return found
 
 
+def _cut_at_once(path: Path) -> bool:
+    """Whether a file is empty, or holds a part of its first line only."""
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        first = lines.readline()
+    return not first or (not first.endswith("\n") and first.startswith('{"duel_trace"'))
+
+
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     """The windows of one file; a last line that was cut off is left out."""
     with path.open(encoding="utf-8") as lines:
@@ -145,10 +166,3 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
             except json.JSONDecodeError as error:
                 raise DuelError(f"{path}, line {number} is no window of a trace: {error}.") from None
-
-
-def _whole_lines(path: Path) -> int:
-    """The length in bytes of a file up to its last end of line; 0 where there is none."""
-    if not path.exists():
-        return 0
-    return path.read_bytes().rfind(b"\n") + 1

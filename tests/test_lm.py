@@ -263,13 +263,14 @@ def test_model_info_is_for_the_results_file(folder):
     cost = info["duel"]
     assert (cost["estimator"], cost["rule"], cost["block"], cost["ranks"]) == ("duel", "greedy:k=1", 4, 1)
     assert (cost["windows"], cost["tokens"], cost["nfe"], cost["mean_nfe"]) == (4, 13, 13, 13 / 4)  # equal ones once
-    assert (cost["cut_contexts"], cost["empty_documents"], cost["longest_document"]) == (1, 1, 9)
+    assert (cost["cut_contexts"], cost["empty_requests"], cost["longest_document"]) == (1, 1, 9)
     assert cost["rows"] >= cost["forwards"] > 0 and cost["row_capacity"] == 6 and cost["blank_starts"] == 0
     assert cost["seconds"] > 0 and cost["peak_memory_bytes"] > 1e7 and cost["close_windows"] <= cost["close_picks"]
     assert cost["tokens_per_second"] == pytest.approx(13 / cost["seconds"])
     assert cost["weights"] == info["law"]["weights"] and cost["versions"]["torch"].startswith("2.")
     task = cost["tasks"]["toy"]
-    assert (task["documents"], task["windows"], task["tokens"]) == (5, 5, 16)
+    assert (task["documents"], task["requests"], task["windows"], task["tokens"]) == (4, 5, 5, 16)
+    assert task["longest_document"] == 9
     assert task["values"]["duel"]["nfe"] == 16 and task["values"]["duel"]["stderr"] is None
     json.dumps(info)
 
@@ -282,7 +283,8 @@ def test_padding_of_ranks_is_no_document(folder):
     requests[1].repeats = 2
     padded = [requests[0], requests[1], requests[1], requests[1], requests[1]]
     assert lm.loglikelihood_rolling(padded, disable_tqdm=True) == [once[0], *[once[1]] * 4]
-    assert lm.get_model_info()["duel"]["tasks"]["toy"]["documents"] == 2 + 3
+    task = lm.get_model_info()["duel"]["tasks"]["toy"]
+    assert (task["documents"], task["requests"]) == (2, 2 + 3)  # the second is asked for twice
 
 
 @pytest.mark.parametrize("estimator", ["elbo", "elbo_exact", "mixture", "oracle"])
@@ -296,6 +298,62 @@ def test_an_estimator_that_decodes_nothing_says_so(folder, estimator, caplog):
         ask("loglikelihood", ("a b", " c")), disable_tqdm=True
     )[0]
     assert answers[0][0] == pytest.approx(exact, abs=1e-4)  # law 12
+
+
+def test_an_estimator_says_what_it_does_not_read(folder, caplog):
+    with caplog.at_level("INFO", logger="lm_eval.duel_mdm"):
+        DuelMDM(pretrained=folder, block=4, rule="greedy", device="cpu", estimator="elbo")
+    assert "estimator=elbo does not read rule and block" in caplog.text
+
+
+def test_equal_windows_have_one_monte_carlo_error(folder):
+    """They have the same draws, so n of them have n times the error, not sqrt(n) times."""
+    totals = []
+    for count in (1, 5):
+        lm = DuelMDM(pretrained=folder, device="cpu", estimator="elbo", mc_samples=16)
+        lm.loglikelihood_rolling(ask("loglikelihood_rolling", *[("a b c d e",)] * count), disable_tqdm=True)
+        totals.append(lm.get_model_info()["duel"]["tasks"]["toy"]["values"]["elbo"])
+    assert totals[1]["stderr"] == pytest.approx(5 * totals[0]["stderr"]) and totals[0]["stderr"] > 0
+    lm = DuelMDM(pretrained=folder, device="cpu", estimator="elbo", mc_samples=16)
+    requests = ask("loglikelihood_rolling", ("a b c d e",), ("e d c b a",))
+    lm.loglikelihood_rolling(requests, disable_tqdm=True)
+    both = lm.get_model_info()["duel"]["tasks"]["toy"]["values"]["elbo"]["stderr"]
+    assert totals[0]["stderr"] < both < totals[0]["stderr"] * 5
+
+
+def test_accounts_of_ranks_add_up(folder):
+    """What one model computes on all requests is the sum of two accounts of its halves."""
+    texts = ["a b c", "d e f g", "the of", "a b c", "z"]
+    for estimator in ("duel", "elbo", "oracle"):
+        arguments = {"pretrained": folder, "block": 4, "device": "cpu", "estimator": estimator}
+        arguments |= {"mc_samples": 16} if estimator == "elbo" else {}
+        requests = ask("loglikelihood_rolling", *[(text,) for text in texts])
+        one = DuelMDM(**arguments)
+        one.loglikelihood_rolling(requests, disable_tqdm=True)
+        halves = [DuelMDM(**arguments) for _ in range(2)]
+        for rank, half in enumerate(halves):
+            half.loglikelihood_rolling(requests[rank::2], disable_tqdm=True)
+        halves[0].accounts = [half.account() for half in halves]
+        whole, sum_of = one.get_model_info()["duel"], halves[0].get_model_info()["duel"]
+        assert sum_of["ranks"] == 2
+        task, other = whole["tasks"]["toy"], sum_of["tasks"]["toy"]
+        assert {name: task[name] for name in task if name != "values"} == {
+            name: other[name] for name in other if name != "values"
+        }
+        for name, value in task["values"].items():
+            for figure, mine in value.items():
+                assert other["values"][name][figure] == (mine if mine is None else pytest.approx(mine, abs=1e-4))
+
+
+def test_answers_of_a_cache_are_in_no_trace_and_that_is_said(folder, tmp_path, caplog):
+    hook = SimpleNamespace(dbdict={}, add_partial=lambda *a: None)
+    arguments = {"pretrained": folder, "block": 4, "device": "cpu", "trace": str(tmp_path / "t.jsonl")}
+    DuelMDM(**arguments).set_cache_hook(hook)
+    assert "are not computed again" not in caplog.text
+    hook.dbdict["some answer"] = -1.0
+    with caplog.at_level("WARNING", logger="lm_eval.duel_mdm"):
+        DuelMDM(**arguments).set_cache_hook(hook)
+    assert "are not computed again: they are in no trace of this run" in caplog.text
 
 
 def test_estimators_are_laws_of_their_own(folder):

@@ -67,11 +67,15 @@ def test_every_estimator_leaves_a_trace(folder, tmp_path, estimator):
             values = [r["values"][name] for name in ("elbo_exact", "mixture", "oracle")]
             assert values == sorted(values)
             for name in ("greedy:k=1", "margin:k=2"):
-                assert math.fsum(r["rules"][name]["nats"]) == pytest.approx(r["values"][name], abs=1e-9)
+                rule = r["rules"][name]
+                assert math.fsum(rule["nats"]) == pytest.approx(r["values"][name], abs=1e-9)
+                assert len(rule["entropy"]) == len(rule["steps"]) == len(r["ids"]) and rule["close_picks"] is not None
     scored(folder, tmp_path / "duel.jsonl")
     for mine, theirs in zip(records, trace.read(tmp_path / "duel.jsonl"), strict=True):
         if estimator != "elbo":
             assert mine["rules"]["greedy:k=1"]["steps"] == theirs["steps"]
+            assert mine["rules"]["greedy:k=1"]["nfe"] == theirs["nfe"]
+            assert mine["rules"]["greedy:k=1"]["margin"] == pytest.approx(theirs["margin"], abs=1e-3)
             assert mine["values"]["greedy:k=1"] == pytest.approx(theirs["log_prob"], abs=1e-4)
     totals = lm.get_model_info()["duel"]["tasks"]["toy"]
     assert (totals["documents"], totals["windows"], totals["tokens"]) == (4, 4, 30)
@@ -92,8 +96,36 @@ def test_a_trace_goes_on_where_it_was_cut_off(tmp_path):
     Writer(str(path), HEADER).write([{"task": "t", "doc": 0, "request": 0, "window": 0, "n": 2}])
     assert [r["n"] for r in trace.read(path)] == [2]  # the last of equal windows
     assert len(path.read_text().splitlines()) == 3
-    with pytest.raises(DuelError, match=r"written under another law \(abc; this run is xyz\). Name another file"):
+    with pytest.raises(DuelError, match=r"written under another law \(fingerprint abc; this run's is xyz\)"):
         Writer(str(path), {**HEADER, "fingerprint": "xyz"})
+    with pytest.raises(DuelError, match=r"under another law \(rules None; this run's is \['margin:k=1'\]\)"):
+        Writer(str(path), {**HEADER, "rules": ["margin:k=1"]})
+    path.write_text('{"duel_trace": 1, "finger')  # killed in its first line
+    Writer(str(path), HEADER)
+    assert trace.law(path)["fingerprint"] == "abc"
+    (tmp_path / "notes.txt").write_text("my notes")
+    with pytest.raises(DuelError, match=r"notes.txt is no trace: its first line is no law"):
+        Writer(str(tmp_path / "notes.txt"), HEADER)
+    assert (tmp_path / "notes.txt").read_text() == "my notes"
+
+
+def test_two_writers_do_not_destroy_each_other(tmp_path):
+    path = tmp_path / "t.jsonl"
+    one, other = Writer(str(path), HEADER), Writer(str(path), HEADER)
+    for doc in range(6):
+        (one, other)[doc % 2].write([{"task": "t", "doc": doc, "request": 0, "window": 0, "text": "x" * 50 * doc}])
+    assert [r["doc"] for r in trace.read(path)] == list(range(6))
+
+
+def test_a_document_scored_again_is_the_new_one_alone(tmp_path):
+    path = tmp_path / "run[1].jsonl"
+    for rank, windows in ((0, 3), (1, 1)):
+        Writer(str(path), HEADER, rank, 2).write(
+            [{"task": "t", "doc": 0, "request": 0, "window": n, "rank": rank} for n in range(windows)]
+        )
+    assert [(r["window"], r["rank"]) for r in trace.read(path)] == [(0, 1)]
+    Writer(str(path), HEADER).write([{"task": "t", "doc": 0, "request": 0, "window": 0, "rank": None}])
+    assert [r["rank"] for r in trace.read(path)] == [None]  # the newest file
 
 
 def test_the_files_of_all_ranks_are_one_trace(tmp_path):
@@ -151,6 +183,19 @@ def test_show_colours_every_token(traced, capsys, by):
     main(["show", str(traced), "--doc", "0", "--by", by, "--color", "always"])
     out = capsys.readouterr().out
     assert out.count("window") == 2 and out.count("\x1b[48;5;") == 20 + 8  # tokens and legend
+
+
+def test_show_of_a_lattice_shows_a_rule(folder, tmp_path, capsys):
+    path = tmp_path / "t.jsonl"
+    scored(folder, path, estimator="mixture", lattice_rules="greedy+right_to_left")
+    records = [r for r in trace.read(path) if r["doc"] == 1]
+    for rule, name in (([], "greedy:k=1"), (["--rule", "right_to_left"], "right_to_left:k=1")):
+        main(["show", str(path), "--doc", "1", *rule])
+        lines = capsys.readouterr().out.splitlines()
+        assert f"shown: the order of {name}" in lines
+        assert [int(line.split()[2]) for line in lines[-3:]] == records[0]["rules"][name]["steps"]
+    with pytest.raises(SystemExit, match=r"has no order of margin:k=1; it holds greedy:k=1, right_to_left:k=1"):
+        main(["show", str(path), "--rule", "margin"])
 
 
 def test_show_says_what_there_is(traced):
