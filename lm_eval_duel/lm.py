@@ -20,6 +20,7 @@ from lm_eval_duel import fingerprint
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.options import BUNDLED, LATTICE, TOKENS, Options, unread
 from lm_eval_duel.ranks import Ranked
+from lm_eval_duel.token_text import keep_apart_in_caches
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -125,6 +126,7 @@ class DuelMDM(Ranked):
         """Take the harness's response cache, unless it was written under another law (it keys on the text only)."""
         store = cache_hook.dbdict
         if store is not None:
+            keep_apart_in_caches()
             stored = store.get(CACHE_KEY)
             if stored is None and len(store):
                 raise DuelError(
@@ -226,14 +228,9 @@ class DuelMDM(Ranked):
         windows = []
         for request in requests:
             with _naming(request):
-                ids = self.text.encode(*request.args)
+                (text,) = request.args
                 counted = request.doc.get(TOKENS) if isinstance(request.doc, dict) else None
-                if counted is not None and counted != len(ids):
-                    raise DuelError(
-                        f"the task counted {counted} tokens but this model's tokenizer has {len(ids)}: token "
-                        "perplexity would be wrong. Name the tokenizer: --metadata tokenizer=<folder or hub name>."
-                    )
-                windows.append(self.text.document(ids))
+                windows.append(self.text.windows(text, counted))
         return self._score("loglikelihood_rolling", requests, windows, _total, disable_tqdm)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:

@@ -8,13 +8,15 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from functools import cached_property
 from typing import Any
 
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.windows import Window, conditional, independent, target_capacity
+from lm_eval_duel.token_text import TokenText
+from lm_eval_duel.windows import Window, conditional, independent, of_row, target_capacity
 
 
 class Text:
@@ -50,6 +52,11 @@ class Text:
             prefix = [start]
         return bos, prefix, suffix
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of everything that the tokenizer does."""
+        return fingerprint_of(self.tokenizer)
+
     @property
     def end(self) -> int | None:
         """The id of the end of a text, or what comes nearest."""
@@ -79,7 +86,7 @@ class Text:
             "windows": self.scheme,
             "max_length": self.denoiser.max_length,
             "framing": f"{self.prefix} text {self.suffix}, bos={self.bos}{after}",
-            "tokenizer": fingerprint_of(self.tokenizer),
+            "tokenizer": self.fingerprint,
         }
 
     # ------------------------------------------------------------ ids
@@ -132,6 +139,43 @@ class Text:
         window, lost = conditional(*ids, self.denoiser.max_length, self.prefix, self.suffix)
         self.cut_contexts += lost > 0
         return window
+
+    def windows(self, text: str, counted: int | None = None) -> list[Window]:
+        """The windows of a whole text.
+
+        `counted`: the tokens that its task divides by; raises DuelError where others are scored.
+        """
+        if isinstance(text, TokenText):
+            windows = self.row(text)
+            scored, remedy = len(windows[0].target), f"Say which positions are scored: --metadata bos={self.bos}"
+        else:
+            ids = self.encode(text)
+            windows = self.document(ids)
+            scored, remedy = len(ids), "Name the tokenizer: --metadata tokenizer=<folder or hub name>"
+        if counted not in (None, scored):
+            raise DuelError(
+                f"the task counted {counted} tokens but this model's tokenizer has {scored}: token perplexity would be "
+                f"wrong. {remedy}."
+            )
+        return windows
+
+    def row(self, text: TokenText) -> list[Window]:
+        """The window of a row that a task has cut and framed, by the convention of `bos`.
+
+        Raises DuelError for ids of another tokenizer, or a row that does not fit.
+        """
+        name, written = text.tokenizer
+        if written != self.fingerprint:
+            raise DuelError(
+                f"its ids were written by the tokenizer {name} ({written}), and this model's is "
+                f"{self.tokenizer.name_or_path} ({self.fingerprint}). Name the model's: --metadata tokenizer=..."
+            )
+        if len(text.token_ids) > self.denoiser.max_length:
+            raise DuelError(
+                f"its row has {len(text.token_ids)} ids and the network holds {self.denoiser.max_length}: rows of a "
+                "wrapped task are not cut again. Give the task fewer: --metadata length=..."
+            )
+        return [of_row(self.scorable(list(text.token_ids)), *text.framing, self.bos)]
 
     def document(self, ids: list[int]) -> list[Window]:
         """A text's windows, by the scheme."""

@@ -65,6 +65,25 @@ def framed(prefix: Sequence[int], ids: Sequence[int], suffix: Sequence[int], bos
     return Window(tuple(prefix), tuple(ids), tuple(suffix))
 
 
+def of_row(ids: Sequence[int], before: int, after: int, bos: str) -> Window:
+    """A row that is cut and framed already, with `before` and `after` framing tokens, under a convention.
+
+        row          [B] a b c [E]          without framing  a b c d
+        given         .  a b c [E]                           . b c d      the first id is given
+        official     [B] a b c  .                            a b c .      the authors' code: the last id is given
+        scored       [B] a b c [E]                           a b c d
+        none          a b c                                  a b c d      framing left out
+
+    (a dot is given, the others are scored).
+    """
+    row = tuple(ids)
+    if bos == "given":
+        return Window(row[:1], row[1:])
+    if bos == "official":
+        return Window((), row[:-1], row[-1:])
+    return Window((), row if bos == "scored" else row[before : len(row) - after])
+
+
 def independent(
     ids: Sequence[int], max_length: int, prefix: Sequence[int] = (), suffix: Sequence[int] = (), bos: str = "given"
 ) -> list[Window]:

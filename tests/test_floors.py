@@ -13,6 +13,8 @@ FLOORS = {
     "hashing": 0,
     "demo": 0,
     "windows": 1,
+    "token_text": 1,
+    "wrapped": 1,
     "rules": 1,
     "fingerprint": 1,
     "options": 2,
@@ -45,10 +47,10 @@ FLOORS = {
     "__main__": 11,
 }
 MAY_IMPORT = {
-    "lm_eval": {"lm", "ranks", "text", "tasks", "__main__", "_autoload"},
+    "lm_eval": {"lm", "ranks", "text", "token_text", "tasks", "__main__", "_autoload"},
     "transformers": {"denoisers", "demo.train"},
 }
-LIGHT = ("errors", "windows", "fingerprint", "options", "rules", "hashing", "_autoload")  # no torch at import
+LIGHT = ("errors", "windows", "token_text", "wrapped", "fingerprint", "options", "rules", "hashing", "_autoload")  # no torch at import
 
 
 def modules():

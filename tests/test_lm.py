@@ -170,14 +170,17 @@ def test_conventions_of_framing(folder):
                 lm.loglikelihood(ask("loglikelihood", ("a", " b")), disable_tqdm=True)
 
 
-@pytest.fixture(scope="module")
-def dit(tmp_path_factory):
+def tiny_mdlm(folder):
     """A tiny MDLM and a tokenizer of 12 words, <s> the first of them, as GPT-2 has its end of text."""
-    folder = tmp_path_factory.mktemp("dit")
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["<s>", *"abcdefghijk"])}, unk_token="k"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="<s>").save_pretrained(folder)
     return test_dit.write(folder, "mdlm")[0]
+
+
+@pytest.fixture(scope="module")
+def dit(tmp_path_factory):
+    return tiny_mdlm(tmp_path_factory.mktemp("dit"))
 
 
 def test_a_dit_begins_with_its_bos(dit):
