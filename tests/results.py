@@ -29,6 +29,10 @@ def documents(nats, tokens, texts=None):
     return list(zip(texts, map(float, nats), map(int, tokens), strict=True))
 
 
+def _hash(text):
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def _samples(found, counted=True):
     records = []
     for number, (text, nats, tokens) in enumerate(found):
@@ -37,7 +41,9 @@ def _samples(found, counted=True):
             {
                 "doc_id": number,
                 "doc": doc,
-                "doc_hash": hashlib.sha256(json.dumps(doc).encode()).hexdigest(),
+                "doc_hash": _hash(json.dumps(doc)),
+                "prompt_hash": _hash(text),
+                "target_hash": _hash(text),
                 "token_perplexity": [nats, tokens],
                 "word_perplexity": [nats, len(text) // 2],
                 "byte_perplexity": [nats, len(text)],
@@ -61,7 +67,7 @@ def _metrics(found):
     }
 
 
-def _body(model, config, tasks, limit=None, version=1.0, size=3, more=None):
+def _body(model, config, tasks, limit=None, version=1.0, size=3, shots=0, more=None):
     return {
         "results": {
             task: {"alias": task, **{f"{m},none": v for m, v in metrics.items()}, "sample_len": size}
@@ -69,7 +75,7 @@ def _body(model, config, tasks, limit=None, version=1.0, size=3, more=None):
         },
         "configs": {task: {"task": task, "output_type": "loglikelihood_rolling"} for task in tasks},
         "versions": dict.fromkeys(tasks, version),
-        "n-shot": dict.fromkeys(tasks, 0),
+        "n-shot": dict.fromkeys(tasks, shots),
         "n-samples": {task: {"original": 99, "effective": size} for task in tasks},
         "config": {"model_args": {"pretrained": model}, "batch_size": 1, "device": "cpu", "limit": limit, **config},
         "lm_eval_version": "0.4.13",
@@ -77,6 +83,23 @@ def _body(model, config, tasks, limit=None, version=1.0, size=3, more=None):
         "total_evaluation_time_seconds": "20.5",
         **(more or {}),
     }
+
+
+def edit(file, change):
+    """Change the body of a results file in place."""
+    body = json.loads(file.read_text())
+    change(body)
+    file.write_text(json.dumps(body))
+    return file
+
+
+def edit_samples(file, change, task="sotu"):
+    """Change each record of a results file's samples in place."""
+    samples = file.with_name(file.name.replace("results_", f"samples_{task}_")).with_suffix(".jsonl")
+    records = [json.loads(line) for line in samples.read_text().splitlines()]
+    for record in records:
+        change(record)
+    samples.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 def hf(folder, tasks=None, model="ARM", docs=None, max_length=1024, dtype="torch.float32", log=True, **body):

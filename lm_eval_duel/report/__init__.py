@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.report import build, cost, figures, gaps, latex, orders, read, tables
+from lm_eval_duel.report import build, cost, figures, gaps, latex, orders, read, rows, tables
 
 EPILOG = """\
 Writes report.md, report.json, LaTeX table bodies (.tex) and, where matplotlib is installed, figures (.png).
@@ -38,32 +39,46 @@ def collect(options: argparse.Namespace) -> dict[str, Any]:
     """Everything that the report shows, as one dict."""
     ar = read.runs([options.ar]) if options.ar else []
     runs = read.runs([*options.results, *([options.ar] if options.ar else [])])
-    notes = []
-    if not options.ar:
-        notes.append("No --ar: gap closed needs an autoregressive result.")
-    for run in runs:
-        if not run.tasks:
-            notes.append(f"{run.name} holds no perplexity and is left out.")
-    if not any(run.tasks for run in runs):
-        raise DuelError(
-            f"None of {len(runs)} results holds a perplexity ({', '.join(read.METRICS)}); nothing to report."
-        )
+    files = {run.file for run in ar}
+    for run in ar:
+        if not run.autoregressive:
+            what = f"estimator={run.estimator}" if run.ours else f"--model {run.model}"
+            raise DuelError(
+                f"--ar {run.name} is a result of {what}, not of an autoregressive model; name one of `--model hf` (or "
+                f"of another autoregressive one of the harness), or of ours with estimator=exact."
+            )
+    notes = [] if options.ar else ["No --ar: gap closed needs an autoregressive result."]
+    notes += [note for run in runs for note in _left_out(run)]
+    runs = [run for run in runs if run.tasks and (run.ours or run.autoregressive)]
+    if not runs:
+        raise DuelError(f"No perplexity ({', '.join(read.METRICS)}) to report: {'; '.join(notes)}")
+    ar = [run for run in runs if run.file in files]
     traced, shown = _traces(runs, options.trace, notes)
-    found = build.tasks(runs, [run for run in runs if run.file in {a.file for a in ar}], options, traced)
+    found = build.tasks(runs, ar, options, traced)
     return {
         "version": 1,
         "ar": [run.name for run in ar],
         "notes": notes,
         "tasks": found,
         "averages": gaps.averages(found),
-        "cost": cost.table(runs, [run for run in runs if run.file in {a.file for a in ar}]),
+        "cost": cost.table(runs, ar, found),
         "traces": shown,
         "results": [
-            {"file": run.name, "model": run.label, "fingerprint": run.fingerprint, "law": run.law} for run in runs
+            {"file": run.name, "model": run.label, "ar": run.file in files, "fingerprint": run.fingerprint}
+            | {"law": run.law}
+            for run in runs
         ],
         "figures": [],
         "files": [],
     }
+
+
+def _left_out(run: read.Run) -> list[str]:
+    """What of a results file stands in no table."""
+    if not run.ours and not run.autoregressive:
+        return [f"{run.name} is of --model {run.model}, not known to be autoregressive, and is left out."]
+    notes = [f"{name} in {run.name} is a group of tasks and is left out." for name in run.groups]
+    return notes if run.tasks else [*notes, f"{run.name} holds no perplexity and is left out."]
 
 
 def _traces(runs: Sequence[read.Run], named: Sequence[str], notes: list[str]) -> tuple[build.Traced, list[dict]]:
@@ -86,15 +101,16 @@ def _traces(runs: Sequence[read.Run], named: Sequence[str], notes: list[str]) ->
         law = orders.law_of(traces.law(path))
         summary = orders.summary(traces.load(path), law, str(path))
         said = [label or path.stem, str(law.get("estimator", ""))]
-        said += [str(law[key]) for key in ("rule",) if law.get("estimator") == "duel" and key in law]
+        said += [rows.short(str(law["rule"]))] if law.get("estimator") == "duel" and "rule" in law else []
         summary["label"] = ", ".join(filter(None, [*said, f"block {law['block']}" if "block" in law else ""]))
         shown.append(summary)
     return traced, shown
 
 
 def write(report: dict[str, Any], folder: Path) -> None:
-    """Write the report's files; `report` learns their names."""
+    """Write the report's files; `report` learns their names. Files of an earlier report there are removed."""
     folder.mkdir(parents=True, exist_ok=True)
+    _clear(folder)
     if figures.available():
         report["figures"] = figures.draw(report, folder)
     else:
@@ -102,10 +118,28 @@ def write(report: dict[str, Any], folder: Path) -> None:
     bodies = latex.bodies(report)
     for name, body in bodies.items():
         (folder / name).write_text(body, encoding="utf-8")
-    names = ["report.md", "report.json", *bodies, *figures.names(report["figures"])]
-    report["files"] = [str(folder / name) for name in names]
+    report["folder"] = str(folder)
+    report["files"] = ["report.md", "report.json", *bodies, *(figure["file"] for figure in report["figures"])]
     (folder / "report.md").write_text(tables.markdown(report), encoding="utf-8")
-    (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    (folder / "report.json").write_text(_json(report), encoding="utf-8")
+
+
+def _clear(folder: Path) -> None:
+    """Remove what the report.json in a folder lists."""
+    try:
+        listed = json.loads((folder / "report.json").read_text(encoding="utf-8"))["files"]
+        names = [Path(str(name)).name for name in listed]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    for name in names:
+        if name.endswith((".md", ".tex", ".png", ".json")):
+            (folder / name).unlink(missing_ok=True)
+
+
+def _json(report: dict[str, Any]) -> str:
+    """The report as JSON, lists of numbers on one line."""
+    text = json.dumps(report, indent=1)
+    return re.sub(r"\[\s+([-\d.eE,\s]|null)*\]", lambda numbers: re.sub(r"\s+", " ", numbers[0]), text) + "\n"
 
 
 def main(arguments: Sequence[str]) -> None:

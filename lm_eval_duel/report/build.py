@@ -12,28 +12,27 @@ from typing import Any
 import numpy as np
 
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.report import gaps, match, rows, stats
+from lm_eval_duel.report import gaps, headline, match, rows, stats
+from lm_eval_duel.report.headline import WORDS
 from lm_eval_duel.report.read import METRICS, Run
 from lm_eval_duel.report.rows import Row
+
+OTHER_UNITS = ("word_perplexity", "byte_perplexity")
 
 Traced = Mapping[str, Mapping[str, Mapping[str, Mapping[int, float]]]]  # file of a run -> task -> NAME -> document
 
 
 def tasks(runs: Sequence[Run], ar: Sequence[Run], options: argparse.Namespace, traced: Traced) -> dict[str, Any]:
     """Every task that a result beside the AR ones has, by name."""
-    _autoregressive(ar)
+    _once(ar)
     baseline = {run.file for run in ar}
     names = dict.fromkeys(name for run in runs if run.file not in baseline for name in run.tasks)
+    if not names:
+        raise DuelError("Nothing to compare: RESULTS holds no perplexity beside the --ar result's own.")
     return {name: task(name, runs, ar, options.metric, options.as_published, traced) for name in names}
 
 
-def _autoregressive(ar: Sequence[Run]) -> None:
-    for run in ar:
-        if run.ours and run.estimator != "exact" and run.duel.get("attention") != "causal":
-            raise DuelError(
-                f"--ar {run.name} is a result of estimator={run.estimator}, not of an autoregressive model; name "
-                "one of `--model hf`, or of ours with estimator=exact."
-            )
+def _once(ar: Sequence[Run]) -> None:
     for name in {name for run in ar for name in run.tasks}:
         holding = [run.name for run in ar if name in run.tasks]
         if len(holding) > 1:
@@ -44,29 +43,33 @@ def task(
     name: str, runs: Sequence[Run], ar: Sequence[Run], metric: str | None, as_published: bool, traced: Traced
 ) -> dict[str, Any]:
     """One task: its rows with intervals and gap closed, and what stands under its tables."""
-    base = [run for run in ar if name in run.tasks]
-    compared = [*base, *(run for run in runs if name in run.tasks and run.file not in {b.file for b in base})]
+    base = next((run for run in ar if name in run.tasks), None)
+    others = [run for run in runs if name in run.tasks and (base is None or run.file != base.file)]
+    compared = others if base is None else [base, *others]
     metric = _metric(name, metric, compared)
     listed = match.check(name, metric, compared, as_published)
     found = [row for run in compared for row in rows.of(run, name, traced.get(run.name, {}).get(name))]
     remarks = [remark for row in found for remark in row.remarks]
-    found, twice = rows.table(row for row in found if metric in row.values)
-    first = next((row for row in found if base and row.run.file == base[0].file), None)
-    found.sort(key=lambda row: row is not first)
+    found, at, twice = rows.table((row for row in found if metric in row.values), base)
     draws = _draws(metric, found)
-    entries = [_entry(metric, row, row is first, draws.get(n)) for n, row in enumerate(found)]
+    entries = [_entry(metric, row, n == at, draws.get(n)) for n, row in enumerate(found)]
     _mark_best(entries)
-    elbos = gaps.write(name, found, entries, draws, metric, bool(base))
+    elbos = gaps.write(name, found, entries, draws, metric, at)
     sizes = {run.tasks[name].size for run in compared} - {None}
-    return {
+    notes = [*elbos, *_dtypes(compared), *_windows(compared), *dict.fromkeys([*remarks, *twice])]
+    if metric in OTHER_UNITS and any(entry["gap_closed"] is not None for entry in entries):
+        notes.append(f"gap closed is of {WORDS[metric]} here: the paper's numbers are per token and not these")
+    found_task = {
         "metric": metric,
         "documents": sizes.pop() if len(sizes) == 1 else None,
         "rows": entries,
         "rules": _rules(found, entries),
         "elbo": elbos,
         "differences": listed,
-        "notes": [*elbos.values(), *_dtypes(compared), *_windows(compared), *dict.fromkeys([*remarks, *twice])],
+        "as_published": as_published,
+        "notes": notes,
     }
+    return found_task | {"headlines": headline.of(name, found_task)}
 
 
 def _metric(name: str, asked: str | None, compared: Sequence[Run]) -> str:
@@ -96,24 +99,27 @@ def _draws(metric: str, found: Sequence[Row]) -> dict[int, np.ndarray]:
 
 def _entry(metric: str, row: Row, ar: bool, draws: np.ndarray | None) -> dict[str, Any]:
     sees_truth = row.estimator == "oracle"
-    stderr = row.stderr(metric)
     reason = ""
     if draws is None:
-        reason = row.missing or ("one document" if row.documents else "no values per document")
+        reason = row.missing or ("one document" if row.documents.get(metric) else "no values per document")
     per_token = row.nfe / row.tokens if row.nfe and row.tokens else None
     return {
         "model": row.model,
         "name": row.name,
         "estimator": row.estimator,
         "rule": row.rule,
-        "block": row.block if row.run.ours else None,
+        "block": row.block if row.run.ours and row.estimator != "exact" else None,
+        "aside": row.aside,
+        "eps": row.eps,
+        "mc_samples": row.run.law.get("mc_samples") if row.estimator == "elbo" else None,
         "ar": ar,
         "likelihood": not sees_truth,
-        "bound": row.estimator in rows.BOUNDS,
+        "bound": row.bound,
         "flag": rows.SEES_TRUTH if sees_truth else "",
         "value": row.values[metric],
         "interval": None if draws is None else stats.interval(draws),
-        "stderr": stderr,
+        "stderr": row.error(metric, row.nats_stderr),
+        "window_stderr": row.error(metric, row.window_stderr) if draws is None else None,
         "reason": reason,
         "metrics": row.values,
         "tokens": row.tokens,
@@ -121,6 +127,7 @@ def _entry(metric: str, row: Row, ar: bool, draws: np.ndarray | None) -> dict[st
         "nfe_per_token": per_token,
         "best": False,
         "gap": None,
+        "gap_interval": None,
         "elbo": None,
         "gap_closed": None,
         "gap_closed_interval": None,
@@ -146,14 +153,14 @@ def _dtypes(compared: Sequence[Run]) -> list[str]:
     """Networks that did not run in float32: their orders and sums are coarser."""
     low = [run for run in compared if run.dtype not in ("float32", "float64")]
     default = " (the default of --model hf; dtype=float32 changes it)"
-    return [f"{run.label} ran in {run.dtype}{default if not run.ours else ''}: {run.name}" for run in low]
+    return [f"{run.label} ran in {run.dtype}{default if not run.ours else ''}: {run.file.name}" for run in low]
 
 
 def _windows(compared: Sequence[Run]) -> list[str]:
-    said = {}
+    said: dict[str, dict[str, None]] = {}
     for run in compared:
-        said.setdefault(run.label, str(match.windows(run)))
-    return ["windows: " + "; ".join(f"{label}: {cut}" for label, cut in said.items())]
+        said.setdefault(run.label, {})[str(match.windows(run))] = None
+    return ["windows: " + "; ".join(f"{label}: {' and '.join(cuts)}" for label, cuts in said.items())]
 
 
 def _rules(found: Sequence[Row], entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -166,21 +173,20 @@ def _rules(found: Sequence[Row], entries: Sequence[dict[str, Any]]) -> list[dict
             points.append({"rule": row.rule, "speed": speed, "index": n})
     shown = []
     for (model, block, variant), families in groups.items():
-        at = {round(entries[point["index"]]["nfe_per_token"], 3) for points in families.values() for point in points}
-        if len(at) < 2:
+        members = [point["index"] for points in families.values() for point in points]
+        if len({round(entries[n]["nfe_per_token"], 3) for n in members}) < 2:
             continue
         for points in families.values():
             points.sort(key=lambda point: entries[point["index"]]["nfe_per_token"])
-        mine = [n for n, row in enumerate(found) if row.model == model]
-        at, _ = gaps.elbo_of([found[n] for n in mine])
+        oracles = [n for n, r in enumerate(found) if (r.model, r.estimator, r.block) == (model, "oracle", block)]
         shown.append(
             {
                 "model": model,
                 "block": block,
                 "variant": variant,
-                "elbo": None if at is None else mine[at],
+                "elbo": next((entries[n]["elbo"] for n in members if entries[n]["elbo"] is not None), None),
                 "ar": next((n for n, entry in enumerate(entries) if entry["ar"]), None),
-                "oracle": next((n for n in mine if found[n].estimator == "oracle" and found[n].block == block), None),
+                "oracle": next(iter(oracles), None),
                 "families": [
                     {"family": name, "adaptive": rows.adaptive(name), "points": points}
                     for name, points in families.items()

@@ -2,34 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lm_eval_duel.report.read import Run
 from lm_eval_duel.report.rows import LATTICE, ORDER, SEES_TRUTH, rule_place
 
 WHOLE = "whole runs, loading included: stock results hold no other time, and not the device that was used"
+CACHED = "answers from a response cache: the time is of a part of the run"
 
 
-def table(runs: Sequence[Run], ar: Sequence[Run]) -> list[dict[str, Any]]:
-    """One entry a run; ratios are of seconds per token, blank where two runs cannot be set against each other."""
+def table(runs: Sequence[Run], ar: Sequence[Run], tasks: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One entry a run; ratios are of seconds per token, blank where two runs cannot be set against each other.
+
+    The ELBO is the one of gap closed in `tasks`, the report's.
+    """
     autoregressive = {run.file for run in ar}
     everything = [*ar, *(run for run in runs if run.file not in autoregressive)]
     found = [_entry(run, run.file in autoregressive) for run in everything if run.tasks]
+    files = {entry["file"]: entry for entry in found}
+    bases = [entry for entry in found if entry["ar"]]
+    elbos = _elbos(tasks)
     for entry in found:
-        if entry["estimator"] == "elbo" or entry["ar"]:
+        if entry["ar"]:
             continue
-        bounds = [e for e in found if e["model"] == entry["model"] and e["estimator"] == "elbo"]
-        entry["times_elbo"], entry["times_elbo_reason"] = _ratio(entry, bounds, "ELBO run")
-    for entry in found:
-        if not entry["ar"]:
-            base = [e for e in found if e["ar"]]
-            entry["times_ar"], entry["times_ar_reason"] = _ratio(entry, base, "AR run")
+        if entry["estimator"] != "elbo":
+            used = elbos.get(entry["file"])
+            bounds = [files[used["file"]]] if used else []
+            said = f"the ELBO of {entry['model']}: {used['name']}, mc_samples={used['mc_samples']}" if used else ""
+            entry["times_elbo"], entry["times_elbo_reason"] = _ratio(entry, bounds, "Monte Carlo ELBO", said)
+        entry["times_ar"], entry["times_ar_reason"] = _ratio(entry, bases, "AR run", "")
     models = [entry["model"] for entry in found]
     return sorted(
         found,
         key=lambda e: (not e["ar"], models.index(e["model"]), ORDER.index(e["estimator"]), *rule_place(e["rule"])),
     )
+
+
+def _elbos(tasks: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """File of a run -> the row of the Monte Carlo ELBO that its gap closed is of."""
+    found = {}
+    for task in tasks.values():
+        for entry in task["rows"]:
+            if entry["elbo"] is not None and task["rows"][entry["elbo"]]["estimator"] == "elbo":
+                found.setdefault(entry["file"], task["rows"][entry["elbo"]])
+    return found
 
 
 def _entry(run: Run, ar: bool) -> dict[str, Any]:
@@ -39,12 +56,13 @@ def _entry(run: Run, ar: bool) -> dict[str, Any]:
     return {
         "model": run.label,
         "estimator": run.estimator,
-        "name": "elbo_exact, mixture, oracle and lattice rules in one run" if lattice else run.estimator,
+        "name": "lattice: all estimators in one run" if lattice else run.estimator,
         "flag": f"oracle is {SEES_TRUTH}" if lattice else "",
         "rule": run.rule,
-        "block": run.block if run.ours else None,
+        "block": run.block if run.ours and run.estimator != "exact" else None,
         "ar": ar,
-        "tasks": sorted(run.tasks),
+        "tasks": sorted([*run.tasks, *run.others]),
+        "cached": run.cached,
         "device": duel.get("device"),
         "ranks": duel.get("ranks"),
         "tokens": tokens,
@@ -73,18 +91,22 @@ def _counted(run: Run) -> int | None:
     return int(total) or None
 
 
-def _ratio(entry: dict[str, Any], others: Sequence[dict[str, Any]], what: str) -> tuple[float | None, str]:
-    """Seconds per token over those of another run of the same tasks, and what is to be said about it."""
+def _ratio(entry: dict[str, Any], others: Sequence[dict[str, Any]], what: str, said: str) -> tuple[float | None, str]:
+    """Seconds per token over those of another run of the same tasks; and which one, or what is to be said about it."""
+    if not others:
+        return None, f"no {what} to set it against"
     same = [other for other in others if other["tasks"] == entry["tasks"]]
     if not same:
-        return None, f"no {what} of the same tasks"
+        return None, f"the {what} is of other tasks"
+    if entry["cached"] or any(other["cached"] for other in same):
+        return None, CACHED
     timed = [other for other in same if other["seconds_per_token"]]
     if timed and entry["seconds_per_token"]:
         alike = [o for o in timed if (o["device"], o["ranks"]) == (entry["device"], entry["ranks"])]
         if not alike:
             return None, f"the {what} was on {timed[0]['device']} x {timed[0]['ranks']}"
-        return entry["seconds_per_token"] / alike[-1]["seconds_per_token"], ""
+        return entry["seconds_per_token"] / alike[-1]["seconds_per_token"], said
     whole = [other for other in same if other["whole_run_seconds"]]
     if whole and entry["whole_run_seconds"]:
-        return entry["whole_run_seconds"] / whole[-1]["whole_run_seconds"], WHOLE
+        return entry["whole_run_seconds"] / whole[-1]["whole_run_seconds"], "; ".join(filter(None, [said, WHOLE]))
     return None, f"no time of the {what}"

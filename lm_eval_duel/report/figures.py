@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lm_eval_duel.report.headline import WORDS, number
 from lm_eval_duel.report.latex import safe_name
-from lm_eval_duel.report.rows import SEES_TRUTH
-from lm_eval_duel.report.tables import WORDS
+from lm_eval_duel.report.rows import SEES_TRUTH, short
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,6 +31,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 LOOKS = {  # estimator: marker, colour, filled
     "exact": ("D", GREY, True),
     "elbo": ("<", "#0072B2", False),
+    "elbo_eps": ("<", "#CC79A7", False),
     "elbo_exact": ("<", "#56B4E9", False),
     "mixture": ("s", "#009E73", True),
     "duel": ("o", "#D55E00", True),
@@ -38,6 +40,7 @@ LOOKS = {  # estimator: marker, colour, filled
 LEGEND = {
     "exact": "exact",
     "elbo": "ELBO (upper bound)",
+    "elbo_eps": "ELBO, eps > 0 (no bound)",
     "elbo_exact": "ELBO over all orders (upper bound)",
     "mixture": "mixture of orders",
     "duel": "DUEL",
@@ -45,7 +48,8 @@ LEGEND = {
 }
 AR = " (dotted line: the autoregressive baseline)"
 LOG_FROM = 2.5  # largest over smallest perplexity, from which an axis is logarithmic
-DPI = 150
+DPI = 110
+PALETTE = 96  # colours of a file
 
 
 def available() -> bool:
@@ -62,17 +66,24 @@ def draw(report: Mapping[str, Any], folder: Path) -> list[dict[str, str]]:
     drawn = []
 
     def save(figure: Figure, name: str, about: str, what: str) -> None:
-        figure.savefig(folder / f"{name}.png", dpi=DPI, bbox_inches="tight", facecolor="white")
-        drawn.append({"file": f"{name}.png", "about": about, "what": what})
+        from PIL import Image  # matplotlib needs it too
+
+        drawing = io.BytesIO()
+        figure.savefig(drawing, format="png", dpi=DPI, bbox_inches="tight", facecolor="white")
+        with Image.open(drawing) as image:
+            small = image.convert("RGB").quantize(PALETTE, Image.Quantize.MAXCOVERAGE)
+            small.save(folder / f"{name}.png", optimize=True)
+        drawn.append({"file": f"{name}.png", "about": about, "kind": name.split("_")[0], "what": what})
 
     for name, task in report["tasks"].items():
         safe = safe_name(name)
         save(perplexity(name, task), f"perplexity_{safe}", name, f"perplexities on {name}")
-        for number, sweep in enumerate(task["rules"], 1):
-            end = "" if len(task["rules"]) == 1 else f"_{number}"
+        for count, sweep in enumerate(task["rules"], 1):
+            end = "" if len(task["rules"]) == 1 else f"_{count}"
             save(rules(name, task, sweep), f"rules_{safe}{end}", name, f"rules against NFE on {name}, {sweep['model']}")
-    for number, trace in enumerate(report["traces"], 1):
-        save(orders(trace), f"trace_{number}", "traces", f"orders of {trace['label']}")
+    for count, trace in enumerate(report["traces"], 1):
+        if trace["tokens"]:
+            save(orders(trace), f"trace_{count}", "traces", f"orders of {trace['label']}")
     return drawn
 
 
@@ -87,7 +98,9 @@ def _plain_log(axis: Any, base: int = 10) -> None:
     """A logarithmic axis labelled with plain numbers."""
     from matplotlib import ticker
 
-    axis.set_major_locator(ticker.LogLocator(base=base, subs=(1.0,) if base == 2 else (1.0, 2.0, 5.0), numticks=12))
+    axis.set_major_locator(
+        ticker.LogLocator(base=base, subs=(1.0,) if base == 2 else (1.0, 2.0, 3.0, 5.0), numticks=12)
+    )
     axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(ticker.NullFormatter())
     if base == 2:
@@ -103,8 +116,8 @@ def _bare(axes: Axes) -> None:
 
 def perplexity(name: str, task: Mapping[str, Any]) -> Figure:
     """A line for each row: its value, and its interval where there is one; the AR model as a grey line."""
-    entries = task["rows"]
-    figure, axes = _figure(7.5, 1.3 + 0.27 * (len(entries) + len({e["model"] for e in entries})))
+    entries, metric = task["rows"], task["metric"]
+    figure, axes = _figure(7.5, 1.3 + 0.25 * (len(entries) + len({e["model"] for e in entries})))
     at, ticks, last = 0, [], None
     seen: dict[str, Any] = {}
     for entry in entries:
@@ -114,21 +127,26 @@ def perplexity(name: str, task: Mapping[str, Any]) -> Figure:
             axes.text(0.0, at, f"{last} ", transform=axes.get_yaxis_transform(), ha="right", va="center", weight="bold")
         at -= 1
         ticks.append((at, _line_label(entry)))
-        marker, colour, filled = LOOKS[entry["estimator"]]
+        marker, colour, filled = LOOKS[_kind(entry)]
         if entry["interval"] is not None:
-            axes.plot(entry["interval"], [at, at], "|-", color=colour, linewidth=1.6, markersize=8, zorder=2)
+            axes.plot(entry["interval"], [at, at], "|-", color=colour, linewidth=1.4, markersize=7, zorder=2)
         drawn = axes.plot(
             entry["value"],
             at,
             marker=marker,
             color=colour,
             markerfacecolor=colour if filled else "white",
-            markersize=5.5,
-            markeredgewidth=1.5,
+            markersize=5,
+            markeredgewidth=1.4,
             linestyle="none",
             zorder=3,
         )
-        seen.setdefault(entry["estimator"], drawn[0])
+        seen.setdefault(_kind(entry), drawn[0])
+        value = f"{'≤ ' if entry['bound'] else ''}{number(entry['value'], metric)}"
+        weight = "bold" if entry["best"] else "normal"
+        axes.text(
+            1.11, at, value, transform=axes.get_yaxis_transform(), ha="right", va="center", fontsize=8.5, weight=weight
+        )
         if entry["ar"]:
             axes.axvline(entry["value"], color=GREY, linestyle=":", linewidth=1.2, zorder=1)
     axes.set_yticks([place for place, _ in ticks], [text for _, text in ticks], fontsize=8.5)
@@ -136,16 +154,16 @@ def perplexity(name: str, task: Mapping[str, Any]) -> Figure:
     axes.set_ylim(at - 0.7, -0.4)
     marked = any(entry["ar"] for entry in entries)
     low, high = min(e["value"] for e in entries), max(e["value"] for e in entries)
-    if task["metric"] != "bits_per_byte" and high / low > LOG_FROM:
+    if metric != "bits_per_byte" and high / low > LOG_FROM:
         axes.set_xscale("log")
         _plain_log(axes.xaxis)
-    scale = " (log scale)" if axes.get_xscale() == "log" else ""
-    between = ", bars: 95 % bootstrap over documents" if any(e["interval"] for e in entries) else ""
-    axes.set_xlabel(f"{WORDS[task['metric']]}{scale}, lower is better{between}")
+    scale = "log scale; " if axes.get_xscale() == "log" else ""
+    axes.set_xlabel(f"{WORDS[metric]} ({scale}lower is better)")
     axes.grid(axis="x", color="#e5e5e5", linewidth=0.8)
     axes.set_axisbelow(True)
     _bare(axes)
-    axes.set_title(name, loc="left", fontsize=11)
+    between = ", with 95 % bootstrap intervals over documents" if any(e["interval"] for e in entries) else ""
+    figure.suptitle(f"{name}: {WORDS[metric]}{between}", x=0.01, ha="left", fontsize=10.5)
     figure.legend(
         seen.values(),
         [LEGEND[e] + (AR if e == "exact" and marked else "") for e in seen],
@@ -157,10 +175,14 @@ def perplexity(name: str, task: Mapping[str, Any]) -> Figure:
     return figure
 
 
+def _kind(entry: Mapping[str, Any]) -> str:
+    return "elbo_eps" if entry["eps"] else entry["estimator"]
+
+
 def _line_label(entry: Mapping[str, Any]) -> str:
-    if entry["estimator"] == "duel":
-        return ", ".join(entry["name"].split(", ")[1:])
-    return {"oracle": "oracle", "elbo_exact": "ELBO, all orders"}.get(entry["estimator"]) or entry["name"]
+    if entry["estimator"] == "oracle":
+        return LEGEND["oracle"]
+    return entry["name"].removeprefix("DUEL, ")
 
 
 # ---------------------------------------------------------------- rules against NFE
@@ -169,37 +191,45 @@ def _line_label(entry: Mapping[str, Any]) -> str:
 def rules(name: str, task: Mapping[str, Any], sweep: Mapping[str, Any]) -> Figure:
     """Perplexity (log) against NFE per token (log2), a line for each rule family; ELBO and AR as grey lines."""
     entries = task["rows"]
-    figure, axes = _figure(6.8, 4.4)
+    figure, axes = _figure(6.8, 4.6)
     lowest = 1.0
-    for number, family in enumerate(sweep["families"]):
+    for count, family in enumerate(sweep["families"]):
         points = [entries[point["index"]] for point in family["points"]]
         nfe = [point["nfe_per_token"] for point in points]
         lowest = min(lowest, *nfe)
-        colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
-        said = f"{family['family']}{' (adaptive: measured NFE)' if family['adaptive'] else ''}"
-        style = "--" if family["adaptive"] else "-"
-        axes.plot(nfe, [p["value"] for p in points], style, color=colour, marker=marker, markersize=6, label=said)
+        colour, marker = COLOURS[count % len(COLOURS)], MARKERS[count % len(MARKERS)]
+        said = f"{short(family['family'])}{' (adaptive: measured NFE)' if family['adaptive'] else ''}"
+        style, look = ("--" if family["adaptive"] else "-"), {"markersize": 4.5, "markerfacecolor": "none"}
+        axes.plot(
+            nfe, [p["value"] for p in points], style, color=colour, marker=marker, linewidth=1.1, label=said, **look
+        )
         for x, point in zip(nfe, points, strict=True):
             if point["interval"] is not None:
                 axes.plot([x, x], point["interval"], color=colour, linewidth=1, alpha=0.5, zorder=1)
-    for key, style, said in (("elbo", (0, (5, 3)), "ELBO (upper bound)"), ("ar", ":", "autoregressive model")):
+    for key, style in (("elbo", (0, (5, 3))), ("ar", ":")):
         if sweep[key] is not None:
-            value = entries[sweep[key]]["value"]
-            axes.axhline(value, color=GREY, linestyle=style, linewidth=1.3, zorder=1, label=f"{said}, {value:.2f}")
+            entry = entries[sweep[key]]
+            said = "autoregressive model" if key == "ar" else LEGEND[_kind(entry)]
+            label = f"{said}, {number(entry['value'], task['metric'])}"
+            axes.axhline(entry["value"], color=GREY, linestyle=style, linewidth=1.3, zorder=1, label=label)
     if sweep["oracle"] is not None:
         value = entries[sweep["oracle"]]["value"]
-        label = f"oracle, {value:.2f} ({SEES_TRUTH})"
+        label = f"oracle, {number(value, task['metric'])} ({SEES_TRUTH})"
         axes.plot([1.0], [value], "x", color=LIGHT, markeredgewidth=2, label=label)
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
+    values = [entries[point["index"]]["value"] for family in sweep["families"] for point in family["points"]]
+    if task["metric"] != "bits_per_byte" and max(values) / min(values) > LOG_FROM:
+        axes.set_yscale("log")
+        _plain_log(axes.yaxis)
     axes.set_xlim(lowest * 0.9, 1.12)
     _plain_log(axes.xaxis, 2)
-    _plain_log(axes.yaxis)
     axes.set_xlabel("NFE per token (network evaluations of the rule; log2)")
-    axes.set_ylabel(f"DUEL {WORDS[task['metric']]} (log)")
+    scale = " (log)" if axes.get_yscale() == "log" else ""
+    axes.set_ylabel(f"DUEL, {WORDS[task['metric']]}{scale}")
     axes.grid(color="#e5e5e5", linewidth=0.8)
     _bare(axes)
-    axes.set_title(f"{name}: {sweep['model']}, block {sweep['block']}", loc="left", fontsize=11)
+    said = ", ".join(filter(None, [sweep["model"], f"block {sweep['block']}", sweep["variant"]]))
+    axes.set_title(f"{name}: {said}", loc="left", fontsize=11)
     figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8.5)
     return figure
 
@@ -208,29 +238,29 @@ def rules(name: str, task: Mapping[str, Any], sweep: Mapping[str, Any]) -> Figur
 
 
 def orders(trace: Mapping[str, Any]) -> Figure:
-    """Three panels: when each position of a block was revealed; nats by position in the window; nats by step."""
-    figure, (heat, place, time) = _figure(12.5, 3.9, ncols=3)
-    _heat(heat, figure, trace["reveals"])
-    _curve(place, trace["by_position"], "target position in the window")
-    if trace["by_step"]:
-        _curve(time, trace["by_step"], "step in the block")
-    else:
-        _nothing(time, "no steps: this estimator has no order")
-    for axes, title in ((heat, "order within a block"), (place, "nats by position"), (time, "nats by step")):
-        axes.set_title(title, loc="left", fontsize=10)
+    """When each position of a block was revealed; nats by position in the window; nats by step."""
+    panels = [("nats by position", lambda axes: _curve(axes, trace["by_position"], "target position in the window"))]
+    if trace["reveals"]:
+        panels = [
+            ("order within a block", lambda axes: _heat(axes, figure, trace["reveals"])),
+            *panels,
+            ("nats by step", lambda axes: _curve(axes, trace["by_step"], "step in the block")),
+        ]
+    figure, axes = _figure(0.9 + 3.9 * len(panels), 3.6, ncols=len(panels), squeeze=False)
+    for (title, paint), panel in zip(panels, axes[0], strict=True):
+        paint(panel)
+        panel.set_title(title, loc="left", fontsize=10)
     flag = f"; oracle: {trace['flag']}" if trace["flag"] else ""
-    said = f"{trace['label']}: {trace['windows']:,} windows, {trace['tokens']:,} tokens{flag}"
-    figure.suptitle(textwrap.fill(said, 120), x=0.01, ha="left", fontsize=11)
+    order = "" if trace["ordered"] else "; no order"
+    said = f"{trace['label']}: {trace['windows']:,} windows, {trace['tokens']:,} tokens{order}{flag}"
+    figure.suptitle(textwrap.fill(said, 40 * len(panels) + 20), x=0.01, ha="left", fontsize=10.5)
     return figure
 
 
-def _heat(axes: Axes, figure: Figure, reveals: Mapping[str, Any] | None) -> None:
+def _heat(axes: Axes, figure: Figure, reveals: Mapping[str, Any]) -> None:
     import numpy as np
     from matplotlib import ticker
 
-    if reveals is None:
-        _nothing(axes, "no steps: this estimator has no order")
-        return
     counts = np.array(reveals["counts"], dtype=float)  # (positions, steps)
     share = counts / np.maximum(counts.sum(1, keepdims=True), 1)
     width = reveals["width"]
@@ -251,9 +281,6 @@ def _curve(axes: Axes, curve: Mapping[str, Any], label: str) -> None:
 
     width = curve["width"]
     at = [n * width + (width - 1) / 2 for n in range(len(curve["tokens"]))]
-    if not at:
-        _nothing(axes, "no nats per token in this trace")
-        return
     count = axes.twinx()
     count.bar(at, curve["tokens"], width=width, color="#e9e9e9", zorder=0)
     most = max(curve["tokens"])
@@ -264,18 +291,8 @@ def _curve(axes: Axes, curve: Mapping[str, Any], label: str) -> None:
     axes.patch.set_visible(False)
     known = [(x, y) for x, y in zip(at, curve["mean_nats"], strict=True) if y is not None]
     axes.plot(*zip(*known, strict=True), color=COLOURS[0], marker="o", markersize=3, linewidth=1.2)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.08 * max(mean for _, mean in known))
     axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, nbins=8))
     axes.set_xlabel(f"{label}{f' ({width} together)' if width > 1 else ''}")
     axes.set_ylabel("mean nats per token (-log p)")
     _bare(axes)
-
-
-def _nothing(axes: Axes, why: str) -> None:
-    axes.text(0.5, 0.5, why, ha="center", va="center", transform=axes.transAxes, color=GREY)
-    axes.set_axis_off()
-
-
-def names(drawn: Sequence[Mapping[str, str]]) -> list[str]:
-    """The files of figures."""
-    return [figure["file"] for figure in drawn]

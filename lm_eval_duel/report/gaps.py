@@ -10,24 +10,41 @@ import numpy as np
 from lm_eval_duel.report import rows, stats
 from lm_eval_duel.report.rows import Row
 
+ESTIMATORS = {"block", "grid", "rule_code"}  # of a law, beside rows.VARIES, what belongs to the estimator
 BETTER = "the MDM is already better under the ELBO"
 
 
-def elbo_of(found: Sequence[Row]) -> tuple[int | None, str]:
-    """The number of the row that is the model's ELBO, else why there is none.
+def elbo_of(duel: Row, found: Sequence[Row]) -> tuple[int | None, str]:
+    """The number of the row that is the ELBO of a DUEL row, else why there is none.
 
-    Over the whole target for bidirectional networks, over the trained blocks for block-causal ones; there the mean
-    over all orders (elbo_exact) stands in for a Monte Carlo one.
+    Of the same model under the same law, but for what belongs to the estimator. Over the whole target for
+    bidirectional networks, over the trained blocks for block-causal ones; there the mean over all orders (elbo_exact)
+    stands in for a Monte Carlo one. Bounds come first, then more draws.
     """
-    causal = [row for row in found if row.run.duel.get("attention") == "block_causal"]
-    trained = min((row.estimator == "elbo", row.run.block) for row in causal)[1] if causal else "none"
-    fitting = [n for n, row in enumerate(found) if row.estimator == "elbo" and row.block == trained]
-    if fitting:
-        return max(fitting, key=lambda n: int(found[n].run.law.get("mc_samples", 1))), ""
-    exact = [n for n, row in enumerate(found) if row.estimator == "elbo_exact" and causal and row.block == trained]
-    if exact:
-        return exact[0], ""
-    return None, f"no ELBO (estimator=elbo, elbo_block={trained})"
+    causal = duel.run.duel.get("attention") == "block_causal"
+    wanted, kinds = (duel.run.block, rows.BOUNDS) if causal else ("none", ("elbo",))
+    fitting = {
+        n: _other_law(row.run.law, duel.run.law)
+        for n, row in enumerate(found)
+        if row.run.key == duel.run.key and row.estimator in kinds and row.block == wanted
+    }
+    if not fitting:
+        return None, f"no ELBO (estimator=elbo, elbo_block={wanted})"
+    same = [n for n, apart in fitting.items() if not apart]
+    if not same:
+        return None, f"no ELBO of the same law: {'; '.join(min(fitting.values(), key=len))}"
+
+    def worth(n: int) -> tuple:
+        return not found[n].eps, found[n].estimator == "elbo", int(found[n].run.law.get("mc_samples", 1))
+
+    return max(same, key=worth), ""
+
+
+def _other_law(elbo: Mapping[str, str], duel: Mapping[str, str]) -> list[str]:
+    """What sets two laws apart, the estimators aside."""
+    keys = sorted({*elbo, *duel} - rows.VARIES - ESTIMATORS)
+    told = [(key, elbo.get(key, "not set"), duel.get(key, "not set")) for key in keys]
+    return [f"{key}={there} there, {here} here" for key, there, here in told if here != there]
 
 
 def write(
@@ -36,31 +53,30 @@ def write(
     entries: Sequence[dict[str, Any]],
     draws: Mapping[int, np.ndarray],
     metric: str,
-    has_ar: bool,
-) -> dict[str, str]:
-    """Write gap and gap closed into the entries; which ELBO was used for each model, in words."""
+    ar: int | None,
+) -> list[str]:
+    """Write gap and gap closed into the entries; which ELBOs were used, in words. `ar`: the baseline's number."""
     used = {}
-    ar = 0 if has_ar else None
-    for model in dict.fromkeys(row.model for row in found):
-        mine = [n for n, row in enumerate(found) if row.model == model and n != ar]
-        at, why = elbo_of([found[n] for n in mine])
-        elbo = None if at is None else mine[at]
+    for n, (row, entry) in enumerate(zip(found, entries, strict=True)):
+        if n == ar:
+            continue
+        if ar is not None:
+            entry["gap"] = entry["value"] - entries[ar]["value"]
+            if n in draws and ar in draws:
+                entry["gap_interval"] = stats.interval(draws[n] - draws[ar])
+        if row.estimator != "duel":
+            continue
+        elbo, why = elbo_of(row, found)
+        entry["elbo"] = elbo
         if elbo is not None:
-            used[model] = _elbo_in_words(found[elbo], entries[elbo], [found[n] for n in mine])
-        for n in mine:
-            entry = entries[n]
-            if ar is not None and metric != "bits_per_byte":
-                entry["gap"] = entry["value"] - entries[ar]["value"]
-            if entry["estimator"] != "duel":
-                continue
-            entry["elbo"] = elbo
-            if metric == "bits_per_byte":
-                entry["gap_closed_reason"] = "defined for perplexities"
-            elif ar is None or elbo is None:
-                entry["gap_closed_reason"] = why if elbo is None else f"no AR result of {name} (--ar)"
-            else:
-                _gap(entry, entries[elbo], entries[ar], [draws.get(i) for i in (elbo, n, ar)])
-    return used
+            used[elbo] = elbo_in_words(found[elbo], entries[elbo])
+        if metric == "bits_per_byte":
+            entry["gap_closed_reason"] = "gap closed is defined for perplexities"
+        elif ar is None or elbo is None:
+            entry["gap_closed_reason"] = why if elbo is None else f"no AR result of {name} (--ar)"
+        else:
+            _gap(entry, entries[elbo], entries[ar], [draws.get(i) for i in (elbo, n, ar)])
+    return [text for _, text in sorted(used.items())]
 
 
 def _gap(entry: dict[str, Any], elbo: dict[str, Any], ar: dict[str, Any], draws: list[np.ndarray | None]) -> None:
@@ -76,24 +92,17 @@ def _gap(entry: dict[str, Any], elbo: dict[str, Any], ar: dict[str, Any], draws:
     entry["gap_closed_interval"], entry["gap_closed_reason"] = stats.gap_interval(*draws)
 
 
-def _elbo_in_words(elbo: Row, entry: dict[str, Any], others: Sequence[Row]) -> str:
+def elbo_in_words(elbo: Row, entry: Mapping[str, Any]) -> str:
+    """Which ELBO it is, and how sure."""
     law = elbo.run.law
     if elbo.estimator == "elbo_exact":
         said = f"the mean over all orders in blocks of {elbo.block} (elbo_exact; no Monte Carlo one is there)"
     else:
-        error = f", standard error {entry['stderr']:.2g}" if entry["stderr"] is not None else ""
         form = f", elbo_form={law['elbo_form']}" if "elbo_form" in law else ""
-        said = f"Monte Carlo, mc_samples={law.get('mc_samples', '?')}{form}, elbo_block={elbo.block}{error}"
-    text = f"ELBO of {elbo.model}: {said}"
-    ignored = rows.VARIES | {"block", "grid", "version"}
-    apart = {
-        f"{key}={value} there, {row.run.law[key]} in {row.run.file.name}"
-        for row in others
-        if row.estimator == "duel"
-        for key, value in law.items()
-        if key not in ignored and row.run.law.get(key, value) != value
-    }
-    return f"{text}; it differs from DUEL in {'; '.join(sorted(apart))}" if apart else text
+        eps = f", elbo_eps={elbo.eps:g} (above 0: NO bound)" if elbo.eps else ""
+        error = f", standard error {entry['stderr']:.2g}" if entry["stderr"] is not None else ""
+        said = f"Monte Carlo, mc_samples={law.get('mc_samples', '?')}{form}, elbo_block={elbo.block}{eps}{error}"
+    return f"ELBO of {elbo.model}{f' ({elbo.variant})' if elbo.variant else ''}: {said}"
 
 
 def averages(found: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -6,7 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lm_eval_duel.report.rows import SEES_TRUTH, adaptive
+from lm_eval_duel.report.headline import WORDS, fixed
+from lm_eval_duel.report.headline import number as decimals
+from lm_eval_duel.report.rows import SEES_TRUTH, WHOLE, adaptive, short
 
 RULES = {
     "left_to_right": "Left-to-Right",
@@ -31,6 +33,7 @@ METHODS = {
 }
 GREEK = {"mu": r"\mu", "nu": r"\nu", "gamma": r"\gamma"}
 LEQ = r"$\leq$"
+FAR = 0.15  # of an NFE, up to which a value counts as one at that NFE
 Entry = Mapping[str, Any]
 
 
@@ -54,13 +57,14 @@ def bodies(report: Mapping[str, Any]) -> dict[str, str]:
 
 def gap(task: Mapping[str, Any]) -> str:
     """Model & ELBO & DUEL & Gap Closed."""
-    entries = task["rows"]
+    entries, metric = task["rows"], task["metric"]
     lines = []
     for entry in duels(task):
-        elbo = "" if entry["elbo"] is None else number(entries[entry["elbo"]])
-        closed = "" if entry["gap_closed"] is None else rf"{entry['gap_closed']:.1f}\%"
-        lines.append(_row(label(entry, duels(task)), elbo, number(entry), closed))
-    return _body("Model & ELBO & DUEL & Gap Closed", lines)
+        elbo = "" if entry["elbo"] is None else number(entries[entry["elbo"]], metric)
+        mine = [other for other in duels(task) if other["model"] == entry["model"]]
+        model = ", ".join(filter(None, [escape(entry["model"]), apart(entry, mine)]))
+        lines.append(_row(model, elbo, number(entry, metric), percent(entry["gap_closed"])))
+    return _body(f"Model & ELBO & DUEL & Gap Closed   ({WORDS[metric]})", lines)
 
 
 def methods(task: Mapping[str, Any]) -> str:
@@ -69,73 +73,75 @@ def methods(task: Mapping[str, Any]) -> str:
     for entries in _models(task["rows"]):
         lines = []
         for entry in entries:
-            rule = rf"\emph{{{SEES_TRUTH}}}" if entry["flag"] else rule_name(entry["rule"]) if entry["rule"] else "---"
-            if entry["estimator"] == "duel" and len({e["block"] for e in entries if e["estimator"] == "duel"}) > 1:
-                rule += f", $L'$={entry['block']}"
-            lines.append([METHODS[entry["estimator"]], rule, number(entry)])
+            alike = [other for other in entries if other["estimator"] == entry["estimator"]]
+            rule = rf"\emph{{{SEES_TRUTH}}}" if entry["flag"] else rule_name(entry["rule"]) if entry["rule"] else ""
+            said = ", ".join(filter(None, [rule, apart(entry, alike, with_rule=False)])) or "---"
+            lines.append([METHODS[entry["estimator"]], said, number(entry, task["metric"])])
         groups.append(_grouped(escape(entries[0]["model"]), lines))
-    return _body("Model & Method & Unmasking rule & Perplexity", *groups)
+    return _body(f"Model & Method & Unmasking rule & {WORDS[task['metric']]}", *groups)
 
 
 def rules(task: Mapping[str, Any], sweep: Mapping[str, Any]) -> str:
-    """Rule & perplexity by NFE: a column for each NFE of the fixed rules; adaptive rules stand at the nearest one."""
+    """Rule & perplexity by NFE: a column for each NFE of the fixed rules.
+
+    Adaptive rules stand at the nearest one, with their measured NFE.
+    """
     entries = task["rows"]
-    fixed = [point for family in sweep["families"] if not family["adaptive"] for point in family["points"]]
-    anchors = fixed or [point for family in sweep["families"] for point in family["points"]]
+    fixed_rules = [point for family in sweep["families"] if not family["adaptive"] for point in family["points"]]
+    anchors = fixed_rules or [point for family in sweep["families"] for point in family["points"]]
     columns = sorted({round(entries[point["index"]]["nfe_per_token"], 3) for point in anchors})
     cells: list[dict[int, Entry]] = []
     for family in sweep["families"]:
-        placed: dict[int, tuple[float, Entry]] = {}
+        placed: dict[int, Entry] = {}
         for point in family["points"]:
             entry = entries[point["index"]]
-            away = [abs(math.log(entry["nfe_per_token"] / column)) for column in columns]
-            at = away.index(min(away))
-            if at not in placed or away[at] < placed[at][0]:
-                placed[at] = (away[at], entry)
-        cells.append({at: entry for at, (_, entry) in placed.items()})
-    best = {at: min(row[at]["value"] for row in cells if at in row) for at in range(len(columns))}
+            at = min(range(len(columns)), key=lambda at: _away(entry, columns[at]))
+            if at not in placed or _away(entry, columns[at]) < _away(placed[at], columns[at]):
+                placed[at] = entry
+        cells.append(placed)
+    near = [{at: e for at, e in row.items() if _away(e, columns[at]) <= math.log1p(FAR)} for row in cells]
+    best = {at: min((row[at]["value"] for row in near if at in row), default=None) for at in range(len(columns))}
     lines = []
-    for family, row in zip(sweep["families"], cells, strict=True):
-        name = rule_name(family["family"])
+    for family, row, close in zip(sweep["families"], cells, near, strict=True):
         shown = []
         for at in range(len(columns)):
-            text = f"{row[at]['value']:.2f}" if at in row else ""
-            shown.append(rf"\textbf{{{text}}}" if at in row and row[at]["value"] == best[at] else text)
-        lines.append(_row(name, *shown))
+            text = decimals(row[at]["value"], task["metric"]) if at in row else ""
+            text = rf"\textbf{{{text}}}" if at in close and row[at]["value"] == best[at] else text
+            shown.append(text + (f" ({row[at]['nfe_per_token']:.3g})" if at in row and family["adaptive"] else ""))
+        lines.append(_row(rule_name(family["family"]), *shown))
     head = " & ".join(f"{column:g}" for column in columns)
-    return _body(f"Unmasking rule & {head}   (NFE per token; with a dagger: adaptive, at the nearest NFE)", lines)
+    said = f"{WORDS[task['metric']]} by NFE per token; dagger: adaptive, at the nearest NFE, (its own)"
+    return _body(f"Unmasking rule & {head}   ({said})", lines)
+
+
+def _away(entry: Entry, nfe: float) -> float:
+    return abs(math.log(entry["nfe_per_token"] / nfe))
 
 
 def perplexity(tasks: Mapping[str, Any]) -> str:
     """Model & Method & one column a task."""
-    table: dict[str, dict[tuple, dict[str, Entry]]] = {}
-    everything = [entry for task in tasks.values() for entry in task["rows"]]
+    lines: dict[str, dict[tuple, dict[str, Entry]]] = {}
     for name, task in tasks.items():
         for entry in task["rows"]:
-            table.setdefault(entry["model"], {}).setdefault((entry["estimator"], entry["name"]), {})[name] = entry
+            lines.setdefault(entry["model"], {}).setdefault((entry["estimator"], entry["name"]), {})[name] = entry
     groups = []
-    for model, methods in table.items():
-        lines = []
-        several = [key for key in methods if key[0] == "duel"]
-        for (estimator, _), cells in methods.items():
-            entry = next(iter(cells.values()))
-            method = METHODS[estimator] + (f" ({SEES_TRUTH})" if entry["flag"] else "")
-            if estimator == "duel" and len(several) > 1:
-                mine = [e for e in everything if e["model"] == model and e["estimator"] == "duel"]
-                method += f", {_apart(entry, mine)}"
-            lines.append([method, *(number(cells[name]) if name in cells else "" for name in tasks)])
-        groups.append(_grouped(escape(model), lines))
-    return _body(f"Model & Method & {' & '.join(map(escape, tasks))}", *groups)
+    for model, methods in lines.items():
+        body = []
+        firsts = [next(iter(cells.values())) for cells in methods.values()]
+        for entry, cells in zip(firsts, methods.values(), strict=True):
+            alike = [other for other in firsts if other["estimator"] == entry["estimator"]]
+            method = METHODS[entry["estimator"]] + (f" ({SEES_TRUTH})" if entry["flag"] else "")
+            method = ", ".join(filter(None, [method, apart(entry, alike)]))
+            body.append([method, *(number(cells[n], tasks[n]["metric"]) if n in cells else "" for n in tasks)])
+        groups.append(_grouped(escape(model), body))
+    heads = [f"{escape(name)}, {WORDS[task['metric']]}" for name, task in tasks.items()]
+    return _body(f"Model & Method & {' & '.join(heads)}", *groups)
 
 
 def gap_closed(report: Mapping[str, Any]) -> str:
     """Data set & one column a model; tasks without a gap to close are left out, as in the paper."""
     columns = report["averages"]
     names = [name for name in report["tasks"] if any(row["tasks"].get(name) is not None for row in columns)]
-
-    def percent(value: float | None) -> str:
-        return "" if value is None else rf"{value:.1f}\%"
-
     lines = [_row(escape(name), *(percent(row["tasks"].get(name)) for row in columns)) for name in names]
     last = [_row(r"\textit{Average}", *(percent(row["average"]) for row in columns))]
     heads = [escape(f"{row['model']}, {row['name']}") for row in columns]
@@ -150,31 +156,36 @@ def duels(task: Mapping[str, Any]) -> list[Entry]:
     return [entry for entry in task["rows"] if entry["estimator"] == "duel" and not entry["ar"]]
 
 
-def number(entry: Entry) -> str:
+def number(entry: Entry, metric: str) -> str:
     r"""A value: $\leq$ before a bound, the best of a model in bold."""
-    text = (LEQ if entry["bound"] else "") + f"{entry['value']:.2f}"
+    text = (LEQ if entry["bound"] else "") + decimals(entry["value"], metric)
     return rf"\textbf{{{text}}}" if entry["best"] else text
 
 
-def label(entry: Entry, others: Sequence[Entry]) -> str:
-    """The model, and its rule and block where it stands more than once."""
-    mine = [other for other in others if other["model"] == entry["model"]]
-    return escape(entry["model"]) + (f", {_apart(entry, mine)}" if len(mine) > 1 else "")
+def percent(value: float | None) -> str:
+    """A share with its sign."""
+    return "" if value is None else fixed(value, 1).replace("-", "$-$") + r"\%"
 
 
-def _apart(entry: Entry, others: Sequence[Entry]) -> str:
-    parts = [rule_name(entry["rule"])]
-    if len({other["block"] for other in others}) > 1:
-        parts.append(f"$L'$={entry['block']}")
-    return ", ".join(parts)
+def apart(entry: Entry, alike: Sequence[Entry], with_rule: bool = True) -> str:
+    """What tells an entry from others in a table: rule and block where they differ, and what is special about it."""
+    parts = []
+    if with_rule and entry["rule"] and len(alike) > 1:
+        parts.append(rule_name(entry["rule"]))
+    if len({other["block"] for other in alike}) > 1:
+        parts.append(WHOLE if entry["block"] == "none" else f"$L'$={entry['block']}")
+    return ", ".join([*parts, *([escape(entry["aside"])] if entry["aside"] else [])])
 
 
 def rule_name(rule: str) -> str:
-    """A rule as the paper prints it; parameters other than k=1 follow."""
-    name, *parameters = rule.split(":")
-    pairs = [p.partition("=") for p in parameters if p != "k=1"]
-    shown = [f"${GREEK.get(key, escape(key))}$={escape(value)}" for key, _, value in pairs]
-    return ", ".join([RULES.get(name, escape(name)) + (DAGGER if adaptive(rule) else ""), *shown])
+    """A rule as the paper prints it; parameters that are not the defaults follow."""
+    name, *parameters = short(rule).split(":")
+    if name not in RULES:  # module:Name
+        return escape(rule)
+    pairs = [parameter.partition("=") for parameter in parameters]
+    letters = {key: f"${GREEK.get(key, key)}$" for key, _, _ in pairs if key in GREEK or len(key) == 1}
+    shown = [f"{letters.get(key, escape(key))}={escape(value)}" for key, _, value in pairs]
+    return ", ".join([RULES[name] + (DAGGER if adaptive(rule) else ""), *shown])
 
 
 def escape(text: str) -> str:

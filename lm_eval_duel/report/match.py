@@ -55,7 +55,7 @@ def positions(run: Run) -> str:
 
 def same_tokens(here: Run, there: Run, name: str) -> bool | None:
     """Whether two runs count the same tokens in a task; None where nothing tells."""
-    ours = [run.law.get("tokenizer") for run in (here, there)]
+    ours = [run.law.get("tokenizer") if run.ours else None for run in (here, there)]
     if None not in ours and ours[0] == ours[1]:
         return True
     counts = [_tokens(run.tasks[name]) for run in (here, there)]
@@ -77,7 +77,7 @@ def _tokens(task: Task) -> dict[str, float] | None:
 def _tokenizer(run: Run, name: str) -> str:
     """What is known of a run's tokenizer, for messages."""
     counts = _tokens(run.tasks[name])
-    said = run.law.get("tokenizer") or "not said"
+    said = run.law.get("tokenizer", "not said") if run.ours else "not said"
     return said if counts is None else f"{said} ({sum(counts.values()):.0f} tokens)"
 
 
@@ -87,26 +87,36 @@ def _words_per_token(task: Task) -> float | None:
     return math.log(token) / math.log(word) if token and word and token > 1 and word > 1 else None
 
 
-def documents(here: Task, there: Task) -> Difference | None:
-    """How the document sets differ."""
+def documents(here: Task, there: Task, metric: str) -> Difference | None:
+    """How the document sets differ: told by the samples where both have them, else by the results files."""
     remedy = "run both on the same documents (task version, --limit, --num_fewshot)"
-    if here.identity.get("shots", "0") != there.identity.get("shots", "0"):
-        return Difference(
-            "documents (shots)", here.identity.get("shots", "0"), there.identity.get("shots", "0"), remedy
-        )
-    if here.documents is not None and there.documents is not None:
-        keys = [{document.key for document in task.documents} for task in (here, there)]
-        if keys[0] == keys[1]:
-            return None
-        both = len(keys[0] & keys[1])
-        return Difference("documents", *(f"{len(k)} ({both} of them in both)" for k in keys), remedy)
-    for field in ("documents", "limit", "version", "hash"):
+    known = here.documents is not None and there.documents is not None
+    for field in ("shots", "version") if known else ("shots", "documents", "limit", "version", "hash"):
         one, other = (task.identity.get(field) for task in (here, there))
         if field == "limit":
-            one, other = one or "none", other or "none"
+            both = here.identity.get("documents") is not None and there.identity.get("documents") is not None
+            one, other = (None, None) if both else (one or "none", other or "none")  # the counts tell
+        if field == "hash" and "token_perplexity" in {**here.metrics, **there.metrics}:
+            continue  # it is also of our token counts, which differ between tokenizers
         if None not in (one, other) and one != other:
-            said = "documents" if field == "documents" else f"documents ({field})"
-            return Difference(said, one, other, remedy)
+            return Difference("documents" if field == "documents" else f"documents ({field})", one, other, remedy)
+    if not known:
+        return None
+    keys = [{document.key for document in task.documents} for task in (here, there)]
+    if keys[0] != keys[1]:
+        shared = len(keys[0] & keys[1])
+        return Difference("documents", *(f"{len(k)} ({shared} of them in both)" for k in keys), remedy)
+    return _units(here, there, metric)
+
+
+def _units(here: Task, there: Task, metric: str) -> Difference | None:
+    """Whether words and bytes were counted alike; tokens may differ."""
+    for name in {metric, "bits_per_byte"} - set(TOKEN_METRICS):
+        counts = [{d.key: d.values[name][1] for d in task.documents if name in d.values} for task in (here, there)]
+        for key in counts[0].keys() & counts[1].keys():
+            if counts[0][key] != counts[1][key]:
+                said = [f"{count[key]:g} in document {key[:12]}" for count in counts]
+                return Difference(f"units of {name}", *said, "run both with the same version of the task")
     return None
 
 
@@ -137,8 +147,8 @@ def differences(here: Run, there: Run, name: str) -> list[Difference]:
 def _windows(here: Run, there: Run, name: str, same_tokenizer: bool) -> Difference | None:
     cuts = [windows(run) for run in (here, there)]
     if None not in (cuts[0].capacity, cuts[1].capacity):
-        if (cuts[0].scheme, cuts[0].capacity) == (cuts[1].scheme, cuts[1].capacity) and same_tokenizer:
-            return None
+        if (cuts[0].scheme, cuts[0].capacity) == (cuts[1].scheme, cuts[1].capacity):
+            return None  # of other tokens, where the tokenizers differ: that is said then
         longest = [_longest(run, name) for run in (here, there)]
         if same_tokenizer:
             longest = [max(filter(None, longest), default=None)] * 2
@@ -154,27 +164,32 @@ def _windows(here: Run, there: Run, name: str, same_tokenizer: bool) -> Differen
 
 
 def _longest(run: Run, name: str) -> int | None:
-    """Tokens of the longest document."""
-    if run.duel.get("longest_document") is not None:
-        return int(run.duel["longest_document"])
+    """Tokens of the longest document: from the samples, else what a run says that computed every document."""
     counts = _tokens(run.tasks[name])
-    return int(max(counts.values(), default=0)) if counts is not None else None
+    if counts is not None:
+        return int(max(counts.values(), default=0))
+    if not run.ours or run.computed(name) < (run.tasks[name].size or 0):
+        return None
+    said = run.duel.get("tasks", {}).get(name, {}).get("longest_document", run.duel.get("longest_document"))
+    return None if said is None else int(said)
 
 
 def check(name: str, metric: str, compared: Sequence[Run], as_published: bool) -> list[str]:
     """The differences to list under a task's table; raises DuelError for one that makes its numbers incomparable.
 
-    Every run is held against the first. The documents must be the same whatever is asked for. Values per word and
-    byte may stand beside those of another tokenizer, whose windows cannot be the same.
+    Every run is held against the first, and its documents also against the first that has samples: they must be the
+    same whatever is asked for. Values per word and byte need no more than that and the same scored positions, so
+    other tokenizers and windows are listed.
     """
     listed = []
-    first, *others = compared
-    for other in others:
-        if (apart := documents(first.tasks[name], other.tasks[name])) is not None:
-            raise _refusal(name, metric, apart, first, other, "")
-        found = differences(first, other, name)
-        across = metric not in TOKEN_METRICS and any(d.field.startswith("tokenizer") for d in found)
-        for apart in found:
+    first = compared[0]
+    holder = next((run for run in compared if run.tasks[name].documents is not None), first)
+    for other in compared[1:]:
+        for here in (first, holder):
+            if (apart := documents(here.tasks[name], other.tasks[name], metric)) is not None:
+                raise _refusal(name, metric, apart, here, other, "")
+        for apart in differences(first, other, name):
+            across = metric not in TOKEN_METRICS and apart.field.startswith(("tokenizer", "windows"))
             if not (as_published or across):
                 hint = ", or list the difference under the table with --as-published"
                 raise _refusal(name, metric, apart, first, other, hint)

@@ -66,7 +66,7 @@ def _curve(at: np.ndarray, nats: np.ndarray) -> dict[str, Any]:
     bins = at // width
     tokens = np.bincount(bins)
     sums = np.bincount(bins, weights=nats)
-    mean = [float(s / n) if n else None for s, n in zip(sums, tokens, strict=True)]
+    mean = [round(float(s / n), 6) if n else None for s, n in zip(sums, tokens, strict=True)]
     return {"width": width, "mean_nats": mean, "tokens": tokens.tolist()}
 
 
@@ -101,8 +101,9 @@ class Traces:
         self.records: dict[Path, list[Mapping[str, Any]]] = {}
 
     def of(self, run: Run) -> Path | None:
-        """The trace of a run: a named one of the same law, else the one that it names, if that is still there."""
-        for path in [*self.named, *([Path(run.duel["trace"])] if run.duel.get("trace") else [])]:
+        """The trace of a run: a named one of the same law, else its own, where it was or beside the results file."""
+        own = [Path(run.duel["trace"])] if run.duel.get("trace") else []
+        for path in [*self.named, *own, *(run.file.parent / path.name for path in own)]:
             try:
                 header = self.law(path)
             except DuelError:

@@ -1,9 +1,8 @@
-"""The harness's results_*.json and samples_*.jsonl as plain dataclasses; nothing is compared or computed here."""
+"""The harness's results_*.json as plain dataclasses; nothing is compared or computed here."""
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import re
 from collections.abc import Iterable
@@ -11,20 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.options import BUNDLED, TOKENS
+from lm_eval_duel.options import BUNDLED
+from lm_eval_duel.report import samples
+from lm_eval_duel.report.samples import METRICS, Document
 
 MODEL = "duel-mdm"
 WRITTEN = re.compile(r"\d{4}-\d\d-\d\dT[\d.:-]+$")  # the date at the end of the harness's file names
-METRICS = ("token_perplexity", "perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")  # by preference
-
-
-@dataclasses.dataclass(frozen=True)
-class Document:
-    """One document of a task: what identifies it, and (nats, units) of each metric (a plain number has one unit)."""
-
-    key: str
-    number: int
-    values: dict[str, tuple[float, float]]
+AUTOREGRESSIVE = {  # --model of the harness, and the classes of model objects
+    *("hf", "hf-auto", "huggingface", "hf-mistral3", "hf-multimodal", "hf-audiolm-qwen", "steered", "HFLM"),
+    *("SteeredModel", "vllm", "vllm-vlm", "VLLM", "sglang", "sglang-generate", "SGLangLM", "gguf", "ggml", "GGUFLM"),
+    *("mamba_ssm", "MambaLMWrapper", "nemo_lm", "NeMoLM", "megatron_lm", "MegatronLMEval", "trtllm", "TRTLLM"),
+    *("ipex", "neuronx", "openvino", "habana", "onnxruntime", "onnxruntime-genai", "winml", "OptimumLM"),
+    *("openai-completions", "local-completions", "anthropic-completions", "textsynth", "watsonx_llm"),
+}
+NO_LAW = ("batch_size", "max_batch_size", "device", "dtype")  # model args; the dtype that was loaded stands elsewhere
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Task:
     name: str
     metrics: dict[str, float]
     identity: dict[str, str]  # effective samples, limit, version, shots, hash
-    rolling: bool
+    rolling: bool = True
     documents: tuple[Document, ...] | None = None
     missing: str = ""
 
@@ -47,10 +46,11 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One results file. `law` and `duel` are empty for a stock model of the harness."""
+    """One results file. A stock model of the harness has no `duel`; its law is what it was loaded with."""
 
     file: Path
     ours: bool
+    model: str  # --model, or the class of a model object
     pretrained: str
     label: str  # how tables name the model
     key: str  # equal for the same model: weights, else what was loaded
@@ -61,7 +61,10 @@ class Run:
     max_length: int | None
     date: float
     whole_run_seconds: float | None
-    tasks: dict[str, Task]
+    cache: bool  # --use_cache
+    tasks: dict[str, Task]  # those with a perplexity
+    others: tuple[str, ...]  # tasks without one
+    groups: tuple[str, ...]  # averages over tasks
 
     @property
     def name(self) -> str:
@@ -72,6 +75,24 @@ class Run:
     def estimator(self) -> str:
         """What the harness's own values of this run are; a stock model is autoregressive."""
         return str(self.duel.get("estimator") or self.law.get("estimator") or "duel") if self.ours else "exact"
+
+    @property
+    def autoregressive(self) -> bool:
+        """Whether the values are those of an autoregressive model, as far as that is known."""
+        return self.model in AUTOREGRESSIVE or (
+            self.ours and (self.estimator == "exact" or self.duel.get("attention") == "causal")
+        )
+
+    @property
+    def cached(self) -> bool:
+        """Whether answers may have come from a response cache, so that times are of a part of the run."""
+        if not self.ours:
+            return self.cache
+        return any(self.computed(name) < (task.size or 0) for name, task in self.tasks.items())
+
+    def computed(self, name: str) -> int:
+        """Documents of a task that this run computed; the others came from a response cache."""
+        return self.duel.get("tasks", {}).get(name, {}).get("documents", self.tasks[name].size or 0)
 
     @property
     def rule(self) -> str | None:
@@ -95,10 +116,10 @@ def runs(places: Iterable[str | Path]) -> list[Run]:
     files: dict[Path, None] = {}
     for place in map(Path, places):
         if place.is_dir():
-            found = sorted(place.rglob("results_*.json"))
+            found = [path for path in sorted(place.rglob("*.json")) if _written(path)]
             if not found:
                 raise DuelError(
-                    f"No results_*.json in {place} or below; lm_eval writes them to the folder of --output_path."
+                    f"No results_*.json (or *_DATE.json) in {place} or below; lm_eval writes them to --output_path."
                 )
             files |= dict.fromkeys(path.resolve() for path in found)
         elif place.is_file():
@@ -108,6 +129,11 @@ def runs(places: Iterable[str | Path]) -> list[Run]:
                 f"No file or folder {place}; name results_*.json files of lm_eval, or folders that hold them."
             )
     return _distinct(sorted(map(run, files), key=lambda found: (found.date, found.name)))
+
+
+def _written(file: Path) -> bool:
+    """Whether the harness names results so: results_DATE.json, or NAME_DATE.json for --output_path NAME.json."""
+    return file.name.startswith("results_") or WRITTEN.search(file.stem) is not None
 
 
 def run(file: Path) -> Run:
@@ -123,26 +149,46 @@ def run(file: Path) -> Run:
         ) from None
     if not isinstance(arguments, dict):  # the Python API keeps the text
         arguments = dict(part.split("=", 1) for part in str(arguments).split(",") if "=" in part)
-    ours, law, duel = model == MODEL, config.get("law") or {}, config.get("duel") or {}
-    pretrained = str(arguments.get("pretrained") or (BUNDLED if ours else found.get("model_name") or model))
+    law, duel = config.get("law") or {}, config.get("duel") or {}
+    ours = model == MODEL or bool(law or duel)  # a model object leaves the name of its class
     dtype = _said(duel.get("dtype")) or _said(law.get("dtype")) or _said(config.get("model_dtype")) or "unknown"
-    length = law.get("max_length") or found.get("max_length")
+    dtype = dtype.removeprefix("torch.")
+    pretrained = str(arguments.get("pretrained") or found.get("model_name") or _nameless(model, law))
+    if not ours:
+        law = {key: value for key, value in arguments.items() if key not in NO_LAW} | {"dtype": dtype}
+        law |= {"model_sha": config["model_sha"]} if config.get("model_sha") else {}
+    length = law.get("max_length") if ours else found.get("max_length")
     seconds = found.get("total_evaluation_time_seconds")
+    groups = {name for name, parts in (found.get("group_subtasks") or {}).items() if parts} | set(
+        found.get("groups") or ()
+    )
+    tasks = {name: values for name, values in results.items() if name not in groups}
     return Run(
         file=file,
         ours=ours,
+        model=str(model),
         pretrained=pretrained,
         label=_last(pretrained),
         key=str((duel.get("weights") or law.get("weights")) if ours else pretrained),
-        dtype=dtype.removeprefix("torch."),
+        dtype=dtype,
         fingerprint=config.get("fingerprint"),
         law={key: "none" if value in (None, "None") else str(value) for key, value in law.items()},
         duel=duel,
         max_length=int(length) if str(length).isdigit() else None,
         date=float(found.get("date") or 0),
         whole_run_seconds=None if seconds is None else float(seconds),
-        tasks={name: _task(file, found, name, values) for name, values in results.items() if _scores(values)},
+        cache=bool(config.get("use_cache")),
+        tasks={name: _task(file, found, name, values) for name, values in tasks.items() if _scores(values)},
+        others=tuple(sorted(name for name, values in tasks.items() if not _scores(values))),
+        groups=tuple(sorted(groups & results.keys())),
     )
+
+
+def _nameless(model: str, law: dict[str, Any]) -> str:
+    """A name for a model of which none was given: the bundled one, or an object's network and weights."""
+    if "denoiser" not in law:
+        return model
+    return BUNDLED if model == MODEL else f"{law['denoiser']} ({law.get('weights', model)})"
 
 
 def _last(pretrained: str) -> str:
@@ -184,51 +230,8 @@ def _task(file: Path, found: dict[str, Any], name: str, values: dict[str, Any]) 
     said = {key: str(value) for key, value in identity.items() if value is not None}
     rolling = found.get("configs", {}).get(name, {}).get("output_type", "loglikelihood_rolling")
     when = WRITTEN.search(file.stem)  # --output_path may be a folder, or a file whose name stands before the date
-    samples = file.with_name(f"samples_{name}_{when[0] if when else file.stem.removeprefix('results_')}.jsonl")
+    logged = file.with_name(f"samples_{name}_{when[0] if when else file.stem.removeprefix('results_')}.jsonl")
     task = Task(name, metrics, said, rolling == "loglikelihood_rolling")
-    if not samples.is_file():
+    if not logged.is_file():
         return dataclasses.replace(task, missing=f"no samples of {name} beside it (run lm_eval with --log_samples)")
-    return dataclasses.replace(task, documents=_documents(samples))
-
-
-def _documents(file: Path) -> tuple[Document, ...]:
-    """The documents of a samples file, sorted; equal texts are told apart by their order."""
-    first: dict[int, dict[str, Any]] = {}
-    with file.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-                first.setdefault(int(record["doc_id"]), record)  # one line a filter: the values are the same
-            except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-                raise DuelError(
-                    f"{file}, line {number} is not a sample of lm_eval ({error}); log them again."
-                ) from None
-    seen: dict[str, int] = {}
-    found = []
-    for number, record in sorted(first.items()):
-        digest = _digest(record)
-        seen[digest] = seen.get(digest, 0) + 1
-        found.append(Document(f"{digest}:{seen[digest]}", number, _values(record)))
-    return tuple(sorted(found, key=lambda document: document.key))
-
-
-def _digest(record: dict[str, Any]) -> str:
-    """What identifies a document: the harness's hash, but not of our token count, which differs between tokenizers."""
-    doc = record.get("doc")
-    if isinstance(doc, dict) and TOKENS in doc:
-        rest = {key: value for key, value in doc.items() if key != TOKENS}
-        return hashlib.sha256(json.dumps(rest, sort_keys=True, default=str).encode()).hexdigest()
-    return str(record.get("doc_hash") or record["doc_id"])
-
-
-def _values(record: dict[str, Any]) -> dict[str, tuple[float, float]]:
-    found = {}
-    for metric in METRICS:
-        value = record.get(metric)
-        if isinstance(value, list) and len(value) == 2:
-            found[metric] = (float(value[0]), float(value[1]))
-        elif isinstance(value, int | float):
-            found[metric] = (float(value), 1.0)
-    return found
+    return dataclasses.replace(task, documents=samples.documents(logged, task.rolling))

@@ -6,10 +6,13 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 
+from lm_eval_duel import rules
+from lm_eval_duel.errors import DuelError
 from lm_eval_duel.report import stats
-from lm_eval_duel.report.read import Run
+from lm_eval_duel.report.read import Run, Task
 
 SEES_TRUTH = "not a likelihood: it sees the truth"
+WHOLE = "whole target"  # block=none
 LATTICE = ("elbo_exact", "mixture", "oracle")  # one run computes these and every lattice rule
 BOUNDS = ("elbo", "elbo_exact")
 NAMES = {
@@ -21,6 +24,7 @@ NAMES = {
     "oracle": f"Oracle ({SEES_TRUTH})",
 }
 ORDER = list(NAMES)
+SAME = 1e-4  # relative difference up to which two ways to one value agree
 VARIES = {"estimator", "rule", "elbo_form", "elbo_block", "mc_samples", "elbo_eps", "draw_seed"}  # within one model
 ADAPTIVE = ("threshold", "klass", "entropy_bound")
 BY_NAME = (*("left_to_right", "right_to_left", "random", "greedy", "margin", "log_margin", "entropy"), *ADAPTIVE)
@@ -36,7 +40,8 @@ class Row:
     rule: str | None
     values: dict[str, float]
     nats: float | None = None
-    nats_stderr: float | None = None
+    nats_stderr: float | None = None  # Monte Carlo
+    window_stderr: float | None = None  # of the nats, over windows
     nfe: int | None = None
     tokens: int | None = None
     documents: Mapping[str, Mapping[str, tuple[float, float]]] = dataclasses.field(default_factory=dict)
@@ -53,42 +58,55 @@ class Row:
         return self.run.law.get("elbo_block", "none") if self.estimator == "elbo" else self.run.block
 
     @property
+    def eps(self) -> float:
+        """The least t of a Monte Carlo ELBO; above 0 it bounds nothing."""
+        said = self.run.law.get("elbo_eps", "none")
+        return float(said) if self.estimator == "elbo" and said != "none" else 0.0
+
+    @property
+    def bound(self) -> bool:
+        """Whether the perplexity is an upper bound."""
+        return self.estimator in BOUNDS and not self.eps
+
+    @property
+    def aside(self) -> str:
+        """What sets it apart beside estimator, rule and block."""
+        return ", ".join(filter(None, [f"eps={self.eps:g}: no bound" if self.eps else "", self.variant]))
+
+    @property
     def name(self) -> str:
         """The row in words, without its model."""
-        parts = [NAMES[self.estimator]]
-        if self.rule:
-            parts.append(self.rule)
-        if self.run.ours and self.estimator != "exact":
-            parts.append(f"block {self.block}")
-        return ", ".join([*parts, *([self.variant] if self.variant else [])])
+        block = WHOLE if self.block == "none" else f"block {self.block}"
+        block = block if self.run.ours and self.estimator != "exact" else ""
+        return ", ".join(filter(None, [NAMES[self.estimator], short(self.rule or ""), block, self.aside]))
 
-    def stderr(self, metric: str) -> float | None:
-        """Monte Carlo standard error of a metric's value."""
-        if None in (self.nats_stderr, self.nats) or metric not in self.values:
+    def error(self, metric: str, nats_stderr: float | None) -> float | None:
+        """Standard error of a metric's value from that of the nats."""
+        if None in (nats_stderr, self.nats) or metric not in self.values:
             return None
-        return stats.stderr(metric, self.values[metric], self.nats, self.nats_stderr)
+        return stats.stderr(metric, self.values[metric], self.nats, nats_stderr)
 
 
 def of(run: Run, name: str, traced: Mapping[str, Mapping[int, float]] | None = None) -> list[Row]:
     """The rows of a run's task. `traced`: {NAME: {document number: nats}} of its trace, where there is one."""
     task, found = run.tasks[name], run.duel.get("tasks", {}).get(name, {})
-    selected = Row(run, name, run.estimator, run.rule, task.metrics, missing=task.missing)
-    if task.documents is not None:
-        selected = dataclasses.replace(
-            selected,
-            documents={
-                metric: {document.key: document.values[metric] for document in task.documents}
-                for metric in task.metrics
-                if all(metric in document.values for document in task.documents)
-            },
-        )
-    tokens = sum(units for _, units in selected.documents.get("token_perplexity", {}).values()) or None
-    selected = dataclasses.replace(selected, tokens=tokens and int(tokens))
+    documents, missing = _sampled(task)
+    tokens = sum(units for _, units in documents.get("token_perplexity", {}).values())
+    selected = Row(
+        run,
+        name,
+        run.estimator,
+        run.rule,
+        task.metrics,
+        tokens=int(tokens) or None,
+        documents=documents,
+        missing=missing,
+    )
     if not found:
         return [selected]
-    if task.size is not None and found.get("documents", task.size) < task.size:
+    if run.computed(name) < (task.size or 0):
         said = (
-            f"{found['documents']} of {task.size} documents of {name} were computed in {run.name}, the others came "
+            f"{run.computed(name)} of {task.size} documents of {name} were computed in {run.name}, the others came "
             "from a response cache: only the harness's own value is shown"
         )
         return [dataclasses.replace(selected, remarks=(said,))]
@@ -103,6 +121,7 @@ def of(run: Run, name: str, traced: Mapping[str, Mapping[int, float]] | None = N
             rule=(run.rule if key == "duel" else key) if estimator == "duel" else None,
             nats=value.get("nats"),
             nats_stderr=value.get("stderr"),
+            window_stderr=value.get("window_stderr"),
             nfe=value.get("nfe"),
             tokens=found.get("tokens") or selected.tokens,
         )
@@ -112,14 +131,31 @@ def of(run: Run, name: str, traced: Mapping[str, Mapping[int, float]] | None = N
     return rows or [selected]
 
 
+def _sampled(task: Task) -> tuple[dict[str, dict[str, tuple[float, float]]], str]:
+    """(nats, units) per document of each metric, from samples that give the task's value; else why there are none."""
+    if task.documents is None:
+        return {}, task.missing
+    found, missing = {}, ""
+    for metric, known in task.metrics.items():
+        if not all(metric in document.values for document in task.documents):
+            continue
+        values = {document.key: document.values[metric] for document in task.documents}
+        nats, units = (sum(column) for column in zip(*values.values(), strict=True))
+        value = stats.value(metric, nats, units)
+        if math.isclose(value, known, rel_tol=SAME):
+            found[metric] = values
+        else:
+            missing = f"the samples of {task.name} give {metric} {value:.6g}, the results {known:.6g}: another run's"
+    return found, missing
+
+
 def _beside(row: Row, own: float | None, traced: Mapping[str, Mapping[int, float]] | None, key: str) -> Row:
     """A row of a lattice run that is not the selected one: its values by the quotient of nats."""
     selected, remarks = row.values, list(row.remarks)
     values = {metric: stats.scaled(metric, known, row.nats / own) for metric, known in selected.items() if own}
-    if row.tokens and "token_perplexity" in selected:
-        values["token_perplexity"] = math.exp(-row.nats / row.tokens)
-        implied = math.exp(-own / row.tokens) if own else math.nan
-        if not math.isclose(implied, selected["token_perplexity"], rel_tol=1e-4):
+    if row.tokens and own and "token_perplexity" in selected:
+        implied = math.exp(-own / row.tokens)
+        if not math.isclose(implied, selected["token_perplexity"], rel_tol=SAME):
             remarks.append(
                 f"{row.run.name}: the task counts other tokens of {row.task} than were scored "
                 f"({selected['token_perplexity']:.4f} there, {implied:.4f} per scored token)"
@@ -133,8 +169,8 @@ def _traced(
 ) -> tuple[dict[str, dict[str, tuple[float, float]]], str]:
     """Nats per document of a lattice value, from the trace; units from the samples."""
     task = row.run.tasks[row.task]
-    if task.documents is None:
-        return {}, task.missing
+    if not row.documents:
+        return {}, row.missing
     if not traced or key not in traced:
         return {}, f"no trace of {key} per document (run with trace=FILE, or name it with --trace)"
     nats = traced[key]
@@ -149,21 +185,26 @@ def _traced(
     return found, ""
 
 
-def table(rows: Iterable[Row]) -> tuple[list[Row], list[str]]:
-    """Rows in the order of a table, each once, and remarks about those left out.
+def table(rows: Iterable[Row], base: Run | None = None) -> tuple[list[Row], int | None, list[str]]:
+    """Rows in the order of a table, each once; the number of the baseline's, which is always kept; remarks.
 
     A rule that was scored by itself and in a lattice run is one row: its own. Rows of other laws with the same name
-    say what sets them apart.
+    say what sets them apart. Raises DuelError where the baseline has no row.
     """
     kept: dict[tuple, Row] = {}
     remarks = []
-    for row in sorted(rows, key=lambda row: (row.run.estimator in LATTICE, -row.run.date)):
+
+    def baseline(row: Row) -> bool:
+        return base is not None and row.run.file == base.file and row.estimator == base.estimator
+
+    for row in sorted(rows, key=lambda row: (not baseline(row), row.run.estimator in LATTICE, -row.run.date)):
         law = tuple(sorted((k, v) for k, v in row.run.law.items() if k not in VARIES))
         elbo = tuple(row.run.law.get(k) for k in sorted(VARIES)) if row.estimator == "elbo" else ()
         key = (row.run.key, row.estimator, row.rule, row.block, law, elbo)
         if (first := kept.setdefault(key, row)) is not row:
             remarks.append(
-                f"{row.model}, {row.name}: {first.run.name} is shown, {row.run.name} holds it too" + _apart(first, row)
+                f"{row.model}, {row.name}: {first.run.file.name} is shown, {row.run.file.name} holds it too"
+                + _apart(first, row)
             )
     found = list(kept.values())
     groups: dict[tuple, list[Row]] = {}
@@ -171,27 +212,40 @@ def table(rows: Iterable[Row]) -> tuple[list[Row], list[str]]:
         groups.setdefault((row.run.key, row.estimator, row.rule, row.block), []).append(row)
     named = [row for group in groups.values() for row in _told_apart(group)]
     models = list(dict.fromkeys(row.model for row in sorted(found, key=lambda row: row.run.date)))
-    return sorted(named, key=lambda row: (models.index(row.model), _place(row))), remarks
+    named.sort(key=lambda row: (not baseline(row), models.index(row.model), _place(row)))
+    if base is not None and not (named and baseline(named[0])):
+        raise DuelError(f"The autoregressive baseline {base.name} has no row; name one result of one model as --ar.")
+    return named, None if base is None else 0, remarks
 
 
 def _apart(first: Row, other: Row) -> str:
     pairs = [(value, other.values[metric]) for metric, value in first.values.items() if metric in other.values]
-    return "" if all(math.isclose(*pair, rel_tol=1e-4) for pair in pairs) else ", with ANOTHER value"
+    return "" if all(math.isclose(*pair, rel_tol=SAME) for pair in pairs) else ", with ANOTHER value"
 
 
 def _told_apart(group: list[Row]) -> list[Row]:
     if len(group) < 2:
         return group
-    fields = [key for key in group[0].run.law if len({row.run.law.get(key) for row in group}) > 1]
-    fields = [key for key in fields if key not in ("estimator", "rule")] or ["version"]
+    fields = dict.fromkeys(key for row in group for key in row.run.law if key not in ("estimator", "rule"))
+    fields = [key for key in fields if len({row.run.law.get(key) for row in group}) > 1] or ["version"]
     return [
-        dataclasses.replace(row, variant=", ".join(f"{key}={row.run.law.get(key)}" for key in fields)) for row in group
+        dataclasses.replace(row, variant=", ".join(f"{key}={row.run.law.get(key, 'not set')}" for key in fields))
+        for row in group
     ]
 
 
 def _place(row: Row) -> tuple:
     block = int(row.block) if row.block.isdigit() else 10**9
     return (ORDER.index(row.estimator), row.estimator == "duel" and block, *rule_place(row.rule), row.variant)
+
+
+def short(rule: str) -> str:
+    """A rule's text form without the parameters that have their defaults: `greedy`, `klass:mu=0.9:nu=0.01`."""
+    name, *parameters = rule.split(":")
+    if name not in rules.RULES:
+        return rule
+    defaults = {f"{field.name}={field.default}" for field in dataclasses.fields(rules.RULES[name])}
+    return ":".join([name, *(parameter for parameter in parameters if parameter not in defaults)])
 
 
 def rule_place(rule: str | None) -> tuple:
