@@ -17,6 +17,7 @@ FLOORS = {
     "wrapped": 1,
     "rules": 1,
     "fingerprint": 1,
+    "detokenize": 1,
     "options": 2,
     "lanes": 2,
     "denoisers": 3,
@@ -50,7 +51,18 @@ MAY_IMPORT = {
     "lm_eval": {"lm", "ranks", "text", "token_text", "tasks", "__main__", "_autoload"},
     "transformers": {"denoisers", "demo.train"},
 }
-LIGHT = ("errors", "windows", "token_text", "wrapped", "fingerprint", "options", "rules", "hashing", "_autoload")  # no torch at import
+LIGHT = (
+    "errors",
+    "windows",
+    "token_text",
+    "wrapped",
+    "fingerprint",
+    "detokenize",
+    "options",
+    "rules",
+    "hashing",
+    "_autoload",
+)  # no torch at import
 
 
 def modules():

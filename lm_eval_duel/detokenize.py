@@ -1,0 +1,135 @@
+"""Benchmark text as people would have typed it: each detokenizer takes one row of its data set and gives text.
+
+PTB, WikiText, LM1B and LAMBADA are published with spaces around punctuation and with stand-ins for numbers. The models
+were trained on plain text, so the official evaluation of MDLM, BD3-LM and SEDD, which the DUEL paper follows, undoes
+that by fixed rules, one after the other; a published perplexity is one of text after these rules. They are kept as
+they are, the rules that never fire or do harm included: better rules would be another benchmark.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+Rule = tuple[str | re.Pattern[str], str | Callable[[re.Match[str]], str]]  # what is found, what stands there after
+
+
+def _strip_inside(opening: str, closing: str) -> Rule:
+    """No white space just inside a pair, from an opening mark to the next closing one: nested pairs are not matched."""
+    pair = re.compile(rf"{re.escape(opening)}([^{re.escape(closing)}]*){re.escape(closing)}")
+    return pair, lambda match: opening + match[1].strip() + closing
+
+
+def _one_space_inside(opening: str, closing: str) -> Rule:
+    """No space just inside a pair, where there is one at both ends; of nested pairs the inner one."""
+    marks = "".join(re.escape(mark) for mark in dict.fromkeys(opening + closing))
+    pair = re.compile(rf"{re.escape(opening)} ([^{marks}]+) {re.escape(closing)}")
+    return pair, rf"{opening}\1{closing}"
+
+
+WIKITEXT: tuple[Rule, ...] = (
+    ("s '", "s'"),
+    (re.compile(r"/' [0-9]/"), "/'[0-9]/"),  # as published: the slashes are text, so this fires on no real sentence
+    (" @-@ ", "-"),
+    (" @,@ ", ","),
+    (" @.@ ", "."),
+    (" : ", ": "),
+    (" ; ", "; "),
+    (" . ", ". "),
+    (" ! ", "! "),
+    (" ? ", "? "),
+    (" , ", ", "),
+    _strip_inside("(", ")"),
+    _strip_inside("[", "]"),
+    _strip_inside("{", "}"),
+    _strip_inside('"', '"'),
+    _strip_inside("'", "'"),  # apostrophes too: "dogs' tails and cats' ears" becomes "dogs'tails and cats' ears"
+    ("= = = =", "===="),
+    ("= = =", "==="),
+    ("= =", "=="),
+    (" \N{DEGREE SIGN} ", "\N{DEGREE SIGN}"),
+    (" \n", "\n"),
+    ("\n ", "\n"),
+    (" N ", " 1 "),
+    (" 's", "'s"),
+)
+
+PTB: tuple[Rule, ...] = (
+    (" 's", "'s"),
+    ("s ' ", "s' "),
+    (" n't", "n't"),
+    (" \n ", "\n"),
+    (r"\/", "/"),
+    *[(" N ", " 1 ")] * 10,  # neighbours share a space, so one pass leaves every other N of a run; two are enough
+    ("$ 1", "$1"),
+    ("# 1", "#1"),
+    ("<unk>", "?"),
+)
+
+LM1B: tuple[Rule, ...] = (
+    ("http : / / ", "http://"),
+    ("https : / / ", "https://"),
+    (re.compile(r" '(\w+)"), r"'\1"),
+    (re.compile(r" (\w+) \. "), r" \1. "),
+    (re.compile(r" (\w+) \.$"), r" \1."),
+    (" ? ", "? "),
+    (re.compile(r" \?$"), "?"),
+    (" ! ", "! "),
+    (re.compile(r" !$"), "!"),
+    (" , ", ", "),
+    (" : ", ": "),
+    (" ; ", "; "),
+    (" / ", "/"),
+    _one_space_inside('"', '"'),
+    _one_space_inside("'", "'"),
+    _one_space_inside("(", ")"),
+    _one_space_inside("[", "]"),
+    ("$ ", "$"),
+    ("£ ", "£"),
+)
+
+LAMBADA: tuple[Rule, ...] = (
+    ("\N{LEFT DOUBLE QUOTATION MARK}", '"'),
+    ("\N{RIGHT DOUBLE QUOTATION MARK}", '"'),
+)
+
+
+def apply(rules: tuple[Rule, ...], text: str) -> str:
+    """Each rule once over the whole text, in order."""
+    for found, put in rules:
+        text = re.sub(re.escape(found) if isinstance(found, str) else found, put, text)
+    return text
+
+
+def wikitext(text: str) -> str:
+    """A line of WikiText-2 or -103 (raw): the rules of lm_eval's own `wikitext_detokenizer`, which takes a page."""
+    return apply(WIKITEXT, text)
+
+
+def ptb(text: str) -> str:
+    """A sentence of Penn Treebank. Every number is N there and becomes 1, every rare word <unk> and becomes ?."""
+    return apply(PTB, text)
+
+
+def lm1b(text: str) -> str:
+    """A sentence of the One Billion Word benchmark."""
+    return apply(LM1B, text)
+
+
+def lambada(text: str) -> str:
+    """A passage of OpenAI's LAMBADA: straight double quotes, and a line break before each passage."""
+    return "\n" + apply(LAMBADA, text).strip()
+
+
+def scientific(text: str) -> str:
+    """An article of PubMed or arXiv (scientific_papers)."""
+    return lm1b(wikitext(text))
+
+
+DETOKENIZERS: dict[str, Callable[[str], str]] = {
+    "wikitext": wikitext,
+    "ptb": ptb,
+    "lm1b": lm1b,
+    "lambada": lambada,
+    "scientific": scientific,
+}
