@@ -102,14 +102,28 @@ def edit_samples(file, change, task="sotu"):
     samples.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
-def hf(folder, tasks=None, model="ARM", docs=None, max_length=1024, dtype="torch.float32", log=True, **body):
-    """A result of `--model hf`: `tasks` {task: {metric: value}}, or `docs` {task: documents}."""
+def hf(
+    folder,
+    tasks=None,
+    model="ARM",
+    docs=None,
+    max_length=1024,
+    dtype="torch.float32",
+    log=True,
+    name="hf",
+    args=None,
+    more=None,
+    **body,
+):
+    """A result of `--model hf` (name): `tasks` {task: {metric: value}}, or `docs` {task: documents}."""
     docs = docs or {}
     tasks = tasks or {task: _metrics(found) for task, found in docs.items()}
     size = body.pop("size", max(map(len, docs.values()), default=3))
-    config = {"model": "hf", "model_dtype": dtype}
+    config = {"model": name, "model_dtype": dtype, "model_args": {"pretrained": model, **(args or {})}}
     samples = {task: _samples(found) for task, found in docs.items()} if log else {}
-    return _file(folder, _body(model, config, tasks, size=size, more={"max_length": max_length}, **body), samples)
+    return _file(
+        folder, _body(model, config, tasks, size=size, more={"max_length": max_length, **(more or {})}, **body), samples
+    )
 
 
 def ours(

@@ -6,11 +6,11 @@ import sys
 
 import numpy as np
 import pytest
-from results import documents, hf, ours, trace
+from results import documents, edit, edit_samples, hf, ours, trace
 
 from lm_eval_duel.__main__ import main
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.report import figures, stats
+from lm_eval_duel.report import figures, headline, stats
 from lm_eval_duel.report import main as report
 from lm_eval_duel.report.gaps import BETTER
 from lm_eval_duel.report.rows import SEES_TRUTH
@@ -183,7 +183,7 @@ def test_the_sampler_table_of_the_paper(tmp_path):
         == r"""Left-to-Right & 240.27 & 109.71 & 45.99 & \textbf{21.46} \\
 Greedy Conf. & 164.94 & 66.64 & 34.74 & 22.03 \\
 Prob. Margin & \textbf{140.38} & \textbf{57.48} & \textbf{32.24} & 22.05 \\
-Conf. Thresh.$^\dagger$ & 226.97 (0.142) & 116.83 (0.253) & 43.48 (0.511) & 22.05 (0.992) \\
+Conf. Thresh.$^\dagger$ & 226.97 (0.141) & 116.83 (0.252) & 43.48 (0.510) & 22.05 (0.992) \\
 """
     )
     (sweep,) = found["tasks"]["owt"]["rules"]
@@ -487,6 +487,359 @@ def test_cost_against_the_elbo_and_a_stock_run(tmp_path, no_figures):
     assert "whole runs, loading included" in (tmp_path / "out" / "report.md").read_text()
 
 
+# ---------------------------------------------------------------- the baseline, and which ELBO stands beside DUEL
+
+
+def test_the_baseline_stays_whatever_else_is_there(tmp_path, no_figures):
+    tokens, nats = correlated(tmp_path, size=20)
+    closed = rows(run(tmp_path), "sotu")["MDLM"]["gap_closed"]
+    again = {"sotu": documents(nats[0], tokens)}
+    hf(tmp_path / "results", docs=again)  # newer, of the same law
+    hf(tmp_path / "results", docs=again, dtype="torch.bfloat16")
+    hf(tmp_path / "results", docs=again, args={"revision": "step1000"})
+    found = run(tmp_path)["tasks"]["sotu"]
+    assert [row["name"] for row in found["rows"] if row["ar"]] == ["Exact, dtype=float32, revision=not set"]
+    assert found["rows"][0]["ar"] and "/ar/" in found["rows"][0]["file"]
+    assert [row["estimator"] for row in found["rows"]].count("exact") == 3
+    assert next(row["gap_closed"] for row in found["rows"] if row["rule"]) == closed
+    assert any("is shown" in note and "holds it too" in note for note in found["notes"])
+
+
+def test_a_newer_run_of_our_own_baseline(tmp_path, no_figures):
+    _, nats = correlated(tmp_path / "other", size=20)
+    docs = {"sotu": documents(nats[0], [100] * 20)}
+    for place in ("ar", "results"):
+        ours(tmp_path / place, docs=docs, model="ARM", estimator="exact", attention="causal", block="1")
+    ours(tmp_path / "results", docs={"sotu": documents(nats[1], [100] * 20)}, estimator="elbo")
+    ours(tmp_path / "results", docs={"sotu": documents(nats[2], [100] * 20)})
+    first, *rest = run(tmp_path)["tasks"]["sotu"]["rows"]
+    assert first["ar"] and "/ar/" in first["file"] and [row["estimator"] for row in rest] == ["elbo", "duel"]
+
+
+def test_the_elbo_is_of_the_same_law(tmp_path, no_figures):
+    hf(tmp_path / "ar", per_token(["owt"], [17.54]))
+    ours(tmp_path / "results", per_token(["owt"], [22.0]))
+    low = {"dtype": "bfloat16", "mc_samples": "128"}
+    ours(tmp_path / "results", per_token(["owt"], [25.0]), estimator="elbo", law=low)
+    row = rows(run(tmp_path, "--as-published"), "owt")["MDLM"]
+    assert row["gap_closed"] is None
+    assert row["gap_closed_reason"] == "no ELBO of the same law: dtype=bfloat16 there, float32 here"
+    ours(tmp_path / "results", per_token(["owt"], [23.0]), estimator="elbo")
+    row = rows(run(tmp_path, "--as-published"), "owt")["MDLM"]
+    assert row["gap_closed"] == pytest.approx(stats.gap_closed(23.0, 22.0, 17.54))
+
+
+def test_windows_as_published_each_with_its_own_elbo(tmp_path, no_figures):
+    hf(tmp_path / "ar", per_token(["owt"], [17.54]))
+    for windows, capacity, elbo, duel in (("harness", 1024, 23.0, 22.0), ("independent", 512, 33.0, 30.0)):
+        shape = {"law": {"windows": windows}, "duel": {"row_capacity": capacity}}
+        ours(tmp_path / "results", per_token(["owt"], [elbo]), estimator="elbo", **shape)
+        ours(tmp_path / "results", per_token(["owt"], [duel]), **shape)
+    found = run(tmp_path, "--as-published")["tasks"]["owt"]
+    closed = {row["value"]: row["gap_closed"] for row in found["rows"] if row["rule"]}
+    assert closed == {v: pytest.approx(stats.gap_closed(e, v, 17.54)) for e, v in ((23.0, 22.0), (33.0, 30.0))}
+    (said,) = [note for note in found["notes"] if note.startswith("windows: ")]
+    assert "MDLM: harness, 1024 target positions and independent, 512 target positions" in said
+
+
+def test_an_elbo_with_eps_is_no_bound(tmp_path, no_figures):
+    hf(tmp_path / "ar", per_token(["owt"], [17.54]))
+    ours(tmp_path / "results", per_token(["owt"], [22.0]))
+    eps = {"elbo_form": "ratio", "elbo_eps": "0.001", "mc_samples": "128"}
+    ours(tmp_path / "results", per_token(["owt"], [22.9]), estimator="elbo", law=eps)
+    found = run(tmp_path, "--as-published")["tasks"]["owt"]
+    assert "elbo_eps=0.001 (above 0: NO bound)" in found["elbo"][0] and "(eps=0.001: no bound)" in found["headlines"][0]
+    assert [(r["name"], r["bound"]) for r in found["rows"] if r["estimator"] == "elbo"] == [
+        ("ELBO, whole target, eps=0.001: no bound", False)
+    ]
+    text = (tmp_path / "out" / "report.md").read_text() + (tmp_path / "out" / "methods_owt.tex").read_text()
+    assert "22.90" in text and "<= 22.90" not in text and r"$\leq$22.90" not in text
+    ours(tmp_path / "results", per_token(["owt"], [23.0]), estimator="elbo")  # fewer draws, but a bound
+    assert rows(run(tmp_path, "--as-published"), "owt")["MDLM"]["gap_closed"] == pytest.approx(
+        stats.gap_closed(23.0, 22.0, 17.54)
+    )
+
+
+def test_rows_of_a_lattice_count_tokens_as_the_task_does(tmp_path, no_figures):
+    file = lattice(tmp_path / "results")
+
+    def more_scored(body):
+        told = body["config"]["duel"]["tasks"]["ag_news"]
+        told["tokens"] = int(told["tokens"] * 1.1)
+
+    edit(file, more_scored)
+    found = run(tmp_path, ar=False)["tasks"]["ag_news"]
+    shown = {row["rule"] or row["estimator"]: row["value"] for row in found["rows"]}
+    assert shown == {name: pytest.approx(value) for name, value in ORACLE.items()}
+    assert any("counts other tokens of ag_news than were scored" in note for note in found["notes"])
+
+
+# ---------------------------------------------------------------- what is left out, and what stands for a document
+
+
+def test_groups_of_tasks_are_left_out(tmp_path, no_figures):
+    file = ours(tmp_path / "results", per_token(["owt", "both", "all"], [21.0, 30.0, 40.0]))
+    edit(file, lambda body: body.update(group_subtasks={"both": ["owt"], "owt": []}, groups={"all": {}}))
+    found = run(tmp_path, ar=False)
+    assert list(found["tasks"]) == ["owt"]
+    assert [note.split(" in ")[0] for note in found["notes"] if "group of tasks" in note] == ["all", "both"]
+
+
+def test_samples_of_another_run_give_no_interval(tmp_path, no_figures):
+    two(tmp_path)
+    (file,) = (tmp_path / "results").rglob("results_*.json")
+    edit(file, lambda body: body["results"]["sotu"].update({"token_perplexity,none": 40.0}))
+    row = rows(run(tmp_path), "sotu")["MDLM"]
+    assert row["interval"] is None
+    assert row["reason"].startswith("the samples of sotu give token_perplexity 31.") and "40" in row["reason"]
+
+
+def test_results_of_a_model_object(tmp_path, no_figures):
+    ours(tmp_path / "results", per_token(["owt"], [22.0]))
+    file = ours(tmp_path / "results", per_token(["owt"], [23.0]), estimator="elbo")
+    edit(file, lambda body: body["config"].update(model="DuelMDM"))
+    assert [row["estimator"] for row in run(tmp_path, ar=False)["tasks"]["owt"]["rows"]] == ["elbo", "duel"]
+
+    def nameless(body):
+        body["config"].update(model_args=None)
+        body.update(model_name=None)
+
+    edit(file, nameless)
+    assert "dit (w-MDLM)" in {row["model"] for row in run(tmp_path, ar=False)["tasks"]["owt"]["rows"]}
+
+
+def test_other_models_of_the_harness_are_not_taken_as_autoregressive(tmp_path, no_figures):
+    hf(tmp_path / "ar", per_token(["owt"], [17.54]), name="dream")
+    ours(tmp_path / "results", per_token(["owt"], [22.0]))
+    with pytest.raises(DuelError, match="is a result of --model dream, not of an autoregressive model"):
+        run(tmp_path)
+    hf(tmp_path / "results", per_token(["owt"], [20.0]), model="Dream", name="dream")
+    found = run(tmp_path, ar=False)
+    assert [row["model"] for row in found["tasks"]["owt"]["rows"]] == ["MDLM"]
+    assert any("is of --model dream, not known to be autoregressive" in note for note in found["notes"])
+
+
+def test_nothing_to_compare_is_an_error(tmp_path):
+    file = hf(tmp_path / "ar", per_token(["owt"], [17.54]))
+    with pytest.raises(DuelError, match="Nothing to compare"):
+        report([str(file), "--ar", str(file), "--out", str(tmp_path / "out")])
+
+
+def test_folders_hold_files_of_any_name_with_a_date(tmp_path, no_figures):
+    file = ours(tmp_path / "results", per_token(["owt"], [21.0]))
+    file.rename(file.with_name(file.name.replace("results_", "mine_")))
+    (file.parent / "notes.json").write_text("{}")
+    assert rows(run(tmp_path, ar=False), "owt")["MDLM"]["value"] == 21.0
+
+
+def test_documents_are_compared_with_the_first_that_has_samples(tmp_path, no_figures):
+    two(tmp_path, {"log": False})
+    other = {"sotu": documents((-30.0, -40.0, -50.0, -60.0), (10, 12, 14, 16), [*TEXTS[:3], "another text"])}
+    ours(tmp_path / "results", docs=other, estimator="elbo")
+    with pytest.raises(DuelError, match=r"documents: 4 \(3 of them in both\)"):
+        run(tmp_path)
+
+
+CHANGED = {
+    "documents: 4 (0 of them in both)": lambda record: record.update(target_hash=f"x{record['target_hash']}"),
+    "units of bits_per_byte: 18 in document": lambda record: record["bits_per_byte"].__setitem__(1, 9),
+}
+
+
+@pytest.mark.parametrize("said", CHANGED)
+def test_other_texts_or_units_behind_the_same_documents_are_refused(tmp_path, no_figures, said):
+    two(tmp_path)
+    (file,) = (tmp_path / "results").rglob("results_*.json")
+    edit_samples(file, CHANGED[said])
+    with pytest.raises(DuelError) as error:
+        run(tmp_path, "--as-published")
+    assert said in str(error.value)
+
+
+def test_another_version_of_the_task_is_refused_with_samples_too(tmp_path):
+    two(tmp_path, {"version": 2.0})
+    with pytest.raises(DuelError, match=r"documents \(version\): 2.0"):
+        run(tmp_path, "--as-published")
+
+
+def test_one_limit_or_none_with_equal_counts_and_hashes_of_token_counts_are_fine(tmp_path, no_figures):
+    two(tmp_path, {"log": False, "limit": 4.0, "more": {"task_hashes": {"sotu": "a"}}})
+    (file,) = (tmp_path / "results").rglob("results_*.json")
+    edit(file, lambda body: body.update(task_hashes={"sotu": "b"}))
+    assert rows(run(tmp_path), "sotu")["MDLM"]["gap"] is not None
+    for place in ("ar", "results"):  # a task without token counts
+        (file,) = (tmp_path / place).rglob("results_*.json")
+        edit(file, lambda body: body["results"]["sotu"].pop("token_perplexity,none"))
+    with pytest.raises(DuelError, match=r"documents \(hash\): a in .* but b in"):
+        run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("docs", "log", "field"),
+    [(None, True, "windows"), ("OTHER_COUNTS", True, "tokenizer"), (None, False, "tokenizer (unknown)")],
+)
+def test_words_need_the_same_documents_only(tmp_path, no_figures, docs, log, field):
+    there = {"law": {"windows": "independent"}, "duel": {"row_capacity": 126}, "log": log}
+    two(tmp_path, {"max_length": 8, "log": log}, there | ({"docs": OTHER_COUNTS} if docs else {}))
+    if not log:
+        for place in ("ar", "results"):
+            (file,) = (tmp_path / place).rglob("results_*.json")
+            edit(file, lambda body: body["results"]["sotu"].pop("token_perplexity,none"))
+    found = run(tmp_path, "--metric", "word_perplexity")["tasks"]["sotu"]
+    assert {line.split(": ")[0] for line in found["differences"]} == {field, "windows"}
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert "**These differ:**" in text and "Compared as published" not in text
+
+
+def test_the_longest_document_is_the_tasks(tmp_path, no_figures):
+    short = {"law": {"windows": "independent"}, "duel": {"row_capacity": 126, "longest_document": 9000}, "log": False}
+    two(tmp_path, {"max_length": 128, "log": False}, short)
+    with pytest.raises(DuelError, match="windows: harness, 128"):
+        run(tmp_path)
+    (file,) = (tmp_path / "results").rglob("results_*.json")
+    edit(file, lambda body: body["config"]["duel"]["tasks"]["sotu"].update(longest_document=16))
+    assert run(tmp_path)["tasks"]["sotu"]["differences"] == []
+    edit(file, lambda body: body["config"]["duel"]["tasks"]["sotu"].update(documents=3))  # the others: not known
+    with pytest.raises(DuelError, match="windows: harness, 128"):
+        run(tmp_path)
+
+
+# ---------------------------------------------------------------- what a reader sees
+
+
+def test_the_headline_answers_the_question(tmp_path, no_figures, capsys):
+    hf(tmp_path / "ar", {"ag_news": {"token_perplexity": 52.11, "word_perplexity": 700.0}})
+    lattice(tmp_path / "results")
+    found = run(tmp_path, "--as-published")["tasks"]["ag_news"]
+    said = (
+        "**BD3-LM** on ag_news: 56.73 under `greedy` (DUEL) against 52.11 for ARM; the ELBO says <= 60.72, so 46.3 % "
+        "of the gap of 8.61 was the yardstick. Lowest of its likelihoods: `left_to_right`, 54.94."
+    )
+    assert found["headlines"] == [said]
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert text.split("\n")[2] == f"- {said}"
+    assert "Exact (AR baseline)" in text and "## Files" in text and "estimator=elbo_exact, block=4" in text
+    assert text.count("no samples of ag_news beside it") <= 3 and "[1] no samples of ag_news" in text
+    printed = capsys.readouterr().out
+    assert said.replace("**", "") in printed and "gap closed" not in printed
+
+
+HEADLINES = {  # ELBO, DUEL, AR
+    "a gap of 4.46; no ELBO": (None, 22.0, 17.54),
+    "; the ELBO says <= 17.00 (the MDM is already better under the ELBO); the gap is -1.54": (17.0, 16.0, 17.54),
+    "less than DUEL: none of the gap of 5.46 was the yardstick (gap closed -18.3 %)": (23.0, 24.0, 17.54),
+    "<= 23.00 (ELBO, whole target) against 17.54 for ARM, a gap of at most 5.46; no DUEL": (23.0, None, 17.54),
+    "; the ELBO says <= 23.00 (no AR result of owt (--ar)).": (23.0, 22.0, None),
+    "22.00 under `greedy` (DUEL).": (None, 22.0, None),
+}
+
+
+@pytest.mark.parametrize("said", HEADLINES)
+def test_headlines_where_something_is_missing(tmp_path, no_figures, said):
+    elbo, duel, ar = HEADLINES[said]
+    if ar:
+        ours(tmp_path / "ar", per_token(["owt"], [ar]), "ARM", "exact", block="1", attention="causal")
+    if elbo:
+        ours(tmp_path / "results", per_token(["owt"], [elbo]), estimator="elbo")
+    if duel:
+        ours(tmp_path / "results", per_token(["owt"], [duel]))
+    (found,) = run(tmp_path, ar=bool(ar))["tasks"]["owt"]["headlines"]
+    assert said in found
+
+
+def test_the_gap_to_ar_has_a_paired_interval(tmp_path, no_figures):
+    correlated(tmp_path, size=50)
+    found = run(tmp_path)["tasks"]["sotu"]["rows"]
+    for row in found[1:]:
+        assert row["gap_interval"][0] < row["gap"] < row["gap_interval"][1]
+        assert row["gap_interval"][1] - row["gap_interval"][0] < 0.5 * (row["interval"][1] - row["interval"][0])
+    assert "ELBO's gap" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_errors_over_windows_stand_in_for_samples(tmp_path, no_figures):
+    file = ours(tmp_path / "results", per_token(["owt"], [20.0]))
+    edit(file, lambda b: b["config"]["duel"]["tasks"]["owt"]["values"]["duel"].update(window_stderr=10.0))
+    row = rows(run(tmp_path, ar=False), "owt")["MDLM"]
+    assert row["window_stderr"] == pytest.approx(20.0 * 10 / 1000)  # 1000 tokens
+    assert "s.e. 0.2 over windows [1]" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_decimals_and_signs(tmp_path, no_figures):
+    assert headline.fixed(-0.04, 1) == "0.0" and headline.number(2.5, "bits_per_byte") == "2.5000"
+    two(tmp_path)
+    ours(tmp_path / "results", docs={"sotu": documents((-36.0, -44.0, -55.0, -66.0), (10, 12, 14, 16), TEXTS)})
+    run(tmp_path, "--metric", "bits_per_byte")
+    text, body = ((tmp_path / "out" / name).read_text() for name in ("report.md", "methods_sotu.tex"))
+    assert "DUEL, bits per byte" not in text and "| bits per byte |" in text and text.count("bits per byte |") == 1
+    assert "% Model & Method & Unmasking rule & bits per byte" in body
+    run(tmp_path, "--metric", "word_perplexity")
+    assert "perplexity per word" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_gap_closed_of_words_is_not_the_papers(tmp_path, no_figures):
+    correlated(tmp_path, size=20)
+    notes = run(tmp_path, "--metric", "word_perplexity")["tasks"]["sotu"]["notes"]
+    assert any("gap closed is of perplexity per word here: the paper's numbers are per token" in n for n in notes)
+
+
+def test_latex_rows_can_be_told_apart(tmp_path, no_figures):
+    hf(tmp_path / "ar", per_token(["owt"], [17.54]))
+    for block in ("4", "None"):
+        ours(tmp_path / "results", per_token(["owt"], [23.0]), estimator="elbo", law={"elbo_block": block})
+    klass = "klass:mu=0.5:nu=0.1:history=1:kl=paper"
+    ours(tmp_path / "results", per_token(["owt"], [22.0]), rule=klass)
+    ours(tmp_path / "results", per_token(["owt"], [60.0]), rule="greedy:k=2")
+    ours(tmp_path / "results", per_token(["owt"], [61.0]), rule="greedy:k=2", law={"dtype": "bfloat16"})
+    run(tmp_path, "--as-published")
+    methods, gap = ((tmp_path / "out" / f"{name}_owt.tex").read_text() for name in ("methods", "gap"))
+    assert r"ELBO & whole target & $\leq$23.00" in methods and r"ELBO & $L'$=4 & $\leq$23.00" in methods
+    assert r"KLASS$^\dagger$, $\mu$=0.5, $\nu$=0.1 & \textbf{22.00}" in methods
+    assert r"Greedy Conf., $k$=2, dtype=float32 & $\leq$23.00 & 60.00 & $-$677.7\%" in gap
+    lines = [line.rpartition("&")[0] for line in methods.splitlines() if "&" in line]
+    assert len(set(lines)) == len(lines)
+
+
+def test_an_adaptive_rule_far_from_a_column_is_not_its_best(tmp_path, no_figures):
+    for rule, nfe, value in (("greedy:k=1", 1, 30.0), ("greedy:k=2", 0.5, 60.0), ("threshold:mu=0.5", 0.7, 25.0)):
+        ours(tmp_path / "results", per_token(["owt"], [value]), rule=rule, nfe=nfe)
+    run(tmp_path, ar=False)
+    body = (tmp_path / "out" / "rules_owt.tex").read_text()
+    assert r"\textbf{60.00} & \textbf{30.00}" in body and "25.00 (0.700)" in body
+
+
+def test_the_cost_is_against_the_elbo_of_gap_closed_and_equal_tasks_only(tmp_path, no_figures):
+    ours(tmp_path / "ar", per_token(["owt"], [17.54]), "ARM", "exact", block="1", attention="causal")
+    duel = ours(tmp_path / "results", per_token(["owt"], [22.0]), duel={"seconds": 30.0})
+    whole = ours(tmp_path / "results", per_token(["owt"], [23.0]), estimator="elbo")
+    block = {"law": {"elbo_block": "4"}, "duel": {"seconds": 1.0}}
+    ours(tmp_path / "results", per_token(["owt"], [23.0]), estimator="elbo", **block)
+
+    def found():
+        return next(entry for entry in run(tmp_path)["cost"] if entry["estimator"] == "duel")
+
+    assert found()["times_elbo"] == pytest.approx(3.0) and found()["times_ar"] == pytest.approx(3.0)
+    assert found()["times_elbo_reason"] == "the ELBO of MDLM: ELBO, whole target, mc_samples=1"
+    edit(duel, lambda body: body["results"].update(arc={"acc,none": 0.3}))
+    assert found()["times_ar"] is None and found()["times_ar_reason"] == "the AR run is of other tasks"
+    edit(duel, lambda body: body["results"].pop("arc"))
+    edit(whole, lambda body: body["config"]["duel"]["tasks"]["owt"].update(documents=1))
+    assert found()["times_elbo"] is None and "response cache" in found()["times_elbo_reason"]
+
+
+def test_files_of_an_earlier_report_are_removed_and_no_others(tmp_path, no_figures):
+    pair(tmp_path / "results", "SEDD", ["owt", "lm1b"], [24.10, 32.68], [22.58, 31.51])
+    run(tmp_path, ar=False)
+    out = tmp_path / "out"
+    assert (out / "gap_lm1b.tex").is_file() and (out / "perplexity.tex").is_file()
+    (out / "mine.tex").write_text("kept")
+    for file in (tmp_path / "results").rglob("results_*.json"):
+        edit(file, lambda body: body["results"].pop("lm1b"))
+    run(tmp_path, ar=False)
+    assert {path.name for path in out.iterdir()} == {
+        *("report.md", "report.json", "gap_owt.tex", "methods_owt.tex", "mine.tex")
+    }
+
+
 # ---------------------------------------------------------------- traces, figures, the command
 
 
@@ -529,7 +882,10 @@ def test_lattice_rows_have_intervals_from_the_trace(tmp_path, no_figures):
 
 def test_a_trace_that_is_gone_or_of_another_run(tmp_path, no_figures):
     path, _ = traced(tmp_path)
-    moved = path.rename(tmp_path / "moved.jsonl")
+    (result,) = (tmp_path / "results").rglob("results_*.json")
+    beside = path.rename(result.parent / path.name)
+    assert all(row["interval"] for row in run(tmp_path, ar=False)["tasks"]["sotu"]["rows"])
+    moved = beside.rename(tmp_path / "moved.jsonl")
     found = run(tmp_path, ar=False)
     assert any("any more; name it with --trace" in note for note in found["notes"])
     rest = [row for row in found["tasks"]["sotu"]["rows"] if row["estimator"] != "oracle"]
@@ -548,6 +904,9 @@ def test_a_trace_without_an_order(tmp_path, no_figures):
     trace(tmp_path / "t.jsonl", file, [record | {"nats": [-1.0, -3.0], "values": {"elbo": -4.0}}])
     (shown,) = run(tmp_path, "--trace", tmp_path / "t.jsonl", ar=False)["traces"]
     assert not shown["ordered"] and shown["reveals"] is None and shown["by_position"]["mean_nats"] == [1.0, 3.0]
+    pytest.importorskip("matplotlib")
+    (panel,) = [axes for axes in figures.orders(shown).axes if axes.get_title("left")]
+    assert panel.get_title("left") == "nats by position" and panel.get_ylim() == (0, pytest.approx(1.08 * 3))
 
 
 def test_figures_are_written(tmp_path):

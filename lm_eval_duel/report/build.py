@@ -6,6 +6,7 @@ Tables and figures show this dict and compute nothing.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -89,6 +90,7 @@ def _metric(name: str, asked: str | None, compared: Sequence[Run]) -> str:
 def _draws(metric: str, found: Sequence[Row]) -> dict[int, np.ndarray]:
     """Bootstrap values of each row whose documents are known, by its number; all from the same draws."""
     known = [n for n, row in enumerate(found) if len(row.documents.get(metric, {})) > 1]
+    known = [n for n in known if math.isfinite(found[n].values[metric])]
     if not known:
         return {}
     keys = sorted(found[known[0]].documents[metric])
@@ -153,7 +155,7 @@ def _dtypes(compared: Sequence[Run]) -> list[str]:
     """Networks that did not run in float32: their orders and sums are coarser."""
     low = [run for run in compared if run.dtype not in ("float32", "float64")]
     default = " (the default of --model hf; dtype=float32 changes it)"
-    return [f"{run.label} ran in {run.dtype}{default if not run.ours else ''}: {run.file.name}" for run in low]
+    return [f"{run.label} ran in {run.dtype}{default if not run.ours else ''}: {run.short_name}" for run in low]
 
 
 def _windows(compared: Sequence[Run]) -> list[str]:

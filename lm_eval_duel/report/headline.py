@@ -83,7 +83,8 @@ def _yardstick(chosen: Entry, elbo: Entry | None, base: Entry | None, metric: st
 
 
 def _bounded(entry: Entry, metric: str) -> str:
-    return ("<= " if entry["bound"] else "") + number(entry["value"], metric)
+    eps = f" (eps={entry['eps']:g}: no bound)" if entry["eps"] else ""
+    return ("<= " if entry["bound"] else "") + number(entry["value"], metric) + eps
 
 
 def _against(entry: Entry, base: Entry | None, metric: str) -> str:

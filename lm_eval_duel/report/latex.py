@@ -107,7 +107,7 @@ def rules(task: Mapping[str, Any], sweep: Mapping[str, Any]) -> str:
         for at in range(len(columns)):
             text = decimals(row[at]["value"], task["metric"]) if at in row else ""
             text = rf"\textbf{{{text}}}" if at in close and row[at]["value"] == best[at] else text
-            shown.append(text + (f" ({row[at]['nfe_per_token']:.3g})" if at in row and family["adaptive"] else ""))
+            shown.append(text + (f" ({row[at]['nfe_per_token']:.3f})" if at in row and family["adaptive"] else ""))
         lines.append(_row(rule_name(family["family"]), *shown))
     head = " & ".join(f"{column:g}" for column in columns)
     said = f"{WORDS[task['metric']]} by NFE per token; dagger: adaptive, at the nearest NFE, (its own)"

@@ -72,6 +72,11 @@ class Run:
         return str(self.file)
 
     @property
+    def short_name(self) -> str:
+        """The file and its folder, for notes."""
+        return "/".join(self.file.parts[-2:])
+
+    @property
     def estimator(self) -> str:
         """What the harness's own values of this run are; a stock model is autoregressive."""
         return str(self.duel.get("estimator") or self.law.get("estimator") or "duel") if self.ours else "exact"

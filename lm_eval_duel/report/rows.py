@@ -203,7 +203,7 @@ def table(rows: Iterable[Row], base: Run | None = None) -> tuple[list[Row], int 
         key = (row.run.key, row.estimator, row.rule, row.block, law, elbo)
         if (first := kept.setdefault(key, row)) is not row:
             remarks.append(
-                f"{row.model}, {row.name}: {first.run.file.name} is shown, {row.run.file.name} holds it too"
+                f"{row.model}, {row.name}: {first.run.short_name} is shown, {row.run.short_name} holds it too"
                 + _apart(first, row)
             )
     found = list(kept.values())
@@ -236,7 +236,8 @@ def _told_apart(group: list[Row]) -> list[Row]:
 
 def _place(row: Row) -> tuple:
     block = int(row.block) if row.block.isdigit() else 10**9
-    return (ORDER.index(row.estimator), row.estimator == "duel" and block, *rule_place(row.rule), row.variant)
+    block = -block if row.estimator == "elbo" else block  # the whole target first
+    return (ORDER.index(row.estimator), block, *rule_place(row.rule), row.variant)
 
 
 def short(rule: str) -> str:
