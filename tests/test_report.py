@@ -920,6 +920,18 @@ def test_figures_are_written(tmp_path):
         assert f"]({figure['file']})" in (tmp_path / "out" / "report.md").read_text()
 
 
+def test_figures_say_values_and_flags(tmp_path):
+    pytest.importorskip("matplotlib")
+    hf(tmp_path / "ar", {"ag_news": {"token_perplexity": 52.11, "word_perplexity": 700.0}})
+    lattice(tmp_path / "results", "oracle")
+    found = run(tmp_path, "--as-published")
+    (axes,) = figures.perplexity("ag_news", found["tasks"]["ag_news"]).axes
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert labels[0] == "Exact (AR baseline)" and f"oracle ({SEES_TRUTH})" in labels
+    assert {"52.11", "≤ 60.72", "36.47"} <= {text.get_text() for text in axes.texts}
+    assert all((tmp_path / "out" / figure["file"]).stat().st_size < 60_000 for figure in found["figures"])
+
+
 def test_without_matplotlib_there_are_tables_and_a_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)

@@ -182,7 +182,7 @@ def _kind(entry: Mapping[str, Any]) -> str:
 def _line_label(entry: Mapping[str, Any]) -> str:
     if entry["estimator"] == "oracle":
         return LEGEND["oracle"]
-    return entry["name"].removeprefix("DUEL, ")
+    return entry["name"].removeprefix("DUEL, ") + (" (AR baseline)" if entry["ar"] else "")
 
 
 # ---------------------------------------------------------------- rules against NFE
@@ -240,7 +240,7 @@ def rules(name: str, task: Mapping[str, Any], sweep: Mapping[str, Any]) -> Figur
 def orders(trace: Mapping[str, Any]) -> Figure:
     """When each position of a block was revealed; nats by position in the window; nats by step."""
     panels = [("nats by position", lambda axes: _curve(axes, trace["by_position"], "target position in the window"))]
-    if trace["reveals"]:
+    if trace["reveals"] and trace["steps"] > 1:  # one step has no order
         panels = [
             ("order within a block", lambda axes: _heat(axes, figure, trace["reveals"])),
             *panels,

@@ -40,14 +40,16 @@ def of(name: str, task: Mapping[str, Any]) -> list[str]:
 
 def _sentence(name: str, task: Mapping[str, Any], mine: Sequence[Entry], base: Entry | None) -> str:
     metric, chosen = task["metric"], _chosen(mine)
+    unit = "" if metric in ("token_perplexity", "perplexity") else f", {WORDS[metric]}"
+    start = f"**{mine[0]['model']}** on {name}{unit}"
     if chosen is None:
         bound = min(
             (e for e in mine if e["estimator"] != "oracle"), key=lambda e: (e["bound"], e["value"]), default=None
         )
         shown = "the oracle only" if bound is None else f"{_bounded(bound, metric)} ({bound['name']})"
         against = _against(bound, base, metric) if bound is not None else ""
-        return f"**{mine[0]['model']}** on {name}: {shown}{against}; no DUEL result (estimator=duel)."
-    text = f"**{chosen['model']}** on {name}: {number(chosen['value'], metric)} under `{short(chosen['rule'])}` (DUEL)"
+        return f"{start}: {shown}{against}; no DUEL result (estimator=duel)."
+    text = f"{start}: {number(chosen['value'], metric)} under `{short(chosen['rule'])}` (DUEL)"
     text += f" against {number(base['value'], metric)} for {base['model']}" if base else ""
     elbo = None if chosen["elbo"] is None else task["rows"][chosen["elbo"]]
     text += "." if elbo is None and base is None else _yardstick(chosen, elbo, base, metric)
