@@ -96,6 +96,7 @@ class DuelMDM(Ranked):
             "fingerprint": self.fingerprint,
             "law": law,
             "duel": {
+                "pretrained": self.options.pretrained or BUNDLED,
                 "estimator": self.estimator.name,
                 "rule": law.get("rule"),
                 "block": self.estimator.block,

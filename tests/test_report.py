@@ -602,10 +602,11 @@ def test_results_of_a_model_object(tmp_path, no_figures):
 
     def nameless(body):
         body["config"].update(model_args=None)
+        body["config"]["duel"].update(pretrained="kuleshov-group/mdlm-owt")
         body.update(model_name=None)
 
     edit(file, nameless)
-    assert "dit (w-MDLM)" in {row["model"] for row in run(tmp_path, ar=False)["tasks"]["owt"]["rows"]}
+    assert "mdlm-owt" in {row["model"] for row in run(tmp_path, ar=False)["tasks"]["owt"]["rows"]}
 
 
 def test_other_models_of_the_harness_are_not_taken_as_autoregressive(tmp_path, no_figures):

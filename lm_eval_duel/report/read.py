@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.options import BUNDLED
 from lm_eval_duel.report import samples
 from lm_eval_duel.report.samples import METRICS, Document
 
@@ -158,7 +157,7 @@ def run(file: Path) -> Run:
     ours = model == MODEL or bool(law or duel)  # a model object leaves the name of its class
     dtype = _said(duel.get("dtype")) or _said(law.get("dtype")) or _said(config.get("model_dtype")) or "unknown"
     dtype = dtype.removeprefix("torch.")
-    pretrained = str(arguments.get("pretrained") or found.get("model_name") or _nameless(model, law))
+    pretrained = str(duel.get("pretrained") or arguments.get("pretrained") or found.get("model_name") or model)
     if not ours:
         law = {key: value for key, value in arguments.items() if key not in NO_LAW} | {"dtype": dtype}
         law |= {"model_sha": config["model_sha"]} if config.get("model_sha") else {}
@@ -187,13 +186,6 @@ def run(file: Path) -> Run:
         others=tuple(sorted(name for name, values in tasks.items() if not _scores(values))),
         groups=tuple(sorted(groups & results.keys())),
     )
-
-
-def _nameless(model: str, law: dict[str, Any]) -> str:
-    """A name for a model of which none was given: the bundled one, or an object's network and weights."""
-    if "denoiser" not in law:
-        return model
-    return BUNDLED if model == MODEL else f"{law['denoiser']} ({law.get('weights', model)})"
 
 
 def _last(pretrained: str) -> str:
