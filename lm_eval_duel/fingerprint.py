@@ -10,6 +10,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 LAW_FILES = re.compile(r"(adapter_)?config\.json|.*\.safetensors|pytorch_model.*\.bin|.*\.ckpt")
 
@@ -35,6 +36,13 @@ def weights_of(folder: str | os.PathLike, code: bool = False) -> str:
     """The hash of the weights and config in a local folder (checkpoint or adapter), and of its code where it runs."""
     names = [name for name in os.listdir(folder) if LAW_FILES.fullmatch(name) or (code and name.endswith(".py"))]
     return hash_files(os.path.join(folder, name) for name in names)
+
+
+def of_tokenizer(tokenizer: Any) -> str:
+    """The hash of everything that a tokenizer of transformers does."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    text = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def differences(ours: Mapping[str, object], theirs: Mapping[str, object]) -> list[str]:

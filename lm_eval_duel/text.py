@@ -6,8 +6,6 @@ No room below this one sees text.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +13,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.fingerprint import of_tokenizer
 from lm_eval_duel.token_text import TokenText
 from lm_eval_duel.windows import Window, conditional, independent, of_row, target_capacity
 
@@ -55,7 +54,7 @@ class Text:
     @cached_property
     def fingerprint(self) -> str:
         """Of everything that the tokenizer does."""
-        return fingerprint_of(self.tokenizer)
+        return of_tokenizer(self.tokenizer)
 
     @property
     def end(self) -> int | None:
@@ -203,10 +202,3 @@ def framing(tokenizer: Any) -> tuple[list[int], list[int]]:
         if framed[start : start + len(plain)] == plain:
             return framed[:start], framed[start + len(plain) :]
     return [], []
-
-
-def fingerprint_of(tokenizer: Any) -> str:
-    """Twelve hexadecimal digits of everything that a tokenizer does."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    text = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
-    return hashlib.sha256(text.encode()).hexdigest()[:12]

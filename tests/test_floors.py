@@ -15,6 +15,7 @@ FLOORS = {
     "windows": 1,
     "token_text": 1,
     "wrapped": 1,
+    "corpora": 1,
     "rules": 1,
     "fingerprint": 1,
     "detokenize": 1,

@@ -1,0 +1,254 @@
+"""The paper's data sets as they can be loaded today: one file of one pinned revision each, and how many rows it holds.
+
+`datasets` 4 and 5 run no loading scripts, and whole repositories are up to 24 GB, so the one parquet or JSON file that
+holds a split is fetched by itself. A local copy is taken from `data_dir`. Too few rows (or too many) are an error, not
+another benchmark.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lm_eval_duel.errors import DuelError, unknown
+
+if TYPE_CHECKING:
+    import datasets
+
+CONVERTED = "refs/convert/parquet"  # the branch into which the hub once converted repositories with scripts
+FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """One data set as a benchmark uses it.
+
+    `file` of `repo` at `revision` holds the split; a text is its `columns`, joined by a space; `rows`: how many there
+    are, or with `last`, at least that many, of which the last are taken. `detokenize`: of the wrapped protocol.
+    """
+
+    repo: str
+    revision: str
+    file: str
+    split: str
+    columns: tuple[str, ...]
+    rows: int
+    licence: str
+    detokenize: str | None = None
+    last: bool = False
+    pages: bool = False  # rows are lines, and a text is an article of them
+    sha256: str | None = None
+
+
+WIKITEXT = "Salesforce/wikitext", "b08601e04326c79dfdd32d625aee71d232d685c3"
+PAPERS = "armanc/scientific_papers", CONVERTED
+TAIL = (
+    "Skylion007/openwebtext",
+    "79d93d786212f7344586290adb811d4ae6a1762c",
+    "plain_text/train-00079-of-00080.parquet",  # the last of 80: the end of the set without its 24 GB
+    "train",
+    ("text",),
+)
+CORPORA = {
+    "ptb": Corpus(
+        "ptb-text-only/ptb_text_only",
+        CONVERTED,
+        "penn_treebank/validation/0000.parquet",
+        "validation",
+        ("sentence",),
+        3370,
+        "LDC User Agreement for Non-Members",
+        "ptb",
+    ),
+    "wikitext2": Corpus(
+        *WIKITEXT,
+        "wikitext-2-raw-v1/validation-00000-of-00001.parquet",
+        "validation",
+        ("text",),
+        3760,
+        "CC BY-SA 3.0, GFDL",
+        "wikitext",
+    ),
+    "wikitext2_pages": Corpus(
+        "EleutherAI/wikitext_document_level",
+        "647234772b9554e208af6c826f23b99e3cac88c8",
+        "wikitext-2-raw-v1/wikitext-2-raw-v1-test.parquet",
+        "test",
+        ("page",),
+        62,
+        "CC BY-SA 3.0",
+        sha256="e7fc7d4c385d027e0360f7eb320866df61adb68f385986e5c7f4f3911d62f4eb",
+    ),
+    "wikitext103": Corpus(
+        *WIKITEXT,
+        "wikitext-103-raw-v1/validation-00000-of-00001.parquet",
+        "validation",
+        ("text",),
+        3760,
+        "CC BY-SA 3.0, GFDL",
+        "wikitext",
+    ),
+    "wikitext103_pages": Corpus(
+        *WIKITEXT,
+        "wikitext-103-raw-v1/validation-00000-of-00001.parquet",
+        "validation",
+        ("text",),
+        3760,
+        "CC BY-SA 3.0, GFDL",
+        pages=True,
+    ),
+    "lm1b": Corpus(
+        "billion-word-benchmark/lm1b",
+        "8d52bfd3cc2819fc1166dbb8144c328e2690de3e",
+        "plain_text/test/0000.parquet",
+        "test",
+        ("text",),
+        306_688,
+        "not stated",
+        "lm1b",
+        sha256="d3c7b4b2a48c24e9ae8353d6316dbac1453b08f2d870da9fa096c941e8f4cc8a",
+    ),
+    "lambada": Corpus(
+        "EleutherAI/lambada_openai",
+        "900124bf3b8235c6daf21033af9948b3f07346c4",
+        "data/lambada_test.jsonl",
+        "test",
+        ("text",),
+        5153,
+        "MIT, modified (OpenAI)",
+        "lambada",
+        sha256="4aa8d02cd17c719165fc8a7887fddd641f43fcafa4b1c806ca8abc31fabdb226",
+    ),
+    "lambada_plain": Corpus(
+        "cimec/lambada",
+        "main",
+        "plain_text/test-00000-of-00001.parquet",
+        "test",
+        ("text",),
+        5153,
+        "CC BY 4.0",
+    ),
+    "ag_news": Corpus(
+        "fancyzhx/ag_news",
+        "eb185aade064a813bc0b7f42de02595523103ca4",
+        "data/test-00000-of-00001.parquet",
+        "test",
+        ("text",),
+        7600,
+        "not stated (non-commercial use)",
+    ),
+    "ag_news_parts": Corpus(
+        "sh0416/ag_news",
+        "70e3fa1915be9a8daebec5e840f20df9a8e18793",
+        "test.jsonl",
+        "test",
+        ("title", "description"),
+        7600,
+        "not stated",
+    ),
+    "pubmed": Corpus(
+        *PAPERS, "pubmed/validation/0000.parquet", "validation", ("article",), 6633, "not stated", "scientific"
+    ),
+    "arxiv": Corpus(
+        *PAPERS, "arxiv/partial-validation/0000.parquet", "validation", ("article",), 6436, "not stated", "scientific"
+    ),
+    "openwebtext": Corpus(*TAIL, 100_000, "CC0 (the packaging)", last=True),
+    "openwebtext_1k": Corpus(*TAIL, 1000, "CC0 (the packaging)", last=True),
+}
+
+
+def find(name: str) -> Corpus:
+    """A data set by its name."""
+    if name not in CORPORA:
+        raise unknown("data set", name, CORPORA)
+    return CORPORA[name]
+
+
+def texts(name: str, data_dir: str | None = None, rows: int | None = None) -> list[str]:
+    """The texts of a data set, from the hub or from a local copy; `rows`: how many your copy holds, if not all.
+
+    Raises DuelError where there is no copy, a column is missing, or the number of rows is not what it must be.
+    """
+    corpus = find(name)
+    file = _local(name, corpus, Path(data_dir)) if data_dir else _fetched(name, corpus)
+    found = _rows(file)
+    for column in corpus.columns:
+        if column not in found.column_names:
+            raise DuelError(
+                f"{file} has no column '{column}' ({name} wants {', '.join(corpus.columns)}); it has "
+                f"{', '.join(found.column_names)}. Name the split as it is on the hub: {corpus.repo}, {corpus.file}."
+            )
+    wanted = corpus.rows if rows is None else rows
+    if len(found) < wanted or (len(found) > wanted and not (corpus.last and rows is None)):
+        raise DuelError(
+            f"{file} holds {len(found)} rows and {name} has {wanted}: a part of a data set is another benchmark. Load "
+            f"it again, or say how many rows your copy is meant to hold: --metadata rows={len(found)}."
+        )
+    found = found.select(range(len(found) - wanted, len(found)))
+    lines = [" ".join(parts) for parts in zip(*(found[column] for column in corpus.columns), strict=True)]
+    return articles(lines) if corpus.pages else lines
+
+
+def articles(lines: list[str]) -> list[str]:
+    """The articles of WikiText's lines: each begins at a heading of one level, ` = Title = `."""
+    found: list[list[str]] = []
+    for line in lines:
+        words = line.split()
+        title = len(words) > 2 and words[0] == words[-1] == "=" and words[1] != "=" and words[-2] != "="
+        if title or not found:
+            found.append([])
+        found[-1].append(line)
+    return [text for text in map("".join, found) if text.strip()]
+
+
+def _fetched(name: str, corpus: Corpus) -> str:
+    """The path of the file in the hub's cache."""
+    from huggingface_hub import hf_hub_download
+
+    try:
+        file = hf_hub_download(corpus.repo, corpus.file, repo_type="dataset", revision=corpus.revision)
+    except Exception as error:  # whatever the hub client raises: no connection, no file, no right
+        raise DuelError(
+            f"Cannot load {name} ({corpus.repo}, {corpus.file} at {corpus.revision}): {type(error).__name__}: "
+            f'{str(error).splitlines()[0]} A local copy is taken with --metadata \'{{"data_dir": "<folder>"}}\'.'
+        ) from error
+    if corpus.sha256 and _sha256(file) != corpus.sha256:
+        raise DuelError(f"{file} is not the {name} that is pinned (another SHA-256): delete it and load it again.")
+    return file
+
+
+def _local(name: str, corpus: Corpus, folder: Path) -> str:
+    """A copy below `folder`: NAME.parquet (.jsonl, .json), a folder NAME of such files or saved by `datasets`, or the
+    hub's own layout."""
+    places = [folder / f"{name}{ending}" for ending in FORMATS]
+    places += [folder / name, folder / corpus.repo / corpus.file, folder / corpus.repo.split("/")[-1] / corpus.file]
+    for place in places:
+        if place.exists():
+            return str(place)
+    raise DuelError(
+        f"No copy of {name} in {folder}: wanted {name}.parquet, .jsonl or .json there, a folder {name}/, or "
+        f"{corpus.repo.split('/')[-1]}/{corpus.file}."
+    )
+
+
+def _rows(place: str) -> datasets.Dataset:
+    """The rows of a file, of a folder of files, or of what `datasets` saved."""
+    import datasets
+
+    path = Path(place)
+    if path.is_dir() and (path / "dataset_info.json").exists():
+        return datasets.load_from_disk(place)
+    files = sorted(str(file) for file in path.iterdir() if file.suffix in FORMATS) if path.is_dir() else [place]
+    if not files:
+        raise DuelError(f"{place} holds no file of {', '.join(FORMATS)}.")
+    return datasets.load_dataset(FORMATS[Path(files[0]).suffix], data_files={"all": files}, split="all")
+
+
+def _sha256(file: str) -> str:
+    found = hashlib.sha256()
+    with open(file, "rb") as content:
+        while chunk := content.read(1 << 22):
+            found.update(chunk)
+    return found.hexdigest()
