@@ -105,37 +105,37 @@ class Options:
         readers = {
             "pretrained": _text,
             "block": _block,
-            "grid": lambda key, value: _one_of(key, value, GRIDS),
-            "windows": lambda key, value: _one_of(key, value, WINDOWS),
-            "estimator": lambda key, value: _one_of(key, value, ESTIMATORS),
-            "mc_samples": lambda key, value: _count(key, value) or cls.mc_samples,
+            "grid": lambda key, value: one_of(key, value, GRIDS),
+            "windows": lambda key, value: one_of(key, value, WINDOWS),
+            "estimator": lambda key, value: one_of(key, value, ESTIMATORS),
+            "mc_samples": lambda key, value: count(key, value) or cls.mc_samples,
             "elbo_form": lambda key, value: _choice("auto", *ELBO_FORMS)(key, value) or "auto",
             "elbo_block": _block,
             "elbo_eps": _share,
-            "draw_seed": lambda key, value: _count(key, value, least=0) or 0,
+            "draw_seed": lambda key, value: count(key, value, least=0) or 0,
             "lattice_rules": _rules,
             "trace": _text,
             "batch_size": _batch_size,
-            "max_batch_size": _count,
+            "max_batch_size": count,
             "device": _text,
             "dtype": _dtype,
-            "max_length": _count,
+            "max_length": count,
             "revision": lambda key, value: str(value) if value not in NOTHING else "main",
-            "trust_remote_code": _truth,
+            "trust_remote_code": truth,
             "tokenizer": _text,
-            "mask_token_id": lambda key, value: _count(key, value, least=0),
-            "bos": lambda key, value: None if value is None else _one_of(key, str(value).lower(), CHOICES["bos"]),
-            "add_bos_token": lambda key, value: "given" if _truth(key, value) else "none",
+            "mask_token_id": lambda key, value: count(key, value, least=0),
+            "bos": lambda key, value: None if value is None else one_of(key, str(value).lower(), CHOICES["bos"]),
+            "add_bos_token": lambda key, value: "given" if truth(key, value) else "none",
             "family": _text,
             "attention": _choice(*CHOICES["attention"]),
-            "shift_logits": lambda key, value: None if value in NOTHING else _truth(key, value),
-            "last_block": lambda key, value: _one_of(key, value, CHOICES["last_block"]),
+            "shift_logits": lambda key, value: None if value in NOTHING else truth(key, value),
+            "last_block": lambda key, value: one_of(key, value, CHOICES["last_block"]),
             "sigma": _choice(*CHOICES["sigma"]),
             "backend": _choice(*CHOICES["backend"]),
             "cfg_scale": _scale,
             "peft": _text,
             "device_map": _text,
-            "compile": _truth,
+            "compile": truth,
         }
         known = {*readers, "rule", *rules.PARAMETERS, *_takes(arguments)}
         for key in arguments:
@@ -232,16 +232,18 @@ def _text(key: str, value: Any) -> str | None:
 
 def _dtype(key: str, value: Any) -> str:
     name = str(value).removeprefix("torch.") if value not in NOTHING else "auto"
-    return _one_of(key, name, DTYPES)
+    return one_of(key, name, DTYPES)
 
 
-def _truth(key: str, value: Any) -> bool:
+def truth(key: str, value: Any) -> bool:
+    """Yes or no, as the harness or a person writes them."""
     if str(value).lower() in ("true", "false", "1", "0"):
         return str(value).lower() in ("true", "1")
     raise DuelError(f"'{key}' is true or false, not '{value}'.")
 
 
-def _count(key: str, value: Any, least: int = 1) -> int | None:
+def count(key: str, value: Any, least: int = 1) -> int | None:
+    """A whole number, or nothing."""
     if value in NOTHING:
         return None
     try:
@@ -259,7 +261,7 @@ def _block(key: str, value: Any) -> int | str | None:
     if value == "auto":
         return "auto"
     try:
-        return _count(key, value)
+        return count(key, value)
     except DuelError:
         raise DuelError(f"'{key}' is a number of positions, none (the whole target) or auto; got '{value}'.") from None
 
@@ -268,14 +270,14 @@ def _batch_size(key: str, value: Any) -> int | str:
     if value in NOTHING or str(value).split(":")[0] == "auto":  # auto:N, the harness's way to try again, is auto here
         return "auto"
     try:
-        return _count(key, value)
+        return count(key, value)
     except DuelError:
         raise DuelError(f"'{key}' is a number of rows, at least 1, or auto; got '{value}'.") from None
 
 
 def _choice(*known: str) -> Callable[[str, Any], str | None]:
     """A reader of one of `known`, or of nothing."""
-    return lambda key, value: None if value in NOTHING else _one_of(key, value, known)
+    return lambda key, value: None if value in NOTHING else one_of(key, value, known)
 
 
 def _scale(key: str, value: Any) -> float | None:
@@ -298,7 +300,8 @@ def _share(key: str, value: Any) -> float:
         raise DuelError(f"'{key}' is a share from 0 (nothing left out) to below 1; got '{value}'.") from None
 
 
-def _one_of(key: str, value: Any, known: tuple[str, ...]) -> str:
+def one_of(key: str, value: Any, known: tuple[str, ...]) -> str:
+    """One of the values that are known."""
     if value not in known:
         raise unknown(f"value of {key}", value, known)
     return value
