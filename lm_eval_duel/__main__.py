@@ -10,17 +10,9 @@ from pathlib import Path
 from lm_eval_duel._autoload import register
 from lm_eval_duel.demo import NAMES, resolve
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.tasks import task_folder
 
-PACKAGE = Path(__file__).resolve().parent
-OWN = ("bench", "report", "show")  # commands that read their own arguments
-
-
-def task_folder() -> str:
-    """The folder of the task YAMLs: inside an installed package, beside the package in a checkout."""
-    for folder in (PACKAGE / "task_configs", PACKAGE.parent / "task_configs"):
-        if folder.is_dir():
-            return str(folder)
-    raise FileNotFoundError(f"No task_configs in {PACKAGE} or beside it; install the package again.")
+OWN = ("bench", "data", "report", "show")  # commands that read their own arguments
 
 
 def run(arguments: list[str]) -> None:
@@ -81,6 +73,9 @@ def main(arguments: list[str] | None = None) -> None:
     )
     commands.add_parser(
         "bench", help="speed and memory against the textbook loop, on windows of random tokens", add_help=False
+    )
+    commands.add_parser(
+        "data", help="data check: loads the benchmarks' data sets and prints what is in them", add_help=False
     )
     commands.add_parser("report", help="results of the harness in, the paper's tables and figures out", add_help=False)
     commands.add_parser("show", help="one document of a trace, tokens coloured by reveal step or nats", add_help=False)

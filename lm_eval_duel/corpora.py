@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lm_eval_duel.errors import DuelError, unknown
 
 if TYPE_CHECKING:
-    import datasets
+    import pyarrow
 
 CONVERTED = "refs/convert/parquet"  # the branch into which the hub once converted repositories with scripts
-FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
+SAVED = "dataset_info.json"  # what `datasets` writes beside what it saves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,28 +167,40 @@ def find(name: str) -> Corpus:
     return CORPORA[name]
 
 
+def source(name: str, data_dir: str | None = None) -> str:
+    """The file or folder that holds a data set: a local copy in `data_dir`, else in the hub's cache.
+
+    Raises DuelError where there is none, and says what was looked for.
+    """
+    corpus = find(name)
+    return _local(name, corpus, Path(data_dir).expanduser()) if data_dir else _fetched(name, corpus)
+
+
 def texts(name: str, data_dir: str | None = None, rows: int | None = None) -> list[str]:
     """The texts of a data set, from the hub or from a local copy; `rows`: how many your copy holds, if not all.
 
     Raises DuelError where there is no copy, a column is missing, or the number of rows is not what it must be.
     """
-    corpus = find(name)
-    file = _local(name, corpus, Path(data_dir)) if data_dir else _fetched(name, corpus)
-    found = _rows(file)
+    corpus, place = find(name), source(name, data_dir)
+    table = _table(place)
     for column in corpus.columns:
-        if column not in found.column_names:
+        if column not in table.column_names:
             raise DuelError(
-                f"{file} has no column '{column}' ({name} wants {', '.join(corpus.columns)}); it has "
-                f"{', '.join(found.column_names)}. Name the split as it is on the hub: {corpus.repo}, {corpus.file}."
+                f"{place} has no column '{column}' ({name} wants {', '.join(corpus.columns)}); it has "
+                f"{', '.join(table.column_names)}. Name the split as it is on the hub: {corpus.repo}, {corpus.file}."
             )
     wanted = corpus.rows if rows is None else rows
-    if len(found) < wanted or (len(found) > wanted and not (corpus.last and rows is None)):
+    if len(table) < wanted or (len(table) > wanted and not (corpus.last and rows is None)):
         raise DuelError(
-            f"{file} holds {len(found)} rows and {name} has {wanted}: a part of a data set is another benchmark. Load "
-            f"it again, or say how many rows your copy is meant to hold: --metadata rows={len(found)}."
+            f"{place} holds {len(table)} rows and {name} has {wanted}: a part of a data set is another benchmark. Load "
+            f"it again, or say how many rows your copy is meant to hold: --metadata rows={len(table)}."
         )
-    found = found.select(range(len(found) - wanted, len(found)))
-    lines = [" ".join(parts) for parts in zip(*(found[column] for column in corpus.columns), strict=True)]
+    table = table.slice(len(table) - wanted)
+    lines = []
+    for number, parts in enumerate(zip(*(table[column].to_pylist() for column in corpus.columns), strict=True)):
+        if not all(isinstance(part, str) for part in parts):
+            raise DuelError(f"{place}: row {number} has no text in {' or '.join(corpus.columns)}, but {parts}.")
+        lines.append(" ".join(parts))
     return articles(lines) if corpus.pages else lines
 
 
@@ -220,30 +233,62 @@ def _fetched(name: str, corpus: Corpus) -> str:
 
 
 def _local(name: str, corpus: Corpus, folder: Path) -> str:
-    """A copy below `folder`: NAME.parquet (.jsonl, .json), a folder NAME of such files or saved by `datasets`, or the
-    hub's own layout."""
-    places = [folder / f"{name}{ending}" for ending in FORMATS]
-    places += [folder / name, folder / corpus.repo / corpus.file, folder / corpus.repo.split("/")[-1] / corpus.file]
+    """A copy below `folder`: NAME.parquet (.jsonl, .json), the hub's own layout, or a folder NAME of such files or
+    saved by `datasets`."""
+    repo, saved = corpus.repo.split("/")[-1], folder / name
+    places = [*(folder / f"{name}{ending}" for ending in FORMATS), folder / corpus.repo / corpus.file]
+    places += [folder / repo / corpus.file, saved / corpus.split, saved]  # a dict of splits is saved in folders of them
     for place in places:
-        if place.exists():
+        if place.is_file() or (place.is_dir() and ((place / SAVED).exists() or _files(place))):
             return str(place)
     raise DuelError(
-        f"No copy of {name} in {folder}: wanted {name}.parquet, .jsonl or .json there, a folder {name}/, or "
-        f"{corpus.repo.split('/')[-1]}/{corpus.file}."
+        f"No copy of {name} in {folder}: wanted {name}.parquet, .jsonl or .json there, a folder {name} of such files "
+        f"or saved by `datasets`, or {repo}/{corpus.file}."
     )
 
 
-def _rows(place: str) -> datasets.Dataset:
-    """The rows of a file, of a folder of files, or of what `datasets` saved."""
-    import datasets
+def _files(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.iterdir() if file.suffix in FORMATS)
+
+
+def _table(place: str) -> pyarrow.Table:
+    """The rows of a file, of a folder of files, or of what `datasets` saved.
+
+    Read as they stand: `datasets` would write a second copy of everything into its cache, and find old ones there.
+    """
+    import pyarrow
 
     path = Path(place)
-    if path.is_dir() and (path / "dataset_info.json").exists():
-        return datasets.load_from_disk(place)
-    files = sorted(str(file) for file in path.iterdir() if file.suffix in FORMATS) if path.is_dir() else [place]
-    if not files:
-        raise DuelError(f"{place} holds no file of {', '.join(FORMATS)}.")
-    return datasets.load_dataset(FORMATS[Path(files[0]).suffix], data_files={"all": files}, split="all")
+    try:
+        if (path / SAVED).exists():
+            import datasets
+
+            return datasets.load_from_disk(place).with_format("arrow")[:]
+        parts = [FORMATS[file.suffix](file) for file in (_files(path) if path.is_dir() else [path])]
+        return pyarrow.concat_tables(parts, promote_options="default")
+    except Exception as error:  # whatever the readers raise: cut off in the middle, not this format, not readable
+        reason = str(error).splitlines() or [""]
+        raise DuelError(f"{place} cannot be read ({type(error).__name__}: {reason[0]}): load it again.") from error
+
+
+def _parquet(file: Path) -> pyarrow.Table:
+    import pyarrow.parquet
+
+    return pyarrow.parquet.read_table(file)
+
+
+def _json(file: Path) -> pyarrow.Table:
+    """A record a line, or one list of records."""
+    import pyarrow
+
+    with open(file, encoding="utf-8") as content:
+        first = content.read(1)
+        content.seek(0)
+        records = json.load(content) if first == "[" else [json.loads(line) for line in content if line.strip()]
+    return pyarrow.Table.from_pylist(records)
+
+
+FORMATS = {".parquet": _parquet, ".jsonl": _json, ".json": _json}  # readers by the ending of a file
 
 
 def _sha256(file: str) -> str:

@@ -11,6 +11,7 @@ Shapes: N windows, L row length, R lanes, W block width.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import math
@@ -28,8 +29,10 @@ from lm_eval_duel.hashing import uniform
 from lm_eval_duel.lanes import Lanes, Rows
 from lm_eval_duel.law import check_rule, check_windows
 from lm_eval_duel.ledger import Drawn, Ledger, Scored
-from lm_eval_duel.reveal import Choose, decide
+from lm_eval_duel.reveal import Choose, RevealLoop, decide
 from lm_eval_duel.windows import Window
+
+Stop = Callable[[int, tuple[int, ...]], bool]  # (index, tokens so far) -> draw no further block
 
 
 class Duel(Estimator):
@@ -67,6 +70,13 @@ class Duel(Estimator):
     def values(self, scored: Scored) -> dict[str, Value]:
         return {self.name: Value(scored.log_prob, nfe=scored.nfe)}
 
+    def under(self, denoiser: Denoiser) -> Duel:
+        """The same rule and block on a wrapped network of the same kind; what is computed is counted here."""
+        twin = copy.copy(self)
+        twin.denoiser, twin._loop = denoiser, RevealLoop(denoiser, self.budget)
+        twin._loop.counts = self.counts
+        return twin
+
     def replay(self, windows: Sequence[Window], steps: Sequence[Sequence[int]]) -> list[Scored]:
         """The nats of a recorded order: `steps` as in `Scored`. A diagnostic; a likelihood only if a rule made them."""
         if len(windows) != len(steps):
@@ -94,10 +104,14 @@ class Duel(Estimator):
         tail: int = 0,
         seed: int = 0,
         keys: Sequence[int] | None = None,
+        stop: Stop | None = None,
+        on_done: Callable[[int, Drawn], None] | None = None,
     ) -> list[Drawn]:
         """Draw `length` tokens after each context (Algorithm 1); a draw depends on (seed, key, position) only.
 
-        `keys` defaults to the index of each context.
+        `keys` defaults to the index of each context. `stop(index, tokens)` is asked after each finished block: where it
+        is true no further block is drawn, and the result's `tail` is what is left. `on_done(index, result)` as each
+        finishes.
         """
         if keys is not None and len(keys) != len(contexts):
             raise DuelError(f"sample wants a key for each context: {len(contexts)} contexts, {len(keys)} keys.")
@@ -112,17 +126,23 @@ class Duel(Estimator):
 
             return choose
 
-        return self._generate(contexts, length, suffix, tail, chooser)
+        return self._generate(prompts(contexts, length, suffix, tail), chooser, stop, on_done)
 
     def decode(
-        self, contexts: Sequence[Sequence[int]], length: int, suffix: Sequence[int] = (), tail: int = 0
+        self,
+        contexts: Sequence[Sequence[int]],
+        length: int,
+        suffix: Sequence[int] = (),
+        tail: int = 0,
+        stop: Stop | None = None,
+        on_done: Callable[[int, Drawn], None] | None = None,
     ) -> list[Drawn]:
-        """The most probable token at every pick: what `is_greedy` promises."""
+        """The most probable token at every pick: what `is_greedy` promises. `stop`, `on_done`: as in `sample`."""
 
         def choose(predictions: Predictions, lanes: Lanes, pick: torch.Tensor) -> torch.Tensor:
             return torch.where(pick, predictions.argmax, -1)
 
-        return self._generate(contexts, length, suffix, tail, lambda group: choose)
+        return self._generate(prompts(contexts, length, suffix, tail), lambda group: choose, stop, on_done)
 
     # ------------------------------------------------------------ which lanes, and what a token is
 
@@ -168,44 +188,70 @@ class Duel(Estimator):
 
     def _generate(
         self,
-        contexts: Sequence[Sequence[int]],
-        length: int,
-        suffix: Sequence[int],
-        tail: int,
+        asked: list[Window],
         chooser: Callable[[list[int]], Choose],
+        stop: Stop | None,
+        on_done: Callable[[int, Drawn], None] | None,
     ) -> list[Drawn]:
-        if length < 0:
-            raise DuelError(f"length is a number of tokens to generate, not {length}.")
-        prompts = [Window(tuple(context), (0,) * length, tuple(suffix), tail) for context in contexts]
-        check_windows(self.denoiser, self.block, self.grid, prompts, generating=True)
-        results = [Drawn(0.0, True, (), (), 0, 0, 0)] * len(prompts)
-        for group in self._groups(prompts):
-            drawn = self._generate_group([prompts[n] for n in group], group, chooser(group))
-            for n, result in zip(group, drawn, strict=True):
-                results[n] = result
+        check_windows(self.denoiser, self.block, self.grid, asked, generating=True)
+        results = [Drawn(0.0, True, (), (), 0, 0, 0)] * len(asked)
+
+        def emit(n: int, drawn: Drawn) -> None:
+            results[n] = drawn
+            if on_done:
+                on_done(n, drawn)
+
+        for n, prompt in enumerate(asked):
+            if not prompt.target:
+                emit(n, results[n])
+        for group in self._groups(asked):
+            self._generate_group([asked[n] for n in group], group, chooser(group), stop, emit)
         return results
 
-    def _generate_group(self, prompts: list[Window], group: list[int], choose: Choose) -> list[Drawn]:
+    def _generate_group(
+        self,
+        asked: list[Window],
+        group: list[int],
+        choose: Choose,
+        stop: Stop | None,
+        emit: Callable[[int, Drawn], None],
+    ) -> None:
         """One lane a row: a finished block is committed, and the row's next block enters."""
-        rows = Rows.of(prompts, self.denoiser.device)
-        view = self.denoiser.open(rows, generating=True)
-        places = [self.blocks(prompt) for prompt in prompts]
+        rows = Rows.of(asked, self.denoiser.device)
+        view, ledger = self.denoiser.open(rows, generating=True), Ledger(rows, self.traced)
+        places = [self.blocks(prompt) for prompt in asked]
         first = [(n, *found.pop(0)) for n, found in enumerate(places)]
-        results: dict[int, Drawn] = {}
+
+        def tokens(n: int, count: int) -> tuple[int, ...]:
+            start = len(asked[n].context)
+            return tuple(rows.ids[n, start : start + count].tolist())
 
         def advance(lanes: Lanes) -> Lanes | None:
             view.commit(lanes)
-            following = [(n, *places[n].pop(0)) for n in lanes.row.tolist() if places[n]]
+            following = []
+            for n in lanes.row.tolist():
+                if not places[n]:
+                    continue
+                if stop and stop(group[n], tokens(n, places[n][0][0] - len(asked[n].context))):
+                    ledger.stop(n)
+                    continue
+                following.append((n, *places[n].pop(0)))
             return fresh(rows, following) if following else None
 
         def finish(n: int, result: dict[str, Any]) -> None:
-            start = len(prompts[n].context)
-            tokens = rows.ids[n, start : start + len(prompts[n].target)]  # (T,)
-            results[n] = Drawn(**result, tokens=tuple(tokens.tolist()))
-            self.counts.add(results[n], len(tokens))
+            drawn, left = tokens(n, len(result["nats"])), len(asked[n].target) - len(result["nats"])
+            scored = Drawn(**result, tokens=drawn, tail=asked[n].tail + left)
+            self.counts.add(scored, len(drawn))
+            emit(group[n], scored)
 
-        self._loop(view, Ledger(rows, self.traced), self.rule, [fresh(rows, first)], choose, advance, finish, group)
-        return [results[n] for n in range(len(prompts))]
+        self._loop(view, ledger, self.rule, [fresh(rows, first)], choose, advance, finish, group)
+
+
+def prompts(contexts: Sequence[Sequence[int]], length: int, suffix: Sequence[int], tail: int) -> list[Window]:
+    """What is to be generated, as windows."""
+    if length < 0:
+        raise DuelError(f"length is a number of tokens to generate, not {length}.")
+    return [Window(tuple(context), (0,) * length, tuple(suffix), tail) for context in contexts]
 
 
 class Exact(Duel):

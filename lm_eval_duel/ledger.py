@@ -42,6 +42,7 @@ class Drawn(Scored):
     """A sample (or the argmax decoding) and its own log-probability."""
 
     tokens: tuple[int, ...] = ()
+    tail: int = 0  # positions never revealed: generation stopped early, or was asked for with a tail
 
 
 @dataclasses.dataclass
@@ -104,7 +105,7 @@ class Ledger:
         self.nats = torch.full((count, length + 1), math.nan, dtype=torch.float64, device=device)  # (N, L + 1)
         self.steps = torch.full((count, length + 1), -1, dtype=torch.int32, device=device)  # (N, L + 1)
         self.sums = torch.zeros(count, 5, dtype=torch.int64, device=device)  # (N, 5) as in `record`
-        self.whole = rows.target  # (N,) target positions
+        self.whole = rows.target.clone()  # (N,) target positions
         self.knows_leads = True
         self.seen = {name: torch.full_like(self.nats, math.nan) for name in STATISTICS if traced}  # (N, L + 1) each
 
@@ -130,6 +131,11 @@ class Ledger:
         # if memory ends before here, the step is taken again and writes the same; from here on nothing fails half way
         self.sums.index_add_(0, lanes.row, sums)
         self.knows_leads &= lead is not None
+
+    def stop(self, row: int) -> None:
+        """A window that gets no more lanes: what it has is its result."""
+        self.whole[row] = self.sums[row, 0]
+        self.target[row] = int(self.whole[row])
 
     def finished(self, lanes: Lanes) -> list[int]:
         """The windows of these finished lanes that have no lane left."""

@@ -7,6 +7,8 @@ wrapped task, the positions that are scored.
 
 from __future__ import annotations
 
+import difflib
+import functools
 import itertools
 import json
 import lzma
@@ -17,17 +19,27 @@ from typing import TYPE_CHECKING, Any
 from lm_eval_duel import corpora
 from lm_eval_duel.demo import FOLDER
 from lm_eval_duel.detokenize import DETOKENIZERS
-from lm_eval_duel.errors import DuelError
+from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.fingerprint import of_tokenizer
-from lm_eval_duel.options import TOKENS
+from lm_eval_duel.options import CHOICES, TOKENS, count, one_of, truth
 from lm_eval_duel.token_text import TokenText
 from lm_eval_duel.windows import of_row
-from lm_eval_duel.wrapped import Wrapping
+from lm_eval_duel.wrapped import REMAINDERS, Wrapping
 
 if TYPE_CHECKING:
     import datasets
 
 TEXT = FOLDER / "text"
+LENGTH = 1024  # ids of a wrapped row, framing included, unless the metadata say
+
+
+def task_folder() -> str:
+    """The folder of the task YAMLs: inside an installed package, beside the package in a checkout."""
+    package = FOLDER.parent
+    for folder in (package / "task_configs", package.parent / "task_configs"):
+        if folder.is_dir():
+            return str(folder)
+    raise FileNotFoundError(f"No task_configs in {package} or beside it; install the package again.")
 
 
 def sotu(**metadata: Any) -> dict[str, datasets.Dataset]:
@@ -50,8 +62,9 @@ def documents(corpus: str, **metadata: Any) -> dict[str, datasets.Dataset]:
 
     `metadata`: the model args, and `data_dir` (a local copy), `rows` (how many it holds).
     """
+    asked = _asked(metadata)
     tokenizer = _tokenizer(metadata)
-    texts = corpora.texts(corpus, metadata.get("data_dir"), metadata.get("rows"))
+    texts = corpora.texts(corpus, asked.get("data_dir"), asked.get("rows"))
     return {"test": _dataset([{"text": text, TOKENS: len(ids)} for text, ids in _encoded(texts, tokenizer)])}
 
 
@@ -63,27 +76,55 @@ def wrapped(corpus: str, **metadata: Any) -> dict[str, datasets.Dataset]:
     """
     import datasets
 
+    asked = _asked(metadata)
+    bos = asked.pop("bos", "given")
+    known, place = corpora.find(corpus), (asked.pop("data_dir", None), asked.pop("rows", None))
     tokenizer = _tokenizer(metadata)
-    known = corpora.find(corpus)
-    texts = corpora.texts(corpus, metadata.get("data_dir"), metadata.get("rows"))
+    start, end = frame(tokenizer) if asked.get("framed", True) or asked.get("insert_eos") else (0, 0)
+    wrapping = Wrapping(**{"length": LENGTH, "bos": start, "eos": end, **asked})
+    texts = corpora.texts(corpus, *place)
     if known.detokenize:
         texts = list(map(DETOKENIZERS[known.detokenize], texts))
-    start, end = frame(tokenizer)
-    said = {key: metadata[key] for key in ("framed", "insert_eos", "remainder") if metadata.get(key) is not None}
-    wrapping = Wrapping(int(metadata.get("length") or 1024), start, end, **said)
-    bos = str(metadata.get("bos") or "given").lower()
-    row = {"framing": list(wrapping.framing), "tokenizer": [str(tokenizer.name_or_path), of_tokenizer(tokenizer)]}
+    row = {"framing": list(wrapping.framing), "bos": bos}
+    row["tokenizer"] = [str(tokenizer.name_or_path), of_tokenizer(tokenizer)]
     _TOKENIZERS[row["tokenizer"][1]] = tokenizer
     rows = wrapping.rows(ids for _, ids in _encoded(texts, tokenizer))
 
     def found() -> Iterator[dict[str, Any]]:
         for ids in rows:
-            yield {"ids": ids, TOKENS: len(of_row(ids, *wrapping.framing, bos).target), **row}
+            said = " ".join(map(str, ids))  # the harness keeps all rows: Python's integers would take six times as much
+            yield {"ids": said, TOKENS: len(of_row(ids, *wrapping.framing, bos).target), **row}
 
     parts = [datasets.Dataset.from_list(part) for part in _parts(found(), 4096)]  # compact before the next are made
     if not parts:
         raise DuelError(f"{corpus} fills no row of {wrapping.length} tokens; give fewer: --metadata length=...")
     return {"test": datasets.concatenate_datasets(parts)}
+
+
+def _asked(metadata: dict[str, Any]) -> dict[str, Any]:
+    """What metadata say about a data set and its rows, each brought to its type; None is not said.
+
+    Raises DuelError for a misspelt key: metadata hold the args of any model, so only what comes near can be found.
+    """
+    for key in metadata:
+        if key not in METADATA and difflib.get_close_matches(key, METADATA, n=1, cutoff=0.8):
+            raise unknown("key of --metadata", key, METADATA)
+    return {
+        key: read(key, metadata[key])
+        for key, read in METADATA.items()
+        if metadata.get(key) is not None and metadata[key] != ""
+    }
+
+
+METADATA = {
+    "data_dir": lambda key, value: str(value),
+    "rows": count,
+    "length": count,
+    "framed": truth,
+    "insert_eos": truth,
+    "remainder": lambda key, value: one_of(key, str(value).lower(), REMAINDERS),
+    "bos": lambda key, value: one_of(key, str(value).lower(), CHOICES["bos"]),
+}
 
 
 def frame(tokenizer: Any) -> tuple[int, int]:
@@ -98,14 +139,22 @@ def frame(tokenizer: Any) -> tuple[int, int]:
 
 
 def token_text(doc: dict[str, Any]) -> TokenText:
-    """A wrapped row: its ids, and for other models the text of all but its first."""
+    """A wrapped row: its ids, and for other models a text of as many tokens as are scored.
+
+    That is the row without its first id, which a stock AR model puts there itself; the whole row where its first id is
+    scored too; the row without framing where that is left out.
+    """
     name, written = doc["tokenizer"]
     if written not in _TOKENIZERS:
         _TOKENIZERS[written] = _tokenizer({"tokenizer": name})
-    text = _TOKENIZERS[written].decode(doc["ids"][1:], clean_up_tokenization_spaces=False)
-    return TokenText(text, doc["ids"], tuple(doc["framing"]), (name, written))
+    ids = [_integer(token) for token in doc["ids"].split()]
+    before, after = doc["framing"]
+    shown = {"none": ids[before : len(ids) - after], "scored": ids}.get(doc["bos"], ids[1:])
+    text = _TOKENIZERS[written].decode(shown, clean_up_tokenization_spaces=False)
+    return TokenText(text, ids, (before, after), (name, written))
 
 
+_integer = functools.cache(int)  # equal ids of all rows are one object, a fifth of the memory
 _TOKENIZERS: dict[str, Any] = {}  # by fingerprint, those of the wrapped tasks of this run
 
 

@@ -139,6 +139,18 @@ class Text:
         self.cut_contexts += lost > 0
         return window
 
+    def prompt(self, text: str, length: int) -> list[int]:
+        """The ids before a generation of `length` positions, framing included; a text too long is cut from the left.
+
+        Raises DuelError where `length` alone is too long.
+        """
+        ids = self.scorable(self.encode(text))
+        if self.prefix and ids[: len(self.prefix)] == self.prefix:  # a chat template writes it as well
+            ids = ids[len(self.prefix) :]
+        window, lost = conditional(ids, (0,) * length, self.denoiser.max_length, self.prefix, self.suffix)
+        self.cut_contexts += lost > 0
+        return list(window.context)
+
     def windows(self, text: str, counted: int | None = None) -> list[Window]:
         """The windows of a whole text.
 

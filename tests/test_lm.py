@@ -392,11 +392,6 @@ def test_other_tasks_may_have_columns_of_any_name(lm):
         lm.loglikelihood_rolling(ask("loglikelihood_rolling", ("a b c",), doc=doc), disable_tqdm=True)
 
 
-def test_generation_says_what_to_do_instead(lm):
-    with pytest.raises(NotImplementedError, match=r"Duel\.sample and \.decode"):
-        lm.generate_until(ask("generate_until", ("a", {})))
-
-
 def test_wrong_arguments_are_refused_before_a_checkpoint_is_read():
     with pytest.raises(DuelError, match="Did you mean greedy"):
         DuelMDM(pretrained="/no/such/folder", rule="gredy")

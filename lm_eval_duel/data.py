@@ -1,0 +1,89 @@
+"""What works on this machine: each benchmark's data set loaded, counted and shown.
+
+python -m lm_eval_duel data check [TASK...] [--data_dir D] [--tokenizer T] [--length N] [--rows N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from lm_eval_duel import corpora, tasks
+from lm_eval_duel.errors import DuelError, unknown
+from lm_eval_duel.options import BUNDLED, TOKENS
+
+SHOWN = 100  # characters of a first sample
+
+
+def benchmarks() -> dict[str, dict[str, Any]]:
+    """The YAML of each benchmark task, what it includes filled in, by the task's name."""
+    found = {}
+    for file in sorted((Path(tasks.task_folder()) / "benchmarks").glob("[!_]*.yaml")):
+        config = _yaml(file)
+        if isinstance(config.get("task"), str):  # a group has a list there
+            found[config["task"]] = {**_yaml(file.with_name(config["include"])), **config}
+    return found
+
+
+def check(task: str, config: dict[str, Any], said: dict[str, Any]) -> str:
+    """What one task holds, in lines; raises DuelError where it cannot be loaded. `said`: metadata of the user."""
+    metadata = {**config["metadata"], **said}
+    load = getattr(tasks, config["custom_dataset"].rsplit(".", 1)[-1])
+    rows = load(**metadata)["test"]
+    corpus = corpora.find(metadata["corpus"])
+    first = rows[0]
+    text = tasks.token_text(first) if "ids" in first else first["text"]
+    kind = f"rows of up to {metadata.get('length') or tasks.LENGTH}" if "ids" in first else "documents"
+    return "\n".join(
+        [
+            f"{task}: {int(said.get('rows') or corpus.rows):,} rows, {sum(rows[TOKENS]):,} tokens scored in "
+            f"{len(rows):,} {kind}",
+            f"    licence  {corpus.licence}",
+            f"    from     {corpora.source(metadata['corpus'], metadata.get('data_dir'))}",
+            f"    first    {' '.join(text.split())[:SHOWN]!r}",
+        ]
+    )
+
+
+def main(arguments: list[str]) -> None:
+    """`python -m lm_eval_duel data`."""
+    parser = argparse.ArgumentParser(prog="lm-eval-duel data", description="The data sets of the benchmark tasks.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    asked = commands.add_parser("check", help="load each data set, print what is in it, and what cannot be loaded")
+    asked.add_argument("tasks", nargs="*", metavar="TASK", help="which of the benchmark tasks (default: all)")
+    asked.add_argument("--data_dir", help="a folder of local copies (default: the hub and its cache)")
+    asked.add_argument("--tokenizer", help=f"a folder or hub name: whose tokens are counted (default: {BUNDLED}'s)")
+    asked.add_argument("--length", help=f"ids of a wrapped row (default: the task's, mostly {tasks.LENGTH})")
+    asked.add_argument("--rows", help="how many rows the local copies hold, where it is not the whole data set")
+    parsed = vars(parser.parse_args(arguments))
+
+    known = benchmarks()
+    names = parsed.pop("tasks") or list(known)
+    for name in names:
+        if name not in known:
+            raise unknown("benchmark task", name, known)
+    del parsed["command"]
+    said = {key: value for key, value in parsed.items() if value is not None}
+    print(f"tokens of {said.get('tokenizer') or f'{BUNDLED}; name yours with --tokenizer'}", flush=True)
+    failed = []
+    for name in names:
+        try:
+            print(check(name, known[name], said), flush=True)
+        except DuelError as error:
+            failed.append(name)
+            print(f"{name}: NOT LOADED\n    {error}", flush=True)
+    if failed:
+        sys.exit(f"{len(failed)} of {len(names)} tasks cannot be loaded: {', '.join(failed)}")
+
+
+def _yaml(file: Path) -> dict[str, Any]:
+    """A task's YAML; what `!function` names stays a name."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    Loader.add_constructor("!function", lambda loader, node: loader.construct_scalar(node))
+    return yaml.load(file.read_text(encoding="utf-8"), Loader)

@@ -1,0 +1,221 @@
+"""Generation under the law that is scored: stops, seeds, temperature, and the sample's own log-probability."""
+
+import itertools
+import math
+
+import pytest
+import tiny
+import torch
+from lm_eval.api.instance import Instance
+from toys import BlockCausal, Toy
+
+from lm_eval_duel import trace
+from lm_eval_duel.denoisers.tempered import Tempered
+from lm_eval_duel.duel import Duel
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.generation import Settings, key_of
+from lm_eval_duel.lm import DuelMDM
+from lm_eval_duel.windows import Window
+
+NETWORKS = [Toy(length=9, seed=1), Toy(length=9, seed=2, honours_padding=False), BlockCausal(block=2, length=9, seed=3)]
+
+
+def same(drawn, scored, tolerance=1e-9):
+    assert drawn.steps == scored.steps and drawn.nfe == scored.nfe
+    assert drawn.nats == pytest.approx(scored.nats, abs=tolerance)
+
+
+@pytest.mark.parametrize("toy", NETWORKS)
+@pytest.mark.parametrize("rule", ["greedy", "margin:k=2", "threshold:mu=0.5", "klass:mu=0.4:nu=0.3"])
+def test_a_sample_that_stopped_is_scored_with_what_is_left_as_tail(toy, rule):
+    duel = Duel(toy, rule, 2)
+    asked = []
+
+    def stop(index, tokens):
+        asked.append((index, tokens))
+        return 2 in tokens
+
+    drawn = duel.sample([(1,), (0, 2), ()] * 8, 6, seed=5, stop=stop)
+    whole = duel.sample([(1,), (0, 2), ()] * 8, 6, seed=5)
+    assert len({len(one.tokens) for one in drawn}) > 1
+    for n, (one, all_of_it) in enumerate(zip(drawn, whole, strict=True)):
+        context = ((1,), (0, 2), ())[n % 3]
+        assert one.tokens == all_of_it.tokens[: len(one.tokens)] and one.tail == 6 - len(one.tokens)
+        if one.tail:
+            assert 2 in one.tokens and 2 not in one.tokens[:-2]
+        if (len(context) + len(one.tokens)) % 2 == 0 or toy.attention != "block_causal":
+            same(one, duel.log_prob([Window(context, one.tokens, (), one.tail)])[0])
+    assert all(len(tokens) < 6 for _, tokens in asked)  # nothing is left to stop at the end
+
+
+@pytest.mark.parametrize("toy", NETWORKS)
+def test_stopping_neither_row_changes_another(toy):
+    duel = Duel(toy, "greedy", 2)
+    contexts = [(t, u) for t, u in itertools.product(range(3), repeat=2)]
+    some = duel.sample(contexts, 6, seed=1, stop=lambda index, tokens: index % 2 == 0)
+    whole = duel.sample(contexts, 6, seed=1)
+    assert [len(one.tokens) for one in some] == [2 if n % 2 == 0 else 6 for n in range(9)]
+    assert all(one == other for n, (one, other) in enumerate(zip(some, whole, strict=True)) if n % 2)
+    small = Duel(toy, "greedy", 2, batch_size=1).sample(contexts, 6, seed=1, stop=lambda n, tokens: n % 2 == 0)
+    assert [one.tokens for one in small] == [one.tokens for one in some]
+
+
+# ---------------------------------------------------------------- temperature, top-k, top-p
+
+
+def by_hand(logits, temperature, top_k, top_p):
+    """The distribution of one cell by its description, token after token."""
+    scaled = (logits / temperature).softmax(0).tolist()
+    order = sorted(range(len(scaled)), key=lambda v: (-scaled[v], v))[: top_k or len(scaled)]
+    mass, kept = sum(scaled[v] for v in order), []
+    for v in order:
+        if not kept or sum(scaled[u] for u in kept) / mass < top_p:
+            kept.append(v)
+    total = sum(scaled[v] for v in kept)
+    return [scaled[v] / total if v in kept else 0.0 for v in range(len(scaled))]
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"),
+    [(0.5, None, 1.0), (2.0, None, 1.0), (1.0, 2, 1.0), (1.0, None, 0.6), (0.7, 2, 0.8)],
+)
+def test_tempered_distributions_by_hand(temperature, top_k, top_p):
+    toy = Toy(tokens=4, length=3, seed=6)
+    tempered = Tempered(toy, temperature, top_k, top_p)
+    for context in itertools.product(range(4), repeat=2):
+        logits = toy.features(torch.tensor([[*context, 4]]), None)[0, 2, :4]
+        wanted = by_hand(logits, temperature, top_k, top_p)
+        found = Duel(tempered, "greedy", 1).log_prob([Window(context, (v,)) for v in range(4)])
+        assert [math.exp(one.log_prob) for one in found] == pytest.approx(wanted, abs=1e-12)
+
+
+@pytest.mark.parametrize("base", NETWORKS)
+def test_a_tempered_network_is_a_law_like_any_other(base):
+    tempered = Tempered(base, 0.7, 2)
+    duel = Duel(tempered, "greedy", 2)
+    strings = [Window((1,), s) for s in itertools.product(range(3), repeat=3)]
+    assert math.fsum(math.exp(s.log_prob) for s in duel.log_prob(strings)) == pytest.approx(1, abs=1e-9)
+    for one in duel.sample([(1,)] * 20, 4, seed=2):
+        same(one, duel.log_prob([Window((1,), one.tokens)])[0])
+    plain = Duel(base, "greedy", 2).decode([(1,), (0, 2)], 4)
+    assert [one.tokens for one in duel.decode([(1,), (0, 2)], 4)] == [one.tokens for one in plain]
+    assert tempered.describe()["tempered"] == "temperature=0.7, top_k=2"
+
+
+def test_temperatures_that_are_none():
+    for wrong, message in (
+        ({"temperature": 0}, "a number above 0"),
+        ({"top_k": 0}, "at least 1; got 0"),
+        ({"top_p": 1.5}, "above 0, at most 1; got 1.5"),
+    ):
+        with pytest.raises(DuelError, match=message):
+            Tempered(Toy(), **wrong)
+
+
+# ---------------------------------------------------------------- what a task asks for
+
+
+def test_settings_of_a_task():
+    assert Settings.of({}) == Settings((), 256, 0.0)
+    assert Settings.of({"until": "\n", "max_new_tokens": 8}) == Settings(("\n",), 8, 0.0)
+    assert Settings.of({"until": ["a", ""], "do_sample": True}) == Settings(("a",), 256, 1.0)
+    assert Settings.of({"temperature": 0.7, "top_p": 0.9}) == Settings((), 256, 0.7, None, 0.9)
+    assert Settings.of({"do_sample": False, "temperature": 0.7, "top_p": 0.9}) == Settings((), 256, 0.0)
+    assert Settings.of({"do_sample": True, "top_k": 5}).words == "sampling, temperature=1, top_k=5"
+    with pytest.raises(DuelError, match=r"Unknown generation setting 'temprature'\. Did you mean temperature\?"):
+        Settings.of({"temprature": 1})
+    with pytest.raises(DuelError, match="max_gen_toks is one number of tokens"):
+        Settings.of({"max_gen_toks": 0})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.checkpoint(tmp_path_factory.mktemp("bert"), "bert", length=32)
+
+
+def model(folder, **arguments):
+    return DuelMDM(**{"pretrained": folder, "rule": "greedy", "block": 4, "device": "cpu", **arguments})
+
+
+def ask(*prompts, repeats=1, task="toy", **settings):
+    found = [
+        Instance("generate_until", {}, (prompt, settings), 0, metadata=(task, n, repeats))
+        for n, prompt in enumerate(prompts)
+    ]
+    return [request for request in found for _ in range(repeats)]
+
+
+def test_decoding_is_what_is_greedy_promises(folder):
+    lm = model(folder)
+    for length in (1, 3, 8):
+        texts = lm.generate_until(ask("a b", "the of", max_gen_toks=length), disable_tqdm=True)
+        for prompt, text in zip(("a b", "the of"), texts, strict=True):
+            (_, greedy), (_, other) = lm.loglikelihood(
+                [
+                    Instance("loglikelihood", {}, (prompt, " " + continuation), 0, metadata=("toy", 0, 1))
+                    for continuation in (text, text.replace(text.split()[0], "q" if text.split()[0] != "q" else "r", 1))
+                ],
+                disable_tqdm=True,
+            )
+            assert len(lm.tok_encode(text)) == length, "choose another seed"
+            assert greedy and not other
+
+
+def test_samples_depend_on_task_document_and_repeat_alone(folder):
+    settings = {"max_gen_toks": 8, "do_sample": True, "temperature": 9.0}  # the random network is all but certain
+    prompts = ("a b", "the of", "c", "a b")
+    base = model(folder).generate_until(ask(*prompts, repeats=3, **settings), disable_tqdm=True)
+    assert base == model(folder, batch_size=3).generate_until(ask(*prompts, repeats=3, **settings), disable_tqdm=True)
+    assert len(set(base[:3])) > 1 and base[0] != base[9]  # repeats, and documents of one prompt
+    second = ask(*prompts, repeats=3, **settings)[3:6]
+    assert model(folder).generate_until(second, disable_tqdm=True) == base[3:6]  # as on another rank
+    assert base != model(folder, draw_seed=1).generate_until(ask(*prompts, repeats=3, **settings), disable_tqdm=True)
+    assert base != model(folder).generate_until(ask(*prompts, repeats=3, task="t", **settings), disable_tqdm=True)
+    assert len({key_of(t, d, r) for t in ("a", "b") for d in range(9) for r in range(9)}) == 2 * 81
+
+
+@pytest.mark.parametrize("settings", [{}, {"do_sample": True}, {"do_sample": True, "temperature": 0.5, "top_k": 5}])
+def test_a_trace_holds_each_sample_with_its_log_probability(folder, tmp_path, settings):
+    lm = model(folder, trace=str(tmp_path / "t.jsonl"))
+    texts = lm.generate_until(
+        ask("a b", "the of and c", max_gen_toks=8, until=["e", "f"], **settings), disable_tqdm=True
+    )
+    records = trace.read(tmp_path / "t.jsonl")
+    asked = Settings.of({"max_gen_toks": 8, "until": ["e", "f"], **settings})
+    duel = Duel(asked.denoiser(lm.denoiser), "greedy", 4)
+    for prompt, text, record in zip(("a b", "the of and c"), texts, records, strict=True):
+        assert (record["text"], record["generated"]) == (text, asked.words) and len(record["ids"]) + record["tail"] == 8
+        window = Window((2, *lm.tok_encode(prompt)), record["ids"], (3,), record["tail"])
+        scored = duel.log_prob([window])[0]
+        assert list(scored.steps) == record["steps"]
+        assert scored.log_prob == pytest.approx(record["log_prob"], abs=1e-4)
+        assert not {"e", "f"} & set(text.split())
+    assert lm.get_model_info()["duel"]["generated"] == [asked.words]
+
+
+def test_prompts_too_long_are_cut_from_the_left_and_counted(folder):
+    lm = model(folder)
+    long = " ".join("abcdefghijklmnopqrstuvwxyz")
+    texts = lm.generate_until(ask(long, max_gen_toks=20), disable_tqdm=True)
+    assert texts == model(folder).generate_until(ask("q r s t u v w x y z", max_gen_toks=20), disable_tqdm=True)
+    assert lm.text.cut_contexts == 1
+    with pytest.raises(DuelError, match="Raise max_length if the network allows it, or shorten it"):
+        lm.generate_until(ask("a", max_gen_toks=64), disable_tqdm=True)
+
+
+def test_the_end_of_text_ends_a_generation(folder):
+    lm = model(folder)
+    (text,) = lm.generate_until(ask("a b", max_gen_toks=8), disable_tqdm=True)
+    first = lm.tok_encode(text)[1]
+    lm.tokenizer.eos_token = tiny.WORDS[first]
+    (cut,) = lm.generate_until(ask("a b", max_gen_toks=8), disable_tqdm=True)
+    assert cut == tiny.WORDS[lm.tok_encode(text)[0]]
+
+
+def test_a_chat_template_writes_its_bos_once(folder):
+    lm = model(folder)
+    lm.tokenizer.chat_template = "{{ '[CLS] ' }}{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
+    prompt = lm.apply_chat_template([{"role": "user", "content": "a b"}])
+    assert prompt == "[CLS] a b " and lm.chat_template(True) == lm.tokenizer.chat_template
+    assert lm.text.prompt(prompt, 4) == lm.text.prompt("a b", 4)
+    assert lm.chat_template(False) == ""
