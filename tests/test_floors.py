@@ -47,6 +47,7 @@ FLOORS = {
     "inspection": 11,
     "demo.train": 11,
     "report": 11,
+    "data": 11,
     "show": 11,
     "__main__": 12,
 }
