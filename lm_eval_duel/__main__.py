@@ -12,6 +12,7 @@ from lm_eval_duel.demo import NAMES, resolve
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.tasks import task_folder
 
+PACKAGE = Path(__file__).resolve().parent
 OWN = ("bench", "data", "report", "show")  # commands that read their own arguments
 
 
@@ -42,7 +43,9 @@ def _configured(file: str | None) -> str | list[str] | None:
 
 
 def where(name: str) -> str:
-    """The absolute path of `tasks` or of a bundled checkpoint."""
+    """The absolute path of `tasks`, `recipes` or of a bundled checkpoint."""
+    if name == "recipes":
+        return str(PACKAGE / "recipes")
     return task_folder() if name == "tasks" else resolve(name)
 
 
@@ -79,8 +82,10 @@ def main(arguments: list[str] | None = None) -> None:
     )
     commands.add_parser("report", help="results of the harness in, the paper's tables and figures out", add_help=False)
     commands.add_parser("show", help="one document of a trace, tokens coloured by reveal step or nats", add_help=False)
-    path = commands.add_parser("where", help="print the absolute path of the tasks or of a bundled checkpoint")
-    path.add_argument("name", choices=["tasks", *NAMES])
+    path = commands.add_parser(
+        "where", help="print the absolute path of the tasks, the recipes or a bundled checkpoint"
+    )
+    path.add_argument("name", choices=["tasks", "recipes", *NAMES])
     guess = commands.add_parser(
         "inspect", help="print what a checkpoint is taken for (family, mask, block, framing ...) and score one text"
     )
