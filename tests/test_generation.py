@@ -1,15 +1,20 @@
 """Generation under the law that is scored: stops, seeds, temperature, and the sample's own log-probability."""
 
 import itertools
+import json
 import math
+import subprocess
+import sys
+from pathlib import Path
 
+import lm_eval
 import pytest
 import tiny
 import torch
 from lm_eval.api.instance import Instance
 from toys import BlockCausal, Toy
 
-from lm_eval_duel import trace
+from lm_eval_duel import denoisers, trace
 from lm_eval_duel.denoisers.tempered import Tempered
 from lm_eval_duel.duel import Duel
 from lm_eval_duel.errors import DuelError
@@ -219,3 +224,101 @@ def test_a_chat_template_writes_its_bos_once(folder):
     assert prompt == "[CLS] a b " and lm.chat_template(True) == lm.tokenizer.chat_template
     assert lm.text.prompt(prompt, 4) == lm.text.prompt("a b", 4)
     assert lm.chat_template(False) == ""
+
+
+# ---------------------------------------------------------------- the bundled checkpoints
+
+
+@pytest.mark.parametrize(("name", "block"), [("demo-mdm", 32), ("demo-bd", "auto")])
+@pytest.mark.parametrize("rule", ["greedy", "threshold:mu=0.6"])
+def test_a_hundred_samples_are_scored_as_they_were_drawn(name, block, rule):
+    """Law 2 through the public API: the same steps and nats within float noise, but where a pick was close."""
+    denoiser = denoisers.load(name, device="cpu")
+    duel = Duel(denoiser, rule, block)
+    drawn = duel.sample([(1,)] * 50 + [(1, 300, 517)] * 50, 24, seed=11)
+    windows = [Window((1,) if n < 50 else (1, 300, 517), one.tokens) for n, one in enumerate(drawn)]
+    close = [n for n, one in enumerate(drawn) if one.close_picks]
+    for n, (one, scored) in enumerate(zip(drawn, duel.log_prob(windows), strict=True)):
+        if n not in close:
+            assert one.steps == scored.steps
+            assert one.log_prob == pytest.approx(scored.log_prob, abs=1e-4)
+    assert len(close) < 10 and len({one.tokens for one in drawn}) == 100
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return DuelMDM(rule="greedy", block=32, device="cpu")
+
+
+def test_is_greedy_is_true_exactly_for_what_is_decoded(demo):
+    """Law 3 through the harness's model: the decoded ids, and each changed in one place."""
+    prompts = ["The state of the", "We must", "My fellow Americans,"]
+    for prompt in prompts:
+        context = demo.text.encode(prompt)
+        best = demo._duel.decode([context], 6)[0].tokens
+        (text,) = demo.generate_until(ask(prompt, max_gen_toks=6, until=[]), disable_tqdm=True)
+        assert text == demo.tokenizer.decode(best)
+        others = [(*best[:n], best[n] + 1, *best[n + 1 :]) for n in range(6)]
+        found = demo._loglikelihood_tokens([(None, context, list(ids)) for ids in (best, *others)])
+        assert [greedy for _, greedy in found] == [True] + [False] * 6
+
+
+TASK = """
+task: toy_generation
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {folder}/toy.jsonl
+output_type: generate_until
+test_split: test
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{answer}}}}"
+generation_kwargs:
+  until: ["."]
+  max_gen_toks: 16
+metric_list:
+  - metric: exact_match
+    aggregation: mean
+    higher_is_better: true
+metadata:
+  version: 1.0
+"""
+STOCK = """
+include: {stock}
+task: stock_generation
+dataset_path: json
+dataset_name: null
+dataset_kwargs:
+  data_files:
+    train: {folder}/sums.jsonl
+    test: {folder}/sums.jsonl
+tag: null
+num_fewshot: 1
+"""
+
+
+def test_generation_tasks_run_through_the_command_line(tmp_path):
+    """A task of our own and the stock gsm8k on a fixture, two settings; what is printed is in the samples."""
+    questions = [{"question": "The state of the union is", "answer": "strong"}, {"question": "We", "answer": "must"}]
+    sums = [{"question": f"What is {n} and {n}?", "answer": f"It is {2 * n}.\n#### {2 * n}"} for n in (1, 2, 3)]
+    for name, rows in (("toy", questions), ("sums", sums)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "toy.yaml").write_text(TASK.format(folder=tmp_path))
+    stock = Path(lm_eval.__file__).parent / "tasks" / "gsm8k" / "gsm8k.yaml"
+    (tmp_path / "stock.yaml").write_text(STOCK.format(folder=tmp_path, stock=stock))
+    command = [sys.executable, "-m", "lm_eval_duel", "run", "--include_path", str(tmp_path), "--device", "cpu"]
+    command += ["--tasks", "toy_generation,stock_generation", "--model_args", f"block=8,trace={tmp_path}/t.jsonl"]
+    command += ["--gen_kwargs", "max_gen_toks=16", "--output_path", str(tmp_path / "out"), "--log_samples"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "|toy_generation" in done.stdout and "|stock_generation" in done.stdout
+    records = trace.read(tmp_path / "t.jsonl")
+    assert [(r["task"], r["doc"]) for r in records] == [("stock_generation", n) for n in range(3)] + [
+        ("toy_generation", n) for n in range(2)
+    ]
+    for task in ("toy_generation", "stock_generation"):
+        (samples,) = (tmp_path / "out").rglob(f"samples_{task}_*.jsonl")
+        for line in samples.read_text().splitlines():
+            sample = json.loads(line)
+            (record,) = (r for r in records if (r["task"], r["doc"]) == (task, int(sample["doc_id"])))
+            assert sample["resps"][0][0] == record["text"] and record["generated"] == "decoding"
