@@ -54,6 +54,9 @@ NETWORK = (  # what is handed on to denoisers.load
     "sigma",
     "backend",
     "cfg_scale",
+    "temperature",
+    "top_k",
+    "top_p",
     "peft",
     "device_map",
     "compile",
@@ -95,6 +98,9 @@ class Options:
     sigma: str | None = None
     backend: str | None = None
     cfg_scale: float | None = None
+    temperature: float | None = None  # of the network that is scored; and what follows
+    top_k: int | None = None
+    top_p: float | None = None
     peft: str | None = None
     device_map: str | None = None
     compile: bool = False
@@ -102,6 +108,8 @@ class Options:
     @classmethod
     def parse(cls, arguments: dict[str, Any]) -> Options:
         """The options of model args; raises DuelError that names the wrong one, the nearest name, and what is known."""
+        share = _number("a share from 0 (nothing left out) to below 1", lambda x: 0 <= x < 1)
+        scale = _number("a number >= 0 (0: no guidance)", lambda x: 0 <= x < float("inf"))
         readers = {
             "pretrained": _text,
             "block": _block,
@@ -111,7 +119,7 @@ class Options:
             "mc_samples": lambda key, value: count(key, value) or cls.mc_samples,
             "elbo_form": lambda key, value: _choice("auto", *ELBO_FORMS)(key, value) or "auto",
             "elbo_block": _block,
-            "elbo_eps": _share,
+            "elbo_eps": lambda key, value: share(key, value) or 0.0,
             "draw_seed": lambda key, value: count(key, value, least=0) or 0,
             "lattice_rules": _rules,
             "trace": _text,
@@ -132,7 +140,10 @@ class Options:
             "last_block": lambda key, value: one_of(key, value, CHOICES["last_block"]),
             "sigma": _choice(*CHOICES["sigma"]),
             "backend": _choice(*CHOICES["backend"]),
-            "cfg_scale": _scale,
+            "cfg_scale": lambda key, value: scale(key, value) or None,
+            "temperature": _number("a number above 0", lambda x: 0 < x < float("inf")),
+            "top_k": count,
+            "top_p": _number("a probability above 0, at most 1", lambda x: 0 < x <= 1),
             "peft": _text,
             "device_map": _text,
             "compile": truth,
@@ -280,24 +291,21 @@ def _choice(*known: str) -> Callable[[str, Any], str | None]:
     return lambda key, value: None if value in NOTHING else one_of(key, value, known)
 
 
-def _scale(key: str, value: Any) -> float | None:
-    try:
-        number = 0.0 if value in NOTHING else float(value)
-        if isinstance(value, bool) or not 0 <= number < float("inf"):
-            raise ValueError
-        return number or None
-    except (ValueError, TypeError):
-        raise DuelError(f"'{key}' is a number >= 0 (0: no guidance); got '{value}'.") from None
+def _number(what: str, inside: Callable[[float], bool]) -> Callable[[str, Any], float | None]:
+    """A reader of a number for which `inside` is true, or of nothing; `what` says which numbers these are."""
 
+    def read(key: str, value: Any) -> float | None:
+        if value in NOTHING:
+            return None
+        try:
+            number = float(value)
+            if isinstance(value, bool) or not inside(number):
+                raise ValueError
+            return number
+        except (ValueError, TypeError):
+            raise DuelError(f"'{key}' is {what}; got '{value}'.") from None
 
-def _share(key: str, value: Any) -> float:
-    try:
-        number = 0.0 if value in NOTHING else float(value)
-        if isinstance(value, bool) or not 0 <= number < 1:
-            raise ValueError
-        return number
-    except (ValueError, TypeError):
-        raise DuelError(f"'{key}' is a share from 0 (nothing left out) to below 1; got '{value}'.") from None
+    return read
 
 
 def one_of(key: str, value: Any, known: tuple[str, ...]) -> str:

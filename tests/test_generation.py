@@ -217,6 +217,15 @@ def test_the_end_of_text_ends_a_generation(folder):
     assert cut == tiny.WORDS[lm.tok_encode(text)[0]]
 
 
+def test_a_temperature_among_the_model_args_is_scored_too(folder):
+    plain, cool = model(folder), model(folder, temperature=3.0, top_k=9)
+    assert cool.law["tempered"] == "temperature=3, top_k=9" and cool.fingerprint != plain.fingerprint
+    window = Window((2, 5), (6, 7, 8), (3,))
+    wanted = Duel(Tempered(plain.denoiser, 3.0, 9), "greedy", 4).log_prob([window])[0]
+    assert cool.estimator.log_prob([window])[0].log_prob == pytest.approx(wanted.log_prob, abs=1e-4)
+    assert wanted.log_prob != pytest.approx(plain.estimator.log_prob([window])[0].log_prob, abs=1e-2)
+
+
 def test_a_chat_template_writes_its_bos_once(folder):
     lm = model(folder)
     lm.tokenizer.chat_template = "{{ '[CLS] ' }}{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"

@@ -17,6 +17,7 @@ from lm_eval_duel.denoisers import backbone, causal, dit_load, families, hub, hu
 from lm_eval_duel.denoisers.asked import Asked
 from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.denoisers.guided import Guided
+from lm_eval_duel.denoisers.tempered import Tempered
 from lm_eval_duel.options import tokenizer_source
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def load(name: str = "demo-mdm", *, device: str | None = None, **network: Any) -
     `device`: None picks a GPU where there is one. The network args are those of `Asked`, each detected unless said:
     dtype, revision, trust_remote_code, tokenizer (a folder, a hub name, or a loaded one), mask_token_id, max_length,
     bos, family, attention, block (where config and family do not know the trained one), shift_logits, last_block,
-    sigma, backend, cfg_scale, peft, device_map, compile.
+    sigma, backend, cfg_scale, temperature, top_k, top_p, peft, device_map, compile.
 
     Raises DuelError when the checkpoint cannot be read, does not fill its network exactly, or is not what it says.
     """
@@ -38,7 +39,9 @@ def load(name: str = "demo-mdm", *, device: str | None = None, **network: Any) -
     denoiser = _read(raw, asked, _tokenizer(raw, asked))
     if asked.compile:
         denoiser.compile()
-    return Guided(denoiser, asked.cfg_scale) if asked.cfg_scale else denoiser
+    denoiser = Guided(denoiser, asked.cfg_scale) if asked.cfg_scale else denoiser
+    tempered = asked.temperature, asked.top_k, asked.top_p
+    return denoiser if tempered == (None, None, None) else Tempered(denoiser, *tempered)
 
 
 def _read(raw: dict[str, Any], asked: Asked, tokenizer: PreTrainedTokenizerBase | None) -> Denoiser:

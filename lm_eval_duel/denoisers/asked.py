@@ -34,6 +34,9 @@ class Asked:
     sigma: str | None = None  # SEDD: clamped, schedule
     backend: str | None = None  # native, remote
     cfg_scale: float | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
     peft: str | None = None
     device_map: str | None = None
     compile: bool = False

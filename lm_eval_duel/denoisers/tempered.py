@@ -23,7 +23,14 @@ class Tempered(Denoiser):
     Of equal logits the lowest id is kept first. Raises DuelError for values that are none of these.
     """
 
-    def __init__(self, plain: Denoiser, temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0):
+    def __init__(
+        self,
+        plain: Denoiser,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+    ):
+        temperature, top_p = (1.0 if value is None else value for value in (temperature, top_p))
         if not 0 < temperature < math.inf:
             raise DuelError(f"temperature is a number above 0 (0 is decoding, not a distribution); got {temperature}.")
         if top_k is not None and top_k < 1:
