@@ -57,14 +57,17 @@ def test_a_recipe_is_what_its_name_says(name, known):
     if table == "samplers":
         assert said.endswith("bd3lm-owt-block_size16")
     elif table == "8b":
-        assert "llada" in said and options.max_length == int(last.rsplit("_", 1)[1])
+        length = 2049 if last == "llama3_windows" else int(last.rsplit("_", 1)[1])
+        assert last.split("_")[0] in said.replace("-", "") and options.max_length == length
     else:
         assert last.split("_")[0] in said
     if block := re.search(r"block(\d+)", last):
         assert said.endswith(block.group(1))
     trained = int(re.search(r"block(?:_size)?(\d+)$", said).group(1)) if "bd3lm" in said else None
-    kind = "oracle" if table == "oracle" else next((k for k in ("elbo", "ar") if k in last.split("_")), "duel")
-    assert options.estimator == {"ar": "exact"}.get(kind, kind)
+    kind = (
+        "oracle" if table == "oracle" else next((k for k in ("elbo", "ar", "llama3") if k in last.split("_")), "duel")
+    )
+    assert options.estimator == {"ar": "exact", "llama3": "exact"}.get(kind, kind)
     if kind == "duel":
         rule, parameter, value = NAMED.search(last).groups() if table == "samplers" else ("greedy", "k", "1")
         assert str(options.rule) == str(Options.parse({"rule": rule, parameter: value}).rule)
@@ -88,7 +91,7 @@ def test_the_convention_is_that_of_the_published_figure(name):
     table, last = name.split("/")[0], name.split("/")[-1]
     if table == "8b":
         assert found["tasks"] == ["wikitext", "duel_lambada", "duel_ag_news"]
-        assert arguments.get("bos") == (None if last == "llama3" else "none")
+        assert arguments.get("bos") == {"llama3": None, "llama3_windows": "given"}.get(last, "none")
         return
     assert metadata == {
         "length": 128 if table == "lm1b" else 1024,
@@ -113,7 +116,7 @@ def test_every_recipe_begins_with_its_table_and_stands_in_the_readme():
         first = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0]
         assert first.startswith("# The right way" if "/given/" in name else "# ")
         assert "/given/" in name or f"`{name}`" in section, f"{name} has no row in the README"
-    named = set(re.findall(r"`((?:owt|lm1b|zero_shot|samplers|oracle|8b)/\w[\w./]*)`", section))
+    named = set(re.findall(r"`((?:owt|lm1b|zero_shot|samplers|oracle|8b)/[\w./]*\w)`", section))
     assert named <= set(NAMES)
 
 
@@ -189,6 +192,7 @@ KINDS = {
     "8b/llada_elbo_1028": "demo-mdm",
     "8b/llada_duel_1028": "demo-mdm",
     "8b/llama3": "demo-ar",
+    "8b/llama3_windows": "demo-ar",
 }
 
 
