@@ -106,30 +106,31 @@ class Answering(Ranked):
 
         groups: dict[Settings, list[int]] = {}
         repeats: dict[int, int] = {}
-        keys = []
+        keys, repeat = [], []
         for r, request in enumerate(requests):
             with _naming(request):
                 groups.setdefault(Settings.of(request.args[1]), []).append(r)
             repeats[id(request)] = repeats.get(id(request), -1) + 1
-            keys.append(key_of(request.task_name, request.doc_id, repeats[id(request)]))
+            repeat.append(repeats[id(request)])
+            keys.append(key_of(request.task_name, request.doc_id, repeat[-1]))
         answers, extra = [""] * len(requests), _padding(requests)
-        total, began = sum(settings.length * len(group) for settings, group in groups.items()), time.perf_counter()
+        total = sum(settings.length * len(group) for settings, group in groups.items())
         with tqdm(total=total, desc="generate_until", unit="tok", disable=disable_tqdm or self.rank != 0) as bar:
             for settings, group in groups.items():
                 generator = Generator(self._duel, self.text, settings, self.options.draw_seed)
                 self.generated.add(settings.words)
 
-                def done(n: int, text: str, drawn: Drawn, settings: Settings = settings, group: list = group) -> None:
-                    r = group[n]
-                    answers[r] = text
-                    bar.update(settings.length)
-                    bar.set_postfix_str(f"NFE {self.estimator.counts.nfe}")
-                    self.cache_hook.add_partial("generate_until", requests[r].args, text)
-                    if r not in extra:
-                        self._write_generated(requests[r], settings, text, drawn)
+                def done(n: int, text: str, window: Window, drawn: Drawn, group: list[int] = group) -> None:
+                    request, answers[group[n]] = requests[group[n]], text
+                    bar.update(settings.length)  # noqa: B023 - called before the next settings come
+                    bar.set_postfix_str(f"NFE {self._duel.counts.nfe}")
+                    self.cache_hook.add_partial("generate_until", request.args, text)
+                    if group[n] not in extra and self.trace:
+                        said = {"repeat": repeat[group[n]], "generated": settings.words, "text": text}  # noqa: B023
+                        self._write_trace(request, [window], [drawn], {**said, "tail": drawn.tail}, self._duel)
 
-                generator([requests[r].args[0] for r in group], [keys[r] for r in group], done)
-        self.cost.seconds += time.perf_counter() - began
+                with self._timed([requests[r] for r in group]):
+                    generator([requests[r].args[0] for r in group], [keys[r] for r in group], done)
         return answers
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
@@ -155,17 +156,6 @@ class Answering(Ranked):
         if self.estimator.decodes:
             return self.estimator
         return switch.make(self.denoiser, dataclasses.replace(self.options, estimator="duel"))
-
-    def _write_generated(self, request: Instance, settings: Settings, text: str, drawn: Drawn) -> None:
-        if self.trace is None:
-            return
-        from lm_eval_duel.trace import record
-
-        context = self.text.prompt(request.args[0], settings.length)
-        window = Window(tuple(context), drawn.tokens, tuple(self.text.suffix), drawn.tail)
-        place = {"task": request.task_name, "doc": request.doc_id, "request": request.idx, "window": 0}
-        said = {"generated": settings.words, "text": text, "tail": drawn.tail}
-        self.trace.write([{**place, **record(window, drawn, self._duel), **said}])
 
     def _score(
         self,
@@ -207,33 +197,48 @@ class Answering(Ranked):
             if len(found[r]) == len(windows[r]):
                 complete(r)
 
-        blank, began = self.estimator.counts.blank_starts, time.perf_counter()
+        blank = self.estimator.counts.blank_starts
         with bar:
             for r, parts in enumerate(windows):
                 if not parts:
                     complete(r)
-            try:
+            with self._timed([requests[r] for r, _ in owner]):
                 self.estimator.log_prob([window for parts in windows for window in parts], done)
-            except DuelError as error:
-                if error.window is not None:
-                    error.args = (f"{_name(requests[owner[error.window][0]])}: {error}",)
-                raise
-            finally:
-                self.cost.seconds += time.perf_counter() - began
         if blank := self.estimator.counts.blank_starts - blank:
             log.info(
                 "%d blocks started with nothing in view: all cells tie exactly, the lowest position goes first", blank
             )
         return answers
 
-    def _write_trace(self, request: Instance, windows: list[Window], parts: list[Scored]) -> None:
+    @contextlib.contextmanager
+    def _timed(self, owners: list[Instance]) -> Iterator[None]:
+        """Count the seconds, and put the name of its request before an error about a window."""
+        began = time.perf_counter()
+        try:
+            yield
+        except DuelError as error:
+            if error.window is not None:
+                error.args = (f"{_name(owners[error.window])}: {error}",)
+            raise
+        finally:
+            self.cost.seconds += time.perf_counter() - began
+
+    def _write_trace(
+        self,
+        request: Instance,
+        windows: list[Window],
+        parts: list[Scored],
+        said: dict[str, Any] | None = None,
+        estimator: Estimator | None = None,
+    ) -> None:
+        """A line for each window, with what else is `said` about it."""
         if self.trace is None:
             return
         from lm_eval_duel.trace import record
 
-        place = {"task": request.task_name, "doc": request.doc_id, "request": request.idx}
+        place = {"task": request.task_name, "doc": request.doc_id, "request": request.idx, **(said or {})}
         self.trace.write(
-            {**place, "window": n, **record(window, scored, self.estimator)}
+            {**place, "window": n, **record(window, scored, estimator or self.estimator)}
             for n, (window, scored) in enumerate(zip(windows, parts, strict=True))
         )
 

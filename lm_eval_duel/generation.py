@@ -18,6 +18,7 @@ from lm_eval_duel.duel import Duel
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.ledger import Drawn
 from lm_eval_duel.text import Text
+from lm_eval_duel.windows import Window
 
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # names of one thing
 KNOWN = ("until", "do_sample", "temperature", "top_k", "top_p", *LENGTHS)
@@ -84,15 +85,16 @@ class Generator:
         self.ends = {end for end in (text.end, *text.suffix) if end is not None}
 
     def __call__(
-        self, prompts: Sequence[str], keys: Sequence[int], on_done: Callable[[int, str, Drawn], None] | None = None
+        self, prompts: Sequence[str], keys: Sequence[int], on_done: Callable[[int, str, Window, Drawn], None]
     ) -> None:
-        """Generate after each prompt; `on_done(index, text, drawn)` as each finishes."""
+        """Generate after each prompt; `on_done(index, text, window, drawn)` as each finishes: its text, and with what
+        window it is scored again."""
         contexts = [self.text.prompt(prompt, self.settings.length) for prompt in prompts]
         shared = {"length": self.settings.length, "suffix": self.text.suffix, "stop": self._stops}
 
         def done(n: int, drawn: Drawn) -> None:
-            if on_done:
-                on_done(n, self.cut(drawn.tokens), drawn)
+            window = Window(tuple(contexts[n]), drawn.tokens, tuple(self.text.suffix), drawn.tail)
+            on_done(n, self.cut(drawn.tokens), window, drawn)
 
         if self.settings.temperature:
             self.duel.sample(contexts, seed=self.seed, keys=keys, on_done=done, **shared)

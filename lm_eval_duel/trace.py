@@ -9,7 +9,8 @@
 begin; `steps` count from 0 in every block. `confidence` is the log-odds of P1, `margin` P1 - P2, `entropy` in nats,
 each as the token was revealed. `values` is all that the estimator says, in nats, and `stderr` its Monte Carlo error.
 What an estimator does not have (the order of an ELBO) is an empty list. A lattice also has "rules": by name, the same
-for the order of each rule that it read off.
+for the order of each rule that it read off. A generated text is a line, too: "text", how it was "generated", its number
+among "repeat"s, and as "tail" the positions left when it stopped.
 
 On several ranks there is a file for each; `read` merges them.
 """
@@ -102,7 +103,7 @@ def read(path: str | Path) -> list[dict[str, Any]]:
     found: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}  # of each request, by window
     for part in _parts(path):
         for line in _lines(part):
-            request = tuple(line.get(name) for name in ("task", "doc", "request"))
+            request = tuple(line.get(name) for name in ("task", "doc", "request", "repeat"))
             if line.get("window") == 0:  # a request that was scored again is written whole
                 found[request] = {}
             found.setdefault(request, {})[line.get("window")] = line

@@ -196,6 +196,11 @@ def test_a_trace_holds_each_sample_with_its_log_probability(folder, tmp_path, se
         assert scored.log_prob == pytest.approx(record["log_prob"], abs=1e-4)
         assert not {"e", "f"} & set(text.split())
     assert lm.get_model_info()["duel"]["generated"] == [asked.words]
+    long = " ".join("abcdefghijklmnopqrstuvwxyz")
+    lm.generate_until(ask("c", long, max_gen_toks=20, repeats=3, task="again", **settings), disable_tqdm=True)
+    again = [r for r in trace.read(tmp_path / "t.jsonl") if r["task"] == "again"]
+    assert [(r["doc"], r["repeat"]) for r in again] == list(itertools.product(range(2), range(3)))
+    assert lm.text.cut_contexts == 3
 
 
 def test_prompts_too_long_are_cut_from_the_left_and_counted(folder):
