@@ -12,7 +12,7 @@ from typing import Any
 
 from lm_eval_duel import corpora, tasks
 from lm_eval_duel.errors import DuelError, unknown
-from lm_eval_duel.options import BUNDLED, TOKENS
+from lm_eval_duel.options import BUNDLED, TOKENS, count
 
 SHOWN = 100  # characters of a first sample
 
@@ -38,7 +38,7 @@ def check(task: str, config: dict[str, Any], said: dict[str, Any]) -> str:
     kind = f"rows of up to {metadata.get('length') or tasks.LENGTH}" if "ids" in first else "documents"
     return "\n".join(
         [
-            f"{task}: {int(said.get('rows') or corpus.rows):,} rows, {sum(rows[TOKENS]):,} tokens scored in "
+            f"{task}: {count('rows', said.get('rows')) or corpus.rows:,} rows, {sum(rows[TOKENS]):,} tokens scored in "
             f"{len(rows):,} {kind}",
             f"    licence  {corpus.licence}",
             f"    from     {corpora.source(metadata['corpus'], metadata.get('data_dir'))}",
