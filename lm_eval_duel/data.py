@@ -71,9 +71,10 @@ def main(arguments: list[str]) -> None:
     for name in names:
         try:
             print(check(name, known[name], said), flush=True)
-        except DuelError as error:
+        except Exception as error:  # whatever is wrong with one data set, the others are looked at
             failed.append(name)
-            print(f"{name}: NOT LOADED\n    {error}", flush=True)
+            reason = error if isinstance(error, DuelError) else f"{type(error).__name__}: {error}"
+            print(f"{name}: NOT LOADED\n    {reason}", flush=True)
     if failed:
         sys.exit(f"{len(failed)} of {len(names)} tasks cannot be loaded: {', '.join(failed)}")
 

@@ -326,6 +326,28 @@ def test_without_a_hub_the_message_says_what_to_do(monkeypatch, tmp_path):
         tasks.documents("ptp")
 
 
+def test_what_the_hub_gives_is_the_pinned_file(copies, monkeypatch):
+    asked = []
+
+    def download(repo, file, **where):
+        asked.append((repo, file, where))
+        return f"{copies}/lambada_openai/{file}"
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    with pytest.raises(
+        DuelError, match=r"is not the lambada that is pinned \(another SHA-256\): delete it and load it"
+    ):
+        tasks.wrapped("lambada")
+    monkeypatch.setitem(corpora.CORPORA, "lambada", dataclasses.replace(corpora.find("lambada"), sha256=None))
+    assert len(tasks.documents("lambada", rows=12)["test"]) == 12
+    with pytest.raises(
+        DuelError, match="holds 12 rows and lambada has 5153: a part of a data set is another benchmark"
+    ):
+        tasks.documents("lambada")
+    pin = {"repo_type": "dataset", "revision": "900124bf3b8235c6daf21033af9948b3f07346c4"}
+    assert asked == [("EleutherAI/lambada_openai", "data/lambada_test.jsonl", pin)] * 3
+
+
 # ---------------------------------------------------------------- data check
 
 
@@ -349,8 +371,9 @@ def test_data_check_goes_on_and_says_what_failed(copies, tmp_path, capsys):
     benchmarks.as_lines(tmp_path / "ptb.jsonl", benchmarks.ptb())
     tiny.tokenizer().save_pretrained(tmp_path / "words")
     said = ["--data_dir", str(tmp_path), "--rows", "12", "--tokenizer", str(tmp_path / "words")]
-    with pytest.raises(SystemExit, match="1 of 2 tasks cannot be loaded: duel_arxiv"):
-        main(["data", "check", "duel_arxiv", "duel_ptb", *said])
+    (tmp_path / "pubmed.json").write_text("{}\n[1]")
+    with pytest.raises(SystemExit, match="2 of 3 tasks cannot be loaded: duel_arxiv, duel_pubmed_wrapped"):
+        main(["data", "check", "duel_arxiv", "duel_pubmed_wrapped", "duel_ptb", *said])
     out = capsys.readouterr().out
     assert "duel_arxiv: NOT LOADED\n    No copy of arxiv in" in out
     words = sum(len(row["sentence"].split()) for row in benchmarks.ptb())
