@@ -23,8 +23,9 @@ BUNDLED = "demo-mdm"  # scored when no checkpoint is named
 TOKENS = "duel_tokens"  # the column in which this package's tasks count a document's tokens, checked when it is scored
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 GRIDS = ("auto", "target", "row")
+OF_ROWS = ("scored", "official", "first")  # values of bos that say which positions of a whole row are scored
 CHOICES = {
-    "bos": ("given", "scored", "official", "none"),
+    "bos": ("given", "scored", "official", "none", "first"),
     "attention": ("bidirectional", "block_causal", "causal"),
     "last_block": ("fill", "cut"),
     "sigma": ("clamped", "schedule"),
@@ -158,7 +159,7 @@ class Options:
             raise DuelError(
                 f"add_bos_token={arguments['add_bos_token']} is bos={other}, but bos={values['bos']} is given."
             )
-        if values.get("windows") == "harness" and values.get("bos") in ("scored", "official"):
+        if values.get("windows") == "harness" and values.get("bos") in OF_ROWS:
             raise DuelError(f"bos={values['bos']} frames rows of its own; it goes with windows=independent only.")
         options = cls(rule=rule, **values)
         options._check_estimator(values)

@@ -14,6 +14,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.fingerprint import of_tokenizer
+from lm_eval_duel.options import OF_ROWS
 from lm_eval_duel.token_text import TokenText
 from lm_eval_duel.windows import Window, conditional, independent, of_row, target_capacity
 
@@ -41,7 +42,7 @@ class Text:
         bos = self.denoiser.bos
         if bos == "auto":
             bos = "given" if prefix or suffix else "none"
-        if bos == "none":
+        if bos in ("none", "first"):
             return bos, [], []
         if not (prefix or suffix):
             start = self.tokenizer.bos_token_id if self.tokenizer.bos_token_id is not None else self.end
@@ -129,7 +130,7 @@ class Text:
 
         Raises DuelError where there is no place for a context, or for the continuation.
         """
-        if self.bos in ("scored", "official"):
+        if self.bos in OF_ROWS:
             raise DuelError(
                 f"bos={self.bos} scores the row from its first position on, so it has no place for a context: use it "
                 "for whole texts (loglikelihood_rolling), and bos=given or none for tasks with a context."
@@ -186,7 +187,8 @@ class Text:
                 f"its row has {len(text.token_ids)} ids and the network holds {self.denoiser.max_length}: rows of a "
                 "wrapped task are not cut again. Give the task fewer: --metadata length=..."
             )
-        return [of_row(self.scorable(list(text.token_ids)), *text.framing, self.bos)]
+        window = of_row(self.scorable(list(text.token_ids)), *text.framing, self.bos)
+        return [self._without_unseen(window)]
 
     def document(self, ids: list[int]) -> list[Window]:
         """A text's windows, by the scheme."""

@@ -54,10 +54,13 @@ def framed(prefix: Sequence[int], ids: Sequence[int], suffix: Sequence[int], bos
         given         .  a b c  .       framing is given ("none" is this too, with no framing)
         scored       [B] a b c  .       the beginning is masked and in the target
         official     [B] a b c  .       the authors' code: every position but the last, which is given
+        first             .  b c        no framing, and the first id is given: the authors' code for Llama3
 
     (with no suffix, official gives the last id of the text, which is then in no target).
     """
     row = (*prefix, *ids, *suffix)
+    if bos == "first":
+        return Window(tuple(ids[:1]), tuple(ids[1:]))
     if bos == "official":
         return Window((), row[:-1], row[-1:])
     if bos == "scored":
@@ -73,6 +76,7 @@ def of_row(ids: Sequence[int], before: int, after: int, bos: str) -> Window:
         official     [B] a b c  .                            a b c .      the authors' code: the last id is given
         scored       [B] a b c [E]                           a b c d
         none          a b c                                  a b c d      framing left out
+        first         . b c                                  . b c d      the same, the first id given
 
     (a dot is given, the others are scored).
     """
@@ -81,7 +85,10 @@ def of_row(ids: Sequence[int], before: int, after: int, bos: str) -> Window:
         return Window(row[:1], row[1:])
     if bos == "official":
         return Window((), row[:-1], row[-1:])
-    return Window((), row if bos == "scored" else row[before : len(row) - after])
+    inside = row[before : len(row) - after]
+    if bos == "first":
+        return Window(inside[:1], inside[1:])
+    return Window((), row if bos == "scored" else inside)
 
 
 def independent(
@@ -92,8 +99,8 @@ def independent(
         ids          a b c d e f g h          max_length 5, prefix [C], suffix [S]
         rows         C a b c S | C d e f S | C g h S
 
-    Every id is in exactly one target (`bos="official"` drops one a row); the last window may be short; an empty
-    document has no window.
+    Every id is in exactly one target (`bos="official"` and `"first"` drop one a row); the last window may be short; an
+    empty document has no window.
     """
     capacity = target_capacity(max_length, prefix, suffix)
     return [framed(prefix, ids[start : start + capacity], suffix, bos) for start in range(0, len(ids), capacity)]

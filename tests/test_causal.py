@@ -457,3 +457,22 @@ def test_inspect_says_what_it_is(capsys):
     ):
         assert re.search(line, said), line
     assert "blank rows" not in said
+
+
+def test_the_authors_windows_of_llama3():
+    """bos=first: windows of max_length ids, no BOS, the first id of each given and in no sum."""
+    lm = DuelMDM(pretrained="demo-ar", estimator="exact", bos="first", max_length=16, dtype="float32", device="cpu")
+    text = "The state of the union is strong, and the people of this nation have never been more free."
+    ids = lm.text.encode(text)
+    model = transformers.AutoModelForCausalLM.from_pretrained(resolve("demo-ar"), dtype=torch.float32).eval()
+    total = 0.0
+    with torch.inference_mode():
+        for start in range(0, len(ids), 16):
+            part = torch.tensor([ids[start : start + 16]])
+            nats = log_softmax(model(input_ids=part).logits[0].double()[:-1], -1)
+            total += float(nats.gather(1, part[0, 1:, None]).sum())
+    assert len(ids) > 20
+    (value,) = lm.loglikelihood_rolling(ask("loglikelihood_rolling", (text,)), disable_tqdm=True)
+    assert value == pytest.approx(total, abs=1e-3)
+    with pytest.raises(DuelError, match="bos=first scores the row from its first position on"):
+        lm.loglikelihood(ask("loglikelihood", ("a", " b")), disable_tqdm=True)

@@ -57,7 +57,7 @@ def test_a_recipe_is_what_its_name_says(name, known):
     if table == "samplers":
         assert said.endswith("bd3lm-owt-block_size16")
     elif table == "8b":
-        length = 2049 if last == "llama3_windows" else int(last.rsplit("_", 1)[1])
+        length = 2048 if last == "llama3_windows" else int(last.rsplit("_", 1)[1])
         assert last.split("_")[0] in said.replace("-", "") and options.max_length == length
     else:
         assert last.split("_")[0] in said
@@ -91,7 +91,7 @@ def test_the_convention_is_that_of_the_published_figure(name):
     table, last = name.split("/")[0], name.split("/")[-1]
     if table == "8b":
         assert found["tasks"] == ["wikitext", "duel_lambada", "duel_ag_news"]
-        assert arguments.get("bos") == {"llama3": None, "llama3_windows": "given"}.get(last, "none")
+        assert arguments.get("bos") == {"llama3": None, "llama3_windows": "first"}.get(last, "none")
         return
     assert metadata == {
         "length": 128 if table == "lm1b" else 1024,

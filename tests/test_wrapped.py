@@ -92,6 +92,7 @@ class Recording(Toy):
         ("official", [5], [0, 1, 2, 3, 4]),
         ("scored", [], [0, 1, 2, 3, 4, 5]),
         ("none", [], [1, 2, 3, 4]),
+        ("first", [1], [2, 3, 4]),
     ],
 )
 def test_the_conventions_score_what_they_say(bos, given, scored):
@@ -102,7 +103,7 @@ def test_the_conventions_score_what_they_say(bos, given, scored):
     found = Duel(toy, "greedy", 2).log_prob([window])[0]
     assert len(found.nats) == len(scored)
     width = window.length
-    offset = scored[0] if bos == "none" else 0
+    offset = 1 if bos in ("none", "first") else 0
     first = next(shown for shown in toy.shown if shown.count(toy.mask_id) == len(scored))
     for p in range(width):
         assert (first[p] == toy.mask_id) == (p + offset in scored)
@@ -111,7 +112,7 @@ def test_the_conventions_score_what_they_say(bos, given, scored):
 
 
 def test_without_framing_the_first_id_is_given():
-    assert of_row([5, 6, 7], 0, 0, "given") == Window((5,), (6, 7))
+    assert of_row([5, 6, 7], 0, 0, "given") == of_row([5, 6, 7], 0, 0, "first") == Window((5,), (6, 7))
     assert of_row([5, 6, 7], 0, 0, "none") == of_row([5, 6, 7], 0, 0, "scored") == Window((), (5, 6, 7))
 
 
