@@ -529,6 +529,17 @@ def test_the_elbo_is_of_the_same_law(tmp_path, no_figures):
     assert row["gap_closed"] == pytest.approx(stats.gap_closed(23.0, 22.0, 17.54))
 
 
+def test_a_published_figure_may_have_an_elbo_of_other_positions(tmp_path, no_figures):
+    """The authors' DUEL figures score BOS and leave the last token given, their ELBOs do not."""
+    hf(tmp_path / "ar", per_token(["owt"], [17.54]))
+    ours(tmp_path / "results", per_token(["owt"], [22.0]), law={"framing": "[0] text [], bos=official"})
+    ours(tmp_path / "results", per_token(["owt"], [23.0]), estimator="elbo", law={"framing": "[0] text [], bos=given"})
+    found = run(tmp_path, "--as-published")["tasks"]["owt"]
+    (row,) = (row for row in found["rows"] if row["rule"])
+    assert row["gap_closed"] == pytest.approx(stats.gap_closed(23.0, 22.0, 17.54))
+    assert any("as published, of another convention: framing=" in note for note in found["notes"])
+
+
 def test_windows_as_published_each_with_its_own_elbo(tmp_path, no_figures):
     hf(tmp_path / "ar", per_token(["owt"], [17.54]))
     for windows, capacity, elbo, duel in (("harness", 1024, 23.0, 22.0), ("independent", 512, 33.0, 30.0)):

@@ -55,7 +55,7 @@ def task(
     draws = _draws(metric, found)
     entries = [_entry(metric, row, n == at, draws.get(n)) for n, row in enumerate(found)]
     _mark_best(entries)
-    elbos = gaps.write(name, found, entries, draws, metric, at)
+    elbos = gaps.write(name, found, entries, draws, metric, at, as_published)
     sizes = {run.tasks[name].size for run in compared} - {None}
     notes = [*elbos, *_dtypes(compared), *_windows(compared), *dict.fromkeys([*remarks, *twice])]
     if metric in OTHER_UNITS and any(entry["gap_closed"] is not None for entry in entries):

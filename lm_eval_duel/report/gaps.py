@@ -11,15 +11,17 @@ from lm_eval_duel.report import rows, stats
 from lm_eval_duel.report.rows import Row
 
 ESTIMATORS = {"block", "grid", "rule_code"}  # of a law, beside rows.VARIES, what belongs to the estimator
+CONVENTIONS = {"framing", "windows", "max_length", "sigma"}  # of a law, what published figures did not always share
 BETTER = "the MDM is already better under the ELBO"
 
 
-def elbo_of(duel: Row, found: Sequence[Row]) -> tuple[int | None, str]:
+def elbo_of(duel: Row, found: Sequence[Row], as_published: bool = False) -> tuple[int | None, str]:
     """The number of the row that is the ELBO of a DUEL row, else why there is none.
 
     Of the same model under the same law, but for what belongs to the estimator. Over the whole target for
     bidirectional networks, over the trained blocks for block-causal ones; there the mean over all orders (elbo_exact)
-    stands in for a Monte Carlo one. Bounds come first, then more draws.
+    stands in for a Monte Carlo one. Bounds come first, then more draws. `as_published`: where none is of the same law,
+    one of other windows or scored positions, and in what it differs.
     """
     causal = duel.run.duel.get("attention") == "block_causal"
     wanted, kinds = (duel.run.block, rows.BOUNDS) if causal else ("none", ("elbo",))
@@ -31,20 +33,24 @@ def elbo_of(duel: Row, found: Sequence[Row]) -> tuple[int | None, str]:
     if not fitting:
         return None, f"no ELBO (estimator=elbo, elbo_block={wanted})"
     same = [n for n, apart in fitting.items() if not apart]
-    if not same:
-        return None, f"no ELBO of the same law: {'; '.join(min(fitting.values(), key=len))}"
+    other = min(fitting.values(), key=len)
+    if not same and not (as_published and set(other) <= CONVENTIONS):
+        return None, f"no ELBO of the same law: {'; '.join(other.values())}"
 
     def worth(n: int) -> tuple:
         return not found[n].eps, found[n].estimator == "elbo", int(found[n].run.law.get("mc_samples", 1))
 
-    return max(same, key=worth), ""
+    if same:
+        return max(same, key=worth), ""
+    nearest = [n for n, apart in fitting.items() if apart == other]
+    return max(nearest, key=worth), f"as published, of another convention: {'; '.join(other.values())}"
 
 
-def _other_law(elbo: Mapping[str, str], duel: Mapping[str, str]) -> list[str]:
-    """What sets two laws apart, the estimators aside."""
+def _other_law(elbo: Mapping[str, str], duel: Mapping[str, str]) -> dict[str, str]:
+    """What sets two laws apart, the estimators aside: by key, in words."""
     keys = sorted({*elbo, *duel} - rows.VARIES - ESTIMATORS)
     told = [(key, elbo.get(key, "not set"), duel.get(key, "not set")) for key in keys]
-    return [f"{key}={there} there, {here} here" for key, there, here in told if here != there]
+    return {key: f"{key}={there} there, {here} here" for key, there, here in told if here != there}
 
 
 def write(
@@ -54,6 +60,7 @@ def write(
     draws: Mapping[int, np.ndarray],
     metric: str,
     ar: int | None,
+    as_published: bool,
 ) -> list[str]:
     """Write gap and gap closed into the entries; which ELBOs were used, in words. `ar`: the baseline's number."""
     used = {}
@@ -66,10 +73,10 @@ def write(
                 entry["gap_interval"] = stats.interval(draws[n] - draws[ar])
         if row.estimator != "duel":
             continue
-        elbo, why = elbo_of(row, found)
+        elbo, why = elbo_of(row, found, as_published)
         entry["elbo"] = elbo
         if elbo is not None:
-            used[elbo] = elbo_in_words(found[elbo], entries[elbo])
+            used[elbo] = elbo_in_words(found[elbo], entries[elbo]) + (f" ({why})" if why else "")
         if metric == "bits_per_byte":
             entry["gap_closed_reason"] = "gap closed is defined for perplexities"
         elif ar is None or elbo is None:

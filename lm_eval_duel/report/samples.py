@@ -49,11 +49,12 @@ def documents(file: Path, rolling: bool = True) -> tuple[Document, ...]:
 def _digest(record: dict[str, Any], rolling: bool) -> str:
     """What identifies a document: the harness's hashes of it, of what is scored, and of the prompt before that.
 
-    Our token count is not in it: it differs between tokenizers.
+    Our token count is not in it: it differs between tokenizers. Nor is the name of the tokenizer that wrote a row of
+    ids: the ids are in it.
     """
     doc, whole = record.get("doc"), record.get("doc_hash") or record["doc_id"]
     if isinstance(doc, dict) and TOKENS in doc:
-        rest = {key: value for key, value in doc.items() if key != TOKENS}
+        rest = {key: value for key, value in doc.items() if key not in (TOKENS, "tokenizer" if "ids" in doc else None)}
         whole = hashlib.sha256(json.dumps(rest, sort_keys=True, default=str).encode()).hexdigest()
     scored = [record.get("target_hash"), None if rolling else record.get("prompt_hash")]
     return " ".join(str(part) for part in (whole, *scored) if part)
