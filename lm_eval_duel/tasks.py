@@ -142,15 +142,15 @@ def token_text(doc: dict[str, Any]) -> TokenText:
     """A wrapped row: its ids, and for other models a text of as many tokens as are scored.
 
     That is the row without its first id, which a stock AR model puts there itself; the whole row where its first id is
-    scored too; the row without framing where that is left out.
+    scored too; the row without framing where that is left out, and without the text's first id where that is given.
     """
     name, written = doc["tokenizer"]
     if written not in _TOKENIZERS:
         _TOKENIZERS[written] = _tokenizer({"tokenizer": name})
     ids = [_integer(token) for token in doc["ids"].split()]
     before, after = doc["framing"]
-    shown = {"none": ids[before : len(ids) - after], "scored": ids}.get(doc["bos"], ids[1:])
-    text = _TOKENIZERS[written].decode(shown, clean_up_tokenization_spaces=False)
+    shown = {"scored": ids, "none": ids[before : len(ids) - after], "first": ids[before + 1 : len(ids) - after]}
+    text = _TOKENIZERS[written].decode(shown.get(doc["bos"], ids[1:]), clean_up_tokenization_spaces=False)
     return TokenText(text, ids, (before, after), (name, written))
 
 

@@ -215,7 +215,9 @@ def test_without_framing_a_tokenizer_needs_no_bos(copies, tmp_path):
 # ---------------------------------------------------------------- which positions are scored
 
 
-@pytest.mark.parametrize(("bos", "scored"), [("given", 63), ("official", 63), ("scored", 64), ("none", 62)])
+@pytest.mark.parametrize(
+    ("bos", "scored"), [("given", 63), ("official", 63), ("scored", 64), ("none", 62), ("first", 61)]
+)
 def test_the_conventions_count_what_is_scored(copies, bos, scored):
     run = evaluate(["duel_ptb_wrapped"], copies, f"rule=l2r,block=4,bos={bos}")
     assert run["config"]["duel"]["tokens"] == 2 * scored
