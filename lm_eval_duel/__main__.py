@@ -13,7 +13,7 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.tasks import task_folder
 
 PACKAGE = Path(__file__).resolve().parent
-OWN = ("bench", "data", "report", "show")  # commands that read their own arguments
+OWN = ("bench", "data", "report", "show", "sweep")  # commands that read their own arguments
 
 
 def run(arguments: list[str]) -> None:
@@ -82,6 +82,9 @@ def main(arguments: list[str] | None = None) -> None:
     )
     commands.add_parser("report", help="results of the harness in, the paper's tables and figures out", add_help=False)
     commands.add_parser("show", help="one document of a trace, tokens coloured by reveal step or nats", add_help=False)
+    commands.add_parser(
+        "sweep", help="rules at several speeds: likelihood of a task's text, quality of samples", add_help=False
+    )
     path = commands.add_parser(
         "where", help="print the absolute path of the tasks, the recipes or a bundled checkpoint"
     )

@@ -49,10 +49,11 @@ FLOORS = {
     "report": 11,
     "data": 11,
     "show": 11,
-    "__main__": 12,
+    "sweep": 12,
+    "__main__": 13,
 }
 MAY_IMPORT = {
-    "lm_eval": {"lm", "ranks", "text", "token_text", "tasks", "__main__", "_autoload"},
+    "lm_eval": {"lm", "ranks", "text", "token_text", "tasks", "sweep", "__main__", "_autoload"},
     "transformers": {"denoisers", "demo.train"},
 }
 LIGHT = (

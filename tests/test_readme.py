@@ -49,6 +49,7 @@ def test_the_file_tree_of_the_readme_is_the_real_one():
         ROOT / "lm_eval_duel" / "denoisers",
         ROOT / "lm_eval_duel" / "demo",
         ROOT / "lm_eval_duel" / "report",
+        ROOT / "lm_eval_duel" / "sweep",
         ROOT / "tests",
     ]
     for name in named:

@@ -66,13 +66,7 @@ def draw(report: Mapping[str, Any], folder: Path) -> list[dict[str, str]]:
     drawn = []
 
     def save(figure: Figure, name: str, about: str, what: str) -> None:
-        from PIL import Image  # matplotlib needs it too
-
-        drawing = io.BytesIO()
-        figure.savefig(drawing, format="png", dpi=DPI, bbox_inches="tight", facecolor="white")
-        with Image.open(drawing) as image:
-            small = image.convert("RGB").quantize(PALETTE, Image.Quantize.MAXCOVERAGE)
-            small.save(folder / f"{name}.png", optimize=True)
+        save_png(figure, folder / f"{name}.png")
         drawn.append({"file": f"{name}.png", "about": about, "kind": name.split("_")[0], "what": what})
 
     for name, task in report["tasks"].items():
@@ -87,6 +81,17 @@ def draw(report: Mapping[str, Any], folder: Path) -> list[dict[str, str]]:
     return drawn
 
 
+def save_png(figure: Figure, file: Path) -> None:
+    """A figure as a small file."""
+    from PIL import Image  # matplotlib needs it too
+
+    drawing = io.BytesIO()
+    figure.savefig(drawing, format="png", dpi=DPI, bbox_inches="tight", facecolor="white")
+    with Image.open(drawing) as image:
+        small = image.convert("RGB").quantize(PALETTE, Image.Quantize.MAXCOVERAGE)
+        small.save(file, optimize=True)
+
+
 def _figure(width: float, height: float, **columns: Any) -> tuple[Figure, Any]:
     from matplotlib.figure import Figure
 
@@ -94,7 +99,7 @@ def _figure(width: float, height: float, **columns: Any) -> tuple[Figure, Any]:
     return figure, figure.subplots(1, **columns)
 
 
-def _plain_log(axis: Any, base: int = 10) -> None:
+def plain_log(axis: Any, base: int = 10) -> None:
     """A logarithmic axis labelled with plain numbers."""
     from matplotlib import ticker
 
@@ -107,7 +112,7 @@ def _plain_log(axis: Any, base: int = 10) -> None:
         axis.set_minor_locator(ticker.NullLocator())
 
 
-def _bare(axes: Axes) -> None:
+def bare(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
@@ -156,12 +161,12 @@ def perplexity(name: str, task: Mapping[str, Any]) -> Figure:
     low, high = min(e["value"] for e in entries), max(e["value"] for e in entries)
     if metric != "bits_per_byte" and high / low > LOG_FROM:
         axes.set_xscale("log")
-        _plain_log(axes.xaxis)
+        plain_log(axes.xaxis)
     scale = "log scale; " if axes.get_xscale() == "log" else ""
     axes.set_xlabel(f"{WORDS[metric]} ({scale}lower is better)")
     axes.grid(axis="x", color="#e5e5e5", linewidth=0.8)
     axes.set_axisbelow(True)
-    _bare(axes)
+    bare(axes)
     between = ", with 95 % bootstrap intervals over documents" if any(e["interval"] for e in entries) else ""
     figure.suptitle(f"{name}: {WORDS[metric]}{between}", x=0.01, ha="left", fontsize=10.5)
     figure.legend(
@@ -220,14 +225,14 @@ def rules(name: str, task: Mapping[str, Any], sweep: Mapping[str, Any]) -> Figur
     values = [entries[point["index"]]["value"] for family in sweep["families"] for point in family["points"]]
     if task["metric"] != "bits_per_byte" and max(values) / min(values) > LOG_FROM:
         axes.set_yscale("log")
-        _plain_log(axes.yaxis)
+        plain_log(axes.yaxis)
     axes.set_xlim(lowest * 0.9, 1.12)
-    _plain_log(axes.xaxis, 2)
+    plain_log(axes.xaxis, 2)
     axes.set_xlabel("NFE per token (network evaluations of the rule; log2)")
     scale = " (log)" if axes.get_yscale() == "log" else ""
     axes.set_ylabel(f"DUEL, {WORDS[task['metric']]}{scale}")
     axes.grid(color="#e5e5e5", linewidth=0.8)
-    _bare(axes)
+    bare(axes)
     said = ", ".join(filter(None, [sweep["model"], f"block {sweep['block']}", sweep["variant"]]))
     axes.set_title(f"{name}: {said}", loc="left", fontsize=11)
     figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8.5)
@@ -295,4 +300,4 @@ def _curve(axes: Axes, curve: Mapping[str, Any], label: str) -> None:
     axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, nbins=8))
     axes.set_xlabel(f"{label}{f' ({width} together)' if width > 1 else ''}")
     axes.set_ylabel("mean nats per token (-log p)")
-    _bare(axes)
+    bare(axes)

@@ -1,0 +1,137 @@
+"""The command line of `sweep`, and its settings: checked before anything is loaded."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+
+from lm_eval_duel import rules
+from lm_eval_duel.errors import DuelError, unknown
+from lm_eval_duel.options import count
+
+EPILOG = """\
+Settings: every rule with every k, `threshold` with every mu; a rule that takes no k (entropy_bound:gamma=0.1) is one.
+Writes sweep.md, sweep.json, sweep.png (where matplotlib is installed), and as it goes on what is finished: the same
+command again goes on from there.
+"""
+MISSING_MAUVE = "--mauve needs the package mauve-text, which is not installed: pip install 'lm-eval-duel[mauve]'."
+OURS = ("rule", "estimator", "lattice_rules", "trace", *sorted(rules.PARAMETERS))  # model args that the sweep sets
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One rule with its parameters; `family`: the line of the figure that it stands on."""
+
+    rule: rules.Rule
+    family: str
+    k: int | None = None
+
+    @property
+    def name(self) -> str:
+        """As in tables: the rule without parameters that stand at their defaults, but k."""
+        name, *parts = rules.split(str(self.rule))
+        defaults = {field.name: str(field.default) for field in dataclasses.fields(self.rule) if field.name != "k"}
+        said = [part for part in parts if defaults.get(part.partition("=")[0]) != part.partition("=")[2]]
+        return ":".join([name, *said])
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command line; `settings` are made of its rules. Raises DuelError for what is known to be wrong."""
+    parser = argparse.ArgumentParser(
+        prog="lm-eval-duel sweep",
+        description="Unmasking rules at several speeds: likelihood of a task's text, and quality of samples.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model_args", default="", help="as for lm_eval, without a rule: pretrained=...,block=16")
+    add("--tasks", required=True, metavar="TASK", help="whose text is scored: one loglikelihood_rolling task")
+    add("--rules", default="", help="greedy,margin,left_to_right,...")
+    add("--k", default="1", help="positions a step, for each rule: 1,2,4,8 (1)")
+    add("--mu", default="", help="thresholds, a setting each: 0.5,0.9")
+    add("--samples", default="0", help="of each setting (0)")
+    add("--length", default="128", help="of a sample, in tokens (128)")
+    add("--scorer", help="an autoregressive model for generative perplexity: a bundled name, a folder or a hub name")
+    add("--mauve", action="store_true", help="MAUVE of the samples against the task's text (extra: mauve)")
+    add("--mauve_model", default="gpt2-large", help="whose features MAUVE compares (gpt2-large)")
+    add("--kl", default="k=1", help="between which settings: names as in the table, all, none (those with k=1)")
+    add("--elbo", nargs="?", const="128", metavar="DRAWS", help="the Monte Carlo ELBO too, of so many draws (128)")
+    add("--out", required=True, metavar="DIR", help="where to write")
+    add("--limit", help="the first documents only")
+    add("--device", help="cpu, cuda, ... (a GPU where there is one)")
+    add("--batch_size", default="auto", help="rows of max_length in a network call (auto)")
+    add("--metadata", default="", help="of the task, as for lm_eval: length=...,data_dir=...")
+    asked = parser.parse_args(arguments)
+
+    for name, least in (("samples", 0), ("length", 1), ("limit", 1), ("elbo", 1)):
+        setattr(asked, name, count(f"--{name}", getattr(asked, name), least))
+    asked.samples = asked.samples or 0
+    asked.settings = settings(asked.rules, asked.k, asked.mu)
+    if not asked.samples and (asked.scorer or asked.mauve):
+        raise DuelError("--scorer and --mauve judge samples; say how many: --samples 48.")
+    asked.pairs = pairs(asked.kl, asked.settings)
+    if asked.mauve and importlib.util.find_spec("mauve") is None:
+        raise DuelError(MISSING_MAUVE)
+    if "," in asked.tasks:
+        raise DuelError(f"A sweep is of one task; got --tasks {asked.tasks}. Run it once for each, with another --out.")
+    if Path(asked.out).exists() and not Path(asked.out).is_dir():
+        raise DuelError(f"--out {asked.out} is a file; name a folder, which is made if it is not there.")
+    return asked
+
+
+def settings(named: str, ks: str, mus: str) -> list[Setting]:
+    """The settings of `--rules`, `--k` and `--mu`; raises DuelError for a wrong one."""
+    found = []
+    counts = [count("--k", k) for k in _parts(ks)]
+    for text in _parts(named):
+        rule = rules.find(rules.split(text)[0])
+        if rule is rules.RULES["threshold"] and ":" not in text:
+            raise DuelError("Thresholds are named with --mu 0.5,0.9, not in --rules.")
+        if not any(field.name == "k" for field in dataclasses.fields(rule)):
+            found.append(Setting(rules.parse(text), _family(rules.parse(text))))
+            continue
+        found += [Setting(rules.parse(f"{text}:k={k}"), text, k) for k in counts]
+    for mu in _parts(mus):
+        found.append(Setting(rules.parse(f"threshold:mu={mu}"), "threshold"))
+    if not found:
+        raise DuelError("Nothing to compare: name rules (--rules greedy,margin,left_to_right) or thresholds (--mu).")
+    return list({str(setting.rule): setting for setting in found}.values())
+
+
+def capped(found: Sequence[Setting], block: int | None) -> tuple[list[Setting], list[str]]:
+    """The settings with no k above the block, where all of it is revealed in one step anyhow; and what was changed."""
+    largest = max((setting.k or 0 for setting in found), default=0)
+    if block is None or largest <= block:
+        return list(found), []
+    kept: dict[str, Setting] = {}
+    for setting in found:
+        if setting.k and setting.k > block:
+            setting = dataclasses.replace(setting, rule=dataclasses.replace(setting.rule, k=block), k=block)
+        kept[str(setting.rule)] = setting
+    return list(kept.values()), [
+        f"k above the block of {block} reveals all of it in one step: k={block} stands for it."
+    ]
+
+
+def pairs(text: str, found: Sequence[Setting]) -> list[str]:
+    """The names between which KL is asked for."""
+    if text == "none":
+        return []
+    if text in ("all", "k=1"):
+        return [setting.name for setting in found if text == "all" or setting.k == 1]
+    names = {alias: setting.name for setting in found for alias in (setting.name, str(setting.rule))}
+    for name in _parts(text):
+        if name not in names:
+            raise unknown("setting of --kl", name, [setting.name for setting in found])
+    return [names[name] for name in _parts(text)]
+
+
+def _family(rule: rules.Rule) -> str:
+    return str(rule).split(":")[0]
+
+
+def _parts(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]

@@ -1,0 +1,82 @@
+"""The text of a task, as the harness loads and counts it."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from typing import Any
+
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.options import TOKENS
+from lm_eval_duel.tasks import task_folder
+from lm_eval_duel.text import Text
+from lm_eval_duel.windows import Window
+
+UNITS = {"bits_per_byte": "bytes", "byte_perplexity": "bytes", "word_perplexity": "words"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """The documents of a task, and what its metrics divide by (`bytes`, `words`), summed."""
+
+    name: str
+    version: Any
+    texts: list[str]
+    counted: list[int | None]  # the tokens that the task counted
+    units: dict[str, int]
+
+    def windows(self, text: Text) -> list[Window]:
+        """All windows of all documents."""
+        found = []
+        for n, (document, counted) in enumerate(zip(self.texts, self.counted, strict=True)):
+            try:
+                found += text.windows(document, counted)
+            except DuelError as error:
+                raise DuelError(f"Document {n} of task {self.name}: {error}") from None
+        if not any(window.target for window in found):
+            raise DuelError(f"Task {self.name} has no token to score.")
+        return found
+
+
+def arguments(text: str) -> dict[str, Any]:
+    """The harness's own reading of key=value,..."""
+    from lm_eval.utils import simple_parse_args_string
+
+    return simple_parse_args_string(text)
+
+
+def show_log() -> None:
+    """Logging as the harness sets it up."""
+    from lm_eval.utils import setup_logging
+
+    setup_logging()
+
+
+def load(name: str, metadata: dict[str, Any], limit: int | None) -> Corpus:
+    """The documents of one loglikelihood_rolling task, the first `limit` of them; raises DuelError for any other."""
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=task_folder(), metadata=metadata)
+    if name not in manager.all_tasks:
+        near = difflib.get_close_matches(name, manager.all_tasks, n=1)
+        raise DuelError(f"No task '{name}'.{f' Did you mean {near[0]}?' if near else ''} All: lm_eval ls tasks.")
+    if name not in manager.all_subtasks:
+        raise DuelError(f"'{name}' is a group of tasks; a sweep is of one.")
+    (task,) = manager.load([name])["tasks"].values()
+    if task.OUTPUT_TYPE != "loglikelihood_rolling":
+        raise DuelError(f"'{name}' is a {task.OUTPUT_TYPE} task; a sweep scores whole texts (loglikelihood_rolling).")
+    task.build_all_requests(limit=limit)
+    documents = [request.doc for request in task.instances]
+    units: dict[str, int] = {}
+    for document in documents:
+        found = task.process_results(document, [0.0])  # (nats, units) of each metric
+        counts = {UNITS[metric]: value[1] for metric, value in found.items() if metric in UNITS}
+        for unit, size in counts.items():
+            units[unit] = units.get(unit, 0) + size
+    return Corpus(
+        name,
+        task.VERSION,
+        [request.args[0] for request in task.instances],
+        [document.get(TOKENS) if isinstance(document, dict) else None for document in documents],
+        units,
+    )

@@ -1,0 +1,132 @@
+"""The sweep as four panels over NFE per token: text, judge, entropy, and MAUVE or repetition. Needs matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from lm_eval_duel.report.figures import COLOURS, GREY, LOG_FROM, MARKERS, bare, plain_log
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Setting = Mapping[str, Any]
+Point = tuple[float | None, float | None]  # a value and its standard error
+Read = Callable[[Setting], Point]
+LOWEST = 0.9  # of the axis' lowest NFE
+SHARES = ("MAUVE", "repeated")  # panels that begin at zero
+
+
+def draw(report: Mapping[str, Any]) -> Figure:
+    """The figure: a line for each rule; what samples say where there are samples."""
+    from matplotlib.figure import Figure
+
+    panels = _panels(report)
+    columns = min(2, len(panels))
+    figure = Figure(figsize=(5.0 * columns, 3.6 * -(-len(panels) // columns) + 0.6), layout="constrained")
+    axes = figure.subplots(-(-len(panels) // columns), columns, squeeze=False).flatten()
+    for (title, of, read, lines), panel in zip(panels, axes, strict=True):
+        _panel(panel, report["settings"], of, read, lines)
+        if title.startswith(SHARES):
+            panel.set_ylim(0, max(0.05, panel.get_ylim()[1]))
+        panel.set_title(title, loc="left", fontsize=10)
+    seen: dict[str, Any] = {}
+    for panel in axes:
+        for line, label in zip(*panel.get_legend_handles_labels(), strict=True):
+            seen.setdefault(label, line)
+    figure.legend(seen.values(), seen.keys(), loc="outside lower center", ncols=3, frameon=False, fontsize=8.5)
+    block = report["block"] or "none"
+    figure.suptitle(f"{report['task']['name']}: {report['model']}, block {block}", x=0.01, ha="left", fontsize=11)
+    return figure
+
+
+def _panels(report: Mapping[str, Any]) -> list[tuple[str, str, Read, dict[str, tuple[float, Any]]]]:
+    """(title, whose NFE, what is read of a setting, lines across) of each panel."""
+    bound, reference = report["elbo"], report["reference"]
+    dashed = {f"ELBO, <= {bound['perplexity']:.2f}": (bound["perplexity"], (0, (5, 3)))} if bound else {}
+    found = [
+        ("DUEL perplexity of the text (lower is better)", "text", lambda s: (s["text"]["perplexity"], None), dashed)
+    ]
+    if not reference:
+        return found
+
+    def own(value: float | None) -> dict[str, tuple[float, Any]]:
+        return {} if value is None else {"the task's own text": (value, ":")}
+
+    if report["scorer"]:
+        found.append(
+            (
+                f"generative perplexity of samples, {report['scorer']}",
+                "samples",
+                lambda s: _generative(s["samples"]["generative"]),
+                own(reference["generative"]["perplexity"]),
+            )
+        )
+    else:
+        found.append(
+            (
+                "own nats per token of samples",
+                "samples",
+                lambda s: (s["samples"]["own_nats_per_token"], s["samples"]["own_stderr"]),
+                {},
+            )
+        )
+    found.append(
+        ("entropy of samples (nats)", "samples", lambda s: (s["samples"]["entropy"], None), own(reference["entropy"]))
+    )
+    if any(setting["samples"]["mauve"] is not None for setting in report["settings"]):
+        found.append(("MAUVE of samples (higher is better)", "samples", lambda s: (s["samples"]["mauve"], None), {}))
+    else:
+        across = own(reference["repetition"])
+        found.append(
+            ("repeated 4-grams of samples (share)", "samples", lambda s: (s["samples"]["repetition"], None), across)
+        )
+    return found
+
+
+def _generative(judged: Mapping[str, Any]) -> Point:
+    error = judged["stderr"]
+    return judged["perplexity"], None if error is None else judged["perplexity"] * error
+
+
+def _panel(axes: Axes, settings: list[Setting], of: str, read: Read, across: Mapping[str, tuple[float, Any]]) -> None:
+    families = list(dict.fromkeys(setting["family"] for setting in settings))
+    shown, lowest = [value for value, _ in across.values()], 1.0
+    for n, family in enumerate(families):
+        mine = [setting for setting in settings if setting["family"] == family and read(setting)[0] is not None]
+        points = sorted((setting[of]["nfe_per_token"], *read(setting)) for setting in mine)
+        if not points:
+            continue
+        adaptive = mine[0]["k"] is None
+        label = f"{family}{' (adaptive: measured NFE)' if adaptive else ''}"
+        colour = COLOURS[n % len(COLOURS)]
+        axes.plot(
+            [x for x, _, _ in points],
+            [value for _, value, _ in points],
+            "--" if adaptive else "-",
+            color=colour,
+            marker=MARKERS[n % len(MARKERS)],
+            linewidth=1.1,
+            markersize=4.5,
+            markerfacecolor="none",
+            label=label,
+        )
+        for x, value, error in points:
+            if error is not None:
+                axes.plot([x, x], [value - error, value + error], color=colour, linewidth=1, alpha=0.5, zorder=1)
+        shown += [value for _, value, _ in points]
+        lowest = min(lowest, points[0][0])
+    for label, (value, style) in across.items():
+        axes.axhline(value, color=GREY, linestyle=style, linewidth=1.3, zorder=1, label=label)
+    axes.set_xscale("log", base=2)
+    if shown and min(shown) > 0 and max(shown) / min(shown) > LOG_FROM:
+        axes.set_yscale("log")
+        plain_log(axes.yaxis)
+    axes.set_xlim(lowest * LOWEST, 1.12)
+    plain_log(axes.xaxis, 2)
+    axes.set_xlabel("NFE per token (log2)", fontsize=9)
+    axes.tick_params(labelsize=8.5)
+    axes.grid(color="#e5e5e5", linewidth=0.8)
+    axes.set_axisbelow(True)
+    bare(axes)

@@ -1,0 +1,63 @@
+"""What samples are like, from their ids and log-probabilities alone. Nats."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from statistics import fmean, stdev
+
+Ids = Sequence[int]
+ORDERS = (1, 2, 3, 4)  # of distinct n-grams
+
+
+def entropy(samples: Sequence[Ids]) -> float:
+    """The entropy of each sample's histogram of tokens, averaged (the paper's definition)."""
+    return fmean(_entropy(sample) for sample in samples)
+
+
+def _entropy(sample: Ids) -> float:
+    return sum(-n / len(sample) * math.log(n / len(sample)) for n in Counter(sample).values())
+
+
+def distinct(samples: Sequence[Ids], n: int) -> float | None:
+    """Distinct n-grams over n-grams, of all samples together; None: they have none."""
+    grams = [gram for sample in samples for gram in _grams(sample, n)]
+    return len(set(grams)) / len(grams) if grams else None
+
+
+def repetition(samples: Sequence[Ids], n: int = 4) -> float | None:
+    """The share of a sample's n-grams that stood in it before, averaged; None: they have none."""
+    grams = [_grams(sample, n) for sample in samples]
+    return fmean(1 - len(set(each)) / len(each) for each in grams if each) if any(grams) else None
+
+
+def _grams(sample: Ids, n: int) -> list[tuple[int, ...]]:
+    return [tuple(sample[start : start + n]) for start in range(len(sample) - n + 1)]
+
+
+def mean_error(values: Sequence[float]) -> tuple[float, float | None]:
+    """The mean and its standard error; None: one value has none, infinite ones neither."""
+    mean = fmean(values)
+    known = len(values) > 1 and all(map(math.isfinite, values))
+    return mean, stdev(values) / math.sqrt(len(values)) if known else None
+
+
+def rate(nats: Sequence[float], tokens: Sequence[int]) -> tuple[float, float | None]:
+    """Nats per token of all texts together, and its standard error over texts (of a ratio)."""
+    total, count = math.fsum(nats), len(nats)
+    mean = total / sum(tokens)
+    if count < 2 or not math.isfinite(total):
+        return mean, None
+    spread = math.fsum((x - mean * t) ** 2 for x, t in zip(nats, tokens, strict=True))
+    return mean, math.sqrt(spread * count / (count - 1)) / sum(tokens)
+
+
+def kl(own: Sequence[float], other: Sequence[float], length: int) -> tuple[float, float | None]:
+    """KL(A || B) per token and its standard error, from log p_A and log p_B of A's samples."""
+    return mean_error([(a - b) / length for a, b in zip(own, other, strict=True)])
+
+
+def perplexity(nats: float) -> float:
+    """Of nats per token."""
+    return math.exp(nats) if nats < 700 else math.inf

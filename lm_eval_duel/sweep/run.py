@@ -1,0 +1,219 @@
+"""One sweep: a network and a task's text, loaded once; then every setting, each kept as soon as it is finished."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lm_eval_duel import fingerprint
+from lm_eval_duel.duel import Duel
+from lm_eval_duel.elbo import Elbo
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.lm import DuelMDM
+from lm_eval_duel.options import BUNDLED, Options
+from lm_eval_duel.sweep import corpus, judges, metrics, store
+from lm_eval_duel.sweep.asked import OURS, Setting, capped
+from lm_eval_duel.sweep.measure import Measuring, Sample
+from lm_eval_duel.sweep.shared import Followed
+from lm_eval_duel.windows import Window
+
+
+class Sweep:
+    """What was asked, loaded: raises DuelError before the network is read where that is possible."""
+
+    def __init__(self, asked: argparse.Namespace):
+        self.asked, self.folder = asked, Path(asked.out)
+        arguments = corpus.arguments(asked.model_args)
+        for name in OURS:
+            if name in arguments:
+                raise DuelError(f"'{name}' in --model_args: a sweep sets it itself; use --rules, --k and --mu.")
+        said = {**arguments, "batch_size": asked.batch_size, "device": asked.device}
+        Options.parse(said)
+        corpus.show_log()
+        self.corpus = corpus.load(asked.tasks, {**arguments, **corpus.arguments(asked.metadata)}, asked.limit)
+        self.model = model = DuelMDM(**said)
+        if model.world_size > 1:
+            raise DuelError("A sweep runs in one process; start it without accelerate or torchrun.")
+        if model.denoiser.attention == "causal":
+            raise DuelError("An autoregressive model has one order: there is nothing to sweep.")
+        self.windows = self.corpus.windows(model.text)
+        self.settings, self.notes = capped(asked.settings, model.estimator.block)
+        for setting in self.settings:
+            self.duel(setting)  # refuses what is no law of this network
+        self.scorer = judges.Scorer(asked.scorer, model.text, str(model.device)) if asked.scorer else None
+        self.context = model.text.prompt("", asked.length) if asked.samples else []
+        self.measuring = Measuring(self.folder, model, self.law_without_rule())
+
+    def duel(self, setting: Setting) -> Duel:
+        options, estimator = self.model.options, self.model.estimator
+        rows = {"batch_size": options.rows, "max_batch_size": options.max_batch_size}
+        return Duel(self.model.denoiser, setting.rule, estimator.block, estimator.grid, **rows)
+
+    def law(self, setting: Setting) -> dict[str, str]:
+        """As `lm_eval` has it for this rule."""
+        return {**self.model.law, **{key: str(value) for key, value in self.duel(setting).describe().items()}}
+
+    def law_without_rule(self) -> dict[str, str]:
+        return {key: value for key, value in self.model.law.items() if key != "rule"}
+
+    # ------------------------------------------------------------ the whole
+
+    def run(self) -> dict[str, Any]:
+        """Everything that the report shows, as one dict."""
+        began = time.perf_counter()
+        asked = self.asked
+        kept = [store.finished(self.folder, self.questions(setting)) for setting in self.settings]
+        left = [setting.rule for setting, found in zip(self.settings, kept, strict=True) if found is None]
+        scored = self.measuring.under(self.windows, left, f"text of {asked.tasks}")
+        rows = [
+            found or self._setting(setting, scored[str(setting.rule)])
+            for setting, found in zip(self.settings, kept, strict=True)
+        ]
+        tokens, units = sum(len(window.target) for window in self.windows), self.corpus.units
+        report = {
+            "version": 1,
+            "model": self.model.options.pretrained or BUNDLED,
+            "task": {"name": asked.tasks, "limit": asked.limit, "documents": len(self.corpus.texts)}
+            | {"windows": len(self.windows), "tokens": tokens, **units},
+            "block": self.model.estimator.block,
+            "samples": {"count": asked.samples, "length": asked.length} if asked.samples else None,
+            "scorer": asked.scorer,
+            "law": self.law_without_rule(),
+            "settings": rows,
+            "reference": self._reference(),
+            "kl": self._kl(),
+            "elbo": self._elbo(),
+            "shared": self.measuring.sharing(self.windows),
+            "notes": self.notes,
+        }
+        return report | {"seconds": time.perf_counter() - began}
+
+    def questions(self, setting: Setting) -> dict[str, object]:
+        """All that a finished setting depends on."""
+        asked = self.asked
+        found = {"law": fingerprint.digest(self.law(setting)), "text": store.of_windows(self.windows)}
+        found |= {"task": asked.tasks, "limit": asked.limit, "units": self.corpus.units}
+        if asked.samples:
+            found |= {"samples": asked.samples, "length": asked.length, "draw_seed": self.model.options.draw_seed}
+            found |= {"scorer": self.scorer and self.scorer.fingerprint, "mauve": asked.mauve and asked.mauve_model}
+        return found
+
+    def _setting(self, setting: Setting, scored: list[Followed]) -> dict[str, Any]:
+        """One setting's figures, kept at once."""
+        questions = self.questions(setting)
+        found = {"name": setting.name, "family": setting.family, "k": setting.k, "rule": str(setting.rule)}
+        found |= {"fingerprint": questions["law"], "asked": questions, "law": self.law(setting)}
+        found["text"] = self._text(scored)
+        found["samples"] = self._samples(setting) if self.asked.samples else None
+        store.write(store.setting_file(self.folder, questions), json.dumps(found, indent=1) + "\n")
+        return found
+
+    # ------------------------------------------------------------ parts of it
+
+    def _text(self, scored: list[Followed]) -> dict[str, Any]:
+        """The likelihood of the task's text."""
+        tokens = [len(window.target) for window in self.windows]
+        nats = [-found.log_prob for found in scored]
+        each, error = metrics.rate(nats, tokens)
+        close = [found.close_picks for found in scored]
+        size = self.corpus.units.get("bytes")
+        return {
+            "nats": sum(nats),
+            "nats_per_token": each,
+            "stderr": error,
+            "perplexity": metrics.perplexity(each),
+            "bits_per_byte": sum(nats) / size / math.log(2) if size else None,
+            "nfe": sum(found.nfe for found in scored),
+            "nfe_per_window": sum(found.nfe for found in scored) / len(scored),
+            "nfe_per_token": sum(found.nfe for found in scored) / sum(tokens),
+            "close_picks": None if None in close else sum(close),
+        }
+
+    def drawn(self, setting: Setting) -> list[Sample]:
+        asked = self.asked
+        return self.measuring.drawn(self.duel(setting), self.law(setting), self.context, asked.samples, asked.length)
+
+    def _samples(self, setting: Setting) -> dict[str, Any]:
+        """What this setting's samples are like."""
+        drawn = self.drawn(setting)
+        length = self.asked.length
+        own, error = metrics.mean_error([-sample.log_prob / length for sample in drawn])
+        return {
+            "own_nats_per_token": own,
+            "own_stderr": error,
+            "nfe_per_token": sum(sample.nfe for sample in drawn) / length / len(drawn),
+            **self._looks([sample.tokens for sample in drawn]),
+            "mauve": self._mauve([sample.tokens for sample in drawn]) if self.asked.mauve else None,
+        }
+
+    def _looks(self, texts: Sequence[Sequence[int]]) -> dict[str, Any]:
+        found = {"count": len(texts), "tokens": sum(map(len, texts)), "entropy": metrics.entropy(texts)}
+        found |= {f"distinct_{n}": metrics.distinct(texts, n) for n in metrics.ORDERS}
+        found["repetition"] = metrics.repetition(texts)
+        if self.scorer is None:
+            return found
+        nats, tokens = self.scorer(texts)
+        each, error = metrics.rate([-value for value in nats], tokens)
+        judged = {"nats_per_token": each, "stderr": error, "tokens": sum(tokens), "same_ids": self.scorer.same}
+        return found | {"generative": {"perplexity": metrics.perplexity(each), **judged}}
+
+    def _pieces(self) -> list[tuple[int, ...]]:
+        """The task's text in pieces as long as a sample, or shorter at a window's end; as many as samples, at most."""
+        length, found = self.asked.length, []
+        for window in self.windows:
+            found += [window.target[start : start + length] for start in range(0, len(window.target), length)]
+        return found[: self.asked.samples]
+
+    def _reference(self) -> dict[str, Any] | None:
+        """What the task's own text is like, by the same measures."""
+        return self._looks(self._pieces()) if self.asked.samples else None
+
+    def _mauve(self, drawn: Sequence[Sequence[int]]) -> float:
+        text, references = self.model.text, self._pieces()
+        if len(references) < len(drawn):
+            note = f"MAUVE: {len(references)} references for {len(drawn)} samples; the task has no more text."
+            self.notes = [*dict.fromkeys([*self.notes, note])]
+        told = [[judges.decode(text, ids) for ids in each] for each in (drawn, references)]
+        return judges.mauve(*told, self.asked.mauve_model, self.asked.length, self.model.device)
+
+    def _kl(self) -> list[dict[str, Any]]:
+        """KL between settings, from samples of one scored under the other."""
+        chosen = [setting for setting in self.settings if setting.name in self.asked.pairs]
+        if not self.asked.samples or len(chosen) < 2:
+            return []
+        found, suffix = [], tuple(self.model.text.suffix)
+        for a in chosen:
+            drawn = self.drawn(a)
+            own = [sample.log_prob for sample in drawn]
+            windows = [Window(tuple(self.context), sample.tokens, suffix) for sample in drawn]
+            others = [b for b in chosen if b is not a]
+            scored = self.measuring.under(windows, [b.rule for b in others], f"samples of {a.name}")
+            for b in chosen:
+                theirs = own if b is a else [one.log_prob for one in scored[str(b.rule)]]
+                each, error = metrics.kl(own, theirs, self.asked.length)
+                found.append({"of": a.name, "under": b.name, "nats_per_token": each, "stderr": error})
+        return found
+
+    def _elbo(self) -> dict[str, Any] | None:
+        if not self.asked.elbo:
+            return None
+        options = self.model.options
+        rows = {"batch_size": options.rows, "max_batch_size": options.max_batch_size}
+        elbo = Elbo(self.model.denoiser, grid=options.grid, samples=self.asked.elbo, seed=options.draw_seed, **rows)
+        bounds = self.measuring.bounds(elbo, self.windows)
+        tokens = sum(len(window.target) for window in self.windows)
+        nats = -sum(bound for bound, _ in bounds) / tokens
+        errors = [error for _, error in bounds]
+        known = None not in errors
+        return {
+            "nats_per_token": nats,
+            "perplexity": metrics.perplexity(nats),
+            "stderr": sum(error**2 for error in errors) ** 0.5 / tokens if known else None,
+            "draws": self.asked.elbo,
+            "block": elbo.block,
+        }

@@ -1,0 +1,57 @@
+"""What is finished, on disk: lines as they come, settings when they are whole."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lm_eval_duel.fingerprint import digest
+from lm_eval_duel.windows import Window
+
+
+class Journal:
+    """A file of JSON lines that is continued; a last line that was cut off is dropped.
+
+    `about`: what defines its numbers; another one is another file.
+    """
+
+    def __init__(self, folder: Path, kind: str, about: Mapping[str, object]):
+        self.path = folder / "parts" / f"{kind}_{digest(about)}.jsonl"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        kept = self.path.read_bytes() if self.path.exists() else b""
+        whole = kept[: kept.rfind(b"\n") + 1]
+        if len(whole) < len(kept):
+            self.path.write_bytes(whole)
+        self.lines: list[dict[str, Any]] = [json.loads(line) for line in whole.splitlines()]
+
+    def add(self, line: dict[str, Any]) -> None:
+        self.lines.append(line)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def setting_file(folder: Path, asked: Mapping[str, object]) -> Path:
+    """Where the finished setting of these questions is kept."""
+    return folder / "settings" / f"{digest(asked)}.json"
+
+
+def finished(folder: Path, asked: Mapping[str, object]) -> dict[str, Any] | None:
+    """The finished setting of these questions, if there is one."""
+    file = setting_file(folder, asked)
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+
+
+def write(file: Path, text: str) -> None:
+    """A file, whole or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_name(f"{file.name}.part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, file)
+
+
+def of_windows(windows: list[Window]) -> str:
+    """The digest of windows."""
+    return digest({str(n): (w.context, w.target, w.suffix, w.tail) for n, w in enumerate(windows)})
