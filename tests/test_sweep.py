@@ -8,6 +8,7 @@ import sys
 import types
 from collections import Counter
 
+import benchmarks
 import lm_eval.tasks
 import pytest
 import tiny
@@ -309,6 +310,32 @@ def test_a_rule_with_a_memory_is_scored_by_itself(places, tmp_path):
     model = DuelMDM(pretrained=places["mdm"], block=4, rule="klass:mu=0.3:nu=0.5", device="cpu")
     scored = model.estimator.log_prob(documents_of(places).windows(model.text))
     assert found["klass:mu=0.3:nu=0.5"]["text"]["nats"] == pytest.approx(-sum(one.log_prob for one in scored))
+
+
+def test_rows_of_a_wrapped_task_keep_their_ids(tmp_path):
+    benchmarks.write(tmp_path / "data")
+    metadata = {"data_dir": tmp_path / "data", "rows": benchmarks.ROWS, "length": 32}
+    more = ["--metadata", ",".join(f"{key}={value}" for key, value in metadata.items())]
+    said = ["--model_args", "pretrained=demo-mdm,block=4,bos=given", "--tasks", "duel_ptb_wrapped", "--limit", "2"]
+    sweep(
+        [
+            *said,
+            "--rules",
+            "left_to_right",
+            "--k",
+            "4",
+            "--samples",
+            "2",
+            "--length",
+            "8",
+            *more,
+            "--out",
+            str(tmp_path),
+        ]
+    )
+    report = report_of(tmp_path)
+    assert report["task"]["tokens"] == 62 and report["task"]["windows"] == 2  # of each row the first id is given
+    assert report["settings"][0]["text"]["bits_per_byte"] is None  # rows have no bytes of their own
 
 
 # ---------------------------------------------------------------- extras

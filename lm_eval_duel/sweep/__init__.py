@@ -22,9 +22,11 @@ def main(arguments: Sequence[str]) -> None:
         sweep = Sweep(asked)
         report = sweep.run()
     except KeyboardInterrupt:
-        done = len(list(Path(asked.out).glob("settings/*.json")))
+        out = Path(asked.out)
+        whole = len(list(out.glob("settings/*.json")))
+        lines = sum(file.read_bytes().count(b"\n") for file in out.glob("parts/*.jsonl"))
         print(
-            f"\nStopped. What is finished is in {asked.out} ({done} whole settings); "
+            f"\nStopped. {out} keeps what is finished ({whole} whole settings; {lines} windows and samples); "
             "the same command goes on from there.",
             file=sys.stderr,
         )

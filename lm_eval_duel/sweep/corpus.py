@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 from typing import Any
 
 from lm_eval_duel.errors import DuelError
@@ -39,9 +40,11 @@ class Corpus:
 
 
 def arguments(text: str) -> dict[str, Any]:
-    """The harness's own reading of key=value,..."""
+    """The harness's own reading of key=value,... or JSON."""
     from lm_eval.utils import simple_parse_args_string
 
+    if text.startswith("{"):
+        return json.loads(text)
     return simple_parse_args_string(text)
 
 

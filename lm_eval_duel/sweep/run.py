@@ -183,7 +183,8 @@ class Sweep:
 
     def _kl(self) -> list[dict[str, Any]]:
         """KL between settings, from samples of one scored under the other."""
-        chosen = [setting for setting in self.settings if setting.name in self.asked.pairs]
+        every = self.asked.kl == "all"  # those that stand for a k above the block too
+        chosen = [setting for setting in self.settings if every or setting.name in self.asked.pairs]
         if not self.asked.samples or len(chosen) < 2:
             return []
         found, suffix = [], tuple(self.model.text.suffix)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval_duel.report.figures import MISSING, available
+from lm_eval_duel.report.headline import fixed
 from lm_eval_duel.report.markdown import bullets, spaced, table
 from lm_eval_duel.sweep import store
 from lm_eval_duel.sweep.metrics import ORDERS
@@ -137,7 +138,7 @@ def divergences(found: list[dict[str, Any]]) -> str:
 
     def cell(a: str, b: str) -> str:
         value, error = cells[a, b]["nats_per_token"], cells[a, b]["stderr"]
-        return "0" if a == b else f"{value:.4f}" + ("" if error is None else f" +- {error:.4f}")
+        return "0" if a == b else fixed(value, 4) + ("" if error is None else f" +- {error:.4f}")
 
     return table(
         ["samples of", *(f"under `{b}`" for b in names)], [[f"`{a}`", *(cell(a, b) for b in names)] for a in names]
@@ -164,7 +165,7 @@ def _notes(report: Report) -> list[str]:
             f"ELBO ({bound['draws']} draws, random unmasking): perplexity <= {bound['perplexity']:.2f}{error}."
         )
     shared = report["shared"]
-    if shared["evaluated"]:
+    if shared["evaluated"] < shared["steps"]:
         saved = 1 - shared["evaluated"] / shared["steps"]
         notes.append(
             f"The task's text took {shared['steps']:,} rule steps over all settings that read the state alone, and "
