@@ -181,7 +181,7 @@ class Answering(Ranked):
         )
 
         def complete(r: int) -> None:
-            parts = [found[r][part] for part in range(len(windows[r]))]
+            parts, found[r] = [found[r][part] for part in range(len(windows[r]))], {}
             answers[r] = combine(parts)
             if r not in extra:
                 request = requests[r]

@@ -27,7 +27,8 @@ class Corpus:
     """One data set as a benchmark uses it.
 
     `file` of `repo` at `revision` holds the split; a text is its `columns`, joined by a space; `rows`: how many there
-    are, or with `last`, at least that many, of which the last are taken. `detokenize`: of the wrapped protocol.
+    are, or with `last`, at least that many, of which the last are taken. `detokenize`: of the wrapped protocol; with
+    `tidied`, of documents too, and their words and bytes are counted before: the harness's own way with WikiText.
     """
 
     repo: str
@@ -40,6 +41,7 @@ class Corpus:
     detokenize: str | None = None
     last: bool = False
     pages: bool = False  # rows are lines, and a text is an article of them
+    tidied: bool = False
     sha256: str | None = None
 
 
@@ -80,6 +82,8 @@ CORPORA = {
         ("page",),
         62,
         "CC BY-SA 3.0",
+        "wikitext",
+        tidied=True,
         sha256="e7fc7d4c385d027e0360f7eb320866df61adb68f385986e5c7f4f3911d62f4eb",
     ),
     "wikitext103": Corpus(
@@ -98,7 +102,9 @@ CORPORA = {
         ("text",),
         3760,
         "CC BY-SA 3.0, GFDL",
+        "wikitext",
         pages=True,
+        tidied=True,
     ),
     "lm1b": Corpus(
         "billion-word-benchmark/lm1b",

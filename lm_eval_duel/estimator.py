@@ -98,9 +98,10 @@ class Estimator(abc.ABC):
         return self._loop.counts
 
     def log_prob(self, windows: Sequence[Window], on_done: OnDone | None = None) -> list[Scored]:
-        """The nats of each window; `on_done(index, result)` as each finishes.
+        """The nats of each window, in order.
 
-        Equal windows are scored once, and so are equal rows of different ones.
+        Equal windows are scored once, and so are equal rows of different ones. With `on_done(index, result)`, which is
+        called as each finishes, nothing else keeps the results: the list is empty.
         """
         return self._score(windows, self._score_group, on_done)
 
@@ -127,18 +128,19 @@ class Estimator(abc.ABC):
         same: dict[Window, list[int]] = {}  # equal windows are scored once
         for n, window in enumerate(windows):
             same.setdefault(window, []).append(n)
-        results = [self.nothing] * len(windows)
+        results = [] if on_done else [self.nothing] * len(windows)
 
         def emit(n: int, scored: Scored) -> None:
             for one in same[windows[n]]:
-                results[one] = scored
                 if on_done:
                     on_done(one, scored)
+                else:
+                    results[one] = scored
 
         unique = [numbers[0] for numbers in same.values()]
         for n in unique:
             if not windows[n].target:
-                emit(n, results[n])
+                emit(n, self.nothing)
         for part in self._groups([windows[n] for n in unique]):
             numbers = [unique[n] for n in part]
             opened = self._open([windows[n] for n in numbers], numbers)

@@ -133,7 +133,7 @@ class Options:
             "trust_remote_code": truth,
             "tokenizer": _text,
             "mask_token_id": lambda key, value: count(key, value, least=0),
-            "bos": lambda key, value: None if value is None else one_of(key, str(value).lower(), CHOICES["bos"]),
+            "bos": lambda key, value: one_of(key, str(value).lower(), CHOICES["bos"]),  # `none` may come as None
             "add_bos_token": lambda key, value: "given" if truth(key, value) else "none",
             "family": _text,
             "attention": _choice(*CHOICES["attention"]),

@@ -62,10 +62,15 @@ def documents(corpus: str, **metadata: Any) -> dict[str, datasets.Dataset]:
 
     `metadata`: the model args, and `data_dir` (a local copy), `rows` (how many it holds).
     """
-    asked = _asked(metadata)
+    asked, known = _asked(metadata), corpora.find(corpus)
     tokenizer = _tokenizer(metadata)
-    texts = corpora.texts(corpus, asked.get("data_dir"), asked.get("rows"))
-    return {"test": _dataset([{"text": text, TOKENS: len(ids)} for text, ids in _encoded(texts, tokenizer)])}
+    raw = corpora.texts(corpus, asked.get("data_dir"), asked.get("rows"))
+    texts = list(map(DETOKENIZERS[known.detokenize], raw)) if known.tidied else raw
+    records = [{"text": text, TOKENS: len(ids)} for text, ids in _encoded(texts, tokenizer)]
+    if known.tidied:
+        for record, text in zip(records, raw, strict=True):
+            record["words"], record["bytes"] = sizes(text)
+    return {"test": _dataset(records)}
 
 
 def wrapped(corpus: str, **metadata: Any) -> dict[str, datasets.Dataset]:
@@ -163,10 +168,15 @@ def token_perplexity(doc: dict[str, Any], results: list[float]) -> dict[str, tup
     return {"token_perplexity": (results[0], doc[TOKENS])}
 
 
+def sizes(text: str) -> tuple[int, int]:
+    """Words and bytes of a text, as the harness counts them."""
+    return len(re.split(r"\s+", text)), len(text.encode("utf-8"))
+
+
 def perplexity(doc: dict[str, Any], results: list[float]) -> dict[str, tuple[float, int]]:
     """(nats, units) of one document for each metric of a loglikelihood_rolling task."""
     (nats,) = results
-    words, size = len(re.split(r"\s+", doc["text"])), len(doc["text"].encode("utf-8"))
+    words, size = (doc["words"], doc["bytes"]) if "words" in doc else sizes(doc["text"])
     return {
         "word_perplexity": (nats, words),
         "byte_perplexity": (nats, size),

@@ -412,3 +412,17 @@ def test_rows_survive_the_ranks(copies, tmp_path):
     metric = "token_perplexity,none"
     printed = results["results"]["duel_ptb_wrapped"][metric]
     assert printed == pytest.approx(alone["results"]["duel_ptb_wrapped"][metric], rel=1e-6)
+
+
+def test_wikitext_documents_are_those_of_the_harness(copies):
+    """The text that is scored, and the words and bytes it is divided by, are those of the stock task `wikitext`."""
+    from lm_eval.tasks.wikitext import preprocess_wikitext as stock
+
+    raw = corpora.texts("wikitext2_pages", str(copies), 12)
+    docs = tasks.documents("wikitext2_pages", data_dir=str(copies), rows=12)["test"]
+    for page, doc in zip(raw, docs, strict=True):
+        assert doc["text"] == stock.wikitext_detokenizer({"page": page})
+        theirs = stock.process_results({"page": page}, (-7.0,))
+        mine = tasks.perplexity(doc, [-7.0])
+        assert {name: mine[name] for name in theirs} == theirs
+    assert any(doc["text"] != page for page, doc in zip(raw, docs, strict=True))

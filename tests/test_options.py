@@ -56,7 +56,7 @@ def test_rule_in_one_word_or_in_several(arguments, rule):
         ("pretrained", "none", None),
         ("device", "cuda:0", "cuda:0"),
         ("bos", "none", "none"),
-        ("bos", None, None),
+        ("bos", None, "none"),  # as the harness's parser of strings has it
         ("bos", "official", "official"),
         ("shift_logits", 1, True),
         ("shift_logits", None, None),

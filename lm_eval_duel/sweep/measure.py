@@ -35,22 +35,23 @@ class Measuring:
 
     def __init__(self, folder: Path, model: DuelMDM, base: dict[str, str]):
         self.folder, self.model, self.base = folder, model, base
+        options, estimator = model.options, model.estimator
+        self.rows = {"batch_size": options.rows, "max_batch_size": options.max_batch_size}
+        self.place = {"block": estimator.block, "grid": estimator.grid, **self.rows}
 
     def under(self, windows: list[Window], follow: Sequence[rules.Rule], what: str) -> dict[str, list[Followed]]:
         """The windows under each rule, by its text; a state that several rules meet is evaluated once."""
         journal = self._journal(windows)
         found: dict[str, dict[int, Followed]] = {str(rule): {} for rule in follow}
+        kept_as = {self._key(rule): str(rule) for rule in follow}
 
         def enter(line: dict[str, Any]) -> None:
-            for text, value in line["rules"].items():
-                if text in found:
-                    found[text][line["window"]] = Followed(*value)
+            for key, value in line["rules"].items():
+                if key in kept_as:
+                    found[kept_as[key]][line["window"]] = Followed(*value)
 
         for line in journal.lines:
             enter(line)
-        options, estimator = self.model.options, self.model.estimator
-        rows = {"batch_size": options.rows, "max_batch_size": options.max_batch_size}
-        place = {"block": estimator.block, "grid": estimator.grid, **rows}
         alone = [rule for rule in follow if not rule.state_only]
         groups = [[rule] for rule in alone] + [[rule for rule in follow if rule.state_only]]
         for group in groups:
@@ -59,16 +60,17 @@ class Measuring:
             if not todo:
                 continue  # all of it is there
             if left[0].state_only:
-                one: Shared | Duel = Shared(self.model.denoiser, left, **place)
+                one: Shared | Duel = Shared(self.model.denoiser, left, **self.place)
             else:
-                one = Duel(self.model.denoiser, left[0], **place)
+                one = Duel(self.model.denoiser, left[0], **self.place)
             name = f"{what}, {left[0] if len(left) == 1 else f'{len(left)} rules'}"
             with _bar(sum(len(windows[n].target) for n in todo) * len(left), name) as bar:
 
                 def done(
                     n: int, scored: Scored, todo: list[int] = todo, left: list[rules.Rule] = left, bar: tqdm = bar
                 ) -> None:
-                    line = {"window": todo[n], "rules": _values(scored, left), "states": getattr(scored, "states", 0)}
+                    values = {self._key(rule): value for rule, value in zip(left, _values(scored, left), strict=True)}
+                    line = {"window": todo[n], "rules": values, "states": getattr(scored, "states", 0)}
                     journal.add(line)
                     enter(line)
                     bar.nfe += sum(nfe for _, nfe, _ in line["rules"].values())
@@ -83,6 +85,11 @@ class Measuring:
         lines = [line for line in self._journal(windows).lines if line["states"]]
         steps = sum(nfe for line in lines for _, nfe, _ in line["rules"].values())
         return {"steps": steps, "evaluated": sum(line["states"] for line in lines)}
+
+    def _key(self, rule: rules.Rule) -> str:
+        """A rule's text, and of a rule of the user's own its code's digest."""
+        said = Duel(self.model.denoiser, rule, **self.place).describe()
+        return f"{rule} {said['rule_code']}" if "rule_code" in said else str(rule)
 
     def _journal(self, windows: list[Window]) -> store.Journal:
         return store.Journal(self.folder, "windows", {**self.base, "windows": store.of_windows(windows)})
@@ -127,11 +134,10 @@ class Measuring:
         return [found[n] for n in range(len(windows))]
 
 
-def _values(scored: Scored, left: Sequence[rules.Rule]) -> dict[str, tuple[float, int, int | None]]:
-    """(nats, NFE, close picks) by rule."""
-    if isinstance(scored, Several):
-        return {text: (one.log_prob, one.nfe, one.close_picks) for text, one in scored.rules.items()}
-    return {str(left[0]): (scored.log_prob, scored.nfe, scored.close_picks)}
+def _values(scored: Scored, left: Sequence[rules.Rule]) -> list[tuple[float, int, int | None]]:
+    """(nats, NFE, close picks) of each rule."""
+    found = [scored.rules[str(rule)] for rule in left] if isinstance(scored, Several) else [scored]
+    return [(one.log_prob, one.nfe, one.close_picks) for one in found]
 
 
 def _sample(line: dict[str, Any]) -> Sample:

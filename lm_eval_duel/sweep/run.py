@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval_duel import fingerprint
+from lm_eval_duel.cost import Total
 from lm_eval_duel.duel import Duel
 from lm_eval_duel.elbo import Elbo
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimator import Value
 from lm_eval_duel.lm import DuelMDM
 from lm_eval_duel.options import BUNDLED, Options
 from lm_eval_duel.sweep import corpus, judges, metrics, store
@@ -21,6 +23,8 @@ from lm_eval_duel.sweep.asked import OURS, Setting, capped
 from lm_eval_duel.sweep.measure import Measuring, Sample
 from lm_eval_duel.sweep.shared import Followed
 from lm_eval_duel.windows import Window
+
+VERSION = 1  # raised when a release changes a figure of a setting
 
 
 class Sweep:
@@ -41,18 +45,18 @@ class Sweep:
             raise DuelError("A sweep runs in one process; start it without accelerate or torchrun.")
         if model.denoiser.attention == "causal":
             raise DuelError("An autoregressive model has one order: there is nothing to sweep.")
+        self.measuring = Measuring(self.folder, model, self.law_without_rule())
         self.windows = self.corpus.windows(model.text)
         self.settings, self.notes = capped(asked.settings, model.estimator.block)
         for setting in self.settings:
             self.duel(setting)  # refuses what is no law of this network
         self.scorer = judges.Scorer(asked.scorer, model.text, str(model.device)) if asked.scorer else None
         self.context = model.text.prompt("", asked.length) if asked.samples else []
-        self.measuring = Measuring(self.folder, model, self.law_without_rule())
+        if asked.mauve and (count := len(self._pieces())) < asked.samples:
+            self.notes.append(f"MAUVE: {count} references for {asked.samples} samples; the task has no more text.")
 
     def duel(self, setting: Setting) -> Duel:
-        options, estimator = self.model.options, self.model.estimator
-        rows = {"batch_size": options.rows, "max_batch_size": options.max_batch_size}
-        return Duel(self.model.denoiser, setting.rule, estimator.block, estimator.grid, **rows)
+        return Duel(self.model.denoiser, setting.rule, **self.measuring.place)
 
     def law(self, setting: Setting) -> dict[str, str]:
         """As `lm_eval` has it for this rule."""
@@ -76,7 +80,7 @@ class Sweep:
         ]
         tokens, units = sum(len(window.target) for window in self.windows), self.corpus.units
         report = {
-            "version": 1,
+            "version": VERSION,
             "model": self.model.options.pretrained or BUNDLED,
             "task": {"name": asked.tasks, "limit": asked.limit, "documents": len(self.corpus.texts)}
             | {"windows": len(self.windows), "tokens": tokens, **units},
@@ -96,7 +100,8 @@ class Sweep:
     def questions(self, setting: Setting) -> dict[str, object]:
         """All that a finished setting depends on."""
         asked = self.asked
-        found = {"law": fingerprint.digest(self.law(setting)), "text": store.of_windows(self.windows)}
+        found = {"version": VERSION, "law": fingerprint.digest(self.law(setting))}
+        found |= {"text": store.of_windows(self.windows)}
         found |= {"task": asked.tasks, "limit": asked.limit, "units": self.corpus.units}
         if asked.samples:
             found |= {"samples": asked.samples, "length": asked.length, "draw_seed": self.model.options.draw_seed}
@@ -174,11 +179,7 @@ class Sweep:
         return self._looks(self._pieces()) if self.asked.samples else None
 
     def _mauve(self, drawn: Sequence[Sequence[int]]) -> float:
-        text, references = self.model.text, self._pieces()
-        if len(references) < len(drawn):
-            note = f"MAUVE: {len(references)} references for {len(drawn)} samples; the task has no more text."
-            self.notes = [*dict.fromkeys([*self.notes, note])]
-        told = [[judges.decode(text, ids) for ids in each] for each in (drawn, references)]
+        told = [[judges.decode(self.model.text, ids) for ids in each] for each in (drawn, self._pieces())]
         return judges.mauve(*told, self.asked.mauve_model, self.asked.length, self.model.device)
 
     def _kl(self) -> list[dict[str, Any]]:
@@ -203,18 +204,18 @@ class Sweep:
     def _elbo(self) -> dict[str, Any] | None:
         if not self.asked.elbo:
             return None
-        options = self.model.options
-        rows = {"batch_size": options.rows, "max_batch_size": options.max_batch_size}
-        elbo = Elbo(self.model.denoiser, grid=options.grid, samples=self.asked.elbo, seed=options.draw_seed, **rows)
+        said, rows = self.model.options, self.measuring.rows
+        elbo = Elbo(self.model.denoiser, grid=said.grid, samples=self.asked.elbo, seed=said.draw_seed, **rows)
         bounds = self.measuring.bounds(elbo, self.windows)
+        total = Total()
+        for window, (bound, error) in zip(self.windows, bounds, strict=True):
+            total.merge(Total.of(window, Value(bound, error)))
         tokens = sum(len(window.target) for window in self.windows)
-        nats = -sum(bound for bound, _ in bounds) / tokens
-        errors = [error for _, error in bounds]
-        known = None not in errors
+        nats, stderr = -total.nats / tokens, total.stderr
         return {
             "nats_per_token": nats,
             "perplexity": metrics.perplexity(nats),
-            "stderr": sum(error**2 for error in errors) ** 0.5 / tokens if known else None,
+            "stderr": None if stderr is None else stderr / tokens,
             "draws": self.asked.elbo,
             "block": elbo.block,
         }
