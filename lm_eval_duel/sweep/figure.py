@@ -1,4 +1,4 @@
-"""The sweep as four panels over NFE per token: text, judge, entropy, and MAUVE or repetition. Needs matplotlib."""
+"""The sweep as four panels over NFE per token: text, judge, entropy, MAUVE or distinct 2-grams. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ Setting = Mapping[str, Any]
 Point = tuple[float | None, float | None]  # a value and its standard error
 Read = Callable[[Setting], Point]
 LOWEST = 0.9  # of the axis' lowest NFE
-SHARES = ("MAUVE", "repeated")  # panels that begin at zero
 
 
 def draw(report: Mapping[str, Any]) -> Figure:
@@ -28,8 +27,8 @@ def draw(report: Mapping[str, Any]) -> Figure:
     axes = figure.subplots(-(-len(panels) // columns), columns, squeeze=False).flatten()
     for (title, of, read, lines), panel in zip(panels, axes, strict=True):
         _panel(panel, report["settings"], of, read, lines)
-        if title.startswith(SHARES):
-            panel.set_ylim(0, max(0.05, panel.get_ylim()[1]))
+        if title.startswith("MAUVE"):
+            panel.set_ylim(bottom=0)
         panel.set_title(title, loc="left", fontsize=10)
     seen: dict[str, Any] = {}
     for panel in axes:
@@ -78,10 +77,8 @@ def _panels(report: Mapping[str, Any]) -> list[tuple[str, str, Read, dict[str, t
     if any(setting["samples"]["mauve"] is not None for setting in report["settings"]):
         found.append(("MAUVE of samples (higher is better)", "samples", lambda s: (s["samples"]["mauve"], None), {}))
     else:
-        across = own(reference["repetition"])
-        found.append(
-            ("repeated 4-grams of samples (share)", "samples", lambda s: (s["samples"]["repetition"], None), across)
-        )
+        title, across = "distinct 2-grams of samples (share)", own(reference["distinct_2"])
+        found.append((title, "samples", lambda s: (s["samples"]["distinct_2"], None), across))
     return found
 
 
