@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.options import TOKENS, Options
+from lm_eval_duel.options import MADE, TOKENS, Options
 from lm_eval_duel.ranks import Ranked
+from lm_eval_duel.token_text import MADE as MADE_HERE
 from lm_eval_duel.windows import Window
 
 if TYPE_CHECKING:
@@ -93,14 +94,19 @@ class Answering(Ranked):
         for request in requests:
             with _naming(request):
                 (text,) = request.args
-                counted = request.doc.get(TOKENS) if isinstance(request.doc, dict) else None
-                windows.append(self.text.windows(text, counted))
+                doc = request.doc if isinstance(request.doc, dict) else {}
+                if MADE in doc and doc[MADE] not in MADE_HERE:
+                    raise DuelError(
+                        "it comes from a request cache and was made with other metadata (data set, tokenizer, length "
+                        "...) than this run's: run once with --cache_requests refresh."
+                    )
+                windows.append(self.text.windows(text, doc.get(TOKENS)))
         return self._score("loglikelihood_rolling", requests, windows, _total, disable_tqdm)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """What the model writes after each prompt, under the rule and block that are scored (Algorithm 1).
 
-        A sample is seeded by (draw_seed, task, document, repeat); temperature 0 is decoding.
+        A sample is seeded by (draw_seed, task, document, request, repeat); temperature 0 is decoding.
         """
         from lm_eval_duel.generation import Generator, Settings, key_of
 
@@ -112,13 +118,14 @@ class Answering(Ranked):
                 groups.setdefault(Settings.of(request.args[1]), []).append(r)
             repeats[id(request)] = repeats.get(id(request), -1) + 1
             repeat.append(repeats[id(request)])
-            keys.append(key_of(request.task_name, request.doc_id, repeat[-1]))
+            keys.append(key_of(request.task_name, request.doc_id, request.idx, repeat[-1]))
         answers, extra = [""] * len(requests), _padding(requests)
         total = sum(settings.length * len(group) for settings, group in groups.items())
         with tqdm(total=total, desc="generate_until", unit="tok", disable=disable_tqdm or self.rank != 0) as bar:
             for settings, group in groups.items():
                 generator = Generator(self._duel, self.text, settings, self.options.draw_seed)
-                self.generated.add(settings.words)
+                under = "" if self.estimator.decodes else f", rule={self._duel.rule}, block={self._duel.block}"
+                self.generated.add(settings.words + under)
 
                 def done(n: int, text: str, window: Window, drawn: Drawn, group: list[int] = group) -> None:
                     request, answers[group[n]] = requests[group[n]], text
@@ -155,7 +162,9 @@ class Answering(Ranked):
 
         if self.estimator.decodes:
             return self.estimator
-        return switch.make(self.denoiser, dataclasses.replace(self.options, estimator="duel"))
+        duel = switch.make(self.denoiser, dataclasses.replace(self.options, estimator="duel"))
+        duel._loop.counts = self.estimator.counts
+        return duel
 
     def _score(
         self,

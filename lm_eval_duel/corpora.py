@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 CONVERTED = "refs/convert/parquet"  # the branch into which the hub once converted repositories with scripts
+SHARD = re.compile(r"-(\d{5})-of-(\d{5})$")
 SAVED = "dataset_info.json"  # what `datasets` writes beside what it saves
 
 
@@ -40,6 +42,7 @@ class Corpus:
     licence: str
     detokenize: str | None = None
     last: bool = False
+    size: int | None = None  # UTF-8 bytes of all texts
     pages: bool = False  # rows are lines, and a text is an article of them
     tidied: bool = False
     sha256: str | None = None
@@ -64,6 +67,7 @@ CORPORA = {
         3370,
         "LDC User Agreement for Non-Members",
         "ptb",
+        size=389_672,
     ),
     "wikitext2": Corpus(
         *WIKITEXT,
@@ -145,6 +149,7 @@ CORPORA = {
         ("text",),
         7600,
         "not stated (non-commercial use)",
+        size=1_788_274,
     ),
     "ag_news_parts": Corpus(
         "sh0416/ag_news",
@@ -188,6 +193,8 @@ def texts(name: str, data_dir: str | None = None, rows: int | None = None) -> li
     Raises DuelError where there is no copy, a column is missing, or the number of rows is not what it must be.
     """
     corpus, place = find(name), source(name, data_dir)
+    if rows is None:
+        _check_whole(name, corpus, Path(place))
     table = _table(place)
     for column in corpus.columns:
         if column not in table.column_names:
@@ -207,6 +214,9 @@ def texts(name: str, data_dir: str | None = None, rows: int | None = None) -> li
         if not all(isinstance(part, str) for part in parts):
             raise DuelError(f"{place}: row {number} has no text in {' or '.join(corpus.columns)}, but {parts}.")
         lines.append(" ".join(parts))
+    size = sum(len(line.encode("utf-8")) for line in lines)
+    if rows is None and corpus.size not in (None, size):
+        raise DuelError(f"{place} holds {size} bytes of text and {name} has {corpus.size}: it is another text.")
     return articles(lines) if corpus.pages else lines
 
 
@@ -233,9 +243,21 @@ def _fetched(name: str, corpus: Corpus) -> str:
             f"Cannot load {name} ({corpus.repo}, {corpus.file} at {corpus.revision}): {type(error).__name__}: "
             f'{str(error).splitlines()[0]} A local copy is taken with --metadata \'{{"data_dir": "<folder>"}}\'.'
         ) from error
-    if corpus.sha256 and _sha256(file) != corpus.sha256:
-        raise DuelError(f"{file} is not the {name} that is pinned (another SHA-256): delete it and load it again.")
     return file
+
+
+def _check_whole(name: str, corpus: Corpus, place: Path) -> None:
+    """Raise DuelError where the hub's own file has another SHA-256, or files `...-00003-of-00080` are not all there; of
+    a tail, the last must be."""
+    own = corpus.sha256 and place.is_file() and place.name == Path(corpus.file).name
+    if own and _sha256(str(place)) != corpus.sha256:
+        raise DuelError(f"{place} is not the {name} that is pinned (another SHA-256): delete it and load it again.")
+    numbers = [SHARD.search(file.stem) for file in (_files(place) if place.is_dir() else [])]
+    there = {(int(found[1]), int(found[2])) for found in numbers if found}
+    for count in {of for _, of in there}:
+        wanted = {count - 1} if corpus.last else set(range(count))
+        if lacking := wanted - {number for number, of in there if of == count}:
+            raise DuelError(f"{place} lacks shard {min(lacking)} of the {count} of {name}: load it again.")
 
 
 def _local(name: str, corpus: Corpus, folder: Path) -> str:
@@ -244,6 +266,8 @@ def _local(name: str, corpus: Corpus, folder: Path) -> str:
     repo, saved = corpus.repo.split("/")[-1], folder / name
     places = [*(folder / f"{name}{ending}" for ending in FORMATS), folder / corpus.repo / corpus.file]
     places += [folder / repo / corpus.file, saved / corpus.split, saved]  # a dict of splits is saved in folders of them
+    if name == "openwebtext_1k":  # the same file
+        places += [*(folder / f"openwebtext{ending}" for ending in FORMATS), folder / "openwebtext"]
     for place in places:
         if place.is_file() or (place.is_dir() and ((place / SAVED).exists() or _files(place))):
             return str(place)

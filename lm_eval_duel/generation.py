@@ -17,11 +17,12 @@ from lm_eval_duel.denoisers.tempered import Tempered
 from lm_eval_duel.duel import Duel
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.ledger import Drawn
+from lm_eval_duel.options import count, truth
 from lm_eval_duel.text import Text
 from lm_eval_duel.windows import Window
 
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # names of one thing
-KNOWN = ("until", "do_sample", "temperature", "top_k", "top_p", *LENGTHS)
+KNOWN = ("until", "do_sample", "temperature", "top_k", "top_p", "num_beams", *LENGTHS)
 DEFAULT_LENGTH = 256
 
 
@@ -41,16 +42,16 @@ class Settings:
         for name in asked:
             if name not in KNOWN:
                 raise unknown("generation setting", name, KNOWN)
-        lengths = {int(asked[name]) for name in LENGTHS if asked.get(name) is not None}
-        if len(lengths) > 1 or any(length < 1 for length in lengths):
-            raise DuelError(f"max_gen_toks is one number of tokens, at least 1; got {sorted(lengths)}.")
+        if asked.get("num_beams") not in (None, 1):
+            raise DuelError(f"num_beams is 1 here: a rule has one order and no beams; got {asked['num_beams']}.")
+        lengths = [asked[name] for name in LENGTHS if asked.get(name) is not None]  # the first counts
         until = asked.get("until") or ()
         temperature = asked.get("temperature")
-        if (sampled := asked.get("do_sample")) is None:
-            sampled = float(temperature or 0) > 0
+        sampled = asked.get("do_sample")
+        sampled = float(temperature or 0) > 0 if sampled is None else truth("do_sample", sampled)
         return cls(
             until=tuple(text for text in ([until] if isinstance(until, str) else until) if text),
-            length=lengths.pop() if lengths else DEFAULT_LENGTH,
+            length=count("max_gen_toks", lengths[0]) if lengths else DEFAULT_LENGTH,
             temperature=(1.0 if temperature is None else float(temperature)) if sampled else 0.0,
             top_k=int(asked["top_k"]) if sampled and asked.get("top_k") else None,
             top_p=float(asked["top_p"]) if sampled and asked.get("top_p") is not None else 1.0,
@@ -82,7 +83,7 @@ class Generator:
         self.text, self.settings, self.seed = text, settings, seed
         denoiser = settings.denoiser(duel.denoiser)
         self.duel = duel if denoiser is duel.denoiser else duel.under(denoiser)
-        self.ends = {end for end in (text.end, *text.suffix) if end is not None}
+        self.ends = ends(text.tokenizer)
 
     def __call__(
         self, prompts: Sequence[str], keys: Sequence[int], on_done: Callable[[int, str, Window, Drawn], None]
@@ -116,7 +117,13 @@ class Generator:
         return text
 
 
-def key_of(task: str | None, document: int | None, repeat: int) -> int:
-    """A 63-bit number of a request: (task, document, repeat)."""
-    digest = hashlib.sha256(json.dumps([task, document, repeat]).encode()).digest()
+def ends(tokenizer: Any) -> set[int]:
+    """The ids that end a text: all special tokens (EOS, padding, the end of a turn ...) but the one for the unknown."""
+    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    return (special | set(tokenizer.all_special_ids)) - {tokenizer.unk_token_id}
+
+
+def key_of(task: str | None, document: int | None, request: int, repeat: int) -> int:
+    """A 63-bit number of one of a document's requests, and of the time that it is asked."""
+    digest = hashlib.sha256(json.dumps([task, document, request, repeat]).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1

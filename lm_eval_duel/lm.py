@@ -72,6 +72,13 @@ class DuelMDM(Answering):
         return {key: str(value) for key, value in {**parts, "version": LAW_VERSION}.items()}
 
     @property
+    def generating(self) -> dict[str, str]:
+        """The law of generated texts: that of the rule, where the estimator has none, and the seed of draws."""
+        rule = {"estimator": "duel", "rule": str(self.options.rule), "block": str(self.options.block)}
+        law = self.law if self.estimator.decodes else {**self.law, **rule}
+        return {**law, "draw_seed": str(self.options.draw_seed)}
+
+    @property
     def fingerprint(self) -> str:
         """The law as a short digest."""
         return fingerprint.digest(self.law)
@@ -120,7 +127,7 @@ class DuelMDM(Answering):
         """Take the harness's response cache, unless it was written under another law (it keys on the text only)."""
         store = cache_hook.dbdict
         if store is not None:
-            keep_apart_in_caches()
+            keep_apart_in_caches(fingerprint.digest(self.generating))
             stored = store.get(CACHE_KEY)
             if stored is None and len(store):
                 raise DuelError(

@@ -21,6 +21,7 @@ LATTICE_BLOCK = 12  # its most cells: 4,095 sets
 ESTIMATORS = ("duel", "elbo", *LATTICE, "exact")
 BUNDLED = "demo-mdm"  # scored when no checkpoint is named
 TOKENS = "duel_tokens"  # the column in which this package's tasks count a document's tokens, checked when it is scored
+MADE = "duel_made"  # the column that says how a document was made
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 GRIDS = ("auto", "target", "row")
 OF_ROWS = ("scored", "official", "first")  # values of bos that say which positions of a whole row are scored

@@ -7,6 +7,7 @@ wrapped task, the positions that are scored.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import itertools
@@ -21,8 +22,8 @@ from lm_eval_duel.demo import FOLDER
 from lm_eval_duel.detokenize import DETOKENIZERS
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.fingerprint import of_tokenizer
-from lm_eval_duel.options import CHOICES, TOKENS, count, one_of, truth
-from lm_eval_duel.token_text import TokenText
+from lm_eval_duel.options import CHOICES, MADE, TOKENS, count, one_of, truth
+from lm_eval_duel.token_text import TokenText, made
 from lm_eval_duel.windows import of_row
 from lm_eval_duel.wrapped import REMAINDERS, Wrapping
 
@@ -67,6 +68,9 @@ def documents(corpus: str, **metadata: Any) -> dict[str, datasets.Dataset]:
     raw = corpora.texts(corpus, asked.get("data_dir"), asked.get("rows"))
     texts = list(map(DETOKENIZERS[known.detokenize], raw)) if known.tidied else raw
     records = [{"text": text, TOKENS: len(ids)} for text, ids in _encoded(texts, tokenizer)]
+    how = made("document", corpus, of_tokenizer(tokenizer), asked)
+    for record in records:
+        record[MADE] = how
     if known.tidied:
         for record, text in zip(records, raw, strict=True):
             record["words"], record["bytes"] = sizes(text)
@@ -92,6 +96,7 @@ def wrapped(corpus: str, **metadata: Any) -> dict[str, datasets.Dataset]:
         texts = list(map(DETOKENIZERS[known.detokenize], texts))
     row = {"framing": list(wrapping.framing), "bos": bos}
     row["tokenizer"] = [str(tokenizer.name_or_path), of_tokenizer(tokenizer)]
+    row[MADE] = made("row", corpus, place, dataclasses.asdict(wrapping), row["tokenizer"][1], bos)
     _TOKENIZERS[row["tokenizer"][1]] = tokenizer
     rows = wrapping.rows(ids for _, ids in _encoded(texts, tokenizer))
 
@@ -156,7 +161,7 @@ def token_text(doc: dict[str, Any]) -> TokenText:
     before, after = doc["framing"]
     shown = {"scored": ids, "none": ids[before : len(ids) - after], "first": ids[before + 1 : len(ids) - after]}
     text = _TOKENIZERS[written].decode(shown.get(doc["bos"], ids[1:]), clean_up_tokenization_spaces=False)
-    return TokenText(text, ids, (before, after), (name, written))
+    return TokenText(text, ids, (before, after), (name, written), doc["bos"])
 
 
 _integer = functools.cache(int)  # equal ids of all rows are one object, a fifth of the memory

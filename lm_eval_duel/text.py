@@ -135,8 +135,10 @@ class Text:
                 f"bos={self.bos} scores the row from its first position on, so it has no place for a context: use it "
                 "for whole texts (loglikelihood_rolling), and bos=given or none for tasks with a context."
             )
-        ids = self.scorable(context), self.scorable(target)
-        window, lost = conditional(*ids, self.denoiser.max_length, self.prefix, self.suffix)
+        context, target = self.scorable(context), self.scorable(target)
+        if self.prefix and context[: len(self.prefix)] == self.prefix:  # a chat template writes it as well
+            context = context[len(self.prefix) :]
+        window, lost = conditional(context, target, self.denoiser.max_length, self.prefix, self.suffix)
         self.cut_contexts += lost > 0
         return window
 
@@ -145,12 +147,8 @@ class Text:
 
         Raises DuelError where `length` alone is too long.
         """
-        ids = self.scorable(self.encode(text))
-        if self.prefix and ids[: len(self.prefix)] == self.prefix:  # a chat template writes it as well
-            ids = ids[len(self.prefix) :]
-        window, lost = conditional(ids, (0,) * length, self.denoiser.max_length, self.prefix, self.suffix)
-        self.cut_contexts += lost > 0
-        return list(window.context)
+        hidden = next(token for token in range(length + 2) if token != self.denoiser.mask_id)  # any that may be scored
+        return list(self.continuation(self.encode(text), [hidden] * length).context)
 
     def windows(self, text: str, counted: int | None = None) -> list[Window]:
         """The windows of a whole text.
@@ -181,6 +179,11 @@ class Text:
             raise DuelError(
                 f"its ids were written by the tokenizer {name} ({written}), and this model's is "
                 f"{self.tokenizer.name_or_path} ({self.fingerprint}). Name the model's: --metadata tokenizer=..."
+            )
+        if text.bos not in ("", self.bos):
+            raise DuelError(
+                f"its scored positions were counted by bos={text.bos}, and this model's is bos={self.bos}: say one of "
+                f"them for both, --metadata bos={self.bos} or the model arg bos={text.bos}."
             )
         if len(text.token_ids) > self.denoiser.max_length:
             raise DuelError(

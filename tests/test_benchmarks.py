@@ -18,6 +18,7 @@ from lm_eval_duel.__main__ import main
 from lm_eval_duel.denoisers import load_tokenizer
 from lm_eval_duel.detokenize import DETOKENIZERS
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.lm import DuelMDM
 
 KNOWN = data.benchmarks()
 WRAPPED = [name for name, config in KNOWN.items() if config["custom_dataset"].endswith("wrapped")]
@@ -231,7 +232,10 @@ def test_the_conventions_count_what_is_scored(copies, bos, scored):
 def test_the_metadata_may_say_it_in_place_of_the_model_args(copies):
     run = evaluate(["duel_ptb_wrapped"], copies, "rule=l2r,block=4", bos="none")  # what demo-mdm is taken for
     assert run["config"]["duel"]["bos"] == "none" and run["config"]["duel"]["tokens"] == 2 * 62
-    with pytest.raises(DuelError, match=r"counted 63 tokens .* has 62.* Say which .*: --metadata bos=none"):
+    with pytest.raises(
+        DuelError,
+        match=r"counted by bos=given, and this model.s is bos=none: say one of them for both",
+    ):
         evaluate(["duel_ptb_wrapped"], copies, "rule=l2r,block=4")
 
 
@@ -426,3 +430,44 @@ def test_wikitext_documents_are_those_of_the_harness(copies):
         mine = tasks.perplexity(doc, [-7.0])
         assert {name: mine[name] for name in theirs} == theirs
     assert any(doc["text"] != page for page, doc in zip(raw, docs, strict=True))
+
+
+def test_another_text_and_missing_shards_are_refused(tmp_path):
+    """A whole copy is the whole set: a file by its digest, shards by their numbers, texts by their bytes."""
+    own = tmp_path / "lambada_openai" / "data" / "lambada_test.jsonl"
+    own.parent.mkdir(parents=True)
+    benchmarks.as_lines(own, [{"text": "x"}] * 5153)
+    with pytest.raises(DuelError, match="is not the lambada that is pinned"):
+        corpora.texts("lambada", str(tmp_path))
+    benchmarks.as_lines(tmp_path / "ag_news.jsonl", [{"text": "x"}] * 7600)
+    with pytest.raises(DuelError, match="holds 7600 bytes of text and ag_news has 1788274: it is another text"):
+        corpora.texts("ag_news", str(tmp_path))
+    shards = tmp_path / "openwebtext"
+    shards.mkdir()
+    for number in (0, 1):
+        benchmarks.as_lines(shards / f"train-0000{number}-of-00080.jsonl", [{"text": "x"}] * 60_000)
+    for name in ("openwebtext", "openwebtext_1k"):
+        with pytest.raises(DuelError, match=f"lacks shard 79 of the 80 of {name}"):
+            corpora.texts(name, str(tmp_path))
+    benchmarks.as_lines(shards / "train-00079-of-00080.jsonl", [{"text": str(n)} for n in range(100_172)])
+    assert corpora.texts("openwebtext", str(tmp_path))[0] == "172"
+    assert corpora.texts("openwebtext_1k", str(tmp_path))[0] == "99172"
+
+
+def test_rows_of_a_request_cache_made_otherwise_are_refused(copies):
+    """--cache_requests keys on neither metadata nor model args: what it holds says how it was made."""
+    from lm_eval.api.instance import Instance
+
+    from lm_eval_duel import token_text
+
+    short, long = (
+        tasks.wrapped("ptb", data_dir=str(copies), rows=12, length=length, bos="none", pretrained="demo-mdm")["test"][0]
+        for length in (32, 64)
+    )
+    lm = DuelMDM(pretrained="demo-mdm", rule="l2r", block=4, bos="none", device="cpu")
+    request = Instance("loglikelihood_rolling", short, (tasks.token_text(short),), 0, metadata=("ptb", 0, 1))
+    assert lm.loglikelihood_rolling([request], disable_tqdm=True)[0] < 0
+    token_text.MADE.discard(short["duel_made"])  # another process, in which only the long ones are made
+    with pytest.raises(DuelError, match="comes from a request cache and was made with other metadata"):
+        lm.loglikelihood_rolling([request], disable_tqdm=True)
+    assert long["duel_made"] in token_text.MADE

@@ -129,8 +129,12 @@ def test_settings_of_a_task():
     assert Settings.of({"do_sample": True, "top_k": 5}).words == "sampling, temperature=1, top_k=5"
     with pytest.raises(DuelError, match=r"Unknown generation setting 'temprature'\. Did you mean temperature\?"):
         Settings.of({"temprature": 1})
-    with pytest.raises(DuelError, match="max_gen_toks is one number of tokens"):
+    assert Settings.of({"do_sample": "false", "temperature": 1, "num_beams": 1}).words == "decoding"
+    assert Settings.of({"max_gen_toks": 5, "max_new_tokens": 9}).length == 5
+    with pytest.raises(DuelError, match="'max_gen_toks' is a whole number, at least 1; got '0'"):
         Settings.of({"max_gen_toks": 0})
+    with pytest.raises(DuelError, match="num_beams is 1 here"):
+        Settings.of({"num_beams": 4})
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +180,7 @@ def test_samples_depend_on_task_document_and_repeat_alone(folder):
     assert model(folder).generate_until(second, disable_tqdm=True) == base[3:6]  # as on another rank
     assert base != model(folder, draw_seed=1).generate_until(ask(*prompts, repeats=3, **settings), disable_tqdm=True)
     assert base != model(folder).generate_until(ask(*prompts, repeats=3, task="t", **settings), disable_tqdm=True)
-    assert len({key_of(t, d, r) for t in ("a", "b") for d in range(9) for r in range(9)}) == 2 * 81
+    assert len({key_of(t, d, i, r) for t in ("a", "b") for d in range(5) for i in range(5) for r in range(5)}) == 250
 
 
 @pytest.mark.parametrize("settings", [{}, {"do_sample": True}, {"do_sample": True, "temperature": 0.5, "top_k": 5}])
@@ -213,6 +217,30 @@ def test_prompts_too_long_are_cut_from_the_left_and_counted(folder):
         lm.generate_until(ask("a", max_gen_toks=64), disable_tqdm=True)
 
 
+def test_a_response_cache_keeps_generations_of_other_laws_apart(folder, tmp_path):
+    from lm_eval.api.model import CachingLM
+
+    def texts(repeats=1, settings=None, **arguments):
+        cached = CachingLM(model(folder, **arguments), str(tmp_path / f"{arguments['rule']}.db"))
+        return cached.generate_until(ask("a b", "c", repeats=repeats, max_gen_toks=8, **(settings or {})))
+
+    elbo = {"estimator": "elbo", "mc_samples": 8, "rule": "greedy"}  # its own law has no rule
+    decoded = texts(**elbo)
+    assert texts(**elbo) == decoded == model(folder).generate_until(ask("a b", "c", max_gen_toks=8))
+    lm = model(folder, **{**elbo, "rule": "right_to_left"})
+    other = CachingLM(lm, str(tmp_path / "greedy.db")).generate_until(ask("a b", "c", max_gen_toks=8))
+    assert other == model(folder, rule="right_to_left").generate_until(ask("a b", "c", max_gen_toks=8)) != decoded
+    sampled = [texts(3, {"temperature": 9.0}, **elbo) for _ in range(2)]
+    assert sampled[0] == sampled[1] and len(set(sampled[0])) > 2  # repeats stay apart
+
+
+def test_generation_under_a_bound_names_its_rule_and_counts(folder):
+    lm = model(folder, estimator="elbo", mc_samples=8)
+    lm.generate_until(ask("a b", max_gen_toks=8), disable_tqdm=True)
+    info = lm.get_model_info()["duel"]
+    assert info["generated"] == ["decoding, rule=greedy:k=1, block=4"] and info["tokens"] == 8
+
+
 def test_the_end_of_text_ends_a_generation(folder):
     lm = model(folder)
     (text,) = lm.generate_until(ask("a b", max_gen_toks=8), disable_tqdm=True)
@@ -237,6 +265,9 @@ def test_a_chat_template_writes_its_bos_once(folder):
     prompt = lm.apply_chat_template([{"role": "user", "content": "a b"}])
     assert prompt == "[CLS] a b " and lm.chat_template(True) == lm.tokenizer.chat_template
     assert lm.text.prompt(prompt, 4) == lm.text.prompt("a b", 4)
+    requests = [Instance("loglikelihood", {}, (text, "c d"), 0, metadata=("toy", 0, 1)) for text in (prompt, "a b ")]
+    first, second = lm.loglikelihood(requests, disable_tqdm=True)
+    assert first[0] == pytest.approx(second[0], abs=1e-4)
     assert lm.chat_template(False) == ""
 
 

@@ -172,6 +172,6 @@ def test_plain_texts_keep_their_keys():
     from lm_eval_duel.token_text import keep_apart_in_caches
 
     before = model.hash_args("loglikelihood_rolling", ("a b",))
-    keep_apart_in_caches()
+    keep_apart_in_caches("law")
     assert model.hash_args("loglikelihood_rolling", ("a b",)) == before
     assert SimpleNamespace(hash=model.hash_args("loglikelihood_rolling", (TokenText("a b", [1]),))).hash != before

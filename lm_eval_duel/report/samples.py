@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.options import TOKENS
+from lm_eval_duel.options import MADE, TOKENS
 
 METRICS = ("token_perplexity", "perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")  # by preference
 
@@ -54,7 +54,7 @@ def _digest(record: dict[str, Any], rolling: bool) -> str:
     """
     doc, whole = record.get("doc"), record.get("doc_hash") or record["doc_id"]
     if isinstance(doc, dict) and TOKENS in doc:
-        rest = {key: value for key, value in doc.items() if key not in (TOKENS, "tokenizer" if "ids" in doc else None)}
+        rest = {key: value for key, value in doc.items() if key not in (TOKENS, MADE, "tokenizer" if "ids" in doc else None)}
         whole = hashlib.sha256(json.dumps(rest, sort_keys=True, default=str).encode()).hexdigest()
     scored = [record.get("target_hash"), None if rolling else record.get("prompt_hash")]
     return " ".join(str(part) for part in (whole, *scored) if part)
