@@ -54,7 +54,8 @@ def _digest(record: dict[str, Any], rolling: bool) -> str:
     """
     doc, whole = record.get("doc"), record.get("doc_hash") or record["doc_id"]
     if isinstance(doc, dict) and TOKENS in doc:
-        rest = {key: value for key, value in doc.items() if key not in (TOKENS, MADE, "tokenizer" if "ids" in doc else None)}
+        apart = {TOKENS, MADE} | ({"tokenizer"} if "ids" in doc else set())
+        rest = {key: value for key, value in doc.items() if key not in apart}
         whole = hashlib.sha256(json.dumps(rest, sort_keys=True, default=str).encode()).hexdigest()
     scored = [record.get("target_hash"), None if rolling else record.get("prompt_hash")]
     return " ".join(str(part) for part in (whole, *scored) if part)
