@@ -9,19 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from lm_eval_duel import copies
 from lm_eval_duel.errors import DuelError, unknown
-
-if TYPE_CHECKING:
-    import pyarrow
 
 CONVERTED = "refs/convert/parquet"  # the branch into which the hub once converted repositories with scripts
 SHARD = re.compile(r"-(\d{5})-of-(\d{5})$")
-SAVED = "dataset_info.json"  # what `datasets` writes beside what it saves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +190,7 @@ def texts(name: str, data_dir: str | None = None, rows: int | None = None) -> li
     corpus, place = find(name), source(name, data_dir)
     if rows is None:
         _check_whole(name, corpus, Path(place))
-    table = _table(place)
+    table = copies.table(place)
     for column in corpus.columns:
         if column not in table.column_names:
             raise DuelError(
@@ -252,7 +247,7 @@ def _check_whole(name: str, corpus: Corpus, place: Path) -> None:
     own = corpus.sha256 and place.is_file() and place.name == Path(corpus.file).name
     if own and _sha256(str(place)) != corpus.sha256:
         raise DuelError(f"{place} is not the {name} that is pinned (another SHA-256): delete it and load it again.")
-    numbers = [SHARD.search(file.stem) for file in (_files(place) if place.is_dir() else [])]
+    numbers = [SHARD.search(file.stem) for file in (copies.files(place) if place.is_dir() else [])]
     there = {(int(found[1]), int(found[2])) for found in numbers if found}
     for count in {of for _, of in there}:
         wanted = {count - 1} if corpus.last else set(range(count))
@@ -264,61 +259,17 @@ def _local(name: str, corpus: Corpus, folder: Path) -> str:
     """A copy below `folder`: NAME.parquet (.jsonl, .json), the hub's own layout, or a folder NAME of such files or
     saved by `datasets`."""
     repo, saved = corpus.repo.split("/")[-1], folder / name
-    places = [*(folder / f"{name}{ending}" for ending in FORMATS), folder / corpus.repo / corpus.file]
+    places = [*(folder / f"{name}{ending}" for ending in copies.FORMATS), folder / corpus.repo / corpus.file]
     places += [folder / repo / corpus.file, saved / corpus.split, saved]  # a dict of splits is saved in folders of them
     if name == "openwebtext_1k":  # the same file
-        places += [*(folder / f"openwebtext{ending}" for ending in FORMATS), folder / "openwebtext"]
+        places += [*(folder / f"openwebtext{ending}" for ending in copies.FORMATS), folder / "openwebtext"]
     for place in places:
-        if place.is_file() or (place.is_dir() and ((place / SAVED).exists() or _files(place))):
+        if place.is_file() or (place.is_dir() and ((place / copies.SAVED).exists() or copies.files(place))):
             return str(place)
     raise DuelError(
         f"No copy of {name} in {folder}: wanted {name}.parquet, .jsonl or .json there, a folder {name} of such files "
         f"or saved by `datasets`, or {repo}/{corpus.file}."
     )
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.iterdir() if file.suffix in FORMATS)
-
-
-def _table(place: str) -> pyarrow.Table:
-    """The rows of a file, of a folder of files, or of what `datasets` saved.
-
-    Read as they stand: `datasets` would write a second copy of everything into its cache, and find old ones there.
-    """
-    import pyarrow
-
-    path = Path(place)
-    try:
-        if (path / SAVED).exists():
-            import datasets
-
-            return datasets.load_from_disk(place).with_format("arrow")[:]
-        parts = [FORMATS[file.suffix](file) for file in (_files(path) if path.is_dir() else [path])]
-        return pyarrow.concat_tables(parts, promote_options="default")
-    except Exception as error:  # whatever the readers raise: cut off in the middle, not this format, not readable
-        reason = str(error).splitlines() or [""]
-        raise DuelError(f"{place} cannot be read ({type(error).__name__}: {reason[0]}): load it again.") from error
-
-
-def _parquet(file: Path) -> pyarrow.Table:
-    import pyarrow.parquet
-
-    return pyarrow.parquet.read_table(file)
-
-
-def _json(file: Path) -> pyarrow.Table:
-    """A record a line, or one list of records."""
-    import pyarrow
-
-    with open(file, encoding="utf-8") as content:
-        first = content.read(1)
-        content.seek(0)
-        records = json.load(content) if first == "[" else [json.loads(line) for line in content if line.strip()]
-    return pyarrow.Table.from_pylist(records)
-
-
-FORMATS = {".parquet": _parquet, ".jsonl": _json, ".json": _json}  # readers by the ending of a file
 
 
 def _sha256(file: str) -> str:

@@ -1,0 +1,59 @@
+"""Rows of data on this machine: a file, a folder of files, or what `datasets` saved."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lm_eval_duel.errors import DuelError
+
+if TYPE_CHECKING:
+    import pyarrow
+
+SAVED = "dataset_info.json"  # what `datasets` writes beside what it saves
+
+
+def files(folder: Path) -> list[Path]:
+    """The files of rows in a folder."""
+    return sorted(file for file in folder.iterdir() if file.suffix in FORMATS)
+
+
+def table(place: str) -> pyarrow.Table:
+    """The rows of a file, of a folder of files, or of what `datasets` saved.
+
+    Read as they stand: `datasets` would write a second copy of everything into its cache, and find old ones there.
+    """
+    import pyarrow
+
+    path = Path(place)
+    try:
+        if (path / SAVED).exists():
+            import datasets
+
+            return datasets.load_from_disk(place).with_format("arrow")[:]
+        parts = [FORMATS[file.suffix](file) for file in (files(path) if path.is_dir() else [path])]
+        return pyarrow.concat_tables(parts, promote_options="default")
+    except Exception as error:  # whatever the readers raise: cut off in the middle, not this format, not readable
+        reason = str(error).splitlines() or [""]
+        raise DuelError(f"{place} cannot be read ({type(error).__name__}: {reason[0]}): load it again.") from error
+
+
+def _parquet(file: Path) -> pyarrow.Table:
+    import pyarrow.parquet
+
+    return pyarrow.parquet.read_table(file)
+
+
+def _json(file: Path) -> pyarrow.Table:
+    """A record a line, or one list of records."""
+    import pyarrow
+
+    with open(file, encoding="utf-8") as content:
+        first = content.read(1)
+        content.seek(0)
+        records = json.load(content) if first == "[" else [json.loads(line) for line in content if line.strip()]
+    return pyarrow.Table.from_pylist(records)
+
+
+FORMATS = {".parquet": _parquet, ".jsonl": _json, ".json": _json}  # readers by the ending of a file
