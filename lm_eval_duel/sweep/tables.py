@@ -168,8 +168,8 @@ def _notes(report: Report) -> list[str]:
     if shared["evaluated"] < shared["steps"]:
         saved = 1 - shared["evaluated"] / shared["steps"]
         notes.append(
-            f"The task's text took {shared['steps']:,} rule steps over all settings that read the state alone, and "
-            f"{shared['evaluated']:,} states were evaluated, each once ({saved:.0%} saved)."
+            f"The task's text took {shared['steps']:,} rule steps over all settings that read the state alone; "
+            f"{shared['evaluated']:,} states were evaluated for them ({saved:.0%} saved)."
         )
     if report["scorer"]:
         again = "" if report["reference"]["generative"]["same_ids"] else ", in its own tokens"
