@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +12,13 @@ import lm_eval
 import pytest
 import tiny
 import torch
+from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
+from lm_eval.tasks import TaskManager
 from toys import BlockCausal, Toy
 
 from lm_eval_duel import denoisers, trace
+from lm_eval_duel.demo import resolve as demo_folder
 from lm_eval_duel.denoisers.tempered import Tempered
 from lm_eval_duel.duel import Duel
 from lm_eval_duel.errors import DuelError
@@ -367,3 +371,34 @@ def test_generation_tasks_run_through_the_command_line(tmp_path):
             sample = json.loads(line)
             (record,) = (r for r in records if (r["task"], r["doc"]) == (task, int(sample["doc_id"])))
             assert sample["resps"][0][0] == record["text"] and record["generated"] == "decoding"
+
+
+def test_chat_templates_system_instructions_and_turns(tmp_path):
+    """--apply_chat_template, --system_instruction, --fewshot_as_multiturn: the prompt is what the template writes."""
+    shutil.copytree(demo_folder("demo-mdm"), tmp_path / "chat")
+    template = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}[assistant] "
+    (tmp_path / "chat" / "chat_template.jinja").write_text(template)
+    (tmp_path / "sums.jsonl").write_text(
+        "".join(json.dumps({"question": f"{n}+{n}?", "answer": f"{2 * n}"}) + "\n" for n in (1, 2, 3))
+    )
+    stock = Path(lm_eval.__file__).parent / "tasks" / "gsm8k" / "gsm8k.yaml"
+    (tmp_path / "stock.yaml").write_text(STOCK.format(folder=tmp_path, stock=stock))
+    run = simple_evaluate(
+        model="duel-mdm",
+        model_args=f"pretrained={tmp_path}/chat,block=8",
+        device="cpu",
+        tasks=["stock_generation"],
+        task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
+        gen_kwargs="max_gen_toks=8",
+        apply_chat_template=True,
+        fewshot_as_multiturn=True,
+        system_instruction="Add.",
+        limit=2,
+        bootstrap_iters=0,
+    )
+    assert run["config"]["duel"]["generated"] == ["decoding"]
+    for sample in run["samples"]["stock_generation"]:
+        lines = sample["arguments"][0][0].splitlines()
+        roles = [line.split("]")[0] for line in lines]
+        assert roles == ["[system", "[user", "[assistant", "[user", "[assistant"] and lines[0] == "[system] Add."
+        assert isinstance(sample["resps"][0][0], str)
