@@ -399,6 +399,6 @@ def test_chat_templates_system_instructions_and_turns(tmp_path):
     assert run["config"]["duel"]["generated"] == ["decoding"]
     for sample in run["samples"]["stock_generation"]:
         lines = sample["arguments"][0][0].splitlines()
-        roles = [line.split("]")[0] for line in lines]
+        roles = [line.split("]")[0] for line in lines if line.startswith("[")]
         assert roles == ["[system", "[user", "[assistant", "[user", "[assistant"] and lines[0] == "[system] Add."
         assert isinstance(sample["resps"][0][0], str)
