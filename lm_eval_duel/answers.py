@@ -108,37 +108,51 @@ class Answering(Ranked):
 
         A sample is seeded by (draw_seed, task, document, request, repeat); temperature 0 is decoding.
         """
-        from lm_eval_duel.generation import Generator, Settings, key_of
+        from lm_eval_duel.generation import Settings
 
         groups: dict[Settings, list[int]] = {}
-        repeats: dict[int, int] = {}
-        keys, repeat = [], []
+        asked: dict[int, int] = {}
+        repeats = []  # how often the same request came before
         for r, request in enumerate(requests):
             with _naming(request):
                 groups.setdefault(Settings.of(request.args[1]), []).append(r)
-            repeats[id(request)] = repeats.get(id(request), -1) + 1
-            repeat.append(repeats[id(request)])
-            keys.append(key_of(request.task_name, request.doc_id, request.idx, repeat[-1]))
-        answers, extra = [""] * len(requests), _padding(requests)
+            repeats.append(asked.get(id(request), 0))
+            asked[id(request)] = repeats[-1] + 1
+        answers = [""] * len(requests)
         total = sum(settings.length * len(group) for settings, group in groups.items())
         with tqdm(total=total, desc="generate_until", unit="tok", disable=disable_tqdm or self.rank != 0) as bar:
             for settings, group in groups.items():
-                generator = Generator(self._duel, self.text, settings, self.options.draw_seed)
-                under = "" if self.estimator.decodes else f", rule={self._duel.rule}, block={self._duel.block}"
-                self.generated.add(settings.words + under)
-
-                def done(n: int, text: str, window: Window, drawn: Drawn, group: list[int] = group) -> None:
-                    request, answers[group[n]] = requests[group[n]], text
-                    bar.update(settings.length)  # noqa: B023 - called before the next settings come
-                    bar.set_postfix_str(f"NFE {self._duel.counts.nfe}")
-                    self.cache_hook.add_partial("generate_until", request.args, text)
-                    if group[n] not in extra and self.trace:
-                        said = {"repeat": repeat[group[n]], "generated": settings.words, "text": text}  # noqa: B023
-                        self._write_trace(request, [window], [drawn], {**said, "tail": drawn.tail}, self._duel)
-
-                with self._timed([requests[r] for r in group]):
-                    generator([requests[r].args[0] for r in group], [keys[r] for r in group], done)
+                texts = self._generate(settings, [requests[r] for r in group], [repeats[r] for r in group], bar)
+                for r, text in zip(group, texts, strict=True):
+                    answers[r] = text
         return answers
+
+    def _generate(self, settings: Settings, requests: list[Instance], repeats: list[int], bar: tqdm) -> list[str]:
+        """The texts of requests of one kind of settings."""
+        from lm_eval_duel.generation import Generator, key_of
+
+        under = "" if self.estimator.decodes else f", rule={self._duel.rule}, block={self._duel.block}"
+        self.generated.add(settings.words + under)
+        texts = [""] * len(requests)
+
+        def done(n: int, text: str, window: Window, drawn: Drawn) -> None:
+            texts[n], request = text, requests[n]
+            bar.update(settings.length)
+            bar.set_postfix_str(f"NFE {self._duel.counts.nfe}")
+            self.cache_hook.add_partial("generate_until", request.args, text)
+            if repeats[n] < (request.repeats or 1):  # else it fills up a rank
+                said = {"repeat": repeats[n], "generated": settings.words + under, "text": text, "tail": drawn.tail}
+                self._write_trace(request, [window], [drawn], said, self._duel)
+
+        keys = [
+            key_of(request.task_name, request.doc_id, request.idx, repeat)
+            for request, repeat in zip(requests, repeats, strict=True)
+        ]
+        with self._timed(requests):
+            Generator(self._duel, self.text, settings, self.options.draw_seed)(
+                [request.args[0] for request in requests], keys, done
+            )
+        return texts
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """A conversation as the tokenizer's template writes it."""
