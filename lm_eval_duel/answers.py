@@ -226,7 +226,7 @@ class Answering(Ranked):
                 if not parts:
                     complete(r)
             with self._timed([requests[r] for r, _ in owner]):
-                self.estimator.log_prob([window for parts in windows for window in parts], done)
+                self.estimator.log_prob([window for parts in windows for window in parts], done, keep=False)
         if blank := self.estimator.counts.blank_starts - blank:
             log.info(
                 "%d blocks started with nothing in view: all cells tie exactly, the lowest position goes first", blank

@@ -93,7 +93,7 @@ class Duel(Estimator):
                         f"Window {n}: the steps of a block must be 0..n-1 without gaps, not {sorted(inside)}."
                     )
             rule = _Replay(tuple(order))
-            results += self._score([window], lambda opened, emit, rule=rule: self._follow(opened, emit, rule), None)
+            results += self._score([window], lambda opened, emit, rule=rule: self._follow(opened, emit, rule))
         return results
 
     def sample(

@@ -97,13 +97,13 @@ class Estimator(abc.ABC):
         """What has been computed so far."""
         return self._loop.counts
 
-    def log_prob(self, windows: Sequence[Window], on_done: OnDone | None = None) -> list[Scored]:
-        """The nats of each window, in order.
+    def log_prob(self, windows: Sequence[Window], on_done: OnDone | None = None, keep: bool = True) -> list[Scored]:
+        """The nats of each window, in order; `on_done(index, result)` as each finishes.
 
-        Equal windows are scored once, and so are equal rows of different ones. With `on_done(index, result)`, which is
-        called as each finishes, nothing else keeps the results: the list is empty.
+        Equal windows are scored once, and so are equal rows of different ones. `keep=False`: results go to `on_done`
+        alone, and the list is empty.
         """
-        return self._score(windows, self._score_group, on_done)
+        return self._score(windows, self._score_group, on_done, keep)
 
     @abc.abstractmethod
     def describe(self) -> dict[str, object]:
@@ -122,20 +122,24 @@ class Estimator(abc.ABC):
         """Score one group of windows; `emit(row, result)` for each."""
 
     def _score(
-        self, windows: Sequence[Window], score: Callable[[Opened, OnDone], None], on_done: OnDone | None
+        self,
+        windows: Sequence[Window],
+        score: Callable[[Opened, OnDone], None],
+        on_done: OnDone | None = None,
+        keep: bool = True,
     ) -> list[Scored]:
         check_windows(self.denoiser, self.block, self.grid, windows)
         same: dict[Window, list[int]] = {}  # equal windows are scored once
         for n, window in enumerate(windows):
             same.setdefault(window, []).append(n)
-        results = [] if on_done else [self.nothing] * len(windows)
+        results = [self.nothing] * len(windows) if keep else []
 
         def emit(n: int, scored: Scored) -> None:
             for one in same[windows[n]]:
+                if keep:
+                    results[one] = scored
                 if on_done:
                     on_done(one, scored)
-                else:
-                    results[one] = scored
 
         unique = [numbers[0] for numbers in same.values()]
         for n in unique:

@@ -111,6 +111,7 @@ def test_groups_hold_their_tasks(copies, name, members):
     assert list(found["groups"]) == [name]
 
 
+@pytest.mark.slow
 def test_the_harness_validates_every_name():
     names = ",".join([*KNOWN, *GROUPS])
     done = lm_eval("validate", "--tasks", names, "--include_path", tasks.task_folder())

@@ -346,6 +346,7 @@ num_fewshot: 1
 """
 
 
+@pytest.mark.slow
 def test_generation_tasks_run_through_the_command_line(tmp_path):
     """A task of our own and the stock gsm8k on a fixture, two settings; what is printed is in the samples."""
     questions = [{"question": "The state of the union is", "answer": "strong"}, {"question": "We", "answer": "must"}]

@@ -232,6 +232,7 @@ def test_a_misspelt_convention_is_refused(copies):
         tasks.wrapped("ag_news", **found["model_args"], **{**found["metadata"], "remainder": "oficial"})
 
 
+@pytest.mark.slow
 def test_the_command_line_takes_a_recipe(copies, tmp_path):
     """`run --config`, as the README has it, with the tasks known."""
     name = "oracle/bd3lm_block4"
