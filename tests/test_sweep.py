@@ -459,3 +459,18 @@ def test_a_journal_drops_a_line_that_was_cut_off(tmp_path):
     again.add({"window": 1})
     assert store.Journal(tmp_path, "windows", {"law": 1}).lines == [{"window": 0}, {"window": 1}]
     assert store.Journal(tmp_path, "windows", {"law": 2}).lines == []
+
+
+def test_names_families_and_caps():
+    """A line of the figure is a rule, whatever its user typed; a k above the block is another name of the block's."""
+    found = asked.settings("l2r,left_to_right,random:seed=3", "1,8,32", "0.5")
+    assert {setting.family for setting in found} == {"left_to_right", "random:seed=3", "threshold"}
+    capped = {asked.cap(setting, 8).name for setting in found if setting.k}
+    assert capped == {f"{rule}:k={k}" for rule in ("left_to_right",) for k in (1, 8)} | {
+        "random:k=1:seed=3",
+        "random:k=8:seed=3",
+    }
+
+
+def test_json_has_no_infinity():
+    assert tables.finite({"a": [1.0, float("inf")], "b": (float("nan"), "x")}) == {"a": [1.0, None], "b": [None, "x"]}

@@ -93,7 +93,8 @@ def settings(named: str, ks: str, mus: str) -> list[Setting]:
         if not any(field.name == "k" for field in dataclasses.fields(rule)):
             found.append(Setting(rules.parse(text), _family(rules.parse(text))))
             continue
-        found += [Setting(rules.parse(f"{text}:k={k}"), text, k) for k in counts]
+        parsed = [(rules.parse(f"{text}:k={k}"), k) for k in counts]
+        found += [Setting(rule, _family(rule), k) for rule, k in parsed]
     for mu in _parts(mus):
         found.append(Setting(rules.parse(f"threshold:mu={mu}"), "threshold"))
     if not found:
@@ -106,14 +107,17 @@ def capped(found: Sequence[Setting], block: int | None) -> tuple[list[Setting], 
     largest = max((setting.k or 0 for setting in found), default=0)
     if block is None or largest <= block:
         return list(found), []
-    kept: dict[str, Setting] = {}
-    for setting in found:
-        if setting.k and setting.k > block:
-            setting = dataclasses.replace(setting, rule=dataclasses.replace(setting.rule, k=block), k=block)
-        kept[str(setting.rule)] = setting
+    kept = {str(setting.rule): setting for setting in (cap(setting, block) for setting in found)}
     return list(kept.values()), [
         f"k above the block of {block} reveals all of it in one step: k={block} stands for it."
     ]
+
+
+def cap(setting: Setting, block: int | None) -> Setting:
+    """A setting with no k above the block."""
+    if block is None or not setting.k or setting.k <= block:
+        return setting
+    return dataclasses.replace(setting, rule=dataclasses.replace(setting.rule, k=block), k=block)
 
 
 def pairs(text: str, found: Sequence[Setting]) -> list[str]:
@@ -130,7 +134,10 @@ def pairs(text: str, found: Sequence[Setting]) -> list[str]:
 
 
 def _family(rule: rules.Rule) -> str:
-    return str(rule).split(":")[0]
+    """A rule without what sets its speed, and without defaults, whatever its user typed: one line of the figure."""
+    speed = [f"{name}={getattr(rule, name)}" for name in ("k", "mu", "gamma") if hasattr(rule, name)]
+    default = [f"{f.name}={f.default}" for f in dataclasses.fields(rule) if f.default is not dataclasses.MISSING]
+    return ":".join(part for part in str(rule).split(":") if part not in (*speed, *default))
 
 
 def _parts(text: str) -> list[str]:

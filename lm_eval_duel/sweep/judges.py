@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -27,6 +28,7 @@ class Scorer:
         self.exact = Exact(denoiser)
         self.text = Text(self.tokenizer, denoiser, "independent", 1)
         self.same = self.text.fingerprint == written.fingerprint
+        self.notes: list[str] = []
         self.fingerprint = digest({**denoiser.describe(), **self.exact.describe(), **self.text.describe()})
         log.info("generative perplexity under %s, %s", name, "in the samples' ids" if self.same else "tokenized anew")
 
@@ -38,6 +40,11 @@ class Scorer:
             found = self.text.document(ids)
             windows += found
             owner += [n] * len(found)
+        if cut := sum(count > 1 for count in Counter(owner).values()):
+            self.notes = [
+                f"{cut} texts are longer than the {self.text.capacity} positions of {self.name} and were scored in "
+                "pieces, each from scratch: their generative perplexity is too high. A shorter --length fits."
+            ]
         nats, tokens = [0.0] * len(samples), [0] * len(samples)
         for n, window, scored in zip(owner, windows, self.exact.log_prob(windows), strict=True):
             nats[n] += scored.log_prob

@@ -19,7 +19,7 @@ from lm_eval_duel.estimator import Value
 from lm_eval_duel.lm import DuelMDM
 from lm_eval_duel.options import BUNDLED, Options
 from lm_eval_duel.sweep import corpus, judges, metrics, store
-from lm_eval_duel.sweep.asked import OURS, Setting, capped
+from lm_eval_duel.sweep.asked import OURS, Setting, cap, capped
 from lm_eval_duel.sweep.measure import Measuring, Sample
 from lm_eval_duel.sweep.shared import Followed
 from lm_eval_duel.windows import Window
@@ -52,8 +52,11 @@ class Sweep:
             self.duel(setting)  # refuses what is no law of this network
         self.scorer = judges.Scorer(asked.scorer, model.text, str(model.device)) if asked.scorer else None
         self.context = model.text.prompt("", asked.length) if asked.samples else []
-        if asked.mauve and (count := len(self._pieces())) < asked.samples:
-            self.notes.append(f"MAUVE: {count} references for {asked.samples} samples; the task has no more text.")
+        if asked.samples and (count := len(self._pieces())) < asked.samples:
+            self.notes.append(
+                f"The task's own text is {count} pieces of {asked.length} tokens beside {asked.samples} samples: fewer "
+                "have more distinct n-grams (and MAUVE fewer references)."
+            )
 
     def duel(self, setting: Setting) -> Duel:
         return Duel(self.model.denoiser, setting.rule, **self.measuring.place)
@@ -75,7 +78,7 @@ class Sweep:
         left = [setting.rule for setting, found in zip(self.settings, kept, strict=True) if found is None]
         scored = self.measuring.under(self.windows, left, f"text of {asked.tasks}")
         rows = [
-            found or self._setting(setting, scored[str(setting.rule)])
+            found | self._named(setting) if found else self._setting(setting, scored[str(setting.rule)])
             for setting, found in zip(self.settings, kept, strict=True)
         ]
         tokens, units = sum(len(window.target) for window in self.windows), self.corpus.units
@@ -93,7 +96,7 @@ class Sweep:
             "kl": self._kl(),
             "elbo": self._elbo(),
             "shared": self.measuring.sharing(self.windows),
-            "notes": self.notes,
+            "notes": self.notes + (self.scorer.notes if self.scorer else []),
         }
         return report | {"seconds": time.perf_counter() - began}
 
@@ -111,12 +114,16 @@ class Sweep:
     def _setting(self, setting: Setting, scored: list[Followed]) -> dict[str, Any]:
         """One setting's figures, kept at once."""
         questions = self.questions(setting)
-        found = {"name": setting.name, "family": setting.family, "k": setting.k, "rule": str(setting.rule)}
+        found = self._named(setting) | {"rule": str(setting.rule)}
         found |= {"fingerprint": questions["law"], "asked": questions, "law": self.law(setting)}
         found["text"] = self._text(scored)
         found["samples"] = self._samples(setting) if self.asked.samples else None
         store.write(store.setting_file(self.folder, questions), json.dumps(found, indent=1) + "\n")
         return found
+
+    def _named(self, setting: Setting) -> dict[str, Any]:
+        """How tables and lines call it."""
+        return {"name": setting.name, "family": setting.family, "k": setting.k}
 
     # ------------------------------------------------------------ parts of it
 
@@ -168,15 +175,18 @@ class Sweep:
         return found | {"generative": {"perplexity": metrics.perplexity(each), **judged}}
 
     def _pieces(self) -> list[tuple[int, ...]]:
-        """The task's text in pieces as long as a sample, or shorter at a window's end; as many as samples, at most."""
-        length, found = self.asked.length, []
-        for window in self.windows:
-            found += [window.target[start : start + length] for start in range(0, len(window.target), length)]
-        return found[: self.asked.samples]
+        """The task's text, one window after the other, in pieces as long as a sample; as many as samples, at most.
+
+        All measures depend on length: a shorter piece has a lower entropy, fewer have more distinct n-grams.
+        """
+        length, stream = self.asked.length, [token for window in self.windows for token in window.target]
+        whole = range(0, len(stream) - length + 1, length)
+        return [tuple(stream[start : start + length]) for start in whole][: self.asked.samples]
 
     def _reference(self) -> dict[str, Any] | None:
         """What the task's own text is like, by the same measures."""
-        return self._looks(self._pieces()) if self.asked.samples else None
+        pieces = self._pieces() if self.asked.samples else []
+        return self._looks(pieces) if pieces else None
 
     def _mauve(self, drawn: Sequence[Sequence[int]]) -> float:
         told = [[judges.decode(self.model.text, ids) for ids in each] for each in (drawn, self._pieces())]
@@ -185,7 +195,10 @@ class Sweep:
     def _kl(self) -> list[dict[str, Any]]:
         """KL between settings, from samples of one scored under the other."""
         every = self.asked.kl == "all"  # those that stand for a k above the block too
-        chosen = [setting for setting in self.settings if every or setting.name in self.asked.pairs]
+        names = {
+            cap(one, self.model.estimator.block).name for one in self.asked.settings if one.name in self.asked.pairs
+        }
+        chosen = [setting for setting in self.settings if every or setting.name in names]
         if not self.asked.samples or len(chosen) < 2:
             return []
         found, suffix = [], tuple(self.model.text.suffix)

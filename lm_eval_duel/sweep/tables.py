@@ -36,7 +36,16 @@ def write(report: dict[str, Any], folder: Path) -> None:
     else:
         report["notes"] = [*report["notes"], MISSING]
     store.write(folder / "sweep.md", markdown(report))
-    store.write(folder / "sweep.json", json.dumps(report, indent=1) + "\n")
+    store.write(folder / "sweep.json", json.dumps(finite(report), indent=1, allow_nan=False) + "\n")
+
+
+def finite(value: Any) -> Any:
+    """A report with null for what JSON has no number for: the perplexity of a text of probability 0."""
+    if isinstance(value, dict):
+        return {key: finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def console(report: Report) -> str:
@@ -168,10 +177,10 @@ def _notes(report: Report) -> list[str]:
     if shared["evaluated"] < shared["steps"]:
         saved = 1 - shared["evaluated"] / shared["steps"]
         notes.append(
-            f"The task's text took {shared['steps']:,} rule steps over all settings that read the state alone; "
-            f"{shared['evaluated']:,} states were evaluated for them ({saved:.0%} saved)."
+            f"The task's text took {shared['steps']:,} rule steps so far, over all settings that read the state alone "
+            f"and all runs in this folder; {shared['evaluated']:,} states were evaluated for them ({saved:.0%} saved)."
         )
     if report["scorer"]:
-        again = "" if report["reference"]["generative"]["same_ids"] else ", in its own tokens"
+        again = "" if report["settings"][0]["samples"]["generative"]["same_ids"] else ", in its own tokens"
         notes.append(f"Generative perplexity under {report['scorer']}{again}, +- standard error over samples.")
     return notes
