@@ -181,9 +181,8 @@ class Elbo(Estimator):
                 level = (self.denoiser.schedule(t),)  # (R,)
                 chance, weight = -torch.expm1(-level[0]), torch.expm1(level[0]) / t
             hidden = lanes.hidden & (uniform(*keys) < chance[:, None])  # (R, W)
-        tokens = torch.where(lanes.hidden & ~hidden, opened.truth(lanes), lanes.tokens)  # (R, W)
         memory = tuple(plane[:, None].expand_as(hidden) for plane in (weight, *level))
-        return dataclasses.replace(lanes, hidden=hidden, tokens=tokens, memory=memory)
+        return dataclasses.replace(opened.hide(lanes, hidden), memory=memory)
 
     def _merged(self, lanes: Lanes, place: torch.Tensor, draw: torch.Tensor) -> Lanes:
         """The draws that hide something, equal ones of a span `place` (R,) once; the weight becomes (R, W, S), by

@@ -60,6 +60,11 @@ class Opened:
         """Fresh lanes at (row, first column, width)."""
         return fresh(self.rows, places)
 
+    def hide(self, lanes: Lanes, hidden: torch.Tensor) -> Lanes:
+        """Fresh lanes with `hidden` (R, W) of their cells still hidden and the truth at the others."""
+        tokens = torch.where(lanes.hidden & ~hidden, self.truth(lanes), lanes.tokens)  # (R, W)
+        return dataclasses.replace(lanes, hidden=hidden, tokens=tokens)
+
 
 class Estimator(abc.ABC):
     """A denoiser, a block and a way to combine nats.

@@ -134,8 +134,7 @@ class Lattice(Estimator):
             tables.begin(lanes)
             each = lanes.select(block)
             hidden = each.hidden & (number[:, None] >> cell_of(each.hidden).clamp(min=0) & 1).bool()  # (R, W)
-            tokens = torch.where(each.hidden & ~hidden, opened.truth(each), each.tokens)  # (R, W)
-            yield dataclasses.replace(each, hidden=hidden, tokens=tokens)
+            yield opened.hide(each, hidden)
 
 
 class Tables:

@@ -13,12 +13,13 @@ import dataclasses
 
 import torch
 
+from lm_eval_duel.denoisers.altered import Altered
 from lm_eval_duel.denoisers.base import Cells, Denoiser, View
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.lanes import Lanes, Rows
 
 
-class Guided(Denoiser):
+class Guided(Altered):
     """A bidirectional denoiser under classifier-free guidance; two forwards a step."""
 
     def __init__(self, plain: Denoiser, scale: float):
@@ -28,18 +29,8 @@ class Guided(Denoiser):
                 f"{' that predicts from the token before' if plain.shift else ''} cannot do without; "
                 "leave cfg_scale out."
             )
-        self.plain, self.scale = plain, scale
-        for name in Denoiser.__annotations__:
-            setattr(self, name, getattr(plain, name))
-        self.model = getattr(plain, "model", None) or getattr(plain, "network", None)
-
-    @property
-    def layers(self) -> torch.nn.Module:
-        return self.plain.layers
-
-    @property
-    def excluded(self) -> torch.Tensor:
-        return self.plain.excluded
+        super().__init__(plain)
+        self.scale = scale
 
     def head(self, features: torch.Tensor) -> torch.Tensor:
         conditional, unconditional = (self.plain.head(half) for half in features.unbind(1))  # (U, V) each

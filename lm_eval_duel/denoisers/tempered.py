@@ -11,12 +11,13 @@ import math
 
 import torch
 
+from lm_eval_duel.denoisers.altered import Altered
 from lm_eval_duel.denoisers.base import Cells, Denoiser, KeysValues, View
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.lanes import Lanes, Rows
 
 
-class Tempered(Denoiser):
+class Tempered(Altered):
     """`plain` with its distributions sharpened (temperature < 1), flattened or cut.
 
     `top_k`: tokens kept; None: all. `top_p`: kept are the fewest most probable tokens that hold at least this much.
@@ -37,18 +38,8 @@ class Tempered(Denoiser):
             raise DuelError(f"top_k is a number of tokens, at least 1; got {top_k}.")
         if not 0 < top_p <= 1:
             raise DuelError(f"top_p is a probability above 0, at most 1; got {top_p}.")
-        self.plain, self.temperature, self.top_k, self.top_p = plain, temperature, top_k, top_p
-        for name in Denoiser.__annotations__:
-            setattr(self, name, getattr(plain, name))
-        self.model = getattr(plain, "model", None) or getattr(plain, "network", None)
-
-    @property
-    def layers(self) -> torch.nn.Module:
-        return self.plain.layers
-
-    @property
-    def excluded(self) -> torch.Tensor:
-        return self.plain.excluded
+        super().__init__(plain)
+        self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
 
     def stream(self, *arguments: torch.Tensor, **options: torch.Tensor) -> tuple[torch.Tensor, list[KeysValues]]:
         return self.plain.stream(*arguments, **options)

@@ -160,8 +160,7 @@ class Walks:
         self.states.index_add_(0, block, torch.ones_like(block))
         lanes = self.fresh.select(block)
         self.seen.index_add_(0, lanes.row, torch.ones_like(block))
-        tokens = torch.where(lanes.hidden & ~hidden, self.opened.truth(lanes), lanes.tokens)  # (r, W)
-        return dataclasses.replace(lanes, hidden=hidden, tokens=tokens)
+        return self.opened.hide(lanes, hidden)
 
     def finished(self, lanes: Lanes) -> list[int]:
         """The windows of these lanes that have no block left."""
