@@ -8,7 +8,7 @@ import math
 import resource
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -99,6 +99,40 @@ class TaskTotal:
 
 
 @dataclasses.dataclass
+class Verified:
+    """What verify=N found (verify.py), added up over windows and ranks."""
+
+    windows: int = 0
+    tokens: int = 0
+    largest_difference: float = 0.0  # nats, of a window
+    where: str = ""
+    moved_picks: int | None = 0  # positions whose reveal step differs; None: of no one order
+    moved_windows: int = 0  # that have any
+    close_windows: int = 0  # whose run had close picks
+
+    def merge(self, other: Verified) -> None:
+        """More windows added to these."""
+        if other.largest_difference >= self.largest_difference and other.where:
+            self.largest_difference, self.where = other.largest_difference, other.where
+        self.moved_picks = (
+            None if None in (self.moved_picks, other.moved_picks) else self.moved_picks + other.moved_picks
+        )
+        for name in ("windows", "tokens", "moved_windows", "close_windows"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    @property
+    def words(self) -> str:
+        """As in the log."""
+        picks = "no order to compare"
+        if self.moved_picks is not None:
+            picks = f"{self.moved_picks} of {self.tokens} picks moved, in {self.moved_windows} windows"
+        return (
+            f"verify: {self.windows} windows scored again, one row at a time in float32: largest difference "
+            f"{self.largest_difference:.3g} nats ({self.where}); {picks}; {self.close_windows} have close picks"
+        )
+
+
+@dataclasses.dataclass
 class Cost:
     """One rank's account."""
 
@@ -107,6 +141,8 @@ class Cost:
     seconds: float = 0.0  # in the estimator
     peak_memory: int = 0  # bytes
     ranks: int = 1
+    shares: list[Share] = dataclasses.field(default_factory=list)  # of each rank
+    verified: Verified = dataclasses.field(default_factory=Verified)
 
     def count(
         self, task: str, document: Any, windows: Sequence[Window], parts: Sequence[Scored], estimator: Estimator
@@ -134,18 +170,31 @@ class Cost:
         self.seconds = max(self.seconds, other.seconds)
         self.peak_memory = max(self.peak_memory, other.peak_memory)
         self.ranks += other.ranks
+        self.shares += other.shares
+        self.verified.merge(other.verified)
+
+    @property
+    def balance(self) -> str:
+        """As in the log."""
+        parts = (
+            f"{name} {' '.join(f'{each:,.0f}' for each in found['ranks'])} (max/mean {found['max_over_mean'] or 0:.2f})"
+            for name, found in balance(self.shares).items()
+        )
+        return f"balance of {self.ranks} ranks: {', '.join(parts)}"
 
     def describe(self) -> dict[str, Any]:
         """As in the results JSON."""
         windows, nfe, tokens = self.counts["windows"], self.counts["nfe"], self.counts["tokens"]
         return {
             "ranks": self.ranks,
+            "balance": balance(self.shares),
             **self.counts,
             "mean_nfe": nfe / windows if nfe is not None and windows else None,
             "seconds": self.seconds,
             "tokens_per_second": tokens / self.seconds if self.seconds else None,
             "peak_memory_bytes": self.peak_memory,
             "longest_document": max((total.longest_document for total in self.tasks.values()), default=0),
+            "verify": dataclasses.asdict(self.verified) if self.verified.windows else None,
             "tasks": {
                 name: {
                     "documents": len(total.documents),
@@ -158,6 +207,23 @@ class Cost:
                 for name, total in self.tasks.items()
             },
         }
+
+
+class Share(NamedTuple):
+    """What one rank had to do."""
+
+    rows: int
+    tokens: int  # of targets
+    seconds: float
+
+
+def balance(shares: Sequence[Share]) -> dict[str, Any]:
+    """What each rank had to do, and the most of any over the mean: 1 where all had the same."""
+    found: dict[str, Any] = {}
+    for name in Share._fields:
+        each = [getattr(share, name) for share in shares]
+        found[name] = {"ranks": each, "max_over_mean": max(each) * len(each) / sum(each) if sum(each) else None}
+    return found
 
 
 def peak_memory(device: torch.device) -> int:

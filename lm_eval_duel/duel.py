@@ -74,7 +74,7 @@ class Duel(Estimator):
         """The same rule and block on a wrapped network of the same kind; what is computed is counted here."""
         twin = copy.copy(self)
         twin.denoiser, twin._loop = denoiser, RevealLoop(denoiser, self.budget)
-        twin._loop.counts = self.counts
+        twin.counts = self.counts
         return twin
 
     def replay(self, windows: Sequence[Window], steps: Sequence[Sequence[int]]) -> list[Scored]:

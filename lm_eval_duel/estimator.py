@@ -102,6 +102,15 @@ class Estimator(abc.ABC):
         """What has been computed so far."""
         return self._loop.counts
 
+    @counts.setter
+    def counts(self, counts: Counts) -> None:
+        """Count together with another estimator."""
+        self._loop.counts = counts
+
+    def one_by_one(self) -> None:
+        """Every network call holds one row."""
+        self._loop.budget = Budget(1, 1)
+
     def log_prob(self, windows: Sequence[Window], on_done: OnDone | None = None, keep: bool = True) -> list[Scored]:
         """The nats of each window, in order; `on_done(index, result)` as each finishes.
 

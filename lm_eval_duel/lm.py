@@ -1,6 +1,6 @@
 """`duel-mdm`, the model that lm-evaluation-harness sees: a network, an estimator, a tokenizer, and which law they are.
 
-How requests are answered is in answers.py.
+How requests are answered is in answers.py and writing.py.
 """
 
 from __future__ import annotations
@@ -10,25 +10,23 @@ import logging
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from lm_eval_duel import fingerprint
-from lm_eval_duel.answers import Answering
-from lm_eval_duel.errors import DuelError
+from lm_eval_duel import fingerprint, response_cache
 from lm_eval_duel.options import BUNDLED, LATTICE, Options, unread
-from lm_eval_duel.token_text import keep_apart_in_caches
+from lm_eval_duel.writing import Writing
 
 if TYPE_CHECKING:
     from lm_eval.api.model import CacheHook
 
     from lm_eval_duel.cost import Cost
+    from lm_eval_duel.denoisers.base import Denoiser
     from lm_eval_duel.trace import Writer
 
 log = logging.getLogger("lm_eval.duel_mdm")  # the harness shows its own loggers only
 
 LAW_VERSION = 1  # raised when a release changes a number for the same arguments
-CACHE_KEY = "lm_eval_duel law"
 
 
-class DuelMDM(Answering):
+class DuelMDM(Writing):
     """Exact likelihood of a masked diffusion model under a deterministic unmasking rule, and what it is compared with.
 
     Takes the model args of `Options`; raises DuelError for a wrong one before the checkpoint is read.
@@ -42,16 +40,14 @@ class DuelMDM(Answering):
         from lm_eval_duel.cost import Cost
         from lm_eval_duel.text import Text
 
-        device = self.join_ranks(options.device)
+        self._where = self.join_ranks(options.device)
         if options.pretrained is None and self.rank == 0:
             log.info(
                 "no pretrained= given: scoring with demo-mdm, the small bundled demonstration checkpoint. "
                 "Name yours with --model_args pretrained=<folder or hub name>,..."
             )
         self.tokenizer = denoisers.load_tokenizer(vars(options))
-        self.denoiser = denoisers.load(
-            options.pretrained or BUNDLED, device=device, tokenizer=self.tokenizer, **options.network
-        )
+        self.denoiser = self._load()
         self._device = self.denoiser.device
         self.estimator = switch.make(self.denoiser, options)
         self.text = Text(self.tokenizer, self.denoiser, options.windows, self.estimator.block)
@@ -62,6 +58,18 @@ class DuelMDM(Answering):
             if left := unread(arguments, options.estimator):
                 log.info("estimator=%s does not read %s", options.estimator, " and ".join(left))
             log.info("law %s: %s", self.fingerprint, ", ".join(f"{key}={value}" for key, value in self.law.items()))
+
+    def _load(self, **other: Any) -> Denoiser:
+        """The network asked for, or with other args."""
+        from lm_eval_duel import denoisers
+
+        asked = {**self.options.network, **other}
+        return denoisers.load(self.options.pretrained or BUNDLED, device=self._where, tokenizer=self.tokenizer, **asked)
+
+    def fine(self) -> Denoiser:
+        if self.law.get("dtype") in ("float32", "float64"):
+            return self.denoiser
+        return self._load(dtype="float32", compile=False)
 
     # ------------------------------------------------------------ what this law is
 
@@ -90,6 +98,10 @@ class DuelMDM(Answering):
         total = Cost(ranks=0)
         for account in self.accounts or [self.account()]:
             total.merge(account)
+        if total.ranks > 1:
+            log.info("%s", total.balance)
+            if total.verified.windows:
+                log.info("on all ranks, %s", total.verified.words)
         law, denoiser = self.law, self.denoiser
         return {
             "fingerprint": self.fingerprint,
@@ -115,37 +127,27 @@ class DuelMDM(Answering):
 
     def account(self) -> Cost:
         """What this rank computed and what it cost."""
-        from lm_eval_duel.cost import peak_memory
+        from lm_eval_duel.cost import Share, peak_memory
 
         sums = dataclasses.asdict(self.estimator.counts)
         sums |= {name: getattr(self.text, name) for name in ("cut_contexts", "merged_borders")}
+        share = Share(sums["rows"], sums["tokens"], self.cost.seconds)
         return dataclasses.replace(
-            self.cost, counts=sums | self.cost.counts, peak_memory=peak_memory(self.denoiser.device)
+            self.cost,
+            counts=sums | self.cost.counts,
+            peak_memory=peak_memory(self.denoiser.device),
+            shares=[share],
         )
 
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
         """Take the harness's response cache, unless it was written under another law (it keys on the text only)."""
-        store = cache_hook.dbdict
-        if store is not None:
-            keep_apart_in_caches(fingerprint.digest(self.generating))
-            stored = store.get(CACHE_KEY)
-            if stored is None and len(store):
-                raise DuelError(
-                    "The --use_cache file holds answers of another model (it has no law of duel-mdm). "
-                    "Name another file, or delete this one."
-                )
-            if stored is not None and stored != self.law:
-                changed = "; ".join(fingerprint.differences(self.law, stored))
-                raise DuelError(
-                    f"The --use_cache file was written under another law ({fingerprint.digest(stored)}, this run is "
-                    f"{self.fingerprint}): {changed}. Name another file, or delete this one."
-                )
-            if len(store) > 1 and (self.trace or self.options.estimator in LATTICE):
+        if cache_hook.dbdict is not None:
+            store = response_cache.adopt(cache_hook.dbdict, self.law, fingerprint.digest(self.generating))
+            if store.found and (self.trace or self.options.estimator in LATTICE):
                 log.warning(
                     "answers found in the --use_cache file are not computed again: they are in no trace of this run, "
                     "and its results hold no other figures (config.duel.tasks) of them"
                 )
-            store[CACHE_KEY] = self.law
         super().set_cache_hook(cache_hook)
 
     def _open_trace(self) -> Writer | None:

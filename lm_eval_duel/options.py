@@ -83,6 +83,7 @@ class Options:
     draw_seed: int = 0
     lattice_rules: tuple[rules.Rule, ...] | None = None  # None: the rule, where it is state-only
     trace: str | None = None
+    verify: int = 0  # windows scored once more, one row at a time in float32
     batch_size: int | str = "auto"  # rows of max_length in a network call
     max_batch_size: int | None = None
     device: str | None = None
@@ -125,6 +126,7 @@ class Options:
             "draw_seed": lambda key, value: count(key, value, least=0) or 0,
             "lattice_rules": _rules,
             "trace": _text,
+            "verify": lambda key, value: count(key, value, least=0) or 0,
             "batch_size": _batch_size,
             "max_batch_size": count,
             "device": _text,

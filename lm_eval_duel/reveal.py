@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lm_eval_duel import rules
+from lm_eval_duel import interrupts, rules
 from lm_eval_duel.budget import Budget, free
 from lm_eval_duel.denoisers.base import Denoiser, View
 from lm_eval_duel.denoisers.predictions import Predictions
@@ -77,6 +77,7 @@ class RevealLoop:
                     queue.put_first(following)
                 for n, result in ledger.results(ledger.finished(left)):
                     finish(n, result)
+            interrupts.check()
         self.counts.forwards += view.forwards
         self.counts.rows += view.evaluated
 

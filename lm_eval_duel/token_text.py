@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from lm_eval_duel.errors import DuelError
@@ -51,29 +50,6 @@ class TokenText(str):
         """Sixteen hexadecimal digits of ids, framing and tokenizer."""
         said = json.dumps([self.token_ids, self.framing, self.tokenizer])
         return hashlib.sha256(said.encode()).hexdigest()[:16]
-
-
-def keep_apart_in_caches(generating: str) -> None:
-    """Let the harness's response cache tell apart what its keys, made of letters only, do not: texts of equal letters
-    and different ids; generated texts of other laws (`generating`: the law's digest); and samples, which are never
-    found again, so that repeats differ.
-
-    Keys of plain texts stay what they are.
-    """
-    from lm_eval.api import model
-
-    plain = getattr(model.hash_args, "plain", model.hash_args)
-
-    def hash_args(attr: str, args: Iterable[Any]) -> str:
-        args = list(args)
-        more = [arg.digest for arg in args if isinstance(arg, TokenText)]
-        if attr == "generate_until":
-            sampled = args[1].get("do_sample") or (args[1].get("do_sample") is None and args[1].get("temperature"))
-            more.append(uuid.uuid4().hex if sampled else generating)
-        return plain(attr, [*args, *more])
-
-    hash_args.plain = plain
-    model.hash_args = hash_args
 
 
 MADE: set[str] = set()  # how the documents and rows of this process were made, by digest

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import glob
 import json
+import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from lm_eval_duel.lattice import Path as Order
     from lm_eval_duel.ledger import Scored
     from lm_eval_duel.windows import Window
+
+log = logging.getLogger("lm_eval.duel_mdm")
 
 FORMAT = 1
 SHOWN = ("confidence", "margin", "entropy")
@@ -56,14 +59,28 @@ class Writer:
                 file.truncate(file.read().rfind(b"\n") + 1)
         else:
             mine.write_bytes(b"")
-        self._file = mine.open("a", encoding="utf-8")  # where another writer has the file too, lines stay whole
+        self._file = mine.open("ab", buffering=0)  # where another writer has the file too, lines stay whole
+        self._waiting = b""  # what the disk has not taken
         if not begun:
             self.write([header])
 
     def write(self, records: Iterable[dict[str, Any]]) -> None:
-        """Write the windows of one document."""
-        self._file.write("".join(json.dumps(record) + "\n" for record in records))
-        self._file.flush()
+        """Write the windows of one document. Where the disk is full they wait in memory, and the run goes on."""
+        late = bool(self._waiting)
+        self._waiting += "".join(json.dumps(record) + "\n" for record in records).encode()
+        try:
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
+        except OSError as error:
+            if not late:
+                name = self._file.name
+                log.error("trace %s cannot be written (%s): the run goes on, and lines wait in memory", name, error)
+
+    def settle(self) -> None:
+        """Write what waits, or say that it is not written."""
+        self.write([])
+        if self._waiting:
+            log.error("%d lines are not in the trace %s", self._waiting.count(b"\n"), self._file.name)
 
 
 def record(window: Window, scored: Scored, estimator: Estimator) -> dict[str, Any]:

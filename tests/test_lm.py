@@ -1,7 +1,6 @@
 """The harness's model: every kind of request has a defined answer, in order, and every wrong one a clear error."""
 
 import json
-import re
 from types import SimpleNamespace
 
 import pytest
@@ -217,23 +216,6 @@ def test_every_finished_request_goes_to_the_cache(folder):
     assert kept == {("loglikelihood_rolling", r): v for r, v in zip(requests, values, strict=True)}
 
 
-def test_a_cache_of_another_law_is_refused_in_words(folder):
-    hook = SimpleNamespace(dbdict={}, add_partial=lambda *a: None)
-    lm = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu")
-    lm.set_cache_hook(hook)
-    hook.dbdict["some answer"] = -1.0
-    DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu", batch_size=7).set_cache_hook(hook)  # the same law
-    other = DuelMDM(pretrained=folder, rule="margin", block=8, device="cpu")
-    message = (
-        f"under another law ({lm.fingerprint}, this run is {other.fingerprint}): "
-        "block: this run 8, the other 4; rule: this run margin:k=1, the other greedy:k=1."
-    )
-    with pytest.raises(DuelError, match=re.escape(message)):
-        other.set_cache_hook(hook)
-    with pytest.raises(DuelError, match="holds answers of another model"):
-        other.set_cache_hook(SimpleNamespace(dbdict={"some answer": -1.0}))
-
-
 def test_the_fingerprint_follows_the_law_and_nothing_else(folder):
     def law(**options):
         return DuelMDM(**{"pretrained": folder, "rule": "greedy", "block": 4, "device": "cpu", **options}).fingerprint
@@ -346,17 +328,6 @@ def test_accounts_of_ranks_add_up(folder):
         for name, value in task["values"].items():
             for figure, mine in value.items():
                 assert other["values"][name][figure] == (mine if mine is None else pytest.approx(mine, abs=1e-4))
-
-
-def test_answers_of_a_cache_are_in_no_trace_and_that_is_said(folder, tmp_path, caplog):
-    hook = SimpleNamespace(dbdict={}, add_partial=lambda *a: None)
-    arguments = {"pretrained": folder, "block": 4, "device": "cpu", "trace": str(tmp_path / "t.jsonl")}
-    DuelMDM(**arguments).set_cache_hook(hook)
-    assert "are not computed again" not in caplog.text
-    hook.dbdict["some answer"] = -1.0
-    with caplog.at_level("WARNING", logger="lm_eval.duel_mdm"):
-        DuelMDM(**arguments).set_cache_hook(hook)
-    assert "are not computed again: they are in no trace of this run" in caplog.text
 
 
 def test_estimators_are_laws_of_their_own(folder):

@@ -169,9 +169,9 @@ def test_equal_letters_of_different_ids_stay_apart_in_a_cache(dit, tmp_path):
 def test_plain_texts_keep_their_keys():
     from lm_eval.api import model
 
-    from lm_eval_duel.token_text import keep_apart_in_caches
+    from lm_eval_duel.response_cache import keep_apart
 
     before = model.hash_args("loglikelihood_rolling", ("a b",))
-    keep_apart_in_caches("law")
+    keep_apart("law")
     assert model.hash_args("loglikelihood_rolling", ("a b",)) == before
     assert SimpleNamespace(hash=model.hash_args("loglikelihood_rolling", (TokenText("a b", [1]),))).hash != before

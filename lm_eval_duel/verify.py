@@ -1,0 +1,73 @@
+"""`verify=N`: some windows scored once more, one row a network call in float32, beside what the run says of them.
+
+What differs is what batches, padding and a coarser dtype did. A moved pick is a position whose reveal step differs.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Sequence
+
+import torch
+
+from lm_eval_duel import switch
+from lm_eval_duel.cost import Verified
+from lm_eval_duel.denoisers.base import Denoiser
+from lm_eval_duel.ledger import Scored
+from lm_eval_duel.options import Options
+from lm_eval_duel.windows import Window
+
+log = logging.getLogger("lm_eval.duel_mdm")
+
+
+class Verification:
+    """Some of these windows, drawn by (`draw_seed`, rank), and what the run says of them."""
+
+    def __init__(self, windows: Sequence[Window], options: Options, rank: int, ranks: int):
+        self.windows, self.options = windows, options
+        scored = [n for n, window in enumerate(windows) if window.target]
+        share = options.verify // ranks + (rank < options.verify % ranks)
+        self.drawn = frozenset(random.Random(f"{options.draw_seed} {rank}").sample(scored, min(share, len(scored))))
+        self.said: dict[int, Scored] = {}
+
+    def keep(self, n: int, scored: Scored) -> None:
+        """The run's result of window n."""
+        if n in self.drawn:
+            self.said[n] = scored
+
+    def run(self, fine: Callable[[], Denoiser], name: Callable[[int], str]) -> Verified:
+        """Score them again on `fine()`, the network in float32; `name(n)`: how the user knows a window.
+
+        Where there is no memory for that the log says so, and nothing is verified.
+        """
+        found = Verified()
+        try:
+            for n, again in self._again(fine):
+                found.merge(_compared(self.windows[n], self.said[n], again, name(n)))
+        except torch.OutOfMemoryError:
+            log.error("verify=%d: no memory for the network in float32 beside it; nothing is verified", len(self.said))
+            return Verified()
+        if found.windows:
+            log.info("%s", found.words)
+        return found
+
+    def _again(self, fine: Callable[[], Denoiser]) -> list[tuple[int, Scored]]:
+        if not self.said:
+            return []
+        estimator = switch.make(fine(), self.options)
+        estimator.one_by_one()
+        return [(n, estimator.log_prob([self.windows[n]])[0]) for n in sorted(self.said)]
+
+
+def _compared(window: Window, said: Scored, again: Scored, name: str) -> Verified:
+    moved = sum(one != other for one, other in zip(said.steps, again.steps, strict=True)) if said.steps else None
+    return Verified(
+        windows=1,
+        tokens=len(window.target),
+        largest_difference=abs(said.log_prob - again.log_prob),
+        where=f"{name}: {said.log_prob:.6f} in the run, {again.log_prob:.6f} alone",
+        moved_picks=moved,
+        moved_windows=int(bool(moved)),
+        close_windows=int(bool(said.close_picks)),
+    )

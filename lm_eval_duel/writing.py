@@ -1,0 +1,126 @@
+"""What the harness asks to be written: prompts in, texts out, under the law that is scored; and chat templates.
+
+requests -> prompts -> generation.py -> texts
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+from lm_eval_duel import fingerprint, instances
+from lm_eval_duel.answers import Answering
+from lm_eval_duel.response_cache import sample_key
+from lm_eval_duel.windows import Window
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+
+    from lm_eval_duel.duel import Duel
+    from lm_eval_duel.generation import Settings
+    from lm_eval_duel.ledger import Drawn
+
+
+class Writing(Answering):
+    """A model of the harness that generates, too."""
+
+    generated: set[str]  # in words, how
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """What the model writes after each prompt, under the rule and block that are scored (Algorithm 1).
+
+        A sample is seeded by (draw_seed, task, document, request, repeat); temperature 0 is decoding.
+        """
+        from lm_eval_duel.generation import Settings, key_of
+
+        asked = instances.asked(requests)
+        answers: list[str | None] = [None] * len(asked.requests)
+        groups: dict[Settings, list[Prompt]] = {}
+        for n, (request, repeat) in enumerate(zip(asked.requests, asked.repeats, strict=True)):
+            with instances.naming(request):
+                settings = Settings.of(request.args[1])
+            key = key_of(request.task_name, request.doc_id, request.idx, repeat)
+            prompt = Prompt(n, request, repeat, key, self._sample_key(request, key) if settings.temperature else None)
+            if (kept := self._kept(prompt)) is not None:
+                answers[n] = kept
+            else:
+                groups.setdefault(settings, []).append(prompt)
+        total = sum(settings.length * len(group) for settings, group in groups.items())
+        with tqdm(total=total, desc="generate_until", unit="tok", disable=disable_tqdm or self.rank != 0) as bar:
+            for settings, group in groups.items():
+                self._generate(settings, group, answers, bar)
+        return asked.spread(answers)
+
+    def _generate(self, settings: Settings, group: list[Prompt], answers: list[str | None], bar: tqdm) -> None:
+        """The texts of prompts of one kind of settings, put into `answers`."""
+        from lm_eval_duel.generation import Generator
+
+        under = "" if self.estimator.decodes else f", rule={self._duel.rule}, block={self._duel.block}"
+        self.generated.add(settings.words + under)
+
+        def done(n: int, text: str, window: Window, drawn: Drawn) -> None:
+            prompt = group[n]
+            answers[prompt.place] = text
+            bar.update(settings.length)
+            bar.set_postfix_str(f"NFE {self._duel.counts.nfe}")
+            said = {"repeat": prompt.repeat, "generated": settings.words + under, "text": text, "tail": drawn.tail}
+            self._write_trace(prompt.request, [window], [drawn], said, self._duel)
+            self.cache_hook.add_partial("generate_until", prompt.request.args, text)
+            if prompt.cached is not None and self.cache_hook.dbdict is not None:
+                self.cache_hook.dbdict[prompt.cached] = text
+
+        with self._answering("generate_until", [prompt.request for prompt in group], answers):
+            Generator(self._duel, self.text, settings, self.options.draw_seed)(
+                [prompt.request.args[0] for prompt in group], [prompt.key for prompt in group], done
+            )
+
+    def _sample_key(self, request: Instance, key: int) -> str:
+        """Under which a sample is kept: the harness itself finds none again, and repeats would be one."""
+        return sample_key(fingerprint.digest(self.generating), request.args, key)
+
+    def _kept(self, prompt: Prompt) -> str | None:
+        """The sample that an interrupted run has drawn."""
+        store = self.cache_hook.dbdict
+        return None if store is None or prompt.cached is None else store.find(prompt.cached)
+
+    @cached_property
+    def _duel(self) -> Duel:
+        """What generates: the estimator, or where it decodes nothing the rule beside it."""
+        from lm_eval_duel import switch
+
+        if self.estimator.decodes:
+            return self.estimator
+        duel = switch.make(self.denoiser, dataclasses.replace(self.options, estimator="duel"))
+        duel.counts = self.estimator.counts
+        return duel
+
+    # ------------------------------------------------------------ chat templates
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """A conversation as the tokenizer's template writes it."""
+        return self.tokenizer.apply_chat_template(
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        """The template's text, for the results; `chat_template`: its name, where the tokenizer has several."""
+        if chat_template is False or chat_template is None:
+            return ""
+        return self.tokenizer.get_chat_template(None if chat_template is True else chat_template)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """One text to write."""
+
+    place: int  # among the answers
+    request: Instance
+    repeat: int
+    key: int  # with the draw seed, all the randomness of a sample
+    cached: str | None  # the key under which a sample is kept
