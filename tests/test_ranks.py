@@ -1,0 +1,168 @@
+"""Several processes: the same numbers as one, balanced, and no rank that waits for ever."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import tiny
+from lm_eval.api.instance import Instance
+from lm_eval.api.task import Task
+
+from lm_eval_duel import instances, ranks, trace
+from lm_eval_duel.cost import Cost, Share
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.lm import DuelMDM
+
+TORCHRUN = ("torch.distributed.run", "--nproc-per-node", "{ranks}", "--master-port", "{port}")
+ACCELERATE = ("accelerate.commands.launch", "--multi_gpu", "--num_processes", "{ranks}", "--num_machines", "1")
+ACCELERATE += ("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "{port}")
+
+
+def launch(launcher, count, port, *arguments):
+    command = [sys.executable, "-m", *(part.format(ranks=count, port=port) for part in launcher), "-m", *arguments]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=600, env=env)
+
+
+def said(done):
+    """What all ranks printed, whatever the width of a terminal."""
+    return " ".join((done.stdout + done.stderr).split())
+
+
+# ------------------------------------------------------------ requests that fill up a rank
+
+
+def request(repeats=1, doc=0):
+    return Instance("loglikelihood_rolling", {}, ("a b",), 0, metadata=("toy", doc, repeats))
+
+
+def test_requests_that_fill_up_a_rank_are_not_asked():
+    one, three = request(doc=0), request(repeats=3, doc=1)
+    asked = instances.asked([one, three, three, three, *[three] * 3, *[three] * 3])
+    assert asked.requests == [one, three, three, three]
+    assert asked.repeats == [0, 0, 1, 2]
+    assert asked.spread("abcd") == ["a", "b", "c", "d", *"d" * 6]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.checkpoint(tmp_path_factory.mktemp("bert"), "bert", length=16)
+
+
+def test_they_cost_nothing_and_are_in_no_trace(folder, tmp_path):
+    last = request(doc=1)
+    drawn = Instance(
+        "generate_until", {}, ("a", {"do_sample": True, "temperature": 1.0, "max_gen_toks": 4}), 0, metadata=("t", 0, 1)
+    )
+    costs = []
+    for extra in (0, 3):
+        lm = DuelMDM(pretrained=folder, block=4, device="cpu", trace=str(tmp_path / f"{extra}.jsonl"))
+        values = lm.loglikelihood_rolling([request(), last, *[last] * extra])
+        assert len(values) == 2 + extra and len(set(values[1:])) == 1
+        texts = lm.generate_until([drawn, *[drawn] * extra])
+        assert len(texts) == 1 + extra and len(set(texts)) == 1
+        costs.append({**lm.get_model_info()["duel"], "seconds": 0, "trace": ""})
+    for cost in costs:
+        for name in ("tokens_per_second", "peak_memory_bytes", "balance"):
+            cost.pop(name)
+    assert costs[0] == costs[1]
+    assert len(trace.read(tmp_path / "0.jsonl")) == len(trace.read(tmp_path / "3.jsonl")) == 3
+
+
+# ------------------------------------------------------------ balance, and ranks that do not answer
+
+
+def test_the_log_shows_the_balance():
+    cost = Cost(ranks=0)
+    for rows, tokens, seconds in ((100, 1000, 4.0), (50, 500, 2.0), (0, 0, 0.0)):
+        cost.merge(Cost(shares=[Share(rows, tokens, seconds)]))
+    assert cost.balance == (
+        "balance of 3 ranks: rows 100 50 0 (max/mean 2.00), tokens 1,000 500 0 (max/mean 2.00), "
+        "seconds 4 2 0 (max/mean 2.00)"
+    )
+
+
+def test_a_rank_that_has_ended_is_named_as_the_cause():
+    waits = SimpleNamespace(rank=1, world_size=2)
+    with pytest.raises(DuelError, match=r"Rank 1 of 2 waited .* its own error is the cause.*Connection closed"):  # noqa: SIM117
+        with ranks.Ranked._waiting(waits):
+            raise RuntimeError("Connection closed by peer\nand a stack")
+
+
+@pytest.mark.parametrize(
+    ("more", "refused"),
+    [({}, False), ({"limit": 2}, False), ({"limit": 1}, True), ({"samples": [3]}, True), ({"samples": [0, 1]}, False)],
+)
+def test_every_rank_refuses_a_task_with_too_few_documents(more, refused, monkeypatch):
+    built = []
+    monkeypatch.setattr(Task, "build_all_requests", lambda self, **options: built.append(options))
+    ranks.refuse_idle_ranks()
+    task = SimpleNamespace(config=SimpleNamespace(task="toy"), eval_docs=[{}] * 5)
+    for rank in (0, 1):
+        if refused:
+            with pytest.raises(DuelError, match=r"Task toy has 1 document here and this run has 2 processes"):
+                Task.build_all_requests(task, rank=rank, world_size=2, **more)
+        else:
+            Task.build_all_requests(task, rank=rank, world_size=2, **more)
+    assert len(built) == (0 if refused else 2)
+
+
+# ------------------------------------------------------------ the real launchers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [TORCHRUN, ACCELERATE], ids=["torchrun", "accelerate"])
+def test_one_document_on_two_ranks_ends_both(launcher):
+    port = 29541 + (launcher is TORCHRUN)
+    arguments = ("lm_eval", "--model", "duel-mdm", "--tasks", "task_configs/sotu/sotu.yaml", "--limit", "1")
+    done = launch(launcher, 2, port, *arguments, "--device", "cpu")
+    assert done.returncode != 0
+    message = "Task sotu has 1 document here and this run has 2 processes: each needs at least one. Start at most 1"
+    assert said(done).count(f"DuelError: {message}") == 2  # on both ranks
+
+
+@pytest.mark.slow
+def test_three_ranks_print_what_one_prints_and_each_goes_on_from_two(tmp_path):
+    """In float64, where every document must agree; and answers of two ranks are found by three."""
+    arguments = ("lm_eval", "--model", "duel-mdm", "--tasks", "task_configs/sotu/sotu.yaml", "--device", "cpu")
+    arguments += ("--log_samples", "--limit", "7")
+    found = {}
+    for name, count, cache in (("one", 1, None), ("two", 2, "c"), ("three", 3, None), ("again", 3, "c")):
+        model = f"rule=greedy,block=32,dtype=float64,max_batch_size={count},trace={tmp_path / name}.jsonl"
+        more = ("--use_cache", str(tmp_path / cache)) if cache else ()
+        options = (*arguments, "--model_args", model, "--output_path", str(tmp_path / name), *more)
+        done = launch(ACCELERATE, count, 29550 + count, *options) if count > 1 else alone(*options)
+        assert done.returncode == 0, done.stderr[-3000:]
+        (path,) = (tmp_path / name).glob("**/results_*.json")
+        (samples,) = (tmp_path / name).glob("**/samples_*.jsonl")
+        lines = map(json.loads, samples.read_text().splitlines())
+        found[name] = json.loads(path.read_text()), {line["doc_id"]: line["filtered_resps"][0] for line in lines}
+        if count > 1 and name != "again":
+            assert re.search(rf"balance of {count} ranks: rows [\d, ]+\(max/mean \d", said(done))
+    whole, values = found.pop("one")
+    windows = trace.read(tmp_path / "one.jsonl")
+    for name, (results, documents) in found.items():
+        assert {doc: float(value) for doc, value in documents.items()} == pytest.approx(
+            {doc: float(value) for doc, value in values.items()}, abs=1e-9
+        ), name
+        token = "token_perplexity,none"
+        assert results["results"]["sotu"][token] == pytest.approx(whole["results"]["sotu"][token], rel=1e-12)
+        cost, one = results["config"]["duel"], whole["config"]["duel"]
+        if name == "again":
+            assert cost["rows"] == cost["windows"] == 0
+            continue
+        for figure in ("windows", "tokens", "rows", "nfe", "close_picks", "blank_starts"):
+            assert cost[figure] == one[figure], (name, figure)
+        assert sum(cost["balance"]["rows"]["ranks"]) == one["rows"]
+        lines = trace.read(tmp_path / f"{name}.jsonl")
+        assert [(line["doc"], line["steps"]) for line in lines] == [(line["doc"], line["steps"]) for line in windows]
+
+
+def alone(*arguments):
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=600, env=env)
