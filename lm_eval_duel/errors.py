@@ -29,6 +29,14 @@ class NotFinite(DuelError):
         self.lane = lane
 
 
+def another_block(trained: int, block: object) -> DuelError:
+    """The error for a block that is not the one a block-causal network was trained on."""
+    return DuelError(
+        f"This network is block-causal, trained on blocks of {trained}: a cell sees its own block and those before it, "
+        f"so block={block} would be another network. Use block={trained} or block=auto."
+    )
+
+
 def unknown(what: str, name: object, known: Iterable[str]) -> DuelError:
     """The error for a name that is not known: the nearest one and the whole list."""
     known = sorted(known)

@@ -90,7 +90,7 @@ class Generator:
     ) -> None:
         """Generate after each prompt; `on_done(index, text, window, drawn)` as each finishes: its text, and with what
         window it is scored again."""
-        contexts = [self.text.prompt(prompt, self.settings.length) for prompt in prompts]
+        contexts = [self._context(n, prompt) for n, prompt in enumerate(prompts)]
         shared = {"length": self.settings.length, "suffix": self.text.suffix, "stop": self._stops}
 
         def done(n: int, drawn: Drawn) -> None:
@@ -101,6 +101,13 @@ class Generator:
             self.duel.sample(contexts, seed=self.seed, keys=keys, on_done=done, **shared)
         else:
             self.duel.decode(contexts, on_done=done, **shared)
+
+    def _context(self, n: int, prompt: str) -> list[int]:
+        """The ids before a generation; an error says which prompt it is about."""
+        try:
+            return self.text.prompt(prompt, self.settings.length)
+        except DuelError as error:
+            raise DuelError(str(error), n) from None
 
     def _stops(self, index: int, tokens: tuple[int, ...]) -> bool:
         if not self.ends.isdisjoint(tokens):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from lm_eval_duel import rules
 from lm_eval_duel.denoisers.base import Denoiser
-from lm_eval_duel.errors import DuelError
+from lm_eval_duel.errors import DuelError, another_block
 from lm_eval_duel.windows import Window
 
 DEFAULT_BLOCK = 32
@@ -25,10 +25,7 @@ def resolve_block(denoiser: Denoiser, block: int | str | None) -> int | None:
     if denoiser.attention == "causal":
         raise DuelError(f"A causal network has blocks of one; use block=1 or block=auto, not {block}.")
     if denoiser.block is not None and block != denoiser.block:
-        raise DuelError(
-            f"This network is block-causal, trained on blocks of {denoiser.block}: a cell sees its own block and those "
-            f"before it, so block={block} would be another network. Use block={denoiser.block} or block=auto."
-        )
+        raise another_block(denoiser.block, block)
     return None if block is None else int(block)
 
 

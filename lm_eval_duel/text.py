@@ -92,7 +92,11 @@ class Text:
     # ------------------------------------------------------------ ids
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """The ids of a text alone; framing tokens are added to windows, not to texts."""
+        """The ids of a text alone; framing tokens are added to windows, not to texts.
+
+        Raises DuelError for a text with a lone surrogate.
+        """
+        require_unicode(text)
         return self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
 
     def encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
@@ -209,6 +213,19 @@ class Text:
         """A window without the suffix that no block of a block-causal network sees (after the last block's border)."""
         unseen = self.denoiser.attention == "block_causal" and len(window.target) % (self.block or 1) == 0
         return dataclasses.replace(window, suffix=()) if window.suffix and not window.context and unseen else window
+
+
+def require_unicode(text: str) -> None:
+    """Raise DuelError where a text holds half a character, as JSON of cut strings does: no tokenizer takes it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        at = error.start
+        raise DuelError(
+            f"the text holds a lone surrogate, {text[at]!a} at character {at} (after {text[max(0, at - 20) : at]!a}): "
+            "half a character, which no tokenizer takes. Repair the text, for example by "
+            "text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')."
+        ) from None
 
 
 def framing(tokenizer: Any) -> tuple[list[int], list[int]]:

@@ -18,6 +18,7 @@ from lm_eval_duel.denoisers.asked import Asked
 from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.denoisers.guided import Guided
 from lm_eval_duel.denoisers.tempered import Tempered
+from lm_eval_duel.errors import DuelError
 from lm_eval_duel.options import tokenizer_source
 
 if TYPE_CHECKING:
@@ -77,7 +78,11 @@ def load_tokenizer(arguments: Mapping[str, Any]) -> PreTrainedTokenizerBase:
     """
     name, revision = tokenizer_source(arguments)
     name = resolve(name)
-    if dit_load.reads(hub.raw_config(name, revision)) and not hub.has_tokenizer(name, revision):
-        name, revision = dit_load.TOKENIZER, "main"
     trusted = str(arguments.get("trust_remote_code", False)).lower() in ("true", "1")
+    own = not arguments.get("tokenizer")
+    if dit_load.reads(hub.raw_config(name, revision, needed=own)) and not hub.has_tokenizer(name, revision):
+        try:
+            return hub.load_tokenizer(dit_load.TOKENIZER, trusted, "main")
+        except DuelError as error:
+            raise DuelError(f"{name} holds no tokenizer, and that of its family is not to be had. {error}") from error
     return hub.load_tokenizer(name, trusted, revision)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lm_eval_duel.denoisers.families import Family
-from lm_eval_duel.denoisers.hub import first_line
+from lm_eval_duel.denoisers.hub import said
 from lm_eval_duel.errors import DuelError
 
 PREFIX = "base_model.model."
@@ -26,7 +26,7 @@ def merge(model: Any, path: str, family: Family | None) -> Any:
     try:
         config, tensors = PeftConfig.from_pretrained(path), load_peft_weights(path, device="cpu")
     except Exception as error:  # peft raises the errors of many libraries
-        raise DuelError(f"Cannot read adapter '{path}': {type(error).__name__}: {first_line(error)}") from error
+        raise DuelError(f"Cannot read adapter '{path}': {said(error)}") from error
     if str(config.peft_type).rsplit(".", 1)[-1] != "LORA":
         raise DuelError(f"The adapter {path} is a {config.peft_type}; only LoRA can be merged.")
     places = {key: PREFIX + _renamed(key.removeprefix(PREFIX), family) for key in tensors}

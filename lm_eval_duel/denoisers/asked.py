@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from lm_eval_duel.errors import DuelError, unknown
+from lm_eval_duel.errors import DuelError, another_block, unknown
 from lm_eval_duel.options import CHOICES
 
 if TYPE_CHECKING:
@@ -46,6 +46,11 @@ class Asked:
             value = getattr(self, name)
             if value is not None and value not in known:
                 raise unknown(f"value of {name}", str(value), known)
+
+    def require_block(self, trained: int) -> None:
+        """Raise DuelError where another block than the trained one was asked for."""
+        if isinstance(self.block, int) and self.block != trained:
+            raise another_block(trained, self.block)
 
     def refuse(self, family: str, *names: str) -> None:
         """Raise DuelError where one of these was asked for and `family` cannot follow."""

@@ -24,9 +24,10 @@ from lm_eval_duel.denoisers import probes, weights
 from lm_eval_duel.denoisers.asked import Asked
 from lm_eval_duel.denoisers.base import Denoiser, KeysValues
 from lm_eval_duel.denoisers.families import Family, native_config, native_tensors
-from lm_eval_duel.denoisers.hub import mask_of, pick_dtype, row_length
-from lm_eval_duel.denoisers.predictions import excluded_columns
+from lm_eval_duel.denoisers.hub import mask_of, pick_dtype, row_length, said
+from lm_eval_duel.denoisers.predictions import excluded_columns, require_fit
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.options import count
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
@@ -42,6 +43,10 @@ def load(
     asked.refuse(family.name, "sigma")
     config = _config(family, raw, asked)
     mask_id = mask_of(asked, raw, tokenizer, family.mask_id, config.vocab_size)
+    require_fit(set(tokenizer.get_vocab().values()), mask_id, config.vocab_size, folder)
+    row_length(folder, asked.max_length, held_length(family, config))
+    if (asked.attention or family.attention) == "block_causal":
+        asked.require_block(trained_block(family, raw, asked))
     tensors = native_tensors(family, weights.read(folder), raw)
     tensors = {key: value for key, value in tensors.items() if not key.endswith(IGNORED)}
     if (
@@ -63,7 +68,10 @@ def load(
 
 def _config(family: Family, raw: dict[str, Any], asked: Asked) -> Any:
     """The native config: full attention everywhere, positions as the checkpoint has them."""
-    entries = native_config(family, raw)
+    try:
+        entries = native_config(family, raw)
+    except (TypeError, ValueError, KeyError) as error:
+        raise _wrong_config(family, asked, error) from error
     entries |= {"use_sliding_window": False, "sliding_window": None, "layer_types": None, "use_cache": False}
     rope = entries.get("rope_parameters") or {}
     if "rope_theta" in rope:
@@ -75,10 +83,19 @@ def _config(family: Family, raw: dict[str, Any], asked: Asked) -> Any:
         entries["rope_scaling"] = None
     try:
         config = getattr(transformers, f"{family.native}Config")(**entries)
-    except (TypeError, ValueError, AttributeError, KeyError) as error:
-        raise DuelError(f"The config.json of {asked.name} does not fit {family.native}: {error}") from error
+    except Exception as error:  # transformers checks some types, by a class of its own
+        raise _wrong_config(family, asked, error) from error
     config._attn_implementation = "sdpa"
     return config
+
+
+def _wrong_config(family: Family, asked: Asked, error: Exception) -> DuelError:
+    return DuelError(f"The config.json of {asked.name} does not fit {family.native}: {said(error)}")
+
+
+def held_length(family: Family, config: Any) -> int:
+    """Positions that a network of a family was trained on."""
+    return min(config.max_position_embeddings, family.max_length or config.max_position_embeddings)
 
 
 def _fill(family: Family, config: Any, tensors: dict[str, torch.Tensor], folder: str, asked: Asked) -> Any:
@@ -106,8 +123,8 @@ def _fill(family: Family, config: Any, tensors: dict[str, torch.Tensor], folder:
         model, report = model_class.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype, **options)
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError as error:
-        raise DuelError(f"The weights in {folder} do not fill {model_class.__name__}: {error}") from error
+    except (RuntimeError, ValueError, TypeError, ZeroDivisionError) as error:  # a config may be wrong in what it says
+        raise DuelError(f"The weights in {folder} do not fill {model_class.__name__}: {said(error)}") from error
     tied = {HEAD} if config.tie_word_embeddings else set()
     shapes = {key if isinstance(key, str) else key[0] for key in report["mismatched_keys"]}  # names, or with shapes
     require(
@@ -163,8 +180,7 @@ class Backbone(Denoiser):
         self.mask_id = mask_id
         self.published_block = family.published_block if self.attention == "bidirectional" else None
         self.block = trained_block(family, raw, asked) if self.attention == "block_causal" else None
-        held = min(model.config.max_position_embeddings, family.max_length or model.config.max_position_embeddings)
-        self.max_length = row_length(path, asked.max_length, held)
+        self.max_length = row_length(path, asked.max_length, held_length(family, model.config))
         self.vocab_size = model.config.vocab_size
         self._excluded = excluded_columns(
             set(tokenizer.get_vocab().values()), mask_id, self.vocab_size, path, self.device
@@ -283,7 +299,7 @@ def trained_block(family: Family | None, raw: dict[str, Any], asked: Asked) -> i
     """The trained block: what the config says, else what the user says, else what the family is known for."""
     for key in family.block_keys if family else ():
         if raw.get(key):
-            return int(raw[key])
+            return count(key, raw[key])
     known = family.block if family else None
     if isinstance(asked.block, int):
         if known not in (None, asked.block):

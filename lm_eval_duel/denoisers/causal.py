@@ -23,7 +23,7 @@ from lm_eval_duel.denoisers.asked import Asked
 from lm_eval_duel.denoisers.base import Denoiser, KeysValues
 from lm_eval_duel.denoisers.families import Family
 from lm_eval_duel.denoisers.hub import row_length, unreadable
-from lm_eval_duel.denoisers.predictions import excluded_columns
+from lm_eval_duel.denoisers.predictions import excluded_columns, require_fit
 from lm_eval_duel.errors import DuelError
 
 log = logging.getLogger("lm_eval.duel_mdm")
@@ -46,6 +46,9 @@ def load(family: Family | None, raw: dict[str, Any], asked: Asked, tokenizer: Pr
     config = huggingface.config_of(asked, **trusted)
     _require_causal(config, raw, asked)
     config.use_cache = False
+    rows = getattr(config, "vocab_size", None)
+    if rows is not None and not asked.trust_remote_code:  # own code may have more
+        require_fit(set(tokenizer.get_vocab().values()), None, rows, asked.name)
     if asked.dtype == "float64":
         config._experts_implementation = "eager"  # the grouped products of transformers 5 end at float32
     # other attention kernels leave out the soft cap of Gemma-2, in transformers 4 without a word

@@ -17,6 +17,7 @@ from lm_eval_duel.lanes import Lanes, Rows
 
 PUBLISHED_BLOCK = 4  # of MDLM and SEDD in the paper's tables
 CLAMP = (0.1, 0.9)  # of the masked share, in the authors' evaluation of SEDD
+ATTENTION = {"ar": "causal", "bd3lm": "block_causal"}  # of families that are not bidirectional
 NOISE_EPS = 1e-3  # SEDD's schedule: sigma(t) = -log(1 - (1 - eps) t)
 
 
@@ -44,7 +45,7 @@ class DiTDenoiser(Denoiser):
         self.network, self.family, self.max_length, self.path = network, family, max_length, path
         self.vocab_size = network.config.vocab_size
         self.device = network.vocab_embed.embedding.device
-        self.attention = {"ar": "causal", "bd3lm": "block_causal"}.get(family, "bidirectional")
+        self.attention = ATTENTION.get(family, "bidirectional")
         self.block = block
         self.published_block = PUBLISHED_BLOCK if self.attention == "bidirectional" else None
         self.mask_id = None if family == "ar" else mask_id

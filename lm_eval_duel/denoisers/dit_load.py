@@ -15,9 +15,11 @@ from transformers import PreTrainedTokenizerBase
 from lm_eval_duel.denoisers import weights
 from lm_eval_duel.denoisers.asked import Asked
 from lm_eval_duel.denoisers.dit import DiT, DiTConfig
-from lm_eval_duel.denoisers.dit_denoiser import SEDD, DiTDenoiser
-from lm_eval_duel.denoisers.hub import row_length
+from lm_eval_duel.denoisers.dit_denoiser import ATTENTION, SEDD, DiTDenoiser
+from lm_eval_duel.denoisers.hub import mask_of, row_length
+from lm_eval_duel.denoisers.predictions import require_fit
 from lm_eval_duel.errors import DuelError, unknown
+from lm_eval_duel.options import count
 
 LAYOUT = ("hidden_dim", "n_blocks", "n_heads", "model_length")  # of config.json, of files whose code we replace
 IGNORED = ("rotary_emb.inv_freq", "sampling_eps_min", "sampling_eps_max", "noise.")  # computed anew, or for sampling
@@ -46,24 +48,33 @@ def load(folder: str, config: dict[str, Any], asked: Asked, tokenizer: PreTraine
         raise DuelError(
             f"The config.json of {folder} has no {error}, which its family needs, as in {EXAMPLE}."
         ) from None
+    except (TypeError, ValueError, AttributeError) as error:
+        raise DuelError(
+            f"The config.json of {folder} is wrong: {str(error).rstrip('.')}. A right one: {EXAMPLE}."
+        ) from None
     if asked.family not in (None, family):
         if asked.family not in FAMILIES:
             raise unknown("family", asked.family, FAMILIES)
         raise DuelError(f"By its config.json {folder} is of the family {family}, not {asked.family}; leave family out.")
+    kind = SEDD if family == "sedd" else DiTDenoiser
+    attention = ATTENTION.get(family, "bidirectional")
+    if asked.attention not in (None, attention):
+        raise DuelError(f"By its config.json {folder} is {attention}, not {asked.attention}.")
+    if asked.sigma is not None and family != "sedd":
+        raise DuelError(f"sigma is SEDD's noise level; {folder} is of the family {family}, which ignores it.")
+    if block is not None:
+        asked.require_block(block)
     row = row_length(folder, asked.max_length, length)
-    mask_id = _mask_id(folder, asked, config, tokenizer, shape.vocab_size)
+    # [MASK] as asked, else the tokenizer's (BERT's in LM1B), else the last column (GPT-2)
+    mask_id = mask_of(asked, config, tokenizer, shape.vocab_size - 1, shape.vocab_size)
+    tokens = set(range(shape.vocab_size)) if tokenizer is None else set(tokenizer.get_vocab().values())
+    require_fit(tokens, mask_id, shape.vocab_size, folder)
     network = DiT(shape)
     _fill(network, weights.read(folder), folder)
-    tokens = set(range(shape.vocab_size)) if tokenizer is None else set(tokenizer.get_vocab().values())
-    kind = SEDD if family == "sedd" else DiTDenoiser
     denoiser = kind(network.to(asked.device).eval(), family, row, folder, tokens, mask_id, block)
-    if asked.attention not in (None, denoiser.attention):
-        raise DuelError(f"By its config.json {folder} is {denoiser.attention}, not {asked.attention}.")
     denoiser.last_block = asked.last_block
     denoiser.bos = asked.bos or denoiser.bos
     if asked.sigma is not None:
-        if family != "sedd":
-            raise DuelError(f"sigma is SEDD's noise level; {folder} is of the family {family}, which ignores it.")
         denoiser.sigma = asked.sigma
     return denoiser
 
@@ -78,25 +89,26 @@ def _shape(config: dict[str, Any]) -> tuple[str, DiTConfig, int, int | None]:
             )
         model = config["model"]
         shape = DiTConfig(
-            config["tokens"] + 1,
-            model["hidden_size"],
-            model["n_blocks"],
-            model["n_heads"],
-            model["cond_dim"],
+            _count(config, "tokens") + 1,
+            _count(model, "hidden_size"),
+            _count(model, "n_blocks"),
+            _count(model, "n_heads"),
+            _count(model, "cond_dim"),
             time=True,
         )
-        return "sedd", shape, model["length"], None
+        return "sedd", _divided(shape), _count(model, "length"), None
     causal, time = config.get("causal", False), config.get("time_conditioning", False)
     shape = DiTConfig(
-        config["vocab_size"],
-        config["hidden_dim"],
-        config["n_blocks"],
-        config["n_heads"],
-        config.get("cond_dim", 128),
+        _count(config, "vocab_size"),
+        _count(config, "hidden_dim"),
+        _count(config, "n_blocks"),
+        _count(config, "n_heads"),
+        _count({"cond_dim": 128, **config}, "cond_dim"),
         adaptive=config.get("adaln", not causal),
         time=time,
     )
-    length, block = config["model_length"], config.get("block_size")
+    shape = _divided(shape)
+    length, block = _count(config, "model_length"), config.get("block_size")
     if not causal and config.get("cross_attn", False) and block is not None and block < length:
         if time:
             raise DuelError("A block-causal network that is told the noise level is not supported: whose level is it?")
@@ -104,17 +116,18 @@ def _shape(config: dict[str, Any]) -> tuple[str, DiTConfig, int, int | None]:
     return "ar" if causal else "sedd" if time else "mdlm", shape, length, None
 
 
-def _mask_id(
-    folder: str, asked: Asked, config: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None, vocab_size: int
-) -> int:
-    """The column of [MASK]: as asked, else the tokenizer's mask token (BERT's in LM1B), else the last one (GPT-2)."""
-    named = None if tokenizer is None else tokenizer.mask_token_id
-    for mask_id in (asked.mask_token_id, config.get("mask_token_id"), named, vocab_size - 1):
-        if mask_id is not None:
-            if not 0 <= mask_id < vocab_size:
-                raise DuelError(f"mask_token_id={mask_id} is not an id of {folder}; its ids are 0 to {vocab_size - 1}.")
-            return mask_id
-    raise AssertionError
+def _count(config: dict[str, Any], key: str) -> int:
+    """An entry that is a whole number; raises KeyError where there is none."""
+    if (found := count(key, config[key])) is None:
+        raise KeyError(key)
+    return found
+
+
+def _divided(shape: DiTConfig) -> DiTConfig:
+    """The same shape; raises ValueError where heads do not divide it."""
+    if shape.width % (2 * shape.heads):
+        raise ValueError(f"{shape.heads} heads do not divide a width of {shape.width} into even parts.")
+    return shape
 
 
 def _fill(network: DiT, tensors: dict[str, torch.Tensor], folder: str) -> None:

@@ -6,6 +6,7 @@ import fnmatch
 import json
 import logging
 import os
+import re
 from typing import Any
 
 import torch
@@ -21,14 +22,21 @@ log = logging.getLogger("lm_eval.duel_mdm")
 
 QUIET = {"_raise_exceptions_for_missing_entries": False}
 QWEN2_TOKENIZERS = ("DreamTokenizer",)
+TOKENIZER_REMEDY = "pass tokenizer=<a folder or hub name>"
+CAUSE = re.compile(r"WeightsUnpickler error:\s*(.*?)(?:\. |\n|$)")  # amid torch's advice to run a file's code
 
 
-def raw_config(path: str, revision: str) -> dict[str, Any]:
-    """config.json as it stands; no code of the checkpoint is run for it."""
+def raw_config(path: str, revision: str, needed: bool = True) -> dict[str, Any]:
+    """config.json as it stands; no code of the checkpoint is run for it. `needed`: a folder without one is an error."""
+    if needed and os.path.isdir(path) and not os.path.isfile(os.path.join(path, "config.json")):
+        raise DuelError(f"{path} holds no config.json: it is no checkpoint, or its download is not complete.")
     try:
-        return PretrainedConfig.get_config_dict(path, revision=revision)[0]
+        raw = PretrainedConfig.get_config_dict(path, revision=revision)[0]
     except (OSError, ValueError) as error:
         raise unreadable(path, error) from error
+    if not isinstance(raw, dict) or not isinstance(raw.get("auto_map") or {}, dict):
+        raise DuelError(f"The config.json of {path} is no config: wanted an object of names and values.")
+    return raw
 
 
 def local_folder(path: str, revision: str, code_only: bool = False) -> str:
@@ -57,10 +65,15 @@ def has_tokenizer(path: str, revision: str) -> bool:
 
 
 def load_tokenizer(path: str, trust_remote_code: bool, revision: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or hub name; raises DuelError when there is none.
+    """The tokenizer of a folder or hub name; raises DuelError when there is none."""
+    tokenizer = _load_tokenizer(path, trust_remote_code, revision)
+    if not set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids):  # made by its class, of no file
+        raise DuelError(f"There is no tokenizer in {path}; {TOKENIZER_REMEDY}.")
+    return tokenizer
 
-    Dream's, which has code of its own, is the byte-level BPE of Qwen2 with other special tokens.
-    """
+
+def _load_tokenizer(path: str, trust_remote_code: bool, revision: str) -> PreTrainedTokenizerBase:
+    """What transformers makes of it; Dream's, which has code of its own, is Qwen2's with other special tokens."""
     configs = logging.getLogger("transformers.configuration_utils")
     level = configs.level
     configs.setLevel(logging.ERROR)  # it warns of every model_type that it does not know
@@ -70,50 +83,64 @@ def load_tokenizer(path: str, trust_remote_code: bool, revision: str) -> PreTrai
     except AttributeError:  # transformers 5, of a config with scaled rotary positions whose model_type it does not know
         return AutoTokenizer.from_pretrained(path, config=PretrainedConfig(), **options)
     except Exception as error:  # where it is trusted, a config's own code is run too, which raises whatever it does
-        named = cached_file(path, "tokenizer_config.json", revision=revision, **QUIET)
-        if named:
-            with open(named, encoding="utf-8") as file:
-                if json.load(file).get("tokenizer_class") in QWEN2_TOKENIZERS:
-                    return Qwen2TokenizerFast.from_pretrained(path, revision=revision)
-        raise unreadable(path, error) from error
+        if _tokenizer_class(path, revision) in QWEN2_TOKENIZERS:
+            return Qwen2TokenizerFast.from_pretrained(path, revision=revision)
+        if os.path.isdir(path) and not has_tokenizer(path, revision):
+            raise DuelError(f"There is no tokenizer in {path}; {TOKENIZER_REMEDY}.") from error
+        raise unreadable(path, error, "config and tokenizer of", TOKENIZER_REMEDY) from error
     finally:
         configs.setLevel(level)
 
 
+def _tokenizer_class(path: str, revision: str) -> str | None:
+    """The class that tokenizer_config.json names, if there is such a file and it can be read."""
+    named = cached_file(path, "tokenizer_config.json", revision=revision, **QUIET)
+    try:
+        with open(named or os.devnull, encoding="utf-8") as file:
+            return json.load(file).get("tokenizer_class")
+    except (ValueError, AttributeError):
+        return None
+
+
 def mask_of(
-    asked: Asked, raw: dict[str, Any], tokenizer: PreTrainedTokenizerBase, known: int | None, rows: int | None
+    asked: Asked, raw: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None, known: int | None, rows: int | None
 ) -> int:
     """The id of [MASK]: as asked, as config, tokenizer or family (`known`) say; `rows` of the embedding bound it.
 
     Raises DuelError where none says, or where the id is another special token's.
     """
-    for mask_id in (asked.mask_token_id, raw.get("mask_token_id"), tokenizer.mask_token_id, known):
+    named = getattr(tokenizer, "mask_token_id", None)
+    for mask_id in (asked.mask_token_id, raw.get("mask_token_id"), named, known):
         if mask_id is not None:
-            if rows is not None and not 0 <= mask_id < rows:
+            if not isinstance(mask_id, int) or not 0 <= mask_id < (rows or mask_id + 1):
+                ids = f"its ids are 0 to {rows - 1}" if rows else "ids are whole numbers"
                 raise DuelError(
-                    f"mask_token_id={mask_id} is not an id of {asked.name}; its ids are 0 to {rows - 1}. "
-                    "Pass mask_token_id=<the right one>."
+                    f"mask_token_id={mask_id} is not an id of {asked.name}; {ids}. Pass mask_token_id=<the right one>."
                 )
             for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-                if mask_id == getattr(tokenizer, name, None) and mask_id != tokenizer.mask_token_id:
+                if mask_id == getattr(tokenizer, name, None) and mask_id != named:
                     raise DuelError(f"mask_token_id={mask_id} is the {name} of {asked.name}'s tokenizer, not [MASK].")
             return int(mask_id)
     raise DuelError(f"Neither config nor tokenizer of {asked.name} names a mask token; pass mask_token_id=<id>.")
 
 
-def first_line(error: Exception) -> str:
-    """What an error says, in a line."""
-    return (str(error).splitlines() or [""])[0]
+def said(error: Exception) -> str:
+    """What an error is and says, in a line; of torch's for a pickle with code, the cause alone."""
+    if cause := CAUSE.search(str(error)):
+        return cause[1]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    line = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
+    return f"{type(error).__name__}: {line}".rstrip(" :,.")
 
 
-def unreadable(path: str, error: Exception) -> DuelError:
-    """The error for a checkpoint that cannot be read, with the likely remedy."""
-    hint = ""
+def unreadable(path: str, error: Exception, what: str = "checkpoint", remedy: str = "") -> DuelError:
+    """The error for a checkpoint, or what of it, that cannot be read, with the likely remedy."""
+    hint = f" To use another one, {remedy}." if remedy else ""
     if "trust_remote_code" in str(error):
         hint = " It runs code of its own: pass trust_remote_code=true if you trust it."
     elif not os.path.isdir(path):
-        hint = " It is no local folder; a hub name needs a connection or a filled cache."
-    return DuelError(f"Cannot read checkpoint '{path}': {type(error).__name__}: {first_line(error)}{hint}")
+        hint = f" It is no local folder; a hub name needs a connection or a filled cache.{hint}"
+    return DuelError(f"Cannot read {what} '{path}': {said(error)}.{hint}")
 
 
 def row_length(path: str, asked: int | None, held: int | None) -> int:
@@ -124,8 +151,9 @@ def row_length(path: str, asked: int | None, held: int | None) -> int:
 
 
 def pick_device(name: str | None) -> torch.device:
-    """The device of a name; None: a GPU where there is one. A CPU takes over where there is no GPU at all.
+    """The device of a name; None: a GPU where there is one.
 
+    Where there is no GPU at all a CPU stands in for the first one, which the harness asks for unless told otherwise.
     Only CPU and CUDA: results are kept in float64, which other devices lack.
     """
     name = "cuda" if name is None or str(name) == "auto" else f"cuda:{name}" if str(name).isdigit() else str(name)
@@ -135,11 +163,12 @@ def pick_device(name: str | None) -> torch.device:
         device = torch.device("meta")
     if device.type not in ("cpu", "cuda"):
         raise DuelError(f"No device '{name}'; use cpu, cuda or cuda:0.")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        log.info("no CUDA device here: running on the CPU")  # the harness asks for cuda:0 unless told otherwise
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cuda" and count == 0 and not device.index:
+        log.info("no CUDA device here: running on the CPU")
         return torch.device("cpu")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise DuelError(f"No device '{name}': there are {torch.cuda.device_count()} CUDA devices, counted from 0.")
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise DuelError(f"No device '{name}': {count} CUDA devices are here, counted from 0. Use device=cpu.")
     return device
 
 

@@ -17,11 +17,11 @@ import torch
 from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoConfig, AutoModelForMaskedLM, PreTrainedTokenizerBase
 
 from lm_eval_duel import fingerprint
-from lm_eval_duel.denoisers import probes
+from lm_eval_duel.denoisers import probes, weights
 from lm_eval_duel.denoisers.asked import Asked
 from lm_eval_duel.denoisers.base import Denoiser, KeysValues
 from lm_eval_duel.denoisers.hub import mask_of, pick_dtype, row_length, unreadable
-from lm_eval_duel.denoisers.predictions import excluded_columns
+from lm_eval_duel.denoisers.predictions import excluded_columns, require_fit
 from lm_eval_duel.errors import DuelError
 
 log = logging.getLogger("lm_eval.duel_mdm")
@@ -44,7 +44,10 @@ def load(raw: dict[str, Any], asked: Asked, tokenizer: PreTrainedTokenizerBase) 
     asked.refuse("masked LM", "shift_logits", "backend", "sigma", "peft")
     if asked.family is not None or asked.attention not in (None, "bidirectional"):
         raise DuelError(f"{asked.name} is one of transformers' masked LMs: bidirectional; leave family, attention out.")
-    mask_id = mask_of(asked, raw, tokenizer, None, getattr(config, "vocab_size", None))
+    rows = getattr(config, "vocab_size", None)
+    mask_id = mask_of(asked, raw, tokenizer, None, rows)
+    if rows is not None:
+        require_fit(set(tokenizer.get_vocab().values()), mask_id, rows, asked.name)
     model = filled(AutoModelForMaskedLM, config, asked)
     log.info("%s is a masked LM (%s), scored as an any-order model", asked.name, type(model).__name__)
     return finish(model, asked, tokenizer, mask_id)
@@ -54,7 +57,7 @@ def config_of(asked: Asked, **options: Any) -> Any:
     """The config of a checkpoint, as transformers reads it; raises DuelError where it cannot."""
     try:
         return AutoConfig.from_pretrained(asked.name, revision=asked.revision, **options)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # a config of the wrong types raises what its class checks them with
         raise unreadable(asked.name, error) from error
 
 
@@ -75,6 +78,8 @@ def filled(auto: Any, config: Any, asked: Asked, **options: Any) -> Any:
             **options,
         )
     except Exception as error:  # a truncated file raises the error of whichever library reads it
+        if os.path.isdir(asked.name):
+            weights.require_readable(asked.name)  # names the file
         raise unreadable(asked.name, error) from error
     require_filled(asked.name, report)
     return model if asked.device_map else model.to(asked.device)

@@ -9,6 +9,7 @@ tokens.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator
 from functools import cached_property
@@ -19,8 +20,11 @@ import torch.nn.functional as F
 
 from lm_eval_duel.errors import DuelError, NotFinite
 
+log = logging.getLogger("lm_eval.duel_mdm")
+
 CPU_VALUES, CPU_ROWS = 1 << 20, 64  # logits held at once: what a cache takes, and rows enough to multiply well
 GPU_VALUES = 1 << 26  # 256 MiB of float32
+PADDING = 128  # columns by which tables are padded so that they multiply well
 RUN = 64  # columns of a first look for the largest: a CPU's argmax takes one at a time, its amax sixteen
 
 
@@ -169,7 +173,9 @@ class Predictions:
             if not good.all():
                 cell = (self._cell == (~good).nonzero()[0]).nonzero()[0]
                 raise NotFinite(
-                    "The network returned NaN or infinite logits.", lane=int(self.hidden.nonzero()[cell, 0])
+                    "The weights are broken or the dtype is too narrow (float16 overflows; try dtype=float32): "
+                    "the network returned NaN or infinite logits.",
+                    lane=int(self.hidden.nonzero()[cell, 0]),
                 )
         return torch.cat(found) if found else None
 
@@ -255,16 +261,29 @@ def _log_p(logits: torch.Tensor, top: Top) -> torch.Tensor:
     return logits - top.logit[:, None] - F.softplus(-top.confidence[:, None])
 
 
+def require_fit(tokens: set[int], mask_id: int | None, vocab_size: int, path: str) -> None:
+    """Raise DuelError where the tokenizer has an id that the network of `path` does not predict."""
+    if (last := max(tokens - {mask_id})) >= vocab_size:
+        raise DuelError(
+            f"The tokenizer has ids up to {last} but {path} predicts {vocab_size}: "
+            "they do not belong together; pass tokenizer=<the right one>."
+        )
+
+
 def excluded_columns(tokens: set[int], mask_id: int, vocab_size: int, path: str, device: torch.device) -> torch.Tensor:
     """The columns that are no token of the vocabulary, [MASK] among them, (V,) bool.
 
     Raises DuelError where the tokenizer has an id that the network of `path` does not predict.
     """
+    require_fit(tokens, mask_id, vocab_size, path)
     known = sorted(tokens - {mask_id})
-    if known[-1] >= vocab_size:
-        raise DuelError(
-            f"The tokenizer has ids up to {known[-1]} but {path} predicts {vocab_size}: "
-            "they do not belong together; pass tokenizer=<the right one>."
+    if vocab_size - len(known) > max(PADDING, vocab_size // 10):
+        log.warning(
+            "the tokenizer has %d tokens and %s predicts %d, more than padding explains: the other columns get no "
+            "probability, and if this is another model's tokenizer every number is wrong (tokenizer= names one)",
+            len(known),
+            path,
+            vocab_size,
         )
     excluded = torch.ones(vocab_size, dtype=torch.bool, device=device)  # (V,)
     excluded[known] = False

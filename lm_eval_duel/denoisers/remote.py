@@ -18,6 +18,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lm_eval_duel.denoisers import huggingface, probes, weights
 from lm_eval_duel.denoisers.asked import Asked
+from lm_eval_duel.denoisers.backbone import trained_block
 from lm_eval_duel.denoisers.families import Family
 from lm_eval_duel.denoisers.hub import mask_of, pick_dtype, unreadable
 from lm_eval_duel.errors import DuelError
@@ -41,6 +42,12 @@ def load(
         )
     if not asked.trust_remote_code:
         raise DuelError(f"{asked.name} runs code of its own: pass trust_remote_code=true if you trust it.")
+    rows = max((raw[key] for key in ("embedding_size", "vocab_size") if isinstance(raw.get(key), int)), default=None)
+    mask_id = mask_of(asked, raw, tokenizer, family and family.mask_id, rows)
+    attention = asked.attention or (family.attention if family else "bidirectional")
+    block = trained_block(family, raw, asked) if attention == "block_causal" else None
+    if block is not None:
+        asked.require_block(block)
     dtype = pick_dtype(asked.dtype, asked.device)
     tensors = weights.read(folder)
     if dtype == "auto":
@@ -55,26 +62,20 @@ def load(
     cast = {key: value.to(dtype) if value.is_floating_point() else value for key, value in tensors.items()}
     _fill(model, cast, config, asked.name)
     probes.rotary_frequencies(model, config, asked.name)
-    mask_id = mask_of(asked, raw, tokenizer, family and family.mask_id, getattr(config, "vocab_size", None))
     if asked.peft:
         from lm_eval_duel.denoisers.adapters import merge
 
         model = merge(model, asked.peft, None)
-    quirks: dict[str, Any] = {"family": "own code"}
-    attention = asked.attention or (family.attention if family else "bidirectional")
+    quirks: dict[str, Any] = {"family": "own code", "block": block}
     if family is not None or asked.attention or asked.shift_logits is not None:
         shift = (family.shift if family else 0) if asked.shift_logits is None else int(asked.shift_logits)
-        quirks = {"family": family.name if family else "own code", "attention": attention, "shift": shift}
+        quirks |= {"family": family.name if family else "own code", "attention": attention, "shift": shift}
     if family is not None:
         quirks |= {
             "bos": "given" if quirks["shift"] else family.bos,
             "published_block": family.published_block,
             "max_length": family.max_length,
         }
-    if attention == "block_causal":
-        from lm_eval_duel.denoisers.backbone import trained_block
-
-        quirks["block"] = trained_block(family, raw, asked)
     return huggingface.finish(model.to(asked.device), asked, tokenizer, mask_id, **quirks)
 
 

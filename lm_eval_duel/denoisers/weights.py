@@ -5,40 +5,52 @@ Files are read as tensors only; nothing that a pickle would run is run.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import pickle
-import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
-from lm_eval_duel.denoisers.hub import first_line
+from lm_eval_duel.denoisers.hub import said
 from lm_eval_duel.errors import DuelError
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
 NAMES = ("model.safetensors", "pytorch_model.bin")
+POINTER = b"version https://git-lfs"
 COMPUTED = ("rotary_emb.inv_freq",)  # buffers of a .ckpt's network: no parameters, so its EMA has none of them
 
 
 def read(folder: str) -> dict[str, torch.Tensor]:
     """Every tensor of a folder's weights, on the CPU, by name; raises DuelError where a file is missing or broken."""
-    for name in NAMES:
-        index = os.path.join(folder, f"{name}.index.json")
-        if os.path.exists(index):
-            return _sharded(folder, index)
-        if os.path.exists(os.path.join(folder, name)):
-            return _file(os.path.join(folder, name))
+    if (kept := _whole_or_sharded(folder)) is not None:
+        return kept
     found = sorted(name for name in os.listdir(folder) if name.endswith(".ckpt"))
     if len(found) == 1:
         return _lightning(os.path.join(folder, found[0]))
     if found:
         raise DuelError(f"{folder} holds {len(found)} .ckpt files ({', '.join(found[:5])}); keep the one to score.")
     raise DuelError(f"No weights in {folder}: wanted one of {', '.join(NAMES)} (or its shards), or a .ckpt.")
+
+
+def require_readable(folder: str) -> None:
+    """Raise DuelError, naming the file, where one that holds weights (no .ckpt) cannot be read."""
+    _whole_or_sharded(folder)
+
+
+def _whole_or_sharded(folder: str) -> dict[str, torch.Tensor] | None:
+    for name in NAMES:
+        index = os.path.join(folder, f"{name}.index.json")
+        if os.path.exists(index):
+            return _sharded(folder, index)
+        if os.path.exists(os.path.join(folder, name)):
+            return _file(os.path.join(folder, name))
+    return None
 
 
 def _sharded(folder: str, index: str) -> dict[str, torch.Tensor]:
@@ -62,7 +74,7 @@ def _places(index: str) -> dict[str, str]:
 def _file(path: str) -> dict[str, torch.Tensor]:
     if path.endswith(".safetensors"):
         return _guarded(path, lambda: load_file(path))
-    found = _guarded(path, lambda: torch.load(path, "cpu", weights_only=True))
+    found = _unpickled(path, "{key: c[key] for key in c if torch.is_tensor(c[key])}", os.path.basename(path))
     if not isinstance(found, dict) or not all(isinstance(value, torch.Tensor) for value in found.values()):
         raise DuelError(f"{path} holds more than tensors; save the network's state_dict alone.")
     return found
@@ -70,17 +82,7 @@ def _file(path: str) -> dict[str, torch.Tensor]:
 
 def _lightning(path: str) -> dict[str, torch.Tensor]:
     """The network of a Lightning checkpoint: its averaged weights (EMA), which its authors score, where it has them."""
-    try:
-        content = torch.load(path, "cpu", weights_only=True)
-    except Exception as error:
-        if not isinstance(error, pickle.UnpicklingError) or not _pickled(path):
-            raise _broken(path, error) from error
-        raise DuelError(
-            f"{path} needs code to be read ({_said(error)}), which is not run here. If you trust the file, "
-            "save its tensors alone where its training code is installed:\n"
-            f"    python -c \"import torch; c = torch.load({path!r}, 'cpu', weights_only=False); "
-            "torch.save({key: c[key] for key in ('state_dict', 'ema') if key in c}, 'weights.ckpt')\""
-        ) from error
+    content = _unpickled(path, "{key: c[key] for key in ('state_dict', 'ema') if key in c}", "weights.ckpt")
     if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
         raise DuelError(f"{path} is no Lightning checkpoint: it has no state_dict.")
     tensors = {key.replace("_orig_mod.", ""): value for key, value in content["state_dict"].items()}
@@ -100,24 +102,48 @@ def _lightning(path: str) -> dict[str, torch.Tensor]:
     return tensors | dict(zip(names, shadow, strict=True))
 
 
+def _unpickled(path: str, kept: str, name: str) -> Any:
+    """What torch wrote, tensors and plain values only.
+
+    Raises DuelError where it cannot be read. Where it holds code, the error has the command that saves what is `kept`
+    of the content `c` under `name`.
+    """
+    try:
+        return torch.load(path, "cpu", weights_only=True)
+    except Exception as error:  # a broken pickle raises anything
+        if not isinstance(error, pickle.UnpicklingError) or not _pickled(path):
+            raise _broken(path, error) from error
+        raise DuelError(
+            f"{path} needs code to be read ({said(error)}), which is not run here. If you trust the file, "
+            "save its tensors alone where its training code is installed:\n"
+            f"    python -c \"import torch; c = torch.load({path!r}, 'cpu', weights_only=False); "
+            f'torch.save({kept}, {name!r})"'
+        ) from error
+
+
 def _pickled(path: str) -> bool:
     """Whether a file begins as torch writes one, rather than as a web page or a pointer to a large file."""
-    with open(path, "rb") as file:
-        return file.read(2) in (b"PK", b"\x80\x02")
+    return _starts(path, b"PK", b"\x80\x02")
+
+
+def _starts(path: str, *starts: bytes) -> bool:
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        return file.read(max(map(len, starts))).startswith(starts)
+    return False
 
 
 def _guarded(path: str, read: Callable[[], Any]) -> Any:
     try:
         return read()
-    except Exception as error:  # a broken pickle raises anything
+    except Exception as error:
         raise _broken(path, error) from error
 
 
 def _broken(path: str, error: Exception) -> DuelError:
-    return DuelError(f"Cannot read {path}: {type(error).__name__}: {_said(error)}")
-
-
-def _said(error: Exception) -> str:
-    """What an error says, in a line; of torch's, the cause without the advice to load the file with its code."""
-    cause = re.search(r"WeightsUnpickler error:\s*(.*?)(?:\. |\n|$)", str(error))
-    return cause[1] if cause else first_line(error)
+    """The error for a file that cannot be read, with the likely reason."""
+    reason = "It is cut off or damaged: download it again."
+    if os.path.getsize(path) == 0:
+        reason = "It is empty: download it again."
+    elif _starts(path, POINTER):
+        reason = "It is a pointer of git-lfs and not the file itself: run git lfs pull."
+    return DuelError(f"Cannot read {path}: {said(error)}. {reason}")
