@@ -42,6 +42,7 @@ class Writing(Answering):
         for n, (request, repeat) in enumerate(zip(asked.requests, asked.repeats, strict=True)):
             with instances.naming(request):
                 settings = Settings.of(request.args[1])
+                self.text.scorable(self.text.encode(request.args[0]))  # before any text is written
             key = key_of(request.task_name, request.doc_id, request.idx, repeat)
             prompt = Prompt(n, request, repeat, key, self._sample_key(request, key) if settings.temperature else None)
             if (kept := self._kept(prompt)) is not None:
