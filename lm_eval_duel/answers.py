@@ -1,6 +1,6 @@
 """What the harness asks: requests in, answers out in their order, each kept as soon as it is known.
 
-requests -> windows (text.py) -> estimator -> nats per window -> added up per request
+requests -> windows (text.py) -> their likelihoods (scoring.py) -> added up per request
 """
 
 from __future__ import annotations
@@ -109,59 +109,36 @@ class Answering(Ranked):
         combine: Callable[[list[Scored]], Any],
         disable_tqdm: bool,
     ) -> list[Any]:
-        """The answer of each request from its windows' results.
+        """The answer of each request from its windows' results."""
+        from lm_eval_duel.scoring import Scoring
 
-        A request's answer goes to the response cache, and its windows to the trace, as soon as the last one is done.
-        """
-        from lm_eval_duel.verify import Verification
-
-        owner = [(r, part) for r, parts in enumerate(windows) for part in range(len(parts))]
-        flat = [window for parts in windows for window in parts]
-        found: list[dict[int, Scored]] = [{} for _ in windows]
-        answers: list[Any] = [None] * len(windows)
-        verification = Verification(flat, self.options, self.rank, self.world_size)
-        bar = tqdm(
-            total=sum(len(window.target) for window in flat),
+        blank = self.estimator.counts.blank_starts
+        scoring = Scoring(self, kind, requests, windows, combine)
+        with tqdm(
+            total=sum(len(window.target) for parts in windows for window in parts),
             desc=f"{kind} {self.law.get('rule', self.estimator.name)}",
             unit="tok",
             disable=disable_tqdm or self.rank != 0,
-        )
-
-        def complete(r: int) -> None:
-            parts, found[r] = [found[r][part] for part in range(len(windows[r]))], {}
-            answers[r], request = combine(parts), requests[r]
-            self.cost.count(request.task_name, request.doc_id, windows[r], parts, self.estimator)
-            self._write_trace(request, windows[r], parts)
-            if parts:
-                self.cache_hook.add_partial(kind, request.args, answers[r])
-
-        def done(n: int, scored: Scored) -> None:
-            r, part = owner[n]
-            found[r][part] = scored
-            verification.keep(n, scored)
-            bar.update(len(windows[r][part].target))
-            if len(found[r]) == len(windows[r]):
-                complete(r)
-
-        blank = self.estimator.counts.blank_starts
-        with bar, self._answering(kind, [requests[r] for r, _ in owner], answers):
-            for r, parts in enumerate(windows):
-                if not parts:
-                    complete(r)
-            self.estimator.log_prob(flat, done, keep=False)
+        ) as bar:
+            answers = scoring.run(bar)
         if blank := self.estimator.counts.blank_starts - blank:
             log.info(
                 "%d blocks started with nothing in view: all cells tie exactly, the lowest position goes first", blank
             )
-        self.cost.verified.merge(verification.run(self.fine, lambda n: instances.name(requests[owner[n][0]])))
+        scoring.verify()
         return answers
+
+    @property
+    def seen(self) -> tuple[object, ...]:
+        """What is in a window's result and not in the law: statistics for a trace, the rules that a lattice follows."""
+        return self.estimator.traced, *map(str, getattr(self.estimator, "rules", ()))
 
     def fine(self) -> Denoiser:
         """The network in float32, or in float64 where it runs in that."""
         raise NotImplementedError
 
     @contextlib.contextmanager
-    def _answering(self, kind: str, owners: list[Instance], answers: list[Any]) -> Iterator[None]:
+    def answering(self, kind: str, owners: list[Instance], answers: list[Any]) -> Iterator[None]:
         """Count the seconds, and put the name of its request before an error about a window.
 
         A signal ends the run after the network call under way, with what is kept and where; `answers`: None where not
@@ -192,7 +169,7 @@ class Answering(Ranked):
             return f"{said} and lost, for lack of --use_cache FILE."
         return f"{said} and kept in {store.filename}: the same command goes on from there."
 
-    def _write_trace(
+    def write_trace(
         self,
         request: Instance,
         windows: list[Window],

@@ -36,6 +36,12 @@ log = logging.getLogger("lm_eval.duel_mdm")
 
 LAW = "lm_eval_duel law"
 SAMPLE = "a sample: kept under a key of its own"
+RESULTS = {
+    ("lm_eval_duel.ledger", "Scored"),
+    ("lm_eval_duel.elbo", "Bound"),
+    ("lm_eval_duel.lattice", "Ordered"),
+    ("lm_eval_duel.lattice", "Path"),
+}
 PATIENCE = 60  # seconds to wait for a file that another rank is writing
 
 
@@ -106,6 +112,14 @@ class ResponseCache(SqliteDict):
         if late:
             log.info("%s is written again: %d answers that waited are in it", self.filename, len(self.waiting))
         self.waiting.clear()
+
+    def forget(self, keys: Iterable[str]) -> None:
+        """Delete what is kept under these keys, where it can be."""
+        for key in keys:
+            self.waiting.pop(key, None)
+            with contextlib.suppress(sqlite3.Error):
+                self.conn.execute(f'DELETE FROM "{self.tablename}" WHERE key = ?', (key,))
+        self._settle()
 
     def _settle(self) -> None:
         """Let the other thread run into what else cannot be written, so that no later call hears of it."""
@@ -180,9 +194,11 @@ def keep_apart(generating: str) -> None:
 
 
 class _Plain(pickle.Unpickler):
-    """Reads numbers, texts and what holds them; a pickle could name any code to run."""
+    """Reads numbers, texts, what holds them, and results of windows; a pickle could name any code to run."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in RESULTS:
+            return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} is no answer")
 
 

@@ -68,12 +68,12 @@ class Writing(Answering):
             bar.update(settings.length)
             bar.set_postfix_str(f"NFE {self._duel.counts.nfe}")
             said = {"repeat": prompt.repeat, "generated": settings.words + under, "text": text, "tail": drawn.tail}
-            self._write_trace(prompt.request, [window], [drawn], said, self._duel)
+            self.write_trace(prompt.request, [window], [drawn], said, self._duel)
             self.cache_hook.add_partial("generate_until", prompt.request.args, text)
             if prompt.cached is not None and self.cache_hook.dbdict is not None:
                 self.cache_hook.dbdict[prompt.cached] = text
 
-        with self._answering("generate_until", [prompt.request for prompt in group], answers):
+        with self.answering("generate_until", [prompt.request for prompt in group], answers):
             Generator(self._duel, self.text, settings, self.options.draw_seed)(
                 [prompt.request.args[0] for prompt in group], [prompt.key for prompt in group], done
             )

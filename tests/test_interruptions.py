@@ -105,8 +105,8 @@ def test_the_command_line_says_where_it_goes_on(tmp_path, number):
     assert run.wait(30) == 128 + number
     log = (tmp_path / "log.txt").read_text()
     (done,) = re.findall(
-        rf"Interrupted by {signal.Signals(number).name} on rank 0: (\d+) of {kill.LIMIT} loglikelihood_rolling requests of this "
-        rf"rank are done and kept in {re.escape(str(tmp_path / 'c_rank0.db'))}: the same command goes on from there",
+        rf"Interrupted by {signal.Signals(number).name} on rank 0: (\d+) of {kill.LIMIT} loglikelihood_rolling "
+        rf"requests of this rank are done and kept in {re.escape(str(tmp_path / 'c_rank0.db'))}: the same command goes on",
         log.replace("\n", " "),
     )
     assert kill.kept(tmp_path) == int(done) < kill.LIMIT

@@ -1,0 +1,95 @@
+"""Likelihoods of one kind of requests: their windows in, an answer for each out, kept as soon as it is known.
+
+windows -> those that an interrupted run has scored, and the others -> estimator -> nats per window -> answers
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from lm_eval_duel import instances
+from lm_eval_duel.ledger import Scored
+from lm_eval_duel.unfinished import Unfinished
+from lm_eval_duel.verify import Verification
+from lm_eval_duel.windows import Window
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+
+    from lm_eval_duel.answers import Answering
+
+
+class Scoring:
+    """Requests and their windows; `combine`: a request's answer from its windows' results."""
+
+    def __init__(
+        self,
+        model: Answering,
+        kind: str,
+        requests: list[Instance],
+        windows: list[list[Window]],
+        combine: Callable[[list[Scored]], Any],
+    ):
+        self.model, self.kind, self.requests, self.combine = model, kind, requests, combine
+        self.windows = windows
+        self.flat = [window for parts in windows for window in parts]
+        self.owner = [(r, part) for r, parts in enumerate(windows) for part in range(len(parts))]
+        self.found: list[dict[int, Scored]] = [{} for _ in windows]
+        self.answers: list[Any] = [None] * len(windows)  # None: not known yet
+        self.verification = Verification(self.flat, model.options, model.rank, model.world_size)
+        self.unfinished = Unfinished(model.cache_hook.dbdict, model.seen)
+
+    def run(self, bar: tqdm) -> list[Any]:
+        """The answers; `bar` counts target tokens."""
+        self.bar, model = bar, self.model
+        for r, parts in enumerate(self.windows):
+            if not parts:
+                self._complete(r)
+        left = [n for n in range(len(self.flat)) if not self._known(n)]
+        with model.answering(self.kind, [self.requests[self.owner[n][0]] for n in left], self.answers):
+            model.estimator.log_prob(
+                [self.flat[n] for n in left], lambda n, scored: self._computed(left[n], scored), keep=False
+            )
+        return self.answers
+
+    def verify(self) -> None:
+        """Score some of them once more (verify.py)."""
+        found = self.verification.run(self.model.fine, lambda n: instances.name(self.requests[self.owner[n][0]]))
+        self.model.cost.verified.merge(found)
+
+    def _known(self, n: int) -> bool:
+        """Whether an interrupted run has scored window n, of a request that it did not finish."""
+        alone = len(self.windows[self.owner[n][0]]) == 1
+        if alone or (scored := self.unfinished.find(self.flat[n])) is None:
+            return False
+        self._done(n, scored)
+        return True
+
+    def _computed(self, n: int, scored: Scored) -> None:
+        r, _ = self.owner[n]
+        if len(self.found[r]) < len(self.windows[r]) - 1:
+            self.unfinished.keep(self.flat[n], scored)
+        self._done(n, scored)
+
+    def _done(self, n: int, scored: Scored) -> None:
+        r, part = self.owner[n]
+        self.found[r][part] = scored
+        self.verification.keep(n, scored)
+        self.bar.update(len(self.flat[n].target))
+        if len(self.found[r]) == len(self.windows[r]):
+            self._complete(r)
+
+    def _complete(self, r: int) -> None:
+        """The answer goes to the response cache, and its windows to the trace."""
+        request, windows = self.requests[r], self.windows[r]
+        parts, self.found[r] = [self.found[r][part] for part in range(len(windows))], {}
+        self.answers[r] = self.combine(parts)
+        self.model.cost.count(request.task_name, request.doc_id, windows, parts, self.model.estimator)
+        self.model.write_trace(request, windows, parts)
+        if parts:
+            self.model.cache_hook.add_partial(self.kind, request.args, self.answers[r])
+        if len(parts) > 1:
+            self.unfinished.forget(windows)

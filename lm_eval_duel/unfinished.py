@@ -1,0 +1,40 @@
+"""Windows of requests that are not finished yet, kept in the response cache.
+
+The harness knows answers only, and a long document has many windows: an interrupted run would begin it anew. They are
+forgotten as soon as the request's answer is kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+from lm_eval_duel.ledger import Scored
+from lm_eval_duel.response_cache import ResponseCache
+from lm_eval_duel.windows import Window
+
+
+class Unfinished:
+    """Results of windows in a response cache of one law; without one, nothing is kept.
+
+    `seen`: what else of the run is in a result (the statistics of a trace, a lattice's rules) and not in the law.
+    """
+
+    def __init__(self, store: ResponseCache | None, seen: object):
+        self.store, self.seen = store, str(seen)
+
+    def find(self, window: Window) -> Scored | None:
+        """What an interrupted run found for a window."""
+        found = None if self.store is None else self.store.find(self._key(window))
+        return found if isinstance(found, Scored) else None
+
+    def keep(self, window: Window, scored: Scored) -> None:
+        if self.store is not None:
+            self.store[self._key(window)] = scored
+
+    def forget(self, windows: Iterable[Window]) -> None:
+        if self.store is not None:
+            self.store.forget([self._key(window) for window in windows])
+
+    def _key(self, window: Window) -> str:
+        return "window " + hashlib.sha256(f"{self.seen} {window}".encode()).hexdigest()
