@@ -30,7 +30,7 @@ def load(name: str = "demo-mdm", *, device: str | None = None, **network: Any) -
     `device`: None picks a GPU where there is one. The network args are those of `Asked`, each detected unless said:
     dtype, revision, trust_remote_code, tokenizer (a folder, a hub name, or a loaded one), mask_token_id, max_length,
     bos, family, attention, block (where config and family do not know the trained one), shift_logits, last_block,
-    sigma, backend, cfg_scale, temperature, top_k, top_p, peft, device_map, compile.
+    sigma, backend, cfg_scale, temperature, top_k, top_p, peft, device_map, load_in_8bit, load_in_4bit, compile.
 
     Raises DuelError when the checkpoint cannot be read, does not fill its network exactly, or is not what it says.
     """

@@ -20,7 +20,7 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 from lm_eval_duel import fingerprint
-from lm_eval_duel.denoisers import probes, weights
+from lm_eval_duel.denoisers import placement, probes, quantized, weights
 from lm_eval_duel.denoisers.asked import Asked
 from lm_eval_duel.denoisers.base import Denoiser, KeysValues
 from lm_eval_duel.denoisers.families import Family, native_config, native_tensors
@@ -40,6 +40,7 @@ def load(
 ) -> Backbone:
     """The denoiser of a local folder; raises DuelError for weights that do not fill the network exactly."""
     asked.refuse(family.name, "sigma")
+    options = quantized.options(raw, asked) | placement.options(asked)
     config = _config(family, raw, asked)
     mask_id = mask_of(asked, raw, tokenizer, family.mask_id, config.vocab_size)
     tensors = native_tensors(family, weights.read(folder), raw)
@@ -50,14 +51,15 @@ def load(
         and not torch.equal(tensors[HEAD], tensors.get(TABLE, tensors[HEAD]))
     ):
         config.tie_word_embeddings = False  # the file has a head of its own
-    model = _fill(family, config, tensors, folder, asked)
+    model = _fill(family, config, tensors, folder, asked, options)
     if asked.peft:
         from lm_eval_duel.denoisers.adapters import merge
 
         model = merge(model, asked.peft, family)
     probes.rotary_frequencies(model, config, folder)
-    denoiser = Backbone(model, family, raw, folder, asked, mask_id, tokenizer)
-    probes.probe(denoiser, folder)
+    with quantized.first_calls(model, folder):
+        denoiser = Backbone(model, family, raw, folder, asked, mask_id, tokenizer)
+        probes.probe(denoiser, folder)
     return denoiser
 
 
@@ -81,7 +83,9 @@ def _config(family: Family, raw: dict[str, Any], asked: Asked) -> Any:
     return config
 
 
-def _fill(family: Family, config: Any, tensors: dict[str, torch.Tensor], folder: str, asked: Asked) -> Any:
+def _fill(
+    family: Family, config: Any, tensors: dict[str, torch.Tensor], folder: str, asked: Asked, options: dict[str, Any]
+) -> Any:
     """The native model with every tensor in its place; what is left over or missing is an error naming ten."""
     dtype = pick_dtype(asked.dtype, asked.device)
     if dtype == "auto":
@@ -99,25 +103,26 @@ def _fill(family: Family, config: Any, tensors: dict[str, torch.Tensor], folder:
                 )
 
     require(_wrong_experts(tensors, getattr(config, "n_routed_experts", None) or getattr(config, "num_experts", 0)))
-    options = {"ignore_mismatched_sizes": True, "output_loading_info": True}  # reported, and an error below
-    if asked.device_map:
-        options["device_map"] = asked.device_map
+    # quantised files may hold more than tensors (torchao's metadata), which only transformers reads
+    whole = hasattr(config, quantized.SAID) and not family.rename
+    options = options | ({} if whole else {"state_dict": tensors})
+    options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # reported, and an error below
     try:
-        model, report = model_class.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype, **options)
+        model, report = model_class.from_pretrained(folder if whole else None, config=config, dtype=dtype, **options)
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError as error:
+    except Exception as error:  # those of the package that quantises, too
         raise DuelError(f"The weights in {folder} do not fill {model_class.__name__}: {error}") from error
     tied = {HEAD} if config.tie_word_embeddings else set()
     shapes = {key if isinstance(key, str) else key[0] for key in report["mismatched_keys"]}  # names, or with shapes
     require(
         {
             "missing": set(report["missing_keys"]) - tied,
-            "not known": set(report["unexpected_keys"]),
+            "not known": {key for key in report["unexpected_keys"] if not key.endswith(IGNORED)},
             "of another shape": shapes,
         }
     )
-    return model.eval() if asked.device_map else model.to(asked.device).eval()
+    return model.eval() if "device_map" in options else model.to(asked.device).eval()
 
 
 def _wrong_experts(tensors: dict[str, torch.Tensor], count: int) -> dict[str, set[str]]:
@@ -152,7 +157,7 @@ class Backbone(Denoiser):
         tokenizer: PreTrainedTokenizerBase,
     ):
         self.model, self.family, self.path = model, family.name, path
-        self.device = model.get_input_embeddings().weight.device
+        self.device, self.coarse = placement.device_of(model), quantized.is_quantized(model)
         self.dtype = model.get_input_embeddings().weight.dtype
         self.attention = asked.attention or family.attention
         said = raw.get("right_shift_logits", family.shift) if asked.shift_logits is None else asked.shift_logits
@@ -187,8 +192,7 @@ class Backbone(Denoiser):
             self.maskless = True
             free = self.features(rows, None)
         self.maskless = False
-        coarse = probes.COARSE_TOLERANCE if free.dtype.itemsize < 4 else probes.BLANK_TOLERANCE
-        return bool(layers) and probes.differ(masked, free) <= coarse
+        return bool(layers) and probes.differ(masked, free) <= probes.tolerance(self, free)
 
     @property
     def layers(self) -> torch.nn.Module:
@@ -219,7 +223,7 @@ class Backbone(Denoiser):
 
     @torch.inference_mode()
     def head(self, features: torch.Tensor) -> torch.Tensor:
-        return self.model.lm_head(features.to(self.model.lm_head.weight.device)).to(self.device)  # (U, V)
+        return self.model.lm_head(features).to(self.device)  # (U, V) wherever it lies: accelerate takes its input there
 
     def _hidden(
         self, ids: torch.Tensor, positions: torch.Tensor, seen: torch.Tensor | None, clean: CleanKeys | None
@@ -248,6 +252,7 @@ class Backbone(Denoiser):
             "attention": self.attention,
             "shift": self.shift,
             "relative_positions": self.relative_positions,
+            **quantized.described(self.model),
         }
         if self.attention == "block_causal":
             described["last_block"] = self.last_block
