@@ -96,7 +96,10 @@ def described(model: Any) -> dict[str, str]:
     config = model.config.quantization_config
     entries = config.to_diff_dict() if hasattr(config, "to_diff_dict") else config.to_dict()
     entries = {key: value for key, value in entries.items() if not key.startswith("_")}
-    return {"quantization": json.dumps({**entries, "quant_method": _method(model)}, sort_keys=True, default=str)}
+    # those of experts too, which some releases of transformers fuse and leave as they are
+    whole = sum(tensor.numel() for tensor in model.parameters() if tensor.is_floating_point() and tensor.itemsize > 1)
+    entries |= {"quant_method": _method(model), "whole_parameters": whole}
+    return {"quantization": json.dumps(entries, sort_keys=True, default=str)}
 
 
 def require_used(model: Any, unused: Iterable[str], name: str) -> None:
