@@ -58,6 +58,9 @@ def test_fewer_gpus_than_processes(machine):
     with pytest.raises(DuelError, match=r"4 processes share 2 GPUs of this machine .* start at most 2 \(accelerate"):
         options()
     assert options("cuda:1") == {"device_map": "cuda:1"} and options(None) == {}
+    machine(8, 4, 1)
+    with pytest.raises(DuelError, match="device_map=balanced_low_0 goes with one process on a machine; take auto"):
+        options("balanced_low_0")
     machine(0, 4, 1)
     assert options() == {"device_map": "auto"}  # on CPUs
 
@@ -130,6 +133,11 @@ def test_a_network_whose_layers_lie_elsewhere(folder, kind, tmp_path, monkeypatc
     assert any(parameter.is_meta for parameter in spread.model.parameters())
     assert spread.device == torch.device("cpu") and spread.splits_head == right.splits_head
     assert scored(spread) == scored(right) and spread.describe() == right.describe()
+
+
+def test_a_network_that_does_not_fit(folder):
+    with pytest.raises(DuelError, match=r"does not fit into the memory that device_map=.* may use: start fewer proce"):
+        denoisers.load(folder("qwen3"), device="cpu", device_map=DECODER)
 
 
 def test_own_code_by_a_map(tmp_path):

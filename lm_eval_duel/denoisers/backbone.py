@@ -112,6 +112,11 @@ def _fill(
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # those of the package that quantises, too
+        if "offload" in str(error):
+            raise DuelError(
+                f"{folder} does not fit into the memory that device_map={asked.device_map} may use: start fewer "
+                "processes on a machine, or take a smaller dtype."
+            ) from error
         raise DuelError(f"The weights in {folder} do not fill {model_class.__name__}: {error}") from error
     tied = {HEAD} if config.tie_word_embeddings else set()
     shapes = {key if isinstance(key, str) else key[0] for key in report["mismatched_keys"]}  # names, or with shapes

@@ -20,11 +20,11 @@ def options(asked: Asked) -> dict[str, Any]:
     """
     if asked.device_map is None:
         return {}
-    own = own_gpus() if asked.device_map in SHARED_OUT else None
+    own = own_gpus(asked.device_map) if asked.device_map in SHARED_OUT else None
     return {"device_map": asked.device_map} | ({} if own is None else {"max_memory": own})
 
 
-def own_gpus() -> dict[int, int] | None:
+def own_gpus(device_map: str) -> dict[int, int] | None:
     """Free bytes of each GPU that is this process's, as the harness's own models share them out; None: all are.
 
     Of P processes on this machine, process p has GPUs p, p + P, p + 2 P, ...
@@ -40,6 +40,8 @@ def own_gpus() -> dict[int, int] | None:
             f"{processes} processes share {gpus} GPUs of this machine (device_map, parallelize), and each needs one: "
             f"start at most {gpus} (accelerate launch --num_processes {gpus} ...)."
         )
+    if device_map == "balanced_low_0":  # accelerate looks for the GPUs 1, 2, ...
+        raise DuelError("device_map=balanced_low_0 goes with one process on a machine; take auto.")
     return {gpu: torch.cuda.mem_get_info(gpu)[0] for gpu in range(number, gpus, processes)}
 
 
@@ -58,7 +60,7 @@ def spread(model: Any, asked: Asked) -> Any:
         )
     try:
         if places in SHARED_OUT:
-            memory, low = own_gpus(), places == "balanced_low_0"
+            memory, low = own_gpus(places), places == "balanced_low_0"
             memory = memory if places == "sequential" else get_balanced_memory(model, memory, whole, low_zero=low)
             places = infer_auto_device_map(model, memory, whole)
         return dispatch_model(model, {"": places} if isinstance(places, str) else places)
