@@ -94,13 +94,14 @@ def read(folder):
 
 def by_hand(bits):
     """The tensors as `bits` of bitsandbytes keep them."""
-    bnb = pytest.importorskip("bitsandbytes")
 
     def of(value):
         if bits == 8:
             scale = value.abs().amax(1, keepdim=True) / 127
             return (value / scale).round() * scale
-        return bnb.functional.dequantize_4bit(*bnb.functional.quantize_4bit(value.contiguous(), quant_type="nf4"))
+        from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+        return dequantize_4bit(*quantize_4bit(value.contiguous(), quant_type="nf4"))
 
     return lambda tensors: {key: of(value) if LINEAR.search(key) else value for key, value in tensors.items()}
 
@@ -108,6 +109,7 @@ def by_hand(bits):
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("kind", ["qwen3", "sdar", "llada"])
 def test_equals_the_network_of_weights_rounded_by_hand(base, kind, bits):
+    pytest.importorskip("bitsandbytes")
     whole, rounded = load(base(kind)), load(base(kind, by_hand(bits), "rounded"))
     found = load(base(kind), **{f"load_in_{bits}bit": True})
     # 8 bits round a product's inputs too; 4 bits are multiplied in bfloat16 on some CPUs
@@ -279,6 +281,38 @@ def test_files_of_torchao(base, tmp_path):
     ids = torch.tensor([[6, 7, 9, 30]])
     right = made(input_ids=ids, attention_mask=torch.zeros(1, 1, 4, 4)).logits[0]
     assert (found.head(found.features(ids, None)[0]) - right).abs().max() < 1e-4
+
+
+@pytest.mark.skipif(transformers.__version__.startswith("4."), reason="other tensors of this package")
+@pytest.mark.parametrize("kind", ["qwen3", "llada"])
+def test_files_of_compressed_tensors(base, kind):
+    """Which unpacks its weights when the whole network is called first."""
+    package = pytest.importorskip("compressed_tensors.compressors")
+    said = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["model.transformer.ff_out" if kind == "llada" else "lm_head"],
+        "config_groups": {"all": {"targets": ["Linear"], "weights": {"num_bits": 8, "strategy": "channel"}}},
+    }
+
+    def packed(tensors):
+        found = {}
+        for key, value in tensors.items():
+            if LINEAR.search(key):
+                scale = value.abs().amax(1, keepdim=True) / 127
+                found[f"{key}_packed"] = package.pack_to_int32((value / scale).round().to(torch.int8), 8)
+                found |= {f"{key}_scale": scale, f"{key}_shape": torch.tensor(value.shape)}
+            else:
+                found[key] = value
+        return found
+
+    found, rounded = (
+        load(base(kind, packed, "packed", quantization_config=said)),
+        load(base(kind, by_hand(8), "rounded")),
+    )
+    assert apart(found, rounded) < 1e-5 < apart(found, load(base(kind)))
+    assert '"quant_method": "compressed-tensors"' in found.describe()["quantization"]
 
 
 @pytest.mark.skipif(transformers.__version__.startswith("4."), reason="takes GPUs for 8-bit floats")

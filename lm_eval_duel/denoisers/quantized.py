@@ -19,6 +19,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 
 from lm_eval_duel.denoisers.asked import Asked
 from lm_eval_duel.denoisers.hub import first_line, pick_dtype
+from lm_eval_duel.denoisers.placement import device_of
 from lm_eval_duel.errors import DuelError
 
 log = logging.getLogger("lm_eval.duel_mdm")
@@ -117,6 +118,9 @@ def require_used(model: Any, unused: Iterable[str], name: str) -> None:
 def first_calls(model: Any, name: str) -> Iterator[None]:
     """The first calls of a network: what a quantised one raises comes from its file, and is a DuelError."""
     try:
+        if is_quantized(model):  # some packages unpack weights when the whole network is called, and only then
+            with torch.no_grad():
+                model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device_of(model)))
         yield
     except (DuelError, torch.OutOfMemoryError):
         raise
