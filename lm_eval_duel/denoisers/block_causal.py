@@ -151,7 +151,7 @@ class BlockCausalView(View):
         whole = len(p) == real.numel() and bool((known == before).all())  # all cells of the same columns
         places = slot, slot[p], column[p, q], p, q
         for held, made in zip(self._held, new, strict=True):
-            at, slots, columns, rows, cell = (place.to(made[0].device) for place in places)  # layers lie on several
+            at, slots, columns, rows, cell = (place.to(made[0].device) for place in places)  # a layer may lie elsewhere
             for plane, cells in zip(held, made, strict=True):
                 if whole:
                     plane[at, :, before : before + real.shape[1]] = cells
@@ -190,13 +190,13 @@ class BlockCausalView(View):
             return None
         slot = slot.clamp(max=self._room - 1)
         first = int(slot[0])
-        if torch.equal(slot, torch.arange(first, first + len(slot), device=slot.device)):  # side by side: no copy
-            return [
-                (k[first : first + len(slot), :, :columns], v[first : first + len(slot), :, :columns])
-                for k, v in self._held
-            ]
-        at = [slot.to(k.device) for k, _ in self._held]  # layers lie on several
-        return [(k[here, :, :columns], v[here, :, :columns]) for here, (k, v) in zip(at, self._held, strict=True)]
+        together = torch.equal(slot, torch.arange(first, first + len(slot), device=slot.device))
+
+        def part(plane: torch.Tensor) -> torch.Tensor:
+            here = slice(first, first + len(slot)) if together else slot.to(plane.device)  # side by side: no copy
+            return plane[here, :, :columns]
+
+        return [(part(keys), part(values)) for keys, values in self._held]
 
     def _edges(self, lanes: Lanes, lane: torch.Tensor) -> torch.Tensor:
         """What the clean stream says at the end of the block before that of `lane` (c,), (c, D)."""
