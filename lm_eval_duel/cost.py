@@ -227,9 +227,9 @@ def balance(shares: Sequence[Share]) -> dict[str, Any]:
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most memory that was held, in bytes: on the device, or by this process on a CPU."""
+    """The most memory that this process held, in bytes: on each of its GPUs, added up, or on a CPU."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        return sum(torch.cuda.max_memory_allocated(gpu) for gpu in range(torch.cuda.device_count()))
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else 1024 * most  # kilobytes, but on a Mac
 

@@ -61,6 +61,8 @@ NETWORK = (  # what is handed on to denoisers.load
     "top_p",
     "peft",
     "device_map",
+    "load_in_8bit",
+    "load_in_4bit",
     "compile",
 )
 NOTHING = (None, "", "none", "None", "null")
@@ -106,6 +108,8 @@ class Options:
     top_p: float | None = None
     peft: str | None = None
     device_map: str | None = None
+    load_in_8bit: bool = False
+    load_in_4bit: bool = False
     compile: bool = False
 
     @classmethod
@@ -150,6 +154,9 @@ class Options:
             "top_p": _number("a probability above 0, at most 1", lambda x: 0 < x <= 1),
             "peft": _text,
             "device_map": _text,
+            "parallelize": lambda key, value: "auto" if value not in NOTHING and truth(key, value) else None,
+            "load_in_8bit": truth,
+            "load_in_4bit": truth,
             "compile": truth,
         }
         known = {*readers, "rule", *rules.PARAMETERS, *_takes(arguments)}
@@ -162,6 +169,10 @@ class Options:
             raise DuelError(
                 f"add_bos_token={arguments['add_bos_token']} is bos={other}, but bos={values['bos']} is given."
             )
+        if (other := values.pop("parallelize", None)) is not None:
+            if values.get("device_map") not in (None, other):
+                raise DuelError(f"parallelize=true is device_map=auto, but device_map={values['device_map']} is given.")
+            values["device_map"] = other
         if values.get("windows") == "harness" and values.get("bos") in OF_ROWS:
             raise DuelError(f"bos={values['bos']} frames rows of its own; it goes with windows=independent only.")
         options = cls(rule=rule, **values)

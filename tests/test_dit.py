@@ -522,6 +522,8 @@ def test_args_that_do_not_apply_are_refused(tmp_path):
         ("cfg_scale", 1.5): "no choice of 'cfg_scale'",
         ("peft", "folder"): "no choice of 'peft'",
         ("device_map", "auto"): "no choice of 'device_map'",
+        ("load_in_8bit", True): "no choice of 'load_in_8bit'",
+        ("load_in_4bit", True): "no choice of 'load_in_4bit'",
     }.items():
         with pytest.raises(DuelError, match=message):
             denoisers.load(path, device="cpu", **dict([asked]))

@@ -104,11 +104,10 @@ def test_the_command_line_says_where_it_goes_on(tmp_path, number):
     run.send_signal(number)
     assert run.wait(30) == 128 + number
     log = (tmp_path / "log.txt").read_text()
-    (done,) = re.findall(
-        rf"Interrupted by {signal.Signals(number).name} on rank 0: (\d+) of {kill.LIMIT} loglikelihood_rolling "
-        rf"requests of this rank are done and kept in {re.escape(str(tmp_path / 'c_rank0.db'))}: the same command goes on",
-        log.replace("\n", " "),
-    )
+    name, file = signal.Signals(number).name, re.escape(str(tmp_path / "c_rank0.db"))
+    said = f"Interrupted by {name} on rank 0: (\\d+) of {kill.LIMIT} loglikelihood_rolling requests of this rank "
+    said += f"are done and kept in {file}: the same command goes on from there"
+    (done,) = re.findall(said, log.replace("\n", " "))
     assert kill.kept(tmp_path) == int(done) < kill.LIMIT
     assert "Traceback" not in log
     again = kill.start(tmp_path)

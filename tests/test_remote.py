@@ -295,7 +295,7 @@ def test_broken_code(tmp_path):
 
 def test_args_that_own_code_cannot_follow(tmp_path):
     path = write(tmp_path, LLADA, "LLaDAModelLM", llada(), LLADA_SIZE)
-    for name, value in (("sigma", "schedule"), ("device_map", "auto")):
+    for name, value in (("sigma", "schedule"), ("load_in_8bit", True), ("load_in_4bit", True)):
         with pytest.raises(DuelError, match=f"is of the family own code, which has no choice of '{name}'"):
             load(path, **{name: value})
     with pytest.raises(DuelError, match="backend=remote with attention=causal is not for"):

@@ -1,7 +1,7 @@
 """Denoisers: every checkpoint family behind one contract (`base.py`).
 
 config.json -> our own DiT (MDLM, BD3-LM, SEDD, AR)          dit_load.py
-            -> transformers' decoders, explicit mask         backbone.py, by families.py
+            -> transformers' decoders, explicit mask         backbone_load.py, by families.py
             -> transformers' masked LMs                      huggingface.py
             -> transformers' causal LMs, as they are         causal.py
             -> the checkpoint's own code, where trusted      remote.py
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.demo import resolve
-from lm_eval_duel.denoisers import backbone, causal, dit_load, families, hub, huggingface, remote
+from lm_eval_duel.denoisers import backbone_load, causal, dit_load, families, hub, huggingface, remote
 from lm_eval_duel.denoisers.asked import Asked
 from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.denoisers.guided import Guided
@@ -31,7 +31,7 @@ def load(name: str = "demo-mdm", *, device: str | None = None, **network: Any) -
     `device`: None picks a GPU where there is one. The network args are those of `Asked`, each detected unless said:
     dtype, revision, trust_remote_code, tokenizer (a folder, a hub name, or a loaded one), mask_token_id, max_length,
     bos, family, attention, block (where config and family do not know the trained one), shift_logits, last_block,
-    sigma, backend, cfg_scale, temperature, top_k, top_p, peft, device_map, compile.
+    sigma, backend, cfg_scale, temperature, top_k, top_p, peft, device_map, load_in_8bit, load_in_4bit, compile.
 
     Raises DuelError when the checkpoint cannot be read, does not fill its network exactly, or is not what it says.
     """
@@ -54,7 +54,7 @@ def _read(raw: dict[str, Any], asked: Asked, tokenizer: PreTrainedTokenizerBase 
     if asked.attention == "causal" and asked.backend != "remote":
         return causal.load(family, raw, asked, tokenizer)
     if family is not None and asked.backend != "remote":
-        return backbone.load(family, hub.local_folder(asked.name, asked.revision), raw, asked, tokenizer)
+        return backbone_load.load(family, hub.local_folder(asked.name, asked.revision), raw, asked, tokenizer)
     if own or asked.backend == "remote":
         return remote.load(family, hub.local_folder(asked.name, asked.revision), raw, asked, tokenizer)
     return huggingface.load(raw, asked, tokenizer)

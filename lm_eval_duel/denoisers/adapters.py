@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 import torch
 
-from lm_eval_duel.denoisers.families import Family
+from lm_eval_duel.denoisers.families import Family, native_name
 from lm_eval_duel.denoisers.hub import said
 from lm_eval_duel.errors import DuelError
 
@@ -29,7 +30,8 @@ def merge(model: Any, path: str, family: Family | None) -> Any:
         raise DuelError(f"Cannot read adapter '{path}': {said(error)}") from error
     if str(config.peft_type).rsplit(".", 1)[-1] != "LORA":
         raise DuelError(f"The adapter {path} is a {config.peft_type}; only LoRA can be merged.")
-    places = {key: PREFIX + _renamed(key.removeprefix(PREFIX), family) for key in tensors}
+    renamed = partial(native_name, family) if family else str
+    places = {key: PREFIX + renamed(key.removeprefix(PREFIX)) for key in tensors}
     modules = {_module(place): _module(key) for key, place in places.items() if ".lora_" in key}  # here -> in the file
     known = {name for name, _ in model.named_modules()}
     if not modules or modules.keys() - known:
@@ -60,14 +62,6 @@ def _untie(model: Any, modules: set[str]) -> None:
         return
     if any(module in (head, table) for name, module in model.named_modules() if name in modules):
         head.weight = torch.nn.Parameter(head.weight.detach().clone())
-
-
-def _renamed(name: str, family: Family | None) -> str:
-    for pattern, replacement in family.rename if family else ():
-        name, count = re.subn(pattern, replacement, name)
-        if count:
-            break
-    return name
 
 
 def _module(key: str) -> str:

@@ -38,7 +38,9 @@ class Asked:
     top_k: int | None = None
     top_p: float | None = None
     peft: str | None = None
-    device_map: str | None = None
+    device_map: str | dict[str, int | str | torch.device] | None = None
+    load_in_8bit: bool = False
+    load_in_4bit: bool = False
     compile: bool = False
 
     def __post_init__(self) -> None:
@@ -46,6 +48,8 @@ class Asked:
             value = getattr(self, name)
             if value is not None and value not in known:
                 raise unknown(f"value of {name}", str(value), known)
+        if self.load_in_8bit and self.load_in_4bit:
+            raise DuelError("load_in_8bit and load_in_4bit are both given; leave one out.")
 
     def require_block(self, trained: int) -> None:
         """Raise DuelError where another block than the trained one was asked for."""

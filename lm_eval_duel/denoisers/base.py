@@ -41,6 +41,7 @@ class Denoiser(abc.ABC):
     narrows: bool = False  # takes `columns` and evaluates its last layer there only
     honours_padding: bool = False  # an attention mask keeps padding unseen
     relative_positions: bool = False  # a row of masks only has one distribution everywhere
+    coarse: bool = False  # quantised: it rounds more than its dtype says
 
     @property
     @abc.abstractmethod

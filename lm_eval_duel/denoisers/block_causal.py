@@ -149,12 +149,14 @@ class BlockCausalView(View):
         self._make_room(new, features)
         p, q = real.nonzero().unbind(1)  # (X,)
         whole = len(p) == real.numel() and bool((known == before).all())  # all cells of the same columns
+        places = slot, slot[p], column[p, q], p, q
         for held, made in zip(self._held, new, strict=True):
+            at, slots, columns, rows, cell = (place.to(made[0].device) for place in places)  # a layer may lie elsewhere
             for plane, cells in zip(held, made, strict=True):
                 if whole:
-                    plane[slot, :, before : before + real.shape[1]] = cells
+                    plane[at, :, before : before + real.shape[1]] = cells
                 else:
-                    plane[slot[p], :, column[p, q]] = cells[p, :, q]
+                    plane[slots, :, columns] = cells[rows, :, cell]
         if self.denoiser.shift:
             p, q = (real & (column % block == block - 1)).nonzero().unbind(1)  # (X,)
             self._edge[slot[p], column[p, q] // block] = features[p, q]
@@ -188,9 +190,13 @@ class BlockCausalView(View):
             return None
         slot = slot.clamp(max=self._room - 1)
         first = int(slot[0])
-        if torch.equal(slot, torch.arange(first, first + len(slot), device=slot.device)):  # side by side: no copy
-            slot = slice(first, first + len(slot))
-        return [(k[slot, :, :columns], v[slot, :, :columns]) for k, v in self._held]
+        together = torch.equal(slot, torch.arange(first, first + len(slot), device=slot.device))
+
+        def part(plane: torch.Tensor) -> torch.Tensor:
+            here = slice(first, first + len(slot)) if together else slot.to(plane.device)  # side by side: no copy
+            return plane[here, :, :columns]
+
+        return [(part(keys), part(values)) for keys, values in self._held]
 
     def _edges(self, lanes: Lanes, lane: torch.Tensor) -> torch.Tensor:
         """What the clean stream says at the end of the block before that of `lane` (c,), (c, D)."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from lm_eval_duel.denoisers import huggingface, probes
+from lm_eval_duel.denoisers import huggingface, placement, probes, quantized
 from lm_eval_duel.denoisers.asked import Asked
 from lm_eval_duel.denoisers.base import Denoiser, KeysValues
 from lm_eval_duel.denoisers.families import Family
@@ -53,7 +53,7 @@ def load(family: Family | None, raw: dict[str, Any], asked: Asked, tokenizer: Pr
         config._experts_implementation = "eager"  # the grouped products of transformers 5 end at float32
     # other attention kernels leave out the soft cap of Gemma-2, in transformers 4 without a word
     options = {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}
-    model = huggingface.filled(AutoModelForCausalLM, config, asked, **trusted, **options)
+    model = huggingface.filled(AutoModelForCausalLM, config, raw, asked, **trusted, **options)
     if asked.peft:
         from lm_eval_duel.denoisers.adapters import merge
 
@@ -117,7 +117,7 @@ class Causal(Denoiser):
 
     def __init__(self, model: torch.nn.Module, tokens: set[int], max_length: int, path: str):
         self.model, self.path, self.max_length = model, path, max_length
-        self.device = model.get_input_embeddings().weight.device
+        self.device, self.coarse = placement.device_of(model), quantized.is_quantized(model)
         self.dtype = next(model.parameters()).dtype
         self.adapter: str | None = None
         self.splits_head = False
@@ -125,7 +125,7 @@ class Causal(Denoiser):
             try:
                 first = torch.zeros(1, min(2, max_length), dtype=torch.long, device=self.device)  # (1, L)
                 self.vocab_size = self._whole(first).shape[-1]
-            except (TypeError, AttributeError, RuntimeError, ValueError) as error:
+            except (TypeError, AttributeError, RuntimeError, ValueError, AssertionError) as error:
                 raise unreadable(path, error) from error
             self._excluded = excluded_columns(tokens, None, self.vocab_size, path, self.device)
             rows = probes.tokens(self)  # (2, L)

@@ -39,7 +39,7 @@ def load(folder: str, config: dict[str, Any], asked: Asked, tokenizer: PreTraine
 
     `tokenizer`: columns that are none of its tokens get no probability; its mask token, where it has one, is [MASK].
     """
-    asked.refuse("DiT", "shift_logits", "backend", "cfg_scale", "peft", "device_map")
+    asked.refuse("DiT", "shift_logits", "backend", "cfg_scale", "peft", "device_map", "load_in_8bit", "load_in_4bit")
     if asked.dtype not in ("auto", "float32"):
         raise DuelError(f"MDLM, BD3-LM, SEDD and their AR baseline run in float32, not {asked.dtype}; leave dtype out.")
     try:

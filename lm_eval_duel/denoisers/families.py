@@ -22,6 +22,7 @@ from lm_eval_duel.errors import DuelError, unknown
 log = logging.getLogger("lm_eval.duel_mdm")
 
 NAMES_OF_OTHERS = ("architectures", "auto_map", "model_type", "transformers_version", "dtype", "torch_dtype")
+UNQUANTIZED = ("llm_int8_skip_modules", "modules_to_not_convert", "ignore")  # modules that a quantisation leaves out
 
 Tensors = dict[str, torch.Tensor]
 Raw = dict[str, Any]
@@ -104,6 +105,11 @@ def _llada_moe(raw: Raw) -> Raw:
 def _llada2(raw: Raw) -> Raw:
     if raw.get("use_bias") or raw.get("use_qkv_bias") or raw.get("norm_head") or not raw.get("use_qk_norm", True):
         raise DuelError("This LLaDA2 is not the released network: it does not fit transformers' Glm4Moe.")
+    if raw.get("quantization_config"):
+        raise DuelError(
+            "This LLaDA2 is quantised, and its query_key_value cannot be taken apart so. Take the checkpoint that is "
+            "not, and quantise it at load (load_in_8bit=true or load_in_4bit=true)."
+        )
     head = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
     part, theta = raw.get("partial_rotary_factor", 0.5), raw.get("rope_theta", 10_000.0)
     return {
@@ -277,17 +283,23 @@ def _edits(folder: str | None) -> bool:
 
 def native_config(family: Family, raw: Raw) -> Raw:
     """The entries of the native config: the raw ones, with those that the family calls otherwise."""
-    return {**{key: value for key, value in raw.items() if key not in NAMES_OF_OTHERS}, **family.config(raw)}
+    entries = {**{key: value for key, value in raw.items() if key not in NAMES_OF_OTHERS}, **family.config(raw)}
+    if said := entries.get("quantization_config"):
+        lists = {key: said[key] for key in UNQUANTIZED if isinstance(said.get(key), list)}
+        native = {key: [native_name(family, f"{name}.").removesuffix(".") for name in lists[key]] for key in lists}
+        entries["quantization_config"] = {**said, **native}
+    return entries
 
 
 def native_tensors(family: Family, tensors: Tensors, raw: Raw) -> Tensors:
     """The tensors under the native names."""
-    renamed = {}
-    for key, value in family.tensors(tensors, raw).items():
-        for pattern, replacement in family.rename:
-            new, count = re.subn(pattern, replacement, key)
-            if count:
-                key = new
-                break
-        renamed[key] = value
-    return renamed
+    return {native_name(family, key): value for key, value in family.tensors(tensors, raw).items()}
+
+
+def native_name(family: Family, key: str) -> str:
+    """The native name of a tensor."""
+    for pattern, replacement in family.rename:
+        new, count = re.subn(pattern, replacement, key)
+        if count:
+            return new
+    return key

@@ -17,7 +17,7 @@ import torch
 from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoConfig, AutoModelForMaskedLM, PreTrainedTokenizerBase
 
 from lm_eval_duel import fingerprint
-from lm_eval_duel.denoisers import probes, weights
+from lm_eval_duel.denoisers import placement, probes, quantized, weights
 from lm_eval_duel.denoisers.asked import Asked
 from lm_eval_duel.denoisers.base import Denoiser, KeysValues
 from lm_eval_duel.denoisers.hub import mask_of, pick_dtype, row_length, unreadable
@@ -48,7 +48,7 @@ def load(raw: dict[str, Any], asked: Asked, tokenizer: PreTrainedTokenizerBase) 
     mask_id = mask_of(asked, raw, tokenizer, None, rows)
     if rows is not None:
         require_fit(set(tokenizer.get_vocab().values()), mask_id, rows, asked.name)
-    model = filled(AutoModelForMaskedLM, config, asked)
+    model = filled(AutoModelForMaskedLM, config, raw, asked)
     log.info("%s is a masked LM (%s), scored as an any-order model", asked.name, type(model).__name__)
     return finish(model, asked, tokenizer, mask_id)
 
@@ -61,13 +61,12 @@ def config_of(asked: Asked, **options: Any) -> Any:
         raise unreadable(asked.name, error) from error
 
 
-def filled(auto: Any, config: Any, asked: Asked, **options: Any) -> Any:
+def filled(auto: Any, config: Any, raw: dict[str, Any], asked: Asked, **options: Any) -> Any:
     """The network that an Auto class of transformers makes of a checkpoint, on its device.
 
     Raises DuelError where it cannot be read, or where a tensor is missing or of another shape.
     """
-    if asked.device_map:
-        options["device_map"] = asked.device_map
+    options |= quantized.options(raw, asked) | placement.options(asked)
     try:
         model, report = auto.from_pretrained(
             asked.name,
@@ -82,7 +81,8 @@ def filled(auto: Any, config: Any, asked: Asked, **options: Any) -> Any:
             weights.require_readable(asked.name)  # names the file
         raise unreadable(asked.name, error) from error
     require_filled(asked.name, report)
-    return model if asked.device_map else model.to(asked.device)
+    quantized.require_used(model, report["unexpected_keys"], asked.name)
+    return model if "device_map" in options else model.to(asked.device)
 
 
 def require_filled(name: str, report: dict[str, Any]) -> None:
@@ -148,7 +148,7 @@ class HuggingFace(Denoiser):
     ):
         self.model, self.path, self.max_length, self.mask_id = model, path, max_length, mask_id
         self.family, self.attention, self.shift, self.block, self.bos = family, attention, shift, block, bos
-        self.device = model.get_input_embeddings().weight.device
+        self.device, self.coarse = placement.device_of(model), quantized.is_quantized(model)
         self.dtype = next(model.parameters()).dtype
         self.published_block = published_block
         self.adapter: str | None = None
@@ -161,7 +161,7 @@ class HuggingFace(Denoiser):
             if attention == "bidirectional":
                 self.splits_head = self._splits(rows, self._logits(rows))
         probes.probe(self, path)
-        if attention == "bidirectional" and self.dtype.itemsize < 4:
+        if attention == "bidirectional" and self.dtype.itemsize < 4 and not self.coarse:
             self._look_closer_at_blank_rows()
 
     @property
@@ -188,7 +188,7 @@ class HuggingFace(Denoiser):
             self._logits(ids, mask)
         finally:
             hook.remove()
-        return caught[-1]  # (R, L, D)
+        return caught[-1].to(self.device)  # (R, L, D)
 
     @torch.inference_mode()
     def stream(
@@ -209,11 +209,11 @@ class HuggingFace(Denoiser):
             mask[:, None],
             position_ids=torch.cat([places.expand_as(clean), positions.expand_as(ids)], 1),
         )  # (N, K + Q, V)
-        return logits[:, clean.shape[1] :], [(own, own)]
+        return logits[:, clean.shape[1] :].to(self.device), [(own, own)]
 
     @torch.inference_mode()
     def head(self, features: torch.Tensor) -> torch.Tensor:
-        return self._output(features) if self.splits_head else features  # (U, V)
+        return self._output(features).to(self.device) if self.splits_head else features  # (U, V)
 
     def describe(self) -> dict[str, object]:
         described = described_by(self)
@@ -224,7 +224,7 @@ class HuggingFace(Denoiser):
         return described
 
     def _logits(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        return logits_of(self.model, ids, mask)  # (R, L, V)
+        return logits_of(self.model, ids, mask).to(self.device)  # (R, L, V)
 
     # ------------------------------------------------------------ what this network does
 
@@ -236,7 +236,7 @@ class HuggingFace(Denoiser):
                 seen = torch.ones(1, ids.shape[1], ids.shape[1], dtype=torch.bool, device=self.device)
                 return self.stream(ids, torch.arange(ids.shape[1], device=self.device)[None], seen, None)[0]
             return self._logits(ids)
-        except (TypeError, AttributeError, RuntimeError, ValueError) as error:
+        except (TypeError, AttributeError, RuntimeError, ValueError, AssertionError) as error:
             raise unreadable(self.path, error) from error
 
     def _splits(self, ids: torch.Tensor, logits: torch.Tensor) -> bool:
@@ -279,6 +279,7 @@ def described_by(denoiser: Any) -> dict[str, object]:
         "vocabulary": f"{int((~denoiser.excluded).sum())} of {denoiser.vocab_size}",
         "relative_positions": denoiser.relative_positions,
     }
+    described |= quantized.described(model)
     if adapter:
         described["peft"] = fingerprint.weights_of(adapter) if os.path.isdir(adapter) else adapter
     return described

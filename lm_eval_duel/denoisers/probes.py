@@ -16,7 +16,9 @@ from lm_eval_duel.errors import DuelError
 log = logging.getLogger("lm_eval.duel_mdm")
 
 BLANK_TOLERANCE = 1e-4  # of the logits' spread, in float32; rotary networks were seen at 1.5e-6
-COARSE_TOLERANCE = 0.05  # the same in bfloat16 or float16
+COARSE_TOLERANCE = 0.05  # the same in bfloat16 or float16, and of quantised weights
+BESIDE_TOLERANCE = 1e-3  # where another cell of the call changes: mixtures of experts round anew, and 8 bits scale anew
+BESIDE_QUANTIZED = 0.5
 ROTARY_TOLERANCE = 1e-5
 LENGTH = 8
 
@@ -71,8 +73,7 @@ def direction(denoiser: Denoiser, path: str, rows: torch.Tensor, logits: torch.T
             f"{path} is causal: its predictions ignore what comes later, so it is no masked diffusion model. "
             "If it is autoregressive, score it with estimator=exact."
         )
-    coarse = COARSE_TOLERANCE if logits.dtype.itemsize < 4 else 10 * BLANK_TOLERANCE  # mixtures of experts round anew
-    if denoiser.attention == "causal" and moved > coarse:
+    if denoiser.attention == "causal" and moved > _beside(denoiser, logits):
         raise DuelError(
             f"{path} is not causal: its predictions change with what comes later, so it has no autoregressive "
             "likelihood. Leave estimator=exact and attention=causal out."
@@ -98,8 +99,7 @@ def ties_when_blank(denoiser: Denoiser) -> bool:
     """Whether a row of masks has one distribution at every cell."""
     row = torch.full((1, min(32, denoiser.max_length)), denoiser.mask_id, device=denoiser.device)
     logits = _logits(denoiser, row)[0]  # (L, V)
-    tolerance = COARSE_TOLERANCE if logits.dtype.itemsize < 4 else BLANK_TOLERANCE
-    return differ(logits, logits[:1].expand_as(logits)) <= tolerance
+    return differ(logits, logits[:1].expand_as(logits)) <= tolerance(denoiser, logits)
 
 
 def _block_causal(denoiser: Denoiser, path: str) -> None:
@@ -119,8 +119,7 @@ def _block_causal(denoiser: Denoiser, path: str) -> None:
     later, own = rows.clone(), rows.clone()
     later[:, block:] = rows[:, :1]
     own[:, block - 1] = denoiser.mask_id
-    coarse = COARSE_TOLERANCE if whole.dtype.itemsize < 4 else 10 * BLANK_TOLERANCE  # mixtures of experts round anew
-    if differ(logits(later)[:, :block], whole[:, :block]) > coarse:
+    if differ(logits(later)[:, :block], whole[:, :block]) > _beside(denoiser, whole):
         raise DuelError(f"{path} is not block-causal: a later block changes the predictions of an earlier one.")
     if block > 1 and differ(logits(own)[:, : block - 1], whole[:, : block - 1]) == 0:
         raise DuelError(f"{path} is causal inside its blocks: its predictions ignore what comes later in the block.")
@@ -128,7 +127,9 @@ def _block_causal(denoiser: Denoiser, path: str) -> None:
     inside = torch.ones(1, block, block, dtype=torch.bool, device=rows.device)
     features, _ = denoiser.stream(masks, position[None, :block], inside, None)
     blank = denoiser.head(features[0]).masked_fill(denoiser.excluded, 0)  # (B, V)
-    denoiser.relative_positions = differ(blank, blank[:1].expand_as(blank)) <= coarse
+    denoiser.relative_positions = differ(blank, blank[:1].expand_as(blank)) <= tolerance(
+        denoiser, blank, BESIDE_TOLERANCE
+    )
     denoiser.honours_padding = True  # it lies in later blocks, or is left out of what is seen
 
 
@@ -148,13 +149,23 @@ def rotary_frequencies(model: torch.nn.Module, config: Any, path: str) -> None:
         if buffer.is_meta:
             continue
         right = theta ** -(torch.arange(len(buffer), dtype=torch.float64) / len(buffer))  # (d / 2,)
-        tolerance = ROTARY_TOLERANCE if buffer.dtype.itemsize >= 4 else 0.01
-        if not torch.allclose(buffer.double().cpu(), right, rtol=tolerance, atol=0):
+        noise = ROTARY_TOLERANCE if buffer.dtype.itemsize >= 4 else 0.01
+        if not torch.allclose(buffer.double().cpu(), right, rtol=noise, atol=0):
             raise DuelError(
                 f"The rotary frequencies of {path} ({name}) are not {theta:g}^(-2i/d): they were not loaded or "
                 "computed right, and every prediction would be noise. Leave backend=remote "
                 "out, or use another transformers."
             )
+
+
+def tolerance(denoiser: Denoiser, logits: torch.Tensor, fine: float = BLANK_TOLERANCE) -> float:
+    """The difference of logits, in units of their spread, that is noise of this network; `fine`: in float32."""
+    return COARSE_TOLERANCE if denoiser.coarse or logits.dtype.itemsize < 4 else fine
+
+
+def _beside(denoiser: Denoiser, logits: torch.Tensor) -> float:
+    """The same where another cell of a call changes."""
+    return BESIDE_QUANTIZED if denoiser.coarse else tolerance(denoiser, logits, BESIDE_TOLERANCE)
 
 
 def differ(a: torch.Tensor, b: torch.Tensor) -> float:

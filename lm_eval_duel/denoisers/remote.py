@@ -16,7 +16,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from lm_eval_duel.denoisers import huggingface, probes, weights
+from lm_eval_duel.denoisers import huggingface, placement, probes, quantized, weights
 from lm_eval_duel.denoisers.asked import Asked
 from lm_eval_duel.denoisers.backbone import trained_block
 from lm_eval_duel.denoisers.families import Family
@@ -34,7 +34,12 @@ def load(
     reference = next((names[key] for key in HEADED if key in names), None)
     if reference is None:
         raise DuelError(f"{asked.name} has no code of its own (no auto_map with a model in config.json).")
-    asked.refuse("own code", "sigma", "device_map")
+    asked.refuse("own code", "sigma", "load_in_8bit", "load_in_4bit")
+    if said := raw.get(quantized.SAID):
+        raise DuelError(
+            f"{asked.name} is quantised ({quantized.method_of(said)}), which its own code is not loaded as: leave "
+            "backend=remote out where it has a family of ours, or take the checkpoint that is not quantised."
+        )
     if asked.attention == "causal":
         raise DuelError(
             f"backend=remote with attention=causal is not for {asked.name}: leave backend out; an autoregressive "
@@ -76,7 +81,7 @@ def load(
             "published_block": family.published_block,
             "max_length": family.max_length,
         }
-    return huggingface.finish(model.to(asked.device), asked, tokenizer, mask_id, **quirks)
+    return huggingface.finish(placement.spread(model, asked), asked, tokenizer, mask_id, **quirks)
 
 
 def _complete(config: Any, raw: dict[str, Any]) -> None:
