@@ -1,6 +1,8 @@
 """This process among the others of accelerate or torchrun, in the words of the harness.
 
-Documents are shared out by the harness, every nth to rank n. No rank waits for another while it answers requests.
+Documents are shared out by the harness, every nth to rank n. No rank waits for another while it answers requests. What
+they tell each other, a few numbers and the results, goes over gloo, GPUs or not: TCP notices at once, on any machine,
+where a process has ended.
 """
 
 from __future__ import annotations
@@ -32,16 +34,20 @@ class Ranked(TemplateLM):
         from accelerate import Accelerator, InitProcessGroupKwargs
 
         on_cpu = not torch.cuda.is_available() or str(device).startswith("cpu")
-        self.accelerator = Accelerator(cpu=on_cpu, kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)])
-        self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
+        accelerator = Accelerator(cpu=on_cpu, kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)])
+        self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
+        self._group = torch.distributed.new_group(backend="gloo", timeout=PATIENCE)
         refuse_idle_ranks()
-        return str(self.accelerator.device)
+        return str(accelerator.device)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.world_size == 1:
             return tensor
+        mine = torch.atleast_1d(tensor.cpu())
+        found = [torch.empty_like(mine) for _ in range(self.world_size)]
         with self._waiting():
-            return self.accelerator.gather(tensor)
+            torch.distributed.all_gather(found, mine, group=self._group)
+        return torch.cat(found).to(tensor.device)
 
     def account(self) -> Any:
         """What this rank computed and what it cost."""
@@ -53,7 +59,7 @@ class Ranked(TemplateLM):
             return [obj]
         gathered = [None] * self.world_size if self.rank == dst else None
         with self._waiting():
-            torch.distributed.gather_object((obj, self.account()), gathered, dst=dst)
+            torch.distributed.gather_object((obj, self.account()), gathered, dst=dst, group=self._group)
         if gathered is None:
             return None
         objects, self.accounts = map(list, zip(*gathered, strict=True))
@@ -62,7 +68,7 @@ class Ranked(TemplateLM):
     def barrier(self) -> None:
         if self.world_size > 1:
             with self._waiting():
-                self.accelerator.wait_for_everyone()
+                torch.distributed.barrier(self._group)
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:

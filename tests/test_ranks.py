@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -22,15 +23,21 @@ ACCELERATE = ("accelerate.commands.launch", "--multi_gpu", "--num_processes", "{
 ACCELERATE += ("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "{port}")
 
 
-def launch(launcher, count, port, *arguments):
-    command = [sys.executable, "-m", *(part.format(ranks=count, port=port) for part in launcher), "-m", *arguments]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=600, env=env)
-
-
-def said(done):
-    """What all ranks printed, whatever the width of a terminal."""
-    return " ".join((done.stdout + done.stderr).split())
+def launch(launcher, count, *arguments, machines=1):
+    """The exit statuses of launchers, one a machine (all of them this one), and what all ranks printed in one line."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    runs = []
+    for machine in range(machines):
+        parts = [part.format(ranks=count // machines, port=port) for part in launcher]
+        if machines > 1:
+            parts += ["--nnodes", str(machines), "--node-rank", str(machine), "--master-addr", "127.0.0.1"]
+        command = [sys.executable, "-m", *parts, "-m", *arguments]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        runs.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env))
+    printed = [run.communicate(timeout=600)[0] for run in runs]
+    return [run.returncode for run in runs], " ".join("".join(printed).split())
 
 
 # ------------------------------------------------------------ requests that fill up a rank
@@ -117,32 +124,61 @@ def test_every_rank_refuses_a_task_with_too_few_documents(more, refused, monkeyp
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", [TORCHRUN, ACCELERATE], ids=["torchrun", "accelerate"])
 def test_one_document_on_two_ranks_ends_both(launcher):
-    port = 29541 + (launcher is TORCHRUN)
     arguments = ("lm_eval", "--model", "duel-mdm", "--tasks", "task_configs/sotu/sotu.yaml", "--limit", "1")
-    done = launch(launcher, 2, port, *arguments, "--device", "cpu")
-    assert done.returncode != 0
+    (status,), said = launch(launcher, 2, *arguments, "--device", "cpu")
+    assert status != 0
     message = "Task sotu has 1 document here and this run has 2 processes: each needs at least one. Start at most 1"
-    assert said(done).count(f"DuelError: {message}") == 2  # on both ranks
+    assert said.count(f"DuelError: {message}") == 2  # on both ranks
+
+
+YAML = """
+task: broken
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: text
+metric_list: [{{metric: word_perplexity}}]
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_ends_the_other_machine(tmp_path):
+    """Its launcher knows nothing of it; its own process does."""
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("My fellow Americans", "a <|mask|> of it")))
+    (tmp_path / "broken.yaml").write_text(YAML.format(data=data))
+    arguments = ("lm_eval", "--model", "duel-mdm", "--tasks", str(tmp_path / "broken.yaml"), "--device", "cpu")
+    status, said = launch(TORCHRUN, 2, *arguments, machines=2)
+    assert 0 not in status, said[-3000:]
+    assert "DuelError: Request of task broken, document 1: the text holds the mask token" in said
+    assert "DuelError: Rank 0 of 2 waited for the others and one of them has ended" in said
 
 
 @pytest.mark.slow
 def test_three_ranks_print_what_one_prints_and_each_goes_on_from_two(tmp_path):
-    """In float64, where every document must agree; and answers of two ranks are found by three."""
+    """In float64, where every document must agree; and answers of two ranks, on two machines, are found by three."""
     arguments = ("lm_eval", "--model", "duel-mdm", "--tasks", "task_configs/sotu/sotu.yaml", "--device", "cpu")
     arguments += ("--log_samples", "--limit", "7")
     found = {}
-    for name, count, cache in (("one", 1, None), ("two", 2, "c"), ("three", 3, None), ("again", 3, "c")):
+    for name, launcher, count, machines, cache in (
+        ("one", TORCHRUN, 1, 1, None),
+        ("two", TORCHRUN, 2, 2, "c"),
+        ("three", ACCELERATE, 3, 1, None),
+        ("again", ACCELERATE, 3, 1, "c"),
+    ):
         model = f"rule=greedy,block=32,dtype=float64,max_batch_size={count},trace={tmp_path / name}.jsonl"
         more = ("--use_cache", str(tmp_path / cache)) if cache else ()
         options = (*arguments, "--model_args", model, "--output_path", str(tmp_path / name), *more)
-        done = launch(ACCELERATE, count, 29550 + count, *options) if count > 1 else alone(*options)
-        assert done.returncode == 0, done.stderr[-3000:]
+        status, said = launch(launcher, count, *options, machines=machines)
+        assert status == [0] * machines, said[-3000:]
         (path,) = (tmp_path / name).glob("**/results_*.json")
         (samples,) = (tmp_path / name).glob("**/samples_*.jsonl")
         lines = map(json.loads, samples.read_text().splitlines())
         found[name] = json.loads(path.read_text()), {line["doc_id"]: line["filtered_resps"][0] for line in lines}
-        if count > 1 and name != "again":
-            assert re.search(rf"balance of {count} ranks: rows [\d, ]+\(max/mean \d", said(done))
+        if count > 1:
+            assert re.search(rf"balance of {count} ranks: rows [\d, ]+\(max/mean \d", said)
     whole, values = found.pop("one")
     windows = trace.read(tmp_path / "one.jsonl")
     for name, (results, documents) in found.items():
@@ -161,9 +197,3 @@ def test_three_ranks_print_what_one_prints_and_each_goes_on_from_two(tmp_path):
         assert abs(cost["rows"] - one["rows"]) <= one["blank_starts"]  # rows of masks alone, equal in one call
         lines = trace.read(tmp_path / f"{name}.jsonl")
         assert [(line["doc"], line["steps"]) for line in lines] == [(line["doc"], line["steps"]) for line in windows]
-
-
-def alone(*arguments):
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=600, env=env)
