@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import weakref
 
 import torch
 
@@ -21,6 +22,8 @@ log = logging.getLogger("lm_eval.duel_mdm")
 CPU_TOKENS = 2048  # network tokens a call: more is no faster on any CPU seen, and holds more memory
 GPU_TOKENS = 1 << 14, 1 << 18  # where a trial begins, and where it ends: more is no faster
 VALUES = 1 << 27  # of whole distributions held at once, by a rule's memory or a head that is not split off
+
+_found: weakref.WeakKeyDictionary[Denoiser, dict[tuple[int | None, str], int]] = weakref.WeakKeyDictionary()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +58,10 @@ def plan(
     elif denoiser.device.type == "cpu":
         tokens = max(CPU_TOKENS, denoiser.max_length)
     else:
-        tokens = largest(denoiser, block, grid, *GPU_TOKENS)
+        tried = _found.setdefault(denoiser, {})
+        if (block, grid) not in tried:
+            tried[block, grid] = largest(denoiser, block, grid, *GPU_TOKENS)
+        tokens = tried[block, grid]
     return Budget(min(tokens, max_batch_size * denoiser.max_length) if max_batch_size else tokens)
 
 

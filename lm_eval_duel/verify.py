@@ -5,6 +5,7 @@ What differs is what batches, padding and a coarser dtype did. A moved pick is a
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import random
 from collections.abc import Callable, Sequence
@@ -55,7 +56,7 @@ class Verification:
     def _again(self, fine: Callable[[], Denoiser]) -> list[tuple[int, Scored]]:
         if not self.said:
             return []
-        estimator = switch.make(fine(), self.options)
+        estimator = switch.make(fine(), dataclasses.replace(self.options, batch_size=2))  # any: no trial is made for it
         estimator.one_by_one()
         return [(n, estimator.log_prob([self.windows[n]])[0]) for n in sorted(self.said)]
 
