@@ -234,14 +234,12 @@ def _takes(arguments: dict[str, Any]) -> list[str]:
 def _rule(arguments: dict[str, Any]) -> rules.Rule:
     """The rule of `rule=` and of the parameters beside it."""
     text = str(arguments.get("rule", "greedy"))
-    name, *inside = rules.split(text)
+    name, inside = rules.read(text)
     beside = {key: value for key, value in arguments.items() if key != "rule"}
     for key in beside:
-        if any(part.partition("=")[0] == key for part in inside):
+        if key in inside:
             raise DuelError(f"'{key}' is given twice: in rule={text} and beside it.")
-    if not inside:
-        return rules.build(name, beside)
-    return rules.parse(":".join([text, *(f"{key}={value}" for key, value in beside.items())]))
+    return rules.build(name, inside | beside)
 
 
 def _rules(key: str, value: Any) -> tuple[rules.Rule, ...]:
@@ -273,8 +271,7 @@ def count(key: str, value: Any, least: int = 1) -> int | None:
     if value in NOTHING:
         return None
     try:
-        number = int(float(value))
-        if isinstance(value, bool) or number != float(value) or number < least:
+        if (number := rules.whole(value)) < least:
             raise ValueError
         return number
     except (ValueError, TypeError, OverflowError):
@@ -317,7 +314,7 @@ def _number(what: str, inside: Callable[[float], bool]) -> Callable[[str, Any], 
             if isinstance(value, bool) or not inside(number):
                 raise ValueError
             return number
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, OverflowError):
             raise DuelError(f"'{key}' is {what}; got '{value}'.") from None
 
     return read

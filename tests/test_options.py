@@ -179,6 +179,39 @@ def test_errors_name_the_argument_and_the_remedy(arguments, message):
         Options.parse(arguments)
 
 
+@pytest.mark.parametrize("seed", [2**53 + 1, str(2**53 + 1), -(2**60) - 1])
+def test_every_digit_of_a_whole_number_counts(seed):
+    assert Options.parse({"rule": "random", "seed": seed}).rule.seed == int(seed)
+    assert Options.parse({"draw_seed": str(seed).lstrip("-")}).draw_seed == abs(int(seed))
+    assert Options.parse({"draw_seed": abs(int(seed))}).draw_seed == abs(int(seed))
+
+
+@pytest.mark.parametrize("key", ["cfg_scale", "temperature", "top_p", "elbo_eps", "top_k", "mu", "k"])
+def test_a_number_too_large_is_refused_in_words(key):
+    rule = {"mu": {"rule": "threshold"}}.get(key, {})
+    with pytest.raises(DuelError, match=f"'{key}'"):
+        Options.parse({"estimator": "elbo", **rule, key: 10**400})
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"rule": "greedy", "k": 2**63}, {"rule": f"klass:mu=0.5:nu=1:history={2**64 + 1}"}]
+)
+def test_a_count_that_no_tensor_holds_is_refused(arguments):
+    with pytest.raises(DuelError, match=r"is a count of (positions|steps), at least 1"):
+        Options.parse(arguments)
+
+
+@pytest.mark.parametrize("name", [".mine:Rule", "..:Rule", "mine..deep:Rule", "mine.:Rule"])
+def test_a_relative_module_is_no_rule(name):
+    with pytest.raises(DuelError, match="is no rule: write module:Name"):
+        Options.parse({"rule": name})
+
+
+def test_what_stands_beside_a_rule_is_one_parameter():
+    with pytest.raises(DuelError, match=r"'nu' of rule 'klass' must be float, not '0\.1:history=2'"):
+        Options.parse({"rule": "klass:mu=0.9", "nu": "0.1:history=2"})
+
+
 def test_rows_of_a_call():
     assert Options.parse({"batch_size": 8}).rows == 8
     assert Options.parse({"batch_size": 1}).rows is None  # what the harness says when the user said nothing

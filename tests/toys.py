@@ -11,18 +11,21 @@ from lm_eval_duel.denoisers.base import Denoiser
 class Toy(Denoiser):
     """A random smooth function of the whole row: position, tokens and masks all matter; padding is honoured."""
 
-    def __init__(self, tokens=3, length=8, seed=0, honours_padding=True, scale=2.0):
-        self.vocab_size, self.mask_id, self.max_length = tokens + 1, tokens, length
+    codes = None  # (K, V): the only logits there are, so that cells tie; a cell's features say which
+
+    def __init__(self, tokens=3, length=8, seed=0, honours_padding=True, scale=2.0, unused=0):
+        self.vocab_size, self.mask_id, self.max_length = tokens + 1 + unused, tokens, length
+        self.tokens = tokens
         self.device = torch.device("cpu")
         self.honours_padding = honours_padding
         generator = torch.Generator().manual_seed(seed)
-        self.embed = torch.randn(length, tokens + 1, 6, generator=generator, dtype=torch.float64)
+        self.embed = torch.randn(length, self.vocab_size, 6, generator=generator, dtype=torch.float64)
         self.mix = torch.randn(length, length, 6, 6, generator=generator, dtype=torch.float64)
-        self.out = torch.randn(length, 6, tokens + 1, generator=generator, dtype=torch.float64) * scale
+        self.out = torch.randn(length, 6, self.vocab_size, generator=generator, dtype=torch.float64) * scale
 
     @property
     def excluded(self):
-        return torch.arange(self.vocab_size) == self.mask_id
+        return torch.arange(self.vocab_size) >= self.tokens
 
     def features(self, ids, real):
         length = ids.shape[1]
@@ -33,7 +36,7 @@ class Toy(Denoiser):
         return torch.einsum("rid,idv->riv", x, self.out[:length])  # (R, L, V)
 
     def head(self, features):
-        return features
+        return features if self.codes is None else self.codes[features[:, : len(self.codes)].argmax(1)]
 
 
 class Leaky(Toy):
@@ -48,6 +51,7 @@ class Rotary(Toy):
     """Relative positions only, in float32: all cells of a row of masks tie but for planted noise."""
 
     relative_positions = True
+    noise = 1e-9
 
     def features(self, ids, real):
         shown = (ids != self.mask_id) if real is None else (ids != self.mask_id) & real
@@ -56,7 +60,7 @@ class Rotary(Toy):
         kernel = torch.cos(offset.double() * 0.7 + 0.3)  # (L, L)
         x = (self.embed[0, ids] * shown[..., None]).transpose(1, 2)  # (R, 6, L)
         x = torch.tanh((x @ kernel.T).transpose(1, 2) + 0.5)  # (R, L, 6)
-        noise = torch.linspace(-1e-9, 1e-9, len(ids) * length).reshape(len(ids), length, 1)
+        noise = self.noise * torch.cos(37.0 * torch.arange(len(ids) * length)).reshape(len(ids), length, 1)
         return x @ self.out[0] + noise * torch.arange(self.vocab_size)  # (R, L, V)
 
 
@@ -96,10 +100,6 @@ class Causal(Toy):
         super().__init__(**options)
         self.mask_id = None
         self.mix = self.mix * torch.ones(len(self.mix), len(self.mix)).tril(-1)[..., None, None]
-
-    @property
-    def excluded(self):
-        return torch.arange(self.vocab_size) == self.vocab_size - 1
 
 
 class Small(Toy):
@@ -142,3 +142,19 @@ class BlockCausal(Toy):
         position = torch.arange(ids.shape[1])
         seen = position[:, None] // self.block >= position // self.block
         return self.stream(ids, position[None].expand_as(ids), seen.expand(len(ids), -1, -1), None)[0]
+
+
+class RotaryBlocks(BlockCausal):
+    """A block-causal toy in which a row of masks has one distribution everywhere, but for planted noise."""
+
+    relative_positions = True
+    noise = 1e-9
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.embed[:, self.mask_id] = 0
+
+    def stream(self, ids, positions, seen, past):
+        features, own = super().stream(ids, positions, seen, past)  # (N, Q, V)
+        noise = self.noise * torch.cos(37.0 * torch.arange(ids.numel())).reshape(*ids.shape, 1)
+        return features + self.out[0, 0] + noise * torch.arange(self.vocab_size), own

@@ -21,7 +21,19 @@ from lm_eval_duel.rules.base import Decision, Rule, certain, rank
 from lm_eval_duel.rules.orders import LeftToRight, Random, RightToLeft
 from lm_eval_duel.rules.scores import Entropy, Greedy, LogMargin, Margin
 
-__all__ = ["Decision", "Rule", "build", "certain", "check_state_only", "find", "parse", "rank", "split"]
+__all__ = [
+    "Decision",
+    "Rule",
+    "build",
+    "certain",
+    "check_state_only",
+    "find",
+    "parse",
+    "rank",
+    "read",
+    "split",
+    "whole",
+]
 
 RULES: dict[str, type[Rule]] = {
     rule.name: rule
@@ -50,6 +62,11 @@ PARAMETERS = frozenset(field.name for rule in RULES.values() for field in datacl
 
 def parse(text: str) -> Rule:
     """The rule of a text such as `greedy:k=2` or `my_module:MyRule:alpha=0.5`; raises DuelError for a wrong one."""
+    return build(*read(text))
+
+
+def read(text: str) -> tuple[str, dict[str, str]]:
+    """A rule's name and its parameters as they are written; raises DuelError for a text that is no such thing."""
     name, *rest = split(text)
     arguments = {}
     for part in rest:
@@ -59,7 +76,7 @@ def parse(text: str) -> Rule:
         if key in arguments:
             raise DuelError(f"Rule '{text}' gives {key} twice.")
         arguments[key] = value
-    return build(name, arguments)
+    return name, arguments
 
 
 def split(text: str) -> list[str]:
@@ -109,9 +126,19 @@ def check_state_only(rule: Rule) -> None:
         )
 
 
+def whole(value: Any) -> int:
+    """The whole number of an int, a float or a text, to the last digit; ValueError and its like for any other value."""
+    if isinstance(value, bool) or float(value) != int(float(value)):
+        raise ValueError(value)
+    try:
+        return int(value)
+    except ValueError:  # 1e3
+        return int(float(value))
+
+
 def _custom(name: str) -> type[Rule]:
     module_name, class_name = name.split(":")
-    if not module_name or not class_name:
+    if not class_name or not all(module_name.split(".")):
         raise DuelError(f"'{name}' is no rule: write module:Name, or a rule's name.")
     sys.path.insert(0, os.getcwd())  # the console script has its own folder there instead
     try:
@@ -142,9 +169,7 @@ def _convert(name: str, field: dataclasses.Field, value: Any) -> Any:
     kind = next((kind for kind in ("int", "float", "bool") if re.search(rf"\b{kind}\b", declared)), "str")
     try:
         if kind == "int":
-            if isinstance(value, bool) or float(value) != int(float(value)):
-                raise ValueError
-            return int(value) if isinstance(value, str) and value.lstrip("-").isdigit() else int(float(value))
+            return whole(value)
         if kind == "float":
             if isinstance(value, bool) or math.isnan(float(value)):
                 raise ValueError

@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lm_eval_duel.errors import unknown
-from lm_eval_duel.rules.base import LOG_ODDS_SLOPE, Decision, Rule, best, check, kl, log_odds, nearest
+from lm_eval_duel.rules.base import INTEGERS, LOG_ODDS_SLOPE, Decision, Rule, best, check, kl, log_odds, nearest
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +48,7 @@ class Klass(Rule):
     def __post_init__(self) -> None:
         check(self, "mu", 0 <= self.mu <= 1, "a probability from 0 to 1")
         check(self, "nu", self.nu >= 0, "a divergence in nats, at least 0")
-        check(self, "history", self.history >= 1, "a count of steps, at least 1")
+        check(self, "history", 1 <= self.history < INTEGERS, "a count of steps, at least 1")
         if self.kl not in ("paper", "authors"):
             raise unknown("value of kl for rule klass", self.kl, ["paper", "authors"])
 

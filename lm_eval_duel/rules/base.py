@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 
+INTEGERS = 2**63  # where those of tensors end
 LOG_ODDS_SLOPE = 2.0  # the L1 norm of d(log-odds)/d(logits), and of d(log P1 - log P2)/d(logits)
 
 
@@ -65,7 +66,7 @@ class Counted(Rule):
     k: int = 1
 
     def __post_init__(self) -> None:
-        check(self, "k", self.k >= 1, "a count of positions, at least 1")
+        check(self, "k", 1 <= self.k < INTEGERS, "a count of positions, at least 1")
 
 
 def certain(pick: torch.Tensor) -> Decision:
