@@ -9,6 +9,7 @@ config.json -> our own DiT (MDLM, BD3-LM, SEDD, AR)          dit_load.py
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -79,8 +80,8 @@ def load_tokenizer(arguments: Mapping[str, Any]) -> PreTrainedTokenizerBase:
     name, revision = tokenizer_source(arguments)
     name = resolve(name)
     trusted = str(arguments.get("trust_remote_code", False)).lower() in ("true", "1")
-    own = not arguments.get("tokenizer")
-    if dit_load.reads(hub.raw_config(name, revision, needed=own)) and not hub.has_tokenizer(name, revision):
+    alone = bool(arguments.get("tokenizer")) or (os.path.isdir(name) and hub.has_tokenizer(name, revision))
+    if dit_load.reads(hub.raw_config(name, revision, needed=not alone)) and not hub.has_tokenizer(name, revision):
         try:
             return hub.load_tokenizer(dit_load.TOKENIZER, trusted, "main")
         except DuelError as error:
