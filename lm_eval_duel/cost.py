@@ -16,6 +16,7 @@ from lm_eval_duel.estimator import Estimator, Value
 from lm_eval_duel.ledger import Scored
 from lm_eval_duel.windows import Window
 
+SHOWN = 20  # documents in a line of the log
 PACKAGES = ("lm_eval_duel", "lm_eval", "torch", "transformers", "accelerate")
 
 
@@ -83,6 +84,7 @@ class TaskTotal:
     """The sums of one task."""
 
     documents: set[Any] = dataclasses.field(default_factory=set)
+    close: set[Any] = dataclasses.field(default_factory=set)  # documents that have close picks
     requests: int = 0
     windows: int = 0
     tokens: int = 0
@@ -91,6 +93,7 @@ class TaskTotal:
 
     def merge(self, other: TaskTotal) -> None:
         self.documents |= other.documents
+        self.close |= other.close
         for name in ("requests", "windows", "tokens"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.longest_document = max(self.longest_document, other.longest_document)
@@ -152,6 +155,8 @@ class Cost:
         self.counts["empty_requests"] = self.counts.get("empty_requests", 0) + (length == 0)
         total = self.tasks.setdefault(str(task), TaskTotal())
         total.documents.add(document)
+        if any(part.close_picks for part in parts):
+            total.close.add(document)
         total.requests += 1
         total.windows += len(parts)
         total.tokens += length
@@ -182,6 +187,16 @@ class Cost:
         )
         return f"balance of {self.ranks} ranks: {', '.join(parts)}"
 
+    @property
+    def close(self) -> str:
+        """The documents that have close picks, as in the log; empty where none has any."""
+        listed = [f"{task} {doc}" for task, total in self.tasks.items() for doc in sorted(total.close)]
+        if not listed:
+            return ""
+        names = ", ".join(listed[:SHOWN])
+        more = f" and {len(listed) - SHOWN} more (config.duel.tasks)" if len(listed) > SHOWN else ""
+        return f"{len(listed)} documents have close picks, which float noise could change: {names}{more}"
+
     def describe(self) -> dict[str, Any]:
         """As in the results JSON."""
         windows, nfe, tokens = self.counts["windows"], self.counts["nfe"], self.counts["tokens"]
@@ -198,6 +213,7 @@ class Cost:
             "tasks": {
                 name: {
                     "documents": len(total.documents),
+                    "close_documents": sorted(total.close),
                     "requests": total.requests,
                     "windows": total.windows,
                     "tokens": total.tokens,

@@ -98,6 +98,8 @@ class DuelMDM(Writing):
         total = Cost(ranks=0)
         for account in self.accounts or [self.account()]:
             total.merge(account)
+        if total.close:
+            log.info("%s", total.close)
         if total.ranks > 1:
             log.info("%s", total.balance)
             if total.verified.windows:

@@ -14,7 +14,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.task import Task
 
 from lm_eval_duel import instances, ranks, trace
-from lm_eval_duel.cost import Cost, Share
+from lm_eval_duel.cost import Cost, Share, TaskTotal
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.lm import DuelMDM
 
@@ -91,6 +91,15 @@ def test_the_log_shows_the_balance():
         "balance of 3 ranks: rows 100 50 0 (max/mean 2.00), tokens 1,000 500 0 (max/mean 2.00), "
         "seconds 4 2 0 (max/mean 2.00)"
     )
+
+
+def test_documents_with_close_picks_are_listed():
+    cost = Cost()
+    assert cost.close == ""
+    for task, close in (("a", {7, 2}), ("b", set()), ("c", set(range(30)))):
+        cost.merge(Cost(tasks={task: TaskTotal(documents=set(range(99)), close=close)}))
+    assert cost.close.startswith("32 documents have close picks, which float noise could change: a 2, a 7, c 0, c 1, ")
+    assert cost.close.endswith("c 17 and 12 more (config.duel.tasks)")
 
 
 def test_a_rank_that_has_ended_is_named_as_the_cause():

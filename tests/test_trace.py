@@ -117,6 +117,25 @@ def test_two_writers_do_not_destroy_each_other(tmp_path):
     assert [r["doc"] for r in trace.read(path)] == list(range(6))
 
 
+def test_a_full_disk_stops_nothing(tmp_path, caplog):
+    """What cannot be written waits, and is written in order once there is room."""
+    path = tmp_path / "t.jsonl"
+    writer = Writer(str(path), HEADER)
+    room = writer._file
+    with caplog.at_level("ERROR", logger="lm_eval.duel_mdm"):
+        for doc in range(6):
+            writer._file = room if doc in (0, 5) else open("/dev/full", "wb", buffering=0)  # noqa: SIM115
+            writer.write([{"task": "t", "doc": doc, "request": 0, "window": 0}])
+            if doc == 4:
+                writer.settle()
+                assert [r["doc"] for r in trace.read(path)] == [0]
+    assert [r["doc"] for r in trace.read(path)] == list(range(6))
+    assert (
+        caplog.text.count("(No space left on device): the run goes on") == caplog.text.count("cannot be written") == 1
+    )
+    assert "4 lines are not in the trace" in caplog.text
+
+
 def test_a_document_scored_again_is_the_new_one_alone(tmp_path):
     path = tmp_path / "run[1].jsonl"
     for rank, windows in ((0, 3), (1, 1)):
