@@ -130,9 +130,7 @@ def test_a_full_disk_stops_nothing(tmp_path, caplog):
                 writer.settle()
                 assert [r["doc"] for r in trace.read(path)] == [0]
     assert [r["doc"] for r in trace.read(path)] == list(range(6))
-    assert (
-        caplog.text.count("(No space left on device): the run goes on") == caplog.text.count("cannot be written") == 1
-    )
+    assert caplog.text.count("No space left on device): the run goes on") == 1
     assert "4 lines are not in the trace" in caplog.text
 
 

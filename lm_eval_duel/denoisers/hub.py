@@ -34,6 +34,8 @@ def raw_config(path: str, revision: str, needed: bool = True) -> dict[str, Any]:
         raw = PretrainedConfig.get_config_dict(path, revision=revision)[0]
     except (OSError, ValueError) as error:
         raise unreadable(path, error) from error
+    except TypeError:  # transformers 4, of a list
+        raw = None
     if not isinstance(raw, dict) or not isinstance(raw.get("auto_map") or {}, dict):
         raise DuelError(f"The config.json of {path} is no config: wanted an object of names and values.")
     return raw
