@@ -138,11 +138,11 @@ class Answering(Ranked):
         raise NotImplementedError
 
     @contextlib.contextmanager
-    def answering(self, kind: str, owners: list[Instance], answers: list[Any]) -> Iterator[None]:
+    def answering(self, owners: list[Instance], progress: Callable[[], str]) -> Iterator[None]:
         """Count the seconds, and put the name of its request before an error about a window.
 
-        A signal ends the run after the network call under way, with what is kept and where; `answers`: None where not
-        known yet.
+        A signal ends the run after the network call under way; the log says with what (`progress`), and where it is
+        kept.
         """
         began = time.perf_counter()
         try:
@@ -153,21 +153,16 @@ class Answering(Ranked):
                 error.args = (f"{instances.name(owners[error.window])}: {error}",)
             raise
         except interrupts.Interrupted as signal:
-            done = sum(answer is not None for answer in answers)
-            log.warning("%s", self._resumption(signal.name, kind, done, len(answers)))
+            store = self.cache_hook.dbdict
+            where = "lost, for lack of --use_cache FILE"
+            if store is not None:
+                where = f"kept in {store.filename}: the same command goes on from there"
+            log.warning("Interrupted by %s on rank %d: %s are done and %s", signal.name, self.rank, progress(), where)
             raise
         finally:
             self.cost.seconds += time.perf_counter() - began
             if self.trace is not None:
                 self.trace.settle()
-
-    def _resumption(self, signal: str, kind: str, done: int, count: int) -> str:
-        """Where an interrupted run goes on, in words."""
-        said = f"Interrupted by {signal} on rank {self.rank}: {done} of {count} {kind} requests of this rank are done"
-        store = self.cache_hook.dbdict
-        if store is None:
-            return f"{said} and lost, for lack of --use_cache FILE."
-        return f"{said} and kept in {store.filename}: the same command goes on from there."
 
     def write_trace(
         self,

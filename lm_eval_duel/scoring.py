@@ -49,11 +49,16 @@ class Scoring:
             if not parts:
                 self._complete(r)
         left = [n for n in range(len(self.flat)) if not self._known(n)]
-        with model.answering(self.kind, [self.requests[self.owner[n][0]] for n in left], self.answers):
+        with model.answering([self.requests[self.owner[n][0]] for n in left], self._progress):
             model.estimator.log_prob(
                 [self.flat[n] for n in left], lambda n, scored: self._computed(left[n], scored), keep=False
             )
         return self.answers
+
+    def _progress(self) -> str:
+        """What is done, in words."""
+        done, parts = sum(answer is not None for answer in self.answers), sum(map(len, self.found))
+        return f"{done} of {len(self.answers)} {self.kind} requests of this rank, and {parts} windows of others,"
 
     def verify(self) -> None:
         """Score some of them once more (verify.py)."""

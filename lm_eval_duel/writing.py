@@ -73,7 +73,11 @@ class Writing(Answering):
             if prompt.cached is not None and self.cache_hook.dbdict is not None:
                 self.cache_hook.dbdict[prompt.cached] = text
 
-        with self.answering("generate_until", [prompt.request for prompt in group], answers):
+        def progress() -> str:
+            done = sum(answer is not None for answer in answers)
+            return f"{done} of {len(answers)} generate_until requests of this rank"
+
+        with self.answering([prompt.request for prompt in group], progress):
             Generator(self._duel, self.text, settings, self.options.draw_seed)(
                 [prompt.request.args[0] for prompt in group], [prompt.key for prompt in group], done
             )

@@ -53,7 +53,7 @@ def test_a_signal_waits_for_the_network_call(model, caplog, number, status):
     assert raised.value.code == status and len(calls) == 14
     assert signal.getsignal(number) is before
     said = f"Interrupted by {signal.Signals(number).name} on rank 0: 1 of 4 loglikelihood_rolling requests of this rank"
-    assert f"{said} are done and lost, for lack of --use_cache FILE." in caplog.text
+    assert f"{said}, and 0 windows of others, are done and lost, for lack of --use_cache FILE" in caplog.text
 
 
 def test_generation_is_interrupted_too(model, caplog):
@@ -105,8 +105,8 @@ def test_the_command_line_says_where_it_goes_on(tmp_path, number):
     assert run.wait(30) == 128 + number
     log = (tmp_path / "log.txt").read_text()
     name, file = signal.Signals(number).name, re.escape(str(tmp_path / "c_rank0.db"))
-    said = f"Interrupted by {name} on rank 0: (\\d+) of {kill.LIMIT} loglikelihood_rolling requests of this rank "
-    said += f"are done and kept in {file}: the same command goes on from there"
+    said = f"Interrupted by {name} on rank 0: (\\d+) of {kill.LIMIT} loglikelihood_rolling requests of this rank"
+    said += f", and 0 windows of others, are done and kept in {file}: the same command goes on from there"
     (done,) = re.findall(said, log.replace("\n", " "))
     assert kill.kept(tmp_path) == int(done) < kill.LIMIT
     assert "Traceback" not in log
