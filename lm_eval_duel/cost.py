@@ -7,7 +7,7 @@ import importlib.metadata
 import math
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -91,6 +91,11 @@ class TaskTotal:
     longest_document: int = 0  # tokens
     values: dict[str, Total] = dataclasses.field(default_factory=dict)
 
+    @classmethod
+    def of(cls, plain: Mapping[str, Any]) -> TaskTotal:
+        """The sums that `dataclasses.asdict` wrote out."""
+        return cls(**{**plain, "values": {name: Total(**total) for name, total in plain["values"].items()}})
+
     def merge(self, other: TaskTotal) -> None:
         self.documents |= other.documents
         self.close |= other.close
@@ -149,21 +154,18 @@ class Cost:
 
     def count(
         self, task: str, document: Any, windows: Sequence[Window], parts: Sequence[Scored], estimator: Estimator
-    ) -> None:
-        """One request's windows and their results."""
-        length = sum(len(window.target) for window in windows)
-        self.counts["empty_requests"] = self.counts.get("empty_requests", 0) + (length == 0)
-        total = self.tasks.setdefault(str(task), TaskTotal())
-        total.documents.add(document)
+    ) -> TaskTotal:
+        """One request's windows and their results; what it adds to its task."""
+        one = TaskTotal({document}, requests=1, windows=len(parts))
+        one.tokens = one.longest_document = sum(len(window.target) for window in windows)
         if any(part.close_picks for part in parts):
-            total.close.add(document)
-        total.requests += 1
-        total.windows += len(parts)
-        total.tokens += length
-        total.longest_document = max(total.longest_document, length)
+            one.close.add(document)
         for window, part in zip(windows, parts, strict=True):
             for name, value in estimator.values(part).items():
-                total.values.setdefault(name, Total()).merge(Total.of(window, value))
+                one.values.setdefault(name, Total()).merge(Total.of(window, value))
+        self.counts["empty_requests"] = self.counts.get("empty_requests", 0) + (one.tokens == 0)
+        self.tasks.setdefault(str(task), TaskTotal()).merge(one)
+        return one
 
     def merge(self, other: Cost) -> None:
         """Another rank's account added to this one."""

@@ -38,7 +38,7 @@ def _wait(number: int, frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def held() -> Iterator[None]:
-    """Signals wait for `check`; a second Ctrl-C, after two seconds, does not."""
+    """Signals wait for `check`, and at last for the end; a second Ctrl-C, after two seconds, does not."""
     global _came
     if threading.current_thread() is not threading.main_thread():  # where Python takes no handlers
         yield
@@ -47,7 +47,9 @@ def held() -> Iterator[None]:
     before = [signal.signal(number, _wait) for number in SIGNALS]
     try:
         yield
+        check()
     finally:
+        _came = None
         for number, handler in zip(SIGNALS, before, strict=True):
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 

@@ -10,8 +10,9 @@ import logging
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from lm_eval_duel import fingerprint, response_cache
-from lm_eval_duel.options import BUNDLED, LATTICE, Options, unread
+from lm_eval_duel import fingerprint
+from lm_eval_duel.options import BUNDLED, Options, unread
+from lm_eval_duel.response_cache import ResponseCache
 from lm_eval_duel.writing import Writing
 
 if TYPE_CHECKING:
@@ -144,13 +145,23 @@ class DuelMDM(Writing):
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
         """Take the harness's response cache, unless it was written under another law (it keys on the text only)."""
         if cache_hook.dbdict is not None:
-            store = response_cache.adopt(cache_hook.dbdict, self.law, fingerprint.digest(self.generating))
-            if store.found and (self.trace or self.options.estimator in LATTICE):
+            generating = fingerprint.digest(self.generating)
+            store = ResponseCache.adopt(cache_hook.dbdict, self.law, generating, self._found)
+            if store.found:
                 log.warning(
-                    "answers found in the --use_cache file are not computed again: they are in no trace of this run, "
-                    "and its results hold no other figures (config.duel.tasks) of them"
+                    "answers found in the --use_cache file are not computed again: config.duel.tasks counts them, and "
+                    "cost, verify and a trace are of what this run computes"
                 )
         super().set_cache_hook(cache_hook)
+
+    def _found(self, request: tuple[str, Any, int], adds: dict[str, Any]) -> None:
+        """Count an answer of the response cache, as when it was computed."""
+        from lm_eval_duel.cost import TaskTotal
+
+        one = TaskTotal.of(adds)
+        self.cost.tasks.setdefault(request[0], TaskTotal()).merge(one)
+        for name, more in (("answers_from_cache", 1), ("empty_requests", one.tokens == 0)):
+            self.cost.counts[name] = self.cost.counts.get(name, 0) + more
 
     def _open_trace(self) -> Writer | None:
         """The trace asked for; raises DuelError where there is one of another law."""

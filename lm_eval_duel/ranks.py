@@ -31,10 +31,18 @@ class Ranked(TemplateLM):
         """Join the other processes, if there are any; the device of this one."""
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return device
-        from accelerate import Accelerator, InitProcessGroupKwargs
+        from accelerate import Accelerator
 
         on_cpu = not torch.cuda.is_available() or str(device).startswith("cpu")
-        accelerator = Accelerator(cpu=on_cpu, kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)])
+        try:
+            accelerator = Accelerator(cpu=on_cpu)
+        except RuntimeError as error:
+            raise DuelError(
+                f"This process (RANK={os.environ.get('RANK')}) could not join the other "
+                f"{int(os.environ['WORLD_SIZE']) - 1} at {os.environ.get('MASTER_ADDR')}:"
+                f"{os.environ.get('MASTER_PORT')}: are all machines up, and is that address the first one's? "
+                f"({str(error).splitlines()[0]})"
+            ) from error
         self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
         self._group = torch.distributed.new_group(backend="gloo", timeout=PATIENCE)
         refuse_idle_ranks()

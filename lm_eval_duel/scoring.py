@@ -5,12 +5,13 @@ windows -> those that an interrupted run has scored, and the others -> estimator
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from lm_eval_duel import instances
+from lm_eval_duel import cache_keys, instances
 from lm_eval_duel.ledger import Scored
 from lm_eval_duel.unfinished import Unfinished
 from lm_eval_duel.verify import Verification
@@ -62,7 +63,8 @@ class Scoring:
 
     def verify(self) -> None:
         """Score some of them once more (verify.py)."""
-        found = self.verification.run(self.model.fine, lambda n: instances.name(self.requests[self.owner[n][0]]))
+        with self.model.answering([], self._progress):
+            found = self.verification.run(self.model.fine, lambda n: instances.name(self.requests[self.owner[n][0]]))
         self.model.cost.verified.merge(found)
 
     def _known(self, n: int) -> bool:
@@ -92,9 +94,11 @@ class Scoring:
         request, windows = self.requests[r], self.windows[r]
         parts, self.found[r] = [self.found[r][part] for part in range(len(windows))], {}
         self.answers[r] = self.combine(parts)
-        self.model.cost.count(request.task_name, request.doc_id, windows, parts, self.model.estimator)
+        adds = self.model.cost.count(request.task_name, request.doc_id, windows, parts, self.model.estimator)
         self.model.write_trace(request, windows, parts)
-        if parts:
-            self.model.cache_hook.add_partial(self.kind, request.args, self.answers[r])
+        if (store := self.model.cache_hook.dbdict) is not None:
+            said = (str(request.task_name), request.doc_id, request.idx)
+            store.note(cache_keys.of(self.kind, request.args), said, dataclasses.asdict(adds))
+        self.model.cache_hook.add_partial(self.kind, request.args, self.answers[r])
         if len(parts) > 1:
             self.unfinished.forget(windows)

@@ -20,9 +20,11 @@ from __future__ import annotations
 import glob
 import json
 import logging
+import os
+from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from lm_eval_duel.errors import DuelError
 
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("lm_eval.duel_mdm")
 
 FORMAT = 1
+BEGINNING = '{"duel_trace"'
+CHUNK = 1 << 16  # bytes
 SHOWN = ("confidence", "margin", "entropy")
 
 
@@ -56,21 +60,24 @@ class Writer:
                         f"{header.get(key)}). Name another file, or delete it."
                     )
             with mine.open("r+b") as file:  # a line that was cut off in the middle
-                file.truncate(file.read().rfind(b"\n") + 1)
+                file.truncate(_end_of_lines(file))
         else:
             mine.write_bytes(b"")
         self._file = mine.open("ab", buffering=0)  # where another writer has the file too, lines stay whole
-        self._waiting = b""  # what the disk has not taken
+        self._waiting: deque[bytes] = deque()  # lines that the disk has not taken
         if not begun:
             self.write([header])
 
     def write(self, records: Iterable[dict[str, Any]]) -> None:
         """Write the windows of one document. Where the disk is full they wait in memory, and the run goes on."""
         late = bool(self._waiting)
-        self._waiting += "".join(json.dumps(record) + "\n" for record in records).encode()
+        self._waiting.extend((json.dumps(record) + "\n").encode() for record in records)
         try:
             while self._waiting:
-                self._waiting = self._waiting[self._file.write(self._waiting) :]
+                line = self._waiting[0]
+                self._waiting[0] = line[self._file.write(line) :]
+                if not self._waiting[0]:
+                    self._waiting.popleft()
         except OSError as error:
             if not late:
                 name = self._file.name
@@ -80,7 +87,7 @@ class Writer:
         """Write what waits, or say that it is not written."""
         self.write([])
         if self._waiting:
-            log.error("%d lines are not in the trace %s", self._waiting.count(b"\n"), self._file.name)
+            log.error("%d lines are not in the trace %s", len(self._waiting), self._file.name)
 
 
 def record(window: Window, scored: Scored, estimator: Estimator) -> dict[str, Any]:
@@ -170,7 +177,19 @@ def _cut_at_once(path: Path) -> bool:
     """Whether a file is empty, or holds a part of its first line only."""
     with path.open(encoding="utf-8", errors="replace") as lines:
         first = lines.readline()
-    return not first or (not first.endswith("\n") and first.startswith('{"duel_trace"'))
+    return not first.endswith("\n") and first[: len(BEGINNING)] == BEGINNING[: len(first)]
+
+
+def _end_of_lines(file: BinaryIO) -> int:
+    """Where the last whole line ends."""
+    end = file.seek(0, os.SEEK_END)
+    while end:
+        start = max(0, end - CHUNK)
+        file.seek(start)
+        if (found := file.read(end - start).rfind(b"\n")) >= 0:
+            return start + found + 1
+        end = start
+    return 0
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

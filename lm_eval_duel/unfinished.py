@@ -6,12 +6,18 @@ forgotten as soon as the request's answer is kept.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Iterable
+from typing import Any
 
+from lm_eval_duel.elbo import Bound
+from lm_eval_duel.lattice import Ordered, Path
 from lm_eval_duel.ledger import Scored
 from lm_eval_duel.response_cache import ResponseCache
 from lm_eval_duel.windows import Window
+
+RESULTS = {kind.__name__: kind for kind in (Scored, Bound, Ordered)}
 
 
 class Unfinished:
@@ -25,12 +31,11 @@ class Unfinished:
 
     def find(self, window: Window) -> Scored | None:
         """What an interrupted run found for a window."""
-        found = None if self.store is None else self.store.find(self._key(window))
-        return found if isinstance(found, Scored) else None
+        return None if self.store is None else _read(self.store.find(self._key(window)))
 
     def keep(self, window: Window, scored: Scored) -> None:
         if self.store is not None:
-            self.store[self._key(window)] = scored
+            self.store[self._key(window)] = type(scored).__name__, dataclasses.asdict(scored)
 
     def forget(self, windows: Iterable[Window]) -> None:
         if self.store is not None:
@@ -38,3 +43,15 @@ class Unfinished:
 
     def _key(self, window: Window) -> str:
         return "window " + hashlib.sha256(f"{self.seen} {window}".encode()).hexdigest()
+
+
+def _read(kept: Any) -> Scored | None:
+    """A result of its plain form; None where it is that of another release."""
+    try:
+        name, fields = kept
+        fields = {**fields}
+        if "rules" in fields:
+            fields["rules"] = {rule: Path(**path) for rule, path in fields["rules"].items()}
+        return RESULTS[name](**fields)
+    except (TypeError, ValueError, KeyError):
+        return None

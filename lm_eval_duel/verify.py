@@ -10,11 +10,10 @@ import logging
 import random
 from collections.abc import Callable, Sequence
 
-import torch
-
 from lm_eval_duel import switch
 from lm_eval_duel.cost import Verified
 from lm_eval_duel.denoisers.base import Denoiser
+from lm_eval_duel.errors import DuelError
 from lm_eval_duel.ledger import Scored
 from lm_eval_duel.options import Options
 from lm_eval_duel.windows import Window
@@ -40,17 +39,19 @@ class Verification:
     def run(self, fine: Callable[[], Denoiser], name: Callable[[int], str]) -> Verified:
         """Score them again on `fine()`, the network in float32; `name(n)`: how the user knows a window.
 
-        Where there is no memory for that the log says so, and nothing is verified.
+        Where that cannot be (no memory for it, say), the log says why: the run's answers are not lost for it.
         """
         found = Verified()
         try:
             for n, again in self._again(fine):
                 found.merge(_compared(self.windows[n], self.said[n], again, name(n)))
-        except torch.OutOfMemoryError:
-            log.error("verify=%d: no memory for the network in float32 beside it; nothing is verified", len(self.said))
+        except (DuelError, RuntimeError) as error:  # memory has ended, too
+            log.error("verify: nothing is verified, and the answers stand: %s", str(error).splitlines()[0])
             return Verified()
         if found.windows:
             log.info("%s", found.words)
+        elif self.options.verify:
+            log.warning("verify: no window was scored here (the response cache had all), so none is verified")
         return found
 
     def _again(self, fine: Callable[[], Denoiser]) -> list[tuple[int, Scored]]:

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from lm_eval_duel import fingerprint, instances
+from lm_eval_duel import cache_keys, fingerprint, instances
 from lm_eval_duel.answers import Answering
-from lm_eval_duel.response_cache import sample_key
 from lm_eval_duel.windows import Window
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ class Writing(Answering):
                 settings = Settings.of(request.args[1])
                 self.text.scorable(self.text.encode(request.args[0]))  # before any text is written
             key = key_of(request.task_name, request.doc_id, request.idx, repeat)
-            prompt = Prompt(n, request, repeat, key, self._sample_key(request, key) if settings.temperature else None)
+            prompt = Prompt(n, request, repeat, key, self._sample_key(request, key))
             if (kept := self._kept(prompt)) is not None:
                 answers[n] = kept
             else:
@@ -82,9 +81,11 @@ class Writing(Answering):
                 [prompt.request.args[0] for prompt in group], [prompt.key for prompt in group], done
             )
 
-    def _sample_key(self, request: Instance, key: int) -> str:
-        """Under which a sample is kept: the harness itself finds none again, and repeats would be one."""
-        return sample_key(fingerprint.digest(self.generating), request.args, key)
+    def _sample_key(self, request: Instance, key: int) -> str | None:
+        """Under which a text is kept where the harness itself does not find it again: its repeats would be one."""
+        if not cache_keys.is_sampled(request.args[1]):
+            return None
+        return cache_keys.of_sample(fingerprint.digest(self.generating), request.args, key)
 
     def _kept(self, prompt: Prompt) -> str | None:
         """The sample that an interrupted run has drawn."""

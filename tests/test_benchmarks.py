@@ -12,6 +12,7 @@ import tiny
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 from test_cli import lm_eval, read
+from test_ranks import free_port
 
 from lm_eval_duel import corpora, data, demo, tasks
 from lm_eval_duel.__main__ import main
@@ -395,7 +396,7 @@ def test_data_check_goes_on_and_says_what_failed(copies, tmp_path, capsys):
 @pytest.mark.slow
 def test_rows_survive_the_ranks(copies, tmp_path):
     """Rows of ids on two CPU ranks, one more on the first than on the second, through the command line."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29531"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
     metadata = {"data_dir": copies, "rows": "12", "length": "64", "insert_eos": "false"}
     arguments = ["-m", "lm_eval_duel", "run", "--model_args", MDM, "--tasks", "duel_ptb_wrapped", "--limit", "3"]
     said = ["--device", "cpu", "--output_path", str(tmp_path), "--log_samples"]

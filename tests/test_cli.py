@@ -12,6 +12,7 @@ import pytest
 import torch
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
+from test_ranks import free_port
 from textbook import score
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
@@ -226,7 +227,7 @@ def test_a_response_cache_is_used_again_and_guarded(tmp_path):
 @pytest.mark.slow
 def test_two_ranks_print_what_one_prints(tmp_path):
     """Three documents on two CPU ranks (gloo): the harness pads the second rank's requests, and nobody hangs."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29517"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
     traced = f"rule=greedy,block=32,trace={tmp_path}/t.jsonl"
     arguments = ["-m", "lm_eval_duel", "run", "--model_args", traced, "--tasks", "sotu", "--limit", "3"]
     done = subprocess.run(

@@ -23,12 +23,15 @@ ACCELERATE = ("accelerate.commands.launch", "--multi_gpu", "--num_processes", "{
 ACCELERATE += ("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "{port}")
 
 
-def launch(launcher, count, *arguments, machines=1):
-    """The exit statuses of launchers, one a machine (all of them this one), and what all ranks printed in one line."""
+def free_port():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    runs = []
+        return str(free.getsockname()[1])
+
+
+def launch(launcher, count, *arguments, machines=1):
+    """The exit statuses of launchers, one a machine (all of them this one), and what all ranks printed in one line."""
+    port, runs = free_port(), []
     for machine in range(machines):
         parts = [part.format(ranks=count // machines, port=port) for part in launcher]
         if machines > 1:
@@ -107,6 +110,22 @@ def test_a_rank_that_has_ended_is_named_as_the_cause():
     with pytest.raises(DuelError, match=r"Rank 1 of 2 waited .* its own error is the cause.*Connection closed"):  # noqa: SIM117
         with ranks.Ranked._waiting(waits):
             raise RuntimeError("Connection closed by peer\nand a stack")
+
+
+def test_a_process_that_finds_no_others_says_so(monkeypatch):
+    import accelerate
+
+    def alone(**options):
+        raise RuntimeError("The client socket has timed out\nand a stack")
+
+    monkeypatch.setattr(accelerate, "Accelerator", alone)
+    for name, value in {"WORLD_SIZE": "4", "RANK": "3", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    message = (
+        r"\(RANK=3\) could not join the other 3 at node0:29500: are all machines up.*The client socket has timed out\)"
+    )
+    with pytest.raises(DuelError, match=message):
+        ranks.Ranked.join_ranks(SimpleNamespace(), "cpu")
 
 
 @pytest.mark.parametrize(

@@ -100,13 +100,23 @@ def test_a_trace_goes_on_where_it_was_cut_off(tmp_path):
         Writer(str(path), {**HEADER, "fingerprint": "xyz"})
     with pytest.raises(DuelError, match=r"under another law \(rules None; this run's is \['margin:k=1'\]\)"):
         Writer(str(path), {**HEADER, "rules": ["margin:k=1"]})
-    path.write_text('{"duel_trace": 1, "finger')  # killed in its first line
-    Writer(str(path), HEADER)
-    assert trace.law(path)["fingerprint"] == "abc"
+    for cut in ('{"duel_trace": 1, "finger', '{"due', ""):  # killed in its first line
+        path.write_text(cut)
+        Writer(str(path), HEADER)
+        assert trace.law(path)["fingerprint"] == "abc"
     (tmp_path / "notes.txt").write_text("my notes")
     with pytest.raises(DuelError, match=r"notes.txt is no trace: its first line is no law"):
         Writer(str(tmp_path / "notes.txt"), HEADER)
     assert (tmp_path / "notes.txt").read_text() == "my notes"
+
+
+def test_a_long_line_that_was_cut_off_is_left_out(tmp_path):
+    path = tmp_path / "t.jsonl"
+    Writer(str(path), HEADER).write([{"task": "t", "doc": doc, "request": 0, "window": 0} for doc in range(2)])
+    whole = path.read_bytes()
+    path.write_bytes(whole + b"x" * 200_000)
+    Writer(str(path), HEADER)
+    assert path.read_bytes() == whole
 
 
 def test_two_writers_do_not_destroy_each_other(tmp_path):

@@ -1,7 +1,6 @@
 """Rows cut from a stream of tokens, and texts that carry their own ids."""
 
 import pickle
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -169,9 +168,9 @@ def test_equal_letters_of_different_ids_stay_apart_in_a_cache(dit, tmp_path):
 def test_plain_texts_keep_their_keys():
     from lm_eval.api import model
 
-    from lm_eval_duel.response_cache import keep_apart
+    from lm_eval_duel import cache_keys
 
-    before = model.hash_args("loglikelihood_rolling", ("a b",))
-    keep_apart("law")
-    assert model.hash_args("loglikelihood_rolling", ("a b",)) == before
-    assert SimpleNamespace(hash=model.hash_args("loglikelihood_rolling", (TokenText("a b", [1]),))).hash != before
+    plain = model.hash_args.plain("loglikelihood_rolling", ("a b",))
+    assert cache_keys.of("loglikelihood_rolling", ("a b",)).under("law") == plain
+    other = cache_keys.of("loglikelihood_rolling", (TokenText("a b", [1]),))
+    assert other == plain != other.under("law")  # the same to other models
