@@ -128,16 +128,16 @@ def test_other_threads_have_no_signals(model):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_command_line_says_where_it_goes_on(tmp_path, number):
     run = kill.start(tmp_path)
-    while run.poll() is None and not kill.kept(tmp_path):
+    while run.poll() is None and not kill.kept(tmp_path, "window "):
         time.sleep(0.05)
     run.send_signal(number)
     assert run.wait(30) == 128 + number
     log = (tmp_path / "log.txt").read_text()
     name, file = signal.Signals(number).name, re.escape(str(tmp_path / "c_rank0.db"))
     said = f"Interrupted by {name} on rank 0: (\\d+) of {kill.LIMIT} loglikelihood_rolling requests of this rank"
-    said += f", and 0 windows of others, are done and kept in {file}: the same command goes on from there"
-    (done,) = re.findall(said, log.replace("\n", " "))
-    assert kill.kept(tmp_path) == int(done) < kill.LIMIT
+    said += rf", and (\d+) windows of others, are done and kept in {file}: the same command goes on from there"
+    ((done, parts),) = re.findall(said, log.replace("\n", " "))
+    assert kill.kept(tmp_path) == int(done) < kill.LIMIT and kill.kept(tmp_path, "window ") == int(parts)
     assert "Traceback" not in log
     again = kill.start(tmp_path)
     assert again.wait() == 0
@@ -165,10 +165,10 @@ def test_ctrl_c_ends_all_ranks(tmp_path):
         start_new_session=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    while run.poll() is None and not kill.kept(tmp_path):
+    while run.poll() is None and not kill.kept(tmp_path, "window "):
         time.sleep(0.05)
     os.killpg(run.pid, signal.SIGINT)
     assert run.wait(60) != 0
     log = (tmp_path / "log.txt").read_text().replace("\n", " ")
     for rank in (0, 1):
-        assert re.search(rf"Interrupted by SIGINT on rank {rank}: \d+ of 6 .* kept in .*c_rank{rank}.db", log), rank
+        assert re.search(rf"Interrupted by SIGINT on rank {rank}: \d+ of 10 .* kept in .*c_rank{rank}.db", log), rank
