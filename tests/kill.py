@@ -9,6 +9,7 @@ Exits with 1 where a document's number differs.
 
 import argparse
 import json
+import math
 import os
 import random
 import signal
@@ -54,6 +55,11 @@ def kept(folder, begins=""):
         file.close()
 
 
+def progress(folder):
+    """Windows that will not be scored again; documents have two of them."""
+    return 2 * kept(folder) + kept(folder, "window ")
+
+
 def scoring(folder, since):
     """Whether the run whose log begins at byte `since` had begun to score."""
     return b"Running loglikelihood_rolling" in (folder / "log.txt").read_bytes()[since:]
@@ -95,12 +101,13 @@ def main(arguments=None):
     for n in range(asked.kills):
         since = (killed / "log.txt").stat().st_size if n else 0
         run, began = start(killed), time.monotonic()
-        before, parts = kept(killed), kept(killed, "window ")
-        if n % 3:  # two of three once it scores, one at any moment
-            while run.poll() is None and (kept(killed), kept(killed, "window ")) == (before, parts):
-                time.sleep(0.05)
-        time.sleep(chance.uniform(0, length / (10 if n % 3 else 2)))
-        assert run.poll() is None, "it ended before it was killed: raise LIMIT"
+        before, at_first = kept(killed), progress(killed)
+        # two of three some time after another window is kept, one at any moment
+        more, end = (chance.randint(1, 3), math.inf) if n % 3 else (3, began + chance.uniform(0, length / 2))
+        while progress(killed) < at_first + more and time.monotonic() < end:
+            assert run.poll() is None, "it ended before it was killed: raise LIMIT"
+            time.sleep(0.05)
+        time.sleep(chance.uniform(0, 1))
         run.send_signal(signal.SIGKILL)
         run.wait()
         found, parts = kept(killed), kept(killed, "window ")
