@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import logging
 import pickle
 import re
@@ -35,6 +36,7 @@ ACCOUNT = "account "  # before the key of an answer: what its requests add to th
 PATIENCE = 60  # seconds to wait for a file that another rank is writing
 ANSWERS = {"loglikelihood": tuple, "loglikelihood_rolling": float, "generate_until": str}
 READ = 'SELECT value FROM "unnamed" WHERE key = ?'
+BETWEEN = 'SELECT value FROM "unnamed" WHERE key BETWEEN ? AND ?'
 WRITE = 'REPLACE INTO "unnamed" (key, value) VALUES (?, ?)'
 DELETE = 'DELETE FROM "unnamed" WHERE key = ?'
 
@@ -84,10 +86,9 @@ class ResponseCache(SqliteDict):
             self.broken.add(path)
         return None
 
-    def note(self, key: Key, request: Any, adds: Any) -> None:
-        """Keep beside an answer what a request of it adds to the results; plain values."""
-        place = ACCOUNT + key.under(self.generating)
-        self[place] = {**(self.find(place) or {}), request: adds}
+    def note(self, key: Key, request: tuple[str, Any, int], adds: Any) -> None:
+        """Keep beside an answer what a request of it (task, document, number) adds to the results; plain values."""
+        self[f"{ACCOUNT}{key.under(self.generating)} {json.dumps(request, default=str)}"] = request, adds
 
     def forget(self, keys: Iterable[str]) -> None:
         """Delete what is kept under these keys, where it can be."""
@@ -106,11 +107,20 @@ class ResponseCache(SqliteDict):
         if (value := self.find(key)) is None:
             raise KeyError(key)
         if isinstance(key, Key):
-            for request, adds in (self.find(ACCOUNT + key.under(self.generating)) or {}).items():
-                if request not in self.told:
-                    self.told.add(request)
-                    self.on_found(request, adds)
+            self._tell(key.under(self.generating))
         return value
+
+    def _tell(self, key: str) -> None:
+        """Say once what each request of an answer adds."""
+        bounds = f"{ACCOUNT}{key} ", f"{ACCOUNT}{key} ~"
+        rows = self._own(BETWEEN, *bounds)
+        if key in self.elsewhere:
+            with contextlib.suppress(sqlite3.Error):
+                rows += self.elsewhere[key][0].execute(BETWEEN, bounds).fetchall()
+        for request, adds in filter(None, map(_read, rows)):
+            if request not in self.told:
+                self.told.add(request)
+                self.on_found(request, adds)
 
     def __setitem__(self, key: str, value: Any) -> None:
         if isinstance(key, Key):
