@@ -245,10 +245,10 @@ def _require(law: Mapping[str, str], stored: Any, answers: bool, path: str | Pat
 _open_harness = getattr(harness.CachingLM.__init__, "plain", harness.CachingLM.__init__)
 
 
-def _opened(self: harness.CachingLM, lm: Any, cache_db: str) -> None:
+def _opened(self: harness.CachingLM, lm: Any, cache_db: str, *more: Any, **others: Any) -> None:
     """The harness opens its file before anybody else sees it; a broken one is named."""
     try:
-        _open_harness(self, lm, cache_db)
+        _open_harness(self, lm, cache_db, *more, **others)
     except sqlite3.Error as error:
         raise unreadable(cache_db, error) from error
 
