@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lm_eval_duel.estimator import Estimator, Value
-from lm_eval_duel.ledger import Scored
+from lm_eval_duel.ledger import Scored, known_sum
 from lm_eval_duel.windows import Window
 
 SHOWN = 20  # documents in a line of the log
@@ -42,7 +42,7 @@ class Total:
             self.errors = None if other.errors is None else {}
             self.nfe = None if other.nfe is None else 0
         self.nats += other.nats
-        self.nfe = None if None in (self.nfe, other.nfe) else self.nfe + other.nfe
+        self.nfe = known_sum(self.nfe, other.nfe)
         self.windows += other.windows
         self.squares = tuple(mine + theirs for mine, theirs in zip(self.squares, other.squares, strict=True))
         if self.errors is None or other.errors is None:
@@ -122,9 +122,7 @@ class Verified:
         """More windows added to these."""
         if other.largest_difference >= self.largest_difference and other.where:
             self.largest_difference, self.where = other.largest_difference, other.where
-        self.moved_picks = (
-            None if None in (self.moved_picks, other.moved_picks) else self.moved_picks + other.moved_picks
-        )
+        self.moved_picks = known_sum(self.moved_picks, other.moved_picks)
         for name in ("windows", "tokens", "moved_windows", "close_windows"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
@@ -163,17 +161,20 @@ class Cost:
         for window, part in zip(windows, parts, strict=True):
             for name, value in estimator.values(part).items():
                 one.values.setdefault(name, Total()).merge(Total.of(window, value))
-        self.counts["empty_requests"] = self.counts.get("empty_requests", 0) + (one.tokens == 0)
-        self.tasks.setdefault(str(task), TaskTotal()).merge(one)
+        self.add(str(task), one)
         return one
+
+    def add(self, task: str, one: TaskTotal) -> None:
+        """What one request adds to its task."""
+        self.counts["empty_requests"] = self.counts.get("empty_requests", 0) + (one.tokens == 0)
+        self.tasks.setdefault(task, TaskTotal()).merge(one)
 
     def merge(self, other: Cost) -> None:
         """Another rank's account added to this one."""
         for name, total in other.tasks.items():
             self.tasks.setdefault(name, TaskTotal()).merge(total)
         for name, count in other.counts.items():
-            mine = self.counts.get(name, 0)
-            self.counts[name] = None if None in (mine, count) else mine + count
+            self.counts[name] = known_sum(self.counts.get(name, 0), count)
         self.seconds = max(self.seconds, other.seconds)
         self.peak_memory = max(self.peak_memory, other.peak_memory)
         self.ranks += other.ranks

@@ -64,12 +64,12 @@ class Counts:
         self.tokens += tokens
         self.blank_starts += scored.blank_starts
         close = scored.close_picks
-        self.nfe = _sum(self.nfe, scored.nfe)
-        self.close_picks = _sum(self.close_picks, close)
-        self.close_windows = _sum(self.close_windows, close if close is None else int(close > 0))
+        self.nfe = known_sum(self.nfe, scored.nfe)
+        self.close_picks = known_sum(self.close_picks, close)
+        self.close_windows = known_sum(self.close_windows, close if close is None else int(close > 0))
 
 
-def _sum(one: int | None, other: int | None) -> int | None:
+def known_sum(one: int | None, other: int | None) -> int | None:
     """The sum, not known where one is not."""
     return None if one is None or other is None else one + other
 

@@ -158,10 +158,8 @@ class DuelMDM(Writing):
         """Count an answer of the response cache, as when it was computed."""
         from lm_eval_duel.cost import TaskTotal
 
-        one = TaskTotal.of(adds)
-        self.cost.tasks.setdefault(request[0], TaskTotal()).merge(one)
-        for name, more in (("answers_from_cache", 1), ("empty_requests", one.tokens == 0)):
-            self.cost.counts[name] = self.cost.counts.get(name, 0) + more
+        self.cost.add(request[0], TaskTotal.of(adds))
+        self.cost.counts["answers_from_cache"] = self.cost.counts.get("answers_from_cache", 0) + 1
 
     def _open_trace(self) -> Writer | None:
         """The trace asked for; raises DuelError where there is one of another law."""

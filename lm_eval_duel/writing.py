@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from lm_eval_duel import cache_keys, fingerprint, instances
+from lm_eval_duel import cache_keys, instances
 from lm_eval_duel.answers import Answering
 from lm_eval_duel.windows import Window
 
@@ -69,7 +69,7 @@ class Writing(Answering):
             said = {"repeat": prompt.repeat, "generated": settings.words + under, "text": text, "tail": drawn.tail}
             self.write_trace(prompt.request, [window], [drawn], said, self._duel)
             self.cache_hook.add_partial("generate_until", prompt.request.args, text)
-            if prompt.cached is not None and self.cache_hook.dbdict is not None:
+            if prompt.cached is not None:
                 self.cache_hook.dbdict[prompt.cached] = text
 
         def progress() -> str:
@@ -83,14 +83,14 @@ class Writing(Answering):
 
     def _sample_key(self, request: Instance, key: int) -> str | None:
         """Under which a text is kept where the harness itself does not find it again: its repeats would be one."""
-        if not cache_keys.is_sampled(request.args[1]):
+        store = self.cache_hook.dbdict
+        if store is None or not cache_keys.is_sampled(request.args[1]):
             return None
-        return cache_keys.of_sample(fingerprint.digest(self.generating), request.args, key)
+        return cache_keys.of_sample(store.generating, request.args, key)
 
     def _kept(self, prompt: Prompt) -> str | None:
         """The sample that an interrupted run has drawn."""
-        store = self.cache_hook.dbdict
-        return None if store is None or prompt.cached is None else store.find(prompt.cached)
+        return None if prompt.cached is None else self.cache_hook.dbdict.find(prompt.cached)
 
     @cached_property
     def _duel(self) -> Duel:
@@ -129,4 +129,4 @@ class Prompt:
     request: Instance
     repeat: int
     key: int  # with the draw seed, all the randomness of a sample
-    cached: str | None  # the key under which a sample is kept
+    cached: str | None  # the key under which a sample is kept; None: it is not
