@@ -2,9 +2,9 @@
 
     log p(x) = sum over steps t, over positions l picked at t, of log P_l[x_l]
 
-One reveal loop serves both (reveal.py): only what a token is (the truth, a draw, the argmax) and where a finished block
-leads differ. With the truth known every block starts from a known state, so all blocks of all windows are lanes of one
-queue; when sampling, a row's next lane enters as its last one finishes.
+One reveal loop serves both (reveal.py): only the choice of tokens (choose.py) and what follows a finished block differ.
+With the targets known every block starts from a known state, so all blocks of all windows are lanes of one queue; when
+sampling, a row's next lane enters as its last one finishes.
 
 Shapes: N windows, L row length, R lanes, W block width.
 """
@@ -13,23 +13,24 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import inspect
-import math
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
 
 from lm_eval_duel import fingerprint, rules
+from lm_eval_duel.choose import Argmax, Choose, Draws
 from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.denoisers.predictions import Predictions
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimator import Estimator, OnDone, Opened, Value, fresh
-from lm_eval_duel.hashing import uniform
-from lm_eval_duel.lanes import Lanes, Rows
+from lm_eval_duel.estimator import Estimator, Finished, Opened, Value, fresh
+from lm_eval_duel.lanes import Lanes, Queue, Rows
 from lm_eval_duel.law import check_rule, check_windows
-from lm_eval_duel.ledger import Drawn, Ledger, Scored
-from lm_eval_duel.reveal import Choose, RevealLoop, decide
+from lm_eval_duel.ledger import Drawn, Ledger, SampleLedger, Scored
+from lm_eval_duel.reveal import RevealLoop, decide
 from lm_eval_duel.windows import Window
 
 Stop = Callable[[int, tuple[int, ...]], bool]  # (index, tokens so far) -> draw no further block
@@ -93,84 +94,57 @@ class Duel(Estimator):
                         f"Window {n}: the steps of a block must be 0..n-1 without gaps, not {sorted(inside)}."
                     )
             rule = _Replay(tuple(order))
-            results += self._score([window], lambda opened, emit, rule=rule: self._follow(opened, emit, rule))
+            results += [scored for _, scored in self._stream([window], functools.partial(self._follow, rule=rule))]
         return results
 
-    def sample(
+    def sample(self, contexts: Sequence[Sequence[int]], length: int, **settings: Any) -> list[Drawn]:
+        """`length` tokens after each context (Algorithm 1), each with its own score. Settings: see `stream_samples`."""
+        samples = dict(self.stream_samples(contexts, length, **settings))
+        return [samples[n] for n in range(len(contexts))]
+
+    def stream_samples(
         self,
         contexts: Sequence[Sequence[int]],
         length: int,
+        *,
         suffix: Sequence[int] = (),
         tail: int = 0,
+        do_sample: bool = True,
         seed: int = 0,
         keys: Sequence[int] | None = None,
         stop: Stop | None = None,
-        on_done: Callable[[int, Drawn], None] | None = None,
-    ) -> list[Drawn]:
-        """Draw `length` tokens after each context (Algorithm 1); a draw depends on (seed, key, position) only.
+    ) -> Iterator[tuple[int, Drawn]]:
+        """(index, sample) of each context as it is finished.
 
-        `keys` defaults to the index of each context. `stop(index, tokens)` is asked after each finished block: where it
-        is true no further block is drawn, and the result's `tail` is what is left. `on_done(index, result)` as each
-        finishes.
+        A draw depends on (`seed`, key, position) only; `keys` defaults to the index of each context.
+        `do_sample=False`: the most probable token at every pick. `stop(index, tokens)` is asked after each finished
+        block: if it is true no further block is drawn, and the sample's `tail` is what is left.
         """
         if keys is not None and len(keys) != len(contexts):
             raise DuelError(f"sample wants a key for each context: {len(contexts)} contexts, {len(keys)} keys.")
-        key = torch.tensor(range(len(contexts)) if keys is None else keys, device=self.denoiser.device)
+        prompts = as_windows(contexts, length, suffix, tail)
+        check_windows(self.denoiser, self.block, self.grid, prompts, generating=True)
+        keys = range(len(contexts)) if keys is None else keys
 
-        def chooser(group: list[int]) -> Choose:
-            of_row = key[torch.tensor(group, device=key.device)]  # (N,)
+        def choose(group: list[int]) -> Choose:
+            return Draws([keys[n] for n in group], seed, self.denoiser.device) if do_sample else Argmax()
 
-            def choose(predictions: Predictions, lanes: Lanes, pick: torch.Tensor) -> torch.Tensor:
-                u = uniform(of_row[lanes.row][:, None], lanes.columns - lanes.origin[:, None], seed)  # (R, W)
-                return predictions.draw(torch.where(pick, u, math.nan))
+        return self._samples(prompts, choose, stop)
 
-            return choose
+    # ------------------------------------------------------------ which lanes
 
-        return self._generate(prompts(contexts, length, suffix, tail), chooser, stop, on_done)
+    def _score_group(self, opened: Opened) -> Finished:
+        return self._follow(opened, self.rule)
 
-    def decode(
-        self,
-        contexts: Sequence[Sequence[int]],
-        length: int,
-        suffix: Sequence[int] = (),
-        tail: int = 0,
-        stop: Stop | None = None,
-        on_done: Callable[[int, Drawn], None] | None = None,
-    ) -> list[Drawn]:
-        """The most probable token at every pick: what `is_greedy` promises. `stop`, `on_done`: as in `sample`."""
-
-        def choose(predictions: Predictions, lanes: Lanes, pick: torch.Tensor) -> torch.Tensor:
-            return torch.where(pick, predictions.argmax, -1)
-
-        return self._generate(prompts(contexts, length, suffix, tail), lambda group: choose, stop, on_done)
-
-    # ------------------------------------------------------------ which lanes, and what a token is
-
-    def _score_group(self, opened: Opened, emit: OnDone) -> None:
-        self._follow(opened, emit, self.rule)
-
-    def _follow(self, opened: Opened, emit: OnDone, rule: rules.Rule) -> None:
+    def _follow(self, opened: Opened, rule: rules.Rule) -> Finished:
         """Every block of every window at once, under `rule`."""
-        ledger = Ledger(opened.rows, self.traced)
-
-        def finish(row: int, result: dict[str, Any]) -> None:
-            emit(row, Scored(**result))
-
+        results = Ledger(opened.rows, self.traced)
         if rule.fixed:
-            self._evaluate(opened, self._steps(opened, rule), ledger, finish)
+            yield from self._evaluate(opened, self._steps(opened, rule), results)
             return
-        waiting = [opened.fresh(self._places(opened))]
-        self._loop(
-            opened.view,
-            ledger,
-            rule,
-            waiting,
-            opened.true_tokens,
-            lambda lanes: None,
-            finish,
-            opened.numbers,
-            foreseen=True,
-        )
+        queue = Queue([opened.fresh(self._places(opened))])
+        for finished in self._loop.run(opened.view, rule, queue, opened.targets, results, opened.numbers):
+            yield from results.take(finished)
 
     def _steps(self, opened: Opened, rule: rules.Rule) -> Iterator[Lanes]:
         """Every state of a fixed order, a batch of blocks after the other; only its picks are hidden in a state,
@@ -183,71 +157,45 @@ class Duel(Estimator):
                 decision = decide(rule, None, lanes, opened.numbers)
                 pick = decision.pick  # (R, W)
                 yield dataclasses.replace(lanes, hidden=pick, memory=())
-                lanes = lanes.reveal(pick, opened.truth(lanes), decision.memory)
+                lanes = lanes.reveal(pick, opened.targets.of(lanes), decision.memory)
                 lanes = lanes.select(lanes.hidden.any(1))
 
-    def _generate(
-        self,
-        asked: list[Window],
-        chooser: Callable[[list[int]], Choose],
-        stop: Stop | None,
-        on_done: Callable[[int, Drawn], None] | None,
-    ) -> list[Drawn]:
-        check_windows(self.denoiser, self.block, self.grid, asked, generating=True)
-        results = [Drawn(0.0, True, (), (), 0, 0, 0)] * len(asked)
-
-        def emit(n: int, drawn: Drawn) -> None:
-            results[n] = drawn
-            if on_done:
-                on_done(n, drawn)
-
-        for n, prompt in enumerate(asked):
+    @torch.inference_mode()
+    def _samples(
+        self, prompts: list[Window], choose: Callable[[list[int]], Choose], stop: Stop | None
+    ) -> Iterator[tuple[int, Drawn]]:
+        for n, prompt in enumerate(prompts):
             if not prompt.target:
-                emit(n, results[n])
-        for group in self._groups(asked):
-            self._generate_group([asked[n] for n in group], group, chooser(group), stop, emit)
-        return results
+                yield n, Drawn.of(self.nothing, (), prompt.tail)
+        for group in self._groups(prompts):
+            yield from self._sample_group([prompts[n] for n in group], group, choose(group), stop)
 
-    def _generate_group(
-        self,
-        asked: list[Window],
-        group: list[int],
-        choose: Choose,
-        stop: Stop | None,
-        emit: Callable[[int, Drawn], None],
-    ) -> None:
+    def _sample_group(
+        self, prompts: list[Window], numbers: list[int], choose: Choose, stop: Stop | None
+    ) -> Iterator[tuple[int, Drawn]]:
         """One lane a row: a finished block is committed, and the row's next block enters."""
-        rows = Rows.of(asked, self.denoiser.device)
-        view, ledger = self.denoiser.open(rows, generating=True), Ledger(rows, self.traced)
-        places = [self.blocks(prompt) for prompt in asked]
-        first = [(n, *found.pop(0)) for n, found in enumerate(places)]
-
-        def tokens(n: int, count: int) -> tuple[int, ...]:
-            start = len(asked[n].context)
-            return tuple(rows.ids[n, start : start + count].tolist())
-
-        def advance(lanes: Lanes) -> Lanes | None:
-            view.commit(lanes)
+        rows = Rows.of(prompts, self.denoiser.device)
+        view, results = self.denoiser.open(rows, generating=True), SampleLedger(rows, prompts, self.traced)
+        blocks = [deque(self.blocks(prompt)) for prompt in prompts]  # to come, of each row
+        queue = Queue([fresh(rows, [(n, *left.popleft()) for n, left in enumerate(blocks)])])
+        for finished in self._loop.run(view, self.rule, queue, choose, results, numbers):
+            view.commit(finished)
             following = []
-            for n in lanes.row.tolist():
-                if not places[n]:
+            for n in finished.row.tolist():
+                if not blocks[n]:
                     continue
-                if stop and stop(group[n], tokens(n, places[n][0][0] - len(asked[n].context))):
-                    ledger.stop(n)
-                    continue
-                following.append((n, *places[n].pop(0)))
-            return fresh(rows, following) if following else None
-
-        def finish(n: int, result: dict[str, Any]) -> None:
-            drawn, left = tokens(n, len(result["nats"])), len(asked[n].target) - len(result["nats"])
-            scored = Drawn(**result, tokens=drawn, tail=asked[n].tail + left)
-            self.counts.add(scored, len(drawn))
-            emit(group[n], scored)
-
-        self._loop(view, ledger, self.rule, [fresh(rows, first)], choose, advance, finish, group)
+                if stop and stop(numbers[n], results.tokens(n, end=blocks[n][0][0])):
+                    results.stop(n)
+                else:
+                    following.append((n, *blocks[n].popleft()))
+            if following:
+                queue.put_first(fresh(rows, following))
+            for n, drawn in results.take(finished):
+                self.counts.add(drawn, len(drawn.tokens))
+                yield numbers[n], drawn
 
 
-def prompts(contexts: Sequence[Sequence[int]], length: int, suffix: Sequence[int], tail: int) -> list[Window]:
+def as_windows(contexts: Sequence[Sequence[int]], length: int, suffix: Sequence[int], tail: int) -> list[Window]:
     """What is to be generated, as windows."""
     if length < 0:
         raise DuelError(f"length is a number of tokens to generate, not {length}.")

@@ -23,7 +23,6 @@ import hashlib
 import logging
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
@@ -31,7 +30,7 @@ from lm_eval_duel.denoisers.base import Denoiser, distinct
 from lm_eval_duel.denoisers.dit_denoiser import SEDD
 from lm_eval_duel.denoisers.predictions import Predictions
 from lm_eval_duel.errors import DuelError, unknown
-from lm_eval_duel.estimator import All, Estimator, OnDone, Opened, Value
+from lm_eval_duel.estimator import All, Estimator, Finished, Opened, Value
 from lm_eval_duel.hashing import hashed, uniform
 from lm_eval_duel.lanes import Lanes, Rows
 from lm_eval_duel.ledger import Scored
@@ -67,7 +66,7 @@ class Elbo(Estimator):
     """
 
     name = "elbo"
-    nothing = Bound(0.0, False, (), (), None, None, 0, stderr=0.0)
+    nothing = Bound(0.0, stderr=0.0)
 
     def __init__(
         self,
@@ -126,15 +125,10 @@ class Elbo(Estimator):
         rows = Rows.of(windows, self.denoiser.device)
         return Opened(windows, numbers, rows, self.denoiser.open_at(rows, lambda lanes: lanes.memory[1][:, 0]))
 
-    def _score_group(self, opened: Opened, emit: OnDone) -> None:
+    def _score_group(self, opened: Opened) -> Finished:
         sums = Sums(opened, self)
-
-        def finish(row: int, result: dict[str, Any]) -> None:
-            emit(row, Bound(**result))
-
-        self._evaluate(opened, self._draws(opened, sums), sums, finish)
-        for row, result in sums.results(sums.left()):
-            finish(row, result)
+        yield from self._evaluate(opened, self._draws(opened, sums), sums)
+        yield from sums.rest()
 
     def _draws(self, opened: Opened, sums: Sums) -> Iterator[Lanes]:
         """Every draw of every span; equal ones of a span once, with their weights added up."""
@@ -182,7 +176,7 @@ class Elbo(Estimator):
                 chance, weight = -torch.expm1(-level[0]), torch.expm1(level[0]) / t
             hidden = lanes.hidden & (uniform(*keys) < chance[:, None])  # (R, W)
         memory = tuple(plane[:, None].expand_as(hidden) for plane in (weight, *level))
-        return dataclasses.replace(opened.hide(lanes, hidden), memory=memory)
+        return dataclasses.replace(opened.targets.hide(lanes, hidden), memory=memory)
 
     def _merged(self, lanes: Lanes, place: torch.Tensor, draw: torch.Tensor) -> Lanes:
         """The draws that hide something, equal ones of a span `place` (R,) once; the weight becomes (R, W, S), by
@@ -215,7 +209,7 @@ class Sums:
         self.waiting.index_add_(0, rows, torch.full_like(rows, -samples))
         self.waiting.index_add_(0, kept, torch.ones_like(kept))
 
-    def record(
+    def add(
         self,
         lanes: Lanes,
         decision: Decision,
@@ -240,17 +234,16 @@ class Sums:
         self.nats.index_put_((row, column), values, accumulate=True)
         self.waiting.index_add_(0, lanes.row, less)
 
-    def finished(self, lanes: Lanes) -> list[int]:
-        """The windows of these lanes that have no draw left."""
-        rows = lanes.row.unique()  # (n,)
-        return rows[self.waiting[rows] == 0].tolist()
+    def take(self, finished: Lanes) -> Finished:
+        """(row, bound) of the windows that have no draw left."""
+        rows = finished.row.unique()  # (n,)
+        return self._bounds(rows[self.waiting[rows] == 0].tolist())
 
-    def left(self) -> list[int]:
-        """The windows whose results have not been taken: their last draws had nothing hidden."""
-        return (self.waiting == 0).nonzero()[:, 0].tolist()
+    def rest(self) -> Finished:
+        """The windows that have not been taken: their last draws had nothing hidden."""
+        return self._bounds((self.waiting == 0).nonzero()[:, 0].tolist())
 
-    def results(self, rows: list[int]) -> Iterator[tuple[int, dict[str, Any]]]:
-        """The windows `rows` with the fields of their `Bound`."""
+    def _bounds(self, rows: list[int]) -> Finished:
         if not rows:
             return
         nats, means = self.nats[rows].cpu().tensor_split([self.length + 1], dim=1)
@@ -260,19 +253,12 @@ class Sums:
             start, count = len(self.windows[row].context), len(self.windows[row].target)
             known = self.elbo.replicates > 1
             error = float(means[n].std() / math.sqrt(self.elbo.replicates)) if known else math.nan
-            yield (
-                row,
-                {
-                    "log_prob": float(means[n].mean()),
-                    "is_greedy": False,
-                    "steps": (),
-                    "nats": tuple(nats[n, start : start + count].tolist()),
-                    "nfe": None,
-                    "close_picks": None,
-                    "blank_starts": 0,
-                    "stderr": error if math.isfinite(error) else None,  # nor of infinite nats
-                },
+            bound = Bound(
+                log_prob=float(means[n].mean()),
+                nats=tuple(nats[n, start : start + count].tolist()),
+                stderr=error if math.isfinite(error) else None,  # nor of infinite nats
             )
+            yield row, bound
 
 
 def score_entropy(sigma: torch.Tensor, log_prob: torch.Tensor, log_sum: torch.Tensor, tokens: int) -> torch.Tensor:

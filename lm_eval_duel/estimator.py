@@ -1,6 +1,8 @@
-"""What all estimators share: windows in, one result each out, in any order, equal windows once.
+"""What all estimators share: windows in, one score each out, as it is finished; equal windows are evaluated once.
 
-    estimator     which lanes                                        how nats combine
+    for index, score in estimator.stream(windows): ...
+
+    estimator     which lanes                                        how log-probabilities combine
     duel, exact   every block of every window (duel.py)              sum over picks
     lattice       every block x every set of its hidden cells        max, mixture or mean over orders (lattice.py)
     elbo          every span x random hidden sets                    weighted sum (elbo.py)
@@ -12,22 +14,24 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import ClassVar, NamedTuple
 
 import torch
 
 from lm_eval_duel import rules
 from lm_eval_duel.budget import Budget, plan
+from lm_eval_duel.choose import Targets
 from lm_eval_duel.denoisers.base import Denoiser, View
 from lm_eval_duel.denoisers.predictions import Predictions
-from lm_eval_duel.lanes import Lanes, Rows, blocks, groups
+from lm_eval_duel.lanes import Lanes, Queue, Rows, blocks, groups
 from lm_eval_duel.law import check_windows, resolve_block, resolve_grid
-from lm_eval_duel.ledger import Books, Counts, Scored
+from lm_eval_duel.ledger import Accumulator, Counts, Scored
 from lm_eval_duel.reveal import RevealLoop
 from lm_eval_duel.windows import Window
 
-OnDone = Callable[[int, Scored], None]  # the window's index, its result
+Finished = Iterator[tuple[int, Scored]]  # (index, score) of each window as it is finished
 
 
 class Value(NamedTuple):
@@ -47,23 +51,13 @@ class Opened:
     rows: Rows
     view: View
 
-    def truth(self, lanes: Lanes) -> torch.Tensor:
-        """The true tokens of each cell, (R, W)."""
-        ids = self.rows.ids
-        return ids[lanes.row[:, None], lanes.columns.clamp(max=ids.shape[1] - 1)]  # (R, W)
-
-    def true_tokens(self, predictions: Predictions, lanes: Lanes, pick: torch.Tensor) -> torch.Tensor:
-        """What a token is when a text is scored, (R, W); -1 where nothing is picked."""
-        return torch.where(pick, self.truth(lanes), -1)
+    @cached_property
+    def targets(self) -> Targets:
+        return Targets(self.rows)
 
     def fresh(self, places: list[tuple[int, int, int]]) -> Lanes:
         """Fresh lanes at (row, first column, width)."""
         return fresh(self.rows, places)
-
-    def hide(self, lanes: Lanes, hidden: torch.Tensor) -> Lanes:
-        """Fresh lanes with `hidden` (R, W) of their cells still hidden and the truth at the others."""
-        tokens = torch.where(lanes.hidden & ~hidden, self.truth(lanes), lanes.tokens)  # (R, W)
-        return dataclasses.replace(lanes, hidden=hidden, tokens=tokens)
 
 
 class Estimator(abc.ABC):
@@ -76,7 +70,7 @@ class Estimator(abc.ABC):
 
     name: str  # as in estimator=
     decodes: bool = False  # `is_greedy` says what decoding would write
-    nothing: ClassVar[Scored] = Scored(0.0, True, (), (), 0, 0, 0)  # the result of an empty target
+    nothing: ClassVar[Scored] = Scored(0.0, is_greedy=True, nfe=0, close_picks=0)  # the score of an empty target
 
     def __init__(
         self,
@@ -111,13 +105,18 @@ class Estimator(abc.ABC):
         """Every network call holds one row."""
         self._loop.budget = Budget(1, 1)
 
-    def log_prob(self, windows: Sequence[Window], on_done: OnDone | None = None, keep: bool = True) -> list[Scored]:
-        """The nats of each window, in order; `on_done(index, result)` as each finishes.
+    def log_prob(self, windows: Sequence[Window]) -> list[Scored]:
+        """The score of each window, in order."""
+        scores = dict(self.stream(windows))
+        return [scores[n] for n in range(len(windows))]
 
-        Equal windows are scored once, and so are equal rows of different ones. `keep=False`: results go to `on_done`
-        alone, and the list is empty.
+    def stream(self, windows: Sequence[Window]) -> Finished:
+        """(index, score) of each window as it is finished, in any order.
+
+        Equal windows are scored once, and so are equal rows of different ones. Raises DuelError at once, naming the
+        window, for one that cannot be scored.
         """
-        return self._score(windows, self._score_group, on_done, keep)
+        return self._stream(windows, self._score_group)
 
     @abc.abstractmethod
     def describe(self) -> dict[str, object]:
@@ -132,61 +131,38 @@ class Estimator(abc.ABC):
         return blocks(len(window.context), len(window.target), self.block, self.grid)
 
     @abc.abstractmethod
-    def _score_group(self, opened: Opened, emit: OnDone) -> None:
-        """Score one group of windows; `emit(row, result)` for each."""
+    def _score_group(self, opened: Opened) -> Finished:
+        """Score one group of windows; (row, score) of each as it is finished."""
 
-    def _score(
-        self,
-        windows: Sequence[Window],
-        score: Callable[[Opened, OnDone], None],
-        on_done: OnDone | None = None,
-        keep: bool = True,
-    ) -> list[Scored]:
+    def _stream(self, windows: Sequence[Window], score_group: Callable[[Opened], Finished]) -> Finished:
         check_windows(self.denoiser, self.block, self.grid, windows)
-        same: dict[Window, list[int]] = {}  # equal windows are scored once
+        return self._finished(windows, score_group)
+
+    @torch.inference_mode()
+    def _finished(self, windows: Sequence[Window], score_group: Callable[[Opened], Finished]) -> Finished:
+        equal: dict[Window, list[int]] = {}
         for n, window in enumerate(windows):
-            same.setdefault(window, []).append(n)
-        results = [self.nothing] * len(windows) if keep else []
-
-        def emit(n: int, scored: Scored) -> None:
-            for one in same[windows[n]]:
-                if keep:
-                    results[one] = scored
-                if on_done:
-                    on_done(one, scored)
-
-        unique = [numbers[0] for numbers in same.values()]
-        for n in unique:
-            if not windows[n].target:
-                emit(n, self.nothing)
-        for part in self._groups([windows[n] for n in unique]):
-            numbers = [unique[n] for n in part]
+            equal.setdefault(window, []).append(n)
+        for window, indices in equal.items():
+            if not window.target:
+                yield from ((n, self.nothing) for n in indices)
+        unique = [indices[0] for indices in equal.values()]
+        for group in self._groups([windows[n] for n in unique]):
+            numbers = [unique[n] for n in group]
             opened = self._open([windows[n] for n in numbers], numbers)
-
-            def done(row: int, scored: Scored, opened: Opened = opened) -> None:
+            for row, scored in score_group(opened):
                 self.counts.add(scored, len(opened.windows[row].target))
-                emit(opened.numbers[row], scored)
-
-            score(opened, done)
-        return results
+                yield from ((n, scored) for n in equal[opened.windows[row]])
 
     def _open(self, windows: list[Window], numbers: list[int]) -> Opened:
         rows = Rows.of(windows, self.denoiser.device)
         return Opened(windows, numbers, rows, self.denoiser.open(rows))
 
-    def _evaluate(self, opened: Opened, states: Iterator[Lanes], books: Books, emit: OnDone) -> None:
-        """Evaluate `states` once each, all of their hidden cells, entered in `books`."""
-        self._loop(
-            opened.view,
-            books,
-            All(),
-            states,
-            opened.true_tokens,
-            lambda lanes: None,
-            emit,
-            opened.numbers,
-            foreseen=True,
-        )
+    def _evaluate(self, opened: Opened, states: Iterable[Lanes], results: Accumulator) -> Finished:
+        """Evaluate `states` once each, all of their hidden cells."""
+        queue = Queue(states)
+        for finished in self._loop.run(opened.view, All(), queue, opened.targets, results, opened.numbers):
+            yield from results.take(finished)
 
     def _groups(self, windows: Sequence[Window]) -> list[list[int]]:
         return groups(windows, same_length=not self.denoiser.honours_padding)

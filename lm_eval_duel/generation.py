@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lm_eval_duel.denoisers.base import Denoiser
@@ -85,22 +85,22 @@ class Generator:
         self.duel = duel if denoiser is duel.denoiser else duel.under(denoiser)
         self.ends = ends(text.tokenizer)
 
-    def __call__(
-        self, prompts: Sequence[str], keys: Sequence[int], on_done: Callable[[int, str, Window, Drawn], None]
-    ) -> None:
-        """Generate after each prompt; `on_done(index, text, window, drawn)` as each finishes: its text, and with what
-        window it is scored again."""
+    def stream(self, prompts: Sequence[str], keys: Sequence[int]) -> Iterator[tuple[int, str, Window, Drawn]]:
+        """(index, text, window, sample) of each prompt as it is finished; the window is that under which the text is
+        scored again."""
         contexts = [self._context(n, prompt) for n, prompt in enumerate(prompts)]
-        shared = {"length": self.settings.length, "suffix": self.text.suffix, "stop": self._stops}
-
-        def done(n: int, drawn: Drawn) -> None:
+        samples = self.duel.stream_samples(
+            contexts,
+            self.settings.length,
+            suffix=self.text.suffix,
+            do_sample=self.settings.temperature > 0,
+            seed=self.seed,
+            keys=keys,
+            stop=self._stops,
+        )
+        for n, drawn in samples:
             window = Window(tuple(contexts[n]), drawn.tokens, tuple(self.text.suffix), drawn.tail)
-            on_done(n, self.cut(drawn.tokens), window, drawn)
-
-        if self.settings.temperature:
-            self.duel.sample(contexts, seed=self.seed, keys=keys, on_done=done, **shared)
-        else:
-            self.duel.decode(contexts, on_done=done, **shared)
+            yield n, self.cut(drawn.tokens), window, drawn
 
     def _context(self, n: int, prompt: str) -> list[int]:
         """The ids before a generation; an error says which prompt it is about."""

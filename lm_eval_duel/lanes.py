@@ -91,6 +91,11 @@ class Lanes:
             memory=memory,
         )
 
+    def show(self: Self, tokens: torch.Tensor, hidden: torch.Tensor) -> Self:
+        """Fresh lanes with `hidden` (R, W) of their cells still hidden and `tokens` (R, W) at the others."""
+        shown = torch.where(self.hidden & ~hidden, tokens, self.tokens)  # (R, W)
+        return dataclasses.replace(self, hidden=hidden, tokens=shown)
+
     def select(self: Self, keep: torch.Tensor) -> Self:
         """The lanes at `keep`: a boolean plane (R,), or indices."""
         values = {
@@ -158,8 +163,10 @@ def groups(windows: Sequence[Window], same_length: bool) -> list[list[int]]:
 
 
 class Queue:
-    """Lanes that wait, in order, made as they are needed. Lanes that have begun are kept apart from fresh ones, so that
-    waiting costs no rule memory."""
+    """Waiting lanes, in order, made as they are needed. Whoever reads the loop's results may put more in front.
+
+    Lanes that have begun are kept apart from fresh ones, so that waiting costs no rule memory.
+    """
 
     def __init__(self, lanes: Iterable[Lanes]):
         self._ready: deque[Lanes] = deque()

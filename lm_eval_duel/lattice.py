@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -27,28 +26,14 @@ from lm_eval_duel import rules
 from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.denoisers.predictions import Predictions
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimator import All, Estimator, OnDone, Opened, Value
+from lm_eval_duel.estimator import All, Estimator, Finished, Opened, Value
 from lm_eval_duel.lanes import Lanes
 from lm_eval_duel.ledger import CLOSE, STATISTICS, Scored
 from lm_eval_duel.options import LATTICE, LATTICE_BLOCK
-from lm_eval_duel.orders import Chunk, Orders, cell_of, fold, follow, number_of
+from lm_eval_duel.orders import Chunk, Orders, Path, cell_of, fold, follow, number_of
 from lm_eval_duel.reveal import decide
 
 TABLE = 1 << 22  # states x cells of a chunk of blocks, at most
-
-
-@dataclasses.dataclass(frozen=True)
-class Path:
-    """One order through a window's blocks, and its nats; `steps` and `nats` per target token, as in `Scored`."""
-
-    log_prob: float
-    steps: tuple[int, ...]
-    nats: tuple[float, ...]
-    nfe: int
-    close_picks: int | None = None
-    confidence: tuple[float, ...] = ()  # these, where `traced`, as in `Scored`
-    margin: tuple[float, ...] = ()
-    entropy: tuple[float, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,15 +94,11 @@ class Lattice(Estimator):
     @property
     def nothing(self) -> Ordered:
         empty = {str(rule): Path(0.0, (), (), 0, 0) for rule in self.rules}
-        return Ordered(0.0, False, (), (), None, None, 0, rules=empty)
+        return Ordered(0.0, rules=empty)
 
-    def _score_group(self, opened: Opened, emit: OnDone) -> None:
+    def _score_group(self, opened: Opened) -> Finished:
         tables = Tables(opened, self)
-
-        def finish(row: int, result: dict[str, Any]) -> None:
-            emit(row, Ordered(**result))
-
-        self._evaluate(opened, self._states(opened, tables), tables, finish)
+        return self._evaluate(opened, self._states(opened, tables), tables)
 
     def _states(self, opened: Opened, tables: Tables) -> Iterator[Lanes]:
         """Every state of every block, a chunk of blocks after the other."""
@@ -134,7 +115,7 @@ class Lattice(Estimator):
             tables.begin(lanes)
             each = lanes.select(block)
             hidden = each.hidden & (number[:, None] >> cell_of(each.hidden).clamp(min=0) & 1).bool()  # (R, W)
-            yield opened.hide(each, hidden)
+            yield opened.targets.hide(each, hidden)
 
 
 class Tables:
@@ -166,7 +147,7 @@ class Tables:
         self.chunks[self.begun] = Chunk(lanes, states, nats, seen, after, torch.zeros_like(after, dtype=torch.bool))
         self.begun += 1
 
-    def record(
+    def add(
         self,
         lanes: Lanes,
         decision: rules.Decision,
@@ -201,17 +182,15 @@ class Tables:
         for f, found in enumerate(decided):
             self.knows_leads[f] &= found.lead is not None
 
-    def finished(self, lanes: Lanes) -> list[int]:
-        """Fold up the chunks that are full; the windows that have all their blocks now."""
-        done = []
+    def take(self, finished: Lanes) -> Finished:
+        """(row, score) of the windows that have all their blocks; chunks that are full are folded up."""
         for n in [n for n, chunk in self.chunks.items() if not chunk.waiting]:
             chunk = self.chunks.pop(n)
             self._fold(chunk)
             for row in chunk.lanes.row.tolist():
                 self.waiting[row] -= 1
                 if not self.waiting[row]:
-                    done.append(row)
-        return done
+                    yield row, self._score(row)
 
     def _fold(self, chunk: Chunk) -> None:
         """From the states of some blocks to the nats of their orders."""
@@ -227,34 +206,24 @@ class Tables:
         for after, close, orders in zip(chunk.after, chunk.close, self.paths, strict=True):
             follow(chunk, column, full, after, close, orders)
 
-    def results(self, rows: list[int]) -> Iterator[tuple[int, dict[str, Any]]]:
-        """The windows `rows` with the fields of their `Ordered`."""
-        for row in rows:
-            window = self.opened.windows[row]
-            span = slice(len(window.context), len(window.context) + len(window.target))
-
-            def of(plane: torch.Tensor, row: int = row, span: slice = span) -> tuple[Any, ...]:
-                return tuple(plane[row, span].tolist())
-
-            totals = dict(zip(LATTICE, self.totals[row].tolist(), strict=True))
-
-            def along(orders: Orders, of: Callable[[torch.Tensor], tuple[Any, ...]] = of) -> dict[str, tuple[Any, ...]]:
-                planes = zip(STATISTICS, orders.seen, strict=False)
-                return {"steps": of(orders.steps), "nats": of(orders.nats), **{n: of(plane) for n, plane in planes}}
-
-            shown = {"steps": (), "nats": of(self.mean) if self.value == "elbo_exact" else ()}
-            if self.value == "oracle":
-                shown = along(self.best)
-            paths = {}
-            for rule, orders, known in zip(self.rules, self.paths, self.knows_leads, strict=True):
-                (nfe, close), planes = orders.sums[row].tolist(), along(orders)
-                total = math.fsum(planes["nats"])
-                paths[str(rule)] = Path(log_prob=total, nfe=nfe, close_picks=close if known else None, **planes)
-            found = {
-                "log_prob": totals[self.value],
-                "is_greedy": False,
-                "nfe": None,
-                "close_picks": None,
-                "blank_starts": 0,
-            }
-            yield row, {**found, **shown, **totals, "rules": paths}
+    def _score(self, row: int) -> Ordered:
+        window = self.opened.windows[row]
+        span = slice(len(window.context), len(window.context) + len(window.target))
+        totals = dict(zip(LATTICE, self.totals[row].tolist(), strict=True))
+        paths = {
+            str(rule): orders.path(row, span, known)
+            for rule, orders, known in zip(self.rules, self.paths, self.knows_leads, strict=True)
+        }
+        best = self.best.path(row, span, False) if self.value == "oracle" else None
+        return Ordered(
+            log_prob=totals[self.value],
+            steps=best.steps if best else (),
+            nats=best.nats if best else tuple(self.mean[row, span].tolist()) if self.value == "elbo_exact" else (),
+            confidence=best.confidence if best else (),
+            margin=best.margin if best else (),
+            entropy=best.entropy if best else (),
+            elbo_exact=totals["elbo_exact"],
+            mixture=totals["mixture"],
+            oracle=totals["oracle"],
+            rules=paths,
+        )

@@ -1,4 +1,4 @@
-"""Results: what one window got, what a run cost, and the ledger they are kept in while lanes are revealed.
+"""Results: the score of one window, what a run computed, and the accumulator that is filled while lanes are revealed.
 
 Shapes: N windows, L row length, R lanes, W block width, P picked cells.
 """
@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 
 from lm_eval_duel.denoisers.predictions import Predictions
 from lm_eval_duel.lanes import Lanes, Rows
 from lm_eval_duel.rules import Decision
+from lm_eval_duel.windows import Window
 
 STATISTICS = ("confidence", "margin", "entropy")  # of Predictions, in a trace
 CLOSE = 1e-4  # a lead below this many logits is a close pick: float noise could change the order
@@ -25,12 +26,12 @@ class Scored:
     """One window's result. `steps` and `nats` are per target token; steps count from 0 in every block."""
 
     log_prob: float  # nats
-    is_greedy: bool  # every token was the argmax when it was revealed
-    steps: tuple[int, ...]
-    nats: tuple[float, ...]
-    nfe: int | None  # rule steps summed over blocks; None: of no one order
-    close_picks: int | None  # steps whose order float noise could change; None: the rule does not say
-    blank_starts: int  # steps at which the row showed nothing, so that all hidden cells tied exactly
+    is_greedy: bool = False  # every token was the argmax when it was revealed
+    steps: tuple[int, ...] = ()
+    nats: tuple[float, ...] = ()
+    nfe: int | None = None  # rule steps summed over blocks; None: of no one order
+    close_picks: int | None = None  # steps whose order float noise could change; None: the rule does not say
+    blank_starts: int = 0  # steps at which the row showed nothing, so that all hidden cells tied exactly
     # per target token, as it was revealed, where `traced`: the log-odds of P1, P1 - P2, and the entropy in nats
     confidence: tuple[float, ...] = ()
     margin: tuple[float, ...] = ()
@@ -43,6 +44,11 @@ class Drawn(Scored):
 
     tokens: tuple[int, ...] = ()
     tail: int = 0  # positions never revealed: generation stopped early, or was asked for with a tail
+
+    @classmethod
+    def of(cls, scored: Scored, tokens: tuple[int, ...], tail: int) -> Drawn:
+        """These tokens with their score."""
+        return cls(**vars(scored), tokens=tokens, tail=tail)
 
 
 @dataclasses.dataclass
@@ -74,10 +80,10 @@ def known_sum(one: int | None, other: int | None) -> int | None:
     return None if one is None or other is None else one + other
 
 
-class Books(Protocol):
-    """Where the steps of one group of windows are entered."""
+class Accumulator(Protocol):
+    """Where the steps of one group of windows are added up."""
 
-    def record(
+    def add(
         self,
         lanes: Lanes,
         decision: Decision,
@@ -85,13 +91,10 @@ class Books(Protocol):
         tokens: torch.Tensor,
         log_prob: torch.Tensor,
     ) -> None:
-        """Enter one step of `lanes`. Where memory ends inside, it must be possible to enter it again."""
+        """Add one step of `lanes`. After an out-of-memory error inside, it must be possible to add it again."""
 
-    def finished(self, lanes: Lanes) -> list[int]:
-        """The windows of these finished lanes that are done."""
-
-    def results(self, rows: list[int]) -> Iterator[tuple[int, dict[str, Any]]]:
-        """The windows `rows` with the fields of their results."""
+    def take(self, finished: Lanes) -> Iterator[tuple[int, Scored]]:
+        """(row, score) of the windows that these finished lanes complete."""
 
 
 class Ledger:
@@ -109,7 +112,7 @@ class Ledger:
         self.knows_leads = True
         self.seen = {name: torch.full_like(self.nats, math.nan) for name in STATISTICS if traced}  # (N, L + 1) each
 
-    def record(
+    def add(
         self,
         lanes: Lanes,
         decision: Decision,
@@ -132,35 +135,54 @@ class Ledger:
         self.sums.index_add_(0, lanes.row, sums)
         self.knows_leads &= lead is not None
 
-    def stop(self, row: int) -> None:
-        """A window that gets no more lanes: what it has is its result."""
-        self.whole[row] = self.sums[row, 0]
-        self.target[row] = int(self.whole[row])
-
-    def finished(self, lanes: Lanes) -> list[int]:
-        """The windows of these finished lanes that have no lane left."""
-        rows = lanes.row.unique()  # (n,)
-        return rows[self.sums[rows, 0] == self.whole[rows]].tolist()
-
-    def results(self, rows: list[int]) -> Iterator[tuple[int, dict[str, Any]]]:
-        """The windows `rows` with the fields of their `Scored`."""
+    def take(self, finished: Lanes) -> Iterator[tuple[int, Scored]]:
+        """(row, score) of the windows that have no lane left."""
+        rows = finished.row.unique()  # (n,)
+        rows = rows[self.sums[rows, 0] == self.whole[rows]].tolist()
         if not rows:
             return
         nats, steps, sums = (plane[rows].cpu() for plane in (self.nats, self.steps, self.sums))
         seen = {name: plane[rows].cpu() for name, plane in self.seen.items()}
         for n, row in enumerate(rows):
             span = slice(self.origin[row], self.origin[row] + self.target[row])
+            statistics = [tuple(seen[name][n, span].tolist()) if seen else () for name in STATISTICS]
+            confidence, margin, entropy = statistics
             _, nfe, missed, close, blank = sums[n].tolist()
-            yield (
-                row,
-                {
-                    "log_prob": float(nats[n, span].sum()),
-                    "is_greedy": not missed,
-                    "steps": tuple(steps[n, span].tolist()),
-                    "nats": tuple(nats[n, span].tolist()),
-                    "nfe": nfe,
-                    "close_picks": close if self.knows_leads else None,
-                    "blank_starts": blank,
-                    **{name: tuple(plane[n, span].tolist()) for name, plane in seen.items()},
-                },
+            scored = Scored(
+                log_prob=float(nats[n, span].sum()),
+                is_greedy=not missed,
+                steps=tuple(steps[n, span].tolist()),
+                nats=tuple(nats[n, span].tolist()),
+                nfe=nfe,
+                close_picks=close if self.knows_leads else None,
+                blank_starts=blank,
+                confidence=confidence,
+                margin=margin,
+                entropy=entropy,
             )
+            yield row, scored
+
+
+class SampleLedger(Ledger):
+    """The same of texts that are generated; `prompts`: their windows."""
+
+    def __init__(self, rows: Rows, prompts: Sequence[Window], traced: bool = False):
+        super().__init__(rows, traced)
+        self.rows, self.prompts = rows, prompts
+
+    def tokens(self, row: int, end: int | None = None) -> tuple[int, ...]:
+        """The tokens of a row that stand before column `end`, or all that were revealed."""
+        end = self.origin[row] + self.target[row] if end is None else end
+        return tuple(self.rows.ids[row, self.origin[row] : end].tolist())
+
+    def stop(self, row: int) -> None:
+        """This row gets no more lanes: what it has is its result."""
+        self.whole[row] = self.sums[row, 0]
+        self.target[row] = int(self.whole[row])
+
+    def take(self, finished: Lanes) -> Iterator[tuple[int, Drawn]]:
+        """(row, sample) of the texts that are complete."""
+        for row, scored in super().take(finished):
+            tokens = self.tokens(row)
+            prompt = self.prompts[row]
+            yield row, Drawn.of(scored, tokens, prompt.tail + len(prompt.target) - len(tokens))

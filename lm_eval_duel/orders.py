@@ -37,6 +37,20 @@ class Chunk:
     close: torch.Tensor  # (F, B, S) bool: a close pick
 
 
+@dataclasses.dataclass(frozen=True)
+class Path:
+    """One order through a window's blocks, and its nats; `steps` and `nats` per target token, as in `Scored`."""
+
+    log_prob: float
+    steps: tuple[int, ...]
+    nats: tuple[float, ...]
+    nfe: int
+    close_picks: int | None = None
+    confidence: tuple[float, ...] = ()  # these, where `traced`, as in `Scored`
+    margin: tuple[float, ...] = ()
+    entropy: tuple[float, ...] = ()
+
+
 class Orders:
     """A path through the blocks of each window: nats and steps by column, and sums."""
 
@@ -45,6 +59,23 @@ class Orders:
         self.steps = torch.full_like(like, -1, dtype=torch.int32)  # (N, L + 1)
         self.sums = torch.zeros(len(like), 2, dtype=torch.int64, device=like.device)  # (N, 2) NFE, close picks
         self.seen = [torch.full_like(like, math.nan) for _ in STATISTICS if traced]  # (N, L + 1) each
+
+    def path(self, row: int, span: slice, knows_leads: bool) -> Path:
+        """The order of one window, whose target is at the columns `span`."""
+        nats = tuple(self.nats[row, span].tolist())
+        nfe, close = self.sums[row].tolist()
+        statistics = [tuple(plane[row, span].tolist()) for plane in self.seen] or [()] * len(STATISTICS)
+        confidence, margin, entropy = statistics
+        return Path(
+            log_prob=math.fsum(nats),
+            steps=tuple(self.steps[row, span].tolist()),
+            nats=nats,
+            nfe=nfe,
+            close_picks=close if knows_leads else None,
+            confidence=confidence,
+            margin=margin,
+            entropy=entropy,
+        )
 
 
 def follow(

@@ -1,6 +1,13 @@
-"""The reveal loop: predict, pick, choose tokens, add nats, until no lane is left (the paper, Algorithms 1 and 2).
+"""The reveal loop (the paper, Algorithms 1 and 2): predict, pick, choose tokens, add up log-probabilities.
 
-Scoring and sampling are this one loop and cannot drift apart. Finished lanes leave a batch and waiting ones enter.
+    while lanes:
+        predictions = view(lanes)
+        decision = rule(predictions, lanes)
+        tokens = choose(predictions, lanes, decision.pick)
+        results.add(lanes, decision, predictions, tokens, predictions.log_prob(tokens))
+        lanes = lanes.reveal(decision.pick, tokens)          finished lanes are yielded, waiting ones enter
+
+Scoring, sampling, the ELBO and the lattice are this one loop, so they cannot drift apart.
 
 Shapes: N windows, R lanes, W block width.
 """
@@ -8,22 +15,20 @@ Shapes: N windows, R lanes, W block width.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from lm_eval_duel import interrupts, rules
 from lm_eval_duel.budget import Budget, free
+from lm_eval_duel.choose import Choose
 from lm_eval_duel.denoisers.base import Denoiser, View
 from lm_eval_duel.denoisers.predictions import Predictions
 from lm_eval_duel.errors import DuelError, NotFinite, RuleStalled
 from lm_eval_duel.lanes import Lanes, Queue
-from lm_eval_duel.ledger import Books, Counts
+from lm_eval_duel.ledger import Accumulator, Counts
 
 log = logging.getLogger("lm_eval.duel_mdm")
-
-Choose = Callable[[Predictions, Lanes, torch.Tensor], torch.Tensor]  # predictions, lanes, pick -> tokens (R, W)
 
 
 class RevealLoop:
@@ -34,52 +39,58 @@ class RevealLoop:
         self.counts = Counts()
         self._short = False  # memory has ended once
 
-    @torch.inference_mode()
-    def __call__(
+    def run(
         self,
         view: View,
-        ledger: Books,
         rule: rules.Rule,
-        waiting: Iterable[Lanes],
+        queue: Queue,
         choose: Choose,
-        advance: Callable[[Lanes], Lanes | None],
-        finish: Callable[[int, dict[str, Any]], None],
-        group: Sequence[int],
-        foreseen: bool = False,
-    ) -> None:
-        """Reveal all lanes: predict, pick, choose tokens, add nats; finished lanes leave and waiting ones enter.
+        results: Accumulator,
+        numbers: Sequence[int],
+    ) -> Iterator[Lanes]:
+        """Reveal all lanes of `queue`, and yield those that finish.
 
-        `ledger`: where steps are entered, and what tells which windows are done. `foreseen`: the tokens do not depend
-        on the predictions.
+        The reader may put the lanes that follow in the queue before it asks for the next ones. `numbers`: of the
+        group's windows, by which errors name them.
         """
-        queue = Queue(waiting)
+        rows, forwards = view.evaluated, view.forwards
         active: Lanes | None = None
-        while active is not None or queue:
-            active = self._refill(view, rule, active, queue)
+        try:
+            while active is not None or queue:
+                active = self._refill(view, rule, active, queue)
+                active = self._step_or_halve(view, rule, active, queue, choose, results, numbers)
+                finished = ~active.hidden.any(1)  # (R,)
+                if finished.any():
+                    done, active = active.select(finished), active.select(~finished)
+                    active = active if len(active) else None
+                    yield done
+                interrupts.check()
+        finally:
+            self.counts.forwards += view.forwards - forwards
+            self.counts.rows += view.evaluated - rows
+
+    def _step_or_halve(
+        self,
+        view: View,
+        rule: rules.Rule,
+        active: Lanes,
+        queue: Queue,
+        choose: Choose,
+        results: Accumulator,
+        numbers: Sequence[int],
+    ) -> Lanes:
+        """The lanes after one step; on out-of-memory half of them wait and the step is taken by the others."""
+        while True:
             try:
-                active = self._step(view, rule, active, choose, ledger, group, foreseen)
-                short = False
+                return self._step(view, rule, active, choose, results, numbers)
             except torch.OutOfMemoryError:
                 if len(active) == 1:
                     raise
-                short = True
-            if short:  # here nothing holds the tensors of the step any more
-                self._halve()
-                half = len(active) // 2
-                queue.put_first(active.select(slice(half, None)))
-                active = active.select(slice(0, half))
-                continue
-            finished = ~active.hidden.any(1)  # (R,)
-            if finished.any():
-                left, active = active.select(finished), active.select(~finished)
-                active = active if len(active) else None
-                if (following := advance(left)) is not None:
-                    queue.put_first(following)
-                for n, result in ledger.results(ledger.finished(left)):
-                    finish(n, result)
-            interrupts.check()
-        self.counts.forwards += view.forwards
-        self.counts.rows += view.evaluated
+            # outside the handler nothing holds the tensors of the step any more
+            self._halve()
+            half = len(active) // 2
+            queue.put_first(active.select(slice(half, None)))
+            active = active.select(slice(0, half))
 
     def _refill(self, view: View, rule: rules.Rule, active: Lanes | None, queue: Queue) -> Lanes:
         """The batch with waiting lanes added while the budget allows."""
@@ -123,23 +134,22 @@ class RevealLoop:
         rule: rules.Rule,
         lanes: Lanes,
         choose: Choose,
-        ledger: Books,
-        group: Sequence[int],
-        foreseen: bool,
+        results: Accumulator,
+        numbers: Sequence[int],
     ) -> Lanes:
-        """One rule step of a batch, entered in the ledger; the lanes after it."""
+        """One step of a batch, added to the results; the lanes after it."""
         try:
             predictions = view(lanes)
-            if foreseen:
+            if choose.teacher_forced:
                 predictions.expect(choose(predictions, lanes, lanes.hidden))
-            decision = decide(rule, predictions, lanes, group)
+            decision = decide(rule, predictions, lanes, numbers)
             tokens = choose(predictions, lanes, decision.pick)  # (R, W)
             log_prob = predictions.log_prob(tokens)  # (R, W)
         except NotFinite as error:
-            window = group[int(lanes.row[error.lane])]
-            raise NotFinite(f"{error} {_place(lanes, error.lane, group)}", window) from None
-        after = lanes.reveal(decision.pick, tokens, decision.memory)  # before the ledger: it may run out of memory
-        ledger.record(lanes, decision, predictions, tokens, log_prob)
+            window = numbers[int(lanes.row[error.lane])]
+            raise NotFinite(f"{error} {_place(lanes, error.lane, numbers)}", window) from None
+        after = lanes.reveal(decision.pick, tokens, decision.memory)  # before the results: it may run out of memory
+        results.add(lanes, decision, predictions, tokens, log_prob)
         return after
 
 

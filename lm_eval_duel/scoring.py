@@ -51,9 +51,8 @@ class Scoring:
                 self._complete(r)
         left = [n for n in range(len(self.flat)) if not self._known(n)]
         with model.answering([self.requests[self.owner[n][0]] for n in left], self._progress):
-            model.estimator.log_prob(
-                [self.flat[n] for n in left], lambda n, scored: self._computed(left[n], scored), keep=False
-            )
+            for n, scored in model.estimator.stream([self.flat[n] for n in left]):
+                self._computed(left[n], scored)
         return self.answers
 
     def _progress(self) -> str:

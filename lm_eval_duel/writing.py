@@ -13,14 +13,12 @@ from tqdm import tqdm
 
 from lm_eval_duel import cache_keys, instances
 from lm_eval_duel.answers import Answering
-from lm_eval_duel.windows import Window
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
     from lm_eval_duel.duel import Duel
     from lm_eval_duel.generation import Settings
-    from lm_eval_duel.ledger import Drawn
 
 
 class Writing(Answering):
@@ -61,25 +59,23 @@ class Writing(Answering):
         under = "" if self.estimator.decodes else f", rule={self._duel.rule}, block={self._duel.block}"
         self.generated.add(settings.words + under)
 
-        def done(n: int, text: str, window: Window, drawn: Drawn) -> None:
-            prompt = group[n]
-            answers[prompt.place] = text
-            bar.update(settings.length)
-            bar.set_postfix_str(f"NFE {self._duel.counts.nfe}")
-            said = {"repeat": prompt.repeat, "generated": settings.words + under, "text": text, "tail": drawn.tail}
-            self.write_trace(prompt.request, [window], [drawn], said, self._duel)
-            self.cache_hook.add_partial("generate_until", prompt.request.args, text)
-            if prompt.cached is not None:
-                self.cache_hook.dbdict[prompt.cached] = text
-
         def progress() -> str:
             done = sum(answer is not None for answer in answers)
             return f"{done} of {len(answers)} generate_until requests of this rank"
 
         with self.answering([prompt.request for prompt in group], progress):
-            Generator(self._duel, self.text, settings, self.options.draw_seed)(
-                [prompt.request.args[0] for prompt in group], [prompt.key for prompt in group], done
-            )
+            generator = Generator(self._duel, self.text, settings, self.options.draw_seed)
+            prompts, keys = [prompt.request.args[0] for prompt in group], [prompt.key for prompt in group]
+            for n, text, window, drawn in generator.stream(prompts, keys):
+                prompt = group[n]
+                answers[prompt.place] = text
+                bar.update(settings.length)
+                bar.set_postfix_str(f"NFE {self._duel.counts.nfe}")
+                said = {"repeat": prompt.repeat, "generated": settings.words + under, "text": text, "tail": drawn.tail}
+                self.write_trace(prompt.request, [window], [drawn], said, self._duel)
+                self.cache_hook.add_partial("generate_until", prompt.request.args, text)
+                if prompt.cached is not None:
+                    self.cache_hook.dbdict[prompt.cached] = text
 
     def _sample_key(self, request: Instance, key: int) -> str | None:
         """Under which a text is kept where the harness itself does not find it again: its repeats would be one."""

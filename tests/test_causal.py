@@ -171,7 +171,7 @@ def test_the_head_runs_at_scored_positions_only(folders):
 def test_samples_are_scored_as_they_were_drawn(folders, name):
     duel = Duel(load(folders[name]), "left_to_right")
     contexts = [(2,), (2, 7, 9, 6), (2, 30)]
-    drawn, greedy = duel.sample(contexts, 6, seed=1), duel.decode(contexts, 6)
+    drawn, greedy = duel.sample(contexts, 6, seed=1), duel.sample(contexts, 6, do_sample=False)
     scored = duel.log_prob([Window(c, d.tokens) for c, d in zip(contexts, [*drawn, *greedy][:3], strict=True)])
     assert [s.nats for s in scored] == [pytest.approx(d.nats, abs=1e-4) for d in drawn]
     assert all(s.is_greedy for s in duel.log_prob([Window(c, d.tokens) for c, d in zip(contexts, greedy, strict=True)]))

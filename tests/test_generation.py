@@ -106,8 +106,8 @@ def test_a_tempered_network_is_a_law_like_any_other(base):
     assert math.fsum(math.exp(s.log_prob) for s in duel.log_prob(strings)) == pytest.approx(1, abs=1e-9)
     for one in duel.sample([(1,)] * 20, 4, seed=2):
         same(one, duel.log_prob([Window((1,), one.tokens)])[0])
-    plain = Duel(base, "greedy", 2).decode([(1,), (0, 2)], 4)
-    assert [one.tokens for one in duel.decode([(1,), (0, 2)], 4)] == [one.tokens for one in plain]
+    plain = Duel(base, "greedy", 2).sample([(1,), (0, 2)], 4, do_sample=False)
+    assert [one.tokens for one in duel.sample([(1,), (0, 2)], 4, do_sample=False)] == [one.tokens for one in plain]
     assert tempered.describe()["tempered"] == "temperature=0.7, top_k=2"
 
 
@@ -304,7 +304,7 @@ def test_is_greedy_is_true_exactly_for_what_is_decoded(demo):
     prompts = ["The state of the", "We must", "My fellow Americans,"]
     for prompt in prompts:
         context = demo.text.encode(prompt)
-        best = demo._duel.decode([context], 6)[0].tokens
+        best = demo._duel.sample([context], 6, do_sample=False)[0].tokens
         (text,) = demo.generate_until(ask(prompt, max_gen_toks=6, until=[]), disable_tqdm=True)
         assert text == demo.tokenizer.decode(best)
         others = [(*best[:n], best[n] + 1, *best[n + 1 :]) for n in range(6)]

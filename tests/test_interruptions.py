@@ -89,13 +89,13 @@ def test_signals_of_before_do_not_count():
 
 def test_a_signal_at_the_very_end_counts(model, monkeypatch):
     """After the last network call: the answers are kept, and the run ends all the same."""
-    log_prob = model.estimator.log_prob
+    stream = model.estimator.stream
 
-    def last(*arguments, **options):
-        log_prob(*arguments, **options)
+    def last(windows):
+        yield from stream(windows)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(model.estimator, "log_prob", last)
+    monkeypatch.setattr(model.estimator, "stream", last)
     with pytest.raises(interrupts.Interrupted):
         model.loglikelihood_rolling(ask("loglikelihood_rolling", *TEXTS), disable_tqdm=True)
     interrupts.check()

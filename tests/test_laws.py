@@ -193,7 +193,7 @@ def test_samples_follow_the_law(rule):
 @pytest.mark.parametrize("block", [2, None])
 def test_is_greedy_iff_decode_would_write_it(rule, block):
     duel = Duel(Toy(), rule, block)
-    decoded = duel.decode([(1,)], 4)[0]
+    decoded = duel.sample([(1,)], 4, do_sample=False)[0]
     assert decoded.is_greedy
     scored = duel.log_prob([Window((1,), s) for s in strings(3, 4)])
     assert [s.is_greedy for s in scored] == [s == decoded.tokens for s in strings(3, 4)]
@@ -388,7 +388,7 @@ def test_block_causal_samples_are_scored_as_they_were_drawn(rule):
         for d, s in zip(drawn, scored, strict=True):
             assert (d.steps, d.nfe, d.is_greedy) == (s.steps, s.nfe, s.is_greedy)
             assert d.nats == pytest.approx(s.nats, abs=1e-9)
-    decoded = duel.decode([(1,)], 4)[0]
+    decoded = duel.sample([(1,)], 4, do_sample=False)[0]
     scored = duel.log_prob([Window((1,), s) for s in strings(3, 4)])
     assert [s.is_greedy for s in scored] == [s == decoded.tokens for s in strings(3, 4)]
 

@@ -98,7 +98,7 @@ def test_an_empty_context_is_the_rolling_value(demo):
 def test_is_greedy_iff_decode_writes_it(lm):
     context = lm.tok_encode("a b")
     for length in (1, 3):
-        best = lm.estimator.decode([(2, *context)], length, suffix=(3,))[0].tokens
+        best = lm.estimator.sample([(2, *context)], length, do_sample=False, suffix=(3,))[0].tokens
         texts = [" ".join([tiny.WORDS[t] for t in best]), " ".join(["q"] * length)]
         assert not {"[PAD]", "[UNK]", "[CLS]", "[SEP]"} & set(texts[0].split()), "choose another seed"
         answers = lm.loglikelihood(ask("loglikelihood", *[("a b", " " + t) for t in texts]), disable_tqdm=True)

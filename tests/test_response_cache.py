@@ -85,21 +85,15 @@ def test_answers_are_found_whatever_the_number_of_ranks_was(model, tmp_path, bef
 def test_a_killed_rank_loses_no_finished_request(model, tmp_path):
     """Every answer is in the file before the next one is computed: a run that ends in the middle left what it had."""
     first = cached(model(batch_size=1, max_batch_size=1), tmp_path)
-    log_prob = first.lm.estimator.log_prob
+    stream = first.lm.estimator.stream
 
-    def killed(windows, on_done, keep):
-        done = 0
-
-        def counted(n, scored):
-            nonlocal done
-            on_done(n, scored)
-            done += 1
+    def killed(windows):
+        for done, finished in enumerate(stream(windows)):
             if done == 2:
                 raise KeyboardInterrupt
+            yield finished
 
-        return log_prob(windows, counted, keep)
-
-    first.lm.estimator.log_prob = killed
+    first.lm.estimator.stream = killed
     with pytest.raises(KeyboardInterrupt):
         first.loglikelihood_rolling(requests())
     again = cached(model(), tmp_path)

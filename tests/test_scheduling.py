@@ -145,7 +145,9 @@ def test_windows_asked_for_twice_are_scored_once(toy):
     windows, done = random_windows(4, 8, 8), []
     once, twice = (Duel(toy, "greedy", 4, batch_size=1) for _ in range(2))
     expected = once.log_prob(windows)
-    assert twice.log_prob(windows + windows, lambda n, scored: done.append(n)) == expected * 2
+    for n, scored in twice.stream(windows + windows):
+        assert scored == (expected * 2)[n]
+        done.append(n)
     assert sorted(done) == list(range(8)) and twice.counts == once.counts
 
 
@@ -282,13 +284,12 @@ def test_lanes_that_finish_leave_and_others_enter(monkeypatch):
 
 
 def test_memory_that_ends_is_said_once_and_loses_nothing(caplog):
-    windows, done = random_windows(9, 4, 8), []
+    windows = random_windows(9, 4, 8)
     expected = Duel(Toy(), "threshold:mu=0.5", 2).log_prob(windows)
     duel = Duel(Small(most=3), "threshold:mu=0.5", 2)
     with caplog.at_level(logging.WARNING, "lm_eval.duel_mdm"):
-        found = duel.log_prob(windows, lambda n, scored: done.append(n))
-    equal(found, expected)
-    assert sorted(done) == list(range(9))
+        found = dict(duel.stream(windows))
+    equal([found[n] for n in range(9)], expected)
     assert [record.message for record in caplog.records] == [
         "memory ended at network calls of 2048 tokens: they are halved until they fit"
     ]

@@ -232,13 +232,13 @@ def test_the_figures_are_those_of_the_parts_by_hand(places, tmp_path, capsys):
 @pytest.fixture
 def count_calls(monkeypatch):
     calls = []
-    once = RevealLoop.__call__
+    once = RevealLoop.run
 
     def counted(self, *given, **named):
         calls.append(self.denoiser.attention)
         return once(self, *given, **named)
 
-    monkeypatch.setattr(RevealLoop, "__call__", counted)
+    monkeypatch.setattr(RevealLoop, "run", counted)
     return calls
 
 

@@ -60,7 +60,7 @@ def test_moved_picks_are_counted(folder):
     model = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu", verify=7)
     other = DuelMDM(pretrained=folder, rule="right_to_left", block=4, device="cpu")
     asked = ask("loglikelihood_rolling", *TEXTS)
-    model.estimator.log_prob = other.estimator.log_prob  # a run that went wrong
+    model.estimator.stream = other.estimator.stream  # a run that went wrong
     model.loglikelihood_rolling(asked, disable_tqdm=True)
     found = model.get_model_info()["duel"]["verify"]
     assert found["moved_picks"] > 20 and found["moved_windows"] == 7 and found["largest_difference"] > 0.1

@@ -11,8 +11,8 @@ from tqdm import tqdm
 
 from lm_eval_duel import rules
 from lm_eval_duel.duel import Duel
-from lm_eval_duel.elbo import Bound, Elbo
-from lm_eval_duel.ledger import Drawn, Scored
+from lm_eval_duel.elbo import Elbo
+from lm_eval_duel.ledger import Scored
 from lm_eval_duel.sweep import store
 from lm_eval_duel.sweep.shared import Followed, Several, Shared
 from lm_eval_duel.windows import Window
@@ -65,10 +65,7 @@ class Measuring:
                 one = Duel(self.model.denoiser, left[0], **self.place)
             name = f"{what}, {left[0] if len(left) == 1 else f'{len(left)} rules'}"
             with _bar(sum(len(windows[n].target) for n in todo) * len(left), name) as bar:
-
-                def done(
-                    n: int, scored: Scored, todo: list[int] = todo, left: list[rules.Rule] = left, bar: tqdm = bar
-                ) -> None:
+                for n, scored in one.stream([windows[n] for n in todo]):
                     values = {self._key(rule): value for rule, value in zip(left, _values(scored, left), strict=True)}
                     line = {"window": todo[n], "rules": values, "states": getattr(scored, "states", 0)}
                     journal.add(line)
@@ -76,8 +73,6 @@ class Measuring:
                     bar.nfe += sum(nfe for _, nfe, _ in line["rules"].values())
                     bar.set_postfix_str(f"NFE {bar.nfe:,}", refresh=False)
                     bar.update(len(windows[todo[n]].target) * len(left))
-
-                one.log_prob([windows[n] for n in todo], done)
         return {text: [each[n] for n in range(len(windows))] for text, each in found.items()}
 
     def sharing(self, windows: list[Window]) -> dict[str, int]:
@@ -103,17 +98,16 @@ class Measuring:
         todo = [key for key in range(count) if key not in found]
         if todo:
             with _bar(len(todo) * length, f"samples of {duel.rule}") as bar:
-
-                def done(n: int, one: Drawn) -> None:
+                samples = duel.stream_samples(
+                    [context] * len(todo), length, suffix=tuple(text.suffix), seed=seed, keys=todo
+                )
+                for n, one in samples:
                     line = {"key": todo[n], "tokens": one.tokens, "log_prob": one.log_prob, "nfe": one.nfe}
                     journal.add(line | {"text": text.tokenizer.decode(one.tokens)})
                     found[todo[n]] = _sample(line)
                     bar.nfe += one.nfe
                     bar.set_postfix_str(f"NFE {bar.nfe:,}", refresh=False)
                     bar.update(length)
-
-                suffix = tuple(text.suffix)
-                duel.sample([context] * len(todo), length, suffix, seed=seed, keys=todo, on_done=done)
         return [found[key] for key in range(count)]
 
     def bounds(self, elbo: Elbo, windows: list[Window]) -> list[tuple[float, float | None]]:
@@ -124,13 +118,10 @@ class Measuring:
         todo = [n for n in range(len(windows)) if n not in found]
         if todo:
             with _bar(sum(len(windows[n].target) for n in todo), f"elbo, {elbo.samples} draws") as bar:
-
-                def done(n: int, bound: Bound) -> None:
+                for n, bound in elbo.stream([windows[n] for n in todo]):
                     found[todo[n]] = (bound.log_prob, bound.stderr)
                     journal.add({"window": todo[n], "log_prob": bound.log_prob, "stderr": bound.stderr})
                     bar.update(len(windows[todo[n]].target))
-
-                elbo.log_prob([windows[n] for n in todo], done)
         return [found[n] for n in range(len(windows))]
 
 

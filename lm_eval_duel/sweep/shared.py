@@ -11,16 +11,15 @@ Shapes: N windows, R lanes, W block width, B blocks, F rules.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from lm_eval_duel import rules
 from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.denoisers.predictions import Predictions
-from lm_eval_duel.estimator import All, Estimator, OnDone, Opened, Value
-from lm_eval_duel.lanes import Lanes
+from lm_eval_duel.estimator import All, Estimator, Finished, Opened, Value
+from lm_eval_duel.lanes import Lanes, Queue
 from lm_eval_duel.law import check_rule
 from lm_eval_duel.ledger import CLOSE, Scored
 from lm_eval_duel.reveal import decide
@@ -75,25 +74,15 @@ class Shared(Estimator):
     @property
     def nothing(self) -> Several:
         empty = {str(rule): Followed(0.0, 0, 0) for rule in self.rules}
-        return Several(0.0, False, (), (), None, None, 0, rules=empty)
+        return Several(0.0, rules=empty)
 
-    def _score_group(self, opened: Opened, emit: OnDone) -> None:
+    def _score_group(self, opened: Opened) -> Finished:
         walks = Walks(opened, self.rules, self._places(opened))
-
-        def finish(row: int, result: dict[str, Any]) -> None:
-            emit(row, Several(**result))
-
-        self._loop(
-            opened.view,
-            walks,
-            All(),
-            [walks.fresh],
-            opened.true_tokens,
-            walks.advance,
-            finish,
-            opened.numbers,
-            foreseen=True,
-        )
+        queue = Queue([walks.fresh])
+        for finished in self._loop.run(opened.view, All(), queue, opened.targets, walks, opened.numbers):
+            if (following := walks.next_states(finished)) is not None:
+                queue.put_first(following)
+            yield from walks.take(finished)
 
 
 class Walks:
@@ -114,7 +103,7 @@ class Walks:
         self.sums = torch.zeros(count, len(follow), 2, dtype=torch.int64, device=device)  # (N, F, 2) NFE, close picks
         self.knows_leads = [True] * len(follow)
 
-    def record(
+    def add(
         self,
         lanes: Lanes,
         decision: rules.Decision,
@@ -143,7 +132,7 @@ class Walks:
         self.sums.index_add_(0, lanes.row, sums)
         self.states.index_add_(0, block, less)
 
-    def advance(self, left: Lanes) -> Lanes | None:
+    def next_states(self, left: Lanes) -> Lanes | None:
         """The next states of the blocks that have none in work: those with most cells hidden, equal ones once."""
         block = self.block[left.row, left.start].unique()
         block = block[self.states[block] == 0]  # (b,)
@@ -160,32 +149,15 @@ class Walks:
         self.states.index_add_(0, block, torch.ones_like(block))
         lanes = self.fresh.select(block)
         self.seen.index_add_(0, lanes.row, torch.ones_like(block))
-        return self.opened.hide(lanes, hidden)
+        return self.opened.targets.hide(lanes, hidden)
 
-    def finished(self, lanes: Lanes) -> list[int]:
-        """The windows of these lanes that have no block left."""
-        rows = lanes.row.unique()
-        return rows[self.blocks[rows] == 0].tolist()
-
-    def results(self, rows: list[int]) -> Iterator[tuple[int, dict[str, Any]]]:
-        """The windows `rows` with the fields of their `Several`."""
-        for row in rows:
-            found = {}
+    def take(self, finished: Lanes) -> Finished:
+        """(row, score) of the windows that have no block left."""
+        rows = finished.row.unique()
+        for row in rows[self.blocks[rows] == 0].tolist():
+            followed = {}
             for rule, nats, (nfe, close), known in zip(
                 self.rules, self.nats[row].tolist(), self.sums[row].tolist(), self.knows_leads, strict=True
             ):
-                found[str(rule)] = Followed(nats, nfe, close if known else None)
-            yield (
-                row,
-                {
-                    "log_prob": self.nats[row, 0].item(),
-                    "is_greedy": False,
-                    "steps": (),
-                    "nats": (),
-                    "nfe": None,
-                    "close_picks": None,
-                    "blank_starts": 0,
-                    "rules": found,
-                    "states": self.seen[row].item(),
-                },
-            )
+                followed[str(rule)] = Followed(nats, nfe, close if known else None)
+            yield row, Several(self.nats[row, 0].item(), rules=followed, states=self.seen[row].item())
