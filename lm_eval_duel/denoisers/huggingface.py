@@ -24,6 +24,7 @@ from lm_eval_duel.denoisers.asked import Asked
 from lm_eval_duel.denoisers.base import Denoiser, KeysValues
 from lm_eval_duel.denoisers.hub import mask_of, pick_dtype, row_length, said, unreadable
 from lm_eval_duel.denoisers.predictions import excluded_columns, require_fit
+from lm_eval_duel.denoisers.row_effects import padding_id, without_block_sparse
 from lm_eval_duel.errors import DuelError
 
 log = logging.getLogger("lm_eval.duel_mdm")
@@ -255,8 +256,8 @@ class HuggingFace(Denoiser):
         logits = self._logits(ids)
         if logits.shape[:2] != ids.shape:
             raise DuelError(
-                f"{self.path} returns logits of shape {tuple(logits.shape)} for a row of {ids.shape[1]} positions; wanted "
-                "one distribution for each position. It is not supported."
+                f"{self.path} returns logits of shape {tuple(logits.shape)} for a row of {ids.shape[1]} positions; "
+                "wanted one distribution for each position. It is not supported."
             )
         return logits
 
@@ -293,26 +294,6 @@ def first_calls(path: str) -> Iterator[None]:
             f"Cannot read checkpoint '{path}': {said(error)}. Its network does not run on short rows of ids with an "
             "attention mask at most; networks that need other inputs, or rows of one length, are not supported."
         ) from error
-
-
-def padding_id(config: Any, tokens: set[int], mask_id: int) -> int:
-    """The id that stands in padding: the config's, which must not be [MASK]; else the lowest of the other tokens."""
-    found = getattr(config, "pad_token_id", None)
-    known = isinstance(found, int) and found in tokens and found != mask_id
-    return found if known else min(tokens - {mask_id})
-
-
-def without_block_sparse(model: Any) -> int | None:
-    """The shortest row of a BigBird for which its config asks for block-sparse attention; None for other networks.
-
-    Its code changes to full attention for good at the first shorter row. Here attention is full from the start, so
-    that no number depends on what was scored before.
-    """
-    config = model.config
-    if getattr(config, "attention_type", None) != "block_sparse" or not hasattr(model, "base_model"):
-        return None
-    model.base_model.set_attention_type("original_full")
-    return (5 + 2 * config.num_random_blocks) * config.block_size + 1
 
 
 def is_native(model: torch.nn.Module) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from lm_eval_duel.denoisers.base import Denoiser
+from lm_eval_duel.denoisers.row_effects import scales_by_length, unscaled_length
 from lm_eval_duel.errors import DuelError
 
 log = logging.getLogger("lm_eval.duel_mdm")
@@ -25,7 +26,6 @@ NOISE_FACTOR = 8  # of the noise that a batch makes, where that is more
 MOST_NOISE = 1e-4
 LENGTH = 8
 REPEATED = 128  # longer than the chunks in which some networks hash
-LENGTHENED = ("dynamic", "longrope")  # kinds of rotary positions
 
 
 def probe(denoiser: Denoiser, path: str) -> None:
@@ -131,27 +131,9 @@ def require_repeatable(denoiser: Denoiser, path: str, length: int = REPEATED) ->
     first = _logits(denoiser, row)
     if not differ(first, _logits(denoiser, row)) <= tolerance(denoiser, first, BESIDE_TOLERANCE):
         raise DuelError(
-            f"{path} returns other logits each time for the same row of {row.shape[1]} positions (random numbers in its "
-            "forward pass, such as hashed attention), so no text has one likelihood under it. It cannot be scored."
+            f"{path} returns other logits each time for the same row of {row.shape[1]} positions: its forward pass "
+            "draws random numbers, as hashed attention does. No text has one likelihood under it, so it is refused."
         )
-
-
-def scales_by_length(denoiser: Denoiser) -> bool:
-    """Whether rotary frequencies change with the longest row of a call (Phi-3's long versions): padding counts."""
-    unscaled = _unscaled_length(denoiser)
-    return unscaled is not None and denoiser.max_length > unscaled
-
-
-def _unscaled_length(denoiser: Denoiser) -> int | None:
-    """The longest row whose rotary frequencies are those of shorter ones; None if all are."""
-    config = getattr(getattr(denoiser, "model", None), "config", None)
-    said = [getattr(config, name, None) or {} for name in ("rope_parameters", "rope_scaling")]
-    said += [value for entries in said for value in entries.values() if isinstance(value, dict)]  # by kind of layer
-    if not any((entries.get("rope_type") or entries.get("type")) in LENGTHENED for entries in said):
-        return None
-    names = ("original_max_position_embeddings", "max_position_embeddings")
-    lengths = [entries.get(names[0]) for entries in said] + [getattr(config, name, None) for name in names]
-    return min((length for length in lengths if length), default=0)
 
 
 def ties_when_blank(denoiser: Denoiser) -> bool:
@@ -167,7 +149,7 @@ def _block_causal(denoiser: Denoiser, path: str) -> None:
     if scales_by_length(denoiser):
         raise DuelError(
             f"The rotary frequencies of {path} change with the longest row of a call, so the values of a block would "
-            f"depend on the blocks evaluated beside it. Pass max_length={_unscaled_length(denoiser)}: up to there they "
+            f"depend on the blocks evaluated beside it. Pass max_length={unscaled_length(denoiser)}: up to there they "
             "are constant."
         )
     rows = tokens(denoiser, 2 * block).repeat(1, 2 * block)[:, : 2 * block]  # (2, 2 B)
