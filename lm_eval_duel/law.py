@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import weakref
 from collections.abc import Sequence
 
 from lm_eval_duel import rules
@@ -9,7 +11,10 @@ from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.errors import DuelError, another_block
 from lm_eval_duel.windows import Window
 
+log = logging.getLogger("lm_eval.duel_mdm")
+
 DEFAULT_BLOCK = 32
+_warned: weakref.WeakSet[Denoiser] = weakref.WeakSet()  # denoisers whose windows lacked special tokens
 
 
 def resolve_block(denoiser: Denoiser, block: int | str | None) -> int | None:
@@ -57,6 +62,28 @@ def check_windows(
         if not unscorable.isdisjoint(target):
             wrong = next(token for token in target if token in unscorable)
             raise DuelError(f"Window {n} holds id {wrong}, which is not a token of the vocabulary (padding).", n)
+    _warn_without_special_tokens(denoiser, windows)
+
+
+def _warn_without_special_tokens(denoiser: Denoiser, windows: Sequence[Window]) -> None:
+    """Warn, once per denoiser, of a window without the special tokens that the network expects before a text."""
+    if denoiser.special_tokens is None or denoiser in _warned:
+        return
+    n = next((n for n, window in enumerate(windows) if window.target and not window.context), None)
+    if n is None:
+        return
+    _warned.add(denoiser)
+    before, after = denoiser.special_tokens
+    suffix = f", suffix={after}" if after else ""
+    log.warning(
+        "Window %d has no context, but this network expects special tokens before a text (%s): without them its values "
+        "are of another distribution than those of the harness. Score Window(context=%s, target=ids%s); to score "
+        "without them on purpose, load the denoiser with bos='none'. (Warned once per denoiser.)",
+        n,
+        f"ids {', '.join(map(str, before))}" if before else "a BOS; its checkpoint has no tokenizer that names it",
+        before or "(bos,)",
+        suffix,
+    )
 
 
 def _problem(denoiser: Denoiser, block: int | None, grid: str, window: Window, ids: tuple[int, ...]) -> str | None:
@@ -65,6 +92,11 @@ def _problem(denoiser: Denoiser, block: int | None, grid: str, window: Window, i
         return (
             f"has {window.length} positions but the network holds {denoiser.max_length}; "
             "cut it (lm_eval_duel.windows.independent) or shorten the context."
+        )
+    if denoiser.needs_visible and window.target and not (window.context or window.suffix):
+        return (
+            "shows no token at its first step, and this network scales its input by the share of visible tokens: for "
+            "none it divides 0 by 0. Keep the tokenizer's special tokens (leave bos=none out), or give a context."
         )
     if window.target and len(window.context) < denoiser.shift:
         return "needs a given first token: this network predicts a token from the one before. Use bos=given."

@@ -9,6 +9,7 @@ string, `None` nothing), so each value is brought to its type here.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,6 +25,7 @@ TOKENS = "duel_tokens"  # the column in which this package's tasks count a docum
 MADE = "duel_made"  # the column that says how a document was made
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 GRIDS = ("auto", "target", "row")
+LARGEST = 1e20  # factor of logits: more may overflow float32
 OF_ROWS = ("scored", "official", "first")  # values of bos that say which positions of a whole row are scored
 CHOICES = {
     "bos": ("given", "scored", "official", "none", "first"),
@@ -118,7 +120,7 @@ class Options:
         share = _number("a share from 0 (nothing left out) to below 1", lambda x: 0 <= x < 1)
         scale = _number("a number >= 0 (0: no guidance)", lambda x: 0 <= x < float("inf"))
         readers = {
-            "pretrained": _text,
+            "pretrained": checkpoint_name,
             "block": _block,
             "grid": lambda key, value: one_of(key, value, GRIDS),
             "windows": lambda key, value: one_of(key, value, WINDOWS),
@@ -138,7 +140,7 @@ class Options:
             "max_length": count,
             "revision": lambda key, value: str(value) if value not in NOTHING else "main",
             "trust_remote_code": truth,
-            "tokenizer": _text,
+            "tokenizer": checkpoint_name,
             "mask_token_id": lambda key, value: count(key, value, least=0),
             "bos": lambda key, value: one_of(key, str(value).lower(), CHOICES["bos"]),  # `none` may come as None
             "add_bos_token": lambda key, value: "given" if truth(key, value) else "none",
@@ -152,7 +154,7 @@ class Options:
             "temperature": _number("a number above 0", lambda x: 0 < x < float("inf")),
             "top_k": count,
             "top_p": _number("a probability above 0, at most 1", lambda x: 0 < x <= 1),
-            "peft": _text,
+            "peft": checkpoint_name,
             "device_map": _text,
             "parallelize": lambda key, value: "auto" if value not in NOTHING and truth(key, value) else None,
             "load_in_8bit": truth,
@@ -165,6 +167,9 @@ class Options:
                 raise unknown("model arg", key, [*readers, "rule", *_takes(arguments)])
         rule = _rule({key: value for key, value in arguments.items() if key not in readers})
         values = {key: readers[key](key, arguments[key]) for key in arguments if key in readers}
+        if (temperature := values.get("temperature")) is not None:
+            require_finite("temperature", temperature, 1 / temperature)
+        require_finite("cfg_scale", values.get("cfg_scale") or 0)
         if (other := values.pop("add_bos_token", None)) is not None and values.setdefault("bos", other) != other:
             raise DuelError(
                 f"add_bos_token={arguments['add_bos_token']} is bos={other}, but bos={values['bos']} is given."
@@ -220,9 +225,10 @@ def unread(arguments: Mapping[str, Any], estimator: str) -> list[str]:
 
 def tokenizer_source(arguments: Mapping[str, Any]) -> tuple[str, str]:
     """(name, revision) of the tokenizer that model args ask for: `tokenizer`, else `pretrained`, else `model`."""
-    if (name := _text("tokenizer", arguments.get("tokenizer"))) is not None:
+    if (name := checkpoint_name("tokenizer", arguments.get("tokenizer"))) is not None:
         return name, "main"
-    name = _text("pretrained", arguments.get("pretrained")) or _text("model", arguments.get("model")) or BUNDLED
+    names = [checkpoint_name(key, arguments.get(key)) for key in ("pretrained", "model")]
+    name = names[0] or names[1] or BUNDLED
     return name, str(arguments.get("revision") or "main")
 
 
@@ -252,6 +258,16 @@ def _rules(key: str, value: Any) -> tuple[rules.Rule, ...]:
 
 def _text(key: str, value: Any) -> str | None:
     return None if value in NOTHING else str(value)
+
+
+def checkpoint_name(key: str, value: Any) -> str | None:
+    """A folder or hub name, or nothing; raises DuelError for a network or tokenizer in memory."""
+    if value is None or isinstance(value, (str, int, float, os.PathLike)):  # the harness reads 2024 as a number
+        return _text(key, value)
+    raise DuelError(
+        f"'{key}' is a folder or hub name; got an object of the class {type(value).__name__}. Networks and tokenizers "
+        f"in memory are not supported yet: write it with save_pretrained(folder) and pass {key}=<folder>."
+    )
 
 
 def _dtype(key: str, value: Any) -> str:
@@ -318,6 +334,15 @@ def _number(what: str, inside: Callable[[float], bool]) -> Callable[[str, Any], 
             raise DuelError(f"'{key}' is {what}; got '{value}'.") from None
 
     return read
+
+
+def require_finite(key: str, value: float, *factors: float) -> None:
+    """Raise DuelError if logits times `value` or one of `factors` may be infinite in float32."""
+    if not all(abs(factor) <= LARGEST for factor in (value, *factors)):
+        least = f"from {1 / LARGEST:g} " if factors else ""
+        raise DuelError(
+            f"'{key}' is a number {least}up to {LARGEST:g}; got {value:g}, by which logits overflow float32."
+        )
 
 
 def one_of(key: str, value: Any, known: tuple[str, ...]) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from lm_eval_duel.denoisers.base import Denoiser
+from lm_eval_duel.denoisers.special_tokens import convention, end_of_text
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.fingerprint import of_tokenizer
 from lm_eval_duel.options import OF_ROWS
@@ -27,30 +28,10 @@ class Text:
 
     def __init__(self, tokenizer: Any, denoiser: Denoiser, scheme: str, block: int | None):
         self.tokenizer, self.denoiser, self.scheme, self.block = tokenizer, denoiser, scheme, block
-        self.bos, self.prefix, self.suffix = self._framing()
+        self.bos, self.prefix, self.suffix = convention(tokenizer, denoiser)
         self.cut_contexts = self.merged_borders = 0
 
     # ------------------------------------------------------------ framing
-
-    def _framing(self) -> tuple[str, list[int], list[int]]:
-        """The convention of framing, and the ids before and after a text.
-
-        A masked LM has its tokenizer's ([CLS] text [SEP]); any other network one BOS, where its family has one.
-        """
-        prefix, suffix = framing(self.tokenizer)
-        suffix = suffix if self.denoiser.closes else []
-        bos = self.denoiser.bos
-        if bos == "auto":
-            bos = "given" if prefix or suffix else "none"
-        if bos in ("none", "first"):
-            return bos, [], []
-        if not (prefix or suffix):
-            start = self.tokenizer.bos_token_id if self.tokenizer.bos_token_id is not None else self.end
-            if start is None:
-                remedy = "name one that has, with tokenizer=" if self.denoiser.shift else "use bos=none"
-                raise DuelError(f"bos={bos} needs a BOS (or EOS) token and this tokenizer has none; {remedy}.")
-            prefix = [start]
-        return bos, prefix, suffix
 
     @cached_property
     def fingerprint(self) -> str:
@@ -60,10 +41,7 @@ class Text:
     @property
     def end(self) -> int | None:
         """The id of the end of a text, or what comes nearest."""
-        for token in (self.tokenizer.eos_token_id, self.tokenizer.sep_token_id, self.tokenizer.bos_token_id):
-            if token is not None:
-                return token
-        return None
+        return end_of_text(self.tokenizer)
 
     @property
     def start(self) -> int | None:
@@ -226,13 +204,3 @@ def require_unicode(text: str) -> None:
             "half a character, which no tokenizer takes. Repair the text, for example by "
             "text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')."
         ) from None
-
-
-def framing(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The ids that a tokenizer puts before and after a text, such as [CLS] and [SEP]."""
-    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
-    framed = tokenizer("a", add_special_tokens=True)["input_ids"]
-    for start in range(len(framed) - len(plain) + 1):
-        if framed[start : start + len(plain)] == plain:
-            return framed[:start], framed[start + len(plain) :]
-    return [], []

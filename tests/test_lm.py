@@ -10,10 +10,10 @@ from lm_eval.api.instance import Instance
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from lm_eval_duel.denoisers.special_tokens import framing
 from lm_eval_duel.duel import Duel
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.lm import DuelMDM
-from lm_eval_duel.text import framing
 from lm_eval_duel.windows import Window
 
 

@@ -14,13 +14,22 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.demo import resolve
-from lm_eval_duel.denoisers import backbone_load, causal, dit_load, families, hub, huggingface, remote
+from lm_eval_duel.denoisers import (
+    backbone_load,
+    causal,
+    dit_load,
+    families,
+    hub,
+    huggingface,
+    remote,
+    special_tokens,
+)
 from lm_eval_duel.denoisers.asked import Asked
 from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.denoisers.guided import Guided
 from lm_eval_duel.denoisers.tempered import Tempered
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.options import tokenizer_source
+from lm_eval_duel.options import BUNDLED, checkpoint_name, tokenizer_source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,9 +45,11 @@ def load(name: str = "demo-mdm", *, device: str | None = None, **network: Any) -
 
     Raises DuelError when the checkpoint cannot be read, does not fill its network exactly, or is not what it says.
     """
-    asked = Asked(resolve(name), hub.pick_device(device), **network)
+    asked = Asked(resolve(checkpoint_name("name", name) or BUNDLED), hub.pick_device(device), **network)
     raw = hub.raw_config(asked.name, asked.revision)
-    denoiser = _read(raw, asked, _tokenizer(raw, asked))
+    tokenizer = _tokenizer(raw, asked)
+    denoiser = _read(raw, asked, tokenizer)
+    denoiser.special_tokens = _special_tokens(denoiser, tokenizer)
     if asked.compile:
         denoiser.compile()
     denoiser = Guided(denoiser, asked.cfg_scale) if asked.cfg_scale else denoiser
@@ -70,6 +81,22 @@ def _tokenizer(raw: dict[str, Any], asked: Asked) -> PreTrainedTokenizerBase | N
     if dit_load.reads(raw) and not hub.has_tokenizer(asked.name, asked.revision):
         return None
     return hub.load_tokenizer(asked.name, asked.trust_remote_code, asked.revision)
+
+
+def _special_tokens(
+    denoiser: Denoiser, tokenizer: PreTrainedTokenizerBase | None
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """The ids that a text is given between, as the harness gives them; None if it is scored without.
+
+    Empty if the network expects them and no tokenizer says which.
+    """
+    if tokenizer is None:
+        return ((), ()) if denoiser.bos == "given" else None
+    try:
+        bos, prefix, suffix = special_tokens.convention(tokenizer, denoiser)
+    except DuelError:  # said when a text is scored; ids can be scored all the same
+        return None
+    return (tuple(prefix), tuple(suffix)) if bos == "given" and prefix else None
 
 
 def load_tokenizer(arguments: Mapping[str, Any]) -> PreTrainedTokenizerBase:

@@ -41,6 +41,8 @@ class Denoiser(abc.ABC):
     narrows: bool = False  # takes `columns` and evaluates its last layer there only
     honours_padding: bool = False  # an attention mask keeps padding unseen
     relative_positions: bool = False  # a row of masks only has one distribution everywhere
+    needs_visible: bool = False  # a row of masks only has no distribution at all
+    special_tokens: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # given before and after a text, if known
     coarse: bool = False  # quantised: it rounds more than its dtype says
 
     @property

@@ -28,8 +28,6 @@ from lm_eval_duel.errors import DuelError
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
-LENGTHENED = ("dynamic", "longrope")  # kinds of rotary positions
-
 
 def load(family: Family | None, raw: dict[str, Any], asked: Asked, tokenizer: PreTrainedTokenizerBase) -> Causal:
     """The denoiser of one of transformers' causal LMs; raises DuelError for any other network.
@@ -134,9 +132,6 @@ class Causal(Denoiser):
         if not self.splits_head:
             log.info("the head of %s cannot be split off: it runs at every position of a row", type(model).__name__)
         probes.probe(self, path)
-        self.honours_padding = not _scales_by_length(
-            model.config
-        )  # on the right it is not seen, but it lengthens a row
 
     @property
     def excluded(self) -> torch.Tensor:
@@ -194,13 +189,6 @@ class Causal(Denoiser):
             return torch.equal(self._after_layers(out.last_hidden_state), whole)
         except (RuntimeError, IndexError, TypeError, ValueError, AttributeError, AssertionError):
             return False
-
-
-def _scales_by_length(config: Any) -> bool:
-    """Whether rotary frequencies change with the length of the longest row in a call (Phi-3's long versions)."""
-    said = [getattr(config, name, None) or {} for name in ("rope_parameters", "rope_scaling")]
-    said += [value for entries in said for value in entries.values() if isinstance(value, dict)]  # by kind of layer
-    return any((entries.get("rope_type") or entries.get("type")) in LENGTHENED for entries in said)
 
 
 def _layers_of(model: Any) -> Iterator[str]:

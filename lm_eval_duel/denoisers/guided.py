@@ -17,6 +17,7 @@ from lm_eval_duel.denoisers.altered import Altered
 from lm_eval_duel.denoisers.base import Cells, Denoiser, View
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.lanes import Lanes, Rows
+from lm_eval_duel.options import require_finite
 
 
 class Guided(Altered):
@@ -29,6 +30,12 @@ class Guided(Altered):
                 f"{' that predicts from the token before' if plain.shift else ''} cannot do without; "
                 "leave cfg_scale out."
             )
+        if plain.needs_visible:
+            raise DuelError(
+                "cfg_scale masks the whole context, and this network scales its input by the share of visible tokens: "
+                "for none it divides 0 by 0. Leave cfg_scale out."
+            )
+        require_finite("cfg_scale", scale)
         super().__init__(plain)
         self.scale = scale
 

@@ -8,9 +8,11 @@ Shapes: R rows, L row length, N rows of a call, Q queries, K keys, U cells, D fe
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,8 +22,9 @@ from lm_eval_duel import fingerprint
 from lm_eval_duel.denoisers import placement, probes, quantized, weights
 from lm_eval_duel.denoisers.asked import Asked
 from lm_eval_duel.denoisers.base import Denoiser, KeysValues
-from lm_eval_duel.denoisers.hub import mask_of, pick_dtype, row_length, unreadable
+from lm_eval_duel.denoisers.hub import mask_of, pick_dtype, row_length, said, unreadable
 from lm_eval_duel.denoisers.predictions import excluded_columns, require_fit
+from lm_eval_duel.denoisers.row_effects import padding_id, without_block_sparse
 from lm_eval_duel.errors import DuelError
 
 log = logging.getLogger("lm_eval.duel_mdm")
@@ -114,6 +117,13 @@ def finish(
     denoiser = HuggingFace(model.eval(), mask_id, tokens, held or asked.max_length, asked.name, **quirks)
     denoiser.max_length, denoiser.last_block, denoiser.adapter = row, asked.last_block, asked.peft
     denoiser.bos = asked.bos or denoiser.bos
+    if denoiser.sparse_from is not None and row >= denoiser.sparse_from:
+        log.warning(
+            "%s has block-sparse attention from %d positions on, by its config; it is scored with full attention at "
+            "every length. Its code does the same after one shorter row",
+            asked.name,
+            denoiser.sparse_from,
+        )
     return denoiser
 
 
@@ -122,7 +132,7 @@ def held_length(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase) -> i
     found = [getattr(model.config, name) for name in LENGTHS if getattr(model.config, name, None)]
     for name, module in model.named_modules():
         if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
-            found.append(module.num_embeddings - module.padding_idx - 1)  # RoBERTa counts from after the padding id
+            found.append(len(module.weight) - module.padding_idx - 1)  # RoBERTa counts from after the padding id
     found += [tokenizer.model_max_length] if tokenizer.model_max_length < UNBOUNDED else []
     return min(found, default=None)
 
@@ -152,17 +162,21 @@ class HuggingFace(Denoiser):
         self.dtype = next(model.parameters()).dtype
         self.published_block = published_block
         self.adapter: str | None = None
+        self.pad_id = padding_id(model.config, tokens, mask_id)
+        self.sparse_from = without_block_sparse(model)
         self._output = model.get_output_embeddings()
         self.splits_head = False
-        with torch.inference_mode():
+        with torch.inference_mode(), first_calls(path):
             self.vocab_size = self._try_out().shape[-1]
             self._excluded = excluded_columns(tokens, mask_id, self.vocab_size, path, self.device)
             rows = probes.tokens(self)  # (2, L)
             if attention == "bidirectional":
                 self.splits_head = self._splits(rows, self._logits(rows))
-        probes.probe(self, path)
-        if attention == "bidirectional" and self.dtype.itemsize < 4 and not self.coarse:
-            self._look_closer_at_blank_rows()
+            probes.probe(self, path)
+            if attention == "bidirectional":
+                probes.require_repeatable(self, path, probes.REPEATED if is_native(model) else probes.LENGTH)
+                if self.dtype.itemsize < 4 and not self.coarse:
+                    self._look_closer()
 
     @property
     def excluded(self) -> torch.Tensor:
@@ -174,7 +188,10 @@ class HuggingFace(Denoiser):
 
     @torch.inference_mode()
     def features(self, ids: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
-        mask = None if real is None else real.long()  # (R, L)
+        mask = None
+        if real is not None:
+            mask = real.long()  # (R, L)
+            ids = ids.masked_fill(~real, self.pad_id)  # ESM counts the masked cells of a row, padding included
         if not self.splits_head:
             return self._logits(ids, mask)  # (R, L, V)
         caught = []
@@ -221,6 +238,8 @@ class HuggingFace(Denoiser):
             described |= {"attention": self.attention, "shift": self.shift}
         if self.attention == "block_causal":
             described["last_block"] = self.last_block
+        if self.sparse_from is not None and self.max_length >= self.sparse_from:
+            described["attention_type"] = "original_full, not block_sparse as in its config"
         return described
 
     def _logits(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -229,15 +248,18 @@ class HuggingFace(Denoiser):
     # ------------------------------------------------------------ what this network does
 
     def _try_out(self) -> torch.Tensor:
-        """Logits of a first small row; raises DuelError where the network does not run."""
+        """Logits of a first small row."""
         ids = torch.full((1, min(2, self.max_length)), self.mask_id, device=self.device)  # (1, L)
-        try:
-            if self.attention == "block_causal":
-                seen = torch.ones(1, ids.shape[1], ids.shape[1], dtype=torch.bool, device=self.device)
-                return self.stream(ids, torch.arange(ids.shape[1], device=self.device)[None], seen, None)[0]
-            return self._logits(ids)
-        except (TypeError, AttributeError, RuntimeError, ValueError, AssertionError) as error:
-            raise unreadable(self.path, error) from error
+        if self.attention == "block_causal":
+            seen = torch.ones(1, ids.shape[1], ids.shape[1], dtype=torch.bool, device=self.device)
+            return self.stream(ids, torch.arange(ids.shape[1], device=self.device)[None], seen, None)[0]
+        logits = self._logits(ids)
+        if logits.shape[:2] != ids.shape:
+            raise DuelError(
+                f"{self.path} returns logits of shape {tuple(logits.shape)} for a row of {ids.shape[1]} positions; "
+                "wanted one distribution for each position. It is not supported."
+            )
+        return logits
 
     def _splits(self, ids: torch.Tensor, logits: torch.Tensor) -> bool:
         """Whether the output embedding alone makes the logits of its input, to the bit."""
@@ -249,14 +271,29 @@ class HuggingFace(Denoiser):
         except (RuntimeError, IndexError, TypeError, ValueError, AttributeError, AssertionError):
             return False  # it does more with the head's input or output than we can stand in for
 
-    def _look_closer_at_blank_rows(self) -> None:
-        """In float32 where a copy of the network is affordable: a coarser dtype could hide weak position signals."""
+    def _look_closer(self) -> None:
+        """In float32 where a copy of the network is affordable: a coarser dtype could hide weak position signals, and
+        padding that is seen a little."""
         if sum(parameter.numel() for parameter in self.model.parameters()) <= COPIED_PARAMETERS:
             own, self.model = self.model, copy.deepcopy(self.model).float()
             output, self._output, splits, self.splits_head = self._output, None, self.splits_head, False
-            with torch.inference_mode():
-                self.relative_positions = probes.ties_when_blank(self)
+            self.relative_positions = probes.ties_when_blank(self)
+            self.honours_padding = self.honours_padding and probes.honours_padding(self)
             self.model, self._output, self.splits_head = own, output, splits
+
+
+@contextlib.contextmanager
+def first_calls(path: str) -> Iterator[None]:
+    """The first calls of a network: whatever its code raises is a DuelError."""
+    try:
+        yield
+    except (DuelError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise DuelError(
+            f"Cannot read checkpoint '{path}': {said(error)}. Its network does not run on short rows of ids with an "
+            "attention mask at most; networks that need other inputs, or rows of one length, are not supported."
+        ) from error
 
 
 def is_native(model: torch.nn.Module) -> bool:

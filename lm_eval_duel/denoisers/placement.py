@@ -71,7 +71,8 @@ def spread(model: Any, asked: Asked) -> Any:
 def device_of(model: Any) -> torch.device:
     """Where a network takes its ids: where its input embedding is computed, wherever its weights are kept."""
     table = model.get_input_embeddings()
-    if not table.weight.is_meta:
-        return table.weight.device
+    weight = getattr(table, "weight", table)  # some networks say the bare parameter
+    if not weight.is_meta:
+        return weight.device
     hook = table._hf_hook  # accelerate's, which brings the weights there for each call
     return torch.device(getattr(hook, "hooks", (hook,))[0].execution_device)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from lm_eval_duel.denoisers.base import Denoiser
+from lm_eval_duel.denoisers.row_effects import scales_by_length, unscaled_length
 from lm_eval_duel.errors import DuelError
 
 log = logging.getLogger("lm_eval.duel_mdm")
@@ -20,11 +21,15 @@ COARSE_TOLERANCE = 0.05  # the same in bfloat16 or float16, and of quantised wei
 BESIDE_TOLERANCE = 1e-3  # where another cell of the call changes: mixtures of experts round anew, and 8 bits scale anew
 BESIDE_QUANTIZED = 0.5
 ROTARY_TOLERANCE = 1e-5
+PADDING_TOLERANCE = {8: 1e-10, 4: 1e-5}  # of padding that is not seen, by bytes of a number; 1e-7 is usual in float32
+NOISE_FACTOR = 8  # of the noise that a batch makes, where that is more
+MOST_NOISE = 1e-4
 LENGTH = 8
+REPEATED = 128  # longer than the chunks in which some networks hash
 
 
 def probe(denoiser: Denoiser, path: str) -> None:
-    """Run every self-test; sets `honours_padding` and `relative_positions`, or raises DuelError."""
+    """Run every self-test; sets what they find out on the denoiser, or raises DuelError."""
     with torch.inference_mode():
         if denoiser.attention == "block_causal":
             _block_causal(denoiser, path)
@@ -33,9 +38,14 @@ def probe(denoiser: Denoiser, path: str) -> None:
         logits = _logits(denoiser, rows)  # (R, L, V)
         require_finite(logits, path)
         direction(denoiser, path, rows, logits)
-        denoiser.honours_padding = denoiser.attention == "causal" or honours_padding(denoiser, rows, logits)
         if denoiser.attention == "bidirectional":
+            require_finite(_logits(denoiser, half_masked(denoiser)), path)
+            blank = torch.full_like(rows[:1], denoiser.mask_id)  # (1, L)
+            denoiser.needs_visible = not bool(_logits(denoiser, blank).isfinite().all())
             denoiser.relative_positions = ties_when_blank(denoiser)
+        denoiser.honours_padding = not scales_by_length(denoiser) and (
+            denoiser.attention == "causal" or honours_padding(denoiser)
+        )
 
 
 def tokens(denoiser: Denoiser, length: int = LENGTH, rows: int = 2, seed: int = 1) -> torch.Tensor:
@@ -80,19 +90,50 @@ def direction(denoiser: Denoiser, path: str, rows: torch.Tensor, logits: torch.T
         )
 
 
-def honours_padding(denoiser: Denoiser, rows: torch.Tensor, logits: torch.Tensor) -> bool:
-    """Whether logits with masked padding equal those without, far closer than with padding seen."""
-    half = rows.shape[1] // 2
-    if half == 0:
+def honours_padding(denoiser: Denoiser) -> bool:
+    """Whether a row has the same logits beside longer ones as alone, up to float noise.
+
+    The rows are padded as in a batch, and half masked: what padding does may depend on the masked cells of a row.
+    """
+    row = half_masked(denoiser)  # (1, L)
+    length = row.shape[1]
+    counts = sorted({1, length // 2, length - 1} - {0, length})
+    if not counts:
         return False
-    real = torch.ones_like(rows, dtype=torch.bool)
-    real[:, half:] = False
-    alone = _logits(denoiser, rows[:, :half])
+    real = torch.arange(length, device=row.device) < torch.tensor([*counts, length], device=row.device)[:, None]
+    ids = torch.where(real, row, denoiser.mask_id)  # (R, L)
     try:
-        masked = _logits(denoiser, rows, real)[:, :half]
+        together = _logits(denoiser, ids, real)  # (R, L, V)
+    except torch.OutOfMemoryError:
+        raise
     except (TypeError, ValueError, RuntimeError):  # it takes no attention mask, or one of another form
         return False
-    return differ(alone, masked) < 0.1 * differ(alone, logits[:, :half])
+    unmasked = _logits(denoiser, ids)  # (R, L, V)
+    alone = [_logits(denoiser, row[:, :count])[0] for count in counts]  # (count, V) each
+    leaks = torch.tensor([differ(one, both[: len(one)]) for one, both in zip(alone, together, strict=False)])
+    if denoiser.coarse or together.dtype.itemsize < 4:  # noise is large, and differs between networks
+        effects = torch.tensor([differ(one, both[: len(one)]) for one, both in zip(alone, unmasked, strict=False)])
+        return bool(leaks.max() < 0.1 * effects.max())
+    noise = min(differ(_logits(denoiser, row)[0], together[-1]), MOST_NOISE)  # of a row that is not padded
+    return bool(leaks.max() <= max(PADDING_TOLERANCE[together.dtype.itemsize], NOISE_FACTOR * noise))
+
+
+def half_masked(denoiser: Denoiser, length: int = LENGTH) -> torch.Tensor:
+    """A row of arbitrary tokens with every second one masked (1, L); its first cell is visible."""
+    row = tokens(denoiser, length, rows=1)
+    row[:, 1::2] = denoiser.mask_id
+    return row
+
+
+def require_repeatable(denoiser: Denoiser, path: str, length: int = REPEATED) -> None:
+    """Raise DuelError if a network draws random numbers, as hashed attention does: then it is no function of a row."""
+    row = half_masked(denoiser, length)  # (1, L)
+    first = _logits(denoiser, row)
+    if not differ(first, _logits(denoiser, row)) <= tolerance(denoiser, first, BESIDE_TOLERANCE):
+        raise DuelError(
+            f"{path} returns other logits each time for the same row of {row.shape[1]} positions: its forward pass "
+            "draws random numbers, as hashed attention does. No text has one likelihood under it, so it is refused."
+        )
 
 
 def ties_when_blank(denoiser: Denoiser) -> bool:
@@ -105,6 +146,12 @@ def ties_when_blank(denoiser: Denoiser) -> bool:
 def _block_causal(denoiser: Denoiser, path: str) -> None:
     """A block must see itself whole, and no later block."""
     block = denoiser.block
+    if scales_by_length(denoiser):
+        raise DuelError(
+            f"The rotary frequencies of {path} change with the longest row of a call, so the values of a block would "
+            f"depend on the blocks evaluated beside it. Pass max_length={unscaled_length(denoiser)}: up to there they "
+            "are constant."
+        )
     rows = tokens(denoiser, 2 * block).repeat(1, 2 * block)[:, : 2 * block]  # (2, 2 B)
     position = torch.arange(2 * block, device=rows.device)
     seen = position[:, None] // block >= position // block  # (2 B, 2 B)

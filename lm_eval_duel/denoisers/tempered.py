@@ -15,6 +15,7 @@ from lm_eval_duel.denoisers.altered import Altered
 from lm_eval_duel.denoisers.base import Cells, Denoiser, KeysValues, View
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.lanes import Lanes, Rows
+from lm_eval_duel.options import require_finite
 
 
 class Tempered(Altered):
@@ -34,6 +35,7 @@ class Tempered(Altered):
         temperature, top_p = (1.0 if value is None else value for value in (temperature, top_p))
         if not 0 < temperature < math.inf:
             raise DuelError(f"temperature is a number above 0 (0 is decoding, not a distribution); got {temperature}.")
+        require_finite("temperature", temperature, 1 / temperature)
         if top_k is not None and top_k < 1:
             raise DuelError(f"top_k is a number of tokens, at least 1; got {top_k}.")
         if not 0 < top_p <= 1:
