@@ -155,7 +155,7 @@ class _Files:
         except Exception as error:  # sizes that do not go together
             raise _wrong_config(self.family, self.asked, error) from error
         if hasattr(config, quantized.SAID):
-            filling.require_room(self.folder, network, sum(8 * value.nbytes for value in self.stored.values()))
+            filling.require_room(self.folder, network, self.stored.values(), coarse=True)
             return
         wanted = _names_in_files(network)
         if config.tie_word_embeddings and HEAD not in self.tensors:

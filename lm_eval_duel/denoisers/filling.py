@@ -14,6 +14,8 @@ import torch
 
 from lm_eval_duel.errors import DuelError
 
+log = logging.getLogger("lm_eval.duel_mdm")
+
 SHOWN = 10  # names of each kind of fault
 LOGGERS = ("transformers.modeling_utils", "transformers.utils.loading_report")
 REPORTS = ("LOAD REPORT", "newly initialized", "were not used when initializing")
@@ -86,21 +88,49 @@ def require_counts(path: str, counts: Mapping[str, int | None], tensors: Collect
             )
 
 
-def require_room(path: str, network: torch.nn.Module, bits: int) -> None:
-    """Raise DuelError where files of so many bits cannot hold a network, here built without memory, of coarse weights.
+def empty(build: Callable[[], torch.nn.Module]) -> torch.nn.Module | None:
+    """A network without memory for its weights; None where it cannot be built, which is an error when it is loaded."""
+    try:
+        with torch.device("meta"):
+            return build()
+    except Exception:  # sizes that do not go together raise anything
+        return None
 
-    Names and shapes of coarse weights depend on how they are packed, but none has less than a bit.
+
+def require_room(
+    path: str, network: torch.nn.Module | None, tensors: Collection[torch.Tensor], coarse: bool = False
+) -> None:
+    """Raise DuelError for a network, built without memory, that is too large for the tensors of its files.
+
+    For networks whose names and shapes are not those of the files. `coarse`: how quantised weights are packed differs,
+    but none has less than a bit. Else up to twice the numbers in the files may be wanted: a tied head may be counted
+    twice, and some tensors are computed.
     """
-    if (wanted := parameters(network)) > bits:
+    wanted = sum(parameter.numel() for parameter in network.parameters()) if network is not None else 0
+    if wanted > sum(8 * value.nbytes if coarse else 2 * value.numel() for value in tensors):
         raise DuelError(
-            f"The config.json of {path} describes a network of {wanted:,} parameters, but its files hold {bits:,} "
-            "bits: they do not belong together."
+            f"The config.json of {path} describes a network of {wanted:,} parameters, but its files hold "
+            f"{sum(value.numel() for value in tensors):,} numbers: they do not belong together."
         )
 
 
-def parameters(network: torch.nn.Module) -> int:
-    """How many parameters a network has."""
-    return sum(parameter.numel() for parameter in network.parameters())
+def require_filled(
+    path: str, report: Mapping[str, Any], model: torch.nn.Module, files: Mapping[str, torch.Tensor]
+) -> None:
+    """Raise DuelError, naming all, where a loading report of transformers has tensors missing or of another shape.
+
+    Tensors left over alone are a warning. `files`: the tensors of the files, as far as they are known.
+    """
+    shapes = {key: tuple(value.shape) for key, value in files.items()}
+    faults, prefix = reported(report, model, shapes), f"{model.base_model_prefix}."
+
+    def name(key: str) -> str:
+        return key.removeprefix(prefix) if key not in shapes and key.removeprefix(prefix) in shapes else key
+
+    if faults.missing or faults.shapes:
+        require(f"The weights of {path} do not fill {type(model).__name__}", faults, name)
+    if faults.unknown:
+        log.warning("weights of %s that the network does not use: %s", path, sorted(faults.unknown)[:SHOWN])
 
 
 @contextlib.contextmanager

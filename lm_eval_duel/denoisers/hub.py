@@ -17,6 +17,7 @@ from transformers.utils import cached_file
 
 from lm_eval_duel.demo import NAMES
 from lm_eval_duel.denoisers.asked import Asked
+from lm_eval_duel.denoisers.families import NAMED
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.options import DTYPES
 
@@ -25,11 +26,7 @@ log = logging.getLogger("lm_eval.duel_mdm")
 QUIET = {"_raise_exceptions_for_missing_entries": False}
 QWEN2_TOKENIZERS = ("DreamTokenizer",)
 TOKENIZER_REMEDY = "pass tokenizer=<a folder or hub name>"
-UNHEARD_OF = re.compile(r"model type `(.*?)` but Transformers does not recognize|model_type.*?should be one of (\w+)")
-FAMILY_REMEDY = (
-    " If its network is one of the families', say which: family=llada, dream, sdar, ...; if it has code of its own that "
-    "you trust: backend=remote,trust_remote_code=true."
-)
+UNHEARD_OF = re.compile(r"model type `(.*?)` but Transformers does not recognize|Unrecognized model in ")
 CAUSE = re.compile(r"WeightsUnpickler error:\s*(.*?)(?:\. |\n|$)")  # amid torch's advice to run a file's code
 
 
@@ -155,7 +152,11 @@ def unreadable(path: str, error: Exception, what: str = "checkpoint", remedy: st
     if "trust_remote_code" in str(error):
         hint = " It runs code of its own: pass trust_remote_code=true if you trust it."
     elif unheard := UNHEARD_OF.search(str(error)):
-        cause, hint = f"transformers knows no model_type '{unheard[1] or unheard[2]}'", FAMILY_REMEDY
+        cause = f"transformers knows no model_type {unheard[1]!r}" if unheard[1] else "it names no model_type"
+        hint = (
+            f" If its network is one of the families', say which: family={'|'.join(NAMED)}. If it has code of its own "
+            "that you trust: backend=remote,trust_remote_code=true."
+        )
     elif not os.path.isdir(path):
         near = difflib.get_close_matches(path, NAMES, n=1)
         meant = f" Did you mean the bundled {near[0]}?" if near else ""
