@@ -166,6 +166,17 @@ CORPORA = {
 }
 
 
+class WantsMetadata(DuelError):
+    """A data set that cannot be loaded, where one more entry of the metadata may help.
+
+    The message is `what`, `cause` and `remedy`; `flag`: the remedy under `data check`, which has flags of its own.
+    """
+
+    def __init__(self, cause: str, remedy: str, flag: str, what: str = ""):
+        super().__init__(f"{what}{cause} {remedy}")
+        self.what, self.cause, self.flag = what, cause, flag
+
+
 def find(name: str) -> Corpus:
     """A data set by its name."""
     if name not in CORPORA:
@@ -199,10 +210,9 @@ def texts(name: str, data_dir: str | None = None, rows: int | None = None) -> li
             )
     wanted = corpus.rows if rows is None else rows
     if len(table) < wanted or (len(table) > wanted and not (corpus.last and rows is None)):
-        raise DuelError(
-            f"{place} holds {len(table)} rows and {name} has {wanted}: a part of a data set is another benchmark. Load "
-            f"it again, or say how many rows your copy is meant to hold: --metadata rows={len(table)}."
-        )
+        cause = f"{place} holds {len(table)} rows and {name} has {wanted}: a part of a data set is another benchmark."
+        advice = "Load it again, or say how many rows your copy is meant to hold:"
+        raise WantsMetadata(cause, f"{advice} --metadata rows={len(table)}.", f"{advice} --rows {len(table)}.")
     table = table.slice(len(table) - wanted)
     lines = []
     for number, parts in enumerate(zip(*(table[column].to_pylist() for column in corpus.columns), strict=True)):
@@ -234,10 +244,10 @@ def _fetched(name: str, corpus: Corpus) -> str:
     try:
         file = hf_hub_download(corpus.repo, corpus.file, repo_type="dataset", revision=corpus.revision)
     except Exception as error:  # whatever the hub client raises: no connection, no file, no right
-        raise DuelError(
-            f"Cannot load {name} ({corpus.repo}, {corpus.file} at {corpus.revision}): {type(error).__name__}: "
-            f'{str(error).splitlines()[0]} A local copy is taken with --metadata \'{{"data_dir": "<folder>"}}\'.'
-        ) from error
+        cause = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        what = f"Cannot load {name} ({corpus.repo}, {corpus.file} at {corpus.revision}): "
+        remedy = 'A local copy is taken with --metadata \'{"data_dir": "<folder>"}\'.'
+        raise WantsMetadata(cause, remedy, "A local copy is taken with --data_dir <folder>.", what) from error
     return file
 
 

@@ -67,16 +67,25 @@ def main(arguments: list[str]) -> None:
     del parsed["command"]
     said = {key: value for key, value in parsed.items() if value is not None}
     print(f"tokens of {said.get('tokenizer') or f'{BUNDLED}; name yours with --tokenizer'}", flush=True)
-    failed = []
+    failed: dict[str, dict[str, Exception]] = {}  # by reason, then by task
     for name in names:
         try:
             print(check(name, known[name], said), flush=True)
         except Exception as error:  # whatever is wrong with one data set, the others are looked at
-            failed.append(name)
-            reason = error if isinstance(error, DuelError) else f"{type(error).__name__}: {error}"
-            print(f"{name}: NOT LOADED\n    {reason}", flush=True)
+            failed.setdefault(_reason(error), {})[name] = error
+    for reason, errors in failed.items():
+        what = getattr(next(iter(errors.values())), "what", "") if len(errors) == 1 else ""
+        print(f"{', '.join(errors)}: NOT LOADED\n    {what}{reason}", flush=True)
     if failed:
-        sys.exit(f"{len(failed)} of {len(names)} tasks cannot be loaded: {', '.join(failed)}")
+        lost = [name for name in names if any(name in errors for errors in failed.values())]
+        sys.exit(f"{len(lost)} of {len(names)} tasks cannot be loaded: {', '.join(lost)}")
+
+
+def _reason(error: Exception) -> str:
+    """Why a task cannot be loaded: the same words for the same reason, and this command's own flags as the remedy."""
+    if isinstance(error, corpora.WantsMetadata):
+        return f"{error.cause} {error.flag}"
+    return str(error) if isinstance(error, DuelError) else f"{type(error).__name__}: {error}"
 
 
 def _yaml(file: Path) -> dict[str, Any]:

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
-from lm_eval_duel.denoisers.families import Family, native_name
+from lm_eval_duel.denoisers import filling
+from lm_eval_duel.denoisers.families import Family
 from lm_eval_duel.denoisers.hub import said
+from lm_eval_duel.denoisers.native import native_name
 from lm_eval_duel.errors import DuelError
 
 PREFIX = "base_model.model."
@@ -21,7 +23,13 @@ def merge(model: Any, path: str, family: Family | None) -> Any:
     Raises DuelError where the adapter is no LoRA, or has a tensor that finds no place.
     """
     try:
-        from peft import PeftConfig, get_peft_model, load_peft_weights, set_peft_model_state_dict
+        from peft import (
+            PeftConfig,
+            get_peft_model,
+            get_peft_model_state_dict,
+            load_peft_weights,
+            set_peft_model_state_dict,
+        )
     except ImportError as error:
         raise DuelError(f"The adapter {path} needs the package peft (pip install peft): {error}") from error
     try:
@@ -34,25 +42,50 @@ def merge(model: Any, path: str, family: Family | None) -> Any:
     places = {key: PREFIX + renamed(key.removeprefix(PREFIX)) for key in tensors}
     modules = {_module(place): _module(key) for key, place in places.items() if ".lora_" in key}  # here -> in the file
     known = {name for name, _ in model.named_modules()}
-    if not modules or modules.keys() - known:
-        lost = ", ".join(sorted(modules.keys() - known)[:10]) or "no LoRA tensors at all"
-        raise DuelError(f"The adapter {path} does not fit this network: {lost}.")
+    what = f"The adapter {path} does not fit this network"
+    if not modules:
+        raise DuelError(f"{what}: no LoRA tensors at all.")
+    if lost := sorted(modules[here] for here in modules.keys() - known):
+        raise DuelError(f"{what}: it has no {', '.join(lost[:10])}{', ...' if len(lost) > 10 else ''}.")
     _untie(model, set(modules))
     for field in ("rank_pattern", "alpha_pattern"):
         setattr(config, field, _by_module(getattr(config, field, None) or {}, modules))
     config.target_modules, config.exclude_modules = set(modules), None
     config.inference_mode, config.task_type = True, None  # a task wants more of the network's class
+    placed = {places[key]: value for key, value in tensors.items()}
+    _require_ranks(path, config, placed, modules)
+    origin = {place: key for key, place in places.items()}
+
+    def name(key: str) -> str:
+        module = _module(key)
+        return origin.get(key) or key.replace(module, modules.get(module, module))
+
     try:
         adapted = get_peft_model(model, config)
-        report = set_peft_model_state_dict(adapted, {places[key]: value for key, value in tensors.items()})
+        own = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+        wanted = {key: tuple(value.shape) for key, value in own.items() if ".lora_" in key}
+        filling.require(what, filling.compare(wanted, {key: tuple(value.shape) for key, value in placed.items()}), name)
+        report = set_peft_model_state_dict(adapted, placed)
+    except DuelError:
+        raise
     except (RuntimeError, ValueError, KeyError) as error:
-        problem = " ".join(str(error).split())[:500]
-        raise DuelError(f"The adapter {path} does not fit this network: {problem}") from error
+        raise DuelError(f"{what}: {' '.join(str(error).split())[:500]}") from error
     lacking = [key for key in report.missing_keys if ".lora_" in key]
-    for problem, keys in (("tensors without a place", report.unexpected_keys), ("no tensors for", lacking)):
-        if keys:
-            raise DuelError(f"The adapter {path} has {problem}: {', '.join(keys[:10])}.")
+    filling.require(what, filling.Faults(lacking, report.unexpected_keys), name)
     return adapted.merge_and_unload()
+
+
+def _require_ranks(path: str, config: Any, placed: dict[str, torch.Tensor], modules: dict[str, str]) -> None:
+    """Raise DuelError where the config says other ranks than the file has: matrices of any size would be made."""
+    wrong = []
+    for place, value in placed.items():
+        here, rank = _module(place), config.rank_pattern.get(re.escape(_module(place)), config.r)
+        if re.search(r"\.lora_(embedding_)?A\b", place) and tuple(value.shape[:1]) != (rank,):
+            wrong.append(f"{modules[here]} is {tuple(value.shape)}, not of rank {rank}")
+    if wrong:
+        raise DuelError(
+            f"The adapter {path} has other ranks than its adapter_config.json says: {', '.join(sorted(wrong)[:10])}."
+        )
 
 
 def _untie(model: Any, modules: set[str]) -> None:

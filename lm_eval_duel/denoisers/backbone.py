@@ -17,14 +17,13 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lm_eval_duel import fingerprint
-from lm_eval_duel.denoisers import placement, probes, quantized
+from lm_eval_duel.denoisers import entries, placement, probes, quantized
 from lm_eval_duel.denoisers.asked import Asked
 from lm_eval_duel.denoisers.base import Denoiser, KeysValues
 from lm_eval_duel.denoisers.families import Family
 from lm_eval_duel.denoisers.hub import row_length
 from lm_eval_duel.denoisers.predictions import excluded_columns
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.options import count
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
@@ -48,15 +47,15 @@ class Backbone(Denoiser):
         self.device, self.coarse = placement.device_of(model), quantized.is_quantized(model)
         self.dtype = model.get_input_embeddings().weight.dtype
         self.attention = asked.attention or family.attention
-        said = raw.get("right_shift_logits", family.shift) if asked.shift_logits is None else asked.shift_logits
-        self.shift = int(said)
+        said = entries.switch(raw, "right_shift_logits", bool(family.shift))
+        self.shift = int(said if asked.shift_logits is None else asked.shift_logits)
         self.bos = asked.bos or ("given" if self.shift else family.bos)  # the first token is predicted from one before
         self.last_block = asked.last_block
         self.adapter = asked.peft
         self.mask_id = mask_id
         self.published_block = family.published_block if self.attention == "bidirectional" else None
         self.block = trained_block(family, raw, asked) if self.attention == "block_causal" else None
-        self.max_length = row_length(path, asked.max_length, held_length(family, model.config))
+        self.max_length = row_length(path, asked.max_length, held_length(family, model.config.max_position_embeddings))
         self.vocab_size = model.config.vocab_size
         self._excluded = excluded_columns(
             set(tokenizer.get_vocab().values()), mask_id, self.vocab_size, path, self.device
@@ -171,16 +170,32 @@ class CleanKeys:
         return 0
 
 
-def held_length(family: Family, config: Any) -> int:
-    """Positions that a network of a family was trained on."""
-    return min(config.max_position_embeddings, family.max_length or config.max_position_embeddings)
+def held_length(family: Family, positions: int) -> int:
+    """Positions that a network of a family was trained on, of those that its config promises."""
+    return min(positions, family.max_length or positions)
 
 
 def trained_block(family: Family | None, raw: dict[str, Any], asked: Asked) -> int:
-    """The trained block: what the config says, else what the user says, else what the family is known for."""
-    for key in family.block_keys if family else ():
-        if raw.get(key):
-            return count(key, raw[key])
+    """The trained block: what the config says, else what the user says, else what the family is known for.
+
+    Raises DuelError where none says, or where it is longer than a row.
+    """
+    found = _said_block(family, raw, asked.name) or _known_block(family, asked)
+    rows = raw.get("max_position_embeddings") or raw.get("max_sequence_length")
+    if isinstance(rows, int) and found > rows:
+        raise DuelError(f"{asked.name} holds {rows} positions, so its trained block cannot be of {found}.")
+    return found
+
+
+def _said_block(family: Family | None, raw: dict[str, Any], name: str) -> int | None:
+    try:
+        said = [entries.count(raw, key) for key in (family.block_keys if family else ())]
+    except ValueError as error:
+        raise DuelError(f"The config.json of {name} is wrong: {error}.") from None
+    return next((block for block in said if block), None)
+
+
+def _known_block(family: Family | None, asked: Asked) -> int:
     known = family.block if family else None
     if isinstance(asked.block, int):
         if known not in (None, asked.block):

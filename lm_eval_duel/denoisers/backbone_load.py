@@ -5,24 +5,25 @@ A tensor that is missing, left over or of another shape is an error; none of a c
 
 from __future__ import annotations
 
-import collections
-import re
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import transformers
 from transformers import PreTrainedTokenizerBase
 
-from lm_eval_duel.denoisers import placement, probes, quantized, weights
+from lm_eval_duel.denoisers import filling, placement, probes, quantized, weights
 from lm_eval_duel.denoisers.asked import Asked
 from lm_eval_duel.denoisers.backbone import Backbone, held_length, trained_block
-from lm_eval_duel.denoisers.families import Family, native_config, native_tensors
+from lm_eval_duel.denoisers.families import Family
 from lm_eval_duel.denoisers.hub import mask_of, pick_dtype, row_length, said
+from lm_eval_duel.denoisers.native import file_name, native_config, native_tensors
 from lm_eval_duel.denoisers.predictions import require_fit
 from lm_eval_duel.errors import DuelError
 
 IGNORED = ("rotary_emb.inv_freq",)  # endings of keys: computed anew
-EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
+COUNTED = ("num_hidden_layers", "num_experts", "n_routed_experts")  # entries that modules are made by
 HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -32,21 +33,20 @@ def load(
     """The denoiser of a local folder; raises DuelError for weights that do not fill the network exactly."""
     asked.refuse(family.name, "sigma")
     options = quantized.options(raw, asked) | placement.options(asked)
-    config = _config(family, raw, asked)
-    mask_id = mask_of(asked, raw, tokenizer, family.mask_id, config.vocab_size)
-    require_fit(set(tokenizer.get_vocab().values()), mask_id, config.vocab_size, folder)
-    row_length(folder, asked.max_length, held_length(family, config))
+    entries = _entries(family, raw, asked)
+    mask_id = mask_of(asked, raw, tokenizer, family.mask_id, entries["vocab_size"])
+    require_fit(set(tokenizer.get_vocab().values()), mask_id, entries["vocab_size"], folder)
+    row_length(folder, asked.max_length, held_length(family, entries["max_position_embeddings"]))
     if (asked.attention or family.attention) == "block_causal":
         asked.require_block(trained_block(family, raw, asked))
-    tensors = native_tensors(family, weights.read(folder), raw)
-    tensors = {key: value for key, value in tensors.items() if not key.endswith(IGNORED)}
-    if (
-        HEAD in tensors
-        and config.tie_word_embeddings
-        and not torch.equal(tensors[HEAD], tensors.get(TABLE, tensors[HEAD]))
-    ):
-        config.tie_word_embeddings = False  # the file has a head of its own
-    model = _fill(family, config, tensors, folder, asked, options)
+    stored = {key: value for key, value in weights.read(folder).items() if not key.endswith(IGNORED)}
+    filling.require_counts(folder, {key: entries.get(key) for key in COUNTED}, stored)
+    config = _config(family, entries, asked)
+    tensors, origin = native_tensors(family, stored, raw)
+    if config.tie_word_embeddings and HEAD in tensors:
+        # the file may have a head of its own
+        config.tie_word_embeddings = torch.equal(tensors[HEAD], tensors.get(TABLE, tensors[HEAD]))
+    model = _Files(family, folder, asked, stored, tensors, origin).fill(config, options)
     if asked.peft:
         from lm_eval_duel.denoisers.adapters import merge
 
@@ -58,10 +58,12 @@ def load(
     return denoiser
 
 
-def _config(family: Family, raw: dict[str, Any], asked: Asked) -> Any:
-    """The native config: full attention everywhere, positions as the checkpoint has them."""
+def _entries(family: Family, raw: dict[str, Any], asked: Asked) -> dict[str, Any]:
+    """The entries of the native config: full attention everywhere, positions as the checkpoint has them."""
     try:
-        entries = native_config(family, raw)
+        entries = native_config(family, raw, asked.name)
+    except DuelError:
+        raise
     except (TypeError, ValueError, KeyError) as error:
         raise _wrong_config(family, asked, error) from error
     entries |= {"use_sliding_window": False, "sliding_window": None, "layer_types": None, "use_cache": False}
@@ -73,6 +75,11 @@ def _config(family: Family, raw: dict[str, Any], asked: Asked) -> Any:
         entries["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
     if not isinstance(entries.get("rope_scaling"), dict):
         entries["rope_scaling"] = None
+    return entries
+
+
+def _config(family: Family, entries: dict[str, Any], asked: Asked) -> Any:
+    """The native config."""
     try:
         config = getattr(transformers, f"{family.native}Config")(**entries)
     except Exception as error:  # transformers checks some types, by a class of its own
@@ -85,64 +92,100 @@ def _wrong_config(family: Family, asked: Asked, error: Exception) -> DuelError:
     return DuelError(f"The config.json of {asked.name} does not fit {family.native}: {said(error)}")
 
 
-def _fill(
-    family: Family, config: Any, tensors: dict[str, torch.Tensor], folder: str, asked: Asked, options: dict[str, Any]
-) -> Any:
-    """The native model with every tensor in its place; what is left over or missing is an error naming ten."""
-    dtype = pick_dtype(asked.dtype, asked.device)
-    if dtype == "auto":
-        dtype = tensors[TABLE].dtype if TABLE in tensors else torch.float32
-    if dtype == torch.float64:
-        config._experts_implementation = "eager"  # the grouped products of transformers 5 end at float32
-    model_class = getattr(transformers, f"{family.native}ForCausalLM")
+@dataclasses.dataclass(frozen=True)
+class _Files:
+    """The tensors of a folder, and the native network that they are to fill."""
 
-    def require(wrong: dict[str, set[str]]) -> None:
-        for kind, keys in wrong.items():
-            if keys:
-                names = ", ".join(sorted(keys)[:10])
-                raise DuelError(
-                    f"The weights in {folder} do not fill {model_class.__name__}: {len(keys)} {kind}: {names}."
+    family: Family
+    folder: str
+    asked: Asked
+    stored: dict[str, torch.Tensor]  # by the names of the files
+    tensors: dict[str, torch.Tensor]  # by native names
+    origin: dict[str, str]  # native name -> that of the file
+
+    def fill(self, config: Any, options: dict[str, Any]) -> Any:
+        """The native model with every tensor in its place; raises DuelError for all that are not."""
+        dtype = pick_dtype(self.asked.dtype, self.asked.device)
+        if dtype == "auto":
+            dtype = self.tensors[TABLE].dtype if TABLE in self.tensors else torch.float32
+        if dtype == torch.float64:
+            config._experts_implementation = "eager"  # the grouped products of transformers 5 end at float32
+        self._require_fit(config)
+        # quantised files may hold more than tensors (torchao's metadata), which only transformers reads
+        whole = hasattr(config, quantized.SAID) and not self.family.rename
+        options = options | ({} if whole else {"state_dict": self.tensors})
+        options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # reported, and an error below
+        try:
+            with filling.quiet():
+                model, report = self._class.from_pretrained(
+                    self.folder if whole else None, config=config, dtype=dtype, **options
                 )
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of a wrong config, or of the package that quantises
+            if "offload" in str(error):
+                raise DuelError(
+                    f"{self.folder} does not fit into the memory that device_map={self.asked.device_map} may use: "
+                    "start fewer processes on a machine, or take a smaller dtype."
+                ) from error
+            raise DuelError(f"{self._do_not_fill}: {said(error)}") from error
+        shapes = {key: tuple(value.shape) for key, value in self.tensors.items()}
+        faults = filling.reported(report, model, shapes)
+        tied = {HEAD} if config.tie_word_embeddings else set()
+        unknown = {key for key in faults.unknown if not key.endswith(IGNORED)}
+        self._require(faults._replace(missing=set(faults.missing) - tied, unknown=unknown))
+        return model.eval() if "device_map" in options else model.to(self.asked.device).eval()
 
-    require(_wrong_experts(tensors, getattr(config, "n_routed_experts", None) or getattr(config, "num_experts", 0)))
-    # quantised files may hold more than tensors (torchao's metadata), which only transformers reads
-    whole = hasattr(config, quantized.SAID) and not family.rename
-    options = options | ({} if whole else {"state_dict": tensors})
-    options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # reported, and an error below
-    try:
-        model, report = model_class.from_pretrained(folder if whole else None, config=config, dtype=dtype, **options)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # of a wrong config, or of the package that quantises
-        if "offload" in str(error):
-            raise DuelError(
-                f"{folder} does not fit into the memory that device_map={asked.device_map} may use: start fewer "
-                "processes on a machine, or take a smaller dtype."
-            ) from error
-        raise DuelError(f"The weights in {folder} do not fill {model_class.__name__}: {said(error)}") from error
-    tied = {HEAD} if config.tie_word_embeddings else set()
-    shapes = {key if isinstance(key, str) else key[0] for key in report["mismatched_keys"]}  # names, or with shapes
-    require(
-        {
-            "missing": set(report["missing_keys"]) - tied,
-            "not known": {key for key in report["unexpected_keys"] if not key.endswith(IGNORED)},
-            "of another shape": shapes,
+    @property
+    def _class(self) -> Any:
+        return getattr(transformers, f"{self.family.native}ForCausalLM")
+
+    @property
+    def _do_not_fill(self) -> str:
+        return f"The weights in {self.folder} do not fill {self._class.__name__}"
+
+    def _require(self, faults: filling.Faults) -> None:
+        filling.require(self._do_not_fill, faults, lambda key: self.origin.get(key) or file_name(self.family, key))
+
+    def _require_fit(self, config: Any) -> None:
+        """Compare with the network without memory for its weights, so that a wrong config takes none."""
+        try:
+            with torch.device("meta"):
+                network = self._class(config)
+        except Exception as error:  # sizes that do not go together
+            raise _wrong_config(self.family, self.asked, error) from error
+        if hasattr(config, quantized.SAID):
+            filling.require_room(self.folder, network, self.stored.values(), coarse=True)
+            return
+        wanted = _names_in_files(network)
+        if config.tie_word_embeddings and HEAD not in self.tensors:
+            wanted.pop(HEAD, None)
+        faults = filling.compare(wanted, {key: tuple(value.shape) for key, value in self.tensors.items()})
+        self._require(faults._replace(shapes=self._whole_shapes(faults.shapes, wanted)))
+
+    def _whole_shapes(
+        self, shapes: Mapping[str, tuple[filling.Shape | None, filling.Shape]], wanted: dict[str, filling.Shape]
+    ) -> dict[str, tuple[filling.Shape, filling.Shape]]:
+        """Shapes of tensors as the files hold them, which may be several of the network's one upon another."""
+        found = {}
+        for key in shapes:
+            parts = [wanted[other] for other in wanted if self.origin.get(other) == self.origin[key]]
+            rows = sum(part[0] for part in parts if part)
+            found[key] = tuple(self.stored[self.origin[key]].shape), (rows, *wanted[key][1:]) if wanted[key] else ()
+        return found
+
+
+def _names_in_files(network: torch.nn.Module) -> dict[str, filling.Shape]:
+    """Shapes of a network's tensors, each expert by itself: transformers 5 fuses them, and files hold them apart."""
+    found: dict[str, filling.Shape] = {}
+    for key, value in network.state_dict().items():
+        before, _, part = key.rpartition(".experts.")
+        if part not in ("gate_up_proj", "down_proj"):
+            found[key] = tuple(value.shape)
+            continue
+        experts, rows, width = value.shape  # (E, 2 F, D) or (E, D, F)
+        names = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
+        found |= {
+            f"{before}.experts.{e}.{name}.weight": (rows // len(names), width) for e in range(experts) for name in names
         }
-    )
-    return model.eval() if "device_map" in options else model.to(asked.device).eval()
-
-
-def _wrong_experts(tensors: dict[str, torch.Tensor], count: int) -> dict[str, set[str]]:
-    """Names of experts' tensors that are wrong: transformers 5 fuses them in order, whatever their numbers are."""
-    found: dict[tuple[str, str], dict[int, torch.Size]] = {}  # before and after the number
-    for key, value in tensors.items():
-        if parts := EXPERT.fullmatch(key):
-            found.setdefault((parts[1], parts[3]), {})[int(parts[2])] = value.shape
-    wrong: dict[str, set[str]] = {"missing": set(), "not known": set(), "of another shape": set()}
-    for (before, after), shapes in found.items():
-        usual = collections.Counter(shapes.values()).most_common(1)[0][0]
-        odd = {number for number, shape in shapes.items() if shape != usual}
-        kinds = (set(range(count)) - set(shapes), set(shapes) - set(range(count)), odd)
-        for names, numbers in zip(wrong.values(), kinds, strict=True):
-            names |= {f"{before}{number}{after}" for number in numbers}
-    return wrong
+    return found

@@ -12,17 +12,17 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from lm_eval_duel.denoisers import weights
+from lm_eval_duel.denoisers import entries, filling, weights
 from lm_eval_duel.denoisers.asked import Asked
 from lm_eval_duel.denoisers.dit import DiT, DiTConfig
 from lm_eval_duel.denoisers.dit_denoiser import ATTENTION, SEDD, DiTDenoiser
-from lm_eval_duel.denoisers.hub import mask_of, row_length
+from lm_eval_duel.denoisers.hub import mask_of, row_length, said
 from lm_eval_duel.denoisers.predictions import require_fit
 from lm_eval_duel.errors import DuelError, unknown
-from lm_eval_duel.options import count
 
 LAYOUT = ("hidden_dim", "n_blocks", "n_heads", "model_length")  # of config.json, of files whose code we replace
 IGNORED = ("rotary_emb.inv_freq", "sampling_eps_min", "sampling_eps_max", "noise.")  # computed anew, or for sampling
+PREFIX = "backbone."  # of names in some files
 TOKENIZER = "gpt2"  # of the published checkpoints, which hold none
 FAMILIES = ("mdlm", "bd3lm", "sedd", "ar")
 EXAMPLE = '{"model_type": "mdlm", "vocab_size": 30522, "model_length": 128, "hidden_dim": 768, "cond_dim": 128, '
@@ -44,11 +44,13 @@ def load(folder: str, config: dict[str, Any], asked: Asked, tokenizer: PreTraine
         raise DuelError(f"MDLM, BD3-LM, SEDD and their AR baseline run in float32, not {asked.dtype}; leave dtype out.")
     try:
         family, shape, length, block = _shape(config)
+    except DuelError:
+        raise
     except KeyError as error:
         raise DuelError(
-            f"The config.json of {folder} has no {error}, which its family needs, as in {EXAMPLE}."
+            f"The config.json of {folder} has no {error.args[0]}, which its family needs, as in {EXAMPLE}."
         ) from None
-    except (TypeError, ValueError, AttributeError) as error:
+    except ValueError as error:
         raise DuelError(
             f"The config.json of {folder} is wrong: {str(error).rstrip('.')}. A right one: {EXAMPLE}."
         ) from None
@@ -69,8 +71,7 @@ def load(folder: str, config: dict[str, Any], asked: Asked, tokenizer: PreTraine
     mask_id = mask_of(asked, config, tokenizer, shape.vocab_size - 1, shape.vocab_size)
     tokens = set(range(shape.vocab_size)) if tokenizer is None else set(tokenizer.get_vocab().values())
     require_fit(tokens, mask_id, shape.vocab_size, folder)
-    network = DiT(shape)
-    _fill(network, weights.read(folder), folder)
+    network = _filled(shape, weights.read(folder), folder, "model.n_blocks" if family == "sedd" else "n_blocks")
     denoiser = kind(network.to(asked.device).eval(), family, row, folder, tokens, mask_id, block)
     denoiser.last_block = asked.last_block
     denoiser.bos = asked.bos or denoiser.bos
@@ -82,45 +83,34 @@ def load(folder: str, config: dict[str, Any], asked: Asked, tokenizer: PreTraine
 def _shape(config: dict[str, Any]) -> tuple[str, DiTConfig, int, int | None]:
     """Family, network shape, row length and trained block of a raw config."""
     if "graph" in config:  # SEDD keeps its network in a section of its own, and counts no [MASK]
-        kind = config["graph"].get("type")
+        kind = entries.section(config, "graph").get("type")
         if kind != "absorb":
             raise DuelError(
                 f"This SEDD has a {kind} graph: without a mask state there is no order of unmasking to score."
             )
-        model = config["model"]
-        shape = DiTConfig(
-            _count(config, "tokens") + 1,
-            _count(model, "hidden_size"),
-            _count(model, "n_blocks"),
-            _count(model, "n_heads"),
-            _count(model, "cond_dim"),
-            time=True,
+        (tokens,) = _counts(config, "tokens")
+        *sizes, length = _counts(
+            entries.section(config, "model"), "hidden_size", "n_blocks", "n_heads", "cond_dim", "length"
         )
-        return "sedd", _divided(shape), _count(model, "length"), None
-    causal, time = config.get("causal", False), config.get("time_conditioning", False)
-    shape = DiTConfig(
-        _count(config, "vocab_size"),
-        _count(config, "hidden_dim"),
-        _count(config, "n_blocks"),
-        _count(config, "n_heads"),
-        _count({"cond_dim": 128, **config}, "cond_dim"),
-        adaptive=config.get("adaln", not causal),
-        time=time,
-    )
-    shape = _divided(shape)
-    length, block = _count(config, "model_length"), config.get("block_size")
-    if not causal and config.get("cross_attn", False) and block is not None and block < length:
+        return "sedd", _divided(DiTConfig(tokens + 1, *sizes, time=True)), length, None
+    *sizes, length = _counts(config, "vocab_size", "hidden_dim", "n_blocks", "n_heads", "model_length")
+    causal, time = entries.switch(config, "causal", False), entries.switch(config, "time_conditioning", False)
+    condition, block = entries.count(config, "cond_dim") or 128, entries.count(config, "block_size")
+    adaptive, crossed = entries.switch(config, "adaln", not causal), entries.switch(config, "cross_attn", False)
+    shape = _divided(DiTConfig(*sizes, condition, adaptive=adaptive, time=time))
+    if not causal and crossed and block is not None and block < length:
         if time:
             raise DuelError("A block-causal network that is told the noise level is not supported: whose level is it?")
         return "bd3lm", shape, length, block
     return "ar" if causal else "sedd" if time else "mdlm", shape, length, None
 
 
-def _count(config: dict[str, Any], key: str) -> int:
-    """An entry that is a whole number; raises KeyError where there is none."""
-    if (found := count(key, config[key])) is None:
-        raise KeyError(key)
-    return found
+def _counts(config: dict[str, Any], *keys: str) -> list[int]:
+    """Entries that are whole numbers; raises KeyError, of all that are not there in quotes."""
+    found = {key: entries.count(config, key) for key in keys}
+    if lacking := [key for key, value in found.items() if value is None]:
+        raise KeyError(", ".join(f"'{key}'" for key in lacking))
+    return list(found.values())
 
 
 def _divided(shape: DiTConfig) -> DiTConfig:
@@ -130,22 +120,25 @@ def _divided(shape: DiTConfig) -> DiTConfig:
     return shape
 
 
-def _fill(network: DiT, tensors: dict[str, torch.Tensor], folder: str) -> None:
-    """Load every tensor of the file; what is left over or missing on either side is an error naming the first ten."""
-    named = {}
-    for key, value in tensors.items():
-        key = key.removeprefix("backbone.")
-        if not key.startswith(IGNORED):
-            named[key] = value.float()
-    own = network.state_dict()
-    wrong = {
-        "missing": [key for key in own if key not in named],
-        "not known": [key for key in named if key not in own],
-        "of another shape": [key for key in own if key in named and own[key].shape != named[key].shape],
-    }
-    for kind, keys in wrong.items():
-        if keys:
-            raise DuelError(
-                f"The weights in {folder} do not fill the network: {len(keys)} {kind}: {', '.join(keys[:10])}."
-            )
-    network.load_state_dict(named)
+def _filled(shape: DiTConfig, tensors: dict[str, torch.Tensor], folder: str, layers: str) -> DiT:
+    """The network of a shape with every tensor of the file; raises DuelError for what is left over, or does not fit.
+
+    It is built without memory first: the sizes are the config's word until the file has said the same. `layers`: the
+    entry that says how many there are.
+    """
+    filling.require_counts(folder, {layers: shape.layers}, tensors)
+    start = PREFIX if any(key.startswith(PREFIX) for key in tensors) else ""
+    named = {key.removeprefix(PREFIX): value for key, value in tensors.items()}
+    if twice := [key for key in named if key in tensors and PREFIX + key in tensors]:
+        raise DuelError(f"The weights in {folder} hold both {twice[0]} and {PREFIX}{twice[0]}: which is the network's?")
+    named = {key: value for key, value in named.items() if not key.startswith(IGNORED)}
+    try:
+        with torch.device("meta"):
+            network = DiT(shape)
+    except (RuntimeError, TypeError, OverflowError) as error:  # more elements than there are numbers
+        raise DuelError(f"The config.json of {folder} describes no network: {said(error)}") from None
+    wanted = {key: tuple(value.shape) for key, value in network.state_dict().items()}
+    faults = filling.compare(wanted, {key: tuple(value.shape) for key, value in named.items()})
+    filling.require(f"The weights in {folder} do not fill the network", faults, lambda key: f"{start}{key}")
+    network.to_empty(device="cpu").load_state_dict(named)  # copied: the files may change while they are scored
+    return network

@@ -16,13 +16,24 @@ from typing import Any
 
 import torch
 
+from lm_eval_duel.denoisers import entries
 from lm_eval_duel.denoisers.asked import Asked
 from lm_eval_duel.errors import DuelError, unknown
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
-NAMES_OF_OTHERS = ("architectures", "auto_map", "model_type", "transformers_version", "dtype", "torch_dtype")
-UNQUANTIZED = ("llm_int8_skip_modules", "modules_to_not_convert", "ignore")  # modules that a quantisation leaves out
+# entries of config.json without which a native class would fall back on its own defaults, unseen in any tensor's shape
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+DENSE = (*SIZES, "intermediate_size", "rms_norm_eps", "rope_theta")
+SPARSE = (*SIZES, "moe_intermediate_size", "num_experts_per_tok", "rms_norm_eps", "rope_theta")
+GROUPED = ("n_group", "topk_group", "routed_scaling_factor", "first_k_dense_replace", "intermediate_size")
+NEEDED = {
+    "Llama": DENSE,
+    "Qwen2": DENSE,
+    "Qwen3": DENSE,
+    "Qwen3Moe": (*SPARSE, "num_experts", "norm_topk_prob"),
+    "Glm4Moe": (*SPARSE, *GROUPED, "n_routed_experts", "n_shared_experts", "norm_topk_prob", "partial_rotary_factor"),
+}
 
 Tensors = dict[str, torch.Tensor]
 Raw = dict[str, Any]
@@ -43,7 +54,9 @@ class Family:
     mask_id: int | None = None
     max_length: int | None = None  # where the config promises more than was trained
     bos: str = "none"
+    needs: tuple[str, ...] = ()  # entries of its config.json; none: those of the native class
     rename: tuple[tuple[str, str], ...] = ()  # regular expressions, the first that fits
+    fused: tuple[tuple[str, str], ...] = ()  # the same, from parts of a tensor to its name
     config: Callable[[Raw], Raw] = lambda raw: {}  # entries of the native config
     tensors: Callable[[Tensors, Raw], Tensors] = lambda tensors, raw: tensors  # where a rename is not enough
 
@@ -53,7 +66,8 @@ class Family:
 
 def _llada(raw: Raw) -> Raw:
     wrong = [key for key in ("include_bias", "include_qkv_bias", "alibi", "scale_logits") if raw.get(key)]
-    if wrong or raw.get("block_type", "llama") != "llama" or raw.get("layer_norm_type", "rms") != "rms":
+    others = {"block_type": "llama", "layer_norm_type": "rms", "activation_type": "silu"}
+    if wrong or any((raw.get(key) or usual) != usual for key, usual in others.items()):
         raise DuelError(
             f"This LLaDA is not the released network ({', '.join(wrong) or 'other layers'}): it does not fit "
             "transformers' Llama. Use backend=remote,trust_remote_code=true."
@@ -65,8 +79,7 @@ def _llada(raw: Raw) -> Raw:
         "num_hidden_layers": raw["n_layers"],
         "num_attention_heads": raw["n_heads"],
         "num_key_value_heads": raw.get("n_kv_heads") or raw["n_heads"],
-        "rms_norm_eps": raw.get("rms_norm_eps", 1e-5),
-        "rope_theta": raw.get("rope_theta", 10_000.0),
+        "rms_norm_eps": raw.get("rms_norm_eps") or 1e-5,
         "max_position_embeddings": raw["max_sequence_length"],
         "tie_word_embeddings": bool(raw.get("weight_tying", False)),
         "attention_bias": False,
@@ -75,6 +88,7 @@ def _llada(raw: Raw) -> Raw:
     }
 
 
+LLADA_NEEDS = ("vocab_size", "d_model", "mlp_hidden_size", "n_layers", "n_heads", "max_sequence_length", "rope_theta")
 LLADA_KEYS = (
     (r"^model\.transformer\.wte\.", "model.embed_tokens."),
     (r"^model\.transformer\.ln_f\.", "model.norm."),
@@ -89,13 +103,21 @@ LLADA_KEYS = (
 )
 
 
+LLADA_MOE_NEEDS = (*SIZES, "expert_intermediate_size", "num_experts", "num_experts_per_tok", "rope_theta")
+
+
+def _illada(raw: Raw) -> Raw:
+    if raw.get("layer_norm_eps") is not None:
+        raise DuelError("This iLLaDA has LayerNorm (layer_norm_eps): it does not fit transformers' Llama.")
+    return {}
+
+
 def _llada_moe(raw: Raw) -> Raw:
     return {
         "moe_intermediate_size": raw["expert_intermediate_size"],
         "intermediate_size": raw.get("dense_intermediate_size") or raw["expert_intermediate_size"],
-        "num_key_value_heads": raw.get("num_key_value_heads") or raw["num_attention_heads"],
         "head_dim": raw["hidden_size"] // raw["num_attention_heads"],
-        "rms_norm_eps": raw.get("rms_norm_eps", 1e-5),
+        "rms_norm_eps": raw.get("rms_norm_eps") or 1e-5,
         "norm_topk_prob": False,  # whatever the config says: the authors' code never does
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
@@ -111,7 +133,7 @@ def _llada2(raw: Raw) -> Raw:
             "not, and quantise it at load (load_in_8bit=true or load_in_4bit=true)."
         )
     head = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
-    part, theta = raw.get("partial_rotary_factor", 0.5), raw.get("rope_theta", 10_000.0)
+    part, theta = entries.said(raw, "partial_rotary_factor") or 0.5, entries.said(raw, "rope_theta")
     return {
         "head_dim": head,
         "use_qk_norm": True,
@@ -119,13 +141,13 @@ def _llada2(raw: Raw) -> Raw:
         "norm_topk_prob": raw["num_experts_per_tok"] > 1,
         "n_routed_experts": raw["num_experts"],
         "n_shared_experts": raw["num_shared_experts"],
-        "intermediate_size": raw["intermediate_size"],
         "partial_rotary_factor": part,
         "rope_scaling": None,
         "rope_parameters": {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": part},
     }
 
 
+LLADA2_NEEDS = (*SPARSE, *GROUPED, "num_experts", "num_shared_experts")
 LLADA2_KEYS = (
     (r"^model\.word_embeddings\.", "model.embed_tokens."),
     (r"\.attention\.dense\.", ".self_attn.o_proj."),
@@ -134,6 +156,7 @@ LLADA2_KEYS = (
     (r"\.attention\.([qkv])_proj\.", r".self_attn.\1_proj."),
     (r"\.mlp\.gate\.expert_bias$", ".mlp.gate.e_score_correction_bias"),
 )
+LLADA2_FUSED = ((r"\.attention\.[qkv]_proj\.", ".attention.query_key_value."),)
 
 
 def _llada2_tensors(tensors: Tensors, raw: Raw) -> Tensors:
@@ -147,10 +170,11 @@ def _llada2_tensors(tensors: Tensors, raw: Raw) -> Tensors:
     for key, value in tensors.items():
         if key.endswith(".expert_bias"):
             value = value.float() - value.float().min().clamp(max=0)
-        if ".query_key_value." not in key:
+        if ".query_key_value." not in key or not value.dim():
             split[key] = value
             continue
-        parts = value.split([heads * head, kept * head, kept * head])
+        ends = heads * head, (heads + kept) * head
+        parts = value[: ends[0]], value[ends[0] : ends[1]], value[ends[1] :]  # of any shape: it is compared later
         split |= {key.replace("query_key_value", f"{x}_proj"): part for x, part in zip("qkv", parts, strict=True)}
     return split
 
@@ -164,9 +188,11 @@ FAMILIES = (
         ("LLaDAModelLM",),
         published_block=32,
         mask_id=126336,
+        needs=LLADA_NEEDS,
         rename=LLADA_KEYS,
         config=_llada,
     ),
+    Family("illada", "Llama", ("ILLaDAForCausalLM",), mask_id=5, config=_illada),
     Family("dream", "Qwen2", ("DreamModel",), shift=1, mask_id=151666, max_length=2048, bos="given"),
     Family(
         "llada-moe",
@@ -174,6 +200,7 @@ FAMILIES = (
         ("LLaDAMoEModelLM", "LLaDAMoEModel"),
         published_block=32,
         mask_id=156895,
+        needs=LLADA_MOE_NEEDS,
         config=_llada_moe,
     ),
     Family("rnd1", "Qwen3Moe", ("RND1LM", "RND1"), mask_id=151669),
@@ -204,7 +231,9 @@ FAMILIES = (
         attention="block_causal",
         block=32,
         mask_id=156895,
+        needs=LLADA2_NEEDS,
         rename=LLADA2_KEYS,
+        fused=LLADA2_FUSED,
         config=_llada2,
         tensors=_llada2_tensors,
     ),
@@ -221,7 +250,8 @@ REFUSED = {
     "WeDLMForCausalLM": f"it reorders tokens under causal attention and revises what it has shown, {NO_LAW}",
     "LLaDA21MoeModelLM": f"it edits revealed tokens, {NO_LAW}",
     "E2D2": "it is an encoder-decoder with a wrapper of its own, which is not supported",
-    "NemotronLabsDiffusionForCausalLM": "its prefix is causal and its block bidirectional, which is not supported",
+    "NemotronLabsDiffusionModel": "its prefix is causal and its block bidirectional, which is not supported yet",
+    "NemotronLabsDiffusionVLMModel": "it needs images, which are not supported",
 }
 EDITS = re.compile(r"editing_threshold|edit_threshold")
 
@@ -232,7 +262,7 @@ def find(raw: Raw, asked: Asked, folder: str | None) -> Family | None:
     Raises DuelError for an unknown name, for an autoregressive network that nothing says is more, and for networks that
     the theorem does not cover.
     """
-    classes = [*(raw.get("architectures") or []), *_classes(raw.get("auto_map") or {})]
+    classes = classes_of(raw)
     for given in classes:
         if given in REFUSED and asked.family is None:
             raise DuelError(f"{asked.name} is a {given}: {REFUSED[given]}.")
@@ -269,37 +299,14 @@ def _told_apart(family: Family, asked: Asked, folder: str | None) -> Family:
     return family
 
 
-def _classes(auto_map: dict[str, Any]) -> list[str]:
-    """Class names of an auto_map, whose values are module.Class or lists of them."""
-    values = [value for entry in auto_map.values() for value in (entry if isinstance(entry, list) else [entry])]
-    return [str(value).rsplit(".", 1)[-1] for value in values if value]
+def classes_of(raw: Raw) -> list[str]:
+    """Class names in `architectures` and in `auto_map`, whose values are module.Class or lists of them."""
+    auto_map = (raw.get("auto_map") or {}).values()
+    values = [value for entry in auto_map for value in (entry if isinstance(entry, list) else [entry])]
+    return [*(raw.get("architectures") or []), *(str(value).rsplit(".", 1)[-1] for value in values if value)]
 
 
 def _edits(folder: str | None) -> bool:
     """Whether a checkpoint's own code, read as text, has an editing threshold."""
-    names = [name for name in os.listdir(folder) if name.endswith(".py")] if folder else []
-    return any(EDITS.search(open(os.path.join(folder, name), encoding="utf-8").read()) for name in names)
-
-
-def native_config(family: Family, raw: Raw) -> Raw:
-    """The entries of the native config: the raw ones, with those that the family calls otherwise."""
-    entries = {**{key: value for key, value in raw.items() if key not in NAMES_OF_OTHERS}, **family.config(raw)}
-    if said := entries.get("quantization_config"):
-        lists = {key: said[key] for key in UNQUANTIZED if isinstance(said.get(key), list)}
-        native = {key: [native_name(family, f"{name}.").removesuffix(".") for name in lists[key]] for key in lists}
-        entries["quantization_config"] = {**said, **native}
-    return entries
-
-
-def native_tensors(family: Family, tensors: Tensors, raw: Raw) -> Tensors:
-    """The tensors under the native names."""
-    return {native_name(family, key): value for key, value in family.tensors(tensors, raw).items()}
-
-
-def native_name(family: Family, key: str) -> str:
-    """The native name of a tensor."""
-    for pattern, replacement in family.rename:
-        new, count = re.subn(pattern, replacement, key)
-        if count:
-            return new
-    return key
+    files = [os.path.join(folder, name) for name in os.listdir(folder) if name.endswith(".py")] if folder else []
+    return any(EDITS.search(open(file, encoding="utf-8", errors="replace").read()) for file in files)

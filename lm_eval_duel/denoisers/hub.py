@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import json
 import logging
@@ -14,7 +15,9 @@ from huggingface_hub import snapshot_download
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase, Qwen2TokenizerFast
 from transformers.utils import cached_file
 
+from lm_eval_duel.demo import NAMES
 from lm_eval_duel.denoisers.asked import Asked
+from lm_eval_duel.denoisers.families import NAMED
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.options import DTYPES
 
@@ -23,6 +26,7 @@ log = logging.getLogger("lm_eval.duel_mdm")
 QUIET = {"_raise_exceptions_for_missing_entries": False}
 QWEN2_TOKENIZERS = ("DreamTokenizer",)
 TOKENIZER_REMEDY = "pass tokenizer=<a folder or hub name>"
+UNHEARD_OF = re.compile(r"model type `(.*?)` but Transformers does not recognize|Unrecognized model in ")
 CAUSE = re.compile(r"WeightsUnpickler error:\s*(.*?)(?:\. |\n|$)")  # amid torch's advice to run a file's code
 
 
@@ -36,8 +40,14 @@ def raw_config(path: str, revision: str, needed: bool = True) -> dict[str, Any]:
         raise unreadable(path, error) from error
     except TypeError:  # transformers 4, of a list
         raw = None
-    if not isinstance(raw, dict) or not isinstance(raw.get("auto_map") or {}, dict):
+    if not isinstance(raw, dict):
         raise DuelError(f"The config.json of {path} is no config: wanted an object of names and values.")
+    for key in ("auto_map", "quantization_config"):
+        if not isinstance(raw.get(key) or {}, dict):
+            raise DuelError(f"The config.json of {path} is no config: '{key}' is an object; got {raw[key]!r}.")
+    classes = raw.get("architectures") or []
+    if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
+        raise DuelError(f"The config.json of {path} is no config: 'architectures' is a list of names; got {classes!r}.")
     return raw
 
 
@@ -114,7 +124,7 @@ def mask_of(
     named = getattr(tokenizer, "mask_token_id", None)
     for mask_id in (asked.mask_token_id, raw.get("mask_token_id"), named, known):
         if mask_id is not None:
-            if not isinstance(mask_id, int) or not 0 <= mask_id < (rows or mask_id + 1):
+            if isinstance(mask_id, bool) or not isinstance(mask_id, int) or not 0 <= mask_id < (rows or mask_id + 1):
                 ids = f"its ids are 0 to {rows - 1}" if rows else "ids are whole numbers"
                 raise DuelError(
                     f"mask_token_id={mask_id} is not an id of {asked.name}; {ids}. Pass mask_token_id=<the right one>."
@@ -138,11 +148,20 @@ def said(error: Exception) -> str:
 def unreadable(path: str, error: Exception, what: str = "checkpoint", remedy: str = "") -> DuelError:
     """The error for a checkpoint, or what of it, that cannot be read, with the likely remedy."""
     hint = f" To use another one, {remedy}." if remedy else ""
+    cause = said(error)
     if "trust_remote_code" in str(error):
         hint = " It runs code of its own: pass trust_remote_code=true if you trust it."
+    elif unheard := UNHEARD_OF.search(str(error)):
+        cause = f"transformers knows no model_type {unheard[1]!r}" if unheard[1] else "it names no model_type"
+        hint = (
+            f" If its network is one of the families', say which: family={'|'.join(NAMED)}. If it has code of its own "
+            "that you trust: backend=remote,trust_remote_code=true."
+        )
     elif not os.path.isdir(path):
-        hint = f" It is no local folder; a hub name needs a connection or a filled cache.{hint}"
-    return DuelError(f"Cannot read {what} '{path}': {said(error)}.{hint}")
+        near = difflib.get_close_matches(path, NAMES, n=1)
+        meant = f" Did you mean the bundled {near[0]}?" if near else ""
+        hint = f"{meant} It is no local folder; a hub name needs a connection or a filled cache.{hint}"
+    return DuelError(f"Cannot read {what} '{path}': {cause}.{hint}")
 
 
 def row_length(path: str, asked: int | None, held: int | None) -> int:

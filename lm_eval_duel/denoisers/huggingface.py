@@ -19,7 +19,7 @@ import torch
 from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoConfig, AutoModelForMaskedLM, PreTrainedTokenizerBase
 
 from lm_eval_duel import fingerprint
-from lm_eval_duel.denoisers import placement, probes, quantized, weights
+from lm_eval_duel.denoisers import filling, placement, probes, quantized, weights
 from lm_eval_duel.denoisers.asked import Asked
 from lm_eval_duel.denoisers.base import Denoiser, KeysValues
 from lm_eval_duel.denoisers.hub import mask_of, pick_dtype, row_length, said, unreadable
@@ -70,32 +70,31 @@ def filled(auto: Any, config: Any, raw: dict[str, Any], asked: Asked, **options:
     Raises DuelError where it cannot be read, or where a tensor is missing or of another shape.
     """
     options |= quantized.options(raw, asked) | placement.options(asked)
+    files = weights.shapes(asked.name) if os.path.isdir(asked.name) else {}
+    if files:
+        filling.require_counts(asked.name, {key: raw.get(key) for key in ("num_hidden_layers", "n_layer")}, files)
+        # not own code, which may keep what it computes for a next network, and here it would be empty
+        own = asked.trust_remote_code and raw.get("auto_map")
+        network = None if own else filling.empty(lambda: auto.from_config(config))
+        filling.require_room(asked.name, network, files.values(), hasattr(config, quantized.SAID))
     try:
-        model, report = auto.from_pretrained(
-            asked.name,
-            config=config,
-            dtype=pick_dtype(asked.dtype, asked.device),
-            revision=asked.revision,
-            output_loading_info=True,
-            **options,
-        )
+        with filling.quiet():
+            model, report = auto.from_pretrained(
+                asked.name,
+                config=config,
+                dtype=pick_dtype(asked.dtype, asked.device),
+                revision=asked.revision,
+                ignore_mismatched_sizes=True,  # reported, and an error below
+                output_loading_info=True,
+                **options,
+            )
     except Exception as error:  # a truncated file raises the error of whichever library reads it
         if os.path.isdir(asked.name):
             weights.require_readable(asked.name)  # names the file
         raise unreadable(asked.name, error) from error
-    require_filled(asked.name, report)
+    filling.require_filled(asked.name, report, model, files)
     quantized.require_used(model, report["unexpected_keys"], asked.name)
     return model if "device_map" in options else model.to(asked.device)
-
-
-def require_filled(name: str, report: dict[str, Any]) -> None:
-    """Raise DuelError where a loading report has tensors that are missing or of another shape."""
-    for kind in ("missing_keys", "mismatched_keys"):
-        if report.get(kind):
-            keys = ", ".join(str(key) for key in sorted(report[kind])[:10])
-            raise DuelError(f"The checkpoint {name} does not fill the network: {kind.replace('_', ' ')} {keys}.")
-    if report.get("unexpected_keys"):
-        log.warning("weights of %s that the network does not use: %s", name, sorted(report["unexpected_keys"])[:10])
 
 
 def finish(

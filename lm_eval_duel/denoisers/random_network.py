@@ -19,7 +19,8 @@ from lm_eval_duel.denoisers.backbone import Backbone
 from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.denoisers.dit import DiT, DiTConfig
 from lm_eval_duel.denoisers.dit_denoiser import DiTDenoiser
-from lm_eval_duel.denoisers.families import NAMED, native_config
+from lm_eval_duel.denoisers.families import NAMED
+from lm_eval_duel.denoisers.native import native_config
 from lm_eval_duel.errors import DuelError, unknown
 
 PREFIX = "random:"
@@ -133,7 +134,7 @@ def _llada(
         "rms_norm_eps": 1e-5,
         "rope_theta": 500_000.0,
     }
-    config = transformers.LlamaConfig(**native_config(family, raw), use_cache=False)
+    config = transformers.LlamaConfig(**native_config(family, raw, family.name), use_cache=False)
     config._attn_implementation = "sdpa"
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()

@@ -16,13 +16,14 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from lm_eval_duel.denoisers import huggingface, placement, probes, quantized, weights
+from lm_eval_duel.denoisers import filling, huggingface, placement, probes, quantized, weights
 from lm_eval_duel.denoisers.asked import Asked
 from lm_eval_duel.denoisers.backbone import trained_block
 from lm_eval_duel.denoisers.families import Family
 from lm_eval_duel.denoisers.hub import mask_of, pick_dtype, unreadable
 from lm_eval_duel.errors import DuelError
 
+COUNTED = ("num_hidden_layers", "n_layers", "num_experts")
 HEADED = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModel")  # AutoModel may lack the head
 
 
@@ -55,6 +56,7 @@ def load(
         asked.require_block(block)
     dtype = pick_dtype(asked.dtype, asked.device)
     tensors = weights.read(folder)
+    filling.require_counts(asked.name, {key: raw.get(key) for key in COUNTED}, tensors)
     if dtype == "auto":
         dtype = next(value.dtype for value in tensors.values() if value.is_floating_point())
     try:
@@ -97,23 +99,23 @@ def _complete(config: Any, raw: dict[str, Any]) -> None:
 
 
 def _fill(model: Any, tensors: dict[str, torch.Tensor], config: Any, name: str) -> None:
+    """Put every tensor in its place; raises DuelError for all that are missing, left over or of another shape."""
     tensors = {key: value for key, value in tensors.items() if not key.endswith("rotary_emb.inv_freq")}
+    own = {key: tuple(value.shape) for key, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    shapes = filling.compare(own, {key: tuple(value.shape) for key, value in tensors.items()}).shapes
+    what = f"The weights of {name} do not fill its own code"
     try:
-        lacking, unknown = model.load_state_dict(tensors, strict=False, assign=True)
-    except RuntimeError as error:  # another shape
-        problem = " ".join(str(error).split())[:500]
-        raise DuelError(f"The weights of {name} do not fill its own code: {problem}") from error
+        fitting = {key: value for key, value in tensors.items() if key not in shapes}
+        lacking, unknown = model.load_state_dict(fitting, strict=False, assign=True)
+    except RuntimeError as error:  # its own way to read them
+        raise DuelError(f"{what}: {' '.join(str(error).split())[:500]}") from error
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    tied: set[str] = set()
     if head is not None and getattr(config, "tie_word_embeddings", False):
         tied = {key for key, value in model.named_parameters(remove_duplicate=False) if value is head.weight}
-        if tied & set(lacking):
-            head.weight = model.get_input_embeddings().weight
-            lacking = [key for key in lacking if key not in tied]
-    for kind, keys in (("missing", lacking), ("not known", unknown)):
-        if keys:
-            raise DuelError(
-                f"The weights of {name} do not fill its own code: {len(keys)} {kind}: {', '.join(keys[:10])}."
-            )
+    filling.require(what, filling.Faults(set(lacking) - tied - set(shapes), unknown, shapes))
+    if tied & set(lacking):
+        head.weight = model.get_input_embeddings().weight
 
 
 @contextlib.contextmanager

@@ -43,23 +43,31 @@ def require_readable(folder: str) -> None:
     _whole_or_sharded(folder)
 
 
-def _whole_or_sharded(folder: str) -> dict[str, torch.Tensor] | None:
+def shapes(folder: str) -> dict[str, torch.Tensor]:
+    """The tensors of a folder's weights (no .ckpt) without their contents, on the meta device; none without files.
+
+    Raises DuelError where a file is missing or broken.
+    """
+    return _whole_or_sharded(folder, "meta") or {}
+
+
+def _whole_or_sharded(folder: str, device: str = "cpu") -> dict[str, torch.Tensor] | None:
     for name in NAMES:
         index = os.path.join(folder, f"{name}.index.json")
         if os.path.exists(index):
-            return _sharded(folder, index)
+            return _sharded(folder, index, device)
         if os.path.exists(os.path.join(folder, name)):
-            return _file(os.path.join(folder, name))
+            return _file(os.path.join(folder, name), device)
     return None
 
 
-def _sharded(folder: str, index: str) -> dict[str, torch.Tensor]:
+def _sharded(folder: str, index: str, device: str) -> dict[str, torch.Tensor]:
     places = _guarded(index, lambda: _places(index))
     tensors: dict[str, torch.Tensor] = {}
     for name in sorted(set(places.values())):
         if not os.path.exists(os.path.join(folder, name)):
             raise DuelError(f"{index} names {name}, which is not there: the download is not complete.")
-        tensors |= _file(os.path.join(folder, name))
+        tensors |= _file(os.path.join(folder, name), device)
     if lacking := sorted(set(places) - set(tensors)):
         raise DuelError(f"{len(lacking)} tensors that {index} names are in no shard: {', '.join(lacking[:10])}.")
     return tensors
@@ -68,16 +76,22 @@ def _sharded(folder: str, index: str) -> dict[str, torch.Tensor]:
 def _places(index: str) -> dict[str, str]:
     """Which shard holds each tensor."""
     with open(index, encoding="utf-8") as file:
-        return dict(json.load(file)["weight_map"].items())
+        return {str(key): os.fspath(name) for key, name in json.load(file)["weight_map"].items()}
 
 
-def _file(path: str) -> dict[str, torch.Tensor]:
+def _file(path: str, device: str) -> dict[str, torch.Tensor]:
     if path.endswith(".safetensors"):
-        return _guarded(path, lambda: load_file(path))
-    found = _unpickled(path, "{key: c[key] for key in c if torch.is_tensor(c[key])}", os.path.basename(path))
+        return _guarded(path, lambda: load_file(path) if device == "cpu" else _header(path))
+    found = _unpickled(path, "{key: c[key] for key in c if torch.is_tensor(c[key])}", os.path.basename(path), device)
     if not isinstance(found, dict) or not all(isinstance(value, torch.Tensor) for value in found.values()):
         raise DuelError(f"{path} holds more than tensors; save the network's state_dict alone.")
     return found
+
+
+def _header(path: str) -> dict[str, torch.Tensor]:
+    """The tensors of a .safetensors, without their contents."""
+    tensors = load_file(path)  # mapped into memory, and read where it is looked at
+    return {key: value.to("meta") for key, value in tensors.items()}
 
 
 def _lightning(path: str) -> dict[str, torch.Tensor]:
@@ -102,14 +116,14 @@ def _lightning(path: str) -> dict[str, torch.Tensor]:
     return tensors | dict(zip(names, shadow, strict=True))
 
 
-def _unpickled(path: str, kept: str, name: str) -> Any:
+def _unpickled(path: str, kept: str, name: str, device: str = "cpu") -> Any:
     """What torch wrote, tensors and plain values only.
 
     Raises DuelError where it cannot be read. Where it holds code, the error has the command that saves what is `kept`
     of the content `c` under `name`.
     """
     try:
-        return torch.load(path, "cpu", weights_only=True)
+        return torch.load(path, device, weights_only=True)
     except Exception as error:  # a broken pickle raises anything
         if not isinstance(error, pickle.UnpicklingError) or not _pickled(path):
             raise _broken(path, error) from error

@@ -1,0 +1,106 @@
+"""Entries of a config.json, read by their types: a count is 12, not "12", 12.0 or true, and a switch is no text.
+
+Each raises ValueError, in words, for a value of another type; an entry that is null is one that is not there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+COUNTS = (
+    "d_model",
+    "embedding_size",
+    "expert_intermediate_size",
+    "head_dim",
+    "hidden_size",
+    "intermediate_size",
+    "max_position_embeddings",
+    "max_sequence_length",
+    "mlp_hidden_size",
+    "moe_intermediate_size",
+    "n_group",
+    "n_heads",
+    "n_kv_heads",
+    "n_layers",
+    "n_routed_experts",
+    "num_attention_heads",
+    "num_experts",
+    "num_experts_per_tok",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "topk_group",
+    "vocab_size",
+)
+COUNTS_OR_NONE_AT_ALL = ("dense_intermediate_size", "first_k_dense_replace", "n_shared_experts", "num_shared_experts")
+NUMBERS = ("partial_rotary_factor", "rms_norm_eps", "rope_theta", "routed_scaling_factor")
+SWITCHES = (
+    "attention_bias",
+    "include_bias",
+    "include_qkv_bias",
+    "mlp_bias",
+    "norm_topk_prob",
+    "right_shift_logits",
+    "tie_word_embeddings",
+    "use_qk_norm",
+    "weight_tying",
+)
+
+
+def count(config: Mapping[str, Any], key: str, least: int = 1) -> int | None:
+    """A whole number, at least `least`, or None."""
+    value = config.get(key)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+        raise ValueError(f"'{key}' is a whole number, at least {least}; got {value!r}")
+    return value
+
+
+def number(config: Mapping[str, Any], key: str) -> float | None:
+    """A number above 0, or None."""
+    value = config.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"'{key}' is a number above 0; got {value!r}")
+    return value
+
+
+def switch(config: Mapping[str, Any], key: str, default: bool | None = None) -> bool | None:
+    """True or false, or `default`."""
+    value = config.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"'{key}' is true or false; got {value!r}")
+    return default if value is None else value
+
+
+def section(config: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The entries inside an entry; empty where there is none."""
+    value = config.get(key)
+    if value is not None and not isinstance(value, dict):
+        raise ValueError(f"'{key}' is an object of names and values; got {value!r}")
+    return value or {}
+
+
+def check(raw: Mapping[str, Any], blocks: Iterable[str] = ()) -> None:
+    """Raise ValueError for an entry of a decoder's config, or of a size of `blocks`, that is of another type."""
+    readers: list[tuple[Callable[..., Any], Iterable[str], tuple[int, ...]]] = [
+        (count, (*COUNTS, *blocks), (1,)),
+        (count, COUNTS_OR_NONE_AT_ALL, (0,)),
+        (number, NUMBERS, ()),
+        (switch, SWITCHES, ()),
+    ]
+    for where in (raw, _rotary(raw)):
+        for read, keys, least in readers:
+            for key in keys:
+                read(where, key, *least)
+
+
+def said(raw: Mapping[str, Any], key: str) -> Any:
+    """An entry, which transformers 5 may have put with the others on rotary positions; None where there is none."""
+    value = raw.get(key)
+    return _rotary(raw).get(key) if value is None else value
+
+
+def _rotary(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return found if isinstance(found := raw.get("rope_parameters"), dict) else {}
