@@ -36,7 +36,7 @@ def load(name: str = "demo-mdm", *, device: str | None = None, **network: Any) -
 
     Raises DuelError when the checkpoint cannot be read, does not fill its network exactly, or is not what it says.
     """
-    asked = Asked(resolve(name), hub.pick_device(device), **network)
+    asked = hub.pinned(Asked(resolve(name), hub.pick_device(device), **network))
     raw = hub.raw_config(asked.name, asked.revision)
     denoiser = _read(raw, asked, _tokenizer(raw, asked))
     if asked.compile:
