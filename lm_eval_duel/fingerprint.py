@@ -17,9 +17,8 @@ from typing import Any
 
 from lm_eval_duel.errors import DuelError
 
-LAW_FILES = re.compile(
-    r"(adapter_)?config\.json|.*\.safetensors|(pytorch|adapter)_model.*\.bin|.*\.ckpt|.*\.index\.json"
-)
+LAW_FILES = re.compile(r"config\.json|.*\.safetensors|pytorch_model.*\.bin|.*\.ckpt|.*\.index\.json")
+ADAPTER_FILES = re.compile(r"adapter_config\.json|adapter_model\.(safetensors|bin)")
 LIBRARIES = ("lm_eval_duel", "torch", "transformers", "tokenizers")  # their releases are in the results
 IMPORTED = re.compile(r"^\s*from\s+\.(?P<module>[\w.]*)\s+import\s+(?P<names>.*)", re.MULTILINE)
 NO_IDS = (  # settings of a tokenizer that change no id of a text by itself
@@ -52,16 +51,30 @@ def hash_files(paths: Iterable[str | os.PathLike]) -> str:
     return total.hexdigest()[:12]
 
 
+def hash_texts(texts: Iterable[str]) -> str:
+    """Twelve hexadecimal digits of texts and their order."""
+    total = hashlib.sha256()
+    for text in texts:
+        encoded = text.encode("utf-8", "surrogatepass")
+        total.update(len(encoded).to_bytes(8, "big") + encoded)
+    return total.hexdigest()[:12]
+
+
 # ---------------------------------------------------------------- weights
 
 
 def weights_of(folder: str | os.PathLike) -> str:
-    """The hash of the weights and config in a local folder (checkpoint or adapter): every file that a loader reads."""
+    """The hash of the weights and config in a local folder: every file that a loader reads."""
     names = {name for name in os.listdir(folder) if LAW_FILES.fullmatch(name)}
     for name in sorted(names):
         if name == "config.json" or name.endswith(".index.json"):
             names |= set(_named(folder, name))
     return hash_files(os.path.join(folder, name) for name in names)
+
+
+def adapter_of(folder: str | os.PathLike) -> str:
+    """The hash of a PEFT adapter in a local folder."""
+    return hash_files(os.path.join(folder, name) for name in os.listdir(folder) if ADAPTER_FILES.fullmatch(name))
 
 
 def _named(folder: str | os.PathLike, name: str) -> Iterator[str]:

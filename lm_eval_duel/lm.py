@@ -82,8 +82,7 @@ class DuelMDM(Writing):
 
     @property
     def generating(self) -> dict[str, str]:
-        """The law of generated texts: that of the rule, where the estimator has none, the seed of draws, and how ids are
-        written and end."""
+        """The law of generated texts: the rule's where the estimator has none, the seed, and how ids become text."""
         from lm_eval_duel.generation import ends
 
         asked = {"estimator": "duel", "block": str(self.options.block), "grid": self.options.grid}

@@ -143,7 +143,7 @@ class Backbone(Denoiser):
         if self.attention == "block_causal":
             described["last_block"] = self.last_block
         if self.adapter:
-            described["peft"] = fingerprint.weights_of(self.adapter)
+            described["peft"] = fingerprint.adapter_of(self.adapter)
         return described
 
 

@@ -293,7 +293,7 @@ def described_by(denoiser: Any) -> dict[str, object]:
     if not is_native(model):
         described["code"] = fingerprint.code_of(type(model))
     if denoiser.adapter:
-        described["peft"] = fingerprint.weights_of(denoiser.adapter)
+        described["peft"] = fingerprint.adapter_of(denoiser.adapter)
     return described
 
 
