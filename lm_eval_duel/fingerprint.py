@@ -63,9 +63,10 @@ def hash_texts(texts: Iterable[str]) -> str:
 # ---------------------------------------------------------------- weights
 
 
-def weights_of(folder: str | os.PathLike) -> str:
-    """The hash of the weights and config in a local folder: every file that a loader reads."""
-    names = {name for name in os.listdir(folder) if LAW_FILES.fullmatch(name)}
+def weights_of(folder: str | os.PathLike, code: bool = False) -> str:
+    """The hash of the weights and config in a local folder, every file that a loader reads, and of its code where it
+    runs."""
+    names = {name for name in os.listdir(folder) if LAW_FILES.fullmatch(name) or (code and name.endswith(".py"))}
     for name in sorted(names):
         if name == "config.json" or name.endswith(".index.json"):
             names |= set(_named(folder, name))

@@ -280,17 +280,18 @@ def is_native(model: torch.nn.Module) -> bool:
 
 def described_by(denoiser: Any) -> dict[str, object]:
     """What of a network that came with transformers' or its own code defines the law."""
-    model, path = denoiser.model, denoiser.path
+    model, path, native = denoiser.model, denoiser.path, is_native(denoiser.model)
+    local = os.path.isdir(path)
     described = {
         "denoiser": type(model).__name__,
-        "weights": fingerprint.weights_of(path) if os.path.isdir(path) else f"{path} at commit {denoiser.revision}",
+        "weights": fingerprint.weights_of(path, not native) if local else f"{path} at commit {denoiser.revision}",
         "dtype": str(denoiser.dtype).removeprefix("torch."),
         "mask_token_id": denoiser.mask_id,
         "vocabulary": f"{int((~denoiser.excluded).sum())} of {denoiser.vocab_size}",
         "relative_positions": denoiser.relative_positions,
     }
     described |= quantized.described(model)
-    if not is_native(model):
+    if not native:  # of a hub name, and from another repository than the weights, too
         described["code"] = fingerprint.code_of(type(model))
     if denoiser.adapter:
         described["peft"] = fingerprint.adapter_of(denoiser.adapter)
