@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import inspect
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
@@ -63,10 +62,7 @@ class Duel(Estimator):
         super().__init__(denoiser, block, grid, batch_size, max_batch_size, traced)
 
     def describe(self) -> dict[str, object]:
-        law = {"estimator": self.name, "rule": self.rule, "block": self.block, "grid": self.grid}
-        if type(self.rule) not in rules.RULES.values():
-            law["rule_code"] = fingerprint.hash_files([inspect.getfile(type(self.rule))])
-        return law
+        return {"estimator": self.name, "block": self.block, "grid": self.grid, **fingerprint.of_rule(self.rule)}
 
     def values(self, scored: Scored) -> dict[str, Value]:
         return {self.name: Value(scored.log_prob, nfe=scored.nfe)}

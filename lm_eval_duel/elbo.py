@@ -111,7 +111,7 @@ class Elbo(Estimator):
             "estimator": self.name,
             "elbo_form": self.form,
             "elbo_block": self.block,
-            "elbo_eps": self.eps,
+            "elbo_eps": float(self.eps),
             "mc_samples": self.samples,
             "draw_seed": self.seed,
         }

@@ -5,14 +5,27 @@ Two runs with the same fingerprint must agree up to float noise; batch size, dev
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-LAW_FILES = re.compile(r"(adapter_)?config\.json|.*\.safetensors|pytorch_model.*\.bin|.*\.ckpt")
+from lm_eval_duel.errors import DuelError
+
+LAW_FILES = re.compile(r"config\.json|.*\.safetensors|pytorch_model.*\.bin|.*\.ckpt|.*\.index\.json")
+ADAPTER_FILES = re.compile(r"adapter_config\.json|adapter_model\.(safetensors|bin)")
+LIBRARIES = ("lm_eval_duel", "torch", "transformers", "tokenizers")  # their releases are in the results
+IMPORTED = re.compile(r"^\s*from\s+\.(?P<module>[\w.]*)\s+import\s+(?P<names>.*)", re.MULTILINE)
+NO_IDS = (  # settings of a tokenizer that change no id of a text by itself
+    *("backend", "chat_control_tokens", "chat_template", "clean_up_tokenization_spaces", "files_loaded", "is_local"),
+    *("local_files_only", "model_input_names", "model_max_length", "name_or_path", "pad_token", "padding_side"),
+    *("processor_class", "response_template", "tokenizer_class", "truncation_side", "verbose", "auto_map"),
+)
 
 
 def digest(law: Mapping[str, object]) -> str:
@@ -21,10 +34,16 @@ def digest(law: Mapping[str, object]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
+def number(value: float) -> str:
+    """A number in the fewest digits that say it exactly: two values have two texts."""
+    short = f"{float(value):g}"
+    return short if float(short) == float(value) else repr(float(value))
+
+
 def hash_files(paths: Iterable[str | os.PathLike]) -> str:
     """Twelve hexadecimal digits of the contents of files, names of folders not counted."""
     total = hashlib.sha256()
-    for path in sorted(paths, key=lambda path: os.path.basename(path)):
+    for path in sorted(paths, key=lambda path: (os.path.basename(path), path)):
         total.update(os.path.basename(path).encode() + b"\0")
         with open(path, "rb") as file:
             while chunk := file.read(1 << 22):
@@ -32,17 +51,144 @@ def hash_files(paths: Iterable[str | os.PathLike]) -> str:
     return total.hexdigest()[:12]
 
 
+def hash_texts(texts: Iterable[str]) -> str:
+    """Twelve hexadecimal digits of texts and their order."""
+    total = hashlib.sha256()
+    for text in texts:
+        encoded = text.encode("utf-8", "surrogatepass")
+        total.update(len(encoded).to_bytes(8, "big") + encoded)
+    return total.hexdigest()[:12]
+
+
+# ---------------------------------------------------------------- weights
+
+
 def weights_of(folder: str | os.PathLike, code: bool = False) -> str:
-    """The hash of the weights and config in a local folder (checkpoint or adapter), and of its code where it runs."""
-    names = [name for name in os.listdir(folder) if LAW_FILES.fullmatch(name) or (code and name.endswith(".py"))]
+    """The hash of the weights and config in a local folder, every file that a loader reads, and of its code where it
+    runs."""
+    names = {name for name in os.listdir(folder) if LAW_FILES.fullmatch(name) or (code and name.endswith(".py"))}
+    for name in sorted(names):
+        if name == "config.json" or name.endswith(".index.json"):
+            names |= set(_named(folder, name))
     return hash_files(os.path.join(folder, name) for name in names)
 
 
+def adapter_of(folder: str | os.PathLike) -> str:
+    """The hash of a PEFT adapter in a local folder."""
+    return hash_files(os.path.join(folder, name) for name in os.listdir(folder) if ADAPTER_FILES.fullmatch(name))
+
+
+def _named(folder: str | os.PathLike, name: str) -> Iterator[str]:
+    """The files of weights that a config or an index names, which may be called anything."""
+    try:
+        with open(os.path.join(folder, name), encoding="utf-8") as file:
+            said = json.load(file)
+        files = [*said.get("weight_map", {}).values(), said.get("transformers_weights")]
+    except (ValueError, AttributeError):
+        return  # of a broken one the loader says more
+    for found in files:
+        if isinstance(found, str) and os.path.isfile(os.path.join(folder, found)):
+            yield os.path.normpath(found)
+
+
+# ---------------------------------------------------------------- code
+
+
+def code_of(kind: type) -> str:
+    """The hash of the code of a class that is of no library: its file, those of its bases, and what they import beside
+    them.
+
+    Raises DuelError for a class that no file holds.
+    """
+    if not (files := _code_files(kind)):
+        raise DuelError(f"The code of {kind.__qualname__} is in no file, so no law can name it; put it into a module.")
+    return hash_files(files)
+
+
+def of_rule(rule: Any) -> dict[str, str]:
+    """A rule as entries of the law: its text, and the code of a rule of the user's own."""
+    own = type(rule).__module__.partition(".")[0] not in LIBRARIES
+    return {"rule": str(rule)} | ({"rule_code": code_of(type(rule))} if own else {})
+
+
+def _code_files(kind: type) -> set[str]:
+    found: set[str] = set()
+    for each in kind.__mro__:
+        top = each.__module__.partition(".")[0]
+        if top not in LIBRARIES and top not in sys.stdlib_module_names:
+            _add_imported(getattr(sys.modules.get(each.__module__), "__file__", None), found)
+    return found
+
+
+def _add_imported(file: str | None, found: set[str]) -> None:
+    """Add a file of Python, and the files beside it that it imports (`from .name import ...`)."""
+    if file is None or not os.path.isfile(file) or (file := os.path.abspath(file)) in found:
+        return
+    found.add(file)
+    with open(file, encoding="utf-8", errors="replace") as source:
+        imports = list(IMPORTED.finditer(source.read()))
+    for each in imports:
+        modules = [each["module"]] if each["module"] else re.findall(r"\w+", each["names"])
+        for module in modules:
+            _add_imported(os.path.join(os.path.dirname(file), *module.split(".")) + ".py", found)
+
+
+# ---------------------------------------------------------------- tokenizers
+
+
 def of_tokenizer(tokenizer: Any) -> str:
-    """The hash of everything that a tokenizer of transformers does."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    text = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
+    """The hash of everything that makes ids of a text: a tokenizer's tables, files, code and settings.
+
+    Truncation and padding of a tokenizer.json are left out: the first call of a tokenizer resets them.
+    """
+    said: dict[str, Any] = {"split_special_tokens": bool(getattr(tokenizer, "split_special_tokens", False))}
+    backend, own = getattr(tokenizer, "backend_tokenizer", None), _code_files(type(tokenizer))
+    if backend is not None:
+        state = json.loads(backend.to_str())
+        said["backend"] = {key: value for key, value in state.items() if key not in ("truncation", "padding")}
+    if own:
+        said["code"] = hash_files(own)
+    if own or backend is None:
+        said |= _in_python(tokenizer)
+    text = json.dumps(said, sort_keys=True, default=lambda value: f"{type(value).__name__} {_flags(value)}")
     return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _in_python(tokenizer: Any) -> dict[str, Any]:
+    """What defines a tokenizer whose work is done in Python: class, vocabulary, files, added tokens, settings."""
+    plain = {key: value for key, value in vars(tokenizer).items() if isinstance(value, bool | int | float | str)}
+    settings = {**getattr(tokenizer, "init_kwargs", {}), **plain}
+    return {
+        "class": type(tokenizer).__qualname__,
+        "vocabulary": sorted(tokenizer.get_vocab().items()),
+        "added": {str(token): _flags(added) for token, added in getattr(tokenizer, "added_tokens_decoder", {}).items()},
+        "files": _vocabulary_files(tokenizer),
+        "settings": {
+            key: value
+            for key, value in settings.items()
+            if key not in NO_IDS and not key.startswith("_") and not key.endswith(("_file", "_path"))
+        },
+    }
+
+
+def _flags(added: Any) -> str:
+    """An added token with its flags; of anything else nothing, whose text may hold an address."""
+    return repr(added) if type(added).__name__ == "AddedToken" else ""
+
+
+def _vocabulary_files(tokenizer: Any) -> list[str]:
+    """The hashes of the files that a tokenizer was read from, and of those that it writes."""
+    names, asked = getattr(tokenizer, "vocab_files_names", {}), getattr(tokenizer, "init_kwargs", {})
+    folder = str(getattr(tokenizer, "name_or_path", ""))
+    read = []
+    for key, name in names.items():
+        places = [getattr(tokenizer, key, None), asked.get(key)] + ([os.path.join(folder, str(name))] if folder else [])
+        read += [place for place in places if isinstance(place, str) and os.path.isfile(place)][:1]
+    with tempfile.TemporaryDirectory() as scratch:
+        with contextlib.suppress(Exception):  # not every class can; what it was read from is hashed all the same
+            tokenizer.save_vocabulary(scratch)
+        written = hash_files(os.path.join(scratch, name) for name in os.listdir(scratch))
+    return [hash_files(read), written]
 
 
 def differences(ours: Mapping[str, object], theirs: Mapping[str, object]) -> list[str]:

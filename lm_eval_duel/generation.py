@@ -16,6 +16,7 @@ from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.denoisers.tempered import Tempered
 from lm_eval_duel.duel import Duel
 from lm_eval_duel.errors import DuelError, unknown
+from lm_eval_duel.fingerprint import number
 from lm_eval_duel.ledger import Drawn
 from lm_eval_duel.options import count, truth
 from lm_eval_duel.text import Text
@@ -68,9 +69,9 @@ class Settings:
         """As in the results."""
         if not self.temperature:
             return "decoding"
-        parts = [f"temperature={self.temperature:g}"]
+        parts = [f"temperature={number(self.temperature)}"]
         parts += [f"top_k={self.top_k}"] if self.top_k is not None else []
-        return ", ".join(["sampling", *parts, *([f"top_p={self.top_p:g}"] if self.top_p < 1 else [])])
+        return ", ".join(["sampling", *parts, *([f"top_p={number(self.top_p)}"] if self.top_p < 1 else [])])
 
 
 class Generator:

@@ -82,10 +82,18 @@ class DuelMDM(Writing):
 
     @property
     def generating(self) -> dict[str, str]:
-        """The law of generated texts: that of the rule, where the estimator has none, and the seed of draws."""
-        rule = {"estimator": "duel", "rule": str(self.options.rule), "block": str(self.options.block)}
-        law = self.law if self.estimator.decodes else {**self.law, **rule}
-        return {**law, "draw_seed": str(self.options.draw_seed)}
+        """The law of generated texts: the rule's where the estimator has none, the seed, and how ids become text."""
+        from lm_eval_duel.generation import ends
+
+        asked = {"estimator": "duel", "block": str(self.options.block), "grid": self.options.grid}
+        asked |= fingerprint.of_rule(self.options.rule)
+        law = self.law if self.estimator.decodes else {**self.law, **asked}
+        return {
+            **law,
+            "draw_seed": str(self.options.draw_seed),
+            "ends": str(sorted(ends(self.tokenizer))),
+            "clean_up": str(bool(getattr(self.tokenizer, "clean_up_tokenization_spaces", False))),
+        }
 
     @property
     def fingerprint(self) -> str:

@@ -158,8 +158,19 @@ def decide(rule: rules.Rule, predictions: Predictions | None, lanes: Lanes, grou
     if isinstance(decision, torch.Tensor):
         decision = rules.Decision(decision)
     if not isinstance(decision, rules.Decision):
-        raise DuelError(f"Rule {rule} must return a Decision or a boolean plane; got {type(decision).__name__}.")
+        raise DuelError(
+            f"Rule {rule} must return a Decision or a boolean plane; got {type(decision).__name__}. "
+            "The plane is a torch tensor."
+        )
     pick, lead = decision.pick, decision.lead
+    for what, plane in (("pick", pick), ("lead", lead), *(("memory", plane) for plane in decision.memory)):
+        if not isinstance(plane, torch.Tensor) and not (what == "lead" and plane is None):
+            raise DuelError(f"The {what} of rule {rule} is a torch tensor; got {type(plane).__name__}.")
+        if plane is not None and plane.device != lanes.hidden.device:
+            raise DuelError(
+                f"The {what} of rule {rule} lies on {plane.device}, and the network on {lanes.hidden.device}: make it "
+                "from the tensors that the rule is given, or with device=lanes.hidden.device."
+            )
     if pick.shape != lanes.hidden.shape or pick.dtype != torch.bool:
         raise DuelError(
             f"Rule {rule} must pick a boolean plane {tuple(lanes.hidden.shape)}; got {pick.dtype} {tuple(pick.shape)}."

@@ -21,7 +21,7 @@ from lm_eval_duel import corpora
 from lm_eval_duel.demo import FOLDER
 from lm_eval_duel.detokenize import DETOKENIZERS
 from lm_eval_duel.errors import DuelError, unknown
-from lm_eval_duel.fingerprint import of_tokenizer
+from lm_eval_duel.fingerprint import hash_texts, of_tokenizer
 from lm_eval_duel.options import CHOICES, MADE, TOKENS, count, one_of, truth
 from lm_eval_duel.token_text import TokenText, made
 from lm_eval_duel.windows import of_row
@@ -68,7 +68,7 @@ def documents(corpus: str, **metadata: Any) -> dict[str, datasets.Dataset]:
     raw = corpora.texts(corpus, asked.get("data_dir"), asked.get("rows"))
     texts = list(map(DETOKENIZERS[known.detokenize], raw)) if known.tidied else raw
     records = [{"text": text, TOKENS: len(ids)} for text, ids in _encoded(texts, tokenizer)]
-    how = made("document", corpus, of_tokenizer(tokenizer), asked)
+    how = made("document", corpus, of_tokenizer(tokenizer), asked, hash_texts(raw))
     for record in records:
         record[MADE] = how
     if known.tidied:
@@ -96,7 +96,7 @@ def wrapped(corpus: str, **metadata: Any) -> dict[str, datasets.Dataset]:
         texts = list(map(DETOKENIZERS[known.detokenize], texts))
     row = {"framing": list(wrapping.framing), "bos": bos}
     row["tokenizer"] = [str(tokenizer.name_or_path), of_tokenizer(tokenizer)]
-    row[MADE] = made("row", corpus, place, dataclasses.asdict(wrapping), row["tokenizer"][1], bos)
+    row[MADE] = made("row", corpus, place, dataclasses.asdict(wrapping), row["tokenizer"][1], bos, hash_texts(texts))
     _TOKENIZERS[row["tokenizer"][1]] = tokenizer
     rows = wrapping.rows(ids for _, ids in _encoded(texts, tokenizer))
 

@@ -45,7 +45,8 @@ def load(name: str = "demo-mdm", *, device: str | None = None, **network: Any) -
 
     Raises DuelError when the checkpoint cannot be read, does not fill its network exactly, or is not what it says.
     """
-    asked = Asked(resolve(checkpoint_name("name", name) or BUNDLED), hub.pick_device(device), **network)
+    name = resolve(checkpoint_name("name", name) or BUNDLED)
+    asked = hub.pinned(Asked(name, hub.pick_device(device), **network))
     raw = hub.raw_config(asked.name, asked.revision)
     tokenizer = _tokenizer(raw, asked)
     denoiser = _read(raw, asked, tokenizer)

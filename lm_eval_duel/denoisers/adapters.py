@@ -2,19 +2,45 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import re
 from functools import partial
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 
 from lm_eval_duel.denoisers import filling
+from lm_eval_duel.denoisers.asked import Asked
 from lm_eval_duel.denoisers.families import Family
 from lm_eval_duel.denoisers.hub import said
 from lm_eval_duel.denoisers.native import native_name
 from lm_eval_duel.errors import DuelError
 
 PREFIX = "base_model.model."
+
+
+def fetched(asked: Asked) -> Asked:
+    """The same with the adapter in a local folder: of a hub name, the snapshot that is read and hashed.
+
+    Raises DuelError where there is none, or the package peft is not installed.
+    """
+    _require_peft(asked.peft)
+    if os.path.isdir(asked.peft):
+        return asked
+    try:
+        folder = snapshot_download(asked.peft, allow_patterns=["adapter_config.json", "adapter_model.*"])
+    except (OSError, ValueError) as error:
+        raise DuelError(f"Cannot read adapter '{asked.peft}': {said(error)}") from error
+    return dataclasses.replace(asked, peft=folder)
+
+
+def _require_peft(path: str) -> None:
+    try:
+        import peft  # noqa: F401
+    except ImportError as error:
+        raise DuelError(f"The adapter {path} needs the package peft (pip install peft): {error}") from error
 
 
 def merge(model: Any, path: str, family: Family | None) -> Any:

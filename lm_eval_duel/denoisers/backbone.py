@@ -10,7 +10,6 @@ Shapes: R rows, L row length, N rows of a call, Q queries, K keys, D features, V
 from __future__ import annotations
 
 import logging
-import os
 from typing import Any
 
 import torch
@@ -143,8 +142,7 @@ class Backbone(Denoiser):
         if self.attention == "block_causal":
             described["last_block"] = self.last_block
         if self.adapter:
-            local = os.path.isdir(self.adapter)
-            described["peft"] = fingerprint.weights_of(self.adapter) if local else self.adapter
+            described["peft"] = fingerprint.adapter_of(self.adapter)
         return described
 
 

@@ -48,8 +48,9 @@ def load(
         config.tie_word_embeddings = torch.equal(tensors[HEAD], tensors.get(TABLE, tensors[HEAD]))
     model = _Files(family, folder, asked, stored, tensors, origin).fill(config, options)
     if asked.peft:
-        from lm_eval_duel.denoisers.adapters import merge
+        from lm_eval_duel.denoisers.adapters import fetched, merge
 
+        asked = fetched(asked)
         model = merge(model, asked.peft, family)
     probes.rotary_frequencies(model, config, folder)
     with quantized.first_calls(model, folder):

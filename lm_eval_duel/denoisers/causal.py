@@ -53,8 +53,9 @@ def load(family: Family | None, raw: dict[str, Any], asked: Asked, tokenizer: Pr
     options = {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}
     model = huggingface.filled(AutoModelForCausalLM, config, raw, asked, **trusted, **options)
     if asked.peft:
-        from lm_eval_duel.denoisers.adapters import merge
+        from lm_eval_duel.denoisers.adapters import fetched, merge
 
+        asked = fetched(asked)
         model = merge(model, asked.peft, None)
     if not huggingface.is_native(model):
         probes.rotary_frequencies(model, config, asked.name)  # transformers 5 leaves those of others uninitialised
@@ -66,7 +67,7 @@ def load(family: Family | None, raw: dict[str, Any], asked: Asked, tokenizer: Pr
     # a row's last token is predicted and never fed, so a row has one position more than the network
     row = row_length(asked.name, asked.max_length, held and held + 1)
     denoiser = Causal(model.eval(), set(tokenizer.get_vocab().values()), row, asked.name)
-    denoiser.adapter, denoiser.bos = asked.peft, asked.bos or denoiser.bos
+    denoiser.adapter, denoiser.bos, denoiser.revision = asked.peft, asked.bos or denoiser.bos, asked.revision
     return denoiser
 
 
@@ -118,6 +119,7 @@ class Causal(Denoiser):
         self.device, self.coarse = placement.device_of(model), quantized.is_quantized(model)
         self.dtype = next(model.parameters()).dtype
         self.adapter: str | None = None
+        self.revision: str | None = None  # the commit, of a hub name
         self.splits_head = False
         with torch.inference_mode():
             try:

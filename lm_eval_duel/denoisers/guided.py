@@ -16,6 +16,7 @@ import torch
 from lm_eval_duel.denoisers.altered import Altered
 from lm_eval_duel.denoisers.base import Cells, Denoiser, View
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.fingerprint import number
 from lm_eval_duel.lanes import Lanes, Rows
 from lm_eval_duel.options import require_finite
 
@@ -49,7 +50,7 @@ class Guided(Altered):
         return GuidedView(self, rows, generating)
 
     def describe(self) -> dict[str, object]:
-        return {**self.plain.describe(), "guidance": f"classifier-free, cfg_scale={self.scale:g}"}
+        return {**self.plain.describe(), "guidance": f"classifier-free, cfg_scale={number(self.scale)}"}
 
 
 class GuidedView(View):

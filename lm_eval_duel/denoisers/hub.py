@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import fnmatch
 import json
@@ -49,6 +50,18 @@ def raw_config(path: str, revision: str, needed: bool = True) -> dict[str, Any]:
     if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
         raise DuelError(f"The config.json of {path} is no config: 'architectures' is a list of names; got {classes!r}.")
     return raw
+
+
+def pinned(asked: Asked) -> Asked:
+    """The same with the revision of a hub name as a commit, so that every file is of one state, which the law names."""
+    if os.path.isdir(asked.name):
+        return asked
+    try:
+        file = cached_file(asked.name, "config.json", revision=asked.revision, **QUIET)
+    except (OSError, ValueError):  # reading the config says what is wrong
+        return asked
+    folder, commit = os.path.split(os.path.dirname(file or ""))
+    return dataclasses.replace(asked, revision=commit) if os.path.basename(folder) == "snapshots" else asked
 
 
 def local_folder(path: str, revision: str, code_only: bool = False) -> str:

@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoConfig, AutoModelForMaskedLM, PreTrainedTokenizerBase
+from transformers.utils import cached_file
 
 from lm_eval_duel import fingerprint
 from lm_eval_duel.denoisers import filling, placement, probes, quantized, weights
 from lm_eval_duel.denoisers.asked import Asked
 from lm_eval_duel.denoisers.base import Denoiser, KeysValues
-from lm_eval_duel.denoisers.hub import mask_of, pick_dtype, row_length, said, unreadable
+from lm_eval_duel.denoisers.hub import QUIET, mask_of, pick_dtype, row_length, said, unreadable
 from lm_eval_duel.denoisers.predictions import excluded_columns, require_fit
 from lm_eval_duel.denoisers.row_effects import padding_id, without_block_sparse
 from lm_eval_duel.errors import DuelError
@@ -70,6 +71,7 @@ def filled(auto: Any, config: Any, raw: dict[str, Any], asked: Asked, **options:
     Raises DuelError where it cannot be read, or where a tensor is missing or of another shape.
     """
     options |= quantized.options(raw, asked) | placement.options(asked)
+    require_no_adapter(asked)
     files = weights.shapes(asked.name) if os.path.isdir(asked.name) else {}
     if files:
         filling.require_counts(asked.name, {key: raw.get(key) for key in ("num_hidden_layers", "n_layer")}, files)
@@ -97,6 +99,17 @@ def filled(auto: Any, config: Any, raw: dict[str, Any], asked: Asked, **options:
     return model if "device_map" in options else model.to(asked.device)
 
 
+def require_no_adapter(asked: Asked) -> None:
+    """Raise DuelError for an adapter beside the weights: where peft is installed transformers adds it, or takes another
+    checkpoint that the adapter names; where not, it does neither."""
+    if cached_file(asked.name, "adapter_config.json", revision=asked.revision, **QUIET) is not None:
+        raise DuelError(
+            f"{asked.name} holds an adapter (adapter_config.json) beside its weights, and whether it is part of the "
+            "network depends on what is installed. Take a copy without the adapter's files, and say "
+            "peft=<their folder> if it is to be added."
+        )
+
+
 def finish(
     model: torch.nn.Module,
     asked: Asked,
@@ -115,7 +128,7 @@ def finish(
     tokens = set(tokenizer.get_vocab().values())
     denoiser = HuggingFace(model.eval(), mask_id, tokens, held or asked.max_length, asked.name, **quirks)
     denoiser.max_length, denoiser.last_block, denoiser.adapter = row, asked.last_block, asked.peft
-    denoiser.bos = asked.bos or denoiser.bos
+    denoiser.bos, denoiser.revision = asked.bos or denoiser.bos, asked.revision
     if denoiser.sparse_from is not None and row >= denoiser.sparse_from:
         log.warning(
             "%s has block-sparse attention from %d positions on, by its config; it is scored with full attention at "
@@ -163,6 +176,7 @@ class HuggingFace(Denoiser):
         self.adapter: str | None = None
         self.pad_id = padding_id(model.config, tokens, mask_id)
         self.sparse_from = without_block_sparse(model)
+        self.revision: str | None = None  # the commit, of a hub name
         self._output = model.get_output_embeddings()
         self.splits_head = False
         with torch.inference_mode(), first_calls(path):
@@ -302,22 +316,21 @@ def is_native(model: torch.nn.Module) -> bool:
 
 def described_by(denoiser: Any) -> dict[str, object]:
     """What of a network that came with transformers' or its own code defines the law."""
-    model, path, adapter = denoiser.model, denoiser.path, denoiser.adapter
-    commit = getattr(model.config, "_commit_hash", None)
-    weights = (
-        fingerprint.weights_of(path, not is_native(model)) if os.path.isdir(path) else f"{path} at commit {commit}"
-    )
+    model, path, native = denoiser.model, denoiser.path, is_native(denoiser.model)
+    local = os.path.isdir(path)
     described = {
         "denoiser": type(model).__name__,
-        "weights": weights,
+        "weights": fingerprint.weights_of(path, not native) if local else f"{path} at commit {denoiser.revision}",
         "dtype": str(denoiser.dtype).removeprefix("torch."),
         "mask_token_id": denoiser.mask_id,
         "vocabulary": f"{int((~denoiser.excluded).sum())} of {denoiser.vocab_size}",
         "relative_positions": denoiser.relative_positions,
     }
     described |= quantized.described(model)
-    if adapter:
-        described["peft"] = fingerprint.weights_of(adapter) if os.path.isdir(adapter) else adapter
+    if not native:  # of a hub name, and from another repository than the weights, too
+        described["code"] = fingerprint.code_of(type(model))
+    if denoiser.adapter:
+        described["peft"] = fingerprint.adapter_of(denoiser.adapter)
     return described
 
 

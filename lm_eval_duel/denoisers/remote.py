@@ -70,8 +70,9 @@ def load(
     _fill(model, cast, config, asked.name)
     probes.rotary_frequencies(model, config, asked.name)
     if asked.peft:
-        from lm_eval_duel.denoisers.adapters import merge
+        from lm_eval_duel.denoisers.adapters import fetched, merge
 
+        asked = fetched(asked)
         model = merge(model, asked.peft, None)
     quirks: dict[str, Any] = {"family": "own code", "block": block}
     if family is not None or asked.attention or asked.shift_logits is not None:

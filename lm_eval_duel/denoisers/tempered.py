@@ -7,6 +7,7 @@ Shapes: U cells the head is run at, D features, V tokens.
 
 from __future__ import annotations
 
+import logging
 import math
 
 import torch
@@ -14,8 +15,11 @@ import torch
 from lm_eval_duel.denoisers.altered import Altered
 from lm_eval_duel.denoisers.base import Cells, Denoiser, KeysValues, View
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.fingerprint import number
 from lm_eval_duel.lanes import Lanes, Rows
 from lm_eval_duel.options import require_finite
+
+log = logging.getLogger("lm_eval.duel_mdm")
 
 
 class Tempered(Altered):
@@ -40,6 +44,12 @@ class Tempered(Altered):
             raise DuelError(f"top_k is a number of tokens, at least 1; got {top_k}.")
         if not 0 < top_p <= 1:
             raise DuelError(f"top_p is a probability above 0, at most 1; got {top_p}.")
+        if top_k == 1:
+            log.warning(
+                "top_k=1 leaves one token of probability 1 at every position, so a rule that compares predictions "
+                "finds only ties, which go to the lowest position: it reveals left to right. To write the most "
+                "probable token in the rule's own order, say do_sample=false and no top_k."
+            )
         super().__init__(plain)
         self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
 
@@ -72,9 +82,9 @@ class Tempered(Altered):
     @property
     def words(self) -> str:
         """What is done to the distributions, as in the results."""
-        parts = [f"temperature={self.temperature:g}"]
+        parts = [f"temperature={number(self.temperature)}"]
         parts += [f"top_k={self.top_k}"] if self.top_k is not None else []
-        return ", ".join(parts + ([f"top_p={self.top_p:g}"] if self.top_p < 1 else []))
+        return ", ".join(parts + ([f"top_p={number(self.top_p)}"] if self.top_p < 1 else []))
 
 
 class TemperedView(View):

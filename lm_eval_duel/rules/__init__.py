@@ -11,13 +11,12 @@ import dataclasses
 import importlib
 import math
 import os
-import re
 import sys
 from typing import Any
 
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.rules.adaptive import EntropyBound, Klass, Threshold
-from lm_eval_duel.rules.base import Decision, Rule, certain, rank
+from lm_eval_duel.rules.base import Decision, Rule, certain, kind_of, rank
 from lm_eval_duel.rules.orders import LeftToRight, Random, RightToLeft
 from lm_eval_duel.rules.scores import Entropy, Greedy, LogMargin, Margin
 
@@ -57,6 +56,7 @@ ALIASES = {
     "conf_threshold": "threshold",
     "eb": "entropy_bound",
 }
+USUAL = {"mu": 0.9, "nu": 0.1, "gamma": 0.1}  # values for an example, of parameters without a default
 PARAMETERS = frozenset(field.name for rule in RULES.values() for field in dataclasses.fields(rule))
 
 
@@ -101,9 +101,10 @@ def build(name: str, arguments: dict[str, Any]) -> Rule:
         if key not in arguments and field.default is field.default_factory is dataclasses.MISSING
     ]
     if missing:
-        raise DuelError(
-            f"Rule '{name}' needs {' and '.join(missing)}, e.g. {name}:{':'.join(f'{m}=0.9' for m in missing)}."
-        )
+        example = {key: arguments.get(key, USUAL.get(key, 0.9)) for key in fields if key in (*arguments, *missing)}
+        written = ":".join([name, *(f"{key}={value}" for key, value in example.items())])
+        hint = " (a nu of 0.01 to 0.1 is usual)" if "nu" in missing else ""
+        raise DuelError(f"Rule '{name}' needs {' and '.join(missing)}, e.g. {written}{hint}.")
     return rule(**{key: _convert(name, fields[key], value) for key, value in arguments.items()})
 
 
@@ -166,7 +167,7 @@ def _convert(name: str, field: dataclasses.Field, value: Any) -> Any:
     declared = field.type.__name__ if isinstance(field.type, type) else str(field.type)
     if value in (None, "None", "none") and ("None" in declared or "Optional" in declared):
         return None
-    kind = next((kind for kind in ("int", "float", "bool") if re.search(rf"\b{kind}\b", declared)), "str")
+    kind = kind_of(field)
     try:
         if kind == "int":
             return whole(value)

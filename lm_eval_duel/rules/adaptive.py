@@ -48,7 +48,8 @@ class Klass(Rule):
     def __post_init__(self) -> None:
         check(self, "mu", 0 <= self.mu <= 1, "a probability from 0 to 1")
         check(self, "nu", self.nu >= 0, "a divergence in nats, at least 0")
-        check(self, "history", 1 <= self.history < INTEGERS, "a count of steps, at least 1")
+        whole = 1 <= self.history < INTEGERS and self.history == int(self.history)
+        check(self, "history", whole, "a count of steps, at least 1")
         if self.kl not in ("paper", "authors"):
             raise unknown("value of kl for rule klass", self.kl, ["paper", "authors"])
 

@@ -5,8 +5,10 @@ Shapes: R lanes, W block width, C hidden cells, V tokens.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+import re
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from lm_eval_duel.errors import DuelError
@@ -54,7 +56,7 @@ class Rule:
         raise NotImplementedError
 
     def __str__(self) -> str:
-        values = (f"{field.name}={getattr(self, field.name)}" for field in dataclasses.fields(self))
+        values = (f"{field.name}={_plain(field, getattr(self, field.name))}" for field in dataclasses.fields(self))
         own = type(self).__module__.startswith(__package__)
         return ":".join([self.name if own else f"{type(self).__module__}:{type(self).__qualname__}", *values])
 
@@ -66,7 +68,22 @@ class Counted(Rule):
     k: int = 1
 
     def __post_init__(self) -> None:
-        check(self, "k", 1 <= self.k < INTEGERS, "a count of positions, at least 1")
+        check(self, "k", 1 <= self.k < INTEGERS and self.k == int(self.k), "a count of positions, at least 1")
+
+
+def kind_of(field: dataclasses.Field) -> str:
+    """The type of a rule's parameter, or of what it may be besides None: int, float, bool or str."""
+    declared = field.type.__name__ if isinstance(field.type, type) else str(field.type)
+    return next((kind for kind in ("int", "float", "bool") if re.search(rf"\b{kind}\b", declared)), "str")
+
+
+def _plain(field: dataclasses.Field, value: Any) -> Any:
+    """A parameter as a number of Python of its type: equal ones have one text, whatever they were given as."""
+    kind = {"int": int, "float": float, "bool": bool}.get(kind_of(field))
+    with contextlib.suppress(TypeError, ValueError, OverflowError):  # None, or what the rule makes of another type
+        if kind is not None and not isinstance(value, str) and kind(value) == value:
+            return kind(value)
+    return value
 
 
 def certain(pick: torch.Tensor) -> Decision:

@@ -1,0 +1,570 @@
+"""Whatever changes a number changes the fingerprint, and nothing else does: model args, tokenizers, files, digits."""
+
+import dataclasses
+import json
+import logging
+import re
+import shutil
+import sys
+
+import own
+import pytest
+import test_dit
+import tiny
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from toys import Toy
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from lm_eval_duel import denoisers, fingerprint, rules, tasks, token_text
+from lm_eval_duel.denoisers.guided import Guided
+from lm_eval_duel.denoisers.tempered import Tempered
+from lm_eval_duel.duel import Duel
+from lm_eval_duel.elbo import Elbo
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.generation import Settings
+from lm_eval_duel.lm import DuelMDM
+from lm_eval_duel.options import Options
+from lm_eval_duel.rules import RULES
+from lm_eval_duel.windows import Window
+
+# ---------------------------------------------------------------- model args
+
+WIDTH, INNER = 64, 128  # what the 4-bit kernels of a CPU take
+QWEN3 = {
+    **own.SIZE,
+    "architectures": ["A2DQwen3LMHeadModel"],
+    "model_type": "a2d-qwen3",
+    "hidden_size": WIDTH,
+    "intermediate_size": INNER,
+    "head_dim": 16,
+}
+ELBO, RATIO = {"estimator": "elbo"}, {"estimator": "elbo", "elbo_form": "ratio"}
+BLOCKS = {"attention": "block_causal", "block": 4}
+
+CHANGES = [  # checkpoint, an arg, two values that are two laws, and what goes with both
+    ("bert", "pretrained", "bert", "other", {}),
+    ("bert", "tokenizer", "bert", "lower", {}),
+    ("bert", "rule", "greedy", "margin", {}),
+    ("bert", "k", 1, 2, {}),
+    ("bert", "mu", 0.9, 0.90000001, {"rule": "threshold"}),
+    ("bert", "mu", 0.9, 0.90000001, {"rule": "klass", "nu": 0.1}),
+    ("bert", "nu", 0.1, 0.10000001, {"rule": "klass", "mu": 0.9}),
+    ("bert", "history", 1, 2, {"rule": "klass", "mu": 0.9, "nu": 0.1}),
+    ("bert", "kl", "paper", "authors", {"rule": "klass", "mu": 0.9, "nu": 0.1}),
+    ("bert", "gamma", 0.1, 0.10000001, {"rule": "entropy_bound"}),
+    ("bert", "seed", 0, 1, {"rule": "random"}),
+    ("bert", "block", 2, 4, {}),
+    ("bert", "grid", "target", "row", {}),
+    ("bert", "windows", "independent", "harness", {}),
+    ("bert", "estimator", "duel", "mixture", {"block": 2}),
+    ("bert", "mc_samples", 8, 16, ELBO),
+    ("bert", "elbo_form", "count", "ratio", ELBO),
+    ("bert", "elbo_block", "none", 4, ELBO),
+    ("bert", "elbo_eps", 0.001, 0.00100000001, RATIO),
+    ("bert", "draw_seed", 0, 1, ELBO),
+    ("bert", "dtype", "float32", "float64", {}),
+    ("bert", "max_length", 16, 17, {}),
+    ("bert", "mask_token_id", 4, 39, {}),
+    ("bert", "bos", "given", "none", {}),
+    ("bert", "add_bos_token", True, False, {}),
+    ("bert", "cfg_scale", 0.5, 0.50000001, {}),
+    ("bert", "temperature", 0.7, 0.70000001, {}),
+    ("bert", "top_k", 5, 6, {}),
+    ("bert", "top_p", 0.9, 0.90000001, {}),
+    ("qwen3", "family", "a2d-qwen3", "sdar", BLOCKS),
+    ("qwen3", "attention", "bidirectional", "block_causal", {"block": 4}),
+    ("qwen3", "block", 4, 8, {"attention": "block_causal"}),
+    ("qwen3", "shift_logits", False, True, {"bos": "given"}),
+    ("qwen3", "last_block", "fill", "cut", BLOCKS),
+    ("qwen3", "peft", "lora", "bigger", {}),
+    ("qwen3", "peft", "lora.bin", "bigger.bin", {}),
+    ("qwen3", "load_in_8bit", False, True, {}),
+    ("qwen3", "load_in_4bit", False, True, {}),
+    ("own", "backend", "native", "remote", {"trust_remote_code": True}),
+]
+KEEPS = [  # two values of an arg that are one law
+    ("bert", "trace", None, "trace.jsonl", {}),
+    ("bert", "verify", 0, 2, {}),
+    ("bert", "batch_size", 2, 3, {}),
+    ("bert", "max_batch_size", 2, 3, {}),
+    ("bert", "device", None, "cpu", {}),
+    ("bert", "device_map", None, "cpu", {}),
+    ("bert", "parallelize", False, None, {}),
+    ("bert", "revision", "main", "other", {}),  # a folder has one
+    ("bert", "trust_remote_code", False, True, {}),  # there is no such code
+    ("bert", "compile", False, True, {}),
+    ("bert", "temperature", 1.0, None, {"top_k": 5}),
+    ("bert", "temperature", 2, 2.0, {}),
+    ("bert", "mu", 1, 1.0, {"rule": "threshold"}),
+    ("bert", "rule", "greedy:k=2", "confidence:k=2.0", {}),
+    ("bert", "draw_seed", 0, 1, {}),  # a rule draws nothing
+    ("own", "backend", None, "native", {"trust_remote_code": True}),
+]
+ELSEWHERE = {
+    "sigma": "of SEDD, below",
+    "lattice_rules": "it adds values and changes none",
+}
+
+
+def lora(folder, scale=1.0, binary=False):
+    folder.mkdir()
+    config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    module = "base_model.model.model.layers.0.self_attn.q_proj.lora"
+    tensors = {f"{module}_A.weight": torch.ones(1, WIDTH), f"{module}_B.weight": torch.ones(WIDTH, 1) * scale}
+    save = torch.save if binary else save_file
+    save(tensors, folder / ("adapter_model.bin" if binary else "adapter_model.safetensors"))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    base = tmp_path_factory.mktemp("checkpoints")
+    tiny.checkpoint(base / "bert", "bert")
+    shutil.copytree(base / "bert", base / "other")
+    tensors = load_file(base / "other" / "model.safetensors")
+    tensors["cls.predictions.bias"] += 1
+    save_file(tensors, base / "other" / "model.safetensors", metadata={"format": "pt"})
+    (base / "lower").mkdir()
+    lower = tiny.tokenizer()
+    lower.backend_tokenizer.normalizer = normalizers.Lowercase()
+    lower.save_pretrained(base / "lower")
+    (base / "own").mkdir()
+    own.write(base / "own", own.DREAM, "DreamModel", own.decoder(bias=True))
+    (base / "qwen3").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(own, "WIDTH", WIDTH)
+        patch.setattr(own, "INNER", INNER)
+        own.write(base / "qwen3", "", "", own.decoder(norms=True), QWEN3)
+    for binary, ending in ((False, ""), (True, ".bin")):
+        lora(base / f"lora{ending}", binary=binary)
+        lora(base / f"bigger{ending}", 2.0, binary=binary)
+    return base
+
+
+def printed(folders, checkpoint, **arguments):
+    """The fingerprint under these model args; names of folders are those here."""
+    for key in ("pretrained", "tokenizer", "peft"):
+        if key in arguments:
+            arguments[key] = str(folders / arguments[key])
+    return DuelMDM(**{"pretrained": str(folders / checkpoint), "device": "cpu", **arguments}).fingerprint
+
+
+@pytest.mark.parametrize(("checkpoint", "arg", "one", "two", "more"), CHANGES)
+def test_model_args_that_change_a_number(folders, checkpoint, arg, one, two, more):
+    if arg == "peft":
+        pytest.importorskip("peft")
+    if arg.startswith("load_in"):
+        pytest.importorskip("bitsandbytes")
+    assert printed(folders, checkpoint, **{**more, arg: one}) != printed(folders, checkpoint, **{**more, arg: two})
+
+
+@pytest.mark.parametrize(("checkpoint", "arg", "one", "two", "more"), KEEPS)
+def test_model_args_that_change_no_number(folders, checkpoint, arg, one, two, more, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where a trace is written
+    assert printed(folders, checkpoint, **{**more, arg: one}) == printed(folders, checkpoint, **{**more, arg: two})
+
+
+def test_every_model_arg_is_in_one_of_the_tables():
+    said = {arg for _, arg, *_ in CHANGES + KEEPS} | set(ELSEWHERE)
+    known = {field.name for field in dataclasses.fields(Options)}
+    parameters = {field.name for rule in RULES.values() for field in dataclasses.fields(rule)}
+    assert known | parameters | {"add_bos_token", "parallelize"} == said
+
+
+def test_the_noise_levels_of_sedd_are_two_laws(tmp_path):
+    path = test_dit.write(tmp_path, "sedd")[0]
+    said = [denoisers.load(path, device="cpu", sigma=sigma).describe() for sigma in ("clamped", "schedule")]
+    assert fingerprint.digest(said[0]) != fingerprint.digest(said[1])
+
+
+# ---------------------------------------------------------------- digits
+
+
+def test_numbers_keep_every_digit():
+    assert [fingerprint.number(value) for value in (1, 1.0, 0.7, 2.5e-7)] == ["1", "1", "0.7", "2.5e-07"]
+    near = [0.7, 0.7000001, 0.70000000000000007, 1 / 3]
+    assert [float(fingerprint.number(value)) for value in near] == near
+    import numpy as np
+
+    assert float(fingerprint.number(np.float32(0.9))) == float(np.float32(0.9))
+
+
+@pytest.mark.parametrize("make", [lambda x: Tempered(Toy(), x), lambda x: Tempered(Toy(), None, None, x)])
+def test_two_distributions_have_two_descriptions(make):
+    assert make(0.9).describe() != make(0.9 + 1e-9).describe()
+    assert Settings(temperature=0.9).words != Settings(temperature=0.9 + 1e-9).words
+    assert Guided(Toy(), 0.5).describe() != Guided(Toy(), 0.5 + 1e-9).describe()
+
+
+@pytest.mark.parametrize("kind", [int, float, "float32", "float64"])
+def test_a_rule_has_one_text_whatever_its_numbers_were_given_as(kind):
+    import numpy as np
+
+    kind = getattr(np, kind) if isinstance(kind, str) else kind
+    rule = RULES["threshold"](kind(1))
+    assert str(rule) == "threshold:mu=1.0" and rules.parse(str(rule)) == RULES["threshold"](1.0)
+    counted = RULES["greedy"](kind(2))
+    assert str(counted) == "greedy:k=2" and rules.parse(str(counted)).k == 2
+
+
+@pytest.mark.parametrize("value", [0.1 + 0.2, 1 / 3, 5e-324, 0.9000000000000001])
+def test_every_digit_of_a_rule_survives_its_text(value):
+    for rule in (RULES["threshold"](value), RULES["klass"](value, value), RULES["entropy_bound"](value)):
+        assert rules.parse(str(rule)) == rule
+
+
+def test_counts_are_whole():
+    for wrong in (lambda: RULES["greedy"](1.5), lambda: RULES["klass"](0.9, 0.1, 1.5)):
+        with pytest.raises(DuelError, match=r"at least 1; got 1\.5"):
+            wrong()
+
+
+def test_a_whole_eps_is_the_same_number():
+    laws = [Elbo(Toy(), samples=8, form="ratio", eps=eps).describe() for eps in (0, 0.0)]
+    assert fingerprint.digest(laws[0]) == fingerprint.digest(laws[1])
+
+
+# ---------------------------------------------------------------- tokenizers
+
+
+def fast(folder, config=(), words=None, **state):
+    """A tokenizer as a folder holds it: entries of tokenizer_config.json, and of tokenizer.json."""
+    tiny.tokenizer().save_pretrained(folder)
+    for name, changes in (("tokenizer_config.json", dict(config)), ("tokenizer.json", state)):
+        said = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({**said, **changes}))
+    return AutoTokenizer.from_pretrained(folder)
+
+
+LETTERS = {"type": "Split", "pattern": {"String": ""}, "behavior": "Isolated", "invert": False}
+LOWER = {"type": "Lowercase"}
+TRUNCATED = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+PADDED = {
+    "strategy": {"Fixed": 9},
+    "direction": "Right",
+    "pad_to_multiple_of": None,
+    "pad_id": 0,
+    "pad_type_id": 0,
+    "pad_token": "[PAD]",
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "same"),
+    [
+        ({"config": {"split_special_tokens": True}}, False),
+        ({"normalizer": LOWER}, False),
+        ({"pre_tokenizer": LETTERS}, False),
+        ({"post_processor": None}, False),
+        ({"truncation": TRUNCATED}, True),
+        ({"padding": PADDED}, True),
+        ({"config": {"model_max_length": 7}}, True),
+        ({"config": {"padding_side": "left"}}, True),
+        ({"config": {"truncation_side": "left"}}, True),
+        ({"config": {"chat_template": "{{ messages }}"}}, True),
+    ],
+)
+def test_settings_of_a_tokenizer(tmp_path, changes, same):
+    (tmp_path / "plain").mkdir(), (tmp_path / "changed").mkdir()
+    plain, changed = fast(tmp_path / "plain"), fast(tmp_path / "changed", **changes)
+    before = [fingerprint.of_tokenizer(one) for one in (plain, changed)]
+    ids = [[one(text)["input_ids"] for text in ("a b[SEP]c", "A the of and")] for one in (plain, changed)]
+    assert (ids[0] == ids[1]) is same
+    assert (before[0] == before[1]) is same
+    assert [fingerprint.of_tokenizer(one) for one in (plain, changed)] == before  # a call changes nothing
+
+
+@pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word", "normalized", "special"])
+def test_flags_of_added_tokens(flag):
+    one, two = tiny.tokenizer(), tiny.tokenizer()
+    from tokenizers import AddedToken
+
+    one.add_tokens(AddedToken("new", normalized=False))
+    two.add_tokens(AddedToken("new", **{"normalized": False, flag: True}))
+    assert fingerprint.of_tokenizer(one) != fingerprint.of_tokenizer(two)
+
+
+def test_a_prefix_space():
+    def byte_level(add):
+        words = Tokenizer(models.WordLevel({"a": 0, "Ġa": 1, "?": 2}, unk_token="?"))
+        words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add)
+        return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?", add_prefix_space=add)
+
+    assert byte_level(True)("a")["input_ids"] != byte_level(False)("a")["input_ids"]
+    assert fingerprint.of_tokenizer(byte_level(True)) != fingerprint.of_tokenizer(byte_level(False))
+
+
+def ctrl(folder, merges="a b</w>", **config):
+    """A tokenizer that transformers has in Python alone."""
+    folder.mkdir()
+    vocabulary = {"<unk>": 0, "a</w>": 1, "b</w>": 2, "a": 3, "b": 4, "ab</w>": 5, "a@@": 6, "b@@": 7}
+    (folder / "vocab.json").write_text(json.dumps(vocabulary))
+    (folder / "merges.txt").write_text(f"#version: 0.2\n{merges}\n")
+    (folder / "config.json").write_text(json.dumps({"model_type": "ctrl"}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "CTRLTokenizer", **config}))
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def test_tokenizers_in_python_are_hashed_by_their_files(tmp_path):
+    one, again = ctrl(tmp_path / "one"), ctrl(tmp_path / "again", model_max_length=9)
+    other, split = ctrl(tmp_path / "other", "b a</w>"), ctrl(tmp_path / "split", split_special_tokens=True)
+    assert one.get_vocab() == other.get_vocab()
+    printed = [fingerprint.of_tokenizer(each) for each in (one, again, other, split)]
+    assert printed[0] == printed[1] and len(set(printed)) == 3
+
+
+OWN_TOKENIZER = """
+from transformers import PreTrainedTokenizer
+from .words import WORDS
+
+class Letters(PreTrainedTokenizer):
+    vocab_files_names = {{}}
+
+    def __init__(self, shout=False, **options):
+        self.shout = shout
+        super().__init__(**options)
+
+    @property
+    def vocab_size(self):
+        return len(WORDS)
+
+    def get_vocab(self):
+        return dict(WORDS)
+
+    def _tokenize(self, text):
+        return list({how})
+
+    def _convert_token_to_id(self, token):
+        return WORDS.get(token, 0)
+
+    def _convert_id_to_token(self, index):
+        return list(WORDS)[index]
+"""
+
+
+def own_tokenizer(folder, how="text", words="WORDS = {'a': 0, 'b': 1}", **config):
+    folder.mkdir(parents=True)
+    (folder / "letters.py").write_text(OWN_TOKENIZER.format(how=how))
+    (folder / "words.py").write_text(words)
+    config |= {"tokenizer_class": "Letters", "auto_map": {"AutoTokenizer": ["letters.Letters", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+
+
+def test_tokenizers_of_own_code_are_hashed_by_it(tmp_path):
+    made = {
+        "one": own_tokenizer(tmp_path / "one"),
+        "again": own_tokenizer(tmp_path / "again"),
+        "code": own_tokenizer(tmp_path / "code", how="text[::-1]"),
+        "beside": own_tokenizer(tmp_path / "beside", words="WORDS = dict(zip('ab', range(2)))  # another file"),
+        "setting": own_tokenizer(tmp_path / "setting", shout=True),
+    }
+    found = {name: fingerprint.of_tokenizer(each) for name, each in made.items()}
+    assert found["one"] == found.pop("again") and len(set(found.values())) == 4
+
+
+def test_a_wrapped_row_fits_a_tokenizer_whatever_it_truncates(tmp_path):
+    fast(tmp_path, truncation=TRUNCATED, padding=PADDED)
+    tiny.network("bert").save_pretrained(tmp_path)
+    (tmp_path / "ptb.jsonl").write_text(json.dumps({"sentence": "a b c d e f"}))
+    rows = tasks.wrapped("ptb", pretrained=str(tmp_path), data_dir=str(tmp_path), rows=1, length=8)["test"]
+    text = tasks.token_text(rows[0])
+    lm = DuelMDM(pretrained=str(tmp_path), device="cpu")
+    assert text.tokenizer[1] == lm.text.fingerprint
+    assert len(lm.text.row(text)) == 1
+
+
+def test_other_texts_are_made_otherwise(tmp_path):
+    made = []
+    for text in ("a b c", "a b d"):
+        (tmp_path / "ptb.jsonl").write_text(json.dumps({"sentence": text}))
+        (tmp_path / "bert").mkdir(exist_ok=True)
+        tiny.tokenizer().save_pretrained(tmp_path / "bert")
+        metadata = {"tokenizer": str(tmp_path / "bert"), "data_dir": str(tmp_path), "rows": 1}
+        made.append(tasks.documents("ptb", **metadata)["test"][0]["duel_made"])
+    assert made[0] != made[1] and set(made) <= token_text.MADE
+
+
+# ---------------------------------------------------------------- files and commits
+
+
+def test_every_file_that_a_loader_reads_is_hashed(tmp_path):
+    def changed(name, content, folder=tmp_path):
+        before = fingerprint.weights_of(folder)
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
+        return fingerprint.weights_of(folder) != before
+
+    assert changed("config.json", b'{"transformers_weights": "sub/any.name"}')
+    for name in ("model.safetensors", "pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "epoch.ckpt"):
+        assert changed(name, b"1") and changed(name, b"2"), name
+    assert changed("sub/any.name", b"1") and changed("sub/any.name", b"2")
+    assert changed("pytorch_model.bin.index.json", b'{"weight_map": {"a": "part-1", "b": "deep/part-2"}}')
+    assert changed("part-1", b"1") and changed("deep/part-2", b"1") and changed("deep/part-2", b"2")
+    assert not changed("README.md", b"1") and not changed("optimizer.bin", b"1")
+
+
+COMMITS = ("a" * 40, "b" * 40)
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A hub cache of this test's own: `hub(name, commit)` is the folder of a commit, which becomes main."""
+    import huggingface_hub.constants
+    import transformers.utils.hub
+
+    for place in (huggingface_hub.constants, sys.modules["huggingface_hub.file_download"], transformers.utils.hub):
+        for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "TRANSFORMERS_CACHE"):
+            if hasattr(place, name):
+                monkeypatch.setattr(place, name, str(tmp_path / "cache"))
+
+    def folder(name, commit):
+        repo = tmp_path / "cache" / f"models--{name.replace('/', '--')}"
+        (repo / "refs").mkdir(parents=True, exist_ok=True)
+        (repo / "refs" / "main").write_text(commit)
+        return repo / "snapshots" / commit
+
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+def test_a_hub_checkpoint_is_its_commit(hub, kind):
+    laws, options = [], {"attention": "causal"} if kind == "gpt2" else {}
+    for commit in COMMITS:
+        tiny.checkpoint(hub("org/net", commit), kind)
+        laws.append(denoisers.load("org/net", device="cpu", **options).describe())
+    assert [law["weights"] for law in laws] == [f"org/net at commit {commit}" for commit in COMMITS]
+    old = denoisers.load("org/net", device="cpu", revision=COMMITS[0], **options)
+    assert old.describe() == laws[0]
+
+
+def test_a_hub_adapter_is_its_content(hub, folders):
+    pytest.importorskip("peft")
+    found = []
+    for commit, scale in zip(COMMITS, (1.0, 2.0), strict=True):
+        place = hub("org/lora", commit)
+        place.parent.mkdir(exist_ok=True)
+        lora(place, scale)
+        found.append(denoisers.load(str(folders / "qwen3"), device="cpu", peft="org/lora").describe()["peft"])
+    local = denoisers.load(str(folders / "qwen3"), device="cpu", peft=str(folders / "lora")).describe()["peft"]
+    assert found[0] == local != found[1]
+
+
+def test_an_adapter_beside_the_weights_is_refused(folders, tmp_path):
+    shutil.copytree(folders / "bert", tmp_path / "both")
+    shutil.copy(folders / "lora" / "adapter_config.json", tmp_path / "both")
+    with pytest.raises(DuelError, match=r"both holds an adapter \(adapter_config.json\) beside its weights"):
+        denoisers.load(str(tmp_path / "both"), device="cpu")
+
+
+def test_code_that_the_networks_code_imports_is_hashed(folders, tmp_path):
+    found = []
+    for name, line in (("one", ""), ("again", ""), ("other", "\nHELP = 1\n")):
+        shutil.copytree(folders / "own", tmp_path / name)
+        code = tmp_path / name / "configuration_own.py"
+        code.write_text(code.read_text() + line)
+        options = {"backend": "remote", "trust_remote_code": True, "device": "cpu"}
+        found.append(denoisers.load(str(tmp_path / name), **options).describe())
+    assert found[0] == found[1] and found[0]["code"] != found[2]["code"]
+
+
+RULE = """
+import dataclasses
+from lm_eval_duel import rules
+from {base} import Base
+
+@dataclasses.dataclass(frozen=True)
+class Mine(Base):
+    pass
+"""
+BASE = """
+import dataclasses
+from lm_eval_duel import rules
+
+@dataclasses.dataclass(frozen=True)
+class Base(rules.Rule):
+    def __call__(self, predictions, lanes):
+        return lanes.hidden{more}
+"""
+
+
+def test_the_bases_of_a_rule_of_ones_own_are_its_code(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = []
+    for name, more in (("first", ""), ("second", "  # other")):
+        (tmp_path / f"base_{name}.py").write_text(BASE.format(more=more))
+        (tmp_path / f"rule_{name}.py").write_text(RULE.format(base=f"base_{name}"))
+        rule = rules.parse(f"rule_{name}:Mine")
+        found.append(fingerprint.code_of(type(rule)))
+        assert Duel(Toy(), rule).describe()["rule_code"] == found[-1]
+        before = found[-1]
+        (tmp_path / f"base_{name}.py").write_text(BASE.format(more=more + " again"))
+        assert fingerprint.code_of(type(rule)) != before
+    assert found[0] != found[1]
+
+
+def test_texts_under_a_bound_are_those_of_the_rules_code(folders):
+    """The rule beside an ELBO generates, so it is part of what texts are kept under."""
+    arguments = {"pretrained": str(folders / "bert"), "device": "cpu", "estimator": "elbo", "mc_samples": 8}
+    plain = DuelMDM(**arguments, rule="test_laws:Stalls:mu=0.1").generating
+    assert re.fullmatch("[0-9a-f]{12}", plain["rule_code"]) and plain["grid"] == "auto"
+    row = DuelMDM(**arguments, rule="test_laws:Stalls:mu=0.1", grid="row").generating
+    assert fingerprint.digest(plain) != fingerprint.digest(row)
+
+
+def test_texts_are_kept_under_what_ends_and_writes_them(folders):
+    lm = DuelMDM(pretrained=str(folders / "bert"), device="cpu")
+    before = fingerprint.digest(lm.generating)
+    lm.tokenizer.eos_token = "the"
+    ended = fingerprint.digest(lm.generating)
+    lm.tokenizer.clean_up_tokenization_spaces = not lm.tokenizer.clean_up_tokenization_spaces
+    assert len({before, ended, fingerprint.digest(lm.generating)}) == 3
+
+
+# ---------------------------------------------------------------- what is said
+
+
+def test_one_token_at_every_position_is_said_to_be_left_to_right(caplog):
+    with caplog.at_level(logging.WARNING, "lm_eval.duel_mdm"):
+        one = Settings.of({"do_sample": True, "top_k": 1}).denoiser(Toy())
+    assert "it reveals left to right" in caplog.text and "do_sample=false" in caplog.text
+    (drawn,) = Duel(one, "greedy", None).sample([(1,)], 4)
+    assert drawn.steps == (0, 1, 2, 3)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "lm_eval.duel_mdm"):
+        Settings.of({"do_sample": True, "top_k": 2}).denoiser(Toy())
+    assert not caplog.text
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrong(rules.Rule):
+    """Negative control: hands over what is no tensor of the network's device."""
+
+    what: str = "plane"
+
+    def __call__(self, predictions, lanes):
+        array, lead = lanes.hidden.numpy(), lanes.row.double()
+        return {
+            "plane": array,
+            "pick": rules.Decision(array),
+            "lead": rules.Decision(lanes.hidden, lead.numpy()),
+            "memory": rules.Decision(lanes.hidden, lead, (array,)),
+            "device": lanes.hidden.to("meta"),
+        }[self.what]
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("plane", "must return a Decision or a boolean plane; got ndarray. The plane is a torch tensor."),
+        ("pick", "The pick of rule test_fingerprint:Wrong:what=pick is a torch tensor; got ndarray."),
+        ("lead", "The lead of rule test_fingerprint:Wrong:what=lead is a torch tensor; got ndarray."),
+        ("memory", "The memory of rule test_fingerprint:Wrong:what=memory is a torch tensor; got ndarray."),
+        ("device", "The pick of rule test_fingerprint:Wrong:what=device lies on meta, and the network on cpu"),
+    ],
+)
+def test_a_rule_that_returns_no_tensors(what, message):
+    with pytest.raises(DuelError, match=re.escape(message)):
+        Duel(Toy(), Wrong(what), 2).log_prob([Window((), (0, 1, 2))])
