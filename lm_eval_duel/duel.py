@@ -15,7 +15,7 @@ import copy
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -63,9 +63,7 @@ class Duel(Estimator):
 
     def describe(self) -> dict[str, object]:
         law = {"estimator": self.name, "rule": self.rule, "block": self.block, "grid": self.grid}
-        if type(self.rule) not in rules.RULES.values():
-            law["rule_code"] = fingerprint.hash_files([inspect.getfile(type(self.rule))])
-        return law
+        return law | code_of([self.rule])
 
     def values(self, scored: Scored) -> dict[str, Value]:
         return {self.name: Value(scored.log_prob, nfe=scored.nfe)}
@@ -290,3 +288,9 @@ class _Replay(rules.Rule):
         order = torch.tensor(self.steps, device=lanes.row.device)  # (T,)
         index = (lanes.columns - lanes.origin[:, None]).clamp(0, len(order) - 1)  # (R, W)
         return rules.certain(lanes.hidden & (order[index] == lanes.step[:, None]))
+
+
+def code_of(used: Iterable[rules.Rule]) -> dict[str, str]:
+    """What a law says of rules that are not of this package: the hash of their code."""
+    files = {inspect.getfile(type(rule)) for rule in used if type(rule) not in rules.RULES.values()}
+    return {"rule_code": fingerprint.hash_files(files)} if files else {}

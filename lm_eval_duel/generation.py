@@ -74,7 +74,7 @@ class Settings:
 
 
 class Generator:
-    """Prompts of equal settings, generated together; a prompt too long is cut from the left and counted.
+    """Prompts of equal settings, generated together.
 
     `key` of a prompt, with the draw seed, is all its randomness: a sample depends on neither batch size nor rank.
     """
@@ -86,11 +86,10 @@ class Generator:
         self.ends = ends(text.tokenizer)
 
     def __call__(
-        self, prompts: Sequence[str], keys: Sequence[int], on_done: Callable[[int, str, Window, Drawn], None]
+        self, contexts: Sequence[list[int]], keys: Sequence[int], on_done: Callable[[int, str, Window, Drawn], None]
     ) -> None:
-        """Generate after each prompt; `on_done(index, text, window, drawn)` as each finishes: its text, and with what
-        window it is scored again."""
-        contexts = [self._context(n, prompt) for n, prompt in enumerate(prompts)]
+        """Generate after the ids of each prompt; `on_done(index, text, window, drawn)` as each finishes: its text, and
+        with what window it is scored again."""
         shared = {"length": self.settings.length, "suffix": self.text.suffix, "stop": self._stops}
 
         def done(n: int, drawn: Drawn) -> None:
@@ -101,13 +100,6 @@ class Generator:
             self.duel.sample(contexts, seed=self.seed, keys=keys, on_done=done, **shared)
         else:
             self.duel.decode(contexts, on_done=done, **shared)
-
-    def _context(self, n: int, prompt: str) -> list[int]:
-        """The ids before a generation; an error says which prompt it is about."""
-        try:
-            return self.text.prompt(prompt, self.settings.length)
-        except DuelError as error:
-            raise DuelError(str(error), n) from None
 
     def _stops(self, index: int, tokens: tuple[int, ...]) -> bool:
         if not self.ends.isdisjoint(tokens):
