@@ -97,7 +97,8 @@ class DuelMDM(Writing):
 
         if (rules := getattr(self.estimator, "rules", None)) is None:
             return {}
-        return {RULES: "+".join(map(str, rules))} | {RULE_CODE: code for code in code_of(rules).values()}
+        code = code_of(rules)
+        return {RULES: "+".join(map(str, rules)), **({RULE_CODE: code["rule_code"]} if code else {})}
 
     @property
     def fingerprint(self) -> str:

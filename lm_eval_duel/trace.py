@@ -214,7 +214,7 @@ def _parts(path: str | Path) -> list[Path]:
 
 
 def _header(path: Path) -> dict[str, Any]:
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         try:
             found = json.loads(lines.readline())
             if found["duel_trace"] != FORMAT:
