@@ -9,13 +9,14 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from lm_eval_duel import instances, interrupts
+from lm_eval_duel import cache_keys, instances, interrupts
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.ledger import Counts
 from lm_eval_duel.options import MADE, TOKENS, Options
 from lm_eval_duel.ranks import Ranked
 from lm_eval_duel.token_text import MADE as MADE_HERE
@@ -41,6 +42,7 @@ class Answering(Ranked):
     denoiser: Denoiser
     estimator: Estimator
     text: Text
+    evaluation: int  # whose results these are
     cost: Cost
     trace: Writer | None
 
@@ -57,8 +59,8 @@ class Answering(Ranked):
                 "nothing here; log-likelihoods, and what is made of them, do",
                 self.estimator.name,
             )
+        asked = self.asked(requests)
         cut, merged = self.text.cut_contexts, self.text.merged_borders
-        asked = instances.asked(requests)
         windows = []
         for request in asked.requests:
             with instances.naming(request):
@@ -87,7 +89,7 @@ class Answering(Ranked):
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """log p of whole texts in nats, each token in exactly one window; an empty text is 0.0."""
-        asked = instances.asked(requests)
+        asked = self.asked(requests)
         windows = []
         for request in asked.requests:
             with instances.naming(request):
@@ -99,7 +101,22 @@ class Answering(Ranked):
                         "...) than this run's: run once with --cache_requests refresh."
                     )
                 windows.append(self.text.windows(text, doc.get(TOKENS)))
-        return asked.spread(self._score("loglikelihood_rolling", asked.requests, windows, _total, disable_tqdm))
+        answers = self._score("loglikelihood_rolling", asked.requests, windows, _total, disable_tqdm)
+        return asked.spread(list(map(TextScore, answers, (request.args[0] for request in asked.requests), windows)))
+
+    def asked(self, requests: list[Instance]) -> instances.Asked:
+        """The requests that are answered; the first ones of an evaluation begin its results."""
+        if self.evaluation != instances.evaluation():
+            self.begin()
+        return instances.asked(requests)
+
+    def begin(self) -> None:
+        """Begin the results of an evaluation: what another one asked, found or computed is not in them."""
+        from lm_eval_duel.cost import Cost
+
+        self.evaluation, self.cost, self.accounts = instances.evaluation(), Cost(), None
+        self.estimator.counts = Counts()
+        self.text.cut_contexts = self.text.merged_borders = 0
 
     def _score(
         self,
@@ -109,24 +126,51 @@ class Answering(Ranked):
         combine: Callable[[list[Scored]], Any],
         disable_tqdm: bool,
     ) -> list[Any]:
-        """The answer of each request from its windows' results."""
+        """The answer of each request: found in the response cache, or from its windows' results."""
         from lm_eval_duel.scoring import Scoring
 
+        answers = [self._found(kind, *each) for each in zip(requests, windows, strict=True)]
+        left = [r for r, answer in enumerate(answers) if answer is None]
+        self.say_found(len(answers) - len(left), len(left))
         blank = self.estimator.counts.blank_starts
-        scoring = Scoring(self, kind, requests, windows, combine)
+        scoring = Scoring(self, kind, [requests[r] for r in left], [windows[r] for r in left], combine)
         with tqdm(
-            total=sum(len(window.target) for parts in windows for window in parts),
+            total=sum(len(window.target) for r in left for window in windows[r]),
             desc=f"{kind} {self.law.get('rule', self.estimator.name)}",
             unit="tok",
             disable=disable_tqdm or self.rank != 0,
         ) as bar:
-            answers = scoring.run(bar)
+            for r, answer in zip(left, scoring.run(bar), strict=True):
+                answers[r] = answer
         if blank := self.estimator.counts.blank_starts - blank:
             log.info(
                 "%d blocks started with nothing in view: all cells tie exactly, the lowest position goes first", blank
             )
         scoring.verify()
         return answers
+
+    def _found(self, kind: str, request: Instance, windows: list[Window]) -> Any:
+        """The answer that the response cache has, counted as when it was computed; None where there is none."""
+        from lm_eval_duel.cost import Outcome
+
+        if (store := self.cache_hook.dbdict) is None:
+            return None
+        key = cache_keys.of(kind, request.args)
+        if (answer := store.find(key)) is None:
+            return None
+        outcome = Outcome.read(store.account(key), len(windows), self.estimator.values(self.estimator.nothing))
+        if outcome is None or not _same(answer, outcome.total):
+            store.drop()
+            return None
+        self.cost.count(str(request.task_name), request.doc_id, windows, outcome)
+        return answer
+
+    def say_found(self, found: int, left: int) -> None:
+        """Count the answers of the response cache, and say how many there are, in the harness's words."""
+        if self.cache_hook.dbdict is not None:
+            log.info("Cached requests: %d, Requests remaining: %d", found, left)
+        if found:
+            self.cost.more("answers_from_cache", found)
 
     @property
     def seen(self) -> tuple[object, ...]:
@@ -182,6 +226,29 @@ class Answering(Ranked):
             {**place, "window": n, **record(window, scored, estimator or self.estimator)}
             for n, (window, scored) in enumerate(zip(windows, parts, strict=True))
         )
+
+
+class TextScore(float):
+    """The log-likelihood of a whole text, nats; to the functions of a task, also its text and its tokens, for data that
+    do not count them."""
+
+    text: str
+    tokens: int
+
+    def __new__(cls, nats: float, text: str, windows: Iterable[Window]) -> TextScore:
+        self = super().__new__(cls, nats)
+        self.text, self.tokens = text, sum(len(window.target) for window in windows)
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:  # ranks send each other plain numbers
+        return float, (float(self),)
+
+
+def _same(answer: Any, total: float) -> bool:
+    """Whether an answer is the sum of what a cache says of its windows."""
+    if isinstance(answer, tuple):
+        return len(answer) == 2 and answer[0] == total and type(answer[1]) is bool
+    return answer == total
 
 
 def _total(parts: list[Scored]) -> float:

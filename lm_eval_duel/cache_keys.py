@@ -21,7 +21,6 @@ class Key(str):
 
     kind: str  # loglikelihood, loglikelihood_rolling, generate_until
     texts: tuple[str, ...]  # digests of texts that carry their own ids
-    sampled: bool
 
     def under(self, generating: str) -> str:
         """The key in a cache of duel-mdm; `generating`: the digest of the law of generated texts."""
@@ -35,7 +34,6 @@ def of(kind: str, arguments: Iterable[Any]) -> Key:
     key = Key(_plain(kind, arguments))
     key.kind = kind
     key.texts = tuple(argument.digest for argument in arguments if isinstance(argument, TokenText))
-    key.sampled = kind == "generate_until" and is_sampled(arguments[1])
     return key
 
 

@@ -1,4 +1,8 @@
-"""What a run computed and what it cost, for the results JSON; summed over ranks."""
+"""What an evaluation asked for, what each request adds to its results, and what that cost; summed over ranks.
+
+What a request asks (its windows, tokens, cut contexts, settings) is counted from the request itself, by the evaluation
+that asks it. What it came to is an `Outcome`: computed now, or found in a response cache, and counted the same.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +11,58 @@ import importlib.metadata
 import math
 import resource
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from lm_eval_duel.estimator import Estimator, Value
 from lm_eval_duel.ledger import Scored, known_sum
+from lm_eval_duel.trace import IMPOSSIBLE
 from lm_eval_duel.windows import Window
 
 SHOWN = 20  # documents in a line of the log
 PACKAGES = ("lm_eval_duel", "lm_eval", "torch", "transformers", "accelerate")
+
+
+class Outcome(NamedTuple):
+    """What one request came to."""
+
+    values: list[dict[str, Value]]  # of each window, by name; the first is the one that its answer adds up
+    close: bool  # whether any window has close picks
+
+    @classmethod
+    def of(cls, parts: Sequence[Scored], estimator: Estimator) -> Outcome:
+        """From the results of a request's windows."""
+        return cls([estimator.values(part) for part in parts], any(part.close_picks for part in parts))
+
+    @property
+    def plain(self) -> tuple[Any, ...]:
+        """As a response cache keeps it."""
+        return [{name: tuple(value) for name, value in one.items()} for one in self.values], self.close
+
+    @classmethod
+    def read(cls, plain: Any, windows: int, names: Iterable[str]) -> Outcome | None:
+        """What `plain` wrote, of so many windows and these figures; None where it holds something else."""
+        names = list(names)
+        try:
+            values, close = plain
+            found = [{name: Value(*one[name]) for name in names} for one in values]
+        except (TypeError, ValueError, KeyError):
+            return None
+        whole = len(found) == windows and type(close) is bool and all(list(one) == names for one in values)
+        return cls(found, close) if whole and all(_sound(value) for one in found for value in one.values()) else None
+
+    @property
+    def total(self) -> float:
+        """The log-likelihood that the answer states, nats."""
+        return math.fsum(next(iter(one.values())).nats for one in self.values)
+
+
+def _sound(value: Value) -> bool:
+    """Whether a figure is made of numbers, as one is that an estimator wrote."""
+    nats, stderr, nfe = value
+    return type(nats) is float and type(stderr) in (float, type(None)) and type(nfe) in (int, type(None))
 
 
 @dataclasses.dataclass
@@ -59,7 +104,9 @@ class Total:
         return math.sqrt(math.fsum((count * error) ** 2 for count, error in self.errors.values()))
 
     def describe(self, tokens: int) -> dict[str, Any]:
-        """As in the results JSON, for a task of `tokens` tokens."""
+        """As in the results JSON, for a task of `tokens` tokens; null, with the reason, where JSON has no number."""
+        if not math.isfinite(self.nats):
+            return {"nats": None, "stderr": None, "window_stderr": None, "nfe": self.nfe, "reason": IMPOSSIBLE}
         return {
             "nats": self.nats,
             "stderr": self.stderr,
@@ -91,11 +138,6 @@ class TaskTotal:
     longest_document: int = 0  # tokens
     values: dict[str, Total] = dataclasses.field(default_factory=dict)
 
-    @classmethod
-    def of(cls, plain: Mapping[str, Any]) -> TaskTotal:
-        """The sums that `dataclasses.asdict` wrote out."""
-        return cls(**{**plain, "values": {name: Total(**total) for name, total in plain["values"].items()}})
-
     def merge(self, other: TaskTotal) -> None:
         self.documents |= other.documents
         self.close |= other.close
@@ -126,6 +168,11 @@ class Verified:
         for name in ("windows", "tokens", "moved_windows", "close_windows"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
+    def describe(self) -> dict[str, Any]:
+        """As in the results JSON; `where` says which two values differ, where the difference is no number."""
+        least = self.largest_difference if math.isfinite(self.largest_difference) else None
+        return {**dataclasses.asdict(self), "largest_difference": least}
+
     @property
     def words(self) -> str:
         """As in the log."""
@@ -140,34 +187,32 @@ class Verified:
 
 @dataclasses.dataclass
 class Cost:
-    """One rank's account."""
+    """One rank's account of one evaluation."""
 
     tasks: dict[str, TaskTotal] = dataclasses.field(default_factory=dict)
     counts: dict[str, int | None] = dataclasses.field(default_factory=dict)  # added up over ranks
+    generated: set[str] = dataclasses.field(default_factory=set)  # in words, how
     seconds: float = 0.0  # in the estimator
     peak_memory: int = 0  # bytes
     ranks: int = 1
     shares: list[Share] = dataclasses.field(default_factory=list)  # of each rank
     verified: Verified = dataclasses.field(default_factory=Verified)
 
-    def count(
-        self, task: str, document: Any, windows: Sequence[Window], parts: Sequence[Scored], estimator: Estimator
-    ) -> TaskTotal:
-        """One request's windows and their results; what it adds to its task."""
-        one = TaskTotal({document}, requests=1, windows=len(parts))
+    def count(self, task: str, document: Any, windows: Sequence[Window], outcome: Outcome) -> None:
+        """One request: its windows, and what they came to."""
+        one = TaskTotal({document}, requests=1, windows=len(windows))
         one.tokens = one.longest_document = sum(len(window.target) for window in windows)
-        if any(part.close_picks for part in parts):
+        if outcome.close:
             one.close.add(document)
-        for window, part in zip(windows, parts, strict=True):
-            for name, value in estimator.values(part).items():
+        for window, values in zip(windows, outcome.values, strict=True):
+            for name, value in values.items():
                 one.values.setdefault(name, Total()).merge(Total.of(window, value))
-        self.add(str(task), one)
-        return one
-
-    def add(self, task: str, one: TaskTotal) -> None:
-        """What one request adds to its task."""
-        self.counts["empty_requests"] = self.counts.get("empty_requests", 0) + (one.tokens == 0)
+        self.more("empty_requests", one.tokens == 0)
         self.tasks.setdefault(task, TaskTotal()).merge(one)
+
+    def more(self, name: str, count: int = 1) -> None:
+        """So many more of what is counted under a name."""
+        self.counts[name] = self.counts.get(name, 0) + count
 
     def merge(self, other: Cost) -> None:
         """Another rank's account added to this one."""
@@ -175,6 +220,7 @@ class Cost:
             self.tasks.setdefault(name, TaskTotal()).merge(total)
         for name, count in other.counts.items():
             self.counts[name] = known_sum(self.counts.get(name, 0), count)
+        self.generated |= other.generated
         self.seconds = max(self.seconds, other.seconds)
         self.peak_memory = max(self.peak_memory, other.peak_memory)
         self.ranks += other.ranks
@@ -212,7 +258,8 @@ class Cost:
             "tokens_per_second": tokens / self.seconds if self.seconds else None,
             "peak_memory_bytes": self.peak_memory,
             "longest_document": max((total.longest_document for total in self.tasks.values()), default=0),
-            "verify": dataclasses.asdict(self.verified) if self.verified.windows else None,
+            "generated": sorted(self.generated),
+            "verify": self.verified.describe() if self.verified.windows else None,
             "tasks": {
                 name: {
                     "documents": len(total.documents),

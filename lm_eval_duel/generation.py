@@ -75,7 +75,7 @@ class Settings:
 
 
 class Generator:
-    """Prompts of equal settings, generated together; a prompt too long is cut from the left and counted.
+    """Prompts of equal settings, generated together.
 
     `key` of a prompt, with the draw seed, is all its randomness: a sample depends on neither batch size nor rank.
     """
@@ -86,10 +86,9 @@ class Generator:
         self.duel = duel if denoiser is duel.denoiser else duel.under(denoiser)
         self.ends = ends(text.tokenizer)
 
-    def stream(self, prompts: Sequence[str], keys: Sequence[int]) -> Iterator[tuple[int, str, Window, Drawn]]:
-        """(index, text, window, sample) of each prompt as it is finished; the window is that under which the text is
-        scored again."""
-        contexts = [self._context(n, prompt) for n, prompt in enumerate(prompts)]
+    def stream(self, contexts: Sequence[list[int]], keys: Sequence[int]) -> Iterator[tuple[int, str, Window, Drawn]]:
+        """(index, text, window, sample) after the ids of each prompt, as it is finished; the window is that under which
+        the text is scored again."""
         samples = self.duel.stream_samples(
             contexts,
             self.settings.length,
@@ -102,13 +101,6 @@ class Generator:
         for n, drawn in samples:
             window = Window(tuple(contexts[n]), drawn.tokens, tuple(self.text.suffix), drawn.tail)
             yield n, self.cut(drawn.tokens), window, drawn
-
-    def _context(self, n: int, prompt: str) -> list[int]:
-        """The ids before a generation; an error says which prompt it is about."""
-        try:
-            return self.text.prompt(prompt, self.settings.length)
-        except DuelError as error:
-            raise DuelError(str(error), n) from None
 
     def _stops(self, index: int, tokens: tuple[int, ...]) -> bool:
         if not self.ends.isdisjoint(tokens):

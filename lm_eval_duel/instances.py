@@ -1,10 +1,14 @@
-"""Requests of the harness: which of them are asked, which only fill up a rank, and how the user knows them."""
+"""Requests of the harness: of which evaluation they are, which are asked, which only fill up a rank, and how the user
+knows them."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lm_eval.api.task import Task
 
 from lm_eval_duel.errors import DuelError
 
@@ -36,6 +40,29 @@ def asked(requests: Sequence[Instance]) -> Asked:
             found.requests.append(request)
         found.places.append(before[-1])
     return found
+
+
+def evaluation() -> int:
+    """The evaluation under way: another number as soon as the harness has built the requests of a task anew.
+
+    It does so before it asks for any answer, and says nothing else by which a model could tell one evaluation from the
+    next.
+    """
+    return _built
+
+
+_built = 0
+_build = Task.build_all_requests
+
+
+@functools.wraps(_build)
+def _counted(self: Task, **options: Any) -> None:
+    global _built
+    _built += 1
+    _build(self, **options)
+
+
+Task.build_all_requests = _counted
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel import fingerprint
 from lm_eval_duel.options import BUNDLED, Options, unread
-from lm_eval_duel.response_cache import ResponseCache
+from lm_eval_duel.response_cache import RULE_CODE, RULES, ResponseCache
 from lm_eval_duel.writing import Writing
 
 if TYPE_CHECKING:
@@ -37,11 +37,12 @@ class DuelMDM(Writing):
         super().__init__()
         self.options = options = Options.parse(arguments)
         # transformers is imported once the arguments are known to be good
-        from lm_eval_duel import denoisers, switch
-        from lm_eval_duel.cost import Cost
+        from lm_eval_duel import denoisers, switch, trace
         from lm_eval_duel.text import Text
 
         self._where = self.join_ranks(options.device)
+        if options.trace is not None:
+            trace.place(options.trace, self.rank, self.world_size)
         if options.pretrained is None and self.rank == 0:
             log.info(
                 "no pretrained= given: scoring with demo-mdm, the small bundled demonstration checkpoint. "
@@ -52,8 +53,7 @@ class DuelMDM(Writing):
         self._device = self.denoiser.device
         self.estimator = switch.make(self.denoiser, options)
         self.text = Text(self.tokenizer, self.denoiser, options.windows, self.estimator.block)
-        self.cost = Cost()
-        self.generated: set[str] = set()  # in words, how
+        self.begin()
         self.trace = self._open_trace()
         if self.rank == 0:
             if left := unread(arguments, options.estimator):
@@ -96,6 +96,18 @@ class DuelMDM(Writing):
         }
 
     @property
+    def follows(self) -> dict[str, str]:
+        """What is in the results and not in the law: the rules that a lattice reads off, and the code of own ones."""
+        if (rules := getattr(self.estimator, "rules", None)) is None:
+            return {}
+        described = [fingerprint.of_rule(rule) for rule in rules]
+        codes = [each["rule_code"] for each in described if "rule_code" in each]
+        return {
+            RULES: "+".join(each["rule"] for each in described),
+            **({RULE_CODE: "+".join(codes)} if codes else {}),
+        }
+
+    @property
     def fingerprint(self) -> str:
         """The law as a short digest."""
         return fingerprint.digest(self.law)
@@ -130,7 +142,6 @@ class DuelMDM(Writing):
                 "row_capacity": self.text.capacity,
                 "device": str(denoiser.device),
                 "versions": versions(),
-                "generated": sorted(self.generated),
                 "trace": str(self.trace.path) if self.trace else None,
                 **total.describe(),
             },
@@ -154,20 +165,13 @@ class DuelMDM(Writing):
         """Take the harness's response cache, unless it was written under another law (it keys on the text only)."""
         if cache_hook.dbdict is not None:
             generating = fingerprint.digest(self.generating)
-            store = ResponseCache.adopt(cache_hook.dbdict, self.law, generating, self._found)
+            store = ResponseCache.adopt(cache_hook.dbdict, self.law, self.follows, generating)
             if store.found:
                 log.warning(
                     "answers found in the --use_cache file are not computed again: config.duel.tasks counts them, and "
                     "cost, verify and a trace are of what this run computes"
                 )
         super().set_cache_hook(cache_hook)
-
-    def _found(self, request: tuple[str, Any, int], adds: dict[str, Any]) -> None:
-        """Count an answer of the response cache, as when it was computed."""
-        from lm_eval_duel.cost import TaskTotal
-
-        self.cost.add(request[0], TaskTotal.of(adds))
-        self.cost.counts["answers_from_cache"] = self.cost.counts.get("answers_from_cache", 0) + 1
 
     def _open_trace(self) -> Writer | None:
         """The trace asked for; raises DuelError where there is one of another law."""
@@ -178,6 +182,7 @@ class DuelMDM(Writing):
         name = self.options.tokenizer or self.options.pretrained or BUNDLED
         header = {"fingerprint": self.fingerprint, "law": self.law, "tokenizer": name}
         header["rules"] = [str(rule) for rule in getattr(self.estimator, "rules", ())]  # that a lattice reads off
+        header |= {key: code for key, code in self.follows.items() if key == RULE_CODE}
         return Writer(self.options.trace, header, self.rank, self.world_size)
 
     # ------------------------------------------------------------ what the harness asks about text

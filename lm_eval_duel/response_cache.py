@@ -2,23 +2,27 @@
 
 The harness writes PATH_rank0.db, PATH_rank1.db, ..., one for each process, as pickles. Here the same files
 
-* are refused where they were written under another law;
+* are refused where they were written under another law, or by a lattice that followed other rules;
 * are found whatever the number of ranks was that wrote them;
 * hold plain numbers and texts: a record of anything else, or one that was cut off, is dropped and scored again;
 * may run out of disk: what could not be written waits in memory, so the run goes on and loses nothing.
+
+The harness looks for answers by their letters, and does not say whose they are. So a model of this package gets all
+requests and looks for itself: what it finds is counted for the requests of this run, whoever asked before.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
-import json
 import logging
+import os
 import pickle
 import re
 import sqlite3
 import urllib.parse
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,42 +36,39 @@ from lm_eval_duel.errors import DuelError
 log = logging.getLogger("lm_eval.duel_mdm")
 
 LAW = "lm_eval_duel law"
-ACCOUNT = "account "  # before the key of an answer: what its requests add to the results
+RULES, RULE_CODE = "lattice_rules", "lattice_rule_code"  # beside the law: what a lattice follows, and its own code
+ACCOUNT = "account "  # before the key of an answer: what a request with this answer came to
 PATIENCE = 60  # seconds to wait for a file that another rank is writing
 ANSWERS = {"loglikelihood": tuple, "loglikelihood_rolling": float, "generate_until": str}
 READ = 'SELECT value FROM "unnamed" WHERE key = ?'
-BETWEEN = 'SELECT value FROM "unnamed" WHERE key BETWEEN ? AND ?'
 WRITE = 'REPLACE INTO "unnamed" (key, value) VALUES (?, ?)'
 DELETE = 'DELETE FROM "unnamed" WHERE key = ?'
-
-OnFound = Callable[[Any, Any], None]  # the request, what it adds
 
 
 class ResponseCache(SqliteDict):
     """The harness's dict of answers, after `adopt`: the same object and the same file of this rank."""
 
-    def adopt(self, law: Mapping[str, str], generating: str, on_found: OnFound) -> ResponseCache:
+    def adopt(self, law: Mapping[str, str], follows: Mapping[str, str], generating: str) -> ResponseCache:
         """Take over a dict that the harness has opened, for answers of this law.
 
-        `generating`: the digest of the law of generated texts. `on_found` is told what each answer adds that is found.
-        Raises DuelError where it, or another rank's, is of another law or cannot be read.
+        `follows`: what else is in the results of a run, and must be equal. `generating`: the digest of the law of
+        generated texts. Raises DuelError where the file, or another rank's, is of another law or cannot be read.
         """
         self.__class__ = ResponseCache
-        self.generating, self.on_found = generating, on_found
+        self.generating = generating
         self.waiting: dict[str, Any] = {}  # what the disk has not taken
         self.broken: set[str] = set()  # files with records that cannot be read
-        self.told: set[Any] = set()  # requests found so far
         self.elsewhere: dict[str, tuple[sqlite3.Connection, Path]] = {}  # which other file holds a key
         self.conn.log.setLevel(logging.CRITICAL + 1)  # it writes out whole stacks; what is wrong is said here
         own = self._own('SELECT COUNT(*) FROM "unnamed"')[0][0]
-        _require(law, self.find(LAW), own > 0, self.filename)
+        _require(law, follows, self.find(LAW), own > 0, self.filename)
         for path in self._others():
             other = _open(path)
             keys = {key for (key,) in _select(other, path, 'SELECT key FROM "unnamed"')}
-            _require(law, next(map(_read, _select(other, path, READ, LAW)), None), bool(keys), path)
+            _require(law, follows, next(map(_read, _select(other, path, READ, LAW)), None), bool(keys), path)
             self.elsewhere |= dict.fromkeys(keys - {LAW}, (other, path))
         self.found = bool(own > 1 or self.elsewhere)  # there are answers from before
-        self[LAW] = dict(law)
+        self[LAW] = {**law, **follows}
         return self
 
     def find(self, key: str) -> Any:
@@ -81,14 +82,23 @@ class ResponseCache(SqliteDict):
             value = _read(row)
             if value is not None and (kind is None or isinstance(value, kind)):
                 return value
-            if path not in self.broken:
-                log.warning("%s has a record that was cut off or is no answer: it is dropped and scored again", path)
-            self.broken.add(path)
+            self.drop(path)
         return None
 
-    def note(self, key: Key, request: tuple[str, Any, int], adds: Any) -> None:
-        """Keep beside an answer what a request of it (task, document, number) adds to the results; plain values."""
-        self[f"{ACCOUNT}{key.under(self.generating)} {json.dumps(request, default=str)}"] = request, adds
+    def drop(self, path: str | Path | None = None) -> None:
+        """Say, once for each file, that what it holds is not used; without `path`, this rank's."""
+        path = str(path or self.filename)
+        if path not in self.broken:
+            log.warning("%s has a record that was cut off or is no answer: it is dropped and scored again", path)
+        self.broken.add(path)
+
+    def note(self, key: Key, account: Any) -> None:
+        """Keep beside an answer what a request with this answer came to: plain values."""
+        self[ACCOUNT + key.under(self.generating)] = account
+
+    def account(self, key: Key) -> Any:
+        """What `note` kept; None where there is nothing."""
+        return self.find(ACCOUNT + key.under(self.generating))
 
     def forget(self, keys: Iterable[str]) -> None:
         """Delete what is kept under these keys, where it can be."""
@@ -101,31 +111,15 @@ class ResponseCache(SqliteDict):
     # ------------------------------------------------------------ what the harness does with its dict
 
     def __contains__(self, key: str) -> bool:
-        return not (isinstance(key, Key) and key.sampled) and self.find(key) is not None
+        return self.find(key) is not None
 
     def __getitem__(self, key: str) -> Any:
         if (value := self.find(key)) is None:
             raise KeyError(key)
-        if isinstance(key, Key):
-            self._tell(key.under(self.generating))
         return value
-
-    def _tell(self, key: str) -> None:
-        """Say once what each request of an answer adds."""
-        bounds = f"{ACCOUNT}{key} ", f"{ACCOUNT}{key} ~"
-        rows = self._own(BETWEEN, *bounds)
-        if key in self.elsewhere:
-            with contextlib.suppress(sqlite3.Error):
-                rows += self.elsewhere[key][0].execute(BETWEEN, bounds).fetchall()
-        for request, adds in filter(None, map(_read, rows)):
-            if request not in self.told:
-                self.told.add(request)
-                self.on_found(request, adds)
 
     def __setitem__(self, key: str, value: Any) -> None:
         if isinstance(key, Key):
-            if key.sampled:
-                return  # kept under a key of its own
             key = key.under(self.generating)
         self.waiting[key] = value
         self._write()
@@ -227,17 +221,20 @@ def unreadable(path: str | Path, error: Exception) -> DuelError:
     return DuelError(f"The --use_cache file {path} cannot be read ({error}). Delete it: its answers are scored again.")
 
 
-def _require(law: Mapping[str, str], stored: Any, answers: bool, path: str | Path) -> None:
+def _require(law: Mapping[str, str], follows: Mapping[str, str], stored: Any, answers: bool, path: str | Path) -> None:
     """Raise DuelError where a file has answers of another law, or of none."""
+    if not isinstance(stored, dict):  # none, or a damaged one
+        stored = None
     if stored is None and answers:
         raise DuelError(
             f"The --use_cache file {path} holds answers of another model (it has no law of duel-mdm). "
             "Name another file, or delete this one."
         )
-    if stored is not None and stored != law:
-        changed = "; ".join(fingerprint.differences(law, stored))
+    if stored is not None and stored != (ours := {**law, **follows}):
+        theirs = fingerprint.digest({key: value for key, value in stored.items() if key not in (RULES, RULE_CODE)})
+        changed = "; ".join(fingerprint.differences(ours, stored))
         raise DuelError(
-            f"The --use_cache file {path} was written under another law ({fingerprint.digest(stored)}, this run is "
+            f"The --use_cache file {path} was written under another law ({theirs}, this run is "
             f"{fingerprint.digest(law)}): {changed}. Name another file, or delete this one."
         )
 
@@ -246,11 +243,32 @@ _open_harness = getattr(harness.CachingLM.__init__, "plain", harness.CachingLM._
 
 
 def _opened(self: harness.CachingLM, lm: Any, cache_db: str, *more: Any, **others: Any) -> None:
-    """The harness opens its file before anybody else sees it; a broken one is named."""
+    """The harness opens its file before anybody else sees it: one that is broken, or cannot be made, is named."""
+    remedy = "Name a path in a folder that can be written."
+    if os.path.isdir(cache_db):
+        raise DuelError(f"The --use_cache file {cache_db} cannot be made: it is a folder. {remedy}")
     try:
         _open_harness(self, lm, cache_db, *more, **others)
     except sqlite3.Error as error:
-        raise unreadable(cache_db, error) from error
+        if os.path.exists(cache_db):
+            raise unreadable(cache_db, error) from error
+        raise DuelError(f"The --use_cache file {cache_db} cannot be made: {error}. {remedy}") from error
+    except OSError as error:
+        raise DuelError(f"The --use_cache file {cache_db} cannot be made: {error}. {remedy}") from error
+    if isinstance(self.dbdict, ResponseCache):
+        lm.cache_hook = harness.CacheHook(None)
+        for kind in ANSWERS:
+            setattr(self, kind, functools.partial(_answer, self, kind))
+
+
+def _answer(self: harness.CachingLM, kind: str, requests: list[Any], **more: Any) -> list[Any]:
+    """The model's answers to all requests: it looks in this file itself, and only while it is asked through it."""
+    self.lm.cache_hook = self.get_cache_hook()
+    try:
+        return getattr(self.lm, kind)(requests, **more)
+    finally:
+        self.lm.cache_hook = harness.CacheHook(None)
+        self.dbdict.commit()
 
 
 _opened.plain = _open_harness

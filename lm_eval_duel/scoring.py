@@ -5,13 +5,13 @@ windows -> those that an interrupted run has scored, and the others -> estimator
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from lm_eval_duel import cache_keys, instances
+from lm_eval_duel.cost import Outcome
 from lm_eval_duel.ledger import Scored
 from lm_eval_duel.unfinished import Unfinished
 from lm_eval_duel.verify import Verification
@@ -89,15 +89,15 @@ class Scoring:
             self._complete(r)
 
     def _complete(self, r: int) -> None:
-        """The answer goes to the response cache, and its windows to the trace."""
+        """Count a request; its answer, and what it came to, go to the response cache, its windows to the trace."""
         request, windows = self.requests[r], self.windows[r]
         parts, self.found[r] = [self.found[r][part] for part in range(len(windows))], {}
         self.answers[r] = self.combine(parts)
-        adds = self.model.cost.count(request.task_name, request.doc_id, windows, parts, self.model.estimator)
+        outcome = Outcome.of(parts, self.model.estimator)
+        self.model.cost.count(str(request.task_name), request.doc_id, windows, outcome)
         self.model.write_trace(request, windows, parts)
         if (store := self.model.cache_hook.dbdict) is not None:
-            said = (str(request.task_name), request.doc_id, request.idx)
-            store.note(cache_keys.of(self.kind, request.args), said, dataclasses.asdict(adds))
+            store.note(cache_keys.of(self.kind, request.args), outcome.plain)
         self.model.cache_hook.add_partial(self.kind, request.args, self.answers[r])
         if len(parts) > 1:
             self.unfinished.forget(windows)

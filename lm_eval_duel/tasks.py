@@ -12,6 +12,7 @@ import difflib
 import functools
 import itertools
 import json
+import logging
 import lzma
 import re
 from collections.abc import Iterator
@@ -29,6 +30,8 @@ from lm_eval_duel.wrapped import REMAINDERS, Wrapping
 
 if TYPE_CHECKING:
     import datasets
+
+log = logging.getLogger("lm_eval.duel_mdm")  # the harness shows its own loggers only
 
 TEXT = FOLDER / "text"
 LENGTH = 1024  # ids of a wrapped row, framing included, unless the metadata say
@@ -179,15 +182,33 @@ def sizes(text: str) -> tuple[int, int]:
 
 
 def perplexity(doc: dict[str, Any], results: list[float]) -> dict[str, tuple[float, int]]:
-    """(nats, units) of one document for each metric of a loglikelihood_rolling task."""
+    """(nats, units) of one document for each metric of a loglikelihood_rolling task.
+
+    Data of a user have no token counts: duel-mdm says with its answer which text it scored and of how many tokens.
+    Where no one counted (another model's answer to such data), there is no token perplexity, and a warning says so.
+    """
     (nats,) = results
-    words, size = (doc["words"], doc["bytes"]) if "words" in doc else sizes(doc["text"])
-    return {
-        "word_perplexity": (nats, words),
-        "byte_perplexity": (nats, size),
-        "bits_per_byte": (nats, size),
-        "token_perplexity": (nats, doc[TOKENS]),
-    }
+    text = getattr(nats, "text", doc.get("text"))
+    if text is None:
+        raise DuelError(
+            f"This document has no column 'text', in which words and bytes are counted; it has {', '.join(doc)}. Name "
+            "the column that is scored 'text' in the data."
+        )
+    words, size = (doc["words"], doc["bytes"]) if TOKENS in doc and "words" in doc else sizes(text)
+    found = {"word_perplexity": (nats, words), "byte_perplexity": (nats, size), "bits_per_byte": (nats, size)}
+    if (tokens := doc.get(TOKENS, getattr(nats, "tokens", None))) is None:
+        _warn_uncounted()
+        return found
+    return {**found, "token_perplexity": (nats, tokens)}
+
+
+@functools.cache
+def _warn_uncounted() -> None:
+    log.warning(
+        "The documents of this task have no column %s, and this model does not count tokens: there is no "
+        "token_perplexity",
+        TOKENS,
+    )
 
 
 def _documents(name: str, metadata: dict[str, Any]) -> dict[str, datasets.Dataset]:

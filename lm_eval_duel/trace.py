@@ -8,9 +8,10 @@
 `ids` are the target's, and `context` the number of given ids before it; `starts` are the target indices where blocks
 begin; `steps` count from 0 in every block. `confidence` is the log-odds of P1, `margin` P1 - P2, `entropy` in nats,
 each as the token was revealed. `values` is all that the estimator says, in nats, and `stderr` its Monte Carlo error.
-What an estimator does not have (the order of an ELBO) is an empty list. A lattice also has "rules": by name, the same
-for the order of each rule that it read off. A generated text is a line, too: "text", how it was "generated", its number
-among "repeat"s, and as "tail" the positions left when it stopped.
+JSON has no infinities: null is -infinity among log-probabilities (the line says the "reason") and +infinity as a
+confidence; `read` gives them back. What an estimator does not have (the order of an ELBO) is an empty list. A lattice
+also has "rules": by name, the same for the order of each rule that it read off. A generated text is a line, too:
+"text", how it was "generated", its number among "repeat"s, and as "tail" the positions left when it stopped.
 
 On several ranks there is a file for each; `read` merges them.
 """
@@ -20,6 +21,7 @@ from __future__ import annotations
 import glob
 import json
 import logging
+import math
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -40,6 +42,8 @@ FORMAT = 1
 BEGINNING = '{"duel_trace"'
 CHUNK = 1 << 16  # bytes
 SHOWN = ("confidence", "margin", "entropy")
+REMEDY = "Name a file in a folder that can be written."
+IMPOSSIBLE = "a token has probability 0 under this law (as top_k and top_p make it), so the log-likelihood is -infinity"
 
 
 class Writer:
@@ -47,13 +51,12 @@ class Writer:
 
     def __init__(self, path: str, header: dict[str, Any], rank: int = 0, ranks: int = 1):
         self.path = Path(path).absolute()
-        mine = _of_rank(self.path, rank) if ranks > 1 else self.path
-        mine.parent.mkdir(parents=True, exist_ok=True)
+        mine = place(path, rank, ranks)
         header = {"duel_trace": FORMAT, **header}
         begun = mine.exists() and not _cut_at_once(mine)
         if begun:
             found = _header(mine)
-            for key in ("fingerprint", "rules"):
+            for key in ("fingerprint", "rules", "lattice_rule_code"):
                 if found.get(key) != header.get(key):
                     raise DuelError(
                         f"The trace {mine} was written under another law ({key} {found.get(key)}; this run's is "
@@ -61,9 +64,13 @@ class Writer:
                     )
             with mine.open("r+b") as file:  # a line that was cut off in the middle
                 file.truncate(_end_of_lines(file))
-        else:
-            mine.write_bytes(b"")
-        self._file = mine.open("ab", buffering=0)  # where another writer has the file too, lines stay whole
+        try:
+            if not begun:
+                mine.parent.mkdir(exist_ok=True)
+                mine.write_bytes(b"")
+            self._file = mine.open("ab", buffering=0)  # where another writer has the file too, lines stay whole
+        except OSError as error:
+            raise DuelError(f"The trace {path} cannot be written: {error}. {REMEDY}") from None
         self._waiting: deque[bytes] = deque()  # lines that the disk has not taken
         if not begun:
             self.write([header])
@@ -71,7 +78,7 @@ class Writer:
     def write(self, records: Iterable[dict[str, Any]]) -> None:
         """Write the windows of one document. Where the disk is full they wait in memory, and the run goes on."""
         late = bool(self._waiting)
-        self._waiting.extend((json.dumps(record) + "\n").encode() for record in records)
+        self._waiting.extend((json.dumps(finite(record), allow_nan=False) + "\n").encode() for record in records)
         try:
             while self._waiting:
                 line = self._waiting[0]
@@ -90,6 +97,50 @@ class Writer:
             log.error("%d lines are not in the trace %s", len(self._waiting), self._file.name)
 
 
+def place(path: str | Path, rank: int = 0, ranks: int = 1) -> Path:
+    """The file of a rank; raises DuelError where it cannot be written, or holds something else than a trace."""
+    path = Path(path).absolute()
+    mine = _of_rank(path, rank) if ranks > 1 else path
+    if path.is_dir() or mine.is_dir():
+        raise DuelError(f"The trace {path} is a folder. Name a file in it: trace={path / 'trace.jsonl'}")
+    folder = next(folder for folder in mine.parents if folder.exists())
+    if len(mine.parents) > 1 and folder not in mine.parents[:2]:  # a misspelt path makes no tree of folders
+        raise DuelError(f"There is no folder {mine.parent.parent} for the trace {path}. Make it, or name another file.")
+    if not folder.is_dir() or not os.access(mine if mine.exists() else folder, os.W_OK):
+        raise DuelError(f"The trace {path} cannot be written in {folder}. {REMEDY}")
+    if mine.exists() and not _cut_at_once(mine):
+        _header(mine)
+    return mine
+
+
+def finite(value: Any) -> Any:
+    """A value for JSON, which has no infinities: null in their place."""
+    if isinstance(value, dict):
+        return {key: finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+INFINITE = {"log_prob": -math.inf, "nats": -math.inf, "values": -math.inf, "confidence": math.inf}  # what a null was
+
+
+def _infinite(line: dict[str, Any]) -> dict[str, Any]:
+    """A line of a trace with the infinities that `finite` took out."""
+    restored = dict(line)
+    for name, number in INFINITE.items():
+        value = line.get(name, [])
+        if isinstance(value, dict):
+            restored[name] = {key: number if part is None else part for key, part in value.items()}
+        elif isinstance(value, list):
+            restored |= {name: [number if part is None else part for part in value]} if None in value else {}
+        else:
+            restored[name] = number if value is None else value
+    if "rules" in line:
+        restored["rules"] = {name: _infinite(path) for name, path in line["rules"].items()}
+    return restored
+
+
 def record(window: Window, scored: Scored, estimator: Estimator) -> dict[str, Any]:
     """One window as a line."""
     start = len(window.context)
@@ -104,6 +155,8 @@ def record(window: Window, scored: Scored, estimator: Estimator) -> dict[str, An
     }
     if paths := getattr(scored, "rules", None):  # of a lattice
         found["rules"] = {name: _path(path) for name, path in paths.items()}
+    if not math.isfinite(scored.log_prob):
+        found["reason"] = IMPOSSIBLE
     errors = {name: value.stderr for name, value in values.items() if value.stderr is not None}
     return found | ({"stderr": errors[next(iter(values))]} if errors else {})
 
@@ -161,14 +214,14 @@ def _parts(path: str | Path) -> list[Path]:
 
 
 def _header(path: Path) -> dict[str, Any]:
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         try:
             found = json.loads(lines.readline())
             if found["duel_trace"] != FORMAT:
                 raise DuelError(
                     f"{path} is a trace of format {found['duel_trace']}; this release reads {FORMAT}. Write it again."
                 )
-        except (json.JSONDecodeError, KeyError, TypeError):
+        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
             raise DuelError(f"{path} is no trace: its first line is no law. Name another file.") from None
     return found
 
@@ -194,12 +247,12 @@ def _end_of_lines(file: BinaryIO) -> int:
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     """The windows of one file; a last line that was cut off is left out."""
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         next(lines)
         for number, line in enumerate(lines, 2):
-            if not line.endswith("\n"):
+            if not line.endswith(b"\n"):
                 return
             try:
-                yield json.loads(line)
-            except json.JSONDecodeError as error:
+                yield _infinite(json.loads(line))
+            except (TypeError, ValueError) as error:
                 raise DuelError(f"{path}, line {number} is no window of a trace: {error}.") from None

@@ -31,7 +31,7 @@ class Unfinished:
 
     def find(self, window: Window) -> Scored | None:
         """What an interrupted run found for a window."""
-        return None if self.store is None else _read(self.store.find(self._key(window)))
+        return None if self.store is None else _read(self.store.find(self._key(window)), len(window.target))
 
     def keep(self, window: Window, scored: Scored) -> None:
         if self.store is not None:
@@ -45,13 +45,26 @@ class Unfinished:
         return "window " + hashlib.sha256(f"{self.seen} {window}".encode()).hexdigest()
 
 
-def _read(kept: Any) -> Scored | None:
-    """A result of its plain form; None where it is that of another release."""
+def _read(kept: Any, tokens: int) -> Scored | None:
+    """A window's result of its plain form; None where it is damaged, or of another release or another window."""
     try:
         name, fields = kept
         fields = {**fields}
         if "rules" in fields:
             fields["rules"] = {rule: Path(**path) for rule, path in fields["rules"].items()}
-        return RESULTS[name](**fields)
-    except (TypeError, ValueError, KeyError):
+        found = RESULTS[name](**fields)
+    except (TypeError, ValueError, KeyError, AttributeError):
         return None
+    return found if all(_sound(part, tokens) for part in (found, *getattr(found, "rules", {}).values())) else None
+
+
+def _sound(part: Scored | Path, tokens: int) -> bool:
+    """Whether a result is made of numbers, its sequences of one for each token, or of none."""
+    for field in dataclasses.fields(part):
+        value = getattr(part, field.name)
+        if isinstance(value, tuple):
+            if len(value) not in (0, tokens) or not all(type(one) in (int, float) for one in value):
+                return False
+        elif type(value) not in (int, float, bool, type(None), dict):
+            return False
+    return type(part.log_prob) is float

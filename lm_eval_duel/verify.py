@@ -64,10 +64,11 @@ class Verification:
 
 def _compared(window: Window, said: Scored, again: Scored, name: str) -> Verified:
     moved = sum(one != other for one, other in zip(said.steps, again.steps, strict=True)) if said.steps else None
+    same = said.log_prob == again.log_prob  # both may be -infinity
     return Verified(
         windows=1,
         tokens=len(window.target),
-        largest_difference=abs(said.log_prob - again.log_prob),
+        largest_difference=0.0 if same else abs(said.log_prob - again.log_prob),
         where=f"{name}: {said.log_prob:.6f} in the run, {again.log_prob:.6f} alone",
         moved_picks=moved,
         moved_windows=int(bool(moved)),

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 class Writing(Answering):
     """A model of the harness that generates, too."""
 
-    generated: set[str]  # in words, how
-
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """What the model writes after each prompt, under the rule and block that are scored (Algorithm 1).
 
@@ -33,19 +31,22 @@ class Writing(Answering):
         """
         from lm_eval_duel.generation import Settings, key_of
 
-        asked = instances.asked(requests)
+        asked = self.asked(requests)
         answers: list[str | None] = [None] * len(asked.requests)
         groups: dict[Settings, list[Prompt]] = {}
         for n, (request, repeat) in enumerate(zip(asked.requests, asked.repeats, strict=True)):
             with instances.naming(request):
                 settings = Settings.of(request.args[1])
-                self.text.scorable(self.text.encode(request.args[0]))  # before any text is written
+                context = self.text.prompt(request.args[0], settings.length)  # before any text is written
+            self.cost.generated.add(self._words(settings))
             key = key_of(request.task_name, request.doc_id, request.idx, repeat)
-            prompt = Prompt(n, request, repeat, key, self._sample_key(request, key))
+            prompt = Prompt(n, request, repeat, context, key, self._cache_key(request, key))
             if (kept := self._kept(prompt)) is not None:
                 answers[n] = kept
             else:
                 groups.setdefault(settings, []).append(prompt)
+        left = sum(map(len, groups.values()))
+        self.say_found(len(answers) - left, left)
         total = sum(settings.length * len(group) for settings, group in groups.items())
         with tqdm(total=total, desc="generate_until", unit="tok", disable=disable_tqdm or self.rank != 0) as bar:
             for settings, group in groups.items():
@@ -56,8 +57,7 @@ class Writing(Answering):
         """The texts of prompts of one kind of settings, put into `answers`."""
         from lm_eval_duel.generation import Generator
 
-        under = "" if self.estimator.decodes else f", rule={self._duel.rule}, block={self._duel.block}"
-        self.generated.add(settings.words + under)
+        words, self._duel.counts = self._words(settings), self.estimator.counts
 
         def progress() -> str:
             done = sum(answer is not None for answer in answers)
@@ -65,28 +65,36 @@ class Writing(Answering):
 
         with self.answering([prompt.request for prompt in group], progress):
             generator = Generator(self._duel, self.text, settings, self.options.draw_seed)
-            prompts, keys = [prompt.request.args[0] for prompt in group], [prompt.key for prompt in group]
-            for n, text, window, drawn in generator.stream(prompts, keys):
+            contexts, keys = [prompt.context for prompt in group], [prompt.key for prompt in group]
+            for n, text, window, drawn in generator.stream(contexts, keys):
                 prompt = group[n]
                 answers[prompt.place] = text
                 bar.update(settings.length)
                 bar.set_postfix_str(f"NFE {self._duel.counts.nfe}")
-                said = {"repeat": prompt.repeat, "generated": settings.words + under, "text": text, "tail": drawn.tail}
+                said = {"repeat": prompt.repeat, "generated": words, "text": text, "tail": drawn.tail}
                 self.write_trace(prompt.request, [window], [drawn], said, self._duel)
-                self.cache_hook.add_partial("generate_until", prompt.request.args, text)
-                if prompt.cached is not None:
+                if prompt.cached is None:
+                    self.cache_hook.add_partial("generate_until", prompt.request.args, text)
+                else:
                     self.cache_hook.dbdict[prompt.cached] = text
 
-    def _sample_key(self, request: Instance, key: int) -> str | None:
-        """Under which a text is kept where the harness itself does not find it again: its repeats would be one."""
-        store = self.cache_hook.dbdict
-        if store is None or not cache_keys.is_sampled(request.args[1]):
+    def _words(self, settings: Settings) -> str:
+        """How texts are generated, as in the results."""
+        under = "" if self.estimator.decodes else f", rule={self._duel.rule}, block={self._duel.block}"
+        return settings.words + under
+
+    def _cache_key(self, request: Instance, key: int) -> str | None:
+        """Under which a text is kept; a sample's says which draw it is: the harness's repeats would be one."""
+        if (store := self.cache_hook.dbdict) is None:
             return None
-        return cache_keys.of_sample(store.generating, request.args, key)
+        if cache_keys.is_sampled(request.args[1]):
+            return cache_keys.of_sample(store.generating, request.args, key)
+        return cache_keys.of("generate_until", request.args)
 
     def _kept(self, prompt: Prompt) -> str | None:
-        """The sample that an interrupted run has drawn."""
-        return None if prompt.cached is None else self.cache_hook.dbdict.find(prompt.cached)
+        """The text that another run has written, or this one before it was interrupted."""
+        kept = None if prompt.cached is None else self.cache_hook.dbdict.find(prompt.cached)
+        return kept if isinstance(kept, str) else None
 
     @cached_property
     def _duel(self) -> Duel:
@@ -95,9 +103,7 @@ class Writing(Answering):
 
         if self.estimator.decodes:
             return self.estimator
-        duel = switch.make(self.denoiser, dataclasses.replace(self.options, estimator="duel"))
-        duel.counts = self.estimator.counts
-        return duel
+        return switch.make(self.denoiser, dataclasses.replace(self.options, estimator="duel"))
 
     # ------------------------------------------------------------ chat templates
 
@@ -124,5 +130,6 @@ class Prompt:
     place: int  # among the answers
     request: Instance
     repeat: int
+    context: list[int]  # ids
     key: int  # with the draw seed, all the randomness of a sample
-    cached: str | None  # the key under which a sample is kept; None: it is not
+    cached: str | None  # the key under which its text is kept; None: it is not

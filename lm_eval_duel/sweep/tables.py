@@ -13,6 +13,7 @@ from lm_eval_duel.report.headline import fixed
 from lm_eval_duel.report.markdown import bullets, spaced, table
 from lm_eval_duel.sweep import store
 from lm_eval_duel.sweep.metrics import ORDERS
+from lm_eval_duel.trace import finite
 
 TIE = 1e-6  # relative difference below which two perplexities are one
 HEAD = (
@@ -37,15 +38,6 @@ def write(report: dict[str, Any], folder: Path) -> None:
         report["notes"] = [*report["notes"], MISSING]
     store.write(folder / "sweep.md", markdown(report))
     store.write(folder / "sweep.json", json.dumps(finite(report), indent=1, allow_nan=False) + "\n")
-
-
-def finite(value: Any) -> Any:
-    """A report with null for what JSON has no number for: the perplexity of a text of probability 0."""
-    if isinstance(value, dict):
-        return {key: finite(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def console(report: Report) -> str:
