@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.report import build, cost, figures, gaps, latex, orders, read, rows, tables
+from lm_eval_duel.report import build, cost, figures, gaps, latex, orders, read, rows, samples, tables
 
 EPILOG = """\
 Writes report.md, report.json, LaTeX table bodies (.tex) and, where matplotlib is installed, figures (.png).
@@ -27,7 +27,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("results", nargs="+", metavar="RESULTS", help="results_*.json files, or folders that hold them")
     parser.add_argument("--ar", metavar="RESULT", help="the autoregressive baseline: a file or a folder, as above")
     parser.add_argument("--out", required=True, metavar="DIR", help="where to write")
-    parser.add_argument("--metric", choices=read.METRICS, help="the perplexity to compare (the first that all have)")
+    parser.add_argument("--metric", choices=samples.METRICS, help="the perplexity to compare (the first that all have)")
     parser.add_argument(
         "--as-published", action="store_true", help="list other windows, positions and tokenizers instead of refusing"
     )
@@ -51,7 +51,7 @@ def collect(options: argparse.Namespace) -> dict[str, Any]:
     notes += [note for run in runs for note in _left_out(run)]
     runs = [run for run in runs if run.tasks and (run.ours or run.autoregressive)]
     if not runs:
-        raise DuelError(f"No perplexity ({', '.join(read.METRICS)}) to report: {'; '.join(notes)}")
+        raise DuelError(f"No perplexity ({', '.join(samples.METRICS)}) to report: {'; '.join(notes)}")
     ar = [run for run in runs if run.file in files]
     traced, shown = _traces(runs, options.trace, notes)
     found = build.tasks(runs, ar, options, traced)

@@ -15,8 +15,9 @@ import numpy as np
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.report import gaps, headline, match, rows, stats
 from lm_eval_duel.report.headline import WORDS
-from lm_eval_duel.report.read import METRICS, Run
+from lm_eval_duel.report.read import Run
 from lm_eval_duel.report.rows import Row
+from lm_eval_duel.report.samples import METRICS
 
 OTHER_UNITS = ("word_perplexity", "byte_perplexity")
 
