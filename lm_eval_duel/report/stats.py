@@ -38,8 +38,8 @@ def stderr(metric: str, found: float, nats: float, nats_stderr: float) -> float 
 
 
 def clear(here: float, there: float, error: float | None) -> bool:
-    """Whether two values differ by more than two standard errors of their difference; None: it is not known."""
-    return abs(here - there) > CLEAR * (error or 0.0)
+    """Whether two values differ by more than two standard errors of their difference; None: they have none."""
+    return error is None or abs(here - there) > CLEAR * error
 
 
 def gap_closed(elbo: float, duel: float, ar: float) -> float | None:
