@@ -133,6 +133,7 @@ def perplexity(name: str, task: Mapping[str, Any]) -> Figure:
     entries, metric = task["rows"], task["metric"]
     figure, axes = _figure(7.5, 1.3 + 0.25 * (len(entries) + len({e["model"] for e in entries})))
     at, ticks, last = 0, [], None
+    right = 1.11 if not any(_error(entry, metric) for entry in entries) else 1.2
     seen: dict[str, Any] = {}
     for entry in entries:
         if entry["model"] != last:
@@ -163,7 +164,7 @@ def perplexity(name: str, task: Mapping[str, Any]) -> Figure:
         value = f"{'≤ ' if entry['bound'] else ''}{number(entry['value'], metric)}{_error(entry, metric)}"
         weight = "bold" if entry["best"] else "normal"
         axes.text(
-            1.11, at, value, transform=axes.get_yaxis_transform(), ha="right", va="center", fontsize=8.5, weight=weight
+            right, at, value, transform=axes.get_yaxis_transform(), ha="right", va="center", fontsize=8.5, weight=weight
         )
         if entry["ar"]:
             axes.axvline(entry["value"], color=GREY, linestyle=":", linewidth=1.2, zorder=1)
