@@ -33,6 +33,11 @@ ARMS = (*LOOPS, "ours", "forwards")
 FEW = 2  # steps of the textbook loop that its memory is measured on: every step takes the same
 
 
+def flag(name: str) -> str:
+    """An option of the command line; --batch_size is spelled as lm_eval's."""
+    return "--batch_size" if name == "batch_size" else f"--{name.replace('_', '-')}"
+
+
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """The options of the command, one field each."""
@@ -61,7 +66,7 @@ class Settings:
         for name in ("length", "windows", "repeats", "compare_windows", "textbook_steps"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise DuelError(f"--{name.replace('_', '-')} is at least 1; got {value}.")
+                raise DuelError(f"{flag(name)} is at least 1; got {value}.")
         if not self.block.isdigit() and self.block not in ("auto", "none"):
             raise DuelError(f"--block is a number of positions, auto or none; got {self.block}.")
         if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
@@ -74,7 +79,7 @@ class Settings:
         said = []
         for name, value in dataclasses.asdict(self).items():
             if value is not None and value is not False:
-                said += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+                said += [flag(name), *([] if value is True else [str(value)])]
         return said
 
 

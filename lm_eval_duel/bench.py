@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import platform
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ from typing import Any
 
 import torch
 
-from lm_eval_duel.arms import ARMS, LOOPS, Bench, Recording, Settings
+from lm_eval_duel.arms import ARMS, LOOPS, Bench, Recording, Settings, flag
 from lm_eval_duel.baselines import Loop
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.ledger import Scored
@@ -56,13 +55,14 @@ def parse(arguments: Sequence[str]) -> Settings:
     """The settings of a command line."""
     parser = argparse.ArgumentParser(prog="lm-eval-duel bench", description=__doc__.split("\n\n")[0])
     for field in dataclasses.fields(Settings):
-        flag, text = f"--{field.name.replace('_', '-')}", HELP.get(field.name, field.name)
+        text = HELP.get(field.name, field.name)
         if field.type == "bool":
-            parser.add_argument(flag, action="store_true", help=text)
+            parser.add_argument(flag(field.name), action="store_true", help=text)
             continue
         if field.default is not None:
             text = f"{text} ({field.default})"
-        parser.add_argument(flag, type=int if "int" in field.type else str, default=field.default, help=text)
+        kind = int if "int" in field.type else str
+        parser.add_argument(flag(field.name), type=kind, default=field.default, help=text)
     return Settings(**vars(parser.parse_args(arguments)))
 
 
@@ -262,4 +262,6 @@ def main(arguments: Sequence[str]) -> None:
     figures = measure(bench)
     print(table(figures))
     if settings.json:
-        Path(settings.json).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        from lm_eval_duel.report.strict_json import dumps
+
+        Path(settings.json).write_text(dumps(figures) + "\n", encoding="utf-8")

@@ -112,7 +112,18 @@ class Total:
             "stderr": self.stderr,
             "window_stderr": self._over_windows(tokens),
             "nfe": self.nfe,
+            "windows": self.windows,
         }
+
+    def bound(self, tokens: int) -> str:
+        """A Monte Carlo ELBO of `tokens` tokens in words, with its standard error."""
+        rate, error = -self.nats / tokens, self.stderr
+        perplexity = math.exp(rate) if rate < 700 else math.inf
+        if error is None:
+            errors, said = ("", ""), "Monte Carlo error not known: 8 draws or more have one"
+        else:
+            errors, said = (f" +- {error:.2f}", f" +- {perplexity * error / tokens:.2f}"), "Monte Carlo standard error"
+        return f"{self.nats:.2f}{errors[0]} nats, {perplexity:.2f}{errors[1]} per token ({said})"
 
     def _over_windows(self, tokens: int) -> float | None:
         """The standard error of `nats` as a ratio to tokens over windows: what other windows like these would move it.
@@ -245,6 +256,15 @@ class Cost:
         names = ", ".join(listed[:SHOWN])
         more = f" and {len(listed) - SHOWN} more (config.duel.tasks)" if len(listed) > SHOWN else ""
         return f"{len(listed)} documents have close picks, which float noise could change: {names}{more}"
+
+    @property
+    def bounds(self) -> list[str]:
+        """Each task's Monte Carlo ELBO with its standard error, as in the log."""
+        return [
+            f"{task}: {total.values['elbo'].bound(total.tokens)}"
+            for task, total in self.tasks.items()
+            if "elbo" in total.values and total.tokens
+        ]
 
     def describe(self) -> dict[str, Any]:
         """As in the results JSON."""

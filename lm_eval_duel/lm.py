@@ -121,6 +121,8 @@ class DuelMDM(Writing):
             total.merge(account)
         if total.close:
             log.info("%s", total.close)
+        for bound in total.bounds:
+            log.info("ELBO (%s) of %s", "elbo_eps above 0: no bound" if self.options.elbo_eps else "a bound", bound)
         if total.ranks > 1:
             log.info("%s", total.balance)
             if total.verified.windows:

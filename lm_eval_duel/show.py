@@ -19,6 +19,7 @@ from lm_eval_duel.errors import DuelError
 
 EARLY_TO_LATE = (54, 61, 67, 73, 79, 114, 185, 226)  # of the terminal's 256 colours: dark blue to yellow
 SURE_TO_SURPRISED = (255, 230, 228, 222, 215, 208, 202, 196)  # white to red
+BOUNDS = ("elbo", "elbo_exact")
 MOST_NATS = 8.0  # the reddest
 
 
@@ -68,15 +69,24 @@ def _heading(record: dict[str, Any]) -> str:
     said = [f"document {record.get('doc')} of {record.get('task')}, window {record['window']}: {tokens} tokens"]
     if record.get("request"):
         said.append(f"request {record['request']}")
-    error = f" +- {record['stderr']:.2f}" if record.get("stderr") is not None else ""
+    error = record.get("stderr")
     for name, nats in record["values"].items():
-        note = " (NOT a likelihood: it sees the truth)" if name == "oracle" else ""
-        perplexity = f", perplexity {math.exp(-nats / tokens):.2f}" if tokens else ""
-        said.append(f"{name}{note} {nats:.2f}{error} nats{perplexity}")
-        error = ""
+        said.append(_value(name, nats, tokens, error))
+        error = None
     if record.get("nfe") is not None:
         said.append(f"{record['nfe']} steps, {record.get('close_picks') or 'no'} close picks")
     return "\n".join(said)
+
+
+def _value(name: str, nats: float, tokens: int, error: float | None) -> str:
+    """What an estimator says of a window; `error`: its Monte Carlo error, nats."""
+    note = {"oracle": " (NOT a likelihood: it sees the truth)", **dict.fromkeys(BOUNDS, " (a bound)")}.get(name, "")
+    said = f"{name}{note} {nats:.2f}" + ("" if error is None else f" +- {error:.2f}") + " nats"
+    if not tokens:
+        return said
+    rate = -nats / tokens
+    perplexity = math.exp(rate) if rate < 700 else math.inf
+    return f"{said}, perplexity {perplexity:.2f}" + ("" if error is None else f" +- {perplexity * error / tokens:.2f}")
 
 
 def _colours(record: dict[str, Any], pieces: list[str], by: str) -> str:
@@ -150,7 +160,12 @@ def main(arguments: list[str]) -> None:
     tokenizer = denoisers.load_tokenizer({"tokenizer": asked.tokenizer or trace.law(asked.trace)["tokenizer"]})
     free = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     coloured = free if asked.color == "auto" else asked.color == "always"
-    print(show(records, tokenizer, asked.by, coloured, asked.rule))
+    try:
+        print(show(records, tokenizer, asked.by, coloured, asked.rule))
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
+        if isinstance(error, DuelError):
+            raise
+        raise DuelError(f"{asked.trace} is damaged: a line is not what a trace holds ({error!r}).") from None
 
 
 def _chosen(path: str, task: str | None, doc: int, request: int) -> list[dict[str, Any]]:
@@ -160,8 +175,9 @@ def _chosen(path: str, task: str | None, doc: int, request: int) -> list[dict[st
     if task is None and len(tasks) > 1:
         raise DuelError(f"{path} holds the tasks {', '.join(tasks)}; name one with --task.")
     task = task or (tasks[0] if tasks else None)
-    docs = sorted({record["doc"] for record in records if str(record.get("task")) == task})
-    found = [r for r in records if str(r.get("task")) == task and r["doc"] == doc and (r["request"] or 0) == request]
+    mine = [record for record in records if str(record.get("task")) == task]
+    docs = sorted({record["doc"] for record in mine if isinstance(record.get("doc"), int)})
+    found = [record for record in mine if record.get("doc") == doc and (record.get("request") or 0) == request]
     if not found:
         there = (
             f"documents {docs[0]} to {docs[-1]} of task {task}" if docs else f"the tasks {', '.join(tasks) or 'none'}"

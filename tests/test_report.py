@@ -118,26 +118,27 @@ def test_zero_shot_tables_of_the_paper(tmp_path, no_figures):
     assert BETTER in text
 
 
-def test_bold_is_the_better_of_the_pair_even_if_it_is_the_elbo(tmp_path, no_figures):
+def test_bold_is_the_lowest_likelihood_and_never_a_bound(tmp_path, no_figures):
     zero_shot(tmp_path)
     run(tmp_path)
     body = (tmp_path / "out" / "perplexity.tex").read_text()
     assert (
         r"""\midrule
 \multirow{2}{*}{MDLM}
-  & ELBO & $\leq$90.96 & $\leq$33.22 & $\leq$64.94 & \textbf{$\leq$48.29} & $\leq$62.78 & $\leq$43.13 & $\leq$37.89 \\
-  & \textsc{DUEL} & \textbf{87.57} & \textbf{30.97} & \textbf{60.94} & 48.42 & \textbf{59.81} & \textbf{41.96} & """
+  & ELBO & $\leq$90.96 $\pm$ 0.91 & $\leq$33.22 $\pm$ 0.33 & $\leq$64.94 $\pm$ 0.65 & $\leq$48.29 $\pm$ 0.48 & """
+        r"""$\leq$62.78 $\pm$ 0.63 & $\leq$43.13 $\pm$ 0.43 & $\leq$37.89 $\pm$ 0.38 \\
+  & \textsc{DUEL} & \textbf{87.57} & \textbf{30.97} & \textbf{60.94} & \textbf{48.42} & \textbf{59.81} & \textbf{41.96}"""
         in body
     )
     assert r"ARM & Exact & 81.07 & 25.32 & 51.14 & 52.13 & 52.11 & 48.59 & 41.22 \\" in body
     assert (
         (tmp_path / "out" / "gap_closed.tex").read_text().split("\n", 1)[1]
-        == r"""ptb & 31.3\% & 34.3\% & 81.8\% \\
-wikitext & 40.8\% & 28.5\% & 31.4\% \\
-lm1b & 22.1\% & 29.0\% & 29.8\% \\
-ag\_news & 25.7\% & 27.8\% & 51.7\% \\
+        == r"""ptb & 31.3\% $\pm$ 4.3 & 34.3\% $\pm$ 6.0 & 81.8\% $\pm$ 1.1 \\
+wikitext & 40.8\% $\pm$ 2.0 & 28.5\% $\pm$ 3.0 & 31.4\% $\pm$ 3.6 \\
+lm1b & 22.1\% $\pm$ 3.1 & 29.0\% $\pm$ 3.3 & 29.8\% $\pm$ 4.4 \\
+ag\_news & 25.7\% $\pm$ 3.2 & 27.8\% $\pm$ 4.2 & 51.7\% $\pm$ 3.1 \\
 \midrule
-\textit{Average} & 30.0\% & 29.9\% & 48.6\% \\
+\textit{Average} & 30.0\% $\pm$ 1.6 & 29.9\% $\pm$ 2.2 & 48.6\% $\pm$ 1.6 \\
 """
     )
 
@@ -150,8 +151,8 @@ def test_the_gap_table_in_latex(tmp_path, no_figures):
     assert (
         (tmp_path / "out" / "gap_owt.tex").read_text()
         == r"""% Model & ELBO & DUEL & Gap Closed   (perplexity per token)
-SEDD & $\leq$24.10 & \textbf{22.58} & 23.2\% \\
-MDLM & $\leq$22.98 & \textbf{21.86} & 20.6\% \\
+SEDD & $\leq$24.10 $\pm$ 0.24 & \textbf{22.58} & 23.2\% $\pm$ 2.8 \\
+MDLM & $\leq$22.98 $\pm$ 0.23 & \textbf{21.86} & 20.6\% $\pm$ 3.4 \\
 """
     )
 
@@ -738,10 +739,14 @@ def test_the_headline_answers_the_question(tmp_path, no_figures, capsys):
 
 HEADLINES = {  # ELBO, DUEL, AR
     "a gap of 4.46; no ELBO": (None, 22.0, 17.54),
-    "; the ELBO says <= 17.00 (the MDM is already better under the ELBO); the gap is -1.54": (17.0, 16.0, 17.54),
-    "less than DUEL: none of the gap of 5.46 was the yardstick (gap closed -18.3 %)": (23.0, 24.0, 17.54),
-    "<= 23.00 (ELBO, whole target) against 17.54 for ARM, a gap of at most 5.46; no DUEL": (23.0, None, 17.54),
-    "; the ELBO says <= 23.00 (no AR result of owt (--ar)).": (23.0, 22.0, None),
+    "<= 17.00 +- 0.17 (the MDM is already better under the ELBO); the gap is -1.54": (
+        17.0,
+        16.0,
+        17.54,
+    ),
+    "less than DUEL: none of the gap of 5.46 was the yardstick (gap closed -18.3 % +- 5.0)": (23.0, 24.0, 17.54),
+    "<= 23.00 +- 0.23 (ELBO, whole target) against 17.54 for ARM, a gap of at most 5.46; no DUEL": (23.0, None, 17.54),
+    "; the ELBO says <= 23.00 +- 0.23 (no AR result of owt (--ar)).": (23.0, 22.0, None),
     "22.00 under `greedy` (DUEL).": (None, 22.0, None),
 }
 
@@ -804,9 +809,12 @@ def test_latex_rows_can_be_told_apart(tmp_path, no_figures):
     ours(tmp_path / "results", per_token(["owt"], [61.0]), rule="greedy:k=2", law={"dtype": "bfloat16"})
     run(tmp_path, "--as-published")
     methods, gap = ((tmp_path / "out" / f"{name}_owt.tex").read_text() for name in ("methods", "gap"))
-    assert r"ELBO & whole target & $\leq$23.00" in methods and r"ELBO & $L'$=4 & $\leq$23.00" in methods
+    assert (
+        r"ELBO & whole target & $\leq$23.00 $\pm$ 0.23 \\" in methods
+        and r"ELBO & $L'$=4 & $\leq$23.00 $\pm$ 0.23 \\" in methods
+    )
     assert r"KLASS$^\dagger$, $\mu$=0.5, $\nu$=0.1 & \textbf{22.00}" in methods
-    assert r"Greedy Conf., $k$=2, dtype=float32 & $\leq$23.00 & 60.00 & $-$677.7\%" in gap
+    assert r"Greedy Conf., $k$=2, dtype=float32 & $\leq$23.00 $\pm$ 0.23 & 60.00 & $-$677.7\% $\pm$ 32.8" in gap
     lines = [line.rpartition("&")[0] for line in methods.splitlines() if "&" in line]
     assert len(set(lines)) == len(lines)
 

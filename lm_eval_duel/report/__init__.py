@@ -3,14 +3,32 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
+import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.report import build, cost, figures, gaps, latex, orders, read, rows, tables
+from lm_eval_duel.report import (
+    accuracy,
+    build,
+    cost,
+    fields,
+    figures,
+    gaps,
+    latex,
+    match,
+    orders,
+    read,
+    rows,
+    samples,
+    strict_json,
+    tables,
+)
+
+FORMAT = "lm_eval_duel report"  # in report.json: that the files it lists are ours to replace
 
 EPILOG = """\
 Writes report.md, report.json, LaTeX table bodies (.tex) and, where matplotlib is installed, figures (.png).
@@ -27,7 +45,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("results", nargs="+", metavar="RESULTS", help="results_*.json files, or folders that hold them")
     parser.add_argument("--ar", metavar="RESULT", help="the autoregressive baseline: a file or a folder, as above")
     parser.add_argument("--out", required=True, metavar="DIR", help="where to write")
-    parser.add_argument("--metric", choices=read.METRICS, help="the perplexity to compare (the first that all have)")
+    parser.add_argument("--metric", choices=samples.METRICS, help="the perplexity to compare (the first that all have)")
     parser.add_argument(
         "--as-published", action="store_true", help="list other windows, positions and tokenizers instead of refusing"
     )
@@ -44,29 +62,34 @@ def collect(options: argparse.Namespace) -> dict[str, Any]:
         if not run.autoregressive:
             what = f"estimator={run.estimator}" if run.ours else f"--model {run.model}"
             raise DuelError(
-                f"--ar {run.name} is a result of {what}, not of an autoregressive model; name one of `--model hf` (or "
-                f"of another autoregressive one of the harness), or of ours with estimator=exact."
+                f"--ar {run.name} is a result of {what}, not of an autoregressive model; name one of ours "
+                f"({match.TWIN}), or one of `--model hf` or of another autoregressive one of the harness."
             )
-    notes = [] if options.ar else ["No --ar: gap closed needs an autoregressive result."]
+    notes = [] if options.ar else [f"No --ar: gap closed needs an autoregressive result ({match.TWIN})."]
     notes += [note for run in runs for note in _left_out(run)]
-    runs = [run for run in runs if run.tasks and (run.ours or run.autoregressive)]
-    if not runs:
-        raise DuelError(f"No perplexity ({', '.join(read.METRICS)}) to report: {'; '.join(notes)}")
+    known = [run for run in runs if run.ours or run.autoregressive]
+    accuracies = accuracy.tables(known, [run for run in known if run.file in files])
+    runs = [run for run in known if run.tasks]
+    if not runs and not accuracies:
+        raise DuelError(f"No perplexity ({', '.join(samples.METRICS)}) to report: {'; '.join(notes)}")
     ar = [run for run in runs if run.file in files]
     traced, shown = _traces(runs, options.trace, notes)
-    found = build.tasks(runs, ar, options, traced)
+    found = build.tasks(runs, ar, options, traced) if runs else {}
     return {
+        "format": FORMAT,
         "version": 1,
         "ar": [run.name for run in ar],
         "notes": notes,
         "tasks": found,
         "averages": gaps.averages(found),
+        "accuracies": accuracies,
         "cost": cost.table(runs, ar, found),
         "traces": shown,
         "results": [
             {"file": run.name, "model": run.label, "ar": run.file in files, "fingerprint": run.fingerprint}
             | {"law": run.law}
-            for run in runs
+            for run in known
+            if run.tasks or any(task.scores for task in run.others.values())
         ],
         "figures": [],
         "files": [],
@@ -78,7 +101,14 @@ def _left_out(run: read.Run) -> list[str]:
     if not run.ours and not run.autoregressive:
         return [f"{run.name} is of --model {run.model}, not known to be autoregressive, and is left out."]
     notes = [f"{name} in {run.name} is a group of tasks and is left out." for name in run.groups]
-    return notes if run.tasks else [*notes, f"{run.name} holds no perplexity and is left out."]
+    notes += [f"{line}, and is left out." for line in run.nans]
+    notes += [
+        f"{name} in {run.name} holds no perplexity and no accuracy, and is left out."
+        for name, task in run.others.items()
+        if not task.scores
+    ]
+    nothing = not (run.tasks or run.others)
+    return [*notes, f"{run.name} holds no perplexity and is left out."] if nothing else notes
 
 
 def _traces(runs: Sequence[read.Run], named: Sequence[str], notes: list[str]) -> tuple[build.Traced, list[dict]]:
@@ -108,37 +138,55 @@ def _traces(runs: Sequence[read.Run], named: Sequence[str], notes: list[str]) ->
 
 
 def write(report: dict[str, Any], folder: Path) -> None:
-    """Write the report's files; `report` learns their names. Files of an earlier report there are removed."""
-    folder.mkdir(parents=True, exist_ok=True)
-    _clear(folder)
-    if figures.available():
-        report["figures"] = figures.draw(report, folder)
-    else:
-        report["notes"].append(figures.MISSING)
-    bodies = latex.bodies(report)
-    for name, body in bodies.items():
-        (folder / name).write_text(body, encoding="utf-8")
-    report["folder"] = str(folder)
-    report["files"] = ["report.md", "report.json", *bodies, *(figure["file"] for figure in report["figures"])]
-    (folder / "report.md").write_text(tables.markdown(report), encoding="utf-8")
-    (folder / "report.json").write_text(_json(report), encoding="utf-8")
+    """Write the report's files; `report` learns their names. Files of an earlier report there are removed.
+
+    Raises DuelError, and leaves the folder as it is, where a file there is not of an earlier report.
+    """
+    earlier = _earlier(folder)
+    with tempfile.TemporaryDirectory() as place:
+        made = Path(place)
+        if figures.available():
+            report["figures"] = figures.draw(report, made)
+        else:
+            report["notes"].append(figures.MISSING)
+        bodies = latex.bodies(report)
+        report["folder"] = str(folder)
+        report["files"] = ["report.json", "report.md", *bodies, *(figure["file"] for figure in report["figures"])]
+        for name, text in {"report.json": _json(report), "report.md": tables.markdown(report), **bodies}.items():
+            (made / name).write_text(text, encoding="utf-8")
+        if foreign := [name for name in report["files"] if name not in earlier and (folder / name).exists()]:
+            raise DuelError(
+                f"--out {folder} holds {', '.join(foreign)}, which no report there lists as its own: nothing was "
+                "written. Name another folder, or move what is there."
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in report["files"]:  # report.json first: what is written after it is known to be of a report
+            shutil.copyfile(made / name, folder / name)
+    for name in earlier - set(report["files"]):
+        (folder / name).unlink(missing_ok=True)
 
 
-def _clear(folder: Path) -> None:
-    """Remove what the report.json in a folder lists."""
+def _earlier(folder: Path) -> set[str]:
+    """The files of an earlier report in a folder; raises DuelError for a report.json that is not of this command."""
+    file = folder / "report.json"
+    if not file.exists():
+        return set()
     try:
-        listed = json.loads((folder / "report.json").read_text(encoding="utf-8"))["files"]
-        names = [Path(str(name)).name for name in listed]
-    except (OSError, ValueError, KeyError, TypeError):
-        return
-    for name in names:
-        if name.endswith((".md", ".tex", ".png", ".json")):
-            (folder / name).unlink(missing_ok=True)
+        found = fields.parse(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        found = None
+    if not isinstance(found, dict) or found.get("format") != FORMAT or not isinstance(found.get("files"), list):
+        raise DuelError(
+            f'{file} is not of this command (it has no "format": "{FORMAT}"), so --out {folder} is left as it is. '
+            "Name another folder, or move what is there."
+        )
+    names = [Path(str(name)).name for name in found["files"]]
+    return {name for name in names if name.endswith((".md", ".tex", ".png", ".json"))}
 
 
 def _json(report: dict[str, Any]) -> str:
     """The report as JSON, lists of numbers on one line."""
-    text = json.dumps(report, indent=1)
+    text = strict_json.dumps(report)
     return re.sub(r"\[\s+([-\d.eE,\s]|null)*\]", lambda numbers: re.sub(r"\s+", " ", numbers[0]), text) + "\n"
 
 
@@ -148,6 +196,7 @@ def main(arguments: Sequence[str]) -> None:
     folder = Path(options.out)
     if folder.exists() and not folder.is_dir():
         raise DuelError(f"--out {folder} is a file; name a folder, which is made if it is not there.")
+    _earlier(folder)
     report = collect(options)
     write(report, folder)
     print(tables.console(report))

@@ -15,8 +15,9 @@ import numpy as np
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.report import gaps, headline, match, rows, stats
 from lm_eval_duel.report.headline import WORDS
-from lm_eval_duel.report.read import METRICS, Run
+from lm_eval_duel.report.read import Run
 from lm_eval_duel.report.rows import Row
+from lm_eval_duel.report.samples import METRICS
 
 OTHER_UNITS = ("word_perplexity", "byte_perplexity")
 
@@ -29,6 +30,8 @@ def tasks(runs: Sequence[Run], ar: Sequence[Run], options: argparse.Namespace, t
     baseline = {run.file for run in ar}
     names = dict.fromkeys(name for run in runs if run.file not in baseline for name in run.tasks)
     if not names:
+        if any(run.others for run in runs):
+            return {}  # accuracies
         raise DuelError("Nothing to compare: RESULTS holds no perplexity beside the --ar result's own.")
     return {name: task(name, runs, ar, options.metric, options.as_published, traced) for name in names}
 
@@ -88,15 +91,27 @@ def _metric(name: str, asked: str | None, compared: Sequence[Run]) -> str:
 
 
 def _draws(metric: str, found: Sequence[Row]) -> dict[int, np.ndarray]:
-    """Bootstrap values of each row whose documents are known, by its number; all from the same draws."""
+    """Bootstrap values of each row whose documents are known, by its number; all from the same draws.
+
+    Those of a Monte Carlo ELBO hold its error.
+    """
     known = [n for n, row in enumerate(found) if len(row.documents.get(metric, {})) > 1]
     known = [n for n in known if math.isfinite(found[n].values[metric])]
     if not known:
         return {}
     keys = sorted(found[known[0]].documents[metric])
+    known = [n for n in known if found[n].documents[metric].keys() == set(keys)]
     table = np.array([[found[n].documents[metric][key] for n in known] for key in keys])  # (documents, rows, 2)
     sums = stats.resample(table.reshape(len(keys), -1)).reshape(-1, len(known), 2)
-    return {n: stats.value(metric, sums[:, column, 0], sums[:, column, 1]) for column, n in enumerate(known)}
+    with np.errstate(divide="ignore", invalid="ignore"):
+        rates = sums[..., 0] / sums[..., 1]  # (draws, rows)
+    draws = {}
+    for column, n in enumerate(known):
+        rate, error = rates[:, column], found[n].nats_stderr
+        if error and math.isfinite(error):
+            rate = stats.with_error(rates, column, error / table[:, column, 1].sum())
+        draws[n] = stats.value(metric, rate, 1.0)
+    return draws
 
 
 def _entry(metric: str, row: Row, ar: bool, draws: np.ndarray | None) -> dict[str, Any]:
@@ -121,6 +136,8 @@ def _entry(metric: str, row: Row, ar: bool, draws: np.ndarray | None) -> dict[st
         "value": row.values[metric],
         "interval": None if draws is None else stats.interval(draws),
         "stderr": row.error(metric, row.nats_stderr),
+        "stderrs": {name: row.error(name, row.nats_stderr) for name in row.values},
+        "stderr_reason": _no_error(row, metric),
         "window_stderr": row.error(metric, row.window_stderr) if draws is None else None,
         "reason": reason,
         "metrics": row.values,
@@ -132,7 +149,9 @@ def _entry(metric: str, row: Row, ar: bool, draws: np.ndarray | None) -> dict[st
         "gap_interval": None,
         "elbo": None,
         "gap_closed": None,
+        "gap_closed_stderr": None,
         "gap_closed_interval": None,
+        "distinguishable": None,
         "gap_closed_reason": "",
         "dtype": row.run.dtype,
         "fingerprint": row.run.fingerprint,
@@ -140,12 +159,22 @@ def _entry(metric: str, row: Row, ar: bool, draws: np.ndarray | None) -> dict[st
     }
 
 
+def _no_error(row: Row, metric: str) -> str:
+    """Why a Monte Carlo ELBO has no error; empty for what has one, and for what needs none."""
+    if row.estimator != "elbo" or row.error(metric, row.nats_stderr) is not None:
+        return ""
+    draws = row.run.law.get("mc_samples", "?")
+    few = f"mc_samples={draws}; 8 or more have one" if draws.isdecimal() and int(draws) < 8 else "the results have none"
+    return f"Monte Carlo error not known ({few})"
+
+
 def _mark_best(entries: Sequence[dict[str, Any]]) -> None:
-    """The lowest of each model; what sees the truth is out of the running."""
+    """The lowest likelihood of each model that has several rows; a bound is none, nor is what sees the truth."""
     for model in {entry["model"] for entry in entries}:
         proper = [e for e in entries if e["model"] == model and e["likelihood"] and not e["ar"]]
-        if len(proper) > 1:
-            min(proper, key=lambda entry: entry["value"])["best"] = True
+        exact = [e for e in proper if e["estimator"] not in rows.BOUNDS and math.isfinite(e["value"])]
+        if len(proper) > 1 and exact:
+            min(exact, key=lambda entry: entry["value"])["best"] = True
 
 
 # ---------------------------------------------------------------- notes, rules

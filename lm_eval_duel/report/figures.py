@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import io
+import math
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lm_eval_duel.report.headline import WORDS, number
-from lm_eval_duel.report.latex import safe_name
+from lm_eval_duel.report.headline import WORDS, number, plus_minus
+from lm_eval_duel.report.markdown import one_line
+from lm_eval_duel.report.names import free, safe_name
 from lm_eval_duel.report.rows import SEES_TRUTH, short
+from lm_eval_duel.report.stats import CLEAR
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -63,11 +66,12 @@ def available() -> bool:
 
 def draw(report: Mapping[str, Any], folder: Path) -> list[dict[str, str]]:
     """Write every figure of a report; what was drawn, about which task, in which file."""
-    drawn = []
+    drawn: list[dict[str, str]] = []
 
-    def save(figure: Figure, name: str, about: str, what: str) -> None:
-        save_png(figure, folder / f"{name}.png")
-        drawn.append({"file": f"{name}.png", "about": about, "kind": name.split("_")[0], "what": what})
+    def save(figure: Figure, stem: str, about: str, what: str) -> None:
+        name = free(stem, ".png", [one["file"] for one in drawn])
+        save_png(figure, folder / name)
+        drawn.append({"file": name, "about": about, "kind": stem.split("_")[0], "what": what})
 
     for name, task in report["tasks"].items():
         safe = safe_name(name)
@@ -112,6 +116,11 @@ def plain_log(axis: Any, base: int = 10) -> None:
         axis.set_minor_locator(ticker.NullLocator())
 
 
+def label(text: str) -> str:
+    """Text that matplotlib shows as it is: a pair of $ would be a formula."""
+    return one_line(text).replace("$", r"\$")
+
+
 def bare(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
@@ -124,17 +133,22 @@ def perplexity(name: str, task: Mapping[str, Any]) -> Figure:
     entries, metric = task["rows"], task["metric"]
     figure, axes = _figure(7.5, 1.3 + 0.25 * (len(entries) + len({e["model"] for e in entries})))
     at, ticks, last = 0, [], None
+    right = 1.11 if not any(_error(entry, metric) for entry in entries) else 1.2
     seen: dict[str, Any] = {}
     for entry in entries:
         if entry["model"] != last:
             at -= 1 if last is None else 1.4
             last = entry["model"]
-            axes.text(0.0, at, f"{last} ", transform=axes.get_yaxis_transform(), ha="right", va="center", weight="bold")
+            axes.text(
+                0.0, at, f"{label(last)} ", transform=axes.get_yaxis_transform(), ha="right", va="center", weight="bold"
+            )
         at -= 1
         ticks.append((at, _line_label(entry)))
         marker, colour, filled = LOOKS[_kind(entry)]
         if entry["interval"] is not None:
             axes.plot(entry["interval"], [at, at], "|-", color=colour, linewidth=1.4, markersize=7, zorder=2)
+        if entry["stderr"] is not None:
+            axes.plot(_whisker(entry), [at, at], "-", color=colour, linewidth=4, alpha=0.35, zorder=2)
         drawn = axes.plot(
             entry["value"],
             at,
@@ -147,10 +161,10 @@ def perplexity(name: str, task: Mapping[str, Any]) -> Figure:
             zorder=3,
         )
         seen.setdefault(_kind(entry), drawn[0])
-        value = f"{'≤ ' if entry['bound'] else ''}{number(entry['value'], metric)}"
+        value = f"{'≤ ' if entry['bound'] else ''}{number(entry['value'], metric)}{_error(entry, metric)}"
         weight = "bold" if entry["best"] else "normal"
         axes.text(
-            1.11, at, value, transform=axes.get_yaxis_transform(), ha="right", va="center", fontsize=8.5, weight=weight
+            right, at, value, transform=axes.get_yaxis_transform(), ha="right", va="center", fontsize=8.5, weight=weight
         )
         if entry["ar"]:
             axes.axvline(entry["value"], color=GREY, linestyle=":", linewidth=1.2, zorder=1)
@@ -158,8 +172,7 @@ def perplexity(name: str, task: Mapping[str, Any]) -> Figure:
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(at - 0.7, -0.4)
     marked = any(entry["ar"] for entry in entries)
-    low, high = min(e["value"] for e in entries), max(e["value"] for e in entries)
-    if metric != "bits_per_byte" and high / low > LOG_FROM:
+    if metric != "bits_per_byte" and _wide([entry["value"] for entry in entries]):
         axes.set_xscale("log")
         plain_log(axes.xaxis)
     scale = "log scale; " if axes.get_xscale() == "log" else ""
@@ -168,7 +181,9 @@ def perplexity(name: str, task: Mapping[str, Any]) -> Figure:
     axes.set_axisbelow(True)
     bare(axes)
     between = ", with 95 % bootstrap intervals over documents" if any(e["interval"] for e in entries) else ""
-    figure.suptitle(f"{name}: {WORDS[metric]}{between}", x=0.01, ha="left", fontsize=10.5)
+    between += "; wide bars: two Monte Carlo standard errors" if any(e["stderr"] is not None for e in entries) else ""
+    said = textwrap.fill(f"{label(name)}: {WORDS[metric]}{between}", 110)
+    figure.suptitle(said, x=0.01, ha="left", fontsize=10.5)
     figure.legend(
         seen.values(),
         [LEGEND[e] + (AR if e == "exact" and marked else "") for e in seen],
@@ -180,6 +195,23 @@ def perplexity(name: str, task: Mapping[str, Any]) -> Figure:
     return figure
 
 
+def _whisker(entry: Mapping[str, Any]) -> list[float]:
+    """Two Monte Carlo standard errors to both sides."""
+    low = entry["value"] - CLEAR * entry["stderr"]
+    return [max(low, entry["value"] / 10), entry["value"] + CLEAR * entry["stderr"]]  # above 0, for a log scale
+
+
+def _error(entry: Mapping[str, Any], metric: str) -> str:
+    error = " +- ?" if entry["stderr_reason"] else plus_minus(entry["stderr"], metric)
+    return error.replace("+-", "±")
+
+
+def _wide(values: Sequence[float]) -> bool:
+    """Whether values need a logarithmic axis; infinite ones stand on none."""
+    known = [value for value in values if 0 < value < math.inf]
+    return len(known) == len(values) > 0 and max(known) / min(known) > LOG_FROM
+
+
 def _kind(entry: Mapping[str, Any]) -> str:
     return "elbo_eps" if entry["eps"] else entry["estimator"]
 
@@ -187,7 +219,7 @@ def _kind(entry: Mapping[str, Any]) -> str:
 def _line_label(entry: Mapping[str, Any]) -> str:
     if entry["estimator"] == "oracle":
         return LEGEND["oracle"]
-    return entry["name"].removeprefix("DUEL, ") + (" (AR baseline)" if entry["ar"] else "")
+    return label(entry["name"].removeprefix("DUEL, ")) + (" (AR baseline)" if entry["ar"] else "")
 
 
 # ---------------------------------------------------------------- rules against NFE
@@ -203,7 +235,7 @@ def rules(name: str, task: Mapping[str, Any], sweep: Mapping[str, Any]) -> Figur
         nfe = [point["nfe_per_token"] for point in points]
         lowest = min(lowest, *nfe)
         colour, marker = COLOURS[count % len(COLOURS)], MARKERS[count % len(MARKERS)]
-        said = f"{short(family['family'])}{' (adaptive: measured NFE)' if family['adaptive'] else ''}"
+        said = f"{label(short(family['family']))}{' (adaptive: measured NFE)' if family['adaptive'] else ''}"
         style, look = ("--" if family["adaptive"] else "-"), {"markersize": 4.5, "markerfacecolor": "none"}
         axes.plot(
             nfe, [p["value"] for p in points], style, color=colour, marker=marker, linewidth=1.1, label=said, **look
@@ -215,15 +247,19 @@ def rules(name: str, task: Mapping[str, Any], sweep: Mapping[str, Any]) -> Figur
         if sweep[key] is not None:
             entry = entries[sweep[key]]
             said = "autoregressive model" if key == "ar" else LEGEND[_kind(entry)]
-            label = f"{said}, {number(entry['value'], task['metric'])}"
-            axes.axhline(entry["value"], color=GREY, linestyle=style, linewidth=1.3, zorder=1, label=label)
+            text = f"{said}, {number(entry['value'], task['metric'])}{_error(entry, task['metric'])}"
+            if not math.isfinite(entry["value"]):
+                continue
+            if entry["stderr"] is not None:
+                axes.axhspan(*_whisker(entry), color=GREY, alpha=0.12, linewidth=0, zorder=0)
+            axes.axhline(entry["value"], color=GREY, linestyle=style, linewidth=1.3, zorder=1, label=text)
     if sweep["oracle"] is not None:
         value = entries[sweep["oracle"]]["value"]
-        label = f"oracle, {number(value, task['metric'])} ({SEES_TRUTH})"
-        axes.plot([1.0], [value], "x", color=LIGHT, markeredgewidth=2, label=label)
+        text = f"oracle, {number(value, task['metric'])} ({SEES_TRUTH})"
+        axes.plot([1.0], [value], "x", color=LIGHT, markeredgewidth=2, label=text)
     axes.set_xscale("log", base=2)
     values = [entries[point["index"]]["value"] for family in sweep["families"] for point in family["points"]]
-    if task["metric"] != "bits_per_byte" and max(values) / min(values) > LOG_FROM:
+    if task["metric"] != "bits_per_byte" and _wide(values):
         axes.set_yscale("log")
         plain_log(axes.yaxis)
     axes.set_xlim(lowest * 0.9, 1.12)
@@ -234,7 +270,7 @@ def rules(name: str, task: Mapping[str, Any], sweep: Mapping[str, Any]) -> Figur
     axes.grid(color="#e5e5e5", linewidth=0.8)
     bare(axes)
     said = ", ".join(filter(None, [sweep["model"], f"block {sweep['block']}", sweep["variant"]]))
-    axes.set_title(f"{name}: {said}", loc="left", fontsize=11)
+    axes.set_title(label(f"{name}: {said}"), loc="left", fontsize=11)
     figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8.5)
     return figure
 
@@ -258,7 +294,7 @@ def orders(trace: Mapping[str, Any]) -> Figure:
     flag = f"; oracle: {trace['flag']}" if trace["flag"] else ""
     order = "" if trace["ordered"] else "; no order"
     said = f"{trace['label']}: {trace['windows']:,} windows, {trace['tokens']:,} tokens{order}{flag}"
-    figure.suptitle(textwrap.fill(said, 40 * len(panels) + 20), x=0.01, ha="left", fontsize=10.5)
+    figure.suptitle(textwrap.fill(label(said), 40 * len(panels) + 20), x=0.01, ha="left", fontsize=10.5)
     return figure
 
 
@@ -280,7 +316,7 @@ def _heat(axes: Axes, figure: Figure, reveals: Mapping[str, Any]) -> None:
     figure.colorbar(image, ax=axes, label="% of the tokens at this position")
 
 
-def _curve(axes: Axes, curve: Mapping[str, Any], label: str) -> None:
+def _curve(axes: Axes, curve: Mapping[str, Any], what: str) -> None:
     """Mean nats, and grey bars for how many tokens each mean has."""
     from matplotlib import ticker
 
@@ -298,6 +334,6 @@ def _curve(axes: Axes, curve: Mapping[str, Any], label: str) -> None:
     axes.plot(*zip(*known, strict=True), color=COLOURS[0], marker="o", markersize=3, linewidth=1.2)
     axes.set_ylim(0, 1.08 * max(mean for _, mean in known))
     axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, nbins=8))
-    axes.set_xlabel(f"{label}{f' ({width} together)' if width > 1 else ''}")
+    axes.set_xlabel(f"{what}{f' ({width} together)' if width > 1 else ''}")
     axes.set_ylabel("mean nats per token (-log p)")
     bare(axes)

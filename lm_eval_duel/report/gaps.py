@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from lm_eval_duel.report.rows import Row
 ESTIMATORS = {"block", "grid", "rule_code"}  # of a law, beside rows.VARIES, what belongs to the estimator
 CONVENTIONS = {"framing", "windows", "max_length", "sigma"}  # of a law, what published figures did not always share
 BETTER = "the MDM is already better under the ELBO"
+UNCLEAR = "not distinguishable"  # within two standard errors
 
 
 def elbo_of(duel: Row, found: Sequence[Row], as_published: bool = False) -> tuple[int | None, str]:
@@ -87,16 +89,32 @@ def write(
 
 
 def _gap(entry: dict[str, Any], elbo: dict[str, Any], ar: dict[str, Any], draws: list[np.ndarray | None]) -> None:
-    closed = stats.gap_closed(elbo["value"], entry["value"], ar["value"])
+    values, error = (elbo["value"], entry["value"], ar["value"]), elbo["stderr"]
+    if not all(map(math.isfinite, values)):
+        entry["gap_closed_reason"] = "no gap closed of an infinite perplexity"
+        return
+    if not stats.clear(elbo["value"], ar["value"], error):
+        entry["gap_closed_reason"] = f"{UNCLEAR}: ELBO {_with_error(elbo)} and {ar['model']} {ar['value']:.2f}"
+        return
+    closed = stats.gap_closed(*values)
     if closed is None:
         entry["gap_closed_reason"] = BETTER
         return
-    entry["gap_closed"] = closed
+    entry["distinguishable"] = stats.clear(elbo["value"], entry["value"], error)
+    if entry["distinguishable"]:
+        entry["gap_closed"], entry["gap_closed_stderr"] = closed, stats.gap_closed_stderr(*values, error)
+    else:
+        entry["gap_closed_reason"] = f"{UNCLEAR}: ELBO {_with_error(elbo)} and DUEL {entry['value']:.2f}"
     if any(drawn is None for drawn in draws):
         lacking = next(e for e, drawn in zip((elbo, entry, ar), draws, strict=True) if drawn is None)
-        entry["gap_closed_reason"] = f"no interval: {lacking['model']}, {lacking['name']}: {lacking['reason']}"
-        return
-    entry["gap_closed_interval"], entry["gap_closed_reason"] = stats.gap_interval(*draws)
+        said = f"no interval: {lacking['model']}, {lacking['name']}: {lacking['reason']}"
+    else:
+        entry["gap_closed_interval"], said = stats.gap_interval(*draws)
+    entry["gap_closed_reason"] = "; ".join(filter(None, [entry["gap_closed_reason"], elbo["stderr_reason"], said]))
+
+
+def _with_error(entry: Mapping[str, Any]) -> str:
+    return f"{entry['value']:.2f} +- {entry['stderr']:.2f}"
 
 
 def elbo_in_words(elbo: Row, entry: Mapping[str, Any]) -> str:
@@ -107,21 +125,46 @@ def elbo_in_words(elbo: Row, entry: Mapping[str, Any]) -> str:
     else:
         form = f", elbo_form={law['elbo_form']}" if "elbo_form" in law else ""
         eps = f", elbo_eps={elbo.eps:g} (above 0: NO bound)" if elbo.eps else ""
-        error = f", standard error {entry['stderr']:.2g}" if entry["stderr"] is not None else ""
+        error = f", standard error {entry['stderr']:.2g}" if entry["stderr"] is not None else ", no standard error"
         said = f"Monte Carlo, mc_samples={law.get('mc_samples', '?')}{form}, elbo_block={elbo.block}{eps}{error}"
     return f"ELBO of {elbo.model}{f' ({elbo.variant})' if elbo.variant else ''}: {said}"
 
 
 def averages(found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Gap closed of each DUEL row over tasks; the average is over the tasks that have one."""
-    table: dict[tuple[str, str], dict[str, float | None]] = {}
+    """Gap closed of each DUEL row over tasks.
+
+    The average is over the tasks that have one, those where it is within its error of 0 included: without them it would
+    be too high. It has a standard error where all of them have; within two of those of 0 it is not shown.
+    """
+    table: dict[tuple[str, str], dict[str, tuple]] = {}
     for name, one in found.items():
         for entry in one["rows"]:
             if entry["estimator"] == "duel" and not entry["ar"]:
-                table.setdefault((entry["model"], entry["name"]), {})[name] = entry["gap_closed"]
-    shown = []
-    for (model, name), values in table.items():
-        known = [value for value in values.values() if value is not None]
-        average = sum(known) / len(known) if len(known) > 1 else None
-        shown.append({"model": model, "name": name, "tasks": values, "average": average, "averaged": len(known)})
-    return shown
+                table.setdefault((entry["model"], entry["name"]), {})[name] = (entry, one["rows"])
+    return [_average(model, name, rows) for (model, name), rows in table.items()]
+
+
+def _average(model: str, name: str, rows: Mapping[str, tuple]) -> dict[str, Any]:
+    known = [_closed(*row) for row in rows.values() if row[0]["distinguishable"] is not None]
+    errors = [error for _, error in known]
+    average = sum(value for value, _ in known) / len(known) if len(known) > 1 else None
+    error = math.hypot(*errors) / len(known) if average is not None and None not in errors else None
+    unclear = average is not None and not stats.clear(average, 0.0, error)
+    return {
+        "model": model,
+        "name": name,
+        "tasks": {task: entry["gap_closed"] for task, (entry, _) in rows.items()},
+        "stderrs": {task: entry["gap_closed_stderr"] for task, (entry, _) in rows.items()},
+        "unclear": [task for task, (entry, _) in rows.items() if entry["distinguishable"] is False],
+        "average": None if unclear else average,
+        "average_stderr": error,
+        "average_unclear": unclear,
+        "averaged": len(known),
+    }
+
+
+def _closed(entry: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> tuple[float, float | None]:
+    """Gap closed and its error, whether it can be told from 0 or not."""
+    elbo, ar = rows[entry["elbo"]], next(row for row in rows if row["ar"])
+    values = elbo["value"], entry["value"], ar["value"]
+    return stats.gap_closed(*values), stats.gap_closed_stderr(*values, elbo["stderr"])

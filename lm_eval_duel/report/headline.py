@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lm_eval_duel.report.markdown import code, plain
 from lm_eval_duel.report.rows import short
 
 WORDS = {
@@ -28,6 +29,14 @@ def fixed(value: float, decimals: int, sign: str = "") -> str:
     return f"{round(value, decimals) + 0.0:{sign}.{decimals}f}"
 
 
+def plus_minus(error: float | None, metric: str) -> str:
+    """` +- ` and a Monte Carlo standard error of a metric; nothing where there is none."""
+    if error is None:
+        return ""
+    text = number(error, metric)
+    return f" +- {text if text.strip('0.') else format(error, '.1g')}"
+
+
 def of(name: str, task: Mapping[str, Any]) -> list[str]:
     """A sentence for each model of a task but the baseline."""
     entries = task["rows"]
@@ -41,52 +50,67 @@ def of(name: str, task: Mapping[str, Any]) -> list[str]:
 def _sentence(name: str, task: Mapping[str, Any], mine: Sequence[Entry], base: Entry | None) -> str:
     metric, chosen = task["metric"], _chosen(mine)
     unit = "" if metric in ("token_perplexity", "perplexity") else f", {WORDS[metric]}"
-    start = f"**{mine[0]['model']}** on {name}{unit}"
+    start = f"**{plain(mine[0]['model'])}** on {plain(name)}{unit}"
     if chosen is None:
         bound = min(
             (e for e in mine if e["estimator"] != "oracle"), key=lambda e: (e["bound"], e["value"]), default=None
         )
-        shown = "the oracle only" if bound is None else f"{_bounded(bound, metric)} ({bound['name']})"
+        shown = "the oracle only" if bound is None else f"{_bounded(bound, metric)} ({plain(bound['name'])})"
         against = _against(bound, base, metric) if bound is not None else ""
         return f"{start}: {shown}{against}; no DUEL result (estimator=duel)."
-    text = f"{start}: {number(chosen['value'], metric)} under `{short(chosen['rule'])}` (DUEL)"
-    text += f" against {number(base['value'], metric)} for {base['model']}" if base else ""
+    text = f"{start}: {number(chosen['value'], metric)} under {code(short(chosen['rule']))} (DUEL)"
+    text += f" against {number(base['value'], metric)} for {plain(base['model'])}" if base else ""
     elbo = None if chosen["elbo"] is None else task["rows"][chosen["elbo"]]
     text += "." if elbo is None and base is None else _yardstick(chosen, elbo, base, metric)
     likely = min((e for e in mine if e["estimator"] in ("duel", "mixture")), key=lambda e: e["value"])
     if likely is not chosen:
-        said = f"`{short(likely['rule'])}`" if likely["estimator"] == "duel" else "mixture of orders"
+        said = code(short(likely["rule"])) if likely["estimator"] == "duel" else "mixture of orders"
         text += f" Lowest of its likelihoods: {said}, {number(likely['value'], metric)}."
     return text
 
 
 def _chosen(mine: Sequence[Entry]) -> Entry | None:
-    """The DUEL row of the headline: the paper's rule, else the best one; first where the gap closed is known."""
+    """The DUEL row of the headline: the paper's rule, else the best one; first where there is an ELBO."""
     duels = [entry for entry in mine if entry["estimator"] == "duel"]
     duels = [entry for entry in duels if entry["rule"] == PAPERS] or duels
-    return min(duels, key=lambda entry: (entry["gap_closed"] is None, entry["value"]), default=None)
+    return min(duels, key=lambda entry: (entry["elbo"] is None, entry["value"]), default=None)
 
 
 def _yardstick(chosen: Entry, elbo: Entry | None, base: Entry | None, metric: str) -> str:
     """What the ELBO says, and what that makes of the gap."""
     if elbo is None:
-        return f", a gap of {number(chosen['gap'], metric)}; {chosen['gap_closed_reason']}."
+        return f", a gap of {number(chosen['gap'], metric)}; {plain(chosen['gap_closed_reason'])}."
     said = f"; the ELBO says {_bounded(elbo, metric)}"
     if base is None:
-        return f"{said} ({chosen['gap_closed_reason']})."
+        return f"{said} ({plain(chosen['gap_closed_reason'])})."
     gap, closed = f"the gap of {number(elbo['gap'], metric)}", chosen["gap_closed"]
+    if chosen["distinguishable"] is False:
+        return (
+            f"{said}, not distinguishable from DUEL (within two standard errors): how much of {gap} was the yardstick "
+            "cannot be told; more mc_samples can."
+        )
     if closed is None:
-        return f"{said} ({chosen['gap_closed_reason']}); the gap is {number(chosen['gap'], metric)}."
+        return f"{said} ({plain(chosen['gap_closed_reason'])}); the gap is {number(chosen['gap'], metric)}."
+    interval = _interval(chosen)
     if closed < 0:
-        return f"{said}, less than DUEL: none of {gap} was the yardstick (gap closed {fixed(closed, 1)} %)."
-    between = chosen["gap_closed_interval"]
-    interval = "" if between is None else f" ({fixed(between[0], 1)} to {fixed(between[1], 1)})"
+        within = interval.replace("(", "").replace(")", "")
+        return f"{said}, less than DUEL: none of {gap} was the yardstick (gap closed {fixed(closed, 1)} %{within})."
     return f"{said}, so {fixed(closed, 1)} %{interval} of {gap} was the yardstick."
 
 
+def _interval(chosen: Entry) -> str:
+    """The interval of gap closed, else its Monte Carlo error."""
+    if (between := chosen["gap_closed_interval"]) is not None:
+        return f" ({fixed(between[0], 1)} to {fixed(between[1], 1)})"
+    error = chosen["gap_closed_stderr"]
+    return "" if error is None else f" (+- {fixed(error, 1)})"
+
+
 def _bounded(entry: Entry, metric: str) -> str:
-    eps = f" (eps={entry['eps']:g}: no bound)" if entry["eps"] else ""
-    return ("<= " if entry["bound"] else "") + number(entry["value"], metric) + eps
+    aside = [f"eps={entry['eps']:g}: no bound" if entry["eps"] else "", entry["stderr_reason"]]
+    said = f" ({'; '.join(filter(None, aside))})" if any(aside) else ""
+    bound = "<= " if entry["bound"] else ""
+    return f"{bound}{number(entry['value'], metric)}{plus_minus(entry['stderr'], metric)}{said}"
 
 
 def _against(entry: Entry, base: Entry | None, metric: str) -> str:
@@ -94,5 +118,6 @@ def _against(entry: Entry, base: Entry | None, metric: str) -> str:
         return ""
     most = "at most " if entry["bound"] else ""
     return (
-        f" against {number(base['value'], metric)} for {base['model']}, a gap of {most}{number(entry['gap'], metric)}"
+        f" against {number(base['value'], metric)} for {plain(base['model'])}, "
+        f"a gap of {most}{number(entry['gap'], metric)}"
     )

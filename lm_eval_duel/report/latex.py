@@ -6,8 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lm_eval_duel.report.headline import WORDS, fixed
+from lm_eval_duel.report.gaps import UNCLEAR
+from lm_eval_duel.report.headline import WORDS, fixed, plus_minus
 from lm_eval_duel.report.headline import number as decimals
+from lm_eval_duel.report.markdown import one_line
+from lm_eval_duel.report.names import free, safe_name
 from lm_eval_duel.report.rows import SEES_TRUTH, WHOLE, adaptive, short
 
 RULES = {
@@ -32,26 +35,35 @@ METHODS = {
     "oracle": "Oracle",
 }
 GREEK = {"mu": r"\mu", "nu": r"\nu", "gamma": r"\gamma"}
-LEQ = r"$\leq$"
+LEQ, PM = r"$\leq$", r" $\pm$ "  # a standard error follows: a Monte Carlo one, of accuracies over documents
+SPECIAL = {
+    **{"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "`": r"\textasciigrave{}"},
+    **{"<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}"},
+}
 FAR = 0.15  # of an NFE, up to which a value counts as one at that NFE
 Entry = Mapping[str, Any]
 
 
 def bodies(report: Mapping[str, Any]) -> dict[str, str]:
     """File name -> body of every table of a report."""
-    found = {}
+    found: dict[str, str] = {}
+
+    def add(stem: str, body: str) -> None:
+        found[free(stem, ".tex", found)] = body
+
+    if len(report["tasks"]) > 1:
+        add("perplexity", perplexity(report["tasks"]))
+        if any(value is not None for row in report["averages"] for value in row["tasks"].values()):
+            add("gap_closed", gap_closed(report))
     for name, task in report["tasks"].items():
         safe = safe_name(name)
         if any(duels(task)):
-            found[f"gap_{safe}.tex"] = gap(task)
-        found[f"methods_{safe}.tex"] = methods(task)
+            add(f"gap_{safe}", gap(task))
+        add(f"methods_{safe}", methods(task))
         for number, sweep in enumerate(task["rules"], 1):
-            number = "" if len(task["rules"]) == 1 else f"_{number}"
-            found[f"rules_{safe}{number}.tex"] = rules(task, sweep)
-    if len(report["tasks"]) > 1:
-        found["perplexity.tex"] = perplexity(report["tasks"])
-        if report["averages"]:
-            found["gap_closed.tex"] = gap_closed(report)
+            add(f"rules_{safe}" + ("" if len(task["rules"]) == 1 else f"_{number}"), rules(task, sweep))
+    for table in report["accuracies"]:
+        add(f"accuracy_{safe_name(table['task'])}", accuracies(table))
     return found
 
 
@@ -63,7 +75,10 @@ def gap(task: Mapping[str, Any]) -> str:
         elbo = "" if entry["elbo"] is None else number(entries[entry["elbo"]], metric)
         mine = [other for other in duels(task) if other["model"] == entry["model"]]
         model = ", ".join(filter(None, [escape(entry["model"]), apart(entry, mine)]))
-        lines.append(_row(model, elbo, number(entry, metric), percent(entry["gap_closed"])))
+        closed = (
+            UNCLEAR if entry["distinguishable"] is False else percent(entry["gap_closed"], entry["gap_closed_stderr"])
+        )
+        lines.append(_row(model, elbo, number(entry, metric), closed))
     return _body(f"Model & ELBO & DUEL & Gap Closed   ({WORDS[metric]})", lines)
 
 
@@ -141,11 +156,42 @@ def perplexity(tasks: Mapping[str, Any]) -> str:
 def gap_closed(report: Mapping[str, Any]) -> str:
     """Data set & one column a model; tasks without a gap to close are left out, as in the paper."""
     columns = report["averages"]
-    names = [name for name in report["tasks"] if any(row["tasks"].get(name) is not None for row in columns)]
-    lines = [_row(escape(name), *(percent(row["tasks"].get(name)) for row in columns)) for name in names]
-    last = [_row(r"\textit{Average}", *(percent(row["average"]) for row in columns))]
+    columns = [row for row in columns if row["unclear"] or any(value is not None for value in row["tasks"].values())]
+    names = [
+        name
+        for name in report["tasks"]
+        if any(name in row["unclear"] or row["tasks"].get(name) is not None for row in columns)
+    ]
+
+    def cell(row: Mapping[str, Any], name: str) -> str:
+        return UNCLEAR if name in row["unclear"] else percent(row["tasks"].get(name), row["stderrs"].get(name))
+
+    def average(row: Mapping[str, Any]) -> str:
+        return UNCLEAR if row["average_unclear"] else percent(row["average"], row["average_stderr"])
+
+    lines = [_row(escape(name), *(cell(row, name) for row in columns)) for name in names]
+    last = [_row(r"\textit{Average}", *map(average, columns))]
     heads = [escape(f"{row['model']}, {row['name']}") for row in columns]
     return _body(f"Dataset & {' & '.join(heads)}", lines, last)
+
+
+def accuracies(table: Mapping[str, Any]) -> str:
+    """Model & Method & one column a metric, with its standard error."""
+    lines = []
+    for entry in table["rows"]:
+        rule = rule_name(entry["rule"]) if entry["rule"] else ""
+        block = f"$L'$={escape(entry['block'])}" if entry["block"] not in (None, "none") else ""
+        method = ", ".join(filter(None, [METHODS.get(entry["estimator"], escape(entry["estimator"])), rule, block]))
+        scores = [entry["scores"].get(metric) for metric in table["metrics"]]
+        lines.append(_row(escape(entry["model"]), method, *map(_score, scores)))
+    head = " & ".join(escape(metric) for metric in table["metrics"])
+    return _body(f"Model & Method & {head}   ({escape(table['task'])})", lines)
+
+
+def _score(score: Mapping[str, Any] | None) -> str:
+    if score is None:
+        return ""
+    return f"{score['value']:.4f}{PM}" + ("?" if score["stderr"] is None else f"{score['stderr']:.4f}")
 
 
 # ---------------------------------------------------------------- cells
@@ -157,14 +203,17 @@ def duels(task: Mapping[str, Any]) -> list[Entry]:
 
 
 def number(entry: Entry, metric: str) -> str:
-    r"""A value: $\leq$ before a bound, the best of a model in bold."""
-    text = (LEQ if entry["bound"] else "") + decimals(entry["value"], metric)
+    r"""A value: $\leq$ before a bound, its Monte Carlo error (`?`: not known) after it, the best of a model in bold."""
+    error = " +- ?" if entry["stderr_reason"] else plus_minus(entry["stderr"], metric)
+    text = (LEQ if entry["bound"] else "") + decimals(entry["value"], metric) + error.replace(" +- ", PM)
     return rf"\textbf{{{text}}}" if entry["best"] else text
 
 
-def percent(value: float | None) -> str:
-    """A share with its sign."""
-    return "" if value is None else fixed(value, 1).replace("-", "$-$") + r"\%"
+def percent(value: float | None, error: float | None) -> str:
+    """A share with its sign and its Monte Carlo error."""
+    if value is None:
+        return ""
+    return fixed(value, 1).replace("-", "$-$") + r"\%" + ("" if error is None else f"{PM}{fixed(error, 1)}")
 
 
 def apart(entry: Entry, alike: Sequence[Entry], with_rule: bool = True) -> str:
@@ -173,7 +222,7 @@ def apart(entry: Entry, alike: Sequence[Entry], with_rule: bool = True) -> str:
     if with_rule and entry["rule"] and len(alike) > 1:
         parts.append(rule_name(entry["rule"]))
     if len({other["block"] for other in alike}) > 1:
-        parts.append(WHOLE if entry["block"] == "none" else f"$L'$={entry['block']}")
+        parts.append(WHOLE if entry["block"] == "none" else f"$L'$={escape(entry['block'] or '')}")
     return ", ".join([*parts, *([escape(entry["aside"])] if entry["aside"] else [])])
 
 
@@ -190,13 +239,7 @@ def rule_name(rule: str) -> str:
 
 def escape(text: str) -> str:
     """Text with LaTeX's special characters made harmless."""
-    special = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
-    return "".join(special.get(c, f"\\{c}" if c in "&%$#_{}" else c) for c in text)
-
-
-def safe_name(name: str) -> str:
-    """A task's name as part of a file name."""
-    return "".join(c if c.isalnum() or c in "-_." else "_" for c in name)
+    return "".join(SPECIAL.get(c, f"\\{c}" if c in "&%$#_{}" else c) for c in one_line(text))
 
 
 def _row(*cells: str) -> str:

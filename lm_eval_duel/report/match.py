@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.report.read import Run, Task
 
+TWIN = "score it with --model duel-mdm --model_args pretrained=...,estimator=exact"  # windows and tokens as ours
 TOKEN_METRICS = ("token_perplexity",)  # perplexity per token means nothing across tokenizers
 
 
@@ -129,6 +130,7 @@ def differences(here: Run, there: Run, name: str) -> list[Difference]:
         remedy = "compare word or byte perplexity (--metric word_perplexity)"
         if tokens is None:
             remedy = "run both with --log_samples, so that their token counts can be compared, or " + remedy
+            remedy = _twin(here, there) + remedy
         found.append(Difference("tokenizer" if tokens is False else "tokenizer (unknown)", *told, remedy))
     scored = [positions(run) for run in (here, there)]
     if scored[0] != scored[1]:
@@ -156,11 +158,20 @@ def _windows(here: Run, there: Run, name: str, same_tokenizer: bool) -> Differen
             return None  # every document is one window on both sides
     elif cuts[0] == cuts[1] and here.law.get("max_length") == there.law.get("max_length"):
         return None
-    remedy = (
+    remedy = _twin(here, there) + (
         "score both with windows=harness and a max_length that gives equal target positions, or with one that holds "
         "every document"
     )
     return Difference("windows", str(cuts[0]), str(cuts[1]), remedy)
+
+
+def _twin(here: Run, there: Run) -> str:
+    """The way that needs no care, where one of two runs is of a stock model: the same text cut and counted by us."""
+    stock = [run for run in (here, there) if not run.ours]
+    if len(stock) != 1 or not stock[0].autoregressive:
+        return ""
+    twin = TWIN.replace("it", stock[0].label, 1).replace("...", stock[0].pretrained)
+    return f"{twin} (its windows are then cut and its tokens counted as ours; max_length sets how long they are), or "
 
 
 def _longest(run: Run, name: str) -> int | None:
@@ -170,7 +181,7 @@ def _longest(run: Run, name: str) -> int | None:
         return int(max(counts.values(), default=0))
     if not run.ours or run.computed(name) < (run.tasks[name].size or 0):
         return None
-    said = run.duel.get("tasks", {}).get(name, {}).get("longest_document", run.duel.get("longest_document"))
+    said = run.duel["tasks"].get(name, {}).get("longest_document", run.duel.get("longest_document"))
     return None if said is None else int(said)
 
 

@@ -115,7 +115,7 @@ class Traces:
     def load(self, path: Path) -> list[Mapping[str, Any]]:
         """Window records of a file."""
         if path not in self.records:
-            self.records[path] = list(self.read(path))
+            self.records[path] = [_checked(path, record) for record in self.read(path)]
         return self.records[path]
 
     def documents(self, path: Path) -> dict[str, dict[str, dict[int, float]]]:
@@ -127,6 +127,23 @@ class Traces:
                 document = int(record["doc"])
                 of_task[document] = of_task.get(document, 0.0) + float(nats)
         return found
+
+
+def _checked(path: Path, record: Any) -> Mapping[str, Any]:
+    """A window of a trace; raises DuelError for a line that is none."""
+    try:
+        nats, steps, starts = (record.get(key) or [] for key in ("nats", "steps", "starts"))
+        document = None if record.get("doc") is None else int(record["doc"])
+        values = {str(name): float(value) for name, value in (record.get("values") or {}).items()}
+        right = all(math.isfinite(float(value)) or float(value) < 0 for value in nats)
+        right &= all(isinstance(n, int) and n >= 0 for n in [*steps, *starts])
+        right &= len(steps) in (0, len(nats)) and not (values and None in (document, record.get("task")))
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
+        right = False
+    if not right:
+        said = str(record)[:60]
+        raise DuelError(f"The trace {path} is damaged: {said}... is not a window with its steps and nats.")
+    return {**record, "values": values}
 
 
 def law_of(header: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.report import samples
-from lm_eval_duel.report.samples import METRICS, Document
+from lm_eval_duel.report import fields
+from lm_eval_duel.report.fields import Fields
+from lm_eval_duel.report.samples import WRITTEN
+from lm_eval_duel.report.task import Task, nans, task
 
 MODEL = "duel-mdm"
-WRITTEN = re.compile(r"\d{4}-\d\d-\d\dT[\d.:-]+$")  # the date at the end of the harness's file names
 AUTOREGRESSIVE = {  # --model of the harness, and the classes of model objects
     *("hf", "hf-auto", "huggingface", "hf-mistral3", "hf-multimodal", "hf-audiolm-qwen", "steered", "HFLM"),
     *("SteeredModel", "vllm", "vllm-vlm", "VLLM", "sglang", "sglang-generate", "SGLangLM", "gguf", "ggml", "GGUFLM"),
@@ -22,25 +21,25 @@ AUTOREGRESSIVE = {  # --model of the harness, and the classes of model objects
     *("ipex", "neuronx", "openvino", "habana", "onnxruntime", "onnxruntime-genai", "winml", "OptimumLM"),
     *("openai-completions", "local-completions", "anthropic-completions", "textsynth", "watsonx_llm"),
 }
+RESULTS = "a results file of lm_eval"
+TEXTS = (
+    "estimator",
+    "rule",
+    "block",
+    "dtype",
+    "attention",
+    "weights",
+    "bos",
+    "device",
+    "pretrained",
+    "trace",
+)  # of duel
+COUNTS = (
+    *("tokens", "forwards", "rows", "nfe", "longest_document", "row_capacity", "cut_contexts", "answers_from_cache"),
+    *("ranks", "peak_memory_bytes"),
+)
+OF_TASK = ("documents", "windows", "tokens", "longest_document")  # counts of duel.tasks.NAME
 NO_LAW = ("batch_size", "max_batch_size", "device", "dtype")  # model args; the dtype that was loaded stands elsewhere
-
-
-@dataclasses.dataclass(frozen=True)
-class Task:
-    """A task's part of a results file. `documents` is None where samples were not logged; then `missing` says so."""
-
-    name: str
-    metrics: dict[str, float]
-    identity: dict[str, str]  # effective samples, limit, version, shots, hash
-    rolling: bool = True
-    documents: tuple[Document, ...] | None = None
-    missing: str = ""
-
-    @property
-    def size(self) -> int | None:
-        """Documents that were scored."""
-        known = self.identity.get("documents")
-        return int(known) if known else (None if self.documents is None else len(self.documents))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +61,9 @@ class Run:
     whole_run_seconds: float | None
     cache: bool  # --use_cache
     tasks: dict[str, Task]  # those with a perplexity
-    others: tuple[str, ...]  # tasks without one
+    others: dict[str, Task]  # tasks without one
     groups: tuple[str, ...]  # averages over tasks
+    nans: tuple[str, ...] = ()  # values that are no numbers, and are left out
 
     @property
     def name(self) -> str:
@@ -93,11 +93,17 @@ class Run:
         if not self.ours:
             return self.cache
         found = bool(self.duel.get("answers_from_cache"))
-        return found or any(self.computed(name) < (task.size or 0) for name, task in self.tasks.items())
+        return found or any(self.partial(name) for name in self.tasks)
 
     def computed(self, name: str) -> int:
         """Documents of a task whose figures this run has; the others came from a response cache that had none."""
-        return self.duel.get("tasks", {}).get(name, {}).get("documents", self.tasks[name].size or 0)
+        found = self.duel["tasks"].get(name, {}).get("documents")
+        return (self.tasks[name].size or 0) if found is None else found
+
+    def partial(self, name: str) -> bool:
+        """Whether this run's figures of a task are of fewer (or other) documents than its values."""
+        size = self.tasks[name].size
+        return size is not None and self.computed(name) != size
 
     @property
     def rule(self) -> str | None:
@@ -142,51 +148,90 @@ def _written(file: Path) -> bool:
 
 
 def run(file: Path) -> Run:
-    """One results file."""
+    """One results file; raises DuelError for what is none, or for an entry that is not what lm_eval writes."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        config, results = found["config"], found["results"]
-        model, arguments = config["model"], config.get("model_args") or {}
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+        found = Fields(fields.load(file, RESULTS), str(file))
+        config, results = (Fields(found[key], str(file), key) for key in ("config", "results"))
+        model = config.text("model") if config["model"] else None
+    except KeyError as error:
         raise DuelError(
-            f"{file} is not a results file of lm_eval ({type(error).__name__}: {error}); name the results_*.json "
-            "that --output_path wrote."
+            f"{file} is not {RESULTS} (KeyError: {error}); name the results_*.json that --output_path wrote."
         ) from None
-    if not isinstance(arguments, dict):  # the Python API keeps the text
-        arguments = dict(part.split("=", 1) for part in str(arguments).split(",") if "=" in part)
-    law, duel = config.get("law") or {}, config.get("duel") or {}
-    ours = model == MODEL or bool(law or duel)  # a model object leaves the name of its class
-    dtype = _said(duel.get("dtype")) or _said(law.get("dtype")) or _said(config.get("model_dtype")) or "unknown"
+    if model is None:
+        raise config.wrong("model", None, "the name of a model")
+    arguments = _arguments(config)
+    law, duel = _law(config), _duel(config.object("duel"))
+    ours = model == MODEL or bool(law or config.get("duel"))  # a model object leaves the name of its class
+    dtype = _said(duel.get("dtype")) or _said(law.get("dtype")) or _said(config.text("model_dtype")) or "unknown"
     dtype = dtype.removeprefix("torch.")
-    pretrained = str(duel.get("pretrained") or arguments.get("pretrained") or found.get("model_name") or model)
+    pretrained = str(duel.get("pretrained") or arguments.get("pretrained") or found.text("model_name") or model)
     if not ours:
         law = {key: value for key, value in arguments.items() if key not in NO_LAW} | {"dtype": dtype}
-        law |= {"model_sha": config["model_sha"]} if config.get("model_sha") else {}
+        law |= {"model_sha": config.text("model_sha")} if config.get("model_sha") else {}
     length = law.get("max_length") if ours else found.get("max_length")
-    seconds = found.get("total_evaluation_time_seconds")
-    groups = {name for name, parts in (found.get("group_subtasks") or {}).items() if parts} | set(
-        found.get("groups") or ()
-    )
-    tasks = {name: values for name, values in results.items() if name not in groups}
+    groups = {name for name, parts in found.object("group_subtasks").items() if parts} | set(found.object("groups"))
+    tasks = {name: task(file, found, results.object(name), name) for name in results if name not in groups}
     return Run(
         file=file,
         ours=ours,
-        model=str(model),
+        model=model,
         pretrained=pretrained,
         label=_last(pretrained),
         key=str((duel.get("weights") or law.get("weights")) if ours else pretrained),
         dtype=dtype,
-        fingerprint=config.get("fingerprint"),
-        law={key: "none" if value in (None, "None") else str(value) for key, value in law.items()},
+        fingerprint=config.text("fingerprint"),
+        law=law,
         duel=duel,
-        max_length=int(length) if str(length).isdigit() else None,
-        date=float(found.get("date") or 0),
-        whole_run_seconds=None if seconds is None else float(seconds),
+        max_length=int(length) if str(length).isdecimal() else None,
+        date=found.finite("date") or 0.0,
+        whole_run_seconds=found.finite("total_evaluation_time_seconds", 0),
         cache=bool(config.get("use_cache")),
-        tasks={name: _task(file, found, name, values) for name, values in tasks.items() if _scores(values)},
-        others=tuple(sorted(name for name, values in tasks.items() if not _scores(values))),
+        tasks={name: task for name, task in tasks.items() if task.metrics},
+        others={name: task for name, task in sorted(tasks.items()) if not task.metrics},
         groups=tuple(sorted(groups & results.keys())),
+        nans=tuple(line for name in tasks for line in nans(results.object(name), name)),
     )
+
+
+def _arguments(config: Fields) -> dict[str, str]:
+    """The model args; the Python API keeps the text."""
+    said = config.get("model_args")
+    if isinstance(said, str):
+        return dict(part.split("=", 1) for part in said.split(",") if "=" in part)
+    return {
+        key: "none" if value in (None, "None") else str(value) for key, value in config.object("model_args").items()
+    }
+
+
+def _law(config: Fields) -> dict[str, str]:
+    """The law in words; its numbers are numbers."""
+    law = config.object("law")
+    said = {key: "none" if value in (None, "None") else str(value) for key, value in law.items()}
+    for key in ("elbo_eps", "mc_samples"):
+        if said.get(key, "none") != "none":
+            law.finite(key, 0)
+    return said
+
+
+def _duel(duel: Fields) -> dict[str, Any]:
+    """What our model says about a run, as far as the report reads it."""
+    found: dict[str, Any] = {key: duel.text(key) for key in TEXTS if key in duel}
+    found |= {key: duel.count(key) for key in COUNTS if key in duel}
+    found["seconds"] = duel.finite("seconds", 0)
+    found["tasks"] = {}
+    for name in (tasks := duel.object("tasks")):
+        task = tasks.object(name)
+        values = task.object("values")
+        found["tasks"][name] = {key: task.count(key) for key in OF_TASK if task.get(key) is not None}
+        found["tasks"][name]["values"] = {key: _value(values.object(key)) for key in values}
+    return found
+
+
+def _value(value: Fields) -> dict[str, Any]:
+    """One figure of a task: nats with their errors, and what they are of."""
+    found: dict[str, Any] = {"nats": value.number("nats"), "nfe": value.count("nfe")}
+    found |= {key: value.finite(key, 0) for key in ("stderr", "window_stderr")}
+    return found | {key: value.count(key) for key in OF_TASK if value.get(key) is not None}
 
 
 def _last(pretrained: str) -> str:
@@ -205,31 +250,3 @@ def _distinct(found: list[Run]) -> list[Run]:
             apart = {key: f"{label} ({key[:8]})" for key in models}
         labels |= {(label, key): label if len(models) == 1 else apart[key] for key in models}
     return [dataclasses.replace(one, label=labels[one.label, one.key]) for one in found]
-
-
-def _scores(values: Any) -> bool:
-    return isinstance(values, dict) and any(key.split(",")[0] in METRICS for key in values)
-
-
-def _task(file: Path, found: dict[str, Any], name: str, values: dict[str, Any]) -> Task:
-    metrics: dict[str, float] = {}
-    for key, value in values.items():
-        metric = key.split(",")[0]
-        if metric in METRICS and isinstance(value, int | float):
-            metrics.setdefault(metric, float(value))
-    config, counted = found.get("config", {}), found.get("n-samples", {}).get(name, {})
-    identity = {
-        "documents": counted.get("effective"),
-        "limit": config.get("limit"),
-        "version": found.get("versions", {}).get(name),
-        "shots": found.get("n-shot", {}).get(name),
-        "hash": found.get("task_hashes", {}).get(name),
-    }
-    said = {key: str(value) for key, value in identity.items() if value is not None}
-    rolling = found.get("configs", {}).get(name, {}).get("output_type", "loglikelihood_rolling")
-    when = WRITTEN.search(file.stem)  # --output_path may be a folder, or a file whose name stands before the date
-    logged = file.with_name(f"samples_{name}_{when[0] if when else file.stem.removeprefix('results_')}.jsonl")
-    task = Task(name, metrics, said, rolling == "loglikelihood_rolling")
-    if not logged.is_file():
-        return dataclasses.replace(task, missing=f"no samples of {name} beside it (run lm_eval with --log_samples)")
-    return dataclasses.replace(task, documents=samples.documents(logged, task.rolling))

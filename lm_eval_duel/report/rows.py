@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from lm_eval_duel import rules
-from lm_eval_duel.errors import DuelError
+from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.report import stats
 from lm_eval_duel.report.read import Run, Task
 
@@ -81,7 +82,7 @@ class Row:
         return ", ".join(filter(None, [NAMES[self.estimator], short(self.rule or ""), block, self.aside]))
 
     def error(self, metric: str, nats_stderr: float | None) -> float | None:
-        """Standard error of a metric's value from that of the nats."""
+        """Standard error of a metric's value from that of the nats; None: it is not known."""
         if None in (nats_stderr, self.nats) or metric not in self.values:
             return None
         return stats.stderr(metric, self.values[metric], self.nats, nats_stderr)
@@ -89,7 +90,9 @@ class Row:
 
 def of(run: Run, name: str, traced: Mapping[str, Mapping[int, float]] | None = None) -> list[Row]:
     """The rows of a run's task. `traced`: {NAME: {document number: nats}} of its trace, where there is one."""
-    task, found = run.tasks[name], run.duel.get("tasks", {}).get(name, {})
+    if run.estimator not in NAMES:
+        raise DuelError(f"{run.name}: {unknown('estimator', run.estimator, NAMES)}")
+    task, found = run.tasks[name], run.duel["tasks"].get(name, {})
     documents, missing = _sampled(task)
     tokens = sum(units for _, units in documents.get("token_perplexity", {}).values())
     selected = Row(
@@ -104,16 +107,19 @@ def of(run: Run, name: str, traced: Mapping[str, Mapping[int, float]] | None = N
     )
     if not found:
         return [selected]
-    if run.computed(name) < (task.size or 0):
+    if run.partial(name):
         said = (
-            f"{run.computed(name)} of {task.size} documents of {name} were computed in {run.name}, the others came "
-            "from a response cache: only the harness's own value is shown"
+            f"the figures in {run.name} are of {run.computed(name)} documents of {name}, its value of {task.size} (a "
+            "response cache answered the others, or counted some of another run): only the harness's own value is shown"
         )
         return [dataclasses.replace(selected, remarks=(said,))]
-    values = found.get("values", {})
+    values = found["values"]
     own = values.get(run.estimator, {}).get("nats")
-    rows = []
+    rows, remarks = [], []
     for key, value in values.items():
+        if why := _incomplete(task, found, key, value, traced):
+            remarks.append(f"{key} of {name} in {run.name} is left out: {why}")
+            continue
         estimator = key if key in NAMES else "duel"
         row = dataclasses.replace(
             selected,
@@ -128,7 +134,37 @@ def of(run: Run, name: str, traced: Mapping[str, Mapping[int, float]] | None = N
         if key != run.estimator:
             row = _beside(row, own, traced, key)
         rows.append(row)
-    return rows or [selected]
+    rows = rows or [selected]
+    return [dataclasses.replace(rows[0], remarks=(*rows[0].remarks, *remarks)), *rows[1:]]
+
+
+def _incomplete(
+    task: Task,
+    found: Mapping[str, Any],
+    key: str,
+    value: Mapping[str, Any],
+    traced: Mapping[str, Mapping[int, float]] | None,
+) -> str:
+    """Why a value of a run is not of all that its task holds; a lattice that a cache continued has such rules."""
+    for unit in ("documents", "windows", "tokens"):
+        if unit in value and unit in found and value[unit] != found[unit]:
+            return f"it is of {value[unit]} {unit}, the task of {found[unit]}"
+    name, speed = family(key)
+    if key not in NAMES and name.split(":")[0] not in ADAPTIVE and None not in (value["nfe"], found.get("tokens")):
+        most = value["nfe"] * max(1.0, speed)  # a step reveals k tokens at most
+        least = min(found["tokens"], _longest(found["values"]))
+        if most < least:
+            return f"its {value['nfe']} steps reveal at most {most:.0f} of {least} tokens"
+    if traced and key in traced and value["nats"] is not None and task.documents is not None:
+        scored = {d.number for d in task.documents if any(nats for nats, _ in d.values.values())}
+        if traced[key].keys() < scored and math.isclose(sum(traced[key].values()), value["nats"], abs_tol=1e-6):
+            return f"its trace is of {len(traced[key])} of {len(scored)} documents"
+    return ""
+
+
+def _longest(values: Mapping[str, Mapping[str, Any]]) -> int:
+    """Steps of the rule with most of those that reveal one token a step: as many as tokens were scored."""
+    return max((value["nfe"] or 0 for key, value in values.items() if "k=1" in key.split(":")), default=0)
 
 
 def _sampled(task: Task) -> tuple[dict[str, dict[str, tuple[float, float]]], str]:
@@ -152,9 +188,12 @@ def _sampled(task: Task) -> tuple[dict[str, dict[str, tuple[float, float]]], str
 def _beside(row: Row, own: float | None, traced: Mapping[str, Mapping[int, float]] | None, key: str) -> Row:
     """A row of a lattice run that is not the selected one: its values by the quotient of nats."""
     selected, remarks = row.values, list(row.remarks)
-    values = {metric: stats.scaled(metric, known, row.nats / own) for metric, known in selected.items() if own}
-    if row.tokens and own and "token_perplexity" in selected:
-        implied = math.exp(-own / row.tokens)
+    known_nats = own and row.nats is not None and math.isfinite(own) and math.isfinite(row.nats)
+    values = {metric: stats.scaled(metric, known, row.nats / own) for metric, known in selected.items() if known_nats}
+    if not known_nats:
+        remarks.append(f"{row.run.name}: {key} of {row.task} has no finite log-likelihood to tell its value by")
+    elif row.tokens and "token_perplexity" in selected:
+        implied = stats.value("token_perplexity", own, row.tokens)
         if not math.isclose(implied, selected["token_perplexity"], rel_tol=SAME):
             remarks.append(
                 f"{row.run.name}: the task counts other tokens of {row.task} than were scored "
@@ -175,8 +214,8 @@ def _traced(
         return {}, f"no trace of {key} per document (run with trace=FILE, or name it with --trace)"
     nats = traced[key]
     total = sum(nats.get(document.number, 0.0) for document in task.documents)
-    if not math.isclose(total, row.nats, rel_tol=1e-6, abs_tol=1e-6):
-        return {}, f"the trace adds up to {total:.3f} nats of {key}, the result to {row.nats:.3f}: another run's trace"
+    if row.nats is None or not math.isclose(total, row.nats, rel_tol=1e-6, abs_tol=1e-6):
+        return {}, f"the trace adds up to {total:.3f} nats of {key}, the result to {row.nats}: another run's trace"
     found = {}
     for metric, known in row.documents.items():
         found[metric] = {
@@ -262,11 +301,19 @@ def family(rule: str) -> tuple[str, float]:
     speed, kept = 1.0, [name]
     for parameter in parameters:
         key, _, value = parameter.partition("=")
-        if key in ("k", "mu", "gamma"):
-            speed = float(value)
-        else:
+        number = _number(value) if key in ("k", "mu", "gamma") else None
+        if number is None:
             kept.append(parameter)
+        else:
+            speed = number
     return ":".join(kept), speed
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 def adaptive(rule: str) -> bool:

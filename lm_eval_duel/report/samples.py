@@ -5,13 +5,17 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
+import re
 from pathlib import Path
 from typing import Any
 
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.options import MADE, TOKENS
+from lm_eval_duel.report.fields import parse
 
 METRICS = ("token_perplexity", "perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")  # by preference
+WRITTEN = re.compile(r"\d{4}-\d\d-\d\dT[\d.:-]+$")  # the date at the end of the harness's file names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,24 +30,31 @@ class Document:
 def documents(file: Path, rolling: bool = True) -> tuple[Document, ...]:
     """The documents of a samples file, sorted; equal texts are told apart by their order."""
     first: dict[int, dict[str, Any]] = {}
-    with file.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-                first.setdefault(int(record["doc_id"]), record)  # one line a filter: the values are the same
-            except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-                raise DuelError(
-                    f"{file}, line {number} is not a sample of lm_eval ({error}); log them again."
-                ) from None
+    try:
+        with file.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    record = _record(f"{file}, line {number}", line)
+                    first.setdefault(record["doc_id"], record)  # one line a filter: the values are the same
+    except (OSError, UnicodeDecodeError) as error:
+        raise DuelError(f"{file} cannot be read ({type(error).__name__}: {error}); log the samples again.") from None
     seen: dict[str, int] = {}
     found = []
     for number, record in sorted(first.items()):
         digest = _digest(record, rolling)
         seen[digest] = seen.get(digest, 0) + 1
-        found.append(Document(f"{digest}:{seen[digest]}", number, _values(record)))
+        found.append(Document(f"{digest}:{seen[digest]}", number, record["values"]))
     return tuple(sorted(found, key=lambda document: document.key))
+
+
+def _record(place: str, line: str) -> dict[str, Any]:
+    """One line, checked, with the `values` of its metrics. `place`: file and line, for messages."""
+    try:
+        record = parse(line)
+        record = {**record, "doc_id": int(record["doc_id"])}
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise DuelError(f"{place} is not a sample of lm_eval ({error}); log them again.") from None
+    return {**record, "values": _values(place, record)}
 
 
 def _digest(record: dict[str, Any], rolling: bool) -> str:
@@ -61,12 +72,21 @@ def _digest(record: dict[str, Any], rolling: bool) -> str:
     return " ".join(str(part) for part in (whole, *scored) if part)
 
 
-def _values(record: dict[str, Any]) -> dict[str, tuple[float, float]]:
+def _values(place: str, record: dict[str, Any]) -> dict[str, tuple[float, float]]:
+    """(nats, units) of each metric; raises DuelError for what is no number, and for units that are not positive."""
     found = {}
     for metric in METRICS:
         value = record.get(metric)
-        if isinstance(value, list) and len(value) == 2:
-            found[metric] = (float(value[0]), float(value[1]))
-        elif isinstance(value, int | float):
-            found[metric] = (float(value), 1.0)
+        pair = value if isinstance(value, list) else [value, 1.0]
+        if value is None:
+            continue
+        good = len(pair) == 2 and all(isinstance(part, int | float) and not isinstance(part, bool) for part in pair)
+        try:
+            nats, units = map(float, pair if good else (math.nan, math.nan))
+        except OverflowError:
+            nats = math.nan
+        if math.isnan(nats) or not 0 <= units < math.inf:
+            said = json.dumps(value)[:60]
+            raise DuelError(f"{place}: {metric} is {said}, not nats and what they are of; log the samples again.")
+        found[metric] = (nats, units)
     return found

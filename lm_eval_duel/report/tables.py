@@ -5,37 +5,47 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import quote
 
-from lm_eval_duel.report.headline import WORDS, fixed, number
-from lm_eval_duel.report.markdown import Footnotes, bullets, spaced, table
+from lm_eval_duel.report.gaps import UNCLEAR
+from lm_eval_duel.report.headline import WORDS, fixed, number, plus_minus
+from lm_eval_duel.report.markdown import Footnotes, bullets, code, listed, one_line, plain, spaced, table
 from lm_eval_duel.report.rows import NAMES, WHOLE, short
 
 LAW = (  # of a law, what tells most
     *("estimator", "rule", "block", "elbo_form", "elbo_block", "elbo_eps", "mc_samples"),
     *("pretrained", "revision", "dtype", "windows", "max_length", "framing"),
 )
+AVERAGED = "tasks where gap closed cannot be told from 0 are in the average: without them it would be too high"
 Entry = Mapping[str, Any]
 
 
 def markdown(report: Mapping[str, Any]) -> str:
     """report.md."""
     parts = ["# How far from autoregressive, and how much of it is the yardstick"]
-    parts += [bullets([line for task in report["tasks"].values() for line in task["headlines"]])]
+    parts += [listed(line for task in report["tasks"].values() for line in task["headlines"])]
     parts += [bullets(report["notes"])]
     for name, task in report["tasks"].items():
         said = "" if task["documents"] is None else f", {task['documents']} documents"
-        parts += [f"## {name}: {WORDS[task['metric']]}{said}", values(task), *_figures(report, name, "perplexity")]
+        parts += [
+            f"## {plain(name)}: {WORDS[task['metric']]}{said}",
+            values(task),
+            *_figures(report, name, "perplexity"),
+        ]
         if task["differences"]:
-            listed = "Compared as published, although these differ" if task["as_published"] else "These differ"
-            parts += [f"**{listed}:**", bullets(task["differences"])]
+            said = "Compared as published, although these differ" if task["as_published"] else "These differ"
+            parts += [f"**{said}:**", bullets(task["differences"])]
         if any(entry["estimator"] == "duel" and not entry["ar"] for entry in task["rows"]):
             parts += ["### Gap to the autoregressive model", gaps(task)]
         for sweep in task["rules"]:
-            parts += [f"### Rules against NFE: {_sweep(sweep)}", rules(task, sweep)]
+            parts += [f"### Rules against NFE: {plain(_sweep(sweep))}", rules(task, sweep)]
         parts += [*_figures(report, name, "rules"), "### Notes", bullets(task["notes"])]
-    if len(report["tasks"]) > 1 and report["averages"]:
+    if len(report["tasks"]) > 1 and any_closed(report):
         parts += ["## Gap closed over tasks, %", averages(report)]
-    parts += ["## Cost", cost(report["cost"])]
+    for found in report["accuracies"]:
+        parts += [f"## {plain(_accuracy_title(found))}", accuracies(found)]
+    if report["cost"]:
+        parts += ["## Cost", cost(report["cost"])]
     if report["traces"]:
         parts += ["## Orders, from traces", traces(report["traces"]), *_figures(report, "traces", "trace")]
     parts += ["## Files", files(report["results"])]
@@ -49,10 +59,10 @@ def values(task: Mapping[str, Any]) -> str:
     other = [] if metric == "bits_per_byte" else ["bits_per_byte"]
     lines = []
     for entry in task["rows"]:
-        rest = [f"{_bound(entry)}{number(entry['metrics'][m], m)}" if m in entry["metrics"] else "" for m in other]
-        error = "" if entry["stderr"] is None else f"{entry['stderr']:.2g}"
+        rest = [_value(entry, m) if m in entry["metrics"] else "" for m in other]
+        error = notes.mark(entry["stderr_reason"]) if entry["stderr"] is None else f"{entry['stderr']:.2g}"
         block = WHOLE if entry["block"] == "none" else entry["block"] or ""
-        what = [entry["model"], _method(entry), _rule(entry), block]
+        what = [plain(entry["model"]), _method(entry), _rule(entry), plain(block)]
         lines.append([*what, shown(entry, metric), _interval(entry, metric, notes), error, *rest])
     return notes.under(table([*head, *(WORDS[m] for m in other)], lines))
 
@@ -65,16 +75,18 @@ def gaps(task: Mapping[str, Any]) -> str:
         if entry["estimator"] != "duel" or entry["ar"]:
             continue
         elbo = entries[entry["elbo"]] if entry["elbo"] is not None else None
-        closed = "" if entry["gap_closed"] is None else f"{fixed(entry['gap_closed'], 1)} %"
+        closed = UNCLEAR if entry["distinguishable"] is False else percent(entry["gap_closed"])
         between = _between(entry["gap_closed_interval"], lambda value: fixed(value, 1), " %")
+        if not between and entry["gap_closed_stderr"] is not None:
+            closed += f" +- {fixed(entry['gap_closed_stderr'], 1)}"
         mark = notes.mark(entry["gap_closed_reason"])
         lines.append(
             [
-                entry["model"],
-                ", ".join(filter(None, [_rule(entry), *entry["name"].split(", ")[2:]])),
+                plain(entry["model"]),
+                ", ".join(filter(None, [_rule(entry), *map(plain, entry["name"].split(", ")[2:])])),
                 "" if elbo is None else shown(elbo, metric),
                 shown(entry, metric),
-                "" if elbo is None else _gap(elbo, metric),
+                "" if elbo is None else f"{_gap(elbo, metric)}{plus_minus(elbo['stderr'], metric)}",
                 _gap(entry, metric),
                 _between(entry["gap_interval"], lambda value: number(value, metric)),
                 closed if between else " ".join(filter(None, [closed, mark])),
@@ -99,13 +111,47 @@ def rules(task: Mapping[str, Any], sweep: Mapping[str, Any]) -> str:
 
 def averages(report: Mapping[str, Any]) -> str:
     """Gap closed over tasks, one column a task."""
-    names = list(report["tasks"])
+    names, notes = list(report["tasks"]), Footnotes()
     lines = []
     for row in report["averages"]:
-        cells = ["" if row["tasks"].get(n) is None else fixed(row["tasks"][n], 1) for n in names]
-        mean = "" if row["average"] is None else f"{fixed(row['average'], 1)} (of {row['averaged']})"
-        lines.append([row["model"], row["name"], *cells, mean])
-    return table(["model", "estimator", *names, "average"], lines)
+        cells = [UNCLEAR if n in row["unclear"] else _closed(row["tasks"].get(n), row["stderrs"].get(n)) for n in names]
+        mean = UNCLEAR if row["average_unclear"] else _closed(row["average"], row["average_stderr"])
+        mark = notes.mark(AVERAGED) if row["unclear"] and mean else ""
+        mean = f"{mean} (of {row['averaged']}) {mark}".strip() if mean else ""
+        lines.append([plain(row["model"]), plain(row["name"]), *cells, mean])
+    return notes.under(table(["model", "estimator", *map(plain, names), "average"], lines))
+
+
+def any_closed(report: Mapping[str, Any]) -> bool:
+    """Whether there is a gap closed on any task."""
+    return any(value is not None for row in report["averages"] for value in row["tasks"].values())
+
+
+def _closed(value: float | None, error: float | None) -> str:
+    return "" if value is None else fixed(value, 1) + ("" if error is None else f" +- {fixed(error, 1)}")
+
+
+def accuracies(found: Mapping[str, Any]) -> str:
+    """What is no perplexity of a task, each with the harness's standard error."""
+    metrics, notes = found["metrics"], Footnotes()
+    lines = []
+    for entry in found["rows"]:
+        cells = [_score(entry["scores"].get(metric)) for metric in metrics]
+        mark = notes.mark(entry["reason"])
+        what = [plain(entry["model"]), plain(entry["name"]), _rule(entry), plain(entry["block"] or "")]
+        lines.append([*what, *(f"{cell} {mark}".strip() for cell in cells)])
+    return notes.under(table(["model", "estimator", "rule", "block", *map(plain, metrics)], lines))
+
+
+def _score(score: Mapping[str, Any] | None) -> str:
+    if score is None:
+        return ""
+    return f"{score['value']:.4f} +- " + ("?" if score["stderr"] is None else f"{score['stderr']:.4f}")
+
+
+def _accuracy_title(found: Mapping[str, Any]) -> str:
+    said = "" if found["documents"] is None else f", {found['documents']} documents"
+    return f"{found['task']}: {', '.join(found['metrics'])}, +- standard error{said}{found['apart']}"
 
 
 def cost(entries: Sequence[Entry]) -> str:
@@ -121,10 +167,10 @@ def cost(entries: Sequence[Entry]) -> str:
         ]
         lines.append(
             [
-                entry["model"],
-                f"{entry['name']} ({entry['flag']})" if entry["flag"] else entry["name"],
+                plain(entry["model"]),
+                plain(f"{entry['name']} ({entry['flag']})" if entry["flag"] else entry["name"]),
                 _rule(entry),
-                WHOLE if entry["block"] == "none" else entry["block"] or "",
+                WHOLE if entry["block"] == "none" else plain(entry["block"] or ""),
                 "" if each is None else f"{each:.3g}",
                 *("" if entry[key] is None else f"{entry[key]:,}" for key in ("forwards", "rows")),
                 "" if peak is None else f"{peak / 2**20:,.0f}",
@@ -143,7 +189,7 @@ def traces(found: Sequence[Mapping[str, Any]]) -> str:
         order = trace.get("left_to_right")
         lines.append(
             [
-                trace["label"],
+                plain(trace["label"]),
                 f"{trace['windows']:,}",
                 f"{trace['tokens']:,}",
                 "" if trace["mean_nats"] is None else f"{trace['mean_nats']:.3f}",
@@ -165,17 +211,21 @@ def files(results: Sequence[Mapping[str, Any]]) -> str:
     for result in results:
         law = ", ".join(f"{key}={result['law'][key]}" for key in LAW if result["law"].get(key, "none") != "none")
         name = f"{result['model']} (AR baseline)" if result["ar"] else result["model"]
-        lines.append([os.path.relpath(result["file"], folder), name, result["fingerprint"] or "", law])
-    return f"Below {folder}:\n\n{table(['file', 'model', 'fingerprint', 'law'], lines)}"
+        lines.append(
+            list(map(plain, [os.path.relpath(result["file"], folder), name, result["fingerprint"] or "", law]))
+        )
+    return f"Below {plain(folder)}:\n\n{table(['file', 'model', 'fingerprint', 'law'], lines)}"
 
 
 def console(report: Mapping[str, Any]) -> str:
     """What the command prints: headlines, values, and where the rest is."""
     parts = [line.replace("**", "") for task in report["tasks"].values() for line in task["headlines"]]
     for name, task in report["tasks"].items():
-        parts += [f"{name}, {WORDS[task['metric']]}", values(task)]
+        parts += [f"{one_line(name)}, {WORDS[task['metric']]}", values(task)]
         parts += ["\n".join(f"differs: {difference}" for difference in task["differences"])]
-    parts += ["\n".join(report["notes"]), f"wrote to {report['folder']}: {', '.join(report['files'])}"]
+    for found in report["accuracies"]:
+        parts += [one_line(_accuracy_title(found)), accuracies(found)]
+    parts += ["\n".join(map(one_line, report["notes"])), f"wrote to {report['folder']}: {', '.join(report['files'])}"]
     return spaced(parts).rstrip("\n")
 
 
@@ -183,9 +233,24 @@ def console(report: Mapping[str, Any]) -> str:
 
 
 def shown(entry: Entry, metric: str) -> str:
-    """A value: bounds as <=, the best of a model in bold."""
-    text = f"{_bound(entry)}{number(entry['value'], metric)}"
+    """A value: bounds as <=, with a Monte Carlo error beside it, the best of a model in bold."""
+    text = f"{_bound(entry)}{number(entry['value'], metric)}{_error(entry, entry['stderr'], metric)}"
     return f"**{text}**" if entry["best"] else text
+
+
+def percent(value: float | None) -> str:
+    """A share with its sign."""
+    return "" if value is None else f"{fixed(value, 1)} %"
+
+
+def _value(entry: Entry, metric: str) -> str:
+    error = _error(entry, entry["stderrs"].get(metric), metric)
+    return f"{_bound(entry)}{number(entry['metrics'][metric], metric)}{error}"
+
+
+def _error(entry: Entry, error: float | None, metric: str) -> str:
+    """The error of a Monte Carlo value; `?` where it is not known."""
+    return " +- ?" if error is None and entry["stderr_reason"] else plus_minus(error, metric)
 
 
 def _bound(entry: Entry) -> str:
@@ -194,12 +259,12 @@ def _bound(entry: Entry) -> str:
 
 def _method(entry: Entry) -> str:
     """The estimator; the baseline, a bound that is none and other laws say so."""
-    said = ", ".join(filter(None, ["AR baseline" if entry["ar"] else "", entry["aside"]]))
+    said = ", ".join(filter(None, ["AR baseline" if entry["ar"] else "", plain(entry["aside"])]))
     return f"{NAMES[entry['estimator']]}{f' ({said})' if said else ''}"
 
 
 def _rule(entry: Entry) -> str:
-    return f"`{short(entry['rule'])}`" if entry["rule"] else ""
+    return code(short(entry["rule"])) if entry["rule"] else ""
 
 
 def _gap(entry: Entry, metric: str) -> str:
@@ -223,4 +288,4 @@ def _sweep(sweep: Mapping[str, Any]) -> str:
 
 def _figures(report: Mapping[str, Any], about: str, kind: str) -> list[str]:
     drawn = [figure for figure in report["figures"] if (figure["about"], figure["kind"]) == (about, kind)]
-    return [f"![{figure['what']}]({figure['file']})" for figure in drawn]
+    return [f"![{plain(figure['what'])}]({quote(figure['file'])})" for figure in drawn]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from lm_eval_duel.report.figures import COLOURS, GREY, LOG_FROM, MARKERS, bare, plain_log
+from lm_eval_duel.report.figures import COLOURS, GREY, LOG_FROM, MARKERS, bare, label, plain_log
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,21 +32,21 @@ def draw(report: Mapping[str, Any]) -> Figure:
         panel.set_title(title, loc="left", fontsize=10)
     seen: dict[str, Any] = {}
     for panel in axes:
-        for line, label in zip(*panel.get_legend_handles_labels(), strict=True):
-            seen.setdefault(label, line)
+        for line, said in zip(*panel.get_legend_handles_labels(), strict=True):
+            seen.setdefault(said, line)
     figure.legend(seen.values(), seen.keys(), loc="outside lower center", ncols=3, frameon=False, fontsize=8.5)
     block = report["block"] or "none"
-    figure.suptitle(f"{report['task']['name']}: {report['model']}, block {block}", x=0.01, ha="left", fontsize=11)
+    figure.suptitle(
+        label(f"{report['task']['name']}: {report['model']}, block {block}"), x=0.01, ha="left", fontsize=11
+    )
     return figure
 
 
 def _panels(report: Mapping[str, Any]) -> list[tuple[str, str, Read, dict[str, tuple[float, Any]]]]:
     """(title, whose NFE, what is read of a setting, lines across) of each panel."""
     bound, reference = report["elbo"], report["reference"]
-    dashed = {f"ELBO, <= {bound['perplexity']:.2f}": (bound["perplexity"], (0, (5, 3)))} if bound else {}
-    found = [
-        ("DUEL perplexity of the text (lower is better)", "text", lambda s: (s["text"]["perplexity"], None), dashed)
-    ]
+    dashed = _bound(bound) if bound else {}
+    found = [("DUEL perplexity of the text (lower is better)", "text", lambda s: _with_error(s["text"]), dashed)]
     if not reference:
         return found
 
@@ -56,9 +56,9 @@ def _panels(report: Mapping[str, Any]) -> list[tuple[str, str, Read, dict[str, t
     if report["scorer"]:
         found.append(
             (
-                f"generative perplexity of samples, {report['scorer']}",
+                label(f"generative perplexity of samples, {report['scorer']}"),
                 "samples",
-                lambda s: _generative(s["samples"]["generative"]),
+                lambda s: _with_error(s["samples"]["generative"]),
                 own(reference["generative"]["perplexity"]),
             )
         )
@@ -71,8 +71,14 @@ def _panels(report: Mapping[str, Any]) -> list[tuple[str, str, Read, dict[str, t
                 {},
             )
         )
+    across = own(reference["entropy"])
     found.append(
-        ("entropy of samples (nats)", "samples", lambda s: (s["samples"]["entropy"], None), own(reference["entropy"]))
+        (
+            "entropy of samples (nats)",
+            "samples",
+            lambda s: (s["samples"]["entropy"], s["samples"].get("entropy_stderr")),
+            across,
+        )
     )
     if any(setting["samples"]["mauve"] is not None for setting in report["settings"]):
         found.append(("MAUVE of samples (higher is better)", "samples", lambda s: (s["samples"]["mauve"], None), {}))
@@ -82,9 +88,17 @@ def _panels(report: Mapping[str, Any]) -> list[tuple[str, str, Read, dict[str, t
     return found
 
 
-def _generative(judged: Mapping[str, Any]) -> Point:
+def _with_error(judged: Mapping[str, Any]) -> Point:
+    """A perplexity and its standard error."""
     error = judged["stderr"]
     return judged["perplexity"], None if error is None else judged["perplexity"] * error
+
+
+def _bound(bound: Mapping[str, Any]) -> dict[str, tuple[float, Any]]:
+    """The ELBO's line, with its Monte Carlo error in its label."""
+    value, error = _with_error(bound)
+    said = "?" if error is None else f"{error:.2f}"
+    return {f"ELBO, ≤ {value:.2f} ± {said} (Monte Carlo)": (value, (0, (5, 3)))}
 
 
 def _panel(axes: Axes, settings: list[Setting], of: str, read: Read, across: Mapping[str, tuple[float, Any]]) -> None:
@@ -96,7 +110,7 @@ def _panel(axes: Axes, settings: list[Setting], of: str, read: Read, across: Map
         if not points:
             continue
         adaptive = mine[0]["k"] is None
-        label = f"{family}{' (adaptive: measured NFE)' if adaptive else ''}"
+        said = label(f"{family}{' (adaptive: measured NFE)' if adaptive else ''}")
         colour = COLOURS[n % len(COLOURS)]
         axes.plot(
             [x for x, _, _ in points],
@@ -107,15 +121,15 @@ def _panel(axes: Axes, settings: list[Setting], of: str, read: Read, across: Map
             linewidth=1.1,
             markersize=4.5,
             markerfacecolor="none",
-            label=label,
+            label=said,
         )
         for x, value, error in points:
             if error is not None:
                 axes.plot([x, x], [value - error, value + error], color=colour, linewidth=1, alpha=0.5, zorder=1)
         shown += [value for _, value, _ in points]
         lowest = min(lowest, points[0][0])
-    for label, (value, style) in across.items():
-        axes.axhline(value, color=GREY, linestyle=style, linewidth=1.3, zorder=1, label=label)
+    for said, (value, style) in across.items():
+        axes.axhline(value, color=GREY, linestyle=style, linewidth=1.3, zorder=1, label=said)
     axes.set_xscale("log", base=2)
     if shown and min(shown) > 0 and max(shown) / min(shown) > LOG_FROM:
         axes.set_yscale("log")

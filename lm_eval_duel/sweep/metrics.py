@@ -16,6 +16,11 @@ def entropy(samples: Sequence[Ids]) -> float:
     return fmean(_entropy(sample) for sample in samples)
 
 
+def entropy_error(samples: Sequence[Ids]) -> float | None:
+    """The standard error of `entropy` over samples."""
+    return mean_error([_entropy(sample) for sample in samples])[1]
+
+
 def _entropy(sample: Ids) -> float:
     return sum(-n / len(sample) * math.log(n / len(sample)) for n in Counter(sample).values())
 
@@ -28,8 +33,19 @@ def distinct(samples: Sequence[Ids], n: int) -> float | None:
 
 def repetition(samples: Sequence[Ids], n: int = 4) -> float | None:
     """The share of a sample's n-grams that stood in it before, averaged; None: they have none."""
+    shares = _repeated(samples, n)
+    return fmean(shares) if shares else None
+
+
+def repetition_error(samples: Sequence[Ids], n: int = 4) -> float | None:
+    """The standard error of `repetition` over samples."""
+    shares = _repeated(samples, n)
+    return mean_error(shares)[1] if shares else None
+
+
+def _repeated(samples: Sequence[Ids], n: int) -> list[float]:
     grams = [_grams(sample, n) for sample in samples]
-    return fmean(1 - len(set(each)) / len(each) for each in grams if each) if any(grams) else None
+    return [1 - len(set(each)) / len(each) for each in grams if each]
 
 
 def _grams(sample: Ids, n: int) -> list[tuple[int, ...]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import time
 from collections.abc import Sequence
@@ -84,6 +83,7 @@ class Sweep:
         tokens, units = sum(len(window.target) for window in self.windows), self.corpus.units
         report = {
             "version": VERSION,
+            "configuration": self.configuration,
             "model": self.model.options.pretrained or BUNDLED,
             "task": {"name": asked.tasks, "limit": asked.limit, "documents": len(self.corpus.texts)}
             | {"windows": len(self.windows), "tokens": tokens, **units},
@@ -111,6 +111,13 @@ class Sweep:
             found |= {"scorer": self.scorer and self.scorer.fingerprint, "mauve": asked.mauve and asked.mauve_model}
         return found
 
+    @property
+    def configuration(self) -> str:
+        """The digest of all that the report depends on."""
+        asked = self.asked
+        found = {str(n): self.questions(setting) for n, setting in enumerate(self.settings)}
+        return fingerprint.digest({**found, "kl": sorted(asked.pairs), "all": asked.kl == "all", "elbo": asked.elbo})
+
     def _setting(self, setting: Setting, scored: list[Followed]) -> dict[str, Any]:
         """One setting's figures, kept at once."""
         questions = self.questions(setting)
@@ -118,7 +125,7 @@ class Sweep:
         found |= {"fingerprint": questions["law"], "asked": questions, "law": self.law(setting)}
         found["text"] = self._text(scored)
         found["samples"] = self._samples(setting) if self.asked.samples else None
-        store.write(store.setting_file(self.folder, questions), json.dumps(found, indent=1) + "\n")
+        store.write(store.setting_file(self.folder, questions), store.dumps(found, indent=1) + "\n")
         return found
 
     def _named(self, setting: Setting) -> dict[str, Any]:
@@ -167,6 +174,7 @@ class Sweep:
         found = {"count": len(texts), "tokens": sum(map(len, texts)), "entropy": metrics.entropy(texts)}
         found |= {f"distinct_{n}": metrics.distinct(texts, n) for n in metrics.ORDERS}
         found["repetition"] = metrics.repetition(texts)
+        found |= {"entropy_stderr": metrics.entropy_error(texts), "repetition_stderr": metrics.repetition_error(texts)}
         if self.scorer is None:
             return found
         nats, tokens = self.scorer(texts)

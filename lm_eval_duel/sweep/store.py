@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,12 +26,30 @@ class Journal:
         whole = kept[: kept.rfind(b"\n") + 1]
         if len(whole) < len(kept):
             self.path.write_bytes(whole)
-        self.lines: list[dict[str, Any]] = [json.loads(line) for line in whole.splitlines()]
+        self.lines: list[dict[str, Any]] = [loads(line) for line in whole.splitlines()]
 
     def add(self, line: dict[str, Any]) -> None:
         self.lines.append(line)
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(dumps(line) + "\n")
+
+
+def dumps(found: Any, indent: int | None = None) -> str:
+    """JSON that any reader takes; an infinite number is {"float": "inf"}, so that it comes back (`loads`)."""
+    return json.dumps(_named(found), indent=indent, allow_nan=False)
+
+
+def loads(text: str) -> Any:
+    """What `dumps` wrote."""
+    return json.loads(text, object_hook=lambda found: float(found["float"]) if found.keys() == {"float"} else found)
+
+
+def _named(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _named(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_named(part) for part in value]
+    return {"float": str(value)} if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def setting_file(folder: Path, asked: Mapping[str, object]) -> Path:
@@ -41,7 +60,7 @@ def setting_file(folder: Path, asked: Mapping[str, object]) -> Path:
 def finished(folder: Path, asked: Mapping[str, object]) -> dict[str, Any] | None:
     """The finished setting of these questions, if there is one."""
     file = setting_file(folder, asked)
-    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+    return loads(file.read_text(encoding="utf-8")) if file.exists() else None
 
 
 def write(file: Path, text: str) -> None:

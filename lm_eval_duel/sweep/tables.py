@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
 from lm_eval_duel.report.figures import MISSING, available
 from lm_eval_duel.report.headline import fixed
-from lm_eval_duel.report.markdown import bullets, spaced, table
+from lm_eval_duel.report.markdown import bullets, code, plain, spaced, table
+from lm_eval_duel.report.stats import CLEAR
+from lm_eval_duel.report.strict_json import dumps
 from lm_eval_duel.sweep import store
 from lm_eval_duel.sweep.metrics import ORDERS
-from lm_eval_duel.trace import finite
 
 TIE = 1e-6  # relative difference below which two perplexities are one
 HEAD = (
@@ -25,19 +27,38 @@ Report = Mapping[str, Any]
 
 
 def write(report: dict[str, Any], folder: Path) -> None:
-    """Write sweep.md, sweep.json and sweep.png; `report` learns the rankings and the files' names."""
+    """Write sweep.md, sweep.json and sweep.png; `report` learns the rankings and the files' names.
+
+    Where those are of another configuration they stay, and these are named after theirs: sweep_5f1e....md.
+    """
+    stem = name_of(folder, report["configuration"])
+    if stem != "sweep":
+        report["notes"] = [*report["notes"], f"sweep.* in this folder is another sweep's: this one is {stem}.*."]
     report["rankings"] = rankings(report["settings"])
-    report["folder"], report["files"] = str(folder), ["sweep.md", "sweep.json"]
+    report["folder"], report["files"] = str(folder), [f"{stem}.md", f"{stem}.json"]
     if available():
         from lm_eval_duel.report.figures import save_png
         from lm_eval_duel.sweep.figure import draw
 
-        save_png(draw(report), folder / "sweep.png")
-        report["files"].append("sweep.png")
+        save_png(draw(report), folder / f"{stem}.png")
+        report["files"].append(f"{stem}.png")
     else:
         report["notes"] = [*report["notes"], MISSING]
-    store.write(folder / "sweep.md", markdown(report))
-    store.write(folder / "sweep.json", json.dumps(finite(report), indent=1, allow_nan=False) + "\n")
+    store.write(folder / f"{stem}.json", dumps(report) + "\n")
+    store.write(folder / f"{stem}.md", markdown(report))
+
+
+def name_of(folder: Path, configuration: str) -> str:
+    """What a report's files are called: `sweep`, unless there are files of that name that are not of it."""
+    try:
+        found = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        taken = any((folder / f"sweep.{kind}").exists() for kind in ("md", "png"))
+    except (OSError, ValueError):
+        taken = True
+    else:
+        taken = not isinstance(found, dict) or found.get("configuration") != configuration
+    return f"sweep_{configuration}" if taken else "sweep"
 
 
 def console(report: Report) -> str:
@@ -59,12 +80,26 @@ def settings(report: Report) -> str:
     lines = []
     for found in report["settings"]:
         text = found["text"]
-        bits = "" if text["bits_per_byte"] is None else f"{text['bits_per_byte']:.4f}"
-        line = [f"`{found['name']}`", f"{text['nfe_per_token']:.3f}", f"{text['perplexity']:.2f}", bits]
+        perplexity = _error(text["perplexity"], text["stderr"], text["perplexity"])
+        line = [code(found["name"]), f"{text['nfe_per_token']:.3f}", perplexity, _bits(text)]
         lines.append([*line, *_looks(found["samples"])])
     if report["reference"]:
         lines.append(["the task's own text", "", "", "", *_looks(report["reference"])])
     return table(HEAD, lines)
+
+
+def _bits(text: Report) -> str:
+    if text["bits_per_byte"] is None:
+        return ""
+    per_nat = text["bits_per_byte"] / text["nats_per_token"] if text["nats_per_token"] else 0.0
+    error = "" if text["stderr"] is None else f" +- {per_nat * text['stderr']:.4f}"
+    return f"{text['bits_per_byte']:.4f}{error}"
+
+
+def _share(found: Report, key: str) -> str:
+    """A mean over samples with its standard error; one of an earlier release has none."""
+    error = found.get(f"{key}_stderr")
+    return "" if found[key] is None else f"{found[key]:.3f}" + ("" if error is None else f" +- {error:.3f}")
 
 
 def _looks(found: Report | None) -> list[str]:
@@ -73,9 +108,9 @@ def _looks(found: Report | None) -> list[str]:
     cells = [f"{found['nfe_per_token']:.3f}" if "nfe_per_token" in found else ""]
     judged = found.get("generative")
     cells.append(_error(judged["perplexity"], judged["stderr"], judged["perplexity"]) if judged else "")
-    cells.append(f"{found['entropy']:.3f}")
+    cells.append(_share(found, "entropy"))
     cells += ["" if found[f"distinct_{n}"] is None else f"{found[f'distinct_{n}']:.3f}" for n in ORDERS]
-    cells.append("" if found["repetition"] is None else f"{found['repetition']:.3f}")
+    cells.append(_share(found, "repetition"))
     own = found.get("own_nats_per_token")
     cells.append("" if own is None else _error(own, found["own_stderr"], 1.0))
     return [*cells, "" if found.get("mauve") is None else f"{found['mauve']:.3f}"]
@@ -89,7 +124,11 @@ def _error(value: float, stderr: float | None, slope: float) -> str:
 
 
 def rankings(found: list[Report]) -> list[dict[str, Any]]:
-    """At each k with several rules: their order by DUEL and by generative perplexity, ties together."""
+    """At each k with several rules: their order by DUEL and by generative perplexity, ties together.
+
+    `close`: names that follow each other by generative perplexity and are within two standard errors of their
+    difference. `same`: None where there is no judge, or where all in which the orders differ is within that error.
+    """
     result = []
     for k in sorted({setting["k"] for setting in found} - {None}):
         mine = [setting for setting in found if setting["k"] == k]
@@ -98,8 +137,33 @@ def rankings(found: list[Report]) -> list[dict[str, Any]]:
         duel = _order({s["family"]: s["text"]["perplexity"] for s in mine})
         judged = {s["family"]: s["samples"]["generative"]["perplexity"] for s in mine if _judged(s)}
         generative = _order(judged) if len(judged) == len(mine) else None
-        result.append({"k": k, "duel": duel, "generative": generative, "same": generative and generative == duel})
+        one: dict[str, Any] = {"k": k, "duel": duel, "generative": generative, "close": [], "same": None}
+        if generative is not None:
+            errors = {s["family"]: _judges_error(s) for s in mine}
+            flat = [name for names in generative for name in names]
+            one["close"] = [[a, b] for a, b in pairwise(flat) if _close(a, b, judged, errors)]
+            apart = [pair for pair in combinations(flat, 2) if _place(duel, *pair) != _place(generative, *pair)]
+            known = [pair for pair in apart if not _close(*pair, judged, errors)]
+            one["same"] = False if known else None if apart else True
+        result.append(one)
     return result
+
+
+def _judges_error(setting: Report) -> float | None:
+    judged = setting["samples"]["generative"]
+    return None if judged.get("stderr") is None else judged["perplexity"] * judged["stderr"]
+
+
+def _close(a: str, b: str, values: Mapping[str, float], errors: Mapping[str, float | None]) -> bool:
+    """Whether two values are within two standard errors of their difference; of samples that are independent."""
+    known = None not in (errors[a], errors[b])
+    return known and abs(values[a] - values[b]) <= CLEAR * math.hypot(errors[a], errors[b])
+
+
+def _place(order: list[list[str]], a: str, b: str) -> int:
+    """-1 where a is before b, 1 behind, 0 in a tie."""
+    here, there = ([a in names for names in order].index(True), [b in names for names in order].index(True))
+    return (here > there) - (here < there)
 
 
 def _judged(setting: Report) -> bool:
@@ -122,11 +186,19 @@ def _order(values: Mapping[str, float]) -> list[list[str]]:
 def ranked(found: list[dict[str, Any]]) -> str:
     """Both orders side by side."""
 
-    def said(order: list[list[str]] | None) -> str:
-        return "" if order is None else " < ".join(" = ".join(f"`{name}`" for name in names) for names in order)
+    def said(order: list[list[str]] | None, close: Collection[list[str]] = ()) -> str:
+        text = ""
+        for n, names in enumerate(order or []):
+            mark = "~" if n and [order[n - 1][-1], names[0]] in close else "<"
+            text += (f" {mark} " if n else "") + " = ".join(map(code, names))
+        return text
 
+    same = {True: "yes", False: "no"}
     lines = [
-        [f"{one['k']}", said(one["duel"]), said(one["generative"]), {True: "yes", False: "no"}.get(one["same"], "")]
+        [
+            *(f"{one['k']}", said(one["duel"]), said(one["generative"], one["close"])),
+            same.get(one["same"], "not distinguishable" if one["generative"] else ""),
+        ]
         for one in found
     ]
     return table(["k", "by DUEL perplexity", "by generative perplexity", "the same"], lines)
@@ -142,7 +214,7 @@ def divergences(found: list[dict[str, Any]]) -> str:
         return "0" if a == b else fixed(value, 4) + ("" if error is None else f" +- {error:.4f}")
 
     return table(
-        ["samples of", *(f"under `{b}`" for b in names)], [[f"`{a}`", *(cell(a, b) for b in names)] for a in names]
+        ["samples of", *(f"under {code(b)}" for b in names)], [[code(a), *(cell(a, b) for b in names)] for a in names]
     )
 
 
@@ -151,8 +223,8 @@ def divergences(found: list[dict[str, Any]]) -> str:
 
 def _head(report: Report) -> str:
     task, drawn = report["task"], report["samples"]
-    said = f"{report['model']}, block {report['block'] or 'none'}, on {task['name']}: {task['documents']:,} documents, "
-    said += f"{task['windows']:,} windows, {task['tokens']:,} tokens"
+    said = f"{plain(report['model'])}, block {report['block'] or 'none'}, on {plain(task['name'])}: "
+    said += f"{task['documents']:,} documents, {task['windows']:,} windows, {task['tokens']:,} tokens"
     if drawn:
         said += f"; {drawn['count']:,} samples of {drawn['length']} tokens a setting"
     return f"{said}."
@@ -161,7 +233,9 @@ def _head(report: Report) -> str:
 def _notes(report: Report) -> list[str]:
     notes = list(report["notes"])
     if bound := report["elbo"]:
-        error = "" if bound["stderr"] is None else f" +- {bound['perplexity'] * bound['stderr']:.2f}"
+        error = " (its Monte Carlo error is not known: 8 draws or more have one)"
+        if bound["stderr"] is not None:
+            error = f" +- {bound['perplexity'] * bound['stderr']:.2f} (Monte Carlo standard error)"
         notes.append(
             f"ELBO ({bound['draws']} draws, random unmasking): perplexity <= {bound['perplexity']:.2f}{error}."
         )
@@ -175,4 +249,7 @@ def _notes(report: Report) -> list[str]:
     if report["scorer"]:
         again = "" if report["settings"][0]["samples"]["generative"]["same_ids"] else ", in its own tokens"
         notes.append(f"Generative perplexity under {report['scorer']}{again}, +- standard error over samples.")
+    if any(one["close"] for one in report["rankings"]):
+        notes.append("~: within two standard errors of the difference, so not distinguishable.")
+    notes.append("Perplexity (DUEL) and bits per byte: +- standard error over windows, what other texts would change.")
     return notes
