@@ -237,7 +237,7 @@ def _fetched(name: str, corpus: Corpus) -> str:
         raise DuelError(
             f"Cannot load {name} ({corpus.repo}, {corpus.file} at {corpus.revision}): {type(error).__name__}: "
             f'{str(error).splitlines()[0]} A local copy is taken with --metadata \'{{"data_dir": "<folder>"}}\'.'
-        ) from error
+        ) from None
     return file
 
 

@@ -168,7 +168,7 @@ def _header(path: Path) -> dict[str, Any]:
                 raise DuelError(
                     f"{path} is a trace of format {found['duel_trace']}; this release reads {FORMAT}. Write it again."
                 )
-        except (json.JSONDecodeError, KeyError, TypeError):
+        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
             raise DuelError(f"{path} is no trace: its first line is no law. Name another file.") from None
     return found
 
