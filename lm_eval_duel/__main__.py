@@ -58,9 +58,8 @@ def inspect(arguments: list[str]) -> None:
     parser.add_argument("--model_args", default="", help="as for lm_eval, to override a guess: block=8,bos=none,...")
     asked = parser.parse_args(arguments)
     said = key_values("--model_args", asked.model_args)
-    if "pretrained" in said or not asked.name:
+    if "pretrained" in said or Options.parse({**said, "pretrained": asked.name}).pretrained is None:
         raise UsageError(f"inspect: name the checkpoint once, first: {PROGRAM} inspect demo-mdm --model_args block=8.")
-    Options.parse({"pretrained": asked.name, **said})
     from lm_eval.utils import setup_logging
 
     from lm_eval_duel.inspection import inspect as found

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import dataclasses
 import inspect
+import os
 import resource
 import subprocess
 import sys
@@ -161,7 +162,21 @@ def _load(settings: Settings) -> Denoiser:
     if not _made(settings):
         return denoisers.load(settings.pretrained, device=settings.device, dtype=settings.dtype)
     sizes = {name: getattr(settings, name) for name in ("length", "layers", "width", "vocab", "seed", "dtype")}
-    return random_network.make(settings.pretrained, pick_device(settings.device), block=_block(settings), **sizes)
+    device = pick_device(settings.device)
+    least, there = random_network.least_bytes(settings.pretrained, **sizes), _memory(device)
+    if least > there:
+        raise DuelError(
+            f"{settings.pretrained} of this size takes {least / 2**30:,.0f} GiB or more, and {device} has "
+            f"{there / 2**30:,.0f}; lower --layers, --width or --vocab."
+        )
+    return random_network.make(settings.pretrained, device, block=_block(settings), **sizes)
+
+
+def _memory(device: torch.device) -> int:
+    """All the bytes that a device has."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _windows(denoiser: Denoiser, settings: Settings) -> list[Window]:

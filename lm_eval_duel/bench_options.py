@@ -72,6 +72,8 @@ class Settings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise DuelError(f"--{name} is at least 1; got {value}.")
+        if self.vocab == 1:
+            raise DuelError("--vocab is at least 2: [MASK] and a token.")
         if not 0 <= self.seed <= LARGEST_SEED:
             raise DuelError(f"--seed is a whole number from 0 to {LARGEST_SEED}; got {self.seed}.")
         if self.block not in ("auto", "none"):

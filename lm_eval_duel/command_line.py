@@ -16,11 +16,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lm_eval_duel.errors import DuelError, UsageError, unknown
+from lm_eval_duel.errors import DuelError, UsageError, about_file, unknown
 
 PROGRAM = "lm-eval-duel"
 FAILED, WRONG, INTERRUPTED, UNREAD = 1, 2, 130, 141  # the last two as a shell says it of SIGINT and SIGPIPE
-NO_MEMORY = ("out of memory", "can't allocate memory")  # in what torch raises, a RuntimeError
+NO_MEMORY = (  # in what torch raises, a RuntimeError
+    "out of memory",
+    "can't allocate memory",
+    "Storage size calculation overflowed",
+)
 
 
 class Exit(SystemExit):
@@ -51,7 +55,7 @@ def ends(own: bool = True) -> Iterator[None]:
     except OSError as error:
         if not own:
             raise
-        _stop(FAILED, _of_file(error))
+        _stop(FAILED, about_file(error))
     except (MemoryError, RuntimeError) as error:
         if not own or not (isinstance(error, MemoryError) or any(words in str(error) for words in NO_MEMORY)):
             raise
@@ -64,11 +68,6 @@ def _stop(code: int, message: str) -> NoReturn:
     message = f"{PROGRAM}: {message}"
     print(message, file=sys.stderr, flush=True)
     raise Exit(code, message) from None
-
-
-def _of_file(error: OSError) -> str:
-    reason = error.strerror or str(error).strip().partition("\n")[0] or type(error).__name__
-    return f"{error.filename}: {reason}." if error.filename else f"{reason}."
 
 
 class Parser(argparse.ArgumentParser):
@@ -100,6 +99,8 @@ class Parser(argparse.ArgumentParser):
     def _spelled(self, word: str) -> str:
         """A flag as it was declared; raises UsageError for one that there is not."""
         name, equals, value = word.partition("=")
+        if value == "--":  # argparse takes it for the end of the flags and hands over an empty list
+            self.error(f"argument {name}: '--' is no value")
         known = {flag.replace("-", "_"): flag for flag in self._option_string_actions if flag.startswith("--")}
         like = name.replace("-", "_")
         if like in known:

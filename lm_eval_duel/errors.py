@@ -36,13 +36,21 @@ class NotFinite(DuelError):
 
 @contextlib.contextmanager
 def usage() -> Iterator[None]:
-    """Every DuelError raised inside is a UsageError: for code that reads arguments. As a decorator, too."""
+    """Every DuelError or OSError raised inside is a UsageError: for code that reads arguments. A decorator, too."""
     try:
         yield
     except UsageError:
         raise
     except DuelError as error:
         raise UsageError(str(error)) from None
+    except OSError as error:
+        raise UsageError(about_file(error)) from None
+
+
+def about_file(error: OSError) -> str:
+    """What the system says about a file, in one line."""
+    reason = error.strerror or str(error).strip().partition("\n")[0] or type(error).__name__
+    return f"{error.filename}: {reason}." if error.filename else f"{reason}."
 
 
 @contextlib.contextmanager

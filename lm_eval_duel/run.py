@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import io
 import logging
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +28,13 @@ if TYPE_CHECKING:
     from lm_eval.config.evaluate_config import EvaluatorConfig
 
 MODEL = next(iter(MODELS))
+KINDS: dict[str, tuple[type, ...]] = {  # of values in a --config file that lm-eval would only stumble over
+    "model": (str,),
+    "tasks": (str, list),
+    "include_path": (str, list),
+    **dict.fromkeys(("model_args", "gen_kwargs", "metadata"), (dict, str)),
+}
+WORDS = {(str,): "a text", (str, list): "a text or a list of texts", (dict, str): "a mapping, or key=value,..."}
 HELP = f"""\
 lm-eval's `run`, with --model {MODEL} as the default and this package's tasks known without --include_path.
 Prints lm-eval's table of results: token, word and byte perplexity of each task, accuracies, standard errors.
@@ -50,10 +58,11 @@ def main(arguments: Sequence[str]) -> None:
     setup_logging()
     sys.argv = ["lm-eval", "run", *arguments]
     cli = HarnessCLI()
-    args = _parsed(cli)
-    _complete(args)
     register()
-    _check(args)
+    with usage():
+        args = _parsed(cli)
+        _complete(args)
+        _check(args)
     try:
         cli.execute(args)
     except ValueError as error:
@@ -72,6 +81,7 @@ def _parsed(cli: HarnessCLI) -> argparse.Namespace:
         if not ended.code:
             raise
         message = (said.getvalue().strip().splitlines() or ["error: "])[-1].partition("error: ")[2]
+        message = re.sub(r"invalid functools\.partial\(.*\) value", "invalid value", message)
     except ValueError as error:  # of JSON
         message = " ".join(str(error).split())
     raise UsageError(f"run: {message}{_near(cli, message)} See lm-eval-duel run --help.") from None
@@ -100,7 +110,6 @@ def _complete(args: argparse.Namespace) -> None:
     args.include_path = [task_folder(), *theirs]
 
 
-@usage()
 def _configured(file: str) -> dict[str, Any]:
     """A --config file; raises UsageError for one that lm-eval would not take."""
     from lm_eval.config.evaluate_config import EvaluatorConfig
@@ -113,6 +122,11 @@ def _configured(file: str) -> dict[str, Any]:
     for key in found:
         if key not in known:
             raise unknown(f"key of --config {file}", key, known)
+    for key, value in found.items():
+        kinds = KINDS.get(key)
+        texts = not isinstance(value, list) or all(isinstance(one, str) for one in value)
+        if kinds and value is not None and not (isinstance(value, kinds) and texts):
+            raise UsageError(f"--config {file}: '{key}' is {WORDS[kinds]}; got {value!r}.")
     return found
 
 

@@ -166,6 +166,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     asked = parser.parse_args(arguments)
     if asked.rule is not None:
         rules.parse(asked.rule)
+    trace.law(asked.trace)
     return asked
 
 

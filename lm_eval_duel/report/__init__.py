@@ -44,8 +44,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def collect(options: argparse.Namespace) -> dict[str, Any]:
     """Everything that the report shows, as one dict."""
-    ar = read.runs([options.ar]) if options.ar else []
-    runs = read.runs([*options.results, *([options.ar] if options.ar else [])])
+    with usage():
+        ar = read.runs([options.ar]) if options.ar else []
+        runs = read.runs([*options.results, *([options.ar] if options.ar else [])])
     files = {run.file for run in ar}
     for run in ar:
         if not run.autoregressive:
