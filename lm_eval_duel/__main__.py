@@ -2,44 +2,29 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import sys
+from importlib import metadata
 from pathlib import Path
 
-from lm_eval_duel._autoload import register
+from lm_eval_duel.command_line import PROGRAM, Parser, ends, key_values
 from lm_eval_duel.demo import NAMES, resolve
-from lm_eval_duel.errors import DuelError
+from lm_eval_duel.errors import UsageError, unknown
+from lm_eval_duel.options import Options
 from lm_eval_duel.tasks import task_folder
 
 PACKAGE = Path(__file__).resolve().parent
-OWN = ("bench", "data", "report", "show", "sweep")  # commands that read their own arguments
-
-
-def run(arguments: list[str]) -> None:
-    """lm-eval's own `run` with this package's model registered and its tasks known, without the site hook."""
-    register()
-    from lm_eval._cli import HarnessCLI
-    from lm_eval.utils import setup_logging
-
-    setup_logging()
-    if not any(argument.split("=")[0] in ("--model", "-M", "--config", "-C") for argument in arguments):
-        arguments = ["--model", "duel-mdm", *arguments]
-    sys.argv = ["lm-eval", "run", *arguments]
-    cli = HarnessCLI()
-    args = cli.parse_args()
-    theirs = getattr(args, "include_path", None) or _configured(getattr(args, "config", None))
-    args.include_path = [task_folder(), *([theirs] if isinstance(theirs, str) else theirs or [])]
-    cli.execute(args)
-
-
-def _configured(file: str | None) -> str | list[str] | None:
-    """The include_path of a --config file, which the command line's would replace."""
-    if not file:
-        return None
-    import yaml
-
-    return (yaml.safe_load(Path(file).read_text(encoding="utf-8")) or {}).get("include_path")
+COMMANDS = {
+    "run": "evaluate tasks: lm-eval's run, with this package's model as the default and its tasks known",
+    "inspect": "print what a checkpoint is taken for (family, mask, block, special tokens ...) and score one text",
+    "report": "turn lm_eval results into tables and figures: perplexities, the gap to the autoregressive baseline",
+    "sweep": "compare unmasking rules at several speeds: likelihood of a task's text, quality of samples",
+    "show": "print one document of a trace, its tokens coloured by reveal step or by nats",
+    "bench": "measure speed and memory against the textbook loop, on windows of random tokens",
+    "data": "data check: load the benchmarks' data sets and print what is in them",
+    "where": "print the absolute path of the tasks, the recipes or a bundled checkpoint",
+}
+PACKAGES = ("lm_eval", "torch", "transformers")
 
 
 def where(name: str) -> str:
@@ -49,62 +34,104 @@ def where(name: str) -> str:
     return task_folder() if name == "tasks" else resolve(name)
 
 
-def inspect(name: str, model_args: str) -> str:
-    """What a checkpoint is taken for, as a table."""
-    from lm_eval.utils import setup_logging, simple_parse_args_string
+def find(arguments: list[str]) -> None:
+    """Print an absolute path: `lm-eval-duel where`."""
+    parser = Parser(
+        "where",
+        "Where the tasks, the recipes or a bundled checkpoint are installed.",
+        "Prints one absolute path.",
+        "demo-mdm",
+    )
+    parser.add_argument("name", choices=["tasks", "recipes", *NAMES], metavar="NAME", help="one of %(choices)s")
+    print(where(parser.parse_args(arguments).name))
+
+
+def inspect(arguments: list[str]) -> None:
+    """Print what a checkpoint is taken for, as a table: `lm-eval-duel inspect`."""
+    parser = Parser(
+        "inspect",
+        "What a checkpoint is taken for, before anything is evaluated with it.",
+        "Prints a table: family, mask token, attention, block, special tokens, padding, and the score of one text.",
+        "demo-mdm --model_args block=8,rule=margin",
+    )
+    parser.add_argument("name", help="a folder, a hub name or a bundled name")
+    parser.add_argument("--model_args", default="", help="as for lm_eval, to override a guess: block=8,bos=none,...")
+    asked = parser.parse_args(arguments)
+    said = key_values("--model_args", asked.model_args)
+    if "pretrained" in said or Options.parse({**said, "pretrained": asked.name}).pretrained is None:
+        raise UsageError(f"inspect: name the checkpoint once, first: {PROGRAM} inspect demo-mdm --model_args block=8.")
+    from lm_eval.utils import setup_logging
 
     from lm_eval_duel.inspection import inspect as found
 
     setup_logging()
-    lines = found(name, simple_parse_args_string(model_args))
+    lines = found(asked.name, said)
     wide = max(len(word) for word, _ in lines)
-    return "\n".join(f"{word:{wide}}  {value}" for word, value in lines)
+    print("\n".join(f"{word:{wide}}  {value}" for word, value in lines))
+
+
+def bench(arguments: list[str]) -> None:
+    """Measure speed and memory, once the arguments are known to be good: `lm-eval-duel bench`."""
+    from lm_eval_duel import bench_options
+
+    settings = bench_options.parse(arguments)
+    from lm_eval_duel.bench import main as measure
+
+    measure(settings)
+
+
+HERE = {"where": find, "inspect": inspect, "bench": bench}  # the others are modules of their names
+
+
+def version() -> str:
+    """This release, and those of the packages that a number depends on; none of them is imported."""
+    found = {}
+    for name in ("lm_eval_duel", *PACKAGES):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    others = ", ".join(f"{name} {found[name]}" for name in PACKAGES)
+    return f"{PROGRAM} {found['lm_eval_duel']} ({others}, Python {sys.version.split()[0]})"
+
+
+def overview() -> str:
+    """The commands, one line each."""
+    wide = max(map(len, COMMANDS))
+    return "\n".join(
+        [
+            "Exact likelihood of masked diffusion language models, through lm-evaluation-harness.",
+            "",
+            f"usage: {PROGRAM} COMMAND ...",
+            "",
+            *(f"  {name:{wide}}  {text}" for name, text in COMMANDS.items()),
+            "",
+            f"{PROGRAM} COMMAND --help says what a command prints, with an example; {PROGRAM} --version the releases.",
+            "Exit codes: 0; 1 if something failed while the command worked; 2 if an argument is wrong.",
+            "",
+            "example:",
+            f"  {PROGRAM} run --model_args rule=greedy,block=32 --tasks sotu --limit 4",
+        ]
+    )
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of `lm-eval-duel`."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    parser = argparse.ArgumentParser(
-        prog="lm-eval-duel",
-        description="Exact likelihood of masked diffusion language models, through lm-evaluation-harness.",
-    )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser(
-        "run",
-        help="lm-eval's run, with --model duel-mdm as default and this package's tasks known",
-        add_help=False,
-    )
-    commands.add_parser(
-        "bench", help="speed and memory against the textbook loop, on windows of random tokens", add_help=False
-    )
-    commands.add_parser(
-        "data", help="data check: loads the benchmarks' data sets and prints what is in them", add_help=False
-    )
-    commands.add_parser("report", help="results of the harness in, the paper's tables and figures out", add_help=False)
-    commands.add_parser("show", help="one document of a trace, tokens coloured by reveal step or nats", add_help=False)
-    commands.add_parser(
-        "sweep", help="rules at several speeds: likelihood of a task's text, quality of samples", add_help=False
-    )
-    path = commands.add_parser(
-        "where", help="print the absolute path of the tasks, the recipes or a bundled checkpoint"
-    )
-    path.add_argument("name", choices=["tasks", "recipes", *NAMES])
-    guess = commands.add_parser(
-        "inspect", help="print what a checkpoint is taken for (family, mask, block, framing ...) and score one text"
-    )
-    guess.add_argument("name", help="a folder, a hub name or a bundled name")
-    guess.add_argument("--model_args", default="", help="as for lm_eval, to override a guess: block=8,bos=none,...")
-    if arguments[:1] == ["run"]:
-        run(arguments[1:])
-        return
-    try:
-        if arguments and arguments[0] in OWN:
-            importlib.import_module(f"lm_eval_duel.{arguments[0]}").main(arguments[1:])
-            return
-        parsed = parser.parse_args(arguments)
-        print(where(parsed.name) if parsed.command == "where" else inspect(parsed.name, parsed.model_args))
-    except DuelError as error:
-        sys.exit(f"lm-eval-duel: {error}")
+    name = arguments[0] if arguments else "--help"
+    with ends(own=name != "run"):
+        if name in ("-h", "--help"):
+            print(overview())
+        elif name == "--version":
+            print(version())
+        elif name in HERE:
+            HERE[name](arguments[1:])
+        elif name in COMMANDS:
+            importlib.import_module(f"lm_eval_duel.{name}").main(arguments[1:])
+        elif name.startswith("-"):
+            raise UsageError(f"'{name}' comes after a command: {PROGRAM} run {name} ...")
+        else:
+            raise UsageError(str(unknown("command", name, COMMANDS)))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import dataclasses
 import inspect
+import os
 import resource
 import subprocess
 import sys
@@ -19,68 +20,18 @@ import torch
 
 from lm_eval_duel import denoisers
 from lm_eval_duel.baselines import KeptKeys, Loop, WholeRow, algorithm2, check
+from lm_eval_duel.bench_options import Settings
 from lm_eval_duel.denoisers import probes, random_network
 from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.denoisers.hub import pick_device
 from lm_eval_duel.duel import Duel
-from lm_eval_duel.errors import DuelError, unknown
+from lm_eval_duel.errors import DuelError
 from lm_eval_duel.law import DEFAULT_BLOCK
 from lm_eval_duel.ledger import Scored
 from lm_eval_duel.windows import Window
 
 LOOPS = {"textbook": WholeRow, "textbook_kv": KeptKeys}
-ARMS = (*LOOPS, "ours", "forwards")
 FEW = 2  # steps of the textbook loop that its memory is measured on: every step takes the same
-
-
-def flag(name: str) -> str:
-    """An option of the command line; --batch_size is spelled as lm_eval's."""
-    return "--batch_size" if name == "batch_size" else f"--{name.replace('_', '-')}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """The options of the command, one field each."""
-
-    pretrained: str = "random:bidirectional"
-    layers: int | None = None
-    width: int | None = None
-    vocab: int | None = None
-    length: int = 256
-    block: str = "auto"
-    windows: int = 4
-    rule: str = "greedy"
-    k: int | None = None
-    device: str = "cpu"
-    dtype: str = "float32"
-    repeats: int = 3
-    batch_size: int | None = None
-    seed: int = 0
-    textbook_steps: int | None = None
-    compare_windows: int = 1
-    no_memory: bool = False
-    json: str | None = None
-    peak_of: str | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("length", "windows", "repeats", "compare_windows", "textbook_steps"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise DuelError(f"{flag(name)} is at least 1; got {value}.")
-        if not self.block.isdigit() and self.block not in ("auto", "none"):
-            raise DuelError(f"--block is a number of positions, auto or none; got {self.block}.")
-        if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
-            raise unknown("dtype", self.dtype, ["float32", "bfloat16", "float16", "float64"])
-        if self.peak_of not in (None, *ARMS):
-            raise unknown("arm", self.peak_of, ARMS)
-
-    def words(self) -> list[str]:
-        """The command line that says the same."""
-        said = []
-        for name, value in dataclasses.asdict(self).items():
-            if value is not None and value is not False:
-                said += [flag(name), *([] if value is True else [str(value)])]
-        return said
 
 
 class Bench:
@@ -92,9 +43,8 @@ class Bench:
         self.windows = _windows(self.denoiser, settings)
         check(self.denoiser, self.windows)
         said = {"auto": _block(settings) if _made(settings) else "auto", "none": None}
-        rule = settings.rule if settings.k is None else f"{settings.rule}:k={settings.k}"
-        block = said[settings.block] if settings.block in said else int(settings.block)
-        self.duel = Duel(self.denoiser, rule, block, batch_size=settings.batch_size)
+        block = said.get(settings.block, settings.positions)
+        self.duel = Duel(self.denoiser, settings.rule_text, block, batch_size=settings.batch_size)
 
     @property
     def loops(self) -> list[str]:
@@ -142,7 +92,7 @@ class Bench:
         return sum(slowest.values())
 
     def cut(self, seconds: float) -> list[Window]:
-        """The first --compare-windows, shortened so that the textbook loop takes about `seconds` for them."""
+        """The first --compare_windows, shortened so that the textbook loop takes about `seconds` for them."""
         windows, block = self.windows[: self.settings.compare_windows], self.duel.block or 1
         count = len(windows[0].target)
         while count > block:
@@ -167,7 +117,8 @@ class Bench:
         command = [sys.executable, "-m", "lm_eval_duel", "bench", *words]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise DuelError(f"Measuring the memory of {arm} failed; --no-memory leaves it out. {done.stderr[-2000:]}")
+            reason = (done.stderr.strip().splitlines() or [f"It ended with code {done.returncode}."])[-1]
+            raise DuelError(f"Measuring the memory of {arm} failed; --no_memory leaves it out. {reason}")
         return int(done.stdout.split()[-1])
 
     def own_peak_bytes(self, arm: str) -> int:
@@ -204,14 +155,28 @@ def _made(settings: Settings) -> bool:
 
 def _block(settings: Settings) -> int:
     """The block that a random network is trained on."""
-    return int(settings.block) if settings.block.isdigit() else DEFAULT_BLOCK
+    return settings.positions or DEFAULT_BLOCK
 
 
 def _load(settings: Settings) -> Denoiser:
     if not _made(settings):
         return denoisers.load(settings.pretrained, device=settings.device, dtype=settings.dtype)
     sizes = {name: getattr(settings, name) for name in ("length", "layers", "width", "vocab", "seed", "dtype")}
-    return random_network.make(settings.pretrained, pick_device(settings.device), block=_block(settings), **sizes)
+    device = pick_device(settings.device)
+    least, there = random_network.least_bytes(settings.pretrained, **sizes), _memory(device)
+    if least > there:
+        raise DuelError(
+            f"{settings.pretrained} of this size takes {least / 2**30:,.0f} GiB or more, and {device} has "
+            f"{there / 2**30:,.0f}; lower --layers, --width or --vocab."
+        )
+    return random_network.make(settings.pretrained, device, block=_block(settings), **sizes)
+
+
+def _memory(device: torch.device) -> int:
+    """All the bytes that a device has."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _windows(denoiser: Denoiser, settings: Settings) -> list[Window]:

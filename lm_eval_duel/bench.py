@@ -10,7 +10,6 @@ ratios within a repeat.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
 import platform
@@ -23,47 +22,15 @@ from typing import Any
 
 import torch
 
-from lm_eval_duel.arms import ARMS, LOOPS, Bench, Recording, Settings, flag
+from lm_eval_duel.arms import LOOPS, Bench, Recording
 from lm_eval_duel.baselines import Loop
-from lm_eval_duel.errors import DuelError
+from lm_eval_duel.bench_options import ARMS, Settings
 from lm_eval_duel.ledger import Scored
 
 LONG = 60  # seconds: a textbook run that would take longer is scaled
 SCALED_FROM = 8  # steps
 IDLE = 1.0  # load average before the start, above which something else may take part of the time
 MATRIX = 8192  # rows of the matrix product that the chip's rate is measured with
-
-HELP = {
-    "pretrained": "a folder, demo-mdm, demo-bd, or random:bidirectional|block-causal|llada-8b",
-    "layers": "of a random network (4; llada-8b: 32)",
-    "width": "of a random network (256; llada-8b: 4096)",
-    "vocab": "columns of a random network's logits (50257; llada-8b: 126464)",
-    "length": "positions of a window",
-    "block": "a number, none (the whole window) or auto: the checkpoint's, or 32; random:block-causal is trained on it",
-    "rule": "as in model args: greedy, threshold:mu=0.9, ...",
-    "k": "short for the rule's k=",
-    "batch_size": "windows of --length in one network call of ours (as many as Duel takes)",
-    "textbook_steps": "time the textbook loop on its first N steps and scale (8 where all would take over a minute)",
-    "compare_windows": "windows that the textbook loop scores in full, to compare numbers, where its time is scaled",
-    "no_memory": "do not measure peak memory",
-    "json": "write the figures to this file too",
-    "peak_of": argparse.SUPPRESS,
-}
-
-
-def parse(arguments: Sequence[str]) -> Settings:
-    """The settings of a command line."""
-    parser = argparse.ArgumentParser(prog="lm-eval-duel bench", description=__doc__.split("\n\n")[0])
-    for field in dataclasses.fields(Settings):
-        text = HELP.get(field.name, field.name)
-        if field.type == "bool":
-            parser.add_argument(flag(field.name), action="store_true", help=text)
-            continue
-        if field.default is not None:
-            text = f"{text} ({field.default})"
-        kind = int if "int" in field.type else str
-        parser.add_argument(flag(field.name), type=kind, default=field.default, help=text)
-    return Settings(**vars(parser.parse_args(arguments)))
 
 
 # ---------------------------------------------------------------- the figures
@@ -250,15 +217,12 @@ def _foot(figures: dict[str, Any]) -> list[str]:
     return lines
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(settings: Settings) -> None:
     """Measure and print: `lm-eval-duel bench`."""
-    settings = parse(arguments)
     bench = Bench(settings)
     if settings.peak_of is not None:
         print(bench.own_peak_bytes(settings.peak_of))
         return
-    if settings.json and not Path(settings.json).absolute().parent.is_dir():
-        raise DuelError(f"No folder for --json {settings.json}.")
     figures = measure(bench)
     print(table(figures))
     if settings.json:

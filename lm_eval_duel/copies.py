@@ -36,7 +36,7 @@ def table(place: str) -> pyarrow.Table:
         return pyarrow.concat_tables(parts, promote_options="default")
     except Exception as error:  # whatever the readers raise: cut off in the middle, not this format, not readable
         reason = str(error).splitlines() or [""]
-        raise DuelError(f"{place} cannot be read ({type(error).__name__}: {reason[0]}): load it again.") from error
+        raise DuelError(f"{place} cannot be read ({type(error).__name__}: {reason[0]}): load it again.") from None
 
 
 def _parquet(file: Path) -> pyarrow.Table:

@@ -247,7 +247,7 @@ def _fetched(name: str, corpus: Corpus) -> str:
         cause = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         what = f"Cannot load {name} ({corpus.repo}, {corpus.file} at {corpus.revision}): "
         remedy = 'A local copy is taken with --metadata \'{"data_dir": "<folder>"}\'.'
-        raise WantsMetadata(cause, remedy, "A local copy is taken with --data_dir <folder>.", what) from error
+        raise WantsMetadata(cause, remedy, "A local copy is taken with --data_dir <folder>.", what) from None
     return file
 
 

@@ -5,16 +5,19 @@ python -m lm_eval_duel data check [TASK...] [--data_dir D] [--tokenizer T] [--le
 
 from __future__ import annotations
 
-import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
 from lm_eval_duel import corpora, tasks
-from lm_eval_duel.errors import DuelError, unknown
+from lm_eval_duel.command_line import Parser
+from lm_eval_duel.errors import DuelError, unknown, usage
 from lm_eval_duel.options import BUNDLED, TOKENS, count
 
 SHOWN = 100  # characters of a first sample
+PRINTS = """\
+Prints for each task how many rows, tokens and documents it has, its licence, where it was found and how it begins, or
+why it cannot be loaded; then the exit code is 1.
+"""
 
 
 def benchmarks() -> dict[str, dict[str, Any]]:
@@ -47,38 +50,46 @@ def check(task: str, config: dict[str, Any], said: dict[str, Any]) -> str:
     )
 
 
-def main(arguments: list[str]) -> None:
-    """`python -m lm_eval_duel data`."""
-    parser = argparse.ArgumentParser(prog="lm-eval-duel data", description="The data sets of the benchmark tasks.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    asked = commands.add_parser("check", help="load each data set, print what is in it, and what cannot be loaded")
-    asked.add_argument("tasks", nargs="*", metavar="TASK", help="which of the benchmark tasks (default: all)")
-    asked.add_argument("--data_dir", help="a folder of local copies (default: the hub and its cache)")
-    asked.add_argument("--tokenizer", help=f"a folder or hub name: whose tokens are counted (default: {BUNDLED}'s)")
-    asked.add_argument("--length", help=f"ids of a wrapped row (default: the task's, mostly {tasks.LENGTH})")
-    asked.add_argument("--rows", help="how many rows the local copies hold, where it is not the whole data set")
+@usage()
+def parse(arguments: list[str]) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """The YAML of each task asked for, by name, and what is said about all of them; raises UsageError."""
+    parser = Parser("data", "The data sets of the benchmark tasks.", PRINTS, "check duel_ptb --data_dir corpora")
+    parser.add_argument("action", choices=["check"], metavar="check", help="load each data set and print what is in it")
+    parser.add_argument("tasks", nargs="*", metavar="TASK", help="which of the benchmark tasks (default: all)")
+    parser.add_argument("--data_dir", help="a folder of local copies (default: the hub and its cache)")
+    parser.add_argument("--tokenizer", help=f"a folder or hub name: whose tokens are counted (default: {BUNDLED}'s)")
+    parser.add_argument("--length", help=f"ids of a wrapped row (default: the task's, mostly {tasks.LENGTH})")
+    parser.add_argument("--rows", help="how many rows the local copies hold, if it is not the whole data set")
     parsed = vars(parser.parse_args(arguments))
-
+    for name in ("length", "rows"):
+        count(f"--{name}", parsed[name])
+    if parsed["data_dir"] and not Path(parsed["data_dir"]).is_dir():
+        raise DuelError(f"--data_dir {parsed['data_dir']}: there is no such folder.")
     known = benchmarks()
     names = parsed.pop("tasks") or list(known)
     for name in names:
         if name not in known:
             raise unknown("benchmark task", name, known)
-    del parsed["command"]
-    said = {key: value for key, value in parsed.items() if value is not None}
+    del parsed["action"]
+    return {name: known[name] for name in names}, {key: value for key, value in parsed.items() if value is not None}
+
+
+def main(arguments: list[str]) -> None:
+    """`python -m lm_eval_duel data`."""
+    asked, said = parse(arguments)
     print(f"tokens of {said.get('tokenizer') or f'{BUNDLED}; name yours with --tokenizer'}", flush=True)
     failed: dict[str, dict[str, Exception]] = {}  # by reason, then by task
-    for name in names:
+    for name, config in asked.items():
         try:
-            print(check(name, known[name], said), flush=True)
+            print(check(name, config, said), flush=True)
         except Exception as error:  # whatever is wrong with one data set, the others are looked at
             failed.setdefault(_reason(error), {})[name] = error
     for reason, errors in failed.items():
         what = getattr(next(iter(errors.values())), "what", "") if len(errors) == 1 else ""
         print(f"{', '.join(errors)}: NOT LOADED\n    {what}{reason}", flush=True)
     if failed:
-        lost = [name for name in names if any(name in errors for errors in failed.values())]
-        sys.exit(f"{len(lost)} of {len(names)} tasks cannot be loaded: {', '.join(lost)}")
+        lost = [name for name in asked if any(name in errors for errors in failed.values())]
+        raise DuelError(f"{len(lost)} of {len(asked)} tasks cannot be loaded: {', '.join(lost)}")
 
 
 def _reason(error: Exception) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 class DuelError(ValueError):
@@ -17,6 +18,10 @@ class DuelError(ValueError):
         self.window = window
 
 
+class UsageError(DuelError):
+    """An argument is wrong, and that is known before anything is loaded: a command ends with exit code 2."""
+
+
 class RuleStalled(DuelError):
     """A rule picked nothing, or picked a position that is not hidden."""
 
@@ -27,6 +32,37 @@ class NotFinite(DuelError):
     def __init__(self, message: str, window: int | None = None, lane: int | None = None):
         super().__init__(message, window)
         self.lane = lane
+
+
+@contextlib.contextmanager
+def usage() -> Iterator[None]:
+    """Every DuelError or OSError raised inside is a UsageError: for code that reads arguments. A decorator, too."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except DuelError as error:
+        raise UsageError(str(error)) from None
+    except OSError as error:
+        raise UsageError(about_file(error)) from None
+
+
+def about_file(error: OSError) -> str:
+    """What the system says about a file, in one line."""
+    reason = error.strerror or str(error).strip().partition("\n")[0] or type(error).__name__
+    return f"{error.filename}: {reason}." if error.filename else f"{reason}."
+
+
+@contextlib.contextmanager
+def unchained() -> Iterator[None]:
+    """Raise a DuelError without the error that caused it, whose reason its message repeats.
+
+    For what lm_eval calls: it prints tracebacks in full, and the message has to be the last thing a user reads.
+    """
+    try:
+        yield
+    except DuelError as error:
+        raise error from None
 
 
 def another_block(trained: int, block: object) -> DuelError:

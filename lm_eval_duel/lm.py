@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel import fingerprint
+from lm_eval_duel.errors import unchained
 from lm_eval_duel.options import BUNDLED, Options, unread
 from lm_eval_duel.response_cache import RULE_CODE, RULES, ResponseCache
 from lm_eval_duel.writing import Writing
@@ -33,6 +34,7 @@ class DuelMDM(Writing):
     Takes the model args of `Options`; raises DuelError for a wrong one before the checkpoint is read.
     """
 
+    @unchained()
     def __init__(self, **arguments: Any):
         super().__init__()
         self.options = options = Options.parse(arguments)
@@ -163,6 +165,7 @@ class DuelMDM(Writing):
             shares=[share],
         )
 
+    @unchained()
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
         """Take the harness's response cache, unless it was written under another law (it keys on the text only)."""
         if cache_hook.dbdict is not None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lm_eval_duel import rules
-from lm_eval_duel.errors import DuelError, unknown
+from lm_eval_duel.errors import DuelError, unknown, usage
 
 WINDOWS = ("independent", "harness")
 LATTICE = ("elbo_exact", "mixture", "oracle")  # estimators that evaluate every revealed set of a block
@@ -115,8 +115,9 @@ class Options:
     compile: bool = False
 
     @classmethod
+    @usage()
     def parse(cls, arguments: dict[str, Any]) -> Options:
-        """The options of model args; raises DuelError that names the wrong one, the nearest name, and what is known."""
+        """The options of model args; raises UsageError that names the wrong one, the nearest name and what is known."""
         share = _number("a share from 0 (nothing left out) to below 1", lambda x: 0 <= x < 1)
         scale = _number("a number >= 0 (0: no guidance)", lambda x: 0 <= x < float("inf"))
         readers = {

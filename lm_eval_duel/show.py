@@ -15,12 +15,17 @@ import sys
 from typing import Any
 
 from lm_eval_duel import rules, trace
-from lm_eval_duel.errors import DuelError
+from lm_eval_duel.command_line import Parser
+from lm_eval_duel.errors import DuelError, usage
 
 EARLY_TO_LATE = (54, 61, 67, 73, 79, 114, 185, 226)  # of the terminal's 256 colours: dark blue to yellow
 SURE_TO_SURPRISED = (255, 230, 228, 222, 215, 208, 202, 196)  # white to red
 BOUNDS = ("elbo", "elbo_exact")
 MOST_NATS = 8.0  # the reddest
+PRINTS = """\
+Prints the document's windows: their log-likelihood and steps, then the text, each token coloured. Without colours (a
+pipe, NO_COLOR, --color never) each token is a line: position, block, step, nats, P1, margin, entropy.
+"""
 
 
 def show(records: list[dict[str, Any]], tokenizer: Any, by: str, coloured: bool, rule: str | None = None) -> str:
@@ -139,21 +144,7 @@ def _lines(record: dict[str, Any], pieces: list[str]) -> str:
 
 def main(arguments: list[str]) -> None:
     """`python -m lm_eval_duel show`."""
-    parser = argparse.ArgumentParser(
-        prog="lm-eval-duel show", description="One document of a trace, tokens coloured by reveal step or by nats."
-    )
-    parser.add_argument("trace", help="a file written with --model_args trace=FILE.jsonl")
-    parser.add_argument("--doc", type=int, default=0, help="the document's number (default: 0)")
-    parser.add_argument("--task", help="the task, where the trace has several")
-    parser.add_argument(
-        "--request", type=int, default=0, help="of a multiple choice document: which answer (default: 0)"
-    )
-    parser.add_argument("--by", choices=["step", "nats"], default="step", help="what the colours say (default: step)")
-    parser.add_argument("--rule", help="of a lattice: whose order is shown, e.g. greedy (default: the first)")
-    parser.add_argument("--tokenizer", help="a folder or hub name, where the trace's own is no longer there")
-    parser.add_argument("--color", choices=["auto", "always", "never"], default="auto")
-    asked = parser.parse_args(arguments)
-
+    asked = parse(arguments)
     records = _chosen(asked.trace, asked.task, asked.doc, asked.request)
     from lm_eval_duel import denoisers
 
@@ -166,6 +157,32 @@ def main(arguments: list[str]) -> None:
         if isinstance(error, DuelError):
             raise
         raise DuelError(f"{asked.trace} is damaged: a line is not what a trace holds ({error!r}).") from None
+
+
+@usage()
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command line; raises UsageError."""
+    parser = Parser(
+        "show",
+        "One document of a trace, tokens coloured by reveal step or by nats.",
+        PRINTS,
+        "trace.jsonl --doc 3 --by nats",
+    )
+    parser.add_argument("trace", help="a file written with --model_args trace=FILE.jsonl")
+    parser.add_argument("--doc", type=int, default=0, help="the document's number (default: 0)")
+    parser.add_argument("--task", help="the task, where the trace has several")
+    parser.add_argument(
+        "--request", type=int, default=0, help="of a multiple choice document: which answer (default: 0)"
+    )
+    parser.add_argument("--by", choices=["step", "nats"], default="step", help="what the colours say (default: step)")
+    parser.add_argument("--rule", help="of a lattice: whose order is shown, e.g. greedy (default: the first)")
+    parser.add_argument("--tokenizer", help="a folder or hub name, where the trace's own is no longer there")
+    parser.add_argument("--color", choices=["auto", "always", "never"], default="auto")
+    asked = parser.parse_args(arguments)
+    if asked.rule is not None:
+        rules.parse(asked.rule)
+    trace.law(asked.trace)
+    return asked
 
 
 def _chosen(path: str, task: str | None, doc: int, request: int) -> list[dict[str, Any]]:

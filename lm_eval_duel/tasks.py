@@ -229,7 +229,7 @@ def _tokenizer(metadata: dict[str, Any]) -> Any:
         raise DuelError(
             "Token perplexity needs the model's tokenizer; name one with --metadata tokenizer=<folder or hub name>. "
             f"{error}"
-        ) from error
+        ) from None
 
 
 def _encoded(texts: list[str], tokenizer: Any) -> Iterator[tuple[str, list[int]]]:

@@ -11,7 +11,8 @@ import torch
 from lm_eval_duel.__main__ import main
 from lm_eval_duel.arms import LOOPS, Bench, Recording, Settings
 from lm_eval_duel.baselines import KeptKeys, Whole, WholeRow, algorithm2, check
-from lm_eval_duel.bench import measure, parse, table
+from lm_eval_duel.bench import measure, table
+from lm_eval_duel.bench_options import parse
 from lm_eval_duel.denoisers.predictions import Predictions
 from lm_eval_duel.denoisers.random_network import SPREAD, make
 from lm_eval_duel.duel import Duel

@@ -3,7 +3,7 @@
 Logits have a standard deviation of 3 nats over the vocabulary and depend on where a cell stands and on the tokens
 that are seen; a flat network would leave every pick to float noise.
 
-Shapes: L row length, D width, V tokens.
+Shapes: L row length, C hidden cells, D width, V tokens.
 """
 
 from __future__ import annotations
@@ -50,10 +50,7 @@ def make(
     Raises DuelError for another name, and for sizes that make no network.
     """
     kind = name.removeprefix(PREFIX)
-    if kind not in (*DITS, LLADA):
-        raise unknown("random network", name, [f"{PREFIX}{each}" for each in (*DITS, LLADA)])
-    sizes = SIZES[LLADA if kind == LLADA else "dit"]
-    layers, width, vocab = (given or usual for given, usual in zip((layers, width, vocab), sizes, strict=True))
+    layers, width, vocab = _sizes(name, layers, width, vocab)
     if width < 64 or width % 64:
         raise DuelError(f"The width of {name} is a multiple of 64, the width of a head; got {width}.")
     generator = torch.Generator(device).manual_seed(seed)
@@ -65,6 +62,23 @@ def make(
         head = denoiser.network.output_layer.linear
     _spread(denoiser, head, generator)
     return denoiser
+
+
+def least_bytes(
+    name: str, layers: int | None, width: int | None, vocab: int | None, dtype: str, **other: object
+) -> int:
+    """What the weights of `make`'s network take at least."""
+    layers, width, vocab = _sizes(name, layers, width, vocab)
+    return (12 * layers * width**2 + 2 * vocab * width) * getattr(torch, dtype).itemsize
+
+
+def _sizes(name: str, layers: int | None, width: int | None, vocab: int | None) -> tuple[int, int, int]:
+    """Layers, width and columns of the logits, the usual ones where none are given."""
+    kind = name.removeprefix(PREFIX)
+    if kind not in (*DITS, LLADA):
+        raise unknown("random network", name, [f"{PREFIX}{each}" for each in (*DITS, LLADA)])
+    usual = SIZES[LLADA if kind == LLADA else "dit"]
+    return layers or usual[0], width or usual[1], vocab or usual[2]
 
 
 @torch.inference_mode()
@@ -165,7 +179,8 @@ def _spread(denoiser: Denoiser, head: torch.nn.Linear, generator: torch.Generato
     """Scale the head so that logits of a half-masked row spread by SPREAD over the vocabulary."""
     length = min(denoiser.max_length, FEATURES_AT)
     ids = torch.randint(denoiser.vocab_size, (1, length), device=denoiser.device, generator=generator)  # (1, L)
-    ids[:, 1::2] = denoiser.mask_id
+    hidden = slice(min(1, length - 1), None, 2)
+    ids[:, hidden] = denoiser.mask_id
     if denoiser.attention == "block_causal":
         of_block = torch.arange(length, device=ids.device) // denoiser.block  # (L,)
         seen = of_block[:, None] >= of_block  # (L, L)
@@ -173,5 +188,5 @@ def _spread(denoiser: Denoiser, head: torch.nn.Linear, generator: torch.Generato
         features = denoiser.stream(ids, positions, seen[None], None)[0]  # (1, L, D)
     else:
         features = denoiser.features(ids, None)  # (1, L, D)
-    logits = denoiser.head(features[0, 1::2])  # (L / 2, V)
+    logits = denoiser.head(features[0, hidden])  # (C, V)
     head.weight *= SPREAD / float(logits.float().std(1).mean())

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lm_eval_duel.errors import DuelError
+from lm_eval_duel import trace
+from lm_eval_duel.command_line import Parser, folder_to_write
+from lm_eval_duel.errors import DuelError, usage
 from lm_eval_duel.report import (
     accuracy,
     build,
@@ -31,17 +33,17 @@ from lm_eval_duel.report import (
 FORMAT = "lm_eval_duel report"  # in report.json: that the files it lists are ours to replace
 
 EPILOG = """\
+Prints the tables: perplexities of every task, the gap to the autoregressive baseline, and what the runs cost.
 Writes report.md, report.json, LaTeX table bodies (.tex) and, where matplotlib is installed, figures (.png).
 Documents, windows, scored positions and tokenizers must be the same in everything that is compared; a difference is
 an error that names both files. Intervals need samples: run lm_eval with --log_samples.
 """
 
 
+@usage()
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="lm-eval-duel report", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawTextHelpFormatter
-    )
+    """The command line; raises UsageError, also for results and traces that are not there."""
+    parser = Parser("report", __doc__, EPILOG, "results/duel results/elbo --ar results/ar --out report")
     parser.add_argument("results", nargs="+", metavar="RESULTS", help="results_*.json files, or folders that hold them")
     parser.add_argument("--ar", metavar="RESULT", help="the autoregressive baseline: a file or a folder, as above")
     parser.add_argument("--out", required=True, metavar="DIR", help="where to write")
@@ -50,13 +52,19 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--as-published", action="store_true", help="list other windows, positions and tokenizers instead of refusing"
     )
     parser.add_argument("--trace", nargs="+", default=[], metavar="FILE", help="trace files beside those results name")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    read.files([*options.results, *([] if options.ar is None else [options.ar])])
+    for path in options.trace:
+        trace.law(path)
+    folder_to_write("--out", options.out)
+    return options
 
 
 def collect(options: argparse.Namespace) -> dict[str, Any]:
     """Everything that the report shows, as one dict."""
-    ar = read.runs([options.ar]) if options.ar else []
-    runs = read.runs([*options.results, *([options.ar] if options.ar else [])])
+    with usage():
+        ar = read.runs([options.ar]) if options.ar else []
+        runs = read.runs([*options.results, *([options.ar] if options.ar else [])])
     files = {run.file for run in ar}
     for run in ar:
         if not run.autoregressive:
@@ -193,10 +201,7 @@ def _json(report: dict[str, Any]) -> str:
 def main(arguments: Sequence[str]) -> None:
     """Report and print: `lm-eval-duel report`."""
     options = parse(arguments)
-    folder = Path(options.out)
-    if folder.exists() and not folder.is_dir():
-        raise DuelError(f"--out {folder} is a file; name a folder, which is made if it is not there.")
-    _earlier(folder)
+    _earlier(Path(options.out))
     report = collect(options)
-    write(report, folder)
+    write(report, Path(options.out))
     print(tables.console(report))

@@ -124,22 +124,28 @@ def _said(value: Any) -> str | None:
 
 def runs(places: Iterable[str | Path]) -> list[Run]:
     """The runs of result files, and of all below folders; each file once, oldest first."""
-    files: dict[Path, None] = {}
-    for place in map(Path, places):
-        if place.is_dir():
+    return _distinct(sorted(map(run, files(places)), key=lambda found: (found.date, found.name)))
+
+
+def files(places: Iterable[str | Path]) -> list[Path]:
+    """The result files of files and folders, each once; raises DuelError for a place that has none."""
+    all_files: dict[Path, None] = {}
+    for name in places:
+        place = Path(name)
+        if str(name) and place.is_dir():
             found = [path for path in sorted(place.rglob("*.json")) if _written(path)]
             if not found:
                 raise DuelError(
                     f"No results_*.json (or *_DATE.json) in {place} or below; lm_eval writes them to --output_path."
                 )
-            files |= dict.fromkeys(path.resolve() for path in found)
+            all_files |= dict.fromkeys(path.resolve() for path in found)
         elif place.is_file():
-            files[place.resolve()] = None
+            all_files[place.resolve()] = None
         else:
             raise DuelError(
-                f"No file or folder {place}; name results_*.json files of lm_eval, or folders that hold them."
+                f"No file or folder {name}; name results_*.json files of lm_eval, or folders that hold them."
             )
-    return _distinct(sorted(map(run, files), key=lambda found: (found.date, found.name)))
+    return list(all_files)
 
 
 def _written(file: Path) -> bool:

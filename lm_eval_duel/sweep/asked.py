@@ -6,13 +6,14 @@ import argparse
 import dataclasses
 import importlib.util
 from collections.abc import Sequence
-from pathlib import Path
 
 from lm_eval_duel import rules
-from lm_eval_duel.errors import DuelError, unknown
-from lm_eval_duel.options import count
+from lm_eval_duel.command_line import Parser, folder_to_write, key_values
+from lm_eval_duel.errors import DuelError, unknown, usage
+from lm_eval_duel.options import Options, count
 
 EPILOG = """\
+Prints a table of the settings: perplexity of the task's text, steps a token, and what samples are like.
 Settings: every rule with every k, `threshold` with every mu; a rule that takes no k (entropy_bound:gamma=0.1) is one.
 Writes sweep.md, sweep.json, sweep.png (where matplotlib is installed), and as it goes on what is finished: the same
 command again goes on from there.
@@ -38,13 +39,14 @@ class Setting:
         return ":".join([name, *said])
 
 
+@usage()
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command line; `settings` are made of its rules. Raises DuelError for what is known to be wrong."""
-    parser = argparse.ArgumentParser(
-        prog="lm-eval-duel sweep",
-        description="Unmasking rules at several speeds: likelihood of a task's text, and quality of samples.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawTextHelpFormatter,
+    """The command line; `settings` are made of its rules. Raises UsageError for what is known to be wrong."""
+    parser = Parser(
+        "sweep",
+        "Unmasking rules at several speeds: likelihood of a task's text, and quality of samples.",
+        EPILOG,
+        "--model_args pretrained=demo-mdm,block=16 --tasks sotu --rules greedy,margin --k 1,2,4 --limit 4 --out sweep",
     )
     add = parser.add_argument
     add("--model_args", default="", help="as for lm_eval, without a rule: pretrained=...,block=16")
@@ -77,9 +79,24 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         raise DuelError(MISSING_MAUVE)
     if "," in asked.tasks:
         raise DuelError(f"A sweep is of one task; got --tasks {asked.tasks}. Run it once for each, with another --out.")
-    if Path(asked.out).exists() and not Path(asked.out).is_dir():
-        raise DuelError(f"--out {asked.out} is a file; name a folder, which is made if it is not there.")
+    if not asked.tasks:
+        raise DuelError("--tasks is empty; name the task whose text is scored.")
+    folder_to_write("--out", asked.out)
+    key_values("--metadata", asked.metadata)
+    _check_model(asked)
     return asked
+
+
+def _check_model(asked: argparse.Namespace) -> None:
+    """Raise DuelError for model args that are wrong, or that the sweep sets."""
+    arguments = key_values("--model_args", asked.model_args)
+    for name in OURS:
+        if name in arguments:
+            raise DuelError(f"'{name}' in --model_args: a sweep sets it itself; use --rules, --k and --mu.")
+    for name in ("batch_size", "device"):
+        if name in arguments:
+            raise DuelError(f"'{name}' is an argument of its own, not one of --model_args: --{name} VALUE.")
+    Options.parse({**arguments, "batch_size": asked.batch_size, "device": asked.device})
 
 
 def settings(named: str, ks: str, mus: str) -> list[Setting]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 from typing import Any
 
 from lm_eval_duel.errors import DuelError
@@ -37,15 +36,6 @@ class Corpus:
         if not any(window.target for window in found):
             raise DuelError(f"Task {self.name} has no token to score.")
         return found
-
-
-def arguments(text: str) -> dict[str, Any]:
-    """The harness's own reading of key=value,... or JSON."""
-    from lm_eval.utils import simple_parse_args_string
-
-    if text.startswith("{"):
-        return json.loads(text)
-    return simple_parse_args_string(text)
 
 
 def show_log() -> None:

@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval_duel import fingerprint
+from lm_eval_duel.command_line import key_values
 from lm_eval_duel.cost import Total
 from lm_eval_duel.duel import Duel
 from lm_eval_duel.elbo import Elbo
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimator import Value
 from lm_eval_duel.lm import DuelMDM
-from lm_eval_duel.options import BUNDLED, Options
+from lm_eval_duel.options import BUNDLED
 from lm_eval_duel.sweep import corpus, judges, metrics, store
-from lm_eval_duel.sweep.asked import OURS, Setting, cap, capped
+from lm_eval_duel.sweep.asked import Setting, cap, capped
 from lm_eval_duel.sweep.measure import Measuring, Sample
 from lm_eval_duel.sweep.shared import Followed
 from lm_eval_duel.windows import Window
@@ -31,14 +32,11 @@ class Sweep:
 
     def __init__(self, asked: argparse.Namespace):
         self.asked, self.folder = asked, Path(asked.out)
-        arguments = corpus.arguments(asked.model_args)
-        for name in OURS:
-            if name in arguments:
-                raise DuelError(f"'{name}' in --model_args: a sweep sets it itself; use --rules, --k and --mu.")
+        arguments = key_values("--model_args", asked.model_args)
         said = {**arguments, "batch_size": asked.batch_size, "device": asked.device}
-        Options.parse(said)
         corpus.show_log()
-        self.corpus = corpus.load(asked.tasks, {**arguments, **corpus.arguments(asked.metadata)}, asked.limit)
+        metadata = {**arguments, **key_values("--metadata", asked.metadata)}
+        self.corpus = corpus.load(asked.tasks, metadata, asked.limit)
         self.model = model = DuelMDM(**said)
         if model.world_size > 1:
             raise DuelError("A sweep runs in one process; start it without accelerate or torchrun.")

@@ -1,0 +1,129 @@
+"""The command line of `bench`, checked before torch is imported."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+
+from lm_eval_duel import rules
+from lm_eval_duel.command_line import Parser, file_to_write
+from lm_eval_duel.errors import DuelError, unknown, usage
+from lm_eval_duel.options import DTYPES, count
+
+ARMS = ("textbook", "textbook_kv", "ours", "forwards")
+COUNTS = ("layers", "width", "vocab", "length", "windows", "k", "repeats", "batch_size", "textbook_steps")
+LARGEST_SEED = 2**63 - 1  # that torch takes
+
+HELP = {
+    "pretrained": "a folder, demo-mdm, demo-bd, or random:bidirectional|block-causal|llada-8b",
+    "layers": "of a random network (4; llada-8b: 32)",
+    "width": "of a random network (256; llada-8b: 4096)",
+    "vocab": "columns of a random network's logits (50257; llada-8b: 126464)",
+    "length": "positions of a window",
+    "block": "a number, none (the whole window) or auto: the checkpoint's, or 32; random:block-causal is trained on it",
+    "windows": "how many",
+    "rule": "as in model args: greedy, threshold:mu=0.9, ...",
+    "k": "short for the rule's k=",
+    "device": "cpu, cuda, ...",
+    "dtype": "float32, bfloat16, float16 or float64",
+    "repeats": "how often each is timed; medians are printed",
+    "batch_size": "windows of --length in one network call of ours (as many as Duel takes)",
+    "seed": "of random weights and tokens",
+    "textbook_steps": "time the textbook loop on its first N steps and scale (8 if all would take over a minute)",
+    "compare_windows": "windows that the textbook loop scores in full, to compare numbers, if its time is scaled",
+    "no_memory": "do not measure peak memory",
+    "json": "write the figures to this file too",
+    "peak_of": argparse.SUPPRESS,
+}
+PRINTS = """\
+Prints a table of the ways to score (the textbook loop, ours, our network calls alone) with seconds, tokens/s, network
+calls, rows, NFE and peak memory; below it our overhead over the network calls, and how far ours and the textbook
+loop are apart in nats and in picks.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The options of the command, one field each."""
+
+    pretrained: str = "random:bidirectional"
+    layers: int | None = None
+    width: int | None = None
+    vocab: int | None = None
+    length: int = 256
+    block: str = "auto"
+    windows: int = 4
+    rule: str = "greedy"
+    k: int | None = None
+    device: str = "cpu"
+    dtype: str = "float32"
+    repeats: int = 3
+    batch_size: int | None = None
+    seed: int = 0
+    textbook_steps: int | None = None
+    compare_windows: int = 1
+    no_memory: bool = False
+    json: str | None = None
+    peak_of: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in (*COUNTS, "compare_windows"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise DuelError(f"--{name} is at least 1; got {value}.")
+        if self.vocab == 1:
+            raise DuelError("--vocab is at least 2: [MASK] and a token.")
+        if not 0 <= self.seed <= LARGEST_SEED:
+            raise DuelError(f"--seed is a whole number from 0 to {LARGEST_SEED}; got {self.seed}.")
+        if self.block not in ("auto", "none"):
+            try:
+                count("--block", self.block)
+            except DuelError:
+                raise DuelError(f"--block is a number of positions, auto or none; got '{self.block}'.") from None
+        if self.dtype not in DTYPES[1:]:
+            raise unknown("dtype", self.dtype, DTYPES[1:])
+        if self.peak_of not in (None, *ARMS):
+            raise unknown("arm", self.peak_of, ARMS)
+        rules.parse(self.rule_text)
+
+    @property
+    def rule_text(self) -> str:
+        """The rule, with --k in it."""
+        return self.rule if self.k is None else f"{self.rule}:k={self.k}"
+
+    @property
+    def positions(self) -> int | None:
+        """The number of --block; None for auto and none."""
+        return None if self.block in ("auto", "none") else count("--block", self.block)
+
+    def words(self) -> list[str]:
+        """The command line that says the same."""
+        said = []
+        for name, value in dataclasses.asdict(self).items():
+            if value is not None and value is not False:
+                said += [f"--{name}", *([] if value is True else [str(value)])]
+        return said
+
+
+@usage()
+def parse(arguments: Sequence[str]) -> Settings:
+    """The settings of a command line; raises UsageError."""
+    parser = Parser(
+        "bench",
+        "How fast, and in how much memory, against Algorithm 2 as printed, on the same windows in the same process.",
+        PRINTS,
+        "--pretrained random:block-causal --vocab 8192 --length 1024 --block 4",
+    )
+    for field in dataclasses.fields(Settings):
+        flag, text = f"--{field.name}", HELP[field.name]
+        if field.type == "bool":
+            parser.add_argument(flag, action="store_true", help=text)
+            continue
+        if field.default is not None:
+            text = f"{text} ({field.default})"
+        parser.add_argument(flag, type=int if "int" in field.type else str, default=field.default, help=text)
+    settings = Settings(**vars(parser.parse_args(arguments)))
+    if settings.json is not None:
+        file_to_write("--json", settings.json)
+    return settings

@@ -1,0 +1,150 @@
+"""What all subcommands share: how arguments are read, and how a command ends.
+
+Exit codes: 0; 1 if something failed while the command worked; 2 if an argument is wrong, which is found before torch,
+transformers or a data set is loaded; 130 after Ctrl-C. Messages go to stderr, as one line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from lm_eval_duel.errors import DuelError, UsageError, about_file, unknown
+
+PROGRAM = "lm-eval-duel"
+FAILED, WRONG, INTERRUPTED, UNREAD = 1, 2, 130, 141  # the last two as a shell says it of SIGINT and SIGPIPE
+NO_MEMORY = (  # in what torch raises, a RuntimeError
+    "out of memory",
+    "can't allocate memory",
+    "Storage size calculation overflowed",
+)
+
+
+class Exit(SystemExit):
+    """The end of a command: `code` is for the shell; as a string it is the message, which has been printed."""
+
+    def __init__(self, code: int, message: str):
+        super().__init__(message)
+        self.code = code
+
+
+@contextlib.contextmanager
+def ends(own: bool = True) -> Iterator[None]:
+    """Turn the errors of a command into one line on stderr and an exit code.
+
+    `own`: the command is ours from end to end, so an OSError is about a file that the user named. In lm_eval's own
+    command it may be anything, and keeps its traceback.
+    """
+    try:
+        yield
+        sys.stdout.flush()
+    except DuelError as error:
+        _stop(WRONG if isinstance(error, UsageError) else FAILED, str(error))
+    except KeyboardInterrupt:
+        _stop(INTERRUPTED, "stopped.")
+    except BrokenPipeError:  # the reader is gone, as in `show ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise Exit(UNREAD, "") from None
+    except OSError as error:
+        if not own:
+            raise
+        _stop(FAILED, about_file(error))
+    except (MemoryError, RuntimeError) as error:
+        if not own or not (isinstance(error, MemoryError) or any(words in str(error) for words in NO_MEMORY)):
+            raise
+        _stop(FAILED, f"Not enough memory. {str(error).strip().partition(chr(10))[0]}".strip())
+
+
+def _stop(code: int, message: str) -> NoReturn:
+    if os.environ.get("LMEVAL_LOG_LEVEL", "").upper() == "DEBUG":
+        traceback.print_exc()
+    message = f"{PROGRAM}: {message}"
+    print(message, file=sys.stderr, flush=True)
+    raise Exit(code, message) from None
+
+
+class Parser(argparse.ArgumentParser):
+    """The arguments of a subcommand. A wrong one is a UsageError that suggests the nearest name.
+
+    `--batch-size` is read as `--batch_size`: lm_eval spells its arguments with underscores.
+    """
+
+    def __init__(self, command: str, description: str, prints: str, example: str):
+        super().__init__(
+            prog=f"{PROGRAM} {command}",
+            description=description,
+            epilog=f"{prints.strip()}\n\nexample:\n  {PROGRAM} {command} {example}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        self.command = command
+
+    def parse_known_args(
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        spelled = [*(sys.argv[1:] if args is None else args)]
+        for n, word in enumerate(spelled):
+            if word == "--":
+                break
+            if word.startswith("--"):
+                spelled[n] = self._spelled(word)
+        return super().parse_known_args(spelled, namespace)
+
+    def _spelled(self, word: str) -> str:
+        """A flag as it was declared; raises UsageError for one that there is not."""
+        name, equals, value = word.partition("=")
+        if value == "--":  # argparse takes it for the end of the flags and hands over an empty list
+            self.error(f"argument {name}: '--' is no value")
+        known = {flag.replace("-", "_"): flag for flag in self._option_string_actions if flag.startswith("--")}
+        like = name.replace("-", "_")
+        if like in known:
+            return known[like] + equals + value
+        begun = [flag for plain, flag in known.items() if plain.startswith(like)]  # argparse takes a beginning
+        if not begun:
+            raise UsageError(f"{self.command}: {unknown('argument', name, known.values())}")
+        return (begun[0] if len(begun) == 1 else name) + equals + value
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{self.command}: {message}. See {self.prog} --help.")
+
+
+def key_values(flag: str, text: str) -> dict[str, Any]:
+    """The `key=value,...` or JSON object of an argument, values brought to their types as lm_eval does it."""
+    if text.lstrip().startswith("{"):
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise UsageError(f"{flag} is key=value,... or a JSON object; got '{text}' ({error}).") from None
+    from lm_eval.utils import simple_parse_args_string
+
+    return simple_parse_args_string(text)
+
+
+def folder_to_write(flag: str, text: str) -> Path:
+    """The folder of an argument, made later if it is not there; raises UsageError if it cannot be."""
+    folder = Path(text)
+    there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(parent))
+    if not text or not there.is_dir():
+        what = f"{there} is a file" if text else "it is empty"
+        raise UsageError(f"{flag} {text}: {what}; name a folder, which is made if it is not there.")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UsageError(f"{flag} {text}: {there} cannot be written to; name another folder.")
+    return folder
+
+
+def file_to_write(flag: str, text: str) -> Path:
+    """The file of an argument, whose folder is there; raises UsageError for a folder, or if it cannot be written."""
+    file = Path(text)
+    if not text or file.is_dir():
+        raise UsageError(f"{flag} {text}: {'that is a folder' if text else 'it is empty'}; name a file.")
+    if not file.absolute().parent.is_dir():
+        raise UsageError(f"{flag} {text}: there is no folder {file.absolute().parent}; make it, or name another file.")
+    if not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
+        raise UsageError(f"{flag} {text} cannot be written; name another file.")
+    return file
