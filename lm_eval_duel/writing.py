@@ -6,6 +6,7 @@ requests -> prompts -> generation.py -> texts
 from __future__ import annotations
 
 import dataclasses
+import logging
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -19,8 +20,10 @@ if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
     from lm_eval_duel.duel import Duel
-    from lm_eval_duel.generation import Settings
+    from lm_eval_duel.generation import Generator, Settings
     from lm_eval_duel.ledger import Drawn
+
+log = logging.getLogger("lm_eval.duel_mdm")  # the harness shows its own loggers only
 
 
 class Writing(Answering):
@@ -33,31 +36,50 @@ class Writing(Answering):
 
         A sample is seeded by (draw_seed, task, document, request, repeat); temperature 0 is decoding.
         """
-        from lm_eval_duel.generation import Settings, key_of
-
         asked = instances.asked(requests)
         answers: list[str | None] = [None] * len(asked.requests)
-        groups: dict[Settings, list[Prompt]] = {}
-        for n, (request, repeat) in enumerate(zip(asked.requests, asked.repeats, strict=True)):
-            with instances.naming(request):
-                settings = Settings.of(request.args[1])
-                self.text.scorable(self.text.encode(request.args[0]))  # before any text is written
-            key = key_of(request.task_name, request.doc_id, request.idx, repeat)
-            prompt = Prompt(n, request, repeat, key, self._sample_key(request, key))
-            if (kept := self._kept(prompt)) is not None:
-                answers[n] = kept
-            else:
-                groups.setdefault(settings, []).append(prompt)
-        total = sum(settings.length * len(group) for settings, group in groups.items())
+        groups = self._groups(asked, answers)  # every request is checked before the first text is written
+        total = sum(generator.settings.length * len(group) for generator, group in groups)
         with tqdm(total=total, desc="generate_until", unit="tok", disable=disable_tqdm or self.rank != 0) as bar:
-            for settings, group in groups.items():
-                self._generate(settings, group, answers, bar)
+            for generator, group in groups:
+                self._generate(generator, group, answers, bar)
         return asked.spread(answers)
 
-    def _generate(self, settings: Settings, group: list[Prompt], answers: list[str | None], bar: tqdm) -> None:
-        """The texts of prompts of one kind of settings, put into `answers`."""
-        from lm_eval_duel.generation import Generator
+    def _groups(self, asked: instances.Asked, answers: list[str | None]) -> list[tuple[Generator, list[Prompt]]]:
+        """The prompts to continue, by their settings; those that a cache has answered go into `answers`.
 
+        Raises DuelError, with the request's name, for a setting or a prompt that is wrong.
+        """
+        from lm_eval_duel.generation import Generator, Settings, key_of
+
+        generators: dict[Settings, Generator] = {}
+        groups: dict[Settings, list[Prompt]] = {}
+        notes: dict[str, list[str]] = {}  # what to say once, with the tasks that it is about
+        cut = self.text.cut_contexts
+        for n, (request, repeat) in enumerate(zip(asked.requests, asked.repeats, strict=True)):
+            key = key_of(request.task_name, request.doc_id, request.idx, repeat)
+            with instances.naming(request):
+                settings = Settings.of(request.args[1])
+                cached = self._sample_key(request, key)
+                if (kept := self._kept(cached)) is not None:
+                    answers[n] = kept
+                    continue
+                if settings not in generators:
+                    generators[settings] = Generator(self._duel, self.text, settings, self.options.draw_seed)
+                generator = generators[settings]
+                context = generator.context(request.args[0])
+            groups.setdefault(settings, []).append(Prompt(n, request, repeat, key, cached, context))
+            for note in filter(None, (*settings.notes, generator.note)):
+                notes.setdefault(note, []).append(str(request.task_name))
+        for note, tasks in notes.items():
+            log.warning("generation settings of %s: %s", " and ".join(dict.fromkeys(tasks)), note)
+        if cut := self.text.cut_contexts - cut:
+            log.warning("%d prompts were cut from the left to leave room for what is generated (max_gen_toks)", cut)
+        return [(generators[settings], group) for settings, group in groups.items()]
+
+    def _generate(self, generator: Generator, group: list[Prompt], answers: list[str | None], bar: tqdm) -> None:
+        """The texts of prompts of one kind of settings, put into `answers`."""
+        settings = generator.settings
         under = "" if self.estimator.decodes else f", rule={self._duel.rule}, block={self._duel.block}"
         self.generated.add(settings.words + under)
 
@@ -77,9 +99,7 @@ class Writing(Answering):
             return f"{done} of {len(answers)} generate_until requests of this rank"
 
         with self.answering([prompt.request for prompt in group], progress):
-            Generator(self._duel, self.text, settings, self.options.draw_seed)(
-                [prompt.request.args[0] for prompt in group], [prompt.key for prompt in group], done
-            )
+            generator([prompt.context for prompt in group], [prompt.key for prompt in group], done)
 
     def _sample_key(self, request: Instance, key: int) -> str | None:
         """Under which a text is kept where the harness itself does not find it again: its repeats would be one."""
@@ -88,9 +108,9 @@ class Writing(Answering):
             return None
         return cache_keys.of_sample(store.generating, request.args, key)
 
-    def _kept(self, prompt: Prompt) -> str | None:
+    def _kept(self, cached: str | None) -> str | None:
         """The sample that an interrupted run has drawn."""
-        return None if prompt.cached is None else self.cache_hook.dbdict.find(prompt.cached)
+        return None if cached is None else self.cache_hook.dbdict.find(cached)
 
     @cached_property
     def _duel(self) -> Duel:
@@ -130,3 +150,4 @@ class Prompt:
     repeat: int
     key: int  # with the draw seed, all the randomness of a sample
     cached: str | None  # the key under which a sample is kept; None: it is not
+    context: tuple[int, ...]  # its ids, framing tokens included

@@ -15,6 +15,9 @@ from lm_eval_duel.denoisers.altered import Altered
 from lm_eval_duel.denoisers.base import Cells, Denoiser, KeysValues, View
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.lanes import Lanes, Rows
+from lm_eval_duel.rules import Rule
+
+COLDEST, HOTTEST = 1e-30, 1e30  # temperatures for which logits of float32 neither overflow nor vanish
 
 
 class Tempered(Altered):
@@ -32,8 +35,11 @@ class Tempered(Altered):
         top_p: float | None = None,
     ):
         temperature, top_p = (1.0 if value is None else value for value in (temperature, top_p))
-        if not 0 < temperature < math.inf:
-            raise DuelError(f"temperature is a number above 0 (0 is decoding, not a distribution); got {temperature}.")
+        if not COLDEST <= temperature <= HOTTEST:
+            raise DuelError(
+                f"temperature is a number above 0 (0 is decoding, not a distribution), from {COLDEST:g} to "
+                f"{HOTTEST:g}; got {temperature}."
+            )
         if top_k is not None and top_k < 1:
             raise DuelError(f"top_k is a number of tokens, at least 1; got {top_k}.")
         if not 0 < top_p <= 1:
@@ -66,6 +72,20 @@ class Tempered(Altered):
 
     def describe(self) -> dict[str, object]:
         return {**self.plain.describe(), "tempered": self.words}
+
+    def ties(self, rule: Rule) -> str | None:
+        """A sentence where one token is left in every cell, so that `rule` cannot tell cells apart; else None.
+
+        The most probable of V tokens has at least 1/V, so a top_p of at most that keeps it alone.
+        """
+        left = "top_k=1" if self.top_k == 1 else f"top_p={self.top_p!r}"
+        if rule.fixed or (self.top_k != 1 and self.top_p * int((~self.excluded).sum()) > 1):
+            return None
+        return (
+            f"{left} leaves one token in every cell, with probability 1, so all cells tie and rule={rule} reveals from "
+            "left to right (a rule that bounds a probability or an entropy: all that is left of a block at once). For "
+            "the most probable tokens in the rule's own order, decode instead (do_sample: false)"
+        )
 
     @property
     def words(self) -> str:
