@@ -322,19 +322,20 @@ def _choice(*known: str) -> Callable[[str, Any], str | None]:
 
 def _number(what: str, inside: Callable[[float], bool]) -> Callable[[str, Any], float | None]:
     """A reader of a number for which `inside` is true, or of nothing; `what` says which numbers these are."""
+    return lambda key, value: number(key, value, what, inside)
 
-    def read(key: str, value: Any) -> float | None:
-        if value in NOTHING:
-            return None
-        try:
-            number = float(value)
-            if isinstance(value, bool) or not inside(number):
-                raise ValueError
-            return number
-        except (ValueError, TypeError, OverflowError):
-            raise DuelError(f"'{key}' is {what}; got '{value}'.") from None
 
-    return read
+def number(key: str, value: Any, what: str, inside: Callable[[float], bool]) -> float | None:
+    """A number for which `inside` is true, or nothing; `what` says which numbers these are."""
+    if value in NOTHING:
+        return None
+    try:
+        found = float(value)
+        if isinstance(value, bool) or not inside(found):
+            raise ValueError
+        return found
+    except (ValueError, TypeError, OverflowError):
+        raise DuelError(f"'{key}' is {what}; got '{value}'.") from None
 
 
 def require_finite(key: str, value: float, *factors: float) -> None:

@@ -129,6 +129,13 @@ class Text:
 
         Raises DuelError where `length` alone is too long.
         """
+        capacity = target_capacity(self.denoiser.max_length, self.prefix, self.suffix)
+        if length > capacity:
+            raise DuelError(
+                f"{length} positions to generate (max_gen_toks) do not fit a row of max_length="
+                f"{self.denoiser.max_length} ({capacity} positions beside framing tokens). Raise max_length if the "
+                "network allows it, or shorten it: --gen_kwargs max_gen_toks=..."
+            )
         hidden = next(token for token in range(length + 2) if token != self.denoiser.mask_id)  # any that may be scored
         return list(self.continuation(self.encode(text), [hidden] * length).context)
 

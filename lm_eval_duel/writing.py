@@ -6,6 +6,7 @@ requests -> prompts -> generation.py -> texts
 from __future__ import annotations
 
 import dataclasses
+import logging
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
     from lm_eval_duel.duel import Duel
-    from lm_eval_duel.generation import Settings
+    from lm_eval_duel.generation import Generator, Settings
+
+log = logging.getLogger("lm_eval.duel_mdm")  # the harness shows its own loggers only
 
 
 class Writing(Answering):
@@ -29,42 +32,60 @@ class Writing(Answering):
 
         A sample is seeded by (draw_seed, task, document, request, repeat); temperature 0 is decoding.
         """
-        from lm_eval_duel.generation import Settings, key_of
-
         asked = self.asked(requests)
+        self._duel.counts = self.estimator.counts
         answers: list[str | None] = [None] * len(asked.requests)
+        groups = self._groups(asked, answers)  # every request is checked before the first text is written
+        left = sum(len(group) for _, group in groups)
+        self.say_found(len(answers) - left, left)
+        total = sum(generator.settings.length * len(group) for generator, group in groups)
+        with tqdm(total=total, desc="generate_until", unit="tok", disable=disable_tqdm or self.rank != 0) as bar:
+            for generator, group in groups:
+                self._generate(generator, group, answers, bar)
+        return asked.spread(answers)
+
+    def _groups(self, asked: instances.Asked, answers: list[str | None]) -> list[tuple[Generator, list[Prompt]]]:
+        """The prompts to continue, by their settings; those that a cache has answered go into `answers`.
+
+        Raises DuelError, with the request's name, for a setting or a prompt that is wrong.
+        """
+        from lm_eval_duel.generation import Generator, Settings, key_of
+
+        generators: dict[Settings, Generator] = {}
         groups: dict[Settings, list[Prompt]] = {}
+        notes: dict[str, list[str]] = {}  # what to say once, with the tasks that it is about
+        cut = self.text.cut_contexts
         for n, (request, repeat) in enumerate(zip(asked.requests, asked.repeats, strict=True)):
+            key = key_of(request.task_name, request.doc_id, request.idx, repeat)
             with instances.naming(request):
                 settings = Settings.of(request.args[1])
-                context = self.text.prompt(request.args[0], settings.length)  # before any text is written
+                if settings not in generators:
+                    generators[settings] = Generator(self._duel, self.text, settings, self.options.draw_seed)
+                generator = generators[settings]
+                context = generator.context(request.args[0])
             self.cost.generated.add(self._words(settings))
-            key = key_of(request.task_name, request.doc_id, request.idx, repeat)
+            for note in filter(None, (*settings.notes, generator.note)):
+                notes.setdefault(note, []).append(str(request.task_name))
             prompt = Prompt(n, request, repeat, context, key, self._cache_key(request, key))
             if (kept := self._kept(prompt)) is not None:
                 answers[n] = kept
             else:
                 groups.setdefault(settings, []).append(prompt)
-        left = sum(map(len, groups.values()))
-        self.say_found(len(answers) - left, left)
-        total = sum(settings.length * len(group) for settings, group in groups.items())
-        with tqdm(total=total, desc="generate_until", unit="tok", disable=disable_tqdm or self.rank != 0) as bar:
-            for settings, group in groups.items():
-                self._generate(settings, group, answers, bar)
-        return asked.spread(answers)
+        for note, tasks in notes.items():
+            log.warning("generation settings of %s: %s", " and ".join(dict.fromkeys(tasks)), note)
+        if cut := self.text.cut_contexts - cut:
+            log.warning("%d prompts were cut from the left to leave room for what is generated (max_gen_toks)", cut)
+        return [(generators[settings], group) for settings, group in groups.items()]
 
-    def _generate(self, settings: Settings, group: list[Prompt], answers: list[str | None], bar: tqdm) -> None:
+    def _generate(self, generator: Generator, group: list[Prompt], answers: list[str | None], bar: tqdm) -> None:
         """The texts of prompts of one kind of settings, put into `answers`."""
-        from lm_eval_duel.generation import Generator
-
-        words, self._duel.counts = self._words(settings), self.estimator.counts
+        settings, words = generator.settings, self._words(generator.settings)
 
         def progress() -> str:
             done = sum(answer is not None for answer in answers)
             return f"{done} of {len(answers)} generate_until requests of this rank"
 
         with self.answering([prompt.request for prompt in group], progress):
-            generator = Generator(self._duel, self.text, settings, self.options.draw_seed)
             contexts, keys = [prompt.context for prompt in group], [prompt.key for prompt in group]
             for n, text, window, drawn in generator.stream(contexts, keys):
                 prompt = group[n]
@@ -130,6 +151,6 @@ class Prompt:
     place: int  # among the answers
     request: Instance
     repeat: int
-    context: list[int]  # ids
+    context: tuple[int, ...]  # its ids, special tokens included
     key: int  # with the draw seed, all the randomness of a sample
     cached: str | None  # the key under which its text is kept; None: it is not

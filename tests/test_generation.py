@@ -17,12 +17,12 @@ from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 from toys import BlockCausal, Toy
 
-from lm_eval_duel import denoisers, trace
+from lm_eval_duel import denoisers, rules, trace
 from lm_eval_duel.demo import resolve as demo_folder
 from lm_eval_duel.denoisers.tempered import Tempered
 from lm_eval_duel.duel import Duel
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.generation import Settings, key_of
+from lm_eval_duel.generation import KNOWN, LENGTHS, OTHERS, Settings, key_of
 from lm_eval_duel.lm import DuelMDM
 from lm_eval_duel.windows import Window
 
@@ -114,6 +114,9 @@ def test_a_tempered_network_is_a_law_like_any_other(base):
 def test_temperatures_that_are_none():
     for wrong, message in (
         ({"temperature": 0}, "a number above 0"),
+        ({"temperature": 1e-45}, r"from 1e-20 to 1e\+20; got 1e-45"),
+        ({"temperature": 1e39}, r"from 1e-20 to 1e\+20; got 1e\+39"),
+        ({"temperature": math.nan}, "got nan"),
         ({"top_k": 0}, "at least 1; got 0"),
         ({"top_p": 1.5}, "above 0, at most 1; got 1.5"),
     ):
@@ -139,6 +142,159 @@ def test_settings_of_a_task():
         Settings.of({"max_gen_toks": 0})
     with pytest.raises(DuelError, match="num_beams is 1 here"):
         Settings.of({"num_beams": 4})
+
+
+VALUES = (
+    *(0, 1, 5, -1, 10**30, 0.5, -0.5, 2.7, 1e-45, 1e300, math.nan, math.inf, True, False, None, "", "none", "warm"),
+    *("0.7", "5", [], ["a"], [5], [["a"]], [None], {}, {"a": 1}, (), b"a", {"a"}),
+)
+GOOD = {  # the values of VALUES that a setting takes
+    "until": ("", "none", "warm", "0.7", "5", [], ["a"], ()),
+    "do_sample": (0, 1, True, False),
+    "temperature": (0, 1, 5, 10**30, 0.5, 2.7, "", "none", "0.7", "5"),
+    "top_k": (0, 1, 5, 10**30, 1e300, "", "none", "5"),
+    "top_p": (1, 0.5, 1e-45, "", "none", "0.7"),
+    "num_beams": (1, True),
+    **dict.fromkeys(LENGTHS, (1, 5, 10**30, 1e300, "", "none", "5")),
+}
+
+
+@pytest.mark.parametrize("sampled", [{}, {"do_sample": True}, {"do_sample": False}])
+@pytest.mark.parametrize("name", [*KNOWN, *OTHERS])
+def test_every_value_of_a_setting_is_taken_or_refused_by_its_name(name, sampled):
+    """Whether it is read or not: a wrong value is a mistake under decoding too."""
+    good = [repr(value) for value in (*GOOD.get(name, ()), None)]
+    for value in VALUES:
+        asked = {**sampled, name: value}
+        if repr(value) in good or (name in OTHERS and value == OTHERS[name][0]):
+            settings = Settings.of(asked)
+            assert settings == Settings.of(dict(reversed(asked.items()))) and hash(settings) is not None
+        else:
+            with pytest.raises(DuelError, match=rf"\b{name}\b.*(got|not) "):
+                Settings.of(asked)
+
+
+def test_settings_that_are_no_names_with_values():
+    for wrong in (None, [], "temperature=1", 5):
+        with pytest.raises(DuelError, match="generation_kwargs are names with values, such as max_gen_toks: 64; got "):
+            Settings.of(wrong)
+    for wrong in (5, None, ("top_k",)):
+        with pytest.raises(DuelError, match="Unknown generation setting"):
+            Settings.of({wrong: 1})
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"until": 5}, "'until' is a text or a list of texts (in YAML, numbers in quotes); got 5."),
+        ({"temperature": "warm"}, "'temperature' is 0 (decoding) or a number from 1e-20 to 1e+20; got 'warm'."),
+        ({"top_k": "x"}, "'top_k' is a whole number, at least 0; got 'x'."),
+        ({"max_new_tokens": 0}, "'max_new_tokens' is a whole number, at least 1; got '0'."),
+        ({"max_length": 9}, "max_length is not a setting here: it would count the prompt too; the positions to"),
+        ({"repetition_penalty": 1.2}, "repetition_penalty is 1 here: the law that is sampled is changed by"),
+        ({"stop": ["."]}, "stop is not a setting here: stop strings are `until`; got stop: ['.']."),
+        ({"seeds": 5}, "Unknown generation setting 'seeds'. Known: "),
+    ],
+)
+def test_what_is_wrong_with_a_setting_names_its_task(folder, asked, message):
+    lm = model(folder)
+    requests = [*ask("a b", max_gen_toks=8), *ask("c", task="second", **{"max_gen_toks": 8, **asked})]
+    with pytest.raises(DuelError) as caught:
+        lm.generate_until(requests, disable_tqdm=True)
+    assert str(caught.value).startswith(f"Request of task second, document 0: {message}")
+    assert lm._duel.counts.forwards == 0  # nothing was generated
+
+
+def test_what_does_not_fit_is_found_before_the_first_text(folder):
+    lm = model(folder)
+    for length in (64, 10**15):
+        requests = [*ask("a b", max_gen_toks=8), *ask("c", task="second", max_gen_toks=length)]
+        with pytest.raises(
+            DuelError, match=rf"task second, document 0: {length} positions to generate \(max_gen_toks\)"
+        ):
+            lm.generate_until(requests, disable_tqdm=True)
+    framed = model(folder, bos="none")
+    framed.denoiser.shift = 1  # needs a token before the first
+    with pytest.raises(DuelError, match="task second, document 0: Window 0 needs a given first token"):
+        framed.generate_until([*ask("a", max_gen_toks=8), *ask("", task="second", max_gen_toks=4)], disable_tqdm=True)
+    assert lm._duel.counts.forwards == framed._duel.counts.forwards == 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "notes"),
+    [
+        ({}, []),
+        ({"do_sample": False, "temperature": 1, "top_p": 1.0, "top_k": 0}, []),  # what stock tasks say
+        ({"do_sample": True, "temperature": 0.7, "top_k": 5, "max_new_tokens": 256, "max_gen_toks": 256}, []),
+        ({"temperature": 0, "do_sample": False}, []),
+        (
+            {"do_sample": False, "temperature": 0.7, "top_p": 0.9},
+            [
+                "temperature=0.7 and top_p=0.9 has no effect, since do_sample is false: the most probable token is "
+                "taken at every pick. To sample, set do_sample: true"
+            ],
+        ),
+        ({"top_k": 5}, ["top_k=5 has no effect, since neither do_sample nor a temperature above 0 is given: the most"]),
+        ({"do_sample": True, "temperature": 0}, ["temperature=0 is decoding, although do_sample is true"]),
+        (
+            {"max_gen_toks": 256, "max_new_tokens": 64, "max_tokens": 64},
+            ["max_gen_toks=256 is read and max_new_tokens=64, max_tokens=64 is not: they are names of one thing"],
+        ),
+    ],
+)
+def test_what_has_no_effect_is_said(asked, notes):
+    found = Settings.of(asked).notes
+    assert len(found) == len(notes) and all(map(str.startswith, found, notes))
+
+
+def test_what_has_no_effect_is_said_once_with_its_tasks(folder, caplog):
+    asked = {"do_sample": False, "temperature": 0.7, "max_gen_toks": 4}
+    requests = [*ask("a b", "c", **asked), *ask("a b", "c", task="second", **asked), *ask("d", max_gen_toks=4)]
+    model(folder).generate_until(requests, disable_tqdm=True)
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said.startswith("generation settings of toy and second: temperature=0.7 has no effect, since do_sample is")
+
+
+def test_a_law_with_one_token_in_every_cell_is_left_to_right_and_said(folder, caplog):
+    whole = ["threshold:mu=0.5", "entropy_bound:gamma=0.1"]
+    only = Tempered(Toy(length=9, seed=1), top_k=1)
+    for rule in ("greedy", "margin", "log_margin", "entropy", *whole):
+        (one,) = Duel(only, rule, 4).decode([(1,)], 4)
+        assert one.steps == ((0, 0, 0, 0) if rule in whole else (0, 1, 2, 3))
+        assert only.ties(Duel(only, rule, 4).rule).startswith("top_k=1 leaves one token in every cell")
+    assert only.ties(rules.parse("right_to_left")) is None  # an order of its own
+    greedy = rules.parse("greedy")
+    assert Tempered(Toy(), 0.5, 2, 0.4).ties(greedy) is None
+    assert Tempered(Toy(), top_p=0.3).ties(greedy).startswith("top_p=0.3 leaves one token")  # of three
+
+    for rule, said in (("greedy", True), ("left_to_right", False)):
+        caplog.clear()
+        lm = model(folder, rule=rule)
+        lm.generate_until(ask("a b", "c", do_sample=True, top_k=1, max_gen_toks=4), disable_tqdm=True)
+        warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert len(warnings) == said
+    assert "with probability 1, so all cells tie" in str(Tempered(Toy(), top_k=1).ties(greedy))
+
+
+def test_prompts_that_are_cut_are_said(folder, caplog):
+    model(folder).generate_until(ask(" ".join("abcdefghijklmnopqrstuvwxyz"), max_gen_toks=20), disable_tqdm=True)
+    assert "1 prompts were cut from the left to leave room for what is generated" in caplog.text
+
+
+def test_numbers_of_settings_are_said_in_full():
+    assert Settings.of({"temperature": 0.12345678, "top_p": 0.1234567}).words == (
+        "sampling, temperature=0.12345678, top_p=0.1234567"
+    )
+
+
+@pytest.mark.parametrize("temperature", [1e-20, 1e-12, 1e12, 1e20])
+def test_the_coldest_and_the_hottest_temperature_are_laws(temperature):
+    toy = Toy(tokens=3, length=5, seed=2)
+    toy.out = toy.out.float()
+    toy.embed, toy.mix = toy.embed.float(), toy.mix.float()
+    duel = Duel(Tempered(toy, temperature), "greedy", 2)
+    strings = [Window((1,), string) for string in itertools.product(range(3), repeat=2)]
+    assert math.fsum(math.exp(one.log_prob) for one in duel.log_prob(strings)) == pytest.approx(1, abs=1e-6)
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.fingerprint import number
 from lm_eval_duel.lanes import Lanes, Rows
 from lm_eval_duel.options import require_finite
+from lm_eval_duel.rules import Rule
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
@@ -78,6 +79,20 @@ class Tempered(Altered):
 
     def describe(self) -> dict[str, object]:
         return {**self.plain.describe(), "tempered": self.words}
+
+    def ties(self, rule: Rule) -> str | None:
+        """A sentence where one token is left in every cell, so that `rule` cannot tell cells apart; else None.
+
+        The most probable of V tokens has at least 1/V, so a top_p of at most that keeps it alone.
+        """
+        left = "top_k=1" if self.top_k == 1 else f"top_p={self.top_p!r}"
+        if rule.fixed or (self.top_k != 1 and self.top_p * int((~self.excluded).sum()) > 1):
+            return None
+        return (
+            f"{left} leaves one token in every cell, with probability 1, so all cells tie and rule={rule} reveals from "
+            "left to right (a rule that bounds a probability or an entropy: all that is left of a block at once). For "
+            "the most probable tokens in the rule's own order, decode instead (do_sample: false)"
+        )
 
     @property
     def words(self) -> str:
