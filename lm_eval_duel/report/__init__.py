@@ -11,6 +11,7 @@ from typing import Any
 
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.report import build, cost, figures, gaps, latex, orders, read, rows, tables
+from lm_eval_duel.trace import finite
 
 EPILOG = """\
 Writes report.md, report.json, LaTeX table bodies (.tex) and, where matplotlib is installed, figures (.png).
@@ -138,7 +139,7 @@ def _clear(folder: Path) -> None:
 
 def _json(report: dict[str, Any]) -> str:
     """The report as JSON, lists of numbers on one line."""
-    text = json.dumps(report, indent=1)
+    text = json.dumps(finite(report), indent=1, allow_nan=False)
     return re.sub(r"\[\s+([-\d.eE,\s]|null)*\]", lambda numbers: re.sub(r"\s+", " ", numbers[0]), text) + "\n"
 
 
