@@ -975,3 +975,20 @@ def test_the_command(tmp_path, capsys, no_figures):
 def no_figures(monkeypatch):
     """Tables only: drawing takes seconds and these tests do not look."""
     monkeypatch.setattr(figures, "available", lambda: False)
+
+
+@pytest.mark.parametrize("impossible", [["greedy:k=1"], list(ORACLE)], ids=["one order", "all"])
+def test_a_log_likelihood_that_json_has_no_number_for(tmp_path, no_figures, impossible):
+    """One order of a lattice may meet a token of probability 0 (top_k), and so may all of them."""
+    told = {"nats": None, "stderr": None, "window_stderr": None, "reason": "a token has probability 0"}
+    file = lattice(tmp_path / "results", "mixture")
+    edit(
+        file,
+        lambda body: body["config"]["duel"]["tasks"]["ag_news"]["values"].update(dict.fromkeys(impossible, told)),
+    )
+    shown = {row["rule"] or row["estimator"]: row for row in run(tmp_path, ar=False)["tasks"]["ag_news"]["rows"]}
+    if len(impossible) > 1:
+        assert list(shown) == ["mixture"]  # the harness's own value
+    else:
+        assert shown.keys() == ORACLE.keys() and shown["greedy:k=1"]["value"] is None
+        assert shown["left_to_right:k=1"]["value"] == pytest.approx(54.94) and shown["left_to_right:k=1"]["best"]

@@ -125,7 +125,7 @@ def of(run: Run, name: str, traced: Mapping[str, Mapping[int, float]] | None = N
             selected,
             estimator=estimator,
             rule=(run.rule if key == "duel" else key) if estimator == "duel" else None,
-            nats=value.get("nats"),
+            nats=-math.inf if value.get("nats") is None and "reason" in value else value.get("nats"),
             nats_stderr=value.get("stderr"),
             window_stderr=value.get("window_stderr"),
             nfe=value.get("nfe"),
