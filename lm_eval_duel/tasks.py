@@ -110,7 +110,8 @@ def wrapped(corpus: str, **metadata: Any) -> dict[str, datasets.Dataset]:
 
     parts = [datasets.Dataset.from_list(part) for part in _parts(found(), 4096)]  # compact before the next are made
     if not parts:
-        raise DuelError(f"{corpus} fills no row of {wrapping.length} tokens; give fewer: --metadata length=...")
+        cause = f"{corpus} fills no row of {wrapping.length} tokens; give fewer:"
+        raise corpora.WantsMetadata(cause, "--metadata length=...", "--length ...")
     return {"test": datasets.concatenate_datasets(parts)}
 
 
@@ -226,10 +227,9 @@ def _tokenizer(metadata: dict[str, Any]) -> Any:
     try:
         return denoisers.load_tokenizer(metadata)
     except DuelError as error:
-        raise DuelError(
-            "Token perplexity needs the model's tokenizer; name one with --metadata tokenizer=<folder or hub name>. "
-            f"{error}"
-        ) from None
+        cause = "Token perplexity needs the model's tokenizer; name one with"
+        name = f"<folder or hub name>. {error}"
+        raise corpora.WantsMetadata(cause, f"--metadata tokenizer={name}", f"--tokenizer {name}") from None
 
 
 def _encoded(texts: list[str], tokenizer: Any) -> Iterator[tuple[str, list[int]]]:

@@ -94,7 +94,7 @@ class Case:
     tokenizer: dict = dataclasses.field(default_factory=dict)
     folder: str = "checkpoint"
     rows: int = tiny.ROWS  # of the embedding
-    store: str = "whole"  # "sharded", "bfloat16", "tied": no head in the file
+    store: str = "whole"  # "sharded", "bfloat16", "tied": no head in the file, "tied and stored"
     seed: int = 3
     mask: int = MASK
     attention: str = "bidirectional"
@@ -155,6 +155,23 @@ CASES = {
         store="sharded",
         mask=45,
         published=32,
+    ),
+    "illada": Case(
+        {
+            **remote("ILLaDAForCausalLM", AutoModelForCausalLM="modeling_illada.ILLaDAForCausalLM"),
+            **LLAMA,
+            "bos_token_id": 2,
+            "eos_token_id": 3,
+            "layer_norm_eps": None,
+            "model_type": "illada",
+            "pad_token_id": 0,
+            "resid_pdrop": 0.0,
+            "tie_word_embeddings": True,
+        },
+        PLAIN_LLAMA,
+        tokenizer={"mask": False},
+        store="tied and stored",
+        mask=5,
     ),
     "dream": Case(
         {
@@ -456,7 +473,7 @@ def weights(case):
         if len(shape) == 1:
             draw = draw * 0.2 + {"router bias": -2}.get(name, 0 if "bias" in name else 1)
         else:
-            draw = draw * {"table": 0.5 if case.store == "tied" else 1.0, "router": 0.5}.get(name, 0.3)
+            draw = draw * {"table": 0.5 if case.store.startswith("tied") else 1.0, "router": 0.5}.get(name, 0.3)
         made[net.keys[name].format(n=n, e=e)] = draw
 
     for name, shape in outside.items():
@@ -483,6 +500,8 @@ def weights(case):
                     add(f"expert {name}", shape, n, e)
         for name, shape in layer.items():
             add(name, shape, n)
+    if case.store == "tied and stored":
+        made[net.keys["head"]] = made[net.keys["table"]].clone()
     return made
 
 
@@ -764,22 +783,26 @@ def test_lengths(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "gone", "inside"),
+    ("name", "gone"),
     [
-        ("llada", "model.transformer.blocks.1.ff_out.weight", "model.layers.1.mlp.down_proj.weight"),
-        ("dream", "model.layers.1.self_attn.k_proj.bias", None),
-        ("sdar", "model.layers.0.self_attn.q_norm.weight", None),
-        ("rnd1", "model.layers.1.mlp.gate.weight", None),
-        ("rnd1", "lm_head.weight", None),
-        ("llada2", "model.layers.1.mlp.gate.expert_bias", "model.layers.1.mlp.gate.e_score_correction_bias"),
+        ("llada", "model.transformer.blocks.1.ff_out.weight"),
+        ("llada", "model.transformer.ff_out.weight"),
+        ("dream", "model.layers.1.self_attn.k_proj.bias"),
+        ("sdar", "model.layers.0.self_attn.q_norm.weight"),
+        ("rnd1", "model.layers.1.mlp.gate.weight"),
+        ("rnd1", "lm_head.weight"),
+        ("llada2", "model.layers.1.mlp.gate.expert_bias"),
+        ("llada2", "model.layers.2.attention.query_key_value.weight"),
     ],
 )
-def test_tensors_that_do_not_fit(name, gone, inside, tmp_path):
+def test_tensors_that_do_not_fit(name, gone, tmp_path, caplog):
     case = dataclasses.replace(CASES[name], store="whole")
     path, _ = write(tmp_path, case)
     file = tmp_path / case.folder / "model.safetensors"
     tensors = load_file(file)
-    inside = re.escape(inside or gone)
+    other = next(key for key in tensors if key != gone and tensors[key].dim() == 2)
+    shapes = rf"is {re.escape(str((3, *tensors[gone].shape[1:])))}, not {re.escape(str(tuple(tensors[gone].shape)))}"
+    inside = re.escape(gone)
 
     def broken(message, change):
         save_file(change(dict(tensors)), file, metadata={"format": "pt"})
@@ -788,7 +811,12 @@ def test_tensors_that_do_not_fit(name, gone, inside, tmp_path):
 
     broken(rf"do not fill .*ForCausalLM: 1 missing: {inside}\.", lambda t: {k: t[k] for k in t if k != gone})
     broken(r"1 not known: model\.layers\.9\.x\.weight\.", lambda t: {**t, "model.layers.9.x.weight": torch.ones(2)})
-    broken(rf"1 of another shape: {inside}\.", lambda t: {**t, gone: t[gone][:3].clone()})
+    broken(rf"1 of another shape: {inside} {shapes}\.", lambda t: {**t, gone: t[gone][:3].clone()})
+    broken(  # all at once
+        rf"1 missing: {re.escape(other)}; 1 not known: model\.extra; 1 of another shape: {inside} {shapes}\.",
+        lambda t: {k: t[k] for k in t if k != other} | {"model.extra": torch.ones(2), gone: t[gone][:3].clone()},
+    )
+    assert not re.search("newly initialized|LOAD REPORT", caplog.text)
 
 
 @pytest.mark.parametrize("name", ["rnd1", "llada2"])
@@ -804,7 +832,7 @@ def test_experts_that_do_not_fit(name, tmp_path):
         ("6 missing: ", {k: t for k, t in tensors.items() if ".experts.2." not in k}),
         (f"1 not known: {other}.", {**tensors, other: tensors[key].clone()}),
         ("6 missing: ", {k.replace("experts.2.", "experts.77."): t for k, t in tensors.items()}),
-        (f"1 of another shape: {key}.", {**tensors, key: tensors[key][:5].clone()}),
+        (f"1 of another shape: {key} is (5, 16), not (16, 16).", {**tensors, key: tensors[key][:5].clone()}),
     ):
         save_file(change, file, metadata={"format": "pt"})
         with pytest.raises(DuelError, match=f"do not fill .*ForCausalLM: {re.escape(message)}"):
@@ -884,6 +912,7 @@ def test_networks_that_are_not_the_released_ones(tmp_path):
     for name, change in (
         ("llada", {"alibi": True}),
         ("llada", {"layer_norm_type": "low_precision"}),
+        ("llada", {"activation_type": "gelu"}),
         ("llada2", {"use_qkv_bias": True}),
     ):
         case = CASES[name]

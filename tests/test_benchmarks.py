@@ -390,6 +390,32 @@ def test_data_check_goes_on_and_says_what_failed(copies, tmp_path, capsys):
         main(["data", "check", "duel_ptp"])
 
 
+def test_data_check_says_one_cause_once_and_its_own_flags(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(
+        "huggingface_hub.hf_hub_download", lambda *_, **__: (_ for _ in ()).throw(OSError("no way out"))
+    )
+    with pytest.raises(SystemExit, match=rf"^{len(KNOWN)} of {len(KNOWN)} tasks cannot be loaded"):
+        main(["data", "check"])
+    out = capsys.readouterr().out
+    assert out.count("no way out") == out.count("NOT LOADED") == 1
+    assert (
+        f"{', '.join(sorted(KNOWN))}: NOT LOADED\n    OSError: no way out A local copy is taken with --data_dir " in out
+    )
+    with pytest.raises(SystemExit):
+        main(["data", "check", "duel_ptb"])
+    out = capsys.readouterr().out
+    assert "duel_ptb: NOT LOADED\n    Cannot load ptb (ptb-text-only/ptb_text_only, " in out
+    benchmarks.as_lines(tmp_path / "ptb.jsonl", benchmarks.ptb())
+    for said, flag in (
+        ([], "meant to hold: --rows 12."),
+        (["--rows", "12", "--tokenizer", str(tmp_path)], "name one with --tokenizer <folder or hub name>."),
+    ):
+        with pytest.raises(SystemExit):
+            main(["data", "check", "duel_ptb_wrapped", "--data_dir", str(tmp_path), *said])
+        out = capsys.readouterr().out
+        assert "--metadata" not in out and flag in out
+
+
 # ---------------------------------------------------------------- ranks
 
 

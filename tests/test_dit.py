@@ -546,15 +546,58 @@ def test_wrong_checkpoints(tmp_path):
             denoisers.load(path, device="cpu")
 
     gone = "backbone.blocks.1.mlp.0.bias"
-    broken(r"1 missing: blocks\.1\.mlp\.0\.bias\.", lambda t: {k: v for k, v in t.items() if k != gone})
-    broken("1 not known: blocks.9.norm1.weight", lambda t: {**t, "backbone.blocks.9.norm1.weight": torch.ones(2)})
-    broken(r"1 of another shape: blocks\.1\.mlp\.0\.bias", lambda t: {**t, gone: torch.ones(3)})
+    broken(r"1 missing: backbone\.blocks\.1\.mlp\.0\.bias\.", lambda t: {k: v for k, v in t.items() if k != gone})
+    broken(
+        "1 not known: backbone.blocks.9.norm1.weight", lambda t: {**t, "backbone.blocks.9.norm1.weight": torch.ones(2)}
+    )
+    misshapen = r"1 of another shape: backbone\.blocks\.1\.mlp\.0\.bias is \(3,\), not \(64,\)\."
+    broken(misshapen, lambda t: {**t, gone: torch.ones(3)})
+    extra, norm = "backbone.blocks.9.norm1.weight", "backbone.blocks.0.norm1.weight"
+    broken(  # all at once
+        rf"1 missing: {norm}; 1 not known: {extra}; {misshapen}",
+        lambda t: {key: t[key] for key in t if key != norm} | {extra: torch.ones(2), gone: torch.ones(3)},
+    )
+    broken(
+        r"hold both vocab_embed\.embedding and backbone\.vocab_embed\.embedding",
+        lambda t: {**t, "vocab_embed.embedding": torch.ones(13, 16)},
+    )
     file.write_bytes(file.read_bytes()[:500])
     with pytest.raises(DuelError, match=re.escape(f"Cannot read {file}")):
         denoisers.load(path, device="cpu")
     (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in MDLM.items() if k != "hidden_dim"}))
-    with pytest.raises(DuelError, match=r"config\.json of .* has no 'hidden_dim'"):
+    with pytest.raises(DuelError, match=r"config\.json of .* has no 'hidden_dim', which"):
+        denoisers.load(path, device="cpu")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mdlm", "vocab_size": 13, "n_heads": None}))
+    with pytest.raises(DuelError, match="has no 'hidden_dim', 'n_blocks', 'n_heads', 'model_length', which its family"):
         denoisers.load(path, device="cpu")
     (tmp_path / "config.json").write_text(json.dumps({**SEDD, "graph": {"type": "uniform"}}))
-    with pytest.raises(DuelError, match="uniform graph: without a mask state"):
+    with pytest.raises(DuelError, match=r"^This SEDD has a uniform graph: without a mask state"):
         denoisers.load(path, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "values", "words"),
+    [
+        ("bd3lm", "block_size", (0, -4, 3.5, True, "4", 4.0), "'block_size' is a whole number, at least 1; got"),
+        ("bd3lm", "causal", ("false", 0, 1), "'causal' is true or false; got"),
+        ("bd3lm", "cross_attn", ("false", 1), "'cross_attn' is true or false; got"),
+        ("bd3lm", "adaln", ("true", 1), "'adaln' is true or false; got"),
+        ("mdlm", "time_conditioning", ("false", 0), "'time_conditioning' is true or false; got"),
+        ("mdlm", "n_heads", ("2", 2.0, True, 0, [2]), "'n_heads' is a whole number, at least 1; got"),
+        ("mdlm", "cond_dim", (0, "8"), "'cond_dim' is a whole number, at least 1; got"),
+        ("sedd", "graph", ("absorb", ["absorb"]), "'graph' is an object of names and values; got"),
+        ("sedd", "model", ("small", 3), "'model' is an object of names and values; got"),
+        ("mdlm", "architectures", ("MDLM", [1]), "'architectures' is a list of names; got"),
+        ("mdlm", "auto_map", ("code", [1]), "'auto_map' is an object; got"),
+    ],
+)
+def test_entries_of_a_wrong_type(kind, key, values, words, tmp_path):
+    path, _ = write(tmp_path, kind)
+    for value in values:
+        (tmp_path / "config.json").write_text(json.dumps({**CONFIGS[kind], key: value}))
+        with pytest.raises(DuelError, match=re.escape(f"{words} {value!r}")):
+            denoisers.load(path, device="cpu")
+    null = {**CONFIGS["bd3lm"], "block_size": None, "causal": None, "adaln": None, "time_conditioning": None}
+    (tmp_path / "config.json").write_text(json.dumps(null))
+    if kind == "bd3lm":  # an entry that is null is one that is not there
+        assert denoisers.load(path, device="cpu").family == "mdlm"

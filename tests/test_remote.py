@@ -270,7 +270,15 @@ def test_weights_that_do_not_fill_the_network(tmp_path):
     with pytest.raises(DuelError, match=r"do not fill its own code: 1 not known: model\.extra\.weight"):
         load(path)
     path = write(tmp_path, DREAM, "DreamModel", {**full, gone: torch.ones(3)})
-    with pytest.raises(DuelError, match=f"do not fill its own code: .*{gone}.*3"):
+    with pytest.raises(
+        DuelError, match=rf"do not fill its own code: 1 of another shape: {gone} is \(3,\), not \(16,\)\."
+    ):
+        load(path)
+    wrong = {key: full[key] for key in full if key != head} | {"model.extra.weight": torch.ones(2), gone: torch.ones(3)}
+    path = write(tmp_path, DREAM, "DreamModel", wrong)
+    with pytest.raises(
+        DuelError, match=rf"1 missing: {head}; 1 not known: model.extra.weight; 1 of another shape: {gone}"
+    ):
         load(path)
 
 

@@ -69,9 +69,10 @@ def load(folder: str, config: dict[str, Any], asked: Asked, tokenizer: PreTraine
     row = row_length(folder, asked.max_length, length)
     # [MASK] as asked, else the tokenizer's (BERT's in LM1B), else the last column (GPT-2)
     mask_id = mask_of(asked, config, tokenizer, shape.vocab_size - 1, shape.vocab_size)
-    tokens = set(range(shape.vocab_size)) if tokenizer is None else set(tokenizer.get_vocab().values())
-    require_fit(tokens, mask_id, shape.vocab_size, folder)
+    if tokenizer is not None:
+        require_fit(set(tokenizer.get_vocab().values()), mask_id, shape.vocab_size, folder)
     network = _filled(shape, weights.read(folder), folder, "model.n_blocks" if family == "sedd" else "n_blocks")
+    tokens = set(range(shape.vocab_size)) if tokenizer is None else set(tokenizer.get_vocab().values())
     denoiser = kind(network.to(asked.device).eval(), family, row, folder, tokens, mask_id, block)
     denoiser.last_block = asked.last_block
     denoiser.bos = asked.bos or denoiser.bos

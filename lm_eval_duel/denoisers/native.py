@@ -62,7 +62,8 @@ def native_tensors(family: Family, tensors: Tensors, raw: Raw) -> tuple[Tensors,
             native = native_name(family, part)
             if native in found:
                 raise DuelError(
-                    f"The weights hold both {origin[native]} and {key}, which are one tensor of {family.name}."
+                    f"The weights hold both {origin[native]} and {key}, which are one tensor of the family "
+                    f"{family.name}."
                 )
             found[native], origin[native] = content, key
     return found, origin
