@@ -21,6 +21,7 @@ from lm_eval_duel.errors import DuelError, usage
 EARLY_TO_LATE = (54, 61, 67, 73, 79, 114, 185, 226)  # of the terminal's 256 colours: dark blue to yellow
 SURE_TO_SURPRISED = (255, 230, 228, 222, 215, 208, 202, 196)  # white to red
 MOST_NATS = 8.0  # the reddest
+NEEDED = ("ids", "starts", "steps", "nats", "values")
 PRINTS = """\
 Prints the document's windows: their log-likelihood and steps, then the text, each token coloured. Without colours (a
 pipe, NO_COLOR, --color never) each token is a line: position, block, step, nats, P1, margin, entropy.
@@ -138,7 +139,10 @@ def main(arguments: list[str]) -> None:
     records = _chosen(asked.trace, asked.task, asked.doc, asked.request)
     from lm_eval_duel import denoisers
 
-    tokenizer = denoisers.load_tokenizer({"tokenizer": asked.tokenizer or trace.law(asked.trace)["tokenizer"]})
+    name = asked.tokenizer or trace.law(asked.trace).get("tokenizer")
+    if not name:
+        raise DuelError(f"{asked.trace} does not say whose tokens it holds; name a folder or hub name: --tokenizer.")
+    tokenizer = denoisers.load_tokenizer({"tokenizer": name})
     free = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     coloured = free if asked.color == "auto" else asked.color == "always"
     print(show(records, tokenizer, asked.by, coloured, asked.rule))
@@ -173,16 +177,22 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def _chosen(path: str, task: str | None, doc: int, request: int) -> list[dict[str, Any]]:
     """The windows asked for; raises DuelError that says what there is."""
     records = trace.read(path)
+    if not records:
+        raise DuelError(f"{path} holds no window yet.")
     tasks = sorted({str(record.get("task")) for record in records})
     if task is None and len(tasks) > 1:
         raise DuelError(f"{path} holds the tasks {', '.join(tasks)}; name one with --task.")
     task = task or (tasks[0] if tasks else None)
-    docs = sorted({record["doc"] for record in records if str(record.get("task")) == task})
-    found = [r for r in records if str(r.get("task")) == task and r["doc"] == doc and (r["request"] or 0) == request]
+    of_task = [record for record in records if str(record.get("task")) == task]
+    docs = sorted({record["doc"] for record in of_task if record.get("doc") is not None})
+    found = [r for r in of_task if r.get("doc") == doc and (r.get("request") or 0) == request]
     if not found:
         there = (
             f"documents {docs[0]} to {docs[-1]} of task {task}" if docs else f"the tasks {', '.join(tasks) or 'none'}"
         )
         of = f"document {doc} of task {task}" + (f", request {request}" if request else "")
         raise DuelError(f"{path} has no {of}; it holds {there}.")
+    for record in found:
+        if missing := [name for name in NEEDED if name not in record]:
+            raise DuelError(f"A window of document {doc} in {path} has no {' and no '.join(missing)}; write it again.")
     return found
