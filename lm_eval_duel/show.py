@@ -22,6 +22,7 @@ EARLY_TO_LATE = (54, 61, 67, 73, 79, 114, 185, 226)  # of the terminal's 256 col
 SURE_TO_SURPRISED = (255, 230, 228, 222, 215, 208, 202, 196)  # white to red
 BOUNDS = ("elbo", "elbo_exact")
 MOST_NATS = 8.0  # the reddest
+NEEDED = ("ids", "starts", "steps", "nats", "values")
 PRINTS = """\
 Prints the document's windows: their log-likelihood and steps, then the text, each token coloured. Without colours (a
 pipe, NO_COLOR, --color never) each token is a line: position, block, step, nats, P1, margin, entropy.
@@ -148,7 +149,10 @@ def main(arguments: list[str]) -> None:
     records = _chosen(asked.trace, asked.task, asked.doc, asked.request)
     from lm_eval_duel import denoisers
 
-    tokenizer = denoisers.load_tokenizer({"tokenizer": asked.tokenizer or trace.law(asked.trace)["tokenizer"]})
+    name = asked.tokenizer or trace.law(asked.trace).get("tokenizer")
+    if not name:
+        raise DuelError(f"{asked.trace} does not say whose tokens it holds; name a folder or hub name: --tokenizer.")
+    tokenizer = denoisers.load_tokenizer({"tokenizer": name})
     free = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     coloured = free if asked.color == "auto" else asked.color == "always"
     try:
@@ -188,6 +192,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def _chosen(path: str, task: str | None, doc: int, request: int) -> list[dict[str, Any]]:
     """The windows asked for; raises DuelError that says what there is."""
     records = trace.read(path)
+    if not records:
+        raise DuelError(f"{path} holds no window yet.")
     tasks = sorted({str(record.get("task")) for record in records})
     if task is None and len(tasks) > 1:
         raise DuelError(f"{path} holds the tasks {', '.join(tasks)}; name one with --task.")
@@ -201,4 +207,7 @@ def _chosen(path: str, task: str | None, doc: int, request: int) -> list[dict[st
         )
         of = f"document {doc} of task {task}" + (f", request {request}" if request else "")
         raise DuelError(f"{path} has no {of}; it holds {there}.")
+    for record in found:
+        if missing := [name for name in NEEDED if name not in record]:
+            raise DuelError(f"A window of document {doc} in {path} has no {' and no '.join(missing)}; write it again.")
     return found

@@ -41,6 +41,7 @@ log = logging.getLogger("lm_eval.duel_mdm")
 FORMAT = 1
 BEGINNING = '{"duel_trace"'
 CHUNK = 1 << 16  # bytes
+NAMES = ("task", "doc", "request", "repeat")  # of what a window belongs to
 SHOWN = ("confidence", "margin", "entropy")
 REMEDY = "Name a file in a folder that can be written."
 IMPOSSIBLE = "a token has probability 0 under this law (as top_k and top_p make it), so the log-likelihood is -infinity"
@@ -180,7 +181,7 @@ def read(path: str | Path) -> list[dict[str, Any]]:
     found: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}  # of each request, by window
     for part in _parts(path):
         for line in _lines(part):
-            request = tuple(line.get(name) for name in ("task", "doc", "request", "repeat"))
+            request = tuple(line.get(name) for name in NAMES)
             if line.get("window") == 0:  # a request that was scored again is written whole
                 found[request] = {}
             found.setdefault(request, {})[line.get("window")] = line
@@ -221,6 +222,7 @@ def _header(path: Path) -> dict[str, Any]:
                 raise DuelError(
                     f"{path} is a trace of format {found['duel_trace']}; this release reads {FORMAT}. Write it again."
                 )
+            hash(found.get("fingerprint"))
         except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
             raise DuelError(f"{path} is no trace: its first line is no law. Name another file.") from None
     return found
@@ -253,6 +255,30 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
             if not line.endswith(b"\n"):
                 return
             try:
-                yield _infinite(json.loads(line))
-            except (TypeError, ValueError) as error:
+                found = json.loads(line)
+                found = _infinite(found) if isinstance(found, dict) else found
+            except (TypeError, ValueError) as error:  # no JSON, or no UTF-8
                 raise DuelError(f"{path}, line {number} is no window of a trace: {error}.") from None
+            if wrong := _wrong(found):
+                raise DuelError(f"{path}, line {number} is no window of a trace: {wrong}.")
+            yield found
+
+
+def _wrong(line: Any) -> str | None:
+    """What keeps a line from being a window, if anything."""
+    if not isinstance(line, dict):
+        return "it is no object"
+    for name, kinds in (("window", int), ("task", str | None), ("doc", int | None), ("request", int | None)):
+        if not isinstance(line.get(name), kinds):
+            return f"'{name}' is {line.get(name)!r}"
+    for name in ("ids", "starts", "steps", "nats", *SHOWN):
+        values = line.get(name, [])
+        kinds = int if name in ("ids", "starts", "steps") else int | float
+        if not isinstance(values, list) or not all(isinstance(value, kinds) for value in values):
+            return f"'{name}' is no list of numbers"
+        if name not in ("ids", "starts") and len(values) not in (0, len(line.get("ids", values))):
+            return f"'{name}' has {len(values)} values for {len(line['ids'])} tokens"
+    values = line.get("values", {})
+    if not isinstance(values, dict) or not all(isinstance(value, int | float) for value in values.values()):
+        return "'values' is no object of numbers"
+    return None
