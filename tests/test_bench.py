@@ -292,3 +292,11 @@ def test_keys_are_kept_for_the_blocks_before_only():
         algorithm2(KeptKeys, denoiser, Duel(denoiser).rule, BLOCK, "row", drawn(1, 24))
     assert {args[0].shape[1] for name, args, _ in recording.calls if name == "stream"} == {BLOCK}
     assert recording.forwards == 24 + 2
+
+
+def test_batch_size_is_spelled_as_lm_evals(capsys):
+    assert parse(["--batch_size", "3"]).batch_size == 3
+    assert "--batch_size" in parse(["--batch_size", "3"]).words()
+    with pytest.raises(SystemExit):
+        parse(["--batch-size", "3"])
+    assert "unrecognized arguments: --batch-size" in capsys.readouterr().err

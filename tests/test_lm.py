@@ -291,6 +291,22 @@ def test_an_estimator_says_what_it_does_not_read(folder, caplog):
     assert "estimator=elbo does not read rule and block" in caplog.text
 
 
+def test_the_log_of_a_run_states_bound_and_error(folder, caplog):
+    for samples in (16, 4):
+        lm = DuelMDM(pretrained=folder, device="cpu", estimator="elbo", mc_samples=samples)
+        lm.loglikelihood_rolling(ask("loglikelihood_rolling", ("a b c d e",), ("e d c b a",)), disable_tqdm=True)
+        caplog.clear()
+        with caplog.at_level("INFO", logger="lm_eval.duel_mdm"):
+            found = lm.get_model_info()["duel"]["tasks"]["toy"]
+        value = found["values"]["elbo"]
+        assert value["windows"] == found["windows"] == 2
+        if samples == 16:
+            assert f"ELBO (a bound) of toy: {value['nats']:.2f} +- {value['stderr']:.2f} nats, " in caplog.text
+            assert caplog.text.count(" +- ") == 2
+        else:
+            assert "Monte Carlo error not known" in caplog.text
+
+
 def test_equal_windows_have_one_monte_carlo_error(folder):
     """They have the same draws, so n of them have n times the error, not sqrt(n) times."""
     totals = []

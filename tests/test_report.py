@@ -860,6 +860,105 @@ def test_files_of_an_earlier_report_are_removed_and_no_others(tmp_path, no_figur
     }
 
 
+# ---------------------------------------------------------------- the Monte Carlo error of an ELBO
+
+
+def noisy(tmp_path, error, elbo=40.25, duel=41.91, ar=36.3, docs=False):
+    """An ELBO of so large a standard error, in perplexity, beside DUEL and AR."""
+    tokens = 1000
+
+    def nats(value):
+        return {"sotu": documents([-math.log(value) * tokens / 4 * share for share in (0.8, 0.9, 1.1, 1.2)], [250] * 4)}
+
+    def given(value):
+        return {"docs": nats(value)} if docs else {"tasks": per_token(["sotu"], [value])}
+
+    hf(tmp_path / "ar", **given(ar), **({} if docs else {"size": 3}))
+    file = ours(tmp_path / "results", estimator="elbo", law={"mc_samples": "16"}, **given(elbo))
+    told = {"stderr": None if error is None else error / elbo * tokens}
+    edit(file, lambda body: body["config"]["duel"]["tasks"]["sotu"]["values"]["elbo"].update(told))
+    ours(tmp_path / "results", **given(duel))
+
+
+def test_an_elbo_within_its_error_of_duel_is_not_distinguishable(tmp_path, no_figures):
+    noisy(tmp_path, 1.9)
+    found = run(tmp_path, "--as-published")
+    task = found["tasks"]["sotu"]
+    (row,) = [row for row in task["rows"] if row["rule"]]
+    assert row["gap_closed"] is None and row["distinguishable"] is False and row["best"]
+    assert row["gap_closed_reason"].startswith("not distinguishable: ELBO 40.25 +- 1.90 and DUEL 41.91")
+    (line,) = task["headlines"]
+    assert "the ELBO says <= 40.25 +- 1.90, not distinguishable from DUEL (within two standard errors)" in line
+    assert "%" not in line and "none of the gap" not in line
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert "<= 40.25 +- 1.90" in text and "**<=" not in text and "-42" not in text
+    gap, methods = ((tmp_path / "out" / f"{name}_sotu.tex").read_text() for name in ("gap", "methods"))
+    assert gap.splitlines()[1] == r"MDLM & $\leq$40.25 $\pm$ 1.90 & \textbf{41.91} & not distinguishable \\"
+    assert r"ELBO & --- & $\leq$40.25 $\pm$ 1.90 \\" in methods
+
+
+def test_an_elbo_within_its_error_of_the_ar_model_is_not_either(tmp_path, no_figures):
+    noisy(tmp_path, 2.5)
+    (row,) = [row for row in run(tmp_path, "--as-published")["tasks"]["sotu"]["rows"] if row["rule"]]
+    assert row["gap_closed"] is None
+    assert row["gap_closed_reason"].startswith("not distinguishable: ELBO 40.25 +- 2.50 and ARM 36.30")
+
+
+def test_an_elbo_of_unknown_error_says_so(tmp_path, no_figures):
+    noisy(tmp_path, None, duel=38.0)
+    file = next(f for f in (tmp_path / "results").rglob("results_*.json") if '"elbo"' in f.read_text())
+    edit(file, lambda body: body["config"]["law"].update(mc_samples="4"))
+    (line,) = run(tmp_path, "--as-published")["tasks"]["sotu"]["headlines"]
+    assert "<= 40.25 (Monte Carlo error not known (mc_samples=4; 8 or more have one))" in line
+    assert r"$\leq$40.25 $\pm$ ?" in (tmp_path / "out" / "gap_sotu.tex").read_text()
+
+
+def test_gap_closed_carries_the_monte_carlo_error_in_its_interval(tmp_path, no_figures):
+    widths = {}
+    for error in (0.01, 0.4):
+        noisy(tmp_path / str(error), error, duel=38.0, docs=True)
+        (row,) = [row for row in run(tmp_path / str(error))["tasks"]["sotu"]["rows"] if row["rule"]]
+        assert row["gap_closed"] == pytest.approx(100 * (40.25 - 38) / (40.25 - 36.3))
+        assert row["gap_closed_stderr"] == pytest.approx(100 * (38 - 36.3) / (40.25 - 36.3) ** 2 * error)
+        low, high = row["gap_closed_interval"]
+        assert low < row["gap_closed"] < high
+        widths[error] = high - low
+    assert widths[0.4] > 3 * 0.8 * 100 * (38 - 36.3) / (40.25 - 36.3) ** 2 * 0.4 > 2 * widths[0.01]
+
+
+def test_a_bootstrap_that_holds_the_monte_carlo_error_gets_no_more_of_it():
+    generator = np.random.default_rng(1)
+    hard, noise = generator.normal(3, 1, 500), generator.normal(0, 0.5, 500)
+    columns = np.stack([hard + noise, hard], 1)
+    rates = stats.resample(columns, draws=4000) / 500
+    error = 0.5 / math.sqrt(500)
+    spread = np.std(stats.with_error(rates, 0, error) - rates[:, 1])
+    assert spread == pytest.approx(error, rel=0.15)
+    few = stats.with_error(rates[:, [1, 1]], 0, error) - rates[:, 1]  # draws that know nothing of it
+    assert np.std(few) == pytest.approx(error, rel=0.05)
+
+
+def test_an_average_holds_the_tasks_that_cannot_be_told_from_0(tmp_path, no_figures):
+    values = {"a": (24.0, 22.0), "b": (24.0, 23.9)}
+    hf(tmp_path / "ar", per_token(values, [18.0, 18.0]))
+    ours(tmp_path / "results", per_token(values, [24.0, 24.0]), estimator="elbo")
+    ours(tmp_path / "results", per_token(values, [22.0, 23.9]))
+    (row,) = run(tmp_path, "--as-published")["averages"]
+    assert row["tasks"]["b"] is None and row["unclear"] == ["b"] and row["averaged"] == 2
+    assert row["average"] == pytest.approx((100 * 2 / 6 + 100 * 0.1 / 6) / 2)
+    assert "not distinguishable" in (tmp_path / "out" / "gap_closed.tex").read_text()
+
+
+def test_the_figure_has_the_error_as_a_bar_and_in_words(tmp_path):
+    pytest.importorskip("matplotlib")
+    noisy(tmp_path, 1.9)
+    (axes,) = figures.perplexity("sotu", run(tmp_path, "--as-published")["tasks"]["sotu"]).axes
+    assert "≤ 40.25 ± 1.90" in {text.get_text() for text in axes.texts}
+    bars = [list(line.get_xdata()) for line in axes.lines if line.get_linewidth() == 4]
+    assert bars == [[pytest.approx(40.25 - 3.8), pytest.approx(40.25 + 3.8)]]
+    assert not [t for t in axes.texts if t.get_text().startswith("≤") and t.get_weight() == "bold"]
+
+
 # ---------------------------------------------------------------- traces, figures, the command
 
 

@@ -461,6 +461,64 @@ def test_a_journal_drops_a_line_that_was_cut_off(tmp_path):
     assert store.Journal(tmp_path, "windows", {"law": 2}).lines == []
 
 
+def test_another_sweep_in_a_folder_has_files_of_its_own(places, tmp_path, capsys):
+    sweep(arguments(places, tmp_path, samples=""))
+    first = {name: (tmp_path / name).read_bytes() for name in ("sweep.md", "sweep.json", "sweep.png")}
+    sweep([*arguments(places, tmp_path, samples=""), "--rules", "greedy,margin"])
+    assert {name: (tmp_path / name).read_bytes() for name in first} == first
+    (other,) = tmp_path.glob("sweep_*.json")
+    found = json.loads(other.read_text())
+    assert found["files"] == [f"{other.stem}.md", other.name, f"{other.stem}.png"]
+    assert "margin:k=1" in (tmp_path / f"{other.stem}.md").read_text()
+    assert f"this one is {other.stem}.md" in capsys.readouterr().out
+    sweep([*arguments(places, tmp_path, samples=""), "--rules", "greedy,margin"])  # again: in its own place
+    assert list(tmp_path.glob("sweep_*.json")) == [other]
+    sweep(arguments(places, tmp_path, samples=""))
+    assert len(list(tmp_path.glob("sweep*.json"))) == 2
+
+
+def test_files_of_others_stay(tmp_path):
+    assert tables.name_of(tmp_path, "a1") == "sweep"
+    (tmp_path / "sweep.png").write_text("mine")
+    assert tables.name_of(tmp_path, "a1") == "sweep_a1"
+    for text in ("{}", "[", "[]", '{"configuration": "b2"}'):
+        (tmp_path / "sweep.json").write_text(text)
+        assert tables.name_of(tmp_path, "a1") == "sweep_a1"
+    (tmp_path / "sweep.json").write_text('{"configuration": "a1"}')
+    assert tables.name_of(tmp_path, "a1") == "sweep"
+
+
+def test_every_mean_has_its_standard_error(places, tmp_path):
+    sweep(arguments(places, tmp_path, "--elbo", "4"))
+    report, text = report_of(tmp_path), (tmp_path / "sweep.md").read_text()
+    for setting in report["settings"]:
+        said = setting["text"]
+        assert f"{said['perplexity']:.2f} +- {said['perplexity'] * said['stderr']:.2f}" in text
+        samples = setting["samples"]
+        assert f"{samples['entropy']:.3f} +- {samples['entropy_stderr']:.3f}" in text
+        assert samples["repetition_stderr"] is not None
+    assert "its Monte Carlo error is not known" in text  # of 4 draws
+
+
+def test_rankings_within_the_judges_error_are_no_ranking():
+    def setting(family, duel, generative, error):
+        judged = {"generative": {"perplexity": generative, "stderr": error}}
+        return {"family": family, "k": 1, "text": {"perplexity": duel}, "samples": judged}
+
+    (one,) = tables.rankings([setting("a", 20.0, 31.0, 0.1), setting("b", 21.0, 30.0, 0.1)])
+    assert one["same"] is None and one["close"] == [["b", "a"]]
+    assert "`b` ~ `a`" in tables.ranked([one]) and "not distinguishable" in tables.ranked([one])
+    (one,) = tables.rankings([setting("a", 20.0, 31.0, 0.001), setting("b", 21.0, 30.0, 0.001)])
+    assert one["same"] is False and one["close"] == []
+
+
+def test_what_is_kept_is_json_and_infinity_comes_back(tmp_path):
+    journal = store.Journal(tmp_path, "windows", {"law": 1})
+    journal.add({"window": 0, "rules": {"greedy": [-math.inf, 1, None]}, "text": "inf"})
+    json.loads(journal.path.read_text(), parse_constant=pytest.fail)
+    assert store.Journal(tmp_path, "windows", {"law": 1}).lines == journal.lines
+
+
 def test_names_families_and_caps():
     """A line of the figure is a rule, whatever its user typed; a k above the block is another name of the block's."""
     found = asked.settings("l2r,left_to_right,random:seed=3", "1,8,32", "0.5")

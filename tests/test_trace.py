@@ -7,7 +7,7 @@ import pytest
 import tiny
 from test_lm import ask
 
-from lm_eval_duel import trace
+from lm_eval_duel import show, trace
 from lm_eval_duel.__main__ import main
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.lm import DuelMDM
@@ -244,3 +244,15 @@ def test_a_character_of_several_tokens_stands_at_the_last():
 
 def test_json_of_a_trace_is_one_object_a_line(traced):
     assert all(isinstance(json.loads(line), dict) for line in traced.read_text().splitlines())
+
+
+def test_a_bound_is_shown_with_its_error_and_a_hopeless_window_is_shown():
+    record = {"task": "t", "doc": 0, "window": 0, "ids": [1, 2], "starts": [0], "steps": [], "nats": [-2.0, -2.0]}
+    text = show.show([record | {"values": {"elbo": -4.0}, "stderr": 0.5}], Letters(), "nats", False)
+    assert "elbo (a bound) -4.00 +- 0.50 nats, perplexity 7.39 +- 1.85" in text
+    assert "perplexity inf" in show.show([record | {"values": {"duel": -4000.0}}], Letters(), "nats", False)
+
+
+class Letters:
+    def decode(self, ids):
+        return "".join(chr(97 + n) for n in ids)

@@ -40,7 +40,8 @@ def elbo_of(duel: Row, found: Sequence[Row], as_published: bool = False) -> tupl
         return None, f"no ELBO of the same law: {'; '.join(other.values())}"
 
     def worth(n: int) -> tuple:
-        return not found[n].eps, found[n].estimator == "elbo", int(found[n].run.law.get("mc_samples", 1))
+        draws = found[n].run.law.get("mc_samples", "")
+        return not found[n].eps, found[n].estimator == "elbo", float(draws) if draws not in ("", "none") else 1.0
 
     if same:
         return max(same, key=worth), ""

@@ -106,7 +106,7 @@ class Traces:
         for path in [*self.named, *own, *(run.file.parent / path.name for path in own)]:
             try:
                 header = self.law(path)
-            except DuelError:
+            except (DuelError, OSError, ValueError):  # ValueError: what is no name of a file
                 continue
             if header.get("fingerprint", "") == run.fingerprint or _same_law(law_of(header), run.law):
                 return path
@@ -115,7 +115,10 @@ class Traces:
     def load(self, path: Path) -> list[Mapping[str, Any]]:
         """Window records of a file."""
         if path not in self.records:
-            self.records[path] = [_checked(path, record) for record in self.read(path)]
+            try:
+                self.records[path] = [_checked(path, record) for record in self.read(path)]
+            except (AttributeError, KeyError, TypeError) as error:
+                raise DuelError(f"The trace {path} is damaged: a line is no window ({error!r}).") from None
         return self.records[path]
 
     def documents(self, path: Path) -> dict[str, dict[str, dict[int, float]]]:

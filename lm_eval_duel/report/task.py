@@ -60,10 +60,17 @@ def task(file: Path, found: Fields, values: Fields, name: str) -> Task:
     if not metrics:
         return task
     when = WRITTEN.search(file.stem)  # --output_path may be a folder, or a file whose name stands before the date
-    logged = file.with_name(f"samples_{name}_{when[0] if when else file.stem.removeprefix('results_')}.jsonl")
-    if not logged.is_file():
+    logged = file.parent / f"samples_{name}_{when[0] if when else file.stem.removeprefix('results_')}.jsonl"
+    if not _there(logged):
         return dataclasses.replace(task, missing=f"no samples of {name} beside it (run lm_eval with --log_samples)")
     return dataclasses.replace(task, documents=samples.documents(logged, rolling))
+
+
+def _there(file: Path) -> bool:
+    try:
+        return file.is_file()
+    except (OSError, ValueError):  # a task's name that is no name of a file
+        return False
 
 
 def _metrics(values: Fields) -> dict[str, float]:

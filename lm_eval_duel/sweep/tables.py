@@ -33,7 +33,7 @@ def write(report: dict[str, Any], folder: Path) -> None:
     """
     stem = name_of(folder, report["configuration"])
     if stem != "sweep":
-        report["notes"] = [*report["notes"], f"sweep.* in this folder is another sweep's: this one is {stem}.*."]
+        report["notes"] = [*report["notes"], f"sweep.md in this folder is another sweep's: this one is {stem}.md."]
     report["rankings"] = rankings(report["settings"])
     report["folder"], report["files"] = str(folder), [f"{stem}.md", f"{stem}.json"]
     if available():
