@@ -8,7 +8,7 @@ point `lm_eval.models` instead; a name that is already there is left alone.
 
 import sys
 
-MODELS = {"duel-mdm": "lm_eval_duel.lm:DuelMDM"}
+MODELS = {"duel-mdm": "lm_eval_duel.harness.lm:DuelMDM"}
 AWAITED = "lm_eval.models"
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import own
 import pytest
-import test_backbone
+import test_decoder
 import test_dit
 import test_lm
 import tiny
@@ -25,10 +25,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import lm_eval_duel
-from lm_eval_duel.duel import Duel
+from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.lm import DuelMDM
-from lm_eval_duel.windows import Window
+from lm_eval_duel.estimators.duel import Duel
+from lm_eval_duel.harness.lm import DuelMDM
 
 TESTS = Path(__file__).resolve().parent
 README = (TESTS.parent / "README.md").read_text(encoding="utf-8")
@@ -49,7 +49,7 @@ def dit(folder, kind):
 
 
 def backbone(folder, name):
-    return test_backbone.write(folder, test_backbone.CASES[name])[0]
+    return test_decoder.write(folder, test_decoder.CASES[name])[0]
 
 
 TRUSTED = {"backend": "remote", "trust_remote_code": True}
@@ -451,7 +451,7 @@ for name in ("getaddrinfo", "gethostbyname", "create_connection"):
 
 from lm_eval.api.instance import Instance
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.lm import DuelMDM
+from lm_eval_duel.harness.lm import DuelMDM
 
 lm = DuelMDM(device="cpu")
 (value,) = lm.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, ("a b",), 0)], disable_tqdm=True)

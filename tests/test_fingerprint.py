@@ -17,17 +17,18 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from toys import Toy
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from lm_eval_duel import denoisers, fingerprint, rules, tasks, token_text
-from lm_eval_duel.denoisers.guided import Guided
-from lm_eval_duel.denoisers.tempered import Tempered
-from lm_eval_duel.duel import Duel
-from lm_eval_duel.elbo import Elbo
+from lm_eval_duel import denoisers, fingerprint, rules, tasks
+from lm_eval_duel.denoisers.wrappers.guidance import Guided
+from lm_eval_duel.denoisers.wrappers.warpers import Tempered
+from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.generation import Settings
-from lm_eval_duel.lm import DuelMDM
+from lm_eval_duel.estimators.duel import Duel
+from lm_eval_duel.estimators.elbo import Elbo
+from lm_eval_duel.harness.generation import Settings
+from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.options import Options
 from lm_eval_duel.rules import RULES
-from lm_eval_duel.windows import Window
+from lm_eval_duel.tasks import token_text
 
 # ---------------------------------------------------------------- model args
 

@@ -25,14 +25,15 @@ from lm_eval._cli.utils import MergeDictAction
 from lm_eval.utils import simple_parse_args_string
 from toys import BlockCausal, Causal, Rotary, RotaryBlocks, Toy
 
-from lm_eval_duel import denoisers, lanes, rules
+from lm_eval_duel import denoisers, rules
 from lm_eval_duel.denoisers import block_causal, predictions
-from lm_eval_duel.duel import Duel, Exact
+from lm_eval_duel.engine import lanes
+from lm_eval_duel.engine.lanes import blocks, groups
+from lm_eval_duel.engine.windows import Window, conditional, independent, of_row
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.lanes import blocks, groups
+from lm_eval_duel.estimators.duel import Duel, Exact
+from lm_eval_duel.harness.text import Text
 from lm_eval_duel.options import CHOICES, DTYPES, ELBO_FORMS, ESTIMATORS, GRIDS, WINDOWS, Options
-from lm_eval_duel.text import Text
-from lm_eval_duel.windows import Window, conditional, independent, of_row
 
 # ---------------------------------------------------------------- texts of rules
 

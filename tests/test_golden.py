@@ -9,7 +9,7 @@ import math
 import pytest
 from test_cli import agrees, evaluate
 
-from lm_eval_duel import trace
+from lm_eval_duel.harness import trace
 
 WEIGHTS = "14c7e55bb872"
 BLOCK_WEIGHTS = "7263960f1d9d"

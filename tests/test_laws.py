@@ -11,10 +11,10 @@ from toys import BlockCausal, Causal, Joint, Leaky, Rotary, Small, Toy
 
 from lm_eval_duel import rules
 from lm_eval_duel.denoisers import block_causal, predictions
-from lm_eval_duel.duel import Duel
+from lm_eval_duel.engine.lanes import Lanes
+from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError, RuleStalled
-from lm_eval_duel.lanes import Lanes
-from lm_eval_duel.windows import Window
+from lm_eval_duel.estimators.duel import Duel
 
 RULES = [
     "left_to_right:k=1",

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from lm_eval_duel import rules
-from lm_eval_duel.denoisers.asked import Asked
+from lm_eval_duel.denoisers.load_options import Asked
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.options import Options
 

@@ -39,7 +39,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from lm_eval_duel.denoisers.dit import DiT, DiTConfig
+from lm_eval_duel.denoisers.dit.network import DiT, DiTConfig
 
 ROW = 128  # tokens in a full training row, and the longest row of the model
 BLOCK = 4  # of block diffusion; its longest row has one more block, for <|endoftext|>

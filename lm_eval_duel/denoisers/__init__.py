@@ -14,20 +14,17 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.demo import resolve
-from lm_eval_duel.denoisers import (
-    backbone_load,
-    causal,
-    dit_load,
-    families,
-    hub,
-    huggingface,
-    remote,
-    special_tokens,
-)
-from lm_eval_duel.denoisers.asked import Asked
+from lm_eval_duel.denoisers import hub, special_tokens
 from lm_eval_duel.denoisers.base import Denoiser
-from lm_eval_duel.denoisers.guided import Guided
-from lm_eval_duel.denoisers.tempered import Tempered
+from lm_eval_duel.denoisers.dit import checkpoint as dit_load
+from lm_eval_duel.denoisers.hf import causal_lm as causal
+from lm_eval_duel.denoisers.hf import decoder_checkpoint as backbone_load
+from lm_eval_duel.denoisers.hf import families
+from lm_eval_duel.denoisers.hf import masked_lm as huggingface
+from lm_eval_duel.denoisers.hf import remote_code as remote
+from lm_eval_duel.denoisers.load_options import Asked
+from lm_eval_duel.denoisers.wrappers.guidance import Guided
+from lm_eval_duel.denoisers.wrappers.warpers import Tempered
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.options import BUNDLED, checkpoint_name, tokenizer_source
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 
 from lm_eval_duel.denoisers.predictions import Predictions
+from lm_eval_duel.engine.lanes import Lanes, Rows
 from lm_eval_duel.hashing import hashed
-from lm_eval_duel.lanes import Lanes, Rows
 
 KeysValues = tuple[torch.Tensor, torch.Tensor]  # of one layer, (N, H, K, D / H) each
 

@@ -19,9 +19,9 @@ from __future__ import annotations
 import torch
 
 from lm_eval_duel.denoisers.base import Cells, Denoiser, KeysValues, View, distinct, hidden_cells, take
-from lm_eval_duel.denoisers.side_by_side import Call
+from lm_eval_duel.denoisers.block_packing import Call
+from lm_eval_duel.engine.lanes import Lanes, Rows
 from lm_eval_duel.hashing import hashed
-from lm_eval_duel.lanes import Lanes, Rows
 
 STRETCH = 256  # columns of a window whose blocks are evaluated together
 CLEAN = 512  # columns of clean blocks that are evaluated together: a later piece reads the keys of an earlier one

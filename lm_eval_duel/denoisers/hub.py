@@ -17,8 +17,8 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBas
 from transformers.utils import cached_file
 
 from lm_eval_duel.demo import NAMES
-from lm_eval_duel.denoisers.asked import Asked
-from lm_eval_duel.denoisers.families import NAMED
+from lm_eval_duel.denoisers.hf.families import NAMED
+from lm_eval_duel.denoisers.load_options import Asked
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.options import DTYPES
 

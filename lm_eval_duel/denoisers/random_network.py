@@ -13,14 +13,14 @@ import math
 import torch
 import transformers
 
-from lm_eval_duel.denoisers import probes
-from lm_eval_duel.denoisers.asked import Asked
-from lm_eval_duel.denoisers.backbone import Backbone
+from lm_eval_duel.denoisers import self_tests as probes
 from lm_eval_duel.denoisers.base import Denoiser
-from lm_eval_duel.denoisers.dit import DiT, DiTConfig
-from lm_eval_duel.denoisers.dit_denoiser import DiTDenoiser
-from lm_eval_duel.denoisers.families import NAMED
-from lm_eval_duel.denoisers.native import native_config
+from lm_eval_duel.denoisers.dit.denoiser import DiTDenoiser
+from lm_eval_duel.denoisers.dit.network import DiT, DiTConfig
+from lm_eval_duel.denoisers.hf.decoder import Backbone
+from lm_eval_duel.denoisers.hf.families import NAMED
+from lm_eval_duel.denoisers.hf.native import native_config
+from lm_eval_duel.denoisers.load_options import Asked
 from lm_eval_duel.errors import DuelError, unknown
 
 PREFIX = "random:"

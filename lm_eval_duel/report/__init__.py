@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lm_eval_duel import trace
 from lm_eval_duel.command_line import Parser, folder_to_write
 from lm_eval_duel.errors import DuelError, usage
+from lm_eval_duel.harness import trace
 from lm_eval_duel.report import (
     accuracy,
     build,

@@ -92,7 +92,7 @@ class Traces:
     """The trace files that were named or that results name, each read once."""
 
     def __init__(self, named: Sequence[str | Path]):
-        from lm_eval_duel import trace
+        from lm_eval_duel.harness import trace
 
         self.read, self.law = trace.read, trace.law
         self.named = [Path(place).resolve() for place in named]

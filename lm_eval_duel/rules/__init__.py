@@ -17,7 +17,7 @@ from typing import Any
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.rules.adaptive import EntropyBound, Klass, Threshold
 from lm_eval_duel.rules.base import Decision, Rule, certain, kind_of, rank
-from lm_eval_duel.rules.orders import LeftToRight, Random, RightToLeft
+from lm_eval_duel.rules.fixed import LeftToRight, Random, RightToLeft
 from lm_eval_duel.rules.scores import Entropy, Greedy, LogMargin, Margin
 
 __all__ = [

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lm_eval_duel.sweep.asked import parse
+from lm_eval_duel.sweep.arguments import parse
 
 STOPPED = 130  # as a shell says of a program that was interrupted
 

@@ -6,11 +6,11 @@ import dataclasses
 import difflib
 from typing import Any
 
+from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.harness.text import Text
 from lm_eval_duel.options import TOKENS
 from lm_eval_duel.tasks import task_folder
-from lm_eval_duel.text import Text
-from lm_eval_duel.windows import Window
 
 UNITS = {"bits_per_byte": "bytes", "byte_perplexity": "bytes", "word_perplexity": "words"}
 

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import torch
 
 from lm_eval_duel import denoisers
-from lm_eval_duel.duel import Exact
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators.duel import Exact
 from lm_eval_duel.fingerprint import digest
-from lm_eval_duel.sweep.asked import MISSING_MAUVE
-from lm_eval_duel.text import Text
+from lm_eval_duel.harness.text import Text
+from lm_eval_duel.sweep.arguments import MISSING_MAUVE
 
 log = logging.getLogger("lm_eval.duel_mdm")
 

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from lm_eval_duel import rules
-from lm_eval_duel.duel import Duel
-from lm_eval_duel.elbo import Elbo
-from lm_eval_duel.ledger import Scored
+from lm_eval_duel.engine.results import Scored
+from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.estimators.duel import Duel
+from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.sweep import store
 from lm_eval_duel.sweep.shared import Followed, Several, Shared
-from lm_eval_duel.windows import Window
 
 if TYPE_CHECKING:
-    from lm_eval_duel.lm import DuelMDM
+    from lm_eval_duel.harness.lm import DuelMDM
 
 
 @dataclasses.dataclass(frozen=True)

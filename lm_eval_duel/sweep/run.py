@@ -11,18 +11,18 @@ from typing import Any
 
 from lm_eval_duel import fingerprint
 from lm_eval_duel.command_line import key_values
-from lm_eval_duel.cost import Total
-from lm_eval_duel.duel import Duel
-from lm_eval_duel.elbo import Elbo
+from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimator import Value
-from lm_eval_duel.lm import DuelMDM
+from lm_eval_duel.estimators.base import Value
+from lm_eval_duel.estimators.duel import Duel
+from lm_eval_duel.estimators.elbo import Elbo
+from lm_eval_duel.harness.lm import DuelMDM
+from lm_eval_duel.harness.run_stats import Total
 from lm_eval_duel.options import BUNDLED
 from lm_eval_duel.sweep import corpus, judges, metrics, store
-from lm_eval_duel.sweep.asked import Setting, cap, capped
+from lm_eval_duel.sweep.arguments import Setting, cap, capped
 from lm_eval_duel.sweep.measure import Measuring, Sample
 from lm_eval_duel.sweep.shared import Followed
-from lm_eval_duel.windows import Window
 
 VERSION = 1  # raised when a release changes a figure of a setting
 

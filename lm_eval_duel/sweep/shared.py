@@ -18,11 +18,11 @@ import torch
 from lm_eval_duel import rules
 from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.denoisers.predictions import Predictions
-from lm_eval_duel.estimator import All, Estimator, Finished, Opened, Value
-from lm_eval_duel.lanes import Lanes, Queue
-from lm_eval_duel.law import check_rule
-from lm_eval_duel.ledger import CLOSE, Scored
-from lm_eval_duel.reveal import decide
+from lm_eval_duel.engine.lanes import Lanes, Queue
+from lm_eval_duel.engine.results import CLOSE, Scored
+from lm_eval_duel.engine.reveal import decide
+from lm_eval_duel.estimators.base import All, Estimator, Finished, Opened, Value
+from lm_eval_duel.estimators.checks import check_rule
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.fingerprint import digest
-from lm_eval_duel.windows import Window
 
 
 class Journal:

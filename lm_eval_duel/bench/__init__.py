@@ -1,0 +1,16 @@
+"""`lm-eval-duel bench`: how fast, and in how much memory, against Algorithm 2 as printed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lm_eval_duel.bench.options import parse
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measure and print: `lm-eval-duel bench`."""
+    settings = parse(arguments)
+    # torch is imported once the arguments are known to be good
+    from lm_eval_duel.bench.run import run
+
+    run(settings)

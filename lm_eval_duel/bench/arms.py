@@ -1,0 +1,250 @@
+"""What `bench` measures: a network, a law, windows, and the ways to score them, with their time and memory."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import inspect
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lm_eval_duel import denoisers
+from lm_eval_duel.bench.options import Settings
+from lm_eval_duel.bench.textbook import KeptKeys, Loop, WholeRow, algorithm2, check
+from lm_eval_duel.denoisers import random_network
+from lm_eval_duel.denoisers import self_tests as probes
+from lm_eval_duel.denoisers.base import Denoiser
+from lm_eval_duel.denoisers.hub import pick_device
+from lm_eval_duel.engine.results import Scored
+from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators.checks import DEFAULT_BLOCK
+from lm_eval_duel.estimators.duel import Duel
+
+LOOPS = {"textbook": WholeRow, "textbook_kv": KeptKeys}
+FEW = 2  # steps of the textbook loop that its memory is measured on: every step takes the same
+
+
+class Bench:
+    """A network, a law and windows, and the arms on them."""
+
+    def __init__(self, settings: Settings):
+        self.settings = settings
+        self.denoiser = _load(settings)
+        self.windows = _windows(self.denoiser, settings)
+        check(self.denoiser, self.windows)
+        said = {"auto": _block(settings) if _made(settings) else "auto", "none": None}
+        block = said.get(settings.block, settings.positions)
+        self.duel = Duel(self.denoiser, settings.rule_text, block, batch_size=settings.batch_size)
+
+    @property
+    def loops(self) -> list[str]:
+        """The textbook loops that this network has."""
+        return [name for name in LOOPS if name == "textbook" or self.denoiser.attention == "block_causal"]
+
+    def loop(self, name: str, windows: Sequence[Window] | None = None, most: int | None = None) -> Loop:
+        """A textbook loop over the windows, or over others; `most` steps at most."""
+        duel = self.duel
+        return algorithm2(
+            LOOPS[name], self.denoiser, duel.rule, duel.block, duel.grid, windows or self.windows, most=most
+        )
+
+    def record(self) -> tuple[Recording, list[Scored]]:
+        """The network calls of one run of ours, and its results."""
+        recording, before = Recording(self.denoiser), self.duel.counts.forwards
+        with recording.record():
+            scored = self.duel.log_prob(self.windows)
+        made = self.duel.counts.forwards - before
+        if recording.forwards != made:
+            raise DuelError(f"The recording holds {recording.forwards} network calls, but ours counted {made}.")
+        return recording, scored
+
+    def seconds(self, run: Callable[[], Any]) -> tuple[float, Any]:
+        """How long a run takes, and what it returns."""
+        self._wait()
+        began = time.perf_counter()
+        result = run()
+        self._wait()
+        return time.perf_counter() - began, result
+
+    def _wait(self) -> None:
+        if self.denoiser.device.type == "cuda":
+            torch.cuda.synchronize(self.denoiser.device)
+
+    def steps(self, scored: Sequence[Scored]) -> int:
+        """Steps of the textbook loop: in each block as many as its slowest window takes."""
+        width = self.duel.block or self.settings.length
+        offset = len(self.windows[0].context) if self.duel.grid == "row" else 0
+        slowest: dict[int, int] = {}
+        for result in scored:
+            for n, step in enumerate(result.steps):
+                number = (n + offset) // width
+                slowest[number] = max(slowest.get(number, 0), step + 1)
+        return sum(slowest.values())
+
+    def cut(self, seconds: float) -> list[Window]:
+        """The first --compare_windows, shortened so that the textbook loop takes about `seconds` for them."""
+        windows, block = self.windows[: self.settings.compare_windows], self.duel.block or 1
+        count = len(windows[0].target)
+        while count > block:
+            one, _ = self.seconds(partial(self.loop, "textbook", windows, 1))
+            if one * count <= seconds:
+                break
+            count = max(block, count // 2 // block * block)
+            windows = [Window(window.context, window.target[:count]) for window in windows]
+        return windows
+
+    # ------------------------------------------------------------ memory
+
+    def peak_bytes(self, arm: str) -> int:
+        """What an arm takes at its peak beyond what is there after a small warm-up; on a CPU in a fresh process."""
+        device = self.denoiser.device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device)
+            self._once(arm)
+            return torch.cuda.max_memory_allocated(device) - before
+        words = dataclasses.replace(self.settings, json=None, peak_of=arm).words()
+        command = [sys.executable, "-m", "lm_eval_duel", "bench", *words]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            reason = (done.stderr.strip().splitlines() or [f"It ended with code {done.returncode}."])[-1]
+            raise DuelError(f"Measuring the memory of {arm} failed; --no_memory leaves it out. {reason}")
+        return int(done.stdout.split()[-1])
+
+    def own_peak_bytes(self, arm: str) -> int:
+        """The same of this process, which has done nothing else."""
+        window = self.windows[0]
+        self._once(arm, [Window(window.context, window.target[: self.duel.block or 1])])
+        with contextlib.suppress(AttributeError, OSError):
+            ctypes.CDLL(None).malloc_trim(0)  # what the warm-up freed and the process kept would hide as much later
+        before = _resident("VmRSS")
+        try:
+            Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from here
+        except OSError:
+            self._once(arm)
+            return max(0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before)
+        self._once(arm)
+        return _resident("VmHWM") - before
+
+    def _once(self, arm: str, windows: Sequence[Window] | None = None) -> None:
+        if arm in LOOPS:
+            self.loop(arm, windows, FEW if arm == "textbook" else None)
+        else:
+            self.duel.log_prob(windows or self.windows)
+
+
+def _resident(key: str) -> int:
+    """Bytes of a line of /proc/self/status."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
+
+
+def _made(settings: Settings) -> bool:
+    return settings.pretrained.startswith(random_network.PREFIX)
+
+
+def _block(settings: Settings) -> int:
+    """The block that a random network is trained on."""
+    return settings.positions or DEFAULT_BLOCK
+
+
+def _load(settings: Settings) -> Denoiser:
+    if not _made(settings):
+        return denoisers.load(settings.pretrained, device=settings.device, dtype=settings.dtype)
+    sizes = {name: getattr(settings, name) for name in ("length", "layers", "width", "vocab", "seed", "dtype")}
+    device = pick_device(settings.device)
+    least, there = random_network.least_bytes(settings.pretrained, **sizes), _memory(device)
+    if least > there:
+        raise DuelError(
+            f"{settings.pretrained} of this size takes {least / 2**30:,.0f} GiB or more, and {device} has "
+            f"{there / 2**30:,.0f}; lower --layers, --width or --vocab."
+        )
+    return random_network.make(settings.pretrained, device, block=_block(settings), **sizes)
+
+
+def _memory(device: torch.device) -> int:
+    """All the bytes that a device has."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _windows(denoiser: Denoiser, settings: Settings) -> list[Window]:
+    """Windows of random tokens; one is given first where the network predicts from the token before."""
+    if settings.length > denoiser.max_length:
+        raise DuelError(f"{settings.pretrained} holds {denoiser.max_length} positions: pass --length of at most that.")
+    if settings.length <= denoiser.shift:
+        raise DuelError(f"{settings.pretrained} needs a given first token: pass --length of 2 or more.")
+    rows = probes.tokens(denoiser, settings.length, settings.windows, settings.seed).tolist()
+    given = denoiser.shift
+    return [Window(tuple(row[:given]), tuple(row[given:])) for row in rows]
+
+
+class Recording:
+    """The network calls of a run (`features`, `stream`, `head`), to be made again without anything around them."""
+
+    NAMES = ("features", "stream", "head")
+
+    def __init__(self, denoiser: Denoiser):
+        self.denoiser = denoiser
+        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        self.forwards = self.rows = self.tokens = 0
+        self._inside = False
+
+    @contextlib.contextmanager
+    def record(self) -> Iterator[None]:
+        """Record the calls made inside."""
+        for name in self.NAMES:
+            setattr(self.denoiser, name, self._recorder(name, getattr(self.denoiser, name)))
+        try:
+            yield
+        finally:
+            for name in self.NAMES:
+                delattr(self.denoiser, name)  # the class's own are back
+
+    def _recorder(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(method)
+
+        def recorder(*args: Any, **kwargs: Any) -> Any:
+            if not self._inside:
+                bound = signature.bind(*args, **kwargs)
+                # past is large and only read: what is in it does not matter for the time
+                for key, value in bound.arguments.items():
+                    if key != "past":
+                        bound.arguments[key] = _copy(value)
+                self.calls.append((name, bound.args, bound.kwargs))
+                if name != "head":
+                    self.forwards += 1
+                    self.rows += len(args[0])
+                    self.tokens += args[0].numel()
+            outer, self._inside = self._inside, True
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self._inside = outer
+
+        return recorder
+
+    @torch.inference_mode()
+    def replay(self, most: int | None = None) -> None:
+        """The same calls again, in order; the first `most` of them."""
+        for name, args, kwargs in self.calls[:most]:
+            getattr(self.denoiser, name)(*args, **kwargs)
+
+
+def _copy(value: Any) -> Any:
+    """A copy of a tensor, or of those in a tuple or list; anything else as it is."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    return type(value)(map(_copy, value)) if type(value) in (tuple, list) else value

@@ -1,0 +1,241 @@
+"""What `bench` measures against: Algorithm 2 of the paper as printed.
+
+As printed means what the authors' code does: all windows together, block after block, the LM head and a float32
+log-softmax over the whole (R, L, V) tensor at every step. `KeptKeys` is the same with keys and values of clean blocks
+kept, for block-causal networks.
+
+Shapes: N windows, L row length, T target positions, R lanes, W block width, B trained block, C hidden cells,
+D features, V tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+
+from lm_eval_duel import rules
+from lm_eval_duel.denoisers.base import Denoiser, KeysValues
+from lm_eval_duel.engine.lanes import Lanes, Rows, blocks
+from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.errors import DuelError
+
+SATURATED = -0.1  # log P1 above which 1 - P1 is summed from the others: float32 cancels there
+
+
+class Whole:
+    """The statistics that rules read (see `denoisers.predictions`), from log-probabilities of whole blocks."""
+
+    def __init__(self, log_p: torch.Tensor, hidden: torch.Tensor, blank: torch.Tensor):
+        self.log_p = log_p  # (R, W, V)
+        self.hidden = hidden  # (R, W) bool
+        self.blank = blank  # (R,) bool
+
+    @cached_property
+    def _first(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.log_p.max(2)  # (R, W) each
+
+    @property
+    def argmax(self) -> torch.Tensor:
+        return self._first[1]
+
+    @cached_property
+    def confidence(self) -> torch.Tensor:
+        first, token = self._first
+        others = torch.log(-torch.expm1(first))  # (R, W)
+        sure = first > SATURATED  # (R, W)
+        if sure.any():
+            rest = self.log_p[sure].scatter(1, token[sure][:, None], -math.inf)  # (c, V)
+            others[sure] = rest.logsumexp(1)
+        return first - others
+
+    @cached_property
+    def log_margin(self) -> torch.Tensor:
+        two = self.log_p.topk(2, dim=2).values  # (R, W, 2)
+        return two[..., 0] - two[..., 1]
+
+    @property
+    def margin(self) -> torch.Tensor:
+        return self.confidence.double().sigmoid() * -torch.expm1(-self.log_margin.double())
+
+    @cached_property
+    def entropy(self) -> torch.Tensor:
+        return torch.special.entr(self.log_p.exp()).sum(2)  # (R, W)
+
+    def log_prob(self, tokens: torch.Tensor) -> torch.Tensor:
+        """log p of `tokens` (R, W) in nats, float64 (R, W)."""
+        return self.log_p.gather(2, tokens[..., None])[..., 0].double()
+
+    def dense(self) -> torch.Tensor:
+        return self.log_p[self.hidden]  # (C, V)
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """What a textbook loop found; NaN and -1 where it was stopped before."""
+
+    nats: torch.Tensor  # (N, T) float64
+    steps: torch.Tensor  # (N, T)
+    forwards: int
+    rows: int
+    evaluations: int  # rule steps, summed over windows
+
+
+class WholeRow:
+    """Every step shows the network the whole row: earlier blocks, the block as revealed so far, [MASK]."""
+
+    def __init__(self, denoiser: Denoiser, rows: Rows, block: int | None):
+        self.denoiser = denoiser
+        self.forwards = self.rows = 0
+        self.excluded = denoiser.excluded.nonzero()[:, 0]
+        length = rows.ids.shape[1]
+        causal = denoiser.attention == "block_causal"
+        if causal and denoiser.last_block == "fill":
+            length += -length % block
+        self.truth = rows.ids
+        self.ids = torch.where(rows.given, rows.ids, denoiser.mask_id)  # (N, L)
+        self.ids = torch.nn.functional.pad(self.ids, (0, length - self.ids.shape[1]), value=denoiser.mask_id)
+        self.positions = torch.arange(length, device=rows.ids.device)  # (L,)
+        of_block = self.positions // (block or length)  # (L,)
+        self.seen = of_block[:, None] >= of_block if causal else None  # (L, L)
+
+    def log_p(self, lanes: Lanes) -> torch.Tensor:
+        """The log-probabilities of one block of each lane's row, (R, W, V)."""
+        ids = self.ids[lanes.row]  # (R, L)
+        if self.seen is None:
+            features = self.denoiser.features(ids, None)  # (R, L, D)
+        else:
+            places, seen = self.positions.expand_as(ids), self.seen.expand(len(ids), -1, -1)
+            features = self.denoiser.stream(ids, places, seen, None)[0]  # (R, L, D)
+        self.forwards += 1
+        self.rows += len(ids)
+        begin = int(lanes.start[0]) - self.denoiser.shift
+        if begin < 0:  # the first cell is given: what is predicted there is never read
+            features, begin = torch.cat([features[:, :1], features], dim=1), 0  # (R, 1 + L, D)
+        return self.log_softmax(features)[:, begin : begin + lanes.hidden.shape[1]]
+
+    def log_softmax(self, features: torch.Tensor) -> torch.Tensor:
+        """Log-probabilities (R, Q, V) of features (R, Q, D), float32 or better, none on columns that are no tokens."""
+        logits = self.denoiser.head(features.flatten(0, 1)).unflatten(0, features.shape[:2])  # (R, Q, V)
+        if logits.dtype != torch.float64:
+            logits = logits.float()
+        return logits.index_fill_(2, self.excluded, -math.inf).log_softmax(2)
+
+    def reveal(self, lanes: Lanes, pick: torch.Tensor) -> None:
+        """Show the truth at `pick` (R, W)."""
+        lane, cell = pick.nonzero().unbind(1)
+        row, column = lanes.row[lane], lanes.start[lane] + cell  # (c,)
+        self.ids[row, column] = self.truth[row, column]
+
+    def finish(self, start: int) -> None:
+        """The block that begins at column `start` is revealed in every row."""
+
+
+class KeptKeys(WholeRow):
+    """Every step shows a block-causal network the current block alone, against kept keys of the blocks before."""
+
+    def __init__(self, denoiser: Denoiser, rows: Rows, block: int):
+        super().__init__(denoiser, rows, block)
+        self.block = block
+        self.held: list[KeysValues] = []  # of each layer, (N, H, L, D / H) each
+        self.edge: torch.Tensor | None = None  # (N, 1, D) features of the last clean column
+        for start in range(0, int(rows.origin[0]) // block * block, block):
+            self.finish(start)
+
+    def log_p(self, lanes: Lanes) -> torch.Tensor:
+        start, everywhere = int(lanes.start[0]), len(lanes) == len(self.ids)
+        row = slice(None) if everywhere else lanes.row
+        features, _ = self._stream(row, start)  # (R, B, D)
+        if self.denoiser.shift:
+            edge = features[:, :1] if self.edge is None else self.edge[row]  # (R, 1, D)
+            features = torch.cat([edge, features[:, :-1]], dim=1)
+        return self.log_softmax(features)[:, : lanes.hidden.shape[1]]
+
+    def finish(self, start: int) -> None:
+        end = start + self.block
+        if end >= self.ids.shape[1]:
+            return  # nothing comes after
+        self.ids[:, start:end] = self.truth[:, start:end]
+        features, new = self._stream(slice(None), start)
+        if not self.held:
+            length = len(self.positions)
+            self.held = [tuple(x.new_empty(*x.shape[:2], length, x.shape[3]) for x in layer) for layer in new]
+        for (keys, values), (k, v) in zip(self.held, new, strict=True):
+            keys[:, :, start:end], values[:, :, start:end] = k, v
+        self.edge = features[:, -1:]
+
+    def _stream(self, row: slice | torch.Tensor, start: int) -> tuple[torch.Tensor, list[KeysValues]]:
+        """Features (R, B, D) of the block at `start` as it is shown, and its keys and values."""
+        ids = self.ids[row, start : start + self.block]  # (R, B)
+        places = self.positions[start : start + self.block].expand_as(ids)
+        seen = ids.new_ones(*ids.shape, start + ids.shape[1], dtype=torch.bool)  # (R, B, K + B)
+        past = [(k[row, :, :start], v[row, :, :start]) for k, v in self.held] if start else None
+        self.forwards += 1
+        self.rows += len(ids)
+        return self.denoiser.stream(ids, places, seen, past)
+
+
+@torch.inference_mode()
+def algorithm2(
+    kind: type[WholeRow],
+    denoiser: Denoiser,
+    rule: rules.Rule,
+    block: int | None,
+    grid: str,
+    windows: Sequence[Window],
+    most: int | None = None,
+) -> Loop:
+    """Algorithm 2 over windows of one layout, all together, block after block; `most` steps at most."""
+    check(denoiser, windows)
+    rows = Rows.of(windows, denoiser.device)
+    row = torch.arange(len(windows), device=denoiser.device)  # (N,)
+    shown = kind(denoiser, rows, block)
+    nats = torch.full(rows.ids.shape, math.nan, dtype=torch.float64, device=denoiser.device)  # (N, L)
+    steps = torch.full_like(rows.ids, -1)  # (N, L)
+    taken = evaluations = 0
+    origin, target = len(windows[0].context), len(windows[0].target)
+    for start, width in blocks(origin, target, block, grid):
+        lanes = Lanes.fresh(rows, row, torch.full_like(row, start), torch.full_like(row, width))
+        truth = rows.ids[:, start : start + width]  # (N, W)
+        while len(lanes) and taken != most:
+            blank = lanes.hidden.all(1) & (lanes.start == 0) & denoiser.relative_positions  # (R,)
+            log_p = shown.log_p(lanes)  # (R, W, V)
+            if start == 0 and blank.any():
+                log_p = torch.where(blank[:, None, None], log_p[:, :1], log_p)
+            predictions = Whole(log_p, lanes.hidden, blank)
+            decision = rule(predictions, lanes)
+            if isinstance(decision, torch.Tensor):
+                decision = rules.Decision(decision)
+            tokens, pick = truth[lanes.row], decision.pick  # (R, W)
+            lane, cell = pick.nonzero().unbind(1)  # (c,)
+            at = lanes.row[lane], start + cell
+            nats[at] = predictions.log_prob(tokens)[pick]
+            steps[at] = lanes.step[lane]
+            shown.reveal(lanes, pick)
+            taken, evaluations = taken + 1, evaluations + len(lanes)
+            lanes = lanes.reveal(pick, tokens, decision.memory)
+            if not (hidden := lanes.hidden.any(1)).all():
+                lanes = lanes.select(hidden)
+        if taken == most:
+            break
+        shown.finish(start)
+    span = slice(origin, origin + target)
+    return Loop(nats[:, span].cpu(), steps[:, span].cpu(), shown.forwards, shown.rows, evaluations)
+
+
+def check(denoiser: Denoiser, windows: Sequence[Window]) -> None:
+    """Raise DuelError for a network that the textbook loop does not know, and for windows that do not go together."""
+    if denoiser.attention == "causal":
+        raise DuelError("bench compares ways of unmasking; a causal network has one pass and nothing to unmask.")
+    if type(denoiser).open is not Denoiser.open:
+        raise DuelError(
+            f"bench's textbook loop calls the network plainly, but {type(denoiser).__name__} does more at each step "
+            "(noise level or guidance): take another network."
+        )
+    if len({(len(w.context), len(w.target), w.suffix, w.tail) for w in windows}) != 1 or windows[0].length != len(
+        windows[0].context + windows[0].target
+    ):
+        raise DuelError("The textbook loop takes windows of one length and layout, with neither tail nor suffix.")

@@ -1,0 +1,1 @@
+"""Our own diffusion transformer: MDLM, BD3-LM, SEDD and their autoregressive twin."""

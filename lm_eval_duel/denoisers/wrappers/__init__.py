@@ -1,0 +1,1 @@
+"""Denoisers around a denoiser."""

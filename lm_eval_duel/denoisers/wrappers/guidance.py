@@ -1,0 +1,78 @@
+"""Classifier-free guidance: a denoiser wrapped around a denoiser, with its own name in the results.
+
+    logits = unconditional + (1 + scale) (conditional - unconditional)
+
+as in LLaDA's code; the unconditional row has its context and suffix masked.
+
+Shapes: R lanes, C hidden cells, U cells the head is run at, D features, V tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from lm_eval_duel.denoisers.base import Cells, Denoiser, View
+from lm_eval_duel.denoisers.wrappers.base import Altered
+from lm_eval_duel.engine.lanes import Lanes, Rows
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.fingerprint import number
+from lm_eval_duel.options import require_finite
+
+
+class Guided(Altered):
+    """A bidirectional denoiser under classifier-free guidance; two forwards a step."""
+
+    def __init__(self, plain: Denoiser, scale: float):
+        if plain.attention != "bidirectional" or plain.shift:
+            raise DuelError(
+                f"cfg_scale masks the whole context, which a {plain.attention} network"
+                f"{' that predicts from the token before' if plain.shift else ''} cannot do without; "
+                "leave cfg_scale out."
+            )
+        if plain.needs_visible:
+            raise DuelError(
+                "cfg_scale masks the whole context, and this network scales its input by the share of visible tokens: "
+                "for none it divides 0 by 0. Leave cfg_scale out."
+            )
+        require_finite("cfg_scale", scale)
+        super().__init__(plain)
+        self.scale = scale
+
+    def head(self, features: torch.Tensor) -> torch.Tensor:
+        conditional, unconditional = (self.plain.head(half) for half in features.unbind(1))  # (U, V) each
+        if conditional.dtype != torch.float64:
+            conditional, unconditional = conditional.float(), unconditional.float()
+        return unconditional + (1 + self.scale) * (conditional - unconditional)
+
+    def open(self, rows: Rows, generating: bool = False) -> View:
+        return GuidedView(self, rows, generating)
+
+    def describe(self) -> dict[str, object]:
+        return {**self.plain.describe(), "guidance": f"classifier-free, cfg_scale={number(self.scale)}"}
+
+
+class GuidedView(View):
+    """A guided denoiser opened on a group of rows: the rows themselves, and the rows with nothing given."""
+
+    def __init__(self, denoiser: Guided, rows: Rows, generating: bool):
+        super().__init__(denoiser, rows)
+        bare = dataclasses.replace(rows, given=torch.zeros_like(rows.given))
+        self.views = [denoiser.plain.open(each, generating) for each in (rows, bare)]
+
+    def cost(self, lanes: Lanes) -> torch.Tensor:
+        return sum(view.cost(lanes) for view in self.views)  # (R,)
+
+    def cells(self, lanes: Lanes) -> Cells:
+        bare = dataclasses.replace(
+            lanes, tokens=lanes.tokens.masked_fill(lanes.columns < lanes.origin[:, None], -1)
+        )  # context inside a block is masked too
+        halves = [view.cells(each) for view, each in zip(self.views, (lanes, bare), strict=True)]
+        self.forwards = sum(view.forwards for view in self.views)
+        self.evaluated = sum(view.evaluated for view in self.views)
+        conditional, index, blank = halves[0]  # (U, D), (C,), (R,)
+        cell = index.new_empty(len(conditional))  # (U,) a hidden cell of each: equal lanes are equal with nothing given
+        cell[index] = torch.arange(len(index), device=index.device)
+        unconditional = halves[1].features[halves[1].index[cell]]  # (U, D)
+        return Cells(torch.stack([conditional, unconditional], dim=1), index, blank)

@@ -1,0 +1,1 @@
+"""Windows, lanes, and the loop that reveals them."""

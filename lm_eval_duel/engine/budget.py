@@ -1,0 +1,100 @@
+"""How much one network call holds: asked for, or found out by trial.
+
+Shapes: R lanes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import weakref
+
+import torch
+
+from lm_eval_duel.denoisers import self_tests as probes
+from lm_eval_duel.denoisers.base import Denoiser
+from lm_eval_duel.engine.lanes import Lanes, Rows, blocks
+from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.errors import DuelError
+
+log = logging.getLogger("lm_eval.duel_mdm")
+
+CPU_TOKENS = 2048  # network tokens a call: more is no faster on any CPU seen, and holds more memory
+GPU_TOKENS = 1 << 14, 1 << 18  # where a trial begins, and where it ends: more is no faster
+VALUES = 1 << 27  # of whole distributions held at once, by a rule's memory or a head that is not split off
+
+_found: weakref.WeakKeyDictionary[Denoiser, dict[tuple[int | None, str], int]] = weakref.WeakKeyDictionary()
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """What one network call may hold: `tokens` that the network evaluates, and `values` of whole distributions."""
+
+    tokens: int
+    values: int = VALUES
+
+    def rows(self, cost: int, values: int = 0) -> int:
+        """How many lanes of `cost` network tokens and `values` held fit, at least one."""
+        fits = self.tokens // max(cost, 1)
+        return max(1, min(fits, self.values // values) if values else fits)
+
+    def halved(self) -> Budget:
+        """Half of both."""
+        return Budget(max(1, self.tokens // 2), max(1, self.values // 2))
+
+
+def plan(
+    denoiser: Denoiser, block: int | None, grid: str, batch_size: int | None, max_batch_size: int | None
+) -> Budget:
+    """The budget of `batch_size` rows of max_length; None: 2048 tokens on a CPU, as many as fit on a GPU, by trial.
+
+    At most `max_batch_size` rows of max_length; at least one row. Raises DuelError for a number that is none.
+    """
+    for rows in (batch_size, max_batch_size):
+        if rows is not None and rows < 1:
+            raise DuelError(f"batch_size and max_batch_size are numbers of rows, at least 1; got {rows}.")
+    if batch_size:
+        tokens = batch_size * denoiser.max_length
+    elif denoiser.device.type == "cpu":
+        tokens = max(CPU_TOKENS, denoiser.max_length)
+    else:
+        tried = _found.setdefault(denoiser, {})
+        if (block, grid) not in tried:
+            tried[block, grid] = largest(denoiser, block, grid, *GPU_TOKENS)
+        tokens = tried[block, grid]
+    return Budget(min(tokens, max_batch_size * denoiser.max_length) if max_batch_size else tokens)
+
+
+def largest(denoiser: Denoiser, block: int | None, grid: str, least: int, most: int) -> int:
+    """The network tokens that one call holds, doubled from `least` while a trial call does not run out of memory."""
+    tokens = max(least, denoiser.max_length)
+    while 2 * tokens <= most:
+        try:
+            _try(denoiser, block, grid, 2 * tokens)
+        except torch.OutOfMemoryError:
+            free(denoiser.device)
+            break
+        tokens *= 2
+    log.info("batch_size=auto: network calls of %d tokens", tokens)
+    return tokens
+
+
+@torch.inference_mode()
+def _try(denoiser: Denoiser, block: int | None, grid: str, tokens: int) -> None:
+    """One call of `tokens` network tokens on rows of max_length that differ."""
+    known, rows = max(denoiser.shift, denoiser.max_length // 8), -(-tokens // denoiser.max_length)
+    drawn = probes.tokens(denoiser, denoiser.max_length, rows).tolist()
+    windows = [Window(row[:known], row[known:]) for row in drawn]
+    places = blocks(known, denoiser.max_length - known, block, grid)
+    opened = Rows.of(windows, denoiser.device)
+    view = denoiser.open(opened)
+    lanes = [(n, *place) for n in range(rows) for place in places]
+    fresh = Lanes.fresh(opened, *torch.tensor(lanes, device=denoiser.device).unbind(1))
+    cost = int(view.cost(fresh).max())
+    view(fresh.select(slice(0, max(1, tokens // cost)))).confidence  # noqa: B018 - it is what takes the memory
+
+
+def free(device: torch.device) -> None:
+    """Give back memory that nothing holds any more."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

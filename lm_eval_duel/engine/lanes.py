@@ -1,0 +1,193 @@
+"""Rows and lanes: what the network sees, and the blocks being revealed in it; and which of them go together.
+
+Shapes: N windows, L row length, R lanes, W block width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+import torch
+
+from lm_eval_duel.engine.windows import Window
+
+GROUP = 4096  # windows opened at once: bounds the ids held, not the batch
+
+Self = TypeVar("Self", bound="Lanes")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Whole windows as planes. Whether `ids` hold anything at the target is for the view to know by column."""
+
+    ids: torch.Tensor  # (N, L) context | target | tail | suffix; 0 in the tail and in padding
+    given: torch.Tensor  # (N, L) bool: context and suffix
+    origin: torch.Tensor  # (N,) column of the first target position
+    target: torch.Tensor  # (N,) target positions
+    length: torch.Tensor  # (N,) real cells
+
+    @classmethod
+    def of(cls, windows: Sequence[Window], device: torch.device) -> Rows:
+        """The rows of `windows`, right-padded to the longest."""
+        longest = max(window.length for window in windows)
+        ids = torch.zeros(len(windows), longest, dtype=torch.int64)  # (N, L)
+        given = torch.zeros(len(windows), longest, dtype=torch.bool)  # (N, L)
+        for n, window in enumerate(windows):
+            start, end = len(window.context), len(window.context) + len(window.target)
+            ids[n, :end] = torch.tensor(window.context + window.target, dtype=torch.int64)
+            given[n, :start] = True
+            if window.suffix:
+                ids[n, window.length - len(window.suffix) : window.length] = torch.tensor(window.suffix)
+                given[n, window.length - len(window.suffix) : window.length] = True
+        counts = [(len(w.context), len(w.target), w.length) for w in windows]
+        origin, target, length = torch.tensor(counts, dtype=torch.int64).unbind(1)  # (N,) each
+        planes = (ids, given, origin, target, length)
+        if device.type == "cuda":  # pinned, so that the copies do not wait for the device
+            return cls(*(plane.pin_memory().to(device, non_blocking=True) for plane in planes))
+        return cls(*(plane.to(device) for plane in planes))
+
+
+@dataclasses.dataclass(frozen=True)
+class Lanes:
+    """Blocks being revealed, each in its own coordinates. Cells beyond `width` are never hidden and never read."""
+
+    row: torch.Tensor  # (R,) the window's number in the group
+    start: torch.Tensor  # (R,) the block's first column
+    origin: torch.Tensor  # (R,) the column of the first target position
+    width: torch.Tensor  # (R,) real cells
+    tokens: torch.Tensor  # (R, W) revealed tokens; -1 where hidden
+    hidden: torch.Tensor  # (R, W) bool
+    step: torch.Tensor  # (R,) steps taken in this block
+    memory: tuple[torch.Tensor, ...] = ()  # each (R, W, ...): the rule's own; zeros in fresh lanes
+
+    @classmethod
+    def fresh(cls, rows: Rows, row: torch.Tensor, start: torch.Tensor, width: torch.Tensor) -> Lanes:
+        """Lanes at the start of their blocks: every target position hidden, context inside the block revealed."""
+        origin = rows.origin[row]  # (R,)
+        columns = start[:, None] + torch.arange(int(width.max()), device=row.device)  # (R, W)
+        real = columns < (start + width)[:, None]  # (R, W)
+        hidden = real & (columns >= origin[:, None])  # (R, W)
+        tokens = rows.ids[row[:, None], columns.clamp(max=rows.ids.shape[1] - 1)]  # (R, W)
+        return cls(row, start, origin, width, tokens.masked_fill(hidden | ~real, -1), hidden, torch.zeros_like(row))
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    @property
+    def columns(self) -> torch.Tensor:
+        """The row's column of each cell, (R, W)."""
+        return self.start[:, None] + torch.arange(self.hidden.shape[1], device=self.start.device)
+
+    def reveal(self: Self, pick: torch.Tensor, tokens: torch.Tensor, memory: tuple[torch.Tensor, ...]) -> Self:
+        """The lanes after a step: `tokens` (R, W) shown at `pick` (R, W)."""
+        return dataclasses.replace(
+            self,
+            tokens=torch.where(pick, tokens, self.tokens),
+            hidden=self.hidden & ~pick,
+            step=self.step + 1,
+            memory=memory,
+        )
+
+    def show(self: Self, tokens: torch.Tensor, hidden: torch.Tensor) -> Self:
+        """Fresh lanes with `hidden` (R, W) of their cells still hidden and `tokens` (R, W) at the others."""
+        shown = torch.where(self.hidden & ~hidden, tokens, self.tokens)  # (R, W)
+        return dataclasses.replace(self, hidden=hidden, tokens=shown)
+
+    def select(self: Self, keep: torch.Tensor) -> Self:
+        """The lanes at `keep`: a boolean plane (R,), or indices."""
+        values = {
+            field.name: getattr(self, field.name)[keep] for field in dataclasses.fields(self) if field.name != "memory"
+        }
+        return dataclasses.replace(self, **values, memory=tuple(plane[keep] for plane in self.memory))
+
+    def concat(self: Self, other: Self) -> Self:
+        """These lanes, then the others; W is the wider of the two; lanes without memory get zeros."""
+        wide = max(self.hidden.shape[1], other.hidden.shape[1])
+        memory = tuple(
+            torch.cat([_widen(plane, wide, 0), _widen(added, wide, 0)])
+            for plane, added in zip(self._memory_like(other), other._memory_like(self), strict=True)
+        )
+        planes = {
+            "tokens": torch.cat([_widen(self.tokens, wide, -1), _widen(other.tokens, wide, -1)]),
+            "hidden": torch.cat([_widen(self.hidden, wide, False), _widen(other.hidden, wide, False)]),
+        }
+        rest = {
+            name: torch.cat([getattr(self, name), getattr(other, name)])
+            for name in ("row", "start", "origin", "width", "step")
+        }
+        return dataclasses.replace(self, **rest, **planes, memory=memory)
+
+    def _memory_like(self, other: Lanes) -> tuple[torch.Tensor, ...]:
+        """This memory, or zeros in the shapes of the other's."""
+        return self.memory or tuple(plane.new_zeros(*self.hidden.shape, *plane.shape[2:]) for plane in other.memory)
+
+
+def _widen(plane: torch.Tensor, wide: int, fill: float) -> torch.Tensor:
+    """`plane` (R, W, ...) with W grown to `wide`."""
+    if plane.shape[1] == wide:
+        return plane
+    grown = plane.new_full((plane.shape[0], wide, *plane.shape[2:]), fill)
+    grown[:, : plane.shape[1]] = plane
+    return grown
+
+
+def blocks(origin: int, target: int, block: int | None, grid: str) -> list[tuple[int, int]]:
+    """(first column, width) of each block of a target of `target` positions that begins at column `origin`.
+
+    row            c c c c c t t t t t t t        origin 5, target 7, block 4
+    grid=target              0 0 0 0 1 1 1        blocks count from the target
+    grid=row       - - - - 0 0 0 0 1 1 1 1        blocks count from the row; the first one is partly revealed
+    """
+    if target == 0:
+        return []
+    end = origin + target
+    if block is None:
+        return [(origin, target)]
+    first = origin if grid == "target" else origin - origin % block
+    return [(start, min(block, end - start)) for start in range(first, end, block)]
+
+
+def groups(windows: Sequence[Window], same_length: bool) -> list[list[int]]:
+    """Which windows are opened together: longest first, and of one length only where padding would be seen."""
+    order = sorted((n for n, window in enumerate(windows) if window.target), key=lambda n: -windows[n].length)
+    result: list[list[int]] = []
+    for n in order:
+        full = not result or len(result[-1]) >= GROUP
+        if full or (same_length and windows[result[-1][0]].length != windows[n].length):
+            result.append([])
+        result[-1].append(n)
+    return result
+
+
+class Queue:
+    """Waiting lanes, in order, made as they are needed. Whoever reads the loop's results may put more in front.
+
+    Lanes that have begun are kept apart from fresh ones, so that waiting costs no rule memory.
+    """
+
+    def __init__(self, lanes: Iterable[Lanes]):
+        self._ready: deque[Lanes] = deque()
+        self._coming = iter(lanes)
+
+    def __bool__(self) -> bool:
+        if not self._ready and (following := next(self._coming, None)) is not None:
+            self._ready.append(following)
+        return bool(self._ready)
+
+    def first(self) -> Lanes:
+        """The next lane, left where it is."""
+        return self._ready[0].select(slice(0, 1))
+
+    def take(self, count: int) -> Lanes:
+        """The next lanes, `count` at most."""
+        part = self._ready.popleft()
+        if len(part) > count:
+            self._ready.appendleft(part.select(slice(count, None)))
+        return part.select(slice(0, count))
+
+    def put_first(self, lanes: Lanes) -> None:
+        """These lanes are next."""
+        self._ready.appendleft(lanes)

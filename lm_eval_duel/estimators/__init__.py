@@ -1,0 +1,1 @@
+"""Ways to turn predictions into the log-probability of a window."""

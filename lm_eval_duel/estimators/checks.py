@@ -1,0 +1,125 @@
+"""Which combinations of network, rule, block and window are a law: everything else is refused in words."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Sequence
+
+from lm_eval_duel import rules
+from lm_eval_duel.denoisers.base import Denoiser
+from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.errors import DuelError, another_block
+
+log = logging.getLogger("lm_eval.duel_mdm")
+
+DEFAULT_BLOCK = 32
+_warned: weakref.WeakSet[Denoiser] = weakref.WeakSet()  # denoisers whose windows lacked special tokens
+
+
+def resolve_block(denoiser: Denoiser, block: int | str | None) -> int | None:
+    """The block in force: an int, None (the whole target), or for "auto" the trained or published one, or 32."""
+    if denoiser.attention == "causal" and block in ("auto", 1):
+        return 1
+    if block == "auto":
+        return denoiser.block or denoiser.published_block or DEFAULT_BLOCK
+    if block is not None and (
+        not isinstance(block, (int, float)) or isinstance(block, bool) or not 1 <= block == int(block)
+    ):
+        raise DuelError(f"block is a number of positions, None (the whole target) or 'auto'; got {block!r}.")
+    if denoiser.attention == "causal":
+        raise DuelError(f"A causal network has blocks of one; use block=1 or block=auto, not {block}.")
+    if denoiser.block is not None and block != denoiser.block:
+        raise another_block(denoiser.block, block)
+    return None if block is None else int(block)
+
+
+def resolve_grid(denoiser: Denoiser, grid: str) -> str:
+    """The grid in force: "target" or "row"; for "auto" the one that the network needs."""
+    if grid not in ("auto", "target", "row"):
+        raise DuelError(f"grid is 'target', 'row' or 'auto'; got {grid!r}.")
+    causal = denoiser.attention == "block_causal"
+    if causal and grid == "target":
+        raise DuelError("A block-causal network counts its blocks from the row's first position; use grid=row or auto.")
+    return grid if grid != "auto" else "row" if causal else "target"
+
+
+def check_rule(denoiser: Denoiser, rule: rules.Rule) -> None:
+    """Raise DuelError for a rule that this network cannot follow."""
+    if denoiser.attention == "causal" and not isinstance(rule, rules.LeftToRight):
+        raise DuelError(f"A causal network reveals left to right only; use rule=left_to_right, not {rule}.")
+
+
+def check_windows(
+    denoiser: Denoiser, block: int | None, grid: str, windows: Sequence[Window], generating: bool = False
+) -> None:
+    """Raise DuelError, naming the window, for one that this law cannot score (or generate)."""
+    unscorable = set(denoiser.excluded.nonzero()[:, 0].tolist()) - {denoiser.mask_id}
+    for n, window in enumerate(windows):
+        target = () if generating else window.target
+        if problem := _problem(denoiser, block, grid, window, (*window.context, *window.suffix, *target)):
+            raise DuelError(f"Window {n} {problem}", n)
+        if not unscorable.isdisjoint(target):
+            wrong = next(token for token in target if token in unscorable)
+            raise DuelError(f"Window {n} holds id {wrong}, which is not a token of the vocabulary (padding).", n)
+    _warn_without_special_tokens(denoiser, windows)
+
+
+def _warn_without_special_tokens(denoiser: Denoiser, windows: Sequence[Window]) -> None:
+    """Warn, once per denoiser, of a window without the special tokens that the network expects before a text."""
+    if denoiser.special_tokens is None or denoiser in _warned:
+        return
+    n = next((n for n, window in enumerate(windows) if window.target and not window.context), None)
+    if n is None:
+        return
+    _warned.add(denoiser)
+    before, after = denoiser.special_tokens
+    suffix = f", suffix={after}" if after else ""
+    log.warning(
+        "Window %d has no context, but this network expects special tokens before a text (%s): without them its values "
+        "are of another distribution than those of the harness. Score Window(context=%s, target=ids%s); to score "
+        "without them on purpose, load the denoiser with bos='none'. (Warned once per denoiser.)",
+        n,
+        f"ids {', '.join(map(str, before))}" if before else "a BOS; its checkpoint has no tokenizer that names it",
+        before or "(bos,)",
+        suffix,
+    )
+
+
+def _problem(denoiser: Denoiser, block: int | None, grid: str, window: Window, ids: tuple[int, ...]) -> str | None:
+    """What is wrong with a window whose known ids are `ids`, if anything."""
+    if window.length > denoiser.max_length:
+        return (
+            f"has {window.length} positions but the network holds {denoiser.max_length}; "
+            "cut it (lm_eval_duel.engine.windows.independent) or shorten the context."
+        )
+    if denoiser.needs_visible and window.target and not (window.context or window.suffix):
+        return (
+            "shows no token at its first step, and this network scales its input by the share of visible tokens: for "
+            "none it divides 0 by 0. Keep the tokenizer's special tokens (leave bos=none out), or give a context."
+        )
+    if window.target and len(window.context) < denoiser.shift:
+        return "needs a given first token: this network predicts a token from the one before. Use bos=given."
+    if ids and not (min(ids) >= 0 and max(ids) < denoiser.vocab_size):
+        wrong = next(token for token in ids if not 0 <= token < denoiser.vocab_size)
+        return f"holds id {wrong}; the network's ids are 0 to {denoiser.vocab_size - 1}."
+    if denoiser.mask_id in ids:
+        return f"holds the mask token (id {denoiser.mask_id}), which cannot be given or scored."
+    if window.suffix and window.target and denoiser.attention == "causal":
+        return "has given ids after its target, which a causal network never sees. Leave them out of the suffix."
+    if window.suffix and denoiser.attention == "block_causal" and window.target:
+        end = len(window.context) + len(window.target)
+        border = end + -end % denoiser.block
+        if window.length > border:
+            return (
+                f"has given ids up to position {window.length - 1}, but its last target block ends at {border - 1}: "
+                "this network never sees a later block. Leave those ids out of the suffix."
+            )
+    if window.tail:
+        end = len(window.target) + (len(window.context) if grid == "row" else 0)
+        if block is None or end % block:
+            return (
+                f"has a tail, so its target must end on a block border: {len(window.target)} target positions with "
+                f"block {block} do not. Off a border the value is no probability."
+            )
+    return None

@@ -1,0 +1,236 @@
+"""Exact likelihood and sampling under a deterministic unmasking rule (the paper, Algorithms 1 and 2).
+
+    log p(x) = sum over steps t, over positions l picked at t, of log P_l[x_l]
+
+One reveal loop serves both (reveal.py): only the choice of tokens (choose.py) and what follows a finished block differ.
+With the targets known every block starts from a known state, so all blocks of all windows are lanes of one queue; when
+sampling, a row's next lane enters as its last one finishes.
+
+Shapes: N windows, L row length, R lanes, W block width.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from lm_eval_duel import fingerprint, rules
+from lm_eval_duel.denoisers.base import Denoiser
+from lm_eval_duel.denoisers.predictions import Predictions
+from lm_eval_duel.engine.choose import Argmax, Choose, Draws
+from lm_eval_duel.engine.lanes import Lanes, Queue, Rows
+from lm_eval_duel.engine.results import Drawn, Ledger, SampleLedger, Scored
+from lm_eval_duel.engine.reveal import RevealLoop, decide
+from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators.base import Estimator, Finished, Opened, Value, fresh
+from lm_eval_duel.estimators.checks import check_rule, check_windows
+
+Stop = Callable[[int, tuple[int, ...]], bool]  # (index, tokens so far) -> draw no further block
+
+
+class Duel(Estimator):
+    """A denoiser, an unmasking rule and a block: one law, to score (`log_prob`, Algorithm 2) and to sample.
+
+    `block`: positions finished before the next ones; None: the whole target; "auto": the trained block, else the
+    published one, else 32. `grid`: "target" (blocks count from the first target position), "row" (from the row's
+    first), "auto" (row for block-causal networks). `batch_size`, `max_batch_size`, `traced`: see `Estimator`.
+
+    Raises DuelError for a combination that is no law of this network.
+    """
+
+    name, decodes = "duel", True
+
+    def __init__(
+        self,
+        denoiser: Denoiser,
+        rule: str | rules.Rule = "greedy",
+        block: int | str | None = "auto",
+        grid: str = "auto",
+        batch_size: int | None = None,
+        max_batch_size: int | None = None,
+        traced: bool = False,
+    ):
+        self.rule = rules.parse(rule) if isinstance(rule, str) else rule
+        check_rule(denoiser, self.rule)
+        super().__init__(denoiser, block, grid, batch_size, max_batch_size, traced)
+
+    def describe(self) -> dict[str, object]:
+        return {"estimator": self.name, "block": self.block, "grid": self.grid, **fingerprint.of_rule(self.rule)}
+
+    def values(self, scored: Scored) -> dict[str, Value]:
+        return {self.name: Value(scored.log_prob, nfe=scored.nfe)}
+
+    def under(self, denoiser: Denoiser) -> Duel:
+        """The same rule and block on a wrapped network of the same kind; what is computed is counted here."""
+        twin = copy.copy(self)
+        twin.denoiser, twin._loop = denoiser, RevealLoop(denoiser, self.budget)
+        twin.counts = self.counts
+        return twin
+
+    def replay(self, windows: Sequence[Window], steps: Sequence[Sequence[int]]) -> list[Scored]:
+        """The nats of a recorded order: `steps` as in `Scored`. A diagnostic; a likelihood only if a rule made them."""
+        if len(windows) != len(steps):
+            raise DuelError(f"replay wants the steps of each window: {len(windows)} windows, {len(steps)} orders.")
+        results: list[Scored] = []
+        for n, (window, order) in enumerate(zip(windows, steps, strict=True)):
+            context = len(window.context)
+            if len(order) != len(window.target):
+                raise DuelError(f"Window {n} has {len(window.target)} target tokens but {len(order)} steps.")
+            for start, width in self.blocks(window):
+                inside = set(order[max(0, start - context) : start - context + width])
+                if inside != set(range(len(inside))):
+                    raise DuelError(
+                        f"Window {n}: the steps of a block must be 0..n-1 without gaps, not {sorted(inside)}."
+                    )
+            rule = _Replay(tuple(order))
+            results += [scored for _, scored in self._stream([window], functools.partial(self._follow, rule=rule))]
+        return results
+
+    def sample(self, contexts: Sequence[Sequence[int]], length: int, **settings: Any) -> list[Drawn]:
+        """`length` tokens after each context (Algorithm 1), each with its own score. Settings: see `stream_samples`."""
+        samples = dict(self.stream_samples(contexts, length, **settings))
+        return [samples[n] for n in range(len(contexts))]
+
+    def stream_samples(
+        self,
+        contexts: Sequence[Sequence[int]],
+        length: int,
+        *,
+        suffix: Sequence[int] = (),
+        tail: int = 0,
+        do_sample: bool = True,
+        seed: int = 0,
+        keys: Sequence[int] | None = None,
+        stop: Stop | None = None,
+    ) -> Iterator[tuple[int, Drawn]]:
+        """(index, sample) of each context as it is finished.
+
+        A draw depends on (`seed`, key, position) only; `keys` defaults to the index of each context.
+        `do_sample=False`: the most probable token at every pick. `stop(index, tokens)` is asked after each finished
+        block: if it is true no further block is drawn, and the sample's `tail` is what is left.
+        """
+        if keys is not None and len(keys) != len(contexts):
+            raise DuelError(f"sample wants a key for each context: {len(contexts)} contexts, {len(keys)} keys.")
+        prompts = as_windows(contexts, length, suffix, tail)
+        check_windows(self.denoiser, self.block, self.grid, prompts, generating=True)
+        keys = range(len(contexts)) if keys is None else keys
+
+        def choose(group: list[int]) -> Choose:
+            return Draws([keys[n] for n in group], seed, self.denoiser.device) if do_sample else Argmax()
+
+        return self._samples(prompts, choose, stop)
+
+    # ------------------------------------------------------------ which lanes
+
+    def _score_group(self, opened: Opened) -> Finished:
+        return self._follow(opened, self.rule)
+
+    def _follow(self, opened: Opened, rule: rules.Rule) -> Finished:
+        """Every block of every window at once, under `rule`."""
+        results = Ledger(opened.rows, self.traced)
+        if rule.fixed:
+            yield from self._evaluate(opened, self._steps(opened, rule), results)
+            return
+        queue = Queue([opened.fresh(self._places(opened))])
+        for finished in self._loop.run(opened.view, rule, queue, opened.targets, results, opened.numbers):
+            yield from results.take(finished)
+
+    def _steps(self, opened: Opened, rule: rules.Rule) -> Iterator[Lanes]:
+        """Every state of a fixed order, a batch of blocks after the other; only its picks are hidden in a state,
+        and cells that are neither hidden nor revealed show [MASK]."""
+        places, done = self._places(opened), 0
+        while done < len(places):
+            count = self._loop.fits(opened.view, rule, opened.fresh(places[done : done + 1]))
+            lanes, done = opened.fresh(places[done : done + count]), done + count
+            while len(lanes):
+                decision = decide(rule, None, lanes, opened.numbers)
+                pick = decision.pick  # (R, W)
+                yield dataclasses.replace(lanes, hidden=pick, memory=())
+                lanes = lanes.reveal(pick, opened.targets.of(lanes), decision.memory)
+                lanes = lanes.select(lanes.hidden.any(1))
+
+    @torch.inference_mode()
+    def _samples(
+        self, prompts: list[Window], choose: Callable[[list[int]], Choose], stop: Stop | None
+    ) -> Iterator[tuple[int, Drawn]]:
+        for n, prompt in enumerate(prompts):
+            if not prompt.target:
+                yield n, Drawn.of(self.nothing, (), prompt.tail)
+        for group in self._groups(prompts):
+            yield from self._sample_group([prompts[n] for n in group], group, choose(group), stop)
+
+    def _sample_group(
+        self, prompts: list[Window], numbers: list[int], choose: Choose, stop: Stop | None
+    ) -> Iterator[tuple[int, Drawn]]:
+        """One lane a row: a finished block is committed, and the row's next block enters."""
+        rows = Rows.of(prompts, self.denoiser.device)
+        view, results = self.denoiser.open(rows, generating=True), SampleLedger(rows, prompts, self.traced)
+        blocks = [deque(self.blocks(prompt)) for prompt in prompts]  # to come, of each row
+        queue = Queue([fresh(rows, [(n, *left.popleft()) for n, left in enumerate(blocks)])])
+        for finished in self._loop.run(view, self.rule, queue, choose, results, numbers):
+            view.commit(finished)
+            following = []
+            for n in finished.row.tolist():
+                if not blocks[n]:
+                    continue
+                if stop and stop(numbers[n], results.tokens(n, end=blocks[n][0][0])):
+                    results.stop(n)
+                else:
+                    following.append((n, *blocks[n].popleft()))
+            if following:
+                queue.put_first(fresh(rows, following))
+            for n, drawn in results.take(finished):
+                self.counts.add(drawn, len(drawn.tokens))
+                yield numbers[n], drawn
+
+
+def as_windows(contexts: Sequence[Sequence[int]], length: int, suffix: Sequence[int], tail: int) -> list[Window]:
+    """What is to be generated, as windows."""
+    if length < 0:
+        raise DuelError(f"length is a number of tokens to generate, not {length}.")
+    return [Window(tuple(context), (0,) * length, tuple(suffix), tail) for context in contexts]
+
+
+class Exact(Duel):
+    """The chain rule of an autoregressive network: the same windows, one forward each.
+
+    Raises DuelError for a network that is not autoregressive.
+    """
+
+    name = "exact"
+
+    def __init__(
+        self,
+        denoiser: Denoiser,
+        grid: str = "auto",
+        batch_size: int | None = None,
+        max_batch_size: int | None = None,
+        traced: bool = False,
+    ):
+        if denoiser.attention != "causal":
+            raise DuelError(
+                f"estimator=exact is the chain rule of an autoregressive network; this one is {denoiser.attention}. "
+                "Use estimator=duel (or elbo, mixture, oracle)."
+            )
+        super().__init__(denoiser, rules.LeftToRight(), 1, grid, batch_size, max_batch_size, traced)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Replay(rules.Rule):
+    """The recorded order of one window."""
+
+    name: ClassVar[str] = "replay"
+    fixed: ClassVar[bool] = True
+    steps: tuple[int, ...]
+
+    def __call__(self, predictions: Predictions, lanes: Lanes) -> rules.Decision:
+        order = torch.tensor(self.steps, device=lanes.row.device)  # (T,)
+        index = (lanes.columns - lanes.origin[:, None]).clamp(0, len(order) - 1)  # (R, W)
+        return rules.certain(lanes.hidden & (order[index] == lanes.step[:, None]))

@@ -1,0 +1,303 @@
+"""The Monte Carlo ELBO: a lower bound of log p under uniformly random unmasking, with its standard error.
+
+A draw hides random cells of every span of a window (the whole target, or each block) and weighs their log-probs:
+
+    form            hides                                  weight        from
+    count           l cells, l uniform in 1..m             m / l         LLaDA (Nie et al. 2025)
+    ratio           each cell with probability t           1 / t         MDLM, BD3-LM; t uniform in (eps, 1)
+    score_entropy   each cell with probability (1 - e) t   sigma'(t)     SEDD (Lou et al. 2024), its own loss; e = 1e-3
+
+m is the number of cells of the span. Draws are stratified in t (or l) inside a replicate, at spans side by side too:
+t = frac(shift + draw / draws + span phi), phi the golden ratio. Replicates have independent shifts, so their spread is
+the standard error. (The weights 1 / t have no finite variance: of ratios the error is an underestimate where no draw
+had a small t. Counts have no such tail.) All random numbers are functions of (seed, ids of the window): not of batch
+size, order or rank.
+
+Shapes: N windows, L row length, R lanes, W span width, S replicates.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+import math
+from collections.abc import Iterator
+
+import torch
+
+from lm_eval_duel.denoisers.base import Denoiser, distinct
+from lm_eval_duel.denoisers.dit.denoiser import SEDD
+from lm_eval_duel.denoisers.predictions import Predictions
+from lm_eval_duel.engine.lanes import Lanes, Rows
+from lm_eval_duel.engine.results import Scored
+from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.errors import DuelError, unknown
+from lm_eval_duel.estimators.base import All, Estimator, Finished, Opened, Value
+from lm_eval_duel.hashing import hashed, uniform
+from lm_eval_duel.options import ELBO_FORMS
+from lm_eval_duel.rules import Decision, rank
+
+log = logging.getLogger("lm_eval.duel_mdm")
+
+REPLICATES = 8  # at least, for a standard error
+FEW = 12  # cells of a span: draws of so few are equal often enough to look for equal ones among all of them
+GOLDEN = (math.sqrt(5) - 1) / 2
+CELLS, SHIFT = 1, 2  # keys of the random numbers: which cells a draw hides, a replicate's shift
+LAST = torch.iinfo(torch.int64).max
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound(Scored):
+    """One window's bound. `nats` are each position's share; there are no steps, and nothing is decoded."""
+
+    stderr: float | None = None  # Monte Carlo error of `log_prob`, nats; None: too few draws to know
+
+
+class Elbo(Estimator):
+    """A Monte Carlo estimate of the ELBO of each window, in nats.
+
+    `block`: the spans: None, the whole target; a number, one block with the truth before it and [MASK] after it;
+    "auto": the trained block of a block-causal network, else None. `form`: "count", "ratio", "score_entropy" (SEDD
+    only, whole target only), or "auto": SEDD's own where the network is SEDD, else "count". `eps`: the least t. Above 0
+    the estimate is no bound any more. Other arguments as in `Estimator`.
+
+    Raises DuelError for a network that has no such bound.
+    """
+
+    name = "elbo"
+    nothing = Bound(0.0, stderr=0.0)
+
+    def __init__(
+        self,
+        denoiser: Denoiser,
+        block: int | str | None = "auto",
+        grid: str = "auto",
+        batch_size: int | None = None,
+        max_batch_size: int | None = None,
+        traced: bool = False,
+        samples: int = 128,
+        form: str = "auto",
+        eps: float = 0.0,
+        seed: int = 0,
+    ):
+        if denoiser.attention == "causal":
+            raise DuelError("An autoregressive network needs no bound: use estimator=exact.")
+        if block == "auto":
+            block = denoiser.block  # the trained one; None: the whole target
+        self.form = resolve_form(denoiser, form, block)
+        if samples < 1 or not 0 <= eps < 1 or (eps and self.form == "count"):
+            raise DuelError(
+                "The ELBO wants at least one draw, and a least t from 0 to below 1 that is 0 for form=count; got "
+                f"samples={samples}, eps={eps}, form={self.form}."
+            )
+        self.samples, self.eps, self.seed = samples, eps, seed
+        self.replicates = replicates(samples)
+        if samples < REPLICATES:
+            log.warning(
+                "mc_samples=%d is less than %d: there is no Monte Carlo error (stderr is null), only the error over "
+                "windows (window_stderr)",
+                samples,
+                REPLICATES,
+            )
+        super().__init__(denoiser, block, grid, batch_size, max_batch_size, traced)
+
+    def describe(self) -> dict[str, object]:
+        law = {"grid": self.grid} if self.block else {}  # of a whole target there is one
+        if self.form == "score_entropy":
+            law["sigma"] = "that of each draw"
+        return {
+            **law,
+            "estimator": self.name,
+            "elbo_form": self.form,
+            "elbo_block": self.block,
+            "elbo_eps": float(self.eps),
+            "mc_samples": self.samples,
+            "draw_seed": self.seed,
+        }
+
+    def values(self, scored: Bound) -> dict[str, Value]:
+        return {self.name: Value(scored.log_prob, scored.stderr)}
+
+    def _open(self, windows: list[Window], numbers: list[int]) -> Opened:
+        if self.form != "score_entropy":
+            return super()._open(windows, numbers)
+        rows = Rows.of(windows, self.denoiser.device)
+        return Opened(windows, numbers, rows, self.denoiser.open_at(rows, lambda lanes: lanes.memory[1][:, 0]))
+
+    def _score_group(self, opened: Opened) -> Finished:
+        sums = Sums(opened, self)
+        yield from self._evaluate(opened, self._draws(opened, sums), sums)
+        yield from sums.rest()
+
+    def _draws(self, opened: Opened, sums: Sums) -> Iterator[Lanes]:
+        """Every draw of every span; equal ones of a span once, with their weights added up."""
+        key = torch.tensor([_key(window) for window in opened.windows], device=opened.rows.ids.device)  # (N,)
+        places = self._places(opened)
+        nth = [n for window in opened.windows for n in range(len(self.blocks(window)))]  # each place's number in a row
+        done = 0
+        while done < len(places):
+            room = self._loop.fits(opened.view, All(), opened.fresh(places[done : done + 1]))
+            count = max(1, room // self.samples)
+            spans = opened.fresh(places[done : done + count])
+            nths = torch.tensor(nth[done : done + count], device=key.device)  # (r,)
+            few = spans.hidden.shape[1] <= FEW
+            for draws in torch.arange(self.samples, device=key.device).split(self.samples if few else room):
+                place = torch.arange(len(spans), device=key.device).repeat_interleave(len(draws))  # (R,)
+                draw = draws.repeat(len(spans))  # (R,)
+                drawn = self._hide(opened, spans.select(place), key, nths[place], draw)
+                lanes = self._merged(drawn, place, draw)
+                sums.skip(spans.row, len(draws), lanes.row)
+                if len(lanes):
+                    yield lanes
+            done += count
+
+    def _hide(self, opened: Opened, lanes: Lanes, key: torch.Tensor, span: torch.Tensor, draw: torch.Tensor) -> Lanes:
+        """The lanes with the cells of `draw` (R,) hidden and the truth at the others.
+
+        Their memory: the weight of each cell, and SEDD's noise level.
+        """
+        replicate, each = draw % self.replicates, self.samples // self.replicates  # (R,)
+        key = key[lanes.row]  # (R,)
+        shift = uniform(key, self.seed, SHIFT, replicate)  # (R,)
+        t = (shift + (draw // self.replicates).double() / each + span.double() * GOLDEN) % 1  # (R,)
+        keys = key[:, None], self.seed, CELLS, draw[:, None], lanes.columns - lanes.origin[:, None]  # (R, W)
+        level = ()
+        if self.form == "count":
+            m = lanes.hidden.sum(1)  # (R,)
+            count = 1 + (m * t).long().minimum(m - 1)  # (R,)
+            hidden = lanes.hidden & (rank(torch.where(lanes.hidden, hashed(*keys), LAST)) < count[:, None])
+            weight = m.double() / count  # (R,)
+        else:
+            t = self.eps + (1 - self.eps) * t
+            chance, weight = t, 1 / t  # (R,) each
+            if self.form == "score_entropy":
+                level = (self.denoiser.schedule(t),)  # (R,)
+                chance, weight = -torch.expm1(-level[0]), torch.expm1(level[0]) / t
+            hidden = lanes.hidden & (uniform(*keys) < chance[:, None])  # (R, W)
+        memory = tuple(plane[:, None].expand_as(hidden) for plane in (weight, *level))
+        return dataclasses.replace(opened.targets.hide(lanes, hidden), memory=memory)
+
+    def _merged(self, lanes: Lanes, place: torch.Tensor, draw: torch.Tensor) -> Lanes:
+        """The draws that hide something, equal ones of a span `place` (R,) once; the weight becomes (R, W, S), by
+        replicate. Draws of one noise level each are all different."""
+        weight, *level = lanes.memory  # (R, W) each
+        first, number = distinct(place, lanes.hidden, draw) if level else distinct(place, lanes.hidden)
+        weights = weight.new_zeros(len(first), self.replicates)  # (r, S)
+        weights.index_put_((number, draw % self.replicates), weight[:, 0], accumulate=True)
+        kept = lanes.select(first)
+        planes = weights[:, None].expand(-1, kept.hidden.shape[1], -1), *(plane[first] for plane in level)
+        kept = dataclasses.replace(kept, memory=planes)
+        return kept.select(kept.hidden.any(1))
+
+
+class Sums:
+    """The draws of one group of windows added up, on the network's device, in float64."""
+
+    def __init__(self, opened: Opened, elbo: Elbo):
+        count, length = opened.rows.ids.shape
+        device = opened.rows.ids.device
+        self.windows, self.elbo, self.length = opened.windows, elbo, length
+        # (N, L + 1 + S): the nats of each column, and of each replicate
+        self.nats = torch.zeros(count, length + 1 + elbo.replicates, dtype=torch.float64, device=device)
+        spans = torch.tensor([len(elbo.blocks(window)) for window in opened.windows], device=device)  # (N,)
+        self.waiting = spans * elbo.samples  # (N,) draws to come
+
+    def skip(self, rows: torch.Tensor, samples: int, kept: torch.Tensor) -> None:
+        """Of `samples` draws of each span in `rows`, those in `kept` need the network: others equal them or hide
+        nothing."""
+        self.waiting.index_add_(0, rows, torch.full_like(rows, -samples))
+        self.waiting.index_add_(0, kept, torch.ones_like(kept))
+
+    def add(
+        self,
+        lanes: Lanes,
+        decision: Decision,
+        predictions: Predictions,
+        tokens: torch.Tensor,
+        log_prob: torch.Tensor,
+    ) -> None:
+        """Add the weighted nats (R, W) of the draws in `lanes`."""
+        weight, *level = lanes.memory  # (R, W, S), (R, W)
+        if level:
+            log_prob = -score_entropy(level[0], log_prob, predictions.log_sum, self.elbo.denoiser.vocab_size - 1)
+        nats = torch.where(lanes.hidden, log_prob, 0.0)  # (R, W)
+        of_draw = nats.sum(1, keepdim=True)  # (R, 1)
+        # a replicate that did not draw these cells has weight 0, and nats may be infinite
+        of_draw = torch.where(weight[:, 0] > 0, of_draw * weight[:, 0], 0.0)  # (R, S)
+        column = torch.where(lanes.hidden, lanes.columns, self.length)  # (R, W)
+        replicate = torch.arange(self.length + 1, self.nats.shape[1], device=column.device)  # (S,)
+        column = torch.cat([column, replicate.expand(len(column), -1)], 1)  # (R, W + S)
+        values = torch.cat([nats * weight.sum(2), of_draw], 1)  # (R, W + S)
+        row, less = lanes.row[:, None].expand_as(column), -torch.ones_like(lanes.row)  # (R, W + S), (R,)
+        # if memory ends before here, nothing has been added yet
+        self.nats.index_put_((row, column), values, accumulate=True)
+        self.waiting.index_add_(0, lanes.row, less)
+
+    def take(self, finished: Lanes) -> Finished:
+        """(row, bound) of the windows that have no draw left."""
+        rows = finished.row.unique()  # (n,)
+        return self._bounds(rows[self.waiting[rows] == 0].tolist())
+
+    def rest(self) -> Finished:
+        """The windows that have not been taken: their last draws had nothing hidden."""
+        return self._bounds((self.waiting == 0).nonzero()[:, 0].tolist())
+
+    def _bounds(self, rows: list[int]) -> Finished:
+        if not rows:
+            return
+        nats, means = self.nats[rows].cpu().tensor_split([self.length + 1], dim=1)
+        nats, means = nats / self.elbo.samples, means / (self.elbo.samples // self.elbo.replicates)  # (n, S)
+        self.waiting[rows] = -1  # taken
+        for n, row in enumerate(rows):
+            start, count = len(self.windows[row].context), len(self.windows[row].target)
+            known = self.elbo.replicates > 1
+            error = float(means[n].std() / math.sqrt(self.elbo.replicates)) if known else math.nan
+            bound = Bound(
+                log_prob=float(means[n].mean()),
+                nats=tuple(nats[n, start : start + count].tolist()),
+                stderr=error if math.isfinite(error) else None,  # nor of infinite nats
+            )
+            yield row, bound
+
+
+def score_entropy(sigma: torch.Tensor, log_prob: torch.Tensor, log_sum: torch.Tensor, tokens: int) -> torch.Tensor:
+    """SEDD's loss at hidden cells (Lou et al. 2024, eq. 5, absorbing graph), from log-probabilities and the log of
+    the logits' sum:
+
+        sum_v s_v - r log s_x + r (log r - 1),   s_v = exp(logit_v) / (expm1(sigma) n),   r = 1 / expm1(sigma)
+
+    `sigma`, `log_prob` (of the truth x), `log_sum`: (R, W); `tokens`: n, the size of the vocabulary.
+    """
+    log_r = -torch.expm1(sigma).log()  # (R, W)
+    total = log_sum + log_r - math.log(tokens)  # (R, W) log of the sum of scores
+    return total.exp() - log_r.exp() * (log_prob + total - log_r + 1)
+
+
+def replicates(samples: int) -> int:
+    """Into how many replicates of equal size draws are parted: 16 or a little more, at least 8, or 1 if too few."""
+    least = min(2 * REPLICATES, samples)
+    return next(count for count in range(least, samples + 1) if samples % count == 0) if samples >= REPLICATES else 1
+
+
+def resolve_form(denoiser: Denoiser, form: str, block: int | None) -> str:
+    """The form in force; for "auto" SEDD's own over a whole target, else by counts.
+
+    Raises DuelError for SEDD's own where it is not defined.
+    """
+    if form not in ("auto", *ELBO_FORMS):
+        raise unknown("value of elbo_form", form, ELBO_FORMS)
+    own = isinstance(denoiser, SEDD)
+    if form == "auto":
+        return "score_entropy" if own and block is None else "count"
+    if form == "score_entropy" and not own:
+        raise DuelError("elbo_form=score_entropy is SEDD's own loss and this network is not SEDD; use count or ratio.")
+    if form == "score_entropy" and block is not None:
+        raise DuelError("elbo_form=score_entropy hides cells of the whole target; use elbo_block=none with it.")
+    return form
+
+
+def _key(window: Window) -> int:
+    """A 63-bit number of a window's ids."""
+    text = repr((window.context, window.target, window.suffix, window.tail))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1

@@ -1,0 +1,229 @@
+"""The lattice: every set of revealed cells of a block, evaluated once. All orders of a block are paths through it.
+
+Of a block with m hidden cells, w(H, j) is log p of the true token at cell j while the cells H are hidden and the truth
+shows elsewhere: 2^m - 1 states instead of m! orders of m steps. Summed over blocks:
+
+    oracle      max over orders of sum w          it sees the truth: NOT a likelihood, no sampler attains it
+    mixture     log of the mean over orders       the exact likelihood of uniformly random order inside blocks
+    elbo_exact  mean over orders of sum w         what the Monte Carlo ELBO with elbo_block = block estimates
+    a rule      the path that it picks            for every state-only rule: no further network call
+
+elbo_exact <= mixture <= oracle, and oracle >= every one-at-a-time rule.
+
+Shapes: N windows, L row length, R lanes, W block width, B blocks of a chunk, m hidden cells, S = 2^m states (number:
+the sum of 2^q over hidden cells q), F rules.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from lm_eval_duel import rules
+from lm_eval_duel.denoisers.base import Denoiser
+from lm_eval_duel.denoisers.predictions import Predictions
+from lm_eval_duel.engine.lanes import Lanes
+from lm_eval_duel.engine.results import CLOSE, STATISTICS, Scored
+from lm_eval_duel.engine.reveal import decide
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators.base import All, Estimator, Finished, Opened, Value
+from lm_eval_duel.estimators.subset_dp import Chunk, Orders, Path, cell_of, fold, follow, number_of
+from lm_eval_duel.options import LATTICE, LATTICE_BLOCK
+
+TABLE = 1 << 22  # states x cells of a chunk of blocks, at most
+
+
+@dataclasses.dataclass(frozen=True)
+class Ordered(Scored):
+    """One window over all orders. `log_prob` is the value that was asked for.
+
+    `steps` and `nats` are those of the best order for the oracle, each position's mean share for elbo_exact, and none
+    for the mixture. `rules`: by the rule's text.
+    """
+
+    elbo_exact: float = 0.0
+    mixture: float = 0.0
+    oracle: float = 0.0  # NOT a likelihood
+    rules: dict[str, Path] = dataclasses.field(default_factory=dict)
+
+
+class Lattice(Estimator):
+    """All orders inside the blocks of each window.
+
+    `value`: which of elbo_exact, mixture and oracle is the result's `log_prob`. `follow`: state-only rules whose paths
+    are read off as well. `block`: at most 12 cells. Other arguments as in `Estimator`.
+
+    Raises DuelError for a block too large, a rule that is not state-only, or an autoregressive network.
+    """
+
+    def __init__(
+        self,
+        denoiser: Denoiser,
+        block: int | str | None = "auto",
+        grid: str = "auto",
+        batch_size: int | None = None,
+        max_batch_size: int | None = None,
+        traced: bool = False,
+        value: str = "mixture",
+        follow: Sequence[str | rules.Rule] = (),
+    ):
+        if denoiser.attention == "causal":
+            raise DuelError("An autoregressive network has one order: use estimator=exact.")
+        self.name = value
+        self.rules = [rules.parse(rule) if isinstance(rule, str) else rule for rule in follow]
+        for rule in self.rules:
+            rules.check_state_only(rule)
+        super().__init__(denoiser, block, grid, batch_size, max_batch_size, traced)
+        if self.block is None or self.block > LATTICE_BLOCK:
+            raise DuelError(
+                f"estimator={value} evaluates all revealed sets of a block, at most {LATTICE_BLOCK} cells (4,095 "
+                f"sets); the block in force is {'the whole target' if self.block is None else self.block}. "
+                + ("This network has no other." if denoiser.block else "Use block=4, or block=8 (8.5 times the cost).")
+            )
+
+    def describe(self) -> dict[str, object]:
+        return {"estimator": self.name, "block": self.block, "grid": self.grid}
+
+    def values(self, scored: Ordered) -> dict[str, Value]:
+        found = {name: Value(getattr(scored, name)) for name in sorted(LATTICE, key=lambda name: name != self.name)}
+        return found | {text: Value(path.log_prob, nfe=path.nfe) for text, path in scored.rules.items()}
+
+    @property
+    def nothing(self) -> Ordered:
+        empty = {str(rule): Path(0.0, (), (), 0, 0) for rule in self.rules}
+        return Ordered(0.0, rules=empty)
+
+    def _score_group(self, opened: Opened) -> Finished:
+        tables = Tables(opened, self)
+        return self._evaluate(opened, self._states(opened, tables), tables)
+
+    def _states(self, opened: Opened, tables: Tables) -> Iterator[Lanes]:
+        """Every state of every block, a chunk of blocks after the other."""
+        places, done = self._places(opened), 0
+        while done < len(places):
+            room = self._loop.fits(opened.view, All(), opened.fresh(places[done : done + 1]))
+            most = TABLE // (self.block << self.block)
+            count = max(1, min(most, 4 * -(-room // (1 << self.block))))  # a chunk fills several calls
+            lanes, done = opened.fresh(places[done : done + count]), done + count
+            states = (1 << lanes.hidden.sum(1)) - 1  # (B,)
+            block = torch.arange(len(lanes), device=states.device).repeat_interleave(states)  # (R,)
+            before = (states.cumsum(0) - states).repeat_interleave(states)  # (R,)
+            number = torch.arange(len(block), device=states.device) - before + 1  # (R,) 1..2^m - 1
+            tables.begin(lanes)
+            each = lanes.select(block)
+            hidden = each.hidden & (number[:, None] >> cell_of(each.hidden).clamp(min=0) & 1).bool()  # (R, W)
+            yield opened.targets.hide(each, hidden)
+
+
+class Tables:
+    """The lattices of one group of windows: filled chunk by chunk, and folded up as each is full."""
+
+    def __init__(self, opened: Opened, lattice: Lattice):
+        self.opened, self.rules, self.value, self.traced = opened, lattice.rules, lattice.name, lattice.traced
+        count, length = opened.rows.ids.shape
+        like = torch.zeros(count, length + 1, dtype=torch.float64, device=opened.rows.ids.device)  # (N, L + 1)
+        self.dump = length  # the column of cells that there are not
+        self.place = torch.full((2, *like.shape), -1, device=like.device)  # chunk, and block in it, by first column
+        self.chunks: dict[int, Chunk] = {}
+        self.begun = 0  # chunks
+        self.totals = like.new_zeros(count, len(LATTICE))  # (N, 3)
+        self.mean = torch.zeros_like(like)  # (N, L + 1) each column's share of elbo_exact
+        self.best = Orders(like, self.traced)
+        self.paths = [Orders(like, self.traced) for _ in self.rules]
+        self.knows_leads = [True] * len(self.rules)
+        self.waiting = [len(lattice.blocks(window)) for window in opened.windows]  # blocks to come
+
+    def begin(self, lanes: Lanes) -> None:
+        """Room for the states of these blocks (B,), fresh."""
+        most, states = int(lanes.hidden.sum(1).max()), int(((1 << lanes.hidden.sum(1)) - 1).sum())
+        nats = self.totals.new_full((len(lanes), 1 << most, most), math.nan)  # (B, S, m)
+        after = self.place.new_zeros(len(self.rules), *nats.shape[:2])  # (F, B, S)
+        seen = [torch.full_like(nats, math.nan) for _ in STATISTICS if self.traced]
+        self.place[0, lanes.row, lanes.start] = self.begun
+        self.place[1, lanes.row, lanes.start] = torch.arange(len(lanes), device=after.device)
+        self.chunks[self.begun] = Chunk(lanes, states, nats, seen, after, torch.zeros_like(after, dtype=torch.bool))
+        self.begun += 1
+
+    def add(
+        self,
+        lanes: Lanes,
+        decision: rules.Decision,
+        predictions: Predictions,
+        tokens: torch.Tensor,
+        log_prob: torch.Tensor,
+    ) -> None:
+        """Enter the log-probs of these states, and what each rule would pick."""
+        chunk_of, block = self.place[:, lanes.row, lanes.start]  # (R,) each
+        target = lanes.columns >= lanes.origin[:, None]  # (R, W)
+        target &= torch.arange(target.shape[1], device=target.device) < lanes.width[:, None]
+        cell = cell_of(target)  # (R, W)
+        state = number_of(lanes.hidden, cell)  # (R,)
+        planes = [log_prob, *(getattr(predictions, name).double() for name in STATISTICS if self.traced)]
+        decided = [decide(rule, predictions, lanes, self.opened.numbers) for rule in self.rules]
+        picked = [number_of(lanes.hidden & ~found.pick, cell) for found in decided]  # (R,) each
+        lane, at = lanes.hidden.nonzero().unbind(1)  # (C,)
+        counts = []
+        for n in chunk_of.unique().tolist():
+            chunk, mine = self.chunks[n], chunk_of == n  # (R,)
+            r, w = lane[mine[lane]], at[mine[lane]]  # (c,)
+            for table, plane in zip([chunk.nats, *chunk.seen], planes, strict=True):
+                table[block[r], state[r], cell[r, w]] = plane[r, w]
+            for f, found in enumerate(decided):
+                chunk.after[f, block[mine], state[mine]] = picked[f][mine]
+                if found.lead is not None:
+                    chunk.close[f, block[mine], state[mine]] = ~(found.lead[mine] >= CLOSE)
+            counts.append((chunk, int(mine.sum())))
+        # if memory ends before here, the states are evaluated again and entered once more, the same
+        for chunk, count in counts:
+            chunk.waiting -= count
+        for f, found in enumerate(decided):
+            self.knows_leads[f] &= found.lead is not None
+
+    def take(self, finished: Lanes) -> Finished:
+        """(row, score) of the windows that have all their blocks; chunks that are full are folded up."""
+        for n in [n for n, chunk in self.chunks.items() if not chunk.waiting]:
+            chunk = self.chunks.pop(n)
+            self._fold(chunk)
+            for row in chunk.lanes.row.tolist():
+                self.waiting[row] -= 1
+                if not self.waiting[row]:
+                    yield row, self._score(row)
+
+    def _fold(self, chunk: Chunk) -> None:
+        """From the states of some blocks to the nats of their orders."""
+        lanes, table = chunk.lanes, chunk.nats
+        full = (1 << lanes.hidden.sum(1)) - 1  # (B,)
+        values, share, best = fold(table, full)  # (B, 3), (B, m), (B, S)
+        column = torch.full(share.shape, self.dump, device=full.device)  # (B, m)
+        b, w = lanes.hidden.nonzero().unbind(1)  # (X,)
+        column[b, cell_of(lanes.hidden)[b, w]] = lanes.columns[b, w]
+        self.totals.index_put_((lanes.row,), values, accumulate=True)
+        self.mean[lanes.row[:, None], column] = share
+        follow(chunk, column, full, best, torch.zeros_like(best, dtype=torch.bool), self.best)
+        for after, close, orders in zip(chunk.after, chunk.close, self.paths, strict=True):
+            follow(chunk, column, full, after, close, orders)
+
+    def _score(self, row: int) -> Ordered:
+        window = self.opened.windows[row]
+        span = slice(len(window.context), len(window.context) + len(window.target))
+        totals = dict(zip(LATTICE, self.totals[row].tolist(), strict=True))
+        paths = {
+            str(rule): orders.path(row, span, known)
+            for rule, orders, known in zip(self.rules, self.paths, self.knows_leads, strict=True)
+        }
+        best = self.best.path(row, span, False) if self.value == "oracle" else None
+        return Ordered(
+            log_prob=totals[self.value],
+            steps=best.steps if best else (),
+            nats=best.nats if best else tuple(self.mean[row, span].tolist()) if self.value == "elbo_exact" else (),
+            confidence=best.confidence if best else (),
+            margin=best.margin if best else (),
+            entropy=best.entropy if best else (),
+            elbo_exact=totals["elbo_exact"],
+            mixture=totals["mixture"],
+            oracle=totals["oracle"],
+            rules=paths,
+        )

@@ -1,0 +1,145 @@
+"""All orders of a block by dynamic programming over the sets of its cells.
+
+w(H, j) is the log-prob of the true token at cell j while the cells H are hidden. With V(nothing) = 0, the smaller sets
+first:
+
+    elbo_exact  V(H) = mean over j in H of  w(H, j) + V(H - j)
+    mixture     V(H) = log of the mean of   exp(w(H, j) + V(H - j))
+    oracle      V(H) = max                  w(H, j) + V(H - j)
+
+Shapes: N windows, L row length, R lanes, W block width, B blocks of a chunk, m hidden cells, S = 2^m states (number:
+the sum of 2^q over hidden cells q), F rules.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import lru_cache
+from itertools import combinations
+
+import torch
+
+from lm_eval_duel.engine.lanes import Lanes
+from lm_eval_duel.engine.results import STATISTICS
+from lm_eval_duel.options import LATTICE_BLOCK
+
+
+@dataclasses.dataclass
+class Chunk:
+    """The lattices of some blocks while they are filled."""
+
+    lanes: Lanes  # (B,) as their blocks begin
+    waiting: int  # states to come
+    nats: torch.Tensor  # (B, S, m) w
+    seen: list[torch.Tensor]  # (B, S, m) each: what a trace shows beside nats
+    after: torch.Tensor  # (F, B, S) the state after a rule's pick
+    close: torch.Tensor  # (F, B, S) bool: a close pick
+
+
+@dataclasses.dataclass(frozen=True)
+class Path:
+    """One order through a window's blocks, and its nats; `steps` and `nats` per target token, as in `Scored`."""
+
+    log_prob: float
+    steps: tuple[int, ...]
+    nats: tuple[float, ...]
+    nfe: int
+    close_picks: int | None = None
+    confidence: tuple[float, ...] = ()  # these, where `traced`, as in `Scored`
+    margin: tuple[float, ...] = ()
+    entropy: tuple[float, ...] = ()
+
+
+class Orders:
+    """A path through the blocks of each window: nats and steps by column, and sums."""
+
+    def __init__(self, like: torch.Tensor, traced: bool = False):
+        self.nats = torch.full_like(like, math.nan)  # (N, L + 1)
+        self.steps = torch.full_like(like, -1, dtype=torch.int32)  # (N, L + 1)
+        self.sums = torch.zeros(len(like), 2, dtype=torch.int64, device=like.device)  # (N, 2) NFE, close picks
+        self.seen = [torch.full_like(like, math.nan) for _ in STATISTICS if traced]  # (N, L + 1) each
+
+    def path(self, row: int, span: slice, knows_leads: bool) -> Path:
+        """The order of one window, whose target is at the columns `span`."""
+        nats = tuple(self.nats[row, span].tolist())
+        nfe, close = self.sums[row].tolist()
+        statistics = [tuple(plane[row, span].tolist()) for plane in self.seen] or [()] * len(STATISTICS)
+        confidence, margin, entropy = statistics
+        return Path(
+            log_prob=math.fsum(nats),
+            steps=tuple(self.steps[row, span].tolist()),
+            nats=nats,
+            nfe=nfe,
+            close_picks=close if knows_leads else None,
+            confidence=confidence,
+            margin=margin,
+            entropy=entropy,
+        )
+
+
+def follow(
+    chunk: Chunk, column: torch.Tensor, full: torch.Tensor, after: torch.Tensor, close: torch.Tensor, into: Orders
+) -> None:
+    """Enter the path of each block: from `full` (B,) on, the state `after` (B, S) each state, until nothing is hidden.
+
+    `column` (B, m): where each cell is; `close` (B, S): which states are close picks.
+    """
+    row, block = chunk.lanes.row, torch.arange(len(full), device=full.device)  # (B,)
+    state, step = full, 0
+    cells = torch.arange(column.shape[1], device=full.device)  # (m,)
+    while (going := state > 0).any():
+        following = after[block, state] * going  # (B,)
+        picked = ((state & ~following)[:, None] >> cells & 1).bool()  # (B, m)
+        b, q = picked.nonzero().unbind(1)  # (c,)
+        where = row[b], column[b, q]
+        into.steps[where] = step
+        for plane, table in zip([into.nats, *into.seen], [chunk.nats, *chunk.seen], strict=False):
+            plane[where] = table[b, state[b], q]
+        into.sums.index_add_(0, row, torch.stack([going, going & close[block, state]], 1).long())
+        state, step = following, step + 1
+
+
+def fold(table: torch.Tensor, full: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """All orders of some blocks, by dynamic programming over sets, the smaller ones first.
+
+    `table` (B, S, m): w of each state and cell; `full` (B,): the state in which all cells of a block are hidden.
+    Returns elbo_exact, mixture and oracle (B, 3), each cell's share of elbo_exact (B, m), and the state that follows
+    each one on its best order (B, S).
+    """
+    blocks, states, m = table.shape
+    mean, mixture, oracle = (table.new_zeros(blocks, states) for _ in range(3))
+    best = torch.zeros(blocks, states, dtype=torch.int64, device=table.device)
+    share = table.new_zeros(blocks, m)
+    cells = (full + 1).double().log2().round().long()  # (B,) of each block
+    for size in range(1, m + 1):
+        state, cell, rest = (found.to(table.device) for found in sets(m, size))  # (n,), (n, size), (n, size)
+        w = table[:, state[:, None], cell]  # (B, n, size)
+        mean[:, state] = (w + mean[:, rest]).mean(2)
+        mixture[:, state] = (w + mixture[:, rest]).logsumexp(2) - math.log(size)
+        oracle[:, state], at = (w + oracle[:, rest]).max(2)
+        best[:, state] = rest.expand(blocks, -1, -1).gather(2, at[:, :, None])[:, :, 0]
+        # an order hides a given set of `size` of the m cells with probability 1 / C(m, size)
+        chance = table.new_tensor([1 / max(1, math.comb(n, size)) for n in cells.tolist()])  # (B,)
+        part = torch.where((state <= full[:, None])[:, :, None], w, 0.0) * chance[:, None, None] / size  # (B, n, size)
+        share.scatter_add_(1, cell.flatten().expand(blocks, -1), part.flatten(1))
+    block = torch.arange(blocks, device=table.device)
+    return torch.stack([each[block, full] for each in (mean, mixture, oracle)], 1), share, best
+
+
+@lru_cache(maxsize=LATTICE_BLOCK * LATTICE_BLOCK)
+def sets(m: int, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The sets of `size` of m cells: their numbers (n,), their cells (n, size), and the sets without each (n, size)."""
+    cells = torch.tensor(list(combinations(range(m), size)))  # (n, size)
+    state = (1 << cells).sum(1)  # (n,)
+    return state, cells, state[:, None] - (1 << cells)
+
+
+def cell_of(hidden: torch.Tensor) -> torch.Tensor:
+    """The number of each cell among the hidden ones of its block, (R, W)."""
+    return hidden.cumsum(1) - 1
+
+
+def number_of(hidden: torch.Tensor, cell: torch.Tensor) -> torch.Tensor:
+    """The number of a state, (R,), from its hidden cells and the `cell` number of each, (R, W)."""
+    return (hidden.long() << cell.clamp(min=0)).sum(1)

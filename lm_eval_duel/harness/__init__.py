@@ -1,0 +1,1 @@
+"""The model that lm-evaluation-harness sees."""

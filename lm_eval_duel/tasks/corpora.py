@@ -1,0 +1,290 @@
+"""The paper's data sets as they can be loaded today: one file of one pinned revision each, and how many rows it holds.
+
+`datasets` 4 and 5 run no loading scripts, and whole repositories are up to 24 GB, so the one parquet or JSON file that
+holds a split is fetched by itself. A local copy is taken from `data_dir`. Too few rows (or too many) are an error, not
+another benchmark.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+from pathlib import Path
+
+from lm_eval_duel.errors import DuelError, unknown
+from lm_eval_duel.tasks import files as copies
+
+CONVERTED = "refs/convert/parquet"  # the branch into which the hub once converted repositories with scripts
+SHARD = re.compile(r"-(\d{5})-of-(\d{5})$")
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """One data set as a benchmark uses it.
+
+    `file` of `repo` at `revision` holds the split; a text is its `columns`, joined by a space; `rows`: how many there
+    are, or with `last`, at least that many, of which the last are taken. `detokenize`: of the wrapped protocol; with
+    `tidied`, of documents too, and their words and bytes are counted before: the harness's own way with WikiText.
+    """
+
+    repo: str
+    revision: str
+    file: str
+    split: str
+    columns: tuple[str, ...]
+    rows: int
+    licence: str
+    detokenize: str | None = None
+    last: bool = False
+    size: int | None = None  # UTF-8 bytes of all texts
+    pages: bool = False  # rows are lines, and a text is an article of them
+    tidied: bool = False
+    sha256: str | None = None
+
+
+WIKITEXT = "Salesforce/wikitext", "b08601e04326c79dfdd32d625aee71d232d685c3"
+PAPERS = "armanc/scientific_papers", CONVERTED
+TAIL = (
+    "Skylion007/openwebtext",
+    "79d93d786212f7344586290adb811d4ae6a1762c",
+    "plain_text/train-00079-of-00080.parquet",  # the last of 80: the end of the set without its 24 GB
+    "train",
+    ("text",),
+)
+CORPORA = {
+    "ptb": Corpus(
+        "ptb-text-only/ptb_text_only",
+        CONVERTED,
+        "penn_treebank/validation/0000.parquet",
+        "validation",
+        ("sentence",),
+        3370,
+        "LDC User Agreement for Non-Members",
+        "ptb",
+        size=389_672,
+    ),
+    "wikitext2": Corpus(
+        *WIKITEXT,
+        "wikitext-2-raw-v1/validation-00000-of-00001.parquet",
+        "validation",
+        ("text",),
+        3760,
+        "CC BY-SA 3.0, GFDL",
+        "wikitext",
+    ),
+    "wikitext2_pages": Corpus(
+        "EleutherAI/wikitext_document_level",
+        "647234772b9554e208af6c826f23b99e3cac88c8",
+        "wikitext-2-raw-v1/wikitext-2-raw-v1-test.parquet",
+        "test",
+        ("page",),
+        62,
+        "CC BY-SA 3.0",
+        "wikitext",
+        tidied=True,
+        sha256="e7fc7d4c385d027e0360f7eb320866df61adb68f385986e5c7f4f3911d62f4eb",
+    ),
+    "wikitext103": Corpus(
+        *WIKITEXT,
+        "wikitext-103-raw-v1/validation-00000-of-00001.parquet",
+        "validation",
+        ("text",),
+        3760,
+        "CC BY-SA 3.0, GFDL",
+        "wikitext",
+    ),
+    "wikitext103_pages": Corpus(
+        *WIKITEXT,
+        "wikitext-103-raw-v1/validation-00000-of-00001.parquet",
+        "validation",
+        ("text",),
+        3760,
+        "CC BY-SA 3.0, GFDL",
+        "wikitext",
+        pages=True,
+        tidied=True,
+    ),
+    "lm1b": Corpus(
+        "billion-word-benchmark/lm1b",
+        "8d52bfd3cc2819fc1166dbb8144c328e2690de3e",
+        "plain_text/test/0000.parquet",
+        "test",
+        ("text",),
+        306_688,
+        "not stated",
+        "lm1b",
+        sha256="d3c7b4b2a48c24e9ae8353d6316dbac1453b08f2d870da9fa096c941e8f4cc8a",
+    ),
+    "lambada": Corpus(
+        "EleutherAI/lambada_openai",
+        "900124bf3b8235c6daf21033af9948b3f07346c4",
+        "data/lambada_test.jsonl",
+        "test",
+        ("text",),
+        5153,
+        "MIT, modified (OpenAI)",
+        "lambada",
+        sha256="4aa8d02cd17c719165fc8a7887fddd641f43fcafa4b1c806ca8abc31fabdb226",
+    ),
+    "lambada_plain": Corpus(
+        "cimec/lambada",
+        "main",
+        "plain_text/test-00000-of-00001.parquet",
+        "test",
+        ("text",),
+        5153,
+        "CC BY 4.0",
+    ),
+    "ag_news": Corpus(
+        "fancyzhx/ag_news",
+        "eb185aade064a813bc0b7f42de02595523103ca4",
+        "data/test-00000-of-00001.parquet",
+        "test",
+        ("text",),
+        7600,
+        "not stated (non-commercial use)",
+        size=1_788_274,
+    ),
+    "ag_news_parts": Corpus(
+        "sh0416/ag_news",
+        "70e3fa1915be9a8daebec5e840f20df9a8e18793",
+        "test.jsonl",
+        "test",
+        ("title", "description"),
+        7600,
+        "not stated",
+    ),
+    "pubmed": Corpus(
+        *PAPERS, "pubmed/validation/0000.parquet", "validation", ("article",), 6633, "not stated", "scientific"
+    ),
+    "arxiv": Corpus(
+        *PAPERS, "arxiv/partial-validation/0000.parquet", "validation", ("article",), 6436, "not stated", "scientific"
+    ),
+    "openwebtext": Corpus(*TAIL, 100_000, "CC0 (the packaging)", last=True),
+    "openwebtext_1k": Corpus(*TAIL, 1000, "CC0 (the packaging)", last=True),
+}
+
+
+class WantsMetadata(DuelError):
+    """A data set that cannot be loaded, where one more entry of the metadata may help.
+
+    The message is `what`, `cause` and `remedy`; `flag`: the remedy under `data check`, which has flags of its own.
+    """
+
+    def __init__(self, cause: str, remedy: str, flag: str, what: str = ""):
+        super().__init__(f"{what}{cause} {remedy}")
+        self.what, self.cause, self.flag = what, cause, flag
+
+
+def find(name: str) -> Corpus:
+    """A data set by its name."""
+    if name not in CORPORA:
+        raise unknown("data set", name, CORPORA)
+    return CORPORA[name]
+
+
+def source(name: str, data_dir: str | None = None) -> str:
+    """The file or folder that holds a data set: a local copy in `data_dir`, else in the hub's cache.
+
+    Raises DuelError where there is none, and says what was looked for.
+    """
+    corpus = find(name)
+    return _local(name, corpus, Path(data_dir).expanduser()) if data_dir else _fetched(name, corpus)
+
+
+def texts(name: str, data_dir: str | None = None, rows: int | None = None) -> list[str]:
+    """The texts of a data set, from the hub or from a local copy; `rows`: how many your copy holds, if not all.
+
+    Raises DuelError where there is no copy, a column is missing, or the number of rows is not what it must be.
+    """
+    corpus, place = find(name), source(name, data_dir)
+    if rows is None:
+        _check_whole(name, corpus, Path(place))
+    table = copies.table(place)
+    for column in corpus.columns:
+        if column not in table.column_names:
+            raise DuelError(
+                f"{place} has no column '{column}' ({name} wants {', '.join(corpus.columns)}); it has "
+                f"{', '.join(table.column_names)}. Name the split as it is on the hub: {corpus.repo}, {corpus.file}."
+            )
+    wanted = corpus.rows if rows is None else rows
+    if len(table) < wanted or (len(table) > wanted and not (corpus.last and rows is None)):
+        cause = f"{place} holds {len(table)} rows and {name} has {wanted}: a part of a data set is another benchmark."
+        advice = "Load it again, or say how many rows your copy is meant to hold:"
+        raise WantsMetadata(cause, f"{advice} --metadata rows={len(table)}.", f"{advice} --rows {len(table)}.")
+    table = table.slice(len(table) - wanted)
+    lines = []
+    for number, parts in enumerate(zip(*(table[column].to_pylist() for column in corpus.columns), strict=True)):
+        if not all(isinstance(part, str) for part in parts):
+            raise DuelError(f"{place}: row {number} has no text in {' or '.join(corpus.columns)}, but {parts}.")
+        lines.append(" ".join(parts))
+    size = sum(len(line.encode("utf-8")) for line in lines)
+    if rows is None and corpus.size not in (None, size):
+        raise DuelError(f"{place} holds {size} bytes of text and {name} has {corpus.size}: it is another text.")
+    return articles(lines) if corpus.pages else lines
+
+
+def articles(lines: list[str]) -> list[str]:
+    """The articles of WikiText's lines: each begins at a heading of one level, ` = Title = `."""
+    found: list[list[str]] = []
+    for line in lines:
+        words = line.split()
+        title = len(words) > 2 and words[0] == words[-1] == "=" and words[1] != "=" and words[-2] != "="
+        if title or not found:
+            found.append([])
+        found[-1].append(line)
+    return [text for text in map("".join, found) if text.strip()]
+
+
+def _fetched(name: str, corpus: Corpus) -> str:
+    """The path of the file in the hub's cache."""
+    from huggingface_hub import hf_hub_download
+
+    try:
+        file = hf_hub_download(corpus.repo, corpus.file, repo_type="dataset", revision=corpus.revision)
+    except Exception as error:  # whatever the hub client raises: no connection, no file, no right
+        cause = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        what = f"Cannot load {name} ({corpus.repo}, {corpus.file} at {corpus.revision}): "
+        remedy = 'A local copy is taken with --metadata \'{"data_dir": "<folder>"}\'.'
+        raise WantsMetadata(cause, remedy, "A local copy is taken with --data_dir <folder>.", what) from None
+    return file
+
+
+def _check_whole(name: str, corpus: Corpus, place: Path) -> None:
+    """Raise DuelError where the hub's own file has another SHA-256, or files `...-00003-of-00080` are not all there; of
+    a tail, the last must be."""
+    own = corpus.sha256 and place.is_file() and place.name == Path(corpus.file).name
+    if own and _sha256(str(place)) != corpus.sha256:
+        raise DuelError(f"{place} is not the {name} that is pinned (another SHA-256): delete it and load it again.")
+    numbers = [SHARD.search(file.stem) for file in (copies.files(place) if place.is_dir() else [])]
+    there = {(int(found[1]), int(found[2])) for found in numbers if found}
+    for count in {of for _, of in there}:
+        wanted = {count - 1} if corpus.last else set(range(count))
+        if lacking := wanted - {number for number, of in there if of == count}:
+            raise DuelError(f"{place} lacks shard {min(lacking)} of the {count} of {name}: load it again.")
+
+
+def _local(name: str, corpus: Corpus, folder: Path) -> str:
+    """A copy below `folder`: NAME.parquet (.jsonl, .json), the hub's own layout, or a folder NAME of such files or
+    saved by `datasets`."""
+    repo, saved = corpus.repo.split("/")[-1], folder / name
+    places = [*(folder / f"{name}{ending}" for ending in copies.FORMATS), folder / corpus.repo / corpus.file]
+    places += [folder / repo / corpus.file, saved / corpus.split, saved]  # a dict of splits is saved in folders of them
+    if name == "openwebtext_1k":  # the same file
+        places += [*(folder / f"openwebtext{ending}" for ending in copies.FORMATS), folder / "openwebtext"]
+    for place in places:
+        if place.is_file() or (place.is_dir() and ((place / copies.SAVED).exists() or copies.files(place))):
+            return str(place)
+    raise DuelError(
+        f"No copy of {name} in {folder}: wanted {name}.parquet, .jsonl or .json there, a folder {name} of such files "
+        f"or saved by `datasets`, or {repo}/{corpus.file}."
+    )
+
+
+def _sha256(file: str) -> str:
+    found = hashlib.sha256()
+    with open(file, "rb") as content:
+        while chunk := content.read(1 << 22):
+            found.update(chunk)
+    return found.hexdigest()

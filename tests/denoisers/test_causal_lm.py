@@ -1,0 +1,478 @@
+"""Any causal LM of transformers: its nats are those of its own logits, in one forward a window."""
+
+import json
+import math
+import re
+import shutil
+
+import pytest
+import tiny
+import torch
+import transformers
+from lm_eval.models.huggingface import HFLM
+from safetensors.torch import load_file, save_file
+from test_lm import ask
+from torch.nn.functional import log_softmax
+from transformers.modeling_outputs import CausalLMOutput
+
+from lm_eval_duel import denoisers
+from lm_eval_duel.cli.main import main
+from lm_eval_duel.demo import FOLDER, resolve
+from lm_eval_duel.denoisers.hf import causal_lm as causal
+from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.errors import DuelError, NotFinite
+from lm_eval_duel.estimators.duel import Duel
+from lm_eval_duel.harness.lm import DuelMDM
+
+SIZE = {
+    "vocab_size": tiny.ROWS,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 32,
+    "bos_token_id": 2,
+    "eos_token_id": 3,
+    "pad_token_id": 0,
+}
+GEMMA = {"head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8}
+NETWORKS = {
+    "GPT2LMHeadModel": {"n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": tiny.ROWS},
+    "LlamaForCausalLM": SIZE,
+    "Qwen2ForCausalLM": {**SIZE, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0},
+    "Gemma2ForCausalLM": {**SIZE, **GEMMA, "final_logit_softcapping": 2.0, "attn_logit_softcapping": 1.0},
+    "ModernBertDecoderForCausalLM": {**SIZE, "cls_token_id": 2, "sep_token_id": 3, "local_attention": 8},
+    "CohereForCausalLM": {**SIZE, "logit_scale": 0.3},
+    "GraniteForCausalLM": {**SIZE, "logits_scaling": 3.0, "embedding_multiplier": 2.0},
+    "OPTForCausalLM": {**SIZE, "ffn_dim": 32, "word_embed_proj_dim": 8},
+    "BloomForCausalLM": {"vocab_size": tiny.ROWS, "hidden_size": 16, "n_layer": 2, "n_head": 2},
+    "MixtralForCausalLM": {**SIZE, "num_local_experts": 3, "output_router_logits": True},
+    "MambaForCausalLM": {"vocab_size": tiny.ROWS, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4},
+}
+WINDOWS = [
+    Window((2, 6), (7, 9, 30, 12, 8, 15, 5, 21, 11)),
+    Window((2,), (10, 9)),
+    Window((2,), tuple(range(1, 32))),
+    Window((2, 14, 5, 9, 9), (33, 6, 7)),
+]
+RAGGED = [*WINDOWS, *(Window((2, n), (7, 9, 30, n)) for n in range(5, 15))]  # so many that long and short go together
+
+
+def network(name):
+    """A random network of transformers whose predictions differ from place to place."""
+    torch.manual_seed(7)
+    config = getattr(transformers, name.replace("LMHeadModel", "ForCausalLM").replace("ForCausalLM", "Config"))
+    model = getattr(transformers, name)(config(**NETWORKS[name]))
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if parameter.ndim > 1 and "conv" not in key:
+                parameter.normal_(std=0.4)
+            elif key.endswith("bias"):
+                parameter.normal_(std=0.5)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    found = {}
+    for name in NETWORKS:
+        found[name] = str(tmp_path_factory.mktemp(name))
+        network(name).save_pretrained(found[name])
+        tiny.tokenizer(mask=False).save_pretrained(found[name])
+    return found
+
+
+def load(path, **options):
+    words = {"tokenizer": tiny.tokenizer(mask=False)}  # AutoTokenizer adds tokens of its own for some classes
+    return denoisers.load(path, device="cpu", attention="causal", **{**words, **options})
+
+
+def by_hand(model, window):
+    """Nats of a window from the network's own logits, in float64."""
+    row, start = (*window.context, *window.target), len(window.context)
+    with torch.no_grad():
+        logits = model(torch.tensor([row])).logits[0].double()  # (L, V)
+    logs = log_softmax(logits[:, : len(tiny.WORDS)], dim=-1)  # the other rows of the embedding are padding
+    return [float(logs[i - 1, row[i]]) for i in range(start, len(row))]
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_nats_are_those_of_the_networks_own_logits(folders, name):
+    denoiser = load(folders[name])
+    model = getattr(transformers, name).from_pretrained(folders[name], attn_implementation="eager").eval()
+    assert denoiser.splits_head, "the head runs at the predicted positions only"
+    assert (denoiser.attention, denoiser.shift, denoiser.mask_id, denoiser.bos) == ("causal", 1, None, "given")
+    assert denoiser.excluded.nonzero()[:, 0].tolist() == list(range(len(tiny.WORDS), tiny.ROWS))
+    duel = Duel(denoiser, "left_to_right")
+    together = duel.log_prob(RAGGED)
+    assert duel.counts.forwards < duel.counts.rows <= len(RAGGED)
+    for window, scored in zip(RAGGED, together, strict=True):
+        assert scored.nats == pytest.approx(by_hand(model, window), abs=1e-4)
+        alone = Duel(denoiser, "left_to_right", batch_size=1).log_prob([window])[0]
+        assert alone.nats == pytest.approx(scored.nats, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "Gemma2ForCausalLM", "ModernBertDecoderForCausalLM"])
+def test_every_token_after_every_context_sums_to_one(folders, name):
+    windows = [Window((2, 6, 9), (token,)) for token in range(len(tiny.WORDS))]
+    scored = Duel(load(folders[name]), "left_to_right").log_prob(windows)
+    assert math.fsum(math.exp(s.log_prob) for s in scored) == pytest.approx(1, abs=1e-6)
+    assert sum(s.is_greedy for s in scored) == 1
+
+
+def test_rotary_positions_that_change_with_the_length_of_a_batch(tmp_path):
+    """LongRoPE has other frequencies from a length on, for all rows of a call: only equal lengths go together."""
+    short = {"original_max_position_embeddings": 8}  # transformers 4 and 5 look for it in two places
+    factors = {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]}
+    scaled = {"rope_type": "longrope", "factor": 4.0, "rope_theta": 10_000.0, **factors, **short}
+    torch.manual_seed(7)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZE, **short, rope_scaling=scaled)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.4)
+    model.save_pretrained(tmp_path)
+    tiny.tokenizer(mask=False).save_pretrained(tmp_path)
+    denoiser = load(str(tmp_path))
+    right = [pytest.approx(by_hand(model, window), abs=1e-4) for window in RAGGED]
+    assert [scored.nats for scored in Duel(denoiser, "left_to_right").log_prob(RAGGED)] == right
+    denoiser.honours_padding = True
+    assert [scored.nats for scored in Duel(denoiser, "left_to_right").log_prob(RAGGED)] != right
+
+
+def test_one_forward_for_each_window(folders):
+    denoiser = load(folders["LlamaForCausalLM"])
+    rows = []
+    hook = denoiser.layers.register_forward_hook(lambda module, inputs, output: rows.append(output[0].shape[:2]))
+    duel = Duel(denoiser, "left_to_right", batch_size=1)
+    for n, window in enumerate(WINDOWS, start=1):
+        assert duel.log_prob([window])[0].nfe == len(window.target)
+        assert (duel.counts.forwards, duel.counts.rows) == (n, n)
+    hook.remove()
+    assert rows == [(1, window.length - 1) for window in WINDOWS]  # the last token is predicted and never fed
+    equal = [Window((n,), tuple(range(1, 32))) for n in range(4)]
+    duel = Duel(denoiser, "left_to_right", batch_size=4)
+    duel.log_prob(equal)
+    assert (duel.counts.forwards, duel.counts.rows) == (1, 4)
+
+
+def test_the_head_runs_at_scored_positions_only(folders):
+    denoiser = load(folders["Gemma2ForCausalLM"])
+    seen = []
+    hook = denoiser.model.lm_head.register_forward_hook(
+        lambda module, inputs, output: seen.append(output[..., 0].numel())
+    )
+    Duel(denoiser, "left_to_right").log_prob([Window((2, 5, 6, 7), (8, 9, 10))])
+    hook.remove()
+    assert sum(seen) == 3
+
+
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "GraniteForCausalLM", "ModernBertDecoderForCausalLM"])
+def test_samples_are_scored_as_they_were_drawn(folders, name):
+    duel = Duel(load(folders[name]), "left_to_right")
+    contexts = [(2,), (2, 7, 9, 6), (2, 30)]
+    drawn, greedy = duel.sample(contexts, 6, seed=1), duel.sample(contexts, 6, do_sample=False)
+    scored = duel.log_prob([Window(c, d.tokens) for c, d in zip(contexts, [*drawn, *greedy][:3], strict=True)])
+    assert [s.nats for s in scored] == [pytest.approx(d.nats, abs=1e-4) for d in drawn]
+    assert all(s.is_greedy for s in duel.log_prob([Window(c, d.tokens) for c, d in zip(contexts, greedy, strict=True)]))
+
+
+def test_a_head_that_cannot_be_split_off_runs_with_the_rest(folders, monkeypatch):
+    right = Duel(load(folders["Gemma2ForCausalLM"]), "left_to_right")
+    monkeypatch.setattr(causal, "_layers_of", lambda model: ["model.layers.1", "model.norm", "lm_head"])
+    denoiser = load(folders["Gemma2ForCausalLM"])
+    assert not denoiser.splits_head and denoiser.layers is denoiser.model
+    whole = Duel(denoiser, "left_to_right")
+    for a, b in zip(whole.log_prob(WINDOWS), right.log_prob(WINDOWS), strict=True):
+        assert a.nats == pytest.approx(b.nats, abs=1e-4)
+    contexts = [(2,), (2, 7, 9, 6)]
+    for a, b in zip(whole.sample(contexts, 5, seed=2), right.sample(contexts, 5, seed=2), strict=True):
+        assert a.tokens == b.tokens and a.nats == pytest.approx(b.nats, abs=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "MixtralForCausalLM", "ModernBertDecoderForCausalLM"])
+def test_dtypes(folders, name, dtype):
+    denoiser = load(folders[name], dtype=dtype)
+    assert str(denoiser.dtype) == f"torch.{dtype}" and denoiser.splits_head
+    scored = Duel(denoiser, "left_to_right").log_prob(WINDOWS)
+    if dtype == "float64":
+        model = getattr(transformers, name).from_pretrained(folders[name]).eval()
+        assert [s.nats for s in scored] == [pytest.approx(by_hand(model, window), abs=1e-4) for window in WINDOWS]
+    assert denoiser.describe()["dtype"] == dtype
+
+
+def test_lengths(folders, tmp_path):
+    """A network of 32 positions scores rows of 33: the last token is never fed."""
+    denoiser = load(folders["GPT2LMHeadModel"])
+    assert denoiser.max_length == 33
+    duel = Duel(denoiser, "left_to_right")
+    assert len(duel.log_prob([Window((2,), (5,) * 32)])[0].nats) == 32
+    with pytest.raises(DuelError, match="Window 0 has 34 positions but the network holds 33"):
+        duel.log_prob([Window((2,), (5,) * 33)])
+    assert load(folders["GPT2LMHeadModel"], max_length=16).max_length == 16
+    with pytest.raises(DuelError, match=r"max_length=34 is too long: .* holds 33 positions"):
+        load(folders["GPT2LMHeadModel"], max_length=34)
+    boundless = str(tmp_path)
+    network("BloomForCausalLM").save_pretrained(boundless)
+    tiny.tokenizer(mask=False, length=int(1e30)).save_pretrained(boundless)
+    with pytest.raises(DuelError, match="says how many positions it holds; pass max_length="):
+        load(boundless, tokenizer=None)
+    assert load(boundless, tokenizer=None, max_length=48).max_length == 48
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def test_what_a_causal_network_cannot_follow(folders):
+    denoiser = load(folders["LlamaForCausalLM"])
+    with pytest.raises(DuelError, match="A causal network reveals left to right only"):
+        Duel(denoiser, "greedy")
+    with pytest.raises(DuelError, match="A causal network has blocks of one; use block=1 or block=auto, not 4"):
+        Duel(denoiser, "left_to_right", 4)
+    duel = Duel(denoiser, "left_to_right", 1)
+    with pytest.raises(DuelError, match="Window 0 needs a given first token"):
+        duel.log_prob([Window((), (5, 6))])
+    with pytest.raises(DuelError, match="Window 0 has given ids after its target, which a causal network never sees"):
+        duel.log_prob([Window((2,), (5, 6), (3,))])
+    with pytest.raises(DuelError, match=r"Window 0 holds id 36, .* not a token of the vocabulary"):
+        duel.log_prob([Window((2,), (36,))])
+    for name, value in {"sigma": "clamped", "shift_logits": True, "mask_token_id": 4}.items():
+        with pytest.raises(DuelError, match=f"is of the family causal LM, which has no choice of '{name}'"):
+            load(folders["LlamaForCausalLM"], **{name: value})
+    with pytest.raises(DuelError, match="cfg_scale masks the whole context, which a causal network"):
+        load(folders["LlamaForCausalLM"], cfg_scale=1.0)
+
+
+def test_networks_that_are_not_autoregressive(tmp_path):
+    path = tiny.checkpoint(tmp_path / "bert", "bert")
+    with pytest.raises(DuelError, match="is not causal: its predictions change with what comes later"):
+        load(path)
+    with pytest.raises(DuelError, match=r"\(ModernBertForMaskedLM\) is no causal LM of transformers"):
+        load("demo-mdm", tokenizer=None)
+    with pytest.raises(DuelError, match="is block_causal, not causal"):
+        load("demo-bd", tokenizer=None)
+    path = tiny.checkpoint(tmp_path / "llada", "gpt2")
+    config = {**json.loads((tmp_path / "llada" / "config.json").read_text()), "architectures": ["LLaDAModelLM"]}
+    (tmp_path / "llada" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(DuelError, match=r"is a masked diffusion model \(llada\), so it has no autoregressive likelih"):
+        load(path)
+
+
+def test_a_class_that_is_not_the_one_in_the_config(folders, tmp_path, caplog):
+    """No code of a checkpoint is run; transformers' class stands for its own only where they have one name."""
+    model = network("LlamaForCausalLM")
+    for names, code in ((["LLaMAForCausalLM"], True), (["OtherLM"], False), (["OtherLM"], True)):
+        model.save_pretrained(tmp_path)
+        tiny.tokenizer(mask=False).save_pretrained(tmp_path)
+        config = json.loads((tmp_path / "config.json").read_text())
+        config["architectures"] = names
+        if code:
+            config["auto_map"] = {"AutoModelForCausalLM": f"modeling_own.{names[0]}"}
+            (tmp_path / "modeling_own.py").write_text("raise RuntimeError('this is not run')")
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        if names == ["OtherLM"] and code:
+            with pytest.raises(
+                DuelError, match=r"is a OtherLM by its config, with code of its own; .* pass trust_remote"
+            ):
+                load(str(tmp_path))
+        else:
+            nats = Duel(load(str(tmp_path)), "left_to_right").log_prob(WINDOWS)[0].nats
+            assert nats == pytest.approx(by_hand(model, WINDOWS[0]), abs=1e-4)
+    assert "is a OtherLM by its config; scoring it as transformers' LlamaForCausalLM" in caplog.text
+
+
+CODE = """
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+class LetterConfig(PretrainedConfig):
+    model_type = "letters"
+
+class LetterLM(PreTrainedModel):
+    config_class = LetterConfig
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed = torch.nn.Embedding(config.vocab_size, 8)
+        self.head = torch.nn.Linear(8, config.vocab_size)
+        self.post_init()
+    def get_input_embeddings(self):
+        return self.embed
+    def forward(self, input_ids, attention_mask=None, **kwargs):
+        return CausalLMOutput(logits=self.head(self.embed(input_ids).cumsum(1)))
+"""
+
+
+def test_a_causal_network_with_code_of_its_own(tmp_path):
+    (tmp_path / "letters.py").write_text(CODE)
+    auto_map = {"AutoConfig": "letters.LetterConfig", "AutoModelForCausalLM": "letters.LetterLM"}
+    config = {"model_type": "letters", "vocab_size": tiny.ROWS, "max_position_embeddings": 32, "auto_map": auto_map}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["LetterLM"]}))
+    torch.manual_seed(3)
+    table, head, bias = torch.randn(tiny.ROWS, 8), torch.randn(tiny.ROWS, 8), torch.randn(tiny.ROWS)
+    tensors = {"embed.weight": table, "head.weight": head, "head.bias": bias}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(DuelError, match="pass trust_remote_code=true if you trust it"):
+        load(str(tmp_path))
+    denoiser = load(str(tmp_path), trust_remote_code=True)
+    assert not denoiser.splits_head
+
+    def model(ids):
+        return CausalLMOutput(logits=table[ids].cumsum(1) @ head.T + bias)
+
+    for window, scored in zip(WINDOWS, Duel(denoiser, "left_to_right").log_prob(WINDOWS), strict=True):
+        assert scored.nats == pytest.approx(by_hand(model, window), abs=1e-4)
+
+
+def test_an_adapter_is_merged(folders, tmp_path):
+    peft = pytest.importorskip("peft")
+    tuned = peft.get_peft_model(
+        network("CohereForCausalLM"),
+        peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False),
+    )
+    tuned.save_pretrained(tmp_path)
+    denoiser = load(folders["CohereForCausalLM"], peft=str(tmp_path))
+    nats = Duel(denoiser, "left_to_right").log_prob(WINDOWS)[0].nats
+    assert nats == pytest.approx(by_hand(tuned.eval(), WINDOWS[0]), abs=1e-4)
+    assert nats != pytest.approx(by_hand(network("CohereForCausalLM"), WINDOWS[0]), abs=1e-2)
+    assert "peft" in denoiser.describe()
+
+
+def test_broken_weights(tmp_path):
+    network("LlamaForCausalLM").save_pretrained(tmp_path)
+    tiny.tokenizer(mask=False).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    gone = next(name for name in weights if "layers.1" in name and "q_proj" in name)
+    save_file({name: value for name, value in weights.items() if name != gone}, file, metadata={"format": "pt"})
+    with pytest.raises(DuelError, match=rf"do not fill LlamaForCausalLM: 1 missing: {gone}\."):
+        load(str(tmp_path))
+    weights["lm_head.weight"][12] = float("nan")
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(DuelError, match="returns NaN or infinite logits for arbitrary tokens"):
+        load(str(tmp_path))
+
+
+def test_nan_that_shows_only_when_a_token_is_seen(folders):
+    denoiser = load(folders["LlamaForCausalLM"])
+    with torch.no_grad():
+        denoiser.model.model.embed_tokens.weight[12] = float("nan")
+    duel = Duel(denoiser, "left_to_right")
+    assert math.isfinite(duel.log_prob([Window((2, 6), (7, 9, 12))])[0].log_prob)  # its own token is never fed
+    with pytest.raises(NotFinite, match=r"NaN or infinite logits\. \(Window 0, "):
+        duel.log_prob([Window((2, 6), (7, 12, 9))])
+
+
+def test_the_law_names_what_defines_it(folders):
+    described = load(folders["OPTForCausalLM"]).describe()
+    assert described["denoiser"] == "OPTForCausalLM" and described["attention"] == "causal"
+    assert described["vocabulary"] == f"{len(tiny.WORDS)} of {tiny.ROWS}"
+    assert described["weights"] == load(folders["OPTForCausalLM"]).describe()["weights"]
+    assert described["weights"] != load(folders["BloomForCausalLM"]).describe()["weights"]
+
+
+# ---------------------------------------------------------------- the harness's own model
+
+
+@pytest.fixture(scope="module")
+def texts():
+    passages = [json.loads(line)["text"] for line in (FOLDER / "text" / "sotu.jsonl").open(encoding="utf-8")]
+    return [*passages[:7], " ".join(passages[7:11])]  # the last is longer than the network's row
+
+
+@pytest.fixture(scope="module")
+def ours():
+    return DuelMDM(
+        pretrained="demo-ar", attention="causal", rule="left_to_right", windows="harness", dtype="float32", device="cpu"
+    )
+
+
+@pytest.fixture(scope="module")
+def stock():
+    return HFLM(pretrained=resolve("demo-ar"), dtype="float32", device="cpu", batch_size=4)
+
+
+def together(lm, kind, arguments):
+    return getattr(lm, kind)(ask(kind, *arguments), disable_tqdm=True)
+
+
+def test_documents_equal_the_harness_own_model(ours, stock, texts):
+    """Per document, by the harness's rolling windows; the last document has several."""
+    assert ours.law["framing"].startswith(f"[{stock.prefix_token_id}] text [], bos=given")
+    assert ours.max_length == stock.max_length + 1
+    requests = [(text,) for text in texts]
+    theirs, counts = together(stock, "loglikelihood_rolling", requests), [len(ours.tok_encode(text)) for text in texts]
+    assert max(counts) > stock.max_length
+    for mine, right, tokens in zip(together(ours, "loglikelihood_rolling", requests), theirs, counts, strict=True):
+        assert abs(mine - right) <= max(1e-4, 1e-6 * tokens)
+
+
+def pairs(text):
+    words = text.split()
+    return [(" ".join(words[:n]), " " + " ".join(words[n : n + m])) for n, m in ((1, 2), (5, 1), (20, 8), (30, 3))]
+
+
+def agree(mine, right):
+    assert [greedy for _, greedy in mine] == [greedy for _, greedy in right]
+    assert [nats for nats, _ in mine] == pytest.approx([nats for nats, _ in right], abs=1e-4)
+
+
+def test_continuations_equal_the_harness_own_model(ours, stock, texts):
+    """Where both show the same: nothing but a BOS, or with bos=none the context alone."""
+    requests = [("", text) for text in texts[:2]]
+    agree(together(ours, "loglikelihood", requests), together(stock, "loglikelihood", requests))
+    bare = DuelMDM(pretrained="demo-ar", attention="causal", rule="left_to_right", bos="none", device="cpu")
+    agree(*(together(lm, "loglikelihood", pairs(texts[0])) for lm in (bare, stock)))
+
+
+def test_a_tokenizer_that_frames_with_a_bos(texts, tmp_path):
+    shutil.copytree(resolve("demo-ar"), tmp_path / "framed")
+    tokenizer = json.loads((tmp_path / "framed" / "tokenizer.json").read_text())
+    bos = {"id": "<|endoftext|>", "ids": [1], "tokens": ["<|endoftext|>"]}
+    text = [{"SpecialToken": {"id": bos["id"], "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": text,
+        "pair": text,
+        "special_tokens": {bos["id"]: bos},
+    }
+    (tmp_path / "framed" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    folder = str(tmp_path / "framed")
+    framed = DuelMDM(pretrained=folder, attention="causal", rule="left_to_right", device="cpu")
+    assert framed.law["framing"].startswith("[1] text []")
+    stock = HFLM(pretrained=folder, dtype="float32", device="cpu", batch_size=4)
+    agree(*(together(lm, "loglikelihood", pairs(texts[1])) for lm in (framed, stock)))
+
+
+def test_inspect_says_what_it_is(capsys):
+    main(["inspect", "demo-ar", "--model_args", "attention=causal,rule=left_to_right,device=cpu"])
+    said = capsys.readouterr().out
+    for line in (
+        r"family +causal-lm \(ModernBertDecoderForCausalLM\)",
+        "mask +none: an autoregressive network",
+        "attention +causal",
+        "logit shift +1: a token is predicted from the one before",
+        "padding +unseen: it comes later",
+    ):
+        assert re.search(line, said), line
+    assert "blank rows" not in said
+
+
+def test_the_authors_windows_of_llama3():
+    """bos=first: windows of max_length ids, no BOS, the first id of each given and in no sum."""
+    lm = DuelMDM(pretrained="demo-ar", estimator="exact", bos="first", max_length=16, dtype="float32", device="cpu")
+    text = "The state of the union is strong, and the people of this nation have never been more free."
+    ids = lm.text.encode(text)
+    model = transformers.AutoModelForCausalLM.from_pretrained(resolve("demo-ar"), dtype=torch.float32).eval()
+    total = 0.0
+    with torch.inference_mode():
+        for start in range(0, len(ids), 16):
+            part = torch.tensor([ids[start : start + 16]])
+            nats = log_softmax(model(input_ids=part).logits[0].double()[:-1], -1)
+            total += float(nats.gather(1, part[0, 1:, None]).sum())
+    assert len(ids) > 20
+    (value,) = lm.loglikelihood_rolling(ask("loglikelihood_rolling", (text,)), disable_tqdm=True)
+    assert value == pytest.approx(total, abs=1e-3)
+    with pytest.raises(DuelError, match="bos=first scores the row from its first position on"):
+        lm.loglikelihood(ask("loglikelihood", ("a", " b")), disable_tqdm=True)

@@ -1,0 +1,946 @@
+"""Decoder families against a plain reimplementation in float64, on tiny random checkpoints with real file layouts."""
+
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import re
+
+import plain
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file, save_file
+from textbook import score
+
+from lm_eval_duel import denoisers, rules
+from lm_eval_duel.denoisers import self_tests as probes
+from lm_eval_duel.denoisers.hf import families
+from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators.duel import Duel
+
+D, MASK = 16, 4
+RULES = ["greedy", "margin:k=2", "threshold:mu=0.3"]
+WINDOWS = [
+    Window((6,), (7, 9, 30, 12, 8, 15, 21, 11)),
+    Window((14, 20, 9), (10, 9, 31, 12), (13,)),
+    Window((22, 6, 17, 17, 2), (33, 6, 7, 18)),
+    Window((), (8, 8, 20, 31, 6)),  # a blank start; not where logits are shifted
+]
+
+
+def remote(model, config=None, **others):
+    """`architectures` and `auto_map` as authors with code of their own write them."""
+    auto = {"AutoConfig": f"configuration_x.{config or 'XConfig'}", "AutoModel": f"modeling_x.{model}", **others}
+    return {"architectures": [model], "auto_map": auto}
+
+
+COMMON = {
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "hidden_size": D,
+    "initializer_range": 0.02,
+    "intermediate_size": 24,
+    "max_position_embeddings": 64,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": None,
+    "rope_theta": 1_000_000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.52.3",
+    "use_cache": True,
+    "vocab_size": tiny.ROWS,
+}
+LLAMA = {**COMMON, "attention_bias": False, "mlp_bias": False, "pretraining_tp": 1, "rms_norm_eps": 1e-5}
+QWEN2 = {**COMMON, "max_window_layers": 2, "sliding_window": None, "use_sliding_window": False}
+QWEN3 = {**QWEN2, "attention_bias": False, "head_dim": 8}
+QWEN3_MOE = {
+    **QWEN3,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+}
+STRETCH = {
+    "factor": 8.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 16,
+    "rope_type": "llama3",
+}
+
+PLAIN_LLAMA = plain.Net(head=4, theta=1e6, eps=1e-5)
+PLAIN_QWEN2 = plain.Net(head=4, theta=1e6)
+PLAIN_QWEN3 = plain.Net(head=8, theta=1e6)
+PLAIN_MOE = plain.Net(head=8, theta=1e6, experts=6, chosen=2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A published checkpoint in small; `options` are what a user must say to load it."""
+
+    config: dict
+    net: plain.Net
+    parts: tuple = ()  # "bias" of q, k and v; "norm" of q and k
+    options: dict = dataclasses.field(default_factory=dict)
+    tokenizer: dict = dataclasses.field(default_factory=dict)
+    folder: str = "checkpoint"
+    rows: int = tiny.ROWS  # of the embedding
+    store: str = "whole"  # "sharded", "bfloat16", "tied": no head in the file, "tied and stored"
+    seed: int = 3
+    mask: int = MASK
+    attention: str = "bidirectional"
+    shift: int = 0
+    bos: str = "none"
+    block: int | None = None
+    published: int | None = None
+    length: int = 64
+
+
+CASES = {
+    "llada": Case(
+        {
+            **remote("LLaDAModelLM", AutoModelForCausalLM="modeling_llada.LLaDAModelLM"),
+            "activation_type": "silu",
+            "alibi": False,
+            "alibi_bias_max": 8.0,
+            "attention_dropout": 0.0,
+            "attention_layer_norm": False,
+            "bias_for_layer_norm": False,
+            "block_group_size": 1,
+            "block_type": "llama",
+            "d_model": D,
+            "embedding_size": 48,
+            "eos_token_id": 3,
+            "flash_attention": False,
+            "include_bias": False,
+            "include_qkv_bias": False,
+            "init_device": "meta",
+            "input_emb_norm": False,
+            "layer_norm_type": "rms",
+            "layer_norm_with_affine": True,
+            "mask_token_id": 45,
+            "max_sequence_length": 64,
+            "mlp_hidden_size": 24,
+            "mlp_ratio": 4,
+            "model_type": "llada",
+            "multi_query_attention": None,
+            "n_heads": 4,
+            "n_kv_heads": 2,
+            "n_layers": 2,
+            "pad_token_id": 3,
+            "precision": "amp_bf16",
+            "rms_norm_eps": 1e-5,
+            "rope": True,
+            "rope_full_precision": True,
+            "rope_theta": 500_000.0,
+            "scale_logits": False,
+            "torch_dtype": "bfloat16",
+            "transformers_version": "4.46.3",
+            "use_cache": False,
+            "vocab_size": 34,
+            "weight_tying": False,
+        },
+        plain.Net(head=4, keys=plain.LLADA, theta=500_000.0, eps=1e-5),
+        tokenizer={"mask": False},
+        rows=48,
+        store="sharded",
+        mask=45,
+        published=32,
+    ),
+    "illada": Case(
+        {
+            **remote("ILLaDAForCausalLM", AutoModelForCausalLM="modeling_illada.ILLaDAForCausalLM"),
+            **LLAMA,
+            "bos_token_id": 2,
+            "eos_token_id": 3,
+            "layer_norm_eps": None,
+            "model_type": "illada",
+            "pad_token_id": 0,
+            "resid_pdrop": 0.0,
+            "tie_word_embeddings": True,
+        },
+        PLAIN_LLAMA,
+        tokenizer={"mask": False},
+        store="tied and stored",
+        mask=5,
+    ),
+    "dream": Case(
+        {
+            **remote("DreamModel"),
+            **QWEN2,
+            "bos_token_id": 2,
+            "eos_token_id": 2,
+            "mask_token_id": 35,
+            "max_position_embeddings": 4096,
+            "model_type": "Dream",
+            "pad_token_id": 2,
+        },
+        PLAIN_QWEN2,
+        ("bias",),
+        tokenizer={"mask": False},
+        mask=35,
+        shift=1,
+        bos="given",
+        length=2048,
+    ),
+    "llada-moe": Case(
+        {
+            **remote("LLaDAMoEModelLM", AutoModelForCausalLM="modeling_lladamoe.LLaDAMoEModelLM"),
+            **{key: value for key, value in COMMON.items() if key not in ("intermediate_size", "rms_norm_eps")},
+            "attention_bias": False,
+            "clip_qkv": None,
+            "dense_intermediate_size": 24,
+            "expert_intermediate_size": 16,
+            "eos_token_id": 3,
+            "model_type": "llada",  # the dense network's
+            "moe_layer_freq": [1, 1],
+            "moe_router_enable_expert_bias": False,
+            "norm_topk_prob": True,  # its code never does
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "pad_token_id": 3,
+            "qk_layernorm": True,
+            "rope_theta": 50_000,
+            "shared_expert_intermediate_size": None,
+        },
+        plain.Net(head=4, theta=50_000.0, eps=1e-5, experts=6, chosen=2, normalised=False),
+        ("norm",),
+        published=32,
+    ),
+    "rnd1": Case(
+        {
+            **remote("RND1LM", AutoModelForMaskedLM="modeling_rnd.RND1LM"),
+            **QWEN3_MOE,
+            "eos_token_id": 3,
+            "mask_token_id": MASK,
+            "model_type": "rnd1",
+            "moe_backend": "hf",
+            "rope_scaling": False,
+            "sliding_window": False,
+        },
+        PLAIN_MOE,
+        ("norm",),
+    ),
+    "a2d-qwen3": Case(
+        {
+            "architectures": ["A2DQwen3LMHeadModel"],
+            **QWEN3,
+            "dtype": "bfloat16",
+            "layer_types": ["full_attention"] * 2,
+            "model_type": "a2d-qwen3",
+            "tie_word_embeddings": True,
+        },
+        PLAIN_QWEN3,
+        ("norm",),
+        store="tied",
+    ),
+    "a2d-qwen2": Case(
+        {
+            "architectures": ["A2DQwen2LMHeadModel"],
+            **{key: value for key, value in QWEN2.items() if key not in ("rope_scaling", "rope_theta")},
+            "model_type": "a2d-qwen2",
+            "rope_parameters": {"rope_theta": 1_000_000.0, "rope_type": "default"},  # as transformers 5 writes it
+        },
+        PLAIN_QWEN2,
+        ("bias",),
+    ),
+    "a2d-llama": Case(
+        {
+            "architectures": ["A2DLlamaLMHeadModel"],
+            **{key: value for key, value in LLAMA.items() if key not in ("rope_scaling", "rope_theta")},
+            "model_type": "a2d-llama",
+            "rope_parameters": {**STRETCH, "rope_theta": LLAMA.get("rope_theta", 1e6)},  # as transformers 5 writes it
+        },
+        plain.Net(head=4, theta=1e6, eps=1e-5, stretch=STRETCH),
+    ),
+    "a2d-qwen3-bd3lm": Case(
+        {
+            "architectures": ["A2DQwen3LMHeadModel"],
+            **QWEN3,
+            "model_type": "a2d-qwen3",
+            "tie_word_embeddings": True,
+        },
+        PLAIN_QWEN3,
+        ("norm",),
+        {"block": 4},
+        folder="Qwen3-0.6B-diffusion-bd3lm-v0.1",
+        store="tied",
+        attention="block_causal",
+        block=4,
+    ),
+    "a2d-qwen2-bd3lm": Case(
+        {
+            "architectures": ["A2DQwen2LMHeadModel"],
+            **QWEN2,
+            "model_type": "a2d-qwen2",
+            "tie_word_embeddings": True,  # but the file has a head of its own
+        },
+        PLAIN_QWEN2,
+        ("bias",),
+        {"block": 4},
+        folder="Qwen2.5-Coder-0.5B-Instruct-diffusion-BD3LM-v0.1",
+        attention="block_causal",
+        block=4,
+    ),
+    "a2d-llama-bd3lm": Case(
+        {"architectures": ["A2DLlamaLMHeadModel"], **LLAMA, "model_type": "a2d-llama"},
+        PLAIN_LLAMA,
+        options={"family": "a2d-llama-bd3lm", "block": 4},
+        attention="block_causal",
+        block=4,
+    ),
+    "open-dllm": Case(
+        {"architectures": ["Qwen2ForCausalLM"], **QWEN2, "model_type": "qwen2", "eos_token_id": 3},
+        PLAIN_QWEN2,
+        ("bias",),
+        {"family": "open-dllm", "tokenizer": tiny.tokenizer()},  # beside a qwen2, transformers 5 reads Qwen's alone
+        shift=1,
+        bos="given",
+    ),
+    "sdar": Case(
+        {
+            **remote("SDARForCausalLM", AutoModelForCausalLM="modeling_sdar.SDARForCausalLM"),
+            **QWEN3,
+            "block_size": 4,
+            "bos_token_id": 3,
+            "debug": False,
+            "ep_size": 1,
+            "eos_token_id": 3,
+            "fuse_cross_entropy": True,
+            "mask_token_id": 36,
+            "model_type": "sdar",
+        },
+        PLAIN_QWEN3,
+        ("norm",),
+        tokenizer={"mask": False},
+        store="sharded",
+        mask=36,
+        attention="block_causal",
+        block=4,
+    ),
+    "sdar-moe": Case(
+        {
+            **remote("SDARMoeForCausalLM", AutoModelForCausalLM="modeling_sdar_moe.SDARMoeForCausalLM"),
+            **QWEN3_MOE,
+            "block_size": 8,
+            "model_type": "sdar_moe",
+        },
+        PLAIN_MOE,
+        ("norm",),
+        attention="block_causal",
+        block=8,
+    ),
+    "fast-dllm-v2": Case(
+        {
+            **remote("Fast_dLLM_QwenForCausalLM", AutoModelForCausalLM="modeling.Fast_dLLM_QwenForCausalLM"),
+            **QWEN2,
+            "bd_size": 8,  # its forward takes 32 nevertheless
+            "eos_token_id": 3,
+            "model_type": "Fast_dLLM_Qwen",
+            "pad_token_id": 3,
+        },
+        PLAIN_QWEN2,
+        ("bias",),
+        {"block": 4},
+        store="bfloat16",
+        attention="block_causal",
+        shift=1,
+        bos="given",
+        block=4,
+    ),
+    "llada2": Case(
+        {
+            **remote("LLaDA2MoeModelLM", AutoModelForCausalLM="modeling_llada2_moe.LLaDA2MoeModelLM"),
+            **COMMON,
+            "embedding_dropout": 0.0,
+            "eos_token_id": 3,
+            "first_k_dense_replace": 1,
+            "head_dim": 8,
+            "max_window_layers": 28,
+            "model_type": "llada2_moe",
+            "moe_intermediate_size": 16,
+            "moe_router_enable_expert_bias": True,
+            "n_group": 4,
+            "norm_topk_prob": True,
+            "num_experts": 12,
+            "num_experts_per_tok": 3,
+            "num_hidden_layers": 3,
+            "num_shared_experts": 1,
+            "output_dropout": 0.0,
+            "output_router_logits": False,
+            "pad_token_id": 3,
+            "partial_rotary_factor": 0.5,
+            "rope_theta": 600_000,
+            "rotary_dim": 4,
+            "routed_scaling_factor": 2.5,
+            "router_dtype": "fp32",
+            "score_function": "sigmoid",
+            "sliding_window": 4096,
+            "topk_group": 2,
+            "use_bias": False,
+            "use_qk_norm": True,
+            "use_qkv_bias": False,
+            "use_rmsnorm": True,
+            "use_sliding_window": False,
+        },
+        plain.Net(
+            head=8,
+            layers=3,
+            keys=plain.LLADA2,
+            theta=600_000.0,
+            turned=0.5,
+            experts=12,
+            chosen=3,
+            groups=4,
+            groups_kept=2,
+            scale=2.5,
+            dense=1,
+        ),
+        ("norm",),
+        {"block": 4},
+        attention="block_causal",
+        block=4,
+    ),
+    "stable-diffcoder": Case(
+        {
+            **remote("StableDiffcoderForCausalLM", AutoModelForCausalLM="modeling_sd.StableDiffcoderForCausalLM"),
+            **LLAMA,
+            "bos_token_id": 0,
+            "eos_token_id": 2,
+            "model_type": "llama",
+            "pad_token_id": 1,
+        },
+        PLAIN_LLAMA,
+        tokenizer={"mask": False},
+        mask=5,
+        attention="block_causal",
+        block=4,
+    ),
+    "dream-reasoner": Case(
+        {
+            **remote("DreamForCausalLM", AutoModelForCausalLM="modeling_dream.DreamForCausalLM"),
+            **QWEN2,
+            "mask_token_id": 37,
+            "model_type": "Dream",  # which would be another network
+        },
+        PLAIN_QWEN2,
+        ("bias",),
+        {"block": 4},
+        tokenizer={"mask": False},
+        mask=37,
+        attention="block_causal",
+        block=4,
+    ),
+    "plain bidirectional": Case(
+        {"architectures": ["LlamaForCausalLM"], **LLAMA, "model_type": "llama"},
+        PLAIN_LLAMA,
+        options={"attention": "bidirectional", "mask_token_id": 38},
+        mask=38,
+    ),
+    "plain block_causal": Case(
+        {"architectures": ["Qwen3ForCausalLM"], **QWEN3, "model_type": "qwen3"},
+        PLAIN_QWEN3,
+        ("norm",),
+        {"attention": "block_causal", "block": 2, "shift_logits": True},
+        attention="block_causal",
+        shift=1,
+        block=2,
+    ),
+}
+BIDIRECTIONAL = [name for name, case in CASES.items() if case.attention == "bidirectional"]
+BLOCK_CAUSAL = [name for name, case in CASES.items() if case.attention == "block_causal"]
+
+
+def weights(case):
+    """Random tensors under the names of the family's files."""
+    net, generator = case.net, torch.Generator().manual_seed(case.seed)
+    q, kept = net.heads * net.head, net.kept * net.head
+    dense, expert = 24, 16
+    outside = {"table": (case.rows, D), "last": (D,)} | ({} if case.store == "tied" else {"head": (case.rows, D)})
+    made = {}
+
+    def add(name, shape, n=None, e=None):
+        draw = torch.randn(shape, generator=generator)
+        if len(shape) == 1:
+            draw = draw * 0.2 + {"router bias": -2}.get(name, 0 if "bias" in name else 1)
+        else:
+            draw = draw * {"table": 0.5 if case.store.startswith("tied") else 1.0, "router": 0.5}.get(name, 0.3)
+        made[net.keys[name].format(n=n, e=e)] = draw
+
+    for name, shape in outside.items():
+        add(name, shape)
+    for n in range(net.layers):
+        layer = {"before mix": (D,), "before feed": (D,), "out": (D, q)}
+        if "qkv" in net.keys:
+            layer["qkv"] = (q + 2 * kept, D)
+        else:
+            layer |= {"q": (q, D), "k": (kept, D), "v": (kept, D)}
+        if "bias" in case.parts:
+            layer |= {"q bias": (q,), "k bias": (kept,), "v bias": (kept,)}
+        if "norm" in case.parts:
+            layer |= {"q norm": (net.head,), "k norm": (net.head,)}
+        if not net.experts or n < net.dense:
+            layer |= {"gate": (dense, D), "up": (dense, D), "down": (D, dense)}
+        else:
+            layer["router"] = (net.experts, D)
+            if net.groups:
+                layer["router bias"] = (net.experts,)
+                layer |= {"shared gate": (expert, D), "shared up": (expert, D), "shared down": (D, expert)}
+            for e in range(net.experts):
+                for name, shape in (("gate", (expert, D)), ("up", (expert, D)), ("down", (D, expert))):
+                    add(f"expert {name}", shape, n, e)
+        for name, shape in layer.items():
+            add(name, shape, n)
+    if case.store == "tied and stored":
+        made[net.keys["head"]] = made[net.keys["table"]].clone()
+    return made
+
+
+def write(folder, case):
+    """The checkpoint of a case below `folder`; its path and its tensors in float64."""
+    folder = folder / case.folder
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(case.config))
+    tiny.tokenizer(**case.tokenizer).save_pretrained(folder)
+    tensors = weights(case)
+    if case.store == "bfloat16":
+        tensors = {key: value.bfloat16() for key, value in tensors.items()}
+    right = {key: value.double() for key, value in tensors.items()}
+    if case.config["model_type"] == "llama":  # old files hold what is computed anew
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(2)
+    shards = [list(tensors)[::2], list(tensors)[1::2]] if case.store == "sharded" else [list(tensors)]
+    names = [f"model-{n:05}-of-00002.safetensors" for n in (1, 2)] if len(shards) == 2 else ["model.safetensors"]
+    for name, keys in zip(names, shards, strict=True):
+        save_file({key: tensors[key] for key in keys}, folder / name, metadata={"format": "pt"})
+    if len(shards) == 2:
+        places = {key: name for name, keys in zip(names, shards, strict=True) for key in keys}
+        index = {"metadata": {"total_size": 0}, "weight_map": places}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return str(folder), right
+
+
+def load(path, case, **others):
+    return denoisers.load(path, device="cpu", **{**case.options, **others})
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """Of a case: its denoiser, and the plain network's logits of ids, remembered."""
+
+    @functools.cache
+    def checkpoint(name):
+        case = CASES[name]
+        path, w = write(tmp_path_factory.mktemp("backbone"), case)
+
+        @functools.cache
+        def logits(ids):
+            seen = plain.everywhere(len(ids)) if case.block is None else plain.block_causal(len(ids), case.block)
+            return plain.logits(case.net, w, ids, seen)
+
+        return path, logits
+
+    @functools.cache
+    def find(name, last_block="fill"):
+        path, logits = checkpoint(name)
+        return load(path, CASES[name], last_block=last_block), logits
+
+    return find
+
+
+def test_every_family_is_here():
+    assert {name for name in CASES if not name.startswith("plain")} == set(families.NAMED)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_found_at_load(found, name):
+    case, denoiser = CASES[name], found(name)[0]
+    assert denoiser.family == ("decoder" if name.startswith("plain") else name)
+    assert (denoiser.attention, denoiser.shift, denoiser.bos) == (
+        case.attention,
+        case.shift,
+        "given" if case.shift else case.bos,
+    )
+    assert (denoiser.block, denoiser.published_block) == (case.block, case.published)
+    assert (denoiser.mask_id, denoiser.max_length, denoiser.vocab_size) == (case.mask, case.length, case.rows)
+    unused = {case.mask, *range(len(tiny.WORDS), case.rows)}
+    assert set(denoiser.excluded.nonzero()[:, 0].tolist()) == unused
+    assert denoiser.relative_positions
+    assert denoiser.honours_padding
+
+
+IDS = [[6, MASK, 9, 9, MASK, 30, 12, MASK, 8, MASK, 15], [17] * 9, [MASK] * 5]
+
+
+@pytest.mark.parametrize("name", BIDIRECTIONAL)
+def test_the_network_equals_the_plain_one(found, name):
+    denoiser, right = found(name)
+    for ids in IDS:
+        ids = [CASES[name].mask if token == MASK else token for token in ids]
+        ours = denoiser.head(denoiser.features(torch.tensor([ids]), None)[0])
+        assert (ours - right(tuple(ids))).abs().max() < 1e-5
+    padded = torch.tensor([[6, 7, 9, 5, 5, 5], [6, 7, 9, 30, 12, 8]])
+    real = torch.tensor([[True] * 3 + [False] * 3, [True] * 6])
+    features = denoiser.features(padded, real)
+    assert (denoiser.head(features[0, :3]) - right((6, 7, 9))).abs().max() < 1e-5
+    assert (denoiser.head(features[1]) - right((6, 7, 9, 30, 12, 8))).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("name", BLOCK_CAUSAL)
+def test_the_stream_equals_the_plain_network(found, name):
+    denoiser, right = found(name)
+    block = denoiser.block
+    for ids in IDS:
+        ids = [CASES[name].mask if token == MASK else token for token in ids]
+        row, position = torch.tensor([ids]), torch.arange(len(ids))[None]
+        seen = torch.tensor(plain.block_causal(len(ids), block))[None]
+        features, _ = denoiser.stream(row, position, seen, None)
+        assert (denoiser.head(features[0]) - right(tuple(ids))).abs().max() < 1e-5
+        before, past = denoiser.stream(row[:, :block], position[:, :block], seen[:, :block, :block], None)
+        if len(ids) > block:  # a second call on the keys and values of the first
+            after, _ = denoiser.stream(row[:, block:], position[:, block:], seen[:, block:], past)
+            again = denoiser.head(torch.cat([before, after], 1)[0])
+            assert (again - right(tuple(ids))).abs().max() < 1e-5
+
+
+def textbook(name, denoiser, right, rule, window):
+    """One window by the textbook loop over the plain network."""
+    shift = CASES[name].shift
+    return score(
+        lambda ids: right(tuple(ids.tolist())).roll(shift, 0),
+        denoiser.mask_id,
+        denoiser.excluded,
+        rules.parse(rule),
+        denoiser.block or 4,
+        window,
+        "row" if denoiser.block else "target",
+        tie_when_blank=True,
+        sees=denoiser.last_block if denoiser.block else None,
+    )
+
+
+def windows_of(name):
+    """Those that the network can score: no blank start under a shift, no suffix past the last block."""
+    case = CASES[name]
+    return [
+        window for window in WINDOWS if len(window.context) >= case.shift and not (window.suffix and case.block == 2)
+    ]
+
+
+ENDS = [(name, "fill") for name in CASES] + [(name, "cut") for name in BLOCK_CAUSAL]
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("name", "last_block"), ENDS)
+def test_lanes_equal_the_textbook_loop(found, name, last_block, rule):
+    denoiser, right = found(name, last_block)
+    duel = Duel(denoiser, rule, "auto" if denoiser.block else 4)
+    windows = windows_of(name)
+    for window, scored in zip(windows, duel.log_prob(windows), strict=True):
+        _, steps, nats, greedy, nfe = textbook(name, denoiser, right, rule, window)
+        assert scored.close_picks == 0, "choose another seed: the order is at the mercy of float noise here"
+        assert (scored.steps, scored.is_greedy, scored.nfe) == (steps, greedy, nfe)
+        assert scored.nats == pytest.approx(nats, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_window_alone_equals_the_window_in_a_batch(found, name):
+    denoiser, _ = found(name)
+    block = "auto" if denoiser.block else 4
+    windows = windows_of(name) * 2
+    together = Duel(denoiser, "greedy", block).log_prob(windows)
+    for batch_size in (1, 2, None):
+        some = Duel(denoiser, "greedy", block, batch_size=batch_size)
+        alone = [some.log_prob([window])[0] for window in windows[: len(windows) // 2]] * 2
+        for scored, again in zip(together, alone if batch_size is None else some.log_prob(windows), strict=True):
+            assert again.steps == scored.steps
+            assert again.nats == pytest.approx(scored.nats, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llada", "dream", "llada2", "fast-dllm-v2", "sdar-moe"])
+@pytest.mark.parametrize("rule", RULES)
+def test_samples_are_scored_as_they_were_drawn(found, name, rule):
+    denoiser, _ = found(name)
+    duel = Duel(denoiser, rule, "auto" if denoiser.block else 4)
+    contexts = [(6,), (14, 20, 9), (22, 6, 17, 17, 2)]
+    drawn = duel.sample(contexts, 7, seed=3)
+    scored = duel.log_prob([Window(c, d.tokens) for c, d in zip(contexts, drawn, strict=True)])
+    for d, s in zip(drawn, scored, strict=True):
+        assert (s.close_picks, s.steps, s.nfe) == (0, d.steps, d.nfe)
+        assert s.nats == pytest.approx(d.nats, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_pairs_of_tokens_sum_to_one(found, name):
+    denoiser, _ = found(name)
+    tokens = (~denoiser.excluded).nonzero()[:, 0].tolist()
+    pairs = [Window((6, 7), pair) for pair in itertools.product(tokens, repeat=2)]
+    scored = Duel(denoiser, "greedy", "auto" if denoiser.block else 4).log_prob(pairs)
+    assert math.fsum(math.exp(s.log_prob) for s in scored) == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_left_to_right_is_the_chain_rule_and_k_the_marginals(found, name):
+    denoiser, right = found(name)
+    block, mask = denoiser.block or 4, denoiser.mask_id
+    short = [mask] * (-4 % block if denoiser.block else 0)  # a short last block is shown filled up
+
+    def logs(*row):
+        logits = right((*row, *short)).roll(CASES[name].shift, 0)
+        return logits.masked_fill(denoiser.excluded, -math.inf).log_softmax(-1)
+
+    first, second = logs(6, 7, mask, mask), logs(6, 7, 9, mask)
+    window = [Window((6, 7), (9, 30))]
+    one, two = (Duel(denoiser, f"l2r:k={k}", "auto" if denoiser.block else 4).log_prob(window)[0] for k in (1, 2))
+    assert one.nats == pytest.approx([float(first[2, 9]), float(second[3, 30])], abs=1e-5)
+    if block > 1 and 2 // block == 3 // block:
+        assert two.nats == pytest.approx([float(first[2, 9]), float(first[3, 30])], abs=1e-5)
+
+
+# ---------------------------------------------------------------- plain decoders, and what the user says
+
+
+def test_a_causal_decoder_is_the_chain_rule(tmp_path):
+    case = dataclasses.replace(CASES["plain bidirectional"], options={"attention": "causal"}, tokenizer={"mask": False})
+    path, w = write(tmp_path, case)
+    denoiser = load(path, case)
+    assert (denoiser.attention, denoiser.shift, denoiser.mask_id, denoiser.block) == ("causal", 1, None, None)
+    row = (6, 7, 9, 30, 12, 8)
+    right = plain.logits(case.net, w, row, plain.causal(len(row)))
+    ours = denoiser.head(denoiser.features(torch.tensor([row]), None)[0])
+    assert (ours - right).abs().max() < 1e-5
+    logs = right.masked_fill(denoiser.excluded, -math.inf).log_softmax(-1)
+    scored = Duel(denoiser, "left_to_right").log_prob([Window(row[:1], row[1:]), Window(row[:2], row[2:3])])
+    assert scored[0].nats == pytest.approx([float(logs[i, row[i + 1]]) for i in range(5)], abs=1e-5)
+    assert scored[1].nats == pytest.approx([float(logs[1, row[2]])], abs=1e-5)
+    with pytest.raises(DuelError, match="A causal network reveals left to right only"):
+        Duel(denoiser, "greedy")
+
+
+def test_where_the_trained_block_comes_from(tmp_path, caplog):
+    path, _ = write(tmp_path, dataclasses.replace(CASES["fast-dllm-v2"], folder="fast"))
+    denoiser = denoisers.load(path, device="cpu")
+    assert denoiser.block == 32  # not config.bd_size
+    sdar = CASES["sdar"]
+    for n, (config, options, block) in enumerate(
+        [({"block_size": 16}, {}, 16), ({"block_size": None}, {}, 4), ({"block_size": None}, {"block": 8}, 8)]
+    ):
+        case = dataclasses.replace(sdar, config={**sdar.config, **config}, folder=f"sdar-{n}")
+        path, _ = write(tmp_path, case)
+        assert load(path, case, **options).block == block
+    assert "sdar is known for blocks of 4; taking block=8" in caplog.text
+    case = CASES["plain block_causal"]
+    path, _ = write(tmp_path, case)
+    with pytest.raises(DuelError, match=r"is block-causal and its config names no block; pass block=<the trained one>"):
+        denoisers.load(path, device="cpu", attention="block_causal")
+
+
+def test_another_block_is_another_network(found):
+    denoiser, _ = found("sdar")
+    with pytest.raises(DuelError, match=r"trained on blocks of 4: .* so block=8 would be another network"):
+        Duel(denoiser, "greedy", 8)
+    with pytest.raises(DuelError, match="counts its blocks from the row's first position"):
+        Duel(denoiser, "greedy", grid="target")
+
+
+def test_bd3lm_in_a_name_can_be_overruled(tmp_path, caplog):
+    case = CASES["a2d-qwen3-bd3lm"]
+    path, _ = write(tmp_path, case)
+    assert denoisers.load(path, device="cpu").family == "a2d-qwen3-bd3lm"
+    assert "as a2d-qwen3-bd3lm by its name: its config does not say" in caplog.text
+    for options in ({"family": "a2d-qwen3"}, {"attention": "bidirectional"}):
+        denoiser = denoisers.load(path, device="cpu", **options)
+        assert (denoiser.family, denoiser.attention, denoiser.block) == ("a2d-qwen3", "bidirectional", None)
+
+
+@pytest.mark.parametrize("name", ["dream", "rnd1"])
+def test_dtypes(name, tmp_path):
+    path, _ = write(tmp_path, CASES[name])
+    exact = Duel(load(path, CASES[name]), "left_to_right").log_prob(WINDOWS[:3])
+    for dtype, tolerance in (("float64", 1e-4), ("bfloat16", 2.0)):
+        denoiser = load(path, CASES[name], dtype=dtype)
+        assert str(denoiser.dtype) == f"torch.{dtype}"
+        scored = Duel(denoiser, "left_to_right").log_prob(WINDOWS[:3])
+        assert [s.log_prob for s in scored] == pytest.approx([s.log_prob for s in exact], abs=tolerance)
+
+
+def test_lengths(tmp_path):
+    path, _ = write(tmp_path, CASES["dream"])
+    assert load(path, CASES["dream"], max_length=16).max_length == 16
+    with pytest.raises(DuelError, match=r"max_length=4096 is too long: .* holds 2048 positions"):
+        load(path, CASES["dream"], max_length=4096)
+
+
+# ---------------------------------------------------------------- wrong checkpoints
+
+
+@pytest.mark.parametrize(
+    ("name", "gone"),
+    [
+        ("llada", "model.transformer.blocks.1.ff_out.weight"),
+        ("llada", "model.transformer.ff_out.weight"),
+        ("dream", "model.layers.1.self_attn.k_proj.bias"),
+        ("sdar", "model.layers.0.self_attn.q_norm.weight"),
+        ("rnd1", "model.layers.1.mlp.gate.weight"),
+        ("rnd1", "lm_head.weight"),
+        ("llada2", "model.layers.1.mlp.gate.expert_bias"),
+        ("llada2", "model.layers.2.attention.query_key_value.weight"),
+    ],
+)
+def test_tensors_that_do_not_fit(name, gone, tmp_path, caplog):
+    case = dataclasses.replace(CASES[name], store="whole")
+    path, _ = write(tmp_path, case)
+    file = tmp_path / case.folder / "model.safetensors"
+    tensors = load_file(file)
+    other = next(key for key in tensors if key != gone and tensors[key].dim() == 2)
+    shapes = rf"is {re.escape(str((3, *tensors[gone].shape[1:])))}, not {re.escape(str(tuple(tensors[gone].shape)))}"
+    inside = re.escape(gone)
+
+    def broken(message, change):
+        save_file(change(dict(tensors)), file, metadata={"format": "pt"})
+        with pytest.raises(DuelError, match=message):
+            load(path, case)
+
+    broken(rf"do not fill .*ForCausalLM: 1 missing: {inside}\.", lambda t: {k: t[k] for k in t if k != gone})
+    broken(r"1 not known: model\.layers\.9\.x\.weight\.", lambda t: {**t, "model.layers.9.x.weight": torch.ones(2)})
+    broken(rf"1 of another shape: {inside} {shapes}\.", lambda t: {**t, gone: t[gone][:3].clone()})
+    broken(  # all at once
+        rf"1 missing: {re.escape(other)}; 1 not known: model\.extra; 1 of another shape: {inside} {shapes}\.",
+        lambda t: {k: t[k] for k in t if k != other} | {"model.extra": torch.ones(2), gone: t[gone][:3].clone()},
+    )
+    assert not re.search("newly initialized|LOAD REPORT", caplog.text)
+
+
+@pytest.mark.parametrize("name", ["rnd1", "llada2"])
+def test_experts_that_do_not_fit(name, tmp_path):
+    case = CASES[name]
+    path, _ = write(tmp_path, case)
+    file = tmp_path / case.folder / "model.safetensors"
+    tensors = load_file(file)
+    key = "model.layers.1.mlp.experts.2.up_proj.weight"
+    other = key.replace("experts.2.", "experts.77.")
+    for message, change in (
+        (f"1 missing: {key}.", {k: t for k, t in tensors.items() if k != key}),
+        ("6 missing: ", {k: t for k, t in tensors.items() if ".experts.2." not in k}),
+        (f"1 not known: {other}.", {**tensors, other: tensors[key].clone()}),
+        ("6 missing: ", {k.replace("experts.2.", "experts.77."): t for k, t in tensors.items()}),
+        (f"1 of another shape: {key} is (5, 16), not (16, 16).", {**tensors, key: tensors[key][:5].clone()}),
+    ):
+        save_file(change, file, metadata={"format": "pt"})
+        with pytest.raises(DuelError, match=f"do not fill .*ForCausalLM: {re.escape(message)}"):
+            load(path, case)
+
+
+def test_broken_numbers(tmp_path):
+    case = CASES["a2d-llama"]
+    path, _ = write(tmp_path, case)
+    file = tmp_path / case.folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"][3] = math.nan
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(DuelError, match="returns NaN or infinite logits for arbitrary tokens"):
+        load(path, case)
+
+
+def test_a_tokenizer_of_another_model(found, tmp_path):
+    words = tiny.tokenizer()
+    words.add_tokens([f"new{i}" for i in range(20)])
+    case = CASES["rnd1"]
+    path, _ = write(tmp_path, case)
+    with pytest.raises(DuelError, match=r"has ids up to 53 but .* predicts 40: they do not belong together"):
+        load(path, case, tokenizer=words)
+
+
+def test_the_mask(tmp_path):
+    case = CASES["a2d-qwen3"]
+    path, _ = write(tmp_path, dataclasses.replace(case, tokenizer={"mask": False}))
+    with pytest.raises(DuelError, match=r"Neither config nor tokenizer of .* names a mask token"):
+        load(path, case)
+    for wrong in (tiny.ROWS, -1):
+        with pytest.raises(DuelError, match=rf"mask_token_id={wrong} is not an id of .*; its ids are 0 to 39"):
+            load(path, case, mask_token_id=wrong)
+    with pytest.raises(DuelError, match=r"mask_token_id=0 is the pad_token_id of .*, not \[MASK\]"):
+        load(path, case, mask_token_id=0)
+    assert load(path, case, mask_token_id=39).mask_id == 39
+    moe = dataclasses.replace(CASES["llada-moe"], tokenizer={"mask": False}, folder="moe")
+    path, _ = write(tmp_path, moe)
+    with pytest.raises(DuelError, match=r"mask_token_id=156895 is not an id of .*; its ids are 0 to 39"):
+        load(path, moe)  # the family's own
+
+
+def test_names(tmp_path):
+    path, _ = write(tmp_path, CASES["open-dllm"])
+    with pytest.raises(DuelError, match=r"Unknown family 'open-dlm'\. Did you mean open-dllm\? Known: a2d-llama, "):
+        denoisers.load(path, device="cpu", family="open-dlm")
+    with pytest.raises(DuelError, match=r"is a Qwen2ForCausalLM, by its config an autoregressive network\. To"):
+        denoisers.load(path, device="cpu")
+    with pytest.raises(DuelError, match="is of the family open-dllm, which has no choice of 'sigma'; leave it out"):
+        denoisers.load(path, device="cpu", family="open-dllm", sigma="clamped")
+
+
+@pytest.mark.parametrize("given", families.REFUSED)
+@pytest.mark.parametrize("field", ["architectures", "auto_map"])
+def test_networks_without_a_law_are_refused(given, field, tmp_path):
+    named = {"architectures": [given]} if field == "architectures" else {"auto_map": {"AutoModel": f"code.{given}"}}
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "model_type": "llama", **named}))
+    tiny.tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(DuelError, match=f"is a {given}: it"):
+        denoisers.load(str(tmp_path), device="cpu")
+
+
+def test_llada2_that_edits_is_refused_unless_asked_for(tmp_path):
+    case = CASES["llada2"]
+    path, _ = write(tmp_path, case)
+    code = tmp_path / case.folder / "modeling_llada2_moe.py"
+    code.write_text("raise RuntimeError('never run')\n")
+    assert load(path, case).family == "llada2"
+    code.write_text("raise RuntimeError('never run')\ndef generate(self, editing_threshold=0.9): ...\n")
+    with pytest.raises(DuelError, match=r"edits revealed tokens when it generates .* pass family=llada2"):
+        load(path, case)
+    assert load(path, case, family="llada2").block == 4
+
+
+def test_networks_that_are_not_the_released_ones(tmp_path):
+    for name, change in (
+        ("llada", {"alibi": True}),
+        ("llada", {"layer_norm_type": "low_precision"}),
+        ("llada", {"activation_type": "gelu"}),
+        ("llada2", {"use_qkv_bias": True}),
+    ):
+        case = CASES[name]
+        case = dataclasses.replace(case, config={**case.config, **change}, folder="-".join([name, *change]))
+        path, _ = write(tmp_path, case)
+        with pytest.raises(DuelError, match="is not the released network"):
+            load(path, case)
+
+
+@pytest.mark.parametrize("name", ["llada", "a2d-qwen2", "llada2"])
+def test_wrong_rotary_frequencies_are_found(name, tmp_path):
+    path, _ = write(tmp_path, CASES[name])
+    model = load(path, CASES[name]).model
+    probes.rotary_frequencies(model, model.config, path)
+    buffer = next(buffer for key, buffer in model.named_buffers() if key.endswith("rotary_emb.inv_freq"))
+    buffer[-1] *= 1.01
+    with pytest.raises(DuelError, match=r"The rotary frequencies of .* are not [\de+]+\^\(-2i/d\)"):
+        probes.rotary_frequencies(model, model.config, path)
+
+
+@pytest.mark.parametrize("name", ["llada", "dream", "sdar"])
+def test_a_compiled_network_sees_what_it_saw(name, tmp_path, monkeypatch):
+    denoiser = load(write(tmp_path, CASES[name])[0], CASES[name])
+    windows = [Window((9,), (7, 8, 9, 6, 5, 7, 8)), Window((8,), (9, 9, 7))]
+    expected = Duel(denoiser).log_prob(windows)
+    plain_compile = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: plain_compile(self, backend="eager"))
+    denoiser.compile()
+    for one, other in zip(Duel(denoiser).log_prob(windows), expected, strict=True):
+        assert one.nats == pytest.approx(other.nats, abs=1e-4)

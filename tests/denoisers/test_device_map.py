@@ -1,0 +1,154 @@
+"""Networks whose layers lie on several devices: who has which GPU, and numbers that stay the same."""
+
+import pytest
+import tiny
+import torch
+import transformers
+from own import DREAM, SDAR, SIZE, decoder, write
+
+from lm_eval_duel import denoisers
+from lm_eval_duel.denoisers.hf import device_map as placement
+from lm_eval_duel.denoisers.load_options import Asked
+from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators.duel import Duel
+from lm_eval_duel.options import Options
+
+WINDOWS = [Window((6,), (7, 9, 30, 12, 8, 15, 21, 11)), Window((22, 6, 17, 17, 2), (33, 6, 7, 18))]
+
+
+# ---------------------------------------------------------------- which GPUs are a process's
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine of so many GPUs, seen by one of so many processes; GPU i has (i + 1) bytes free."""
+
+    def of(gpus, processes, number):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (gpu + 1, 100))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+        monkeypatch.setenv("LOCAL_RANK", str(number))
+
+    return of
+
+
+def options(device_map="auto"):
+    return placement.options(Asked("name", torch.device("cpu"), device_map=device_map))
+
+
+@pytest.mark.parametrize("gpus, processes", [(8, 2), (5, 2), (3, 3), (4, 1)])
+def test_processes_of_a_machine_share_its_gpus_out(machine, gpus, processes):
+    shares = []
+    for number in range(processes):
+        machine(gpus, processes, number)
+        found = options()
+        assert found["device_map"] == "auto"
+        shares.append(found.get("max_memory"))
+    if processes == 1:
+        assert shares == [None]
+    else:
+        assert shares[0] == {gpu: gpu + 1 for gpu in range(0, gpus, processes)}
+        assert sorted(gpu for share in shares for gpu in share) == list(range(gpus))
+
+
+def test_fewer_gpus_than_processes(machine):
+    machine(2, 4, 1)
+    with pytest.raises(DuelError, match=r"4 processes share 2 GPUs of this machine .* start at most 2 \(accelerate"):
+        options()
+    assert options("cuda:1") == {"device_map": "cuda:1"} and options(None) == {}
+    machine(8, 4, 1)
+    with pytest.raises(DuelError, match="device_map=balanced_low_0 goes with one process on a machine; take auto"):
+        options("balanced_low_0")
+    machine(0, 4, 1)
+    assert options() == {"device_map": "auto"}  # on CPUs
+
+
+def test_parallelize_is_device_map_auto():
+    for value in (True, "true", 1):
+        assert Options.parse({"parallelize": value}).network["device_map"] == "auto"
+    assert Options.parse({"parallelize": True, "device_map": "auto"}).device_map == "auto"
+    for value in (False, "none", None):
+        assert Options.parse({"parallelize": value, "device_map": "balanced"}).device_map == "balanced"
+        assert Options.parse({"parallelize": value}).device_map is None
+    with pytest.raises(DuelError, match="parallelize=true is device_map=auto, but device_map=balanced is given"):
+        Options.parse({"parallelize": True, "device_map": "balanced"})
+
+
+# ---------------------------------------------------------------- numbers of networks that are spread
+
+DECODER = {
+    "model.embed_tokens": "disk",
+    "model.layers.0": "cpu",
+    "model.layers.1": "disk",
+    "model.norm": "cpu",
+    "model.rotary_emb": "cpu",
+    "lm_head": "disk",
+}
+PARTS = {f"transformer.{name}": "cpu" for name in ("wte", "drop", "h.0", "ln_f")}
+MAPS = {
+    "qwen3": DECODER,
+    "sdar": DECODER,
+    "bert": {"bert.embeddings": "cpu", "bert.encoder.layer.0": "cpu", "bert.encoder.layer.1": "disk", "cls": "cpu"},
+    "gpt2": {**PARTS, "transformer.wpe": "disk", "transformer.h.1": "disk", "lm_head": "cpu"},
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    def of(kind):
+        if kind in ("bert", "gpt2"):
+            return tiny.checkpoint(tmp_path, kind)
+        if kind == "sdar":
+            return write(tmp_path, SDAR, "SDARForCausalLM", decoder(norms=True), block_size=4)
+        config = {**SIZE, "architectures": ["A2DQwen3LMHeadModel"], "model_type": "a2d-qwen3"}
+        return write(tmp_path, "", "A2DQwen3LMHeadModel", decoder(norms=True), config)
+
+    return of
+
+
+def scored(denoiser):
+    rule = "left_to_right" if denoiser.attention == "causal" else "greedy"
+    return Duel(denoiser, rule, "auto" if denoiser.block or rule == "left_to_right" else 4).log_prob(WINDOWS)
+
+
+@pytest.mark.parametrize("kind", MAPS)
+def test_a_network_on_one_device_by_its_map(folder, kind):
+    path, asked = folder(kind), {"attention": "causal"} if kind == "gpt2" else {}
+    right = scored(denoisers.load(path, device="cpu", **asked))
+    for device_map in ("auto", "sequential", "cpu"):
+        assert scored(denoisers.load(path, device="cpu", device_map=device_map, **asked)) == right
+
+
+@pytest.mark.skipif(transformers.__version__.startswith("4."), reason="keeps no given tensors on a disk")
+@pytest.mark.parametrize("kind", MAPS)
+def test_a_network_whose_layers_lie_elsewhere(folder, kind, tmp_path, monkeypatch):
+    """Weights on a disk, brought in for each call by the hooks that move inputs between GPUs too."""
+    path, asked = folder(kind), {"attention": "causal"} if kind == "gpt2" else {}
+    right = denoisers.load(path, device="cpu", **asked)
+    said = placement.options
+    monkeypatch.setattr(placement, "options", lambda asked: said(asked) | {"offload_folder": str(tmp_path / "kept")})
+    spread = denoisers.load(path, device="cpu", device_map=MAPS[kind], **asked)
+    assert any(parameter.is_meta for parameter in spread.model.parameters())
+    assert spread.device == torch.device("cpu") and spread.splits_head == right.splits_head
+    assert scored(spread) == scored(right) and spread.describe() == right.describe()
+
+
+def test_a_network_that_does_not_fit(folder):
+    with pytest.raises(DuelError, match=r"does not fit into the memory that device_map=.* may use: start fewer proce"):
+        denoisers.load(folder("qwen3"), device="cpu", device_map=DECODER)
+
+
+def test_own_code_by_a_map(tmp_path):
+    own = {"backend": "remote", "trust_remote_code": True, "device": "cpu"}
+    path = write(tmp_path, DREAM, "DreamModel", decoder(bias=True))
+    right = scored(denoisers.load(path, **own))
+    assert scored(denoisers.load(path, device_map={"": "cpu"}, **own)) == right
+    with pytest.raises(DuelError, match=r"does not say which of its modules stay on one device \(_no_split_modules\)"):
+        denoisers.load(path, device_map="auto", **own)
+    with pytest.raises(DuelError, match=r"cannot be laid out as device_map=\{'model': 'cpu'\}: "):
+        denoisers.load(path, device_map={"model": "cpu"}, **own)
+    (tmp_path / "modeling_own.py").write_text(DREAM + '    _no_split_modules = ["Layer"]\n')
+    for device_map in ("auto", "sequential"):
+        assert scored(denoisers.load(path, device_map=device_map, **own)) == right

@@ -1,0 +1,603 @@
+"""Our DiT against a plain reimplementation in float64, on tiny random checkpoints with the authors' file layout."""
+
+import itertools
+import json
+import math
+import re
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file, save_file
+from textbook import score
+
+from lm_eval_duel import denoisers
+from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators.duel import Duel
+
+WIDTH, LAYERS, HEADS, CONDITION, TOKENS, LENGTH, BLOCK = 16, 2, 2, 8, 12, 16, 4
+VOCABULARY = TOKENS + 1
+
+MDLM = {
+    "model_type": "mdlm",
+    "architectures": ["MDLM"],
+    "auto_map": {"AutoConfig": "configuration_mdlm.MDLMConfig", "AutoModelForMaskedLM": "modeling_mdlm.MDLM"},
+    "vocab_size": VOCABULARY,
+    "model_length": LENGTH,
+    "hidden_dim": WIDTH,
+    "cond_dim": CONDITION,
+    "n_blocks": LAYERS,
+    "n_heads": HEADS,
+    "dropout": 0.1,
+    "time_conditioning": False,
+}
+BD3LM = {
+    **MDLM,
+    "model_type": "bd3lm",
+    "architectures": ["BD3LM"],
+    "adaln": True,
+    "cross_attn": True,
+    "causal": False,
+    "attn_backend": "flex",
+    "var_min": True,
+    "sampling_eps_min": 1e-3,
+    "sampling_eps_max": 0.999,
+    "block_size": BLOCK,
+}
+SEDD = {
+    "tokens": TOKENS,
+    "graph": {"type": "absorb"},
+    "noise": {"type": "loglinear"},
+    "model": {
+        "hidden_size": WIDTH,
+        "cond_dim": CONDITION,
+        "length": LENGTH,
+        "n_blocks": LAYERS,
+        "n_heads": HEADS,
+        "scale_by_sigma": True,
+        "dropout": 0.1,
+    },
+}
+CONFIGS = {
+    "mdlm": MDLM,
+    "bidirectional": {**BD3LM, "cross_attn": False},
+    "one-block": {**BD3LM, "block_size": LENGTH},
+    "bd3lm": BD3LM,
+    "sedd-retrained": {**BD3LM, "cross_attn": False, "var_min": False, "time_conditioning": True},
+    "sedd": SEDD,
+    "ar": {**BD3LM, "cross_attn": False, "var_min": False, "causal": True, "adaln": False},
+}
+WHOLE_ROW = [kind for kind in CONFIGS if kind not in ("ar", "bd3lm")]
+RULES = ["greedy", "margin:k=2", "threshold:mu=0.4", "klass:mu=0.3:nu=0.5"]
+
+
+def weights(adaptive, prefix, vocabulary):
+    """Random tensors under the authors' names."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = {"vocab_embed.embedding": (vocabulary, WIDTH)}
+    if adaptive:
+        shapes |= {"sigma_map.mlp.0.weight": (CONDITION, 256), "sigma_map.mlp.0.bias": (CONDITION,)}
+        shapes |= {"sigma_map.mlp.2.weight": (CONDITION, CONDITION), "sigma_map.mlp.2.bias": (CONDITION,)}
+    for n in range(LAYERS):
+        layer = {
+            "norm1.weight": (WIDTH,),
+            "attn_qkv.weight": (3 * WIDTH, WIDTH),
+            "attn_out.weight": (WIDTH, WIDTH),
+            "norm2.weight": (WIDTH,),
+            "mlp.0.weight": (4 * WIDTH, WIDTH),
+            "mlp.0.bias": (4 * WIDTH,),
+            "mlp.2.weight": (WIDTH, 4 * WIDTH),
+            "mlp.2.bias": (WIDTH,),
+        }
+        if adaptive:
+            layer |= {"adaLN_modulation.weight": (6 * WIDTH, CONDITION), "adaLN_modulation.bias": (6 * WIDTH,)}
+        shapes |= {f"blocks.{n}.{name}": shape for name, shape in layer.items()}
+    shapes |= {
+        "output_layer.norm_final.weight": (WIDTH,),
+        "output_layer.linear.weight": (vocabulary, WIDTH),
+        "output_layer.linear.bias": (vocabulary,),
+    }
+    if adaptive:
+        shapes |= {
+            "output_layer.adaLN_modulation.weight": (2 * WIDTH, CONDITION),
+            "output_layer.adaLN_modulation.bias": (2 * WIDTH,),
+        }
+    made = {prefix + name: torch.randn(shape, generator=generator) * 0.35 for name, shape in shapes.items()}
+    for end in ("weight", "bias"):  # so that rules with a threshold pick several at once
+        made[f"{prefix}output_layer.linear.{end}"] *= 3
+    made[f"{prefix}rotary_emb.inv_freq"] = torch.ones(WIDTH // HEADS // 2)  # computed anew, whatever the file says
+    return made
+
+
+def write(folder, kind, **changes):
+    """A checkpoint folder of a kind, its config changed: its path, and its tensors in float64."""
+    config = {**CONFIGS[kind], **changes}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = weights(kind != "ar", "" if kind == "sedd" else "backbone.", config.get("vocab_size", VOCABULARY))
+    if config.get("var_min"):
+        tensors |= {"sampling_eps_min": torch.tensor(1e-3), "sampling_eps_max": torch.tensor(0.999)}
+    if kind == "sedd":
+        torch.save(tensors, folder / "pytorch_model.bin")
+    else:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder), {name.removeprefix("backbone."): value.double() for name, value in tensors.items()}
+
+
+def opened(folder, kind, changes=None, **asked):
+    """The denoiser of such a folder, and its tensors."""
+    path, w = write(folder, kind, **(changes or {}))
+    return denoisers.load(path, device="cpu", **asked), w
+
+
+def plain(w, ids, sigma=0.0, seen=None, positions=None):
+    """Logits (L, V) from the description alone, in float64, rotations as complex numbers.
+
+    `seen` (L, L): which keys (columns) a query (row) attends to; all unless given. `positions`: 0..L-1 unless given.
+    """
+
+    def linear(x, name):
+        return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0.0)
+
+    def norm(x, name):
+        x = x - x.mean(1, keepdim=True)
+        return x / ((x**2).mean(1, keepdim=True) + 1e-5).sqrt() * w[f"{name}.weight"]
+
+    def gelu(x):
+        return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+    def silu(x):
+        return x / (1 + torch.exp(-x))
+
+    def modulation(name, parts):
+        if c is None:
+            return [0.0, 0.0, 1.0] * (parts // 3) or [0.0, 0.0]
+        return linear(c, f"{name}.adaLN_modulation").split(WIDTH)
+
+    c = None
+    if "sigma_map.mlp.0.weight" in w:
+        angles = torch.tensor([sigma * math.exp(-math.log(10_000) * i / 128) for i in range(128)], dtype=torch.float64)
+        c = linear(torch.cat([angles.cos(), angles.sin()]), "sigma_map.mlp.0")
+        c = silu(linear(silu(c), "sigma_map.mlp.2"))
+    length, half = len(ids), WIDTH // HEADS // 2
+    seen = torch.ones(length, length, dtype=torch.bool) if seen is None else seen
+    positions = torch.tensor(list(range(length) if positions is None else positions), dtype=torch.float64)
+    frequency = 10_000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+    turn = torch.exp(1j * positions[:, None] * frequency)[:, None]  # (L, 1, half)
+    x = w["vocab_embed.embedding"][torch.tensor(ids)]
+    for n in range(LAYERS):
+        p = f"blocks.{n}"
+        shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = modulation(p, 6)
+        qkv = linear(norm(x, f"{p}.norm1") * (1 + scale) + shift, f"{p}.attn_qkv")
+        q, k, v = qkv.reshape(length, 3, HEADS, 2 * half).unbind(1)  # (L, H, head)
+        q, k = (torch.complex(y[..., :half], y[..., half:]) * turn for y in (q, k))
+        agree = torch.einsum("ihc,jhc->hij", q, k.conj()).real / math.sqrt(2 * half)  # (H, L, L)
+        attention = agree.masked_fill(~seen, -math.inf).softmax(2)
+        x = x + gate * linear(torch.einsum("hij,jhc->ihc", attention, v).reshape(length, WIDTH), f"{p}.attn_out")
+        y = norm(x, f"{p}.norm2") * (1 + scale_mlp) + shift_mlp
+        x = x + gate_mlp * linear(gelu(linear(y, f"{p}.mlp.0")), f"{p}.mlp.2")
+    shift, scale = modulation("output_layer", 2)
+    return linear(norm(x, "output_layer.norm_final") * (1 + scale) + shift, "output_layer.linear")
+
+
+def until(length, block=1):
+    """`seen` of a clean row: blocks up to the query's own; blocks of one are causal."""
+    return torch.tensor([[i // block >= j // block for j in range(length)] for i in range(length)])
+
+
+def sigma_of(kind, ids, count=None, schedule=False):
+    """The noise level of a row, of `count` positions if not all."""
+    if not kind.startswith("sedd"):
+        return 0.0
+    share = sum(token == TOKENS for token in ids) / (count or len(ids))
+    return -math.log(1 - (1 - 1e-3) * share) if schedule else -math.log(1 - min(max(share, 0.1), 0.9))
+
+
+def agrees(duel, windows, logits_of, mask_id=TOKENS, tolerance=1e-4, sees=None):
+    """Assert that windows score as in the textbook loop over `logits_of(ids, window)`; the results."""
+    results = duel.log_prob(windows)
+    for window, scored in zip(windows, results, strict=True):
+        _, steps, nats, greedy, nfe = score(
+            lambda ids, window=window: logits_of(ids.tolist(), window),
+            mask_id,
+            duel.denoiser.excluded,
+            duel.rule,
+            duel.block,
+            window,
+            duel.grid,
+            tie_when_blank=True,
+            sees=sees,
+        )
+        assert scored.close_picks == 0
+        assert (scored.steps, scored.is_greedy, scored.nfe) == (steps, greedy, nfe)
+        assert scored.nats == pytest.approx(nats, abs=tolerance)
+    return results
+
+
+def same(ones, others, tolerance=1e-5):
+    """Assert that results are equal but for float noise."""
+    for one, other in zip(ones, others, strict=True):
+        assert (one.steps, one.is_greedy, one.nfe) == (other.steps, other.is_greedy, other.nfe)
+        assert one.nats == pytest.approx(other.nats, abs=tolerance)
+
+
+def total(duel, tokens, length, context=(), suffix=()):
+    """The sum of exp(log_prob) over all strings."""
+    strings = itertools.product(range(tokens), repeat=length)
+    return sum(math.exp(s.log_prob) for s in duel.log_prob([Window(context, string, suffix) for string in strings]))
+
+
+# ---------------------------------------------------------------- one network, whole rows
+
+
+@pytest.mark.parametrize("kind", [kind for kind in CONFIGS if kind != "bd3lm"])
+def test_the_network_equals_the_plain_one(kind, tmp_path):
+    denoiser, w = opened(tmp_path, kind)
+    assert denoiser.attention == ("causal" if kind == "ar" else "bidirectional")
+    for ids in ([3, TOKENS, 5, TOKENS, 0, 1, TOKENS], [1] * 12, [TOKENS] * 5):
+        sigma = sigma_of(kind, ids)
+        features = denoiser.features(torch.tensor([ids]), None, torch.tensor([sigma]))
+        seen = until(len(ids)) if kind == "ar" else None
+        assert (denoiser.head(features[0]) - plain(w, ids, sigma, seen)).abs().max() < 1e-5
+    padded = torch.tensor([[3, TOKENS, 5, 7, 7, 7], [3, TOKENS, 5, 1, 2, 4]])
+    real = torch.tensor([[True] * 3 + [False] * 3, [True] * 6])
+    sigma = torch.tensor([0.4, 0.9])
+    alone = denoiser.features(padded[:1, :3], None, sigma[:1])
+    assert (denoiser.features(padded, real, sigma)[:1, :3] - alone).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("kind", WHOLE_ROW)
+@pytest.mark.parametrize("rule", RULES)
+def test_lanes_equal_the_textbook_loop(kind, rule, tmp_path):
+    denoiser, w = opened(tmp_path, kind)
+    windows = [Window((3,), (4, 5, 6, 7, 8, 1, 0)), Window((), (2, 2, 9)), Window((1, 1), (11, 10), (0,))]
+    duel = Duel(denoiser, rule)
+    assert (duel.block, duel.grid) == (4, "target")
+    scored = agrees(duel, windows, lambda ids, window: plain(w, ids, sigma_of(kind, ids)))
+    assert (sum(s.nfe for s in scored) < sum(len(s.nats) for s in scored)) == (rule != "greedy")
+
+
+@pytest.mark.parametrize("backend", ["flex", "sdpa"])
+def test_the_ar_baseline_reads_from_left_to_right(backend, tmp_path):
+    denoiser, w = opened(tmp_path, "ar", {"attn_backend": backend})
+    duel = Duel(denoiser, "left_to_right")
+    assert (denoiser.attention, denoiser.shift, denoiser.mask_id) == ("causal", 1, None)
+    row = [12 - 1, 4, 5, 6, 0]
+    logs = plain(w, row, seen=until(5))[:, :TOKENS].log_softmax(-1)
+    scored = duel.log_prob([Window(row[:1], row[1:])])[0]
+    assert scored.nats == pytest.approx([float(logs[i, row[i + 1]]) for i in range(4)], abs=1e-5)
+    with pytest.raises(DuelError, match="Window 0 needs a given first token"):
+        duel.log_prob([Window((), row)])
+    assert (duel.counts.forwards, duel.counts.rows) == (1, 1)  # the whole window in one pass
+    for k in (1, 2):  # blocks of one, whatever k
+        again = Duel(denoiser, f"left_to_right:k={k}")
+        assert again.block == 1
+        assert again.log_prob([Window(row[:1], row[1:])])[0].nats == scored.nats
+
+
+# ---------------------------------------------------------------- BD3-LM: block-causal
+
+
+def two_streams(w, noisy, clean, block=BLOCK):
+    """The authors' form: noisy | clean as one row of twice the length, each half at positions 0..L-1."""
+    length = len(clean)
+
+    def attends(query, key):
+        q, k = query % length // block, key % length // block
+        query_noisy, key_noisy = query < length, key < length
+        if query_noisy == key_noisy:
+            return q == k if query_noisy else q >= k
+        return query_noisy and q > k
+
+    seen = torch.tensor([[attends(i, j) for j in range(2 * length)] for i in range(2 * length)])
+    return plain(w, [*noisy, *clean], seen=seen, positions=[*range(length)] * 2)[:length]
+
+
+def prefix_and_block(w, noisy, clean, block=BLOCK):
+    """Each block as the end of a row of its own: the clean blocks before it, and itself."""
+    ends = [min(begin + block, len(clean)) for begin in range(0, len(clean), block)]
+    rows = [[*clean[: begin * block], *noisy[begin * block : end]] for begin, end in enumerate(ends)]
+    return torch.cat([plain(w, row, seen=until(len(row), block))[begin * block :] for begin, row in enumerate(rows)])
+
+
+def kept_keys(denoiser, noisy, clean, at_once, block=BLOCK):
+    """The package's stream: keys and values of the clean row, `at_once` of its blocks a call; then block by block."""
+    past, logits, length = None, [], len(clean)
+    for begin in range(0, length, at_once * block):
+        end = min(begin + at_once * block, length)
+        seen = until(end, block)[None, begin:end]
+        _, new = denoiser.stream(torch.tensor([clean[begin:end]]), torch.arange(begin, end)[None], seen, past)
+        past = [
+            tuple(torch.cat(planes, 2) for planes in zip(*layers, strict=True))
+            for layers in zip(*([past, new] if past else [new]), strict=True)
+        ]
+    for begin in range(0, length, block):
+        end = min(begin + block, length)
+        before = [tuple(plane[:, :, :begin] for plane in layer) for layer in past]
+        seen = torch.ones(1, end - begin, end, dtype=torch.bool)
+        ids = torch.tensor([noisy[begin:end]])
+        features, _ = denoiser.stream(ids, torch.arange(begin, end)[None], seen, before if begin else None)
+        logits.append(denoiser.head(features[0]))
+    return torch.cat(logits)
+
+
+@pytest.mark.parametrize("length", [16, 14])
+def test_three_routes_to_a_block_are_one(length, tmp_path):
+    denoiser, w = opened(tmp_path, "bd3lm")
+    assert (denoiser.attention, denoiser.block, denoiser.mask_id) == ("block_causal", BLOCK, TOKENS)
+    generator = torch.Generator().manual_seed(length)
+    clean = torch.randint(TOKENS, (length,), generator=generator).tolist()
+    for share in (0.3, 0.7, 1.0):
+        masked = (torch.rand(length, generator=generator) < share).tolist()
+        noisy = [TOKENS if hide else token for hide, token in zip(masked, clean, strict=True)]
+        authors = two_streams(w, noisy, clean)
+        assert (prefix_and_block(w, noisy, clean) - authors).abs().max() < 1e-9
+        for at_once in (1, 2, 4):
+            assert (kept_keys(denoiser, noisy, clean, at_once) - authors).abs().max() < 1e-5
+
+
+BLOCKS = [
+    Window((3,), (4, 5, 6, 7, 8, 1, 0)),
+    Window((), (2, 2, 9, 10, 0, 7)),  # a short last block
+    Window((1, 1), (11, 10, 3, 4, 9), (0,)),
+    Window((1, 1, 5, 6, 7), (11, 10), (8,)),
+    Window((), (8, 1, 9, 0, 10, 5, 2, 9, 0, 3, 4, 6, 1, 7, 11, 2)),
+    Window((5, 9, 0, 1), (3,)),
+]
+
+
+@pytest.mark.parametrize("last_block", ["fill", "cut"])
+@pytest.mark.parametrize("rule", RULES)
+def test_block_causal_lanes_equal_the_textbook_loop(rule, last_block, tmp_path):
+    denoiser, w = opened(tmp_path, "bd3lm", last_block=last_block)
+    duel = Duel(denoiser, rule)
+    assert (duel.block, duel.grid) == (BLOCK, "row")
+    together = agrees(duel, BLOCKS, lambda ids, window: plain(w, ids, seen=until(len(ids), BLOCK)), sees=last_block)
+    assert [scored.blank_starts for scored in together] == [0, 1, 0, 0, 1, 0]
+    assert (sum(s.nfe for s in together) < sum(len(s.nats) for s in together)) == (rule != "greedy")
+    same(together, [duel.log_prob([window])[0] for window in BLOCKS])
+    same(together, Duel(denoiser, rule, batch_size=1).log_prob(BLOCKS[::-1])[::-1])
+    drawn = duel.sample([window.context for window in BLOCKS], 9, seed=5)
+    same(drawn, duel.log_prob([Window(b.context, d.tokens) for b, d in zip(BLOCKS, drawn, strict=True)]))
+
+
+def test_a_filled_last_block_is_another_law_than_a_cut_one(tmp_path):
+    values = []
+    for last_block in ("fill", "cut"):
+        denoiser, _ = opened(tmp_path, "bd3lm", last_block=last_block)
+        values.append(Duel(denoiser).log_prob(BLOCKS))
+    assert [abs(a.log_prob - b.log_prob) > 1e-2 for a, b in zip(*values, strict=True)] == [
+        window.length % BLOCK > 0 for window in BLOCKS
+    ]
+
+
+@pytest.mark.parametrize("last_block", ["fill", "cut"])
+@pytest.mark.parametrize("rule", ["greedy", "margin:k=2", "threshold:mu=0.4"])
+def test_block_causal_sums_to_one(rule, last_block, tmp_path):
+    denoiser, _ = opened(tmp_path, "bd3lm", {"vocab_size": 4, "block_size": 2}, last_block=last_block)
+    duel = Duel(denoiser, rule)
+    assert abs(total(duel, 3, 4) - 1) < 1e-5
+    assert abs(total(duel, 3, 4, context=(1,)) - 1) < 1e-5
+    assert abs(total(duel, 3, 3, context=(2, 0), suffix=(1,)) - 1) < 1e-5
+
+
+def test_what_a_block_causal_network_refuses(tmp_path):
+    path, _ = write(tmp_path, "bd3lm")
+    denoiser = denoisers.load(path, device="cpu")
+    for block in (8, 1, None):
+        with pytest.raises(DuelError, match=f"trained on blocks of 4: .* block={block} would be another network"):
+            Duel(denoiser, block=block)
+    with pytest.raises(DuelError, match="counts its blocks from the row's first position"):
+        Duel(denoiser, grid="target")
+    with pytest.raises(DuelError, match="Window 0 has 17 positions but the network holds 16"):
+        Duel(denoiser).log_prob([Window((), (1,) * 17)])
+    with pytest.raises(DuelError, match="its last target block ends at 3"):
+        Duel(denoiser).log_prob([Window((), (1,) * 4, (2,))])
+    short = denoisers.load(path, device="cpu", max_length=8)
+    same(Duel(short).log_prob(BLOCKS[:2]), Duel(denoiser).log_prob(BLOCKS[:2]))
+    with pytest.raises(DuelError, match="has 9 positions but the network holds 8"):
+        Duel(short).log_prob([Window((), (1,) * 9)])
+    with pytest.raises(DuelError, match=r"max_length=17 is too long: .* holds 16 positions"):
+        denoisers.load(path, device="cpu", max_length=17)
+    write(tmp_path, "bd3lm", time_conditioning=True)
+    with pytest.raises(DuelError, match="A block-causal network that is told the noise level is not supported"):
+        denoisers.load(path, device="cpu")
+
+
+# ---------------------------------------------------------------- SEDD: told the noise level
+
+
+@pytest.mark.parametrize("kind", ["sedd", "sedd-retrained"])
+@pytest.mark.parametrize("sigma", ["clamped", "schedule"])
+@pytest.mark.parametrize("bos", ["given", "official"])
+def test_sedd_is_told_the_masked_share(kind, sigma, bos, tmp_path):
+    denoiser, w = opened(tmp_path, kind, sigma=sigma, bos=bos)
+    assert denoiser.describe()["sigma"] == f"{sigma}, of the masked share of the " + (
+        "scored positions" if bos == "official" else "row"
+    )
+    rows = [(3, 4, 5, 6, 7, 8, 1, 0, 11, 10, 2, 2, 9), (9, 2, 2, 9, 10), (0, 7)]
+    windows = [
+        Window((), row[:-1], row[-1:]) for row in rows
+    ]  # the authors': the last token is given, the first is not
+    if bos == "given":
+        windows += [Window((3,), (4, 5, 6, 7, 8, 1, 0)), Window((1, 1, 6, 2, 8), (11, 10), (0, 5))]
+
+    def logits_of(ids, window):
+        count = len(window.target) if bos == "official" else window.length
+        return plain(w, ids, sigma_of("sedd", ids, count, sigma == "schedule"))
+
+    for rule in ("greedy", "klass:mu=0.3:nu=0.5"):
+        duel = Duel(denoiser, rule)
+        together = agrees(duel, windows, logits_of)  # rows of several lengths: padding counts nowhere
+        same(together, [duel.log_prob([window])[0] for window in windows])
+
+
+def test_the_four_noise_levels_are_four_laws(tmp_path):
+    window = Window((), (3, 4, 5, 6, 7, 8, 1, 0, 11, 9, 2, 2, 9, 10, 7), (8,))
+    values = [
+        Duel(opened(tmp_path, "sedd", sigma=sigma, bos=bos)[0]).log_prob([window])[0].log_prob
+        for sigma in ("clamped", "schedule")
+        for bos in ("given", "official")
+    ]
+    assert min(abs(a - b) for a, b in itertools.combinations(values, 2)) > 1e-2
+
+
+def test_the_noise_level_loses_no_digits_near_a_row_of_masks(tmp_path, monkeypatch):
+    denoiser, _ = opened(tmp_path, "sedd", sigma="schedule")
+    told, features = [], denoiser.features
+
+    def record(ids, real, sigma, columns):
+        told.extend(sigma.tolist())
+        return features(ids, real, sigma, columns)
+
+    monkeypatch.setattr(denoiser, "features", record)
+    Duel(denoiser, block=None).log_prob([Window((), (3, 4, 5, 6))])
+    assert told == pytest.approx([-math.log(1 - (1 - 1e-3) * share) for share in (1, 0.75, 0.5, 0.25)], abs=1e-6)
+
+
+@pytest.mark.parametrize("bos", ["given", "official"])
+@pytest.mark.parametrize("sigma", ["clamped", "schedule"])
+def test_sedd_sums_to_one_and_scores_its_samples(sigma, bos, tmp_path):
+    path, _ = write(tmp_path, "sedd")
+    duel = Duel(denoisers.load(path, device="cpu", sigma=sigma, bos=bos), "margin:k=2", block=3)
+    for extra in ({}, {"tail": 3}):
+        drawn = duel.sample([(), (1,), (2, 2)], 6, suffix=(4,), seed=1, **extra)
+        contexts = ((), (1,), (2, 2))
+        windows = [Window(c, d.tokens, (4,), **extra) for c, d in zip(contexts, drawn, strict=True)]
+        same(drawn, duel.log_prob(windows))
+    (tmp_path / "config.json").write_text(json.dumps({**SEDD, "tokens": 3}))
+    torch.save(weights(True, "", 4), tmp_path / "pytorch_model.bin")
+    tiny_duel = Duel(denoisers.load(path, device="cpu", sigma=sigma, bos=bos), block=2)
+    assert abs(total(tiny_duel, 3, 4, suffix=(1,)) - 1) < 1e-5
+
+
+# ---------------------------------------------------------------- which column is [MASK]
+
+
+def test_the_mask_is_as_asked_else_of_config_else_of_the_tokenizer_else_the_last(tmp_path):
+    def mask(changes=None, **asked):
+        denoiser, _ = opened(tmp_path, "mdlm", {"vocab_size": 34, **(changes or {})}, **asked)
+        assert denoiser.excluded.nonzero()[:, 0].tolist() == [denoiser.mask_id]
+        return denoiser.mask_id
+
+    assert mask() == mask(tokenizer=tiny.tokenizer(mask=False)) == 33
+    assert mask(tokenizer=tiny.tokenizer()) == 4
+    assert mask({"mask_token_id": 7}, tokenizer=tiny.tokenizer()) == 7
+    assert mask({"mask_token_id": 7}, mask_token_id=9) == 9
+    assert mask(mask_token_id=0) == 0
+    for wrong in (34, -1):
+        with pytest.raises(DuelError, match=rf"mask_token_id={wrong} is not an id of .*; its ids are 0 to 33"):
+            mask(mask_token_id=wrong)
+    with pytest.raises(DuelError, match=r"mask_token_id=50257 is not an id of .*; its ids are 0 to 33"):
+        mask({"mask_token_id": 50257})
+
+
+@pytest.mark.parametrize("vocabulary", [34, 40])
+def test_a_tokenizer_with_a_mask_of_its_own(vocabulary, tmp_path):
+    """As in LM1B, by BERT's vocabulary: the last column is a token, or padding of the table."""
+    tiny.tokenizer().save_pretrained(tmp_path)
+    denoiser, w = opened(tmp_path, "mdlm", {"vocab_size": vocabulary})
+    assert denoiser.mask_id == 4
+    assert denoiser.excluded.nonzero()[:, 0].tolist() == [4, *range(34, vocabulary)]
+    windows = [Window((2,), (33, 5, 12, 33, 31, 1), (3,)), Window((), (33, 32, 3))]
+    agrees(Duel(denoiser), windows, lambda ids, window: plain(w, ids), mask_id=4)
+    for token, message in ((4, "holds the mask token"), (34, "id 34")):
+        with pytest.raises(DuelError, match=message):
+            Duel(denoiser).log_prob([Window((2,), (token,))])
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def test_args_that_do_not_apply_are_refused(tmp_path):
+    path, _ = write(tmp_path, "mdlm")
+    for asked, message in {
+        ("family", "mdml"): r"Unknown family 'mdml'\. Did you mean mdlm\? Known: ar, bd3lm, mdlm, sedd",
+        ("family", "sedd"): r"By its config\.json .* is of the family mdlm, not sedd; leave family out",
+        ("attention", "block_causal"): r"By its config\.json .* is bidirectional, not block_causal",
+        ("dtype", "bfloat16"): "run in float32, not bfloat16; leave dtype out",
+        ("sigma", "clamped"): "sigma is SEDD's noise level; .* is of the family mdlm, which ignores it",
+        ("backend", "native"): "of the family DiT, which has no choice of 'backend'; leave it out",
+        ("shift_logits", True): "no choice of 'shift_logits'",
+        ("cfg_scale", 1.5): "no choice of 'cfg_scale'",
+        ("peft", "folder"): "no choice of 'peft'",
+        ("device_map", "auto"): "no choice of 'device_map'",
+        ("load_in_8bit", True): "no choice of 'load_in_8bit'",
+        ("load_in_4bit", True): "no choice of 'load_in_4bit'",
+    }.items():
+        with pytest.raises(DuelError, match=message):
+            denoisers.load(path, device="cpu", **dict([asked]))
+    denoisers.load(path, device="cpu", family="mdlm", attention="bidirectional", dtype="float32", shift_logits=False)
+    with pytest.raises(DuelError, match=r"The tokenizer has ids up to 33 but .* predicts 13"):
+        denoisers.load(path, device="cpu", tokenizer=tiny.tokenizer())
+    path, _ = write(tmp_path, "sedd-retrained")
+    with pytest.raises(DuelError, match=r"Unknown value of sigma 'shedule'\. Did you mean schedule\?"):
+        denoisers.load(path, device="cpu", sigma="shedule")
+
+
+def test_wrong_checkpoints(tmp_path):
+    path, _ = write(tmp_path, "mdlm")
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+
+    def broken(message, change):
+        save_file(change(dict(tensors)), file, metadata={"format": "pt"})
+        with pytest.raises(DuelError, match=message):
+            denoisers.load(path, device="cpu")
+
+    gone = "backbone.blocks.1.mlp.0.bias"
+    broken(r"1 missing: backbone\.blocks\.1\.mlp\.0\.bias\.", lambda t: {k: v for k, v in t.items() if k != gone})
+    broken(
+        "1 not known: backbone.blocks.9.norm1.weight", lambda t: {**t, "backbone.blocks.9.norm1.weight": torch.ones(2)}
+    )
+    misshapen = r"1 of another shape: backbone\.blocks\.1\.mlp\.0\.bias is \(3,\), not \(64,\)\."
+    broken(misshapen, lambda t: {**t, gone: torch.ones(3)})
+    extra, norm = "backbone.blocks.9.norm1.weight", "backbone.blocks.0.norm1.weight"
+    broken(  # all at once
+        rf"1 missing: {norm}; 1 not known: {extra}; {misshapen}",
+        lambda t: {key: t[key] for key in t if key != norm} | {extra: torch.ones(2), gone: torch.ones(3)},
+    )
+    broken(
+        r"hold both vocab_embed\.embedding and backbone\.vocab_embed\.embedding",
+        lambda t: {**t, "vocab_embed.embedding": torch.ones(13, 16)},
+    )
+    file.write_bytes(file.read_bytes()[:500])
+    with pytest.raises(DuelError, match=re.escape(f"Cannot read {file}")):
+        denoisers.load(path, device="cpu")
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in MDLM.items() if k != "hidden_dim"}))
+    with pytest.raises(DuelError, match=r"config\.json of .* has no 'hidden_dim', which"):
+        denoisers.load(path, device="cpu")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mdlm", "vocab_size": 13, "n_heads": None}))
+    with pytest.raises(DuelError, match="has no 'hidden_dim', 'n_blocks', 'n_heads', 'model_length', which its family"):
+        denoisers.load(path, device="cpu")
+    (tmp_path / "config.json").write_text(json.dumps({**SEDD, "graph": {"type": "uniform"}}))
+    with pytest.raises(DuelError, match=r"^This SEDD has a uniform graph: without a mask state"):
+        denoisers.load(path, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "values", "words"),
+    [
+        ("bd3lm", "block_size", (0, -4, 3.5, True, "4", 4.0), "'block_size' is a whole number, at least 1; got"),
+        ("bd3lm", "causal", ("false", 0, 1), "'causal' is true or false; got"),
+        ("bd3lm", "cross_attn", ("false", 1), "'cross_attn' is true or false; got"),
+        ("bd3lm", "adaln", ("true", 1), "'adaln' is true or false; got"),
+        ("mdlm", "time_conditioning", ("false", 0), "'time_conditioning' is true or false; got"),
+        ("mdlm", "n_heads", ("2", 2.0, True, 0, [2]), "'n_heads' is a whole number, at least 1; got"),
+        ("mdlm", "cond_dim", (0, "8"), "'cond_dim' is a whole number, at least 1; got"),
+        ("sedd", "graph", ("absorb", ["absorb"]), "'graph' is an object of names and values; got"),
+        ("sedd", "model", ("small", 3), "'model' is an object of names and values; got"),
+        ("mdlm", "architectures", ("MDLM", [1]), "'architectures' is a list of names; got"),
+        ("mdlm", "auto_map", ("code", [1]), "'auto_map' is an object; got"),
+    ],
+)
+def test_entries_of_a_wrong_type(kind, key, values, words, tmp_path):
+    path, _ = write(tmp_path, kind)
+    for value in values:
+        (tmp_path / "config.json").write_text(json.dumps({**CONFIGS[kind], key: value}))
+        with pytest.raises(DuelError, match=re.escape(f"{words} {value!r}")):
+            denoisers.load(path, device="cpu")
+    null = {**CONFIGS["bd3lm"], "block_size": None, "causal": None, "adaln": None, "time_conditioning": None}
+    (tmp_path / "config.json").write_text(json.dumps(null))
+    if kind == "bd3lm":  # an entry that is null is one that is not there
+        assert denoisers.load(path, device="cpu").family == "mdlm"

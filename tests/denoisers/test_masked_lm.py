@@ -1,0 +1,351 @@
+"""Transformers denoisers on tiny random checkpoints: the right numbers, and clear errors for wrong checkpoints."""
+
+import json
+import re
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file, save_file
+from textbook import score
+
+from lm_eval_duel import denoisers, rules
+from lm_eval_duel.denoisers import self_tests as probes
+from lm_eval_duel.denoisers.hf.masked_lm import HuggingFace
+from lm_eval_duel.denoisers.hub import pick_device as load_device
+from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.errors import DuelError, NotFinite
+from lm_eval_duel.estimators.duel import Duel
+
+FAMILIES = ["bert", "roberta", "distilbert", "modernbert"]
+RULES = ["greedy", "greedy:k=2", "margin", "threshold:mu=0.3", "klass:mu=0.2:nu=0.5", "entropy_bound:gamma=3", "random"]
+WINDOWS = [
+    Window((2, 6), (7, 9, 30, 12, 8, 15, 5, 21, 11), (3,)),
+    Window((2,), (10, 9), (3,)),
+    Window((), (8, 8, 20, 31, 6)),
+    Window((2, 14, 5, 9, 9), (33, 6, 7), (3,)),
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return {f: tiny.checkpoint(tmp_path_factory.mktemp(f), f) for f in [*FAMILIES, "gpt2"]}
+
+
+def load(path, **options):
+    return denoisers.load(path, device="cpu", **options)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_found_at_load(folders, family):
+    denoiser = load(folders[family])
+    assert denoiser.mask_id == 4
+    assert denoiser.vocab_size == tiny.ROWS
+    assert denoiser.excluded.nonzero()[:, 0].tolist() == [4, *range(len(tiny.WORDS), tiny.ROWS)]
+    assert denoiser.max_length == 32
+    assert denoiser.honours_padding
+    assert denoiser.relative_positions == (family == "modernbert")
+    assert denoiser.splits_head  # the head runs at hidden cells only
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("rule", RULES)
+def test_equals_the_textbook_loop_over_full_logits(folders, family, rule):
+    denoiser = load(folders[family])
+    model = tiny.network(family)
+    duel = Duel(denoiser, rule, 4)
+    for window, scored in zip(WINDOWS, duel.log_prob(WINDOWS), strict=True):
+        with torch.no_grad():
+            _, steps, nats, greedy, nfe = score(
+                lambda ids: model(input_ids=ids[None]).logits[0],
+                4,
+                denoiser.excluded,
+                rules.parse(rule),
+                4,
+                window,
+                tie_when_blank=denoiser.relative_positions,
+            )
+        assert scored.close_picks == 0, "choose another seed: the order is at the mercy of float noise here"
+        assert (scored.steps, scored.is_greedy, scored.nfe) == (steps, greedy, nfe)
+        assert scored.nats == pytest.approx(nats, abs=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_row_alone_equals_the_row_in_a_batch(folders, family):
+    denoiser = load(folders[family])
+    together = Duel(denoiser, "greedy", 4).log_prob(WINDOWS)
+    for batch_size in (1, 2):
+        for window, scored in zip(WINDOWS, together, strict=True):
+            alone = Duel(denoiser, "greedy", 4, batch_size=batch_size).log_prob([window])[0]
+            assert alone.steps == scored.steps
+            assert alone.nats == pytest.approx(scored.nats, abs=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_head_is_evaluated_at_hidden_cells_only(folders, family):
+    denoiser = load(folders[family])
+    seen = []
+    hook = denoiser._output.register_forward_hook(lambda module, inputs, output: seen.append(output[..., 0].numel()))
+    Duel(denoiser, "greedy", 4).log_prob([Window((2, 5, 6, 7), (8, 9, 10), (3,))])
+    hook.remove()
+    assert sum(seen) == 3 + 2 + 1
+
+
+def test_blank_starts_tie_and_are_counted(folders):
+    duel = Duel(load(folders["modernbert"]), "greedy", 4)
+    scored = duel.log_prob([Window((), (8, 8, 20, 31, 6)), Window((2,), (8, 8))])
+    assert [s.blank_starts for s in scored] == [1, 0]
+    assert scored[0].steps[0] == 0
+    assert duel.counts.blank_starts == 1
+
+
+class Deaf(HuggingFace):
+    """A network that does not listen to its attention mask."""
+
+    def _logits(self, ids, mask=None):
+        return super()._logits(ids, None)
+
+
+class Whole(HuggingFace):
+    """A network without an output embedding to hook."""
+
+    def __init__(self, model, *arguments):
+        model.get_output_embeddings = lambda: None
+        super().__init__(model, *arguments)
+
+
+def test_equal_lengths_go_together_where_padding_is_seen():
+    deaf = Deaf(tiny.network("bert"), 4, set(range(len(tiny.WORDS))), 32, "bert")
+    assert not deaf.honours_padding
+    together = Duel(deaf, "greedy", 4).log_prob(WINDOWS)
+    right = Duel(HuggingFace(tiny.network("bert"), 4, set(range(len(tiny.WORDS))), 32, "bert"), "greedy", 4).log_prob(
+        WINDOWS
+    )
+    assert [s.steps for s in together] == [s.steps for s in right]
+    assert [s.log_prob for s in together] == pytest.approx([s.log_prob for s in right], abs=1e-4)
+
+
+def test_full_logits_where_there_is_no_head_to_split():
+    whole = Whole(tiny.network("bert"), 4, set(range(len(tiny.WORDS))), 32, "bert")
+    assert not whole.splits_head
+    right = Duel(HuggingFace(tiny.network("bert"), 4, set(range(len(tiny.WORDS))), 32, "bert"), "greedy", 4).log_prob(
+        WINDOWS
+    )
+    assert [s.nats for s in Duel(whole, "greedy", 4).log_prob(WINDOWS)] == [
+        pytest.approx(s.nats, abs=1e-4) for s in right
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+def test_dtypes(folders, dtype):
+    denoiser = load(folders["bert"], dtype=dtype)
+    assert str(denoiser.dtype) == f"torch.{dtype}" and denoiser.honours_padding
+    scored = Duel(denoiser, "l2r", 4).log_prob(WINDOWS)
+    exact = Duel(load(folders["bert"]), "l2r", 4).log_prob(WINDOWS)
+    tolerance = {"bfloat16": 1.0, "float16": 0.1, "float64": 1e-4}[dtype]
+    assert [s.log_prob for s in scored] == pytest.approx([s.log_prob for s in exact], abs=tolerance)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_coarse_dtype_does_not_hide_what_a_network_is(family):
+    """A barely initialised BERT in bfloat16: its positions are weak, but they are there."""
+    quiet = tiny.network(family)
+    with torch.no_grad():
+        for parameter in quiet.parameters():
+            parameter.div_(8)
+    denoiser = HuggingFace(quiet.to(torch.bfloat16), 4, set(range(len(tiny.WORDS))), 32, family)
+    assert denoiser.relative_positions == (family == "modernbert")
+
+
+class Rescaled(HuggingFace):
+    """A network that does something to its logits after the head."""
+
+    def _logits(self, ids, mask=None):
+        return super()._logits(ids, mask) * 1.001
+
+
+def test_a_head_that_is_not_the_last_word_is_not_split():
+    assert not Rescaled(tiny.network("bert"), 4, set(range(len(tiny.WORDS))), 32, "bert").splits_head
+
+
+def test_ids_that_no_token_has_are_padding():
+    holes = set(range(len(tiny.WORDS))) - {20} | {38}
+    denoiser = HuggingFace(tiny.network("bert"), 4, holes, 32, "bert")
+    assert denoiser.excluded.nonzero()[:, 0].tolist() == [4, 20, 34, 35, 36, 37, 39]
+
+
+# ---------------------------------------------------------------- wrong checkpoints
+
+
+def test_devices():
+    assert load_device("cuda:0") == load_device("0") == load_device(None) or torch.cuda.is_available()
+    for wrong in ("mps", "xpu", "nowhere"):
+        with pytest.raises(DuelError, match=f"No device '{wrong}'; use cpu, cuda or cuda:0"):
+            load_device(wrong)
+
+
+def test_a_network_that_is_no_masked_lm_is_refused(folders):
+    known = r"\(GPT2LMHeadModel\) is neither a masked LM of transformers nor of a known diffusion family\. If it is"
+    for options in ({}, {"attention": "bidirectional", "mask_token_id": 4}):
+        with pytest.raises(DuelError, match=f"{known} autoregressive, score it with estimator=exact. If .* family="):
+            load(folders["gpt2"], **options)
+
+
+def test_a_causal_network_is_refused():
+    class Backwards(HuggingFace):
+        """A network that ignores what comes later."""
+
+        def _logits(self, ids, mask=None):
+            return torch.cat([super(Backwards, self)._logits(ids[:, : n + 1])[:, -1:] for n in range(ids.shape[1])], 1)
+
+    with pytest.raises(DuelError, match="is causal: its predictions ignore what comes later"):
+        Backwards(tiny.network("bert"), 4, set(range(len(tiny.WORDS))), 32, "bert")
+
+
+def test_args_that_a_masked_lm_has_no_choice_of(folders):
+    for name, value in {"shift_logits": True, "backend": "native", "sigma": "clamped", "peft": "adapter"}.items():
+        with pytest.raises(DuelError, match=f"is of the family masked LM, which has no choice of '{name}'"):
+            load(folders["bert"], **{name: value})
+    with pytest.raises(
+        DuelError, match="is one of transformers' masked LMs: bidirectional; leave family, attention out"
+    ):
+        load(folders["bert"], attention="block_causal")
+
+
+def test_mask_token(tmp_path):
+    path = tiny.checkpoint(tmp_path, "bert", mask=False)
+    with pytest.raises(DuelError, match="names a mask token; pass mask_token_id=<id>"):
+        load(path)
+    assert load(path, mask_token_id=4).mask_id == 4
+    with pytest.raises(DuelError, match=r"mask_token_id=40 is not an id of .*; its ids are 0 to 39\."):
+        load(path, mask_token_id=40)
+
+
+def test_tokenizer_of_another_model(tmp_path, folders):
+    words = tiny.tokenizer()
+    words.add_tokens([f"new{i}" for i in range(20)])
+    words.save_pretrained(tmp_path)
+    with pytest.raises(
+        DuelError, match=r"The tokenizer has ids up to 53 but .* predicts 40: they do not belong together"
+    ):
+        load(folders["bert"], tokenizer=str(tmp_path))
+
+
+def test_broken_weights(tmp_path):
+    path = tiny.checkpoint(tmp_path, "bert")
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    gone = next(name for name in weights if "layer.1" in name and "query.weight" in name)
+    save_file({name: value for name, value in weights.items() if name != gone}, file, metadata={"format": "pt"})
+    with pytest.raises(DuelError, match=f"do not fill BertForMaskedLM: 1 missing: {re.escape(gone)}"):
+        load(path)
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(DuelError, match=f"Cannot read {re.escape(str(file))}: SafetensorError: .* cut off or damaged"):
+        load(path)
+    weights[gone.replace("self.query", "output.dense")][0, 0] = float("nan")
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(
+        DuelError, match="returns NaN or infinite logits for arbitrary tokens: its weights or dtype are"
+    ):
+        load(path)
+
+
+def test_nan_that_shows_only_when_a_token_is_seen(tmp_path):
+    path = tiny.checkpoint(tmp_path, "bert")
+    weights = load_file(tmp_path / "model.safetensors")
+    table = weights["bert.embeddings.word_embeddings.weight"]
+    token = next(token for token in range(12, 30) if not (probes.tokens(load(path)) == token).any())
+    weights["cls.predictions.decoder.weight"] = table.clone()
+    weights["cls.predictions.decoder.bias"] = weights["cls.predictions.bias"].clone()
+    table[token] = float("nan")
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    duel = Duel(load(path), "left_to_right", 4)
+    with pytest.raises(NotFinite, match=r"NaN or infinite logits\. \(Window 1, block at target position 4, step 3\.\)"):
+        duel.log_prob([WINDOWS[1], Window((2,), (5, 6, 7, 8, 9, 10, token, 11), (3,))])
+
+
+def test_no_such_checkpoint(tmp_path):
+    with pytest.raises(DuelError, match=r"Cannot read checkpoint .*no local folder; a hub name needs a connection"):
+        load(str(tmp_path / "nothing"))
+
+
+def test_lengths(folders):
+    assert load(folders["bert"], max_length=16).max_length == 16
+    with pytest.raises(DuelError, match=r"max_length=33 is too long: .* holds 32 positions"):
+        load(folders["bert"], max_length=33)
+    with pytest.raises(DuelError, match="Window 0 has 33 positions but the network holds 32"):
+        Duel(load(folders["bert"]), "greedy", 4).log_prob([Window((), (5,) * 33)])
+
+
+def test_ids_that_cannot_be_scored(folders):
+    duel = Duel(load(folders["bert"]), "greedy", 4)
+    with pytest.raises(DuelError, match=r"Window 1 holds the mask token \(id 4\)"):
+        duel.log_prob([Window((), (5,)), Window((4,), (5,))])
+    with pytest.raises(DuelError, match=r"Window 0 holds id 40; the network's ids are 0 to 39"):
+        duel.log_prob([Window((), (40,))])
+    with pytest.raises(DuelError, match=r"Window 0 holds id 36, .* not a token of the vocabulary"):
+        duel.log_prob([Window((), (36,))])
+
+
+# ---------------------------------------------------------------- code of its own
+
+CODE = """
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import MaskedLMOutput
+
+class LetterConfig(PretrainedConfig):
+    model_type = "letters"
+    def __init__(self, vocab_size=40, max_position_embeddings=32, **kwargs):
+        super().__init__(**kwargs)
+        self.vocab_size, self.max_position_embeddings = vocab_size, max_position_embeddings
+
+class LetterModel(PreTrainedModel):
+    config_class = LetterConfig
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed = torch.nn.Embedding(config.vocab_size, 8)
+        self.head = torch.nn.Linear(8, config.vocab_size)
+        self.post_init()
+    def get_input_embeddings(self):
+        return self.embed
+    def forward(self, input_ids, attention_mask=None, **kwargs):
+        x = self.embed(input_ids)
+        return MaskedLMOutput(logits=self.head(x + x.mean(1, keepdim=True)))
+"""
+
+
+def test_a_bidirectional_network_with_code_of_its_own(tmp_path):
+    (tmp_path / "letters.py").write_text(CODE)
+    config = {
+        "model_type": "letters",
+        "architectures": ["LetterModel"],
+        "auto_map": {"AutoConfig": "letters.LetterConfig", "AutoModel": "letters.LetterModel"},
+        "vocab_size": 40,
+        "max_position_embeddings": 32,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(0)
+    weights = {
+        "embed.weight": torch.randn(40, 8, generator=generator),
+        "head.weight": torch.randn(40, 8, generator=generator),
+        "head.bias": torch.zeros(40),
+    }
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    tiny.tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(DuelError, match="pass trust_remote_code=true if you trust it"):
+        load(str(tmp_path))
+    denoiser = load(str(tmp_path), trust_remote_code=True)
+    assert not denoiser.honours_padding and not denoiser.splits_head
+
+    def logits(ids):
+        x = weights["embed.weight"][ids]
+        return (x + x.mean(0)) @ weights["head.weight"].T
+
+    for window, scored in zip(WINDOWS, Duel(denoiser, "greedy", 4).log_prob(WINDOWS), strict=True):
+        _, steps, nats, _, _ = score(
+            logits, 4, denoiser.excluded, rules.parse("greedy"), 4, window, tie_when_blank=True
+        )
+        assert scored.steps == steps and scored.nats == pytest.approx(nats, abs=1e-4)

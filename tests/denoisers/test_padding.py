@@ -1,0 +1,332 @@
+"""Rows of different lengths in one batch: networks that react to padding, or to the length of a row."""
+
+import pytest
+import tiny
+import torch
+import transformers
+from textbook import score
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from toys import Toy
+from transformers import PreTrainedTokenizerFast
+
+from lm_eval_duel import denoisers, rules
+from lm_eval_duel.denoisers import self_tests as probes
+from lm_eval_duel.denoisers.hf.masked_lm import HuggingFace
+from lm_eval_duel.denoisers.special_tokens import framing
+from lm_eval_duel.denoisers.wrappers.guidance import Guided
+from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators.duel import Duel
+from lm_eval_duel.estimators.elbo import Elbo
+
+SIZE = {
+    "vocab_size": tiny.ROWS,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+}
+MBART = {
+    "vocab_size": tiny.ROWS,
+    "d_model": 16,
+    **{f"{part}_layers": 1 for part in ("encoder", "decoder")},
+    **{f"{part}_attention_heads": 2 for part in ("encoder", "decoder")},
+    **{f"{part}_ffn_dim": 32 for part in ("encoder", "decoder")},
+    "max_position_embeddings": 32,
+    **{"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3},
+}
+OTHERS = {  # class, what it has beside SIZE
+    "esm": ("Esm", {**SIZE, "mask_token_id": 4, "token_dropout": True, "position_embedding_type": "rotary"}),
+    "esm absolute": ("Esm", {**SIZE, "mask_token_id": 4, "token_dropout": True, "max_position_embeddings": 33}),
+    "convbert": ("ConvBert", {**SIZE, "embedding_size": 16, "head_ratio": 1, "conv_kernel_size": 3}),
+    "mobilebert": ("MobileBert", {**SIZE, "embedding_size": 16, "intra_bottleneck_size": 16, "true_hidden_size": 16}),
+    "fnet": ("FNet", {key: value for key, value in SIZE.items() if key != "num_attention_heads"}),
+    "ibert": ("IBert", {**SIZE, "max_position_embeddings": 33}),
+    "mbart": ("MBart", MBART),
+    "bigbird": ("BigBird", {**SIZE, "attention_type": "block_sparse", "block_size": 2, "num_random_blocks": 1}),
+}
+REACT = ["convbert", "fnet"]
+if transformers.__version__.startswith("4."):
+    REACT += ["esm", "esm absolute"]  # 4.57 divides by the length of the padded row, whatever the attention mask
+RAGGED = [
+    Window((2, 6), (7, 9, 30, 12, 8, 15, 5, 21, 11), (3,)),
+    Window((2,), (10, 9), (3,)),
+    Window((2,), (8, 8, 20, 31, 6)),
+    Window((2, 14, 5, 9, 9), (33, 6, 7), (3,)),
+    Window((), (17,), (3,)),
+]
+
+
+def network(name, scale=4, **changed):
+    kind, size = OTHERS[name]
+    torch.manual_seed(7)
+    config = getattr(transformers, f"{kind}Config")(**{**size, **changed})
+    head = "MBartForConditionalGeneration" if kind == "MBart" else f"{kind}ForMaskedLM"
+    model = getattr(transformers, head)(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(scale)
+        model.get_input_embeddings().weight[0].zero_()  # as files of trained networks have it, for padding
+    return model.eval()
+
+
+def denoiser_of(model, name="network"):
+    return HuggingFace(model, 4, set(range(len(tiny.WORDS))), 32, name)
+
+
+def checkpoint(folder, model, **tokenizer_options):
+    model.save_pretrained(folder)
+    tiny.tokenizer(**tokenizer_options).save_pretrained(folder)
+    return str(folder)
+
+
+def by_hand(model, denoiser, window, rule="greedy"):
+    """The textbook loop over the network's own logits of this row alone, in float64."""
+    model = model.double()
+    with torch.no_grad():
+        return score(
+            lambda ids: model(input_ids=ids[None]).logits[0],
+            4,
+            denoiser.excluded,
+            rules.parse(rule),
+            4,
+            window,
+            tie_when_blank=denoiser.relative_positions,
+        )
+
+
+# ---------------------------------------------------------------- short rows beside long ones
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_short_row_beside_a_longer_one_is_right(name):
+    denoiser = denoiser_of(network(name))
+    assert denoiser.honours_padding == (name not in REACT)
+    for window, scored in zip(RAGGED, Duel(denoiser, "greedy", 4, batch_size=8).log_prob(RAGGED), strict=True):
+        model = network(name)
+        if name == "bigbird":
+            model.bert.set_attention_type("original_full")
+        _, steps, nats, greedy, nfe = by_hand(model, denoiser, window)
+        assert (scored.steps, scored.is_greedy, scored.nfe) == (steps, greedy, nfe)
+        assert scored.nats == pytest.approx(nats, abs=1e-4)
+
+
+def test_the_elbo_of_esm_in_a_batch():
+    denoiser = denoiser_of(network("esm"))
+    alone = [Elbo(denoiser, batch_size=1, samples=4).log_prob([window])[0].log_prob for window in RAGGED]
+    together = [scored.log_prob for scored in Elbo(denoiser, batch_size=8, samples=4).log_prob(RAGGED)]
+    assert together == pytest.approx(alone, abs=1e-4)
+
+
+def test_sampling_of_esm_in_a_batch():
+    denoiser = denoiser_of(network("esm"))
+    contexts = [(2,), (2, 6, 7, 9), (2, 30, 12)]
+    drawn = Duel(denoiser, "greedy", 4, batch_size=8).sample(contexts, 4, (3,), seed=1)
+    again = Duel(denoiser, "greedy", 4).log_prob(
+        [Window(context, one.tokens, (3,)) for context, one in zip(contexts, drawn, strict=True)]
+    )
+    assert [one.log_prob for one in drawn] == pytest.approx([one.log_prob for one in again], abs=1e-4)
+
+
+def test_padding_beside_the_last_cell_counts_where_its_embedding_is_not_zero():
+    """MobileBERT's cells read the embedding of the next one, padding or not."""
+    model = network("mobilebert")
+    with torch.no_grad():
+        model.get_input_embeddings().weight[0] = 0.05
+    assert not denoiser_of(model).honours_padding
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_a_small_leak_is_a_leak(dtype):
+    """A convolution that reads padding a little, far less than attention would: 1e-3 nats, far above float noise."""
+    model = network("convbert")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "conv_out_layer" in name:
+                parameter.mul_(0.03)
+    model = model.to(getattr(torch, dtype))
+    denoiser = denoiser_of(model)
+    assert not denoiser.honours_padding
+    if dtype == "float64":
+        alone = [Duel(denoiser, "greedy", 4, batch_size=1).log_prob([window])[0] for window in RAGGED]
+        together = Duel(denoiser, "greedy", 4, batch_size=8).log_prob(RAGGED)
+        assert [one.log_prob for one in together] == pytest.approx([one.log_prob for one in alone], abs=1e-9)
+
+
+def test_padding_is_no_mask_and_a_token():
+    for said, wanted in ((None, 0), (4, 0), (36, 0), (7, 7), (-1, 0)):
+        model = network("esm")
+        model.config.pad_token_id = said
+        assert denoiser_of(model).pad_id == wanted
+
+
+# ---------------------------------------------------------------- rows that show nothing
+
+
+def test_esm_needs_a_visible_token(tmp_path):
+    path = checkpoint(tmp_path, network("esm"))
+    denoiser = denoisers.load(path, device="cpu")
+    assert denoiser.needs_visible and not denoiser.relative_positions
+    duel = Duel(denoiser, "greedy", 4)
+    wanted = r"shows no token at its first step, .* divides 0 by 0\. .*leave bos=none out"
+    with pytest.raises(DuelError, match=rf"^Window 1 {wanted}"):
+        duel.log_prob([Window((2,), (5, 6)), Window((), (5, 6))])
+    with pytest.raises(DuelError, match=rf"^Window 0 {wanted}"):
+        Elbo(denoiser).log_prob([Window((), (5, 6))])
+    with pytest.raises(DuelError, match=rf"^Window 0 {wanted}"):
+        duel.sample([()], 4)
+    for window in (Window((), (5, 6), (3,)), Window((2,), (5, 6)), Window((), ())):
+        duel.log_prob([window])
+    with pytest.raises(DuelError, match=r"cfg_scale masks the whole context.*divides 0 by 0\. Leave cfg_scale out"):
+        denoisers.load(path, device="cpu", cfg_scale=0.5)
+    with pytest.raises(DuelError, match="cfg_scale masks the whole context"):
+        Guided(denoiser, 0.5)
+
+
+def test_the_harness_says_why_a_row_without_special_tokens_has_no_score(tmp_path):
+    from test_lm import ask
+
+    from lm_eval_duel.harness.lm import DuelMDM
+
+    path = checkpoint(tmp_path, network("esm"))
+    for bos in ("given", "scored", "official"):
+        lm = DuelMDM(pretrained=path, device="cpu", block=4, bos=bos)
+        lm.loglikelihood_rolling(ask("loglikelihood_rolling", ("a b c",), ("d e f g h i",)))
+    lm = DuelMDM(pretrained=path, device="cpu", block=4, bos="none")
+    with pytest.raises(DuelError, match="divides 0 by 0"):
+        lm.loglikelihood_rolling(ask("loglikelihood_rolling", ("a b c",)))
+
+
+def test_without_token_dropout_esm_needs_nothing():
+    denoiser = denoiser_of(network("esm", token_dropout=False))
+    assert not denoiser.needs_visible and denoiser.relative_positions
+    Duel(denoiser, "greedy", 4).log_prob([Window((), (5, 6))])
+
+
+def test_a_mask_embedding_that_is_not_finite_is_broken_weights():
+    model = tiny.network("bert")
+    with torch.no_grad():
+        model.get_input_embeddings().weight[4] = torch.nan
+        model.cls.predictions.decoder.weight = torch.nn.Parameter(torch.randn(tiny.ROWS, 16))
+    with pytest.raises(DuelError, match="returns NaN or infinite logits for arbitrary tokens: its weights or dtype"):
+        denoiser_of(model)
+
+
+# ---------------------------------------------------------------- networks that change, or are no function
+
+
+def test_bigbird_is_scored_with_full_attention_at_every_length(tmp_path, caplog):
+    path = checkpoint(tmp_path, network("bigbird"))
+    denoiser = denoisers.load(path, device="cpu")
+    warned = "block-sparse attention from 15 positions on, by its config; it is scored with full attention"
+    assert warned in caplog.text
+    assert denoiser.describe()["attention_type"] == "original_full, not block_sparse as in its config"
+    long = Window((2,), tuple(range(5, 29)), (3,))
+    first = Duel(denoiser, "greedy", 4).log_prob([long])[0]
+    Duel(denoiser, "greedy", 4).log_prob([Window((2,), (5,))])
+    assert Duel(denoiser, "greedy", 4).log_prob([long])[0] == first
+    caplog.clear()
+    short = denoisers.load(path, device="cpu", max_length=14)
+    assert "attention_type" not in short.describe() and "block-sparse" not in caplog.text
+
+
+def test_random_numbers_in_a_forward_pass_are_refused():
+    torch.manual_seed(7)
+    config = transformers.ReformerConfig(
+        vocab_size=tiny.ROWS,
+        hidden_size=16,
+        num_attention_heads=2,
+        attention_head_size=8,
+        feed_forward_size=32,
+        attn_layers=["local", "lsh"],
+        local_attn_chunk_length=8,
+        lsh_attn_chunk_length=8,
+        num_buckets=4,
+        axial_pos_embds=False,
+        max_position_embeddings=64,
+        is_decoder=False,
+    )
+    with pytest.raises(DuelError, match="returns other logits each time for the same row of 32 positions"):
+        denoiser_of(transformers.ReformerForMaskedLM(config).eval())
+
+
+def test_networks_that_do_not_run_on_ids_alone_are_refused_in_words(tmp_path):
+    perceiver = transformers.PerceiverConfig(
+        vocab_size=tiny.ROWS,
+        d_latents=16,
+        d_model=16,
+        num_latents=8,
+        num_blocks=1,
+        num_self_attends_per_block=1,
+        num_self_attention_heads=2,
+        num_cross_attention_heads=2,
+        max_position_embeddings=64,
+    )
+    path = checkpoint(tmp_path / "perceiver", transformers.PerceiverForMaskedLM(perceiver))
+    with pytest.raises(DuelError, match=r"logits of shape \(1, 64, 40\) for a row of 2 positions; wanted one"):
+        denoisers.load(path, device="cpu")
+    fixed = transformers.NystromformerConfig(**{**SIZE, "max_position_embeddings": 64}, num_landmarks=8)
+    path = checkpoint(tmp_path / "nystromformer", transformers.NystromformerForMaskedLM(fixed))
+    with pytest.raises(DuelError, match=r"RuntimeError: .* Its network does not run on short rows of ids"):
+        denoisers.load(path, device="cpu")
+    path = checkpoint(tmp_path / "ibert", network("ibert"))  # its position table is of a class of its own
+    assert denoisers.load(path, device="cpu").max_length == 32
+
+
+@pytest.mark.parametrize("attention", ["bidirectional", "block_causal"])
+def test_rotary_positions_that_change_with_the_longest_row_of_a_batch(tmp_path, attention):
+    short = {"original_max_position_embeddings": 8}  # transformers 4 and 5 look for it in two places
+    factors = {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]}
+    scaled = {"rope_type": "longrope", "factor": 4.0, "rope_theta": 10_000.0, **factors, **short}
+    torch.manual_seed(7)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZE, **short, rope_scaling=scaled)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.4)
+    path = checkpoint(tmp_path, model)
+    options = {"device": "cpu", "attention": attention} | ({"block": 4} if attention == "block_causal" else {})
+    assert denoisers.load(path, max_length=8, **options).honours_padding
+    if attention == "block_causal":
+        with pytest.raises(DuelError, match=r"change with the longest row of a call.* Pass max_length=8: up to there"):
+            denoisers.load(path, **options)
+        return
+    denoiser = denoisers.load(path, **options)
+    assert not denoiser.honours_padding
+    alone = [Duel(denoiser, "greedy", 4, batch_size=1).log_prob([window])[0] for window in RAGGED]
+    together = Duel(denoiser, "greedy", 4, batch_size=8).log_prob(RAGGED)
+    assert [one.log_prob for one in together] == pytest.approx([one.log_prob for one in alone], abs=1e-4)
+
+
+def test_padding_of_a_toy_is_found_out():
+    for honours in (True, False):
+        assert probes.honours_padding(Toy(tokens=9, honours_padding=honours)) == honours
+
+
+# ---------------------------------------------------------------- the special tokens of a tokenizer
+
+
+def letters(*words, unknown="[UNK]", start="[CLS]", end="[SEP]"):
+    vocabulary = {word: n for n, word in enumerate([start, end, "[UNK]", "[MASK]", *words])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=unknown or "[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{start} $A {end}", special_tokens=[(start, 0), (end, 1)]
+    )
+    names = {"cls_token": start, "sep_token": end, "mask_token": "[MASK]"}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token=unknown, **names)
+
+
+def test_special_tokens_are_found_without_the_letter_a():
+    nothing = letters(unknown=None)
+    nothing.backend_tokenizer.model = models.BPE({"[CLS]": 0, "[SEP]": 1, "[MASK]": 3, "G": 4, "T": 5}, [])
+    assert nothing("a", add_special_tokens=False)["input_ids"] == []
+    assert framing(nothing) == ([0], [1])
+    assert framing(letters("G", "T")) == ([0], [1])  # an unknown letter is [UNK]
+    assert framing(letters("G", "T", unknown="[CLS]")) == ([0], [1])  # or even the special token itself
+
+
+def test_a_tokenizer_without_any_text_is_refused():
+    with pytest.raises(DuelError, match=r"could not be determined: no text .* use bos=none; .* tokenizer="):
+        framing(letters())

@@ -1,0 +1,154 @@
+"""The Python interface at the level of ids: what it warns of, and what it refuses."""
+
+import logging
+import math
+
+import pytest
+import tiny
+import torch
+from test_lm import ask
+from toys import Toy
+
+from lm_eval_duel import denoisers
+from lm_eval_duel.denoisers.wrappers.guidance import Guided
+from lm_eval_duel.denoisers.wrappers.warpers import Tempered
+from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators.duel import Duel
+from lm_eval_duel.estimators.elbo import Elbo
+from lm_eval_duel.harness.lm import DuelMDM
+from lm_eval_duel.options import Options
+
+WARNING = "has no context, but this network expects special tokens before a text"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.checkpoint(tmp_path_factory.mktemp("bert"), "bert")
+
+
+def warnings(caplog):
+    return [record.getMessage() for record in caplog.records if WARNING in record.getMessage()]
+
+
+# ---------------------------------------------------------------- windows without the special tokens of a text
+
+
+def test_a_window_without_its_bos_is_warned_of_once(caplog):
+    name = "demo-bd"
+    denoiser = denoisers.load(name, device="cpu")
+    (before, after) = denoiser.special_tokens
+    assert len(before) == 1 and not after
+    duel = Duel(denoiser, "greedy")
+    duel.log_prob([Window(before, (300, 517)), Window((), ()), Window((7,), (300,))])
+    assert not warnings(caplog)
+    for _ in range(2):
+        duel.log_prob([Window(before, (300, 517)), Window((), (300, 517))])
+    Duel(denoiser, "margin").sample([()], 4)
+    (said,) = warnings(caplog)
+    assert said.startswith(f"Window 1 {WARNING} (ids {before[0]}): ")
+    assert f"Score Window(context={before}, target=ids); to score without them on purpose, load the denoiser" in said
+    Duel(denoisers.load(name, device="cpu"), "greedy").log_prob([Window((), (300, 517))])
+    assert len(warnings(caplog)) == 2  # another denoiser
+
+
+def test_sampling_without_a_bos_is_warned_of(caplog):
+    Duel(denoisers.load("demo-bd", device="cpu"), "greedy").sample([()], 2)
+    assert len(warnings(caplog)) == 1
+
+
+def test_what_the_advice_says_is_what_the_harness_scores(folder, caplog):
+    for name in ("demo-bd", folder):
+        lm = DuelMDM(pretrained=name, device="cpu")
+        denoiser = denoisers.load(name, device="cpu")
+        (before, after), ids = denoiser.special_tokens, lm.tok_encode("a b c d")
+        scored = Duel(denoiser, "greedy").log_prob([Window(before, ids, after)])[0]
+        assert lm.loglikelihood_rolling(ask("loglikelihood_rolling", ("a b c d",))) == [
+            pytest.approx(scored.log_prob, abs=1e-4)
+        ]
+    assert not warnings(caplog)
+
+
+def test_the_closing_token_is_in_the_advice(folder, caplog):
+    Elbo(denoisers.load(folder, device="cpu")).log_prob([Window((), (6, 7))])
+    (said,) = warnings(caplog)
+    assert "(ids 2)" in said and "Score Window(context=(2,), target=ids, suffix=(3,))" in said
+
+
+def test_wrapped_denoisers_expect_the_same(folder, caplog):
+    denoiser = denoisers.load(folder, device="cpu", cfg_scale=0.5, temperature=0.7)
+    assert denoiser.special_tokens == ((2,), (3,))
+    Duel(denoiser, "greedy").log_prob([Window((), (6, 7))])
+    assert len(warnings(caplog)) == 1
+
+
+def test_no_warning_where_none_are_expected(folder, tmp_path, caplog):
+    bare = tiny.checkpoint(tmp_path, "bert", framed=False)
+    for path, options in ((folder, {"bos": "none"}), (folder, {"bos": "scored"}), (bare, {})):
+        denoiser = denoisers.load(path, device="cpu", **options)
+        assert denoiser.special_tokens is None
+        Duel(denoiser, "greedy").log_prob([Window((), (6, 7))])
+    Duel(Toy(), "greedy").log_prob([Window((), (1, 2))])
+    assert not warnings(caplog)
+
+
+@pytest.mark.parametrize("options", [{}, {"bos": "none"}, {"bos": "scored"}, {"bos": "official"}, {"bos": "first"}])
+def test_the_harness_is_not_warned(options, folder, caplog):
+    caplog.set_level(logging.WARNING)
+    for name in ("demo-mdm", "demo-bd", folder):
+        lm = DuelMDM(pretrained=name, device="cpu", verify=1, **options)
+        lm.loglikelihood_rolling(ask("loglikelihood_rolling", ("a b c",), ("",), ("d " * 40,)))
+        if options.get("bos") in (None, "none"):
+            lm.loglikelihood(ask("loglikelihood", ("", "a"), ("a b", " c")))
+            lm.generate_until(ask("generate_until", ("", {"max_gen_toks": 4}), ("a b", {"max_gen_toks": 4})))
+    assert not warnings(caplog)
+
+
+# ---------------------------------------------------------------- networks in memory
+
+
+def test_networks_in_memory_are_refused_in_words(folder):
+    model, tokenizer = tiny.network("bert"), tiny.tokenizer()
+    wanted = "is a folder or hub name; got an object of the class {}. Networks and tokenizers in memory are not support"
+    with pytest.raises(DuelError, match=f"^'pretrained' {wanted.format('BertForMaskedLM')}"):
+        DuelMDM(pretrained=model, tokenizer=tokenizer)
+    with pytest.raises(DuelError, match=f"^'tokenizer' {wanted.format('PreTrainedTokenizerFast|TokenizersBackend')}"):
+        DuelMDM(pretrained=folder, tokenizer=tokenizer)
+    with pytest.raises(DuelError, match=rf"^'name' {wanted.format('BertForMaskedLM')}.*save_pretrained\(folder\)"):
+        denoisers.load(model)
+    with pytest.raises(DuelError, match=f"^'peft' {wanted.format('Linear')}"):
+        Options.parse({"peft": torch.nn.Linear(2, 2)})
+
+
+def test_names_of_every_kind(folder, tmp_path):
+    from pathlib import Path
+
+    assert denoisers.load(Path(folder), device="cpu").mask_id == 4
+    assert Options.parse({"pretrained": Path(folder)}).pretrained == folder
+    assert Options.parse({"pretrained": 2024}).pretrained == "2024"  # the harness reads a number
+    assert Options.parse({"pretrained": "none", "tokenizer": None}).pretrained is None
+
+
+# ---------------------------------------------------------------- factors of logits that overflow
+
+
+@pytest.mark.parametrize("temperature", [1e-45, 5e-324, 1e-21, 1e39, 1e300])
+def test_a_temperature_that_overflows_is_refused(temperature):
+    wanted = r"'temperature' is a number from 1e-20 up to 1e\+20; got .*, by which logits overflow float32"
+    with pytest.raises(DuelError, match=wanted):
+        Options.parse({"temperature": temperature})
+    with pytest.raises(DuelError, match=wanted):
+        Tempered(Toy(), temperature)
+
+
+def test_a_guidance_that_overflows_is_refused():
+    for refuse in (lambda: Options.parse({"cfg_scale": 1e39}), lambda: Guided(Toy(), 1e39)):
+        with pytest.raises(DuelError, match=r"'cfg_scale' is a number up to 1e\+20; got 1e\+39, by which logits"):
+            refuse()
+
+
+@pytest.mark.parametrize("options", [{"temperature": 1e-20}, {"temperature": 1e20}, {"cfg_scale": 1e20}])
+def test_the_largest_factors_are_finite(options, folder):
+    assert Options.parse(options)
+    scored = Duel(denoisers.load(folder, device="cpu", **options), "greedy").log_prob([Window((2,), (6, 7), (3,))])[0]
+    assert math.isfinite(scored.log_prob)

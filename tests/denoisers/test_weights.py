@@ -1,0 +1,270 @@
+"""The tensors of every kind of weights file; no code in a pickle is run."""
+
+import argparse
+import io
+import json
+import pickle
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from lm_eval_duel import denoisers
+from lm_eval_duel.denoisers import weights
+from lm_eval_duel.denoisers.dit.network import DiT, DiTConfig
+from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators.duel import Duel
+
+SHAPE = DiTConfig(vocab_size=9, width=8, layers=2, heads=2, condition=4)
+CONFIG = {
+    "model_type": "mdlm",
+    "vocab_size": 9,
+    "model_length": 8,
+    "hidden_dim": 8,
+    "cond_dim": 4,
+    "n_blocks": 2,
+    "n_heads": 2,
+    "time_conditioning": False,
+}
+WINDOWS = [Window((), (1, 2, 3, 4, 5)), Window((7,), (0, 6, 6), (2,))]
+TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b.weight": torch.ones(4), "c": torch.tensor([1, 2])}
+
+
+class Training(torch.nn.Module):
+    """What the authors' training code saves: the network, its rotation as a buffer amid it, and more beside it."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.backbone = DiT(SHAPE)
+        self.backbone.rotary_emb = torch.nn.Module()
+        self.backbone.rotary_emb.register_buffer("inv_freq", torch.ones(2))
+        for name in ("blocks", "output_layer"):  # after the buffer, as there
+            self.backbone.add_module(name, self.backbone._modules.pop(name))
+        self.noise = torch.nn.Linear(2, 2)
+        self.register_buffer("sampling_eps_min", torch.tensor(1e-3))
+        with torch.no_grad():
+            for parameter in self.backbone.parameters():
+                parameter.copy_(torch.randn(parameter.shape) * 0.5)
+
+
+def lightning(path, trained=1, averaged=2, **changes):
+    """A Lightning checkpoint of one network, with another as its average; the two."""
+    last, average = Training(trained), Training(averaged)
+    content = {
+        "epoch": 3,
+        "pytorch-lightning_version": "2.2.1",
+        "state_dict": last.state_dict(),
+        "optimizer_states": [{"state": {}, "param_groups": [{"lr": 3e-4}]}],
+        "ema": {
+            "decay": 0.9999,
+            "num_updates": 7,
+            "shadow_params": [p.detach() for p in average.backbone.parameters()],
+        },
+        **changes,
+    }
+    torch.save({key: value for key, value in content.items() if value is not None}, path)
+    return last, average
+
+
+def scores(folder, tensors=None):
+    """What a folder scores, its weights replaced where given."""
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    if tensors is not None:
+        save_file({key: value.detach().contiguous() for key, value in tensors.items()}, folder / "model.safetensors")
+    return Duel(denoisers.load(str(folder), device="cpu")).log_prob(WINDOWS)
+
+
+def equal(found, wanted):
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[key], wanted[key]) and found[key].dtype == wanted[key].dtype for key in wanted)
+
+
+def shards(folder, stem, save):
+    """Two shards and their index, as transformers names them."""
+    ending = "safetensors" if save is save_file else "bin"
+    names = [f"{stem}-0000{n}-of-00002.{ending}" for n in (1, 2)]
+    places = {key: names[key == "c"] for key in TENSORS}
+    for name in names:
+        save({key: value for key, value in TENSORS.items() if places[key] == name}, folder / name)
+    index = folder / f"{stem}.{ending}.index.json"
+    index.write_text(json.dumps({"metadata": {"total_size": 56}, "weight_map": places}))
+    return index, names
+
+
+KINDS = [("model", save_file), ("pytorch_model", torch.save)]
+
+
+@pytest.mark.parametrize("stem, save", KINDS)
+def test_whole_and_sharded(stem, save, tmp_path):
+    ending = "safetensors" if save is save_file else "bin"
+    save(TENSORS, tmp_path / f"{stem}.{ending}")
+    equal(weights.read(str(tmp_path)), TENSORS)
+    (tmp_path / f"{stem}.{ending}").unlink()
+    index, names = shards(tmp_path, stem, save)
+    equal(weights.read(str(tmp_path)), TENSORS)
+
+    places = json.loads(index.read_text())
+    index.write_text(json.dumps({**places, "weight_map": {**places["weight_map"], "lost": names[0]}}))
+    with pytest.raises(DuelError, match=r"1 tensors that .*index\.json names are in no shard: lost\."):
+        weights.read(str(tmp_path))
+    index.write_text(json.dumps(places))
+    (tmp_path / names[1]).unlink()
+    with pytest.raises(DuelError, match=rf"index\.json names {names[1]}, which is not there: the download is not"):
+        weights.read(str(tmp_path))
+    for text in ('{"weight', '{"metadata": {}}', "[]", '{"weight_map": ["a"]}'):
+        index.write_text(text)
+        with pytest.raises(DuelError, match=r"Cannot read .*index\.json"):
+            weights.read(str(tmp_path))
+
+
+def test_safetensors_come_before_bin_and_bin_before_ckpt(tmp_path):
+    ckpt, _ = lightning(tmp_path / "last.ckpt", ema=None)
+    assert torch.equal(
+        weights.read(str(tmp_path))["backbone.output_layer.linear.bias"], ckpt.backbone.output_layer.linear.bias
+    )
+    torch.save({"x": torch.zeros(1)}, tmp_path / "pytorch_model.bin")
+    assert list(weights.read(str(tmp_path))) == ["x"]
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    equal(weights.read(str(tmp_path)), TENSORS)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_averaged_weights_of_a_lightning_checkpoint_are_scored(compiled, tmp_path):
+    last, average = lightning(tmp_path / "best.ckpt")
+    if compiled:
+        state = {key.replace("backbone.", "backbone._orig_mod."): value for key, value in last.state_dict().items()}
+        lightning(tmp_path / "best.ckpt", state_dict=state)
+    read = weights.read(str(tmp_path))
+    equal(
+        {key: read["backbone." + key] for key, _ in average.backbone.named_parameters()},
+        dict(average.backbone.named_parameters()),
+    )
+    assert all(key.startswith("backbone.") for key in read)
+    found = scores(tmp_path)
+    assert found == scores(tmp_path, average.backbone.state_dict())
+    assert found != scores(tmp_path, last.backbone.state_dict())
+
+
+def test_a_lightning_checkpoint_without_an_average_says_so(tmp_path, caplog):
+    last, _ = lightning(tmp_path / "last.ckpt", ema=None)
+    with caplog.at_level("WARNING", logger="lm_eval.duel_mdm"):
+        found = scores(tmp_path)
+    assert "last.ckpt has no averaged weights (EMA): scoring the last ones" in caplog.text
+    assert found == scores(tmp_path, last.backbone.state_dict())
+
+
+def test_lightning_checkpoints_that_cannot_be_scored(tmp_path):
+    path = tmp_path / "last.ckpt"
+    average = [p.detach() for p in Training(2).backbone.parameters()]
+
+    def refused(message, **changes):
+        lightning(path, **changes)
+        with pytest.raises(DuelError, match=message):
+            weights.read(str(tmp_path))
+
+    count = len(average)
+    refused(rf"do not match its network: {count - 1} tensors for {count} param", ema={"shadow_params": average[:-1]})
+    refused("or other shapes", ema={"shadow_params": [average[1], average[0], *average[2:]]})
+    for ema in ({"decay": 0.9}, [torch.ones(1)], {"shadow_params": None}, {"shadow_params": [1.0] * count}):
+        refused(r"The averaged weights \(EMA\) of .*last\.ckpt do not match its network", ema=ema)
+    refused(r"last\.ckpt is no Lightning checkpoint: it has no state_dict", state_dict=None)
+    refused("it has no state_dict", state_dict=[torch.ones(1)])
+    torch.save([torch.ones(1)], path)
+    with pytest.raises(DuelError, match="it has no state_dict"):
+        weights.read(str(tmp_path))
+
+    lightning(path)
+    for wrong in (path.read_bytes()[:2000], b"", b"version https://git-lfs"):
+        path.write_bytes(wrong)
+        with pytest.raises(DuelError, match=re.escape(f"Cannot read {path}")):
+            weights.read(str(tmp_path))
+    for name in ("last.ckpt", "best.ckpt"):
+        lightning(tmp_path / name)
+    with pytest.raises(DuelError, match=r"holds 2 \.ckpt files \(best\.ckpt, last\.ckpt\); keep the one to score"):
+        weights.read(str(tmp_path))
+
+
+def test_the_printed_command_makes_a_checkpoint_that_can_be_read(tmp_path):
+    source, result = tmp_path / "the model", tmp_path / "made"
+    source.mkdir()
+    result.mkdir()
+    _, average = lightning(source / "last.ckpt", hyper_parameters=argparse.Namespace(lr=3e-4))
+    with pytest.raises(DuelError, match=r"needs code to be read \(Unsupported .*argparse\.Namespace") as error:
+        scores(source)
+    command = str(error.value).splitlines()[-1].strip()
+    assert command.startswith('python -c "')
+    subprocess.run(command.replace("python", sys.executable, 1), shell=True, check=True, cwd=result)
+    assert [file.name for file in result.iterdir()] == ["weights.ckpt"]
+    assert scores(result) == scores(result, average.backbone.state_dict())
+
+
+class Trap:
+    """Unpickled with its code, it creates a file."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+@pytest.mark.parametrize("form", ["zip", "legacy", "pickle"])
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "last.ckpt", "shard"])
+def test_no_code_in_a_pickle_is_run(name, form, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    trap = tmp_path / "trap"
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    file = folder / ("pytorch_model-00001-of-00001.bin" if name == "shard" else name)
+    content = {"state_dict": {"backbone.a": torch.ones(2), "backbone.b": Trap(trap)}, "ema": Trap(trap)}
+    if form == "pickle":
+        file.write_bytes(pickle.dumps(content, protocol=2))
+    else:
+        torch.save(content, file, _use_new_zipfile_serialization=form == "zip")
+    if name == "shard":
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"a": file.name}}))
+    with pytest.raises(DuelError, match=r"Cannot read .*safetensors|\.(bin|ckpt) needs code to be read"):
+        scores(folder)
+    assert not trap.exists()
+    if form == "pickle":
+        pickle.loads(file.read_bytes())
+    else:
+        torch.load(io.BytesIO(file.read_bytes()), weights_only=False)
+    assert trap.exists()  # the trap is one
+
+
+def test_files_that_hold_no_tensors(tmp_path):
+    with pytest.raises(DuelError, match=r"No weights in .*: wanted one of model\.safetensors, pytorch_model\.bin"):
+        weights.read(str(tmp_path))
+    file = tmp_path / "pytorch_model.bin"
+    for content in ({"state_dict": {}}, {"a": torch.ones(1), "step": 3}, [torch.ones(1)], torch.ones(1), 3, None):
+        torch.save(content, file)
+        with pytest.raises(
+            DuelError, match=r"pytorch_model\.bin holds more than tensors; save the network's state_dict"
+        ):
+            weights.read(str(tmp_path))
+    torch.save(TENSORS, file)
+    whole = file.read_bytes()
+    for wrong in (
+        b"",
+        whole[:100],
+        whole[: len(whole) // 2],
+        whole[:-30],
+        b"<!DOCTYPE html>",
+        b"version https://git-lfs",
+    ):
+        file.write_bytes(wrong)
+        with pytest.raises(DuelError, match=re.escape(f"Cannot read {file}")):
+            weights.read(str(tmp_path))
+    file = tmp_path / "model.safetensors"
+    save_file(TENSORS, file)
+    whole = file.read_bytes()
+    for wrong in (b"", whole[:5], whole[:-4], b"<!DOCTYPE html>"):
+        file.write_bytes(wrong)
+        with pytest.raises(DuelError, match=re.escape(f"Cannot read {file}")):
+            weights.read(str(tmp_path))

@@ -1,0 +1,449 @@
+"""What is evaluated, and how often: every number here is a count, and no result depends on it."""
+
+import dataclasses
+import itertools
+import logging
+import math
+
+import pytest
+import torch
+from test_dit import opened
+from toys import BlockCausal, Rotary, Small, Toy
+
+from lm_eval_duel import rules
+from lm_eval_duel.denoisers import predictions
+from lm_eval_duel.denoisers.base import distinct, take
+from lm_eval_duel.denoisers.block_causal import BlockCausalView
+from lm_eval_duel.denoisers.predictions import Predictions, top_of, two_largest
+from lm_eval_duel.engine.budget import largest
+from lm_eval_duel.engine.reveal import RevealLoop
+from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.estimators.duel import Duel
+
+FIXED = [f"{name}:k={k}" for name in ("left_to_right", "right_to_left", "random") for k in (1, 2, 3, 5)]
+
+
+def random_windows(count, shortest, longest, tokens=3, context=0, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(shortest, longest + 1, (count,), generator=generator).tolist()
+    rows = [tuple(torch.randint(tokens, (n,), generator=generator).tolist()) for n in lengths]
+    return [Window(row[:context], row[context:]) for row in rows]
+
+
+def equal(ones, others):
+    for one, other in zip(ones, others, strict=True):
+        assert (one.steps, one.nfe, one.is_greedy) == (other.steps, other.nfe, other.is_greedy)
+        assert (one.close_picks, one.blank_starts) == (other.close_picks, other.blank_starts)
+        assert one.nats == pytest.approx(other.nats, abs=1e-9)
+
+
+# ---------------------------------------------------------------- orders that do not depend on the network
+
+
+@pytest.mark.parametrize(
+    "toy", [Toy(length=12), Rotary(length=12), BlockCausal(4, length=12)], ids=lambda t: type(t).__name__
+)
+@pytest.mark.parametrize("rule", FIXED)
+def test_a_fixed_order_in_one_flat_batch_equals_it_step_by_step(rule, toy, monkeypatch):
+    windows = random_windows(5, 3, 12) + random_windows(3, 5, 12, context=2, seed=1)
+    flat, block = rules.parse(rule), toy.block or 5
+    in_one, by_step = Duel(toy, flat, block), Duel(toy, flat, block)
+    found = in_one.log_prob(windows)
+    monkeypatch.setattr(type(flat), "fixed", False)
+    expected = by_step.log_prob(windows)
+    if isinstance(toy, Rotary):  # a blank start counts as one whichever of its tied cells is read
+        expected = [dataclasses.replace(e, nats=f.nats) for e, f in zip(expected, found, strict=True) if close(e, f)]
+    equal(found, expected)
+    assert in_one.counts.forwards <= by_step.counts.forwards
+
+
+def close(one, other):
+    assert one.nats == pytest.approx(other.nats, abs=1e-5)
+    return True
+
+
+@dataclasses.dataclass(frozen=True)
+class EvenFirst(rules.Rule):
+    """A fixed order of the user's own."""
+
+    fixed = True
+
+    def __call__(self, predictions, lanes):
+        assert predictions is None
+        even = lanes.hidden & (torch.arange(lanes.hidden.shape[1]) % 2 == 0)
+        return rules.certain(torch.where(even.any(1, keepdim=True), even, lanes.hidden))
+
+
+def test_a_fixed_order_of_ones_own():
+    toy = Toy(length=8)
+    duel = Duel(toy, EvenFirst(), 4)
+    scored = duel.log_prob([Window((), (0, 1, 2, 0, 1, 2))])[0]
+    assert scored.steps == (0, 1, 0, 1, 0, 1) and scored.nfe == 4
+    assert duel.counts.forwards == 1
+    assert math.fsum(
+        math.exp(s.log_prob) for s in duel.log_prob([Window((), s) for s in itertools.product(range(3), repeat=3)])
+    ) == pytest.approx(1, abs=1e-9)
+
+
+@dataclasses.dataclass(frozen=True)
+class Alternates(rules.Rule):
+    """A fixed order with memory: the first hidden position, then the last, in turn."""
+
+    fixed = True
+
+    def __call__(self, predictions, lanes):
+        turn = lanes.memory[0] if lanes.memory else torch.zeros_like(lanes.hidden)
+        first = lanes.hidden & (lanes.hidden.cumsum(1) == 1)
+        last = lanes.hidden & (lanes.hidden.flip(1).cumsum(1).flip(1) == 1)
+        return rules.Decision(torch.where(turn, last, first), memory=(~turn,))
+
+
+@dataclasses.dataclass(frozen=True)
+class Reads(type(rules.parse("left_to_right"))):
+    """It decides anew, and says nothing of being fixed."""
+
+    def __call__(self, predictions, lanes):
+        return lanes.hidden & (predictions.argmax.cumsum(1) * 0 + lanes.hidden.cumsum(1) == 1)
+
+
+def test_a_fixed_order_may_remember_and_none_is_inherited(monkeypatch):
+    window = Window((), (0, 1, 2, 0, 1, 2))
+    flat = Duel(Toy(), Alternates(), 6).log_prob([window])
+    monkeypatch.setattr(Alternates, "fixed", False)
+    assert flat[0].steps == (0, 2, 4, 5, 3, 1)
+    assert Duel(Toy(), Alternates(), 6).log_prob([window])[0].nats == pytest.approx(flat[0].nats, abs=1e-12)
+    assert not Reads.fixed and Duel(Toy(), Reads(), 6).log_prob([window])[0].steps == (0, 1, 2, 3, 4, 5)
+
+
+# ---------------------------------------------------------------- equal rows once
+
+
+def test_four_one_token_options_are_one_row():
+    for toy in (Toy(), BlockCausal(4)):
+        duel = Duel(toy, "greedy", toy.block or 4)
+        options = [Window((0, 1, 2), (token,)) for token in (0, 1, 2, 1)]
+        scored = duel.log_prob(options)
+        assert math.fsum(math.exp(s.log_prob) for s in scored[:3]) == pytest.approx(1, abs=1e-9)
+        assert scored[1] == scored[3]
+        assert duel.counts.rows == 1
+    assert duel.counts.forwards == 1  # the context lies in their own block
+
+
+@pytest.mark.parametrize("rule", ["greedy", "threshold:mu=0.5", "klass:mu=0.4:nu=0.3", "left_to_right:k=2"])
+@pytest.mark.parametrize("kind", [Toy, BlockCausal])
+def test_options_share_rows_until_they_differ(kind, rule):
+    context, rest = (0, 1, 2, 1), (2, 0, 0, 1)
+    options = [Window(context, (token, *rest)) for token in range(3)] * 2
+    duel, alone = Duel(kind(length=12), rule, 2), Duel(kind(length=12), rule, 2)
+    found = duel.log_prob(options)
+    equal(found, [alone.log_prob([option])[0] for option in options])
+    assert duel.counts.rows < alone.counts.rows
+
+
+@pytest.mark.parametrize("toy", [Toy(length=8), BlockCausal(4, length=8)], ids=["bidirectional", "block-causal"])
+def test_windows_asked_for_twice_are_scored_once(toy):
+    windows, done = random_windows(4, 8, 8), []
+    once, twice = (Duel(toy, "greedy", 4, batch_size=1) for _ in range(2))
+    expected = once.log_prob(windows)
+    for n, scored in twice.stream(windows + windows):
+        assert scored == (expected * 2)[n]
+        done.append(n)
+    assert sorted(done) == list(range(8)) and twice.counts == once.counts
+
+
+def test_guidance_shares_the_rows_that_are_equal_with_nothing_given():
+    from lm_eval_duel.denoisers.wrappers.guidance import Guided
+
+    windows = [Window((token,), (1, 2, 0, 1)) for token in range(3)]
+    duel, alone = (Duel(Guided(Toy(length=8), 0.5), "greedy", 2) for _ in range(2))
+    equal(duel.log_prob(windows), [alone.log_prob([window])[0] for window in windows])
+    assert duel.counts.rows < alone.counts.rows
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_guidance_merges_no_rows_that_differ_with_nothing_given(seed):
+    from lm_eval_duel.denoisers.wrappers.guidance import Guided
+
+    windows = [Window((0, 1), (2, 2, 2), (2,)), Window((0, 1, 2), (2, 2, 2))]
+    duel, alone = (Duel(Guided(Toy(length=8, seed=seed), 1.5), "right_to_left", 2, grid="row") for _ in range(2))
+    equal(duel.log_prob(windows), [alone.log_prob([window])[0] for window in windows])
+
+
+def test_equal_rows_are_found_and_numbered_in_order():
+    planes = torch.tensor([[3, 1], [0, 2], [3, 1], [3, 2], [0, 2]]), torch.tensor([7, 7, 7, 7, 8])
+    first, kind = distinct(*planes)
+    assert (first.tolist(), kind.tolist()) == ([0, 1, 3, 4], [0, 1, 0, 2, 3])
+
+
+def test_a_hash_that_collides_merges_nothing(monkeypatch):
+    from lm_eval_duel.denoisers import base
+
+    monkeypatch.setattr(base, "hashed", lambda columns, seed: torch.zeros_like(columns))
+    first, kind = distinct(torch.tensor([[1, 2], [2, 1], [1, 2]]))
+    assert first.tolist() == kind.tolist() == [0, 1, 2]
+
+
+# ---------------------------------------------------------------- passes
+
+
+@pytest.mark.parametrize(("k", "passes"), [(1, 5), (2, 3), (3, 3), (4, 2)])
+def test_all_blocks_of_a_window_go_in_one_pass(k, passes):
+    duel = Duel(BlockCausal(4, length=32), f"greedy:k={k}")
+    duel.log_prob(random_windows(3, 32, 32))
+    assert duel.counts.forwards == passes  # ceil(4 / k) and one over the clean blocks
+
+
+def test_a_causal_window_is_one_pass(tmp_path):
+    denoiser, _ = opened(tmp_path, "ar")
+    duel = Duel(denoiser, "left_to_right", batch_size=4)
+    duel.log_prob(random_windows(4, denoiser.max_length, denoiser.max_length, context=1))
+    assert (duel.counts.forwards, duel.counts.rows) == (1, 4)
+
+
+@pytest.mark.parametrize("kind", ["bidirectional", "block-causal"])
+def test_the_head_runs_at_hidden_cells_and_once(kind, monkeypatch):
+    toy = Toy(length=32) if kind == "bidirectional" else BlockCausal(8, length=32)
+    rows, head = [], toy.head
+    monkeypatch.setattr(toy, "head", lambda features: rows.append(len(features)) or head(features))
+    monkeypatch.setattr(predictions, "CPU_VALUES", 20)
+    monkeypatch.setattr(predictions, "CPU_ROWS", 5)  # cells a chunk
+    windows = random_windows(1, 32, 32)
+    Duel(toy, "greedy:k=3", 8).log_prob(windows)
+    assert sum(rows) == 4 * (8 + 5 + 2) and max(rows) == 5
+    rows.clear()
+    Duel(toy, "left_to_right:k=3", 8).log_prob(windows)
+    assert sum(rows) == 32  # at the picks alone
+
+
+# ---------------------------------------------------------------- batches
+
+
+@pytest.mark.parametrize("toy", [Toy(length=64), BlockCausal(8, length=64)], ids=["bidirectional", "block-causal"])
+def test_batches_stay_full_while_lanes_wait(toy, monkeypatch):
+    duel = Duel(toy, "threshold:mu=0.97", 8, batch_size=4)
+    live, refill = [], RevealLoop._refill  # network tokens of the lanes of every batch while others wait
+
+    def spy(self, view, rule, active, queue):
+        active = refill(self, view, rule, active, queue)
+        if queue:
+            live.append(int(view.cost(active).sum()))
+        return active
+
+    monkeypatch.setattr(RevealLoop, "_refill", spy)
+    duel.log_prob(random_windows(64, 16, 64))
+    assert len(live) > 20
+    assert sum(live) / len(live) >= 0.9 * duel.budget.tokens
+
+
+@pytest.mark.parametrize(
+    ("rule", "windows"),
+    [
+        ("greedy", [Window((), (1,) * 64), *[Window((n % 3, *(0,) * 55), (1, 2, n % 3)) for n in range(60)]]),
+        ("threshold:mu=0.97", random_windows(24, 64, 64)),
+        ("threshold:mu=0.97", random_windows(40, 8, 64)),
+    ],
+)
+def test_what_is_evaluated_is_live(rule, windows, monkeypatch):
+    toy = BlockCausal(4, length=64)
+    evaluated, live, stream, step = [], [], toy.stream, BlockCausalView._step
+
+    def count(ids, *rest, **more):
+        evaluated.append(ids.numel())
+        return stream(ids, *rest, **more)
+
+    def spy(self, n, call, lanes, *rest):
+        before = len(evaluated)
+        found = step(self, n, call, lanes, *rest)
+        live.append((4 * len(lanes), sum(evaluated[before:])))
+        return found
+
+    monkeypatch.setattr(toy, "stream", count)
+    monkeypatch.setattr(BlockCausalView, "_step", spy)
+    duel = Duel(toy, rule, batch_size=8)
+    duel.log_prob(windows)
+    lanes, cells = (sum(part) for part in zip(*live, strict=True))
+    assert lanes >= 0.83 * cells
+    assert max(evaluated) <= 1.2 * duel.budget.tokens
+
+
+def test_lanes_that_finish_leave_and_others_enter(monkeypatch):
+    duel = Duel(Toy(length=16), "threshold:mu=0.97", 4, batch_size=5)
+    sizes, step = [], RevealLoop._step
+
+    def spy(self, view, rule, lanes, *rest):
+        sizes.append((len(lanes), int(lanes.step.min()), int(lanes.step.max())))
+        return step(self, view, rule, lanes, *rest)
+
+    monkeypatch.setattr(RevealLoop, "_step", spy)
+    duel.log_prob(random_windows(12, 16, 16))
+    assert any(least < most for _, least, most in sizes)  # lanes at different steps in one batch
+    assert all(size == 5 for size, _, _ in sizes[:-4])
+
+
+# ---------------------------------------------------------------- memory
+
+
+def test_memory_that_ends_is_said_once_and_loses_nothing(caplog):
+    windows = random_windows(9, 4, 8)
+    expected = Duel(Toy(), "threshold:mu=0.5", 2).log_prob(windows)
+    duel = Duel(Small(most=3), "threshold:mu=0.5", 2)
+    with caplog.at_level(logging.WARNING, "lm_eval.duel_mdm"):
+        found = dict(duel.stream(windows))
+    equal([found[n] for n in range(9)], expected)
+    assert [record.message for record in caplog.records] == [
+        "memory ended at network calls of 2048 tokens: they are halved until they fit"
+    ]
+    assert duel.budget.tokens < 2048
+
+
+@pytest.mark.parametrize("place", ["_make_room", "_extend", "_past", "stream"])
+@pytest.mark.parametrize("rule", ["threshold:mu=0.97", "left_to_right:k=3"])
+def test_memory_that_ends_on_a_block_causal_network_loses_nothing(rule, place, monkeypatch):
+    windows = random_windows(7, 9, 16) + random_windows(4, 12, 16, context=3, seed=1)
+    expected = Duel(BlockCausal(4, length=16), rule).log_prob(windows)
+    toy, calls = BlockCausal(4, length=16), itertools.count()
+    where = toy if place == "stream" else BlockCausalView
+    whole = getattr(where, place)
+
+    def short_of_memory(*arguments, **more):
+        if next(calls) % 5 == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return whole(*arguments, **more)
+
+    monkeypatch.setattr(where, place, short_of_memory)
+    duel = Duel(toy, rule)
+    equal(duel.log_prob(windows), expected)
+    assert duel.budget.tokens < 2048
+
+
+def test_memory_that_ends_while_room_is_made_leaves_the_room_as_it_was(monkeypatch):
+    windows = random_windows(6, 16, 16)
+    expected = Duel(BlockCausal(4, length=16), "greedy").log_prob(windows)
+    made, calls = torch.Tensor.new_zeros, itertools.count()
+
+    def short_of_memory(self, *shape, **more):
+        if len(shape) == 4 and next(calls) == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return made(self, *shape, **more)
+
+    monkeypatch.setattr(torch.Tensor, "new_zeros", short_of_memory)
+    equal(Duel(BlockCausal(4, length=16), "greedy").log_prob(windows), expected)
+    assert next(calls) > 1
+
+
+def test_keys_that_are_held_count(monkeypatch):
+    held, room = [], BlockCausalView._make_room
+
+    def spy(self, *rest):
+        room(self, *rest)
+        held.append(self._room)
+
+    monkeypatch.setattr(BlockCausalView, "_make_room", spy)
+    windows = [
+        Window(tuple(torch.randint(3, (60,), generator=torch.Generator().manual_seed(n)).tolist()), (1, 2, 0, 1))
+        for n in range(40)
+    ]
+    Duel(BlockCausal(4, length=64), "greedy", batch_size=2).log_prob(windows)
+    assert max(held) <= 2  # rows of max_length, as asked for
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 16), (3, 16), (4, 32), (12, 64), (100, 128)])
+def test_the_largest_budget_that_fits_is_found_by_trial(rows, tokens):
+    assert largest(Small(most=rows, tokens=50), 4, "target", 16, 128) == tokens
+
+
+def test_a_trial_runs_on_every_kind_of_network(tmp_path):
+    for toy in (Toy(), BlockCausal(4), opened(tmp_path, "ar")[0]):
+        block = 1 if toy.attention == "causal" else 4
+        assert largest(toy, block, "row", 16, 512) == 512
+
+
+# ---------------------------------------------------------------- the last layer and the head
+
+
+def test_the_last_layer_at_some_columns_is_the_last_layer(tmp_path):
+    for kind in ("mdlm", "sedd", "bd3lm"):
+        (tmp_path / kind).mkdir()
+        denoiser, _ = opened(tmp_path / kind, kind)
+        ids = torch.randint(5, (3, 8), generator=torch.Generator().manual_seed(0))
+        columns = torch.tensor([[0, 3, 7], [5, 5, 1], [2, 0, 6]])
+        if kind == "bd3lm":
+            block = torch.arange(8) // denoiser.block
+            seen, positions = (block[:, None] >= block).expand(3, -1, -1), torch.arange(8).expand(3, -1)
+            whole = denoiser.stream(ids, positions, seen, None)[0]
+            some = denoiser.stream(ids, positions, seen, None, columns=columns)[0]
+        else:
+            real = torch.arange(8) < torch.tensor([[8], [6], [7]])
+            whole = denoiser.features(ids, real)
+            some = denoiser.features(ids, real, columns=columns)
+        assert (take(whole, columns) - some).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("vocabulary", [3, 63, 64, 65, 200])
+def test_the_top_tokens(vocabulary):
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = torch.randint(-3, 4, (50, vocabulary), generator=generator).double()  # many ties
+    token, first, second = two_largest(logits)
+    assert torch.equal(token[:, 0], logits.argmax(1))
+    assert torch.equal(torch.stack([first, second], 1), logits.topk(2).values)
+    logits = torch.randn(50, vocabulary, generator=generator, dtype=torch.float64) * 9
+    kept = logits.clone()
+    top = top_of(logits)
+    assert torch.equal(logits, kept)
+    p1 = logits.softmax(1).amax(1)
+    rest = torch.stack([torch.cat([row[:t], row[t + 1 :]]) for row, t in zip(logits, top.token.tolist(), strict=True)])
+    assert torch.allclose(top.confidence, logits.amax(1) - rest.logsumexp(1), atol=1e-12)
+    assert torch.allclose(top.confidence.sigmoid(), p1, atol=1e-12)
+    assert torch.allclose(top.log_margin, logits.topk(2).values.diff().neg()[:, 0], atol=1e-12)
+
+
+def test_confidence_does_not_saturate_in_float32():
+    logits = torch.tensor([[40.0, 0.0, 1.0], [60.0, 2.0, 2.0], [1e4, -1e4, 0.0]])
+    exact = logits.double()
+    assert torch.allclose(top_of(logits).confidence.double(), exact[:, 0] - exact[:, 1:].logsumexp(1), rtol=1e-6)
+
+
+@pytest.mark.parametrize("values", [7, 14, 35, 1 << 20])
+def test_expected_tokens_are_read_on_the_way(values, monkeypatch):
+    monkeypatch.setattr(predictions, "CPU_VALUES", values)
+    monkeypatch.setattr(predictions, "CPU_ROWS", 1)
+    generator = torch.Generator().manual_seed(0)
+    features, excluded = torch.randn(9, 7, generator=generator, dtype=torch.float64), torch.arange(7) == 6
+    hidden = torch.tensor([[True, True, False], [True, True, True]])
+    cell = torch.tensor([8, 0, 3, 3, 1])
+    tokens = torch.randint(6, (2, 3), generator=generator)
+    calls = []
+
+    def head(rows):
+        calls.append(len(rows))
+        return rows
+
+    by_asking = Predictions(hidden, torch.zeros(2, dtype=torch.bool), features, cell, head, excluded)
+    expected = by_asking.log_prob(tokens)
+    calls.clear()
+    told = Predictions(hidden, torch.zeros(2, dtype=torch.bool), features, cell, head, excluded)
+    told.expect(tokens)
+    assert torch.equal(told.log_prob(tokens).nan_to_num(), expected.nan_to_num())
+    some = torch.where(torch.tensor([[True, False, False], [False, False, True]]), tokens, -1)
+    assert torch.equal(told.log_prob(some).nan_to_num(), expected.where(some >= 0, math.nan).nan_to_num())
+    assert sum(calls) == 9  # every feature row once
+    other = (tokens + 1) % 6
+    assert torch.equal(told.log_prob(other).nan_to_num(), by_asking.log_prob(other).nan_to_num())
+    by_hand = features[cell].masked_fill(excluded, -math.inf).log_softmax(1).gather(1, tokens[hidden][:, None])[:, 0]
+    assert torch.allclose(expected[hidden], by_hand, atol=1e-12)
+
+
+# ---------------------------------------------------------------- compiled
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["demo-mdm", "demo-bd"])
+def test_a_compiled_network_gives_the_same_numbers(name):
+    from lm_eval_duel import denoisers
+
+    windows = random_windows(3, 20, 60, tokens=1000)
+    plain, compiled = (denoisers.load(name, device="cpu", compile=compiled) for compiled in (False, True))
+    expected, found = (Duel(denoiser).log_prob(windows) for denoiser in (plain, compiled))
+    for one, other in zip(found, expected, strict=True):
+        assert one.steps == other.steps or one.close_picks
+        assert one.close_picks or one.log_prob == pytest.approx(other.log_prob, abs=1e-4)

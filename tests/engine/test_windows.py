@@ -1,0 +1,120 @@
+"""Windows and lanes: every token in one target, blocks, groups, padding."""
+
+import pytest
+import torch
+from toys import Toy
+
+from lm_eval_duel.engine.budget import Budget
+from lm_eval_duel.engine.lanes import Lanes, Rows, blocks, groups
+from lm_eval_duel.engine.windows import Window, conditional, framed, independent
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators.duel import Duel
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 4, 5, 8, 9, 30])
+@pytest.mark.parametrize("framing", [((), ()), ((90,), (91,)), ((90,), ())])
+def test_independent_windows_hold_every_token_once(count, framing):
+    ids = list(range(count))
+    windows = independent(ids, 5, *framing)
+    assert [token for window in windows for token in window.target] == ids
+    assert all(window.length <= 5 and (window.context, window.suffix) == framing for window in windows)
+    room = 5 - len(framing[0]) - len(framing[1])
+    assert len(windows) == -(-count // room)
+
+
+def test_conventions_of_framing():
+    row = ((90,), (1, 2, 3), (91,))
+    assert framed(*row) == framed(*row, "none") == Window((90,), (1, 2, 3), (91,))
+    assert framed(*row, "scored") == Window((), (90, 1, 2, 3), (91,))
+    assert framed(*row, "official") == Window((), (90, 1, 2, 3), (91,))
+    assert framed((90,), (1, 2, 3), (), "scored") == Window((), (90, 1, 2, 3))
+    assert framed((90,), (1, 2, 3), (), "official") == Window((), (90, 1, 2), (3,))
+    official = independent(range(10), 5, (90,), (), "official")
+    assert [(w.target, w.suffix) for w in official] == [
+        ((90, 0, 1, 2), (3,)),
+        ((90, 4, 5, 6), (7,)),
+        ((90, 8), (9,)),
+    ]
+
+
+def test_context_is_cut_from_the_left():
+    window, cut = conditional((1, 2, 3, 4), (7, 8), 5, (90,), (91,))
+    assert (window.context, window.target, window.suffix, cut) == ((90, 4), (7, 8), (91,), 3)
+    window, cut = conditional((1, 2), (7,), 5)
+    assert (window.context, cut) == ((1, 2), 0)
+
+
+def test_a_target_is_never_cut():
+    with pytest.raises(DuelError, match=r"A continuation of 6 tokens does not fit a row of max_length=5 \(4 positions"):
+        conditional((1,), range(6), 5, (90,))
+    with pytest.raises(DuelError, match="max_length=2 leaves no position for text beside 2 framing tokens"):
+        independent([1], 2, (90,), (91,))
+    with pytest.raises(DuelError, match="tail"):
+        Window((), (1,), (), -1)
+
+
+def test_windows_take_any_integers():
+    assert Window(torch.tensor([1]), [torch.tensor(2)]) == Window((1,), (2,))
+
+
+@pytest.mark.parametrize(
+    ("origin", "target", "block", "grid", "expected"),
+    [
+        (5, 7, 4, "target", [(5, 4), (9, 3)]),
+        (5, 7, 4, "row", [(4, 4), (8, 4)]),
+        (4, 5, 4, "row", [(4, 4), (8, 1)]),
+        (3, 1, 4, "row", [(0, 4)]),
+        (5, 7, None, "target", [(5, 7)]),
+        (5, 7, None, "row", [(5, 7)]),
+        (0, 3, 9, "row", [(0, 3)]),
+        (2, 0, 4, "target", []),
+    ],
+)
+def test_blocks(origin, target, block, grid, expected):
+    assert blocks(origin, target, block, grid) == expected
+
+
+def test_groups_are_longest_first_and_of_one_length_where_padding_is_seen():
+    windows = [Window((), range(n)) for n in (3, 5, 0, 5, 4)]
+    assert groups(windows, same_length=False) == [[1, 3, 4, 0]]
+    assert groups(windows, same_length=True) == [[1, 3], [4], [0]]
+
+
+def test_budget_holds_both_limits():
+    budget = Budget(tokens=1000, values=10_000)
+    assert budget.rows(cost=100) == 10
+    assert budget.rows(cost=100, values=5000) == 2
+    assert budget.rows(cost=100_000, values=20_000) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "tokens"),
+    [({}, 2048), ({"batch_size": 2}, 16), ({"batch_size": 9, "max_batch_size": 3}, 24), ({"max_batch_size": 9}, 72)],
+)
+def test_a_batch_is_what_was_asked_for_and_never_more_than_the_most(arguments, tokens):
+    assert Duel(Toy(length=8), **arguments).budget.tokens == tokens
+
+
+def test_fresh_lanes_show_context_inside_their_block():
+    rows = Rows.of([Window((7, 8, 9), (1, 2, 3)), Window((5,), (4,), (6,))], torch.device("cpu"))
+    assert rows.ids.tolist() == [[7, 8, 9, 1, 2, 3], [5, 4, 6, 0, 0, 0]]
+    assert rows.given.tolist() == [[True] * 3 + [False] * 3, [True, False, True] + [False] * 3]
+    lanes = Lanes.fresh(rows, torch.tensor([0, 1]), torch.tensor([2, 0]), torch.tensor([4, 2]))
+    assert lanes.tokens.tolist() == [[9, -1, -1, -1], [5, -1, -1, -1]]
+    assert lanes.hidden.tolist() == [[False, True, True, True], [False, True, False, False]]
+
+
+def test_lanes_carry_everything_along():
+    rows = Rows.of([Window((), (1, 2, 3)), Window((), (4, 5))], torch.device("cpu"))
+    wide = Lanes.fresh(rows, torch.tensor([0]), torch.tensor([0]), torch.tensor([3]))
+    narrow = Lanes.fresh(rows, torch.tensor([1]), torch.tensor([0]), torch.tensor([2]))
+    pick = torch.tensor([[True, False]])
+    narrow = narrow.reveal(pick, torch.tensor([[4, -1]]), (torch.ones(1, 2, 6),))
+    both = narrow.concat(wide)
+    assert both.hidden.tolist() == [[False, True, False], [True, True, True]]
+    assert both.tokens.tolist() == [[4, -1, -1], [-1, -1, -1]]
+    assert both.step.tolist() == [1, 0]
+    assert both.memory[0].shape == (2, 3, 6)
+    assert both.memory[0].sum((1, 2)).tolist() == [12, 0]
+    assert torch.equal(both.select(torch.tensor([True, False])).memory[0][:, :2], narrow.memory[0])
+    assert wide.concat(narrow).memory[0].sum((1, 2)).tolist() == [0, 12]

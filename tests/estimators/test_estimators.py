@@ -1,0 +1,376 @@
+"""Every estimator on toys that can be enumerated: the lattice against all orders, the ELBO against all hidden sets."""
+
+import itertools
+import math
+
+import pytest
+import test_dit
+import torch
+from toys import BlockCausal, Causal, Rotary, Small, Toy
+
+from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators.duel import Duel, Exact
+from lm_eval_duel.estimators.elbo import REPLICATES, Elbo, replicates
+from lm_eval_duel.estimators.lattice import Lattice
+
+NETWORKS = {
+    "bidirectional": lambda: Toy(length=9, seed=1),
+    "no padding": lambda: Toy(length=9, seed=2, honours_padding=False),
+    "rotary": lambda: Rotary(length=9, seed=3),
+    "block-causal": lambda: BlockCausal(block=4, length=9, seed=4),
+}
+WINDOWS = [
+    Window((1,), (0, 2, 1, 1, 2, 0, 1)),
+    Window((), (0, 2, 1, 2, 2)),
+    Window((2, 1), (1,)),
+    Window((), (2, 2, 0, 1), suffix=()),
+    Window((), ()),
+]
+INFILLING = [Window((1,), (0, 2, 1, 1), suffix=(2,)), Window((0,), (2, 2, 0, 1), tail=2), *WINDOWS]
+STATE_ONLY = [
+    "left_to_right:k=1",
+    "right_to_left:k=3",
+    "random:k=1:seed=3",
+    "greedy:k=1",
+    "greedy:k=2",
+    "margin:k=1",
+    "log_margin:k=1",
+    "entropy:k=1",
+    "threshold:mu=0.5",
+    "entropy_bound:gamma=0.7",
+]
+
+
+def close(network):
+    """Float64 agrees to 1e-9; the rotary toy has noise of about that planted."""
+    return 1e-6 if network == "rotary" else 1e-9
+
+
+def every_order(denoiser, window, block):
+    """For each block of a window, the nats of each order of its cells, by replaying them one by one."""
+    duel = Duel(denoiser, block=block)
+    spans = [(max(0, s - len(window.context)), s + w - len(window.context)) for s, w in duel.blocks(window)]
+    found = []
+    for begin, end in spans:
+        orders = []
+        for order in itertools.permutations(range(end - begin)):
+            steps = [0] * len(window.target)
+            for first, last in spans:
+                steps[first:last] = range(last - first)
+            steps[begin:end] = order
+            orders.append(math.fsum(duel.replay([window], [steps])[0].nats[begin:end]))
+        found.append(orders)
+    return found
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_lattice_is_the_enumeration_of_all_orders(network):
+    toy = NETWORKS[network]()
+    windows = WINDOWS if network == "block-causal" else INFILLING
+    for window, found in zip(windows, Lattice(toy, 4).log_prob(windows), strict=True):
+        orders = every_order(toy, window, 4)
+        assert found.oracle == pytest.approx(sum(max(o) for o in orders), abs=close(network))
+        assert found.elbo_exact == pytest.approx(sum(math.fsum(o) / len(o) for o in orders), abs=close(network))
+        mixture = sum(math.log(math.fsum(math.exp(v) for v in o) / len(o)) for o in orders)
+        assert found.mixture == pytest.approx(mixture, abs=close(network))
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("block", [2, 4])
+def test_lattice_reads_off_every_state_only_rule(network, block):
+    if network == "block-causal" and block != 4:
+        return
+    toy = NETWORKS[network]()
+    windows = WINDOWS if network == "block-causal" else INFILLING
+    scored = Lattice(toy, block, follow=STATE_ONLY, batch_size=1).log_prob(windows)
+    for rule in STATE_ONLY:
+        for mine, theirs in zip(scored, Duel(toy, rule, block).log_prob(windows), strict=True):
+            path = mine.rules[rule]
+            assert path.steps == theirs.steps
+            assert path.nats == pytest.approx(theirs.nats, abs=close(network))
+            assert (path.nfe, path.close_picks) == (theirs.nfe, theirs.close_picks)
+            assert mine.elbo_exact <= mine.mixture + close(network) and mine.mixture <= mine.oracle + close(network)
+            if ":k=1" in rule:
+                assert path.log_prob <= mine.oracle + close(network)
+
+
+@pytest.mark.parametrize("grid", ["target", "row"])
+def test_the_mixture_is_a_likelihood_and_the_others_are_not(grid):
+    toy = Toy(length=6)
+    scored = Lattice(toy, 3, grid).log_prob([Window((1,), s) for s in itertools.product(range(3), repeat=4)])
+    assert math.fsum(math.exp(s.mixture) for s in scored) == pytest.approx(1, abs=1e-9)
+    assert math.fsum(math.exp(s.elbo_exact) for s in scored) < 1 < math.fsum(math.exp(s.oracle) for s in scored)
+
+
+def test_the_value_asked_for_and_where_it_comes_from():
+    toy, window = Toy(length=9, seed=1), WINDOWS[0]
+    best, mean, mixture = (
+        Lattice(toy, 4, value=value, traced=True).log_prob([window])[0] for value in ("oracle", "elbo_exact", "mixture")
+    )
+    assert (best.log_prob, mean.log_prob, mixture.log_prob) == (best.oracle, best.elbo_exact, best.mixture)
+    replayed = Duel(toy, block=4, traced=True).replay([window], [best.steps])[0]
+    assert replayed.log_prob == pytest.approx(best.oracle, abs=1e-9)
+    for name in ("nats", "confidence", "margin", "entropy"):
+        assert getattr(best, name) == pytest.approx(getattr(replayed, name), abs=1e-9)
+    assert math.fsum(mean.nats) == pytest.approx(mean.elbo_exact, abs=1e-9)
+    assert mixture.nats == mixture.steps == mean.steps == ()
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 4, 8, 12])
+def test_states_are_evaluated_once_each(block):
+    """2^m - 1 states of a block of m cells: 15 of four, whatever is asked of them."""
+    lattice = Lattice(Toy(length=12, seed=1), block, follow=STATE_ONLY)
+    target = (0, 1, 2, 2, 1, 0, 0, 1, 1, 2, 0, 2)
+    lattice.log_prob([Window((), target), Window((), target)])
+    whole, rest = divmod(12, block)
+    assert lattice.counts.rows == whole * (2**block - 1) + (2**rest - 1)
+    if block == 4:  # and all orders, each in its own pass, are six times as many
+        duel = Duel(Toy(length=12, seed=1), block=4)
+        for order in itertools.permutations(range(4)):
+            duel.replay([Window((), target)], [order * 3])
+        assert duel.counts.rows > 6 * lattice.counts.rows
+
+
+def test_lattice_in_small_pieces_and_out_of_memory():
+    windows = WINDOWS * 2 + [Window((0,), (1, 2, 0, n % 3, n // 3)) for n in range(9)]
+    whole = Lattice(Toy(length=9), 4, follow=["greedy"]).log_prob(windows)
+    for toy, batch in ((Toy(length=9), 1), (Small(5, length=9), 8), (Toy(length=9, honours_padding=False), 3)):
+        pieces = Lattice(toy, 4, batch_size=batch, follow=["greedy"]).log_prob(windows)
+        for one, other in zip(whole, pieces, strict=True):
+            assert one.rules["greedy:k=1"].steps == other.rules["greedy:k=1"].steps
+            for name in ("elbo_exact", "mixture", "oracle"):
+                assert getattr(one, name) == pytest.approx(getattr(other, name), abs=1e-9)
+
+
+def test_what_the_lattice_refuses():
+    with pytest.raises(DuelError, match=r"at most 12 cells \(4,095 sets\); the block in force is 32"):
+        Lattice(Toy())
+    with pytest.raises(DuelError, match="the block in force is the whole target"):
+        Lattice(Toy(), None)
+    with pytest.raises(DuelError, match="An autoregressive network has one order: use estimator=exact"):
+        Lattice(Causal(), 1)
+    with pytest.raises(DuelError, match=r"klass:.* has a memory, or does not say `state_only = True`"):
+        Lattice(Toy(), 4, follow=["klass:mu=0.9:nu=0.1"])
+
+
+# ---------------------------------------------------------------- the Monte Carlo ELBO
+
+
+def by_hand(toy, window):
+    """The ELBO over the whole target, every hidden set enumerated: the mean over sizes of m / l times the mean over
+    sets of that size of the sum of log-probs."""
+    m, start = len(window.target), len(window.context)
+    row = torch.tensor([*window.context, *window.target, *[toy.mask_id] * window.tail, *window.suffix])
+    total = 0.0
+    for size in range(1, m + 1):
+        parts = []
+        for hidden in itertools.combinations(range(start, start + m), size):
+            ids = row.clone()
+            ids[list(hidden)] = toy.mask_id
+            logits = toy.head(toy.features(ids[None], None))[0].masked_fill(toy.excluded, -math.inf).log_softmax(-1)
+            parts.append(math.fsum(float(logits[p, row[p]]) for p in hidden))
+        total += m / size * math.fsum(parts) / len(parts)
+    return total / m
+
+
+@pytest.mark.parametrize("form", ["count", "ratio"])
+def test_elbo_is_the_mean_over_hidden_sets(form):
+    toy = Toy(length=9, seed=5)
+    windows = [w for w in INFILLING if w.target and not w.tail]
+    for seed in range(3):
+        for scored, window in zip(Elbo(toy, form=form, samples=512, seed=seed).log_prob(windows), windows, strict=True):
+            assert abs(scored.log_prob - by_hand(toy, window)) < 4 * scored.stderr + 1e-9
+            assert math.fsum(scored.nats) == pytest.approx(scored.log_prob, abs=1e-9)
+            assert scored.stderr > 1e-3 or (form == "count" and len(window.target) == 1)
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_elbo_by_blocks_lands_on_the_mean_over_orders(network):
+    """Law 7."""
+    toy = NETWORKS[network]()
+    windows = WINDOWS if network == "block-causal" else INFILLING
+    exact = Lattice(toy, 4, value="elbo_exact").log_prob(windows)
+    for seed in range(5):
+        for bound, mean in zip(Elbo(toy, 4, samples=256, seed=seed).log_prob(windows), exact, strict=True):
+            assert abs(bound.log_prob - mean.log_prob) < 4 * bound.stderr + close(network)
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_elbo_by_ratios_has_no_bias(network):
+    """Its rare large weights make one run's error an underestimate at times, so runs are pooled."""
+    toy, window = NETWORKS[network](), WINDOWS[0]
+    exact = Lattice(toy, 4, value="elbo_exact").log_prob([window])[0].elbo_exact
+    runs = [Elbo(toy, 4, form="ratio", samples=64, seed=seed).log_prob([window])[0].log_prob for seed in range(64)]
+    runs = torch.tensor(runs, dtype=torch.float64)
+    assert abs(runs.mean() - exact) < 4 * runs.std() / 8
+
+
+def test_elbo_stderr_is_the_spread_over_seeds():
+    toy, window = Toy(length=9, seed=1), WINDOWS[0]
+    for form in ("count", "ratio"):
+        runs = [Elbo(toy, form=form, samples=64, seed=seed).log_prob([window])[0] for seed in range(120)]
+        spread = torch.tensor([run.log_prob for run in runs], dtype=torch.float64).std()
+        said = torch.tensor([run.stderr for run in runs], dtype=torch.float64).square().mean().sqrt()
+        assert 0.8 < spread / said < 1.25
+        once = torch.tensor(
+            [Elbo(toy, form=form, samples=1, seed=seed).log_prob([window])[0].log_prob for seed in range(500)]
+        ).std()
+        assert spread < once / 8 * 1.1  # strata are no worse than independent draws
+
+
+def test_elbo_depends_on_seed_and_ids_only():
+    windows = [w for w in INFILLING if w.target and not w.tail]
+    for form in ("count", "ratio"):
+        runs = [
+            Elbo(toy, form=form, samples=16, batch_size=batch).log_prob(windows[::direction])[::direction]
+            for toy, batch, direction in (
+                (Toy(length=9), 1, 1),
+                (Toy(length=9), 64, -1),
+                (Small(3, length=9), 16, 1),
+            )
+        ]
+        alone = [Elbo(Toy(length=9), form=form, samples=16).log_prob([window])[0] for window in windows]
+        for run in runs:
+            for one, other in zip(run, alone, strict=True):
+                assert one.log_prob == pytest.approx(other.log_prob, abs=1e-9)
+                assert one.stderr == pytest.approx(other.stderr, abs=1e-9)
+        other = Elbo(Toy(length=9), form=form, samples=16, seed=1).log_prob(windows)
+        assert all(abs(a.log_prob - b.log_prob) > 1e-6 for a, b in zip(alone, other, strict=True) if len(a.nats) > 1)
+
+
+def test_elbo_counts_draws_and_says_when_its_error_is_not_known():
+    toy, window = Toy(length=9), WINDOWS[0]
+    for samples, parts in ((1, 1), (7, 1), (8, 8), (12, 12), (13, 13), (64, 16), (100, 20), (128, 16), (17, 17)):
+        assert replicates(samples) == parts and samples % parts == 0
+        bound = Elbo(toy, samples=samples).log_prob([window])[0]
+        assert (bound.stderr is None) == (samples < REPLICATES)
+    elbo = Elbo(toy, samples=64, form="count", batch_size=4)
+    elbo.log_prob([window])
+    assert elbo.counts.rows <= 64 and elbo.counts.windows == 1 and elbo.counts.tokens == 7
+
+
+def test_a_truth_of_no_probability_is_no_nan():
+    """A suppressed token: every bound is -inf, as the likelihood is, and no error of it is known."""
+
+    class Suppressed(Toy):
+        def features(self, ids, real):
+            x = super().features(ids, real)
+            x[..., 2] = -math.inf
+            return x
+
+    window, other = Window((), (0, 2, 1, 1)), Window((), (0, 1, 1, 1))
+    toy = Suppressed(length=4)
+    for estimator in (Duel(toy, block=4), Elbo(toy), Elbo(toy, 4, samples=8), Lattice(toy, 4)):
+        suppressed, fine = estimator.log_prob([window, other])
+        assert suppressed.log_prob == -math.inf and math.isfinite(fine.log_prob)
+    assert Elbo(toy).log_prob([window])[0].stderr is None
+
+
+def test_equal_draws_of_a_span_are_one_row():
+    window = Window((), (0, 2, 1, 1, 2, 0, 1, 1))
+    for toy, blocks in ((Toy(length=8, seed=1), 2), (BlockCausal(block=4, length=8, seed=2), 2)):
+        elbo = Elbo(toy, 4, samples=512)
+        elbo.log_prob([window])
+        assert elbo.counts.rows <= 15 * blocks
+
+
+def test_ratios_that_hide_nothing_still_give_an_answer():
+    windows = [Window((n % 3,), (n % 2,), suffix=(n // 3,)) for n in range(9)]
+    for samples in (1, 2):
+        scored = Elbo(Toy(length=9), form="ratio", samples=samples, seed=3).log_prob(windows)
+        assert len(scored) == 9 and all(s.log_prob <= 0 for s in scored)
+        assert any(s.log_prob == 0 for s in scored) or samples > 1
+
+
+def test_what_the_elbo_refuses():
+    with pytest.raises(DuelError, match="An autoregressive network needs no bound: use estimator=exact"):
+        Elbo(Causal())
+    with pytest.raises(DuelError, match="score_entropy is SEDD's own loss and this network is not SEDD"):
+        Elbo(Toy(), form="score_entropy")
+    with pytest.raises(DuelError, match=r"Unknown value of elbo_form 'counts'\. Did you mean count\?"):
+        Elbo(Toy(), form="counts")
+    with pytest.raises(DuelError, match="at least one draw"):
+        Elbo(Toy(), samples=0)
+    with pytest.raises(DuelError, match="trained on blocks of 4"):
+        Elbo(NETWORKS["block-causal"](), None)
+
+
+def score_entropy_by_hand(w, window, steps=400):
+    """SEDD's loss over all hidden sets and a fine grid of t, from the description of Lou et al. alone."""
+    start, m, tokens = len(window.context), len(window.target), test_dit.TOKENS
+    row = torch.tensor([*window.context, *window.target])
+    total = 0.0
+    for n in range(steps):
+        t = (n + 0.5) / steps
+        sigma = -math.log1p(-(1 - 1e-3) * t)
+        rate = (1 - 1e-3) / (1 - (1 - 1e-3) * t)  # d sigma / dt
+        chance, r = 1 - math.exp(-sigma), 1 / math.expm1(sigma)
+        for size in range(1, m + 1):
+            for hidden in itertools.combinations(range(start, start + m), size):
+                ids = row.clone()
+                ids[list(hidden)] = tokens
+                logits = test_dit.plain(w, ids.tolist(), sigma)[:, :tokens]
+                scores = logits - math.log(math.expm1(sigma)) - math.log(tokens)
+                weight = chance**size * (1 - chance) ** (m - size) * rate / steps
+                for p in hidden:
+                    loss = scores[p].exp().sum() - r * scores[p, row[p]] + r * (math.log(r) - 1)
+                    total -= weight * float(loss)
+    return total
+
+
+def test_sedd_has_its_own_bound(tmp_path):
+    denoiser, w = test_dit.opened(tmp_path, "sedd")
+    windows = [Window((0,), (3, 1)), Window((2, 4), (1, 0, 2))]
+    for scored, window in zip(Elbo(denoiser, samples=1024).log_prob(windows), windows, strict=True):
+        assert abs(scored.log_prob - score_entropy_by_hand(w, window)) < 4 * scored.stderr
+    assert Elbo(denoiser).describe()["elbo_form"] == "score_entropy"
+    assert Elbo(denoiser, 4).describe()["elbo_form"] == "count"
+    with pytest.raises(DuelError, match="hides cells of the whole target; use elbo_block=none"):
+        Elbo(denoiser, 4, form="score_entropy")
+
+
+# ---------------------------------------------------------------- laws across estimators
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_one_token_targets_have_one_value(network):
+    """Law 12."""
+    toy = NETWORKS[network]()
+    block = 4
+    windows = [Window((1,), (t,)) for t in range(3)] + [Window((2, 0, 1, 1), (t,)) for t in range(3)]
+    one = [scored.log_prob for scored in Duel(toy, "left_to_right", block).log_prob(windows)]
+    for rule in ("greedy", "margin", "threshold:mu=0.3", "klass:mu=0.5:nu=0.1", "entropy_bound:gamma=1"):
+        for size in (block,) if network == "block-causal" else (1, 2, 32, None):
+            assert [s.log_prob for s in Duel(toy, rule, size).log_prob(windows)] == pytest.approx(
+                one, abs=close(network)
+            )
+    assert [s.log_prob for s in Elbo(toy, samples=1).log_prob(windows)] == pytest.approx(one, abs=close(network))
+    for scored, value in zip(Lattice(toy, block).log_prob(windows), one, strict=True):
+        assert (scored.elbo_exact, scored.mixture, scored.oracle) == pytest.approx((value,) * 3, abs=close(network))
+
+
+def test_exact_is_the_chain_rule_in_one_pass():
+    class Shifted(Causal):
+        """Logits for a position stand at the one before; the whole row is one stream."""
+
+        shift = 1
+
+        def stream(self, ids, positions, seen, past):
+            assert past is None
+            return self.features(ids, None), []
+
+        def features(self, ids, real):
+            return super().features(torch.cat([ids, ids[:, :1]], 1), real)[:, 1:]  # of the tokens before and at a cell
+
+    toy = Shifted(length=9, seed=3)
+    windows = [Window((1,), (0, 2, 1, 1, 2, 0, 1)), Window((2, 1), (1, 0)), Window((0,), (2, 2, 0, 1))]
+    exact = Exact(toy)
+    for scored, window in zip(exact.log_prob(windows), windows, strict=True):
+        row = torch.tensor([*window.context, *window.target])
+        logits = Causal.features(toy, row[None], None)[0].masked_fill(toy.excluded, -math.inf).log_softmax(-1)
+        by_hand = [float(logits[p, row[p]]) for p in range(len(window.context), len(row))]
+        assert scored.nats == pytest.approx(by_hand, abs=1e-9)
+    assert exact.counts.rows == 3  # one pass over each window
+    with pytest.raises(DuelError, match="estimator=exact is the chain rule of an autoregressive network; this one is"):
+        Exact(Toy())

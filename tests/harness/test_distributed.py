@@ -1,0 +1,229 @@
+"""Several processes: the same numbers as one, balanced, and no rank that waits for ever."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import tiny
+from lm_eval.api.instance import Instance
+from lm_eval.api.task import Task
+
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.harness import distributed as ranks
+from lm_eval_duel.harness import requests as instances
+from lm_eval_duel.harness import trace
+from lm_eval_duel.harness.lm import DuelMDM
+from lm_eval_duel.harness.run_stats import Cost, Share, TaskTotal
+
+TORCHRUN = ("torch.distributed.run", "--nproc-per-node", "{ranks}", "--master-port", "{port}")
+ACCELERATE = ("accelerate.commands.launch", "--multi_gpu", "--num_processes", "{ranks}", "--num_machines", "1")
+ACCELERATE += ("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "{port}")
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
+def launch(launcher, count, *arguments, machines=1):
+    """The exit statuses of launchers, one a machine (all of them this one), and what all ranks printed in one line."""
+    port, runs = free_port(), []
+    for machine in range(machines):
+        parts = [part.format(ranks=count // machines, port=port) for part in launcher]
+        if machines > 1:
+            parts += ["--nnodes", str(machines), "--node-rank", str(machine), "--master-addr", "127.0.0.1"]
+        command = [sys.executable, "-m", *parts, "-m", *arguments]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        runs.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env))
+    printed = [run.communicate(timeout=600)[0] for run in runs]
+    return [run.returncode for run in runs], " ".join("".join(printed).split())
+
+
+# ------------------------------------------------------------ requests that fill up a rank
+
+
+def request(repeats=1, doc=0):
+    return Instance("loglikelihood_rolling", {}, ("a b",), 0, metadata=("toy", doc, repeats))
+
+
+def test_requests_that_fill_up_a_rank_are_not_asked():
+    one, three = request(doc=0), request(repeats=3, doc=1)
+    asked = instances.asked([one, three, three, three, *[three] * 3, *[three] * 3])
+    assert asked.requests == [one, three, three, three]
+    assert asked.repeats == [0, 0, 1, 2]
+    assert asked.spread("abcd") == ["a", "b", "c", "d", *"d" * 6]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.checkpoint(tmp_path_factory.mktemp("bert"), "bert", length=16)
+
+
+def test_they_cost_nothing_and_are_in_no_trace(folder, tmp_path):
+    last = request(doc=1)
+    drawn = Instance(
+        "generate_until", {}, ("a", {"do_sample": True, "temperature": 1.0, "max_gen_toks": 4}), 0, metadata=("t", 0, 1)
+    )
+    costs = []
+    for extra in (0, 3):
+        lm = DuelMDM(pretrained=folder, block=4, device="cpu", trace=str(tmp_path / f"{extra}.jsonl"))
+        values = lm.loglikelihood_rolling([request(), last, *[last] * extra])
+        assert len(values) == 2 + extra and len(set(values[1:])) == 1
+        texts = lm.generate_until([drawn, *[drawn] * extra])
+        assert len(texts) == 1 + extra and len(set(texts)) == 1
+        costs.append({**lm.get_model_info()["duel"], "seconds": 0, "trace": ""})
+    for cost in costs:
+        for name in ("tokens_per_second", "peak_memory_bytes", "balance"):
+            cost.pop(name)
+    assert costs[0] == costs[1]
+    assert len(trace.read(tmp_path / "0.jsonl")) == len(trace.read(tmp_path / "3.jsonl")) == 3
+
+
+# ------------------------------------------------------------ balance, and ranks that do not answer
+
+
+def test_the_log_shows_the_balance():
+    cost = Cost(ranks=0)
+    for rows, tokens, seconds in ((100, 1000, 4.0), (50, 500, 2.0), (0, 0, 0.0)):
+        cost.merge(Cost(shares=[Share(rows, tokens, seconds)]))
+    assert cost.balance == (
+        "balance of 3 ranks: rows 100 50 0 (max/mean 2.00), tokens 1,000 500 0 (max/mean 2.00), "
+        "seconds 4 2 0 (max/mean 2.00)"
+    )
+
+
+def test_documents_with_close_picks_are_listed():
+    cost = Cost()
+    assert cost.close == ""
+    for task, close in (("a", {7, 2}), ("b", set()), ("c", set(range(30)))):
+        cost.merge(Cost(tasks={task: TaskTotal(documents=set(range(99)), close=close)}))
+    assert cost.close.startswith("32 documents have close picks, which float noise could change: a 2, a 7, c 0, c 1, ")
+    assert cost.close.endswith("c 17 and 12 more (config.duel.tasks)")
+
+
+def test_a_rank_that_has_ended_is_named_as_the_cause():
+    waits = SimpleNamespace(rank=1, world_size=2)
+    with pytest.raises(DuelError, match=r"Rank 1 of 2 waited .* its own error is the cause.*Connection closed"):  # noqa: SIM117
+        with ranks.Ranked._waiting(waits):
+            raise RuntimeError("Connection closed by peer\nand a stack")
+
+
+def test_a_process_that_finds_no_others_says_so(monkeypatch):
+    import accelerate
+
+    def alone(**options):
+        raise RuntimeError("The client socket has timed out\nand a stack")
+
+    monkeypatch.setattr(accelerate, "Accelerator", alone)
+    for name, value in {"WORLD_SIZE": "4", "RANK": "3", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    message = (
+        r"\(RANK=3\) could not join the other 3 at node0:29500: are all machines up.*The client socket has timed out\)"
+    )
+    with pytest.raises(DuelError, match=message):
+        ranks.Ranked.join_ranks(SimpleNamespace(), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("more", "refused"),
+    [({}, False), ({"limit": 2}, False), ({"limit": 1}, True), ({"samples": [3]}, True), ({"samples": [0, 1]}, False)],
+)
+def test_every_rank_refuses_a_task_with_too_few_documents(more, refused, monkeypatch):
+    built = []
+    monkeypatch.setattr(Task, "build_all_requests", lambda self, **options: built.append(options))
+    ranks.refuse_idle_ranks()
+    task = SimpleNamespace(config=SimpleNamespace(task="toy"), eval_docs=[{}] * 5)
+    for rank in (0, 1):
+        if refused:
+            with pytest.raises(DuelError, match=r"Task toy has 1 document here and this run has 2 processes"):
+                Task.build_all_requests(task, rank=rank, world_size=2, **more)
+        else:
+            Task.build_all_requests(task, rank=rank, world_size=2, **more)
+    assert len(built) == (0 if refused else 2)
+
+
+# ------------------------------------------------------------ the real launchers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [TORCHRUN, ACCELERATE], ids=["torchrun", "accelerate"])
+def test_one_document_on_two_ranks_ends_both(launcher):
+    arguments = ("lm_eval", "--model", "duel-mdm", "--tasks", "task_configs/sotu/sotu.yaml", "--limit", "1")
+    (status,), said = launch(launcher, 2, *arguments, "--device", "cpu")
+    assert status != 0
+    message = "Task sotu has 1 document here and this run has 2 processes: each needs at least one. Start at most 1"
+    assert said.count(f"DuelError: {message}") == 2  # on both ranks
+
+
+YAML = """
+task: broken
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: text
+metric_list: [{{metric: word_perplexity}}]
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_ends_the_other_machine(tmp_path):
+    """Its launcher knows nothing of it; its own process does."""
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("My fellow Americans", "a <|mask|> of it")))
+    (tmp_path / "broken.yaml").write_text(YAML.format(data=data))
+    arguments = ("lm_eval", "--model", "duel-mdm", "--tasks", str(tmp_path / "broken.yaml"), "--device", "cpu")
+    status, said = launch(TORCHRUN, 2, *arguments, machines=2)
+    assert 0 not in status, said[-3000:]
+    assert "DuelError: Request of task broken, document 1: the text holds the mask token" in said
+    assert "DuelError: Rank 0 of 2 waited for the others and one of them has ended" in said
+
+
+@pytest.mark.slow
+def test_three_ranks_print_what_one_prints_and_each_goes_on_from_two(tmp_path):
+    """In float64, where every document must agree; and answers of two ranks, on two machines, are found by three."""
+    arguments = ("lm_eval", "--model", "duel-mdm", "--tasks", "task_configs/sotu/sotu.yaml", "--device", "cpu")
+    arguments += ("--log_samples", "--limit", "7")
+    found = {}
+    for name, launcher, count, machines, cache in (
+        ("one", TORCHRUN, 1, 1, None),
+        ("two", TORCHRUN, 2, 2, "c"),
+        ("three", ACCELERATE, 3, 1, None),
+        ("again", ACCELERATE, 3, 1, "c"),
+    ):
+        model = f"rule=greedy,block=32,dtype=float64,max_batch_size={count},trace={tmp_path / name}.jsonl"
+        more = ("--use_cache", str(tmp_path / cache)) if cache else ()
+        options = (*arguments, "--model_args", model, "--output_path", str(tmp_path / name), *more)
+        status, said = launch(launcher, count, *options, machines=machines)
+        assert status == [0] * machines, said[-3000:]
+        (path,) = (tmp_path / name).glob("**/results_*.json")
+        (samples,) = (tmp_path / name).glob("**/samples_*.jsonl")
+        lines = map(json.loads, samples.read_text().splitlines())
+        found[name] = json.loads(path.read_text()), {line["doc_id"]: line["filtered_resps"][0] for line in lines}
+        if count > 1:
+            assert re.search(rf"balance of {count} ranks: rows [\d, ]+\(max/mean \d", said)
+    whole, values = found.pop("one")
+    windows = trace.read(tmp_path / "one.jsonl")
+    for name, (results, documents) in found.items():
+        assert {doc: float(value) for doc, value in documents.items()} == pytest.approx(
+            {doc: float(value) for doc, value in values.items()}, abs=1e-9
+        ), name
+        token = "token_perplexity,none"
+        assert results["results"]["sotu"][token] == pytest.approx(whole["results"]["sotu"][token], rel=1e-12)
+        cost, one = results["config"]["duel"], whole["config"]["duel"]
+        if name == "again":
+            assert cost["rows"] == cost["windows"] == 0
+            continue
+        for figure in ("windows", "tokens", "nfe", "close_picks", "blank_starts"):
+            assert cost[figure] == one[figure], (name, figure)
+        assert sum(cost["balance"]["rows"]["ranks"]) == cost["rows"]
+        assert abs(cost["rows"] - one["rows"]) <= one["blank_starts"]  # rows of masks alone, equal in one call
+        lines = trace.read(tmp_path / f"{name}.jsonl")
+        assert [(line["doc"], line["steps"]) for line in lines] == [(line["doc"], line["steps"]) for line in windows]

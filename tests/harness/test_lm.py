@@ -1,0 +1,386 @@
+"""The harness's model: every kind of request has a defined answer, in order, and every wrong one a clear error."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import test_dit
+import tiny
+from lm_eval.api.instance import Instance
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from lm_eval_duel.denoisers.special_tokens import framing
+from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators.duel import Duel
+from lm_eval_duel.harness.lm import DuelMDM
+
+
+def ask(kind, *arguments, doc=None):
+    return [Instance(kind, doc or {}, args, 0, metadata=("toy", n, 1)) for n, args in enumerate(arguments)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.checkpoint(tmp_path_factory.mktemp("bert"), "bert", length=16)
+
+
+@pytest.fixture(scope="module")
+def lm(folder):
+    return DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return DuelMDM(rule="greedy", block=32, device="cpu")
+
+
+def by_hand(lm, context, target):
+    window = Window((2, *lm.tok_encode(context)), lm.tok_encode(target), (3,))
+    scored = Duel(lm.denoiser, "greedy", 4).log_prob([window])[0]
+    return pytest.approx(scored.log_prob, abs=1e-4), scored.is_greedy
+
+
+def test_framing_is_found_from_the_tokenizer(lm, demo):
+    assert framing(lm.tokenizer) == ([2], [3]) == (lm.text.prefix, lm.text.suffix)
+    assert framing(demo.tokenizer) == ([], [])
+
+
+def test_loglikelihood_in_request_order(lm):
+    requests = [("a b c", " d e"), ("b", " the of and a b c d"), ("a b c", " e d"), ("z", " q")]
+    answers = lm.loglikelihood(ask("loglikelihood", *requests), disable_tqdm=True)
+    assert answers == [by_hand(lm, *request) for request in requests]
+    assert lm.loglikelihood(ask("loglikelihood", *requests[::-1]), disable_tqdm=True)[::-1] == [
+        (pytest.approx(value, abs=1e-4), greedy) for value, greedy in answers
+    ]
+
+
+def test_empty_context_empty_continuation_trailing_spaces(lm):
+    answers = lm.loglikelihood(
+        ask("loglikelihood", ("", "a b"), ("a b", ""), ("", ""), ("a ", "b"), ("a", " b"), ("  ", "a b"), ("a ", "")),
+        disable_tqdm=True,
+    )
+    assert answers[0] == by_hand(lm, "", "a b")  # framing tokens alone are in view
+    assert answers[1] == answers[2] == answers[6] == (0.0, True)
+    assert answers[3] == answers[4] == by_hand(lm, "a", "b")  # trailing spaces belong to the continuation
+    assert answers[5] == answers[0]
+
+
+def test_trailing_spaces_are_scored_by_a_tokenizer_that_keeps_them(demo):
+    spaced, moved = demo.loglikelihood(
+        ask("loglikelihood", ("the people ", "of"), ("the people", " of")), disable_tqdm=True
+    )
+    assert spaced == moved
+
+
+def test_the_scored_ids_always_spell_the_continuation(demo):
+    """Where a merge crosses the border, the continuation is encoded by itself: it is neither lost nor changed."""
+    before = demo.text.merged_borders
+    for context, continuation in [("th", "e"), ("gov", "ernment"), ("the", "re"), ("the people", " of"), ("w", "e ")]:
+        ids, target = demo.text.encode_pair(context, continuation)
+        assert target and demo.tokenizer.decode(target) == continuation
+        assert demo.tokenizer.decode(ids) == context
+    assert demo.text.merged_borders - before >= 3
+    value, _ = demo.loglikelihood(ask("loglikelihood", ("th", "e")), disable_tqdm=True)[0]
+    assert value < 0
+
+
+def test_an_empty_context_is_the_rolling_value(demo):
+    text = "Fellow citizens of the Senate and of the House of Representatives."
+    (value, _), rolled = (
+        demo.loglikelihood(ask("loglikelihood", ("", text)), disable_tqdm=True)[0],
+        demo.loglikelihood_rolling(ask("loglikelihood_rolling", (text,)), disable_tqdm=True)[0],
+    )
+    assert value == pytest.approx(rolled, abs=1e-9)
+
+
+def test_is_greedy_iff_decode_writes_it(lm):
+    context = lm.tok_encode("a b")
+    for length in (1, 3):
+        best = lm.estimator.sample([(2, *context)], length, do_sample=False, suffix=(3,))[0].tokens
+        texts = [" ".join([tiny.WORDS[t] for t in best]), " ".join(["q"] * length)]
+        assert not {"[PAD]", "[UNK]", "[CLS]", "[SEP]"} & set(texts[0].split()), "choose another seed"
+        answers = lm.loglikelihood(ask("loglikelihood", *[("a b", " " + t) for t in texts]), disable_tqdm=True)
+        assert [greedy for _, greedy in answers] == [True, False]
+
+
+def test_long_contexts_are_cut_from_the_left_and_counted(folder, caplog):
+    lm = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu", max_length=8)
+    long = "a b c d e f g h"
+    with caplog.at_level("WARNING", logger="lm_eval.duel_mdm"):
+        answers = lm.loglikelihood(ask("loglikelihood", (long, " x y"), ("a", " b"), (long, " z")), disable_tqdm=True)
+    assert answers[0] == by_hand(lm, "e f g h", "x y")
+    assert [r.message for r in caplog.records].count(
+        "2 of 3 contexts were longer than max_length=8 and cut from the left"
+    ) == 1
+    assert lm.get_model_info()["duel"]["cut_contexts"] == 2
+    with pytest.raises(DuelError, match="Request of task toy, document 1: A continuation of 7 tokens does not fit"):
+        lm.loglikelihood(ask("loglikelihood", ("a", " b"), ("a", " b c d e f g h")), disable_tqdm=True)
+
+
+def test_text_with_the_mask_token_names_the_request(lm):
+    with pytest.raises(DuelError, match=r"Request of task toy, document 1: the text holds the mask token '\[MASK\]'"):
+        lm.loglikelihood_rolling(ask("loglikelihood_rolling", ("a b",), ("a [MASK] b",)), disable_tqdm=True)
+    with pytest.raises(DuelError, match="document 0: the text holds the mask token"):
+        lm.loglikelihood(ask("loglikelihood", ("a [MASK]", " b")), disable_tqdm=True)
+
+
+def test_a_continuation_without_tokens_has_no_score(lm):
+    with pytest.raises(DuelError, match=r"document 0: The continuation '  ' has no tokens in this tokenizer"):
+        lm.loglikelihood(ask("loglikelihood", ("a", "  ")), disable_tqdm=True)
+
+
+def test_rolling_windows_hold_every_token_once(lm):
+    texts = ["a b c", "", " ".join("abcdefghijklmnopqrstuvwxyz"), "z"]
+    values = lm.loglikelihood_rolling(ask("loglikelihood_rolling", *[(t,) for t in texts]), disable_tqdm=True)
+    ids = lm.tok_encode(texts[2])
+    windows = [Window((2,), ids[i : i + 14], (3,)) for i in (0, 14)]
+    parts = Duel(lm.denoiser, "greedy", 4).log_prob(windows)
+    assert values[2] == pytest.approx(sum(p.log_prob for p in parts), abs=1e-4)
+    assert values[1] == 0.0
+    assert values[0] == by_hand(lm, "", "a b c")[0]
+
+
+def test_the_harness_windows_give_the_last_window_full_context(folder):
+    lm = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu", windows="harness")
+    ids = lm.tok_encode(" ".join("abcdefghijklmnopqrst"))
+    windows = lm.text.document(ids)
+    assert [token for window in windows for token in window.target] == ids
+    assert [window.length for window in windows] == [16, 16]
+    assert windows[0] == Window((2,), ids[:14], (3,))
+    assert windows[1].context == tuple(ids[5:14])  # what fits before the last six
+
+
+def test_conventions_of_framing(folder):
+    ids = None
+    for bos, windows in {
+        "given": lambda i: [Window((2,), i, (3,))],
+        "none": lambda i: [Window((), i)],
+        "scored": lambda i: [Window((), (2, *i), (3,))],
+        "official": lambda i: [Window((), (2, *i), (3,))],
+    }.items():
+        lm = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu", bos=bos)
+        ids = tuple(lm.tok_encode("a b c d"))
+        assert lm.text.document(list(ids)) == windows(ids)
+        assert f"bos={bos}" in lm.law["framing"]
+        if bos in ("scored", "official"):
+            with pytest.raises(DuelError, match=f"bos={bos} scores the row from its first position on"):
+                lm.loglikelihood(ask("loglikelihood", ("a", " b")), disable_tqdm=True)
+
+
+def tiny_mdlm(folder):
+    """A tiny MDLM and a tokenizer of 12 words, <s> the first of them, as GPT-2 has its end of text."""
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["<s>", *"abcdefghijk"])}, unk_token="k"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="<s>").save_pretrained(folder)
+    return test_dit.write(folder, "mdlm")[0]
+
+
+@pytest.fixture(scope="module")
+def dit(tmp_path_factory):
+    return tiny_mdlm(tmp_path_factory.mktemp("dit"))
+
+
+def test_a_dit_begins_with_its_bos(dit):
+    lm = DuelMDM(pretrained=dit, device="cpu")
+    assert (lm.text.bos, lm.text.prefix, lm.text.suffix, lm.estimator.block) == ("given", [0], [], 4)
+    assert lm.text.document([1, 2, 3]) == [Window((0,), (1, 2, 3))]
+    official = DuelMDM(pretrained=dit, device="cpu", bos="official")
+    assert official.text.document([1, 2, 3]) == [Window((), (0, 1, 2), (3,))]
+    bare = DuelMDM(pretrained=dit, device="cpu", add_bos_token=False)
+    assert bare.text.document([1, 2, 3]) == [Window((), (1, 2, 3))]
+
+
+def test_rows_that_are_scored_from_the_start_leave_no_suffix_to_a_block_that_ends(dit):
+    lm = DuelMDM(pretrained=dit, device="cpu", bos="official")
+    lm.denoiser.attention, lm.estimator.block = "block_causal", 4
+    assert lm.text.document([1, 2, 3, 4]) == [Window((), (0, 1, 2, 3))]
+    assert lm.text.document([1, 2, 3]) == [Window((), (0, 1, 2), (3,))]
+
+
+def test_equal_windows_are_scored_once(folder):
+    lm = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu")
+    values = lm.loglikelihood_rolling(ask("loglikelihood_rolling", *[("a b c",)] * 5), disable_tqdm=True)
+    assert len(set(values)) == 1 and lm.estimator.counts.windows == 1
+
+
+def test_every_finished_request_goes_to_the_cache(folder):
+    lm = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu")
+    kept = {}
+    lm.set_cache_hook(
+        SimpleNamespace(dbdict=None, add_partial=lambda kind, args, value: kept.update({(kind, args): value}))
+    )
+    requests = [("a b",), (" ".join("abcdefghijklmnopqrstuvwxyz"),), ("a b",)]
+    values = lm.loglikelihood_rolling(ask("loglikelihood_rolling", *requests), disable_tqdm=True)
+    assert kept == {("loglikelihood_rolling", r): v for r, v in zip(requests, values, strict=True)}
+
+
+def test_the_fingerprint_follows_the_law_and_nothing_else(folder):
+    def law(**options):
+        return DuelMDM(**{"pretrained": folder, "rule": "greedy", "block": 4, "device": "cpu", **options}).fingerprint
+
+    base = law()
+    assert base == law(batch_size=3) == law(rule="greedy:k=1") == law(rule="confidence")
+    changed = [
+        law(rule="margin"),
+        law(k=2),
+        law(block=8),
+        law(block="none"),
+        law(grid="row"),
+        law(windows="harness"),
+        law(max_length=8),
+        law(dtype="bfloat16"),
+        law(mask_token_id=1),
+        law(rule="test_laws:Stalls"),
+    ]
+    assert len({base, *changed}) == len(changed) + 1
+
+
+def test_model_info_is_for_the_results_file(folder):
+    lm = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu", max_length=8)
+    texts = ["a b c d e f g h i", "", "the of and", "the of and"]
+    lm.loglikelihood_rolling(ask("loglikelihood_rolling", *[(text,) for text in texts]), disable_tqdm=True)
+    lm.loglikelihood(ask("loglikelihood", ("a b c d e f g h", " i")), disable_tqdm=True)
+    info = lm.get_model_info()
+    assert info["fingerprint"] == lm.fingerprint
+    assert info["law"]["rule"] == "greedy:k=1" and info["law"]["denoiser"] == "BertForMaskedLM"
+    cost = info["duel"]
+    assert (cost["estimator"], cost["rule"], cost["block"], cost["ranks"]) == ("duel", "greedy:k=1", 4, 1)
+    assert (cost["windows"], cost["tokens"], cost["nfe"], cost["mean_nfe"]) == (4, 13, 13, 13 / 4)  # equal ones once
+    assert (cost["cut_contexts"], cost["empty_requests"], cost["longest_document"]) == (1, 1, 9)
+    assert cost["rows"] >= cost["forwards"] > 0 and cost["row_capacity"] == 6 and cost["blank_starts"] == 0
+    assert cost["seconds"] > 0 and cost["peak_memory_bytes"] > 1e7 and cost["close_windows"] <= cost["close_picks"]
+    assert cost["tokens_per_second"] == pytest.approx(13 / cost["seconds"])
+    assert cost["weights"] == info["law"]["weights"] and cost["versions"]["torch"].startswith("2.")
+    task = cost["tasks"]["toy"]
+    assert (task["documents"], task["requests"], task["windows"], task["tokens"]) == (4, 5, 5, 16)
+    assert task["longest_document"] == 9
+    assert task["values"]["duel"]["nfe"] == 16 and task["values"]["duel"]["stderr"] is None
+    json.dumps(info)
+
+
+def test_padding_of_ranks_is_no_document(folder):
+    """The harness gives a rank that has fewer requests its last one again: the same object."""
+    lm = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu")
+    requests = ask("loglikelihood_rolling", ("a b c",), ("d e",))
+    once = lm.loglikelihood_rolling(requests, disable_tqdm=True)
+    requests[1].repeats = 2
+    padded = [requests[0], requests[1], requests[1], requests[1], requests[1]]
+    assert lm.loglikelihood_rolling(padded, disable_tqdm=True) == [once[0], *[once[1]] * 4]
+    task = lm.get_model_info()["duel"]["tasks"]["toy"]
+    assert (task["documents"], task["requests"]) == (2, 2 + 3)  # the second is asked for twice
+
+
+@pytest.mark.parametrize("estimator", ["elbo", "elbo_exact", "mixture", "oracle"])
+def test_an_estimator_that_decodes_nothing_says_so(folder, estimator, caplog):
+    lm = DuelMDM(pretrained=folder, block=4, device="cpu", estimator=estimator)
+    with caplog.at_level("WARNING", logger="lm_eval.duel_mdm"):
+        answers = lm.loglikelihood(ask("loglikelihood", ("a b", " c"), ("a b", " c d e f g")), disable_tqdm=True)
+    assert [greedy for _, greedy in answers] == [False, False]
+    assert f"estimator={estimator} decodes nothing, so is_greedy is False" in caplog.text
+    exact, _ = DuelMDM(pretrained=folder, block=4, device="cpu").loglikelihood(
+        ask("loglikelihood", ("a b", " c")), disable_tqdm=True
+    )[0]
+    assert answers[0][0] == pytest.approx(exact, abs=1e-4)  # law 12
+
+
+def test_an_estimator_says_what_it_does_not_read(folder, caplog):
+    with caplog.at_level("INFO", logger="lm_eval.duel_mdm"):
+        DuelMDM(pretrained=folder, block=4, rule="greedy", device="cpu", estimator="elbo")
+    assert "estimator=elbo does not read rule and block" in caplog.text
+
+
+def test_the_log_of_a_run_states_bound_and_error(folder, caplog):
+    for samples in (16, 4):
+        lm = DuelMDM(pretrained=folder, device="cpu", estimator="elbo", mc_samples=samples)
+        lm.loglikelihood_rolling(ask("loglikelihood_rolling", ("a b c d e",), ("e d c b a",)), disable_tqdm=True)
+        caplog.clear()
+        with caplog.at_level("INFO", logger="lm_eval.duel_mdm"):
+            found = lm.get_model_info()["duel"]["tasks"]["toy"]
+        value = found["values"]["elbo"]
+        assert value["windows"] == found["windows"] == 2
+        if samples == 16:
+            assert f"ELBO (a bound) of toy: {value['nats']:.2f} +- {value['stderr']:.2f} nats, " in caplog.text
+            assert caplog.text.count(" +- ") == 2
+        else:
+            assert "Monte Carlo error not known" in caplog.text
+
+
+def test_equal_windows_have_one_monte_carlo_error(folder):
+    """They have the same draws, so n of them have n times the error, not sqrt(n) times."""
+    totals = []
+    for count in (1, 5):
+        lm = DuelMDM(pretrained=folder, device="cpu", estimator="elbo", mc_samples=16)
+        lm.loglikelihood_rolling(ask("loglikelihood_rolling", *[("a b c d e",)] * count), disable_tqdm=True)
+        totals.append(lm.get_model_info()["duel"]["tasks"]["toy"]["values"]["elbo"])
+    assert totals[1]["stderr"] == pytest.approx(5 * totals[0]["stderr"]) and totals[0]["stderr"] > 0
+    lm = DuelMDM(pretrained=folder, device="cpu", estimator="elbo", mc_samples=16)
+    requests = ask("loglikelihood_rolling", ("a b c d e",), ("e d c b a",))
+    lm.loglikelihood_rolling(requests, disable_tqdm=True)
+    both = lm.get_model_info()["duel"]["tasks"]["toy"]["values"]["elbo"]["stderr"]
+    assert totals[0]["stderr"] < both < totals[0]["stderr"] * 5
+
+
+def test_accounts_of_ranks_add_up(folder):
+    """What one model computes on all requests is the sum of two accounts of its halves."""
+    texts = ["a b c", "d e f g", "the of", "a b c", "z"]
+    for estimator in ("duel", "elbo", "oracle"):
+        arguments = {"pretrained": folder, "block": 4, "device": "cpu", "estimator": estimator}
+        arguments |= {"mc_samples": 16} if estimator == "elbo" else {}
+        requests = ask("loglikelihood_rolling", *[(text,) for text in texts])
+        one = DuelMDM(**arguments)
+        one.loglikelihood_rolling(requests, disable_tqdm=True)
+        halves = [DuelMDM(**arguments) for _ in range(2)]
+        for rank, half in enumerate(halves):
+            half.loglikelihood_rolling(requests[rank::2], disable_tqdm=True)
+        halves[0].accounts = [half.account() for half in halves]
+        whole, sum_of = one.get_model_info()["duel"], halves[0].get_model_info()["duel"]
+        assert sum_of["ranks"] == 2
+        task, other = whole["tasks"]["toy"], sum_of["tasks"]["toy"]
+        assert {name: task[name] for name in task if name != "values"} == {
+            name: other[name] for name in other if name != "values"
+        }
+        for name, value in task["values"].items():
+            for figure, mine in value.items():
+                assert other["values"][name][figure] == (mine if mine is None else pytest.approx(mine, abs=1e-4))
+
+
+def test_estimators_are_laws_of_their_own(folder):
+    def law(**options):
+        return DuelMDM(**{"pretrained": folder, "block": 4, "device": "cpu", **options}).fingerprint
+
+    assert law(estimator="elbo") == law(estimator="elbo", block=8, rule="margin") == law(estimator="elbo", trace=None)
+    assert law(estimator="oracle") == law(estimator="oracle", lattice_rules="greedy+margin", rule="margin")
+    changed = [
+        law(),
+        law(estimator="elbo"),
+        law(estimator="elbo", mc_samples=64),
+        law(estimator="elbo", elbo_form="ratio"),
+        law(estimator="elbo", elbo_block=4),
+        law(estimator="elbo", draw_seed=1),
+        law(estimator="oracle"),
+        law(estimator="mixture"),
+        law(estimator="oracle", block=8),
+    ]
+    assert len(set(changed)) == len(changed)
+    with pytest.raises(DuelError, match="estimator=exact is the chain rule of an autoregressive network"):
+        law(estimator="exact", attention="bidirectional")
+
+
+def test_token_counts_of_another_tokenizer_are_refused(lm):
+    request = ask("loglikelihood_rolling", ("a b c",), doc={"text": "a b c", "duel_tokens": 4})
+    with pytest.raises(DuelError, match=r"counted 4 tokens .* this model's tokenizer has 3.*--metadata tokenizer="):
+        lm.loglikelihood_rolling(request, disable_tqdm=True)
+
+
+def test_other_tasks_may_have_columns_of_any_name(lm):
+    for doc in ({"n_tokens": None}, {"n_tokens": 77}, {"duel_tokens": 3}, {}):
+        lm.loglikelihood_rolling(ask("loglikelihood_rolling", ("a b c",), doc=doc), disable_tqdm=True)
+
+
+def test_wrong_arguments_are_refused_before_a_checkpoint_is_read():
+    with pytest.raises(DuelError, match="Did you mean greedy"):
+        DuelMDM(pretrained="/no/such/folder", rule="gredy")
+    with pytest.raises(DuelError, match="Cannot read checkpoint '/no/such/folder'"):
+        DuelMDM(pretrained="/no/such/folder", rule="greedy")

@@ -1,0 +1,174 @@
+"""Signals end a run after the network call under way; what was finished is kept, and the same command goes on."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import kill
+import pytest
+import tiny
+from test_distributed import free_port
+from test_lm import ask
+
+from lm_eval_duel import signals as interrupts
+from lm_eval_duel.harness.lm import DuelMDM
+
+TEXTS = [(" ".join(letter + "bcdefghijkl"),) for letter in "mnop"]  # a row each, nearly
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.checkpoint(tmp_path_factory.mktemp("bert"), "bert", length=16)
+
+
+@pytest.fixture
+def model(folder):
+    """One row a call, so that documents finish one after the other."""
+    return DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu", max_batch_size=1)
+
+
+def after_calls(model, calls, act):
+    """`act` while the network is at its nth call."""
+    features, seen = model.denoiser.features, []
+
+    def counted(*arguments):
+        seen.append(1)
+        if len(seen) == calls:
+            act()
+        return features(*arguments)
+
+    model.denoiser.features = counted
+    return seen
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_waits_for_the_network_call(model, caplog, number, status):
+    calls = after_calls(model, 14, lambda: os.kill(os.getpid(), number))
+    before = signal.getsignal(number)
+    with pytest.raises(SystemExit) as raised, caplog.at_level("WARNING", logger="lm_eval.duel_mdm"):
+        model.loglikelihood_rolling(ask("loglikelihood_rolling", *TEXTS), disable_tqdm=True)
+    assert raised.value.code == status and len(calls) == 14
+    assert signal.getsignal(number) is before
+    said = f"Interrupted by {signal.Signals(number).name} on rank 0: 1 of 4 loglikelihood_rolling requests of this rank"
+    assert f"{said}, and 0 windows of others, are done and lost, for lack of --use_cache FILE" in caplog.text
+
+
+def test_generation_is_interrupted_too(model, caplog):
+    after_calls(model, 10, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    prompts = [(text, {"until": [], "max_gen_toks": 4}) for (text,) in TEXTS]
+    with pytest.raises(SystemExit), caplog.at_level("WARNING", logger="lm_eval.duel_mdm"):
+        model.generate_until(ask("generate_until", *prompts), disable_tqdm=True)
+    assert re.search(r"Interrupted by SIGTERM on rank 0: [0-4] of 4 generate_until requests", caplog.text)
+
+
+def test_a_second_ctrl_c_does_not_wait(monkeypatch):
+    """The first is passed on by a launcher as well, within moments; only a later one is meant."""
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    with pytest.raises(KeyboardInterrupt), interrupts.held():
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+        now[0] += 5
+        os.kill(os.getpid(), signal.SIGTERM)  # a launcher's own
+        os.kill(os.getpid(), signal.SIGINT)
+        pytest.fail("it went on")
+
+
+def test_signals_of_before_do_not_count():
+    with pytest.raises(interrupts.Interrupted), interrupts.held():
+        os.kill(os.getpid(), signal.SIGTERM)
+        interrupts.check()
+    with interrupts.held():
+        interrupts.check()
+    interrupts.check()
+
+
+def test_a_signal_at_the_very_end_counts(model, monkeypatch):
+    """After the last network call: the answers are kept, and the run ends all the same."""
+    stream = model.estimator.stream
+
+    def last(windows):
+        yield from stream(windows)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(model.estimator, "stream", last)
+    with pytest.raises(interrupts.Interrupted):
+        model.loglikelihood_rolling(ask("loglikelihood_rolling", *TEXTS), disable_tqdm=True)
+    interrupts.check()
+
+
+def test_verify_is_interrupted_too(folder, caplog):
+    model = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu", verify=4)
+    fine = model.fine
+
+    def signalled():
+        os.kill(os.getpid(), signal.SIGTERM)
+        return fine()
+
+    model.fine = signalled
+    with pytest.raises(SystemExit), caplog.at_level("WARNING", logger="lm_eval.duel_mdm"):
+        model.loglikelihood_rolling(ask("loglikelihood_rolling", *TEXTS), disable_tqdm=True)
+    assert "4 of 4 loglikelihood_rolling requests of this rank, and 0 windows of others, are done" in caplog.text
+
+
+def test_other_threads_have_no_signals(model):
+    values = []
+    asked = ask("loglikelihood_rolling", *TEXTS)
+    thread = threading.Thread(target=lambda: values.extend(model.loglikelihood_rolling(asked, disable_tqdm=True)))
+    thread.start()
+    thread.join()
+    assert len(values) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_command_line_says_where_it_goes_on(tmp_path, number):
+    run = kill.start(tmp_path)
+    while run.poll() is None and not kill.kept(tmp_path, "window "):
+        time.sleep(0.05)
+    run.send_signal(number)
+    assert run.wait(30) == 128 + number
+    log = (tmp_path / "log.txt").read_text()
+    name, file = signal.Signals(number).name, re.escape(str(tmp_path / "c_rank0.db"))
+    said = f"Interrupted by {name} on rank 0: (\\d+) of {kill.LIMIT} loglikelihood_rolling requests of this rank"
+    said += rf", and (\d+) windows of others, are done and kept in {file}: the same command goes on from there"
+    ((done, parts),) = re.findall(said, log.replace("\n", " "))
+    assert kill.kept(tmp_path) == int(done) < kill.LIMIT and kill.kept(tmp_path, "window ") == int(parts)
+    assert "Traceback" not in log
+    again = kill.start(tmp_path)
+    assert again.wait() == 0
+    assert f"Requests remaining: {kill.LIMIT - int(done)}" in (tmp_path / "log.txt").read_text()
+    assert len(kill.documents(tmp_path)) == kill.LIMIT
+
+
+@pytest.mark.slow
+def test_ten_kills_change_no_number(tmp_path, capsys):
+    assert kill.main([str(tmp_path)]) == 0, capsys.readouterr().out
+    said = capsys.readouterr().out
+    print(said)
+    finished, flying = map(int, re.search(r"scored twice: (\d+) finished, (\d+) in flight, in 10 kills", said).groups())
+    assert finished <= 1 and flying <= 10  # finished: killed between trace and cache
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_all_ranks(tmp_path):
+    """As a terminal sends it: to the launcher and to its processes, which then hear of it from the launcher again."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
+    run = subprocess.Popen(
+        [*launcher, *kill.command(tmp_path)[1:]],
+        stdout=(tmp_path / "log.txt").open("wb"),
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    while run.poll() is None and not kill.kept(tmp_path, "window "):
+        time.sleep(0.05)
+    os.killpg(run.pid, signal.SIGINT)
+    assert run.wait(60) != 0
+    log = (tmp_path / "log.txt").read_text().replace("\n", " ")
+    for rank in (0, 1):
+        assert re.search(rf"Interrupted by SIGINT on rank {rank}: \d+ of 10 .* kept in .*c_rank{rank}.db", log), rank

@@ -1,0 +1,259 @@
+"""Traces: written as documents finish, read back as plain Python, shown in a terminal."""
+
+import json
+import math
+
+import pytest
+import tiny
+from test_lm import ask
+
+from lm_eval_duel.cli import show
+from lm_eval_duel.cli.main import main
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.harness import trace
+from lm_eval_duel.harness.lm import DuelMDM
+from lm_eval_duel.harness.trace import Writer
+
+HEADER = {"fingerprint": "abc", "law": {"rule": "greedy:k=1"}, "tokenizer": "demo-mdm"}
+TEXTS = ["a b c d e f g h i j k l m n o p q r s t", "the of and", "", "z y x w v u the"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.checkpoint(tmp_path_factory.mktemp("bert"), "bert", length=16)
+
+
+def scored(folder, path, **arguments):
+    lm = DuelMDM(pretrained=folder, device="cpu", max_length=16, trace=str(path), **{"block": 4, **arguments})
+    return lm, lm.loglikelihood_rolling(ask("loglikelihood_rolling", *[(text,) for text in TEXTS]), disable_tqdm=True)
+
+
+def test_a_trace_holds_every_window_as_it_was_scored(folder, tmp_path):
+    lm, answers = scored(folder, tmp_path / "t.jsonl")
+    records = trace.read(tmp_path / "t.jsonl")
+    assert [(r["task"], r["doc"], r["request"], r["window"]) for r in records] == [
+        ("toy", 0, 0, 0),
+        ("toy", 0, 0, 1),
+        ("toy", 1, 0, 0),
+        ("toy", 3, 0, 0),
+    ]
+    for doc, text in enumerate(TEXTS):
+        mine = [r for r in records if r["doc"] == doc]
+        assert [t for r in mine for t in r["ids"]] == lm.tok_encode(text)
+        assert math.fsum(r["log_prob"] for r in mine) == pytest.approx(answers[doc], abs=1e-9)
+    for r in records:
+        size = len(r["ids"])
+        assert math.fsum(r["nats"]) == pytest.approx(r["log_prob"], abs=1e-9)
+        assert {len(r[name]) for name in ("steps", "nats", "confidence", "margin", "entropy")} == {size}
+        assert r["context"] == 1 and r["starts"] == list(range(0, size, 4)) and r["nfe"] == size
+        assert all(0 < e < math.log(40) and 0 <= m <= 1 for e, m in zip(r["entropy"], r["margin"], strict=True))
+        assert r["values"] == {"duel": r["log_prob"]}
+        # the truth is never more probable than the top token
+        for nats, odds in zip(r["nats"], r["confidence"], strict=True):
+            assert nats <= -math.log1p(math.exp(-odds)) + 1e-4
+    header = trace.law(tmp_path / "t.jsonl")
+    assert (header["fingerprint"], header["law"]) == (lm.fingerprint, lm.law)
+
+
+@pytest.mark.parametrize("estimator", ["elbo", "elbo_exact", "mixture", "oracle"])
+def test_every_estimator_leaves_a_trace(folder, tmp_path, estimator):
+    extra = {"mc_samples": 16} if estimator == "elbo" else {"lattice_rules": "greedy+margin:k=2"}
+    lm, answers = scored(folder, tmp_path / "t.jsonl", estimator=estimator, **extra)
+    records = trace.read(tmp_path / "t.jsonl")
+    for r in records:
+        assert r["values"][estimator] == r["log_prob"] and next(iter(r["values"])) == estimator
+        if estimator == "elbo":
+            assert r["stderr"] > 0 and not r["steps"] and math.fsum(r["nats"]) == pytest.approx(r["log_prob"], abs=1e-9)
+        else:
+            values = [r["values"][name] for name in ("elbo_exact", "mixture", "oracle")]
+            assert values == sorted(values)
+            for name in ("greedy:k=1", "margin:k=2"):
+                rule = r["rules"][name]
+                assert math.fsum(rule["nats"]) == pytest.approx(r["values"][name], abs=1e-9)
+                assert len(rule["entropy"]) == len(rule["steps"]) == len(r["ids"]) and rule["close_picks"] is not None
+    scored(folder, tmp_path / "duel.jsonl")
+    for mine, theirs in zip(records, trace.read(tmp_path / "duel.jsonl"), strict=True):
+        if estimator != "elbo":
+            assert mine["rules"]["greedy:k=1"]["steps"] == theirs["steps"]
+            assert mine["rules"]["greedy:k=1"]["nfe"] == theirs["nfe"]
+            assert mine["rules"]["greedy:k=1"]["margin"] == pytest.approx(theirs["margin"], abs=1e-3)
+            assert mine["values"]["greedy:k=1"] == pytest.approx(theirs["log_prob"], abs=1e-4)
+    totals = lm.get_model_info()["duel"]["tasks"]["toy"]
+    assert (totals["documents"], totals["windows"], totals["tokens"]) == (4, 4, 30)
+    for name, total in totals["values"].items():
+        assert total["nats"] == pytest.approx(math.fsum(r["values"][name] for r in records), abs=1e-6)
+    assert totals["values"][estimator]["nats"] == pytest.approx(math.fsum(answers), abs=1e-6)
+    if estimator == "elbo":
+        error = math.sqrt(math.fsum(r["stderr"] ** 2 for r in records))
+        assert totals["values"]["elbo"]["stderr"] == pytest.approx(error)
+
+
+def test_a_trace_goes_on_where_it_was_cut_off(tmp_path):
+    path = tmp_path / "t.jsonl"
+    Writer(str(path), HEADER).write([{"task": "t", "doc": 0, "request": 0, "window": 0, "n": 1}])
+    with path.open("a") as file:
+        file.write('{"task": "t", "doc": 1, "requ')
+    assert [r["doc"] for r in trace.read(path)] == [0]
+    Writer(str(path), HEADER).write([{"task": "t", "doc": 0, "request": 0, "window": 0, "n": 2}])
+    assert [r["n"] for r in trace.read(path)] == [2]  # the last of equal windows
+    assert len(path.read_text().splitlines()) == 3
+    with pytest.raises(DuelError, match=r"written under another law \(fingerprint abc; this run's is xyz\)"):
+        Writer(str(path), {**HEADER, "fingerprint": "xyz"})
+    with pytest.raises(DuelError, match=r"under another law \(rules None; this run's is \['margin:k=1'\]\)"):
+        Writer(str(path), {**HEADER, "rules": ["margin:k=1"]})
+    for cut in ('{"duel_trace": 1, "finger', '{"due', ""):  # killed in its first line
+        path.write_text(cut)
+        Writer(str(path), HEADER)
+        assert trace.law(path)["fingerprint"] == "abc"
+    (tmp_path / "notes.txt").write_text("my notes")
+    with pytest.raises(DuelError, match=r"notes.txt is no trace: its first line is no law"):
+        Writer(str(tmp_path / "notes.txt"), HEADER)
+    assert (tmp_path / "notes.txt").read_text() == "my notes"
+
+
+def test_a_long_line_that_was_cut_off_is_left_out(tmp_path):
+    path = tmp_path / "t.jsonl"
+    Writer(str(path), HEADER).write([{"task": "t", "doc": doc, "request": 0, "window": 0} for doc in range(2)])
+    whole = path.read_bytes()
+    path.write_bytes(whole + b"x" * 200_000)
+    Writer(str(path), HEADER)
+    assert path.read_bytes() == whole
+
+
+def test_two_writers_do_not_destroy_each_other(tmp_path):
+    path = tmp_path / "t.jsonl"
+    one, other = Writer(str(path), HEADER), Writer(str(path), HEADER)
+    for doc in range(6):
+        (one, other)[doc % 2].write([{"task": "t", "doc": doc, "request": 0, "window": 0, "text": "x" * 50 * doc}])
+    assert [r["doc"] for r in trace.read(path)] == list(range(6))
+
+
+def test_a_full_disk_stops_nothing(tmp_path, caplog):
+    """What cannot be written waits, and is written in order once there is room."""
+    path = tmp_path / "t.jsonl"
+    writer = Writer(str(path), HEADER)
+    room = writer._file
+    with caplog.at_level("ERROR", logger="lm_eval.duel_mdm"):
+        for doc in range(6):
+            writer._file = room if doc in (0, 5) else open("/dev/full", "wb", buffering=0)  # noqa: SIM115
+            writer.write([{"task": "t", "doc": doc, "request": 0, "window": 0}])
+            if doc == 4:
+                writer.settle()
+                assert [r["doc"] for r in trace.read(path)] == [0]
+    assert [r["doc"] for r in trace.read(path)] == list(range(6))
+    assert caplog.text.count("No space left on device): the run goes on") == 1
+    assert "4 lines are not in the trace" in caplog.text
+
+
+def test_a_document_scored_again_is_the_new_one_alone(tmp_path):
+    path = tmp_path / "run[1].jsonl"
+    for rank, windows in ((0, 3), (1, 1)):
+        Writer(str(path), HEADER, rank, 2).write(
+            [{"task": "t", "doc": 0, "request": 0, "window": n, "rank": rank} for n in range(windows)]
+        )
+    assert [(r["window"], r["rank"]) for r in trace.read(path)] == [(0, 1)]
+    Writer(str(path), HEADER).write([{"task": "t", "doc": 0, "request": 0, "window": 0, "rank": None}])
+    assert [r["rank"] for r in trace.read(path)] == [None]  # the newest file
+
+
+def test_the_files_of_all_ranks_are_one_trace(tmp_path):
+    path = tmp_path / "t.jsonl"
+    for rank in (0, 1, 2):
+        Writer(str(path), HEADER, rank, 3).write(
+            [{"task": "t", "doc": doc, "request": 0, "window": 0} for doc in range(rank, 7, 3)]
+        )
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["t.rank0.jsonl", "t.rank1.jsonl", "t.rank2.jsonl"]
+    assert [r["doc"] for r in trace.read(path)] == list(range(7))
+    Writer(str(tmp_path / "t.rank3.jsonl"), {**HEADER, "fingerprint": "old"})
+    with pytest.raises(DuelError, match=r"under different laws \(t.rank0.jsonl: abc.*t.rank3.jsonl: old"):
+        trace.read(path)
+
+
+def test_what_is_no_trace(tmp_path):
+    with pytest.raises(DuelError, match=r"There is no trace .*none.jsonl; write one with --model_args trace="):
+        trace.read(tmp_path / "none.jsonl")
+    (tmp_path / "other.jsonl").write_text('{"a": 1}\n')
+    with pytest.raises(DuelError, match=r"other.jsonl is no trace: its first line is no law"):
+        trace.read(tmp_path / "other.jsonl")
+    (tmp_path / "later.jsonl").write_text('{"duel_trace": 9}\n')
+    with pytest.raises(DuelError, match="is a trace of format 9; this release reads 1"):
+        trace.law(tmp_path / "later.jsonl")
+    Writer(str(tmp_path / "bad.jsonl"), HEADER)
+    with (tmp_path / "bad.jsonl").open("a") as file:
+        file.write("{\n{}\n")
+    with pytest.raises(DuelError, match=r"bad.jsonl, line 2 is no window of a trace"):
+        trace.read(tmp_path / "bad.jsonl")
+
+
+# ---------------------------------------------------------------- show
+
+
+@pytest.fixture(scope="module")
+def traced(folder, tmp_path_factory):
+    path = tmp_path_factory.mktemp("trace") / "t.jsonl"
+    scored(folder, path)
+    return path
+
+
+def test_show_without_colours_is_a_table(traced, capsys):
+    main(["show", str(traced), "--doc", "1"])
+    lines = capsys.readouterr().out.splitlines()
+    record = next(r for r in trace.read(traced) if r["doc"] == 1)
+    assert lines[0] == "document 1 of toy, window 0: 3 tokens"
+    assert f"duel {record['log_prob']:.2f} nats, perplexity {math.exp(-record['log_prob'] / 3):.2f}" in lines
+    rows = [line.split() for line in lines[-3:]]
+    assert [int(row[2]) for row in rows] == record["steps"] and [row[-1] for row in rows] == ["the", "of", "and"]
+    assert [float(row[3]) for row in rows] == pytest.approx(record["nats"], abs=1e-3)
+
+
+@pytest.mark.parametrize("by", ["step", "nats"])
+def test_show_colours_every_token(traced, capsys, by):
+    main(["show", str(traced), "--doc", "0", "--by", by, "--color", "always"])
+    out = capsys.readouterr().out
+    assert out.count("window") == 2 and out.count("\x1b[48;5;") == 20 + 8  # tokens and legend
+
+
+def test_show_of_a_lattice_shows_a_rule(folder, tmp_path, capsys):
+    path = tmp_path / "t.jsonl"
+    scored(folder, path, estimator="mixture", lattice_rules="greedy+right_to_left")
+    records = [r for r in trace.read(path) if r["doc"] == 1]
+    for rule, name in (([], "greedy:k=1"), (["--rule", "right_to_left"], "right_to_left:k=1")):
+        main(["show", str(path), "--doc", "1", *rule])
+        lines = capsys.readouterr().out.splitlines()
+        assert f"shown: the order of {name}" in lines
+        assert [int(line.split()[2]) for line in lines[-3:]] == records[0]["rules"][name]["steps"]
+    with pytest.raises(SystemExit, match=r"has no order of margin:k=1; it holds greedy:k=1, right_to_left:k=1"):
+        main(["show", str(path), "--rule", "margin"])
+
+
+def test_show_says_what_there_is(traced):
+    with pytest.raises(SystemExit, match=r"has no document 7 of task toy; it holds documents 0 to 3 of task toy"):
+        main(["show", str(traced), "--doc", "7"])
+    with pytest.raises(SystemExit, match=r"has no document 0 of task other; it holds the tasks toy"):
+        main(["show", str(traced), "--task", "other"])
+
+
+def test_a_character_of_several_tokens_stands_at_the_last():
+    from lm_eval_duel import denoisers
+    from lm_eval_duel.cli.show import spelled
+
+    tokenizer = denoisers.load_tokenizer({"tokenizer": "demo-mdm"})
+    ids = tokenizer("naïve \N{SNOWMAN} café", add_special_tokens=False)["input_ids"]
+    pieces = spelled(ids, tokenizer)
+    assert "".join(pieces) == tokenizer.decode(ids) and "" in pieces
+
+
+def test_json_of_a_trace_is_one_object_a_line(traced):
+    assert all(isinstance(json.loads(line), dict) for line in traced.read_text().splitlines())
+
+
+def test_a_bound_is_shown_with_its_error_and_a_hopeless_window_is_shown():
+    record = {"task": "t", "doc": 0, "window": 0, "ids": [1, 2], "starts": [0], "steps": [], "nats": [-2.0, -2.0]}
+    text = show.show([record | {"values": {"elbo": -4.0}, "stderr": 0.5}], Letters(), "nats", False)
+    assert "elbo (a bound) -4.00 +- 0.50 nats, perplexity 7.39 +- 1.85" in text
+    assert "perplexity inf" in show.show([record | {"values": {"duel": -4000.0}}], Letters(), "nats", False)
+
+
+class Letters:
+    def decode(self, ids):
+        return "".join(chr(97 + n) for n in ids)

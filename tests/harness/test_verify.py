@@ -1,0 +1,97 @@
+"""`verify=N`: some windows once more, one row a call in float32."""
+
+import pytest
+import tiny
+from test_lm import ask
+
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.harness.lm import DuelMDM
+
+TEXTS = [(" ".join(letter + "bcdefghijkl"),) for letter in "mnopqrs"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.checkpoint(tmp_path_factory.mktemp("bert"), "bert", length=16)
+
+
+def scored(folder, **options):
+    model = DuelMDM(**{"pretrained": folder, "rule": "greedy", "block": 4, "device": "cpu", **options})
+    values = model.loglikelihood_rolling(ask("loglikelihood_rolling", *TEXTS), disable_tqdm=True)
+    return model, values
+
+
+def test_float32_agrees_and_nothing_else_is_counted(folder, caplog):
+    with caplog.at_level("INFO", logger="lm_eval.duel_mdm"):
+        model, values = scored(folder, verify=5)
+    plain, same = scored(folder)
+    found = model.get_model_info()["duel"]
+    assert values == same and found["rows"] == plain.get_model_info()["duel"]["rows"]
+    assert (found["verify"]["windows"], found["verify"]["tokens"]) == (5, 60)
+    assert found["verify"]["largest_difference"] < 1e-4 and found["verify"]["moved_picks"] == 0
+    assert "verify: 5 windows scored again, one row at a time in float32: largest difference" in caplog.text
+    assert plain.get_model_info()["duel"]["verify"] is None
+
+
+def test_one_row_a_call(folder, monkeypatch):
+    model, _ = scored(folder)
+    from lm_eval_duel.denoisers.hf.masked_lm import HuggingFace
+
+    rows, features = [], HuggingFace.features
+    monkeypatch.setattr(
+        HuggingFace, "features", lambda self, ids, real: rows.append(len(ids)) or features(self, ids, real)
+    )
+    model.options = model.options.__class__(**{**vars(model.options), "verify": 3})
+    model.loglikelihood_rolling(ask("loglikelihood_rolling", *TEXTS), disable_tqdm=True)
+    steps = 3 * 12  # of the three windows
+    assert set(rows[-steps:]) == {1} and max(rows[:-steps]) > 1
+
+
+def test_a_coarser_run_is_held_against_float32(folder):
+    model, values = scored(folder, verify=99, dtype="bfloat16")
+    _, fine = scored(folder)
+    found = model.get_model_info()["duel"]["verify"]
+    worst = max(abs(one - other) for one, other in zip(values, fine, strict=True))
+    assert found["windows"] == 7 and found["largest_difference"] == pytest.approx(worst, abs=1e-4) and worst > 1e-3
+
+
+def test_moved_picks_are_counted(folder):
+    """Against a network that was changed in between."""
+    model = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu", verify=7)
+    other = DuelMDM(pretrained=folder, rule="right_to_left", block=4, device="cpu")
+    asked = ask("loglikelihood_rolling", *TEXTS)
+    model.estimator.stream = other.estimator.stream  # a run that went wrong
+    model.loglikelihood_rolling(asked, disable_tqdm=True)
+    found = model.get_model_info()["duel"]["verify"]
+    assert found["moved_picks"] > 20 and found["moved_windows"] == 7 and found["largest_difference"] > 0.1
+
+
+@pytest.mark.parametrize("law", [{"estimator": "elbo", "mc_samples": 8}, {"estimator": "oracle"}])
+def test_estimators_without_one_order(folder, law):
+    model, _ = scored(folder, verify=2, **law)
+    found = model.get_model_info()["duel"]["verify"]
+    assert found["windows"] == 2 and found["largest_difference"] < 1e-4
+    assert found["moved_picks"] == (None if law["estimator"] == "elbo" else 0)
+
+
+def test_what_cannot_be_verified_is_not_lost(folder, caplog):
+    model = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu", verify=2)
+
+    def fine():
+        raise DuelError("it does not fit.")
+
+    model.fine = fine
+    with caplog.at_level("ERROR", logger="lm_eval.duel_mdm"):
+        values = model.loglikelihood_rolling(ask("loglikelihood_rolling", *TEXTS), disable_tqdm=True)
+    assert values == scored(folder)[1]
+    assert "verify: nothing is verified, and the answers stand: it does not fit." in caplog.text
+
+
+def test_ranks_share_it(folder):
+    shares = []
+    for rank in range(3):
+        model = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu", verify=4)
+        model._rank, model._world_size = rank, 3
+        model.loglikelihood_rolling(ask("loglikelihood_rolling", *TEXTS), disable_tqdm=True)
+        shares.append(model.cost.verified.windows)
+    assert shares == [2, 1, 1]

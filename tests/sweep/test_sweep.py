@@ -1,0 +1,535 @@
+"""The sweep: every metric by hand, shared states against one rule at a time, and that nothing is computed twice."""
+
+import functools
+import itertools
+import json
+import math
+import sys
+import types
+from collections import Counter
+
+import benchmarks
+import lm_eval.tasks
+import pytest
+import tiny
+import torch
+from lm_eval.tasks import TaskManager
+from toys import BlockCausal, Toy
+
+from lm_eval_duel import denoisers, rules
+from lm_eval_duel.cli.main import main
+from lm_eval_duel.engine.reveal import RevealLoop
+from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators.duel import Duel, Exact
+from lm_eval_duel.estimators.lattice import Lattice
+from lm_eval_duel.harness.lm import DuelMDM
+from lm_eval_duel.sweep import arguments as asked
+from lm_eval_duel.sweep import corpus, judges, metrics, store, tables
+from lm_eval_duel.sweep import main as sweep
+from lm_eval_duel.sweep.shared import Shared
+
+RULES = [
+    "greedy:k=1",
+    "greedy:k=2",
+    "greedy:k=4",
+    "margin:k=1",
+    "margin:k=3",
+    "left_to_right:k=1",
+    "left_to_right:k=2",
+    "threshold:mu=0.5",
+    "threshold:mu=0.7",
+    "random:k=1:seed=0",
+    "entropy_bound:gamma=0.5",
+]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tiny networks are done sooner than threads agree."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# ---------------------------------------------------------------- metrics
+
+
+def test_metrics_by_hand():
+    samples = [(1, 1, 2, 1), (3, 3, 3, 3)]
+    assert metrics.entropy(samples) == pytest.approx((-0.75 * math.log(0.75) - 0.25 * math.log(0.25) + 0) / 2)
+    assert metrics.distinct(samples, 1) == 3 / 8
+    assert metrics.distinct(samples, 2) == 4 / 6  # 11 12 21 33
+    assert metrics.distinct(samples, 4) == 1 and metrics.distinct(samples, 5) is None
+    assert metrics.repetition([(1, 2, 1, 2, 1, 2), (1, 2, 3, 4, 5, 6)]) == pytest.approx((1 / 3 + 0) / 2)  # 1212 twice
+    assert metrics.repetition([(1, 2)]) is None
+    assert metrics.mean_error([1.0, 3.0]) == (2.0, pytest.approx(math.sqrt(2) / math.sqrt(2)))
+    assert metrics.mean_error([1.0])[1] is None and metrics.mean_error([1.0, math.inf])[1] is None
+    each, error = metrics.rate([2.0, 6.0], [1, 3])
+    assert (each, error) == (2.0, 0.0)  # the same rate in both
+    each, error = metrics.rate([2.0, 4.0], [1, 1])
+    assert (each, error) == (3.0, pytest.approx(1.0))  # as of a mean of two
+    assert metrics.perplexity(math.log(7)) == pytest.approx(7) and metrics.perplexity(1e9) == math.inf
+
+
+def test_kl_is_zero_with_itself_and_the_exact_one_on_a_toy():
+    toy = Toy(length=4, seed=3, scale=4.0)
+    a, b = Duel(toy, "greedy", 4), Duel(toy, "left_to_right", 4)
+    strings = [Window((), ids) for ids in itertools.product(range(3), repeat=4)]
+    p, q = ([scored.log_prob for scored in duel.log_prob(strings)] for duel in (a, b))
+    exact = math.fsum(math.exp(x) * (x - y) for x, y in zip(p, q, strict=True)) / 4
+    drawn = a.sample([()] * 2000, 4, seed=11)
+    own = [one.log_prob for one in drawn]
+    assert metrics.kl(own, own, 4) == (0.0, 0.0)
+    other = [one.log_prob for one in b.log_prob([Window((), one.tokens) for one in drawn])]
+    found, error = metrics.kl(own, other, 4)
+    assert exact > 0.01 and error < exact / 5
+    assert abs(found - exact) < 4 * error
+
+
+# ---------------------------------------------------------------- shared states
+
+
+def windows(sizes, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [Window(*(torch.randint(3, (n,), generator=generator).tolist() for n in size)) for size in sizes]
+
+
+@pytest.mark.parametrize(
+    ("toy", "block"),
+    [
+        (Toy(length=12, seed=1), 4),
+        (Toy(length=12, seed=1), None),
+        (Toy(length=12, seed=2, honours_padding=False), 5),
+        (BlockCausal(block=4, length=12, seed=3), 4),
+    ],
+)
+def test_many_rules_at_once_are_each_rule_by_itself(toy, block):
+    texts = windows([(0, 12), (1, 11), (3, 9), (2, 5), (2, 0), (0, 12), (1, 1)])
+    texts.append(texts[0])
+    shared = Shared(toy, [rules.parse(rule) for rule in RULES], block)
+    found, steps, states = shared.log_prob(texts), 0, 0
+    for rule in RULES:
+        for many, alone in zip(found, Duel(toy, rule, block).log_prob(texts), strict=True):
+            followed = many.rules[rule]
+            assert followed.log_prob == pytest.approx(alone.log_prob, abs=1e-9)
+            assert (followed.nfe, followed.close_picks) == (alone.nfe, alone.close_picks)
+            steps += alone.nfe
+    states = sum(many.states for many in found)
+    assert states < 0.7 * steps
+    if toy.attention == "bidirectional":  # a row of a block-causal network holds a state of several blocks
+        assert shared.counts.rows <= states
+    if block:
+        lattice = Lattice(toy, block, follow=RULES)
+        for many, every in zip(found, lattice.log_prob(texts), strict=True):
+            for rule in RULES:
+                assert many.rules[rule].log_prob == pytest.approx(every.rules[rule].log_prob, abs=1e-9)
+        assert states <= sum(2**width - 1 for text in texts for _, width in shared.blocks(text))
+
+
+def test_a_state_is_evaluated_once():
+    toy = Toy(length=8, seed=5)
+    (text,) = windows([(0, 8)])
+    one = Shared(toy, [rules.parse("left_to_right:k=1")], 8)
+    one.log_prob([text])
+    many = Shared(toy, [rules.parse(f"left_to_right:k={k}") for k in (1, 2, 4, 8)], 8)
+    (found,) = many.log_prob([text])
+    assert one.counts.rows == many.counts.rows == found.states == 8  # all states of k=2, 4, 8 are some of k=1
+    assert {rule: followed.nfe for rule, followed in found.rules.items()} == {
+        f"left_to_right:k={k}": 8 // k for k in (1, 2, 4, 8)
+    }
+
+
+def test_rules_with_a_memory_are_refused():
+    with pytest.raises(DuelError, match="has a memory"):
+        Shared(Toy(), [rules.parse("klass:mu=0.5:nu=0.1")], 4)
+
+
+# ---------------------------------------------------------------- the command on tiny networks
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("networks")
+    return {
+        "mdm": tiny.checkpoint(folder / "mdm", "distilbert"),
+        "same": tiny.checkpoint(folder / "same", "gpt2"),
+        "other": tiny.checkpoint(folder / "other", "gpt2", mask=False),
+    }
+
+
+@pytest.fixture(autouse=True)
+def own_tasks_only(monkeypatch):
+    """To index all tasks of the harness takes it seconds each time."""
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", functools.partial(TaskManager, include_defaults=False))
+
+
+def documents_of(places):
+    return corpus.load("sotu", {"pretrained": places["mdm"]}, 2)
+
+
+def arguments(places, out, *more, samples="3", scorer="same"):
+    said = ["--model_args", f"pretrained={places['mdm']},block=4", "--tasks", "sotu", "--limit", "2"]
+    said += ["--rules", "greedy,left_to_right", "--k", "1,2", "--mu", "0.2", "--device", "cpu", "--out", str(out)]
+    said += ["--samples", samples, "--length", "10"] if samples else []
+    return [*said, *(["--scorer", places[scorer]] if samples and scorer else []), *more]
+
+
+def report_of(out):
+    return json.loads((out / "sweep.json").read_text())
+
+
+def test_the_figures_are_those_of_the_parts_by_hand(places, tmp_path, capsys):
+    main(["sweep", *arguments(places, tmp_path, "--elbo", "16")])
+    printed, report = capsys.readouterr().out, report_of(tmp_path)
+    assert printed.startswith((tmp_path / "sweep.md").read_text().rstrip())
+    assert report["files"] == ["sweep.md", "sweep.json", "sweep.png"]
+    assert (tmp_path / "sweep.png").stat().st_size > 10_000
+    names = ["greedy:k=1", "greedy:k=2", "left_to_right:k=1", "left_to_right:k=2", "threshold:mu=0.2"]
+    assert [setting["name"] for setting in report["settings"]] == names
+    assert all(f"`{name}`" in printed for name in names)
+
+    documents = documents_of(places)
+    assert documents.units["bytes"] == sum(len(text.encode()) for text in documents.texts)
+    scorer = denoisers.load(places["same"], attention="causal", device="cpu")
+    for setting in report["settings"]:
+        model = DuelMDM(pretrained=places["mdm"], block=4, rule=setting["rule"], device="cpu")
+        assert setting["fingerprint"] == model.fingerprint  # comparable with a run of the harness
+        texts = documents.windows(model.text)
+        scored = model.estimator.log_prob(texts)
+        nats, tokens = -sum(one.log_prob for one in scored), sum(len(window.target) for window in texts)
+        assert setting["text"]["perplexity"] == pytest.approx(math.exp(nats / tokens))
+        assert setting["text"]["bits_per_byte"] == pytest.approx(nats / math.log(2) / documents.units["bytes"])
+        assert setting["text"]["nfe"] == sum(one.nfe for one in scored)
+        assert setting["text"]["nfe_per_token"] == setting["text"]["nfe"] / tokens
+        assert setting["text"]["nfe_per_window"] == setting["text"]["nfe"] / len(texts)
+
+        found = setting["samples"]
+        drawn = model.estimator.sample([(2,)] * 3, 10, suffix=(3,), seed=0)  # [CLS] ... [SEP]
+        assert found["own_nats_per_token"] == pytest.approx(-sum(one.log_prob for one in drawn) / 30)
+        ids = [one.tokens for one in drawn]
+        assert found["entropy"] == pytest.approx(
+            sum(-n / 10 * math.log(n / 10) for one in ids for n in Counter(one).values()) / 3
+        )
+        exact = Exact(scorer).log_prob([Window((2,), one) for one in ids])
+        each = -sum(one.log_prob for one in exact) / 30
+        assert found["generative"]["perplexity"] == pytest.approx(math.exp(each), rel=1e-5)
+        assert found["generative"]["same_ids"] and found["generative"]["tokens"] == 30
+
+    a, b = (Duel(model.denoiser, rule, 4) for rule in ("greedy", "left_to_right"))
+    drawn = a.sample([(2,)] * 3, 10, suffix=(3,), seed=0)
+    other = b.log_prob([Window((2,), one.tokens, (3,)) for one in drawn])
+    kl = {(one["of"], one["under"]): one["nats_per_token"] for one in report["kl"]}
+    assert len(kl) == 4 and kl["greedy:k=1", "greedy:k=1"] == 0
+    expected = sum(x.log_prob - y.log_prob for x, y in zip(drawn, other, strict=True)) / 30
+    assert kl["greedy:k=1", "left_to_right:k=1"] == pytest.approx(expected, abs=1e-6)
+
+    assert report["elbo"]["draws"] == 16 and report["elbo"]["stderr"] > 0
+    assert report["shared"]["evaluated"] < report["shared"]["steps"]
+    assert report["shared"]["steps"] == sum(setting["text"]["nfe"] for setting in report["settings"])
+
+
+@pytest.fixture
+def count_calls(monkeypatch):
+    calls = []
+    once = RevealLoop.run
+
+    def counted(self, *given, **named):
+        calls.append(self.denoiser.attention)
+        return once(self, *given, **named)
+
+    monkeypatch.setattr(RevealLoop, "run", counted)
+    return calls
+
+
+def test_what_is_finished_is_not_run_again(places, tmp_path, count_calls, capsys):
+    sweep(arguments(places, tmp_path))
+    first, before = report_of(tmp_path), len(count_calls)
+    assert before and len(list(tmp_path.glob("settings/*.json"))) == 5
+    count_calls.clear()
+    sweep(arguments(places, tmp_path))
+    assert count_calls == ["causal"]  # the task's own text under the scorer
+    assert report_of(tmp_path)["settings"] == first["settings"] and report_of(tmp_path)["kl"] == first["kl"]
+
+    count_calls.clear()  # other questions: other files; what is the same in them is there
+    sweep([*arguments(places, tmp_path, samples="4"), "--kl", "none"])
+    assert count_calls.count("bidirectional") == 5  # one more sample of each setting
+    assert len(list(tmp_path.glob("settings/*.json"))) == 10
+    count_calls.clear()
+    sweep([*arguments(places, tmp_path, samples=""), "--rules", "greedy,margin"])
+    assert count_calls == ["bidirectional"]  # two more rules, together
+    count_calls.clear()
+    sweep([*arguments(places, tmp_path, samples=""), "--model_args", f"pretrained={places['mdm']},block=2"])
+    assert len(count_calls) == 1  # another law
+
+
+@pytest.mark.parametrize("after", [1, 6])
+def test_ctrl_c_keeps_what_is_done(places, tmp_path, monkeypatch, capsys, after):
+    sweep(arguments(places, tmp_path / "whole"))
+    added, add = [], store.Journal.add
+
+    def interrupted(self, line):
+        if len(added) == after:
+            raise KeyboardInterrupt
+        added.append(line)
+        add(self, line)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store.Journal, "add", interrupted)
+        with pytest.raises(SystemExit) as stopped:
+            sweep(arguments(places, tmp_path / "cut"))
+    assert stopped.value.code == 130 and "the same command goes on" in capsys.readouterr().err
+    kept = [line for file in tmp_path.glob("cut/parts/*.jsonl") for line in file.read_text().splitlines()]
+    assert len(kept) == after
+    last = max((tmp_path / "cut" / "parts").glob("*.jsonl"), key=lambda file: file.stat().st_mtime_ns)
+    with last.open("a") as file:
+        file.write('{"cut off in the mid')
+    sweep(arguments(places, tmp_path / "cut"))
+    whole, cut = report_of(tmp_path / "whole"), report_of(tmp_path / "cut")
+    total = [line for file in tmp_path.glob("cut/parts/*.jsonl") for line in file.read_text().splitlines()]
+    ours = [line for file in tmp_path.glob("whole/parts/*.jsonl") for line in file.read_text().splitlines()]
+    assert len(total) == len(ours)  # none was computed twice
+    for one, other in zip(whole["settings"], cut["settings"], strict=True):
+        assert one["text"]["perplexity"] == pytest.approx(other["text"]["perplexity"], rel=1e-6)
+        assert one["samples"]["own_nats_per_token"] == pytest.approx(other["samples"]["own_nats_per_token"], rel=1e-6)
+
+
+def test_samples_are_tokenized_anew_for_another_tokenizer(places):
+    model = DuelMDM(pretrained=places["mdm"], device="cpu")
+    same, other = (judges.Scorer(places[name], model.text, "cpu") for name in ("same", "other"))
+    assert same.same and not other.same
+    ids = [5, 6, 31, 5]  # words: decoded with spaces between
+    (nats,), (count,) = other([ids])
+    assert count == 4 and nats == pytest.approx(same([ids])[0][0], abs=1e-5)
+
+
+def test_a_rule_with_a_memory_is_scored_by_itself(places, tmp_path):
+    more = ["--rules", "greedy,klass:mu=0.3:nu=0.5"]
+    sweep([*arguments(places, tmp_path, samples=""), *more])
+    found = {setting["name"]: setting for setting in report_of(tmp_path)["settings"]}
+    model = DuelMDM(pretrained=places["mdm"], block=4, rule="klass:mu=0.3:nu=0.5", device="cpu")
+    scored = model.estimator.log_prob(documents_of(places).windows(model.text))
+    assert found["klass:mu=0.3:nu=0.5"]["text"]["nats"] == pytest.approx(-sum(one.log_prob for one in scored))
+
+
+def test_rows_of_a_wrapped_task_keep_their_ids(tmp_path):
+    benchmarks.write(tmp_path / "data")
+    metadata = {"data_dir": tmp_path / "data", "rows": benchmarks.ROWS, "length": 32}
+    more = ["--metadata", ",".join(f"{key}={value}" for key, value in metadata.items())]
+    said = ["--model_args", "pretrained=demo-mdm,block=4,bos=given", "--tasks", "duel_ptb_wrapped", "--limit", "2"]
+    sweep(
+        [
+            *said,
+            "--rules",
+            "left_to_right",
+            "--k",
+            "4",
+            "--samples",
+            "2",
+            "--length",
+            "8",
+            *more,
+            "--out",
+            str(tmp_path),
+        ]
+    )
+    report = report_of(tmp_path)
+    assert report["task"]["tokens"] == 62 and report["task"]["windows"] == 2  # of each row the first id is given
+    assert report["settings"][0]["text"]["bits_per_byte"] is None  # rows have no bytes of their own
+
+
+# ---------------------------------------------------------------- extras
+
+
+def test_without_matplotlib_there_are_tables(places, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    sweep(arguments(places, tmp_path, samples=""))
+    assert "matplotlib is not installed" in capsys.readouterr().out
+    assert report_of(tmp_path)["files"] == ["sweep.md", "sweep.json"] and not (tmp_path / "sweep.png").exists()
+
+
+def test_without_mauve_the_extra_is_named(places, tmp_path, monkeypatch):
+    monkeypatch.setattr(asked.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(DuelError, match=r"lm-eval-duel\[mauve\]"):
+        asked.parse([*arguments(places, tmp_path), "--mauve"])
+    monkeypatch.setitem(sys.modules, "mauve", None)
+    with pytest.raises(DuelError, match=r"lm-eval-duel\[mauve\]"):
+        judges.mauve(["a"], ["b"], "gpt2-large", 8, torch.device("cpu"))
+
+
+def test_mauve_gets_the_texts_and_stands_in_the_table(places, tmp_path, monkeypatch, capsys):
+    said = []
+
+    def compute_mauve(**given):
+        said.append(given)
+        return types.SimpleNamespace(mauve=0.25)
+
+    module = types.ModuleType("mauve")
+    module.compute_mauve, module.__spec__ = compute_mauve, types.SimpleNamespace()
+    monkeypatch.setitem(sys.modules, "mauve", module)
+    sweep([*arguments(places, tmp_path, samples="6"), "--mauve", "--rules", "greedy", "--k", "1", "--mu", ""])
+    (given,) = said
+    assert len(given["q_text"]) == len(given["p_text"]) == 6 and given["featurize_model_name"] == "gpt2-large"
+    assert given["max_text_length"] == 10 and given["device_id"] == -1
+    assert report_of(tmp_path)["settings"][0]["samples"]["mauve"] == 0.25
+    assert "MAUVE" in (tmp_path / "sweep.md").read_text()
+
+
+# ---------------------------------------------------------------- what is asked
+
+
+def test_settings_are_rules_by_k_and_thresholds():
+    found = asked.settings("greedy,random:seed=3,entropy_bound:gamma=0.1,l2r", "1,2", "0.5,.9,0.5")
+    assert [setting.name for setting in found] == [
+        "greedy:k=1",
+        "greedy:k=2",
+        "random:k=1:seed=3",
+        "random:k=2:seed=3",
+        "entropy_bound:gamma=0.1",
+        "left_to_right:k=1",
+        "left_to_right:k=2",
+        "threshold:mu=0.5",
+        "threshold:mu=0.9",
+    ]
+    assert asked.pairs("k=1", found) == ["greedy:k=1", "random:k=1:seed=3", "left_to_right:k=1"]
+    assert asked.pairs("greedy:k=2,threshold:mu=0.9", found) == ["greedy:k=2", "threshold:mu=0.9"]
+    assert asked.pairs("none", found) == []
+    kept, notes = asked.capped(asked.settings("greedy", "1,4,8,16", ""), 4)
+    assert [setting.name for setting in kept] == ["greedy:k=1", "greedy:k=4"] and "k=4 stands for it" in notes[0]
+    assert asked.capped(found, None) == (found, [])
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--rules", "gredy"], "Unknown unmasking rule 'gredy'. Did you mean greedy?"),
+        (["--k", "1,two"], "'--k' is a whole number, at least 1; got 'two'"),
+        (["--k", "0"], "'--k' is a whole number, at least 1; got '0'"),
+        (["--mu", "1.5"], "'mu' of rule 'threshold' is a probability from 0 to 1; got 1.5"),
+        (["--mu", "high"], "must be float, not 'high'"),
+        (["--rules", "threshold"], "Thresholds are named with --mu"),
+        (["--rules", "", "--mu", ""], "Nothing to compare"),
+        (["--rules", "greedy:k=2"], "gives k twice"),
+        (["--samples", "0"], "--scorer and --mauve judge samples"),
+        (["--samples", "many"], "'--samples' is a whole number"),
+        (["--kl", "greedy:k=7"], "Unknown setting of --kl 'greedy:k=7'"),
+        (["--tasks", "sotu,sotu_full"], "A sweep is of one task"),
+        (["--model_args", "rule=greedy"], "'rule' in --model_args: a sweep sets it itself"),
+        (["--model_args", "blok=4"], "Unknown model arg 'blok'. Did you mean block?"),
+    ],
+)
+def test_errors_come_before_anything_is_loaded(places, tmp_path, monkeypatch, more, message):
+    def fail(*given, **named):
+        raise AssertionError("it was loaded")
+
+    monkeypatch.setattr(corpus, "load", fail)
+    with pytest.raises(SystemExit) as stopped:
+        main(["sweep", *arguments(places, tmp_path), *more])
+    assert message in str(stopped.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_only_whole_texts_of_one_known_task(places):
+    with pytest.raises(DuelError, match=r"No task .sotuu.*Did you mean sotu"):
+        corpus.load("sotuu", {"pretrained": places["mdm"]}, 1)
+    with pytest.raises(DuelError, match="sotu_choice' is a multiple_choice task; a sweep scores whole texts"):
+        corpus.load("sotu_choice", {"pretrained": places["mdm"]}, 1)
+
+
+def test_rankings_put_ties_together():
+    def setting(family, k, duel, generative):
+        judged = {"generative": {"perplexity": generative}}
+        return {"family": family, "k": k, "text": {"perplexity": duel}, "samples": judged}
+
+    found = [setting("a", 1, 20.0, 30.0), setting("b", 1, 20.000001, 25.0), setting("c", 1, 19.0, 40.0)]
+    found += [setting("a", 2, 5.0, 6.0), setting("b", 2, 7.0, 8.0), {**setting("t", 3, 1.0, 1.0), "k": None}]
+    first, second = tables.rankings(found)
+    assert first["duel"] == [["c"], ["a", "b"]] and first["generative"] == [["b"], ["a"], ["c"]]
+    assert (first["same"], second["same"]) == (False, True)
+    assert "`c` < `a` = `b`" in tables.ranked([first, second])
+
+
+def test_a_journal_drops_a_line_that_was_cut_off(tmp_path):
+    journal = store.Journal(tmp_path, "windows", {"law": 1})
+    journal.add({"window": 0})
+    with journal.path.open("a") as file:
+        file.write('{"window": 1, "ru')
+    again = store.Journal(tmp_path, "windows", {"law": 1})
+    assert again.lines == [{"window": 0}]
+    again.add({"window": 1})
+    assert store.Journal(tmp_path, "windows", {"law": 1}).lines == [{"window": 0}, {"window": 1}]
+    assert store.Journal(tmp_path, "windows", {"law": 2}).lines == []
+
+
+def test_another_sweep_in_a_folder_has_files_of_its_own(places, tmp_path, capsys):
+    sweep(arguments(places, tmp_path, samples=""))
+    first = {name: (tmp_path / name).read_bytes() for name in ("sweep.md", "sweep.json", "sweep.png")}
+    sweep([*arguments(places, tmp_path, samples=""), "--rules", "greedy,margin"])
+    assert {name: (tmp_path / name).read_bytes() for name in first} == first
+    (other,) = tmp_path.glob("sweep_*.json")
+    found = json.loads(other.read_text())
+    assert found["files"] == [f"{other.stem}.md", other.name, f"{other.stem}.png"]
+    assert "margin:k=1" in (tmp_path / f"{other.stem}.md").read_text()
+    assert f"this one is {other.stem}.md" in capsys.readouterr().out
+    sweep([*arguments(places, tmp_path, samples=""), "--rules", "greedy,margin"])  # again: in its own place
+    assert list(tmp_path.glob("sweep_*.json")) == [other]
+    sweep(arguments(places, tmp_path, samples=""))
+    assert len(list(tmp_path.glob("sweep*.json"))) == 2
+
+
+def test_files_of_others_stay(tmp_path):
+    assert tables.name_of(tmp_path, "a1") == "sweep"
+    (tmp_path / "sweep.png").write_text("mine")
+    assert tables.name_of(tmp_path, "a1") == "sweep_a1"
+    for text in ("{}", "[", "[]", '{"configuration": "b2"}'):
+        (tmp_path / "sweep.json").write_text(text)
+        assert tables.name_of(tmp_path, "a1") == "sweep_a1"
+    (tmp_path / "sweep.json").write_text('{"configuration": "a1"}')
+    assert tables.name_of(tmp_path, "a1") == "sweep"
+
+
+def test_every_mean_has_its_standard_error(places, tmp_path):
+    sweep(arguments(places, tmp_path, "--elbo", "4"))
+    report, text = report_of(tmp_path), (tmp_path / "sweep.md").read_text()
+    for setting in report["settings"]:
+        said = setting["text"]
+        assert f"{said['perplexity']:.2f} +- {said['perplexity'] * said['stderr']:.2f}" in text
+        samples = setting["samples"]
+        assert f"{samples['entropy']:.3f} +- {samples['entropy_stderr']:.3f}" in text
+        assert samples["repetition_stderr"] is not None
+    assert "its Monte Carlo error is not known" in text  # of 4 draws
+
+
+def test_rankings_within_the_judges_error_are_no_ranking():
+    def setting(family, duel, generative, error):
+        judged = {"generative": {"perplexity": generative, "stderr": error}}
+        return {"family": family, "k": 1, "text": {"perplexity": duel}, "samples": judged}
+
+    (one,) = tables.rankings([setting("a", 20.0, 31.0, 0.1), setting("b", 21.0, 30.0, 0.1)])
+    assert one["same"] is None and one["close"] == [["b", "a"]]
+    assert "`b` ~ `a`" in tables.ranked([one]) and "not distinguishable" in tables.ranked([one])
+    (one,) = tables.rankings([setting("a", 20.0, 31.0, 0.001), setting("b", 21.0, 30.0, 0.001)])
+    assert one["same"] is False and one["close"] == []
+
+
+def test_what_is_kept_is_json_and_infinity_comes_back(tmp_path):
+    journal = store.Journal(tmp_path, "windows", {"law": 1})
+    journal.add({"window": 0, "rules": {"greedy": [-math.inf, 1, None]}, "text": "inf"})
+    json.loads(journal.path.read_text(), parse_constant=pytest.fail)
+    assert store.Journal(tmp_path, "windows", {"law": 1}).lines == journal.lines
+
+
+def test_names_families_and_caps():
+    """A line of the figure is a rule, whatever its user typed; a k above the block is another name of the block's."""
+    found = asked.settings("l2r,left_to_right,random:seed=3", "1,8,32", "0.5")
+    assert {setting.family for setting in found} == {"left_to_right", "random:seed=3", "threshold"}
+    capped = {asked.cap(setting, 8).name for setting in found if setting.k}
+    assert capped == {f"{rule}:k={k}" for rule in ("left_to_right",) for k in (1, 8)} | {
+        "random:k=1:seed=3",
+        "random:k=8:seed=3",
+    }
+
+
+def test_json_has_no_infinity():
+    assert tables.finite({"a": [1.0, float("inf")], "b": (float("nan"), "x")}) == {"a": [1.0, None], "b": [None, "x"]}

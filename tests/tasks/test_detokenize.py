@@ -1,0 +1,236 @@
+"""Every rule of every detokenizer, one before/after case or more for each, named by the rule."""
+
+import random
+import time
+
+import pytest
+
+from lm_eval_duel.tasks import detokenize
+
+RULES = {
+    "wikitext": detokenize.WIKITEXT,
+    "ptb": detokenize.PTB,
+    "lm1b": detokenize.LM1B,
+    "lambada": detokenize.LAMBADA,
+}
+CASES = {
+    "wikitext": {
+        "s '": ("the dogs ' tails", "the dogs' tails"),
+        "slashes, dead: year": ("the summer of ' 69 ", "the summer of ' 69 "),
+        "slashes, dead: alive": ("a /' 6/ b", "a /'[0-9]/ b"),
+        "@-@": ("a well @-@ known song", "a well-known song"),
+        "@,@": ("1 @,@ 234 people", "1,234 people"),
+        "@.@": ("3 @.@ 5 metres", "3.5 metres"),
+        ":": ("one thing : this", "one thing: this"),
+        ";": ("he came ; she saw", "he came; she saw"),
+        ".": ("It ended . Then more", "It ended. Then more"),
+        ". at the end stays": ("It ended .", "It ended ."),
+        "!": ("Help ! she said", "Help! she said"),
+        "?": ("Who ? he asked", "Who? he asked"),
+        ",": ("red , green , blue", "red, green, blue"),
+        "( )": ("a ( small ) one", "a (small) one"),
+        "( ) any white space": ("a ( \t small\n\n) one", "a (small) one"),
+        "( ) empty": ("a (  ) one", "a () one"),
+        "( ) start and end": ("( all )", "(all)"),
+        "( ) two": ("( a ) b ( c )", "(a) b (c)"),
+        "( ) nested": ("( a ( b ) c )", "(a ( b) c )"),
+        "( ) open": ("a ( b", "a ( b"),
+        "[ ]": ("quote [ sic ] here", "quote [sic] here"),
+        "[ ] nested": ("[ a [ b ] c ]", "[a [ b] c ]"),
+        "[ ] two": ("[ a ] b [ c ]", "[a] b [c]"),
+        "{ }": ("the set { a } is", "the set {a} is"),
+        "{ } two": ("{ a } b { c }", "{a} b {c}"),
+        "( [ mixed": ("( [ { a } ] )", "([{a}])"),
+        '"': ('he said " no " twice', 'he said "no" twice'),
+        '" two': ('" a " b " c "', '"a" b "c"'),
+        '" odd': ('" a " b " c', '"a" b " c'),
+        "'": ("called ' it ' here", "called 'it' here"),
+        "' apostrophes do harm": ("dogs ' tails and cats ' ears", "dogs'tails and cats' ears"),
+        "= = = =": ("\n = = = = Early = = = = \n", "\n==== Early ====\n"),
+        "= = = =, five": ("= = = = = Early", "===== Early"),
+        "= = =": (" = = = Early = = = ", " === Early === "),
+        "= =": (" = = Life = = ", " == Life == "),
+        "= alone": (" = Title = ", " = Title = "),
+        "degree": ("20 \N{DEGREE SIGN} C", "20\N{DEGREE SIGN}C"),
+        "space before a line break": ("one \ntwo", "one\ntwo"),
+        "space after a line break": ("one\n two", "one\ntwo"),
+        "a line as the data set has it": (" He was , then . \n", " He was, then.\n"),
+        "N": ("with N men", "with 1 men"),
+        "N N, once": (" N N N ", " 1 N 1 "),
+        "'s": ("the man 's hat", "the man's hat"),
+    },
+    "ptb": {
+        "'s": ("the company 's plan", "the company's plan"),
+        "s ' ": ("the workers ' plan", "the workers' plan"),
+        "n't": ("they did n't go", "they didn't go"),
+        "line break": ("one \n two", "one\ntwo"),
+        "slash": (r"a 1\/2 share and\/or", "a 1/2 share and/or"),
+        "N": ("rose N points", "rose 1 points"),
+        "N N": ("in N N N N years", "in 1 1 1 1 years"),
+        "N at the ends stays": ("N rose N", "N rose N"),
+        "$ 1": ("paid $ N million", "paid $1 million"),
+        "# 1": ("paid # N million", "paid #1 million"),
+        "<unk>": ("mr. <unk> of <unk>", "mr. ? of ?"),
+    },
+    "lm1b": {
+        "http": ("see http : / / www.x.org now", "see http://www.x.org now"),
+        "https": ("see https : / / www.x.org now", "see https://www.x.org now"),
+        "'word": ("he 's sure they 'll go", "he's sure they'll go"),
+        "'word, digits": ("the '90s", "the'90s"),
+        "' alone": ("the dogs ' tails", "the dogs ' tails"),
+        "word .": ("It is over . Next", "It is over. Next"),
+        "word . word .": ("so yes . no . Next", "so yes. no . Next"),
+        ") . stays": ("over ) . Next", "over ) . Next"),
+        "word . at the end": ("It is over .", "It is over."),
+        "word . before a last line break": ("It is over .\n", "It is over.\n"),
+        "first word": ("Over .", "Over ."),
+        "?": ("Who ? Me", "Who? Me"),
+        "? at the end": ("Who is it ?", "Who is it?"),
+        "!": ("Stop ! Now", "Stop! Now"),
+        "! at the end": ("Stop now !", "Stop now!"),
+        ",": ("red , green , blue", "red, green, blue"),
+        ":": ("one thing : this", "one thing: this"),
+        ";": ("he came ; she saw", "he came; she saw"),
+        "/": ("and / or", "and/or"),
+        '"': ('he said " no way " twice', 'he said "no way" twice'),
+        '" two': ('" a " b " c "', '"a" b "c"'),
+        '" one side': ('he said "no " twice', 'he said "no " twice'),
+        '" two spaces': ('a "  no  " b', 'a " no " b'),
+        "'": ("called ' it all ' here", "called 'it all' here"),
+        "( )": ("a ( small ) one", "a (small) one"),
+        "( ) two": ("( a ) b ( c )", "(a) b (c)"),
+        "( ) nested": ("( a ( b ) c )", "( a (b) c )"),
+        "( ) one side": ("a ( small) one", "a ( small) one"),
+        "[ ]": ("quote [ sic ] here", "quote [sic] here"),
+        "[ ] nested": ("[ a [ b ] c ]", "[ a [b] c ]"),
+        "$": ("costs $ 5", "costs $5"),
+        "£": ("costs £ 5", "costs £5"),
+    },
+    "lambada": {
+        "opening": ("\N{LEFT DOUBLE QUOTATION MARK}no, he said", '\n"no, he said'),
+        "closing": ("no\N{RIGHT DOUBLE QUOTATION MARK}, he said", '\nno", he said'),
+        "single quotes stay": ("don\N{RIGHT SINGLE QUOTATION MARK}t", "\ndon\N{RIGHT SINGLE QUOTATION MARK}t"),
+        "strip": (" \n a  b\nc \t\n", "\na  b\nc"),
+        "nothing": ("", "\n"),
+    },
+    "scientific": {
+        "wikitext": ("a well @-@ known [ 1 ] one\n then", "a well-known [1] one\nthen"),
+        "lm1b": ("costs £ 5 ; it 'll do .", "costs £5; it'll do."),
+        "wikitext comes first": ("see http : / / x.org", "see http:// x.org"),
+    },
+}
+EVERY = [(name, rule, *case) for name, cases in CASES.items() for rule, case in cases.items()]
+PLAIN = "It's plain text (with [a] pair), \"quoted\"; isn't it? 3.5% of $10: and/or\nwell-known!"
+
+
+@pytest.mark.parametrize(("name", "rule", "before", "after"), EVERY, ids=[f"{c[0]}: {c[1]}" for c in EVERY])
+def test_case(name, rule, before, after):
+    assert detokenize.DETOKENIZERS[name](before) == after
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_no_rule_is_without_a_case(name):
+    rules, befores = RULES[name], [before for before, _ in CASES[name].values()]
+    for rule in rules:
+        others = tuple(other for other in rules if other is not rule)
+        assert any(detokenize.apply(rules, text) != detokenize.apply(others, text) for text in befores), rule
+
+
+@pytest.mark.parametrize("name", detokenize.DETOKENIZERS)
+def test_plain_text_stays(name):
+    first = "\n" if name == "lambada" else ""
+    assert detokenize.DETOKENIZERS[name](PLAIN) == first + PLAIN
+    assert detokenize.DETOKENIZERS[name]("") == first
+
+
+# A rule, a text, the text after all rules in order, and with this rule moved before all others.
+ORDER = {
+    "wikitext": [
+        ("= =", "= = = Early", "=== Early", "== = Early"),
+        ("= = =", "= = = = = Early", "===== Early", "==== = Early"),
+        (" \n", "It ended . \n", "It ended.\n", "It ended .\n"),
+        (r"\(([^\)]*)\)", "( It ended . )", "(It ended.)", "(It ended .)"),
+        ('"([^"]*)"', '" It ended . "', '"It ended."', '"It ended ."'),
+        ("'([^']*)'", "' It ended . '", "'It ended.'", "'It ended .'"),
+        (" N ", "with N \n", "with N\n", "with 1\n"),
+    ],
+    "ptb": [
+        ("$ 1", "paid $ N million", "paid $1 million", "paid $ 1 million"),
+        ("# 1", "paid # N million", "paid #1 million", "paid # 1 million"),
+        (" N ", "with N \n then", "with N\nthen", "with 1\nthen"),
+    ],
+    "lm1b": [
+        (" : ", "see http : / / x.org", "see http://x.org", "see http:// x.org"),
+        (" / ", "see https : / / x.org", "see https://x.org", "see https :// x.org"),
+        ('" ([^"]+) "', '" It is over . "', '"It is over."', '"It is over ."'),
+        ("' ([^']+) '", "' It is over . '", "'It is over.'", "'It is over .'"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "found", "before", "after", "moved"), [(name, *case) for name, cases in ORDER.items() for case in cases]
+)
+def test_order_matters(name, found, before, after, moved):
+    rules = RULES[name]
+    (first,) = {rule for rule in rules if found in (rule[0], getattr(rule[0], "pattern", None))}
+    rest = tuple(rule for rule in rules if rule is not first)
+    assert detokenize.apply(rules, before) == after != moved
+    assert detokenize.apply((first, *rest), before) == moved
+
+
+def test_scientific_is_wikitext_first():
+    text = "see http : / / x.org"
+    assert detokenize.scientific(text) == detokenize.lm1b(detokenize.wikitext(text))
+    assert detokenize.scientific(text) != detokenize.wikitext(detokenize.lm1b(text)) == "see http://x.org"
+
+
+def test_idempotent():
+    """LAMBADA always; the others wherever no rule makes new work for itself, as in these."""
+    twice_differs = {
+        "wikitext": {"N N, once"},
+        "lm1b": {"word . word .", '" two', '" two spaces', "'"},  # a closing mark and the next opening one: a pair too
+    }
+    for name, cases in CASES.items():
+        once = {rule: after for rule, (_, after) in cases.items()}
+        moved = {rule for rule, text in once.items() if detokenize.DETOKENIZERS[name](text) != text}
+        assert moved == twice_differs.get(name, set()), name
+    assert all(detokenize.lambada(detokenize.lambada(text)) == detokenize.lambada(text) for text in _soup(2000))
+
+
+def _soup(count, seed=0):
+    """Random strings of what the rules look for, white space and words."""
+    marks = "s ' |/' 7/| @-@ | @,@ | @.@ | : | ; | . | ! | ? | , |(|( |)| )|[|[ |]| ]|{|{ |}| }|\"|\" | \"|'|' | '| 's"
+    others = "= |= = |= = = | N | N|N | n't|\\/|$ 1|# 1|$ |£ |<unk>|http : / / | / |a|word|été|cats|x_1|\\1|°| ° "
+    pieces = [*marks.split("|"), *others.split("|"), " \n", "\n ", "\n", "\t", "  ", "\u00a0", "\u2028", "\u201c"]
+    chance = random.Random(seed)
+    return ["".join(chance.choices(pieces, k=chance.randrange(20))) for _ in range(count)]
+
+
+def test_wikitext_equals_that_of_lm_eval():
+    """The two rule sets are equal, so their outputs are, on any string: the cases, and soup in which every rule fires.
+
+    Only what they are given differs: lm_eval's tasks give a page, the official evaluation of MDLM a line.
+    """
+    from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
+
+    texts = [before for _, _, before, _ in EVERY] + _soup(10_000)
+    for text in texts:
+        assert detokenize.wikitext(text) == wikitext_detokenizer({"page": text}), repr(text)
+    for rule in detokenize.WIKITEXT:
+        others = tuple(other for other in detokenize.WIKITEXT if other is not rule)
+        assert any(detokenize.apply(others, text) != detokenize.wikitext(text) for text in texts[len(EVERY) :]), rule
+
+
+def test_a_page_is_not_its_lines():
+    """A quote that spans two lines: a page is stripped inside it, lines are not."""
+    lines = ['he said " no \n', '" twice \n']
+    assert detokenize.wikitext("".join(lines)) != "".join(detokenize.wikitext(line) for line in lines)
+
+
+def test_long_text_takes_linear_time():
+    """An article that opens a bracket, closes none and has a long run of spaces: one pass, not one for each space."""
+    text = "".join(_soup(20_000)) + "( a" + " " * 20_000 + "b"
+    begin = time.perf_counter()
+    assert all(detokenizer(text).endswith("b") for detokenizer in detokenize.DETOKENIZERS.values())
+    assert time.perf_counter() - begin < 20  # 0.3 s here

@@ -1,0 +1,176 @@
+"""Rows cut from a stream of tokens, and texts that carry their own ids."""
+
+import pickle
+
+import pytest
+import torch
+from test_lm import ask, tiny_mdlm
+from toys import Toy
+
+from lm_eval_duel.engine.windows import Window, of_row
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators.duel import Duel
+from lm_eval_duel.harness.lm import DuelMDM
+from lm_eval_duel.tasks.packing import Wrapping
+from lm_eval_duel.tasks.token_text import TokenText
+
+B, E = 90, 91
+DOCUMENTS = [[1, 2, 3], [4, 5], [], [6, 7, 8, 9, 10], [11]]
+
+
+def rows(documents=DOCUMENTS, **options):
+    return list(Wrapping(**{"length": 6, "bos": B, "eos": E, **options}).rows(documents))
+
+
+def test_rows_by_hand():
+    assert rows() == [[B, 1, 2, 3, 4, E], [B, 5, 6, 7, 8, E], [B, 9, 10, 11, E]]
+    assert rows(remainder="drop") == rows()[:2]
+    assert rows(framed=False) == [[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11]]
+    assert rows(insert_eos=True) == [
+        [B, 1, 2, 3, E, E],
+        [B, 4, 5, E, E, E],
+        [B, 6, 7, 8, 9, E],
+        [B, 10, E, 11, E, E],
+    ]
+    assert rows(length=5, insert_eos=True, framed=False, remainder="drop") == [
+        [1, 2, 3, E, 4],
+        [5, E, E, 6, 7],
+        [8, 9, 10, E, 11],
+    ]
+    assert rows([]) == rows([[], []]) == []
+
+
+def official(documents, length, insert_eos, framed):
+    """The authors' wrapping from its description: batches of 1,000 documents, each concatenated and cut by itself."""
+    found = []
+    for start in range(0, len(documents), 1000):
+        stream = [t for d in documents[start : start + 1000] for t in [*d, *([E] if insert_eos else [])]]
+        size = length - 2 * framed
+        chunks = [stream[i : i + size] for i in range(0, len(stream) // size * size, size)]
+        found += [[B, *chunk, E] if framed else chunk for chunk in chunks]
+    return found
+
+
+@pytest.mark.parametrize("framed", [True, False])
+@pytest.mark.parametrize("insert_eos", [True, False])
+@pytest.mark.parametrize("count", [0, 1, 999, 1000, 1001, 2500])
+def test_the_official_remainder_is_that_of_each_batch(framed, insert_eos, count):
+    generator = torch.Generator().manual_seed(count)
+    sizes = torch.randint(0, 30, (count,), generator=generator).tolist()
+    documents = [torch.randint(0, 90, (size,), generator=generator).tolist() for size in sizes]
+    options = {"length": 32, "insert_eos": insert_eos, "framed": framed}
+    assert rows(documents, **options, remainder="official") == official(documents, 32, insert_eos, framed)
+    whole = rows(documents, **options)
+    stream = [t for d in documents for t in [*d, *([E] if insert_eos else [])]]
+    assert [t for row in whole for t in (row[1:-1] if framed else row)] == stream  # every token exactly once
+    assert rows(documents, **options, remainder="drop") == [row for row in whole if len(row) == 32]
+
+
+def test_what_wrapping_refuses():
+    with pytest.raises(DuelError, match=r"Unknown value of remainder 'kep'\. Did you mean keep\?"):
+        rows(remainder="kep")
+    with pytest.raises(DuelError, match="length=2 leaves no position for text"):
+        rows(length=2)
+
+
+# ---------------------------------------------------------------- which positions are scored
+
+
+class Recording(Toy):
+    """A toy that remembers which rows it was shown."""
+
+    def features(self, ids, real):
+        self.shown = [*getattr(self, "shown", []), *ids.tolist()]
+        return super().features(ids, real)
+
+
+@pytest.mark.parametrize(
+    ("bos", "given", "scored"),
+    [
+        ("given", [0], [1, 2, 3, 4, 5]),
+        ("official", [5], [0, 1, 2, 3, 4]),
+        ("scored", [], [0, 1, 2, 3, 4, 5]),
+        ("none", [], [1, 2, 3, 4]),
+        ("first", [1], [2, 3, 4]),
+    ],
+)
+def test_the_conventions_score_what_they_say(bos, given, scored):
+    """On a toy that records what it is shown: given positions always show, scored ones begin hidden and end known."""
+    row = [2, 0, 1, 1, 0, 2]
+    toy = Recording(length=8)
+    window = of_row(row, 1, 1, bos)
+    found = Duel(toy, "greedy", 2).log_prob([window])[0]
+    assert len(found.nats) == len(scored)
+    width = window.length
+    offset = 1 if bos in ("none", "first") else 0
+    first = next(shown for shown in toy.shown if shown.count(toy.mask_id) == len(scored))
+    for p in range(width):
+        assert (first[p] == toy.mask_id) == (p + offset in scored)
+        assert all(shown[p] == row[p + offset] for shown in toy.shown if p + offset in given)
+    assert {p + offset for p in range(width) if any(s[p] == toy.mask_id for s in toy.shown)} == set(scored)
+
+
+def test_without_framing_the_first_id_is_given():
+    assert of_row([5, 6, 7], 0, 0, "given") == of_row([5, 6, 7], 0, 0, "first") == Window((5,), (6, 7))
+    assert of_row([5, 6, 7], 0, 0, "none") == of_row([5, 6, 7], 0, 0, "scored") == Window((), (5, 6, 7))
+
+
+# ---------------------------------------------------------------- texts that carry ids
+
+
+def test_a_token_text_is_a_text():
+    text = TokenText("a b", [0, 1, 2, 3], (1, 1), ("tiny", "abc"))
+    again = pickle.loads(pickle.dumps(text))
+    assert again == "a b" == text and type(again) is TokenText
+    assert (again.token_ids, again.framing, again.tokenizer) == ((0, 1, 2, 3), (1, 1), ("tiny", "abc"))
+    assert again.digest == text.digest != TokenText("a b", [0, 1, 2, 4], (1, 1), ("tiny", "abc")).digest
+    with pytest.raises(DuelError, match="A row of 2 ids cannot have 2 and 1 framing tokens"):
+        TokenText("a", [1, 2], (2, 1))
+
+
+@pytest.fixture(scope="module")
+def dit(tmp_path_factory):
+    return tiny_mdlm(tmp_path_factory.mktemp("dit"))
+
+
+def test_the_ids_are_scored_as_they_stand(dit):
+    lm = DuelMDM(pretrained=dit, device="cpu", rule="greedy", block=2, grid="row")
+    mine = (dit, lm.text.fingerprint)
+    row = [0, 3, 1, 2, 0]
+    text = TokenText("letters that the tokenizer does not know", row, (1, 1), mine)
+    (value,) = lm.loglikelihood_rolling(ask("loglikelihood_rolling", (text,), doc={"duel_tokens": 4}))
+    alone = Duel(lm.denoiser, "greedy", 2, "row").log_prob([Window((0,), (3, 1, 2, 0))])[0]
+    assert value == pytest.approx(alone.log_prob, abs=1e-6)
+    for wrong, message in (
+        (TokenText("x", row, (1, 1), ("gpt2", "0123")), r"written by the tokenizer gpt2 \(0123\), and this model's is"),
+        (TokenText("x", row * 99, (1, 1), mine), "rows of a wrapped task are not cut again"),
+    ):
+        with pytest.raises(DuelError, match=message):
+            lm.loglikelihood_rolling(ask("loglikelihood_rolling", (wrong,)))
+    with pytest.raises(DuelError, match=r"counted 5 tokens .* has 4.* --metadata bos=given"):
+        lm.loglikelihood_rolling(ask("loglikelihood_rolling", (text,), doc={"duel_tokens": 5}))
+
+
+def test_equal_letters_of_different_ids_stay_apart_in_a_cache(dit, tmp_path):
+    from lm_eval.api.model import CachingLM
+
+    values = []
+    for _ in range(2):
+        lm = DuelMDM(pretrained=dit, device="cpu", rule="greedy", block=2)
+        mine = (dit, lm.text.fingerprint)
+        texts = [TokenText("a", row, (1, 1), mine) for row in ([0, 3, 1, 0], [0, 1, 3, 0], [0, 3, 1, 0])]
+        cached = CachingLM(lm, str(tmp_path / "cache.db"))
+        values.append(cached.loglikelihood_rolling(ask("loglikelihood_rolling", *[(text,) for text in texts])))
+    assert values[0] == values[1] and values[0][0] == values[0][2] != values[0][1]
+    assert lm.estimator.counts.windows == 0  # the second time all come from the cache
+
+
+def test_plain_texts_keep_their_keys():
+    from lm_eval.api import model
+
+    from lm_eval_duel.harness import cache_keys
+
+    plain = model.hash_args.plain("loglikelihood_rolling", ("a b",))
+    assert cache_keys.of("loglikelihood_rolling", ("a b",)).under("law") == plain
+    other = cache_keys.of("loglikelihood_rolling", (TokenText("a b", [1]),))
+    assert other == plain != other.under("law")  # the same to other models
