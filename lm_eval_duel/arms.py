@@ -204,19 +204,21 @@ def _block(settings: Settings) -> int:
 
 def _load(settings: Settings) -> Denoiser:
     if not _made(settings):
-        return denoisers.load(settings.pretrained, device=settings.device, dtype=settings.dtype)
+        denoiser = denoisers.load(settings.pretrained, device=settings.device, dtype=settings.dtype)
+        denoiser.special_tokens = None  # random tokens on purpose
+        return denoiser
     sizes = {name: getattr(settings, name) for name in ("length", "layers", "width", "vocab", "seed", "dtype")}
     return random_network.make(settings.pretrained, pick_device(settings.device), block=_block(settings), **sizes)
 
 
 def _windows(denoiser: Denoiser, settings: Settings) -> list[Window]:
-    """Windows of random tokens; one is given first where the network predicts from the token before."""
+    """Windows of random tokens; one is given first to networks that cannot do without."""
     if settings.length > denoiser.max_length:
         raise DuelError(f"{settings.pretrained} holds {denoiser.max_length} positions: pass --length of at most that.")
-    if settings.length <= denoiser.shift:
+    given = max(denoiser.shift, int(denoiser.needs_visible))
+    if settings.length <= given:
         raise DuelError(f"{settings.pretrained} needs a given first token: pass --length of 2 or more.")
     rows = probes.tokens(denoiser, settings.length, settings.windows, settings.seed).tolist()
-    given = denoiser.shift
     return [Window(tuple(row[:given]), tuple(row[given:])) for row in rows]
 
 
