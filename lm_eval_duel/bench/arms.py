@@ -161,7 +161,9 @@ def _block(settings: Settings) -> int:
 
 def _load(settings: Settings) -> Denoiser:
     if not _made(settings):
-        return denoisers.load(settings.pretrained, device=settings.device, dtype=settings.dtype)
+        denoiser = denoisers.load(settings.pretrained, device=settings.device, dtype=settings.dtype)
+        denoiser.special_tokens = None  # random tokens on purpose
+        return denoiser
     sizes = {name: getattr(settings, name) for name in ("length", "layers", "width", "vocab", "seed", "dtype")}
     device = pick_device(settings.device)
     least, there = random_network.least_bytes(settings.pretrained, **sizes), _memory(device)
@@ -181,13 +183,13 @@ def _memory(device: torch.device) -> int:
 
 
 def _windows(denoiser: Denoiser, settings: Settings) -> list[Window]:
-    """Windows of random tokens; one is given first where the network predicts from the token before."""
+    """Windows of random tokens; one is given first to networks that cannot do without."""
     if settings.length > denoiser.max_length:
         raise DuelError(f"{settings.pretrained} holds {denoiser.max_length} positions: pass --length of at most that.")
-    if settings.length <= denoiser.shift:
+    given = max(denoiser.shift, int(denoiser.needs_visible))
+    if settings.length <= given:
         raise DuelError(f"{settings.pretrained} needs a given first token: pass --length of 2 or more.")
     rows = probes.tokens(denoiser, settings.length, settings.windows, settings.seed).tolist()
-    given = denoiser.shift
     return [Window(tuple(row[:given]), tuple(row[given:])) for row in rows]
 
 
