@@ -1,4 +1,4 @@
-"""The fingerprint of a law: everything that defines a log-probability, as one short digest and in words.
+"""The fingerprint of a spec: everything that defines a log-probability, as one short digest and in words.
 
 Two runs with the same fingerprint must agree up to float noise; batch size, device and rank count are not in it.
 """
@@ -17,7 +17,7 @@ from typing import Any
 
 from lm_eval_duel.errors import DuelError
 
-LAW_FILES = re.compile(r"config\.json|.*\.safetensors|pytorch_model.*\.bin|.*\.ckpt|.*\.index\.json")
+SPEC_FILES = re.compile(r"config\.json|.*\.safetensors|pytorch_model.*\.bin|.*\.ckpt|.*\.index\.json")
 ADAPTER_FILES = re.compile(r"adapter_config\.json|adapter_model\.(safetensors|bin)")
 LIBRARIES = ("lm_eval_duel", "torch", "transformers", "tokenizers")  # their releases are in the results
 IMPORTED = re.compile(r"^\s*from\s+\.(?P<module>[\w.]*)\s+import\s+(?P<names>.*)", re.MULTILINE)
@@ -28,9 +28,9 @@ NO_IDS = (  # settings of a tokenizer that change no id of a text by itself
 )
 
 
-def digest(law: Mapping[str, object]) -> str:
-    """Twelve hexadecimal digits of the law, independent of the order of its entries."""
-    text = json.dumps({key: str(value) for key, value in law.items()}, sort_keys=True)
+def digest(spec: Mapping[str, object]) -> str:
+    """Twelve hexadecimal digits of the spec, independent of the order of its entries."""
+    text = json.dumps({key: str(value) for key, value in spec.items()}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -66,7 +66,7 @@ def hash_texts(texts: Iterable[str]) -> str:
 def weights_of(folder: str | os.PathLike, code: bool = False) -> str:
     """The hash of the weights and config in a local folder, every file that a loader reads, and of its code where it
     runs."""
-    names = {name for name in os.listdir(folder) if LAW_FILES.fullmatch(name) or (code and name.endswith(".py"))}
+    names = {name for name in os.listdir(folder) if SPEC_FILES.fullmatch(name) or (code and name.endswith(".py"))}
     for name in sorted(names):
         if name == "config.json" or name.endswith(".index.json"):
             names |= set(_named(folder, name))
@@ -101,12 +101,12 @@ def code_of(kind: type) -> str:
     Raises DuelError for a class that no file holds.
     """
     if not (files := _code_files(kind)):
-        raise DuelError(f"The code of {kind.__qualname__} is in no file, so no law can name it; put it into a module.")
+        raise DuelError(f"The code of {kind.__qualname__} is in no file, so no spec can name it; put it into a module.")
     return hash_files(files)
 
 
 def of_rule(rule: Any) -> dict[str, str]:
-    """A rule as entries of the law: its text, and the code of a rule of the user's own."""
+    """A rule as entries of the spec: its text, and the code of a rule of the user's own."""
     own = type(rule).__module__.partition(".")[0] not in LIBRARIES
     return {"rule": str(rule)} | ({"rule_code": code_of(type(rule))} if own else {})
 
@@ -192,7 +192,7 @@ def _vocabulary_files(tokenizer: Any) -> list[str]:
 
 
 def differences(ours: Mapping[str, object], theirs: Mapping[str, object]) -> list[str]:
-    """One line in words for each entry in which two laws differ."""
+    """One line in words for each entry in which two specs differ."""
     lines = []
     for key in sorted({*ours, *theirs}):
         mine, other = str(ours.get(key, "not set")), str(theirs.get(key, "not set"))

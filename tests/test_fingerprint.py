@@ -28,7 +28,7 @@ from lm_eval_duel.harness.generation import Settings
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.options import Options
 from lm_eval_duel.rules import RULES
-from lm_eval_duel.tasks import token_text
+from lm_eval_duel.tasks import tokenized_text
 
 # ---------------------------------------------------------------- model args
 
@@ -44,7 +44,7 @@ QWEN3 = {
 ELBO, RATIO = {"estimator": "elbo"}, {"estimator": "elbo", "elbo_form": "ratio"}
 BLOCKS = {"attention": "block_causal", "block": 4}
 
-CHANGES = [  # checkpoint, an arg, two values that are two laws, and what goes with both
+CHANGES = [  # checkpoint, an arg, two values that are two specs, and what goes with both
     ("bert", "pretrained", "bert", "other", {}),
     ("bert", "tokenizer", "bert", "lower", {}),
     ("bert", "rule", "greedy", "margin", {}),
@@ -85,7 +85,7 @@ CHANGES = [  # checkpoint, an arg, two values that are two laws, and what goes w
     ("qwen3", "load_in_4bit", False, True, {}),
     ("own", "backend", "native", "remote", {"trust_remote_code": True}),
 ]
-KEEPS = [  # two values of an arg that are one law
+KEEPS = [  # two values of an arg that are one spec
     ("bert", "trace", None, "trace.jsonl", {}),
     ("bert", "verify", 0, 2, {}),
     ("bert", "batch_size", 2, 3, {}),
@@ -223,8 +223,8 @@ def test_counts_are_whole():
 
 
 def test_a_whole_eps_is_the_same_number():
-    laws = [Elbo(Toy(), samples=8, form="ratio", eps=eps).describe() for eps in (0, 0.0)]
-    assert fingerprint.digest(laws[0]) == fingerprint.digest(laws[1])
+    specs = [Elbo(Toy(), samples=8, form="ratio", eps=eps).describe() for eps in (0, 0.0)]
+    assert fingerprint.digest(specs[0]) == fingerprint.digest(specs[1])
 
 
 # ---------------------------------------------------------------- tokenizers
@@ -385,7 +385,7 @@ def test_other_texts_are_made_otherwise(tmp_path):
         tiny.tokenizer().save_pretrained(tmp_path / "bert")
         metadata = {"tokenizer": str(tmp_path / "bert"), "data_dir": str(tmp_path), "rows": 1}
         made.append(tasks.documents("ptb", **metadata)["test"][0]["duel_made"])
-    assert made[0] != made[1] and set(made) <= token_text.MADE
+    assert made[0] != made[1] and set(made) <= tokenized_text.MADE
 
 
 # ---------------------------------------------------------------- files and commits
@@ -432,13 +432,13 @@ def hub(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
 def test_a_hub_checkpoint_is_its_commit(hub, kind):
-    laws, options = [], {"attention": "causal"} if kind == "gpt2" else {}
+    specs, options = [], {"attention": "causal"} if kind == "gpt2" else {}
     for commit in COMMITS:
         tiny.checkpoint(hub("org/net", commit), kind)
-        laws.append(denoisers.load("org/net", device="cpu", **options).describe())
-    assert [law["weights"] for law in laws] == [f"org/net at commit {commit}" for commit in COMMITS]
+        specs.append(denoisers.load("org/net", device="cpu", **options).describe())
+    assert [spec["weights"] for spec in specs] == [f"org/net at commit {commit}" for commit in COMMITS]
     old = denoisers.load("org/net", device="cpu", revision=COMMITS[0], **options)
-    assert old.describe() == laws[0]
+    assert old.describe() == specs[0]
 
 
 def test_a_hub_adapter_is_its_content(hub, folders):
@@ -527,16 +527,18 @@ def test_texts_are_kept_under_what_ends_and_writes_them(folders):
 # ---------------------------------------------------------------- what is said
 
 
-def test_one_token_at_every_position_is_said_to_be_left_to_right(caplog):
+def test_one_token_at_every_position_is_said_to_be_left_to_right(tmp_path, caplog):
+    folder = str(tmp_path / "bert")
+    tiny.checkpoint(tmp_path / "bert", "bert")
     with caplog.at_level(logging.WARNING, "lm_eval.duel_mdm"):
-        one = Settings.of({"do_sample": True, "top_k": 1}).denoiser(Toy())
-    assert "it reveals left to right" in caplog.text and "do_sample=false" in caplog.text
-    (drawn,) = Duel(one, "greedy", None).sample([(1,)], 4)
-    assert drawn.steps == (0, 1, 2, 3)
+        DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu", top_k=1)
+    assert "reveals from left to right" in caplog.text and "do_sample: false" in caplog.text
+    (drawn,) = Duel(Tempered(Toy(), top_k=1), "greedy", None).sample([(1,)], 4)
+    assert drawn.reveal_steps == (0, 1, 2, 3)
     caplog.clear()
     with caplog.at_level(logging.WARNING, "lm_eval.duel_mdm"):
-        Settings.of({"do_sample": True, "top_k": 2}).denoiser(Toy())
-    assert not caplog.text
+        DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu", top_k=2)
+    assert "left to right" not in caplog.text
 
 
 @dataclasses.dataclass(frozen=True)

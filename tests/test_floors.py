@@ -24,7 +24,7 @@ FLOORS = {
     "lanes": 2,
     "denoisers": 3,
     "budget": 4,
-    "law": 4,
+    "spec": 4,
     "ledger": 4,
     "baselines": 4,
     "reveal": 5,

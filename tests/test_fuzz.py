@@ -31,7 +31,7 @@ from lm_eval_duel.engine import lanes
 from lm_eval_duel.engine.lanes import blocks, groups
 from lm_eval_duel.engine.windows import Window, conditional, independent, of_row
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.duel import Duel, Exact
+from lm_eval_duel.estimators.duel import Autoregressive, Duel
 from lm_eval_duel.harness.text import Text
 from lm_eval_duel.options import CHOICES, DTYPES, ELBO_FORMS, ESTIMATORS, GRIDS, WINDOWS, Options
 
@@ -305,7 +305,7 @@ def lawful(toy, rule, block, grid):
 
 
 def fits(toy, block, grid, window):
-    """Whether a window has a value under a law."""
+    """Whether a window has a value under a spec."""
     end = len(window.context) + len(window.target)
     given = {*window.context, *window.suffix}
     unseen = toy.attention == "causal" or (toy.attention == "block_causal" and window.length > -(-end // block) * block)
@@ -368,7 +368,7 @@ def mended(toy, block, grid, window):
 
 
 def check_batch(data):
-    """A random batch under a random law is the textbook loop window by window, or is refused where it is no law."""
+    """A random batch under a random spec is the textbook loop window by window, or is refused where it is no spec."""
     chance = data.draw(st.randoms(use_true_random=True))  # one draw, or most cases would be parts of earlier ones
     heads, ends = ["smooth", *CODES], CHOICES["last_block"]
     network = toy(chance.choice([*KINDS]), chance.randint(1, 6), chance.choice(ends), chance.choice(heads))
@@ -381,17 +381,17 @@ def check_batch(data):
     elif network.attention == "block_causal":
         block, grid = chance.choice(["auto", network.block]), chance.choice(["auto", "row"])
     rows = [None, 1, 2, 3]
-    law = {"grid": grid, "batch_size": chance.choice(rows), "max_batch_size": chance.choice(rows)}
-    law["traced"] = chance.random() < 0.5
-    note(f"{network.attention} {rule} block={block} {law}")
+    spec = {"grid": grid, "batch_size": chance.choice(rows), "max_batch_size": chance.choice(rows)}
+    spec["traced"] = chance.random() < 0.5
+    note(f"{network.attention} {rule} block={block} {spec}")
     make = functools.partial(Duel, network, rule, block)
     if not lawful(network, rule, block, grid):
         with pytest.raises(DuelError, match=r"\w"):
-            make(**law)
+            make(**spec)
         return
     if network.attention == "causal" and chance.random() < 0.5:
-        make = functools.partial(Exact, network)
-    duel = make(**law)
+        make = functools.partial(Autoregressive, network)
+    duel = make(**spec)
     auto = network.block or {"causal": 1}.get(network.attention, 32)
     block = auto if block == "auto" else block
     grid = {"block_causal": "row"}.get(network.attention, "target") if grid == "auto" else grid
@@ -417,8 +417,8 @@ def check_batch(data):
     assert sorted(done, key=lambda each: each[0]) == [*enumerate(found)]
     for window, scored in zip(windows, found, strict=True):
         log_prob, steps, nats, greedy, nfe = by_the_textbook(network, duel.rule, block, grid, window)
-        assert (scored.steps, scored.nfe, scored.is_greedy) == (steps, nfe, greedy)
-        assert scored.nats == pytest.approx(nats, abs=1e-9, rel=0)
+        assert (scored.reveal_steps, scored.nfe, scored.is_greedy) == (steps, nfe, greedy)
+        assert scored.token_logprobs == pytest.approx(nats, abs=1e-9, rel=0)
         assert scored.log_prob == pytest.approx(log_prob, abs=1e-9, rel=0)
 
 
@@ -435,7 +435,7 @@ def by_the_textbook(network, rule, block, grid, window):
         block,
         window,
         grid,
-        tie_when_blank=network.relative_positions,
+        tie_when_all_mask=network.relative_positions,
         sees=network.last_block if network.attention == "block_causal" else None,
         cell=textbook.Cell if network.codes is None else lambda logits: cell(tuple(logits.tolist())),
     )

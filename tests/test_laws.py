@@ -163,8 +163,8 @@ def test_sample_then_log_prob_is_the_same_path(rule, block):
         drawn = duel.sample(contexts, 4, seed=3, **extra)
         scored = duel.log_prob([Window(c, d.tokens, **extra) for c, d in zip(contexts, drawn, strict=True)])
         for d, s in zip(drawn, scored, strict=True):
-            assert d.steps == s.steps
-            assert d.nats == pytest.approx(s.nats, abs=1e-9)
+            assert d.reveal_steps == s.reveal_steps
+            assert d.token_logprobs == pytest.approx(s.token_logprobs, abs=1e-9)
             assert (d.log_prob, d.is_greedy, d.nfe) == (pytest.approx(s.log_prob, abs=1e-9), s.is_greedy, s.nfe)
 
 
@@ -238,7 +238,7 @@ def test_left_to_right_on_a_causal_network_is_its_autoregressive_log_likelihood(
     logs = distributions(toy, string)  # one pass
     by_hand = [float(logs[i, token]) for i, token in enumerate(string)]
     scored = Duel(toy, "left_to_right").log_prob([Window((), string)])[0]
-    assert scored.nats == pytest.approx(by_hand, abs=1e-9)
+    assert scored.token_logprobs == pytest.approx(by_hand, abs=1e-9)
     with pytest.raises(DuelError, match="A causal network reveals left to right only"):
         Duel(toy, "greedy")
     with pytest.raises(DuelError, match="blocks of one"):
@@ -273,8 +273,8 @@ def test_lanes_equal_the_textbook_loop(rule, block, grid):
                     window,
                     grid,
                 )
-                assert s.steps == steps
-                assert s.nats == pytest.approx(nats, abs=1e-9)
+                assert s.reveal_steps == steps
+                assert s.token_logprobs == pytest.approx(nats, abs=1e-9)
                 assert s.log_prob == pytest.approx(log_prob, abs=1e-9)
                 assert (s.is_greedy, s.nfe) == (greedy, nfe)
 
@@ -287,7 +287,9 @@ def test_the_head_in_chunks_and_a_small_memory_change_nothing(rule, monkeypatch)
 
     def same(toy):
         for one, other in zip(Duel(toy, rule, 3).log_prob(windows), expected, strict=True):
-            assert one.steps == other.steps and one.nats == pytest.approx(other.nats, abs=1e-12)
+            assert one.reveal_steps == other.reveal_steps and one.token_logprobs == pytest.approx(
+                other.token_logprobs, abs=1e-12
+            )
         assert [d.tokens for d in Duel(toy, rule, 3).sample([()] * 9, 5)] == [d.tokens for d in drawn]
 
     same(Small(most=2))
@@ -312,8 +314,8 @@ def test_no_step_is_lost_or_counted_twice_when_memory_runs_out_elsewhere(name, m
 
     monkeypatch.setattr(Lanes, name, short_of_memory)
     for one, other in zip(Duel(Toy(), duel.rule, 2, batch_size=1).log_prob(windows), expected, strict=True):
-        assert (one.steps, one.nfe, one.is_greedy) == (other.steps, other.nfe, other.is_greedy)
-        assert one.nats == pytest.approx(other.nats, abs=1e-12)
+        assert (one.reveal_steps, one.nfe, one.is_greedy) == (other.reveal_steps, other.nfe, other.is_greedy)
+        assert one.token_logprobs == pytest.approx(other.token_logprobs, abs=1e-12)
 
 
 def test_blank_starts_are_exact_ties_in_any_batch():
@@ -321,12 +323,12 @@ def test_blank_starts_are_exact_ties_in_any_batch():
     windows = [Window((), (3, 1, 2, 0)), Window((), (1, 1)), Window((2,), (0, 1, 3)), Window((), (0, 2, 2, 1, 3, 0))]
     alone = [Duel(toy, "greedy", 3, batch_size=1).log_prob([w])[0] for w in windows]
     together = Duel(toy, "greedy", 3).log_prob(windows)
-    assert [s.blank_starts for s in together] == [1, 1, 0, 1]
+    assert [s.all_mask_starts for s in together] == [1, 1, 0, 1]
     for a, b in zip(alone, together, strict=True):
-        assert a.steps == b.steps
-        assert a.nats == pytest.approx(b.nats, abs=1e-7)  # the planted noise
-    assert together[0].steps[0] == 0  # the lowest position first
-    assert together[0].close_picks == 0
+        assert a.reveal_steps == b.reveal_steps
+        assert a.token_logprobs == pytest.approx(b.token_logprobs, abs=1e-7)  # the planted noise
+    assert together[0].reveal_steps[0] == 0  # the lowest position first
+    assert together[0].near_ties == 0
 
 
 # ---------------------------------------------------------------- laws 1, 2, 3, 5, 8, 13 on a block-causal network
@@ -372,8 +374,8 @@ def test_block_causal_lanes_equal_the_textbook_loop(rule, block, last_block, str
             "row",
             sees=last_block,
         )
-        assert s.steps == steps
-        assert s.nats == pytest.approx(nats, abs=1e-9)
+        assert s.reveal_steps == steps
+        assert s.token_logprobs == pytest.approx(nats, abs=1e-9)
         assert (s.is_greedy, s.nfe) == (greedy, nfe)
 
 
@@ -386,8 +388,8 @@ def test_block_causal_samples_are_scored_as_they_were_drawn(rule):
         drawn = duel.sample(wanted, 4, seed=3, **extra)
         scored = duel.log_prob([Window(c, d.tokens, **extra) for c, d in zip(wanted, drawn, strict=True)])
         for d, s in zip(drawn, scored, strict=True):
-            assert (d.steps, d.nfe, d.is_greedy) == (s.steps, s.nfe, s.is_greedy)
-            assert d.nats == pytest.approx(s.nats, abs=1e-9)
+            assert (d.reveal_steps, d.nfe, d.is_greedy) == (s.reveal_steps, s.nfe, s.is_greedy)
+            assert d.token_logprobs == pytest.approx(s.token_logprobs, abs=1e-9)
     decoded = duel.sample([(1,)], 4, do_sample=False)[0]
     scored = duel.log_prob([Window((1,), s) for s in strings(3, 4)])
     assert [s.is_greedy for s in scored] == [s == decoded.tokens for s in strings(3, 4)]
@@ -396,7 +398,7 @@ def test_block_causal_samples_are_scored_as_they_were_drawn(rule):
 def test_a_later_block_changes_nothing_before_it():
     duel = Duel(BlockCausal(length=12), "greedy")
     one, other = duel.log_prob([Window((1,), (2, 0, 1, 1, 2)), Window((1,), (2, 0, 1, 0, 0))])
-    assert one.steps[:3] == other.steps[:3] and one.nats[:3] == other.nats[:3]
+    assert one.reveal_steps[:3] == other.reveal_steps[:3] and one.token_logprobs[:3] == other.token_logprobs[:3]
 
 
 def test_block_causal_refusals():
@@ -432,8 +434,8 @@ def test_replay_of_a_recorded_order_is_the_score():
     for rule in RULES:
         duel = Duel(Toy(), rule, 3)
         scored = duel.log_prob(windows)
-        again = duel.replay(windows, [s.steps for s in scored])
-        assert [s.nats for s in again] == [pytest.approx(s.nats, abs=1e-12) for s in scored]
+        again = duel.replay(windows, [s.reveal_steps for s in scored])
+        assert [s.token_logprobs for s in again] == [pytest.approx(s.token_logprobs, abs=1e-12) for s in scored]
     with pytest.raises(ValueError, match="without gaps"):
         duel.replay(windows[1:], [(0, 2, 0)])
 
@@ -456,17 +458,17 @@ def test_the_truth_under_hidden_cells_is_never_seen(rule):
     before = duel.log_prob([Window((1,), string)])[0]
     for block_start in (0, 3):
         cells = range(block_start, min(block_start + 3, 5))
-        for step in range(max(before.steps[i] for i in cells) + 1):
-            late = [i for i in cells if before.steps[i] >= step]
+        for step in range(max(before.reveal_steps[i] for i in cells) + 1):
+            late = [i for i in cells if before.reveal_steps[i] >= step]
             changed = list(string)
             for i in late:
                 changed[i] = (changed[i] + 1) % 3
             after = duel.log_prob([Window((1,), tuple(changed))])[0]
             for i in cells:
-                if before.steps[i] <= step:
-                    assert after.steps[i] == before.steps[i]
+                if before.reveal_steps[i] <= step:
+                    assert after.reveal_steps[i] == before.reveal_steps[i]
                 else:
-                    assert after.steps[i] > step
+                    assert after.reveal_steps[i] > step
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from lm_eval_duel import rules
-from lm_eval_duel.denoisers.load_options import Asked
+from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.options import Options
 
@@ -121,7 +121,7 @@ def test_the_harness_word_for_bos():
 
 
 def test_network_args_are_those_of_denoisers_load():
-    asked = {field.name for field in dataclasses.fields(Asked)}
+    asked = {field.name for field in dataclasses.fields(LoadOptions)}
     assert set(Options.parse({}).network) == asked - {"name", "device", "tokenizer"}
 
 

@@ -28,7 +28,7 @@ def test_the_python_of_the_readme_runs(monkeypatch):
     for number, code in enumerate(blocks("python")):
         exec(compile(code, f"README block {number}", "exec"), space)
     scored, greedy = space["scored"], space["greedy"]
-    assert len(scored[0].nats) == 3 and len(greedy[0].tokens) == 8
+    assert len(scored[0].token_logprobs) == 3 and len(greedy[0].tokens) == 8
     assert space["replayed"][0].log_prob == pytest.approx(space["drawn"][0].log_prob, abs=1e-3)
 
 

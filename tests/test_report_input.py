@@ -50,10 +50,10 @@ PLACES = [
     "config",
     "config.model",
     "config.model_args",
-    "config.law",
-    "config.law.mc_samples",
-    "config.law.elbo_eps",
-    "config.law.max_length",
+    "config.spec",
+    "config.spec.mc_samples",
+    "config.spec.elbo_eps",
+    "config.spec.max_length",
     "config.duel",
     "config.duel.estimator",
     "config.duel.rule",
@@ -70,13 +70,13 @@ PLACES = [
     "config.duel.tasks.sotu.tokens",
     "config.duel.tasks.sotu.values",
     "config.duel.tasks.sotu.values.duel",
-    "config.duel.tasks.sotu.values.duel.nats",
+    "config.duel.tasks.sotu.values.duel.token_logprobs",
     "config.duel.tasks.sotu.values.duel.stderr",
     "config.duel.tasks.sotu.values.duel.window_stderr",
     "config.duel.tasks.sotu.values.duel.nfe",
-    "config.duel.tasks.sotu.values.mixture.nats",
+    "config.duel.tasks.sotu.values.mixture.token_logprobs",
     "config.duel.tasks.sotu.values.mixture",
-    "config.duel.tasks.sotu.values.oracle.nats",
+    "config.duel.tasks.sotu.values.oracle.token_logprobs",
     "config.fingerprint",
     "config.limit",
     "results",
@@ -140,8 +140,8 @@ def test_an_edited_entry_is_read_left_out_or_named(tmp_path, place, monkeypatch)
 WRONG = {
     'config.duel.seconds is "fast", not a number': ("config.duel.seconds", "fast"),
     "config.duel.tasks is [1], not an object": ("config.duel.tasks", [1]),
-    'config.duel.tasks.sotu.values.duel.nats is "many", not a number': (
-        "config.duel.tasks.sotu.values.duel.nats",
+    'config.duel.tasks.sotu.values.duel.token_logprobs is "many", not a number': (
+        "config.duel.tasks.sotu.values.duel.token_logprobs",
         "many",
     ),
     "config.duel.tasks.sotu.documents is 2.5, not a whole number": ("config.duel.tasks.sotu.documents", 2.5),
@@ -217,9 +217,9 @@ def test_samples_without_a_number_of_their_document(tmp_path, doc):
 @pytest.mark.parametrize(
     "change",
     [
-        {"nats": ["a"]},
-        {"nats": None, "steps": [1]},
-        {"steps": "ab"},
+        {"token_logprobs": ["a"]},
+        {"token_logprobs": None, "reveal_steps": [1]},
+        {"reveal_steps": "ab"},
         {"values": [1]},
         {"values": {"duel": None}},
         {"doc": []},
@@ -227,7 +227,14 @@ def test_samples_without_a_number_of_their_document(tmp_path, doc):
 )
 def test_a_damaged_trace_is_named(tmp_path, change):
     file = made(tmp_path)
-    line = {"task": "sotu", "doc": 0, "ids": [1, 2], "starts": [0], "steps": [0, 1], "nats": [-1.0, -2.0]}
+    line = {
+        "task": "sotu",
+        "doc": 0,
+        "ids": [1, 2],
+        "starts": [0],
+        "reveal_steps": [0, 1],
+        "token_logprobs": [-1.0, -2.0],
+    }
     path = trace(tmp_path / "t.jsonl", file, [line | {"values": {"duel": -3.0}} | change])
     with pytest.raises(DuelError, match=r"t\.jsonl is damaged"):
         run(tmp_path, "--trace", path)
@@ -456,8 +463,8 @@ def test_a_rule_of_fewer_documents_is_not_in_the_table(tmp_path, how):
 
     def change(body):
         values = body["config"]["duel"]["tasks"]["sotu"]["values"]
-        values["greedy:k=1"]["nats"] = sum(nats["greedy:k=1"])
-        values["margin:k=1"] = {"nats": -72.0, "stderr": None, "nfe": None}
+        values["greedy:k=1"]["log_prob"] = sum(nats["greedy:k=1"])
+        values["margin:k=1"] = {"log_prob": -72.0, "stderr": None, "nfe": None}
         if how == "windows":
             values["margin:k=1"]["windows"] = 2
         if how == "nfe":
@@ -465,7 +472,7 @@ def test_a_rule_of_fewer_documents_is_not_in_the_table(tmp_path, how):
 
     edit(file, change)
     lines = [
-        {"task": "sotu", "doc": n, "ids": [1], "starts": [0], "steps": [0], "nats": [-1.0]}
+        {"task": "sotu", "doc": n, "ids": [1], "starts": [0], "reveal_steps": [0], "token_logprobs": [-1.0]}
         | {
             "values": {"oracle": nats["oracle"][n], "greedy:k=1": nats["greedy:k=1"][n]}
             | ({"margin:k=1": -36.0} if n < 2 else {})
@@ -492,14 +499,14 @@ def test_figures_of_more_documents_than_the_value_are_not_its_figures(tmp_path):
 
 def test_the_twin_scored_by_us_is_the_first_advice(tmp_path):
     hf(tmp_path / "ar", docs=DOCS, max_length=8)
-    ours(tmp_path / "results", docs=DOCS, law={"windows": "independent"}, duel={"row_capacity": 12})
+    ours(tmp_path / "results", docs=DOCS, spec={"windows": "independent"}, duel={"row_capacity": 12})
     with pytest.raises(DuelError) as error:
         run(tmp_path)
     start = "To compare, score ARM with --model duel-mdm --model_args pretrained=ARM,estimator=exact (its windows"
     assert start in str(error.value)
     ours(tmp_path / "twin", docs=DOCS, model="ARM", estimator="exact", attention="causal", block="1")
     for file in (tmp_path / "twin").rglob("results_*.json"):
-        edit(file, lambda body: put(body, "config.law.windows", "independent"))
+        edit(file, lambda body: put(body, "config.spec.windows", "independent"))
         edit(file, lambda body: put(body, "config.duel.row_capacity", 12))
     report([str(tmp_path / "results"), "--ar", str(tmp_path / "twin"), "--out", str(tmp_path / "out")])
     assert any("estimator=exact" in note for note in run(tmp_path, ar=False)["notes"])

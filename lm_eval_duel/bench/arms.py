@@ -1,4 +1,4 @@
-"""What `bench` measures: a network, a law, windows, and the ways to score them, with their time and memory."""
+"""What `bench` measures: a network, a spec, windows, and the ways to score them, with their time and memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lm_eval_duel.denoisers import random_network
 from lm_eval_duel.denoisers import self_tests as probes
 from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.denoisers.hub import pick_device
-from lm_eval_duel.engine.results import Scored
+from lm_eval_duel.engine.results import WindowScore
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.checks import DEFAULT_BLOCK
@@ -36,7 +36,7 @@ FEW = 2  # steps of the textbook loop that its memory is measured on: every step
 
 
 class Bench:
-    """A network, a law and windows, and the arms on them."""
+    """A network, a spec and windows, and the arms on them."""
 
     def __init__(self, settings: Settings):
         self.settings = settings
@@ -59,7 +59,7 @@ class Bench:
             LOOPS[name], self.denoiser, duel.rule, duel.block, duel.grid, windows or self.windows, most=most
         )
 
-    def record(self) -> tuple[Recording, list[Scored]]:
+    def record(self) -> tuple[Recording, list[WindowScore]]:
         """The network calls of one run of ours, and its results."""
         recording, before = Recording(self.denoiser), self.duel.counts.forwards
         with recording.record():
@@ -81,13 +81,13 @@ class Bench:
         if self.denoiser.device.type == "cuda":
             torch.cuda.synchronize(self.denoiser.device)
 
-    def steps(self, scored: Sequence[Scored]) -> int:
+    def steps(self, scored: Sequence[WindowScore]) -> int:
         """Steps of the textbook loop: in each block as many as its slowest window takes."""
         width = self.duel.block or self.settings.length
         offset = len(self.windows[0].context) if self.duel.grid == "row" else 0
         slowest: dict[int, int] = {}
         for result in scored:
-            for n, step in enumerate(result.steps):
+            for n, step in enumerate(result.reveal_steps):
                 number = (n + offset) // width
                 slowest[number] = max(slowest.get(number, 0), step + 1)
         return sum(slowest.values())

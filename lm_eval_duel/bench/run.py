@@ -25,7 +25,7 @@ import torch
 from lm_eval_duel.bench.arms import LOOPS, Bench, Recording
 from lm_eval_duel.bench.options import ARMS, Settings
 from lm_eval_duel.bench.textbook import Loop
-from lm_eval_duel.engine.results import Scored
+from lm_eval_duel.engine.results import WindowScore
 
 LONG = 60  # seconds: a textbook run that would take longer is scaled
 SCALED_FROM = 8  # steps
@@ -105,17 +105,17 @@ def _compare_few(bench: Bench) -> dict[str, Any]:
     return _compare(bench, bench.duel.log_prob(windows), "textbook", bench.loop("textbook", windows))
 
 
-def _compare(bench: Bench, ours: Sequence[Scored], name: str, loop: Loop) -> dict[str, Any]:
+def _compare(bench: Bench, ours: Sequence[WindowScore], name: str, loop: Loop) -> dict[str, Any]:
     """Numbers of ours against those of a loop that ran in full."""
     log_prob = torch.tensor([result.log_prob for result in ours], dtype=torch.float64)  # (N,)
-    moved = (loop.steps != torch.tensor([result.steps for result in ours])).sum(1)  # (N,)
+    moved = (loop.reveal_steps != torch.tensor([result.reveal_steps for result in ours])).sum(1)  # (N,)
     away, same = (loop.nats.sum(1) - log_prob).abs(), moved == 0  # (N,)
-    close = [result.close_picks for result in ours]
+    close = [result.near_ties for result in ours]
     known = None not in close
     return {
         "compared": {"with": name, "windows": len(ours), "positions": loop.nats.shape[1]},
         "max_abs_diff_nats": float(away[same].max()) if same.any() else None,
-        "close_picks": sum(close) if known else None,
+        "near_ties": sum(close) if known else None,
         "windows_with_close_picks": sum(count > 0 for count in close) if known else None,
         "picks_moved": int(moved.sum()),
         "windows_with_picks_moved": int((~same).sum()),
@@ -198,7 +198,7 @@ def _head(figures: dict[str, Any]) -> str:
 
 
 def _foot(figures: dict[str, Any]) -> list[str]:
-    away, close, compared = figures["max_abs_diff_nats"], figures["close_picks"], figures["compared"]
+    away, close, compared = figures["max_abs_diff_nats"], figures["near_ties"], figures["compared"]
     lines = [f"overhead of ours over its network calls alone: {figures['overhead']:+.1%}"]
     if figures["load_before"] > IDLE:
         lines.insert(0, f"load average {figures['load_before']:.1f} before the start: times are unsteady")

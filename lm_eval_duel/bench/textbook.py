@@ -29,10 +29,10 @@ SATURATED = -0.1  # log P1 above which 1 - P1 is summed from the others: float32
 class Whole:
     """The statistics that rules read (see `denoisers.predictions`), from log-probabilities of whole blocks."""
 
-    def __init__(self, log_p: torch.Tensor, hidden: torch.Tensor, blank: torch.Tensor):
+    def __init__(self, log_p: torch.Tensor, hidden: torch.Tensor, all_mask: torch.Tensor):
         self.log_p = log_p  # (R, W, V)
         self.hidden = hidden  # (R, W) bool
-        self.blank = blank  # (R,) bool
+        self.all_mask = all_mask  # (R,) bool
 
     @cached_property
     def _first(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -201,11 +201,11 @@ def algorithm2(
         lanes = Lanes.fresh(rows, row, torch.full_like(row, start), torch.full_like(row, width))
         truth = rows.ids[:, start : start + width]  # (N, W)
         while len(lanes) and taken != most:
-            blank = lanes.hidden.all(1) & (lanes.start == 0) & denoiser.relative_positions  # (R,)
+            all_mask = lanes.hidden.all(1) & (lanes.start == 0) & denoiser.relative_positions  # (R,)
             log_p = shown.log_p(lanes)  # (R, W, V)
-            if start == 0 and blank.any():
-                log_p = torch.where(blank[:, None, None], log_p[:, :1], log_p)
-            predictions = Whole(log_p, lanes.hidden, blank)
+            if start == 0 and all_mask.any():
+                log_p = torch.where(all_mask[:, None, None], log_p[:, :1], log_p)
+            predictions = Whole(log_p, lanes.hidden, all_mask)
             decision = rule(predictions, lanes)
             if isinstance(decision, torch.Tensor):
                 decision = rules.Decision(decision)

@@ -36,10 +36,10 @@ def inspect(name: str, arguments: dict[str, Any]) -> list[tuple[str, str]]:
     prefix, suffix = (" ".join(_token(tokenizer, token) for token in ids) for ids in (lm.text.prefix, lm.text.suffix))
     described = [
         ("checkpoint", name),
-        ("family", f"{denoiser.family} ({lm.law['denoiser']})"),
+        ("family", f"{denoiser.family} ({lm.spec['denoiser']})"),
         ("parameters", f"{sum(parameter.numel() for parameter in network.parameters()):,}"),
-        ("dtype", f"{lm.law['dtype']} on {denoiser.device}"),
-        ("vocabulary", f"{lm.law['vocabulary']} columns are tokens"),
+        ("dtype", f"{lm.spec['dtype']} on {denoiser.device}"),
+        ("vocabulary", f"{lm.spec['vocabulary']} columns are tokens"),
         ("mask", mask),
         ("attention", f"{denoiser.attention}{block}"),
         ("block", f"{lm.estimator.block} (grid {lm.estimator.grid})"),
@@ -51,9 +51,9 @@ def inspect(name: str, arguments: dict[str, Any]) -> list[tuple[str, str]]:
     if denoiser.attention != "causal":  # which always sees a token
         ties = "every cell ties: the lowest goes first" if denoiser.relative_positions else "cells differ"
         described.append(("blank rows", ties))
-    described.append(("weights", lm.law["weights"]))
-    if "guidance" in lm.law:
-        described.append(("guidance", lm.law["guidance"]))
+    described.append(("weights", lm.spec["weights"]))
+    if "guidance" in lm.spec:
+        described.append(("guidance", lm.spec["guidance"]))
     return [*described, ("one text", _score(lm))]
 
 
@@ -64,7 +64,7 @@ def _score(lm: DuelMDM) -> str:
     began = time.perf_counter()
     scored = lm.estimator.log_prob([framed(lm.text.prefix, ids, lm.text.suffix, "given")])[0]
     seconds = time.perf_counter() - began
-    how = lm.law.get("rule", lm.estimator.name) + ("" if scored.nfe is None else f", {scored.nfe} steps")
+    how = lm.spec.get("rule", lm.estimator.name) + ("" if scored.nfe is None else f", {scored.nfe} steps")
     return f"{scored.log_prob:.3f} nats for {len(ids)} tokens, {how}, {seconds:.2f} s"
 
 

@@ -23,7 +23,7 @@ EARLY_TO_LATE = (54, 61, 67, 73, 79, 114, 185, 226)  # of the terminal's 256 col
 SURE_TO_SURPRISED = (255, 230, 228, 222, 215, 208, 202, 196)  # white to red
 BOUNDS = ("elbo", "elbo_exact")
 MOST_NATS = 8.0  # the reddest
-NEEDED = ("ids", "starts", "steps", "nats", "values")
+NEEDED = ("ids", "starts", "reveal_steps", "token_logprobs", "values")
 PRINTS = """\
 Prints the document's windows: their log-likelihood and steps, then the text, each token coloured. Without colours (a
 pipe, NO_COLOR, --color never) each token is a line: position, block, step, nats, P1, margin, entropy.
@@ -41,7 +41,7 @@ def show(records: list[dict[str, Any]], tokenizer: Any, by: str, coloured: bool,
         shown = record | order
         parts.append(_heading(record) + (f"\nshown: the order of {order['name']}" if order else ""))
         parts.append(_colours(shown, pieces, by) if coloured else _lines(shown, pieces))
-        last = max([last, *shown["steps"]])
+        last = max([last, *shown["reveal_steps"]])
     if coloured and any(record["ids"] for record in records):
         parts.append(_legend(by, last))
     return "\n\n".join(parts)
@@ -50,7 +50,7 @@ def show(records: list[dict[str, Any]], tokenizer: Any, by: str, coloured: bool,
 def _order(record: dict[str, Any], rule: str | None) -> dict[str, Any]:
     """The order of a lattice rule, where it is asked for, or where the estimator has no order of its own."""
     found = record.get("rules", {})
-    if rule is None and (record["steps"] or not found):
+    if rule is None and (record["reveal_steps"] or not found):
         return {}
     name = next(iter(found)) if rule is None else str(rules.parse(rule))
     if name not in found:
@@ -81,7 +81,7 @@ def _heading(record: dict[str, Any]) -> str:
         said.append(_value(name, nats, tokens, error))
         error = None
     if record.get("nfe") is not None:
-        said.append(f"{record['nfe']} steps, {record.get('close_picks') or 'no'} close picks")
+        said.append(f"{record['nfe']} steps, {record.get('near_ties') or 'no'} close picks")
     return "\n".join(said)
 
 
@@ -111,8 +111,8 @@ def _colours(record: dict[str, Any], pieces: list[str], by: str) -> str:
 def _scale(record: dict[str, Any], by: str) -> tuple[list[float], float, tuple[int, ...]]:
     """What is coloured, its largest value, and the colours."""
     if by == "nats":
-        return [-value for value in record["nats"]], MOST_NATS, SURE_TO_SURPRISED
-    return record["steps"], max([1, *record["steps"]]), EARLY_TO_LATE
+        return [-value for value in record["token_logprobs"]], MOST_NATS, SURE_TO_SURPRISED
+    return record["reveal_steps"], max([1, *record["reveal_steps"]]), EARLY_TO_LATE
 
 
 def _legend(by: str, last: int) -> str:
@@ -136,7 +136,13 @@ def _lines(record: dict[str, Any], pieces: list[str]) -> str:
 
         sure = record.get("confidence")
         p1 = f"{1 / (1 + math.exp(-min(max(sure[n], -700), 700))):.3f}" if sure else ""
-        cells = number("steps", "d"), number("nats", ".3f"), p1, number("margin", ".3f"), number("entropy", ".3f")
+        cells = (
+            number("reveal_steps", "d"),
+            number("token_logprobs", ".3f"),
+            p1,
+            number("margin", ".3f"),
+            number("entropy", ".3f"),
+        )
         rows.append((str(n), str(block), *cells, repr(piece)[1:-1]))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
@@ -150,7 +156,7 @@ def main(arguments: list[str]) -> None:
     records = _chosen(asked.trace, asked.task, asked.doc, asked.request)
     from lm_eval_duel import denoisers
 
-    name = asked.tokenizer or trace.law(asked.trace).get("tokenizer")
+    name = asked.tokenizer or trace.spec(asked.trace).get("tokenizer")
     if not name:
         raise DuelError(f"{asked.trace} does not say whose tokens it holds; name a folder or hub name: --tokenizer.")
     tokenizer = denoisers.load_tokenizer({"tokenizer": name})
@@ -186,7 +192,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     asked = parser.parse_args(arguments)
     if asked.rule is not None:
         rules.parse(asked.rule)
-    trace.law(asked.trace)
+    trace.spec(asked.trace)
     return asked
 
 

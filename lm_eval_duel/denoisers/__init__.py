@@ -22,7 +22,7 @@ from lm_eval_duel.denoisers.hf import decoder_checkpoint as backbone_load
 from lm_eval_duel.denoisers.hf import families
 from lm_eval_duel.denoisers.hf import masked_lm as huggingface
 from lm_eval_duel.denoisers.hf import remote_code as remote
-from lm_eval_duel.denoisers.load_options import Asked
+from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.denoisers.wrappers.guidance import Guided
 from lm_eval_duel.denoisers.wrappers.warpers import Tempered
 from lm_eval_duel.errors import DuelError
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 def load(name: str = "demo-mdm", *, device: str | None = None, **network: Any) -> Denoiser:
     """The denoiser of a local folder, a hub name or a bundled name.
 
-    `device`: None picks a GPU where there is one. The network args are those of `Asked`, each detected unless said:
+    `device`: None picks a GPU where there is one. The network args are those of `LoadOptions`, each detected
+    unless given:
     dtype, revision, trust_remote_code, tokenizer (a folder, a hub name, or a loaded one), mask_token_id, max_length,
     bos, family, attention, block (where config and family do not know the trained one), shift_logits, last_block,
     sigma, backend, cfg_scale, temperature, top_k, top_p, peft, device_map, load_in_8bit, load_in_4bit, compile.
@@ -43,7 +44,7 @@ def load(name: str = "demo-mdm", *, device: str | None = None, **network: Any) -
     Raises DuelError when the checkpoint cannot be read, does not fill its network exactly, or is not what it says.
     """
     name = resolve(checkpoint_name("name", name) or BUNDLED)
-    asked = hub.pinned(Asked(name, hub.pick_device(device), **network))
+    asked = hub.pinned(LoadOptions(name, hub.pick_device(device), **network))
     raw = hub.raw_config(asked.name, asked.revision)
     tokenizer = _tokenizer(raw, asked)
     denoiser = _read(raw, asked, tokenizer)
@@ -55,7 +56,7 @@ def load(name: str = "demo-mdm", *, device: str | None = None, **network: Any) -
     return denoiser if tempered == (None, None, None) else Tempered(denoiser, *tempered)
 
 
-def _read(raw: dict[str, Any], asked: Asked, tokenizer: PreTrainedTokenizerBase | None) -> Denoiser:
+def _read(raw: dict[str, Any], asked: LoadOptions, tokenizer: PreTrainedTokenizerBase | None) -> Denoiser:
     if dit_load.reads(raw):
         return dit_load.load(hub.local_folder(asked.name, asked.revision), raw, asked, tokenizer)
     own = bool(raw.get("auto_map"))
@@ -70,7 +71,7 @@ def _read(raw: dict[str, Any], asked: Asked, tokenizer: PreTrainedTokenizerBase 
     return huggingface.load(raw, asked, tokenizer)
 
 
-def _tokenizer(raw: dict[str, Any], asked: Asked) -> PreTrainedTokenizerBase | None:
+def _tokenizer(raw: dict[str, Any], asked: LoadOptions) -> PreTrainedTokenizerBase | None:
     """The tokenizer asked for, else the one beside the weights; None where a DiT has none."""
     if asked.tokenizer is not None and not isinstance(asked.tokenizer, str):
         return asked.tokenizer

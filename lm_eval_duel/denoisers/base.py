@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from lm_eval_duel.denoisers.predictions import Predictions
 from lm_eval_duel.engine.lanes import Lanes, Rows
 from lm_eval_duel.hashing import hashed
+
+if TYPE_CHECKING:
+    from lm_eval_duel.rules import Rule
 
 KeysValues = tuple[torch.Tensor, torch.Tensor]  # of one layer, (N, H, K, D / H) each
 
@@ -36,14 +39,14 @@ class Denoiser(abc.ABC):
     last_block: str = "fill"  # a short last block of a block-causal network is shown filled with [MASK], or "cut"
     shift: int = 0  # the logits for position i stand at i - shift, which must show a token
     bos: str = "auto"  # the framing that is right for the family; "auto": as the tokenizer frames a text
-    closes: bool = False  # a row ends with the tokenizer's closing token, where it has one
+    appends_sep: bool = False  # a row ends with the tokenizer's closing token, where it has one
     splits_head: bool = True  # the head runs at hidden cells only; else at every position of a row
-    narrows: bool = False  # takes `columns` and evaluates its last layer there only
+    supports_columns: bool = False  # takes `columns` and evaluates its last layer there only
     honours_padding: bool = False  # an attention mask keeps padding unseen
     relative_positions: bool = False  # a row of masks only has one distribution everywhere
     needs_visible: bool = False  # a row of masks only has no distribution at all
     special_tokens: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # given before and after a text, if known
-    coarse: bool = False  # quantised: it rounds more than its dtype says
+    quantized: bool = False  # quantised: it rounds more than its dtype says
 
     @property
     @abc.abstractmethod
@@ -53,7 +56,7 @@ class Denoiser(abc.ABC):
     def features(self, ids: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
         """The input of the LM head (R, L, D) for rows of ids (R, L); `real` (R, L) is False at padding.
 
-        A network that `narrows` takes `columns` (R, M) too, and returns (R, M, D).
+        A network that `supports_columns` takes `columns` (R, M) too, and returns (R, M, D).
         """
         raise NotImplementedError(f"{type(self).__name__} is {self.attention}: it has no features of whole rows.")
 
@@ -63,13 +66,18 @@ class Denoiser(abc.ABC):
         """The input of the LM head (N, Q, D) for ids (N, Q) at `positions` (N, Q), and their keys and values.
 
         `seen` (N, Q, K + Q): which of the K keys of `past` and of the call's own each query attends to. A network that
-        `narrows` takes `columns` (N, M) of the queries too, and returns (N, M, D) and whatever for the keys and values.
+        `supports_columns` takes `columns` (N, M) of the queries too, and returns (N, M, D); its keys and values are
+        not read then.
         """
         raise NotImplementedError(f"{type(self).__name__} is {self.attention}: it has no blocks.")
 
     @abc.abstractmethod
     def head(self, features: torch.Tensor) -> torch.Tensor:
         """Logits (U, V) of feature rows (U, D)."""
+
+    def ties(self, rule: Rule) -> str | None:
+        """Why `rule` cannot tell the cells of this network apart, in a sentence; None: it can."""
+        return None
 
     @property
     def layers(self) -> torch.nn.Module:
@@ -89,7 +97,7 @@ class Denoiser(abc.ABC):
         return View(self, rows)
 
     def describe(self) -> dict[str, object]:
-        """What of this network defines the law, for the fingerprint and the results."""
+        """What of this network defines the spec, for the fingerprint and the results."""
         return {"denoiser": type(self).__name__}
 
 
@@ -98,22 +106,24 @@ class Cells(NamedTuple):
 
     features: torch.Tensor  # (U, D)
     index: torch.Tensor  # (C,) the feature row of each hidden cell, in the order of hidden.nonzero()
-    blank: torch.Tensor  # (R,) bool: the row shows nothing, so all its cells share one distribution
+    all_mask: torch.Tensor  # (R,) bool: the row shows nothing, so all its cells share one distribution
 
     @classmethod
-    def of(cls, lanes: Lanes, blank: torch.Tensor, at: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Cells:
-        """The cells of lanes, `at(lane, n)` (C,) -> (C, D) the n-th hidden one; a blank lane has its first only."""
+    def of(
+        cls, lanes: Lanes, all_mask: torch.Tensor, at: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    ) -> Cells:
+        """The cells of lanes, `at(lane, n)` (C,) -> (C, D) the n-th hidden one; a all_mask lane has its first only."""
         lane = lanes.hidden.nonzero()[:, 0]  # (C,)
         nth = (lanes.hidden.cumsum(1) - 1)[lanes.hidden]  # (C,)
-        unique = (nth == 0) | ~blank[lane]  # (C,)
-        return cls(at(lane[unique], nth[unique]), unique.cumsum(0) - 1, blank)
+        unique = (nth == 0) | ~all_mask[lane]  # (C,)
+        return cls(at(lane[unique], nth[unique]), unique.cumsum(0) - 1, all_mask)
 
     def spread(self, lanes: Lanes, evaluated: Lanes, number: torch.Tensor) -> Cells:
         """The cells of `lanes`, each of which is equal to the lane `number` (R,) of those evaluated."""
         before = evaluated.hidden.sum(1).cumsum(0) - evaluated.hidden.sum(1)  # (r,)
         nth = (lanes.hidden.cumsum(1) - 1)[lanes.hidden]  # (C,)
         of_lane = number[lanes.hidden.nonzero()[:, 0]]  # (C,)
-        return Cells(self.features, self.index[before[of_lane] + nth], self.blank[number])
+        return Cells(self.features, self.index[before[of_lane] + nth], self.all_mask[number])
 
 
 def distinct(*planes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -166,8 +176,8 @@ class View:
         self.rows.ids[rows[inside], lanes.columns[inside]] = lanes.tokens[inside]
 
     def __call__(self, lanes: Lanes) -> Predictions:
-        features, index, blank = self.cells(lanes)
-        return Predictions(lanes.hidden, blank, features, index, self.denoiser.head, self.denoiser.excluded)
+        features, index, all_mask = self.cells(lanes)
+        return Predictions(lanes.hidden, all_mask, features, index, self.denoiser.head, self.denoiser.excluded)
 
     def cells(self, lanes: Lanes) -> Cells:
         """The input of the LM head at the hidden cells of `lanes`; lanes whose rows are equal are evaluated once."""
@@ -183,14 +193,14 @@ class View:
         columns = lanes.start[:, None] + hidden_cells(lanes) - self.denoiser.shift  # (R, M)
         columns = columns.clamp(0, ids.shape[1] - 1)  # those of no hidden cell may lie outside
         told, padded = self._told(lanes, shown, real), None if real.all() else real
-        if self.denoiser.narrows:
+        if self.denoiser.supports_columns:
             features = self.denoiser.features(ids, padded, columns=columns, **told)  # (R, M, D)
         else:
             features = take(self.denoiser.features(ids, padded, **told), columns)
         self.forwards += 1
         self.evaluated += len(lanes)
-        blank = ~shown.any(1) & self.denoiser.relative_positions  # (R,)
-        return Cells.of(lanes, blank, lambda lane, n: features[lane, n])
+        all_mask = ~shown.any(1) & self.denoiser.relative_positions  # (R,)
+        return Cells.of(lanes, all_mask, lambda lane, n: features[lane, n])
 
     def _told(self, lanes: Lanes, shown: torch.Tensor, real: torch.Tensor) -> dict[str, torch.Tensor]:
         """What the network is told beside the rows, (R, ...) each: nothing."""

@@ -66,8 +66,8 @@ class BlockCausalView(View):
         one = lanes if len(first) == len(lanes) else lanes.select(first)
         self._remember(one, len(lanes) * self.block)
         if self.denoiser.attention == "causal":
-            blank = torch.zeros_like(one.row, dtype=torch.bool)  # (r,)
-            cells = Cells.of(one, blank, lambda lane, _: self._edges(one, lane))
+            all_mask = torch.zeros_like(one.row, dtype=torch.bool)  # (r,)
+            cells = Cells.of(one, all_mask, lambda lane, _: self._edges(one, lane))
         else:
             cells = self._evaluate(one, ids[first], shown[first], real[first])
         return cells if one is lanes else cells.spread(lanes, one, number)
@@ -217,7 +217,7 @@ class BlockCausalView(View):
             if features is None:
                 features = found.new_empty(len(lanes), *found.shape[1:])  # (R, M, D)
             features[lane] = found
-        blank = ~shown.any(1) & (lanes.start == 0) & self.denoiser.relative_positions  # (R,)
+        all_mask = ~shown.any(1) & (lanes.start == 0) & self.denoiser.relative_positions  # (R,)
 
         def at(lane: torch.Tensor, nth: torch.Tensor) -> torch.Tensor:
             found = features[lane, nth]  # (C, D)
@@ -226,7 +226,7 @@ class BlockCausalView(View):
                 found[first] = self._edges(lanes, lane[first])
             return found
 
-        return Cells.of(lanes, blank, at)
+        return Cells.of(lanes, all_mask, at)
 
     def _step(
         self, n: int, call: Call | None, lanes: Lanes, ids: torch.Tensor, real: torch.Tensor, cell: torch.Tensor
@@ -241,7 +241,7 @@ class BlockCausalView(View):
         self._calls[n] = call
         past = self._past(slot[call.lane[:, 0]], call.ahead)
         wanted, ids = call.queries(cell), ids[call.lane].flatten(1)  # (P, A M), (P, Q)
-        if self.denoiser.narrows:
+        if self.denoiser.supports_columns:
             features, _ = self.denoiser.stream(ids, call.columns, call.seen, past, columns=wanted)  # (P, A M, D)
         else:
             features = take(self.denoiser.stream(ids, call.columns, call.seen, past)[0], wanted)

@@ -18,7 +18,7 @@ from transformers.utils import cached_file
 
 from lm_eval_duel.demo import NAMES
 from lm_eval_duel.denoisers.hf.families import NAMED
-from lm_eval_duel.denoisers.load_options import Asked
+from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.options import DTYPES
 
@@ -52,8 +52,8 @@ def raw_config(path: str, revision: str, needed: bool = True) -> dict[str, Any]:
     return raw
 
 
-def pinned(asked: Asked) -> Asked:
-    """The same with the revision of a hub name as a commit, so that every file is of one state, which the law names."""
+def pinned(asked: LoadOptions) -> LoadOptions:
+    """The same with the revision of a hub name as a commit, so that all files are of one state; the spec names it."""
     if os.path.isdir(asked.name):
         return asked
     try:
@@ -128,7 +128,11 @@ def _tokenizer_class(path: str, revision: str) -> str | None:
 
 
 def mask_of(
-    asked: Asked, raw: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None, known: int | None, rows: int | None
+    asked: LoadOptions,
+    raw: dict[str, Any],
+    tokenizer: PreTrainedTokenizerBase | None,
+    known: int | None,
+    rows: int | None,
 ) -> int:
     """The id of [MASK]: as asked, as config, tokenizer or family (`known`) say; `rows` of the embedding bound it.
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class LoadOptions:
     """The network args of `denoisers.load`, which are model args of the harness's model too."""
 
     name: str

@@ -48,14 +48,14 @@ class Predictions:
     def __init__(
         self,
         hidden: torch.Tensor,
-        blank: torch.Tensor,
+        all_mask: torch.Tensor,
         features: torch.Tensor,
         cell: torch.Tensor,
         head: Callable[[torch.Tensor], torch.Tensor],
         excluded: torch.Tensor,
     ):
         self.hidden = hidden  # (R, W) bool
-        self.blank = blank  # (R,) bool: the row shows nothing, so all its cells share one distribution
+        self.all_mask = all_mask  # (R,) bool: the row shows nothing, so all its cells share one distribution
         self._features = features  # (U, D)
         self._cell = cell  # (C,) the feature row of each hidden cell, in the order of hidden.nonzero()
         self._head = head

@@ -20,7 +20,7 @@ from lm_eval_duel.denoisers.dit.network import DiT, DiTConfig
 from lm_eval_duel.denoisers.hf.decoder import Backbone
 from lm_eval_duel.denoisers.hf.families import NAMED
 from lm_eval_duel.denoisers.hf.native import native_config
-from lm_eval_duel.denoisers.load_options import Asked
+from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.errors import DuelError, unknown
 
 PREFIX = "random:"
@@ -160,7 +160,7 @@ def _llada(
     mask_id = vocab - LLADA_MASK if vocab > LLADA_MASK else vocab - 1
     model.get_input_embeddings().weight[mask_id] *= FAINT
     probes.rotary_frequencies(model, config, name)
-    denoiser = Backbone(model, family, raw, name, Asked(name, device), mask_id, _Ids(vocab))
+    denoiser = Backbone(model, family, raw, name, LoadOptions(name, device), mask_id, _Ids(vocab))
     probes.probe(denoiser, name)
     return denoiser
 

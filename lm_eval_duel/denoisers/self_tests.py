@@ -16,7 +16,7 @@ from lm_eval_duel.errors import DuelError
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
-BLANK_TOLERANCE = 1e-4  # of the logits' spread, in float32; rotary networks were seen at 1.5e-6
+ALL_MASK_TOLERANCE = 1e-4  # of the logits' spread, in float32; rotary networks were seen at 1.5e-6
 COARSE_TOLERANCE = 0.05  # the same in bfloat16 or float16, and of quantised weights
 BESIDE_TOLERANCE = 1e-3  # where another cell of the call changes: mixtures of experts round anew, and 8 bits scale anew
 BESIDE_QUANTIZED = 0.5
@@ -40,9 +40,9 @@ def probe(denoiser: Denoiser, path: str) -> None:
         direction(denoiser, path, rows, logits)
         if denoiser.attention == "bidirectional":
             require_finite(_logits(denoiser, half_masked(denoiser)), path)
-            blank = torch.full_like(rows[:1], denoiser.mask_id)  # (1, L)
-            denoiser.needs_visible = not bool(_logits(denoiser, blank).isfinite().all())
-            denoiser.relative_positions = ties_when_blank(denoiser)
+            all_mask = torch.full_like(rows[:1], denoiser.mask_id)  # (1, L)
+            denoiser.needs_visible = not bool(_logits(denoiser, all_mask).isfinite().all())
+            denoiser.relative_positions = ties_when_all_mask(denoiser)
         denoiser.honours_padding = not scales_by_length(denoiser) and (
             denoiser.attention == "causal" or honours_padding(denoiser)
         )
@@ -111,7 +111,7 @@ def honours_padding(denoiser: Denoiser) -> bool:
     unmasked = _logits(denoiser, ids)  # (R, L, V)
     alone = [_logits(denoiser, row[:, :count])[0] for count in counts]  # (count, V) each
     leaks = torch.tensor([differ(one, both[: len(one)]) for one, both in zip(alone, together, strict=False)])
-    if denoiser.coarse or together.dtype.itemsize < 4:  # noise is large, and differs between networks
+    if denoiser.quantized or together.dtype.itemsize < 4:  # noise is large, and differs between networks
         effects = torch.tensor([differ(one, both[: len(one)]) for one, both in zip(alone, unmasked, strict=False)])
         return bool(leaks.max() < 0.1 * effects.max())
     noise = min(differ(_logits(denoiser, row)[0], together[-1]), MOST_NOISE)  # of a row that is not padded
@@ -136,7 +136,7 @@ def require_repeatable(denoiser: Denoiser, path: str, length: int = REPEATED) ->
         )
 
 
-def ties_when_blank(denoiser: Denoiser) -> bool:
+def ties_when_all_mask(denoiser: Denoiser) -> bool:
     """Whether a row of masks has one distribution at every cell."""
     row = torch.full((1, min(32, denoiser.max_length)), denoiser.mask_id, device=denoiser.device)
     logits = _logits(denoiser, row)[0]  # (L, V)
@@ -173,9 +173,9 @@ def _block_causal(denoiser: Denoiser, path: str) -> None:
     masks = torch.full((1, block), denoiser.mask_id, device=rows.device)
     inside = torch.ones(1, block, block, dtype=torch.bool, device=rows.device)
     features, _ = denoiser.stream(masks, position[None, :block], inside, None)
-    blank = denoiser.head(features[0]).masked_fill(denoiser.excluded, 0)  # (B, V)
-    denoiser.relative_positions = differ(blank, blank[:1].expand_as(blank)) <= tolerance(
-        denoiser, blank, BESIDE_TOLERANCE
+    all_mask = denoiser.head(features[0]).masked_fill(denoiser.excluded, 0)  # (B, V)
+    denoiser.relative_positions = differ(all_mask, all_mask[:1].expand_as(all_mask)) <= tolerance(
+        denoiser, all_mask, BESIDE_TOLERANCE
     )
     denoiser.honours_padding = True  # it lies in later blocks, or is left out of what is seen
 
@@ -205,14 +205,14 @@ def rotary_frequencies(model: torch.nn.Module, config: Any, path: str) -> None:
             )
 
 
-def tolerance(denoiser: Denoiser, logits: torch.Tensor, fine: float = BLANK_TOLERANCE) -> float:
+def tolerance(denoiser: Denoiser, logits: torch.Tensor, fine: float = ALL_MASK_TOLERANCE) -> float:
     """The difference of logits, in units of their spread, that is noise of this network; `fine`: in float32."""
-    return COARSE_TOLERANCE if denoiser.coarse or logits.dtype.itemsize < 4 else fine
+    return COARSE_TOLERANCE if denoiser.quantized or logits.dtype.itemsize < 4 else fine
 
 
 def _beside(denoiser: Denoiser, logits: torch.Tensor) -> float:
     """The same where another cell of a call changes."""
-    return BESIDE_QUANTIZED if denoiser.coarse else tolerance(denoiser, logits, BESIDE_TOLERANCE)
+    return BESIDE_QUANTIZED if denoiser.quantized else tolerance(denoiser, logits, BESIDE_TOLERANCE)
 
 
 def differ(a: torch.Tensor, b: torch.Tensor) -> float:

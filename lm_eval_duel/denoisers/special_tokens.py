@@ -22,7 +22,7 @@ def convention(tokenizer: Any, denoiser: Denoiser) -> tuple[str, list[int], list
     if bos in ("none", "first"):
         return bos, [], []
     prefix, suffix = framing(tokenizer)
-    suffix = suffix if denoiser.closes else []
+    suffix = suffix if denoiser.appends_sep else []
     if bos == "auto":
         bos = "given" if prefix or suffix else "none"
     if bos == "none":

@@ -18,20 +18,20 @@ from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.rules import Decision
 
 STATISTICS = ("confidence", "margin", "entropy")  # of Predictions, in a trace
-CLOSE = 1e-4  # a lead below this many logits is a close pick: float noise could change the order
+NEAR_TIE = 1e-4  # a lead below this many logits is a close pick: float noise could change the order
 
 
 @dataclasses.dataclass(frozen=True)
-class Scored:
+class WindowScore:
     """One window's result. `steps` and `nats` are per target token; steps count from 0 in every block."""
 
     log_prob: float  # nats
     is_greedy: bool = False  # every token was the argmax when it was revealed
-    steps: tuple[int, ...] = ()
-    nats: tuple[float, ...] = ()
+    reveal_steps: tuple[int, ...] = ()
+    token_logprobs: tuple[float, ...] = ()
     nfe: int | None = None  # rule steps summed over blocks; None: of no one order
-    close_picks: int | None = None  # steps whose order float noise could change; None: the rule does not say
-    blank_starts: int = 0  # steps at which the row showed nothing, so that all hidden cells tied exactly
+    near_ties: int | None = None  # steps whose order float noise could change; None: the rule does not say
+    all_mask_starts: int = 0  # steps at which the row showed nothing, so that all hidden cells tied exactly
     # per target token, as it was revealed, where `traced`: the log-odds of P1, P1 - P2, and the entropy in nats
     confidence: tuple[float, ...] = ()
     margin: tuple[float, ...] = ()
@@ -39,14 +39,14 @@ class Scored:
 
 
 @dataclasses.dataclass(frozen=True)
-class Drawn(Scored):
+class Sample(WindowScore):
     """A sample (or the argmax decoding) and its own log-probability."""
 
     tokens: tuple[int, ...] = ()
     tail: int = 0  # positions never revealed: generation stopped early, or was asked for with a tail
 
     @classmethod
-    def of(cls, scored: Scored, tokens: tuple[int, ...], tail: int) -> Drawn:
+    def of(cls, scored: WindowScore, tokens: tuple[int, ...], tail: int) -> Sample:
         """These tokens with their score."""
         return cls(**vars(scored), tokens=tokens, tail=tail)
 
@@ -60,19 +60,19 @@ class Counts:
     nfe: int | None = 0  # None: of no one order
     forwards: int = 0  # network calls
     rows: int = 0  # rows evaluated
-    close_picks: int | None = 0  # None: the rule does not say
-    close_windows: int | None = 0  # windows that have any
-    blank_starts: int = 0
+    near_ties: int | None = 0  # None: the rule does not say
+    near_tie_windows: int | None = 0  # windows that have any
+    all_mask_starts: int = 0
 
-    def add(self, scored: Scored, tokens: int) -> None:
+    def add(self, scored: WindowScore, tokens: int) -> None:
         """One finished window of `tokens` target tokens."""
         self.windows += 1
         self.tokens += tokens
-        self.blank_starts += scored.blank_starts
-        close = scored.close_picks
+        self.all_mask_starts += scored.all_mask_starts
+        close = scored.near_ties
         self.nfe = known_sum(self.nfe, scored.nfe)
-        self.close_picks = known_sum(self.close_picks, close)
-        self.close_windows = known_sum(self.close_windows, close if close is None else int(close > 0))
+        self.near_ties = known_sum(self.near_ties, close)
+        self.near_tie_windows = known_sum(self.near_tie_windows, close if close is None else int(close > 0))
 
 
 def known_sum(one: int | None, other: int | None) -> int | None:
@@ -93,11 +93,11 @@ class Accumulator(Protocol):
     ) -> None:
         """Add one step of `lanes`. After an out-of-memory error inside, it must be possible to add it again."""
 
-    def take(self, finished: Lanes) -> Iterator[tuple[int, Scored]]:
+    def take(self, finished: Lanes) -> Iterator[tuple[int, WindowScore]]:
         """(row, score) of the windows that these finished lanes complete."""
 
 
-class Ledger:
+class ScoreAccumulator:
     """The running results of one group of windows, on the network's device, in float64."""
 
     def __init__(self, rows: Rows, traced: bool = False):
@@ -105,12 +105,14 @@ class Ledger:
         device = rows.ids.device
         self.origin, self.target = rows.origin.tolist(), rows.target.tolist()
         self.length = length  # the column of cells that are not picked
-        self.nats = torch.full((count, length + 1), math.nan, dtype=torch.float64, device=device)  # (N, L + 1)
-        self.steps = torch.full((count, length + 1), -1, dtype=torch.int32, device=device)  # (N, L + 1)
+        self.log_probs = torch.full((count, length + 1), math.nan, dtype=torch.float64, device=device)  # (N, L + 1)
+        self.reveal_steps = torch.full((count, length + 1), -1, dtype=torch.int32, device=device)  # (N, L + 1)
         self.sums = torch.zeros(count, 5, dtype=torch.int64, device=device)  # (N, 5) as in `record`
         self.whole = rows.target.clone()  # (N,) target positions
         self.knows_leads = True
-        self.seen = {name: torch.full_like(self.nats, math.nan) for name in STATISTICS if traced}  # (N, L + 1) each
+        self.seen = {
+            name: torch.full_like(self.log_probs, math.nan) for name in STATISTICS if traced
+        }  # (N, L + 1) each
 
     def add(
         self,
@@ -120,42 +122,42 @@ class Ledger:
         tokens: torch.Tensor,
         log_prob: torch.Tensor,
     ) -> None:
-        """Add one step of `lanes`: nats (R, W) and steps at the picks; NFE, close picks and blank starts per window."""
+        """Add one step of `lanes`: log-probs (R, W) and steps at the picks; NFE, near ties, all-mask starts."""
         pick, lead = decision.pick, decision.lead
         missed = ((tokens != predictions.argmax) & pick).any(1)  # (R,)
-        close = torch.zeros_like(missed) if lead is None else ~(lead >= CLOSE)  # (R,)
+        close = torch.zeros_like(missed) if lead is None else ~(lead >= NEAR_TIE)  # (R,)
         once = torch.ones_like(missed)  # (R,)
-        sums = torch.stack([pick.sum(1), once, missed, close, predictions.blank], 1).long()  # (R, 5)
+        sums = torch.stack([pick.sum(1), once, missed, close, predictions.all_mask], 1).long()  # (R, 5)
         row, column = lanes.row[:, None].expand_as(pick), torch.where(pick, lanes.columns, self.length)  # (R, W)
-        self.nats.index_put_((row, column), log_prob)
-        self.steps.index_put_((row, column), lanes.step[:, None].int().expand_as(pick))
+        self.log_probs.index_put_((row, column), log_prob)
+        self.reveal_steps.index_put_((row, column), lanes.step[:, None].int().expand_as(pick))
         for name, plane in self.seen.items():
             plane.index_put_((row, column), getattr(predictions, name).double())
         # if memory ends before here, the step is taken again and writes the same; from here on nothing fails half way
         self.sums.index_add_(0, lanes.row, sums)
         self.knows_leads &= lead is not None
 
-    def take(self, finished: Lanes) -> Iterator[tuple[int, Scored]]:
+    def take(self, finished: Lanes) -> Iterator[tuple[int, WindowScore]]:
         """(row, score) of the windows that have no lane left."""
         rows = finished.row.unique()  # (n,)
         rows = rows[self.sums[rows, 0] == self.whole[rows]].tolist()
         if not rows:
             return
-        nats, steps, sums = (plane[rows].cpu() for plane in (self.nats, self.steps, self.sums))
+        nats, steps, sums = (plane[rows].cpu() for plane in (self.log_probs, self.reveal_steps, self.sums))
         seen = {name: plane[rows].cpu() for name, plane in self.seen.items()}
         for n, row in enumerate(rows):
             span = slice(self.origin[row], self.origin[row] + self.target[row])
             statistics = [tuple(seen[name][n, span].tolist()) if seen else () for name in STATISTICS]
             confidence, margin, entropy = statistics
-            _, nfe, missed, close, blank = sums[n].tolist()
-            scored = Scored(
+            _, nfe, missed, close, all_mask = sums[n].tolist()
+            scored = WindowScore(
                 log_prob=float(nats[n, span].sum()),
                 is_greedy=not missed,
-                steps=tuple(steps[n, span].tolist()),
-                nats=tuple(nats[n, span].tolist()),
+                reveal_steps=tuple(steps[n, span].tolist()),
+                token_logprobs=tuple(nats[n, span].tolist()),
                 nfe=nfe,
-                close_picks=close if self.knows_leads else None,
-                blank_starts=blank,
+                near_ties=close if self.knows_leads else None,
+                all_mask_starts=all_mask,
                 confidence=confidence,
                 margin=margin,
                 entropy=entropy,
@@ -163,7 +165,7 @@ class Ledger:
             yield row, scored
 
 
-class SampleLedger(Ledger):
+class SampleAccumulator(ScoreAccumulator):
     """The same of texts that are generated; `prompts`: their windows."""
 
     def __init__(self, rows: Rows, prompts: Sequence[Window], traced: bool = False):
@@ -180,9 +182,9 @@ class SampleLedger(Ledger):
         self.whole[row] = self.sums[row, 0]
         self.target[row] = int(self.whole[row])
 
-    def take(self, finished: Lanes) -> Iterator[tuple[int, Drawn]]:
+    def take(self, finished: Lanes) -> Iterator[tuple[int, Sample]]:
         """(row, sample) of the texts that are complete."""
         for row, scored in super().take(finished):
             tokens = self.tokens(row)
             prompt = self.prompts[row]
-            yield row, Drawn.of(scored, tokens, prompt.tail + len(prompt.target) - len(tokens))
+            yield row, Sample.of(scored, tokens, prompt.tail + len(prompt.target) - len(tokens))

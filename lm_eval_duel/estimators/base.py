@@ -26,18 +26,18 @@ from lm_eval_duel.denoisers.predictions import Predictions
 from lm_eval_duel.engine.budget import Budget, plan
 from lm_eval_duel.engine.choose import Targets
 from lm_eval_duel.engine.lanes import Lanes, Queue, Rows, blocks, groups
-from lm_eval_duel.engine.results import Accumulator, Counts, Scored
+from lm_eval_duel.engine.results import Accumulator, Counts, WindowScore
 from lm_eval_duel.engine.reveal import RevealLoop
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.estimators.checks import check_windows, resolve_block, resolve_grid
 
-Finished = Iterator[tuple[int, Scored]]  # (index, score) of each window as it is finished
+Finished = Iterator[tuple[int, WindowScore]]  # (index, score) of each window as it is finished
 
 
 class Value(NamedTuple):
     """One figure of a window under one estimator."""
 
-    nats: float
+    log_prob: float
     stderr: float | None = None  # Monte Carlo error, nats
     nfe: int | None = None  # rule steps
 
@@ -70,7 +70,9 @@ class Estimator(abc.ABC):
 
     name: str  # as in estimator=
     decodes: bool = False  # `is_greedy` says what decoding would write
-    nothing: ClassVar[Scored] = Scored(0.0, is_greedy=True, nfe=0, close_picks=0)  # the score of an empty target
+    nothing: ClassVar[WindowScore] = WindowScore(
+        0.0, is_greedy=True, nfe=0, near_ties=0
+    )  # the score of an empty target
 
     def __init__(
         self,
@@ -105,7 +107,7 @@ class Estimator(abc.ABC):
         """Every network call holds one row."""
         self._loop.budget = Budget(1, 1)
 
-    def log_prob(self, windows: Sequence[Window]) -> list[Scored]:
+    def log_prob(self, windows: Sequence[Window]) -> list[WindowScore]:
         """The score of each window, in order."""
         scores = dict(self.stream(windows))
         return [scores[n] for n in range(len(windows))]
@@ -120,10 +122,10 @@ class Estimator(abc.ABC):
 
     @abc.abstractmethod
     def describe(self) -> dict[str, object]:
-        """What of this estimator defines a number, for the law."""
+        """What of this estimator defines a number, for the spec."""
 
     @abc.abstractmethod
-    def values(self, scored: Scored) -> dict[str, Value]:
+    def values(self, scored: WindowScore) -> dict[str, Value]:
         """All that one result says, by name; the first is its `log_prob`."""
 
     def blocks(self, window: Window) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Which combinations of network, rule, block and window are a law: everything else is refused in words."""
+"""Which combinations of network, rule, block and window are a spec: everything else is refused in words."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def check_rule(denoiser: Denoiser, rule: rules.Rule) -> None:
 def check_windows(
     denoiser: Denoiser, block: int | None, grid: str, windows: Sequence[Window], generating: bool = False
 ) -> None:
-    """Raise DuelError, naming the window, for one that this law cannot score (or generate)."""
+    """Raise DuelError, naming the window, for one that this spec cannot score (or generate)."""
     unscorable = set(denoiser.excluded.nonzero()[:, 0].tolist()) - {denoiser.mask_id}
     for n, window in enumerate(windows):
         target = () if generating else window.target

@@ -25,7 +25,7 @@ from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.denoisers.predictions import Predictions
 from lm_eval_duel.engine.choose import Argmax, Choose, Draws
 from lm_eval_duel.engine.lanes import Lanes, Queue, Rows
-from lm_eval_duel.engine.results import Drawn, Ledger, SampleLedger, Scored
+from lm_eval_duel.engine.results import Sample, SampleAccumulator, ScoreAccumulator, WindowScore
 from lm_eval_duel.engine.reveal import RevealLoop, decide
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
@@ -36,13 +36,13 @@ Stop = Callable[[int, tuple[int, ...]], bool]  # (index, tokens so far) -> draw 
 
 
 class Duel(Estimator):
-    """A denoiser, an unmasking rule and a block: one law, to score (`log_prob`, Algorithm 2) and to sample.
+    """A denoiser, an unmasking rule and a block: one spec, to score (`log_prob`, Algorithm 2) and to sample.
 
     `block`: positions finished before the next ones; None: the whole target; "auto": the trained block, else the
     published one, else 32. `grid`: "target" (blocks count from the first target position), "row" (from the row's
     first), "auto" (row for block-causal networks). `batch_size`, `max_batch_size`, `traced`: see `Estimator`.
 
-    Raises DuelError for a combination that is no law of this network.
+    Raises DuelError for a combination that is no spec of this network.
     """
 
     name, decodes = "duel", True
@@ -64,7 +64,7 @@ class Duel(Estimator):
     def describe(self) -> dict[str, object]:
         return {"estimator": self.name, "block": self.block, "grid": self.grid, **fingerprint.of_rule(self.rule)}
 
-    def values(self, scored: Scored) -> dict[str, Value]:
+    def values(self, scored: WindowScore) -> dict[str, Value]:
         return {self.name: Value(scored.log_prob, nfe=scored.nfe)}
 
     def under(self, denoiser: Denoiser) -> Duel:
@@ -74,11 +74,12 @@ class Duel(Estimator):
         twin.counts = self.counts
         return twin
 
-    def replay(self, windows: Sequence[Window], steps: Sequence[Sequence[int]]) -> list[Scored]:
-        """The nats of a recorded order: `steps` as in `Scored`. A diagnostic; a likelihood only if a rule made them."""
+    def replay(self, windows: Sequence[Window], steps: Sequence[Sequence[int]]) -> list[WindowScore]:
+        """The score of a recorded order, `steps` as `WindowScore.reveal_steps`. A diagnostic: a likelihood
+        only if a rule made them."""
         if len(windows) != len(steps):
             raise DuelError(f"replay wants the steps of each window: {len(windows)} windows, {len(steps)} orders.")
-        results: list[Scored] = []
+        results: list[WindowScore] = []
         for n, (window, order) in enumerate(zip(windows, steps, strict=True)):
             context = len(window.context)
             if len(order) != len(window.target):
@@ -93,7 +94,7 @@ class Duel(Estimator):
             results += [scored for _, scored in self._stream([window], functools.partial(self._follow, rule=rule))]
         return results
 
-    def sample(self, contexts: Sequence[Sequence[int]], length: int, **settings: Any) -> list[Drawn]:
+    def sample(self, contexts: Sequence[Sequence[int]], length: int, **settings: Any) -> list[Sample]:
         """`length` tokens after each context (Algorithm 1), each with its own score. Settings: see `stream_samples`."""
         samples = dict(self.stream_samples(contexts, length, **settings))
         return [samples[n] for n in range(len(contexts))]
@@ -109,7 +110,7 @@ class Duel(Estimator):
         seed: int = 0,
         keys: Sequence[int] | None = None,
         stop: Stop | None = None,
-    ) -> Iterator[tuple[int, Drawn]]:
+    ) -> Iterator[tuple[int, Sample]]:
         """(index, sample) of each context as it is finished.
 
         A draw depends on (`seed`, key, position) only; `keys` defaults to the index of each context.
@@ -134,7 +135,7 @@ class Duel(Estimator):
 
     def _follow(self, opened: Opened, rule: rules.Rule) -> Finished:
         """Every block of every window at once, under `rule`."""
-        results = Ledger(opened.rows, self.traced)
+        results = ScoreAccumulator(opened.rows, self.traced)
         if rule.fixed:
             yield from self._evaluate(opened, self._steps(opened, rule), results)
             return
@@ -159,19 +160,19 @@ class Duel(Estimator):
     @torch.inference_mode()
     def _samples(
         self, prompts: list[Window], choose: Callable[[list[int]], Choose], stop: Stop | None
-    ) -> Iterator[tuple[int, Drawn]]:
+    ) -> Iterator[tuple[int, Sample]]:
         for n, prompt in enumerate(prompts):
             if not prompt.target:
-                yield n, Drawn.of(self.nothing, (), prompt.tail)
+                yield n, Sample.of(self.nothing, (), prompt.tail)
         for group in self._groups(prompts):
             yield from self._sample_group([prompts[n] for n in group], group, choose(group), stop)
 
     def _sample_group(
         self, prompts: list[Window], numbers: list[int], choose: Choose, stop: Stop | None
-    ) -> Iterator[tuple[int, Drawn]]:
+    ) -> Iterator[tuple[int, Sample]]:
         """One lane a row: a finished block is committed, and the row's next block enters."""
         rows = Rows.of(prompts, self.denoiser.device)
-        view, results = self.denoiser.open(rows, generating=True), SampleLedger(rows, prompts, self.traced)
+        view, results = self.denoiser.open(rows, generating=True), SampleAccumulator(rows, prompts, self.traced)
         blocks = [deque(self.blocks(prompt)) for prompt in prompts]  # to come, of each row
         queue = Queue([fresh(rows, [(n, *left.popleft()) for n, left in enumerate(blocks)])])
         for finished in self._loop.run(view, self.rule, queue, choose, results, numbers):
@@ -198,7 +199,7 @@ def as_windows(contexts: Sequence[Sequence[int]], length: int, suffix: Sequence[
     return [Window(tuple(context), (0,) * length, tuple(suffix), tail) for context in contexts]
 
 
-class Exact(Duel):
+class Autoregressive(Duel):
     """The chain rule of an autoregressive network: the same windows, one forward each.
 
     Raises DuelError for a network that is not autoregressive.

@@ -30,7 +30,7 @@ from lm_eval_duel.denoisers.base import Denoiser, distinct
 from lm_eval_duel.denoisers.dit.denoiser import SEDD
 from lm_eval_duel.denoisers.predictions import Predictions
 from lm_eval_duel.engine.lanes import Lanes, Rows
-from lm_eval_duel.engine.results import Scored
+from lm_eval_duel.engine.results import WindowScore
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators.base import All, Estimator, Finished, Opened, Value
@@ -48,7 +48,7 @@ LAST = torch.iinfo(torch.int64).max
 
 
 @dataclasses.dataclass(frozen=True)
-class Bound(Scored):
+class ElboScore(WindowScore):
     """One window's bound. `nats` are each position's share; there are no steps, and nothing is decoded."""
 
     stderr: float | None = None  # Monte Carlo error of `log_prob`, nats; None: too few draws to know
@@ -66,7 +66,7 @@ class Elbo(Estimator):
     """
 
     name = "elbo"
-    nothing = Bound(0.0, stderr=0.0)
+    nothing = ElboScore(0.0, stderr=0.0)
 
     def __init__(
         self,
@@ -103,11 +103,11 @@ class Elbo(Estimator):
         super().__init__(denoiser, block, grid, batch_size, max_batch_size, traced)
 
     def describe(self) -> dict[str, object]:
-        law = {"grid": self.grid} if self.block else {}  # of a whole target there is one
+        spec = {"grid": self.grid} if self.block else {}  # of a whole target there is one
         if self.form == "score_entropy":
-            law["sigma"] = "that of each draw"
+            spec["sigma"] = "that of each draw"
         return {
-            **law,
+            **spec,
             "estimator": self.name,
             "elbo_form": self.form,
             "elbo_block": self.block,
@@ -116,7 +116,7 @@ class Elbo(Estimator):
             "draw_seed": self.seed,
         }
 
-    def values(self, scored: Bound) -> dict[str, Value]:
+    def values(self, scored: ElboScore) -> dict[str, Value]:
         return {self.name: Value(scored.log_prob, scored.stderr)}
 
     def _open(self, windows: list[Window], numbers: list[int]) -> Opened:
@@ -126,11 +126,11 @@ class Elbo(Estimator):
         return Opened(windows, numbers, rows, self.denoiser.open_at(rows, lambda lanes: lanes.memory[1][:, 0]))
 
     def _score_group(self, opened: Opened) -> Finished:
-        sums = Sums(opened, self)
+        sums = ElboAccumulator(opened, self)
         yield from self._evaluate(opened, self._draws(opened, sums), sums)
         yield from sums.rest()
 
-    def _draws(self, opened: Opened, sums: Sums) -> Iterator[Lanes]:
+    def _draws(self, opened: Opened, sums: ElboAccumulator) -> Iterator[Lanes]:
         """Every draw of every span; equal ones of a span once, with their weights added up."""
         key = torch.tensor([_key(window) for window in opened.windows], device=opened.rows.ids.device)  # (N,)
         places = self._places(opened)
@@ -191,7 +191,7 @@ class Elbo(Estimator):
         return kept.select(kept.hidden.any(1))
 
 
-class Sums:
+class ElboAccumulator:
     """The draws of one group of windows added up, on the network's device, in float64."""
 
     def __init__(self, opened: Opened, elbo: Elbo):
@@ -253,9 +253,9 @@ class Sums:
             start, count = len(self.windows[row].context), len(self.windows[row].target)
             known = self.elbo.replicates > 1
             error = float(means[n].std() / math.sqrt(self.elbo.replicates)) if known else math.nan
-            bound = Bound(
+            bound = ElboScore(
                 log_prob=float(means[n].mean()),
-                nats=tuple(nats[n, start : start + count].tolist()),
+                token_logprobs=tuple(nats[n, start : start + count].tolist()),
                 stderr=error if math.isfinite(error) else None,  # nor of infinite nats
             )
             yield row, bound

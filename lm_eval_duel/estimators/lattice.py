@@ -26,18 +26,18 @@ from lm_eval_duel import rules
 from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.denoisers.predictions import Predictions
 from lm_eval_duel.engine.lanes import Lanes
-from lm_eval_duel.engine.results import CLOSE, STATISTICS, Scored
+from lm_eval_duel.engine.results import NEAR_TIE, STATISTICS, WindowScore
 from lm_eval_duel.engine.reveal import decide
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.base import All, Estimator, Finished, Opened, Value
-from lm_eval_duel.estimators.subset_dp import Chunk, Orders, Path, cell_of, fold, follow, number_of
+from lm_eval_duel.estimators.subset_dp import Chunk, Orders, OrderScore, cell_of, fold, follow, number_of
 from lm_eval_duel.options import LATTICE, LATTICE_BLOCK
 
 TABLE = 1 << 22  # states x cells of a chunk of blocks, at most
 
 
 @dataclasses.dataclass(frozen=True)
-class Ordered(Scored):
+class LatticeScore(WindowScore):
     """One window over all orders. `log_prob` is the value that was asked for.
 
     `steps` and `nats` are those of the best order for the oracle, each position's mean share for elbo_exact, and none
@@ -47,7 +47,7 @@ class Ordered(Scored):
     elbo_exact: float = 0.0
     mixture: float = 0.0
     oracle: float = 0.0  # NOT a likelihood
-    rules: dict[str, Path] = dataclasses.field(default_factory=dict)
+    rules: dict[str, OrderScore] = dataclasses.field(default_factory=dict)
 
 
 class Lattice(Estimator):
@@ -87,20 +87,20 @@ class Lattice(Estimator):
     def describe(self) -> dict[str, object]:
         return {"estimator": self.name, "block": self.block, "grid": self.grid}
 
-    def values(self, scored: Ordered) -> dict[str, Value]:
+    def values(self, scored: LatticeScore) -> dict[str, Value]:
         found = {name: Value(getattr(scored, name)) for name in sorted(LATTICE, key=lambda name: name != self.name)}
         return found | {text: Value(path.log_prob, nfe=path.nfe) for text, path in scored.rules.items()}
 
     @property
-    def nothing(self) -> Ordered:
-        empty = {str(rule): Path(0.0, (), (), 0, 0) for rule in self.rules}
-        return Ordered(0.0, rules=empty)
+    def nothing(self) -> LatticeScore:
+        empty = {str(rule): OrderScore(0.0, (), (), 0, 0) for rule in self.rules}
+        return LatticeScore(0.0, rules=empty)
 
     def _score_group(self, opened: Opened) -> Finished:
-        tables = Tables(opened, self)
+        tables = LatticeAccumulator(opened, self)
         return self._evaluate(opened, self._states(opened, tables), tables)
 
-    def _states(self, opened: Opened, tables: Tables) -> Iterator[Lanes]:
+    def _states(self, opened: Opened, tables: LatticeAccumulator) -> Iterator[Lanes]:
         """Every state of every block, a chunk of blocks after the other."""
         places, done = self._places(opened), 0
         while done < len(places):
@@ -118,7 +118,7 @@ class Lattice(Estimator):
             yield opened.targets.hide(each, hidden)
 
 
-class Tables:
+class LatticeAccumulator:
     """The lattices of one group of windows: filled chunk by chunk, and folded up as each is full."""
 
     def __init__(self, opened: Opened, lattice: Lattice):
@@ -169,12 +169,12 @@ class Tables:
         for n in chunk_of.unique().tolist():
             chunk, mine = self.chunks[n], chunk_of == n  # (R,)
             r, w = lane[mine[lane]], at[mine[lane]]  # (c,)
-            for table, plane in zip([chunk.nats, *chunk.seen], planes, strict=True):
+            for table, plane in zip([chunk.log_probs, *chunk.seen], planes, strict=True):
                 table[block[r], state[r], cell[r, w]] = plane[r, w]
             for f, found in enumerate(decided):
                 chunk.after[f, block[mine], state[mine]] = picked[f][mine]
                 if found.lead is not None:
-                    chunk.close[f, block[mine], state[mine]] = ~(found.lead[mine] >= CLOSE)
+                    chunk.close[f, block[mine], state[mine]] = ~(found.lead[mine] >= NEAR_TIE)
             counts.append((chunk, int(mine.sum())))
         # if memory ends before here, the states are evaluated again and entered once more, the same
         for chunk, count in counts:
@@ -194,7 +194,7 @@ class Tables:
 
     def _fold(self, chunk: Chunk) -> None:
         """From the states of some blocks to the nats of their orders."""
-        lanes, table = chunk.lanes, chunk.nats
+        lanes, table = chunk.lanes, chunk.log_probs
         full = (1 << lanes.hidden.sum(1)) - 1  # (B,)
         values, share, best = fold(table, full)  # (B, 3), (B, m), (B, S)
         column = torch.full(share.shape, self.dump, device=full.device)  # (B, m)
@@ -206,7 +206,7 @@ class Tables:
         for after, close, orders in zip(chunk.after, chunk.close, self.paths, strict=True):
             follow(chunk, column, full, after, close, orders)
 
-    def _score(self, row: int) -> Ordered:
+    def _score(self, row: int) -> LatticeScore:
         window = self.opened.windows[row]
         span = slice(len(window.context), len(window.context) + len(window.target))
         totals = dict(zip(LATTICE, self.totals[row].tolist(), strict=True))
@@ -215,10 +215,14 @@ class Tables:
             for rule, orders, known in zip(self.rules, self.paths, self.knows_leads, strict=True)
         }
         best = self.best.path(row, span, False) if self.value == "oracle" else None
-        return Ordered(
+        return LatticeScore(
             log_prob=totals[self.value],
-            steps=best.steps if best else (),
-            nats=best.nats if best else tuple(self.mean[row, span].tolist()) if self.value == "elbo_exact" else (),
+            reveal_steps=best.reveal_steps if best else (),
+            token_logprobs=best.token_logprobs
+            if best
+            else tuple(self.mean[row, span].tolist())
+            if self.value == "elbo_exact"
+            else (),
             confidence=best.confidence if best else (),
             margin=best.margin if best else (),
             entropy=best.entropy if best else (),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.estimators.base import Estimator
-from lm_eval_duel.estimators.duel import Duel, Exact
+from lm_eval_duel.estimators.duel import Autoregressive, Duel
 from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.estimators.lattice import Lattice
 from lm_eval_duel.options import Options
@@ -24,7 +24,7 @@ def make(denoiser: Denoiser, options: Options) -> Estimator:
     if options.estimator == "duel":
         return Duel(denoiser, options.rule, options.block, **shared)
     if options.estimator == "exact":
-        return Exact(denoiser, **shared)
+        return Autoregressive(denoiser, **shared)
     if options.estimator == "elbo":
         return Elbo(
             denoiser,

@@ -31,22 +31,22 @@ class Chunk:
 
     lanes: Lanes  # (B,) as their blocks begin
     waiting: int  # states to come
-    nats: torch.Tensor  # (B, S, m) w
+    log_probs: torch.Tensor  # (B, S, m) w
     seen: list[torch.Tensor]  # (B, S, m) each: what a trace shows beside nats
     after: torch.Tensor  # (F, B, S) the state after a rule's pick
     close: torch.Tensor  # (F, B, S) bool: a close pick
 
 
 @dataclasses.dataclass(frozen=True)
-class Path:
-    """One order through a window's blocks, and its nats; `steps` and `nats` per target token, as in `Scored`."""
+class OrderScore:
+    """One order through a window's blocks, and its nats; `steps` and `nats` per target token, as in `WindowScore`."""
 
     log_prob: float
-    steps: tuple[int, ...]
-    nats: tuple[float, ...]
+    reveal_steps: tuple[int, ...]
+    token_logprobs: tuple[float, ...]
     nfe: int
-    close_picks: int | None = None
-    confidence: tuple[float, ...] = ()  # these, where `traced`, as in `Scored`
+    near_ties: int | None = None
+    confidence: tuple[float, ...] = ()  # these, where `traced`, as in `WindowScore`
     margin: tuple[float, ...] = ()
     entropy: tuple[float, ...] = ()
 
@@ -55,23 +55,23 @@ class Orders:
     """A path through the blocks of each window: nats and steps by column, and sums."""
 
     def __init__(self, like: torch.Tensor, traced: bool = False):
-        self.nats = torch.full_like(like, math.nan)  # (N, L + 1)
-        self.steps = torch.full_like(like, -1, dtype=torch.int32)  # (N, L + 1)
+        self.log_probs = torch.full_like(like, math.nan)  # (N, L + 1)
+        self.reveal_steps = torch.full_like(like, -1, dtype=torch.int32)  # (N, L + 1)
         self.sums = torch.zeros(len(like), 2, dtype=torch.int64, device=like.device)  # (N, 2) NFE, close picks
         self.seen = [torch.full_like(like, math.nan) for _ in STATISTICS if traced]  # (N, L + 1) each
 
-    def path(self, row: int, span: slice, knows_leads: bool) -> Path:
+    def path(self, row: int, span: slice, knows_leads: bool) -> OrderScore:
         """The order of one window, whose target is at the columns `span`."""
-        nats = tuple(self.nats[row, span].tolist())
+        nats = tuple(self.log_probs[row, span].tolist())
         nfe, close = self.sums[row].tolist()
         statistics = [tuple(plane[row, span].tolist()) for plane in self.seen] or [()] * len(STATISTICS)
         confidence, margin, entropy = statistics
-        return Path(
+        return OrderScore(
             log_prob=math.fsum(nats),
-            steps=tuple(self.steps[row, span].tolist()),
-            nats=nats,
+            reveal_steps=tuple(self.reveal_steps[row, span].tolist()),
+            token_logprobs=nats,
             nfe=nfe,
-            close_picks=close if knows_leads else None,
+            near_ties=close if knows_leads else None,
             confidence=confidence,
             margin=margin,
             entropy=entropy,
@@ -93,8 +93,8 @@ def follow(
         picked = ((state & ~following)[:, None] >> cells & 1).bool()  # (B, m)
         b, q = picked.nonzero().unbind(1)  # (c,)
         where = row[b], column[b, q]
-        into.steps[where] = step
-        for plane, table in zip([into.nats, *into.seen], [chunk.nats, *chunk.seen], strict=False):
+        into.reveal_steps[where] = step
+        for plane, table in zip([into.log_probs, *into.seen], [chunk.log_probs, *chunk.seen], strict=False):
             plane[where] = table[b, state[b], q]
         into.sums.index_add_(0, row, torch.stack([going, going & close[block, state]], 1).long())
         state, step = following, step + 1

@@ -22,13 +22,13 @@ from lm_eval_duel.harness import cache_keys
 from lm_eval_duel.harness import requests as instances
 from lm_eval_duel.harness.distributed import Ranked
 from lm_eval_duel.options import MADE, TOKENS, Options
-from lm_eval_duel.tasks.token_text import MADE as MADE_HERE
+from lm_eval_duel.tasks.tokenized_text import MADE as MADE_HERE
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
     from lm_eval_duel.denoisers.base import Denoiser
-    from lm_eval_duel.engine.results import Scored
+    from lm_eval_duel.engine.results import WindowScore
     from lm_eval_duel.estimators.base import Estimator
     from lm_eval_duel.harness.run_stats import Cost
     from lm_eval_duel.harness.text import Text
@@ -125,7 +125,7 @@ class Answering(Ranked):
         kind: str,
         requests: list[Instance],
         windows: list[list[Window]],
-        combine: Callable[[list[Scored]], Any],
+        combine: Callable[[list[WindowScore]], Any],
         disable_tqdm: bool,
     ) -> list[Any]:
         """The answer of each request: found in the response cache, or from its windows' results."""
@@ -134,17 +134,17 @@ class Answering(Ranked):
         answers = [self._found(kind, *each) for each in zip(requests, windows, strict=True)]
         left = [r for r, answer in enumerate(answers) if answer is None]
         self.say_found(len(answers) - len(left), len(left))
-        blank = self.estimator.counts.blank_starts
+        blank = self.estimator.counts.all_mask_starts
         scoring = Scoring(self, kind, [requests[r] for r in left], [windows[r] for r in left], combine)
         with tqdm(
             total=sum(len(window.target) for r in left for window in windows[r]),
-            desc=f"{kind} {self.law.get('rule', self.estimator.name)}",
+            desc=f"{kind} {self.spec.get('rule', self.estimator.name)}",
             unit="tok",
             disable=disable_tqdm or self.rank != 0,
         ) as bar:
             for r, answer in zip(left, scoring.run(bar), strict=True):
                 answers[r] = answer
-        if blank := self.estimator.counts.blank_starts - blank:
+        if blank := self.estimator.counts.all_mask_starts - blank:
             log.info(
                 "%d blocks started with nothing in view: all cells tie exactly, the lowest position goes first", blank
             )
@@ -176,7 +176,7 @@ class Answering(Ranked):
 
     @property
     def seen(self) -> tuple[object, ...]:
-        """What is in a window's result and not in the law: statistics for a trace, the rules that a lattice follows."""
+        """What is in a window's score and not in the spec: statistics for a trace, the rules a lattice follows."""
         return self.estimator.traced, *map(str, getattr(self.estimator, "rules", ()))
 
     def fine(self) -> Denoiser:
@@ -214,7 +214,7 @@ class Answering(Ranked):
         self,
         request: Instance,
         windows: list[Window],
-        parts: list[Scored],
+        parts: list[WindowScore],
         said: dict[str, Any] | None = None,
         estimator: Estimator | None = None,
     ) -> None:
@@ -253,9 +253,9 @@ def _same(answer: Any, total: float) -> bool:
     return answer == total
 
 
-def _total(parts: list[Scored]) -> float:
+def _total(parts: list[WindowScore]) -> float:
     return math.fsum(scored.log_prob for scored in parts)
 
 
-def _both(parts: list[Scored]) -> tuple[float, bool]:
+def _both(parts: list[WindowScore]) -> tuple[float, bool]:
     return _total(parts), all(scored.is_greedy for scored in parts)

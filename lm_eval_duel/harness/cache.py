@@ -1,8 +1,8 @@
-"""The harness's `--use_cache` files as a resumed run needs them: of one law, of any number of ranks, safe to read.
+"""The harness's `--use_cache` files as a resumed run needs them: of one spec, of any number of ranks, safe to read.
 
 The harness writes PATH_rank0.db, PATH_rank1.db, ..., one for each process, as pickles. Here the same files
 
-* are refused where they were written under another law, or by a lattice that followed other rules;
+* are refused where they were written under another spec, or by a lattice that followed other rules;
 * are found whatever the number of ranks was that wrote them;
 * hold plain numbers and texts: a record of anything else, or one that was cut off, is dropped and scored again;
 * may run out of disk: what could not be written waits in memory, so the run goes on and loses nothing.
@@ -35,8 +35,8 @@ from lm_eval_duel.harness.cache_keys import Key
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
-LAW = "lm_eval_duel law"
-RULES, RULE_CODE = "lattice_rules", "lattice_rule_code"  # beside the law: what a lattice follows, and its own code
+SPEC = "lm_eval_duel spec"
+RULES, RULE_CODE = "lattice_rules", "lattice_rule_code"  # beside the spec: what a lattice follows, and its own code
 ACCOUNT = "account "  # before the key of an answer: what a request with this answer came to
 PATIENCE = 60  # seconds to wait for a file that another rank is writing
 ANSWERS = {"loglikelihood": tuple, "loglikelihood_rolling": float, "generate_until": str}
@@ -48,11 +48,11 @@ DELETE = 'DELETE FROM "unnamed" WHERE key = ?'
 class ResponseCache(SqliteDict):
     """The harness's dict of answers, after `adopt`: the same object and the same file of this rank."""
 
-    def adopt(self, law: Mapping[str, str], follows: Mapping[str, str], generating: str) -> ResponseCache:
-        """Take over a dict that the harness has opened, for answers of this law.
+    def adopt(self, spec: Mapping[str, str], follows: Mapping[str, str], generating: str) -> ResponseCache:
+        """Take over a dict that the harness has opened, for answers of this spec.
 
-        `follows`: what else is in the results of a run, and must be equal. `generating`: the digest of the law of
-        generated texts. Raises DuelError where the file, or another rank's, is of another law or cannot be read.
+        `follows`: what else is in the results of a run, and must be equal. `generating`: the digest of the spec of
+        generated texts. Raises DuelError where the file, or another rank's, is of another spec or cannot be read.
         """
         self.__class__ = ResponseCache
         self.generating = generating
@@ -61,14 +61,14 @@ class ResponseCache(SqliteDict):
         self.elsewhere: dict[str, tuple[sqlite3.Connection, Path]] = {}  # which other file holds a key
         self.conn.log.setLevel(logging.CRITICAL + 1)  # it writes out whole stacks; what is wrong is said here
         own = self._own('SELECT COUNT(*) FROM "unnamed"')[0][0]
-        _require(law, follows, self.find(LAW), own > 0, self.filename)
+        _require(spec, follows, self.find(SPEC), own > 0, self.filename)
         for path in self._others():
             other = _open(path)
             keys = {key for (key,) in _select(other, path, 'SELECT key FROM "unnamed"')}
-            _require(law, follows, next(map(_read, _select(other, path, READ, LAW)), None), bool(keys), path)
-            self.elsewhere |= dict.fromkeys(keys - {LAW}, (other, path))
+            _require(spec, follows, next(map(_read, _select(other, path, READ, SPEC)), None), bool(keys), path)
+            self.elsewhere |= dict.fromkeys(keys - {SPEC}, (other, path))
         self.found = bool(own > 1 or self.elsewhere)  # there are answers from before
-        self[LAW] = {**law, **follows}
+        self[SPEC] = {**spec, **follows}
         return self
 
     def find(self, key: str) -> Any:
@@ -221,21 +221,21 @@ def unreadable(path: str | Path, error: Exception) -> DuelError:
     return DuelError(f"The --use_cache file {path} cannot be read ({error}). Delete it: its answers are scored again.")
 
 
-def _require(law: Mapping[str, str], follows: Mapping[str, str], stored: Any, answers: bool, path: str | Path) -> None:
-    """Raise DuelError where a file has answers of another law, or of none."""
+def _require(spec: Mapping[str, str], follows: Mapping[str, str], stored: Any, answers: bool, path: str | Path) -> None:
+    """Raise DuelError where a file has answers of another spec, or of none."""
     if not isinstance(stored, dict):  # none, or a damaged one
         stored = None
     if stored is None and answers:
         raise DuelError(
-            f"The --use_cache file {path} holds answers of another model (it has no law of duel-mdm). "
+            f"The --use_cache file {path} holds answers of another model (it has no spec of duel-mdm). "
             "Name another file, or delete this one."
         )
-    if stored is not None and stored != (ours := {**law, **follows}):
+    if stored is not None and stored != (ours := {**spec, **follows}):
         theirs = fingerprint.digest({key: value for key, value in stored.items() if key not in (RULES, RULE_CODE)})
         changed = "; ".join(fingerprint.differences(ours, stored))
         raise DuelError(
-            f"The --use_cache file {path} was written under another law ({theirs}, this run is "
-            f"{fingerprint.digest(law)}): {changed}. Name another file, or delete this one."
+            f"The --use_cache file {path} was written under another spec ({theirs}, this run is "
+            f"{fingerprint.digest(spec)}): {changed}. Name another file, or delete this one."
         )
 
 

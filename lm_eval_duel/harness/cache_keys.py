@@ -1,6 +1,6 @@
 """Keys of the harness's response cache, which knows a request by its letters alone.
 
-Here a key also says which token ids, which law of generated texts and which draw an answer is of. To any other model's
+Here a key also says which token ids, which spec of generated texts and which draw an answer is of. To any other model's
 cache it is the text that it always was.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from lm_eval.api import model as harness
 
-from lm_eval_duel.tasks.token_text import TokenText
+from lm_eval_duel.tasks.tokenized_text import TokenText
 
 
 class Key(str):
@@ -23,7 +23,7 @@ class Key(str):
     texts: tuple[str, ...]  # digests of texts that carry their own ids
 
     def under(self, generating: str) -> str:
-        """The key in a cache of duel-mdm; `generating`: the digest of the law of generated texts."""
+        """The key in a cache of duel-mdm; `generating`: the digest of the spec of generated texts."""
         more = [*self.texts, *([generating] if self.kind == "generate_until" else [])]
         return hashlib.sha256("\n".join([self, *more]).encode()).hexdigest() if more else str(self)
 
@@ -38,7 +38,7 @@ def of(kind: str, arguments: Iterable[Any]) -> Key:
 
 
 def of_sample(generating: str, arguments: Iterable[Any], drawn: int) -> str:
-    """The key of a sample: its law, its request, and the number that is all its randomness."""
+    """The key of a sample: its spec, its request, and the number that is all its randomness."""
     said = json.dumps(["sample", generating, *arguments, drawn], default=str)
     return "sample " + hashlib.sha256(said.encode()).hexdigest()
 

@@ -1,4 +1,4 @@
-"""`generate_until`: Algorithm 1 for the harness's requests, under exactly the law that is scored.
+"""`generate_until`: Algorithm 1 for the harness's requests, under exactly the spec that is scored.
 
 A request is a prompt and a generation window of `max_gen_toks` positions. Stop strings and the end of text are looked
 for after each finished block; where one is found no further block is generated.
@@ -15,7 +15,7 @@ from typing import Any
 from lm_eval_duel import fingerprint
 from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.denoisers.wrappers.warpers import Tempered
-from lm_eval_duel.engine.results import Drawn
+from lm_eval_duel.engine.results import Sample
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators.checks import check_windows
@@ -27,7 +27,7 @@ LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_token
 KNOWN = ("until", "do_sample", "temperature", "top_k", "top_p", "num_beams", *LENGTHS)
 DEFAULT_LENGTH = 256
 
-_REWEIGHTED = "the law that is sampled is changed by temperature, top_k and top_p alone"
+_REWEIGHTED = "the spec that is sampled is changed by temperature, top_k and top_p alone"
 _LEAST = "a text ends at its first stop string or end of text, however early"
 _ONE = "a request has one answer; `repeats:` in the task asks for more"
 OTHERS: dict[str, tuple[Any, str]] = {  # settings of other back ends: the value that changes nothing, and why no other
@@ -169,8 +169,7 @@ class Generator:
     @property
     def note(self) -> str | None:
         """What to say about this rule where nothing is left to draw."""
-        denoiser = self.duel.denoiser
-        return denoiser.ties(self.duel.rule) if isinstance(denoiser, Tempered) and self.settings.temperature else None
+        return self.duel.denoiser.ties(self.duel.rule) if self.settings.temperature else None
 
     def context(self, prompt: str) -> tuple[int, ...]:
         """The ids before a generation; raises DuelError for a prompt that cannot be continued."""
@@ -181,7 +180,7 @@ class Generator:
 
     def stream(
         self, contexts: Sequence[tuple[int, ...]], keys: Sequence[int]
-    ) -> Iterator[tuple[int, str, Window, Drawn]]:
+    ) -> Iterator[tuple[int, str, Window, Sample]]:
         """(index, text, window, sample) after each context, as it is finished; the window is that under which the text
         is scored again."""
         samples = self.duel.stream_samples(

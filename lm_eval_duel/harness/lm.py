@@ -1,4 +1,4 @@
-"""`duel-mdm`, the model that lm-evaluation-harness sees: a network, an estimator, a tokenizer, and which law they are.
+"""`duel-mdm`, the model that lm-evaluation-harness sees: a network, an estimator, a tokenizer, and which spec they are.
 
 How requests are answered is in answers.py and writing.py.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("lm_eval.duel_mdm")  # the harness shows its own loggers only
 
-LAW_VERSION = 1  # raised when a release changes a number for the same arguments
+SPEC_VERSION = 2  # raised when a release changes a number for the same arguments
 
 
 class DuelMDM(Writing):
@@ -60,9 +60,11 @@ class DuelMDM(Writing):
         self.begin()
         self.trace = self._open_trace()
         if self.rank == 0:
+            if self.estimator.decodes and (note := self.denoiser.ties(options.rule)):
+                log.warning("%s", note)
             if left := unread(arguments, options.estimator):
                 log.info("estimator=%s does not read %s", options.estimator, " and ".join(left))
-            log.info("law %s: %s", self.fingerprint, ", ".join(f"{key}={value}" for key, value in self.law.items()))
+            log.info("spec %s: %s", self.fingerprint, ", ".join(f"{key}={value}" for key, value in self.spec.items()))
 
     def _load(self, **other: Any) -> Denoiser:
         """The network asked for, or with other args."""
@@ -72,28 +74,28 @@ class DuelMDM(Writing):
         return denoisers.load(self.options.pretrained or BUNDLED, device=self._where, tokenizer=self.tokenizer, **asked)
 
     def fine(self) -> Denoiser:
-        if self.law.get("dtype") in ("float32", "float64"):
+        if self.spec.get("dtype") in ("float32", "float64"):
             return self.denoiser
         return self._load(dtype="float32", compile=False)
 
-    # ------------------------------------------------------------ what this law is
+    # ------------------------------------------------------------ what this spec is
 
     @cached_property
-    def law(self) -> dict[str, str]:
+    def spec(self) -> dict[str, str]:
         """Everything that defines a number, in words."""
         parts = {**self.denoiser.describe(), **self.estimator.describe(), **self.text.describe()}
-        return {key: str(value) for key, value in {**parts, "version": LAW_VERSION}.items()}
+        return {key: str(value) for key, value in {**parts, "version": SPEC_VERSION}.items()}
 
     @property
     def generating(self) -> dict[str, str]:
-        """The law of generated texts: the rule's where the estimator has none, the seed, and how ids become text."""
+        """The spec of generated texts: the rule's where the estimator has none, the seed, and how ids become text."""
         from lm_eval_duel.harness.generation import ends
 
         asked = {"estimator": "duel", "block": str(self.options.block), "grid": self.options.grid}
         asked |= fingerprint.of_rule(self.options.rule)
-        law = self.law if self.estimator.decodes else {**self.law, **asked}
+        spec = self.spec if self.estimator.decodes else {**self.spec, **asked}
         return {
-            **law,
+            **spec,
             "draw_seed": str(self.options.draw_seed),
             "ends": str(sorted(ends(self.tokenizer))),
             "clean_up": str(bool(getattr(self.tokenizer, "clean_up_tokenization_spaces", False))),
@@ -101,7 +103,7 @@ class DuelMDM(Writing):
 
     @property
     def follows(self) -> dict[str, str]:
-        """What is in the results and not in the law: the rules that a lattice reads off, and the code of own ones."""
+        """What is in the results and not in the spec: the rules that a lattice reads off, and the code of own ones."""
         if (rules := getattr(self.estimator, "rules", None)) is None:
             return {}
         described = [fingerprint.of_rule(rule) for rule in rules]
@@ -113,11 +115,11 @@ class DuelMDM(Writing):
 
     @property
     def fingerprint(self) -> str:
-        """The law as a short digest."""
-        return fingerprint.digest(self.law)
+        """The spec as a short digest."""
+        return fingerprint.digest(self.spec)
 
     def get_model_info(self) -> dict[str, Any]:
-        """For the results JSON: the law, its fingerprint, and what it cost, on all ranks."""
+        """For the results JSON: the spec, its fingerprint, and what it cost, on all ranks."""
         from lm_eval_duel.harness.run_stats import Cost, versions
 
         total = Cost(ranks=0)
@@ -131,19 +133,19 @@ class DuelMDM(Writing):
             log.info("%s", total.balance)
             if total.verified.windows:
                 log.info("on all ranks, %s", total.verified.words)
-        law, denoiser = self.law, self.denoiser
+        spec, denoiser = self.spec, self.denoiser
         return {
             "fingerprint": self.fingerprint,
-            "law": law,
+            "spec": spec,
             "duel": {
                 "pretrained": self.options.pretrained or BUNDLED,
                 "estimator": self.estimator.name,
-                "rule": law.get("rule"),
+                "rule": spec.get("rule"),
                 "block": self.estimator.block,
                 "family": denoiser.family,
                 "attention": denoiser.attention,
-                "dtype": law.get("dtype"),
-                "weights": law.get("weights"),
+                "dtype": spec.get("dtype"),
+                "weights": spec.get("weights"),
                 "bos": self.text.bos,
                 "row_capacity": self.text.capacity,
                 "device": str(denoiser.device),
@@ -169,10 +171,10 @@ class DuelMDM(Writing):
 
     @unchained()
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
-        """Take the harness's response cache, unless it was written under another law (it keys on the text only)."""
+        """Take the harness's response cache, unless it was written under another spec (it keys on the text only)."""
         if cache_hook.dbdict is not None:
             generating = fingerprint.digest(self.generating)
-            store = ResponseCache.adopt(cache_hook.dbdict, self.law, self.follows, generating)
+            store = ResponseCache.adopt(cache_hook.dbdict, self.spec, self.follows, generating)
             if store.found:
                 log.warning(
                     "answers found in the --use_cache file are not computed again: config.duel.tasks counts them, and "
@@ -181,13 +183,13 @@ class DuelMDM(Writing):
         super().set_cache_hook(cache_hook)
 
     def _open_trace(self) -> Writer | None:
-        """The trace asked for; raises DuelError where there is one of another law."""
+        """The trace asked for; raises DuelError where there is one of another spec."""
         if self.options.trace is None:
             return None
         from lm_eval_duel.harness.trace import Writer
 
         name = self.options.tokenizer or self.options.pretrained or BUNDLED
-        header = {"fingerprint": self.fingerprint, "law": self.law, "tokenizer": name}
+        header = {"fingerprint": self.fingerprint, "spec": self.spec, "tokenizer": name}
         header["rules"] = [str(rule) for rule in getattr(self.estimator, "rules", ())]  # that a lattice reads off
         header |= {key: code for key, code in self.follows.items() if key == RULE_CODE}
         return Writer(self.options.trace, header, self.rank, self.world_size)

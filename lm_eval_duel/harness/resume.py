@@ -11,29 +11,29 @@ import hashlib
 from collections.abc import Iterable
 from typing import Any
 
-from lm_eval_duel.engine.results import Scored
+from lm_eval_duel.engine.results import WindowScore
 from lm_eval_duel.engine.windows import Window
-from lm_eval_duel.estimators.elbo import Bound
-from lm_eval_duel.estimators.lattice import Ordered, Path
+from lm_eval_duel.estimators.elbo import ElboScore
+from lm_eval_duel.estimators.lattice import LatticeScore, OrderScore
 from lm_eval_duel.harness.cache import ResponseCache
 
-RESULTS = {kind.__name__: kind for kind in (Scored, Bound, Ordered)}
+RESULTS = {kind.__name__: kind for kind in (WindowScore, ElboScore, LatticeScore)}
 
 
 class Unfinished:
-    """Results of windows in a response cache of one law; without one, nothing is kept.
+    """Results of windows in a response cache of one spec; without one, nothing is kept.
 
-    `seen`: what else of the run is in a result (the statistics of a trace, a lattice's rules) and not in the law.
+    `seen`: what else of the run is in a result (the statistics of a trace, a lattice's rules) and not in the spec.
     """
 
     def __init__(self, store: ResponseCache | None, seen: object):
         self.store, self.seen = store, str(seen)
 
-    def find(self, window: Window) -> Scored | None:
+    def find(self, window: Window) -> WindowScore | None:
         """What an interrupted run found for a window."""
         return None if self.store is None else _read(self.store.find(self._key(window)), len(window.target))
 
-    def keep(self, window: Window, scored: Scored) -> None:
+    def keep(self, window: Window, scored: WindowScore) -> None:
         if self.store is not None:
             self.store[self._key(window)] = type(scored).__name__, dataclasses.asdict(scored)
 
@@ -45,20 +45,20 @@ class Unfinished:
         return "window " + hashlib.sha256(f"{self.seen} {window}".encode()).hexdigest()
 
 
-def _read(kept: Any, tokens: int) -> Scored | None:
+def _read(kept: Any, tokens: int) -> WindowScore | None:
     """A window's result of its plain form; None where it is damaged, or of another release or another window."""
     try:
         name, fields = kept
         fields = {**fields}
         if "rules" in fields:
-            fields["rules"] = {rule: Path(**path) for rule, path in fields["rules"].items()}
+            fields["rules"] = {rule: OrderScore(**path) for rule, path in fields["rules"].items()}
         found = RESULTS[name](**fields)
     except (TypeError, ValueError, KeyError, AttributeError):
         return None
     return found if all(_sound(part, tokens) for part in (found, *getattr(found, "rules", {}).values())) else None
 
 
-def _sound(part: Scored | Path, tokens: int) -> bool:
+def _sound(part: WindowScore | OrderScore, tokens: int) -> bool:
     """Whether a result is made of numbers, its sequences of one for each token, or of none."""
     for field in dataclasses.fields(part):
         value = getattr(part, field.name)

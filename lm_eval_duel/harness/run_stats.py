@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lm_eval_duel.engine.results import Scored, known_sum
+from lm_eval_duel.engine.results import WindowScore, known_sum
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.estimators.base import Estimator, Value
 from lm_eval_duel.harness.trace import IMPOSSIBLE
@@ -32,9 +32,9 @@ class Outcome(NamedTuple):
     close: bool  # whether any window has close picks
 
     @classmethod
-    def of(cls, parts: Sequence[Scored], estimator: Estimator) -> Outcome:
+    def of(cls, parts: Sequence[WindowScore], estimator: Estimator) -> Outcome:
         """From the results of a request's windows."""
-        return cls([estimator.values(part) for part in parts], any(part.close_picks for part in parts))
+        return cls([estimator.values(part) for part in parts], any(part.near_ties for part in parts))
 
     @property
     def plain(self) -> tuple[Any, ...]:
@@ -56,7 +56,7 @@ class Outcome(NamedTuple):
     @property
     def total(self) -> float:
         """The log-likelihood that the answer states, nats."""
-        return math.fsum(next(iter(one.values())).nats for one in self.values)
+        return math.fsum(next(iter(one.values())).log_prob for one in self.values)
 
 
 def _sound(value: Value) -> bool:
@@ -69,7 +69,7 @@ def _sound(value: Value) -> bool:
 class Total:
     """The sum of one figure over windows."""
 
-    nats: float = 0.0
+    log_prob: float = 0.0
     errors: dict[int, tuple[int, float]] | None = None  # of a window's hash: how often it came, its Monte Carlo error
     nfe: int | None = 0
     windows: int = 0
@@ -80,13 +80,13 @@ class Total:
         """One window's figure."""
         tokens = float(len(window.target))
         errors = None if value.stderr is None else {hash(window): (1, value.stderr)}
-        return cls(value.nats, errors, value.nfe, 1, (value.nats**2, value.nats * tokens, tokens**2))
+        return cls(value.log_prob, errors, value.nfe, 1, (value.log_prob**2, value.log_prob * tokens, tokens**2))
 
     def merge(self, other: Total) -> None:
         if not self.windows:  # what the first one does not know, the sum does not
             self.errors = None if other.errors is None else {}
             self.nfe = None if other.nfe is None else 0
-        self.nats += other.nats
+        self.log_prob += other.log_prob
         self.nfe = known_sum(self.nfe, other.nfe)
         self.windows += other.windows
         self.squares = tuple(mine + theirs for mine, theirs in zip(self.squares, other.squares, strict=True))
@@ -105,10 +105,10 @@ class Total:
 
     def describe(self, tokens: int) -> dict[str, Any]:
         """As in the results JSON, for a task of `tokens` tokens; null, with the reason, where JSON has no number."""
-        if not math.isfinite(self.nats):
-            return {"nats": None, "stderr": None, "window_stderr": None, "nfe": self.nfe, "reason": IMPOSSIBLE}
+        if not math.isfinite(self.log_prob):
+            return {"log_prob": None, "stderr": None, "window_stderr": None, "nfe": self.nfe, "reason": IMPOSSIBLE}
         return {
-            "nats": self.nats,
+            "log_prob": self.log_prob,
             "stderr": self.stderr,
             "window_stderr": self._over_windows(tokens),
             "nfe": self.nfe,
@@ -117,13 +117,13 @@ class Total:
 
     def bound(self, tokens: int) -> str:
         """A Monte Carlo ELBO of `tokens` tokens in words, with its standard error."""
-        rate, error = -self.nats / tokens, self.stderr
+        rate, error = -self.log_prob / tokens, self.stderr
         perplexity = math.exp(rate) if rate < 700 else math.inf
         if error is None:
             errors, said = ("", ""), "Monte Carlo error not known: 8 draws or more have one"
         else:
             errors, said = (f" +- {error:.2f}", f" +- {perplexity * error / tokens:.2f}"), "Monte Carlo standard error"
-        return f"{self.nats:.2f}{errors[0]} nats, {perplexity:.2f}{errors[1]} per token ({said})"
+        return f"{self.log_prob:.2f}{errors[0]} nats, {perplexity:.2f}{errors[1]} per token ({said})"
 
     def _over_windows(self, tokens: int) -> float | None:
         """The standard error of `nats` as a ratio to tokens over windows: what other windows like these would move it.
@@ -132,7 +132,7 @@ class Total:
         """
         if self.windows < 2 or not tokens:
             return None
-        rate, (nats, both, squared) = self.nats / tokens, self.squares
+        rate, (nats, both, squared) = self.log_prob / tokens, self.squares
         spread = nats - 2 * rate * both + rate**2 * squared
         return (max(0.0, spread) * self.windows / (self.windows - 1)) ** 0.5
 
@@ -167,16 +167,16 @@ class Verified:
     tokens: int = 0
     largest_difference: float = 0.0  # nats, of a window
     where: str = ""
-    moved_picks: int | None = 0  # positions whose reveal step differs; None: of no one order
-    moved_windows: int = 0  # that have any
-    close_windows: int = 0  # whose run had close picks
+    changed_picks: int | None = 0  # positions whose reveal step differs; None: of no one order
+    changed_windows: int = 0  # that have any
+    near_tie_windows: int = 0  # whose run had close picks
 
     def merge(self, other: Verified) -> None:
         """More windows added to these."""
         if other.largest_difference >= self.largest_difference and other.where:
             self.largest_difference, self.where = other.largest_difference, other.where
-        self.moved_picks = known_sum(self.moved_picks, other.moved_picks)
-        for name in ("windows", "tokens", "moved_windows", "close_windows"):
+        self.changed_picks = known_sum(self.changed_picks, other.changed_picks)
+        for name in ("windows", "tokens", "changed_windows", "near_tie_windows"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def describe(self) -> dict[str, Any]:
@@ -188,11 +188,11 @@ class Verified:
     def words(self) -> str:
         """As in the log."""
         picks = "no order to compare"
-        if self.moved_picks is not None:
-            picks = f"{self.moved_picks} of {self.tokens} picks moved, in {self.moved_windows} windows"
+        if self.changed_picks is not None:
+            picks = f"{self.changed_picks} of {self.tokens} picks moved, in {self.changed_windows} windows"
         return (
             f"verify: {self.windows} windows scored again, one row at a time in float32: largest difference "
-            f"{self.largest_difference:.3g} nats ({self.where}); {picks}; {self.close_windows} have close picks"
+            f"{self.largest_difference:.3g} nats ({self.where}); {picks}; {self.near_tie_windows} have close picks"
         )
 
 
@@ -283,7 +283,7 @@ class Cost:
             "tasks": {
                 name: {
                     "documents": len(total.documents),
-                    "close_documents": sorted(total.close),
+                    "near_tie_documents": sorted(total.close),
                     "requests": total.requests,
                     "windows": total.windows,
                     "tokens": total.tokens,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from lm_eval_duel.engine.results import Scored
+from lm_eval_duel.engine.results import WindowScore
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.harness import cache_keys
 from lm_eval_duel.harness import requests as instances
@@ -33,13 +33,13 @@ class Scoring:
         kind: str,
         requests: list[Instance],
         windows: list[list[Window]],
-        combine: Callable[[list[Scored]], Any],
+        combine: Callable[[list[WindowScore]], Any],
     ):
         self.model, self.kind, self.requests, self.combine = model, kind, requests, combine
         self.windows = windows
         self.flat = [window for parts in windows for window in parts]
         self.owner = [(r, part) for r, parts in enumerate(windows) for part in range(len(parts))]
-        self.found: list[dict[int, Scored]] = [{} for _ in windows]
+        self.found: list[dict[int, WindowScore]] = [{} for _ in windows]
         self.answers: list[Any] = [None] * len(windows)  # None: not known yet
         self.verification = Verification(self.flat, model.options, model.rank, model.world_size)
         self.unfinished = Unfinished(model.cache_hook.dbdict, model.seen)
@@ -75,13 +75,13 @@ class Scoring:
         self._done(n, scored)
         return True
 
-    def _computed(self, n: int, scored: Scored) -> None:
+    def _computed(self, n: int, scored: WindowScore) -> None:
         r, _ = self.owner[n]
         if len(self.found[r]) < len(self.windows[r]) - 1:
             self.unfinished.keep(self.flat[n], scored)
         self._done(n, scored)
 
-    def _done(self, n: int, scored: Scored) -> None:
+    def _done(self, n: int, scored: WindowScore) -> None:
         r, part = self.owner[n]
         self.found[r][part] = scored
         self.verification.keep(n, scored)

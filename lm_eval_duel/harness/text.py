@@ -17,7 +17,7 @@ from lm_eval_duel.engine.windows import Window, conditional, independent, of_row
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.fingerprint import of_tokenizer
 from lm_eval_duel.options import OF_ROWS
-from lm_eval_duel.tasks.token_text import TokenText
+from lm_eval_duel.tasks.tokenized_text import TokenText
 
 
 class Text:
@@ -58,7 +58,7 @@ class Text:
         return target_capacity(self.denoiser.max_length, frame, self.suffix)
 
     def describe(self) -> dict[str, object]:
-        """What of the text side defines the law."""
+        """What of the text side defines the spec."""
         after = f", windows after {self.start}" if self.scheme == "harness" and not self.prefix else ""
         return {
             "windows": self.scheme,

@@ -1,9 +1,10 @@
 """Traces: one JSON line for each window, written as its document is finished, and read back as plain Python.
 
-    {"duel_trace": 1, "fingerprint": ..., "law": {...}, "tokenizer": ...}           the first line
+    {"duel_trace": 1, "fingerprint": ..., "spec": {...}, "tokenizer": ...}           the first line
     {"task": ..., "doc": 0, "request": 0, "window": 0, "context": 1, "ids": [...],
-     "starts": [0, 4, ...], "steps": [...], "nats": [...], "confidence": [...], "margin": [...], "entropy": [...],
-     "log_prob": -31.2, "nfe": 8, "close_picks": 0, "values": {"duel": -31.2}}
+     "starts": [0, 4, ...], "reveal_steps": [...], "token_logprobs": [...],
+     "confidence": [...], "margin": [...], "entropy": [...],
+     "log_prob": -31.2, "nfe": 8, "near_ties": 0, "values": {"duel": -31.2}}
 
 `ids` are the target's, and `context` the number of given ids before it; `starts` are the target indices where blocks
 begin; `steps` count from 0 in every block. `confidence` is the log-odds of P1, `margin` P1 - P2, `entropy` in nats,
@@ -31,7 +32,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from lm_eval_duel.errors import DuelError
 
 if TYPE_CHECKING:
-    from lm_eval_duel.engine.results import Scored
+    from lm_eval_duel.engine.results import WindowScore
     from lm_eval_duel.engine.windows import Window
     from lm_eval_duel.estimators.base import Estimator
     from lm_eval_duel.estimators.lattice import Path as Order
@@ -44,11 +45,13 @@ CHUNK = 1 << 16  # bytes
 NAMES = ("task", "doc", "request", "repeat")  # of what a window belongs to
 SHOWN = ("confidence", "margin", "entropy")
 REMEDY = "Name a file in a folder that can be written."
-IMPOSSIBLE = "a token has probability 0 under this law (as top_k and top_p make it), so the log-likelihood is -infinity"
+IMPOSSIBLE = (
+    "a token has probability 0 under this spec (as top_k and top_p make it), so the log-likelihood is -infinity"
+)
 
 
 class Writer:
-    """The trace of this rank. A file of the same law is continued; raises DuelError for one of another law."""
+    """The trace of this rank. A file of the same spec is continued; raises DuelError for one of another spec."""
 
     def __init__(self, path: str, header: dict[str, Any], rank: int = 0, ranks: int = 1):
         self.path = Path(path).absolute()
@@ -60,7 +63,7 @@ class Writer:
             for key in ("fingerprint", "rules", "lattice_rule_code"):
                 if found.get(key) != header.get(key):
                     raise DuelError(
-                        f"The trace {mine} was written under another law ({key} {found.get(key)}; this run's is "
+                        f"The trace {mine} was written under another spec ({key} {found.get(key)}; this run's is "
                         f"{header.get(key)}). Name another file, or delete it."
                     )
             with mine.open("r+b") as file:  # a line that was cut off in the middle
@@ -123,7 +126,12 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-INFINITE = {"log_prob": -math.inf, "nats": -math.inf, "values": -math.inf, "confidence": math.inf}  # what a null was
+INFINITE = {
+    "log_prob": -math.inf,
+    "token_logprobs": -math.inf,
+    "values": -math.inf,
+    "confidence": math.inf,
+}  # what a null was
 
 
 def _infinite(line: dict[str, Any]) -> dict[str, Any]:
@@ -142,7 +150,7 @@ def _infinite(line: dict[str, Any]) -> dict[str, Any]:
     return restored
 
 
-def record(window: Window, scored: Scored, estimator: Estimator) -> dict[str, Any]:
+def record(window: Window, scored: WindowScore, estimator: Estimator) -> dict[str, Any]:
     """One window as a line."""
     start = len(window.context)
     values = estimator.values(scored)
@@ -152,7 +160,7 @@ def record(window: Window, scored: Scored, estimator: Estimator) -> dict[str, An
         "starts": [max(0, first - start) for first, _ in estimator.blocks(window)],
         **_path(scored),
         "log_prob": scored.log_prob,
-        "values": {name: value.nats for name, value in values.items()},
+        "values": {name: value.log_prob for name, value in values.items()},
     }
     if paths := getattr(scored, "rules", None):  # of a lattice
         found["rules"] = {name: _path(path) for name, path in paths.items()}
@@ -162,21 +170,21 @@ def record(window: Window, scored: Scored, estimator: Estimator) -> dict[str, An
     return found | ({"stderr": errors[next(iter(values))]} if errors else {})
 
 
-def _path(scored: Scored | Order) -> dict[str, Any]:
+def _path(scored: WindowScore | Order) -> dict[str, Any]:
     """One order and what was seen on the way."""
     return {
-        "steps": list(scored.steps),
-        "nats": list(scored.nats),
+        "reveal_steps": list(scored.reveal_steps),
+        "token_logprobs": list(scored.token_logprobs),
         **{name: [float(f"{value:.6g}") for value in getattr(scored, name)] for name in SHOWN},
         "nfe": scored.nfe,
-        "close_picks": scored.close_picks,
+        "near_ties": scored.near_ties,
     }
 
 
 def read(path: str | Path) -> list[dict[str, Any]]:
     """The windows of a trace, those of all ranks, by task, document, request and window; the last of equal ones.
 
-    Raises DuelError where there is no trace, or parts of it were written under different laws.
+    Raises DuelError where there is no trace, or parts of it were written under different specs.
     """
     found: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}  # of each request, by window
     for part in _parts(path):
@@ -189,8 +197,8 @@ def read(path: str | Path) -> list[dict[str, Any]]:
     return [line for request in requests for _, line in sorted(found[request].items())]
 
 
-def law(path: str | Path) -> dict[str, Any]:
-    """The first line of a trace: fingerprint, law and tokenizer."""
+def spec(path: str | Path) -> dict[str, Any]:
+    """The first line of a trace: fingerprint, spec and tokenizer."""
     return _header(_parts(path)[0])
 
 
@@ -199,7 +207,7 @@ def _of_rank(path: Path, rank: int | str) -> Path:
 
 
 def _parts(path: str | Path) -> list[Path]:
-    """The files of a trace, all of one law."""
+    """The files of a trace, all of one spec."""
     path = Path(path)
     parts = [path] if path.is_file() else []
     ranks = glob.escape(f"{path.stem}.rank") + "*" + glob.escape(path.suffix)
@@ -207,10 +215,10 @@ def _parts(path: str | Path) -> list[Path]:
     parts.sort(key=lambda part: part.stat().st_mtime_ns)  # what was written last counts
     if not parts:
         raise DuelError(f"There is no trace {path}; write one with --model_args trace={path.name},...")
-    laws = {part: _header(part).get("fingerprint") for part in parts}
-    if len(set(laws.values())) > 1:
-        said = ", ".join(f"{part.name}: {found}" for part, found in laws.items())
-        raise DuelError(f"The files of trace {path} were written under different laws ({said}). Delete the old ones.")
+    specs = {part: _header(part).get("fingerprint") for part in parts}
+    if len(set(specs.values())) > 1:
+        said = ", ".join(f"{part.name}: {found}" for part, found in specs.items())
+        raise DuelError(f"The files of trace {path} were written under different specs ({said}). Delete the old ones.")
     return parts
 
 
@@ -224,7 +232,7 @@ def _header(path: Path) -> dict[str, Any]:
                 )
             hash(found.get("fingerprint"))
         except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
-            raise DuelError(f"{path} is no trace: its first line is no law. Name another file.") from None
+            raise DuelError(f"{path} is no trace: its first line is no spec. Name another file.") from None
     return found
 
 
@@ -271,9 +279,9 @@ def _wrong(line: Any) -> str | None:
     for name, kinds in (("window", int), ("task", str | None), ("doc", int | None), ("request", int | None)):
         if not isinstance(line.get(name), kinds):
             return f"'{name}' is {line.get(name)!r}"
-    for name in ("ids", "starts", "steps", "nats", *SHOWN):
+    for name in ("ids", "starts", "reveal_steps", "token_logprobs", *SHOWN):
         values = line.get(name, [])
-        kinds = int if name in ("ids", "starts", "steps") else int | float
+        kinds = int if name in ("ids", "starts", "reveal_steps") else int | float
         if not isinstance(values, list) or not all(isinstance(value, kinds) for value in values):
             return f"'{name}' is no list of numbers"
         if name not in ("ids", "starts") and len(values) not in (0, len(line.get("ids", values))):

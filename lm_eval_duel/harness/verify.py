@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Sequence
 
 from lm_eval_duel.denoisers.base import Denoiser
-from lm_eval_duel.engine.results import Scored
+from lm_eval_duel.engine.results import WindowScore
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry as switch
@@ -29,9 +29,9 @@ class Verification:
         scored = [n for n, window in enumerate(windows) if window.target]
         share = options.verify // ranks + (rank < options.verify % ranks)
         self.drawn = frozenset(random.Random(f"{options.draw_seed} {rank}").sample(scored, min(share, len(scored))))
-        self.said: dict[int, Scored] = {}
+        self.said: dict[int, WindowScore] = {}
 
-    def keep(self, n: int, scored: Scored) -> None:
+    def keep(self, n: int, scored: WindowScore) -> None:
         """The run's result of window n."""
         if n in self.drawn:
             self.said[n] = scored
@@ -54,7 +54,7 @@ class Verification:
             log.warning("verify: no window was scored here (the response cache had all), so none is verified")
         return found
 
-    def _again(self, fine: Callable[[], Denoiser]) -> list[tuple[int, Scored]]:
+    def _again(self, fine: Callable[[], Denoiser]) -> list[tuple[int, WindowScore]]:
         if not self.said:
             return []
         estimator = switch.make(fine(), dataclasses.replace(self.options, batch_size=2))  # any: no trial is made for it
@@ -62,15 +62,19 @@ class Verification:
         return [(n, estimator.log_prob([self.windows[n]])[0]) for n in sorted(self.said)]
 
 
-def _compared(window: Window, said: Scored, again: Scored, name: str) -> Verified:
-    moved = sum(one != other for one, other in zip(said.steps, again.steps, strict=True)) if said.steps else None
+def _compared(window: Window, said: WindowScore, again: WindowScore, name: str) -> Verified:
+    moved = (
+        sum(one != other for one, other in zip(said.reveal_steps, again.reveal_steps, strict=True))
+        if said.reveal_steps
+        else None
+    )
     same = said.log_prob == again.log_prob  # both may be -infinity
     return Verified(
         windows=1,
         tokens=len(window.target),
         largest_difference=0.0 if same else abs(said.log_prob - again.log_prob),
         where=f"{name}: {said.log_prob:.6f} in the run, {again.log_prob:.6f} alone",
-        moved_picks=moved,
-        moved_windows=int(bool(moved)),
-        close_windows=int(bool(said.close_picks)),
+        changed_picks=moved,
+        changed_windows=int(bool(moved)),
+        near_tie_windows=int(bool(said.near_ties)),
     )

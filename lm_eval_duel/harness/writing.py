@@ -1,4 +1,4 @@
-"""What the harness asks to be written: prompts in, texts out, under the law that is scored; and chat templates.
+"""What the harness asks to be written: prompts in, texts out, under the spec that is scored; and chat templates.
 
 requests -> prompts -> generation.py -> texts
 """

@@ -55,7 +55,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     read.files([*options.results, *([] if options.ar is None else [options.ar])])
     for path in options.trace:
-        trace.law(path)
+        trace.spec(path)
     folder_to_write("--out", options.out)
     return options
 
@@ -95,7 +95,7 @@ def collect(options: argparse.Namespace) -> dict[str, Any]:
         "traces": shown,
         "results": [
             {"file": run.name, "model": run.label, "ar": run.file in files, "fingerprint": run.fingerprint}
-            | {"law": run.law}
+            | {"spec": run.spec}
             for run in known
             if run.tasks or any(task.scores for task in run.others.values())
         ],
@@ -136,11 +136,11 @@ def _traces(runs: Sequence[read.Run], named: Sequence[str], notes: list[str]) ->
         traced[run.name] = traces.documents(path)
     shown = []
     for path, label in paths.items():
-        law = orders.law_of(traces.law(path))
-        summary = orders.summary(traces.load(path), law, str(path))
-        said = [label or path.stem, str(law.get("estimator", ""))]
-        said += [rows.short(str(law["rule"]))] if law.get("estimator") == "duel" and "rule" in law else []
-        summary["label"] = ", ".join(filter(None, [*said, f"block {law['block']}" if "block" in law else ""]))
+        spec = orders.spec_of(traces.spec(path))
+        summary = orders.summary(traces.load(path), spec, str(path))
+        said = [label or path.stem, str(spec.get("estimator", ""))]
+        said += [rows.short(str(spec["rule"]))] if spec.get("estimator") == "duel" and "rule" in spec else []
+        summary["label"] = ", ".join(filter(None, [*said, f"block {spec['block']}" if "block" in spec else ""]))
         shown.append(summary)
     return traced, shown
 

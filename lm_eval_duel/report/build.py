@@ -128,7 +128,7 @@ def _entry(metric: str, row: Row, ar: bool, draws: np.ndarray | None) -> dict[st
         "block": row.block if row.run.ours and row.estimator != "exact" else None,
         "aside": row.aside,
         "eps": row.eps,
-        "mc_samples": row.run.law.get("mc_samples") if row.estimator == "elbo" else None,
+        "mc_samples": row.run.spec.get("mc_samples") if row.estimator == "elbo" else None,
         "ar": ar,
         "likelihood": not sees_truth,
         "bound": row.bound,
@@ -163,7 +163,7 @@ def _no_error(row: Row, metric: str) -> str:
     """Why a Monte Carlo ELBO has no error; empty for what has one, and for what needs none."""
     if row.estimator != "elbo" or row.error(metric, row.nats_stderr) is not None:
         return ""
-    draws = row.run.law.get("mc_samples", "?")
+    draws = row.run.spec.get("mc_samples", "?")
     few = f"mc_samples={draws}; 8 or more have one" if draws.isdecimal() and int(draws) < 8 else "the results have none"
     return f"Monte Carlo error not known ({few})"
 

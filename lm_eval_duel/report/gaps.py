@@ -11,8 +11,8 @@ import numpy as np
 from lm_eval_duel.report import rows, stats
 from lm_eval_duel.report.rows import Row
 
-ESTIMATORS = {"block", "grid", "rule_code"}  # of a law, beside rows.VARIES, what belongs to the estimator
-CONVENTIONS = {"framing", "windows", "max_length", "sigma"}  # of a law, what published figures did not always share
+ESTIMATORS = {"block", "grid", "rule_code"}  # of a spec, beside rows.VARIES, what belongs to the estimator
+CONVENTIONS = {"framing", "windows", "max_length", "sigma"}  # of a spec, what published figures did not always share
 BETTER = "the MDM is already better under the ELBO"
 UNCLEAR = "not distinguishable"  # within two standard errors
 
@@ -20,15 +20,15 @@ UNCLEAR = "not distinguishable"  # within two standard errors
 def elbo_of(duel: Row, found: Sequence[Row], as_published: bool = False) -> tuple[int | None, str]:
     """The number of the row that is the ELBO of a DUEL row, else why there is none.
 
-    Of the same model under the same law, but for what belongs to the estimator. Over the whole target for
+    Of the same model under the same spec, but for what belongs to the estimator. Over the whole target for
     bidirectional networks, over the trained blocks for block-causal ones; there the mean over all orders (elbo_exact)
-    stands in for a Monte Carlo one. Bounds come first, then more draws. `as_published`: where none is of the same law,
+    stands in for a Monte Carlo one. Bounds come first, then more draws. `as_published`: where none is of the same spec,
     one of other windows or scored positions, and in what it differs.
     """
     causal = duel.run.duel.get("attention") == "block_causal"
     wanted, kinds = (duel.run.block, rows.BOUNDS) if causal else ("none", ("elbo",))
     fitting = {
-        n: _other_law(row.run.law, duel.run.law)
+        n: _other_spec(row.run.spec, duel.run.spec)
         for n, row in enumerate(found)
         if row.run.key == duel.run.key and row.estimator in kinds and row.block == wanted
     }
@@ -37,10 +37,10 @@ def elbo_of(duel: Row, found: Sequence[Row], as_published: bool = False) -> tupl
     same = [n for n, apart in fitting.items() if not apart]
     other = min(fitting.values(), key=len)
     if not same and not (as_published and set(other) <= CONVENTIONS):
-        return None, f"no ELBO of the same law: {'; '.join(other.values())}"
+        return None, f"no ELBO of the same spec: {'; '.join(other.values())}"
 
     def worth(n: int) -> tuple:
-        draws = found[n].run.law.get("mc_samples", "")
+        draws = found[n].run.spec.get("mc_samples", "")
         return not found[n].eps, found[n].estimator == "elbo", float(draws) if draws not in ("", "none") else 1.0
 
     if same:
@@ -49,8 +49,8 @@ def elbo_of(duel: Row, found: Sequence[Row], as_published: bool = False) -> tupl
     return max(nearest, key=worth), f"as published, of another convention: {'; '.join(other.values())}"
 
 
-def _other_law(elbo: Mapping[str, str], duel: Mapping[str, str]) -> dict[str, str]:
-    """What sets two laws apart, the estimators aside: by key, in words."""
+def _other_spec(elbo: Mapping[str, str], duel: Mapping[str, str]) -> dict[str, str]:
+    """What sets two specs apart, the estimators aside: by key, in words."""
     keys = sorted({*elbo, *duel} - rows.VARIES - ESTIMATORS)
     told = [(key, elbo.get(key, "not set"), duel.get(key, "not set")) for key in keys]
     return {key: f"{key}={there} there, {here} here" for key, there, here in told if here != there}
@@ -120,14 +120,14 @@ def _with_error(entry: Mapping[str, Any]) -> str:
 
 def elbo_in_words(elbo: Row, entry: Mapping[str, Any]) -> str:
     """Which ELBO it is, and how sure."""
-    law = elbo.run.law
+    spec = elbo.run.spec
     if elbo.estimator == "elbo_exact":
         said = f"the mean over all orders in blocks of {elbo.block} (elbo_exact; no Monte Carlo one is there)"
     else:
-        form = f", elbo_form={law['elbo_form']}" if "elbo_form" in law else ""
+        form = f", elbo_form={spec['elbo_form']}" if "elbo_form" in spec else ""
         eps = f", elbo_eps={elbo.eps:g} (above 0: NO bound)" if elbo.eps else ""
         error = f", standard error {entry['stderr']:.2g}" if entry["stderr"] is not None else ", no standard error"
-        said = f"Monte Carlo, mc_samples={law.get('mc_samples', '?')}{form}, elbo_block={elbo.block}{eps}{error}"
+        said = f"Monte Carlo, mc_samples={spec.get('mc_samples', '?')}{form}, elbo_block={elbo.block}{eps}{error}"
     return f"ELBO of {elbo.model}{f' ({elbo.variant})' if elbo.variant else ''}: {said}"
 
 

@@ -22,7 +22,7 @@ RULES = {
     "log_margin": "Log-Prob. Margin",
     "threshold": "Conf. Thresh.",
     "klass": "KLASS",
-    "entropy_bound": "Entropy Bound",
+    "entropy_bound": "Entropy ElboScore",
     "entropy": "Entropy",
 }
 DAGGER = r"$^\dagger$"  # adaptive NFE

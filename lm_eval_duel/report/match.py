@@ -45,18 +45,18 @@ def windows(run: Run) -> Windows:
     if not run.ours:
         return Windows("harness", run.max_length, True)
     capacity = run.duel.get("row_capacity")
-    return Windows(run.law.get("windows", "independent"), capacity, False)
+    return Windows(run.spec.get("windows", "independent"), capacity, False)
 
 
 def positions(run: Run) -> str:
     """Which positions of a row are scored: `the text` and no other, unless a convention of a benchmark says so."""
-    bos = str(run.duel.get("bos") or run.law.get("framing", "").rpartition("bos=")[2] or "given").split(",")[0]
+    bos = str(run.duel.get("bos") or run.spec.get("framing", "").rpartition("bos=")[2] or "given").split(",")[0]
     return "the text" if not run.ours or bos in ("given", "none") else f"bos={bos}"
 
 
 def same_tokens(here: Run, there: Run, name: str) -> bool | None:
     """Whether two runs count the same tokens in a task; None where nothing tells."""
-    ours = [run.law.get("tokenizer") if run.ours else None for run in (here, there)]
+    ours = [run.spec.get("tokenizer") if run.ours else None for run in (here, there)]
     if None not in ours and ours[0] == ours[1]:
         return True
     counts = [_tokens(run.tasks[name]) for run in (here, there)]
@@ -78,7 +78,7 @@ def _tokens(task: Task) -> dict[str, float] | None:
 def _tokenizer(run: Run, name: str) -> str:
     """What is known of a run's tokenizer, for messages."""
     counts = _tokens(run.tasks[name])
-    said = run.law.get("tokenizer", "not said") if run.ours else "not said"
+    said = run.spec.get("tokenizer", "not said") if run.ours else "not said"
     return said if counts is None else f"{said} ({sum(counts.values()):.0f} tokens)"
 
 
@@ -156,7 +156,7 @@ def _windows(here: Run, there: Run, name: str, same_tokenizer: bool) -> Differen
             longest = [max(filter(None, longest), default=None)] * 2
         if all(n is not None and n <= cut.capacity for n, cut in zip(longest, cuts, strict=True)):
             return None  # every document is one window on both sides
-    elif cuts[0] == cuts[1] and here.law.get("max_length") == there.law.get("max_length"):
+    elif cuts[0] == cuts[1] and here.spec.get("max_length") == there.spec.get("max_length"):
         return None
     remedy = _twin(here, there) + (
         "score both with windows=harness and a max_length that gives equal target positions, or with one that holds "

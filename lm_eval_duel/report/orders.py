@@ -17,29 +17,29 @@ from lm_eval_duel.report.rows import SEES_TRUTH
 MOST_CELLS, MOST_POSITIONS = 64, 128  # of a heat map's side and of a curve; longer ones are put together
 
 
-def summary(records: Iterable[Mapping[str, Any]], law: Mapping[str, Any], name: str) -> dict[str, Any]:
+def summary(records: Iterable[Mapping[str, Any]], spec: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The arrays of one trace. `reveals[p, s]`: tokens at position p of their block revealed in step s."""
     nats, places, offsets, steps = [], [], [], []
     windows = 0
     for record in records:
         windows += 1
-        length = len(record.get("nats") or ())
+        length = len(record.get("token_logprobs") or ())
         if not length:
             continue
         starts = sorted(record.get("starts") or [0])
-        nats.extend(-value for value in record["nats"])  # a trace holds log p
+        nats.extend(-value for value in record["token_logprobs"])  # a trace holds log p
         places.extend(range(length))
         offsets.extend(p - starts[max(0, bisect.bisect_right(starts, p) - 1)] for p in range(length))
-        steps.extend(record["steps"] if record.get("steps") else [-1] * length)
+        steps.extend(record["reveal_steps"] if record.get("reveal_steps") else [-1] * length)
     ordered = bool(steps) and min(steps) >= 0
     nats_array, places_array = np.array(nats, dtype=np.float64), np.array(places, dtype=np.int64)
     found: dict[str, Any] = {
         "file": name,
-        "estimator": law.get("estimator"),
-        "rule": law.get("rule"),
-        "block": law.get("block"),
-        "likelihood": law.get("estimator") != "oracle",
-        "flag": SEES_TRUTH if law.get("estimator") == "oracle" else "",
+        "estimator": spec.get("estimator"),
+        "rule": spec.get("rule"),
+        "block": spec.get("block"),
+        "likelihood": spec.get("estimator") != "oracle",
+        "flag": SEES_TRUTH if spec.get("estimator") == "oracle" else "",
         "windows": windows,
         "tokens": len(nats),
         "ordered": ordered,
@@ -94,21 +94,21 @@ class Traces:
     def __init__(self, named: Sequence[str | Path]):
         from lm_eval_duel.harness import trace
 
-        self.read, self.law = trace.read, trace.law
+        self.read, self.spec = trace.read, trace.spec
         self.named = [Path(place).resolve() for place in named]
         for path in self.named:
-            self.law(path)  # an error names the file that is no trace
+            self.spec(path)  # an error names the file that is no trace
         self.records: dict[Path, list[Mapping[str, Any]]] = {}
 
     def of(self, run: Run) -> Path | None:
-        """The trace of a run: a named one of the same law, else its own, where it was or beside the results file."""
+        """The trace of a run: a named one of the same spec, else its own, where it was or beside the results file."""
         own = [Path(run.duel["trace"])] if run.duel.get("trace") else []
         for path in [*self.named, *own, *(run.file.parent / path.name for path in own)]:
             try:
-                header = self.law(path)
+                header = self.spec(path)
             except (DuelError, OSError, ValueError):  # ValueError: what is no name of a file
                 continue
-            if header.get("fingerprint", "") == run.fingerprint or _same_law(law_of(header), run.law):
+            if header.get("fingerprint", "") == run.fingerprint or _same_spec(spec_of(header), run.spec):
                 return path
         return None
 
@@ -135,7 +135,7 @@ class Traces:
 def _checked(path: Path, record: Any) -> Mapping[str, Any]:
     """A window of a trace; raises DuelError for a line that is none."""
     try:
-        nats, steps, starts = (record.get(key) or [] for key in ("nats", "steps", "starts"))
+        nats, steps, starts = (record.get(key) or [] for key in ("token_logprobs", "reveal_steps", "starts"))
         document = None if record.get("doc") is None else int(record["doc"])
         values = {str(name): float(value) for name, value in (record.get("values") or {}).items()}
         right = all(math.isfinite(float(value)) or float(value) < 0 for value in nats)
@@ -149,11 +149,11 @@ def _checked(path: Path, record: Any) -> Mapping[str, Any]:
     return {**record, "values": values}
 
 
-def law_of(header: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The law in a trace's header, whether it is the header or a part of it."""
-    return header["law"] if isinstance(header.get("law"), Mapping) else header
+def spec_of(header: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The spec in a trace's header, whether it is the header or a part of it."""
+    return header["spec"] if isinstance(header.get("spec"), Mapping) else header
 
 
-def _same_law(header: Mapping[str, Any], law: Mapping[str, str]) -> bool:
-    shared = header.keys() & law.keys()
-    return bool(shared) and all(str(header[key]) == law[key] for key in shared)
+def _same_spec(header: Mapping[str, Any], spec: Mapping[str, str]) -> bool:
+    shared = header.keys() & spec.keys()
+    return bool(shared) and all(str(header[key]) == spec[key] for key in shared)

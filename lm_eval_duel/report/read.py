@@ -44,7 +44,7 @@ NO_LAW = ("batch_size", "max_batch_size", "device", "dtype")  # model args; the 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One results file. A stock model of the harness has no `duel`; its law is what it was loaded with."""
+    """One results file. A stock model of the harness has no `duel`; its spec is what it was loaded with."""
 
     file: Path
     ours: bool
@@ -54,7 +54,7 @@ class Run:
     key: str  # equal for the same model: weights, else what was loaded
     dtype: str
     fingerprint: str | None
-    law: dict[str, str]
+    spec: dict[str, str]
     duel: dict[str, Any]
     max_length: int | None
     date: float
@@ -78,7 +78,7 @@ class Run:
     @property
     def estimator(self) -> str:
         """What the harness's own values of this run are; a stock model is autoregressive."""
-        return str(self.duel.get("estimator") or self.law.get("estimator") or "duel") if self.ours else "exact"
+        return str(self.duel.get("estimator") or self.spec.get("estimator") or "duel") if self.ours else "exact"
 
     @property
     def autoregressive(self) -> bool:
@@ -110,12 +110,12 @@ class Run:
         """The rule of a `duel` run."""
         if self.estimator != "duel":
             return None
-        return _said(self.duel.get("rule") or self.law.get("rule"))
+        return _said(self.duel.get("rule") or self.spec.get("rule"))
 
     @property
     def block(self) -> str:
         """The block as text: a number, or `none` (the whole target)."""
-        return (_said(self.duel.get("block")) or _said(self.law.get("block")) or "none") if self.ours else "none"
+        return (_said(self.duel.get("block")) or _said(self.spec.get("block")) or "none") if self.ours else "none"
 
 
 def _said(value: Any) -> str | None:
@@ -166,15 +166,15 @@ def run(file: Path) -> Run:
     if model is None:
         raise config.wrong("model", None, "the name of a model")
     arguments = _arguments(config)
-    law, duel = _law(config), _duel(config.object("duel"))
-    ours = model == MODEL or bool(law or config.get("duel"))  # a model object leaves the name of its class
-    dtype = _said(duel.get("dtype")) or _said(law.get("dtype")) or _said(config.text("model_dtype")) or "unknown"
+    spec, duel = _law(config), _duel(config.object("duel"))
+    ours = model == MODEL or bool(spec or config.get("duel"))  # a model object leaves the name of its class
+    dtype = _said(duel.get("dtype")) or _said(spec.get("dtype")) or _said(config.text("model_dtype")) or "unknown"
     dtype = dtype.removeprefix("torch.")
     pretrained = str(duel.get("pretrained") or arguments.get("pretrained") or found.text("model_name") or model)
     if not ours:
-        law = {key: value for key, value in arguments.items() if key not in NO_LAW} | {"dtype": dtype}
-        law |= {"model_sha": config.text("model_sha")} if config.get("model_sha") else {}
-    length = law.get("max_length") if ours else found.get("max_length")
+        spec = {key: value for key, value in arguments.items() if key not in NO_LAW} | {"dtype": dtype}
+        spec |= {"model_sha": config.text("model_sha")} if config.get("model_sha") else {}
+    length = spec.get("max_length") if ours else found.get("max_length")
     groups = {name for name, parts in found.object("group_subtasks").items() if parts} | set(found.object("groups"))
     tasks = {name: task(file, found, results.object(name), name) for name in results if name not in groups}
     return Run(
@@ -183,10 +183,10 @@ def run(file: Path) -> Run:
         model=model,
         pretrained=pretrained,
         label=_last(pretrained),
-        key=str((duel.get("weights") or law.get("weights")) if ours else pretrained),
+        key=str((duel.get("weights") or spec.get("weights")) if ours else pretrained),
         dtype=dtype,
         fingerprint=config.text("fingerprint"),
-        law=law,
+        spec=spec,
         duel=duel,
         max_length=int(length) if str(length).isdecimal() else None,
         date=found.finite("date") or 0.0,
@@ -210,12 +210,12 @@ def _arguments(config: Fields) -> dict[str, str]:
 
 
 def _law(config: Fields) -> dict[str, str]:
-    """The law in words; its numbers are numbers."""
-    law = config.object("law")
-    said = {key: "none" if value in (None, "None") else str(value) for key, value in law.items()}
+    """The spec in words; its numbers are numbers."""
+    spec = config.object("spec")
+    said = {key: "none" if value in (None, "None") else str(value) for key, value in spec.items()}
     for key in ("elbo_eps", "mc_samples"):
         if said.get(key, "none") != "none":
-            law.finite(key, 0)
+            spec.finite(key, 0)
     return said
 
 
@@ -235,7 +235,7 @@ def _duel(duel: Fields) -> dict[str, Any]:
 
 def _value(value: Fields) -> dict[str, Any]:
     """One figure of a task: nats with their errors, and what they are of."""
-    found: dict[str, Any] = {"nats": value.number("nats"), "nfe": value.count("nfe")}
+    found: dict[str, Any] = {"log_prob": value.number("log_prob"), "nfe": value.count("nfe")}
     found |= {key: value.finite(key, 0) for key in ("stderr", "window_stderr")}
     return found | {key: value.count(key) for key in OF_TASK if value.get(key) is not None}
 

@@ -40,7 +40,7 @@ class Row:
     estimator: str
     rule: str | None
     values: dict[str, float]
-    nats: float | None = None
+    log_prob: float | None = None
     nats_stderr: float | None = None  # Monte Carlo
     window_stderr: float | None = None  # of the nats, over windows
     nfe: int | None = None
@@ -56,12 +56,12 @@ class Row:
 
     @property
     def block(self) -> str:
-        return self.run.law.get("elbo_block", "none") if self.estimator == "elbo" else self.run.block
+        return self.run.spec.get("elbo_block", "none") if self.estimator == "elbo" else self.run.block
 
     @property
     def eps(self) -> float:
         """The least t of a Monte Carlo ELBO; above 0 it bounds nothing."""
-        said = self.run.law.get("elbo_eps", "none")
+        said = self.run.spec.get("elbo_eps", "none")
         return float(said) if self.estimator == "elbo" and said != "none" else 0.0
 
     @property
@@ -83,9 +83,9 @@ class Row:
 
     def error(self, metric: str, nats_stderr: float | None) -> float | None:
         """Standard error of a metric's value from that of the nats; None: it is not known."""
-        if None in (nats_stderr, self.nats) or metric not in self.values:
+        if None in (nats_stderr, self.log_prob) or metric not in self.values:
             return None
-        return stats.stderr(metric, self.values[metric], self.nats, nats_stderr)
+        return stats.stderr(metric, self.values[metric], self.log_prob, nats_stderr)
 
 
 def of(run: Run, name: str, traced: Mapping[str, Mapping[int, float]] | None = None) -> list[Row]:
@@ -114,7 +114,7 @@ def of(run: Run, name: str, traced: Mapping[str, Mapping[int, float]] | None = N
         )
         return [dataclasses.replace(selected, remarks=(said,))]
     values = found["values"]
-    own = values.get(run.estimator, {}).get("nats")
+    own = values.get(run.estimator, {}).get("log_prob")
     rows, remarks = [], []
     for key, value in values.items():
         if why := _incomplete(task, found, key, value, traced):
@@ -125,7 +125,7 @@ def of(run: Run, name: str, traced: Mapping[str, Mapping[int, float]] | None = N
             selected,
             estimator=estimator,
             rule=(run.rule if key == "duel" else key) if estimator == "duel" else None,
-            nats=-math.inf if value.get("nats") is None and "reason" in value else value.get("nats"),
+            log_prob=-math.inf if value.get("log_prob") is None and "reason" in value else value.get("log_prob"),
             nats_stderr=value.get("stderr"),
             window_stderr=value.get("window_stderr"),
             nfe=value.get("nfe"),
@@ -155,9 +155,9 @@ def _incomplete(
         least = min(found["tokens"], _longest(found["values"]))
         if most < least:
             return f"its {value['nfe']} steps reveal at most {most:.0f} of {least} tokens"
-    if traced and key in traced and value["nats"] is not None and task.documents is not None:
+    if traced and key in traced and value["log_prob"] is not None and task.documents is not None:
         scored = {d.number for d in task.documents if any(nats for nats, _ in d.values.values())}
-        if traced[key].keys() < scored and math.isclose(sum(traced[key].values()), value["nats"], abs_tol=1e-6):
+        if traced[key].keys() < scored and math.isclose(sum(traced[key].values()), value["log_prob"], abs_tol=1e-6):
             return f"its trace is of {len(traced[key])} of {len(scored)} documents"
     return ""
 
@@ -188,8 +188,10 @@ def _sampled(task: Task) -> tuple[dict[str, dict[str, tuple[float, float]]], str
 def _beside(row: Row, own: float | None, traced: Mapping[str, Mapping[int, float]] | None, key: str) -> Row:
     """A row of a lattice run that is not the selected one: its values by the quotient of nats."""
     selected, remarks = row.values, list(row.remarks)
-    known_nats = own and row.nats is not None and math.isfinite(own) and math.isfinite(row.nats)
-    values = {metric: stats.scaled(metric, known, row.nats / own) for metric, known in selected.items() if known_nats}
+    known_nats = own and row.log_prob is not None and math.isfinite(own) and math.isfinite(row.log_prob)
+    values = {
+        metric: stats.scaled(metric, known, row.log_prob / own) for metric, known in selected.items() if known_nats
+    }
     if not known_nats:
         remarks.append(f"{row.run.name}: {key} of {row.task} has no finite log-likelihood to tell its value by")
     elif row.tokens and "token_perplexity" in selected:
@@ -214,8 +216,8 @@ def _traced(
         return {}, f"no trace of {key} per document (run with trace=FILE, or name it with --trace)"
     nats = traced[key]
     total = sum(nats.get(document.number, 0.0) for document in task.documents)
-    if row.nats is None or not math.isclose(total, row.nats, rel_tol=1e-6, abs_tol=1e-6):
-        return {}, f"the trace adds up to {total:.3f} nats of {key}, the result to {row.nats}: another run's trace"
+    if row.log_prob is None or not math.isclose(total, row.log_prob, rel_tol=1e-6, abs_tol=1e-6):
+        return {}, f"the trace adds up to {total:.3f} nats of {key}, the result to {row.log_prob}: another run's trace"
     found = {}
     for metric, known in row.documents.items():
         found[metric] = {
@@ -227,7 +229,7 @@ def _traced(
 def table(rows: Iterable[Row], base: Run | None = None) -> tuple[list[Row], int | None, list[str]]:
     """Rows in the order of a table, each once; the number of the baseline's, which is always kept; remarks.
 
-    A rule that was scored by itself and in a lattice run is one row: its own. Rows of other laws with the same name
+    A rule that was scored by itself and in a lattice run is one row: its own. Rows of other specs with the same name
     say what sets them apart. Raises DuelError where the baseline has no row.
     """
     kept: dict[tuple, Row] = {}
@@ -237,9 +239,9 @@ def table(rows: Iterable[Row], base: Run | None = None) -> tuple[list[Row], int 
         return base is not None and row.run.file == base.file and row.estimator == base.estimator
 
     for row in sorted(rows, key=lambda row: (not baseline(row), row.run.estimator in LATTICE, -row.run.date)):
-        law = tuple(sorted((k, v) for k, v in row.run.law.items() if k not in VARIES))
-        elbo = tuple(row.run.law.get(k) for k in sorted(VARIES)) if row.estimator == "elbo" else ()
-        key = (row.run.key, row.estimator, row.rule, row.block, law, elbo)
+        spec = tuple(sorted((k, v) for k, v in row.run.spec.items() if k not in VARIES))
+        elbo = tuple(row.run.spec.get(k) for k in sorted(VARIES)) if row.estimator == "elbo" else ()
+        key = (row.run.key, row.estimator, row.rule, row.block, spec, elbo)
         if (first := kept.setdefault(key, row)) is not row:
             remarks.append(
                 f"{row.model}, {row.name}: {first.run.short_name} is shown, {row.run.short_name} holds it too"
@@ -265,10 +267,10 @@ def _apart(first: Row, other: Row) -> str:
 def _told_apart(group: list[Row]) -> list[Row]:
     if len(group) < 2:
         return group
-    fields = dict.fromkeys(key for row in group for key in row.run.law if key not in ("estimator", "rule"))
-    fields = [key for key in fields if len({row.run.law.get(key) for row in group}) > 1] or ["version"]
+    fields = dict.fromkeys(key for row in group for key in row.run.spec if key not in ("estimator", "rule"))
+    fields = [key for key in fields if len({row.run.spec.get(key) for row in group}) > 1] or ["version"]
     return [
-        dataclasses.replace(row, variant=", ".join(f"{key}={row.run.law.get(key, 'not set')}" for key in fields))
+        dataclasses.replace(row, variant=", ".join(f"{key}={row.run.spec.get(key, 'not set')}" for key in fields))
         for row in group
     ]
 

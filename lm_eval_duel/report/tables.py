@@ -12,7 +12,7 @@ from lm_eval_duel.report.headline import WORDS, fixed, number, plus_minus
 from lm_eval_duel.report.markdown import Footnotes, bullets, code, listed, one_line, plain, spaced, table
 from lm_eval_duel.report.rows import NAMES, WHOLE, short
 
-LAW = (  # of a law, what tells most
+SPEC = (  # of a spec, what tells most
     *("estimator", "rule", "block", "elbo_form", "elbo_block", "elbo_eps", "mc_samples"),
     *("pretrained", "revision", "dtype", "windows", "max_length", "framing"),
 )
@@ -209,12 +209,12 @@ def files(results: Sequence[Mapping[str, Any]]) -> str:
     folder = os.path.commonpath([os.path.dirname(result["file"]) for result in results])
     lines = []
     for result in results:
-        law = ", ".join(f"{key}={result['law'][key]}" for key in LAW if result["law"].get(key, "none") != "none")
+        spec = ", ".join(f"{key}={result['spec'][key]}" for key in SPEC if result["spec"].get(key, "none") != "none")
         name = f"{result['model']} (AR baseline)" if result["ar"] else result["model"]
         lines.append(
-            list(map(plain, [os.path.relpath(result["file"], folder), name, result["fingerprint"] or "", law]))
+            list(map(plain, [os.path.relpath(result["file"], folder), name, result["fingerprint"] or "", spec]))
         )
-    return f"Below {plain(folder)}:\n\n{table(['file', 'model', 'fingerprint', 'law'], lines)}"
+    return f"Below {plain(folder)}:\n\n{table(['file', 'model', 'fingerprint', 'spec'], lines)}"
 
 
 def console(report: Mapping[str, Any]) -> str:
@@ -258,7 +258,7 @@ def _bound(entry: Entry) -> str:
 
 
 def _method(entry: Entry) -> str:
-    """The estimator; the baseline, a bound that is none and other laws say so."""
+    """The estimator; the baseline, a bound that is none and other specs say so."""
     said = ", ".join(filter(None, ["AR baseline" if entry["ar"] else "", plain(entry["aside"])]))
     return f"{NAMES[entry['estimator']]}{f' ({said})' if said else ''}"
 

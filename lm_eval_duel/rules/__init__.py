@@ -1,7 +1,7 @@
 """Unmasking rules: given the predictions at hidden positions, which positions to reveal next.
 
 A rule is a frozen dataclass with `__call__(predictions, lanes) -> Decision`; it never sees the truth, so the pair
-(denoiser, rule) defines one law for scoring and for sampling (the paper, Definition 3.1 and Table 1). Ties go to the
+(denoiser, rule) defines one spec for scoring and for sampling (the paper, Definition 3.1 and Table 1). Ties go to the
 lowest position. The text form is `name[:param=value]...` and `parse(str(rule)) == rule`.
 """
 

@@ -119,7 +119,7 @@ class EntropyBound(Rule):
         below = (self.gamma - spent.gather(1, last)) / (2 * spent.gather(1, last))
         above = (spent.gather(1, following) - self.gamma) / (2 * spent.gather(1, following))
         gap = (ascending.gather(1, following) - ascending.gather(1, last)) / (2 * ascending.gather(1, following))
-        gap = torch.where(predictions.blank[:, None], math.inf, gap)
+        gap = torch.where(predictions.all_mask[:, None], math.inf, gap)
         below = torch.where(count > 1, below, math.inf)[:, 0]  # the first is always taken
         rest = torch.where(more, above.minimum(gap)[:, 0], math.inf)
         return Decision(pick, below.minimum(rest).nan_to_num(nan=0.0, posinf=math.inf))

@@ -117,7 +117,7 @@ def best(
     """The k hidden cells with the largest score (R, W) bool, and the lead (R,).
 
     The lead is the gap between the worst picked and the best left, over the score's steepest slope in logits at those
-    two. A blank start is an exact tie by definition, so the order inside it is no close pick.
+    two. A all_mask start is an exact tie by definition, so the order inside it is no close pick.
     """
     import torch
 
@@ -134,7 +134,7 @@ def best(
         rows = torch.arange(len(gap), device=gap.device)
         gap = gap / slope[rows, worst_at].maximum(slope[rows, best_at].nan_to_num(nan=0.0))
         gap = gap.nan_to_num(nan=0.0, posinf=math.inf)
-    return pick, torch.where(predictions.blank, math.inf, gap).double()
+    return pick, torch.where(predictions.all_mask, math.inf, gap).double()
 
 
 def nearest(distance: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from lm_eval_duel import denoisers
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.duel import Exact
+from lm_eval_duel.estimators.duel import Autoregressive
 from lm_eval_duel.fingerprint import digest
 from lm_eval_duel.harness.text import Text
 from lm_eval_duel.sweep.arguments import MISSING_MAUVE
@@ -25,7 +25,7 @@ class Scorer:
         self.name, self.written = name, written
         self.tokenizer = denoisers.load_tokenizer({"pretrained": name})
         denoiser = denoisers.load(name, device=device, tokenizer=self.tokenizer, attention="causal")
-        self.exact = Exact(denoiser)
+        self.exact = Autoregressive(denoiser)
         self.text = Text(self.tokenizer, denoiser, "independent", 1)
         self.same = self.text.fingerprint == written.fingerprint
         self.notes: list[str] = []

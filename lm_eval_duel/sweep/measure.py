@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from lm_eval_duel import rules
-from lm_eval_duel.engine.results import Scored
+from lm_eval_duel.engine.results import WindowScore
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.estimators.duel import Duel
 from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.sweep import store
-from lm_eval_duel.sweep.shared import Followed, Several, Shared
+from lm_eval_duel.sweep.shared import RuleScore, Shared, SharedScore
 
 if TYPE_CHECKING:
     from lm_eval_duel.harness.lm import DuelMDM
 
 
 @dataclasses.dataclass(frozen=True)
-class Sample:
-    """A text that was drawn, and its log-probability under the law that drew it."""
+class SampleRecord:
+    """A text that was drawn, and its log-probability under the spec that drew it."""
 
     tokens: tuple[int, ...]
     log_prob: float
@@ -31,7 +31,7 @@ class Sample:
 
 
 class Measuring:
-    """The network of `model`, and the folder where its numbers are kept. `base`: the law without a rule."""
+    """The network of `model`, and the folder where its numbers are kept. `base`: the spec without a rule."""
 
     def __init__(self, folder: Path, model: DuelMDM, base: dict[str, str]):
         self.folder, self.model, self.base = folder, model, base
@@ -39,16 +39,16 @@ class Measuring:
         self.rows = {"batch_size": options.rows, "max_batch_size": options.max_batch_size}
         self.place = {"block": estimator.block, "grid": estimator.grid, **self.rows}
 
-    def under(self, windows: list[Window], follow: Sequence[rules.Rule], what: str) -> dict[str, list[Followed]]:
+    def under(self, windows: list[Window], follow: Sequence[rules.Rule], what: str) -> dict[str, list[RuleScore]]:
         """The windows under each rule, by its text; a state that several rules meet is evaluated once."""
         journal = self._journal(windows)
-        found: dict[str, dict[int, Followed]] = {str(rule): {} for rule in follow}
+        found: dict[str, dict[int, RuleScore]] = {str(rule): {} for rule in follow}
         kept_as = {self._key(rule): str(rule) for rule in follow}
 
         def enter(line: dict[str, Any]) -> None:
             for key, value in line["rules"].items():
                 if key in kept_as:
-                    found[kept_as[key]][line["window"]] = Followed(*value)
+                    found[kept_as[key]][line["window"]] = RuleScore(*value)
 
         for line in journal.lines:
             enter(line)
@@ -89,10 +89,12 @@ class Measuring:
     def _journal(self, windows: list[Window]) -> store.Journal:
         return store.Journal(self.folder, "windows", {**self.base, "windows": store.of_windows(windows)})
 
-    def drawn(self, duel: Duel, law: dict[str, str], context: list[int], count: int, length: int) -> list[Sample]:
-        """`count` samples of `length` tokens; a sample depends on the law, the draw seed and its number alone."""
+    def drawn(
+        self, duel: Duel, spec: dict[str, str], context: list[int], count: int, length: int
+    ) -> list[SampleRecord]:
+        """`count` samples of `length` tokens; a sample depends on the spec, the draw seed and its number alone."""
         seed, text = self.model.options.draw_seed, self.model.text
-        about = {**law, "context": context, "length": length, "draw_seed": seed}
+        about = {**spec, "context": context, "length": length, "draw_seed": seed}
         journal = store.Journal(self.folder, "samples", about)
         found = {line["key"]: _sample(line) for line in journal.lines}
         todo = [key for key in range(count) if key not in found]
@@ -125,14 +127,14 @@ class Measuring:
         return [found[n] for n in range(len(windows))]
 
 
-def _values(scored: Scored, left: Sequence[rules.Rule]) -> list[tuple[float, int, int | None]]:
+def _values(scored: WindowScore, left: Sequence[rules.Rule]) -> list[tuple[float, int, int | None]]:
     """(nats, NFE, close picks) of each rule."""
-    found = [scored.rules[str(rule)] for rule in left] if isinstance(scored, Several) else [scored]
-    return [(one.log_prob, one.nfe, one.close_picks) for one in found]
+    found = [scored.rules[str(rule)] for rule in left] if isinstance(scored, SharedScore) else [scored]
+    return [(one.log_prob, one.nfe, one.near_ties) for one in found]
 
 
-def _sample(line: dict[str, Any]) -> Sample:
-    return Sample(tuple(line["tokens"]), line["log_prob"], line["nfe"])
+def _sample(line: dict[str, Any]) -> SampleRecord:
+    return SampleRecord(tuple(line["tokens"]), line["log_prob"], line["nfe"])
 
 
 class _Bar(tqdm):

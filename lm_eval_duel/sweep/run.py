@@ -21,8 +21,8 @@ from lm_eval_duel.harness.run_stats import Total
 from lm_eval_duel.options import BUNDLED
 from lm_eval_duel.sweep import corpus, judges, metrics, store
 from lm_eval_duel.sweep.arguments import Setting, cap, capped
-from lm_eval_duel.sweep.measure import Measuring, Sample
-from lm_eval_duel.sweep.shared import Followed
+from lm_eval_duel.sweep.measure import Measuring, SampleRecord
+from lm_eval_duel.sweep.shared import RuleScore
 
 VERSION = 1  # raised when a release changes a figure of a setting
 
@@ -46,7 +46,7 @@ class Sweep:
         self.windows = self.corpus.windows(model.text)
         self.settings, self.notes = capped(asked.settings, model.estimator.block)
         for setting in self.settings:
-            self.duel(setting)  # refuses what is no law of this network
+            self.duel(setting)  # refuses what is no spec of this network
         self.scorer = judges.Scorer(asked.scorer, model.text, str(model.device)) if asked.scorer else None
         self.context = model.text.prompt("", asked.length) if asked.samples else []
         if asked.samples and (count := len(self._pieces())) < asked.samples:
@@ -58,12 +58,12 @@ class Sweep:
     def duel(self, setting: Setting) -> Duel:
         return Duel(self.model.denoiser, setting.rule, **self.measuring.place)
 
-    def law(self, setting: Setting) -> dict[str, str]:
+    def spec(self, setting: Setting) -> dict[str, str]:
         """As `lm_eval` has it for this rule."""
-        return {**self.model.law, **{key: str(value) for key, value in self.duel(setting).describe().items()}}
+        return {**self.model.spec, **{key: str(value) for key, value in self.duel(setting).describe().items()}}
 
     def law_without_rule(self) -> dict[str, str]:
-        return {key: value for key, value in self.model.law.items() if key != "rule"}
+        return {key: value for key, value in self.model.spec.items() if key != "rule"}
 
     # ------------------------------------------------------------ the whole
 
@@ -88,7 +88,7 @@ class Sweep:
             "block": self.model.estimator.block,
             "samples": {"count": asked.samples, "length": asked.length} if asked.samples else None,
             "scorer": asked.scorer,
-            "law": self.law_without_rule(),
+            "spec": self.law_without_rule(),
             "settings": rows,
             "reference": self._reference(),
             "kl": self._kl(),
@@ -101,7 +101,7 @@ class Sweep:
     def questions(self, setting: Setting) -> dict[str, object]:
         """All that a finished setting depends on."""
         asked = self.asked
-        found = {"version": VERSION, "law": fingerprint.digest(self.law(setting))}
+        found = {"version": VERSION, "spec": fingerprint.digest(self.spec(setting))}
         found |= {"text": store.of_windows(self.windows)}
         found |= {"task": asked.tasks, "limit": asked.limit, "units": self.corpus.units}
         if asked.samples:
@@ -116,11 +116,11 @@ class Sweep:
         found = {str(n): self.questions(setting) for n, setting in enumerate(self.settings)}
         return fingerprint.digest({**found, "kl": sorted(asked.pairs), "all": asked.kl == "all", "elbo": asked.elbo})
 
-    def _setting(self, setting: Setting, scored: list[Followed]) -> dict[str, Any]:
+    def _setting(self, setting: Setting, scored: list[RuleScore]) -> dict[str, Any]:
         """One setting's figures, kept at once."""
         questions = self.questions(setting)
         found = self._named(setting) | {"rule": str(setting.rule)}
-        found |= {"fingerprint": questions["law"], "asked": questions, "law": self.law(setting)}
+        found |= {"fingerprint": questions["spec"], "asked": questions, "spec": self.spec(setting)}
         found["text"] = self._text(scored)
         found["samples"] = self._samples(setting) if self.asked.samples else None
         store.write(store.setting_file(self.folder, questions), store.dumps(found, indent=1) + "\n")
@@ -132,12 +132,12 @@ class Sweep:
 
     # ------------------------------------------------------------ parts of it
 
-    def _text(self, scored: list[Followed]) -> dict[str, Any]:
+    def _text(self, scored: list[RuleScore]) -> dict[str, Any]:
         """The likelihood of the task's text."""
         tokens = [len(window.target) for window in self.windows]
         nats = [-found.log_prob for found in scored]
         each, error = metrics.rate(nats, tokens)
-        close = [found.close_picks for found in scored]
+        close = [found.near_ties for found in scored]
         size = self.corpus.units.get("bytes")
         return {
             "nats": sum(nats),
@@ -148,12 +148,12 @@ class Sweep:
             "nfe": sum(found.nfe for found in scored),
             "nfe_per_window": sum(found.nfe for found in scored) / len(scored),
             "nfe_per_token": sum(found.nfe for found in scored) / sum(tokens),
-            "close_picks": None if None in close else sum(close),
+            "near_ties": None if None in close else sum(close),
         }
 
-    def drawn(self, setting: Setting) -> list[Sample]:
+    def drawn(self, setting: Setting) -> list[SampleRecord]:
         asked = self.asked
-        return self.measuring.drawn(self.duel(setting), self.law(setting), self.context, asked.samples, asked.length)
+        return self.measuring.drawn(self.duel(setting), self.spec(setting), self.context, asked.samples, asked.length)
 
     def _samples(self, setting: Setting) -> dict[str, Any]:
         """What this setting's samples are like."""

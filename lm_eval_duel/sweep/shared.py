@@ -19,26 +19,26 @@ from lm_eval_duel import rules
 from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.denoisers.predictions import Predictions
 from lm_eval_duel.engine.lanes import Lanes, Queue
-from lm_eval_duel.engine.results import CLOSE, Scored
+from lm_eval_duel.engine.results import NEAR_TIE, WindowScore
 from lm_eval_duel.engine.reveal import decide
 from lm_eval_duel.estimators.base import All, Estimator, Finished, Opened, Value
 from lm_eval_duel.estimators.checks import check_rule
 
 
 @dataclasses.dataclass(frozen=True)
-class Followed:
+class RuleScore:
     """What one rule got in one window."""
 
     log_prob: float  # nats
     nfe: int
-    close_picks: int | None
+    near_ties: int | None
 
 
 @dataclasses.dataclass(frozen=True)
-class Several(Scored):
+class SharedScore(WindowScore):
     """One window under several rules, by the rule's text. `log_prob` is that of the first."""
 
-    rules: dict[str, Followed] = dataclasses.field(default_factory=dict)
+    rules: dict[str, RuleScore] = dataclasses.field(default_factory=dict)
     states: int = 0  # that were evaluated
 
 
@@ -68,16 +68,16 @@ class Shared(Estimator):
     def describe(self) -> dict[str, object]:
         return {"block": self.block, "grid": self.grid}
 
-    def values(self, scored: Several) -> dict[str, Value]:
+    def values(self, scored: SharedScore) -> dict[str, Value]:
         return {text: Value(found.log_prob, nfe=found.nfe) for text, found in scored.rules.items()}
 
     @property
-    def nothing(self) -> Several:
-        empty = {str(rule): Followed(0.0, 0, 0) for rule in self.rules}
-        return Several(0.0, rules=empty)
+    def nothing(self) -> SharedScore:
+        empty = {str(rule): RuleScore(0.0, 0, 0) for rule in self.rules}
+        return SharedScore(0.0, rules=empty)
 
     def _score_group(self, opened: Opened) -> Finished:
-        walks = Walks(opened, self.rules, self._places(opened))
+        walks = SharedAccumulator(opened, self.rules, self._places(opened))
         queue = Queue([walks.fresh])
         for finished in self._loop.run(opened.view, All(), queue, opened.targets, walks, opened.numbers):
             if (following := walks.next_states(finished)) is not None:
@@ -85,7 +85,7 @@ class Shared(Estimator):
             yield from walks.take(finished)
 
 
-class Walks:
+class SharedAccumulator:
     """Where each rule stands in each block of a group of windows, and what it got, in float64."""
 
     def __init__(self, opened: Opened, follow: Sequence[rules.Rule], places: list[tuple[int, int, int]]):
@@ -119,7 +119,7 @@ class Walks:
             found = decide(rule, predictions, lanes, self.opened.numbers)
             mine = here[:, f]  # (R,)
             nats.append(torch.where(found.pick & mine[:, None], log_prob, 0.0).sum(1))
-            close = torch.zeros_like(mine) if found.lead is None else ~(found.lead >= CLOSE)  # (R,)
+            close = torch.zeros_like(mine) if found.lead is None else ~(found.lead >= NEAR_TIE)  # (R,)
             sums.append(torch.stack([mine, mine & close], 1))  # (R, 2)
             after.append((block[mine], (lanes.hidden & ~found.pick)[mine]))
             known.append(found.lead is not None)
@@ -159,5 +159,5 @@ class Walks:
             for rule, nats, (nfe, close), known in zip(
                 self.rules, self.nats[row].tolist(), self.sums[row].tolist(), self.knows_leads, strict=True
             ):
-                followed[str(rule)] = Followed(nats, nfe, close if known else None)
-            yield row, Several(self.nats[row, 0].item(), rules=followed, states=self.seen[row].item())
+                followed[str(rule)] = RuleScore(nats, nfe, close if known else None)
+            yield row, SharedScore(self.nats[row, 0].item(), rules=followed, states=self.seen[row].item())

@@ -26,7 +26,7 @@ from lm_eval_duel.options import CHOICES, MADE, TOKENS, count, one_of, truth
 from lm_eval_duel.tasks import corpora
 from lm_eval_duel.tasks.detokenize import DETOKENIZERS
 from lm_eval_duel.tasks.packing import REMAINDERS, Wrapping
-from lm_eval_duel.tasks.token_text import TokenText, made
+from lm_eval_duel.tasks.tokenized_text import TokenText, made
 
 if TYPE_CHECKING:
     import datasets

@@ -8,9 +8,9 @@ import sys
 import pytest
 import torch
 
-from lm_eval_duel.bench.run import measure, table
 from lm_eval_duel.bench.arms import LOOPS, Bench, Recording, Settings
 from lm_eval_duel.bench.options import parse
+from lm_eval_duel.bench.run import measure, table
 from lm_eval_duel.bench.textbook import KeptKeys, Whole, WholeRow, algorithm2, check
 from lm_eval_duel.cli.main import main
 from lm_eval_duel.denoisers.predictions import Predictions
@@ -47,7 +47,7 @@ KEYS = {
     "peak_bytes_textbook_kv",
     "peak_bytes_ours",
     "max_abs_diff_nats",
-    "close_picks",
+    "near_ties",
     "picks_moved",
     "flops_per_s",
     "textbook_scaled",
@@ -80,8 +80,8 @@ def agree(denoiser, rule, windows, block="auto"):
     scored = duel.log_prob(windows)
     for kind in LOOPS.values() if denoiser.attention == "block_causal" else [WholeRow]:
         loop = algorithm2(kind, denoiser, duel.rule, duel.block, duel.grid, windows)
-        assert [tuple(steps) for steps in loop.steps.tolist()] == [result.steps for result in scored]
-        assert torch.allclose(loop.nats, torch.tensor([result.nats for result in scored]).double(), atol=1e-9)
+        assert [tuple(steps) for steps in loop.reveal_steps.tolist()] == [result.reveal_steps for result in scored]
+        assert torch.allclose(loop.nats, torch.tensor([result.token_logprobs for result in scored]).double(), atol=1e-9)
         assert loop.evaluations == sum(result.nfe for result in scored)
 
 

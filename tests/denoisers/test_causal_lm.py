@@ -108,9 +108,9 @@ def test_nats_are_those_of_the_networks_own_logits(folders, name):
     together = duel.log_prob(RAGGED)
     assert duel.counts.forwards < duel.counts.rows <= len(RAGGED)
     for window, scored in zip(RAGGED, together, strict=True):
-        assert scored.nats == pytest.approx(by_hand(model, window), abs=1e-4)
+        assert scored.token_logprobs == pytest.approx(by_hand(model, window), abs=1e-4)
         alone = Duel(denoiser, "left_to_right", batch_size=1).log_prob([window])[0]
-        assert alone.nats == pytest.approx(scored.nats, abs=1e-4)
+        assert alone.token_logprobs == pytest.approx(scored.token_logprobs, abs=1e-4)
 
 
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "Gemma2ForCausalLM", "ModernBertDecoderForCausalLM"])
@@ -135,9 +135,9 @@ def test_rotary_positions_that_change_with_the_length_of_a_batch(tmp_path):
     tiny.tokenizer(mask=False).save_pretrained(tmp_path)
     denoiser = load(str(tmp_path))
     right = [pytest.approx(by_hand(model, window), abs=1e-4) for window in RAGGED]
-    assert [scored.nats for scored in Duel(denoiser, "left_to_right").log_prob(RAGGED)] == right
+    assert [scored.token_logprobs for scored in Duel(denoiser, "left_to_right").log_prob(RAGGED)] == right
     denoiser.honours_padding = True
-    assert [scored.nats for scored in Duel(denoiser, "left_to_right").log_prob(RAGGED)] != right
+    assert [scored.token_logprobs for scored in Duel(denoiser, "left_to_right").log_prob(RAGGED)] != right
 
 
 def test_one_forward_for_each_window(folders):
@@ -173,7 +173,7 @@ def test_samples_are_scored_as_they_were_drawn(folders, name):
     contexts = [(2,), (2, 7, 9, 6), (2, 30)]
     drawn, greedy = duel.sample(contexts, 6, seed=1), duel.sample(contexts, 6, do_sample=False)
     scored = duel.log_prob([Window(c, d.tokens) for c, d in zip(contexts, [*drawn, *greedy][:3], strict=True)])
-    assert [s.nats for s in scored] == [pytest.approx(d.nats, abs=1e-4) for d in drawn]
+    assert [s.token_logprobs for s in scored] == [pytest.approx(d.token_logprobs, abs=1e-4) for d in drawn]
     assert all(s.is_greedy for s in duel.log_prob([Window(c, d.tokens) for c, d in zip(contexts, greedy, strict=True)]))
 
 
@@ -184,10 +184,10 @@ def test_a_head_that_cannot_be_split_off_runs_with_the_rest(folders, monkeypatch
     assert not denoiser.splits_head and denoiser.layers is denoiser.model
     whole = Duel(denoiser, "left_to_right")
     for a, b in zip(whole.log_prob(WINDOWS), right.log_prob(WINDOWS), strict=True):
-        assert a.nats == pytest.approx(b.nats, abs=1e-4)
+        assert a.token_logprobs == pytest.approx(b.token_logprobs, abs=1e-4)
     contexts = [(2,), (2, 7, 9, 6)]
     for a, b in zip(whole.sample(contexts, 5, seed=2), right.sample(contexts, 5, seed=2), strict=True):
-        assert a.tokens == b.tokens and a.nats == pytest.approx(b.nats, abs=1e-4)
+        assert a.tokens == b.tokens and a.token_logprobs == pytest.approx(b.token_logprobs, abs=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
@@ -198,7 +198,9 @@ def test_dtypes(folders, name, dtype):
     scored = Duel(denoiser, "left_to_right").log_prob(WINDOWS)
     if dtype == "float64":
         model = getattr(transformers, name).from_pretrained(folders[name]).eval()
-        assert [s.nats for s in scored] == [pytest.approx(by_hand(model, window), abs=1e-4) for window in WINDOWS]
+        assert [s.token_logprobs for s in scored] == [
+            pytest.approx(by_hand(model, window), abs=1e-4) for window in WINDOWS
+        ]
     assert denoiser.describe()["dtype"] == dtype
 
 
@@ -207,7 +209,7 @@ def test_lengths(folders, tmp_path):
     denoiser = load(folders["GPT2LMHeadModel"])
     assert denoiser.max_length == 33
     duel = Duel(denoiser, "left_to_right")
-    assert len(duel.log_prob([Window((2,), (5,) * 32)])[0].nats) == 32
+    assert len(duel.log_prob([Window((2,), (5,) * 32)])[0].token_logprobs) == 32
     with pytest.raises(DuelError, match="Window 0 has 34 positions but the network holds 33"):
         duel.log_prob([Window((2,), (5,) * 33)])
     assert load(folders["GPT2LMHeadModel"], max_length=16).max_length == 16
@@ -277,7 +279,7 @@ def test_a_class_that_is_not_the_one_in_the_config(folders, tmp_path, caplog):
             ):
                 load(str(tmp_path))
         else:
-            nats = Duel(load(str(tmp_path)), "left_to_right").log_prob(WINDOWS)[0].nats
+            nats = Duel(load(str(tmp_path)), "left_to_right").log_prob(WINDOWS)[0].token_logprobs
             assert nats == pytest.approx(by_hand(model, WINDOWS[0]), abs=1e-4)
     assert "is a OtherLM by its config; scoring it as transformers' LlamaForCausalLM" in caplog.text
 
@@ -322,7 +324,7 @@ def test_a_causal_network_with_code_of_its_own(tmp_path):
         return CausalLMOutput(logits=table[ids].cumsum(1) @ head.T + bias)
 
     for window, scored in zip(WINDOWS, Duel(denoiser, "left_to_right").log_prob(WINDOWS), strict=True):
-        assert scored.nats == pytest.approx(by_hand(model, window), abs=1e-4)
+        assert scored.token_logprobs == pytest.approx(by_hand(model, window), abs=1e-4)
 
 
 def test_an_adapter_is_merged(folders, tmp_path):
@@ -333,7 +335,7 @@ def test_an_adapter_is_merged(folders, tmp_path):
     )
     tuned.save_pretrained(tmp_path)
     denoiser = load(folders["CohereForCausalLM"], peft=str(tmp_path))
-    nats = Duel(denoiser, "left_to_right").log_prob(WINDOWS)[0].nats
+    nats = Duel(denoiser, "left_to_right").log_prob(WINDOWS)[0].token_logprobs
     assert nats == pytest.approx(by_hand(tuned.eval(), WINDOWS[0]), abs=1e-4)
     assert nats != pytest.approx(by_hand(network("CohereForCausalLM"), WINDOWS[0]), abs=1e-2)
     assert "peft" in denoiser.describe()
@@ -399,7 +401,7 @@ def together(lm, kind, arguments):
 
 def test_documents_equal_the_harness_own_model(ours, stock, texts):
     """Per document, by the harness's rolling windows; the last document has several."""
-    assert ours.law["framing"].startswith(f"[{stock.prefix_token_id}] text [], bos=given")
+    assert ours.spec["framing"].startswith(f"[{stock.prefix_token_id}] text [], bos=given")
     assert ours.max_length == stock.max_length + 1
     requests = [(text,) for text in texts]
     theirs, counts = together(stock, "loglikelihood_rolling", requests), [len(ours.tok_encode(text)) for text in texts]
@@ -440,7 +442,7 @@ def test_a_tokenizer_that_frames_with_a_bos(texts, tmp_path):
     (tmp_path / "framed" / "tokenizer.json").write_text(json.dumps(tokenizer))
     folder = str(tmp_path / "framed")
     framed = DuelMDM(pretrained=folder, attention="causal", rule="left_to_right", device="cpu")
-    assert framed.law["framing"].startswith("[1] text []")
+    assert framed.spec["framing"].startswith("[1] text []")
     stock = HFLM(pretrained=folder, dtype="float32", device="cpu", batch_size=4)
     agree(*(together(lm, "loglikelihood", pairs(texts[1])) for lm in (framed, stock)))
 
@@ -456,7 +458,7 @@ def test_inspect_says_what_it_is(capsys):
         "padding +unseen: it comes later",
     ):
         assert re.search(line, said), line
-    assert "blank rows" not in said
+    assert "all_mask rows" not in said
 
 
 def test_the_authors_windows_of_llama3():

@@ -27,7 +27,7 @@ WINDOWS = [
     Window((6,), (7, 9, 30, 12, 8, 15, 21, 11)),
     Window((14, 20, 9), (10, 9, 31, 12), (13,)),
     Window((22, 6, 17, 17, 2), (33, 6, 7, 18)),
-    Window((), (8, 8, 20, 31, 6)),  # a blank start; not where logits are shifted
+    Window((), (8, 8, 20, 31, 6)),  # a all_mask start; not where logits are shifted
 ]
 
 
@@ -623,13 +623,13 @@ def textbook(name, denoiser, right, rule, window):
         denoiser.block or 4,
         window,
         "row" if denoiser.block else "target",
-        tie_when_blank=True,
+        tie_when_all_mask=True,
         sees=denoiser.last_block if denoiser.block else None,
     )
 
 
 def windows_of(name):
-    """Those that the network can score: no blank start under a shift, no suffix past the last block."""
+    """Those that the network can score: no all_mask start under a shift, no suffix past the last block."""
     case = CASES[name]
     return [
         window for window in WINDOWS if len(window.context) >= case.shift and not (window.suffix and case.block == 2)
@@ -647,9 +647,9 @@ def test_lanes_equal_the_textbook_loop(found, name, last_block, rule):
     windows = windows_of(name)
     for window, scored in zip(windows, duel.log_prob(windows), strict=True):
         _, steps, nats, greedy, nfe = textbook(name, denoiser, right, rule, window)
-        assert scored.close_picks == 0, "choose another seed: the order is at the mercy of float noise here"
-        assert (scored.steps, scored.is_greedy, scored.nfe) == (steps, greedy, nfe)
-        assert scored.nats == pytest.approx(nats, abs=1e-4)
+        assert scored.near_ties == 0, "choose another seed: the order is at the mercy of float noise here"
+        assert (scored.reveal_steps, scored.is_greedy, scored.nfe) == (steps, greedy, nfe)
+        assert scored.token_logprobs == pytest.approx(nats, abs=1e-4)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -662,8 +662,8 @@ def test_a_window_alone_equals_the_window_in_a_batch(found, name):
         some = Duel(denoiser, "greedy", block, batch_size=batch_size)
         alone = [some.log_prob([window])[0] for window in windows[: len(windows) // 2]] * 2
         for scored, again in zip(together, alone if batch_size is None else some.log_prob(windows), strict=True):
-            assert again.steps == scored.steps
-            assert again.nats == pytest.approx(scored.nats, abs=1e-4)
+            assert again.reveal_steps == scored.reveal_steps
+            assert again.token_logprobs == pytest.approx(scored.token_logprobs, abs=1e-4)
 
 
 @pytest.mark.parametrize("name", ["llada", "dream", "llada2", "fast-dllm-v2", "sdar-moe"])
@@ -675,8 +675,8 @@ def test_samples_are_scored_as_they_were_drawn(found, name, rule):
     drawn = duel.sample(contexts, 7, seed=3)
     scored = duel.log_prob([Window(c, d.tokens) for c, d in zip(contexts, drawn, strict=True)])
     for d, s in zip(drawn, scored, strict=True):
-        assert (s.close_picks, s.steps, s.nfe) == (0, d.steps, d.nfe)
-        assert s.nats == pytest.approx(d.nats, abs=1e-4)
+        assert (s.near_ties, s.reveal_steps, s.nfe) == (0, d.reveal_steps, d.nfe)
+        assert s.token_logprobs == pytest.approx(d.token_logprobs, abs=1e-4)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -701,9 +701,9 @@ def test_left_to_right_is_the_chain_rule_and_k_the_marginals(found, name):
     first, second = logs(6, 7, mask, mask), logs(6, 7, 9, mask)
     window = [Window((6, 7), (9, 30))]
     one, two = (Duel(denoiser, f"l2r:k={k}", "auto" if denoiser.block else 4).log_prob(window)[0] for k in (1, 2))
-    assert one.nats == pytest.approx([float(first[2, 9]), float(second[3, 30])], abs=1e-5)
+    assert one.token_logprobs == pytest.approx([float(first[2, 9]), float(second[3, 30])], abs=1e-5)
     if block > 1 and 2 // block == 3 // block:
-        assert two.nats == pytest.approx([float(first[2, 9]), float(first[3, 30])], abs=1e-5)
+        assert two.token_logprobs == pytest.approx([float(first[2, 9]), float(first[3, 30])], abs=1e-5)
 
 
 # ---------------------------------------------------------------- plain decoders, and what the user says
@@ -720,8 +720,8 @@ def test_a_causal_decoder_is_the_chain_rule(tmp_path):
     assert (ours - right).abs().max() < 1e-5
     logs = right.masked_fill(denoiser.excluded, -math.inf).log_softmax(-1)
     scored = Duel(denoiser, "left_to_right").log_prob([Window(row[:1], row[1:]), Window(row[:2], row[2:3])])
-    assert scored[0].nats == pytest.approx([float(logs[i, row[i + 1]]) for i in range(5)], abs=1e-5)
-    assert scored[1].nats == pytest.approx([float(logs[1, row[2]])], abs=1e-5)
+    assert scored[0].token_logprobs == pytest.approx([float(logs[i, row[i + 1]]) for i in range(5)], abs=1e-5)
+    assert scored[1].token_logprobs == pytest.approx([float(logs[1, row[2]])], abs=1e-5)
     with pytest.raises(DuelError, match="A causal network reveals left to right only"):
         Duel(denoiser, "greedy")
 
@@ -943,4 +943,4 @@ def test_a_compiled_network_sees_what_it_saw(name, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: plain_compile(self, backend="eager"))
     denoiser.compile()
     for one, other in zip(Duel(denoiser).log_prob(windows), expected, strict=True):
-        assert one.nats == pytest.approx(other.nats, abs=1e-4)
+        assert one.token_logprobs == pytest.approx(other.token_logprobs, abs=1e-4)

@@ -8,7 +8,7 @@ from own import DREAM, SDAR, SIZE, decoder, write
 
 from lm_eval_duel import denoisers
 from lm_eval_duel.denoisers.hf import device_map as placement
-from lm_eval_duel.denoisers.load_options import Asked
+from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import Duel
@@ -35,7 +35,7 @@ def machine(monkeypatch):
 
 
 def options(device_map="auto"):
-    return placement.options(Asked("name", torch.device("cpu"), device_map=device_map))
+    return placement.options(LoadOptions("name", torch.device("cpu"), device_map=device_map))
 
 
 @pytest.mark.parametrize("gpus, processes", [(8, 2), (5, 2), (3, 3), (4, 1)])

@@ -205,20 +205,20 @@ def agrees(duel, windows, logits_of, mask_id=TOKENS, tolerance=1e-4, sees=None):
             duel.block,
             window,
             duel.grid,
-            tie_when_blank=True,
+            tie_when_all_mask=True,
             sees=sees,
         )
-        assert scored.close_picks == 0
-        assert (scored.steps, scored.is_greedy, scored.nfe) == (steps, greedy, nfe)
-        assert scored.nats == pytest.approx(nats, abs=tolerance)
+        assert scored.near_ties == 0
+        assert (scored.reveal_steps, scored.is_greedy, scored.nfe) == (steps, greedy, nfe)
+        assert scored.token_logprobs == pytest.approx(nats, abs=tolerance)
     return results
 
 
 def same(ones, others, tolerance=1e-5):
     """Assert that results are equal but for float noise."""
     for one, other in zip(ones, others, strict=True):
-        assert (one.steps, one.is_greedy, one.nfe) == (other.steps, other.is_greedy, other.nfe)
-        assert one.nats == pytest.approx(other.nats, abs=tolerance)
+        assert (one.reveal_steps, one.is_greedy, one.nfe) == (other.reveal_steps, other.is_greedy, other.nfe)
+        assert one.token_logprobs == pytest.approx(other.token_logprobs, abs=tolerance)
 
 
 def total(duel, tokens, length, context=(), suffix=()):
@@ -254,7 +254,7 @@ def test_lanes_equal_the_textbook_loop(kind, rule, tmp_path):
     duel = Duel(denoiser, rule)
     assert (duel.block, duel.grid) == (4, "target")
     scored = agrees(duel, windows, lambda ids, window: plain(w, ids, sigma_of(kind, ids)))
-    assert (sum(s.nfe for s in scored) < sum(len(s.nats) for s in scored)) == (rule != "greedy")
+    assert (sum(s.nfe for s in scored) < sum(len(s.token_logprobs) for s in scored)) == (rule != "greedy")
 
 
 @pytest.mark.parametrize("backend", ["flex", "sdpa"])
@@ -265,14 +265,14 @@ def test_the_ar_baseline_reads_from_left_to_right(backend, tmp_path):
     row = [12 - 1, 4, 5, 6, 0]
     logs = plain(w, row, seen=until(5))[:, :TOKENS].log_softmax(-1)
     scored = duel.log_prob([Window(row[:1], row[1:])])[0]
-    assert scored.nats == pytest.approx([float(logs[i, row[i + 1]]) for i in range(4)], abs=1e-5)
+    assert scored.token_logprobs == pytest.approx([float(logs[i, row[i + 1]]) for i in range(4)], abs=1e-5)
     with pytest.raises(DuelError, match="Window 0 needs a given first token"):
         duel.log_prob([Window((), row)])
     assert (duel.counts.forwards, duel.counts.rows) == (1, 1)  # the whole window in one pass
     for k in (1, 2):  # blocks of one, whatever k
         again = Duel(denoiser, f"left_to_right:k={k}")
         assert again.block == 1
-        assert again.log_prob([Window(row[:1], row[1:])])[0].nats == scored.nats
+        assert again.log_prob([Window(row[:1], row[1:])])[0].token_logprobs == scored.token_logprobs
 
 
 # ---------------------------------------------------------------- BD3-LM: block-causal
@@ -353,8 +353,8 @@ def test_block_causal_lanes_equal_the_textbook_loop(rule, last_block, tmp_path):
     duel = Duel(denoiser, rule)
     assert (duel.block, duel.grid) == (BLOCK, "row")
     together = agrees(duel, BLOCKS, lambda ids, window: plain(w, ids, seen=until(len(ids), BLOCK)), sees=last_block)
-    assert [scored.blank_starts for scored in together] == [0, 1, 0, 0, 1, 0]
-    assert (sum(s.nfe for s in together) < sum(len(s.nats) for s in together)) == (rule != "greedy")
+    assert [scored.all_mask_starts for scored in together] == [0, 1, 0, 0, 1, 0]
+    assert (sum(s.nfe for s in together) < sum(len(s.token_logprobs) for s in together)) == (rule != "greedy")
     same(together, [duel.log_prob([window])[0] for window in BLOCKS])
     same(together, Duel(denoiser, rule, batch_size=1).log_prob(BLOCKS[::-1])[::-1])
     drawn = duel.sample([window.context for window in BLOCKS], 9, seed=5)

@@ -1,4 +1,4 @@
-"""Classifier-free guidance: the law of the logits written out, on toys by enumeration, and through `load`."""
+"""Classifier-free guidance: the spec of the logits written out, on toys by enumeration, and through `load`."""
 
 import itertools
 import math
@@ -49,8 +49,8 @@ def guided(logits_of, mask_id, scale, window):
 
 def equals(scored, expected, tolerance=1e-9):
     _, steps, nats, greedy, nfe = expected
-    assert (scored.steps, scored.is_greedy, scored.nfe) == (steps, greedy, nfe)
-    assert scored.nats == pytest.approx(nats, abs=tolerance)
+    assert (scored.reveal_steps, scored.is_greedy, scored.nfe) == (steps, greedy, nfe)
+    assert scored.token_logprobs == pytest.approx(nats, abs=tolerance)
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -82,7 +82,9 @@ def test_a_sample_has_the_likelihood_that_it_was_drawn_with(rule):
         duel = Duel(Guided(Toy(), 1.5), rule, 2, grid)
         for context, drawn in zip(contexts, duel.sample(contexts, 4, suffix=(1,), seed=2), strict=True):
             scored = duel.log_prob([Window(context, drawn.tokens, (1,))])[0]
-            assert scored.steps == drawn.steps and scored.nats == pytest.approx(drawn.nats, abs=1e-9)
+            assert scored.reveal_steps == drawn.reveal_steps and scored.token_logprobs == pytest.approx(
+                drawn.token_logprobs, abs=1e-9
+            )
         for context, best in zip(contexts, duel.sample(contexts, 4, do_sample=False), strict=True):
             assert duel.log_prob([Window(context, best.tokens)])[0].is_greedy
 
@@ -94,7 +96,9 @@ def test_a_row_alone_equals_the_row_in_a_batch():
         for batch_size in (1, 2):
             for window, scored in zip(WINDOWS, together, strict=True):
                 alone = Duel(guide, "greedy", 2, batch_size=batch_size).log_prob([window])[0]
-                assert alone.steps == scored.steps and alone.nats == pytest.approx(scored.nats, abs=1e-9)
+                assert alone.reveal_steps == scored.reveal_steps and alone.token_logprobs == pytest.approx(
+                    scored.token_logprobs, abs=1e-9
+                )
 
 
 def test_two_forwards_a_step():
@@ -103,7 +107,7 @@ def test_two_forwards_a_step():
     assert (duel.counts.forwards, duel.counts.rows) == (6, 6)
 
 
-# ---------------------------------------------------------------- blank starts
+# ---------------------------------------------------------------- all_mask starts
 
 
 class Noisy(Rotary):
@@ -119,11 +123,13 @@ def test_blank_starts_tie_and_are_counted(network):
     windows = [Window((), (1, 0, 2, 1)), Window((), (2, 2)), Window((0,), (1, 0, 2))]
     plain = Duel(network(), "greedy", None).log_prob(windows)
     scored = duel.log_prob(windows)
-    assert [s.blank_starts for s in scored] == [1, 1, 0] and duel.counts.blank_starts == 2
-    assert [s.steps[0] for s in scored[:2]] == [0, 0]
+    assert [s.all_mask_starts for s in scored] == [1, 1, 0] and duel.counts.all_mask_starts == 2
+    assert [s.reveal_steps[0] for s in scored[:2]] == [0, 0]
     for one, other in zip(scored[:2], plain[:2], strict=True):  # nothing is given: nothing guides
-        assert one.steps == other.steps and one.nats == pytest.approx(other.nats, abs=1e-6)
-    assert scored[2].nats != pytest.approx(plain[2].nats, abs=1e-3)
+        assert one.reveal_steps == other.reveal_steps and one.token_logprobs == pytest.approx(
+            other.token_logprobs, abs=1e-6
+        )
+    assert scored[2].token_logprobs != pytest.approx(plain[2].token_logprobs, abs=1e-3)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -131,7 +137,7 @@ def test_blank_starts_equal_the_textbook_loop(rule):
     rotary = Rotary()
     for window, scored in zip(WINDOWS, Duel(Guided(rotary, 0.8), rule, 3).log_prob(WINDOWS), strict=True):
         logits_of = guided(lambda ids: rotary.features(ids[None], None)[0], rotary.mask_id, 0.8, window)
-        right = score(logits_of, rotary.mask_id, rotary.excluded, rules.parse(rule), 3, window, tie_when_blank=True)
+        right = score(logits_of, rotary.mask_id, rotary.excluded, rules.parse(rule), 3, window, tie_when_all_mask=True)
         equals(scored, right, 1e-6)
 
 
@@ -192,5 +198,5 @@ def test_through_load(tmp_path):
         with torch.no_grad():
             logits_of = guided(lambda ids: model(input_ids=ids[None]).logits[0], 4, 0.5, window)
             right = score(logits_of, 4, guide.excluded, rules.parse("greedy"), 4, window)
-        assert scored.close_picks == 0, "choose another seed: the order is at the mercy of float noise here"
+        assert scored.near_ties == 0, "choose another seed: the order is at the mercy of float noise here"
         equals(scored, right, 1e-4)

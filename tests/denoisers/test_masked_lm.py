@@ -63,11 +63,11 @@ def test_equals_the_textbook_loop_over_full_logits(folders, family, rule):
                 rules.parse(rule),
                 4,
                 window,
-                tie_when_blank=denoiser.relative_positions,
+                tie_when_all_mask=denoiser.relative_positions,
             )
-        assert scored.close_picks == 0, "choose another seed: the order is at the mercy of float noise here"
-        assert (scored.steps, scored.is_greedy, scored.nfe) == (steps, greedy, nfe)
-        assert scored.nats == pytest.approx(nats, abs=1e-4)
+        assert scored.near_ties == 0, "choose another seed: the order is at the mercy of float noise here"
+        assert (scored.reveal_steps, scored.is_greedy, scored.nfe) == (steps, greedy, nfe)
+        assert scored.token_logprobs == pytest.approx(nats, abs=1e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -77,8 +77,8 @@ def test_a_row_alone_equals_the_row_in_a_batch(folders, family):
     for batch_size in (1, 2):
         for window, scored in zip(WINDOWS, together, strict=True):
             alone = Duel(denoiser, "greedy", 4, batch_size=batch_size).log_prob([window])[0]
-            assert alone.steps == scored.steps
-            assert alone.nats == pytest.approx(scored.nats, abs=1e-4)
+            assert alone.reveal_steps == scored.reveal_steps
+            assert alone.token_logprobs == pytest.approx(scored.token_logprobs, abs=1e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -94,9 +94,9 @@ def test_the_head_is_evaluated_at_hidden_cells_only(folders, family):
 def test_blank_starts_tie_and_are_counted(folders):
     duel = Duel(load(folders["modernbert"]), "greedy", 4)
     scored = duel.log_prob([Window((), (8, 8, 20, 31, 6)), Window((2,), (8, 8))])
-    assert [s.blank_starts for s in scored] == [1, 0]
-    assert scored[0].steps[0] == 0
-    assert duel.counts.blank_starts == 1
+    assert [s.all_mask_starts for s in scored] == [1, 0]
+    assert scored[0].reveal_steps[0] == 0
+    assert duel.counts.all_mask_starts == 1
 
 
 class Deaf(HuggingFace):
@@ -121,7 +121,7 @@ def test_equal_lengths_go_together_where_padding_is_seen():
     right = Duel(HuggingFace(tiny.network("bert"), 4, set(range(len(tiny.WORDS))), 32, "bert"), "greedy", 4).log_prob(
         WINDOWS
     )
-    assert [s.steps for s in together] == [s.steps for s in right]
+    assert [s.reveal_steps for s in together] == [s.reveal_steps for s in right]
     assert [s.log_prob for s in together] == pytest.approx([s.log_prob for s in right], abs=1e-4)
 
 
@@ -131,8 +131,8 @@ def test_full_logits_where_there_is_no_head_to_split():
     right = Duel(HuggingFace(tiny.network("bert"), 4, set(range(len(tiny.WORDS))), 32, "bert"), "greedy", 4).log_prob(
         WINDOWS
     )
-    assert [s.nats for s in Duel(whole, "greedy", 4).log_prob(WINDOWS)] == [
-        pytest.approx(s.nats, abs=1e-4) for s in right
+    assert [s.token_logprobs for s in Duel(whole, "greedy", 4).log_prob(WINDOWS)] == [
+        pytest.approx(s.token_logprobs, abs=1e-4) for s in right
     ]
 
 
@@ -346,6 +346,6 @@ def test_a_bidirectional_network_with_code_of_its_own(tmp_path):
 
     for window, scored in zip(WINDOWS, Duel(denoiser, "greedy", 4).log_prob(WINDOWS), strict=True):
         _, steps, nats, _, _ = score(
-            logits, 4, denoiser.excluded, rules.parse("greedy"), 4, window, tie_when_blank=True
+            logits, 4, denoiser.excluded, rules.parse("greedy"), 4, window, tie_when_all_mask=True
         )
-        assert scored.steps == steps and scored.nats == pytest.approx(nats, abs=1e-4)
+        assert scored.reveal_steps == steps and scored.token_logprobs == pytest.approx(nats, abs=1e-4)

@@ -142,8 +142,8 @@ def test_lanes_equal_the_textbook_loop_over_the_quantised_network(base, kind, dt
 
     for window, scored in zip(WINDOWS, Duel(denoiser, "greedy", 4).log_prob(WINDOWS), strict=True):
         right = score(plain, denoiser.mask_id, denoiser.excluded, rules.parse("greedy"), 4, window)
-        assert scored.close_picks == 0 and scored.steps == right[1]
-        assert scored.nats == pytest.approx(right[2], abs=1e-4 if dtype == "float32" else 0.05)
+        assert scored.near_ties == 0 and scored.reveal_steps == right[1]
+        assert scored.token_logprobs == pytest.approx(right[2], abs=1e-4 if dtype == "float32" else 0.05)
 
 
 def test_8_bits_are_said_to_depend_on_the_batch(base, caplog):
@@ -158,15 +158,15 @@ def test_8_bits_are_said_to_depend_on_the_batch(base, caplog):
 def test_the_quantisation_is_part_of_the_law(base):
     pytest.importorskip("bitsandbytes")
     path = base("qwen3")
-    laws = [load(path, **said).describe() for said in ({}, {"load_in_8bit": True}, {"load_in_4bit": True})]
+    specs = [load(path, **said).describe() for said in ({}, {"load_in_8bit": True}, {"load_in_4bit": True})]
     whole = sum(value.numel() for key, value in own.decoder(norms=True).items() if not LINEAR.search(key))
-    assert len({digest(law) for law in laws}) == 3
-    assert [json.loads(law.pop("quantization", "null")) for law in laws] == [
+    assert len({digest(spec) for spec in specs}) == 3
+    assert [json.loads(spec.pop("quantization", "null")) for spec in specs] == [
         None,
         {"load_in_8bit": True, "quant_method": "bitsandbytes", "whole_parameters": whole},
         {"bnb_4bit_quant_type": "nf4", "load_in_4bit": True, "quant_method": "bitsandbytes", "whole_parameters": whole},
     ]
-    assert laws[0] == laws[1] == laws[2]
+    assert specs[0] == specs[1] == specs[2]
     half = load(path, load_in_4bit=True, dtype="bfloat16")
     assert '"bnb_4bit_compute_dtype": "bfloat16"' in half.describe()["quantization"]
 
@@ -342,7 +342,7 @@ def test_files_of_8_bit_floats(base, kind):
     said = {"quant_method": "fp8", "weight_block_size": [16, 16], "activation_scheme": "dynamic"}
     found, right = load(base(kind, small, "small", quantization_config=said)), load(base(kind, large, "large"))
     assert apart(found, right) < 0.02 < apart(found, load(base(kind)))
-    assert not found.coarse and "quantization" not in found.describe()
+    assert not found.quantized and "quantization" not in found.describe()
 
 
 # ---------------------------------------------------------------- what is refused

@@ -61,9 +61,9 @@ def agrees(denoiser, logits_of, block, **how):
             _, steps, nats, greedy, nfe = score(
                 logits_of, MASK, denoiser.excluded, rules.parse(rule), block, window, **how
             )
-            assert scored.close_picks == 0, "choose another seed: the order is at the mercy of float noise here"
-            assert (scored.steps, scored.is_greedy, scored.nfe) == (steps, greedy, nfe)
-            assert scored.nats == pytest.approx(nats, abs=1e-4)
+            assert scored.near_ties == 0, "choose another seed: the order is at the mercy of float noise here"
+            assert (scored.reveal_steps, scored.is_greedy, scored.nfe) == (steps, greedy, nfe)
+            assert scored.token_logprobs == pytest.approx(nats, abs=1e-4)
 
 
 def block_causal(net, tensors, block):
@@ -83,9 +83,9 @@ def test_llada(tmp_path):
     assert own.honours_padding and own.splits_head and own.relative_positions
     assert type(own.model).__name__ == own.describe()["denoiser"] == "LLaDAModelLM"
     assert "as LlamaForCausalLM" in native.describe()["denoiser"]
-    assert own.describe()["weights"] != native.describe()["weights"], "the code is part of the law"
+    assert own.describe()["weights"] != native.describe()["weights"], "the code is part of the spec"
     both = [Duel(denoiser, "greedy", 4).log_prob(WINDOWS) for denoiser in (own, native)]
-    assert [s.steps for s in both[0]] == [s.steps for s in both[1]]
+    assert [s.reveal_steps for s in both[0]] == [s.reveal_steps for s in both[1]]
     agrees(own, lambda row: plain.logits(LLADA_NET, tensors, row.tolist(), plain.everywhere(len(row))), 4)
 
 
@@ -118,7 +118,9 @@ def test_sdar(tmp_path):
     for rule in ("greedy", "threshold:mu=0.3"):
         both = [Duel(denoiser, rule).log_prob(WINDOWS) for denoiser in (own, native)]
         for one, other in zip(*both, strict=True):
-            assert one.steps == other.steps and one.nats == pytest.approx(other.nats, abs=1e-5)
+            assert one.reveal_steps == other.reveal_steps and one.token_logprobs == pytest.approx(
+                other.token_logprobs, abs=1e-5
+            )
     agrees(own, block_causal(NET, tensors, 4), 4, grid="row", sees="fill")
     cut = load(path, last_block="cut")
     agrees(cut, block_causal(NET, tensors, 4), 4, grid="row", sees="cut")
@@ -142,7 +144,9 @@ def test_a_network_that_wants_a_mask_of_every_row(tmp_path, name):
     contexts = [window.context for window in WINDOWS]
     for context, drawn in zip(contexts, duel.sample(contexts, 7), strict=True):
         scored = duel.log_prob([Window(context, drawn.tokens)])[0]
-        assert scored.steps == drawn.steps and scored.nats == pytest.approx(drawn.nats, abs=1e-5)
+        assert scored.reveal_steps == drawn.reveal_steps and scored.token_logprobs == pytest.approx(
+            drawn.token_logprobs, abs=1e-5
+        )
 
 
 def test_rows_of_one_call_may_know_different_numbers_of_clean_blocks(tmp_path):
@@ -151,12 +155,14 @@ def test_rows_of_one_call_may_know_different_numbers_of_clean_blocks(tmp_path):
     alone = [Duel(denoiser, "greedy").log_prob([window])[0] for window in windows]
     for batch_size in (1, 2, 3, None):
         for one, scored in zip(alone, Duel(denoiser, "greedy", batch_size=batch_size).log_prob(windows), strict=True):
-            assert scored.steps == one.steps and scored.nats == pytest.approx(one.nats, abs=1e-5)
+            assert scored.reveal_steps == one.reveal_steps and scored.token_logprobs == pytest.approx(
+                one.token_logprobs, abs=1e-5
+            )
     duel, contexts = Duel(denoiser, "threshold:mu=0.4"), [(5,), (6,), (7,), (8,)]  # not all take as long
     for key, drawn in enumerate(duel.sample(contexts, 15)):
         one = duel.sample([contexts[key]], 15, keys=[key])[0]
-        assert (one.tokens, one.steps) == (drawn.tokens, drawn.steps)
-        assert one.nats == pytest.approx(drawn.nats, abs=1e-5)
+        assert (one.tokens, one.reveal_steps) == (drawn.tokens, drawn.reveal_steps)
+        assert one.token_logprobs == pytest.approx(drawn.token_logprobs, abs=1e-5)
 
 
 @pytest.mark.parametrize("code", [RND1, RND1.replace("def turned", NATIVE_ROTARY)], ids=["own", "native"])

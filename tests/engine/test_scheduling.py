@@ -32,9 +32,9 @@ def random_windows(count, shortest, longest, tokens=3, context=0, seed=0):
 
 def equal(ones, others):
     for one, other in zip(ones, others, strict=True):
-        assert (one.steps, one.nfe, one.is_greedy) == (other.steps, other.nfe, other.is_greedy)
-        assert (one.close_picks, one.blank_starts) == (other.close_picks, other.blank_starts)
-        assert one.nats == pytest.approx(other.nats, abs=1e-9)
+        assert (one.reveal_steps, one.nfe, one.is_greedy) == (other.reveal_steps, other.nfe, other.is_greedy)
+        assert (one.near_ties, one.all_mask_starts) == (other.near_ties, other.all_mask_starts)
+        assert one.token_logprobs == pytest.approx(other.token_logprobs, abs=1e-9)
 
 
 # ---------------------------------------------------------------- orders that do not depend on the network
@@ -52,13 +52,17 @@ def test_a_fixed_order_in_one_flat_batch_equals_it_step_by_step(rule, toy, monke
     monkeypatch.setattr(type(flat), "fixed", False)
     expected = by_step.log_prob(windows)
     if isinstance(toy, Rotary):  # a blank start counts as one whichever of its tied cells is read
-        expected = [dataclasses.replace(e, nats=f.nats) for e, f in zip(expected, found, strict=True) if close(e, f)]
+        expected = [
+            dataclasses.replace(e, token_logprobs=f.token_logprobs)
+            for e, f in zip(expected, found, strict=True)
+            if close(e, f)
+        ]
     equal(found, expected)
     assert in_one.counts.forwards <= by_step.counts.forwards
 
 
 def close(one, other):
-    assert one.nats == pytest.approx(other.nats, abs=1e-5)
+    assert one.token_logprobs == pytest.approx(other.token_logprobs, abs=1e-5)
     return True
 
 
@@ -78,7 +82,7 @@ def test_a_fixed_order_of_ones_own():
     toy = Toy(length=8)
     duel = Duel(toy, EvenFirst(), 4)
     scored = duel.log_prob([Window((), (0, 1, 2, 0, 1, 2))])[0]
-    assert scored.steps == (0, 1, 0, 1, 0, 1) and scored.nfe == 4
+    assert scored.reveal_steps == (0, 1, 0, 1, 0, 1) and scored.nfe == 4
     assert duel.counts.forwards == 1
     assert math.fsum(
         math.exp(s.log_prob) for s in duel.log_prob([Window((), s) for s in itertools.product(range(3), repeat=3)])
@@ -110,9 +114,11 @@ def test_a_fixed_order_may_remember_and_none_is_inherited(monkeypatch):
     window = Window((), (0, 1, 2, 0, 1, 2))
     flat = Duel(Toy(), Alternates(), 6).log_prob([window])
     monkeypatch.setattr(Alternates, "fixed", False)
-    assert flat[0].steps == (0, 2, 4, 5, 3, 1)
-    assert Duel(Toy(), Alternates(), 6).log_prob([window])[0].nats == pytest.approx(flat[0].nats, abs=1e-12)
-    assert not Reads.fixed and Duel(Toy(), Reads(), 6).log_prob([window])[0].steps == (0, 1, 2, 3, 4, 5)
+    assert flat[0].reveal_steps == (0, 2, 4, 5, 3, 1)
+    assert Duel(Toy(), Alternates(), 6).log_prob([window])[0].token_logprobs == pytest.approx(
+        flat[0].token_logprobs, abs=1e-12
+    )
+    assert not Reads.fixed and Duel(Toy(), Reads(), 6).log_prob([window])[0].reveal_steps == (0, 1, 2, 3, 4, 5)
 
 
 # ---------------------------------------------------------------- equal rows once
@@ -445,5 +451,5 @@ def test_a_compiled_network_gives_the_same_numbers(name):
     plain, compiled = (denoisers.load(name, device="cpu", compile=compiled) for compiled in (False, True))
     expected, found = (Duel(denoiser).log_prob(windows) for denoiser in (plain, compiled))
     for one, other in zip(found, expected, strict=True):
-        assert one.steps == other.steps or one.close_picks
-        assert one.close_picks or one.log_prob == pytest.approx(other.log_prob, abs=1e-4)
+        assert one.reveal_steps == other.reveal_steps or one.near_ties
+        assert one.near_ties or one.log_prob == pytest.approx(other.log_prob, abs=1e-4)

@@ -10,7 +10,7 @@ from toys import BlockCausal, Causal, Rotary, Small, Toy
 
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.duel import Duel, Exact
+from lm_eval_duel.estimators.duel import Autoregressive, Duel
 from lm_eval_duel.estimators.elbo import REPLICATES, Elbo, replicates
 from lm_eval_duel.estimators.lattice import Lattice
 
@@ -59,7 +59,7 @@ def every_order(denoiser, window, block):
             for first, last in spans:
                 steps[first:last] = range(last - first)
             steps[begin:end] = order
-            orders.append(math.fsum(duel.replay([window], [steps])[0].nats[begin:end]))
+            orders.append(math.fsum(duel.replay([window], [steps])[0].token_logprobs[begin:end]))
         found.append(orders)
     return found
 
@@ -87,9 +87,9 @@ def test_lattice_reads_off_every_state_only_rule(network, block):
     for rule in STATE_ONLY:
         for mine, theirs in zip(scored, Duel(toy, rule, block).log_prob(windows), strict=True):
             path = mine.rules[rule]
-            assert path.steps == theirs.steps
-            assert path.nats == pytest.approx(theirs.nats, abs=close(network))
-            assert (path.nfe, path.close_picks) == (theirs.nfe, theirs.close_picks)
+            assert path.reveal_steps == theirs.reveal_steps
+            assert path.token_logprobs == pytest.approx(theirs.token_logprobs, abs=close(network))
+            assert (path.nfe, path.near_ties) == (theirs.nfe, theirs.near_ties)
             assert mine.elbo_exact <= mine.mixture + close(network) and mine.mixture <= mine.oracle + close(network)
             if ":k=1" in rule:
                 assert path.log_prob <= mine.oracle + close(network)
@@ -109,12 +109,12 @@ def test_the_value_asked_for_and_where_it_comes_from():
         Lattice(toy, 4, value=value, traced=True).log_prob([window])[0] for value in ("oracle", "elbo_exact", "mixture")
     )
     assert (best.log_prob, mean.log_prob, mixture.log_prob) == (best.oracle, best.elbo_exact, best.mixture)
-    replayed = Duel(toy, block=4, traced=True).replay([window], [best.steps])[0]
+    replayed = Duel(toy, block=4, traced=True).replay([window], [best.reveal_steps])[0]
     assert replayed.log_prob == pytest.approx(best.oracle, abs=1e-9)
-    for name in ("nats", "confidence", "margin", "entropy"):
+    for name in ("token_logprobs", "confidence", "margin", "entropy"):
         assert getattr(best, name) == pytest.approx(getattr(replayed, name), abs=1e-9)
-    assert math.fsum(mean.nats) == pytest.approx(mean.elbo_exact, abs=1e-9)
-    assert mixture.nats == mixture.steps == mean.steps == ()
+    assert math.fsum(mean.token_logprobs) == pytest.approx(mean.elbo_exact, abs=1e-9)
+    assert mixture.token_logprobs == mixture.reveal_steps == mean.reveal_steps == ()
 
 
 @pytest.mark.parametrize("block", [1, 2, 3, 4, 8, 12])
@@ -138,7 +138,7 @@ def test_lattice_in_small_pieces_and_out_of_memory():
     for toy, batch in ((Toy(length=9), 1), (Small(5, length=9), 8), (Toy(length=9, honours_padding=False), 3)):
         pieces = Lattice(toy, 4, batch_size=batch, follow=["greedy"]).log_prob(windows)
         for one, other in zip(whole, pieces, strict=True):
-            assert one.rules["greedy:k=1"].steps == other.rules["greedy:k=1"].steps
+            assert one.rules["greedy:k=1"].reveal_steps == other.rules["greedy:k=1"].reveal_steps
             for name in ("elbo_exact", "mixture", "oracle"):
                 assert getattr(one, name) == pytest.approx(getattr(other, name), abs=1e-9)
 
@@ -181,7 +181,7 @@ def test_elbo_is_the_mean_over_hidden_sets(form):
     for seed in range(3):
         for scored, window in zip(Elbo(toy, form=form, samples=512, seed=seed).log_prob(windows), windows, strict=True):
             assert abs(scored.log_prob - by_hand(toy, window)) < 4 * scored.stderr + 1e-9
-            assert math.fsum(scored.nats) == pytest.approx(scored.log_prob, abs=1e-9)
+            assert math.fsum(scored.token_logprobs) == pytest.approx(scored.log_prob, abs=1e-9)
             assert scored.stderr > 1e-3 or (form == "count" and len(window.target) == 1)
 
 
@@ -236,7 +236,9 @@ def test_elbo_depends_on_seed_and_ids_only():
                 assert one.log_prob == pytest.approx(other.log_prob, abs=1e-9)
                 assert one.stderr == pytest.approx(other.stderr, abs=1e-9)
         other = Elbo(Toy(length=9), form=form, samples=16, seed=1).log_prob(windows)
-        assert all(abs(a.log_prob - b.log_prob) > 1e-6 for a, b in zip(alone, other, strict=True) if len(a.nats) > 1)
+        assert all(
+            abs(a.log_prob - b.log_prob) > 1e-6 for a, b in zip(alone, other, strict=True) if len(a.token_logprobs) > 1
+        )
 
 
 def test_elbo_counts_draws_and_says_when_its_error_is_not_known():
@@ -330,7 +332,7 @@ def test_sedd_has_its_own_bound(tmp_path):
         Elbo(denoiser, 4, form="score_entropy")
 
 
-# ---------------------------------------------------------------- laws across estimators
+# ---------------------------------------------------------------- specs across estimators
 
 
 @pytest.mark.parametrize("network", NETWORKS)
@@ -365,12 +367,12 @@ def test_exact_is_the_chain_rule_in_one_pass():
 
     toy = Shifted(length=9, seed=3)
     windows = [Window((1,), (0, 2, 1, 1, 2, 0, 1)), Window((2, 1), (1, 0)), Window((0,), (2, 2, 0, 1))]
-    exact = Exact(toy)
+    exact = Autoregressive(toy)
     for scored, window in zip(exact.log_prob(windows), windows, strict=True):
         row = torch.tensor([*window.context, *window.target])
         logits = Causal.features(toy, row[None], None)[0].masked_fill(toy.excluded, -math.inf).log_softmax(-1)
         by_hand = [float(logits[p, row[p]]) for p in range(len(window.context), len(row))]
-        assert scored.nats == pytest.approx(by_hand, abs=1e-9)
+        assert scored.token_logprobs == pytest.approx(by_hand, abs=1e-9)
     assert exact.counts.rows == 3  # one pass over each window
     with pytest.raises(DuelError, match="estimator=exact is the chain rule of an autoregressive network; this one is"):
-        Exact(Toy())
+        Autoregressive(Toy())

@@ -153,17 +153,17 @@ class Own(rules.Greedy):
 def test_own_rules_are_compared_by_their_code(model, tmp_path, monkeypatch):
     (tmp_path / "own_state_rule.py").write_text(OWN.format(k=1))
     monkeypatch.syspath_prepend(tmp_path)
-    law = {"estimator": "oracle", "lattice_rules": "own_state_rule:Own"}
-    first = model(**law, trace=str(tmp_path / "t.jsonl"))
+    spec = {"estimator": "oracle", "lattice_rules": "own_state_rule:Own"}
+    first = model(**spec, trace=str(tmp_path / "t.jsonl"))
     cached(first, tmp_path).loglikelihood_rolling(rolling("a b c"))
     generating = first.generating, model(estimator="oracle", rule="own_state_rule:Own").generating
     assert "rule_code" not in generating[0] and "rule_code" in generating[1]  # the rule that texts are written by
     with (tmp_path / "own_state_rule.py").open("a") as file:
         file.write("# changed\n")
     with pytest.raises(DuelError, match="lattice_rule_code: this run "):
-        cached(model(**law), tmp_path)
-    with pytest.raises(DuelError, match=r"t.jsonl was written under another law \(lattice_rule_code"):
-        model(**law, trace=str(tmp_path / "t.jsonl"))
+        cached(model(**spec), tmp_path)
+    with pytest.raises(DuelError, match=r"t.jsonl was written under another spec \(lattice_rule_code"):
+        model(**spec, trace=str(tmp_path / "t.jsonl"))
     assert rules.parse("own_state_rule:Own").state_only
 
 
@@ -211,7 +211,7 @@ def test_an_answer_that_is_not_the_sum_of_its_windows_is_scored_again(model, tmp
 
 
 @pytest.mark.parametrize(
-    "damage", [{"log_prob": "x"}, {"steps": (1,)}, {"nats": ("a",) * 14}, {"nfe": "many"}], ids=str
+    "damage", [{"log_prob": "x"}, {"reveal_steps": (1,)}, {"token_logprobs": ("a",) * 14}, {"nfe": "many"}], ids=str
 )
 def test_a_damaged_window_is_scored_again(model, tmp_path, damage):
     lm = cached(model(), tmp_path)
@@ -230,7 +230,7 @@ def test_a_damaged_window_is_scored_again(model, tmp_path, damage):
 def test_a_header_that_is_no_law_is_named(model, tmp_path):
     first = cached(model(), tmp_path)
     first.loglikelihood_rolling(rolling("a"))
-    first.dbdict["lm_eval_duel law"] = 5.0
+    first.dbdict["lm_eval_duel spec"] = 5.0
     with pytest.raises(DuelError, match="holds answers of another model"):
         cached(model(), tmp_path)
 
@@ -279,7 +279,7 @@ def test_a_users_own_data_need_no_token_counts(model, tmp_path, column):
     results = evaluate(tmp_path, TEXTS, lm, column, use_cache=str(tmp_path / "c"))
     for found in (results, evaluate(tmp_path, TEXTS, model(), column, use_cache=str(tmp_path / "c"))):  # and again
         table, task = found["results"]["own"], found["config"]["duel"]["tasks"]["own"]
-        nats, words = task["values"]["duel"]["nats"], sum(len(text.split()) for text in TEXTS)
+        nats, words = task["values"]["duel"]["log_prob"], sum(len(text.split()) for text in TEXTS)
         assert task["tokens"] == words
         for metric in ("token_perplexity", "word_perplexity"):
             assert table[f"{metric},none"] == pytest.approx(math.exp(-nats / words))
@@ -297,15 +297,15 @@ def test_units_that_no_one_counted(caplog):
 # ---------------------------------------------------------------- numbers that JSON does not have
 
 
-@pytest.mark.parametrize("law", [{}, {"estimator": "mixture", "lattice_rules": "greedy"}], ids=["duel", "mixture"])
-def test_minus_infinity_is_null_with_a_reason(model, tmp_path, law):
-    lm = model(top_k=1, trace=str(tmp_path / "t.jsonl"), verify=4, **law)
+@pytest.mark.parametrize("spec", [{}, {"estimator": "mixture", "lattice_rules": "greedy"}], ids=["duel", "mixture"])
+def test_minus_infinity_is_null_with_a_reason(model, tmp_path, spec):
+    lm = model(top_k=1, trace=str(tmp_path / "t.jsonl"), verify=4, **spec)
     values = lm.loglikelihood_rolling(rolling(*TEXTS))
     assert values[0] == -math.inf
     found = told(lm)
     json.dumps(found, allow_nan=False)
     for value in found["tasks"]["toy"]["values"].values():
-        assert (value["nats"], value["stderr"], value["window_stderr"]) == (None, None, None)
+        assert (value["log_prob"], value["stderr"], value["window_stderr"]) == (None, None, None)
         assert value["reason"] == IMPOSSIBLE
     assert found["verify"]["largest_difference"] == 0
     lines = (tmp_path / "t.jsonl").read_text().splitlines()
@@ -313,8 +313,8 @@ def test_minus_infinity_is_null_with_a_reason(model, tmp_path, law):
     assert json.loads(lines[1])["log_prob"] is None and json.loads(lines[1])["reason"] == IMPOSSIBLE
     for record, value in zip(trace.read(tmp_path / "t.jsonl"), values, strict=True):
         assert record["log_prob"] == value == next(iter(record["values"].values()))
-        order = record if not law else record["rules"]["greedy:k=1"]
-        assert math.fsum(order["nats"]) == -math.inf and None not in order["confidence"]
+        order = record if not spec else record["rules"]["greedy:k=1"]
+        assert math.fsum(order["token_logprobs"]) == -math.inf and None not in order["confidence"]
 
 
 # ---------------------------------------------------------------- traces in impossible places
@@ -326,7 +326,7 @@ def test_a_trace_makes_one_folder_at_most(model, tmp_path):
         DuelMDM(pretrained="/no/such/folder", trace=str(far / "t.jsonl"))  # before the checkpoint is read
     assert not (tmp_path / "no").exists()
     model(trace=str(tmp_path / "new" / "t.jsonl"))
-    assert trace.law(tmp_path / "new" / "t.jsonl")
+    assert trace.spec(tmp_path / "new" / "t.jsonl")
 
 
 def test_a_trace_is_a_file_of_its_own(tmp_path):
@@ -334,7 +334,7 @@ def test_a_trace_is_a_file_of_its_own(tmp_path):
     (tmp_path / "binary").write_bytes(b"\x89PNG\r\n\x1a\n\xff\xfe" * 9)
     for name, message in (
         ("folder", r"The trace .*folder is a folder. Name a file in it: trace=.*/folder/trace.jsonl"),
-        ("binary", r"binary is no trace: its first line is no law"),
+        ("binary", r"binary is no trace: its first line is no spec"),
         ("binary/t.jsonl", r"The trace .*binary/t.jsonl cannot be written in .*/binary"),
     ):
         with pytest.raises(DuelError, match=message):

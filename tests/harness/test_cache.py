@@ -1,4 +1,4 @@
-"""The harness's --use_cache files: of one law, of any number of ranks, safe to read, and never in the way of a run."""
+"""The harness's --use_cache files: of one spec, of any number of ranks, safe to read, and never in the way of a run."""
 
 import os
 import pickle
@@ -24,7 +24,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def model(folder):
-    """A model of one law unless told otherwise."""
+    """A model of one spec unless told otherwise."""
     return lambda **other: DuelMDM(**{"pretrained": folder, "rule": "greedy", "block": 4, "device": "cpu", **other})
 
 
@@ -50,10 +50,10 @@ def change(path, query, *values):
 def test_a_file_of_another_law_is_refused_in_words(model, tmp_path):
     first = cached(model(), tmp_path)
     first.loglikelihood_rolling(requests())
-    cached(model(batch_size=7), tmp_path)  # the same law
+    cached(model(batch_size=7), tmp_path)  # the same spec
     other = model(rule="margin", block=8)
     message = (
-        f"c_rank0.db was written under another law ({first.lm.fingerprint}, this run is {other.fingerprint}): "
+        f"c_rank0.db was written under another spec ({first.lm.fingerprint}, this run is {other.fingerprint}): "
         "block: this run 8, the other 4; rule: this run margin:k=1, the other greedy:k=1."
     )
     with pytest.raises(DuelError, match=re.escape(message)):
@@ -65,7 +65,7 @@ def test_a_file_of_another_law_is_refused_in_words(model, tmp_path):
 def test_a_file_of_another_model_is_refused(model, tmp_path):
     first = cached(model(), tmp_path)
     first.loglikelihood_rolling(requests())
-    change(tmp_path / "c_rank0.db", 'DELETE FROM "unnamed" WHERE key = ?', "lm_eval_duel law")
+    change(tmp_path / "c_rank0.db", 'DELETE FROM "unnamed" WHERE key = ?', "lm_eval_duel spec")
     with pytest.raises(DuelError, match="holds answers of another model"):
         cached(model(), tmp_path)
 
@@ -129,7 +129,7 @@ def test_no_code_of_a_record_runs(model, tmp_path):
     first = cached(model(), tmp_path)
     first.loglikelihood_rolling(requests())
     change(tmp_path / "c_rank0.db", 'UPDATE "unnamed" SET value = ?', pickle.dumps(Code()))
-    with pytest.raises(DuelError, match="no law of duel-mdm"):  # its law is none any more, either
+    with pytest.raises(DuelError, match="no spec of duel-mdm"):  # its spec is none any more, either
         cached(model(), tmp_path)
     assert not (tmp_path / "ran").exists()
 
@@ -185,22 +185,22 @@ def test_what_another_rank_cannot_give_is_scored_again(model, tmp_path, caplog):
 
 def test_the_results_of_a_resumed_run_are_whole(model, tmp_path, monkeypatch):
     """What tasks hold, errors and documents with close picks included; cost is of what was computed."""
-    monkeypatch.setattr("lm_eval_duel.engine.results.CLOSE", 1e9)  # every pick is close
-    for number, law in enumerate(({}, {"estimator": "elbo", "mc_samples": 16})):
+    monkeypatch.setattr("lm_eval_duel.engine.results.NEAR_TIE", 1e9)  # every pick is close
+    for number, spec in enumerate(({}, {"estimator": "elbo", "mc_samples": 16})):
         folder = tmp_path / str(number)
         folder.mkdir()
         asked = requests([TEXTS[0], ("",), *TEXTS])  # an empty one, and one that comes twice
-        whole = model(**law)
+        whole = model(**spec)
         whole.loglikelihood_rolling(asked)
-        cached(model(**law), folder).loglikelihood_rolling(asked[:3])
-        again = cached(model(**law), folder)
+        cached(model(**spec), folder).loglikelihood_rolling(asked[:3])
+        again = cached(model(**spec), folder)
         again.loglikelihood_rolling(asked)
         ours, theirs = again.get_model_info()["duel"], whole.get_model_info()["duel"]
         assert ours["answers_from_cache"] == 3 and "answers_from_cache" not in theirs
         assert ours["empty_requests"] == theirs["empty_requests"] == 1
         one, other = ours["tasks"]["toy"], theirs["tasks"]["toy"]
-        if not law:
-            assert one["close_documents"] == [0, 2, 3, 4]  # of more than one token
+        if not spec:
+            assert one["near_tie_documents"] == [0, 2, 3, 4]  # of more than one token
         for name, value in other["values"].items():
             assert one["values"].pop(name) == {
                 figure: None if of is None else pytest.approx(of, abs=1e-4) for figure, of in value.items()
@@ -241,7 +241,7 @@ def test_samples_of_an_interrupted_run_are_found_again(model, tmp_path):
     again = cached(model(), tmp_path)
     assert again.generate_until(requests(prompts, "generate_until")) == texts
     assert again.lm.estimator.counts.forwards == 0
-    other = cached(model(draw_seed=1), tmp_path)  # the same law of scores, another of samples
+    other = cached(model(draw_seed=1), tmp_path)  # the same spec of scores, another of samples
     assert other.generate_until(requests(prompts, "generate_until")) != texts
     assert other.lm.estimator.counts.forwards > 0
 
@@ -263,14 +263,14 @@ ESTIMATORS = [
 ]
 
 
-@pytest.mark.parametrize("law", ESTIMATORS, ids=lambda law: law.get("estimator", law.get("rule")))
+@pytest.mark.parametrize("spec", ESTIMATORS, ids=lambda spec: spec.get("estimator", spec.get("rule")))
 @pytest.mark.parametrize("traced", [False, True], ids=["", "traced"])
-def test_windows_of_a_document_that_is_not_finished_are_kept(model, tmp_path, law, traced):
+def test_windows_of_a_document_that_is_not_finished_are_kept(model, tmp_path, spec, traced):
     """Killed in the middle of its document, a run loses the window in flight; cost and trace come out whole."""
     texts = [(" ".join("abcdefghijklmnopqrstuvwxyz"),)]  # 2 windows
 
     def options(name):
-        return {**law, **({"trace": str(tmp_path / name)} if traced else {})}
+        return {**spec, **({"trace": str(tmp_path / name)} if traced else {})}
 
     first = cached(model(**options("t.jsonl")), tmp_path)
     keep = first.dbdict.__class__.__setitem__
@@ -295,7 +295,7 @@ def test_windows_of_a_document_that_is_not_finished_are_kept(model, tmp_path, la
     assert not any(key.startswith("window ") for key in list(again.dbdict.keys()))
     ours, theirs = again.lm.cost.tasks["toy"], whole.cost.tasks["toy"]
     for name, total in theirs.values.items():
-        assert ours.values[name].nats == pytest.approx(total.nats, abs=1e-4)
+        assert ours.values[name].log_prob == pytest.approx(total.log_prob, abs=1e-4)
     if traced:
-        lines = [[line["steps"], line["values"].keys()] for line in trace.read(tmp_path / "t.jsonl")]
-        assert lines == [[line["steps"], line["values"].keys()] for line in trace.read(tmp_path / "whole.jsonl")]
+        lines = [[line["reveal_steps"], line["values"].keys()] for line in trace.read(tmp_path / "t.jsonl")]
+        assert lines == [[line["reveal_steps"], line["values"].keys()] for line in trace.read(tmp_path / "whole.jsonl")]

@@ -1,4 +1,4 @@
-"""Several processes: the same numbers as one, balanced, and no rank that waits for ever."""
+"""SharedScore processes: the same numbers as one, balanced, and no rank that waits for ever."""
 
 import json
 import os
@@ -221,9 +221,9 @@ def test_three_ranks_print_what_one_prints_and_each_goes_on_from_two(tmp_path):
         if name == "again":
             assert cost["rows"] == cost["windows"] == 0
             continue
-        for figure in ("windows", "tokens", "nfe", "close_picks", "blank_starts"):
+        for figure in ("windows", "tokens", "nfe", "near_ties", "all_mask_starts"):
             assert cost[figure] == one[figure], (name, figure)
         assert sum(cost["balance"]["rows"]["ranks"]) == cost["rows"]
-        assert abs(cost["rows"] - one["rows"]) <= one["blank_starts"]  # rows of masks alone, equal in one call
+        assert abs(cost["rows"] - one["rows"]) <= one["all_mask_starts"]  # rows of masks alone, equal in one call
         lines = trace.read(tmp_path / f"{name}.jsonl")
         assert [(line["doc"], line["steps"]) for line in lines] == [(line["doc"], line["steps"]) for line in windows]

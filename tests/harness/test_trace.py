@@ -14,7 +14,7 @@ from lm_eval_duel.harness import trace
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.harness.trace import Writer
 
-HEADER = {"fingerprint": "abc", "law": {"rule": "greedy:k=1"}, "tokenizer": "demo-mdm"}
+HEADER = {"fingerprint": "abc", "spec": {"rule": "greedy:k=1"}, "tokenizer": "demo-mdm"}
 TEXTS = ["a b c d e f g h i j k l m n o p q r s t", "the of and", "", "z y x w v u the"]
 
 
@@ -43,16 +43,18 @@ def test_a_trace_holds_every_window_as_it_was_scored(folder, tmp_path):
         assert math.fsum(r["log_prob"] for r in mine) == pytest.approx(answers[doc], abs=1e-9)
     for r in records:
         size = len(r["ids"])
-        assert math.fsum(r["nats"]) == pytest.approx(r["log_prob"], abs=1e-9)
-        assert {len(r[name]) for name in ("steps", "nats", "confidence", "margin", "entropy")} == {size}
+        assert math.fsum(r["token_logprobs"]) == pytest.approx(r["log_prob"], abs=1e-9)
+        assert {len(r[name]) for name in ("reveal_steps", "token_logprobs", "confidence", "margin", "entropy")} == {
+            size
+        }
         assert r["context"] == 1 and r["starts"] == list(range(0, size, 4)) and r["nfe"] == size
         assert all(0 < e < math.log(40) and 0 <= m <= 1 for e, m in zip(r["entropy"], r["margin"], strict=True))
         assert r["values"] == {"duel": r["log_prob"]}
         # the truth is never more probable than the top token
-        for nats, odds in zip(r["nats"], r["confidence"], strict=True):
+        for nats, odds in zip(r["token_logprobs"], r["confidence"], strict=True):
             assert nats <= -math.log1p(math.exp(-odds)) + 1e-4
-    header = trace.law(tmp_path / "t.jsonl")
-    assert (header["fingerprint"], header["law"]) == (lm.fingerprint, lm.law)
+    header = trace.spec(tmp_path / "t.jsonl")
+    assert (header["fingerprint"], header["spec"]) == (lm.fingerprint, lm.spec)
 
 
 @pytest.mark.parametrize("estimator", ["elbo", "elbo_exact", "mixture", "oracle"])
@@ -63,26 +65,32 @@ def test_every_estimator_leaves_a_trace(folder, tmp_path, estimator):
     for r in records:
         assert r["values"][estimator] == r["log_prob"] and next(iter(r["values"])) == estimator
         if estimator == "elbo":
-            assert r["stderr"] > 0 and not r["steps"] and math.fsum(r["nats"]) == pytest.approx(r["log_prob"], abs=1e-9)
+            assert (
+                r["stderr"] > 0
+                and not r["reveal_steps"]
+                and math.fsum(r["token_logprobs"]) == pytest.approx(r["log_prob"], abs=1e-9)
+            )
         else:
             values = [r["values"][name] for name in ("elbo_exact", "mixture", "oracle")]
             assert values == sorted(values)
             for name in ("greedy:k=1", "margin:k=2"):
                 rule = r["rules"][name]
-                assert math.fsum(rule["nats"]) == pytest.approx(r["values"][name], abs=1e-9)
-                assert len(rule["entropy"]) == len(rule["steps"]) == len(r["ids"]) and rule["close_picks"] is not None
+                assert math.fsum(rule["token_logprobs"]) == pytest.approx(r["values"][name], abs=1e-9)
+                assert (
+                    len(rule["entropy"]) == len(rule["reveal_steps"]) == len(r["ids"]) and rule["near_ties"] is not None
+                )
     scored(folder, tmp_path / "duel.jsonl")
     for mine, theirs in zip(records, trace.read(tmp_path / "duel.jsonl"), strict=True):
         if estimator != "elbo":
-            assert mine["rules"]["greedy:k=1"]["steps"] == theirs["steps"]
+            assert mine["rules"]["greedy:k=1"]["reveal_steps"] == theirs["reveal_steps"]
             assert mine["rules"]["greedy:k=1"]["nfe"] == theirs["nfe"]
             assert mine["rules"]["greedy:k=1"]["margin"] == pytest.approx(theirs["margin"], abs=1e-3)
             assert mine["values"]["greedy:k=1"] == pytest.approx(theirs["log_prob"], abs=1e-4)
     totals = lm.get_model_info()["duel"]["tasks"]["toy"]
     assert (totals["documents"], totals["windows"], totals["tokens"]) == (4, 4, 30)
     for name, total in totals["values"].items():
-        assert total["nats"] == pytest.approx(math.fsum(r["values"][name] for r in records), abs=1e-6)
-    assert totals["values"][estimator]["nats"] == pytest.approx(math.fsum(answers), abs=1e-6)
+        assert total["log_prob"] == pytest.approx(math.fsum(r["values"][name] for r in records), abs=1e-6)
+    assert totals["values"][estimator]["log_prob"] == pytest.approx(math.fsum(answers), abs=1e-6)
     if estimator == "elbo":
         error = math.sqrt(math.fsum(r["stderr"] ** 2 for r in records))
         assert totals["values"]["elbo"]["stderr"] == pytest.approx(error)
@@ -97,16 +105,16 @@ def test_a_trace_goes_on_where_it_was_cut_off(tmp_path):
     Writer(str(path), HEADER).write([{"task": "t", "doc": 0, "request": 0, "window": 0, "n": 2}])
     assert [r["n"] for r in trace.read(path)] == [2]  # the last of equal windows
     assert len(path.read_text().splitlines()) == 3
-    with pytest.raises(DuelError, match=r"written under another law \(fingerprint abc; this run's is xyz\)"):
+    with pytest.raises(DuelError, match=r"written under another spec \(fingerprint abc; this run's is xyz\)"):
         Writer(str(path), {**HEADER, "fingerprint": "xyz"})
-    with pytest.raises(DuelError, match=r"under another law \(rules None; this run's is \['margin:k=1'\]\)"):
+    with pytest.raises(DuelError, match=r"under another spec \(rules None; this run's is \['margin:k=1'\]\)"):
         Writer(str(path), {**HEADER, "rules": ["margin:k=1"]})
     for cut in ('{"duel_trace": 1, "finger', '{"due', ""):  # killed in its first line
         path.write_text(cut)
         Writer(str(path), HEADER)
-        assert trace.law(path)["fingerprint"] == "abc"
+        assert trace.spec(path)["fingerprint"] == "abc"
     (tmp_path / "notes.txt").write_text("my notes")
-    with pytest.raises(DuelError, match=r"notes.txt is no trace: its first line is no law"):
+    with pytest.raises(DuelError, match=r"notes.txt is no trace: its first line is no spec"):
         Writer(str(tmp_path / "notes.txt"), HEADER)
     assert (tmp_path / "notes.txt").read_text() == "my notes"
 
@@ -165,7 +173,7 @@ def test_the_files_of_all_ranks_are_one_trace(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["t.rank0.jsonl", "t.rank1.jsonl", "t.rank2.jsonl"]
     assert [r["doc"] for r in trace.read(path)] == list(range(7))
     Writer(str(tmp_path / "t.rank3.jsonl"), {**HEADER, "fingerprint": "old"})
-    with pytest.raises(DuelError, match=r"under different laws \(t.rank0.jsonl: abc.*t.rank3.jsonl: old"):
+    with pytest.raises(DuelError, match=r"under different specs \(t.rank0.jsonl: abc.*t.rank3.jsonl: old"):
         trace.read(path)
 
 
@@ -173,11 +181,11 @@ def test_what_is_no_trace(tmp_path):
     with pytest.raises(DuelError, match=r"There is no trace .*none.jsonl; write one with --model_args trace="):
         trace.read(tmp_path / "none.jsonl")
     (tmp_path / "other.jsonl").write_text('{"a": 1}\n')
-    with pytest.raises(DuelError, match=r"other.jsonl is no trace: its first line is no law"):
+    with pytest.raises(DuelError, match=r"other.jsonl is no trace: its first line is no spec"):
         trace.read(tmp_path / "other.jsonl")
     (tmp_path / "later.jsonl").write_text('{"duel_trace": 9}\n')
     with pytest.raises(DuelError, match="is a trace of format 9; this release reads 1"):
-        trace.law(tmp_path / "later.jsonl")
+        trace.spec(tmp_path / "later.jsonl")
     Writer(str(tmp_path / "bad.jsonl"), HEADER)
     with (tmp_path / "bad.jsonl").open("a") as file:
         file.write("{\n{}\n")
@@ -202,8 +210,8 @@ def test_show_without_colours_is_a_table(traced, capsys):
     assert lines[0] == "document 1 of toy, window 0: 3 tokens"
     assert f"duel {record['log_prob']:.2f} nats, perplexity {math.exp(-record['log_prob'] / 3):.2f}" in lines
     rows = [line.split() for line in lines[-3:]]
-    assert [int(row[2]) for row in rows] == record["steps"] and [row[-1] for row in rows] == ["the", "of", "and"]
-    assert [float(row[3]) for row in rows] == pytest.approx(record["nats"], abs=1e-3)
+    assert [int(row[2]) for row in rows] == record["reveal_steps"] and [row[-1] for row in rows] == ["the", "of", "and"]
+    assert [float(row[3]) for row in rows] == pytest.approx(record["token_logprobs"], abs=1e-3)
 
 
 @pytest.mark.parametrize("by", ["step", "nats"])
@@ -221,7 +229,7 @@ def test_show_of_a_lattice_shows_a_rule(folder, tmp_path, capsys):
         main(["show", str(path), "--doc", "1", *rule])
         lines = capsys.readouterr().out.splitlines()
         assert f"shown: the order of {name}" in lines
-        assert [int(line.split()[2]) for line in lines[-3:]] == records[0]["rules"][name]["steps"]
+        assert [int(line.split()[2]) for line in lines[-3:]] == records[0]["rules"][name]["reveal_steps"]
     with pytest.raises(SystemExit, match=r"has no order of margin:k=1; it holds greedy:k=1, right_to_left:k=1"):
         main(["show", str(path), "--rule", "margin"])
 
@@ -248,7 +256,15 @@ def test_json_of_a_trace_is_one_object_a_line(traced):
 
 
 def test_a_bound_is_shown_with_its_error_and_a_hopeless_window_is_shown():
-    record = {"task": "t", "doc": 0, "window": 0, "ids": [1, 2], "starts": [0], "steps": [], "nats": [-2.0, -2.0]}
+    record = {
+        "task": "t",
+        "doc": 0,
+        "window": 0,
+        "ids": [1, 2],
+        "starts": [0],
+        "reveal_steps": [],
+        "token_logprobs": [-2.0, -2.0],
+    }
     text = show.show([record | {"values": {"elbo": -4.0}, "stderr": 0.5}], Letters(), "nats", False)
     assert "elbo (a bound) -4.00 +- 0.50 nats, perplexity 7.39 +- 1.85" in text
     assert "perplexity inf" in show.show([record | {"values": {"duel": -4000.0}}], Letters(), "nats", False)

@@ -112,7 +112,7 @@ def main(folder):
     )
     began = time.time()
     scored = Duel(denoiser, "greedy").log_prob([Window((300, 517), (261, 400, 7, 12))])[0]
-    print(f"{scored.log_prob:.3f} nats, steps {scored.steps}, {time.time() - began:.0f} s; {memory()}")
+    print(f"{scored.log_prob:.3f} nats, steps {scored.reveal_steps}, {time.time() - began:.0f} s; {memory()}")
 
 
 if __name__ == "__main__":

@@ -138,7 +138,7 @@ def ours(
     values=None,
     nfe=None,
     log=True,
-    law=None,
+    spec=None,
     duel=None,
     **body,
 ):
@@ -150,7 +150,7 @@ def ours(
     tasks = tasks or {task: _metrics(found) for task, found in docs.items()}
     size = body.pop("size", max(map(len, docs.values()), default=3))
     elbo = {"elbo_form": "count", "elbo_block": "None", "mc_samples": "1", "draw_seed": "0"}
-    law = {
+    spec = {
         "denoiser": "dit",
         "weights": f"w-{model}",
         "dtype": "float32",
@@ -164,7 +164,7 @@ def ours(
         "tokenizer": "gpt2-hash",
         "version": "1",
         **(elbo if estimator == "elbo" else {}),
-        **(law or {}),
+        **(spec or {}),
     }
     told = {}
     for task, metrics in tasks.items():
@@ -176,7 +176,7 @@ def ours(
             "tokens": tokens,
             "values": {
                 name: {
-                    "nats": -tokens * math.log(value),
+                    "log_prob": -tokens * math.log(value),
                     "stderr": 0.01 * tokens if name == "elbo" else None,
                     "nfe": None if name in ("elbo", *LATTICE) else int(tokens * (nfe or 1)),
                 }
@@ -186,15 +186,15 @@ def ours(
     tokens = sum(found["tokens"] for found in told.values())
     config = {
         "model": "duel-mdm",
-        "fingerprint": fingerprint.digest(law),
-        "law": law,
+        "fingerprint": fingerprint.digest(spec),
+        "spec": spec,
         "duel": {
             "estimator": estimator,
             "rule": rule if estimator == "duel" else None,
             "block": None if block == "none" else int(block),
-            "dtype": law["dtype"],
+            "dtype": spec["dtype"],
             "attention": attention,
-            "weights": law["weights"],
+            "weights": spec["weights"],
             "ranks": 1,
             "device": "cpu",
             "windows": size,
@@ -205,7 +205,7 @@ def ours(
             "seconds": 0.01 * tokens,
             "peak_memory_bytes": 4e8,
             "cut_contexts": 0,
-            "bos": law["framing"].rpartition("bos=")[2],
+            "bos": spec["framing"].rpartition("bos=")[2],
             "longest_document": max((n for found in docs.values() for _, _, n in found), default=5000),
             "row_capacity": 1024,
             "trace": None,
@@ -220,6 +220,6 @@ def ours(
 def trace(path, result, records):
     """A trace of a result: `records` as in lm_eval_duel/trace.py."""
     config = json.loads(result.read_text())["config"]
-    header = {"duel_trace": 1, "fingerprint": config["fingerprint"], "law": config["law"]}
+    header = {"duel_trace": 1, "fingerprint": config["fingerprint"], "spec": config["spec"]}
     path.write_text("".join(json.dumps(line) + "\n" for line in [header, *records]))
     return path

@@ -90,7 +90,9 @@ def pick(rule, cells, hidden, previous, offset):
     raise NotImplementedError(name)
 
 
-def score(logits_of, mask_id, excluded, rule, block, window, grid="target", tie_when_blank=False, sees=None, cell=Cell):
+def score(
+    logits_of, mask_id, excluded, rule, block, window, grid="target", tie_when_all_mask=False, sees=None, cell=Cell
+):
     """(log_prob, steps, nats, is_greedy, nfe) of one window; `logits_of(ids (L,)) -> (L, V)`.
 
     `sees`: None, the network is shown the whole row; "fill" or "cut", it is block-causal and shown the row up to the
@@ -110,7 +112,7 @@ def score(logits_of, mask_id, excluded, rule, block, window, grid="target", tie_
                 shown = shown + [mask_id] * (begin + block - len(shown))
             logits = logits_of(torch.tensor(shown))
             logits = logits.double().masked_fill(excluded.cpu(), -math.inf)
-            if tie_when_blank and all(token == mask_id for token in shown):
+            if tie_when_all_mask and all(token == mask_id for token in shown):
                 logits = logits[hidden[0]].expand_as(logits)
             cells = {p: cell(logits[p]) for p in hidden}
             for p in pick(rule, cells, hidden, previous, origin):

@@ -59,12 +59,12 @@ def per_token(names, values):
     return {name: {"token_perplexity": value} for name, value in zip(names, values, strict=True)}
 
 
-def pair(folder, model, names, elbo, duel, **law):
+def pair(folder, model, names, elbo, duel, **spec):
     """An ELBO and a DUEL result of one model."""
-    block = law.pop("block", "4")
+    block = spec.pop("block", "4")
     causal = model.startswith("BD3")
     shape = {"attention": "block_causal" if causal else "bidirectional", "block": block}
-    ours(folder, per_token(names, elbo), model, "elbo", law={"elbo_block": block if causal else "None"}, **shape)
+    ours(folder, per_token(names, elbo), model, "elbo", spec={"elbo_block": block if causal else "None"}, **shape)
     ours(folder, per_token(names, duel), model, **shape)
 
 
@@ -167,7 +167,7 @@ THRESHOLDS = {0.05: (145, 226.97), 0.075: (259, 116.83), 0.15: (523, 43.48), 0.9
 
 def samplers(folder):
     shape = {"model": "BD3-LM", "block": "16", "attention": "block_causal"}
-    ours(folder, per_token(["owt"], [23.52]), estimator="elbo", law={"elbo_block": "16"}, **shape)
+    ours(folder, per_token(["owt"], [23.52]), estimator="elbo", spec={"elbo_block": "16"}, **shape)
     for name, values in SAMPLERS.items():
         for k, value in zip((8, 4, 2, 1), values, strict=True):
             ours(folder, per_token(["owt"], [value]), rule=f"{name}:k={k}", nfe=1 / k, **shape)
@@ -342,9 +342,9 @@ OTHER_COUNTS = {"sotu": documents((-30.0, -40.0, -50.0, -60.0), (11, 12, 14, 16)
 REFUSED = {
     "windows: harness, 8 target positions (derived) in *, but independent, 126 target positions in *": (
         {"max_length": 8},
-        {"law": {"windows": "independent"}, "duel": {"row_capacity": 126}},
+        {"spec": {"windows": "independent"}, "duel": {"row_capacity": 126}},
     ),
-    "scored positions: the text in *, but bos=official in *": ({}, {"law": OFFICIAL}),
+    "scored positions: the text in *, but bos=official in *": ({}, {"spec": OFFICIAL}),
     "tokenizer: not said (52 tokens) in *, but gpt2-hash (53 tokens) in *": ({}, {"docs": OTHER_COUNTS}),
 }
 
@@ -400,7 +400,7 @@ def test_an_unknown_tokenizer_is_refused_and_the_quotient_of_metrics_tells(tmp_p
 
 
 def test_documents_that_fit_one_window_make_windows_equal(tmp_path, no_figures):
-    two(tmp_path, {"max_length": 128}, {"law": {"windows": "independent"}, "duel": {"row_capacity": 126}})
+    two(tmp_path, {"max_length": 128}, {"spec": {"windows": "independent"}, "duel": {"row_capacity": 126}})
     assert run(tmp_path)["tasks"]["sotu"]["differences"] == []
 
 
@@ -443,10 +443,10 @@ def test_files_that_are_no_results(tmp_path):
 def test_the_elbo_of_a_bidirectional_network_is_over_the_whole_target(tmp_path, no_figures):
     hf(tmp_path / "ar", per_token(["owt"], [17.54]))
     ours(tmp_path / "results", per_token(["owt"], [22.0]))
-    ours(tmp_path / "results", per_token(["owt"], [22.5]), estimator="elbo", law={"elbo_block": "4"})
+    ours(tmp_path / "results", per_token(["owt"], [22.5]), estimator="elbo", spec={"elbo_block": "4"})
     row = rows(run(tmp_path, "--as-published"), "owt")["MDLM"]
     assert row["gap_closed"] is None and row["gap_closed_reason"] == "no ELBO (estimator=elbo, elbo_block=none)"
-    ours(tmp_path / "results", per_token(["owt"], [23.0]), estimator="elbo", law={"mc_samples": "8"})
+    ours(tmp_path / "results", per_token(["owt"], [23.0]), estimator="elbo", spec={"mc_samples": "8"})
     found = run(tmp_path, "--as-published")
     assert rows(found, "owt")["MDLM"]["gap_closed"] == pytest.approx(stats.gap_closed(23.0, 22.0, 17.54))
     (said,) = found["tasks"]["owt"]["elbo"]
@@ -472,7 +472,7 @@ def test_two_models_of_one_label_are_told_apart(tmp_path, no_figures):
 
 def test_rows_of_other_laws_say_what_sets_them_apart(tmp_path, no_figures):
     ours(tmp_path / "results", per_token(["owt"], [21.0]))
-    ours(tmp_path / "results", per_token(["owt"], [22.0]), law={"dtype": "bfloat16"})
+    ours(tmp_path / "results", per_token(["owt"], [22.0]), spec={"dtype": "bfloat16"})
     found = run(tmp_path, ar=False)["tasks"]["owt"]["rows"]
     assert [row["name"] for row in found] == [f"DUEL, greedy, block 4, dtype={d}" for d in ("bfloat16", "float32")]
 
@@ -495,11 +495,11 @@ def test_the_baseline_stays_whatever_else_is_there(tmp_path, no_figures):
     tokens, nats = correlated(tmp_path, size=20)
     closed = rows(run(tmp_path), "sotu")["MDLM"]["gap_closed"]
     again = {"sotu": documents(nats[0], tokens)}
-    hf(tmp_path / "results", docs=again)  # newer, of the same law
+    hf(tmp_path / "results", docs=again)  # newer, of the same spec
     hf(tmp_path / "results", docs=again, dtype="torch.bfloat16")
     hf(tmp_path / "results", docs=again, args={"revision": "step1000"})
     found = run(tmp_path)["tasks"]["sotu"]
-    assert [row["name"] for row in found["rows"] if row["ar"]] == ["Exact, dtype=float32, revision=not set"]
+    assert [row["name"] for row in found["rows"] if row["ar"]] == ["Autoregressive, dtype=float32, revision=not set"]
     assert found["rows"][0]["ar"] and "/ar/" in found["rows"][0]["file"]
     assert [row["estimator"] for row in found["rows"]].count("exact") == 3
     assert next(row["gap_closed"] for row in found["rows"] if row["rule"]) == closed
@@ -521,10 +521,10 @@ def test_the_elbo_is_of_the_same_law(tmp_path, no_figures):
     hf(tmp_path / "ar", per_token(["owt"], [17.54]))
     ours(tmp_path / "results", per_token(["owt"], [22.0]))
     low = {"dtype": "bfloat16", "mc_samples": "128"}
-    ours(tmp_path / "results", per_token(["owt"], [25.0]), estimator="elbo", law=low)
+    ours(tmp_path / "results", per_token(["owt"], [25.0]), estimator="elbo", spec=low)
     row = rows(run(tmp_path, "--as-published"), "owt")["MDLM"]
     assert row["gap_closed"] is None
-    assert row["gap_closed_reason"] == "no ELBO of the same law: dtype=bfloat16 there, float32 here"
+    assert row["gap_closed_reason"] == "no ELBO of the same spec: dtype=bfloat16 there, float32 here"
     ours(tmp_path / "results", per_token(["owt"], [23.0]), estimator="elbo")
     row = rows(run(tmp_path, "--as-published"), "owt")["MDLM"]
     assert row["gap_closed"] == pytest.approx(stats.gap_closed(23.0, 22.0, 17.54))
@@ -533,8 +533,8 @@ def test_the_elbo_is_of_the_same_law(tmp_path, no_figures):
 def test_a_published_figure_may_have_an_elbo_of_other_positions(tmp_path, no_figures):
     """The authors' DUEL figures score BOS and leave the last token given, their ELBOs do not."""
     hf(tmp_path / "ar", per_token(["owt"], [17.54]))
-    ours(tmp_path / "results", per_token(["owt"], [22.0]), law={"framing": "[0] text [], bos=official"})
-    ours(tmp_path / "results", per_token(["owt"], [23.0]), estimator="elbo", law={"framing": "[0] text [], bos=given"})
+    ours(tmp_path / "results", per_token(["owt"], [22.0]), spec={"framing": "[0] text [], bos=official"})
+    ours(tmp_path / "results", per_token(["owt"], [23.0]), estimator="elbo", spec={"framing": "[0] text [], bos=given"})
     found = run(tmp_path, "--as-published")["tasks"]["owt"]
     (row,) = (row for row in found["rows"] if row["rule"])
     assert row["gap_closed"] == pytest.approx(stats.gap_closed(23.0, 22.0, 17.54))
@@ -544,7 +544,7 @@ def test_a_published_figure_may_have_an_elbo_of_other_positions(tmp_path, no_fig
 def test_windows_as_published_each_with_its_own_elbo(tmp_path, no_figures):
     hf(tmp_path / "ar", per_token(["owt"], [17.54]))
     for windows, capacity, elbo, duel in (("harness", 1024, 23.0, 22.0), ("independent", 512, 33.0, 30.0)):
-        shape = {"law": {"windows": windows}, "duel": {"row_capacity": capacity}}
+        shape = {"spec": {"windows": windows}, "duel": {"row_capacity": capacity}}
         ours(tmp_path / "results", per_token(["owt"], [elbo]), estimator="elbo", **shape)
         ours(tmp_path / "results", per_token(["owt"], [duel]), **shape)
     found = run(tmp_path, "--as-published")["tasks"]["owt"]
@@ -558,7 +558,7 @@ def test_an_elbo_with_eps_is_no_bound(tmp_path, no_figures):
     hf(tmp_path / "ar", per_token(["owt"], [17.54]))
     ours(tmp_path / "results", per_token(["owt"], [22.0]))
     eps = {"elbo_form": "ratio", "elbo_eps": "0.001", "mc_samples": "128"}
-    ours(tmp_path / "results", per_token(["owt"], [22.9]), estimator="elbo", law=eps)
+    ours(tmp_path / "results", per_token(["owt"], [22.9]), estimator="elbo", spec=eps)
     found = run(tmp_path, "--as-published")["tasks"]["owt"]
     assert "elbo_eps=0.001 (above 0: NO bound)" in found["elbo"][0] and "(eps=0.001: no bound)" in found["headlines"][0]
     assert [(r["name"], r["bound"]) for r in found["rows"] if r["estimator"] == "elbo"] == [
@@ -692,7 +692,7 @@ def test_one_limit_or_none_with_equal_counts_and_hashes_of_token_counts_are_fine
     [(None, True, "windows"), ("OTHER_COUNTS", True, "tokenizer"), (None, False, "tokenizer (unknown)")],
 )
 def test_words_need_the_same_documents_only(tmp_path, no_figures, docs, log, field):
-    there = {"law": {"windows": "independent"}, "duel": {"row_capacity": 126}, "log": log}
+    there = {"spec": {"windows": "independent"}, "duel": {"row_capacity": 126}, "log": log}
     two(tmp_path, {"max_length": 8, "log": log}, there | ({"docs": OTHER_COUNTS} if docs else {}))
     if not log:
         for place in ("ar", "results"):
@@ -705,7 +705,7 @@ def test_words_need_the_same_documents_only(tmp_path, no_figures, docs, log, fie
 
 
 def test_the_longest_document_is_the_tasks(tmp_path, no_figures):
-    short = {"law": {"windows": "independent"}, "duel": {"row_capacity": 126, "longest_document": 9000}, "log": False}
+    short = {"spec": {"windows": "independent"}, "duel": {"row_capacity": 126, "longest_document": 9000}, "log": False}
     two(tmp_path, {"max_length": 128, "log": False}, short)
     with pytest.raises(DuelError, match="windows: harness, 128"):
         run(tmp_path)
@@ -802,11 +802,11 @@ def test_gap_closed_of_words_is_not_the_papers(tmp_path, no_figures):
 def test_latex_rows_can_be_told_apart(tmp_path, no_figures):
     hf(tmp_path / "ar", per_token(["owt"], [17.54]))
     for block in ("4", "None"):
-        ours(tmp_path / "results", per_token(["owt"], [23.0]), estimator="elbo", law={"elbo_block": block})
+        ours(tmp_path / "results", per_token(["owt"], [23.0]), estimator="elbo", spec={"elbo_block": block})
     klass = "klass:mu=0.5:nu=0.1:history=1:kl=paper"
     ours(tmp_path / "results", per_token(["owt"], [22.0]), rule=klass)
     ours(tmp_path / "results", per_token(["owt"], [60.0]), rule="greedy:k=2")
-    ours(tmp_path / "results", per_token(["owt"], [61.0]), rule="greedy:k=2", law={"dtype": "bfloat16"})
+    ours(tmp_path / "results", per_token(["owt"], [61.0]), rule="greedy:k=2", spec={"dtype": "bfloat16"})
     run(tmp_path, "--as-published")
     methods, gap = ((tmp_path / "out" / f"{name}_owt.tex").read_text() for name in ("methods", "gap"))
     assert (
@@ -831,7 +831,7 @@ def test_the_cost_is_against_the_elbo_of_gap_closed_and_equal_tasks_only(tmp_pat
     ours(tmp_path / "ar", per_token(["owt"], [17.54]), "ARM", "exact", block="1", attention="causal")
     duel = ours(tmp_path / "results", per_token(["owt"], [22.0]), duel={"seconds": 30.0})
     whole = ours(tmp_path / "results", per_token(["owt"], [23.0]), estimator="elbo")
-    block = {"law": {"elbo_block": "4"}, "duel": {"seconds": 1.0}}
+    block = {"spec": {"elbo_block": "4"}, "duel": {"seconds": 1.0}}
     ours(tmp_path / "results", per_token(["owt"], [23.0]), estimator="elbo", **block)
 
     def found():
@@ -874,7 +874,7 @@ def noisy(tmp_path, error, elbo=40.25, duel=41.91, ar=36.3, docs=False):
         return {"docs": nats(value)} if docs else {"tasks": per_token(["sotu"], [value])}
 
     hf(tmp_path / "ar", **given(ar), **({} if docs else {"size": 3}))
-    file = ours(tmp_path / "results", estimator="elbo", law={"mc_samples": "16"}, **given(elbo))
+    file = ours(tmp_path / "results", estimator="elbo", spec={"mc_samples": "16"}, **given(elbo))
     told = {"stderr": None if error is None else error / elbo * tokens}
     edit(file, lambda body: body["config"]["duel"]["tasks"]["sotu"]["values"]["elbo"].update(told))
     ours(tmp_path / "results", **given(duel))
@@ -907,7 +907,7 @@ def test_an_elbo_within_its_error_of_the_ar_model_is_not_either(tmp_path, no_fig
 def test_an_elbo_of_unknown_error_says_so(tmp_path, no_figures):
     noisy(tmp_path, None, duel=38.0)
     file = next(f for f in (tmp_path / "results").rglob("results_*.json") if '"elbo"' in f.read_text())
-    edit(file, lambda body: body["config"]["law"].update(mc_samples="4"))
+    edit(file, lambda body: body["config"]["spec"].update(mc_samples="4"))
     (line,) = run(tmp_path, "--as-published")["tasks"]["sotu"]["headlines"]
     assert "<= 40.25 (Monte Carlo error not known (mc_samples=4; 8 or more have one))" in line
     assert r"$\leq$40.25 $\pm$ ?" in (tmp_path / "out" / "gap_sotu.tex").read_text()
@@ -982,8 +982,8 @@ def traced(tmp_path, selected="oracle", texts=("one text", "another text")):
             steps = [0, 1, 3, 2]
             lines.append(
                 {"task": "sotu", "doc": doc, "request": doc, "window": window, "context": 0, "ids": [1, 2, 3, 4]}
-                | {"starts": [0], "steps": steps, "nats": [share[selected] / 4] * 4, "values": share}
-                | {"log_prob": share[selected], "nfe": 4, "close_picks": 0}
+                | {"starts": [0], "reveal_steps": steps, "token_logprobs": [share[selected] / 4] * 4, "values": share}
+                | {"log_prob": share[selected], "nfe": 4, "near_ties": 0}
             )
     return trace(tmp_path / "trace.jsonl", file, lines), nats
 
@@ -1019,8 +1019,8 @@ def test_a_trace_that_is_gone_or_of_another_run(tmp_path, no_figures):
 
 def test_a_trace_without_an_order(tmp_path, no_figures):
     file = ours(tmp_path / "results", per_token(["owt"], [22.0]), estimator="elbo")
-    record = {"task": "owt", "doc": 0, "request": 0, "window": 0, "ids": [1, 2], "starts": [0], "steps": []}
-    trace(tmp_path / "t.jsonl", file, [record | {"nats": [-1.0, -3.0], "values": {"elbo": -4.0}}])
+    record = {"task": "owt", "doc": 0, "request": 0, "window": 0, "ids": [1, 2], "starts": [0], "reveal_steps": []}
+    trace(tmp_path / "t.jsonl", file, [record | {"token_logprobs": [-1.0, -3.0], "values": {"elbo": -4.0}}])
     (shown,) = run(tmp_path, "--trace", tmp_path / "t.jsonl", ar=False)["traces"]
     assert not shown["ordered"] and shown["reveals"] is None and shown["by_position"]["mean_nats"] == [1.0, 3.0]
     pytest.importorskip("matplotlib")
@@ -1079,7 +1079,7 @@ def no_figures(monkeypatch):
 @pytest.mark.parametrize("impossible", [["greedy:k=1"], list(ORACLE)], ids=["one order", "all"])
 def test_a_log_likelihood_that_json_has_no_number_for(tmp_path, no_figures, impossible):
     """One order of a lattice may meet a token of probability 0 (top_k), and so may all of them."""
-    told = {"nats": None, "stderr": None, "window_stderr": None, "reason": "a token has probability 0"}
+    told = {"log_prob": None, "stderr": None, "window_stderr": None, "reason": "a token has probability 0"}
     file = lattice(tmp_path / "results", "mixture")
     edit(
         file,

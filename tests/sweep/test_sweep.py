@@ -21,7 +21,7 @@ from lm_eval_duel.cli.main import main
 from lm_eval_duel.engine.reveal import RevealLoop
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.duel import Duel, Exact
+from lm_eval_duel.estimators.duel import Autoregressive, Duel
 from lm_eval_duel.estimators.lattice import Lattice
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.sweep import arguments as asked
@@ -114,7 +114,7 @@ def test_many_rules_at_once_are_each_rule_by_itself(toy, block):
         for many, alone in zip(found, Duel(toy, rule, block).log_prob(texts), strict=True):
             followed = many.rules[rule]
             assert followed.log_prob == pytest.approx(alone.log_prob, abs=1e-9)
-            assert (followed.nfe, followed.close_picks) == (alone.nfe, alone.close_picks)
+            assert (followed.nfe, followed.near_ties) == (alone.nfe, alone.near_ties)
             steps += alone.nfe
     states = sum(many.states for many in found)
     assert states < 0.7 * steps
@@ -212,7 +212,7 @@ def test_the_figures_are_those_of_the_parts_by_hand(places, tmp_path, capsys):
         assert found["entropy"] == pytest.approx(
             sum(-n / 10 * math.log(n / 10) for one in ids for n in Counter(one).values()) / 3
         )
-        exact = Exact(scorer).log_prob([Window((2,), one) for one in ids])
+        exact = Autoregressive(scorer).log_prob([Window((2,), one) for one in ids])
         each = -sum(one.log_prob for one in exact) / 30
         assert found["generative"]["perplexity"] == pytest.approx(math.exp(each), rel=1e-5)
         assert found["generative"]["same_ids"] and found["generative"]["tokens"] == 30
@@ -261,7 +261,7 @@ def test_what_is_finished_is_not_run_again(places, tmp_path, count_calls, capsys
     assert count_calls == ["bidirectional"]  # two more rules, together
     count_calls.clear()
     sweep([*arguments(places, tmp_path, samples=""), "--model_args", f"pretrained={places['mdm']},block=2"])
-    assert len(count_calls) == 1  # another law
+    assert len(count_calls) == 1  # another spec
 
 
 @pytest.mark.parametrize("after", [1, 6])
@@ -451,15 +451,15 @@ def test_rankings_put_ties_together():
 
 
 def test_a_journal_drops_a_line_that_was_cut_off(tmp_path):
-    journal = store.Journal(tmp_path, "windows", {"law": 1})
+    journal = store.Journal(tmp_path, "windows", {"spec": 1})
     journal.add({"window": 0})
     with journal.path.open("a") as file:
         file.write('{"window": 1, "ru')
-    again = store.Journal(tmp_path, "windows", {"law": 1})
+    again = store.Journal(tmp_path, "windows", {"spec": 1})
     assert again.lines == [{"window": 0}]
     again.add({"window": 1})
-    assert store.Journal(tmp_path, "windows", {"law": 1}).lines == [{"window": 0}, {"window": 1}]
-    assert store.Journal(tmp_path, "windows", {"law": 2}).lines == []
+    assert store.Journal(tmp_path, "windows", {"spec": 1}).lines == [{"window": 0}, {"window": 1}]
+    assert store.Journal(tmp_path, "windows", {"spec": 2}).lines == []
 
 
 def test_another_sweep_in_a_folder_has_files_of_its_own(places, tmp_path, capsys):
@@ -514,10 +514,10 @@ def test_rankings_within_the_judges_error_are_no_ranking():
 
 
 def test_what_is_kept_is_json_and_infinity_comes_back(tmp_path):
-    journal = store.Journal(tmp_path, "windows", {"law": 1})
+    journal = store.Journal(tmp_path, "windows", {"spec": 1})
     journal.add({"window": 0, "rules": {"greedy": [-math.inf, 1, None]}, "text": "inf"})
     json.loads(journal.path.read_text(), parse_constant=pytest.fail)
-    assert store.Journal(tmp_path, "windows", {"law": 1}).lines == journal.lines
+    assert store.Journal(tmp_path, "windows", {"spec": 1}).lines == journal.lines
 
 
 def test_names_families_and_caps():

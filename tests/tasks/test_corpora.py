@@ -488,7 +488,7 @@ def test_rows_of_a_request_cache_made_otherwise_are_refused(copies):
     """--cache_requests keys on neither metadata nor model args: what it holds says how it was made."""
     from lm_eval.api.instance import Instance
 
-    from lm_eval_duel.tasks import token_text
+    from lm_eval_duel.tasks import tokenized_text
 
     short, long = (
         tasks.wrapped("ptb", data_dir=str(copies), rows=12, length=length, bos="none", pretrained="demo-mdm")["test"][0]
@@ -497,7 +497,7 @@ def test_rows_of_a_request_cache_made_otherwise_are_refused(copies):
     lm = DuelMDM(pretrained="demo-mdm", rule="l2r", block=4, bos="none", device="cpu")
     request = Instance("loglikelihood_rolling", short, (tasks.token_text(short),), 0, metadata=("ptb", 0, 1))
     assert lm.loglikelihood_rolling([request], disable_tqdm=True)[0] < 0
-    token_text.MADE.discard(short["duel_made"])  # another process, in which only the long ones are made
+    tokenized_text.MADE.discard(short["duel_made"])  # another process, in which only the long ones are made
     with pytest.raises(DuelError, match="comes from a request cache and was made with other metadata"):
         lm.loglikelihood_rolling([request], disable_tqdm=True)
-    assert long["duel_made"] in token_text.MADE
+    assert long["duel_made"] in tokenized_text.MADE

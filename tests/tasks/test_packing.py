@@ -12,7 +12,7 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import Duel
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.tasks.packing import Wrapping
-from lm_eval_duel.tasks.token_text import TokenText
+from lm_eval_duel.tasks.tokenized_text import TokenText
 
 B, E = 90, 91
 DOCUMENTS = [[1, 2, 3], [4, 5], [], [6, 7, 8, 9, 10], [11]]
@@ -100,7 +100,7 @@ def test_the_conventions_score_what_they_say(bos, given, scored):
     toy = Recording(length=8)
     window = of_row(row, 1, 1, bos)
     found = Duel(toy, "greedy", 2).log_prob([window])[0]
-    assert len(found.nats) == len(scored)
+    assert len(found.token_logprobs) == len(scored)
     width = window.length
     offset = 1 if bos in ("none", "first") else 0
     first = next(shown for shown in toy.shown if shown.count(toy.mask_id) == len(scored))
@@ -171,6 +171,6 @@ def test_plain_texts_keep_their_keys():
     from lm_eval_duel.harness import cache_keys
 
     plain = model.hash_args.plain("loglikelihood_rolling", ("a b",))
-    assert cache_keys.of("loglikelihood_rolling", ("a b",)).under("law") == plain
+    assert cache_keys.of("loglikelihood_rolling", ("a b",)).under("spec") == plain
     other = cache_keys.of("loglikelihood_rolling", (TokenText("a b", [1]),))
-    assert other == plain != other.under("law")  # the same to other models
+    assert other == plain != other.under("spec")  # the same to other models

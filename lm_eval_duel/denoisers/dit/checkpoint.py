@@ -18,7 +18,7 @@ from lm_eval_duel.denoisers.dit.denoiser import ATTENTION, SEDD, DiTDenoiser
 from lm_eval_duel.denoisers.dit.network import DiT, DiTConfig
 from lm_eval_duel.denoisers.hf import strict_load as filling
 from lm_eval_duel.denoisers.hub import mask_of, row_length, said
-from lm_eval_duel.denoisers.load_options import Asked
+from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.denoisers.predictions import require_fit
 from lm_eval_duel.errors import DuelError, unknown
 
@@ -36,7 +36,9 @@ def reads(config: dict[str, Any]) -> bool:
     return "graph" in config or config.get("model_type") in ("mdlm", "bd3lm") or all(key in config for key in LAYOUT)
 
 
-def load(folder: str, config: dict[str, Any], asked: Asked, tokenizer: PreTrainedTokenizerBase | None) -> DiTDenoiser:
+def load(
+    folder: str, config: dict[str, Any], asked: LoadOptions, tokenizer: PreTrainedTokenizerBase | None
+) -> DiTDenoiser:
     """The denoiser of a local folder; raises DuelError for weights that do not fill the network exactly.
 
     `tokenizer`: columns that are none of its tokens get no probability; its mask token, where it has one, is [MASK].

@@ -29,7 +29,7 @@ class DiTDenoiser(Denoiser):
     """
 
     honours_padding = True
-    narrows = True
+    supports_columns = True
     bos = "given"
 
     def __init__(

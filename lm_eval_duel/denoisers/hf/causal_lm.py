@@ -25,14 +25,14 @@ from lm_eval_duel.denoisers.hf import masked_lm as huggingface
 from lm_eval_duel.denoisers.hf import quantization as quantized
 from lm_eval_duel.denoisers.hf.families import Family
 from lm_eval_duel.denoisers.hub import row_length, unreadable
-from lm_eval_duel.denoisers.load_options import Asked
+from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.denoisers.predictions import excluded_columns, require_fit
 from lm_eval_duel.errors import DuelError
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
 
-def load(family: Family | None, raw: dict[str, Any], asked: Asked, tokenizer: PreTrainedTokenizerBase) -> Causal:
+def load(family: Family | None, raw: dict[str, Any], asked: LoadOptions, tokenizer: PreTrainedTokenizerBase) -> Causal:
     """The denoiser of one of transformers' causal LMs; raises DuelError for any other network.
 
     `family`: the masked diffusion family that it was found to be, if any.
@@ -74,7 +74,7 @@ def load(family: Family | None, raw: dict[str, Any], asked: Asked, tokenizer: Pr
     return denoiser
 
 
-def _require_causal(config: Any, raw: dict[str, Any], asked: Asked) -> None:
+def _require_causal(config: Any, raw: dict[str, Any], asked: LoadOptions) -> None:
     """Raise DuelError where a config is of no causal LM, or names a class of its own that is another network."""
     named = raw.get("architectures") or []
     classes = ", ".join(named or [type(config).__name__])
@@ -119,7 +119,7 @@ class Causal(Denoiser):
 
     def __init__(self, model: torch.nn.Module, tokens: set[int], max_length: int, path: str):
         self.model, self.path, self.max_length = model, path, max_length
-        self.device, self.coarse = placement.device_of(model), quantized.is_quantized(model)
+        self.device, self.quantized = placement.device_of(model), quantized.is_quantized(model)
         self.dtype = next(model.parameters()).dtype
         self.adapter: str | None = None
         self.revision: str | None = None  # the commit, of a hub name

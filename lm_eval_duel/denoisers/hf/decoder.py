@@ -23,7 +23,7 @@ from lm_eval_duel.denoisers.hf import device_map as placement
 from lm_eval_duel.denoisers.hf import quantization as quantized
 from lm_eval_duel.denoisers.hf.families import Family
 from lm_eval_duel.denoisers.hub import row_length
-from lm_eval_duel.denoisers.load_options import Asked
+from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.denoisers.predictions import excluded_columns
 from lm_eval_duel.errors import DuelError
 
@@ -41,12 +41,12 @@ class Backbone(Denoiser):
         family: Family,
         raw: dict[str, Any],
         path: str,
-        asked: Asked,
+        asked: LoadOptions,
         mask_id: int,
         tokenizer: PreTrainedTokenizerBase,
     ):
         self.model, self.family, self.path = model, family.name, path
-        self.device, self.coarse = placement.device_of(model), quantized.is_quantized(model)
+        self.device, self.quantized = placement.device_of(model), quantized.is_quantized(model)
         self.dtype = model.get_input_embeddings().weight.dtype
         self.attention = asked.attention or family.attention
         said = entries.switch(raw, "right_shift_logits", bool(family.shift))
@@ -176,7 +176,7 @@ def held_length(family: Family, positions: int) -> int:
     return min(positions, family.max_length or positions)
 
 
-def trained_block(family: Family | None, raw: dict[str, Any], asked: Asked) -> int:
+def trained_block(family: Family | None, raw: dict[str, Any], asked: LoadOptions) -> int:
     """The trained block: what the config says, else what the user says, else what the family is known for.
 
     Raises DuelError where none says, or where it is longer than a row.
@@ -196,7 +196,7 @@ def _said_block(family: Family | None, raw: dict[str, Any], name: str) -> int | 
     return next((block for block in said if block), None)
 
 
-def _known_block(family: Family | None, asked: Asked) -> int:
+def _known_block(family: Family | None, asked: LoadOptions) -> int:
     known = family.block if family else None
     if isinstance(asked.block, int):
         if known not in (None, asked.block):

@@ -22,7 +22,7 @@ from lm_eval_duel.denoisers.hf.decoder import Backbone, held_length, trained_blo
 from lm_eval_duel.denoisers.hf.families import Family
 from lm_eval_duel.denoisers.hf.native import file_name, native_config, native_tensors
 from lm_eval_duel.denoisers.hub import mask_of, pick_dtype, row_length, said
-from lm_eval_duel.denoisers.load_options import Asked
+from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.denoisers.predictions import require_fit
 from lm_eval_duel.errors import DuelError
 
@@ -32,7 +32,7 @@ HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def load(
-    family: Family, folder: str, raw: dict[str, Any], asked: Asked, tokenizer: PreTrainedTokenizerBase
+    family: Family, folder: str, raw: dict[str, Any], asked: LoadOptions, tokenizer: PreTrainedTokenizerBase
 ) -> Backbone:
     """The denoiser of a local folder; raises DuelError for weights that do not fill the network exactly."""
     asked.refuse(family.name, "sigma")
@@ -63,7 +63,7 @@ def load(
     return denoiser
 
 
-def _entries(family: Family, raw: dict[str, Any], asked: Asked) -> dict[str, Any]:
+def _entries(family: Family, raw: dict[str, Any], asked: LoadOptions) -> dict[str, Any]:
     """The entries of the native config: full attention everywhere, positions as the checkpoint has them."""
     try:
         entries = native_config(family, raw, asked.name)
@@ -83,7 +83,7 @@ def _entries(family: Family, raw: dict[str, Any], asked: Asked) -> dict[str, Any
     return entries
 
 
-def _config(family: Family, entries: dict[str, Any], asked: Asked) -> Any:
+def _config(family: Family, entries: dict[str, Any], asked: LoadOptions) -> Any:
     """The native config."""
     try:
         config = getattr(transformers, f"{family.native}Config")(**entries)
@@ -93,7 +93,7 @@ def _config(family: Family, entries: dict[str, Any], asked: Asked) -> Any:
     return config
 
 
-def _wrong_config(family: Family, asked: Asked, error: Exception) -> DuelError:
+def _wrong_config(family: Family, asked: LoadOptions, error: Exception) -> DuelError:
     return DuelError(f"The config.json of {asked.name} does not fit {family.native}: {said(error)}")
 
 
@@ -103,7 +103,7 @@ class _Files:
 
     family: Family
     folder: str
-    asked: Asked
+    asked: LoadOptions
     stored: dict[str, torch.Tensor]  # by the names of the files
     tensors: dict[str, torch.Tensor]  # by native names
     origin: dict[str, str]  # native name -> that of the file

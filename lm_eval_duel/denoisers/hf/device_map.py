@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from lm_eval_duel.denoisers.load_options import Asked
+from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.errors import DuelError
 
 SHARED_OUT = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
-def options(asked: Asked) -> dict[str, Any]:
+def options(asked: LoadOptions) -> dict[str, Any]:
     """What `from_pretrained` is told about devices: nothing, where the network is moved to its one device later.
 
     Raises DuelError where this machine has fewer GPUs than processes that share them.
@@ -45,7 +45,7 @@ def own_gpus(device_map: str) -> dict[int, int] | None:
     return {gpu: torch.cuda.mem_get_info(gpu)[0] for gpu in range(number, gpus, processes)}
 
 
-def spread(model: Any, asked: Asked) -> Any:
+def spread(model: Any, asked: LoadOptions) -> Any:
     """A network that lies in memory, moved to its device or shared out; raises DuelError where it cannot be."""
     if asked.device_map is None:
         return model.to(asked.device)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from lm_eval_duel.denoisers import config_entries as entries
-from lm_eval_duel.denoisers.load_options import Asked
+from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.errors import DuelError, unknown
 
 log = logging.getLogger("lm_eval.duel_mdm")
@@ -256,7 +256,7 @@ REFUSED = {
 EDITS = re.compile(r"editing_threshold|edit_threshold")
 
 
-def find(raw: Raw, asked: Asked, folder: str | None) -> Family | None:
+def find(raw: Raw, asked: LoadOptions, folder: str | None) -> Family | None:
     """The family of a raw config, or the one asked for; None: none of these. `folder`: where its code lies, as text.
 
     Raises DuelError for an unknown name, for an autoregressive network that nothing says is more, and for networks that
@@ -285,7 +285,7 @@ def find(raw: Raw, asked: Asked, folder: str | None) -> Family | None:
     return None
 
 
-def _told_apart(family: Family, asked: Asked, folder: str | None) -> Family:
+def _told_apart(family: Family, asked: LoadOptions, folder: str | None) -> Family:
     """The family, where one class name stands for two."""
     if family.name == "llada2" and _edits(folder):
         raise DuelError(

@@ -15,13 +15,13 @@ from lm_eval_duel.denoisers.hf import strict_load as filling
 from lm_eval_duel.denoisers.hf.families import Family
 from lm_eval_duel.denoisers.hf.native import native_name
 from lm_eval_duel.denoisers.hub import said
-from lm_eval_duel.denoisers.load_options import Asked
+from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.errors import DuelError
 
 PREFIX = "base_model.model."
 
 
-def fetched(asked: Asked) -> Asked:
+def fetched(asked: LoadOptions) -> LoadOptions:
     """The same with the adapter in a local folder: of a hub name, the snapshot that is read and hashed.
 
     Raises DuelError where there is none, or the package peft is not installed.

@@ -28,7 +28,7 @@ from lm_eval_duel.denoisers.hf import quantization as quantized
 from lm_eval_duel.denoisers.hf import strict_load as filling
 from lm_eval_duel.denoisers.hf.row_effects import padding_id, without_block_sparse
 from lm_eval_duel.denoisers.hub import QUIET, mask_of, pick_dtype, row_length, said, unreadable
-from lm_eval_duel.denoisers.load_options import Asked
+from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.denoisers.predictions import excluded_columns, require_fit
 from lm_eval_duel.errors import DuelError
 
@@ -39,7 +39,7 @@ COPIED_PARAMETERS = 2_000_000_000
 UNBOUNDED = 1_000_000  # tokenizers without a length say 1e30
 
 
-def load(raw: dict[str, Any], asked: Asked, tokenizer: PreTrainedTokenizerBase) -> HuggingFace:
+def load(raw: dict[str, Any], asked: LoadOptions, tokenizer: PreTrainedTokenizerBase) -> HuggingFace:
     """The denoiser of one of transformers' masked LMs; raises DuelError for any other network."""
     config = config_of(asked)
     if type(config) not in MODEL_FOR_MASKED_LM_MAPPING:
@@ -61,7 +61,7 @@ def load(raw: dict[str, Any], asked: Asked, tokenizer: PreTrainedTokenizerBase) 
     return finish(model, asked, tokenizer, mask_id)
 
 
-def config_of(asked: Asked, **options: Any) -> Any:
+def config_of(asked: LoadOptions, **options: Any) -> Any:
     """The config of a checkpoint, as transformers reads it; raises DuelError where it cannot."""
     try:
         return AutoConfig.from_pretrained(asked.name, revision=asked.revision, **options)
@@ -69,7 +69,7 @@ def config_of(asked: Asked, **options: Any) -> Any:
         raise unreadable(asked.name, error) from error
 
 
-def filled(auto: Any, config: Any, raw: dict[str, Any], asked: Asked, **options: Any) -> Any:
+def filled(auto: Any, config: Any, raw: dict[str, Any], asked: LoadOptions, **options: Any) -> Any:
     """The network that an Auto class of transformers makes of a checkpoint, on its device.
 
     Raises DuelError where it cannot be read, or where a tensor is missing or of another shape.
@@ -103,7 +103,7 @@ def filled(auto: Any, config: Any, raw: dict[str, Any], asked: Asked, **options:
     return model if "device_map" in options else model.to(asked.device)
 
 
-def require_no_adapter(asked: Asked) -> None:
+def require_no_adapter(asked: LoadOptions) -> None:
     """Raise DuelError for an adapter beside the weights: where peft is installed transformers adds it, or takes another
     checkpoint that the adapter names; where not, it does neither."""
     if cached_file(asked.name, "adapter_config.json", revision=asked.revision, **QUIET) is not None:
@@ -116,7 +116,7 @@ def require_no_adapter(asked: Asked) -> None:
 
 def finish(
     model: torch.nn.Module,
-    asked: Asked,
+    asked: LoadOptions,
     tokenizer: PreTrainedTokenizerBase,
     mask_id: int,
     max_length: int | None = None,
@@ -156,7 +156,7 @@ def held_length(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase) -> i
 class HuggingFace(Denoiser):
     """A network of transformers, or of a checkpoint's own code, through its own forward."""
 
-    closes = True
+    appends_sep = True
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class HuggingFace(Denoiser):
     ):
         self.model, self.path, self.max_length, self.mask_id = model, path, max_length, mask_id
         self.family, self.attention, self.shift, self.block, self.bos = family, attention, shift, block, bos
-        self.device, self.coarse = placement.device_of(model), quantized.is_quantized(model)
+        self.device, self.quantized = placement.device_of(model), quantized.is_quantized(model)
         self.dtype = next(model.parameters()).dtype
         self.published_block = published_block
         self.adapter: str | None = None
@@ -192,7 +192,7 @@ class HuggingFace(Denoiser):
             probes.probe(self, path)
             if attention == "bidirectional":
                 probes.require_repeatable(self, path, probes.REPEATED if is_native(model) else probes.LENGTH)
-                if self.dtype.itemsize < 4 and not self.coarse:
+                if self.dtype.itemsize < 4 and not self.quantized:
                     self._look_closer()
 
     @property
@@ -294,7 +294,7 @@ class HuggingFace(Denoiser):
         if sum(parameter.numel() for parameter in self.model.parameters()) <= COPIED_PARAMETERS:
             own, self.model = self.model, copy.deepcopy(self.model).float()
             output, self._output, splits, self.splits_head = self._output, None, self.splits_head, False
-            self.relative_positions = probes.ties_when_blank(self)
+            self.relative_positions = probes.ties_when_all_mask(self)
             self.honours_padding = self.honours_padding and probes.honours_padding(self)
             self.model, self._output, self.splits_head = own, output, splits
 
@@ -319,7 +319,7 @@ def is_native(model: torch.nn.Module) -> bool:
 
 
 def described_by(denoiser: Any) -> dict[str, object]:
-    """What of a network that came with transformers' or its own code defines the law."""
+    """What of a network that came with transformers' or its own code defines the spec."""
     model, path, native = denoiser.model, denoiser.path, is_native(denoiser.model)
     local = os.path.isdir(path)
     described = {

@@ -19,7 +19,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 
 from lm_eval_duel.denoisers import hub
 from lm_eval_duel.denoisers.hf.device_map import device_of
-from lm_eval_duel.denoisers.load_options import Asked
+from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.errors import DuelError
 
 log = logging.getLogger("lm_eval.duel_mdm")
@@ -28,7 +28,7 @@ products = logging.getLogger("bitsandbytes.autograd._functions")
 SAID = "quantization_config"
 
 
-def options(raw: dict[str, Any], asked: Asked) -> dict[str, Any]:
+def options(raw: dict[str, Any], asked: LoadOptions) -> dict[str, Any]:
     """What `from_pretrained` is told: nothing, for a network that is not quantised.
 
     `raw`: the checkpoint's config. Raises DuelError for what does not go together, and where a package or a device is
@@ -43,7 +43,7 @@ def options(raw: dict[str, Any], asked: Asked) -> dict[str, Any]:
     if asked.peft:
         raise DuelError(
             f"peft is merged into the weights, and merged into quantised ones ({what}) it would be rounded with them: "
-            "another law than the adapter's. Merge it into the weights before they are quantised, or score the two "
+            "another spec than the adapter's. Merge it into the weights before they are quantised, or score the two "
             "unquantised."
         )
     if asked.dtype == "float64":
@@ -91,7 +91,7 @@ def _method(model: Any) -> str:
 
 
 def described(model: Any) -> dict[str, str]:
-    """The quantisation as a part of the law; nothing, for a network that is not quantised."""
+    """The quantisation as a part of the spec; nothing, for a network that is not quantised."""
     if not is_quantized(model):
         return {}
     config = model.config.quantization_config

@@ -25,7 +25,7 @@ from lm_eval_duel.denoisers.hf import strict_load as filling
 from lm_eval_duel.denoisers.hf.decoder import trained_block
 from lm_eval_duel.denoisers.hf.families import Family
 from lm_eval_duel.denoisers.hub import mask_of, pick_dtype, unreadable
-from lm_eval_duel.denoisers.load_options import Asked
+from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.errors import DuelError
 
 COUNTED = ("num_hidden_layers", "n_layers", "num_experts")
@@ -33,7 +33,7 @@ HEADED = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModel")  # AutoMo
 
 
 def load(
-    family: Family | None, folder: str, raw: dict[str, Any], asked: Asked, tokenizer: PreTrainedTokenizerBase
+    family: Family | None, folder: str, raw: dict[str, Any], asked: LoadOptions, tokenizer: PreTrainedTokenizerBase
 ) -> huggingface.HuggingFace:
     """The denoiser of a checkpoint's own code; raises DuelError where it does not load strictly or is nonsense."""
     names = raw.get("auto_map") or {}

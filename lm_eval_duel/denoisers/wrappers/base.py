@@ -7,7 +7,7 @@ import torch
 from lm_eval_duel.denoisers.base import Denoiser
 
 
-class Altered(Denoiser):
+class Wrapper(Denoiser):
     """`plain` with all that is known of it; what is done to its distributions is the subclass's `head`."""
 
     def __init__(self, plain: Denoiser):

@@ -14,14 +14,14 @@ import dataclasses
 import torch
 
 from lm_eval_duel.denoisers.base import Cells, Denoiser, View
-from lm_eval_duel.denoisers.wrappers.base import Altered
+from lm_eval_duel.denoisers.wrappers.base import Wrapper
 from lm_eval_duel.engine.lanes import Lanes, Rows
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.fingerprint import number
 from lm_eval_duel.options import require_finite
 
 
-class Guided(Altered):
+class Guided(Wrapper):
     """A bidirectional denoiser under classifier-free guidance; two forwards a step."""
 
     def __init__(self, plain: Denoiser, scale: float):
@@ -71,8 +71,8 @@ class GuidedView(View):
         halves = [view.cells(each) for view, each in zip(self.views, (lanes, bare), strict=True)]
         self.forwards = sum(view.forwards for view in self.views)
         self.evaluated = sum(view.evaluated for view in self.views)
-        conditional, index, blank = halves[0]  # (U, D), (C,), (R,)
+        conditional, index, all_mask = halves[0]  # (U, D), (C,), (R,)
         cell = index.new_empty(len(conditional))  # (U,) a hidden cell of each: equal lanes are equal with nothing given
         cell[index] = torch.arange(len(index), device=index.device)
         unconditional = halves[1].features[halves[1].index[cell]]  # (U, D)
-        return Cells(torch.stack([conditional, unconditional], dim=1), index, blank)
+        return Cells(torch.stack([conditional, unconditional], dim=1), index, all_mask)

@@ -1,4 +1,4 @@
-"""Temperature, top-k and top-p: a denoiser wrapped around a denoiser, another law with its own name in the results.
+"""Temperature, top-k and top-p: a denoiser wrapped around a denoiser, another spec with its own name in the results.
 
     logits / temperature, then the k largest of each cell, then the fewest tokens whose probabilities add up to top_p
 
@@ -7,23 +7,20 @@ Shapes: U cells the head is run at, D features, V tokens.
 
 from __future__ import annotations
 
-import logging
 import math
 
 import torch
 
 from lm_eval_duel.denoisers.base import Cells, Denoiser, KeysValues, View
-from lm_eval_duel.denoisers.wrappers.base import Altered
+from lm_eval_duel.denoisers.wrappers.base import Wrapper
 from lm_eval_duel.engine.lanes import Lanes, Rows
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.fingerprint import number
 from lm_eval_duel.options import require_finite
 from lm_eval_duel.rules import Rule
 
-log = logging.getLogger("lm_eval.duel_mdm")
 
-
-class Tempered(Altered):
+class Tempered(Wrapper):
     """`plain` with its distributions sharpened (temperature < 1), flattened or cut.
 
     `top_k`: tokens kept; None: all. `top_p`: kept are the fewest most probable tokens that hold at least this much.
@@ -45,12 +42,6 @@ class Tempered(Altered):
             raise DuelError(f"top_k is a number of tokens, at least 1; got {top_k}.")
         if not 0 < top_p <= 1:
             raise DuelError(f"top_p is a probability above 0, at most 1; got {top_p}.")
-        if top_k == 1:
-            log.warning(
-                "top_k=1 leaves one token of probability 1 at every position, so a rule that compares predictions "
-                "finds only ties, which go to the lowest position: it reveals left to right. To write the most "
-                "probable token in the rule's own order, say do_sample=false and no top_k."
-            )
         super().__init__(plain)
         self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
 
