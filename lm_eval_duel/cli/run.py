@@ -99,7 +99,7 @@ def _near(cli: HarnessCLI, message: str) -> str:
 
 def _complete(args: argparse.Namespace) -> None:
     """Fill in this package's model and its tasks. What a --config file says, the command line would replace."""
-    configured = _configured(args.config) if args.config else {}
+    configured = {} if args.config is None else _configured(args.config)
     if args.model is None:
         args.model = configured.get("model") or MODEL
     theirs = args.include_path or configured.get("include_path") or []

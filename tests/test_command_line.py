@@ -1,0 +1,386 @@
+"""Commands end with one line and an exit code: 2 for a wrong argument, before anything heavy is imported; 1 otherwise.
+
+What is measured are laws, not times: which modules a refused command has imported, its exit code, its lines on stderr.
+"""
+
+import errno
+import json
+import re
+import subprocess
+import sys
+import traceback
+
+import pytest
+
+from lm_eval_duel import __main__ as program
+from lm_eval_duel import command_line, run, trace
+from lm_eval_duel.bench_options import parse as parse_bench
+from lm_eval_duel.command_line import Exit, ends, key_values
+from lm_eval_duel.errors import DuelError, UsageError, unchained, usage
+from lm_eval_duel.lm import DuelMDM
+from lm_eval_duel.options import Options
+
+HEAVY = ("torch", "transformers", "datasets")
+WATCHED = (
+    "import atexit, sys\n"
+    f"atexit.register(lambda: print('HEAVY', [name for name in {HEAVY} if name in sys.modules]))\n"
+    "from lm_eval_duel.__main__ import main\n"
+    "main()\n"
+)
+
+
+def command(*words, cwd=None):
+    """A command in a process of its own; stdout ends with what it has imported."""
+    return subprocess.run(
+        [sys.executable, "-c", WATCHED, *words], capture_output=True, text=True, check=False, cwd=cwd, timeout=300
+    )
+
+
+def refused(*words):
+    """The message of a command that is refused in this process; it must be a wrong argument."""
+    with pytest.raises(Exit) as ended:
+        program.main(list(words))
+    assert ended.value.code == command_line.WRONG, ended.value
+    return str(ended.value)
+
+
+# ---------------------------------------------------------------- before anything is loaded
+
+TYPOS = [
+    (["run", "--model_args", "rule=gredy", "--tasks", "sotu"], "Unknown unmasking rule 'gredy'. Did you mean greedy?"),
+    (["run", "--model_args", "blok=4", "--tasks", "sotu"], "Unknown model arg 'blok'. Did you mean block?"),
+    (["run", "--model_args", "rule=gredy", "--tasks", "sotu", "--trust_remote_code"], "Did you mean greedy?"),
+    (["run", "--model_args", '{"a', "--tasks", "sotu"], "Invalid JSON"),
+    (["run", "--modle", "hf", "--tasks", "sotu"], "unrecognized arguments: --modle hf. Did you mean --model?"),
+    (["run", "--model", "duel-mdn", "--tasks", "sotu"], "Unknown --model 'duel-mdn'. Did you mean duel-mdm?"),
+    (["run", "--model_args", "rule=greedy"], "No task to run"),
+    (["run", "--tasks", "sotu", "--batch_size", "many"], "'batch_size' is a number of rows"),
+    (["run", "--tasks", "sotu", "--model_args", "batch_size=4"], "--batch_size VALUE"),
+    (["run", "--tasks", "sotu", "--include_path", "nosuch"], "--include_path nosuch: there is no such folder."),
+    (["run", "--tasks", "sotu", "--config", "nosuch.yaml"], "--config nosuch.yaml: Config file not found"),
+    (["run", "--tasks", "sotu", "--seed", "x"], "argument --seed: invalid value: 'x'"),
+    (["inspect", "demo-mdm", "--model_args", "blok=4"], "Unknown model arg 'blok'. Did you mean block?"),
+    (["inspect", "demo-mdm", "--model_arg", "blok=4"], "Unknown model arg 'blok'"),  # a beginning that is clear
+    (["bench", "--rule", "gredy"], "Did you mean greedy?"),
+    (["bench", "--batch_sise", "3"], "Unknown argument '--batch_sise'. Did you mean --batch_size?"),
+    (
+        ["bench", "--length", "long"],
+        "bench: argument --length: invalid int value: 'long'. See lm-eval-duel bench --hel",
+    ),
+    (["data", "check", "duel_ptp"], "Unknown benchmark task 'duel_ptp'. Did you mean duel_ptb?"),
+    (["show", "nosuch.jsonl"], "There is no trace nosuch.jsonl"),
+    (["report", "nosuch", "--out", "o"], "No file or folder nosuch"),
+    (["sweep", "--tasks", "sotu", "--out", "o", "--rules", "gredy"], "Did you mean greedy?"),
+    (["sweep", "--tasks", "sotu", "--out", "o", "--rules", "greedy", "--model_args", "blok=4"], "Did you mean block?"),
+    (["where", "task"], "invalid choice: 'task'"),
+    (["inspct", "demo-mdm"], "Unknown command 'inspct'. Did you mean inspect?"),
+    (["--model_args", "rule=greedy"], "comes after a command: lm-eval-duel run --model_args ..."),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), TYPOS, ids=[" ".join(words) for words, _ in TYPOS])
+def test_a_typo_is_answered_before_anything_heavy_is_imported(words, message, tmp_path):
+    done = command(*words, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr[-2000:]
+    assert message in done.stderr and done.stderr.startswith("lm-eval-duel: ")
+    assert len(done.stderr.splitlines()) <= 3 and "Traceback" not in done.stderr
+    assert done.stdout == "HEAVY []\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_importing_the_package_and_naming_the_model_is_light():
+    code = (
+        "import sys, lm_eval_duel, lm_eval.models\n"
+        "from lm_eval.api.registry import model_registry\n"
+        f"print('duel-mdm' in model_registry, [name for name in {HEAVY} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "True []\n"
+
+
+def test_what_fails_while_a_command_works_is_one_line_and_code_1(tmp_path):
+    done = command("inspect", str(tmp_path))
+    assert done.returncode == 1
+    assert done.stderr == f"lm-eval-duel: {tmp_path} holds no config.json: it is no checkpoint, or its download is " + (
+        "not complete.\n"
+    )
+
+
+@pytest.mark.slow
+def test_a_task_that_there_is_not():
+    done = command("run", "--tasks", "sotuu")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("lm-eval-duel: Tasks not found: sotuu. Did you mean sotu? All: ")
+
+
+# ---------------------------------------------------------------- what tells a user about the commands
+
+
+def test_the_version_is_told_without_an_import():
+    done = command("--version")
+    assert done.returncode == 0 and done.stdout.endswith("HEAVY []\n")
+    assert re.match(
+        r"lm-eval-duel \d[\w.]* \(lm_eval \d[\w.]*, torch \d\S*, transformers \d[\w.]*, Python 3", done.stdout
+    )
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["-h"]], ids=str)
+def test_the_bare_command_lists_all_commands(words):
+    done = command(*words)
+    assert done.returncode == 0 and not done.stderr and done.stdout.endswith("HEAVY []\n")
+    for name in program.COMMANDS:
+        assert len(re.findall(rf"^  {name} +\w.*$", done.stdout, re.MULTILINE)) == 1, name
+
+
+@pytest.mark.parametrize("name", program.COMMANDS)
+def test_help_says_what_is_printed_with_an_example(name, capsys):
+    with pytest.raises(SystemExit) as ended:
+        program.main([name, "--help"])
+    out = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert "Prints " in out and f"example:\n  lm-eval-duel {name} " in out
+    if name not in ("run", "report"):  # lm-eval's own, and one that is still to be renamed
+        assert not re.findall(r"--[a-z]+-[a-z-]+", out.replace("lm-eval-duel", ""))
+
+
+def test_hyphens_are_read_as_underscores():
+    words = ["--batch-size", "3", "--textbook-steps=2", "--no-memory"]
+    settings = parse_bench(words)
+    assert (settings.batch_size, settings.textbook_steps, settings.no_memory) == (3, 2, True)
+    assert settings == parse_bench([word.replace("s-s", "s_s").replace("k-s", "k_s") for word in words])
+    assert settings == parse_bench(settings.words())
+    assert all("-" not in word[2:] for word in settings.words())
+
+
+# ---------------------------------------------------------------- how a command ends
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (UsageError("a"), 2, "a"),
+        (DuelError("b"), 1, "b"),
+        (KeyboardInterrupt(), 130, "stopped."),
+        (PermissionError(errno.EACCES, "Permission denied", "/x"), 1, "/x: Permission denied."),
+        (OSError("no connection\nmore"), 1, "no connection."),
+        (MemoryError(), 1, "Not enough memory."),
+        (RuntimeError("can't allocate memory: 8 bytes\nmore"), 1, "Not enough memory. can't allocate memory: 8 bytes"),
+    ],
+    ids=str,
+)
+def test_ends(error, code, message, capsys):
+    with pytest.raises(SystemExit) as ended, ends():
+        raise error
+    assert ended.value.code == code and str(ended.value) == f"lm-eval-duel: {message}"
+    assert capsys.readouterr().err == f"lm-eval-duel: {message}\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "own"), [(RuntimeError("a bug"), True), (ValueError("a bug"), True), (OSError("of lm_eval"), False)]
+)
+def test_what_is_no_error_of_ours_keeps_its_traceback(error, own):
+    with pytest.raises(type(error)), ends(own):
+        raise error
+
+
+def test_a_traceback_can_be_had(monkeypatch, capsys):
+    monkeypatch.setenv("LMEVAL_LOG_LEVEL", "debug")
+    with pytest.raises(SystemExit), ends():
+        raise DuelError("a")
+    err = capsys.readouterr().err
+    assert err.startswith("Traceback") and err.endswith("\nlm-eval-duel: a\n")
+
+
+def test_a_reader_that_left_is_no_error():
+    code = (
+        "import os, sys; sys.stdout = os.fdopen(os.open('/dev/full', os.O_WRONLY), 'w')\n"
+        "from lm_eval_duel.command_line import ends\n"
+        "with ends():\n    raise BrokenPipeError(32, 'Broken pipe')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_errors_while_arguments_are_read_are_of_usage():
+    for error in (DuelError("a"), FileNotFoundError(2, "No such file", "a")):
+        with pytest.raises(UsageError) as found, usage():
+            raise error
+        assert found.value.__suppress_context__ and found.value.__cause__ is None
+    with pytest.raises(UsageError):
+        Options.parse({"rule": "gredy"})
+
+
+def test_lm_eval_prints_one_traceback_and_the_message_last(tmp_path):
+    """Without ours before it: lm_eval prints the whole chain."""
+    (tmp_path / "config.json").write_text('{"model_type')
+    for given in ({"rule": "gredy"}, {"pretrained": str(tmp_path)}, {"tokenizer": str(tmp_path)}):
+        with pytest.raises(DuelError) as error:
+            DuelMDM(device="cpu", **given)
+        shown = "".join(traceback.format_exception(error.value))
+        assert shown.count("Traceback (most recent call last)") == 1
+        assert shown.splitlines()[-1].endswith(str(error.value))
+    with pytest.raises(DuelError) as error, unchained():
+        raise DuelError("a") from ValueError("b")
+    assert error.value.__cause__ is None and error.value.__suppress_context__
+
+
+# ---------------------------------------------------------------- whatever is named
+
+
+@pytest.fixture
+def places(tmp_path, monkeypatch):
+    """A folder with things that are no result, trace or checkpoint."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    for name, content in (("binary", bytes(range(256))), ("empty", b""), ("null", b"null"), ("list", b"[1]")):
+        (tmp_path / name).write_bytes(content)
+    return tmp_path
+
+
+PLACES = ("", "nosuch", "nosuch/deep", "folder", "binary", "empty", "null", "list", "/dev/null/x", "x" * 300, "\udcff")
+NUMBERS = ("", "-1", "0", "nan", "1e400", "9" * 5000, "\N{SUPERSCRIPT TWO}", "[1]", "--")
+
+
+@pytest.mark.parametrize("place", PLACES, ids=ascii)
+def test_any_place_is_answered_in_words(place, places):
+    refused("show", place)
+    refused("report", place, "--out", "out")
+    refused("report", "binary", "--ar", place, "--out", "out")
+    refused("report", "null", "--trace", place, "--out", "out")
+    if place not in ("", "folder"):
+        assert "no such folder" in refused("data", "check", "duel_ptb", "--data_dir", place) or len(place) == 300
+        refused("run", "--tasks", "sotu", "--include_path", place)
+    refused("run", "--tasks", "sotu", "--config", place)
+    refused("where", place)
+    refused(place)
+    assert sorted(path.name for path in places.iterdir()) == ["binary", "empty", "folder", "list", "null"]
+
+
+def test_an_output_that_cannot_be_is_refused_before_the_work(places):
+    sweep = ["sweep", "--tasks", "sotu", "--rules", "greedy", "--out"]
+    for place in ("", "binary", "binary/x", "/dev/null/x"):
+        assert "name a folder, which is made if it is not there" in refused(*sweep, place)
+    for place in ("", "folder", "nosuch/x.json", "/dev/null/x"):
+        assert "--json" in refused("bench", "--json", place)
+    for place in ("x" * 300,):
+        assert "File name too long" in refused("bench", "--json", place)
+
+
+@pytest.mark.parametrize("number", NUMBERS, ids=ascii)
+def test_any_number_is_answered_in_words(number, places):
+    for name in ("layers", "width", "vocab", "length", "windows", "k", "repeats", "batch_size", "compare_windows"):
+        assert f"{name}" in refused("bench", f"--{name}={number}")
+    for name in ("k", "length", "limit", "samples", "elbo"):
+        if number and (name, number) != ("samples", "0"):
+            refused("sweep", "--tasks", "sotu", "--rules", "greedy", "--out", "o", f"--{name}={number}")
+    if number:
+        for name in ("rows", "length"):
+            refused("data", "check", "duel_ptb", f"--{name}={number}")
+    refused("show", "binary", f"--doc={number}")
+
+
+def test_sizes_that_make_no_network_are_refused(capsys):
+    small = ["bench", "--layers", "1", "--width", "64", "--vocab", "50", "--length", "1", "--windows", "1", "--repeats"]
+    for name, size, message in (
+        ("vocab", "1", "--vocab is at least 2"),
+        ("seed", str(2**63), "--seed is a whole number"),
+        ("layers", str(10**9), "takes 183,105 GiB or more, and cpu has"),
+        ("width", "64" + "0" * 17, "GiB or more"),
+        ("vocab", "6" * 18, "GiB or more"),
+        ("length", "64" + "0" * 17, "Not enough memory."),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            program.main([*small, "1", f"--{name}", size])
+    program.main([*small, "1", "--no_memory"])  # of one position
+    assert "1 x 1 positions" in capsys.readouterr().out
+
+
+def test_key_values_or_json():
+    assert key_values("--model_args", "k=2,rule=greedy") == {"k": 2, "rule": "greedy"}
+    assert key_values("--model_args", ' {"k": 2}') == {"k": 2}
+    with pytest.raises(UsageError, match=r"--metadata is key=value,\.\.\. or a JSON object; got '\{\"k\"' \("):
+        key_values("--metadata", '{"k"')
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[(name, None) for name in ("ids", "starts", "steps", "nats", "values")],
+        *[(name, "x") for name in ("task", "doc", "request", "window", "ids", "steps", "nats", "margin", "values")],
+        *[("task", []), ("doc", {}), ("window", [1]), ("ids", [None]), ("steps", [1]), ("values", {"duel": None})],
+    ],
+    ids=str,
+)
+def test_a_damaged_trace_is_answered_in_words(name, value, tmp_path, capsys):
+    header = {"duel_trace": trace.FORMAT, "fingerprint": "f", "law": {}, "tokenizer": "demo-mdm"}
+    window = {"task": "toy", "doc": 0, "request": 0, "window": 0, "context": 0, "ids": [5, 7], "starts": [0]}
+    window |= {"steps": [0, 1], "nats": [-1.0, -2.0], "confidence": [], "margin": [], "entropy": [], "nfe": 2}
+    window |= {"close_picks": 0, "log_prob": -3.0, "values": {"duel": -3.0}}
+
+    def shown(window):
+        path = tmp_path / "t.jsonl"
+        path.write_text("".join(f"{json.dumps(line)}\n" for line in (header, window)))
+        program.main(["show", str(path)])
+
+    shown(window)
+    assert "document 0 of toy, window 0: 2 tokens" in capsys.readouterr().out
+    del window[name]
+    if name == "task" and value == "x":
+        value = 5
+    with pytest.raises(Exit) as ended:
+        shown(window if value is None else window | {name: value})
+    assert ended.value.code == 1 and ("is no window of a trace" in str(ended.value) or "has no" in str(ended.value))
+
+
+# ---------------------------------------------------------------- run
+
+
+def arguments(tmp_path, words, config=None):
+    """lm-eval's arguments as `run` completes them."""
+    from lm_eval._cli import HarnessCLI
+
+    if config is not None:
+        (tmp_path / "c.yaml").write_text(json.dumps(config))
+        words = ["--config", str(tmp_path / "c.yaml"), *words]
+    sys.argv = ["lm-eval", "run", *words]
+    args = run._parsed(HarnessCLI())
+    run._complete(args)
+    return args
+
+
+def test_what_a_config_file_says_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [])
+    ours, (here, there) = run.task_folder(), (str(tmp_path), str(tmp_path.parent))
+    assert arguments(tmp_path, ["--tasks", "sotu"]).model == "duel-mdm"
+    assert arguments(tmp_path, [], {"tasks": "sotu"}).model == "duel-mdm"
+    assert arguments(tmp_path, [], {"tasks": "sotu", "model": "hf"}).model == "hf"
+    assert arguments(tmp_path, ["-Mhf"], {"tasks": "sotu", "model": "vllm"}).model == "hf"
+    for config, words, paths in (
+        ({}, [], [ours]),
+        ({"include_path": here}, [], [ours, here]),
+        ({"include_path": [here, there]}, [], [ours, here, there]),
+        ({"include_path": here}, ["--include_path", there], [ours, there]),
+    ):
+        assert arguments(tmp_path, words, config).include_path == paths
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"modle": "x"}, "Unknown key of --config .*'modle'. Did you mean model?"),
+        ({"tasks": 5}, "'tasks' is a text or a list of texts; got 5."),
+        ({"tasks": [5]}, "'tasks' is a text or a list of texts; got [5]."),
+        ({"tasks": "sotu", "model": ["x"]}, "'model' is a text; got ['x']."),
+        ({"tasks": "sotu", "model_args": ["x"]}, "'model_args' is a mapping, or key=value,...; got ['x']."),
+        ({"tasks": "sotu", "model_args": {"rule": "gredy"}}, "Did you mean greedy?"),
+        ({"tasks": "sotu", "model_args": "rule=gredy"}, "Did you mean greedy?"),
+        ({"tasks": "sotu", "seed": "x"}, "seed values must be integers"),
+        ([1], "YAML root must be a mapping"),
+    ],
+    ids=str,
+)
+def test_a_wrong_config_file_is_answered_in_words(config, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [])
+    (tmp_path / "c.yaml").write_text(json.dumps(config))
+    said = refused("run", "--config", str(tmp_path / "c.yaml"))
+    assert all(part in said for part in message.split(".*"))
