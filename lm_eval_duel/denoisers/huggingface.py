@@ -8,6 +8,7 @@ Shapes: R rows, L row length, N rows of a call, Q queries, K keys, U cells, D fe
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import os
@@ -66,7 +67,8 @@ def filled(auto: Any, config: Any, raw: dict[str, Any], asked: Asked, **options:
 
     Raises DuelError where it cannot be read, or where a tensor is missing or of another shape.
     """
-    options |= quantized.options(raw, asked) | placement.options(asked)
+    coarse = quantized.options(raw, asked)
+    options |= coarse | placement.options(asked)
     files = weights.shapes(asked.name) if os.path.isdir(asked.name) else {}
     if files:
         filling.require_counts(asked.name, {key: raw.get(key) for key in ("num_hidden_layers", "n_layer")}, files)
@@ -75,13 +77,13 @@ def filled(auto: Any, config: Any, raw: dict[str, Any], asked: Asked, **options:
         network = None if own else filling.empty(lambda: auto.from_config(config))
         filling.require_room(asked.name, network, files.values(), hasattr(config, quantized.SAID))
     try:
-        with filling.quiet():
+        with contextlib.nullcontext() if coarse else filling.quiet():
             model, report = auto.from_pretrained(
                 asked.name,
                 config=config,
                 dtype=pick_dtype(asked.dtype, asked.device),
                 revision=asked.revision,
-                ignore_mismatched_sizes=True,  # reported, and an error below
+                ignore_mismatched_sizes=not coarse,  # reported, and an error below; packed ones transformers 4 cannot
                 output_loading_info=True,
                 **options,
             )
