@@ -333,15 +333,16 @@ def test_a_tokenizer_without_any_text_is_refused():
 
 
 def test_bench_gives_a_token_to_networks_that_need_one(tmp_path, caplog):
-    from lm_eval_duel import arms, bench
+    from lm_eval_duel.bench import arms
+    from lm_eval_duel.bench.options import parse
 
     path = checkpoint(tmp_path, network("esm"))
-    settings = bench.parse(["--pretrained", path, "--length", "8", "--windows", "2", "--device", "cpu"])
+    settings = parse(["--pretrained", path, "--length", "8", "--windows", "2", "--device", "cpu"])
     denoiser = arms._load(settings)
     windows = arms._windows(denoiser, settings)
     assert [(len(window.context), len(window.target)) for window in windows] == [(1, 7)] * 2
     Duel(denoiser, "greedy", 4).log_prob(windows)
-    settings = bench.parse(["--pretrained", "demo-bd", "--length", "8", "--windows", "1", "--device", "cpu"])
+    settings = parse(["--pretrained", "demo-bd", "--length", "8", "--windows", "1", "--device", "cpu"])
     denoiser = arms._load(settings)
     Duel(denoiser, "greedy").log_prob(arms._windows(denoiser, settings))
     assert "has no context" not in caplog.text

@@ -74,8 +74,9 @@ def filled(auto: Any, config: Any, raw: dict[str, Any], asked: LoadOptions, **op
 
     Raises DuelError where it cannot be read, or where a tensor is missing or of another shape.
     """
-    options |= quantized.options(raw, asked) | placement.options(asked)
     require_no_adapter(asked)
+    coarse = quantized.options(raw, asked)
+    options |= coarse | placement.options(asked)
     files = weights.shapes(asked.name) if os.path.isdir(asked.name) else {}
     if files:
         filling.require_counts(asked.name, {key: raw.get(key) for key in ("num_hidden_layers", "n_layer")}, files)
@@ -84,13 +85,13 @@ def filled(auto: Any, config: Any, raw: dict[str, Any], asked: LoadOptions, **op
         network = None if own else filling.empty(lambda: auto.from_config(config))
         filling.require_room(asked.name, network, files.values(), hasattr(config, quantized.SAID))
     try:
-        with filling.quiet():
+        with contextlib.nullcontext() if coarse else filling.quiet():
             model, report = auto.from_pretrained(
                 asked.name,
                 config=config,
                 dtype=pick_dtype(asked.dtype, asked.device),
                 revision=asked.revision,
-                ignore_mismatched_sizes=True,  # reported, and an error below
+                ignore_mismatched_sizes=not coarse,  # reported, and an error below; packed ones transformers 4 cannot
                 output_loading_info=True,
                 **options,
             )

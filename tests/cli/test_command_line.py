@@ -1,6 +1,6 @@
 """Commands end with one line and an exit code: 2 for a wrong argument, before anything heavy is imported; 1 otherwise.
 
-What is measured are laws, not times: which modules a refused command has imported, its exit code, its lines on stderr.
+What is measured are specs, not times: which modules a refused command has imported, its exit code, its lines on stderr.
 """
 
 import errno
@@ -12,12 +12,14 @@ import traceback
 
 import pytest
 
-from lm_eval_duel import __main__ as program
-from lm_eval_duel import command_line, run, trace
-from lm_eval_duel.bench_options import parse as parse_bench
+from lm_eval_duel import command_line
+from lm_eval_duel.bench.options import parse as parse_bench
+from lm_eval_duel.cli import main as program
+from lm_eval_duel.cli import run
 from lm_eval_duel.command_line import Exit, ends, key_values
 from lm_eval_duel.errors import DuelError, UsageError, unchained, usage
-from lm_eval_duel.lm import DuelMDM
+from lm_eval_duel.harness import trace
+from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.options import Options
 
 HEAVY = ("torch", "transformers", "datasets")
@@ -305,17 +307,44 @@ def test_key_values_or_json():
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *[(name, None) for name in ("ids", "starts", "steps", "nats", "values")],
-        *[(name, "x") for name in ("task", "doc", "request", "window", "ids", "steps", "nats", "margin", "values")],
-        *[("task", []), ("doc", {}), ("window", [1]), ("ids", [None]), ("steps", [1]), ("values", {"duel": None})],
+        *[(name, None) for name in ("ids", "starts", "reveal_steps", "token_logprobs", "values")],
+        *[
+            (name, "x")
+            for name in (
+                "task",
+                "doc",
+                "request",
+                "window",
+                "ids",
+                "reveal_steps",
+                "token_logprobs",
+                "margin",
+                "values",
+            )
+        ],
+        *[
+            ("task", []),
+            ("doc", {}),
+            ("window", [1]),
+            ("ids", [None]),
+            ("reveal_steps", [1]),
+            ("values", {"duel": None}),
+        ],
     ],
     ids=str,
 )
 def test_a_damaged_trace_is_answered_in_words(name, value, tmp_path, capsys):
-    header = {"duel_trace": trace.FORMAT, "fingerprint": "f", "law": {}, "tokenizer": "demo-mdm"}
+    header = {"duel_trace": trace.FORMAT, "fingerprint": "f", "spec": {}, "tokenizer": "demo-mdm"}
     window = {"task": "toy", "doc": 0, "request": 0, "window": 0, "context": 0, "ids": [5, 7], "starts": [0]}
-    window |= {"steps": [0, 1], "nats": [-1.0, -2.0], "confidence": [], "margin": [], "entropy": [], "nfe": 2}
-    window |= {"close_picks": 0, "log_prob": -3.0, "values": {"duel": -3.0}}
+    window |= {
+        "reveal_steps": [0, 1],
+        "token_logprobs": [-1.0, -2.0],
+        "confidence": [],
+        "margin": [],
+        "entropy": [],
+        "nfe": 2,
+    }
+    window |= {"near_ties": 0, "log_prob": -3.0, "values": {"duel": -3.0}}
 
     def shown(window):
         path = tmp_path / "t.jsonl"
