@@ -1,8 +1,21 @@
 """No test reaches a hub, and every test sees the same numbers whatever ran before."""
 
+import functools
 import os
+import sys
+
+import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 if "PYTEST_XDIST_WORKER" in os.environ:  # one of several processes: before torch counts the cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def the_machine_is_described_once():
+    """The harness writes the machine's description into every results file: a `pip list` of half a second each."""
+    if "torch" in sys.modules:
+        from torch.utils import collect_env
+
+        collect_env.get_pretty_env_info = functools.cache(collect_env.get_pretty_env_info)

@@ -259,24 +259,26 @@ def test_lanes_equal_the_textbook_loop(rule, block, grid):
         Window((1, 2, 0), (2, 1), (4, 0)),
         Window((1, 2), (2, 1, 3, 3, 0, 4), (4,)),
     ]
-    for honours in (True, False):
+    by_hand = [
+        score(
+            lambda ids: toy.features(ids[None], None)[0],
+            toy.mask_id,
+            toy.excluded,
+            rules.parse(rule),
+            block,
+            window,
+            grid,
+        )
+        for window in windows
+    ]
+    for batch_size, honours in ((1, True), (None, True), (3, False)):  # alone, ragged and padded, by equal lengths
         toy.honours_padding = honours
-        for batch_size in (1, 3, None):
-            scored = Duel(toy, rule, block, grid, batch_size).log_prob(windows)
-            for window, s in zip(windows, scored, strict=True):
-                log_prob, steps, nats, greedy, nfe = score(
-                    lambda ids: toy.features(ids[None], None)[0],
-                    toy.mask_id,
-                    toy.excluded,
-                    rules.parse(rule),
-                    block,
-                    window,
-                    grid,
-                )
-                assert s.reveal_steps == steps
-                assert s.token_logprobs == pytest.approx(nats, abs=1e-9)
-                assert s.log_prob == pytest.approx(log_prob, abs=1e-9)
-                assert (s.is_greedy, s.nfe) == (greedy, nfe)
+        scored = Duel(toy, rule, block, grid, batch_size).log_prob(windows)
+        for s, (log_prob, steps, nats, greedy, nfe) in zip(scored, by_hand, strict=True):
+            assert s.reveal_steps == steps
+            assert s.token_logprobs == pytest.approx(nats, abs=1e-9)
+            assert s.log_prob == pytest.approx(log_prob, abs=1e-9)
+            assert (s.is_greedy, s.nfe) == (greedy, nfe)
 
 
 @pytest.mark.parametrize("rule", ["greedy", "threshold:mu=0.45", "klass:mu=0.4:nu=0.3", "entropy_bound:gamma=0.7"])

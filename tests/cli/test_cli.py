@@ -25,7 +25,7 @@ from lm_eval_duel.estimators.duel import Duel
 from lm_eval_duel.harness import trace
 from lm_eval_duel.tasks import task_folder
 
-LIMIT = 6
+LIMIT = 3
 
 
 def lm_eval(*arguments, module="lm_eval", check=True):
@@ -139,7 +139,7 @@ def test_the_numbers_are_those_of_the_textbook_loop(run):
     compared = agrees(
         [s["doc"]["text"] for s in samples], [float(s["filtered_resps"][0]) for s in samples], "greedy", 32
     )
-    assert compared >= LIMIT // 2
+    assert compared >= 2  # the slow test_golden.py has all 36
 
 
 def evaluate(task, model_args, model="duel-mdm", **options):
@@ -152,9 +152,9 @@ def evaluate(task, model_args, model="duel-mdm", **options):
 
 
 def test_multiple_choice_and_a_rule_in_one_word():
-    results = evaluate("sotu_choice", "rule=klass:mu=0.9:nu=0.01", limit=3)
+    results = evaluate("sotu_choice", "rule=klass:mu=0.9:nu=0.01", limit=2)
     assert results["config"]["spec"]["rule"] == "klass:mu=0.9:nu=0.01:history=1:kl=paper"
-    assert len(results["samples"]["sotu_choice"]) == 3
+    assert len(results["samples"]["sotu_choice"]) == 2
     for sample in results["samples"]["sotu_choice"]:
         nats = [response[0] for response in sample["filtered_resps"]]
         assert len(nats) == 4 and sample["acc"] == (nats.index(max(nats)) == sample["doc"]["label"])

@@ -1,5 +1,6 @@
 """The harness's --use_cache files: of one spec, of any number of ranks, safe to read, and never in the way of a run."""
 
+import itertools
 import os
 import pickle
 import re
@@ -138,7 +139,7 @@ def test_a_full_disk_stops_nothing(model, tmp_path, caplog):
     wrapped = cached(model(), tmp_path)
     full = wrapped.dbdict
     full.conn.select_one("PRAGMA max_page_count = 1")  # SQLite's own "database or disk is full"
-    many = requests([(" ".join("abcdefgh"[n % 8] for n in range(m)),) for m in range(1, 120)])
+    many = requests([(" ".join(words),) for words in itertools.product("abcdefgh", repeat=2)])
     with caplog.at_level("INFO", logger="lm_eval.duel_mdm"):
         values = wrapped.loglikelihood_rolling(many)
     assert values == pytest.approx(model().loglikelihood_rolling(many), abs=1e-4)

@@ -18,8 +18,7 @@ class Cell:
     def __init__(self, logits):
         self.logs = logits.log_softmax(-1)
         self.probs = self.logs.exp()
-        values = torch.sort(self.probs, descending=True).values
-        self.first, self.second = float(values[0]), float(values[1])
+        self.first, self.second = self.probs.topk(2).values.tolist()
         self.argmax = int(self.logs.argmax())
 
     @property

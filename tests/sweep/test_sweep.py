@@ -264,9 +264,18 @@ def test_what_is_finished_is_not_run_again(places, tmp_path, count_calls, capsys
     assert len(count_calls) == 1  # another spec
 
 
+@pytest.fixture(scope="module")
+def whole(places, tmp_path_factory):
+    """The folder of a sweep that nothing interrupted."""
+    out = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lm_eval.tasks, "TaskManager", functools.partial(TaskManager, include_defaults=False))
+        sweep(arguments(places, out))
+    return out
+
+
 @pytest.mark.parametrize("after", [1, 6])
-def test_ctrl_c_keeps_what_is_done(places, tmp_path, monkeypatch, capsys, after):
-    sweep(arguments(places, tmp_path / "whole"))
+def test_ctrl_c_keeps_what_is_done(places, whole, tmp_path, monkeypatch, capsys, after):
     added, add = [], store.Journal.add
 
     def interrupted(self, line):
@@ -286,11 +295,11 @@ def test_ctrl_c_keeps_what_is_done(places, tmp_path, monkeypatch, capsys, after)
     with last.open("a") as file:
         file.write('{"cut off in the mid')
     sweep(arguments(places, tmp_path / "cut"))
-    whole, cut = report_of(tmp_path / "whole"), report_of(tmp_path / "cut")
+    report, cut = report_of(whole), report_of(tmp_path / "cut")
     total = [line for file in tmp_path.glob("cut/parts/*.jsonl") for line in file.read_text().splitlines()]
-    ours = [line for file in tmp_path.glob("whole/parts/*.jsonl") for line in file.read_text().splitlines()]
+    ours = [line for file in whole.glob("parts/*.jsonl") for line in file.read_text().splitlines()]
     assert len(total) == len(ours)  # none was computed twice
-    for one, other in zip(whole["settings"], cut["settings"], strict=True):
+    for one, other in zip(report["settings"], cut["settings"], strict=True):
         assert one["text"]["perplexity"] == pytest.approx(other["text"]["perplexity"], rel=1e-6)
         assert one["samples"]["own_nats_per_token"] == pytest.approx(other["samples"]["own_nats_per_token"], rel=1e-6)
 

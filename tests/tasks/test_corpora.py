@@ -32,7 +32,7 @@ GROUPS = {
 }
 GROUPS["duel_zero_shot_wrapped"] = [f"{name}_wrapped" for name in GROUPS["duel_zero_shot"]]
 LENGTH = 64
-MDM = "rule=l2r,block=4,bos=given"
+MDM = "rule=l2r:k=4,block=4,bos=given"
 AR = f"pretrained={demo.resolve('demo-ar')},dtype=float32"
 
 
@@ -224,7 +224,7 @@ def test_without_framing_a_tokenizer_needs_no_bos(copies, tmp_path):
     ("bos", "scored"), [("given", 63), ("official", 63), ("scored", 64), ("none", 62), ("first", 61)]
 )
 def test_the_conventions_count_what_is_scored(copies, bos, scored):
-    run = evaluate(["duel_ptb_wrapped"], copies, f"rule=l2r,block=4,bos={bos}")
+    run = evaluate(["duel_ptb_wrapped"], copies, f"rule=l2r:k=4,block=4,bos={bos}")
     assert run["config"]["duel"]["tokens"] == 2 * scored
     assert [sample["doc"]["duel_tokens"] for sample in run["samples"]["duel_ptb_wrapped"]] == [scored] * 2
     tokenizer = load_tokenizer({})
@@ -234,13 +234,13 @@ def test_the_conventions_count_what_is_scored(copies, bos, scored):
 
 
 def test_the_metadata_may_say_it_in_place_of_the_model_args(copies):
-    run = evaluate(["duel_ptb_wrapped"], copies, "rule=l2r,block=4", bos="none")  # what demo-mdm is taken for
+    run = evaluate(["duel_ptb_wrapped"], copies, "rule=l2r:k=4,block=4", bos="none")  # what demo-mdm is taken for
     assert run["config"]["duel"]["bos"] == "none" and run["config"]["duel"]["tokens"] == 2 * 62
     with pytest.raises(
         DuelError,
         match=r"counted by bos=given, and this model.s is bos=none: say one of them for both",
     ):
-        evaluate(["duel_ptb_wrapped"], copies, "rule=l2r,block=4")
+        evaluate(["duel_ptb_wrapped"], copies, "rule=l2r:k=4,block=4")
 
 
 def test_ids_of_another_tokenizer_are_refused(copies, tmp_path):
