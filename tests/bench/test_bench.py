@@ -173,6 +173,7 @@ def test_random_networks_are_no_coin_toss(kind):
 COMMAND = ["bench", "--layers", "1", "--width", "64", "--vocab", "300", "--length", "20", "--windows", "2"]
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path):
     """In a process of its own, which starts one more for each arm's memory."""
     file = tmp_path / "bench.json"
@@ -193,6 +194,13 @@ def test_the_command(tmp_path):
     assert figures["picks_moved"] == 0 and figures["max_abs_diff_nats"] < 1e-4
     for word in ("textbook", "ours", "forwards", "overhead", "close picks", "picks moved"):
         assert word in done.stdout
+
+
+@pytest.mark.parametrize("arm", ["textbook", "ours"])
+def test_the_memory_of_one_arm(arm, capsys):
+    """What the process that is started for it prints."""
+    main([*COMMAND, "--pretrained", "random:bidirectional", "--block", "8", "--peak-of", arm])
+    assert int(capsys.readouterr().out) >= 0
 
 
 def test_a_block_causal_network_has_four_arms(capsys, tmp_path):
