@@ -13,11 +13,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import decoder_reference
+import dit_reference
+import harness_requests
 import own
 import pytest
-import test_decoder
-import test_dit
-import test_lm
 import tiny
 import torch
 from safetensors.torch import load_file
@@ -45,11 +45,11 @@ def words(folder, *names):
 
 def dit(folder, kind):
     words(folder, *"abcdefghijk")
-    return test_dit.write(folder, kind)[0]
+    return dit_reference.write(folder, kind)[0]
 
 
 def backbone(folder, name):
-    return test_decoder.write(folder, test_decoder.CASES[name])[0]
+    return decoder_reference.write(folder, decoder_reference.CASES[name])[0]
 
 
 TRUSTED = {"backend": "remote", "trust_remote_code": True}
@@ -124,17 +124,19 @@ class Trap:
 
 def rolling(lm, *texts):
     return lm.loglikelihood_rolling(
-        test_lm.ask("loglikelihood_rolling", *[(text,) for text in texts]), disable_tqdm=True
+        harness_requests.ask("loglikelihood_rolling", *[(text,) for text in texts]), disable_tqdm=True
     )
 
 
 def choice(lm, *pairs):
-    return lm.loglikelihood(test_lm.ask("loglikelihood", *pairs), disable_tqdm=True)
+    return lm.loglikelihood(harness_requests.ask("loglikelihood", *pairs), disable_tqdm=True)
 
 
 def write(lm, *prompts):
     asked = {"until": [], "max_gen_toks": 4}
-    return lm.generate_until(test_lm.ask("generate_until", *[(prompt, asked) for prompt in prompts]), disable_tqdm=True)
+    return lm.generate_until(
+        harness_requests.ask("generate_until", *[(prompt, asked) for prompt in prompts]), disable_tqdm=True
+    )
 
 
 def poisoned(at, value, **args):
@@ -411,7 +413,7 @@ def test_a_tokenizer_far_smaller_than_the_network_is_said(tmp_path, caplog):
     known = words(tmp_path / "tokenizer", *[f"w{n}" for n in range(300)])
     for size, warned in ((301 + 128, False), (301 + 129, True)):
         (tmp_path / str(size)).mkdir()
-        path, _ = test_dit.write(tmp_path / str(size), "mdlm", vocab_size=size)
+        path, _ = dit_reference.write(tmp_path / str(size), "mdlm", vocab_size=size)
         caplog.clear()
         with caplog.at_level("WARNING", logger="lm_eval.duel_mdm"):
             DuelMDM(pretrained=path, tokenizer=known, device="cpu")

@@ -7,9 +7,9 @@ import re
 import shutil
 import sys
 
+import dit_reference
 import own
 import pytest
-import test_dit
 import tiny
 import torch
 from safetensors.torch import load_file, save_file
@@ -175,7 +175,7 @@ def test_every_model_arg_is_in_one_of_the_tables():
 
 
 def test_the_noise_levels_of_sedd_are_two_laws(tmp_path):
-    path = test_dit.write(tmp_path, "sedd")[0]
+    path = dit_reference.write(tmp_path, "sedd")[0]
     said = [denoisers.load(path, device="cpu", sigma=sigma).describe() for sigma in ("clamped", "schedule")]
     assert fingerprint.digest(said[0]) != fingerprint.digest(said[1])
 
@@ -509,9 +509,9 @@ def test_the_bases_of_a_rule_of_ones_own_are_its_code(tmp_path, monkeypatch):
 def test_texts_under_a_bound_are_those_of_the_rules_code(folders):
     """The rule beside an ELBO generates, so it is part of what texts are kept under."""
     arguments = {"pretrained": str(folders / "bert"), "device": "cpu", "estimator": "elbo", "mc_samples": 8}
-    plain = DuelMDM(**arguments, rule="test_laws:Stalls:mu=0.1").generating
+    plain = DuelMDM(**arguments, rule="custom_rules:Stalls:mu=0.1").generating
     assert re.fullmatch("[0-9a-f]{12}", plain["rule_code"]) and plain["grid"] == "auto"
-    row = DuelMDM(**arguments, rule="test_laws:Stalls:mu=0.1", grid="row").generating
+    row = DuelMDM(**arguments, rule="custom_rules:Stalls:mu=0.1", grid="row").generating
     assert fingerprint.digest(plain) != fingerprint.digest(row)
 
 

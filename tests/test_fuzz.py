@@ -52,7 +52,9 @@ FINITE = NUMBERS.filter(lambda number: not abs(number) > 1e300)  # a text may be
 @st.composite
 def rule_texts(draw):
     """Mostly a rule with parameters that it has and values that may be right."""
-    names = st.sampled_from(RULES) | st.sampled_from(["gredy", "test_laws:Stalls", "nowhere:Rule", ".x:Y", ""]) | WORDS
+    names = (
+        st.sampled_from(RULES) | st.sampled_from(["gredy", "custom_rules:Stalls", "nowhere:Rule", ".x:Y", ""]) | WORDS
+    )
     name = draw(names)
     known = [field.name for field in dataclasses.fields(rules.find(name))] if name in RULES else ["mu", "k"]
     parts = [

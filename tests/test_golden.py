@@ -7,7 +7,8 @@ float32, torch 2.13.0, transformers 5.23.0, lm-eval 0.4.13, weights as in `WEIGH
 import math
 
 import pytest
-from test_cli import agrees, evaluate
+from demo_reference import agrees
+from harness_runs import evaluate
 
 from lm_eval_duel.harness import trace
 

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from custom_rules import Stalls
 from textbook import score
 from toys import BlockCausal, Causal, Joint, Leaky, Rotary, Small, Toy
 
@@ -95,16 +96,6 @@ def test_control_a_rule_that_peeks_does_not_sum_to_one():
     for string in strings(3, 4):
         sums += math.exp(Duel(toy, Peeks((string,)), None).log_prob([Window((), string)])[0].log_prob)
     assert abs(sums - 1) > 0.01
-
-
-@dataclasses.dataclass(frozen=True)
-class Stalls(rules.Rule):
-    """Negative control: a threshold without fallback."""
-
-    mu: float = 0.99
-
-    def __call__(self, predictions, lanes):
-        return lanes.hidden & (predictions.confidence.sigmoid() >= self.mu)
 
 
 def test_control_a_rule_that_stalls_raises():

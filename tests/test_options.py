@@ -26,7 +26,7 @@ from lm_eval_duel.options import Options
         ({"rule": "klass:mu=0.9:nu=0.01"}, "klass:mu=0.9:nu=0.01:history=1:kl=paper"),
         ({"rule": "klass:mu=0.9", "nu": 0.01}, "klass:mu=0.9:nu=0.01:history=1:kl=paper"),
         ({"rule": "random", "seed": 3, "k": 2}, "random:k=2:seed=3"),
-        ({"rule": "test_laws:Stalls", "mu": 0.5}, "test_laws:Stalls:mu=0.5"),
+        ({"rule": "custom_rules:Stalls", "mu": 0.5}, "custom_rules:Stalls:mu=0.5"),
     ],
 )
 def test_rule_in_one_word_or_in_several(arguments, rule):

@@ -1,90 +1,24 @@
 """The real harness in a subprocess, and its numbers against the textbook loop over the same checkpoint."""
 
-import json
 import math
 import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from lm_eval import simple_evaluate
-from lm_eval.tasks import TaskManager
-from test_distributed import free_port
-from textbook import score
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
+from demo_reference import agrees
+from harness_runs import evaluate, free_port, lm_eval, read
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lm_eval_duel import demo, rules
+from lm_eval_duel import demo
 from lm_eval_duel.cli.main import main
-from lm_eval_duel.denoisers import load
-from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.duel import Duel
 from lm_eval_duel.harness import trace
 from lm_eval_duel.tasks import task_folder
 
 LIMIT = 3
-
-
-def lm_eval(*arguments, module="lm_eval", check=True):
-    done = subprocess.run(
-        [sys.executable, "-m", module, *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=os.path.expanduser("~"),
-    )
-    assert not check or done.returncode == 0, done.stderr[-3000:]
-    return done
-
-
-def read(folder, task):
-    """The results JSON and the samples of a task."""
-    (results,) = Path(folder).rglob("results_*.json")
-    (samples,) = Path(folder).rglob(f"samples_{task}_*.jsonl")
-    return json.loads(results.read_text()), [json.loads(line) for line in samples.read_text().splitlines()]
-
-
-def textbook(documents, rule, block):
-    """(nats, steps) of each text by the textbook loop: one at a time, full logits from the plain model, no batch."""
-    folder = demo.resolve("demo-mdm")
-    model = AutoModelForMaskedLM.from_pretrained(folder, dtype=torch.float32).eval()
-    words = AutoTokenizer.from_pretrained(folder)
-    excluded = torch.arange(model.config.vocab_size) == words.mask_token_id
-    found = []
-    with torch.inference_mode():
-        for text in documents:
-            window = Window((), words(text, add_special_tokens=False)["input_ids"])
-            found.append(
-                score(
-                    lambda ids: model(input_ids=ids[None]).logits[0],
-                    words.mask_token_id,
-                    excluded,
-                    rules.parse(rule),
-                    block,
-                    window,
-                    tie_when_all_mask=True,  # rotary positions, nothing in view: DESIGN's blank start
-                )
-            )
-    return found
-
-
-def agrees(documents, nats, rule, block):
-    """Compare a run's nats per document with the textbook loop, documents with close picks apart; how many agree."""
-    words = AutoTokenizer.from_pretrained(demo.resolve("demo-mdm"))
-    windows = [Window((), words(text, add_special_tokens=False)["input_ids"]) for text in documents]
-    scored = Duel(load("demo-mdm", device="cpu"), rule, block).log_prob(windows)
-    compared = 0
-    for ours, s, (by_hand, steps, _, _, nfe) in zip(nats, scored, textbook(documents, rule, block), strict=True):
-        if s.near_ties:
-            continue
-        compared += 1
-        noise = max(1e-4, 1e-6 * len(steps))
-        assert s.reveal_steps == steps and s.nfe == nfe
-        assert abs(ours - by_hand) < noise and abs(s.log_prob - by_hand) < noise
-    return compared
 
 
 @pytest.fixture(scope="module")
@@ -140,15 +74,6 @@ def test_the_numbers_are_those_of_the_textbook_loop(run):
         [s["doc"]["text"] for s in samples], [float(s["filtered_resps"][0]) for s in samples], "greedy", 32
     )
     assert compared >= 2  # the slow test_golden.py has all 36
-
-
-def evaluate(task, model_args, model="duel-mdm", **options):
-    """The harness in this process, with this package's tasks only (its own 14,000 take 8 seconds to index)."""
-    metadata = dict(pair.split("=", 1) for pair in model_args.split(","))  # as the command line does
-    tasks = TaskManager(include_path=task_folder(), include_defaults=False, metadata=metadata)
-    return simple_evaluate(
-        model=model, model_args=model_args, tasks=[task], device="cpu", task_manager=tasks, log_samples=True, **options
-    )
 
 
 def test_multiple_choice_and_a_rule_in_one_word():

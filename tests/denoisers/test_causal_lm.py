@@ -9,9 +9,9 @@ import pytest
 import tiny
 import torch
 import transformers
+from harness_requests import ask
 from lm_eval.models.huggingface import HFLM
 from safetensors.torch import load_file, save_file
-from test_lm import ask
 from torch.nn.functional import log_softmax
 from transformers.modeling_outputs import CausalLMOutput
 

@@ -8,10 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import decoder_reference
+import dit_reference
 import own
 import pytest
-import test_decoder
-import test_dit
 import tiny
 import torch
 from safetensors.torch import load_file, save_file
@@ -23,17 +23,15 @@ from lm_eval_duel.denoisers.hf import families, native
 from lm_eval_duel.denoisers.hf import strict_load as filling
 from lm_eval_duel.errors import DuelError
 
-TESTS = Path(__file__).resolve().parent
-
 
 def backbone(folder, name, **entries):
     """A checkpoint of a case, its config changed; an entry that is None is not there."""
-    case = test_decoder.CASES[name]
+    case = decoder_reference.CASES[name]
     config = {
         key: value for key, value in {**case.config, **entries}.items() if value is not None or key not in entries
     }
     folder.mkdir(exist_ok=True)
-    path, _ = test_decoder.write(folder, dataclasses.replace(case, config=config))
+    path, _ = decoder_reference.write(folder, dataclasses.replace(case, config=config))
     return path, {key: value for key, value in case.options.items() if key != "tokenizer"}
 
 
@@ -47,7 +45,6 @@ def refused(path, words, **options):
 
 LIMITED = """
 import json, resource, sys
-import test_loading
 from lm_eval_duel import denoisers
 from lm_eval_duel.errors import DuelError
 
@@ -84,7 +81,7 @@ def test_a_wrong_config_takes_no_memory(tmp_path):
     """Each of these was 8 GB or more, or a network of its library's default size."""
     for name in ("dit", "bert", "gpt2", "own"):
         (tmp_path / name).mkdir()
-    dit, _ = test_dit.write(tmp_path / "dit", "mdlm")
+    dit, _ = dit_reference.write(tmp_path / "dit", "mdlm")
     bert, gpt2 = tiny.checkpoint(tmp_path / "bert", "bert"), tiny.checkpoint(tmp_path / "gpt2", "gpt2", mask=False)
     code = own.write(tmp_path / "own", own.DREAM, "DreamModel", own.decoder(bias=True))
     many, none = "=10000000, but its files hold", "do not belong together"
@@ -118,7 +115,7 @@ def test_a_wrong_config_takes_no_memory(tmp_path):
     for number, (path, entries, options, _) in enumerate(cases):
         asked.append((changed(tmp_path / f"case {number}", path, **entries), {**options, "good": path}))
     done = subprocess.run(
-        [sys.executable, "-c", LIMITED], input=json.dumps(asked), capture_output=True, text=True, check=False, cwd=TESTS
+        [sys.executable, "-c", LIMITED], input=json.dumps(asked), capture_output=True, text=True, check=False
     )
     said = done.stdout.splitlines()
     assert len(said) == len(cases), done.stderr[-2000:]
@@ -186,7 +183,7 @@ def test_all_that_is_lacking_is_said_and_the_family_it_is_of(tmp_path):
 def test_rotary_entries_may_be_where_transformers_5_puts_them(name, tmp_path):
     """LLaDA2's were taken for 10,000 there."""
     path, options = backbone(tmp_path / "a", name)
-    case = test_decoder.CASES[name]
+    case = decoder_reference.CASES[name]
     moved = {"rope_type": "default", "rope_theta": case.config["rope_theta"]}
     other, _ = backbone(tmp_path / "b", name, rope_theta=None, rope_parameters=moved)
     ids = torch.tensor([[6, 7, 9, 30, 12, 8]])
@@ -236,8 +233,8 @@ def test_own_code_is_read_by_type_too(tmp_path):
 
 @pytest.mark.parametrize("name", families.NAMED)
 def test_every_tensor_has_one_name_in_the_files(name):
-    family, case = families.NAMED[name], test_decoder.CASES[name]
-    tensors = test_decoder.weights(case)
+    family, case = families.NAMED[name], decoder_reference.CASES[name]
+    tensors = decoder_reference.weights(case)
     named, origin = native.native_tensors(family, tensors, case.config)
     assert all(native.file_name(family, key) == origin[key] for key in named)
     assert set(origin.values()) == set(tensors)

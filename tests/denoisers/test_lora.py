@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from lora_adapters import NATIVE_MODULES, adapter
 from own import DREAM, LAYERS, LLADA, LLADA_SIZE, SIZE, decoder, llada, write
 from safetensors.torch import load_file, save_file
 
@@ -15,32 +16,8 @@ from lm_eval_duel.errors import DuelError
 pytest.importorskip("peft")
 
 QWEN3 = {**SIZE, "architectures": ["A2DQwen3LMHeadModel"], "model_type": "a2d-qwen3"}
-CONFIG = {
-    "peft_type": "LORA",
-    "task_type": "CAUSAL_LM",
-    "base_model_name_or_path": "elsewhere",
-    "r": 3,
-    "lora_alpha": 6,
-}
-NATIVE_MODULES = [f"model.layers.{n}.{name}" for n in range(LAYERS) for name in ("self_attn.q_proj", "mlp.down_proj")]
 LLADA_MODULES = [f"model.transformer.blocks.{n}.{name}" for n in range(LAYERS) for name in ("attn_out", "ff_out")]
 LLADA_MODULES.append("model.transformer.ff_out")  # the head
-
-
-def adapter(folder, tensors, modules, rank=3, ranks=(), **entries):
-    """An adapter of `modules`; `ranks`: those of modules by the end of their names."""
-    generator = torch.Generator().manual_seed(11)
-    factors = {}
-    for module in modules:
-        rows, columns = tensors[f"{module}.weight"].shape
-        r = next((r for end, r in dict(ranks).items() if module.endswith(end)), rank)
-        for name, shape in {"A": (r, columns), "B": (rows, r)}.items():
-            factors[f"{PREFIX}{module}.lora_{name}.weight"] = torch.randn(shape, generator=generator) * 0.3
-    folder.mkdir(exist_ok=True)
-    targets = sorted({module.rsplit(".", 1)[-1] for module in modules})
-    (folder / "adapter_config.json").write_text(json.dumps({**CONFIG, "target_modules": targets, **entries}))
-    save_file(factors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    return str(folder)
 
 
 def by_hand(tensors, path, scale):

@@ -186,7 +186,7 @@ def test_esm_needs_a_visible_token(tmp_path):
 
 
 def test_the_harness_says_why_a_row_without_special_tokens_has_no_score(tmp_path):
-    from test_lm import ask
+    from harness_requests import ask
 
     from lm_eval_duel.harness.lm import DuelMDM
 

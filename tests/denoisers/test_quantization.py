@@ -12,8 +12,8 @@ import pytest
 import tiny
 import torch
 import transformers
+from lora_adapters import NATIVE_MODULES, adapter
 from safetensors.torch import load_file, save_file
-from test_lora import NATIVE_MODULES, adapter
 from textbook import score
 
 from lm_eval_duel import denoisers, rules

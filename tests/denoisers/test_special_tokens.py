@@ -6,7 +6,7 @@ import math
 import pytest
 import tiny
 import torch
-from test_lm import ask
+from harness_requests import ask
 from toys import Toy
 
 from lm_eval_duel import denoisers

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from test_dit import opened
+from dit_reference import opened
 from toys import BlockCausal, Rotary, Small, Toy
 
 from lm_eval_duel import rules

@@ -3,8 +3,8 @@
 import itertools
 import math
 
+import dit_reference
 import pytest
-import test_dit
 import torch
 from toys import BlockCausal, Causal, Rotary, Small, Toy
 
@@ -300,7 +300,7 @@ def test_what_the_elbo_refuses():
 
 def score_entropy_by_hand(w, window, steps=100):
     """SEDD's loss over all hidden sets and a fine grid of t, from the description of Lou et al. alone."""
-    start, m, tokens = len(window.context), len(window.target), test_dit.TOKENS
+    start, m, tokens = len(window.context), len(window.target), dit_reference.TOKENS
     row = torch.tensor([*window.context, *window.target])
     total = 0.0
     for n in range(steps):
@@ -312,7 +312,7 @@ def score_entropy_by_hand(w, window, steps=100):
             for hidden in itertools.combinations(range(start, start + m), size):
                 ids = row.clone()
                 ids[list(hidden)] = tokens
-                logits = test_dit.plain(w, ids.tolist(), sigma)[:, :tokens]
+                logits = dit_reference.plain(w, ids.tolist(), sigma)[:, :tokens]
                 scores = logits - math.log(math.expm1(sigma)) - math.log(tokens)
                 weight = chance**size * (1 - chance) ** (m - size) * rate / steps
                 for p in hidden:
@@ -322,7 +322,7 @@ def score_entropy_by_hand(w, window, steps=100):
 
 
 def test_sedd_has_its_own_bound(tmp_path):
-    denoiser, w = test_dit.opened(tmp_path, "sedd")
+    denoiser, w = dit_reference.opened(tmp_path, "sedd")
     windows = [Window((0,), (3, 1)), Window((2, 4), (1, 0, 2))]
     for scored, window in zip(Elbo(denoiser, samples=1024).log_prob(windows), windows, strict=True):
         assert abs(scored.log_prob - score_entropy_by_hand(w, window)) < 4 * scored.stderr

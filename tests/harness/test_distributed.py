@@ -3,13 +3,13 @@
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 import tiny
+from harness_runs import free_port
 from lm_eval.api.instance import Instance
 from lm_eval.api.task import Task
 
@@ -23,12 +23,6 @@ from lm_eval_duel.harness.run_stats import Cost, Share, TaskTotal
 TORCHRUN = ("torch.distributed.run", "--nproc-per-node", "{ranks}", "--master-port", "{port}")
 ACCELERATE = ("accelerate.commands.launch", "--multi_gpu", "--num_processes", "{ranks}", "--num_machines", "1")
 ACCELERATE += ("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "{port}")
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
 
 
 def launch(launcher, count, *arguments, machines=1):

@@ -4,21 +4,15 @@ import json
 from types import SimpleNamespace
 
 import pytest
-import test_dit
 import tiny
-from lm_eval.api.instance import Instance
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from dit_reference import tiny_mdlm
+from harness_requests import ask
 
 from lm_eval_duel.denoisers.special_tokens import framing
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import Duel
 from lm_eval_duel.harness.lm import DuelMDM
-
-
-def ask(kind, *arguments, doc=None):
-    return [Instance(kind, doc or {}, args, 0, metadata=("toy", n, 1)) for n, args in enumerate(arguments)]
 
 
 @pytest.fixture(scope="module")
@@ -169,14 +163,6 @@ def test_conventions_of_framing(folder):
                 lm.loglikelihood(ask("loglikelihood", ("a", " b")), disable_tqdm=True)
 
 
-def tiny_mdlm(folder):
-    """A tiny MDLM and a tokenizer of 12 words, <s> the first of them, as GPT-2 has its end of text."""
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["<s>", *"abcdefghijk"])}, unk_token="k"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="<s>").save_pretrained(folder)
-    return test_dit.write(folder, "mdlm")[0]
-
-
 @pytest.fixture(scope="module")
 def dit(tmp_path_factory):
     return tiny_mdlm(tmp_path_factory.mktemp("dit"))
@@ -232,7 +218,7 @@ def test_the_fingerprint_follows_the_law_and_nothing_else(folder):
         spec(max_length=8),
         spec(dtype="bfloat16"),
         spec(mask_token_id=1),
-        spec(rule="test_laws:Stalls"),
+        spec(rule="custom_rules:Stalls"),
     ]
     assert len({base, *changed}) == len(changed) + 1
 

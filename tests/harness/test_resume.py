@@ -11,8 +11,8 @@ import time
 import kill
 import pytest
 import tiny
-from test_distributed import free_port
-from test_lm import ask
+from harness_requests import ask
+from harness_runs import free_port
 
 from lm_eval_duel import signals as interrupts
 from lm_eval_duel.harness.lm import DuelMDM

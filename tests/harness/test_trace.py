@@ -5,7 +5,7 @@ import math
 
 import pytest
 import tiny
-from test_lm import ask
+from harness_requests import ask
 
 from lm_eval_duel.cli import show
 from lm_eval_duel.cli.main import main

@@ -2,7 +2,7 @@
 
 import pytest
 import tiny
-from test_lm import ask
+from harness_requests import ask
 
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.harness.lm import DuelMDM

@@ -1,6 +1,6 @@
 """Kill a run of the command line with SIGKILL at ten random moments, go on each time, and compare with an unharmed run.
 
-    python tests/kill.py FOLDER [--kills 10] [--seed 0]
+    python tests/helpers/kill.py FOLDER [--kills 10] [--seed 0]
 
 Prints after how many seconds each run was killed, the documents (and windows of others) that it had kept, and how many
 were scored twice: those that were finished and not kept, and those in flight, whose windows in flight are scored again.

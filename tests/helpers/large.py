@@ -1,6 +1,6 @@
 """A LLaDA-8B-shaped random checkpoint in bfloat16: written in shards, loaded and scored, with the memory it took.
 
-python tests/large.py FOLDER           (16 GB of disk; not part of the test suite)
+python tests/helpers/large.py FOLDER   (16 GB of disk; not part of the test suite)
 """
 
 import json

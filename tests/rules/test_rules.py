@@ -68,7 +68,7 @@ def test_aliases(alias, name):
         ("no.such.module:Rule", "No module 'no.such.module' for rule"),
         (":Rule", "':Rule' is no rule: write module:Name, or a rule's name."),
         ("textbook:score", "must be a subclass of lm_eval_duel.rules.Rule"),
-        ("test_laws:Stals", "Did you mean Stalls?"),
+        ("custom_rules:Stals", "Did you mean Stalls?"),
     ],
 )
 def test_errors_say_what_to_do(text, message):
@@ -77,7 +77,7 @@ def test_errors_say_what_to_do(text, message):
 
 
 def test_a_rule_of_ones_own():
-    rule = rules.parse("test_laws:Stalls:mu=0.25")
+    rule = rules.parse("custom_rules:Stalls:mu=0.25")
     assert rule.mu == 0.25
     assert rules.parse(str(rule)) == rule
 

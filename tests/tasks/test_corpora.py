@@ -9,10 +9,9 @@ import sys
 import benchmarks
 import pytest
 import tiny
+from harness_runs import free_port, lm_eval, read
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
-from test_cli import lm_eval, read
-from test_distributed import free_port
 
 from lm_eval_duel import demo, tasks
 from lm_eval_duel.cli.main import main

@@ -4,7 +4,8 @@ import pickle
 
 import pytest
 import torch
-from test_lm import ask, tiny_mdlm
+from dit_reference import tiny_mdlm
+from harness_requests import ask
 from toys import Toy
 
 from lm_eval_duel.engine.windows import Window, of_row

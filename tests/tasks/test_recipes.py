@@ -6,13 +6,13 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
+import dit_reference
 import pytest
-import test_lm
 import yaml
+from harness_runs import lm_eval, read
 from lm_eval import simple_evaluate
 from lm_eval.config.evaluate_config import EvaluatorConfig
 from lm_eval.tasks import TaskManager
-from test_cli import lm_eval, read
 
 from lm_eval_duel import tasks
 from lm_eval_duel.cli.main import main
@@ -153,9 +153,9 @@ def copies(tmp_path_factory):
 def tiny_sedd(tmp_path_factory):
     """SEDD's files with random weights, and a tokenizer of letters."""
     folder = tmp_path_factory.mktemp("sedd")
-    test_lm.tiny_mdlm(folder)
+    dit_reference.tiny_mdlm(folder)
     (folder / "model.safetensors").unlink()
-    return test_lm.test_dit.write(folder, "sedd")[0]
+    return dit_reference.write(folder, "sedd")[0]
 
 
 def demo(name, found, pretrained, copies, length=64):
@@ -201,7 +201,7 @@ KINDS = {
 @pytest.mark.parametrize(("name", "network"), KINDS.items())
 def test_one_of_each_kind_runs(name, network, copies, tiny_sedd, tmp_path):
     pretrained = tiny_sedd if network == "sedd" else where(network) if name == "8b/llama3" else network
-    length = test_lm.test_dit.LENGTH if network == "sedd" else 64
+    length = dit_reference.LENGTH if network == "sedd" else 64
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(demo(name, recipe(name), pretrained, copies, length)))
     config = EvaluatorConfig.from_config(file)

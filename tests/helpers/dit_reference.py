@@ -1,0 +1,179 @@
+"""DiT checkpoints in the authors' file layout with random weights, and the network in plain float64 operations."""
+
+import json
+import math
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from lm_eval_duel import denoisers
+
+WIDTH, LAYERS, HEADS, CONDITION, TOKENS, LENGTH, BLOCK = 16, 2, 2, 8, 12, 16, 4
+VOCABULARY = TOKENS + 1
+MDLM = {
+    "model_type": "mdlm",
+    "architectures": ["MDLM"],
+    "auto_map": {"AutoConfig": "configuration_mdlm.MDLMConfig", "AutoModelForMaskedLM": "modeling_mdlm.MDLM"},
+    "vocab_size": VOCABULARY,
+    "model_length": LENGTH,
+    "hidden_dim": WIDTH,
+    "cond_dim": CONDITION,
+    "n_blocks": LAYERS,
+    "n_heads": HEADS,
+    "dropout": 0.1,
+    "time_conditioning": False,
+}
+BD3LM = {
+    **MDLM,
+    "model_type": "bd3lm",
+    "architectures": ["BD3LM"],
+    "adaln": True,
+    "cross_attn": True,
+    "causal": False,
+    "attn_backend": "flex",
+    "var_min": True,
+    "sampling_eps_min": 1e-3,
+    "sampling_eps_max": 0.999,
+    "block_size": BLOCK,
+}
+SEDD = {
+    "tokens": TOKENS,
+    "graph": {"type": "absorb"},
+    "noise": {"type": "loglinear"},
+    "model": {
+        "hidden_size": WIDTH,
+        "cond_dim": CONDITION,
+        "length": LENGTH,
+        "n_blocks": LAYERS,
+        "n_heads": HEADS,
+        "scale_by_sigma": True,
+        "dropout": 0.1,
+    },
+}
+CONFIGS = {
+    "mdlm": MDLM,
+    "bidirectional": {**BD3LM, "cross_attn": False},
+    "one-block": {**BD3LM, "block_size": LENGTH},
+    "bd3lm": BD3LM,
+    "sedd-retrained": {**BD3LM, "cross_attn": False, "var_min": False, "time_conditioning": True},
+    "sedd": SEDD,
+    "ar": {**BD3LM, "cross_attn": False, "var_min": False, "causal": True, "adaln": False},
+}
+
+
+def weights(adaptive, prefix, vocabulary):
+    """Random tensors under the authors' names."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = {"vocab_embed.embedding": (vocabulary, WIDTH)}
+    if adaptive:
+        shapes |= {"sigma_map.mlp.0.weight": (CONDITION, 256), "sigma_map.mlp.0.bias": (CONDITION,)}
+        shapes |= {"sigma_map.mlp.2.weight": (CONDITION, CONDITION), "sigma_map.mlp.2.bias": (CONDITION,)}
+    for n in range(LAYERS):
+        layer = {
+            "norm1.weight": (WIDTH,),
+            "attn_qkv.weight": (3 * WIDTH, WIDTH),
+            "attn_out.weight": (WIDTH, WIDTH),
+            "norm2.weight": (WIDTH,),
+            "mlp.0.weight": (4 * WIDTH, WIDTH),
+            "mlp.0.bias": (4 * WIDTH,),
+            "mlp.2.weight": (WIDTH, 4 * WIDTH),
+            "mlp.2.bias": (WIDTH,),
+        }
+        if adaptive:
+            layer |= {"adaLN_modulation.weight": (6 * WIDTH, CONDITION), "adaLN_modulation.bias": (6 * WIDTH,)}
+        shapes |= {f"blocks.{n}.{name}": shape for name, shape in layer.items()}
+    shapes |= {
+        "output_layer.norm_final.weight": (WIDTH,),
+        "output_layer.linear.weight": (vocabulary, WIDTH),
+        "output_layer.linear.bias": (vocabulary,),
+    }
+    if adaptive:
+        shapes |= {
+            "output_layer.adaLN_modulation.weight": (2 * WIDTH, CONDITION),
+            "output_layer.adaLN_modulation.bias": (2 * WIDTH,),
+        }
+    made = {prefix + name: torch.randn(shape, generator=generator) * 0.35 for name, shape in shapes.items()}
+    for end in ("weight", "bias"):  # so that rules with a threshold pick several at once
+        made[f"{prefix}output_layer.linear.{end}"] *= 3
+    made[f"{prefix}rotary_emb.inv_freq"] = torch.ones(WIDTH // HEADS // 2)  # computed anew, whatever the file says
+    return made
+
+
+def write(folder, kind, **changes):
+    """A checkpoint folder of a kind, its config changed: its path, and its tensors in float64."""
+    config = {**CONFIGS[kind], **changes}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = weights(kind != "ar", "" if kind == "sedd" else "backbone.", config.get("vocab_size", VOCABULARY))
+    if config.get("var_min"):
+        tensors |= {"sampling_eps_min": torch.tensor(1e-3), "sampling_eps_max": torch.tensor(0.999)}
+    if kind == "sedd":
+        torch.save(tensors, folder / "pytorch_model.bin")
+    else:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder), {name.removeprefix("backbone."): value.double() for name, value in tensors.items()}
+
+
+def opened(folder, kind, changes=None, **asked):
+    """The denoiser of such a folder, and its tensors."""
+    path, w = write(folder, kind, **(changes or {}))
+    return denoisers.load(path, device="cpu", **asked), w
+
+
+def plain(w, ids, sigma=0.0, seen=None, positions=None):
+    """Logits (L, V) from the description alone, in float64, rotations as complex numbers.
+
+    `seen` (L, L): which keys (columns) a query (row) attends to; all unless given. `positions`: 0..L-1 unless given.
+    """
+
+    def linear(x, name):
+        return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0.0)
+
+    def norm(x, name):
+        x = x - x.mean(1, keepdim=True)
+        return x / ((x**2).mean(1, keepdim=True) + 1e-5).sqrt() * w[f"{name}.weight"]
+
+    def gelu(x):
+        return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+    def silu(x):
+        return x / (1 + torch.exp(-x))
+
+    def modulation(name, parts):
+        if c is None:
+            return [0.0, 0.0, 1.0] * (parts // 3) or [0.0, 0.0]
+        return linear(c, f"{name}.adaLN_modulation").split(WIDTH)
+
+    c = None
+    if "sigma_map.mlp.0.weight" in w:
+        angles = torch.tensor([sigma * math.exp(-math.log(10_000) * i / 128) for i in range(128)], dtype=torch.float64)
+        c = linear(torch.cat([angles.cos(), angles.sin()]), "sigma_map.mlp.0")
+        c = silu(linear(silu(c), "sigma_map.mlp.2"))
+    length, half = len(ids), WIDTH // HEADS // 2
+    seen = torch.ones(length, length, dtype=torch.bool) if seen is None else seen
+    positions = torch.tensor(list(range(length) if positions is None else positions), dtype=torch.float64)
+    frequency = 10_000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+    turn = torch.exp(1j * positions[:, None] * frequency)[:, None]  # (L, 1, half)
+    x = w["vocab_embed.embedding"][torch.tensor(ids)]
+    for n in range(LAYERS):
+        p = f"blocks.{n}"
+        shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = modulation(p, 6)
+        qkv = linear(norm(x, f"{p}.norm1") * (1 + scale) + shift, f"{p}.attn_qkv")
+        q, k, v = qkv.reshape(length, 3, HEADS, 2 * half).unbind(1)  # (L, H, head)
+        q, k = (torch.complex(y[..., :half], y[..., half:]) * turn for y in (q, k))
+        agree = torch.einsum("ihc,jhc->hij", q, k.conj()).real / math.sqrt(2 * half)  # (H, L, L)
+        attention = agree.masked_fill(~seen, -math.inf).softmax(2)
+        x = x + gate * linear(torch.einsum("hij,jhc->ihc", attention, v).reshape(length, WIDTH), f"{p}.attn_out")
+        y = norm(x, f"{p}.norm2") * (1 + scale_mlp) + shift_mlp
+        x = x + gate_mlp * linear(gelu(linear(y, f"{p}.mlp.0")), f"{p}.mlp.2")
+    shift, scale = modulation("output_layer", 2)
+    return linear(norm(x, "output_layer.norm_final") * (1 + scale) + shift, "output_layer.linear")
+
+
+def tiny_mdlm(folder):
+    """A tiny MDLM and a tokenizer of 12 words, <s> the first of them, as GPT-2 has its end of text."""
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["<s>", *"abcdefghijk"])}, unk_token="k"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="<s>").save_pretrained(folder)
+    return write(folder, "mdlm")[0]

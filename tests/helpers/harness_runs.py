@@ -1,0 +1,47 @@
+"""Runs of the real harness: in a subprocess, and in this process; what they write; ports for several ranks."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from lm_eval import simple_evaluate
+from lm_eval.tasks import TaskManager
+
+from lm_eval_duel.tasks import task_folder
+
+
+def lm_eval(*arguments, module="lm_eval", check=True):
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=os.path.expanduser("~"),
+    )
+    assert not check or done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+def read(folder, task):
+    """The results JSON and the samples of a task."""
+    (results,) = Path(folder).rglob("results_*.json")
+    (samples,) = Path(folder).rglob(f"samples_{task}_*.jsonl")
+    return json.loads(results.read_text()), [json.loads(line) for line in samples.read_text().splitlines()]
+
+
+def evaluate(task, model_args, model="duel-mdm", **options):
+    """The harness in this process, with this package's tasks only (its own 14,000 take 8 seconds to index)."""
+    metadata = dict(pair.split("=", 1) for pair in model_args.split(","))  # as the command line does
+    tasks = TaskManager(include_path=task_folder(), include_defaults=False, metadata=metadata)
+    return simple_evaluate(
+        model=model, model_args=model_args, tasks=[task], device="cpu", task_manager=tasks, log_samples=True, **options
+    )
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])

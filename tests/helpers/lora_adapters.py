@@ -1,0 +1,34 @@
+"""LoRA adapters with random factors, as peft writes them."""
+
+import json
+
+import torch
+from own import LAYERS
+from safetensors.torch import save_file
+
+from lm_eval_duel.denoisers.hf.lora import PREFIX
+
+CONFIG = {
+    "peft_type": "LORA",
+    "task_type": "CAUSAL_LM",
+    "base_model_name_or_path": "elsewhere",
+    "r": 3,
+    "lora_alpha": 6,
+}
+NATIVE_MODULES = [f"model.layers.{n}.{name}" for n in range(LAYERS) for name in ("self_attn.q_proj", "mlp.down_proj")]
+
+
+def adapter(folder, tensors, modules, rank=3, ranks=(), **entries):
+    """An adapter of `modules`; `ranks`: those of modules by the end of their names."""
+    generator = torch.Generator().manual_seed(11)
+    factors = {}
+    for module in modules:
+        rows, columns = tensors[f"{module}.weight"].shape
+        r = next((r for end, r in dict(ranks).items() if module.endswith(end)), rank)
+        for name, shape in {"A": (r, columns), "B": (rows, r)}.items():
+            factors[f"{PREFIX}{module}.lora_{name}.weight"] = torch.randn(shape, generator=generator) * 0.3
+    folder.mkdir(exist_ok=True)
+    targets = sorted({module.rsplit(".", 1)[-1] for module in modules})
+    (folder / "adapter_config.json").write_text(json.dumps({**CONFIG, "target_modules": targets, **entries}))
+    save_file(factors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    return str(folder)
