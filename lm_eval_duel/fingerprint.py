@@ -13,10 +13,11 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from lm_eval_duel.errors import DuelError
 
+SPEC_VERSION = 2  # raised when a release changes a number for the same arguments
 SPEC_FILES = re.compile(r"config\.json|.*\.safetensors|pytorch_model.*\.bin|.*\.ckpt|.*\.index\.json")
 ADAPTER_FILES = re.compile(r"adapter_config\.json|adapter_model\.(safetensors|bin)")
 LIBRARIES = ("lm_eval_duel", "torch", "transformers", "tokenizers")  # their releases are in the results
@@ -26,6 +27,19 @@ NO_IDS = (  # settings of a tokenizer that change no id of a text by itself
     *("local_files_only", "model_input_names", "model_max_length", "name_or_path", "pad_token", "padding_side"),
     *("processor_class", "response_template", "tokenizer_class", "truncation_side", "verbose", "auto_map"),
 )
+
+
+class Described(Protocol):
+    """A part of a spec: a denoiser, an estimator, or the text side."""
+
+    def describe(self) -> dict[str, object]:
+        """What of this part defines a number."""
+
+
+def spec_of(*parts: Described) -> dict[str, str]:
+    """Everything that defines a number, in words; `digest` makes the fingerprint of it."""
+    spec = {key: str(value) for part in parts for key, value in part.describe().items()}
+    return {**spec, "version": str(SPEC_VERSION)}
 
 
 def digest(spec: Mapping[str, object]) -> str:
