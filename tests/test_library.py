@@ -217,11 +217,11 @@ def test_arguments_are_those_of_the_harness(duel):
     rule = Duel.from_pretrained("demo-bd", rule="klass", mu=0.9, nu=0.01, device="cpu").rule
     assert str(rule) == "klass:mu=0.9:nu=0.01:history=1:kl=paper"
     assert Duel.from_pretrained("demo-bd", rule=rule, device="cpu").rule is rule
-    with pytest.raises(DuelError, match="Unknown model arg 'blok'. Did you mean block?"):
+    with pytest.raises(DuelError, match=r"Unknown model arg 'blok'. Did you mean block?"):
         Duel.from_pretrained("demo-mdm", blok=3)
     with pytest.raises(DuelError, match="'estimator' is a model arg of the harness's model"):
         Duel.from_pretrained("demo-mdm", estimator="elbo")
-    with pytest.raises(DuelError, match="Unknown value of windows 'harnes'. Did you mean harness?"):
+    with pytest.raises(DuelError, match=r"Unknown value of windows 'harnes'. Did you mean harness?"):
         Duel(duel.denoiser, windows="harnes")
     loaded = Duel.from_pretrained("demo-bd", tokenizer=duel.tokenizer, device="cpu")
     assert loaded.tokenizer is duel.tokenizer and loaded.spec == duel.spec
