@@ -54,7 +54,7 @@ def number(value: float) -> str:
     return short if float(short) == float(value) else repr(float(value))
 
 
-def hash_files(paths: Iterable[str | os.PathLike]) -> str:
+def hash_files(paths: Iterable[str | os.PathLike[str]]) -> str:
     """Twelve hexadecimal digits of the contents of files, names of folders not counted."""
     total = hashlib.sha256()
     for path in sorted(paths, key=lambda path: (os.path.basename(path), path)):
@@ -77,7 +77,7 @@ def hash_texts(texts: Iterable[str]) -> str:
 # ---------------------------------------------------------------- weights
 
 
-def weights_of(folder: str | os.PathLike, code: bool = False) -> str:
+def weights_of(folder: str | os.PathLike[str], code: bool = False) -> str:
     """The hash of the weights and config in a local folder, every file that a loader reads, and of its code where it
     runs."""
     names = {name for name in os.listdir(folder) if SPEC_FILES.fullmatch(name) or (code and name.endswith(".py"))}
@@ -87,12 +87,12 @@ def weights_of(folder: str | os.PathLike, code: bool = False) -> str:
     return hash_files(os.path.join(folder, name) for name in names)
 
 
-def adapter_of(folder: str | os.PathLike) -> str:
+def adapter_of(folder: str | os.PathLike[str]) -> str:
     """The hash of a PEFT adapter in a local folder."""
     return hash_files(os.path.join(folder, name) for name in os.listdir(folder) if ADAPTER_FILES.fullmatch(name))
 
 
-def _named(folder: str | os.PathLike, name: str) -> Iterator[str]:
+def _named(folder: str | os.PathLike[str], name: str) -> Iterator[str]:
     """The files of weights that a config or an index names, which may be called anything."""
     try:
         with open(os.path.join(folder, name), encoding="utf-8") as file:

@@ -107,6 +107,7 @@ class RevealLoop:
                 queue.put_first(entering)
                 self._halve()
                 break
+        assert active is not None  # it was, or the queue was not empty
         return active
 
     def fits(self, view: View, rule: rules.Rule, *lanes: Lanes) -> int:

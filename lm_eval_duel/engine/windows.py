@@ -23,11 +23,11 @@ Ids: TypeAlias = "Sequence[int] | Tensor"  # token ids: a list, a tuple, or a te
 
 def as_ids(ids: Ids) -> tuple[int, ...]:
     """Token ids as a tuple of ints; raises DuelError for a tensor or array that is not one-dimensional."""
-    if hasattr(ids, "tolist"):
-        if getattr(ids, "ndim", 1) != 1:
-            raise DuelError(f"Token ids are a list, or a tensor of one dimension; got the shape {tuple(ids.shape)}.")
-        ids = ids.tolist()
-    return tuple(int(token) for token in ids)
+    if (shape := getattr(ids, "shape", None)) is None:
+        return tuple(int(token) for token in ids)
+    if len(shape) != 1:
+        raise DuelError(f"Token ids are a list, or a tensor of one dimension; got one of the shape {tuple(shape)}.")
+    return tuple(map(int, ids.tolist()))  # type: ignore[union-attr]  # it has a shape: a tensor or an array
 
 
 @dataclasses.dataclass(frozen=True, init=False)

@@ -229,9 +229,9 @@ class _Replay(rules.Rule):
 
     name: ClassVar[str] = "replay"
     fixed: ClassVar[bool] = True
-    steps: tuple[int, ...]
+    reveal_steps: tuple[int, ...]
 
     def __call__(self, predictions: Predictions, lanes: Lanes) -> rules.Decision:
-        order = torch.tensor(self.steps, device=lanes.row.device)  # (T,)
+        order = torch.tensor(self.reveal_steps, device=lanes.row.device)  # (T,)
         index = (lanes.columns - lanes.origin[:, None]).clamp(0, len(order) - 1)  # (R, W)
         return rules.certain(lanes.hidden & (order[index] == lanes.step[:, None]))

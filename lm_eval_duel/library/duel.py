@@ -13,7 +13,7 @@ import contextlib
 import logging
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from lm_eval_duel import denoisers, fingerprint
 from lm_eval_duel.denoisers.base import Denoiser
@@ -161,7 +161,7 @@ class Duel(estimator.Duel):
         return f"Duel({words}, fingerprint={self.fingerprint})"
 
     def under(self, denoiser: Denoiser) -> Duel:
-        twin = super().under(denoiser)
+        twin = cast(Duel, super().under(denoiser))
         vars(twin).pop("spec", None)  # cached, of the other network
         return twin
 
