@@ -237,7 +237,9 @@ def test_ids_may_be_lists_tuples_or_tensors(ids):
     assert drawn == duel.sample([(1,)], 4, suffix=(2,), seed=3)
     [replayed] = duel.replay([window], [ids(list(score.reveal_steps))])
     assert replayed.log_prob == pytest.approx(score.log_prob)
-    with pytest.raises(DuelError, match=r"Token ids are a list, or a tensor of one dimension; got one of the shape \(1, 2\)"):
+    with pytest.raises(
+        DuelError, match=r"Token ids are a list, or a tensor of one dimension; got one of the shape \(1, 2\)"
+    ):
         Window((), torch.tensor([[1, 2]]))
 
 

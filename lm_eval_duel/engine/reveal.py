@@ -2,7 +2,7 @@
 
     while lanes:
         predictions = view(lanes)
-        decision = rule(predictions, lanes)  # type: ignore[arg-type]  # None for a fixed rule
+        decision = rule(predictions, lanes)
         tokens = choose(predictions, lanes, decision.pick)
         results.add(lanes, decision, predictions, tokens, predictions.log_prob(tokens))
         lanes = lanes.reveal(decision.pick, tokens)          finished lanes are yielded, waiting ones enter
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import torch
 
@@ -156,7 +157,7 @@ class RevealLoop:
 
 
 def decide(rule: rules.Rule, predictions: Predictions | None, lanes: Lanes, group: Sequence[int]) -> rules.Decision:
-    decision = rule(predictions, lanes)  # type: ignore[arg-type]  # None for a fixed rule
+    decision = rule(cast(Predictions, predictions), lanes)  # None for a fixed rule
     if isinstance(decision, torch.Tensor):
         decision = rules.Decision(decision)
     if not isinstance(decision, rules.Decision):

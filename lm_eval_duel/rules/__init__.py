@@ -162,7 +162,7 @@ def _custom(name: str) -> type[Rule]:
     return rule
 
 
-def _convert(name: str, field: dataclasses.Field[Any], value: Any) -> Any:
+def _convert(name: str, field: dataclasses.Field, value: Any) -> Any:
     """A parameter's value from text or a number, by the field's type (int, float, bool or str; or None)."""
     declared = field.type.__name__ if isinstance(field.type, type) else str(field.type)
     if value in (None, "None", "none") and ("None" in declared or "Optional" in declared):

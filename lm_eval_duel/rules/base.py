@@ -16,9 +16,6 @@ from lm_eval_duel.errors import DuelError
 if TYPE_CHECKING:
     import torch
 
-    from lm_eval_duel.denoisers.predictions import Predictions
-    from lm_eval_duel.engine.lanes import Lanes
-
 
 INTEGERS = 2**63  # where those of tensors end
 LOG_ODDS_SLOPE = 2.0  # the L1 norm of d(log-odds)/d(logits), and of d(log P1 - log P2)/d(logits)
@@ -55,8 +52,7 @@ class Rule:
                 if said not in vars(cls):
                     setattr(cls, said, False)
 
-    def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
-        """Which hidden positions of each lane to reveal next. A `fixed` rule may get None for `predictions`."""
+    def __call__(self, predictions: Any, lanes: Any) -> Decision:
         raise NotImplementedError
 
     def __str__(self) -> str:
@@ -75,13 +71,13 @@ class Counted(Rule):
         check(self, "k", 1 <= self.k < INTEGERS and self.k == int(self.k), "a count of positions, at least 1")
 
 
-def kind_of(field: dataclasses.Field[Any]) -> str:
+def kind_of(field: dataclasses.Field) -> str:
     """The type of a rule's parameter, or of what it may be besides None: int, float, bool or str."""
     declared = field.type.__name__ if isinstance(field.type, type) else str(field.type)
     return next((kind for kind in ("int", "float", "bool") if re.search(rf"\b{kind}\b", declared)), "str")
 
 
-def _plain(field: dataclasses.Field[Any], value: Any) -> Any:
+def _plain(field: dataclasses.Field, value: Any) -> Any:
     """A parameter as a number of Python of its type: equal ones have one text, whatever they were given as."""
     kind = {"int": int, "float": float, "bool": bool}.get(kind_of(field))
     with contextlib.suppress(TypeError, ValueError, OverflowError):  # None, or what the rule makes of another type
