@@ -1,4 +1,83 @@
-"""Exact likelihood of masked diffusion language models, as a model of lm-evaluation-harness.
+"""Exact likelihood of masked diffusion language models: a Python library, and a model of lm-evaluation-harness.
 
-Nothing is imported here: the registration hook loads this package at every interpreter start.
+    from lm_eval_duel import Duel, Window, load
+
+Public names are imported when they are first used (PEP 562). The registration hook imports this package at every
+interpreter start, so this file imports nothing, not even `typing`.
 """
+
+TYPE_CHECKING = False  # as typing.TYPE_CHECKING: type checkers read it as True
+if TYPE_CHECKING:
+    from lm_eval_duel.denoisers import load, load_tokenizer
+    from lm_eval_duel.denoisers.base import Denoiser
+    from lm_eval_duel.engine.results import Sample, WindowScore
+    from lm_eval_duel.engine.windows import Window
+    from lm_eval_duel.errors import DuelError, RuleStalled, UsageError
+    from lm_eval_duel.estimators.duel import Autoregressive
+    from lm_eval_duel.estimators.elbo import Elbo
+    from lm_eval_duel.estimators.lattice import Lattice
+    from lm_eval_duel.library.duel import Duel
+    from lm_eval_duel.library.results import GeneratedText, TextScore
+    from lm_eval_duel.rules import Decision, Rule
+
+    __version__: str
+
+_HOMES = {  # the module that defines each public name
+    "Autoregressive": "lm_eval_duel.estimators.duel",
+    "Decision": "lm_eval_duel.rules",
+    "Denoiser": "lm_eval_duel.denoisers.base",
+    "Duel": "lm_eval_duel.library.duel",
+    "DuelError": "lm_eval_duel.errors",
+    "Elbo": "lm_eval_duel.estimators.elbo",
+    "GeneratedText": "lm_eval_duel.library.results",
+    "Lattice": "lm_eval_duel.estimators.lattice",
+    "Rule": "lm_eval_duel.rules",
+    "RuleStalled": "lm_eval_duel.errors",
+    "Sample": "lm_eval_duel.engine.results",
+    "TextScore": "lm_eval_duel.library.results",
+    "UsageError": "lm_eval_duel.errors",
+    "Window": "lm_eval_duel.engine.windows",
+    "WindowScore": "lm_eval_duel.engine.results",
+    "load": "lm_eval_duel.denoisers",
+    "load_tokenizer": "lm_eval_duel.denoisers",
+}
+
+__all__ = [
+    "Autoregressive",
+    "Decision",
+    "Denoiser",
+    "Duel",
+    "DuelError",
+    "Elbo",
+    "GeneratedText",
+    "Lattice",
+    "Rule",
+    "RuleStalled",
+    "Sample",
+    "TextScore",
+    "UsageError",
+    "Window",
+    "WindowScore",
+    "load",
+    "load_tokenizer",
+]
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name on first use."""
+    if name == "__version__":
+        from importlib.metadata import version
+
+        value: object = version("lm_eval_duel")
+    elif name in _HOMES:
+        from importlib import import_module
+
+        value = getattr(import_module(_HOMES[name]), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "__version__"})

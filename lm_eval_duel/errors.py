@@ -29,7 +29,7 @@ class RuleStalled(DuelError):
 class NotFinite(DuelError):
     """The network returned NaN or infinite logits; `lane` is the lane's number in its batch."""
 
-    def __init__(self, message: str, window: int | None = None, lane: int | None = None):
+    def __init__(self, message: str, window: int | None = None, lane: int = 0):
         super().__init__(message, window)
         self.lane = lane
 

@@ -13,10 +13,11 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from lm_eval_duel.errors import DuelError
 
+SPEC_VERSION = 2  # raised when a release changes a number for the same arguments
 SPEC_FILES = re.compile(r"config\.json|.*\.safetensors|pytorch_model.*\.bin|.*\.ckpt|.*\.index\.json")
 ADAPTER_FILES = re.compile(r"adapter_config\.json|adapter_model\.(safetensors|bin)")
 LIBRARIES = ("lm_eval_duel", "torch", "transformers", "tokenizers")  # their releases are in the results
@@ -26,6 +27,19 @@ NO_IDS = (  # settings of a tokenizer that change no id of a text by itself
     *("local_files_only", "model_input_names", "model_max_length", "name_or_path", "pad_token", "padding_side"),
     *("processor_class", "response_template", "tokenizer_class", "truncation_side", "verbose", "auto_map"),
 )
+
+
+class Described(Protocol):
+    """A part of a spec: a denoiser, an estimator, or the text side."""
+
+    def describe(self) -> dict[str, object]:
+        """What of this part defines a number."""
+
+
+def spec_of(*parts: Described) -> dict[str, str]:
+    """Everything that defines a number, in words; `digest` makes the fingerprint of it."""
+    spec = {key: str(value) for part in parts for key, value in part.describe().items()}
+    return {**spec, "version": str(SPEC_VERSION)}
 
 
 def digest(spec: Mapping[str, object]) -> str:
@@ -40,7 +54,7 @@ def number(value: float) -> str:
     return short if float(short) == float(value) else repr(float(value))
 
 
-def hash_files(paths: Iterable[str | os.PathLike]) -> str:
+def hash_files(paths: Iterable[str | os.PathLike[str]]) -> str:
     """Twelve hexadecimal digits of the contents of files, names of folders not counted."""
     total = hashlib.sha256()
     for path in sorted(paths, key=lambda path: (os.path.basename(path), path)):
@@ -63,7 +77,7 @@ def hash_texts(texts: Iterable[str]) -> str:
 # ---------------------------------------------------------------- weights
 
 
-def weights_of(folder: str | os.PathLike, code: bool = False) -> str:
+def weights_of(folder: str | os.PathLike[str], code: bool = False) -> str:
     """The hash of the weights and config in a local folder, every file that a loader reads, and of its code where it
     runs."""
     names = {name for name in os.listdir(folder) if SPEC_FILES.fullmatch(name) or (code and name.endswith(".py"))}
@@ -73,12 +87,12 @@ def weights_of(folder: str | os.PathLike, code: bool = False) -> str:
     return hash_files(os.path.join(folder, name) for name in names)
 
 
-def adapter_of(folder: str | os.PathLike) -> str:
+def adapter_of(folder: str | os.PathLike[str]) -> str:
     """The hash of a PEFT adapter in a local folder."""
     return hash_files(os.path.join(folder, name) for name in os.listdir(folder) if ADAPTER_FILES.fullmatch(name))
 
 
-def _named(folder: str | os.PathLike, name: str) -> Iterator[str]:
+def _named(folder: str | os.PathLike[str], name: str) -> Iterator[str]:
     """The files of weights that a config or an index names, which may be called anything."""
     try:
         with open(os.path.join(folder, name), encoding="utf-8") as file:

@@ -18,6 +18,7 @@ from lm_eval_duel import rules
 from lm_eval_duel.command_line import Parser
 from lm_eval_duel.errors import DuelError, usage
 from lm_eval_duel.harness import trace
+from lm_eval_duel.harness.token_text import token_texts
 
 EARLY_TO_LATE = (54, 61, 67, 73, 79, 114, 185, 226)  # of the terminal's 256 colours: dark blue to yellow
 SURE_TO_SURPRISED = (255, 230, 228, 222, 215, 208, 202, 196)  # white to red
@@ -37,7 +38,7 @@ def show(records: list[dict[str, Any]], tokenizer: Any, by: str, coloured: bool,
     """
     parts, last = [], 0
     for record in records:
-        pieces, order = spelled(record["ids"], tokenizer), _order(record, rule)
+        pieces, order = token_texts(record["ids"], tokenizer), _order(record, rule)
         shown = record | order
         parts.append(_heading(record) + (f"\nshown: the order of {order['name']}" if order else ""))
         parts.append(_colours(shown, pieces, by) if coloured else _lines(shown, pieces))
@@ -56,19 +57,6 @@ def _order(record: dict[str, Any], rule: str | None) -> dict[str, Any]:
     if name not in found:
         raise DuelError(f"This trace has no order of {name}; it holds {', '.join(found) or 'none but its own'}.")
     return {**found[name], "name": name}
-
-
-def spelled(ids: list[int], tokenizer: Any) -> list[str]:
-    """What each id adds to the text; a character of several ids stands at the last of them."""
-    pieces, done = [], ""
-    for end in range(1, len(ids) + 1):
-        text = tokenizer.decode(ids[:end])
-        if text.endswith("\N{REPLACEMENT CHARACTER}") and end < len(ids):
-            pieces.append("")
-            continue
-        pieces.append(text[len(done) :])
-        done = text
-    return pieces
 
 
 def _heading(record: dict[str, Any]) -> str:

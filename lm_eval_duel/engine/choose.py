@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Choose(Protocol):
     """A source of tokens."""
 
-    teacher_forced: bool  # the tokens do not depend on the predictions
+    teacher_forced: ClassVar[bool]  # the tokens do not depend on the predictions
 
     def __call__(self, predictions: Predictions, lanes: Lanes, pick: torch.Tensor) -> torch.Tensor:
         """The tokens to reveal at `pick` (R, W), (R, W); -1 elsewhere."""

@@ -96,8 +96,8 @@ class Lanes:
         shown = torch.where(self.hidden & ~hidden, tokens, self.tokens)  # (R, W)
         return dataclasses.replace(self, hidden=hidden, tokens=shown)
 
-    def select(self: Self, keep: torch.Tensor) -> Self:
-        """The lanes at `keep`: a boolean plane (R,), or indices."""
+    def select(self: Self, keep: torch.Tensor | slice) -> Self:
+        """The lanes at `keep`: a boolean plane (R,), indices, or a slice."""
         values = {
             field.name: getattr(self, field.name)[keep] for field in dataclasses.fields(self) if field.name != "memory"
         }

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import torch
 
@@ -107,6 +108,7 @@ class RevealLoop:
                 queue.put_first(entering)
                 self._halve()
                 break
+        assert active is not None  # it was, or the queue was not empty
         return active
 
     def fits(self, view: View, rule: rules.Rule, *lanes: Lanes) -> int:
@@ -155,7 +157,7 @@ class RevealLoop:
 
 
 def decide(rule: rules.Rule, predictions: Predictions | None, lanes: Lanes, group: Sequence[int]) -> rules.Decision:
-    decision = rule(predictions, lanes)
+    decision = rule(cast(Predictions, predictions), lanes)  # None for a fixed rule
     if isinstance(decision, torch.Tensor):
         decision = rules.Decision(decision)
     if not isinstance(decision, rules.Decision):

@@ -11,24 +11,43 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 from lm_eval_duel.errors import DuelError
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-@dataclasses.dataclass(frozen=True)
+Ids: TypeAlias = "Sequence[int] | Tensor"  # token ids: a list, a tuple, or a tensor of one dimension
+
+
+def as_ids(ids: Ids) -> tuple[int, ...]:
+    """Token ids as a tuple of ints; raises DuelError for a tensor or array that is not one-dimensional."""
+    if (shape := getattr(ids, "shape", None)) is None:
+        return tuple(int(token) for token in ids)
+    if len(shape) != 1:
+        raise DuelError(f"Token ids are a list, or a tensor of one dimension; got one of the shape {tuple(shape)}.")
+    return tuple(map(int, ids.tolist()))  # type: ignore[union-attr]  # it has a shape: a tensor or an array
+
+
+@dataclasses.dataclass(frozen=True, init=False)
 class Window:
-    """One thing to score: log p(target | context, suffix), with `tail` more [MASK] positions after the target."""
+    """One thing to score: log p(target | context, suffix), with `tail` more [MASK] positions after the target.
+
+    Ids may be lists, tuples or tensors; they are kept as tuples.
+    """
 
     context: tuple[int, ...]
     target: tuple[int, ...]
     suffix: tuple[int, ...] = ()
     tail: int = 0
 
-    def __post_init__(self) -> None:
-        for part in ("context", "target", "suffix"):
-            object.__setattr__(self, part, tuple(int(token) for token in getattr(self, part)))
-        if self.tail < 0:
-            raise DuelError(f"A window's tail is a number of [MASK] positions >= 0, not {self.tail}.")
+    def __init__(self, context: Ids, target: Ids, suffix: Ids = (), tail: int = 0):
+        if tail < 0:
+            raise DuelError(f"A window's tail is a number of [MASK] positions >= 0, not {tail}.")
+        parts = {"context": as_ids(context), "target": as_ids(target), "suffix": as_ids(suffix), "tail": tail}
+        for name, value in parts.items():
+            object.__setattr__(self, name, value)  # the dataclass is frozen
 
     @property
     def length(self) -> int:

@@ -107,7 +107,7 @@ def _problem(denoiser: Denoiser, block: int | None, grid: str, window: Window, i
         return f"holds the mask token (id {denoiser.mask_id}), which cannot be given or scored."
     if window.suffix and window.target and denoiser.attention == "causal":
         return "has given ids after its target, which a causal network never sees. Leave them out of the suffix."
-    if window.suffix and denoiser.attention == "block_causal" and window.target:
+    if window.suffix and denoiser.block and denoiser.attention == "block_causal" and window.target:
         end = len(window.context) + len(window.target)
         border = end + -end % denoiser.block
         if window.length > border:

@@ -27,7 +27,7 @@ from lm_eval_duel.engine.choose import Argmax, Choose, Draws
 from lm_eval_duel.engine.lanes import Lanes, Queue, Rows
 from lm_eval_duel.engine.results import Sample, SampleAccumulator, ScoreAccumulator, WindowScore
 from lm_eval_duel.engine.reveal import RevealLoop, decide
-from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.engine.windows import Ids, Window, as_ids
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.base import Estimator, Finished, Opened, Value, fresh
 from lm_eval_duel.estimators.checks import check_rule, check_windows
@@ -74,13 +74,13 @@ class Duel(Estimator):
         twin.counts = self.counts
         return twin
 
-    def replay(self, windows: Sequence[Window], steps: Sequence[Sequence[int]]) -> list[WindowScore]:
+    def replay(self, windows: Sequence[Window], steps: Sequence[Ids]) -> list[WindowScore]:
         """The score of a recorded order, `steps` as `WindowScore.reveal_steps`. A diagnostic: a likelihood
         only if a rule made them."""
         if len(windows) != len(steps):
             raise DuelError(f"replay wants the steps of each window: {len(windows)} windows, {len(steps)} orders.")
         results: list[WindowScore] = []
-        for n, (window, order) in enumerate(zip(windows, steps, strict=True)):
+        for n, (window, order) in enumerate(zip(windows, map(as_ids, steps), strict=True)):
             context = len(window.context)
             if len(order) != len(window.target):
                 raise DuelError(f"Window {n} has {len(window.target)} target tokens but {len(order)} steps.")
@@ -90,21 +90,21 @@ class Duel(Estimator):
                     raise DuelError(
                         f"Window {n}: the steps of a block must be 0..n-1 without gaps, not {sorted(inside)}."
                     )
-            rule = _Replay(tuple(order))
+            rule = _Replay(order)
             results += [scored for _, scored in self._stream([window], functools.partial(self._follow, rule=rule))]
         return results
 
-    def sample(self, contexts: Sequence[Sequence[int]], length: int, **settings: Any) -> list[Sample]:
+    def sample(self, contexts: Sequence[Ids], length: int, **settings: Any) -> list[Sample]:
         """`length` tokens after each context (Algorithm 1), each with its own score. Settings: see `stream_samples`."""
         samples = dict(self.stream_samples(contexts, length, **settings))
         return [samples[n] for n in range(len(contexts))]
 
     def stream_samples(
         self,
-        contexts: Sequence[Sequence[int]],
+        contexts: Sequence[Ids],
         length: int,
         *,
-        suffix: Sequence[int] = (),
+        suffix: Ids = (),
         tail: int = 0,
         do_sample: bool = True,
         seed: int = 0,
@@ -192,11 +192,11 @@ class Duel(Estimator):
                 yield numbers[n], drawn
 
 
-def as_windows(contexts: Sequence[Sequence[int]], length: int, suffix: Sequence[int], tail: int) -> list[Window]:
+def as_windows(contexts: Sequence[Ids], length: int, suffix: Ids, tail: int) -> list[Window]:
     """What is to be generated, as windows."""
     if length < 0:
         raise DuelError(f"length is a number of tokens to generate, not {length}.")
-    return [Window(tuple(context), (0,) * length, tuple(suffix), tail) for context in contexts]
+    return [Window(context, (0,) * length, suffix, tail) for context in contexts]
 
 
 class Autoregressive(Duel):
@@ -229,7 +229,7 @@ class _Replay(rules.Rule):
 
     name: ClassVar[str] = "replay"
     fixed: ClassVar[bool] = True
-    steps: tuple[int, ...]
+    reveal_steps: tuple[int, ...]
 
     def __call__(self, predictions: Predictions, lanes: Lanes) -> rules.Decision:
         order = torch.tensor(self.reveal_steps, device=lanes.row.device)  # (T,)

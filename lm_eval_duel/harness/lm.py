@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("lm_eval.duel_mdm")  # the harness shows its own loggers only
 
-SPEC_VERSION = 2  # raised when a release changes a number for the same arguments
-
 
 class DuelMDM(Writing):
     """Exact likelihood of a masked diffusion model under a deterministic unmasking rule, and what it is compared with.
@@ -83,8 +81,7 @@ class DuelMDM(Writing):
     @cached_property
     def spec(self) -> dict[str, str]:
         """Everything that defines a number, in words."""
-        parts = {**self.denoiser.describe(), **self.estimator.describe(), **self.text.describe()}
-        return {key: str(value) for key, value in {**parts, "version": SPEC_VERSION}.items()}
+        return fingerprint.spec_of(self.denoiser, self.estimator, self.text)
 
     @property
     def generating(self) -> dict[str, str]:

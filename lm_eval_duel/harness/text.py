@@ -9,8 +9,6 @@ import dataclasses
 from functools import cached_property
 from typing import Any
 
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-
 from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.denoisers.special_tokens import convention, end_of_text
 from lm_eval_duel.engine.windows import Window, conditional, independent, of_row, target_capacity
@@ -190,6 +188,8 @@ class Text:
             return [self._without_unseen(window) for window in windows]
         if self.start is None:
             raise DuelError("windows=harness starts with a prefix token and this tokenizer has none; use independent.")
+        from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
         rolling = get_rolling_token_windows(ids, self.start, self.capacity, context_len=1)
         pairs = map(make_disjoint_window, rolling)
         return [Window(tuple(context), tuple(target), tuple(self.suffix)) for context, target in pairs]

@@ -243,11 +243,11 @@ def test_show_says_what_there_is(traced):
 
 def test_a_character_of_several_tokens_stands_at_the_last():
     from lm_eval_duel import denoisers
-    from lm_eval_duel.cli.show import spelled
+    from lm_eval_duel.harness.token_text import token_texts
 
     tokenizer = denoisers.load_tokenizer({"tokenizer": "demo-mdm"})
     ids = tokenizer("naïve \N{SNOWMAN} café", add_special_tokens=False)["input_ids"]
-    pieces = spelled(ids, tokenizer)
+    pieces = token_texts(ids, tokenizer)
     assert "".join(pieces) == tokenizer.decode(ids) and "" in pieces
 
 

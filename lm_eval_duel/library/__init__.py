@@ -1,0 +1,1 @@
+"""The Python library: `Duel` with text in and text out."""

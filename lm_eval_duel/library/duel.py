@@ -1,0 +1,294 @@
+"""`Duel` for Python: the estimator of `estimators/duel.py`, with text in and text out.
+
+    duel = Duel.from_pretrained("demo-mdm", rule="greedy", block=32)
+    [score] = duel.score(["We the people"])
+    [generated] = duel.generate(["We the"], max_new_tokens=64, do_sample=True, seed=0)
+
+Special tokens and windows are those of the harness (harness/text.py), so the numbers are too. lm_eval is not needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
+
+from lm_eval_duel import denoisers, fingerprint
+from lm_eval_duel.denoisers.base import Denoiser
+from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.errors import DuelError, unknown
+from lm_eval_duel.estimators import duel as estimator
+from lm_eval_duel.harness.generation import Generator, Settings
+from lm_eval_duel.harness.text import Text
+from lm_eval_duel.library.results import GeneratedText, TextScore
+from lm_eval_duel.options import WINDOWS, Options
+from lm_eval_duel.rules import Rule
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger("lm_eval.duel_mdm")
+
+Block: TypeAlias = "int | Literal['auto'] | None"
+Grid: TypeAlias = Literal["auto", "target", "row"]
+Windows: TypeAlias = Literal["independent", "harness"]
+
+HARNESS_ARGS = ("estimator", "trace", "verify", "lattice_rules", "draw_seed", "parallelize")  # not args of a Duel
+
+
+class Duel(estimator.Duel):
+    """A denoiser, an unmasking rule and a block: one distribution, to score and to sample.
+
+    Made from a denoiser, it takes token ids: `log_prob`, `stream`, `sample`, `replay`. With a tokenizer, as
+    `from_pretrained` has it, it also takes texts: `score`, `generate`.
+
+    Args:
+        denoiser: A network, from `load`.
+        rule: The unmasking rule, such as "greedy:k=2", or an instance of `Rule`.
+        block: Positions that are finished before the next ones are begun. None: the whole target. "auto": the trained
+            or published block, else 32.
+        grid: Where blocks count from, the first target position or the first position of the row. "auto": "row" for
+            block-causal networks, else "target".
+        batch_size: Rows of max_length in one network call. None: what the device takes. Changes no number.
+        max_batch_size: At most this many.
+        traced: Scores carry the confidence, margin and entropy of each token.
+        tokenizer: Turns texts into ids. None: this Duel takes ids only.
+        windows: How long texts are cut, "independent" (each window from scratch) or "harness" (its rolling windows).
+
+    Raises:
+        DuelError: If the combination defines no distribution of this network.
+    """
+
+    def __init__(
+        self,
+        denoiser: Denoiser,
+        rule: str | Rule = "greedy",
+        block: Block = "auto",
+        grid: Grid = "auto",
+        batch_size: int | None = None,
+        max_batch_size: int | None = None,
+        traced: bool = False,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        windows: Windows = "independent",
+    ):
+        super().__init__(denoiser, rule, block, grid, batch_size, max_batch_size, traced)
+        if windows not in WINDOWS:
+            raise unknown("value of windows", windows, WINDOWS)
+        self._text = None if tokenizer is None else Text(tokenizer, denoiser, windows, self.block)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str = "demo-mdm",
+        *,
+        rule: str | Rule = "greedy",
+        block: Block = "auto",
+        grid: Grid = "auto",
+        windows: Windows = "independent",
+        device: str | None = None,
+        tokenizer: str | PreTrainedTokenizerBase | None = None,
+        batch_size: int | None = None,
+        max_batch_size: int | None = None,
+        traced: bool = False,
+        **network: Any,
+    ) -> Duel:
+        """A checkpoint with its tokenizer: a local folder, a hub name, or a bundled name.
+
+        Args:
+            name: The checkpoint.
+            device: None picks a GPU if there is one.
+            tokenizer: A folder, a hub name, or a loaded tokenizer. None: the checkpoint's own.
+            network: The model args of the network, as in docs/model_args.md: dtype, revision, trust_remote_code, bos,
+                mask_token_id, max_length, family, attention, shift_logits, temperature, peft, device_map, ... A rule's
+                parameters may stand here as well (rule="klass", mu=0.9, nu=0.01).
+
+        Raises:
+            DuelError: If an argument is wrong or the checkpoint cannot be read.
+        """
+        for key in HARNESS_ARGS:
+            if key in network:
+                raise DuelError(
+                    f"'{key}' is a model arg of the harness's model; Duel.from_pretrained does not take it."
+                )
+        arguments = {"pretrained": name, "block": block, "grid": grid, "windows": windows, **network}
+        if isinstance(rule, str):
+            arguments["rule"] = rule
+        if tokenizer is None or isinstance(tokenizer, str):
+            options = Options.parse({**arguments, "tokenizer": tokenizer})
+            tokenizer = denoisers.load_tokenizer(vars(options))
+        else:
+            options = Options.parse(arguments)
+        return cls(
+            denoisers.load(name, device=device, tokenizer=tokenizer, **options.network),
+            options.rule if isinstance(rule, str) else rule,
+            block=block,
+            grid=grid,
+            batch_size=batch_size,
+            max_batch_size=max_batch_size,
+            traced=traced,
+            tokenizer=tokenizer,
+            windows=windows,
+        )
+
+    # ------------------------------------------------------------ what it is
+
+    @cached_property
+    def spec(self) -> dict[str, str]:
+        """Everything that defines a number, in words. With a tokenizer, it equals the spec in the harness's results."""
+        parts: list[fingerprint.Described] = [self.denoiser, self]
+        if self._text is not None:
+            parts.append(self._text)
+        return fingerprint.spec_of(*parts)
+
+    @property
+    def fingerprint(self) -> str:
+        """The spec as a short digest."""
+        return fingerprint.digest(self.spec)
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """What turns texts into ids, if this Duel takes texts."""
+        return None if self._text is None else self._text.tokenizer
+
+    def __repr__(self) -> str:
+        dtype = self.spec.get("dtype")
+        network = self.spec["denoiser"] + (f" ({dtype})" if dtype else "")
+        parts = {"rule": self.rule, "block": self.block, "grid": self.grid, "network": network}
+        words = ", ".join(f"{key}={value}" for key, value in parts.items())
+        return f"Duel({words}, fingerprint={self.fingerprint})"
+
+    def under(self, denoiser: Denoiser) -> Duel:
+        twin = cast(Duel, super().under(denoiser))
+        vars(twin).pop("spec", None)  # cached, of the other network
+        return twin
+
+    # ------------------------------------------------------------ text in
+
+    def score(self, texts: Sequence[str]) -> list[TextScore]:
+        """The score of each text, in order: the same numbers as in the harness.
+
+        Special tokens stand where the checkpoint's convention puts them. Long texts are cut into windows, and every
+        token is scored once.
+
+        Raises:
+            DuelError: If this Duel has no tokenizer, or a text cannot be scored; the message names it.
+        """
+        scores = dict(self.score_stream(texts))
+        return [scores[n] for n in range(len(texts))]
+
+    def score_stream(self, texts: Sequence[str]) -> Iterator[tuple[int, TextScore]]:
+        """(index, score) of each text as it is finished, in any order."""
+        text_side = self._require_text("score", texts)
+        lengths: list[int] = []
+        windows: list[list[Window]] = []
+        for n, text in enumerate(texts):
+            with _naming("Text", n):
+                ids = text_side.encode(text)
+                lengths.append(len(ids))
+                windows.append(text_side.document(ids))
+        owners = [(n, place) for n, parts in enumerate(windows) for place in range(len(parts))]
+        unfinished: list[dict[int, Any]] = [{} for _ in texts]  # scores of each text's windows so far
+        for n, parts in enumerate(windows):
+            if not parts:
+                yield n, TextScore.of(texts[n], lengths[n], (), (), text_side.tokenizer)
+        with _naming("Text", [n for n, _ in owners]):
+            for index, score in self.stream([windows[n][place] for n, place in owners]):
+                n, place = owners[index]
+                unfinished[n][place] = score
+                if len(unfinished[n]) == len(windows[n]):
+                    scores = [unfinished[n][place] for place in range(len(windows[n]))]
+                    yield n, TextScore.of(texts[n], lengths[n], windows[n], scores, text_side.tokenizer)
+
+    # ------------------------------------------------------------ text out
+
+    def generate(
+        self,
+        prompts: Sequence[str],
+        *,
+        max_new_tokens: int = 256,
+        do_sample: bool | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        until: str | Sequence[str] = (),
+        seed: int = 0,
+        keys: Sequence[int] | None = None,
+    ) -> list[GeneratedText]:
+        """A continuation of each prompt (Algorithm 1), as the harness's `generate_until` writes it.
+
+        Args:
+            prompts: Texts. One that does not fit beside `max_new_tokens` is cut from the left, with a warning.
+            max_new_tokens: Positions of the generation window, filled block after block.
+            do_sample: Draw tokens; False: the most probable token at every pick. None: draw if `temperature` is
+                above 0.
+            temperature, top_k, top_p: Change the distribution that is drawn from, and with it `log_prob`.
+            until: Stop strings. They are looked for after each finished block.
+            seed, keys: A draw depends on the seed, the prompt's key and the position only. A prompt's key is its index
+                unless `keys` are given.
+
+        Raises:
+            DuelError: If this Duel has no tokenizer, or a setting or a prompt is wrong.
+        """
+        settings = Settings.of(
+            {
+                "max_new_tokens": max_new_tokens,
+                "do_sample": do_sample,
+                "temperature": temperature,
+                "top_k": top_k,
+                "top_p": top_p,
+                "until": until if isinstance(until, str) else list(until),
+            }
+        )
+        texts = dict(self._generate_stream(prompts, settings, seed, keys))
+        return [texts[n] for n in range(len(prompts))]
+
+    def _generate_stream(
+        self, prompts: Sequence[str], settings: Settings, seed: int, keys: Sequence[int] | None
+    ) -> Iterator[tuple[int, GeneratedText]]:
+        text_side = self._require_text("generate", prompts)
+        generator = Generator(self, text_side, settings, seed)
+        for note in filter(None, (*settings.notes, generator.note)):
+            log.warning("%s", note)
+        contexts = []
+        cut_before = text_side.cut_contexts
+        for n, prompt in enumerate(prompts):
+            with _naming("Prompt", n):
+                contexts.append(generator.context(prompt))
+        if cut := text_side.cut_contexts - cut_before:
+            log.warning("%d prompts were cut from the left to leave room for max_new_tokens=%d", cut, settings.length)
+        with _naming("Prompt", range(len(prompts))):
+            for n, text, window, sample in generator.stream(contexts, range(len(prompts)) if keys is None else keys):
+                yield n, GeneratedText.of(prompts[n], text, window, sample, text_side.tokenizer)
+
+    def _require_text(self, method: str, texts: Sequence[str]) -> Text:
+        """The text side; raises DuelError if there is none, or if `texts` are not texts."""
+        if self._text is None:
+            raise DuelError(
+                f"Duel.{method} takes texts, and this Duel has no tokenizer. Make it with Duel.from_pretrained(name), "
+                "or pass tokenizer=load_tokenizer({'pretrained': name}). For token ids use log_prob and sample."
+            )
+        if isinstance(texts, str):
+            raise DuelError(f"Duel.{method} takes a list of texts; got one text. Write duel.{method}([text]).")
+        for n, text in enumerate(texts):
+            if not isinstance(text, str):
+                raise DuelError(
+                    f"Duel.{method} takes a list of texts; number {n} is of the class {type(text).__name__}. For token "
+                    "ids use log_prob and sample."
+                )
+        return self._text
+
+
+@contextlib.contextmanager
+def _naming(kind: str, owner: int | Sequence[int]) -> Iterator[None]:
+    """Put the number of the text before an error; `owner`: that number, or those of all windows."""
+    try:
+        yield
+    except DuelError as error:
+        if isinstance(owner, int):
+            raise DuelError(f"{kind} {owner}: {error}") from None
+        if error.window is not None:
+            error.args = (f"{kind} {owner[error.window]}: {error}",)
+        raise

@@ -1,0 +1,164 @@
+"""README and docs: Python runs, commands parse, links resolve, and tables are those of the code."""
+
+import importlib
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+import results
+from lm_eval._cli import HarnessCLI
+from pages import PAGES, ROOT, anchors, blocks, names, read, rows, section
+
+from lm_eval_duel import rules
+from lm_eval_duel.cli import inspect
+from lm_eval_duel.cli.main import COMMANDS
+from lm_eval_duel.cli.where import where
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.options import Options
+
+PACKAGE = ROOT / "lm_eval_duel"
+OTHER_PROGRAMS = ("pip", "pytest")
+
+
+def page_id(page):
+    return page.name if isinstance(page, Path) else None
+
+
+# ---------------------------------------------------------------- Python
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page.read_text(), "python")], ids=page_id)
+def test_python_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    space = {"__name__": "page"}
+    for n, code in enumerate(blocks(page.read_text(encoding="utf-8"), "python")):
+        exec(compile(code, f"{page.name}, Python block {n}", "exec"), space)
+
+
+# ---------------------------------------------------------------- commands
+
+
+def commands():
+    for page in PAGES:
+        for block in blocks(page.read_text(encoding="utf-8"), "bash"):
+            for line in block.replace("\\\n", " ").strip().splitlines():
+                yield pytest.param(line, id=f"{page.name}: {line[:60]}")
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A folder with the files that the commands name."""
+    (tmp_path / "task_configs").symlink_to(ROOT / "task_configs")
+    for folder in ("results", "results_ar"):
+        results.hf(tmp_path / folder)
+    results.trace(tmp_path / "demo-bd.jsonl", results.ours(tmp_path / "other"), [])
+    shutil.rmtree(tmp_path / "other")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("line", commands())
+def test_commands_parse(line, place, monkeypatch):
+    monkeypatch.setattr(HarnessCLI, "execute", lambda self, args: None)
+    monkeypatch.setattr(inspect, "inspect", lambda *arguments: [("", "")])
+    line = re.sub(r"\$\(python -m lm_eval_duel where ([\w-]+)\)", lambda match: str(where(match[1])), line)
+    assert "$(" not in line
+    for command in line.split(" && "):
+        words = shlex.split(command, comments=True)
+        if "-m" in words:  # python -m, accelerate launch ... -m
+            words = words[words.index("-m") + 1 :]
+        if words[0] == "lm_eval":
+            importlib.import_module("lm_eval_duel.cli.run").main(words[1:])
+        elif words[0] in ("lm_eval_duel", "lm-eval-duel"):
+            module = importlib.import_module(f"lm_eval_duel.{COMMANDS[words[1]][0]}")
+            getattr(module, "parse", module.main)(words[2:])
+        else:
+            assert words[0] in OTHER_PROGRAMS
+
+
+def test_a_wrong_command_would_be_noticed(place, monkeypatch):
+    for line, message in (
+        ("lm_eval --model duel-mdm --model_args rule=gredy --tasks sotu", "Did you mean greedy"),
+        ("lm_eval --model duel-mdm --tusks sotu", "--tasks"),
+        ("python -m lm_eval_duel report nowhere --out report", "No file or folder nowhere"),
+    ):
+        with pytest.raises(DuelError, match=message):
+            test_commands_parse(line, place, monkeypatch)
+
+
+# ---------------------------------------------------------------- links
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_links_resolve(page):
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"https?://|mailto:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{page.name} links to {target}, which does not exist"
+        if anchor:
+            assert anchor in anchors(file.read_text(encoding="utf-8")), f"{page.name} links to {target}: no such heading"
+
+
+def test_the_index_names_every_page():
+    linked = set(re.findall(r"\]\(([\w.]+\.md)\)", read("docs/README.md")))
+    assert linked == {page.name for page in PAGES} - {"README.md"}
+
+
+# ---------------------------------------------------------------- tables
+
+
+def known_model_args():
+    with pytest.raises(DuelError) as error:
+        Options.parse({"no_such_arg": 1})
+    return set(str(error.value).split("Known: ")[1].rstrip(".").split(", "))
+
+
+def test_every_rule_is_in_its_table():
+    table = rows(read("docs/rules.md"))
+    assert set(rules.RULES) | set(rules.ALIASES) == set().union(*(names(row[0]) for row in table)) - {"module"}
+    for row in table:
+        for name in names(row[0]) & set(rules.RULES):
+            assert set(rules.RULES[name].__dataclass_fields__) == names(row[1]), name
+
+
+def test_every_model_arg_is_in_its_table():
+    table = [*rows(read("docs/model_args.md")), *rows(section(read("docs/estimators.md"), "## The ELBO"))]
+    documented = set().union(*(names(row[0]) for row in table))
+    explained = names(read("docs/model_args.md")) | names(read("docs/estimators.md"))
+    parameters = rules.PARAMETERS  # of rules, which have a table of their own
+    elsewhere = {"batch_size", "device", "add_bos_token", "draw_seed", "lattice_rules"}
+    known = known_model_args() - parameters
+    assert known - elsewhere <= documented, sorted(known - elsewhere - documented)
+    assert known - {"device"} <= explained, sorted(known - {"device"} - explained)
+    values = {"given", "scored", "official", "first", "none"}
+    assert documented - values <= known | parameters, sorted(documented - values - known - parameters)
+
+
+def test_every_estimator_is_in_its_table():
+    table = names(" ".join(row[0] for row in rows(read("docs/estimators.md").split("## ")[0])))
+    in_readme = names(" ".join(row[0] for row in rows(section(read("README.md"), "## Estimators"))))
+    assert table == in_readme
+    with pytest.raises(DuelError) as error:
+        Options.parse({"estimator": "no_such_estimator"})
+    known = set(str(error.value).split("Known: ")[1].rstrip(".").split(", "))
+    assert known - {"exact"} == table
+
+
+def test_the_rooms_of_the_architecture_are_the_real_ones():
+    listed = set()
+    for row in rows(section(read("docs/architecture.md"), "## Rooms")):
+        for name in re.findall(r"`([\w./]+)`", row[0]):
+            path = PACKAGE / name
+            assert path.is_dir() if name.endswith("/") else path.is_file(), f"{name} is not in the package"
+            listed.add(path)
+        folder = next((path for path in listed if path.is_dir() and f"`{path.relative_to(PACKAGE)}/`" == row[0]), None)
+        for module in re.findall(r"`(\w+)`", row[1]) if folder else ():
+            assert (folder / f"{module}.py").is_file(), f"{module} is not in {folder.name}/"
+    there = {path for path in PACKAGE.iterdir() if path.name not in ("__pycache__", "py.typed", "task_configs")}
+    there -= {PACKAGE / "__init__.py", PACKAGE / "__main__.py"}
+    assert there <= listed, f"the table lacks {sorted(path.name for path in there - listed)}"

@@ -1,0 +1,262 @@
+"""The Python library: lazy names, text in and out with the numbers of the harness, and no need for lm_eval."""
+
+import ast
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from lm_eval.api.instance import Instance
+from toys import Toy
+
+import lm_eval_duel
+from lm_eval_duel import Duel, DuelError, Window, load, load_tokenizer
+from lm_eval_duel.demo import FOLDER
+from lm_eval_duel.harness.generation import key_of
+from lm_eval_duel.harness.lm import DuelMDM
+
+TEXTS = [json.loads(line)["text"] for line in (FOLDER / "text" / "sotu.jsonl").read_text().splitlines()]
+SHORT = ["The state of the union is strong.", "We the people of the United States"]
+
+
+def python(code):
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def duel():
+    return Duel.from_pretrained("demo-bd", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def lm():
+    return DuelMDM(pretrained="demo-bd", device="cpu")
+
+
+def requests(kind, *arguments):
+    return [Instance(kind, {}, args, 0, metadata=("toy", n, 1)) for n, args in enumerate(arguments)]
+
+
+def rolling(lm, texts):
+    return lm.loglikelihood_rolling(requests("loglikelihood_rolling", *[(text,) for text in texts]), disable_tqdm=True)
+
+
+# ---------------------------------------------------------------- names
+
+
+def test_names_are_imported_when_they_are_used():
+    out = python(
+        "import sys, lm_eval_duel\n"
+        "heavy = lambda: sorted({'torch', 'transformers', 'lm_eval', 'typing'} & set(sys.modules))\n"
+        "assert not {'torch', 'transformers', 'lm_eval'} & set(sys.modules), heavy()\n"
+        "from lm_eval_duel import DuelError, Rule, Decision, Window\n"
+        "assert not {'torch', 'transformers', 'lm_eval'} & set(sys.modules), heavy()\n"
+        "from lm_eval_duel import Duel\n"
+        "assert 'torch' in sys.modules\n"
+        "print(Duel.__name__)\n"
+    )
+    assert out.split() == ["Duel"]
+
+
+def test_dir_all_and_type_checkers_know_the_same_names():
+    tree = ast.parse(Path(lm_eval_duel.__file__).read_text())
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    seen = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert seen == lm_eval_duel._HOMES
+    assert sorted(seen) == sorted(lm_eval_duel.__all__)
+    assert {*lm_eval_duel.__all__, "__version__"} <= set(dir(lm_eval_duel))
+    for name in lm_eval_duel.__all__:
+        assert getattr(lm_eval_duel, name).__name__ == name
+    assert lm_eval_duel.__version__.count(".") == 2
+    assert (Path(lm_eval_duel.__file__).parent / "py.typed").exists()
+    with pytest.raises(AttributeError, match="module 'lm_eval_duel' has no attribute 'Duell'"):
+        lm_eval_duel.Duell  # noqa: B018
+
+
+# ---------------------------------------------------------------- text in
+
+
+@pytest.mark.parametrize(
+    ("name", "texts"),
+    [
+        ("demo-bd", TEXTS),
+        ("demo-mdm", TEXTS[:2]),
+        pytest.param("demo-mdm", TEXTS, marks=pytest.mark.slow),
+    ],
+    ids=["demo-bd", "demo-mdm, 2 passages", "demo-mdm"],
+)
+def test_score_gives_the_numbers_of_the_harness(name, texts):
+    assert len(TEXTS) == 36
+    duel = Duel.from_pretrained(name, rule="greedy", device="cpu")
+    lm = DuelMDM(pretrained=name, rule="greedy", device="cpu")
+    scores = duel.score(texts)
+    assert [score.log_prob for score in scores] == pytest.approx(rolling(lm, texts), rel=1e-6)
+    for text, score in zip(texts, scores, strict=True):
+        tokens = len(lm.tok_encode(text))
+        assert "".join(score.tokens) == text and len(score.tokens) == len(score.reveal_steps) == tokens
+        assert math.fsum(score.token_logprobs) == pytest.approx(score.log_prob, rel=1e-9)
+        assert score.perplexity == pytest.approx(math.exp(-score.log_prob / tokens))
+        assert score.bits_per_byte == pytest.approx(-score.log_prob / math.log(2) / len(text.encode()))
+        assert score.nfe == tokens
+    assert duel.spec == lm.spec and duel.fingerprint == lm.fingerprint
+
+
+@pytest.mark.parametrize("arguments", [{"windows": "harness"}, {"bos": "scored"}, {"bos": "official"}, {"bos": "none"}])
+def test_long_texts_are_cut_as_in_the_harness(arguments):
+    text = TEXTS[0]
+    duel = Duel.from_pretrained("demo-bd", max_length=48, device="cpu", **arguments)
+    lm = DuelMDM(pretrained="demo-bd", max_length=48, device="cpu", **arguments)
+    [score] = duel.score([text])
+    assert len(score.windows) > 1 and [score.log_prob] == pytest.approx(rolling(lm, [text]), rel=1e-6)
+    assert score.perplexity == pytest.approx(math.exp(-score.log_prob / len(lm.tok_encode(text))))
+    if arguments == {"windows": "harness"} or arguments == {"bos": "none"}:
+        assert "".join(score.tokens) == text
+
+
+def test_special_tokens_stand_where_they_belong(duel, caplog):
+    text = "The state of the union is strong."
+    with caplog.at_level("WARNING", logger="lm_eval.duel_mdm"):
+        [score] = duel.score([text])
+    assert not caplog.records
+    ids = duel.tokenizer(text)["input_ids"]
+    assert score.windows[0].context == (duel.tokenizer.bos_token_id,)
+    without = duel.log_prob([Window((), score.windows[0].target)])[0].log_prob
+    assert len(ids) >= len(score.windows[0].target) and without < score.log_prob - 1
+
+
+def test_texts_come_as_they_are_finished(duel):
+    scores = duel.score([*SHORT, "", SHORT[0]])
+    assert dict(duel.score_stream([*SHORT, "", SHORT[0]])) == dict(enumerate(scores))
+    assert scores[0] == scores[3]
+    empty = scores[2]
+    assert (
+        empty.log_prob == 0 and empty.tokens == () and math.isnan(empty.perplexity) and math.isnan(empty.bits_per_byte)
+    )
+    assert duel.score([]) == []
+
+
+def test_wrong_texts_are_named(duel):
+    with pytest.raises(DuelError, match=r"^Text 1: the text holds the mask token"):
+        duel.score(["fine", duel.tokenizer.decode([duel.denoiser.mask_id])])
+    with pytest.raises(DuelError, match=r"^Text 0: the text holds a lone surrogate"):
+        duel.score(["\ud83d"])
+    with pytest.raises(DuelError, match=r"takes a list of texts; got one text. Write duel.score\(\[text\]\)"):
+        duel.score("We the people")
+    with pytest.raises(DuelError, match="number 1 is of the class list"):
+        duel.score(["fine", [1, 2]])
+
+
+def test_without_a_tokenizer_there_are_ids_only():
+    duel = Duel(load("demo-bd", device="cpu"))
+    for call in (lambda: duel.score(SHORT), lambda: duel.generate(SHORT)):
+        with pytest.raises(DuelError, match=r"this Duel has no tokenizer. Make it with Duel.from_pretrained\(name\)"):
+            call()
+    named = Duel(load("demo-bd", device="cpu"), tokenizer=load_tokenizer({"pretrained": "demo-bd"}))
+    assert named.score(SHORT) == Duel.from_pretrained("demo-bd", device="cpu").score(SHORT)
+
+
+# ---------------------------------------------------------------- text out
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"do_sample": True}, {"do_sample": True, "temperature": 0.7, "top_k": 50}, {"until": [".", " the"]}],
+    ids=str,
+)
+def test_generate_writes_what_the_harness_writes(duel, lm, settings):
+    asked = requests("generate_until", *[(text, {"max_gen_toks": 16, **settings}) for text in SHORT])
+    keys = [key_of("toy", n, 0, 0) for n in range(len(SHORT))]
+    generated = duel.generate(SHORT, max_new_tokens=16, keys=keys, **settings)
+    assert [one.text for one in generated] == lm.generate_until(asked, disable_tqdm=True)
+    again = duel.log_prob([one.window for one in generated])
+    for one, scored in zip(generated, again, strict=True):
+        assert math.fsum(one.token_logprobs) == pytest.approx(one.log_prob)
+        assert len(one.tokens) == len(one.token_logprobs) == len(one.reveal_steps) == len(one.window.target)
+        assert "".join(one.tokens).startswith(one.text) and one.prompt in SHORT
+        if "temperature" not in settings:
+            assert one.log_prob == pytest.approx(scored.log_prob, abs=1e-4)
+            assert one.reveal_steps == scored.reveal_steps
+
+
+def test_samples_depend_on_seed_and_index_only(duel):
+    first = duel.generate(SHORT, max_new_tokens=8, do_sample=True, seed=1)
+    assert duel.generate(SHORT[:1], max_new_tokens=8, do_sample=True, seed=1)[0].text == first[0].text
+    other = duel.generate(SHORT, max_new_tokens=8, do_sample=True, seed=2)
+    assert [one.text for one in first] != [one.text for one in other]
+
+
+def test_wrong_settings_and_prompts_are_refused(duel, caplog):
+    with pytest.raises(DuelError, match="'top_p' is a probability above 0, at most 1; got '2'"):
+        duel.generate(SHORT, do_sample=True, top_p=2)
+    with pytest.raises(DuelError, match=r"^Prompt 0: 5000 positions to generate"):
+        duel.generate(SHORT, max_new_tokens=5000)
+    with caplog.at_level("WARNING", logger="lm_eval.duel_mdm"):
+        duel.generate(SHORT[:1], max_new_tokens=4, do_sample=False, temperature=0.7)
+    assert "temperature=0.7 has no effect, since do_sample is false" in caplog.text
+
+
+# ---------------------------------------------------------------- what it is
+
+
+def test_repr_says_what_defines_the_numbers(duel):
+    assert repr(duel) == (
+        f"Duel(rule=greedy:k=1, block=4, grid=row, network=DiT bd3lm (float32), fingerprint={duel.fingerprint})"
+    )
+    toy = Duel(Toy(length=6), "margin:k=2", 2)
+    assert repr(toy).startswith("Duel(rule=margin:k=2, block=2, grid=target, network=Toy, fingerprint=")
+    assert toy.fingerprint != Duel(Toy(length=6), "margin:k=1", 2).fingerprint
+    assert toy.under(Toy(length=6)).spec == toy.spec
+
+
+def test_arguments_are_those_of_the_harness(duel):
+    rule = Duel.from_pretrained("demo-bd", rule="klass", mu=0.9, nu=0.01, device="cpu").rule
+    assert str(rule) == "klass:mu=0.9:nu=0.01:history=1:kl=paper"
+    assert Duel.from_pretrained("demo-bd", rule=rule, device="cpu").rule is rule
+    with pytest.raises(DuelError, match=r"Unknown model arg 'blok'. Did you mean block?"):
+        Duel.from_pretrained("demo-mdm", blok=3)
+    with pytest.raises(DuelError, match="'estimator' is a model arg of the harness's model"):
+        Duel.from_pretrained("demo-mdm", estimator="elbo")
+    with pytest.raises(DuelError, match=r"Unknown value of windows 'harnes'. Did you mean harness?"):
+        Duel(duel.denoiser, windows="harnes")
+    loaded = Duel.from_pretrained("demo-bd", tokenizer=duel.tokenizer, device="cpu")
+    assert loaded.tokenizer is duel.tokenizer and loaded.spec == duel.spec
+
+
+@pytest.mark.parametrize("ids", [list, tuple, torch.tensor, lambda ids: torch.tensor(ids, dtype=torch.int32).numpy()])
+def test_ids_may_be_lists_tuples_or_tensors(ids):
+    duel = Duel(Toy(length=6), "greedy", 2)
+    window = Window(ids([1]), ids([0, 2, 1, 0]), ids([2]))
+    assert window == Window((1,), (0, 2, 1, 0), (2,))
+    [score] = duel.log_prob([window])
+    drawn = duel.sample([ids([1])], 4, suffix=ids([2]), seed=3)
+    assert drawn == duel.sample([(1,)], 4, suffix=(2,), seed=3)
+    [replayed] = duel.replay([window], [ids(list(score.reveal_steps))])
+    assert replayed.log_prob == pytest.approx(score.log_prob)
+    with pytest.raises(
+        DuelError, match=r"Token ids are a list, or a tensor of one dimension; got one of the shape \(1, 2\)"
+    ):
+        Window((), torch.tensor([[1, 2]]))
+
+
+def test_it_needs_no_lm_eval():
+    out = python(
+        "import sys\n"
+        "class Blocked:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] == 'lm_eval':\n"
+        "            raise ImportError('lm_eval is blocked')\n"
+        "sys.meta_path.insert(0, Blocked())\n"
+        "from lm_eval_duel import Duel, Elbo, Lattice, Window, load\n"
+        "for windows in ('independent', 'harness'):\n"
+        "    duel = Duel.from_pretrained('demo-bd', device='cpu', windows=windows)\n"
+        "    [score] = duel.score(['The state of the union is strong.'])\n"
+        "    print(round(score.log_prob, 3))\n"
+        "[generated] = duel.generate(['We the'], max_new_tokens=8, do_sample=True)\n"
+        "assert len(duel.stream([generated.window]).__next__()) == 2 and 'lm_eval' not in sys.modules\n"
+    )
+    assert out.split() == ["-34.14", "-34.14"]
