@@ -16,15 +16,15 @@ from lm_eval_duel.harness import trace
 from lm_eval_duel.report import (
     accuracy,
     build,
-    cost,
     fields,
     figures,
     gaps,
     latex,
     match,
-    orders,
     read,
+    reveal_order,
     rows,
+    run_cost,
     samples,
     strict_json,
     tables,
@@ -91,7 +91,7 @@ def collect(options: argparse.Namespace) -> dict[str, Any]:
         "tasks": found,
         "averages": gaps.averages(found),
         "accuracies": accuracies,
-        "cost": cost.table(runs, ar, found),
+        "cost": run_cost.table(runs, ar, found),
         "traces": shown,
         "results": [
             {"file": run.name, "model": run.label, "ar": run.file in files, "fingerprint": run.fingerprint}
@@ -123,7 +123,7 @@ def _traces(runs: Sequence[read.Run], named: Sequence[str], notes: list[str]) ->
     """Nats per document from the traces of runs, and the summary of every trace."""
     if not named and not any(run.duel.get("trace") for run in runs):
         return {}, []
-    traces = orders.Traces(named)
+    traces = reveal_order.Traces(named)
     paths: dict[Path, str] = dict.fromkeys(traces.named, "")
     traced = {}
     for run in runs:
@@ -136,8 +136,8 @@ def _traces(runs: Sequence[read.Run], named: Sequence[str], notes: list[str]) ->
         traced[run.name] = traces.documents(path)
     shown = []
     for path, label in paths.items():
-        spec = orders.spec_of(traces.spec(path))
-        summary = orders.summary(traces.load(path), spec, str(path))
+        spec = reveal_order.spec_of(traces.spec(path))
+        summary = reveal_order.summary(traces.load(path), spec, str(path))
         said = [label or path.stem, str(spec.get("estimator", ""))]
         said += [rows.short(str(spec["rule"]))] if spec.get("estimator") == "duel" and "rule" in spec else []
         summary["label"] = ", ".join(filter(None, [*said, f"block {spec['block']}" if "block" in spec else ""]))

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.report.headline import WORDS, number, plus_minus
-from lm_eval_duel.report.markdown import one_line
 from lm_eval_duel.report.names import free, safe_name
 from lm_eval_duel.report.rows import SEES_TRUTH, short
 from lm_eval_duel.report.stats import CLEAR
+from lm_eval_duel.tables import one_line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

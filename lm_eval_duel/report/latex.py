@@ -9,9 +9,9 @@ from typing import Any
 from lm_eval_duel.report.gaps import UNCLEAR
 from lm_eval_duel.report.headline import WORDS, fixed, plus_minus
 from lm_eval_duel.report.headline import number as decimals
-from lm_eval_duel.report.markdown import one_line
 from lm_eval_duel.report.names import free, safe_name
 from lm_eval_duel.report.rows import SEES_TRUTH, WHOLE, adaptive, short
+from lm_eval_duel.tables import one_line
 
 RULES = {
     "left_to_right": "Left-to-Right",
@@ -22,7 +22,7 @@ RULES = {
     "log_margin": "Log-Prob. Margin",
     "threshold": "Conf. Thresh.",
     "klass": "KLASS",
-    "entropy_bound": "Entropy ElboScore",
+    "entropy_bound": "Entropy Bound",
     "entropy": "Entropy",
 }
 DAGGER = r"$^\dagger$"  # adaptive NFE

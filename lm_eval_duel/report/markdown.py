@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections.abc import Iterable, Sequence
+
+from lm_eval_duel.tables import one_line
 
 MARKUP = re.compile(  # what would be markup: also a tag, an entity, a link, and a line of a list or heading
     r"[`*~\\]|(?<![^\W_])_|_(?![^\W_])|<(?=[A-Za-z/!?])|&(?=#?\w+;)|(?<=\])[(\[:]|^(?=[#>+-])"
 )
 ENTITIES = {"<": "&lt;", "&": "&amp;"}
-
-
-def one_line(text: str) -> str:
-    """Text without line ends and control characters."""
-    return "".join(" " if unicodedata.category(c) in ("Cc", "Zl", "Zp") else c for c in str(text))
 
 
 def plain(text: str) -> str:
@@ -46,22 +42,6 @@ class Footnotes:
         """A table with its footnotes."""
         notes = "  \n".join(f"[{n}] {remark}" for n, remark in enumerate(self.remarks, 1))
         return f"{table}\n\n{notes}" if notes else table
-
-
-def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A markdown table; columns of numbers are right-aligned, columns without a cell are left out."""
-    cells = [[one_line(cell).replace("|", "\\|") for cell in line] for line in (head, *lines)]
-    columns = [column for column in zip(*cells, strict=True) if any(column[1:])]
-    wide = [max(3, *map(len, column)) for column in columns]
-    right = [all(cell.strip("<=*+-. [")[:1].isdigit() for cell in column[1:] if cell) for column in columns]
-
-    def line(cells: Sequence[str]) -> str:
-        aligned = [f"{cell:{'>' if r else '<'}{w}}" for cell, w, r in zip(cells, wide, right, strict=True)]
-        return f"| {' | '.join(aligned)} |"
-
-    rule = [f"{'-' * (w - 1)}:" if r else "-" * w for w, r in zip(wide, right, strict=True)]
-    first, *rest = zip(*columns, strict=True)
-    return "\n".join([line(first), line(rule), *map(line, rest)])
 
 
 def bullets(notes: Sequence[str]) -> str:

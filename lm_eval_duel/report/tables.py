@@ -9,8 +9,9 @@ from urllib.parse import quote
 
 from lm_eval_duel.report.gaps import UNCLEAR
 from lm_eval_duel.report.headline import WORDS, fixed, number, plus_minus
-from lm_eval_duel.report.markdown import Footnotes, bullets, code, listed, one_line, plain, spaced, table
+from lm_eval_duel.report.markdown import Footnotes, bullets, code, listed, plain, spaced
 from lm_eval_duel.report.rows import NAMES, WHOLE, short
+from lm_eval_duel.tables import markdown_table, one_line
 
 SPEC = (  # of a spec, what tells most
     *("estimator", "rule", "block", "elbo_form", "elbo_block", "elbo_eps", "mc_samples"),
@@ -64,7 +65,7 @@ def values(task: Mapping[str, Any]) -> str:
         block = WHOLE if entry["block"] == "none" else entry["block"] or ""
         what = [plain(entry["model"]), _method(entry), _rule(entry), plain(block)]
         lines.append([*what, shown(entry, metric), _interval(entry, metric, notes), error, *rest])
-    return notes.under(table([*head, *(WORDS[m] for m in other)], lines))
+    return notes.under(markdown_table([*head, *(WORDS[m] for m in other)], lines))
 
 
 def gaps(task: Mapping[str, Any]) -> str:
@@ -94,7 +95,7 @@ def gaps(task: Mapping[str, Any]) -> str:
             ]
         )
     head = ["model", "rule", "ELBO", "DUEL", "ELBO's gap", "DUEL's gap", "95 % interval", "gap closed", "95 % interval"]
-    return notes.under(table(head, lines))
+    return notes.under(markdown_table(head, lines))
 
 
 def rules(task: Mapping[str, Any], sweep: Mapping[str, Any]) -> str:
@@ -106,7 +107,7 @@ def rules(task: Mapping[str, Any], sweep: Mapping[str, Any]) -> str:
             measured = " (adaptive)" if family["adaptive"] else ""
             value = number(entry["value"], task["metric"])
             lines.append([f"{_rule(entry)}{measured}", f"{entry['nfe_per_token']:.3f}", value])
-    return table(["rule", "NFE per token", f"DUEL, {WORDS[task['metric']]}"], lines)
+    return markdown_table(["rule", "NFE per token", f"DUEL, {WORDS[task['metric']]}"], lines)
 
 
 def averages(report: Mapping[str, Any]) -> str:
@@ -119,7 +120,7 @@ def averages(report: Mapping[str, Any]) -> str:
         mark = notes.mark(AVERAGED) if row["unclear"] and mean else ""
         mean = f"{mean} (of {row['averaged']}) {mark}".strip() if mean else ""
         lines.append([plain(row["model"]), plain(row["name"]), *cells, mean])
-    return notes.under(table(["model", "estimator", *map(plain, names), "average"], lines))
+    return notes.under(markdown_table(["model", "estimator", *map(plain, names), "average"], lines))
 
 
 def any_closed(report: Mapping[str, Any]) -> bool:
@@ -140,7 +141,7 @@ def accuracies(found: Mapping[str, Any]) -> str:
         mark = notes.mark(entry["reason"])
         what = [plain(entry["model"]), plain(entry["name"]), _rule(entry), plain(entry["block"] or "")]
         lines.append([*what, *(f"{cell} {mark}".strip() for cell in cells)])
-    return notes.under(table(["model", "estimator", "rule", "block", *map(plain, metrics)], lines))
+    return notes.under(markdown_table(["model", "estimator", "rule", "block", *map(plain, metrics)], lines))
 
 
 def _score(score: Mapping[str, Any] | None) -> str:
@@ -178,7 +179,7 @@ def cost(entries: Sequence[Entry]) -> str:
                 "" if entry["whole_run_seconds"] is None else f"{entry['whole_run_seconds']:.1f}",
             ]
         )
-    return notes.under(table([*head, "x ELBO", "x AR", "whole run, s"], lines))
+    return notes.under(markdown_table([*head, "x ELBO", "x AR", "whole run, s"], lines))
 
 
 def traces(found: Sequence[Mapping[str, Any]]) -> str:
@@ -201,7 +202,7 @@ def traces(found: Sequence[Mapping[str, Any]]) -> str:
         )
     head = ["trace", "windows", "tokens", "nats per token", "at the first step", "at the last", "position x step", " "]
     said = "position x step: correlation of position in block with step; +1 is left to right, -1 right to left."
-    return f"{table(head, lines)}\n\n{said}"
+    return f"{markdown_table(head, lines)}\n\n{said}"
 
 
 def files(results: Sequence[Mapping[str, Any]]) -> str:
@@ -214,7 +215,7 @@ def files(results: Sequence[Mapping[str, Any]]) -> str:
         lines.append(
             list(map(plain, [os.path.relpath(result["file"], folder), name, result["fingerprint"] or "", spec]))
         )
-    return f"Below {plain(folder)}:\n\n{table(['file', 'model', 'fingerprint', 'spec'], lines)}"
+    return f"Below {plain(folder)}:\n\n{markdown_table(['file', 'model', 'fingerprint', 'spec'], lines)}"
 
 
 def console(report: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from statistics import fmean, stdev
 
 Ids = Sequence[int]
-ORDERS = (1, 2, 3, 4)  # of distinct n-grams
+NGRAMS = (1, 2, 3, 4)  # lengths of the n-grams in distinct-n
 
 
 def entropy(samples: Sequence[Ids]) -> float:

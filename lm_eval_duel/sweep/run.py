@@ -170,7 +170,7 @@ class Sweep:
 
     def _looks(self, texts: Sequence[Sequence[int]]) -> dict[str, Any]:
         found = {"count": len(texts), "tokens": sum(map(len, texts)), "entropy": metrics.entropy(texts)}
-        found |= {f"distinct_{n}": metrics.distinct(texts, n) for n in metrics.ORDERS}
+        found |= {f"distinct_{n}": metrics.distinct(texts, n) for n in metrics.NGRAMS}
         found["repetition"] = metrics.repetition(texts)
         found |= {"entropy_stderr": metrics.entropy_error(texts), "repetition_stderr": metrics.repetition_error(texts)}
         if self.scorer is None:

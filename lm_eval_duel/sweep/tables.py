@@ -11,16 +11,17 @@ from typing import Any
 
 from lm_eval_duel.report.figures import MISSING, available
 from lm_eval_duel.report.headline import fixed
-from lm_eval_duel.report.markdown import bullets, code, plain, spaced, table
+from lm_eval_duel.report.markdown import bullets, code, plain, spaced
 from lm_eval_duel.report.stats import CLEAR
 from lm_eval_duel.report.strict_json import dumps
 from lm_eval_duel.sweep import store
-from lm_eval_duel.sweep.metrics import ORDERS
+from lm_eval_duel.sweep.metrics import NGRAMS
+from lm_eval_duel.tables import markdown_table
 
 TIE = 1e-6  # relative difference below which two perplexities are one
 HEAD = (
     *("setting", "NFE/token", "perplexity (DUEL)", "bits per byte"),
-    *("NFE/token, samples", "generative perplexity", "entropy", *(f"distinct-{n}" for n in ORDERS), "repetition"),
+    *("NFE/token, samples", "generative perplexity", "entropy", *(f"distinct-{n}" for n in NGRAMS), "repetition"),
     *("own nats/token", "MAUVE"),
 )
 Report = Mapping[str, Any]
@@ -85,7 +86,7 @@ def settings(report: Report) -> str:
         lines.append([*line, *_looks(found["samples"])])
     if report["reference"]:
         lines.append(["the task's own text", "", "", "", *_looks(report["reference"])])
-    return table(HEAD, lines)
+    return markdown_table(HEAD, lines)
 
 
 def _bits(text: Report) -> str:
@@ -109,7 +110,7 @@ def _looks(found: Report | None) -> list[str]:
     judged = found.get("generative")
     cells.append(_error(judged["perplexity"], judged["stderr"], judged["perplexity"]) if judged else "")
     cells.append(_share(found, "entropy"))
-    cells += ["" if found[f"distinct_{n}"] is None else f"{found[f'distinct_{n}']:.3f}" for n in ORDERS]
+    cells += ["" if found[f"distinct_{n}"] is None else f"{found[f'distinct_{n}']:.3f}" for n in NGRAMS]
     cells.append(_share(found, "repetition"))
     own = found.get("own_nats_per_token")
     cells.append("" if own is None else _error(own, found["own_stderr"], 1.0))
@@ -201,7 +202,7 @@ def ranked(found: list[dict[str, Any]]) -> str:
         ]
         for one in found
     ]
-    return table(["k", "by DUEL perplexity", "by generative perplexity", "the same"], lines)
+    return markdown_table(["k", "by DUEL perplexity", "by generative perplexity", "the same"], lines)
 
 
 def divergences(found: list[dict[str, Any]]) -> str:
@@ -213,7 +214,7 @@ def divergences(found: list[dict[str, Any]]) -> str:
         value, error = cells[a, b]["nats_per_token"], cells[a, b]["stderr"]
         return "0" if a == b else fixed(value, 4) + ("" if error is None else f" +- {error:.4f}")
 
-    return table(
+    return markdown_table(
         ["samples of", *(f"under {code(b)}" for b in names)], [[code(a), *(cell(a, b) for b in names)] for a in names]
     )
 

@@ -15,7 +15,8 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.report import FORMAT, accuracy, figures, names, read, strict_json
 from lm_eval_duel.report import main as report
 from lm_eval_duel.report.latex import escape
-from lm_eval_duel.report.markdown import code, plain, table
+from lm_eval_duel.report.markdown import code, plain
+from lm_eval_duel.tables import markdown_table
 
 TEXTS = [f"a text of number {n}" for n in range(4)]
 DOCS = {"sotu": documents((-30.0, -40.0, -50.0, -60.0), (10, 12, 14, 16), TEXTS)}
@@ -345,7 +346,7 @@ def test_markdown_and_latex_of_names():
     assert plain("<b>*x*</b>") == r"&lt;b>\*x\*&lt;/b>" and plain("a\nb\x1b[0m") == "a b [0m"
     assert plain("a &lt; b & c") == "a &amp;lt; b & c" and plain("![a](b)") == r"![a]\(b)"
     assert code("greedy") == "`greedy`" and code("a`b") == r"a\`b"
-    assert table(["h"], [["a|b\nc"]]).splitlines()[2] == r"| a\|b c |"
+    assert markdown_table(["h"], [["a|b\nc"]]).splitlines()[2] == r"| a\|b c |"
     assert escape("a\nb<c>|`%") == r"a b\textless{}c\textgreater{}\textbar{}\textasciigrave{}\%"
     assert figures.label("$x$\ny") == r"\$x\$ y"
 
