@@ -229,7 +229,7 @@ class _Replay(rules.Rule):
 
     name: ClassVar[str] = "replay"
     fixed: ClassVar[bool] = True
-    steps: tuple[int, ...]
+    reveal_steps: tuple[int, ...]
 
     def __call__(self, predictions: Predictions, lanes: Lanes) -> rules.Decision:
         order = torch.tensor(self.reveal_steps, device=lanes.row.device)  # (T,)
