@@ -1,4 +1,4 @@
-"""What a user sees for bad input: the table of docs/errors.md, row by row, on every kind of network; and what is never done.
+"""What a user sees for bad input: the table of docs/errors.md on every kind of network; and what never happens.
 
 Where a wrong word could be refused before weights are read, the checkpoint here has none.
 """
@@ -59,7 +59,7 @@ KINDS = {  # every way in which a checkpoint is read, and the model args that it
     "block-causal DiT": (lambda folder: dit(folder, "bd3lm"), {}),
     "backbone": (lambda folder: backbone(folder, "a2d-qwen3"), {}),
     "block-causal backbone": (lambda folder: backbone(folder, "sdar"), {}),
-    "causal": (lambda folder: tiny.checkpoint(folder, "gpt2", mask=False), {"estimator": "exact"}),
+    "causal": (lambda folder: tiny.checkpoint(folder, "gpt2", mask=False), {"estimator": "ar"}),
     "own code": (lambda folder: own.write(folder, own.DREAM, "DreamModel", own.decoder(bias=True)), TRUSTED),
     "block-causal own code": (
         lambda folder: own.write(folder, own.SDAR, "SDARForCausalLM", own.decoder(norms=True), block_size=4),
