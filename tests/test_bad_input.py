@@ -1,4 +1,4 @@
-"""What a user sees for bad input: the README's table, row by row, on every kind of network; and what is never done.
+"""What a user sees for bad input: the table of docs/errors.md on every kind of network; and what never happens.
 
 Where a wrong word could be refused before weights are read, the checkpoint here has none.
 """
@@ -31,7 +31,7 @@ from lm_eval_duel.estimators.duel import Duel
 from lm_eval_duel.harness.lm import DuelMDM
 
 TESTS = Path(__file__).resolve().parent
-README = (TESTS.parent / "README.md").read_text(encoding="utf-8")
+ERRORS = (TESTS.parent / "docs" / "errors.md").read_text(encoding="utf-8")
 HERE = "test_bad_input.py::test_what_the_user_sees"
 
 
@@ -59,7 +59,7 @@ KINDS = {  # every way in which a checkpoint is read, and the model args that it
     "block-causal DiT": (lambda folder: dit(folder, "bd3lm"), {}),
     "backbone": (lambda folder: backbone(folder, "a2d-qwen3"), {}),
     "block-causal backbone": (lambda folder: backbone(folder, "sdar"), {}),
-    "causal": (lambda folder: tiny.checkpoint(folder, "gpt2", mask=False), {"estimator": "exact"}),
+    "causal": (lambda folder: tiny.checkpoint(folder, "gpt2", mask=False), {"estimator": "ar"}),
     "own code": (lambda folder: own.write(folder, own.DREAM, "DreamModel", own.decoder(bias=True)), TRUSTED),
     "block-causal own code": (
         lambda folder: own.write(folder, own.SDAR, "SDARForCausalLM", own.decoder(norms=True), block_size=4),
@@ -326,14 +326,14 @@ def said(text, fragment):
 
 
 def rows():
-    """The README's table: name, message, and where it is tested."""
-    table = README.split("## Bad input")[1].split("\n## ")[0]
+    """The table of docs/errors.md: name, message, and where it is tested."""
+    table = ERRORS.split("## Bad input")[1].split("\n## ")[0]
     found = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table.splitlines() if "::" in line]
     return {name: (message, place.strip("` |")) for name, message, place in found}
 
 
 def as_printed(name, message):
-    """Whether a message is what the README prints for this input."""
+    """Whether a message is what docs/errors.md prints for this input."""
     fragments = re.findall("`(.*?)`", rows()[name][0])
     return bool(fragments) and all(said(message, fragment) for fragment in fragments)
 
@@ -350,13 +350,14 @@ def test_what_the_user_sees(case, kind, folders, tmp_path):
     assert case.name.startswith("the same") or as_printed(case.name, message), message
 
 
-def test_the_table_of_the_readme_is_this_one():
+def test_the_table_of_the_docs_is_this_one():
     assert {case.name for case in CASES if not case.name.startswith("the same")} == {
         name for name, (_, place) in rows().items() if place == HERE
     }
     for _, place in rows().values():
         file, name = place.split("::")
-        assert f"\ndef {name}(" in (TESTS / file).read_text(encoding="utf-8"), place
+        [path] = TESTS.rglob(file)
+        assert f"\ndef {name}(" in path.read_text(encoding="utf-8"), place
     assert len(rows()) > len({name for name, (_, place) in rows().items() if place == HERE})
 
 

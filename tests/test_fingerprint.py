@@ -26,7 +26,7 @@ from lm_eval_duel.estimators.duel import Duel
 from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.harness.generation import Settings
 from lm_eval_duel.harness.lm import DuelMDM
-from lm_eval_duel.options import Options
+from lm_eval_duel.options import names
 from lm_eval_duel.rules import RULES
 from lm_eval_duel.tasks import tokenized_text
 
@@ -169,7 +169,7 @@ def test_model_args_that_change_no_number(folders, checkpoint, arg, one, two, mo
 
 def test_every_model_arg_is_in_one_of_the_tables():
     said = {arg for _, arg, *_ in CHANGES + KEEPS} | set(ELSEWHERE)
-    known = {field.name for field in dataclasses.fields(Options)}
+    known = set(names())
     parameters = {field.name for rule in RULES.values() for field in dataclasses.fields(rule)}
     assert known | parameters | {"add_bos_token", "parallelize"} == said
 

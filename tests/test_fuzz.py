@@ -14,6 +14,7 @@ import sys
 import types
 from decimal import Decimal
 from importlib.machinery import PathFinder
+from typing import get_args
 from unittest.mock import patch
 
 import pytest
@@ -27,13 +28,17 @@ from toys import BlockCausal, Causal, Rotary, RotaryBlocks, Toy
 
 from lm_eval_duel import denoisers, rules
 from lm_eval_duel.denoisers import block_causal, predictions
+from lm_eval_duel.denoisers.load_options import BOS, DTYPES, Attention, Backend, LastBlock, Sigma
 from lm_eval_duel.engine import lanes
 from lm_eval_duel.engine.lanes import blocks, groups
 from lm_eval_duel.engine.windows import Window, conditional, independent, of_row
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import Autoregressive, Duel
+from lm_eval_duel.estimators.registry import ELBO_FORMS, ESTIMATORS
 from lm_eval_duel.harness.text import Text
-from lm_eval_duel.options import CHOICES, DTYPES, ELBO_FORMS, ESTIMATORS, GRIDS, WINDOWS, Options
+from lm_eval_duel.options import Grid, Options, Windows, names
+
+GRIDS, WINDOWS = get_args(Grid), get_args(Windows)
 
 # ---------------------------------------------------------------- texts of rules
 
@@ -88,13 +93,17 @@ CHOSEN = {
     "rule": RULES,
     "grid": GRIDS,
     "windows": WINDOWS,
-    "estimator": ESTIMATORS,
+    "estimator": [*ESTIMATORS, "exact"],
     "elbo_form": ELBO_FORMS,
     "dtype": DTYPES,
-    **CHOICES,
+    "bos": BOS,
+    "attention": get_args(Attention),
+    "last_block": get_args(LastBlock),
+    "sigma": get_args(Sigma),
+    "backend": get_args(Backend),
 }
-FIELDS = [field.name for field in dataclasses.fields(Options)]
-KEYS = sorted({*FIELDS, "add_bos_token", *rules.PARAMETERS})
+FIELDS = [field.name for field in dataclasses.fields(Options) if field.name != "estimator_args"]
+KEYS = sorted({*names(), "add_bos_token", *rules.PARAMETERS})
 LITERALS = st.sampled_from(
     ["", "none", "None", "null", "auto", "auto:4", "true", "0.5", "-1", "٣", "1_0", "torch.int8"]
 )
@@ -138,8 +147,9 @@ def said(options):
     """Options as model args again, those that are not the default."""
     plain = Options()
     arguments = {name: getattr(options, name) for name in FIELDS if getattr(options, name) != getattr(plain, name)}
-    if options.lattice_rules is not None:
-        arguments["lattice_rules"] = "+".join(map(str, options.lattice_rules)) or "none"
+    arguments |= {key: value for key, value in options.estimator_args.items() if key != "lattice_rules"}
+    if (follow := options.estimator_args.get("lattice_rules")) is not None:
+        arguments["lattice_rules"] = "+".join(map(str, follow)) or "none"
     return {**arguments, "rule": str(options.rule)}
 
 
@@ -372,7 +382,7 @@ def mended(toy, block, grid, window):
 def check_batch(data):
     """A random batch under a random spec is the textbook loop window by window, or is refused where it is no spec."""
     chance = data.draw(st.randoms(use_true_random=True))  # one draw, or most cases would be parts of earlier ones
-    heads, ends = ["smooth", *CODES], CHOICES["last_block"]
+    heads, ends = ["smooth", *CODES], get_args(LastBlock)
     network = toy(chance.choice([*KINDS]), chance.randint(1, 6), chance.choice(ends), chance.choice(heads))
     rule, grid = some_rule(chance), chance.choice(GRIDS)
     block = chance.choice(["auto", None, network.block or 1, *(chance.randint(2, LENGTH + 1) for _ in range(7))])
@@ -451,7 +461,7 @@ FRAMINGS = st.lists(st.integers(900, 909), max_size=3).map(tuple)
 def check_independent(data):
     """Every id of a document is in exactly one row, in order, and in its target but where the convention gives it."""
     ids, length = range(data.draw(st.integers(0, 40))), data.draw(st.integers(0, 12))
-    bos = data.draw(st.sampled_from(CHOICES["bos"]))
+    bos = data.draw(st.sampled_from(BOS))
     prefix, suffix = ((), ()) if bos in ("none", "first") else (data.draw(FRAMINGS), data.draw(FRAMINGS))
     if length <= len(prefix) + len(suffix):
         with pytest.raises(DuelError, match="leaves no position for text"):
@@ -485,7 +495,7 @@ def check_row(data):
     row = tuple(range(data.draw(st.integers(0, 12))))
     before = data.draw(st.integers(0, len(row)))
     after = data.draw(st.integers(0, len(row) - before))
-    bos = data.draw(st.sampled_from(CHOICES["bos"]))
+    bos = data.draw(st.sampled_from(BOS))
     window = of_row(row, before, after, bos)
     kept = row[before : len(row) - after] if bos in ("none", "first") else row
     assert window.context + window.target + window.suffix == kept
@@ -549,7 +559,7 @@ def text_side(length, bos, scheme):
 def check_document(data):
     """Every token of a text is in one row, and all are scored but those that the convention gives."""
     length, scheme = data.draw(st.integers(3, 20)), data.draw(st.sampled_from(WINDOWS))
-    bos = data.draw(st.sampled_from(CHOICES["bos"] if scheme == "independent" else ["given", "none"]))
+    bos = data.draw(st.sampled_from(BOS if scheme == "independent" else ["given", "none"]))
     text = data.draw(PROSE)
     side = text_side(length, bos, scheme)
     ids, windows = side.encode(text), side.windows(text, len(side.encode(text)))

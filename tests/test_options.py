@@ -92,26 +92,27 @@ def test_values(key, value, expected):
     ],
 )
 def test_values_of_the_elbo(key, value, expected):
-    assert getattr(Options.parse({"estimator": "elbo", key: value}), key) == expected
-    with pytest.raises(DuelError, match=f"'{key}' is of estimator=elbo, and this is estimator=duel: leave it out"):
+    assert Options.parse({"estimator": "elbo", key: value}).estimator_args[key] == expected
+    with pytest.raises(DuelError, match=f"'{key}' is read by estimator=elbo only, and this run has estimator=duel"):
         Options.parse({key: value})
 
 
 def test_rules_of_the_lattice():
     asked = {"estimator": "oracle", "block": 4, "lattice_rules": "greedy+margin:k=2+threshold:mu=0.9"}
-    assert [str(rule) for rule in Options.parse(asked).lattice_rules] == [
+    assert [str(rule) for rule in Options.parse(asked).estimator_args["lattice_rules"]] == [
         "greedy:k=1",
         "margin:k=2",
         "threshold:mu=0.9",
     ]
-    assert Options.parse({"estimator": "oracle", "lattice_rules": "none"}).lattice_rules == ()
-    assert Options.parse({"estimator": "oracle"}).lattice_rules is None
+    assert Options.parse({"estimator": "oracle", "lattice_rules": "none"}).estimator_args["lattice_rules"] == ()
+    assert Options.parse({"estimator": "oracle"}).estimator_args["lattice_rules"] is None
 
 
-def test_an_exact_network_is_causal_whatever_the_block():
-    options = Options.parse({"estimator": "exact", "block": 4})
+def test_an_autoregressive_network_is_causal_for_every_block():
+    options = Options.parse({"estimator": "ar", "block": 4})
     assert (options.network["attention"], options.network["block"]) == ("causal", None)
     assert Options.parse({"block": 4}).network["attention"] is None
+    assert Options.parse({"estimator": "exact"}) == Options.parse({"estimator": "ar"})  # its name in earlier releases
 
 
 def test_the_harness_word_for_bos():
@@ -134,8 +135,11 @@ def test_network_args_are_those_of_denoisers_load():
             "Unknown model arg 'blok'. Did you mean block? Known: add_bos_token, attention, backend, batch_size,",
         ),
         ({"bos": "givn"}, "Unknown value of bos 'givn'. Did you mean given?"),
-        ({"bos": "none", "add_bos_token": True}, "add_bos_token=True is bos=given, but bos=none is given."),
-        ({"bos": "official", "windows": "harness"}, "bos=official frames rows of its own"),
+        ({"bos": "none", "add_bos_token": True}, "add_bos_token=True means bos=given, but bos=none is given."),
+        (
+            {"bos": "official", "windows": "harness"},
+            "bos=official places the special tokens of each row itself, so it needs windows=independent.",
+        ),
         ({"attention": "blockcausal"}, "Did you mean block_causal?"),
         ({"cfg_scale": -1}, "'cfg_scale' is a number >= 0 (0: no guidance); got '-1'."),
         ({"temperature": 0}, "'temperature' is a number above 0; got '0'."),
@@ -143,7 +147,7 @@ def test_network_args_are_those_of_denoisers_load():
         ({"rul": "greedy"}, "Unknown model arg 'rul'. Did you mean rule?"),
         ({"rule": "greedy", "mu": 0.9}, "Rule 'greedy' does not take 'mu'; it takes: k."),
         ({"rule": "threshold", "mu": 0.9, "k": 2}, "Rule 'threshold' does not take 'k'; it takes: mu."),
-        ({"rule": "greedy:k=2", "k": 3}, "'k' is given twice: in rule=greedy:k=2 and beside it."),
+        ({"rule": "greedy:k=2", "k": 3}, "'k' is given twice: in rule=greedy:k=2 and as a model arg."),
         ({"rule": "threshold"}, "Rule 'threshold' needs mu"),
         ({"block": 0}, "'block' is a number of positions, none (the whole target) or auto; got '0'."),
         ({"block": -1.0}, "'block' is a number of positions"),
@@ -168,9 +172,12 @@ def test_network_args_are_those_of_denoisers_load():
         ({"estimator": "oracle", "lattice_rules": "gredy"}, "Unknown unmasking rule 'gredy'. Did you mean greedy?"),
         (
             {"estimator": "oracle", "lattice_rules": "klass:mu=0.9:nu=0.1"},
-            "klass:mu=0.9:nu=0.1:history=1:kl=paper has a memory, or does not say `state_only = True`",
+            "klass:mu=0.9:nu=0.1:history=1:kl=paper has a memory, or its class does not declare `state_only = True`",
         ),
-        ({"lattice_rules": "greedy"}, "'lattice_rules' is of estimator=elbo_exact or mixture or oracle, and this is"),
+        (
+            {"lattice_rules": "greedy"},
+            "'lattice_rules' is read by estimator=elbo_exact or mixture or oracle only, and this",
+        ),
         ({"trust_remote_code": "yes"}, "'trust_remote_code' is true or false, not 'yes'."),
     ],
 )
@@ -203,7 +210,7 @@ def test_a_count_that_no_tensor_holds_is_refused(arguments):
 
 @pytest.mark.parametrize("name", [".mine:Rule", "..:Rule", "mine..deep:Rule", "mine.:Rule"])
 def test_a_relative_module_is_no_rule(name):
-    with pytest.raises(DuelError, match="is no rule: write module:Name"):
+    with pytest.raises(DuelError, match="is not a rule: write module:Name"):
         Options.parse({"rule": name})
 
 

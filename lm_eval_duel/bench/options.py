@@ -7,9 +7,10 @@ import dataclasses
 from collections.abc import Sequence
 
 from lm_eval_duel import rules
+from lm_eval_duel.arguments import count
 from lm_eval_duel.command_line import Parser, file_to_write
+from lm_eval_duel.denoisers.load_options import DTYPES
 from lm_eval_duel.errors import DuelError, unknown, usage
-from lm_eval_duel.options import DTYPES, count
 
 ARMS = ("textbook", "textbook_kv", "ours", "forwards")
 COUNTS = ("layers", "width", "vocab", "length", "windows", "k", "repeats", "batch_size", "textbook_steps")

@@ -17,12 +17,17 @@ from typing import Any
 from lm_eval_duel import rules
 from lm_eval_duel.command_line import Parser
 from lm_eval_duel.errors import DuelError, usage
+from lm_eval_duel.estimators.registry import ESTIMATORS, Kind, canonical
 from lm_eval_duel.harness import trace
 from lm_eval_duel.harness.token_text import token_texts
 
 EARLY_TO_LATE = (54, 61, 67, 73, 79, 114, 185, 226)  # of the terminal's 256 colours: dark blue to yellow
 SURE_TO_SURPRISED = (255, 230, 228, 222, 215, 208, 202, 196)  # white to red
-BOUNDS = ("elbo", "elbo_exact")
+NOTES = {
+    Kind.LIKELIHOOD: "",
+    Kind.UPPER_BOUND: " (a bound)",
+    Kind.NOT_A_LIKELIHOOD: " (NOT a likelihood: it sees the truth)",
+}
 MOST_NATS = 8.0  # the reddest
 NEEDED = ("ids", "starts", "reveal_steps", "token_logprobs", "values")
 PRINTS = """\
@@ -75,7 +80,8 @@ def _heading(record: dict[str, Any]) -> str:
 
 def _value(name: str, nats: float, tokens: int, error: float | None) -> str:
     """What an estimator says of a window; `error`: its Monte Carlo error, nats."""
-    note = {"oracle": " (NOT a likelihood: it sees the truth)", **dict.fromkeys(BOUNDS, " (a bound)")}.get(name, "")
+    estimator = ESTIMATORS.get(canonical(name))  # None: a rule
+    note = "" if estimator is None else NOTES[estimator.kind]
     said = f"{name}{note} {nats:.2f}" + ("" if error is None else f" +- {error:.2f}") + " nats"
     if not tokens:
         return said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+BUNDLED = "demo-mdm"  # scored if no checkpoint is named
 NAMES = ("demo-mdm", "demo-bd", "demo-ar")
 FOLDER = Path(__file__).resolve().parent
 

@@ -1,115 +1,43 @@
-"""Denoisers: every checkpoint family behind one contract (`base.py`).
+"""Denoisers: every family of checkpoints behind one contract (`base.py`).
 
-config.json -> our own DiT (MDLM, BD3-LM, SEDD, AR)          dit_load.py
-            -> transformers' decoders, explicit mask         backbone_load.py, by families.py
-            -> transformers' masked LMs                      huggingface.py
-            -> transformers' causal LMs, as they are         causal.py
-            -> the checkpoint's own code, where trusted      remote.py
+Importing this package imports neither torch nor transformers: they are imported by the first call.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from lm_eval_duel.demo import resolve
-from lm_eval_duel.denoisers import hub, special_tokens
-from lm_eval_duel.denoisers.base import Denoiser
-from lm_eval_duel.denoisers.dit import checkpoint as dit_load
-from lm_eval_duel.denoisers.hf import causal_lm as causal
-from lm_eval_duel.denoisers.hf import decoder_checkpoint as backbone_load
-from lm_eval_duel.denoisers.hf import families
-from lm_eval_duel.denoisers.hf import masked_lm as huggingface
-from lm_eval_duel.denoisers.hf import remote_code as remote
-from lm_eval_duel.denoisers.load_options import LoadOptions
-from lm_eval_duel.denoisers.wrappers.guidance import Guided
-from lm_eval_duel.denoisers.wrappers.warpers import Tempered
-from lm_eval_duel.errors import DuelError
-from lm_eval_duel.options import BUNDLED, checkpoint_name, tokenizer_source
-
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from lm_eval_duel.denoisers.base import Denoiser
 
 
 def load(name: str = "demo-mdm", *, device: str | None = None, **network: Any) -> Denoiser:
     """The denoiser of a local folder, a hub name or a bundled name.
 
-    `device`: None picks a GPU where there is one. The network args are those of `LoadOptions`, each detected
-    unless given:
-    dtype, revision, trust_remote_code, tokenizer (a folder, a hub name, or a loaded one), mask_token_id, max_length,
-    bos, family, attention, block (where config and family do not know the trained one), shift_logits, last_block,
-    sigma, backend, cfg_scale, temperature, top_k, top_p, peft, device_map, load_in_8bit, load_in_4bit, compile.
+    Args:
+        name: a folder, a hub name, or one of the bundled `demo-mdm`, `demo-bd` and `demo-ar`.
+        device: `cpu`, `cuda`, `cuda:0`, ...; None picks a GPU if there is one.
+        network: `tokenizer` (a folder, a hub name, or a loaded tokenizer) and the arguments of
+            `load_options.NetworkArguments`. What is not given is detected.
 
-    Raises DuelError when the checkpoint cannot be read, does not fill its network exactly, or is not what it says.
+    Raises:
+        DuelError: an argument is wrong, or the checkpoint cannot be read, does not fill its network exactly, or is not
+            what its config says.
     """
-    name = resolve(checkpoint_name("name", name) or BUNDLED)
-    asked = hub.pinned(LoadOptions(name, hub.pick_device(device), **network))
-    raw = hub.raw_config(asked.name, asked.revision)
-    tokenizer = _tokenizer(raw, asked)
-    denoiser = _read(raw, asked, tokenizer)
-    denoiser.special_tokens = _special_tokens(denoiser, tokenizer)
-    if asked.compile:
-        denoiser.compile()
-    denoiser = Guided(denoiser, asked.cfg_scale) if asked.cfg_scale else denoiser
-    tempered = asked.temperature, asked.top_k, asked.top_p
-    return denoiser if tempered == (None, None, None) else Tempered(denoiser, *tempered)
+    from lm_eval_duel.denoisers import loading
 
-
-def _read(raw: dict[str, Any], asked: LoadOptions, tokenizer: PreTrainedTokenizerBase | None) -> Denoiser:
-    if dit_load.reads(raw):
-        return dit_load.load(hub.local_folder(asked.name, asked.revision), raw, asked, tokenizer)
-    own = bool(raw.get("auto_map"))
-    code = hub.local_folder(asked.name, asked.revision, code_only=True) if own else None
-    family = families.find(raw, asked, code)
-    if asked.attention == "causal" and asked.backend != "remote":
-        return causal.load(family, raw, asked, tokenizer)
-    if family is not None and asked.backend != "remote":
-        return backbone_load.load(family, hub.local_folder(asked.name, asked.revision), raw, asked, tokenizer)
-    if own or asked.backend == "remote":
-        return remote.load(family, hub.local_folder(asked.name, asked.revision), raw, asked, tokenizer)
-    return huggingface.load(raw, asked, tokenizer)
-
-
-def _tokenizer(raw: dict[str, Any], asked: LoadOptions) -> PreTrainedTokenizerBase | None:
-    """The tokenizer asked for, else the one beside the weights; None where a DiT has none."""
-    if asked.tokenizer is not None and not isinstance(asked.tokenizer, str):
-        return asked.tokenizer
-    if asked.tokenizer is not None:
-        return hub.load_tokenizer(resolve(asked.tokenizer), asked.trust_remote_code, "main")
-    if dit_load.reads(raw) and not hub.has_tokenizer(asked.name, asked.revision):
-        return None
-    return hub.load_tokenizer(asked.name, asked.trust_remote_code, asked.revision)
-
-
-def _special_tokens(
-    denoiser: Denoiser, tokenizer: PreTrainedTokenizerBase | None
-) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """The ids that a text is given between, as the harness gives them; None if it is scored without.
-
-    Empty if the network expects them and no tokenizer says which.
-    """
-    if tokenizer is None:
-        return ((), ()) if denoiser.bos == "given" else None
-    try:
-        bos, prefix, suffix = special_tokens.convention(tokenizer, denoiser)
-    except DuelError:  # said when a text is scored; ids can be scored all the same
-        return None
-    return (tuple(prefix), tuple(suffix)) if bos == "given" and prefix else None
+    return loading.load(name, device=device, **network)
 
 
 def load_tokenizer(arguments: Mapping[str, Any]) -> PreTrainedTokenizerBase:
-    """The tokenizer that model args ask for: `tokenizer`, else the one beside the weights or of the family.
+    """The tokenizer that model args name: `tokenizer`, else the one beside the weights or of the family.
 
-    Raises DuelError when there is none.
+    Raises:
+        DuelError: there is none.
     """
-    name, revision = tokenizer_source(arguments)
-    name = resolve(name)
-    trusted = str(arguments.get("trust_remote_code", False)).lower() in ("true", "1")
-    alone = bool(arguments.get("tokenizer")) or (os.path.isdir(name) and hub.has_tokenizer(name, revision))
-    if dit_load.reads(hub.raw_config(name, revision, needed=not alone)) and not hub.has_tokenizer(name, revision):
-        try:
-            return hub.load_tokenizer(dit_load.TOKENIZER, trusted, "main")
-        except DuelError as error:
-            raise DuelError(f"{name} holds no tokenizer, and that of its family is not to be had. {error}") from error
-    return hub.load_tokenizer(name, trusted, revision)
+    from lm_eval_duel.denoisers import loading
+
+    return loading.load_tokenizer(arguments)

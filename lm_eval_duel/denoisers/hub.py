@@ -18,9 +18,8 @@ from transformers.utils import cached_file
 
 from lm_eval_duel.demo import NAMES
 from lm_eval_duel.denoisers.hf.families import NAMED
-from lm_eval_duel.denoisers.load_options import LoadOptions
+from lm_eval_duel.denoisers.load_options import DTYPES, LoadOptions
 from lm_eval_duel.errors import DuelError, unknown
-from lm_eval_duel.options import DTYPES
 
 log = logging.getLogger("lm_eval.duel_mdm")
 

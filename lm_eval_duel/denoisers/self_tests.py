@@ -81,12 +81,12 @@ def direction(denoiser: Denoiser, path: str, rows: torch.Tensor, logits: torch.T
     if denoiser.attention == "bidirectional" and moved == 0:
         raise DuelError(
             f"{path} is causal: its predictions ignore what comes later, so it is no masked diffusion model. "
-            "If it is autoregressive, score it with estimator=exact."
+            "If it is autoregressive, score it with estimator=ar."
         )
     if denoiser.attention == "causal" and moved > _beside(denoiser, logits):
         raise DuelError(
             f"{path} is not causal: its predictions change with what comes later, so it has no autoregressive "
-            "likelihood. Leave estimator=exact and attention=causal out."
+            "likelihood. Leave estimator=ar and attention=causal out."
         )
 
 

@@ -205,7 +205,7 @@ class Autoregressive(Duel):
     Raises DuelError for a network that is not autoregressive.
     """
 
-    name = "exact"
+    name = "ar"
 
     def __init__(
         self,
@@ -217,7 +217,7 @@ class Autoregressive(Duel):
     ):
         if denoiser.attention != "causal":
             raise DuelError(
-                f"estimator=exact is the chain rule of an autoregressive network; this one is {denoiser.attention}. "
+                f"estimator=ar is the chain rule of an autoregressive network; this one is {denoiser.attention}. "
                 "Use estimator=duel (or elbo, mixture, oracle)."
             )
         super().__init__(denoiser, rules.LeftToRight(), 1, grid, batch_size, max_batch_size, traced)

@@ -34,8 +34,8 @@ from lm_eval_duel.engine.results import WindowScore
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators.base import All, Estimator, Finished, Opened, Value
+from lm_eval_duel.estimators.registry import ELBO_FORMS
 from lm_eval_duel.hashing import hashed, uniform
-from lm_eval_duel.options import ELBO_FORMS
 from lm_eval_duel.rules import Decision, rank
 
 log = logging.getLogger("lm_eval.duel_mdm")
@@ -82,7 +82,7 @@ class Elbo(Estimator):
         seed: int = 0,
     ):
         if denoiser.attention == "causal":
-            raise DuelError("An autoregressive network needs no bound: use estimator=exact.")
+            raise DuelError("An autoregressive network needs no bound: use estimator=ar.")
         if block == "auto":
             block = denoiser.block  # the trained one; None: the whole target
         self.form = resolve_form(denoiser, form, block)

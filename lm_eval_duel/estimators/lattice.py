@@ -30,8 +30,8 @@ from lm_eval_duel.engine.results import NEAR_TIE, STATISTICS, WindowScore
 from lm_eval_duel.engine.reveal import decide
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.base import All, Estimator, Finished, Opened, Value
+from lm_eval_duel.estimators.registry import LATTICE, LATTICE_BLOCK
 from lm_eval_duel.estimators.subset_dp import Chunk, Orders, OrderScore, cell_of, fold, follow, number_of
-from lm_eval_duel.options import LATTICE, LATTICE_BLOCK
 
 TABLE = 1 << 22  # states x cells of a chunk of blocks, at most
 
@@ -71,7 +71,7 @@ class Lattice(Estimator):
         follow: Sequence[str | rules.Rule] = (),
     ):
         if denoiser.attention == "causal":
-            raise DuelError("An autoregressive network has one order: use estimator=exact.")
+            raise DuelError("An autoregressive network has one order: use estimator=ar.")
         self.name = value
         self.rules = [rules.parse(rule) if isinstance(rule, str) else rule for rule in follow]
         for rule in self.rules:

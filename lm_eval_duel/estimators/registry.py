@@ -1,41 +1,227 @@
-"""The switch: estimator=duel | elbo | elbo_exact | mixture | oracle | exact.
+"""The estimators, one entry each: what `estimator=` takes, and all that options, runs and reports know about them.
 
-All of them take the same windows; only which lanes are evaluated, and how nats combine, differ (estimator.py).
+To add one, write its class (`base.Estimator`) and add its entry to `ENTRIES`. Nothing here imports torch: the class is
+imported when an estimator is made.
 """
 
 from __future__ import annotations
 
-from lm_eval_duel.denoisers.base import Denoiser
-from lm_eval_duel.estimators.base import Estimator
-from lm_eval_duel.estimators.duel import Autoregressive, Duel
-from lm_eval_duel.estimators.elbo import Elbo
-from lm_eval_duel.estimators.lattice import Lattice
-from lm_eval_duel.options import Options
+import dataclasses
+import enum
+import importlib
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from lm_eval_duel import rules
+from lm_eval_duel.arguments import NOTHING, Reader, at_least, block_size, choice, number_where
+from lm_eval_duel.errors import DuelError, unknown
+
+if TYPE_CHECKING:
+    from lm_eval_duel.denoisers.base import Denoiser
+    from lm_eval_duel.estimators.base import Estimator
+    from lm_eval_duel.options import Options
+
+ELBO_FORMS = ("count", "ratio", "score_entropy")
+LATTICE_BLOCK = 12  # the most cells of a block whose sets are all evaluated: 4,095 sets
+
+
+class Kind(enum.Enum):
+    """What the value of an estimator is."""
+
+    LIKELIHOOD = "a likelihood"
+    UPPER_BOUND = "an upper bound of the perplexity"
+    NOT_A_LIKELIHOOD = "not a likelihood: it sees the truth"
+
+
+@dataclasses.dataclass(frozen=True)
+class Argument:
+    """A model arg that only some estimators read."""
+
+    read: Reader
+    default: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One estimator.
+
+    `target`: its class, as module:Class. `settings`: the keywords of the class beside grid and batch size, from the
+    options. `arguments`: the model args that it reads and others do not; `unread`: those that it does not read.
+    `check` raises DuelError for options that it cannot follow.
+    """
+
+    name: str  # as typed
+    display: str  # in tables
+    kind: Kind
+    target: str
+    settings: Callable[[Options], dict[str, Any]]
+    arguments: Mapping[str, Argument] = dataclasses.field(default_factory=dict)
+    unread: tuple[str, ...] = ()
+    decodes: bool = False  # its `is_greedy` says what decoding would write
+    causal: bool = False  # the network is read as an autoregressive one, whose blocks have one cell
+    lattice: bool = False  # one run computes the values of all lattice estimators, and of the rules that it follows
+    check: Callable[[Options], None] | None = None
+
+    @property
+    def title(self) -> str:
+        """The name in tables; one of no likelihood says so."""
+        return f"{self.display} ({self.kind.value})" if self.kind is Kind.NOT_A_LIKELIHOOD else self.display
+
+
+# ---------------------------------------------------------------- arguments and settings
+
+
+def _rules(key: str, value: Any) -> tuple[rules.Rule, ...]:
+    """Rules of a text such as greedy+margin:k=2, each of which is state-only."""
+    parsed = () if value in NOTHING else tuple(rules.parse(text) for text in str(value).split("+"))
+    for rule in parsed:
+        rules.check_state_only(rule)
+    return parsed
+
+
+ELBO_ARGUMENTS = {
+    "mc_samples": Argument(at_least(1, 128), 128),  # draws of a window
+    "elbo_form": Argument(choice("auto", *ELBO_FORMS, default="auto"), "auto"),
+    "elbo_block": Argument(block_size, "auto"),
+    "elbo_eps": Argument(number_where("a share from 0 (nothing left out) to below 1", lambda x: 0 <= x < 1, 0.0), 0.0),
+}
+LATTICE_ARGUMENTS = {"lattice_rules": Argument(_rules)}  # None: the rule, if it is state-only
+
+
+def _check_elbo(options: Options) -> None:
+    if options.estimator_args["elbo_eps"] and options.estimator_args["elbo_form"] == "count":
+        raise DuelError("'elbo_eps' is the least ratio, of elbo_form=ratio; counts have none. Leave one out.")
+
+
+def _elbo_settings(options: Options) -> dict[str, Any]:
+    arguments = options.estimator_args
+    return {
+        "block": arguments["elbo_block"],
+        "samples": arguments["mc_samples"],
+        "form": arguments["elbo_form"],
+        "eps": arguments["elbo_eps"],
+        "seed": options.draw_seed,
+    }
+
+
+def _check_lattice(options: Options) -> None:
+    if options.block is None or (isinstance(options.block, int) and options.block > LATTICE_BLOCK):
+        raise DuelError(
+            f"estimator={options.estimator} evaluates all revealed sets of a block, so block is at most "
+            f"{LATTICE_BLOCK}; got {'none' if options.block is None else options.block}. "
+            "block=4 takes 15 states a block."
+        )
+
+
+def _lattice_settings(options: Options) -> dict[str, Any]:
+    follow = options.estimator_args["lattice_rules"]
+    if follow is None:
+        follow = (options.rule,) if options.rule.state_only else ()
+    return {"block": options.block, "value": options.estimator, "follow": follow}
+
+
+def _lattice(name: str, display: str, kind: Kind) -> Entry:
+    return Entry(
+        name,
+        display,
+        kind,
+        "lm_eval_duel.estimators.lattice:Lattice",
+        _lattice_settings,
+        LATTICE_ARGUMENTS,
+        lattice=True,
+        check=_check_lattice,
+    )
+
+
+# ---------------------------------------------------------------- the entries
+
+ENTRIES = (  # in the order of tables
+    Entry(
+        "ar",
+        "Exact",
+        Kind.LIKELIHOOD,
+        "lm_eval_duel.estimators.duel:Autoregressive",
+        lambda options: {},
+        unread=("rule", "block"),
+        decodes=True,
+        causal=True,
+    ),
+    Entry(
+        "elbo",
+        "ELBO",
+        Kind.UPPER_BOUND,
+        "lm_eval_duel.estimators.elbo:Elbo",
+        _elbo_settings,
+        ELBO_ARGUMENTS,
+        unread=("rule", "block"),
+        check=_check_elbo,
+    ),
+    _lattice("elbo_exact", "ELBO, all orders", Kind.UPPER_BOUND),
+    _lattice("mixture", "Mixture of orders", Kind.LIKELIHOOD),
+    Entry(
+        "duel",
+        "DUEL",
+        Kind.LIKELIHOOD,
+        "lm_eval_duel.estimators.duel:Duel",
+        lambda options: {"rule": options.rule, "block": options.block},
+        decodes=True,
+    ),
+    _lattice("oracle", "Oracle", Kind.NOT_A_LIKELIHOOD),
+)
+ESTIMATORS: dict[str, Entry] = {entry.name: entry for entry in ENTRIES}
+ALIASES = {"exact": "ar"}  # names of earlier releases, in commands and in results
+LATTICE = tuple(entry.name for entry in ENTRIES if entry.lattice)
+
+
+def canonical(name: str) -> str:
+    """An estimator's name, for one of its aliases; any other text as it is."""
+    return ALIASES.get(name, name)
+
+
+def find(name: str) -> Entry:
+    """The entry of an estimator's name or alias; raises DuelError for any other name."""
+    if (entry := ESTIMATORS.get(canonical(name))) is None:
+        raise unknown("estimator", name, ESTIMATORS)
+    return entry
+
+
+def read_name(key: str, value: Any) -> str:
+    """The name of an estimator, from the value of a model arg."""
+    if not isinstance(value, str) or canonical(value) not in ESTIMATORS:
+        raise unknown(f"value of {key}", value, ESTIMATORS)
+    return canonical(value)
+
+
+def arguments() -> dict[str, Argument]:
+    """The model args that only some estimators read, by name."""
+    return {name: argument for entry in ESTIMATORS.values() for name, argument in entry.arguments.items()}
+
+
+def check_arguments(given: Mapping[str, Any], estimator: str) -> None:
+    """Raise DuelError for a model arg that another estimator reads, and this one does not."""
+    for key in given:
+        readers = [entry.name for entry in ESTIMATORS.values() if key in entry.arguments]
+        if readers and estimator not in readers:
+            raise DuelError(
+                f"'{key}' is read by estimator={' or '.join(readers)} only, and this run has estimator={estimator}. "
+                "Leave it out, or change the estimator."
+            )
+
+
+def unread(given: Mapping[str, Any], estimator: str) -> list[str]:
+    """The model args given that this estimator does not read, as if only `estimator` was changed in a command."""
+    return [key for key in find(estimator).unread if key in given]
 
 
 def make(denoiser: Denoiser, options: Options) -> Estimator:
-    """The estimator that the model args ask for; raises DuelError where this network has none of this kind."""
-    shared = {
-        "batch_size": options.rows,
-        "max_batch_size": options.max_batch_size,
-        "grid": options.grid,
-        "traced": options.trace is not None,
-    }
-    if options.estimator == "duel":
-        return Duel(denoiser, options.rule, options.block, **shared)
-    if options.estimator == "exact":
-        return Autoregressive(denoiser, **shared)
-    if options.estimator == "elbo":
-        return Elbo(
-            denoiser,
-            options.elbo_block,
-            samples=options.mc_samples,
-            form=options.elbo_form,
-            eps=options.elbo_eps,
-            seed=options.draw_seed,
-            **shared,
-        )
-    follow = options.lattice_rules
-    if follow is None:
-        follow = (options.rule,) if options.rule.state_only else ()
-    return Lattice(denoiser, options.block, value=options.estimator, follow=follow, **shared)
+    """The estimator that the options name; raises DuelError if there is none of its kind for this network."""
+    entry = find(options.estimator)
+    module, name = entry.target.split(":")
+    return getattr(importlib.import_module(module), name)(
+        denoiser,
+        grid=options.grid,
+        batch_size=options.rows,
+        max_batch_size=options.max_batch_size,
+        traced=options.trace is not None,
+        **entry.settings(options),
+    )

@@ -22,7 +22,7 @@ import torch
 
 from lm_eval_duel.engine.lanes import Lanes
 from lm_eval_duel.engine.results import STATISTICS
-from lm_eval_duel.options import LATTICE_BLOCK
+from lm_eval_duel.estimators.registry import LATTICE_BLOCK
 
 
 @dataclasses.dataclass

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lm_eval_duel import fingerprint
+from lm_eval_duel.arguments import MAX_FACTOR, count, number, truth
 from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.denoisers.wrappers.warpers import Tempered
 from lm_eval_duel.engine.results import Sample
@@ -21,7 +22,6 @@ from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators.checks import check_windows
 from lm_eval_duel.estimators.duel import Duel
 from lm_eval_duel.harness.text import Text
-from lm_eval_duel.options import LARGEST, count, number, truth
 
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # names of one thing
 KNOWN = ("until", "do_sample", "temperature", "top_k", "top_p", "num_beams", *LENGTHS)
@@ -77,8 +77,8 @@ class Settings:
         temperature = number(
             "temperature",
             asked.get("temperature"),
-            f"0 (decoding) or a number from {1 / LARGEST:g} to {LARGEST:g}",
-            lambda value: value == 0 or 1 / LARGEST <= value <= LARGEST,
+            f"0 (decoding) or a number from {1 / MAX_FACTOR:g} to {MAX_FACTOR:g}",
+            lambda value: value == 0 or 1 / MAX_FACTOR <= value <= MAX_FACTOR,
         )
         top_k = count("top_k", asked.get("top_k"), least=0) or None  # 0: all, as in transformers
         top_p = number("top_p", asked.get("top_p"), "a probability above 0, at most 1", lambda value: 0 < value <= 1)

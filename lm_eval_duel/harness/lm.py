@@ -11,10 +11,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel import fingerprint
+from lm_eval_duel.demo import BUNDLED
 from lm_eval_duel.errors import unchained
 from lm_eval_duel.harness.cache import RULE_CODE, RULES, ResponseCache
 from lm_eval_duel.harness.writing import Writing
-from lm_eval_duel.options import BUNDLED, Options, unread
+from lm_eval_duel.options import Options
 
 if TYPE_CHECKING:
     from lm_eval.api.model import CacheHook
@@ -60,8 +61,8 @@ class DuelMDM(Writing):
         if self.rank == 0:
             if self.estimator.decodes and (note := self.denoiser.ties(options.rule)):
                 log.warning("%s", note)
-            if left := unread(arguments, options.estimator):
-                log.info("estimator=%s does not read %s", options.estimator, " and ".join(left))
+            if unread := switch.unread(arguments, options.estimator):
+                log.info("estimator=%s does not read %s", options.estimator, " and ".join(unread))
             log.info("spec %s: %s", self.fingerprint, ", ".join(f"{key}={value}" for key, value in self.spec.items()))
 
     def _load(self, **other: Any) -> Denoiser:
@@ -125,7 +126,8 @@ class DuelMDM(Writing):
         if total.close:
             log.info("%s", total.close)
         for bound in total.bounds:
-            log.info("ELBO (%s) of %s", "elbo_eps above 0: no bound" if self.options.elbo_eps else "a bound", bound)
+            eps = self.options.estimator_args.get("elbo_eps")
+            log.info("ELBO (%s) of %s", "elbo_eps above 0: no bound" if eps else "a bound", bound)
         if total.ranks > 1:
             log.info("%s", total.balance)
             if total.verified.windows:

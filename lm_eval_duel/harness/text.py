@@ -10,11 +10,11 @@ from functools import cached_property
 from typing import Any
 
 from lm_eval_duel.denoisers.base import Denoiser
+from lm_eval_duel.denoisers.load_options import WHOLE_ROW_BOS
 from lm_eval_duel.denoisers.special_tokens import convention, end_of_text
 from lm_eval_duel.engine.windows import Window, conditional, independent, of_row, target_capacity
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.fingerprint import of_tokenizer
-from lm_eval_duel.options import OF_ROWS
 from lm_eval_duel.tasks.tokenized_text import TokenText
 
 
@@ -110,7 +110,7 @@ class Text:
 
         Raises DuelError where there is no place for a context, or for the continuation.
         """
-        if self.bos in OF_ROWS:
+        if self.bos in WHOLE_ROW_BOS:
             raise DuelError(
                 f"bos={self.bos} scores the row from its first position on, so it has no place for a context: use it "
                 "for whole texts (loglikelihood_rolling), and bos=given or none for tasks with a context."

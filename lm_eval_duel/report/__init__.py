@@ -23,12 +23,12 @@ from lm_eval_duel.report import (
     match,
     read,
     reveal_order,
-    rows,
     run_cost,
     samples,
     strict_json,
     tables,
 )
+from lm_eval_duel.rules.tables import short
 
 FORMAT = "lm_eval_duel report"  # in report.json: that the files it lists are ours to replace
 
@@ -139,7 +139,7 @@ def _traces(runs: Sequence[read.Run], named: Sequence[str], notes: list[str]) ->
         spec = reveal_order.spec_of(traces.spec(path))
         summary = reveal_order.summary(traces.load(path), spec, str(path))
         said = [label or path.stem, str(spec.get("estimator", ""))]
-        said += [rows.short(str(spec["rule"]))] if spec.get("estimator") == "duel" and "rule" in spec else []
+        said += [short(str(spec["rule"]))] if spec.get("estimator") == "duel" and "rule" in spec else []
         summary["label"] = ", ".join(filter(None, [*said, f"block {spec['block']}" if "block" in spec else ""]))
         shown.append(summary)
     return traced, shown

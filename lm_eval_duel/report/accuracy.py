@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lm_eval_duel.estimators import registry
 from lm_eval_duel.report.read import Run
-from lm_eval_duel.report.rows import LATTICE, NAMES
 from lm_eval_duel.report.task import Score, Task
 
 NOT_DECODED = "counts whether the text would be decoded, which this estimator does not know"
@@ -47,19 +47,18 @@ def _table(
 
 
 def _row(run: Run, task: Task, ar: bool) -> dict[str, Any]:
-    decodes = run.estimator in ("exact", "duel")
+    estimator = registry.find(run.estimator)
     counted = task.output_type == "loglikelihood" and any(score.metric in COUNTED for score in task.scores)
-    name = NAMES.get(run.estimator, run.estimator)
-    name = "Lattice" if run.estimator in LATTICE else name
+    name = "Lattice" if estimator.lattice else estimator.title
     return {
         "model": run.label,
         "name": f"{name} (AR baseline)" if ar else name,
         "estimator": run.estimator,
         "rule": run.rule,
-        "block": run.block if run.ours and run.estimator != "exact" else None,
+        "block": run.block if run.ours and run.estimator != "ar" else None,
         "ar": ar,
         "scores": {_name(score): {"value": score.value, "stderr": score.stderr} for score in task.scores},
-        "reason": NOT_DECODED if counted and not decodes else "",
+        "reason": NOT_DECODED if counted and not estimator.decodes else "",
         "dtype": run.dtype,
         "file": run.name,
     }

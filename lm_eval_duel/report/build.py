@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators import registry
 from lm_eval_duel.report import gaps, headline, match, rows, stats
 from lm_eval_duel.report.headline import WORDS
 from lm_eval_duel.report.read import Run
 from lm_eval_duel.report.rows import Row
 from lm_eval_duel.report.samples import METRICS
+from lm_eval_duel.rules.tables import adaptive, family
 
 OTHER_UNITS = ("word_perplexity", "byte_perplexity")
 
@@ -115,7 +117,7 @@ def _draws(metric: str, found: Sequence[Row]) -> dict[int, np.ndarray]:
 
 
 def _entry(metric: str, row: Row, ar: bool, draws: np.ndarray | None) -> dict[str, Any]:
-    sees_truth = row.estimator == "oracle"
+    likelihood = registry.find(row.estimator).kind is not registry.Kind.NOT_A_LIKELIHOOD
     reason = ""
     if draws is None:
         reason = row.missing or ("one document" if row.documents.get(metric) else "no values per document")
@@ -125,14 +127,14 @@ def _entry(metric: str, row: Row, ar: bool, draws: np.ndarray | None) -> dict[st
         "name": row.name,
         "estimator": row.estimator,
         "rule": row.rule,
-        "block": row.block if row.run.ours and row.estimator != "exact" else None,
+        "block": row.block if row.run.ours and row.estimator != "ar" else None,
         "aside": row.aside,
         "eps": row.eps,
         "mc_samples": row.run.spec.get("mc_samples") if row.estimator == "elbo" else None,
         "ar": ar,
-        "likelihood": not sees_truth,
+        "likelihood": likelihood,
         "bound": row.bound,
-        "flag": rows.SEES_TRUTH if sees_truth else "",
+        "flag": "" if likelihood else rows.SEES_TRUTH,
         "value": row.values[metric],
         "interval": None if draws is None else stats.interval(draws),
         "stderr": row.error(metric, row.nats_stderr),
@@ -172,9 +174,13 @@ def _mark_best(entries: Sequence[dict[str, Any]]) -> None:
     """The lowest likelihood of each model that has several rows; a bound is none, nor is what sees the truth."""
     for model in {entry["model"] for entry in entries}:
         proper = [e for e in entries if e["model"] == model and e["likelihood"] and not e["ar"]]
-        exact = [e for e in proper if e["estimator"] not in rows.BOUNDS and math.isfinite(e["value"])]
-        if len(proper) > 1 and exact:
-            min(exact, key=lambda entry: entry["value"])["best"] = True
+        likelihoods = [e for e in proper if _is_likelihood(e["estimator"]) and math.isfinite(e["value"])]
+        if len(proper) > 1 and likelihoods:
+            min(likelihoods, key=lambda entry: entry["value"])["best"] = True
+
+
+def _is_likelihood(estimator: str) -> bool:
+    return registry.find(estimator).kind is registry.Kind.LIKELIHOOD
 
 
 # ---------------------------------------------------------------- notes, rules
@@ -199,7 +205,7 @@ def _rules(found: Sequence[Row], entries: Sequence[dict[str, Any]]) -> list[dict
     groups: dict[tuple[str, str, str], dict[str, list]] = {}
     for n, (row, entry) in enumerate(zip(found, entries, strict=True)):
         if row.estimator == "duel" and entry["nfe_per_token"]:
-            name, speed = rows.family(row.rule)
+            name, speed = family(row.rule)
             points = groups.setdefault((row.model, row.block, row.variant), {}).setdefault(name, [])
             points.append({"rule": row.rule, "speed": speed, "index": n})
     shown = []
@@ -219,8 +225,7 @@ def _rules(found: Sequence[Row], entries: Sequence[dict[str, Any]]) -> list[dict
                 "ar": next((n for n, entry in enumerate(entries) if entry["ar"]), None),
                 "oracle": next(iter(oracles), None),
                 "families": [
-                    {"family": name, "adaptive": rows.adaptive(name), "points": points}
-                    for name, points in families.items()
+                    {"family": name, "adaptive": adaptive(name), "points": points} for name, points in families.items()
                 ],
             }
         )

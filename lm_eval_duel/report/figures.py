@@ -9,10 +9,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lm_eval_duel.estimators import registry
 from lm_eval_duel.report.headline import WORDS, number, plus_minus
 from lm_eval_duel.report.names import free, safe_name
-from lm_eval_duel.report.rows import SEES_TRUTH, short
+from lm_eval_duel.report.rows import SEES_TRUTH
 from lm_eval_duel.report.stats import CLEAR
+from lm_eval_duel.rules.tables import short
 from lm_eval_duel.tables import one_line
 
 if TYPE_CHECKING:
@@ -32,7 +34,7 @@ COLOURS = (
 )  # Okabe and Ito, colour-blind safe
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 LOOKS = {  # estimator: marker, colour, filled
-    "exact": ("D", GREY, True),
+    "ar": ("D", GREY, True),
     "elbo": ("<", "#0072B2", False),
     "elbo_eps": ("<", "#CC79A7", False),
     "elbo_exact": ("<", "#56B4E9", False),
@@ -40,15 +42,12 @@ LOOKS = {  # estimator: marker, colour, filled
     "duel": ("o", "#D55E00", True),
     "oracle": ("x", LIGHT, True),
 }
-LEGEND = {
-    "exact": "exact",
-    "elbo": "ELBO (upper bound)",
-    "elbo_eps": "ELBO, eps > 0 (no bound)",
-    "elbo_exact": "ELBO over all orders (upper bound)",
-    "mixture": "mixture of orders",
-    "duel": "DUEL",
-    "oracle": f"oracle ({SEES_TRUTH})",
+OTHER_LOOKS = {  # of any other estimator
+    registry.Kind.LIKELIHOOD: ("P", "#E69F00", True),
+    registry.Kind.UPPER_BOUND: ("<", "#E69F00", False),
+    registry.Kind.NOT_A_LIKELIHOOD: ("x", LIGHT, True),
 }
+EPS = "elbo_eps"  # looks of an ELBO that is not a bound
 AR = " (dotted line: the autoregressive baseline)"
 LOG_FROM = 2.5  # largest over smallest perplexity, from which an axis is logarithmic
 DPI = 110
@@ -144,7 +143,7 @@ def perplexity(name: str, task: Mapping[str, Any]) -> Figure:
             )
         at -= 1
         ticks.append((at, _line_label(entry)))
-        marker, colour, filled = LOOKS[_kind(entry)]
+        marker, colour, filled = _look(entry)
         if entry["interval"] is not None:
             axes.plot(entry["interval"], [at, at], "|-", color=colour, linewidth=1.4, markersize=7, zorder=2)
         if entry["stderr"] is not None:
@@ -186,7 +185,7 @@ def perplexity(name: str, task: Mapping[str, Any]) -> Figure:
     figure.suptitle(said, x=0.01, ha="left", fontsize=10.5)
     figure.legend(
         seen.values(),
-        [LEGEND[e] + (AR if e == "exact" and marked else "") for e in seen],
+        [legend(name) + (AR if name == "ar" and marked else "") for name in seen],
         loc="outside lower center",
         ncols=2,
         frameon=False,
@@ -213,12 +212,23 @@ def _wide(values: Sequence[float]) -> bool:
 
 
 def _kind(entry: Mapping[str, Any]) -> str:
-    return "elbo_eps" if entry["eps"] else entry["estimator"]
+    return EPS if entry["eps"] else entry["estimator"]
+
+
+def _look(entry: Mapping[str, Any]) -> tuple[str, str, bool]:
+    return LOOKS.get(_kind(entry)) or OTHER_LOOKS[registry.find(entry["estimator"]).kind]
+
+
+def legend(name: str) -> str:
+    if name == EPS:
+        return "ELBO, eps > 0 (no bound)"
+    estimator = registry.find(name)
+    return f"{estimator.title}{' (upper bound)' if estimator.kind is registry.Kind.UPPER_BOUND else ''}"
 
 
 def _line_label(entry: Mapping[str, Any]) -> str:
-    if entry["estimator"] == "oracle":
-        return LEGEND["oracle"]
+    if not entry["likelihood"]:
+        return registry.find(entry["estimator"]).title
     return label(entry["name"].removeprefix("DUEL, ")) + (" (AR baseline)" if entry["ar"] else "")
 
 
@@ -246,7 +256,7 @@ def rules(name: str, task: Mapping[str, Any], sweep: Mapping[str, Any]) -> Figur
     for key, style in (("elbo", (0, (5, 3))), ("ar", ":")):
         if sweep[key] is not None:
             entry = entries[sweep[key]]
-            said = "autoregressive model" if key == "ar" else LEGEND[_kind(entry)]
+            said = "autoregressive model" if key == "ar" else legend(_kind(entry))
             text = f"{said}, {number(entry['value'], task['metric'])}{_error(entry, task['metric'])}"
             if not math.isfinite(entry["value"]):
                 continue

@@ -26,7 +26,7 @@ def elbo_of(duel: Row, found: Sequence[Row], as_published: bool = False) -> tupl
     one of other windows or scored positions, and in what it differs.
     """
     causal = duel.run.duel.get("attention") == "block_causal"
-    wanted, kinds = (duel.run.block, rows.BOUNDS) if causal else ("none", ("elbo",))
+    wanted, kinds = (duel.run.block, ("elbo", "elbo_exact")) if causal else ("none", ("elbo",))
     fitting = {
         n: _other_spec(row.run.spec, duel.run.spec)
         for n, row in enumerate(found)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lm_eval_duel.estimators import registry
 from lm_eval_duel.report.markdown import code, plain
-from lm_eval_duel.report.rows import short
+from lm_eval_duel.rules.tables import short
 
 WORDS = {
     "token_perplexity": "perplexity per token",
@@ -41,7 +42,7 @@ def of(name: str, task: Mapping[str, Any]) -> list[str]:
     """A sentence for each model of a task but the baseline."""
     entries = task["rows"]
     base = next((entry for entry in entries if entry["ar"]), None)
-    models = dict.fromkeys(entry["model"] for entry in entries if not entry["ar"] and entry["estimator"] != "exact")
+    models = dict.fromkeys(entry["model"] for entry in entries if not entry["ar"] and entry["estimator"] != "ar")
     return [
         _sentence(name, task, [e for e in entries if e["model"] == model and not e["ar"]], base) for model in models
     ]
@@ -52,9 +53,7 @@ def _sentence(name: str, task: Mapping[str, Any], mine: Sequence[Entry], base: E
     unit = "" if metric in ("token_perplexity", "perplexity") else f", {WORDS[metric]}"
     start = f"**{plain(mine[0]['model'])}** on {plain(name)}{unit}"
     if chosen is None:
-        bound = min(
-            (e for e in mine if e["estimator"] != "oracle"), key=lambda e: (e["bound"], e["value"]), default=None
-        )
+        bound = min((e for e in mine if e["likelihood"]), key=lambda e: (e["bound"], e["value"]), default=None)
         shown = "the oracle only" if bound is None else f"{_bounded(bound, metric)} ({plain(bound['name'])})"
         against = _against(bound, base, metric) if bound is not None else ""
         return f"{start}: {shown}{against}; no DUEL result (estimator=duel)."
@@ -62,9 +61,12 @@ def _sentence(name: str, task: Mapping[str, Any], mine: Sequence[Entry], base: E
     text += f" against {number(base['value'], metric)} for {plain(base['model'])}" if base else ""
     elbo = None if chosen["elbo"] is None else task["rows"][chosen["elbo"]]
     text += "." if elbo is None and base is None else _yardstick(chosen, elbo, base, metric)
-    likely = min((e for e in mine if e["estimator"] in ("duel", "mixture")), key=lambda e: e["value"])
+    kinds = {entry["estimator"]: registry.find(entry["estimator"]).kind for entry in mine}
+    likelihoods = [entry for entry in mine if kinds[entry["estimator"]] is registry.Kind.LIKELIHOOD]
+    likely = min(likelihoods, key=lambda entry: entry["value"])
     if likely is not chosen:
-        said = code(short(likely["rule"])) if likely["estimator"] == "duel" else "mixture of orders"
+        display = registry.find(likely["estimator"]).display.lower()
+        said = code(short(likely["rule"])) if likely["estimator"] == "duel" else display
         text += f" Lowest of its likelihoods: {said}, {number(likely['value'], metric)}."
     return text
 

@@ -6,34 +6,17 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lm_eval_duel.estimators.registry import find
 from lm_eval_duel.report.gaps import UNCLEAR
 from lm_eval_duel.report.headline import WORDS, fixed, plus_minus
 from lm_eval_duel.report.headline import number as decimals
 from lm_eval_duel.report.names import free, safe_name
-from lm_eval_duel.report.rows import SEES_TRUTH, WHOLE, adaptive, short
+from lm_eval_duel.report.rows import SEES_TRUTH, WHOLE
+from lm_eval_duel.rules.tables import adaptive, kind, label, short
 from lm_eval_duel.tables import one_line
 
-RULES = {
-    "left_to_right": "Left-to-Right",
-    "right_to_left": "Right-to-Left",
-    "random": "Random",
-    "greedy": "Greedy Conf.",
-    "margin": "Prob. Margin",
-    "log_margin": "Log-Prob. Margin",
-    "threshold": "Conf. Thresh.",
-    "klass": "KLASS",
-    "entropy_bound": "Entropy Bound",
-    "entropy": "Entropy",
-}
 DAGGER = r"$^\dagger$"  # adaptive NFE
-METHODS = {
-    "exact": "Exact",
-    "elbo": "ELBO",
-    "elbo_exact": "ELBO (all orders)",
-    "mixture": "Mixture of orders",
-    "duel": r"\textsc{DUEL}",
-    "oracle": "Oracle",
-}
+METHODS = {"duel": r"\textsc{DUEL}"}  # estimators that the paper does not print by their own name
 GREEK = {"mu": r"\mu", "nu": r"\nu", "gamma": r"\gamma"}
 LEQ, PM = r"$\leq$", r" $\pm$ "  # a standard error follows: a Monte Carlo one, of accuracies over documents
 SPECIAL = {
@@ -91,7 +74,7 @@ def methods(task: Mapping[str, Any]) -> str:
             alike = [other for other in entries if other["estimator"] == entry["estimator"]]
             rule = rf"\emph{{{SEES_TRUTH}}}" if entry["flag"] else rule_name(entry["rule"]) if entry["rule"] else ""
             said = ", ".join(filter(None, [rule, apart(entry, alike, with_rule=False)])) or "---"
-            lines.append([METHODS[entry["estimator"]], said, number(entry, task["metric"])])
+            lines.append([_method(entry), said, number(entry, task["metric"])])
         groups.append(_grouped(escape(entries[0]["model"]), lines))
     return _body(f"Model & Method & Unmasking rule & {WORDS[task['metric']]}", *groups)
 
@@ -145,7 +128,7 @@ def perplexity(tasks: Mapping[str, Any]) -> str:
         firsts = [next(iter(cells.values())) for cells in methods.values()]
         for entry, cells in zip(firsts, methods.values(), strict=True):
             alike = [other for other in firsts if other["estimator"] == entry["estimator"]]
-            method = METHODS[entry["estimator"]] + (f" ({SEES_TRUTH})" if entry["flag"] else "")
+            method = _method(entry) + (f" ({SEES_TRUTH})" if entry["flag"] else "")
             method = ", ".join(filter(None, [method, apart(entry, alike)]))
             body.append([method, *(number(cells[n], tasks[n]["metric"]) if n in cells else "" for n in tasks)])
         groups.append(_grouped(escape(model), body))
@@ -181,7 +164,7 @@ def accuracies(table: Mapping[str, Any]) -> str:
     for entry in table["rows"]:
         rule = rule_name(entry["rule"]) if entry["rule"] else ""
         block = f"$L'$={escape(entry['block'])}" if entry["block"] not in (None, "none") else ""
-        method = ", ".join(filter(None, [METHODS.get(entry["estimator"], escape(entry["estimator"])), rule, block]))
+        method = ", ".join(filter(None, [_method(entry), rule, block]))
         scores = [entry["scores"].get(metric) for metric in table["metrics"]]
         lines.append(_row(escape(entry["model"]), method, *map(_score, scores)))
     head = " & ".join(escape(metric) for metric in table["metrics"])
@@ -226,15 +209,19 @@ def apart(entry: Entry, alike: Sequence[Entry], with_rule: bool = True) -> str:
     return ", ".join([*parts, *([escape(entry["aside"])] if entry["aside"] else [])])
 
 
+def _method(entry: Entry) -> str:
+    return METHODS.get(entry["estimator"]) or escape(find(entry["estimator"]).display)
+
+
 def rule_name(rule: str) -> str:
     """A rule as the paper prints it; parameters that are not the defaults follow."""
-    name, *parameters = short(rule).split(":")
-    if name not in RULES:  # module:Name
+    _, *parameters = short(rule).split(":")
+    if not kind(rule).label:  # module:Name
         return escape(rule)
     pairs = [parameter.partition("=") for parameter in parameters]
     letters = {key: f"${GREEK.get(key, key)}$" for key, _, _ in pairs if key in GREEK or len(key) == 1}
     shown = [f"{letters.get(key, escape(key))}={escape(value)}" for key, _, value in pairs]
-    return ", ".join([RULES[name] + (DAGGER if adaptive(rule) else ""), *shown])
+    return ", ".join([label(rule) + (DAGGER if adaptive(rule) else ""), *shown])
 
 
 def escape(text: str) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.report.read import Run, Task
 
-TWIN = "score it with --model duel-mdm --model_args pretrained=...,estimator=exact"  # windows and tokens as ours
+TWIN = "score it with --model duel-mdm --model_args pretrained=...,estimator=ar"  # windows and tokens as ours
 TOKEN_METRICS = ("token_perplexity",)  # perplexity per token means nothing across tokenizers
 
 

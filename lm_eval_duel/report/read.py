@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lm_eval_duel.errors import DuelError
+from lm_eval_duel.errors import DuelError, unknown
+from lm_eval_duel.estimators.registry import ESTIMATORS, canonical
 from lm_eval_duel.report import fields
 from lm_eval_duel.report.fields import Fields
 from lm_eval_duel.report.samples import WRITTEN
@@ -78,13 +79,13 @@ class Run:
     @property
     def estimator(self) -> str:
         """What the harness's own values of this run are; a stock model is autoregressive."""
-        return str(self.duel.get("estimator") or self.spec.get("estimator") or "duel") if self.ours else "exact"
+        return canonical(str(self.duel.get("estimator") or self.spec.get("estimator") or "duel")) if self.ours else "ar"
 
     @property
     def autoregressive(self) -> bool:
         """Whether the values are those of an autoregressive model, as far as that is known."""
         return self.model in AUTOREGRESSIVE or (
-            self.ours and (self.estimator == "exact" or self.duel.get("attention") == "causal")
+            self.ours and (self.estimator == "ar" or self.duel.get("attention") == "causal")
         )
 
     @property
@@ -177,7 +178,7 @@ def run(file: Path) -> Run:
     length = spec.get("max_length") if ours else found.get("max_length")
     groups = {name for name, parts in found.object("group_subtasks").items() if parts} | set(found.object("groups"))
     tasks = {name: task(file, found, results.object(name), name) for name in results if name not in groups}
-    return Run(
+    result = Run(
         file=file,
         ours=ours,
         model=model,
@@ -197,6 +198,9 @@ def run(file: Path) -> Run:
         groups=tuple(sorted(groups & results.keys())),
         nans=tuple(line for name in tasks for line in nans(results.object(name), name)),
     )
+    if result.estimator not in ESTIMATORS:
+        raise DuelError(f"{file}: {unknown('estimator', result.estimator, ESTIMATORS)}")
+    return result
 
 
 def _arguments(config: Fields) -> dict[str, str]:
@@ -229,7 +233,7 @@ def _duel(duel: Fields) -> dict[str, Any]:
         task = tasks.object(name)
         values = task.object("values")
         found["tasks"][name] = {key: task.count(key) for key in OF_TASK if task.get(key) is not None}
-        found["tasks"][name]["values"] = {key: _value(values.object(key)) for key in values}
+        found["tasks"][name]["values"] = {canonical(key): _value(values.object(key)) for key in values}
     return found
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators import registry
 from lm_eval_duel.report.read import Run
 from lm_eval_duel.report.rows import SEES_TRUTH
 
@@ -31,6 +32,8 @@ def summary(records: Iterable[Mapping[str, Any]], spec: Mapping[str, Any], name:
         places.extend(range(length))
         offsets.extend(p - starts[max(0, bisect.bisect_right(starts, p) - 1)] for p in range(length))
         steps.extend(record["reveal_steps"] if record.get("reveal_steps") else [-1] * length)
+    estimator = registry.ESTIMATORS.get(registry.canonical(str(spec.get("estimator"))))
+    likelihood = estimator is None or estimator.kind is not registry.Kind.NOT_A_LIKELIHOOD
     ordered = bool(steps) and min(steps) >= 0
     nats_array, places_array = np.array(nats, dtype=np.float64), np.array(places, dtype=np.int64)
     found: dict[str, Any] = {
@@ -38,8 +41,8 @@ def summary(records: Iterable[Mapping[str, Any]], spec: Mapping[str, Any], name:
         "estimator": spec.get("estimator"),
         "rule": spec.get("rule"),
         "block": spec.get("block"),
-        "likelihood": spec.get("estimator") != "oracle",
-        "flag": SEES_TRUTH if spec.get("estimator") == "oracle" else "",
+        "likelihood": likelihood,
+        "flag": "" if likelihood else SEES_TRUTH,
         "windows": windows,
         "tokens": len(nats),
         "ordered": ordered,
@@ -126,7 +129,7 @@ class Traces:
         found: dict[str, dict[str, dict[int, float]]] = {}
         for record in self.load(path):
             for name, nats in (record.get("values") or {}).items():
-                of_task = found.setdefault(str(record["task"]), {}).setdefault(name, {})
+                of_task = found.setdefault(str(record["task"]), {}).setdefault(registry.canonical(name), {})
                 document = int(record["doc"])
                 of_task[document] = of_task.get(document, 0.0) + float(nats)
         return found

@@ -7,28 +7,17 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from lm_eval_duel import rules
 from lm_eval_duel.errors import DuelError, unknown
+from lm_eval_duel.estimators import registry
 from lm_eval_duel.report import stats
 from lm_eval_duel.report.read import Run, Task
+from lm_eval_duel.rules import RULES
+from lm_eval_duel.rules.tables import adaptive, family, is_rule, place, short
 
-SEES_TRUTH = "not a likelihood: it sees the truth"
+SEES_TRUTH = registry.Kind.NOT_A_LIKELIHOOD.value
 WHOLE = "whole target"  # block=none
-LATTICE = ("elbo_exact", "mixture", "oracle")  # one run computes these and every lattice rule
-BOUNDS = ("elbo", "elbo_exact")
-NAMES = {
-    "exact": "Exact",
-    "elbo": "ELBO",
-    "elbo_exact": "ELBO, all orders",
-    "mixture": "Mixture of orders",
-    "duel": "DUEL",
-    "oracle": f"Oracle ({SEES_TRUTH})",
-}
-ORDER = list(NAMES)
 SAME = 1e-4  # relative difference up to which two ways to one value agree
-VARIES = {"estimator", "rule", "elbo_form", "elbo_block", "mc_samples", "elbo_eps", "draw_seed"}  # within one model
-ADAPTIVE = ("threshold", "klass", "entropy_bound")
-BY_NAME = (*("left_to_right", "right_to_left", "random", "greedy", "margin", "log_margin", "entropy"), *ADAPTIVE)
+VARIES = {"estimator", "rule", "draw_seed", *registry.arguments()}  # within one model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +56,7 @@ class Row:
     @property
     def bound(self) -> bool:
         """Whether the perplexity is an upper bound."""
-        return self.estimator in BOUNDS and not self.eps
+        return registry.find(self.estimator).kind is registry.Kind.UPPER_BOUND and not self.eps
 
     @property
     def aside(self) -> str:
@@ -78,8 +67,8 @@ class Row:
     def name(self) -> str:
         """The row in words, without its model."""
         block = WHOLE if self.block == "none" else f"block {self.block}"
-        block = block if self.run.ours and self.estimator != "exact" else ""
-        return ", ".join(filter(None, [NAMES[self.estimator], short(self.rule or ""), block, self.aside]))
+        block = block if self.run.ours and self.estimator != "ar" else ""
+        return ", ".join(filter(None, [registry.find(self.estimator).title, short(self.rule or ""), block, self.aside]))
 
     def error(self, metric: str, nats_stderr: float | None) -> float | None:
         """Standard error of a metric's value from that of the nats; None: it is not known."""
@@ -90,8 +79,6 @@ class Row:
 
 def of(run: Run, name: str, traced: Mapping[str, Mapping[int, float]] | None = None) -> list[Row]:
     """The rows of a run's task. `traced`: {NAME: {document number: nats}} of its trace, where there is one."""
-    if run.estimator not in NAMES:
-        raise DuelError(f"{run.name}: {unknown('estimator', run.estimator, NAMES)}")
     task, found = run.tasks[name], run.duel["tasks"].get(name, {})
     documents, missing = _sampled(task)
     tokens = sum(units for _, units in documents.get("token_perplexity", {}).values())
@@ -120,7 +107,9 @@ def of(run: Run, name: str, traced: Mapping[str, Mapping[int, float]] | None = N
         if why := _incomplete(task, found, key, value, traced):
             remarks.append(f"{key} of {name} in {run.name} is left out: {why}")
             continue
-        estimator = key if key in NAMES else "duel"
+        if key not in registry.ESTIMATORS and not is_rule(key):
+            raise DuelError(f"{run.name}: {unknown('estimator or rule', key, [*registry.ESTIMATORS, *RULES])}")
+        estimator = key if key in registry.ESTIMATORS else "duel"
         row = dataclasses.replace(
             selected,
             estimator=estimator,
@@ -149,8 +138,8 @@ def _incomplete(
     for unit in ("documents", "windows", "tokens"):
         if unit in value and unit in found and value[unit] != found[unit]:
             return f"it is of {value[unit]} {unit}, the task of {found[unit]}"
-    name, speed = family(key)
-    if key not in NAMES and name.split(":")[0] not in ADAPTIVE and None not in (value["nfe"], found.get("tokens")):
+    _, speed = family(key)
+    if key not in registry.ESTIMATORS and not adaptive(key) and None not in (value["nfe"], found.get("tokens")):
         most = value["nfe"] * max(1.0, speed)  # a step reveals k tokens at most
         least = min(found["tokens"], _longest(found["values"]))
         if most < least:
@@ -238,7 +227,9 @@ def table(rows: Iterable[Row], base: Run | None = None) -> tuple[list[Row], int 
     def baseline(row: Row) -> bool:
         return base is not None and row.run.file == base.file and row.estimator == base.estimator
 
-    for row in sorted(rows, key=lambda row: (not baseline(row), row.run.estimator in LATTICE, -row.run.date)):
+    for row in sorted(
+        rows, key=lambda row: (not baseline(row), registry.find(row.run.estimator).lattice, -row.run.date)
+    ):
         spec = tuple(sorted((k, v) for k, v in row.run.spec.items() if k not in VARIES))
         elbo = tuple(row.run.spec.get(k) for k in sorted(VARIES)) if row.estimator == "elbo" else ()
         key = (row.run.key, row.estimator, row.rule, row.block, spec, elbo)
@@ -278,46 +269,4 @@ def _told_apart(group: list[Row]) -> list[Row]:
 def _place(row: Row) -> tuple:
     block = int(row.block) if row.block.isdigit() else 10**9
     block = -block if row.estimator == "elbo" else block  # the whole target first
-    return (ORDER.index(row.estimator), block, *rule_place(row.rule), row.variant)
-
-
-def short(rule: str) -> str:
-    """A rule's text form without the parameters that have their defaults: `greedy`, `klass:mu=0.9:nu=0.01`."""
-    name, *parameters = rule.split(":")
-    if name not in rules.RULES:
-        return rule
-    defaults = {f"{field.name}={field.default}" for field in dataclasses.fields(rules.RULES[name])}
-    return ":".join([name, *(parameter for parameter in parameters if parameter not in defaults)])
-
-
-def rule_place(rule: str | None) -> tuple:
-    """Where a rule stands among others: in the order of the rules' table, then by family and speed."""
-    name, speed = family(rule or "")
-    first = name.split(":")[0]
-    return (BY_NAME.index(first) if first in BY_NAME else len(BY_NAME), name, speed)
-
-
-def family(rule: str) -> tuple[str, float]:
-    """A rule without the parameter that sets its speed, and that parameter (k, mu or gamma)."""
-    name, *parameters = rule.split(":")
-    speed, kept = 1.0, [name]
-    for parameter in parameters:
-        key, _, value = parameter.partition("=")
-        number = _number(value) if key in ("k", "mu", "gamma") else None
-        if number is None:
-            kept.append(parameter)
-        else:
-            speed = number
-    return ":".join(kept), speed
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
-
-
-def adaptive(rule: str) -> bool:
-    """Whether a rule takes as many steps as the text needs."""
-    return rule.split(":")[0] in ADAPTIVE
+    return ([*registry.ESTIMATORS].index(row.estimator), block, *place(row.rule), row.variant)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lm_eval_duel.estimators import registry
 from lm_eval_duel.report.read import Run
-from lm_eval_duel.report.rows import LATTICE, ORDER, SEES_TRUTH, rule_place
+from lm_eval_duel.report.rows import SEES_TRUTH
+from lm_eval_duel.rules.tables import place
 
 WHOLE = "whole runs, loading included: stock results hold no other time, and not the device that was used"
 CACHED = "answers from a response cache: the time is of a part of the run"
@@ -32,10 +34,10 @@ def table(runs: Sequence[Run], ar: Sequence[Run], tasks: Mapping[str, Any]) -> l
             said = f"the ELBO of {entry['model']}: {used['name']}, mc_samples={used['mc_samples']}" if used else ""
             entry["times_elbo"], entry["times_elbo_reason"] = _ratio(entry, bounds, "Monte Carlo ELBO", said)
         entry["times_ar"], entry["times_ar_reason"] = _ratio(entry, bases, "AR run", "")
-    models = [entry["model"] for entry in found]
+    models, estimators = [entry["model"] for entry in found], [*registry.ESTIMATORS]
     return sorted(
         found,
-        key=lambda e: (not e["ar"], models.index(e["model"]), ORDER.index(e["estimator"]), *rule_place(e["rule"])),
+        key=lambda e: (not e["ar"], models.index(e["model"]), estimators.index(e["estimator"]), *place(e["rule"])),
     )
 
 
@@ -50,7 +52,7 @@ def _elbos(tasks: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _entry(run: Run, ar: bool) -> dict[str, Any]:
-    duel, lattice = run.duel, run.estimator in LATTICE
+    duel, lattice = run.duel, registry.find(run.estimator).lattice
     tokens = duel.get("tokens") or _counted(run)
     seconds = duel.get("seconds")
     return {
@@ -59,7 +61,7 @@ def _entry(run: Run, ar: bool) -> dict[str, Any]:
         "name": "lattice: all estimators in one run" if lattice else run.estimator,
         "flag": f"oracle is {SEES_TRUTH}" if lattice else "",
         "rule": run.rule,
-        "block": run.block if run.ours and run.estimator != "exact" else None,
+        "block": run.block if run.ours and run.estimator != "ar" else None,
         "ar": ar,
         "tasks": sorted([*run.tasks, *run.others]),
         "cached": run.cached,

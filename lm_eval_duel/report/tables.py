@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
+from lm_eval_duel.estimators.registry import find
 from lm_eval_duel.report.gaps import UNCLEAR
 from lm_eval_duel.report.headline import WORDS, fixed, number, plus_minus
 from lm_eval_duel.report.markdown import Footnotes, bullets, code, listed, plain, spaced
-from lm_eval_duel.report.rows import NAMES, WHOLE, short
+from lm_eval_duel.report.rows import WHOLE
+from lm_eval_duel.rules.tables import short
 from lm_eval_duel.tables import markdown_table, one_line
 
 SPEC = (  # of a spec, what tells most
@@ -261,7 +263,7 @@ def _bound(entry: Entry) -> str:
 def _method(entry: Entry) -> str:
     """The estimator; the baseline, a bound that is none and other specs say so."""
     said = ", ".join(filter(None, ["AR baseline" if entry["ar"] else "", plain(entry["aside"])]))
-    return f"{NAMES[entry['estimator']]}{f' ({said})' if said else ''}"
+    return f"{find(entry['estimator']).title}{f' ({said})' if said else ''}"
 
 
 def _rule(entry: Entry) -> str:

@@ -1,7 +1,7 @@
 """Unmasking rules: given the predictions at hidden positions, which positions to reveal next.
 
-A rule is a frozen dataclass with `__call__(predictions, lanes) -> Decision`; it never sees the truth, so the pair
-(denoiser, rule) defines one spec for scoring and for sampling (the paper, Definition 3.1 and Table 1). Ties go to the
+A rule is a frozen dataclass with `__call__(predictions, lanes) -> Decision`. It never sees the targets, so denoiser and
+rule define one distribution, for scoring and for sampling (the paper, Definition 3.1 and Table 1). Ties go to the
 lowest position. The text form is `name[:param=value]...` and `parse(str(rule)) == rule`.
 """
 
@@ -14,6 +14,7 @@ import os
 import sys
 from typing import Any
 
+from lm_eval_duel.arguments import whole
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.rules.adaptive import EntropyBound, Klass, Threshold
 from lm_eval_duel.rules.base import Decision, Rule, certain, kind_of, rank
@@ -31,7 +32,6 @@ __all__ = [
     "rank",
     "read",
     "split",
-    "whole",
 ]
 
 RULES: dict[str, type[Rule]] = {
@@ -43,12 +43,12 @@ RULES: dict[str, type[Rule]] = {
         Greedy,
         Margin,
         LogMargin,
+        Entropy,
         Threshold,
         Klass,
         EntropyBound,
-        Entropy,
     )
-}
+}  # in the order of tables
 ALIASES = {
     "l2r": "left_to_right",
     "confidence": "greedy",
@@ -56,17 +56,17 @@ ALIASES = {
     "conf_threshold": "threshold",
     "eb": "entropy_bound",
 }
-USUAL = {"mu": 0.9, "nu": 0.1, "gamma": 0.1}  # values for an example, of parameters without a default
+EXAMPLES = {"mu": 0.9, "nu": 0.1, "gamma": 0.1}  # values of parameters without a default, for error messages
 PARAMETERS = frozenset(field.name for rule in RULES.values() for field in dataclasses.fields(rule))
 
 
 def parse(text: str) -> Rule:
-    """The rule of a text such as `greedy:k=2` or `my_module:MyRule:alpha=0.5`; raises DuelError for a wrong one."""
+    """The rule of a text such as `greedy:k=2` or `my_module:MyRule:alpha=0.5`; raises DuelError for any other text."""
     return build(*read(text))
 
 
 def read(text: str) -> tuple[str, dict[str, str]]:
-    """A rule's name and its parameters as they are written; raises DuelError for a text that is no such thing."""
+    """A rule's name and its parameters as they are written; raises DuelError for a text of another form."""
     name, *rest = split(text)
     arguments = {}
     for part in rest:
@@ -88,7 +88,7 @@ def split(text: str) -> list[str]:
 
 
 def build(name: str, arguments: dict[str, Any]) -> Rule:
-    """The rule `name` (or an alias, or `module:Name`) with its parameters; raises DuelError for wrong ones."""
+    """The rule `name` (or an alias, or `module:Name`) with these parameters; raises DuelError for wrong ones."""
     rule = find(name)
     fields = {field.name: field for field in dataclasses.fields(rule)}
     for key in arguments:
@@ -101,10 +101,10 @@ def build(name: str, arguments: dict[str, Any]) -> Rule:
         if key not in arguments and field.default is field.default_factory is dataclasses.MISSING
     ]
     if missing:
-        example = {key: arguments.get(key, USUAL.get(key, 0.9)) for key in fields if key in (*arguments, *missing)}
-        written = ":".join([name, *(f"{key}={value}" for key, value in example.items())])
+        values = {key: arguments.get(key, EXAMPLES.get(key, 0.9)) for key in fields if key in (*arguments, *missing)}
+        example = ":".join([name, *(f"{key}={value}" for key, value in values.items())])
         hint = " (a nu of 0.01 to 0.1 is usual)" if "nu" in missing else ""
-        raise DuelError(f"Rule '{name}' needs {' and '.join(missing)}, e.g. {written}{hint}.")
+        raise DuelError(f"Rule '{name}' needs {' and '.join(missing)}, e.g. {example}{hint}.")
     return rule(**{key: _convert(name, fields[key], value) for key, value in arguments.items()})
 
 
@@ -119,34 +119,24 @@ def find(name: str) -> type[Rule]:
 
 
 def check_state_only(rule: Rule) -> None:
-    """Raise DuelError for a rule whose pick is not a function of what is revealed."""
+    """Raise DuelError for a rule whose pick depends on more than the revealed tokens."""
     if not rule.state_only:
         raise DuelError(
-            f"lattice_rules takes rules whose pick depends on what is revealed alone; {rule} has a memory, or does not "
-            "say `state_only = True` in its class. Score it by itself: estimator=duel,rule=..."
+            f"lattice_rules takes rules whose pick depends on the revealed tokens alone; {rule} has a memory, or its "
+            "class does not declare `state_only = True`. Score it by itself: estimator=duel,rule=..."
         )
-
-
-def whole(value: Any) -> int:
-    """The whole number of an int, a float or a text, to the last digit; ValueError and its like for any other value."""
-    if isinstance(value, bool) or float(value) != int(float(value)):
-        raise ValueError(value)
-    try:
-        return int(value)
-    except ValueError:  # 1e3
-        return int(float(value))
 
 
 def _custom(name: str) -> type[Rule]:
     module_name, class_name = name.split(":")
     if not class_name or not all(module_name.split(".")):
-        raise DuelError(f"'{name}' is no rule: write module:Name, or a rule's name.")
-    sys.path.insert(0, os.getcwd())  # the console script has its own folder there instead
+        raise DuelError(f"'{name}' is not a rule: write module:Name, or a rule's name.")
+    sys.path.insert(0, os.getcwd())  # a console script has its own folder there instead
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if not error.name or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module is there, but something that it imports is not
+            raise  # the module exists, but something that it imports does not
         raise DuelError(
             f"No module '{module_name}' for rule '{name}'; put it in this folder or on PYTHONPATH."
         ) from None

@@ -1,10 +1,10 @@
-"""As many positions as are safe, at least one."""
+"""Rules that reveal as many positions as are safe, at least one, so that the number of steps depends on the text."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 from lm_eval_duel.errors import unknown
 from lm_eval_duel.rules.base import INTEGERS, LOG_ODDS_SLOPE, Decision, Rule, best, check, kl, log_odds, nearest
@@ -12,19 +12,27 @@ from lm_eval_duel.rules.base import INTEGERS, LOG_ODDS_SLOPE, Decision, Rule, be
 if TYPE_CHECKING:
     import torch
 
+    from lm_eval_duel.denoisers.predictions import Predictions
+    from lm_eval_duel.engine.lanes import Lanes
+
+Divergence = Literal["paper", "authors"]
+
 
 @dataclasses.dataclass(frozen=True)
 class Threshold(Rule):
-    """All with P1 >= mu, else the single most confident (Wu et al. 2025)."""
+    """All positions with P1 >= mu, or else the single most confident one (Wu et al. 2025)."""
 
     name: ClassVar[str] = "threshold"
+    label: ClassVar[str] = "Conf. Thresh."
+    adaptive: ClassVar[bool] = True
+    speed: ClassVar[tuple[str, ...]] = ("mu",)
     state_only: ClassVar[bool] = True
     mu: float
 
     def __post_init__(self) -> None:
         check(self, "mu", 0 <= self.mu <= 1, "a probability from 0 to 1")
 
-    def __call__(self, predictions: Any, lanes: Any) -> Decision:
+    def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
         sure = lanes.hidden & (predictions.confidence >= log_odds(self.mu))  # (R, W)
         distance = nearest(predictions.confidence - log_odds(self.mu), lanes.hidden) / LOG_ODDS_SLOPE  # (R,)
         return Decision(*_else_single(predictions, lanes, sure, distance))
@@ -32,28 +40,33 @@ class Threshold(Rule):
 
 @dataclasses.dataclass(frozen=True)
 class Klass(Rule):
-    """P1 >= mu now and KL <= nu in each of the last `history` steps, else the single most confident (Kim et al. 2025).
+    """All positions with P1 >= mu now and KL <= nu in each of the last `history` steps (Kim et al. 2025).
+
+    If there is none: the single most confident one.
 
     `kl=paper`: KL(previous, current); `kl=authors`: KL(current, previous), as in the authors' code. The first step of
     a block has no previous predictions and counts as unstable.
     """
 
     name: ClassVar[str] = "klass"
+    label: ClassVar[str] = "KLASS"
+    adaptive: ClassVar[bool] = True
+    speed: ClassVar[tuple[str, ...]] = ("mu",)
     dense_memory: ClassVar[bool] = True
     mu: float
     nu: float
     history: int = 1
-    kl: str = "paper"
+    kl: Divergence = "paper"
 
     def __post_init__(self) -> None:
         check(self, "mu", 0 <= self.mu <= 1, "a probability from 0 to 1")
         check(self, "nu", self.nu >= 0, "a divergence in nats, at least 0")
         whole = 1 <= self.history < INTEGERS and self.history == int(self.history)
         check(self, "history", whole, "a count of steps, at least 1")
-        if self.kl not in ("paper", "authors"):
-            raise unknown("value of kl for rule klass", self.kl, ["paper", "authors"])
+        if self.kl not in get_args(Divergence):
+            raise unknown("value of kl for rule klass", self.kl, get_args(Divergence))
 
-    def __call__(self, predictions: Any, lanes: Any) -> Decision:
+    def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
         import torch
 
         hidden = lanes.hidden
@@ -64,10 +77,10 @@ class Klass(Rule):
         stable = torch.zeros_like(hidden, dtype=torch.int64)  # (R, W) steps in a row with KL <= nu
         if lanes.memory:
             previous, stable_before = lanes.memory
-            seen = hidden & (lanes.step > 0)[:, None]  # (R, W)
-            before, now = previous[seen], current[seen]  # (cells, V)
-            divergence[seen] = kl(before, now) if self.kl == "paper" else kl(now, before)
-            stable = torch.where(seen & (divergence <= self.nu), stable_before + 1, 0)
+            predicted = hidden & (lanes.step > 0)[:, None]  # (R, W) in the step before, too
+            before, now = previous[predicted], current[predicted]  # (cells, V)
+            divergence[predicted] = kl(before, now) if self.kl == "paper" else kl(now, before)
+            stable = torch.where(predicted & (divergence <= self.nu), stable_before + 1, 0)
         ready = hidden & (predictions.confidence >= log_odds(self.mu)) & (stable >= self.history)  # (R, W)
         distance = nearest(predictions.confidence - log_odds(self.mu), hidden) / LOG_ODDS_SLOPE  # (R,)
         # near KL = nu a divergence moves by at most about 2 sqrt(2 KL) for each unit of logits
@@ -78,9 +91,9 @@ class Klass(Rule):
 
 
 def _else_single(
-    predictions: Any, lanes: Any, sure: torch.Tensor, distance: torch.Tensor
+    predictions: Predictions, lanes: Lanes, sure: torch.Tensor, distance: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sure cells (R, W), or the single most confident where a lane has none; and the lead (R,).
+    """The sure cells (R, W), or the single most confident one of a lane that has none; and the margin (R,).
 
     `distance` (R,): how far the nearest cell is from becoming, or ceasing to be, sure.
     """
@@ -93,16 +106,19 @@ def _else_single(
 
 @dataclasses.dataclass(frozen=True)
 class EntropyBound(Rule):
-    """Ascending (entropy, position) while the sum of those before is at most gamma (Ben-Hamu et al. 2025)."""
+    """Positions by ascending entropy, while the sum of the entropies before is at most gamma (Ben-Hamu et al. 2025)."""
 
     name: ClassVar[str] = "entropy_bound"
+    label: ClassVar[str] = "Entropy Bound"
+    adaptive: ClassVar[bool] = True
+    speed: ClassVar[tuple[str, ...]] = ("gamma",)
     state_only: ClassVar[bool] = True
     gamma: float
 
     def __post_init__(self) -> None:
         check(self, "gamma", self.gamma >= 0, "a sum of entropies in nats, at least 0")
 
-    def __call__(self, predictions: Any, lanes: Any) -> Decision:
+    def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
         import torch
 
         hidden = lanes.hidden

@@ -1,4 +1,4 @@
-"""What a rule is, and what rules share.
+"""The base class of rules, and the functions that rules share.
 
 Shapes: R lanes, W block width, C hidden cells, V tokens.
 """
@@ -16,17 +16,22 @@ from lm_eval_duel.errors import DuelError
 if TYPE_CHECKING:
     import torch
 
+    from lm_eval_duel.denoisers.predictions import Predictions
+    from lm_eval_duel.engine.lanes import Lanes
 
-INTEGERS = 2**63  # where those of tensors end
+
+INTEGERS = 2**63  # those of tensors are smaller
 LOG_ODDS_SLOPE = 2.0  # the L1 norm of d(log-odds)/d(logits), and of d(log P1 - log P2)/d(logits)
 
 
 class Decision(NamedTuple):
     """What a rule decided in one step.
 
-    `lead`: how far each lane's decision is from changing, in units of logits (infinite for an order that does not
-    depend on the network; None: not known). `memory`: tensors with leading (R, W), handed to the next step as
-    `lanes.memory`: zeros in lanes at step 0, and an empty tuple where all lanes are at step 0.
+    `lead`: the margin of each lane's decision, that is, by how much logits must change before the pick does. It is
+    infinite for an order that does not depend on the network, and None if the rule does not know it.
+
+    `memory`: tensors with leading (R, W). The next step gets them as `lanes.memory`: zeros in lanes at step 0, and an
+    empty tuple if all lanes are at step 0.
     """
 
     pick: torch.Tensor  # (R, W) bool
@@ -38,21 +43,26 @@ class Decision(NamedTuple):
 class Rule:
     """Base of all rules. Subclasses are frozen dataclasses whose fields are the rule's parameters."""
 
-    name: ClassVar[str] = ""
-    dense_memory: ClassVar[bool] = False  # keeps (R, W, V) between steps: the planner counts it
-    fixed: ClassVar[bool] = False  # reads no predictions (it may get None): with the truth known all steps go at once
+    name: ClassVar[str] = ""  # as typed
+    label: ClassVar[str] = ""  # in tables of a paper
+    adaptive: ClassVar[bool] = False  # the number of steps depends on the text
+    speed: ClassVar[tuple[str, ...]] = ("k", "mu", "gamma")  # parameters that set it; without them: the rule's family
 
-    state_only: ClassVar[bool] = False  # no memory and no look at `step`: a pick depends on what is revealed alone
+    # what the rule reads; a subclass with a `__call__` of its own declares these again
+    fixed: ClassVar[bool] = False  # no predictions: `predictions` is None if all steps are evaluated at once
+    state_only: ClassVar[bool] = False  # neither memory nor `step`: the pick depends on the revealed tokens alone
+
+    dense_memory: ClassVar[bool] = False  # keeps (R, W, V) between steps, which the budget counts
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """A class that decides anew says anew what it reads."""
         super().__init_subclass__(**options)
         if "__call__" in vars(cls):
-            for said in ("fixed", "state_only"):
-                if said not in vars(cls):
-                    setattr(cls, said, False)
+            for attribute in ("fixed", "state_only"):
+                if attribute not in vars(cls):
+                    setattr(cls, attribute, False)
 
-    def __call__(self, predictions: Any, lanes: Any) -> Decision:
+    def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
+        """Which hidden cells of each lane to reveal next."""
         raise NotImplementedError
 
     def __str__(self) -> str:
@@ -63,8 +73,9 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True)
 class Counted(Rule):
-    """A rule that picks k positions at every step, or what is left in the block."""
+    """A rule that reveals k positions at every step, or all that are left in the block."""
 
+    speed: ClassVar[tuple[str, ...]] = ("k",)
     k: int = 1
 
     def __post_init__(self) -> None:
@@ -72,33 +83,35 @@ class Counted(Rule):
 
 
 def kind_of(field: dataclasses.Field) -> str:
-    """The type of a rule's parameter, or of what it may be besides None: int, float, bool or str."""
+    """The type of a rule's parameter, None aside: int, float, bool or str."""
     declared = field.type.__name__ if isinstance(field.type, type) else str(field.type)
     return next((kind for kind in ("int", "float", "bool") if re.search(rf"\b{kind}\b", declared)), "str")
 
 
 def _plain(field: dataclasses.Field, value: Any) -> Any:
-    """A parameter as a number of Python of its type: equal ones have one text, whatever they were given as."""
+    """A parameter as a Python number of its type, so that equal values have one text."""
     kind = {"int": int, "float": float, "bool": bool}.get(kind_of(field))
-    with contextlib.suppress(TypeError, ValueError, OverflowError):  # None, or what the rule makes of another type
+    with contextlib.suppress(TypeError, ValueError, OverflowError):  # None, or a value of another type
         if kind is not None and not isinstance(value, str) and kind(value) == value:
             return kind(value)
     return value
 
 
 def certain(pick: torch.Tensor) -> Decision:
-    """The decision for a pick (R, W) that does not depend on the network: nothing can change it."""
+    """The decision for a pick (R, W) that does not depend on the network, so that its margin is infinite."""
     import torch
 
     return Decision(pick, torch.full((len(pick),), math.inf, dtype=torch.float64, device=pick.device))
 
 
 def check(rule: Rule, name: str, good: bool, what: str) -> None:
+    """Raise DuelError unless a parameter's value is `good`; `what` describes the values that are."""
     if not good:
         raise DuelError(f"'{name}' of rule '{rule.name}' is {what}; got {getattr(rule, name)}.")
 
 
 def log_odds(p: float) -> float:
+    """log p - log(1 - p)."""
     return math.inf if p >= 1 else -math.inf if p <= 0 else math.log(p) - math.log1p(-p)
 
 
@@ -112,12 +125,16 @@ def rank(key: torch.Tensor) -> torch.Tensor:
 
 
 def best(
-    predictions: Any, lanes: Any, score: torch.Tensor, k: int, slope: torch.Tensor | float = LOG_ODDS_SLOPE
+    predictions: Predictions,
+    lanes: Lanes,
+    score: torch.Tensor,
+    k: int,
+    slope: torch.Tensor | float = LOG_ODDS_SLOPE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k hidden cells with the largest score (R, W) bool, and the lead (R,).
+    """The k hidden cells with the largest score (R, W) bool, and the decision's margin (R,).
 
-    The lead is the gap between the worst picked and the best left, over the score's steepest slope in logits at those
-    two. A all_mask start is an exact tie by definition, so the order inside it is no close pick.
+    The margin is the gap between the worst cell picked and the best one left, over the score's steepest slope in logits
+    at those two. An all-mask start is an exact tie by definition, so its order is not a near tie.
     """
     import torch
 

@@ -3,46 +3,56 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from lm_eval_duel.hashing import hashed
 from lm_eval_duel.rules.base import Counted, Decision, certain, rank
 
+if TYPE_CHECKING:
+    from lm_eval_duel.denoisers.predictions import Predictions
+    from lm_eval_duel.engine.lanes import Lanes
+
 
 @dataclasses.dataclass(frozen=True)
 class LeftToRight(Counted):
-    """The k first hidden positions."""
+    """The first k hidden positions."""
 
     name: ClassVar[str] = "left_to_right"
+    label: ClassVar[str] = "Left-to-Right"
     state_only: ClassVar[bool] = True
     fixed: ClassVar[bool] = True
 
-    def __call__(self, predictions: Any, lanes: Any) -> Decision:
+    def __call__(self, predictions: Predictions | None, lanes: Lanes) -> Decision:
         return certain(lanes.hidden & (lanes.hidden.cumsum(1) <= self.k))
 
 
 @dataclasses.dataclass(frozen=True)
 class RightToLeft(Counted):
-    """The k last hidden positions."""
+    """The last k hidden positions."""
 
     name: ClassVar[str] = "right_to_left"
+    label: ClassVar[str] = "Right-to-Left"
     state_only: ClassVar[bool] = True
     fixed: ClassVar[bool] = True
 
-    def __call__(self, predictions: Any, lanes: Any) -> Decision:
+    def __call__(self, predictions: Predictions | None, lanes: Lanes) -> Decision:
         return certain(lanes.hidden & (lanes.hidden.flip(1).cumsum(1).flip(1) <= self.k))
 
 
 @dataclasses.dataclass(frozen=True)
 class Random(Counted):
-    """The k hidden positions with the smallest hash(seed, target index): random to the eye, deterministic, so exact."""
+    """The k hidden positions with the smallest hash(seed, target index).
+
+    The order looks random and is fixed by the seed, so the likelihood is exact.
+    """
 
     name: ClassVar[str] = "random"
+    label: ClassVar[str] = "Random"
     state_only: ClassVar[bool] = True
     fixed: ClassVar[bool] = True
     seed: int = 0
 
-    def __call__(self, predictions: Any, lanes: Any) -> Decision:
+    def __call__(self, predictions: Predictions | None, lanes: Lanes) -> Decision:
         import torch
 
         index = lanes.columns - lanes.origin[:, None]  # (R, W)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from lm_eval_duel.rules.base import Counted, Decision, best
+
+if TYPE_CHECKING:
+    from lm_eval_duel.denoisers.predictions import Predictions
+    from lm_eval_duel.engine.lanes import Lanes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,9 +17,10 @@ class Greedy(Counted):
     """The k largest P1 (the top token's probability), compared as log-odds, which do not saturate."""
 
     name: ClassVar[str] = "greedy"
+    label: ClassVar[str] = "Greedy Conf."
     state_only: ClassVar[bool] = True
 
-    def __call__(self, predictions: Any, lanes: Any) -> Decision:
+    def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
         return Decision(*best(predictions, lanes, predictions.confidence, self.k))
 
 
@@ -24,9 +29,10 @@ class Margin(Counted):
     """The k largest P1 - P2, a difference of probabilities, as in the paper."""
 
     name: ClassVar[str] = "margin"
+    label: ClassVar[str] = "Prob. Margin"
     state_only: ClassVar[bool] = True
 
-    def __call__(self, predictions: Any, lanes: Any) -> Decision:
+    def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
         # ranked by 1 - margin = (1 - P1) + P2 in float64, which does not round to 0 where the margin rounds to 1
         rest = predictions.confidence.double().neg().sigmoid()  # (R, W) 1 - P1
         p1 = 1 - rest  # (R, W)
@@ -39,12 +45,13 @@ class Margin(Counted):
 
 @dataclasses.dataclass(frozen=True)
 class LogMargin(Counted):
-    """The k largest log P1 - log P2 (what the authors' code for 8B models runs under the name of margin)."""
+    """The k largest log P1 - log P2, which the authors' code for 8B models calls margin."""
 
     name: ClassVar[str] = "log_margin"
+    label: ClassVar[str] = "Log-Prob. Margin"
     state_only: ClassVar[bool] = True
 
-    def __call__(self, predictions: Any, lanes: Any) -> Decision:
+    def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
         return Decision(*best(predictions, lanes, predictions.log_margin, self.k))
 
 
@@ -53,8 +60,9 @@ class Entropy(Counted):
     """The k smallest entropies."""
 
     name: ClassVar[str] = "entropy"
+    label: ClassVar[str] = "Entropy"
     state_only: ClassVar[bool] = True
 
-    def __call__(self, predictions: Any, lanes: Any) -> Decision:
+    def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
         entropy = predictions.entropy
         return Decision(*best(predictions, lanes, -entropy, self.k, 2 * entropy))

@@ -8,9 +8,10 @@ import importlib.util
 from collections.abc import Sequence
 
 from lm_eval_duel import rules
+from lm_eval_duel.arguments import count
 from lm_eval_duel.command_line import Parser, folder_to_write, key_values
 from lm_eval_duel.errors import DuelError, unknown, usage
-from lm_eval_duel.options import Options, count
+from lm_eval_duel.options import Options
 
 EPILOG = """\
 Prints a table of the settings: perplexity of the task's text, steps a token, and what samples are like.
@@ -152,7 +153,7 @@ def pairs(text: str, found: Sequence[Setting]) -> list[str]:
 
 def _family(rule: rules.Rule) -> str:
     """A rule without what sets its speed, and without defaults, whatever its user typed: one line of the figure."""
-    speed = [f"{name}={getattr(rule, name)}" for name in ("k", "mu", "gamma") if hasattr(rule, name)]
+    speed = [f"{name}={getattr(rule, name)}" for name in rule.speed if hasattr(rule, name)]
     default = [f"{f.name}={f.default}" for f in dataclasses.fields(rule) if f.default is not dataclasses.MISSING]
     return ":".join(part for part in str(rule).split(":") if part not in (*speed, *default))
 

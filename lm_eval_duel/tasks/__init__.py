@@ -18,11 +18,13 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from lm_eval_duel.arguments import count, one_of, truth
 from lm_eval_duel.demo import FOLDER
+from lm_eval_duel.denoisers.load_options import BOS
 from lm_eval_duel.engine.windows import of_row
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.fingerprint import hash_texts, of_tokenizer
-from lm_eval_duel.options import CHOICES, MADE, TOKENS, count, one_of, truth
+from lm_eval_duel.options import MADE, TOKENS
 from lm_eval_duel.tasks import corpora
 from lm_eval_duel.tasks.detokenize import DETOKENIZERS
 from lm_eval_duel.tasks.packing import REMAINDERS, Wrapping
@@ -137,7 +139,7 @@ METADATA = {
     "framed": truth,
     "insert_eos": truth,
     "remainder": lambda key, value: one_of(key, str(value).lower(), REMAINDERS),
-    "bos": lambda key, value: one_of(key, str(value).lower(), CHOICES["bos"]),
+    "bos": lambda key, value: one_of(key, str(value).lower(), BOS),
 }
 
 

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval_duel import tasks
+from lm_eval_duel.arguments import count
 from lm_eval_duel.command_line import Parser
+from lm_eval_duel.demo import BUNDLED
 from lm_eval_duel.errors import DuelError, unknown, usage
-from lm_eval_duel.options import BUNDLED, TOKENS, count
+from lm_eval_duel.options import TOKENS
 from lm_eval_duel.tasks import corpora
 
 SHOWN = 100  # characters of a first sample

@@ -256,7 +256,7 @@ def test_bundled_networks():
     ("words", "message"),
     [
         (["--pretrained", "random:bidrectional"], "Did you mean random:bidirectional?"),
-        (["--pretrained", "demo-ar"], "score it with estimator=exact"),
+        (["--pretrained", "demo-ar"], "score it with estimator=ar"),
         (["--pretrained", "demo-mdm", "--length", "500"], "demo-mdm holds 128 positions: pass --length"),
         (["--dtype", "float31"], "Did you mean float32?"),
         (["--rule", "gredy"], "Did you mean greedy?"),

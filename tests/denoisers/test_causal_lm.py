@@ -463,7 +463,7 @@ def test_inspect_says_what_it_is(capsys):
 
 def test_the_authors_windows_of_llama3():
     """bos=first: windows of max_length ids, no BOS, the first id of each given and in no sum."""
-    lm = DuelMDM(pretrained="demo-ar", estimator="exact", bos="first", max_length=16, dtype="float32", device="cpu")
+    lm = DuelMDM(pretrained="demo-ar", estimator="ar", bos="first", max_length=16, dtype="float32", device="cpu")
     text = "The state of the union is strong, and the people of this nation have never been more free."
     ids = lm.text.encode(text)
     model = transformers.AutoModelForCausalLM.from_pretrained(resolve("demo-ar"), dtype=torch.float32).eval()

@@ -72,7 +72,7 @@ def test_parallelize_is_device_map_auto():
     for value in (False, "none", None):
         assert Options.parse({"parallelize": value, "device_map": "balanced"}).device_map == "balanced"
         assert Options.parse({"parallelize": value}).device_map is None
-    with pytest.raises(DuelError, match="parallelize=true is device_map=auto, but device_map=balanced is given"):
+    with pytest.raises(DuelError, match="parallelize=True means device_map=auto, but device_map=balanced is given"):
         Options.parse({"parallelize": True, "device_map": "balanced"})
 
 

@@ -187,7 +187,7 @@ def test_devices():
 def test_a_network_that_is_no_masked_lm_is_refused(folders):
     known = r"\(GPT2LMHeadModel\) is neither a masked LM of transformers nor of a known diffusion family\. If it is"
     for options in ({}, {"attention": "bidirectional", "mask_token_id": 4}):
-        with pytest.raises(DuelError, match=f"{known} autoregressive, score it with estimator=exact. If .* family="):
+        with pytest.raises(DuelError, match=f"{known} autoregressive, score it with estimator=ar. If .* family="):
             load(folders["gpt2"], **options)
 
 

@@ -148,9 +148,9 @@ def test_what_the_lattice_refuses():
         Lattice(Toy())
     with pytest.raises(DuelError, match="the block in force is the whole target"):
         Lattice(Toy(), None)
-    with pytest.raises(DuelError, match="An autoregressive network has one order: use estimator=exact"):
+    with pytest.raises(DuelError, match="An autoregressive network has one order: use estimator=ar"):
         Lattice(Causal(), 1)
-    with pytest.raises(DuelError, match=r"klass:.* has a memory, or does not say `state_only = True`"):
+    with pytest.raises(DuelError, match=r"klass:.* has a memory, or its class does not declare `state_only = True`"):
         Lattice(Toy(), 4, follow=["klass:mu=0.9:nu=0.1"])
 
 
@@ -286,7 +286,7 @@ def test_ratios_that_hide_nothing_still_give_an_answer():
 
 
 def test_what_the_elbo_refuses():
-    with pytest.raises(DuelError, match="An autoregressive network needs no bound: use estimator=exact"):
+    with pytest.raises(DuelError, match="An autoregressive network needs no bound: use estimator=ar"):
         Elbo(Causal())
     with pytest.raises(DuelError, match="score_entropy is SEDD's own loss and this network is not SEDD"):
         Elbo(Toy(), form="score_entropy")
@@ -374,5 +374,5 @@ def test_exact_is_the_chain_rule_in_one_pass():
         by_hand = [float(logits[p, row[p]]) for p in range(len(window.context), len(row))]
         assert scored.token_logprobs == pytest.approx(by_hand, abs=1e-9)
     assert exact.counts.rows == 3  # one pass over each window
-    with pytest.raises(DuelError, match="estimator=exact is the chain rule of an autoregressive network; this one is"):
+    with pytest.raises(DuelError, match="estimator=ar is the chain rule of an autoregressive network; this one is"):
         Autoregressive(Toy())

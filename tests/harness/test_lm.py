@@ -352,8 +352,8 @@ def test_estimators_are_laws_of_their_own(folder):
         spec(estimator="oracle", block=8),
     ]
     assert len(set(changed)) == len(changed)
-    with pytest.raises(DuelError, match="estimator=exact is the chain rule of an autoregressive network"):
-        spec(estimator="exact", attention="bidirectional")
+    with pytest.raises(DuelError, match="estimator=ar is the chain rule of an autoregressive network"):
+        spec(estimator="ar", attention="bidirectional")
 
 
 def test_token_counts_of_another_tokenizer_are_refused(lm):

@@ -82,7 +82,7 @@ def rows(found, task, estimator="duel"):
 
 @pytest.mark.parametrize(("name", "ar", "table"), [("owt", 17.54, OWT), ("lm1b", 22.83, LM1B)])
 def test_in_domain_tables_of_the_paper(tmp_path, no_figures, name, ar, table):
-    ours(tmp_path / "ar", per_token([name], [ar]), "ARM", "exact", rule=None, block="1", attention="causal")
+    ours(tmp_path / "ar", per_token([name], [ar]), "ARM", "ar", rule=None, block="1", attention="causal")
     for model, (elbo, duel, _) in table.items():
         pair(
             tmp_path / "results", model, [name], [elbo], [duel], block=model.rpartition("-")[2] if "-" in model else "4"
@@ -95,7 +95,7 @@ def test_in_domain_tables_of_the_paper(tmp_path, no_figures, name, ar, table):
 
 
 def zero_shot(tmp_path):
-    ours(tmp_path / "ar", per_token(SETS, ARM), "ARM", "exact", rule=None, block="1", attention="causal")
+    ours(tmp_path / "ar", per_token(SETS, ARM), "ARM", "ar", rule=None, block="1", attention="causal")
     for model, (elbo, duel, _, _) in ZERO_SHOT.items():
         pair(tmp_path / "results", model, SETS, elbo, duel)
 
@@ -232,7 +232,7 @@ def test_the_oracle_is_flagged_in_every_output(tmp_path, capsys):
         assert all(SEES_TRUTH in line for line in text.splitlines() if "36.47" in line)
     body = (tmp_path / "out" / "methods_ag_news.tex").read_text()
     assert rf"BD3-LM & Oracle & \emph{{{SEES_TRUTH}}} & 36.47 \\" in body
-    assert SEES_TRUTH in figures.LEGEND["oracle"]
+    assert SEES_TRUTH in figures.legend("oracle")
 
 
 def test_cached_answers_leave_the_harness_value_only(tmp_path, no_figures):
@@ -499,9 +499,9 @@ def test_the_baseline_stays_whatever_else_is_there(tmp_path, no_figures):
     hf(tmp_path / "results", docs=again, dtype="torch.bfloat16")
     hf(tmp_path / "results", docs=again, args={"revision": "step1000"})
     found = run(tmp_path)["tasks"]["sotu"]
-    assert [row["name"] for row in found["rows"] if row["ar"]] == ["Autoregressive, dtype=float32, revision=not set"]
+    assert [row["name"] for row in found["rows"] if row["ar"]] == ["Exact, dtype=float32, revision=not set"]
     assert found["rows"][0]["ar"] and "/ar/" in found["rows"][0]["file"]
-    assert [row["estimator"] for row in found["rows"]].count("exact") == 3
+    assert [row["estimator"] for row in found["rows"]].count("ar") == 3
     assert next(row["gap_closed"] for row in found["rows"] if row["rule"]) == closed
     assert any("is shown" in note and "holds it too" in note for note in found["notes"])
 
@@ -510,7 +510,7 @@ def test_a_newer_run_of_our_own_baseline(tmp_path, no_figures):
     _, nats = correlated(tmp_path / "other", size=20)
     docs = {"sotu": documents(nats[0], [100] * 20)}
     for place in ("ar", "results"):
-        ours(tmp_path / place, docs=docs, model="ARM", estimator="exact", attention="causal", block="1")
+        ours(tmp_path / place, docs=docs, model="ARM", estimator="ar", attention="causal", block="1")
     ours(tmp_path / "results", docs={"sotu": documents(nats[1], [100] * 20)}, estimator="elbo")
     ours(tmp_path / "results", docs={"sotu": documents(nats[2], [100] * 20)})
     first, *rest = run(tmp_path)["tasks"]["sotu"]["rows"]
@@ -755,7 +755,7 @@ HEADLINES = {  # ELBO, DUEL, AR
 def test_headlines_where_something_is_missing(tmp_path, no_figures, said):
     elbo, duel, ar = HEADLINES[said]
     if ar:
-        ours(tmp_path / "ar", per_token(["owt"], [ar]), "ARM", "exact", block="1", attention="causal")
+        ours(tmp_path / "ar", per_token(["owt"], [ar]), "ARM", "ar", block="1", attention="causal")
     if elbo:
         ours(tmp_path / "results", per_token(["owt"], [elbo]), estimator="elbo")
     if duel:
@@ -828,7 +828,7 @@ def test_an_adaptive_rule_far_from_a_column_is_not_its_best(tmp_path, no_figures
 
 
 def test_the_cost_is_against_the_elbo_of_gap_closed_and_equal_tasks_only(tmp_path, no_figures):
-    ours(tmp_path / "ar", per_token(["owt"], [17.54]), "ARM", "exact", block="1", attention="causal")
+    ours(tmp_path / "ar", per_token(["owt"], [17.54]), "ARM", "ar", block="1", attention="causal")
     duel = ours(tmp_path / "results", per_token(["owt"], [22.0]), duel={"seconds": 30.0})
     whole = ours(tmp_path / "results", per_token(["owt"], [23.0]), estimator="elbo")
     block = {"spec": {"elbo_block": "4"}, "duel": {"seconds": 1.0}}
@@ -1046,7 +1046,7 @@ def test_figures_say_values_and_flags(tmp_path):
     found = run(tmp_path, "--as-published")
     (axes,) = figures.perplexity("ag_news", found["tasks"]["ag_news"]).axes
     labels = [label.get_text() for label in axes.get_yticklabels()]
-    assert labels[0] == "Exact (AR baseline)" and f"oracle ({SEES_TRUTH})" in labels
+    assert labels[0] == "Exact (AR baseline)" and f"Oracle ({SEES_TRUTH})" in labels
     assert {"52.11", "≤ 60.72", "36.47"} <= {text.get_text() for text in axes.texts}
     assert all((tmp_path / "out" / figure["file"]).stat().st_size < 60_000 for figure in found["figures"])
 

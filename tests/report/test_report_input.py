@@ -12,6 +12,7 @@ import pytest
 from results import documents, edit, edit_samples, hf, ours, trace
 
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators import registry
 from lm_eval_duel.report import FORMAT, accuracy, figures, names, read, strict_json
 from lm_eval_duel.report import main as report
 from lm_eval_duel.report.latex import escape
@@ -495,6 +496,52 @@ def test_figures_of_more_documents_than_the_value_are_not_its_figures(tmp_path):
     assert any("of 5 documents of sotu, its value of 4" in note for note in found["notes"])
 
 
+# ---------------------------------------------------------------- estimators
+
+
+def two(tmp_path, estimator, other, monkeypatch, kind=None):
+    """The report of a run of `estimator`, whose results hold a value of `other` too; `kind`: register it before."""
+    if kind is not None:
+        entry = registry.Entry("fake", "Fake Estimator", kind, "nowhere:Fake", dict)
+        monkeypatch.setitem(registry.ESTIMATORS, "fake", entry)
+    ours(tmp_path / "results", docs=DOCS, estimator=estimator, values={"sotu": {other: 7.0}})
+    found = run(tmp_path, ar=False)
+    printed = (tmp_path / "out" / "report.md").read_text() + (tmp_path / "out" / "methods_sotu.tex").read_text()
+    return {row["estimator"]: row for row in found["tasks"]["sotu"]["rows"]}, printed
+
+
+@pytest.mark.parametrize("kind", registry.Kind)
+@pytest.mark.parametrize("first", [True, False], ids=["own value", "beside another"])
+def test_a_new_estimator_is_shown_under_its_own_name_and_kind(tmp_path, monkeypatch, no_figures, kind, first):
+    names = ("fake", "mixture") if first else ("mixture", "fake")
+    rows, printed = two(tmp_path, *names, monkeypatch, kind)
+    assert set(rows) == {"fake", "mixture"} and rows["fake"]["name"].startswith("Fake Estimator")
+    assert "Fake Estimator" in printed and rows["fake"]["rule"] is None
+    assert rows["fake"]["likelihood"] is (kind is not registry.Kind.NOT_A_LIKELIHOOD)
+    assert rows["fake"]["bound"] is (kind is registry.Kind.UPPER_BOUND)
+    assert rows["fake"]["best"] is (kind is registry.Kind.LIKELIHOOD and not first)
+    assert (kind.value in rows["fake"]["name"]) is (kind is registry.Kind.NOT_A_LIKELIHOOD)
+
+
+def test_an_estimator_that_is_not_registered_is_refused(tmp_path, monkeypatch, no_figures):
+    with pytest.raises(DuelError, match=r"results_\d.*json: Unknown estimator 'fake'"):
+        two(tmp_path, "fake", "mixture", monkeypatch)
+
+
+def test_a_value_that_is_neither_estimator_nor_rule_is_refused(tmp_path, monkeypatch, no_figures):
+    with pytest.raises(DuelError, match=r"results_\d.*json: Unknown estimator or rule 'fake'"):
+        two(tmp_path, "mixture", "fake", monkeypatch)
+    rows, _ = two(tmp_path / "own", "mixture", "my_rules:Own:k=2", monkeypatch)
+    assert rows["duel"]["rule"] == "my_rules:Own:k=2"
+
+
+def test_results_of_earlier_releases_are_read(tmp_path, no_figures):
+    ours(tmp_path / "results", docs=DOCS)
+    ours(tmp_path / "ar", docs=DOCS, model="ARM", estimator="exact", attention="causal", block="1")
+    rows = run(tmp_path)["tasks"]["sotu"]["rows"]
+    assert [(row["estimator"], row["ar"]) for row in rows] == [("ar", True), ("duel", False)]
+
+
 # ---------------------------------------------------------------- advice
 
 
@@ -503,14 +550,14 @@ def test_the_twin_scored_by_us_is_the_first_advice(tmp_path):
     ours(tmp_path / "results", docs=DOCS, spec={"windows": "independent"}, duel={"row_capacity": 12})
     with pytest.raises(DuelError) as error:
         run(tmp_path)
-    start = "To compare, score ARM with --model duel-mdm --model_args pretrained=ARM,estimator=exact (its windows"
+    start = "To compare, score ARM with --model duel-mdm --model_args pretrained=ARM,estimator=ar (its windows"
     assert start in str(error.value)
-    ours(tmp_path / "twin", docs=DOCS, model="ARM", estimator="exact", attention="causal", block="1")
+    ours(tmp_path / "twin", docs=DOCS, model="ARM", estimator="ar", attention="causal", block="1")
     for file in (tmp_path / "twin").rglob("results_*.json"):
         edit(file, lambda body: put(body, "config.spec.windows", "independent"))
         edit(file, lambda body: put(body, "config.duel.row_capacity", 12))
     report([str(tmp_path / "results"), "--ar", str(tmp_path / "twin"), "--out", str(tmp_path / "out")])
-    assert any("estimator=exact" in note for note in run(tmp_path, ar=False)["notes"])
+    assert any("estimator=ar" in note for note in run(tmp_path, ar=False)["notes"])
 
 
 def test_gap_closed_without_an_elbo_has_no_file(tmp_path):

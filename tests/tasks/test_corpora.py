@@ -135,9 +135,9 @@ def test_the_text_for_other_models_is_that_of_the_row(copies):
 
 
 def test_ids_are_scored_exactly_by_the_chain_rule_too(copies):
-    """`hf` scores the text; `duel-mdm` with estimator=exact the ids. They agree where the text encodes to the ids."""
+    """`hf` scores the text; `duel-mdm` with estimator=ar the ids. They agree where the text encodes to the ids."""
     theirs = evaluate(["duel_ptb_wrapped"], copies, AR, "hf", limit=None)
-    ours = evaluate(["duel_ptb_wrapped"], copies, f"{AR},estimator=exact,bos=given", limit=None)
+    ours = evaluate(["duel_ptb_wrapped"], copies, f"{AR},estimator=ar,bos=given", limit=None)
     values = [
         [float(s["filtered_resps"][0]) for s in sorted(run["samples"]["duel_ptb_wrapped"], key=lambda s: s["doc_id"])]
         for run in (ours, theirs)

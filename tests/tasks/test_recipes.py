@@ -69,20 +69,26 @@ def test_a_recipe_is_what_its_name_says(name, known):
     kind = (
         "oracle" if table == "oracle" else next((k for k in ("elbo", "ar", "llama3") if k in last.split("_")), "duel")
     )
-    assert options.estimator == {"ar": "exact", "llama3": "exact"}.get(kind, kind)
+    assert options.estimator == {"llama3": "ar"}.get(kind, kind)
     if kind == "duel":
         rule, parameter, value = NAMED.search(last).groups() if table == "samplers" else ("greedy", "k", "1")
         assert str(options.rule) == str(Options.parse({"rule": rule, parameter: value}).rule)
         assert options.block == (trained or (32 if table == "8b" else 4))
         assert trained or options.grid == ("target" if table == "8b" else "row")
     if kind == "elbo":
-        assert options.mc_samples == (128 if table == "8b" else 1)
-        assert options.elbo_block == trained
+        assert options.estimator_args["mc_samples"] == (128 if table == "8b" else 1)
+        assert options.estimator_args["elbo_block"] == trained
         form = "count" if table == "8b" else "score_entropy" if "sedd" in said else "ratio"
-        assert (options.elbo_form, options.elbo_eps) == (form, 0.0 if table == "8b" else 0.001)
+        assert (options.estimator_args["elbo_form"], options.estimator_args["elbo_eps"]) == (
+            form,
+            0.0 if table == "8b" else 0.001,
+        )
     if kind == "oracle":
         assert options.block == trained == 4
-        assert "+".join(map(str, options.lattice_rules)) == "left_to_right:k=1+greedy:k=1+margin:k=1+threshold:mu=0.95"
+        assert (
+            "+".join(map(str, options.estimator_args["lattice_rules"]))
+            == "left_to_right:k=1+greedy:k=1+margin:k=1+threshold:mu=0.95"
+        )
     assert options.dtype == ("bfloat16" if table == "8b" else "float32")
 
 

@@ -40,7 +40,7 @@ def load(family: Family | None, raw: dict[str, Any], asked: LoadOptions, tokeniz
     if family is not None:
         raise DuelError(
             f"{asked.name} is a masked diffusion model ({family.name}), so it has no autoregressive likelihood; leave "
-            "estimator=exact and attention=causal out."
+            "estimator=ar and attention=causal out."
         )
     asked.refuse("causal LM", "sigma", "shift_logits", "mask_token_id")
     trusted = {"trust_remote_code": asked.trust_remote_code}
@@ -83,7 +83,7 @@ def _require_causal(config: Any, raw: dict[str, Any], asked: LoadOptions) -> Non
     if native is None and not (own and asked.trust_remote_code):
         raise DuelError(
             f"{asked.name} ({classes}) is no causal LM of transformers, so it has no autoregressive likelihood; "
-            "leave estimator=exact and attention=causal out if it is a masked diffusion model."
+            "leave estimator=ar and attention=causal out if it is a masked diffusion model."
         )
     if asked.trust_remote_code or not named or native.__name__.lower() in [name.lower() for name in named]:
         return

@@ -278,7 +278,7 @@ def find(raw: Raw, asked: LoadOptions, folder: str | None) -> Family | None:
             if asked.attention is None:
                 raise DuelError(
                     f"{asked.name} is a {given}, by its config an autoregressive network. To score it as it is: "
-                    "estimator=exact. If it is a masked diffusion model, say which: "
+                    "estimator=ar. If it is a masked diffusion model, say which: "
                     f"family={'|'.join(name for name in NAMED)}, or attention=bidirectional with mask_token_id=<id>."
                 )
             return Family("decoder", PLAIN[given])

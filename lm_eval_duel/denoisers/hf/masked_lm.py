@@ -46,7 +46,7 @@ def load(raw: dict[str, Any], asked: LoadOptions, tokenizer: PreTrainedTokenizer
         classes = ", ".join(raw.get("architectures") or [type(config).__name__])
         raise DuelError(
             f"{asked.name} ({classes}) is neither a masked LM of transformers nor of a known diffusion family. "
-            "If it is autoregressive, score it with estimator=exact. If it is a masked diffusion model whose network "
+            "If it is autoregressive, score it with estimator=ar. If it is a masked diffusion model whose network "
             "is one of the families', say family=; its own code runs with backend=remote,trust_remote_code=true."
         )
     asked.refuse("masked LM", "shift_logits", "backend", "sigma", "peft")

@@ -13,12 +13,12 @@ import dataclasses
 
 import torch
 
+from lm_eval_duel.arguments import require_finite
 from lm_eval_duel.denoisers.base import Cells, Denoiser, View
 from lm_eval_duel.denoisers.wrappers.base import Wrapper
 from lm_eval_duel.engine.lanes import Lanes, Rows
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.fingerprint import number
-from lm_eval_duel.options import require_finite
 
 
 class Guided(Wrapper):
