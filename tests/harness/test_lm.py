@@ -10,7 +10,7 @@ from lm_eval.api.instance import Instance
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from lm_eval_duel.denoisers.special_tokens import framing
+from lm_eval_duel.denoisers.special_tokens import added_tokens
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import Duel
@@ -43,8 +43,8 @@ def by_hand(lm, context, target):
 
 
 def test_framing_is_found_from_the_tokenizer(lm, demo):
-    assert framing(lm.tokenizer) == ([2], [3]) == (lm.text.prefix, lm.text.suffix)
-    assert framing(demo.tokenizer) == ([], [])
+    assert added_tokens(lm.tokenizer) == ([2], [3]) == (lm.text.prefix, lm.text.suffix)
+    assert added_tokens(demo.tokenizer) == ([], [])
 
 
 def test_loglikelihood_in_request_order(lm):
