@@ -226,7 +226,7 @@ CASES = [
     ),
     Case(
         "the same, of MDLM, BD3-LM or SEDD, without a connection",
-        "holds no tokenizer, and that of its family is not to be had. ... 'gpt2'",
+        "has no tokenizer, and that of its family is not available. ... 'gpt2'",
         lambda at: at.without("*token*", "vocab*"),
         ("DiT", "block-causal DiT"),
     ),
@@ -244,7 +244,7 @@ CASES = [
         "a config.json that is no JSON", "is not a valid JSON file", lambda at: at.change("config.json", '{"model_type')
     ),
     Case("a config.json that is no object", "wanted an object", lambda at: at.change("config.json", "[]")),
-    Case("a folder without config.json", "holds no config.json", lambda at: at.without("config.json")),
+    Case("a folder without config.json", "has no config.json", lambda at: at.without("config.json")),
     Case(
         "a safetensors file that is cut off",
         "incomplete metadata, file not fully covered. It is cut off or damaged: download it again.",
@@ -266,7 +266,7 @@ CASES = [
     ),
     Case(
         "a shard that is missing",
-        "names model-00002-of-00002.safetensors, which is not there: the download is not complete",
+        "names model-00002-of-00002.safetensors, which is missing: the download is incomplete",
         missing_shard,
         tuple(kind for kind in KINDS if "backbone" not in kind),
         weights=True,
@@ -404,9 +404,7 @@ def test_the_harness_asks_for_a_gpu_unless_told_otherwise(monkeypatch, folders, 
         assert at.load(device="cuda:0").denoiser.device.type == "cpu"
     name = "no GPU at all, and `cuda:0`, which the harness asks for unless told otherwise"
     assert as_printed(name, caplog.text)
-    with pytest.raises(
-        DuelError, match=r"No device 'cuda:1': 0 CUDA devices are here, counted from 0\. Use device=cpu\."
-    ):
+    with pytest.raises(DuelError, match=r"No device 'cuda:1': 0 CUDA devices, numbered from 0\. Use device=cpu\."):
         at.load(device="cuda:1")
 
 
@@ -461,7 +459,7 @@ lm = DuelMDM(device="cpu")
 try:
     DuelMDM(pretrained="nobody/no-such-checkpoint", device="cpu")
 except DuelError as error:
-    print(value < 0, "needs a connection or a filled cache" in str(error))
+    print(value < 0, "needs a connection or a cached copy" in str(error))
 """
 
 

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from lm_eval_duel import denoisers, fingerprint, rules, tasks
 from lm_eval_duel.denoisers.wrappers.guidance import Guided
-from lm_eval_duel.denoisers.wrappers.warpers import Tempered
+from lm_eval_duel.denoisers.wrappers.warpers import Warped
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import Duel
@@ -192,7 +192,7 @@ def test_numbers_keep_every_digit():
     assert float(fingerprint.number(np.float32(0.9))) == float(np.float32(0.9))
 
 
-@pytest.mark.parametrize("make", [lambda x: Tempered(Toy(), x), lambda x: Tempered(Toy(), None, None, x)])
+@pytest.mark.parametrize("make", [lambda x: Warped(Toy(), x), lambda x: Warped(Toy(), None, None, x)])
 def test_two_distributions_have_two_descriptions(make):
     assert make(0.9).describe() != make(0.9 + 1e-9).describe()
     assert Settings(temperature=0.9).words != Settings(temperature=0.9 + 1e-9).words
@@ -533,7 +533,7 @@ def test_one_token_at_every_position_is_said_to_be_left_to_right(tmp_path, caplo
     with caplog.at_level(logging.WARNING, "lm_eval.duel_mdm"):
         DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu", top_k=1)
     assert "reveals from left to right" in caplog.text and "do_sample: false" in caplog.text
-    (drawn,) = Duel(Tempered(Toy(), top_k=1), "greedy", None).sample([(1,)], 4)
+    (drawn,) = Duel(Warped(Toy(), top_k=1), "greedy", None).sample([(1,)], 4)
     assert drawn.reveal_steps == (0, 1, 2, 3)
     caplog.clear()
     with caplog.at_level(logging.WARNING, "lm_eval.duel_mdm"):

@@ -21,8 +21,7 @@ import torch
 from lm_eval_duel import denoisers
 from lm_eval_duel.bench.options import Settings
 from lm_eval_duel.bench.textbook import KeptKeys, Loop, WholeRow, algorithm2, check
-from lm_eval_duel.denoisers import random_network
-from lm_eval_duel.denoisers import self_tests as probes
+from lm_eval_duel.denoisers import random_network, self_tests
 from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.denoisers.hub import pick_device
 from lm_eval_duel.engine.results import WindowScore
@@ -189,7 +188,7 @@ def _windows(denoiser: Denoiser, settings: Settings) -> list[Window]:
     given = max(denoiser.shift, int(denoiser.needs_visible))
     if settings.length <= given:
         raise DuelError(f"{settings.pretrained} needs a given first token: pass --length of 2 or more.")
-    rows = probes.tokens(denoiser, settings.length, settings.windows, settings.seed).tolist()
+    rows = self_tests.random_rows(denoiser, settings.length, settings.windows, settings.seed).tolist()
     return [Window(tuple(row[:given]), tuple(row[given:])) for row in rows]
 
 

@@ -18,7 +18,8 @@ from functools import cached_property
 import torch
 
 from lm_eval_duel import rules
-from lm_eval_duel.denoisers.base import Denoiser, KeysValues
+from lm_eval_duel.denoisers.base import Denoiser
+from lm_eval_duel.denoisers.views import KeysValues
 from lm_eval_duel.engine.lanes import Lanes, Rows, blocks
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
@@ -96,7 +97,7 @@ class WholeRow:
         if causal and denoiser.last_block == "fill":
             length += -length % block
         self.truth = rows.ids
-        self.ids = torch.where(rows.given, rows.ids, denoiser.mask_id)  # (N, L)
+        self.ids = torch.where(rows.visible, rows.ids, denoiser.mask_id)  # (N, L)
         self.ids = torch.nn.functional.pad(self.ids, (0, length - self.ids.shape[1]), value=denoiser.mask_id)
         self.positions = torch.arange(length, device=rows.ids.device)  # (L,)
         of_block = self.positions // (block or length)  # (L,)

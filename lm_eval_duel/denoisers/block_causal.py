@@ -1,14 +1,14 @@
 """Block-causal networks: a block sees itself whole and the clean blocks before it, never a later one.
 
 The keys and values of a window's clean blocks are computed once and kept while lanes of the window are being revealed.
-A step evaluates the hidden state of many blocks of a window in one row of the batch (side_by_side.py):
+A step evaluates many blocks of a window side by side in one row of the batch (block_packing.py):
 
     queries    block 3 as revealed so far | block 4 as revealed so far | ...
     keys       clean blocks 0 1 2 3       | the queries' own
     seen       clean blocks before the query's, and the cells of its own block
 
 Blocks that begin within the same stretch of columns go together, so that a call reads no more clean keys than its last
-block sees. A causal network is the same with blocks of one, all of whose predictions are read from the clean stream.
+block sees. A causal network is the case of blocks of one: all its predictions are read from the clean stream.
 
 Shapes: N windows, R lanes, B the trained block, W <= B block width of the lanes, P rows of a call, Q queries, K clean
 keys, M hidden cells of a lane, A lanes of one row, S slots, L row length, H heads, D features, X cells of a call.
@@ -16,12 +16,17 @@ keys, M hidden cells of a lane, A lanes of one row, S slots, L row length, H hea
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
-from lm_eval_duel.denoisers.base import Cells, Denoiser, KeysValues, View, distinct, hidden_cells, take
 from lm_eval_duel.denoisers.block_packing import Call
+from lm_eval_duel.denoisers.views import Cells, KeysValues, View, distinct, hidden_cells, take
 from lm_eval_duel.engine.lanes import Lanes, Rows
 from lm_eval_duel.hashing import hashed
+
+if TYPE_CHECKING:
+    from lm_eval_duel.denoisers.base import Denoiser
 
 STRETCH = 256  # columns of a window whose blocks are evaluated together
 CLEAN = 512  # columns of clean blocks that are evaluated together: a later piece reads the keys of an earlier one
@@ -30,30 +35,29 @@ CLEAN = 512  # columns of clean blocks that are evaluated together: a later piec
 class BlockCausalView(View):
     """A block-causal denoiser opened on a group of rows.
 
-    A short last block is shown filled with [MASK] up to its border, as these networks are trained
-    (`last_block="fill"`), or ends where the window ends (`"cut"`). Given ids after the target are
-    seen inside its last block only.
+    A short last block is filled up with [MASK] to its border, as these networks are trained (`last_block="fill"`), or
+    ends where the window ends (`"cut"`). A suffix is visible only to the last block of the target.
     """
 
     def __init__(self, denoiser: Denoiser, rows: Rows, generating: bool):
         super().__init__(denoiser, rows)
         self.generating = generating
         self.block = denoiser.block or 1  # a causal network has blocks of one
-        self._slot = torch.full_like(rows.origin, -1)  # (N,) where the clean keys of each window are held
-        self._known = torch.zeros_like(rows.origin)  # (N,) clean columns whose keys are held
+        self._slot = torch.full_like(rows.origin, -1)  # (N,) where the clean keys of each window are kept
+        self._kept = torch.zeros_like(rows.origin)  # (N,) clean columns whose keys are kept
         block, last = self.block, (rows.origin + rows.target - 1) // self.block  # (N,)
         self._share = rows.length  # (N,) of network tokens; a row has one lane when generating
         if not generating:
             count = last - rows.origin // block + 1  # (N,) lanes
             self._share = (-(-last * block // count)).clamp(min=block)
-        self._room = 0  # slots, S
-        self._held: list[KeysValues] = []  # of each layer, (S, H, L, D / H) each
+        self._slots = 0  # S
+        self._clean: list[KeysValues] = []  # of each layer, (S, H, L, D / H) each
         self._edge: torch.Tensor | None = None  # (S, L / B, D) features of the last cell of each clean block
         self._calls: dict[int, Call] = {}  # of the last step, by stretch
         self._past_hash: torch.Tensor | None = None  # (N, L + 1) of the columns before each
 
     def cost(self, lanes: Lanes) -> torch.Tensor:
-        """Its own cells, or its share of the clean ones where they are more, for their keys are held beside it."""
+        """A lane's own cells, or its share of the clean cells if that is larger: their keys take memory too."""
         return self._share[lanes.row]
 
     def commit(self, lanes: Lanes) -> None:
@@ -62,18 +66,18 @@ class BlockCausalView(View):
 
     def cells(self, lanes: Lanes) -> Cells:
         ids, shown, real = self._blocks(lanes)  # (R, B) each
-        first, number = distinct(self._past_of(lanes), lanes.start, ids, shown, real, lanes.hidden)
-        one = lanes if len(first) == len(lanes) else lanes.select(first)
-        self._remember(one, len(lanes) * self.block)
+        first, number = distinct(self._prefix_hash(lanes), lanes.start, ids, shown, real, lanes.hidden)
+        unique = lanes if len(first) == len(lanes) else lanes.select(first)
+        self._evaluate_clean(unique, len(lanes) * self.block)
         if self.denoiser.attention == "causal":
-            all_mask = torch.zeros_like(one.row, dtype=torch.bool)  # (r,)
-            cells = Cells.of(one, all_mask, lambda lane, _: self._edges(one, lane))
+            all_mask = torch.zeros_like(unique.row, dtype=torch.bool)  # (r,)
+            cells = Cells.of(unique, all_mask, lambda lane, _: self._edge_features(unique, lane))
         else:
-            cells = self._evaluate(one, ids[first], shown[first], real[first])
-        return cells if one is lanes else cells.spread(lanes, one, number)
+            cells = self._evaluate(unique, ids[first], shown[first], real[first])
+        return cells if unique is lanes else cells.spread(lanes, unique, number)
 
-    def _past_of(self, lanes: Lanes) -> torch.Tensor:
-        """A hash of what stands before each lane's block, (R,)."""
+    def _prefix_hash(self, lanes: Lanes) -> torch.Tensor:
+        """A hash of the ids before each lane's block, (R,)."""
         if self._past_hash is None:
             columns = torch.arange(self.rows.ids.shape[1], device=self.rows.ids.device)  # (L,)
             total = hashed(self.rows.ids, columns).cumsum(1)  # (N, L) wraps
@@ -83,12 +87,12 @@ class BlockCausalView(View):
     # ------------------------------------------------------------ what a block shows
 
     def _blocks(self, lanes: Lanes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Ids of whole blocks as the network gets them, which cells show a token, which exist; (R, B) each."""
+        """Input ids of whole blocks, which cells show a token, and which cells exist; (R, B) each."""
         rows, row, width = self.rows, lanes.row, self.block
         column = lanes.start[:, None] + torch.arange(width, device=row.device)  # (R, B)
         inside = column.clamp(max=rows.ids.shape[1] - 1)  # (R, B)
         after = column >= (rows.origin + rows.target)[row][:, None]  # (R, B)
-        shown = rows.given[row[:, None], inside] & after & (column < rows.length[row][:, None])  # (R, B) the suffix
+        shown = rows.visible[row[:, None], inside] & after & (column < rows.length[row][:, None])  # (R, B) the suffix
         ids = torch.where(shown, rows.ids[row[:, None], inside], self.denoiser.mask_id or 0)  # (R, B)
         revealed = (lanes.tokens >= 0) & ~lanes.hidden  # (R, W)
         ids[:, : revealed.shape[1]] = torch.where(revealed, lanes.tokens, ids[:, : revealed.shape[1]])
@@ -98,38 +102,38 @@ class BlockCausalView(View):
 
     # ------------------------------------------------------------ the clean stream
 
-    def _remember(self, lanes: Lanes, tokens: int) -> None:
-        """Hold the clean keys and values that these lanes see; let go of those of windows that have no lane here.
+    def _evaluate_clean(self, lanes: Lanes, tokens: int) -> None:
+        """Keep the clean keys and values that these lanes see, and free those of windows that have no lane here.
 
-        A call over clean blocks takes `tokens` at most.
+        A call over clean blocks takes at most `tokens`.
         """
         rows, block = self.rows, self.block
-        if bool((self._slot[lanes.row] >= 0).all() & (self._known[lanes.row] >= lanes.start).all()):
+        if bool((self._slot[lanes.row] >= 0).all() & (self._kept[lanes.row] >= lanes.start).all()):
             return
         present = torch.zeros_like(self._slot, dtype=torch.bool)  # (N,)
         present[lanes.row] = True
-        self._known[~present], self._slot[~present] = 0, -1
+        self._kept[~present], self._slot[~present] = 0, -1
         entering = (present & (self._slot < 0)).nonzero()[:, 0]  # (n,)
         free = torch.ones(int(present.sum()) + len(self._slot), dtype=torch.bool, device=present.device)  # (S,)
         free[self._slot[self._slot >= 0]] = False
         self._slot[entering] = free.nonzero()[: len(entering), 0]
 
         if self.generating:
-            needed = torch.zeros_like(self._known).scatter_reduce_(0, lanes.row, lanes.start, "amax")  # (N,)
-        else:  # the truth of the whole window is there: one pass for all of its blocks
+            needed = torch.zeros_like(self._kept).scatter_reduce_(0, lanes.row, lanes.start, "amax")  # (N,)
+        else:  # the targets of the whole window are known: one pass for all of its blocks
             needed = (rows.origin + rows.target - 1) // block * block * present  # (N,)
         piece = rows.ids.shape[1] if self.denoiser.attention == "causal" else max(block, CLEAN // block * block)
-        while len(lacking := (self._known < needed).nonzero()[:, 0]):
-            until = needed.minimum(self._known + piece)  # (N,)
-            lacking = lacking[self._known[lacking].argsort(stable=True)]  # of one piece together
-            most = max(1, tokens // int((until - self._known).max()))
+        while len(lacking := (self._kept < needed).nonzero()[:, 0]):
+            until = needed.minimum(self._kept + piece)  # (N,)
+            lacking = lacking[self._kept[lacking].argsort(stable=True)]  # windows at the same piece together
+            most = max(1, tokens // int((until - self._kept).max()))
             for part in lacking.split(most):
                 self._extend(part, until[part])
 
     def _extend(self, row: torch.Tensor, end: torch.Tensor) -> None:
-        """Evaluate the clean columns of windows `row` (P,) that are not known yet, up to `end` (P,)."""
+        """Evaluate the clean columns of windows `row` (P,) that are not kept yet, up to `end` (P,)."""
         device, block = row.device, self.block
-        known, slot = self._known[row], self._slot[row]  # (P,) each
+        known, slot = self._kept[row], self._slot[row]  # (P,) each
         column = known[:, None] + torch.arange(int((end - known).max()), device=device)  # (P, Q)
         real = column < end[:, None]  # (P, Q)
         ids = self.rows.ids[row[:, None], column.clamp(max=self.rows.ids.shape[1] - 1)]  # (P, Q)
@@ -143,16 +147,15 @@ class BlockCausalView(View):
         self.forwards += 1
         self.evaluated += len(row)
 
-        new = (
-            new if self.generating or self.denoiser.attention == "block_causal" else []
-        )  # one pass scores a causal one
-        self._make_room(new, features)
+        if self.denoiser.attention == "causal" and not self.generating:
+            new = []  # one pass scores a causal network
+        self._grow(new, features)
         p, q = real.nonzero().unbind(1)  # (X,)
-        whole = len(p) == real.numel() and bool((known == before).all())  # all cells of the same columns
+        whole = len(p) == real.numel() and bool((known == before).all())  # every window has the same columns
         places = slot, slot[p], column[p, q], p, q
-        for held, made in zip(self._held, new, strict=True):
-            at, slots, columns, rows, cell = (place.to(made[0].device) for place in places)  # a layer may lie elsewhere
-            for plane, cells in zip(held, made, strict=True):
+        for kept, made in zip(self._clean, new, strict=True):
+            at, slots, columns, rows, cell = (place.to(made[0].device) for place in places)  # of this layer's device
+            for plane, cells in zip(kept, made, strict=True):
                 if whole:
                     plane[at, :, before : before + real.shape[1]] = cells
                 else:
@@ -160,12 +163,12 @@ class BlockCausalView(View):
         if self.denoiser.shift:
             p, q = (real & (column % block == block - 1)).nonzero().unbind(1)  # (X,)
             self._edge[slot[p], column[p, q] // block] = features[p, q]
-        self._known[row] = end
+        self._kept[row] = end
 
-    def _make_room(self, like: list[KeysValues], features: torch.Tensor) -> None:
-        """Slots for every window in use, in the shapes that the network returns."""
+    def _grow(self, like: list[KeysValues], features: torch.Tensor) -> None:
+        """Allocate slots for every window in use, in the shapes that the network returns."""
         slots, length = int(self._slot.max()) + 1, self.rows.ids.shape[1]
-        if slots <= self._room:
+        if slots <= self._slots:
             return
 
         def grown(old: torch.Tensor | None, shape: tuple[int, ...], of: torch.Tensor) -> torch.Tensor:
@@ -174,32 +177,32 @@ class BlockCausalView(View):
                 new[: len(old)] = old
             return new
 
-        held = self._held or [(None, None)] * len(like)
-        held = [
+        clean = self._clean or [(None, None)] * len(like)
+        clean = [
             tuple(grown(old, (of.shape[1], length, of.shape[3]), of) for old, of in zip(olds, news, strict=True))
-            for olds, news in zip(held, like, strict=True)
+            for olds, news in zip(clean, like, strict=True)
         ]
         if self.denoiser.shift:
             edges = -(-length // self.block)
             self._edge = grown(self._edge, (edges, features.shape[2]), features)
-        self._held, self._room = held, slots  # where memory has ended before, nothing has changed
+        self._clean, self._slots = clean, slots  # last: running out of memory above changes no state
 
     def _past(self, slot: torch.Tensor, columns: int) -> list[KeysValues] | None:
-        """Keys and values of the first clean `columns` of windows at `slot` (P,); of one that has none, any."""
+        """Keys and values of the first clean `columns` of windows at `slot` (P,); arbitrary for a window without."""
         if not columns:
             return None
-        slot = slot.clamp(max=self._room - 1)
+        slot = slot.clamp(max=self._slots - 1)
         first = int(slot[0])
         together = torch.equal(slot, torch.arange(first, first + len(slot), device=slot.device))
 
         def part(plane: torch.Tensor) -> torch.Tensor:
-            here = slice(first, first + len(slot)) if together else slot.to(plane.device)  # side by side: no copy
+            here = slice(first, first + len(slot)) if together else slot.to(plane.device)  # a slice is not copied
             return plane[here, :, :columns]
 
-        return [(part(keys), part(values)) for keys, values in self._held]
+        return [(part(keys), part(values)) for keys, values in self._clean]
 
-    def _edges(self, lanes: Lanes, lane: torch.Tensor) -> torch.Tensor:
-        """What the clean stream says at the end of the block before that of `lane` (c,), (c, D)."""
+    def _edge_features(self, lanes: Lanes, lane: torch.Tensor) -> torch.Tensor:
+        """The clean stream's features at the last cell before the block of `lane` (c,), (c, D)."""
         return self._edge[self._slot[lanes.row[lane]], lanes.start[lane] // self.block - 1]
 
     # ------------------------------------------------------------ the noisy stream
@@ -208,23 +211,23 @@ class BlockCausalView(View):
         """The input of the LM head at the hidden cells of the lanes' blocks."""
         shift, cell = self.denoiser.shift, hidden_cells(lanes)  # (R, M)
         stretch = lanes.start // max(self.block, STRETCH)  # (R,)
-        features, before, self._calls = None, self._calls, {}
+        features, calls, self._calls = None, self._calls, {}
         for n in stretch.unique().tolist():
             lane = (stretch == n).nonzero()[:, 0]  # (r,)
-            found = self._step(
-                n, before.get(n), lanes.select(lane), ids[lane], real[lane], (cell[lane] - shift).clamp(min=0)
+            part = self._step(
+                n, calls.get(n), lanes.select(lane), ids[lane], real[lane], (cell[lane] - shift).clamp(min=0)
             )
             if features is None:
-                features = found.new_empty(len(lanes), *found.shape[1:])  # (R, M, D)
-            features[lane] = found
+                features = part.new_empty(len(lanes), *part.shape[1:])  # (R, M, D)
+            features[lane] = part
         all_mask = ~shown.any(1) & (lanes.start == 0) & self.denoiser.relative_positions  # (R,)
 
         def at(lane: torch.Tensor, nth: torch.Tensor) -> torch.Tensor:
-            found = features[lane, nth]  # (C, D)
-            # a block's first prediction is read from the clean stream, as the block before ends
+            at_cells = features[lane, nth]  # (C, D)
+            # a block's first prediction is read from the clean stream, at the last cell of the block before
             if shift and (first := cell[lane, nth] < shift).any():
-                found[first] = self._edges(lanes, lane[first])
-            return found
+                at_cells[first] = self._edge_features(lanes, lane[first])
+            return at_cells
 
         return Cells.of(lanes, all_mask, at)
 
@@ -233,7 +236,7 @@ class BlockCausalView(View):
     ) -> torch.Tensor:
         """The input of the LM head at `cell` (R, M) of the lanes in stretch `n`, evaluated in one call, (R, M, D).
 
-        `call`: that of the step before.
+        `call`: the layout of the previous step.
         """
         slot = self._slot[lanes.row]
         if call is None or not call.holds(slot, lanes.start, real):

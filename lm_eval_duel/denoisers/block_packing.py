@@ -1,11 +1,11 @@
-"""One call over blocks of many windows: which lanes stand side by side in a row, and what their cells see.
+"""One call over blocks of many windows: which lanes share a row, and what their cells see.
 
     row of a window    block 3 | block 4 | block 5      its lanes
     columns            12 13 14 15 16 17 18 19 ...      their positions in the window
     seen               clean keys before the own block, and the own block
 
 Shapes: R lanes, B the trained block, P rows of the call, A lanes of one row, Q = A B queries, K clean keys, M cells of
-a lane that are asked for, D features.
+a lane that are evaluated, D features.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import torch
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """How lanes are laid out in one call. It holds for the next step too, while the same lanes go together."""
+    """How lanes are laid out in one call. The next step can reuse it if it has the same lanes."""
 
-    slot: torch.Tensor  # (R,) where each lane's window holds its clean keys
+    slot: torch.Tensor  # (R,) where the clean keys of each lane's window are kept
     start: torch.Tensor  # (R,) first column of each lane's block
     real: torch.Tensor  # (R, B) which cells of its block exist
-    lane: torch.Tensor  # (P, A) the lane at each place; any where there is none
+    lane: torch.Tensor  # (P, A) the lane at each place; arbitrary at empty places
     place: tuple[torch.Tensor, torch.Tensor]  # (R,) each: row and place of each lane
     columns: torch.Tensor  # (P, Q) positions in the window
-    seen: torch.Tensor  # (P, Q, K + Q) which clean keys and which of the call's own a query attends to
+    seen: torch.Tensor  # (P, Q, K + Q) which clean keys and which of the call's own each query attends to
     ahead: int  # clean columns that the call sees, K
 
     @classmethod
@@ -45,9 +45,9 @@ class Call:
         return cls(slot, start, real, lane, place, columns, torch.cat([past, own], dim=2), ahead)
 
     def holds(self, slot: torch.Tensor, start: torch.Tensor, real: torch.Tensor) -> bool:
-        """Whether these lanes are laid out so."""
+        """Whether this layout is that of these lanes."""
         ours, theirs = (self.slot, self.start, self.real), (slot, start, real)
-        return all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+        return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
     def queries(self, cell: torch.Tensor) -> torch.Tensor:
         """The queries of the cells (R, M) of each lane's block, (P, A M)."""
@@ -55,13 +55,13 @@ class Call:
         before = torch.arange(self.lane.shape[1], device=cell.device)[:, None] * block  # (A, 1)
         return (before + cell[self.lane]).flatten(1)
 
-    def by_lane(self, found: torch.Tensor) -> torch.Tensor:
-        """What was found at `queries` (P, A M, D), of each lane (R, M, D)."""
-        return found.unflatten(1, (self.lane.shape[1], -1))[self.place]
+    def by_lane(self, features: torch.Tensor) -> torch.Tensor:
+        """Features at `queries` (P, A M, D), regrouped by lane (R, M, D)."""
+        return features.unflatten(1, (self.lane.shape[1], -1))[self.place]
 
 
 def _wide(window: torch.Tensor, most: int) -> int:
-    """The most lanes in a row, at most `most`, with which no more than a sixth of the places are empty."""
+    """The largest number of lanes in a row, at most `most`, that leaves no more than a sixth of the places empty."""
     counts = window.unique(return_counts=True)[1]  # (windows,)
     while most > 1:
         wide = min(most, int(counts.max()))
@@ -73,8 +73,10 @@ def _wide(window: torch.Tensor, most: int) -> int:
 
 
 def _arrange(window: torch.Tensor, most: int) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-    """Rows of at most `most` lanes of one `window` (R,) each: the number of the lane at each place (P, A), -1 where
-    there is none; and the row and place of each lane (R,)."""
+    """Put lanes of the same `window` (R,) into rows of at most `most`.
+
+    Returns the lane at each place (P, A), -1 at empty places, and the row and place of each lane (R,).
+    """
     order = window.argsort(stable=True)  # (R,)
     every = torch.arange(len(order), device=order.device)  # (R,)
     begins = torch.ones_like(order, dtype=torch.bool)  # (R,)

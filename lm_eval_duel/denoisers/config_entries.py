@@ -1,6 +1,6 @@
-"""Entries of a config.json, read by their types: a count is 12, not "12", 12.0 or true, and a switch is no text.
+"""Typed access to the entries of a config.json: a count is 12, not "12", 12.0 or true; a switch is not a string.
 
-Each raises ValueError, in words, for a value of another type; an entry that is null is one that is not there.
+Each function raises ValueError for a value of another type. A null entry counts as absent.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ SWITCHES = (
 
 
 def count(config: Mapping[str, Any], key: str, least: int = 1) -> int | None:
-    """A whole number, at least `least`, or None."""
+    """An integer, at least `least`, or None."""
     value = config.get(key)
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-        raise ValueError(f"'{key}' is a whole number, at least {least}; got {value!r}")
+        raise ValueError(f"'{key}' must be an integer, at least {least}; got {value!r}")
     return value
 
 
@@ -62,7 +62,7 @@ def number(config: Mapping[str, Any], key: str) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"'{key}' is a number above 0; got {value!r}")
+        raise ValueError(f"'{key}' must be a number above 0; got {value!r}")
     return value
 
 
@@ -70,37 +70,38 @@ def switch(config: Mapping[str, Any], key: str, default: bool | None = None) -> 
     """True or false, or `default`."""
     value = config.get(key)
     if value is not None and not isinstance(value, bool):
-        raise ValueError(f"'{key}' is true or false; got {value!r}")
+        raise ValueError(f"'{key}' must be true or false; got {value!r}")
     return default if value is None else value
 
 
 def section(config: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """The entries inside an entry; empty where there is none."""
+    """An entry that is an object itself; empty if absent."""
     value = config.get(key)
     if value is not None and not isinstance(value, dict):
-        raise ValueError(f"'{key}' is an object of names and values; got {value!r}")
+        raise ValueError(f"'{key}' must be an object of names and values; got {value!r}")
     return value or {}
 
 
-def check(raw: Mapping[str, Any], blocks: Iterable[str] = ()) -> None:
-    """Raise ValueError for an entry of a decoder's config, or of a size of `blocks`, that is of another type."""
+def check(config: Mapping[str, Any], blocks: Iterable[str] = ()) -> None:
+    """Raise ValueError for an entry of a decoder's config of the wrong type; `blocks`: entries that hold a block."""
     readers: list[tuple[Callable[..., Any], Iterable[str], tuple[int, ...]]] = [
         (count, (*COUNTS, *blocks), (1,)),
         (count, COUNTS_OR_NONE_AT_ALL, (0,)),
         (number, NUMBERS, ()),
         (switch, SWITCHES, ()),
     ]
-    for where in (raw, _rotary(raw)):
+    for entries in (config, _rotary(config)):
         for read, keys, least in readers:
             for key in keys:
-                read(where, key, *least)
+                read(entries, key, *least)
 
 
-def said(raw: Mapping[str, Any], key: str) -> Any:
-    """An entry, which transformers 5 may have put with the others on rotary positions; None where there is none."""
-    value = raw.get(key)
-    return _rotary(raw).get(key) if value is None else value
+def lookup(config: Mapping[str, Any], key: str) -> Any:
+    """An entry, which transformers 5 may have moved into `rope_parameters`; None if absent."""
+    value = config.get(key)
+    return _rotary(config).get(key) if value is None else value
 
 
-def _rotary(raw: Mapping[str, Any]) -> dict[str, Any]:
-    return found if isinstance(found := raw.get("rope_parameters"), dict) else {}
+def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = config.get("rope_parameters")
+    return parameters if isinstance(parameters, dict) else {}

@@ -1,10 +1,10 @@
-"""Predictions: the distributions at hidden cells, as the statistics that rules and scoring ask for.
+"""Predictions: the distributions at hidden cells, as the statistics that rules and scoring need.
 
-Past this room distributions are clean: log-softmax in float32 or better over the true vocabulary, with [MASK] and
+From here on distributions are clean: log-softmax in float32 or better over the true vocabulary, with [MASK] and
 padding columns at probability zero.
 
-Shapes: R lanes, W block width, C hidden cells, U cells the head is run at, D features, V tokens, E columns that are no
-tokens.
+Shapes: R lanes, W block width, C hidden cells, U rows of features that the LM head runs on, D features, V tokens,
+E excluded columns.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from lm_eval_duel.errors import DuelError, NotFinite
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
-CPU_VALUES, CPU_ROWS = 1 << 20, 64  # logits held at once: what a cache takes, and rows enough to multiply well
+CPU_VALUES, CPU_ROWS = 1 << 20, 64  # logits at once: as many as fit a CPU's cache, but enough rows for a fast matmul
 GPU_VALUES = 1 << 26  # 256 MiB of float32
-PADDING = 128  # columns by which tables are padded so that they multiply well
-RUN = 64  # columns of a first look for the largest: a CPU's argmax takes one at a time, its amax sixteen
+PADDING = 128  # embeddings are padded by up to this many columns, for speed
+RUN = 64  # columns per run when looking for the largest: a CPU's argmax handles one value at a time, its amax sixteen
 
 
 class Top(NamedTuple):
-    """The most probable token of each distribution, and how far ahead it is."""
+    """The most probable token of each distribution and its lead."""
 
     token: torch.Tensor  # (U,)
     logit: torch.Tensor  # (U,)
@@ -38,11 +38,11 @@ class Top(NamedTuple):
 
 
 class Predictions:
-    """The distributions at the hidden cells of `lanes`, as the statistics that rules and scoring ask for.
+    """The distributions at the hidden cells of `lanes`, as the statistics that rules and scoring need.
 
-    Each statistic is (R, W), NaN (or -1 for ids) where nothing is hidden. The head runs in chunks
-    under a memory bound, and a single chunk is kept; else each statistic that is more than the top tokens is a pass of
-    its own. Tokens whose probability will be asked for are best named first (`expect`): they are read on the way.
+    Each statistic is (R, W), NaN (or -1 for ids) where nothing is hidden. The head runs in chunks under a memory bound.
+    A single chunk is kept; with several, each statistic beyond the top tokens takes another pass. Name the tokens whose
+    probability you will need first (`expect`): they are read in the same pass.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Predictions:
         excluded: torch.Tensor,
     ):
         self.hidden = hidden  # (R, W) bool
-        self.all_mask = all_mask  # (R,) bool: the row shows nothing, so all its cells share one distribution
+        self.all_mask = all_mask  # (R,) bool: nothing in the row is visible, so all its cells share one distribution
         self._features = features  # (U, D)
         self._cell = cell  # (C,) the feature row of each hidden cell, in the order of hidden.nonzero()
         self._head = head
@@ -109,7 +109,7 @@ class Predictions:
     # ------------------------------------------------------------ whole distributions
 
     def expect(self, tokens: torch.Tensor) -> None:
-        """Name the tokens (R, W) at hidden cells whose probabilities will be asked for, before any statistic."""
+        """Name the tokens (R, W) at hidden cells whose probabilities will be needed, before any statistic."""
         self._expected = tokens[self.hidden]
 
     def log_prob(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -120,9 +120,9 @@ class Predictions:
         if self._expected_logit is not None and torch.equal(ids, self._expected[among]):
             logit = self._expected_logit[among]  # (c,)
         else:
-            parts = [logits.gather(1, asked[:, None])[:, 0] for asked, logits in self._logits_at(cell, ids)]
+            parts = [logits.gather(1, token[:, None])[:, 0] for token, logits in self._logits_at(cell, ids)]
             logit = torch.cat(parts)  # (c,)
-        # log P1 = -softplus(-confidence), exact also where P1 is close to 1
+        # log P1 = -softplus(-confidence), exact for P1 close to 1 too
         values = logit.double() - top.logit[cell].double() - F.softplus(-top.confidence[cell].double())
         return torch.full(self.hidden.shape, math.nan, dtype=torch.float64, device=values.device).masked_scatter(
             wanted, values
@@ -152,32 +152,32 @@ class Predictions:
         self._scan()
         return self.__dict__["_top"]
 
-    def _scan(self, what: Callable[[torch.Tensor, Top], torch.Tensor] | None = None) -> torch.Tensor | None:
-        """One pass over the logits: the top tokens, those expected, and `what(logits, top)` of each row, (U, ...)."""
-        tops, found = [], []
+    def _scan(self, statistic: Callable[[torch.Tensor, Top], torch.Tensor] | None = None) -> torch.Tensor | None:
+        """One pass over the logits: top tokens, expected tokens, and `statistic(logits, top)` of each row, (U, ...)."""
+        tops, values = [], []
         borders = self._borders() if self._expected is not None and self._expected_logit is None else None
         for n, (begin, logits) in enumerate(self._chunks()):
             top = top_of(logits)
             tops.append(top)
-            if what is not None:
-                found.append(what(logits, top))
+            if statistic is not None:
+                values.append(statistic(logits, top))
             if borders is not None:
                 cells = borders[n]  # (c,) hidden cells whose feature rows are in this chunk
-                values = logits[self._cell[cells] - begin, self._expected[cells]]  # (c,)
+                expected = logits[self._cell[cells] - begin, self._expected[cells]]  # (c,)
                 if self._expected_logit is None:
-                    self._expected_logit = values.new_empty(len(self._cell))
-                self._expected_logit[cells] = values
+                    self._expected_logit = expected.new_empty(len(self._cell))
+                self._expected_logit[cells] = expected
         if "_top" not in self.__dict__:
             self.__dict__["_top"] = top = Top(*(torch.cat(part) for part in zip(*tops, strict=True)))
-            good = top.logit.isfinite() & ~top.confidence.isnan()  # (U,)
-            if not good.all():
-                cell = (self._cell == (~good).nonzero()[0]).nonzero()[0]
+            finite = top.logit.isfinite() & ~top.confidence.isnan()  # (U,)
+            if not finite.all():
+                cell = (self._cell == (~finite).nonzero()[0]).nonzero()[0]
                 raise NotFinite(
                     "The weights are broken or the dtype is too narrow (float16 overflows; try dtype=float32): "
                     "the network returned NaN or infinite logits.",
                     lane=int(self.hidden.nonzero()[cell, 0]),
                 )
-        return torch.cat(found) if found else None
+        return torch.cat(values) if values else None
 
     def _borders(self) -> list[torch.Tensor]:
         """The hidden cells of each chunk of feature rows."""
@@ -212,7 +212,7 @@ class Predictions:
         logits = self._head(features)
         if logits.dtype not in (torch.float32, torch.float64):
             logits = logits.float()
-        elif logits.data_ptr() == features.data_ptr():  # a network whose head is not split off
+        elif logits.data_ptr() == features.data_ptr():  # the features are the logits: the head is not split off
             logits = logits.clone()
         return logits.index_fill_(1, self._columns, -math.inf)
 
@@ -225,12 +225,12 @@ class Predictions:
 
 @torch.inference_mode()
 def top_of(logits: torch.Tensor) -> Top:
-    """The top tokens of logits (u, V), which are changed for a moment and put back."""
+    """The top tokens of logits (u, V), which are modified in place and restored."""
     token, first, second = two_largest(logits)  # (u, 1), (u,), (u,)
     logits.scatter_(1, token, -math.inf)
-    # the fused kernel is several times faster than logsumexp, and its largest entry is minus the log of its sum
-    few = max(1, CPU_VALUES // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
-    log_sum = torch.cat([-F.log_softmax(part, 1).amax(1) for part in logits.split(few)])  # (u,)
+    # the fused kernel is several times faster than logsumexp, and its largest entry is minus the log of the sum
+    rows = max(1, CPU_VALUES // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
+    log_sum = torch.cat([-F.log_softmax(part, 1).amax(1) for part in logits.split(rows)])  # (u,)
     logits.scatter_(1, token, first[:, None])
     others = torch.where(second == -math.inf, second, second + log_sum)
     return Top(token[:, 0], first, first - others, first - second)
@@ -239,9 +239,9 @@ def top_of(logits: torch.Tensor) -> Top:
 def two_largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The column of the largest logit of each row, the first of equals (u, 1), and the two largest values (u,).
 
-    The largest of each run of columns first, then the run that holds the largest: one pass over the logits.
+    Takes the largest value of each run of columns, then searches the best run only: one pass over the logits.
     """
-    width = logits.shape[1] // RUN * RUN  # of all whole runs
+    width = logits.shape[1] // RUN * RUN  # columns in whole runs
     rest = torch.arange(width, logits.shape[1], device=logits.device).expand(len(logits), -1)
     near, others = rest, logits.new_full((len(logits), 1), -math.inf)  # columns near the largest; other runs' largest
     if width:
@@ -257,30 +257,37 @@ def two_largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch
 
 
 def _log_p(logits: torch.Tensor, top: Top) -> torch.Tensor:
-    """Log-probabilities (u, V), exact near 1 too: log P1 = -softplus(-confidence)."""
+    """Log-probabilities (u, V), exact near probability 1 too: log P1 = -softplus(-confidence)."""
     return logits - top.logit[:, None] - F.softplus(-top.confidence[:, None])
 
 
 def require_fit(tokens: set[int], mask_id: int | None, vocab_size: int, path: str) -> None:
-    """Raise DuelError where the tokenizer has an id that the network of `path` does not predict."""
-    if (last := max(tokens - {mask_id})) >= vocab_size:
+    """Raise DuelError if the tokenizer has an id that the network of `path` does not predict, or [MASK] alone."""
+    if not (ordinary := tokens - {mask_id}):
+        raise DuelError(
+            f"The vocabulary of {path} has no token besides [MASK], so there is nothing to predict; check the "
+            "tokenizer, and vocab_size in config.json."
+        )
+    if (last := max(ordinary)) >= vocab_size:
         raise DuelError(
             f"The tokenizer has ids up to {last} but {path} predicts {vocab_size}: "
             "they do not belong together; pass tokenizer=<the right one>."
         )
 
 
-def excluded_columns(tokens: set[int], mask_id: int, vocab_size: int, path: str, device: torch.device) -> torch.Tensor:
-    """The columns that are no token of the vocabulary, [MASK] among them, (V,) bool.
+def excluded_columns(
+    tokens: set[int], mask_id: int | None, vocab_size: int, path: str, device: torch.device
+) -> torch.Tensor:
+    """The columns that are not tokens of the vocabulary, [MASK] included, (V,) bool.
 
-    Raises DuelError where the tokenizer has an id that the network of `path` does not predict.
+    Raises DuelError if the tokenizer has an id that the network of `path` does not predict.
     """
     require_fit(tokens, mask_id, vocab_size, path)
     known = sorted(tokens - {mask_id})
     if vocab_size - len(known) > max(PADDING, vocab_size // 10):
         log.warning(
-            "the tokenizer has %d tokens and %s predicts %d, more than padding explains: the other columns get no "
-            "probability, and if this is another model's tokenizer every number is wrong (tokenizer= names one)",
+            "The tokenizer has %d tokens and %s predicts %d columns, more than padding explains. The extra columns get "
+            "no probability; if this is the tokenizer of another model, every number is wrong (set tokenizer=)",
             len(known),
             path,
             vocab_size,

@@ -1,7 +1,7 @@
-"""Networks of random weights in the shape of real ones, for `bench`: their predictions are no coin toss.
+"""Networks with random weights in the shape of real ones, for `bench`.
 
-Logits have a standard deviation of 3 nats over the vocabulary and depend on where a cell stands and on the tokens
-that are seen; a flat network would leave every pick to float noise.
+Their logits have a standard deviation of 3 nats over the vocabulary and depend on a cell's position and on the visible
+tokens. With flat predictions, float noise would decide every pick.
 
 Shapes: L row length, C hidden cells, D width, V tokens.
 """
@@ -13,11 +13,11 @@ import math
 import torch
 import transformers
 
-from lm_eval_duel.denoisers import self_tests as probes
+from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.denoisers.dit.denoiser import DiTDenoiser
 from lm_eval_duel.denoisers.dit.network import DiT, DiTConfig
-from lm_eval_duel.denoisers.hf.decoder import Backbone
+from lm_eval_duel.denoisers.hf.decoder import Decoder
 from lm_eval_duel.denoisers.hf.families import NAMED
 from lm_eval_duel.denoisers.hf.native import native_config
 from lm_eval_duel.denoisers.load_options import LoadOptions
@@ -27,11 +27,11 @@ PREFIX = "random:"
 DITS = {"bidirectional": "mdlm", "block-causal": "bd3lm"}
 LLADA = "llada-8b"
 SIZES = {"dit": (4, 256, 50257), LLADA: (32, 4096, 126464)}  # layers, width, columns of the logits
-LLADA_MASK = 128  # columns from the end
+LLADA_MASK = 128  # position of [MASK], in columns from the end
 SPREAD = 3.0  # standard deviation of the logits over the vocabulary
-SHARP = 2.5  # of queries and keys, above unit variance: attention that picks few of many cells
-FAINT = 0.2  # of the embedding of [MASK]: what a hidden cell predicts comes from what it attends to
-FEATURES_AT = 128  # positions that the spread is measured on
+SHARP = 2.5  # scale of queries and keys, so that attention picks few of many cells
+FAINT = 0.2  # scale of the embedding of [MASK], so that predictions at hidden cells depend on the visible ones
+FEATURES_AT = 128  # positions on which the spread is measured
 
 
 def make(
@@ -47,12 +47,12 @@ def make(
 ) -> Denoiser:
     """The network `random:bidirectional`, `random:block-causal` (trained on `block`) or `random:llada-8b`.
 
-    Raises DuelError for another name, and for sizes that make no network.
+    Raises DuelError for an unknown name and for invalid sizes.
     """
     kind = name.removeprefix(PREFIX)
     layers, width, vocab = _sizes(name, layers, width, vocab)
     if width < 64 or width % 64:
-        raise DuelError(f"The width of {name} is a multiple of 64, the width of a head; got {width}.")
+        raise DuelError(f"The width of {name} must be a multiple of 64, the width of a head; got {width}.")
     generator = torch.Generator(device).manual_seed(seed)
     if kind == LLADA:
         denoiser = _llada(name, device, dtype, length, layers, width, vocab, generator)
@@ -67,18 +67,18 @@ def make(
 def least_bytes(
     name: str, layers: int | None, width: int | None, vocab: int | None, dtype: str, **other: object
 ) -> int:
-    """What the weights of `make`'s network take at least."""
+    """A lower bound on the memory for the weights of `make`'s network."""
     layers, width, vocab = _sizes(name, layers, width, vocab)
     return (12 * layers * width**2 + 2 * vocab * width) * getattr(torch, dtype).itemsize
 
 
 def _sizes(name: str, layers: int | None, width: int | None, vocab: int | None) -> tuple[int, int, int]:
-    """Layers, width and columns of the logits, the usual ones where none are given."""
+    """Layers, width and columns of the logits, with defaults for those that are None."""
     kind = name.removeprefix(PREFIX)
     if kind not in (*DITS, LLADA):
-        raise unknown("random network", name, [f"{PREFIX}{each}" for each in (*DITS, LLADA)])
-    usual = SIZES[LLADA if kind == LLADA else "dit"]
-    return layers or usual[0], width or usual[1], vocab or usual[2]
+        raise unknown("random network", name, [f"{PREFIX}{known}" for known in (*DITS, LLADA)])
+    default = SIZES[LLADA if kind == LLADA else "dit"]
+    return layers or default[0], width or default[1], vocab or default[2]
 
 
 @torch.inference_mode()
@@ -93,13 +93,13 @@ def _dit(
     block: int,
     generator: torch.Generator,
 ) -> Denoiser:
-    """Our own DiT: MDLM's or BD3-LM's, [MASK] the last column."""
+    """Our own DiT, as MDLM or BD3-LM; [MASK] is the last column."""
     family = DITS[name.removeprefix(PREFIX)]
     with torch.device(device):
         network = DiT(DiTConfig(vocab, width, layers, width // 64))
     network = network.to(getattr(torch, dtype)).eval()
     for key, weight in network.named_parameters():
-        if "adaLN_modulation" in key:  # a little of everything, and gates that are open
+        if "adaLN_modulation" in key:  # small modulation, open gates
             weight.normal_(0, 0.02, generator=generator)
             if key.endswith("bias") and key.startswith("blocks"):
                 weight.view(6, width)[[2, 5]] += 1
@@ -112,8 +112,8 @@ def _dit(
     return DiTDenoiser(network, family, length, name, set(range(vocab - 1)), vocab - 1, trained)
 
 
-class _Ids:
-    """What a denoiser asks of a tokenizer."""
+class _Vocabulary:
+    """The part of a tokenizer that a denoiser uses."""
 
     def __init__(self, count: int):
         self.count = count
@@ -133,10 +133,10 @@ def _llada(
     vocab: int,
     generator: torch.Generator,
 ) -> Denoiser:
-    """LLaDA-8B's Llama, made on the device."""
+    """LLaDA-8B's Llama, created on the device."""
     heads = max(1, width // 128)
     family = NAMED["llada"]
-    raw = {
+    config = {
         "d_model": width,
         "embedding_size": vocab,
         "vocab_size": vocab,
@@ -148,10 +148,10 @@ def _llada(
         "rms_norm_eps": 1e-5,
         "rope_theta": 500_000.0,
     }
-    config = transformers.LlamaConfig(**native_config(family, raw, family.name), use_cache=False)
-    config._attn_implementation = "sdpa"
+    model_config = transformers.LlamaConfig(**native_config(family, config, family.name), use_cache=False)
+    model_config._attn_implementation = "sdpa"
     with torch.device(device):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
+        model = transformers.AutoModelForCausalLM.from_config(model_config, dtype=getattr(torch, dtype)).eval()
     for key, weight in model.named_parameters():
         if "norm" not in key:
             _normal(key, weight, generator)
@@ -159,14 +159,14 @@ def _llada(
                 weight *= SHARP
     mask_id = vocab - LLADA_MASK if vocab > LLADA_MASK else vocab - 1
     model.get_input_embeddings().weight[mask_id] *= FAINT
-    probes.rotary_frequencies(model, config, name)
-    denoiser = Backbone(model, family, raw, name, LoadOptions(name, device), mask_id, _Ids(vocab))
-    probes.probe(denoiser, name)
+    self_tests.rotary_frequencies(model, model_config, name)
+    denoiser = Decoder(model, family, config, name, LoadOptions(name, device), mask_id, _Vocabulary(vocab))
+    self_tests.run(denoiser, name)
     return denoiser
 
 
 def _normal(key: str, weight: torch.Tensor, generator: torch.Generator) -> None:
-    """Unit variance in, unit variance out; embeddings of unit variance; no biases."""
+    """Initialise a weight to keep unit variance, embeddings to unit variance, biases to 0."""
     table = "embed" in key
     if weight.dim() == 1:
         weight.zero_()
@@ -176,7 +176,7 @@ def _normal(key: str, weight: torch.Tensor, generator: torch.Generator) -> None:
 
 @torch.inference_mode()
 def _spread(denoiser: Denoiser, head: torch.nn.Linear, generator: torch.Generator) -> None:
-    """Scale the head so that logits of a half-masked row spread by SPREAD over the vocabulary."""
+    """Scale the head so that the logits of a half-masked row have the standard deviation SPREAD."""
     length = min(denoiser.max_length, FEATURES_AT)
     ids = torch.randint(denoiser.vocab_size, (1, length), device=denoiser.device, generator=generator)  # (1, L)
     hidden = slice(min(1, length - 1), None, 2)

@@ -1,6 +1,6 @@
-"""Self-tests at load: small forwards that find out what a network does, or show that it is not what it should be.
+"""Self-tests at load: small forward passes that detect what a network does and check that it is what it claims.
 
-Shapes: R rows, L row length, U cells, D features, V tokens.
+Shapes: R rows, L row length, B the trained block, D features, V tokens.
 """
 
 from __future__ import annotations
@@ -16,28 +16,29 @@ from lm_eval_duel.errors import DuelError
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
-ALL_MASK_TOLERANCE = 1e-4  # of the logits' spread, in float32; rotary networks were seen at 1.5e-6
-COARSE_TOLERANCE = 0.05  # the same in bfloat16 or float16, and of quantised weights
-BESIDE_TOLERANCE = 1e-3  # where another cell of the call changes: mixtures of experts round anew, and 8 bits scale anew
-BESIDE_QUANTIZED = 0.5
-ROTARY_TOLERANCE = 1e-5
-PADDING_TOLERANCE = {8: 1e-10, 4: 1e-5}  # of padding that is not seen, by bytes of a number; 1e-7 is usual in float32
-NOISE_FACTOR = 8  # of the noise that a batch makes, where that is more
+# differences of logits, in units of their standard deviation
+ALL_MASK_TOLERANCE = 1e-4  # float32; rotary networks reach 1.5e-6
+LOW_PRECISION_TOLERANCE = 0.05  # bfloat16, float16 and quantized weights
+BATCH_TOLERANCE = 1e-3  # when another cell of the call changes: mixtures of experts and 8-bit scales round differently
+BATCH_TOLERANCE_QUANTIZED = 0.5
+PADDING_TOLERANCE = {8: 1e-10, 4: 1e-5}  # of padding that is not seen, by item size; 1e-7 is usual in float32
+NOISE_FACTOR = 8  # of the noise between batches, if that is larger
 MOST_NOISE = 1e-4
+ROTARY_TOLERANCE = 1e-5  # relative
 LENGTH = 8
-REPEATED = 128  # longer than the chunks in which some networks hash
+REPEATED = 128  # positions; longer than the chunks in which some networks hash
 
 
-def probe(denoiser: Denoiser, path: str) -> None:
-    """Run every self-test; sets what they find out on the denoiser, or raises DuelError."""
+def run(denoiser: Denoiser, path: str) -> None:
+    """Run every self-test; sets the detected properties on the denoiser, or raises DuelError."""
     with torch.inference_mode():
         if denoiser.attention == "block_causal":
             _block_causal(denoiser, path)
             return
-        rows = tokens(denoiser)  # (R, L)
+        rows = random_rows(denoiser)  # (R, L)
         logits = _logits(denoiser, rows)  # (R, L, V)
         require_finite(logits, path)
-        direction(denoiser, path, rows, logits)
+        require_direction(denoiser, path, rows, logits)
         if denoiser.attention == "bidirectional":
             require_finite(_logits(denoiser, half_masked(denoiser)), path)
             all_mask = torch.full_like(rows[:1], denoiser.mask_id)  # (1, L)
@@ -48,8 +49,8 @@ def probe(denoiser: Denoiser, path: str) -> None:
         )
 
 
-def tokens(denoiser: Denoiser, length: int = LENGTH, rows: int = 2, seed: int = 1) -> torch.Tensor:
-    """Rows of arbitrary tokens (R, L)."""
+def random_rows(denoiser: Denoiser, length: int = LENGTH, rows: int = 2, seed: int = 1) -> torch.Tensor:
+    """Rows of random tokens (R, L), always the same ones."""
     known = (~denoiser.excluded).nonzero()[:, 0]  # (T,)
     generator = torch.Generator().manual_seed(seed)
     draw = torch.randint(len(known), (rows, min(length, denoiser.max_length)), generator=generator)  # (R, L)
@@ -57,10 +58,14 @@ def tokens(denoiser: Denoiser, length: int = LENGTH, rows: int = 2, seed: int = 
 
 
 def _logits(denoiser: Denoiser, rows: torch.Tensor, real: torch.Tensor | None = None) -> torch.Tensor:
-    """Logits (R, L, V), zero at columns that are no tokens."""
-    features = denoiser.features(rows, real)  # (R, L, D)
-    found = denoiser.head(features.flatten(0, 1)).unflatten(0, features.shape[:2])  # (R, L, V)
-    return found.masked_fill(denoiser.excluded, 0)
+    """Logits (R, L, V), zero at excluded columns."""
+    return _head(denoiser, denoiser.features(rows, real))
+
+
+def _head(denoiser: Denoiser, features: torch.Tensor) -> torch.Tensor:
+    """Logits (R, L, V) of features (R, L, D), zero at excluded columns."""
+    logits = denoiser.head(features.flatten(0, 1)).unflatten(0, features.shape[:2])  # (R, L, V)
+    return logits.masked_fill(denoiser.excluded, 0)
 
 
 def require_finite(logits: torch.Tensor, path: str) -> None:
@@ -69,31 +74,31 @@ def require_finite(logits: torch.Tensor, path: str) -> None:
         raise DuelError(f"{path} returns NaN or infinite logits for arbitrary tokens: its weights or dtype are broken.")
 
 
-def direction(denoiser: Denoiser, path: str, rows: torch.Tensor, logits: torch.Tensor) -> None:
-    """Raise DuelError where what comes later changes a causal network's prediction, or not a bidirectional one's."""
+def require_direction(denoiser: Denoiser, path: str, rows: torch.Tensor, logits: torch.Tensor) -> None:
+    """Raise DuelError if a causal network looks ahead, or a bidirectional one does not."""
     if rows.shape[1] < 2:
         return
     changed = rows.clone()
     changed[:, -1] = rows[:, 0] if (rows[:, 0] != rows[:, -1]).all() else (~denoiser.excluded).nonzero()[0, 0]
     if (changed == rows).all():
         changed[:, -1] = (~denoiser.excluded).nonzero()[-1, 0]
-    moved = differ(_logits(denoiser, changed)[:, :-1], logits[:, :-1])
-    if denoiser.attention == "bidirectional" and moved == 0:
+    difference = relative_difference(_logits(denoiser, changed)[:, :-1], logits[:, :-1])
+    if denoiser.attention == "bidirectional" and difference == 0:
         raise DuelError(
-            f"{path} is causal: its predictions ignore what comes later, so it is no masked diffusion model. "
+            f"{path} is causal: its predictions ignore later tokens, so it is not a masked diffusion model. "
             "If it is autoregressive, score it with estimator=ar."
         )
-    if denoiser.attention == "causal" and moved > _beside(denoiser, logits):
+    if denoiser.attention == "causal" and difference > _batch_tolerance(denoiser, logits):
         raise DuelError(
-            f"{path} is not causal: its predictions change with what comes later, so it has no autoregressive "
+            f"{path} is not causal: its predictions depend on later tokens, so it has no autoregressive "
             "likelihood. Leave estimator=ar and attention=causal out."
         )
 
 
 def honours_padding(denoiser: Denoiser) -> bool:
-    """Whether a row has the same logits beside longer ones as alone, up to float noise.
+    """Whether a row has the same logits in a batch with longer ones as alone, up to float noise.
 
-    The rows are padded as in a batch, and half masked: what padding does may depend on the masked cells of a row.
+    The rows are padded as in a batch and half masked: the effect of padding may depend on the masked cells of a row.
     """
     row = half_masked(denoiser)  # (1, L)
     length = row.shape[1]
@@ -106,115 +111,117 @@ def honours_padding(denoiser: Denoiser) -> bool:
         together = _logits(denoiser, ids, real)  # (R, L, V)
     except torch.OutOfMemoryError:
         raise
-    except (TypeError, ValueError, RuntimeError):  # it takes no attention mask, or one of another form
+    except (TypeError, ValueError, RuntimeError):  # it accepts no attention mask, or one of another form
         return False
     unmasked = _logits(denoiser, ids)  # (R, L, V)
     alone = [_logits(denoiser, row[:, :count])[0] for count in counts]  # (count, V) each
-    leaks = torch.tensor([differ(one, both[: len(one)]) for one, both in zip(alone, together, strict=False)])
-    if denoiser.quantized or together.dtype.itemsize < 4:  # noise is large, and differs between networks
-        effects = torch.tensor([differ(one, both[: len(one)]) for one, both in zip(alone, unmasked, strict=False)])
-        return bool(leaks.max() < 0.1 * effects.max())
-    noise = min(differ(_logits(denoiser, row)[0], together[-1]), MOST_NOISE)  # of a row that is not padded
-    return bool(leaks.max() <= max(PADDING_TOLERANCE[together.dtype.itemsize], NOISE_FACTOR * noise))
+
+    def effect(batch: torch.Tensor) -> float:
+        pairs = zip(alone, batch, strict=False)  # the last row of the batch is not padded
+        return max(relative_difference(logits, padded[: len(logits)]) for logits, padded in pairs)
+
+    if denoiser.quantized or together.dtype.itemsize < 4:  # noise is large and differs between networks
+        return effect(together) < 0.1 * effect(unmasked)
+    noise = min(relative_difference(_logits(denoiser, row)[0], together[-1]), MOST_NOISE)
+    return effect(together) <= max(PADDING_TOLERANCE[together.dtype.itemsize], NOISE_FACTOR * noise)
 
 
 def half_masked(denoiser: Denoiser, length: int = LENGTH) -> torch.Tensor:
-    """A row of arbitrary tokens with every second one masked (1, L); its first cell is visible."""
-    row = tokens(denoiser, length, rows=1)
+    """A row of random tokens with every second one masked (1, L); its first cell is visible."""
+    row = random_rows(denoiser, length, rows=1)
     row[:, 1::2] = denoiser.mask_id
     return row
 
 
 def require_repeatable(denoiser: Denoiser, path: str, length: int = REPEATED) -> None:
-    """Raise DuelError if a network draws random numbers, as hashed attention does: then it is no function of a row."""
+    """Raise DuelError if a network draws random numbers, as hashed attention does: it is not a function of the row."""
     row = half_masked(denoiser, length)  # (1, L)
     first = _logits(denoiser, row)
-    if not differ(first, _logits(denoiser, row)) <= tolerance(denoiser, first, BESIDE_TOLERANCE):
+    if not relative_difference(first, _logits(denoiser, row)) <= tolerance(denoiser, first, BATCH_TOLERANCE):
         raise DuelError(
-            f"{path} returns other logits each time for the same row of {row.shape[1]} positions: its forward pass "
-            "draws random numbers, as hashed attention does. No text has one likelihood under it, so it is refused."
+            f"{path} returns different logits each time for the same row of {row.shape[1]} positions: its forward pass "
+            "draws random numbers, as hashed attention does. It gives no text a single likelihood, so it is refused."
         )
 
 
 def ties_when_all_mask(denoiser: Denoiser) -> bool:
-    """Whether a row of masks has one distribution at every cell."""
+    """Whether a row of masks has the same distribution at every cell."""
     row = torch.full((1, min(32, denoiser.max_length)), denoiser.mask_id, device=denoiser.device)
     logits = _logits(denoiser, row)[0]  # (L, V)
-    return differ(logits, logits[:1].expand_as(logits)) <= tolerance(denoiser, logits)
+    return relative_difference(logits, logits[:1].expand_as(logits)) <= tolerance(denoiser, logits)
 
 
 def _block_causal(denoiser: Denoiser, path: str) -> None:
-    """A block must see itself whole, and no later block."""
+    """Check that a block sees all of itself and no later block."""
     block = denoiser.block
     if scales_by_length(denoiser):
         raise DuelError(
             f"The rotary frequencies of {path} change with the longest row of a call, so the values of a block would "
-            f"depend on the blocks evaluated beside it. Pass max_length={unscaled_length(denoiser)}: up to there they "
-            "are constant."
+            f"depend on the other blocks of the call. Pass max_length={unscaled_length(denoiser)}: up to that length "
+            "they are constant."
         )
-    rows = tokens(denoiser, 2 * block).repeat(1, 2 * block)[:, : 2 * block]  # (2, 2 B)
+    rows = random_rows(denoiser, 2 * block).repeat(1, 2 * block)[:, : 2 * block]  # (2, 2 B)
     position = torch.arange(2 * block, device=rows.device)
     seen = position[:, None] // block >= position // block  # (2 B, 2 B)
 
     def logits(ids: torch.Tensor) -> torch.Tensor:
         features, _ = denoiser.stream(ids, position.expand_as(ids), seen.expand(len(ids), -1, -1), None)
-        found = denoiser.head(features.flatten(0, 1)).unflatten(0, features.shape[:2])  # (R, 2 B, V)
-        return found.masked_fill(denoiser.excluded, 0)
+        return _head(denoiser, features)  # (R, 2 B, V)
 
     whole = logits(rows)
     require_finite(whole, path)
     later, own = rows.clone(), rows.clone()
     later[:, block:] = rows[:, :1]
     own[:, block - 1] = denoiser.mask_id
-    if differ(logits(later)[:, :block], whole[:, :block]) > _beside(denoiser, whole):
+    if relative_difference(logits(later)[:, :block], whole[:, :block]) > _batch_tolerance(denoiser, whole):
         raise DuelError(f"{path} is not block-causal: a later block changes the predictions of an earlier one.")
-    if block > 1 and differ(logits(own)[:, : block - 1], whole[:, : block - 1]) == 0:
-        raise DuelError(f"{path} is causal inside its blocks: its predictions ignore what comes later in the block.")
+    if block > 1 and relative_difference(logits(own)[:, : block - 1], whole[:, : block - 1]) == 0:
+        raise DuelError(f"{path} is causal inside its blocks: its predictions ignore later tokens of the block.")
     masks = torch.full((1, block), denoiser.mask_id, device=rows.device)
     inside = torch.ones(1, block, block, dtype=torch.bool, device=rows.device)
     features, _ = denoiser.stream(masks, position[None, :block], inside, None)
     all_mask = denoiser.head(features[0]).masked_fill(denoiser.excluded, 0)  # (B, V)
-    denoiser.relative_positions = differ(all_mask, all_mask[:1].expand_as(all_mask)) <= tolerance(
-        denoiser, all_mask, BESIDE_TOLERANCE
+    denoiser.relative_positions = relative_difference(all_mask, all_mask[:1].expand_as(all_mask)) <= tolerance(
+        denoiser, all_mask, BATCH_TOLERANCE
     )
-    denoiser.honours_padding = True  # it lies in later blocks, or is left out of what is seen
+    denoiser.honours_padding = True  # padding lies in later blocks, or is masked
 
 
 def rotary_frequencies(model: torch.nn.Module, config: Any, path: str) -> None:
-    """Raise DuelError where rotary frequencies are not theta^(-2i/d): some loaders leave them uninitialised."""
+    """Raise DuelError if rotary frequencies are not theta^(-2i/d): some loaders leave them uninitialised."""
     parameters = getattr(config, "rope_parameters", None) or {}
     scaling = getattr(config, "rope_scaling", None) or {}
     kind = parameters.get("rope_type") or scaling.get("rope_type") or scaling.get("type") or "default"
     theta = parameters.get("rope_theta") or getattr(config, "rope_theta", None)
-    found = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("inv_freq")]
-    if not found or theta is None:
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("inv_freq")]
+    if not buffers or theta is None:
         return
     if kind != "default":
-        log.info("rotary positions of %s are scaled (%s): their frequencies are not checked", path, kind)
+        log.info("Rotary positions of %s are scaled (%s): their frequencies are not checked", path, kind)
         return
-    for name, buffer in found:
+    for name, buffer in buffers:
         if buffer.is_meta:
             continue
-        right = theta ** -(torch.arange(len(buffer), dtype=torch.float64) / len(buffer))  # (d / 2,)
+        expected = theta ** -(torch.arange(len(buffer), dtype=torch.float64) / len(buffer))  # (d / 2,)
         noise = ROTARY_TOLERANCE if buffer.dtype.itemsize >= 4 else 0.01
-        if not torch.allclose(buffer.double().cpu(), right, rtol=noise, atol=0):
+        if not torch.allclose(buffer.double().cpu(), expected, rtol=noise, atol=0):
             raise DuelError(
                 f"The rotary frequencies of {path} ({name}) are not {theta:g}^(-2i/d): they were not loaded or "
-                "computed right, and every prediction would be noise. Leave backend=remote "
-                "out, or use another transformers."
+                "computed correctly, and every prediction would be noise. Leave backend=remote out, or use another "
+                "release of transformers."
             )
 
 
 def tolerance(denoiser: Denoiser, logits: torch.Tensor, fine: float = ALL_MASK_TOLERANCE) -> float:
-    """The difference of logits, in units of their spread, that is noise of this network; `fine`: in float32."""
-    return COARSE_TOLERANCE if denoiser.quantized or logits.dtype.itemsize < 4 else fine
+    """The relative difference of logits that counts as noise of this network; `fine`: in float32."""
+    return LOW_PRECISION_TOLERANCE if denoiser.quantized or logits.dtype.itemsize < 4 else fine
 
 
-def _beside(denoiser: Denoiser, logits: torch.Tensor) -> float:
-    """The same where another cell of a call changes."""
-    return BESIDE_QUANTIZED if denoiser.quantized else tolerance(denoiser, logits, BESIDE_TOLERANCE)
+def _batch_tolerance(denoiser: Denoiser, logits: torch.Tensor) -> float:
+    """The same, if another cell of the call changes."""
+    return BATCH_TOLERANCE_QUANTIZED if denoiser.quantized else tolerance(denoiser, logits, BATCH_TOLERANCE)
 
 
-def differ(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The largest difference of logits, in units of their spread."""
+def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The largest difference of logits, in units of their standard deviation."""
     return float((a.double() - b.double()).abs().max() / a.double().std().clamp(min=1e-12))

@@ -1,4 +1,4 @@
-"""Special tokens around a text: those that a tokenizer writes, and those that a network expects in its rows."""
+"""Special tokens around a text: those that a tokenizer adds, and those that a network expects."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.errors import DuelError
 
 USUAL = ("a", "A", "the", "0")
-TRIED = 1000  # tokens of the vocabulary that are tried as texts
+TRIED = 1000  # ordinary tokens that are tried as texts
 
 
 def convention(tokenizer: Any, denoiser: Denoiser) -> tuple[str, list[int], list[int]]:
-    """The convention of special tokens (as in `bos=`), and the ids before and after a text.
+    """The convention for special tokens (the value of `bos=`), and the ids before and after a text.
 
-    A masked LM has its tokenizer's ([CLS] text [SEP]); any other network one BOS, if its family has one. Raises
-    DuelError if the convention needs a token that the tokenizer lacks.
+    A masked LM uses its tokenizer's ([CLS] text [SEP]); other networks use one BOS, if their family expects one. Raises
+    DuelError if the tokenizer lacks a token that the convention needs.
     """
     bos = denoiser.bos
     if bos in ("none", "first"):
         return bos, [], []
-    prefix, suffix = framing(tokenizer)
+    prefix, suffix = added_tokens(tokenizer)
     suffix = suffix if denoiser.appends_sep else []
     if bos == "auto":
         bos = "given" if prefix or suffix else "none"
@@ -30,44 +30,44 @@ def convention(tokenizer: Any, denoiser: Denoiser) -> tuple[str, list[int], list
     if not (prefix or suffix):
         start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else end_of_text(tokenizer)
         if start is None:
-            remedy = "name one that has, with tokenizer=" if denoiser.shift else "use bos=none"
-            raise DuelError(f"bos={bos} needs a BOS (or EOS) token and this tokenizer has none; {remedy}.")
+            remedy = "pass tokenizer=<one that has it>" if denoiser.shift else "use bos=none"
+            raise DuelError(f"bos={bos} needs a BOS (or EOS) token, and this tokenizer has none; {remedy}.")
         prefix = [start]
     return bos, prefix, suffix
 
 
 def end_of_text(tokenizer: Any) -> int | None:
-    """The id of the end of a text, or what comes nearest."""
+    """The id that ends a text: EOS, else SEP, else BOS."""
     for token in (tokenizer.eos_token_id, tokenizer.sep_token_id, tokenizer.bos_token_id):
         if token is not None:
             return token
     return None
 
 
-def framing(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The ids that a tokenizer puts before and after a text, such as [CLS] and [SEP].
+def added_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The ids that a tokenizer adds before and after a text, such as [CLS] and [SEP].
 
-    Found with a text that has ordinary tokens: the ids of a text without any begin everywhere, and an unknown letter
-    may be written as a special token. Raises DuelError if no text shows them.
+    Detected with a text of ordinary tokens: an empty list of ids matches everywhere, and an unknown letter may become a
+    special token. Raises DuelError if no text reveals them.
     """
     special = set(tokenizer.all_special_ids)
     for text in _texts(tokenizer):
         plain = _ids(tokenizer, text, False)
         if not plain or not special.isdisjoint(plain):
             continue
-        framed = _ids(tokenizer, text, True)
-        for start in range(len(framed) - len(plain) + 1):
-            if framed[start : start + len(plain)] == plain:
-                return framed[:start], framed[start + len(plain) :]
+        full = _ids(tokenizer, text, True)
+        for start in range(len(full) - len(plain) + 1):
+            if full[start : start + len(plain)] == plain:
+                return full[:start], full[start + len(plain) :]
     raise DuelError(
-        f"The special tokens that {tokenizer.name_or_path or 'this tokenizer'} adds could not be determined: no text "
-        "that was tried has ordinary tokens, the same with and without special tokens. To score without them, use "
+        f"Cannot determine the special tokens that {tokenizer.name_or_path or 'this tokenizer'} adds: every text that "
+        "was tried has no ordinary tokens, or other ones with special tokens than without. To score without them, use "
         "bos=none; to use another tokenizer, pass tokenizer=<a folder or hub name>."
     )
 
 
 def _texts(tokenizer: Any) -> Iterator[str]:
-    """Texts that may have ordinary tokens in this vocabulary."""
+    """Texts that are likely to have ordinary tokens in this vocabulary."""
     yield from USUAL
     special = set(tokenizer.all_special_ids)
     ordinary = sorted(token for token in tokenizer.get_vocab().values() if token not in special)

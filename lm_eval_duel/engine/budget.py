@@ -11,7 +11,7 @@ import weakref
 
 import torch
 
-from lm_eval_duel.denoisers import self_tests as probes
+from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.engine.lanes import Lanes, Rows, blocks
 from lm_eval_duel.engine.windows import Window
@@ -83,7 +83,7 @@ def largest(denoiser: Denoiser, block: int | None, grid: str, least: int, most: 
 def _try(denoiser: Denoiser, block: int | None, grid: str, tokens: int) -> None:
     """One call of `tokens` network tokens on rows of max_length that differ."""
     known, rows = max(denoiser.shift, denoiser.max_length // 8), -(-tokens // denoiser.max_length)
-    drawn = probes.tokens(denoiser, denoiser.max_length, rows).tolist()
+    drawn = self_tests.random_rows(denoiser, denoiser.max_length, rows).tolist()
     windows = [Window(row[:known], row[known:]) for row in drawn]
     places = blocks(known, denoiser.max_length - known, block, grid)
     opened = Rows.of(windows, denoiser.device)

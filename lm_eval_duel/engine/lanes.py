@@ -24,7 +24,7 @@ class Rows:
     """Whole windows as planes. Whether `ids` hold anything at the target is for the view to know by column."""
 
     ids: torch.Tensor  # (N, L) context | target | tail | suffix; 0 in the tail and in padding
-    given: torch.Tensor  # (N, L) bool: context and suffix
+    visible: torch.Tensor  # (N, L) bool: context and suffix
     origin: torch.Tensor  # (N,) column of the first target position
     target: torch.Tensor  # (N,) target positions
     length: torch.Tensor  # (N,) real cells
@@ -34,17 +34,17 @@ class Rows:
         """The rows of `windows`, right-padded to the longest."""
         longest = max(window.length for window in windows)
         ids = torch.zeros(len(windows), longest, dtype=torch.int64)  # (N, L)
-        given = torch.zeros(len(windows), longest, dtype=torch.bool)  # (N, L)
+        visible = torch.zeros(len(windows), longest, dtype=torch.bool)  # (N, L)
         for n, window in enumerate(windows):
             start, end = len(window.context), len(window.context) + len(window.target)
             ids[n, :end] = torch.tensor(window.context + window.target, dtype=torch.int64)
-            given[n, :start] = True
+            visible[n, :start] = True
             if window.suffix:
                 ids[n, window.length - len(window.suffix) : window.length] = torch.tensor(window.suffix)
-                given[n, window.length - len(window.suffix) : window.length] = True
+                visible[n, window.length - len(window.suffix) : window.length] = True
         counts = [(len(w.context), len(w.target), w.length) for w in windows]
         origin, target, length = torch.tensor(counts, dtype=torch.int64).unbind(1)  # (N,) each
-        planes = (ids, given, origin, target, length)
+        planes = (ids, visible, origin, target, length)
         if device.type == "cuda":  # pinned, so that the copies do not wait for the device
             return cls(*(plane.pin_memory().to(device, non_blocking=True) for plane in planes))
         return cls(*(plane.to(device) for plane in planes))

@@ -22,8 +22,9 @@ import torch
 
 from lm_eval_duel import rules
 from lm_eval_duel import signals as interrupts
-from lm_eval_duel.denoisers.base import Denoiser, View
+from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.denoisers.predictions import Predictions
+from lm_eval_duel.denoisers.views import View
 from lm_eval_duel.engine.budget import Budget, free
 from lm_eval_duel.engine.choose import Choose
 from lm_eval_duel.engine.lanes import Lanes, Queue

@@ -21,8 +21,9 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from lm_eval_duel import rules
-from lm_eval_duel.denoisers.base import Denoiser, View
+from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.denoisers.predictions import Predictions
+from lm_eval_duel.denoisers.views import View
 from lm_eval_duel.engine.budget import Budget, plan
 from lm_eval_duel.engine.choose import Targets
 from lm_eval_duel.engine.lanes import Lanes, Queue, Rows, blocks, groups

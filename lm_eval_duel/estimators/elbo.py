@@ -26,9 +26,10 @@ from collections.abc import Iterator
 
 import torch
 
-from lm_eval_duel.denoisers.base import Denoiser, distinct
+from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.denoisers.dit.denoiser import SEDD
 from lm_eval_duel.denoisers.predictions import Predictions
+from lm_eval_duel.denoisers.views import distinct
 from lm_eval_duel.engine.lanes import Lanes, Rows
 from lm_eval_duel.engine.results import WindowScore
 from lm_eval_duel.engine.windows import Window

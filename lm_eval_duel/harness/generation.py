@@ -15,7 +15,7 @@ from typing import Any
 from lm_eval_duel import fingerprint
 from lm_eval_duel.arguments import MAX_FACTOR, count, number, truth
 from lm_eval_duel.denoisers.base import Denoiser
-from lm_eval_duel.denoisers.wrappers.warpers import Tempered
+from lm_eval_duel.denoisers.wrappers.warpers import Warped
 from lm_eval_duel.engine.results import Sample
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError, unknown
@@ -98,7 +98,7 @@ class Settings:
         """The network that is sampled from: `plain`, or wrapped where its distributions are changed."""
         if self.temperature in (0.0, 1.0) and self.top_k is None and self.top_p == 1:
             return plain
-        return Tempered(plain, self.temperature or 1.0, self.top_k, self.top_p)
+        return Warped(plain, self.temperature or 1.0, self.top_k, self.top_p)
 
     @property
     def words(self) -> str:

@@ -18,7 +18,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from lm_eval_duel import denoisers
 from lm_eval_duel.cli.main import main
 from lm_eval_duel.demo import FOLDER, resolve
-from lm_eval_duel.denoisers.hf import causal_lm as causal
+from lm_eval_duel.denoisers.hf import causal_lm
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError, NotFinite
 from lm_eval_duel.estimators.duel import Duel
@@ -179,7 +179,7 @@ def test_samples_are_scored_as_they_were_drawn(folders, name):
 
 def test_a_head_that_cannot_be_split_off_runs_with_the_rest(folders, monkeypatch):
     right = Duel(load(folders["Gemma2ForCausalLM"]), "left_to_right")
-    monkeypatch.setattr(causal, "_layers_of", lambda model: ["model.layers.1", "model.norm", "lm_head"])
+    monkeypatch.setattr(causal_lm, "_layer_modules", lambda model: ["model.layers.1", "model.norm", "lm_head"])
     denoiser = load(folders["Gemma2ForCausalLM"])
     assert not denoiser.splits_head and denoiser.layers is denoiser.model
     whole = Duel(denoiser, "left_to_right")
@@ -218,7 +218,7 @@ def test_lengths(folders, tmp_path):
     boundless = str(tmp_path)
     network("BloomForCausalLM").save_pretrained(boundless)
     tiny.tokenizer(mask=False, length=int(1e30)).save_pretrained(boundless)
-    with pytest.raises(DuelError, match="says how many positions it holds; pass max_length="):
+    with pytest.raises(DuelError, match="gives its number of positions; pass max_length="):
         load(boundless, tokenizer=None)
     assert load(boundless, tokenizer=None, max_length=48).max_length == 48
 
@@ -248,9 +248,9 @@ def test_what_a_causal_network_cannot_follow(folders):
 
 def test_networks_that_are_not_autoregressive(tmp_path):
     path = tiny.checkpoint(tmp_path / "bert", "bert")
-    with pytest.raises(DuelError, match="is not causal: its predictions change with what comes later"):
+    with pytest.raises(DuelError, match="is not causal: its predictions depend on later tokens"):
         load(path)
-    with pytest.raises(DuelError, match=r"\(ModernBertForMaskedLM\) is no causal LM of transformers"):
+    with pytest.raises(DuelError, match=r"\(ModernBertForMaskedLM\) is not a causal LM of transformers"):
         load("demo-mdm", tokenizer=None)
     with pytest.raises(DuelError, match="is block_causal, not causal"):
         load("demo-bd", tokenizer=None)

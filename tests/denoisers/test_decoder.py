@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from textbook import score
 
 from lm_eval_duel import denoisers, rules
-from lm_eval_duel.denoisers import self_tests as probes
+from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.denoisers.hf import families
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
@@ -243,10 +243,10 @@ def test_where_the_trained_block_comes_from(tmp_path, caplog):
         case = dataclasses.replace(sdar, config={**sdar.config, **config}, folder=f"sdar-{n}")
         path, _ = write(tmp_path, case)
         assert load(path, case, **options).block == block
-    assert "sdar is known for blocks of 4; taking block=8" in caplog.text
+    assert "sdar networks are trained on blocks of 4; using block=8" in caplog.text
     case = CASES["plain block_causal"]
     path, _ = write(tmp_path, case)
-    with pytest.raises(DuelError, match=r"is block-causal and its config names no block; pass block=<the trained one>"):
+    with pytest.raises(DuelError, match=r"is block-causal and its config has no block; pass block=<the trained one>"):
         denoisers.load(path, device="cpu", attention="block_causal")
 
 
@@ -317,10 +317,10 @@ def test_tensors_that_do_not_fit(name, gone, tmp_path, caplog):
             load(path, case)
 
     broken(rf"do not fill .*ForCausalLM: 1 missing: {inside}\.", lambda t: {k: t[k] for k in t if k != gone})
-    broken(r"1 not known: model\.layers\.9\.x\.weight\.", lambda t: {**t, "model.layers.9.x.weight": torch.ones(2)})
+    broken(r"1 unknown: model\.layers\.9\.x\.weight\.", lambda t: {**t, "model.layers.9.x.weight": torch.ones(2)})
     broken(rf"1 of another shape: {inside} {shapes}\.", lambda t: {**t, gone: t[gone][:3].clone()})
     broken(  # all at once
-        rf"1 missing: {re.escape(other)}; 1 not known: model\.extra; 1 of another shape: {inside} {shapes}\.",
+        rf"1 missing: {re.escape(other)}; 1 unknown: model\.extra; 1 of another shape: {inside} {shapes}\.",
         lambda t: {k: t[k] for k in t if k != other} | {"model.extra": torch.ones(2), gone: t[gone][:3].clone()},
     )
     assert not re.search("newly initialized|LOAD REPORT", caplog.text)
@@ -337,7 +337,7 @@ def test_experts_that_do_not_fit(name, tmp_path):
     for message, change in (
         (f"1 missing: {key}.", {k: t for k, t in tensors.items() if k != key}),
         ("6 missing: ", {k: t for k, t in tensors.items() if ".experts.2." not in k}),
-        (f"1 not known: {other}.", {**tensors, other: tensors[key].clone()}),
+        (f"1 unknown: {other}.", {**tensors, other: tensors[key].clone()}),
         ("6 missing: ", {k.replace("experts.2.", "experts.77."): t for k, t in tensors.items()}),
         (f"1 of another shape: {key} is (5, 16), not (16, 16).", {**tensors, key: tensors[key][:5].clone()}),
     ):
@@ -387,7 +387,7 @@ def test_names(tmp_path):
     path, _ = write(tmp_path, CASES["open-dllm"])
     with pytest.raises(DuelError, match=r"Unknown family 'open-dlm'\. Did you mean open-dllm\? Known: a2d-llama, "):
         denoisers.load(path, device="cpu", family="open-dlm")
-    with pytest.raises(DuelError, match=r"is a Qwen2ForCausalLM, by its config an autoregressive network\. To"):
+    with pytest.raises(DuelError, match=r"is a Qwen2ForCausalLM, an autoregressive network\. To"):
         denoisers.load(path, device="cpu")
     with pytest.raises(DuelError, match="is of the family open-dllm, which has no choice of 'sigma'; leave it out"):
         denoisers.load(path, device="cpu", family="open-dllm", sigma="clamped")
@@ -433,11 +433,11 @@ def test_networks_that_are_not_the_released_ones(tmp_path):
 def test_wrong_rotary_frequencies_are_found(name, tmp_path):
     path, _ = write(tmp_path, CASES[name])
     model = load(path, CASES[name]).model
-    probes.rotary_frequencies(model, model.config, path)
+    self_tests.rotary_frequencies(model, model.config, path)
     buffer = next(buffer for key, buffer in model.named_buffers() if key.endswith("rotary_emb.inv_freq"))
     buffer[-1] *= 1.01
     with pytest.raises(DuelError, match=r"The rotary frequencies of .* are not [\de+]+\^\(-2i/d\)"):
-        probes.rotary_frequencies(model, model.config, path)
+        self_tests.rotary_frequencies(model, model.config, path)
 
 
 @pytest.mark.parametrize("name", ["sdar", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llada", "dream"))])

@@ -7,7 +7,7 @@ import transformers
 from own import DREAM, SDAR, SIZE, decoder, write
 
 from lm_eval_duel import denoisers
-from lm_eval_duel.denoisers.hf import device_map as placement
+from lm_eval_duel.denoisers.hf import device_map
 from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
@@ -35,7 +35,7 @@ def machine(monkeypatch):
 
 
 def options(device_map="auto"):
-    return placement.options(LoadOptions("name", torch.device("cpu"), device_map=device_map))
+    return device_map.model_kwargs(LoadOptions("name", torch.device("cpu"), device_map=device_map))
 
 
 @pytest.mark.parametrize("gpus, processes", [(8, 2), (5, 2), (3, 3), (4, 1)])
@@ -59,7 +59,7 @@ def test_fewer_gpus_than_processes(machine):
         options()
     assert options("cuda:1") == {"device_map": "cuda:1"} and options(None) == {}
     machine(8, 4, 1)
-    with pytest.raises(DuelError, match="device_map=balanced_low_0 goes with one process on a machine; take auto"):
+    with pytest.raises(DuelError, match="device_map=balanced_low_0 works with one process per machine only; use auto"):
         options("balanced_low_0")
     machine(0, 4, 1)
     assert options() == {"device_map": "auto"}  # on CPUs
@@ -117,8 +117,8 @@ def scored(denoiser):
 def test_a_network_on_one_device_by_its_map(folder, kind):
     path, asked = folder(kind), {"attention": "causal"} if kind == "gpt2" else {}
     right = scored(denoisers.load(path, device="cpu", **asked))
-    for device_map in ("auto", "sequential", "cpu"):
-        assert scored(denoisers.load(path, device="cpu", device_map=device_map, **asked)) == right
+    for layout in ("auto", "sequential", "cpu"):
+        assert scored(denoisers.load(path, device="cpu", device_map=layout, **asked)) == right
 
 
 @pytest.mark.skipif(transformers.__version__.startswith("4."), reason="keeps no given tensors on a disk")
@@ -127,8 +127,10 @@ def test_a_network_whose_layers_lie_elsewhere(folder, kind, tmp_path, monkeypatc
     """Weights on a disk, brought in for each call by the hooks that move inputs between GPUs too."""
     path, asked = folder(kind), {"attention": "causal"} if kind == "gpt2" else {}
     right = denoisers.load(path, device="cpu", **asked)
-    said = placement.options
-    monkeypatch.setattr(placement, "options", lambda asked: said(asked) | {"offload_folder": str(tmp_path / "kept")})
+    said = device_map.model_kwargs
+    monkeypatch.setattr(
+        device_map, "model_kwargs", lambda asked: said(asked) | {"offload_folder": str(tmp_path / "kept")}
+    )
     spread = denoisers.load(path, device="cpu", device_map=MAPS[kind], **asked)
     assert any(parameter.is_meta for parameter in spread.model.parameters())
     assert spread.device == torch.device("cpu") and spread.splits_head == right.splits_head
@@ -147,8 +149,8 @@ def test_own_code_by_a_map(tmp_path):
     assert scored(denoisers.load(path, device_map={"": "cpu"}, **own)) == right
     with pytest.raises(DuelError, match=r"does not say which of its modules stay on one device \(_no_split_modules\)"):
         denoisers.load(path, device_map="auto", **own)
-    with pytest.raises(DuelError, match=r"cannot be laid out as device_map=\{'model': 'cpu'\}: "):
+    with pytest.raises(DuelError, match=r"cannot be placed as device_map=\{'model': 'cpu'\}: "):
         denoisers.load(path, device_map={"model": "cpu"}, **own)
     (tmp_path / "modeling_own.py").write_text(DREAM + '    _no_split_modules = ["Layer"]\n')
-    for device_map in ("auto", "sequential"):
-        assert scored(denoisers.load(path, device_map=device_map, **own)) == right
+    for layout in ("auto", "sequential"):
+        assert scored(denoisers.load(path, device_map=layout, **own)) == right

@@ -241,7 +241,7 @@ def test_what_a_block_causal_network_refuses(tmp_path):
     with pytest.raises(DuelError, match=r"max_length=17 is too long: .* holds 16 positions"):
         denoisers.load(path, device="cpu", max_length=17)
     write(tmp_path, "bd3lm", time_conditioning=True)
-    with pytest.raises(DuelError, match="A block-causal network that is told the noise level is not supported"):
+    with pytest.raises(DuelError, match="A block-causal network that with time conditioning is not supported"):
         denoisers.load(path, device="cpu")
 
 
@@ -390,13 +390,13 @@ def test_wrong_checkpoints(tmp_path):
     gone = "backbone.blocks.1.mlp.0.bias"
     broken(r"1 missing: backbone\.blocks\.1\.mlp\.0\.bias\.", lambda t: {k: v for k, v in t.items() if k != gone})
     broken(
-        "1 not known: backbone.blocks.9.norm1.weight", lambda t: {**t, "backbone.blocks.9.norm1.weight": torch.ones(2)}
+        "1 unknown: backbone.blocks.9.norm1.weight", lambda t: {**t, "backbone.blocks.9.norm1.weight": torch.ones(2)}
     )
     misshapen = r"1 of another shape: backbone\.blocks\.1\.mlp\.0\.bias is \(3,\), not \(64,\)\."
     broken(misshapen, lambda t: {**t, gone: torch.ones(3)})
     extra, norm = "backbone.blocks.9.norm1.weight", "backbone.blocks.0.norm1.weight"
     broken(  # all at once
-        rf"1 missing: {norm}; 1 not known: {extra}; {misshapen}",
+        rf"1 missing: {norm}; 1 unknown: {extra}; {misshapen}",
         lambda t: {key: t[key] for key in t if key != norm} | {extra: torch.ones(2), gone: torch.ones(3)},
     )
     broken(
@@ -420,17 +420,17 @@ def test_wrong_checkpoints(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "key", "values", "words"),
     [
-        ("bd3lm", "block_size", (0, -4, 3.5, True, "4", 4.0), "'block_size' is a whole number, at least 1; got"),
-        ("bd3lm", "causal", ("false", 0, 1), "'causal' is true or false; got"),
-        ("bd3lm", "cross_attn", ("false", 1), "'cross_attn' is true or false; got"),
-        ("bd3lm", "adaln", ("true", 1), "'adaln' is true or false; got"),
-        ("mdlm", "time_conditioning", ("false", 0), "'time_conditioning' is true or false; got"),
-        ("mdlm", "n_heads", ("2", 2.0, True, 0, [2]), "'n_heads' is a whole number, at least 1; got"),
-        ("mdlm", "cond_dim", (0, "8"), "'cond_dim' is a whole number, at least 1; got"),
-        ("sedd", "graph", ("absorb", ["absorb"]), "'graph' is an object of names and values; got"),
-        ("sedd", "model", ("small", 3), "'model' is an object of names and values; got"),
-        ("mdlm", "architectures", ("MDLM", [1]), "'architectures' is a list of names; got"),
-        ("mdlm", "auto_map", ("code", [1]), "'auto_map' is an object; got"),
+        ("bd3lm", "block_size", (0, -4, 3.5, True, "4", 4.0), "'block_size' must be an integer, at least 1; got"),
+        ("bd3lm", "causal", ("false", 0, 1), "'causal' must be true or false; got"),
+        ("bd3lm", "cross_attn", ("false", 1), "'cross_attn' must be true or false; got"),
+        ("bd3lm", "adaln", ("true", 1), "'adaln' must be true or false; got"),
+        ("mdlm", "time_conditioning", ("false", 0), "'time_conditioning' must be true or false; got"),
+        ("mdlm", "n_heads", ("2", 2.0, True, 0, [2]), "'n_heads' must be an integer, at least 1; got"),
+        ("mdlm", "cond_dim", (0, "8"), "'cond_dim' must be an integer, at least 1; got"),
+        ("sedd", "graph", ("absorb", ["absorb"]), "'graph' must be an object of names and values; got"),
+        ("sedd", "model", ("small", 3), "'model' must be an object of names and values; got"),
+        ("mdlm", "architectures", ("MDLM", [1]), "'architectures' must be a list of names; got"),
+        ("mdlm", "auto_map", ("code", [1]), "'auto_map' must be an object; got"),
     ],
 )
 def test_entries_of_a_wrong_type(kind, key, values, words, tmp_path):

@@ -10,7 +10,7 @@ from textbook import score
 from toys import BlockCausal, Causal, Rotary, Toy
 
 from lm_eval_duel import denoisers, rules
-from lm_eval_duel.denoisers.hf.masked_lm import HuggingFace
+from lm_eval_duel.denoisers.hf.masked_lm import MaskedLM
 from lm_eval_duel.denoisers.wrappers.guidance import Guided
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
@@ -153,13 +153,14 @@ class Shifted(Toy):
     [
         (BlockCausal(), "a block_causal network"),
         (Causal(), "a causal network"),
-        (Shifted(), "a bidirectional network that predicts from the token before"),
+        (Shifted(), "a bidirectional network with shifted logits"),
     ],
     ids=["block_causal", "causal", "shifted"],
 )
 def test_networks_that_cannot_do_without_context(plain, kind):
     with pytest.raises(
-        DuelError, match=f"^cfg_scale masks the whole context, which {kind} cannot do without; leave cfg_scale out\\.$"
+        DuelError,
+        match=f"^cfg_scale masks the whole context, and {kind} cannot predict without one; leave cfg_scale out\\.$",
     ):
         Guided(plain, 0.5)
 
@@ -189,7 +190,7 @@ def test_the_scale_is_part_of_the_law():
 def test_through_load(tmp_path):
     path, model = tiny.checkpoint(tmp_path, "bert"), tiny.network("bert")
     for nothing in (None, 0, 0.0):
-        assert isinstance(denoisers.load(path, device="cpu", cfg_scale=nothing), HuggingFace)
+        assert isinstance(denoisers.load(path, device="cpu", cfg_scale=nothing), MaskedLM)
     guide = denoisers.load(path, device="cpu", cfg_scale=0.5)
     assert guide.describe()["guidance"] == "classifier-free, cfg_scale=0.5"
     assert guide.honours_padding and guide.splits_head

@@ -19,8 +19,7 @@ from safetensors.torch import load_file, save_file
 from lm_eval_duel import denoisers
 from lm_eval_duel.cli.main import main
 from lm_eval_duel.denoisers import weights
-from lm_eval_duel.denoisers.hf import families, native
-from lm_eval_duel.denoisers.hf import strict_load as filling
+from lm_eval_duel.denoisers.hf import families, native, strict_load
 from lm_eval_duel.errors import DuelError
 
 
@@ -89,7 +88,7 @@ def test_a_wrong_config_takes_no_memory(tmp_path):
         (dit, {"hidden_dim": 1_000_000}, {}, "do not fill the network: .* of another shape"),
         (dit, {"n_blocks": 10_000_000}, {}, "n_blocks" + many),
         (dit, {"vocab_size": 10**10}, {}, "do not fill the network: .* of another shape"),
-        (dit, {"hidden_dim": 10**30}, {}, "describes no network"),
+        (dit, {"hidden_dim": 10**30}, {}, "describes no valid network"),
         (bert, {"hidden_size": 1_000_000}, {}, none),
         (bert, {"vocab_size": 10**9}, {}, none),
         (bert, {"num_hidden_layers": 10_000_000}, {}, "num_hidden_layers" + many),
@@ -103,7 +102,7 @@ def test_a_wrong_config_takes_no_memory(tmp_path):
         ("a2d-qwen2", {"hidden_size": 1_000_000}, "of another shape"),
         ("rnd1", {"num_experts": 10_000_000}, "num_experts" + many),
         ("rnd1", {"moe_intermediate_size": 10**8}, "of another shape"),
-        ("sdar", {"block_size": 1_000_000}, "holds 64 positions, so its trained block cannot be of 1000000"),
+        ("sdar", {"block_size": 1_000_000}, "holds 64 positions, so its trained block cannot be 1000000"),
     ]:
         path, options = backbone(tmp_path / f"{name} {len(cases)}", name)
         cases.append((path, entries, options, words))
@@ -176,7 +175,7 @@ def test_all_that_is_lacking_is_said_and_the_family_it_is_of(tmp_path):
         family="llada",
     )
     path, _ = backbone(tmp_path / "b", "open-dllm", hidden_size=None)
-    refused(path, r"has no hidden_size, .* needs\. Take another family=, or add to config\.json", family="open-dllm")
+    refused(path, r"has no hidden_size, .* needs\. Use another family=, or add to config\.json", family="open-dllm")
 
 
 @pytest.mark.parametrize("name", ["llada", "llada2", "sdar"])
@@ -195,26 +194,26 @@ def test_rotary_entries_may_be_where_transformers_5_puts_them(name, tmp_path):
 @pytest.mark.parametrize(
     ("name", "entries", "words"),
     [
-        ("dream", {"hidden_size": "16"}, "'hidden_size' is a whole number, at least 1; got '16'"),
-        ("dream", {"num_hidden_layers": 2.0}, "'num_hidden_layers' is a whole number, at least 1; got 2.0"),
-        ("dream", {"vocab_size": True}, "'vocab_size' is a whole number, at least 1; got True"),
-        ("dream", {"max_position_embeddings": -1}, "'max_position_embeddings' is a whole number, at least 1; got -1"),
-        ("dream", {"rms_norm_eps": "1e-6"}, "'rms_norm_eps' is a number above 0; got '1e-6'"),
-        ("dream", {"rms_norm_eps": 0}, "'rms_norm_eps' is a number above 0; got 0"),
-        ("dream", {"rope_theta": True}, "'rope_theta' is a number above 0; got True"),
-        ("a2d-qwen2", {"rope_parameters": {"rope_theta": "1e6"}}, "'rope_theta' is a number above 0; got '1e6'"),
-        ("dream", {"tie_word_embeddings": "false"}, "'tie_word_embeddings' is true or false; got 'false'"),
-        ("dream", {"right_shift_logits": "false"}, "'right_shift_logits' is true or false; got 'false'"),
+        ("dream", {"hidden_size": "16"}, "'hidden_size' must be an integer, at least 1; got '16'"),
+        ("dream", {"num_hidden_layers": 2.0}, "'num_hidden_layers' must be an integer, at least 1; got 2.0"),
+        ("dream", {"vocab_size": True}, "'vocab_size' must be an integer, at least 1; got True"),
+        ("dream", {"max_position_embeddings": -1}, "'max_position_embeddings' must be an integer, at least 1; got -1"),
+        ("dream", {"rms_norm_eps": "1e-6"}, "'rms_norm_eps' must be a number above 0; got '1e-6'"),
+        ("dream", {"rms_norm_eps": 0}, "'rms_norm_eps' must be a number above 0; got 0"),
+        ("dream", {"rope_theta": True}, "'rope_theta' must be a number above 0; got True"),
+        ("a2d-qwen2", {"rope_parameters": {"rope_theta": "1e6"}}, "'rope_theta' must be a number above 0; got '1e6'"),
+        ("dream", {"tie_word_embeddings": "false"}, "'tie_word_embeddings' must be true or false; got 'false'"),
+        ("dream", {"right_shift_logits": "false"}, "'right_shift_logits' must be true or false; got 'false'"),
         ("dream", {"mask_token_id": True}, "mask_token_id=True is not an id of"),
-        ("llada", {"weight_tying": "false"}, "'weight_tying' is true or false; got 'false'"),
-        ("llada", {"n_heads": "4"}, "'n_heads' is a whole number, at least 1; got '4'"),
-        ("rnd1", {"norm_topk_prob": "false"}, "'norm_topk_prob' is true or false; got 'false'"),
-        ("llada2", {"num_shared_experts": -1}, "'num_shared_experts' is a whole number, at least 0; got -1"),
-        ("sdar", {"block_size": 0}, "'block_size' is a whole number, at least 1; got 0"),
-        ("sdar", {"block_size": -4}, "'block_size' is a whole number, at least 1; got -4"),
-        ("sdar", {"block_size": 3.5}, "'block_size' is a whole number, at least 1; got 3.5"),
-        ("sdar", {"block_size": True}, "'block_size' is a whole number, at least 1; got True"),
-        ("sdar", {"quantization_config": "int8"}, "'quantization_config' is an object; got 'int8'"),
+        ("llada", {"weight_tying": "false"}, "'weight_tying' must be true or false; got 'false'"),
+        ("llada", {"n_heads": "4"}, "'n_heads' must be an integer, at least 1; got '4'"),
+        ("rnd1", {"norm_topk_prob": "false"}, "'norm_topk_prob' must be true or false; got 'false'"),
+        ("llada2", {"num_shared_experts": -1}, "'num_shared_experts' must be an integer, at least 0; got -1"),
+        ("sdar", {"block_size": 0}, "'block_size' must be an integer, at least 1; got 0"),
+        ("sdar", {"block_size": -4}, "'block_size' must be an integer, at least 1; got -4"),
+        ("sdar", {"block_size": 3.5}, "'block_size' must be an integer, at least 1; got 3.5"),
+        ("sdar", {"block_size": True}, "'block_size' must be an integer, at least 1; got True"),
+        ("sdar", {"quantization_config": "int8"}, "'quantization_config' must be an object; got 'int8'"),
         ("illada", {"layer_norm_eps": 1e-5}, "This iLLaDA has LayerNorm"),
     ],
 )
@@ -225,7 +224,7 @@ def test_entries_of_a_wrong_type(name, entries, words, tmp_path):
 
 def test_own_code_is_read_by_type_too(tmp_path):
     code = own.write(tmp_path, own.SDAR, "SDARForCausalLM", own.decoder(norms=True), block_size=3.5)
-    refused(code, "'block_size' is a whole number, at least 1; got 3.5", backend="remote", trust_remote_code=True)
+    refused(code, "'block_size' must be an integer, at least 1; got 3.5", backend="remote", trust_remote_code=True)
 
 
 # ---------------------------------------------------------------- names
@@ -250,7 +249,7 @@ def test_two_tensors_of_one_place(tmp_path):
     places = json.loads(index.read_text())
     places["weight_map"]["model.embed_tokens.weight"] = file.name
     index.write_text(json.dumps(places))
-    refused(path, r"hold both model\.\S+ and model\.\S+, which are one tensor of the family llada\.", **options)
+    refused(path, r"hold both model\.\S+ and model\.\S+, which are the same tensor of the family llada\.", **options)
 
 
 # ---------------------------------------------------------------- words
@@ -259,14 +258,14 @@ def test_two_tensors_of_one_place(tmp_path):
 def test_an_unknown_kind_of_model(tmp_path):
     tiny.tokenizer().save_pretrained(tmp_path)
     advice = (
-        r"\. If its network is one of the families', say which: family=llada\|.*backend=remote,trust_remote_code=true"
+        r"\. If its network belongs to a known family, say which: family=llada\|.*backend=remote,trust_remote_code=true"
     )
     for config, cause in (
         (
             {"model_type": "mdml9", "architectures": ["NewLM"], "hidden_size": 4},
-            "transformers knows no model_type 'mdml9'",
+            "transformers does not know model_type 'mdml9'",
         ),
-        ({"architectures": ["NewLM"]}, "it names no model_type"),
+        ({"architectures": ["NewLM"]}, "its config has no model_type"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config))
         for options in ({}, {"attention": "causal"}):
@@ -296,7 +295,7 @@ def test_all_that_is_wrong_is_said_at_once_and_by_us(kind, tmp_path, caplog):
     try:
         refused(
             path,
-            rf"do not fill {name}: 1 missing: {one}; 1 not known: extra; 1 of another shape: {two} is \(3, 4\), not ",
+            rf"do not fill {name}: 1 missing: {one}; 1 unknown: extra; 1 of another shape: {two} is \(3, 4\), not ",
             attention="causal" if kind == "gpt2" else None,
         )
     finally:
@@ -306,6 +305,6 @@ def test_all_that_is_wrong_is_said_at_once_and_by_us(kind, tmp_path, caplog):
 
 def test_ten_names_of_each_kind_are_shown():
     wanted = {f"w{n:02}": (n,) for n in range(12)}
-    with pytest.raises(DuelError, match=r"^They: 12 missing: w00, w01, .*, w09, \.\.\.; 1 not known: x\.$"):
-        filling.require("They", filling.compare(wanted, {"x": (2,)}))
-    filling.require("They", filling.compare(wanted, wanted))
+    with pytest.raises(DuelError, match=r"^They: 12 missing: w00, w01, .*, w09, \.\.\.; 1 unknown: x\.$"):
+        strict_load.require_no_faults("They", strict_load.compare(wanted, {"x": (2,)}))
+    strict_load.require_no_faults("They", strict_load.compare(wanted, wanted))

@@ -131,7 +131,8 @@ def qwen3(tmp_path):
 def test_adapters_of_another_network(tmp_path, qwen3):
     lora = adapter(tmp_path / "lora", llada(), LLADA_MODULES)
     with pytest.raises(
-        DuelError, match=r"does not fit this network: it has no model\.transformer\.blocks\.0\.attn_out, model\.tr"
+        DuelError,
+        match=r"does not fit this network: the network has no model\.transformer\.blocks\.0\.attn_out, model\.tr",
     ):
         load(qwen3, peft=lora)
     wide = {"model.layers.0.self_attn.q_proj.weight": torch.zeros(16, 20)}
@@ -152,17 +153,17 @@ def test_tensors_that_have_no_place_or_are_not_there(tmp_path, qwen3):
     factors = load_file(file)
     extra = f"{PREFIX}model.norm.bias"
     save_file({**factors, extra: torch.ones(16)}, file, metadata={"format": "pt"})
-    with pytest.raises(DuelError, match=rf"does not fit this network: 1 not known: {extra}\."):
+    with pytest.raises(DuelError, match=rf"does not fit this network: 1 unknown: {extra}\."):
         load(qwen3, peft=lora)
     gone = f"{PREFIX}{NATIVE_MODULES[0]}.lora_B.weight"
     save_file({key: factors[key] for key in factors if key != gone}, file, metadata={"format": "pt"})
     with pytest.raises(DuelError, match=rf"does not fit this network: 1 missing: {gone}\."):
         load(qwen3, peft=lora)
     save_file({key: factors[key] for key in factors if key != gone} | {extra: torch.ones(16)}, file)
-    with pytest.raises(DuelError, match=rf"1 missing: {gone}; 1 not known: {extra}\."):
+    with pytest.raises(DuelError, match=rf"1 missing: {gone}; 1 unknown: {extra}\."):
         load(qwen3, peft=lora)
     save_file({extra: torch.ones(16)}, file, metadata={"format": "pt"})
-    with pytest.raises(DuelError, match="does not fit this network: no LoRA tensors at all"):
+    with pytest.raises(DuelError, match="does not fit this network: the network has no LoRA tensors"):
         load(qwen3, peft=lora)
 
 

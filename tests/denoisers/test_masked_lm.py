@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from textbook import score
 
 from lm_eval_duel import denoisers, rules
-from lm_eval_duel.denoisers import self_tests as probes
-from lm_eval_duel.denoisers.hf.masked_lm import HuggingFace
+from lm_eval_duel.denoisers import self_tests
+from lm_eval_duel.denoisers.hf.masked_lm import MaskedLM
 from lm_eval_duel.denoisers.hub import pick_device as load_device
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError, NotFinite
@@ -99,14 +99,14 @@ def test_blank_starts_tie_and_are_counted(folders):
     assert duel.counts.all_mask_starts == 1
 
 
-class Deaf(HuggingFace):
+class Deaf(MaskedLM):
     """A network that does not listen to its attention mask."""
 
     def _logits(self, ids, mask=None):
         return super()._logits(ids, None)
 
 
-class Whole(HuggingFace):
+class Whole(MaskedLM):
     """A network without an output embedding to hook."""
 
     def __init__(self, model, *arguments):
@@ -118,7 +118,7 @@ def test_equal_lengths_go_together_where_padding_is_seen():
     deaf = Deaf(tiny.network("bert"), 4, set(range(len(tiny.WORDS))), 32, "bert")
     assert not deaf.honours_padding
     together = Duel(deaf, "greedy", 4).log_prob(WINDOWS)
-    right = Duel(HuggingFace(tiny.network("bert"), 4, set(range(len(tiny.WORDS))), 32, "bert"), "greedy", 4).log_prob(
+    right = Duel(MaskedLM(tiny.network("bert"), 4, set(range(len(tiny.WORDS))), 32, "bert"), "greedy", 4).log_prob(
         WINDOWS
     )
     assert [s.reveal_steps for s in together] == [s.reveal_steps for s in right]
@@ -128,7 +128,7 @@ def test_equal_lengths_go_together_where_padding_is_seen():
 def test_full_logits_where_there_is_no_head_to_split():
     whole = Whole(tiny.network("bert"), 4, set(range(len(tiny.WORDS))), 32, "bert")
     assert not whole.splits_head
-    right = Duel(HuggingFace(tiny.network("bert"), 4, set(range(len(tiny.WORDS))), 32, "bert"), "greedy", 4).log_prob(
+    right = Duel(MaskedLM(tiny.network("bert"), 4, set(range(len(tiny.WORDS))), 32, "bert"), "greedy", 4).log_prob(
         WINDOWS
     )
     assert [s.token_logprobs for s in Duel(whole, "greedy", 4).log_prob(WINDOWS)] == [
@@ -153,11 +153,11 @@ def test_a_coarse_dtype_does_not_hide_what_a_network_is(family):
     with torch.no_grad():
         for parameter in quiet.parameters():
             parameter.div_(8)
-    denoiser = HuggingFace(quiet.to(torch.bfloat16), 4, set(range(len(tiny.WORDS))), 32, family)
+    denoiser = MaskedLM(quiet.to(torch.bfloat16), 4, set(range(len(tiny.WORDS))), 32, family)
     assert denoiser.relative_positions == (family == "modernbert")
 
 
-class Rescaled(HuggingFace):
+class Rescaled(MaskedLM):
     """A network that does something to its logits after the head."""
 
     def _logits(self, ids, mask=None):
@@ -170,7 +170,7 @@ def test_a_head_that_is_not_the_last_word_is_not_split():
 
 def test_ids_that_no_token_has_are_padding():
     holes = set(range(len(tiny.WORDS))) - {20} | {38}
-    denoiser = HuggingFace(tiny.network("bert"), 4, holes, 32, "bert")
+    denoiser = MaskedLM(tiny.network("bert"), 4, holes, 32, "bert")
     assert denoiser.excluded.nonzero()[:, 0].tolist() == [4, 20, 34, 35, 36, 37, 39]
 
 
@@ -192,13 +192,13 @@ def test_a_network_that_is_no_masked_lm_is_refused(folders):
 
 
 def test_a_causal_network_is_refused():
-    class Backwards(HuggingFace):
+    class Backwards(MaskedLM):
         """A network that ignores what comes later."""
 
         def _logits(self, ids, mask=None):
             return torch.cat([super(Backwards, self)._logits(ids[:, : n + 1])[:, -1:] for n in range(ids.shape[1])], 1)
 
-    with pytest.raises(DuelError, match="is causal: its predictions ignore what comes later"):
+    with pytest.raises(DuelError, match="is causal: its predictions ignore later tokens"):
         Backwards(tiny.network("bert"), 4, set(range(len(tiny.WORDS))), 32, "bert")
 
 
@@ -207,7 +207,7 @@ def test_args_that_a_masked_lm_has_no_choice_of(folders):
         with pytest.raises(DuelError, match=f"is of the family masked LM, which has no choice of '{name}'"):
             load(folders["bert"], **{name: value})
     with pytest.raises(
-        DuelError, match="is one of transformers' masked LMs: bidirectional; leave family, attention out"
+        DuelError, match="is a masked LM of transformers, so bidirectional; leave family, attention out"
     ):
         load(folders["bert"], attention="block_causal")
 
@@ -254,7 +254,7 @@ def test_nan_that_shows_only_when_a_token_is_seen(tmp_path):
     path = tiny.checkpoint(tmp_path, "bert")
     weights = load_file(tmp_path / "model.safetensors")
     table = weights["bert.embeddings.word_embeddings.weight"]
-    token = next(token for token in range(12, 30) if not (probes.tokens(load(path)) == token).any())
+    token = next(token for token in range(12, 30) if not (self_tests.random_rows(load(path)) == token).any())
     weights["cls.predictions.decoder.weight"] = table.clone()
     weights["cls.predictions.decoder.bias"] = weights["cls.predictions.bias"].clone()
     table[token] = float("nan")

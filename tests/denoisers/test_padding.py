@@ -10,9 +10,9 @@ from toys import Toy
 from transformers import PreTrainedTokenizerFast
 
 from lm_eval_duel import denoisers, rules
-from lm_eval_duel.denoisers import self_tests as probes
-from lm_eval_duel.denoisers.hf.masked_lm import HuggingFace
-from lm_eval_duel.denoisers.special_tokens import framing
+from lm_eval_duel.denoisers import self_tests
+from lm_eval_duel.denoisers.hf.masked_lm import MaskedLM
+from lm_eval_duel.denoisers.special_tokens import added_tokens
 from lm_eval_duel.denoisers.wrappers.guidance import Guided
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
@@ -73,7 +73,7 @@ def network(name, scale=4, **changed):
 
 
 def denoiser_of(model, name="network"):
-    return HuggingFace(model, 4, set(range(len(tiny.WORDS))), 32, name)
+    return MaskedLM(model, 4, set(range(len(tiny.WORDS))), 32, name)
 
 
 def checkpoint(folder, model, **tokenizer_options):
@@ -248,7 +248,7 @@ def test_random_numbers_in_a_forward_pass_are_refused():
         max_position_embeddings=64,
         is_decoder=False,
     )
-    with pytest.raises(DuelError, match="returns other logits each time for the same row of 32 positions"):
+    with pytest.raises(DuelError, match="returns different logits each time for the same row of 32 positions"):
         denoiser_of(transformers.ReformerForMaskedLM(config).eval())
 
 
@@ -301,7 +301,7 @@ def test_rotary_positions_that_change_with_the_longest_row_of_a_batch(tmp_path, 
 
 def test_padding_of_a_toy_is_found_out():
     for honours in (True, False):
-        assert probes.honours_padding(Toy(tokens=9, honours_padding=honours)) == honours
+        assert self_tests.honours_padding(Toy(tokens=9, honours_padding=honours)) == honours
 
 
 # ---------------------------------------------------------------- the special tokens of a tokenizer
@@ -322,14 +322,16 @@ def test_special_tokens_are_found_without_the_letter_a():
     nothing = letters(unknown=None)
     nothing.backend_tokenizer.model = models.BPE({"[CLS]": 0, "[SEP]": 1, "[MASK]": 3, "G": 4, "T": 5}, [])
     assert nothing("a", add_special_tokens=False)["input_ids"] == []
-    assert framing(nothing) == ([0], [1])
-    assert framing(letters("G", "T")) == ([0], [1])  # an unknown letter is [UNK]
-    assert framing(letters("G", "T", unknown="[CLS]")) == ([0], [1])  # or even the special token itself
+    assert added_tokens(nothing) == ([0], [1])
+    assert added_tokens(letters("G", "T")) == ([0], [1])  # an unknown letter is [UNK]
+    assert added_tokens(letters("G", "T", unknown="[CLS]")) == ([0], [1])  # or even the special token itself
 
 
 def test_a_tokenizer_without_any_text_is_refused():
-    with pytest.raises(DuelError, match=r"could not be determined: no text .* use bos=none; .* tokenizer="):
-        framing(letters())
+    with pytest.raises(
+        DuelError, match=r"Cannot determine the special tokens that .* adds: every text .* use bos=none; .* tokenizer="
+    ):
+        added_tokens(letters())
 
 
 def test_bench_gives_a_token_to_networks_that_need_one(tmp_path, caplog):

@@ -24,7 +24,7 @@ from textbook import score
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lm_eval_duel import denoisers, rules
-from lm_eval_duel.denoisers.hf import remote_code as remote
+from lm_eval_duel.denoisers.hf import remote_code
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import Duel
@@ -133,7 +133,7 @@ def test_a_network_that_wants_a_mask_of_every_row(tmp_path, name):
     path = write(tmp_path, LLADA2.replace("LLaDA2MoeModelLM", name), name, tensors)
     unheard = {} if name.startswith("LLaDA2") else {"attention": "block_causal"}
     if unheard:
-        with pytest.raises(DuelError, match=r"is block-causal and its config names no block; pass block=<the trained"):
+        with pytest.raises(DuelError, match=r"is block-causal and its config has no block; pass block=<the trained"):
             load(path, **unheard)
         with pytest.raises(DuelError, match=r"Cannot read checkpoint .*: ValueError: only block attention masks"):
             load(path)
@@ -233,13 +233,13 @@ def left_behind():
 
 def test_repairs_are_undone(tmp_path):
     before = left_behind()
-    with remote.repairs():
+    with remote_code.repairs():
         assert "default" in ROPE_INIT_FUNCTIONS
         assert hasattr(transformers.utils, "LossKwargs") and hasattr(
             transformers.utils.import_utils, "is_torch_fx_available"
         )
     assert left_behind() == before
-    with pytest.raises(KeyError), remote.repairs():
+    with pytest.raises(KeyError), remote_code.repairs():
         raise KeyError
     assert left_behind() == before
     good, bad = tmp_path / "good", tmp_path / "bad"
@@ -273,7 +273,7 @@ def test_weights_that_do_not_fill_the_network(tmp_path):
         with pytest.raises(DuelError, match=f"do not fill its own code: 1 missing: {lacking}"):
             load(path)
     path = write(tmp_path, DREAM, "DreamModel", {**full, "model.extra.weight": torch.ones(2)})
-    with pytest.raises(DuelError, match=r"do not fill its own code: 1 not known: model\.extra\.weight"):
+    with pytest.raises(DuelError, match=r"do not fill its own code: 1 unknown: model\.extra\.weight"):
         load(path)
     path = write(tmp_path, DREAM, "DreamModel", {**full, gone: torch.ones(3)})
     with pytest.raises(
@@ -283,7 +283,7 @@ def test_weights_that_do_not_fill_the_network(tmp_path):
     wrong = {key: full[key] for key in full if key != head} | {"model.extra.weight": torch.ones(2), gone: torch.ones(3)}
     path = write(tmp_path, DREAM, "DreamModel", wrong)
     with pytest.raises(
-        DuelError, match=rf"1 missing: {head}; 1 not known: model.extra.weight; 1 of another shape: {gone}"
+        DuelError, match=rf"1 missing: {head}; 1 unknown: model.extra.weight; 1 of another shape: {gone}"
     ):
         load(path)
 
@@ -312,7 +312,7 @@ def test_args_that_own_code_cannot_follow(tmp_path):
     for name, value in (("sigma", "schedule"), ("load_in_8bit", True), ("load_in_4bit", True)):
         with pytest.raises(DuelError, match=f"is of the family own code, which has no choice of '{name}'"):
             load(path, **{name: value})
-    with pytest.raises(DuelError, match="backend=remote with attention=causal is not for"):
+    with pytest.raises(DuelError, match="backend=remote does not go with attention=causal for"):
         load(path, attention="causal")
     with pytest.raises(DuelError, match="unexpected keyword argument 'position_ids'"):
         load(path, attention="block_causal", block=4)

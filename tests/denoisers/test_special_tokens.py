@@ -11,7 +11,7 @@ from toys import Toy
 
 from lm_eval_duel import denoisers
 from lm_eval_duel.denoisers.wrappers.guidance import Guided
-from lm_eval_duel.denoisers.wrappers.warpers import Tempered
+from lm_eval_duel.denoisers.wrappers.warpers import Warped
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import Duel
@@ -138,7 +138,7 @@ def test_a_temperature_that_overflows_is_refused(temperature):
     with pytest.raises(DuelError, match=wanted):
         Options.parse({"temperature": temperature})
     with pytest.raises(DuelError, match=wanted):
-        Tempered(Toy(), temperature)
+        Warped(Toy(), temperature)
 
 
 def test_a_guidance_that_overflows_is_refused():

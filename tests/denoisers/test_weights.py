@@ -154,7 +154,7 @@ def test_a_lightning_checkpoint_without_an_average_says_so(tmp_path, caplog):
     last, _ = lightning(tmp_path / "last.ckpt", ema=None)
     with caplog.at_level("WARNING", logger="lm_eval.duel_mdm"):
         found = scores(tmp_path)
-    assert "last.ckpt has no averaged weights (EMA): scoring the last ones" in caplog.text
+    assert "last.ckpt has no averaged weights (EMA): scoring the last weights" in caplog.text
     assert found == scores(tmp_path, last.backbone.state_dict())
 
 
@@ -172,7 +172,7 @@ def test_lightning_checkpoints_that_cannot_be_scored(tmp_path):
     refused("or other shapes", ema={"shadow_params": [average[1], average[0], *average[2:]]})
     for ema in ({"decay": 0.9}, [torch.ones(1)], {"shadow_params": None}, {"shadow_params": [1.0] * count}):
         refused(r"The averaged weights \(EMA\) of .*last\.ckpt do not match its network", ema=ema)
-    refused(r"last\.ckpt is no Lightning checkpoint: it has no state_dict", state_dict=None)
+    refused(r"last\.ckpt is not a Lightning checkpoint: it has no state_dict", state_dict=None)
     refused("it has no state_dict", state_dict=[torch.ones(1)])
     torch.save([torch.ones(1)], path)
     with pytest.raises(DuelError, match="it has no state_dict"):

@@ -19,7 +19,7 @@ from toys import BlockCausal, Toy
 
 from lm_eval_duel import denoisers, rules
 from lm_eval_duel.demo import resolve as demo_folder
-from lm_eval_duel.denoisers.wrappers.warpers import Tempered
+from lm_eval_duel.denoisers.wrappers.warpers import Warped
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import Duel
@@ -91,7 +91,7 @@ def by_hand(logits, temperature, top_k, top_p):
 )
 def test_tempered_distributions_by_hand(temperature, top_k, top_p):
     toy = Toy(tokens=4, length=3, seed=6)
-    tempered = Tempered(toy, temperature, top_k, top_p)
+    tempered = Warped(toy, temperature, top_k, top_p)
     for context in itertools.product(range(4), repeat=2):
         logits = toy.features(torch.tensor([[*context, 4]]), None)[0, 2, :4]
         wanted = by_hand(logits, temperature, top_k, top_p)
@@ -101,7 +101,7 @@ def test_tempered_distributions_by_hand(temperature, top_k, top_p):
 
 @pytest.mark.parametrize("base", NETWORKS)
 def test_a_tempered_network_is_a_law_like_any_other(base):
-    tempered = Tempered(base, 0.7, 2)
+    tempered = Warped(base, 0.7, 2)
     duel = Duel(tempered, "greedy", 2)
     strings = [Window((1,), s) for s in itertools.product(range(3), repeat=3)]
     assert math.fsum(math.exp(s.log_prob) for s in duel.log_prob(strings)) == pytest.approx(1, abs=1e-9)
@@ -109,7 +109,7 @@ def test_a_tempered_network_is_a_law_like_any_other(base):
         same(one, duel.log_prob([Window((1,), one.tokens)])[0])
     plain = Duel(base, "greedy", 2).sample([(1,), (0, 2)], 4, do_sample=False)
     assert [one.tokens for one in duel.sample([(1,), (0, 2)], 4, do_sample=False)] == [one.tokens for one in plain]
-    assert tempered.describe()["tempered"] == "temperature=0.7, top_k=2"
+    assert tempered.describe()["warpers"] == "temperature=0.7, top_k=2"
 
 
 def test_temperatures_that_are_none():
@@ -122,7 +122,7 @@ def test_temperatures_that_are_none():
         ({"top_p": 1.5}, "above 0, at most 1; got 1.5"),
     ):
         with pytest.raises(DuelError, match=message):
-            Tempered(Toy(), **wrong)
+            Warped(Toy(), **wrong)
 
 
 # ---------------------------------------------------------------- what a task asks for
@@ -258,15 +258,15 @@ def test_what_has_no_effect_is_said_once_with_its_tasks(folder, caplog):
 
 def test_a_law_with_one_token_in_every_cell_is_left_to_right_and_said(folder, caplog):
     whole = ["threshold:mu=0.5", "entropy_bound:gamma=0.1"]
-    only = Tempered(Toy(length=9, seed=1), top_k=1)
+    only = Warped(Toy(length=9, seed=1), top_k=1)
     for rule in ("greedy", "margin", "log_margin", "entropy", *whole):
         (one,) = Duel(only, rule, 4).sample([(1,)], 4, do_sample=False)
         assert one.reveal_steps == ((0, 0, 0, 0) if rule in whole else (0, 1, 2, 3))
         assert only.ties(Duel(only, rule, 4).rule).startswith("top_k=1 leaves one token in every cell")
     assert only.ties(rules.parse("right_to_left")) is None  # an order of its own
     greedy = rules.parse("greedy")
-    assert Tempered(Toy(), 0.5, 2, 0.4).ties(greedy) is None
-    assert Tempered(Toy(), top_p=0.3).ties(greedy).startswith("top_p=0.3 leaves one token")  # of three
+    assert Warped(Toy(), 0.5, 2, 0.4).ties(greedy) is None
+    assert Warped(Toy(), top_p=0.3).ties(greedy).startswith("top_p=0.3 leaves one token")  # of three
 
     for rule, said in (("greedy", True), ("left_to_right", False)):
         caplog.clear()
@@ -274,7 +274,7 @@ def test_a_law_with_one_token_in_every_cell_is_left_to_right_and_said(folder, ca
         lm.generate_until(ask("a b", "c", do_sample=True, top_k=1, max_gen_toks=4), disable_tqdm=True)
         warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
         assert len(warnings) == said
-    assert "with probability 1, so all cells tie" in str(Tempered(Toy(), top_k=1).ties(greedy))
+    assert "with probability 1, so all cells tie" in str(Warped(Toy(), top_k=1).ties(greedy))
 
 
 def test_prompts_that_are_cut_are_said(folder, caplog):
@@ -293,7 +293,7 @@ def test_the_coldest_and_the_hottest_temperature_are_laws(temperature):
     toy = Toy(tokens=3, length=5, seed=2)
     toy.out = toy.out.float()
     toy.embed, toy.mix = toy.embed.float(), toy.mix.float()
-    duel = Duel(Tempered(toy, temperature), "greedy", 2)
+    duel = Duel(Warped(toy, temperature), "greedy", 2)
     strings = [Window((1,), string) for string in itertools.product(range(3), repeat=2)]
     assert math.fsum(math.exp(one.log_prob) for one in duel.log_prob(strings)) == pytest.approx(1, abs=1e-6)
 
@@ -413,9 +413,9 @@ def test_the_end_of_text_ends_a_generation(folder):
 
 def test_a_temperature_among_the_model_args_is_scored_too(folder):
     plain, cool = model(folder), model(folder, temperature=3.0, top_k=9)
-    assert cool.spec["tempered"] == "temperature=3, top_k=9" and cool.fingerprint != plain.fingerprint
+    assert cool.spec["warpers"] == "temperature=3, top_k=9" and cool.fingerprint != plain.fingerprint
     window = Window((2, 5), (6, 7, 8), (3,))
-    wanted = Duel(Tempered(plain.denoiser, 3.0, 9), "greedy", 4).log_prob([window])[0]
+    wanted = Duel(Warped(plain.denoiser, 3.0, 9), "greedy", 4).log_prob([window])[0]
     assert cool.estimator.log_prob([window])[0].log_prob == pytest.approx(wanted.log_prob, abs=1e-4)
     assert wanted.log_prob != pytest.approx(plain.estimator.log_prob([window])[0].log_prob, abs=1e-2)
 

@@ -8,7 +8,7 @@ import tiny
 from dit_reference import tiny_mdlm
 from harness_requests import ask
 
-from lm_eval_duel.denoisers.special_tokens import framing
+from lm_eval_duel.denoisers.special_tokens import added_tokens
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import Duel
@@ -37,8 +37,8 @@ def by_hand(lm, context, target):
 
 
 def test_framing_is_found_from_the_tokenizer(lm, demo):
-    assert framing(lm.tokenizer) == ([2], [3]) == (lm.text.prefix, lm.text.suffix)
-    assert framing(demo.tokenizer) == ([], [])
+    assert added_tokens(lm.tokenizer) == ([2], [3]) == (lm.text.prefix, lm.text.suffix)
+    assert added_tokens(demo.tokenizer) == ([], [])
 
 
 def test_loglikelihood_in_request_order(lm):

@@ -35,11 +35,11 @@ def test_float32_agrees_and_nothing_else_is_counted(folder, caplog):
 
 def test_one_row_a_call(folder, monkeypatch):
     model, _ = scored(folder)
-    from lm_eval_duel.denoisers.hf.masked_lm import HuggingFace
+    from lm_eval_duel.denoisers.hf.masked_lm import MaskedLM
 
-    rows, features = [], HuggingFace.features
+    rows, features = [], MaskedLM.features
     monkeypatch.setattr(
-        HuggingFace, "features", lambda self, ids, real: rows.append(len(ids)) or features(self, ids, real)
+        MaskedLM, "features", lambda self, ids, real: rows.append(len(ids)) or features(self, ids, real)
     )
     model.options = model.options.__class__(**{**vars(model.options), "verify": 3})
     model.loglikelihood_rolling(ask("loglikelihood_rolling", *TEXTS), disable_tqdm=True)

@@ -1,6 +1,6 @@
-"""MDLM, BD3-LM, SEDD and the AR baseline as denoisers: our own DiT and what its families do with it.
+"""MDLM, BD3-LM, SEDD and the AR baseline as denoisers: our own DiT, and how each family uses it.
 
-Shapes: R rows, L row length, Q queries, K keys, D width, V tokens.
+Shapes: N windows, R rows or lanes, L row length, Q queries, K keys, D width, V tokens.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from collections.abc import Callable
 import torch
 
 from lm_eval_duel import fingerprint
-from lm_eval_duel.denoisers.base import Cells, Denoiser, KeysValues, View, take
+from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.denoisers.dit.network import DiT
 from lm_eval_duel.denoisers.predictions import excluded_columns
+from lm_eval_duel.denoisers.views import Cells, KeysValues, View, take
 from lm_eval_duel.engine.lanes import Lanes, Rows
 
 PUBLISHED_BLOCK = 4  # of MDLM and SEDD in the paper's tables
@@ -85,7 +86,7 @@ class DiTDenoiser(Denoiser):
         past: list[KeysValues] | None,
         columns: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, list[KeysValues]]:
-        keys = columns is None  # where columns are asked for, so are features alone
+        keys = columns is None  # the keys and values of a call with columns are not used
         level = self._level(ids)
         return self.network(ids, level, seen[:, None], positions=positions, past=past, columns=columns, keys=keys)
 
@@ -94,7 +95,7 @@ class DiTDenoiser(Denoiser):
         return self.network.output_layer.linear(features)
 
     def _level(self, ids: torch.Tensor) -> torch.Tensor:
-        """The noise level of a network that ignores it, the same for all rows, (1,)."""
+        """The noise level for a network that ignores it, the same for all rows, (1,)."""
         return torch.zeros(1, device=ids.device)
 
     def describe(self) -> dict[str, object]:
@@ -112,12 +113,11 @@ class DiTDenoiser(Denoiser):
 
 
 class SEDD(DiTDenoiser):
-    """SEDD, told the noise level of the masked share m of the row, anew at every step.
+    """SEDD, conditioned at every step on the noise level of the row's masked share m.
 
     sigma="clamped": -log(1 - m) with m in [0.1, 0.9], as in the authors' evaluation; "schedule": -log(1 - (1 - eps) m)
-    with eps = 1e-3, the schedule it was trained on. m counts context, tail and suffix, not padding; under
-    `bos="official"` it is the share of the positions that are not given (those scored, and a tail), as in the authors'
-    code.
+    with eps = 1e-3, the training schedule. m is a share of the row (context, target, tail and suffix, without padding);
+    under `bos="official"`, a share of target and tail, as in the authors' code.
     """
 
     sigma = "clamped"
@@ -126,15 +126,15 @@ class SEDD(DiTDenoiser):
         return SEDDView(self, rows)
 
     def open_at(self, rows: Rows, level: Callable[[Lanes], torch.Tensor]) -> View:
-        """A view whose noise level is not that of the masked share but `level(lanes)` (R,), for SEDD's own bound."""
+        """A view with the noise level `level(lanes)` (R,) instead of that of the masked share, for SEDD's own bound."""
         return LevelView(self, rows, level)
 
     def noise_level(self, share: torch.Tensor) -> torch.Tensor:
-        """sigma (R,) of masked shares (R,), in float64: near a share of 1 the schedule cancels."""
+        """sigma (R,) of masked shares (R,); takes float64 shares, since the schedule cancels near a share of 1."""
         return (-torch.log1p(-share.clamp(*CLAMP)) if self.sigma == "clamped" else self.schedule(share)).float()
 
     def schedule(self, t: torch.Tensor) -> torch.Tensor:
-        """sigma(t) of the schedule it was trained on."""
+        """sigma(t) of the training schedule."""
         return -torch.log1p(-t * (1 - NOISE_EPS))
 
     def describe(self) -> dict[str, object]:
@@ -145,16 +145,16 @@ class SEDD(DiTDenoiser):
 class SEDDView(View):
     """A SEDD denoiser opened on a group of rows."""
 
-    def _told(self, lanes: Lanes, shown: torch.Tensor, real: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _extra_inputs(self, lanes: Lanes, shown: torch.Tensor, real: torch.Tensor) -> dict[str, torch.Tensor]:
         """The noise level of each row."""
         masked, counted = (real & ~shown).sum(1), self.rows.length[lanes.row]  # (R,) each
         if self.denoiser.bos == "official":
-            counted = counted - self.rows.given[lanes.row].sum(1)
+            counted = counted - self.rows.visible[lanes.row].sum(1)
         return {"sigma": self.denoiser.noise_level(masked.double() / counted)}
 
 
 class LevelView(View):
-    """A SEDD denoiser that is told the noise level of each lane; equal rows of different levels are kept apart."""
+    """A SEDD denoiser under a given noise level for each lane; equal rows with different levels are not merged."""
 
     def __init__(self, denoiser: SEDD, rows: Rows, level: Callable[[Lanes], torch.Tensor]):
         super().__init__(denoiser, rows)
@@ -163,5 +163,5 @@ class LevelView(View):
     def cells(self, lanes: Lanes) -> Cells:
         return self._evaluate(lanes, *self._input(lanes))
 
-    def _told(self, lanes: Lanes, shown: torch.Tensor, real: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _extra_inputs(self, lanes: Lanes, shown: torch.Tensor, real: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"sigma": self._level(lanes).float()}

@@ -1,7 +1,7 @@
-"""Our own DiT: the one network behind MDLM, BD3-LM, SEDD and the MDLM authors' AR baseline.
+"""Our own DiT: the network behind MDLM, BD3-LM, SEDD and the MDLM authors' AR baseline.
 
-Written from the published description of the architecture, float32, scaled dot product attention, no code of a
-checkpoint is run. The keys of the file are those of the authors:
+Written from the published description of the architecture: float32, scaled dot product attention. None of a
+checkpoint's code is run. The names of the parameters are those of the authors' files:
 
     vocab_embed.embedding, sigma_map.mlp.{0,2}, blocks.N.{norm1,attn_qkv,attn_out,norm2,mlp.{0,2},adaLN_modulation},
     output_layer.{norm_final,linear,adaLN_modulation}
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lm_eval_duel.denoisers.base import KeysValues, take
+from lm_eval_duel.denoisers.views import KeysValues, take
 
 FREQUENCIES = 256  # of the time embedding
 
@@ -32,8 +32,8 @@ class DiTConfig:
     layers: int
     heads: int
     condition: int = 128  # width of the time condition
-    adaptive: bool = True  # layers modulated by the time condition (all but the AR baseline)
-    time: bool = False  # the time condition is the noise level; else it is that of level 0
+    adaptive: bool = True  # layers are modulated by the time condition (all but the AR baseline)
+    time: bool = False  # the time condition is that of the noise level; otherwise that of level 0
 
 
 def rotary(positions: torch.Tensor, head: int, base: float = 10_000.0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,7 +85,7 @@ def modulate(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch
 
 
 class Block(nn.Module):
-    """Attention and MLP, each modulated and gated by the condition where the network is adaptive."""
+    """Attention and MLP, each modulated and gated by the condition if the network is adaptive."""
 
     def __init__(self, config: DiTConfig):
         super().__init__()
@@ -98,7 +98,7 @@ class Block(nn.Module):
         self.adaLN_modulation = nn.Linear(config.condition, 6 * width) if config.adaptive else None
 
     def split(self, x: torch.Tensor, parts: int) -> tuple[torch.Tensor, ...]:
-        """`parts` of queries, keys, values, (R, H, L, head) each, of (R, L, parts x D)."""
+        """Split (R, L, parts x D) into queries, keys, values, (R, H, L, head) each."""
         return x.unflatten(2, (parts, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
 
     def attend(
@@ -111,7 +111,7 @@ class Block(nn.Module):
         past: KeysValues | None,
         columns: torch.Tensor | None,
     ) -> tuple[torch.Tensor, KeysValues]:
-        """What each cell, or those at `columns` (R, M), takes from those it sees, (R, L or M, D); keys and values."""
+        """The output of attention at all cells or at `columns` (R, M), (R, L or M, D); and keys and values."""
         if columns is None:
             q, k, v = self.split(self.attn_qkv(y), 3)
             q = rotate(q, cos, sin)
@@ -125,8 +125,8 @@ class Block(nn.Module):
         own = k, v
         if past is not None:
             k, v = (torch.cat(both, dim=2) for both in zip(past, own, strict=True))
-        seen = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)  # (R, H, L, head)
-        return self.attn_out(seen.transpose(1, 2).flatten(2)), own
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)  # (R, H, L, head)
+        return self.attn_out(mixed.transpose(1, 2).flatten(2)), own
 
     def forward(
         self,
@@ -140,17 +140,18 @@ class Block(nn.Module):
         columns: torch.Tensor | None,
         keys: bool,
     ) -> tuple[torch.Tensor, KeysValues | None]:
-        """The output at all cells, or at `columns` (R, M) only; with `keys` the keys and values of all cells."""
-        told = None if self.adaLN_modulation is None else self.adaLN_modulation(condition)[:, None].chunk(6, dim=2)
-        shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = told or [None] * 6  # (R, 1, D) each
-        y = self.norm1(x) if told is None else modulate(self.norm1(x), shift, scale)  # (R, L, D)
+        """The output at all cells, or at `columns` (R, M) only; with `keys`, also the keys and values of all cells."""
+        plain = self.adaLN_modulation is None
+        modulation = None if plain else self.adaLN_modulation(condition)[:, None].chunk(6, dim=2)
+        shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = modulation or [None] * 6  # (R, 1, D) each
+        y = self.norm1(x) if plain else modulate(self.norm1(x), shift, scale)  # (R, L, D)
         y, own = self.attend(y, cos, sin, mask, causal, past, columns)
-        own = own if keys else None  # they would live on through the MLP
+        own = own if keys else None  # free them before the MLP
         x = x if columns is None else take(x, columns)
-        x = x + y if told is None else torch.addcmul(x, gate, y)
-        y = self.norm2(x) if told is None else modulate(self.norm2(x), shift_mlp, scale_mlp)
+        x = x + y if plain else torch.addcmul(x, gate, y)
+        y = self.norm2(x) if plain else modulate(self.norm2(x), shift_mlp, scale_mlp)
         y = self.mlp(y)
-        return x + y if told is None else torch.addcmul(x, gate_mlp, y), own
+        return x + y if plain else torch.addcmul(x, gate_mlp, y), own
 
 
 class Output(nn.Module):
@@ -172,7 +173,7 @@ class Output(nn.Module):
 
 
 class Embedding(nn.Module):
-    """The token table; the file calls it vocab_embed.embedding."""
+    """The token table; its name in the file is vocab_embed.embedding."""
 
     def __init__(self, config: DiTConfig):
         super().__init__()
@@ -180,7 +181,7 @@ class Embedding(nn.Module):
 
 
 class DiT(nn.Module):
-    """The network from ids to the input of its head."""
+    """The network from ids to the input of its LM head."""
 
     def __init__(self, config: DiTConfig):
         super().__init__()
@@ -191,7 +192,7 @@ class DiT(nn.Module):
         self.output_layer = Output(config)
 
     def condition(self, sigma: torch.Tensor) -> torch.Tensor | None:
-        """The time condition (R, condition) of noise levels (R,); level 0 where the network ignores time."""
+        """The time condition (R, condition) of noise levels (R,); that of level 0 if the network ignores time."""
         if self.sigma_map is None:
             return None
         return self.sigma_map(sigma if self.config.time else torch.zeros_like(sigma))
@@ -207,23 +208,22 @@ class DiT(nn.Module):
         columns: torch.Tensor | None = None,
         keys: bool = False,
     ) -> tuple[torch.Tensor, list[KeysValues]]:
-        """The input of the head (R, L, D) for ids (R, L) at noise levels (R or 1,); with `keys` each layer's keys and
-        values too, which take memory.
+        """The input of the LM head (R, L, D) for ids (R, L) at noise levels (R or 1,).
 
-        `mask` (R or 1, 1, L or 1, K): True where seen, K keys. `positions` (R, L): 0..L-1 unless given. `past`: keys
-        and values of each layer that stand before this call's own. `columns` (R, M): where the output is wanted,
-        (R, M, D); the last layer has no queries elsewhere. Not with `causal`.
+        `mask` (R or 1, 1, L or 1, K): True at keys that are seen. `positions` (R, L): 0..L-1 by default. `past`: keys
+        and values of each layer, which go before this call's own. `columns` (R, M): return these only, (R, M, D), and
+        skip other queries in the last layer; not with `causal`. `keys`: also return each layer's keys and values.
         """
         if positions is None:
             positions = torch.arange(ids.shape[1], device=ids.device)[None]  # (1, L)
         condition = self.condition(sigma)
         cos, sin = rotary(positions, self.config.width // self.config.heads)
         x = F.embedding(ids, self.vocab_embed.embedding)  # (R, L, D)
-        found = []
+        keys_values = []
         for n, block in enumerate(self.blocks):
             before = None if past is None else past[n]
             only = columns if n == len(self.blocks) - 1 else None
             x, own = block(x, condition, cos.to(x.dtype), sin.to(x.dtype), mask, causal, before, only, keys)
             if keys:
-                found.append(own)
-        return self.output_layer.features(x, condition), found
+                keys_values.append(own)
+        return self.output_layer.features(x, condition), keys_values

@@ -1,8 +1,8 @@
 """Decoders that became diffusion models (LLaDA, Dream, SDAR, ...) in transformers' own classes, with an explicit mask.
 
-Their networks are those of Llama, Qwen2, Qwen3, Qwen3-MoE and GLM-4-MoE; what differs is who sees whom. So the weights
-are loaded into those classes (backbone_load.py), and every call says with a 4-D additive mask what is seen: none of a
-checkpoint's code is run, and the same network is bidirectional or block-causal.
+Their networks are those of Llama, Qwen2, Qwen3, Qwen3-MoE and GLM-4-MoE, with another attention pattern. The weights
+are loaded into those classes (decoder_checkpoint.py), and every call passes a 4-D additive mask. So none of a
+checkpoint's code is run, and the same network can be bidirectional or block-causal.
 
 Shapes: R rows, L row length, N rows of a call, Q queries, K keys, D features, V tokens.
 """
@@ -16,78 +16,78 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lm_eval_duel import fingerprint
-from lm_eval_duel.denoisers import config_entries as entries
-from lm_eval_duel.denoisers import self_tests as probes
-from lm_eval_duel.denoisers.base import Denoiser, KeysValues
-from lm_eval_duel.denoisers.hf import device_map as placement
-from lm_eval_duel.denoisers.hf import quantization as quantized
+from lm_eval_duel.denoisers import config_entries, self_tests
+from lm_eval_duel.denoisers.base import Denoiser
+from lm_eval_duel.denoisers.hf import device_map, quantization
 from lm_eval_duel.denoisers.hf.families import Family
 from lm_eval_duel.denoisers.hub import row_length
 from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.denoisers.predictions import excluded_columns
+from lm_eval_duel.denoisers.views import KeysValues
 from lm_eval_duel.errors import DuelError
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
 
-class Backbone(Denoiser):
-    """A decoder of transformers, seen through the mask of its diffusion family."""
+class Decoder(Denoiser):
+    """A decoder of transformers under the attention mask of its diffusion family."""
 
-    maskless = False  # whole rows go without a mask
+    maskless = False  # whole rows are evaluated without a mask
 
     def __init__(
         self,
         model: Any,
         family: Family,
-        raw: dict[str, Any],
+        config: dict[str, Any],
         path: str,
-        asked: LoadOptions,
+        options: LoadOptions,
         mask_id: int,
         tokenizer: PreTrainedTokenizerBase,
     ):
         self.model, self.family, self.path = model, family.name, path
-        self.device, self.quantized = placement.device_of(model), quantized.is_quantized(model)
+        self.device, self.quantized = device_map.device_of(model), quantization.is_quantized(model)
         self.dtype = model.get_input_embeddings().weight.dtype
-        self.attention = asked.attention or family.attention
-        said = entries.switch(raw, "right_shift_logits", bool(family.shift))
-        self.shift = int(said if asked.shift_logits is None else asked.shift_logits)
-        self.bos = asked.bos or ("given" if self.shift else family.bos)  # the first token is predicted from one before
-        self.last_block = asked.last_block
-        self.adapter = asked.peft
+        self.attention = options.attention or family.attention
+        shifted = config_entries.switch(config, "right_shift_logits", bool(family.shift))
+        self.shift = int(shifted if options.shift_logits is None else options.shift_logits)
+        self.bos = options.bos or ("given" if self.shift else family.bos)  # shifted: predicted from the token before
+        self.last_block = options.last_block
+        self.adapter = options.peft
         self.mask_id = mask_id
         self.published_block = family.published_block if self.attention == "bidirectional" else None
-        self.block = trained_block(family, raw, asked) if self.attention == "block_causal" else None
-        self.max_length = row_length(path, asked.max_length, held_length(family, model.config.max_position_embeddings))
+        self.block = trained_block(family, config, options) if self.attention == "block_causal" else None
+        positions = max_positions(family, model.config.max_position_embeddings)
+        self.max_length = row_length(path, options.max_length, positions)
         self.vocab_size = model.config.vocab_size
         self._excluded = excluded_columns(
             set(tokenizer.get_vocab().values()), mask_id, self.vocab_size, path, self.device
         )
         if self.attention == "bidirectional":
-            self.maskless = self._sees_all_without_a_mask()
+            self.maskless = self._is_bidirectional_without_mask()
 
     @property
     def excluded(self) -> torch.Tensor:
         return self._excluded
 
-    def _sees_all_without_a_mask(self) -> bool:
-        """Whether layers told not to be causal see whole rows without a mask: flash kernels take none."""
+    def _is_bidirectional_without_mask(self) -> bool:
+        """Whether layers with is_causal=False see whole rows without a mask: flash kernels do not accept one."""
         layers = [module for module in self.model.modules() if hasattr(module, "is_causal")]
         for layer in layers:
-            layer.is_causal = False  # it is asked for where no mask is given, and nowhere else
-        rows = probes.tokens(self)  # (2, L)
+            layer.is_causal = False  # read only in calls without a mask
+        rows = self_tests.random_rows(self)  # (2, L)
         with torch.inference_mode():
             masked = self.features(rows, None)  # (2, L, D)
             self.maskless = True
-            free = self.features(rows, None)
+            unmasked = self.features(rows, None)
         self.maskless = False
-        return bool(layers) and probes.differ(masked, free) <= probes.tolerance(self, free)
+        return bool(layers) and self_tests.relative_difference(masked, unmasked) <= self_tests.tolerance(self, unmasked)
 
     @property
     def layers(self) -> torch.nn.Module:
         return self.model.model
 
     def compile(self) -> None:
-        self.maskless = False  # traced, transformers makes a causal mask where none is given
+        self.maskless = False  # when traced, transformers creates a causal mask if none is given
         super().compile()
 
     @torch.inference_mode()
@@ -99,7 +99,7 @@ class Backbone(Denoiser):
         seen = torch.ones(1, length, length, dtype=torch.bool, device=ids.device)  # (1, L, L)
         if real is not None:
             seen = seen & real[:, None]  # (R, L, L)
-            seen |= torch.eye(length, dtype=torch.bool, device=ids.device)  # padding sees itself, never nothing
+            seen |= torch.eye(length, dtype=torch.bool, device=ids.device)  # padding sees itself: no empty softmax
         return self._hidden(ids, position, seen, None)
 
     @torch.inference_mode()
@@ -111,7 +111,7 @@ class Backbone(Denoiser):
 
     @torch.inference_mode()
     def head(self, features: torch.Tensor) -> torch.Tensor:
-        return self.model.lm_head(features).to(self.device)  # (U, V) wherever it lies: accelerate takes its input there
+        return self.model.lm_head(features).to(self.device)  # (U, V); accelerate moves the input to the head's device
 
     def _hidden(
         self, ids: torch.Tensor, positions: torch.Tensor, seen: torch.Tensor | None, clean: CleanKeys | None
@@ -119,7 +119,7 @@ class Backbone(Denoiser):
         """The input of the LM head (N, Q, D); `seen` (N or 1, Q, K + Q), None: all of it."""
         mask = None
         if seen is not None:
-            lowest = torch.finfo(self.dtype).min  # -inf would make a row that sees nothing NaN
+            lowest = torch.finfo(self.dtype).min  # with -inf, a query that sees nothing would give NaN
             mask = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device).masked_fill(~seen, lowest)[:, None]
         out = self.model.model(
             input_ids=ids,
@@ -140,7 +140,7 @@ class Backbone(Denoiser):
             "attention": self.attention,
             "shift": self.shift,
             "relative_positions": self.relative_positions,
-            **quantized.described(self.model),
+            **quantization.spec_entries(self.model),
         }
         if self.attention == "block_causal":
             described["last_block"] = self.last_block
@@ -150,7 +150,7 @@ class Backbone(Denoiser):
 
 
 class CleanKeys:
-    """What transformers takes for a cache: keys and values of clean cells go before a call's own, kept apart."""
+    """Acts as a transformers cache: puts the keys and values of clean cells before a call's own, and collects these."""
 
     def __init__(self, past: list[KeysValues] | None):
         self.past = past
@@ -167,41 +167,41 @@ class CleanKeys:
         return torch.cat([before[0], keys], 2), torch.cat([before[1], values], 2)
 
     def get_seq_length(self, *ignored: Any) -> int:
-        """Positions are said in every call."""
+        """0: every call passes its positions."""
         return 0
 
 
-def held_length(family: Family, positions: int) -> int:
-    """Positions that a network of a family was trained on, of those that its config promises."""
+def max_positions(family: Family, positions: int) -> int:
+    """The positions that a network of a family was trained on, at most those of its config."""
     return min(positions, family.max_length or positions)
 
 
-def trained_block(family: Family | None, raw: dict[str, Any], asked: LoadOptions) -> int:
-    """The trained block: what the config says, else what the user says, else what the family is known for.
+def trained_block(family: Family | None, config: dict[str, Any], options: LoadOptions) -> int:
+    """The trained block, from the config, else from the options, else from the family.
 
-    Raises DuelError where none says, or where it is longer than a row.
+    Raises DuelError if none has one, or if it is longer than a row.
     """
-    found = _said_block(family, raw, asked.name) or _known_block(family, asked)
-    rows = raw.get("max_position_embeddings") or raw.get("max_sequence_length")
-    if isinstance(rows, int) and found > rows:
-        raise DuelError(f"{asked.name} holds {rows} positions, so its trained block cannot be of {found}.")
-    return found
+    block = _block_in_config(family, config, options.name) or _block_of_options(family, options)
+    positions = config.get("max_position_embeddings") or config.get("max_sequence_length")
+    if isinstance(positions, int) and block > positions:
+        raise DuelError(f"{options.name} holds {positions} positions, so its trained block cannot be {block}.")
+    return block
 
 
-def _said_block(family: Family | None, raw: dict[str, Any], name: str) -> int | None:
+def _block_in_config(family: Family | None, config: dict[str, Any], name: str) -> int | None:
     try:
-        said = [entries.count(raw, key) for key in (family.block_keys if family else ())]
+        blocks = [config_entries.count(config, key) for key in (family.block_keys if family else ())]
     except ValueError as error:
         raise DuelError(f"The config.json of {name} is wrong: {error}.") from None
-    return next((block for block in said if block), None)
+    return next((block for block in blocks if block), None)
 
 
-def _known_block(family: Family | None, asked: LoadOptions) -> int:
+def _block_of_options(family: Family | None, options: LoadOptions) -> int:
     known = family.block if family else None
-    if isinstance(asked.block, int):
-        if known not in (None, asked.block):
-            log.warning("%s is known for blocks of %d; taking block=%d", family.name, known, asked.block)
-        return asked.block
+    if isinstance(options.block, int):
+        if known not in (None, options.block):
+            log.warning("%s networks are trained on blocks of %d; using block=%d", family.name, known, options.block)
+        return options.block
     if known is None:
-        raise DuelError(f"{asked.name} is block-causal and its config names no block; pass block=<the trained one>.")
+        raise DuelError(f"{options.name} is block-causal and its config has no block; pass block=<the trained one>.")
     return known

@@ -1,145 +1,142 @@
-"""Checkpoints of decoders that became diffusion models, read into transformers' own classes, strictly.
+"""Checkpoints of decoders that became diffusion models, loaded strictly into transformers' own classes.
 
-A tensor that is missing, left over or of another shape is an error; none of a checkpoint's code is run.
+A tensor that is missing, unknown or of another shape is an error. None of a checkpoint's code is run.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import transformers
 from transformers import PreTrainedTokenizerBase
 
-from lm_eval_duel.denoisers import self_tests as probes
-from lm_eval_duel.denoisers import weights
-from lm_eval_duel.denoisers.hf import device_map as placement
-from lm_eval_duel.denoisers.hf import quantization as quantized
-from lm_eval_duel.denoisers.hf import strict_load as filling
-from lm_eval_duel.denoisers.hf.decoder import Backbone, held_length, trained_block
+from lm_eval_duel.denoisers import self_tests, weights
+from lm_eval_duel.denoisers.hf import device_map, quantization, strict_load
+from lm_eval_duel.denoisers.hf.decoder import Decoder, max_positions, trained_block
 from lm_eval_duel.denoisers.hf.families import Family
 from lm_eval_duel.denoisers.hf.native import file_name, native_config, native_tensors
-from lm_eval_duel.denoisers.hub import mask_of, pick_dtype, row_length, said
+from lm_eval_duel.denoisers.hub import find_mask_id, pick_dtype, row_length, short_reason
 from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.denoisers.predictions import require_fit
 from lm_eval_duel.errors import DuelError
 
-IGNORED = ("rotary_emb.inv_freq",)  # endings of keys: computed anew
-COUNTED = ("num_hidden_layers", "num_experts", "n_routed_experts")  # entries that modules are made by
+IGNORED = ("rotary_emb.inv_freq",)  # endings of keys that are recomputed
+COUNTED = ("num_hidden_layers", "num_experts", "n_routed_experts")  # entries that determine the number of modules
 HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def load(
-    family: Family, folder: str, raw: dict[str, Any], asked: LoadOptions, tokenizer: PreTrainedTokenizerBase
-) -> Backbone:
+    family: Family, folder: str, config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedTokenizerBase
+) -> Decoder:
     """The denoiser of a local folder; raises DuelError for weights that do not fill the network exactly."""
-    asked.refuse(family.name, "sigma")
-    options = quantized.options(raw, asked) | placement.options(asked)
-    entries = _entries(family, raw, asked)
-    mask_id = mask_of(asked, raw, tokenizer, family.mask_id, entries["vocab_size"])
+    options.refuse(family.name, "sigma")
+    model_kwargs = quantization.model_kwargs(config, options) | device_map.model_kwargs(options)
+    entries = _entries(family, config, options)
+    mask_id = find_mask_id(options, config, tokenizer, family.mask_id, entries["vocab_size"])
     require_fit(set(tokenizer.get_vocab().values()), mask_id, entries["vocab_size"], folder)
-    row_length(folder, asked.max_length, held_length(family, entries["max_position_embeddings"]))
-    if (asked.attention or family.attention) == "block_causal":
-        asked.require_block(trained_block(family, raw, asked))
+    row_length(folder, options.max_length, max_positions(family, entries["max_position_embeddings"]))
+    if (options.attention or family.attention) == "block_causal":
+        options.require_block(trained_block(family, config, options))
     stored = {key: value for key, value in weights.read(folder).items() if not key.endswith(IGNORED)}
-    filling.require_counts(folder, {key: entries.get(key) for key in COUNTED}, stored)
-    config = _config(family, entries, asked)
-    tensors, origin = native_tensors(family, stored, raw)
-    if config.tie_word_embeddings and HEAD in tensors:
+    strict_load.require_counts(folder, {key: entries.get(key) for key in COUNTED}, stored)
+    model_config = _config(family, entries, options)
+    tensors, origin = native_tensors(family, stored, config)
+    if model_config.tie_word_embeddings and HEAD in tensors:
         # the file may have a head of its own
-        config.tie_word_embeddings = torch.equal(tensors[HEAD], tensors.get(TABLE, tensors[HEAD]))
-    model = _Files(family, folder, asked, stored, tensors, origin).fill(config, options)
-    if asked.peft:
-        from lm_eval_duel.denoisers.hf.lora import fetched, merge
+        model_config.tie_word_embeddings = torch.equal(tensors[HEAD], tensors.get(TABLE, tensors[HEAD]))
+    model = _Files(family, folder, options, stored, tensors, origin).fill(model_config, model_kwargs)
+    if options.peft:
+        from lm_eval_duel.denoisers.hf.lora import fetch, merge
 
-        asked = fetched(asked)
-        model = merge(model, asked.peft, family)
-    probes.rotary_frequencies(model, config, folder)
-    with quantized.first_calls(model, folder):
-        denoiser = Backbone(model, family, raw, folder, asked, mask_id, tokenizer)
-        probes.probe(denoiser, folder)
+        options = fetch(options)
+        model = merge(model, options.peft, family)
+    self_tests.rotary_frequencies(model, model_config, folder)
+    with quantization.first_calls(model, folder):
+        denoiser = Decoder(model, family, config, folder, options, mask_id, tokenizer)
+        self_tests.run(denoiser, folder)
     return denoiser
 
 
-def _entries(family: Family, raw: dict[str, Any], asked: LoadOptions) -> dict[str, Any]:
-    """The entries of the native config: full attention everywhere, positions as the checkpoint has them."""
+def _entries(family: Family, config: dict[str, Any], options: LoadOptions) -> dict[str, Any]:
+    """The entries of the native config, with full attention in every layer and the checkpoint's rotary positions."""
     try:
-        entries = native_config(family, raw, asked.name)
+        entries = native_config(family, config, options.name)
     except DuelError:
         raise
     except (TypeError, ValueError, KeyError) as error:
-        raise _wrong_config(family, asked, error) from error
+        raise _wrong_config(family, options, error) from error
     entries |= {"use_sliding_window": False, "sliding_window": None, "layer_types": None, "use_cache": False}
     rope = entries.get("rope_parameters") or {}
     if "rope_theta" in rope:
         entries.setdefault("rope_theta", rope["rope_theta"])
     scaled = rope.get("rope_type", "default") != "default" and not isinstance(entries.get("rope_scaling"), dict)
-    if scaled and transformers.__version__.startswith("4."):  # which calls it so
+    if scaled and transformers.__version__.startswith("4."):  # its name for the same entry
         entries["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
     if not isinstance(entries.get("rope_scaling"), dict):
         entries["rope_scaling"] = None
     return entries
 
 
-def _config(family: Family, entries: dict[str, Any], asked: LoadOptions) -> Any:
+def _config(family: Family, entries: dict[str, Any], options: LoadOptions) -> Any:
     """The native config."""
     try:
-        config = getattr(transformers, f"{family.native}Config")(**entries)
-    except Exception as error:  # transformers checks some types, by a class of its own
-        raise _wrong_config(family, asked, error) from error
-    config._attn_implementation = "sdpa"
-    return config
+        model_config = getattr(transformers, f"{family.native}Config")(**entries)
+    except Exception as error:  # transformers raises classes of its own for wrong types
+        raise _wrong_config(family, options, error) from error
+    model_config._attn_implementation = "sdpa"
+    return model_config
 
 
-def _wrong_config(family: Family, asked: LoadOptions, error: Exception) -> DuelError:
-    return DuelError(f"The config.json of {asked.name} does not fit {family.native}: {said(error)}")
+def _wrong_config(family: Family, options: LoadOptions, error: Exception) -> DuelError:
+    return DuelError(f"The config.json of {options.name} does not fit {family.native}: {short_reason(error)}")
 
 
 @dataclasses.dataclass(frozen=True)
 class _Files:
-    """The tensors of a folder, and the native network that they are to fill."""
+    """The tensors of a folder, to be loaded into a native network."""
 
     family: Family
     folder: str
-    asked: LoadOptions
-    stored: dict[str, torch.Tensor]  # by the names of the files
+    options: LoadOptions
+    stored: dict[str, torch.Tensor]  # by their names in the files
     tensors: dict[str, torch.Tensor]  # by native names
-    origin: dict[str, str]  # native name -> that of the file
+    origin: dict[str, str]  # native name -> name in the files
 
-    def fill(self, config: Any, options: dict[str, Any]) -> Any:
-        """The native model with every tensor in its place; raises DuelError for all that are not."""
-        dtype = pick_dtype(self.asked.dtype, self.asked.device)
+    def fill(self, model_config: Any, model_kwargs: dict[str, Any]) -> Any:
+        """The native model with every tensor loaded; raises DuelError that names all tensors that do not fit."""
+        dtype = pick_dtype(self.options.dtype, self.options.device)
         if dtype == "auto":
             dtype = self.tensors[TABLE].dtype if TABLE in self.tensors else torch.float32
         if dtype == torch.float64:
-            config._experts_implementation = "eager"  # the grouped products of transformers 5 end at float32
-        self._require_fit(config)
-        # quantised files may hold more than tensors (torchao's metadata), which only transformers reads
-        whole = hasattr(config, quantized.SAID) and not self.family.rename
-        options = options | ({} if whole else {"state_dict": self.tensors})
-        options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # reported, and an error below
+            model_config._experts_implementation = "eager"  # grouped products stop at float32 in transformers 5
+        self._require_fit(model_config)
+        # quantised files may hold more than tensors (torchao's metadata), which only transformers can read
+        from_files = hasattr(model_config, quantization.CONFIG_KEY) and not self.family.rename
+        model_kwargs = model_kwargs | ({} if from_files else {"state_dict": self.tensors})
+        model_kwargs |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # reported, and raised below
         try:
-            with filling.quiet():
+            with strict_load.quiet_transformers():
                 model, report = self._class.from_pretrained(
-                    self.folder if whole else None, config=config, dtype=dtype, **options
+                    self.folder if from_files else None, config=model_config, dtype=dtype, **model_kwargs
                 )
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # of a wrong config, or of the package that quantises
+        except Exception as error:  # a wrong config, or the quantisation package
             if "offload" in str(error):
                 raise DuelError(
-                    f"{self.folder} does not fit into the memory that device_map={self.asked.device_map} may use: "
-                    "start fewer processes on a machine, or take a smaller dtype."
+                    f"{self.folder} does not fit into the memory that device_map={self.options.device_map} may use: "
+                    "start fewer processes per machine, or use a smaller dtype."
                 ) from error
-            raise DuelError(f"{self._do_not_fill}: {said(error)}") from error
+            raise DuelError(f"{self._do_not_fill}: {short_reason(error)}") from error
         shapes = {key: tuple(value.shape) for key, value in self.tensors.items()}
-        faults = filling.reported(report, model, shapes)
-        tied = {HEAD} if config.tie_word_embeddings else set()
+        faults = strict_load.reported(report, model, shapes)
+        tied = {HEAD} if model_config.tie_word_embeddings else set()
         unknown = {key for key in faults.unknown if not key.endswith(IGNORED)}
         self._require(faults._replace(missing=set(faults.missing) - tied, unknown=unknown))
-        return model.eval() if "device_map" in options else model.to(self.asked.device).eval()
+        return model.eval() if "device_map" in model_kwargs else model.to(self.options.device).eval()
 
     @property
     def _class(self) -> Any:
@@ -149,48 +146,51 @@ class _Files:
     def _do_not_fill(self) -> str:
         return f"The weights in {self.folder} do not fill {self._class.__name__}"
 
-    def _require(self, faults: filling.Faults) -> None:
-        filling.require(self._do_not_fill, faults, lambda key: self.origin.get(key) or file_name(self.family, key))
+    def _require(self, faults: strict_load.Faults) -> None:
+        strict_load.require_no_faults(
+            self._do_not_fill, faults, lambda key: self.origin.get(key) or file_name(self.family, key)
+        )
 
-    def _require_fit(self, config: Any) -> None:
-        """Compare with the network without memory for its weights, so that a wrong config takes none."""
+    def _require_fit(self, model_config: Any) -> None:
+        """Compare with the network on the meta device, so that a wrong config takes no memory."""
         try:
             with torch.device("meta"):
-                network = self._class(config)
-        except Exception as error:  # sizes that do not go together
-            raise _wrong_config(self.family, self.asked, error) from error
-        if hasattr(config, quantized.SAID):
-            filling.require_room(self.folder, network, self.stored.values(), coarse=True)
+                network = self._class(model_config)
+        except Exception as error:  # inconsistent sizes
+            raise _wrong_config(self.family, self.options, error) from error
+        if hasattr(model_config, quantization.CONFIG_KEY):
+            strict_load.require_plausible_size(self.folder, network, self.stored.values(), packed=True)
             return
-        wanted = _names_in_files(network)
-        if config.tie_word_embeddings and HEAD not in self.tensors:
-            wanted.pop(HEAD, None)
-        faults = filling.compare(wanted, {key: tuple(value.shape) for key, value in self.tensors.items()})
-        self._require(faults._replace(shapes=self._whole_shapes(faults.shapes, wanted)))
+        expected = _unfused_shapes(network)
+        if model_config.tie_word_embeddings and HEAD not in self.tensors:
+            expected.pop(HEAD, None)
+        faults = strict_load.compare(expected, {key: tuple(value.shape) for key, value in self.tensors.items()})
+        self._require(faults._replace(shapes=self._shapes_in_files(faults.shapes, expected)))
 
-    def _whole_shapes(
-        self, shapes: Mapping[str, tuple[filling.Shape | None, filling.Shape]], wanted: dict[str, filling.Shape]
-    ) -> dict[str, tuple[filling.Shape, filling.Shape]]:
-        """Shapes of tensors as the files hold them, which may be several of the network's one upon another."""
-        found = {}
-        for key in shapes:
-            parts = [wanted[other] for other in wanted if self.origin.get(other) == self.origin[key]]
+    def _shapes_in_files(
+        self, misshapen: Iterable[str], expected: dict[str, strict_load.Shape]
+    ) -> dict[str, tuple[strict_load.Shape, strict_load.Shape]]:
+        """Actual and expected shapes of tensors in the files, where one may hold several of the network, stacked."""
+        shapes = {}
+        for key in misshapen:
+            parts = [expected[other] for other in expected if self.origin.get(other) == self.origin[key]]
             rows = sum(part[0] for part in parts if part)
-            found[key] = tuple(self.stored[self.origin[key]].shape), (rows, *wanted[key][1:]) if wanted[key] else ()
-        return found
+            whole = (rows, *expected[key][1:]) if expected[key] else ()
+            shapes[key] = tuple(self.stored[self.origin[key]].shape), whole
+        return shapes
 
 
-def _names_in_files(network: torch.nn.Module) -> dict[str, filling.Shape]:
-    """Shapes of a network's tensors, each expert by itself: transformers 5 fuses them, and files hold them apart."""
-    found: dict[str, filling.Shape] = {}
+def _unfused_shapes(network: torch.nn.Module) -> dict[str, strict_load.Shape]:
+    """Shapes of a network's tensors with one entry per expert, as in files: transformers 5 fuses the experts."""
+    shapes: dict[str, strict_load.Shape] = {}
     for key, value in network.state_dict().items():
         before, _, part = key.rpartition(".experts.")
         if part not in ("gate_up_proj", "down_proj"):
-            found[key] = tuple(value.shape)
+            shapes[key] = tuple(value.shape)
             continue
         experts, rows, width = value.shape  # (E, 2 F, D) or (E, D, F)
         names = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
-        found |= {
+        shapes |= {
             f"{before}.experts.{e}.{name}.weight": (rows // len(names), width) for e in range(experts) for name in names
         }
-    return found
+    return shapes

@@ -1,4 +1,4 @@
-"""Where the layers of a network lie: on one device, or shared out over several (`device_map`)."""
+"""Where the layers of a network are placed: on one device, or split over several (`device_map`)."""
 
 from __future__ import annotations
 
@@ -10,28 +10,26 @@ import torch
 from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.errors import DuelError
 
-SHARED_OUT = ("auto", "balanced", "balanced_low_0", "sequential")
+AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
-def options(asked: LoadOptions) -> dict[str, Any]:
-    """What `from_pretrained` is told about devices: nothing, where the network is moved to its one device later.
+def model_kwargs(options: LoadOptions) -> dict[str, Any]:
+    """The arguments of `from_pretrained` for devices; empty if the network is moved to its one device later.
 
-    Raises DuelError where this machine has fewer GPUs than processes that share them.
+    Raises DuelError if this machine has fewer GPUs than processes that share them.
     """
-    if asked.device_map is None:
+    if options.device_map is None:
         return {}
-    own = own_gpus(asked.device_map) if asked.device_map in SHARED_OUT else None
-    return {"device_map": asked.device_map} | ({} if own is None else {"max_memory": own})
+    memory = own_gpus(options.device_map) if options.device_map in AUTOMATIC else None
+    return {"device_map": options.device_map} | ({} if memory is None else {"max_memory": memory})
 
 
 def own_gpus(device_map: str) -> dict[int, int] | None:
-    """Free bytes of each GPU that is this process's, as the harness's own models share them out; None: all are.
+    """Free bytes of each GPU that this process may use, as for the harness's own models; None: it may use all.
 
-    Of P processes on this machine, process p has GPUs p, p + P, p + 2 P, ...
+    Of P processes on this machine, process p uses GPUs p, p + P, p + 2 P, ...
     """
-    processes, number = (
-        int(os.environ.get(name, least)) for name, least in (("LOCAL_WORLD_SIZE", 1), ("LOCAL_RANK", 0))
-    )
+    processes, rank = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
     if processes == 1 or not torch.cuda.is_available():
         return None
     gpus = torch.cuda.device_count()
@@ -40,39 +38,39 @@ def own_gpus(device_map: str) -> dict[int, int] | None:
             f"{processes} processes share {gpus} GPUs of this machine (device_map, parallelize), and each needs one: "
             f"start at most {gpus} (accelerate launch --num_processes {gpus} ...)."
         )
-    if device_map == "balanced_low_0":  # accelerate looks for the GPUs 1, 2, ...
-        raise DuelError("device_map=balanced_low_0 goes with one process on a machine; take auto.")
-    return {gpu: torch.cuda.mem_get_info(gpu)[0] for gpu in range(number, gpus, processes)}
+    if device_map == "balanced_low_0":  # accelerate would use GPUs 1, 2, ...
+        raise DuelError("device_map=balanced_low_0 works with one process per machine only; use auto.")
+    return {gpu: torch.cuda.mem_get_info(gpu)[0] for gpu in range(rank, gpus, processes)}
 
 
-def spread(model: Any, asked: LoadOptions) -> Any:
-    """A network that lies in memory, moved to its device or shared out; raises DuelError where it cannot be."""
-    if asked.device_map is None:
-        return model.to(asked.device)
+def place(model: Any, options: LoadOptions) -> Any:
+    """A loaded network, moved to its device or split over several; raises DuelError if that is not possible."""
+    if options.device_map is None:
+        return model.to(options.device)
     from accelerate import dispatch_model, infer_auto_device_map
     from accelerate.utils import get_balanced_memory
 
-    places, whole = asked.device_map, getattr(model, "_no_split_modules", None)
-    if places in SHARED_OUT and not whole:
+    layout, unsplit = options.device_map, getattr(model, "_no_split_modules", None)
+    if layout in AUTOMATIC and not unsplit:
         raise DuelError(
-            f"The code of {asked.name} does not say which of its modules stay on one device (_no_split_modules), so it "
-            "cannot be shared out; leave device_map, parallelize out."
+            f"The code of {options.name} does not define which of its modules must stay on one device "
+            "(_no_split_modules), so it cannot be split; leave device_map, parallelize out."
         )
     try:
-        if places in SHARED_OUT:
-            memory, low = own_gpus(places), places == "balanced_low_0"
-            memory = memory if places == "sequential" else get_balanced_memory(model, memory, whole, low_zero=low)
-            places = infer_auto_device_map(model, memory, whole)
-        return dispatch_model(model, {"": places} if isinstance(places, str) else places)
+        if layout in AUTOMATIC:
+            memory, low = own_gpus(layout), layout == "balanced_low_0"
+            memory = memory if layout == "sequential" else get_balanced_memory(model, memory, unsplit, low_zero=low)
+            layout = infer_auto_device_map(model, memory, unsplit)
+        return dispatch_model(model, {"": layout} if isinstance(layout, str) else layout)
     except ValueError as error:
-        raise DuelError(f"{asked.name} cannot be laid out as device_map={asked.device_map}: {error}") from error
+        raise DuelError(f"{options.name} cannot be placed as device_map={options.device_map}: {error}") from error
 
 
 def device_of(model: Any) -> torch.device:
-    """Where a network takes its ids: where its input embedding is computed, wherever its weights are kept."""
+    """The device of a network's ids: the one that computes its input embedding, even if the weights are offloaded."""
     table = model.get_input_embeddings()
-    weight = getattr(table, "weight", table)  # some networks say the bare parameter
+    weight = getattr(table, "weight", table)  # some networks return the parameter itself
     if not weight.is_meta:
         return weight.device
-    hook = table._hf_hook  # accelerate's, which brings the weights there for each call
+    hook = table._hf_hook  # accelerate's, which moves the weights there for each call
     return torch.device(getattr(hook, "hooks", (hook,))[0].execution_device)

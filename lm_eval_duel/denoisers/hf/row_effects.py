@@ -1,4 +1,4 @@
-"""Networks for which a row is more than its visible cells: its padding, its length, or the rows before it matter."""
+"""Networks whose predictions depend on more than the cells of a row: on padding, row length, or earlier rows."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from typing import Any
 
 from lm_eval_duel.denoisers.base import Denoiser
 
-LENGTHENED = ("dynamic", "longrope")  # kinds of rotary positions
+LENGTHENED = ("dynamic", "longrope")  # rotary types that depend on the row length
 
 
 def padding_id(config: Any, tokens: set[int], mask_id: int) -> int:
-    """The id that stands in padding: the config's, which must not be [MASK]; else the lowest of the other tokens."""
-    found = getattr(config, "pad_token_id", None)
-    known = isinstance(found, int) and found in tokens and found != mask_id
-    return found if known else min(tokens - {mask_id})
+    """The id for padding: that of the config, if it is a token other than [MASK]; otherwise the lowest token."""
+    pad_id = getattr(config, "pad_token_id", None)
+    known = isinstance(pad_id, int) and pad_id in tokens and pad_id != mask_id
+    return pad_id if known else min(tokens - {mask_id})
 
 
 def without_block_sparse(model: Any) -> int | None:
-    """The shortest row of a BigBird for which its config asks for block-sparse attention; None for other networks.
+    """Give a BigBird full attention; returns the row length from which its config has block-sparse attention.
 
-    Its code changes to full attention for good at the first shorter row. Here attention is full from the start, so
-    that no number depends on what was scored before.
+    None for other networks. BigBird's code switches to full attention for good at the first shorter row. Here attention
+    is full from the start, so that no number depends on earlier rows.
     """
     config = model.config
     if getattr(config, "attention_type", None) != "block_sparse" or not hasattr(model, "base_model"):
@@ -30,18 +30,20 @@ def without_block_sparse(model: Any) -> int | None:
 
 
 def scales_by_length(denoiser: Denoiser) -> bool:
-    """Whether rotary frequencies change with the longest row of a call (Phi-3's long versions): padding counts."""
+    """Whether rotary frequencies change with the longest row of a call, as in Phi-3's long versions."""
     unscaled = unscaled_length(denoiser)
     return unscaled is not None and denoiser.max_length > unscaled
 
 
 def unscaled_length(denoiser: Denoiser) -> int | None:
-    """The longest row whose rotary frequencies are those of shorter ones; None if all are."""
+    """The longest row with the same rotary frequencies as shorter rows; None if every row has the same."""
     config = getattr(getattr(denoiser, "model", None), "config", None)
-    said = [getattr(config, name, None) or {} for name in ("rope_parameters", "rope_scaling")]
-    said += [value for entries in said for value in entries.values() if isinstance(value, dict)]  # by kind of layer
-    if not any((entries.get("rope_type") or entries.get("type")) in LENGTHENED for entries in said):
+    sections = [getattr(config, name, None) or {} for name in ("rope_parameters", "rope_scaling")]
+    sections += [
+        value for section in sections for value in section.values() if isinstance(value, dict)
+    ]  # per layer type
+    if not any((section.get("rope_type") or section.get("type")) in LENGTHENED for section in sections):
         return None
     names = ("original_max_position_embeddings", "max_position_embeddings")
-    lengths = [entries.get(names[0]) for entries in said] + [getattr(config, name, None) for name in names]
+    lengths = [section.get(names[0]) for section in sections] + [getattr(config, name, None) for name in names]
     return min((length for length in lengths if length), default=0)

@@ -1,1 +1,1 @@
-"""Denoisers around a denoiser."""
+"""Denoisers that wrap a denoiser."""

@@ -1,4 +1,4 @@
-"""A denoiser around a denoiser: the same network, vocabulary and grid, other distributions."""
+"""A denoiser that wraps a denoiser: the same network, vocabulary and blocks, with other distributions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lm_eval_duel.denoisers.base import Denoiser
 
 
 class Wrapper(Denoiser):
-    """`plain` with all that is known of it; what is done to its distributions is the subclass's `head`."""
+    """Has every attribute of `plain`, the wrapped denoiser; a subclass changes its distributions."""
 
     def __init__(self, plain: Denoiser):
         self.plain = plain

@@ -1,10 +1,10 @@
-"""Classifier-free guidance: a denoiser wrapped around a denoiser, with its own name in the results.
+"""Classifier-free guidance: a wrapper around a denoiser, with an entry of its own in the spec.
 
     logits = unconditional + (1 + scale) (conditional - unconditional)
 
-as in LLaDA's code; the unconditional row has its context and suffix masked.
+as in LLaDA's code. In the unconditional row, context and suffix are masked.
 
-Shapes: R lanes, C hidden cells, U cells the head is run at, D features, V tokens.
+Shapes: R lanes, C hidden cells, U rows of features that the LM head runs on, D features, V tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import dataclasses
 import torch
 
 from lm_eval_duel.arguments import require_finite
-from lm_eval_duel.denoisers.base import Cells, Denoiser, View
+from lm_eval_duel.denoisers.base import Denoiser
+from lm_eval_duel.denoisers.views import Cells, View
 from lm_eval_duel.denoisers.wrappers.base import Wrapper
 from lm_eval_duel.engine.lanes import Lanes, Rows
 from lm_eval_duel.errors import DuelError
@@ -27,14 +28,13 @@ class Guided(Wrapper):
     def __init__(self, plain: Denoiser, scale: float):
         if plain.attention != "bidirectional" or plain.shift:
             raise DuelError(
-                f"cfg_scale masks the whole context, which a {plain.attention} network"
-                f"{' that predicts from the token before' if plain.shift else ''} cannot do without; "
-                "leave cfg_scale out."
+                f"cfg_scale masks the whole context, and a {plain.attention} network"
+                f"{' with shifted logits' if plain.shift else ''} cannot predict without one; leave cfg_scale out."
             )
         if plain.needs_visible:
             raise DuelError(
                 "cfg_scale masks the whole context, and this network scales its input by the share of visible tokens: "
-                "for none it divides 0 by 0. Leave cfg_scale out."
+                "without any it divides 0 by 0. Leave cfg_scale out."
             )
         require_finite("cfg_scale", scale)
         super().__init__(plain)
@@ -54,12 +54,12 @@ class Guided(Wrapper):
 
 
 class GuidedView(View):
-    """A guided denoiser opened on a group of rows: the rows themselves, and the rows with nothing given."""
+    """A guided denoiser opened on a group of rows: a view of the rows, and one with context and suffix masked."""
 
     def __init__(self, denoiser: Guided, rows: Rows, generating: bool):
         super().__init__(denoiser, rows)
-        bare = dataclasses.replace(rows, given=torch.zeros_like(rows.given))
-        self.views = [denoiser.plain.open(each, generating) for each in (rows, bare)]
+        bare = dataclasses.replace(rows, visible=torch.zeros_like(rows.visible))
+        self.views = [denoiser.plain.open(part, generating) for part in (rows, bare)]
 
     def cost(self, lanes: Lanes) -> torch.Tensor:
         return sum(view.cost(lanes) for view in self.views)  # (R,)
@@ -68,11 +68,11 @@ class GuidedView(View):
         bare = dataclasses.replace(
             lanes, tokens=lanes.tokens.masked_fill(lanes.columns < lanes.origin[:, None], -1)
         )  # context inside a block is masked too
-        halves = [view.cells(each) for view, each in zip(self.views, (lanes, bare), strict=True)]
+        halves = [view.cells(part) for view, part in zip(self.views, (lanes, bare), strict=True)]
         self.forwards = sum(view.forwards for view in self.views)
         self.evaluated = sum(view.evaluated for view in self.views)
         conditional, index, all_mask = halves[0]  # (U, D), (C,), (R,)
-        cell = index.new_empty(len(conditional))  # (U,) a hidden cell of each: equal lanes are equal with nothing given
+        cell = index.new_empty(len(conditional))  # (U,) a hidden cell of each: equal lanes stay equal without context
         cell[index] = torch.arange(len(index), device=index.device)
         unconditional = halves[1].features[halves[1].index[cell]]  # (U, D)
         return Cells(torch.stack([conditional, unconditional], dim=1), index, all_mask)

@@ -1,0 +1,151 @@
+"""How the config entries and tensors of each family are translated to those of transformers' own classes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lm_eval_duel.denoisers import config_entries
+from lm_eval_duel.errors import DuelError
+
+Tensors = dict[str, torch.Tensor]
+Config = dict[str, Any]
+
+# required entries of config.json: without one, a native class would silently use its own default
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+DENSE = (*SIZES, "intermediate_size", "rms_norm_eps", "rope_theta")
+SPARSE = (*SIZES, "moe_intermediate_size", "num_experts_per_tok", "rms_norm_eps", "rope_theta")
+GROUPED = ("n_group", "topk_group", "routed_scaling_factor", "first_k_dense_replace", "intermediate_size")
+NEEDED = {
+    "Llama": DENSE,
+    "Qwen2": DENSE,
+    "Qwen3": DENSE,
+    "Qwen3Moe": (*SPARSE, "num_experts", "norm_topk_prob"),
+    "Glm4Moe": (*SPARSE, *GROUPED, "n_routed_experts", "n_shared_experts", "norm_topk_prob", "partial_rotary_factor"),
+}
+
+
+def llada(config: Config) -> Config:
+    """LLaDA's entries for Llama; raises DuelError for a variant that Llama cannot run."""
+    wrong = [key for key in ("include_bias", "include_qkv_bias", "alibi", "scale_logits") if config.get(key)]
+    layers = {"block_type": "llama", "layer_norm_type": "rms", "activation_type": "silu"}
+    if wrong or any((config.get(key) or expected) != expected for key, expected in layers.items()):
+        raise DuelError(
+            f"This LLaDA is not the released network ({', '.join(wrong) or 'other layers'}): it does not fit "
+            "transformers' Llama. Use backend=remote,trust_remote_code=true."
+        )
+    return {
+        "vocab_size": config.get("embedding_size") or config["vocab_size"],
+        "hidden_size": config["d_model"],
+        "intermediate_size": config["mlp_hidden_size"],
+        "num_hidden_layers": config["n_layers"],
+        "num_attention_heads": config["n_heads"],
+        "num_key_value_heads": config.get("n_kv_heads") or config["n_heads"],
+        "rms_norm_eps": config.get("rms_norm_eps") or 1e-5,
+        "max_position_embeddings": config["max_sequence_length"],
+        "tie_word_embeddings": bool(config.get("weight_tying", False)),
+        "attention_bias": False,
+        "mlp_bias": False,
+        "hidden_act": "silu",
+    }
+
+
+LLADA_NEEDS = ("vocab_size", "d_model", "mlp_hidden_size", "n_layers", "n_heads", "max_sequence_length", "rope_theta")
+LLADA_KEYS = (
+    (r"^model\.transformer\.wte\.", "model.embed_tokens."),
+    (r"^model\.transformer\.ln_f\.", "model.norm."),
+    (r"^model\.transformer\.ff_out\.", "lm_head."),
+    (r"^model\.transformer\.blocks\.(\d+)\.([qkv])_proj\.", r"model.layers.\1.self_attn.\2_proj."),
+    (r"^model\.transformer\.blocks\.(\d+)\.attn_out\.", r"model.layers.\1.self_attn.o_proj."),
+    (r"^model\.transformer\.blocks\.(\d+)\.ff_proj\.", r"model.layers.\1.mlp.gate_proj."),
+    (r"^model\.transformer\.blocks\.(\d+)\.up_proj\.", r"model.layers.\1.mlp.up_proj."),
+    (r"^model\.transformer\.blocks\.(\d+)\.ff_out\.", r"model.layers.\1.mlp.down_proj."),
+    (r"^model\.transformer\.blocks\.(\d+)\.attn_norm\.", r"model.layers.\1.input_layernorm."),
+    (r"^model\.transformer\.blocks\.(\d+)\.ff_norm\.", r"model.layers.\1.post_attention_layernorm."),
+)
+
+
+LLADA_MOE_NEEDS = (*SIZES, "expert_intermediate_size", "num_experts", "num_experts_per_tok", "rope_theta")
+
+
+def illada(config: Config) -> Config:
+    """Nothing to translate; raises DuelError for a variant that Llama cannot run."""
+    if config.get("layer_norm_eps") is not None:
+        raise DuelError("This iLLaDA has LayerNorm (layer_norm_eps): it does not fit transformers' Llama.")
+    return {}
+
+
+def llada_moe(config: Config) -> Config:
+    """LLaDA-MoE's entries for Qwen3-MoE."""
+    return {
+        "moe_intermediate_size": config["expert_intermediate_size"],
+        "intermediate_size": config.get("dense_intermediate_size") or config["expert_intermediate_size"],
+        "head_dim": config["hidden_size"] // config["num_attention_heads"],
+        "rms_norm_eps": config.get("rms_norm_eps") or 1e-5,
+        "norm_topk_prob": False,  # the authors' code ignores this entry and never normalises
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def llada2(config: Config) -> Config:
+    """LLaDA2's entries for GLM-4-MoE; raises DuelError for a variant that it cannot run."""
+    if (
+        config.get("use_bias")
+        or config.get("use_qkv_bias")
+        or config.get("norm_head")
+        or not config.get("use_qk_norm", True)
+    ):
+        raise DuelError("This LLaDA2 is not the released network: it does not fit transformers' Glm4Moe.")
+    if config.get("quantization_config"):
+        raise DuelError(
+            "This LLaDA2 is quantised, so its query_key_value cannot be split. Use the checkpoint that is not "
+            "quantised, and quantise it at load (load_in_8bit=true or load_in_4bit=true)."
+        )
+    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    part = config_entries.lookup(config, "partial_rotary_factor") or 0.5
+    theta = config_entries.lookup(config, "rope_theta")
+    return {
+        "head_dim": head,
+        "use_qk_norm": True,
+        "attention_bias": False,
+        "norm_topk_prob": config["num_experts_per_tok"] > 1,
+        "n_routed_experts": config["num_experts"],
+        "n_shared_experts": config["num_shared_experts"],
+        "partial_rotary_factor": part,
+        "rope_scaling": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": part},
+    }
+
+
+LLADA2_NEEDS = (*SPARSE, *GROUPED, "num_experts", "num_shared_experts")
+LLADA2_KEYS = (
+    (r"^model\.word_embeddings\.", "model.embed_tokens."),
+    (r"\.attention\.dense\.", ".self_attn.o_proj."),
+    (r"\.attention\.query_layernorm\.", ".self_attn.q_norm."),
+    (r"\.attention\.key_layernorm\.", ".self_attn.k_norm."),
+    (r"\.attention\.([qkv])_proj\.", r".self_attn.\1_proj."),
+    (r"\.mlp\.gate\.expert_bias$", ".mlp.gate.e_score_correction_bias"),
+)
+LLADA2_FUSED = ((r"\.attention\.[qkv]_proj\.", ".attention.query_key_value."),)
+
+
+def llada2_tensors(tensors: Tensors, config: Config) -> Tensors:
+    """Split query_key_value (heads of q, then of k, then of v) into projections; shift expert biases above 0.
+
+    Only the order of biased scores matters, and transformers 4 gives experts outside the chosen groups a score of 0.
+    """
+    heads, kept = config["num_attention_heads"], config.get("num_key_value_heads") or config["num_attention_heads"]
+    head = config.get("head_dim") or config["hidden_size"] // heads
+    split = {}
+    for key, value in tensors.items():
+        if key.endswith(".expert_bias"):
+            value = value.float() - value.float().min().clamp(max=0)
+        if ".query_key_value." not in key or not value.dim():
+            split[key] = value
+            continue
+        ends = heads * head, (heads + kept) * head
+        parts = value[: ends[0]], value[ends[0] : ends[1]], value[ends[1] :]  # shapes are checked later
+        split |= {key.replace("query_key_value", f"{x}_proj"): part for x, part in zip("qkv", parts, strict=True)}
+    return split

@@ -1,0 +1,149 @@
+"""A view: a denoiser opened on a group of windows, as a function from lanes to predictions.
+
+Shapes: N windows, L row length, R lanes, W block width, C hidden cells, U rows of features that the LM head runs on,
+D features, M columns options for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from lm_eval_duel.denoisers.predictions import Predictions
+from lm_eval_duel.engine.lanes import Lanes, Rows
+from lm_eval_duel.hashing import hashed
+
+if TYPE_CHECKING:
+    from lm_eval_duel.denoisers.base import Denoiser
+
+KeysValues = tuple[torch.Tensor, torch.Tensor]  # of one layer, (N, H, K, D / H) each
+
+
+class Cells(NamedTuple):
+    """The input of the LM head at hidden cells. Cells known to be equal share a row of features."""
+
+    features: torch.Tensor  # (U, D)
+    index: torch.Tensor  # (C,) the feature row of each hidden cell, in the order of hidden.nonzero()
+    all_mask: torch.Tensor  # (R,) bool: nothing in the row is visible, so all its cells share one distribution
+
+    @classmethod
+    def of(
+        cls, lanes: Lanes, all_mask: torch.Tensor, at: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    ) -> Cells:
+        """The hidden cells of lanes; `at(lane, n)` (C,) -> (C, D): the features of the n-th hidden cell of each lane.
+
+        Only the first cell of an all-mask lane is evaluated.
+        """
+        lane = lanes.hidden.nonzero()[:, 0]  # (C,)
+        nth = (lanes.hidden.cumsum(1) - 1)[lanes.hidden]  # (C,)
+        unique = (nth == 0) | ~all_mask[lane]  # (C,)
+        return cls(at(lane[unique], nth[unique]), unique.cumsum(0) - 1, all_mask)
+
+    def spread(self, lanes: Lanes, evaluated: Lanes, number: torch.Tensor) -> Cells:
+        """The cells of `lanes`, where `number` (R,) is the evaluated lane that each of them equals."""
+        before = evaluated.hidden.sum(1).cumsum(0) - evaluated.hidden.sum(1)  # (r,)
+        nth = (lanes.hidden.cumsum(1) - 1)[lanes.hidden]  # (C,)
+        of_lane = number[lanes.hidden.nonzero()[:, 0]]  # (C,)
+        return Cells(self.features, self.index[before[of_lane] + nth], self.all_mask[number])
+
+
+def distinct(*planes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which rows are equal in all integer or boolean planes (R, ...).
+
+    Returns the index of the first row of each kind (r,) and the kind of each row (R,). Rows are compared by a 64-bit
+    hash, then in full: if two rows with the same hash differ, all rows count as different.
+    """
+    rows = torch.cat([plane.reshape(len(plane), -1).long() for plane in planes], 1)  # (R, X)
+    weight = hashed(torch.arange(rows.shape[1], device=rows.device), 1)  # (X,)
+    values, kind = (rows * weight).sum(1).unique(return_inverse=True)  # wraps
+    every = torch.arange(len(rows), device=rows.device)  # (R,)
+    first = every.new_full(values.shape, len(rows)).scatter_reduce_(0, kind, every, "amin")  # (r,)
+    if len(first) == len(rows) or not torch.equal(rows[first[kind]], rows):
+        return every, every
+    first, order = first.sort()
+    return first, order.argsort()[kind]
+
+
+def hidden_cells(lanes: Lanes) -> torch.Tensor:
+    """The hidden cells of each lane, padded with other cells to the largest number in a lane, (R, M)."""
+    largest = int(lanes.hidden.sum(1).max())
+    return (~lanes.hidden).byte().sort(dim=1, stable=True).indices[:, :largest]
+
+
+def take(plane: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """`plane` (R or 1, L, D) at `columns` (R, M), (R, M, D)."""
+    return plane.expand(len(columns), -1, -1).gather(1, columns[:, :, None].expand(-1, -1, plane.shape[2]))
+
+
+class View:
+    """A bidirectional (or causal) denoiser opened on a group of rows: lanes in, predictions out.
+
+    A lane sees the context, the target left of its block, the block as revealed so far, [MASK] up to the end of target
+    and tail, and the suffix. The rows may hold the targets: from a lane's block start on, targets are not read.
+    """
+
+    def __init__(self, denoiser: Denoiser, rows: Rows):
+        self.denoiser, self.rows = denoiser, rows
+        self.forwards = 0  # network calls
+        self.evaluated = 0  # rows evaluated
+
+    def cost(self, lanes: Lanes) -> torch.Tensor:
+        """The cost of each lane in network tokens, (R,)."""
+        return self.rows.length[lanes.row]
+
+    def commit(self, lanes: Lanes) -> None:
+        """Write finished blocks into the rows, so that later blocks see them (sampling)."""
+        inside = torch.arange(lanes.hidden.shape[1], device=lanes.start.device) < lanes.width[:, None]  # (R, W)
+        rows = lanes.row[:, None].expand_as(inside)
+        self.rows.ids[rows[inside], lanes.columns[inside]] = lanes.tokens[inside]
+
+    def __call__(self, lanes: Lanes) -> Predictions:
+        features, index, all_mask = self.cells(lanes)
+        return Predictions(lanes.hidden, all_mask, features, index, self.denoiser.head, self.denoiser.excluded)
+
+    def cells(self, lanes: Lanes) -> Cells:
+        """The input of the LM head at the hidden cells of `lanes`; lanes with equal rows are evaluated once."""
+        ids, shown, real = self._input(lanes)  # (R, L) each
+        visible = self.rows.visible[lanes.row].sum(1)  # (R,) with `origin` and `real` it fixes context and suffix
+        first, number = distinct(ids, shown, real, visible, lanes.hidden, lanes.start, lanes.origin)
+        if len(first) == len(lanes):
+            return self._evaluate(lanes, ids, shown, real)
+        unique = lanes.select(first)
+        return self._evaluate(unique, ids[first], shown[first], real[first]).spread(lanes, unique, number)
+
+    def _evaluate(self, lanes: Lanes, ids: torch.Tensor, shown: torch.Tensor, real: torch.Tensor) -> Cells:
+        columns = lanes.start[:, None] + hidden_cells(lanes) - self.denoiser.shift  # (R, M)
+        columns = columns.clamp(0, ids.shape[1] - 1)  # columns that pad `hidden_cells` may lie outside
+        extra, padded = self._extra_inputs(lanes, shown, real), None if real.all() else real
+        if self.denoiser.supports_columns:
+            features = self.denoiser.features(ids, padded, columns=columns, **extra)  # (R, M, D)
+        else:
+            features = take(self.denoiser.features(ids, padded, **extra), columns)
+        self.forwards += 1
+        self.evaluated += len(lanes)
+        all_mask = ~shown.any(1) & self.denoiser.relative_positions  # (R,)
+        return Cells.of(lanes, all_mask, lambda lane, n: features[lane, n])
+
+    def _extra_inputs(self, lanes: Lanes, shown: torch.Tensor, real: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Inputs of the network besides the rows, (R, ...) each."""
+        return {}
+
+    def _input(self, lanes: Lanes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Input ids, which cells show a token, and which cells are not padding; (R, L) each."""
+        rows, row = self.rows, lanes.row
+        length = int(rows.length[row].max())
+        column = torch.arange(length, device=row.device)  # (L,)
+        ids, visible = rows.ids[row, :length], rows.visible[row, :length]  # (R, L)
+        real = column < rows.length[row][:, None]  # (R, L)
+        before = (column >= lanes.origin[:, None]) & (column < lanes.start[:, None])  # (R, L) earlier blocks
+        shown = visible | before  # (R, L)
+
+        revealed = (lanes.tokens >= 0) & ~lanes.hidden  # (R, W)
+        lane, cell = revealed.nonzero().unbind(1)
+        columns = lanes.start[lane] + cell
+        shown[lane, columns] = True
+        ids[lane, columns] = lanes.tokens[lane, cell]
+        mask_id = self.denoiser.mask_id or 0  # a causal network never attends to a hidden cell
+        return torch.where(shown, ids, mask_id), shown, real
