@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lm_eval_duel import strict_json
 from lm_eval_duel.command_line import Parser, folder_to_write
 from lm_eval_duel.errors import DuelError, usage
 from lm_eval_duel.harness import trace
@@ -26,7 +27,6 @@ from lm_eval_duel.report import (
     read,
     rows,
     samples,
-    strict_json,
     tables,
 )
 

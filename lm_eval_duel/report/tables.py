@@ -14,7 +14,7 @@ from lm_eval_duel.report.rows import NAMES, WHOLE, short
 
 SPEC = (  # of a spec, what tells most
     *("estimator", "rule", "block", "elbo_form", "elbo_block", "elbo_eps", "mc_samples"),
-    *("pretrained", "revision", "dtype", "windows", "max_length", "framing"),
+    *("pretrained", "revision", "dtype", "windows", "max_length", "special_tokens"),
 )
 AVERAGED = "tasks where gap closed cannot be told from 0 are in the average: without them it would be too high"
 Entry = Mapping[str, Any]
