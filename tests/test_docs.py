@@ -101,7 +101,7 @@ def test_links_resolve(page):
         file = (page.parent / path).resolve() if path else page
         assert file.exists(), f"{page.name} links to {target}, which does not exist"
         if anchor:
-            assert anchor in anchors(file.read_text(encoding="utf-8")), f"{page.name} links to {target}: no such heading"
+            assert anchor in anchors(file.read_text(encoding="utf-8")), f"{page.name}: no heading {target}"
 
 
 def test_the_index_names_every_page():

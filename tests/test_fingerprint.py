@@ -24,7 +24,7 @@ from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import Duel
 from lm_eval_duel.estimators.elbo import Elbo
-from lm_eval_duel.harness.generation import Settings
+from lm_eval_duel.harness.generation_settings import Settings
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.options import names
 from lm_eval_duel.rules import RULES
@@ -195,7 +195,7 @@ def test_numbers_keep_every_digit():
 @pytest.mark.parametrize("make", [lambda x: Warped(Toy(), x), lambda x: Warped(Toy(), None, None, x)])
 def test_two_distributions_have_two_descriptions(make):
     assert make(0.9).describe() != make(0.9 + 1e-9).describe()
-    assert Settings(temperature=0.9).words != Settings(temperature=0.9 + 1e-9).words
+    assert Settings(temperature=0.9).description != Settings(temperature=0.9 + 1e-9).description
     assert Guided(Toy(), 0.5).describe() != Guided(Toy(), 0.5 + 1e-9).describe()
 
 
@@ -509,19 +509,19 @@ def test_the_bases_of_a_rule_of_ones_own_are_its_code(tmp_path, monkeypatch):
 def test_texts_under_a_bound_are_those_of_the_rules_code(folders):
     """The rule beside an ELBO generates, so it is part of what texts are kept under."""
     arguments = {"pretrained": str(folders / "bert"), "device": "cpu", "estimator": "elbo", "mc_samples": 8}
-    plain = DuelMDM(**arguments, rule="custom_rules:Stalls:mu=0.1").generating
+    plain = DuelMDM(**arguments, rule="custom_rules:Stalls:mu=0.1").generation_spec
     assert re.fullmatch("[0-9a-f]{12}", plain["rule_code"]) and plain["grid"] == "auto"
-    row = DuelMDM(**arguments, rule="custom_rules:Stalls:mu=0.1", grid="row").generating
+    row = DuelMDM(**arguments, rule="custom_rules:Stalls:mu=0.1", grid="row").generation_spec
     assert fingerprint.digest(plain) != fingerprint.digest(row)
 
 
 def test_texts_are_kept_under_what_ends_and_writes_them(folders):
     lm = DuelMDM(pretrained=str(folders / "bert"), device="cpu")
-    before = fingerprint.digest(lm.generating)
+    before = fingerprint.digest(lm.generation_spec)
     lm.tokenizer.eos_token = "the"
-    ended = fingerprint.digest(lm.generating)
+    ended = fingerprint.digest(lm.generation_spec)
     lm.tokenizer.clean_up_tokenization_spaces = not lm.tokenizer.clean_up_tokenization_spaces
-    assert len({before, ended, fingerprint.digest(lm.generating)}) == 3
+    assert len({before, ended, fingerprint.digest(lm.generation_spec)}) == 3
 
 
 # ---------------------------------------------------------------- what is said

@@ -226,6 +226,6 @@ def run(settings: Settings) -> None:
     figures = measure(bench)
     print(table(figures))
     if settings.json:
-        from lm_eval_duel.report.strict_json import dumps
+        from lm_eval_duel.strict_json import dumps
 
         Path(settings.json).write_text(dumps(figures) + "\n", encoding="utf-8")

@@ -125,6 +125,24 @@ def independent(
     return [framed(prefix, ids[start : start + capacity], suffix, bos) for start in range(0, len(ids), capacity)]
 
 
+def rolling(ids: Sequence[int], first: int, capacity: int, suffix: Sequence[int] = ()) -> list[Window]:
+    """A document as lm-eval cuts it: windows of `capacity` targets, each after the id before it.
+
+        ids          a b c d e f g h          first P, capacity 3
+        windows      P | a b c                context | target
+                         c | d e f
+                             e f | g h        the last window is filled up with context
+
+    Every id is in exactly one target. `first` is the context of the first window.
+    """
+    windows = []
+    for start in range(0, len(ids), capacity):
+        end = min(start + capacity, len(ids))
+        context = ids[end - capacity - 1 : start] if start else [first]
+        windows.append(Window(tuple(context), tuple(ids[start:end]), tuple(suffix)))
+    return windows
+
+
 def conditional(
     context: Sequence[int],
     target: Sequence[int],

@@ -1,33 +1,31 @@
-"""`duel-mdm`, the model that lm-evaluation-harness sees: a network, an estimator, a tokenizer, and which spec they are.
-
-How requests are answered is in answers.py and writing.py.
-"""
+"""`duel-mdm`, the model that lm-evaluation-harness sees: a network, an estimator and a tokenizer."""
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from lm_eval.api.model import TemplateLM
+
 from lm_eval_duel import fingerprint
 from lm_eval_duel.demo import BUNDLED
 from lm_eval_duel.errors import unchained
-from lm_eval_duel.harness.cache import RULE_CODE, RULES, ResponseCache
-from lm_eval_duel.harness.writing import Writing
 from lm_eval_duel.options import Options
 
 if TYPE_CHECKING:
+    import torch
+    from lm_eval.api.instance import Instance
     from lm_eval.api.model import CacheHook
 
-    from lm_eval_duel.denoisers.base import Denoiser
-    from lm_eval_duel.harness.run_stats import Cost
+    from lm_eval_duel.harness.requests import Batch
+    from lm_eval_duel.harness.run import Run
     from lm_eval_duel.harness.trace import Writer
 
-log = logging.getLogger("lm_eval.duel_mdm")  # the harness shows its own loggers only
+log = logging.getLogger("lm_eval.duel_mdm")  # lm-eval prints its own loggers only
 
 
-class DuelMDM(Writing):
+class DuelMDM(TemplateLM):
     """Exact likelihood of a masked diffusion model under a deterministic unmasking rule, and what it is compared with.
 
     Takes the model args of `Options`; raises DuelError for a wrong one before the checkpoint is read.
@@ -37,13 +35,15 @@ class DuelMDM(Writing):
     def __init__(self, **arguments: Any):
         super().__init__()
         self.options = options = Options.parse(arguments)
-        # transformers is imported once the arguments are known to be good
+        # torch and transformers are imported only after the arguments were checked
         from lm_eval_duel import denoisers
-        from lm_eval_duel.estimators import registry as switch
-        from lm_eval_duel.harness import trace
+        from lm_eval_duel.estimators import registry
+        from lm_eval_duel.harness import patches, trace
+        from lm_eval_duel.harness.distributed import Ranks
         from lm_eval_duel.harness.text import Text
 
-        self._where = self.join_ranks(options.device)
+        patches.apply()
+        self.ranks = Ranks.join(options.device)
         if options.trace is not None:
             trace.place(options.trace, self.rank, self.world_size)
         if options.pretrained is None and self.rank == 0:
@@ -51,149 +51,200 @@ class DuelMDM(Writing):
                 "no pretrained= given: scoring with demo-mdm, the small bundled demonstration checkpoint. "
                 "Name yours with --model_args pretrained=<folder or hub name>,..."
             )
+        name = options.pretrained or BUNDLED
         self.tokenizer = denoisers.load_tokenizer(vars(options))
-        self.denoiser = self._load()
+        self.denoiser = denoisers.load(name, device=self.ranks.device, tokenizer=self.tokenizer, **options.network)
         self._device = self.denoiser.device
-        self.estimator = switch.make(self.denoiser, options)
+        self.estimator = registry.make(self.denoiser, options)
         self.text = Text(self.tokenizer, self.denoiser, options.windows, self.estimator.block)
-        self.begin()
         self.trace = self._open_trace()
+        self.run = self._new_run()
         if self.rank == 0:
-            if self.estimator.decodes and (note := self.denoiser.ties(options.rule)):
-                log.warning("%s", note)
-            if unread := switch.unread(arguments, options.estimator):
-                log.info("estimator=%s does not read %s", options.estimator, " and ".join(unread))
-            log.info("spec %s: %s", self.fingerprint, ", ".join(f"{key}={value}" for key, value in self.spec.items()))
+            self._log_spec(registry.unread(arguments, options.estimator))
 
-    def _load(self, **other: Any) -> Denoiser:
-        """The network asked for, or with other args."""
-        from lm_eval_duel import denoisers
+    # ------------------------------------------------------------ requests
 
-        asked = {**self.options.network, **other}
-        return denoisers.load(self.options.pretrained or BUNDLED, device=self._where, tokenizer=self.tokenizer, **asked)
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """log p(continuation | context), and whether argmax decoding under the same rule would generate it.
 
-    def fine(self) -> Denoiser:
-        if self.spec.get("dtype") in ("float32", "float64"):
-            return self.denoiser
-        return self._load(dtype="float32", compile=False)
+        With an empty context only special tokens are visible; an empty continuation is (0.0, True). A context too long
+        for the row is truncated from the left; a continuation too long is an error. `is_greedy` is always False if the
+        estimator has no decoding.
+        """
+        from lm_eval_duel.harness.loglikelihood import continuation_windows, scored_requests
 
-    # ------------------------------------------------------------ what this spec is
+        run, batch = self._start(requests, disable_tqdm)
+        self._warn_if_never_greedy()
+        windows = continuation_windows(self.text, batch.requests)
+        answers = [(0.0, False)] * len(windows)
+        for n, score in scored_requests(run, "loglikelihood", batch.requests, windows):
+            answers[n] = score.log_prob, score.is_greedy
+        return batch.spread(answers)
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """log p of whole texts, with each token in exactly one window; an empty text is 0.0."""
+        from lm_eval_duel.harness.loglikelihood import TextScore, document_windows, scored_requests
+
+        run, batch = self._start(requests, disable_tqdm)
+        windows = document_windows(self.text, batch.requests)
+        answers = [0.0] * len(windows)
+        for n, score in scored_requests(run, "loglikelihood_rolling", batch.requests, windows):
+            answers[n] = TextScore(score.log_prob, batch.requests[n].args[0], windows[n])
+        return batch.spread(answers)
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """A text after each prompt, by Algorithm 1 under the rule and block that are scored.
+
+        A sample is seeded by (draw_seed, task, document, request, repeat). Temperature 0 takes the argmax of each pick.
+        """
+        from lm_eval_duel.harness.generation import generated_texts
+
+        run, batch = self._start(requests, disable_tqdm)
+        texts = [""] * len(batch.requests)
+        for n, text in generated_texts(run, batch):
+            texts[n] = text
+        return batch.spread(texts)
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[tuple[str, str] | None, list[int], list[int]]], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        """`loglikelihood` of ids: (texts, context ids, continuation ids)."""
+        windows = [self.text.continuation(context, target) for _, context, target in requests]
+        return [(score.log_prob, score.is_greedy) for score in self.estimator.log_prob(windows)]
+
+    # ------------------------------------------------------------ evaluations
+
+    def _start(self, requests: list[Instance], disable_tqdm: bool) -> tuple[Run, Batch]:
+        """The evaluation that these requests belong to, and the distinct ones among them."""
+        from lm_eval_duel.harness import patches
+        from lm_eval_duel.harness.requests import Batch
+
+        if self.run.number != patches.evaluation():
+            self.run = self._new_run()
+        self.run.cache, self.run.show_progress = self.cache_hook, not disable_tqdm
+        return self.run, Batch.of(requests)
+
+    def _new_run(self) -> Run:
+        from lm_eval_duel.harness import patches
+        from lm_eval_duel.harness.run import Run
+
+        number = patches.evaluation()
+        return Run(self.options, self.text, self.estimator, self.ranks, self.trace, self.cache_hook, number)
+
+    def _warn_if_never_greedy(self) -> None:
+        if not self.estimator.decodes:
+            log.warning(
+                "estimator=%s cannot decode, so is_greedy is always False: metrics that use it (such as the acc of "
+                "lambada) are meaningless here; log-likelihood metrics are valid",
+                self.estimator.name,
+            )
+
+    @unchained()
+    def set_cache_hook(self, cache_hook: CacheHook) -> None:
+        """Take the harness's response cache; raises DuelError if it was written under another spec."""
+        from lm_eval_duel.harness import spec
+        from lm_eval_duel.harness.cache import ResponseCache
+
+        if cache_hook.dbdict is not None:
+            generation = fingerprint.digest(self.generation_spec)
+            store = ResponseCache.adopt(cache_hook.dbdict, self.spec, spec.followed_rules(self.estimator), generation)
+            if store.has_answers:
+                log.warning(
+                    "the --use_cache file has answers, which are not computed again: they count in config.duel.tasks, "
+                    "but not in cost, verify and trace, which cover what this run computes"
+                )
+        super().set_cache_hook(cache_hook)
+
+    # ------------------------------------------------------------ what is reported
 
     @cached_property
     def spec(self) -> dict[str, str]:
         """Everything that defines a number, in words."""
-        return fingerprint.spec_of(self.denoiser, self.estimator, self.text)
+        from lm_eval_duel.harness import spec
+
+        return spec.scoring(self.estimator, self.text)
 
     @property
-    def generating(self) -> dict[str, str]:
-        """The spec of generated texts: the rule's where the estimator has none, the seed, and how ids become text."""
-        from lm_eval_duel.harness.generation import ends
+    def generation_spec(self) -> dict[str, str]:
+        """The spec of generated texts."""
+        from lm_eval_duel.harness import spec
 
-        asked = {"estimator": "duel", "block": str(self.options.block), "grid": self.options.grid}
-        asked |= fingerprint.of_rule(self.options.rule)
-        spec = self.spec if self.estimator.decodes else {**self.spec, **asked}
-        return {
-            **spec,
-            "draw_seed": str(self.options.draw_seed),
-            "ends": str(sorted(ends(self.tokenizer))),
-            "clean_up": str(bool(getattr(self.tokenizer, "clean_up_tokenization_spaces", False))),
-        }
-
-    @property
-    def follows(self) -> dict[str, str]:
-        """What is in the results and not in the spec: the rules that a lattice reads off, and the code of own ones."""
-        if (rules := getattr(self.estimator, "rules", None)) is None:
-            return {}
-        described = [fingerprint.of_rule(rule) for rule in rules]
-        codes = [each["rule_code"] for each in described if "rule_code" in each]
-        return {
-            RULES: "+".join(each["rule"] for each in described),
-            **({RULE_CODE: "+".join(codes)} if codes else {}),
-        }
+        return spec.generation(self.estimator, self.text, self.options)
 
     @property
     def fingerprint(self) -> str:
-        """The spec as a short digest."""
+        """The digest of the spec."""
         return fingerprint.digest(self.spec)
 
     def get_model_info(self) -> dict[str, Any]:
-        """For the results JSON: the spec, its fingerprint, and what it cost, on all ranks."""
-        from lm_eval_duel.harness.run_stats import Cost, versions
+        """For the results JSON: the spec, its fingerprint, and the statistics of all ranks."""
+        from lm_eval_duel.harness.run_stats import versions
 
-        total = Cost(ranks=0)
-        for account in self.accounts or [self.account()]:
-            total.merge(account)
-        if total.close:
-            log.info("%s", total.close)
-        for bound in total.bounds:
-            eps = self.options.estimator_args.get("elbo_eps")
-            log.info("ELBO (%s) of %s", "elbo_eps above 0: no bound" if eps else "a bound", bound)
-        if total.ranks > 1:
-            log.info("%s", total.balance)
-            if total.verified.windows:
-                log.info("on all ranks, %s", total.verified.words)
-        spec, denoiser = self.spec, self.denoiser
-        return {
-            "fingerprint": self.fingerprint,
-            "spec": spec,
-            "duel": {
-                "pretrained": self.options.pretrained or BUNDLED,
-                "estimator": self.estimator.name,
-                "rule": spec.get("rule"),
-                "block": self.estimator.block,
-                "family": denoiser.family,
-                "attention": denoiser.attention,
-                "dtype": spec.get("dtype"),
-                "weights": spec.get("weights"),
-                "bos": self.text.bos,
-                "row_capacity": self.text.capacity,
-                "device": str(denoiser.device),
-                "versions": versions(),
-                "trace": str(self.trace.path) if self.trace else None,
-                **total.describe(),
-            },
+        total = self.run.total()
+        eps = self.options.estimator_args.get("elbo_eps")
+        for line in total.log_lines("no bound: elbo_eps above 0" if eps else "a bound"):
+            log.info("%s", line)
+        duel = {
+            "pretrained": self.options.pretrained or BUNDLED,
+            "estimator": self.estimator.name,
+            "rule": self.spec.get("rule"),
+            "block": self.estimator.block,
+            "family": self.denoiser.family,
+            "attention": self.denoiser.attention,
+            "dtype": self.spec.get("dtype"),
+            "weights": self.spec.get("weights"),
+            "bos": self.text.bos,
+            "row_capacity": self.text.capacity,
+            "device": str(self.denoiser.device),
+            "versions": versions(),
+            "trace": str(self.trace.path) if self.trace else None,
+            **total.describe(),
         }
+        return {"fingerprint": self.fingerprint, "spec": self.spec, "duel": duel}
 
-    def account(self) -> Cost:
-        """What this rank computed and what it cost."""
-        from lm_eval_duel.harness.run_stats import Share, peak_memory
-
-        sums = dataclasses.asdict(self.estimator.counts)
-        sums |= {name: getattr(self.text, name) for name in ("cut_contexts", "merged_borders")}
-        share = Share(sums["rows"], sums["tokens"], self.cost.seconds)
-        return dataclasses.replace(
-            self.cost,
-            counts=sums | self.cost.counts,
-            peak_memory=peak_memory(self.denoiser.device),
-            shares=[share],
-        )
-
-    @unchained()
-    def set_cache_hook(self, cache_hook: CacheHook) -> None:
-        """Take the harness's response cache, unless it was written under another spec (it keys on the text only)."""
-        if cache_hook.dbdict is not None:
-            generating = fingerprint.digest(self.generating)
-            store = ResponseCache.adopt(cache_hook.dbdict, self.spec, self.follows, generating)
-            if store.found:
-                log.warning(
-                    "answers found in the --use_cache file are not computed again: config.duel.tasks counts them, and "
-                    "cost, verify and a trace are of what this run computes"
-                )
-        super().set_cache_hook(cache_hook)
+    def _log_spec(self, unread_arguments: list[str]) -> None:
+        if self.estimator.decodes and (note := self.denoiser.ties(self.options.rule)):
+            log.warning("%s", note)
+        if unread_arguments:
+            log.info("estimator=%s does not read %s", self.options.estimator, " and ".join(unread_arguments))
+        log.info("spec %s: %s", self.fingerprint, ", ".join(f"{key}={value}" for key, value in self.spec.items()))
 
     def _open_trace(self) -> Writer | None:
-        """The trace asked for; raises DuelError where there is one of another spec."""
-        if self.options.trace is None:
-            return None
+        """The trace of `trace=`; raises DuelError if the file has a trace of another spec."""
+        from lm_eval_duel.harness import spec
         from lm_eval_duel.harness.trace import Writer
 
-        name = self.options.tokenizer or self.options.pretrained or BUNDLED
-        header = {"fingerprint": self.fingerprint, "spec": self.spec, "tokenizer": name}
-        header["rules"] = [str(rule) for rule in getattr(self.estimator, "rules", ())]  # that a lattice reads off
-        header |= {key: code for key, code in self.follows.items() if key == RULE_CODE}
+        if self.options.trace is None:
+            return None
+        tokenizer = self.options.tokenizer or self.options.pretrained or BUNDLED
+        header = spec.trace_header(self.estimator, self.spec, tokenizer)
         return Writer(self.options.trace, header, self.rank, self.world_size)
 
-    # ------------------------------------------------------------ what the harness asks about text
+    # ------------------------------------------------------------ ranks
+
+    @property
+    def rank(self) -> int:
+        return self.ranks.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.ranks.world_size
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.ranks.all_gather(tensor)
+
+    def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
+        """The objects of all ranks, on rank `dst`; the statistics travel along."""
+        gathered = self.ranks.gather_object((obj, self.run.summary()), dst)
+        if gathered is None:
+            return None
+        objects, self.run.gathered = map(list, zip(*gathered, strict=True))
+        return objects
+
+    def barrier(self) -> None:
+        self.ranks.barrier()
+
+    # ------------------------------------------------------------ text
 
     @property
     def eot_token_id(self) -> int | None:
@@ -205,7 +256,7 @@ class DuelMDM(Writing):
 
     @property
     def max_length(self) -> int:
-        """Positions in a row, framing tokens included."""
+        """Positions in a row, special tokens included."""
         return self.denoiser.max_length
 
     @property
@@ -213,5 +264,20 @@ class DuelMDM(Writing):
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """The ids of a text alone; framing tokens are added to windows, not to texts."""
+        """The ids of a text alone; special tokens are added to windows, not to texts."""
         return self.text.encode(string, bool(add_special_tokens))
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """A conversation in the format of the tokenizer's chat template."""
+        return self.tokenizer.apply_chat_template(
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        """The chat template, for the results; `chat_template`: its name, if the tokenizer has several."""
+        if chat_template is False or chat_template is None:
+            return ""
+        return self.tokenizer.get_chat_template(None if chat_template is True else chat_template)

@@ -1,14 +1,10 @@
-"""Requests of the harness: of which evaluation they are, which are asked, which only fill up a rank, and how the user
-knows them."""
+"""Requests of the harness: which are distinct, and what users call them."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-from lm_eval.api.task import Task
 
 from lm_eval_duel.errors import DuelError
 
@@ -16,64 +12,52 @@ if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
 
-class Asked(NamedTuple):
-    """The requests that are answered: those that the harness repeats so that ranks have equally many are left out."""
+class Batch(NamedTuple):
+    """The distinct requests of one call, without those that the harness repeats to give all ranks equally many."""
 
     requests: list[Instance]
-    repeats: list[int]  # of each, how often it came before
-    places: list[int]  # of each request of the harness, which of these answers it
+    repeats: list[int]  # of each request: how often it came before
+    sources: list[int]  # of each request of the call: the one here that answers it
+
+    @classmethod
+    def of(cls, requests: Sequence[Instance]) -> Batch:
+        """A task repeats a request `repeats` times, as the same object; any more are padding of the rank."""
+        batch = cls([], [], [])
+        copies: dict[int, list[int]] = {}
+        for request in requests:
+            indices = copies.setdefault(id(request), [])
+            if len(indices) < (request.repeats or 1):
+                batch.repeats.append(len(indices))
+                indices.append(len(batch.requests))
+                batch.requests.append(request)
+            batch.sources.append(indices[-1])
+        return batch
 
     def spread(self, answers: Sequence[Any]) -> list[Any]:
-        """An answer for each request of the harness."""
-        return [answers[place] for place in self.places]
-
-
-def asked(requests: Sequence[Instance]) -> Asked:
-    """A request is the same object as often as its task repeats it; where it comes more often, it fills up a rank."""
-    found = Asked([], [], [])
-    same: dict[int, list[int]] = {}
-    for request in requests:
-        before = same.setdefault(id(request), [])
-        if len(before) < (request.repeats or 1):
-            found.repeats.append(len(before))
-            before.append(len(found.requests))
-            found.requests.append(request)
-        found.places.append(before[-1])
-    return found
-
-
-def evaluation() -> int:
-    """The evaluation under way: another number as soon as the harness has built the requests of a task anew.
-
-    It does so before it asks for any answer, and says nothing else by which a model could tell one evaluation from the
-    next.
-    """
-    return _built
-
-
-_built = 0
-_build = Task.build_all_requests
-
-
-@functools.wraps(_build)
-def _counted(self: Task, **options: Any) -> None:
-    global _built
-    _built += 1
-    _build(self, **options)
-
-
-Task.build_all_requests = _counted
+        """An answer for each request of the call."""
+        return [answers[index] for index in self.sources]
 
 
 @contextlib.contextmanager
-def naming(request: Instance) -> Iterator[None]:
-    """Put the request's name, as the user knows it, before an error."""
+def named(request: Instance) -> Iterator[None]:
+    """Put the request's name before an error."""
     try:
         yield
     except DuelError as error:
         raise DuelError(f"{name(request)}: {error}") from None
 
 
+@contextlib.contextmanager
+def named_windows(owners: Sequence[Instance]) -> Iterator[None]:
+    """Put the request's name before an error about a window; `owners`: the request of each window."""
+    try:
+        yield
+    except DuelError as error:
+        if error.window is not None:
+            error.args = (f"{name(owners[error.window])}: {error}",)
+        raise
+
+
 def name(request: Instance) -> str:
-    """A request as the user knows it."""
+    """A request in the words of a user."""
     return f"Request of task {request.task_name}, document {request.doc_id}"

@@ -1,70 +1,79 @@
-"""Windows of requests that are not finished yet, kept in the response cache.
+"""Scores of the windows of unfinished requests, kept in the response cache.
 
-The harness knows answers only, and a long document has many windows: an interrupted run would begin it anew. They are
-forgotten as soon as the request's answer is kept.
+The harness caches answers only, and a long document has many windows: without this an interrupted run would start the
+document again. The windows are deleted as soon as the answer is cached.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 from lm_eval_duel.engine.results import WindowScore
 from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.elbo import ElboScore
 from lm_eval_duel.estimators.lattice import LatticeScore, OrderScore
 from lm_eval_duel.harness.cache import ResponseCache
 
-RESULTS = {kind.__name__: kind for kind in (WindowScore, ElboScore, LatticeScore)}
+SCORES = {kind.__name__: kind for kind in (WindowScore, ElboScore, LatticeScore)}
 
 
 class Unfinished:
-    """Results of windows in a response cache of one spec; without one, nothing is kept.
+    """Window scores in a response cache; without a cache, nothing is kept."""
 
-    `seen`: what else of the run is in a result (the statistics of a trace, a lattice's rules) and not in the spec.
-    """
+    def __init__(self, store: ResponseCache | None, estimator: Estimator):
+        self.store = store
+        # part of a score and not of the spec: the statistics of a trace, the rules that a lattice follows
+        self.contents = str((estimator.traced, *map(str, getattr(estimator, "rules", ()))))
 
-    def __init__(self, store: ResponseCache | None, seen: object):
-        self.store, self.seen = store, str(seen)
+    def resume(self, windows: Sequence[Window]) -> dict[int, WindowScore]:
+        """The kept scores of a request's windows, by index. A request of one window has none."""
+        scores = {n: self.find(window) for n, window in enumerate(windows)} if len(windows) > 1 else {}
+        return {n: score for n, score in scores.items() if score is not None}
 
     def find(self, window: Window) -> WindowScore | None:
-        """What an interrupted run found for a window."""
-        return None if self.store is None else _read(self.store.find(self._key(window)), len(window.target))
+        """The score that an interrupted run kept."""
+        return None if self.store is None else _read(self.store.find(self.key(window)), len(window.target))
 
-    def keep(self, window: Window, scored: WindowScore) -> None:
+    def keep(self, window: Window, score: WindowScore) -> None:
+        """Keep a score until its request is finished."""
         if self.store is not None:
-            self.store[self._key(window)] = type(scored).__name__, dataclasses.asdict(scored)
+            self.store[self.key(window)] = type(score).__name__, dataclasses.asdict(score)
 
-    def forget(self, windows: Iterable[Window]) -> None:
-        if self.store is not None:
-            self.store.forget([self._key(window) for window in windows])
+    def forget(self, windows: Sequence[Window]) -> None:
+        """Delete the scores of a finished request."""
+        if self.store is not None and len(windows) > 1:
+            self.store.forget([self.key(window) for window in windows])
 
-    def _key(self, window: Window) -> str:
-        return "window " + hashlib.sha256(f"{self.seen} {window}".encode()).hexdigest()
+    def key(self, window: Window) -> str:
+        """The key of a window's score."""
+        return "window " + hashlib.sha256(f"{self.contents} {window}".encode()).hexdigest()
 
 
-def _read(kept: Any, tokens: int) -> WindowScore | None:
-    """A window's result of its plain form; None where it is damaged, or of another release or another window."""
+def _read(record: Any, tokens: int) -> WindowScore | None:
+    """A score from its plain form; None if it is damaged, or of another release or another window."""
     try:
-        name, fields = kept
+        name, fields = record
         fields = {**fields}
         if "rules" in fields:
-            fields["rules"] = {rule: OrderScore(**path) for rule, path in fields["rules"].items()}
-        found = RESULTS[name](**fields)
+            fields["rules"] = {rule: OrderScore(**order) for rule, order in fields["rules"].items()}
+        score = SCORES[name](**fields)
     except (TypeError, ValueError, KeyError, AttributeError):
         return None
-    return found if all(_sound(part, tokens) for part in (found, *getattr(found, "rules", {}).values())) else None
+    parts = (score, *getattr(score, "rules", {}).values())
+    return score if all(_is_intact(part, tokens) for part in parts) else None
 
 
-def _sound(part: WindowScore | OrderScore, tokens: int) -> bool:
-    """Whether a result is made of numbers, its sequences of one for each token, or of none."""
-    for field in dataclasses.fields(part):
-        value = getattr(part, field.name)
+def _is_intact(score: WindowScore | OrderScore, tokens: int) -> bool:
+    """Whether all fields are numbers, or sequences with a number for each token (or empty)."""
+    for field in dataclasses.fields(score):
+        value = getattr(score, field.name)
         if isinstance(value, tuple):
-            if len(value) not in (0, tokens) or not all(type(one) in (int, float) for one in value):
+            if len(value) not in (0, tokens) or not all(type(number) in (int, float) for number in value):
                 return False
         elif type(value) not in (int, float, bool, type(None), dict):
             return False
-    return type(part.log_prob) is float
+    return type(score.log_prob) is float

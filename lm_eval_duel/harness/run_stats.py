@@ -1,7 +1,6 @@
-"""What an evaluation asked for, what each request adds to its results, and what that cost; summed over ranks.
+"""Statistics of one evaluation, summed over ranks: totals of every task, and what they cost.
 
-What a request asks (its windows, tokens, cut contexts, settings) is counted from the request itself, by the evaluation
-that asks it. What it came to is an `Outcome`: computed now, or found in a response cache, and counted the same.
+What a request contributes is an `Outcome`, which counts the same whether it was computed now or read from a cache.
 """
 
 from __future__ import annotations
@@ -20,70 +19,73 @@ from lm_eval_duel.engine.results import WindowScore, known_sum
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.estimators.base import Estimator, Value
 from lm_eval_duel.harness.trace import IMPOSSIBLE
+from lm_eval_duel.harness.verify import Verified
 
-SHOWN = 20  # documents in a line of the log
+SHOWN = 20  # documents listed in a log line
 PACKAGES = ("lm_eval_duel", "lm_eval", "torch", "transformers", "accelerate")
 
 
 class Outcome(NamedTuple):
-    """What one request came to."""
+    """What one request contributes to the results."""
 
-    values: list[dict[str, Value]]  # of each window, by name; the first is the one that its answer adds up
-    close: bool  # whether any window has close picks
+    values: list[dict[str, Value]]  # of each window, by name; the request's answer is the sum of the first ones
+    near_ties: bool  # whether any of its windows has near ties
 
     @classmethod
-    def of(cls, parts: Sequence[WindowScore], estimator: Estimator) -> Outcome:
-        """From the results of a request's windows."""
-        return cls([estimator.values(part) for part in parts], any(part.near_ties for part in parts))
+    def of(cls, scores: Sequence[WindowScore], estimator: Estimator) -> Outcome:
+        """From the scores of a request's windows."""
+        return cls([estimator.values(score) for score in scores], any(score.near_ties for score in scores))
 
     @property
     def plain(self) -> tuple[Any, ...]:
-        """As a response cache keeps it."""
-        return [{name: tuple(value) for name, value in one.items()} for one in self.values], self.close
+        """As plain values, for a response cache."""
+        return [{name: tuple(value) for name, value in values.items()} for values in self.values], self.near_ties
 
     @classmethod
     def read(cls, plain: Any, windows: int, names: Iterable[str]) -> Outcome | None:
-        """What `plain` wrote, of so many windows and these figures; None where it holds something else."""
+        """Read `plain`; None unless it holds values of these names for this number of windows."""
         names = list(names)
         try:
-            values, close = plain
-            found = [{name: Value(*one[name]) for name in names} for one in values]
+            plain_values, near_ties = plain
+            values = [{name: Value(*window[name]) for name in names} for window in plain_values]
         except (TypeError, ValueError, KeyError):
             return None
-        whole = len(found) == windows and type(close) is bool and all(list(one) == names for one in values)
-        return cls(found, close) if whole and all(_sound(value) for one in found for value in one.values()) else None
+        complete = len(values) == windows and all(list(window) == names for window in plain_values)
+        intact = type(near_ties) is bool and all(_is_numeric(value) for window in values for value in window.values())
+        return cls(values, near_ties) if complete and intact else None
 
     @property
-    def total(self) -> float:
-        """The log-likelihood that the answer states, nats."""
-        return math.fsum(next(iter(one.values())).log_prob for one in self.values)
+    def log_prob(self) -> float:
+        """The request's log-likelihood."""
+        return math.fsum(next(iter(values.values())).log_prob for values in self.values)
 
 
-def _sound(value: Value) -> bool:
-    """Whether a figure is made of numbers, as one is that an estimator wrote."""
-    nats, stderr, nfe = value
-    return type(nats) is float and type(stderr) in (float, type(None)) and type(nfe) in (int, type(None))
+def _is_numeric(value: Value) -> bool:
+    """Whether a value is made of numbers, as an estimator's are."""
+    log_prob, stderr, nfe = value
+    return type(log_prob) is float and type(stderr) in (float, type(None)) and type(nfe) in (int, type(None))
 
 
 @dataclasses.dataclass
 class Total:
-    """The sum of one figure over windows."""
+    """The sum of one value over windows."""
 
     log_prob: float = 0.0
-    errors: dict[int, tuple[int, float]] | None = None  # of a window's hash: how often it came, its Monte Carlo error
+    errors: dict[int, tuple[int, float]] | None = None  # hash of a window: (how often it came, its Monte Carlo error)
     nfe: int | None = 0
     windows: int = 0
-    squares: tuple[float, float, float] = (0.0, 0.0, 0.0)  # of nats, of nats x tokens, of tokens
+    squares: tuple[float, float, float] = (0.0, 0.0, 0.0)  # of log_prob, of log_prob x tokens, of tokens
 
     @classmethod
     def of(cls, window: Window, value: Value) -> Total:
-        """One window's figure."""
+        """The value of one window."""
         tokens = float(len(window.target))
         errors = None if value.stderr is None else {hash(window): (1, value.stderr)}
         return cls(value.log_prob, errors, value.nfe, 1, (value.log_prob**2, value.log_prob * tokens, tokens**2))
 
     def merge(self, other: Total) -> None:
-        if not self.windows:  # what the first one does not know, the sum does not
+        """Add another sum to this one."""
+        if not self.windows:  # unknown in the first one: unknown in the sum
             self.errors = None if other.errors is None else {}
             self.nfe = None if other.nfe is None else 0
         self.log_prob += other.log_prob
@@ -98,13 +100,13 @@ class Total:
 
     @property
     def stderr(self) -> float | None:
-        """The Monte Carlo error of `nats`: equal windows have the same draws, so their errors are one error."""
+        """The Monte Carlo error of `log_prob`: equal windows have the same draws, so their errors are one error."""
         if self.errors is None:
             return None
         return math.sqrt(math.fsum((count * error) ** 2 for count, error in self.errors.values()))
 
     def describe(self, tokens: int) -> dict[str, Any]:
-        """As in the results JSON, for a task of `tokens` tokens; null, with the reason, where JSON has no number."""
+        """For the results JSON of a task of `tokens` tokens; null, with the reason, if the sum is infinite."""
         if not math.isfinite(self.log_prob):
             return {"log_prob": None, "stderr": None, "window_stderr": None, "nfe": self.nfe, "reason": IMPOSSIBLE}
         return {
@@ -116,24 +118,25 @@ class Total:
         }
 
     def bound(self, tokens: int) -> str:
-        """A Monte Carlo ELBO of `tokens` tokens in words, with its standard error."""
+        """A Monte Carlo ELBO of `tokens` tokens with its standard error, for the log."""
         rate, error = -self.log_prob / tokens, self.stderr
         perplexity = math.exp(rate) if rate < 700 else math.inf
         if error is None:
-            errors, said = ("", ""), "Monte Carlo error not known: 8 draws or more have one"
+            errors, note = ("", ""), "Monte Carlo error unknown: it takes at least 8 draws"
         else:
-            errors, said = (f" +- {error:.2f}", f" +- {perplexity * error / tokens:.2f}"), "Monte Carlo standard error"
-        return f"{self.log_prob:.2f}{errors[0]} nats, {perplexity:.2f}{errors[1]} per token ({said})"
+            errors = (f" +- {error:.2f}", f" +- {perplexity * error / tokens:.2f}")
+            note = "Monte Carlo standard error"
+        return f"{self.log_prob:.2f}{errors[0]} nats, perplexity {perplexity:.2f}{errors[1]} per token ({note})"
 
     def _over_windows(self, tokens: int) -> float | None:
-        """The standard error of `nats` as a ratio to tokens over windows: what other windows like these would move it.
+        """The standard error of `log_prob` over windows, as a ratio to tokens: how much other such windows would vary.
 
-        sqrt(n / (n - 1) sum over windows of (nats - rate tokens)^2), rate = nats / tokens of all n windows.
+        sqrt(n / (n - 1) sum over windows of (log_prob - rate tokens)^2), rate = log_prob / tokens of all n windows.
         """
         if self.windows < 2 or not tokens:
             return None
-        rate, (nats, both, squared) = self.log_prob / tokens, self.squares
-        spread = nats - 2 * rate * both + rate**2 * squared
+        rate, (squared, mixed, tokens_squared) = self.log_prob / tokens, self.squares
+        spread = squared - 2 * rate * mixed + rate**2 * tokens_squared
         return (max(0.0, spread) * self.windows / (self.windows - 1)) ** 0.5
 
 
@@ -142,7 +145,7 @@ class TaskTotal:
     """The sums of one task."""
 
     documents: set[Any] = dataclasses.field(default_factory=set)
-    close: set[Any] = dataclasses.field(default_factory=set)  # documents that have close picks
+    near_ties: set[Any] = dataclasses.field(default_factory=set)  # the documents that have any
     requests: int = 0
     windows: int = 0
     tokens: int = 0
@@ -150,83 +153,59 @@ class TaskTotal:
     values: dict[str, Total] = dataclasses.field(default_factory=dict)
 
     def merge(self, other: TaskTotal) -> None:
+        """Add the sums of other requests."""
         self.documents |= other.documents
-        self.close |= other.close
+        self.near_ties |= other.near_ties
         for name in ("requests", "windows", "tokens"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.longest_document = max(self.longest_document, other.longest_document)
         for name, total in other.values.items():
             self.values.setdefault(name, Total()).merge(total)
 
-
-@dataclasses.dataclass
-class Verified:
-    """What verify=N found (verify.py), added up over windows and ranks."""
-
-    windows: int = 0
-    tokens: int = 0
-    largest_difference: float = 0.0  # nats, of a window
-    where: str = ""
-    changed_picks: int | None = 0  # positions whose reveal step differs; None: of no one order
-    changed_windows: int = 0  # that have any
-    near_tie_windows: int = 0  # whose run had close picks
-
-    def merge(self, other: Verified) -> None:
-        """More windows added to these."""
-        if other.largest_difference >= self.largest_difference and other.where:
-            self.largest_difference, self.where = other.largest_difference, other.where
-        self.changed_picks = known_sum(self.changed_picks, other.changed_picks)
-        for name in ("windows", "tokens", "changed_windows", "near_tie_windows"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-
     def describe(self) -> dict[str, Any]:
-        """As in the results JSON; `where` says which two values differ, where the difference is no number."""
-        least = self.largest_difference if math.isfinite(self.largest_difference) else None
-        return {**dataclasses.asdict(self), "largest_difference": least}
-
-    @property
-    def words(self) -> str:
-        """As in the log."""
-        picks = "no order to compare"
-        if self.changed_picks is not None:
-            picks = f"{self.changed_picks} of {self.tokens} picks moved, in {self.changed_windows} windows"
-        return (
-            f"verify: {self.windows} windows scored again, one row at a time in float32: largest difference "
-            f"{self.largest_difference:.3g} nats ({self.where}); {picks}; {self.near_tie_windows} have close picks"
-        )
+        """For the results JSON."""
+        return {
+            "documents": len(self.documents),
+            "near_tie_documents": sorted(self.near_ties),
+            "requests": self.requests,
+            "windows": self.windows,
+            "tokens": self.tokens,
+            "longest_document": self.longest_document,
+            "values": {name: total.describe(self.tokens) for name, total in self.values.items()},
+        }
 
 
 @dataclasses.dataclass
-class Cost:
-    """One rank's account of one evaluation."""
+class RunStats:
+    """The statistics of one evaluation, of one rank or, merged, of all."""
 
     tasks: dict[str, TaskTotal] = dataclasses.field(default_factory=dict)
-    counts: dict[str, int | None] = dataclasses.field(default_factory=dict)  # added up over ranks
-    generated: set[str] = dataclasses.field(default_factory=set)  # in words, how
+    counts: dict[str, int | None] = dataclasses.field(default_factory=dict)  # summed over ranks
+    generated: set[str] = dataclasses.field(default_factory=set)  # descriptions of generation settings
     seconds: float = 0.0  # in the estimator
     peak_memory: int = 0  # bytes
     ranks: int = 1
     shares: list[Share] = dataclasses.field(default_factory=list)  # of each rank
     verified: Verified = dataclasses.field(default_factory=Verified)
 
-    def count(self, task: str, document: Any, windows: Sequence[Window], outcome: Outcome) -> None:
-        """One request: its windows, and what they came to."""
-        one = TaskTotal({document}, requests=1, windows=len(windows))
-        one.tokens = one.longest_document = sum(len(window.target) for window in windows)
-        if outcome.close:
-            one.close.add(document)
+    def add_request(self, task: str, document: Any, windows: Sequence[Window], outcome: Outcome) -> None:
+        """One request: its windows and what they contribute."""
+        total = TaskTotal({document}, requests=1, windows=len(windows))
+        total.tokens = total.longest_document = sum(len(window.target) for window in windows)
+        if outcome.near_ties:
+            total.near_ties.add(document)
         for window, values in zip(windows, outcome.values, strict=True):
             for name, value in values.items():
-                one.values.setdefault(name, Total()).merge(Total.of(window, value))
-        self.more("empty_requests", one.tokens == 0)
-        self.tasks.setdefault(task, TaskTotal()).merge(one)
+                total.values.setdefault(name, Total()).merge(Total.of(window, value))
+        self.add_count("empty_requests", total.tokens == 0)
+        self.tasks.setdefault(task, TaskTotal()).merge(total)
 
-    def more(self, name: str, count: int = 1) -> None:
-        """So many more of what is counted under a name."""
+    def add_count(self, name: str, count: int = 1) -> None:
+        """Add to a count."""
         self.counts[name] = self.counts.get(name, 0) + count
 
-    def merge(self, other: Cost) -> None:
-        """Another rank's account added to this one."""
+    def merge(self, other: RunStats) -> None:
+        """Add the statistics of another rank."""
         for name, total in other.tasks.items():
             self.tasks.setdefault(name, TaskTotal()).merge(total)
         for name, count in other.counts.items():
@@ -238,36 +217,41 @@ class Cost:
         self.shares += other.shares
         self.verified.merge(other.verified)
 
-    @property
-    def balance(self) -> str:
-        """As in the log."""
-        parts = (
-            f"{name} {' '.join(f'{each:,.0f}' for each in found['ranks'])} (max/mean {found['max_over_mean'] or 0:.2f})"
-            for name, found in balance(self.shares).items()
-        )
-        return f"balance of {self.ranks} ranks: {', '.join(parts)}"
-
-    @property
-    def close(self) -> str:
-        """The documents that have close picks, as in the log; empty where none has any."""
-        listed = [f"{task} {doc}" for task, total in self.tasks.items() for doc in sorted(total.close)]
-        if not listed:
-            return ""
-        names = ", ".join(listed[:SHOWN])
-        more = f" and {len(listed) - SHOWN} more (config.duel.tasks)" if len(listed) > SHOWN else ""
-        return f"{len(listed)} documents have close picks, which float noise could change: {names}{more}"
-
-    @property
-    def bounds(self) -> list[str]:
-        """Each task's Monte Carlo ELBO with its standard error, as in the log."""
-        return [
-            f"{task}: {total.values['elbo'].bound(total.tokens)}"
+    def log_lines(self, bound: str) -> list[str]:
+        """For the log: near ties, Monte Carlo ELBOs (`bound`: what kind of number they are), the balance of ranks."""
+        lines = [self.near_ties] if self.near_ties else []
+        lines += [
+            f"ELBO ({bound}) of {task}: {total.values['elbo'].bound(total.tokens)}"
             for task, total in self.tasks.items()
             if "elbo" in total.values and total.tokens
         ]
+        if self.ranks > 1:
+            lines.append(self.balance)
+            if self.verified.windows:
+                lines.append(f"on all ranks, {self.verified.summary}")
+        return lines
+
+    @property
+    def balance(self) -> str:
+        """How evenly the ranks were loaded."""
+        parts = [
+            f"{name} {' '.join(f'{work:,.0f}' for work in load['ranks'])} (max/mean {load['max_over_mean'] or 0:.2f})"
+            for name, load in balance(self.shares).items()
+        ]
+        return f"balance of {self.ranks} ranks: {', '.join(parts)}"
+
+    @property
+    def near_ties(self) -> str:
+        """The documents that have near ties; empty if none has any."""
+        documents = [f"{task} {doc}" for task, total in self.tasks.items() for doc in sorted(total.near_ties)]
+        if not documents:
+            return ""
+        names = ", ".join(documents[:SHOWN])
+        more = f" and {len(documents) - SHOWN} more (config.duel.tasks)" if len(documents) > SHOWN else ""
+        return f"{len(documents)} documents have near ties, whose order float noise could change: {names}{more}"
 
     def describe(self) -> dict[str, Any]:
-        """As in the results JSON."""
+        """For the results JSON."""
         windows, nfe, tokens = self.counts["windows"], self.counts["nfe"], self.counts["tokens"]
         return {
             "ranks": self.ranks,
@@ -280,23 +264,12 @@ class Cost:
             "longest_document": max((total.longest_document for total in self.tasks.values()), default=0),
             "generated": sorted(self.generated),
             "verify": self.verified.describe() if self.verified.windows else None,
-            "tasks": {
-                name: {
-                    "documents": len(total.documents),
-                    "near_tie_documents": sorted(total.close),
-                    "requests": total.requests,
-                    "windows": total.windows,
-                    "tokens": total.tokens,
-                    "longest_document": total.longest_document,
-                    "values": {value: sums.describe(total.tokens) for value, sums in total.values.items()},
-                }
-                for name, total in self.tasks.items()
-            },
+            "tasks": {name: total.describe() for name, total in self.tasks.items()},
         }
 
 
 class Share(NamedTuple):
-    """What one rank had to do."""
+    """The work of one rank."""
 
     rows: int
     tokens: int  # of targets
@@ -304,28 +277,29 @@ class Share(NamedTuple):
 
 
 def balance(shares: Sequence[Share]) -> dict[str, Any]:
-    """What each rank had to do, and the most of any over the mean: 1 where all had the same."""
-    found: dict[str, Any] = {}
+    """The work of each rank, and the maximum over the mean: 1 if all ranks did the same."""
+    loads: dict[str, Any] = {}
     for name in Share._fields:
-        each = [getattr(share, name) for share in shares]
-        found[name] = {"ranks": each, "max_over_mean": max(each) * len(each) / sum(each) if sum(each) else None}
-    return found
+        amounts = [getattr(share, name) for share in shares]
+        ratio = max(amounts) * len(amounts) / sum(amounts) if sum(amounts) else None
+        loads[name] = {"ranks": amounts, "max_over_mean": ratio}
+    return loads
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most memory that this process held, in bytes: on each of its GPUs, added up, or on a CPU."""
+    """The peak memory of this process in bytes: summed over its GPUs, or of the CPU."""
     if device.type == "cuda":
         return sum(torch.cuda.max_memory_allocated(gpu) for gpu in range(torch.cuda.device_count()))
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else 1024 * most  # kilobytes, but on a Mac
+    return most if sys.platform == "darwin" else 1024 * most  # kilobytes, except on macOS
 
 
 def versions() -> dict[str, str]:
-    """The releases of the packages that a number depends on."""
-    found = {}
+    """The installed versions of the packages that a number depends on."""
+    installed = {}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            installed[name] = "not installed"
+    return installed

@@ -1,80 +1,135 @@
-"""`verify=N`: some windows scored once more, one row a network call in float32, beside what the run says of them.
+"""`verify=N`: some windows are scored again, one row per network call in float32, and compared with the run's scores.
 
-What differs is what batches, padding and a coarser dtype did. A moved pick is a position whose reveal step differs.
+Differences show the effect of batching, padding and a coarser dtype.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
-from lm_eval_duel.denoisers.base import Denoiser
-from lm_eval_duel.engine.results import WindowScore
+from lm_eval_duel.demo import BUNDLED
+from lm_eval_duel.engine.results import WindowScore, known_sum
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators import registry as switch
-from lm_eval_duel.harness.run_stats import Verified
-from lm_eval_duel.options import Options
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+
+    from lm_eval_duel.denoisers.base import Denoiser
+    from lm_eval_duel.harness.run import Run
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
 
+@dataclasses.dataclass
+class Verified:
+    """The comparison, summed over windows and ranks."""
+
+    windows: int = 0
+    tokens: int = 0
+    largest_difference: float = 0.0  # nats, of a window
+    where: str = ""
+    changed_picks: int | None = 0  # positions whose reveal step differs; None: the estimator has no single order
+    changed_windows: int = 0  # that have any
+    near_tie_windows: int = 0  # that had near ties in the run
+
+    def merge(self, other: Verified) -> None:
+        """Add the comparison of other windows."""
+        if other.largest_difference >= self.largest_difference and other.where:
+            self.largest_difference, self.where = other.largest_difference, other.where
+        self.changed_picks = known_sum(self.changed_picks, other.changed_picks)
+        for name in ("windows", "tokens", "changed_windows", "near_tie_windows"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    def describe(self) -> dict[str, Any]:
+        """For the results JSON. If the largest difference is infinite it is null, and `where` has the two values."""
+        largest = self.largest_difference if math.isfinite(self.largest_difference) else None
+        return {**dataclasses.asdict(self), "largest_difference": largest}
+
+    @property
+    def summary(self) -> str:
+        """For the log."""
+        order = "no order to compare"
+        if self.changed_picks is not None:
+            order = f"{self.changed_picks} of {self.tokens} reveal steps differ, in {self.changed_windows} windows"
+        return (
+            f"verify: {self.windows} windows scored again, one row at a time in float32: largest difference "
+            f"{self.largest_difference:.3g} nats ({self.where}); {order}; {self.near_tie_windows} have near ties"
+        )
+
+
 class Verification:
-    """Some of these windows, drawn by (`draw_seed`, rank), and what the run says of them."""
+    """A random sample of the windows of requests, drawn by (`draw_seed`, rank), and the run's scores of them."""
 
-    def __init__(self, windows: Sequence[Window], options: Options, rank: int, ranks: int):
-        self.windows, self.options = windows, options
-        scored = [n for n, window in enumerate(windows) if window.target]
+    def __init__(self, run: Run, windows: Sequence[Sequence[Window]]):
+        self.run, self.windows = run, windows
+        options, (_, rank, ranks, _) = run.options, run.ranks
+        candidates = [(n, part) for n, parts in enumerate(windows) for part in range(len(parts)) if parts[part].target]
         share = options.verify // ranks + (rank < options.verify % ranks)
-        self.drawn = frozenset(random.Random(f"{options.draw_seed} {rank}").sample(scored, min(share, len(scored))))
-        self.said: dict[int, WindowScore] = {}
+        chance = random.Random(f"{options.draw_seed} {rank}")
+        self.drawn = frozenset(chance.sample(candidates, min(share, len(candidates))))
+        self.scores: dict[tuple[int, int], WindowScore] = {}
 
-    def keep(self, n: int, scored: WindowScore) -> None:
-        """The run's result of window n."""
-        if n in self.drawn:
-            self.said[n] = scored
+    def keep(self, n: int, scores: Sequence[WindowScore]) -> None:
+        """Remember the run's scores of the drawn windows of request `n`."""
+        self.scores |= {(n, part): score for part, score in enumerate(scores) if (n, part) in self.drawn}
 
-    def run(self, fine: Callable[[], Denoiser], name: Callable[[int], str]) -> Verified:
-        """Score them again on `fine()`, the network in float32; `name(n)`: how the user knows a window.
-
-        Where that cannot be (no memory for it, say), the log says why: the run's answers are not lost for it.
-        """
-        found = Verified()
+    def compare(self, requests: Sequence[Instance]) -> Verified:
+        """Score the drawn windows again. If that fails (out of memory, say), log why: the run's scores are kept."""
+        verified = Verified()
         try:
-            for n, again in self._again(fine):
-                found.merge(_compared(self.windows[n], self.said[n], again, name(n)))
-        except (DuelError, RuntimeError) as error:  # memory has ended, too
-            log.error("verify: nothing is verified, and the answers stand: %s", str(error).splitlines()[0])
+            for (n, part), again in self._score_again():
+                name = f"Request of task {requests[n].task_name}, document {requests[n].doc_id}"
+                verified.merge(_compare(self.windows[n][part], self.scores[n, part], again, name))
+        except (DuelError, RuntimeError) as error:
+            log.error("verify failed, so no window is verified; scores are unaffected: %s", str(error).splitlines()[0])
             return Verified()
-        if found.windows:
-            log.info("%s", found.words)
-        elif self.options.verify:
-            log.warning("verify: no window was scored here (the response cache had all), so none is verified")
-        return found
+        if verified.windows:
+            log.info("%s", verified.summary)
+        elif self.run.options.verify:
+            log.warning("verify: all answers came from the response cache, so no window is verified")
+        return verified
 
-    def _again(self, fine: Callable[[], Denoiser]) -> list[tuple[int, WindowScore]]:
-        if not self.said:
-            return []
-        estimator = switch.make(fine(), dataclasses.replace(self.options, batch_size=2))  # any: no trial is made for it
+    def _score_again(self) -> Iterator[tuple[tuple[int, int], WindowScore]]:
+        from lm_eval_duel.estimators import registry
+
+        if not self.scores:
+            return
+        options = dataclasses.replace(self.run.options, batch_size=2)  # any number: skips the search for a batch size
+        estimator = registry.make(float32_network(self.run), options)
         estimator.one_by_one()
-        return [(n, estimator.log_prob([self.windows[n]])[0]) for n in sorted(self.said)]
+        for n, part in sorted(self.scores):
+            yield (n, part), estimator.log_prob([self.windows[n][part]])[0]
 
 
-def _compared(window: Window, said: WindowScore, again: WindowScore, name: str) -> Verified:
-    moved = (
-        sum(one != other for one, other in zip(said.reveal_steps, again.reveal_steps, strict=True))
-        if said.reveal_steps
-        else None
-    )
-    same = said.log_prob == again.log_prob  # both may be -infinity
+def float32_network(run: Run) -> Denoiser:
+    """The network in float32, or in float64 if that is what it runs in."""
+    from lm_eval_duel import denoisers
+
+    denoiser, options = run.estimator.denoiser, run.options
+    if str(denoiser.describe()["dtype"]) in ("float32", "float64"):
+        return denoiser
+    arguments = {**options.network, "dtype": "float32", "compile": False}
+    name = options.pretrained or BUNDLED
+    return denoisers.load(name, device=run.ranks.device, tokenizer=run.text.tokenizer, **arguments)
+
+
+def _compare(window: Window, score: WindowScore, again: WindowScore, name: str) -> Verified:
+    changed = None
+    if score.reveal_steps:
+        changed = sum(step != other for step, other in zip(score.reveal_steps, again.reveal_steps, strict=True))
+    equal = score.log_prob == again.log_prob  # both may be -infinity
     return Verified(
         windows=1,
         tokens=len(window.target),
-        largest_difference=0.0 if same else abs(said.log_prob - again.log_prob),
-        where=f"{name}: {said.log_prob:.6f} in the run, {again.log_prob:.6f} alone",
-        changed_picks=moved,
-        changed_windows=int(bool(moved)),
-        near_tie_windows=int(bool(said.near_ties)),
+        largest_difference=0.0 if equal else abs(score.log_prob - again.log_prob),
+        where=f"{name}: {score.log_prob:.6f} in the run, {again.log_prob:.6f} alone",
+        changed_picks=changed,
+        changed_windows=int(bool(changed)),
+        near_tie_windows=int(bool(score.near_ties)),
     )

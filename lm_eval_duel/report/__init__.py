@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lm_eval_duel import strict_json
 from lm_eval_duel.command_line import Parser, folder_to_write
 from lm_eval_duel.errors import DuelError, usage
 from lm_eval_duel.harness import trace
@@ -25,7 +26,6 @@ from lm_eval_duel.report import (
     reveal_order,
     run_cost,
     samples,
-    strict_json,
     tables,
 )
 from lm_eval_duel.rules.tables import short

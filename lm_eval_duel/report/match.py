@@ -50,7 +50,7 @@ def windows(run: Run) -> Windows:
 
 def positions(run: Run) -> str:
     """Which positions of a row are scored: `the text` and no other, unless a convention of a benchmark says so."""
-    bos = str(run.duel.get("bos") or run.spec.get("framing", "").rpartition("bos=")[2] or "given").split(",")[0]
+    bos = str(run.duel.get("bos") or run.spec.get("special_tokens", "").rpartition("bos=")[2] or "given").split(",")[0]
     return "the text" if not run.ours or bos in ("given", "none") else f"bos={bos}"
 
 

@@ -17,7 +17,7 @@ from lm_eval_duel.tables import markdown_table, one_line
 
 SPEC = (  # of a spec, what tells most
     *("estimator", "rule", "block", "elbo_form", "elbo_block", "elbo_eps", "mc_samples"),
-    *("pretrained", "revision", "dtype", "windows", "max_length", "framing"),
+    *("pretrained", "revision", "dtype", "windows", "max_length", "special_tokens"),
 )
 AVERAGED = "tasks where gap closed cannot be told from 0 are in the average: without them it would be too high"
 Entry = Mapping[str, Any]

@@ -13,7 +13,7 @@ from lm_eval_duel.report.figures import MISSING, available
 from lm_eval_duel.report.headline import fixed
 from lm_eval_duel.report.markdown import bullets, code, plain, spaced
 from lm_eval_duel.report.stats import CLEAR
-from lm_eval_duel.report.strict_json import dumps
+from lm_eval_duel.strict_json import dumps
 from lm_eval_duel.sweep import store
 from lm_eval_duel.sweep.metrics import NGRAMS
 from lm_eval_duel.tables import markdown_table

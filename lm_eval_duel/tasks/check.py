@@ -1,4 +1,4 @@
-"""What works on this machine: each benchmark's data set loaded, counted and shown.
+"""Checks the data sets of the benchmarks on this machine: loads each one, counts it and shows how it begins.
 
 python -m lm_eval_duel data check [TASK...] [--data_dir D] [--tokenizer T] [--length N] [--rows N]
 """
@@ -18,24 +18,24 @@ from lm_eval_duel.tasks import corpora
 
 SHOWN = 100  # characters of a first sample
 PRINTS = """\
-Prints for each task how many rows, tokens and documents it has, its licence, where it was found and how it begins, or
-why it cannot be loaded; then the exit code is 1.
+Prints for each task its number of rows, tokens and documents, its licence, its source and how it begins, or why it
+cannot be loaded. In that case the exit code is 1.
 """
 
 
 def benchmarks() -> dict[str, dict[str, Any]]:
-    """The YAML of each benchmark task, what it includes filled in, by the task's name."""
-    found = {}
+    """The YAML of each benchmark task, with its include, by name."""
+    configs = {}
     for file in sorted((Path(tasks.task_folder()) / "benchmarks").glob("[!_]*.yaml")):
         config = _yaml(file)
         if isinstance(config.get("task"), str):  # a group has a list there
-            found[config["task"]] = {**_yaml(file.with_name(config["include"])), **config}
-    return found
+            configs[config["task"]] = {**_yaml(file.with_name(config["include"])), **config}
+    return configs
 
 
-def check(task: str, config: dict[str, Any], said: dict[str, Any]) -> str:
-    """What one task holds, in lines; raises DuelError where it cannot be loaded. `said`: metadata of the user."""
-    metadata = {**config["metadata"], **said}
+def check(task: str, config: dict[str, Any], overrides: dict[str, Any]) -> str:
+    """Lines about one task; raises DuelError if it cannot be loaded. `overrides`: metadata of the user."""
+    metadata = {**config["metadata"], **overrides}
     load = getattr(tasks, config["custom_dataset"].rsplit(".", 1)[-1])
     rows = load(**metadata)["test"]
     corpus = corpora.find(metadata["corpus"])
@@ -44,8 +44,8 @@ def check(task: str, config: dict[str, Any], said: dict[str, Any]) -> str:
     kind = f"rows of up to {metadata.get('length') or tasks.LENGTH}" if "ids" in first else "documents"
     return "\n".join(
         [
-            f"{task}: {count('rows', said.get('rows')) or corpus.rows:,} rows, {sum(rows[TOKENS]):,} tokens scored in "
-            f"{len(rows):,} {kind}",
+            f"{task}: {count('rows', overrides.get('rows')) or corpus.rows:,} rows, {sum(rows[TOKENS]):,} tokens "
+            f"scored in {len(rows):,} {kind}",
             f"    licence  {corpus.licence}",
             f"    from     {corpora.source(metadata['corpus'], metadata.get('data_dir'))}",
             f"    first    {' '.join(text.split())[:SHOWN]!r}",
@@ -55,14 +55,14 @@ def check(task: str, config: dict[str, Any], said: dict[str, Any]) -> str:
 
 @usage()
 def parse(arguments: list[str]) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-    """The YAML of each task asked for, by name, and what is said about all of them; raises UsageError."""
+    """The YAML of each selected task, by name, and the metadata for all of them; raises UsageError."""
     parser = Parser("data", "The data sets of the benchmark tasks.", PRINTS, "check duel_ptb --data_dir corpora")
-    parser.add_argument("action", choices=["check"], metavar="check", help="load each data set and print what is in it")
-    parser.add_argument("tasks", nargs="*", metavar="TASK", help="which of the benchmark tasks (default: all)")
+    parser.add_argument("action", choices=["check"], metavar="check", help="load each data set and describe it")
+    parser.add_argument("tasks", nargs="*", metavar="TASK", help="benchmark tasks to check (default: all)")
     parser.add_argument("--data_dir", help="a folder of local copies (default: the hub and its cache)")
-    parser.add_argument("--tokenizer", help=f"a folder or hub name: whose tokens are counted (default: {BUNDLED}'s)")
+    parser.add_argument("--tokenizer", help=f"a folder or hub name: counts the tokens (default: {BUNDLED}'s)")
     parser.add_argument("--length", help=f"ids of a wrapped row (default: the task's, mostly {tasks.LENGTH})")
-    parser.add_argument("--rows", help="how many rows the local copies hold, if it is not the whole data set")
+    parser.add_argument("--rows", help="number of rows of the local copies, if they are not whole data sets")
     parsed = vars(parser.parse_args(arguments))
     for name in ("length", "rows"):
         count(f"--{name}", parsed[name])
@@ -79,31 +79,31 @@ def parse(arguments: list[str]) -> tuple[dict[str, dict[str, Any]], dict[str, An
 
 def main(arguments: list[str]) -> None:
     """`python -m lm_eval_duel data`."""
-    asked, said = parse(arguments)
-    print(f"tokens of {said.get('tokenizer') or f'{BUNDLED}; name yours with --tokenizer'}", flush=True)
+    selected, overrides = parse(arguments)
+    print(f"tokens of {overrides.get('tokenizer') or f'{BUNDLED}; name yours with --tokenizer'}", flush=True)
     failed: dict[str, dict[str, Exception]] = {}  # by reason, then by task
-    for name, config in asked.items():
+    for name, config in selected.items():
         try:
-            print(check(name, config, said), flush=True)
-        except Exception as error:  # whatever is wrong with one data set, the others are looked at
+            print(check(name, config, overrides), flush=True)
+        except Exception as error:  # the other data sets are checked all the same
             failed.setdefault(_reason(error), {})[name] = error
     for reason, errors in failed.items():
         what = getattr(next(iter(errors.values())), "what", "") if len(errors) == 1 else ""
         print(f"{', '.join(errors)}: NOT LOADED\n    {what}{reason}", flush=True)
     if failed:
-        lost = [name for name in asked if any(name in errors for errors in failed.values())]
-        raise DuelError(f"{len(lost)} of {len(asked)} tasks cannot be loaded: {', '.join(lost)}")
+        lost = [name for name in selected if any(name in errors for errors in failed.values())]
+        raise DuelError(f"{len(lost)} of {len(selected)} tasks cannot be loaded: {', '.join(lost)}")
 
 
 def _reason(error: Exception) -> str:
-    """Why a task cannot be loaded: the same words for the same reason, and this command's own flags as the remedy."""
-    if isinstance(error, corpora.WantsMetadata):
+    """Why a task cannot be loaded: the same text for the same reason, with this command's flags as the remedy."""
+    if isinstance(error, corpora.MissingMetadata):
         return f"{error.cause} {error.flag}"
     return str(error) if isinstance(error, DuelError) else f"{type(error).__name__}: {error}"
 
 
 def _yaml(file: Path) -> dict[str, Any]:
-    """A task's YAML; what `!function` names stays a name."""
+    """A task's YAML; functions stay names."""
     import yaml
 
     class Loader(yaml.SafeLoader):

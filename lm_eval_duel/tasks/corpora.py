@@ -1,8 +1,8 @@
-"""The paper's data sets as they can be loaded today: one file of one pinned revision each, and how many rows it holds.
+"""The paper's data sets as they can be loaded today: one file of a pinned revision each, with its number of rows.
 
-`datasets` 4 and 5 run no loading scripts, and whole repositories are up to 24 GB, so the one parquet or JSON file that
-holds a split is fetched by itself. A local copy is taken from `data_dir`. Too few rows (or too many) are an error, not
-another benchmark.
+`datasets` 4 and 5 do not run loading scripts, and whole repositories have up to 24 GB, so only the parquet or JSON file
+of the split is fetched. `data_dir` names a folder of local copies. Too few or too many rows are an error, because they
+would be another benchmark.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from pathlib import Path
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.tasks import files as copies
 
-CONVERTED = "refs/convert/parquet"  # the branch into which the hub once converted repositories with scripts
+CONVERTED = "refs/convert/parquet"  # the branch with the hub's conversion of repositories that have loading scripts
 SHARD = re.compile(r"-(\d{5})-of-(\d{5})$")
 
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """One data set as a benchmark uses it.
+    """A data set as a benchmark uses it.
 
-    `file` of `repo` at `revision` holds the split; a text is its `columns`, joined by a space; `rows`: how many there
-    are, or with `last`, at least that many, of which the last are taken. `detokenize`: of the wrapped protocol; with
-    `tidied`, of documents too, and their words and bytes are counted before: the harness's own way with WikiText.
+    `file` of `repo` at `revision` has the split; a text is its `columns`, joined by a space. `rows`: their number, or
+    with `last`, how many are taken from the end. `detokenize`: the detokenizer of wrapped rows; with `tidied` also of
+    documents, whose words and bytes are counted before it, as the harness does with WikiText.
     """
 
     repo: str
@@ -38,7 +38,7 @@ class Corpus:
     detokenize: str | None = None
     last: bool = False
     size: int | None = None  # UTF-8 bytes of all texts
-    pages: bool = False  # rows are lines, and a text is an article of them
+    pages: bool = False  # rows are lines, and a text is an article of several
     tidied: bool = False
     sha256: str | None = None
 
@@ -166,10 +166,10 @@ CORPORA = {
 }
 
 
-class WantsMetadata(DuelError):
-    """A data set that cannot be loaded, where one more entry of the metadata may help.
+class MissingMetadata(DuelError):
+    """A data set cannot be loaded, and another entry of the metadata may help.
 
-    The message is `what`, `cause` and `remedy`; `flag`: the remedy under `data check`, which has flags of its own.
+    The message is `what`, `cause` and `remedy`; `flag`: the remedy for `data check`, which has flags of its own.
     """
 
     def __init__(self, cause: str, remedy: str, flag: str, what: str = ""):
@@ -178,25 +178,25 @@ class WantsMetadata(DuelError):
 
 
 def find(name: str) -> Corpus:
-    """A data set by its name."""
+    """A data set, by name."""
     if name not in CORPORA:
         raise unknown("data set", name, CORPORA)
     return CORPORA[name]
 
 
 def source(name: str, data_dir: str | None = None) -> str:
-    """The file or folder that holds a data set: a local copy in `data_dir`, else in the hub's cache.
+    """The file or folder of a data set: a local copy in `data_dir`, or else in the hub's cache.
 
-    Raises DuelError where there is none, and says what was looked for.
+    Raises DuelError if there is none; the message names the places that were searched.
     """
     corpus = find(name)
     return _local(name, corpus, Path(data_dir).expanduser()) if data_dir else _fetched(name, corpus)
 
 
 def texts(name: str, data_dir: str | None = None, rows: int | None = None) -> list[str]:
-    """The texts of a data set, from the hub or from a local copy; `rows`: how many your copy holds, if not all.
+    """The texts of a data set, from the hub or from a local copy; `rows`: how many the copy has, if not all.
 
-    Raises DuelError where there is no copy, a column is missing, or the number of rows is not what it must be.
+    Raises DuelError if there is no copy, a column is missing, or the number of rows is wrong.
     """
     corpus, place = find(name), source(name, data_dir)
     if rows is None:
@@ -205,15 +205,15 @@ def texts(name: str, data_dir: str | None = None, rows: int | None = None) -> li
     for column in corpus.columns:
         if column not in table.column_names:
             raise DuelError(
-                f"{place} has no column '{column}' ({name} wants {', '.join(corpus.columns)}); it has "
-                f"{', '.join(table.column_names)}. Name the split as it is on the hub: {corpus.repo}, {corpus.file}."
+                f"{place} has no column '{column}' ({name} has {', '.join(corpus.columns)}); its columns are "
+                f"{', '.join(table.column_names)}. Use the split as it is on the hub: {corpus.repo}, {corpus.file}."
             )
-    wanted = corpus.rows if rows is None else rows
-    if len(table) < wanted or (len(table) > wanted and not (corpus.last and rows is None)):
-        cause = f"{place} holds {len(table)} rows and {name} has {wanted}: a part of a data set is another benchmark."
-        advice = "Load it again, or say how many rows your copy is meant to hold:"
-        raise WantsMetadata(cause, f"{advice} --metadata rows={len(table)}.", f"{advice} --rows {len(table)}.")
-    table = table.slice(len(table) - wanted)
+    expected = corpus.rows if rows is None else rows
+    if len(table) < expected or (len(table) > expected and not (corpus.last and rows is None)):
+        cause = f"{place} has {len(table)} rows, but {name} has {expected}: a part of a data set is another benchmark."
+        advice = "Load it again, or say how many rows your copy should have:"
+        raise MissingMetadata(cause, f"{advice} --metadata rows={len(table)}.", f"{advice} --rows {len(table)}.")
+    table = table.slice(len(table) - expected)
     lines = []
     for number, parts in enumerate(zip(*(table[column].to_pylist() for column in corpus.columns), strict=True)):
         if not all(isinstance(part, str) for part in parts):
@@ -221,20 +221,20 @@ def texts(name: str, data_dir: str | None = None, rows: int | None = None) -> li
         lines.append(" ".join(parts))
     size = sum(len(line.encode("utf-8")) for line in lines)
     if rows is None and corpus.size not in (None, size):
-        raise DuelError(f"{place} holds {size} bytes of text and {name} has {corpus.size}: it is another text.")
+        raise DuelError(f"{place} has {size} bytes of text, but {name} has {corpus.size}: the texts differ.")
     return articles(lines) if corpus.pages else lines
 
 
 def articles(lines: list[str]) -> list[str]:
     """The articles of WikiText's lines: each begins at a heading of one level, ` = Title = `."""
-    found: list[list[str]] = []
+    parts: list[list[str]] = []
     for line in lines:
         words = line.split()
-        title = len(words) > 2 and words[0] == words[-1] == "=" and words[1] != "=" and words[-2] != "="
-        if title or not found:
-            found.append([])
-        found[-1].append(line)
-    return [text for text in map("".join, found) if text.strip()]
+        is_title = len(words) > 2 and words[0] == words[-1] == "=" and words[1] != "=" and words[-2] != "="
+        if is_title or not parts:
+            parts.append([])
+        parts[-1].append(line)
+    return [text for text in map("".join, parts) if text.strip()]
 
 
 def _fetched(name: str, corpus: Corpus) -> str:
@@ -243,26 +243,26 @@ def _fetched(name: str, corpus: Corpus) -> str:
 
     try:
         file = hf_hub_download(corpus.repo, corpus.file, repo_type="dataset", revision=corpus.revision)
-    except Exception as error:  # whatever the hub client raises: no connection, no file, no right
+    except Exception as error:  # of the hub client: no connection, no file, no permission
         cause = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         what = f"Cannot load {name} ({corpus.repo}, {corpus.file} at {corpus.revision}): "
-        remedy = 'A local copy is taken with --metadata \'{"data_dir": "<folder>"}\'.'
-        raise WantsMetadata(cause, remedy, "A local copy is taken with --data_dir <folder>.", what) from None
+        remedy = 'Use a local copy with --metadata \'{"data_dir": "<folder>"}\'.'
+        raise MissingMetadata(cause, remedy, "Use a local copy with --data_dir <folder>.", what) from None
     return file
 
 
 def _check_whole(name: str, corpus: Corpus, place: Path) -> None:
-    """Raise DuelError where the hub's own file has another SHA-256, or files `...-00003-of-00080` are not all there; of
-    a tail, the last must be."""
+    """Raise DuelError if the hub's file has another SHA-256, or one of the files `...-00003-of-00080` is missing. For
+    the end of a data set the last file is enough."""
     own = corpus.sha256 and place.is_file() and place.name == Path(corpus.file).name
     if own and _sha256(str(place)) != corpus.sha256:
-        raise DuelError(f"{place} is not the {name} that is pinned (another SHA-256): delete it and load it again.")
-    numbers = [SHARD.search(file.stem) for file in (copies.files(place) if place.is_dir() else [])]
-    there = {(int(found[1]), int(found[2])) for found in numbers if found}
-    for count in {of for _, of in there}:
-        wanted = {count - 1} if corpus.last else set(range(count))
-        if lacking := wanted - {number for number, of in there if of == count}:
-            raise DuelError(f"{place} lacks shard {min(lacking)} of the {count} of {name}: load it again.")
+        raise DuelError(f"{place} is not the pinned file of {name} (another SHA-256): delete it and load it again.")
+    names = [SHARD.search(file.stem) for file in (copies.files(place) if place.is_dir() else [])]
+    shards = {(int(name[1]), int(name[2])) for name in names if name}
+    for count in {count for _, count in shards}:
+        expected = {count - 1} if corpus.last else set(range(count))
+        if missing := expected - {number for number, total in shards if total == count}:
+            raise DuelError(f"{place} lacks shard {min(missing)} of the {count} of {name}: load it again.")
 
 
 def _local(name: str, corpus: Corpus, folder: Path) -> str:
@@ -277,14 +277,14 @@ def _local(name: str, corpus: Corpus, folder: Path) -> str:
         if place.is_file() or (place.is_dir() and ((place / copies.SAVED).exists() or copies.files(place))):
             return str(place)
     raise DuelError(
-        f"No copy of {name} in {folder}: wanted {name}.parquet, .jsonl or .json there, a folder {name} of such files "
+        f"No copy of {name} in {folder}: expected {name}.parquet, .jsonl or .json there, a folder {name} of such files "
         f"or saved by `datasets`, or {repo}/{corpus.file}."
     )
 
 
 def _sha256(file: str) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     with open(file, "rb") as content:
         while chunk := content.read(1 << 22):
-            found.update(chunk)
-    return found.hexdigest()
+            digest.update(chunk)
+    return digest.hexdigest()

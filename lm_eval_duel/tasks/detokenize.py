@@ -1,9 +1,9 @@
-"""Benchmark text as people would have typed it: each detokenizer takes one row of its data set and gives text.
+"""Detokenizers turn a row of a benchmark into plain text.
 
-PTB, WikiText, LM1B and LAMBADA are published with spaces around punctuation and with stand-ins for numbers. The models
-were trained on plain text, so the official evaluation of MDLM, BD3-LM and SEDD, which the DUEL paper follows, undoes
-that by fixed rules, one after the other; a published perplexity is one of text after these rules. They are kept as
-they are, the rules that never fire or do harm included: better rules would be another benchmark.
+PTB, WikiText, LM1B and LAMBADA are published with spaces around punctuation and with placeholders for numbers. The
+models were trained on plain text, so the official evaluation of MDLM, BD3-LM and SEDD, which the DUEL paper follows,
+undoes that by a fixed list of replacements, and published perplexities are of the result. The list is kept as it is,
+including replacements that never match or do harm: better ones would be another benchmark.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-Rule = tuple[str | re.Pattern[str], str | Callable[[re.Match[str]], str]]  # what is found, what stands there after
+Rule = tuple[str | re.Pattern[str], str | Callable[[re.Match[str]], str]]  # (pattern, replacement)
 
 
 def _strip_inside(opening: str, closing: str) -> Rule:
-    """No white space just inside a pair, from an opening mark to the next closing one: nested pairs are not matched."""
+    """Strip white space inside a pair, from an opening mark to the next closing one; nested pairs are not matched."""
     pair = re.compile(rf"{re.escape(opening)}([^{re.escape(closing)}]*){re.escape(closing)}")
     return pair, lambda match: opening + match[1].strip() + closing
 
 
 def _one_space_inside(opening: str, closing: str) -> Rule:
-    """No space just inside a pair, where there is one at both ends; of nested pairs the inner one."""
+    """Remove a space at both ends inside a pair; of nested pairs, inside the inner one."""
     marks = "".join(re.escape(mark) for mark in dict.fromkeys(opening + closing))
     pair = re.compile(rf"{re.escape(opening)} ([^{marks}]+) {re.escape(closing)}")
     return pair, rf"{opening}\1{closing}"
@@ -95,9 +95,9 @@ LAMBADA: tuple[Rule, ...] = (
 
 
 def apply(rules: tuple[Rule, ...], text: str) -> str:
-    """Each rule once over the whole text, in order."""
-    for found, put in rules:
-        text = re.sub(re.escape(found) if isinstance(found, str) else found, put, text)
+    """Apply each rule once to the whole text, in order."""
+    for pattern, replacement in rules:
+        text = re.sub(re.escape(pattern) if isinstance(pattern, str) else pattern, replacement, text)
     return text
 
 

@@ -1,4 +1,4 @@
-"""Rows of data on this machine: a file, a folder of files, or what `datasets` saved."""
+"""Reads local data sets: a file, a folder of files, or a folder saved by `datasets`."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from lm_eval_duel.errors import DuelError
 if TYPE_CHECKING:
     import pyarrow
 
-SAVED = "dataset_info.json"  # what `datasets` writes beside what it saves
+SAVED = "dataset_info.json"  # which `datasets` writes next to the data that it saves
 
 
 def files(folder: Path) -> list[Path]:
-    """The files of rows in a folder."""
+    """The data files in a folder."""
     return sorted(file for file in folder.iterdir() if file.suffix in FORMATS)
 
 
 def table(place: str) -> pyarrow.Table:
-    """The rows of a file, of a folder of files, or of what `datasets` saved.
+    """The rows of a file, of a folder of files, or of a folder saved by `datasets`.
 
-    Read as they stand: `datasets` would write a second copy of everything into its cache, and find old ones there.
+    They are read directly: `datasets` would write a second copy into its cache, and may find an old one there.
     """
     import pyarrow
 
@@ -34,7 +34,7 @@ def table(place: str) -> pyarrow.Table:
             return datasets.load_from_disk(place).with_format("arrow")[:]
         parts = [FORMATS[file.suffix](file) for file in (files(path) if path.is_dir() else [path])]
         return pyarrow.concat_tables(parts, promote_options="default")
-    except Exception as error:  # whatever the readers raise: cut off in the middle, not this format, not readable
+    except Exception as error:  # of any reader: truncated, another format, not readable
         reason = str(error).splitlines() or [""]
         raise DuelError(f"{place} cannot be read ({type(error).__name__}: {reason[0]}): load it again.") from None
 
@@ -46,7 +46,7 @@ def _parquet(file: Path) -> pyarrow.Table:
 
 
 def _json(file: Path) -> pyarrow.Table:
-    """A record a line, or one list of records."""
+    """One record per line, or one list of records."""
     import pyarrow
 
     with open(file, encoding="utf-8") as content:
@@ -56,4 +56,4 @@ def _json(file: Path) -> pyarrow.Table:
     return pyarrow.Table.from_pylist(records)
 
 
-FORMATS = {".parquet": _parquet, ".jsonl": _json, ".json": _json}  # readers by the ending of a file
+FORMATS = {".parquet": _parquet, ".jsonl": _json, ".json": _json}  # readers, by file name extension

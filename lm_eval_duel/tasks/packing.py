@@ -1,6 +1,6 @@
-"""Streams of tokens cut into rows: documents one after the other, every row full, as the 110M models are evaluated.
+"""Wrapped rows: documents are concatenated and cut into full rows, as the 110M models are evaluated.
 
-    documents    a b c | d e | f g h i j         rows of 6, framed by [B] and [E], with an [E] after each document
+    documents    a b c | d e | f g h i j         rows of 6, from [B] to [E], with an [E] after each document
     stream       a b c E d e E f g h i j E
     rows         B a b c E E | B d e E f E | ... 4 ids of the stream each
 
@@ -20,10 +20,10 @@ BATCH = 1000  # documents that the authors' code wraps at a time (the default of
 
 @dataclasses.dataclass(frozen=True)
 class Wrapping:
-    """How streams are cut. `length`: ids of a row, framing included. `bos`, `eos`: the ids that frame rows, where
-    `framed`. `insert_eos`: an `eos` after each document.
+    """How documents are wrapped. `length`: ids of a row, special tokens included. `framed`: rows begin with `bos` and
+    end with `eos`. `insert_eos`: an `eos` after each document.
 
-    `remainder`: what becomes of ids that do not fill a row: "keep" (the last row is short), "drop", or "official": the
+    `remainder`: what to do with ids that do not fill a row: "keep" (the last row is short), "drop", or "official":
     documents are wrapped 1,000 at a time and the remainder of each batch is dropped, as in the authors' code.
     """
 
@@ -41,26 +41,26 @@ class Wrapping:
             raise DuelError(f"length={self.length} leaves no position for text in a row; raise it.")
 
     @property
-    def framing(self) -> tuple[int, int]:
-        """How many ids at the beginning and at the end of a row are framing."""
+    def special_tokens(self) -> tuple[int, int]:
+        """How many special tokens a row has at its beginning and at its end."""
         return (1, 1) if self.framed else (0, 0)
 
     def rows(self, documents: Iterable[Sequence[int]]) -> Iterator[list[int]]:
-        """The rows of the documents' ids, framed."""
+        """The rows of the documents' ids."""
         waiting: list[int] = []
-        size = self.length - sum(self.framing)
+        size = self.length - sum(self.special_tokens)
         for count, document in enumerate(documents, 1):
             waiting += document
             if self.insert_eos:
                 waiting.append(self.eos)
             whole = len(waiting) // size * size
             for start in range(0, whole, size):
-                yield self._framed(waiting[start : start + size])
+                yield self._row(waiting[start : start + size])
             del waiting[:whole]
             if self.remainder == "official" and count % BATCH == 0:
                 waiting.clear()
         if waiting and self.remainder == "keep":
-            yield self._framed(waiting)
+            yield self._row(waiting)
 
-    def _framed(self, ids: list[int]) -> list[int]:
+    def _row(self, ids: list[int]) -> list[int]:
         return [self.bos, *ids, self.eos] if self.framed else list(ids)

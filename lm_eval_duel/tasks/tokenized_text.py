@@ -1,6 +1,6 @@
-"""Text that carries its own token ids: a task that cuts streams of tokens scores exactly those.
+"""Text that carries its token ids, so that a task of wrapped rows scores exactly those.
 
-To the harness, and to any other model, it is a `str`; decoding and encoding again cannot change what duel-mdm scores.
+To the harness and to other models it is a `str`. duel-mdm reads the ids, which decoding and encoding could change.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from lm_eval_duel.errors import DuelError
 
 
 class TokenText(str):
-    """A text and the row of ids that stands for it.
+    """A text and its row of ids.
 
-    `token_ids`: the whole row, framing included; `framing`: how many ids at its beginning and its end are framing
-    tokens; `tokenizer`: the name and the fingerprint of the tokenizer that wrote it; `bos`: the convention by which its
-    scored positions were counted, "" where they were not.
+    `token_ids`: the whole row; `special_tokens`: how many of them, at its beginning and at its end, are special tokens;
+    `tokenizer`: the name and the fingerprint of its tokenizer; `bos`: the convention by which its scored positions were
+    counted, or "".
     """
 
     token_ids: tuple[int, ...]
-    framing: tuple[int, int]
+    special_tokens: tuple[int, int]
     tokenizer: tuple[str, str]
     bos: str
 
@@ -30,34 +30,34 @@ class TokenText(str):
         cls,
         text: str,
         token_ids: Sequence[int],
-        framing: tuple[int, int] = (0, 0),
+        special_tokens: tuple[int, int] = (0, 0),
         tokenizer: tuple[str, str] = ("", ""),
         bos: str = "",
     ) -> TokenText:
-        before, after = framing
+        before, after = special_tokens
         if before < 0 or after < 0 or before + after > len(token_ids):
-            raise DuelError(f"A row of {len(token_ids)} ids cannot have {before} and {after} framing tokens.")
+            raise DuelError(f"A row of {len(token_ids)} ids cannot have {before} and {after} special tokens.")
         self = super().__new__(cls, text)
         self.token_ids = tuple(int(token) for token in token_ids)
-        self.framing, self.tokenizer, self.bos = (int(before), int(after)), tuple(tokenizer), bos
+        self.special_tokens, self.tokenizer, self.bos = (int(before), int(after)), tuple(tokenizer), bos
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TokenText, (str(self), self.token_ids, self.framing, self.tokenizer, self.bos)
+        return TokenText, (str(self), self.token_ids, self.special_tokens, self.tokenizer, self.bos)
 
     @property
     def digest(self) -> str:
-        """Sixteen hexadecimal digits of ids, framing and tokenizer."""
-        said = json.dumps([self.token_ids, self.framing, self.tokenizer])
-        return hashlib.sha256(said.encode()).hexdigest()[:16]
+        """Sixteen hexadecimal digits of ids, special tokens and tokenizer."""
+        content = json.dumps([self.token_ids, self.special_tokens, self.tokenizer])
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-MADE: set[str] = set()  # how the documents and rows of this process were made, by digest
+MADE: set[str] = set()  # digests of how the documents and rows of this process were made
 
 
 def made(*how: object) -> str:
-    """The digest of how documents were made (data set, tokenizer, metadata), remembered: those of a request cache that
-    were made otherwise are told by it."""
+    """The digest of how documents were made (data set, tokenizer, metadata). It is remembered, so that documents from a
+    request cache that were made differently are recognised."""
     digest = hashlib.sha256(json.dumps(how, sort_keys=True, default=str).encode()).hexdigest()[:16]
     MADE.add(digest)
     return digest

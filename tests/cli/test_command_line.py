@@ -358,7 +358,7 @@ def test_a_damaged_trace_is_answered_in_words(name, value, tmp_path, capsys):
         value = 5
     with pytest.raises(Exit) as ended:
         shown(window if value is None else window | {name: value})
-    assert ended.value.code == 1 and ("is no window of a trace" in str(ended.value) or "has no" in str(ended.value))
+    assert ended.value.code == 1 and ("is not a window of a trace" in str(ended.value) or "has no" in str(ended.value))
 
 
 # ---------------------------------------------------------------- run

@@ -1,12 +1,16 @@
 """Windows and lanes: every token in one target, blocks, groups, padding."""
 
+import random
+from types import SimpleNamespace
+
 import pytest
 import torch
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from toys import Toy
 
 from lm_eval_duel.engine.budget import Budget
 from lm_eval_duel.engine.lanes import Lanes, Rows, blocks, groups
-from lm_eval_duel.engine.windows import Window, conditional, framed, independent
+from lm_eval_duel.engine.windows import Window, conditional, framed, independent, rolling
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import Duel
 
@@ -118,3 +122,24 @@ def test_lanes_carry_everything_along():
     assert both.memory[0].sum((1, 2)).tolist() == [12, 0]
     assert torch.equal(both.select(torch.tensor([True, False])).memory[0][:, :2], narrow.memory[0])
     assert wide.concat(narrow).memory[0].sum((1, 2)).tolist() == [0, 12]
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_rolling_windows_are_those_of_lm_eval(seed):
+    chance = random.Random(seed)
+    ids = [chance.randrange(90) for _ in range(chance.randrange(40))]
+    capacity = chance.randint(1, 12)
+    theirs = map(make_disjoint_window, get_rolling_token_windows(ids, 99, capacity, context_len=1))
+    windows = rolling(ids, 99, capacity, (98,))
+    assert windows == [Window(context, target, (98,)) for context, target in theirs]
+    assert [token for window in windows for token in window.target] == ids
+
+
+def test_the_picture_of_rolling_windows():
+    windows = [("".join(window.context), "".join(window.target)) for window in map(letters, rolling(range(8), 25, 3))]
+    assert windows == [("z", "abc"), ("c", "def"), ("ef", "gh")]
+
+
+def letters(window):
+    parts = {name: [chr(97 + token) for token in getattr(window, name)] for name in ("context", "target")}
+    return SimpleNamespace(**parts)

@@ -15,7 +15,8 @@ from lm_eval_duel import rules, tasks
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.harness import trace
 from lm_eval_duel.harness.lm import DuelMDM
-from lm_eval_duel.harness.run_stats import IMPOSSIBLE
+from lm_eval_duel.harness.trace import IMPOSSIBLE
+from lm_eval_duel.tasks import metrics
 
 TEXTS = ["a b c", "d e", "a b c", "f g h i j"]
 ALPHABET = " ".join("abcdefghijklmnopqrstuvwxyz")
@@ -156,7 +157,7 @@ def test_own_rules_are_compared_by_their_code(model, tmp_path, monkeypatch):
     spec = {"estimator": "oracle", "lattice_rules": "own_state_rule:Own"}
     first = model(**spec, trace=str(tmp_path / "t.jsonl"))
     cached(first, tmp_path).loglikelihood_rolling(rolling("a b c"))
-    generating = first.generating, model(estimator="oracle", rule="own_state_rule:Own").generating
+    generating = first.generation_spec, model(estimator="oracle", rule="own_state_rule:Own").generation_spec
     assert "rule_code" not in generating[0] and "rule_code" in generating[1]  # the rule that texts are written by
     with (tmp_path / "own_state_rule.py").open("a") as file:
         file.write("# changed\n")
@@ -219,11 +220,11 @@ def test_a_damaged_window_is_scored_again(model, tmp_path, damage):
 
     (first, *_) = windows = lm.lm.text.windows(ALPHABET)
     result = lm.lm.estimator.log_prob(windows)[0]
-    unfinished = Unfinished(lm.dbdict, lm.lm.seen)
+    unfinished = Unfinished(lm.dbdict, lm.lm.estimator)
     unfinished.keep(first, result)
     assert unfinished.find(first) == result
-    name, fields = lm.dbdict[unfinished._key(first)]
-    lm.dbdict[unfinished._key(first)] = name, {**fields, **damage}
+    name, fields = lm.dbdict[unfinished.key(first)]
+    lm.dbdict[unfinished.key(first)] = name, {**fields, **damage}
     assert unfinished.find(first) is None
 
 
@@ -286,7 +287,7 @@ def test_a_users_own_data_need_no_token_counts(model, tmp_path, column):
 
 
 def test_units_that_no_one_counted(caplog):
-    tasks._warn_uncounted.cache_clear()
+    metrics._warn_uncounted.cache_clear()
     found = tasks.perplexity({"text": "a b", "words": ["of", "theirs"]}, [-1.0])
     assert found == {"word_perplexity": (-1.0, 2), "byte_perplexity": (-1.0, 3), "bits_per_byte": (-1.0, 3)}
     assert "there is no token_perplexity" in caplog.text
@@ -334,7 +335,7 @@ def test_a_trace_is_a_file_of_its_own(tmp_path):
     (tmp_path / "binary").write_bytes(b"\x89PNG\r\n\x1a\n\xff\xfe" * 9)
     for name, message in (
         ("folder", r"The trace .*folder is a folder. Name a file in it: trace=.*/folder/trace.jsonl"),
-        ("binary", r"binary is no trace: its first line is no spec"),
+        ("binary", r"binary is not a trace: its first line has no spec"),
         ("binary/t.jsonl", r"The trace .*binary/t.jsonl cannot be written in .*/binary"),
     ):
         with pytest.raises(DuelError, match=message):
@@ -350,5 +351,5 @@ def test_a_damaged_line_of_a_trace_is_named(tmp_path, line):
     trace.Writer(str(path), {"fingerprint": "abc"})
     with path.open("ab") as file:
         file.write(line)
-    with pytest.raises(DuelError, match="line 2 is no window of a trace"):
+    with pytest.raises(DuelError, match="line 2 is not a window of a trace"):
         trace.read(path)

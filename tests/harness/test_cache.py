@@ -9,7 +9,9 @@ import sqlite3
 import pytest
 import tiny
 from lm_eval.api.instance import Instance
-from lm_eval.api.model import CachingLM
+from lm_eval.api.model import CachingLM, hash_args
+from lm_eval.models.dummy import DummyLM
+from sqlitedict import SqliteDict
 
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.harness import trace
@@ -116,7 +118,7 @@ def test_a_broken_record_is_dropped_and_scored_again(model, tmp_path, record, ca
     with caplog.at_level("WARNING", logger="lm_eval.duel_mdm"):
         assert again.loglikelihood_rolling(requests()) == pytest.approx(values, abs=1e-5)
     assert computed(again) == 1
-    assert "was cut off or is no answer: it is dropped" in caplog.text
+    assert "has a truncated or invalid record: it is dropped" in caplog.text
     assert cached(model(), tmp_path).dbdict.find(key) in [
         pytest.approx(value, abs=1e-5) for value in values
     ]  # written anew
@@ -143,13 +145,13 @@ def test_a_full_disk_stops_nothing(model, tmp_path, caplog):
     with caplog.at_level("INFO", logger="lm_eval.duel_mdm"):
         values = wrapped.loglikelihood_rolling(many)
     assert values == pytest.approx(model().loglikelihood_rolling(many), abs=1e-4)
-    assert "cannot be written (database or disk is full): the run goes on" in caplog.text
+    assert "cannot be written (database or disk is full): the run continues" in caplog.text
     waiting = len(full.waiting)
     assert waiting and f"{waiting} answers are not in " in caplog.text
     full.conn.select_one("PRAGMA max_page_count = 100000")  # somebody made room
     with caplog.at_level("INFO", logger="lm_eval.duel_mdm"):
         wrapped.loglikelihood_rolling(requests([("z",)]))
-    assert not full.waiting and "answers that waited are in it" in caplog.text
+    assert not full.waiting and "answers that waited are saved" in caplog.text
     again = cached(model(), tmp_path)
     assert again.loglikelihood_rolling(many) == values
     assert computed(again) == 0
@@ -212,13 +214,14 @@ def test_the_results_of_a_resumed_run_are_whole(model, tmp_path, monkeypatch):
 
 
 def test_other_models_caches_are_what_they_were(model, tmp_path):
-    """Samples and greedy texts of a stock model in the same process."""
-    from lm_eval.api import model as harness
-
-    cached(model(), tmp_path)
-    for settings in ({"temperature": 0.7}, {"do_sample": False, "until": ["."]}):
-        keys = [harness.hash_args("generate_until", (text, settings)) for text in ("one", "two")]
-        assert keys == [harness.hash_args.plain("generate_until", (text, settings)) for text in ("one", "two")]
+    """A stock model in the same process looks up its own answers, under lm-eval's own keys."""
+    asked = requests([("one", {"until": ["."]}), ("two", {"until": ["."]})], "generate_until")
+    ours = cached(model(), tmp_path)
+    stock = CachingLM(DummyLM(), str(tmp_path / "stock.db"))
+    texts = stock.generate_until(asked)
+    keys = [hash_args("generate_until", request.args) for request in asked]
+    assert [stock.dbdict[key] for key in keys] == texts and type(stock.dbdict) is SqliteDict
+    assert "generate_until" in vars(ours) and "generate_until" not in vars(stock)
 
 
 def test_files_are_made_as_the_umask_says_and_nowhere_else(model, tmp_path):
@@ -294,7 +297,7 @@ def test_windows_of_a_document_that_is_not_finished_are_kept(model, tmp_path, sp
     assert again.loglikelihood_rolling(requests(texts)) == pytest.approx(values, abs=1e-4)
     assert computed(again) == 1 < whole.estimator.counts.windows == 2
     assert not any(key.startswith("window ") for key in list(again.dbdict.keys()))
-    ours, theirs = again.lm.cost.tasks["toy"], whole.cost.tasks["toy"]
+    ours, theirs = again.lm.run.stats.tasks["toy"], whole.run.stats.tasks["toy"]
     for name, total in theirs.values.items():
         assert ours.values[name].log_prob == pytest.approx(total.log_prob, abs=1e-4)
     if traced:

@@ -14,11 +14,11 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.task import Task
 
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.harness import distributed as ranks
-from lm_eval_duel.harness import requests as instances
-from lm_eval_duel.harness import trace
+from lm_eval_duel.harness import patches, trace
+from lm_eval_duel.harness.distributed import Ranks
 from lm_eval_duel.harness.lm import DuelMDM
-from lm_eval_duel.harness.run_stats import Cost, Share, TaskTotal
+from lm_eval_duel.harness.requests import Batch
+from lm_eval_duel.harness.run_stats import RunStats, Share, TaskTotal
 
 TORCHRUN = ("torch.distributed.run", "--nproc-per-node", "{ranks}", "--master-port", "{port}")
 ACCELERATE = ("accelerate.commands.launch", "--multi_gpu", "--num_processes", "{ranks}", "--num_machines", "1")
@@ -48,10 +48,10 @@ def request(repeats=1, doc=0):
 
 def test_requests_that_fill_up_a_rank_are_not_asked():
     one, three = request(doc=0), request(repeats=3, doc=1)
-    asked = instances.asked([one, three, three, three, *[three] * 3, *[three] * 3])
-    assert asked.requests == [one, three, three, three]
-    assert asked.repeats == [0, 0, 1, 2]
-    assert asked.spread("abcd") == ["a", "b", "c", "d", *"d" * 6]
+    batch = Batch.of([one, three, three, three, *[three] * 3, *[three] * 3])
+    assert batch.requests == [one, three, three, three]
+    assert batch.repeats == [0, 0, 1, 2]
+    assert batch.spread("abcd") == ["a", "b", "c", "d", *"d" * 6]
 
 
 @pytest.fixture(scope="module")
@@ -83,28 +83,30 @@ def test_they_cost_nothing_and_are_in_no_trace(folder, tmp_path):
 
 
 def test_the_log_shows_the_balance():
-    cost = Cost(ranks=0)
+    stats = RunStats(ranks=0)
     for rows, tokens, seconds in ((100, 1000, 4.0), (50, 500, 2.0), (0, 0, 0.0)):
-        cost.merge(Cost(shares=[Share(rows, tokens, seconds)]))
-    assert cost.balance == (
+        stats.merge(RunStats(shares=[Share(rows, tokens, seconds)]))
+    assert stats.balance == (
         "balance of 3 ranks: rows 100 50 0 (max/mean 2.00), tokens 1,000 500 0 (max/mean 2.00), "
         "seconds 4 2 0 (max/mean 2.00)"
     )
 
 
-def test_documents_with_close_picks_are_listed():
-    cost = Cost()
-    assert cost.close == ""
-    for task, close in (("a", {7, 2}), ("b", set()), ("c", set(range(30)))):
-        cost.merge(Cost(tasks={task: TaskTotal(documents=set(range(99)), close=close)}))
-    assert cost.close.startswith("32 documents have close picks, which float noise could change: a 2, a 7, c 0, c 1, ")
-    assert cost.close.endswith("c 17 and 12 more (config.duel.tasks)")
+def test_documents_with_near_ties_are_listed():
+    stats = RunStats()
+    assert stats.near_ties == ""
+    for task, near_ties in (("a", {7, 2}), ("b", set()), ("c", set(range(30)))):
+        stats.merge(RunStats(tasks={task: TaskTotal(documents=set(range(99)), near_ties=near_ties)}))
+    assert stats.near_ties.startswith(
+        "32 documents have near ties, whose order float noise could change: a 2, a 7, c 0, c 1, "
+    )
+    assert stats.near_ties.endswith("c 17 and 12 more (config.duel.tasks)")
 
 
 def test_a_rank_that_has_ended_is_named_as_the_cause():
-    waits = SimpleNamespace(rank=1, world_size=2)
-    with pytest.raises(DuelError, match=r"Rank 1 of 2 waited .* its own error is the cause.*Connection closed"):  # noqa: SIM117
-        with ranks.Ranked._waiting(waits):
+    message = r"Rank 1 of 2 waited .* look for that rank's error, which is the cause.*Connection closed"
+    with pytest.raises(DuelError, match=message):  # noqa: SIM117
+        with Ranks("cpu", 1, 2).waiting():
             raise RuntimeError("Connection closed by peer\nand a stack")
 
 
@@ -121,7 +123,7 @@ def test_a_process_that_finds_no_others_says_so(monkeypatch):
         r"\(RANK=3\) could not join the other 3 at node0:29500: are all machines up.*The client socket has timed out\)"
     )
     with pytest.raises(DuelError, match=message):
-        ranks.Ranked.join_ranks(SimpleNamespace(), "cpu")
+        Ranks.join("cpu")
 
 
 @pytest.mark.parametrize(
@@ -131,7 +133,7 @@ def test_a_process_that_finds_no_others_says_so(monkeypatch):
 def test_every_rank_refuses_a_task_with_too_few_documents(more, refused, monkeypatch):
     built = []
     monkeypatch.setattr(Task, "build_all_requests", lambda self, **options: built.append(options))
-    ranks.refuse_idle_ranks()
+    patches.apply()
     task = SimpleNamespace(config=SimpleNamespace(task="toy"), eval_docs=[{}] * 5)
     for rank in (0, 1):
         if refused:
@@ -177,7 +179,7 @@ def test_a_rank_that_fails_ends_the_other_machine(tmp_path):
     status, said = launch(TORCHRUN, 2, *arguments, machines=2)
     assert 0 not in status, said[-3000:]
     assert "DuelError: Request of task broken, document 1: the text holds the mask token" in said
-    assert "DuelError: Rank 0 of 2 waited for the others and one of them has ended" in said
+    assert "DuelError: Rank 0 of 2 waited for the other ranks, and one of them has ended" in said
 
 
 @pytest.mark.slow
@@ -220,4 +222,5 @@ def test_three_ranks_print_what_one_prints_and_each_goes_on_from_two(tmp_path):
         assert sum(cost["balance"]["rows"]["ranks"]) == cost["rows"]
         assert abs(cost["rows"] - one["rows"]) <= one["all_mask_starts"]  # rows of masks alone, equal in one call
         lines = trace.read(tmp_path / f"{name}.jsonl")
-        assert [(line["doc"], line["steps"]) for line in lines] == [(line["doc"], line["steps"]) for line in windows]
+        steps = [[(line["doc"], line["reveal_steps"]) for line in part] for part in (lines, windows)]
+        assert steps[0] == steps[1]

@@ -24,7 +24,8 @@ from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import Duel
 from lm_eval_duel.harness import trace
-from lm_eval_duel.harness.generation import KNOWN, LENGTHS, OTHERS, Settings, key_of
+from lm_eval_duel.harness.generation import key_of
+from lm_eval_duel.harness.generation_settings import KNOWN, LENGTHS, OTHERS, Settings
 from lm_eval_duel.harness.lm import DuelMDM
 
 NETWORKS = [Toy(length=9, seed=1), Toy(length=9, seed=2, honours_padding=False), BlockCausal(block=2, length=9, seed=3)]
@@ -134,14 +135,14 @@ def test_settings_of_a_task():
     assert Settings.of({"until": ["a", ""], "do_sample": True}) == Settings(("a",), 256, 1.0)
     assert Settings.of({"temperature": 0.7, "top_p": 0.9}) == Settings((), 256, 0.7, None, 0.9)
     assert Settings.of({"do_sample": False, "temperature": 0.7, "top_p": 0.9}) == Settings((), 256, 0.0)
-    assert Settings.of({"do_sample": True, "top_k": 5}).words == "sampling, temperature=1, top_k=5"
+    assert Settings.of({"do_sample": True, "top_k": 5}).description == "sampling, temperature=1, top_k=5"
     with pytest.raises(DuelError, match=r"Unknown generation setting 'temprature'\. Did you mean temperature\?"):
         Settings.of({"temprature": 1})
-    assert Settings.of({"do_sample": "false", "temperature": 1, "num_beams": 1}).words == "decoding"
+    assert Settings.of({"do_sample": "false", "temperature": 1, "num_beams": 1}).description == "argmax"
     assert Settings.of({"max_gen_toks": 5, "max_new_tokens": 9}).length == 5
     with pytest.raises(DuelError, match="'max_gen_toks' is a whole number, at least 1; got '0'"):
         Settings.of({"max_gen_toks": 0})
-    with pytest.raises(DuelError, match="num_beams is 1 here"):
+    with pytest.raises(DuelError, match="num_beams must be 1 here"):
         Settings.of({"num_beams": 4})
 
 
@@ -188,12 +189,18 @@ def test_settings_that_are_no_names_with_values():
     ("asked", "message"),
     [
         ({"until": 5}, "'until' is a text or a list of texts (in YAML, numbers in quotes); got 5."),
-        ({"temperature": "warm"}, "'temperature' is 0 (decoding) or a number from 1e-20 to 1e+20; got 'warm'."),
+        ({"temperature": "warm"}, "'temperature' is 0 (argmax) or a number from 1e-20 to 1e+20; got 'warm'."),
         ({"top_k": "x"}, "'top_k' is a whole number, at least 0; got 'x'."),
         ({"max_new_tokens": 0}, "'max_new_tokens' is a whole number, at least 1; got '0'."),
-        ({"max_length": 9}, "max_length is not a setting here: it would count the prompt too; the positions to"),
-        ({"repetition_penalty": 1.2}, "repetition_penalty is 1 here: the spec that is sampled is changed by"),
-        ({"stop": ["."]}, "stop is not a setting here: stop strings are `until`; got stop: ['.']."),
+        (
+            {"max_length": 9},
+            "max_length is not a setting here: it would count the prompt too; set max_gen_toks, the positions to",
+        ),
+        (
+            {"repetition_penalty": 1.2},
+            "repetition_penalty must be 1 here: only temperature, top_k and top_p change the",
+        ),
+        ({"stop": ["."]}, "stop is not a setting here: name stop strings in `until`; got stop: ['.']."),
         ({"seeds": 5}, "Unknown generation setting 'seeds'. Known: "),
     ],
 )
@@ -203,7 +210,7 @@ def test_what_is_wrong_with_a_setting_names_its_task(folder, asked, message):
     with pytest.raises(DuelError) as caught:
         lm.generate_until(requests, disable_tqdm=True)
     assert str(caught.value).startswith(f"Request of task second, document 0: {message}")
-    assert lm._duel.counts.forwards == 0  # nothing was generated
+    assert lm.run.sampler.counts.forwards == 0  # nothing was generated
 
 
 def test_what_does_not_fit_is_found_before_the_first_text(folder):
@@ -218,7 +225,7 @@ def test_what_does_not_fit_is_found_before_the_first_text(folder):
     framed.denoiser.shift = 1  # needs a token before the first
     with pytest.raises(DuelError, match="task second, document 0: Window 0 needs a given first token"):
         framed.generate_until([*ask("a", max_gen_toks=8), *ask("", task="second", max_gen_toks=4)], disable_tqdm=True)
-    assert lm._duel.counts.forwards == framed._duel.counts.forwards == 0
+    assert lm.run.sampler.counts.forwards == framed.run.sampler.counts.forwards == 0
 
 
 @pytest.mark.parametrize(
@@ -231,15 +238,18 @@ def test_what_does_not_fit_is_found_before_the_first_text(folder):
         (
             {"do_sample": False, "temperature": 0.7, "top_p": 0.9},
             [
-                "temperature=0.7 and top_p=0.9 has no effect, since do_sample is false: the most probable token is "
+                "temperature=0.7 and top_p=0.9 have no effect, since do_sample is false: the most probable token is "
                 "taken at every pick. To sample, set do_sample: true"
             ],
         ),
-        ({"top_k": 5}, ["top_k=5 has no effect, since neither do_sample nor a temperature above 0 is given: the most"]),
-        ({"do_sample": True, "temperature": 0}, ["temperature=0 is decoding, although do_sample is true"]),
+        ({"top_k": 5}, ["top_k=5 has no effect, since neither do_sample nor a temperature above 0 is set: the most"]),
+        (
+            {"do_sample": True, "temperature": 0},
+            ["temperature=0 takes the most probable token, although do_sample is true"],
+        ),
         (
             {"max_gen_toks": 256, "max_new_tokens": 64, "max_tokens": 64},
-            ["max_gen_toks=256 is read and max_new_tokens=64, max_tokens=64 is not: they are names of one thing"],
+            ["max_gen_toks=256 is used and max_new_tokens=64, max_tokens=64 is ignored: they are synonyms"],
         ),
     ],
 )
@@ -279,11 +289,11 @@ def test_a_law_with_one_token_in_every_cell_is_left_to_right_and_said(folder, ca
 
 def test_prompts_that_are_cut_are_said(folder, caplog):
     model(folder).generate_until(ask(" ".join("abcdefghijklmnopqrstuvwxyz"), max_gen_toks=20), disable_tqdm=True)
-    assert "1 prompts were cut from the left to leave room for what is generated" in caplog.text
+    assert "1 prompts were truncated from the left to make room for max_gen_toks positions" in caplog.text
 
 
 def test_numbers_of_settings_are_said_in_full():
-    assert Settings.of({"temperature": 0.12345678, "top_p": 0.1234567}).words == (
+    assert Settings.of({"temperature": 0.12345678, "top_p": 0.1234567}).description == (
         "sampling, temperature=0.12345678, top_p=0.1234567"
     )
 
@@ -354,13 +364,15 @@ def test_a_trace_holds_each_sample_with_its_log_probability(folder, tmp_path, se
     asked = Settings.of({"max_gen_toks": 8, "until": ["e", "f"], **settings})
     duel = Duel(asked.denoiser(lm.denoiser), "greedy", 4)
     for prompt, text, record in zip(("a b", "the of and c"), texts, records, strict=True):
-        assert (record["text"], record["generated"]) == (text, asked.words) and len(record["ids"]) + record["tail"] == 8
+        assert (record["text"], record["generated"]) == (text, asked.description) and len(record["ids"]) + record[
+            "tail"
+        ] == 8
         window = Window((2, *lm.tok_encode(prompt)), record["ids"], (3,), record["tail"])
         scored = duel.log_prob([window])[0]
         assert list(scored.reveal_steps) == record["reveal_steps"]
         assert scored.log_prob == pytest.approx(record["log_prob"], abs=1e-4)
         assert not {"e", "f"} & set(text.split())
-    assert lm.get_model_info()["duel"]["generated"] == [asked.words]
+    assert lm.get_model_info()["duel"]["generated"] == [asked.description]
     long = " ".join("abcdefghijklmnopqrstuvwxyz")
     lm.generate_until(ask("c", long, max_gen_toks=20, repeats=3, task="again", **settings), disable_tqdm=True)
     again = [r for r in trace.read(tmp_path / "t.jsonl") if r["task"] == "again"]
@@ -399,7 +411,7 @@ def test_generation_under_a_bound_names_its_rule_and_counts(folder):
     lm = model(folder, estimator="elbo", mc_samples=8)
     lm.generate_until(ask("a b", max_gen_toks=8), disable_tqdm=True)
     info = lm.get_model_info()["duel"]
-    assert info["generated"] == ["decoding, rule=greedy:k=1, block=4"] and info["tokens"] == 8
+    assert info["generated"] == ["argmax, rule=greedy:k=1, block=4"] and info["tokens"] == 8
 
 
 def test_the_end_of_text_ends_a_generation(folder):
@@ -463,7 +475,7 @@ def test_is_greedy_is_true_exactly_for_what_is_decoded(demo):
     prompts = ["The state of the", "We must", "My fellow Americans,"]
     for prompt in prompts:
         context = demo.text.encode(prompt)
-        best = demo._duel.sample([context], 6, do_sample=False)[0].tokens
+        best = demo.run.sampler.sample([context], 6, do_sample=False)[0].tokens
         (text,) = demo.generate_until(ask(prompt, max_gen_toks=6, until=[]), disable_tqdm=True)
         assert text == demo.tokenizer.decode(best)
         others = [(*best[:n], best[n] + 1, *best[n + 1 :]) for n in range(6)]
@@ -530,7 +542,7 @@ def test_generation_tasks_run_through_the_command_line(tmp_path):
         for line in samples.read_text().splitlines():
             sample = json.loads(line)
             (record,) = (r for r in records if (r["task"], r["doc"]) == (task, int(sample["doc_id"])))
-            assert sample["resps"][0][0] == record["text"] and record["generated"] == "decoding"
+            assert sample["resps"][0][0] == record["text"] and record["generated"] == "argmax"
 
 
 def test_chat_templates_system_instructions_and_turns(tmp_path):
@@ -556,7 +568,7 @@ def test_chat_templates_system_instructions_and_turns(tmp_path):
         limit=2,
         bootstrap_iters=0,
     )
-    assert run["config"]["duel"]["generated"] == ["decoding"]
+    assert run["config"]["duel"]["generated"] == ["argmax"]
     for sample in run["samples"]["stock_generation"]:
         lines = sample["arguments"][0][0].splitlines()
         roles = [line.split("]")[0] for line in lines if line.startswith("[")]

@@ -106,7 +106,7 @@ def test_long_contexts_are_cut_from_the_left_and_counted(folder, caplog):
         answers = lm.loglikelihood(ask("loglikelihood", (long, " x y"), ("a", " b"), (long, " z")), disable_tqdm=True)
     assert answers[0] == by_hand(lm, "e f g h", "x y")
     assert [r.message for r in caplog.records].count(
-        "2 of 3 contexts were longer than max_length=8 and cut from the left"
+        "2 of 3 contexts were longer than max_length=8 and truncated from the left"
     ) == 1
     assert lm.get_model_info()["duel"]["cut_contexts"] == 2
     with pytest.raises(DuelError, match="Request of task toy, document 1: A continuation of 7 tokens does not fit"):
@@ -157,7 +157,7 @@ def test_conventions_of_framing(folder):
         lm = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu", bos=bos)
         ids = tuple(lm.tok_encode("a b c d"))
         assert lm.text.document(list(ids)) == windows(ids)
-        assert f"bos={bos}" in lm.spec["framing"]
+        assert f"bos={bos}" in lm.spec["special_tokens"]
         if bos in ("scored", "official"):
             with pytest.raises(DuelError, match=f"bos={bos} scores the row from its first position on"):
                 lm.loglikelihood(ask("loglikelihood", ("a", " b")), disable_tqdm=True)
@@ -264,7 +264,7 @@ def test_an_estimator_that_decodes_nothing_says_so(folder, estimator, caplog):
     with caplog.at_level("WARNING", logger="lm_eval.duel_mdm"):
         answers = lm.loglikelihood(ask("loglikelihood", ("a b", " c"), ("a b", " c d e f g")), disable_tqdm=True)
     assert [greedy for _, greedy in answers] == [False, False]
-    assert f"estimator={estimator} decodes nothing, so is_greedy is False" in caplog.text
+    assert f"estimator={estimator} cannot decode, so is_greedy is always False" in caplog.text
     exact, _ = DuelMDM(pretrained=folder, block=4, device="cpu").loglikelihood(
         ask("loglikelihood", ("a b", " c")), disable_tqdm=True
     )[0]
@@ -290,7 +290,7 @@ def test_the_log_of_a_run_states_bound_and_error(folder, caplog):
             assert f"ELBO (a bound) of toy: {value['log_prob']:.2f} +- {value['stderr']:.2f} nats, " in caplog.text
             assert caplog.text.count(" +- ") == 2
         else:
-            assert "Monte Carlo error not known" in caplog.text
+            assert "Monte Carlo error unknown" in caplog.text
 
 
 def test_equal_windows_have_one_monte_carlo_error(folder):
@@ -320,7 +320,7 @@ def test_accounts_of_ranks_add_up(folder):
         halves = [DuelMDM(**arguments) for _ in range(2)]
         for rank, half in enumerate(halves):
             half.loglikelihood_rolling(requests[rank::2], disable_tqdm=True)
-        halves[0].accounts = [half.account() for half in halves]
+        halves[0].run.gathered = [half.run.summary() for half in halves]
         whole, sum_of = one.get_model_info()["duel"], halves[0].get_model_info()["duel"]
         assert sum_of["ranks"] == 2
         task, other = whole["tasks"]["toy"], sum_of["tasks"]["toy"]

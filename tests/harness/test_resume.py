@@ -15,6 +15,7 @@ from harness_requests import ask
 from harness_runs import free_port
 
 from lm_eval_duel import signals as interrupts
+from lm_eval_duel.harness import verify
 from lm_eval_duel.harness.lm import DuelMDM
 
 TEXTS = [(" ".join(letter + "bcdefghijkl"),) for letter in "mnop"]  # a row each, nearly
@@ -53,8 +54,8 @@ def test_a_signal_waits_for_the_network_call(model, caplog, number, status):
         model.loglikelihood_rolling(ask("loglikelihood_rolling", *TEXTS), disable_tqdm=True)
     assert raised.value.code == status and len(calls) == 14
     assert signal.getsignal(number) is before
-    said = f"Interrupted by {signal.Signals(number).name} on rank 0: 1 of 4 loglikelihood_rolling requests of this rank"
-    assert f"{said}, and 0 windows of others, are done and lost, for lack of --use_cache FILE" in caplog.text
+    said = f"Interrupted by {signal.Signals(number).name} on rank 0 after 1 of 4 loglikelihood_rolling requests. "
+    assert f"{said}Nothing is saved: only a run with --use_cache FILE can be resumed." in caplog.text
 
 
 def test_generation_is_interrupted_too(model, caplog):
@@ -62,7 +63,7 @@ def test_generation_is_interrupted_too(model, caplog):
     prompts = [(text, {"until": [], "max_gen_toks": 4}) for (text,) in TEXTS]
     with pytest.raises(SystemExit), caplog.at_level("WARNING", logger="lm_eval.duel_mdm"):
         model.generate_until(ask("generate_until", *prompts), disable_tqdm=True)
-    assert re.search(r"Interrupted by SIGTERM on rank 0: [0-4] of 4 generate_until requests", caplog.text)
+    assert re.search(r"Interrupted by SIGTERM on rank 0 after [0-4] of 4 generate_until requests\. ", caplog.text)
 
 
 def test_a_second_ctrl_c_does_not_wait(monkeypatch):
@@ -101,18 +102,18 @@ def test_a_signal_at_the_very_end_counts(model, monkeypatch):
     interrupts.check()
 
 
-def test_verify_is_interrupted_too(folder, caplog):
+def test_verify_is_interrupted_too(folder, caplog, monkeypatch):
     model = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu", verify=4)
-    fine = model.fine
+    network = verify.float32_network
 
-    def signalled():
+    def signalled(run):
         os.kill(os.getpid(), signal.SIGTERM)
-        return fine()
+        return network(run)
 
-    model.fine = signalled
+    monkeypatch.setattr(verify, "float32_network", signalled)
     with pytest.raises(SystemExit), caplog.at_level("WARNING", logger="lm_eval.duel_mdm"):
         model.loglikelihood_rolling(ask("loglikelihood_rolling", *TEXTS), disable_tqdm=True)
-    assert "4 of 4 loglikelihood_rolling requests of this rank, and 0 windows of others, are done" in caplog.text
+    assert "after 4 of 4 loglikelihood_rolling requests. " in caplog.text
 
 
 def test_other_threads_have_no_signals(model):
@@ -134,10 +135,10 @@ def test_the_command_line_says_where_it_goes_on(tmp_path, number):
     assert run.wait(30) == 128 + number
     log = (tmp_path / "log.txt").read_text()
     name, file = signal.Signals(number).name, re.escape(str(tmp_path / "c_rank0.db"))
-    said = f"Interrupted by {name} on rank 0: (\\d+) of {kill.LIMIT} loglikelihood_rolling requests of this rank"
-    said += rf", and (\d+) windows of others, are done and kept in {file}: the same command goes on from there"
+    said = f"Interrupted by {name} on rank 0 after (\\d+) of {kill.LIMIT} loglikelihood_rolling requests"
+    said += rf"(?: and (\d+) windows of unfinished ones)?. They are saved in {file}: run the same command to resume."
     ((done, parts),) = re.findall(said, log.replace("\n", " "))
-    assert kill.kept(tmp_path) == int(done) < kill.LIMIT and kill.kept(tmp_path, "window ") == int(parts)
+    assert kill.kept(tmp_path) == int(done) < kill.LIMIT and kill.kept(tmp_path, "window ") == int(parts or 0)
     assert "Traceback" not in log
     again = kill.start(tmp_path)
     assert again.wait() == 0
@@ -171,4 +172,6 @@ def test_ctrl_c_ends_all_ranks(tmp_path):
     assert run.wait(60) != 0
     log = (tmp_path / "log.txt").read_text().replace("\n", " ")
     for rank in (0, 1):
-        assert re.search(rf"Interrupted by SIGINT on rank {rank}: \d+ of 10 .* kept in .*c_rank{rank}.db", log), rank
+        assert re.search(rf"Interrupted by SIGINT on rank {rank} after \d+ of 10 .* saved in .*c_rank{rank}.db", log), (
+            rank
+        )

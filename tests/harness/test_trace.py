@@ -114,7 +114,7 @@ def test_a_trace_goes_on_where_it_was_cut_off(tmp_path):
         Writer(str(path), HEADER)
         assert trace.spec(path)["fingerprint"] == "abc"
     (tmp_path / "notes.txt").write_text("my notes")
-    with pytest.raises(DuelError, match=r"notes.txt is no trace: its first line is no spec"):
+    with pytest.raises(DuelError, match=r"notes.txt is not a trace: its first line has no spec"):
         Writer(str(tmp_path / "notes.txt"), HEADER)
     assert (tmp_path / "notes.txt").read_text() == "my notes"
 
@@ -140,17 +140,17 @@ def test_a_full_disk_stops_nothing(tmp_path, caplog):
     """What cannot be written waits, and is written in order once there is room."""
     path = tmp_path / "t.jsonl"
     writer = Writer(str(path), HEADER)
-    room = writer._file
+    room = writer.journal.file
     with caplog.at_level("ERROR", logger="lm_eval.duel_mdm"):
         for doc in range(6):
-            writer._file = room if doc in (0, 5) else open("/dev/full", "wb", buffering=0)  # noqa: SIM115
+            writer.journal.file = room if doc in (0, 5) else open("/dev/full", "wb", buffering=0)  # noqa: SIM115
             writer.write([{"task": "t", "doc": doc, "request": 0, "window": 0}])
             if doc == 4:
-                writer.settle()
+                writer.flush()
                 assert [r["doc"] for r in trace.read(path)] == [0]
     assert [r["doc"] for r in trace.read(path)] == list(range(6))
-    assert caplog.text.count("No space left on device): the run goes on") == 1
-    assert "4 lines are not in the trace" in caplog.text
+    assert caplog.text.count("No space left on device): the run continues") == 1
+    assert "4 lines could not be written to" in caplog.text
 
 
 def test_a_document_scored_again_is_the_new_one_alone(tmp_path):
@@ -173,7 +173,7 @@ def test_the_files_of_all_ranks_are_one_trace(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["t.rank0.jsonl", "t.rank1.jsonl", "t.rank2.jsonl"]
     assert [r["doc"] for r in trace.read(path)] == list(range(7))
     Writer(str(tmp_path / "t.rank3.jsonl"), {**HEADER, "fingerprint": "old"})
-    with pytest.raises(DuelError, match=r"under different specs \(t.rank0.jsonl: abc.*t.rank3.jsonl: old"):
+    with pytest.raises(DuelError, match=r"have different specs \(t.rank0.jsonl: abc.*t.rank3.jsonl: old"):
         trace.read(path)
 
 
@@ -181,7 +181,7 @@ def test_what_is_no_trace(tmp_path):
     with pytest.raises(DuelError, match=r"There is no trace .*none.jsonl; write one with --model_args trace="):
         trace.read(tmp_path / "none.jsonl")
     (tmp_path / "other.jsonl").write_text('{"a": 1}\n')
-    with pytest.raises(DuelError, match=r"other.jsonl is no trace: its first line is no spec"):
+    with pytest.raises(DuelError, match=r"other.jsonl is not a trace: its first line has no spec"):
         trace.read(tmp_path / "other.jsonl")
     (tmp_path / "later.jsonl").write_text('{"duel_trace": 9}\n')
     with pytest.raises(DuelError, match="is a trace of format 9; this release reads 1"):
@@ -189,7 +189,7 @@ def test_what_is_no_trace(tmp_path):
     Writer(str(tmp_path / "bad.jsonl"), HEADER)
     with (tmp_path / "bad.jsonl").open("a") as file:
         file.write("{\n{}\n")
-    with pytest.raises(DuelError, match=r"bad.jsonl, line 2 is no window of a trace"):
+    with pytest.raises(DuelError, match=r"bad.jsonl, line 2 is not a window of a trace"):
         trace.read(tmp_path / "bad.jsonl")
 
 

@@ -1,10 +1,14 @@
 """`verify=N`: some windows once more, one row a call in float32."""
 
+import dataclasses
+
 import pytest
 import tiny
 from harness_requests import ask
 
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.harness import verify
+from lm_eval_duel.harness.distributed import Ranks
 from lm_eval_duel.harness.lm import DuelMDM
 
 TEXTS = [(" ".join(letter + "bcdefghijkl"),) for letter in "mnopqrs"]
@@ -41,7 +45,7 @@ def test_one_row_a_call(folder, monkeypatch):
     monkeypatch.setattr(
         MaskedLM, "features", lambda self, ids, real: rows.append(len(ids)) or features(self, ids, real)
     )
-    model.options = model.options.__class__(**{**vars(model.options), "verify": 3})
+    model.run.options = dataclasses.replace(model.options, verify=3)
     model.loglikelihood_rolling(ask("loglikelihood_rolling", *TEXTS), disable_tqdm=True)
     steps = 3 * 12  # of the three windows
     assert set(rows[-steps:]) == {1} and max(rows[:-steps]) > 1
@@ -74,24 +78,24 @@ def test_estimators_without_one_order(folder, spec):
     assert found["changed_picks"] == (None if spec["estimator"] == "elbo" else 0)
 
 
-def test_what_cannot_be_verified_is_not_lost(folder, caplog):
+def test_what_cannot_be_verified_is_not_lost(folder, caplog, monkeypatch):
     model = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu", verify=2)
 
-    def fine():
+    def fails(run):
         raise DuelError("it does not fit.")
 
-    model.fine = fine
+    monkeypatch.setattr(verify, "float32_network", fails)
     with caplog.at_level("ERROR", logger="lm_eval.duel_mdm"):
         values = model.loglikelihood_rolling(ask("loglikelihood_rolling", *TEXTS), disable_tqdm=True)
     assert values == scored(folder)[1]
-    assert "verify: nothing is verified, and the answers stand: it does not fit." in caplog.text
+    assert "verify failed, so no window is verified; scores are unaffected: it does not fit." in caplog.text
 
 
 def test_ranks_share_it(folder):
     shares = []
     for rank in range(3):
         model = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu", verify=4)
-        model._rank, model._world_size = rank, 3
+        model.run.ranks = model.ranks = Ranks("cpu", rank, 3)
         model.loglikelihood_rolling(ask("loglikelihood_rolling", *TEXTS), disable_tqdm=True)
-        shares.append(model.cost.verified.windows)
+        shares.append(model.run.stats.verified.windows)
     assert shares == [2, 1, 1]

@@ -337,7 +337,7 @@ def two(tmp_path, here=None, there=None, nats=(-30.0, -40.0, -50.0, -60.0), toke
     ours(tmp_path / "results", **{"docs": docs, **(there or {})})
 
 
-OFFICIAL = {"framing": "[0] text [1], bos=official"}
+OFFICIAL = {"special_tokens": "[0] text [1], bos=official"}
 OTHER_COUNTS = {"sotu": documents((-30.0, -40.0, -50.0, -60.0), (11, 12, 14, 16), TEXTS)}
 REFUSED = {
     "windows: harness, 8 target positions (derived) in *, but independent, 126 target positions in *": (
@@ -533,12 +533,13 @@ def test_the_elbo_is_of_the_same_law(tmp_path, no_figures):
 def test_a_published_figure_may_have_an_elbo_of_other_positions(tmp_path, no_figures):
     """The authors' DUEL figures score BOS and leave the last token given, their ELBOs do not."""
     hf(tmp_path / "ar", per_token(["owt"], [17.54]))
-    ours(tmp_path / "results", per_token(["owt"], [22.0]), spec={"framing": "[0] text [], bos=official"})
-    ours(tmp_path / "results", per_token(["owt"], [23.0]), estimator="elbo", spec={"framing": "[0] text [], bos=given"})
+    ours(tmp_path / "results", per_token(["owt"], [22.0]), spec={"special_tokens": "[0] text [], bos=official"})
+    given = {"special_tokens": "[0] text [], bos=given"}
+    ours(tmp_path / "results", per_token(["owt"], [23.0]), estimator="elbo", spec=given)
     found = run(tmp_path, "--as-published")["tasks"]["owt"]
     (row,) = (row for row in found["rows"] if row["rule"])
     assert row["gap_closed"] == pytest.approx(stats.gap_closed(23.0, 22.0, 17.54))
-    assert any("as published, of another convention: framing=" in note for note in found["notes"])
+    assert any("as published, of another convention: special_tokens=" in note for note in found["notes"])
 
 
 def test_windows_as_published_each_with_its_own_elbo(tmp_path, no_figures):

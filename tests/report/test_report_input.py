@@ -11,9 +11,10 @@ from itertools import pairwise
 import pytest
 from results import documents, edit, edit_samples, hf, ours, trace
 
+from lm_eval_duel import strict_json
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
-from lm_eval_duel.report import FORMAT, accuracy, figures, names, read, strict_json
+from lm_eval_duel.report import FORMAT, accuracy, figures, names, read
 from lm_eval_duel.report import main as report
 from lm_eval_duel.report.latex import escape
 from lm_eval_duel.report.markdown import code, plain

@@ -24,6 +24,7 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import Autoregressive, Duel
 from lm_eval_duel.estimators.lattice import Lattice
 from lm_eval_duel.harness.lm import DuelMDM
+from lm_eval_duel.strict_json import finite
 from lm_eval_duel.sweep import arguments as asked
 from lm_eval_duel.sweep import corpus, judges, metrics, store, tables
 from lm_eval_duel.sweep import main as sweep
@@ -541,4 +542,4 @@ def test_names_families_and_caps():
 
 
 def test_json_has_no_infinity():
-    assert tables.finite({"a": [1.0, float("inf")], "b": (float("nan"), "x")}) == {"a": [1.0, None], "b": [None, "x"]}
+    assert finite({"a": [1.0, float("inf")], "b": (float("nan"), "x")}) == {"a": [1.0, None], "b": [None, "x"]}

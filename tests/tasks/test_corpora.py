@@ -212,7 +212,7 @@ def test_without_framing_a_tokenizer_needs_no_bos(copies, tmp_path):
     words.save_pretrained(tmp_path)
     rows, _ = rows_of("duel_ptb_wrapped", copies, tokenizer=str(tmp_path), length=16, framed="false")
     assert {len(row) for row in rows[:-1]} == {16}
-    with pytest.raises(DuelError, match=r"no BOS, EOS or \[CLS\] to frame rows with; say --metadata framed=false"):
+    with pytest.raises(DuelError, match=r"no BOS, EOS or \[CLS\] for the ends of rows; use --metadata framed=false"):
         rows_of("duel_ptb_wrapped", copies, tokenizer=str(tmp_path), length=16)
 
 
@@ -259,13 +259,13 @@ def test_ids_of_another_tokenizer_are_refused(copies, tmp_path):
         ({"length": 2}, "length=2 leaves no position for text"),
         ({"length": "many"}, "'length' is a whole number, at least 1; got 'many'"),
         ({"length": True}, "'length' is a whole number"),
-        ({"length": 100_000, "remainder": "drop"}, "ptb fills no row of 100000 tokens"),
+        ({"length": 100_000, "remainder": "drop"}, "ptb does not fill one row of 100000 tokens"),
         ({"insert_eos": "perhaps"}, "'insert_eos' is true or false, not 'perhaps'"),
         ({"framed": 3}, "'framed' is true or false, not '3'"),
         ({"rows": 0}, "'rows' is a whole number, at least 1"),
-        ({"rows": 13}, r"ptb\.jsonl holds 12 rows and ptb has 13: a part .* --metadata rows=12"),
-        ({"rows": 11}, r"ptb\.jsonl holds 12 rows and ptb has 11"),
-        ({"rows": None}, r"ptb\.jsonl holds 12 rows and ptb has 3370"),
+        ({"rows": 13}, r"ptb\.jsonl has 12 rows, but ptb has 13: a part .* --metadata rows=12"),
+        ({"rows": 11}, r"ptb\.jsonl has 12 rows, but ptb has 11"),
+        ({"rows": None}, r"ptb\.jsonl has 12 rows, but ptb has 3370"),
         ({"insert_oes": True}, r"Unknown key of --metadata 'insert_oes'\. Did you mean insert_eos\?"),
         ({"tokenizer": "/no/such"}, "name one with --metadata tokenizer="),
     ],
@@ -305,13 +305,15 @@ def test_the_last_rows_of_a_larger_file(tmp_path, monkeypatch):
 
 
 def test_copies_that_cannot_be_used(tmp_path):
-    with pytest.raises(DuelError, match=r"No copy of ptb in .*: wanted ptb\.parquet, .* or ptb_text_only/penn_tree"):
+    with pytest.raises(DuelError, match=r"No copy of ptb in .*: expected ptb\.parquet, .* or ptb_text_only/penn_tree"):
         corpora.texts("ptb", str(tmp_path))
     (tmp_path / "ptb").mkdir()
     with pytest.raises(DuelError, match="No copy of ptb in"):  # an empty folder holds nothing
         corpora.texts("ptb", str(tmp_path))
     benchmarks.as_lines(tmp_path / "ptb" / "a.jsonl", [{"text": "a"}])
-    with pytest.raises(DuelError, match=r"has no column 'sentence' \(ptb wants sentence\); it has text\. Name the spl"):
+    with pytest.raises(
+        DuelError, match=r"has no column 'sentence' \(ptb has sentence\); its columns are text\. Use the spl"
+    ):
         corpora.texts("ptb", str(tmp_path))
     benchmarks.as_lines(tmp_path / "ptb.jsonl", [{"sentence": "a"}, {"sentence": None}])
     with pytest.raises(DuelError, match=r"row 1 has no text in sentence"):
@@ -344,14 +346,12 @@ def test_what_the_hub_gives_is_the_pinned_file(copies, monkeypatch):
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     with pytest.raises(
-        DuelError, match=r"is not the lambada that is pinned \(another SHA-256\): delete it and load it"
+        DuelError, match=r"is not the pinned file of lambada \(another SHA-256\): delete it and load it"
     ):
         tasks.wrapped("lambada")
     monkeypatch.setitem(corpora.CORPORA, "lambada", dataclasses.replace(corpora.find("lambada"), sha256=None))
     assert len(tasks.documents("lambada", rows=12)["test"]) == 12
-    with pytest.raises(
-        DuelError, match="holds 12 rows and lambada has 5153: a part of a data set is another benchmark"
-    ):
+    with pytest.raises(DuelError, match="has 12 rows, but lambada has 5153: a part of a data set is another benchmark"):
         tasks.documents("lambada")
     pin = {"repo_type": "dataset", "revision": "900124bf3b8235c6daf21033af9948b3f07346c4"}
     assert asked == [("EleutherAI/lambada_openai", "data/lambada_test.jsonl", pin)] * 3
@@ -399,9 +399,7 @@ def test_data_check_says_one_cause_once_and_its_own_flags(tmp_path, monkeypatch,
         main(["data", "check"])
     out = capsys.readouterr().out
     assert out.count("no way out") == out.count("NOT LOADED") == 1
-    assert (
-        f"{', '.join(sorted(KNOWN))}: NOT LOADED\n    OSError: no way out A local copy is taken with --data_dir " in out
-    )
+    assert f"{', '.join(sorted(KNOWN))}: NOT LOADED\n    OSError: no way out Use a local copy with --data_dir " in out
     with pytest.raises(SystemExit):
         main(["data", "check", "duel_ptb"])
     out = capsys.readouterr().out
@@ -466,7 +464,7 @@ def test_another_text_and_missing_shards_are_refused(tmp_path):
     own = tmp_path / "lambada_openai" / "data" / "lambada_test.jsonl"
     own.parent.mkdir(parents=True)
     benchmarks.as_lines(own, [{"text": "x"}] * 5153)
-    with pytest.raises(DuelError, match="is not the lambada that is pinned"):
+    with pytest.raises(DuelError, match="is not the pinned file of lambada"):
         corpora.texts("lambada", str(tmp_path))
     benchmarks.as_lines(tmp_path / "ag_news.jsonl", [{"text": "x"}] * 7600)
     with pytest.raises(DuelError, match="holds 7600 bytes of text and ag_news has 1788274: it is another text"):

@@ -123,9 +123,9 @@ def test_a_token_text_is_a_text():
     text = TokenText("a b", [0, 1, 2, 3], (1, 1), ("tiny", "abc"))
     again = pickle.loads(pickle.dumps(text))
     assert again == "a b" == text and type(again) is TokenText
-    assert (again.token_ids, again.framing, again.tokenizer) == ((0, 1, 2, 3), (1, 1), ("tiny", "abc"))
+    assert (again.token_ids, again.special_tokens, again.tokenizer) == ((0, 1, 2, 3), (1, 1), ("tiny", "abc"))
     assert again.digest == text.digest != TokenText("a b", [0, 1, 2, 4], (1, 1), ("tiny", "abc")).digest
-    with pytest.raises(DuelError, match="A row of 2 ids cannot have 2 and 1 framing tokens"):
+    with pytest.raises(DuelError, match="A row of 2 ids cannot have 2 and 1 special tokens"):
         TokenText("a", [1, 2], (2, 1))
 
 
@@ -167,11 +167,12 @@ def test_equal_letters_of_different_ids_stay_apart_in_a_cache(dit, tmp_path):
 
 
 def test_plain_texts_keep_their_keys():
-    from lm_eval.api import model
+    from lm_eval.api.model import hash_args
 
-    from lm_eval_duel.harness import cache_keys
+    from lm_eval_duel.harness.cache_keys import request_key
 
-    plain = model.hash_args.plain("loglikelihood_rolling", ("a b",))
-    assert cache_keys.of("loglikelihood_rolling", ("a b",)).under("spec") == plain
-    other = cache_keys.of("loglikelihood_rolling", (TokenText("a b", [1]),))
-    assert other == plain != other.under("spec")  # the same to other models
+    plain = hash_args("loglikelihood_rolling", ("a b",))
+    assert request_key("loglikelihood_rolling", ("a b",), "spec") == plain
+    text = TokenText("a b", [1])
+    assert hash_args("loglikelihood_rolling", (text,)) == plain  # to other models it is the text
+    assert request_key("loglikelihood_rolling", (text,), "spec") != plain

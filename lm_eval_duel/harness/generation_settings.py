@@ -1,0 +1,147 @@
+"""Settings of `generate_until`: how a request is generated, and which settings of other back ends do not apply."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from lm_eval_duel import fingerprint
+from lm_eval_duel.arguments import MAX_FACTOR, count, number, truth
+from lm_eval_duel.denoisers.base import Denoiser
+from lm_eval_duel.denoisers.wrappers.warpers import Warped
+from lm_eval_duel.errors import DuelError, unknown
+
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # synonyms
+KNOWN = ("until", "do_sample", "temperature", "top_k", "top_p", "num_beams", *LENGTHS)
+DEFAULT_LENGTH = 256
+
+_DISTRIBUTION = "only temperature, top_k and top_p change the distribution that is sampled"
+_SHORTEST = "a text ends at its first stop string or end of text, however early"
+_BEAMS = "a rule follows one order, without beams"
+_ONE_ANSWER = "a request has one answer; set `repeats:` in the task to draw several"
+OTHERS: dict[str, tuple[Any, str]] = {  # settings of other back ends: the value that has no effect, and why no other
+    "num_beams": (1, _BEAMS),
+    "num_beam_groups": (1, _BEAMS),
+    "length_penalty": (1, _BEAMS),
+    "early_stopping": (False, _BEAMS),
+    "repetition_penalty": (1, _DISTRIBUTION),
+    "presence_penalty": (0, _DISTRIBUTION),
+    "frequency_penalty": (0, _DISTRIBUTION),
+    "no_repeat_ngram_size": (0, _DISTRIBUTION),
+    "typical_p": (1, _DISTRIBUTION),
+    "min_p": (0, _DISTRIBUTION),
+    "min_length": (0, _SHORTEST),
+    "min_new_tokens": (0, _SHORTEST),
+    "min_tokens": (0, _SHORTEST),
+    "num_return_sequences": (1, _ONE_ANSWER),
+    "best_of": (1, _ONE_ANSWER),
+    "n": (1, _ONE_ANSWER),
+    "max_length": (None, "it would count the prompt too; set max_gen_toks, the positions to generate"),
+    "stop": (None, "name stop strings in `until`"),
+    "stop_strings": (None, "name stop strings in `until`"),
+    "seed": (None, "set the model arg draw_seed"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How one request is generated. `temperature=0` takes the most probable token at every pick."""
+
+    until: tuple[str, ...] = ()
+    length: int = DEFAULT_LENGTH
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)  # settings that were given without effect
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Settings:
+        """From a task's `generation_kwargs`; raises DuelError for an unknown setting or a wrong value."""
+        if not isinstance(arguments, Mapping):
+            raise DuelError(f"generation_kwargs are names with values, such as max_gen_toks: 64; got {arguments!r}.")
+        arguments = {name: value for name, value in arguments.items() if value is not None}
+        for name, value in arguments.items():
+            _require_known(name, value)
+        lengths = {name: length for name in LENGTHS if (length := count(name, arguments.get(name))) is not None}
+        temperature = number(
+            "temperature",
+            arguments.get("temperature"),
+            f"0 (argmax) or a number from {1 / MAX_FACTOR:g} to {MAX_FACTOR:g}",
+            lambda value: value == 0 or 1 / MAX_FACTOR <= value <= MAX_FACTOR,
+        )
+        top_k = count("top_k", arguments.get("top_k"), least=0) or None  # 0: all, as in transformers
+        top_p = number("top_p", arguments.get("top_p"), "a probability above 0, at most 1", lambda p: 0 < p <= 1)
+        do_sample = truth("do_sample", arguments["do_sample"]) if "do_sample" in arguments else None
+        sampled = bool(temperature) if do_sample is None else do_sample and temperature != 0
+        notes = [_unread_lengths(lengths)]
+        if not sampled:
+            notes.append(_unread_sampling(do_sample, temperature, top_k, top_p))
+        return cls(
+            until=_stop_strings(arguments.get("until", ())),
+            length=next(iter(lengths.values()), DEFAULT_LENGTH),
+            temperature=(1.0 if temperature is None else temperature) if sampled else 0.0,
+            top_k=top_k if sampled else None,
+            top_p=1.0 if top_p is None or not sampled else top_p,
+            notes=tuple(filter(None, notes)),
+        )
+
+    def denoiser(self, plain: Denoiser) -> Denoiser:
+        """The network that is sampled: `plain`, wrapped if the settings change its distributions."""
+        if self.temperature in (0.0, 1.0) and self.top_k is None and self.top_p == 1:
+            return plain
+        return Warped(plain, self.temperature or 1.0, self.top_k, self.top_p)
+
+    @property
+    def description(self) -> str:
+        """For the results."""
+        if not self.temperature:
+            return "argmax"
+        parts = [f"temperature={fingerprint.number(self.temperature)}"]
+        parts += [f"top_k={self.top_k}"] if self.top_k is not None else []
+        parts += [f"top_p={fingerprint.number(self.top_p)}"] if self.top_p < 1 else []
+        return ", ".join(["sampling", *parts])
+
+
+def _require_known(name: str, value: Any) -> None:
+    """Raise DuelError for a setting that does not exist here, unless its value has no effect anyway."""
+    if name in OTHERS:
+        neutral, why = OTHERS[name]
+        if neutral is None:
+            raise DuelError(f"{name} is not a setting here: {why}; got {name}: {value!r}.")
+        if value != neutral:
+            raise DuelError(f"{name} must be {neutral} here: {why}; got {value!r}.")
+    elif name not in KNOWN:
+        raise unknown("generation setting", name, KNOWN)
+
+
+def _stop_strings(until: Any) -> tuple[str, ...]:
+    """The stop strings of `until`, a string or a list; empty ones stop nothing."""
+    texts = [until] if isinstance(until, str) else until
+    if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
+        raise DuelError(f"'until' is a text or a list of texts (in YAML, numbers in quotes); got {until!r}.")
+    return tuple(filter(None, texts))
+
+
+def _unread_lengths(lengths: Mapping[str, int]) -> str:
+    """A note if synonyms give two lengths: the first counts, as in the harness."""
+    if len(set(lengths.values())) < 2:
+        return ""
+    first, *rest = [f"{name}={length}" for name, length in lengths.items()]
+    return f"{first} is used and {', '.join(rest)} is ignored: they are synonyms"
+
+
+def _unread_sampling(do_sample: bool | None, temperature: float | None, top_k: int | None, top_p: float | None) -> str:
+    """A note if settings of sampling come without sampling."""
+    if do_sample and temperature == 0:
+        return "temperature=0 takes the most probable token, although do_sample is true: to sample, raise it above 0"
+    values = {"temperature": (temperature, (None, 0, 1)), "top_k": (top_k, (None,)), "top_p": (top_p, (None, 1))}
+    unread = [f"{name}={fingerprint.number(value)}" for name, (value, usual) in values.items() if value not in usual]
+    if not unread:
+        return ""
+    because = "do_sample is false" if do_sample is False else "neither do_sample nor a temperature above 0 is set"
+    return (
+        f"{' and '.join(unread)} {'have' if len(unread) > 1 else 'has'} no effect, since {because}: the most probable "
+        "token is taken at every pick. "
+        "To sample, set do_sample: true"
+    )

@@ -1,0 +1,107 @@
+"""Every change to lm-eval's behaviour, made when a model is loaded (never at import); applying them twice is harmless.
+
+    what                        why
+    Task.build_all_requests     counts evaluations: a model cannot tell otherwise where one ends and the next begins
+                                refuses a task with fewer documents than ranks: lm-eval fails on the ranks without any,
+                                with an unrelated error, and the other ranks wait for them
+    CachingLM.__init__          names a --use_cache file that cannot be opened; and gives our models all requests, also
+                                those with a cached answer, so that the results count them (see cache.py)
+
+Written against lm-eval 0.4.13. Other models are affected only by the clearer errors.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sqlite3
+from collections.abc import Callable
+from typing import Any
+
+from lm_eval.api.model import CacheHook, CachingLM
+from lm_eval.api.task import Task
+
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.harness.cache import ANSWER_TYPES, ResponseCache, unreadable
+
+_builds = 0  # calls of Task.build_all_requests
+
+
+def apply() -> None:
+    """Apply every patch that is not in place."""
+    _patch(Task, "build_all_requests", _build_all_requests)
+    _patch(CachingLM, "__init__", _open_cache)
+
+
+def evaluation() -> int:
+    """A number that changes as soon as lm-eval builds the requests of another evaluation."""
+    return _builds
+
+
+def _patch(owner: type, name: str, replacement: Callable[..., None]) -> None:
+    """Replace a method by `replacement(original, self, ...)`."""
+    original = getattr(owner, name)
+    if hasattr(original, "lm_eval_duel_original"):
+        return
+
+    @functools.wraps(original)
+    def patched(self: Any, *args: Any, **options: Any) -> None:
+        replacement(original, self, *args, **options)
+
+    patched.lm_eval_duel_original = original
+    setattr(owner, name, patched)
+
+
+def _build_all_requests(
+    original: Callable[..., None],
+    task: Task,
+    *,
+    limit: int | None = None,
+    samples: list[int] | None = None,
+    world_size: int = 1,
+    **options: Any,
+) -> None:
+    global _builds
+    _builds += 1
+    if world_size > 1:
+        _require_documents(task, limit, samples, world_size)
+    original(task, limit=limit, samples=samples, world_size=world_size, **options)
+
+
+def _require_documents(task: Task, limit: int | None, samples: list[int] | None, world_size: int) -> None:
+    count = len(samples) if samples else len(task.eval_docs)
+    count = min(count, int(limit)) if limit and not samples else count
+    if count < world_size:
+        raise DuelError(
+            f"Task {task.config.task} has {count} document{'s' * (count != 1)} here and this run has {world_size} "
+            f"processes: each needs at least one. Start at most {count} (--num_processes {count} of accelerate "
+            f"launch, --nproc-per-node {count} of torchrun), or raise --limit."
+        )
+
+
+def _open_cache(original: Callable[..., None], caching: CachingLM, lm: Any, cache_db: str, *args: Any) -> None:
+    remedy = "Name a path in a folder that can be written."
+    if os.path.isdir(cache_db):
+        raise DuelError(f"The --use_cache file {cache_db} cannot be made: it is a folder. {remedy}")
+    try:
+        original(caching, lm, cache_db, *args)
+    except sqlite3.Error as error:
+        if os.path.exists(cache_db):
+            raise unreadable(cache_db, error) from error
+        raise DuelError(f"The --use_cache file {cache_db} cannot be made: {error}. {remedy}") from error
+    except OSError as error:
+        raise DuelError(f"The --use_cache file {cache_db} cannot be made: {error}. {remedy}") from error
+    if isinstance(caching.dbdict, ResponseCache):
+        lm.cache_hook = CacheHook(None)
+        for kind in ANSWER_TYPES:
+            setattr(caching, kind, functools.partial(_forward, caching, kind))
+
+
+def _forward(caching: CachingLM, kind: str, requests: list[Any], **options: Any) -> list[Any]:
+    """The model's own answers to all requests. It uses the cache only while it is called through it."""
+    caching.lm.cache_hook = caching.get_cache_hook()
+    try:
+        return getattr(caching.lm, kind)(requests, **options)
+    finally:
+        caching.lm.cache_hook = CacheHook(None)
+        caching.dbdict.commit()

@@ -1,0 +1,50 @@
+"""The spec: everything that defines a number, in words; and what of a run's results it does not cover."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lm_eval_duel import fingerprint
+from lm_eval_duel.harness.cache import RULE_CODE, RULES
+
+if TYPE_CHECKING:
+    from lm_eval_duel.estimators.base import Estimator
+    from lm_eval_duel.harness.text import Text
+    from lm_eval_duel.options import Options
+
+
+def scoring(estimator: Estimator, text: Text) -> dict[str, str]:
+    """The spec of log-likelihoods."""
+    return fingerprint.spec_of(estimator.denoiser, estimator, text)
+
+
+def generation(estimator: Estimator, text: Text, options: Options) -> dict[str, str]:
+    """The spec of generated texts: with the rule, even if the estimator has none, the seed, and how ids become text."""
+    from lm_eval_duel.harness.generation import end_tokens
+
+    spec = scoring(estimator, text)
+    if not estimator.decodes:
+        spec |= {"estimator": "duel", "block": str(options.block), "grid": options.grid}
+        spec |= fingerprint.of_rule(options.rule)
+    return {
+        **spec,
+        "draw_seed": str(options.draw_seed),
+        "ends": str(sorted(end_tokens(text.tokenizer))),
+        "clean_up": str(bool(getattr(text.tokenizer, "clean_up_tokenization_spaces", False))),
+    }
+
+
+def followed_rules(estimator: Estimator) -> dict[str, str]:
+    """The rules whose orders a lattice reads off, with the code of custom ones: in the results, but not in the spec."""
+    if (rules := getattr(estimator, "rules", None)) is None:
+        return {}
+    described = [fingerprint.of_rule(rule) for rule in rules]
+    codes = [rule["rule_code"] for rule in described if "rule_code" in rule]
+    return {RULES: "+".join(rule["rule"] for rule in described), **({RULE_CODE: "+".join(codes)} if codes else {})}
+
+
+def trace_header(estimator: Estimator, spec: dict[str, str], tokenizer: str) -> dict[str, Any]:
+    """The first line of a trace."""
+    rules = [str(rule) for rule in getattr(estimator, "rules", ())]
+    code = {key: value for key, value in followed_rules(estimator).items() if key == RULE_CODE}
+    return {"fingerprint": fingerprint.digest(spec), "spec": spec, "tokenizer": tokenizer, "rules": rules, **code}

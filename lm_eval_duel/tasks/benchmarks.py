@@ -1,0 +1,107 @@
+"""The data sets of the paper (corpora.py), as documents or as wrapped rows, with their tokens counted."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from lm_eval_duel.engine.windows import of_row
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.fingerprint import hash_texts, of_tokenizer
+from lm_eval_duel.options import MADE, TOKENS
+from lm_eval_duel.tasks import corpora, metadata
+from lm_eval_duel.tasks.detokenize import DETOKENIZERS
+from lm_eval_duel.tasks.metadata import batched, encoded, load_tokenizer
+from lm_eval_duel.tasks.metrics import sizes
+from lm_eval_duel.tasks.packing import Wrapping
+from lm_eval_duel.tasks.tokenized_text import TokenText, made
+
+if TYPE_CHECKING:
+    import datasets
+
+LENGTH = 1024  # default number of ids of a wrapped row, special tokens included
+_TOKENIZERS: dict[str, Any] = {}  # of the wrapped tasks of this run, by fingerprint
+_integer = functools.cache(int)  # equal ids of all rows are one object, which takes a fifth of the memory
+
+
+def documents(corpus: str, **model_args: Any) -> dict[str, datasets.Dataset]:
+    """The texts of a data set of `corpora`, each a document, with its tokens counted.
+
+    `model_args`: those of the model, and `data_dir` (a local copy), `rows` (how many it has).
+    """
+    import datasets
+
+    settings, source = metadata.read(model_args), corpora.find(corpus)
+    tokenizer = load_tokenizer(model_args)
+    raw = corpora.texts(corpus, settings.get("data_dir"), settings.get("rows"))
+    texts = list(map(DETOKENIZERS[source.detokenize], raw)) if source.tidied else raw
+    records = [{"text": text, TOKENS: len(ids)} for text, ids in encoded(texts, tokenizer)]
+    digest = made("document", corpus, of_tokenizer(tokenizer), settings, hash_texts(raw))
+    for record in records:
+        record[MADE] = digest
+    if source.tidied:
+        for record, text in zip(records, raw, strict=True):
+            record["words"], record["bytes"] = sizes(text)
+    return {"test": datasets.Dataset.from_list(records)}
+
+
+def wrapped(corpus: str, **model_args: Any) -> dict[str, datasets.Dataset]:
+    """The rows of a data set as the 110M models are evaluated: detokenized, tokenized, concatenated and cut.
+
+    `model_args`: as for `documents`, and `length` (1024), `insert_eos` (false), `framed` (true), `remainder` (keep) and
+    `bos` (given), which docs/tasks.md explains.
+    """
+    import datasets
+
+    settings, source = metadata.read(model_args), corpora.find(corpus)
+    bos, copy = settings.pop("bos", "given"), (settings.pop("data_dir", None), settings.pop("rows", None))
+    tokenizer = load_tokenizer(model_args)
+    wants_special = settings.get("framed", True) or settings.get("insert_eos")
+    start, end = _start_and_end(tokenizer) if wants_special else (0, 0)
+    wrapping = Wrapping(**{"length": LENGTH, "bos": start, "eos": end, **settings})
+    texts = corpora.texts(corpus, *copy)
+    if source.detokenize:
+        texts = list(map(DETOKENIZERS[source.detokenize], texts))
+    shared: dict[str, Any] = {"special_tokens": list(wrapping.special_tokens), "bos": bos}
+    shared["tokenizer"] = [str(tokenizer.name_or_path), digest := of_tokenizer(tokenizer)]
+    shared[MADE] = made("row", corpus, copy, dataclasses.asdict(wrapping), digest, bos, hash_texts(texts))
+    _TOKENIZERS[digest] = tokenizer
+
+    def records() -> Iterator[dict[str, Any]]:
+        for ids in wrapping.rows(ids for _, ids in encoded(texts, tokenizer)):
+            text = " ".join(map(str, ids))  # lm-eval keeps all rows, and Python's integers take six times the memory
+            yield {"ids": text, TOKENS: len(of_row(ids, *wrapping.special_tokens, bos).target), **shared}
+
+    tables = [datasets.Dataset.from_list(batch) for batch in batched(records(), 4096)]  # compact, one after the other
+    if not tables:
+        cause = f"{corpus} does not fill one row of {wrapping.length} tokens; choose a shorter one:"
+        raise corpora.MissingMetadata(cause, "--metadata length=...", "--length ...")
+    return {"test": datasets.concatenate_datasets(tables)}
+
+
+def _start_and_end(tokenizer: Any) -> tuple[int, int]:
+    """The ids at the ends of a row: BOS and EOS, or [CLS] at both for BERT, which has neither (the authors' code)."""
+    start, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+    start = tokenizer.cls_token_id if start is None else start
+    start = end if start is None else start
+    if start is None:
+        raise DuelError("This tokenizer has no BOS, EOS or [CLS] for the ends of rows; use --metadata framed=false.")
+    return start, start if end is None else end
+
+
+def token_text(doc: dict[str, Any]) -> TokenText:
+    """A wrapped row: its ids, and for other models a text of as many tokens as are scored.
+
+    That is the row without its first id, which a stock AR model adds itself, or by `bos`: the whole row (scored), the
+    row without special tokens (none), or that without its first id (first).
+    """
+    name, digest = doc["tokenizer"]
+    if digest not in _TOKENIZERS:
+        _TOKENIZERS[digest] = load_tokenizer({"tokenizer": name})
+    ids = [_integer(token) for token in doc["ids"].split()]
+    before, after = doc["special_tokens"]
+    shown = {"scored": ids, "none": ids[before : len(ids) - after], "first": ids[before + 1 : len(ids) - after]}
+    text = _TOKENIZERS[digest].decode(shown.get(doc["bos"], ids[1:]), clean_up_tokenization_spaces=False)
+    return TokenText(text, ids, (before, after), (name, digest), doc["bos"])

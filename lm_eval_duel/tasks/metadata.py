@@ -1,0 +1,65 @@
+"""Task metadata: the model args, and what `--metadata` says about a data set and its rows."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from lm_eval_duel.arguments import count, one_of, truth
+from lm_eval_duel.denoisers.load_options import BOS
+from lm_eval_duel.errors import DuelError, unknown
+from lm_eval_duel.tasks.corpora import MissingMetadata
+from lm_eval_duel.tasks.packing import REMAINDERS
+
+READERS = {
+    "data_dir": lambda key, value: str(value),
+    "rows": count,
+    "length": count,
+    "framed": truth,
+    "insert_eos": truth,
+    "remainder": lambda key, value: one_of(key, str(value).lower(), REMAINDERS),
+    "bos": lambda key, value: one_of(key, str(value).lower(), BOS),
+}
+
+
+def read(metadata: dict[str, Any]) -> dict[str, Any]:
+    """The entries about a data set and its rows, each converted to its type; None counts as absent.
+
+    Raises DuelError for a misspelt key. Metadata contain the args of any model, so only a near miss can be recognised.
+    """
+    for key in metadata:
+        if key not in READERS and difflib.get_close_matches(key, READERS, n=1, cutoff=0.8):
+            raise unknown("key of --metadata", key, READERS)
+    return {
+        key: reader(key, metadata[key])
+        for key, reader in READERS.items()
+        if metadata.get(key) is not None and metadata[key] != ""
+    }
+
+
+def load_tokenizer(metadata: dict[str, Any]) -> Any:
+    """The tokenizer that the model args name."""
+    from lm_eval_duel import denoisers
+
+    try:
+        return denoisers.load_tokenizer(metadata)
+    except DuelError as error:
+        cause = "Token perplexity needs the model's tokenizer; name one with"
+        name = f"<folder or hub name>. {error}"
+        raise MissingMetadata(cause, f"--metadata tokenizer={name}", f"--tokenizer {name}") from None
+
+
+def encoded(texts: list[str], tokenizer: Any) -> Iterator[tuple[str, list[int]]]:
+    """(text, ids) of each text."""
+    for batch in batched(texts, 1000):
+        ids = tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]
+        yield from zip(batch, ids, strict=True)
+
+
+def batched(values: Iterable[Any], size: int) -> Iterator[list[Any]]:
+    """Lists of `size` values; the last may be shorter."""
+    iterator = iter(values)
+    while batch := list(itertools.islice(iterator, size)):
+        yield batch

@@ -1,0 +1,54 @@
+"""Perplexities of one document, as (log-likelihood, units) for each metric."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+from typing import Any
+
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.options import TOKENS
+
+log = logging.getLogger("lm_eval.duel_mdm")  # lm-eval prints its own loggers only
+
+
+def token_perplexity(doc: dict[str, Any], results: list[float]) -> dict[str, tuple[float, int]]:
+    """(log-likelihood, scored positions) of a row."""
+    return {"token_perplexity": (results[0], doc[TOKENS])}
+
+
+def perplexity(doc: dict[str, Any], results: list[float]) -> dict[str, tuple[float, int]]:
+    """(log-likelihood, units) of a document, for each metric of a loglikelihood_rolling task.
+
+    A user's own data do not count tokens: duel-mdm's answer tells which text it scored, and its number of tokens. If
+    another model answers, tokens are unknown: there is no token perplexity, and a warning says so.
+    """
+    (log_prob,) = results
+    text = getattr(log_prob, "text", doc.get("text"))
+    if text is None:
+        raise DuelError(
+            f"This document has no column 'text', in which words and bytes are counted; it has {', '.join(doc)}. Name "
+            "the column that is scored 'text' in the data."
+        )
+    words, size = (doc["words"], doc["bytes"]) if TOKENS in doc and "words" in doc else sizes(text)
+    units = {"word_perplexity": words, "byte_perplexity": size, "bits_per_byte": size}
+    if (tokens := doc.get(TOKENS, getattr(log_prob, "tokens", None))) is None:
+        _warn_uncounted()
+    else:
+        units["token_perplexity"] = tokens
+    return {metric: (log_prob, count) for metric, count in units.items()}
+
+
+def sizes(text: str) -> tuple[int, int]:
+    """Words and bytes of a text, as the harness counts them."""
+    return len(re.split(r"\s+", text)), len(text.encode("utf-8"))
+
+
+@functools.cache
+def _warn_uncounted() -> None:
+    log.warning(
+        "The documents of this task have no column %s, and this model does not count tokens: there is no "
+        "token_perplexity",
+        TOKENS,
+    )

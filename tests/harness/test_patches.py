@@ -1,0 +1,51 @@
+"""lm-eval is changed only by harness/patches.py, only when a model is loaded, and once."""
+
+import subprocess
+import sys
+
+from lm_eval.api.model import CachingLM
+from lm_eval.api.task import Task
+
+from lm_eval_duel.harness import patches
+
+UNTOUCHED = """
+import importlib, pkgutil, sys, types
+import lm_eval.api.model, lm_eval.api.task, lm_eval.caching.cache, lm_eval.evaluator, lm_eval.models, lm_eval.utils
+import lm_eval.tasks
+
+def attributes():
+    found = {}
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] == "lm_eval":
+            for key, value in list(vars(module).items()):
+                found[name, key] = id(value)
+                if isinstance(value, type) and value.__module__.split(".")[0] == "lm_eval":
+                    found |= {(name, key, part): id(member) for part, member in vars(value).items()}
+    return found
+
+before = attributes()
+import lm_eval_duel
+names = [module.name for module in pkgutil.walk_packages(lm_eval_duel.__path__, "lm_eval_duel.")]
+for name in names:
+    if not name.endswith(("__main__", "demo.train", "demo.cut")):
+        importlib.import_module(name)
+assert "lm_eval_duel.harness.patches" in sys.modules and len(names) > 80, names
+after = attributes()
+print({key for key, value in before.items() if after.get(key) != value and key[-1] not in IMPORTED})
+"""
+IMPORTED = "IMPORTED = {'__builtins__'}\n"
+
+
+def test_importing_our_modules_leaves_lm_eval_untouched():
+    done = subprocess.run([sys.executable, "-c", IMPORTED + UNTOUCHED], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "set()"
+
+
+def test_patches_are_applied_once():
+    patches.apply()
+    first = Task.build_all_requests, CachingLM.__init__
+    patches.apply()
+    assert first == (Task.build_all_requests, CachingLM.__init__)
+    for method in first:
+        assert not hasattr(method.lm_eval_duel_original, "lm_eval_duel_original")
