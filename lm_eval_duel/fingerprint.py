@@ -5,6 +5,7 @@ Two runs with the same fingerprint must agree up to float noise; batch size, dev
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import hashlib
 import json
@@ -21,7 +22,6 @@ SPEC_VERSION = 2  # raised when a release changes a number for the same argument
 SPEC_FILES = re.compile(r"config\.json|.*\.safetensors|pytorch_model.*\.bin|.*\.ckpt|.*\.index\.json")
 ADAPTER_FILES = re.compile(r"adapter_config\.json|adapter_model\.(safetensors|bin)")
 LIBRARIES = ("lm_eval_duel", "torch", "transformers", "tokenizers")  # their releases are in the results
-IMPORTED = re.compile(r"^\s*from\s+\.(?P<module>[\w.]*)\s+import\s+(?P<names>.*)", re.MULTILINE)
 NO_IDS = (  # settings of a tokenizer that change no id of a text by itself
     *("backend", "chat_control_tokens", "chat_template", "clean_up_tokenization_spaces", "files_loaded", "is_local"),
     *("local_files_only", "model_input_names", "model_max_length", "name_or_path", "pad_token", "padding_side"),
@@ -135,16 +135,35 @@ def _code_files(kind: type) -> set[str]:
 
 
 def _add_imported(file: str | None, found: set[str]) -> None:
-    """Add a file of Python, and the files beside it that it imports (`from .name import ...`)."""
+    """Add a Python file and the user's own modules that it imports: relative ones, and those of no installed package."""
     if file is None or not os.path.isfile(file) or (file := os.path.abspath(file)) in found:
         return
     found.add(file)
     with open(file, encoding="utf-8", errors="replace") as source:
-        imports = list(IMPORTED.finditer(source.read()))
-    for each in imports:
-        modules = [each["module"]] if each["module"] else re.findall(r"\w+", each["names"])
-        for module in modules:
-            _add_imported(os.path.join(os.path.dirname(file), *module.split(".")) + ".py", found)
+        try:
+            tree = ast.parse(source.read())
+        except SyntaxError:  # not what runs: it could not have been imported
+            return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            folder = os.path.join(os.path.dirname(file), *[os.pardir] * (node.level - 1))
+            for name in [node.module] if node.module else [alias.name for alias in node.names]:
+                _add_imported(os.path.join(folder, *name.split(".")) + ".py", found)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names]
+            if isinstance(node, ast.ImportFrom):
+                names = [str(node.module), *(f"{node.module}.{name}" for name in names)]
+            for name in names:
+                _add_imported(_own_file(name), found)
+
+
+def _own_file(module: str) -> str | None:
+    """The file of an imported module, unless it belongs to Python or an installed package."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    top = module.partition(".")[0]
+    if file is None or top in LIBRARIES or top in sys.stdlib_module_names:
+        return None
+    return None if {"site-packages", "dist-packages"} & set(file.split(os.sep)) else file
 
 
 # ---------------------------------------------------------------- tokenizers

@@ -139,6 +139,7 @@ def _entry(metric: str, row: Row, ar: bool, draws: np.ndarray | None) -> dict[st
         "interval": None if draws is None else stats.interval(draws),
         "stderr": row.error(metric, row.nats_stderr),
         "stderrs": {name: row.error(name, row.nats_stderr) for name in row.values},
+        "stderr_bound": _error_bound(row, metric),
         "stderr_reason": _no_error(row, metric),
         "window_stderr": row.error(metric, row.window_stderr) if draws is None else None,
         "reason": reason,
@@ -159,6 +160,16 @@ def _entry(metric: str, row: Row, ar: bool, draws: np.ndarray | None) -> dict[st
         "fingerprint": row.run.fingerprint,
         "file": row.run.name,
     }
+
+
+def _error_bound(row: Row, metric: str) -> float | None:
+    """At most this is the Monte Carlo error of an ELBO, whether it is known or not: the error over windows, whose spread
+    contains that of the draws. Infinite if that is not known either; None for everything that has no such error."""
+    if row.estimator != "elbo":
+        return None
+    known = row.error(metric, row.nats_stderr)
+    bound = row.error(metric, row.window_stderr) if known is None else known
+    return math.inf if bound is None else bound
 
 
 def _no_error(row: Row, metric: str) -> str:

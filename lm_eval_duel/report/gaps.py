@@ -90,7 +90,7 @@ def write(
 
 
 def _gap(entry: dict[str, Any], elbo: dict[str, Any], ar: dict[str, Any], draws: list[np.ndarray | None]) -> None:
-    values, error = (elbo["value"], entry["value"], ar["value"]), elbo["stderr"]
+    values, error = (elbo["value"], entry["value"], ar["value"]), elbo["stderr_bound"]
     if not all(map(math.isfinite, values)):
         entry["gap_closed_reason"] = "no gap closed of an infinite perplexity"
         return
@@ -103,7 +103,8 @@ def _gap(entry: dict[str, Any], elbo: dict[str, Any], ar: dict[str, Any], draws:
         return
     entry["distinguishable"] = stats.clear(elbo["value"], entry["value"], error)
     if entry["distinguishable"]:
-        entry["gap_closed"], entry["gap_closed_stderr"] = closed, stats.gap_closed_stderr(*values, error)
+        entry["gap_closed"] = closed
+        entry["gap_closed_stderr"] = stats.gap_closed_stderr(*values, elbo["stderr"])
     else:
         entry["gap_closed_reason"] = f"{UNCLEAR}: ELBO {_with_error(elbo)} and DUEL {entry['value']:.2f}"
     if any(drawn is None for drawn in draws):
@@ -115,7 +116,8 @@ def _gap(entry: dict[str, Any], elbo: dict[str, Any], ar: dict[str, Any], draws:
 
 
 def _with_error(entry: Mapping[str, Any]) -> str:
-    return f"{entry['value']:.2f} +- {entry['stderr']:.2f}"
+    error = "?" if entry["stderr"] is None else f"{entry['stderr']:.2f}"
+    return f"{entry['value']:.2f} +- {error}"
 
 
 def elbo_in_words(elbo: Row, entry: Mapping[str, Any]) -> str:
