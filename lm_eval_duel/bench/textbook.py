@@ -79,7 +79,7 @@ class Loop:
     """What a textbook loop found; NaN and -1 where it was stopped before."""
 
     nats: torch.Tensor  # (N, T) float64
-    steps: torch.Tensor  # (N, T)
+    reveal_steps: torch.Tensor  # (N, T)
     forwards: int
     rows: int
     evaluations: int  # rule steps, summed over windows

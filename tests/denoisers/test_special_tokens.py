@@ -96,7 +96,7 @@ def test_no_warning_where_none_are_expected(folder, tmp_path, caplog):
 def test_the_harness_is_not_warned(options, folder, caplog):
     caplog.set_level(logging.WARNING)
     for name in ("demo-mdm", "demo-bd", folder):
-        lm = DuelMDM(pretrained=name, device="cpu", verify=1, **options)
+        lm = DuelMDM(pretrained=name, rule="greedy:k=8", device="cpu", verify=1, **options)
         lm.loglikelihood_rolling(ask("loglikelihood_rolling", ("a b c",), ("",), ("d " * 40,)))
         if options.get("bos") in (None, "none"):
             lm.loglikelihood(ask("loglikelihood", ("", "a"), ("a b", " c")))
