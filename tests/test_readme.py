@@ -1,5 +1,6 @@
 """The README: two screens, the commands that CI runs, and the tree that there is."""
 
+import dataclasses
 import re
 
 from pages import ROOT, blocks, names, read, rows, section
@@ -27,7 +28,8 @@ def test_every_rule_and_every_command_has_a_row():
     assert set(rules.RULES) == set().union(*(names(row[0]) for row in table)) - {"module"}
     for row in table:
         for name in names(row[0]) - {"module"}:
-            assert {field for field in rules.RULES[name].__dataclass_fields__} - {"history", "kl"} == names(row[1])
+            parameters = {field.name for field in dataclasses.fields(rules.RULES[name])}
+            assert parameters - {"history", "kl"} == names(row[1]), name
     commands = {re.search("`(.*?)`", row[0])[1].split()[0] for row in rows(section(README, "## Commands"))}
     assert commands == set(COMMANDS)
 
