@@ -23,6 +23,12 @@ def test_ci_runs_the_two_commands_of_the_readme():
     assert theirs == [blocks(README, "bash")[0].strip(), blocks(README, "bash")[2].strip()]
 
 
+def test_ci_and_the_dev_extra_pin_the_same_tools():
+    pinned = set(re.findall(r"pip install -q ((?:ruff|mypy)==[\d.]+)", read(".ci/run")))
+    dev = re.search(r"^dev = \[(.*)\]", read("pyproject.toml"), re.MULTILINE)[1]
+    assert pinned == set(re.findall(r"(?:ruff|mypy)==[\d.]+", dev)) and len(pinned) == 2
+
+
 def test_every_rule_and_every_command_has_a_row():
     table = rows(section(README, "## Unmasking rules"))
     assert set(rules.RULES) == set().union(*(names(row[0]) for row in table)) - {"module"}
