@@ -13,7 +13,7 @@ import contextlib
 import logging
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
 
 from lm_eval_duel import denoisers, fingerprint
 from lm_eval_duel.denoisers.base import Denoiser
@@ -23,7 +23,7 @@ from lm_eval_duel.estimators import duel as estimator
 from lm_eval_duel.harness.generation import Generator, Settings
 from lm_eval_duel.harness.text import Text
 from lm_eval_duel.library.results import GeneratedText, TextScore
-from lm_eval_duel.options import WINDOWS, Options
+from lm_eval_duel.options import Options
 from lm_eval_duel.rules import Rule
 
 if TYPE_CHECKING:
@@ -75,8 +75,8 @@ class Duel(estimator.Duel):
         windows: Windows = "independent",
     ):
         super().__init__(denoiser, rule, block, grid, batch_size, max_batch_size, traced)
-        if windows not in WINDOWS:
-            raise unknown("value of windows", windows, WINDOWS)
+        if windows not in get_args(Windows):
+            raise unknown("value of windows", windows, get_args(Windows))
         self._text = None if tokenizer is None else Text(tokenizer, denoiser, windows, self.block)
 
     @classmethod
