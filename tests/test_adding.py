@@ -12,7 +12,7 @@ from pages import ROOT, read, section
 
 PAGE = read("docs/adding.md")
 STEP = re.compile(
-    r"(?:[Ww]rite\s+`(?P<file>[\w./]+)`[^\n`]*:|Add this to `(?P<name>\w+)` in `(?P<home>[\w./]+)`:|(?P<run>:))\n\n"
+    r"(?:[Ww]rite\s+`(?P<file>[\w./]+)`[^\n`]*:|Add this entry to `(?P<name>\w+)` in `(?P<home>[\w./]+)`:|(?P<run>:))\n\n"
     r"```(?P<language>\w+)\n(?P<code>.*?)^```",
     re.DOTALL | re.MULTILINE,
 )
@@ -40,7 +40,7 @@ def follow(text, place):
 
 
 def add(file, name, code):
-    """Put lines at the end of the tuple that is assigned to `name`."""
+    """Put an entry at the end of the tuple that is assigned to `name`."""
     source = file.read_text()
     assigned = next(
         node.value
@@ -49,7 +49,7 @@ def add(file, name, code):
     )
     assert isinstance(assigned, ast.Tuple)
     lines = source.splitlines(keepends=True)
-    lines.insert(assigned.end_lineno - 1, code)
+    lines.insert(assigned.end_lineno - 1, f"    {code.strip()},\n")
     file.write_text("".join(lines))
 
 
