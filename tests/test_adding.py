@@ -12,7 +12,7 @@ from pages import ROOT, read, section
 
 PAGE = read("docs/adding.md")
 STEP = re.compile(
-    r"(?:[Ww]rite\s+`(?P<file>[\w./]+)`[^\n`]*:|Add this entry to `(?P<name>\w+)` in `(?P<home>[\w./]+)`:|(?P<run>:))\n\n"
+    r"(?:[Ww]rite\s+`(?P<file>[\w./]+)`[^\n`]*:|Add this entry to `(?P<name>\w+)` in `(?P<home>[\w./]+)`:|:)\n\n"
     r"```(?P<language>\w+)\n(?P<code>.*?)^```",
     re.DOTALL | re.MULTILINE,
 )
