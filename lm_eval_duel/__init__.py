@@ -72,7 +72,10 @@ def __getattr__(name: str) -> object:
     elif name in _HOMES:
         from importlib import import_module
 
-        value = getattr(import_module(_HOMES[name]), name)
+        try:
+            value = getattr(import_module(_HOMES[name]), name)
+        except AttributeError as error:  # `from lm_eval_duel import ...` would hide it
+            raise ImportError(f"Cannot import {name} from {_HOMES[name]}: {error}") from error
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value

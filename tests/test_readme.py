@@ -1,5 +1,6 @@
 """The README: two screens, the commands that CI runs, and the tree that there is."""
 
+import dataclasses
 import re
 
 from pages import ROOT, blocks, names, read, rows, section
@@ -22,12 +23,19 @@ def test_ci_runs_the_two_commands_of_the_readme():
     assert theirs == [blocks(README, "bash")[0].strip(), blocks(README, "bash")[2].strip()]
 
 
+def test_ci_and_the_dev_extra_pin_the_same_tools():
+    pinned = set(re.findall(r"pip install -q ((?:ruff|mypy)==[\d.]+)", read(".ci/run")))
+    dev = re.search(r"^dev = \[(.*)\]", read("pyproject.toml"), re.MULTILINE)[1]
+    assert pinned == set(re.findall(r"(?:ruff|mypy)==[\d.]+", dev)) and len(pinned) == 2
+
+
 def test_every_rule_and_every_command_has_a_row():
     table = rows(section(README, "## Unmasking rules"))
     assert set(rules.RULES) == set().union(*(names(row[0]) for row in table)) - {"module"}
     for row in table:
         for name in names(row[0]) - {"module"}:
-            assert set(rules.RULES[name].__dataclass_fields__) - {"history", "kl"} == names(row[1])
+            parameters = {field.name for field in dataclasses.fields(rules.RULES[name])}
+            assert parameters - {"history", "kl"} == names(row[1]), name
     commands = {re.search("`(.*?)`", row[0])[1].split()[0] for row in rows(section(README, "## Commands"))}
     assert commands == set(COMMANDS)
 

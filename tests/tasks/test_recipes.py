@@ -7,6 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import dit_reference
+import pages
 import pytest
 import yaml
 from harness_runs import lm_eval, read
@@ -23,7 +24,7 @@ from lm_eval_duel.tasks import corpora, task_folder
 
 FOLDER = Path(where("recipes"))
 NAMES = sorted(path.relative_to(FOLDER).with_suffix("").as_posix() for path in FOLDER.rglob("*.yaml"))
-README = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+PAGE = pages.read("docs/paper_tables.md")
 METADATA = {"length", "insert_eos", "framed", "remainder"}  # beside those that name a model or a local copy
 STOCK = {"wikitext"}  # a task of the harness itself
 NAMED = re.compile(r"(left_to_right|greedy|margin|threshold)_(k|mu)([\d.]+)$")
@@ -118,13 +119,13 @@ def test_the_convention_is_that_of_the_published_figure(name):
     assert found == {**beside, "model_args": {**beside["model_args"], "bos": "given"}}
 
 
-def test_every_recipe_begins_with_its_table_and_stands_in_the_readme():
-    section = README.split("## The paper's tables")[1].split("\n## ")[0]
+def test_every_recipe_begins_with_its_table_and_stands_in_the_docs():
+    tables = pages.section(PAGE, "## The paper's tables")
     for name in NAMES:
         first = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0]
         assert first.startswith("# The right way" if "/given/" in name else "# ")
-        assert "/given/" in name or f"`{name}`" in section, f"{name} has no row in the README"
-    named = set(re.findall(r"`((?:owt|lm1b|zero_shot|samplers|oracle|8b)/[\w./]*\w)`", section))
+        assert "/given/" in name or f"`{name}`" in tables, f"{name} has no row in docs/paper_tables.md"
+    named = set(re.findall(r"`((?:owt|lm1b|zero_shot|samplers|oracle|8b)/[\w./]*\w)`", tables))
     assert named <= set(NAMES)
 
 
@@ -242,7 +243,7 @@ def test_a_misspelt_convention_is_refused(copies):
 
 @pytest.mark.slow
 def test_the_command_line_takes_a_recipe(copies, tmp_path):
-    """`run --config`, as the README has it, with the tasks known."""
+    """`run --config`, as docs/paper_tables.md has it, with the tasks known."""
     name = "oracle/bd3lm_block4"
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(demo(name, recipe(name), "demo-bd", copies)))
