@@ -1,4 +1,4 @@
-"""JSON that any reader takes: null, with a reason, for what JSON has no number for."""
+"""JSON that every parser accepts: numbers that JSON cannot represent become null, with a reason."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ REASONS = {
 NAN = "not a number"
 
 
-def dumps(found: Mapping[str, Any]) -> str:
-    """A dict as JSON; `nulls` in it says of each null that was no number where it stands and what it was."""
-    nulls = dict(_nulls(found, ""))
-    return json.dumps(finite({**found, "nulls": nulls} if nulls else found), indent=1, allow_nan=False)
+def dumps(document: Mapping[str, Any]) -> str:
+    """A dict as JSON. Its entry `nulls` gives the place and the reason of each number that became null."""
+    nulls = dict(_nulls(document, ""))
+    return json.dumps(finite({**document, "nulls": nulls} if nulls else document), indent=1, allow_nan=False)
 
 
 def finite(value: Any) -> Any:
-    """A value with null for infinities and NaN."""
+    """A value with None for infinities and NaN."""
     if isinstance(value, Mapping):
         return {key: finite(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
         return [finite(part) for part in value]
-    return None if _odd(value) else value
+    return None if _not_finite(value) else value
 
 
-def _odd(value: Any) -> bool:
+def _not_finite(value: Any) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 
 
@@ -37,5 +37,5 @@ def _nulls(value: Any, place: str) -> Iterator[tuple[str, str]]:
     parts = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
     for key, part in parts:
         yield from _nulls(part, f"{place}.{key}" if place else str(key))
-    if _odd(value):
+    if _not_finite(value):
         yield place, REASONS.get(value, NAN)

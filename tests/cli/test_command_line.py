@@ -328,7 +328,7 @@ def test_key_values_or_json():
             ("window", [1]),
             ("ids", [None]),
             ("reveal_steps", [1]),
-            ("values", {"duel": None}),
+            ("values", {"duel": "x"}),
         ],
     ],
     ids=str,
