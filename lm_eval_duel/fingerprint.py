@@ -135,7 +135,7 @@ def _code_files(kind: type) -> set[str]:
 
 
 def _add_imported(file: str | None, found: set[str]) -> None:
-    """Add a Python file and the user's own modules that it imports: relative ones, and those of no installed package."""
+    """Add a Python file and the modules it imports, unless they belong to Python or an installed package."""
     if file is None or not os.path.isfile(file) or (file := os.path.abspath(file)) in found:
         return
     found.add(file)

@@ -1,4 +1,4 @@
-"""`lm-eval-duel bench`: how fast, and in how much memory, against Algorithm 2 as printed."""
+"""`lm-eval-duel bench`: speed and memory compared with Algorithm 2 as printed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lm_eval_duel.bench.options import parse
 def main(arguments: Sequence[str]) -> None:
     """Measure and print: `lm-eval-duel bench`."""
     settings = parse(arguments)
-    # torch is imported once the arguments are known to be good
+    # torch is imported only after the arguments have been checked
     from lm_eval_duel.bench.run import run
 
     run(settings)

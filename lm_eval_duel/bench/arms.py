@@ -1,4 +1,4 @@
-"""What `bench` measures: a network, a spec, windows, and the ways to score them, with their time and memory."""
+"""What `bench` measures: a network, a spec and windows, the ways to score them, and their time and memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from lm_eval_duel.estimators.checks import DEFAULT_BLOCK
 from lm_eval_duel.estimators.duel import Duel
 
 LOOPS = {"textbook": WholeRow, "textbook_kv": KeptKeys}
-FEW = 2  # steps of the textbook loop that its memory is measured on: every step takes the same
+MEMORY_STEPS = 2  # steps on which the textbook loop's memory is measured: every step needs the same
 
 
 class Bench:
@@ -42,34 +42,34 @@ class Bench:
         self.denoiser = _load(settings)
         self.windows = _windows(self.denoiser, settings)
         check(self.denoiser, self.windows)
-        said = {"auto": _block(settings) if _made(settings) else "auto", "none": None}
-        block = said.get(settings.block, settings.positions)
+        named_blocks = {"auto": _block(settings) if _is_random(settings) else "auto", "none": None}
+        block = named_blocks.get(settings.block, settings.positions)
         self.duel = Duel(self.denoiser, settings.rule_text, block, batch_size=settings.batch_size)
 
     @property
     def loops(self) -> list[str]:
-        """The textbook loops that this network has."""
+        """The textbook loops that this network supports."""
         return [name for name in LOOPS if name == "textbook" or self.denoiser.attention == "block_causal"]
 
-    def loop(self, name: str, windows: Sequence[Window] | None = None, most: int | None = None) -> Loop:
-        """A textbook loop over the windows, or over others; `most` steps at most."""
+    def loop(self, name: str, windows: Sequence[Window] | None = None, max_steps: int | None = None) -> Loop:
+        """Run a textbook loop over `windows` (default: all), for `max_steps` steps at most."""
         duel = self.duel
         return algorithm2(
-            LOOPS[name], self.denoiser, duel.rule, duel.block, duel.grid, windows or self.windows, most=most
+            LOOPS[name], self.denoiser, duel.rule, duel.block, duel.grid, windows or self.windows, max_steps=max_steps
         )
 
     def record(self) -> tuple[Recording, list[WindowScore]]:
-        """The network calls of one run of ours, and its results."""
+        """Record the network calls of one run of ours; returns them and the scores."""
         recording, before = Recording(self.denoiser), self.duel.counts.forwards
         with recording.record():
-            scored = self.duel.log_prob(self.windows)
-        made = self.duel.counts.forwards - before
-        if recording.forwards != made:
-            raise DuelError(f"The recording holds {recording.forwards} network calls, but ours counted {made}.")
-        return recording, scored
+            scores = self.duel.log_prob(self.windows)
+        counted = self.duel.counts.forwards - before
+        if recording.forwards != counted:
+            raise DuelError(f"The recording holds {recording.forwards} network calls, but ours counted {counted}.")
+        return recording, scores
 
     def seconds(self, run: Callable[[], Any]) -> tuple[float, Any]:
-        """How long a run takes, and what it returns."""
+        """The time of a run in seconds, and its result."""
         self._wait()
         began = time.perf_counter()
         result = run()
@@ -80,24 +80,24 @@ class Bench:
         if self.denoiser.device.type == "cuda":
             torch.cuda.synchronize(self.denoiser.device)
 
-    def steps(self, scored: Sequence[WindowScore]) -> int:
-        """Steps of the textbook loop: in each block as many as its slowest window takes."""
+    def steps(self, scores: Sequence[WindowScore]) -> int:
+        """Steps of the textbook loop: in each block as many as its slowest window needs."""
         width = self.duel.block or self.settings.length
         offset = len(self.windows[0].context) if self.duel.grid == "row" else 0
         slowest: dict[int, int] = {}
-        for result in scored:
+        for result in scores:
             for n, step in enumerate(result.reveal_steps):
                 number = (n + offset) // width
                 slowest[number] = max(slowest.get(number, 0), step + 1)
         return sum(slowest.values())
 
     def cut(self, seconds: float) -> list[Window]:
-        """The first --compare_windows, shortened so that the textbook loop takes about `seconds` for them."""
+        """The first --compare_windows windows, shortened until the textbook loop takes about `seconds` for them."""
         windows, block = self.windows[: self.settings.compare_windows], self.duel.block or 1
         count = len(windows[0].target)
         while count > block:
-            one, _ = self.seconds(partial(self.loop, "textbook", windows, 1))
-            if one * count <= seconds:
+            per_step, _ = self.seconds(partial(self.loop, "textbook", windows, 1))
+            if per_step * count <= seconds:
                 break
             count = max(block, count // 2 // block * block)
             windows = [Window(window.context, window.target[:count]) for window in windows]
@@ -106,7 +106,7 @@ class Bench:
     # ------------------------------------------------------------ memory
 
     def peak_bytes(self, arm: str) -> int:
-        """What an arm takes at its peak beyond what is there after a small warm-up; on a CPU in a fresh process."""
+        """Peak memory of an arm beyond what a small warm-up leaves allocated; on a CPU measured in a fresh process."""
         device = self.denoiser.device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -118,18 +118,18 @@ class Bench:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or [f"It ended with code {done.returncode}."])[-1]
-            raise DuelError(f"Measuring the memory of {arm} failed; --no_memory leaves it out. {reason}")
+            raise DuelError(f"Could not measure the memory of {arm}; --no_memory skips this. {reason}")
         return int(done.stdout.split()[-1])
 
     def own_peak_bytes(self, arm: str) -> int:
-        """The same of this process, which has done nothing else."""
+        """Peak memory of an arm in this process, which has done nothing else."""
         window = self.windows[0]
         self._once(arm, [Window(window.context, window.target[: self.duel.block or 1])])
         with contextlib.suppress(AttributeError, OSError):
-            ctypes.CDLL(None).malloc_trim(0)  # what the warm-up freed and the process kept would hide as much later
+            ctypes.CDLL(None).malloc_trim(0)  # memory that the warm-up freed but the process kept would hide later use
         before = _resident("VmRSS")
         try:
-            Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from here
+            Path("/proc/self/clear_refs").write_text("5")  # reset VmHWM
         except OSError:
             self._once(arm)
             return max(0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before)
@@ -138,62 +138,62 @@ class Bench:
 
     def _once(self, arm: str, windows: Sequence[Window] | None = None) -> None:
         if arm in LOOPS:
-            self.loop(arm, windows, FEW if arm == "textbook" else None)
+            self.loop(arm, windows, MEMORY_STEPS if arm == "textbook" else None)
         else:
             self.duel.log_prob(windows or self.windows)
 
 
 def _resident(key: str) -> int:
-    """Bytes of a line of /proc/self/status."""
+    """Bytes in one line of /proc/self/status."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
 
 
-def _made(settings: Settings) -> bool:
+def _is_random(settings: Settings) -> bool:
     return settings.pretrained.startswith(random_network.PREFIX)
 
 
 def _block(settings: Settings) -> int:
-    """The block that a random network is trained on."""
+    """The block that a random network is built for."""
     return settings.positions or DEFAULT_BLOCK
 
 
 def _load(settings: Settings) -> Denoiser:
-    if not _made(settings):
+    if not _is_random(settings):
         denoiser = denoisers.load(settings.pretrained, device=settings.device, dtype=settings.dtype)
-        denoiser.special_tokens = None  # random tokens on purpose
+        denoiser.special_tokens = None  # no warning: the tokens are random on purpose
         return denoiser
     sizes = {name: getattr(settings, name) for name in ("length", "layers", "width", "vocab", "seed", "dtype")}
     device = pick_device(settings.device)
-    least, there = random_network.least_bytes(settings.pretrained, **sizes), _memory(device)
-    if least > there:
+    needed, available = random_network.least_bytes(settings.pretrained, **sizes), _memory(device)
+    if needed > available:
         raise DuelError(
-            f"{settings.pretrained} of this size takes {least / 2**30:,.0f} GiB or more, and {device} has "
-            f"{there / 2**30:,.0f}; lower --layers, --width or --vocab."
+            f"{settings.pretrained} of this size needs at least {needed / 2**30:,.0f} GiB and {device} has "
+            f"{available / 2**30:,.0f} GiB; lower --layers, --width or --vocab."
         )
     return random_network.make(settings.pretrained, device, block=_block(settings), **sizes)
 
 
 def _memory(device: torch.device) -> int:
-    """All the bytes that a device has."""
+    """Total memory of a device in bytes."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _windows(denoiser: Denoiser, settings: Settings) -> list[Window]:
-    """Windows of random tokens; one is given first to networks that cannot do without."""
+    """Windows of random tokens, with one visible token first for networks that need one."""
     if settings.length > denoiser.max_length:
         raise DuelError(f"{settings.pretrained} holds {denoiser.max_length} positions: pass --length of at most that.")
-    given = max(denoiser.shift, int(denoiser.needs_visible))
-    if settings.length <= given:
-        raise DuelError(f"{settings.pretrained} needs a given first token: pass --length of 2 or more.")
+    visible = max(denoiser.shift, int(denoiser.needs_visible))
+    if settings.length <= visible:
+        raise DuelError(f"{settings.pretrained} needs a visible first token: pass --length 2 or more.")
     rows = self_tests.random_rows(denoiser, settings.length, settings.windows, settings.seed).tolist()
-    return [Window(tuple(row[:given]), tuple(row[given:])) for row in rows]
+    return [Window(tuple(row[:visible]), tuple(row[visible:])) for row in rows]
 
 
 class Recording:
-    """The network calls of a run (`features`, `stream`, `head`), to be made again without anything around them."""
+    """The network calls of a run (`features`, `stream`, `head`), which can be replayed without the code around them."""
 
     NAMES = ("features", "stream", "head")
 
@@ -205,14 +205,14 @@ class Recording:
 
     @contextlib.contextmanager
     def record(self) -> Iterator[None]:
-        """Record the calls made inside."""
+        """Record the calls made inside this context."""
         for name in self.NAMES:
             setattr(self.denoiser, name, self._recorder(name, getattr(self.denoiser, name)))
         try:
             yield
         finally:
             for name in self.NAMES:
-                delattr(self.denoiser, name)  # the class's own are back
+                delattr(self.denoiser, name)  # back to the class's method
 
     def _recorder(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(method)
@@ -220,7 +220,7 @@ class Recording:
         def recorder(*args: Any, **kwargs: Any) -> Any:
             if not self._inside:
                 bound = signature.bind(*args, **kwargs)
-                # past is large and only read: what is in it does not matter for the time
+                # past is large and read-only; its values do not affect the time
                 for key, value in bound.arguments.items():
                     if key != "past":
                         bound.arguments[key] = _copy(value)
@@ -238,14 +238,14 @@ class Recording:
         return recorder
 
     @torch.inference_mode()
-    def replay(self, most: int | None = None) -> None:
-        """The same calls again, in order; the first `most` of them."""
-        for name, args, kwargs in self.calls[:most]:
+    def replay(self, max_calls: int | None = None) -> None:
+        """Repeat the calls in order, the first `max_calls` of them."""
+        for name, args, kwargs in self.calls[:max_calls]:
             getattr(self.denoiser, name)(*args, **kwargs)
 
 
 def _copy(value: Any) -> Any:
-    """A copy of a tensor, or of those in a tuple or list; anything else as it is."""
+    """Copy a tensor, or the tensors in a tuple or list; return anything else unchanged."""
     if isinstance(value, torch.Tensor):
         return value.clone()
     return type(value)(map(_copy, value)) if type(value) in (tuple, list) else value

@@ -14,39 +14,39 @@ from lm_eval_duel.errors import DuelError, unknown, usage
 
 ARMS = ("textbook", "textbook_kv", "ours", "forwards")
 COUNTS = ("layers", "width", "vocab", "length", "windows", "k", "repeats", "batch_size", "textbook_steps")
-LARGEST_SEED = 2**63 - 1  # that torch takes
+LARGEST_SEED = 2**63 - 1  # the largest that torch accepts
 
 HELP = {
     "pretrained": "a folder, demo-mdm, demo-bd, or random:bidirectional|block-causal|llada-8b",
-    "layers": "of a random network (4; llada-8b: 32)",
-    "width": "of a random network (256; llada-8b: 4096)",
-    "vocab": "columns of a random network's logits (50257; llada-8b: 126464)",
-    "length": "positions of a window",
-    "block": "a number, none (the whole window) or auto: the checkpoint's, or 32; random:block-causal is trained on it",
-    "windows": "how many",
+    "layers": "layers of a random network (4; llada-8b: 32)",
+    "width": "width of a random network (256; llada-8b: 4096)",
+    "vocab": "vocabulary of a random network, [MASK] included (50257; llada-8b: 126464)",
+    "length": "positions per window",
+    "block": "a number, none (the whole window) or auto (the checkpoint's, or 32); random:block-causal is built for it",
+    "windows": "number of windows",
     "rule": "as in model args: greedy, threshold:mu=0.9, ...",
-    "k": "short for the rule's k=",
+    "k": "shorthand for the rule's k=",
     "device": "cpu, cuda, ...",
     "dtype": "float32, bfloat16, float16 or float64",
-    "repeats": "how often each is timed; medians are printed",
-    "batch_size": "windows of --length in one network call of ours (as many as Duel takes)",
-    "seed": "of random weights and tokens",
-    "textbook_steps": "time the textbook loop on its first N steps and scale (8 if all would take over a minute)",
-    "compare_windows": "windows that the textbook loop scores in full, to compare numbers, if its time is scaled",
-    "no_memory": "do not measure peak memory",
-    "json": "write the figures to this file too",
+    "repeats": "how often each arm is timed; medians are printed",
+    "batch_size": "windows per network call in our arm (default: as many as Duel fits)",
+    "seed": "seed of random weights and tokens",
+    "textbook_steps": "time only the first N steps of the textbook loop and scale up (8 if all would exceed a minute)",
+    "compare_windows": "windows to score in full with the textbook loop, to compare numbers, if its time is scaled",
+    "no_memory": "skip measuring peak memory",
+    "json": "also write the figures to this file",
     "peak_of": argparse.SUPPRESS,
 }
 PRINTS = """\
-Prints a table of the ways to score (the textbook loop, ours, our network calls alone) with seconds, tokens/s, network
-calls, rows, NFE and peak memory; below it our overhead over the network calls, and how far ours and the textbook
-loop are apart in nats and in picks.
+Prints a table with one line per arm (the textbook loop, ours, our network calls alone): seconds, tokens/s, network
+calls, rows, NFE and peak memory. Below it: our overhead over the network calls, and how far our numbers and the
+textbook loop's are apart, in nats and in picks.
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The options of the command, one field each."""
+    """The options of the command, one field per flag."""
 
     pretrained: str = "random:bidirectional"
     layers: int | None = None
@@ -72,16 +72,16 @@ class Settings:
         for name in (*COUNTS, "compare_windows"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise DuelError(f"--{name} is at least 1; got {value}.")
+                raise DuelError(f"--{name} must be at least 1; got {value}.")
         if self.vocab == 1:
-            raise DuelError("--vocab is at least 2: [MASK] and a token.")
+            raise DuelError(f"--vocab must be at least 2, [MASK] and one token; got {self.vocab}.")
         if not 0 <= self.seed <= LARGEST_SEED:
-            raise DuelError(f"--seed is a whole number from 0 to {LARGEST_SEED}; got {self.seed}.")
+            raise DuelError(f"--seed must be an integer from 0 to {LARGEST_SEED}; got {self.seed}.")
         if self.block not in ("auto", "none"):
             try:
                 count("--block", self.block)
             except DuelError:
-                raise DuelError(f"--block is a number of positions, auto or none; got '{self.block}'.") from None
+                raise DuelError(f"--block must be a number of positions, auto or none; got '{self.block}'.") from None
         if self.dtype not in DTYPES[1:]:
             raise unknown("dtype", self.dtype, DTYPES[1:])
         if self.peak_of not in (None, *ARMS):
@@ -90,7 +90,7 @@ class Settings:
 
     @property
     def rule_text(self) -> str:
-        """The rule, with --k in it."""
+        """The rule with --k applied."""
         return self.rule if self.k is None else f"{self.rule}:k={self.k}"
 
     @property
@@ -99,20 +99,20 @@ class Settings:
         return None if self.block in ("auto", "none") else count("--block", self.block)
 
     def words(self) -> list[str]:
-        """The command line that says the same."""
-        said = []
+        """The equivalent command line."""
+        words = []
         for name, value in dataclasses.asdict(self).items():
             if value is not None and value is not False:
-                said += [f"--{name}", *([] if value is True else [str(value)])]
-        return said
+                words += [f"--{name}", *([] if value is True else [str(value)])]
+        return words
 
 
 @usage()
 def parse(arguments: Sequence[str]) -> Settings:
-    """The settings of a command line; raises UsageError."""
+    """The settings from the command line; raises UsageError."""
     parser = Parser(
         "bench",
-        "How fast, and in how much memory, against Algorithm 2 as printed, on the same windows in the same process.",
+        "Measure speed and memory against Algorithm 2 as printed, on the same windows in the same process.",
         PRINTS,
         "--pretrained random:block-causal --vocab 8192 --length 1024 --block 4",
     )

@@ -1,11 +1,11 @@
-"""How fast, and in how much memory, against Algorithm 2 as printed, on the same windows in the same process.
+"""Measure speed and memory against Algorithm 2 as printed, on the same windows in the same process.
 
-    python -m lm_eval_duel bench --pretrained random:block-causal --length 1024 --block 4
+    lm-eval-duel bench --pretrained random:block-causal --length 1024 --block 4
 
-Arms: `textbook` (every step evaluates whole rows, full logits), `textbook_kv` (block-causal networks: keys of clean
-blocks kept, still one block at a time), `ours` (`Duel.log_prob`), `forwards` (the network calls of `ours` alone: the
-floor). They take turns, each after a few steps of its own, in another order in each repeat; ratios are medians of
-ratios within a repeat.
+Arms: `textbook` (whole rows and full logits at every step), `textbook_kv` (block-causal networks only: keeps the keys
+of clean blocks, still one block at a time), `ours` (`Duel.log_prob`) and `forwards` (the network calls of `ours`
+alone, a lower bound). The arms take turns, each after a short warm-up, in a different order in each repeat. Ratios are
+medians of the ratios within a repeat.
 """
 
 from __future__ import annotations
@@ -26,53 +26,56 @@ from lm_eval_duel.bench.arms import LOOPS, Bench, Recording
 from lm_eval_duel.bench.options import ARMS, Settings
 from lm_eval_duel.bench.textbook import Loop
 from lm_eval_duel.engine.results import WindowScore
+from lm_eval_duel.tables import plain_table
 
-LONG = 60  # seconds: a textbook run that would take longer is scaled
-SCALED_FROM = 8  # steps
-IDLE = 1.0  # load average before the start, above which something else may take part of the time
-MATRIX = 8192  # rows of the matrix product that the chip's rate is measured with
+MAX_SECONDS = 60  # a textbook run that would take longer is scaled up from a few steps
+SCALED_STEPS = 8
+IDLE_LOAD = 1.0  # a higher load average before the start means that other programs are running
+MATRIX = 8192  # rows of the matrix product that measures the chip's peak rate
 
 
 # ---------------------------------------------------------------- the figures
 
 
 def measure(bench: Bench) -> dict[str, Any]:
-    """Every figure of the run, by name."""
+    """All figures of the run, by name."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    recording, scored = bench.record()
-    nfe, steps, most = sum(result.nfe for result in scored), bench.steps(scored), bench.settings.textbook_steps
-    for name in bench.loops:  # warm-up, the second time to see what a step costs
-        bench.loop(name, most=1)
-        one, _ = bench.seconds(partial(bench.loop, name, most=1))
-        if name == "textbook" and most is None and one * steps > LONG:
-            most = SCALED_FROM
-    recording.replay(SCALED_FROM)
-    scaled = most is not None and most < steps
+    recording, scores = bench.record()
+    nfe, steps, max_steps = sum(score.nfe for score in scores), bench.steps(scores), bench.settings.textbook_steps
+    for name in bench.loops:  # the second call measures the cost of a step
+        bench.loop(name, max_steps=1)
+        per_step, _ = bench.seconds(partial(bench.loop, name, max_steps=1))
+        if name == "textbook" and max_steps is None and per_step * steps > MAX_SECONDS:
+            max_steps = SCALED_STEPS
+    recording.replay(SCALED_STEPS)
+    scaled = max_steps is not None and max_steps < steps
 
     arms = {name: partial(bench.loop, name) for name in bench.loops}
     if scaled:
-        arms["textbook"] = partial(bench.loop, "textbook", most=most)
+        arms["textbook"] = partial(bench.loop, "textbook", max_steps=max_steps)
     arms |= {"ours": partial(bench.duel.log_prob, bench.windows), "forwards": recording.replay}
-    warm = {name: partial(bench.loop, name, most=SCALED_FROM if name == "textbook_kv" else 1) for name in bench.loops}
-    warm["ours"] = partial(bench.duel.log_prob, bench.windows[:2])
-    warm["forwards"] = partial(recording.replay, SCALED_FROM)
+    warm_up = {
+        name: partial(bench.loop, name, max_steps=SCALED_STEPS if name == "textbook_kv" else 1) for name in bench.loops
+    }
+    warm_up["ours"] = partial(bench.duel.log_prob, bench.windows[:2])
+    warm_up["forwards"] = partial(recording.replay, SCALED_STEPS)
     times: dict[str, list[float]] = {name: [] for name in arms}
     loops: dict[str, Loop] = {}
     for repeat in range(bench.settings.repeats):
         turn = repeat % len(arms)
         for name in [*arms][turn:] + [*arms][:turn]:
-            warm[name]()  # an arm before it leaves memory as it needed it
+            warm_up[name]()  # the previous arm leaves the allocator in another state
             seconds, result = bench.seconds(arms[name])
             if name in LOOPS:
                 loops[name] = result
             if name == "textbook" and scaled:
-                seconds *= nfe / result.evaluations
+                seconds *= nfe / result.nfe
             times[name].append(seconds)
 
-    def ratio(above: str, below: str) -> float | None:
-        if above not in times:
+    def ratio(numerator: str, denominator: str) -> float | None:
+        if numerator not in times:
             return None
-        return median(a / b for a, b in zip(times[above], times[below], strict=True))
+        return median(a / b for a, b in zip(times[numerator], times[denominator], strict=True))
 
     calls = {name: (loop.forwards, loop.rows) for name, loop in loops.items()}
     if scaled:
@@ -89,41 +92,41 @@ def measure(bench: Bench) -> dict[str, Any]:
         "nfe": nfe,
         "load_before": load,
         "tokens": sum(len(window.target) for window in bench.windows),
-        "textbook_scaled": f"scaled from {most} of {steps} steps" if scaled else None,
+        "textbook_scaled": f"scaled from {max_steps} of {steps} steps" if scaled else None,
     }
     full = [name for name in bench.loops if name != "textbook" or not scaled]
-    figures |= _compare(bench, scored, full[0], loops[full[0]]) if full else _compare_few(bench)
+    figures |= _compare(bench, scores, full[0], loops[full[0]]) if full else _compare_short(bench)
     figures |= {f"peak_bytes_{name}": None for name in (*LOOPS, "ours")}
     if not bench.settings.no_memory:
         figures |= {f"peak_bytes_{name}": bench.peak_bytes(name) for name in (*bench.loops, "ours")}
-    return figures | _operations(bench, recording, figures["ours_s"]) | _setting(bench)
+    return figures | _operations(bench, recording, figures["ours_s"]) | _environment(bench)
 
 
-def _compare_few(bench: Bench) -> dict[str, Any]:
-    """Numbers of ours against those of the textbook loop on windows short enough for it."""
-    windows = bench.cut(LONG)
+def _compare_short(bench: Bench) -> dict[str, Any]:
+    """Compare our numbers with the textbook loop's, on windows short enough for it."""
+    windows = bench.cut(MAX_SECONDS)
     return _compare(bench, bench.duel.log_prob(windows), "textbook", bench.loop("textbook", windows))
 
 
-def _compare(bench: Bench, ours: Sequence[WindowScore], name: str, loop: Loop) -> dict[str, Any]:
-    """Numbers of ours against those of a loop that ran in full."""
-    log_prob = torch.tensor([result.log_prob for result in ours], dtype=torch.float64)  # (N,)
-    moved = (loop.reveal_steps != torch.tensor([result.reveal_steps for result in ours])).sum(1)  # (N,)
-    away, same = (loop.nats.sum(1) - log_prob).abs(), moved == 0  # (N,)
-    close = [result.near_ties for result in ours]
-    known = None not in close
+def _compare(bench: Bench, scores: Sequence[WindowScore], name: str, loop: Loop) -> dict[str, Any]:
+    """Compare our numbers with those of a loop that ran in full."""
+    log_prob = torch.tensor([score.log_prob for score in scores], dtype=torch.float64)  # (N,)
+    changed = (loop.reveal_steps != torch.tensor([score.reveal_steps for score in scores])).sum(1)  # (N,)
+    difference, same = (loop.token_logprobs.sum(1) - log_prob).abs(), changed == 0  # (N,)
+    near_ties = [score.near_ties for score in scores]
+    known = None not in near_ties
     return {
-        "compared": {"with": name, "windows": len(ours), "positions": loop.nats.shape[1]},
-        "max_abs_diff_nats": float(away[same].max()) if same.any() else None,
-        "near_ties": sum(close) if known else None,
-        "windows_with_close_picks": sum(count > 0 for count in close) if known else None,
-        "picks_moved": int(moved.sum()),
-        "windows_with_picks_moved": int((~same).sum()),
+        "compared": {"with": name, "windows": len(scores), "positions": loop.token_logprobs.shape[1]},
+        "max_abs_diff_nats": float(difference[same].max()) if same.any() else None,
+        "near_ties": sum(near_ties) if known else None,
+        "windows_with_near_ties": sum(count > 0 for count in near_ties) if known else None,
+        "changed_picks": int(changed.sum()),
+        "windows_with_changed_picks": int((~same).sum()),
     }
 
 
 def _operations(bench: Bench, recording: Recording, seconds: float) -> dict[str, Any]:
-    """On a GPU: operations of matrix products and attention in `forwards`, a second of `ours`; and the chip's rate."""
+    """On a GPU: matrix and attention operations of `forwards` per second of `ours`, and the chip's peak rate."""
     device = bench.denoiser.device
     figures = {"network_tokens": recording.tokens, "flops_per_s": None, "matrix_flops_per_s": None}
     if device.type != "cuda":
@@ -140,8 +143,8 @@ def _operations(bench: Bench, recording: Recording, seconds: float) -> dict[str,
     }
 
 
-def _setting(bench: Bench) -> dict[str, Any]:
-    """What was run on what."""
+def _environment(bench: Bench) -> dict[str, Any]:
+    """The settings, and the network, device and versions of the run."""
     device, denoiser = bench.denoiser.device, bench.denoiser
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"threads {torch.get_num_threads()}"
     network = getattr(denoiser, "model", None) or getattr(denoiser, "network", None)
@@ -161,59 +164,61 @@ def _setting(bench: Bench) -> dict[str, Any]:
 
 def table(figures: dict[str, Any]) -> str:
     """The figures as text."""
-    lines = [("arm", "seconds", "tokens/s", "forwards", "rows", "NFE", "peak MiB", "textbook / arm", "")]
+    rows = []
     for arm in ARMS:
         seconds, peak = figures[f"{arm}_s"], figures.get(f"peak_bytes_{arm}")
         if seconds is None:
             continue
-        forwards, rows = figures["calls"][arm]
-        lines.append(
+        forwards, network_rows = figures["calls"][arm]
+        rows.append(
             (
                 arm,
                 f"{seconds:.3f}",
                 f"{figures['tokens'] / seconds:,.0f}",
                 f"{forwards:,}",
-                f"{rows:,}",
+                f"{network_rows:,}",
                 "" if arm == "forwards" else f"{figures['nfe']:,}",
                 "" if peak is None else f"{peak / 2**20:,.0f}",
                 f"{figures['textbook_over'][arm]:.2f}",
                 (figures["textbook_scaled"] or "") if arm == "textbook" else "",
             )
         )
-    wide = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    rows = []
-    for first, *middle, last in lines:
-        cells = [f"{cell:>{width}}" for cell, width in zip(middle, wide[1:], strict=False)]
-        rows.append("  ".join([f"{first:{wide[0]}}", *cells, last]).rstrip())
-    return "\n".join([_head(figures), "", *rows, "", *_foot(figures)])
+    header = ("arm", "seconds", "tokens/s", "forwards", "rows", "NFE", "peak MiB", "textbook / arm", "")
+    return "\n".join([_title(figures), "", plain_table(header, rows), "", *_comparison(figures)])
 
 
-def _head(figures: dict[str, Any]) -> str:
-    said, millions = figures["settings"], figures["parameters"] / 1e6
+def _title(figures: dict[str, Any]) -> str:
+    settings, millions = figures["settings"], figures["parameters"] / 1e6
     return (
-        f"{said['pretrained']}, {millions:,.1f} M parameters, {said['dtype']} on {figures['device']}: "
-        f"{said['windows']} x {said['length']} positions, block {figures['block']}, {figures['rule']}; "
-        f"median of {said['repeats']}, of ratios within a repeat"
+        f"{settings['pretrained']}, {millions:,.1f} M parameters, {settings['dtype']} on {figures['device']}: "
+        f"{settings['windows']} x {settings['length']} positions, block {figures['block']}, {figures['rule']}; "
+        f"median of {settings['repeats']}"
     )
 
 
-def _foot(figures: dict[str, Any]) -> list[str]:
-    away, close, compared = figures["max_abs_diff_nats"], figures["near_ties"], figures["compared"]
+def _comparison(figures: dict[str, Any]) -> list[str]:
+    difference, near_ties, compared = figures["max_abs_diff_nats"], figures["near_ties"], figures["compared"]
     lines = [f"overhead of ours over its network calls alone: {figures['overhead']:+.1%}"]
-    if figures["load_before"] > IDLE:
-        lines.insert(0, f"load average {figures['load_before']:.1f} before the start: times are unsteady")
+    if figures["load_before"] > IDLE_LOAD:
+        lines.insert(0, f"the load average before the start was {figures['load_before']:.1f}: times are unreliable")
     if figures["ratio_textbook_kv"] is not None:
         lines.append(f"textbook_kv / ours: {figures['ratio_textbook_kv']:.2f}")
-    known = f"{close} close picks in {figures['windows_with_close_picks']} windows"
-    nats = "every window has moved picks" if away is None else f"at most {away:.1e} nats apart where no pick moved"
+    nats = (
+        "every window has changed picks"
+        if difference is None
+        else f"largest difference {difference:.1e} nats in windows without changed picks"
+    )
+    ties = f"{near_ties} near ties in {figures['windows_with_near_ties']} windows"
     lines.append(
-        f"ours and {compared['with']} in full on {compared['windows']} x {compared['positions']} positions: "
-        f"{nats}; {'close picks not known' if close is None else known}; "
-        f"{figures['picks_moved']} picks moved in {figures['windows_with_picks_moved']} windows"
+        f"ours against {compared['with']} in full on {compared['windows']} x {compared['positions']} positions: "
+        f"{nats}; {'near ties not known' if near_ties is None else ties}; "
+        f"{figures['changed_picks']} changed picks in {figures['windows_with_changed_picks']} windows"
     )
     if figures["flops_per_s"] is not None:
-        rate, chip = figures["flops_per_s"] / 1e12, figures["matrix_flops_per_s"] / 1e12
-        lines.append(f"ours: {rate:.1f} TFLOP/s, {rate / chip:.0%} of the {chip:.0f} of a bfloat16 matrix product here")
+        rate, peak = figures["flops_per_s"] / 1e12, figures["matrix_flops_per_s"] / 1e12
+        lines.append(
+            f"ours: {rate:.1f} TFLOP/s, {rate / peak:.0%} of the {peak:.0f} TFLOP/s of a bfloat16 matrix product here"
+        )
     return lines
 
 

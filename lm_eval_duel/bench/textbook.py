@@ -1,8 +1,8 @@
-"""What `bench` measures against: Algorithm 2 of the paper as printed.
+"""The reference that `bench` compares with: Algorithm 2 of the paper as printed.
 
-As printed means what the authors' code does: all windows together, block after block, the LM head and a float32
-log-softmax over the whole (R, L, V) tensor at every step. `KeptKeys` is the same with keys and values of clean blocks
-kept, for block-causal networks.
+"As printed" means what the authors' code does: all windows together, block after block, with the LM head and a float32
+log-softmax over the whole (R, L, V) tensor at every step. `KeptKeys` also keeps the keys and values of clean blocks,
+for block-causal networks.
 
 Shapes: N windows, L row length, T target positions, R lanes, W block width, B trained block, C hidden cells,
 D features, V tokens.
@@ -24,11 +24,11 @@ from lm_eval_duel.engine.lanes import Lanes, Rows, blocks
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
 
-SATURATED = -0.1  # log P1 above which 1 - P1 is summed from the others: float32 cancels there
+SATURATED = -0.1  # above this log P1, 1 - P1 would cancel in float32 and is summed from the other tokens
 
 
-class Whole:
-    """The statistics that rules read (see `denoisers.predictions`), from log-probabilities of whole blocks."""
+class BlockPredictions:
+    """The statistics that rules read (see `denoisers.predictions`), computed from log-probabilities of whole blocks."""
 
     def __init__(self, log_p: torch.Tensor, hidden: torch.Tensor, all_mask: torch.Tensor):
         self.log_p = log_p  # (R, W, V)
@@ -76,17 +76,17 @@ class Whole:
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """What a textbook loop found; NaN and -1 where it was stopped before."""
+    """The result of a textbook loop. Positions that were not reached hold NaN and -1."""
 
-    nats: torch.Tensor  # (N, T) float64
+    token_logprobs: torch.Tensor  # (N, T) float64
     reveal_steps: torch.Tensor  # (N, T)
     forwards: int
     rows: int
-    evaluations: int  # rule steps, summed over windows
+    nfe: int  # rule steps, summed over windows
 
 
 class WholeRow:
-    """Every step shows the network the whole row: earlier blocks, the block as revealed so far, [MASK]."""
+    """Shows the network the whole row at every step: earlier blocks, the block as revealed so far, then [MASK]."""
 
     def __init__(self, denoiser: Denoiser, rows: Rows, block: int | None):
         self.denoiser = denoiser
@@ -96,7 +96,7 @@ class WholeRow:
         causal = denoiser.attention == "block_causal"
         if causal and denoiser.last_block == "fill":
             length += -length % block
-        self.truth = rows.ids
+        self.targets = rows.ids
         self.ids = torch.where(rows.visible, rows.ids, denoiser.mask_id)  # (N, L)
         self.ids = torch.nn.functional.pad(self.ids, (0, length - self.ids.shape[1]), value=denoiser.mask_id)
         self.positions = torch.arange(length, device=rows.ids.device)  # (L,)
@@ -104,7 +104,7 @@ class WholeRow:
         self.seen = of_block[:, None] >= of_block if causal else None  # (L, L)
 
     def log_p(self, lanes: Lanes) -> torch.Tensor:
-        """The log-probabilities of one block of each lane's row, (R, W, V)."""
+        """Log-probabilities of one block in each lane's row, (R, W, V)."""
         ids = self.ids[lanes.row]  # (R, L)
         if self.seen is None:
             features = self.denoiser.features(ids, None)  # (R, L, D)
@@ -114,34 +114,34 @@ class WholeRow:
         self.forwards += 1
         self.rows += len(ids)
         begin = int(lanes.start[0]) - self.denoiser.shift
-        if begin < 0:  # the first cell is given: what is predicted there is never read
+        if begin < 0:  # the first cell is visible: its prediction is never read
             features, begin = torch.cat([features[:, :1], features], dim=1), 0  # (R, 1 + L, D)
         return self.log_softmax(features)[:, begin : begin + lanes.hidden.shape[1]]
 
     def log_softmax(self, features: torch.Tensor) -> torch.Tensor:
-        """Log-probabilities (R, Q, V) of features (R, Q, D), float32 or better, none on columns that are no tokens."""
+        """Log-probabilities (R, Q, V) of features (R, Q, D), in float32 or better; -inf at excluded columns."""
         logits = self.denoiser.head(features.flatten(0, 1)).unflatten(0, features.shape[:2])  # (R, Q, V)
         if logits.dtype != torch.float64:
             logits = logits.float()
         return logits.index_fill_(2, self.excluded, -math.inf).log_softmax(2)
 
     def reveal(self, lanes: Lanes, pick: torch.Tensor) -> None:
-        """Show the truth at `pick` (R, W)."""
+        """Show the targets at `pick` (R, W)."""
         lane, cell = pick.nonzero().unbind(1)
         row, column = lanes.row[lane], lanes.start[lane] + cell  # (c,)
-        self.ids[row, column] = self.truth[row, column]
+        self.ids[row, column] = self.targets[row, column]
 
     def finish(self, start: int) -> None:
-        """The block that begins at column `start` is revealed in every row."""
+        """Called when the block that starts at column `start` has been revealed in every row."""
 
 
 class KeptKeys(WholeRow):
-    """Every step shows a block-causal network the current block alone, against kept keys of the blocks before."""
+    """Shows a block-causal network only the current block, against the kept keys and values of earlier blocks."""
 
     def __init__(self, denoiser: Denoiser, rows: Rows, block: int):
         super().__init__(denoiser, rows, block)
         self.block = block
-        self.held: list[KeysValues] = []  # of each layer, (N, H, L, D / H) each
+        self.cache: list[KeysValues] = []  # one per layer, (N, H, L, D / H) each
         self.edge: torch.Tensor | None = None  # (N, 1, D) features of the last clean column
         for start in range(0, int(rows.origin[0]) // block * block, block):
             self.finish(start)
@@ -158,22 +158,22 @@ class KeptKeys(WholeRow):
     def finish(self, start: int) -> None:
         end = start + self.block
         if end >= self.ids.shape[1]:
-            return  # nothing comes after
-        self.ids[:, start:end] = self.truth[:, start:end]
+            return  # the last block
+        self.ids[:, start:end] = self.targets[:, start:end]
         features, new = self._stream(slice(None), start)
-        if not self.held:
+        if not self.cache:
             length = len(self.positions)
-            self.held = [tuple(x.new_empty(*x.shape[:2], length, x.shape[3]) for x in layer) for layer in new]
-        for (keys, values), (k, v) in zip(self.held, new, strict=True):
+            self.cache = [tuple(x.new_empty(*x.shape[:2], length, x.shape[3]) for x in layer) for layer in new]
+        for (keys, values), (k, v) in zip(self.cache, new, strict=True):
             keys[:, :, start:end], values[:, :, start:end] = k, v
         self.edge = features[:, -1:]
 
     def _stream(self, row: slice | torch.Tensor, start: int) -> tuple[torch.Tensor, list[KeysValues]]:
-        """Features (R, B, D) of the block at `start` as it is shown, and its keys and values."""
+        """Features (R, B, D) of the visible state of the block at `start`, and its keys and values."""
         ids = self.ids[row, start : start + self.block]  # (R, B)
         places = self.positions[start : start + self.block].expand_as(ids)
         seen = ids.new_ones(*ids.shape, start + ids.shape[1], dtype=torch.bool)  # (R, B, K + B)
-        past = [(k[row, :, :start], v[row, :, :start]) for k, v in self.held] if start else None
+        past = [(k[row, :, :start], v[row, :, :start]) for k, v in self.cache] if start else None
         self.forwards += 1
         self.rows += len(ids)
         return self.denoiser.stream(ids, places, seen, past)
@@ -181,62 +181,62 @@ class KeptKeys(WholeRow):
 
 @torch.inference_mode()
 def algorithm2(
-    kind: type[WholeRow],
+    loop_class: type[WholeRow],
     denoiser: Denoiser,
     rule: rules.Rule,
     block: int | None,
     grid: str,
     windows: Sequence[Window],
-    most: int | None = None,
+    max_steps: int | None = None,
 ) -> Loop:
-    """Algorithm 2 over windows of one layout, all together, block after block; `most` steps at most."""
+    """Algorithm 2 over windows of one layout, all together, block after block, for `max_steps` steps at most."""
     check(denoiser, windows)
     rows = Rows.of(windows, denoiser.device)
     row = torch.arange(len(windows), device=denoiser.device)  # (N,)
-    shown = kind(denoiser, rows, block)
-    nats = torch.full(rows.ids.shape, math.nan, dtype=torch.float64, device=denoiser.device)  # (N, L)
-    steps = torch.full_like(rows.ids, -1)  # (N, L)
-    taken = evaluations = 0
+    network = loop_class(denoiser, rows, block)
+    token_logprobs = torch.full(rows.ids.shape, math.nan, dtype=torch.float64, device=denoiser.device)  # (N, L)
+    reveal_steps = torch.full_like(rows.ids, -1)  # (N, L)
+    steps = nfe = 0
     origin, target = len(windows[0].context), len(windows[0].target)
     for start, width in blocks(origin, target, block, grid):
         lanes = Lanes.fresh(rows, row, torch.full_like(row, start), torch.full_like(row, width))
-        truth = rows.ids[:, start : start + width]  # (N, W)
-        while len(lanes) and taken != most:
+        targets = rows.ids[:, start : start + width]  # (N, W)
+        while len(lanes) and steps != max_steps:
             all_mask = lanes.hidden.all(1) & (lanes.start == 0) & denoiser.relative_positions  # (R,)
-            log_p = shown.log_p(lanes)  # (R, W, V)
+            log_p = network.log_p(lanes)  # (R, W, V)
             if start == 0 and all_mask.any():
                 log_p = torch.where(all_mask[:, None, None], log_p[:, :1], log_p)
-            predictions = Whole(log_p, lanes.hidden, all_mask)
+            predictions = BlockPredictions(log_p, lanes.hidden, all_mask)
             decision = rule(predictions, lanes)
             if isinstance(decision, torch.Tensor):
                 decision = rules.Decision(decision)
-            tokens, pick = truth[lanes.row], decision.pick  # (R, W)
+            tokens, pick = targets[lanes.row], decision.pick  # (R, W)
             lane, cell = pick.nonzero().unbind(1)  # (c,)
             at = lanes.row[lane], start + cell
-            nats[at] = predictions.log_prob(tokens)[pick]
-            steps[at] = lanes.step[lane]
-            shown.reveal(lanes, pick)
-            taken, evaluations = taken + 1, evaluations + len(lanes)
+            token_logprobs[at] = predictions.log_prob(tokens)[pick]
+            reveal_steps[at] = lanes.step[lane]
+            network.reveal(lanes, pick)
+            steps, nfe = steps + 1, nfe + len(lanes)
             lanes = lanes.reveal(pick, tokens, decision.memory)
             if not (hidden := lanes.hidden.any(1)).all():
                 lanes = lanes.select(hidden)
-        if taken == most:
+        if steps == max_steps:
             break
-        shown.finish(start)
+        network.finish(start)
     span = slice(origin, origin + target)
-    return Loop(nats[:, span].cpu(), steps[:, span].cpu(), shown.forwards, shown.rows, evaluations)
+    return Loop(token_logprobs[:, span].cpu(), reveal_steps[:, span].cpu(), network.forwards, network.rows, nfe)
 
 
 def check(denoiser: Denoiser, windows: Sequence[Window]) -> None:
-    """Raise DuelError for a network that the textbook loop does not know, and for windows that do not go together."""
+    """Raise DuelError for a network that the textbook loop does not support, and for windows of different layouts."""
     if denoiser.attention == "causal":
-        raise DuelError("bench compares ways of unmasking; a causal network has one pass and nothing to unmask.")
+        raise DuelError("bench compares ways of unmasking; an autoregressive network scores a window in one pass.")
     if type(denoiser).open is not Denoiser.open:
         raise DuelError(
-            f"bench's textbook loop calls the network plainly, but {type(denoiser).__name__} does more at each step "
-            "(noise level or guidance): take another network."
+            f"bench's textbook loop does not support {type(denoiser).__name__}, which does more than one plain network "
+            "call per step (noise level or guidance): use another network."
         )
     if len({(len(w.context), len(w.target), w.suffix, w.tail) for w in windows}) != 1 or windows[0].length != len(
         windows[0].context + windows[0].target
     ):
-        raise DuelError("The textbook loop takes windows of one length and layout, with neither tail nor suffix.")
+        raise DuelError("The textbook loop needs windows of one length and layout, without tail and suffix.")

@@ -1,9 +1,9 @@
-"""One document of a trace in the terminal, so that a person sees how the model reads it.
+"""`lm-eval-duel show`: one document of a trace in the terminal.
 
-python -m lm_eval_duel show TRACE --doc N --by step|nats
+    lm-eval-duel show TRACE --doc N --by step|nll
 
-Tokens are coloured by the step at which they were revealed in their block, or by their nats. Where there are no colours
-(a pipe, NO_COLOR) each token is a line with its numbers instead.
+Tokens are coloured by the step at which they were revealed in their block, or by their negative log-likelihood (nll).
+Without colours (a pipe, NO_COLOR) each token is printed on a line of its own with its numbers.
 """
 
 from __future__ import annotations
@@ -20,74 +20,84 @@ from lm_eval_duel.errors import DuelError, usage
 from lm_eval_duel.estimators.registry import ESTIMATORS, Kind, canonical
 from lm_eval_duel.harness import trace
 from lm_eval_duel.harness.token_text import token_texts
+from lm_eval_duel.tables import plain_table
 
 EARLY_TO_LATE = (54, 61, 67, 73, 79, 114, 185, 226)  # of the terminal's 256 colours: dark blue to yellow
 SURE_TO_SURPRISED = (255, 230, 228, 222, 215, 208, 202, 196)  # white to red
 NOTES = {
     Kind.LIKELIHOOD: "",
     Kind.UPPER_BOUND: " (a bound)",
-    Kind.NOT_A_LIKELIHOOD: " (NOT a likelihood: it sees the truth)",
+    Kind.NOT_A_LIKELIHOOD: " (NOT a likelihood: it sees the targets)",
 }
-MOST_NATS = 8.0  # the reddest
-NEEDED = ("ids", "starts", "reveal_steps", "token_logprobs", "values")
+MAX_NLL = 8.0  # nats, the reddest
+COLUMNS = {  # heading: (key of a record, format)
+    "step": ("reveal_steps", "d"),
+    "log_prob": ("token_logprobs", ".3f"),
+    "p1": ("confidence", ".3f"),
+    "margin": ("margin", ".3f"),
+    "entropy": ("entropy", ".3f"),
+}
+REQUIRED_KEYS = ("ids", "starts", "reveal_steps", "token_logprobs", "values")
 PRINTS = """\
-Prints the document's windows: their log-likelihood and steps, then the text, each token coloured. Without colours (a
-pipe, NO_COLOR, --color never) each token is a line: position, block, step, nats, P1, margin, entropy.
+Prints each window's log-likelihood and number of steps, then its text with coloured tokens. Without colours (a pipe,
+NO_COLOR, --color never) it prints a table with one line per token: position, block, step, log-probability (nats),
+probability of the most likely token (p1), margin and entropy.
 """
 
 
 def show(records: list[dict[str, Any]], tokenizer: Any, by: str, coloured: bool, rule: str | None = None) -> str:
-    """The windows `records` of one document, as text for a terminal. `tokenizer` has `decode(ids)`.
+    """The windows of one document, as text for a terminal. `tokenizer` needs `decode(ids)`.
 
-    `rule`: of a lattice, whose order is shown; None: the estimator's own, or where it has none the first rule's.
+    `rule` selects the order of one rule of a lattice. By default the estimator's own order is shown, or that of the
+    first rule if the estimator has none.
     """
-    parts, last = [], 0
+    parts, last_step = [], 0
     for record in records:
         pieces, order = token_texts(record["ids"], tokenizer), _order(record, rule)
         shown = record | order
         parts.append(_heading(record) + (f"\nshown: the order of {order['name']}" if order else ""))
-        parts.append(_colours(shown, pieces, by) if coloured else _lines(shown, pieces))
-        last = max([last, *shown["reveal_steps"]])
+        parts.append(_colours(shown, pieces, by) if coloured else _token_table(shown, pieces))
+        last_step = max([last_step, *shown["reveal_steps"]])
     if coloured and any(record["ids"] for record in records):
-        parts.append(_legend(by, last))
+        parts.append(_legend(by, last_step))
     return "\n\n".join(parts)
 
 
 def _order(record: dict[str, Any], rule: str | None) -> dict[str, Any]:
-    """The order of a lattice rule, where it is asked for, or where the estimator has no order of its own."""
-    found = record.get("rules", {})
-    if rule is None and (record["reveal_steps"] or not found):
+    """The order of a lattice's rule: the requested one, or the first if the estimator has no order of its own."""
+    orders = record.get("rules", {})
+    if rule is None and (record["reveal_steps"] or not orders):
         return {}
-    name = next(iter(found)) if rule is None else str(rules.parse(rule))
-    if name not in found:
-        raise DuelError(f"This trace has no order of {name}; it holds {', '.join(found) or 'none but its own'}.")
-    return {**found[name], "name": name}
+    name = next(iter(orders)) if rule is None else str(rules.parse(rule))
+    if name not in orders:
+        raise DuelError(f"This trace has no order of {name}; it holds {', '.join(orders) or 'none but its own'}.")
+    return {**orders[name], "name": name}
 
 
 def _heading(record: dict[str, Any]) -> str:
     tokens = len(record["ids"])
-    said = [f"document {record.get('doc')} of {record.get('task')}, window {record['window']}: {tokens} tokens"]
+    lines = [f"document {record.get('doc')} of {record.get('task')}, window {record['window']}: {tokens} tokens"]
     if record.get("request"):
-        said.append(f"request {record['request']}")
+        lines.append(f"request {record['request']}")
     error = record.get("stderr")
-    for name, nats in record["values"].items():
-        said.append(_value(name, nats, tokens, error))
+    for name, log_prob in record["values"].items():
+        lines.append(_value(name, log_prob, tokens, error))
         error = None
     if record.get("nfe") is not None:
-        said.append(f"{record['nfe']} steps, {record.get('near_ties') or 'no'} close picks")
-    return "\n".join(said)
+        lines.append(f"{record['nfe']} steps, {record.get('near_ties') or 'no'} near ties")
+    return "\n".join(lines)
 
 
-def _value(name: str, nats: float, tokens: int, error: float | None) -> str:
-    """What an estimator says of a window; `error`: its Monte Carlo error, nats."""
+def _value(name: str, log_prob: float, tokens: int, error: float | None) -> str:
+    """A window's value under one estimator. `error`: its Monte Carlo standard error, in nats."""
     estimator = ESTIMATORS.get(canonical(name))  # None: a rule
     note = "" if estimator is None else NOTES[estimator.kind]
-    said = f"{name}{note} {nats:.2f}" + ("" if error is None else f" +- {error:.2f}") + " nats"
+    text = f"{name}{note} {log_prob:.2f}" + ("" if error is None else f" +- {error:.2f}") + " nats"
     if not tokens:
-        return said
-    rate = -nats / tokens
-    perplexity = math.exp(rate) if rate < 700 else math.inf
-    return f"{said}, perplexity {perplexity:.2f}" + ("" if error is None else f" +- {perplexity * error / tokens:.2f}")
+        return text
+    nll = -log_prob / tokens
+    perplexity = math.exp(nll) if nll < 700 else math.inf
+    return f"{text}, perplexity {perplexity:.2f}" + ("" if error is None else f" +- {perplexity * error / tokens:.2f}")
 
 
 def _colours(record: dict[str, Any], pieces: list[str], by: str) -> str:
@@ -103,95 +113,89 @@ def _colours(record: dict[str, Any], pieces: list[str], by: str) -> str:
 
 
 def _scale(record: dict[str, Any], by: str) -> tuple[list[float], float, tuple[int, ...]]:
-    """What is coloured, its largest value, and the colours."""
-    if by == "nats":
-        return [-value for value in record["token_logprobs"]], MOST_NATS, SURE_TO_SURPRISED
+    """The coloured values, the value that gets the last colour, and the colours."""
+    if by == "nll":
+        return [-value for value in record["token_logprobs"]], MAX_NLL, SURE_TO_SURPRISED
     return record["reveal_steps"], max([1, *record["reveal_steps"]]), EARLY_TO_LATE
 
 
-def _legend(by: str, last: int) -> str:
-    palette, ends = (
-        (SURE_TO_SURPRISED, ("0 nats", f"{MOST_NATS:g} or more"))
-        if by == "nats"
-        else (EARLY_TO_LATE, ("revealed first in its block", f"last (step {last})"))
+def _legend(by: str, last_step: int) -> str:
+    palette, (first, last) = (
+        (SURE_TO_SURPRISED, ("nll 0", f"{MAX_NLL:g} nats or more"))
+        if by == "nll"
+        else (EARLY_TO_LATE, ("revealed first in its block", f"last (step {last_step})"))
     )
-    return f"{ends[0]} " + "".join(f"\x1b[48;5;{colour}m  \x1b[0m" for colour in palette) + f" {ends[1]}"
+    return f"{first} " + "".join(f"\x1b[48;5;{colour}m  \x1b[0m" for colour in palette) + f" {last}"
 
 
-def _lines(record: dict[str, Any], pieces: list[str]) -> str:
-    """A table: position, block, step, nats, P1, margin, entropy, token."""
-    rows, block = [("at", "block", "step", "nats", "P1", "margin", "entropy", "token")], -1
-    starts = set(record["starts"])
+def _token_table(record: dict[str, Any], pieces: list[str]) -> str:
+    """One line per token: its position, block, step, statistics and text."""
+    rows, block, starts = [], -1, set(record["starts"])
     for n, piece in enumerate(pieces):
         block += n in starts
+        cells = [_cell(record, key, n, form) for key, form in COLUMNS.values()]
+        rows.append([str(n), str(block), *cells, repr(piece)[1:-1]])
+    return plain_table(["position", "block", *COLUMNS, "token"], rows)
 
-        def number(name: str, form: str, n: int = n) -> str:
-            return format(record[name][n], form) if record.get(name) else ""
 
-        sure = record.get("confidence")
-        p1 = f"{1 / (1 + math.exp(-min(max(sure[n], -700), 700))):.3f}" if sure else ""
-        cells = (
-            number("reveal_steps", "d"),
-            number("token_logprobs", ".3f"),
-            p1,
-            number("margin", ".3f"),
-            number("entropy", ".3f"),
-        )
-        rows.append((str(n), str(block), *cells, repr(piece)[1:-1]))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join([*(f"{c:>{w}}" for c, w in zip(row[:-1], widths, strict=False)), row[-1]]) for row in rows
-    )
+def _cell(record: dict[str, Any], key: str, n: int, form: str) -> str:
+    """A statistic of token `n`; empty if the trace does not hold it."""
+    if not record.get(key):
+        return ""
+    value = record[key][n]
+    if key == "confidence":  # log-odds of the most likely token
+        value = 1 / (1 + math.exp(-min(max(value, -700), 700)))
+    return format(value, form)
 
 
 def main(arguments: list[str]) -> None:
-    """`python -m lm_eval_duel show`."""
-    asked = parse(arguments)
-    records = _chosen(asked.trace, asked.task, asked.doc, asked.request)
+    """Print one document of a trace: `lm-eval-duel show`."""
+    options = parse(arguments)
+    records = _windows(options.trace, options.task, options.doc, options.request)
     from lm_eval_duel import denoisers
 
-    name = asked.tokenizer or trace.spec(asked.trace).get("tokenizer")
+    name = options.tokenizer or trace.spec(options.trace).get("tokenizer")
     if not name:
-        raise DuelError(f"{asked.trace} does not say whose tokens it holds; name a folder or hub name: --tokenizer.")
+        raise DuelError(f"{options.trace} does not name its tokenizer; pass a folder or a hub name with --tokenizer.")
     tokenizer = denoisers.load_tokenizer({"tokenizer": name})
-    free = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    coloured = free if asked.color == "auto" else asked.color == "always"
+    terminal = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    coloured = terminal if options.color == "auto" else options.color == "always"
     try:
-        print(show(records, tokenizer, asked.by, coloured, asked.rule))
+        print(show(records, tokenizer, options.by, coloured, options.rule))
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
         if isinstance(error, DuelError):
             raise
-        raise DuelError(f"{asked.trace} is damaged: a line is not what a trace holds ({error!r}).") from None
+        raise DuelError(f"{options.trace} is damaged: a line is not what a trace holds ({error!r}).") from None
 
 
 @usage()
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line; raises UsageError."""
+    """The parsed command line; raises UsageError."""
     parser = Parser(
         "show",
-        "One document of a trace, tokens coloured by reveal step or by nats.",
+        "Print one document of a trace, its tokens coloured by reveal step or by negative log-likelihood.",
         PRINTS,
-        "trace.jsonl --doc 3 --by nats",
+        "trace.jsonl --doc 3 --by nll",
     )
     parser.add_argument("trace", help="a file written with --model_args trace=FILE.jsonl")
-    parser.add_argument("--doc", type=int, default=0, help="the document's number (default: 0)")
-    parser.add_argument("--task", help="the task, where the trace has several")
+    parser.add_argument("--doc", type=int, default=0, help="number of the document (default: 0)")
+    parser.add_argument("--task", help="name of the task, if the trace holds several")
     parser.add_argument(
-        "--request", type=int, default=0, help="of a multiple choice document: which answer (default: 0)"
+        "--request", type=int, default=0, help="which answer of a multiple-choice document (default: 0)"
     )
-    parser.add_argument("--by", choices=["step", "nats"], default="step", help="what the colours say (default: step)")
-    parser.add_argument("--rule", help="of a lattice: whose order is shown, e.g. greedy (default: the first)")
-    parser.add_argument("--tokenizer", help="a folder or hub name, where the trace's own is no longer there")
-    parser.add_argument("--color", choices=["auto", "always", "never"], default="auto")
-    asked = parser.parse_args(arguments)
-    if asked.rule is not None:
-        rules.parse(asked.rule)
-    trace.spec(asked.trace)
-    return asked
+    parser.add_argument("--by", choices=["step", "nll"], default="step", help="what the colours show (default: step)")
+    parser.add_argument("--rule", help="in a trace of a lattice, the rule whose order is shown (default: the first)")
+    parser.add_argument("--tokenizer", help="a folder or hub name, if the trace's own tokenizer cannot be loaded")
+    parser.add_argument("--color", choices=["auto", "always", "never"], default="auto", help="(default: auto)")
+    options = parser.parse_args(arguments)
+    if options.rule is not None:
+        rules.parse(options.rule)
+    trace.spec(options.trace)
+    return options
 
 
-def _chosen(path: str, task: str | None, doc: int, request: int) -> list[dict[str, Any]]:
-    """The windows asked for; raises DuelError that says what there is."""
+def _windows(path: str, task: str | None, doc: int, request: int) -> list[dict[str, Any]]:
+    """The windows of one document; raises DuelError that lists what the trace holds."""
     records = trace.read(path)
     if not records:
         raise DuelError(f"{path} holds no window yet.")
@@ -199,16 +203,16 @@ def _chosen(path: str, task: str | None, doc: int, request: int) -> list[dict[st
     if task is None and len(tasks) > 1:
         raise DuelError(f"{path} holds the tasks {', '.join(tasks)}; name one with --task.")
     task = task or (tasks[0] if tasks else None)
-    mine = [record for record in records if str(record.get("task")) == task]
-    docs = sorted({record["doc"] for record in mine if isinstance(record.get("doc"), int)})
-    found = [record for record in mine if record.get("doc") == doc and (record.get("request") or 0) == request]
-    if not found:
-        there = (
+    of_task = [record for record in records if str(record.get("task")) == task]
+    docs = sorted({record["doc"] for record in of_task if isinstance(record.get("doc"), int)})
+    windows = [r for r in of_task if r.get("doc") == doc and (r.get("request") or 0) == request]
+    if not windows:
+        available = (
             f"documents {docs[0]} to {docs[-1]} of task {task}" if docs else f"the tasks {', '.join(tasks) or 'none'}"
         )
-        of = f"document {doc} of task {task}" + (f", request {request}" if request else "")
-        raise DuelError(f"{path} has no {of}; it holds {there}.")
-    for record in found:
-        if missing := [name for name in NEEDED if name not in record]:
+        wanted = f"document {doc} of task {task}" + (f", request {request}" if request else "")
+        raise DuelError(f"{path} has no {wanted}; it holds {available}.")
+    for record in windows:
+        if missing := [name for name in REQUIRED_KEYS if name not in record]:
             raise DuelError(f"A window of document {doc} in {path} has no {' and no '.join(missing)}; write it again.")
-    return found
+    return windows

@@ -1,4 +1,4 @@
-"""`lm-eval-duel where`: where the tasks, the recipes and the bundled checkpoints are installed."""
+"""`lm-eval-duel where`: the folders of the installed tasks, recipes and bundled checkpoints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def where(name: str) -> str:
-    """The absolute path of `tasks`, `recipes` or of a bundled checkpoint."""
+    """The absolute path of `tasks`, `recipes` or a bundled checkpoint."""
     if name == "recipes":
         return str(PACKAGE / "recipes")
     return task_folder() if name == "tasks" else resolve(name)
@@ -23,9 +23,9 @@ def main(arguments: Sequence[str]) -> None:
     """Print an absolute path: `lm-eval-duel where`."""
     parser = Parser(
         "where",
-        "Where the tasks, the recipes or a bundled checkpoint are installed.",
+        "Print where the tasks, the recipes or a bundled checkpoint are installed.",
         "Prints one absolute path.",
         "demo-mdm",
     )
-    parser.add_argument("name", choices=["tasks", "recipes", *NAMES], metavar="NAME", help="one of %(choices)s")
+    parser.add_argument("name", choices=["tasks", "recipes", *NAMES], metavar="NAME", help="%(choices)s")
     print(where(parser.parse_args(arguments).name))

@@ -1,4 +1,4 @@
-"""`lm-eval-duel report`: results of the harness in, the paper's tables and figures out."""
+"""`lm-eval-duel report`: the paper's tables and figures from the harness's results."""
 
 from __future__ import annotations
 
@@ -30,28 +30,32 @@ from lm_eval_duel.report import (
 )
 from lm_eval_duel.rules.tables import short
 
-FORMAT = "lm_eval_duel report"  # in report.json: that the files it lists are ours to replace
+FORMAT = "lm_eval_duel report"  # in report.json: the files it lists may be replaced
 
 EPILOG = """\
-Prints the tables: perplexities of every task, the gap to the autoregressive baseline, and what the runs cost.
-Writes report.md, report.json, LaTeX table bodies (.tex) and, where matplotlib is installed, figures (.png).
-Documents, windows, scored positions and tokenizers must be the same in everything that is compared; a difference is
-an error that names both files. Intervals need samples: run lm_eval with --log_samples.
+Prints the perplexities of every task and the share of the gap to the autoregressive baseline that DUEL closes.
+Writes report.md, report.json, LaTeX table bodies (.tex) and, if matplotlib is installed, figures (.png).
+Compared results must have the same documents, windows, scored positions and tokenizers; otherwise an error names both
+files. Intervals need samples: run lm_eval with --log_samples.
 """
 
 
 @usage()
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command line; raises UsageError, also for results and traces that are not there."""
+    """The parsed command line; raises UsageError, also for missing results and traces."""
     parser = Parser("report", __doc__, EPILOG, "results/duel results/elbo --ar results/ar --out report")
     parser.add_argument("results", nargs="+", metavar="RESULTS", help="results_*.json files, or folders that hold them")
-    parser.add_argument("--ar", metavar="RESULT", help="the autoregressive baseline: a file or a folder, as above")
-    parser.add_argument("--out", required=True, metavar="DIR", help="where to write")
-    parser.add_argument("--metric", choices=samples.METRICS, help="the perplexity to compare (the first that all have)")
+    parser.add_argument("--ar", metavar="RESULT", help="the autoregressive baseline: a file or a folder")
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder to write to")
+    parser.add_argument(
+        "--metric", choices=samples.METRICS, help="the perplexity to compare (default: the first that all results have)"
+    )
     parser.add_argument(
         "--as-published", action="store_true", help="list other windows, positions and tokenizers instead of refusing"
     )
-    parser.add_argument("--trace", nargs="+", default=[], metavar="FILE", help="trace files beside those results name")
+    parser.add_argument(
+        "--trace", nargs="+", default=[], metavar="FILE", help="trace files in addition to those that the results name"
+    )
     options = parser.parse_args(arguments)
     read.files([*options.results, *([] if options.ar is None else [options.ar])])
     for path in options.trace:
@@ -61,7 +65,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def collect(options: argparse.Namespace) -> dict[str, Any]:
-    """Everything that the report shows, as one dict."""
+    """The content of the report as one dict."""
     with usage():
         ar = read.runs([options.ar]) if options.ar else []
         runs = read.runs([*options.results, *([options.ar] if options.ar else [])])
@@ -71,7 +75,7 @@ def collect(options: argparse.Namespace) -> dict[str, Any]:
             what = f"estimator={run.estimator}" if run.ours else f"--model {run.model}"
             raise DuelError(
                 f"--ar {run.name} is a result of {what}, not of an autoregressive model; name one of ours "
-                f"({match.TWIN}), or one of `--model hf` or of another autoregressive one of the harness."
+                f"({match.TWIN}), or one of `--model hf` or of another autoregressive model of the harness."
             )
     notes = [] if options.ar else [f"No --ar: gap closed needs an autoregressive result ({match.TWIN})."]
     notes += [note for run in runs for note in _left_out(run)]
@@ -82,16 +86,16 @@ def collect(options: argparse.Namespace) -> dict[str, Any]:
         raise DuelError(f"No perplexity ({', '.join(samples.METRICS)}) to report: {'; '.join(notes)}")
     ar = [run for run in runs if run.file in files]
     traced, shown = _traces(runs, options.trace, notes)
-    found = build.tasks(runs, ar, options, traced) if runs else {}
+    tasks = build.tasks(runs, ar, options, traced) if runs else {}
     return {
         "format": FORMAT,
         "version": 1,
         "ar": [run.name for run in ar],
         "notes": notes,
-        "tasks": found,
-        "averages": gaps.averages(found),
+        "tasks": tasks,
+        "averages": gaps.averages(tasks),
         "accuracies": accuracies,
-        "cost": run_cost.table(runs, ar, found),
+        "cost": run_cost.table(runs, ar, tasks),
         "traces": shown,
         "results": [
             {"file": run.name, "model": run.label, "ar": run.file in files, "fingerprint": run.fingerprint}
@@ -105,9 +109,9 @@ def collect(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _left_out(run: read.Run) -> list[str]:
-    """What of a results file stands in no table."""
+    """Notes on the parts of a results file that are left out."""
     if not run.ours and not run.autoregressive:
-        return [f"{run.name} is of --model {run.model}, not known to be autoregressive, and is left out."]
+        return [f"{run.name} is a result of --model {run.model}, not known to be autoregressive, and is left out."]
     notes = [f"{name} in {run.name} is a group of tasks and is left out." for name in run.groups]
     notes += [f"{line}, and is left out." for line in run.nans]
     notes += [
@@ -120,7 +124,7 @@ def _left_out(run: read.Run) -> list[str]:
 
 
 def _traces(runs: Sequence[read.Run], named: Sequence[str], notes: list[str]) -> tuple[build.Traced, list[dict]]:
-    """Nats per document from the traces of runs, and the summary of every trace."""
+    """Log-likelihoods per document from the traces of runs, and the summary of every trace."""
     if not named and not any(run.duel.get("trace") for run in runs):
         return {}, []
     traces = reveal_order.Traces(named)
@@ -130,7 +134,7 @@ def _traces(runs: Sequence[read.Run], named: Sequence[str], notes: list[str]) ->
         path = traces.of(run)
         if path is None:
             if run.duel.get("trace"):
-                notes.append(f"The trace of {run.name} is not at {run.duel['trace']} any more; name it with --trace.")
+                notes.append(f"The trace of {run.name} is no longer at {run.duel['trace']}; name it with --trace.")
             continue
         paths[path] = run.label
         traced[run.name] = traces.documents(path)
@@ -146,60 +150,60 @@ def _traces(runs: Sequence[read.Run], named: Sequence[str], notes: list[str]) ->
 
 
 def write(report: dict[str, Any], folder: Path) -> None:
-    """Write the report's files; `report` learns their names. Files of an earlier report there are removed.
+    """Write the report's files and enter their names in `report`. Files of an earlier report are removed.
 
-    Raises DuelError, and leaves the folder as it is, where a file there is not of an earlier report.
+    Raises DuelError, and leaves the folder unchanged, if a file there does not belong to an earlier report.
     """
     earlier = _earlier(folder)
-    with tempfile.TemporaryDirectory() as place:
-        made = Path(place)
+    with tempfile.TemporaryDirectory() as temporary:
+        new = Path(temporary)
         if figures.available():
-            report["figures"] = figures.draw(report, made)
+            report["figures"] = figures.draw(report, new)
         else:
             report["notes"].append(figures.MISSING)
         bodies = latex.bodies(report)
         report["folder"] = str(folder)
         report["files"] = ["report.json", "report.md", *bodies, *(figure["file"] for figure in report["figures"])]
         for name, text in {"report.json": _json(report), "report.md": tables.markdown(report), **bodies}.items():
-            (made / name).write_text(text, encoding="utf-8")
+            (new / name).write_text(text, encoding="utf-8")
         if foreign := [name for name in report["files"] if name not in earlier and (folder / name).exists()]:
             raise DuelError(
                 f"--out {folder} holds {', '.join(foreign)}, which no report there lists as its own: nothing was "
-                "written. Name another folder, or move what is there."
+                "written. Name another folder, or move these files."
             )
         folder.mkdir(parents=True, exist_ok=True)
-        for name in report["files"]:  # report.json first: what is written after it is known to be of a report
-            shutil.copyfile(made / name, folder / name)
+        for name in report["files"]:  # report.json first: it lists the files that are written after it
+            shutil.copyfile(new / name, folder / name)
     for name in earlier - set(report["files"]):
         (folder / name).unlink(missing_ok=True)
 
 
 def _earlier(folder: Path) -> set[str]:
-    """The files of an earlier report in a folder; raises DuelError for a report.json that is not of this command."""
+    """The files of an earlier report in a folder; raises DuelError for a report.json of another program."""
     file = folder / "report.json"
     if not file.exists():
         return set()
     try:
-        found = fields.parse(file.read_text(encoding="utf-8"))
+        report = fields.parse(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        found = None
-    if not isinstance(found, dict) or found.get("format") != FORMAT or not isinstance(found.get("files"), list):
+        report = None
+    if not isinstance(report, dict) or report.get("format") != FORMAT or not isinstance(report.get("files"), list):
         raise DuelError(
-            f'{file} is not of this command (it has no "format": "{FORMAT}"), so --out {folder} is left as it is. '
-            "Name another folder, or move what is there."
+            f'{file} was not written by this command (it has no "format": "{FORMAT}"), so --out {folder} was left '
+            "unchanged. Name another folder, or move this file."
         )
-    names = [Path(str(name)).name for name in found["files"]]
+    names = [Path(str(name)).name for name in report["files"]]
     return {name for name in names if name.endswith((".md", ".tex", ".png", ".json"))}
 
 
 def _json(report: dict[str, Any]) -> str:
-    """The report as JSON, lists of numbers on one line."""
+    """The report as JSON, with lists of numbers on one line."""
     text = strict_json.dumps(report)
     return re.sub(r"\[\s+([-\d.eE,\s]|null)*\]", lambda numbers: re.sub(r"\s+", " ", numbers[0]), text) + "\n"
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Report and print: `lm-eval-duel report`."""
+    """Write a report and print its tables: `lm-eval-duel report`."""
     options = parse(arguments)
     _earlier(Path(options.out))
     report = collect(options)

@@ -1,6 +1,6 @@
-"""A task of the report as a JSON-able dict: compared rows with intervals, gap closed, rules against NFE.
+"""The tasks of a report as dicts: compared rows with intervals, gap closed, rules against NFE.
 
-Tables and figures show this dict and compute nothing.
+Tables and figures only display these dicts; nothing is computed there.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from lm_eval_duel.rules.tables import adaptive, family
 
 OTHER_UNITS = ("word_perplexity", "byte_perplexity")
 
-Traced = Mapping[str, Mapping[str, Mapping[str, Mapping[int, float]]]]  # file of a run -> task -> NAME -> document
+Traced = Mapping[str, Mapping[str, Mapping[str, Mapping[int, float]]]]  # results file -> task -> value -> document
 
 
 def tasks(runs: Sequence[Run], ar: Sequence[Run], options: argparse.Namespace, traced: Traced) -> dict[str, Any]:
-    """Every task that a result beside the AR ones has, by name."""
+    """Every task that is in a result other than the AR ones, by name."""
     _once(ar)
     baseline = {run.file for run in ar}
     names = dict.fromkeys(name for run in runs if run.file not in baseline for name in run.tasks)
     if not names:
         if any(run.others for run in runs):
             return {}  # accuracies
-        raise DuelError("Nothing to compare: RESULTS holds no perplexity beside the --ar result's own.")
+        raise DuelError("Nothing to compare: RESULTS holds no perplexity other than those of the --ar result.")
     return {name: task(name, runs, ar, options.metric, options.as_published, traced) for name in names}
 
 
@@ -48,7 +48,7 @@ def _once(ar: Sequence[Run]) -> None:
 def task(
     name: str, runs: Sequence[Run], ar: Sequence[Run], metric: str | None, as_published: bool, traced: Traced
 ) -> dict[str, Any]:
-    """One task: its rows with intervals and gap closed, and what stands under its tables."""
+    """One task: its rows with intervals and gap closed, and the notes under its tables."""
     base = next((run for run in ar if name in run.tasks), None)
     others = [run for run in runs if name in run.tasks and (base is None or run.file != base.file)]
     compared = others if base is None else [base, *others]
@@ -78,24 +78,24 @@ def task(
     return found_task | {"headlines": headline.of(name, found_task)}
 
 
-def _metric(name: str, asked: str | None, compared: Sequence[Run]) -> str:
+def _metric(name: str, requested: str | None, compared: Sequence[Run]) -> str:
     shared = [metric for metric in METRICS if all(metric in run.tasks[name].metrics for run in compared)]
-    if asked is None and shared:
+    if requested is None and shared:
         return shared[0]
-    if asked in shared:
-        return asked
-    held = "; ".join(f"{run.name}: {', '.join(run.tasks[name].metrics)}" for run in compared)
-    wanted = f"{asked} of {name}" if asked else f"a metric of {name} that all results have"
-    raise DuelError(f"Wanted {wanted}, but there is: {held}. Name another with --metric, or leave the task out.")
+    if requested in shared:
+        return requested
+    available = "; ".join(f"{run.name}: {', '.join(run.tasks[name].metrics)}" for run in compared)
+    wanted = f"{requested} of {name}" if requested else f"a metric of {name} that all results have"
+    raise DuelError(f"Wanted {wanted}, but there is: {available}. Name another with --metric, or leave the task out.")
 
 
 # ---------------------------------------------------------------- rows
 
 
 def _draws(metric: str, found: Sequence[Row]) -> dict[int, np.ndarray]:
-    """Bootstrap values of each row whose documents are known, by its number; all from the same draws.
+    """Bootstrap draws of the metric for each row with known documents, by row number; all use the same resampling.
 
-    Those of a Monte Carlo ELBO hold its error.
+    The draws of a Monte Carlo ELBO include its Monte Carlo error.
     """
     known = [n for n, row in enumerate(found) if len(row.documents.get(metric, {})) > 1]
     known = [n for n in known if math.isfinite(found[n].values[metric])]
@@ -163,8 +163,11 @@ def _entry(metric: str, row: Row, ar: bool, draws: np.ndarray | None) -> dict[st
 
 
 def _error_bound(row: Row, metric: str) -> float | None:
-    """At most this is the Monte Carlo error of an ELBO, whether it is known or not: the error over windows, whose spread
-    contains that of the draws. Infinite if that is not known either; None for everything that has no such error."""
+    """An upper bound of the Monte Carlo error of an ELBO; None for everything that has no such error.
+
+    If the error itself is not known, the error over windows bounds it, since their spread contains that of the draws.
+    Infinite if neither is known.
+    """
     if row.estimator != "elbo":
         return None
     known = row.error(metric, row.nats_stderr)
@@ -173,16 +176,16 @@ def _error_bound(row: Row, metric: str) -> float | None:
 
 
 def _no_error(row: Row, metric: str) -> str:
-    """Why a Monte Carlo ELBO has no error; empty for what has one, and for what needs none."""
+    """Why a Monte Carlo ELBO has no error; empty if it has one, and for other rows."""
     if row.estimator != "elbo" or row.error(metric, row.nats_stderr) is not None:
         return ""
     draws = row.run.spec.get("mc_samples", "?")
-    few = f"mc_samples={draws}; 8 or more have one" if draws.isdecimal() and int(draws) < 8 else "the results have none"
-    return f"Monte Carlo error not known ({few})"
+    why = f"mc_samples={draws}; it takes 8 or more" if draws.isdecimal() and int(draws) < 8 else "the results have none"
+    return f"Monte Carlo error not known ({why})"
 
 
 def _mark_best(entries: Sequence[dict[str, Any]]) -> None:
-    """The lowest likelihood of each model that has several rows; a bound is none, nor is what sees the truth."""
+    """Mark the lowest likelihood of each model with several rows. Bounds and the oracle do not count."""
     for model in {entry["model"] for entry in entries}:
         proper = [e for e in entries if e["model"] == model and e["likelihood"] and not e["ar"]]
         likelihoods = [e for e in proper if _is_likelihood(e["estimator"]) and math.isfinite(e["value"])]
@@ -198,21 +201,21 @@ def _is_likelihood(estimator: str) -> bool:
 
 
 def _dtypes(compared: Sequence[Run]) -> list[str]:
-    """Networks that did not run in float32: their orders and sums are coarser."""
+    """Notes on networks that ran in low precision: their orders and sums are coarser."""
     low = [run for run in compared if run.dtype not in ("float32", "float64")]
     default = " (the default of --model hf; dtype=float32 changes it)"
     return [f"{run.label} ran in {run.dtype}{default if not run.ours else ''}: {run.short_name}" for run in low]
 
 
 def _windows(compared: Sequence[Run]) -> list[str]:
-    said: dict[str, dict[str, None]] = {}
+    labels: dict[str, dict[str, None]] = {}
     for run in compared:
-        said.setdefault(run.label, {})[str(match.windows(run))] = None
-    return ["windows: " + "; ".join(f"{label}: {' and '.join(cuts)}" for label, cuts in said.items())]
+        labels.setdefault(run.label, {})[str(match.windows(run))] = None
+    return ["windows: " + "; ".join(f"{label}: {' and '.join(cuts)}" for label, cuts in labels.items())]
 
 
 def _rules(found: Sequence[Row], entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rule families against NFE, for each model and block that was run at two NFEs or more."""
+    """Rule families against NFE, for each model and block with two or more different NFEs."""
     groups: dict[tuple[str, str, str], dict[str, list]] = {}
     for n, (row, entry) in enumerate(zip(found, entries, strict=True)):
         if row.estimator == "duel" and entry["nfe_per_token"]:

@@ -1,6 +1,7 @@
-"""Entries of a JSON file that somebody may have edited: each is checked as it is read.
+"""Checked access to the entries of a JSON file, which somebody may have edited.
 
-A wrong one is a DuelError that names the file and the entry: `x.json: config.duel.seconds is "fast", not a number`.
+A wrong entry raises a DuelError that names the file and the entry:
+`x.json: config.duel.seconds is "fast", not a number`.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from typing import Any
 
 from lm_eval_duel.errors import DuelError
 
-SHOWN = 60  # characters of a wrong value
+MAX_SHOWN = 60  # characters of a wrong value in a message
 
 
 def load(file: Path, what: str) -> Any:
-    """The JSON of a file; raises DuelError where there is none. `what` it should be, for the message."""
+    """The JSON of a file; raises DuelError if it cannot be read. `what`: what the file should be, for the message."""
     try:
         return parse(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -25,7 +26,7 @@ def load(file: Path, what: str) -> Any:
 
 
 def parse(text: str) -> Any:
-    """JSON; raises ValueError for anything else, nesting without end and numbers of thousands of digits included."""
+    """Parse JSON; raises ValueError for anything else, including endless nesting and numbers of thousands of digits."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -33,69 +34,71 @@ def parse(text: str) -> Any:
 
 
 class Fields(Mapping[str, Any]):
-    """A JSON object of a file. `place`: where it stands in the file, for messages.
+    """A JSON object in a file. `place`: its path in the file, for messages.
 
-    `text`, `number`, `count`, `object` return an entry that is of that kind, or None (an empty object) where it is
-    null or not there. Anything else raises DuelError.
+    `text`, `number`, `count` and `object` return an entry of that type, or None (an empty object) if it is null or
+    missing. Anything else raises DuelError.
     """
 
-    def __init__(self, found: Any, file: str, place: str = ""):
+    def __init__(self, value: Any, file: str, place: str = ""):
         self.file, self.place = file, place
-        if not isinstance(found, dict):
-            raise self.wrong(None, found, "an object")
-        self.found = found
+        if not isinstance(value, dict):
+            raise self.wrong(None, value, "an object")
+        self.entries = value
 
     def __getitem__(self, key: str) -> Any:
-        return self.found[key]
+        return self.entries[key]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.found)
+        return iter(self.entries)
 
     def __len__(self) -> int:
-        return len(self.found)
+        return len(self.entries)
 
     def wrong(self, key: str | None, value: Any, wanted: str) -> DuelError:
         """The error for an entry that is not `wanted`."""
-        said = json.dumps(value, default=str)
-        said = said if len(said) <= SHOWN else f"{said[:SHOWN]}..."
+        shown = json.dumps(value, default=str)
+        shown = shown if len(shown) <= MAX_SHOWN else f"{shown[:MAX_SHOWN]}..."
         place = ".".join(filter(None, [self.place, key])) or "the file"
-        return DuelError(f"{self.file}: {place} is {said}, not {wanted}. Write the file again, or leave it out.")
+        return DuelError(f"{self.file}: {place} is {shown}, not {wanted}. Write the file again, or leave it out.")
 
     def object(self, key: str) -> Fields:
-        found = self.found.get(key)
+        value = self.entries.get(key)
         place = f"{self.place}.{key}" if self.place else key
-        return Fields({} if found is None else found, self.file, place)
+        return Fields({} if value is None else value, self.file, place)
 
     def text(self, key: str) -> str | None:
-        """A string; a number or truth value as its text."""
-        found = self.found.get(key)
-        if found is not None and not isinstance(found, str | int | float):
-            raise self.wrong(key, found, "text")
-        return None if found is None else str(found)
+        """A string; numbers and booleans are converted."""
+        value = self.entries.get(key)
+        if value is not None and not isinstance(value, str | int | float):
+            raise self.wrong(key, value, "text")
+        return None if value is None else str(value)
 
     def number(self, key: str) -> float | None:
         """A number that may be infinite; lm_eval writes some as text."""
-        found = self.found.get(key)
+        value = self.entries.get(key)
+        if value is None:
+            return None
         try:
-            number = math.nan if isinstance(found, bool) else float(math.nan if found is None else found)
+            number = math.nan if isinstance(value, bool) else float(value)
         except (TypeError, ValueError, OverflowError):
             number = math.nan
-        if found is not None and math.isnan(number):
-            raise self.wrong(key, found, "a number")
-        return None if found is None else number
+        if math.isnan(number):
+            raise self.wrong(key, value, "a number")
+        return number
 
     def finite(self, key: str, least: float = -math.inf) -> float | None:
-        """A finite number that is not below `least`."""
-        found = self.number(key)
-        if found is not None and not (math.isfinite(found) and found >= least):
-            raise self.wrong(key, self.found[key], "a finite number" if least < 0 else f"a number from {least:g} up")
-        return found
+        """A finite number, `least` or more."""
+        value = self.number(key)
+        if value is not None and not (math.isfinite(value) and value >= least):
+            raise self.wrong(key, self.entries[key], "a finite number" if least < 0 else f"a number from {least:g} up")
+        return value
 
     def count(self, key: str) -> int | None:
-        """A whole number, at least 0."""
-        found = self.finite(key, 0)
-        if found is None:
+        """An integer, 0 or more."""
+        value = self.finite(key, 0)
+        if value is None:
             return None
-        if found != int(found):
-            raise self.wrong(key, self.found[key], "a whole number")
-        return int(found)
+        if value != int(value):
+            raise self.wrong(key, self.entries[key], "a whole number")
+        return int(value)

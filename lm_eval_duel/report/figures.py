@@ -1,4 +1,4 @@
-"""Figures as PNG: perplexities with their intervals, rules against NFE, orders of a trace. Needs matplotlib."""
+"""Figures as PNG: perplexities with intervals, rules against NFE, reveal orders of a trace. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ OTHER_LOOKS = {  # of any other estimator
 }
 EPS = "elbo_eps"  # looks of an ELBO that is not a bound
 AR = " (dotted line: the autoregressive baseline)"
-LOG_FROM = 2.5  # largest over smallest perplexity, from which an axis is logarithmic
+LOG_FROM = 2.5  # an axis is logarithmic if the largest perplexity is more than this times the smallest
 DPI = 110
-PALETTE = 96  # colours of a file
+PALETTE = 96  # colours per file
 
 
 def available() -> bool:
@@ -64,13 +64,13 @@ def available() -> bool:
 
 
 def draw(report: Mapping[str, Any], folder: Path) -> list[dict[str, str]]:
-    """Write every figure of a report; what was drawn, about which task, in which file."""
+    """Write every figure of a report. Returns the file, subject, kind and title of each."""
     drawn: list[dict[str, str]] = []
 
-    def save(figure: Figure, stem: str, about: str, what: str) -> None:
-        name = free(stem, ".png", [one["file"] for one in drawn])
+    def save(figure: Figure, stem: str, about: str, title: str) -> None:
+        name = free(stem, ".png", [entry["file"] for entry in drawn])
         save_png(figure, folder / name)
-        drawn.append({"file": name, "about": about, "kind": stem.split("_")[0], "what": what})
+        drawn.append({"file": name, "about": about, "kind": stem.split("_")[0], "title": title})
 
     for name, task in report["tasks"].items():
         safe = safe_name(name)
@@ -80,12 +80,12 @@ def draw(report: Mapping[str, Any], folder: Path) -> list[dict[str, str]]:
             save(rules(name, task, sweep), f"rules_{safe}{end}", name, f"rules against NFE on {name}, {sweep['model']}")
     for count, trace in enumerate(report["traces"], 1):
         if trace["tokens"]:
-            save(orders(trace), f"trace_{count}", "traces", f"orders of {trace['label']}")
+            save(orders(trace), f"trace_{count}", "traces", f"reveal order of {trace['label']}")
     return drawn
 
 
 def save_png(figure: Figure, file: Path) -> None:
-    """A figure as a small file."""
+    """Write a figure as a small PNG file."""
     from PIL import Image  # matplotlib needs it too
 
     drawing = io.BytesIO()
@@ -103,7 +103,7 @@ def _figure(width: float, height: float, **columns: Any) -> tuple[Figure, Any]:
 
 
 def plain_log(axis: Any, base: int = 10) -> None:
-    """A logarithmic axis labelled with plain numbers."""
+    """Label a logarithmic axis with plain numbers."""
     from matplotlib import ticker
 
     axis.set_major_locator(
@@ -116,7 +116,7 @@ def plain_log(axis: Any, base: int = 10) -> None:
 
 
 def label(text: str) -> str:
-    """Text that matplotlib shows as it is: a pair of $ would be a formula."""
+    """Escape text for matplotlib, which would read a pair of $ as a formula."""
     return one_line(text).replace("$", r"\$")
 
 
@@ -128,7 +128,7 @@ def bare(axes: Axes) -> None:
 
 
 def perplexity(name: str, task: Mapping[str, Any]) -> Figure:
-    """A line for each row: its value, and its interval where there is one; the AR model as a grey line."""
+    """One line per row, with its value and interval; the AR baseline as a dotted line."""
     entries, metric = task["rows"], task["metric"]
     figure, axes = _figure(7.5, 1.3 + 0.25 * (len(entries) + len({e["model"] for e in entries})))
     at, ticks, last = 0, [], None
@@ -181,8 +181,8 @@ def perplexity(name: str, task: Mapping[str, Any]) -> Figure:
     bare(axes)
     between = ", with 95 % bootstrap intervals over documents" if any(e["interval"] for e in entries) else ""
     between += "; wide bars: two Monte Carlo standard errors" if any(e["stderr"] is not None for e in entries) else ""
-    said = textwrap.fill(f"{label(name)}: {WORDS[metric]}{between}", 110)
-    figure.suptitle(said, x=0.01, ha="left", fontsize=10.5)
+    title = textwrap.fill(f"{label(name)}: {WORDS[metric]}{between}", 110)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10.5)
     figure.legend(
         seen.values(),
         [legend(name) + (AR if name == "ar" and marked else "") for name in seen],
@@ -195,7 +195,7 @@ def perplexity(name: str, task: Mapping[str, Any]) -> Figure:
 
 
 def _whisker(entry: Mapping[str, Any]) -> list[float]:
-    """Two Monte Carlo standard errors to both sides."""
+    """Two Monte Carlo standard errors to either side."""
     low = entry["value"] - CLEAR * entry["stderr"]
     return [max(low, entry["value"] / 10), entry["value"] + CLEAR * entry["stderr"]]  # above 0, for a log scale
 
@@ -206,7 +206,7 @@ def _error(entry: Mapping[str, Any], metric: str) -> str:
 
 
 def _wide(values: Sequence[float]) -> bool:
-    """Whether values need a logarithmic axis; infinite ones stand on none."""
+    """Whether values need a logarithmic axis (never with infinite ones)."""
     known = [value for value in values if 0 < value < math.inf]
     return len(known) == len(values) > 0 and max(known) / min(known) > LOG_FROM
 
@@ -236,7 +236,7 @@ def _line_label(entry: Mapping[str, Any]) -> str:
 
 
 def rules(name: str, task: Mapping[str, Any], sweep: Mapping[str, Any]) -> Figure:
-    """Perplexity (log) against NFE per token (log2), a line for each rule family; ELBO and AR as grey lines."""
+    """Perplexity (log) against NFE per token (log2), one line per rule family; ELBO and AR as grey lines."""
     entries = task["rows"]
     figure, axes = _figure(6.8, 4.6)
     lowest = 1.0
@@ -279,23 +279,23 @@ def rules(name: str, task: Mapping[str, Any], sweep: Mapping[str, Any]) -> Figur
     axes.set_ylabel(f"DUEL, {WORDS[task['metric']]}{scale}")
     axes.grid(color="#e5e5e5", linewidth=0.8)
     bare(axes)
-    said = ", ".join(filter(None, [sweep["model"], f"block {sweep['block']}", sweep["variant"]]))
-    axes.set_title(label(f"{name}: {said}"), loc="left", fontsize=11)
+    subject = ", ".join(filter(None, [sweep["model"], f"block {sweep['block']}", sweep["variant"]]))
+    axes.set_title(label(f"{name}: {subject}"), loc="left", fontsize=11)
     figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8.5)
     return figure
 
 
-# ---------------------------------------------------------------- orders
+# ---------------------------------------------------------------- reveal orders
 
 
 def orders(trace: Mapping[str, Any]) -> Figure:
-    """When each position of a block was revealed; nats by position in the window; nats by step."""
-    panels = [("nats by position", lambda axes: _curve(axes, trace["by_position"], "target position in the window"))]
+    """When each position of a block was revealed, and negative log-likelihood by position and by step."""
+    panels = [("nll by position", lambda axes: _curve(axes, trace["by_position"], "target position in the window"))]
     if trace["reveals"] and trace["steps"] > 1:  # one step has no order
         panels = [
             ("order within a block", lambda axes: _heat(axes, figure, trace["reveals"])),
             *panels,
-            ("nats by step", lambda axes: _curve(axes, trace["by_step"], "step in the block")),
+            ("nll by step", lambda axes: _curve(axes, trace["by_step"], "step in the block")),
         ]
     figure, axes = _figure(0.9 + 3.9 * len(panels), 3.6, ncols=len(panels), squeeze=False)
     for (title, paint), panel in zip(panels, axes[0], strict=True):
@@ -303,8 +303,8 @@ def orders(trace: Mapping[str, Any]) -> Figure:
         panel.set_title(title, loc="left", fontsize=10)
     flag = f"; oracle: {trace['flag']}" if trace["flag"] else ""
     order = "" if trace["ordered"] else "; no order"
-    said = f"{trace['label']}: {trace['windows']:,} windows, {trace['tokens']:,} tokens{order}{flag}"
-    figure.suptitle(textwrap.fill(label(said), 40 * len(panels) + 20), x=0.01, ha="left", fontsize=10.5)
+    title = f"{trace['label']}: {trace['windows']:,} windows, {trace['tokens']:,} tokens{order}{flag}"
+    figure.suptitle(textwrap.fill(label(title), 40 * len(panels) + 20), x=0.01, ha="left", fontsize=10.5)
     return figure
 
 
@@ -326,8 +326,8 @@ def _heat(axes: Axes, figure: Figure, reveals: Mapping[str, Any]) -> None:
     figure.colorbar(image, ax=axes, label="% of the tokens at this position")
 
 
-def _curve(axes: Axes, curve: Mapping[str, Any], what: str) -> None:
-    """Mean nats, and grey bars for how many tokens each mean has."""
+def _curve(axes: Axes, curve: Mapping[str, Any], position: str) -> None:
+    """Mean negative log-likelihood; grey bars show the number of tokens behind each mean."""
     from matplotlib import ticker
 
     width = curve["width"]
@@ -340,10 +340,10 @@ def _curve(axes: Axes, curve: Mapping[str, Any], what: str) -> None:
     axes.set_title(f"grey bars: tokens, at most {most:,}", loc="right", fontsize=8, color="#777777")
     axes.set_zorder(count.get_zorder() + 1)
     axes.patch.set_visible(False)
-    known = [(x, y) for x, y in zip(at, curve["mean_nats"], strict=True) if y is not None]
+    known = [(x, y) for x, y in zip(at, curve["mean_nll"], strict=True) if y is not None]
     axes.plot(*zip(*known, strict=True), color=COLOURS[0], marker="o", markersize=3, linewidth=1.2)
     axes.set_ylim(0, 1.08 * max(mean for _, mean in known))
     axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, nbins=8))
-    axes.set_xlabel(f"{what}{f' ({width} together)' if width > 1 else ''}")
-    axes.set_ylabel("mean nats per token (-log p)")
+    axes.set_xlabel(f"{position}{f' ({width} per point)' if width > 1 else ''}")
+    axes.set_ylabel("mean nll per token (nats)")
     bare(axes)

@@ -1,4 +1,4 @@
-"""Gap closed, as the paper defines it, and which ELBO stands for a model."""
+"""Gap closed, as the paper defines it, and the ELBO that it uses."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import numpy as np
 from lm_eval_duel.report import rows, stats
 from lm_eval_duel.report.rows import Row
 
-ESTIMATORS = {"block", "grid", "rule_code"}  # of a spec, beside rows.VARIES, what belongs to the estimator
-CONVENTIONS = {"special_tokens", "windows", "max_length", "sigma"}  # what published figures may differ in
+ESTIMATORS = {"block", "grid", "rule_code"}  # entries of a spec that belong to the estimator, as rows.VARIES
+CONVENTIONS = {"special_tokens", "windows", "max_length", "sigma"}  # entries in which published figures may differ
 BETTER = "the MDM is already better under the ELBO"
 UNCLEAR = "not distinguishable"  # within two standard errors
 
 
 def elbo_of(duel: Row, found: Sequence[Row], as_published: bool = False) -> tuple[int | None, str]:
-    """The number of the row that is the ELBO of a DUEL row, else why there is none.
+    """The number of the row that holds the ELBO of a DUEL row, or None and the reason.
 
-    Of the same model under the same spec, but for what belongs to the estimator. Over the whole target for
-    bidirectional networks, over the trained blocks for block-causal ones; there the mean over all orders (elbo_exact)
-    stands in for a Monte Carlo one. Bounds come first, then more draws. `as_published`: where none is of the same spec,
-    one of other windows or scored positions, and in what it differs.
+    The ELBO is of the same model under the same spec, except for the estimator's own entries. It covers the whole
+    target for bidirectional networks and the trained blocks for block-causal ones, where the mean over all orders
+    (elbo_exact) may replace a Monte Carlo ELBO. Bounds are preferred, then more draws. `as_published`: without an ELBO
+    of the same spec, accept one with other windows or scored positions, and return the differences.
     """
     causal = duel.run.duel.get("attention") == "block_causal"
     wanted, kinds = (duel.run.block, ("elbo", "elbo_exact")) if causal else ("none", ("elbo",))
@@ -50,10 +50,10 @@ def elbo_of(duel: Row, found: Sequence[Row], as_published: bool = False) -> tupl
 
 
 def _other_spec(elbo: Mapping[str, str], duel: Mapping[str, str]) -> dict[str, str]:
-    """What sets two specs apart, the estimators aside: by key, in words."""
+    """The differences of two specs, the estimators' entries aside: key -> sentence."""
     keys = sorted({*elbo, *duel} - rows.VARIES - ESTIMATORS)
-    told = [(key, elbo.get(key, "not set"), duel.get(key, "not set")) for key in keys]
-    return {key: f"{key}={there} there, {here} here" for key, there, here in told if here != there}
+    pairs = [(key, elbo.get(key, "not set"), duel.get(key, "not set")) for key in keys]
+    return {key: f"{key}={there} there, {here} here" for key, there, here in pairs if here != there}
 
 
 def write(
@@ -65,7 +65,7 @@ def write(
     ar: int | None,
     as_published: bool,
 ) -> list[str]:
-    """Write gap and gap closed into the entries; which ELBOs were used, in words. `ar`: the baseline's number."""
+    """Fill in gap and gap closed of the entries; describe the ELBOs used. `ar`: the baseline's row number."""
     used = {}
     for n, (row, entry) in enumerate(zip(found, entries, strict=True)):
         if n == ar:
@@ -109,10 +109,10 @@ def _gap(entry: dict[str, Any], elbo: dict[str, Any], ar: dict[str, Any], draws:
         entry["gap_closed_reason"] = f"{UNCLEAR}: ELBO {_with_error(elbo)} and DUEL {entry['value']:.2f}"
     if any(drawn is None for drawn in draws):
         lacking = next(e for e, drawn in zip((elbo, entry, ar), draws, strict=True) if drawn is None)
-        said = f"no interval: {lacking['model']}, {lacking['name']}: {lacking['reason']}"
+        remark = f"no interval: {lacking['model']}, {lacking['name']}: {lacking['reason']}"
     else:
-        entry["gap_closed_interval"], said = stats.gap_interval(*draws)
-    entry["gap_closed_reason"] = "; ".join(filter(None, [entry["gap_closed_reason"], elbo["stderr_reason"], said]))
+        entry["gap_closed_interval"], remark = stats.gap_interval(*draws)
+    entry["gap_closed_reason"] = "; ".join(filter(None, [entry["gap_closed_reason"], elbo["stderr_reason"], remark]))
 
 
 def _with_error(entry: Mapping[str, Any]) -> str:
@@ -121,29 +121,30 @@ def _with_error(entry: Mapping[str, Any]) -> str:
 
 
 def elbo_in_words(elbo: Row, entry: Mapping[str, Any]) -> str:
-    """Which ELBO it is, and how sure."""
+    """Describe an ELBO and its standard error."""
     spec = elbo.run.spec
     if elbo.estimator == "elbo_exact":
-        said = f"the mean over all orders in blocks of {elbo.block} (elbo_exact; no Monte Carlo one is there)"
+        text = f"the mean over all orders in blocks of {elbo.block} (elbo_exact; there is no Monte Carlo ELBO)"
     else:
         form = f", elbo_form={spec['elbo_form']}" if "elbo_form" in spec else ""
         eps = f", elbo_eps={elbo.eps:g} (above 0: NO bound)" if elbo.eps else ""
         error = f", standard error {entry['stderr']:.2g}" if entry["stderr"] is not None else ", no standard error"
-        said = f"Monte Carlo, mc_samples={spec.get('mc_samples', '?')}{form}, elbo_block={elbo.block}{eps}{error}"
-    return f"ELBO of {elbo.model}{f' ({elbo.variant})' if elbo.variant else ''}: {said}"
+        text = f"Monte Carlo, mc_samples={spec.get('mc_samples', '?')}{form}, elbo_block={elbo.block}{eps}{error}"
+    return f"ELBO of {elbo.model}{f' ({elbo.variant})' if elbo.variant else ''}: {text}"
 
 
 def averages(found: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Gap closed of each DUEL row over tasks.
 
-    The average is over the tasks that have one, those where it is within its error of 0 included: without them it would
-    be too high. It has a standard error where all of them have; within two of those of 0 it is not shown.
+    The average includes every task with a gap closed, also those where it is within its error of 0: without them the
+    average would be too high. It has a standard error if all of them have one, and is not shown if it is within two
+    standard errors of 0.
     """
     table: dict[tuple[str, str], dict[str, tuple]] = {}
-    for name, one in found.items():
-        for entry in one["rows"]:
+    for name, task in found.items():
+        for entry in task["rows"]:
             if entry["estimator"] == "duel" and not entry["ar"]:
-                table.setdefault((entry["model"], entry["name"]), {})[name] = (entry, one["rows"])
+                table.setdefault((entry["model"], entry["name"]), {})[name] = (entry, task["rows"])
     return [_average(model, name, rows) for (model, name), rows in table.items()]
 
 
@@ -167,7 +168,7 @@ def _average(model: str, name: str, rows: Mapping[str, tuple]) -> dict[str, Any]
 
 
 def _closed(entry: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> tuple[float, float | None]:
-    """Gap closed and its error, whether it can be told from 0 or not."""
+    """Gap closed and its error, whether or not it is distinguishable from 0."""
     elbo, ar = rows[entry["elbo"]], next(row for row in rows if row["ar"])
     values = elbo["value"], entry["value"], ar["value"]
     return stats.gap_closed(*values), stats.gap_closed_stderr(*values, elbo["stderr"])

@@ -1,4 +1,4 @@
-"""How far each model is from the autoregressive one, and how much of the gap was the yardstick: one sentence each."""
+"""One sentence per model: its perplexity, its ELBO, and the share of the gap to the AR model that DUEL closes."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ WORDS = {
     "byte_perplexity": "perplexity per byte",
     "bits_per_byte": "bits per byte",
 }
-PAPERS = "greedy:k=1"  # the rule of the paper's perplexity tables
+PAPER_RULE = "greedy:k=1"  # the rule of the paper's perplexity tables
 Entry = Mapping[str, Any]
 
 
 def number(value: float, metric: str) -> str:
-    """A value of a metric with the decimals that tell models apart."""
+    """A metric's value with enough decimals to tell models apart."""
     return fixed(value, 4 if metric in ("bits_per_byte", "byte_perplexity") else 2)
 
 
 def fixed(value: float, decimals: int, sign: str = "") -> str:
-    """A number with its decimals; zero has no sign."""
+    """A number with fixed decimals, without negative zero."""
     return f"{round(value, decimals) + 0.0:{sign}.{decimals}f}"
 
 
 def plus_minus(error: float | None, metric: str) -> str:
-    """` +- ` and a Monte Carlo standard error of a metric; nothing where there is none."""
+    """` +- ` and the Monte Carlo standard error of a metric; empty if there is none."""
     if error is None:
         return ""
     text = number(error, metric)
@@ -39,7 +39,7 @@ def plus_minus(error: float | None, metric: str) -> str:
 
 
 def of(name: str, task: Mapping[str, Any]) -> list[str]:
-    """A sentence for each model of a task but the baseline."""
+    """A sentence for each model of a task except the baseline."""
     entries = task["rows"]
     base = next((entry for entry in entries if entry["ar"]), None)
     models = dict.fromkeys(entry["model"] for entry in entries if not entry["ar"] and entry["estimator"] != "ar")
@@ -60,7 +60,7 @@ def _sentence(name: str, task: Mapping[str, Any], mine: Sequence[Entry], base: E
     text = f"{start}: {number(chosen['value'], metric)} under {code(short(chosen['rule']))} (DUEL)"
     text += f" against {number(base['value'], metric)} for {plain(base['model'])}" if base else ""
     elbo = None if chosen["elbo"] is None else task["rows"][chosen["elbo"]]
-    text += "." if elbo is None and base is None else _yardstick(chosen, elbo, base, metric)
+    text += "." if elbo is None and base is None else _gap(chosen, elbo, base, metric)
     kinds = {entry["estimator"]: registry.find(entry["estimator"]).kind for entry in mine}
     likelihoods = [entry for entry in mine if kinds[entry["estimator"]] is registry.Kind.LIKELIHOOD]
     likely = min(likelihoods, key=lambda entry: entry["value"])
@@ -72,36 +72,36 @@ def _sentence(name: str, task: Mapping[str, Any], mine: Sequence[Entry], base: E
 
 
 def _chosen(mine: Sequence[Entry]) -> Entry | None:
-    """The DUEL row of the headline: the paper's rule, else the best one; first where there is an ELBO."""
+    """The DUEL row of the headline: the paper's rule, else the best; rows with an ELBO come first."""
     duels = [entry for entry in mine if entry["estimator"] == "duel"]
-    duels = [entry for entry in duels if entry["rule"] == PAPERS] or duels
+    duels = [entry for entry in duels if entry["rule"] == PAPER_RULE] or duels
     return min(duels, key=lambda entry: (entry["elbo"] is None, entry["value"]), default=None)
 
 
-def _yardstick(chosen: Entry, elbo: Entry | None, base: Entry | None, metric: str) -> str:
-    """What the ELBO says, and what that makes of the gap."""
+def _gap(chosen: Entry, elbo: Entry | None, base: Entry | None, metric: str) -> str:
+    """The ELBO, and how much of its gap to the autoregressive model DUEL closes."""
     if elbo is None:
         return f", a gap of {number(chosen['gap'], metric)}; {plain(chosen['gap_closed_reason'])}."
-    said = f"; the ELBO says {_bounded(elbo, metric)}"
+    text = f"; the ELBO gives {_bounded(elbo, metric)}"
     if base is None:
-        return f"{said} ({plain(chosen['gap_closed_reason'])})."
-    gap, closed = f"the gap of {number(elbo['gap'], metric)}", chosen["gap_closed"]
+        return f"{text} ({plain(chosen['gap_closed_reason'])})."
+    gap, closed = f"the ELBO's gap of {number(elbo['gap'], metric)}", chosen["gap_closed"]
     if chosen["distinguishable"] is False:
         return (
-            f"{said}, not distinguishable from DUEL (within two standard errors): how much of {gap} was the yardstick "
-            "cannot be told; more mc_samples can."
+            f"{text}, not distinguishable from DUEL (within two standard errors). To learn how much of {gap} DUEL "
+            "closes, raise mc_samples."
         )
     if closed is None:
-        return f"{said} ({plain(chosen['gap_closed_reason'])}); the gap is {number(chosen['gap'], metric)}."
+        return f"{text} ({plain(chosen['gap_closed_reason'])}); the gap is {number(chosen['gap'], metric)}."
     interval = _interval(chosen)
     if closed < 0:
-        within = interval.replace("(", "").replace(")", "")
-        return f"{said}, less than DUEL: none of {gap} was the yardstick (gap closed {fixed(closed, 1)} %{within})."
-    return f"{said}, so {fixed(closed, 1)} %{interval} of {gap} was the yardstick."
+        interval = interval.replace("(", "").replace(")", "")
+        return f"{text}, lower than DUEL, which closes none of {gap} (gap closed {fixed(closed, 1)} %{interval})."
+    return f"{text}. DUEL closes {fixed(closed, 1)} %{interval} of {gap}."
 
 
 def _interval(chosen: Entry) -> str:
-    """The interval of gap closed, else its Monte Carlo error."""
+    """The interval of gap closed, or else its Monte Carlo error."""
     if (between := chosen["gap_closed_interval"]) is not None:
         return f" ({fixed(between[0], 1)} to {fixed(between[1], 1)})"
     error = chosen["gap_closed_stderr"]
@@ -109,10 +109,10 @@ def _interval(chosen: Entry) -> str:
 
 
 def _bounded(entry: Entry, metric: str) -> str:
-    aside = [f"eps={entry['eps']:g}: no bound" if entry["eps"] else "", entry["stderr_reason"]]
-    said = f" ({'; '.join(filter(None, aside))})" if any(aside) else ""
+    remarks = [f"eps={entry['eps']:g}: no bound" if entry["eps"] else "", entry["stderr_reason"]]
+    remark = f" ({'; '.join(filter(None, remarks))})" if any(remarks) else ""
     bound = "<= " if entry["bound"] else ""
-    return f"{bound}{number(entry['value'], metric)}{plus_minus(entry['stderr'], metric)}{said}"
+    return f"{bound}{number(entry['value'], metric)}{plus_minus(entry['stderr'], metric)}{remark}"
 
 
 def _against(entry: Entry, base: Entry | None, metric: str) -> str:

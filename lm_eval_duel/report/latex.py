@@ -1,4 +1,4 @@
-"""Bodies of the paper's LaTeX tables: rows only, to be put between \\toprule and \\bottomrule."""
+"""Bodies of the paper's LaTeX tables: the rows between \\toprule and \\bottomrule."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from lm_eval_duel.tables import one_line
 DAGGER = r"$^\dagger$"  # adaptive NFE
 METHODS = {"duel": r"\textsc{DUEL}"}  # estimators that the paper does not print by their own name
 GREEK = {"mu": r"\mu", "nu": r"\nu", "gamma": r"\gamma"}
-LEQ, PM = r"$\leq$", r" $\pm$ "  # a standard error follows: a Monte Carlo one, of accuracies over documents
+LEQ, PM = r"$\leq$", r" $\pm$ "  # before a standard error: Monte Carlo, or for accuracies over documents
 SPECIAL = {
     **{"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "`": r"\textasciigrave{}"},
     **{"<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}"},
 }
-FAR = 0.15  # of an NFE, up to which a value counts as one at that NFE
+NEAR = 0.15  # relative distance up to which a value counts as one at a column's NFE
 Entry = Mapping[str, Any]
 
 
 def bodies(report: Mapping[str, Any]) -> dict[str, str]:
-    """File name -> body of every table of a report."""
-    found: dict[str, str] = {}
+    """The body of every table of a report, by file name."""
+    files: dict[str, str] = {}
 
     def add(stem: str, body: str) -> None:
-        found[free(stem, ".tex", found)] = body
+        files[free(stem, ".tex", files)] = body
 
     if len(report["tasks"]) > 1:
         add("perplexity", perplexity(report["tasks"]))
@@ -47,7 +47,7 @@ def bodies(report: Mapping[str, Any]) -> dict[str, str]:
             add(f"rules_{safe}" + ("" if len(task["rules"]) == 1 else f"_{number}"), rules(task, sweep))
     for table in report["accuracies"]:
         add(f"accuracy_{safe_name(table['task'])}", accuracies(table))
-    return found
+    return files
 
 
 def gap(task: Mapping[str, Any]) -> str:
@@ -82,7 +82,7 @@ def methods(task: Mapping[str, Any]) -> str:
 def rules(task: Mapping[str, Any], sweep: Mapping[str, Any]) -> str:
     """Rule & perplexity by NFE: a column for each NFE of the fixed rules.
 
-    Adaptive rules stand at the nearest one, with their measured NFE.
+    Adaptive rules are placed in the nearest column, with their measured NFE.
     """
     entries = task["rows"]
     fixed_rules = [point for family in sweep["families"] if not family["adaptive"] for point in family["points"]]
@@ -93,11 +93,11 @@ def rules(task: Mapping[str, Any], sweep: Mapping[str, Any]) -> str:
         placed: dict[int, Entry] = {}
         for point in family["points"]:
             entry = entries[point["index"]]
-            at = min(range(len(columns)), key=lambda at: _away(entry, columns[at]))
-            if at not in placed or _away(entry, columns[at]) < _away(placed[at], columns[at]):
+            at = min(range(len(columns)), key=lambda at: _distance(entry, columns[at]))
+            if at not in placed or _distance(entry, columns[at]) < _distance(placed[at], columns[at]):
                 placed[at] = entry
         cells.append(placed)
-    near = [{at: e for at, e in row.items() if _away(e, columns[at]) <= math.log1p(FAR)} for row in cells]
+    near = [{at: e for at, e in row.items() if _distance(e, columns[at]) <= math.log1p(NEAR)} for row in cells]
     best = {at: min((row[at]["value"] for row in near if at in row), default=None) for at in range(len(columns))}
     lines = []
     for family, row, close in zip(sweep["families"], cells, near, strict=True):
@@ -108,16 +108,16 @@ def rules(task: Mapping[str, Any], sweep: Mapping[str, Any]) -> str:
             shown.append(text + (f" ({row[at]['nfe_per_token']:.3f})" if at in row and family["adaptive"] else ""))
         lines.append(_row(rule_name(family["family"]), *shown))
     head = " & ".join(f"{column:g}" for column in columns)
-    said = f"{WORDS[task['metric']]} by NFE per token; dagger: adaptive, at the nearest NFE, (its own)"
-    return _body(f"Unmasking rule & {head}   ({said})", lines)
+    legend = f"{WORDS[task['metric']]} by NFE per token; dagger: adaptive, in the nearest column, with its own NFE"
+    return _body(f"Unmasking rule & {head}   ({legend})", lines)
 
 
-def _away(entry: Entry, nfe: float) -> float:
+def _distance(entry: Entry, nfe: float) -> float:
     return abs(math.log(entry["nfe_per_token"] / nfe))
 
 
 def perplexity(tasks: Mapping[str, Any]) -> str:
-    """Model & Method & one column a task."""
+    """Model & Method & one column per task."""
     lines: dict[str, dict[tuple, dict[str, Entry]]] = {}
     for name, task in tasks.items():
         for entry in task["rows"]:
@@ -137,7 +137,7 @@ def perplexity(tasks: Mapping[str, Any]) -> str:
 
 
 def gap_closed(report: Mapping[str, Any]) -> str:
-    """Data set & one column a model; tasks without a gap to close are left out, as in the paper."""
+    """Dataset & one column per model; tasks without a gap to close are left out, as in the paper."""
     columns = report["averages"]
     columns = [row for row in columns if row["unclear"] or any(value is not None for value in row["tasks"].values())]
     names = [
@@ -159,7 +159,7 @@ def gap_closed(report: Mapping[str, Any]) -> str:
 
 
 def accuracies(table: Mapping[str, Any]) -> str:
-    """Model & Method & one column a metric, with its standard error."""
+    """Model & Method & one column per metric, with its standard error."""
     lines = []
     for entry in table["rows"]:
         rule = rule_name(entry["rule"]) if entry["rule"] else ""
@@ -186,21 +186,21 @@ def duels(task: Mapping[str, Any]) -> list[Entry]:
 
 
 def number(entry: Entry, metric: str) -> str:
-    r"""A value: $\leq$ before a bound, its Monte Carlo error (`?`: not known) after it, the best of a model in bold."""
+    r"""A value with its Monte Carlo error (`?` if not known); $\leq$ before a bound, the best of a model in bold."""
     error = " +- ?" if entry["stderr_reason"] else plus_minus(entry["stderr"], metric)
     text = (LEQ if entry["bound"] else "") + decimals(entry["value"], metric) + error.replace(" +- ", PM)
     return rf"\textbf{{{text}}}" if entry["best"] else text
 
 
 def percent(value: float | None, error: float | None) -> str:
-    """A share with its sign and its Monte Carlo error."""
+    """A percentage with its Monte Carlo error."""
     if value is None:
         return ""
     return fixed(value, 1).replace("-", "$-$") + r"\%" + ("" if error is None else f"{PM}{fixed(error, 1)}")
 
 
 def apart(entry: Entry, alike: Sequence[Entry], with_rule: bool = True) -> str:
-    """What tells an entry from others in a table: rule and block where they differ, and what is special about it."""
+    """What distinguishes an entry from others in a table: rule and block if they differ, and special remarks."""
     parts = []
     if with_rule and entry["rule"] and len(alike) > 1:
         parts.append(rule_name(entry["rule"]))
@@ -214,7 +214,7 @@ def _method(entry: Entry) -> str:
 
 
 def rule_name(rule: str) -> str:
-    """A rule as the paper prints it; parameters that are not the defaults follow."""
+    """A rule as the paper prints it, followed by its non-default parameters."""
     _, *parameters = short(rule).split(":")
     if not kind(rule).label:  # module:Name
         return escape(rule)
@@ -225,7 +225,7 @@ def rule_name(rule: str) -> str:
 
 
 def escape(text: str) -> str:
-    """Text with LaTeX's special characters made harmless."""
+    """Escape LaTeX's special characters."""
     return "".join(SPECIAL.get(c, f"\\{c}" if c in "&%$#_{}" else c) for c in one_line(text))
 
 
@@ -234,7 +234,7 @@ def _row(*cells: str) -> str:
 
 
 def _models(entries: Sequence[Entry]) -> list[list[Entry]]:
-    """Entries by model, the AR baseline apart, what sees the truth last and apart."""
+    """Entries by model; the AR baseline and the oracle each form a group of their own."""
     groups: dict[tuple, list[Entry]] = {}
     for entry in entries:
         groups.setdefault((entry["model"], entry["ar"], entry["flag"]), []).append(entry)
@@ -248,5 +248,5 @@ def _grouped(model: str, lines: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _body(columns: str, *groups: Sequence[str]) -> str:
-    """Groups with a rule between them; the first line, a comment, names the columns."""
+    """Groups separated by \\midrule; the first line is a comment with the names of the columns."""
     return f"% {columns}\n" + "\n\\midrule\n".join("\n".join(group) for group in groups) + "\n"

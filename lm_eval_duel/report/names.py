@@ -1,19 +1,19 @@
-"""Names of a report's files: safe for any file system, each given once."""
+"""File names of a report: safe on any file system, and unique."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-LONGEST = 100  # characters of a task's name in a file name
+MAX_LENGTH = 100  # characters of a task's name in a file name
 
 
 def safe_name(name: str) -> str:
     """A task's name as part of a file name."""
-    return "".join(c if c.isalnum() or c in "-_." else "_" for c in name)[:LONGEST]
+    return "".join(c if c.isalnum() or c in "-_." else "_" for c in name)[:MAX_LENGTH]
 
 
 def free(stem: str, suffix: str, taken: Iterable[str]) -> str:
-    """A file name that is not taken yet, capitals aside: two tasks may be one name where characters are replaced."""
+    """A file name that is not taken, ignoring case: replacing characters may make two tasks' names equal."""
     used = {name.casefold() for name in taken}
     number, name = 1, f"{stem}{suffix}"
     while name.casefold() in used:

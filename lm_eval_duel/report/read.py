@@ -1,8 +1,9 @@
-"""The harness's results_*.json as plain dataclasses; nothing is compared or computed here."""
+"""The harness's results_*.json as plain dataclasses. Nothing is compared or computed here."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from lm_eval_duel.report.samples import WRITTEN
 from lm_eval_duel.report.task import Task, nans, task
 
 MODEL = "duel-mdm"
-AUTOREGRESSIVE = {  # --model of the harness, and the classes of model objects
+AUTOREGRESSIVE = {  # names of --model in the harness, and the classes of model objects
     *("hf", "hf-auto", "huggingface", "hf-mistral3", "hf-multimodal", "hf-audiolm-qwen", "steered", "HFLM"),
     *("SteeredModel", "vllm", "vllm-vlm", "VLLM", "sglang", "sglang-generate", "SGLangLM", "gguf", "ggml", "GGUFLM"),
     *("mamba_ssm", "MambaLMWrapper", "nemo_lm", "NeMoLM", "megatron_lm", "MegatronLMEval", "trtllm", "TRTLLM"),
@@ -34,25 +35,25 @@ TEXTS = (
     "device",
     "pretrained",
     "trace",
-)  # of duel
+)  # entries of config.duel
 COUNTS = (
     *("tokens", "forwards", "rows", "nfe", "longest_document", "row_capacity", "cut_contexts", "answers_from_cache"),
     *("ranks", "peak_memory_bytes"),
 )
-OF_TASK = ("documents", "windows", "tokens", "longest_document")  # counts of duel.tasks.NAME
-NO_LAW = ("batch_size", "max_batch_size", "device", "dtype")  # model args; the dtype that was loaded stands elsewhere
+TASK_COUNTS = ("documents", "windows", "tokens", "longest_document")  # entries of config.duel.tasks.NAME
+NOT_IN_SPEC = ("batch_size", "max_batch_size", "device", "dtype")  # model args; the loaded dtype is stored elsewhere
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One results file. A stock model of the harness has no `duel`; its spec is what it was loaded with."""
+    """One results file. Other models of the harness have no `duel` entry; their spec is what they were loaded with."""
 
     file: Path
     ours: bool
     model: str  # --model, or the class of a model object
     pretrained: str
     label: str  # how tables name the model
-    key: str  # equal for the same model: weights, else what was loaded
+    key: str  # equal for the same model: digest of the weights, else the name that was loaded
     dtype: str
     fingerprint: str | None
     spec: dict[str, str]
@@ -63,8 +64,8 @@ class Run:
     cache: bool  # --use_cache
     tasks: dict[str, Task]  # those with a perplexity
     others: dict[str, Task]  # tasks without one
-    groups: tuple[str, ...]  # averages over tasks
-    nans: tuple[str, ...] = ()  # values that are no numbers, and are left out
+    groups: tuple[str, ...]  # groups of tasks
+    nans: tuple[str, ...] = ()  # values that are not numbers and are left out
 
     @property
     def name(self) -> str:
@@ -78,31 +79,30 @@ class Run:
 
     @property
     def estimator(self) -> str:
-        """What the harness's own values of this run are; a stock model is autoregressive."""
+        """The estimator behind the harness's values of this run; other models are autoregressive."""
         return canonical(str(self.duel.get("estimator") or self.spec.get("estimator") or "duel")) if self.ours else "ar"
 
     @property
     def autoregressive(self) -> bool:
-        """Whether the values are those of an autoregressive model, as far as that is known."""
+        """Whether the values are known to be those of an autoregressive model."""
         return self.model in AUTOREGRESSIVE or (
             self.ours and (self.estimator == "ar" or self.duel.get("attention") == "causal")
         )
 
     @property
     def cached(self) -> bool:
-        """Whether answers may have come from a response cache, so that times are of a part of the run."""
+        """Whether answers may have come from a response cache, so that times cover only a part of the run."""
         if not self.ours:
             return self.cache
-        found = bool(self.duel.get("answers_from_cache"))
-        return found or any(self.partial(name) for name in self.tasks)
+        return bool(self.duel.get("answers_from_cache")) or any(self.partial(name) for name in self.tasks)
 
     def computed(self, name: str) -> int:
-        """Documents of a task whose figures this run has; the others came from a response cache that had none."""
-        found = self.duel["tasks"].get(name, {}).get("documents")
-        return (self.tasks[name].size or 0) if found is None else found
+        """Documents of a task that this run scored itself; the others came from a response cache."""
+        count = self.duel["tasks"].get(name, {}).get("documents")
+        return (self.tasks[name].size or 0) if count is None else count
 
     def partial(self, name: str) -> bool:
-        """Whether this run's figures of a task are of fewer (or other) documents than its values."""
+        """Whether this run scored fewer (or other) documents of a task than its values cover."""
         size = self.tasks[name].size
         return size is not None and self.computed(name) != size
 
@@ -111,35 +111,35 @@ class Run:
         """The rule of a `duel` run."""
         if self.estimator != "duel":
             return None
-        return _said(self.duel.get("rule") or self.spec.get("rule"))
+        return _text(self.duel.get("rule") or self.spec.get("rule"))
 
     @property
     def block(self) -> str:
         """The block as text: a number, or `none` (the whole target)."""
-        return (_said(self.duel.get("block")) or _said(self.spec.get("block")) or "none") if self.ours else "none"
+        return (_text(self.duel.get("block")) or _text(self.spec.get("block")) or "none") if self.ours else "none"
 
 
-def _said(value: Any) -> str | None:
+def _text(value: Any) -> str | None:
     return None if value is None or str(value).lower() in ("none", "") else str(value)
 
 
 def runs(places: Iterable[str | Path]) -> list[Run]:
-    """The runs of result files, and of all below folders; each file once, oldest first."""
-    return _distinct(sorted(map(run, files(places)), key=lambda found: (found.date, found.name)))
+    """The runs in result files and below folders; each file once, oldest first."""
+    return _distinct(sorted(map(run, files(places)), key=lambda run: (run.date, run.name)))
 
 
 def files(places: Iterable[str | Path]) -> list[Path]:
-    """The result files of files and folders, each once; raises DuelError for a place that has none."""
+    """The result files among files and below folders, each once; raises DuelError for a place without any."""
     all_files: dict[Path, None] = {}
     for name in places:
         place = Path(name)
         if str(name) and place.is_dir():
-            found = [path for path in sorted(place.rglob("*.json")) if _written(path)]
-            if not found:
+            inside = [path for path in sorted(place.rglob("*.json")) if _is_results_name(path)]
+            if not inside:
                 raise DuelError(
                     f"No results_*.json (or *_DATE.json) in {place} or below; lm_eval writes them to --output_path."
                 )
-            all_files |= dict.fromkeys(path.resolve() for path in found)
+            all_files |= dict.fromkeys(path.resolve() for path in inside)
         elif place.is_file():
             all_files[place.resolve()] = None
         else:
@@ -149,16 +149,16 @@ def files(places: Iterable[str | Path]) -> list[Path]:
     return list(all_files)
 
 
-def _written(file: Path) -> bool:
-    """Whether the harness names results so: results_DATE.json, or NAME_DATE.json for --output_path NAME.json."""
+def _is_results_name(file: Path) -> bool:
+    """Whether the harness names results like this: results_DATE.json, or NAME_DATE.json for --output_path NAME.json."""
     return file.name.startswith("results_") or WRITTEN.search(file.stem) is not None
 
 
 def run(file: Path) -> Run:
-    """One results file; raises DuelError for what is none, or for an entry that is not what lm_eval writes."""
+    """Read a results file; raises DuelError for any other file, and for entries that lm_eval does not write."""
     try:
-        found = Fields(fields.load(file, RESULTS), str(file))
-        config, results = (Fields(found[key], str(file), key) for key in ("config", "results"))
+        content = Fields(fields.load(file, RESULTS), str(file))
+        config, results = (Fields(content[key], str(file), key) for key in ("config", "results"))
         model = config.text("model") if config["model"] else None
     except KeyError as error:
         raise DuelError(
@@ -167,17 +167,17 @@ def run(file: Path) -> Run:
     if model is None:
         raise config.wrong("model", None, "the name of a model")
     arguments = _arguments(config)
-    spec, duel = _law(config), _duel(config.object("duel"))
-    ours = model == MODEL or bool(spec or config.get("duel"))  # a model object leaves the name of its class
-    dtype = _said(duel.get("dtype")) or _said(spec.get("dtype")) or _said(config.text("model_dtype")) or "unknown"
+    spec, duel = _spec(config), _duel(config.object("duel"))
+    ours = model == MODEL or bool(spec or config.get("duel"))  # a model object is recorded by its class
+    dtype = _text(duel.get("dtype")) or _text(spec.get("dtype")) or _text(config.text("model_dtype")) or "unknown"
     dtype = dtype.removeprefix("torch.")
-    pretrained = str(duel.get("pretrained") or arguments.get("pretrained") or found.text("model_name") or model)
+    pretrained = str(duel.get("pretrained") or arguments.get("pretrained") or content.text("model_name") or model)
     if not ours:
-        spec = {key: value for key, value in arguments.items() if key not in NO_LAW} | {"dtype": dtype}
+        spec = {key: value for key, value in arguments.items() if key not in NOT_IN_SPEC} | {"dtype": dtype}
         spec |= {"model_sha": config.text("model_sha")} if config.get("model_sha") else {}
-    length = spec.get("max_length") if ours else found.get("max_length")
-    groups = {name for name, parts in found.object("group_subtasks").items() if parts} | set(found.object("groups"))
-    tasks = {name: task(file, found, results.object(name), name) for name in results if name not in groups}
+    length = spec.get("max_length") if ours else content.get("max_length")
+    groups = {name for name, parts in content.object("group_subtasks").items() if parts} | set(content.object("groups"))
+    tasks = {name: task(file, content, results.object(name), name) for name in results if name not in groups}
     result = Run(
         file=file,
         ours=ours,
@@ -190,8 +190,8 @@ def run(file: Path) -> Run:
         spec=spec,
         duel=duel,
         max_length=int(length) if str(length).isdecimal() else None,
-        date=found.finite("date") or 0.0,
-        whole_run_seconds=found.finite("total_evaluation_time_seconds", 0),
+        date=content.finite("date") or 0.0,
+        whole_run_seconds=content.finite("total_evaluation_time_seconds", 0),
         cache=bool(config.get("use_cache")),
         tasks={name: task for name, task in tasks.items() if task.metrics},
         others={name: task for name, task in sorted(tasks.items()) if not task.metrics},
@@ -204,27 +204,27 @@ def run(file: Path) -> Run:
 
 
 def _arguments(config: Fields) -> dict[str, str]:
-    """The model args; the Python API keeps the text."""
-    said = config.get("model_args")
-    if isinstance(said, str):
-        return dict(part.split("=", 1) for part in said.split(",") if "=" in part)
+    """The model args; lm_eval's Python API stores them as text."""
+    model_args = config.get("model_args")
+    if isinstance(model_args, str):
+        return dict(part.split("=", 1) for part in model_args.split(",") if "=" in part)
     return {
         key: "none" if value in (None, "None") else str(value) for key, value in config.object("model_args").items()
     }
 
 
-def _law(config: Fields) -> dict[str, str]:
-    """The spec in words; its numbers are numbers."""
+def _spec(config: Fields) -> dict[str, str]:
+    """The spec as strings; entries that are read as numbers are checked."""
     spec = config.object("spec")
-    said = {key: "none" if value in (None, "None") else str(value) for key, value in spec.items()}
+    texts = {key: "none" if value in (None, "None") else str(value) for key, value in spec.items()}
     for key in ("elbo_eps", "mc_samples"):
-        if said.get(key, "none") != "none":
+        if texts.get(key, "none") != "none":
             spec.finite(key, 0)
-    return said
+    return texts
 
 
 def _duel(duel: Fields) -> dict[str, Any]:
-    """What our model says about a run, as far as the report reads it."""
+    """The entries of config.duel that the report reads."""
     found: dict[str, Any] = {key: duel.text(key) for key in TEXTS if key in duel}
     found |= {key: duel.count(key) for key in COUNTS if key in duel}
     found["seconds"] = duel.finite("seconds", 0)
@@ -232,16 +232,18 @@ def _duel(duel: Fields) -> dict[str, Any]:
     for name in (tasks := duel.object("tasks")):
         task = tasks.object(name)
         values = task.object("values")
-        found["tasks"][name] = {key: task.count(key) for key in OF_TASK if task.get(key) is not None}
+        found["tasks"][name] = {key: task.count(key) for key in TASK_COUNTS if task.get(key) is not None}
         found["tasks"][name]["values"] = {canonical(key): _value(values.object(key)) for key in values}
     return found
 
 
 def _value(value: Fields) -> dict[str, Any]:
-    """One figure of a task: nats with their errors, and what they are of."""
+    """One value of a task: its log-likelihood in nats, errors and counts. Null with a reason is minus infinity."""
     found: dict[str, Any] = {"log_prob": value.number("log_prob"), "nfe": value.count("nfe")}
+    if found["log_prob"] is None and value.text("reason") is not None:
+        found["log_prob"] = -math.inf
     found |= {key: value.finite(key, 0) for key in ("stderr", "window_stderr")}
-    return found | {key: value.count(key) for key in OF_TASK if value.get(key) is not None}
+    return found | {key: value.count(key) for key in TASK_COUNTS if value.get(key) is not None}
 
 
 def _last(pretrained: str) -> str:
@@ -249,14 +251,14 @@ def _last(pretrained: str) -> str:
 
 
 def _distinct(found: list[Run]) -> list[Run]:
-    """The same runs; where two models would have one label, with what sets them apart beside it."""
+    """Runs with labels that are unique per model: if two models share one, what distinguishes them is added."""
     keys: dict[str, dict[str, str]] = {}
-    for one in found:
-        keys.setdefault(one.label, {}).setdefault(one.key, one.pretrained)
+    for run in found:
+        keys.setdefault(run.label, {}).setdefault(run.key, run.pretrained)
     labels = {}
     for label, models in keys.items():
         apart = {key: "/".join(Path(name).parts[-2:]) for key, name in models.items()}
         if len(set(apart.values())) < len(models):
             apart = {key: f"{label} ({key[:8]})" for key in models}
         labels |= {(label, key): label if len(models) == 1 else apart[key] for key in models}
-    return [dataclasses.replace(one, label=labels[one.label, one.key]) for one in found]
+    return [dataclasses.replace(run, label=labels[run.label, run.key]) for run in found]

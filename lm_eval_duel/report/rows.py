@@ -1,4 +1,4 @@
-"""Rows: one model under one estimator, rule and block on one task, with its values and nats per document."""
+"""Rows of a table: one model under one estimator, rule and block on one task, with values per document."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VARIES = {"estimator", "rule", "draw_seed", *registry.arguments()}  # within one
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """`values`: metric -> value; `documents`: metric -> document -> (nats, units), or empty and `missing` says why."""
+    """`values`: metric -> value. `documents`: metric -> document -> (nats, units); if empty, `missing` says why."""
 
     run: Run
     task: str
@@ -37,7 +37,7 @@ class Row:
     documents: Mapping[str, Mapping[str, tuple[float, float]]] = dataclasses.field(default_factory=dict)
     missing: str = ""
     remarks: tuple[str, ...] = ()
-    variant: str = ""  # what sets it apart from a row of the same model, rule and block
+    variant: str = ""  # what distinguishes it from a row of the same model, rule and block
 
     @property
     def model(self) -> str:
@@ -49,9 +49,9 @@ class Row:
 
     @property
     def eps(self) -> float:
-        """The least t of a Monte Carlo ELBO; above 0 it bounds nothing."""
-        said = self.run.spec.get("elbo_eps", "none")
-        return float(said) if self.estimator == "elbo" and said != "none" else 0.0
+        """The least t of a Monte Carlo ELBO; above 0 it is not a bound."""
+        eps = self.run.spec.get("elbo_eps", "none")
+        return float(eps) if self.estimator == "elbo" and eps != "none" else 0.0
 
     @property
     def bound(self) -> bool:
@@ -60,25 +60,25 @@ class Row:
 
     @property
     def aside(self) -> str:
-        """What sets it apart beside estimator, rule and block."""
+        """Remarks other than estimator, rule and block."""
         return ", ".join(filter(None, [f"eps={self.eps:g}: no bound" if self.eps else "", self.variant]))
 
     @property
     def name(self) -> str:
-        """The row in words, without its model."""
+        """The name of the row, without its model."""
         block = WHOLE if self.block == "none" else f"block {self.block}"
         block = block if self.run.ours and self.estimator != "ar" else ""
         return ", ".join(filter(None, [registry.find(self.estimator).title, short(self.rule or ""), block, self.aside]))
 
     def error(self, metric: str, nats_stderr: float | None) -> float | None:
-        """Standard error of a metric's value from that of the nats; None: it is not known."""
+        """Standard error of a metric's value from that of its log-likelihood; None if not known."""
         if None in (nats_stderr, self.log_prob) or metric not in self.values:
             return None
         return stats.stderr(metric, self.values[metric], self.log_prob, nats_stderr)
 
 
 def of(run: Run, name: str, traced: Mapping[str, Mapping[int, float]] | None = None) -> list[Row]:
-    """The rows of a run's task. `traced`: {NAME: {document number: nats}} of its trace, where there is one."""
+    """The rows of a run's task. `traced`: {value name: {document number: nats}} from its trace, if it has one."""
     task, found = run.tasks[name], run.duel["tasks"].get(name, {})
     documents, missing = _sampled(task)
     tokens = sum(units for _, units in documents.get("token_perplexity", {}).values())
@@ -114,7 +114,7 @@ def of(run: Run, name: str, traced: Mapping[str, Mapping[int, float]] | None = N
             selected,
             estimator=estimator,
             rule=(run.rule if key == "duel" else key) if estimator == "duel" else None,
-            log_prob=-math.inf if value.get("log_prob") is None and "reason" in value else value.get("log_prob"),
+            log_prob=value.get("log_prob"),
             nats_stderr=value.get("stderr"),
             window_stderr=value.get("window_stderr"),
             nfe=value.get("nfe"),
@@ -134,7 +134,7 @@ def _incomplete(
     value: Mapping[str, Any],
     traced: Mapping[str, Mapping[int, float]] | None,
 ) -> str:
-    """Why a value of a run is not of all that its task holds; a lattice that a cache continued has such rules."""
+    """Why a value does not cover the whole task; happens if a cache continued a lattice run with other rules."""
     for unit in ("documents", "windows", "tokens"):
         if unit in value and unit in found and value[unit] != found[unit]:
             return f"it is of {value[unit]} {unit}, the task of {found[unit]}"
@@ -152,12 +152,12 @@ def _incomplete(
 
 
 def _longest(values: Mapping[str, Mapping[str, Any]]) -> int:
-    """Steps of the rule with most of those that reveal one token a step: as many as tokens were scored."""
+    """The most steps among rules that reveal one token per step, which equals the number of scored tokens."""
     return max((value["nfe"] or 0 for key, value in values.items() if "k=1" in key.split(":")), default=0)
 
 
 def _sampled(task: Task) -> tuple[dict[str, dict[str, tuple[float, float]]], str]:
-    """(nats, units) per document of each metric, from samples that give the task's value; else why there are none."""
+    """(nats, units) per document of each metric, if the samples reproduce the task's value; else the reason."""
     if task.documents is None:
         return {}, task.missing
     found, missing = {}, ""
@@ -175,14 +175,14 @@ def _sampled(task: Task) -> tuple[dict[str, dict[str, tuple[float, float]]], str
 
 
 def _beside(row: Row, own: float | None, traced: Mapping[str, Mapping[int, float]] | None, key: str) -> Row:
-    """A row of a lattice run that is not the selected one: its values by the quotient of nats."""
+    """Another row of a lattice run than the selected one: its values follow from the ratio of log-likelihoods."""
     selected, remarks = row.values, list(row.remarks)
-    known_nats = own and row.log_prob is not None and math.isfinite(own) and math.isfinite(row.log_prob)
+    known_nats = own and row.log_prob is not None and math.isfinite(own) and row.log_prob < math.inf
     values = {
         metric: stats.scaled(metric, known, row.log_prob / own) for metric, known in selected.items() if known_nats
     }
     if not known_nats:
-        remarks.append(f"{row.run.name}: {key} of {row.task} has no finite log-likelihood to tell its value by")
+        remarks.append(f"{row.run.name}: {key} of {row.task} has no finite log-likelihood, so it has no value")
     elif row.tokens and "token_perplexity" in selected:
         implied = stats.value("token_perplexity", own, row.tokens)
         if not math.isclose(implied, selected["token_perplexity"], rel_tol=SAME):
@@ -197,7 +197,7 @@ def _beside(row: Row, own: float | None, traced: Mapping[str, Mapping[int, float
 def _traced(
     row: Row, traced: Mapping[str, Mapping[int, float]] | None, key: str
 ) -> tuple[dict[str, dict[str, tuple[float, float]]], str]:
-    """Nats per document of a lattice value, from the trace; units from the samples."""
+    """Log-likelihood per document of a lattice value, from the trace; units from the samples."""
     task = row.run.tasks[row.task]
     if not row.documents:
         return {}, row.missing
@@ -216,10 +216,10 @@ def _traced(
 
 
 def table(rows: Iterable[Row], base: Run | None = None) -> tuple[list[Row], int | None, list[str]]:
-    """Rows in the order of a table, each once; the number of the baseline's, which is always kept; remarks.
+    """The rows of a table in order, without duplicates; the baseline's row number; and remarks.
 
-    A rule that was scored by itself and in a lattice run is one row: its own. Rows of other specs with the same name
-    say what sets them apart. Raises DuelError where the baseline has no row.
+    A rule that was scored by itself and in a lattice run has one row: its own. Rows of different specs that share a
+    name get a variant. The baseline is always kept. Raises DuelError if the baseline has no row.
     """
     kept: dict[tuple, Row] = {}
     remarks = []

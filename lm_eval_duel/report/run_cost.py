@@ -1,4 +1,4 @@
-"""What runs cost: seconds, network calls, memory, and how that compares with the ELBO and the AR model."""
+"""The cost of runs: seconds, network calls and memory, compared with the ELBO and the AR model."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from lm_eval_duel.report.read import Run
 from lm_eval_duel.report.rows import SEES_TRUTH
 from lm_eval_duel.rules.tables import place
 
-WHOLE = "whole runs, loading included: stock results hold no other time, and not the device that was used"
-CACHED = "answers from a response cache: the time is of a part of the run"
+WHOLE = "times of whole runs, loading included: results of other models hold no other time, and no device"
+CACHED = "some answers came from a response cache, so the time covers only a part of the run"
 
 
 def table(runs: Sequence[Run], ar: Sequence[Run], tasks: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One entry a run; ratios are of seconds per token, blank where two runs cannot be set against each other.
+    """One entry per run. Ratios are of seconds per token; they are left out if two runs cannot be compared.
 
-    The ELBO is the one of gap closed in `tasks`, the report's.
+    The ELBO is the one that gap closed uses in the report's `tasks`.
     """
     autoregressive = {run.file for run in ar}
     everything = [*ar, *(run for run in runs if run.file not in autoregressive)]
@@ -31,8 +31,8 @@ def table(runs: Sequence[Run], ar: Sequence[Run], tasks: Mapping[str, Any]) -> l
         if entry["estimator"] != "elbo":
             used = elbos.get(entry["file"])
             bounds = [files[used["file"]]] if used else []
-            said = f"the ELBO of {entry['model']}: {used['name']}, mc_samples={used['mc_samples']}" if used else ""
-            entry["times_elbo"], entry["times_elbo_reason"] = _ratio(entry, bounds, "Monte Carlo ELBO", said)
+            note = f"the ELBO of {entry['model']}: {used['name']}, mc_samples={used['mc_samples']}" if used else ""
+            entry["times_elbo"], entry["times_elbo_reason"] = _ratio(entry, bounds, "Monte Carlo ELBO", note)
         entry["times_ar"], entry["times_ar_reason"] = _ratio(entry, bases, "AR run", "")
     models, estimators = [entry["model"] for entry in found], [*registry.ESTIMATORS]
     return sorted(
@@ -42,7 +42,7 @@ def table(runs: Sequence[Run], ar: Sequence[Run], tasks: Mapping[str, Any]) -> l
 
 
 def _elbos(tasks: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """File of a run -> the row of the Monte Carlo ELBO that its gap closed is of."""
+    """File of a run -> the row of the Monte Carlo ELBO that its gap closed uses."""
     found = {}
     for task in tasks.values():
         for entry in task["rows"]:
@@ -84,7 +84,7 @@ def _entry(run: Run, ar: bool) -> dict[str, Any]:
 
 
 def _counted(run: Run) -> int | None:
-    """Tokens of a stock run, from its samples."""
+    """Tokens of a run of another model, from its samples."""
     total = 0.0
     for task in run.tasks.values():
         if task.documents is None or any("token_perplexity" not in d.values for d in task.documents):
@@ -93,10 +93,10 @@ def _counted(run: Run) -> int | None:
     return int(total) or None
 
 
-def _ratio(entry: dict[str, Any], others: Sequence[dict[str, Any]], what: str, said: str) -> tuple[float | None, str]:
-    """Seconds per token over those of another run of the same tasks; and which one, or what is to be said about it."""
+def _ratio(entry: dict[str, Any], others: Sequence[dict[str, Any]], what: str, note: str) -> tuple[float | None, str]:
+    """Seconds per token over those of another run of the same tasks, and a note: which run, or why there is none."""
     if not others:
-        return None, f"no {what} to set it against"
+        return None, f"no {what} to compare with"
     same = [other for other in others if other["tasks"] == entry["tasks"]]
     if not same:
         return None, f"the {what} is of other tasks"
@@ -106,9 +106,9 @@ def _ratio(entry: dict[str, Any], others: Sequence[dict[str, Any]], what: str, s
     if timed and entry["seconds_per_token"]:
         alike = [o for o in timed if (o["device"], o["ranks"]) == (entry["device"], entry["ranks"])]
         if not alike:
-            return None, f"the {what} was on {timed[0]['device']} x {timed[0]['ranks']}"
-        return entry["seconds_per_token"] / alike[-1]["seconds_per_token"], said
+            return None, f"the {what} ran on {timed[0]['device']} x {timed[0]['ranks']}"
+        return entry["seconds_per_token"] / alike[-1]["seconds_per_token"], note
     whole = [other for other in same if other["whole_run_seconds"]]
     if whole and entry["whole_run_seconds"]:
-        return entry["whole_run_seconds"] / whole[-1]["whole_run_seconds"], "; ".join(filter(None, [said, WHOLE]))
+        return entry["whole_run_seconds"] / whole[-1]["whole_run_seconds"], "; ".join(filter(None, [note, WHOLE]))
     return None, f"no time of the {what}"

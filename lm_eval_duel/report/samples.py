@@ -1,4 +1,4 @@
-"""The harness's samples_*.jsonl: what identifies a document, and its nats."""
+"""The harness's samples_*.jsonl: the documents and their log-likelihoods."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WRITTEN = re.compile(r"\d{4}-\d\d-\d\dT[\d.:-]+$")  # the date at the end of the
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """One document of a task: what identifies it, and (nats, units) of each metric (a plain number has one unit)."""
+    """One document of a task: its key, and (nats, units) of each metric (a plain number counts as one unit)."""
 
     key: str
     number: int
@@ -28,27 +28,27 @@ class Document:
 
 
 def documents(file: Path, rolling: bool = True) -> tuple[Document, ...]:
-    """The documents of a samples file, sorted; equal texts are told apart by their order."""
+    """The documents of a samples file, sorted by key; equal texts are numbered in order."""
     first: dict[int, dict[str, Any]] = {}
     try:
         with file.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     record = _record(f"{file}, line {number}", line)
-                    first.setdefault(record["doc_id"], record)  # one line a filter: the values are the same
+                    first.setdefault(record["doc_id"], record)  # one line per filter, with equal values
     except (OSError, UnicodeDecodeError) as error:
         raise DuelError(f"{file} cannot be read ({type(error).__name__}: {error}); log the samples again.") from None
     seen: dict[str, int] = {}
-    found = []
+    result = []
     for number, record in sorted(first.items()):
         digest = _digest(record, rolling)
         seen[digest] = seen.get(digest, 0) + 1
-        found.append(Document(f"{digest}:{seen[digest]}", number, record["values"]))
-    return tuple(sorted(found, key=lambda document: document.key))
+        result.append(Document(f"{digest}:{seen[digest]}", number, record["values"]))
+    return tuple(sorted(result, key=lambda document: document.key))
 
 
 def _record(place: str, line: str) -> dict[str, Any]:
-    """One line, checked, with the `values` of its metrics. `place`: file and line, for messages."""
+    """A checked line with the `values` of its metrics. `place`: file and line, for messages."""
     try:
         record = parse(line)
         record = {**record, "doc_id": int(record["doc_id"])}
@@ -58,10 +58,10 @@ def _record(place: str, line: str) -> dict[str, Any]:
 
 
 def _digest(record: dict[str, Any], rolling: bool) -> str:
-    """What identifies a document: the harness's hashes of it, of what is scored, and of the prompt before that.
+    """Identifies a document by the harness's hashes of the document, of the scored text and of the prompt before it.
 
-    Our token count is not in it: it differs between tokenizers. Nor is the name of the tokenizer that wrote a row of
-    ids: the ids are in it.
+    Our token count is not part of it, since it differs between tokenizers. Neither is the name of the tokenizer that
+    wrote a row of ids: the ids are.
     """
     doc, whole = record.get("doc"), record.get("doc_hash") or record["doc_id"]
     if isinstance(doc, dict) and TOKENS in doc:
@@ -73,20 +73,20 @@ def _digest(record: dict[str, Any], rolling: bool) -> str:
 
 
 def _values(place: str, record: dict[str, Any]) -> dict[str, tuple[float, float]]:
-    """(nats, units) of each metric; raises DuelError for what is no number, and for units that are not positive."""
-    found = {}
+    """(nats, units) of each metric; raises DuelError for anything but numbers, and for negative or infinite units."""
+    values = {}
     for metric in METRICS:
         value = record.get(metric)
         pair = value if isinstance(value, list) else [value, 1.0]
         if value is None:
             continue
-        good = len(pair) == 2 and all(isinstance(part, int | float) and not isinstance(part, bool) for part in pair)
+        numeric = len(pair) == 2 and all(isinstance(part, int | float) and not isinstance(part, bool) for part in pair)
         try:
-            nats, units = map(float, pair if good else (math.nan, math.nan))
+            nats, units = map(float, pair if numeric else (math.nan, math.nan))
         except OverflowError:
             nats = math.nan
         if math.isnan(nats) or not 0 <= units < math.inf:
-            said = json.dumps(value)[:60]
-            raise DuelError(f"{place}: {metric} is {said}, not nats and what they are of; log the samples again.")
-        found[metric] = (nats, units)
-    return found
+            shown = json.dumps(value)[:60]
+            raise DuelError(f"{place}: {metric} is {shown}, not nats and a number of units; log the samples again.")
+        values[metric] = (nats, units)
+    return values

@@ -11,7 +11,7 @@ import torch
 from lm_eval_duel.bench.arms import LOOPS, Bench, Recording, Settings
 from lm_eval_duel.bench.options import parse
 from lm_eval_duel.bench.run import measure, table
-from lm_eval_duel.bench.textbook import KeptKeys, Whole, WholeRow, algorithm2, check
+from lm_eval_duel.bench.textbook import BlockPredictions, KeptKeys, WholeRow, algorithm2, check
 from lm_eval_duel.cli.main import main
 from lm_eval_duel.denoisers.predictions import Predictions
 from lm_eval_duel.denoisers.random_network import SPREAD, make
@@ -48,7 +48,7 @@ KEYS = {
     "peak_bytes_ours",
     "max_abs_diff_nats",
     "near_ties",
-    "picks_moved",
+    "changed_picks",
     "flops_per_s",
     "textbook_scaled",
     "compared",
@@ -81,8 +81,10 @@ def agree(denoiser, rule, windows, block="auto"):
     for kind in LOOPS.values() if denoiser.attention == "block_causal" else [WholeRow]:
         loop = algorithm2(kind, denoiser, duel.rule, duel.block, duel.grid, windows)
         assert [tuple(steps) for steps in loop.reveal_steps.tolist()] == [result.reveal_steps for result in scored]
-        assert torch.allclose(loop.nats, torch.tensor([result.token_logprobs for result in scored]).double(), atol=1e-9)
-        assert loop.evaluations == sum(result.nfe for result in scored)
+        assert torch.allclose(
+            loop.token_logprobs, torch.tensor([result.token_logprobs for result in scored]).double(), atol=1e-9
+        )
+        assert loop.nfe == sum(result.nfe for result in scored)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -114,7 +116,7 @@ def test_statistics_of_whole_blocks_are_those_of_predictions():
     hidden = torch.tensor([[True, True, True], [True, True, True]])
     nothing, cells = torch.zeros(VOCAB, dtype=torch.bool), torch.arange(6)
     ours = Predictions(hidden, torch.zeros(2, dtype=torch.bool), logits, cells, lambda x: x.clone(), nothing)
-    whole = Whole(logits.log_softmax(1).view(2, 3, VOCAB), hidden, torch.zeros(2, dtype=torch.bool))
+    whole = BlockPredictions(logits.log_softmax(1).view(2, 3, VOCAB), hidden, torch.zeros(2, dtype=torch.bool))
     for name in ("confidence", "log_margin", "margin", "argmax", "entropy"):
         assert torch.allclose(getattr(whole, name), getattr(ours, name), rtol=1e-4, atol=1e-5), name
     assert torch.allclose(whole.dense(), ours.dense(), atol=1e-5)
@@ -191,8 +193,8 @@ def test_the_command(tmp_path):
     assert figures["textbook_kv_s"] is figures["ratio_textbook_kv"] is figures["textbook_scaled"] is None
     assert figures["peak_bytes_textbook"] > 0 and figures["peak_bytes_ours"] >= 0
     assert figures["nfe"] == figures["tokens"] == 40
-    assert figures["picks_moved"] == 0 and figures["max_abs_diff_nats"] < 1e-4
-    for word in ("textbook", "ours", "forwards", "overhead", "close picks", "picks moved"):
+    assert figures["changed_picks"] == 0 and figures["max_abs_diff_nats"] < 1e-4
+    for word in ("textbook", "ours", "forwards", "overhead", "near ties", "changed picks"):
         assert word in done.stdout
 
 
@@ -225,7 +227,7 @@ def test_a_scaled_textbook_says_so():
 
     figures = measure(Bench(parse([*words, "--pretrained", "random:block-causal"])))
     assert figures["compared"] == {"with": "textbook_kv", "windows": 2, "positions": 20}
-    assert figures["picks_moved"] == 0
+    assert figures["changed_picks"] == 0
 
 
 def test_a_window_is_cut_where_the_textbook_would_take_too_long():
@@ -242,14 +244,14 @@ def test_llada_8b_shrunk_in_bfloat16():
     assert bench.denoiser.relative_positions
     figures = measure(bench)
     assert figures["nfe"] == 12 and "random:llada-8b" in table(figures)
-    assert figures["picks_moved"] > 0 or figures["max_abs_diff_nats"] < 1
+    assert figures["changed_picks"] > 0 or figures["max_abs_diff_nats"] < 1
 
 
 def test_bundled_networks():
     for name, block in (("demo-mdm", 8), ("demo-bd", 4)):
         words = ["--pretrained", name, "--length", "24", "--windows", "1", "--repeats", "1", "--no-memory"]
         figures = measure(Bench(parse([*words, "--block", str(block)])))
-        assert figures["picks_moved"] == 0 and figures["max_abs_diff_nats"] < 1e-4, name
+        assert figures["changed_picks"] == 0 and figures["max_abs_diff_nats"] < 1e-4, name
 
 
 @pytest.mark.parametrize(
@@ -262,8 +264,8 @@ def test_bundled_networks():
         (["--rule", "gredy"], "Did you mean greedy?"),
         (["--rule", "greedy:k=2", "--k", "3"], "gives k twice"),
         (["--width", "100", "--vocab", "50"], "a multiple of 64"),
-        (["--windows", "0"], "--windows is at least 1"),
-        (["--block", "some"], "--block is a number"),
+        (["--windows", "0"], "--windows must be at least 1; got 0."),
+        (["--block", "some"], "--block must be a number of positions, auto or none; got 'some'."),
         (["--peak-of", "our"], "Did you mean ours?"),
     ],
 )
@@ -275,7 +277,7 @@ def test_errors_in_words(words, message, capsys):
 
 def test_networks_and_windows_that_the_textbook_does_not_know():
     denoiser = network("bidirectional")
-    with pytest.raises(DuelError, match="neither tail nor suffix"):
+    with pytest.raises(DuelError, match="of one length and layout, without tail and suffix"):
         check(denoiser, [Window((), (1, 2), (), 2)])
     with pytest.raises(DuelError, match="one length"):
         check(denoiser, [Window((), (1, 2)), Window((), (1, 2, 3))])
@@ -285,10 +287,10 @@ def test_networks_and_windows_that_the_textbook_does_not_know():
             return super().open(rows, generating)
 
     denoiser.__class__ = Told
-    with pytest.raises(DuelError, match="does more at each step"):
+    with pytest.raises(DuelError, match="does not support Told, which does more than one plain network call per step"):
         check(denoiser, drawn())
     denoiser.attention = "causal"
-    with pytest.raises(DuelError, match="nothing to unmask"):
+    with pytest.raises(DuelError, match="an autoregressive network scores a window in one pass"):
         check(denoiser, drawn())
 
 
@@ -302,9 +304,7 @@ def test_keys_are_kept_for_the_blocks_before_only():
     assert recording.forwards == 24 + 2
 
 
-def test_batch_size_is_spelled_as_lm_evals(capsys):
+def test_batch_size_is_spelled_as_lm_evals():
     assert parse(["--batch_size", "3"]).batch_size == 3
     assert "--batch_size" in parse(["--batch_size", "3"]).words()
-    with pytest.raises(SystemExit):
-        parse(["--batch-size", "3"])
-    assert "unrecognized arguments: --batch-size" in capsys.readouterr().err
+    assert parse(["--batch-size", "3"]).batch_size == 3

@@ -130,12 +130,12 @@ def test_inspect_shows_every_guess(capsys):
     assert shown["attention"] == "bidirectional"
     assert shown["block"] == "32 (grid target)"
     assert shown["max length"] == "128"
-    assert shown["framing"] == "bos=none: text"
+    assert shown["special tokens"] == "bos=none: text"
     assert shown["one text"].endswith(" s") and "greedy:k=1, 11 steps" in shown["one text"]
     main(["inspect", "demo-mdm", "--model_args", "block=4,rule=margin,bos=given,cfg_scale=0.5,max_length=64"])
     shown = dict(re.split(r"  +", line, maxsplit=1) for line in capsys.readouterr().out.strip().splitlines())
     assert (shown["block"], shown["max length"]) == ("4 (grid target)", "64")
-    assert shown["framing"] == "bos=given: 1 '<|endoftext|>' text"
+    assert shown["special tokens"] == "bos=given: 1 '<|endoftext|>' text"
     assert shown["guidance"] == "classifier-free, cfg_scale=0.5"
     with pytest.raises(SystemExit, match=r"lm-eval-duel: Unknown model arg 'blok'\. Did you mean block\?"):
         main(["inspect", "demo-mdm", "--model_args", "blok=4"])

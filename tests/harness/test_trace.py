@@ -214,7 +214,7 @@ def test_show_without_colours_is_a_table(traced, capsys):
     assert [float(row[3]) for row in rows] == pytest.approx(record["token_logprobs"], abs=1e-3)
 
 
-@pytest.mark.parametrize("by", ["step", "nats"])
+@pytest.mark.parametrize("by", ["step", "nll"])
 def test_show_colours_every_token(traced, capsys, by):
     main(["show", str(traced), "--doc", "0", "--by", by, "--color", "always"])
     out = capsys.readouterr().out
@@ -265,9 +265,9 @@ def test_a_bound_is_shown_with_its_error_and_a_hopeless_window_is_shown():
         "reveal_steps": [],
         "token_logprobs": [-2.0, -2.0],
     }
-    text = show.show([record | {"values": {"elbo": -4.0}, "stderr": 0.5}], Letters(), "nats", False)
+    text = show.show([record | {"values": {"elbo": -4.0}, "stderr": 0.5}], Letters(), "nll", False)
     assert "elbo (a bound) -4.00 +- 0.50 nats, perplexity 7.39 +- 1.85" in text
-    assert "perplexity inf" in show.show([record | {"values": {"duel": -4000.0}}], Letters(), "nats", False)
+    assert "perplexity inf" in show.show([record | {"values": {"duel": -4000.0}}], Letters(), "nll", False)
 
 
 class Letters:

@@ -217,7 +217,7 @@ def test_a_lattice_run_gives_several_rows(tmp_path, no_figures):
         )
     assert shown["greedy:k=1"]["gap_closed"] == pytest.approx(stats.gap_closed(60.72, 56.73, 52.11))
     (said,) = found["tasks"]["ag_news"]["elbo"]
-    assert said.startswith("ELBO of BD3-LM") and "elbo_exact; no Monte Carlo one is there" in said
+    assert said.startswith("ELBO of BD3-LM") and "elbo_exact; there is no Monte Carlo ELBO" in said
     assert [name for name, row in shown.items() if row["best"]] == ["left_to_right:k=1"]
 
 
@@ -282,7 +282,7 @@ def test_paired_bootstrap_against_the_analytic_error(tmp_path, no_figures):
 
 def test_resampling_in_pieces_has_the_right_moments(monkeypatch):
     columns = np.random.default_rng(0).normal(5, 2, (50, 2))
-    monkeypatch.setattr(stats, "AT_ONCE", 700)
+    monkeypatch.setattr(stats, "MAX_DRAWN", 700)
     sums = stats.resample(columns, draws=4000, seed=3)
     assert sums.shape == (4000, 2)
     assert sums.mean(0) == pytest.approx(columns.sum(0), rel=0.01)
@@ -345,7 +345,7 @@ REFUSED = {
         {"spec": {"windows": "independent"}, "duel": {"row_capacity": 126}},
     ),
     "scored positions: the text in *, but bos=official in *": ({}, {"spec": OFFICIAL}),
-    "tokenizer: not said (52 tokens) in *, but gpt2-hash (53 tokens) in *": ({}, {"docs": OTHER_COUNTS}),
+    "tokenizer: unknown (52 tokens) in *, but gpt2-hash (53 tokens) in *": ({}, {"docs": OTHER_COUNTS}),
 }
 
 
@@ -391,7 +391,7 @@ def test_without_samples_documents_are_told_by_the_results_file(tmp_path, field,
 def test_an_unknown_tokenizer_is_refused_and_the_quotient_of_metrics_tells(tmp_path, no_figures):
     hf(tmp_path / "ar", per_token(["owt"], [17.54]))
     ours(tmp_path / "results", per_token(["owt"], [21.0]))
-    with pytest.raises(DuelError, match=r"tokenizer \(unknown\): not said in .* but gpt2-hash in .*--log_samples"):
+    with pytest.raises(DuelError, match=r"tokenizer \(unknown\): unknown in .* but gpt2-hash in .*--log_samples"):
         run(tmp_path)
     other = tmp_path / "other"
     hf(other / "ar", {"owt": {"token_perplexity": 20.0, "word_perplexity": 400.0}})
@@ -630,7 +630,7 @@ def test_other_models_of_the_harness_are_not_taken_as_autoregressive(tmp_path, n
     hf(tmp_path / "results", per_token(["owt"], [20.0]), model="Dream", name="dream")
     found = run(tmp_path, ar=False)
     assert [row["model"] for row in found["tasks"]["owt"]["rows"]] == ["MDLM"]
-    assert any("is of --model dream, not known to be autoregressive" in note for note in found["notes"])
+    assert any("is a result of --model dream, not known to be autoregressive" in note for note in found["notes"])
 
 
 def test_nothing_to_compare_is_an_error(tmp_path):
@@ -726,8 +726,8 @@ def test_the_headline_answers_the_question(tmp_path, no_figures, capsys):
     lattice(tmp_path / "results")
     found = run(tmp_path, "--as-published")["tasks"]["ag_news"]
     said = (
-        "**BD3-LM** on ag_news: 56.73 under `greedy` (DUEL) against 52.11 for ARM; the ELBO says <= 60.72, so 46.3 % "
-        "of the gap of 8.61 was the yardstick. Lowest of its likelihoods: `left_to_right`, 54.94."
+        "**BD3-LM** on ag_news: 56.73 under `greedy` (DUEL) against 52.11 for ARM; the ELBO gives <= 60.72. DUEL closes "
+        "46.3 % of the ELBO's gap of 8.61. Lowest of its likelihoods: `left_to_right`, 54.94."
     )
     assert found["headlines"] == [said]
     text = (tmp_path / "out" / "report.md").read_text()
@@ -745,9 +745,9 @@ HEADLINES = {  # ELBO, DUEL, AR
         16.0,
         17.54,
     ),
-    "less than DUEL: none of the gap of 5.46 was the yardstick (gap closed -18.3 % +- 5.0)": (23.0, 24.0, 17.54),
+    "lower than DUEL, which closes none of the ELBO's gap of 5.46 (gap closed -18.3 % +- 5.0)": (23.0, 24.0, 17.54),
     "<= 23.00 +- 0.23 (ELBO, whole target) against 17.54 for ARM, a gap of at most 5.46; no DUEL": (23.0, None, 17.54),
-    "; the ELBO says <= 23.00 +- 0.23 (no AR result of owt (--ar)).": (23.0, 22.0, None),
+    "; the ELBO gives <= 23.00 +- 0.23 (no AR result of owt (--ar)).": (23.0, 22.0, None),
     "22.00 under `greedy` (DUEL).": (None, 22.0, None),
 }
 
@@ -889,7 +889,7 @@ def test_an_elbo_within_its_error_of_duel_is_not_distinguishable(tmp_path, no_fi
     assert row["gap_closed"] is None and row["distinguishable"] is False and row["best"]
     assert row["gap_closed_reason"].startswith("not distinguishable: ELBO 40.25 +- 1.90 and DUEL 41.91")
     (line,) = task["headlines"]
-    assert "the ELBO says <= 40.25 +- 1.90, not distinguishable from DUEL (within two standard errors)" in line
+    assert "the ELBO gives <= 40.25 +- 1.90, not distinguishable from DUEL (within two standard errors)" in line
     assert "%" not in line and "none of the gap" not in line
     text = (tmp_path / "out" / "report.md").read_text()
     assert "<= 40.25 +- 1.90" in text and "**<=" not in text and "-42" not in text
@@ -910,7 +910,7 @@ def test_an_elbo_of_unknown_error_says_so(tmp_path, no_figures):
     file = next(f for f in (tmp_path / "results").rglob("results_*.json") if '"elbo"' in f.read_text())
     edit(file, lambda body: body["config"]["spec"].update(mc_samples="4"))
     (line,) = run(tmp_path, "--as-published")["tasks"]["sotu"]["headlines"]
-    assert "<= 40.25 (Monte Carlo error not known (mc_samples=4; 8 or more have one))" in line
+    assert "<= 40.25 (Monte Carlo error not known (mc_samples=4; it takes 8 or more))" in line
     assert r"$\leq$40.25 $\pm$ ?" in (tmp_path / "out" / "gap_sotu.tex").read_text()
 
 
@@ -997,7 +997,7 @@ def test_lattice_rows_have_intervals_from_the_trace(tmp_path, no_figures):
     (shown,) = found["traces"]
     assert shown["likelihood"] is False and shown["flag"] == SEES_TRUTH
     assert shown["reveals"]["counts"] == [[3, 0, 0, 0], [0, 3, 0, 0], [0, 0, 0, 3], [0, 0, 3, 0]]
-    assert shown["by_position"]["tokens"] == [3, 3, 3, 3] and shown["by_step"]["mean_nats"][0] == pytest.approx(32 / 12)
+    assert shown["by_position"]["tokens"] == [3, 3, 3, 3] and shown["by_step"]["mean_nll"][0] == pytest.approx(32 / 12)
 
 
 def test_a_trace_that_is_gone_or_of_another_run(tmp_path, no_figures):
@@ -1007,7 +1007,7 @@ def test_a_trace_that_is_gone_or_of_another_run(tmp_path, no_figures):
     assert all(row["interval"] for row in run(tmp_path, ar=False)["tasks"]["sotu"]["rows"])
     moved = beside.rename(tmp_path / "moved.jsonl")
     found = run(tmp_path, ar=False)
-    assert any("any more; name it with --trace" in note for note in found["notes"])
+    assert any("is no longer at" in note and "name it with --trace" in note for note in found["notes"])
     rest = [row for row in found["tasks"]["sotu"]["rows"] if row["estimator"] != "oracle"]
     assert all(row["interval"] is None and row["reason"].startswith("no trace of") for row in rest)
     found = run(tmp_path, "--trace", moved, ar=False)
@@ -1023,10 +1023,10 @@ def test_a_trace_without_an_order(tmp_path, no_figures):
     record = {"task": "owt", "doc": 0, "request": 0, "window": 0, "ids": [1, 2], "starts": [0], "reveal_steps": []}
     trace(tmp_path / "t.jsonl", file, [record | {"token_logprobs": [-1.0, -3.0], "values": {"elbo": -4.0}}])
     (shown,) = run(tmp_path, "--trace", tmp_path / "t.jsonl", ar=False)["traces"]
-    assert not shown["ordered"] and shown["reveals"] is None and shown["by_position"]["mean_nats"] == [1.0, 3.0]
+    assert not shown["ordered"] and shown["reveals"] is None and shown["by_position"]["mean_nll"] == [1.0, 3.0]
     pytest.importorskip("matplotlib")
     (panel,) = [axes for axes in figures.orders(shown).axes if axes.get_title("left")]
-    assert panel.get_title("left") == "nats by position" and panel.get_ylim() == (0, pytest.approx(1.08 * 3))
+    assert panel.get_title("left") == "nll by position" and panel.get_ylim() == (0, pytest.approx(1.08 * 3))
 
 
 def test_figures_are_written(tmp_path):

@@ -73,7 +73,7 @@ PLACES = [
     "config.duel.tasks.sotu.tokens",
     "config.duel.tasks.sotu.values",
     "config.duel.tasks.sotu.values.duel",
-    "config.duel.tasks.sotu.values.duel.token_logprobs",
+    "config.duel.tasks.sotu.values.duel.log_prob",
     "config.duel.tasks.sotu.values.duel.stderr",
     "config.duel.tasks.sotu.values.duel.window_stderr",
     "config.duel.tasks.sotu.values.duel.nfe",
@@ -143,8 +143,8 @@ def test_an_edited_entry_is_read_left_out_or_named(tmp_path, place, monkeypatch)
 WRONG = {
     'config.duel.seconds is "fast", not a number': ("config.duel.seconds", "fast"),
     "config.duel.tasks is [1], not an object": ("config.duel.tasks", [1]),
-    'config.duel.tasks.sotu.values.duel.token_logprobs is "many", not a number': (
-        "config.duel.tasks.sotu.values.duel.token_logprobs",
+    'config.duel.tasks.sotu.values.duel.log_prob is "many", not a number': (
+        "config.duel.tasks.sotu.values.duel.log_prob",
         "many",
     ),
     "config.duel.tasks.sotu.documents is 2.5, not a whole number": ("config.duel.tasks.sotu.documents", 2.5),
@@ -224,7 +224,7 @@ def test_samples_without_a_number_of_their_document(tmp_path, doc):
         {"token_logprobs": None, "reveal_steps": [1]},
         {"reveal_steps": "ab"},
         {"values": [1]},
-        {"values": {"duel": None}},
+        {"values": {"duel": "x"}},
         {"doc": []},
     ],
 )
@@ -233,13 +233,14 @@ def test_a_damaged_trace_is_named(tmp_path, change):
     line = {
         "task": "sotu",
         "doc": 0,
+        "window": 0,
         "ids": [1, 2],
         "starts": [0],
         "reveal_steps": [0, 1],
         "token_logprobs": [-1.0, -2.0],
     }
     path = trace(tmp_path / "t.jsonl", file, [line | {"values": {"duel": -3.0}} | change])
-    with pytest.raises(DuelError, match=r"t\.jsonl is damaged"):
+    with pytest.raises(DuelError, match=r"t\.jsonl, line 2 is "):
         run(tmp_path, "--trace", path)
 
 
@@ -375,10 +376,10 @@ def test_a_folder_of_something_else_is_left_as_it_is(tmp_path):
     out.mkdir()
     (out / "thesis.tex").write_text("years of work")
     (out / "report.json").write_text(json.dumps({"files": ["thesis.tex", "report.json"]}))
-    with pytest.raises(DuelError, match=r"report\.json is not of this command"):
+    with pytest.raises(DuelError, match=r"report\.json was not written by this command"):
         run(tmp_path)
     (out / "report.json").write_text("[")
-    with pytest.raises(DuelError, match=r"report\.json is not of this command"):
+    with pytest.raises(DuelError, match=r"report\.json was not written by this command"):
         run(tmp_path)
     (out / "report.json").unlink()
     (out / "methods_sotu.tex").write_text("mine")
@@ -475,7 +476,15 @@ def test_a_rule_of_fewer_documents_is_not_in_the_table(tmp_path, how):
 
     edit(file, change)
     lines = [
-        {"task": "sotu", "doc": n, "ids": [1], "starts": [0], "reveal_steps": [0], "token_logprobs": [-1.0]}
+        {
+            "task": "sotu",
+            "doc": n,
+            "window": 0,
+            "ids": [1],
+            "starts": [0],
+            "reveal_steps": [0],
+            "token_logprobs": [-1.0],
+        }
         | {
             "values": {"oracle": nats["oracle"][n], "greedy:k=1": nats["greedy:k=1"][n]}
             | ({"margin:k=1": -36.0} if n < 2 else {})
