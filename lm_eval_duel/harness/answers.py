@@ -160,7 +160,7 @@ class Answering(Ranked):
         key = cache_keys.of(kind, request.args)
         if (answer := store.find(key)) is None:
             return None
-        outcome = Outcome.read(store.account(key), len(windows), self.estimator.values(self.estimator.nothing))
+        outcome = Outcome.read(store.account(key), len(windows), self.estimator.values(self.estimator.empty_score))
         if outcome is None or not _same(answer, outcome.total):
             store.drop()
             return None
@@ -192,7 +192,7 @@ class Answering(Ranked):
         """
         began = time.perf_counter()
         try:
-            with interrupts.held():
+            with interrupts.deferred():
                 yield
         except DuelError as error:
             if error.window is not None:

@@ -58,7 +58,7 @@ class Verification:
         if not self.said:
             return []
         estimator = switch.make(fine(), dataclasses.replace(self.options, batch_size=2))  # any: no trial is made for it
-        estimator.one_by_one()
+        estimator.use_single_rows()
         return [(n, estimator.log_prob([self.windows[n]])[0]) for n in sorted(self.said)]
 
 

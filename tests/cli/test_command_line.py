@@ -261,7 +261,7 @@ def test_any_place_is_answered_in_words(place, places):
 def test_an_output_that_cannot_be_is_refused_before_the_work(places):
     sweep = ["sweep", "--tasks", "sotu", "--rules", "greedy", "--out"]
     for place in ("", "binary", "binary/x", "/dev/null/x"):
-        assert "name a folder, which is made if it is not there" in refused(*sweep, place)
+        assert "name a folder, which is created if it does not exist" in refused(*sweep, place)
     for place in ("", "folder", "nosuch/x.json", "/dev/null/x"):
         assert "--json" in refused("bench", "--json", place)
     for place in ("x" * 300,):
