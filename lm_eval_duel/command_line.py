@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from lm_eval_duel.errors import DuelError, UsageError, about_file, unknown
 
@@ -112,18 +111,6 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{self.command}: {message}. See {self.prog} --help.")
-
-
-def key_values(flag: str, text: str) -> dict[str, Any]:
-    """The `key=value,...` or JSON object of an argument, with values converted as lm_eval does it."""
-    if text.lstrip().startswith("{"):
-        try:
-            return json.loads(text)
-        except ValueError as error:
-            raise UsageError(f"{flag} is key=value,... or a JSON object; got '{text}' ({error}).") from None
-    from lm_eval.utils import simple_parse_args_string
-
-    return simple_parse_args_string(text)
 
 
 def folder_to_write(flag: str, text: str) -> Path:

@@ -38,7 +38,7 @@ def _defer(number: int, frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
-    """Defer signals until `check`, or until the end of the block. A second Ctrl-C, after two seconds, is not deferred."""
+    """Defer signals until `check` or the end of the block. A second Ctrl-C after two seconds is not deferred."""
     global _pending
     if threading.current_thread() is not threading.main_thread():  # Python allows handlers in the main thread only
         yield

@@ -82,7 +82,7 @@ class RevealLoop:
         results: Accumulator,
         numbers: Sequence[int],
     ) -> Lanes:
-        """The lanes after one step. On out-of-memory half of the lanes go back to the queue, and the step is retried."""
+        """The lanes after one step. On out-of-memory half of them go back to the queue, and the step is retried."""
         while True:
             try:
                 return self._step(view, rule, active, choose, results, numbers)

@@ -112,8 +112,8 @@ def _problem(denoiser: Denoiser, block: int | None, grid: str, window: Window, i
         border = end + -end % denoiser.block
         if window.length > border:
             return (
-                f"has a suffix up to position {window.length - 1}, but its last target block ends at {border - 1}: this "
-                "network never sees a later block. Leave out the ids after it."
+                f"has a suffix up to position {window.length - 1}, but its last target block ends at {border - 1}, and "
+                "this network never sees a later block. Leave out the ids after it."
             )
     if window.tail:
         end = len(window.target) + (len(window.context) if grid == "row" else 0)

@@ -21,7 +21,8 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.harness import cache_keys
 from lm_eval_duel.harness import requests as instances
 from lm_eval_duel.harness.distributed import Ranked
-from lm_eval_duel.options import MADE, TOKENS, Options
+from lm_eval_duel.options import Options
+from lm_eval_duel.tasks.columns import MADE, TOKENS
 from lm_eval_duel.tasks.tokenized_text import MADE as MADE_HERE
 
 if TYPE_CHECKING:

@@ -24,8 +24,8 @@ from lm_eval_duel.denoisers.load_options import BOS
 from lm_eval_duel.engine.windows import of_row
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.fingerprint import hash_texts, of_tokenizer
-from lm_eval_duel.options import MADE, TOKENS
 from lm_eval_duel.tasks import corpora
+from lm_eval_duel.tasks.columns import MADE, TOKENS
 from lm_eval_duel.tasks.detokenize import DETOKENIZERS
 from lm_eval_duel.tasks.packing import REMAINDERS, Wrapping
 from lm_eval_duel.tasks.tokenized_text import TokenText, made

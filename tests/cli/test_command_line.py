@@ -16,9 +16,10 @@ from lm_eval_duel import command_line
 from lm_eval_duel.bench.options import parse as parse_bench
 from lm_eval_duel.cli import main as program
 from lm_eval_duel.cli import run
-from lm_eval_duel.command_line import Exit, ends, key_values
+from lm_eval_duel.command_line import Exit, ends
 from lm_eval_duel.errors import DuelError, UsageError, unchained, usage
 from lm_eval_duel.harness import trace
+from lm_eval_duel.harness.key_values import key_values
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.options import Options
 
