@@ -1,6 +1,6 @@
 """What all subcommands share: how arguments are read, and how a command ends.
 
-Exit codes: 0; 1 if something failed while the command worked; 2 if an argument is wrong, which is found before torch,
+Exit codes: 0 on success; 1 if the command failed; 2 if an argument is wrong, which is checked before torch,
 transformers or a data set is loaded; 130 after Ctrl-C. Messages go to stderr, as one line.
 """
 
@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from lm_eval_duel.errors import DuelError, UsageError, about_file, unknown
 
 PROGRAM = "lm-eval-duel"
-FAILED, WRONG, INTERRUPTED, UNREAD = 1, 2, 130, 141  # the last two as a shell says it of SIGINT and SIGPIPE
-NO_MEMORY = (  # in what torch raises, a RuntimeError
+FAILED, WRONG, INTERRUPTED, UNREAD = 1, 2, 130, 141  # the last two as a shell reports SIGINT and SIGPIPE
+NO_MEMORY = (  # in the RuntimeError that torch raises
     "out of memory",
     "can't allocate memory",
     "Storage size calculation overflowed",
@@ -28,7 +27,7 @@ NO_MEMORY = (  # in what torch raises, a RuntimeError
 
 
 class Exit(SystemExit):
-    """The end of a command: `code` is for the shell; as a string it is the message, which has been printed."""
+    """The end of a command. `code` is the exit status; its text is the message, which has been printed."""
 
     def __init__(self, code: int, message: str):
         super().__init__(message)
@@ -39,8 +38,8 @@ class Exit(SystemExit):
 def ends(own: bool = True) -> Iterator[None]:
     """Turn the errors of a command into one line on stderr and an exit code.
 
-    `own`: the command is ours from end to end, so an OSError is about a file that the user named. In lm_eval's own
-    command it may be anything, and keeps its traceback.
+    `own`: the command is this package's, so an OSError concerns a file that the user named. In lm_eval's own command it
+    may come from anywhere, and keeps its traceback.
     """
     try:
         yield
@@ -49,7 +48,7 @@ def ends(own: bool = True) -> Iterator[None]:
         _stop(WRONG if isinstance(error, UsageError) else FAILED, str(error))
     except KeyboardInterrupt:
         _stop(INTERRUPTED, "stopped.")
-    except BrokenPipeError:  # the reader is gone, as in `show ... | head`
+    except BrokenPipeError:  # the reader has closed the pipe, as in `show ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise Exit(UNREAD, "") from None
     except OSError as error:
@@ -97,54 +96,44 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(spelled, namespace)
 
     def _spelled(self, word: str) -> str:
-        """A flag as it was declared; raises UsageError for one that there is not."""
+        """A flag as it was declared; raises UsageError for an unknown one."""
         name, equals, value = word.partition("=")
         if value == "--":  # argparse takes it for the end of the flags and hands over an empty list
-            self.error(f"argument {name}: '--' is no value")
+            self.error(f"argument {name}: '--' is not a value")
         known = {flag.replace("-", "_"): flag for flag in self._option_string_actions if flag.startswith("--")}
         like = name.replace("-", "_")
         if like in known:
             return known[like] + equals + value
-        begun = [flag for plain, flag in known.items() if plain.startswith(like)]  # argparse takes a beginning
-        if not begun:
+        matches = [flag for plain, flag in known.items() if plain.startswith(like)]  # argparse accepts a prefix
+        if not matches:
             raise UsageError(f"{self.command}: {unknown('argument', name, known.values())}")
-        return (begun[0] if len(begun) == 1 else name) + equals + value
+        return (matches[0] if len(matches) == 1 else name) + equals + value
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{self.command}: {message}. See {self.prog} --help.")
 
 
-def key_values(flag: str, text: str) -> dict[str, Any]:
-    """The `key=value,...` or JSON object of an argument, values brought to their types as lm_eval does it."""
-    if text.lstrip().startswith("{"):
-        try:
-            return json.loads(text)
-        except ValueError as error:
-            raise UsageError(f"{flag} is key=value,... or a JSON object; got '{text}' ({error}).") from None
-    from lm_eval.utils import simple_parse_args_string
-
-    return simple_parse_args_string(text)
-
-
 def folder_to_write(flag: str, text: str) -> Path:
-    """The folder of an argument, made later if it is not there; raises UsageError if it cannot be."""
+    """The folder of an argument, which is created later if it does not exist; raises UsageError if it cannot be."""
     folder = Path(text)
-    there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(parent))
-    if not text or not there.is_dir():
-        what = f"{there} is a file" if text else "it is empty"
-        raise UsageError(f"{flag} {text}: {what}; name a folder, which is made if it is not there.")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise UsageError(f"{flag} {text}: {there} cannot be written to; name another folder.")
+    existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(parent))
+    if not text or not existing.is_dir():
+        what = f"{existing} is a file" if text else "it is empty"
+        raise UsageError(f"{flag} {text}: {what}; name a folder, which is created if it does not exist.")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise UsageError(f"{flag} {text}: {existing} cannot be written to; name another folder.")
     return folder
 
 
 def file_to_write(flag: str, text: str) -> Path:
-    """The file of an argument, whose folder is there; raises UsageError for a folder, or if it cannot be written."""
+    """The file of an argument, in an existing folder; raises UsageError for a folder, or if it cannot be written."""
     file = Path(text)
     if not text or file.is_dir():
         raise UsageError(f"{flag} {text}: {'that is a folder' if text else 'it is empty'}; name a file.")
     if not file.absolute().parent.is_dir():
-        raise UsageError(f"{flag} {text}: there is no folder {file.absolute().parent}; make it, or name another file.")
+        raise UsageError(
+            f"{flag} {text}: there is no folder {file.absolute().parent}; create it, or name another file."
+        )
     if not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
         raise UsageError(f"{flag} {text} cannot be written; name another file.")
     return file

@@ -1,4 +1,4 @@
-"""The errors a user can meet, and the nearest name for a misspelt one."""
+"""The errors that users see, with the nearest name for a misspelt one."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator
 
 
 class DuelError(ValueError):
-    """Something the user asked for cannot be done; the message says what to do instead.
+    """A request cannot be carried out; the message says why, and what to do instead.
 
-    `window`: the number of the window that it is about, if it is about one.
+    `window`: the index of the window that it concerns, if it concerns one.
     """
 
     def __init__(self, message: str, window: int | None = None):
@@ -19,7 +19,7 @@ class DuelError(ValueError):
 
 
 class UsageError(DuelError):
-    """An argument is wrong, and that is known before anything is loaded: a command ends with exit code 2."""
+    """An argument is wrong, and nothing has been loaded yet: a command ends with exit code 2."""
 
 
 class RuleStalled(DuelError):
@@ -36,7 +36,7 @@ class NotFinite(DuelError):
 
 @contextlib.contextmanager
 def usage() -> Iterator[None]:
-    """Every DuelError or OSError raised inside is a UsageError: for code that reads arguments. A decorator, too."""
+    """Turn every DuelError or OSError into a UsageError, in code that reads arguments. Also a decorator."""
     try:
         yield
     except UsageError:
@@ -48,16 +48,16 @@ def usage() -> Iterator[None]:
 
 
 def about_file(error: OSError) -> str:
-    """What the system says about a file, in one line."""
+    """An OSError in one line."""
     reason = error.strerror or str(error).strip().partition("\n")[0] or type(error).__name__
     return f"{error.filename}: {reason}." if error.filename else f"{reason}."
 
 
 @contextlib.contextmanager
 def unchained() -> Iterator[None]:
-    """Raise a DuelError without the error that caused it, whose reason its message repeats.
+    """Raise a DuelError without the error that caused it; the message repeats the cause.
 
-    For what lm_eval calls: it prints tracebacks in full, and the message has to be the last thing a user reads.
+    For functions that lm_eval calls: it prints tracebacks in full, and the message must be the last line.
     """
     try:
         yield
@@ -66,7 +66,7 @@ def unchained() -> Iterator[None]:
 
 
 def another_block(trained: int, block: object) -> DuelError:
-    """The error for a block that is not the one a block-causal network was trained on."""
+    """The error for a block other than the one that a block-causal network was trained on."""
     return DuelError(
         f"This network is block-causal, trained on blocks of {trained}: a cell sees its own block and those before it, "
         f"so block={block} would be another network. Use block={trained} or block=auto."
@@ -74,8 +74,8 @@ def another_block(trained: int, block: object) -> DuelError:
 
 
 def unknown(what: str, name: object, known: Iterable[str]) -> DuelError:
-    """The error for a name that is not known: the nearest one and the whole list."""
+    """The error for an unknown name, with the nearest known one and the whole list."""
     known = sorted(known)
-    near = difflib.get_close_matches(str(name), known, n=1)
-    hint = f" Did you mean {near[0]}?" if near else ""
+    nearest = difflib.get_close_matches(str(name), known, n=1)
+    hint = f" Did you mean {nearest[0]}?" if nearest else ""
     return DuelError(f"Unknown {what} '{name}'.{hint} Known: {', '.join(known)}.")

@@ -1,6 +1,6 @@
-"""The fingerprint of a spec: everything that defines a log-probability, as one short digest and in words.
+"""The fingerprint: a short digest of the spec, which is everything that defines a log-probability, in words.
 
-Two runs with the same fingerprint must agree up to float noise; batch size, device and rank count are not in it.
+Two runs with the same fingerprint must agree up to float noise. Batch size, device and rank count are not part of it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from lm_eval_duel.errors import DuelError
 SPEC_VERSION = 2  # raised when a release changes a number for the same arguments
 SPEC_FILES = re.compile(r"config\.json|.*\.safetensors|pytorch_model.*\.bin|.*\.ckpt|.*\.index\.json")
 ADAPTER_FILES = re.compile(r"adapter_config\.json|adapter_model\.(safetensors|bin)")
-LIBRARIES = ("lm_eval_duel", "torch", "transformers", "tokenizers")  # their releases are in the results
-NO_IDS = (  # settings of a tokenizer that change no id of a text by itself
+LIBRARIES = ("lm_eval_duel", "torch", "transformers", "tokenizers")  # the results name their versions
+NO_IDS = (  # settings of a tokenizer that do not change the ids of a text
     *("backend", "chat_control_tokens", "chat_template", "clean_up_tokenization_spaces", "files_loaded", "is_local"),
     *("local_files_only", "model_input_names", "model_max_length", "name_or_path", "pad_token", "padding_side"),
     *("processor_class", "response_template", "tokenizer_class", "truncation_side", "verbose", "auto_map"),
@@ -49,13 +49,13 @@ def digest(spec: Mapping[str, object]) -> str:
 
 
 def number(value: float) -> str:
-    """A number in the fewest digits that say it exactly: two values have two texts."""
+    """A number in the fewest digits that identify it, so that different values have different texts."""
     short = f"{float(value):g}"
     return short if float(short) == float(value) else repr(float(value))
 
 
 def hash_files(paths: Iterable[str | os.PathLike[str]]) -> str:
-    """Twelve hexadecimal digits of the contents of files, names of folders not counted."""
+    """Twelve hexadecimal digits of the names and contents of files; their folders do not count."""
     total = hashlib.sha256()
     for path in sorted(paths, key=lambda path: (os.path.basename(path), path)):
         total.update(os.path.basename(path).encode() + b"\0")
@@ -66,7 +66,7 @@ def hash_files(paths: Iterable[str | os.PathLike[str]]) -> str:
 
 
 def hash_texts(texts: Iterable[str]) -> str:
-    """Twelve hexadecimal digits of texts and their order."""
+    """Twelve hexadecimal digits of texts, in their order."""
     total = hashlib.sha256()
     for text in texts:
         encoded = text.encode("utf-8", "surrogatepass")
@@ -78,8 +78,10 @@ def hash_texts(texts: Iterable[str]) -> str:
 
 
 def weights_of(folder: str | os.PathLike[str], code: bool = False) -> str:
-    """The hash of the weights and config in a local folder, every file that a loader reads, and of its code where it
-    runs."""
+    """The hash of the weights and config in a local folder, that is, of every file that a loader reads.
+
+    `code`: the checkpoint's own code is run, so it counts as well.
+    """
     names = {name for name in os.listdir(folder) if SPEC_FILES.fullmatch(name) or (code and name.endswith(".py"))}
     for name in sorted(names):
         if name == "config.json" or name.endswith(".index.json"):
@@ -93,52 +95,53 @@ def adapter_of(folder: str | os.PathLike[str]) -> str:
 
 
 def _named(folder: str | os.PathLike[str], name: str) -> Iterator[str]:
-    """The files of weights that a config or an index names, which may be called anything."""
+    """The weight files that a config or an index names; they may have any name."""
     try:
         with open(os.path.join(folder, name), encoding="utf-8") as file:
-            said = json.load(file)
-        files = [*said.get("weight_map", {}).values(), said.get("transformers_weights")]
+            entries = json.load(file)
+        files = [*entries.get("weight_map", {}).values(), entries.get("transformers_weights")]
     except (ValueError, AttributeError):
-        return  # of a broken one the loader says more
-    for found in files:
-        if isinstance(found, str) and os.path.isfile(os.path.join(folder, found)):
-            yield os.path.normpath(found)
+        return  # the loader reports a broken file
+    for weights in files:
+        if isinstance(weights, str) and os.path.isfile(os.path.join(folder, weights)):
+            yield os.path.normpath(weights)
 
 
 # ---------------------------------------------------------------- code
 
 
 def code_of(kind: type) -> str:
-    """The hash of the code of a class that is of no library: its file, those of its bases, and what they import beside
-    them.
+    """The hash of a class's code, libraries aside: its file, those of its bases, and the files beside them they import.
 
-    Raises DuelError for a class that no file holds.
+    Raises DuelError for a class that is not defined in a file.
     """
     if not (files := _code_files(kind)):
-        raise DuelError(f"The code of {kind.__qualname__} is in no file, so no spec can name it; put it into a module.")
+        raise DuelError(
+            f"The code of {kind.__qualname__} is not in a file, so no fingerprint can include it; put it into a module."
+        )
     return hash_files(files)
 
 
 def of_rule(rule: Any) -> dict[str, str]:
-    """A rule as entries of the spec: its text, and the code of a rule of the user's own."""
+    """A rule as entries of the spec: its text, and for a user's own rule the hash of its code."""
     own = type(rule).__module__.partition(".")[0] not in LIBRARIES
     return {"rule": str(rule)} | ({"rule_code": code_of(type(rule))} if own else {})
 
 
 def _code_files(kind: type) -> set[str]:
-    found: set[str] = set()
-    for each in kind.__mro__:
-        top = each.__module__.partition(".")[0]
+    files: set[str] = set()
+    for base in kind.__mro__:
+        top = base.__module__.partition(".")[0]
         if top not in LIBRARIES and top not in sys.stdlib_module_names:
-            _add_imported(getattr(sys.modules.get(each.__module__), "__file__", None), found)
-    return found
+            _add_imported(getattr(sys.modules.get(base.__module__), "__file__", None), files)
+    return files
 
 
-def _add_imported(file: str | None, found: set[str]) -> None:
+def _add_imported(file: str | None, files: set[str]) -> None:
     """Add a Python file and the modules it imports, unless they belong to Python or an installed package."""
-    if file is None or not os.path.isfile(file) or (file := os.path.abspath(file)) in found:
+    if file is None or not os.path.isfile(file) or (file := os.path.abspath(file)) in files:
         return
-    found.add(file)
+    files.add(file)
     with open(file, encoding="utf-8", errors="replace") as source:
         try:
             tree = ast.parse(source.read())
@@ -148,13 +151,13 @@ def _add_imported(file: str | None, found: set[str]) -> None:
         if isinstance(node, ast.ImportFrom) and node.level:
             folder = os.path.join(os.path.dirname(file), *[os.pardir] * (node.level - 1))
             for name in [node.module] if node.module else [alias.name for alias in node.names]:
-                _add_imported(os.path.join(folder, *name.split(".")) + ".py", found)
+                _add_imported(os.path.join(folder, *name.split(".")) + ".py", files)
         elif isinstance(node, ast.Import | ast.ImportFrom):
             names = [alias.name for alias in node.names]
             if isinstance(node, ast.ImportFrom):
                 names = [str(node.module), *(f"{node.module}.{name}" for name in names)]
             for name in names:
-                _add_imported(_own_file(name), found)
+                _add_imported(_own_file(name), files)
 
 
 def _own_file(module: str) -> str | None:
@@ -170,25 +173,25 @@ def _own_file(module: str) -> str | None:
 
 
 def of_tokenizer(tokenizer: Any) -> str:
-    """The hash of everything that makes ids of a text: a tokenizer's tables, files, code and settings.
+    """The hash of everything that defines a tokenizer's ids: its tables, files, code and settings.
 
-    Truncation and padding of a tokenizer.json are left out: the first call of a tokenizer resets them.
+    Truncation and padding of a tokenizer.json do not count: a tokenizer's first call resets them.
     """
-    said: dict[str, Any] = {"split_special_tokens": bool(getattr(tokenizer, "split_special_tokens", False))}
+    entries: dict[str, Any] = {"split_special_tokens": bool(getattr(tokenizer, "split_special_tokens", False))}
     backend, own = getattr(tokenizer, "backend_tokenizer", None), _code_files(type(tokenizer))
     if backend is not None:
         state = json.loads(backend.to_str())
-        said["backend"] = {key: value for key, value in state.items() if key not in ("truncation", "padding")}
+        entries["backend"] = {key: value for key, value in state.items() if key not in ("truncation", "padding")}
     if own:
-        said["code"] = hash_files(own)
+        entries["code"] = hash_files(own)
     if own or backend is None:
-        said |= _in_python(tokenizer)
-    text = json.dumps(said, sort_keys=True, default=lambda value: f"{type(value).__name__} {_flags(value)}")
+        entries |= _in_python(tokenizer)
+    text = json.dumps(entries, sort_keys=True, default=lambda value: f"{type(value).__name__} {_flags(value)}")
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _in_python(tokenizer: Any) -> dict[str, Any]:
-    """What defines a tokenizer whose work is done in Python: class, vocabulary, files, added tokens, settings."""
+    """What defines a tokenizer written in Python: class, vocabulary, files, added tokens, settings."""
     plain = {key: value for key, value in vars(tokenizer).items() if isinstance(value, bool | int | float | str)}
     settings = {**getattr(tokenizer, "init_kwargs", {}), **plain}
     return {
@@ -205,27 +208,29 @@ def _in_python(tokenizer: Any) -> dict[str, Any]:
 
 
 def _flags(added: Any) -> str:
-    """An added token with its flags; of anything else nothing, whose text may hold an address."""
+    """An added token with its flags. Empty for any other object: its text may contain a memory address."""
     return repr(added) if type(added).__name__ == "AddedToken" else ""
 
 
 def _vocabulary_files(tokenizer: Any) -> list[str]:
     """The hashes of the files that a tokenizer was read from, and of those that it writes."""
-    names, asked = getattr(tokenizer, "vocab_files_names", {}), getattr(tokenizer, "init_kwargs", {})
+    names, arguments = getattr(tokenizer, "vocab_files_names", {}), getattr(tokenizer, "init_kwargs", {})
     folder = str(getattr(tokenizer, "name_or_path", ""))
     read = []
     for key, name in names.items():
-        places = [getattr(tokenizer, key, None), asked.get(key)] + ([os.path.join(folder, str(name))] if folder else [])
+        places = [getattr(tokenizer, key, None), arguments.get(key)] + (
+            [os.path.join(folder, str(name))] if folder else []
+        )
         read += [place for place in places if isinstance(place, str) and os.path.isfile(place)][:1]
     with tempfile.TemporaryDirectory() as scratch:
-        with contextlib.suppress(Exception):  # not every class can; what it was read from is hashed all the same
+        with contextlib.suppress(Exception):  # not every class can; the files it was read from are hashed in any case
             tokenizer.save_vocabulary(scratch)
         written = hash_files(os.path.join(scratch, name) for name in os.listdir(scratch))
     return [hash_files(read), written]
 
 
 def differences(ours: Mapping[str, object], theirs: Mapping[str, object]) -> list[str]:
-    """One line in words for each entry in which two specs differ."""
+    """One line for each entry in which two specs differ."""
     lines = []
     for key in sorted({*ours, *theirs}):
         mine, other = str(ours.get(key, "not set")), str(theirs.get(key, "not set"))

@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 
 def _signed(value: int) -> int:
-    """A 64-bit pattern as the signed integer that torch holds."""
+    """A 64-bit pattern as a signed integer of torch."""
     return (value + 2**63) % 2**64 - 2**63
 
 
 def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
-    return (x >> bits) & ((1 << (64 - bits)) - 1)  # torch shifts the sign in
+    return (x >> bits) & ((1 << (64 - bits)) - 1)  # torch fills with the sign bit
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
@@ -28,7 +28,7 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def hashed(*keys: torch.Tensor | int) -> torch.Tensor:
-    """A 63-bit hash of integer keys (at least one a tensor; they broadcast), int64 >= 0."""
+    """A 63-bit hash of integer keys, int64 >= 0. At least one key is a tensor; they are broadcast."""
     import torch
 
     tensors = [key for key in keys if isinstance(key, torch.Tensor)]
@@ -40,7 +40,7 @@ def hashed(*keys: torch.Tensor | int) -> torch.Tensor:
 
 
 def uniform(*keys: torch.Tensor | int) -> torch.Tensor:
-    """A uniform number in [0, 1) from integer keys, float64."""
+    """A uniform float64 in [0, 1) from integer keys, as in `hashed`."""
     import torch
 
     return _shift_right(hashed(*keys), 10).to(torch.float64) * 2.0**-53

@@ -31,9 +31,6 @@ from lm_eval_duel.estimators import registry
 Windows = Literal["independent", "harness"]
 Grid = Literal["auto", "target", "row"]
 
-TOKENS = "duel_tokens"  # the column in which this package's tasks count a document's tokens, checked when it is scored
-MADE = "duel_made"  # the column that says how a document was made
-
 
 def _batch_size(key: str, value: Any) -> int | str:
     if value in NOTHING or str(value).split(":")[0] == "auto":  # auto:N, the harness's way to try again, is auto here

@@ -1,7 +1,7 @@
-"""Ctrl-C and SIGTERM while requests are answered: the network call under way is finished, what is done is kept.
+"""SIGINT (Ctrl-C) and SIGTERM during a run: the network call in progress is finished, and its results are kept.
 
-with interrupts.held():        # a signal waits ...
-    interrupts.check()         # ... until here, where it is raised
+with signals.deferred():    # a signal that arrives in here ...
+    signals.check()         # ... is raised here
 """
 
 from __future__ import annotations
@@ -14,47 +14,47 @@ from collections.abc import Iterator
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-TWICE = 2.0  # seconds: a launcher passes on the Ctrl-C that its processes have had already
+SECOND_AFTER = 2.0  # seconds: a launcher repeats the Ctrl-C that its processes have already received
 
-_came: tuple[int, float] | None = None  # the signal that waits, and when it came
+_pending: tuple[int, float] | None = None  # the deferred signal, and when it arrived
 
 
 class Interrupted(SystemExit):
-    """A signal has ended the run; the exit status is the shell's, 128 + its number."""
+    """A signal has ended the run; the exit status is that of a shell, 128 + its number."""
 
     def __init__(self, number: int):
         super().__init__(128 + number)
         self.name = signal.Signals(number).name
 
 
-def _wait(number: int, frame: FrameType | None) -> None:
-    global _came
+def _defer(number: int, frame: FrameType | None) -> None:
+    global _pending
     now = time.monotonic()
-    if _came is None:
-        _came = number, now
-    elif number == signal.SIGINT and now - _came[1] > TWICE:
+    if _pending is None:
+        _pending = number, now
+    elif number == signal.SIGINT and now - _pending[1] > SECOND_AFTER:
         raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
-def held() -> Iterator[None]:
-    """Signals wait for `check`, and at last for the end; a second Ctrl-C, after two seconds, does not."""
-    global _came
-    if threading.current_thread() is not threading.main_thread():  # where Python takes no handlers
+def deferred() -> Iterator[None]:
+    """Defer signals until `check` or the end of the block. A second Ctrl-C after two seconds is not deferred."""
+    global _pending
+    if threading.current_thread() is not threading.main_thread():  # Python allows handlers in the main thread only
         yield
         return
-    _came = None
-    before = [signal.signal(number, _wait) for number in SIGNALS]
+    _pending = None
+    before = [signal.signal(number, _defer) for number in SIGNALS]
     try:
         yield
         check()
     finally:
-        _came = None
+        _pending = None
         for number, handler in zip(SIGNALS, before, strict=True):
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def check() -> None:
-    """Raise Interrupted where a signal waits."""
-    if _came is not None:
-        raise Interrupted(_came[0])
+    """Raise Interrupted if a signal is pending."""
+    if _pending is not None:
+        raise Interrupted(_pending[0])

@@ -565,7 +565,7 @@ class Wrong(rules.Rule):
         ("pick", "The pick of rule test_fingerprint:Wrong:what=pick is a torch tensor; got ndarray."),
         ("lead", "The lead of rule test_fingerprint:Wrong:what=lead is a torch tensor; got ndarray."),
         ("memory", "The memory of rule test_fingerprint:Wrong:what=memory is a torch tensor; got ndarray."),
-        ("device", "The pick of rule test_fingerprint:Wrong:what=device lies on meta, and the network on cpu"),
+        ("device", "The pick of rule test_fingerprint:Wrong:what=device is on meta, but the network is on cpu"),
     ],
 )
 def test_a_rule_that_returns_no_tensors(what, message):

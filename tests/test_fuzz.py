@@ -407,7 +407,7 @@ def check_batch(data):
     auto = network.block or {"causal": 1}.get(network.attention, 32)
     block = auto if block == "auto" else block
     grid = {"block_causal": "row"}.get(network.attention, "target") if grid == "auto" else grid
-    windows, done = some_windows(chance, network, block, grid), []
+    windows = some_windows(chance, network, block, grid)
     note(windows)
 
     sizes = {  # whatever is cut into pieces, in other pieces
@@ -425,9 +425,9 @@ def check_batch(data):
                 duel.log_prob(windows)
             assert error.value.window == wrong[0]
             return
-        found = duel.log_prob(windows, lambda n, scored: done.append((n, scored)))
-    assert sorted(done, key=lambda each: each[0]) == [*enumerate(found)]
-    for window, scored in zip(windows, found, strict=True):
+        scores = sorted(duel.stream(windows), key=lambda indexed: indexed[0])
+    assert [n for n, _ in scores] == [*range(len(windows))]
+    for window, (_, scored) in zip(windows, scores, strict=True):
         log_prob, steps, nats, greedy, nfe = by_the_textbook(network, duel.rule, block, grid, window)
         assert (scored.reveal_steps, scored.nfe, scored.is_greedy) == (steps, nfe, greedy)
         assert scored.token_logprobs == pytest.approx(nats, abs=1e-9, rel=0)

@@ -400,7 +400,7 @@ def test_block_causal_refusals():
         Duel(toy, "greedy", 4)
     with pytest.raises(DuelError, match="counts its blocks from the row's first position"):
         Duel(toy, "greedy", grid="target")
-    with pytest.raises(DuelError, match=r"given ids up to position 4, but its last target block ends at 3"):
+    with pytest.raises(DuelError, match=r"a suffix up to position 4, but its last target block ends at 3"):
         Duel(toy, "greedy").log_prob([Window((1,), (2, 0, 1), (1,))])
 
 

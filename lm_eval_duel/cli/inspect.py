@@ -6,8 +6,9 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lm_eval_duel.command_line import PROGRAM, Parser, key_values
+from lm_eval_duel.command_line import PROGRAM, Parser
 from lm_eval_duel.errors import UsageError
+from lm_eval_duel.harness.key_values import key_values
 from lm_eval_duel.options import Options
 from lm_eval_duel.tables import plain_table
 

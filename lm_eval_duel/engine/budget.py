@@ -1,4 +1,4 @@
-"""How much one network call holds: asked for, or found out by trial.
+"""How much one network call holds: as given, or found by trial.
 
 Shapes: R lanes.
 """
@@ -8,22 +8,24 @@ from __future__ import annotations
 import dataclasses
 import logging
 import weakref
+from typing import TYPE_CHECKING
 
 import torch
 
-from lm_eval_duel.denoisers import self_tests
-from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.engine.lanes import Lanes, Rows, blocks
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
 
+if TYPE_CHECKING:
+    from lm_eval_duel.denoisers.base import Denoiser
+
 log = logging.getLogger("lm_eval.duel_mdm")
 
-CPU_TOKENS = 2048  # network tokens a call: more is no faster on any CPU seen, and holds more memory
-GPU_TOKENS = 1 << 14, 1 << 18  # where a trial begins, and where it ends: more is no faster
-VALUES = 1 << 27  # of whole distributions held at once, by a rule's memory or a head that is not split off
+CPU_TOKENS = 2048  # network tokens of a call: more were not faster on any CPU we tried, and take more memory
+GPU_TOKENS = 1 << 14, 1 << 18  # the first and the last trial: more are not faster
+VALUES = 1 << 27  # of whole distributions in memory at once, kept by a rule or by a head that is not split off
 
-_found: weakref.WeakKeyDictionary[Denoiser, dict[tuple[int | None, str], int]] = weakref.WeakKeyDictionary()
+_largest: weakref.WeakKeyDictionary[Denoiser, dict[tuple[int | None, str], int]] = weakref.WeakKeyDictionary()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Budget:
     values: int = VALUES
 
     def rows(self, cost: int, values: int = 0) -> int:
-        """How many lanes of `cost` network tokens and `values` held fit, at least one."""
+        """How many lanes fit of `cost` network tokens and `values` in memory each, at least one."""
         fits = self.tokens // max(cost, 1)
         return max(1, min(fits, self.values // values) if values else fits)
 
@@ -48,7 +50,7 @@ def plan(
 ) -> Budget:
     """The budget of `batch_size` rows of max_length; None: 2048 tokens on a CPU, as many as fit on a GPU, by trial.
 
-    At most `max_batch_size` rows of max_length; at least one row. Raises DuelError for a number that is none.
+    At most `max_batch_size` rows of max_length, and at least one. Raises DuelError for a number below 1.
     """
     for rows in (batch_size, max_batch_size):
         if rows is not None and rows < 1:
@@ -58,7 +60,7 @@ def plan(
     elif denoiser.device.type == "cpu":
         tokens = max(CPU_TOKENS, denoiser.max_length)
     else:
-        tried = _found.setdefault(denoiser, {})
+        tried = _largest.setdefault(denoiser, {})
         if (block, grid) not in tried:
             tried[block, grid] = largest(denoiser, block, grid, *GPU_TOKENS)
         tokens = tried[block, grid]
@@ -66,7 +68,7 @@ def plan(
 
 
 def largest(denoiser: Denoiser, block: int | None, grid: str, least: int, most: int) -> int:
-    """The network tokens that one call holds, doubled from `least` while a trial call does not run out of memory."""
+    """The network tokens that one call holds: `least`, doubled until a trial call runs out of memory, up to `most`."""
     tokens = max(least, denoiser.max_length)
     while 2 * tokens <= most:
         try:
@@ -81,20 +83,21 @@ def largest(denoiser: Denoiser, block: int | None, grid: str, least: int, most: 
 
 @torch.inference_mode()
 def _try(denoiser: Denoiser, block: int | None, grid: str, tokens: int) -> None:
-    """One call of `tokens` network tokens on rows of max_length that differ."""
+    """One call of `tokens` network tokens, on different rows of max_length."""
     known, rows = max(denoiser.shift, denoiser.max_length // 8), -(-tokens // denoiser.max_length)
-    drawn = self_tests.random_rows(denoiser, denoiser.max_length, rows).tolist()
-    windows = [Window(row[:known], row[known:]) for row in drawn]
+    vocabulary = (~denoiser.excluded).nonzero()[:, 0].cpu()  # (T,)
+    draw = torch.randint(len(vocabulary), (rows, denoiser.max_length), generator=torch.Generator().manual_seed(1))
+    windows = [Window(row[:known], row[known:]) for row in vocabulary[draw].tolist()]
     places = blocks(known, denoiser.max_length - known, block, grid)
     opened = Rows.of(windows, denoiser.device)
     view = denoiser.open(opened)
     lanes = [(n, *place) for n in range(rows) for place in places]
     fresh = Lanes.fresh(opened, *torch.tensor(lanes, device=denoiser.device).unbind(1))
     cost = int(view.cost(fresh).max())
-    view(fresh.select(slice(0, max(1, tokens // cost)))).confidence  # noqa: B018 - it is what takes the memory
+    view(fresh.select(slice(0, max(1, tokens // cost)))).confidence  # noqa: B018 - computing it takes the memory
 
 
 def free(device: torch.device) -> None:
-    """Give back memory that nothing holds any more."""
+    """Release unused memory of the device."""
     if device.type == "cuda":
         torch.cuda.empty_cache()

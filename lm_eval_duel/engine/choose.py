@@ -1,4 +1,4 @@
-"""What is revealed at a pick: the target, a draw, or the argmax. Algorithms 1 and 2 of the paper differ in this line.
+"""The tokens revealed at a pick: the targets, a draw, or the argmax. Algorithms 1 and 2 of the paper differ only here.
 
 Shapes: N windows, L row length, R lanes, W block width.
 """

@@ -1,4 +1,4 @@
-"""Rows and lanes: what the network sees, and the blocks being revealed in it; and which of them go together.
+"""Rows and lanes: what the network sees, and the blocks that are being revealed in it; and how they are grouped.
 
 Shapes: N windows, L row length, R lanes, W block width.
 """
@@ -14,14 +14,14 @@ import torch
 
 from lm_eval_duel.engine.windows import Window
 
-GROUP = 4096  # windows opened at once: bounds the ids held, not the batch
+GROUP = 4096  # windows opened at once, which bounds the ids in memory, not the batch
 
 Self = TypeVar("Self", bound="Lanes")
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Whole windows as planes. Whether `ids` hold anything at the target is for the view to know by column."""
+    """Whole windows as planes. The view decides by column whether it may read `ids` at the target."""
 
     ids: torch.Tensor  # (N, L) context | target | tail | suffix; 0 in the tail and in padding
     visible: torch.Tensor  # (N, L) bool: context and suffix
@@ -52,7 +52,7 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Lanes:
-    """Blocks being revealed, each in its own coordinates. Cells beyond `width` are never hidden and never read."""
+    """Blocks that are being revealed, each in its own columns. Cells beyond `width` are never hidden and never read."""
 
     row: torch.Tensor  # (R,) the window's number in the group
     start: torch.Tensor  # (R,) the block's first column
@@ -61,7 +61,7 @@ class Lanes:
     tokens: torch.Tensor  # (R, W) revealed tokens; -1 where hidden
     hidden: torch.Tensor  # (R, W) bool
     step: torch.Tensor  # (R,) steps taken in this block
-    memory: tuple[torch.Tensor, ...] = ()  # each (R, W, ...): the rule's own; zeros in fresh lanes
+    memory: tuple[torch.Tensor, ...] = ()  # the rule's, each (R, W, ...); zeros in fresh lanes
 
     @classmethod
     def fresh(cls, rows: Rows, row: torch.Tensor, start: torch.Tensor, width: torch.Tensor) -> Lanes:
@@ -104,7 +104,7 @@ class Lanes:
         return dataclasses.replace(self, **values, memory=tuple(plane[keep] for plane in self.memory))
 
     def concat(self: Self, other: Self) -> Self:
-        """These lanes, then the others; W is the wider of the two; lanes without memory get zeros."""
+        """These lanes, then the others. W is the larger of the two; lanes without memory get zeros."""
         wide = max(self.hidden.shape[1], other.hidden.shape[1])
         memory = tuple(
             torch.cat([_widen(plane, wide, 0), _widen(added, wide, 0)])
@@ -121,12 +121,12 @@ class Lanes:
         return dataclasses.replace(self, **rest, **planes, memory=memory)
 
     def _memory_like(self, other: Lanes) -> tuple[torch.Tensor, ...]:
-        """This memory, or zeros in the shapes of the other's."""
+        """This memory, or zeros in the shapes of the other lanes' memory."""
         return self.memory or tuple(plane.new_zeros(*self.hidden.shape, *plane.shape[2:]) for plane in other.memory)
 
 
 def _widen(plane: torch.Tensor, wide: int, fill: float) -> torch.Tensor:
-    """`plane` (R, W, ...) with W grown to `wide`."""
+    """`plane` (R, W, ...) padded to W = `wide`."""
     if plane.shape[1] == wide:
         return plane
     grown = plane.new_full((plane.shape[0], wide, *plane.shape[2:]), fill)
@@ -135,7 +135,7 @@ def _widen(plane: torch.Tensor, wide: int, fill: float) -> torch.Tensor:
 
 
 def blocks(origin: int, target: int, block: int | None, grid: str) -> list[tuple[int, int]]:
-    """(first column, width) of each block of a target of `target` positions that begins at column `origin`.
+    """(first column, width) of each block of a target that begins at column `origin` and has `target` positions.
 
     row            c c c c c t t t t t t t        origin 5, target 7, block 4
     grid=target              0 0 0 0 1 1 1        blocks count from the target
@@ -151,7 +151,7 @@ def blocks(origin: int, target: int, block: int | None, grid: str) -> list[tuple
 
 
 def groups(windows: Sequence[Window], same_length: bool) -> list[list[int]]:
-    """Which windows are opened together: longest first, and of one length only where padding would be seen."""
+    """Which windows are opened together: longest first, and only windows of one length if the network sees padding."""
     order = sorted((n for n, window in enumerate(windows) if window.target), key=lambda n: -windows[n].length)
     result: list[list[int]] = []
     for n in order:
@@ -163,9 +163,9 @@ def groups(windows: Sequence[Window], same_length: bool) -> list[list[int]]:
 
 
 class Queue:
-    """Waiting lanes, in order, made as they are needed. Whoever reads the loop's results may put more in front.
+    """Waiting lanes in order, made when they are needed. Whoever reads the loop's results may put more in front.
 
-    Lanes that have begun are kept apart from fresh ones, so that waiting costs no rule memory.
+    Started lanes are kept apart from fresh ones, so that fresh lanes take no rule memory while they wait.
     """
 
     def __init__(self, lanes: Iterable[Lanes]):
@@ -178,16 +178,16 @@ class Queue:
         return bool(self._ready)
 
     def first(self) -> Lanes:
-        """The next lane, left where it is."""
+        """The next lane, which stays in the queue."""
         return self._ready[0].select(slice(0, 1))
 
     def take(self, count: int) -> Lanes:
-        """The next lanes, `count` at most."""
+        """The next lanes, at most `count`."""
         part = self._ready.popleft()
         if len(part) > count:
             self._ready.appendleft(part.select(slice(count, None)))
         return part.select(slice(0, count))
 
     def put_first(self, lanes: Lanes) -> None:
-        """These lanes are next."""
+        """Put these lanes in front."""
         self._ready.appendleft(lanes)

@@ -1,4 +1,4 @@
-"""Results: the score of one window, what a run computed, and the accumulator that is filled while lanes are revealed.
+"""Results: the score of one window, the counts of a run, and the accumulator that is filled while lanes are revealed.
 
 Shapes: N windows, L row length, R lanes, W block width, P picked cells.
 """
@@ -8,31 +8,33 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from lm_eval_duel.denoisers.predictions import Predictions
 from lm_eval_duel.engine.lanes import Lanes, Rows
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.rules import Decision
 
+if TYPE_CHECKING:
+    from lm_eval_duel.denoisers.predictions import Predictions
+
 STATISTICS = ("confidence", "margin", "entropy")  # of Predictions, in a trace
-NEAR_TIE = 1e-4  # a lead below this many logits is a close pick: float noise could change the order
+NEAR_TIE = 1e-4  # logits: with a smaller margin, float noise could change the order
 
 
 @dataclasses.dataclass(frozen=True)
 class WindowScore:
-    """One window's result. `steps` and `nats` are per target token; steps count from 0 in every block."""
+    """One window's score. `reveal_steps` and `token_logprobs` are per target token; steps restart in every block."""
 
     log_prob: float  # nats
     is_greedy: bool = False  # every token was the argmax when it was revealed
     reveal_steps: tuple[int, ...] = ()
     token_logprobs: tuple[float, ...] = ()
-    nfe: int | None = None  # rule steps summed over blocks; None: of no one order
-    near_ties: int | None = None  # steps whose order float noise could change; None: the rule does not say
-    all_mask_starts: int = 0  # steps at which the row showed nothing, so that all hidden cells tied exactly
-    # per target token, as it was revealed, where `traced`: the log-odds of P1, P1 - P2, and the entropy in nats
+    nfe: int | None = None  # rule steps, summed over blocks; None: more than one order
+    near_ties: int | None = None  # steps whose pick float noise could change; None: the rule does not know
+    all_mask_starts: int = 0  # steps at which the row showed only [MASK], so that all hidden cells tied exactly
+    # if `traced`, per target token when it was revealed: the log-odds of P1, P1 - P2, and the entropy in nats
     confidence: tuple[float, ...] = ()
     margin: tuple[float, ...] = ()
     entropy: tuple[float, ...] = ()
@@ -43,45 +45,45 @@ class Sample(WindowScore):
     """A sample (or the argmax decoding) and its own log-probability."""
 
     tokens: tuple[int, ...] = ()
-    tail: int = 0  # positions never revealed: generation stopped early, or was asked for with a tail
+    tail: int = 0  # positions never revealed: generation stopped early, or the prompt had a tail
 
     @classmethod
     def of(cls, scored: WindowScore, tokens: tuple[int, ...], tail: int) -> Sample:
-        """These tokens with their score."""
+        """A sample from its score and its tokens."""
         return cls(**vars(scored), tokens=tokens, tail=tail)
 
 
 @dataclasses.dataclass
 class Counts:
-    """What has been computed so far, over all calls."""
+    """The counts of what has been computed, over all calls."""
 
     windows: int = 0
     tokens: int = 0  # of targets
-    nfe: int | None = 0  # None: of no one order
+    nfe: int | None = 0  # None: more than one order
     forwards: int = 0  # network calls
     rows: int = 0  # rows evaluated
-    near_ties: int | None = 0  # None: the rule does not say
+    near_ties: int | None = 0  # None: the rule does not know
     near_tie_windows: int | None = 0  # windows that have any
     all_mask_starts: int = 0
 
     def add(self, scored: WindowScore, tokens: int) -> None:
-        """One finished window of `tokens` target tokens."""
+        """Add one finished window of `tokens` target tokens."""
         self.windows += 1
         self.tokens += tokens
         self.all_mask_starts += scored.all_mask_starts
-        close = scored.near_ties
+        near_ties = scored.near_ties
         self.nfe = known_sum(self.nfe, scored.nfe)
-        self.near_ties = known_sum(self.near_ties, close)
-        self.near_tie_windows = known_sum(self.near_tie_windows, close if close is None else int(close > 0))
+        self.near_ties = known_sum(self.near_ties, near_ties)
+        self.near_tie_windows = known_sum(self.near_tie_windows, None if near_ties is None else int(near_ties > 0))
 
 
-def known_sum(one: int | None, other: int | None) -> int | None:
-    """The sum, not known where one is not."""
-    return None if one is None or other is None else one + other
+def known_sum(a: int | None, b: int | None) -> int | None:
+    """The sum, or None if one of the numbers is not known."""
+    return None if a is None or b is None else a + b
 
 
 class Accumulator(Protocol):
-    """Where the steps of one group of windows are added up."""
+    """What adds up the steps of one group of windows."""
 
     def add(
         self,
@@ -91,14 +93,14 @@ class Accumulator(Protocol):
         tokens: torch.Tensor,
         log_prob: torch.Tensor,
     ) -> None:
-        """Add one step of `lanes`. After an out-of-memory error inside, it must be possible to add it again."""
+        """Add one step of `lanes`. After an out-of-memory error in here, the same step is added again."""
 
     def take(self, finished: Lanes) -> Iterator[tuple[int, WindowScore]]:
-        """(row, score) of the windows that these finished lanes complete."""
+        """(row, score) of each window that these finished lanes complete."""
 
 
 class ScoreAccumulator:
-    """The running results of one group of windows, on the network's device, in float64."""
+    """The scores of one group of windows, on the network's device, in float64."""
 
     def __init__(self, rows: Rows, traced: bool = False):
         count, length = rows.ids.shape
@@ -107,12 +109,11 @@ class ScoreAccumulator:
         self.length = length  # the column of cells that are not picked
         self.log_probs = torch.full((count, length + 1), math.nan, dtype=torch.float64, device=device)  # (N, L + 1)
         self.reveal_steps = torch.full((count, length + 1), -1, dtype=torch.int32, device=device)  # (N, L + 1)
-        self.sums = torch.zeros(count, 5, dtype=torch.int64, device=device)  # (N, 5) as in `record`
-        self.whole = rows.target.clone()  # (N,) target positions
-        self.knows_leads = True
-        self.seen = {
-            name: torch.full_like(self.log_probs, math.nan) for name in STATISTICS if traced
-        }  # (N, L + 1) each
+        self.sums = torch.zeros(count, 5, dtype=torch.int64, device=device)  # (N, 5) as in `add`
+        self.expected = rows.target.clone()  # (N,) target positions to reveal
+        self.has_margins = True
+        # (N, L + 1) each
+        self.statistics = {name: torch.full_like(self.log_probs, math.nan) for name in STATISTICS if traced}
 
     def add(
         self,
@@ -125,38 +126,38 @@ class ScoreAccumulator:
         """Add one step of `lanes`: log-probs (R, W) and steps at the picks; NFE, near ties, all-mask starts."""
         pick, lead = decision.pick, decision.lead
         missed = ((tokens != predictions.argmax) & pick).any(1)  # (R,)
-        close = torch.zeros_like(missed) if lead is None else ~(lead >= NEAR_TIE)  # (R,)
-        once = torch.ones_like(missed)  # (R,)
-        sums = torch.stack([pick.sum(1), once, missed, close, predictions.all_mask], 1).long()  # (R, 5)
+        near_tie = torch.zeros_like(missed) if lead is None else ~(lead >= NEAR_TIE)  # (R,)
+        step = torch.ones_like(missed)  # (R,)
+        sums = torch.stack([pick.sum(1), step, missed, near_tie, predictions.all_mask], 1).long()  # (R, 5)
         row, column = lanes.row[:, None].expand_as(pick), torch.where(pick, lanes.columns, self.length)  # (R, W)
         self.log_probs.index_put_((row, column), log_prob)
         self.reveal_steps.index_put_((row, column), lanes.step[:, None].int().expand_as(pick))
-        for name, plane in self.seen.items():
+        for name, plane in self.statistics.items():
             plane.index_put_((row, column), getattr(predictions, name).double())
-        # if memory ends before here, the step is taken again and writes the same; from here on nothing fails half way
+        # on out-of-memory before this line, the step is taken again and writes the same values
         self.sums.index_add_(0, lanes.row, sums)
-        self.knows_leads &= lead is not None
+        self.has_margins &= lead is not None
 
     def take(self, finished: Lanes) -> Iterator[tuple[int, WindowScore]]:
-        """(row, score) of the windows that have no lane left."""
+        """(row, score) of each window that has no lane left."""
         rows = finished.row.unique()  # (n,)
-        rows = rows[self.sums[rows, 0] == self.whole[rows]].tolist()
+        rows = rows[self.sums[rows, 0] == self.expected[rows]].tolist()
         if not rows:
             return
-        nats, steps, sums = (plane[rows].cpu() for plane in (self.log_probs, self.reveal_steps, self.sums))
-        seen = {name: plane[rows].cpu() for name, plane in self.seen.items()}
+        log_probs, steps, sums = (plane[rows].cpu() for plane in (self.log_probs, self.reveal_steps, self.sums))
+        planes = {name: plane[rows].cpu() for name, plane in self.statistics.items()}
         for n, row in enumerate(rows):
             span = slice(self.origin[row], self.origin[row] + self.target[row])
-            statistics = [tuple(seen[name][n, span].tolist()) if seen else () for name in STATISTICS]
+            statistics = [tuple(planes[name][n, span].tolist()) if planes else () for name in STATISTICS]
             confidence, margin, entropy = statistics
-            _, nfe, missed, close, all_mask = sums[n].tolist()
+            _, nfe, missed, near_ties, all_mask = sums[n].tolist()
             scored = WindowScore(
-                log_prob=float(nats[n, span].sum()),
+                log_prob=float(log_probs[n, span].sum()),
                 is_greedy=not missed,
                 reveal_steps=tuple(steps[n, span].tolist()),
-                token_logprobs=tuple(nats[n, span].tolist()),
+                token_logprobs=tuple(log_probs[n, span].tolist()),
                 nfe=nfe,
-                near_ties=close if self.knows_leads else None,
+                near_ties=near_ties if self.has_margins else None,
                 all_mask_starts=all_mask,
                 confidence=confidence,
                 margin=margin,
@@ -166,24 +167,24 @@ class ScoreAccumulator:
 
 
 class SampleAccumulator(ScoreAccumulator):
-    """The same of texts that are generated; `prompts`: their windows."""
+    """The samples of one group of prompts, given as windows."""
 
     def __init__(self, rows: Rows, prompts: Sequence[Window], traced: bool = False):
         super().__init__(rows, traced)
         self.rows, self.prompts = rows, prompts
 
     def tokens(self, row: int, end: int | None = None) -> tuple[int, ...]:
-        """The tokens of a row that stand before column `end`, or all that were revealed."""
+        """The tokens of a row before column `end`, or all that were revealed."""
         end = self.origin[row] + self.target[row] if end is None else end
         return tuple(self.rows.ids[row, self.origin[row] : end].tolist())
 
     def stop(self, row: int) -> None:
-        """This row gets no more lanes: what it has is its result."""
-        self.whole[row] = self.sums[row, 0]
-        self.target[row] = int(self.whole[row])
+        """End this row: its sample is what has been revealed."""
+        self.expected[row] = self.sums[row, 0]
+        self.target[row] = int(self.expected[row])
 
     def take(self, finished: Lanes) -> Iterator[tuple[int, Sample]]:
-        """(row, sample) of the texts that are complete."""
+        """(row, sample) of each text that is complete."""
         for row, scored in super().take(finished):
             tokens = self.tokens(row)
             prompt = self.prompts[row]

@@ -7,7 +7,7 @@
         results.add(lanes, decision, predictions, tokens, predictions.log_prob(tokens))
         lanes = lanes.reveal(decision.pick, tokens)          finished lanes are yielded, waiting ones enter
 
-Scoring, sampling, the ELBO and the lattice are this one loop, so they cannot drift apart.
+Scoring, sampling, the ELBO and the lattice all run this loop, so they cannot drift apart.
 
 Shapes: N windows, R lanes, W block width.
 """
@@ -16,31 +16,31 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
-from lm_eval_duel import rules
-from lm_eval_duel import signals as interrupts
-from lm_eval_duel.denoisers.base import Denoiser
-from lm_eval_duel.denoisers.predictions import Predictions
-from lm_eval_duel.denoisers.views import View
+from lm_eval_duel import rules, signals
 from lm_eval_duel.engine.budget import Budget, free
 from lm_eval_duel.engine.choose import Choose
 from lm_eval_duel.engine.lanes import Lanes, Queue
 from lm_eval_duel.engine.results import Accumulator, Counts
 from lm_eval_duel.errors import DuelError, NotFinite, RuleStalled
 
+if TYPE_CHECKING:
+    from lm_eval_duel.denoisers.base import Denoiser, View
+    from lm_eval_duel.denoisers.predictions import Predictions
+
 log = logging.getLogger("lm_eval.duel_mdm")
 
 
 class RevealLoop:
-    """The loop on one network, with what a call may hold, and what has been computed so far."""
+    """The loop on one network, with the budget of a call and the counts of what has been computed."""
 
     def __init__(self, denoiser: Denoiser, budget: Budget):
         self.denoiser, self.budget = denoiser, budget
         self.counts = Counts()
-        self._short = False  # memory has ended once
+        self._halved = False
 
     def run(
         self,
@@ -53,8 +53,8 @@ class RevealLoop:
     ) -> Iterator[Lanes]:
         """Reveal all lanes of `queue`, and yield those that finish.
 
-        The reader may put the lanes that follow in the queue before it asks for the next ones. `numbers`: of the
-        group's windows, by which errors name them.
+        The caller may put the lanes that follow into the queue before it takes the next ones. `numbers`: the index of
+        each window, for error messages.
         """
         rows, forwards = view.evaluated, view.forwards
         active: Lanes | None = None
@@ -67,7 +67,7 @@ class RevealLoop:
                     done, active = active.select(finished), active.select(~finished)
                     active = active if len(active) else None
                     yield done
-                interrupts.check()
+                signals.check()
         finally:
             self.counts.forwards += view.forwards - forwards
             self.counts.rows += view.evaluated - rows
@@ -82,24 +82,24 @@ class RevealLoop:
         results: Accumulator,
         numbers: Sequence[int],
     ) -> Lanes:
-        """The lanes after one step; on out-of-memory half of them wait and the step is taken by the others."""
+        """The lanes after one step. On out-of-memory half of them go back to the queue, and the step is retried."""
         while True:
             try:
                 return self._step(view, rule, active, choose, results, numbers)
             except torch.OutOfMemoryError:
                 if len(active) == 1:
                     raise
-            # outside the handler nothing holds the tensors of the step any more
+            # outside the handler, so that the tensors of the step are released
             self._halve()
             half = len(active) // 2
             queue.put_first(active.select(slice(half, None)))
             active = active.select(slice(0, half))
 
     def _refill(self, view: View, rule: rules.Rule, active: Lanes | None, queue: Queue) -> Lanes:
-        """The batch with waiting lanes added while the budget allows."""
+        """The batch with as many waiting lanes as the budget allows."""
         while queue:
-            there = [] if active is None else [active]
-            room = self.fits(view, rule, queue.first(), *there) - sum(map(len, there))
+            batch = [] if active is None else [active]
+            room = self.fits(view, rule, queue.first(), *batch) - sum(map(len, batch))
             if room <= 0:
                 break
             entering = queue.take(room)
@@ -113,22 +113,20 @@ class RevealLoop:
         return active
 
     def fits(self, view: View, rule: rules.Rule, *lanes: Lanes) -> int:
-        """How many lanes like the dearest of `lanes` one network call holds."""
-        cost = max(int(view.cost(each).max()) for each in lanes)
+        """How many lanes as expensive as the most expensive of `lanes` one network call holds."""
+        cost = max(int(view.cost(part).max()) for part in lanes)
         values = 0
         if not self.denoiser.splits_head:
             values = cost * self.denoiser.vocab_size
         elif rule.dense_memory:
-            values = 4 * max(each.hidden.shape[1] for each in lanes) * self.denoiser.vocab_size
+            values = 4 * max(part.hidden.shape[1] for part in lanes) * self.denoiser.vocab_size
         return self.budget.rows(cost, values)
 
     def _halve(self) -> None:
-        """Go on with half the budget: memory has ended."""
-        if not self._short:
-            log.warning(
-                "memory ended at network calls of %d tokens: they are halved until they fit", self.budget.tokens
-            )
-        self._short = True
+        """Halve the budget after an out-of-memory error; logged once."""
+        if not self._halved:
+            log.warning("Out of memory at %d tokens per call: halving the batch until it fits", self.budget.tokens)
+        self._halved = True
         self.budget = self.budget.halved()
         free(self.denoiser.device)
 
@@ -141,7 +139,7 @@ class RevealLoop:
         results: Accumulator,
         numbers: Sequence[int],
     ) -> Lanes:
-        """One step of a batch, added to the results; the lanes after it."""
+        """The lanes after one step, which is added to the results."""
         try:
             predictions = view(lanes)
             if choose.teacher_forced:
@@ -157,8 +155,9 @@ class RevealLoop:
         return after
 
 
-def decide(rule: rules.Rule, predictions: Predictions | None, lanes: Lanes, group: Sequence[int]) -> rules.Decision:
-    decision = rule(cast(Predictions, predictions), lanes)  # None for a fixed rule
+def decide(rule: rules.Rule, predictions: Predictions | None, lanes: Lanes, numbers: Sequence[int]) -> rules.Decision:
+    """The rule's decision, checked. `predictions` is None for a fixed rule; `numbers` as in `RevealLoop.run`."""
+    decision = rule(cast("Predictions", predictions), lanes)
     if isinstance(decision, torch.Tensor):
         decision = rules.Decision(decision)
     if not isinstance(decision, rules.Decision):
@@ -172,26 +171,28 @@ def decide(rule: rules.Rule, predictions: Predictions | None, lanes: Lanes, grou
             raise DuelError(f"The {what} of rule {rule} is a torch tensor; got {type(plane).__name__}.")
         if plane is not None and plane.device != lanes.hidden.device:
             raise DuelError(
-                f"The {what} of rule {rule} lies on {plane.device}, and the network on {lanes.hidden.device}: make it "
-                "from the tensors that the rule is given, or with device=lanes.hidden.device."
+                f"The {what} of rule {rule} is on {plane.device}, but the network is on {lanes.hidden.device}: make it "
+                "from the rule's arguments, or with device=lanes.hidden.device."
             )
     if pick.shape != lanes.hidden.shape or pick.dtype != torch.bool:
         raise DuelError(
             f"Rule {rule} must pick a boolean plane {tuple(lanes.hidden.shape)}; got {pick.dtype} {tuple(pick.shape)}."
         )
     if lead is not None and lead.shape != lanes.row.shape:
-        raise DuelError(f"The lead of rule {rule} is one number a lane, {len(lanes)}; got {tuple(lead.shape)}.")
+        raise DuelError(f"The lead of rule {rule} is one number for each lane ({len(lanes)}); got {tuple(lead.shape)}.")
     if any(plane.shape[:2] != pick.shape for plane in decision.memory):
-        raise DuelError(f"The memory of rule {rule} is tensors with leading (R, W) = {tuple(pick.shape)}.")
+        raise DuelError(f"The memory of rule {rule} must be tensors of the shape (R, W, ...) = {(*pick.shape, ...)}.")
     stalled = ~pick.any(1) | (pick & ~lanes.hidden).any(1)  # (R,)
     if stalled.any():
         lane = int(stalled.nonzero()[0])
         what = "picked a position that is not hidden" if pick[lane].any() else "picked nothing"
-        window = group[int(lanes.row[lane])]
-        raise RuleStalled(f"Rule {rule} {what}. {_place(lanes, lane, group)}", window)
+        window = numbers[int(lanes.row[lane])]
+        raise RuleStalled(f"Rule {rule} {what}. {_place(lanes, lane, numbers)}", window)
     return decision
 
 
-def _place(lanes: Lanes, lane: int, group: Sequence[int]) -> str:
+def _place(lanes: Lanes, lane: int, numbers: Sequence[int]) -> str:
     position = int(lanes.start[lane] - lanes.origin[lane])
-    return f"(Window {group[int(lanes.row[lane])]}, block at target position {position}, step {int(lanes.step[lane])}.)"
+    return (
+        f"(Window {numbers[int(lanes.row[lane])]}, block at target position {position}, step {int(lanes.step[lane])}.)"
+    )

@@ -1,9 +1,9 @@
-"""Windows: what is given and what is scored. Ids only: no text, no torch.
+"""Windows: what is visible and what is scored. Ids only: no text, no torch.
 
 A row is laid out as
 
     | context | target      | tail        | suffix |
-      given     scored        [MASK]s       given
+      visible   scored        [MASK]s       visible
                               never revealed
 """
 
@@ -44,7 +44,7 @@ class Window:
 
     def __init__(self, context: Ids, target: Ids, suffix: Ids = (), tail: int = 0):
         if tail < 0:
-            raise DuelError(f"A window's tail is a number of [MASK] positions >= 0, not {tail}.")
+            raise DuelError(f"A window's tail is a number of [MASK] positions, at least 0; got {tail}.")
         parts = {"context": as_ids(context), "target": as_ids(target), "suffix": as_ids(suffix), "tail": tail}
         for name, value in parts.items():
             object.__setattr__(self, name, value)  # the dataclass is frozen
@@ -56,26 +56,26 @@ class Window:
 
 
 def target_capacity(max_length: int, context: Sequence[int] = (), suffix: Sequence[int] = ()) -> int:
-    """How many target positions fit beside the framing tokens of a row."""
+    """How many target positions fit into a row with these special tokens."""
     capacity = max_length - len(context) - len(suffix)
     if capacity < 1:
-        framing = len(context) + len(suffix)
+        special = len(context) + len(suffix)
         raise DuelError(
-            f"max_length={max_length} leaves no position for text beside {framing} framing tokens; raise it."
+            f"max_length={max_length} leaves no position for text after {special} special tokens; raise it."
         )
     return capacity
 
 
 def framed(prefix: Sequence[int], ids: Sequence[int], suffix: Sequence[int], bos: str = "given") -> Window:
-    """The row prefix | ids | suffix, under a convention of who is scored.
+    """The window of the row prefix | ids | suffix; `bos` says which of its positions are scored (a dot: context).
 
         row          [B] a b c [S]
-        given         .  a b c  .       framing is given ("none" is this too, with no framing)
-        scored       [B] a b c  .       the beginning is masked and in the target
-        official     [B] a b c  .       the authors' code: every position but the last, which is given
-        first             .  b c        no framing, and the first id is given: the authors' code for Llama3
+        given         .  a b c  .       special tokens are context (as with "none", which has none)
+        scored       [B] a b c  .       the BOS is masked, too, and part of the target
+        official     [B] a b c  .       the authors' code: every position but the last, which is context
+        first             .  b c        no special tokens, and the first id is context: the authors' code for Llama3
 
-    (with no suffix, official gives the last id of the text, which is then in no target).
+    With no suffix, official makes the last id of the text context, so it is in no target.
     """
     row = (*prefix, *ids, *suffix)
     if bos == "first":
@@ -88,16 +88,14 @@ def framed(prefix: Sequence[int], ids: Sequence[int], suffix: Sequence[int], bos
 
 
 def of_row(ids: Sequence[int], before: int, after: int, bos: str) -> Window:
-    """A row that is cut and framed already, with `before` and `after` framing tokens, under a convention.
+    """The window of a row that is cut already and has `before` and `after` special tokens (a dot: context).
 
-        row          [B] a b c [E]          without framing  a b c d
-        given         .  a b c [E]                           . b c d      the first id is given
-        official     [B] a b c  .                            a b c .      the authors' code: the last id is given
-        scored       [B] a b c [E]                           a b c d
-        none          a b c                                  a b c d      framing left out
-        first         . b c                                  . b c d      the same, the first id given
-
-    (a dot is given, the others are scored).
+    row          [B] a b c [E]          without special tokens  a b c d
+    given         .  a b c [E]                                  . b c d     the first id is context
+    official     [B] a b c  .                                   a b c .     the authors' code: the last id is context
+    scored       [B] a b c [E]                                  a b c d
+    none          a b c                                         a b c d     special tokens left out
+    first         . b c                                         . b c d     the same, and the first id is context
     """
     row = tuple(ids)
     if bos == "given":
@@ -118,8 +116,8 @@ def independent(
         ids          a b c d e f g h          max_length 5, prefix [C], suffix [S]
         rows         C a b c S | C d e f S | C g h S
 
-    Every id is in exactly one target (`bos="official"` and `"first"` drop one a row); the last window may be short; an
-    empty document has no window.
+    Every id is in exactly one target (`bos="official"` and `"first"` leave out one in each row). The last window may be
+    short. An empty document has no window.
     """
     capacity = target_capacity(max_length, prefix, suffix)
     return [framed(prefix, ids[start : start + capacity], suffix, bos) for start in range(0, len(ids), capacity)]
@@ -150,15 +148,15 @@ def conditional(
     framing: Sequence[int] = (),
     suffix: Sequence[int] = (),
 ) -> tuple[Window, int]:
-    """framing | context | target | suffix, the context cut from the left to fit; and how many ids were cut.
+    """special tokens | context | target | suffix, the context cut from the left to fit; and how many ids were cut.
 
-    Raises DuelError when the target alone is too long: a scored token is never dropped.
+    Raises DuelError if the target alone is too long: a scored token is never dropped.
     """
     capacity = target_capacity(max_length, framing, suffix)
     if len(target) > capacity:
         raise DuelError(
             f"A continuation of {len(target)} tokens does not fit a row of max_length={max_length} "
-            f"({capacity} positions beside framing tokens). Raise max_length if the network allows it, or shorten it."
+            f"({capacity} positions besides special tokens). Raise max_length if the network allows it, or shorten it."
         )
     cut = max(0, len(context) + len(target) - capacity)
     return Window((*framing, *context[cut:]), tuple(target), tuple(suffix)), cut

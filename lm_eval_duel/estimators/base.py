@@ -1,11 +1,11 @@
-"""What all estimators share: windows in, one score each out, as it is finished; equal windows are evaluated once.
+"""The base class of estimators: windows in, and a score for each as it is finished. Equal windows are evaluated once.
 
     for index, score in estimator.stream(windows): ...
 
-    estimator     which lanes                                        how log-probabilities combine
-    duel, exact   every block of every window (duel.py)              sum over picks
-    lattice       every block x every set of its hidden cells        max, mixture or mean over orders (lattice.py)
-    elbo          every span x random hidden sets                    weighted sum (elbo.py)
+    estimator    lanes                                        how log-probabilities combine
+    duel, ar     every block of every window (duel.py)        sum over picks
+    lattice      every set of hidden cells of every block     max, mixture or mean over orders (lattice.py)
+    elbo         random sets of hidden cells of every span    weighted sum (elbo.py)
 
 Shapes: N windows, L row length, R lanes, W block width.
 """
@@ -16,7 +16,7 @@ import abc
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import torch
 
@@ -31,24 +31,25 @@ from lm_eval_duel.engine.results import Accumulator, Counts, WindowScore
 from lm_eval_duel.engine.reveal import RevealLoop
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.estimators.checks import check_windows, resolve_block, resolve_grid
+from lm_eval_duel.estimators.registry import ESTIMATORS
 
-Finished = Iterator[tuple[int, WindowScore]]  # (index, score) of each window as it is finished
+IndexedScores: TypeAlias = Iterator[tuple[int, WindowScore]]  # (index, score) of each window as it is finished
 
 
 class Value(NamedTuple):
-    """One figure of a window under one estimator."""
+    """One value of a window under one estimator."""
 
     log_prob: float
-    stderr: float | None = None  # Monte Carlo error, nats
+    stderr: float | None = None  # Monte Carlo standard error, nats
     nfe: int | None = None  # rule steps
 
 
 @dataclasses.dataclass(frozen=True)
-class Opened:
-    """One group of windows with the truth known: every block starts from a known state."""
+class WindowGroup:
+    """Windows that are scored together. Their targets are known, so every block starts from a known state."""
 
     windows: list[Window]
-    numbers: list[int]  # of the windows, among all that are scored
+    numbers: list[int]  # the index of each window among all that are scored
     rows: Rows
     view: View
 
@@ -62,18 +63,16 @@ class Opened:
 
 
 class Estimator(abc.ABC):
-    """A denoiser, a block and a way to combine nats.
+    """A denoiser, a block, and a way to combine log-probabilities.
 
-    `batch_size`: rows of max_length in a network call (more where they are shorter); None: on a CPU 2048 tokens or one
-    row, on a GPU what fits, by trial; at most `max_batch_size`; halved where memory ends all the same. Neither changes
-    a number beyond float noise. `traced`: results carry confidence, margin and entropy of each token, too.
+    `batch_size`: rows of max_length in a network call (more if rows are shorter). None: on a CPU 2048 tokens or one
+    row; on a GPU as many as fit, found by trial, and at most `max_batch_size`. On out-of-memory the batch is halved.
+    Neither argument changes a number beyond float noise. `traced`: scores carry the confidence, margin and entropy of
+    each token, too.
     """
 
     name: str  # as in estimator=
-    decodes: bool = False  # `is_greedy` says what decoding would write
-    nothing: ClassVar[WindowScore] = WindowScore(
-        0.0, is_greedy=True, nfe=0, near_ties=0
-    )  # the score of an empty target
+    empty_score: ClassVar[WindowScore] = WindowScore(0.0, is_greedy=True, nfe=0, near_ties=0)  # of an empty target
 
     def __init__(
         self,
@@ -91,88 +90,97 @@ class Estimator(abc.ABC):
 
     @property
     def budget(self) -> Budget:
-        """What one network call may hold now."""
+        """How much one network call may hold at present."""
         return self._loop.budget
 
     @property
     def counts(self) -> Counts:
-        """What has been computed so far."""
+        """What this estimator has computed so far."""
         return self._loop.counts
 
     @counts.setter
     def counts(self, counts: Counts) -> None:
-        """Count together with another estimator."""
+        """Share the counts of another estimator."""
         self._loop.counts = counts
 
-    def one_by_one(self) -> None:
-        """Every network call holds one row."""
+    def use_single_rows(self) -> None:
+        """Evaluate one row in each network call."""
         self._loop.budget = Budget(1, 1)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether `is_greedy` says what decoding would write."""
+        return self.name in ESTIMATORS and ESTIMATORS[self.name].decodes
 
     def log_prob(self, windows: Sequence[Window]) -> list[WindowScore]:
         """The score of each window, in order."""
         scores = dict(self.stream(windows))
         return [scores[n] for n in range(len(windows))]
 
-    def stream(self, windows: Sequence[Window]) -> Finished:
+    def stream(self, windows: Sequence[Window]) -> IndexedScores:
         """(index, score) of each window as it is finished, in any order.
 
-        Equal windows are scored once, and so are equal rows of different ones. Raises DuelError at once, naming the
-        window, for one that cannot be scored.
+        Equal windows are scored once, and so are equal rows of different windows.
+
+        Raises:
+            DuelError: a window cannot be scored; raised before any is, and the message names it.
         """
         return self._stream(windows, self._score_group)
 
     @abc.abstractmethod
     def describe(self) -> dict[str, object]:
-        """What of this estimator defines a number, for the spec."""
+        """The entries of the spec that define this estimator's numbers."""
 
     @abc.abstractmethod
     def values(self, scored: WindowScore) -> dict[str, Value]:
-        """All that one result says, by name; the first is its `log_prob`."""
+        """All values of one score, by name; the first is its `log_prob`."""
 
     def blocks(self, window: Window) -> list[tuple[int, int]]:
         """(first column, width) of each block of a window."""
         return blocks(len(window.context), len(window.target), self.block, self.grid)
 
     @abc.abstractmethod
-    def _score_group(self, opened: Opened) -> Finished:
+    def _score_group(self, group: WindowGroup) -> IndexedScores:
         """Score one group of windows; (row, score) of each as it is finished."""
 
-    def _stream(self, windows: Sequence[Window], score_group: Callable[[Opened], Finished]) -> Finished:
+    def _stream(self, windows: Sequence[Window], score_group: Callable[[WindowGroup], IndexedScores]) -> IndexedScores:
         check_windows(self.denoiser, self.block, self.grid, windows)
         return self._finished(windows, score_group)
 
     @torch.inference_mode()
-    def _finished(self, windows: Sequence[Window], score_group: Callable[[Opened], Finished]) -> Finished:
+    def _finished(
+        self, windows: Sequence[Window], score_group: Callable[[WindowGroup], IndexedScores]
+    ) -> IndexedScores:
         equal: dict[Window, list[int]] = {}
         for n, window in enumerate(windows):
             equal.setdefault(window, []).append(n)
         for window, indices in equal.items():
             if not window.target:
-                yield from ((n, self.nothing) for n in indices)
+                yield from ((n, self.empty_score) for n in indices)
         unique = [indices[0] for indices in equal.values()]
         for group in self._groups([windows[n] for n in unique]):
             numbers = [unique[n] for n in group]
             opened = self._open([windows[n] for n in numbers], numbers)
-            for row, scored in score_group(opened):
-                self.counts.add(scored, len(opened.windows[row].target))
-                yield from ((n, scored) for n in equal[opened.windows[row]])
+            for row, score in score_group(opened):
+                self.counts.add(score, len(opened.windows[row].target))
+                yield from ((n, score) for n in equal[opened.windows[row]])
 
-    def _open(self, windows: list[Window], numbers: list[int]) -> Opened:
+    def _open(self, windows: list[Window], numbers: list[int]) -> WindowGroup:
         rows = Rows.of(windows, self.denoiser.device)
-        return Opened(windows, numbers, rows, self.denoiser.open(rows))
+        return WindowGroup(windows, numbers, rows, self.denoiser.open(rows))
 
-    def _evaluate(self, opened: Opened, states: Iterable[Lanes], results: Accumulator) -> Finished:
-        """Evaluate `states` once each, all of their hidden cells."""
+    def _evaluate(self, group: WindowGroup, states: Iterable[Lanes], results: Accumulator) -> IndexedScores:
+        """Evaluate each of the `states` once, at all of its hidden cells."""
         queue = Queue(states)
-        for finished in self._loop.run(opened.view, All(), queue, opened.targets, results, opened.numbers):
+        for finished in self._loop.run(group.view, EvaluateAll(), queue, group.targets, results, group.numbers):
             yield from results.take(finished)
 
     def _groups(self, windows: Sequence[Window]) -> list[list[int]]:
         return groups(windows, same_length=not self.denoiser.honours_padding)
 
-    def _places(self, opened: Opened) -> list[tuple[int, int, int]]:
+    def _places(self, group: WindowGroup) -> list[tuple[int, int, int]]:
         """(row, first column, width) of every block."""
-        return [(n, *place) for n, window in enumerate(opened.windows) for place in self.blocks(window)]
+        return [(n, *place) for n, window in enumerate(group.windows) for place in self.blocks(window)]
 
 
 def fresh(rows: Rows, places: list[tuple[int, int, int]]) -> Lanes:
@@ -181,8 +189,8 @@ def fresh(rows: Rows, places: list[tuple[int, int, int]]) -> Lanes:
 
 
 @dataclasses.dataclass(frozen=True)
-class All(rules.Rule):
-    """Everything hidden: a state that is evaluated once."""
+class EvaluateAll(rules.Rule):
+    """Picks every hidden cell, for states that are evaluated once."""
 
     name: ClassVar[str] = "all"
 

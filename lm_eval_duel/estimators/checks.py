@@ -1,4 +1,4 @@
-"""Which combinations of network, rule, block and window are a spec: everything else is refused in words."""
+"""Which combinations of network, rule, block and window are supported; all others are a DuelError."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _warned: weakref.WeakSet[Denoiser] = weakref.WeakSet()  # denoisers whose window
 
 
 def resolve_block(denoiser: Denoiser, block: int | str | None) -> int | None:
-    """The block in force: an int, None (the whole target), or for "auto" the trained or published one, or 32."""
+    """The block to use: an int, or None (the whole target); "auto" is the trained or published one, or else 32."""
     if denoiser.attention == "causal" and block in ("auto", 1):
         return 1
     if block == "auto":
@@ -35,17 +35,17 @@ def resolve_block(denoiser: Denoiser, block: int | str | None) -> int | None:
 
 
 def resolve_grid(denoiser: Denoiser, grid: str) -> str:
-    """The grid in force: "target" or "row"; for "auto" the one that the network needs."""
+    """The grid to use: "target" or "row"; "auto" is the one that the network needs."""
     if grid not in ("auto", "target", "row"):
         raise DuelError(f"grid is 'target', 'row' or 'auto'; got {grid!r}.")
-    causal = denoiser.attention == "block_causal"
-    if causal and grid == "target":
+    block_causal = denoiser.attention == "block_causal"
+    if block_causal and grid == "target":
         raise DuelError("A block-causal network counts its blocks from the row's first position; use grid=row or auto.")
-    return grid if grid != "auto" else "row" if causal else "target"
+    return grid if grid != "auto" else "row" if block_causal else "target"
 
 
 def check_rule(denoiser: Denoiser, rule: rules.Rule) -> None:
-    """Raise DuelError for a rule that this network cannot follow."""
+    """Raise DuelError for a rule that this network does not support."""
     if denoiser.attention == "causal" and not isinstance(rule, rules.LeftToRight):
         raise DuelError(f"A causal network reveals left to right only; use rule=left_to_right, not {rule}.")
 
@@ -53,7 +53,7 @@ def check_rule(denoiser: Denoiser, rule: rules.Rule) -> None:
 def check_windows(
     denoiser: Denoiser, block: int | None, grid: str, windows: Sequence[Window], generating: bool = False
 ) -> None:
-    """Raise DuelError, naming the window, for one that this spec cannot score (or generate)."""
+    """Raise DuelError, naming the window, for one that cannot be scored (or generated)."""
     unscorable = set(denoiser.excluded.nonzero()[:, 0].tolist()) - {denoiser.mask_id}
     for n, window in enumerate(windows):
         target = () if generating else window.target
@@ -61,7 +61,7 @@ def check_windows(
             raise DuelError(f"Window {n} {problem}", n)
         if not unscorable.isdisjoint(target):
             wrong = next(token for token in target if token in unscorable)
-            raise DuelError(f"Window {n} holds id {wrong}, which is not a token of the vocabulary (padding).", n)
+            raise DuelError(f"Window {n} holds id {wrong}, which is padding and not a token of the vocabulary.", n)
     _warn_without_special_tokens(denoiser, windows)
 
 
@@ -76,9 +76,9 @@ def _warn_without_special_tokens(denoiser: Denoiser, windows: Sequence[Window]) 
     before, after = denoiser.special_tokens
     suffix = f", suffix={after}" if after else ""
     log.warning(
-        "Window %d has no context, but this network expects special tokens before a text (%s): without them its values "
-        "are of another distribution than those of the harness. Score Window(context=%s, target=ids%s); to score "
-        "without them on purpose, load the denoiser with bos='none'. (Warned once per denoiser.)",
+        "Window %d has no context, but this network expects special tokens before a text (%s). Without them, values "
+        "differ from those of the harness. Score Window(context=%s, target=ids%s); to score without them on purpose, "
+        "load the denoiser with bos='none'. (Warned once per denoiser.)",
         n,
         f"ids {', '.join(map(str, before))}" if before else "a BOS; its checkpoint has no tokenizer that names it",
         before or "(bos,)",
@@ -87,7 +87,7 @@ def _warn_without_special_tokens(denoiser: Denoiser, windows: Sequence[Window]) 
 
 
 def _problem(denoiser: Denoiser, block: int | None, grid: str, window: Window, ids: tuple[int, ...]) -> str | None:
-    """What is wrong with a window whose known ids are `ids`, if anything."""
+    """What is wrong with a window whose ids are `ids`, if anything."""
     if window.length > denoiser.max_length:
         return (
             f"has {window.length} positions but the network holds {denoiser.max_length}; "
@@ -95,31 +95,31 @@ def _problem(denoiser: Denoiser, block: int | None, grid: str, window: Window, i
         )
     if denoiser.needs_visible and window.target and not (window.context or window.suffix):
         return (
-            "shows no token at its first step, and this network scales its input by the share of visible tokens: for "
-            "none it divides 0 by 0. Keep the tokenizer's special tokens (leave bos=none out), or give a context."
+            "shows no token at its first step, and this network scales its input by the share of visible tokens: with "
+            "none it divides 0 by 0. Keep the tokenizer's special tokens (leave bos=none out), or pass a context."
         )
     if window.target and len(window.context) < denoiser.shift:
-        return "needs a given first token: this network predicts a token from the one before. Use bos=given."
+        return "needs a context: this network predicts each token from the one before it. Use bos=given."
     if ids and not (min(ids) >= 0 and max(ids) < denoiser.vocab_size):
         wrong = next(token for token in ids if not 0 <= token < denoiser.vocab_size)
         return f"holds id {wrong}; the network's ids are 0 to {denoiser.vocab_size - 1}."
     if denoiser.mask_id in ids:
-        return f"holds the mask token (id {denoiser.mask_id}), which cannot be given or scored."
+        return f"holds the mask token (id {denoiser.mask_id}), which can be neither context nor target."
     if window.suffix and window.target and denoiser.attention == "causal":
-        return "has given ids after its target, which a causal network never sees. Leave them out of the suffix."
+        return "has a suffix, which a causal network never sees. Leave it out."
     if window.suffix and denoiser.block and denoiser.attention == "block_causal" and window.target:
         end = len(window.context) + len(window.target)
         border = end + -end % denoiser.block
         if window.length > border:
             return (
-                f"has given ids up to position {window.length - 1}, but its last target block ends at {border - 1}: "
-                "this network never sees a later block. Leave those ids out of the suffix."
+                f"has a suffix up to position {window.length - 1}, but its last target block ends at {border - 1}, and "
+                "this network never sees a later block. Leave out the ids after it."
             )
     if window.tail:
         end = len(window.target) + (len(window.context) if grid == "row" else 0)
         if block is None or end % block:
             return (
                 f"has a tail, so its target must end on a block border: {len(window.target)} target positions with "
-                f"block {block} do not. Off a border the value is no probability."
+                f"block {block} do not. Off a border the value is not a probability."
             )
     return None

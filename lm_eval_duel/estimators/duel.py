@@ -2,9 +2,9 @@
 
     log p(x) = sum over steps t, over positions l picked at t, of log P_l[x_l]
 
-One reveal loop serves both (reveal.py): only the choice of tokens (choose.py) and what follows a finished block differ.
-With the targets known every block starts from a known state, so all blocks of all windows are lanes of one queue; when
-sampling, a row's next lane enters as its last one finishes.
+One reveal loop serves both (engine/reveal.py). They differ in the choice of tokens (engine/choose.py) and in what
+follows a finished block. With the targets known every block starts from a known state, so all blocks of all windows are
+lanes of one queue. When sampling, a row's next lane enters when its last one finishes.
 
 Shapes: N windows, L row length, R lanes, W block width.
 """
@@ -16,7 +16,7 @@ import dataclasses
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 
@@ -29,23 +29,25 @@ from lm_eval_duel.engine.results import Sample, SampleAccumulator, ScoreAccumula
 from lm_eval_duel.engine.reveal import RevealLoop, decide
 from lm_eval_duel.engine.windows import Ids, Window, as_ids
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.base import Estimator, Finished, Opened, Value, fresh
+from lm_eval_duel.estimators.base import Estimator, IndexedScores, Value, WindowGroup, fresh
 from lm_eval_duel.estimators.checks import check_rule, check_windows
 
-Stop = Callable[[int, tuple[int, ...]], bool]  # (index, tokens so far) -> draw no further block
+Stop: TypeAlias = Callable[[int, tuple[int, ...]], bool]  # (index, tokens so far) -> whether to stop here
 
 
 class Duel(Estimator):
-    """A denoiser, an unmasking rule and a block: one spec, to score (`log_prob`, Algorithm 2) and to sample.
+    """A denoiser, an unmasking rule and a block: one distribution, to score (`log_prob`, Algorithm 2) and to sample.
 
-    `block`: positions finished before the next ones; None: the whole target; "auto": the trained block, else the
-    published one, else 32. `grid`: "target" (blocks count from the first target position), "row" (from the row's
-    first), "auto" (row for block-causal networks). `batch_size`, `max_batch_size`, `traced`: see `Estimator`.
+    `block`: how many positions are finished before the next ones; None: the whole target; "auto": the trained block,
+    else the published one, else 32. `grid`: "target" (blocks count from the first target position), "row" (from the
+    row's first position), or "auto" (row for block-causal networks). `batch_size`, `max_batch_size`, `traced`: see
+    `Estimator`.
 
-    Raises DuelError for a combination that is no spec of this network.
+    Raises:
+        DuelError: this network does not support the rule, block or grid.
     """
 
-    name, decodes = "duel", True
+    name = "duel"
 
     def __init__(
         self,
@@ -68,17 +70,19 @@ class Duel(Estimator):
         return {self.name: Value(scored.log_prob, nfe=scored.nfe)}
 
     def under(self, denoiser: Denoiser) -> Duel:
-        """The same rule and block on a wrapped network of the same kind; what is computed is counted here."""
+        """The same rule and block on a wrapped network of the same kind, with shared counts."""
         twin = copy.copy(self)
         twin.denoiser, twin._loop = denoiser, RevealLoop(denoiser, self.budget)
         twin.counts = self.counts
         return twin
 
     def replay(self, windows: Sequence[Window], steps: Sequence[Ids]) -> list[WindowScore]:
-        """The score of a recorded order, `steps` as `WindowScore.reveal_steps`. A diagnostic: a likelihood
-        only if a rule made them."""
+        """The score of recorded orders, given as `WindowScore.reveal_steps`.
+
+        A diagnostic: the result is a likelihood only if a rule produced the order.
+        """
         if len(windows) != len(steps):
-            raise DuelError(f"replay wants the steps of each window: {len(windows)} windows, {len(steps)} orders.")
+            raise DuelError(f"replay needs the steps of each window; got {len(windows)} windows, {len(steps)} orders.")
         results: list[WindowScore] = []
         for n, (window, order) in enumerate(zip(windows, map(as_ids, steps), strict=True)):
             context = len(window.context)
@@ -114,47 +118,49 @@ class Duel(Estimator):
         """(index, sample) of each context as it is finished.
 
         A draw depends on (`seed`, key, position) only; `keys` defaults to the index of each context.
-        `do_sample=False`: the most probable token at every pick. `stop(index, tokens)` is asked after each finished
-        block: if it is true no further block is drawn, and the sample's `tail` is what is left.
+        `do_sample=False`: the most probable token at every pick. `stop(index, tokens)` is called after each finished
+        block: if it returns true, no further block is drawn, and the sample's `tail` counts the positions left.
         """
         if keys is not None and len(keys) != len(contexts):
-            raise DuelError(f"sample wants a key for each context: {len(contexts)} contexts, {len(keys)} keys.")
+            raise DuelError(f"sample needs a key for each context; got {len(contexts)} contexts, {len(keys)} keys.")
         prompts = as_windows(contexts, length, suffix, tail)
         check_windows(self.denoiser, self.block, self.grid, prompts, generating=True)
         keys = range(len(contexts)) if keys is None else keys
 
-        def choose(group: list[int]) -> Choose:
-            return Draws([keys[n] for n in group], seed, self.denoiser.device) if do_sample else Argmax()
+        def choose(numbers: list[int]) -> Choose:
+            return Draws([keys[n] for n in numbers], seed, self.denoiser.device) if do_sample else Argmax()
 
         return self._samples(prompts, choose, stop)
 
     # ------------------------------------------------------------ which lanes
 
-    def _score_group(self, opened: Opened) -> Finished:
-        return self._follow(opened, self.rule)
+    def _score_group(self, group: WindowGroup) -> IndexedScores:
+        return self._follow(group, self.rule)
 
-    def _follow(self, opened: Opened, rule: rules.Rule) -> Finished:
+    def _follow(self, group: WindowGroup, rule: rules.Rule) -> IndexedScores:
         """Every block of every window at once, under `rule`."""
-        results = ScoreAccumulator(opened.rows, self.traced)
+        results = ScoreAccumulator(group.rows, self.traced)
         if rule.fixed:
-            yield from self._evaluate(opened, self._steps(opened, rule), results)
+            yield from self._evaluate(group, self._steps(group, rule), results)
             return
-        queue = Queue([opened.fresh(self._places(opened))])
-        for finished in self._loop.run(opened.view, rule, queue, opened.targets, results, opened.numbers):
+        queue = Queue([group.fresh(self._places(group))])
+        for finished in self._loop.run(group.view, rule, queue, group.targets, results, group.numbers):
             yield from results.take(finished)
 
-    def _steps(self, opened: Opened, rule: rules.Rule) -> Iterator[Lanes]:
-        """Every state of a fixed order, a batch of blocks after the other; only its picks are hidden in a state,
-        and cells that are neither hidden nor revealed show [MASK]."""
-        places, done = self._places(opened), 0
+    def _steps(self, group: WindowGroup, rule: rules.Rule) -> Iterator[Lanes]:
+        """Every state of a fixed order, one batch of blocks after the other.
+
+        Only the picks are hidden in a state; cells that are neither hidden nor revealed show [MASK].
+        """
+        places, done = self._places(group), 0
         while done < len(places):
-            count = self._loop.fits(opened.view, rule, opened.fresh(places[done : done + 1]))
-            lanes, done = opened.fresh(places[done : done + count]), done + count
+            count = self._loop.fits(group.view, rule, group.fresh(places[done : done + 1]))
+            lanes, done = group.fresh(places[done : done + count]), done + count
             while len(lanes):
-                decision = decide(rule, None, lanes, opened.numbers)
+                decision = decide(rule, None, lanes, group.numbers)
                 pick = decision.pick  # (R, W)
                 yield dataclasses.replace(lanes, hidden=pick, memory=())
-                lanes = lanes.reveal(pick, opened.targets.of(lanes), decision.memory)
+                lanes = lanes.reveal(pick, group.targets.of(lanes), decision.memory)
                 lanes = lanes.select(lanes.hidden.any(1))
 
     @torch.inference_mode()
@@ -163,17 +169,17 @@ class Duel(Estimator):
     ) -> Iterator[tuple[int, Sample]]:
         for n, prompt in enumerate(prompts):
             if not prompt.target:
-                yield n, Sample.of(self.nothing, (), prompt.tail)
-        for group in self._groups(prompts):
-            yield from self._sample_group([prompts[n] for n in group], group, choose(group), stop)
+                yield n, Sample.of(self.empty_score, (), prompt.tail)
+        for numbers in self._groups(prompts):
+            yield from self._sample_group([prompts[n] for n in numbers], numbers, choose(numbers), stop)
 
     def _sample_group(
         self, prompts: list[Window], numbers: list[int], choose: Choose, stop: Stop | None
     ) -> Iterator[tuple[int, Sample]]:
-        """One lane a row: a finished block is committed, and the row's next block enters."""
+        """One lane for each row: a finished block is committed, and the row's next block enters."""
         rows = Rows.of(prompts, self.denoiser.device)
         view, results = self.denoiser.open(rows, generating=True), SampleAccumulator(rows, prompts, self.traced)
-        blocks = [deque(self.blocks(prompt)) for prompt in prompts]  # to come, of each row
+        blocks = [deque(self.blocks(prompt)) for prompt in prompts]  # of each row, those not started
         queue = Queue([fresh(rows, [(n, *left.popleft()) for n, left in enumerate(blocks)])])
         for finished in self._loop.run(view, self.rule, queue, choose, results, numbers):
             view.commit(finished)
@@ -187,22 +193,23 @@ class Duel(Estimator):
                     following.append((n, *blocks[n].popleft()))
             if following:
                 queue.put_first(fresh(rows, following))
-            for n, drawn in results.take(finished):
-                self.counts.add(drawn, len(drawn.tokens))
-                yield numbers[n], drawn
+            for n, sample in results.take(finished):
+                self.counts.add(sample, len(sample.tokens))
+                yield numbers[n], sample
 
 
 def as_windows(contexts: Sequence[Ids], length: int, suffix: Ids, tail: int) -> list[Window]:
-    """What is to be generated, as windows."""
+    """The rows to generate, as windows whose targets are placeholders."""
     if length < 0:
-        raise DuelError(f"length is a number of tokens to generate, not {length}.")
+        raise DuelError(f"length is the number of tokens to generate, at least 0; got {length}.")
     return [Window(context, (0,) * length, suffix, tail) for context in contexts]
 
 
 class Autoregressive(Duel):
-    """The chain rule of an autoregressive network: the same windows, one forward each.
+    """The chain rule of an autoregressive network: the same windows, with one forward for each.
 
-    Raises DuelError for a network that is not autoregressive.
+    Raises:
+        DuelError: the network is not autoregressive.
     """
 
     name = "ar"

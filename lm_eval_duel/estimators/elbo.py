@@ -1,17 +1,17 @@
 """The Monte Carlo ELBO: a lower bound of log p under uniformly random unmasking, with its standard error.
 
-A draw hides random cells of every span of a window (the whole target, or each block) and weighs their log-probs:
+A draw hides random cells of every span of a window (the whole target, or each block) and weights their log-probs:
 
     form            hides                                  weight        from
     count           l cells, l uniform in 1..m             m / l         LLaDA (Nie et al. 2025)
     ratio           each cell with probability t           1 / t         MDLM, BD3-LM; t uniform in (eps, 1)
     score_entropy   each cell with probability (1 - e) t   sigma'(t)     SEDD (Lou et al. 2024), its own loss; e = 1e-3
 
-m is the number of cells of the span. Draws are stratified in t (or l) inside a replicate, at spans side by side too:
-t = frac(shift + draw / draws + span phi), phi the golden ratio. Replicates have independent shifts, so their spread is
-the standard error. (The weights 1 / t have no finite variance: of ratios the error is an underestimate where no draw
-had a small t. Counts have no such tail.) All random numbers are functions of (seed, ids of the window): not of batch
-size, order or rank.
+m is the number of cells of the span. Draws are stratified in t (or l) within a replicate, also across the spans of a
+window: t = frac(shift + draw / draws + span phi), with phi the golden ratio. Replicates have independent shifts, so
+their spread gives the standard error. (The weights 1 / t have no finite variance: for ratios the error is an
+underestimate if no draw had a small t. Counts have no such tail.) All random numbers are functions of the seed and the
+window's ids, so results do not depend on batch size, order or rank.
 
 Shapes: N windows, L row length, R lanes, W span width, S replicates.
 """
@@ -34,15 +34,15 @@ from lm_eval_duel.engine.lanes import Lanes, Rows
 from lm_eval_duel.engine.results import WindowScore
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError, unknown
-from lm_eval_duel.estimators.base import All, Estimator, Finished, Opened, Value
+from lm_eval_duel.estimators.base import Estimator, EvaluateAll, IndexedScores, Value, WindowGroup
 from lm_eval_duel.estimators.registry import ELBO_FORMS
 from lm_eval_duel.hashing import hashed, uniform
 from lm_eval_duel.rules import Decision, rank
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
-REPLICATES = 8  # at least, for a standard error
-FEW = 12  # cells of a span: draws of so few are equal often enough to look for equal ones among all of them
+REPLICATES = 8  # the fewest for a standard error
+FEW = 12  # up to so many cells in a span, draws are often equal: equal ones are merged over all draws of the span
 GOLDEN = (math.sqrt(5) - 1) / 2
 CELLS, SHIFT = 1, 2  # keys of the random numbers: which cells a draw hides, a replicate's shift
 LAST = torch.iinfo(torch.int64).max
@@ -50,24 +50,25 @@ LAST = torch.iinfo(torch.int64).max
 
 @dataclasses.dataclass(frozen=True)
 class ElboScore(WindowScore):
-    """One window's bound. `nats` are each position's share; there are no steps, and nothing is decoded."""
+    """One window's bound. `token_logprobs` are each position's share; there are no reveal steps."""
 
-    stderr: float | None = None  # Monte Carlo error of `log_prob`, nats; None: too few draws to know
+    stderr: float | None = None  # Monte Carlo standard error of `log_prob`, nats; None: too few draws
 
 
 class Elbo(Estimator):
     """A Monte Carlo estimate of the ELBO of each window, in nats.
 
-    `block`: the spans: None, the whole target; a number, one block with the truth before it and [MASK] after it;
+    `block`: the spans. None: the whole target; a number: one block, with the targets before it and [MASK] after it;
     "auto": the trained block of a block-causal network, else None. `form`: "count", "ratio", "score_entropy" (SEDD
-    only, whole target only), or "auto": SEDD's own where the network is SEDD, else "count". `eps`: the least t. Above 0
-    the estimate is no bound any more. Other arguments as in `Estimator`.
+    only, whole target only), or "auto": score_entropy for SEDD, else count. `samples`: draws of each window. `eps`: the
+    least t; above 0 the estimate is not a bound. Other arguments as in `Estimator`.
 
-    Raises DuelError for a network that has no such bound.
+    Raises:
+        DuelError: the network has no such bound, or an argument is out of range.
     """
 
     name = "elbo"
-    nothing = ElboScore(0.0, stderr=0.0)
+    empty_score = ElboScore(0.0, stderr=0.0)
 
     def __init__(
         self,
@@ -89,22 +90,22 @@ class Elbo(Estimator):
         self.form = resolve_form(denoiser, form, block)
         if samples < 1 or not 0 <= eps < 1 or (eps and self.form == "count"):
             raise DuelError(
-                "The ELBO wants at least one draw, and a least t from 0 to below 1 that is 0 for form=count; got "
+                "The ELBO needs at least one draw, and an eps from 0 to below 1, which is 0 for form=count; got "
                 f"samples={samples}, eps={eps}, form={self.form}."
             )
         self.samples, self.eps, self.seed = samples, eps, seed
         self.replicates = replicates(samples)
         if samples < REPLICATES:
             log.warning(
-                "mc_samples=%d is less than %d: there is no Monte Carlo error (stderr is null), only the error over "
-                "windows (window_stderr)",
+                "mc_samples=%d is less than %d, too few for a Monte Carlo standard error: stderr is null, and only the "
+                "error over windows (window_stderr) is known",
                 samples,
                 REPLICATES,
             )
         super().__init__(denoiser, block, grid, batch_size, max_batch_size, traced)
 
     def describe(self) -> dict[str, object]:
-        spec = {"grid": self.grid} if self.block else {}  # of a whole target there is one
+        spec = {"grid": self.grid} if self.block else {}  # for a whole target all grids are equal
         if self.form == "score_entropy":
             spec["sigma"] = "that of each draw"
         return {
@@ -120,48 +121,50 @@ class Elbo(Estimator):
     def values(self, scored: ElboScore) -> dict[str, Value]:
         return {self.name: Value(scored.log_prob, scored.stderr)}
 
-    def _open(self, windows: list[Window], numbers: list[int]) -> Opened:
+    def _open(self, windows: list[Window], numbers: list[int]) -> WindowGroup:
         if self.form != "score_entropy":
             return super()._open(windows, numbers)
         rows = Rows.of(windows, self.denoiser.device)
-        return Opened(windows, numbers, rows, self.denoiser.open_at(rows, lambda lanes: lanes.memory[1][:, 0]))
+        return WindowGroup(windows, numbers, rows, self.denoiser.open_at(rows, lambda lanes: lanes.memory[1][:, 0]))
 
-    def _score_group(self, opened: Opened) -> Finished:
-        sums = ElboAccumulator(opened, self)
-        yield from self._evaluate(opened, self._draws(opened, sums), sums)
-        yield from sums.rest()
+    def _score_group(self, group: WindowGroup) -> IndexedScores:
+        results = ElboAccumulator(group, self)
+        yield from self._evaluate(group, self._draws(group, results), results)
+        yield from results.rest()
 
-    def _draws(self, opened: Opened, sums: ElboAccumulator) -> Iterator[Lanes]:
-        """Every draw of every span; equal ones of a span once, with their weights added up."""
-        key = torch.tensor([_key(window) for window in opened.windows], device=opened.rows.ids.device)  # (N,)
-        places = self._places(opened)
-        nth = [n for window in opened.windows for n in range(len(self.blocks(window)))]  # each place's number in a row
+    def _draws(self, group: WindowGroup, results: ElboAccumulator) -> Iterator[Lanes]:
+        """Every draw of every span; equal draws of a span once, with the sum of their weights."""
+        key = torch.tensor([_key(window) for window in group.windows], device=group.rows.ids.device)  # (N,)
+        places = self._places(group)
+        nth = [n for window in group.windows for n in range(len(self.blocks(window)))]  # each place's number in a row
         done = 0
         while done < len(places):
-            room = self._loop.fits(opened.view, All(), opened.fresh(places[done : done + 1]))
+            room = self._loop.fits(group.view, EvaluateAll(), group.fresh(places[done : done + 1]))
             count = max(1, room // self.samples)
-            spans = opened.fresh(places[done : done + count])
+            spans = group.fresh(places[done : done + count])
             nths = torch.tensor(nth[done : done + count], device=key.device)  # (r,)
             few = spans.hidden.shape[1] <= FEW
             for draws in torch.arange(self.samples, device=key.device).split(self.samples if few else room):
                 place = torch.arange(len(spans), device=key.device).repeat_interleave(len(draws))  # (R,)
                 draw = draws.repeat(len(spans))  # (R,)
-                drawn = self._hide(opened, spans.select(place), key, nths[place], draw)
+                drawn = self._hide(group, spans.select(place), key, nths[place], draw)
                 lanes = self._merged(drawn, place, draw)
-                sums.skip(spans.row, len(draws), lanes.row)
+                results.skip(spans.row, len(draws), lanes.row)
                 if len(lanes):
                     yield lanes
             done += count
 
-    def _hide(self, opened: Opened, lanes: Lanes, key: torch.Tensor, span: torch.Tensor, draw: torch.Tensor) -> Lanes:
-        """The lanes with the cells of `draw` (R,) hidden and the truth at the others.
+    def _hide(
+        self, group: WindowGroup, lanes: Lanes, key: torch.Tensor, span: torch.Tensor, draw: torch.Tensor
+    ) -> Lanes:
+        """The lanes with the cells of `draw` (R,) hidden and the targets at the others.
 
-        Their memory: the weight of each cell, and SEDD's noise level.
+        Their memory is the weight of each cell, and SEDD's noise level.
         """
-        replicate, each = draw % self.replicates, self.samples // self.replicates  # (R,)
+        replicate, strata = draw % self.replicates, self.samples // self.replicates  # (R,)
         key = key[lanes.row]  # (R,)
         shift = uniform(key, self.seed, SHIFT, replicate)  # (R,)
-        t = (shift + (draw // self.replicates).double() / each + span.double() * GOLDEN) % 1  # (R,)
+        t = (shift + (draw // self.replicates).double() / strata + span.double() * GOLDEN) % 1  # (R,)
         keys = key[:, None], self.seed, CELLS, draw[:, None], lanes.columns - lanes.origin[:, None]  # (R, W)
         level = ()
         if self.form == "count":
@@ -177,11 +180,13 @@ class Elbo(Estimator):
                 chance, weight = -torch.expm1(-level[0]), torch.expm1(level[0]) / t
             hidden = lanes.hidden & (uniform(*keys) < chance[:, None])  # (R, W)
         memory = tuple(plane[:, None].expand_as(hidden) for plane in (weight, *level))
-        return dataclasses.replace(opened.targets.hide(lanes, hidden), memory=memory)
+        return dataclasses.replace(group.targets.hide(lanes, hidden), memory=memory)
 
     def _merged(self, lanes: Lanes, place: torch.Tensor, draw: torch.Tensor) -> Lanes:
-        """The draws that hide something, equal ones of a span `place` (R,) once; the weight becomes (R, W, S), by
-        replicate. Draws of one noise level each are all different."""
+        """The draws that hide something, equal ones of a span `place` (R,) once.
+
+        Their weight becomes (R, W, S), by replicate. Draws with a noise level of their own are all different.
+        """
         weight, *level = lanes.memory  # (R, W) each
         first, number = distinct(place, lanes.hidden, draw) if level else distinct(place, lanes.hidden)
         weights = weight.new_zeros(len(first), self.replicates)  # (r, S)
@@ -193,20 +198,22 @@ class Elbo(Estimator):
 
 
 class ElboAccumulator:
-    """The draws of one group of windows added up, on the network's device, in float64."""
+    """The sums over draws of one group of windows, on the network's device, in float64."""
 
-    def __init__(self, opened: Opened, elbo: Elbo):
-        count, length = opened.rows.ids.shape
-        device = opened.rows.ids.device
-        self.windows, self.elbo, self.length = opened.windows, elbo, length
-        # (N, L + 1 + S): the nats of each column, and of each replicate
-        self.nats = torch.zeros(count, length + 1 + elbo.replicates, dtype=torch.float64, device=device)
-        spans = torch.tensor([len(elbo.blocks(window)) for window in opened.windows], device=device)  # (N,)
-        self.waiting = spans * elbo.samples  # (N,) draws to come
+    def __init__(self, group: WindowGroup, elbo: Elbo):
+        count, length = group.rows.ids.shape
+        device = group.rows.ids.device
+        self.windows, self.elbo, self.length = group.windows, elbo, length
+        # (N, L + 1 + S): of each column, and of each replicate
+        self.log_probs = torch.zeros(count, length + 1 + elbo.replicates, dtype=torch.float64, device=device)
+        spans = torch.tensor([len(elbo.blocks(window)) for window in group.windows], device=device)  # (N,)
+        self.waiting = spans * elbo.samples  # (N,) draws that are missing
 
     def skip(self, rows: torch.Tensor, samples: int, kept: torch.Tensor) -> None:
-        """Of `samples` draws of each span in `rows`, those in `kept` need the network: others equal them or hide
-        nothing."""
+        """Of `samples` draws of each span in `rows`, only those in `kept` need the network.
+
+        The others equal one of them, or hide nothing.
+        """
         self.waiting.index_add_(0, rows, torch.full_like(rows, -samples))
         self.waiting.index_add_(0, kept, torch.ones_like(kept))
 
@@ -218,46 +225,46 @@ class ElboAccumulator:
         tokens: torch.Tensor,
         log_prob: torch.Tensor,
     ) -> None:
-        """Add the weighted nats (R, W) of the draws in `lanes`."""
+        """Add the weighted log-probs (R, W) of the draws in `lanes`."""
         weight, *level = lanes.memory  # (R, W, S), (R, W)
         if level:
             log_prob = -score_entropy(level[0], log_prob, predictions.log_sum, self.elbo.denoiser.vocab_size - 1)
-        nats = torch.where(lanes.hidden, log_prob, 0.0)  # (R, W)
-        of_draw = nats.sum(1, keepdim=True)  # (R, 1)
-        # a replicate that did not draw these cells has weight 0, and nats may be infinite
+        log_prob = torch.where(lanes.hidden, log_prob, 0.0)  # (R, W)
+        of_draw = log_prob.sum(1, keepdim=True)  # (R, 1)
+        # a replicate that did not draw these cells has weight 0, and log-probs may be infinite
         of_draw = torch.where(weight[:, 0] > 0, of_draw * weight[:, 0], 0.0)  # (R, S)
         column = torch.where(lanes.hidden, lanes.columns, self.length)  # (R, W)
-        replicate = torch.arange(self.length + 1, self.nats.shape[1], device=column.device)  # (S,)
+        replicate = torch.arange(self.length + 1, self.log_probs.shape[1], device=column.device)  # (S,)
         column = torch.cat([column, replicate.expand(len(column), -1)], 1)  # (R, W + S)
-        values = torch.cat([nats * weight.sum(2), of_draw], 1)  # (R, W + S)
-        row, less = lanes.row[:, None].expand_as(column), -torch.ones_like(lanes.row)  # (R, W + S), (R,)
-        # if memory ends before here, nothing has been added yet
-        self.nats.index_put_((row, column), values, accumulate=True)
-        self.waiting.index_add_(0, lanes.row, less)
+        values = torch.cat([log_prob * weight.sum(2), of_draw], 1)  # (R, W + S)
+        row, done = lanes.row[:, None].expand_as(column), -torch.ones_like(lanes.row)  # (R, W + S), (R,)
+        # on out-of-memory before this line, nothing has been added yet
+        self.log_probs.index_put_((row, column), values, accumulate=True)
+        self.waiting.index_add_(0, lanes.row, done)
 
-    def take(self, finished: Lanes) -> Finished:
-        """(row, bound) of the windows that have no draw left."""
+    def take(self, finished: Lanes) -> IndexedScores:
+        """(row, bound) of the windows that miss no draw."""
         rows = finished.row.unique()  # (n,)
         return self._bounds(rows[self.waiting[rows] == 0].tolist())
 
-    def rest(self) -> Finished:
+    def rest(self) -> IndexedScores:
         """The windows that have not been taken: their last draws had nothing hidden."""
         return self._bounds((self.waiting == 0).nonzero()[:, 0].tolist())
 
-    def _bounds(self, rows: list[int]) -> Finished:
+    def _bounds(self, rows: list[int]) -> IndexedScores:
         if not rows:
             return
-        nats, means = self.nats[rows].cpu().tensor_split([self.length + 1], dim=1)
-        nats, means = nats / self.elbo.samples, means / (self.elbo.samples // self.elbo.replicates)  # (n, S)
+        shares, means = self.log_probs[rows].cpu().tensor_split([self.length + 1], dim=1)
+        shares, means = shares / self.elbo.samples, means / (self.elbo.samples // self.elbo.replicates)  # (n, S)
         self.waiting[rows] = -1  # taken
         for n, row in enumerate(rows):
             start, count = len(self.windows[row].context), len(self.windows[row].target)
-            known = self.elbo.replicates > 1
-            error = float(means[n].std() / math.sqrt(self.elbo.replicates)) if known else math.nan
+            enough = self.elbo.replicates > 1
+            error = float(means[n].std() / math.sqrt(self.elbo.replicates)) if enough else math.nan
             bound = ElboScore(
                 log_prob=float(means[n].mean()),
-                token_logprobs=tuple(nats[n, start : start + count].tolist()),
-                stderr=error if math.isfinite(error) else None,  # nor of infinite nats
+                token_logprobs=tuple(shares[n, start : start + count].tolist()),
+                stderr=error if math.isfinite(error) else None,  # of infinite log-probs neither
             )
             yield row, bound
 
@@ -268,7 +275,7 @@ def score_entropy(sigma: torch.Tensor, log_prob: torch.Tensor, log_sum: torch.Te
 
         sum_v s_v - r log s_x + r (log r - 1),   s_v = exp(logit_v) / (expm1(sigma) n),   r = 1 / expm1(sigma)
 
-    `sigma`, `log_prob` (of the truth x), `log_sum`: (R, W); `tokens`: n, the size of the vocabulary.
+    `sigma`, `log_prob` (of the target x), `log_sum`: (R, W); `tokens`: n, the size of the vocabulary.
     """
     log_r = -torch.expm1(sigma).log()  # (R, W)
     total = log_sum + log_r - math.log(tokens)  # (R, W) log of the sum of scores
@@ -276,22 +283,22 @@ def score_entropy(sigma: torch.Tensor, log_prob: torch.Tensor, log_sum: torch.Te
 
 
 def replicates(samples: int) -> int:
-    """Into how many replicates of equal size draws are parted: 16 or a little more, at least 8, or 1 if too few."""
+    """The number of replicates of equal size: 16 or a little more, at least 8, or 1 if there are too few draws."""
     least = min(2 * REPLICATES, samples)
     return next(count for count in range(least, samples + 1) if samples % count == 0) if samples >= REPLICATES else 1
 
 
 def resolve_form(denoiser: Denoiser, form: str, block: int | None) -> str:
-    """The form in force; for "auto" SEDD's own over a whole target, else by counts.
+    """The form to use; "auto" is score_entropy for SEDD over a whole target, else count.
 
-    Raises DuelError for SEDD's own where it is not defined.
+    Raises DuelError for score_entropy if it is not defined.
     """
     if form not in ("auto", *ELBO_FORMS):
         raise unknown("value of elbo_form", form, ELBO_FORMS)
-    own = isinstance(denoiser, SEDD)
+    sedd = isinstance(denoiser, SEDD)
     if form == "auto":
-        return "score_entropy" if own and block is None else "count"
-    if form == "score_entropy" and not own:
+        return "score_entropy" if sedd and block is None else "count"
+    if form == "score_entropy" and not sedd:
         raise DuelError("elbo_form=score_entropy is SEDD's own loss and this network is not SEDD; use count or ratio.")
     if form == "score_entropy" and block is not None:
         raise DuelError("elbo_form=score_entropy hides cells of the whole target; use elbo_block=none with it.")

@@ -1,12 +1,12 @@
 """The lattice: every set of revealed cells of a block, evaluated once. All orders of a block are paths through it.
 
-Of a block with m hidden cells, w(H, j) is log p of the true token at cell j while the cells H are hidden and the truth
-shows elsewhere: 2^m - 1 states instead of m! orders of m steps. Summed over blocks:
+For a block with m hidden cells, w(H, j) is log p of the target token at cell j while the cells H are hidden and the
+targets show elsewhere: 2^m - 1 states instead of m! orders of m steps. Summed over blocks:
 
-    oracle      max over orders of sum w          it sees the truth: NOT a likelihood, no sampler attains it
-    mixture     log of the mean over orders       the exact likelihood of uniformly random order inside blocks
-    elbo_exact  mean over orders of sum w         what the Monte Carlo ELBO with elbo_block = block estimates
-    a rule      the path that it picks            for every state-only rule: no further network call
+    oracle      max over orders of sum w       it sees the targets: NOT a likelihood, and no sampler attains it
+    mixture     log of the mean over orders    the exact likelihood of a uniformly random order inside blocks
+    elbo_exact  mean over orders of sum w      what the Monte Carlo ELBO with elbo_block = block estimates
+    a rule      the path that it picks         for every state-only rule, without further network calls
 
 elbo_exact <= mixture <= oracle, and oracle >= every one-at-a-time rule.
 
@@ -29,19 +29,19 @@ from lm_eval_duel.engine.lanes import Lanes
 from lm_eval_duel.engine.results import NEAR_TIE, STATISTICS, WindowScore
 from lm_eval_duel.engine.reveal import decide
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.base import All, Estimator, Finished, Opened, Value
+from lm_eval_duel.estimators.base import Estimator, EvaluateAll, IndexedScores, Value, WindowGroup
 from lm_eval_duel.estimators.registry import LATTICE, LATTICE_BLOCK
 from lm_eval_duel.estimators.subset_dp import Chunk, Orders, OrderScore, cell_of, fold, follow, number_of
 
-TABLE = 1 << 22  # states x cells of a chunk of blocks, at most
+TABLE = 1 << 22  # the most states x cells of a chunk of blocks
 
 
 @dataclasses.dataclass(frozen=True)
 class LatticeScore(WindowScore):
-    """One window over all orders. `log_prob` is the value that was asked for.
+    """One window over all orders. `log_prob` is the value that the estimator names.
 
-    `steps` and `nats` are those of the best order for the oracle, each position's mean share for elbo_exact, and none
-    for the mixture. `rules`: by the rule's text.
+    `reveal_steps` and `token_logprobs` are those of the best order for the oracle; elbo_exact has each position's mean
+    share, and the mixture neither. `rules`: the score of each rule, by its text.
     """
 
     elbo_exact: float = 0.0
@@ -53,10 +53,11 @@ class LatticeScore(WindowScore):
 class Lattice(Estimator):
     """All orders inside the blocks of each window.
 
-    `value`: which of elbo_exact, mixture and oracle is the result's `log_prob`. `follow`: state-only rules whose paths
-    are read off as well. `block`: at most 12 cells. Other arguments as in `Estimator`.
+    `value`: which of elbo_exact, mixture and oracle is the score's `log_prob`. `follow`: state-only rules whose paths
+    are scored as well. `block`: at most 12 cells. Other arguments as in `Estimator`.
 
-    Raises DuelError for a block too large, a rule that is not state-only, or an autoregressive network.
+    Raises:
+        DuelError: the block is too large, a rule is not state-only, or the network is autoregressive.
     """
 
     def __init__(
@@ -81,70 +82,75 @@ class Lattice(Estimator):
             raise DuelError(
                 f"estimator={value} evaluates all revealed sets of a block, at most {LATTICE_BLOCK} cells (4,095 "
                 f"sets); the block in force is {'the whole target' if self.block is None else self.block}. "
-                + ("This network has no other." if denoiser.block else "Use block=4, or block=8 (8.5 times the cost).")
+                + (
+                    "This network has only this block."
+                    if denoiser.block
+                    else "Use block=4, or 8 at 8.5 times the cost."
+                )
             )
 
     def describe(self) -> dict[str, object]:
         return {"estimator": self.name, "block": self.block, "grid": self.grid}
 
     def values(self, scored: LatticeScore) -> dict[str, Value]:
-        found = {name: Value(getattr(scored, name)) for name in sorted(LATTICE, key=lambda name: name != self.name)}
-        return found | {text: Value(path.log_prob, nfe=path.nfe) for text, path in scored.rules.items()}
+        values = {name: Value(getattr(scored, name)) for name in sorted(LATTICE, key=lambda name: name != self.name)}
+        return values | {text: Value(path.log_prob, nfe=path.nfe) for text, path in scored.rules.items()}
 
     @property
-    def nothing(self) -> LatticeScore:
+    def empty_score(self) -> LatticeScore:
         empty = {str(rule): OrderScore(0.0, (), (), 0, 0) for rule in self.rules}
         return LatticeScore(0.0, rules=empty)
 
-    def _score_group(self, opened: Opened) -> Finished:
-        tables = LatticeAccumulator(opened, self)
-        return self._evaluate(opened, self._states(opened, tables), tables)
+    def _score_group(self, group: WindowGroup) -> IndexedScores:
+        tables = LatticeAccumulator(group, self)
+        return self._evaluate(group, self._states(group, tables), tables)
 
-    def _states(self, opened: Opened, tables: LatticeAccumulator) -> Iterator[Lanes]:
-        """Every state of every block, a chunk of blocks after the other."""
-        places, done = self._places(opened), 0
+    def _states(self, group: WindowGroup, tables: LatticeAccumulator) -> Iterator[Lanes]:
+        """Every state of every block, one chunk of blocks after the other."""
+        places, done = self._places(group), 0
         while done < len(places):
-            room = self._loop.fits(opened.view, All(), opened.fresh(places[done : done + 1]))
+            room = self._loop.fits(group.view, EvaluateAll(), group.fresh(places[done : done + 1]))
             most = TABLE // (self.block << self.block)
             count = max(1, min(most, 4 * -(-room // (1 << self.block))))  # a chunk fills several calls
-            lanes, done = opened.fresh(places[done : done + count]), done + count
+            lanes, done = group.fresh(places[done : done + count]), done + count
             states = (1 << lanes.hidden.sum(1)) - 1  # (B,)
             block = torch.arange(len(lanes), device=states.device).repeat_interleave(states)  # (R,)
             before = (states.cumsum(0) - states).repeat_interleave(states)  # (R,)
             number = torch.arange(len(block), device=states.device) - before + 1  # (R,) 1..2^m - 1
             tables.begin(lanes)
-            each = lanes.select(block)
-            hidden = each.hidden & (number[:, None] >> cell_of(each.hidden).clamp(min=0) & 1).bool()  # (R, W)
-            yield opened.targets.hide(each, hidden)
+            states_of = lanes.select(block)
+            hidden = states_of.hidden & (number[:, None] >> cell_of(states_of.hidden).clamp(min=0) & 1).bool()  # (R, W)
+            yield group.targets.hide(states_of, hidden)
 
 
 class LatticeAccumulator:
-    """The lattices of one group of windows: filled chunk by chunk, and folded up as each is full."""
+    """The lattices of one group of windows: filled chunk by chunk, and folded as each chunk is complete."""
 
-    def __init__(self, opened: Opened, lattice: Lattice):
-        self.opened, self.rules, self.value, self.traced = opened, lattice.rules, lattice.name, lattice.traced
-        count, length = opened.rows.ids.shape
-        like = torch.zeros(count, length + 1, dtype=torch.float64, device=opened.rows.ids.device)  # (N, L + 1)
-        self.dump = length  # the column of cells that there are not
+    def __init__(self, group: WindowGroup, lattice: Lattice):
+        self.group, self.rules, self.value, self.traced = group, lattice.rules, lattice.name, lattice.traced
+        count, length = group.rows.ids.shape
+        like = torch.zeros(count, length + 1, dtype=torch.float64, device=group.rows.ids.device)  # (N, L + 1)
+        self.dump = length  # the column of cells that do not exist
         self.place = torch.full((2, *like.shape), -1, device=like.device)  # chunk, and block in it, by first column
         self.chunks: dict[int, Chunk] = {}
-        self.begun = 0  # chunks
+        self.begun = 0  # how many chunks
         self.totals = like.new_zeros(count, len(LATTICE))  # (N, 3)
         self.mean = torch.zeros_like(like)  # (N, L + 1) each column's share of elbo_exact
         self.best = Orders(like, self.traced)
         self.paths = [Orders(like, self.traced) for _ in self.rules]
-        self.knows_leads = [True] * len(self.rules)
-        self.waiting = [len(lattice.blocks(window)) for window in opened.windows]  # blocks to come
+        self.has_margins = [True] * len(self.rules)
+        self.waiting = [len(lattice.blocks(window)) for window in group.windows]  # blocks that are missing
 
     def begin(self, lanes: Lanes) -> None:
-        """Room for the states of these blocks (B,), fresh."""
+        """Allocate a chunk for the states of these fresh blocks (B,)."""
         most, states = int(lanes.hidden.sum(1).max()), int(((1 << lanes.hidden.sum(1)) - 1).sum())
-        nats = self.totals.new_full((len(lanes), 1 << most, most), math.nan)  # (B, S, m)
-        after = self.place.new_zeros(len(self.rules), *nats.shape[:2])  # (F, B, S)
-        seen = [torch.full_like(nats, math.nan) for _ in STATISTICS if self.traced]
+        log_probs = self.totals.new_full((len(lanes), 1 << most, most), math.nan)  # (B, S, m)
+        after = self.place.new_zeros(len(self.rules), *log_probs.shape[:2])  # (F, B, S)
+        statistics = [torch.full_like(log_probs, math.nan) for _ in STATISTICS if self.traced]
+        near_tie = torch.zeros_like(after, dtype=torch.bool)
         self.place[0, lanes.row, lanes.start] = self.begun
         self.place[1, lanes.row, lanes.start] = torch.arange(len(lanes), device=after.device)
-        self.chunks[self.begun] = Chunk(lanes, states, nats, seen, after, torch.zeros_like(after, dtype=torch.bool))
+        self.chunks[self.begun] = Chunk(lanes, states, log_probs, statistics, after, near_tie)
         self.begun += 1
 
     def add(
@@ -162,28 +168,28 @@ class LatticeAccumulator:
         cell = cell_of(target)  # (R, W)
         state = number_of(lanes.hidden, cell)  # (R,)
         planes = [log_prob, *(getattr(predictions, name).double() for name in STATISTICS if self.traced)]
-        decided = [decide(rule, predictions, lanes, self.opened.numbers) for rule in self.rules]
-        picked = [number_of(lanes.hidden & ~found.pick, cell) for found in decided]  # (R,) each
+        decided = [decide(rule, predictions, lanes, self.group.numbers) for rule in self.rules]
+        following = [number_of(lanes.hidden & ~choice.pick, cell) for choice in decided]  # (R,) each
         lane, at = lanes.hidden.nonzero().unbind(1)  # (C,)
         counts = []
         for n in chunk_of.unique().tolist():
             chunk, mine = self.chunks[n], chunk_of == n  # (R,)
             r, w = lane[mine[lane]], at[mine[lane]]  # (c,)
-            for table, plane in zip([chunk.log_probs, *chunk.seen], planes, strict=True):
+            for table, plane in zip([chunk.log_probs, *chunk.statistics], planes, strict=True):
                 table[block[r], state[r], cell[r, w]] = plane[r, w]
-            for f, found in enumerate(decided):
-                chunk.after[f, block[mine], state[mine]] = picked[f][mine]
-                if found.lead is not None:
-                    chunk.close[f, block[mine], state[mine]] = ~(found.lead[mine] >= NEAR_TIE)
+            for f, choice in enumerate(decided):
+                chunk.after[f, block[mine], state[mine]] = following[f][mine]
+                if choice.lead is not None:
+                    chunk.near_tie[f, block[mine], state[mine]] = ~(choice.lead[mine] >= NEAR_TIE)
             counts.append((chunk, int(mine.sum())))
-        # if memory ends before here, the states are evaluated again and entered once more, the same
+        # on out-of-memory before this line, the states are evaluated again and the same values written
         for chunk, count in counts:
             chunk.waiting -= count
-        for f, found in enumerate(decided):
-            self.knows_leads[f] &= found.lead is not None
+        for f, choice in enumerate(decided):
+            self.has_margins[f] &= choice.lead is not None
 
-    def take(self, finished: Lanes) -> Finished:
-        """(row, score) of the windows that have all their blocks; chunks that are full are folded up."""
+    def take(self, finished: Lanes) -> IndexedScores:
+        """(row, score) of the windows that have all their blocks. Complete chunks are folded."""
         for n in [n for n, chunk in self.chunks.items() if not chunk.waiting]:
             chunk = self.chunks.pop(n)
             self._fold(chunk)
@@ -193,7 +199,7 @@ class LatticeAccumulator:
                     yield row, self._score(row)
 
     def _fold(self, chunk: Chunk) -> None:
-        """From the states of some blocks to the nats of their orders."""
+        """From the states of some blocks to the log-probs of their orders."""
         lanes, table = chunk.lanes, chunk.log_probs
         full = (1 << lanes.hidden.sum(1)) - 1  # (B,)
         values, share, best = fold(table, full)  # (B, 3), (B, m), (B, S)
@@ -203,26 +209,23 @@ class LatticeAccumulator:
         self.totals.index_put_((lanes.row,), values, accumulate=True)
         self.mean[lanes.row[:, None], column] = share
         follow(chunk, column, full, best, torch.zeros_like(best, dtype=torch.bool), self.best)
-        for after, close, orders in zip(chunk.after, chunk.close, self.paths, strict=True):
-            follow(chunk, column, full, after, close, orders)
+        for after, near_tie, orders in zip(chunk.after, chunk.near_tie, self.paths, strict=True):
+            follow(chunk, column, full, after, near_tie, orders)
 
     def _score(self, row: int) -> LatticeScore:
-        window = self.opened.windows[row]
+        window = self.group.windows[row]
         span = slice(len(window.context), len(window.context) + len(window.target))
         totals = dict(zip(LATTICE, self.totals[row].tolist(), strict=True))
         paths = {
-            str(rule): orders.path(row, span, known)
-            for rule, orders, known in zip(self.rules, self.paths, self.knows_leads, strict=True)
+            str(rule): orders.path(row, span, has_margins)
+            for rule, orders, has_margins in zip(self.rules, self.paths, self.has_margins, strict=True)
         }
         best = self.best.path(row, span, False) if self.value == "oracle" else None
+        shares = tuple(self.mean[row, span].tolist()) if self.value == "elbo_exact" else ()
         return LatticeScore(
             log_prob=totals[self.value],
             reveal_steps=best.reveal_steps if best else (),
-            token_logprobs=best.token_logprobs
-            if best
-            else tuple(self.mean[row, span].tolist())
-            if self.value == "elbo_exact"
-            else (),
+            token_logprobs=best.token_logprobs if best else shares,
             confidence=best.confidence if best else (),
             margin=best.margin if best else (),
             entropy=best.entropy if best else (),

@@ -1,6 +1,6 @@
 """All orders of a block by dynamic programming over the sets of its cells.
 
-w(H, j) is the log-prob of the true token at cell j while the cells H are hidden. With V(nothing) = 0, the smaller sets
+w(H, j) is the log-prob of the target token at cell j while the cells H are hidden. With V(empty set) = 0, smaller sets
 first:
 
     elbo_exact  V(H) = mean over j in H of  w(H, j) + V(H - j)
@@ -30,48 +30,48 @@ class Chunk:
     """The lattices of some blocks while they are filled."""
 
     lanes: Lanes  # (B,) as their blocks begin
-    waiting: int  # states to come
+    waiting: int  # states that are missing
     log_probs: torch.Tensor  # (B, S, m) w
-    seen: list[torch.Tensor]  # (B, S, m) each: what a trace shows beside nats
+    statistics: list[torch.Tensor]  # (B, S, m) each: `STATISTICS`, if traced
     after: torch.Tensor  # (F, B, S) the state after a rule's pick
-    close: torch.Tensor  # (F, B, S) bool: a close pick
+    near_tie: torch.Tensor  # (F, B, S) bool
 
 
 @dataclasses.dataclass(frozen=True)
 class OrderScore:
-    """One order through a window's blocks, and its nats; `steps` and `nats` per target token, as in `WindowScore`."""
+    """One order through a window's blocks, and its log-prob. Fields as in `WindowScore`."""
 
     log_prob: float
     reveal_steps: tuple[int, ...]
     token_logprobs: tuple[float, ...]
     nfe: int
     near_ties: int | None = None
-    confidence: tuple[float, ...] = ()  # these, where `traced`, as in `WindowScore`
+    confidence: tuple[float, ...] = ()  # this and the next two: if `traced`
     margin: tuple[float, ...] = ()
     entropy: tuple[float, ...] = ()
 
 
 class Orders:
-    """A path through the blocks of each window: nats and steps by column, and sums."""
+    """A path through the blocks of each window: log-probs and steps by column, and sums."""
 
     def __init__(self, like: torch.Tensor, traced: bool = False):
         self.log_probs = torch.full_like(like, math.nan)  # (N, L + 1)
         self.reveal_steps = torch.full_like(like, -1, dtype=torch.int32)  # (N, L + 1)
-        self.sums = torch.zeros(len(like), 2, dtype=torch.int64, device=like.device)  # (N, 2) NFE, close picks
-        self.seen = [torch.full_like(like, math.nan) for _ in STATISTICS if traced]  # (N, L + 1) each
+        self.sums = torch.zeros(len(like), 2, dtype=torch.int64, device=like.device)  # (N, 2) NFE, near ties
+        self.statistics = [torch.full_like(like, math.nan) for _ in STATISTICS if traced]  # (N, L + 1) each
 
-    def path(self, row: int, span: slice, knows_leads: bool) -> OrderScore:
+    def path(self, row: int, span: slice, has_margins: bool) -> OrderScore:
         """The order of one window, whose target is at the columns `span`."""
-        nats = tuple(self.log_probs[row, span].tolist())
-        nfe, close = self.sums[row].tolist()
-        statistics = [tuple(plane[row, span].tolist()) for plane in self.seen] or [()] * len(STATISTICS)
+        log_probs = tuple(self.log_probs[row, span].tolist())
+        nfe, near_ties = self.sums[row].tolist()
+        statistics = [tuple(plane[row, span].tolist()) for plane in self.statistics] or [()] * len(STATISTICS)
         confidence, margin, entropy = statistics
         return OrderScore(
-            log_prob=math.fsum(nats),
+            log_prob=math.fsum(log_probs),
             reveal_steps=tuple(self.reveal_steps[row, span].tolist()),
-            token_logprobs=nats,
+            token_logprobs=log_probs,
             nfe=nfe,
-            near_ties=close if knows_leads else None,
+            near_ties=near_ties if has_margins else None,
             confidence=confidence,
             margin=margin,
             entropy=entropy,
@@ -79,29 +79,30 @@ class Orders:
 
 
 def follow(
-    chunk: Chunk, column: torch.Tensor, full: torch.Tensor, after: torch.Tensor, close: torch.Tensor, into: Orders
+    chunk: Chunk, column: torch.Tensor, full: torch.Tensor, after: torch.Tensor, near_tie: torch.Tensor, into: Orders
 ) -> None:
-    """Enter the path of each block: from `full` (B,) on, the state `after` (B, S) each state, until nothing is hidden.
+    """Enter the path of each block, from the state `full` (B,) until no cell is hidden.
 
-    `column` (B, m): where each cell is; `close` (B, S): which states are close picks.
+    `after` (B, S): the state that follows each state; `column` (B, m): the column of each cell; `near_tie` (B, S): the
+    states in which the pick is a near tie.
     """
     row, block = chunk.lanes.row, torch.arange(len(full), device=full.device)  # (B,)
     state, step = full, 0
     cells = torch.arange(column.shape[1], device=full.device)  # (m,)
-    while (going := state > 0).any():
-        following = after[block, state] * going  # (B,)
+    while (unfinished := state > 0).any():
+        following = after[block, state] * unfinished  # (B,)
         picked = ((state & ~following)[:, None] >> cells & 1).bool()  # (B, m)
         b, q = picked.nonzero().unbind(1)  # (c,)
         where = row[b], column[b, q]
         into.reveal_steps[where] = step
-        for plane, table in zip([into.log_probs, *into.seen], [chunk.log_probs, *chunk.seen], strict=False):
+        for plane, table in zip([into.log_probs, *into.statistics], [chunk.log_probs, *chunk.statistics], strict=False):
             plane[where] = table[b, state[b], q]
-        into.sums.index_add_(0, row, torch.stack([going, going & close[block, state]], 1).long())
+        into.sums.index_add_(0, row, torch.stack([unfinished, unfinished & near_tie[block, state]], 1).long())
         state, step = following, step + 1
 
 
 def fold(table: torch.Tensor, full: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """All orders of some blocks, by dynamic programming over sets, the smaller ones first.
+    """All orders of some blocks, by dynamic programming over sets, smaller sets first.
 
     `table` (B, S, m): w of each state and cell; `full` (B,): the state in which all cells of a block are hidden.
     Returns elbo_exact, mixture and oracle (B, 3), each cell's share of elbo_exact (B, m), and the state that follows
@@ -113,7 +114,7 @@ def fold(table: torch.Tensor, full: torch.Tensor) -> tuple[torch.Tensor, torch.T
     share = table.new_zeros(blocks, m)
     cells = (full + 1).double().log2().round().long()  # (B,) of each block
     for size in range(1, m + 1):
-        state, cell, rest = (found.to(table.device) for found in sets(m, size))  # (n,), (n, size), (n, size)
+        state, cell, rest = (indices.to(table.device) for indices in sets(m, size))  # (n,), (n, size), (n, size)
         w = table[:, state[:, None], cell]  # (B, n, size)
         mean[:, state] = (w + mean[:, rest]).mean(2)
         mixture[:, state] = (w + mixture[:, rest]).logsumexp(2) - math.log(size)
@@ -124,7 +125,7 @@ def fold(table: torch.Tensor, full: torch.Tensor) -> tuple[torch.Tensor, torch.T
         part = torch.where((state <= full[:, None])[:, :, None], w, 0.0) * chance[:, None, None] / size  # (B, n, size)
         share.scatter_add_(1, cell.flatten().expand(blocks, -1), part.flatten(1))
     block = torch.arange(blocks, device=table.device)
-    return torch.stack([each[block, full] for each in (mean, mixture, oracle)], 1), share, best
+    return torch.stack([values[block, full] for values in (mean, mixture, oracle)], 1), share, best
 
 
 @lru_cache(maxsize=LATTICE_BLOCK * LATTICE_BLOCK)

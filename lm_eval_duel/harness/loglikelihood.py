@@ -21,7 +21,7 @@ from lm_eval_duel.harness.run import Run
 from lm_eval_duel.harness.run_stats import Outcome
 from lm_eval_duel.harness.text import Text
 from lm_eval_duel.harness.verify import Verification
-from lm_eval_duel.options import MADE, TOKENS
+from lm_eval_duel.tasks.columns import MADE, TOKENS
 from lm_eval_duel.tasks.tokenized_text import MADE as MADE_HERE
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ def _cached_score(run: Run, kind: str, request: Instance, windows: Sequence[Wind
     if run.store is None or (answer := run.store.answer(kind, request.args)) is None:
         return None
     estimator = run.estimator
-    outcome = Outcome.read(run.store.values(kind, request.args), len(windows), estimator.values(estimator.nothing))
+    outcome = Outcome.read(run.store.values(kind, request.args), len(windows), estimator.values(estimator.empty_score))
     if outcome is None or (score := _score_of(answer, outcome.log_prob)) is None:
         run.store.drop()
         return None

@@ -109,7 +109,7 @@ class Run:
         """Time the estimator. A signal ends the run after the network call under way; the log says what was saved."""
         start = time.perf_counter()
         try:
-            with signals.held():
+            with signals.deferred():
                 yield
         except signals.Interrupted as signal:
             saved = "Nothing is saved: only a run with --use_cache FILE can be resumed."

@@ -102,7 +102,7 @@ class Verification:
             return
         options = dataclasses.replace(self.run.options, batch_size=2)  # any number: skips the search for a batch size
         estimator = registry.make(float32_network(self.run), options)
-        estimator.one_by_one()
+        estimator.use_single_rows()
         for n, part in sorted(self.scores):
             yield (n, part), estimator.log_prob([self.windows[n][part]])[0]
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.options import MADE, TOKENS
 from lm_eval_duel.report.fields import parse
+from lm_eval_duel.tasks.columns import MADE, TOKENS
 
 METRICS = ("token_perplexity", "perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")  # by preference
 WRITTEN = re.compile(r"\d{4}-\d\d-\d\dT[\d.:-]+$")  # the date at the end of the harness's file names

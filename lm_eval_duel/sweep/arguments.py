@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 from lm_eval_duel import rules
 from lm_eval_duel.arguments import count
-from lm_eval_duel.command_line import Parser, folder_to_write, key_values
+from lm_eval_duel.command_line import Parser, folder_to_write
 from lm_eval_duel.errors import DuelError, unknown, usage
+from lm_eval_duel.harness.key_values import key_values
 from lm_eval_duel.options import Options
 
 EPILOG = """\

@@ -9,8 +9,8 @@ from typing import Any
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.harness.text import Text
-from lm_eval_duel.options import TOKENS
 from lm_eval_duel.tasks import task_folder
+from lm_eval_duel.tasks.columns import TOKENS
 
 UNITS = {"bits_per_byte": "bytes", "byte_perplexity": "bytes", "word_perplexity": "words"}
 

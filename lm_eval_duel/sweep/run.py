@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval_duel import fingerprint
-from lm_eval_duel.command_line import key_values
 from lm_eval_duel.demo import BUNDLED
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.base import Value
 from lm_eval_duel.estimators.duel import Duel
 from lm_eval_duel.estimators.elbo import Elbo
+from lm_eval_duel.harness.key_values import key_values
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.harness.run_stats import Total
 from lm_eval_duel.sweep import corpus, judges, metrics, store

@@ -21,7 +21,7 @@ from lm_eval_duel.denoisers.predictions import Predictions
 from lm_eval_duel.engine.lanes import Lanes, Queue
 from lm_eval_duel.engine.results import NEAR_TIE, WindowScore
 from lm_eval_duel.engine.reveal import decide
-from lm_eval_duel.estimators.base import All, Estimator, Finished, Opened, Value
+from lm_eval_duel.estimators.base import Estimator, EvaluateAll, IndexedScores, Value, WindowGroup
 from lm_eval_duel.estimators.checks import check_rule
 
 
@@ -72,14 +72,14 @@ class Shared(Estimator):
         return {text: Value(found.log_prob, nfe=found.nfe) for text, found in scored.rules.items()}
 
     @property
-    def nothing(self) -> SharedScore:
+    def empty_score(self) -> SharedScore:
         empty = {str(rule): RuleScore(0.0, 0, 0) for rule in self.rules}
         return SharedScore(0.0, rules=empty)
 
-    def _score_group(self, opened: Opened) -> Finished:
+    def _score_group(self, opened: WindowGroup) -> IndexedScores:
         walks = SharedAccumulator(opened, self.rules, self._places(opened))
         queue = Queue([walks.fresh])
-        for finished in self._loop.run(opened.view, All(), queue, opened.targets, walks, opened.numbers):
+        for finished in self._loop.run(opened.view, EvaluateAll(), queue, opened.targets, walks, opened.numbers):
             if (following := walks.next_states(finished)) is not None:
                 queue.put_first(following)
             yield from walks.take(finished)
@@ -88,7 +88,7 @@ class Shared(Estimator):
 class SharedAccumulator:
     """Where each rule stands in each block of a group of windows, and what it got, in float64."""
 
-    def __init__(self, opened: Opened, follow: Sequence[rules.Rule], places: list[tuple[int, int, int]]):
+    def __init__(self, opened: WindowGroup, follow: Sequence[rules.Rule], places: list[tuple[int, int, int]]):
         self.opened, self.rules = opened, follow
         self.fresh = opened.fresh(places)  # (B,) as the blocks begin
         count, length = opened.rows.ids.shape
@@ -101,7 +101,7 @@ class SharedAccumulator:
         self.seen = self.blocks.clone()  # (N,) states
         self.nats = torch.zeros(count, len(follow), dtype=torch.float64, device=device)  # (N, F)
         self.sums = torch.zeros(count, len(follow), 2, dtype=torch.int64, device=device)  # (N, F, 2) NFE, close picks
-        self.knows_leads = [True] * len(follow)
+        self.has_margins = [True] * len(follow)
 
     def add(
         self,
@@ -127,7 +127,7 @@ class SharedAccumulator:
         # if memory ends before here, the states are evaluated again; from here on nothing fails half way
         for f, (of_block, hidden) in enumerate(after):
             self.hidden[of_block, f] = hidden
-            self.knows_leads[f] &= known[f]
+            self.has_margins[f] &= known[f]
         self.nats.index_add_(0, lanes.row, nats)
         self.sums.index_add_(0, lanes.row, sums)
         self.states.index_add_(0, block, less)
@@ -151,13 +151,13 @@ class SharedAccumulator:
         self.seen.index_add_(0, lanes.row, torch.ones_like(block))
         return self.opened.targets.hide(lanes, hidden)
 
-    def take(self, finished: Lanes) -> Finished:
+    def take(self, finished: Lanes) -> IndexedScores:
         """(row, score) of the windows that have no block left."""
         rows = finished.row.unique()
         for row in rows[self.blocks[rows] == 0].tolist():
             followed = {}
             for rule, nats, (nfe, close), known in zip(
-                self.rules, self.nats[row].tolist(), self.sums[row].tolist(), self.knows_leads, strict=True
+                self.rules, self.nats[row].tolist(), self.sums[row].tolist(), self.has_margins, strict=True
             ):
                 followed[str(rule)] = RuleScore(nats, nfe, close if known else None)
             yield row, SharedScore(self.nats[row, 0].item(), rules=followed, states=self.seen[row].item())

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from lm_eval_duel.engine.windows import of_row
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.fingerprint import hash_texts, of_tokenizer
-from lm_eval_duel.options import MADE, TOKENS
 from lm_eval_duel.tasks import corpora, metadata
+from lm_eval_duel.tasks.columns import MADE, TOKENS
 from lm_eval_duel.tasks.detokenize import DETOKENIZERS
 from lm_eval_duel.tasks.metadata import batched, encoded, load_tokenizer
 from lm_eval_duel.tasks.metrics import sizes

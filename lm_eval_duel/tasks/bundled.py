@@ -7,7 +7,7 @@ import lzma
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.demo import FOLDER
-from lm_eval_duel.options import TOKENS
+from lm_eval_duel.tasks.columns import TOKENS
 from lm_eval_duel.tasks.metadata import encoded, load_tokenizer
 
 if TYPE_CHECKING:

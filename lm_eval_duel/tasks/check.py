@@ -13,8 +13,8 @@ from lm_eval_duel.arguments import count
 from lm_eval_duel.command_line import Parser
 from lm_eval_duel.demo import BUNDLED
 from lm_eval_duel.errors import DuelError, unknown, usage
-from lm_eval_duel.options import TOKENS
 from lm_eval_duel.tasks import corpora
+from lm_eval_duel.tasks.columns import TOKENS
 
 SHOWN = 100  # characters of a first sample
 PRINTS = """\

@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.options import TOKENS
+from lm_eval_duel.tasks.columns import TOKENS
 
 log = logging.getLogger("lm_eval.duel_mdm")  # lm-eval prints its own loggers only
 

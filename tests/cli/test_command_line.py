@@ -16,9 +16,10 @@ from lm_eval_duel import command_line
 from lm_eval_duel.bench.options import parse as parse_bench
 from lm_eval_duel.cli import main as program
 from lm_eval_duel.cli import run
-from lm_eval_duel.command_line import Exit, ends, key_values
+from lm_eval_duel.command_line import Exit, ends
 from lm_eval_duel.errors import DuelError, UsageError, unchained, usage
 from lm_eval_duel.harness import trace
+from lm_eval_duel.harness.key_values import key_values
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.options import Options
 
@@ -261,7 +262,7 @@ def test_any_place_is_answered_in_words(place, places):
 def test_an_output_that_cannot_be_is_refused_before_the_work(places):
     sweep = ["sweep", "--tasks", "sotu", "--rules", "greedy", "--out"]
     for place in ("", "binary", "binary/x", "/dev/null/x"):
-        assert "name a folder, which is made if it is not there" in refused(*sweep, place)
+        assert "name a folder, which is created if it does not exist" in refused(*sweep, place)
     for place in ("", "folder", "nosuch/x.json", "/dev/null/x"):
         assert "--json" in refused("bench", "--json", place)
     for place in ("x" * 300,):

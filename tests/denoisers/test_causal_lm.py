@@ -233,9 +233,9 @@ def test_what_a_causal_network_cannot_follow(folders):
     with pytest.raises(DuelError, match="A causal network has blocks of one; use block=1 or block=auto, not 4"):
         Duel(denoiser, "left_to_right", 4)
     duel = Duel(denoiser, "left_to_right", 1)
-    with pytest.raises(DuelError, match="Window 0 needs a given first token"):
+    with pytest.raises(DuelError, match="Window 0 needs a context"):
         duel.log_prob([Window((), (5, 6))])
-    with pytest.raises(DuelError, match="Window 0 has given ids after its target, which a causal network never sees"):
+    with pytest.raises(DuelError, match="Window 0 has a suffix, which a causal network never sees"):
         duel.log_prob([Window((2,), (5, 6), (3,))])
     with pytest.raises(DuelError, match=r"Window 0 holds id 36, .* not a token of the vocabulary"):
         duel.log_prob([Window((2,), (36,))])

@@ -107,7 +107,7 @@ def test_the_ar_baseline_reads_from_left_to_right(backend, tmp_path):
     logs = plain(w, row, seen=until(5))[:, :TOKENS].log_softmax(-1)
     scored = duel.log_prob([Window(row[:1], row[1:])])[0]
     assert scored.token_logprobs == pytest.approx([float(logs[i, row[i + 1]]) for i in range(4)], abs=1e-5)
-    with pytest.raises(DuelError, match="Window 0 needs a given first token"):
+    with pytest.raises(DuelError, match="Window 0 needs a context"):
         duel.log_prob([Window((), row)])
     assert (duel.counts.forwards, duel.counts.rows) == (1, 1)  # the whole window in one pass
     for k in (1, 2):  # blocks of one, whatever k

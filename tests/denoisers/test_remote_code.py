@@ -105,7 +105,7 @@ def test_dream(tmp_path):
         return torch.cat([found[:1], found[:-1]])
 
     agrees(own, shifted, 4)
-    with pytest.raises(DuelError, match="Window 0 needs a given first token: this network predicts a token from the"):
+    with pytest.raises(DuelError, match="Window 0 needs a context: this network predicts each token from the one"):
         Duel(own, "greedy", 4).log_prob([Window((), (8, 9))])
     assert load(path, shift_logits=False).shift == 0
 

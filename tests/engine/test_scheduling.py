@@ -297,7 +297,7 @@ def test_memory_that_ends_is_said_once_and_loses_nothing(caplog):
         found = dict(duel.stream(windows))
     equal([found[n] for n in range(9)], expected)
     assert [record.message for record in caplog.records] == [
-        "memory ended at network calls of 2048 tokens: they are halved until they fit"
+        "Out of memory at 2048 tokens per call: halving the batch until it fits"
     ]
     assert duel.budget.tokens < 2048
 

@@ -51,7 +51,7 @@ def test_context_is_cut_from_the_left():
 def test_a_target_is_never_cut():
     with pytest.raises(DuelError, match=r"A continuation of 6 tokens does not fit a row of max_length=5 \(4 positions"):
         conditional((1,), range(6), 5, (90,))
-    with pytest.raises(DuelError, match="max_length=2 leaves no position for text beside 2 framing tokens"):
+    with pytest.raises(DuelError, match="max_length=2 leaves no position for text after 2 special tokens"):
         independent([1], 2, (90,), (91,))
     with pytest.raises(DuelError, match="tail"):
         Window((), (1,), (), -1)

@@ -223,7 +223,7 @@ def test_what_does_not_fit_is_found_before_the_first_text(folder):
             lm.generate_until(requests, disable_tqdm=True)
     framed = model(folder, bos="none")
     framed.denoiser.shift = 1  # needs a token before the first
-    with pytest.raises(DuelError, match="task second, document 0: Window 0 needs a given first token"):
+    with pytest.raises(DuelError, match="task second, document 0: Window 0 needs a context"):
         framed.generate_until([*ask("a", max_gen_toks=8), *ask("", task="second", max_gen_toks=4)], disable_tqdm=True)
     assert lm.run.sampler.counts.forwards == framed.run.sampler.counts.forwards == 0
 

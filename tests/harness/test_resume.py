@@ -70,7 +70,7 @@ def test_a_second_ctrl_c_does_not_wait(monkeypatch):
     """The first is passed on by a launcher as well, within moments; only a later one is meant."""
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    with pytest.raises(KeyboardInterrupt), interrupts.held():
+    with pytest.raises(KeyboardInterrupt), interrupts.deferred():
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGINT)
         now[0] += 5
@@ -80,10 +80,10 @@ def test_a_second_ctrl_c_does_not_wait(monkeypatch):
 
 
 def test_signals_of_before_do_not_count():
-    with pytest.raises(interrupts.Interrupted), interrupts.held():
+    with pytest.raises(interrupts.Interrupted), interrupts.deferred():
         os.kill(os.getpid(), signal.SIGTERM)
         interrupts.check()
-    with interrupts.held():
+    with interrupts.deferred():
         interrupts.check()
     interrupts.check()
 

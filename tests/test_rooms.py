@@ -1,0 +1,160 @@
+"""A room imports only rooms on lower floors, no two files import each other, and heavy libraries stay in their rooms.
+
+A room is a folder of the package. `base` is the room of the modules at the top of the package that belong to no other.
+"""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lm_eval_duel
+
+PACKAGE = Path(lm_eval_duel.__file__).parent
+FLOORS = (  # from the lowest
+    {"base", "demo"},
+    {"rules"},
+    {"engine"},
+    {"denoisers"},
+    {"estimators", "tasks"},
+    {"options"},
+    {"harness"},
+    {"cli", "library", "report"},
+    {"bench", "leaderboard", "sweep"},
+)
+FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+ENTRIES = {"__main__", "_autoload"}  # how the package is started: they may import any room
+SCRIPTS = {"demo/train.py", "demo/cut.py"}  # how the demos were made; not in the wheel
+MOST_ROOMS, MOST_FLOORS, MOST_ARROWS = 20, 9, 70
+
+MAY_IMPORT = {
+    "lm_eval": {"harness", "tasks", "sweep", "cli", "_autoload"},
+    "transformers": {"denoisers", "demo"},
+}
+LIGHT = (  # importing these imports neither torch nor transformers
+    "lm_eval_duel.arguments",
+    "lm_eval_duel.command_line",
+    "lm_eval_duel.denoisers",
+    "lm_eval_duel.denoisers.load_options",
+    "lm_eval_duel.engine.windows",
+    "lm_eval_duel.errors",
+    "lm_eval_duel.estimators.registry",
+    "lm_eval_duel.fingerprint",
+    "lm_eval_duel.harness.key_values",
+    "lm_eval_duel.harness.requests",
+    "lm_eval_duel.hashing",
+    "lm_eval_duel.options",
+    "lm_eval_duel.rules",
+    "lm_eval_duel.rules.tables",
+    "lm_eval_duel.signals",
+    "lm_eval_duel.tasks.columns",
+    "lm_eval_duel.tasks.detokenize",
+    "lm_eval_duel.tasks.packing",
+    "lm_eval_duel.tasks.tokenized_text",
+)
+
+
+def room_of(parts):
+    """The room of a module, given its path below the package."""
+    if len(parts) > 1 or parts[0] in FLOOR or parts[0] in ENTRIES:
+        return parts[0]
+    return parts[0] if (PACKAGE / parts[0]).is_dir() else "base"
+
+
+def module_name(path):
+    return ".".join(("lm_eval_duel", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
+
+
+FILES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+INSTALLED = {
+    name: path for name, path in FILES.items() if path.relative_to(PACKAGE).as_posix() not in SCRIPTS and "." in name
+}
+
+
+def imports(path):
+    """The modules that a file imports at run time, here or in its functions."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for_types = {
+        id(node)
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.dump(block.test)
+        for node in ast.walk(block)
+    }
+    for node in ast.walk(tree):
+        if id(node) in for_types:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from (name if name in FILES else node.module for name in names)
+
+
+def room(name):
+    return room_of(name.split(".")[1:])
+
+
+ARROWS = {
+    (room(name), room(imported))
+    for name, path in INSTALLED.items()
+    for imported in imports(path)
+    if imported.startswith("lm_eval_duel.") and room(name) != room(imported)
+}
+
+
+@pytest.mark.parametrize("name", INSTALLED)
+def test_imports_go_down(name):
+    home = room(name)
+    assert home in FLOOR or home in ENTRIES, (
+        f"the room {home} has no floor: give it one here and in docs/architecture.md"
+    )
+    for imported in imports(INSTALLED[name]):
+        library = imported.split(".")[0]
+        if library == "lm_eval_duel" and "." in imported and home not in ENTRIES and room(imported) != home:
+            assert FLOOR.get(room(imported), -1) < FLOOR[home], f"{name} imports {imported} from no lower floor"
+        if library in MAY_IMPORT:
+            assert home in MAY_IMPORT[library], f"{name} imports {imported}"
+
+
+def test_no_circle_of_files():
+    graph = {name: {other for other in imports(path) if other in FILES} - {name} for name, path in FILES.items()}
+    done, open_path = set(), []
+
+    def visit(name):
+        assert name not in open_path, f"circle: {' -> '.join([*open_path[open_path.index(name) :], name])}"
+        if name in done:
+            return
+        open_path.append(name)
+        for other in sorted(graph[name]):
+            visit(other)
+        done.add(open_path.pop())
+
+    for name in graph:
+        visit(name)
+
+
+def test_rooms_floors_and_arrows_are_few():
+    rooms = {room(name) for name in INSTALLED} - ENTRIES
+    assert len(rooms) <= MOST_ROOMS and len(FLOORS) <= MOST_FLOORS
+    assert len(ARROWS) <= MOST_ARROWS, sorted(ARROWS)
+
+
+def test_light_modules_import_neither_torch_nor_transformers():
+    code = (
+        f"import importlib, sys\nfor name in {LIGHT}:\n    importlib.import_module(name)\n"
+        "    heavy = {'torch', 'transformers'} & set(sys.modules)\n    assert not heavy, (name, heavy)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_naming_the_model_imports_neither_torch_nor_transformers():
+    code = (
+        "import sys, lm_eval_duel\n"
+        "assert not {'torch', 'transformers', 'lm_eval'} & set(sys.modules)\n"
+        "from lm_eval_duel.options import Options\n"
+        "Options.parse({'pretrained': 'demo-mdm', 'rule': 'greedy', 'estimator': 'oracle', 'block': 4})\n"
+        "assert not {'torch', 'transformers', 'lm_eval'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
