@@ -401,7 +401,9 @@ def test_the_harness_asks_for_a_gpu_unless_told_otherwise(monkeypatch, folders, 
         assert at.load(device="cuda:0").denoiser.device.type == "cpu"
     name = "no GPU at all, and `cuda:0`, which the harness asks for unless told otherwise"
     assert as_printed(name, caplog.text)
-    with pytest.raises(DuelError, match=r"No device 'cuda:1': there are 0 CUDA devices, numbered from 0\. Use device=cpu\."):
+    with pytest.raises(
+        DuelError, match=r"No device 'cuda:1': there are 0 CUDA devices, numbered from 0\. Use device=cpu\."
+    ):
         at.load(device="cuda:1")
 
 

@@ -274,9 +274,7 @@ def test_a_class_that_is_not_the_one_in_the_config(folders, tmp_path, caplog):
             (tmp_path / "modeling_own.py").write_text("raise RuntimeError('this is not run')")
         (tmp_path / "config.json").write_text(json.dumps(config))
         if names == ["OtherLM"] and code:
-            with pytest.raises(
-                DuelError, match=r"is a OtherLM with code of its own, .* pass trust_remote"
-            ):
+            with pytest.raises(DuelError, match=r"is a OtherLM with code of its own, .* pass trust_remote"):
                 load(str(tmp_path))
         else:
             nats = Duel(load(str(tmp_path)), "left_to_right").log_prob(WINDOWS)[0].token_logprobs

@@ -147,7 +147,9 @@ def test_own_code_by_a_map(tmp_path):
     path = write(tmp_path, DREAM, "DreamModel", decoder(bias=True))
     right = scored(denoisers.load(path, **own))
     assert scored(denoisers.load(path, device_map={"": "cpu"}, **own)) == right
-    with pytest.raises(DuelError, match=r"does not define which of its modules must stay on one device \(_no_split_modules\)"):
+    with pytest.raises(
+        DuelError, match=r"does not define which of its modules must stay on one device \(_no_split_modules\)"
+    ):
         denoisers.load(path, device_map="auto", **own)
     with pytest.raises(DuelError, match=r"cannot be placed as device_map=\{'model': 'cpu'\}: "):
         denoisers.load(path, device_map={"model": "cpu"}, **own)

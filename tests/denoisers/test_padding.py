@@ -289,7 +289,9 @@ def test_rotary_positions_that_change_with_the_longest_row_of_a_batch(tmp_path, 
     options = {"device": "cpu", "attention": attention} | ({"block": 4} if attention == "block_causal" else {})
     assert denoisers.load(path, max_length=8, **options).honours_padding
     if attention == "block_causal":
-        with pytest.raises(DuelError, match=r"change with the longest row of a call.* Pass max_length=8: up to that length"):
+        with pytest.raises(
+            DuelError, match=r"change with the longest row of a call.* Pass max_length=8: up to that length"
+        ):
             denoisers.load(path, **options)
         return
     denoiser = denoisers.load(path, **options)

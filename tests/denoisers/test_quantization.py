@@ -375,13 +375,17 @@ def test_what_does_not_go_together(base, tmp_path):
     with pytest.raises(DuelError, match=r"dtype=float64 does not work with load_in_4bit, whose products are coarser"):
         load(path, load_in_4bit=True, dtype="float64")
     lora = adapter(tmp_path / "lora", own.decoder(norms=True), NATIVE_MODULES)
-    with pytest.raises(DuelError, match=r"merging it into quantised weights \(load_in_8bit\) would round the adapter too"):
+    with pytest.raises(
+        DuelError, match=r"merging it into quantised weights \(load_in_8bit\) would round the adapter too"
+    ):
         load(path, load_in_8bit=True, peft=lora)
     said = {"quant_method": "bitsandbytes", "load_in_8bit": True}
     path = base("qwen3", quantization_config=said)
     with pytest.raises(DuelError, match=r"is quantised already \(bitsandbytes\): leave load_in_4bit out"):
         load(path, load_in_4bit=True)
-    with pytest.raises(DuelError, match=r"merging it into quantised weights \(the quantisation of .* \(bitsandbytes\)\)"):
+    with pytest.raises(
+        DuelError, match=r"merging it into quantised weights \(the quantisation of .* \(bitsandbytes\)\)"
+    ):
         load(path, peft=lora)
 
 
