@@ -243,7 +243,7 @@ CASES = [
     Case(
         "a config.json that is no JSON", "is not a valid JSON file", lambda at: at.change("config.json", '{"model_type')
     ),
-    Case("a config.json that is no object", "wanted an object", lambda at: at.change("config.json", "[]")),
+    Case("a config.json that is no object", "expected an object", lambda at: at.change("config.json", "[]")),
     Case("a folder without config.json", "has no config.json", lambda at: at.without("config.json")),
     Case(
         "a safetensors file that is cut off",
@@ -404,7 +404,9 @@ def test_the_harness_asks_for_a_gpu_unless_told_otherwise(monkeypatch, folders, 
         assert at.load(device="cuda:0").denoiser.device.type == "cpu"
     name = "no GPU at all, and `cuda:0`, which the harness asks for unless told otherwise"
     assert as_printed(name, caplog.text)
-    with pytest.raises(DuelError, match=r"No device 'cuda:1': 0 CUDA devices, numbered from 0\. Use device=cpu\."):
+    with pytest.raises(
+        DuelError, match=r"No device 'cuda:1': there are 0 CUDA devices, numbered from 0\. Use device=cpu\."
+    ):
         at.load(device="cuda:1")
 
 

@@ -456,7 +456,7 @@ def test_a_hub_adapter_is_its_content(hub, folders):
 def test_an_adapter_beside_the_weights_is_refused(folders, tmp_path):
     shutil.copytree(folders / "bert", tmp_path / "both")
     shutil.copy(folders / "lora" / "adapter_config.json", tmp_path / "both")
-    with pytest.raises(DuelError, match=r"both holds an adapter \(adapter_config.json\) beside its weights"):
+    with pytest.raises(DuelError, match=r"both holds an adapter \(adapter_config.json\) next to its weights"):
         denoisers.load(str(tmp_path / "both"), device="cpu")
 
 

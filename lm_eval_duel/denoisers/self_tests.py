@@ -1,6 +1,6 @@
 """Self-tests at load: small forward passes that detect what a network does and check that it is what it claims.
 
-Shapes: R rows, L row length, B the trained block, D features, V tokens.
+Shapes: R rows, L row length, B the trained block, D features, V tokens, T of them without [MASK] and padding.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ def run(denoiser: Denoiser, path: str) -> None:
 
 
 def random_rows(denoiser: Denoiser, length: int = LENGTH, rows: int = 2, seed: int = 1) -> torch.Tensor:
-    """Rows of random tokens (R, L), always the same ones."""
-    known = (~denoiser.excluded).nonzero()[:, 0]  # (T,)
+    """Rows of random tokens (R, L), the same for the same seed."""
+    tokens = (~denoiser.excluded).nonzero()[:, 0]  # (T,)
     generator = torch.Generator().manual_seed(seed)
-    draw = torch.randint(len(known), (rows, min(length, denoiser.max_length)), generator=generator)  # (R, L)
-    return known.cpu()[draw].to(denoiser.device)
+    draw = torch.randint(len(tokens), (rows, min(length, denoiser.max_length)), generator=generator)  # (R, L)
+    return tokens.cpu()[draw].to(denoiser.device)
 
 
 def _logits(denoiser: Denoiser, rows: torch.Tensor, real: torch.Tensor | None = None) -> torch.Tensor:
@@ -118,7 +118,7 @@ def honours_padding(denoiser: Denoiser) -> bool:
 
     def effect(batch: torch.Tensor) -> float:
         pairs = zip(alone, batch, strict=False)  # the last row of the batch is not padded
-        return max(relative_difference(logits, padded[: len(logits)]) for logits, padded in pairs)
+        return float(torch.tensor([relative_difference(row, padded[: len(row)]) for row, padded in pairs]).max())
 
     if denoiser.quantized or together.dtype.itemsize < 4:  # noise is large and differs between networks
         return effect(together) < 0.1 * effect(unmasked)

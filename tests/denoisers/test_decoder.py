@@ -262,7 +262,7 @@ def test_bd3lm_in_a_name_can_be_overruled(tmp_path, caplog):
     case = CASES["a2d-qwen3-bd3lm"]
     path, _ = write(tmp_path, case)
     assert denoisers.load(path, device="cpu").family == "a2d-qwen3-bd3lm"
-    assert "as a2d-qwen3-bd3lm by its name: its config does not say" in caplog.text
+    assert "is taken as a2d-qwen3-bd3lm; its config does not say" in caplog.text
     for options in ({"family": "a2d-qwen3"}, {"attention": "bidirectional"}):
         denoiser = denoisers.load(path, device="cpu", **options)
         assert (denoiser.family, denoiser.attention, denoiser.block) == ("a2d-qwen3", "bidirectional", None)

@@ -34,8 +34,8 @@ def machine(monkeypatch):
     return of
 
 
-def options(device_map="auto"):
-    return device_map.model_kwargs(LoadOptions("name", torch.device("cpu"), device_map=device_map))
+def options(layout="auto"):
+    return device_map.model_kwargs(LoadOptions("name", torch.device("cpu"), device_map=layout))
 
 
 @pytest.mark.parametrize("gpus, processes", [(8, 2), (5, 2), (3, 3), (4, 1)])
@@ -147,7 +147,9 @@ def test_own_code_by_a_map(tmp_path):
     path = write(tmp_path, DREAM, "DreamModel", decoder(bias=True))
     right = scored(denoisers.load(path, **own))
     assert scored(denoisers.load(path, device_map={"": "cpu"}, **own)) == right
-    with pytest.raises(DuelError, match=r"does not say which of its modules stay on one device \(_no_split_modules\)"):
+    with pytest.raises(
+        DuelError, match=r"does not define which of its modules must stay on one device \(_no_split_modules\)"
+    ):
         denoisers.load(path, device_map="auto", **own)
     with pytest.raises(DuelError, match=r"cannot be placed as device_map=\{'model': 'cpu'\}: "):
         denoisers.load(path, device_map={"model": "cpu"}, **own)

@@ -241,7 +241,7 @@ def test_what_a_block_causal_network_refuses(tmp_path):
     with pytest.raises(DuelError, match=r"max_length=17 is too long: .* holds 16 positions"):
         denoisers.load(path, device="cpu", max_length=17)
     write(tmp_path, "bd3lm", time_conditioning=True)
-    with pytest.raises(DuelError, match="A block-causal network that with time conditioning is not supported"):
+    with pytest.raises(DuelError, match="A block-causal network with time conditioning is not supported"):
         denoisers.load(path, device="cpu")
 
 
@@ -411,6 +411,9 @@ def test_wrong_checkpoints(tmp_path):
         denoisers.load(path, device="cpu")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mdlm", "vocab_size": 13, "n_heads": None}))
     with pytest.raises(DuelError, match="has no 'hidden_dim', 'n_blocks', 'n_heads', 'model_length', which its family"):
+        denoisers.load(path, device="cpu")
+    path, _ = write(tmp_path, "mdlm", vocab_size=1)
+    with pytest.raises(DuelError, match=r"^The vocabulary of .* has no token besides \[MASK\], so there is nothing to"):
         denoisers.load(path, device="cpu")
     (tmp_path / "config.json").write_text(json.dumps({**SEDD, "graph": {"type": "uniform"}}))
     with pytest.raises(DuelError, match=r"^This SEDD has a uniform graph: without a mask state"):

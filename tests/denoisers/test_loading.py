@@ -175,7 +175,11 @@ def test_all_that_is_lacking_is_said_and_the_family_it_is_of(tmp_path):
         family="llada",
     )
     path, _ = backbone(tmp_path / "b", "open-dllm", hidden_size=None)
-    refused(path, r"has no hidden_size, .* needs\. Use another family=, or add to config\.json", family="open-dllm")
+    refused(
+        path,
+        r"has no hidden_size, .* needs\. Use another family=, or add the values it was trained with to config\.json",
+        family="open-dllm",
+    )
 
 
 @pytest.mark.parametrize("name", ["llada", "llada2", "sdar"])

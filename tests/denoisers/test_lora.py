@@ -143,7 +143,10 @@ def test_adapters_of_another_network(tmp_path, qwen3):
     ):
         load(qwen3, peft=lora)
     lora = adapter(tmp_path / "ranks", decoder(norms=True), NATIVE_MODULES, r=1_000_000_000)
-    with pytest.raises(DuelError, match=r"other ranks than its .*down_proj is \(3, 24\), not of rank 1000000000"):
+    with pytest.raises(
+        DuelError,
+        match=r"ranks of the adapter .* differ from its adapter_config.*down_proj is \(3, 24\), not of rank 1000000000",
+    ):
         load(qwen3, peft=lora)
 
 
@@ -163,7 +166,7 @@ def test_tensors_that_have_no_place_or_are_not_there(tmp_path, qwen3):
     with pytest.raises(DuelError, match=rf"1 missing: {gone}; 1 unknown: {extra}\."):
         load(qwen3, peft=lora)
     save_file({extra: torch.ones(16)}, file, metadata={"format": "pt"})
-    with pytest.raises(DuelError, match="does not fit this network: the network has no LoRA tensors"):
+    with pytest.raises(DuelError, match="does not fit this network: it has no LoRA tensors"):
         load(qwen3, peft=lora)
 
 

@@ -267,7 +267,7 @@ def test_nan_that_shows_only_when_a_token_is_seen(tmp_path):
 
 
 def test_no_such_checkpoint(tmp_path):
-    with pytest.raises(DuelError, match=r"Cannot read checkpoint .*no local folder; a hub name needs a connection"):
+    with pytest.raises(DuelError, match=r"Cannot read checkpoint .*not a local folder; a hub name needs a connection"):
         load(str(tmp_path / "nothing"))
 
 

@@ -123,7 +123,7 @@ def test_the_elbo_of_esm_in_a_batch():
 def test_sampling_of_esm_in_a_batch():
     denoiser = denoiser_of(network("esm"))
     contexts = [(2,), (2, 6, 7, 9), (2, 30, 12)]
-    drawn = Duel(denoiser, "greedy", 4, batch_size=8).sample(contexts, 4, (3,), seed=1)
+    drawn = Duel(denoiser, "greedy", 4, batch_size=8).sample(contexts, 4, suffix=(3,), seed=1)
     again = Duel(denoiser, "greedy", 4).log_prob(
         [Window(context, one.tokens, (3,)) for context, one in zip(contexts, drawn, strict=True)]
     )
@@ -220,7 +220,7 @@ def test_a_mask_embedding_that_is_not_finite_is_broken_weights():
 def test_bigbird_is_scored_with_full_attention_at_every_length(tmp_path, caplog):
     path = checkpoint(tmp_path, network("bigbird"))
     denoiser = denoisers.load(path, device="cpu")
-    warned = "block-sparse attention from 15 positions on, by its config; it is scored with full attention"
+    warned = "block-sparse attention from 15 positions on; it is scored with full attention"
     assert warned in caplog.text
     assert denoiser.describe()["attention_type"] == "original_full, not block_sparse as in its config"
     long = Window((2,), tuple(range(5, 29)), (3,))
@@ -265,7 +265,7 @@ def test_networks_that_do_not_run_on_ids_alone_are_refused_in_words(tmp_path):
         max_position_embeddings=64,
     )
     path = checkpoint(tmp_path / "perceiver", transformers.PerceiverForMaskedLM(perceiver))
-    with pytest.raises(DuelError, match=r"logits of shape \(1, 64, 40\) for a row of 2 positions; wanted one"):
+    with pytest.raises(DuelError, match=r"logits of shape \(1, 64, 40\) for a row of 2 positions; expected one"):
         denoisers.load(path, device="cpu")
     fixed = transformers.NystromformerConfig(**{**SIZE, "max_position_embeddings": 64}, num_landmarks=8)
     path = checkpoint(tmp_path / "nystromformer", transformers.NystromformerForMaskedLM(fixed))
@@ -289,7 +289,9 @@ def test_rotary_positions_that_change_with_the_longest_row_of_a_batch(tmp_path, 
     options = {"device": "cpu", "attention": attention} | ({"block": 4} if attention == "block_causal" else {})
     assert denoisers.load(path, max_length=8, **options).honours_padding
     if attention == "block_causal":
-        with pytest.raises(DuelError, match=r"change with the longest row of a call.* Pass max_length=8: up to there"):
+        with pytest.raises(
+            DuelError, match=r"change with the longest row of a call.* Pass max_length=8: up to that length"
+        ):
             denoisers.load(path, **options)
         return
     denoiser = denoisers.load(path, **options)

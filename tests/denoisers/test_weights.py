@@ -114,7 +114,7 @@ def test_whole_and_sharded(stem, save, tmp_path):
         weights.read(str(tmp_path))
     index.write_text(json.dumps(places))
     (tmp_path / names[1]).unlink()
-    with pytest.raises(DuelError, match=rf"index\.json names {names[1]}, which is not there: the download is not"):
+    with pytest.raises(DuelError, match=rf"index\.json names {names[1]}, which is missing: the download is incomplete"):
         weights.read(str(tmp_path))
     for text in ('{"weight', '{"metadata": {}}', "[]", '{"weight_map": ["a"]}'):
         index.write_text(text)
@@ -239,7 +239,7 @@ def test_no_code_in_a_pickle_is_run(name, form, tmp_path, monkeypatch):
 
 
 def test_files_that_hold_no_tensors(tmp_path):
-    with pytest.raises(DuelError, match=r"No weights in .*: wanted one of model\.safetensors, pytorch_model\.bin"):
+    with pytest.raises(DuelError, match=r"No weights in .*: expected one of model\.safetensors, pytorch_model\.bin"):
         weights.read(str(tmp_path))
     file = tmp_path / "pytorch_model.bin"
     for content in ({"state_dict": {}}, {"a": torch.ones(1), "step": 3}, [torch.ones(1)], torch.ones(1), 3, None):

@@ -78,7 +78,7 @@ def _require_no_adapter(options: LoadOptions) -> None:
     """
     if cached_file(options.name, "adapter_config.json", revision=options.revision, **QUIET) is not None:
         raise DuelError(
-            f"{options.name} holds an adapter (adapter_config.json) beside its weights, and transformers adds it only "
+            f"{options.name} holds an adapter (adapter_config.json) next to its weights, and transformers adds it only "
             "if peft is installed. Use a copy without the adapter's files, and pass peft=<their folder> to add it."
         )
 

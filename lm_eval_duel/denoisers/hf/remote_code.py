@@ -32,23 +32,7 @@ def load(
     family: Family | None, folder: str, config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedTokenizerBase
 ) -> masked_lm.MaskedLM:
     """The denoiser of a checkpoint's own code; raises DuelError if it does not load strictly or fails a self-test."""
-    names = config.get("auto_map") or {}
-    reference = next((names[key] for key in HEADED if key in names), None)
-    if reference is None:
-        raise DuelError(f"{options.name} has no code of its own (no auto_map with a model in config.json).")
-    options.refuse("own code", "sigma", "load_in_8bit", "load_in_4bit")
-    if scheme := config.get(quantization.CONFIG_KEY):
-        raise DuelError(
-            f"{options.name} is quantised ({quantization.method_of(scheme)}), which backend=remote does not support: "
-            "leave it out if the checkpoint belongs to a known family, or use the checkpoint that is not quantised."
-        )
-    if options.attention == "causal":
-        raise DuelError(
-            f"backend=remote does not go with attention=causal for {options.name}: leave backend out. An "
-            "autoregressive network of a class that transformers does not have needs trust_remote_code=true only."
-        )
-    if not options.trust_remote_code:
-        raise DuelError(f"{options.name} runs code of its own: pass trust_remote_code=true if you trust it.")
+    reference = _class_reference(config, options)
     rows = max(
         (config[key] for key in ("embedding_size", "vocab_size") if isinstance(config.get(key), int)), default=None
     )
@@ -77,17 +61,45 @@ def load(
 
         options = fetch(options)
         model = merge(model, options.peft, None)
-    quirks: dict[str, Any] = {"family": "own code", "block": block}
+    quirks = {"block": block, **_quirks(family, attention, options)}
+    return masked_lm.finish(device_map.place(model, options), options, tokenizer, mask_id, **quirks)
+
+
+def _class_reference(config: dict[str, Any], options: LoadOptions) -> str:
+    """The model class in `auto_map`; raises DuelError if there is none, or for options that exclude own code."""
+    names = config.get("auto_map") or {}
+    reference = next((names[key] for key in HEADED if key in names), None)
+    if reference is None:
+        raise DuelError(f"{options.name} has no code of its own (no auto_map with a model in config.json).")
+    options.refuse("own code", "sigma", "load_in_8bit", "load_in_4bit")
+    if scheme := config.get(quantization.CONFIG_KEY):
+        raise DuelError(
+            f"{options.name} is quantised ({quantization.method_of(scheme)}), which backend=remote does not support: "
+            "leave it out if the checkpoint belongs to a known family, or use the checkpoint that is not quantised."
+        )
+    if options.attention == "causal":
+        raise DuelError(
+            f"backend=remote does not go with attention=causal for {options.name}: leave backend out. An "
+            "autoregressive network of a class that transformers does not have needs trust_remote_code=true only."
+        )
+    if not options.trust_remote_code:
+        raise DuelError(f"{options.name} runs code of its own: pass trust_remote_code=true if you trust it.")
+    return reference
+
+
+def _quirks(family: Family | None, attention: str, options: LoadOptions) -> dict[str, Any]:
+    """Arguments of `masked_lm.finish` that follow from family and options."""
+    quirks: dict[str, Any] = {"family": family.name if family else "own code"}
     if family is not None or options.attention or options.shift_logits is not None:
         shift = (family.shift if family else 0) if options.shift_logits is None else int(options.shift_logits)
-        quirks |= {"family": family.name if family else "own code", "attention": attention, "shift": shift}
+        quirks |= {"attention": attention, "shift": shift}
     if family is not None:
         quirks |= {
             "bos": "given" if quirks["shift"] else family.bos,
             "published_block": family.published_block,
             "max_length": family.max_length,
         }
-    return masked_lm.finish(device_map.place(model, options), options, tokenizer, mask_id, **quirks)
+    return quirks
 
 
 def _complete(model_config: Any, config: dict[str, Any]) -> None:
