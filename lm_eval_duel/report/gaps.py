@@ -12,7 +12,7 @@ from lm_eval_duel.report import rows, stats
 from lm_eval_duel.report.rows import Row
 
 ESTIMATORS = {"block", "grid", "rule_code"}  # of a spec, beside rows.VARIES, what belongs to the estimator
-CONVENTIONS = {"special_tokens", "windows", "max_length", "sigma"}  # of a spec, what published figures did not always share
+CONVENTIONS = {"special_tokens", "windows", "max_length", "sigma"}  # of a spec, what published figures may not share
 BETTER = "the MDM is already better under the ELBO"
 UNCLEAR = "not distinguishable"  # within two standard errors
 

@@ -534,7 +534,8 @@ def test_a_published_figure_may_have_an_elbo_of_other_positions(tmp_path, no_fig
     """The authors' DUEL figures score BOS and leave the last token given, their ELBOs do not."""
     hf(tmp_path / "ar", per_token(["owt"], [17.54]))
     ours(tmp_path / "results", per_token(["owt"], [22.0]), spec={"special_tokens": "[0] text [], bos=official"})
-    ours(tmp_path / "results", per_token(["owt"], [23.0]), estimator="elbo", spec={"special_tokens": "[0] text [], bos=given"})
+    given = {"special_tokens": "[0] text [], bos=given"}
+    ours(tmp_path / "results", per_token(["owt"], [23.0]), estimator="elbo", spec=given)
     found = run(tmp_path, "--as-published")["tasks"]["owt"]
     (row,) = (row for row in found["rows"] if row["rule"])
     assert row["gap_closed"] == pytest.approx(stats.gap_closed(23.0, 22.0, 17.54))
