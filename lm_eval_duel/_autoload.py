@@ -1,9 +1,9 @@
 """Registration: `lm_eval --model duel-mdm` works once this package is installed.
 
-lm-eval 0.4.13 looks for no plugins, so a one-line `.pth` file in site-packages calls `install()` when the interpreter
-starts. It imports nothing: it puts a finder on `sys.meta_path` that waits for `lm_eval.models`, registers the name
-`duel-mdm` (a string; neither torch nor transformers is imported) and takes itself away. Later releases read the entry
-point `lm_eval.models` instead; a name that is already there is left alone.
+lm-eval 0.4.13 does not discover plugins, so a `.pth` file of one line in site-packages calls `install()` when the
+interpreter starts. It imports nothing: it puts a finder on `sys.meta_path`, which waits for `lm_eval.models` to be
+imported, registers the name `duel-mdm` (a string; neither torch nor transformers is imported) and removes itself. Later
+releases read the entry point `lm_eval.models` instead. A name that is already registered is left alone.
 """
 
 import sys
@@ -13,8 +13,8 @@ AWAITED = "lm_eval.models"
 
 
 def register():
-    """Make the models known to lm-eval, now."""
-    import lm_eval.models  # noqa: F401  first, so that the registry is filled and the built-in models stay known
+    """Register the models with lm-eval, now."""
+    import lm_eval.models  # noqa: F401  first, so that the built-in models are registered too
     from lm_eval.api.registry import model_registry
 
     for name, target in MODELS.items():
@@ -23,7 +23,7 @@ def register():
 
 
 def install():
-    """Register as soon as somebody imports `lm_eval.models`."""
+    """Register the models as soon as `lm_eval.models` is imported."""
     if AWAITED in sys.modules:
         register()
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
@@ -31,7 +31,7 @@ def install():
 
 
 class _Finder:
-    """Finds nothing itself; hooks the loader of `lm_eval.models`."""
+    """Wraps the loader of `lm_eval.models`; finds no module itself."""
 
     def find_spec(self, name, path=None, target=None):
         if name != AWAITED:
@@ -62,5 +62,5 @@ class _Loader:
         self.loader.exec_module(module)
         try:
             register()
-        except Exception as error:  # a change in lm-eval must not break `import lm_eval.models` for other models
+        except Exception as error:  # lm-eval may change: other models must still work
             print(f"lm_eval_duel: could not register {', '.join(MODELS)}: {error!r}", file=sys.stderr)

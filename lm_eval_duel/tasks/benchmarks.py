@@ -82,7 +82,7 @@ def wrapped(corpus: str, **model_args: Any) -> dict[str, datasets.Dataset]:
 
 
 def _start_and_end(tokenizer: Any) -> tuple[int, int]:
-    """The ids at the ends of a row: BOS and EOS, or [CLS] at both for BERT, which has neither (the authors' code)."""
+    """The ids at the ends of a row: BOS and EOS, or if there is neither (BERT) [CLS] twice, as in the authors' code."""
     start, end = tokenizer.bos_token_id, tokenizer.eos_token_id
     start = tokenizer.cls_token_id if start is None else start
     start = end if start is None else start

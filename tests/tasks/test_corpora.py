@@ -237,14 +237,14 @@ def test_the_metadata_may_say_it_in_place_of_the_model_args(copies):
     assert run["config"]["duel"]["bos"] == "none" and run["config"]["duel"]["tokens"] == 2 * 62
     with pytest.raises(
         DuelError,
-        match=r"counted by bos=given, and this model.s is bos=none: say one of them for both",
+        match=r"counted with bos=given, but this model has bos=none. Use one for both: --metadata bos=none",
     ):
         evaluate(["duel_ptb_wrapped"], copies, "rule=l2r:k=4,block=4")
 
 
 def test_ids_of_another_tokenizer_are_refused(copies, tmp_path):
     tiny.tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(DuelError, match=rf"written by the tokenizer {tmp_path} .* this model's is \S*demo-mdm "):
+    with pytest.raises(DuelError, match=rf"those of the tokenizer {tmp_path} .* this model's is \S*demo-mdm "):
         evaluate(["duel_ptb_wrapped"], copies, tokenizer=str(tmp_path))
 
 
@@ -331,7 +331,7 @@ def test_copies_that_cannot_be_used(tmp_path):
 
 def test_without_a_hub_the_message_says_what_to_do(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(DuelError, match=r"Cannot load ptb \(ptb-text-only/ptb_text_only, .* A local copy is taken"):
+    with pytest.raises(DuelError, match=r"Cannot load ptb \(ptb-text-only/ptb_text_only, .* Use a local copy"):
         tasks.documents("ptb")
     with pytest.raises(DuelError, match=r"Unknown data set 'ptp'\. Did you mean ptb\?"):
         tasks.documents("ptp")
@@ -395,7 +395,7 @@ def test_data_check_says_one_cause_once_and_its_own_flags(tmp_path, monkeypatch,
     monkeypatch.setattr(
         "huggingface_hub.hf_hub_download", lambda *_, **__: (_ for _ in ()).throw(OSError("no way out"))
     )
-    with pytest.raises(SystemExit, match=rf"^{len(KNOWN)} of {len(KNOWN)} tasks cannot be loaded"):
+    with pytest.raises(SystemExit, match=rf"^lm-eval-duel: {len(KNOWN)} of {len(KNOWN)} tasks cannot be loaded"):
         main(["data", "check"])
     out = capsys.readouterr().out
     assert out.count("no way out") == out.count("NOT LOADED") == 1
@@ -406,7 +406,7 @@ def test_data_check_says_one_cause_once_and_its_own_flags(tmp_path, monkeypatch,
     assert "duel_ptb: NOT LOADED\n    Cannot load ptb (ptb-text-only/ptb_text_only, " in out
     benchmarks.as_lines(tmp_path / "ptb.jsonl", benchmarks.ptb())
     for said, flag in (
-        ([], "meant to hold: --rows 12."),
+        ([], "copy should have: --rows 12."),
         (["--rows", "12", "--tokenizer", str(tmp_path)], "name one with --tokenizer <folder or hub name>."),
     ):
         with pytest.raises(SystemExit):
@@ -467,7 +467,7 @@ def test_another_text_and_missing_shards_are_refused(tmp_path):
     with pytest.raises(DuelError, match="is not the pinned file of lambada"):
         corpora.texts("lambada", str(tmp_path))
     benchmarks.as_lines(tmp_path / "ag_news.jsonl", [{"text": "x"}] * 7600)
-    with pytest.raises(DuelError, match="holds 7600 bytes of text and ag_news has 1788274: it is another text"):
+    with pytest.raises(DuelError, match="has 7600 bytes of text, but ag_news has 1788274: the texts differ"):
         corpora.texts("ag_news", str(tmp_path))
     shards = tmp_path / "openwebtext"
     shards.mkdir()

@@ -1,6 +1,8 @@
 """The bundled tasks: what is in them, and that their token counts are the model's own."""
 
+import importlib
 import math
+import pkgutil
 
 import pytest
 import tiny
@@ -52,3 +54,9 @@ def test_perplexities_count_their_units():
     assert metrics["byte_perplexity"] == metrics["bits_per_byte"] == (-12.0, len(doc["text"].encode()))
     assert metrics["token_perplexity"] == (-12.0, 9)
     assert math.isfinite(metrics["token_perplexity"][0])
+
+
+def test_no_submodule_is_shadowed_by_a_function():
+    for module in pkgutil.iter_modules(tasks.__path__):
+        assert importlib.import_module(f"lm_eval_duel.tasks.{module.name}") is getattr(tasks, module.name)
+    assert all(hasattr(tasks, name) for name in tasks.__all__)
