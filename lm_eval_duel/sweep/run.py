@@ -51,7 +51,7 @@ class Sweep:
         self.context = model.text.prompt("", options.length) if options.samples else []
         if options.samples and (count := len(self._pieces())) < options.samples:
             self.notes.append(
-                f"The task's own text is only {count} pieces of {options.length} tokens, for {options.samples} samples: "
+                f"The task's own text is {count} pieces of {options.length} tokens, for {options.samples} samples: "
                 "fewer pieces have more distinct n-grams (and MAUVE has fewer references)."
             )
 

@@ -725,8 +725,8 @@ def test_the_headline_answers_the_question(tmp_path, no_figures, capsys):
     lattice(tmp_path / "results")
     found = run(tmp_path, "--as-published")["tasks"]["ag_news"]
     said = (
-        "**BD3-LM** on ag_news: 56.73 under `greedy` (DUEL) against 52.11 for ARM; the ELBO gives <= 60.72. DUEL closes "
-        "46.3 % of the ELBO's gap of 8.61. Lowest of its likelihoods: `left_to_right`, 54.94."
+        "**BD3-LM** on ag_news: 56.73 under `greedy` (DUEL) against 52.11 for ARM; the ELBO gives <= 60.72. DUEL "
+        "closes 46.3 % of the ELBO's gap of 8.61. Lowest of its likelihoods: `left_to_right`, 54.94."
     )
     assert found["headlines"] == [said]
     text = (tmp_path / "out" / "report.md").read_text()

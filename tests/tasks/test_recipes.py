@@ -116,7 +116,7 @@ def test_every_recipe_begins_with_its_table_and_stands_in_the_readme():
     section = README.split("## The paper's tables")[1].split("\n## ")[0]
     for name in NAMES:
         first = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0]
-        assert first.startswith("# The right way" if "/given/" in name else "# ")
+        assert first.startswith("# The corrected convention" if "/given/" in name else "# ")
         assert "/given/" in name or f"`{name}`" in section, f"{name} has no row in the README"
     named = set(re.findall(r"`((?:owt|lm1b|zero_shot|samplers|oracle|8b)/[\w./]*\w)`", section))
     assert named <= set(NAMES)
