@@ -1,4 +1,7 @@
-"""The bundled demonstration checkpoints, how they were trained (`train.py`), and the sample text."""
+"""The bundled demonstration checkpoints and the sample text.
+
+`train.py` and `cut.py`, which made them, are in the repository but not in the wheel.
+"""
 
 from __future__ import annotations
 
@@ -10,5 +13,5 @@ FOLDER = Path(__file__).resolve().parent
 
 
 def resolve(name: str) -> str:
-    """The folder of a bundled checkpoint's name; any other name as it is."""
+    """The folder of a bundled checkpoint; any other name is returned unchanged."""
     return str(FOLDER / name) if name in NAMES else name

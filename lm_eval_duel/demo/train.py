@@ -2,16 +2,16 @@
 
     python -m lm_eval_duel.demo.train --corpus sotu.jsonl.xz --objective mdm --out demo-mdm
 
-Same tokenizer, same number of parameters, same rows in the same order; only the attention and the objective differ:
+The tokenizer, the number of parameters and the rows are the same for all; only attention and objective differ:
 
 * `mdm`: ModernBERT. t ~ U(0, 1) stratified over the batch, each token masked with probability t,
   loss = (1/t) * cross entropy at masked cells, divided by all cells (Sahoo et al. 2024, eq. 10).
 * `ar`: ModernBERT decoder, next-token cross entropy after one <|endoftext|>.
-* `bd`: our DiT, block-causal with blocks of 4 (Arriola et al. 2025): the row with masked cells and the clean row
-  side by side, under the mask of block diffusion; in each block l ~ U{1..4} cells are masked, loss = 4/l * cross
+* `bd`: our DiT, block-causal with blocks of 4 (Arriola et al. 2025). The masked row and the clean row are processed
+  together under the attention mask of block diffusion. In each block l ~ U{1..4} cells are masked, loss = 4/l * cross
   entropy at masked cells. The row begins with one <|endoftext|>, which is never masked.
 
-Killed and started again with the same arguments, it goes on from the last state in `--out`.
+Run the same command again to continue an interrupted training from the last state in `--out`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from transformers import (
 from lm_eval_duel.denoisers.dit.network import DiT, DiTConfig
 
 ROW = 128  # tokens in a full training row, and the longest row of the model
-BLOCK = 4  # of block diffusion; its longest row has one more block, for <|endoftext|>
+BLOCK = 4  # block size of block diffusion; its longest row has one more block, for <|endoftext|>
 ROPE_THETA = 10_000.0
 PAD, END, MASK = "<|pad|>", "<|endoftext|>", "<|mask|>"
 SENTENCE_START = re.compile(r"(?<=[.!?] )(?=[A-Z])")
@@ -51,7 +51,7 @@ STATE = "state.pt"
 
 @dataclasses.dataclass(frozen=True)
 class Address:
-    """One address of the corpus, with the character offsets where rows may begin."""
+    """An address of the corpus, with the character offsets at which rows may begin."""
 
     year: int
     text: str
@@ -101,11 +101,11 @@ def train_tokenizer(addresses: list[Address], size: int) -> PreTrainedTokenizerF
 
 
 class TrainingRows:
-    """Training rows as a pure function of (seed, step): the same for both objectives and after a resume.
+    """Training rows as a pure function of (seed, step): the same for all objectives and after a resume.
 
     An address is drawn in proportion to its length, halved for every `half_life` years before the last one; half of
-    the rows begin at a sentence, half at any word. One step in four has shorter rows, so that the model meets every
-    length up to `ROW`; the number of tokens in a step stays the same.
+    the rows begin at a sentence, half at any word. One step in four has shorter rows, so that the model sees every
+    length up to `ROW`; the number of tokens per step stays the same.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ def build(
 
 
 def build_dit(vocab_size: int, width: int, layers: int) -> DiT:
-    """The network of block diffusion, begun as its authors begin it: gates and head at zero."""
+    """The network of block diffusion, initialized as by its authors: gates and head are zero."""
     network = DiT(DiTConfig(vocab_size, width, layers, heads=4, condition=16))
     torch.nn.init.normal_(network.vocab_embed.embedding, std=0.02)
     for layer in [*(block.adaLN_modulation for block in network.blocks), network.output_layer.adaLN_modulation]:
@@ -181,7 +181,7 @@ def build_dit(vocab_size: int, width: int, layers: int) -> DiT:
 def mdm_loss(
     model: torch.nn.Module, ids: torch.Tensor, mask_id: int, generator: torch.Generator, eps: float = 1e-3
 ) -> torch.Tensor:
-    """The negative ELBO in nats per token, one draw of t a row."""
+    """The negative ELBO in nats per token, with one draw of t per row."""
     count = len(ids)
     shift = torch.rand(1, generator=generator)
     t = eps + (1 - eps) * ((torch.arange(count) + shift) / count)  # (B,)
@@ -193,7 +193,7 @@ def mdm_loss(
 
 
 def ar_loss(model: torch.nn.Module, ids: torch.Tensor, end_id: int) -> torch.Tensor:
-    """Next-token cross entropy in nats per token, the first token given <|endoftext|>."""
+    """Next-token cross entropy in nats per token; the first token is predicted from <|endoftext|>."""
     shifted = F.pad(ids[:, :-1], (1, 0), value=end_id)  # (B, L)
     return F.cross_entropy(model(input_ids=shifted).logits.float().flatten(0, 1), ids.flatten())
 
@@ -201,11 +201,11 @@ def ar_loss(model: torch.nn.Module, ids: torch.Tensor, end_id: int) -> torch.Ten
 def bd_loss(
     model: DiT, ids: torch.Tensor, mask_id: int, end_id: int, generator: torch.Generator, block: int = BLOCK
 ) -> torch.Tensor:
-    """The negative ELBO of block diffusion in nats per token, one draw a block.
+    """The negative ELBO of block diffusion in nats per token, with one draw per block.
 
     The noisy row and the clean row are one input: a noisy cell sees its own block of the noisy row and the earlier
-    blocks of the clean row, a clean cell sees the clean row up to its own block's end. A short last block is filled up
-    with [MASK]s that have no loss.
+    blocks of the clean row; a clean cell sees the clean row up to the end of its own block. A short last block is
+    padded with [MASK]s that have no loss.
     """
     rows = F.pad(ids, (1, 0), value=end_id)  # (B, L)
     short = -rows.shape[1] % block
@@ -236,7 +236,7 @@ def bd_loss(
 
 
 def learning_rate(step: int, steps: int, warmup: int = 200, decay: float = 0.3) -> float:
-    """The share of the peak rate: linear up, constant, linear to zero over the last `decay` of the steps."""
+    """The factor on the peak rate: linear warmup, constant, linear to zero over the last `decay` of the steps."""
     return min(1.0, (step + 1) / warmup, (steps - step) / (decay * steps))
 
 
@@ -256,7 +256,7 @@ def optimizers(model: torch.nn.Module, lr: float) -> list[torch.optim.Optimizer]
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
-    """The tokenizer as transformers 4.57 and 5 both read it."""
+    """Save the tokenizer so that transformers 4.57 and 5 can both read it."""
     tokenizer.save_pretrained(out)
     file = out / "tokenizer_config.json"
     known = {"bos_token", "eos_token", "mask_token", "pad_token", "model_max_length", "clean_up_tokenization_spaces"}
@@ -266,7 +266,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
 
 
 def save_checkpoint(model: torch.nn.Module, out: Path, dtype: str) -> None:
-    """The checkpoint as transformers 4.57 and 5 both read it, or in the layout of BD3-LM's authors."""
+    """Save the checkpoint so that transformers 4.57 and 5 can both read it, or in the layout of BD3-LM's authors."""
     model.to(getattr(torch, dtype))
     if isinstance(model, DiT):
         weights = {f"backbone.{key}": value for key, value in model.state_dict().items()}

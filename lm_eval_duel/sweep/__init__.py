@@ -1,4 +1,4 @@
-"""`lm-eval-duel sweep`: unmasking rules at several speeds, by the likelihood of text and by what they write."""
+"""`lm-eval-duel sweep`: compare unmasking rules at several speeds, by likelihood of text and quality of samples."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from pathlib import Path
 
 from lm_eval_duel.sweep.arguments import parse
 
-STOPPED = 130  # as a shell says of a program that was interrupted
+INTERRUPTED = 130  # the exit code of SIGINT
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Sweep and print: `lm-eval-duel sweep`."""
-    asked = parse(arguments)
-    # torch and the harness are imported once the arguments are known to be good
+    """Run a sweep and print its tables: `lm-eval-duel sweep`."""
+    options = parse(arguments)
+    # torch and the harness are imported only after the arguments have been checked
     from lm_eval_duel.sweep import tables
     from lm_eval_duel.sweep.run import Sweep
 
     try:
-        sweep = Sweep(asked)
+        sweep = Sweep(options)
         report = sweep.run()
     except KeyboardInterrupt:
-        out = Path(asked.out)
-        whole = len(list(out.glob("settings/*.json")))
+        out = Path(options.out)
+        finished = len(list(out.glob("settings/*.json")))
         lines = sum(file.read_bytes().count(b"\n") for file in out.glob("parts/*.jsonl"))
         print(
-            f"\nStopped. {out} keeps what is finished ({whole} whole settings; {lines} windows and samples); "
-            "the same command goes on from there.",
+            f"\nStopped. {out} keeps the finished work ({finished} settings; {lines} windows and samples); "
+            "run the same command to continue.",
             file=sys.stderr,
         )
-        sys.exit(STOPPED)
-    tables.write(report, Path(asked.out))
+        sys.exit(INTERRUPTED)
+    tables.write(report, Path(options.out))
     print(tables.console(report))

@@ -1,4 +1,4 @@
-"""The command line of `sweep`, and its settings: checked before anything is loaded."""
+"""The command line of `sweep` and its settings, checked before anything is loaded."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lm_eval_duel.harness.key_values import key_values
 from lm_eval_duel.options import Options
 
 EPILOG = """\
-Prints a table of the settings: perplexity of the task's text, steps a token, and what samples are like.
-Settings: every rule with every k, `threshold` with every mu; a rule that takes no k (entropy_bound:gamma=0.1) is one.
-Writes sweep.md, sweep.json, sweep.png (where matplotlib is installed), and as it goes on what is finished: the same
-command again goes on from there.
+Prints a table of the settings: perplexity of the task's text, steps per token, and quality of samples.
+A setting is a rule with one k, `threshold` with one mu, or a rule without k (entropy_bound:gamma=0.1).
+Writes sweep.md, sweep.json and, if matplotlib is installed, sweep.png. Finished work is saved as it completes: run the
+same command to continue an interrupted sweep.
 """
 MISSING_MAUVE = "--mauve needs the package mauve-text, which is not installed: pip install 'lm-eval-duel[mauve]'."
 OURS = ("rule", "estimator", "lattice_rules", "trace", *sorted(rules.PARAMETERS))  # model args that the sweep sets
@@ -26,7 +26,7 @@ OURS = ("rule", "estimator", "lattice_rules", "trace", *sorted(rules.PARAMETERS)
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One rule with its parameters; `family`: the line of the figure that it stands on."""
+    """A rule with its parameters. `family`: its line in the figure."""
 
     rule: rules.Rule
     family: str
@@ -34,126 +34,141 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """As in tables: the rule without parameters that stand at their defaults, but k."""
+        """The name in tables: the rule without default parameters, but with k."""
         name, *parts = rules.split(str(self.rule))
         defaults = {field.name: str(field.default) for field in dataclasses.fields(self.rule) if field.name != "k"}
-        said = [part for part in parts if defaults.get(part.partition("=")[0]) != part.partition("=")[2]]
-        return ":".join([name, *said])
+        changed = [part for part in parts if defaults.get(part.partition("=")[0]) != part.partition("=")[2]]
+        return ":".join([name, *changed])
 
 
 @usage()
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command line; `settings` are made of its rules. Raises UsageError for what is known to be wrong."""
+    """The parsed command line, with `settings` and `pairs`; raises UsageError for wrong arguments."""
     parser = Parser(
         "sweep",
-        "Unmasking rules at several speeds: likelihood of a task's text, and quality of samples.",
+        "Compare unmasking rules at several speeds: likelihood of a task's text and quality of samples.",
         EPILOG,
         "--model_args pretrained=demo-mdm,block=16 --tasks sotu --rules greedy,margin --k 1,2,4 --limit 4 --out sweep",
     )
     add = parser.add_argument
     add("--model_args", default="", help="as for lm_eval, without a rule: pretrained=...,block=16")
-    add("--tasks", required=True, metavar="TASK", help="whose text is scored: one loglikelihood_rolling task")
+    add(
+        "--tasks",
+        required=True,
+        metavar="TASK",
+        help="the task whose text is scored (one, of type loglikelihood_rolling)",
+    )
     add("--rules", default="", help="greedy,margin,left_to_right,...")
-    add("--k", default="1", help="positions a step, for each rule: 1,2,4,8 (1)")
-    add("--mu", default="", help="thresholds, a setting each: 0.5,0.9")
-    add("--samples", default="0", help="of each setting (0)")
-    add("--length", default="128", help="of a sample, in tokens (128)")
+    add("--k", default="1", help="positions per step, for each rule: 1,2,4,8 (1)")
+    add("--mu", default="", help="values of the threshold rule: 0.5,0.9")
+    add("--samples", default="0", help="samples per setting (0)")
+    add("--length", default="128", help="tokens per sample (128)")
     add("--scorer", help="an autoregressive model for generative perplexity: a bundled name, a folder or a hub name")
-    add("--mauve", action="store_true", help="MAUVE of the samples against the task's text (extra: mauve)")
-    add("--mauve_model", default="gpt2-large", help="whose features MAUVE compares (gpt2-large)")
-    add("--kl", default="k=1", help="between which settings: names as in the table, all, none (those with k=1)")
-    add("--elbo", nargs="?", const="128", metavar="DRAWS", help="the Monte Carlo ELBO too, of so many draws (128)")
-    add("--out", required=True, metavar="DIR", help="where to write")
-    add("--limit", help="the first documents only")
-    add("--device", help="cpu, cuda, ... (a GPU where there is one)")
-    add("--batch_size", default="auto", help="rows of max_length in a network call (auto)")
-    add("--metadata", default="", help="of the task, as for lm_eval: length=...,data_dir=...")
-    asked = parser.parse_args(arguments)
+    add(
+        "--mauve",
+        action="store_true",
+        help="compute MAUVE of the samples against the task's text (needs the extra mauve)",
+    )
+    add("--mauve_model", default="gpt2-large", help="the model that computes MAUVE's features (gpt2-large)")
+    add(
+        "--kl",
+        default="k=1",
+        help="settings between which KL is computed: names as in the table, all, none (those with k=1)",
+    )
+    add("--elbo", nargs="?", const="128", metavar="DRAWS", help="also compute the Monte Carlo ELBO (128 draws)")
+    add("--out", required=True, metavar="DIR", help="folder to write to")
+    add("--limit", help="score only the first documents")
+    add("--device", help="cpu, cuda, ... (a GPU if there is one)")
+    add("--batch_size", default="auto", help="rows of max_length per network call (auto)")
+    add("--metadata", default="", help="metadata of the task, as for lm_eval: length=...,data_dir=...")
+    options = parser.parse_args(arguments)
 
     for name, least in (("samples", 0), ("length", 1), ("limit", 1), ("elbo", 1)):
-        setattr(asked, name, count(f"--{name}", getattr(asked, name), least))
-    asked.samples = asked.samples or 0
-    asked.settings = settings(asked.rules, asked.k, asked.mu)
-    if not asked.samples and (asked.scorer or asked.mauve):
-        raise DuelError("--scorer and --mauve judge samples; say how many: --samples 48.")
-    asked.pairs = pairs(asked.kl, asked.settings)
-    if asked.mauve and importlib.util.find_spec("mauve") is None:
+        setattr(options, name, count(f"--{name}", getattr(options, name), least))
+    options.samples = options.samples or 0
+    options.settings = settings(options.rules, options.k, options.mu)
+    if not options.samples and (options.scorer or options.mauve):
+        raise DuelError("--scorer and --mauve need samples; choose their number: --samples 48.")
+    options.pairs = pairs(options.kl, options.settings)
+    if options.mauve and importlib.util.find_spec("mauve") is None:
         raise DuelError(MISSING_MAUVE)
-    if "," in asked.tasks:
-        raise DuelError(f"A sweep is of one task; got --tasks {asked.tasks}. Run it once for each, with another --out.")
-    if not asked.tasks:
+    if "," in options.tasks:
+        raise DuelError(
+            f"A sweep takes one task; got --tasks {options.tasks}. Run it once per task, each with its own --out."
+        )
+    if not options.tasks:
         raise DuelError("--tasks is empty; name the task whose text is scored.")
-    folder_to_write("--out", asked.out)
-    key_values("--metadata", asked.metadata)
-    _check_model(asked)
-    return asked
+    folder_to_write("--out", options.out)
+    key_values("--metadata", options.metadata)
+    _check_model(options)
+    return options
 
 
-def _check_model(asked: argparse.Namespace) -> None:
-    """Raise DuelError for model args that are wrong, or that the sweep sets."""
-    arguments = key_values("--model_args", asked.model_args)
+def _check_model(options: argparse.Namespace) -> None:
+    """Raise DuelError for wrong model args, and for those that the sweep sets itself."""
+    arguments = key_values("--model_args", options.model_args)
     for name in OURS:
         if name in arguments:
-            raise DuelError(f"'{name}' in --model_args: a sweep sets it itself; use --rules, --k and --mu.")
+            raise DuelError(f"'{name}' in --model_args is set by the sweep; use --rules, --k and --mu.")
     for name in ("batch_size", "device"):
         if name in arguments:
-            raise DuelError(f"'{name}' is an argument of its own, not one of --model_args: --{name} VALUE.")
-    Options.parse({**arguments, "batch_size": asked.batch_size, "device": asked.device})
+            raise DuelError(f"'{name}' is not one of --model_args; pass it as --{name} VALUE.")
+    Options.parse({**arguments, "batch_size": options.batch_size, "device": options.device})
 
 
 def settings(named: str, ks: str, mus: str) -> list[Setting]:
     """The settings of `--rules`, `--k` and `--mu`; raises DuelError for a wrong one."""
-    found = []
+    result = []
     counts = [count("--k", k) for k in _parts(ks)]
     for text in _parts(named):
         rule = rules.find(rules.split(text)[0])
         if rule is rules.RULES["threshold"] and ":" not in text:
-            raise DuelError("Thresholds are named with --mu 0.5,0.9, not in --rules.")
+            raise DuelError("Pass thresholds with --mu 0.5,0.9, not in --rules.")
         if not any(field.name == "k" for field in dataclasses.fields(rule)):
-            found.append(Setting(rules.parse(text), _family(rules.parse(text))))
+            result.append(Setting(rules.parse(text), _family(rules.parse(text))))
             continue
         parsed = [(rules.parse(f"{text}:k={k}"), k) for k in counts]
-        found += [Setting(rule, _family(rule), k) for rule, k in parsed]
+        result += [Setting(rule, _family(rule), k) for rule, k in parsed]
     for mu in _parts(mus):
-        found.append(Setting(rules.parse(f"threshold:mu={mu}"), "threshold"))
-    if not found:
+        result.append(Setting(rules.parse(f"threshold:mu={mu}"), "threshold"))
+    if not result:
         raise DuelError("Nothing to compare: name rules (--rules greedy,margin,left_to_right) or thresholds (--mu).")
-    return list({str(setting.rule): setting for setting in found}.values())
+    return list({str(setting.rule): setting for setting in result}.values())
 
 
-def capped(found: Sequence[Setting], block: int | None) -> tuple[list[Setting], list[str]]:
-    """The settings with no k above the block, where all of it is revealed in one step anyhow; and what was changed."""
-    largest = max((setting.k or 0 for setting in found), default=0)
+def capped(settings: Sequence[Setting], block: int | None) -> tuple[list[Setting], list[str]]:
+    """The settings with every k limited to the block (which is then revealed in one step), and a note about it."""
+    largest = max((setting.k or 0 for setting in settings), default=0)
     if block is None or largest <= block:
-        return list(found), []
-    kept = {str(setting.rule): setting for setting in (cap(setting, block) for setting in found)}
+        return list(settings), []
+    kept = {str(setting.rule): setting for setting in (cap(setting, block) for setting in settings)}
     return list(kept.values()), [
-        f"k above the block of {block} reveals all of it in one step: k={block} stands for it."
+        f"A k above the block of {block} reveals the whole block in one step: it is listed as k={block}."
     ]
 
 
 def cap(setting: Setting, block: int | None) -> Setting:
-    """A setting with no k above the block."""
+    """A setting with its k limited to the block."""
     if block is None or not setting.k or setting.k <= block:
         return setting
     return dataclasses.replace(setting, rule=dataclasses.replace(setting.rule, k=block), k=block)
 
 
-def pairs(text: str, found: Sequence[Setting]) -> list[str]:
-    """The names between which KL is asked for."""
+def pairs(text: str, settings: Sequence[Setting]) -> list[str]:
+    """The names of the settings between which KL is computed."""
     if text == "none":
         return []
     if text in ("all", "k=1"):
-        return [setting.name for setting in found if text == "all" or setting.k == 1]
-    names = {alias: setting.name for setting in found for alias in (setting.name, str(setting.rule))}
+        return [setting.name for setting in settings if text == "all" or setting.k == 1]
+    names = {alias: setting.name for setting in settings for alias in (setting.name, str(setting.rule))}
     for name in _parts(text):
         if name not in names:
-            raise unknown("setting of --kl", name, [setting.name for setting in found])
+            raise unknown("setting of --kl", name, [setting.name for setting in settings])
     return [names[name] for name in _parts(text)]
 
 
 def _family(rule: rules.Rule) -> str:
-    """A rule without what sets its speed, and without defaults, whatever its user typed: one line of the figure."""
+    """A rule without its speed and default parameters, however it was typed: one line of the figure."""
     speed = [f"{name}={getattr(rule, name)}" for name in rule.speed if hasattr(rule, name)]
     default = [f"{f.name}={f.default}" for f in dataclasses.fields(rule) if f.default is not dataclasses.MISSING]
     return ":".join(part for part in str(rule).split(":") if part not in (*speed, *default))

@@ -17,36 +17,36 @@ UNITS = {"bits_per_byte": "bytes", "byte_perplexity": "bytes", "word_perplexity"
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """The documents of a task, and what its metrics divide by (`bytes`, `words`), summed."""
+    """The documents of a task, and the total `bytes` and `words` that its metrics divide by."""
 
     name: str
     version: Any
     texts: list[str]
-    counted: list[int | None]  # the tokens that the task counted
+    counted: list[int | None]  # tokens per document, as the task counts them
     units: dict[str, int]
 
     def windows(self, text: Text) -> list[Window]:
         """All windows of all documents."""
-        found = []
+        windows = []
         for n, (document, counted) in enumerate(zip(self.texts, self.counted, strict=True)):
             try:
-                found += text.windows(document, counted)
+                windows += text.windows(document, counted)
             except DuelError as error:
                 raise DuelError(f"Document {n} of task {self.name}: {error}") from None
-        if not any(window.target for window in found):
+        if not any(window.target for window in windows):
             raise DuelError(f"Task {self.name} has no token to score.")
-        return found
+        return windows
 
 
 def show_log() -> None:
-    """Logging as the harness sets it up."""
+    """Set up logging as the harness does."""
     from lm_eval.utils import setup_logging
 
     setup_logging()
 
 
 def load(name: str, metadata: dict[str, Any], limit: int | None) -> Corpus:
-    """The documents of one loglikelihood_rolling task, the first `limit` of them; raises DuelError for any other."""
+    """The first `limit` documents of a loglikelihood_rolling task; raises DuelError for any other task."""
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager(include_path=task_folder(), metadata=metadata)
@@ -54,7 +54,7 @@ def load(name: str, metadata: dict[str, Any], limit: int | None) -> Corpus:
         near = difflib.get_close_matches(name, manager.all_tasks, n=1)
         raise DuelError(f"No task '{name}'.{f' Did you mean {near[0]}?' if near else ''} All: lm_eval ls tasks.")
     if name not in manager.all_subtasks:
-        raise DuelError(f"'{name}' is a group of tasks; a sweep is of one.")
+        raise DuelError(f"'{name}' is a group of tasks; a sweep takes one task.")
     (task,) = manager.load([name])["tasks"].values()
     if task.OUTPUT_TYPE != "loglikelihood_rolling":
         raise DuelError(f"'{name}' is a {task.OUTPUT_TYPE} task; a sweep scores whole texts (loglikelihood_rolling).")
@@ -62,8 +62,8 @@ def load(name: str, metadata: dict[str, Any], limit: int | None) -> Corpus:
     documents = [request.doc for request in task.instances]
     units: dict[str, int] = {}
     for document in documents:
-        found = task.process_results(document, [0.0])  # (nats, units) of each metric
-        counts = {UNITS[metric]: value[1] for metric, value in found.items() if metric in UNITS}
+        results = task.process_results(document, [0.0])  # (nats, units) of each metric
+        counts = {UNITS[metric]: value[1] for metric, value in results.items() if metric in UNITS}
         for unit, size in counts.items():
             units[unit] = units.get(unit, 0) + size
     return Corpus(

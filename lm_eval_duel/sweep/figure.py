@@ -1,4 +1,4 @@
-"""The sweep as four panels over NFE per token: text, judge, entropy, MAUVE or distinct 2-grams. Needs matplotlib."""
+"""The sweep as panels over NFE per token: perplexity, judge, entropy, MAUVE or distinct 2-grams. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ if TYPE_CHECKING:
 Setting = Mapping[str, Any]
 Point = tuple[float | None, float | None]  # a value and its standard error
 Read = Callable[[Setting], Point]
-LOWEST = 0.9  # of the axis' lowest NFE
+LEFT_MARGIN = 0.9  # the axis starts at this fraction of the lowest NFE
 
 
 def draw(report: Mapping[str, Any]) -> Figure:
-    """The figure: a line for each rule; what samples say where there are samples."""
+    """The figure, with one line per rule; panels about samples only if there are samples."""
     from matplotlib.figure import Figure
 
     panels = _panels(report)
     columns = min(2, len(panels))
     figure = Figure(figsize=(5.0 * columns, 3.6 * -(-len(panels) // columns) + 0.6), layout="constrained")
     axes = figure.subplots(-(-len(panels) // columns), columns, squeeze=False).flatten()
-    for (title, of, read, lines), panel in zip(panels, axes, strict=True):
-        _panel(panel, report["settings"], of, read, lines)
+    for (title, source, read, lines), panel in zip(panels, axes, strict=True):
+        _panel(panel, report["settings"], source, read, lines)
         if title.startswith("MAUVE"):
             panel.set_ylim(bottom=0)
         panel.set_title(title, loc="left", fontsize=10)
-    seen: dict[str, Any] = {}
+    legend: dict[str, Any] = {}
     for panel in axes:
-        for line, said in zip(*panel.get_legend_handles_labels(), strict=True):
-            seen.setdefault(said, line)
-    figure.legend(seen.values(), seen.keys(), loc="outside lower center", ncols=3, frameon=False, fontsize=8.5)
+        for line, text in zip(*panel.get_legend_handles_labels(), strict=True):
+            legend.setdefault(text, line)
+    figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=3, frameon=False, fontsize=8.5)
     block = report["block"] or "none"
     figure.suptitle(
         label(f"{report['task']['name']}: {report['model']}, block {block}"), x=0.01, ha="left", fontsize=11
@@ -43,18 +43,18 @@ def draw(report: Mapping[str, Any]) -> Figure:
 
 
 def _panels(report: Mapping[str, Any]) -> list[tuple[str, str, Read, dict[str, tuple[float, Any]]]]:
-    """(title, whose NFE, what is read of a setting, lines across) of each panel."""
+    """Each panel as (title, `text` or `samples`, how to read its value from a setting, horizontal lines)."""
     bound, reference = report["elbo"], report["reference"]
     dashed = _bound(bound) if bound else {}
-    found = [("DUEL perplexity of the text (lower is better)", "text", lambda s: _with_error(s["text"]), dashed)]
+    panels = [("DUEL perplexity of the text (lower is better)", "text", lambda s: _with_error(s["text"]), dashed)]
     if not reference:
-        return found
+        return panels
 
     def own(value: float | None) -> dict[str, tuple[float, Any]]:
         return {} if value is None else {"the task's own text": (value, ":")}
 
     if report["scorer"]:
-        found.append(
+        panels.append(
             (
                 label(f"generative perplexity of samples, {report['scorer']}"),
                 "samples",
@@ -63,16 +63,16 @@ def _panels(report: Mapping[str, Any]) -> list[tuple[str, str, Read, dict[str, t
             )
         )
     else:
-        found.append(
+        panels.append(
             (
-                "own nats per token of samples",
+                "own nll per token of samples (nats)",
                 "samples",
-                lambda s: (s["samples"]["own_nats_per_token"], s["samples"]["own_stderr"]),
+                lambda s: (s["samples"]["own_nll_per_token"], s["samples"]["own_stderr"]),
                 {},
             )
         )
     across = own(reference["entropy"])
-    found.append(
+    panels.append(
         (
             "entropy of samples (nats)",
             "samples",
@@ -81,11 +81,11 @@ def _panels(report: Mapping[str, Any]) -> list[tuple[str, str, Read, dict[str, t
         )
     )
     if any(setting["samples"]["mauve"] is not None for setting in report["settings"]):
-        found.append(("MAUVE of samples (higher is better)", "samples", lambda s: (s["samples"]["mauve"], None), {}))
+        panels.append(("MAUVE of samples (higher is better)", "samples", lambda s: (s["samples"]["mauve"], None), {}))
     else:
         title, across = "distinct 2-grams of samples (share)", own(reference["distinct_2"])
-        found.append((title, "samples", lambda s: (s["samples"]["distinct_2"], None), across))
-    return found
+        panels.append((title, "samples", lambda s: (s["samples"]["distinct_2"], None), across))
+    return panels
 
 
 def _with_error(judged: Mapping[str, Any]) -> Point:
@@ -97,20 +97,22 @@ def _with_error(judged: Mapping[str, Any]) -> Point:
 def _bound(bound: Mapping[str, Any]) -> dict[str, tuple[float, Any]]:
     """The ELBO's line, with its Monte Carlo error in its label."""
     value, error = _with_error(bound)
-    said = "?" if error is None else f"{error:.2f}"
-    return {f"ELBO, ≤ {value:.2f} ± {said} (Monte Carlo)": (value, (0, (5, 3)))}
+    shown = "?" if error is None else f"{error:.2f}"
+    return {f"ELBO, ≤ {value:.2f} ± {shown} (Monte Carlo)": (value, (0, (5, 3)))}
 
 
-def _panel(axes: Axes, settings: list[Setting], of: str, read: Read, across: Mapping[str, tuple[float, Any]]) -> None:
+def _panel(
+    axes: Axes, settings: list[Setting], source: str, read: Read, across: Mapping[str, tuple[float, Any]]
+) -> None:
     families = list(dict.fromkeys(setting["family"] for setting in settings))
     shown, lowest = [value for value, _ in across.values()], 1.0
     for n, family in enumerate(families):
-        mine = [setting for setting in settings if setting["family"] == family and read(setting)[0] is not None]
-        points = sorted((setting[of]["nfe_per_token"], *read(setting)) for setting in mine)
+        members = [setting for setting in settings if setting["family"] == family and read(setting)[0] is not None]
+        points = sorted((setting[source]["nfe_per_token"], *read(setting)) for setting in members)
         if not points:
             continue
-        adaptive = mine[0]["k"] is None
-        said = label(f"{family}{' (adaptive: measured NFE)' if adaptive else ''}")
+        adaptive = members[0]["k"] is None
+        name = label(f"{family}{' (adaptive: measured NFE)' if adaptive else ''}")
         colour = COLOURS[n % len(COLOURS)]
         axes.plot(
             [x for x, _, _ in points],
@@ -121,20 +123,20 @@ def _panel(axes: Axes, settings: list[Setting], of: str, read: Read, across: Map
             linewidth=1.1,
             markersize=4.5,
             markerfacecolor="none",
-            label=said,
+            label=name,
         )
         for x, value, error in points:
             if error is not None:
                 axes.plot([x, x], [value - error, value + error], color=colour, linewidth=1, alpha=0.5, zorder=1)
         shown += [value for _, value, _ in points]
         lowest = min(lowest, points[0][0])
-    for said, (value, style) in across.items():
-        axes.axhline(value, color=GREY, linestyle=style, linewidth=1.3, zorder=1, label=said)
+    for name, (value, style) in across.items():
+        axes.axhline(value, color=GREY, linestyle=style, linewidth=1.3, zorder=1, label=name)
     axes.set_xscale("log", base=2)
     if shown and min(shown) > 0 and max(shown) / min(shown) > LOG_FROM:
         axes.set_yscale("log")
         plain_log(axes.yaxis)
-    axes.set_xlim(lowest * LOWEST, 1.12)
+    axes.set_xlim(lowest * LEFT_MARGIN, 1.12)
     plain_log(axes.xaxis, 2)
     axes.set_xlabel("NFE per token (log2)", fontsize=9)
     axes.tick_params(labelsize=8.5)

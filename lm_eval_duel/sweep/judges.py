@@ -1,4 +1,4 @@
-"""Judges of samples that need another model: generative perplexity, and MAUVE."""
+"""Measures of samples that need another model: generative perplexity and MAUVE."""
 
 from __future__ import annotations
 
@@ -19,50 +19,52 @@ log = logging.getLogger("lm_eval.duel_mdm")
 
 
 class Scorer:
-    """An autoregressive model that scores texts: in their ids where its tokenizer is that of `written`, else anew."""
+    """An autoregressive model that scores texts, retokenized unless its tokenizer equals that of `written`."""
 
     def __init__(self, name: str, written: Text, device: str):
         self.name, self.written = name, written
         self.tokenizer = denoisers.load_tokenizer({"pretrained": name})
         denoiser = denoisers.load(name, device=device, tokenizer=self.tokenizer, attention="causal")
-        self.exact = Autoregressive(denoiser)
+        self.estimator = Autoregressive(denoiser)
         self.text = Text(self.tokenizer, denoiser, "independent", 1)
         self.same = self.text.fingerprint == written.fingerprint
         self.notes: list[str] = []
-        self.fingerprint = digest({**denoiser.describe(), **self.exact.describe(), **self.text.describe()})
-        log.info("generative perplexity under %s, %s", name, "in the samples' ids" if self.same else "tokenized anew")
+        self.fingerprint = digest({**denoiser.describe(), **self.estimator.describe(), **self.text.describe()})
+        log.info(
+            "generative perplexity under %s, %s", name, "on the samples' ids" if self.same else "on retokenized text"
+        )
 
     def __call__(self, samples: Sequence[Sequence[int]]) -> tuple[list[float], list[int]]:
-        """The log-probability of each sample, and how many tokens it has here; samples without any are left out."""
+        """The log-probability of each sample and its number of tokens here; samples without tokens are left out."""
         windows, owner = [], []
         for n, sample in enumerate(samples):
             ids = list(sample) if self.same else self.text.encode(decode(self.written, sample))
-            found = self.text.document(ids)
-            windows += found
-            owner += [n] * len(found)
+            pieces = self.text.document(ids)
+            windows += pieces
+            owner += [n] * len(pieces)
         if cut := sum(count > 1 for count in Counter(owner).values()):
             self.notes = [
                 f"{cut} texts are longer than the {self.text.capacity} positions of {self.name} and were scored in "
-                "pieces, each from scratch: their generative perplexity is too high. A shorter --length fits."
+                "separate pieces, so their generative perplexity is too high. Use a shorter --length."
             ]
-        nats, tokens = [0.0] * len(samples), [0] * len(samples)
-        for n, window, scored in zip(owner, windows, self.exact.log_prob(windows), strict=True):
-            nats[n] += scored.log_prob
+        log_probs, tokens = [0.0] * len(samples), [0] * len(samples)
+        for n, window, score in zip(owner, windows, self.estimator.log_prob(windows), strict=True):
+            log_probs[n] += score.log_prob
             tokens[n] += len(window.target)
         kept = [n for n, count in enumerate(tokens) if count]
         if not kept:
             raise DuelError(f"The samples have no token in the tokenizer of {self.name}.")
-        return [nats[n] for n in kept], [tokens[n] for n in kept]
+        return [log_probs[n] for n in kept], [tokens[n] for n in kept]
 
 
 def mauve(samples: Sequence[str], references: Sequence[str], model: str, length: int, device: torch.device) -> float:
-    """MAUVE (Pillutla et al. 2021) of texts by the package mauve-text; `length`: tokens of a text that it looks at."""
+    """MAUVE (Pillutla et al. 2021) of texts by the package mauve-text; `length`: tokens per text."""
     try:
         from mauve import compute_mauve
     except ImportError as error:
         raise DuelError(MISSING_MAUVE) from error
     number = (device.index or 0) if device.type == "cuda" else -1
-    found = compute_mauve(
+    result = compute_mauve(
         p_text=list(references),
         q_text=list(samples),
         featurize_model_name=model,
@@ -70,9 +72,9 @@ def mauve(samples: Sequence[str], references: Sequence[str], model: str, length:
         device_id=number,
         verbose=False,
     )
-    return float(found.mauve)
+    return float(result.mauve)
 
 
 def decode(text: Text, ids: Sequence[int]) -> str:
-    """The text of ids, as it was written."""
+    """Decode ids without cleaning up spaces."""
     return text.tokenizer.decode(ids, clean_up_tokenization_spaces=False)

@@ -1,4 +1,4 @@
-"""What samples are like, from their ids and log-probabilities alone. Nats."""
+"""Statistics of samples, from their ids and log-probabilities. Entropies and rates are in nats."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NGRAMS = (1, 2, 3, 4)  # lengths of the n-grams in distinct-n
 
 
 def entropy(samples: Sequence[Ids]) -> float:
-    """The entropy of each sample's histogram of tokens, averaged (the paper's definition)."""
+    """The mean entropy of the samples' token histograms (the paper's definition)."""
     return fmean(_entropy(sample) for sample in samples)
 
 
@@ -26,13 +26,13 @@ def _entropy(sample: Ids) -> float:
 
 
 def distinct(samples: Sequence[Ids], n: int) -> float | None:
-    """Distinct n-grams over n-grams, of all samples together; None: they have none."""
+    """The share of distinct n-grams in all samples together; None if there are no n-grams."""
     grams = [gram for sample in samples for gram in _grams(sample, n)]
     return len(set(grams)) / len(grams) if grams else None
 
 
 def repetition(samples: Sequence[Ids], n: int = 4) -> float | None:
-    """The share of a sample's n-grams that stood in it before, averaged; None: they have none."""
+    """The mean share of a sample's n-grams that occurred earlier in it; None if there are no n-grams."""
     shares = _repeated(samples, n)
     return fmean(shares) if shares else None
 
@@ -45,7 +45,7 @@ def repetition_error(samples: Sequence[Ids], n: int = 4) -> float | None:
 
 def _repeated(samples: Sequence[Ids], n: int) -> list[float]:
     grams = [_grams(sample, n) for sample in samples]
-    return [1 - len(set(each)) / len(each) for each in grams if each]
+    return [1 - len(set(of_sample)) / len(of_sample) for of_sample in grams if of_sample]
 
 
 def _grams(sample: Ids, n: int) -> list[tuple[int, ...]]:
@@ -53,19 +53,19 @@ def _grams(sample: Ids, n: int) -> list[tuple[int, ...]]:
 
 
 def mean_error(values: Sequence[float]) -> tuple[float, float | None]:
-    """The mean and its standard error; None: one value has none, infinite ones neither."""
+    """The mean and its standard error; None for a single value and for infinite ones."""
     mean = fmean(values)
     known = len(values) > 1 and all(map(math.isfinite, values))
     return mean, stdev(values) / math.sqrt(len(values)) if known else None
 
 
-def rate(nats: Sequence[float], tokens: Sequence[int]) -> tuple[float, float | None]:
-    """Nats per token of all texts together, and its standard error over texts (of a ratio)."""
-    total, count = math.fsum(nats), len(nats)
+def rate(nll: Sequence[float], tokens: Sequence[int]) -> tuple[float, float | None]:
+    """Negative log-likelihood per token of all texts together, and its standard error over texts (of a ratio)."""
+    total, count = math.fsum(nll), len(nll)
     mean = total / sum(tokens)
     if count < 2 or not math.isfinite(total):
         return mean, None
-    spread = math.fsum((x - mean * t) ** 2 for x, t in zip(nats, tokens, strict=True))
+    spread = math.fsum((x - mean * t) ** 2 for x, t in zip(nll, tokens, strict=True))
     return mean, math.sqrt(spread * count / (count - 1)) / sum(tokens)
 
 
@@ -74,6 +74,6 @@ def kl(own: Sequence[float], other: Sequence[float], length: int) -> tuple[float
     return mean_error([(a - b) / length for a, b in zip(own, other, strict=True)])
 
 
-def perplexity(nats: float) -> float:
-    """Of nats per token."""
-    return math.exp(nats) if nats < 700 else math.inf
+def perplexity(nll: float) -> float:
+    """The perplexity of a negative log-likelihood per token."""
+    return math.exp(nll) if nll < 700 else math.inf

@@ -1,9 +1,9 @@
-"""Many rules over the same windows: every state that any of them meets is evaluated once.
+"""Many rules over the same windows: every state that any of them reaches is evaluated once.
 
-With the truth known, a state-only rule's pick is a function of which cells of the block are hidden, so rules that meet
-in a state share its network call, however they came there. A walker is one rule in one block. The walkers with most
-cells hidden go first: each moves to a state with fewer, so none can come to a state that has been left behind. Blocks
-do not wait for each other.
+With the targets known, a state-only rule's pick depends only on which cells of the block are hidden, so rules that
+reach the same state share its network call, whatever their paths. A walker is one rule in one block. The walkers with
+the most hidden cells go first: each moves to a state with fewer, so no walker can reach a state that has already been
+evaluated. Blocks do not wait for each other.
 
 Shapes: N windows, R lanes, W block width, B blocks, F rules.
 """
@@ -27,7 +27,7 @@ from lm_eval_duel.estimators.checks import check_rule
 
 @dataclasses.dataclass(frozen=True)
 class RuleScore:
-    """What one rule got in one window."""
+    """The score of one window under one rule."""
 
     log_prob: float  # nats
     nfe: int
@@ -36,16 +36,17 @@ class RuleScore:
 
 @dataclasses.dataclass(frozen=True)
 class SharedScore(WindowScore):
-    """One window under several rules, by the rule's text. `log_prob` is that of the first."""
+    """One window under several rules, keyed by the rule's text. `log_prob` is that of the first rule."""
 
     rules: dict[str, RuleScore] = dataclasses.field(default_factory=dict)
-    states: int = 0  # that were evaluated
+    states: int = 0  # evaluated states
 
 
 class Shared(Estimator):
-    """The exact likelihood under each of several state-only rules, as `Duel` has it for one. Arguments as there.
+    """The exact likelihood under each of several state-only rules; the same as one `Duel` per rule.
 
-    Raises DuelError for a rule that is not state-only, or that this network cannot follow.
+    The arguments are those of `Duel`. Raises DuelError for a rule that is not state-only, or that this network cannot
+    follow.
     """
 
     name = "several rules"
@@ -69,7 +70,7 @@ class Shared(Estimator):
         return {"block": self.block, "grid": self.grid}
 
     def values(self, scored: SharedScore) -> dict[str, Value]:
-        return {text: Value(found.log_prob, nfe=found.nfe) for text, found in scored.rules.items()}
+        return {text: Value(score.log_prob, nfe=score.nfe) for text, score in scored.rules.items()}
 
     @property
     def empty_score(self) -> SharedScore:
@@ -86,21 +87,21 @@ class Shared(Estimator):
 
 
 class SharedAccumulator:
-    """Where each rule stands in each block of a group of windows, and what it got, in float64."""
+    """The state of each rule in each block of a group of windows, and its log-probability so far (float64)."""
 
     def __init__(self, opened: WindowGroup, follow: Sequence[rules.Rule], places: list[tuple[int, int, int]]):
         self.opened, self.rules = opened, follow
-        self.fresh = opened.fresh(places)  # (B,) as the blocks begin
+        self.fresh = opened.fresh(places)  # (B,) the start of each block
         count, length = opened.rows.ids.shape
         device = self.fresh.row.device
-        self.block = torch.full((count, length), -1, device=device)  # (N, L) a block's number by its first column
+        self.block = torch.full((count, length), -1, device=device)  # (N, L) the block that starts at a column
         self.block[self.fresh.row, self.fresh.start] = torch.arange(len(places), device=device)
         self.hidden = self.fresh.hidden[:, None].repeat(1, len(follow), 1)  # (B, F, W)
-        self.states = torch.ones(len(places), dtype=torch.int64, device=device)  # (B,) in work
-        self.blocks = torch.bincount(self.fresh.row, minlength=count)  # (N,) to come
-        self.seen = self.blocks.clone()  # (N,) states
-        self.nats = torch.zeros(count, len(follow), dtype=torch.float64, device=device)  # (N, F)
-        self.sums = torch.zeros(count, len(follow), 2, dtype=torch.int64, device=device)  # (N, F, 2) NFE, close picks
+        self.states = torch.ones(len(places), dtype=torch.int64, device=device)  # (B,) states being evaluated
+        self.blocks = torch.bincount(self.fresh.row, minlength=count)  # (N,) unfinished blocks
+        self.evaluated = self.blocks.clone()  # (N,) evaluated states
+        self.log_prob = torch.zeros(count, len(follow), dtype=torch.float64, device=device)  # (N, F)
+        self.counts = torch.zeros(count, len(follow), 2, dtype=torch.int64, device=device)  # (N, F, 2) NFE, near ties
         self.has_margins = [True] * len(follow)
 
     def add(
@@ -111,29 +112,29 @@ class SharedAccumulator:
         tokens: torch.Tensor,
         log_prob: torch.Tensor,
     ) -> None:
-        """Move the walkers that stand in these states."""
+        """Move the walkers that are in these states."""
         block = self.block[lanes.row, lanes.start]  # (R,)
         here = (self.hidden[block] == lanes.hidden[:, None]).all(2)  # (R, F)
-        nats, sums, after, known = [], [], [], []
+        gains, counts, moves, has_margins = [], [], [], []
         for f, rule in enumerate(self.rules):
-            found = decide(rule, predictions, lanes, self.opened.numbers)
-            mine = here[:, f]  # (R,)
-            nats.append(torch.where(found.pick & mine[:, None], log_prob, 0.0).sum(1))
-            close = torch.zeros_like(mine) if found.lead is None else ~(found.lead >= NEAR_TIE)  # (R,)
-            sums.append(torch.stack([mine, mine & close], 1))  # (R, 2)
-            after.append((block[mine], (lanes.hidden & ~found.pick)[mine]))
-            known.append(found.lead is not None)
-        nats, sums, less = torch.stack(nats, 1), torch.stack(sums, 1).long(), -torch.ones_like(block)
-        # if memory ends before here, the states are evaluated again; from here on nothing fails half way
-        for f, (of_block, hidden) in enumerate(after):
+            choice = decide(rule, predictions, lanes, self.opened.numbers)
+            here_f = here[:, f]  # (R,)
+            gains.append(torch.where(choice.pick & here_f[:, None], log_prob, 0.0).sum(1))
+            near = torch.zeros_like(here_f) if choice.lead is None else ~(choice.lead >= NEAR_TIE)  # (R,)
+            counts.append(torch.stack([here_f, here_f & near], 1))  # (R, 2)
+            moves.append((block[here_f], (lanes.hidden & ~choice.pick)[here_f]))
+            has_margins.append(choice.lead is not None)
+        gains, counts, less = torch.stack(gains, 1), torch.stack(counts, 1).long(), -torch.ones_like(block)
+        # out of memory above: the states are evaluated again. Nothing below can fail half way
+        for f, (of_block, hidden) in enumerate(moves):
             self.hidden[of_block, f] = hidden
-            self.has_margins[f] &= known[f]
-        self.nats.index_add_(0, lanes.row, nats)
-        self.sums.index_add_(0, lanes.row, sums)
+            self.has_margins[f] &= has_margins[f]
+        self.log_prob.index_add_(0, lanes.row, gains)
+        self.counts.index_add_(0, lanes.row, counts)
         self.states.index_add_(0, block, less)
 
     def next_states(self, left: Lanes) -> Lanes | None:
-        """The next states of the blocks that have none in work: those with most cells hidden, equal ones once."""
+        """The next states of blocks that wait for none: those with the most hidden cells, without duplicates."""
         block = self.block[left.row, left.start].unique()
         block = block[self.states[block] == 0]  # (b,)
         count = self.hidden[block].sum(2)  # (b, F)
@@ -144,20 +145,20 @@ class SharedAccumulator:
         if not len(at):
             return None
         block = block[at]
-        found = torch.cat([block[:, None], self.hidden[block, rule].long()], 1).unique(dim=0)  # (r, 1 + W)
-        block, hidden = found[:, 0], found[:, 1:].bool()
+        states = torch.cat([block[:, None], self.hidden[block, rule].long()], 1).unique(dim=0)  # (r, 1 + W)
+        block, hidden = states[:, 0], states[:, 1:].bool()
         self.states.index_add_(0, block, torch.ones_like(block))
         lanes = self.fresh.select(block)
-        self.seen.index_add_(0, lanes.row, torch.ones_like(block))
+        self.evaluated.index_add_(0, lanes.row, torch.ones_like(block))
         return self.opened.targets.hide(lanes, hidden)
 
     def take(self, finished: Lanes) -> IndexedScores:
-        """(row, score) of the windows that have no block left."""
+        """(row, score) of the windows without unfinished blocks."""
         rows = finished.row.unique()
         for row in rows[self.blocks[rows] == 0].tolist():
-            followed = {}
-            for rule, nats, (nfe, close), known in zip(
-                self.rules, self.nats[row].tolist(), self.sums[row].tolist(), self.has_margins, strict=True
+            scores = {}
+            for rule, log_prob, (nfe, near_ties), known in zip(
+                self.rules, self.log_prob[row].tolist(), self.counts[row].tolist(), self.has_margins, strict=True
             ):
-                followed[str(rule)] = RuleScore(nats, nfe, close if known else None)
-            yield row, SharedScore(self.nats[row, 0].item(), rules=followed, states=self.seen[row].item())
+                scores[str(rule)] = RuleScore(log_prob, nfe, near_ties if known else None)
+            yield row, SharedScore(self.log_prob[row, 0].item(), rules=scores, states=self.evaluated[row].item())

@@ -1,4 +1,4 @@
-"""What is finished, on disk: lines as they come, settings when they are whole."""
+"""Finished work on disk: journal lines as they come, settings once they are complete."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from lm_eval_duel.fingerprint import digest
 
 
 class Journal:
-    """A file of JSON lines that is continued; a last line that was cut off is dropped.
+    """An append-only file of JSON lines. A truncated last line is dropped.
 
-    `about`: what defines its numbers; another one is another file.
+    `about` is everything that defines the numbers; a different `about` has a different file.
     """
 
     def __init__(self, folder: Path, kind: str, about: Mapping[str, object]):
@@ -34,14 +34,14 @@ class Journal:
             file.write(dumps(line) + "\n")
 
 
-def dumps(found: Any, indent: int | None = None) -> str:
-    """JSON that any reader takes; an infinite number is {"float": "inf"}, so that it comes back (`loads`)."""
-    return json.dumps(_named(found), indent=indent, allow_nan=False)
+def dumps(value: Any, indent: int | None = None) -> str:
+    """Strict JSON; an infinite number becomes {"float": "inf"}, which `loads` restores."""
+    return json.dumps(_named(value), indent=indent, allow_nan=False)
 
 
 def loads(text: str) -> Any:
-    """What `dumps` wrote."""
-    return json.loads(text, object_hook=lambda found: float(found["float"]) if found.keys() == {"float"} else found)
+    """Read the output of `dumps`."""
+    return json.loads(text, object_hook=lambda entry: float(entry["float"]) if entry.keys() == {"float"} else entry)
 
 
 def _named(value: Any) -> Any:
@@ -52,19 +52,19 @@ def _named(value: Any) -> Any:
     return {"float": str(value)} if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def setting_file(folder: Path, asked: Mapping[str, object]) -> Path:
-    """Where the finished setting of these questions is kept."""
-    return folder / "settings" / f"{digest(asked)}.json"
+def setting_file(folder: Path, inputs: Mapping[str, object]) -> Path:
+    """The file of the finished setting with these inputs."""
+    return folder / "settings" / f"{digest(inputs)}.json"
 
 
-def finished(folder: Path, asked: Mapping[str, object]) -> dict[str, Any] | None:
-    """The finished setting of these questions, if there is one."""
-    file = setting_file(folder, asked)
+def finished(folder: Path, inputs: Mapping[str, object]) -> dict[str, Any] | None:
+    """The finished setting with these inputs, if there is one."""
+    file = setting_file(folder, inputs)
     return loads(file.read_text(encoding="utf-8")) if file.exists() else None
 
 
 def write(file: Path, text: str) -> None:
-    """A file, whole or not at all."""
+    """Write a file atomically."""
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_name(f"{file.name}.part")
     part.write_text(text, encoding="utf-8")
@@ -72,5 +72,5 @@ def write(file: Path, text: str) -> None:
 
 
 def of_windows(windows: list[Window]) -> str:
-    """The digest of windows."""
+    """A digest of windows."""
     return digest({str(n): (w.context, w.target, w.suffix, w.tail) for n, w in enumerate(windows)})

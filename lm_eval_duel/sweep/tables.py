@@ -18,23 +18,26 @@ from lm_eval_duel.sweep import store
 from lm_eval_duel.sweep.metrics import NGRAMS
 from lm_eval_duel.tables import markdown_table
 
-TIE = 1e-6  # relative difference below which two perplexities are one
+TIE = 1e-6  # relative difference up to which two perplexities are equal
 HEAD = (
     *("setting", "NFE/token", "perplexity (DUEL)", "bits per byte"),
     *("NFE/token, samples", "generative perplexity", "entropy", *(f"distinct-{n}" for n in NGRAMS), "repetition"),
-    *("own nats/token", "MAUVE"),
+    *("own nll/token", "MAUVE"),
 )
 Report = Mapping[str, Any]
 
 
 def write(report: dict[str, Any], folder: Path) -> None:
-    """Write sweep.md, sweep.json and sweep.png; `report` learns the rankings and the files' names.
+    """Write sweep.md, sweep.json and sweep.png, and enter the rankings and file names in `report`.
 
-    Where those are of another configuration they stay, and these are named after theirs: sweep_5f1e....md.
+    Files of another configuration are kept; these are then named after their configuration: sweep_5f1e....md.
     """
     stem = name_of(folder, report["configuration"])
     if stem != "sweep":
-        report["notes"] = [*report["notes"], f"sweep.md in this folder is another sweep's: this one is {stem}.md."]
+        report["notes"] = [
+            *report["notes"],
+            f"sweep.md in this folder belongs to another sweep; this one is in {stem}.md.",
+        ]
     report["rankings"] = rankings(report["settings"])
     report["folder"], report["files"] = str(folder), [f"{stem}.md", f"{stem}.json"]
     if available():
@@ -50,40 +53,41 @@ def write(report: dict[str, Any], folder: Path) -> None:
 
 
 def name_of(folder: Path, configuration: str) -> str:
-    """What a report's files are called: `sweep`, unless there are files of that name that are not of it."""
+    """The stem of a report's files: `sweep`, unless files of that name belong to another sweep."""
     try:
-        found = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
+        earlier = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         taken = any((folder / f"sweep.{kind}").exists() for kind in ("md", "png"))
     except (OSError, ValueError):
         taken = True
     else:
-        taken = not isinstance(found, dict) or found.get("configuration") != configuration
+        taken = not isinstance(earlier, dict) or earlier.get("configuration") != configuration
     return f"sweep_{configuration}" if taken else "sweep"
 
 
 def console(report: Report) -> str:
-    """What the command prints."""
+    """The text that the command prints."""
     return spaced([markdown(report), f"wrote to {report['folder']}: {', '.join(report['files'])}"]).rstrip("\n")
 
 
 def markdown(report: Report) -> str:
+    """sweep.md."""
     parts = [_head(report), settings(report)]
     if report["rankings"]:
         parts += ["Rankings, best first, at equal NFE:", ranked(report["rankings"])]
     if report["kl"]:
-        parts += ["KL(row || column), nats per token, from samples of the row:", divergences(report["kl"])]
+        parts += ["KL(row || column) in nats per token, from samples of the row:", divergences(report["kl"])]
     return spaced([*parts, bullets(_notes(report))])
 
 
 def settings(report: Report) -> str:
-    """A line for each setting, and the task's own text by the same measures."""
+    """One line per setting, and one for the task's own text."""
     lines = []
-    for found in report["settings"]:
-        text = found["text"]
+    for setting in report["settings"]:
+        text = setting["text"]
         perplexity = _error(text["perplexity"], text["stderr"], text["perplexity"])
-        line = [code(found["name"]), f"{text['nfe_per_token']:.3f}", perplexity, _bits(text)]
-        lines.append([*line, *_looks(found["samples"])])
+        line = [code(setting["name"]), f"{text['nfe_per_token']:.3f}", perplexity, _bits(text)]
+        lines.append([*line, *_looks(setting["samples"])])
     if report["reference"]:
         lines.append(["the task's own text", "", "", "", *_looks(report["reference"])])
     return markdown_table(HEAD, lines)
@@ -92,29 +96,30 @@ def settings(report: Report) -> str:
 def _bits(text: Report) -> str:
     if text["bits_per_byte"] is None:
         return ""
-    per_nat = text["bits_per_byte"] / text["nats_per_token"] if text["nats_per_token"] else 0.0
+    per_nat = text["bits_per_byte"] / text["nll_per_token"] if text["nll_per_token"] else 0.0
     error = "" if text["stderr"] is None else f" +- {per_nat * text['stderr']:.4f}"
     return f"{text['bits_per_byte']:.4f}{error}"
 
 
-def _share(found: Report, key: str) -> str:
-    """A mean over samples with its standard error; one of an earlier release has none."""
-    error = found.get(f"{key}_stderr")
-    return "" if found[key] is None else f"{found[key]:.3f}" + ("" if error is None else f" +- {error:.3f}")
+def _share(looks: Report, key: str) -> str:
+    """A mean over samples with its standard error, if known."""
+    error = looks.get(f"{key}_stderr")
+    return "" if looks[key] is None else f"{looks[key]:.3f}" + ("" if error is None else f" +- {error:.3f}")
 
 
-def _looks(found: Report | None) -> list[str]:
-    if found is None:
+def _looks(looks: Report | None) -> list[str]:
+    """The cells about samples, or about the task's own text."""
+    if looks is None:
         return [""] * (len(HEAD) - 4)
-    cells = [f"{found['nfe_per_token']:.3f}" if "nfe_per_token" in found else ""]
-    judged = found.get("generative")
+    cells = [f"{looks['nfe_per_token']:.3f}" if "nfe_per_token" in looks else ""]
+    judged = looks.get("generative")
     cells.append(_error(judged["perplexity"], judged["stderr"], judged["perplexity"]) if judged else "")
-    cells.append(_share(found, "entropy"))
-    cells += ["" if found[f"distinct_{n}"] is None else f"{found[f'distinct_{n}']:.3f}" for n in NGRAMS]
-    cells.append(_share(found, "repetition"))
-    own = found.get("own_nats_per_token")
-    cells.append("" if own is None else _error(own, found["own_stderr"], 1.0))
-    return [*cells, "" if found.get("mauve") is None else f"{found['mauve']:.3f}"]
+    cells.append(_share(looks, "entropy"))
+    cells += ["" if looks[f"distinct_{n}"] is None else f"{looks[f'distinct_{n}']:.3f}" for n in NGRAMS]
+    cells.append(_share(looks, "repetition"))
+    own = looks.get("own_nll_per_token")
+    cells.append("" if own is None else _error(own, looks["own_stderr"], 1.0))
+    return [*cells, "" if looks.get("mauve") is None else f"{looks['mauve']:.3f}"]
 
 
 def _error(value: float, stderr: float | None, slope: float) -> str:
@@ -124,29 +129,30 @@ def _error(value: float, stderr: float | None, slope: float) -> str:
 # ---------------------------------------------------------------- rankings
 
 
-def rankings(found: list[Report]) -> list[dict[str, Any]]:
-    """At each k with several rules: their order by DUEL and by generative perplexity, ties together.
+def rankings(settings: list[Report]) -> list[dict[str, Any]]:
+    """At each k with several rules: their order by DUEL and by generative perplexity, ties grouped.
 
-    `close`: names that follow each other by generative perplexity and are within two standard errors of their
-    difference. `same`: None where there is no judge, or where all in which the orders differ is within that error.
+    `not_distinguishable`: neighbours by generative perplexity that are within two standard errors of their difference.
+    `same_order`: None without a judge, or if the orders differ only in pairs that are not distinguishable.
     """
     result = []
-    for k in sorted({setting["k"] for setting in found} - {None}):
-        mine = [setting for setting in found if setting["k"] == k]
-        if len(mine) < 2:
+    for k in sorted({setting["k"] for setting in settings} - {None}):
+        members = [setting for setting in settings if setting["k"] == k]
+        if len(members) < 2:
             continue
-        duel = _order({s["family"]: s["text"]["perplexity"] for s in mine})
-        judged = {s["family"]: s["samples"]["generative"]["perplexity"] for s in mine if _judged(s)}
-        generative = _order(judged) if len(judged) == len(mine) else None
-        one: dict[str, Any] = {"k": k, "duel": duel, "generative": generative, "close": [], "same": None}
+        duel = _order({s["family"]: s["text"]["perplexity"] for s in members})
+        judged = {s["family"]: s["samples"]["generative"]["perplexity"] for s in members if _judged(s)}
+        generative = _order(judged) if len(judged) == len(members) else None
+        ranking: dict[str, Any] = {"k": k, "duel": duel, "generative": generative}
+        ranking |= {"not_distinguishable": [], "same_order": None}
         if generative is not None:
-            errors = {s["family"]: _judges_error(s) for s in mine}
+            errors = {s["family"]: _judges_error(s) for s in members}
             flat = [name for names in generative for name in names]
-            one["close"] = [[a, b] for a, b in pairwise(flat) if _close(a, b, judged, errors)]
+            ranking["not_distinguishable"] = [[a, b] for a, b in pairwise(flat) if _close(a, b, judged, errors)]
             apart = [pair for pair in combinations(flat, 2) if _place(duel, *pair) != _place(generative, *pair)]
-            known = [pair for pair in apart if not _close(*pair, judged, errors)]
-            one["same"] = False if known else None if apart else True
-        result.append(one)
+            clear = [pair for pair in apart if not _close(*pair, judged, errors)]
+            ranking["same_order"] = False if clear else None if apart else True
+        result.append(ranking)
     return result
 
 
@@ -156,13 +162,13 @@ def _judges_error(setting: Report) -> float | None:
 
 
 def _close(a: str, b: str, values: Mapping[str, float], errors: Mapping[str, float | None]) -> bool:
-    """Whether two values are within two standard errors of their difference; of samples that are independent."""
+    """Whether two values from independent samples are within two standard errors of their difference."""
     known = None not in (errors[a], errors[b])
     return known and abs(values[a] - values[b]) <= CLEAR * math.hypot(errors[a], errors[b])
 
 
 def _place(order: list[list[str]], a: str, b: str) -> int:
-    """-1 where a is before b, 1 behind, 0 in a tie."""
+    """-1 if a is before b, 1 if after, 0 in a tie."""
     here, there = ([a in names for names in order].index(True), [b in names for names in order].index(True))
     return (here > there) - (here < there)
 
@@ -172,7 +178,7 @@ def _judged(setting: Report) -> bool:
 
 
 def _order(values: Mapping[str, float]) -> list[list[str]]:
-    """Names by value, those of one value together."""
+    """Names sorted by value, with equal values grouped."""
     order: list[list[str]] = []
     last = math.nan
     for name, value in sorted(values.items(), key=lambda item: item[1]):
@@ -184,10 +190,10 @@ def _order(values: Mapping[str, float]) -> list[list[str]]:
     return [sorted(names) for names in order]
 
 
-def ranked(found: list[dict[str, Any]]) -> str:
+def ranked(rankings: list[dict[str, Any]]) -> str:
     """Both orders side by side."""
 
-    def said(order: list[list[str]] | None, close: Collection[list[str]] = ()) -> str:
+    def shown(order: list[list[str]] | None, close: Collection[list[str]] = ()) -> str:
         text = ""
         for n, names in enumerate(order or []):
             mark = "~" if n and [order[n - 1][-1], names[0]] in close else "<"
@@ -197,21 +203,22 @@ def ranked(found: list[dict[str, Any]]) -> str:
     same = {True: "yes", False: "no"}
     lines = [
         [
-            *(f"{one['k']}", said(one["duel"]), said(one["generative"], one["close"])),
-            same.get(one["same"], "not distinguishable" if one["generative"] else ""),
+            *(f"{ranking['k']}", shown(ranking["duel"])),
+            shown(ranking["generative"], ranking["not_distinguishable"]),
+            same.get(ranking["same_order"], "not distinguishable" if ranking["generative"] else ""),
         ]
-        for one in found
+        for ranking in rankings
     ]
-    return markdown_table(["k", "by DUEL perplexity", "by generative perplexity", "the same"], lines)
+    return markdown_table(["k", "by DUEL perplexity", "by generative perplexity", "same order"], lines)
 
 
-def divergences(found: list[dict[str, Any]]) -> str:
-    """A matrix over settings."""
-    names = list(dict.fromkeys(one["of"] for one in found))
-    cells = {(one["of"], one["under"]): one for one in found}
+def divergences(kl: list[dict[str, Any]]) -> str:
+    """KL between settings, as a matrix."""
+    names = list(dict.fromkeys(entry["of"] for entry in kl))
+    cells = {(entry["of"], entry["under"]): entry for entry in kl}
 
     def cell(a: str, b: str) -> str:
-        value, error = cells[a, b]["nats_per_token"], cells[a, b]["stderr"]
+        value, error = cells[a, b]["kl_per_token"], cells[a, b]["stderr"]
         return "0" if a == b else fixed(value, 4) + ("" if error is None else f" +- {error:.4f}")
 
     return markdown_table(
@@ -224,17 +231,17 @@ def divergences(found: list[dict[str, Any]]) -> str:
 
 def _head(report: Report) -> str:
     task, drawn = report["task"], report["samples"]
-    said = f"{plain(report['model'])}, block {report['block'] or 'none'}, on {plain(task['name'])}: "
-    said += f"{task['documents']:,} documents, {task['windows']:,} windows, {task['tokens']:,} tokens"
+    text = f"{plain(report['model'])}, block {report['block'] or 'none'}, on {plain(task['name'])}: "
+    text += f"{task['documents']:,} documents, {task['windows']:,} windows, {task['tokens']:,} tokens"
     if drawn:
-        said += f"; {drawn['count']:,} samples of {drawn['length']} tokens a setting"
-    return f"{said}."
+        text += f"; {drawn['count']:,} samples of {drawn['length']} tokens per setting"
+    return f"{text}."
 
 
 def _notes(report: Report) -> list[str]:
     notes = list(report["notes"])
     if bound := report["elbo"]:
-        error = " (its Monte Carlo error is not known: 8 draws or more have one)"
+        error = " (Monte Carlo error not known: it takes 8 draws or more)"
         if bound["stderr"] is not None:
             error = f" +- {bound['perplexity'] * bound['stderr']:.2f} (Monte Carlo standard error)"
         notes.append(
@@ -244,13 +251,15 @@ def _notes(report: Report) -> list[str]:
     if shared["evaluated"] < shared["steps"]:
         saved = 1 - shared["evaluated"] / shared["steps"]
         notes.append(
-            f"The task's text took {shared['steps']:,} rule steps so far, over all settings that read the state alone "
-            f"and all runs in this folder; {shared['evaluated']:,} states were evaluated for them ({saved:.0%} saved)."
+            f"The task's text took {shared['steps']:,} rule steps, over all settings with state-only rules and all "
+            f"runs in this folder; {shared['evaluated']:,} states were evaluated for them ({saved:.0%} saved)."
         )
     if report["scorer"]:
-        again = "" if report["settings"][0]["samples"]["generative"]["same_ids"] else ", in its own tokens"
-        notes.append(f"Generative perplexity under {report['scorer']}{again}, +- standard error over samples.")
-    if any(one["close"] for one in report["rankings"]):
+        retokenized = "" if report["settings"][0]["samples"]["generative"]["same_ids"] else ", on retokenized text"
+        notes.append(f"Generative perplexity under {report['scorer']}{retokenized}, +- standard error over samples.")
+    if any(ranking["not_distinguishable"] for ranking in report["rankings"]):
         notes.append("~: within two standard errors of the difference, so not distinguishable.")
-    notes.append("Perplexity (DUEL) and bits per byte: +- standard error over windows, what other texts would change.")
+    notes.append(
+        "Perplexity (DUEL) and bits per byte: +- standard error over windows, as for other texts of the same kind."
+    )
     return notes

@@ -208,7 +208,7 @@ def test_the_figures_are_those_of_the_parts_by_hand(places, tmp_path, capsys):
 
         found = setting["samples"]
         drawn = model.estimator.sample([(2,)] * 3, 10, suffix=(3,), seed=0)  # [CLS] ... [SEP]
-        assert found["own_nats_per_token"] == pytest.approx(-sum(one.log_prob for one in drawn) / 30)
+        assert found["own_nll_per_token"] == pytest.approx(-sum(one.log_prob for one in drawn) / 30)
         ids = [one.tokens for one in drawn]
         assert found["entropy"] == pytest.approx(
             sum(-n / 10 * math.log(n / 10) for one in ids for n in Counter(one).values()) / 3
@@ -221,7 +221,7 @@ def test_the_figures_are_those_of_the_parts_by_hand(places, tmp_path, capsys):
     a, b = (Duel(model.denoiser, rule, 4) for rule in ("greedy", "left_to_right"))
     drawn = a.sample([(2,)] * 3, 10, suffix=(3,), seed=0)
     other = b.log_prob([Window((2,), one.tokens, (3,)) for one in drawn])
-    kl = {(one["of"], one["under"]): one["nats_per_token"] for one in report["kl"]}
+    kl = {(one["of"], one["under"]): one["kl_per_token"] for one in report["kl"]}
     assert len(kl) == 4 and kl["greedy:k=1", "greedy:k=1"] == 0
     expected = sum(x.log_prob - y.log_prob for x, y in zip(drawn, other, strict=True)) / 30
     assert kl["greedy:k=1", "left_to_right:k=1"] == pytest.approx(expected, abs=1e-6)
@@ -289,7 +289,7 @@ def test_ctrl_c_keeps_what_is_done(places, whole, tmp_path, monkeypatch, capsys,
         patch.setattr(store.Journal, "add", interrupted)
         with pytest.raises(SystemExit) as stopped:
             sweep(arguments(places, tmp_path / "cut"))
-    assert stopped.value.code == 130 and "the same command goes on" in capsys.readouterr().err
+    assert stopped.value.code == 130 and "run the same command to continue" in capsys.readouterr().err
     kept = [line for file in tmp_path.glob("cut/parts/*.jsonl") for line in file.read_text().splitlines()]
     assert len(kept) == after
     last = max((tmp_path / "cut" / "parts").glob("*.jsonl"), key=lambda file: file.stat().st_mtime_ns)
@@ -302,7 +302,7 @@ def test_ctrl_c_keeps_what_is_done(places, whole, tmp_path, monkeypatch, capsys,
     assert len(total) == len(ours)  # none was computed twice
     for one, other in zip(report["settings"], cut["settings"], strict=True):
         assert one["text"]["perplexity"] == pytest.approx(other["text"]["perplexity"], rel=1e-6)
-        assert one["samples"]["own_nats_per_token"] == pytest.approx(other["samples"]["own_nats_per_token"], rel=1e-6)
+        assert one["samples"]["own_nll_per_token"] == pytest.approx(other["samples"]["own_nll_per_token"], rel=1e-6)
 
 
 def test_samples_are_tokenized_anew_for_another_tokenizer(places):
@@ -320,7 +320,7 @@ def test_a_rule_with_a_memory_is_scored_by_itself(places, tmp_path):
     found = {setting["name"]: setting for setting in report_of(tmp_path)["settings"]}
     model = DuelMDM(pretrained=places["mdm"], block=4, rule="klass:mu=0.3:nu=0.5", device="cpu")
     scored = model.estimator.log_prob(documents_of(places).windows(model.text))
-    assert found["klass:mu=0.3:nu=0.5"]["text"]["nats"] == pytest.approx(-sum(one.log_prob for one in scored))
+    assert found["klass:mu=0.3:nu=0.5"]["text"]["log_prob"] == pytest.approx(sum(one.log_prob for one in scored))
 
 
 def test_rows_of_a_wrapped_task_keep_their_ids(tmp_path):
@@ -406,7 +406,7 @@ def test_settings_are_rules_by_k_and_thresholds():
     assert asked.pairs("greedy:k=2,threshold:mu=0.9", found) == ["greedy:k=2", "threshold:mu=0.9"]
     assert asked.pairs("none", found) == []
     kept, notes = asked.capped(asked.settings("greedy", "1,4,8,16", ""), 4)
-    assert [setting.name for setting in kept] == ["greedy:k=1", "greedy:k=4"] and "k=4 stands for it" in notes[0]
+    assert [setting.name for setting in kept] == ["greedy:k=1", "greedy:k=4"] and "it is listed as k=4" in notes[0]
     assert asked.capped(found, None) == (found, [])
 
 
@@ -418,14 +418,14 @@ def test_settings_are_rules_by_k_and_thresholds():
         (["--k", "0"], "'--k' is a whole number, at least 1; got '0'"),
         (["--mu", "1.5"], "'mu' of rule 'threshold' is a probability from 0 to 1; got 1.5"),
         (["--mu", "high"], "must be float, not 'high'"),
-        (["--rules", "threshold"], "Thresholds are named with --mu"),
+        (["--rules", "threshold"], "Pass thresholds with --mu"),
         (["--rules", "", "--mu", ""], "Nothing to compare"),
         (["--rules", "greedy:k=2"], "gives k twice"),
-        (["--samples", "0"], "--scorer and --mauve judge samples"),
+        (["--samples", "0"], "--scorer and --mauve need samples"),
         (["--samples", "many"], "'--samples' is a whole number"),
         (["--kl", "greedy:k=7"], "Unknown setting of --kl 'greedy:k=7'"),
-        (["--tasks", "sotu,sotu_full"], "A sweep is of one task"),
-        (["--model_args", "rule=greedy"], "'rule' in --model_args: a sweep sets it itself"),
+        (["--tasks", "sotu,sotu_full"], "A sweep takes one task"),
+        (["--model_args", "rule=greedy"], "'rule' in --model_args is set by the sweep"),
         (["--model_args", "blok=4"], "Unknown model arg 'blok'. Did you mean block?"),
     ],
 )
@@ -456,7 +456,7 @@ def test_rankings_put_ties_together():
     found += [setting("a", 2, 5.0, 6.0), setting("b", 2, 7.0, 8.0), {**setting("t", 3, 1.0, 1.0), "k": None}]
     first, second = tables.rankings(found)
     assert first["duel"] == [["c"], ["a", "b"]] and first["generative"] == [["b"], ["a"], ["c"]]
-    assert (first["same"], second["same"]) == (False, True)
+    assert (first["same_order"], second["same_order"]) == (False, True)
     assert "`c` < `a` = `b`" in tables.ranked([first, second])
 
 
@@ -481,7 +481,7 @@ def test_another_sweep_in_a_folder_has_files_of_its_own(places, tmp_path, capsys
     found = json.loads(other.read_text())
     assert found["files"] == [f"{other.stem}.md", other.name, f"{other.stem}.png"]
     assert "margin:k=1" in (tmp_path / f"{other.stem}.md").read_text()
-    assert f"this one is {other.stem}.md" in capsys.readouterr().out
+    assert f"this one is in {other.stem}.md" in capsys.readouterr().out
     sweep([*arguments(places, tmp_path, samples=""), "--rules", "greedy,margin"])  # again: in its own place
     assert list(tmp_path.glob("sweep_*.json")) == [other]
     sweep(arguments(places, tmp_path, samples=""))
@@ -508,7 +508,7 @@ def test_every_mean_has_its_standard_error(places, tmp_path):
         samples = setting["samples"]
         assert f"{samples['entropy']:.3f} +- {samples['entropy_stderr']:.3f}" in text
         assert samples["repetition_stderr"] is not None
-    assert "its Monte Carlo error is not known" in text  # of 4 draws
+    assert "Monte Carlo error not known" in text  # of 4 draws
 
 
 def test_rankings_within_the_judges_error_are_no_ranking():
@@ -517,10 +517,10 @@ def test_rankings_within_the_judges_error_are_no_ranking():
         return {"family": family, "k": 1, "text": {"perplexity": duel}, "samples": judged}
 
     (one,) = tables.rankings([setting("a", 20.0, 31.0, 0.1), setting("b", 21.0, 30.0, 0.1)])
-    assert one["same"] is None and one["close"] == [["b", "a"]]
+    assert one["same_order"] is None and one["not_distinguishable"] == [["b", "a"]]
     assert "`b` ~ `a`" in tables.ranked([one]) and "not distinguishable" in tables.ranked([one])
     (one,) = tables.rankings([setting("a", 20.0, 31.0, 0.001), setting("b", 21.0, 30.0, 0.001)])
-    assert one["same"] is False and one["close"] == []
+    assert one["same_order"] is False and one["not_distinguishable"] == []
 
 
 def test_what_is_kept_is_json_and_infinity_comes_back(tmp_path):

@@ -122,7 +122,7 @@ def test_every_recipe_begins_with_its_table_and_stands_in_the_docs():
     tables = pages.section(PAGE, "## The paper's tables")
     for name in NAMES:
         first = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0]
-        assert first.startswith("# The right way" if "/given/" in name else "# ")
+        assert first.startswith("# The corrected convention" if "/given/" in name else "# ")
         assert "/given/" in name or f"`{name}`" in tables, f"{name} has no row in docs/paper_tables.md"
     named = set(re.findall(r"`((?:owt|lm1b|zero_shot|samplers|oracle|8b)/[\w./]*\w)`", tables))
     assert named <= set(NAMES)
