@@ -342,7 +342,7 @@ def test_keys_that_are_held_count(monkeypatch):
 
     def spy(self, *rest):
         room(self, *rest)
-        held.append(self._room)
+        held.append(self._slots)
 
     monkeypatch.setattr(BlockCausalView, "_grow", spy)
     windows = [

@@ -114,7 +114,7 @@ def test_a_tempered_network_is_a_law_like_any_other(base):
 
 def test_temperatures_that_are_none():
     for wrong, message in (
-        ({"temperature": 0}, "a number above 0"),
+        ({"temperature": 0}, "temperature must be above 0"),
         ({"temperature": 1e-45}, r"from 1e-20 up to 1e\+20; got 1e-45"),
         ({"temperature": 1e39}, r"from 1e-20 up to 1e\+20; got 1e\+39"),
         ({"temperature": math.nan}, "got nan"),
