@@ -119,7 +119,7 @@ def test_temperatures_that_are_none():
         ({"temperature": 1e39}, r"from 1e-20 up to 1e\+20; got 1e\+39"),
         ({"temperature": math.nan}, "got nan"),
         ({"top_k": 0}, "at least 1; got 0"),
-        ({"top_p": 1.5}, "above 0, at most 1; got 1.5"),
+        ({"top_p": 1.5}, "above 0 and at most 1; got 1.5"),
     ):
         with pytest.raises(DuelError, match=message):
             Warped(Toy(), **wrong)
