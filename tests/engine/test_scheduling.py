@@ -302,7 +302,7 @@ def test_memory_that_ends_is_said_once_and_loses_nothing(caplog):
     assert duel.budget.tokens < 2048
 
 
-@pytest.mark.parametrize("place", ["_make_room", "_extend", "_past", "stream"])
+@pytest.mark.parametrize("place", ["_grow", "_extend", "_past", "stream"])
 @pytest.mark.parametrize("rule", ["threshold:mu=0.97", "left_to_right:k=3"])
 def test_memory_that_ends_on_a_block_causal_network_loses_nothing(rule, place, monkeypatch):
     windows = random_windows(7, 9, 16) + random_windows(4, 12, 16, context=3, seed=1)
@@ -338,13 +338,13 @@ def test_memory_that_ends_while_room_is_made_leaves_the_room_as_it_was(monkeypat
 
 
 def test_keys_that_are_held_count(monkeypatch):
-    held, room = [], BlockCausalView._make_room
+    held, room = [], BlockCausalView._grow
 
     def spy(self, *rest):
         room(self, *rest)
-        held.append(self._room)
+        held.append(self._slots)
 
-    monkeypatch.setattr(BlockCausalView, "_make_room", spy)
+    monkeypatch.setattr(BlockCausalView, "_grow", spy)
     windows = [
         Window(tuple(torch.randint(3, (60,), generator=torch.Generator().manual_seed(n)).tolist()), (1, 2, 0, 1))
         for n in range(40)

@@ -115,12 +115,12 @@ def test_a_tempered_network_is_a_law_like_any_other(base):
 
 def test_temperatures_that_are_none():
     for wrong, message in (
-        ({"temperature": 0}, "a number above 0"),
+        ({"temperature": 0}, "temperature must be above 0"),
         ({"temperature": 1e-45}, r"from 1e-20 up to 1e\+20; got 1e-45"),
         ({"temperature": 1e39}, r"from 1e-20 up to 1e\+20; got 1e\+39"),
         ({"temperature": math.nan}, "got nan"),
         ({"top_k": 0}, "at least 1; got 0"),
-        ({"top_p": 1.5}, "above 0, at most 1; got 1.5"),
+        ({"top_p": 1.5}, "above 0 and at most 1; got 1.5"),
     ):
         with pytest.raises(DuelError, match=message):
             Warped(Toy(), **wrong)
