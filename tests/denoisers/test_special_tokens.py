@@ -46,7 +46,7 @@ def test_a_window_without_its_bos_is_warned_of_once(caplog):
         duel.log_prob([Window(before, (300, 517)), Window((), (300, 517))])
     Duel(denoiser, "margin").sample([()], 4)
     (said,) = warnings(caplog)
-    assert said.startswith(f"Window 1 {WARNING} (ids {before[0]}): ")
+    assert said.startswith(f"Window 1 {WARNING} (ids {before[0]}). Without them, ")
     assert f"Score Window(context={before}, target=ids); to score without them on purpose, load the denoiser" in said
     Duel(denoisers.load(name, device="cpu"), "greedy").log_prob([Window((), (300, 517))])
     assert len(warnings(caplog)) == 2  # another denoiser
