@@ -59,7 +59,7 @@ def test_sotu_of_block_diffusion(rule):
     results = evaluate("sotu", f"pretrained=demo-bd,rule={rule}")
     spec, table = results["config"]["spec"], results["results"]["sotu"]
     assert spec["weights"] == BLOCK_WEIGHTS, "other weights than the golden values were made with: make them again"
-    assert (spec["block"], spec["grid"], spec["framing"]) == ("4", "row", "[1] text [], bos=given")
+    assert (spec["block"], spec["grid"], spec["special_tokens"]) == ("4", "row", "[1] text [], bos=given")
     for metric, value in BLOCK_GOLDEN[rule].items():
         assert table[f"{metric},none"] == pytest.approx(value, rel=CLOSE_TO)
     assert results["config"]["duel"]["forwards"] < 40  # every block of many passages in one call

@@ -104,8 +104,8 @@ def test_importing_the_package_and_naming_the_model_is_light():
 def test_what_fails_while_a_command_works_is_one_line_and_code_1(tmp_path):
     done = command("inspect", str(tmp_path))
     assert done.returncode == 1
-    assert done.stderr == f"lm-eval-duel: {tmp_path} has no config.json: it is no checkpoint, or its download is " + (
-        "not complete.\n"
+    assert done.stderr == f"lm-eval-duel: {tmp_path} has no config.json: it is not a checkpoint, or its download is " + (
+        "incomplete.\n"
     )
 
 
@@ -285,8 +285,8 @@ def test_any_number_is_answered_in_words(number, places):
 def test_sizes_that_make_no_network_are_refused(capsys):
     small = ["bench", "--layers", "1", "--width", "64", "--vocab", "50", "--length", "1", "--windows", "1", "--repeats"]
     for name, size, message in (
-        ("vocab", "1", "--vocab is at least 2"),
-        ("seed", str(2**63), "--seed is a whole number"),
+        ("vocab", "1", "--vocab must be at least 2"),
+        ("seed", str(2**63), "--seed must be an integer from 0 to"),
         ("layers", str(10**9), "takes 183,105 GiB or more, and cpu has"),
         ("width", "64" + "0" * 17, "GiB or more"),
         ("vocab", "6" * 18, "GiB or more"),

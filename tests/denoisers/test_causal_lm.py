@@ -399,7 +399,7 @@ def together(lm, kind, arguments):
 
 def test_documents_equal_the_harness_own_model(ours, stock, texts):
     """Per document, by the harness's rolling windows; the last document has several."""
-    assert ours.spec["framing"].startswith(f"[{stock.prefix_token_id}] text [], bos=given")
+    assert ours.spec["special_tokens"].startswith(f"[{stock.prefix_token_id}] text [], bos=given")
     assert ours.max_length == stock.max_length + 1
     requests = [(text,) for text in texts]
     theirs, counts = together(stock, "loglikelihood_rolling", requests), [len(ours.tok_encode(text)) for text in texts]
@@ -440,7 +440,7 @@ def test_a_tokenizer_that_frames_with_a_bos(texts, tmp_path):
     (tmp_path / "framed" / "tokenizer.json").write_text(json.dumps(tokenizer))
     folder = str(tmp_path / "framed")
     framed = DuelMDM(pretrained=folder, attention="causal", rule="left_to_right", device="cpu")
-    assert framed.spec["framing"].startswith("[1] text []")
+    assert framed.spec["special_tokens"].startswith("[1] text []")
     stock = HFLM(pretrained=folder, dtype="float32", device="cpu", batch_size=4)
     agree(*(together(lm, "loglikelihood", pairs(texts[1])) for lm in (framed, stock)))
 
@@ -453,7 +453,7 @@ def test_inspect_says_what_it_is(capsys):
         "mask +none: an autoregressive network",
         "attention +causal",
         "logit shift +1: a token is predicted from the one before",
-        "padding +unseen: it comes later",
+        "padding +invisible: it comes after the text",
     ):
         assert re.search(line, said), line
     assert "all_mask rows" not in said
