@@ -18,7 +18,7 @@ COMMANDS = {  # name: (module below lm_eval_duel with its `main`, what it does)
     "sweep": ("sweep", "compare unmasking rules at several speeds: likelihood of a task's text and quality of samples"),
     "show": ("cli.show", "print one document of a trace, its tokens coloured by reveal step or by likelihood"),
     "bench": ("bench", "measure speed and memory against the textbook loop on random tokens"),
-    "data": ("tasks.check", "data check: load the benchmarks' data sets and print what is in them"),
+    "data": ("tasks.check", "check the benchmarks' data sets: `data check` loads them and prints their contents"),
     "where": ("cli.where", "print the absolute path of the tasks, the recipes or a bundled checkpoint"),
 }
 PACKAGES = ("lm_eval", "torch", "transformers")

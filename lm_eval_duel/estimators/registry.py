@@ -30,7 +30,7 @@ class Kind(enum.Enum):
 
     LIKELIHOOD = "a likelihood"
     UPPER_BOUND = "an upper bound of the perplexity"
-    NOT_A_LIKELIHOOD = "not a likelihood: it sees the truth"
+    NOT_A_LIKELIHOOD = "not a likelihood: it sees the targets"
 
 
 @dataclasses.dataclass(frozen=True)

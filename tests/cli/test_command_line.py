@@ -104,8 +104,10 @@ def test_importing_the_package_and_naming_the_model_is_light():
 def test_what_fails_while_a_command_works_is_one_line_and_code_1(tmp_path):
     done = command("inspect", str(tmp_path))
     assert done.returncode == 1
-    assert done.stderr == f"lm-eval-duel: {tmp_path} has no config.json: it is not a checkpoint, or its download is " + (
-        "incomplete.\n"
+    assert (
+        done.stderr
+        == f"lm-eval-duel: {tmp_path} has no config.json: it is not a checkpoint, or its download is "
+        + ("incomplete.\n")
     )
 
 
@@ -287,9 +289,9 @@ def test_sizes_that_make_no_network_are_refused(capsys):
     for name, size, message in (
         ("vocab", "1", "--vocab must be at least 2"),
         ("seed", str(2**63), "--seed must be an integer from 0 to"),
-        ("layers", str(10**9), "takes 183,105 GiB or more, and cpu has"),
-        ("width", "64" + "0" * 17, "GiB or more"),
-        ("vocab", "6" * 18, "GiB or more"),
+        ("layers", str(10**9), "needs at least 183,105 GiB and cpu has"),
+        ("width", "64" + "0" * 17, "needs at least .* GiB and"),
+        ("vocab", "6" * 18, "needs at least .* GiB and"),
         ("length", "64" + "0" * 17, "Not enough memory."),
     ):
         with pytest.raises(SystemExit, match=message):
