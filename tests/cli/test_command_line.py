@@ -104,11 +104,8 @@ def test_importing_the_package_and_naming_the_model_is_light():
 def test_what_fails_while_a_command_works_is_one_line_and_code_1(tmp_path):
     done = command("inspect", str(tmp_path))
     assert done.returncode == 1
-    assert (
-        done.stderr
-        == f"lm-eval-duel: {tmp_path} has no config.json: it is not a checkpoint, or its download is "
-        + ("incomplete.\n")
-    )
+    reason = "it is not a checkpoint, or its download is incomplete."
+    assert done.stderr == f"lm-eval-duel: {tmp_path} has no config.json: {reason}\n"
 
 
 @pytest.mark.slow
