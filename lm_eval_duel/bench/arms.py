@@ -67,7 +67,7 @@ class Bench:
         return algorithm2(LOOPS[name], self.plain, duel.rule, duel.block, duel.grid, windows, max_steps)
 
     def last_blocks(self, count: int) -> Window:
-        """The first window with only its last `count` blocks as the target: without a cache all blocks cost the same."""
+        """The first window with its last `count` blocks as the target (without a cache, all blocks cost the same)."""
         ids = self.windows[0].context + self.windows[0].target
         start = self.uncached.blocks(self.windows[0])[-count][0]
         return Window(ids[:start], ids[start:])
@@ -151,7 +151,9 @@ class Bench:
         return _resident("VmHWM") - before
 
     def _once(self, arm: str, windows: Sequence[Window] | None = None) -> None:
-        if arm in LOOPS:
+        if arm == "uncached":
+            self.uncached.log_prob(windows or [self.last_blocks(1)])
+        elif arm in self.loops:
             self.loop(arm, windows, MEMORY_STEPS if arm == "textbook" else None)
         else:
             self.duel.log_prob(windows or self.windows)

@@ -42,9 +42,10 @@ HELP = {
     "peak_of": argparse.SUPPRESS,
 }
 PRINTS = """\
-Prints a table with one line per arm (the textbook loop, ours, our network calls alone; with --cache also the deployed
-cached loop, and ours without a cache): seconds, tokens/s, network calls, rows, token-rows, NFE and peak memory. Below it: our overhead over the network calls, and how far our numbers and the
-textbook loop's are apart, in nats and in picks.
+Prints a table with one line per arm (the textbook loop, ours, our network calls alone): seconds, tokens/s, network
+calls, rows, token-rows, NFE and peak memory. With --cache there are two more arms: the deployed cached loop, and ours
+without a cache. Below the table: our overhead over the network calls, and how far our numbers and the textbook loop's
+are apart, in nats and in picks.
 """
 
 

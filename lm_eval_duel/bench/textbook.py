@@ -187,8 +187,10 @@ class KeptKeys(WholeRow):
 
 
 class KeptRow(WholeRow):
-    """Fast-dLLM's loops: evaluates the whole row at a block's start, then only the block's cells (dual) or those from its
-    start on (prefix), whose keys and values replace the kept ones."""
+    """Fast-dLLM's loops: the whole row at a block's start, then only the block's cells (dual) or those from its start on.
+
+    The keys and values of the cells that are evaluated replace the kept ones.
+    """
 
     def __init__(self, denoiser: Cached, rows: Rows, block: int | None):
         super().__init__(denoiser, rows, block)

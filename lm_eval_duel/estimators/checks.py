@@ -48,13 +48,13 @@ def check_rule(denoiser: Denoiser, rule: rules.Rule) -> None:
     """Raise DuelError for a rule that this network does not support."""
     if denoiser.attention == "causal" and not isinstance(rule, rules.LeftToRight):
         raise DuelError(f"A causal network reveals left to right only; use rule=left_to_right, not {rule}.")
-    if denoiser.shift and getattr(denoiser, "cache", None) and not isinstance(rule, rules.SeedFirst):
+    if denoiser.shift and denoiser.cache and not isinstance(rule, rules.SeedFirst):
         raise first_cell_unseen(denoiser.cache)
 
 
 def check_every_order(denoiser: Denoiser, name: str) -> None:
     """Raise DuelError for a network that cannot evaluate every state of a block, which estimator `name` needs."""
-    if denoiser.shift and getattr(denoiser, "cache", None):
+    if denoiser.shift and denoiser.cache:
         raise DuelError(
             f"estimator={name} evaluates states in which a block's first token is hidden and later ones are revealed. "
             f"This network reads that token from the cell before the block, which cache={denoiser.cache} evaluates at "

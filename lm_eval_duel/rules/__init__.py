@@ -96,8 +96,8 @@ def build(name: str, arguments: dict[str, Any]) -> Rule:
     if SEED_FIRST in arguments:
         arguments = dict(arguments)
         seed_first = truth(SEED_FIRST, arguments.pop(SEED_FIRST))
-        rule = build(name, arguments)
-        return SeedFirst(rule) if seed_first else rule
+        following = build(name, arguments)
+        return SeedFirst(following) if seed_first else following
     rule = find(name)
     fields = {field.name: field for field in dataclasses.fields(rule)}
     for key in arguments:

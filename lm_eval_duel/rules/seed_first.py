@@ -1,7 +1,7 @@
 """Reveal a block's first cell by itself, then follow another rule: `greedy:k=1:seed_first=True`.
 
-Fast-dLLM's sampler for Dream does this: the network predicts a token from the cell before it, and under a prefix or dual
-cache the cell before a block is evaluated only at the block's start.
+Fast-dLLM's sampler for Dream does this: the network predicts a token from the cell before it, and under a prefix or
+dual cache the cell before a block is evaluated only at the block's start.
 
 Shapes: R lanes, W block width.
 """
@@ -9,11 +9,13 @@ Shapes: R lanes, W block width.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
-from lm_eval_duel.rules.base import Decision, Rule, certain
+from lm_eval_duel.rules.base import Decision, Rule
 
 SEED_FIRST = "seed_first"
+COPIED = ("name", "label", "adaptive", "speed", "fixed", "state_only", "dense_memory")  # from the rule that follows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,21 +24,9 @@ class SeedFirst(Rule):
 
     rule: Rule
 
-    @property
-    def name(self) -> str:
-        return self.rule.name
-
-    @property
-    def dense_memory(self) -> bool:
-        return self.rule.dense_memory
-
-    @property
-    def fixed(self) -> bool:
-        return self.rule.fixed
-
-    @property
-    def state_only(self) -> bool:
-        return self.rule.state_only
+    def __post_init__(self) -> None:
+        for attribute in COPIED:
+            object.__setattr__(self, attribute, getattr(self.rule, attribute))
 
     @property
     def code_class(self) -> type[Rule]:
@@ -52,11 +42,11 @@ class SeedFirst(Rule):
         decision = self.rule(predictions, later)
         if not isinstance(decision, Decision):
             decision = Decision(decision)
-        seed = certain(lanes.hidden & (lanes.hidden.cumsum(1) == 1))
+        first = lanes.hidden & (lanes.hidden.cumsum(1) == 1)  # (R, W)
         lead = decision.lead
         return Decision(
-            torch.where(fresh[:, None], seed.pick, decision.pick),
-            None if lead is None else torch.where(fresh, seed.lead, lead),
+            torch.where(fresh[:, None], first, decision.pick),
+            None if lead is None else lead.double().masked_fill(fresh, math.inf),
             tuple(plane.masked_fill(_like(fresh, plane), 0) for plane in decision.memory),
         )
 

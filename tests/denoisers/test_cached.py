@@ -1,4 +1,4 @@
-"""The cached samplers (`cache=prefix|dual`): against a plain reference, and the specs of the design under them."""
+"""The cached samplers (`cache=prefix|dual`): against a plain reference, and the laws of the design under them."""
 
 import itertools
 import math
@@ -6,19 +6,20 @@ import math
 import pytest
 import torch
 from attends import Attends, reference
-from test_laws import RULES, strings, total
+from laws import RULES, strings, total
 from textbook import score
 from toys import BlockCausal, Causal, Toy
 
 from lm_eval_duel import rules
-from lm_eval_duel.denoisers.cached import Cached
+from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import Duel
 from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.estimators.lattice import Lattice
-from lm_eval_duel.options import LATTICE, Options
+from lm_eval_duel.estimators.registry import LATTICE
+from lm_eval_duel.options import Options
 from lm_eval_duel.sweep.shared import Shared
 
 CACHES = ["prefix", "dual"]
@@ -46,7 +47,7 @@ def agree(scored, result, within=1e-9):
     assert (scored.is_greedy, scored.nfe) == (greedy, nfe)
 
 
-# ---------------------------------------------------------------- spec 5: lanes in parallel = the plain loop
+# ---------------------------------------------------------------- law 5: lanes in parallel = the plain loop
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -64,7 +65,7 @@ def test_lanes_equal_the_plain_reference(rule, cache, grid):
             agree(result, expected(toy, cache, rule, 2, window))
 
 
-# ---------------------------------------------------------------- spec 1: sums to one
+# ---------------------------------------------------------------- law 1: sums to one
 
 
 @pytest.mark.parametrize("rule", FEW)
@@ -75,10 +76,10 @@ def test_sums_to_one(rule, cache):
         duel = Duel(cached, rule, block, grid)
         assert abs(total(duel, 4) - 1) < 1e-9
         assert abs(total(duel, 3, context=(1,), suffix=(2, 0)) - 1) < 1e-9
-    assert abs(total(Duel(cached, rule, 2), 4, context=(0,), suffix=(1,), tail=2) - 1) < 1e-9  # spec 14
+    assert abs(total(Duel(cached, rule, 2), 4, context=(0,), suffix=(1,), tail=2) - 1) < 1e-9  # law 14
 
 
-# ---------------------------------------------------------------- specs 2 and 3: sampling
+# ---------------------------------------------------------------- laws 2 and 3: sampling
 
 
 @pytest.mark.parametrize("rule", FEW)
@@ -105,7 +106,7 @@ def test_is_greedy_iff_decoding_would_write_it(cache):
     assert [s.is_greedy for s in scored] == [s == decoded.tokens for s in strings(3, 4)]
 
 
-# ---------------------------------------------------------------- spec 8: alone = in a batch
+# ---------------------------------------------------------------- law 8: alone = in a batch
 
 
 @pytest.mark.parametrize("rule", FEW)
@@ -154,7 +155,7 @@ def test_out_of_memory_halves_and_changes_nothing(rule, cache):
         assert one.nfe == other.nfe
 
 
-# ---------------------------------------------------------------- specs 12 and 15: where the cache changes nothing
+# ---------------------------------------------------------------- laws 12 and 15: where the cache changes nothing
 
 
 @pytest.mark.parametrize("rule", FEW)

@@ -4,20 +4,21 @@ The reference replaces hidden states before every layer of the very network by t
 """
 
 import pytest
-import test_decoder
-import test_dit
-import test_masked_lm
 import tiny
 from attends import reference
+from decoder_reference import CASES, write
+from dit_reference import opened
+from harness_requests import ask
 from lm_eval.api.instance import Instance
-from test_decoder import CASES
-from test_lm import ask
 from textbook import score
 
-from lm_eval_duel import bench, rules
-from lm_eval_duel.denoisers.cached import Cached
+from lm_eval_duel import denoisers, rules
+from lm_eval_duel.bench import run as bench
+from lm_eval_duel.bench.arms import Bench
+from lm_eval_duel.bench.options import Settings
+from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.wrappers.guidance import Guided
-from lm_eval_duel.denoisers.wrappers.warpers import Tempered
+from lm_eval_duel.denoisers.wrappers.warpers import Warped
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import Duel
@@ -48,14 +49,14 @@ def plain(tmp_path_factory):
         if key not in found:
             folder = tmp_path_factory.mktemp(name)
             if name in CASES:
-                path, _ = test_decoder.write(folder, CASES[name])
-                denoiser = test_decoder.load(path, CASES[name], **options)
+                path, _ = write(folder, CASES[name])
+                denoiser = denoisers.load(path, device="cpu", **{**CASES[name].options, **options})
                 layers = denoiser.model.model.layers
             elif name in DITS:
-                denoiser, _ = test_dit.opened(folder, name)
+                denoiser, _ = opened(folder, name)
                 layers = denoiser.network.blocks
             else:
-                denoiser = test_masked_lm.load(tiny.checkpoint(folder, name), **options)
+                denoiser = denoisers.load(tiny.checkpoint(folder, name), device="cpu", **options)
                 base = denoiser.model.base_model
                 layers = base.layers if name == "modernbert" else base.encoder.layer
             known = int((~denoiser.excluded).sum())
@@ -132,7 +133,7 @@ def test_networks_whose_attention_cannot_be_steered_say_so(plain, tmp_path):
             Cached(eager, "dual")
     finally:
         eager.model.config._attn_implementation = before
-    sedd, _ = test_dit.opened(tmp_path, "sedd")
+    sedd, _ = opened(tmp_path, "sedd")
     with pytest.raises(DuelError, match="a sedd network is told another noise level at each step"):
         Cached(sedd, "dual")
 
@@ -154,9 +155,9 @@ def test_bfloat16_follows_its_own_samples(plain, name, cache):
 def test_guidance_and_temperature_go_around_a_cache(plain, cache):
     denoiser, _, windows = plain("llada")
     for wrapped in (
-        Tempered(Cached(denoiser, cache), 0.7, top_k=5),
+        Warped(Cached(denoiser, cache), 0.7, top_k=5),
         Guided(Cached(denoiser, cache), 1.5),
-        Tempered(Guided(Cached(denoiser, cache), 0.5), 1.3),
+        Warped(Guided(Cached(denoiser, cache), 0.5), 1.3),
     ):
         duel = Duel(wrapped, "greedy", 3)
         drawn = duel.sample([w.context for w in windows[:3]], 7, seed=5)
@@ -171,7 +172,7 @@ def test_temperature_one_and_no_guidance_are_the_cached_network(plain):
     denoiser, _, windows = plain("llada")
     windows = windows[:4]
     cached = Duel(Cached(denoiser, "dual"), "greedy", 3).log_prob(windows)
-    for wrapped in (Tempered(Cached(denoiser, "dual"), 1.0), Guided(Cached(denoiser, "dual"), 0.0)):
+    for wrapped in (Warped(Cached(denoiser, "dual"), 1.0), Guided(Cached(denoiser, "dual"), 0.0)):
         for one, other in zip(Duel(wrapped, "greedy", 3).log_prob(windows), cached, strict=True):
             assert one.reveal_steps == other.reveal_steps and one.token_logprobs == pytest.approx(
                 other.token_logprobs, abs=1e-4
@@ -192,7 +193,7 @@ def test_the_model_of_the_harness(tmp_path):
     window = Window((2, *cached.tok_encode("a b c")), cached.tok_encode(" d e f g h i"), (3,))
     by_hand = Duel(Cached(plain.denoiser, "dual"), "greedy", 4).log_prob([window])[0]
     assert answers[0] == (pytest.approx(by_hand.log_prob, abs=1e-4), by_hand.is_greedy)
-    assert cached.cost.verified.windows == 2 and cached.cost.verified.largest_difference < 1e-3
+    assert cached.stats.verified.windows == 2 and cached.stats.verified.largest_difference < 1e-3
     assert answers[0][0] != pytest.approx(plain.loglikelihood(request, disable_tqdm=True)[0][0], abs=1e-3)
     generated = [Instance("generate_until", {}, ("a b", {"max_gen_toks": 8}), 0, metadata=("toy", 0, 1))]
     text = cached.generate_until(generated, disable_tqdm=True)[0]
@@ -205,8 +206,8 @@ def test_the_model_of_the_harness(tmp_path):
 @pytest.mark.parametrize("cache", CACHES)
 def test_bench_compares_ours_with_the_deployed_loop(cache):
     options = {"length": 24, "block": "8", "windows": 2, "vocab": 40, "layers": 2, "width": 64, "repeats": 1}
-    figures = bench.measure(bench.Bench(bench.Settings(cache=cache, no_memory=True, **options)))
-    assert figures["compared"]["with"] == "textbook_cached" and figures["picks_moved"] == 0
+    figures = bench.measure(Bench(Settings(cache=cache, no_memory=True, **options)))
+    assert figures["compared"]["with"] == "textbook_cached" and figures["changed_picks"] == 0
     assert figures["max_abs_diff_nats"] < 1e-3
     later = {"dual": 7 * 8 * 3, "prefix": 7 * (24 + 16 + 8)}[cache]
     assert figures["token_rows"]["textbook_cached"] == 2 * (3 * 24 + later)

@@ -8,10 +8,10 @@ import contextlib
 import math
 
 import torch
-from lm_eval_duel.denoisers.kept_keys import joined
 from torch import nn
 
 from lm_eval_duel.denoisers.base import Denoiser
+from lm_eval_duel.denoisers.cached.kept_keys import joined
 from lm_eval_duel.engine.lanes import blocks
 
 
