@@ -187,7 +187,7 @@ class KeptKeys(WholeRow):
 
 
 class KeptRow(WholeRow):
-    """Fast-dLLM's loops: the whole row at a block's start, then only the block's cells (dual) or those from its start on.
+    """Fast-dLLM's loops: the whole row at a block's start, then the block's cells only (dual) or all from its start on.
 
     The keys and values of the cells that are evaluated replace the kept ones.
     """

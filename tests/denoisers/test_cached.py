@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from attends import Attends, reference
-from laws import RULES, strings, total
+from laws import RULES, slow_but, strings, total
 from textbook import score
 from toys import BlockCausal, Causal, Toy
 
@@ -24,6 +24,7 @@ from lm_eval_duel.sweep.shared import Shared
 
 CACHES = ["prefix", "dual"]
 FEW = ["greedy:k=1", "margin:k=2", "threshold:mu=0.45", "klass:mu=0.4:nu=0.3", "left_to_right:k=2", "random:k=1:seed=3"]
+SOME = slow_but(RULES, {*FEW, "random:k=1:seed=0", "entropy_bound:gamma=0.7"})
 RAGGED = [
     Window((), (0, 1, 2, 0, 1, 0, 2)),
     Window((2,), (1, 1, 2, 0, 1)),
@@ -50,7 +51,7 @@ def agree(scored, result, within=1e-9):
 # ---------------------------------------------------------------- law 5: lanes in parallel = the plain loop
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", SOME)
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("grid", ["target", "row"])
 def test_lanes_equal_the_plain_reference(rule, cache, grid):
@@ -84,7 +85,7 @@ def test_sums_to_one(rule, cache):
 
 @pytest.mark.parametrize("rule", FEW)
 @pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("block", [2, 3, None])
+@pytest.mark.parametrize("block", slow_but([2, 3, None], [2]))
 def test_sample_then_log_prob_is_the_same_path(rule, cache, block):
     contexts = [(), (1,), (0, 2), (1,)] * 3
     extras = [{}, {"suffix": (1,)}, *([{"tail": 2}, {"tail": 1, "suffix": (0,)}] if block == 2 else [])]
@@ -123,7 +124,7 @@ def test_neither_company_nor_batch_size_changes_a_number(rule, cache):
             )
     for window, other in zip(RAGGED, together, strict=True):
         duel = Duel(Cached(toy, cache), rule, 3)
-        duel.one_by_one()
+        duel.use_single_rows()
         alone = duel.log_prob([window])[0]
         assert alone.reveal_steps == other.reveal_steps and alone.token_logprobs == pytest.approx(
             other.token_logprobs, abs=1e-12
@@ -255,7 +256,7 @@ def test_a_block_costs_one_row_and_then_its_own_cells():
     duel.log_prob([Window((), (0, 1, 2, 0, 1, 0, 2, 1))])
     assert toy.cells == 2 * (8 + 3 * 4)
     duel, toy.cells = Duel(Cached(toy, "prefix"), "greedy", 4), 0
-    duel.one_by_one()
+    duel.use_single_rows()
     duel.log_prob([Window((), (0, 1, 2, 0, 1, 0, 2, 1))])
     assert toy.cells == 8 + 3 * 8 + 8 + 3 * 4
 
@@ -288,7 +289,7 @@ SHIFTED = [
 ]
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", SOME)
 @pytest.mark.parametrize("cache", [*CACHES, None])
 def test_the_first_cell_is_revealed_alone_and_then_the_rule_goes_on(rule, cache):
     toy, rule = Attends(length=10, shift=1), f"{rule}:seed_first=true"
@@ -371,7 +372,7 @@ def test_what_is_described():
     assert "cache" not in toy.describe() and Cached(toy, "prefix").describe()["cache"] == "prefix"
     assert Duel(Cached(toy, "dual"), "greedy:seed_first=true", 2).describe() == {
         "estimator": "duel",
-        "rule": rules.parse("greedy:k=1:seed_first=true"),
+        "rule": "greedy:k=1:seed_first=True",
         "block": 2,
         "grid": "target",
     }

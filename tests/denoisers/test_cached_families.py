@@ -9,6 +9,7 @@ from attends import reference
 from decoder_reference import CASES, write
 from dit_reference import opened
 from harness_requests import ask
+from laws import slow_but
 from lm_eval.api.instance import Instance
 from textbook import score
 
@@ -29,6 +30,7 @@ RULES = ["greedy", "margin:k=2", "threshold:mu=0.3", "entropy_bound:gamma=1.0", 
 DECODERS = [name for name in CASES if CASES[name].attention == "bidirectional"]
 DITS = ["mdlm", "bidirectional", "one-block"]
 MASKED = ["bert", "roberta", "modernbert"]
+FAMILIES = slow_but([*DECODERS, *DITS, *MASKED], ["llada", "dream", "mdlm", "roberta", "modernbert"])
 WINDOWS = [
     Window((2, 6), (7, 9, 30, 12, 8, 15, 5, 21, 11), (3,)),
     Window((2,), (10, 9), (3,)),
@@ -59,20 +61,22 @@ def plain(tmp_path_factory):
                 denoiser = denoisers.load(tiny.checkpoint(folder, name), device="cpu", **options)
                 base = denoiser.model.base_model
                 layers = base.layers if name == "modernbert" else base.encoder.layer
-            known = int((~denoiser.excluded).sum())
-            windows = [w for w in WINDOWS if len(w.context) >= denoiser.shift and w.length <= denoiser.max_length]
-            if name in DITS:
-                windows = [small(w, known) for w in windows]
+            fitting = [w for w in WINDOWS if len(w.context) >= denoiser.shift and w.length <= denoiser.max_length]
+            windows = [known_tokens(window, denoiser) for window in fitting]
             found[key] = denoiser, layers, windows
         return found[key]
 
     return load
 
 
-def small(window, known):
-    """The same window in a vocabulary of `known` tokens."""
-    parts = (tuple(token % known for token in part) for part in (window.context, window.target, window.suffix))
-    return Window(*parts, window.tail)
+def known_tokens(window, denoiser):
+    """The same window, with other tokens for those that this network does not have."""
+    known = (~denoiser.excluded).nonzero()[:, 0].tolist()
+
+    def replace(part):
+        return tuple(token if token in known else known[token % len(known)] for token in part)
+
+    return Window(replace(window.context), replace(window.target), replace(window.suffix), window.tail)
 
 
 def rule_of(denoiser, rule):
@@ -80,7 +84,7 @@ def rule_of(denoiser, rule):
 
 
 @pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("name", [*DECODERS, *DITS, *MASKED])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_equals_the_plain_reference(plain, name, cache):
     denoiser, layers, windows = plain(name)
     cached = Cached(denoiser, cache)
@@ -106,7 +110,7 @@ def test_equals_the_plain_reference(plain, name, cache):
 
 
 @pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("name", [*DECODERS, *DITS, *MASKED])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_samples_are_scored_as_they_were_drawn_and_alone_as_in_a_batch(plain, name, cache):
     denoiser, _, windows = plain(name)
     duel = Duel(Cached(denoiser, cache), rule_of(denoiser, "greedy"), 3)
@@ -114,7 +118,7 @@ def test_samples_are_scored_as_they_were_drawn_and_alone_as_in_a_batch(plain, na
     drawn = duel.sample(contexts, 7, seed=5)
     rows = [Window(context, sample.tokens) for context, sample in zip(contexts, drawn, strict=True)]
     alone = Duel(Cached(denoiser, cache), duel.rule, 3)
-    alone.one_by_one()
+    alone.use_single_rows()
     for sample, *scored in zip(drawn, duel.log_prob(rows), alone.log_prob(rows), strict=True):
         for one in scored:
             assert one.reveal_steps == sample.reveal_steps
@@ -143,7 +147,7 @@ def test_networks_whose_attention_cannot_be_steered_say_so(plain, tmp_path):
 def test_bfloat16_follows_its_own_samples(plain, name, cache):
     denoiser, _, windows = plain(name, dtype="bfloat16")
     duel = Duel(Cached(denoiser, cache), rule_of(denoiser, "greedy"), 3, batch_size=1)
-    duel.one_by_one()
+    duel.use_single_rows()
     drawn = duel.sample([windows[0].context], 7, seed=5)[0]
     scored = duel.log_prob([Window(windows[0].context, drawn.tokens)])[0]
     assert scored.reveal_steps == drawn.reveal_steps and scored.token_logprobs == pytest.approx(
@@ -193,7 +197,7 @@ def test_the_model_of_the_harness(tmp_path):
     window = Window((2, *cached.tok_encode("a b c")), cached.tok_encode(" d e f g h i"), (3,))
     by_hand = Duel(Cached(plain.denoiser, "dual"), "greedy", 4).log_prob([window])[0]
     assert answers[0] == (pytest.approx(by_hand.log_prob, abs=1e-4), by_hand.is_greedy)
-    assert cached.stats.verified.windows == 2 and cached.stats.verified.largest_difference < 1e-3
+    assert cached.run.stats.verified.windows == 2 and cached.run.stats.verified.largest_difference < 1e-3
     assert answers[0][0] != pytest.approx(plain.loglikelihood(request, disable_tqdm=True)[0][0], abs=1e-3)
     generated = [Instance("generate_until", {}, ("a b", {"max_gen_toks": 8}), 0, metadata=("toy", 0, 1))]
     text = cached.generate_until(generated, disable_tqdm=True)[0]

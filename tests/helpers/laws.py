@@ -1,7 +1,9 @@
-"""What the tests of the laws share: rules, all strings of a length, and the sum of their probabilities."""
+"""What the tests of the laws share: rules, strings of a length and the sum of their probabilities, slow parameters."""
 
 import itertools
 import math
+
+import pytest
 
 from lm_eval_duel.engine.windows import Window
 
@@ -33,6 +35,11 @@ RULES = [
     "entropy_bound:gamma=0.7",
     "entropy_bound:gamma=2.5",
 ]
+
+
+def slow_but(cases, fast):
+    """Parameters of a test: all `cases`, those outside `fast` marked slow."""
+    return [case if case in fast else pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
 def strings(tokens, length):
