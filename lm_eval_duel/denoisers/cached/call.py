@@ -22,13 +22,13 @@ from lm_eval_duel.denoisers.views import KeysValues
 from lm_eval_duel.engine.lanes import Lanes
 
 ASIDE = 256  # cells of states side by side in a row
-WASTE = 8  # at most one cell in so many is evaluated for nothing where lanes of several blocks go together,
-SMALL = 1024  # but for calls of so few cells
+WASTE = 8  # if lanes of several blocks share a call, at most one cell in so many is wasted,
+SMALL = 1024  # except in calls of so few cells
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One network call. `by_lane` brings what was found (P, ., D) back to (R, M, D)."""
+    """One network call. `by_lane` regroups its features (P, ., D) by lane, (R, M, D)."""
 
     ids: torch.Tensor  # (P, Q)
     positions: torch.Tensor  # (P, Q)
@@ -72,7 +72,7 @@ def one_each(
     places = Places(columns, real)
     kept = _rows(slot)
     past = [Replaced(_taken(keys, kept, most), _taken(values, kept, most), places) for keys, values in held]
-    return Call(ids, columns.clamp(max=most - 1), seen, past, every, wanted, lambda found: found)
+    return Call(ids, columns.clamp(max=most - 1), seen, past, every, wanted, lambda features: features)
 
 
 def side_by_side(
@@ -112,7 +112,7 @@ def side_by_side(
         past,
         places,
         asked,
-        lambda found: found.unflatten(1, (lane.shape[1], -1))[place],
+        lambda features: features.unflatten(1, (lane.shape[1], -1))[place],
     )
 
 

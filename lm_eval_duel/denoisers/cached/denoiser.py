@@ -1,16 +1,16 @@
-"""The cached samplers that are deployed (Fast-dLLM's prefix and dual cache): a denoiser wrapped around a denoiser.
+"""The cached samplers in use (Fast-dLLM's prefix and dual cache): a denoiser around a denoiser.
 
-At a block's start the whole row is evaluated once. Later steps evaluate some of its cells, in every layer against the
-keys and values of that first evaluation at the others:
+At a block's start the whole row is evaluated once. Later steps evaluate only some of its cells. In every layer these
+attend to the kept keys and values of the others:
 
     cache=dual      evaluates the block's cells
     cache=prefix    evaluates the cells from the block's start on
 
-With the targets known, what is kept depends on the targets before the block and on the row's layout alone, never on the
-order in which the block was revealed. So a cached network is a function of the block's tokens like any other: the
-theorem holds, all blocks of all windows go side by side, and all states of a block share what is kept.
+With the targets known, what is kept depends only on the targets before the block and on the row's layout, never on the
+order in which the block is revealed. So a cached network is a function of the block's tokens, like any other: the
+theorem holds, all blocks of all windows are evaluated side by side, and all states of a block share what is kept.
 
-It is another distribution than that without a cache, so it is part of what is described.
+It is a different distribution from that without a cache, so the cache is part of the spec.
 
 Shapes: L row length, P rows of a call, Q cells of a call, K keys, V tokens.
 """
@@ -38,10 +38,10 @@ CACHES: tuple[str, ...] = get_args(Cache)
 class Cached(Wrapper):
     """A bidirectional denoiser under a prefix or dual cache.
 
-    Raises DuelError for a network that cannot have one, saying why.
+    Raises DuelError, with the reason, for a network that does not support it.
     """
 
-    calls = ("begin", "step", "head")  # of the network, that a view makes
+    calls = ("begin", "step", "head")  # network calls that a view makes
 
     def __init__(self, plain: Denoiser, cache: str):
         if cache not in CACHES:
@@ -52,7 +52,7 @@ class Cached(Wrapper):
         try:
             self._steering: Steering = _steering(plain)
             with torch.inference_mode():
-                self.kept = self._try_out()  # numbers kept for a position of a row
+                self.kept = self._try_out()  # numbers kept per position of a row
         except (NotSteered, TypeError, RuntimeError, ValueError, IndexError, AttributeError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
@@ -96,9 +96,9 @@ class Cached(Wrapper):
         return {**self.plain.describe(), "cache": self.cache}
 
     def _try_out(self) -> int:
-        """How many numbers are kept for a position; raises NotSteered where steps do not follow from a block's start.
+        """How many numbers are kept per position; raises NotSteered if a step is inconsistent with a block's start.
 
-        While nothing has been revealed, a step gives what the whole row gives.
+        While nothing is revealed, a step must give what the whole row gives.
         """
         row = self_tests.random_rows(self)[:1]  # (1, L)
         length = row.shape[1]
@@ -118,27 +118,26 @@ class Cached(Wrapper):
 
 
 def _require_cacheable(plain: Denoiser, cache: str) -> None:
-    """Raise DuelError, saying why, for a network whose kind has no such cache."""
+    """Raise DuelError, with the reason, for a kind of network that does not support a cache."""
     if plain.attention != "bidirectional":
-        exact = "are exact already: they are kept, and no later block changes them"
         raise DuelError(
-            f"cache={cache} is of bidirectional networks; this one is {plain.attention}, whose clean keys and values "
-            f"{exact}. Leave cache out."
+            f"cache={cache} is for bidirectional networks; this one is {plain.attention}, whose clean keys and values "
+            "are exact already: they are kept, and no later block changes them. Leave cache out."
         )
     if isinstance(plain, Wrapper):
         raise DuelError(
-            f"cache={cache} goes around the plain network, and guidance or temperature around that: "
+            f"cache={cache} wraps the plain network; guidance and temperature wrap the cached one: "
             f"{type(plain).__name__}(Cached(network, ...), ...)."
         )
     if type(plain).open is not Denoiser.open:
         raise DuelError(
-            f"cache={cache} keeps what a row's first evaluation in a block gave, but a {plain.family} network is told "
-            "another noise level at each step, so nothing of it stays. Leave cache out."
+            f"cache={cache} keeps keys and values from a block's first step, but a {plain.family} network gets another noise "
+            "level at each step, so none of them stay valid. Leave cache out."
         )
 
 
 def _steering(plain: Denoiser) -> Steering:
-    """How this network is steered."""
+    """How this network takes kept keys and values."""
     if getattr(plain, "steers_attention", False):
         return Attentions(plain)
     if type(plain).stream is Denoiser.stream:

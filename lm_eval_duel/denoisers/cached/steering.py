@@ -58,7 +58,7 @@ class Streams:
     ) -> tuple[torch.Tensor, list[KeysValues]]:
         positions = torch.arange(ids.shape[1], device=ids.device)[None]  # (1, L)
         seen = None if real is None else real[:, None]  # (P, 1, L)
-        seen = self._said(seen, ids.shape[1])
+        seen = self._explicit(seen, ids.shape[1])
         if self.plain.supports_columns:
             return self.plain.stream(ids, positions, seen, None, columns=columns, keys=True)
         features, keys = self.plain.stream(ids, positions, seen, None)
@@ -73,13 +73,13 @@ class Streams:
         places: torch.Tensor,
         columns: torch.Tensor,
     ) -> torch.Tensor:
-        seen = self._said(seen, places.shape[1])
+        seen = self._explicit(seen, places.shape[1])
         if self.plain.supports_columns:
             return self.plain.stream(ids, positions, seen, past, columns=columns)[0]
         return take(self.plain.stream(ids, positions, seen, past)[0], columns)
 
-    def _said(self, seen: torch.Tensor | None, keys: int) -> torch.Tensor | None:
-        """What is seen, in so many words for transformers' decoders, which make a mask of their own of nothing."""
+    def _explicit(self, seen: torch.Tensor | None, keys: int) -> torch.Tensor | None:
+        """`seen`, always a tensor for transformers' decoders, which would build a mask of their own."""
         if seen is None and hasattr(self.plain, "maskless"):
             return torch.ones(1, 1, keys, dtype=torch.bool, device=self.plain.device)
         return seen
@@ -88,7 +88,7 @@ class Streams:
 class Attentions:
     """A network of transformers that takes no past, steered where it attends.
 
-    `begin` and `step` raise NotSteered where the network does not attend in a way that can be followed.
+    `begin` and `step` raise NotSteered if the network's attention cannot be intercepted.
     """
 
     def __init__(self, plain: Any):
@@ -148,11 +148,11 @@ class Attentions:
 
 
 class NotSteered(Exception):
-    """A network does not attend in a way that can be followed; says why."""
+    """A network's attention cannot be intercepted; the message is the reason."""
 
 
 class _Listening(TorchFunctionMode):
-    """Notes the keys, values and mask of each attention of a forward."""
+    """Records the keys, values and mask of each attention call of a forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,16 +161,16 @@ class _Listening(TorchFunctionMode):
 
     def __torch_function__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if call is ATTENTION:
-            said = {**dict(zip(NAMES, args, strict=False)), **(kwargs or {})}
-            if said.get("is_causal"):
+            arguments = {**dict(zip(NAMES, args, strict=False)), **(kwargs or {})}
+            if arguments.get("is_causal"):
                 raise NotSteered("its attention is causal")
-            self.own.append((said["key"], said["value"]))
-            self.masks.append(said.get("attn_mask"))
+            self.own.append((arguments["key"], arguments["value"]))
+            self.masks.append(arguments.get("attn_mask"))
         return call(*args, **(kwargs or {}))
 
 
 class _Splicing(TorchFunctionMode):
-    """Gives each attention of a forward the kept keys and values beside its own, and its mask."""
+    """Adds the kept keys and values, and a mask, to each attention call of a forward."""
 
     def __init__(self, past: list[Past], masks: list[torch.Tensor | None]):
         super().__init__()
@@ -181,12 +181,12 @@ class _Splicing(TorchFunctionMode):
             return call(*args, **(kwargs or {}))
         if self.layer >= len(self.past):
             raise NotSteered("its layers attend a different number of times from call to call")
-        said = {**dict(zip(NAMES, args, strict=False)), **(kwargs or {})}
-        keys, values = joined(self.past[self.layer], said.pop("key"), said.pop("value"))
+        arguments = {**dict(zip(NAMES, args, strict=False)), **(kwargs or {})}
+        keys, values = joined(self.past[self.layer], arguments.pop("key"), arguments.pop("value"))
         mask = self.masks[self.layer]
-        said["attn_mask"] = None if mask is None else mask.to(keys.device)
+        arguments["attn_mask"] = None if mask is None else mask.to(keys.device)
         self.layer += 1
-        return call(said.pop("query"), keys, values, **said)
+        return call(arguments.pop("query"), keys, values, **arguments)
 
 
 def _pattern(mask: torch.Tensor | None) -> torch.Tensor | None:

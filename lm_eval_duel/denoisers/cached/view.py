@@ -33,7 +33,7 @@ class CachedView(View):
         self._contents: tuple[torch.Tensor, torch.Tensor] | None = None  # (N, L + 1), (N,) hashes
 
     def cost(self, lanes: Lanes) -> torch.Tensor:
-        """The cells of a later step, or what is kept beside them where that weighs more."""
+        """The cells of a later step, or of what is kept for them if that weighs more."""
         length, device = self.rows.length[lanes.row], lanes.row.device  # (R,)
         cells = lanes.width if self.denoiser.cache == "dual" else length - lanes.start  # (R,)
         kept = CPU_KEPT if device.type == "cpu" else GPU_KEPT
@@ -52,7 +52,7 @@ class CachedView(View):
         try:
             cells = self._evaluate_block(one, ids[first], revealed[first], identity[first])
         except torch.OutOfMemoryError:
-            self._slots.drop()  # they may be what takes the memory; fewer lanes will need fewer
+            self._slots.drop()  # they may be what fills the memory; fewer lanes need fewer slots
             raise
         return cells if one is lanes else cells.spread(lanes, one, number)
 
@@ -91,7 +91,7 @@ class CachedView(View):
         return slot[which]
 
     def _begin(self, blocks: Lanes, slot: torch.Tensor, identity: torch.Tensor) -> None:
-        """Evaluate the whole rows of `blocks` as they begin, and keep what comes of it in `slot`."""
+        """Evaluate the whole rows of `blocks` as the blocks begin, and keep the result in `slot`."""
         fresh = dataclasses.replace(blocks, tokens=torch.full_like(blocks.tokens, -1))
         ids, _, real = self._input(fresh)  # (P, L) each
         cell = torch.arange(blocks.hidden.shape[1], device=ids.device)  # (W,)
@@ -118,7 +118,7 @@ class CachedView(View):
         return Cells.of(lanes, all_mask, lambda lane, n: features[lane, n])
 
     def _require_first_cell(self, lanes: Lanes, begun: torch.Tensor) -> None:
-        """Raise DuelError where a shifted network would have to predict a block's first cell in a later step."""
+        """Raise DuelError if a shifted network would have to predict a block's first cell in a later step."""
         if self.denoiser.shift and (lanes.hidden[:, : self.denoiser.shift].any(1) & begun).any():
             raise first_cell_unseen(self.denoiser.cache)
 
