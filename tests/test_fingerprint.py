@@ -27,7 +27,7 @@ from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.harness.generation_settings import Settings
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.options import names
-from lm_eval_duel.rules import PARAMETERS
+from lm_eval_duel.rules import PARAMETERS, RULES
 from lm_eval_duel.tasks import tokenized_text
 
 # ---------------------------------------------------------------- model args

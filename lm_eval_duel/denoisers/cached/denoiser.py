@@ -131,8 +131,8 @@ def _require_cacheable(plain: Denoiser, cache: str) -> None:
         )
     if type(plain).open is not Denoiser.open:
         raise DuelError(
-            f"cache={cache} keeps keys and values from a block's first step, but a {plain.family} network gets another noise "
-            "level at each step, so none of them stay valid. Leave cache out."
+            f"cache={cache} keeps keys and values from a block's first step, but a {plain.family} network gets another "
+            "noise level at each step, so none of them stay valid. Leave cache out."
         )
 
 
