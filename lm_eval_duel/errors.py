@@ -73,6 +73,15 @@ def another_block(trained: int, block: object) -> DuelError:
     )
 
 
+def first_cell_unseen(cache: str) -> DuelError:
+    """The error for a shifted network that would have to predict a block's first cell in a later step under a cache."""
+    return DuelError(
+        "This network predicts a token from the cell before it, so a block's first token is read from the last cell "
+        f"before the block, which cache={cache} evaluates at the block's start alone. Pass seed_first=true (the first "
+        "cell is revealed alone at the block's first step, as in Fast-dLLM's sampler for Dream), or leave cache out."
+    )
+
+
 def unknown(what: str, name: object, known: Iterable[str]) -> DuelError:
     """The error for an unknown name, with the nearest known one and the whole list."""
     known = sorted(known)

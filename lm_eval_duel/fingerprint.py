@@ -124,8 +124,9 @@ def code_of(kind: type) -> str:
 
 def of_rule(rule: Any) -> dict[str, str]:
     """A rule as entries of the spec: its text, and for a user's own rule the hash of its code."""
-    own = type(rule).__module__.partition(".")[0] not in LIBRARIES
-    return {"rule": str(rule)} | ({"rule_code": code_of(type(rule))} if own else {})
+    kind = rule.code_class
+    own = kind.__module__.partition(".")[0] not in LIBRARIES
+    return {"rule": str(rule)} | ({"rule_code": code_of(kind)} if own else {})
 
 
 def _code_files(kind: type) -> set[str]:

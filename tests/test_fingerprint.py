@@ -27,7 +27,7 @@ from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.harness.generation_settings import Settings
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.options import names
-from lm_eval_duel.rules import RULES
+from lm_eval_duel.rules import PARAMETERS, RULES
 from lm_eval_duel.tasks import tokenized_text
 
 # ---------------------------------------------------------------- model args
@@ -70,6 +70,9 @@ CHANGES = [  # checkpoint, an arg, two values that are two specs, and what goes 
     ("bert", "mask_token_id", 4, 39, {}),
     ("bert", "bos", "given", "none", {}),
     ("bert", "add_bos_token", True, False, {}),
+    ("bert", "seed_first", False, True, {}),
+    ("bert", "cache", "none", "dual", {}),
+    ("bert", "cache", "prefix", "dual", {}),
     ("bert", "cfg_scale", 0.5, 0.50000001, {}),
     ("bert", "temperature", 0.7, 0.70000001, {}),
     ("bert", "top_k", 5, 6, {}),
@@ -86,6 +89,7 @@ CHANGES = [  # checkpoint, an arg, two values that are two specs, and what goes 
     ("own", "backend", "native", "remote", {"trust_remote_code": True}),
 ]
 KEEPS = [  # two values of an arg that are one spec
+    ("bert", "cache", None, "none", {}),
     ("bert", "trace", None, "trace.jsonl", {}),
     ("bert", "verify", 0, 2, {}),
     ("bert", "batch_size", 2, 3, {}),
@@ -170,8 +174,7 @@ def test_model_args_that_change_no_number(folders, checkpoint, arg, one, two, mo
 def test_every_model_arg_is_in_one_of_the_tables():
     said = {arg for _, arg, *_ in CHANGES + KEEPS} | set(ELSEWHERE)
     known = set(names())
-    parameters = {field.name for rule in RULES.values() for field in dataclasses.fields(rule)}
-    assert known | parameters | {"add_bos_token", "parallelize"} == said
+    assert known | PARAMETERS | {"add_bos_token", "parallelize"} == said
 
 
 def test_the_noise_levels_of_sedd_are_two_laws(tmp_path):

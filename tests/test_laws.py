@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from custom_rules import Stalls
+from laws import RULES, strings, total
 from textbook import score
 from toys import BlockCausal, Causal, Joint, Leaky, Rotary, Small, Toy
 
@@ -17,45 +18,8 @@ from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError, RuleStalled
 from lm_eval_duel.estimators.duel import Duel
 
-RULES = [
-    "left_to_right:k=1",
-    "left_to_right:k=2",
-    "left_to_right:k=3",
-    "right_to_left:k=1",
-    "right_to_left:k=2",
-    "random:k=1:seed=0",
-    "random:k=2:seed=7",
-    "greedy:k=1",
-    "greedy:k=2",
-    "greedy:k=3",
-    "margin:k=1",
-    "margin:k=2",
-    "log_margin:k=1",
-    "log_margin:k=3",
-    "entropy:k=1",
-    "entropy:k=2",
-    "threshold:mu=0.0",
-    "threshold:mu=0.45",
-    "threshold:mu=0.6",
-    "threshold:mu=1.0",
-    "klass:mu=0.4:nu=0.3",
-    "klass:mu=0.3:nu=0.5:history=2",
-    "klass:mu=0.4:nu=0.3:kl=authors",
-    "entropy_bound:gamma=0.0",
-    "entropy_bound:gamma=0.7",
-    "entropy_bound:gamma=2.5",
-]
 ONE_AT_A_TIME = [r for r in RULES if ":k=1" in r] + ["threshold:mu=1.0", "entropy_bound:gamma=0.0"]
 BLOCKS = [1, 2, 3, None]
-
-
-def strings(tokens, length):
-    return list(itertools.product(range(tokens), repeat=length))
-
-
-def total(duel, length, context=(), suffix=(), tail=0, tokens=3):
-    scored = duel.log_prob([Window(context, s, suffix, tail) for s in strings(tokens, length)])
-    return math.fsum(math.exp(s.log_prob) for s in scored)
 
 
 # ---------------------------------------------------------------- law 1: sums to one

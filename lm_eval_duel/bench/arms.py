@@ -19,10 +19,11 @@ from typing import Any
 import torch
 
 from lm_eval_duel import denoisers
-from lm_eval_duel.bench.options import Settings
-from lm_eval_duel.bench.textbook import KeptKeys, Loop, WholeRow, algorithm2, check
+from lm_eval_duel.bench.options import CACHED, Settings
+from lm_eval_duel.bench.textbook import KeptKeys, Loop, WholeRow, algorithm2, check, one_by_one
 from lm_eval_duel.denoisers import random_network, self_tests
 from lm_eval_duel.denoisers.base import Denoiser
+from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.hub import pick_device
 from lm_eval_duel.engine.results import WindowScore
 from lm_eval_duel.engine.windows import Window
@@ -39,24 +40,37 @@ class Bench:
 
     def __init__(self, settings: Settings):
         self.settings = settings
-        self.denoiser = _load(settings)
+        self.plain = _load(settings)
+        cache = None if settings.cache == "none" else settings.cache
+        self.denoiser = Cached(self.plain, cache) if cache else self.plain
         self.windows = _windows(self.denoiser, settings)
         check(self.denoiser, self.windows)
         named_blocks = {"auto": _block(settings) if _is_random(settings) else "auto", "none": None}
         block = named_blocks.get(settings.block, settings.positions)
         self.duel = Duel(self.denoiser, settings.rule_text, block, batch_size=settings.batch_size)
+        self.uncached = self.duel
+        if cache:
+            self.uncached = Duel(self.plain, settings.rule_text, block, batch_size=settings.batch_size)
 
     @property
     def loops(self) -> list[str]:
         """The textbook loops that this network supports."""
+        if self.denoiser is not self.plain:
+            return ["textbook", CACHED]
         return [name for name in LOOPS if name == "textbook" or self.denoiser.attention == "block_causal"]
 
     def loop(self, name: str, windows: Sequence[Window] | None = None, max_steps: int | None = None) -> Loop:
         """Run a textbook loop over `windows` (default: all), for `max_steps` steps at most."""
-        duel = self.duel
-        return algorithm2(
-            LOOPS[name], self.denoiser, duel.rule, duel.block, duel.grid, windows or self.windows, max_steps=max_steps
-        )
+        duel, windows = self.duel, windows or self.windows
+        if name == CACHED:
+            return one_by_one(self.denoiser, duel.rule, duel.block, duel.grid, windows, max_steps)
+        return algorithm2(LOOPS[name], self.plain, duel.rule, duel.block, duel.grid, windows, max_steps)
+
+    def last_blocks(self, count: int) -> Window:
+        """The first window with its last `count` blocks as the target (without a cache, all blocks cost the same)."""
+        ids = self.windows[0].context + self.windows[0].target
+        start = self.uncached.blocks(self.windows[0])[-count][0]
+        return Window(ids[:start], ids[start:])
 
     def record(self) -> tuple[Recording, list[WindowScore]]:
         """Record the network calls of one run of ours; returns them and the scores."""
@@ -137,7 +151,9 @@ class Bench:
         return _resident("VmHWM") - before
 
     def _once(self, arm: str, windows: Sequence[Window] | None = None) -> None:
-        if arm in LOOPS:
+        if arm == "uncached":
+            self.uncached.log_prob(windows or [self.last_blocks(1)])
+        elif arm in self.loops:
             self.loop(arm, windows, MEMORY_STEPS if arm == "textbook" else None)
         else:
             self.duel.log_prob(windows or self.windows)
@@ -199,6 +215,7 @@ class Recording:
 
     def __init__(self, denoiser: Denoiser):
         self.denoiser = denoiser
+        self.names = getattr(denoiser, "calls", self.NAMES)
         self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
         self.forwards = self.rows = self.tokens = 0
         self._inside = False
@@ -206,12 +223,12 @@ class Recording:
     @contextlib.contextmanager
     def record(self) -> Iterator[None]:
         """Record the calls made inside this context."""
-        for name in self.NAMES:
+        for name in self.names:
             setattr(self.denoiser, name, self._recorder(name, getattr(self.denoiser, name)))
         try:
             yield
         finally:
-            for name in self.NAMES:
+            for name in self.names:
                 delattr(self.denoiser, name)  # back to the class's method
 
     def _recorder(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:

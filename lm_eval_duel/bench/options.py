@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Sequence
+from typing import get_args
 
 from lm_eval_duel import rules
 from lm_eval_duel.arguments import count
 from lm_eval_duel.command_line import Parser, file_to_write
-from lm_eval_duel.denoisers.load_options import DTYPES
+from lm_eval_duel.denoisers.load_options import DTYPES, Cache
 from lm_eval_duel.errors import DuelError, unknown, usage
 
-ARMS = ("textbook", "textbook_kv", "ours", "forwards")
+CACHED = "textbook_cached"  # the deployed loop under --cache
+ARMS = ("textbook", "textbook_kv", CACHED, "uncached", "ours", "forwards")
+CACHES = (*get_args(Cache), "none")
 COUNTS = ("layers", "width", "vocab", "length", "windows", "k", "repeats", "batch_size", "textbook_steps")
 LARGEST_SEED = 2**63 - 1  # the largest that torch accepts
 
@@ -23,6 +26,7 @@ HELP = {
     "vocab": "vocabulary of a random network, [MASK] included (50257; llada-8b: 126464)",
     "length": "positions per window",
     "block": "a number, none (the whole window) or auto (the checkpoint's, or 32); random:block-causal is built for it",
+    "cache": "score under a prefix or dual cache (bidirectional networks)",
     "windows": "number of windows",
     "rule": "as in model args: greedy, threshold:mu=0.9, ...",
     "k": "shorthand for the rule's k=",
@@ -39,8 +43,9 @@ HELP = {
 }
 PRINTS = """\
 Prints a table with one line per arm (the textbook loop, ours, our network calls alone): seconds, tokens/s, network
-calls, rows, NFE and peak memory. Below it: our overhead over the network calls, and how far our numbers and the
-textbook loop's are apart, in nats and in picks.
+calls, rows, token-rows, NFE and peak memory. With --cache there are two more arms: the deployed cached loop, and ours
+without a cache. Below the table: our overhead over the network calls, and how far our numbers and the textbook loop's
+are apart, in nats and in picks.
 """
 
 
@@ -54,6 +59,7 @@ class Settings:
     vocab: int | None = None
     length: int = 256
     block: str = "auto"
+    cache: str | None = None
     windows: int = 4
     rule: str = "greedy"
     k: int | None = None
@@ -84,6 +90,8 @@ class Settings:
                 raise DuelError(f"--block must be a number of positions, auto or none; got '{self.block}'.") from None
         if self.dtype not in DTYPES[1:]:
             raise unknown("dtype", self.dtype, DTYPES[1:])
+        if self.cache not in (None, *CACHES):
+            raise unknown("value of --cache", self.cache, CACHES)
         if self.peak_of not in (None, *ARMS):
             raise unknown("arm", self.peak_of, ARMS)
         rules.parse(self.rule_text)

@@ -4,7 +4,9 @@
 
 Arms: `textbook` (whole rows and full logits at every step), `textbook_kv` (block-causal networks only: keeps the keys
 of clean blocks, still one block at a time), `ours` (`Duel.log_prob`) and `forwards` (the network calls of `ours`
-alone, a lower bound). The arms take turns, each after a short warm-up, in a different order in each repeat. Ratios are
+alone, a lower bound). With `--cache prefix` or `dual`, ours runs under that cache, and there are two more arms:
+`textbook_cached` (the deployed loop: one window, one block, one step at a time against kept keys) and `uncached` (ours
+without a cache). The arms take turns, each after a short warm-up, in a different order in each repeat. Ratios are
 medians of the ratios within a repeat.
 """
 
@@ -22,8 +24,8 @@ from typing import Any
 
 import torch
 
-from lm_eval_duel.bench.arms import LOOPS, Bench, Recording
-from lm_eval_duel.bench.options import ARMS, Settings
+from lm_eval_duel.bench.arms import Bench, Recording
+from lm_eval_duel.bench.options import ARMS, CACHED, Settings
 from lm_eval_duel.bench.textbook import Loop
 from lm_eval_duel.engine.results import WindowScore
 from lm_eval_duel.tables import plain_table
@@ -57,6 +59,13 @@ def measure(bench: Bench) -> dict[str, Any]:
     warm_up = {
         name: partial(bench.loop, name, max_steps=SCALED_STEPS if name == "textbook_kv" else 1) for name in bench.loops
     }
+    blocks = sum(len(bench.duel.blocks(window)) for window in bench.windows)
+    uncached_blocks = blocks
+    if CACHED in arms:
+        uncached_blocks = _uncached_blocks(bench, blocks)
+        windows = bench.windows if uncached_blocks == blocks else [bench.last_blocks(uncached_blocks)]
+        arms["uncached"] = partial(bench.uncached.log_prob, windows)
+        warm_up["uncached"] = partial(bench.uncached.log_prob, [bench.last_blocks(1)])
     warm_up["ours"] = partial(bench.duel.log_prob, bench.windows[:2])
     warm_up["forwards"] = partial(recording.replay, SCALED_STEPS)
     times: dict[str, list[float]] = {name: [] for name in arms}
@@ -66,10 +75,12 @@ def measure(bench: Bench) -> dict[str, Any]:
         for name in [*arms][turn:] + [*arms][:turn]:
             warm_up[name]()  # the previous arm leaves the allocator in another state
             seconds, result = bench.seconds(arms[name])
-            if name in LOOPS:
+            if name in bench.loops:
                 loops[name] = result
             if name == "textbook" and scaled:
                 seconds *= nfe / result.nfe
+            if name == "uncached":
+                seconds *= blocks / uncached_blocks
             times[name].append(seconds)
 
     def ratio(numerator: str, denominator: str) -> float | None:
@@ -78,28 +89,44 @@ def measure(bench: Bench) -> dict[str, Any]:
         return median(a / b for a, b in zip(times[numerator], times[denominator], strict=True))
 
     calls = {name: (loop.forwards, loop.rows) for name, loop in loops.items()}
+    token_rows = {name: loop.token_rows for name, loop in loops.items()}
     if scaled:
-        calls["textbook"] = (steps, nfe)
+        calls["textbook"], token_rows["textbook"] = (steps, nfe), nfe * bench.settings.length
     calls["ours"] = calls["forwards"] = (recording.forwards, recording.rows)
+    token_rows["ours"] = token_rows["forwards"] = recording.tokens
+    if "uncached" in arms:
+        calls["uncached"], token_rows["uncached"] = (None, nfe), nfe * bench.settings.length
     figures: dict[str, Any] = {f"{name}_s": median(times[name]) if name in times else None for name in ARMS}
     figures |= {
         "ratio_textbook": ratio("textbook", "ours"),
         "ratio_textbook_kv": ratio("textbook_kv", "ours"),
+        "ratio_textbook_cached": ratio(CACHED, "ours"),
+        "ratio_uncached": ratio("uncached", "ours"),
         "overhead": ratio("ours", "forwards") - 1,
         "textbook_over": {name: ratio("textbook", name) for name in arms},
         "seconds": times,
         "calls": calls,
+        "token_rows": token_rows,
         "nfe": nfe,
         "load_before": load,
         "tokens": sum(len(window.target) for window in bench.windows),
         "textbook_scaled": f"scaled from {max_steps} of {steps} steps" if scaled else None,
+        "uncached_scaled": f"scaled from {uncached_blocks} of {blocks} blocks" if uncached_blocks < blocks else None,
     }
-    full = [name for name in bench.loops if name != "textbook" or not scaled]
+    full = [CACHED] if CACHED in loops else [name for name in bench.loops if name != "textbook" or not scaled]
     figures |= _compare(bench, scores, full[0], loops[full[0]]) if full else _compare_short(bench)
-    figures |= {f"peak_bytes_{name}": None for name in (*LOOPS, "ours")}
+    figures |= {f"peak_bytes_{name}": None for name in ARMS if name != "forwards"}
     if not bench.settings.no_memory:
-        figures |= {f"peak_bytes_{name}": bench.peak_bytes(name) for name in (*bench.loops, "ours")}
+        figures |= {f"peak_bytes_{name}": bench.peak_bytes(name) for name in arms if name != "forwards"}
     return figures | _operations(bench, recording, figures["ours_s"]) | _environment(bench)
+
+
+def _uncached_blocks(bench: Bench, blocks: int) -> int:
+    """How many of the blocks to score without a cache: all, or as many as take about half a minute."""
+    seconds, _ = bench.seconds(partial(bench.uncached.log_prob, [bench.last_blocks(1)]))
+    if seconds * blocks <= MAX_SECONDS:
+        return blocks
+    return max(1, min(int(MAX_SECONDS / 2 / seconds), blocks // len(bench.windows)))
 
 
 def _compare_short(bench: Bench) -> dict[str, Any]:
@@ -175,23 +202,25 @@ def table(figures: dict[str, Any]) -> str:
                 arm,
                 f"{seconds:.3f}",
                 f"{figures['tokens'] / seconds:,.0f}",
-                f"{forwards:,}",
+                "" if forwards is None else f"{forwards:,}",
                 f"{network_rows:,}",
+                f"{figures['token_rows'][arm]:,}",
                 "" if arm == "forwards" else f"{figures['nfe']:,}",
                 "" if peak is None else f"{peak / 2**20:,.0f}",
                 f"{figures['textbook_over'][arm]:.2f}",
-                (figures["textbook_scaled"] or "") if arm == "textbook" else "",
+                figures.get(f"{arm}_scaled") or "",
             )
         )
-    header = ("arm", "seconds", "tokens/s", "forwards", "rows", "NFE", "peak MiB", "textbook / arm", "")
+    header = ("arm", "seconds", "tokens/s", "forwards", "rows", "token-rows", "NFE", "peak MiB", "textbook / arm", "")
     return "\n".join([_title(figures), "", plain_table(header, rows), "", *_comparison(figures)])
 
 
 def _title(figures: dict[str, Any]) -> str:
     settings, millions = figures["settings"], figures["parameters"] / 1e6
+    cache = f", cache={settings['cache']}" if settings["cache"] else ""
     return (
         f"{settings['pretrained']}, {millions:,.1f} M parameters, {settings['dtype']} on {figures['device']}: "
-        f"{settings['windows']} x {settings['length']} positions, block {figures['block']}, {figures['rule']}; "
+        f"{settings['windows']} x {settings['length']} positions, block {figures['block']}, {figures['rule']}{cache}; "
         f"median of {settings['repeats']}"
     )
 
@@ -201,8 +230,9 @@ def _comparison(figures: dict[str, Any]) -> list[str]:
     lines = [f"overhead of ours over its network calls alone: {figures['overhead']:+.1%}"]
     if figures["load_before"] > IDLE_LOAD:
         lines.insert(0, f"the load average before the start was {figures['load_before']:.1f}: times are unreliable")
-    if figures["ratio_textbook_kv"] is not None:
-        lines.append(f"textbook_kv / ours: {figures['ratio_textbook_kv']:.2f}")
+    for name in ("textbook_kv", CACHED, "uncached"):
+        if figures[f"ratio_{name}"] is not None:
+            lines.append(f"{name} / ours: {figures[f'ratio_{name}']:.2f}")
     nats = (
         "every window has changed picks"
         if difference is None

@@ -2,7 +2,7 @@
 
 "As printed" means what the authors' code does: all windows together, block after block, with the LM head and a float32
 log-softmax over the whole (R, L, V) tensor at every step. `KeptKeys` also keeps the keys and values of clean blocks,
-for block-causal networks.
+for block-causal networks; `KeptRow` is the loop under a prefix or dual cache, for bidirectional ones.
 
 Shapes: N windows, L row length, T target positions, R lanes, W block width, B trained block, C hidden cells,
 D features, V tokens.
@@ -19,6 +19,8 @@ import torch
 
 from lm_eval_duel import rules
 from lm_eval_duel.denoisers.base import Denoiser
+from lm_eval_duel.denoisers.cached.denoiser import Cached
+from lm_eval_duel.denoisers.cached.kept_keys import Places, Replaced
 from lm_eval_duel.denoisers.views import KeysValues
 from lm_eval_duel.engine.lanes import Lanes, Rows, blocks
 from lm_eval_duel.engine.windows import Window
@@ -82,6 +84,7 @@ class Loop:
     reveal_steps: torch.Tensor  # (N, T)
     forwards: int
     rows: int
+    token_rows: int  # positions evaluated, summed over network calls
     nfe: int  # rule steps, summed over windows
 
 
@@ -90,7 +93,7 @@ class WholeRow:
 
     def __init__(self, denoiser: Denoiser, rows: Rows, block: int | None):
         self.denoiser = denoiser
-        self.forwards = self.rows = 0
+        self.forwards = self.rows = self.token_rows = 0
         self.excluded = denoiser.excluded.nonzero()[:, 0]
         length = rows.ids.shape[1]
         causal = denoiser.attention == "block_causal"
@@ -111,12 +114,17 @@ class WholeRow:
         else:
             places, seen = self.positions.expand_as(ids), self.seen.expand(len(ids), -1, -1)
             features = self.denoiser.stream(ids, places, seen, None)[0]  # (R, L, D)
-        self.forwards += 1
-        self.rows += len(ids)
+        self.count(ids)
         begin = int(lanes.start[0]) - self.denoiser.shift
         if begin < 0:  # the first cell is visible: its prediction is never read
             features, begin = torch.cat([features[:, :1], features], dim=1), 0  # (R, 1 + L, D)
         return self.log_softmax(features)[:, begin : begin + lanes.hidden.shape[1]]
+
+    def count(self, ids: torch.Tensor) -> None:
+        """Count a network call on `ids`."""
+        self.forwards += 1
+        self.rows += len(ids)
+        self.token_rows += ids.numel()
 
     def log_softmax(self, features: torch.Tensor) -> torch.Tensor:
         """Log-probabilities (R, Q, V) of features (R, Q, D), in float32 or better; -inf at excluded columns."""
@@ -174,9 +182,57 @@ class KeptKeys(WholeRow):
         places = self.positions[start : start + self.block].expand_as(ids)
         seen = ids.new_ones(*ids.shape, start + ids.shape[1], dtype=torch.bool)  # (R, B, K + B)
         past = [(k[row, :, :start], v[row, :, :start]) for k, v in self.cache] if start else None
-        self.forwards += 1
-        self.rows += len(ids)
+        self.count(ids)
         return self.denoiser.stream(ids, places, seen, past)
+
+
+class KeptRow(WholeRow):
+    """Fast-dLLM's loops: the whole row at a block's start, then the block's cells only (dual) or all from its start on.
+
+    The keys and values of the cells that are evaluated replace the kept ones.
+    """
+
+    def __init__(self, denoiser: Cached, rows: Rows, block: int | None):
+        super().__init__(denoiser, rows, block)
+        self.start = -1  # first column of the block whose start has been evaluated
+        self.kept: list[KeysValues] = []
+
+    def log_p(self, lanes: Lanes) -> torch.Tensor:
+        start, width = int(lanes.start[0]), lanes.hidden.shape[1]
+        ids, every = self.ids[lanes.row], self.positions[None]  # (R, L), (1, L)
+        shift = self.denoiser.shift
+        if self.start != start:
+            self.start = start
+            self.count(ids)
+            features, self.kept = self.denoiser.begin(ids, None, every.expand_as(ids))  # (R, L, D)
+            return self.log_softmax(features)[:, start - shift : start - shift + width]
+        stop = start + width if self.denoiser.cache == "dual" else ids.shape[1]
+        own = every[:, start:stop].expand(len(ids), -1)  # (R, Q)
+        places = Places(own, torch.ones_like(own, dtype=torch.bool))
+        past = [Replaced(keys, values, places) for keys, values in self.kept]
+        self.count(own)
+        features = self.denoiser.step(ids[:, start:stop], own, None, past, every, own - start)  # (R, Q, D)
+        if shift:  # the first cell is revealed, so its prediction is never read
+            features = torch.cat([features[:, :1], features[:, :-1]], dim=1)
+        return self.log_softmax(features)[:, :width]
+
+
+@torch.inference_mode()
+def one_by_one(
+    denoiser: Cached,
+    rule: rules.Rule,
+    block: int | None,
+    grid: str,
+    windows: Sequence[Window],
+    max_steps: int | None = None,
+) -> Loop:
+    """The cached loop as deployed: one window, one block, one step at a time, for `max_steps` steps of each at most."""
+    loops = [algorithm2(KeptRow, denoiser, rule, block, grid, [window], max_steps) for window in windows]
+    sums = [sum(getattr(loop, name) for loop in loops) for name in ("forwards", "rows", "token_rows", "nfe")]
+    token_logprobs, reveal_steps = (
+        torch.cat([getattr(loop, name) for loop in loops]) for name in ("token_logprobs", "reveal_steps")
+    )
+    return Loop(token_logprobs, reveal_steps, *sums)
 
 
 @torch.inference_mode()
@@ -224,14 +280,15 @@ def algorithm2(
             break
         network.finish(start)
     span = slice(origin, origin + target)
-    return Loop(token_logprobs[:, span].cpu(), reveal_steps[:, span].cpu(), network.forwards, network.rows, nfe)
+    counts = network.forwards, network.rows, network.token_rows, nfe
+    return Loop(token_logprobs[:, span].cpu(), reveal_steps[:, span].cpu(), *counts)
 
 
 def check(denoiser: Denoiser, windows: Sequence[Window]) -> None:
     """Raise DuelError for a network that the textbook loop does not support, and for windows of different layouts."""
     if denoiser.attention == "causal":
         raise DuelError("bench compares ways of unmasking; an autoregressive network scores a window in one pass.")
-    if type(denoiser).open is not Denoiser.open:
+    if type(denoiser).open is not Denoiser.open and not isinstance(denoiser, Cached):
         raise DuelError(
             f"bench's textbook loop does not support {type(denoiser).__name__}, which does more than one plain network "
             "call per step (noise level or guidance): use another network."

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lm_eval_duel.denoisers.block_causal import BlockCausalView
+from lm_eval_duel.denoisers.cached.kept_keys import Past
 from lm_eval_duel.denoisers.views import KeysValues, View
 from lm_eval_duel.engine.lanes import Rows
 
@@ -43,6 +44,7 @@ class Denoiser(abc.ABC):
     relative_positions: bool = False  # a row of masks has the same distribution at every cell
     needs_visible: bool = False  # a row of masks has no distribution: the network divides by the visible tokens
     special_tokens: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # before and after a text, if expected
+    cache: str | None = None  # of a cached sampler: "prefix" or "dual"
     quantized: bool = False  # its weights are coarser than its dtype
 
     @property
@@ -58,13 +60,13 @@ class Denoiser(abc.ABC):
         raise NotImplementedError(f"{type(self).__name__} is {self.attention} and does not evaluate whole rows.")
 
     def stream(
-        self, ids: torch.Tensor, positions: torch.Tensor, seen: torch.Tensor, past: list[KeysValues] | None
+        self, ids: torch.Tensor, positions: torch.Tensor, seen: torch.Tensor | None, past: list[Past] | None
     ) -> tuple[torch.Tensor, list[KeysValues]]:
         """The input of the LM head (N, Q, D) for ids (N, Q) at `positions` (N, Q), and their keys and values.
 
-        `seen` (N, Q, K + Q): which of the K keys of `past` and of the call's own keys each query attends to. A network
-        that `supports_columns` also accepts `columns` (N, M) of the queries and then returns (N, M, D); the keys and
-        values of such a call are not used.
+        `seen` (N, Q, K + Q): which of the K keys of `past` and of the call's own keys each query attends to;
+        None: all. A network that `supports_columns` also accepts `columns` (N, M) of the queries and then returns
+        (N, M, D); the keys and values of such a call are not used.
         """
         raise NotImplementedError(f"{type(self).__name__} is {self.attention} and does not evaluate blocks.")
 

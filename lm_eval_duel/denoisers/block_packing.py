@@ -32,7 +32,7 @@ class Call:
     def of(cls, slot: torch.Tensor, start: torch.Tensor, real: torch.Tensor, most: int) -> Call:
         """The call over lanes whose clean keys are at `slot` (R,), with at most `most` lanes in a row."""
         device, block = start.device, real.shape[1]
-        number, place = _arrange(slot, _wide(slot, most))  # (P, A)
+        number, place = arrange(slot, widest(slot, most))  # (P, A)
         used, lane = number >= 0, number.clamp(min=0)  # (P, A)
         clean = start[lane] * used  # (P, A) clean columns that a lane sees
         ahead = int(clean.max())
@@ -60,7 +60,7 @@ class Call:
         return features.unflatten(1, (self.lane.shape[1], -1))[self.place]
 
 
-def _wide(window: torch.Tensor, most: int) -> int:
+def widest(window: torch.Tensor, most: int) -> int:
     """The largest number of lanes in a row, at most `most`, that leaves no more than a sixth of the places empty."""
     counts = window.unique(return_counts=True)[1]  # (windows,)
     while most > 1:
@@ -72,7 +72,7 @@ def _wide(window: torch.Tensor, most: int) -> int:
     return 1
 
 
-def _arrange(window: torch.Tensor, most: int) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+def arrange(window: torch.Tensor, most: int) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
     """Put lanes of the same `window` (R,) into rows of at most `most`.
 
     Returns the lane at each place (P, A), -1 at empty places, and the row and place of each lane (R,).

@@ -42,6 +42,7 @@ Attention = Literal["bidirectional", "block_causal", "causal"]
 LastBlock = Literal["fill", "cut"]
 Sigma = Literal["clamped", "schedule"]
 Backend = Literal["native", "remote"]
+Cache = Literal["prefix", "dual"]
 
 DTYPES: tuple[str, ...] = get_args(Dtype)
 BOS: tuple[str, ...] = get_args(Bos)
@@ -55,6 +56,10 @@ def _dtype(key: str, value: Any) -> str:
 
 def _bos(key: str, value: Any) -> str:
     return one_of(key, str(value).lower(), BOS)  # the harness's parser reads `none` as None
+
+
+def _cache(key: str, value: Any) -> str | None:
+    return None if value in NOTHING or value == "none" else one_of(key, value, get_args(Cache))
 
 
 def _temperature(key: str, value: Any) -> float | None:
@@ -87,6 +92,7 @@ class NetworkArguments:
     last_block: LastBlock = argument(required_choice(*get_args(LastBlock)), "fill")
     sigma: Sigma | None = argument(choice(*get_args(Sigma)))  # SEDD
     backend: Backend | None = argument(choice(*get_args(Backend)))
+    cache: Cache | None = argument(_cache)  # the cached sampler, another distribution
     cfg_scale: float | None = argument(_cfg_scale)
     temperature: float | None = argument(_temperature)  # of the network that is scored, as are top_k and top_p
     top_k: int | None = argument(count)
@@ -120,6 +126,16 @@ class LoadOptions(NetworkArguments):
                 object.__setattr__(self, field.name, NETWORK_READERS[field.name](field.name, value))
         if self.load_in_8bit and self.load_in_4bit:
             raise DuelError("load_in_8bit and load_in_4bit are both given; leave one out.")
+        if self.cache and self.backend == "remote":
+            raise DuelError(
+                f"cache={self.cache} needs a network whose attention this package knows, and backend=remote runs a "
+                "checkpoint's own code. Leave backend out, or use cache=none."
+            )
+        if self.cache and self.compile:
+            raise DuelError(
+                "compile=true traces the layers without kept keys and values, so it does not support "
+                f"cache={self.cache}; leave one out."
+            )
 
     def require_block(self, trained: int) -> None:
         """Raise DuelError if a block other than the trained one was given."""

@@ -17,6 +17,7 @@ from lm_eval_duel.arguments import checkpoint_name
 from lm_eval_duel.demo import BUNDLED, resolve
 from lm_eval_duel.denoisers import hub, special_tokens
 from lm_eval_duel.denoisers.base import Denoiser
+from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.dit import checkpoint as dit_checkpoint
 from lm_eval_duel.denoisers.hf import causal_lm, decoder_checkpoint, families, masked_lm, remote_code
 from lm_eval_duel.denoisers.load_options import NETWORK_READERS, LoadOptions, tokenizer_source
@@ -41,6 +42,7 @@ def load(name: str, *, device: str | None = None, **network: Any) -> Denoiser:
     denoiser.special_tokens = _special_tokens(denoiser, tokenizer)
     if options.compile:
         denoiser.compile()
+    denoiser = Cached(denoiser, options.cache) if options.cache else denoiser
     denoiser = Guided(denoiser, options.cfg_scale) if options.cfg_scale else denoiser
     warpers = options.temperature, options.top_k, options.top_p
     return denoiser if warpers == (None, None, None) else Warped(denoiser, *warpers)

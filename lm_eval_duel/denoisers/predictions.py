@@ -23,6 +23,7 @@ from lm_eval_duel.errors import DuelError, NotFinite
 log = logging.getLogger("lm_eval.duel_mdm")
 
 CPU_VALUES, CPU_ROWS = 1 << 20, 64  # logits at once: as many as fit a CPU's cache, but enough rows for a fast matmul
+CACHED_VALUES = 1 << 17  # logits at once: half of one CPU core's cache
 GPU_VALUES = 1 << 26  # 256 MiB of float32
 PADDING = 128  # embeddings are padded by up to this many columns, for speed
 RUN = 64  # columns per run when looking for the largest: a CPU's argmax handles one value at a time, its amax sixteen
@@ -228,12 +229,20 @@ def top_of(logits: torch.Tensor) -> Top:
     """The top tokens of logits (u, V), which are modified in place and restored."""
     token, first, second = two_largest(logits)  # (u, 1), (u,), (u,)
     logits.scatter_(1, token, -math.inf)
-    # the fused kernel is several times faster than logsumexp, and its largest entry is minus the log of the sum
-    rows = max(1, CPU_VALUES // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
-    log_sum = torch.cat([-F.log_softmax(part, 1).amax(1) for part in logits.split(rows)])  # (u,)
+    log_sum = _log_sum(logits, second)  # (u,)
     logits.scatter_(1, token, first[:, None])
     others = torch.where(second == -math.inf, second, second + log_sum)
     return Top(token[:, 0], first, first - others, first - second)
+
+
+def _log_sum(logits: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+    """log sum exp(logit - largest) of each row of logits (u, V), given the `largest` (u,) of each, (u,)."""
+    if logits.device.type != "cpu":
+        return -F.log_softmax(logits, 1).amax(1)  # one fused kernel; its largest entry is minus the log of the sum
+    from_largest = largest.clamp(min=torch.finfo(logits.dtype).min)[:, None]  # (u, 1) -inf if there is no other token
+    rows = max(1, CACHED_VALUES // logits.shape[1])  # several times faster than logsumexp
+    parts = zip(logits.split(rows), from_largest.split(rows), strict=True)
+    return torch.cat([(part - top).exp_().sum(1) for part, top in parts]).log()
 
 
 def two_largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

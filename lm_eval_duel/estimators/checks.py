@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from lm_eval_duel import rules
 from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.engine.windows import Window
-from lm_eval_duel.errors import DuelError, another_block
+from lm_eval_duel.errors import DuelError, another_block, first_cell_unseen
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
@@ -48,6 +48,18 @@ def check_rule(denoiser: Denoiser, rule: rules.Rule) -> None:
     """Raise DuelError for a rule that this network does not support."""
     if denoiser.attention == "causal" and not isinstance(rule, rules.LeftToRight):
         raise DuelError(f"A causal network reveals left to right only; use rule=left_to_right, not {rule}.")
+    if denoiser.shift and denoiser.cache and not isinstance(rule, rules.SeedFirst):
+        raise first_cell_unseen(denoiser.cache)
+
+
+def check_every_order(denoiser: Denoiser, name: str) -> None:
+    """Raise DuelError for a network that cannot evaluate every state of a block, which estimator `name` needs."""
+    if denoiser.shift and denoiser.cache:
+        raise DuelError(
+            f"estimator={name} evaluates states in which a block's first token is hidden and later ones are revealed. "
+            f"This network reads that token from the cell before the block, which cache={denoiser.cache} evaluates at "
+            "the block's start alone. Leave cache out."
+        )
 
 
 def check_windows(

@@ -35,6 +35,7 @@ from lm_eval_duel.engine.results import WindowScore
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators.base import Estimator, EvaluateAll, IndexedScores, Value, WindowGroup
+from lm_eval_duel.estimators.checks import check_every_order
 from lm_eval_duel.estimators.registry import ELBO_FORMS
 from lm_eval_duel.hashing import hashed, uniform
 from lm_eval_duel.rules import Decision, rank
@@ -85,6 +86,7 @@ class Elbo(Estimator):
     ):
         if denoiser.attention == "causal":
             raise DuelError("An autoregressive network needs no bound: use estimator=ar.")
+        check_every_order(denoiser, self.name)
         if block == "auto":
             block = denoiser.block  # the trained one; None: the whole target
         self.form = resolve_form(denoiser, form, block)

@@ -30,6 +30,7 @@ from lm_eval_duel.engine.results import NEAR_TIE, STATISTICS, WindowScore
 from lm_eval_duel.engine.reveal import decide
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.base import Estimator, EvaluateAll, IndexedScores, Value, WindowGroup
+from lm_eval_duel.estimators.checks import check_every_order
 from lm_eval_duel.estimators.registry import LATTICE, LATTICE_BLOCK
 from lm_eval_duel.estimators.subset_dp import Chunk, Orders, OrderScore, cell_of, fold, follow, number_of
 
@@ -73,6 +74,7 @@ class Lattice(Estimator):
     ):
         if denoiser.attention == "causal":
             raise DuelError("An autoregressive network has one order: use estimator=ar.")
+        check_every_order(denoiser, value)
         self.name = value
         self.rules = [rules.parse(rule) if isinstance(rule, str) else rule for rule in follow]
         for rule in self.rules:

@@ -61,7 +61,8 @@ class Row:
     @property
     def aside(self) -> str:
         """Remarks other than estimator, rule and block."""
-        return ", ".join(filter(None, [f"eps={self.eps:g}: no bound" if self.eps else "", self.variant]))
+        cache = f"cache={self.run.spec['cache']}" if "cache" in self.run.spec else ""
+        return ", ".join(filter(None, [f"eps={self.eps:g}: no bound" if self.eps else "", cache, self.variant]))
 
     @property
     def name(self) -> str:
@@ -259,7 +260,10 @@ def _told_apart(group: list[Row]) -> list[Row]:
     if len(group) < 2:
         return group
     fields = dict.fromkeys(key for row in group for key in row.run.spec if key not in ("estimator", "rule"))
-    fields = [key for key in fields if len({row.run.spec.get(key) for row in group}) > 1] or ["version"]
+    fields = [key for key in fields if len({row.run.spec.get(key) for row in group}) > 1]
+    if fields == ["cache"]:  # every row names its own
+        return group
+    fields = [key for key in fields if key != "cache"] or ["version"]
     return [
         dataclasses.replace(row, variant=", ".join(f"{key}={row.run.spec.get(key, 'not set')}" for key in fields))
         for row in group

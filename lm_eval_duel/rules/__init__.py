@@ -14,23 +14,27 @@ import os
 import sys
 from typing import Any
 
-from lm_eval_duel.arguments import whole
+from lm_eval_duel.arguments import truth, whole
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.rules.adaptive import EntropyBound, Klass, Threshold
 from lm_eval_duel.rules.base import Decision, Rule, certain, kind_of, rank
 from lm_eval_duel.rules.fixed import LeftToRight, Random, RightToLeft
 from lm_eval_duel.rules.scores import Entropy, Greedy, LogMargin, Margin
+from lm_eval_duel.rules.seed_first import SEED_FIRST, SeedFirst, inner, replaced
 
 __all__ = [
     "Decision",
     "Rule",
+    "SeedFirst",
     "build",
     "certain",
     "check_state_only",
     "find",
+    "inner",
     "parse",
     "rank",
     "read",
+    "replaced",
     "split",
 ]
 
@@ -57,7 +61,7 @@ ALIASES = {
     "eb": "entropy_bound",
 }
 EXAMPLES = {"mu": 0.9, "nu": 0.1, "gamma": 0.1}  # values of parameters without a default, for error messages
-PARAMETERS = frozenset(field.name for rule in RULES.values() for field in dataclasses.fields(rule))
+PARAMETERS = frozenset({SEED_FIRST, *(field.name for rule in RULES.values() for field in dataclasses.fields(rule))})
 
 
 def parse(text: str) -> Rule:
@@ -89,6 +93,11 @@ def split(text: str) -> list[str]:
 
 def build(name: str, arguments: dict[str, Any]) -> Rule:
     """The rule `name` (or an alias, or `module:Name`) with these parameters; raises DuelError for wrong ones."""
+    if SEED_FIRST in arguments:
+        arguments = dict(arguments)
+        seed_first = truth(SEED_FIRST, arguments.pop(SEED_FIRST))
+        following = build(name, arguments)
+        return SeedFirst(following) if seed_first else following
     rule = find(name)
     fields = {field.name: field for field in dataclasses.fields(rule)}
     for key in arguments:

@@ -65,6 +65,11 @@ class Rule:
         """Which hidden cells of each lane to reveal next."""
         raise NotImplementedError
 
+    @property
+    def code_class(self) -> type[Rule]:
+        """The class whose code decides, for the fingerprint."""
+        return type(self)
+
     def __str__(self) -> str:
         values = (f"{field.name}={_plain(field, getattr(self, field.name))}" for field in dataclasses.fields(self))
         own = type(self).__module__.startswith(__package__)

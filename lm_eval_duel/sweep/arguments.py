@@ -36,7 +36,8 @@ class Setting:
     def name(self) -> str:
         """The name in tables: the rule without default parameters, but with k."""
         name, *parts = rules.split(str(self.rule))
-        defaults = {field.name: str(field.default) for field in dataclasses.fields(self.rule) if field.name != "k"}
+        fields = dataclasses.fields(rules.inner(self.rule))
+        defaults = {field.name: str(field.default) for field in fields if field.name != "k"}
         changed = [part for part in parts if defaults.get(part.partition("=")[0]) != part.partition("=")[2]]
         return ":".join([name, *changed])
 
@@ -151,7 +152,7 @@ def cap(setting: Setting, block: int | None) -> Setting:
     """A setting with its k limited to the block."""
     if block is None or not setting.k or setting.k <= block:
         return setting
-    return dataclasses.replace(setting, rule=dataclasses.replace(setting.rule, k=block), k=block)
+    return dataclasses.replace(setting, rule=rules.replaced(setting.rule, k=block), k=block)
 
 
 def pairs(text: str, settings: Sequence[Setting]) -> list[str]:
@@ -169,8 +170,9 @@ def pairs(text: str, settings: Sequence[Setting]) -> list[str]:
 
 def _family(rule: rules.Rule) -> str:
     """A rule without its speed and default parameters, however it was typed: one line of the figure."""
-    speed = [f"{name}={getattr(rule, name)}" for name in rule.speed if hasattr(rule, name)]
-    default = [f"{f.name}={f.default}" for f in dataclasses.fields(rule) if f.default is not dataclasses.MISSING]
+    plain = rules.inner(rule)
+    speed = [f"{name}={getattr(plain, name)}" for name in plain.speed if hasattr(plain, name)]
+    default = [f"{f.name}={f.default}" for f in dataclasses.fields(plain) if f.default is not dataclasses.MISSING]
     return ":".join(part for part in str(rule).split(":") if part not in (*speed, *default))
 
 

@@ -10,6 +10,7 @@ import math
 import torch
 
 from lm_eval_duel.hashing import hashed
+from lm_eval_duel.rules import SeedFirst
 
 
 class Cell:
@@ -44,6 +45,8 @@ def pick(rule, cells, hidden, previous, offset):
     `cells[p]`: the distribution at p. `previous`: such dicts of earlier steps in this block. `offset`: the first target
     position's column, for `random`.
     """
+    if isinstance(rule, SeedFirst):
+        return pick(rule.rule, cells, hidden, previous[1:], offset) if previous else hidden[:1]
     name = rule.name
 
     def top(score, k):

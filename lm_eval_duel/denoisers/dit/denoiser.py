@@ -11,6 +11,7 @@ import torch
 
 from lm_eval_duel import fingerprint
 from lm_eval_duel.denoisers.base import Denoiser
+from lm_eval_duel.denoisers.cached.kept_keys import Past
 from lm_eval_duel.denoisers.dit.network import DiT
 from lm_eval_duel.denoisers.predictions import excluded_columns
 from lm_eval_duel.denoisers.views import Cells, KeysValues, View, take
@@ -52,6 +53,8 @@ class DiTDenoiser(Denoiser):
         self.mask_id = None if family == "ar" else mask_id
         self.shift = 1 if family == "ar" else 0
         self.relative_positions = family != "ar"
+        if self.device.type == "cpu":
+            _by_columns(network.output_layer.linear)
         self._excluded = excluded_columns(tokens - {mask_id}, mask_id, self.vocab_size, path, self.device)
 
     @property
@@ -82,13 +85,14 @@ class DiTDenoiser(Denoiser):
         self,
         ids: torch.Tensor,
         positions: torch.Tensor,
-        seen: torch.Tensor,
-        past: list[KeysValues] | None,
+        seen: torch.Tensor | None,
+        past: list[Past] | None,
         columns: torch.Tensor | None = None,
+        keys: bool | None = None,
     ) -> tuple[torch.Tensor, list[KeysValues]]:
-        keys = columns is None  # the keys and values of a call with columns are not used
-        level = self._level(ids)
-        return self.network(ids, level, seen[:, None], positions=positions, past=past, columns=columns, keys=keys)
+        keys = columns is None if keys is None else keys  # those of a call with columns are not used by default
+        level, mask = self._level(ids), None if seen is None else seen[:, None]
+        return self.network(ids, level, mask, positions=positions, past=past, columns=columns, keys=keys)
 
     @torch.inference_mode()
     def head(self, features: torch.Tensor) -> torch.Tensor:
@@ -110,6 +114,12 @@ class DiTDenoiser(Denoiser):
         if self.attention == "block_causal":
             described["last_block"] = self.last_block
         return described
+
+
+def _by_columns(linear: torch.nn.Linear) -> None:
+    """Store the weight column-major: a third faster on a CPU for dozens of rows and a large vocabulary."""
+    with torch.no_grad():
+        linear.weight = torch.nn.Parameter(linear.weight.detach().t().contiguous().t(), requires_grad=False)
 
 
 class SEDD(DiTDenoiser):

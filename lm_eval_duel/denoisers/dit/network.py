@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from lm_eval_duel.denoisers.cached.kept_keys import Past, joined
 from lm_eval_duel.denoisers.views import KeysValues, take
 
 FREQUENCIES = 256  # of the time embedding
@@ -108,7 +109,7 @@ class Block(nn.Module):
         sin: torch.Tensor,
         mask: torch.Tensor | None,
         causal: bool,
-        past: KeysValues | None,
+        past: Past | None,
         columns: torch.Tensor | None,
     ) -> tuple[torch.Tensor, KeysValues]:
         """The output of attention at all cells or at `columns` (R, M), (R, L or M, D); and keys and values."""
@@ -123,8 +124,7 @@ class Block(nn.Module):
             mask = mask if mask is None or mask.shape[2] == 1 else take(mask[:, 0], columns)[:, None]
         k = rotate(k, cos, sin)
         own = k, v
-        if past is not None:
-            k, v = (torch.cat(both, dim=2) for both in zip(past, own, strict=True))
+        k, v = joined(past, k, v)
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)  # (R, H, L, head)
         return self.attn_out(mixed.transpose(1, 2).flatten(2)), own
 
@@ -136,7 +136,7 @@ class Block(nn.Module):
         sin: torch.Tensor,
         mask: torch.Tensor | None,
         causal: bool,
-        past: KeysValues | None,
+        past: Past | None,
         columns: torch.Tensor | None,
         keys: bool,
     ) -> tuple[torch.Tensor, KeysValues | None]:
@@ -204,7 +204,7 @@ class DiT(nn.Module):
         mask: torch.Tensor | None = None,
         causal: bool = False,
         positions: torch.Tensor | None = None,
-        past: list[KeysValues] | None = None,
+        past: list[Past] | None = None,
         columns: torch.Tensor | None = None,
         keys: bool = False,
     ) -> tuple[torch.Tensor, list[KeysValues]]:

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from lm_eval_duel import fingerprint
 from lm_eval_duel.denoisers import config_entries, self_tests
 from lm_eval_duel.denoisers.base import Denoiser
+from lm_eval_duel.denoisers.cached.kept_keys import Past, joined
 from lm_eval_duel.denoisers.hf import device_map, quantization
 from lm_eval_duel.denoisers.hf.families import Family
 from lm_eval_duel.denoisers.hub import row_length
@@ -104,7 +105,7 @@ class Decoder(Denoiser):
 
     @torch.inference_mode()
     def stream(
-        self, ids: torch.Tensor, positions: torch.Tensor, seen: torch.Tensor, past: list[KeysValues] | None
+        self, ids: torch.Tensor, positions: torch.Tensor, seen: torch.Tensor | None, past: list[Past] | None
     ) -> tuple[torch.Tensor, list[KeysValues]]:
         clean = CleanKeys(past)
         return self._hidden(ids, positions, seen, clean), clean.own
@@ -152,7 +153,7 @@ class Decoder(Denoiser):
 class CleanKeys:
     """Acts as a transformers cache: puts the keys and values of clean cells before a call's own, and collects these."""
 
-    def __init__(self, past: list[KeysValues] | None):
+    def __init__(self, past: list[Past] | None):
         self.past = past
         self.own: list[KeysValues] = []
 
@@ -161,10 +162,7 @@ class CleanKeys:
     ) -> KeysValues:
         """Keys and values (N, H, K + Q, D / H) that the layer attends to."""
         self.own.append((keys, values))
-        if self.past is None:
-            return keys, values
-        before = self.past[layer]
-        return torch.cat([before[0], keys], 2), torch.cat([before[1], values], 2)
+        return joined(None if self.past is None else self.past[layer], keys, values)
 
     def get_seq_length(self, *ignored: Any) -> int:
         """0: every call passes its positions."""

@@ -87,6 +87,7 @@ class MaskedLM(Denoiser):
     """A network of transformers, or of a checkpoint's own code, through its own forward."""
 
     appends_sep = True
+    steers_attention = True  # a cache is inserted at its attention calls (cached/steering.py): `stream` keeps no keys
 
     def __init__(
         self,
@@ -136,13 +137,13 @@ class MaskedLM(Denoiser):
         return self.model
 
     @torch.inference_mode()
-    def features(self, ids: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
+    def features(self, ids: torch.Tensor, real: torch.Tensor | None, **more: torch.Tensor) -> torch.Tensor:
         mask = None
         if real is not None:
             mask = real.long()  # (R, L)
             ids = ids.masked_fill(~real, self.pad_id)  # not [MASK]: ESM counts the masked cells of a row
         if not self.splits_head:
-            return self._logits(ids, mask)  # (R, L, V)
+            return self._logits(ids, mask, **more)  # (R, L, V)
         caught = []
 
         def catch(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -151,7 +152,7 @@ class MaskedLM(Denoiser):
 
         hook = self._output.register_forward_pre_hook(catch)
         try:
-            self._logits(ids, mask)
+            self._logits(ids, mask, **more)
         finally:
             hook.remove()
         return caught[-1].to(self.device)  # (R, L, D)
@@ -191,8 +192,8 @@ class MaskedLM(Denoiser):
             described["attention_type"] = "original_full, not block_sparse as in its config"
         return described
 
-    def _logits(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        return auto_model.logits_of(self.model, ids, mask).to(self.device)  # (R, L, V)
+    def _logits(self, ids: torch.Tensor, mask: torch.Tensor | None = None, **more: torch.Tensor) -> torch.Tensor:
+        return auto_model.logits_of(self.model, ids, mask, **more).to(self.device)  # (R, L, V)
 
     # ------------------------------------------------------------ detection at load
 

@@ -1,0 +1,1 @@
+"""The cached samplers: bidirectional denoisers under a prefix or dual cache."""

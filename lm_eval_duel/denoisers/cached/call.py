@@ -1,0 +1,134 @@
+"""One call of a step under a cache: which cells of which blocks it evaluates, and what they see.
+
+    one lane a block      whole kept rows, in which the call's own keys and values replace those of its cells; nothing
+                          is copied where the slots of the lanes follow each other
+    several lanes         the states of a block stand side by side in one row of the call, behind the kept keys:
+                          | kept, all but the block's cells | state 1 | state 2 | ...  (dual only)
+
+Shapes: R lanes, W block width, L row length, M cells of a lane that are asked for, P rows of a call, A lanes of one
+row, Q cells of a call, K keys, S slots, D features.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import torch
+
+from lm_eval_duel.denoisers.block_packing import arrange, widest
+from lm_eval_duel.denoisers.cached.kept_keys import Past, Places, Replaced
+from lm_eval_duel.denoisers.views import KeysValues
+from lm_eval_duel.engine.lanes import Lanes
+
+ASIDE = 256  # cells of states side by side in a row
+WASTE = 8  # if lanes of several blocks share a call, at most one cell in so many is wasted,
+SMALL = 1024  # except in calls of so few cells
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One network call. `by_lane` regroups its features (P, ., D) by lane, (R, M, D)."""
+
+    ids: torch.Tensor  # (P, Q)
+    positions: torch.Tensor  # (P, Q)
+    seen: torch.Tensor | None  # (P, Q or 1, K)
+    past: list[Past]
+    places: torch.Tensor  # (P or 1, K)
+    columns: torch.Tensor  # (P, M or A M) cells of the call that are asked for
+    by_lane: Callable[[torch.Tensor], torch.Tensor]
+
+
+def nearby(start: torch.Tensor, length: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Lanes (r,) that evaluate their rows from nearly the same column on, of those that begin at `start` (R,)."""
+    order = start.argsort(stable=True)  # (R,)
+    ascending, end = start[order].tolist(), int(length.max())
+    begin = 0
+    for n, column in enumerate(ascending):
+        small = (n + 1 - begin) * (end - ascending[begin]) <= SMALL
+        if (column - ascending[begin]) * WASTE > end - column and not small:
+            yield order[begin:n]
+            begin = n
+    yield order[begin:]
+
+
+def one_each(
+    ids: torch.Tensor,
+    columns: torch.Tensor,
+    real: torch.Tensor,
+    length: torch.Tensor,
+    slot: torch.Tensor,
+    held: list[KeysValues],
+    wanted: torch.Tensor,
+) -> Call:
+    """Cells of every lane by itself, against whole kept rows.
+
+    `ids` (R, Q) at `columns` (R, Q) of rows of `length` (R,) positions; the keys and values of those that are `real`
+    (R, Q) stand for what is kept. `wanted` (R, M): which of the Q are asked for.
+    """
+    most = int(length.max())
+    every = torch.arange(most, device=ids.device)[None]  # (1, K)
+    seen = None if bool((length == most).all()) else (every < length[:, None])[:, None]  # (R, 1, K)
+    places = Places(columns, real)
+    kept = _rows(slot)
+    past = [Replaced(_taken(keys, kept, most), _taken(values, kept, most), places) for keys, values in held]
+    return Call(ids, columns.clamp(max=most - 1), seen, past, every, wanted, lambda features: features)
+
+
+def side_by_side(
+    lanes: Lanes,
+    ids: torch.Tensor,
+    length: torch.Tensor,
+    slot: torch.Tensor,
+    held: list[KeysValues],
+    wanted: torch.Tensor,
+) -> Call:
+    """The cells `ids` (R, W) of lanes' blocks, states of one block behind each other in a row of the call."""
+    width, most, device = ids.shape[1], int(length.max()), ids.device
+    number, place = arrange(slot, widest(slot, max(1, ASIDE // width)))  # (P, A)
+    used, lane = number >= 0, number.clamp(min=0)  # (P, A)
+    one = lane[:, 0]  # (P,) a lane of the row
+    start, real = lanes.start[one], _inside(lanes)  # (P,), (R, W)
+
+    every = torch.arange(most, device=device)[None]  # (1, K)
+    outside = (every < start[:, None]) | (every >= (start + lanes.width[one])[:, None])  # (P, K)
+    kept = outside & (every < length[one][:, None])  # (P, K)
+    exists = (real[lane] & used[:, :, None]).flatten(1)  # (P, Q)
+    of_lane = torch.arange(lane.shape[1], device=device).repeat_interleave(width)  # (Q,)
+    own = (of_lane[:, None] == of_lane) & (exists[:, None] | ~exists[:, :, None])  # (P, Q, Q)
+    seen = torch.cat([kept[:, None].expand(-1, own.shape[1], -1), own], 2)  # (P, Q, K + Q)
+
+    columns = (start[:, None] + torch.arange(width, device=device)).clamp(max=most - 1)  # (P, W)
+    columns = columns.repeat(1, lane.shape[1])  # (P, Q)
+    rows = _rows(slot[one])
+    past = [(_taken(keys, rows, most), _taken(values, rows, most)) for keys, values in held]
+    before = torch.arange(lane.shape[1], device=device)[:, None] * width  # (A, 1)
+    asked = (before + wanted[lane]).flatten(1)  # (P, A M)
+    places = torch.cat([every.expand(len(one), -1), columns], 1)  # (P, K + Q)
+    return Call(
+        ids[lane].flatten(1),
+        columns,
+        seen,
+        past,
+        places,
+        asked,
+        lambda features: features.unflatten(1, (lane.shape[1], -1))[place],
+    )
+
+
+def _inside(lanes: Lanes) -> torch.Tensor:
+    """Which cells of each lane's plane are of its block, (R, W)."""
+    return torch.arange(lanes.hidden.shape[1], device=lanes.width.device) < lanes.width[:, None]
+
+
+def _rows(slot: torch.Tensor) -> slice | torch.Tensor:
+    """The slots (P,), as a slice where they follow each other."""
+    first = int(slot[0])
+    together = torch.equal(slot, torch.arange(first, first + len(slot), device=slot.device))
+    return slice(first, first + len(slot)) if together else slot
+
+
+def _taken(plane: torch.Tensor, rows: slice | torch.Tensor, columns: int) -> torch.Tensor:
+    """The first `columns` of some rows of `plane` (S, H, L, D / H): a view of a slice, else a copy."""
+    rows = rows if isinstance(rows, slice) else rows.to(plane.device)
+    return plane[rows, :, :columns]

@@ -1,0 +1,145 @@
+"""The cached samplers in use (Fast-dLLM's prefix and dual cache): a denoiser around a denoiser.
+
+At a block's start the whole row is evaluated once. Later steps evaluate only some of its cells. In every layer these
+attend to the kept keys and values of the others:
+
+    cache=dual      evaluates the block's cells
+    cache=prefix    evaluates the cells from the block's start on
+
+With the targets known, what is kept depends only on the targets before the block and on the row's layout, never on the
+order in which the block is revealed. So a cached network is a function of the block's tokens, like any other: the
+theorem holds, all blocks of all windows are evaluated side by side, and all states of a block share what is kept.
+
+It is a different distribution from that without a cache, so the cache is part of the spec.
+
+Shapes: L row length, P rows of a call, Q cells of a call, K keys, V tokens.
+"""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import torch
+
+from lm_eval_duel.denoisers import self_tests
+from lm_eval_duel.denoisers.base import Denoiser
+from lm_eval_duel.denoisers.cached.kept_keys import Past
+from lm_eval_duel.denoisers.cached.steering import Attentions, NotSteered, Steering, Streams
+from lm_eval_duel.denoisers.cached.view import CachedView
+from lm_eval_duel.denoisers.load_options import Cache
+from lm_eval_duel.denoisers.views import KeysValues, View
+from lm_eval_duel.denoisers.wrappers.base import Wrapper
+from lm_eval_duel.engine.lanes import Rows
+from lm_eval_duel.errors import DuelError, unknown
+
+CACHES: tuple[str, ...] = get_args(Cache)
+
+
+class Cached(Wrapper):
+    """A bidirectional denoiser under a prefix or dual cache.
+
+    Raises DuelError, with the reason, for a network that does not support it.
+    """
+
+    calls = ("begin", "step", "head")  # network calls that a view makes
+
+    def __init__(self, plain: Denoiser, cache: str):
+        if cache not in CACHES:
+            raise unknown("value of cache", cache, (*CACHES, "none"))
+        _require_cacheable(plain, cache)
+        super().__init__(plain)
+        self.cache = cache
+        try:
+            self._steering: Steering = _steering(plain)
+            with torch.inference_mode():
+                self.kept = self._try_out()  # numbers kept per position of a row
+        except (NotSteered, TypeError, RuntimeError, ValueError, IndexError, AttributeError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise DuelError(
+                f"cache={cache} is not possible with this network ({type(plain).__name__}): {reason}. "
+                "Use cache=none (leave cache out)."
+            ) from error
+
+    def features(self, ids: torch.Tensor, real: torch.Tensor | None, **more: torch.Tensor) -> torch.Tensor:
+        return self.plain.features(ids, real, **more)
+
+    @torch.inference_mode()
+    def begin(
+        self, ids: torch.Tensor, real: torch.Tensor | None, columns: torch.Tensor
+    ) -> tuple[torch.Tensor, list[KeysValues]]:
+        """The evaluation of whole rows at a block's start, as in `Steering.begin`."""
+        return self._steering.begin(ids, real, columns)
+
+    @torch.inference_mode()
+    def step(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        seen: torch.Tensor | None,
+        past: list[Past],
+        places: torch.Tensor,
+        columns: torch.Tensor,
+    ) -> torch.Tensor:
+        """The evaluation of some cells against what is kept, as in `Steering.step`."""
+        return self._steering.step(ids, positions, seen, past, places, columns)
+
+    @torch.inference_mode()
+    def head(self, features: torch.Tensor) -> torch.Tensor:
+        return self.plain.head(features)
+
+    def open(self, rows: Rows, generating: bool = False) -> View:
+        return CachedView(self, rows)
+
+    def describe(self) -> dict[str, object]:
+        return {**self.plain.describe(), "cache": self.cache}
+
+    def _try_out(self) -> int:
+        """How many numbers are kept per position; raises NotSteered if a step is inconsistent with a block's start.
+
+        While nothing is revealed, a step must give what the whole row gives.
+        """
+        row = self_tests.random_rows(self)[:1]  # (1, L)
+        length = row.shape[1]
+        first, last = length // 3, max(length // 3 + 1, length - 2)
+        row[:, first:last] = self.mask_id
+        columns = torch.arange(length, device=row.device)[None]  # (1, L)
+        whole, layers = self.begin(row, None, columns)
+        outside = torch.cat([columns[:, :first], columns[:, last:]], 1)  # (1, K)
+        past = [tuple(plane[:, :, outside[0].to(plane.device)] for plane in layer) for layer in layers]
+        own = columns[:, first:last]  # (1, Q)
+        again = self.step(row[:, first:last], own, None, past, torch.cat([outside, own], 1), own - first)
+        whole, again = self.head(whole[0, first:last]), self.head(again[0])  # (Q, V) each
+        apart = self_tests.relative_difference(*(logits.masked_fill(self.excluded, 0) for logits in (whole, again)))
+        if not apart <= self_tests.tolerance(self, whole, self_tests.BATCH_TOLERANCE):
+            raise NotSteered("a step of a block in which nothing is revealed differs from the evaluation of the row")
+        return sum(plane.shape[1] * plane.shape[3] for layer in layers for plane in layer)
+
+
+def _require_cacheable(plain: Denoiser, cache: str) -> None:
+    """Raise DuelError, with the reason, for a kind of network that does not support a cache."""
+    if plain.attention != "bidirectional":
+        raise DuelError(
+            f"cache={cache} is for bidirectional networks; this one is {plain.attention}, whose clean keys and values "
+            "are exact already: they are kept, and no later block changes them. Leave cache out."
+        )
+    if isinstance(plain, Wrapper):
+        raise DuelError(
+            f"cache={cache} wraps the plain network; guidance and temperature wrap the cached one: "
+            f"{type(plain).__name__}(Cached(network, ...), ...)."
+        )
+    if type(plain).open is not Denoiser.open:
+        raise DuelError(
+            f"cache={cache} keeps keys and values from a block's first step, but a {plain.family} network gets another "
+            "noise level at each step, so none of them stay valid. Leave cache out."
+        )
+
+
+def _steering(plain: Denoiser) -> Steering:
+    """How this network takes kept keys and values."""
+    if getattr(plain, "steers_attention", False):
+        return Attentions(plain)
+    if type(plain).stream is Denoiser.stream:
+        raise NotSteered("it takes no keys and values from outside")
+    return Streams(plain)

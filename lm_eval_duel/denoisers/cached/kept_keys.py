@@ -1,0 +1,148 @@
+"""Keys and values that are kept between calls, and how a layer puts them together with those of the call.
+
+Two ways. A pair of tensors stands before the call's own (`(keys, values)`: block-causal networks, and several states of
+one block side by side). `Replaced` holds a whole row, in which the call's own replace those of the cells that it
+evaluates: nothing is copied.
+
+Shapes: P rows of a call, Q its cells, K columns of a row, S slots, H heads, D features, X real cells.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from lm_eval_duel.denoisers.views import KeysValues
+
+
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """Where the cells of a call stand in the kept rows. Cells that are not `real` are evaluated and not kept."""
+
+    columns: torch.Tensor  # (P, Q)
+    real: torch.Tensor  # (P, Q) bool
+
+    def __post_init__(self) -> None:
+        together = bool(self.real.all()) and torch.equal(self.columns, self.columns[:1].expand_as(self.columns))
+        first = int(self.columns[0, 0])
+        object.__setattr__(self, "whole", slice(first, first + self.columns.shape[1]) if together else None)
+        row, cell = self.real.nonzero().unbind(1)  # (X,) each
+        object.__setattr__(self, "cells", (row, cell, self.columns[row, cell]))
+
+    def write(self, plane: torch.Tensor, own: torch.Tensor) -> None:
+        """Put `own` (P, H, Q, D / H) into `plane` (P, H, K, D / H)."""
+        if self.whole is not None:
+            plane[:, :, self.whole] = own
+            return
+        row, cell, column = (index.to(plane.device) for index in self.cells)
+        plane[row, :, column] = own[row, :, cell]
+
+
+@dataclasses.dataclass(frozen=True)
+class Replaced:
+    """One layer's kept rows; the call's own keys and values are written over those at `places`."""
+
+    keys: torch.Tensor  # (P, H, K, D / H), a view of what is kept
+    values: torch.Tensor  # (P, H, K, D / H)
+    places: Places
+
+    def join(self, keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
+        """Whole rows with the call's own (P, H, Q, D / H) in place."""
+        self.places.write(self.keys, keys)
+        self.places.write(self.values, values)
+        return self.keys, self.values
+
+
+Past = KeysValues | Replaced  # of one layer
+
+
+def joined(past: Past | None, keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
+    """The keys and values that a layer attends to: those kept, and the call's own."""
+    if past is None:
+        return keys, values
+    if isinstance(past, Replaced):
+        return past.join(keys, values)
+    return torch.cat([past[0], keys], 2), torch.cat([past[1], values], 2)
+
+
+class Slots:
+    """The kept keys and values of blocks, a row of each layer for every slot.
+
+    `identity` (S,) says whose they are; -1: nobody's. Those of one call are always slots 0..n-1, so that a call reads
+    them where they are. A slot that no lane of a call needs is overwritten only when its place is wanted.
+    """
+
+    def __init__(self, length: int, device: torch.device):
+        self.length = length  # columns of a row
+        self.layers: list[KeysValues] = []  # (S, H, L, D / H) each
+        self.features: torch.Tensor | None = None  # (S, W, D) of the block's cells, as the block began
+        self.identity = torch.empty(0, dtype=torch.int64, device=device)  # (S,)
+
+    def arrange(self, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Give `wanted` (n,), all different, the slots 0..n-1: which (n,), and whether it must be filled first (n,)."""
+        count = len(wanted)
+        if count > len(self.identity):
+            more = self.identity.new_full((count - len(self.identity),), -1)
+            self.identity = torch.cat([self.identity, more])
+        same = self.identity == wanted[:, None]  # (n, S)
+        slot = torch.where(same.any(1), same.byte().argmax(1), -1)  # (n,)
+        missing, far = slot < 0, slot >= count  # (n,) each
+        taken = torch.zeros(count, dtype=torch.bool, device=slot.device)  # (n,)
+        taken[slot[~missing & ~far]] = True
+        free = (~taken).nonzero()[:, 0]  # as many as are missing or far
+        self.identity[free] = -1
+        old, among = slot, missing | far
+        slot = slot.masked_scatter(among, free)
+        if far.any():
+            for plane in self._planes():
+                to, since = slot[far].to(plane.device), old[far].to(plane.device)
+                plane[to] = plane[since]
+            self.identity[slot[far]] = wanted[far]
+            self.identity[old[far]] = -1
+        return slot, missing
+
+    def fill(self, slot: torch.Tensor, of: torch.Tensor, features: torch.Tensor, layers: list[KeysValues]) -> None:
+        """Keep what a block's first evaluation gave: `slot` (n,) are those of `of` (n,).
+
+        `features` (n, w, D) of the block's cells; keys and values (n, H, K, D / H) of each layer.
+        """
+        self._make_room(features, layers)
+        self.features[slot, : features.shape[1]] = features
+        for held, made in zip(self.layers, layers, strict=True):
+            for plane, cells in zip(held, made, strict=True):
+                plane[slot.to(plane.device), :, : cells.shape[2]] = cells
+        self.identity[slot] = of  # last: memory may have run out before
+
+    def drop(self) -> None:
+        """Give everything back."""
+        self.layers, self.features = [], None
+        self.identity = self.identity[:0]
+
+    def _planes(self) -> list[torch.Tensor]:
+        planes = [plane for held in self.layers for plane in held]
+        return planes + ([self.features] if self.features is not None else [])
+
+    def _make_room(self, features: torch.Tensor, layers: list[KeysValues]) -> None:
+        """A row for every slot, in the shapes that the network returns."""
+        count, width = len(self.identity), features.shape[1]
+        have, wide = (0, 0) if self.features is None else self.features.shape[:2]
+        if have < count:
+            old = self.layers or [(None, None)] * len(layers)
+            self.layers = [
+                tuple(
+                    _grown(plane, like, (count, like.shape[1], self.length, like.shape[3]))
+                    for plane, like in zip(planes, likes, strict=True)
+                )
+                for planes, likes in zip(old, layers, strict=True)
+            ]
+        if have < count or wide < width:
+            self.features = _grown(self.features, features, (count, max(wide, width), features.shape[2]))
+
+
+def _grown(old: torch.Tensor | None, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """`old`, the start of zeros of a larger `shape`."""
+    new = like.new_zeros(shape)
+    if old is not None:
+        new[tuple(slice(size) for size in old.shape)] = old
+    return new

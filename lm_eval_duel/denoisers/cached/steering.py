@@ -1,0 +1,225 @@
+"""How a bidirectional network evaluates some cells of a row against kept keys and values of the others.
+
+A network with `stream` (our DiT, the decoders) takes them as its past. Networks that know no past (transformers' masked
+LMs) are steered where they attend: every attention of theirs is a call of `scaled_dot_product_attention`, the n-th call
+of a forward is the n-th layer, and a mode of torch's puts kept keys, values and masks in. Nothing of a class is copied
+or patched, and every release of transformers works alike.
+
+Shapes: P rows of a call, L row length, Q cells of a call, K keys, H heads, D features, M columns asked for.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from lm_eval_duel.denoisers.base import Denoiser
+from lm_eval_duel.denoisers.cached.kept_keys import Past, joined
+from lm_eval_duel.denoisers.views import KeysValues, take
+
+ATTENTION = torch.nn.functional.scaled_dot_product_attention
+NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # its arguments, which may come by place
+
+
+class Steering(Protocol):
+    """A network's two calls under a cache."""
+
+    def begin(
+        self, ids: torch.Tensor, real: torch.Tensor | None, columns: torch.Tensor
+    ) -> tuple[torch.Tensor, list[KeysValues]]:
+        """Whole rows (P, L), `real` (P, L) False at padding: the input of the head at `columns` (P, M), (P, M, D), and
+        the keys and values of all cells, of each layer."""
+
+    def step(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        seen: torch.Tensor | None,
+        past: list[Past],
+        places: torch.Tensor,
+        columns: torch.Tensor,
+    ) -> torch.Tensor:
+        """Cells (P, Q) at `positions` against `past`: the input of the head at `columns` (P, M) of them, (P, M, D).
+
+        `seen` (P, Q or 1, K): which keys each cell attends to; None: all. `places` (P or 1, K): their positions.
+        """
+
+
+class Streams:
+    """A network with `stream`."""
+
+    def __init__(self, plain: Denoiser):
+        self.plain = plain
+
+    def begin(
+        self, ids: torch.Tensor, real: torch.Tensor | None, columns: torch.Tensor
+    ) -> tuple[torch.Tensor, list[KeysValues]]:
+        positions = torch.arange(ids.shape[1], device=ids.device)[None]  # (1, L)
+        seen = None if real is None else real[:, None]  # (P, 1, L)
+        seen = self._explicit(seen, ids.shape[1])
+        if self.plain.supports_columns:
+            return self.plain.stream(ids, positions, seen, None, columns=columns, keys=True)
+        features, keys = self.plain.stream(ids, positions, seen, None)
+        return take(features, columns), keys
+
+    def step(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        seen: torch.Tensor | None,
+        past: list[Past],
+        places: torch.Tensor,
+        columns: torch.Tensor,
+    ) -> torch.Tensor:
+        seen = self._explicit(seen, places.shape[1])
+        if self.plain.supports_columns:
+            return self.plain.stream(ids, positions, seen, past, columns=columns)[0]
+        return take(self.plain.stream(ids, positions, seen, past)[0], columns)
+
+    def _explicit(self, seen: torch.Tensor | None, keys: int) -> torch.Tensor | None:
+        """`seen`, always a tensor for transformers' decoders, which would build a mask of their own."""
+        if seen is None and hasattr(self.plain, "maskless"):
+            return torch.ones(1, 1, keys, dtype=torch.bool, device=self.plain.device)
+        return seen
+
+
+class Attentions:
+    """A network of transformers that takes no past, steered where it attends.
+
+    `begin` and `step` raise NotSteered if the network's attention cannot be intercepted.
+    """
+
+    def __init__(self, plain: Any):
+        self.plain = plain
+        self.first = _first_position(plain.model)
+        self._patterns: list[torch.Tensor | None] = []  # (L, L) bool of each layer; None: it sees everything
+        self._length = 0  # that the patterns are known for
+
+    def begin(
+        self, ids: torch.Tensor, real: torch.Tensor | None, columns: torch.Tensor
+    ) -> tuple[torch.Tensor, list[KeysValues]]:
+        self._look(ids.shape[1])
+        with _Listening() as heard:
+            features = self._features(ids, real, torch.arange(ids.shape[1], device=ids.device)[None])
+        self._require(len(heard.own) == len(self._patterns))
+        return take(features, columns), heard.own
+
+    def step(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        seen: torch.Tensor | None,
+        past: list[Past],
+        places: torch.Tensor,
+        columns: torch.Tensor,
+    ) -> torch.Tensor:
+        self._look(int(places.max()) + 1)
+        masks: dict[int, torch.Tensor | None] = {}  # layers share theirs
+        for pattern in self._patterns:
+            if id(pattern) not in masks:
+                masks[id(pattern)] = _mask(pattern, positions, places, seen)
+        with _Splicing(past, [masks[id(pattern)] for pattern in self._patterns]) as spliced:
+            features = self._features(ids, None, positions)
+        self._require(spliced.layer == len(past))
+        return take(features, columns)
+
+    def _features(self, ids: torch.Tensor, real: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor:
+        return self.plain.features(ids, real, position_ids=(positions + self.first).expand_as(ids))
+
+    def _look(self, length: int) -> None:
+        """Learn which cells each layer lets a cell see, from a row of `length` without padding."""
+        if length <= self._length:
+            return
+        self._length = min(max(length, 2 * self._length), self.plain.max_length)
+        row = torch.full((1, self._length), self.plain.mask_id, device=self.plain.device)  # (1, L)
+        with _Listening() as heard:
+            self._features(row, None, torch.arange(self._length, device=row.device)[None])
+        self._require(bool(heard.own))
+        found: dict[int, torch.Tensor | None] = {}
+        for mask in heard.masks:
+            found.setdefault(id(mask), _pattern(mask))
+        self._patterns = [found[id(mask)] for mask in heard.masks]
+
+    def _require(self, good: bool) -> None:
+        if not good:
+            raise NotSteered("its attention is not torch's scaled_dot_product_attention, once in every layer")
+
+
+class NotSteered(Exception):
+    """A network's attention cannot be intercepted; the message is the reason."""
+
+
+class _Listening(TorchFunctionMode):
+    """Records the keys, values and mask of each attention call of a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own: list[KeysValues] = []
+        self.masks: list[torch.Tensor | None] = []
+
+    def __torch_function__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if call is ATTENTION:
+            arguments = {**dict(zip(NAMES, args, strict=False)), **(kwargs or {})}
+            if arguments.get("is_causal"):
+                raise NotSteered("its attention is causal")
+            self.own.append((arguments["key"], arguments["value"]))
+            self.masks.append(arguments.get("attn_mask"))
+        return call(*args, **(kwargs or {}))
+
+
+class _Splicing(TorchFunctionMode):
+    """Adds the kept keys and values, and a mask, to each attention call of a forward."""
+
+    def __init__(self, past: list[Past], masks: list[torch.Tensor | None]):
+        super().__init__()
+        self.past, self.masks, self.layer = past, masks, 0
+
+    def __torch_function__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if call is not ATTENTION:
+            return call(*args, **(kwargs or {}))
+        if self.layer >= len(self.past):
+            raise NotSteered("its layers attend a different number of times from call to call")
+        arguments = {**dict(zip(NAMES, args, strict=False)), **(kwargs or {})}
+        keys, values = joined(self.past[self.layer], arguments.pop("key"), arguments.pop("value"))
+        mask = self.masks[self.layer]
+        arguments["attn_mask"] = None if mask is None else mask.to(keys.device)
+        self.layer += 1
+        return call(arguments.pop("query"), keys, values, **arguments)
+
+
+def _pattern(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """Which cells see which, (L, L) bool, of an attention's mask (1, 1, L, L) or less; None: all see all."""
+    if mask is None:
+        return None
+    if mask.dtype != torch.bool:
+        out = mask <= torch.finfo(mask.dtype).min / 2
+        if not (out | (mask == 0)).all():
+            raise NotSteered("its attention has a bias for the distance of two cells")
+        mask = ~out
+    if mask.all():
+        return None
+    while mask.dim() > 2:
+        if mask.shape[0] > 1:
+            raise NotSteered("its heads do not see the same cells")
+        mask = mask[0]
+    return mask
+
+
+def _mask(
+    pattern: torch.Tensor | None, positions: torch.Tensor, places: torch.Tensor, seen: torch.Tensor | None
+) -> torch.Tensor | None:
+    """The mask (P, 1, Q or 1, K) of a layer in a call."""
+    if pattern is None:
+        return None if seen is None else seen[:, None]
+    near = pattern[positions[:, :, None], places[:, None]]  # (P, Q, K)
+    return (near if seen is None else near & seen)[:, None]
+
+
+def _first_position(model: torch.nn.Module) -> int:
+    """The position of a row's first cell: RoBERTa counts from after the padding id."""
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+            return module.padding_idx + 1
+    return 0

@@ -1,0 +1,159 @@
+"""A cached denoiser opened on a group of rows: whole rows at block starts, then some cells against what is kept.
+
+Shapes: N windows, L row length, R lanes, W block width, M hidden cells of a lane, P rows of a call, Q cells of a call,
+D features.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+
+from lm_eval_duel.denoisers.cached.call import nearby, one_each, side_by_side
+from lm_eval_duel.denoisers.cached.kept_keys import Slots
+from lm_eval_duel.denoisers.views import Cells, View, distinct, hidden_cells
+from lm_eval_duel.engine.lanes import Lanes, Rows
+from lm_eval_duel.errors import first_cell_unseen
+from lm_eval_duel.hashing import hashed
+
+if TYPE_CHECKING:
+    from lm_eval_duel.denoisers.cached.denoiser import Cached
+
+CPU_KEPT, GPU_KEPT = 1 << 15, 1 << 17  # kept numbers that weigh as much as a network token of a call
+
+
+class CachedView(View):
+    """A cached denoiser opened on a group of rows."""
+
+    def __init__(self, denoiser: Cached, rows: Rows):
+        super().__init__(denoiser, rows)
+        self._slots = Slots(rows.ids.shape[1], rows.ids.device)
+        self._contents: tuple[torch.Tensor, torch.Tensor] | None = None  # (N, L + 1), (N,) hashes
+
+    def cost(self, lanes: Lanes) -> torch.Tensor:
+        """The cells of a later step, or of what is kept for them if that weighs more."""
+        length, device = self.rows.length[lanes.row], lanes.row.device  # (R,)
+        cells = lanes.width if self.denoiser.cache == "dual" else length - lanes.start  # (R,)
+        kept = CPU_KEPT if device.type == "cpu" else GPU_KEPT
+        return torch.maximum(cells, -(-length * self.denoiser.kept // kept))
+
+    def commit(self, lanes: Lanes) -> None:
+        super().commit(lanes)
+        self._contents = None
+
+    def cells(self, lanes: Lanes) -> Cells:
+        identity = self._identity(lanes)  # (R,)
+        revealed = (lanes.tokens >= 0) & ~lanes.hidden  # (R, W)
+        ids = torch.where(revealed, lanes.tokens, self.denoiser.mask_id)  # (R, W)
+        first, number = distinct(identity, ids, lanes.hidden)
+        one = lanes if len(first) == len(lanes) else lanes.select(first)
+        try:
+            cells = self._evaluate_block(one, ids[first], revealed[first], identity[first])
+        except torch.OutOfMemoryError:
+            self._slots.drop()  # they may be what fills the memory; fewer lanes need fewer slots
+            raise
+        return cells if one is lanes else cells.spread(lanes, one, number)
+
+    # ------------------------------------------------------------ which block it is
+
+    def _identity(self, lanes: Lanes) -> torch.Tensor:
+        """A hash of all that is kept of each lane's block: what the row shows at the block's start, and where, (R,)."""
+        rows = self.rows
+        if self._contents is None:
+            columns = torch.arange(rows.ids.shape[1], device=rows.ids.device)  # (L,)
+            each = hashed(rows.ids, columns)  # (N, L)
+            after = rows.visible & (columns >= (rows.origin + rows.target)[:, None])  # (N, L) the suffix
+            before = torch.nn.functional.pad(each.cumsum(1), (1, 0))  # (N, L + 1) wraps
+            self._contents = before, (each * after).sum(1)
+        before, after = self._contents
+        row = lanes.row
+        shown = before[row, lanes.start.maximum(lanes.origin)]  # (R,)
+        return hashed(shown, after[row], lanes.start, lanes.origin, lanes.width, rows.length[row])
+
+    def _all_mask(self, lanes: Lanes, revealed: torch.Tensor) -> torch.Tensor:
+        """Which lanes' rows show nothing, (R,)."""
+        shown = self.rows.visible[lanes.row].any(1) | (lanes.start > lanes.origin) | revealed.any(1)
+        return ~shown & self.denoiser.relative_positions
+
+    # ------------------------------------------------------------ a block's start
+
+    def _hold(self, lanes: Lanes, identity: torch.Tensor) -> torch.Tensor:
+        """The slot of each lane's block, filled, (R,)."""
+        own, which = distinct(identity)  # (n,), (R,)
+        slot, missing = self._slots.arrange(identity[own])  # (n,) each
+        if missing.any():
+            blocks, empty, of = lanes.select(own[missing]), slot[missing], identity[own[missing]]
+            rows = max(1, int(self.cost(lanes).sum()) // int(self.rows.length[blocks.row].max()))  # of a call
+            for part in torch.arange(len(blocks), device=slot.device).split(rows):
+                self._begin(blocks.select(part), empty[part], of[part])
+        return slot[which]
+
+    def _begin(self, blocks: Lanes, slot: torch.Tensor, identity: torch.Tensor) -> None:
+        """Evaluate the whole rows of `blocks` as the blocks begin, and keep the result in `slot`."""
+        fresh = dataclasses.replace(blocks, tokens=torch.full_like(blocks.tokens, -1))
+        ids, _, real = self._input(fresh)  # (P, L) each
+        cell = torch.arange(blocks.hidden.shape[1], device=ids.device)  # (W,)
+        columns = (blocks.start[:, None] + cell - self.denoiser.shift).clamp(0, ids.shape[1] - 1)  # (P, W)
+        features, layers = self.denoiser.begin(ids, None if real.all() else real, columns)
+        self.forwards += 1
+        self.evaluated += len(ids)
+        self._slots.fill(slot, identity, features, layers)
+
+    # ------------------------------------------------------------ every state of a block
+
+    def _evaluate_block(self, lanes: Lanes, ids: torch.Tensor, revealed: torch.Tensor, identity: torch.Tensor) -> Cells:
+        """The input of the head at the hidden cells of lanes whose blocks show `ids` (R, W)."""
+        slot = self._hold(lanes, identity)  # (R,)
+        cell = hidden_cells(lanes).clamp(max=self._slots.features.shape[1] - 1)  # (R, M) those not hidden are not read
+        features = self._slots.features[slot[:, None], cell]  # (R, M, D) as the blocks began
+        begun = (revealed & (lanes.columns >= lanes.origin[:, None])).any(1)  # (R,)
+        if begun.any():
+            self._require_first_cell(lanes, begun)
+            for part in self._parts(lanes, slot, begun):
+                found = self._step(lanes.select(part), ids[part], slot[part], cell[part])
+                features[part] = torch.where(begun[part][:, None, None], found, features[part])
+        all_mask = self._all_mask(lanes, revealed)
+        return Cells.of(lanes, all_mask, lambda lane, n: features[lane, n])
+
+    def _require_first_cell(self, lanes: Lanes, begun: torch.Tensor) -> None:
+        """Raise DuelError if a shifted network would have to predict a block's first cell in a later step."""
+        if self.denoiser.shift and (lanes.hidden[:, : self.denoiser.shift].any(1) & begun).any():
+            raise first_cell_unseen(self.denoiser.cache)
+
+    def _parts(self, lanes: Lanes, slot: torch.Tensor, begun: torch.Tensor) -> list[torch.Tensor]:
+        """The lanes (r,) of each network call, in the order of their slots where nothing is copied then."""
+        order = slot.argsort(stable=True)  # (R,)
+        order = order[begun[order]]
+        if self.denoiser.cache == "prefix":
+            return [order[part] for part in nearby(lanes.start[order], self.rows.length[lanes.row[order]])]
+        first, last = int(slot[order[0]]), int(slot[order[-1]])
+        if len(order) < last - first + 1 <= 2 * len(order):  # with those between that begin: what is kept is not copied
+            between = slot.argsort(stable=True)
+            between = between[(slot[between] >= first) & (slot[between] <= last)]
+            if len(slot[between].unique()) == len(between):
+                return [between]
+        return [order]
+
+    def _step(self, lanes: Lanes, ids: torch.Tensor, slot: torch.Tensor, cell: torch.Tensor) -> torch.Tensor:
+        """The input of the head at `cell` (R, M) of the lanes' blocks, (R, M, D), in one network call."""
+        shift, length = self.denoiser.shift, self.rows.length[lanes.row]  # (R,)
+        layers = self._slots.layers
+        wanted = (cell - shift).clamp(0, ids.shape[1] - 1)  # (R, M) those of no hidden cell may lie outside
+        if self.denoiser.cache == "prefix":
+            begin = int(lanes.start.min())
+            whole, _, real = self._input(lanes)  # (R, L)
+            columns = torch.arange(begin, whole.shape[1], device=ids.device).expand(len(lanes), -1)  # (R, Q)
+            own = real[:, begin:] & (columns >= lanes.start[:, None])  # (R, Q)
+            wanted = (wanted + (lanes.start - begin)[:, None]).clamp(max=columns.shape[1] - 1)
+            call = one_each(whole[:, begin:], columns, own, length, slot, layers, wanted)
+        elif len(slot.unique()) < len(slot):
+            call = side_by_side(lanes, ids, length, slot, layers, wanted)
+        else:
+            own = torch.arange(ids.shape[1], device=ids.device) < lanes.width[:, None]  # (R, W)
+            call = one_each(ids, lanes.columns, own, length, slot, layers, wanted)
+        found = self.denoiser.step(call.ids, call.positions, call.seen, call.past, call.places, call.columns)
+        self.forwards += 1
+        self.evaluated += len(call.ids)
+        return call.by_lane(found)

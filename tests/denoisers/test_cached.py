@@ -1,0 +1,378 @@
+"""The cached samplers (`cache=prefix|dual`): against a plain reference, and the laws of the design under them."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from attends import Attends, reference
+from laws import RULES, slow_but, strings, total
+from textbook import score
+from toys import BlockCausal, Causal, Toy
+
+from lm_eval_duel import rules
+from lm_eval_duel.denoisers.cached.denoiser import Cached
+from lm_eval_duel.denoisers.load_options import LoadOptions
+from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators.duel import Duel
+from lm_eval_duel.estimators.elbo import Elbo
+from lm_eval_duel.estimators.lattice import Lattice
+from lm_eval_duel.estimators.registry import LATTICE
+from lm_eval_duel.options import Options
+from lm_eval_duel.sweep.shared import Shared
+
+CACHES = ["prefix", "dual"]
+FEW = ["greedy:k=1", "margin:k=2", "threshold:mu=0.45", "klass:mu=0.4:nu=0.3", "left_to_right:k=2", "random:k=1:seed=3"]
+SOME = slow_but(RULES, {*FEW, "random:k=1:seed=0", "entropy_bound:gamma=0.7"})
+RAGGED = [
+    Window((), (0, 1, 2, 0, 1, 0, 2)),
+    Window((2,), (1, 1, 2, 0, 1)),
+    Window((1, 2, 0), (2, 1), (1, 0)),
+    Window((1, 2), (2, 1, 0, 0, 0, 1), (2,)),
+    Window((), (0, 1, 2, 0, 1, 0, 2), (0,)),
+]
+TAILED = [Window((2,), (0, 1, 2, 0), tail=3), Window((), (1, 1), (0, 2), tail=2), Window((0,), (1, 1), (0, 2), tail=2)]
+
+
+def expected(toy, cache, rule, block, window, grid="target"):
+    logits_of = reference(toy, toy.network, cache, window, block, grid)
+    return score(logits_of, toy.mask_id, toy.excluded, rules.parse(rule), block, window, grid)
+
+
+def agree(scored, result, within=1e-9):
+    log_prob, steps, nats, greedy, nfe = result
+    assert scored.reveal_steps == steps
+    assert scored.token_logprobs == pytest.approx(nats, abs=within)
+    assert scored.log_prob == pytest.approx(log_prob, abs=within)
+    assert (scored.is_greedy, scored.nfe) == (greedy, nfe)
+
+
+# ---------------------------------------------------------------- law 5: lanes in parallel = the plain loop
+
+
+@pytest.mark.parametrize("rule", SOME)
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("grid", ["target", "row"])
+def test_lanes_equal_the_plain_reference(rule, cache, grid):
+    toy = Attends(length=10)
+    for block in (1, 3, None):
+        scored = Duel(Cached(toy, cache), rule, block, grid).log_prob(RAGGED)
+        for window, result in zip(RAGGED, scored, strict=True):
+            agree(result, expected(toy, cache, rule, block, window, grid))
+    if grid == "target":
+        scored = Duel(Cached(toy, cache), rule, 2).log_prob(TAILED)
+        for window, result in zip(TAILED, scored, strict=True):
+            agree(result, expected(toy, cache, rule, 2, window))
+
+
+# ---------------------------------------------------------------- law 1: sums to one
+
+
+@pytest.mark.parametrize("rule", FEW)
+@pytest.mark.parametrize("cache", CACHES)
+def test_sums_to_one(rule, cache):
+    cached = Cached(Attends(), cache)
+    for block, grid in ((1, "target"), (2, "target"), (3, "row"), (None, "target")):
+        duel = Duel(cached, rule, block, grid)
+        assert abs(total(duel, 4) - 1) < 1e-9
+        assert abs(total(duel, 3, context=(1,), suffix=(2, 0)) - 1) < 1e-9
+    assert abs(total(Duel(cached, rule, 2), 4, context=(0,), suffix=(1,), tail=2) - 1) < 1e-9  # law 14
+
+
+# ---------------------------------------------------------------- laws 2 and 3: sampling
+
+
+@pytest.mark.parametrize("rule", FEW)
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("block", slow_but([2, 3, None], [2]))
+def test_sample_then_log_prob_is_the_same_path(rule, cache, block):
+    contexts = [(), (1,), (0, 2), (1,)] * 3
+    extras = [{}, {"suffix": (1,)}, *([{"tail": 2}, {"tail": 1, "suffix": (0,)}] if block == 2 else [])]
+    for extra, grid in [*((extra, "target") for extra in extras), ({}, "row")]:
+        duel = Duel(Cached(Attends(), cache), rule, block, grid)
+        drawn = duel.sample(contexts, 4, seed=3, **extra)
+        scored = duel.log_prob([Window(c, d.tokens, **extra) for c, d in zip(contexts, drawn, strict=True)])
+        for d, s in zip(drawn, scored, strict=True):
+            assert d.reveal_steps == s.reveal_steps
+            assert d.token_logprobs == pytest.approx(s.token_logprobs, abs=1e-9)
+            assert (d.is_greedy, d.nfe) == (s.is_greedy, s.nfe)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_is_greedy_iff_decoding_would_write_it(cache):
+    duel = Duel(Cached(Attends(), cache), "greedy", 2)
+    decoded = duel.sample([(1,)], 4, do_sample=False)[0]
+    scored = duel.log_prob([Window((1,), s) for s in strings(3, 4)])
+    assert [s.is_greedy for s in scored] == [s == decoded.tokens for s in strings(3, 4)]
+
+
+# ---------------------------------------------------------------- law 8: alone = in a batch
+
+
+@pytest.mark.parametrize("rule", slow_but(FEW, FEW[2:4]))
+@pytest.mark.parametrize("cache", CACHES)
+def test_neither_company_nor_batch_size_changes_a_number(rule, cache):
+    toy = Attends(length=10)
+    together = Duel(Cached(toy, cache), rule, 3).log_prob(RAGGED)
+    for batch_size in (1, 2, 3):
+        for one, other in zip(
+            Duel(Cached(toy, cache), rule, 3, batch_size=batch_size).log_prob(RAGGED), together, strict=True
+        ):
+            assert one.reveal_steps == other.reveal_steps and one.token_logprobs == pytest.approx(
+                other.token_logprobs, abs=1e-12
+            )
+    for window, other in zip(RAGGED, together, strict=True):
+        duel = Duel(Cached(toy, cache), rule, 3)
+        duel.use_single_rows()
+        alone = duel.log_prob([window])[0]
+        assert alone.reveal_steps == other.reveal_steps and alone.token_logprobs == pytest.approx(
+            other.token_logprobs, abs=1e-12
+        )
+
+
+class Small(Attends):
+    """A device whose memory holds `most` cells a call."""
+
+    most = 1_000
+
+    def stream(self, ids, positions, seen, past):
+        if ids.numel() > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().stream(ids, positions, seen, past)
+
+
+@pytest.mark.parametrize("rule", FEW)
+@pytest.mark.parametrize("cache", CACHES)
+def test_out_of_memory_halves_and_changes_nothing(rule, cache):
+    expected = Duel(Cached(Attends(length=10), cache), rule, 2).log_prob(RAGGED)
+    small = Cached(Small(length=10), cache)
+    duel = Duel(small, rule, 2)
+    small.plain.most = 21
+    for one, other in zip(duel.log_prob(RAGGED), expected, strict=True):
+        assert one.reveal_steps == other.reveal_steps and one.token_logprobs == pytest.approx(
+            other.token_logprobs, abs=1e-12
+        )
+        assert one.nfe == other.nfe
+
+
+# ---------------------------------------------------------------- laws 12 and 15: where the cache changes nothing
+
+
+@pytest.mark.parametrize("rule", FEW)
+@pytest.mark.parametrize("cache", CACHES)
+def test_blocks_of_one_and_first_steps_are_those_without_a_cache(rule, cache):
+    toy = Attends(length=10)
+    plain, cached = (Duel(network, rule, 1).log_prob(RAGGED) for network in (toy, Cached(toy, cache)))
+    for one, other in zip(cached, plain, strict=True):
+        assert (
+            one.token_logprobs == pytest.approx(other.token_logprobs, abs=1e-9)
+            and one.reveal_steps == other.reveal_steps
+        )
+    plain, cached = (Duel(network, rule, 3).log_prob(RAGGED) for network in (toy, Cached(toy, cache)))
+    for one, other in zip(cached, plain, strict=True):
+        for step, found, before, value in zip(
+            one.reveal_steps, one.token_logprobs, other.reveal_steps, other.token_logprobs, strict=True
+        ):
+            assert (step == 0) == (before == 0)
+            assert step > 0 or found == pytest.approx(value, abs=1e-9)
+
+
+@pytest.mark.parametrize("rule", FEW)
+def test_one_block_that_is_the_whole_row_knows_no_cache(rule):
+    toy, windows = Attends(), [Window((), string) for string in strings(3, 4)[::7]]
+    plain, *cached = (
+        Duel(network, rule, None).log_prob(windows) for network in (toy, *(Cached(toy, cache) for cache in CACHES))
+    )
+    for scored in cached:
+        for one, other in zip(scored, plain, strict=True):
+            assert one.reveal_steps == other.reveal_steps and one.token_logprobs == pytest.approx(
+                other.token_logprobs, abs=1e-9
+            )
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_cache_is_another_distribution(cache):
+    windows = [Window((1,), string, (2,)) for string in strings(3, 4)[::7]]
+    plain, cached = (Duel(network, "greedy", 2).log_prob(windows) for network in (Attends(), Cached(Attends(), cache)))
+    assert max(abs(one.log_prob - other.log_prob) for one, other in zip(cached, plain, strict=True)) > 1e-3
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_one_target_token_is_one_number_under_every_estimator(cache):
+    denoiser, window = Cached(Attends(), cache), Window((1, 0), (2,), (1,))
+    numbers = [Duel(denoiser, rule, block).log_prob([window])[0].log_prob for rule in FEW for block in (1, 4, None)]
+    numbers += [Lattice(denoiser, 4, value=value).log_prob([window])[0].log_prob for value in LATTICE]
+    numbers += [Elbo(denoiser, samples=4).log_prob([window])[0].log_prob]
+    assert numbers == pytest.approx([numbers[0]] * len(numbers), abs=1e-9)
+
+
+# ---------------------------------------------------------------- the lattice, sweeps, fixed orders: states are shared
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_the_lattice_agrees_with_the_rules_that_it_follows_and_with_each_order(cache):
+    denoiser = Cached(Attends(length=10), cache)
+    follow = ["greedy:k=1", "margin:k=2", "threshold:mu=0.45", "left_to_right:k=1"]
+    ordered = Lattice(denoiser, 3, follow=follow).log_prob(RAGGED)
+    for rule in follow:
+        for lattice, scored in zip(ordered, Duel(denoiser, rule, 3).log_prob(RAGGED), strict=True):
+            assert lattice.rules[str(rules.parse(rule))].log_prob == pytest.approx(scored.log_prob, abs=1e-9)
+    for lattice in ordered:
+        assert lattice.elbo_exact <= lattice.mixture + 1e-12 and lattice.mixture <= lattice.oracle + 1e-12
+    window, duel = Window((1,), (0, 2, 1), (2,)), Duel(denoiser, "greedy", None)
+    every = [duel.replay([window], [order])[0].log_prob for order in itertools.permutations(range(3))]
+    found = Lattice(denoiser, 3).log_prob([window])[0]
+    assert found.oracle == pytest.approx(max(every), abs=1e-9)
+    assert found.elbo_exact == pytest.approx(sum(every) / len(every), abs=1e-9)
+    assert found.mixture == pytest.approx(math.log(math.fsum(map(math.exp, every)) / len(every)), abs=1e-9)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_sweep_gives_what_each_rule_gives(cache):
+    denoiser = Cached(Attends(length=10), cache)
+    follow = [rules.parse(rule) for rule in ("greedy:k=1", "greedy:k=2", "margin:k=1", "threshold:mu=0.45")]
+    several = Shared(denoiser, follow, 3).log_prob(RAGGED)
+    for rule in follow:
+        for one, scored in zip(several, Duel(denoiser, rule, 3).log_prob(RAGGED), strict=True):
+            assert one.rules[str(rule)].log_prob == pytest.approx(scored.log_prob, abs=1e-9)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_the_elbo_lands_near_the_mean_over_orders(cache):
+    denoiser, windows = Cached(Attends(length=10), cache), RAGGED[:2]
+    exact = Lattice(denoiser, 3, value="elbo_exact").log_prob(windows)
+    for one, other in zip(Elbo(denoiser, 3, samples=512).log_prob(windows), exact, strict=True):
+        assert abs(one.log_prob - other.log_prob) < 4 * one.stderr
+
+
+# ---------------------------------------------------------------- what is evaluated, and what is refused
+
+
+def test_a_block_costs_one_row_and_then_its_own_cells():
+    toy = Counting(length=10)
+    duel = Duel(Cached(toy, "dual"), "greedy", 4)
+    toy.cells = 0
+    duel.log_prob([Window((), (0, 1, 2, 0, 1, 0, 2, 1))])
+    assert toy.cells == 2 * (8 + 3 * 4)
+    duel, toy.cells = Duel(Cached(toy, "prefix"), "greedy", 4), 0
+    duel.use_single_rows()
+    duel.log_prob([Window((), (0, 1, 2, 0, 1, 0, 2, 1))])
+    assert toy.cells == 8 + 3 * 8 + 8 + 3 * 4
+
+
+def test_equal_block_starts_are_evaluated_once():
+    toy = Counting(length=10)
+    duel = Duel(Cached(toy, "dual"), "greedy", 2)
+    toy.cells = 0
+    duel.log_prob([Window((1, 2), (a, b)) for a in range(3) for b in range(3)])
+    assert toy.cells == 4 + 3 * 2  # one row, and the block with each of three tokens in the cell that is first
+
+
+class Counting(Attends):
+    """Counts the cells that it evaluates."""
+
+    cells = 0
+
+    def stream(self, ids, positions, seen, past):
+        self.cells += ids.numel()
+        return super().stream(ids, positions, seen, past)
+
+
+# ---------------------------------------------------------------- networks that predict from the cell before
+
+
+SHIFTED = [
+    Window((2,), (0, 1, 2, 0, 1, 0, 2)),
+    Window((1, 2), (1, 1, 2, 0, 1), (1,)),
+    Window((0, 1, 2), (2, 1), (1, 0)),
+]
+
+
+@pytest.mark.parametrize("rule", SOME)
+@pytest.mark.parametrize("cache", [*CACHES, None])
+def test_the_first_cell_is_revealed_alone_and_then_the_rule_goes_on(rule, cache):
+    toy, rule = Attends(length=10, shift=1), f"{rule}:seed_first=true"
+    denoiser = Cached(toy, cache) if cache else toy
+    for block, grid in ((1, "target"), (3, "target"), (3, "row"), (None, "target")):
+        for window, scored in zip(SHIFTED, Duel(denoiser, rule, block, grid).log_prob(SHIFTED), strict=True):
+            parsed = rules.parse(rule)
+            if cache:
+                logits_of = reference(toy, toy.network, cache, window, block, grid)
+            else:
+                logits_of = lambda ids: toy.head(toy.features(ids[None], None)[0]).roll(1, 0)  # noqa: E731
+            agree(scored, score(logits_of, toy.mask_id, toy.excluded, parsed, block, window, grid))
+
+
+@pytest.mark.parametrize("rule", FEW)
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_shifted_network_sums_to_one_and_scores_its_samples(rule, cache):
+    duel = Duel(Cached(Attends(shift=1), cache), f"{rule}:seed_first=true", 2)
+    assert abs(total(duel, 4, context=(1,)) - 1) < 1e-9
+    assert abs(total(duel, 3, context=(1, 0), suffix=(2,)) - 1) < 1e-9
+    drawn = duel.sample([(1,), (0, 2)] * 4, 5, seed=3)
+    scored = duel.log_prob([Window(c, d.tokens) for c, d in zip([(1,), (0, 2)] * 4, drawn, strict=True)])
+    for d, s in zip(drawn, scored, strict=True):
+        assert d.reveal_steps == s.reveal_steps and d.token_logprobs == pytest.approx(s.token_logprobs, abs=1e-9)
+
+
+def test_a_shifted_network_without_seed_first_is_refused():
+    shifted = Cached(Attends(shift=1), "dual")
+    with pytest.raises(DuelError, match="seed_first=true"):
+        Duel(shifted, "greedy", 2)
+    with pytest.raises(DuelError, match="seed_first=true"):
+        Shared(shifted, [rules.parse("greedy")], 2)
+    with pytest.raises(DuelError, match="estimator=mixture evaluates states"):
+        Lattice(shifted, 2)
+    with pytest.raises(DuelError, match="estimator=elbo evaluates states"):
+        Elbo(shifted, 2)
+    with pytest.raises(DuelError, match="seed_first=true"):
+        Duel(shifted, "greedy:seed_first=true", None).replay([Window((1,), (0, 1, 2))], [(2, 0, 1)])
+
+
+@pytest.mark.parametrize("text", ["greedy:k=2", "klass:mu=0.9:nu=0.01", "random:k=1:seed=4"])
+def test_seed_first_in_text(text):
+    rule = rules.parse(f"{text}:seed_first=true")
+    assert str(rule) == f"{rules.parse(text)}:seed_first=True" and rules.parse(str(rule)) == rule
+    assert rules.parse(f"{text}:seed_first=false") == rules.parse(text)
+    assert Options.parse({"rule": text, "seed_first": True}).rule == rule
+    assert (rule.fixed, rule.state_only, rule.dense_memory) == (rule.rule.fixed, rule.rule.state_only, "klass" in text)
+    with pytest.raises(DuelError, match="'seed_first' is true or false"):
+        rules.parse(f"{text}:seed_first=perhaps")
+    assert str(rules.replaced(rules.parse("greedy:seed_first=true"), k=3)) == "greedy:k=3:seed_first=True"
+
+
+# ---------------------------------------------------------------- what has no cache
+
+
+def test_networks_that_have_no_cache_are_refused_with_the_reason():
+    with pytest.raises(DuelError, match="block_causal, whose clean keys and values are exact already"):
+        Cached(BlockCausal(), "dual")
+    with pytest.raises(DuelError, match="causal, whose clean keys"):
+        Cached(Causal(), "prefix")
+    with pytest.raises(
+        DuelError, match=r"cache=dual is not possible with this network \(Toy\): it takes no keys.*Use cache=none"
+    ):
+        Cached(Toy(), "dual")
+    with pytest.raises(DuelError, match="Did you mean dual"):
+        Cached(Attends(), "duel")
+    for arguments, said in (
+        ({"cache": "dual", "backend": "remote"}, "backend=remote runs a checkpoint's own code"),
+        ({"cache": "prefix", "compile": True}, "compile=true traces"),
+        ({"cache": "both"}, "Unknown value of cache 'both'"),
+    ):
+        with pytest.raises(DuelError, match=said):
+            LoadOptions("demo-mdm", torch.device("cpu"), **arguments)
+    assert LoadOptions("demo-mdm", torch.device("cpu"), cache="none").cache is None
+    assert Options.parse({"cache": "none"}).cache is None and Options.parse({"cache": "dual"}).cache == "dual"
+
+
+def test_what_is_described():
+    toy = Attends()
+    assert "cache" not in toy.describe() and Cached(toy, "prefix").describe()["cache"] == "prefix"
+    assert Duel(Cached(toy, "dual"), "greedy:seed_first=true", 2).describe() == {
+        "estimator": "duel",
+        "rule": "greedy:k=1:seed_first=True",
+        "block": 2,
+        "grid": "target",
+    }

@@ -1,0 +1,219 @@
+"""Every family under a cache, on tiny random checkpoints: against the plain reference that keeps no keys.
+
+The reference replaces hidden states before every layer of the very network by those of the block's start, with hooks.
+"""
+
+import pytest
+import tiny
+from attends import reference
+from decoder_reference import CASES, write
+from dit_reference import opened
+from harness_requests import ask
+from laws import slow_but
+from lm_eval.api.instance import Instance
+from textbook import score
+
+from lm_eval_duel import denoisers, rules
+from lm_eval_duel.bench import run as bench
+from lm_eval_duel.bench.arms import Bench
+from lm_eval_duel.bench.options import Settings
+from lm_eval_duel.denoisers.cached.denoiser import Cached
+from lm_eval_duel.denoisers.wrappers.guidance import Guided
+from lm_eval_duel.denoisers.wrappers.warpers import Warped
+from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators.duel import Duel
+from lm_eval_duel.harness.lm import DuelMDM
+
+CACHES = ["prefix", "dual"]
+RULES = ["greedy", "margin:k=2", "threshold:mu=0.3", "entropy_bound:gamma=1.0", "random:k=2"]
+DECODERS = [name for name in CASES if CASES[name].attention == "bidirectional"]
+DITS = ["mdlm", "bidirectional", "one-block"]
+MASKED = ["bert", "roberta", "modernbert"]
+FAMILIES = slow_but([*DECODERS, *DITS, *MASKED], ["llada", "dream", "mdlm", "roberta", "modernbert"])
+WINDOWS = [
+    Window((2, 6), (7, 9, 30, 12, 8, 15, 5, 21, 11), (3,)),
+    Window((2,), (10, 9), (3,)),
+    Window((14, 20, 9), (10, 9, 31, 12), (13,)),
+    Window((2, 14, 5, 9, 9), (33, 6, 7), (3,)),
+    Window((9,), (10, 9, 31, 12), (13, 2), tail=4),
+    Window((), (8, 8, 20, 31, 6)),
+]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """The denoiser of a family without a cache, its layers, and windows that it can score."""
+    found = {}
+
+    def load(name, **options):
+        key = name, *options.items()
+        if key not in found:
+            folder = tmp_path_factory.mktemp(name)
+            if name in CASES:
+                path, _ = write(folder, CASES[name])
+                denoiser = denoisers.load(path, device="cpu", **{**CASES[name].options, **options})
+                layers = denoiser.model.model.layers
+            elif name in DITS:
+                denoiser, _ = opened(folder, name)
+                layers = denoiser.network.blocks
+            else:
+                denoiser = denoisers.load(tiny.checkpoint(folder, name), device="cpu", **options)
+                base = denoiser.model.base_model
+                layers = base.layers if name == "modernbert" else base.encoder.layer
+            fitting = [w for w in WINDOWS if len(w.context) >= denoiser.shift and w.length <= denoiser.max_length]
+            windows = [known_tokens(window, denoiser) for window in fitting]
+            found[key] = denoiser, layers, windows
+        return found[key]
+
+    return load
+
+
+def known_tokens(window, denoiser):
+    """The same window, with other tokens for those that this network does not have."""
+    known = (~denoiser.excluded).nonzero()[:, 0].tolist()
+
+    def replace(part):
+        return tuple(token if token in known else known[token % len(known)] for token in part)
+
+    return Window(replace(window.context), replace(window.target), replace(window.suffix), window.tail)
+
+
+def rule_of(denoiser, rule):
+    return rules.parse(f"{rule}:seed_first=true" if denoiser.shift else rule)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_equals_the_plain_reference(plain, name, cache):
+    denoiser, layers, windows = plain(name)
+    cached = Cached(denoiser, cache)
+    for rule in RULES:
+        rule, close = rule_of(denoiser, rule), 0
+        for window, scored in zip(windows, Duel(cached, rule, 4).log_prob(windows), strict=True):
+            logits_of = reference(denoiser, layers, cache, window, 4)
+            _, steps, nats, greedy, nfe = score(
+                logits_of,
+                denoiser.mask_id,
+                denoiser.excluded,
+                rule,
+                4,
+                window,
+                tie_when_all_mask=denoiser.relative_positions,
+            )
+            if scored.near_ties:  # the order is at the mercy of float noise
+                close += 1
+                continue
+            assert (scored.reveal_steps, scored.is_greedy, scored.nfe) == (steps, greedy, nfe)
+            assert scored.token_logprobs == pytest.approx(nats, abs=1e-5, rel=2e-6)
+        assert close <= 1, "choose other windows"
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_samples_are_scored_as_they_were_drawn_and_alone_as_in_a_batch(plain, name, cache):
+    denoiser, _, windows = plain(name)
+    duel = Duel(Cached(denoiser, cache), rule_of(denoiser, "greedy"), 3)
+    contexts = [windows[0].context, windows[1].context, windows[0].context]
+    drawn = duel.sample(contexts, 7, seed=5)
+    rows = [Window(context, sample.tokens) for context, sample in zip(contexts, drawn, strict=True)]
+    alone = Duel(Cached(denoiser, cache), duel.rule, 3)
+    alone.use_single_rows()
+    for sample, *scored in zip(drawn, duel.log_prob(rows), alone.log_prob(rows), strict=True):
+        for one in scored:
+            assert one.reveal_steps == sample.reveal_steps
+            assert one.token_logprobs == pytest.approx(sample.token_logprobs, abs=2e-5, rel=1e-5)
+
+
+# ---------------------------------------------------------------- what is not covered, and what goes with a cache
+
+
+def test_networks_whose_attention_cannot_be_steered_say_so(plain, tmp_path):
+    eager, _, _ = plain("modernbert")
+    before = eager.model.config._attn_implementation
+    eager.model.config._attn_implementation = "eager"
+    try:
+        with pytest.raises(DuelError, match=r"scaled_dot_product_attention, once in every layer\. Use cache=none"):
+            Cached(eager, "dual")
+    finally:
+        eager.model.config._attn_implementation = before
+    sedd, _ = opened(tmp_path, "sedd")
+    with pytest.raises(DuelError, match="a sedd network gets another noise level at each step"):
+        Cached(sedd, "dual")
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("name", slow_but(["llada", "dream", "modernbert", "roberta"], ["modernbert"]))
+def test_bfloat16_follows_its_own_samples(plain, name, cache):
+    denoiser, _, windows = plain(name, dtype="bfloat16")
+    duel = Duel(Cached(denoiser, cache), rule_of(denoiser, "greedy"), 3, batch_size=1)
+    duel.use_single_rows()
+    drawn = duel.sample([windows[0].context], 7, seed=5)[0]
+    scored = duel.log_prob([Window(windows[0].context, drawn.tokens)])[0]
+    assert scored.reveal_steps == drawn.reveal_steps and scored.token_logprobs == pytest.approx(
+        drawn.token_logprobs, abs=1e-9
+    )
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_guidance_and_temperature_go_around_a_cache(plain, cache):
+    denoiser, _, windows = plain("llada")
+    for wrapped in (
+        Warped(Cached(denoiser, cache), 0.7, top_k=5),
+        Guided(Cached(denoiser, cache), 1.5),
+        Warped(Guided(Cached(denoiser, cache), 0.5), 1.3),
+    ):
+        duel = Duel(wrapped, "greedy", 3)
+        drawn = duel.sample([w.context for w in windows[:3]], 7, seed=5)
+        rows = [Window(w.context, d.tokens) for w, d in zip(windows, drawn, strict=False)]
+        for sample, scored in zip(drawn, duel.log_prob(rows), strict=True):
+            assert scored.reveal_steps == sample.reveal_steps
+            assert scored.token_logprobs == pytest.approx(sample.token_logprobs, abs=1e-4)
+        assert wrapped.describe()["cache"] == cache
+
+
+def test_temperature_one_and_no_guidance_are_the_cached_network(plain):
+    denoiser, _, windows = plain("llada")
+    windows = windows[:4]
+    cached = Duel(Cached(denoiser, "dual"), "greedy", 3).log_prob(windows)
+    for wrapped in (Warped(Cached(denoiser, "dual"), 1.0), Guided(Cached(denoiser, "dual"), 0.0)):
+        for one, other in zip(Duel(wrapped, "greedy", 3).log_prob(windows), cached, strict=True):
+            assert one.reveal_steps == other.reveal_steps and one.token_logprobs == pytest.approx(
+                other.token_logprobs, abs=1e-4
+            )
+
+
+# ---------------------------------------------------------------- the harness's model
+
+
+def test_the_model_of_the_harness(tmp_path):
+    folder = tiny.checkpoint(tmp_path, "modernbert")
+    options = {"pretrained": folder, "rule": "greedy", "block": 4, "device": "cpu"}
+    plain, cached = DuelMDM(**options), DuelMDM(**options, cache="dual", verify=2)
+    assert "cache" not in plain.spec and cached.spec["cache"] == "dual"
+    assert plain.fingerprint != cached.fingerprint == DuelMDM(**options, cache="dual").fingerprint
+    request = ask("loglikelihood", ("a b c", " d e f g h i"), ("b", " the of and a b c d"))
+    answers = cached.loglikelihood(request, disable_tqdm=True)
+    window = Window((2, *cached.tok_encode("a b c")), cached.tok_encode(" d e f g h i"), (3,))
+    by_hand = Duel(Cached(plain.denoiser, "dual"), "greedy", 4).log_prob([window])[0]
+    assert answers[0] == (pytest.approx(by_hand.log_prob, abs=1e-4), by_hand.is_greedy)
+    assert cached.run.stats.verified.windows == 2 and cached.run.stats.verified.largest_difference < 1e-3
+    assert answers[0][0] != pytest.approx(plain.loglikelihood(request, disable_tqdm=True)[0][0], abs=1e-3)
+    generated = [Instance("generate_until", {}, ("a b", {"max_gen_toks": 8}), 0, metadata=("toy", 0, 1))]
+    text = cached.generate_until(generated, disable_tqdm=True)[0]
+    decoded = Duel(cached.denoiser, "greedy", 4).sample(
+        [(2, *cached.tok_encode("a b"))], 8, suffix=(3,), do_sample=False
+    )[0]
+    assert text == cached.tokenizer.decode(decoded.tokens, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_bench_compares_ours_with_the_deployed_loop(cache):
+    options = {"length": 24, "block": "8", "windows": 2, "vocab": 40, "layers": 2, "width": 64, "repeats": 1}
+    figures = bench.measure(Bench(Settings(cache=cache, no_memory=True, **options)))
+    assert figures["compared"]["with"] == "textbook_cached" and figures["changed_picks"] == 0
+    assert figures["max_abs_diff_nats"] < 1e-3
+    later = {"dual": 7 * 8 * 3, "prefix": 7 * (24 + 16 + 8)}[cache]
+    assert figures["token_rows"]["textbook_cached"] == 2 * (3 * 24 + later)
+    assert figures["token_rows"]["uncached"] == 2 * 24 * 24 and figures["ratio_uncached"] > 0
+    assert f"cache={cache}" in bench.table(figures)

@@ -1,0 +1,122 @@
+"""A small float64 network that attends, whose distributions can be enumerated; and the plain reference of a cache.
+
+The reference: before every layer, the hidden states of frozen cells are replaced by those that they had when the block
+began (dual: all but the block's cells; prefix: those before the block). No keys are kept.
+"""
+
+import contextlib
+import math
+
+import torch
+from torch import nn
+
+from lm_eval_duel.denoisers.base import Denoiser
+from lm_eval_duel.denoisers.cached.kept_keys import joined
+from lm_eval_duel.engine.lanes import blocks
+
+
+class Layer(nn.Module):
+    """Attention of two heads and a map, both added."""
+
+    def __init__(self, width, generator):
+        super().__init__()
+
+        def weight(*shape):
+            return nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64) / math.sqrt(width))
+
+        self.qkv, self.out, self.map = weight(width, 3 * width), weight(width, width), weight(width, width)
+
+    def forward(self, x, seen, past):
+        q, k, v = (part.unflatten(2, (2, -1)).transpose(1, 2) for part in (3 * x @ self.qkv).chunk(3, 2))
+        own = k, v
+        k, v = joined(past, k, v)
+        mask = None if seen is None else seen[:, None]
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        x = x + mixed.transpose(1, 2).flatten(2) @ self.out
+        return x + torch.tanh(x @ self.map), own
+
+
+class Attends(Denoiser):
+    """A bidirectional toy with `stream`: absolute positions, padding honoured."""
+
+    honours_padding = True
+
+    def __init__(self, tokens=3, length=8, seed=0, layers=2, width=8, shift=0):
+        self.vocab_size, self.mask_id, self.max_length, self.tokens = tokens + 1, tokens, length, tokens
+        self.shift, self.device = shift, torch.device("cpu")
+        generator = torch.Generator().manual_seed(seed)
+        self.embed = torch.randn(self.vocab_size, width, generator=generator, dtype=torch.float64)
+        self.place = torch.randn(length, width, generator=generator, dtype=torch.float64)
+        self.network = nn.ModuleList(Layer(width, generator) for _ in range(layers))
+        self.out = 0.2 * torch.randn(width, self.vocab_size, generator=generator, dtype=torch.float64)
+
+    @property
+    def excluded(self):
+        return torch.arange(self.vocab_size) >= self.tokens
+
+    def stream(self, ids, positions, seen, past):
+        x, own = self.embed[ids] + self.place[positions], []
+        for n, layer in enumerate(self.network):
+            x, kept = layer(x, seen, past and past[n])
+            own.append(kept)
+        return x, own
+
+    def features(self, ids, real):
+        seen = None if real is None else real[:, None]
+        return self.stream(ids, torch.arange(ids.shape[1])[None], seen, None)[0]
+
+    def head(self, features):
+        return features @ self.out
+
+
+@contextlib.contextmanager
+def frozen_states(layers, states, frozen):
+    """While inside, what goes into layer n (1, L, D) is `states[n]` at the cells `frozen` (L,); with None: noted."""
+
+    def hook(n):
+        def before(module, args, kwargs):
+            x = args[0] if args else kwargs["hidden_states"]
+            if frozen is None:
+                states.append(x.clone())
+                return None
+            x = torch.where(frozen[:, None], states[n], x)
+            return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
+
+        return before
+
+    hooks = [layer.register_forward_pre_hook(hook(n), with_kwargs=True) for n, layer in enumerate(layers)]
+    try:
+        yield
+    finally:
+        for each in hooks:
+            each.remove()
+
+
+def reference(denoiser, layers, cache, window, block, grid="target"):
+    """`logits_of` for textbook.score: the logits (L, V) of a row of this window under a cache."""
+    places = blocks(len(window.context), len(window.target), block, grid)
+    origin, mask = len(window.context), denoiser.mask_id
+
+    @torch.inference_mode()
+    def logits_of(ids):
+        own = [[c for c in range(start, start + width) if c >= origin] for start, width in places]
+        n = next(n for n, cells in enumerate(own) if (ids[cells] == mask).any())
+        start, width = places[n]
+        column = torch.arange(len(ids))
+        frozen = column < start if cache == "prefix" else (column < start) | (column >= start + width)
+        began = ids.clone()
+        began[own[n]] = mask
+        states = []
+        with frozen_states(layers, states, None):
+            features = denoiser.features(began[None], None)[0]
+        first = denoiser.head(features)
+        if (ids == began).all():
+            logits = first
+        else:
+            with frozen_states(layers, states, frozen):
+                logits = denoiser.head(denoiser.features(ids[None], None)[0])
+        if denoiser.shift:
+            logits = torch.cat([logits[:1], logits[:-1]])
+        return logits
+
+    return logits_of
