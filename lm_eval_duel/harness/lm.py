@@ -83,13 +83,13 @@ class DuelMDM(TemplateLM):
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """log p of whole texts, with each token in exactly one window; an empty text is 0.0."""
-        from lm_eval_duel.harness.loglikelihood import TextScore, document_windows, scored_requests
+        from lm_eval_duel.harness.loglikelihood import TextLogLikelihood, document_windows, scored_requests
 
         run, batch = self._start(requests, disable_tqdm)
         windows = document_windows(self.text, batch.requests)
         answers = [0.0] * len(windows)
         for n, score in scored_requests(run, "loglikelihood_rolling", batch.requests, windows):
-            answers[n] = TextScore(score.log_prob, batch.requests[n].args[0], windows[n])
+            answers[n] = TextLogLikelihood(score.log_prob, batch.requests[n].args[0], windows[n])
         return batch.spread(answers)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:

@@ -189,7 +189,7 @@ def _score_of(answer: Any, log_prob: float) -> RequestScore | None:
     return RequestScore(*answer) if intact else None
 
 
-class TextScore(float):
+class TextLogLikelihood(float):
     """The log-likelihood of a whole text, which also tells a task's functions what was scored.
 
     Data that do not count tokens get `text` and `tokens` from here.
@@ -198,7 +198,7 @@ class TextScore(float):
     text: str
     tokens: int
 
-    def __new__(cls, log_prob: float, text: str, windows: Iterable[Window]) -> TextScore:
+    def __new__(cls, log_prob: float, text: str, windows: Iterable[Window]) -> TextLogLikelihood:
         self = super().__new__(cls, log_prob)
         self.text, self.tokens = text, sum(len(window.target) for window in windows)
         return self
