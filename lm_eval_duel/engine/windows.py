@@ -141,6 +141,27 @@ def rolling(ids: Sequence[int], first: int, capacity: int, suffix: Sequence[int]
     return windows
 
 
+def infilled(
+    context: Sequence[int],
+    target: Sequence[int],
+    after: Sequence[int],
+    max_length: int,
+    framing: Sequence[int] = (),
+    suffix: Sequence[int] = (),
+) -> tuple[Window, int]:
+    """special tokens | context | target | after | suffix, cut to fit; and how many ids were cut.
+
+    What does not fit is taken from the far ends, the beginning of `context` and the end of `after`, such that the two
+    keep equally many ids, or one of them all. Raises DuelError if the target alone is too long.
+    """
+    room = max(0, target_capacity(max_length, framing, suffix) - len(target))
+    left = min(len(context), max(room // 2, room - len(after)))
+    right = min(len(after), room - left)
+    cut = len(context) - left + len(after) - right
+    near = context[len(context) - left :]
+    return conditional(near, target, max_length, framing, (*after[:right], *suffix))[0], cut
+
+
 def conditional(
     context: Sequence[int],
     target: Sequence[int],

@@ -1,6 +1,7 @@
 """Keys of the response cache. lm-eval's own key is a hash of a request's text alone.
 
-A key here also covers the token ids of texts that carry them and, for generated texts, the spec and the draw.
+A key here also covers the token ids of texts that carry them, the text after a gap and, for generated texts, the spec
+and the draw.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from lm_eval_duel.tasks.gap import Gap
 from lm_eval_duel.tasks.tokenized_text import TokenText
 
 
@@ -19,7 +21,7 @@ def request_key(kind: str, arguments: Iterable[Any], generation: str) -> str:
 
     arguments = list(arguments)
     parts = [hash_args(kind, arguments)]
-    parts += [argument.digest for argument in arguments if isinstance(argument, TokenText)]
+    parts += [argument.digest for argument in arguments if isinstance(argument, TokenText | Gap)]
     parts += [generation] if kind == "generate_until" else []
     return parts[0] if len(parts) == 1 else hashlib.sha256("\n".join(parts).encode()).hexdigest()
 

@@ -71,14 +71,18 @@ class DuelMDM(TemplateLM):
         for the row is truncated from the left; a continuation too long is an error. `is_greedy` is always False if the
         estimator has no decoding.
         """
-        from lm_eval_duel.harness.loglikelihood import continuation_windows, scored_requests
+        from lm_eval_duel.harness.loglikelihood import TextLogLikelihood, continuation_windows, scored_requests
+        from lm_eval_duel.tasks.gap import Gap
 
         run, batch = self._start(requests, disable_tqdm)
         self._warn_if_never_greedy()
         windows = continuation_windows(self.text, batch.requests)
         answers = [(0.0, False)] * len(windows)
         for n, score in scored_requests(run, "loglikelihood", batch.requests, windows):
-            answers[n] = score.log_prob, score.is_greedy
+            continuation = batch.requests[n].args[1]
+            in_gap = isinstance(continuation, Gap)
+            log_prob = TextLogLikelihood(score, continuation, windows[n]) if in_gap else score.log_prob
+            answers[n] = log_prob, score.is_greedy
         return batch.spread(answers)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
@@ -89,7 +93,7 @@ class DuelMDM(TemplateLM):
         windows = document_windows(self.text, batch.requests)
         answers = [0.0] * len(windows)
         for n, score in scored_requests(run, "loglikelihood_rolling", batch.requests, windows):
-            answers[n] = TextLogLikelihood(score.log_prob, batch.requests[n].args[0], windows[n])
+            answers[n] = TextLogLikelihood(score, batch.requests[n].args[0], windows[n])
         return batch.spread(answers)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:

@@ -22,6 +22,7 @@ from lm_eval_duel.harness.run_stats import Outcome
 from lm_eval_duel.harness.text import Text
 from lm_eval_duel.harness.verify import Verification
 from lm_eval_duel.tasks.columns import MADE, TOKENS
+from lm_eval_duel.tasks.gap import Gap
 from lm_eval_duel.tasks.tokenized_text import MADE as MADE_HERE
 
 if TYPE_CHECKING:
@@ -35,11 +36,12 @@ class RequestScore(NamedTuple):
 
     log_prob: float
     is_greedy: bool
+    stderr: float | None = None  # the Monte Carlo error of log_prob, if the estimator has one
 
     @classmethod
-    def of(cls, scores: Sequence[WindowScore]) -> RequestScore:
+    def of(cls, scores: Sequence[WindowScore], stderr: float | None = None) -> RequestScore:
         """From the scores of a request's windows; an empty text has probability 1."""
-        return cls(math.fsum(score.log_prob for score in scores), all(score.is_greedy for score in scores))
+        return cls(math.fsum(score.log_prob for score in scores), all(score.is_greedy for score in scores), stderr)
 
     def answer(self, kind: str) -> float | tuple[float, bool]:
         """As the harness caches it."""
@@ -55,7 +57,9 @@ def continuation_windows(text: Text, requests: Sequence[Instance]) -> list[list[
     windows = []
     for request in requests:
         with named(request):
-            windows.append([text.continuation(*text.encode_pair(*request.args))])
+            context, continuation = request.args
+            encode = text.encode_gap if isinstance(continuation, Gap) else text.encode_pair
+            windows.append([text.continuation(*encode(context, continuation))])
     if cut := text.cut_contexts - cut:
         log.warning(
             "%d of %d contexts were longer than max_length=%d and truncated from the left",
@@ -157,7 +161,8 @@ def _save(
     run: Run, kind: str, request: Instance, windows: Sequence[Window], scores: Sequence[WindowScore]
 ) -> RequestScore:
     """Add a finished request to the statistics, the trace and the response cache."""
-    score, outcome = RequestScore.of(scores), Outcome.of(scores, run.estimator)
+    outcome = Outcome.of(scores, run.estimator)
+    score = RequestScore.of(scores, outcome.stderr(windows))
     run.stats.add_request(str(request.task_name), request.doc_id, windows, outcome)
     run.write_trace(request, windows, scores, run.estimator)
     if run.store is None:
@@ -178,7 +183,7 @@ def _cached_score(run: Run, kind: str, request: Instance, windows: Sequence[Wind
         run.store.drop()
         return None
     run.stats.add_request(str(request.task_name), request.doc_id, windows, outcome)
-    return score
+    return score._replace(stderr=outcome.stderr(windows))
 
 
 def _score_of(answer: Any, log_prob: float) -> RequestScore | None:
@@ -190,17 +195,19 @@ def _score_of(answer: Any, log_prob: float) -> RequestScore | None:
 
 
 class TextLogLikelihood(float):
-    """The log-likelihood of a whole text, which also tells a task's functions what was scored.
+    """The log-likelihood of a whole text or of a gap, which also tells a task's functions what was scored.
 
     Data that do not count tokens get `text` and `tokens` from here.
     """
 
     text: str
     tokens: int
+    stderr: float | None  # Monte Carlo
+    sees_suffix = True  # the text after a gap was visible; answers of other models lack this
 
-    def __new__(cls, log_prob: float, text: str, windows: Iterable[Window]) -> TextLogLikelihood:
-        self = super().__new__(cls, log_prob)
-        self.text, self.tokens = text, sum(len(window.target) for window in windows)
+    def __new__(cls, score: RequestScore, text: str, windows: Iterable[Window]) -> TextLogLikelihood:
+        self = super().__new__(cls, score.log_prob)
+        self.text, self.tokens, self.stderr = text, sum(len(window.target) for window in windows), score.stderr
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:  # ranks exchange plain numbers

@@ -59,6 +59,13 @@ class Outcome(NamedTuple):
         """The request's log-likelihood."""
         return math.fsum(next(iter(values.values())).log_prob for values in self.values)
 
+    def stderr(self, windows: Sequence[Window]) -> float | None:
+        """The Monte Carlo error of `log_prob`, of these windows; None if there is none or it is unknown."""
+        total = Total()
+        for window, values in zip(windows, self.values, strict=True):
+            total.merge(Total.of(window, next(iter(values.values()))))
+        return total.stderr
+
 
 def _is_numeric(value: Value) -> bool:
     """Whether a value is made of numbers, as an estimator's are."""

@@ -6,15 +6,17 @@ Below this room there are only ids.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.denoisers.load_options import WHOLE_ROW_BOS
 from lm_eval_duel.denoisers.special_tokens import convention, end_of_text
-from lm_eval_duel.engine.windows import Window, conditional, independent, of_row, rolling, target_capacity
+from lm_eval_duel.engine.windows import Window, conditional, independent, infilled, of_row, rolling, target_capacity
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.fingerprint import of_tokenizer
+from lm_eval_duel.tasks.gap import Gap
 from lm_eval_duel.tasks.tokenized_text import TokenText
 
 
@@ -95,6 +97,22 @@ class Text:
             raise DuelError(f"The continuation {continuation!r} has no tokens in this tokenizer, so it has no score.")
         return before, alone
 
+    def encode_gap(self, context: str, gap: Gap) -> tuple[list[int], list[int], list[int]]:
+        """The ids of a context, of the text in the gap after it, and of what follows.
+
+        All are encoded together, and the spaces at the end of the gap belong to its suffix, as those of a context
+        belong to its continuation. If a token spans a border, the text after that border is encoded alone.
+        """
+        inside = gap.rstrip() or str(gap)
+        suffix = gap[len(inside) :] + gap.suffix
+        before, target = self.encode_pair(context, inside)
+        written = context + inside
+        joint = self.encode(written + suffix)
+        if joint[: len(before) + len(target)] == before + target:
+            return before, target, joint[len(before) + len(target) :]
+        self.merged_borders += 1
+        return before, target, self.encode(suffix)
+
     def scorable(self, ids: list[int]) -> list[int]:
         """The ids of a text; raises DuelError if the mask token is among them."""
         if self.denoiser.mask_id in ids:
@@ -106,10 +124,11 @@ class Text:
 
     # ------------------------------------------------------------ windows
 
-    def continuation(self, context: list[int], target: list[int]) -> Window:
-        """The window of a continuation; a context too long is truncated from the left and counted.
+    def continuation(self, context: list[int], target: list[int], after: Sequence[int] = ()) -> Window:
+        """The window of a continuation, with `after` visible behind it; what does not fit is truncated and counted.
 
-        Raises DuelError if there is no room for a context, or for the continuation.
+        The context loses its beginning, and `after` its end. Raises DuelError if there is no room for a context, or for
+        the continuation.
         """
         if self.bos in WHOLE_ROW_BOS:
             raise DuelError(
@@ -119,7 +138,11 @@ class Text:
         context, target = self.scorable(context), self.scorable(target)
         if self.prefix and context[: len(self.prefix)] == self.prefix:  # written by a chat template
             context = context[len(self.prefix) :]
-        window, lost = conditional(context, target, self.denoiser.max_length, self.prefix, self.suffix)
+        ids, special_tokens = (context, target), (self.denoiser.max_length, self.prefix, self.suffix)
+        if after:
+            window, lost = infilled(*ids, self.scorable(list(after)), *special_tokens)
+        else:
+            window, lost = conditional(*ids, *special_tokens)
         self.cut_contexts += lost > 0
         return window
 

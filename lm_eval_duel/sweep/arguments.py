@@ -13,6 +13,7 @@ from lm_eval_duel.command_line import Parser, folder_to_write
 from lm_eval_duel.errors import DuelError, unknown, usage
 from lm_eval_duel.harness.key_values import key_values
 from lm_eval_duel.options import Options
+from lm_eval_duel.tasks import named
 
 EPILOG = """\
 Prints a table of the settings: perplexity of the task's text, steps per token, and quality of samples.
@@ -57,8 +58,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--tasks",
         required=True,
         metavar="TASK",
-        help="the task whose text is scored (one, of type loglikelihood_rolling)",
+        help="what is scored: a task (of type loglikelihood_rolling), its YAML file, or a file or folder of texts",
     )
+    add("--include_path", metavar="DIR", help="a folder of your own task files")
     add("--rules", default="", help="greedy,margin,left_to_right,...")
     add("--k", default="1", help="positions per step, for each rule: 1,2,4,8 (1)")
     add("--mu", default="", help="values of the threshold rule: 0.5,0.9")
@@ -99,6 +101,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         )
     if not options.tasks:
         raise DuelError("--tasks is empty; name the task whose text is scored.")
+    named.check(options.tasks, options.include_path)
     folder_to_write("--out", options.out)
     key_values("--metadata", options.metadata)
     _check_model(options)

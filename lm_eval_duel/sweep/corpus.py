@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from typing import Any
 
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.harness.text import Text
-from lm_eval_duel.tasks import task_folder
+from lm_eval_duel.tasks import named as tasks
 from lm_eval_duel.tasks.columns import TOKENS
 
 UNITS = {"bits_per_byte": "bytes", "byte_perplexity": "bytes", "word_perplexity": "words"}
@@ -45,17 +44,9 @@ def show_log() -> None:
     setup_logging()
 
 
-def load(name: str, metadata: dict[str, Any], limit: int | None) -> Corpus:
+def load(name: str, metadata: dict[str, Any], limit: int | None, include_path: str | None = None) -> Corpus:
     """The first `limit` documents of a loglikelihood_rolling task; raises DuelError for any other task."""
-    from lm_eval.tasks import TaskManager
-
-    manager = TaskManager(include_path=task_folder(), metadata=metadata)
-    if name not in manager.all_tasks:
-        near = difflib.get_close_matches(name, manager.all_tasks, n=1)
-        raise DuelError(f"No task '{name}'.{f' Did you mean {near[0]}?' if near else ''} All: lm_eval ls tasks.")
-    if name not in manager.all_subtasks:
-        raise DuelError(f"'{name}' is a group of tasks; a sweep takes one task.")
-    (task,) = manager.load([name])["tasks"].values()
+    task = tasks.load(name, metadata, include_path)
     if task.OUTPUT_TYPE != "loglikelihood_rolling":
         raise DuelError(f"'{name}' is a {task.OUTPUT_TYPE} task; a sweep scores whole texts (loglikelihood_rolling).")
     task.build_all_requests(limit=limit)
@@ -67,7 +58,7 @@ def load(name: str, metadata: dict[str, Any], limit: int | None) -> Corpus:
         for unit, size in counts.items():
             units[unit] = units.get(unit, 0) + size
     return Corpus(
-        name,
+        str(task.config.task),
         task.VERSION,
         [request.args[0] for request in task.instances],
         [document.get(TOKENS) if isinstance(document, dict) else None for document in documents],

@@ -36,7 +36,7 @@ class Sweep:
         model_args = {**arguments, "batch_size": options.batch_size, "device": options.device}
         corpus.show_log()
         metadata = {**arguments, **key_values("--metadata", options.metadata)}
-        self.corpus = corpus.load(options.tasks, metadata, options.limit)
+        self.corpus = corpus.load(options.tasks, metadata, options.limit, options.include_path)
         self.model = model = DuelMDM(**model_args)
         if model.world_size > 1:
             raise DuelError("A sweep runs in one process; start it without accelerate or torchrun.")

@@ -5,13 +5,15 @@ summed over documents before dividing. Tokens are those of the model's own token
 positions.
 """
 
-from lm_eval_duel.tasks.benchmarks import LENGTH, documents, token_text, wrapped
+from lm_eval_duel.tasks.benchmarks import LENGTH, documents, own_documents, own_rows, token_text, wrapped
 from lm_eval_duel.tasks.bundled import sotu, sotu_choice, sotu_full, task_folder
 from lm_eval_duel.tasks.metrics import perplexity, sizes, token_perplexity
 
 __all__ = [
     "LENGTH",
     "documents",
+    "own_documents",
+    "own_rows",
     "perplexity",
     "sizes",
     "sotu",

@@ -1,4 +1,4 @@
-"""The data sets of the paper (corpora.py), as documents or as wrapped rows, with their tokens counted."""
+"""The data sets of the paper (corpora.py) and the user's own texts (own_text.py), as documents or as wrapped rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lm_eval_duel.engine.windows import of_row
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.fingerprint import hash_texts, of_tokenizer
-from lm_eval_duel.tasks import corpora, metadata
+from lm_eval_duel.tasks import corpora, metadata, own_text
 from lm_eval_duel.tasks.columns import MADE, TOKENS
 from lm_eval_duel.tasks.detokenize import DETOKENIZERS
 from lm_eval_duel.tasks.metadata import batched, encoded, load_tokenizer
@@ -31,20 +31,10 @@ def documents(corpus: str, **model_args: Any) -> dict[str, datasets.Dataset]:
 
     `model_args`: those of the model, and `data_dir` (a local copy), `rows` (how many it has).
     """
-    import datasets
-
     settings, source = metadata.read(model_args), corpora.find(corpus)
-    tokenizer = load_tokenizer(model_args)
     raw = corpora.texts(corpus, settings.get("data_dir"), settings.get("rows"))
     texts = list(map(DETOKENIZERS[source.detokenize], raw)) if source.tidied else raw
-    records = [{"text": text, TOKENS: len(ids)} for text, ids in encoded(texts, tokenizer)]
-    digest = made("document", corpus, of_tokenizer(tokenizer), settings, hash_texts(raw))
-    for record in records:
-        record[MADE] = digest
-    if source.tidied:
-        for record, text in zip(records, raw, strict=True):
-            record["words"], record["bytes"] = sizes(text)
-    return {"test": datasets.Dataset.from_list(records)}
+    return _documents(raw, texts, load_tokenizer(model_args), [corpus, settings])
 
 
 def wrapped(corpus: str, **model_args: Any) -> dict[str, datasets.Dataset]:
@@ -53,20 +43,64 @@ def wrapped(corpus: str, **model_args: Any) -> dict[str, datasets.Dataset]:
     `model_args`: as for `documents`, and `length` (1024), `insert_eos` (false), `framed` (true), `remainder` (keep) and
     `bos` (given), which docs/tasks.md explains.
     """
-    import datasets
-
     settings, source = metadata.read(model_args), corpora.find(corpus)
-    bos, copy = settings.pop("bos", "given"), (settings.pop("data_dir", None), settings.pop("rows", None))
-    tokenizer = load_tokenizer(model_args)
-    wants_special = settings.get("framed", True) or settings.get("insert_eos")
-    start, end = _start_and_end(tokenizer) if wants_special else (0, 0)
-    wrapping = Wrapping(**{"length": LENGTH, "bos": start, "eos": end, **settings})
+    copy = settings.pop("data_dir", None), settings.pop("rows", None)
     texts = corpora.texts(corpus, *copy)
     if source.detokenize:
         texts = list(map(DETOKENIZERS[source.detokenize], texts))
+    return _rows(texts, settings, load_tokenizer(model_args), corpus, [copy])
+
+
+def own_documents(**model_args: Any) -> dict[str, datasets.Dataset]:
+    """The user's own texts, each a document, with its tokens counted.
+
+    `model_args`: those of the model, and `files`, `field` (text), `lines` (false), which docs/tasks.md explains.
+    """
+    settings = metadata.read(model_args)
+    texts = _own_texts(settings, "duel_text")
+    return _documents(texts, texts, load_tokenizer(model_args), ["duel_text", settings])
+
+
+def own_rows(**model_args: Any) -> dict[str, datasets.Dataset]:
+    """The user's own texts as rows. `model_args`: as for `own_documents` and `wrapped`."""
+    settings = metadata.read(model_args)
+    texts = _own_texts(settings, "duel_text_wrapped")
+    chosen = [settings.pop(key, None) for key in ("files", "field", "lines")]
+    return _rows(texts, settings, load_tokenizer(model_args), "duel_text_wrapped", chosen)
+
+
+def _own_texts(settings: dict[str, Any], task: str) -> list[str]:
+    field, lines = settings.get("field", "text"), settings.get("lines", False)
+    return [document.text for document in own_text.texts(metadata.files_of(settings, task), field, lines)]
+
+
+def _documents(raw: list[str], texts: list[str], tokenizer: Any, how: list[Any]) -> dict[str, datasets.Dataset]:
+    """`texts` as documents; words and bytes are those of `raw`, where they differ."""
+    import datasets
+
+    records = [{"text": text, TOKENS: len(ids)} for text, ids in encoded(texts, tokenizer)]
+    digest = made("document", *how[:1], of_tokenizer(tokenizer), *how[1:], hash_texts(raw))
+    for record in records:
+        record[MADE] = digest
+    if texts is not raw:
+        for record, text in zip(records, raw, strict=True):
+            record["words"], record["bytes"] = sizes(text)
+    return {"test": datasets.Dataset.from_list(records)}
+
+
+def _rows(
+    texts: list[str], settings: dict[str, Any], tokenizer: Any, corpus: str, how: list[Any]
+) -> dict[str, datasets.Dataset]:
+    """`texts`, concatenated and cut into rows by `settings`."""
+    import datasets
+
+    bos = settings.pop("bos", "given")
+    wants_special = settings.get("framed", True) or settings.get("insert_eos")
+    start, end = _start_and_end(tokenizer) if wants_special else (0, 0)
+    wrapping = Wrapping(**{"length": LENGTH, "bos": start, "eos": end, **settings})
     shared: dict[str, Any] = {"special_tokens": list(wrapping.special_tokens), "bos": bos}
     shared["tokenizer"] = [str(tokenizer.name_or_path), digest := of_tokenizer(tokenizer)]
-    shared[MADE] = made("row", corpus, copy, dataclasses.asdict(wrapping), digest, bos, hash_texts(texts))
+    shared[MADE] = made("row", corpus, *how, dataclasses.asdict(wrapping), digest, bos, hash_texts(texts))
     _TOKENIZERS[digest] = tokenizer
 
     def records() -> Iterator[dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.errors import DuelError
 
@@ -49,11 +49,15 @@ def _json(file: Path) -> pyarrow.Table:
     """One record per line, or one list of records."""
     import pyarrow
 
+    return pyarrow.Table.from_pylist(json_records(file))
+
+
+def json_records(file: Path) -> list[Any]:
+    """The records of a file with one on each line, or with one list of records."""
     with open(file, encoding="utf-8") as content:
         first = content.read(1)
         content.seek(0)
-        records = json.load(content) if first == "[" else [json.loads(line) for line in content if line.strip()]
-    return pyarrow.Table.from_pylist(records)
+        return json.load(content) if first == "[" else [json.loads(line) for line in content if line.strip()]
 
 
 FORMATS = {".parquet": _parquet, ".jsonl": _json, ".json": _json}  # readers, by file name extension

@@ -13,7 +13,19 @@ from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.tasks.corpora import MissingMetadata
 from lm_eval_duel.tasks.packing import REMAINDERS
 
+
+def _patterns(key: str, value: Any) -> list[str]:
+    """The names of files: one, or a list."""
+    patterns = value if isinstance(value, list) else [value]
+    if not patterns or not all(isinstance(pattern, str) and pattern for pattern in patterns):
+        raise DuelError(f"'{key}' names a file, a pattern such as texts/*.jsonl, or a list of these; got {value!r}.")
+    return patterns
+
+
 READERS = {
+    "files": _patterns,
+    "field": lambda key, value: str(value),
+    "lines": truth,
     "data_dir": lambda key, value: str(value),
     "rows": count,
     "length": count,
@@ -37,6 +49,13 @@ def read(metadata: dict[str, Any]) -> dict[str, Any]:
         for key, reader in READERS.items()
         if metadata.get(key) is not None and metadata[key] != ""
     }
+
+
+def files_of(settings: dict[str, Any], task: str) -> list[str]:
+    """The files that the metadata name; raises DuelError if they name none."""
+    if "files" not in settings:
+        raise DuelError(f'Task {task} reads your own files; name them: --metadata \'{{"files": "texts/*.jsonl"}}\'.')
+    return settings["files"]
 
 
 def load_tokenizer(metadata: dict[str, Any]) -> Any:

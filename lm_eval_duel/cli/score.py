@@ -1,0 +1,201 @@
+"""`lm-eval-duel score`: the log-likelihood of the user's own texts, one line a document and the total."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import functools
+import json
+import math
+import operator
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lm_eval_duel.arguments import count
+from lm_eval_duel.command_line import Parser, file_to_write
+from lm_eval_duel.errors import usage
+from lm_eval_duel.harness.key_values import key_values
+from lm_eval_duel.options import Options
+from lm_eval_duel.tables import plain_table
+from lm_eval_duel.tasks import own_text
+
+if TYPE_CHECKING:
+    from lm_eval_duel.harness.lm import DuelMDM
+
+TASK = "score"  # what traces and results call these documents
+PRINTS = """\
+Prints a line for each document (tokens, log-probability in nats, perplexity per token and per word, bits per byte) and
+the total with its standard error over documents. The numbers are those of the harness: the same windows, special tokens
+and model args. An estimate or a bound has its Monte Carlo error in a column of its own.
+A .jsonl, .json or .parquet file has a document in each row (--field names the column); a .txt or .md file is one
+document, or with --lines one for each line. The file - is standard input.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """The units of a text."""
+
+    tokens: int
+    words: int
+    bytes: int
+
+    def __add__(self, other: Size) -> Size:
+        return Size(self.tokens + other.tokens, self.words + other.words, self.bytes + other.bytes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of the output. `log_prob` in nats; `stderr`: its Monte Carlo error, if the estimator has one."""
+
+    name: str
+    log_prob: float
+    size: Size
+    stderr: float | None = None
+
+    def figures(self) -> dict[str, Any]:
+        """For JSON and CSV; None stands for a value that does not exist or is infinite."""
+        tokens, words, size = dataclasses.astuple(self.size)
+        return {
+            "document": self.name,
+            "tokens": tokens,
+            "words": words,
+            "bytes": size,
+            "log_prob": _finite(self.log_prob),
+            "log_prob_stderr": self.stderr,
+            "token_perplexity": _perplexity(self.log_prob, tokens),
+            "word_perplexity": _perplexity(self.log_prob, words),
+            "bits_per_byte": _finite(-self.log_prob / math.log(2) / size) if size else None,
+        }
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Score texts: `lm-eval-duel score`."""
+    options = parse(arguments)
+    with usage():
+        texts = own_text.texts(options.files, options.field, options.lines)[: options.limit]
+    from lm_eval.utils import setup_logging
+
+    from lm_eval_duel.harness.lm import DuelMDM
+
+    setup_logging()
+    lm = DuelMDM(**options.model)
+    rows = score(lm, texts)
+    info = lm.get_model_info()
+    figures = {
+        "fingerprint": info["fingerprint"],
+        "spec": info["spec"],
+        "estimator": lm.estimator.name,
+        "documents": [row.figures() for row in rows],
+        "total": _total(lm, rows),
+    }
+    if options.json:
+        Path(options.json).write_text(json.dumps(figures, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    if options.csv:
+        with open(options.csv, "w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, list(rows[0].figures()))
+            writer.writeheader()
+            writer.writerows(row.figures() for row in rows)
+    print(table(figures))
+
+
+@usage()
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The parsed command line, with `model` (the arguments of the model); raises UsageError for wrong arguments."""
+    parser = Parser(
+        "score",
+        "Score your own texts: log-probability, perplexity and bits per byte of each document.",
+        PRINTS,
+        "notes.txt 'articles/*.jsonl' --model_args pretrained=demo-mdm,rule=greedy,block=32",
+    )
+    add = parser.add_argument
+    add("files", nargs="+", metavar="FILE", help=f"{', '.join(own_text.FORMATS)}, a folder, a pattern, or - for stdin")
+    add("--model_args", default="", help="as for lm_eval: pretrained=demo-mdm,rule=greedy,block=32")
+    add("--field", default="text", help="the column of tables that holds the text (text)")
+    add("--lines", action="store_true", help="each line of a .txt or .md file is a document")
+    add("--limit", help="score only the first documents")
+    add("--json", metavar="FILE", help="also write the figures, with the spec, to this file")
+    add("--csv", metavar="FILE", help="also write the line of each document to this file")
+    add("--trace", metavar="FILE", help="also write a trace, which `show` and `leaderboard` display")
+    add("--device", help="cpu, cuda, ... (a GPU if there is one)")
+    add("--batch_size", default="auto", help="rows of max_length per network call (auto)")
+    options = parser.parse_args(arguments)
+    options.limit = count("--limit", options.limit)
+    for flag in ("json", "csv"):
+        if getattr(options, flag) is not None:
+            file_to_write(f"--{flag}", getattr(options, flag))
+    model = key_values("--model_args", options.model_args)
+    if options.trace is not None:
+        model["trace"] = options.trace
+    options.model = {**model, "device": options.device, "batch_size": options.batch_size}
+    Options.parse(options.model)
+    return options
+
+
+def score(lm: DuelMDM, texts: Sequence[own_text.OwnText]) -> list[Row]:
+    """The score of each text under a model of the harness."""
+    from lm_eval.api.instance import Instance
+
+    from lm_eval_duel.tasks import sizes
+
+    requests = [
+        Instance("loglikelihood_rolling", {"text": text}, (text,), 0, metadata=(TASK, n, 1))
+        for n, (_, text) in enumerate(texts)
+    ]
+    answers = lm.loglikelihood_rolling(requests)
+    return [
+        Row(name, float(answer), Size(answer.tokens, *sizes(text)), answer.stderr)
+        for (name, text), answer in zip(texts, answers, strict=True)
+    ]
+
+
+def _total(lm: DuelMDM, rows: Sequence[Row]) -> dict[str, Any]:
+    """The figures of all documents together.
+
+    `bits_per_byte_stderr`: over documents, as a ratio to bytes, sqrt(n / (n - 1) sum (bits - rate bytes)^2) / bytes.
+    """
+    statistics = lm.run.total().tasks[TASK]
+    stderr = next(iter(statistics.values.values())).stderr if statistics.values else None  # equal windows: one error
+    size = functools.reduce(operator.add, (row.size for row in rows))
+    total = Row("total", math.fsum(row.log_prob for row in rows), size, stderr)
+    figures = {**total.figures(), "bits_per_byte_stderr": None}
+    if len(rows) > 1 and (rate := figures["bits_per_byte"]) is not None:
+        spread = math.fsum((row.log_prob / math.log(2) + rate * row.size.bytes) ** 2 for row in rows)
+        figures["bits_per_byte_stderr"] = math.sqrt(len(rows) / (len(rows) - 1) * spread) / size.bytes
+    return figures
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _perplexity(log_prob: float, units: int) -> float | None:
+    """exp(-log_prob / units)."""
+    if not units or not -log_prob / units < 709:
+        return None
+    return math.exp(-log_prob / units)
+
+
+def _cell(value: Any, column: str) -> str:
+    if value is None:
+        return "-"
+    return str(value) if isinstance(value, int) else f"{value:.{4 if column == 'bits_per_byte' else 2}f}"
+
+
+def table(figures: dict[str, Any]) -> str:
+    """The figures as text, with what the numbers are below."""
+    columns = ["tokens", "log_prob", "token_perplexity", "word_perplexity", "bits_per_byte"]
+    total = figures["total"]
+    if total["log_prob_stderr"] is not None:
+        columns.insert(2, "log_prob_stderr")
+    rows = [*figures["documents"], total] if len(figures["documents"]) > 1 else figures["documents"]
+    cells = [[row["document"], *(_cell(row[column], column) for column in columns)] for row in rows]
+    spec = figures["spec"]
+    method = ", ".join(f"{key}={spec[key]}" for key in ("rule", "block", "cache") if key in spec)
+    lines = [plain_table(["document", *columns], cells), "", f"estimator={figures['estimator']}, {method}".rstrip(", ")]
+    if total["bits_per_byte_stderr"] is not None:
+        error = total["bits_per_byte_stderr"]
+        lines.append(f"bits per byte {total['bits_per_byte']:.4f} +- {error:.4f} (standard error over documents)")
+    return "\n".join([*lines, f"fingerprint {figures['fingerprint']}"])

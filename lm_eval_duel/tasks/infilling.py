@@ -1,0 +1,104 @@
+"""Multiple choice and infilling from the user's own files: log p(target | prefix, suffix), scored exactly.
+
+A masked diffusion model sees the text after a gap as well as the text before it. The row is prefix | gap | suffix, with
+the suffix visible from the first step. Autoregressive models cannot do this, so their answers are refused.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lm_eval.api.task import ConfigurableTask
+
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.tasks import metadata, own_text
+from lm_eval_duel.tasks.gap import Gap
+from lm_eval_duel.tasks.metrics import perplexity
+
+if TYPE_CHECKING:
+    import datasets
+    from lm_eval.api.instance import Instance
+
+
+class Infilling(ConfigurableTask):
+    """A task whose continuations are followed by the document's `suffix`."""
+
+    def __init__(self, config: dict[str, Any]):
+        super().__init__(config={key: value for key, value in config.items() if key != "class"})
+
+    def construct_requests(self, doc: dict[str, Any], ctx: str, **kwargs: Any) -> list[Instance] | Instance:
+        """The harness's requests, with the suffix attached to each continuation."""
+        requests = super().construct_requests(doc, ctx, **kwargs)
+        for request in requests if isinstance(requests, list) else [requests]:
+            context, continuation = request.arguments
+            request.arguments = (context, Gap(continuation, doc["suffix"]))
+        return requests
+
+    def process_results(self, doc: dict[str, Any], results: list[Any]) -> dict[str, Any]:
+        """The metrics; raises DuelError if the answers come from a model that did not see the suffix."""
+        if doc["suffix"] and not all(getattr(answer[0], "sees_suffix", False) for answer in results):
+            raise DuelError(
+                f"Task {self.config.task} asks for the text between a prefix and a suffix, and this model sees the "
+                "prefix only. Use --model duel-mdm with a bidirectional network, or rows without a suffix."
+            )
+        return super().process_results(doc, results)
+
+
+def gaps(**model_args: Any) -> dict[str, datasets.Dataset]:
+    """Rows of `prefix`, `target` and `suffix` of the files that --metadata names."""
+    return _dataset("duel_infill", model_args, _gap)
+
+
+def choices(**model_args: Any) -> dict[str, datasets.Dataset]:
+    """Rows of `prefix`, `options`, `suffix` and `label` of the files that --metadata names."""
+    return _dataset("duel_choice", model_args, _choice)
+
+
+def target_perplexity(doc: dict[str, Any], results: list[Any]) -> dict[str, Any]:
+    """Perplexities of the target, and whether argmax decoding writes it.
+
+    With one document a row, `results` holds its (log-likelihood, is_greedy).
+    """
+    ((log_prob, is_greedy),) = results
+    return {**perplexity({"text": doc["target"]}, [log_prob]), "acc": float(is_greedy)}
+
+
+def _dataset(task: str, model_args: dict[str, Any], read: Any) -> dict[str, datasets.Dataset]:
+    import datasets
+
+    settings = metadata.read(model_args)
+    patterns = metadata.files_of(settings, task)
+    records = [read(name, row) for name, row in own_text.rows(patterns)]
+    if not records:
+        raise DuelError(f"{', '.join(patterns)}: no row; task {task} needs at least one.")
+    return {"test": datasets.Dataset.from_list(records)}
+
+
+def _text(name: str, row: dict[str, Any], key: str, default: str | None = None) -> str:
+    text = default if default is not None and row.get(key) is None else own_text.column(name, row, key)
+    if not isinstance(text, str):
+        raise DuelError(f"{name}: column '{key}' holds {type(text).__name__}, not text.")
+    return text
+
+
+def _gap(name: str, row: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "prefix": _text(name, row, "prefix", ""),
+        "target": _text(name, row, "target"),
+        "suffix": _text(name, row, "suffix", ""),
+    }
+
+
+def _choice(name: str, row: dict[str, Any]) -> dict[str, Any]:
+    options, label = own_text.column(name, row, "options"), own_text.column(name, row, "label")
+    if not isinstance(options, list) or len(options) < 2 or not all(isinstance(option, str) for option in options):
+        raise DuelError(f"{name}: column 'options' must be a list of two or more texts; got {options!r}.")
+    if isinstance(label, str) and label in options:
+        label = options.index(label)
+    if not isinstance(label, int) or isinstance(label, bool) or not 0 <= label < len(options):
+        raise DuelError(
+            f"{name}: column 'label' must be one of the options, or its number from 0 to {len(options) - 1}; "
+            f"got {label!r}."
+        )
+    prefix, suffix = _text(name, row, "prefix", ""), _text(name, row, "suffix", "")
+    return {"prefix": prefix, "options": options, "suffix": suffix, "label": label}

@@ -1,0 +1,57 @@
+"""The task that a command names: one of the harness or of this package, a YAML file, or files of text."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.tasks import own_text
+from lm_eval_duel.tasks.bundled import task_folder
+
+if TYPE_CHECKING:
+    from lm_eval.api.task import Task
+
+YAML = (".yaml", ".yml")
+
+
+def load(name: str, metadata: dict[str, Any], include_path: str | None = None) -> Task:
+    """The task of a name, of a YAML file, or of texts (a file, a folder or a pattern), with its data.
+
+    `include_path`: a folder of the user's task files. Raises DuelError if there is no such task, or it is a group.
+    """
+    from lm_eval.tasks import TaskManager
+
+    check(name, include_path)
+    if is_text(name):
+        name, metadata = "duel_text", {**metadata, "files": name}
+    folders = [task_folder(), *([include_path] if include_path else [])]
+    manager = TaskManager(include_path=folders, metadata=metadata)
+    if not is_yaml(name) and name not in manager.all_tasks:
+        near = difflib.get_close_matches(name, manager.all_tasks, n=1)
+        raise DuelError(f"No task '{name}'.{f' Did you mean {near[0]}?' if near else ''} All: lm_eval ls tasks.")
+    loaded = manager.load([name])
+    if loaded["groups"] or len(loaded["tasks"]) != 1:
+        raise DuelError(f"'{name}' is a group of tasks; name one task.")
+    return next(iter(loaded["tasks"].values()))
+
+
+def check(name: str, include_path: str | None = None) -> None:
+    """Raise DuelError for files and folders that do not exist, before anything is loaded."""
+    if include_path is not None and not Path(include_path).is_dir():
+        raise DuelError(f"--include_path {include_path}: there is no such folder.")
+    if is_yaml(name) and not Path(name).is_file():
+        raise DuelError(f"--tasks {name}: there is no such file.")
+    if is_text(name):
+        own_text.find([name])
+
+
+def is_yaml(name: str) -> bool:
+    """Whether `name` is that of a task's file."""
+    return Path(name).suffix in YAML
+
+
+def is_text(name: str) -> bool:
+    """Whether `name` is a file, a folder or a pattern of texts: tasks have no dots and no slashes in their names."""
+    return Path(name).suffix in own_text.FORMATS or ("/" in name and Path(name).is_dir())

@@ -1,0 +1,116 @@
+"""Texts of the user's own files: a document a file, a line, or a row of a table."""
+
+from __future__ import annotations
+
+import glob
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lm_eval_duel.errors import DuelError, unknown
+from lm_eval_duel.tasks import files
+
+PLAIN = (".txt", ".md")
+FORMATS = (*PLAIN, *files.FORMATS)
+STDIN = "-"
+
+
+class OwnText(NamedTuple):
+    """One document. `name`: its file, and its line or row if the file holds several."""
+
+    name: str
+    text: str
+
+
+def find(patterns: Sequence[str]) -> list[Path]:
+    """The files of names, of patterns such as texts/*.jsonl, and of folders, each once, in the order of the patterns.
+
+    Raises DuelError for one that matches no file, or a file of another format.
+    """
+    matching: dict[Path, None] = {}
+    for pattern in patterns:
+        if Path(pattern).is_dir():
+            matches = sorted(file for file in Path(pattern).iterdir() if file.suffix in FORMATS)
+            wanted = f"a folder with {', '.join(FORMATS)} files"
+        else:
+            exact = Path(pattern).exists()  # a name may hold the characters of a pattern
+            matches = [Path(pattern)] if exact else [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]
+            wanted = "a file, a folder, or a pattern such as 'texts/*.jsonl'"
+        if not matches:
+            raise DuelError(f"{pattern} matches no file; name {wanted}.")
+        for file in matches:
+            if file.suffix not in FORMATS:
+                raise DuelError(f"{file} is not {', '.join(FORMATS[:-1])} or {FORMATS[-1]}; convert it to one of them.")
+            matching[file] = None
+    return list(matching)
+
+
+def texts(patterns: Sequence[str], field: str = "text", lines: bool = False) -> list[OwnText]:
+    """The documents of files. `field`: the column of a table; `lines`: each line of a plain file that is not blank.
+
+    Raises DuelError if a file cannot be read, has no such column, or there is no document at all.
+    """
+    documents: list[OwnText] = []
+    for pattern in patterns:
+        if pattern == STDIN:
+            documents += _plain("stdin", sys.stdin.read(), lines)
+            continue
+        for file in find([pattern]):
+            documents += _documents(file, field, lines)
+    if not documents:
+        raise DuelError(f"{', '.join(patterns)}: no text to score; the files are empty.")
+    return documents
+
+
+def rows(patterns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, row) of each row of tables (.jsonl, .json, .parquet)."""
+    for file in find(patterns):
+        if file.suffix in PLAIN:
+            raise DuelError(f"{file} has no columns; this task reads .jsonl, .json or .parquet.")
+        if file.suffix == ".parquet":
+            records = files.table(str(file)).to_pylist()
+        else:
+            records = _records(file)
+        for number, row in enumerate(records, 1):
+            yield f"{file}:{number}", row
+
+
+def column(name: str, row: dict[str, Any], key: str) -> Any:
+    """The entry of a row; raises DuelError, with the nearest column, if there is none."""
+    if row.get(key) is None:
+        raise DuelError(f"{name}: {unknown('column', key, [column for column in row if row[column] is not None])}")
+    return row[key]
+
+
+def _records(file: Path) -> list[dict[str, Any]]:
+    """The rows of a JSON file; their columns may hold values of several types."""
+    try:
+        records = files.json_records(file)
+    except (OSError, ValueError) as error:
+        raise DuelError(f"{file} cannot be read as JSON, one record a line or one list ({error}).") from None
+    for number, record in enumerate(records, 1):
+        if not isinstance(record, dict):
+            raise DuelError(f"{file}:{number} is not a JSON object with columns; got {type(record).__name__}.")
+    return records
+
+
+def _documents(file: Path, field: str, lines: bool) -> list[OwnText]:
+    if file.suffix in PLAIN:
+        try:
+            return _plain(str(file), file.read_text(encoding="utf-8"), lines)
+        except UnicodeDecodeError as error:
+            raise DuelError(f"{file} is not UTF-8 text ({error.reason} at byte {error.start}); convert it.") from None
+    documents = []
+    for name, row in rows([str(file)]):
+        text = column(name, row, field)
+        if not isinstance(text, str):
+            raise DuelError(f"{name}: column '{field}' holds {type(text).__name__}, not text; name another one.")
+        documents.append(OwnText(name, text))
+    return documents
+
+
+def _plain(name: str, text: str, lines: bool) -> list[OwnText]:
+    if lines:
+        return [OwnText(f"{name}:{n}", line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
+    return [OwnText(name, text)] if text else []

@@ -1,0 +1,80 @@
+"""`lm-eval-duel score`: the harness's numbers for the user's own texts."""
+
+import csv
+import json
+import math
+
+import pytest
+import tiny
+
+from lm_eval_duel import Duel
+from lm_eval_duel.cli import score
+from lm_eval_duel.errors import UsageError
+
+TEXTS = ["a b c d e", "the of and a b c d e a b c d e the of and", "a"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.checkpoint(tmp_path_factory.mktemp("bert"), "bert", length=8)
+
+
+@pytest.fixture
+def texts(tmp_path):
+    file = tmp_path / "texts.txt"
+    file.write_text("\n".join(TEXTS))
+    return str(file)
+
+
+def run(*arguments, capsys):
+    score.main([*arguments, "--device", "cpu"])
+    return capsys.readouterr().out
+
+
+def test_the_numbers_are_those_of_the_library(folder, texts, tmp_path, capsys):
+    model, out = f"pretrained={folder},rule=margin,block=4", tmp_path / "out.json"
+    table = tmp_path / "out.csv"
+    printed = run(texts, "--lines", "--model_args", model, "--json", str(out), "--csv", str(table), capsys=capsys)
+    figures = json.loads(out.read_text())
+    duel = Duel.from_pretrained(folder, rule="margin", block=4, device="cpu")
+    scores = duel.score(TEXTS)
+    for row, expected in zip(figures["documents"], scores, strict=True):
+        assert row["log_prob"] == pytest.approx(expected.log_prob, abs=1e-4)
+        assert row["token_perplexity"] == pytest.approx(expected.perplexity, rel=1e-5)
+        assert row["bits_per_byte"] == pytest.approx(expected.bits_per_byte, rel=1e-5)
+    total, size = figures["total"], sum(len(text.encode()) for text in TEXTS)
+    bits = [-expected.log_prob / math.log(2) for expected in scores]
+    assert total["bits_per_byte"] == pytest.approx(sum(bits) / size, rel=1e-5)
+    rest = [b - total["bits_per_byte"] * len(text) for b, text in zip(bits, TEXTS, strict=True)]
+    assert total["bits_per_byte_stderr"] == pytest.approx(math.sqrt(1.5 * sum(r * r for r in rest)) / size, rel=1e-4)
+    assert figures["fingerprint"] == duel.fingerprint and duel.fingerprint in printed
+    assert [row["document"] for row in csv.DictReader(table.open())] == [f"{texts}:{n}" for n in (1, 2, 3)]
+    assert "total" in printed and "standard error over documents" in printed
+
+
+def test_a_bound_has_its_monte_carlo_error(folder, texts, tmp_path, capsys):
+    out = tmp_path / "out.json"
+    arguments = ("--lines", "--model_args", f"pretrained={folder},estimator=elbo,mc_samples=16", "--json", str(out))
+    assert "log_prob_stderr" in run(texts, *arguments, capsys=capsys)
+    figures = json.loads(out.read_text())
+    errors = [row["log_prob_stderr"] for row in figures["documents"]]
+    assert all(errors) and figures["total"]["log_prob_stderr"] == pytest.approx(math.hypot(*errors))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["texts", "--model_args", "rule=greddy"], "Did you mean 'greedy'"),
+        (["texts", "--limit", "0"], "at least 1"),
+        (["texts", "--json", "none/out.json"], "there is no folder"),
+        (["texts", "--feild", "x"], "Did you mean"),
+    ],
+)
+def test_wrong_arguments_fail_before_anything_is_loaded(arguments, message):
+    with pytest.raises(UsageError, match=message):
+        score.parse(arguments)
+
+
+def test_a_missing_file_fails_before_the_model_is_loaded(tmp_path):
+    with pytest.raises(UsageError, match="matches no file"):
+        score.main([str(tmp_path / "none.txt"), "--model_args", "pretrained=/no/such/model"])

@@ -1,0 +1,204 @@
+"""Texts of the user's own files: how they are read, and the tasks that score them."""
+
+import io
+import json
+
+import pytest
+import tiny
+from harness_requests import ask
+
+from lm_eval_duel import tasks
+from lm_eval_duel.engine.windows import Window, infilled
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators.duel import Duel
+from lm_eval_duel.harness.cache_keys import request_key
+from lm_eval_duel.harness.lm import DuelMDM
+from lm_eval_duel.tasks import infilling, named, own_text
+from lm_eval_duel.tasks.gap import Gap
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.checkpoint(tmp_path_factory.mktemp("bert"), "bert", length=16)
+
+
+@pytest.fixture(scope="module")
+def lm(folder):
+    return DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu")
+
+
+def write(folder, name, content):
+    (folder / name).write_text(content, encoding="utf-8")
+    return str(folder / name)
+
+
+def rows(folder, name, *records):
+    return write(folder, name, "".join(json.dumps(record) + "\n" for record in records))
+
+
+# ---------------------------------------------------------------- files
+
+
+def test_a_file_a_line_or_a_row_is_a_document(tmp_path, monkeypatch):
+    plain = write(tmp_path, "a.txt", "one\n\n two\n")
+    table = rows(tmp_path, "b.jsonl", {"body": "three"}, {"body": "four"})
+    listed = write(tmp_path, "c.json", json.dumps([{"body": "five"}]))
+    assert own_text.texts([plain]) == [(plain, "one\n\n two\n")]
+    assert own_text.texts([plain], lines=True) == [(f"{plain}:1", "one"), (f"{plain}:3", " two")]
+    everything = [text for _, text in own_text.texts([f"{tmp_path}/*.json*"], "body")]
+    assert everything == ["three", "four", "five"]
+    assert own_text.texts([table, listed], "body") == own_text.texts([f"{tmp_path}/*.json*"], "body")
+    monkeypatch.setattr("sys.stdin", io.StringIO("typed"))
+    assert own_text.texts(["-"]) == [("stdin", "typed")]
+
+
+def test_parquet(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["one", "two"]}), tmp_path / "a.parquet")
+    assert [text for _, text in own_text.texts([str(tmp_path)])] == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", "x", "is not .txt"),
+        ("a.txt", "", "no text to score"),
+        ("a.jsonl", '{"txt": "x"}', "Unknown column 'text'. Did you mean 'txt'"),
+        ("a.jsonl", '{"text": 3}', "holds int, not text"),
+        ("a.jsonl", "{", "cannot be read as JSON"),
+        ("a.jsonl", "[[1]]", "is not a JSON object"),
+    ],
+)
+def test_files_that_cannot_be_read(tmp_path, name, content, message):
+    with pytest.raises(DuelError, match=message):
+        own_text.texts([write(tmp_path, name, content)])
+
+
+def test_no_such_file(tmp_path):
+    with pytest.raises(DuelError, match="matches no file"):
+        own_text.texts([str(tmp_path / "*.txt")])
+    with pytest.raises(DuelError, match=r"--tasks .*none\.yaml: there is no such file"):
+        named.check(str(tmp_path / "none.yaml"))
+
+
+# ---------------------------------------------------------------- tasks
+
+
+def test_documents_and_rows_of_own_texts(tmp_path, folder):
+    file = rows(tmp_path, "a.jsonl", {"body": "a b c d"}, {"body": "e d c b a"})
+    model = {"tokenizer": folder, "files": file, "field": "body"}
+    documents = tasks.own_documents(**model)["test"]
+    assert documents["text"] == ["a b c d", "e d c b a"] and documents["duel_tokens"] == [4, 5]
+    packed = tasks.own_rows(**model, length=5)["test"]
+    assert [len(ids.split()) for ids in packed["ids"]] == [5, 5, 5]  # 9 tokens between two special ones, three a row
+    with pytest.raises(DuelError, match="name them: --metadata"):
+        tasks.own_documents(tokenizer=folder)
+
+
+def test_a_gap_is_scored_with_both_sides_visible(lm):
+    context, target, after = (lm.tok_encode(text) for text in ("a b", "c", "d e"))
+    [(log_prob, is_greedy)] = lm.loglikelihood(ask("loglikelihood", ("a b", Gap(" c", " d e"))), disable_tqdm=True)
+    window = Window((2, *context), target, (*after, 3))
+    [scored] = Duel(lm.denoiser, "greedy", 4).log_prob([window])
+    assert (log_prob, is_greedy) == (pytest.approx(scored.log_prob, abs=1e-5), scored.is_greedy)
+    assert (log_prob.tokens, log_prob.text, log_prob.sees_suffix) == (1, " c", True)
+    [(alone, _)] = lm.loglikelihood(ask("loglikelihood", ("a b", " c")), disable_tqdm=True)
+    assert abs(alone - log_prob) > 1e-4  # the suffix counts
+
+
+def test_spaces_at_the_end_of_a_gap_belong_to_its_suffix(lm):
+    joint = lm.text.encode_gap("a b", Gap(" c", " d e"))
+    assert lm.text.encode_gap("a b", Gap(" c ", "d e")) == joint
+    assert lm.text.encode_gap("a b", Gap(" c", ""))[2] == []
+
+
+def test_the_suffix_is_part_of_the_key_of_an_answer():
+    keys = {request_key("loglikelihood", ("a", text), "") for text in ("b", Gap("b", "c"), Gap("b", "d"))}
+    assert len(keys) == 3
+
+
+@pytest.mark.parametrize(
+    ("context", "after", "kept_before", "kept_after"),
+    [(2, 2, 2, 2), (9, 9, 3, 3), (9, 1, 5, 1), (1, 9, 1, 5), (0, 9, 0, 6), (9, 0, 6, 0)],
+)
+def test_what_does_not_fit_is_cut_from_the_far_ends(context, after, kept_before, kept_after):
+    before, behind = list(range(10, 10 + context)), list(range(30, 30 + after))
+    window, cut = infilled(before, [1, 2], behind, 10, [8], [9])
+    assert window.context == (8, *before[context - kept_before :]) and window.target == (1, 2)
+    assert window.suffix == (*behind[:kept_after], 9)
+    assert cut == context + after - kept_before - kept_after
+
+
+def test_a_gap_too_long_is_refused():
+    with pytest.raises(DuelError, match="does not fit a row"):
+        infilled([1], list(range(9)), [2], 10, [8], [9])
+
+
+# ---------------------------------------------------------------- the tasks' files
+
+INFILL = {
+    "task": "duel_infill",
+    "class": infilling.Infilling,
+    "output_type": "loglikelihood",
+    "test_split": "test",
+    "doc_to_text": "prefix",
+    "doc_to_target": "target",
+    "target_delimiter": "",
+    "process_results": infilling.target_perplexity,
+    "custom_dataset": infilling.gaps,
+    "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+}
+
+
+def task(file):
+    return infilling.Infilling({**INFILL, "metadata": {"files": file}})
+
+
+def test_requests_carry_the_suffix_and_other_models_are_refused(tmp_path, lm):
+    file = rows(tmp_path, "g.jsonl", {"prefix": "a b", "target": " c", "suffix": " d"}, {"target": "a b"})
+    infill = task(file)
+    infill.build_all_requests()
+    assert [request.args for request in infill.instances] == [("a b", " c"), ("", "a b")]
+    assert [request.args[1].suffix for request in infill.instances] == [" d", ""]
+    answers = lm.loglikelihood(infill.instances, disable_tqdm=True)
+    first, second = infill.instances
+    metrics = infill.process_results(first.doc, [answers[0]])
+    assert metrics["token_perplexity"] == (answers[0][0], 1) and metrics["acc"] in (0.0, 1.0)
+    with pytest.raises(DuelError, match="sees the prefix only"):
+        infill.process_results(first.doc, [(-1.0, True)])
+    assert infill.process_results(second.doc, [(-1.0, True)])["acc"] == 1.0  # nothing to see after this one
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"prefix": "a"}, "Unknown column 'target'"),
+        ({"target": 3}, "holds int, not text"),
+        ({"target": "a", "suffix": ["b"]}, "holds list, not text"),
+    ],
+)
+def test_wrong_rows_of_gaps(tmp_path, record, message):
+    with pytest.raises(DuelError, match=message):
+        infilling.gaps(files=rows(tmp_path, "g.jsonl", record))
+
+
+@pytest.mark.parametrize("label", [1, "right"])
+def test_choices(tmp_path, label):
+    file = rows(tmp_path, "q.jsonl", {"prefix": "p", "options": ["wrong", "right"], "label": label})
+    [row] = infilling.choices(files=file)["test"]
+    assert row == {"prefix": "p", "options": ["wrong", "right"], "suffix": "", "label": 1}
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"options": ["a"], "label": 0}, "two or more texts"),
+        ({"options": ["a", "b"], "label": 2}, "from 0 to 1; got 2"),
+        ({"options": ["a", "b"], "label": True}, "got True"),
+    ],
+)
+def test_wrong_rows_of_choices(tmp_path, record, message):
+    with pytest.raises(DuelError, match=message):
+        infilling.choices(files=rows(tmp_path, "q.jsonl", record))
