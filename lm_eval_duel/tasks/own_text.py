@@ -68,11 +68,7 @@ def rows(patterns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     for file in find(patterns):
         if file.suffix in PLAIN:
             raise DuelError(f"{file} has no columns; this task reads .jsonl, .json or .parquet.")
-        if file.suffix == ".parquet":
-            records = files.table(str(file)).to_pylist()
-        else:
-            records = _records(file)
-        for number, row in enumerate(records, 1):
+        for number, row in enumerate(_records(file), 1):
             yield f"{file}:{number}", row
 
 
@@ -84,7 +80,9 @@ def column(name: str, row: dict[str, Any], key: str) -> Any:
 
 
 def _records(file: Path) -> list[dict[str, Any]]:
-    """The rows of a JSON file; their columns may hold values of several types."""
+    """The rows of a table. Columns of a JSON file may hold values of several types."""
+    if file.suffix == ".parquet":
+        return files.table(str(file)).to_pylist()
     try:
         records = files.json_records(file)
     except (OSError, ValueError) as error:

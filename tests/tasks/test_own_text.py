@@ -65,7 +65,7 @@ def test_parquet(tmp_path):
     [
         ("a.csv", "x", "is not .txt"),
         ("a.txt", "", "no text to score"),
-        ("a.jsonl", '{"txt": "x"}', "Unknown column 'text'. Did you mean 'txt'"),
+        ("a.jsonl", '{"txt": "x"}', "Unknown column 'text'. Did you mean txt"),
         ("a.jsonl", '{"text": 3}', "holds int, not text"),
         ("a.jsonl", "{", "cannot be read as JSON"),
         ("a.jsonl", "[[1]]", "is not a JSON object"),
@@ -202,3 +202,20 @@ def test_choices(tmp_path, label):
 def test_wrong_rows_of_choices(tmp_path, record, message):
     with pytest.raises(DuelError, match=message):
         infilling.choices(files=rows(tmp_path, "q.jsonl", record))
+
+
+@pytest.mark.slow  # lm-eval indexes its 14,000 tasks, three times
+def test_a_command_takes_a_task_a_yaml_file_or_texts(tmp_path, folder):
+    texts = rows(tmp_path, "a.jsonl", {"text": "a b c d"}, {"text": "e"})
+    document = tasks.task_folder() + "/benchmarks/_document.yaml"
+    mine = f"include: {document}\ntask: mine\ncustom_dataset: !function lm_eval_duel.tasks.own_documents\n"
+    yaml = write(tmp_path, "mine.yaml", mine + f"metadata:\n  version: 1.0\n  files: {texts}\n")
+    metadata = {"tokenizer": folder}
+    for name, include_path in ((texts, None), (yaml, None), ("mine", str(tmp_path))):
+        task = named.load(name, metadata, include_path)
+        task.build_all_requests()
+        assert [request.args[0] for request in task.instances] == ["a b c d", "e"]
+    with pytest.raises(DuelError, match="is a group of tasks"):
+        named.load("duel_zero_shot", metadata)
+    with pytest.raises(DuelError, match="Did you mean sotu"):
+        named.load("sotus", metadata)
