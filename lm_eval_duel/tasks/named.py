@@ -31,9 +31,11 @@ def load(name: str, metadata: dict[str, Any], include_path: str | None = None) -
     if not is_yaml(name) and name not in manager.all_tasks:
         near = difflib.get_close_matches(name, manager.all_tasks, n=1)
         raise DuelError(f"No task '{name}'.{f' Did you mean {near[0]}?' if near else ''} All: lm_eval ls tasks.")
+    if not is_yaml(name) and name not in manager.all_subtasks:  # before the data of its tasks are loaded
+        raise DuelError(f"'{name}' is a group of tasks; name one task.")
     loaded = manager.load([name])
     if loaded["groups"] or len(loaded["tasks"]) != 1:
-        raise DuelError(f"'{name}' is a group of tasks; name one task.")
+        raise DuelError(f"{name} is not the file of one task; name one with a line 'task: NAME'.")
     return next(iter(loaded["tasks"].values()))
 
 
