@@ -112,6 +112,8 @@ REFUSED = {
     "WeDLMForCausalLM": f"it reorders tokens under causal attention and revises revealed tokens, {NO_ORDER}",
     "LLaDA21MoeModelLM": f"it edits revealed tokens, {NO_ORDER}",
     "E2D2": "it is an encoder-decoder with a wrapper of its own, which is not supported",
+    "EsmForDPLM2": "it has a second track of structure tokens (DPLM-2), which is not supported",
+    "EsmForDPLM2Bit": "it has a second track of structure tokens (DPLM-2 Bit), which is not supported",
     "NemotronLabsDiffusionModel": "its prefix is causal and its block bidirectional, which is not supported yet",
     "NemotronLabsDiffusionVLMModel": "it needs images, which are not supported",
 }
