@@ -49,8 +49,9 @@ def found(tmp_path_factory):
         path, w = write(tmp_path_factory.mktemp("backbone"), case)
 
         @functools.cache
-        def logits(ids):
-            seen = plain.everywhere(len(ids)) if case.block is None else plain.block_causal(len(ids), case.block)
+        def logits(ids, origin=0):
+            first = origin if case.anchor == "target" else 0
+            seen = plain.everywhere(len(ids)) if case.block is None else plain.block_causal(len(ids), case.block, first)
             return plain.logits(case.net, w, ids, seen)
 
         return path, logits
@@ -122,13 +123,13 @@ def textbook(name, denoiser, right, rule, window):
     """One window by the textbook loop over the plain network."""
     shift = CASES[name].shift
     return score(
-        lambda ids: right(tuple(ids.tolist())).roll(shift, 0),
+        lambda ids: right(tuple(ids.tolist()), len(window.context)).roll(shift, 0),
         denoiser.mask_id,
         denoiser.excluded,
         rules.parse(rule),
         denoiser.block or 4,
         window,
-        "row" if denoiser.block else "target",
+        denoiser.anchor if denoiser.block else "target",
         tie_when_all_mask=True,
         sees=denoiser.last_block if denoiser.block else None,
     )
@@ -172,7 +173,7 @@ def test_a_window_alone_equals_the_window_in_a_batch(found, name):
             assert again.token_logprobs == pytest.approx(scored.token_logprobs, abs=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llada", "dream", "llada2", "fast-dllm-v2", "sdar-moe"])
+@pytest.mark.parametrize("name", ["llada", "dream", "llada2", "fast-dllm-v2", "sdar-moe", "d2f-dream"])
 @pytest.mark.parametrize("rule", RULES)
 def test_samples_are_scored_as_they_were_drawn(found, name, rule):
     denoiser, _ = found(name)
@@ -198,10 +199,11 @@ def test_all_pairs_of_tokens_sum_to_one(found, name):
 def test_left_to_right_is_the_chain_rule_and_k_the_marginals(found, name):
     denoiser, right = found(name)
     block, mask = denoiser.block or 4, denoiser.mask_id
-    short = [mask] * (-4 % block if denoiser.block else 0)  # a short last block is shown filled up
+    end = 2 if denoiser.anchor == "target" else 4  # of the target, counted from where blocks begin
+    short = [mask] * (-end % block if denoiser.block else 0)  # a short last block is shown filled up
 
     def logs(*row):
-        logits = right((*row, *short)).roll(CASES[name].shift, 0)
+        logits = right((*row, *short), 2).roll(CASES[name].shift, 0)
         return logits.masked_fill(denoiser.excluded, -math.inf).log_softmax(-1)
 
     first, second = logs(6, 7, mask, mask), logs(6, 7, 9, mask)

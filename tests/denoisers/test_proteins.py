@@ -8,6 +8,7 @@ import pytest
 import torch
 from encoder_reference import PROTEIN_MASK, RESIDUES, VOCABULARY, esm, esm_logits
 from harness_requests import ask
+from harness_runs import evaluate
 from textbook import score
 
 from lm_eval_duel import denoisers, rules
@@ -130,3 +131,15 @@ def test_a_residue_is_a_token(protein):
     scores = lm.loglikelihood(ask("loglikelihood", ("MKTA", "YIAK")), disable_tqdm=True)
     expected = Duel(denoiser, "l2r", 8).log_prob([Window((0, *ids("MKTA")), ids("YIAK"), (2,))])[0]
     assert scores[0][0] == pytest.approx(expected.log_prob, abs=1e-4)
+
+
+def test_the_task_reports_bits_per_residue(protein):
+    _, _, path = protein
+    model_args = f"pretrained={path},rule=left_to_right:k=8,block=16,max_length=64"
+    found = evaluate("proteins", model_args, limit=2, bootstrap_iters=0)
+    samples = found["samples"]["proteins"]
+    nats = sum(sample["resps"][0][0] for sample in samples)
+    bits = found["results"]["proteins"]["bits_per_residue,none"]
+    assert bits == pytest.approx(-nats / math.log(2) / (76 + 105))
+    assert found["results"]["proteins"]["residue_perplexity,none"] == pytest.approx(2**bits)
+    assert found["results"]["proteins"]["bits_per_byte,none"] == pytest.approx(bits)

@@ -20,6 +20,10 @@ VOCABULARY = ["<cls>", "<pad>", "<eos>", "<unk>", *RESIDUES, *"XBUZO.-", "<null_
 PROTEIN_MASK = 32
 
 
+def is_norm(name):
+    return "norm" in name.lower() and not name.endswith("bias")
+
+
 def random(shapes, seed=3):
     """Tensors of these shapes: norms near 1, biases near 0."""
     generator = torch.Generator().manual_seed(seed)
@@ -27,7 +31,7 @@ def random(shapes, seed=3):
     for name, shape in shapes.items():
         draw = torch.randn(shape, generator=generator)
         scale = 1.0 if "embeddings" in name or "embed_tokens" in name else 0.3
-        made[name] = draw * 0.2 + ("orm" in name and not name.endswith("bias")) if len(shape) == 1 else draw * scale
+        made[name] = draw * 0.2 + is_norm(name) if len(shape) == 1 else draw * scale
     return made
 
 
@@ -80,8 +84,11 @@ def esm(folder, positions=66, **entries):
     layer = {f"attention.self.{name}": (D, D) for name in ("query", "key", "value")}
     layer |= {"attention.output.dense": (D, D), "intermediate.dense": (WIDE, D), "output.dense": (D, WIDE)}
     shapes = {"esm.embeddings.word_embeddings.weight": (33, D), "lm_head.dense.weight": (D, D), "lm_head.bias": (33,)}
-    shapes |= {f"{name}.{part}": (D,) for name in ("lm_head.layer_norm", "esm.encoder.emb_layer_norm_after")
-               for part in ("weight", "bias")} | {"lm_head.dense.bias": (D,)}
+    shapes |= {
+        f"{name}.{part}": (D,)
+        for name in ("lm_head.layer_norm", "esm.encoder.emb_layer_norm_after")
+        for part in ("weight", "bias")
+    } | {"lm_head.dense.bias": (D,)}
     for n in range(LAYERS):
         of = f"esm.encoder.layer.{n}."
         for name, shape in layer.items():
