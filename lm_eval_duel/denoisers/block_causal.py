@@ -7,8 +7,8 @@ A step evaluates many blocks of a window side by side in one row of the batch (b
     keys       clean blocks 0 1 2 3       | the queries' own
     seen       clean blocks before the query's, and the cells of its own block
 
-Blocks count from the row's first column. A network with `anchor="target"` counts them from the target's, and its context
-is one block, of any length.
+Blocks count from the row's first column. A network with `anchor="target"` counts them from the target's first column,
+and its context is one block of any length.
 
 Blocks that begin within the same stretch of columns go together, so that a call reads no more clean keys than its last
 block sees. A causal network is the case of blocks of one: all its predictions are read from the clean stream.

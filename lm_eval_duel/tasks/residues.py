@@ -48,5 +48,5 @@ def _checked(doc: dict[str, Any], index: int) -> dict[str, str]:
 
 
 def residue_perplexity(doc: dict[str, Any], results: list[float]) -> dict[str, tuple[float, int]]:
-    """(log-likelihood, residues) of a protein, for each metric; a residue is one byte, so bits per byte are the same."""
+    """(log-likelihood, residues) of a protein, for each metric. A residue is one byte: bits per byte are the same."""
     return dict.fromkeys(("bits_per_residue", "residue_perplexity", "bits_per_byte"), (results[0], len(doc["text"])))

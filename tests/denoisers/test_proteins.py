@@ -121,7 +121,7 @@ def test_a_window_alone_equals_the_window_in_a_batch(protein):
 
 
 def test_a_residue_is_a_token(protein):
-    denoiser, right, path = protein
+    denoiser, _, path = protein
     lm = DuelMDM(pretrained=path, device="cpu", rule="l2r", block=8)
     assert [lm.tok_encode(letter) for letter in RESIDUES] == [[n] for n in range(4, 24)]
     assert lm.tok_encode("MKTAYIAKQR") == list(ids("MKTAYIAKQR")) == lm.tok_encode("M K T A Y\nIAKQR")

@@ -1,17 +1,19 @@
 """Published masked language models in small: real configs and file layouts, random weights, and their networks in
 float64, written from their description: one row, head by head.
 
-    ESM-2 (also DPLM): (1 - 0.12) / (1 - masked share) x embedding, 0 at masked cells; pre-norm layers, biases everywhere
-    EuroBERT:          the decoders' network (`plain`), everything visible
-    ModernBERT:        local layers see `window` // 2 cells to each side; two bases of rotary angles; GeGLU
+    ESM-2, DPLM    embeddings times 0.88 / (1 - masked share), 0 at masked cells; pre-norm layers with biases
+    EuroBERT       the decoders' network (`plain`), everything visible
+    mmBERT         two of three layers see a window only; they have a rotary base of their own; GeGLU
 """
 
 import json
 import math
 
+import decoder_reference
 import plain
 import tiny
 import torch
+from decoder_reference import LLAMA, remote
 from safetensors.torch import save_file
 
 D, HEADS, WIDE, LAYERS = 16, 2, 24, 2
@@ -30,7 +32,7 @@ def random(shapes, seed=3):
     made = {}
     for name, shape in shapes.items():
         draw = torch.randn(shape, generator=generator)
-        scale = 1.0 if "embeddings" in name or "embed_tokens" in name else 0.3
+        scale = 0.5 if "embeddings" in name else 0.3
         made[name] = draw * 0.2 + is_norm(name) if len(shape) == 1 else draw * scale
     return made
 
@@ -42,6 +44,7 @@ def write(folder, config, tensors):
 
 
 def affine(w, name, x):
+    """A linear layer, with its bias if the file has one."""
     y = x @ w[f"{name}.weight"].T
     return y + w[f"{name}.bias"] if f"{name}.bias" in w else y
 
@@ -159,3 +162,105 @@ def esm_logits(w, ids, eps=1e-5):
     x = layer_norm(w, "esm.encoder.emb_layer_norm_after", x, eps)
     x = layer_norm(w, "lm_head.layer_norm", gelu(affine(w, "lm_head.dense", x)), eps)
     return x @ w["lm_head.decoder.weight"].T + w["lm_head.bias"]
+
+
+# ---------------------------------------------------------------- encoders of text: EuroBERT and mmBERT
+
+WINDOW = 8  # of mmBERT's local layers
+
+
+def eurobert(folder):
+    """A checkpoint as EuroBERT/EuroBERT-* has it, whose config still names code of its own."""
+    config = {
+        **remote("EuroBertForMaskedLM", "EuroBertConfig", AutoModelForMaskedLM="modeling_eurobert.EuroBertForMaskedLM"),
+        **LLAMA,
+        "bos_token_id": 2,
+        "clf_pooling": "late",
+        "eos_token_id": 3,
+        "head_dim": 4,
+        "mask_token": "[MASK]",
+        "mask_token_id": 4,
+        "model_type": "eurobert",
+        "pad_token": "[PAD]",
+        "pad_token_id": 0,
+        "rope_theta": 250_000,
+    }
+    net = plain.Net(head=4, theta=250_000.0, eps=1e-5)
+    path, w = decoder_reference.write(folder, decoder_reference.Case(config, net))
+    return path, lambda ids: plain.logits(net, w, ids, plain.everywhere(len(ids)))
+
+
+def mmbert(folder):
+    """A checkpoint as jhu-clsp/mmBERT-* has it: ModernBERT with other sizes, rotary bases and vocabulary."""
+    shapes = {"model.embeddings.tok_embeddings.weight": (tiny.ROWS, D), "decoder.bias": (tiny.ROWS,)}
+    shapes |= {f"{name}.weight": (D,) for name in ("model.embeddings.norm", "model.final_norm", "head.norm")}
+    shapes["head.dense.weight"] = (D, D)
+    for n in range(3):
+        of = f"model.layers.{n}."
+        shapes |= {f"{of}attn.Wqkv.weight": (3 * D, D), f"{of}attn.Wo.weight": (D, D), f"{of}mlp_norm.weight": (D,)}
+        shapes |= {f"{of}mlp.Wi.weight": (2 * WIDE, D), f"{of}mlp.Wo.weight": (D, WIDE)}
+        shapes |= {f"{of}attn_norm.weight": (D,)} if n else {}
+    config = {
+        "architectures": ["ModernBertForMaskedLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 2,
+        "classifier_activation": "gelu",
+        "classifier_bias": False,
+        "classifier_pooling": "mean",
+        "cls_token_id": 2,
+        "decoder_bias": True,
+        "deterministic_flash_attn": False,
+        "embedding_dropout": 0.0,
+        "eos_token_id": 3,
+        "global_attn_every_n_layers": 3,
+        "global_rope_theta": 160_000,
+        "hidden_activation": "gelu",
+        "hidden_size": D,
+        "intermediate_size": WIDE,
+        "layer_norm_eps": 1e-5,
+        "local_attention": WINDOW,
+        "local_rope_theta": 50_000,
+        "mask_token_id": 4,
+        "max_position_embeddings": 64,
+        "mlp_bias": False,
+        "mlp_dropout": 0.0,
+        "model_type": "modernbert",
+        "norm_bias": False,
+        "norm_eps": 1e-5,
+        "num_attention_heads": HEADS,
+        "num_hidden_layers": 3,
+        "pad_token_id": 0,
+        "position_embedding_type": "sans_pos",
+        "repad_logits_with_grad": False,
+        "sep_token_id": 3,
+        "sparse_pred_ignore_index": -100,
+        "sparse_prediction": False,
+        "torch_dtype": "float32",
+        "transformers_version": "4.48.0",
+        "vocab_size": tiny.ROWS,
+    }
+    tiny.tokenizer(length=64).save_pretrained(folder)
+    path, w = write(folder, config, random(shapes))
+    return path, lambda ids: mmbert_logits(w, ids)
+
+
+def mmbert_logits(w, ids, eps=1e-5):
+    """Logits (L, V) of a row without padding."""
+    place = torch.arange(len(ids))
+    near = (place[:, None] - place).abs() <= WINDOW // 2  # (L, L)
+    x = layer_norm(w, "model.embeddings.norm", w["model.embeddings.tok_embeddings.weight"][list(ids)], eps)
+    for n in range(3):
+        of = f"model.layers.{n}."
+        y = layer_norm(w, f"{of}attn_norm", x, eps) if n else x
+        q, k, v = affine(w, f"{of}attn.Wqkv", y).chunk(3, 1)
+        theta, sees = (50_000.0, near) if n % 3 else (160_000.0, torch.ones_like(near))
+        x = x + affine(w, f"{of}attn.Wo", attend(q, k, v, theta, sees))
+        inner, gate = affine(w, f"{of}mlp.Wi", layer_norm(w, f"{of}mlp_norm", x, eps)).chunk(2, 1)
+        x = x + affine(w, f"{of}mlp.Wo", gelu(inner) * gate)
+    x = layer_norm(w, "model.final_norm", x, eps)
+    x = layer_norm(w, "head.norm", gelu(affine(w, "head.dense", x)), eps)
+    return x @ w["model.embeddings.tok_embeddings.weight"].T + w["decoder.bias"]
+
+
+ENCODERS = {"eurobert": eurobert, "mmbert": mmbert}

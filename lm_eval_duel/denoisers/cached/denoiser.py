@@ -126,8 +126,8 @@ def _require_cacheable(plain: Denoiser, cache: str) -> None:
         )
     if plain.needs_visible:
         raise DuelError(
-            f"cache={cache} evaluates a part of a row, and this network scales its input by the share of masked cells in "
-            "the whole row (token_dropout of ESM): each reveal changes every key and value. Leave cache out."
+            f"cache={cache} evaluates a part of a row, and this network scales its input by the share of masked cells "
+            "in the whole row (token_dropout of ESM), so each reveal changes every key and value. Leave cache out."
         )
     if isinstance(plain, Wrapper):
         raise DuelError(
