@@ -260,6 +260,49 @@ def test_another_block_is_another_network(found):
         Duel(denoiser, "greedy", grid="target")
 
 
+# ---------------------------------------------------------------- D2F: the context is one block
+
+
+@pytest.mark.parametrize("name", ["d2f-llada", "d2f-dream"])
+def test_blocks_count_from_the_target_whatever_the_context(found, name, monkeypatch):
+    """Contexts that end anywhere, long ones in one piece; equal rows with other contexts are other windows."""
+    monkeypatch.setattr("lm_eval_duel.denoisers.block_causal.CLEAN", 4)
+    denoiser, right = found(name)
+    row = (6, 7, 9, 30, 12, 8, 15, 21, 11, 14, 20, 9, 10, 9, 31, 12, 22, 6)
+    windows = [Window(row[:n], row[n:]) for n in (1, 2, 5, 11)]
+    for window, scored in zip(windows, Duel(denoiser, "greedy").log_prob(windows), strict=True):
+        _, steps, nats, _, _ = textbook(name, denoiser, right, "greedy", window)
+        assert scored.near_ties == 0 and scored.reveal_steps == steps
+        assert scored.token_logprobs == pytest.approx(nats, abs=1e-5)
+    with pytest.raises(
+        DuelError, match=r"This network counts its blocks from the target's first position; use grid=ta"
+    ):
+        Duel(denoiser, "greedy", grid="row")
+    assert denoiser.describe()["context"] == "one block" and "context" not in found("sdar")[0].describe()
+
+
+def test_the_context_is_seen_whole_and_no_later_block(found):
+    denoiser, _ = found("d2f-llada")
+    first = Duel(denoiser, "greedy").log_prob([Window((6, 7, 9), (30, 12, 8, 15))])[0]
+    longer = Duel(denoiser, "greedy").log_prob([Window((6, 7, 9), (30, 12, 8, 15, 21, 11))])[0]
+    assert longer.token_logprobs[:4] == pytest.approx(first.token_logprobs, abs=1e-5)
+    tail = Duel(denoiser, "greedy").log_prob([Window((6, 7, 9), (30, 12, 8, 15), tail=4)])[0]
+    assert tail.token_logprobs == pytest.approx(first.token_logprobs, abs=1e-5)
+    with pytest.raises(DuelError, match="has a suffix up to position 8, but its last target block ends at 6"):
+        Duel(denoiser, "greedy").log_prob([Window((6, 7, 9), (30, 12, 8), (5, 5, 5))])
+
+
+def test_the_block_of_d2f_is_the_published_one_or_any_other(tmp_path, caplog):
+    path, _ = write(tmp_path, CASES["d2f-llada"])
+    assert denoisers.load(path, device="cpu", family="d2f-llada").block == 32
+    assert denoisers.load(path, device="cpu", family="d2f-llada", block=16).block == 16
+    assert not caplog.text
+    assert denoisers.load(path, device="cpu", family="d2f-llada", block=8).block == 8
+    assert "d2f-llada networks are trained on blocks of 16; using block=8" in caplog.text
+    with pytest.raises(DuelError, match="backend=remote does not support the family d2f-llada; leave backend out"):
+        denoisers.load(path, device="cpu", family="d2f-llada", backend="remote", trust_remote_code=True)
+
+
 def test_bd3lm_in_a_name_can_be_overruled(tmp_path, caplog):
     case = CASES["a2d-qwen3-bd3lm"]
     path, _ = write(tmp_path, case)
