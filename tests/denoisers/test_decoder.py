@@ -138,8 +138,11 @@ def textbook(name, denoiser, right, rule, window):
 def windows_of(name):
     """Those that the network can score: no all_mask start under a shift, no suffix past the last block."""
     case = CASES[name]
+    windows = WINDOWS
+    if case.anchor == "target":  # the last block ends with the suffix
+        windows = [dataclasses.replace(w, target=w.target[:3]) if w.suffix else w for w in WINDOWS]
     return [
-        window for window in WINDOWS if len(window.context) >= case.shift and not (window.suffix and case.block == 2)
+        window for window in windows if len(window.context) >= case.shift and not (window.suffix and case.block == 2)
     ]
 
 
