@@ -33,18 +33,21 @@ def only_residues(data: datasets.Dataset) -> datasets.Dataset:
             f"These proteins have no column 'text'; they have {', '.join(data.column_names)}. Name the column with the "
             "sequences 'text'."
         )
-    return data.map(_checked, with_indices=True)
+    texts = [_checked(text, n) for n, text in enumerate(data["text"])]
+    return data.remove_columns("text").add_column("text", texts)
 
 
-def _checked(doc: dict[str, Any], index: int) -> dict[str, str]:
-    text = "".join(doc["text"].split())
+def _checked(text: Any, index: int) -> str:
+    if not isinstance(text, str):
+        raise DuelError(f"Protein {index} is {text!r}, not text with a letter for each residue.")
+    text = "".join(text.split())
     if wrong := sorted(set(text) - LETTERS):
         advice = "write residues in upper case" if set(text.upper()) <= LETTERS else "remove or replace them"
         raise DuelError(
             f"Protein {index} has {', '.join(map(repr, wrong))}, which are not letters of residues "
             f"({''.join(sorted(LETTERS))}): {advice}."
         )
-    return {"text": text}
+    return text
 
 
 def residue_perplexity(doc: dict[str, Any], results: list[float]) -> dict[str, tuple[float, int]]:

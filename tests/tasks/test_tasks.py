@@ -86,5 +86,7 @@ def test_what_is_no_residue_is_refused_before_anything_is_scored():
         checked("MKT", "Mka")
     with pytest.raises(DuelError, match=r"Protein 0 has '\*', 'J', which are not letters of residues \(ABC.*: remove"):
         checked("MJ*")
+    with pytest.raises(DuelError, match=r"Protein 1 is None, not text with a letter for each residue"):
+        checked("MKT", None)
     with pytest.raises(DuelError, match=r"have no column 'text'; they have seq\. Name the column with the sequences"):
         tasks.only_residues(datasets.Dataset.from_list([{"seq": "MKT"}]))
