@@ -33,8 +33,7 @@ def only_residues(data: datasets.Dataset) -> datasets.Dataset:
             f"These proteins have no column 'text'; they have {', '.join(data.column_names)}. Name the column with the "
             "sequences 'text'."
         )
-    texts = [_checked(text, n) for n, text in enumerate(data["text"])]
-    return data.remove_columns("text").add_column("text", texts)
+    return type(data).from_list([{**doc, "text": _checked(doc["text"], n)} for n, doc in enumerate(data)])
 
 
 def _checked(text: Any, index: int) -> str:
