@@ -9,6 +9,7 @@ import torch
 from encoder_reference import PROTEIN_MASK, RESIDUES, VOCABULARY, esm, esm_logits
 from harness_requests import ask
 from harness_runs import evaluate
+from laws import slow_but
 from textbook import score
 
 from lm_eval_duel import denoisers, rules
@@ -41,7 +42,7 @@ WINDOWS = [
 ]
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=slow_but(CASES, ["esm-2"]))
 def protein(request, tmp_path_factory):
     """The denoiser of a case, the plain network's logits of ids, and the folder."""
     path, w = esm(tmp_path_factory.mktemp(request.param), **CASES[request.param])
@@ -115,6 +116,14 @@ def test_a_window_alone_equals_the_window_in_a_batch(protein):
         alone = Duel(denoiser, "greedy", 4, batch_size=1).log_prob([window])[0]
         assert alone.reveal_steps == scored.reveal_steps
         assert alone.token_logprobs == pytest.approx(scored.token_logprobs, abs=1e-5)
+
+
+def test_dplm_is_the_same_network_trained_in_another_way(tmp_path):
+    path, w = esm(tmp_path, **CASES["dplm"])
+    denoiser = denoisers.load(path, device="cpu")
+    row = (0, 20, MASK, 11, MASK, 19, MASK, 2)
+    ours = denoiser.head(denoiser.features(torch.tensor([row]), None)[0])
+    assert (ours - esm_logits(w, row)).abs().max() < 1e-5
 
 
 # ---------------------------------------------------------------- proteins as text
