@@ -33,6 +33,7 @@ class Denoiser(abc.ABC):
     device: torch.device
     attention: str = "bidirectional"  # or "block_causal", "causal"
     block: int | None = None  # the trained block
+    anchor: str = "row"  # where a block-causal network counts blocks from; "target": the context is a block of its own
     published_block: int | None = None  # the block of the published results, for block=auto
     last_block: str = "fill"  # a short last block of a block-causal network is filled up with [MASK], or "cut"
     shift: int = 0  # the logits for position i are read at position i - shift, which must be visible

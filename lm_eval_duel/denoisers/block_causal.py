@@ -7,6 +7,9 @@ A step evaluates many blocks of a window side by side in one row of the batch (b
     keys       clean blocks 0 1 2 3       | the queries' own
     seen       clean blocks before the query's, and the cells of its own block
 
+Blocks count from the row's first column. A network with `anchor="target"` counts them from the target's first column,
+and its context is one block of any length.
+
 Blocks that begin within the same stretch of columns go together, so that a call reads no more clean keys than its last
 block sees. A causal network is the case of blocks of one: all its predictions are read from the clean stream.
 
@@ -45,14 +48,18 @@ class BlockCausalView(View):
         self.block = denoiser.block or 1  # a causal network has blocks of one
         self._slot = torch.full_like(rows.origin, -1)  # (N,) where the clean keys of each window are kept
         self._kept = torch.zeros_like(rows.origin)  # (N,) clean columns whose keys are kept
-        block, last = self.block, (rows.origin + rows.target - 1) // self.block  # (N,)
+        block = self.block
+        self._zero = rows.origin if denoiser.anchor == "target" else torch.zeros_like(rows.origin)  # (N,) blocks count
+        self._last = (
+            self._zero + (rows.origin + rows.target - 1 - self._zero) // block * block
+        )  # (N,) last block's start
         self._share = rows.length  # (N,) of network tokens; a row has one lane when generating
         if not generating:
-            count = last - rows.origin // block + 1  # (N,) lanes
-            self._share = (-(-last * block // count)).clamp(min=block)
+            count = (self._last - self._zero) // block - (rows.origin - self._zero) // block + 1  # (N,) lanes
+            self._share = (-(-self._last // count)).clamp(min=block)
         self._slots = 0  # S
         self._clean: list[KeysValues] = []  # of each layer, (S, H, L, D / H) each
-        self._edge: torch.Tensor | None = None  # (S, L / B, D) features of the last cell of each clean block
+        self._edge: torch.Tensor | None = None  # (S, L / B, D) features of the last cell before each block
         self._calls: dict[int, Call] = {}  # of the last step, by stretch
         self._past_hash: torch.Tensor | None = None  # (N, L + 1) of the columns before each
 
@@ -66,7 +73,8 @@ class BlockCausalView(View):
 
     def cells(self, lanes: Lanes) -> Cells:
         ids, shown, real = self._blocks(lanes)  # (R, B) each
-        first, number = distinct(self._prefix_hash(lanes), lanes.start, ids, shown, real, lanes.hidden)
+        zero = self._zero[lanes.row]  # (R,)
+        first, number = distinct(self._prefix_hash(lanes), lanes.start, zero, ids, shown, real, lanes.hidden)
         unique = lanes if len(first) == len(lanes) else lanes.select(first)
         self._evaluate_clean(unique, len(lanes) * self.block)
         if self.denoiser.attention == "causal":
@@ -121,10 +129,10 @@ class BlockCausalView(View):
         if self.generating:
             needed = torch.zeros_like(self._kept).scatter_reduce_(0, lanes.row, lanes.start, "amax")  # (N,)
         else:  # the targets of the whole window are known: one pass for all of its blocks
-            needed = (rows.origin + rows.target - 1) // block * block * present  # (N,)
+            needed = self._last * present  # (N,)
         piece = rows.ids.shape[1] if self.denoiser.attention == "causal" else max(block, CLEAN // block * block)
         while len(lacking := (self._kept < needed).nonzero()[:, 0]):
-            until = needed.minimum(self._kept + piece)  # (N,)
+            until = needed.minimum(self._kept.maximum(self._zero) + piece)  # (N,) a context is not divided
             lacking = lacking[self._kept[lacking].argsort(stable=True)]  # windows at the same piece together
             most = max(1, tokens // int((until - self._kept).max()))
             for part in lacking.split(most):
@@ -140,7 +148,8 @@ class BlockCausalView(View):
 
         before = int(known.max())
         past = torch.arange(before, device=device) < known[:, None]  # (P, K)
-        own = (column // block)[:, :, None] >= (column // block)[:, None]  # (P, Q, Q)
+        number = ((column - self._zero[row][:, None]) // block).clamp(min=-1)  # (P, Q) of its block
+        own = number[:, :, None] >= number[:, None]  # (P, Q, Q)
         own &= real[:, None] | ~real[:, :, None]
         seen = torch.cat([past[:, None].expand(-1, column.shape[1], -1), own], dim=2)  # (P, Q, K + Q)
         features, new = self.denoiser.stream(ids, column, seen, self._past(slot, before))  # (P, Q, D)
@@ -161,8 +170,9 @@ class BlockCausalView(View):
                 else:
                     plane[slots, :, columns] = cells[rows, :, cell]
         if self.denoiser.shift:
-            p, q = (real & (column % block == block - 1)).nonzero().unbind(1)  # (X,)
-            self._edge[slot[p], column[p, q] // block] = features[p, q]
+            after = column + 1 - self._zero[row][:, None]  # (P, Q)
+            p, q = (real & (after >= 0) & (after % block == 0)).nonzero().unbind(1)  # (X,)
+            self._edge[slot[p], after[p, q] // block] = features[p, q]
         self._kept[row] = end
 
     def _grow(self, like: list[KeysValues], features: torch.Tensor) -> None:
@@ -203,7 +213,8 @@ class BlockCausalView(View):
 
     def _edge_features(self, lanes: Lanes, lane: torch.Tensor) -> torch.Tensor:
         """The clean stream's features at the last cell before the block of `lane` (c,), (c, D)."""
-        return self._edge[self._slot[lanes.row[lane]], lanes.start[lane] // self.block - 1]
+        row = lanes.row[lane]  # (c,)
+        return self._edge[self._slot[row], (lanes.start[lane] - self._zero[row]) // self.block]
 
     # ------------------------------------------------------------ the noisy stream
 

@@ -60,6 +60,8 @@ def _load_network(config: dict[str, Any], options: LoadOptions, tokenizer: PreTr
     if family is not None and options.backend != "remote":
         folder = hub.local_folder(options.name, options.revision)
         return decoder_checkpoint.load(family, folder, config, options, tokenizer)
+    if own_code and not options.trust_remote_code and masked_lm.is_native(config):
+        own_code = False
     if own_code or options.backend == "remote":
         return remote_code.load(family, hub.local_folder(options.name, options.revision), config, options, tokenizer)
     return masked_lm.load(config, options, tokenizer)

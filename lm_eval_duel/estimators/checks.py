@@ -38,10 +38,11 @@ def resolve_grid(denoiser: Denoiser, grid: str) -> str:
     """The grid to use: "target" or "row"; "auto" is the one that the network needs."""
     if grid not in ("auto", "target", "row"):
         raise DuelError(f"grid is 'target', 'row' or 'auto'; got {grid!r}.")
-    block_causal = denoiser.attention == "block_causal"
-    if block_causal and grid == "target":
-        raise DuelError("A block-causal network counts its blocks from the row's first position; use grid=row or auto.")
-    return grid if grid != "auto" else "row" if block_causal else "target"
+    needed = denoiser.anchor if denoiser.attention == "block_causal" else None
+    if needed and grid not in ("auto", needed):
+        which = "A block-causal network" if needed == "row" else "This network"
+        raise DuelError(f"{which} counts its blocks from the {needed}'s first position; use grid={needed} or auto.")
+    return grid if grid != "auto" else needed or "target"
 
 
 def check_rule(denoiser: Denoiser, rule: rules.Rule) -> None:
@@ -121,7 +122,7 @@ def _problem(denoiser: Denoiser, block: int | None, grid: str, window: Window, i
         return "has a suffix, which a causal network never sees. Leave it out."
     if window.suffix and denoiser.block and denoiser.attention == "block_causal" and window.target:
         end = len(window.context) + len(window.target)
-        border = end + -end % denoiser.block
+        border = end + -(len(window.target) if grid == "target" else end) % denoiser.block
         if window.length > border:
             return (
                 f"has a suffix up to position {window.length - 1}, but its last target block ends at {border - 1}, and "

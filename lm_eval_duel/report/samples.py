@@ -15,6 +15,7 @@ from lm_eval_duel.report.fields import parse
 from lm_eval_duel.tasks.columns import MADE, TOKENS
 
 METRICS = ("token_perplexity", "perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")  # by preference
+OTHER_NAMES = ("bits_per_residue", "residue_perplexity")  # of bits_per_byte and byte_perplexity, for proteins
 WRITTEN = re.compile(r"\d{4}-\d\d-\d\dT[\d.:-]+$")  # the date at the end of the harness's file names
 
 

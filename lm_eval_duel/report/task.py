@@ -9,7 +9,7 @@ from typing import Any
 
 from lm_eval_duel.report import samples
 from lm_eval_duel.report.fields import Fields
-from lm_eval_duel.report.samples import METRICS, WRITTEN, Document
+from lm_eval_duel.report.samples import METRICS, OTHER_NAMES, WRITTEN, Document
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +92,7 @@ def _scores(values: Fields) -> tuple[Score, ...]:
     scores = []
     for key in values:
         metric, _, name = key.partition(",")
-        if not name or metric in METRICS or metric.endswith("_stderr") or _is_nan(values[key]):
+        if not name or metric in (*METRICS, *OTHER_NAMES) or metric.endswith("_stderr") or _is_nan(values[key]):
             continue
         if isinstance(values[key], bool) or not isinstance(values[key], int | float):
             continue  # some tasks store other things here

@@ -1,4 +1,4 @@
-"""The bundled texts: State of the Union addresses of 2001-2021."""
+"""The bundled texts: State of the Union addresses of 2001-2021, and a few proteins."""
 
 from __future__ import annotations
 
@@ -37,7 +37,12 @@ def sotu_full(**metadata: Any) -> dict[str, datasets.Dataset]:
 
 def sotu_choice(**metadata: Any) -> dict[str, datasets.Dataset]:
     """40 questions: which of four sentences continues the passage."""
-    return _test_split(_read("sotu_choice.jsonl"))
+    return bundled("sotu_choice.jsonl")
+
+
+def bundled(name: str) -> dict[str, datasets.Dataset]:
+    """The records of a bundled file."""
+    return _test_split(_read(name))
 
 
 def _counted(name: str, metadata: dict[str, Any]) -> dict[str, datasets.Dataset]:

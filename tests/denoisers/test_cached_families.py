@@ -8,10 +8,12 @@ import tiny
 from attends import reference
 from decoder_reference import CASES, write
 from dit_reference import opened
+from encoder_reference import ENCODERS
 from harness_requests import ask
 from laws import slow_but
 from lm_eval.api.instance import Instance
 from textbook import score
+from transformers import CONFIG_MAPPING
 
 from lm_eval_duel import denoisers, rules
 from lm_eval_duel.bench import run as bench
@@ -30,7 +32,8 @@ RULES = ["greedy", "margin:k=2", "threshold:mu=0.3", "entropy_bound:gamma=1.0", 
 DECODERS = [name for name in CASES if CASES[name].attention == "bidirectional"]
 DITS = ["mdlm", "bidirectional", "one-block"]
 MASKED = ["bert", "roberta", "modernbert"]
-FAMILIES = slow_but([*DECODERS, *DITS, *MASKED], ["llada", "dream", "mdlm", "roberta", "modernbert"])
+NATIVE = [name for name in ENCODERS if name in CONFIG_MAPPING or name != "eurobert"]  # transformers 4 has no EuroBERT
+FAMILIES = slow_but([*DECODERS, *DITS, *MASKED, *NATIVE], ["llada", "dream", "mdlm", "roberta", "modernbert"])
 WINDOWS = [
     Window((2, 6), (7, 9, 30, 12, 8, 15, 5, 21, 11), (3,)),
     Window((2,), (10, 9), (3,)),
@@ -57,6 +60,9 @@ def plain(tmp_path_factory):
             elif name in DITS:
                 denoiser, _ = opened(folder, name)
                 layers = denoiser.network.blocks
+            elif name in ENCODERS:
+                denoiser = denoisers.load(ENCODERS[name](folder)[0], device="cpu", **options)
+                layers = denoiser.model.model.layers
             else:
                 denoiser = denoisers.load(tiny.checkpoint(folder, name), device="cpu", **options)
                 base = denoiser.model.base_model

@@ -11,7 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from lm_eval_duel import denoisers
 from lm_eval_duel.denoisers.hf.lora import PREFIX
+from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators.duel import Duel
 
 pytest.importorskip("peft")
 
@@ -74,6 +76,31 @@ def test_equals_weights_merged_by_hand(tmp_path, kind, options, modules):
     assert equal(adapted, right) and not equal(adapted, load(path, **options))
     assert type(adapted.model).__name__ == type(right.model).__name__
     assert not any(".lora_" in name for name in adapted.model.state_dict())
+
+
+@pytest.mark.parametrize("kind", ["llada", "dream"])
+def test_d2f_is_an_adapter_with_another_attention(tmp_path, caplog, kind):
+    """q, k, v and out of every layer, under the names of the base's own code; its folder's name tells what it is."""
+    tensors = llada() if kind == "llada" else decoder(bias=True)
+    before = "model.transformer.blocks.{}." if kind == "llada" else "model.layers.{}.self_attn."
+    names = ("q_proj", "k_proj", "v_proj", "attn_out" if kind == "llada" else "o_proj")
+    modules = [before.format(n) + name for n in range(LAYERS) for name in names]
+    path = base(tmp_path / "base", kind, tensors)
+    lora = adapter(tmp_path / f"D2F_{kind}_Lora", tensors, modules)
+    adapted = load(path, peft=lora)
+    assert f"By its name the adapter {lora} makes {path} a d2f-{kind}. Set family= to decide" in caplog.text
+    assert (adapted.family, adapted.attention, adapted.anchor, adapted.block) == (
+        f"d2f-{kind}",
+        "block_causal",
+        "target",
+        32,
+    )
+    merged = base(tmp_path / "merged", kind, by_hand(tensors, lora, lambda module: 6 / 3))
+    right = load(merged, family=f"d2f-{kind}")
+    window = [Window((6, 7), (9, 30, 12))]
+    one, other = (Duel(denoiser, "greedy").log_prob(window)[0] for denoiser in (adapted, right))
+    assert one.token_logprobs == pytest.approx(other.token_logprobs, abs=1e-5)
+    assert load(path, peft=lora, attention="bidirectional").family == kind  # the user decides
 
 
 @pytest.mark.parametrize("options", [{}, OWN], ids=["native", "own code"])

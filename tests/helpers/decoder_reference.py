@@ -74,6 +74,7 @@ class Case:
     tokenizer: dict = dataclasses.field(default_factory=dict)
     folder: str = "checkpoint"
     rows: int = tiny.ROWS  # of the embedding
+    masks: int = 0  # rows of the embedding that the head does not have
     store: str = "whole"  # "sharded", "bfloat16", "tied": no head in the file, "tied and stored"
     seed: int = 3
     mask: int = MASK
@@ -81,60 +82,114 @@ class Case:
     shift: int = 0
     bos: str = "none"
     block: int | None = None
+    anchor: str = "row"
     published: int | None = None
     length: int = 64
 
 
+LLADA = {
+    **remote("LLaDAModelLM", AutoModelForCausalLM="modeling_llada.LLaDAModelLM"),
+    "activation_type": "silu",
+    "alibi": False,
+    "alibi_bias_max": 8.0,
+    "attention_dropout": 0.0,
+    "attention_layer_norm": False,
+    "bias_for_layer_norm": False,
+    "block_group_size": 1,
+    "block_type": "llama",
+    "d_model": D,
+    "embedding_size": 48,
+    "eos_token_id": 3,
+    "flash_attention": False,
+    "include_bias": False,
+    "include_qkv_bias": False,
+    "init_device": "meta",
+    "input_emb_norm": False,
+    "layer_norm_type": "rms",
+    "layer_norm_with_affine": True,
+    "mask_token_id": 45,
+    "max_sequence_length": 64,
+    "mlp_hidden_size": 24,
+    "mlp_ratio": 4,
+    "model_type": "llada",
+    "multi_query_attention": None,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "n_layers": 2,
+    "pad_token_id": 3,
+    "precision": "amp_bf16",
+    "rms_norm_eps": 1e-5,
+    "rope": True,
+    "rope_full_precision": True,
+    "rope_theta": 500_000.0,
+    "scale_logits": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.46.3",
+    "use_cache": False,
+    "vocab_size": 34,
+    "weight_tying": False,
+}
+PLAIN_LLADA = plain.Net(head=4, keys=plain.LLADA, theta=500_000.0, eps=1e-5)
+DREAM = {
+    **remote("DreamModel"),
+    **QWEN2,
+    "bos_token_id": 2,
+    "eos_token_id": 2,
+    "mask_token_id": 35,
+    "max_position_embeddings": 4096,
+    "model_type": "Dream",
+    "pad_token_id": 2,
+}
+
 CASES = {
     "llada": Case(
-        {
-            **remote("LLaDAModelLM", AutoModelForCausalLM="modeling_llada.LLaDAModelLM"),
-            "activation_type": "silu",
-            "alibi": False,
-            "alibi_bias_max": 8.0,
-            "attention_dropout": 0.0,
-            "attention_layer_norm": False,
-            "bias_for_layer_norm": False,
-            "block_group_size": 1,
-            "block_type": "llama",
-            "d_model": D,
-            "embedding_size": 48,
-            "eos_token_id": 3,
-            "flash_attention": False,
-            "include_bias": False,
-            "include_qkv_bias": False,
-            "init_device": "meta",
-            "input_emb_norm": False,
-            "layer_norm_type": "rms",
-            "layer_norm_with_affine": True,
-            "mask_token_id": 45,
-            "max_sequence_length": 64,
-            "mlp_hidden_size": 24,
-            "mlp_ratio": 4,
-            "model_type": "llada",
-            "multi_query_attention": None,
-            "n_heads": 4,
-            "n_kv_heads": 2,
-            "n_layers": 2,
-            "pad_token_id": 3,
-            "precision": "amp_bf16",
-            "rms_norm_eps": 1e-5,
-            "rope": True,
-            "rope_full_precision": True,
-            "rope_theta": 500_000.0,
-            "scale_logits": False,
-            "torch_dtype": "bfloat16",
-            "transformers_version": "4.46.3",
-            "use_cache": False,
-            "vocab_size": 34,
-            "weight_tying": False,
-        },
-        plain.Net(head=4, keys=plain.LLADA, theta=500_000.0, eps=1e-5),
+        LLADA,
+        PLAIN_LLADA,
         tokenizer={"mask": False},
         rows=48,
         store="sharded",
         mask=45,
         published=32,
+    ),
+    "mmada": Case(
+        {
+            **LLADA,
+            **remote("MMadaModelLM", AutoModelForCausalLM="modeling_mmada.MMadaModelLM"),
+            "codebook_size": 8,
+            "embedding_size": 40,
+            "llm_vocab_size": 40,
+            "model_type": "mmada",
+            "new_vocab_size": 48,
+            "num_new_special_tokens": 0,
+            "num_vq_tokens": 4,
+            "vocab_size": 48,
+            "w_clip_vit": False,
+        },
+        PLAIN_LLADA,
+        tokenizer={"mask": False},
+        rows=48,
+        mask=45,
+        published=128,
+    ),
+    "smdm": Case(
+        {
+            "architectures": ["TransEncoder"],
+            "block_size": 64,
+            "intermediate_size": 24,
+            "model_type": "smdm",
+            "n_embd": D,
+            "n_head": 4,
+            "n_layer": 2,
+            "n_query_groups": 2,
+            "norm_eps": 1e-5,
+            "vocab_size": 39,
+        },
+        plain.Net(head=4, keys=plain.SMDM, grouped=True, eps=1e-5),
+        options={"mask_token_id": 39},
+        tokenizer={"mask": False},
+        masks=1,
+        mask=39,
+        bos="given",
     ),
     "illada": Case(
         {
@@ -154,16 +209,7 @@ CASES = {
         mask=5,
     ),
     "dream": Case(
-        {
-            **remote("DreamModel"),
-            **QWEN2,
-            "bos_token_id": 2,
-            "eos_token_id": 2,
-            "mask_token_id": 35,
-            "max_position_embeddings": 4096,
-            "model_type": "Dream",
-            "pad_token_id": 2,
-        },
+        DREAM,
         PLAIN_QWEN2,
         ("bias",),
         tokenizer={"mask": False},
@@ -405,6 +451,31 @@ CASES = {
         attention="block_causal",
         block=4,
     ),
+    "d2f-llada": Case(
+        LLADA,
+        PLAIN_LLADA,
+        options={"family": "d2f-llada", "block": 4},
+        tokenizer={"mask": False},
+        rows=48,
+        mask=45,
+        attention="block_causal",
+        block=4,
+        anchor="target",
+    ),
+    "d2f-dream": Case(
+        DREAM,
+        PLAIN_QWEN2,
+        ("bias",),
+        {"family": "d2f-dream", "block": 4},
+        tokenizer={"mask": False},
+        mask=35,
+        attention="block_causal",
+        shift=1,
+        bos="given",
+        block=4,
+        anchor="target",
+        length=2048,
+    ),
     "dream-reasoner": Case(
         {
             **remote("DreamForCausalLM", AutoModelForCausalLM="modeling_dream.DreamForCausalLM"),
@@ -443,7 +514,9 @@ def weights(case):
     net, generator = case.net, torch.Generator().manual_seed(case.seed)
     q, kept = net.heads * net.head, net.kept * net.head
     dense, expert = 24, 16
-    outside = {"table": (case.rows, D), "last": (D,)} | ({} if case.store == "tied" else {"head": (case.rows, D)})
+    outside = {"table": (case.rows, D), "last": (D,)} | (
+        {} if case.store == "tied" else {"head": (case.rows - case.masks, D)}
+    )
     made = {}
 
     def add(name, shape, n=None, e=None):

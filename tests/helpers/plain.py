@@ -5,7 +5,7 @@
     x = x + feed(norm(x))      SwiGLU, or a mixture of them
     logits = head @ norm(x)
 
-Tensors go by the names in the checkpoint's own files: `NATIVE`, `LLADA` and `LLADA2` say which is which.
+Tensors go by the names in the checkpoint's own files: `NATIVE`, `LLADA`, `LLADA2` and `SMDM` say which is which.
 """
 
 import dataclasses
@@ -74,6 +74,19 @@ LLADA2 = {
     "shared up": _LAYER + "mlp.shared_experts.up_proj.weight",
     "shared down": _LAYER + "mlp.shared_experts.down_proj.weight",
 }
+_H = "transformer.h.{n}."
+SMDM = {
+    "table": "transformer.wte.weight",
+    "last": "transformer.ln_f.weight",
+    "head": "lm_head.weight",
+    "before mix": _H + "norm_1.weight",
+    "before feed": _H + "norm_2.weight",
+    "qkv": _H + "attn.attn.weight",
+    "out": _H + "attn.proj.weight",
+    "gate": _H + "mlp.swiglu.w1.weight",
+    "up": _H + "mlp.swiglu.w2.weight",
+    "down": _H + "mlp.swiglu.w3.weight",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +98,7 @@ class Net:
     kept: int = 2  # heads of keys and values
     layers: int = 2
     keys: dict = dataclasses.field(default_factory=lambda: NATIVE)
+    grouped: bool = False  # qkv holds for each head of keys its queries, its keys and its values
     theta: float = 10_000.0
     eps: float = 1e-6
     turned: float = 1.0  # the share of a head that is turned, from its start
@@ -125,6 +139,11 @@ def logits(net, w, ids, seen):
 
     def project(x, name, n):
         """Queries, keys or values of every head, (L, H) each."""
+        if net.grouped:
+            of = net.heads // net.kept  # queries of a group
+            groups = (x @ tensor("qkv", n).T).unflatten(1, (net.kept, of + 2, net.head))  # (L, groups, of + 2, H)
+            own = {"q": range(of), "k": [of], "v": [of + 1]}[name]
+            return [groups[:, g, i] for g in range(net.kept) for i in own]
         if (fused := tensor("qkv", n)) is not None:
             rows = {"q": net.heads * net.head, "k": net.kept * net.head, "v": net.kept * net.head}
             begin = {"q": 0, "k": rows["q"], "v": rows["q"] + rows["k"]}[name]
@@ -183,7 +202,8 @@ def logits(net, w, ids, seen):
         x = x + mix(norm(x, tensor("before mix", n)), n)
         x = x + torch.stack([feed(y, n) for y in norm(x, tensor("before feed", n))])
     head = table if tensor("head") is None else tensor("head")
-    return norm(x, tensor("last")) @ head.T
+    out = norm(x, tensor("last")) @ head.T
+    return torch.nn.functional.pad(out, (0, len(table) - len(head)))  # rows that the head does not have: [MASK]
 
 
 def _frequency(net, i, size):
@@ -207,6 +227,10 @@ def causal(length):
     return [[j <= i for j in range(length)] for i in range(length)]
 
 
-def block_causal(length, block):
-    """A cell sees its own block and those before it."""
-    return [[j // block <= i // block for j in range(length)] for i in range(length)]
+def block_causal(length, block, origin=0):
+    """A cell sees its own block and those before it; what is before `origin` is one block."""
+
+    def number(i):
+        return max((i - origin) // block, -1)
+
+    return [[number(j) <= number(i) for j in range(length)] for i in range(length)]

@@ -124,6 +124,11 @@ def _require_cacheable(plain: Denoiser, cache: str) -> None:
             f"cache={cache} is for bidirectional networks; this one is {plain.attention}, whose clean keys and values "
             "are exact already: they are kept, and no later block changes them. Leave cache out."
         )
+    if plain.needs_visible:
+        raise DuelError(
+            f"cache={cache} evaluates a part of a row, and this network scales its input by the share of masked cells "
+            "in the whole row (token_dropout of ESM), so each reveal changes every key and value. Leave cache out."
+        )
     if isinstance(plain, Wrapper):
         raise DuelError(
             f"cache={cache} wraps the plain network; guidance and temperature wrap the cached one: "

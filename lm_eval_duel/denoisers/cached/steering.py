@@ -164,7 +164,7 @@ class _Listening(TorchFunctionMode):
             arguments = {**dict(zip(NAMES, args, strict=False)), **(kwargs or {})}
             if arguments.get("is_causal"):
                 raise NotSteered("its attention is causal")
-            self.own.append((arguments["key"], arguments["value"]))
+            self.own.append(_ungrouped(arguments))
             self.masks.append(arguments.get("attn_mask"))
         return call(*args, **(kwargs or {}))
 
@@ -182,11 +182,25 @@ class _Splicing(TorchFunctionMode):
         if self.layer >= len(self.past):
             raise NotSteered("its layers attend a different number of times from call to call")
         arguments = {**dict(zip(NAMES, args, strict=False)), **(kwargs or {})}
-        keys, values = joined(self.past[self.layer], arguments.pop("key"), arguments.pop("value"))
+        keys, values = joined(self.past[self.layer], *_ungrouped(arguments))
+        for name in ("key", "value", "enable_gqa"):
+            arguments.pop(name, None)
         mask = self.masks[self.layer]
         arguments["attn_mask"] = None if mask is None else mask.to(keys.device)
         self.layer += 1
         return call(arguments.pop("query"), keys, values, **arguments)
+
+
+def _ungrouped(arguments: dict[str, Any]) -> KeysValues:
+    """The keys and values of an attention call, with as many heads as its queries.
+
+    transformers repeats those of grouped heads before a call with a mask, and leaves it to the kernel without one.
+    """
+    heads = arguments["query"].shape[1]
+    keys, values = (arguments[name] for name in ("key", "value"))
+    if keys.shape[1] == heads:
+        return keys, values
+    return keys.repeat_interleave(heads // keys.shape[1], 1), values.repeat_interleave(heads // values.shape[1], 1)
 
 
 def _pattern(mask: torch.Tensor | None) -> torch.Tensor | None:

@@ -86,6 +86,8 @@ def _require_no_adapter(options: LoadOptions) -> None:
 def max_positions(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Positions that the network can hold: the minimum over config, position table and tokenizer."""
     lengths = [getattr(model.config, name) for name in LENGTHS if getattr(model.config, name, None)]
+    if getattr(model.config, "model_type", None) == "esm":  # its count starts after the padding id, even if rotary
+        lengths.append(model.config.max_position_embeddings - (model.config.pad_token_id or 0) - 1)
     for name, module in model.named_modules():
         if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
             lengths.append(

@@ -57,6 +57,7 @@ class Decoder(Denoiser):
         self.mask_id = mask_id
         self.published_block = family.published_block if self.attention == "bidirectional" else None
         self.block = trained_block(family, config, options) if self.attention == "block_causal" else None
+        self.anchor = family.anchor if self.block else "row"
         positions = max_positions(family, model.config.max_position_embeddings)
         self.max_length = row_length(path, options.max_length, positions)
         self.vocab_size = model.config.vocab_size
@@ -145,6 +146,8 @@ class Decoder(Denoiser):
         }
         if self.attention == "block_causal":
             described["last_block"] = self.last_block
+        if self.anchor == "target":
+            described["context"] = "one block"
         if self.adapter:
             described["peft"] = fingerprint.adapter_of(self.adapter)
         return described
@@ -195,11 +198,11 @@ def _block_in_config(family: Family | None, config: dict[str, Any], name: str) -
 
 
 def _block_of_options(family: Family | None, options: LoadOptions) -> int:
-    known = family.block if family else None
+    known, published = (family.block, family.published_block) if family else (None, None)
     if isinstance(options.block, int):
-        if known not in (None, options.block):
+        if options.block not in (known, published) and known is not None:
             log.warning("%s networks are trained on blocks of %d; using block=%d", family.name, known, options.block)
         return options.block
     if known is None:
         raise DuelError(f"{options.name} is block-causal and its config has no block; pass block=<the trained one>.")
-    return known
+    return published or known

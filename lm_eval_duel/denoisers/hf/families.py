@@ -32,6 +32,7 @@ class Family:
     shift: int = 0
     block: int | None = None  # the trained block of a block-causal network
     block_keys: tuple[str, ...] = ("block_size", "bd_size", "block_length")  # entries of config.json with this block
+    anchor: str = "row"  # where blocks count from; "target": the context is a block of its own
     published_block: int | None = None
     mask_id: int | None = None
     max_length: int | None = None  # if the network was trained on fewer positions than its config has
@@ -53,6 +54,29 @@ FAMILIES = (
         needs=layouts.LLADA_NEEDS,
         rename=layouts.LLADA_KEYS,
         translate_config=layouts.llada,
+    ),
+    Family(
+        "mmada",
+        "Llama",
+        ("MMadaModelLM",),
+        published_block=128,
+        mask_id=126336,
+        needs=layouts.LLADA_NEEDS,
+        rename=layouts.LLADA_KEYS,
+        translate_config=layouts.mmada,
+    ),
+    Family(
+        "smdm",
+        "Llama",
+        ("TransEncoder",),
+        block_keys=(),  # lit_gpt's block_size is the row length
+        mask_id=32000,
+        bos="given",
+        needs=layouts.SMDM_NEEDS,
+        rename=layouts.SMDM_KEYS,
+        fused=layouts.SMDM_FUSED,
+        translate_config=layouts.smdm,
+        translate_tensors=layouts.smdm_tensors,
     ),
     Family("illada", "Llama", ("ILLaDAForCausalLM",), mask_id=5, translate_config=layouts.illada),
     Family("dream", "Qwen2", ("DreamModel",), shift=1, mask_id=151666, max_length=2048, bos="given"),
@@ -100,6 +124,32 @@ FAMILIES = (
         translate_tensors=layouts.llada2_tensors,
     ),
     Family("stable-diffcoder", "Llama", ("StableDiffcoderForCausalLM",), attention="block_causal", block=4, mask_id=5),
+    Family(
+        "d2f-llada",
+        "Llama",
+        attention="block_causal",
+        block=16,
+        block_keys=(),
+        anchor="target",
+        published_block=32,
+        mask_id=126336,
+        needs=layouts.LLADA_NEEDS,
+        rename=layouts.LLADA_KEYS,
+        translate_config=layouts.llada,
+    ),
+    Family(
+        "d2f-dream",
+        "Qwen2",
+        attention="block_causal",
+        block=16,
+        block_keys=(),
+        anchor="target",
+        published_block=32,
+        shift=1,
+        mask_id=151666,
+        max_length=2048,
+        bos="given",
+    ),
     Family("dream-reasoner", "Qwen2", ("DreamForCausalLM",), attention="block_causal", block=32, mask_id=151669),
 )
 
@@ -112,6 +162,8 @@ REFUSED = {
     "WeDLMForCausalLM": f"it reorders tokens under causal attention and revises revealed tokens, {NO_ORDER}",
     "LLaDA21MoeModelLM": f"it edits revealed tokens, {NO_ORDER}",
     "E2D2": "it is an encoder-decoder with a wrapper of its own, which is not supported",
+    "EsmForDPLM2": "it has a second track of structure tokens (DPLM-2), which is not supported",
+    "EsmForDPLM2Bit": "it has a second track of structure tokens (DPLM-2 Bit), which is not supported",
     "NemotronLabsDiffusionModel": "its prefix is causal and its block bidirectional, which is not supported yet",
     "NemotronLabsDiffusionVLMModel": "it needs images, which are not supported",
 }
@@ -149,6 +201,14 @@ def find(config: Config, options: LoadOptions, folder: str | None) -> Family | N
 
 def _resolve_ambiguous(family: Family, options: LoadOptions, folder: str | None) -> Family:
     """The family, if two share a class name."""
+    d2f = f"d2f-{family.name}"
+    if (
+        d2f in NAMED
+        and options.attention is None
+        and "d2f" in os.path.basename((options.peft or "").rstrip("/")).lower()
+    ):
+        log.warning("By its name the adapter %s makes %s a %s. Set family= to decide", options.peft, options.name, d2f)
+        return NAMED[d2f]
     if family.name == "llada2" and _edits(folder):
         raise DuelError(
             f"{options.name} edits revealed tokens when it generates (LLaDA2.1 and later), {NO_ORDER}. To score it "

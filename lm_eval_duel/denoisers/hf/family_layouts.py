@@ -66,6 +66,65 @@ LLADA_KEYS = (
 )
 
 
+def mmada(config: Config) -> Config:
+    """LLaDA's entries for Llama, with the rows that MMaDA added for the codes of images."""
+    rows = [config.get(key) or 0 for key in ("vocab_size", "embedding_size", "new_vocab_size")]
+    return {**llada(config), "vocab_size": max(rows)}
+
+
+def smdm(config: Config) -> Config:
+    """The entries of SMDM's lit_gpt config for Llama, with one row more than tokens, for [MASK]."""
+    return {
+        "vocab_size": config["vocab_size"] + 1,
+        "hidden_size": config["n_embd"],
+        "intermediate_size": config["intermediate_size"],
+        "num_hidden_layers": config["n_layer"],
+        "num_attention_heads": config["n_head"],
+        "num_key_value_heads": config.get("n_query_groups") or config["n_head"],
+        "rms_norm_eps": config["norm_eps"],
+        "max_position_embeddings": config["block_size"],
+        "rope_theta": 10_000.0,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "hidden_act": "silu",
+    }
+
+
+SMDM_NEEDS = ("vocab_size", "n_embd", "intermediate_size", "n_layer", "n_head", "norm_eps", "block_size")
+SMDM_KEYS = (
+    (r"^transformer\.wte\.", "model.embed_tokens."),
+    (r"^transformer\.ln_f\.", "model.norm."),
+    (r"^transformer\.h\.(\d+)\.attn\.([qkv])_proj\.", r"model.layers.\1.self_attn.\2_proj."),
+    (r"^transformer\.h\.(\d+)\.attn\.proj\.", r"model.layers.\1.self_attn.o_proj."),
+    (r"^transformer\.h\.(\d+)\.norm_1\.", r"model.layers.\1.input_layernorm."),
+    (r"^transformer\.h\.(\d+)\.norm_2\.", r"model.layers.\1.post_attention_layernorm."),
+    (r"^transformer\.h\.(\d+)\.mlp\.swiglu\.w1\.", r"model.layers.\1.mlp.gate_proj."),
+    (r"^transformer\.h\.(\d+)\.mlp\.swiglu\.w2\.", r"model.layers.\1.mlp.up_proj."),
+    (r"^transformer\.h\.(\d+)\.mlp\.swiglu\.w3\.", r"model.layers.\1.mlp.down_proj."),
+)
+SMDM_FUSED = ((r"\.attn\.[qkv]_proj\.", ".attn.attn."),)
+
+
+def smdm_tensors(tensors: Tensors, config: Config) -> Tensors:
+    """Split attn.attn (in each group its q heads, its k, its v) into projections; give the head a row for [MASK]."""
+    heads = config["n_head"]
+    groups = config.get("n_query_groups") or heads
+    split = {}
+    for key, value in tensors.items():
+        if key == "lm_head.weight" and len(value) == config["vocab_size"]:
+            value = torch.cat([value, value.new_zeros(1, *value.shape[1:])])  # its column is never a token
+        if ".attn.attn." not in key or value.shape[0] % (heads + 2 * groups):
+            split[key] = value
+            continue
+        parts = value.unflatten(0, (groups, heads // groups + 2, -1)).split((heads // groups, 1, 1), 1)
+        split |= {
+            key.replace(".attn.attn.", f".attn.{x}_proj."): part.flatten(0, 2)
+            for x, part in zip("qkv", parts, strict=True)
+        }
+    return split
+
+
 LLADA_MOE_NEEDS = (*SIZES, "expert_intermediate_size", "num_experts", "num_experts_per_tok", "rope_theta")
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoModelForMaskedLM, PreTrainedTokenizerBase
+from transformers import CONFIG_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, AutoModelForMaskedLM, PreTrainedTokenizerBase
 
 from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.denoisers.base import Denoiser
@@ -29,7 +29,13 @@ from lm_eval_duel.errors import DuelError
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
+MOVED = ("eurobert",)  # model types that were published with code of their own, which is now in transformers
 COPIED_PARAMETERS = 2_000_000_000  # up to this size a network is copied into float32 for self-tests
+
+
+def is_native(config: dict[str, Any]) -> bool:
+    """Whether transformers has the network of a checkpoint that still carries it as code."""
+    return config.get("model_type") in MOVED and config["model_type"] in CONFIG_MAPPING
 
 
 def load(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedTokenizerBase) -> MaskedLM:

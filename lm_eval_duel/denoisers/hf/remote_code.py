@@ -38,6 +38,8 @@ def load(
     )
     mask_id = find_mask_id(options, config, tokenizer, family and family.mask_id, rows)
     attention = options.attention or (family.attention if family else "bidirectional")
+    if family is not None and family.anchor == "target":
+        raise DuelError(f"backend=remote does not support the family {family.name}; leave backend out.")
     block = trained_block(family, config, options) if attention == "block_causal" else None
     if block is not None:
         options.require_block(block)
