@@ -254,7 +254,7 @@ def _heading(figures: dict[str, Any]) -> list[str]:
     documents = f"{figures['documents']:,} documents, " if figures["documents"] else ""
     return [
         f"{figures['network']} ({figures['family']}): {_short(figures['parameters'] / 1e6)} M parameters, "
-        f"{figures['weight_bytes'] / 2**30:.1f} GiB in {figures['dtype']}; {figures['rule']}, block "
+        f"{_short(figures['weight_bytes'] / 2**20)} MiB in {figures['dtype']}; {figures['rule']}, block "
         f"{figures['block'] or 'none'}",
         f"{documents}{figures['tokens']:,} tokens in {figures['windows']:,} windows of at most {figures['length']:,} "
         f"positions, {figures['blocks']:,} blocks",

@@ -161,7 +161,7 @@ def _transformers_lm(unloaded: Unloaded, config: dict[str, Any], options: LoadOp
 def _measure(
     unloaded: Unloaded, auto_class: Any, model_config: Any, config: dict[str, Any], options: LoadOptions
 ) -> None:
-    """Build the network on the meta device and count."""
+    """Build the network on the meta device and count. A config without a dtype means float32, as in transformers."""
     try:
         with torch.device("meta"):
             model = auto_class.from_config(model_config)
@@ -182,7 +182,7 @@ def _measure(
     head = getattr(model_config, "head_dim", None) or model_config.hidden_size // heads
     kept = getattr(model_config, "num_key_value_heads", None) or heads
     dtype = options.dtype if options.dtype != "auto" else config.get("dtype") or config.get("torch_dtype")
-    unloaded.dtype = dtype if hasattr(torch, str(dtype)) else "bfloat16"
+    unloaded.dtype = str(dtype or "float32").removeprefix("torch.")
     unloaded.vocab_size = output.shape[0]
     unloaded.size = Size(
         sum(weight.numel() for weight in model.parameters()),
