@@ -241,7 +241,9 @@ def table(figures: dict[str, Any]) -> str:
         cells = ["" if number is None else f"{bound}{number:,}" for number in numbers]
         kept = f"{line['kept_bytes'] / 2**20:,.0f}" if line["kept_bytes"] else ""
         work = [f"{bound}{_short(line['flops'] / 1e15)}", f"{bound}{_time(line['hours'])}"]
-        rows.append([method, *cells, *work, kept, next(text for name, text in GIVES.items() if method.startswith(name))])
+        rows.append(
+            [method, *cells, *work, kept, next(text for name, text in GIVES.items() if method.startswith(name))]
+        )
     notes = []
     if figures["upper_bound"]:
         notes.append("The steps of this rule depend on the text: all but elbo are upper bounds (one position a step).")
@@ -286,7 +288,11 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Options]:
         "--model_args pretrained=GSAI-ML/LLaDA-8B-Base,max_length=2048 --tokens 290000 --documents 62",
     )
     add = parser.add_argument
-    add("--model_args", default="", help="as for run; pretrained may be a folder or a hub name, only config.json is read")
+    add(
+        "--model_args",
+        default="",
+        help="as for run; pretrained may be a folder or a hub name, only config.json is read",
+    )
     add("--tasks", help="count the documents of these tasks with the tokenizer")
     add("--limit", help="only the first documents of each task")
     add("--metadata", default="", help="metadata of the tasks, as for lm_eval: length=...,data_dir=...")

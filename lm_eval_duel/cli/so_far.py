@@ -102,8 +102,8 @@ def table(figures: dict[str, Any]) -> str:
     notes = [] if kind is Kind.LIKELIHOOD else [f"The value is {kind.value}."]
     if any(task["partial"] for task in tasks):
         notes.append(
-            "PARTIAL: perplexities are estimates from a random sample of documents, with the 95 % interval for what the "
-            "finished run will print. Do not publish them."
+            "PARTIAL: perplexities are estimates from a random sample of documents, with the 95 % interval for the "
+            "values that the finished run will print. Do not publish them."
             if all(task["random_sample"] for task in tasks)
             else "PARTIAL, and NOT a random sample: the run takes the longest windows first (order=longest). Do not "
             "publish these values."
@@ -128,7 +128,7 @@ def _files(path: str) -> list[Path]:
         return [given]
     prefix, folder = f"{given.name}_rank", given.parent
     pattern = re.compile(re.escape(prefix) + r"(\d+)\.db")
-    names = [file for file in folder.iterdir() if pattern.fullmatch(file.name)] if folder.is_dir() else []
+    names = list(filter(lambda file: pattern.fullmatch(file.name), folder.iterdir() if folder.is_dir() else ()))
     if not names:
         raise UsageError(f"There is no {path}_rank0.db: name a run's --use_cache PATH, or one of its files.")
     return sorted(names, key=lambda file: int(pattern.fullmatch(file.name)[1]))

@@ -139,7 +139,7 @@ def _decoder(
 def _transformers_lm(unloaded: Unloaded, config: dict[str, Any], options: LoadOptions, tokenizer: Any) -> Unloaded:
     """A masked or causal LM of transformers."""
     attention = "causal" if options.attention == "causal" else "bidirectional"
-    if config.get("auto_map") and not config.get("model_type") in transformers.CONFIG_MAPPING:
+    if config.get("auto_map") and config.get("model_type") not in transformers.CONFIG_MAPPING:
         raise DuelError(
             f"{options.name} has code of its own, which a plan does not run. If its network is of a known family, pass "
             f"family={'|'.join(families.NAMED)}."
@@ -166,9 +166,7 @@ def _measure(
         with torch.device("meta"):
             model = auto_class.from_config(model_config)
     except Exception as error:  # classes of transformers validate in different ways
-        raise DuelError(
-            f"The config.json of {options.name} describes no network: {hub.short_reason(error)}"
-        ) from None
+        raise DuelError(f"The config.json of {options.name} describes no network: {hub.short_reason(error)}") from None
     output = model.get_output_embeddings().weight  # (V, D)
     tables = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     experts = next((n for key in ("num_experts", "n_routed_experts") if (n := getattr(model_config, key, None))), 1)

@@ -185,9 +185,10 @@ class Estimator(abc.ABC):
     def _buckets(self, windows: Sequence[Window]) -> list[int]:
         """The bucket of each window: as many in a row as fill a few calls, so that sorting them saves the padding."""
         numbers, work = [], 0
+        whole_rows = self.denoiser.attention == "bidirectional"
         for window in windows:
             numbers.append(work // (BUCKET * self.budget.tokens))
-            work += self.lanes(window) * window.length
+            work += self.lanes(window) * (window.length if whole_rows else self.denoiser.block or 1)
         return numbers
 
     def lanes(self, window: Window) -> int:

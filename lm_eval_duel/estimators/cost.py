@@ -1,8 +1,8 @@
 """What windows will cost under each way to score them: counted, not run.
 
     method       a block of m hidden cells, k revealed a step, in a row of L cells
-    exact        ceil(m / k) rows of L cells (bidirectional); of the block's own cells (block-causal, after one pass over
-                 the clean blocks); the whole row once (causal)
+    exact        ceil(m / k) rows of L cells (bidirectional); of the block's own cells, after one pass over the clean
+                 blocks (block-causal); the whole row once (causal)
     prefix       one row of L cells, then ceil(m / k) - 1 rows from the block's start on
     dual         one row of L cells, then ceil(m / k) - 1 rows of the block's cells
     two_phase    dual, and a share of the blocks exact as well
@@ -47,7 +47,9 @@ class Cost:
     longest: int = 0
 
     def __add__(self, other: Cost) -> Cost:
-        sums = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in dataclasses.fields(self)}
+        sums = {
+            field.name: getattr(self, field.name) + getattr(other, field.name) for field in dataclasses.fields(self)
+        }
         return Cost(**{**sums, "longest": max(self.longest, other.longest)})
 
     def times(self, count: float) -> Cost:

@@ -62,7 +62,7 @@ class Document:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """A perplexity from `sample` of `documents` documents; `low` and `high`: its 95 % interval, None if there is none."""
+    """A perplexity from `sample` of `documents` documents; `low` and `high`: its 95 % interval, or None."""
 
     perplexity: float
     low: float | None

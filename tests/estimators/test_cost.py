@@ -1,4 +1,4 @@
-"""The counts of a plan are those of a real run: its rule steps, and the rows and cells that its network calls evaluate."""
+"""The counts of a plan are those of a real run: rule steps, and the rows and cells that network calls evaluate."""
 
 import pytest
 import torch
