@@ -147,8 +147,10 @@ def _requests(options: argparse.Namespace) -> Iterable[tuple[list[Any], str]]:
 
     arguments = key_values("--model_args", options.model_args)
     metadata = {**arguments, **key_values("--metadata", options.metadata)}
-    manager = TaskManager(include_path=task_folder(), metadata=metadata)
     names = [name.strip() for name in options.tasks.split(",") if name.strip()]
+    manager = TaskManager(include_path=task_folder(), include_defaults=False, metadata=metadata)
+    if not set(names) <= set(manager.all_tasks):  # the harness's own tasks take seconds to index
+        manager = TaskManager(include_path=task_folder(), metadata=metadata)
     for name in names:
         if name not in manager.all_tasks:
             raise DuelError(str(unknown("task", name, manager.all_tasks)).split(" Known:")[0])
@@ -256,7 +258,7 @@ def _heading(figures: dict[str, Any]) -> list[str]:
     documents = f"{figures['documents']:,} documents, " if figures["documents"] else ""
     return [
         f"{figures['network']} ({figures['family']}): {_short(figures['parameters'] / 1e6)} M parameters, "
-        f"{_short(figures['weight_bytes'] / 2**20)} MiB in {figures['dtype']}; {figures['rule']}, block "
+        f"{_memory(figures['weight_bytes'])} in {figures['dtype']}; {figures['rule']}, block "
         f"{figures['block'] or 'none'}",
         f"{documents}{figures['tokens']:,} tokens in {figures['windows']:,} windows of at most {figures['length']:,} "
         f"positions, {figures['blocks']:,} blocks",
@@ -269,6 +271,11 @@ def _short(number: float) -> str:
     if number >= 100:
         return f"{number:,.0f}"
     return f"{number:.1f}" if number >= 10 else f"{number:#.2g}" if number < 1 else f"{number:.2f}"
+
+
+def _memory(count: float) -> str:
+    """Bytes as GiB or MiB."""
+    return f"{_short(count / 2**30)} GiB" if count >= 2**30 else f"{_short(count / 2**20)} MiB"
 
 
 def _time(hours: float) -> str:

@@ -17,6 +17,7 @@ from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import base
 from lm_eval_duel.estimators.duel import Duel
+from lm_eval_duel.harness.cache import ResponseCache
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.harness.so_far import Document, SoFar, estimate, random_order
 
@@ -43,19 +44,17 @@ def requests(texts):
 
 def killed(model, texts, path, after):
     """Score `texts` with a response cache until `after` are finished; returns each finished text's log-likelihood."""
-    wrapped = CachingLM(model, str(path))
-    finished = {}
-    keep = wrapped.lm.cache_hook.dbdict.keep
+    finished, keep = {}, ResponseCache.keep
 
-    def keep_or_stop(kind, arguments, answer, values):
+    def keep_or_stop(store, kind, arguments, answer, values):
         if len(finished) == after:
             raise KeyboardInterrupt
         finished[arguments[0]] = answer
-        keep(kind, arguments, answer, values)
+        keep(store, kind, arguments, answer, values)
 
-    wrapped.lm.cache_hook.dbdict.keep = keep_or_stop
-    with pytest.raises(KeyboardInterrupt):
-        wrapped.loglikelihood_rolling(requests(texts), disable_tqdm=True)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(ResponseCache, "keep", keep_or_stop)
+        CachingLM(model, str(path)).loglikelihood_rolling(requests(texts), disable_tqdm=True)
     return finished
 
 
