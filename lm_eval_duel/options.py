@@ -30,6 +30,7 @@ from lm_eval_duel.estimators import registry
 
 Windows = Literal["independent", "harness"]
 Grid = Literal["auto", "target", "row"]
+Order = Literal["random", "longest"]
 
 
 def _batch_size(key: str, value: Any) -> int | str:
@@ -53,6 +54,7 @@ class Options(NetworkArguments):
     windows: Windows = argument(required_choice(*get_args(Windows)), "independent")
     estimator: str = argument(registry.read_name, "duel")
     estimator_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # those that only this estimator reads
+    order: Order = argument(required_choice(*get_args(Order)), "random")  # of whole texts; changes no number
     draw_seed: int = argument(at_least(0, 0), 0)
     trace: str | None = argument(text)
     verify: int = argument(at_least(0, 0), 0)  # windows that are scored again, one row at a time in float32

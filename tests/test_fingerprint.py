@@ -92,6 +92,7 @@ KEEPS = [  # two values of an arg that are one spec
     ("bert", "cache", None, "none", {}),
     ("bert", "trace", None, "trace.jsonl", {}),
     ("bert", "verify", 0, 2, {}),
+    ("bert", "order", "random", "longest", {}),
     ("bert", "batch_size", 2, 3, {}),
     ("bert", "max_batch_size", 2, 3, {}),
     ("bert", "device", None, "cpu", {}),

@@ -18,6 +18,8 @@ COMMANDS = {  # name: (module below lm_eval_duel with its `main`, what it does)
     "report": ("report", "turn lm_eval results into tables and figures: perplexities and the gap to an AR baseline"),
     "sweep": ("sweep", "compare unmasking rules at several speeds: likelihood of a task's text and quality of samples"),
     "show": ("cli.show", "print one document of a trace, its tokens coloured by reveal step or by likelihood"),
+    "so-far": ("cli.so_far", "print the perplexity of an unfinished run, with its interval, from its --use_cache file"),
+    "plan": ("cli.plan", "count what a run will cost before it starts: rows, operations, memory, hours"),
     "bench": ("bench", "measure speed and memory against the textbook loop on random tokens"),
     "data": ("tasks.check", "check the benchmarks' data sets: `data check` loads them and prints their contents"),
     "where": ("cli.where", "print the absolute path of the tasks, the recipes or a bundled checkpoint"),

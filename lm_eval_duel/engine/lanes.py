@@ -150,9 +150,14 @@ def blocks(origin: int, target: int, block: int | None, grid: str) -> list[tuple
     return [(start, min(block, end - start)) for start in range(first, end, block)]
 
 
-def groups(windows: Sequence[Window], same_length: bool) -> list[list[int]]:
-    """Which windows are opened together: longest first, and only windows of one length if the network sees padding."""
+def groups(windows: Sequence[Window], same_length: bool, buckets: Sequence[int] | None = None) -> list[list[int]]:
+    """Which windows are opened together: longest first, and only windows of one length if the network sees padding.
+
+    `buckets`: a number for each window; a smaller one goes first, and only windows of one number are sorted by length.
+    """
     order = sorted((n for n, window in enumerate(windows) if window.target), key=lambda n: -windows[n].length)
+    if buckets is not None:
+        order.sort(key=lambda n: buckets[n])
     result: list[list[int]] = []
     for n in order:
         full = not result or len(result[-1]) >= GROUP

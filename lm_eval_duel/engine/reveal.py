@@ -99,10 +99,16 @@ class RevealLoop:
         """The batch with as many waiting lanes as the budget allows."""
         while queue:
             batch = [] if active is None else [active]
-            room = self.fits(view, rule, queue.first(), *batch) - sum(map(len, batch))
+            count = sum(map(len, batch))
+            room = self.fits(view, rule, queue.first(), *batch) - count
             if room <= 0:
                 break
             entering = queue.take(room)
+            # later lanes may be more expensive than the first one
+            while (fitting := self.fits(view, rule, entering, *batch) - count) < len(entering):
+                kept = fitting if fitting > 0 else len(entering) // 2
+                queue.put_first(entering.select(slice(kept, None)))
+                entering = entering.select(slice(0, kept))
             try:
                 active = entering if active is None else active.concat(entering)
             except torch.OutOfMemoryError:

@@ -33,6 +33,8 @@ from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.estimators.checks import check_windows, resolve_block, resolve_grid
 from lm_eval_duel.estimators.registry import ESTIMATORS
 
+BUCKET = 4  # network calls that the windows of one bucket fill, if windows are taken in the order given
+
 IndexedScores: TypeAlias = Iterator[tuple[int, WindowScore]]  # (index, score) of each window as it is finished
 
 
@@ -72,6 +74,7 @@ class Estimator(abc.ABC):
     """
 
     name: str  # as in estimator=
+    in_order: bool = False  # windows are taken in the order given, in buckets that fill a few network calls
     empty_score: ClassVar[WindowScore] = WindowScore(0.0, is_greedy=True, nfe=0, near_ties=0)  # of an empty target
 
     def __init__(
@@ -176,7 +179,21 @@ class Estimator(abc.ABC):
             yield from results.take(finished)
 
     def _groups(self, windows: Sequence[Window]) -> list[list[int]]:
-        return groups(windows, same_length=not self.denoiser.honours_padding)
+        buckets = self._buckets(windows) if self.in_order else None
+        return groups(windows, not self.denoiser.honours_padding, buckets)
+
+    def _buckets(self, windows: Sequence[Window]) -> list[int]:
+        """The bucket of each window: as many in a row as fill a few calls, so that sorting them saves the padding."""
+        numbers, work = [], 0
+        whole_rows = self.denoiser.attention == "bidirectional"
+        for window in windows:
+            numbers.append(work // (BUCKET * self.budget.tokens))
+            work += self.lanes(window) * (window.length if whole_rows else self.denoiser.block or 1)
+        return numbers
+
+    def lanes(self, window: Window) -> int:
+        """How many lanes of a window can be evaluated side by side."""
+        return len(self.blocks(window))
 
     def _places(self, group: WindowGroup) -> list[tuple[int, int, int]]:
         """(row, first column, width) of every block."""

@@ -123,6 +123,9 @@ class Elbo(Estimator):
     def values(self, scored: ElboScore) -> dict[str, Value]:
         return {self.name: Value(scored.log_prob, scored.stderr)}
 
+    def lanes(self, window: Window) -> int:
+        return self.samples * len(self.blocks(window))
+
     def _open(self, windows: list[Window], numbers: list[int]) -> WindowGroup:
         if self.form != "score_entropy":
             return super()._open(windows, numbers)

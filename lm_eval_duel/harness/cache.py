@@ -34,6 +34,7 @@ log = logging.getLogger("lm_eval.duel_mdm")
 
 SPEC = "lm_eval_duel spec"
 RULES, RULE_CODE = "lattice_rules", "lattice_rule_code"  # stored with the spec: the rules that a lattice follows
+DOCUMENTS = "documents "  # before the kind of requests: which documents a run has, and in which order it takes them
 VALUES = "account "  # before the key of an answer: what each of the request's windows contributed
 TIMEOUT = 60  # seconds to wait for a file that another rank is writing
 ANSWER_TYPES = {"loglikelihood": tuple, "loglikelihood_rolling": float, "generate_until": str}
@@ -57,13 +58,14 @@ class ResponseCache(SqliteDict):
         self.broken: set[str] = set()  # files with records that cannot be read
         self.elsewhere: dict[str, tuple[sqlite3.Connection, Path]] = {}  # the other rank's file that holds a key
         self.conn.log.setLevel(logging.CRITICAL + 1)  # it logs whole tracebacks; errors are reported here instead
-        own = self._own('SELECT COUNT(*) FROM "unnamed"')[0][0]
+        own = len({key for (key,) in self._own('SELECT key FROM "unnamed"') if not key.startswith(DOCUMENTS)})
         _require(spec, follows, self.find(SPEC), own > 0, self.filename)
         for path in self._other_files():
             other = _open(path)
             keys = {key for (key,) in _select(other, path, 'SELECT key FROM "unnamed"')}
             _require(spec, follows, next(map(_read, _select(other, path, READ, SPEC)), None), bool(keys), path)
-            self.elsewhere |= dict.fromkeys(keys - {SPEC}, (other, path))
+            answered = {key for key in keys - {SPEC} if not key.startswith(DOCUMENTS)}
+            self.elsewhere |= dict.fromkeys(answered, (other, path))
         self.has_answers = bool(own > 1 or self.elsewhere)
         self[SPEC] = {**spec, **follows}
         return self
@@ -206,6 +208,17 @@ def _read(row: tuple[Any, ...]) -> Any:
 def _open(path: Path) -> sqlite3.Connection:
     """Another rank's file. Not read-only: what it was writing when it was killed is rolled back here."""
     return sqlite3.connect(f"file:{urllib.parse.quote(str(path.absolute()))}?mode=rw", uri=True, timeout=TIMEOUT)
+
+
+def contents(path: Path) -> dict[str, Any]:
+    """The spec, the orders of documents and the answers in a file, by key; raises DuelError if it cannot be read."""
+    try:
+        connection = _open(path)
+        rows = _select(connection, path, "SELECT key, value FROM \"unnamed\" WHERE key NOT LIKE 'account %'")
+        connection.close()
+    except sqlite3.Error as error:
+        raise unreadable(path, error) from error
+    return {key: _read((value,)) for key, value in rows if not key.startswith("window ")}
 
 
 def _select(connection: sqlite3.Connection, path: Path, query: str, *values: str) -> list[tuple[Any, ...]]:

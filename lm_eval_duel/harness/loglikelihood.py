@@ -19,6 +19,7 @@ from lm_eval_duel.harness.requests import named, named_windows
 from lm_eval_duel.harness.resume import Unfinished
 from lm_eval_duel.harness.run import Run
 from lm_eval_duel.harness.run_stats import Outcome
+from lm_eval_duel.harness.so_far import Document, SoFar, random_order
 from lm_eval_duel.harness.text import Text
 from lm_eval_duel.harness.verify import Verification
 from lm_eval_duel.tasks.columns import MADE, TOKENS
@@ -99,21 +100,34 @@ def scored_requests(
     run: Run, kind: str, requests: Sequence[Instance], windows: Sequence[Sequence[Window]]
 ) -> Iterator[tuple[int, RequestScore]]:
     """(index, score) of each request: first those with a cached answer, then the others as they are finished."""
-    remaining = []
-    for n, request in enumerate(requests):
-        if (score := _cached_score(run, kind, request, windows[n])) is None:
+    remaining, order = [], range(len(requests))
+    documents = None
+    if kind == "loglikelihood_rolling" and run.options.order == "random":
+        order = random_order(requests, run.options.draw_seed)
+    if kind == "loglikelihood_rolling":
+        documents = [Document.of(requests[n], windows[n]) for n in order]
+        run.keep_documents(kind, documents)
+    place = {n: i for i, n in enumerate(order)}
+    for n in order:
+        if (score := _cached_score(run, kind, requests[n], windows[n])) is None:
             remaining.append(n)
-        else:
-            yield n, score
+            continue
+        if documents:
+            documents[place[n]].log_prob = score.log_prob
+        yield n, score
     run.count_cached(len(requests) - len(remaining), len(remaining))
     left, left_windows = [requests[n] for n in remaining], [windows[n] for n in remaining]
     verification, ties = Verification(run, left_windows), run.estimator.counts.all_mask_starts
     label = f" {run.estimator.describe().get('rule', run.estimator.name)}"
     tokens = sum(len(window.target) for parts in left_windows for window in parts)
-    with run.show(kind, label, len(requests), len(requests) - len(remaining), tokens), run.computing():
+    so_far = SoFar(documents) if documents and run.options.order == "random" else None
+    with run.show(kind, label, len(requests), len(requests) - len(remaining), tokens, so_far), run.computing():
         for n, scores in _finished_requests(run, left, left_windows):
             verification.keep(n, scores)
-            yield remaining[n], _save(run, kind, left[n], left_windows[n], scores)
+            score = _save(run, kind, left[n], left_windows[n], scores)
+            if documents:
+                documents[place[remaining[n]]].log_prob = score.log_prob
+            yield remaining[n], score
     if ties := run.estimator.counts.all_mask_starts - ties:
         log.info("%d blocks started from masks alone: all cells tie exactly, and the lowest position is first", ties)
     with run.computing():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -18,9 +19,10 @@ from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.duel import Duel
-from lm_eval_duel.harness.cache import ResponseCache
+from lm_eval_duel.harness.cache import DOCUMENTS, ResponseCache
 from lm_eval_duel.harness.distributed import Ranks
 from lm_eval_duel.harness.run_stats import RunStats, Share, peak_memory
+from lm_eval_duel.harness.so_far import Document, SoFar, plain
 from lm_eval_duel.harness.text import Text
 from lm_eval_duel.harness.trace import Writer, record
 from lm_eval_duel.options import Options
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from lm_eval.api.model import CacheHook
 
 log = logging.getLogger("lm_eval.duel_mdm")  # lm-eval prints its own loggers only
+
+EVERY = 1.0  # seconds between two estimates in a progress bar
 
 
 @dataclasses.dataclass
@@ -41,6 +45,8 @@ class Progress:
     bar: tqdm
     finished: int = 0  # requests
     windows: int = 0  # scored windows of requests that are not finished
+    so_far: SoFar | None = None  # the estimates that the bar shows
+    shown: float = -math.inf  # when they were computed
 
     def add_window(self, window: Window) -> None:
         """One more scored window."""
@@ -51,6 +57,9 @@ class Progress:
         """One more finished request, of so many scored windows."""
         self.finished += 1
         self.windows -= windows
+        if self.so_far is not None and time.monotonic() - self.shown > EVERY:
+            self.shown = time.monotonic()
+            self.bar.set_postfix_str(str(self.so_far), refresh=False)
 
     def __str__(self):
         windows = f" and {self.windows} windows of unfinished ones" if self.windows else ""
@@ -97,12 +106,21 @@ class Run:
     # ------------------------------------------------------------ while requests are answered
 
     @contextlib.contextmanager
-    def show(self, kind: str, label: str, requests: int, finished: int, tokens: int) -> Iterator[Progress]:
-        """A progress bar of `tokens` tokens."""
+    def show(
+        self, kind: str, label: str, requests: int, finished: int, tokens: int, so_far: SoFar | None = None
+    ) -> Iterator[Progress]:
+        """A progress bar of `tokens` tokens, with the estimates so far (of this rank's documents).
+
+        Until it ends, windows are taken in the order given if there are estimates, and longest first otherwise.
+        """
         hidden = not self.show_progress or self.ranks.rank != 0
         with tqdm(total=tokens, desc=f"{kind}{label}", unit="tok", disable=hidden) as bar:
-            self.progress = Progress(kind, requests, bar, finished)
-            yield self.progress
+            self.progress = Progress(kind, requests, bar, finished, so_far=so_far)
+            self.estimator.in_order = so_far is not None
+            try:
+                yield self.progress
+            finally:
+                self.estimator.in_order = False
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
@@ -116,11 +134,18 @@ class Run:
             if self.store is not None:
                 saved = f"They are saved in {self.store.filename}: run the same command to resume."
             log.warning("Interrupted by %s on rank %d after %s. %s", signal.name, self.ranks.rank, self.progress, saved)
+            if self.progress is not None and (estimates := str(self.progress.so_far or "")):
+                log.warning("Estimate so far, with a 95 %% interval for this rank's documents: %s", estimates)
             raise
         finally:
             self.stats.seconds += time.perf_counter() - start
             if self.trace is not None:
                 self.trace.flush()
+
+    def keep_documents(self, kind: str, documents: Sequence[Document]) -> None:
+        """Store the order of this rank's documents in the response cache, if there is one."""
+        if self.store is not None:
+            self.store[DOCUMENTS + kind] = plain(documents, self.options.order)
 
     def count_cached(self, cached: int, remaining: int) -> None:
         """Count the answers from the response cache, and log them in the harness's words."""

@@ -47,7 +47,7 @@ def load(
         raise DuelError(
             f"MDLM, BD3-LM, SEDD and their AR baseline run in float32, not {options.dtype}; leave dtype out."
         )
-    family, shape, length, block = _read_shape(config, folder)
+    family, shape, length, block = read_shape(config, folder)
     _require_agreement(options, folder, family)
     if block is not None:
         options.require_block(block)
@@ -82,7 +82,7 @@ def _require_agreement(options: LoadOptions, folder: str, family: str) -> None:
         raise DuelError(f"sigma is SEDD's noise level; {folder} is of the family {family}, which ignores it.")
 
 
-def _read_shape(config: dict[str, Any], folder: str) -> tuple[str, DiTConfig, int, int | None]:
+def read_shape(config: dict[str, Any], folder: str) -> tuple[str, DiTConfig, int, int | None]:
     """Family, network shape, row length and trained block; raises DuelError for a config that is wrong."""
     try:
         return _shape(config)

@@ -34,7 +34,7 @@ def load(
     """The denoiser of a local folder; raises DuelError for weights that do not fill the network exactly."""
     options.refuse(family.name, "sigma")
     model_kwargs = quantization.model_kwargs(config, options) | device_map.model_kwargs(options)
-    entries = _entries(family, config, options)
+    entries = native_entries(family, config, options)
     mask_id = find_mask_id(options, config, tokenizer, family.mask_id, entries["vocab_size"])
     require_fit(set(tokenizer.get_vocab().values()), mask_id, entries["vocab_size"], folder)
     row_length(folder, options.max_length, max_positions(family, entries["max_position_embeddings"]))
@@ -42,7 +42,7 @@ def load(
         options.require_block(trained_block(family, config, options))
     stored = {key: value for key, value in weights.read(folder).items() if not key.endswith(IGNORED)}
     strict_load.require_counts(folder, {key: entries.get(key) for key in COUNTED}, stored)
-    model_config = _config(family, entries, options)
+    model_config = make_config(family, entries, options)
     tensors, origin = native_tensors(family, stored, config)
     if model_config.tie_word_embeddings and HEAD in tensors:
         # the file may have a head of its own
@@ -60,7 +60,7 @@ def load(
     return denoiser
 
 
-def _entries(family: Family, config: dict[str, Any], options: LoadOptions) -> dict[str, Any]:
+def native_entries(family: Family, config: dict[str, Any], options: LoadOptions) -> dict[str, Any]:
     """The entries of the native config, with full attention in every layer and the checkpoint's rotary positions."""
     try:
         entries = native_config(family, config, options.name)
@@ -80,7 +80,7 @@ def _entries(family: Family, config: dict[str, Any], options: LoadOptions) -> di
     return entries
 
 
-def _config(family: Family, entries: dict[str, Any], options: LoadOptions) -> Any:
+def make_config(family: Family, entries: dict[str, Any], options: LoadOptions) -> Any:
     """The native config."""
     try:
         model_config = getattr(transformers, f"{family.native}Config")(**entries)

@@ -1,0 +1,330 @@
+"""`lm-eval-duel plan`: what a run will cost, before any weight is read.
+
+    lm-eval-duel plan --model_args pretrained=GSAI-ML/LLaDA-8B-Base,max_length=2048 --tokens 290000 --documents 62
+
+Every way to score the same windows is a line of one table (estimators/cost.py counts). Only config.json is read and,
+for a task, its documents and the tokenizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from lm_eval_duel.arguments import count
+from lm_eval_duel.command_line import Parser
+from lm_eval_duel.demo import BUNDLED
+from lm_eval_duel.errors import DuelError, usage
+from lm_eval_duel.harness.key_values import key_values
+from lm_eval_duel.options import Options
+from lm_eval_duel.tables import plain_table
+
+if TYPE_CHECKING:
+    from lm_eval_duel.denoisers.unloaded import Unloaded
+    from lm_eval_duel.estimators.cost import Cost, Layout, Setting
+
+TFLOPS = {"bfloat16": 989.0, "float16": 989.0, "float32": 67.0, "float64": 67.0}  # of an H200, dense
+DRAWS, SAMPLE = 128, 0.03
+CALL_TOKENS = 1 << 18  # the largest network call on a GPU (engine/budget.py)
+HEADER = ("method", "NFE", "calls", "rows", "token-rows", "PFLOP", "time", "kept MiB", "what it gives")
+GIVES = {
+    "exact": "the likelihood",
+    "chain rule": "the likelihood",
+    "prefix": "another distribution, exactly",
+    "dual": "another distribution, exactly",
+    "two_phase": "an estimate of exact, with its error",
+    "elbo": "a lower bound, with its error",
+}
+PRINTS = """\
+Prints one line per way to score the same windows: rule steps (NFE), network calls (at least), rows, token-rows (cells
+of the rows that the network evaluates), floating point operations, time, and what a cache keeps for each block (MiB;
+for block-causal networks: for each window). Operations are the matrix products of all layers and attention at every
+cell of a row, and the LM head at hidden cells only. With a rule whose steps depend on the text (threshold, klass, ...)
+all counts are upper bounds: one position a step. No weights are read.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One way to score the windows."""
+
+    method: str
+    cost: Cost
+    calls: int  # at least
+    flops: float
+    hours: float
+    kept_bytes: int  # for each block, or for each window of a block-causal network
+
+
+def lines(setting: Setting, windows: Counter[Layout], options: argparse.Namespace) -> list[Line]:
+    """All ways to score these windows that the network supports."""
+    from lm_eval_duel.estimators import cost
+    from lm_eval_duel.rules import SeedFirst, inner
+
+    denoiser = setting.denoiser
+    longest = max(window.length for window in windows)
+    kept = denoiser.size.kept * denoiser.size.itemsize * longest
+    if denoiser.attention == "causal":
+        return [_line("chain rule", cost.sum_over(windows, lambda w: cost.exact(setting, w)), 0, denoiser, options)]
+    block_causal = denoiser.attention == "block_causal"
+    exact = cost.sum_over(windows, lambda w: cost.exact(setting, w))
+    result = [_line("exact", exact, kept if block_causal else 0, denoiser, options)]
+    if not block_causal and denoiser.family != "sedd":
+        under = setting
+        if denoiser.shift:  # under a cache these networks need seed_first, which takes a step more
+            under = dataclasses.replace(setting, rule=SeedFirst(inner(setting.rule)))
+        for name in ("prefix", "dual"):
+            total = cost.sum_over(windows, lambda w, name=name: cost.cached(under, w, name))
+            result.append(_line(name, total, kept, denoiser, options))
+        total = cost.sum_over(windows, lambda w: cost.two_phase(under, w, options.sample))
+        result.append(_line(f"two_phase {options.sample:g}", total, kept, denoiser, options))
+    spans = dataclasses.replace(setting, block=denoiser.block)
+    total = cost.sum_over(windows, lambda w: cost.elbo(spans, w, options.draws))
+    return [*result, _line(f"elbo {options.draws}", total, kept if block_causal else 0, denoiser, options)]
+
+
+def _line(method: str, total: Cost, kept: int, denoiser: Unloaded, options: argparse.Namespace) -> Line:
+    size = denoiser.size
+    flops = 2.0 * (total.token_rows * size.products + total.pairs * size.pair + total.head * size.head)
+    seconds = flops / (options.tflops * 1e12 * options.utilization)
+    calls = max(int(total.longest), math.ceil(total.weight / options.call_tokens))
+    return Line(method, total, calls, flops, seconds / 3600, kept)
+
+
+# ---------------------------------------------------------------- windows
+
+
+def windows_of(options: argparse.Namespace, run: Options, denoiser: Unloaded, block: int | None) -> Counter[Layout]:
+    """How many windows there are of each layout, and sets `options.documents`."""
+    from lm_eval_duel.estimators import cost
+
+    if options.tasks is None:
+        return _even(options.tokens, options.documents, denoiser)
+    from lm_eval_duel import denoisers
+    from lm_eval_duel.harness.text import Text
+
+    tokenizer = denoisers.load_tokenizer(vars(run))
+    denoiser.mask_id = getattr(tokenizer, "mask_token_id", None) if denoiser.mask_id is None else denoiser.mask_id
+    text = Text(tokenizer, denoiser, run.windows, block)
+    windows = []
+    options.documents = 0
+    for requests, kind in _requests(options):
+        options.documents += len({request.doc_id for request in requests})
+        windows += [window for parts in _cut(text, requests, kind) for window in parts]
+    if not any(window.target for window in windows):
+        raise DuelError(f"The tasks {options.tasks} have no token to score.")
+    return cost.layouts(windows)
+
+
+def _even(tokens: int, documents: int, denoiser: Unloaded) -> Counter[Layout]:
+    """`tokens` in documents of equal length, each cut into windows from scratch."""
+    from lm_eval_duel.estimators.cost import Layout
+
+    before = max(denoiser.shift, int(denoiser.bos in ("given", "official")))
+    capacity = denoiser.max_length - before
+    if capacity < 1:
+        raise DuelError(f"--length {denoiser.max_length} leaves no position for text; raise it.")
+    result: Counter[Layout] = Counter()
+    for length, count_of_length in ((tokens // documents + 1, tokens % documents), (tokens // documents, -1)):
+        count_of_length = documents - tokens % documents if count_of_length < 0 else count_of_length
+        whole, rest = divmod(length, capacity)
+        result[Layout(before, capacity, denoiser.max_length)] += whole * count_of_length
+        if rest:
+            result[Layout(before, rest, before + rest)] += count_of_length
+    return +result
+
+
+def _requests(options: argparse.Namespace) -> Iterable[tuple[list[Any], str]]:
+    """The requests of each task, and their kind."""
+    from lm_eval.tasks import TaskManager
+
+    from lm_eval_duel.errors import unknown
+    from lm_eval_duel.tasks import task_folder
+
+    arguments = key_values("--model_args", options.model_args)
+    metadata = {**arguments, **key_values("--metadata", options.metadata)}
+    names = [name.strip() for name in options.tasks.split(",") if name.strip()]
+    manager = TaskManager(include_path=task_folder(), include_defaults=False, metadata=metadata)
+    if not set(names) <= set(manager.all_tasks):  # the harness's own tasks take seconds to index
+        manager = TaskManager(include_path=task_folder(), metadata=metadata)
+    for name in names:
+        if name not in manager.all_tasks:
+            raise DuelError(str(unknown("task", name, manager.all_tasks)).split(" Known:")[0])
+    for task in manager.load(names)["tasks"].values():
+        if task.OUTPUT_TYPE == "generate_until":
+            raise DuelError(f"The task {task.config.task} generates text; a plan counts what is scored.")
+        task.build_all_requests(limit=options.limit)
+        yield task.instances, "rolling" if task.OUTPUT_TYPE == "loglikelihood_rolling" else "continuation"
+
+
+def _cut(text: Any, requests: list[Any], kind: str) -> list[list[Any]]:
+    from lm_eval_duel.harness.loglikelihood import continuation_windows, document_windows
+
+    return (document_windows if kind == "rolling" else continuation_windows)(text, requests)
+
+
+# ---------------------------------------------------------------- the command
+
+
+def main(arguments: list[str]) -> None:
+    """Print what a run will cost: `lm-eval-duel plan`."""
+    options, run = parse(arguments)
+    figures = plan(options, run)
+    if options.json:
+        from lm_eval_duel.strict_json import dumps
+
+        print(dumps(figures))
+    else:
+        print(table(figures))
+
+
+def plan(options: argparse.Namespace, run: Options) -> dict[str, Any]:
+    """All figures of a plan, by name."""
+    from lm_eval_duel.denoisers import unloaded
+    from lm_eval_duel.estimators.checks import check_rule, resolve_block, resolve_grid
+    from lm_eval_duel.estimators.cost import Setting
+    from lm_eval_duel.rules import LeftToRight
+
+    network = {key: value for key, value in run.network.items() if key not in ("cache", "compile", "peft")}
+    name = run.pretrained or BUNDLED
+    denoiser = unloaded.read(name, {**network, "max_length": options.length or run.max_length})
+    rule = LeftToRight() if denoiser.attention == "causal" else run.rule
+    check_rule(denoiser, rule)
+    block = resolve_block(denoiser, None if denoiser.attention == "causal" and run.block is None else run.block)
+    setting = Setting(denoiser, rule, block, resolve_grid(denoiser, run.grid), denoiser.size.kept)
+    windows = windows_of(options, run, denoiser, block)
+    options.tflops = options.tflops or TFLOPS[denoiser.dtype]
+    options.call_tokens = (run.rows or 0) * denoiser.max_length or CALL_TOKENS
+    planned = lines(setting, windows, options)
+    return {
+        "network": name,
+        "family": denoiser.family,
+        "parameters": denoiser.size.parameters,
+        "dtype": denoiser.dtype,
+        "weight_bytes": denoiser.size.weight_bytes,
+        "rule": str(rule),
+        "block": block,
+        "upper_bound": not setting.is_exact,
+        "seed_first": bool(denoiser.shift) and len(planned) > 2,
+        "documents": options.documents,
+        "windows": sum(windows.values()),
+        "length": max(window.length for window in windows),
+        "tokens": sum(window.target * number for window, number in windows.items()),
+        "blocks": int(planned[0].cost.blocks),
+        "tflops": options.tflops,
+        "utilization": options.utilization,
+        "methods": {
+            line.method: {
+                "nfe": int(line.cost.nfe) or None,
+                "calls_at_least": line.calls,
+                "rows": int(line.cost.rows),
+                "token_rows": int(line.cost.token_rows),
+                "head_cells": line.cost.head,
+                "flops": line.flops,
+                "hours": line.hours,
+                "kept_bytes": line.kept_bytes,
+            }
+            for line in planned
+        },
+    }
+
+
+def table(figures: dict[str, Any]) -> str:
+    """The figures as text."""
+    most = "<= " if figures["upper_bound"] else ""
+    rows = []
+    for method, line in figures["methods"].items():
+        bound = "" if method.startswith("elbo") else most
+        numbers = [line["nfe"], line["calls_at_least"], line["rows"], line["token_rows"]]
+        cells = ["" if number is None else f"{bound}{number:,}" for number in numbers]
+        kept = f"{line['kept_bytes'] / 2**20:,.0f}" if line["kept_bytes"] else ""
+        work = [f"{bound}{_short(line['flops'] / 1e15)}", f"{bound}{_time(line['hours'])}"]
+        rows.append(
+            [method, *cells, *work, kept, next(text for name, text in GIVES.items() if method.startswith(name))]
+        )
+    notes = []
+    if figures["upper_bound"]:
+        notes.append("The steps of this rule depend on the text: all but elbo are upper bounds (one position a step).")
+    if figures["seed_first"]:
+        notes.append("prefix, dual and two_phase with seed_first=true, which this network needs under a cache.")
+    return "\n".join([*_heading(figures), "", plain_table(HEADER, rows), *([""] if notes else []), *notes])
+
+
+def _heading(figures: dict[str, Any]) -> list[str]:
+    documents = f"{figures['documents']:,} documents, " if figures["documents"] else ""
+    return [
+        f"{figures['network']} ({figures['family']}): {_short(figures['parameters'] / 1e6)} M parameters, "
+        f"{_memory(figures['weight_bytes'])} in {figures['dtype']}; {figures['rule']}, block "
+        f"{figures['block'] or 'none'}",
+        f"{documents}{figures['tokens']:,} tokens in {figures['windows']:,} windows of at most {figures['length']:,} "
+        f"positions, {figures['blocks']:,} blocks",
+        f"time: at {figures['utilization']:.0%} of {figures['tflops']:,.0f} TFLOP/s",
+    ]
+
+
+def _short(number: float) -> str:
+    """Three significant digits without an exponent."""
+    if number >= 100:
+        return f"{number:,.0f}"
+    return f"{number:.1f}" if number >= 10 else f"{number:#.2g}" if number < 1 else f"{number:.2f}"
+
+
+def _memory(count: float) -> str:
+    """Bytes as GiB or MiB."""
+    return f"{_short(count / 2**30)} GiB" if count >= 2**30 else f"{_short(count / 2**20)} MiB"
+
+
+def _time(hours: float) -> str:
+    """Hours, minutes or seconds."""
+    if hours >= 1:
+        return f"{_short(hours)} h"
+    return f"{_short(60 * hours)} min" if 60 * hours >= 1 else f"{_short(3600 * hours)} s"
+
+
+@usage()
+def parse(arguments: list[str]) -> tuple[argparse.Namespace, Options]:
+    """The parsed command line and the model args; raises UsageError."""
+    parser = Parser(
+        "plan",
+        "Count what a run will cost before it starts: windows, steps, network rows, operations, memory and hours.",
+        PRINTS,
+        "--model_args pretrained=GSAI-ML/LLaDA-8B-Base,max_length=2048 --tokens 290000 --documents 62",
+    )
+    add = parser.add_argument
+    add(
+        "--model_args",
+        default="",
+        help="as for run; pretrained may be a folder or a hub name, only config.json is read",
+    )
+    add("--tasks", help="count the documents of these tasks with the tokenizer")
+    add("--limit", help="only the first documents of each task")
+    add("--metadata", default="", help="metadata of the tasks, as for lm_eval: length=...,data_dir=...")
+    add("--tokens", help="instead of --tasks: the number of tokens to score")
+    add("--documents", help="how many documents of equal length these tokens are (one)")
+    add("--length", help="positions of a window: shorthand for the model arg max_length")
+    add("--draws", help=f"draws of the ELBO (mc_samples of the model args, else {DRAWS})")
+    add("--sample", type=float, default=SAMPLE, help=f"share of blocks that two_phase scores uncached ({SAMPLE})")
+    add("--tflops", type=float, help="the device's dense rate (an H200's: 989 in bfloat16, 67 in float32)")
+    add("--utilization", type=float, default=0.5, help="the share of that rate that is reached (0.5)")
+    add("--json", action="store_true", help="print the figures as JSON")
+    options = parser.parse_args(arguments)
+    for name in ("limit", "tokens", "documents", "length", "draws"):
+        setattr(options, name, count(f"--{name}", getattr(options, name)))
+    run = Options.parse(key_values("--model_args", options.model_args))
+    options.draws = options.draws or run.estimator_args.get("mc_samples") or DRAWS
+    if (options.tasks is None) == (options.tokens is None):
+        raise DuelError("Name what is scored: --tasks NAMES, or --tokens N (and --documents M), not both.")
+    if options.tasks is None:
+        options.documents = options.documents or 1
+        if options.tokens < options.documents:
+            raise DuelError(f"--tokens {options.tokens} are fewer than --documents {options.documents}.")
+    for name, low in (("sample", 0), ("utilization", 0)):
+        if not low < getattr(options, name) <= 1:
+            raise DuelError(f"--{name} is a share above 0, at most 1; got {getattr(options, name)}.")
+    if options.tflops is not None and not 0 < options.tflops < float("inf"):
+        raise DuelError(f"--tflops is a rate above 0; got {options.tflops}.")
+    return options, run

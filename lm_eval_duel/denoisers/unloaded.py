@@ -1,0 +1,192 @@
+"""A network without its weights: what its config.json says about its kind and its size, for plans.
+
+The network is built on the meta device, where tensors have shapes and take no memory. Its matrix products and its
+parameters are counted there, so every class that the package can load is counted in the same way.
+
+Shapes: V tokens, D features.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+import torch
+import transformers
+
+from lm_eval_duel.demo import resolve
+from lm_eval_duel.denoisers import config_entries, hub
+from lm_eval_duel.denoisers.base import Denoiser
+from lm_eval_duel.denoisers.dit import checkpoint as dit_checkpoint
+from lm_eval_duel.denoisers.dit.denoiser import ATTENTION, PUBLISHED_BLOCK
+from lm_eval_duel.denoisers.dit.network import DiT
+from lm_eval_duel.denoisers.hf import auto_model, decoder_checkpoint, families
+from lm_eval_duel.denoisers.hf.decoder import max_positions, trained_block
+from lm_eval_duel.denoisers.load_options import LoadOptions
+from lm_eval_duel.denoisers.published import CONFIGS
+from lm_eval_duel.errors import DuelError
+
+ROUTED = ".experts."  # in the names of weights of which a cell uses `num_experts_per_tok`
+OF_ROWS = ("sigma_map", "adaLN_modulation")  # products of our DiT with the time condition: once a row
+AUTO_CLASSES = {
+    "bidirectional": transformers.AutoModelForMaskedLM,
+    "causal": transformers.AutoModelForCausalLM,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """The size of a network. Products are multiply-adds; one is two floating point operations.
+
+    `products`: the matrix products of all layers at one cell, without the head. `head`: those of the LM head at one
+    cell. `pair`: one query with one key in all layers, scores and mixing together.
+    """
+
+    parameters: int
+    products: int
+    head: int
+    pair: int
+    kept: int  # numbers kept per cell: the keys and values of all layers
+    itemsize: int  # bytes of a number
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.parameters * self.itemsize
+
+
+class Unloaded(Denoiser):
+    """A denoiser that cannot predict: its kind, its limits and its `size`."""
+
+    size: Size
+    dtype: str
+
+    @property
+    def excluded(self) -> torch.Tensor:
+        return torch.zeros(self.vocab_size, dtype=torch.bool)
+
+    def head(self, features: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError("A network without weights predicts nothing.")
+
+
+def read(name: str, network: dict[str, Any], tokenizer: Any = None) -> Unloaded:
+    """The network of a folder, a hub name, a bundled name, or a config.json file; `network`: as for `denoisers.load`.
+
+    Raises DuelError if the config cannot be read, or belongs to a network whose size only its own code knows.
+    """
+    known = CONFIGS.get(name) if not os.path.isdir(name) else None
+    options = LoadOptions(resolve(name), torch.device("cpu"), tokenizer, **network)
+    config = known or hub.read_config(options.name, options.revision)
+    unloaded = Unloaded()
+    unloaded.device = torch.device("cpu")
+    unloaded.last_block = options.last_block
+    if dit_checkpoint.is_dit(config):
+        return _dit(unloaded, config, options)
+    family = families.find(config, options, None)
+    if family is not None and options.attention != "causal":
+        return _decoder(unloaded, family, config, options, tokenizer)
+    return _transformers_lm(unloaded, config, options, tokenizer)
+
+
+def _dit(unloaded: Unloaded, config: dict[str, Any], options: LoadOptions) -> Unloaded:
+    """MDLM, BD3-LM, SEDD or AR."""
+    family, shape, length, block = dit_checkpoint.read_shape(config, options.name)
+    with torch.device("meta"):
+        network = DiT(shape)
+    weights = dict(network.named_parameters())
+    products = sum(
+        weight.numel()
+        for key, weight in weights.items()
+        if key.startswith("blocks.") and weight.dim() == 2 and not any(part in key for part in OF_ROWS)
+    )
+    unloaded.size = Size(
+        sum(weight.numel() for weight in weights.values()),
+        products,
+        shape.width * shape.vocab_size,
+        2 * shape.layers * shape.width,
+        2 * shape.layers * shape.width,
+        4,
+    )
+    unloaded.dtype, unloaded.vocab_size, unloaded.family = "float32", shape.vocab_size, family
+    unloaded.attention, unloaded.block = ATTENTION.get(family, "bidirectional"), block
+    unloaded.published_block = PUBLISHED_BLOCK if unloaded.attention == "bidirectional" else None
+    unloaded.max_length = hub.row_length(options.name, options.max_length, length)
+    unloaded.mask_id = None if family == "ar" else shape.vocab_size - 1
+    unloaded.shift, unloaded.bos = int(family == "ar"), options.bos or "given"
+    return unloaded
+
+
+def _decoder(
+    unloaded: Unloaded, family: families.Family, config: dict[str, Any], options: LoadOptions, tokenizer: Any
+) -> Unloaded:
+    """A family of families.py, as `Decoder` reads it."""
+    entries = decoder_checkpoint.native_entries(family, config, options)
+    model_config = decoder_checkpoint.make_config(family, entries, options)
+    _measure(unloaded, transformers.AutoModelForCausalLM, model_config, config, options)
+    unloaded.family, unloaded.attention = family.name, options.attention or family.attention
+    shifted = config_entries.switch(config, "right_shift_logits", bool(family.shift))
+    unloaded.shift = int(shifted if options.shift_logits is None else options.shift_logits)
+    unloaded.bos = options.bos or ("given" if unloaded.shift else family.bos)
+    blocks = unloaded.attention == "block_causal"
+    unloaded.published_block = None if blocks else family.published_block
+    unloaded.block = trained_block(family, config, options) if blocks else None
+    positions = max_positions(family, model_config.max_position_embeddings)
+    unloaded.max_length = hub.row_length(options.name, options.max_length, positions)
+    unloaded.mask_id = hub.find_mask_id(options, config, tokenizer, family.mask_id or 0, unloaded.vocab_size)
+    return unloaded
+
+
+def _transformers_lm(unloaded: Unloaded, config: dict[str, Any], options: LoadOptions, tokenizer: Any) -> Unloaded:
+    """A masked or causal LM of transformers."""
+    attention = "causal" if options.attention == "causal" else "bidirectional"
+    if config.get("auto_map") and config.get("model_type") not in transformers.CONFIG_MAPPING:
+        raise DuelError(
+            f"{options.name} has code of its own, which a plan does not run. If its network is of a known family, pass "
+            f"family={'|'.join(families.NAMED)}."
+        )
+    model_config = auto_model.read_model_config(options)
+    _measure(unloaded, AUTO_CLASSES[attention], model_config, config, options)
+    lengths = [getattr(model_config, key, None) for key in auto_model.LENGTHS]
+    positions = min((length for length in lengths if length), default=None)
+    auto_model.require_max_positions(options.name, options.max_length, positions)
+    unloaded.family = "causal-lm" if attention == "causal" else "masked-lm"
+    unloaded.attention, unloaded.shift = attention, int(attention == "causal")
+    unloaded.appends_sep = attention != "causal"
+    unloaded.bos = options.bos or ("given" if attention == "causal" else "auto")
+    unloaded.max_length = hub.row_length(options.name, options.max_length, positions + unloaded.shift)
+    unloaded.mask_id = getattr(tokenizer, "mask_token_id", None)
+    return unloaded
+
+
+def _measure(
+    unloaded: Unloaded, auto_class: Any, model_config: Any, config: dict[str, Any], options: LoadOptions
+) -> None:
+    """Build the network on the meta device and count. A config without a dtype means float32, as in transformers."""
+    try:
+        with torch.device("meta"):
+            model = auto_class.from_config(model_config)
+    except Exception as error:  # classes of transformers validate in different ways
+        raise DuelError(f"The config.json of {options.name} describes no network: {hub.short_reason(error)}") from None
+    output = model.get_output_embeddings().weight  # (V, D)
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    experts = next((n for key in ("num_experts", "n_routed_experts") if (n := getattr(model_config, key, None))), 1)
+    share = getattr(model_config, "num_experts_per_tok", 1) / experts if experts > 1 else 1.0
+    products = sum(
+        weight.numel() * (share if ROUTED in key else 1.0)
+        for key, weight in model.named_parameters()
+        if weight.dim() > 1 and weight is not output and id(weight) not in tables
+    )
+    heads = model_config.num_attention_heads
+    head = getattr(model_config, "head_dim", None) or model_config.hidden_size // heads
+    kept = getattr(model_config, "num_key_value_heads", None) or heads
+    dtype = options.dtype if options.dtype != "auto" else config.get("dtype") or config.get("torch_dtype")
+    unloaded.dtype = str(dtype or "float32").removeprefix("torch.")
+    unloaded.vocab_size = output.shape[0]
+    unloaded.size = Size(
+        sum(weight.numel() for weight in model.parameters()),
+        round(products),
+        output.numel(),
+        2 * model_config.num_hidden_layers * heads * head,
+        2 * model_config.num_hidden_layers * kept * head,
+        getattr(torch, unloaded.dtype).itemsize,
+    )

@@ -1,0 +1,205 @@
+"""What windows will cost under each way to score them: counted, not run.
+
+    method       a block of m hidden cells, k revealed a step, in a row of L cells
+    exact        ceil(m / k) rows of L cells (bidirectional); of the block's own cells, after one pass over the clean
+                 blocks (block-causal); the whole row once (causal)
+    prefix       one row of L cells, then ceil(m / k) - 1 rows from the block's start on
+    dual         one row of L cells, then ceil(m / k) - 1 rows of the block's cells
+    two_phase    dual, and a share of the blocks exact as well
+    elbo         for each draw one row of L cells (bidirectional), or of each block's cells (block-causal)
+
+Equal windows are scored once, and counted once. Equal rows of different windows, which a network call evaluates once,
+are not foreseen, nor is padding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from lm_eval_duel.denoisers.base import Denoiser
+from lm_eval_duel.denoisers.block_causal import CLEAN, STRETCH
+from lm_eval_duel.denoisers.cached.view import GPU_KEPT
+from lm_eval_duel.engine.lanes import blocks
+from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.rules import Rule, SeedFirst, inner
+from lm_eval_duel.rules.base import Counted
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What scoring takes.
+
+    `pairs`: queries times keys, summed over rows. `head`: cells at which the LM head runs. `weight`: what the rows take
+    of the tokens that a network call holds (`View.cost`, on a GPU). `longest`: calls that must follow each other.
+    """
+
+    blocks: float = 0
+    nfe: float = 0  # rule steps
+    rows: float = 0  # rows evaluated by the network
+    token_rows: float = 0  # cells of these rows
+    pairs: float = 0.0
+    head: float = 0.0
+    weight: float = 0.0
+    longest: int = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        sums = {
+            field.name: getattr(self, field.name) + getattr(other, field.name) for field in dataclasses.fields(self)
+        }
+        return Cost(**{**sums, "longest": max(self.longest, other.longest)})
+
+    def times(self, count: float) -> Cost:
+        """So many of these; the calls that must follow each other stay as they are."""
+        scaled = {field.name: getattr(self, field.name) * count for field in dataclasses.fields(self)}
+        return Cost(**{**scaled, "longest": self.longest})
+
+    def rounded(self) -> Cost:
+        """With whole counts, rounded up."""
+        whole = {name: math.ceil(getattr(self, name)) for name in ("blocks", "nfe", "rows", "token_rows")}
+        return dataclasses.replace(self, **whole)
+
+
+class Layout(NamedTuple):
+    """The number of positions of a window: visible ones before the target, the target, and the whole row."""
+
+    context: int
+    target: int
+    length: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """The network (its weights are not needed), the rule, the blocks."""
+
+    denoiser: Denoiser
+    rule: Rule
+    block: int | None
+    grid: str
+    kept: int = 0  # numbers that a cache keeps per cell of a row
+
+    def hidden(self, cells: int) -> list[int]:
+        """The hidden cells before each step of a block of `cells`: exact for rules with k, else the most steps."""
+        plain = inner(self.rule)
+        k = plain.k if isinstance(plain, Counted) else 1
+        if isinstance(self.rule, SeedFirst):
+            return [cells, *range(cells - 1, 0, -k)]
+        return list(range(cells, 0, -k))
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the number of steps is known; otherwise it depends on the text, and the plan is an upper bound."""
+        return isinstance(inner(self.rule), Counted)
+
+    def places(self, window: Layout) -> list[tuple[int, int, int]]:
+        """(first column, width, hidden cells) of each block."""
+        origin = window.context
+        return [
+            (start, width, start + width - max(start, origin))
+            for start, width in blocks(origin, window.target, self.block, self.grid)
+        ]
+
+    def head(self, hidden: Sequence[int]) -> int:
+        """Cells at which the head runs in a block: those that are hidden, or only the picks if the order is fixed."""
+        return hidden[0] if inner(self.rule).fixed else sum(hidden)
+
+
+def exact(setting: Setting, window: Layout) -> Cost:
+    """`estimator=duel` without a cache, and the chain rule of a causal network."""
+    if setting.denoiser.attention == "causal":
+        return _causal(window)
+    if setting.denoiser.attention == "block_causal":
+        return _block_causal(setting, window)
+    total, length = Cost(), window.length
+    for _, _, cells in setting.places(window):
+        hidden = setting.hidden(cells)
+        steps = len(hidden)
+        tokens = steps * length
+        total += Cost(1, steps, steps, tokens, tokens * length, setting.head(hidden), tokens, steps)
+    return total
+
+
+def cached(setting: Setting, window: Layout, cache: str) -> Cost:
+    """`cache=prefix` or `dual`: the whole row at a block's start, later the cells that the cache leaves out."""
+    total, length = Cost(), window.length
+    for start, width, cells in setting.places(window):
+        hidden = setting.hidden(cells)
+        steps, later = len(hidden), width if cache == "dual" else length - start
+        tokens, pairs = length + (steps - 1) * later, length**2 + (steps - 1) * later * length
+        weight = length + (steps - 1) * max(later, -(-length * setting.kept // GPU_KEPT))
+        total += Cost(1, steps, steps, tokens, pairs, setting.head(hidden), weight, steps)
+    return total
+
+
+def two_phase(setting: Setting, window: Layout, share: float) -> Cost:
+    """Every block under `cache=dual`, and on average a `share` of them without a cache."""
+    cheap, again = cached(setting, window, "dual"), exact(setting, window)
+    return dataclasses.replace(cheap + again.times(share), blocks=cheap.blocks)
+
+
+def elbo(setting: Setting, window: Layout, samples: int) -> Cost:
+    """The Monte Carlo ELBO with `samples` draws of each span (the whole target, or each block)."""
+    spans, length = setting.places(window), window.length
+    total = Cost(blocks=len(spans), longest=1)
+    head = samples * sum((cells + 1) / 2 for _, _, cells in spans)
+    if setting.denoiser.attention == "block_causal":
+        states = {start: [samples] for start, _, _ in spans}
+        return dataclasses.replace(total + _blocks_of(setting, window, states), head=head)
+    rows = samples * len(spans)
+    tokens = rows * length
+    return dataclasses.replace(total, rows=rows, token_rows=tokens, pairs=tokens * length, head=head, weight=tokens)
+
+
+def _causal(window: Layout) -> Cost:
+    """One pass: the last token is predicted, and never an input."""
+    tokens, targets = window.context + window.target - 1, window.target
+    return Cost(targets, targets, 1, tokens, tokens**2, targets, tokens, 1)
+
+
+def _block_causal(setting: Setting, window: Layout) -> Cost:
+    total, states = Cost(), {}
+    for start, _, cells in setting.places(window):
+        hidden = setting.hidden(cells)
+        states[start] = [1] * len(hidden)
+        total += Cost(1, len(hidden), head=setting.head(hidden), longest=len(hidden))
+    return total + _blocks_of(setting, window, states)
+
+
+def _blocks_of(setting: Setting, window: Layout, states: dict[int, list[int]]) -> Cost:
+    """The clean blocks once, and the states of each block (how many at each step), as `BlockCausalView` packs them.
+
+    Blocks that begin within a stretch of columns share rows of the network.
+    """
+    block = setting.denoiser.block or 1
+    clean = (window.context + window.target - 1) // block * block
+    piece = max(block, CLEAN // block * block)
+    total = Cost(longest=1 if clean else 0)
+    for start in range(0, clean, piece):
+        end = min(clean, start + piece)
+        total += Cost(rows=1, token_rows=end - start, pairs=(end - start) * end, weight=end - start)
+    abreast, share = max(1, STRETCH // block), max(block, -(-clean // max(1, len(states))))
+    for stretch in {start // max(block, STRETCH) for start in states}:
+        starts = [start for start in states if start // max(block, STRETCH) == stretch]
+        for step in range(max(len(states[start]) for start in starts)):
+            lanes = sum(states[start][step] for start in starts if step < len(states[start]))
+            ahead = max(start for start in starts if step < len(states[start]))
+            rows = -(-lanes // abreast)
+            keys = ahead + block * min(lanes, abreast)
+            total += Cost(rows=rows, token_rows=lanes * block, pairs=lanes * block * keys, weight=lanes * share)
+    steps = max((len(counts) for counts in states.values()), default=0)
+    return dataclasses.replace(total, longest=total.longest + steps)
+
+
+def layouts(windows: Iterable[Window]) -> Counter[Layout]:
+    """How many different windows there are of each layout."""
+    different = dict.fromkeys(window for window in windows if window.target)
+    return Counter(Layout(len(window.context), len(window.target), window.length) for window in different)
+
+
+def sum_over(layouts: Mapping[Layout, int], cost: Callable[[Layout], Cost]) -> Cost:
+    """The cost of all windows, given how many there are of each layout."""
+    total = sum((cost(window).times(count) for window, count in layouts.items()), Cost())
+    return total.rounded()

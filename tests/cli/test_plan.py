@@ -1,0 +1,84 @@
+"""`plan`: its figures are those of the counts, of the task's windows and of the documentation."""
+
+import json
+import shlex
+
+import pages
+import pytest
+
+from lm_eval_duel.cli.main import main
+from lm_eval_duel.cli.plan import parse, plan
+from lm_eval_duel.errors import UsageError
+
+DOCUMENTED = [
+    (command, text)
+    for command, text in zip(
+        pages.blocks(pages.read("docs/performance.md"), "bash")[1:],
+        pages.blocks(pages.read("docs/performance.md"), "text"),
+        strict=False,
+    )
+]
+LLADA = "pretrained=GSAI-ML/LLaDA-8B-Base,max_length=2048"
+
+
+def figures(text):
+    return plan(*parse(shlex.split(text)))
+
+
+@pytest.mark.parametrize(("command", "text"), DOCUMENTED, ids=["llada", "dream", "mdlm"])
+def test_the_documented_tables_are_what_the_command_prints(command, text, capsys):
+    words = shlex.split(command)
+    assert words[:4] == ["python", "-m", "lm_eval_duel", "plan"]
+    main(words[3:])
+    assert capsys.readouterr().out == text
+
+
+def test_a_published_setting_by_hand():
+    """LLaDA-8B at block 32: 2 x 7.0 B products a cell, and attention to 2,048 keys."""
+    got = figures(f"--model_args {LLADA} --tokens 20480 --documents 10")
+    assert (got["windows"], got["tokens"], got["blocks"], got["upper_bound"]) == (10, 20480, 640, False)
+    exact, dual, prefix = (got["methods"][name] for name in ("exact", "dual", "prefix"))
+    assert exact["nfe"] == exact["rows"] == 20480 and exact["token_rows"] == 20480 * 2048
+    assert dual["token_rows"] == 640 * (2048 + 31 * 32)
+    assert prefix["token_rows"] == 10 * sum(2048 + 31 * (2048 - start) for start in range(0, 2048, 32))
+    layer = 4 * 4096**2 + 3 * 4096 * 12288
+    head = 126464 * 4096 * 640 * 32 * 33 // 2
+    assert exact["flops"] == 2 * (exact["token_rows"] * (32 * layer + 2 * 2048 * 32 * 4096) + head)
+    assert exact["hours"] == pytest.approx(exact["flops"] / (0.5 * 989e12) / 3600)
+    assert dual["kept_bytes"] == 2 * 32 * 4096 * 2048 * 2 and exact["kept_bytes"] == 0
+
+
+def test_documents_of_equal_length_are_cut_like_texts():
+    """Dream has one visible token in each window: 100 tokens are 31 + 31 + 31 + 7."""
+    got = figures("--model_args pretrained=Dream-org/Dream-v0-Base-7B --length 32 --tokens 205 --documents 2")
+    assert (got["windows"], got["tokens"], got["length"], got["seed_first"]) == (8, 205, 32, True)
+
+
+def test_a_task_is_counted_with_its_tokenizer(capsys):
+    main(["plan", "--model_args", "pretrained=demo-mdm,rule=greedy,k=2,block=32", "--tasks", "sotu", "--json"])
+    got = json.loads(capsys.readouterr().out)
+    assert (got["documents"], got["tokens"], got["windows"]) == (36, 4053, 36)
+    assert got["methods"]["exact"]["nfe"] == got["methods"]["exact"]["rows"] < 4053 / 2 + 141
+    assert set(got["methods"]) == {"exact", "prefix", "dual", "two_phase 0.03", "elbo 128"}
+
+
+def test_rules_that_read_the_text_are_upper_bounds(capsys):
+    main(["plan", *shlex.split(f"--model_args {LLADA},rule=threshold,mu=0.9 --tokens 2048")])
+    printed = capsys.readouterr().out
+    assert "<= 2,048" in printed and "upper bounds (one position a step)" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--tokens 5 --tasks sotu", "--tasks NAMES, or --tokens N"),
+        ("", "--tasks NAMES, or --tokens N"),
+        ("--tokens 3 --documents 4", "fewer than --documents 4"),
+        ("--tokens 3 --sample 0", "--sample is a share above 0"),
+        ("--tokens 3 --tflops -1", "--tflops is a rate above 0"),
+        ("--tokens 3 --model_args rul=greedy", "Did you mean rule"),
+    ],
+)
+def test_wrong_arguments(words, message):
+    with pytest.raises(UsageError, match=message):
+        parse(shlex.split(words))

@@ -1,0 +1,132 @@
+"""The counts of a plan are those of a real run: rule steps, and the rows and cells that network calls evaluate."""
+
+import pytest
+import torch
+
+from lm_eval_duel.bench.arms import Recording
+from lm_eval_duel.denoisers.cached.denoiser import Cached
+from lm_eval_duel.denoisers.random_network import make
+from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.estimators import cost
+from lm_eval_duel.estimators.duel import Duel
+from lm_eval_duel.estimators.elbo import Elbo
+from lm_eval_duel.rules import parse
+
+SIZES = {"layers": 1, "width": 64, "vocab": 60, "length": 24, "block": 8}
+RULES = ("greedy:k=1", "margin:k=3", "left_to_right:k=2", "entropy:k=2:seed_first=True")
+
+
+@pytest.fixture(scope="module")
+def networks():
+    names = {"bidirectional": "bidirectional", "block_causal": "block-causal"}
+    return {kind: make(f"random:{name}", torch.device("cpu"), **SIZES) for kind, name in names.items()}
+
+
+def windows(length=22):
+    """Two layouts, and one window twice: it is scored once. Contexts differ, so that no two rows are ever equal."""
+    first = torch.randint(59, (3, length), generator=torch.Generator().manual_seed(1)).tolist()
+    different = [Window(row[:2], row[2:]) for row in first[:2]] + [Window(first[2][:5], first[2][5 : length - 5])]
+    return [*different, different[0]]
+
+
+def counted(denoiser, estimator, texts):
+    """(rows, cells, NFE) of a real run."""
+    recording = Recording(denoiser)
+    with recording.record():
+        estimator.log_prob(texts)
+    assert recording.forwards == estimator.counts.forwards and recording.rows == estimator.counts.rows
+    return recording.rows, recording.tokens, estimator.counts.nfe
+
+
+def planned(count, texts):
+    total = cost.sum_over(cost.layouts(texts), count)
+    return total.rows, total.token_rows, total.nfe
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("cache", [None, "prefix", "dual"])
+def test_bidirectional(networks, rule, cache):
+    plain = networks["bidirectional"]
+    denoiser = Cached(plain, cache) if cache else plain
+    duel = Duel(denoiser, rule, 8)
+    duel.use_single_rows()  # rows of different lanes could be equal, and then one call evaluates them once
+    setting = cost.Setting(plain, parse(rule), 8, "target")
+    count = (lambda w: cost.cached(setting, w, cache)) if cache else (lambda w: cost.exact(setting, w))
+    texts = windows(18 if cache == "dual" else 22)  # a dual cache evaluates a short block at the full width
+    assert planned(count, texts) == counted(denoiser, duel, texts)
+
+
+@pytest.mark.parametrize("rule", RULES[:2])
+@pytest.mark.parametrize("length", [22, 24])
+def test_block_causal(networks, rule, length):
+    denoiser = networks["block_causal"]
+    duel = Duel(denoiser, rule)
+    setting = cost.Setting(denoiser, parse(rule), 8, "row")
+    # one window a run: lanes of several windows may be packed with empty places
+    for window in windows(length):
+        rows = counted(denoiser, Duel(denoiser, rule), [window])
+        assert planned(lambda w: cost.exact(setting, w), [window]) == rows
+    rows, tokens, nfe = counted(denoiser, duel, windows(length))
+    least_rows, least_tokens, steps = planned(lambda w: cost.exact(setting, w), windows(length))
+    assert nfe == steps and least_tokens <= tokens <= 1.2 * least_tokens and rows >= least_rows
+
+
+@pytest.mark.parametrize("kind", ["bidirectional", "block_causal"])
+def test_elbo(networks, kind):
+    """Four draws of a window hide different cells, and none hides nothing."""
+    denoiser = networks[kind]
+    elbo = Elbo(denoiser, samples=4)
+    setting = cost.Setting(denoiser, parse("greedy"), elbo.block, elbo.grid)
+    texts = [Window(window.context, window.target) for window in windows(24)[:1]]
+    rows, tokens, _ = counted(denoiser, elbo, texts)
+    most_rows, most_tokens, _ = planned(lambda w: cost.elbo(setting, w, 4), texts)
+    if kind == "bidirectional":
+        assert (rows, tokens) == (most_rows, most_tokens) == (4, 4 * 24)
+    else:  # blocks of 8 are few cells: equal draws are merged
+        assert most_tokens - tokens in range(0, 4 * 3 * 8, 8) and most_tokens == 16 + 4 * 3 * 8
+
+
+def test_causal():
+    from lm_eval_duel import load
+    from lm_eval_duel.estimators.duel import Autoregressive
+
+    denoiser = load("demo-ar", device="cpu", attention="causal", tokenizer="demo-mdm")
+    texts = [Window((300,), range(400, 417)), Window((300,), range(500, 505))]
+    estimator = Autoregressive(denoiser)
+    estimator.use_single_rows()
+    rows = planned(lambda w: cost.exact(cost.Setting(denoiser, estimator.rule, 1, "target"), w), texts)
+    assert counted(denoiser, estimator, texts) == rows == (2, 17 + 5, 22)
+
+
+@pytest.mark.parametrize("rule", ["threshold:mu=0.3", "entropy_bound:gamma=1.5"])
+def test_rules_that_read_the_text_take_at_most_as_many_steps(networks, rule):
+    denoiser = networks["bidirectional"]
+    duel, setting = Duel(denoiser, rule, 8), cost.Setting(denoiser, parse(rule), 8, "target")
+    rows, tokens, nfe = counted(denoiser, duel, windows())
+    most = planned(lambda w: cost.exact(setting, w), windows())
+    assert not setting.is_exact and nfe <= most[2] and rows <= most[0] and tokens <= most[1]
+    everything = cost.Setting(denoiser, parse("threshold:mu=1"), 8, "target")
+    assert planned(lambda w: cost.exact(everything, w), windows()) == most
+
+
+def test_two_phase_is_all_of_dual_and_a_share_of_exact(networks):
+    setting = cost.Setting(networks["bidirectional"], parse("greedy"), 8, "target")
+    layouts = cost.layouts(windows())
+    exact, dual, both = (
+        cost.sum_over(layouts, count)
+        for count in (
+            lambda w: cost.exact(setting, w),
+            lambda w: cost.cached(setting, w, "dual"),
+            lambda w: cost.two_phase(setting, w, 0.25),
+        )
+    )
+    assert both.token_rows == dual.token_rows + -(-exact.token_rows // 4)
+    assert both.head == dual.head + exact.head / 4 and both.blocks == dual.blocks == exact.blocks
+
+
+def test_head_cells_are_those_that_are_hidden(networks):
+    """A block of 8 has 8 + 7 + ... + 1 hidden cells over its steps, or 8 picks if the order is fixed."""
+    one_block = cost.Layout(2, 8, 10)
+    for rule, cells in (("greedy:k=1", 36), ("greedy:k=3", 8 + 5 + 2), ("left_to_right:k=3", 8)):
+        setting = cost.Setting(networks["bidirectional"], parse(rule), 8, "target")
+        assert cost.exact(setting, one_block).head == cells == cost.cached(setting, one_block, "dual").head
