@@ -200,7 +200,7 @@ def test_samples_follow_the_distribution(sampler):
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_samples_of_every_network_follow_the_distribution(sampler, network):
     estimator = made(NETWORKS[network](), sampler)
-    samples = estimator.stream_samples([()] * 20_000, 4, seed=2, scored=False)
+    samples = estimator.stream_samples([()] * 10_000, 4, seed=2, scored=False)
     assert frequencies([sample.tokens for _, sample in samples], every(estimator, 4)) > 1e-4
 
 
