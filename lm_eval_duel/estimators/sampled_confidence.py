@@ -30,7 +30,7 @@ from lm_eval_duel.estimators.base import IndexedScores, WindowGroup
 from lm_eval_duel.estimators.checks import check_every_order, check_lattice_block
 from lm_eval_duel.estimators.drawn_confidence import compare, score_of, token_scores, untempered
 from lm_eval_duel.estimators.duel import Duel
-from lm_eval_duel.estimators.registry import CONFIDENCES
+from lm_eval_duel.estimators.registry import CONFIDENCES, LATTICE_BLOCK
 from lm_eval_duel.estimators.sampled_dp import DrawnChunk, decodes_to_targets, fold
 from lm_eval_duel.estimators.subset_dp import number_of
 from lm_eval_duel.estimators.subset_states import SubsetAccumulator
@@ -206,10 +206,11 @@ class StepDraws:
 class DrawnAccumulator(SubsetAccumulator):
     """The draws of one group of windows: entered call by call, and folded as each chunk is complete."""
 
+    values = LATTICE_BLOCK + 4  # at most m + 4 of each cell
+
     def __init__(self, group: WindowGroup, estimator: SampledConfidence):
         super().__init__(group, estimator)
-        self.values = estimator.block + 4  # m + 4 of each cell
-        self.rule, self.scale = estimator.rule, estimator.scale
+        self.rule, self.scale = BestDrawn(estimator.n, estimator.tau, estimator.strict), estimator.scale
         self.tau = None if estimator.tau is None else score_of(estimator.tau)
         self.log_prob = torch.zeros(len(group.windows), dtype=torch.float64, device=group.rows.ids.device)  # (N,)
         self.greedy = torch.ones_like(self.log_prob, dtype=torch.bool)  # (N,)
