@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lm_eval_duel.estimators.duel import Autoregressive
     from lm_eval_duel.estimators.elbo import Elbo
     from lm_eval_duel.estimators.lattice import Lattice
+    from lm_eval_duel.estimators.sampled_confidence import SampledConfidence
     from lm_eval_duel.library.duel import Duel
     from lm_eval_duel.library.results import GeneratedText, TextScore
     from lm_eval_duel.rules import Decision, Rule
@@ -34,6 +35,7 @@ _HOMES = {  # the module that defines each public name
     "Rule": "lm_eval_duel.rules",
     "RuleStalled": "lm_eval_duel.errors",
     "Sample": "lm_eval_duel.engine.results",
+    "SampledConfidence": "lm_eval_duel.estimators.sampled_confidence",
     "TextScore": "lm_eval_duel.library.results",
     "UsageError": "lm_eval_duel.errors",
     "Window": "lm_eval_duel.engine.windows",
@@ -54,6 +56,7 @@ __all__ = [
     "Rule",
     "RuleStalled",
     "Sample",
+    "SampledConfidence",
     "TextScore",
     "UsageError",
     "Window",

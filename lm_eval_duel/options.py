@@ -74,7 +74,7 @@ class Options(NetworkArguments):
         Raises:
             UsageError: one is wrong; the message names it, and the nearest known name.
         """
-        own, estimators = readers(cls), registry.arguments()
+        own, estimators = readers(cls), _estimator_arguments(arguments)
         readable = {**own, **{name: argument.read for name, argument in estimators.items()}}
         known = [*readable, *ALIASES, "rule", *_parameters(arguments)]
         for key in arguments:
@@ -114,6 +114,16 @@ class Options(NetworkArguments):
 def names() -> list[str]:
     """Every model arg but the rules' parameters and the harness's aliases."""
     return [*readers(Options), "rule", *registry.arguments()]
+
+
+def _estimator_arguments(arguments: Mapping[str, Any]) -> dict[str, registry.Argument]:
+    """The model args of single estimators. A name that a rule has too is the estimator's only if it reads it."""
+    estimator = registry.find(registry.read_name("estimator", arguments.get("estimator", "duel")))
+    return {
+        name: argument
+        for name, argument in registry.arguments().items()
+        if name in estimator.arguments or name not in rules.PARAMETERS
+    }
 
 
 def _read_aliases(arguments: Mapping[str, Any], values: dict[str, Any]) -> None:

@@ -42,6 +42,7 @@ QWEN3 = {
     "head_dim": 16,
 }
 ELBO, RATIO = {"estimator": "elbo"}, {"estimator": "elbo", "elbo_form": "ratio"}
+DRAWN = {"estimator": "sampled_confidence", "block": 2}
 BLOCKS = {"attention": "block_causal", "block": 4}
 
 CHANGES = [  # checkpoint, an arg, two values that are two specs, and what goes with both
@@ -60,6 +61,11 @@ CHANGES = [  # checkpoint, an arg, two values that are two specs, and what goes 
     ("bert", "grid", "target", "row", {}),
     ("bert", "windows", "independent", "harness", {}),
     ("bert", "estimator", "duel", "mixture", {"block": 2}),
+    ("bert", "n", 1, 2, DRAWN),
+    ("bert", "tau", None, 0.5, DRAWN),
+    ("bert", "tau", 0.5, 0.50000001, DRAWN),
+    ("bert", "strict", True, False, {**DRAWN, "tau": 0.5}),
+    ("bert", "confidence", "untempered", "tempered", {**DRAWN, "temperature": 0.7}),
     ("bert", "mc_samples", 8, 16, ELBO),
     ("bert", "elbo_form", "count", "ratio", ELBO),
     ("bert", "elbo_block", "none", 4, ELBO),
@@ -103,6 +109,8 @@ KEEPS = [  # two values of an arg that are one spec
     ("bert", "compile", False, True, {}),
     ("bert", "temperature", 1.0, None, {"top_k": 5}),
     ("bert", "temperature", 2, 2.0, {}),
+    ("bert", "strict", True, False, DRAWN),  # without tau
+    ("bert", "rule", "greedy", "margin", DRAWN),
     ("bert", "mu", 1, 1.0, {"rule": "threshold"}),
     ("bert", "rule", "greedy:k=2", "confidence:k=2.0", {}),
     ("bert", "draw_seed", 0, 1, {}),  # a rule draws nothing

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from custom_rules import Stalls
+from custom_rules import Misspelt, Stalls
 from laws import RULES, strings, total
 from textbook import score
 from toys import BlockCausal, Causal, Joint, Leaky, Rotary, Small, Toy
@@ -67,6 +67,13 @@ def test_control_a_rule_that_stalls_raises():
         RuleStalled, match=r"Stalls:mu=0\.99 picked nothing\. \(Window 0, block at target position \d, step \d"
     ):
         Duel(Toy(), Stalls(), 2).log_prob([Window((), (0, 1, 2))])
+
+
+def test_control_a_rule_that_raises_is_named_with_its_line():
+    message = r"Rule custom_rules:Misspelt raised AttributeError: .*'confidnce'.*custom_rules\.py, line \d+\)\.$"
+    with pytest.raises(DuelError, match=message) as error:
+        Duel(Toy(), Misspelt(), 2).log_prob([Window((), (0, 1, 2))])
+    assert isinstance(error.value.__cause__, AttributeError)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -97,6 +97,30 @@ def test_values_of_the_elbo(key, value, expected):
         Options.parse({key: value})
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("n", "2", 2),
+        ("n", None, 1),
+        ("tau", "0.85", 0.85),
+        ("tau", "none", None),
+        ("confidence", None, "untempered"),
+        ("strict", "False", False),
+    ],
+)
+def test_values_of_select_after_sampling(key, value, expected):
+    options = Options.parse({"estimator": "sampled_confidence", "block": 4, key: value})
+    assert options.estimator_args[key] == expected and options.rule == rules.Greedy()
+
+
+def test_a_name_of_a_rule_and_of_an_estimator(monkeypatch):
+    """It is the estimator's if the estimator reads it, and the rule's otherwise."""
+    monkeypatch.setattr(rules, "PARAMETERS", rules.PARAMETERS | {"n", "tau"})
+    assert Options.parse({"estimator": "sampled_confidence", "block": 4, "n": 2}).estimator_args["n"] == 2
+    with pytest.raises(DuelError, match="Rule 'greedy' does not take 'n'"):
+        Options.parse({"n": 2})
+
+
 def test_rules_of_the_lattice():
     asked = {"estimator": "oracle", "block": 4, "lattice_rules": "greedy+margin:k=2+threshold:mu=0.9"}
     assert [str(rule) for rule in Options.parse(asked).estimator_args["lattice_rules"]] == [
@@ -167,6 +191,10 @@ def test_network_args_are_those_of_denoisers_load():
         ({"estimator": "elbo", "elbo_eps": 1.0}, "'elbo_eps' is a share from 0 (nothing left out) to below 1"),
         ({"estimator": "elbo", "elbo_form": "count", "elbo_eps": 0.1}, "'elbo_eps' is the least ratio"),
         ({"estimator": "elbo", "mc_samples": 0}, "'mc_samples' is a whole number, at least 1; got '0'."),
+        ({"estimator": "sampled_confidence", "n": 0}, "'n' is a whole number, at least 1; got '0'."),
+        ({"estimator": "sampled_confidence", "tau": 2}, "'tau' is a probability from 0 to 1; got"),
+        ({"estimator": "sampled_confidence", "confidence": "tempred"}, "'tempred'. Did you mean tempered?"),
+        ({"estimator": "sampled_confidence", "block": 16}, "so block is at most 12; got 16."),
         ({"estimator": "oracle", "block": 16}, "so block is at most 12; got 16. block=4 takes 15 states a block."),
         ({"estimator": "mixture", "block": "none"}, "so block is at most 12; got none."),
         ({"estimator": "oracle", "lattice_rules": "gredy"}, "Unknown unmasking rule 'gredy'. Did you mean greedy?"),

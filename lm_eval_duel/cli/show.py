@@ -84,7 +84,8 @@ def _heading(record: dict[str, Any]) -> str:
         lines.append(_value(name, log_prob, tokens, error))
         error = None
     if record.get("nfe") is not None:
-        lines.append(f"{record['nfe']} steps, {record.get('near_ties') or 'no'} near ties")
+        near_ties = record.get("near_ties")
+        lines.append(f"{record['nfe']} steps" + ("" if near_ties is None else f", {near_ties or 'no'} near ties"))
     return "\n".join(lines)
 
 

@@ -37,6 +37,7 @@ COUNTS = (
     "topk_group",
     "vocab_size",
 )
+SIZES = ("hidden_size", "n_embd", "n_head", "n_layer", "num_attention_heads", "num_hidden_layers", "vocab_size")
 COUNTS_OR_NONE_AT_ALL = ("dense_intermediate_size", "first_k_dense_replace", "n_shared_experts", "num_shared_experts")
 NUMBERS = ("norm_eps", "partial_rotary_factor", "rms_norm_eps", "rope_theta", "routed_scaling_factor")
 SWITCHES = (
@@ -98,6 +99,13 @@ def check(config: Mapping[str, Any], blocks: Iterable[str] = ()) -> None:
         for read, keys, least in readers:
             for key in keys:
                 read(entries, key, *least)
+
+
+def check_sizes(config: Mapping[str, Any]) -> None:
+    """Raise ValueError for a size below 1 in a config that transformers reads, whatever else it holds."""
+    for key in SIZES:
+        if isinstance(config.get(key), int):
+            count(config, key)
 
 
 def lookup(config: Mapping[str, Any], key: str) -> Any:

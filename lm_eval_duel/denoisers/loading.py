@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.arguments import checkpoint_name
 from lm_eval_duel.demo import BUNDLED, resolve
-from lm_eval_duel.denoisers import hub, special_tokens
+from lm_eval_duel.denoisers import config_entries, hub, special_tokens
 from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.dit import checkpoint as dit_checkpoint
@@ -55,6 +55,10 @@ def _load_network(config: dict[str, Any], options: LoadOptions, tokenizer: PreTr
     own_code = bool(config.get("auto_map"))
     code = hub.local_folder(options.name, options.revision, code_only=True) if own_code else None
     family = families.find(config, options, code)
+    try:
+        config_entries.check_sizes(config)
+    except ValueError as error:
+        raise DuelError(f"The config.json of {options.name} is wrong: {error}.") from None
     if options.attention == "causal" and options.backend != "remote":
         return causal_lm.load(family, config, options, tokenizer)
     if family is not None and options.backend != "remote":

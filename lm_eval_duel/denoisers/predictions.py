@@ -38,6 +38,14 @@ class Top(NamedTuple):
     log_margin: torch.Tensor  # (U,) log P1 - log P2
 
 
+class LaneLogits(NamedTuple):
+    """The logits at all hidden cells of some lanes. Cells known to be equal share a row."""
+
+    lanes: slice
+    row: torch.Tensor  # (c,) the row of logits of each hidden cell, in the order of hidden.nonzero()
+    logits: torch.Tensor  # (u, V)
+
+
 class Predictions:
     """The distributions at the hidden cells of `lanes`, as the statistics that rules and scoring need.
 
@@ -145,6 +153,19 @@ class Predictions:
     def dense(self) -> torch.Tensor:
         """All log-probabilities (C, V), in the order of `hidden.nonzero()`."""
         return self._scan(_log_p)[self._cell]
+
+    def by_lanes(self) -> Iterator[LaneLogits]:
+        """The logits of all lanes, some lanes at a time, so that the cells of a lane can be compared exactly.
+
+        A quarter of the usual chunk, since the caller will need several float64 planes as large as the logits.
+        """
+        counts = self.hidden.sum(1)  # (R,)
+        lanes = max(1, self._chunk // 4 // max(1, int(counts.max())))
+        cells = self._cell.split([int(part.sum()) for part in counts.split(lanes)])
+        for first, cell in zip(range(0, len(counts), lanes), cells, strict=True):
+            rows, row = cell.unique(return_inverse=True)  # (u,), (c,)
+            logits = self._clean(self._features[rows]) if self._kept is None else self._kept[rows]
+            yield LaneLogits(slice(first, first + lanes), row, logits)
 
     # ------------------------------------------------------------ the head
 

@@ -15,6 +15,8 @@ Shapes: N windows, R lanes, W block width.
 from __future__ import annotations
 
 import logging
+import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, cast
 
@@ -163,7 +165,14 @@ class RevealLoop:
 
 def decide(rule: rules.Rule, predictions: Predictions | None, lanes: Lanes, numbers: Sequence[int]) -> rules.Decision:
     """The rule's decision, checked. `predictions` is None for a fixed rule; `numbers` as in `RevealLoop.run`."""
-    decision = rule(cast("Predictions", predictions), lanes)
+    try:
+        decision = rule(cast("Predictions", predictions), lanes)
+    except (DuelError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if type(rule).__module__.partition(".")[0] == "lm_eval_duel":
+            raise
+        raise DuelError(f"Rule {rule} raised {type(error).__name__}: {error} ({_line_of(rule, error)}).") from error
     if isinstance(decision, torch.Tensor):
         decision = rules.Decision(decision)
     if not isinstance(decision, rules.Decision):
@@ -195,6 +204,14 @@ def decide(rule: rules.Rule, predictions: Predictions | None, lanes: Lanes, numb
         window = numbers[int(lanes.row[lane])]
         raise RuleStalled(f"Rule {rule} {what}. {_place(lanes, lane, numbers)}", window)
     return decision
+
+
+def _line_of(rule: rules.Rule, error: Exception) -> str:
+    """The line of a user's rule that raised `error`."""
+    frames = traceback.extract_tb(error.__traceback__)
+    file = getattr(sys.modules.get(type(rule).__module__), "__file__", None)
+    own = [frame for frame in frames if frame.filename == file] or frames
+    return f"{own[-1].filename}, line {own[-1].lineno}"
 
 
 def _place(lanes: Lanes, lane: int, numbers: Sequence[int]) -> str:

@@ -10,6 +10,7 @@ from lm_eval_duel import rules
 from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError, another_block, first_cell_unseen
+from lm_eval_duel.estimators.registry import LATTICE_BLOCK
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
@@ -60,6 +61,16 @@ def check_every_order(denoiser: Denoiser, name: str) -> None:
             f"estimator={name} evaluates states in which a block's first token is hidden and later ones are revealed. "
             f"This network reads that token from the cell before the block, which cache={denoiser.cache} evaluates at "
             "the block's start alone. Leave cache out."
+        )
+
+
+def check_lattice_block(denoiser: Denoiser, block: int | None, name: str) -> None:
+    """Raise DuelError for a block that is too large for estimator `name`, which evaluates all sets of its cells."""
+    if block is None or block > LATTICE_BLOCK:
+        raise DuelError(
+            f"estimator={name} evaluates all revealed sets of a block, at most {LATTICE_BLOCK} cells (4,095 "
+            f"sets); the block in force is {'the whole target' if block is None else block}. "
+            + ("This network has only this block." if denoiser.block else "Use block=4, or 8 at 8.5 times the cost.")
         )
 
 

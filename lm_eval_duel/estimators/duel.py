@@ -114,12 +114,14 @@ class Duel(Estimator):
         seed: int = 0,
         keys: Sequence[int] | None = None,
         stop: Stop | None = None,
+        scored: bool = True,
     ) -> Iterator[tuple[int, Sample]]:
         """(index, sample) of each context as it is finished.
 
         A draw depends on (`seed`, key, position) only; `keys` defaults to the index of each context.
         `do_sample=False`: the most probable token at every pick. `stop(index, tokens)` is called after each finished
         block: if it returns true, no further block is drawn, and the sample's `tail` counts the positions left.
+        `scored=False`: the log-probability is not needed. Here it costs nothing, so samples have it in any case.
         """
         if keys is not None and len(keys) != len(contexts):
             raise DuelError(f"sample needs a key for each context; got {len(contexts)} contexts, {len(keys)} keys.")
@@ -128,9 +130,17 @@ class Duel(Estimator):
         keys = range(len(contexts)) if keys is None else keys
 
         def choose(numbers: list[int]) -> Choose:
-            return Draws([keys[n] for n in numbers], seed, self.denoiser.device) if do_sample else Argmax()
+            return self._draws([keys[n] for n in numbers], seed) if do_sample else Argmax()
 
         return self._samples(prompts, choose, stop)
+
+    def _draws(self, keys: Sequence[int], seed: int) -> Choose:
+        """The tokens to sample in rows with these keys."""
+        return Draws(keys, seed, self.denoiser.device)
+
+    def _rule(self, choose: Choose) -> rules.Rule:
+        """The rule to sample under, where `choose` gives the tokens."""
+        return self.rule
 
     # ------------------------------------------------------------ which lanes
 
@@ -181,7 +191,7 @@ class Duel(Estimator):
         view, results = self.denoiser.open(rows, generating=True), SampleAccumulator(rows, prompts, self.traced)
         blocks = [deque(self.blocks(prompt)) for prompt in prompts]  # of each row, those not started
         queue = Queue([fresh(rows, [(n, *left.popleft()) for n, left in enumerate(blocks)])])
-        for finished in self._loop.run(view, self.rule, queue, choose, results, numbers):
+        for finished in self._loop.run(view, self._rule(choose), queue, choose, results, numbers):
             view.commit(finished)
             following = []
             for n in finished.row.tolist():

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -29,12 +29,11 @@ from lm_eval_duel.engine.lanes import Lanes
 from lm_eval_duel.engine.results import NEAR_TIE, STATISTICS, WindowScore
 from lm_eval_duel.engine.reveal import decide
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.base import Estimator, EvaluateAll, IndexedScores, Value, WindowGroup
-from lm_eval_duel.estimators.checks import check_every_order
-from lm_eval_duel.estimators.registry import LATTICE, LATTICE_BLOCK
-from lm_eval_duel.estimators.subset_dp import Chunk, Orders, OrderScore, cell_of, fold, follow, number_of
-
-TABLE = 1 << 22  # the most states x cells of a chunk of blocks
+from lm_eval_duel.estimators.base import Estimator, IndexedScores, Value, WindowGroup
+from lm_eval_duel.estimators.checks import check_every_order, check_lattice_block
+from lm_eval_duel.estimators.registry import LATTICE
+from lm_eval_duel.estimators.subset_dp import LatticeChunk, Orders, OrderScore, cell_of, fold, follow, number_of
+from lm_eval_duel.estimators.subset_states import SubsetAccumulator
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,16 +79,7 @@ class Lattice(Estimator):
         for rule in self.rules:
             rules.check_state_only(rule)
         super().__init__(denoiser, block, grid, batch_size, max_batch_size, traced)
-        if self.block is None or self.block > LATTICE_BLOCK:
-            raise DuelError(
-                f"estimator={value} evaluates all revealed sets of a block, at most {LATTICE_BLOCK} cells (4,095 "
-                f"sets); the block in force is {'the whole target' if self.block is None else self.block}. "
-                + (
-                    "This network has only this block."
-                    if denoiser.block
-                    else "Use block=4, or 8 at 8.5 times the cost."
-                )
-            )
+        check_lattice_block(denoiser, self.block, value)
 
     def describe(self) -> dict[str, object]:
         return {"estimator": self.name, "block": self.block, "grid": self.grid}
@@ -105,55 +95,30 @@ class Lattice(Estimator):
 
     def _score_group(self, group: WindowGroup) -> IndexedScores:
         tables = LatticeAccumulator(group, self)
-        return self._evaluate(group, self._states(group, tables), tables)
-
-    def _states(self, group: WindowGroup, tables: LatticeAccumulator) -> Iterator[Lanes]:
-        """Every state of every block, one chunk of blocks after the other."""
-        places, done = self._places(group), 0
-        while done < len(places):
-            room = self._loop.fits(group.view, EvaluateAll(), group.fresh(places[done : done + 1]))
-            most = TABLE // (self.block << self.block)
-            count = max(1, min(most, 4 * -(-room // (1 << self.block))))  # a chunk fills several calls
-            lanes, done = group.fresh(places[done : done + count]), done + count
-            states = (1 << lanes.hidden.sum(1)) - 1  # (B,)
-            block = torch.arange(len(lanes), device=states.device).repeat_interleave(states)  # (R,)
-            before = (states.cumsum(0) - states).repeat_interleave(states)  # (R,)
-            number = torch.arange(len(block), device=states.device) - before + 1  # (R,) 1..2^m - 1
-            tables.begin(lanes)
-            states_of = lanes.select(block)
-            hidden = states_of.hidden & (number[:, None] >> cell_of(states_of.hidden).clamp(min=0) & 1).bool()  # (R, W)
-            yield group.targets.hide(states_of, hidden)
+        return self._evaluate(group, tables.states(), tables)
 
 
-class LatticeAccumulator:
+class LatticeAccumulator(SubsetAccumulator):
     """The lattices of one group of windows: filled chunk by chunk, and folded as each chunk is complete."""
 
     def __init__(self, group: WindowGroup, lattice: Lattice):
-        self.group, self.rules, self.value, self.traced = group, lattice.rules, lattice.name, lattice.traced
+        super().__init__(group, lattice)
+        self.rules, self.value, self.traced = lattice.rules, lattice.name, lattice.traced
         count, length = group.rows.ids.shape
         like = torch.zeros(count, length + 1, dtype=torch.float64, device=group.rows.ids.device)  # (N, L + 1)
         self.dump = length  # the column of cells that do not exist
-        self.place = torch.full((2, *like.shape), -1, device=like.device)  # chunk, and block in it, by first column
-        self.chunks: dict[int, Chunk] = {}
-        self.begun = 0  # how many chunks
         self.totals = like.new_zeros(count, len(LATTICE))  # (N, 3)
         self.mean = torch.zeros_like(like)  # (N, L + 1) each column's share of elbo_exact
         self.best = Orders(like, self.traced)
         self.paths = [Orders(like, self.traced) for _ in self.rules]
         self.has_margins = [True] * len(self.rules)
-        self.waiting = [len(lattice.blocks(window)) for window in group.windows]  # blocks that are missing
 
-    def begin(self, lanes: Lanes) -> None:
-        """Allocate a chunk for the states of these fresh blocks (B,)."""
-        most, states = int(lanes.hidden.sum(1).max()), int(((1 << lanes.hidden.sum(1)) - 1).sum())
+    def new_chunk(self, lanes: Lanes, states: int, most: int) -> LatticeChunk:
         log_probs = self.totals.new_full((len(lanes), 1 << most, most), math.nan)  # (B, S, m)
         after = self.place.new_zeros(len(self.rules), *log_probs.shape[:2])  # (F, B, S)
         statistics = [torch.full_like(log_probs, math.nan) for _ in STATISTICS if self.traced]
         near_tie = torch.zeros_like(after, dtype=torch.bool)
-        self.place[0, lanes.row, lanes.start] = self.begun
-        self.place[1, lanes.row, lanes.start] = torch.arange(len(lanes), device=after.device)
-        self.chunks[self.begun] = Chunk(lanes, states, log_probs, statistics, after, near_tie)
-        self.begun += 1
+        return LatticeChunk(lanes, states, log_probs, statistics, after, near_tie)
 
     def add(
         self,
@@ -164,18 +129,15 @@ class LatticeAccumulator:
         log_prob: torch.Tensor,
     ) -> None:
         """Enter the log-probs of these states, and what each rule would pick."""
-        chunk_of, block = self.place[:, lanes.row, lanes.start]  # (R,) each
-        target = lanes.columns >= lanes.origin[:, None]  # (R, W)
-        target &= torch.arange(target.shape[1], device=target.device) < lanes.width[:, None]
-        cell = cell_of(target)  # (R, W)
-        state = number_of(lanes.hidden, cell)  # (R,)
+        located = self.locate(lanes)
+        block, state, cell = located.block, located.state, located.cell
         planes = [log_prob, *(getattr(predictions, name).double() for name in STATISTICS if self.traced)]
         decided = [decide(rule, predictions, lanes, self.group.numbers) for rule in self.rules]
         following = [number_of(lanes.hidden & ~choice.pick, cell) for choice in decided]  # (R,) each
         lane, at = lanes.hidden.nonzero().unbind(1)  # (C,)
         counts = []
-        for n in chunk_of.unique().tolist():
-            chunk, mine = self.chunks[n], chunk_of == n  # (R,)
+        for n in located.chunk.unique().tolist():
+            chunk, mine = self.chunks[n], located.chunk == n  # (R,)
             r, w = lane[mine[lane]], at[mine[lane]]  # (c,)
             for table, plane in zip([chunk.log_probs, *chunk.statistics], planes, strict=True):
                 table[block[r], state[r], cell[r, w]] = plane[r, w]
@@ -190,17 +152,7 @@ class LatticeAccumulator:
         for f, choice in enumerate(decided):
             self.has_margins[f] &= choice.lead is not None
 
-    def take(self, finished: Lanes) -> IndexedScores:
-        """(row, score) of the windows that have all their blocks. Complete chunks are folded."""
-        for n in [n for n, chunk in self.chunks.items() if not chunk.waiting]:
-            chunk = self.chunks.pop(n)
-            self._fold(chunk)
-            for row in chunk.lanes.row.tolist():
-                self.waiting[row] -= 1
-                if not self.waiting[row]:
-                    yield row, self._score(row)
-
-    def _fold(self, chunk: Chunk) -> None:
+    def fold(self, chunk: LatticeChunk) -> None:
         """From the states of some blocks to the log-probs of their orders."""
         lanes, table = chunk.lanes, chunk.log_probs
         full = (1 << lanes.hidden.sum(1)) - 1  # (B,)
@@ -214,7 +166,7 @@ class LatticeAccumulator:
         for after, near_tie, orders in zip(chunk.after, chunk.near_tie, self.paths, strict=True):
             follow(chunk, column, full, after, near_tie, orders)
 
-    def _score(self, row: int) -> LatticeScore:
+    def score(self, row: int) -> LatticeScore:
         window = self.group.windows[row]
         span = slice(len(window.context), len(window.context) + len(window.target))
         totals = dict(zip(LATTICE, self.totals[row].tolist(), strict=True))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel import rules
-from lm_eval_duel.arguments import NOTHING, Reader, at_least, block_size, choice, number_where
+from lm_eval_duel.arguments import NOTHING, Reader, at_least, block_size, choice, number_where, truth
 from lm_eval_duel.errors import DuelError, unknown
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lm_eval_duel.options import Options
 
 ELBO_FORMS = ("count", "ratio", "score_entropy")
+CONFIDENCES = ("untempered", "tempered")  # which probability of a drawn token decides whether it is kept
 LATTICE_BLOCK = 12  # the most cells of a block whose sets are all evaluated: 4,095 sets
 
 
@@ -86,6 +87,13 @@ ELBO_ARGUMENTS = {
     "elbo_eps": Argument(number_where("a share from 0 (nothing left out) to below 1", lambda x: 0 <= x < 1, 0.0), 0.0),
 }
 LATTICE_ARGUMENTS = {"lattice_rules": Argument(_rules)}  # None: the rule, if it is state-only
+
+SAMPLED_ARGUMENTS = {
+    "n": Argument(at_least(1, 1), 1),  # draws that are kept at a step
+    "tau": Argument(number_where("a probability from 0 to 1", lambda x: 0 <= x <= 1)),
+    "confidence": Argument(choice(*CONFIDENCES, default=CONFIDENCES[0]), CONFIDENCES[0]),
+    "strict": Argument(truth, True),
+}
 
 
 def _check_elbo(options: Options) -> None:
@@ -165,6 +173,17 @@ ENTRIES = (  # in the order of tables
         "lm_eval_duel.estimators.duel:Duel",
         lambda options: {"rule": options.rule, "block": options.block},
         decodes=True,
+    ),
+    Entry(
+        "sampled_confidence",
+        "Select after sampling",
+        Kind.LIKELIHOOD,
+        "lm_eval_duel.estimators.sampled_confidence:SampledConfidence",
+        lambda options: {"block": options.block, **options.estimator_args},
+        SAMPLED_ARGUMENTS,
+        unread=("rule",),
+        decodes=True,
+        check=_check_lattice,
     ),
     _lattice("oracle", "Oracle", Kind.NOT_A_LIKELIHOOD),
 )

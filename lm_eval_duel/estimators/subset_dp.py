@@ -27,10 +27,16 @@ from lm_eval_duel.estimators.registry import LATTICE_BLOCK
 
 @dataclasses.dataclass
 class Chunk:
-    """The lattices of some blocks while they are filled."""
+    """Some blocks while the tables of their states are filled."""
 
     lanes: Lanes  # (B,) as their blocks begin
     waiting: int  # states that are missing
+
+
+@dataclasses.dataclass
+class LatticeChunk(Chunk):
+    """The lattices of some blocks while they are filled."""
+
     log_probs: torch.Tensor  # (B, S, m) w
     statistics: list[torch.Tensor]  # (B, S, m) each: `STATISTICS`, if traced
     after: torch.Tensor  # (F, B, S) the state after a rule's pick
@@ -79,7 +85,12 @@ class Orders:
 
 
 def follow(
-    chunk: Chunk, column: torch.Tensor, full: torch.Tensor, after: torch.Tensor, near_tie: torch.Tensor, into: Orders
+    chunk: LatticeChunk,
+    column: torch.Tensor,
+    full: torch.Tensor,
+    after: torch.Tensor,
+    near_tie: torch.Tensor,
+    into: Orders,
 ) -> None:
     """Enter the path of each block, from the state `full` (B,) until no cell is hidden.
 

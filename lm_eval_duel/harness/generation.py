@@ -35,11 +35,12 @@ log = logging.getLogger("lm_eval.duel_mdm")  # lm-eval prints its own loggers on
 class Generator:
     """Generates texts under equal settings.
 
-    A sample depends on the draw seed and its prompt's key only, on neither batch size nor rank.
+    A sample depends on the draw seed and its prompt's key only, on neither batch size nor rank. `scored`: the samples'
+    log-probabilities are needed.
     """
 
-    def __init__(self, duel: Duel, text: Text, settings: Settings, seed: int):
-        self.text, self.settings, self.seed = text, settings, seed
+    def __init__(self, duel: Duel, text: Text, settings: Settings, seed: int, scored: bool = True):
+        self.text, self.settings, self.seed, self.scored = text, settings, seed, scored
         denoiser = settings.denoiser(duel.denoiser)
         self.duel = duel if denoiser is duel.denoiser else duel.under(denoiser)
         self.ends = end_tokens(text.tokenizer)
@@ -69,6 +70,7 @@ class Generator:
             seed=self.seed,
             keys=keys,
             stop=self._stops,
+            scored=self.scored,
         )
         for n, sample in samples:
             window = Window(contexts[n], sample.tokens, tuple(self.text.suffix), sample.tail)
@@ -163,7 +165,8 @@ def _grouped(run: Run, batch: Batch) -> list[tuple[Generator, list[Prompt]]]:
         with named(request):
             settings = Settings.of(request.args[1])
             if settings not in generators:
-                generators[settings] = Generator(run.sampler, run.text, settings, run.options.draw_seed)
+                seed, scored = run.options.draw_seed, run.trace is not None
+                generators[settings] = Generator(run.sampler, run.text, settings, seed, scored)
             generator = generators[settings]
             context = generator.context(request.args[0])
         run.stats.generated.add(_description(run, settings))

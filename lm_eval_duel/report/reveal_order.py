@@ -143,7 +143,9 @@ def _checked(path: Path, record: Any) -> Mapping[str, Any]:
         values = {str(name): float(value) for name, value in (record.get("values") or {}).items()}
         valid = all(math.isfinite(float(value)) or float(value) < 0 for value in logprobs)
         valid &= all(isinstance(n, int) and n >= 0 for n in [*steps, *starts])
-        valid &= len(steps) in (0, len(logprobs)) and not (values and None in (document, record.get("task")))
+        valid &= (not steps or len(logprobs) in (0, len(steps))) and not (
+            values and None in (document, record.get("task"))
+        )
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
         valid = False
     if not valid:

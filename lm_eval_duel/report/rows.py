@@ -18,6 +18,7 @@ SEES_TRUTH = registry.Kind.NOT_A_LIKELIHOOD.value
 WHOLE = "whole target"  # block=none
 SAME = 1e-4  # relative difference up to which two ways to one value agree
 VARIES = {"estimator", "rule", "draw_seed", *registry.arguments()}  # within one model
+NAMED = {"cache", *registry.SAMPLED_ARGUMENTS}  # entries of a spec that every row names if it has them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +62,13 @@ class Row:
     @property
     def aside(self) -> str:
         """Remarks other than estimator, rule and block."""
-        cache = f"cache={self.run.spec['cache']}" if "cache" in self.run.spec else ""
-        return ", ".join(filter(None, [f"eps={self.eps:g}: no bound" if self.eps else "", cache, self.variant]))
+        spec = self.run.spec
+        sampler = [
+            f"{key}={spec[key]}" for key in registry.find(self.estimator).arguments if key in NAMED & spec.keys()
+        ]
+        cache = f"cache={spec['cache']}" if "cache" in spec else ""
+        eps = f"eps={self.eps:g}: no bound" if self.eps else ""
+        return ", ".join(filter(None, [eps, *sampler, cache, self.variant]))
 
     @property
     def name(self) -> str:
@@ -232,8 +238,10 @@ def table(rows: Iterable[Row], base: Run | None = None) -> tuple[list[Row], int 
         rows, key=lambda row: (not baseline(row), registry.find(row.run.estimator).lattice, -row.run.date)
     ):
         spec = tuple(sorted((k, v) for k, v in row.run.spec.items() if k not in VARIES))
-        elbo = tuple(row.run.spec.get(k) for k in sorted(VARIES)) if row.estimator == "elbo" else ()
-        key = (row.run.key, row.estimator, row.rule, row.block, spec, elbo)
+        entry = registry.find(row.estimator)
+        settings = () if entry.lattice else tuple(row.run.spec.get(key) for key in sorted(entry.arguments))
+        draws = row.run.spec.get("draw_seed") if row.estimator == "elbo" else None
+        key = (row.run.key, row.estimator, row.rule, row.block, spec, settings, draws)
         if (first := kept.setdefault(key, row)) is not row:
             remarks.append(
                 f"{row.model}, {row.name}: {first.run.short_name} is shown, {row.run.short_name} holds it too"
@@ -261,9 +269,9 @@ def _told_apart(group: list[Row]) -> list[Row]:
         return group
     fields = dict.fromkeys(key for row in group for key in row.run.spec if key not in ("estimator", "rule"))
     fields = [key for key in fields if len({row.run.spec.get(key) for row in group}) > 1]
-    if fields == ["cache"]:  # every row names its own
+    if fields and NAMED.issuperset(fields):
         return group
-    fields = [key for key in fields if key != "cache"] or ["version"]
+    fields = [key for key in fields if key not in NAMED] or ["version"]
     return [
         dataclasses.replace(row, variant=", ".join(f"{key}={row.run.spec.get(key, 'not set')}" for key in fields))
         for row in group

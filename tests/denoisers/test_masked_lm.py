@@ -250,6 +250,15 @@ def test_broken_weights(tmp_path):
         load(path)
 
 
+@pytest.mark.parametrize(("key", "value"), [("num_attention_heads", 0), ("vocab_size", -4), ("hidden_size", 0)])
+def test_sizes_below_one(key, value, tmp_path):
+    tiny.checkpoint(tmp_path, "bert")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, key: value}))
+    with pytest.raises(DuelError, match=f"is wrong: '{key}' must be an integer, at least 1; got {value}"):
+        denoisers.load(tmp_path, device="cpu")
+
+
 def test_nan_that_shows_only_when_a_token_is_seen(tmp_path):
     path = tiny.checkpoint(tmp_path, "bert")
     weights = load_file(tmp_path / "model.safetensors")

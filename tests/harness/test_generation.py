@@ -407,6 +407,25 @@ def test_a_response_cache_keeps_generations_of_other_laws_apart(folder, tmp_path
     assert sampled[0] == sampled[1] and len(set(sampled[0])) > 2  # repeats stay apart
 
 
+def test_what_is_selected_after_sampling_is_generated_as_it_is_scored(folder, tmp_path):
+    """Texts without a trace need no log-probability; with one it is that of the text, over all orders."""
+    settings = {"max_gen_toks": 6, "temperature": 9.0, "until": ["e"]}
+    drawn = {"estimator": "sampled_confidence", "n": 2}
+    lm, traced = model(folder, **drawn), model(folder, **drawn, trace=str(tmp_path / "t.jsonl"), batch_size=1)
+    texts = lm.generate_until(ask("a b", "the of", repeats=2, **settings), disable_tqdm=True)
+    assert texts == traced.generate_until(ask("a b", "the of", repeats=2, **settings), disable_tqdm=True)
+    assert len(set(texts)) > 2 and lm.estimator.counts.rows < traced.estimator.counts.rows
+    sampler = traced.estimator.under(Settings.of(settings).denoiser(lm.denoiser))
+    for record in trace.read(tmp_path / "t.jsonl"):
+        prompt = (2, *lm.tok_encode(("a b", "the of")[record["doc"]]))
+        [score] = sampler.log_prob([Window(prompt, record["ids"], (3,), record["tail"])])
+        assert score.log_prob == pytest.approx(record["log_prob"], abs=1e-4)
+        assert len(record["reveal_steps"]) == len(record["ids"]) and not record["token_logprobs"]
+    assert lm.get_model_info()["duel"]["generated"] == ["sampling, temperature=9"]
+    with pytest.raises(DuelError, match=r"task toy, document 0: confidence=untempered is .* use confidence=tempered"):
+        lm.generate_until(ask("a b", do_sample=True, top_k=5), disable_tqdm=True)
+
+
 def test_generation_under_a_bound_names_its_rule_and_counts(folder):
     lm = model(folder, estimator="elbo", mc_samples=8)
     lm.generate_until(ask("a b", max_gen_toks=8), disable_tqdm=True)

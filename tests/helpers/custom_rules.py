@@ -13,3 +13,11 @@ class Stalls(rules.Rule):
 
     def __call__(self, predictions, lanes):
         return lanes.hidden & (predictions.confidence.sigmoid() >= self.mu)
+
+
+@dataclasses.dataclass(frozen=True)
+class Misspelt(rules.Rule):
+    """Negative control: reads a statistic that does not exist."""
+
+    def __call__(self, predictions, lanes):
+        return predictions.confidnce > 0

@@ -573,6 +573,20 @@ def test_an_elbo_with_eps_is_no_bound(tmp_path, no_figures):
     )
 
 
+def test_two_samplers_that_select_after_sampling_are_two_rows(tmp_path, no_figures):
+    ours(tmp_path / "results", per_token(["owt"], [22.0]))
+    for value, spec in ((43.8, {"n": "1"}), (43.9, {"n": "1", "tau": "0.85", "strict": "true"})):
+        spec |= {"confidence": "tempered"}
+        ours(tmp_path / "results", per_token(["owt"], [value]), estimator="sampled_confidence", spec=spec)
+    found = run(tmp_path, ar=False)["tasks"]["owt"]
+    drawn = {row["name"]: row["value"] for row in found["rows"] if row["estimator"] == "sampled_confidence"}
+    assert drawn == {
+        "Select after sampling, block 4, n=1, confidence=tempered": 43.8,
+        "Select after sampling, block 4, n=1, tau=0.85, confidence=tempered, strict=true": 43.9,
+    }
+    assert not any(row["bound"] or "not a likelihood" in row["name"] for row in found["rows"])
+
+
 def test_rows_of_a_lattice_count_tokens_as_the_task_does(tmp_path, no_figures):
     file = lattice(tmp_path / "results")
 

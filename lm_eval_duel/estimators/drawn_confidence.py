@@ -1,0 +1,104 @@
+"""How confident a network is of a drawn token, and how likely a cell is to draw a less confident one.
+
+The score of a token grows with its probability p, and does not saturate near 1: log p up to p = 1/2, and
+log p - log(1 - p) - log 2 above.
+
+Shapes: R lanes, W block width, u rows of logits, c hidden cells, V tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from lm_eval_duel.denoisers.base import Denoiser
+from lm_eval_duel.denoisers.predictions import Predictions, top_of
+from lm_eval_duel.denoisers.wrappers.warpers import Warped
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.rules.base import log_odds
+
+LARGEST = 1e300  # the score of a token of probability 1: finite, so that the next larger float exists
+
+
+def score_of(p: float) -> float:
+    """The score of probability p."""
+    if p <= 0:
+        return -math.inf
+    return math.log(p) if p <= 0.5 else min(log_odds(p) - math.log(2), LARGEST)
+
+
+def scores(logits: torch.Tensor, scale: float) -> torch.Tensor:
+    """The score of every token under softmax(scale x logits), for logits (u, V), float64 (u, V)."""
+    scaled = logits.double() * scale  # (u, V)
+    top = top_of(scaled)
+    log_p = scaled - top.logit[:, None] - F.softplus(-top.confidence[:, None])  # (u, V)
+    largest = torch.where(top.confidence > 0, top.confidence - math.log(2), -F.softplus(-top.confidence))  # (u,)
+    return log_p.scatter_(1, top.token[:, None], largest.clamp(max=LARGEST)[:, None])
+
+
+def untempered(denoiser: Denoiser) -> float:
+    """By how much to multiply the logits of `denoiser` to undo its temperature.
+
+    Raises:
+        DuelError: its distributions are truncated as well, and truncation cannot be undone.
+    """
+    scale = 1.0
+    while isinstance(denoiser, Warped):
+        if denoiser.top_k is not None or denoiser.top_p < 1:
+            raise DuelError(
+                "confidence=untempered is the probability before temperature, and no sampler that we know combines it "
+                f"with top_k or top_p; got {denoiser.words}. Leave them out, or use confidence=tempered."
+            )
+        scale, denoiser = scale * denoiser.temperature, denoiser.plain
+    return scale
+
+
+class Draws(NamedTuple):
+    """The draws of some states, against the targets."""
+
+    score: torch.Tensor  # (R, W) of each cell's target
+    top: torch.Tensor  # (R, W) of each cell's most probable token
+    log_after: torch.Tensor  # (R, W, W) log p that the draw of a cell ranks after the target of another
+    log_quiet: torch.Tensor  # (R, W) log p that the draw of a cell does not exceed the threshold
+
+
+def compare(predictions: Predictions, targets: torch.Tensor, scale: float, tau: float, strict: bool) -> Draws:
+    """Every cell's draw against the targets (R, W) of all cells of its lane, and against the threshold `tau`, a score.
+
+    One draw ranks after another if its score is smaller, or equal and its cell stands further right. `strict`: a draw
+    exceeds the threshold only if its score is larger. Values are NaN where nothing is hidden.
+    """
+    hidden = predictions.hidden
+    wide = hidden.shape[1]
+    planes = torch.full((3, *hidden.shape), math.nan, dtype=torch.float64, device=hidden.device)  # (3, R, W)
+    log_after = planes.new_full((*hidden.shape, wide), math.nan)  # (R, W, W)
+    for lanes, row, logits in predictions.by_lanes():
+        of_row = scores(logits, scale)  # (u, V)
+        score, p = of_row[row], logits.double().softmax(1)[row]  # (c, V) each
+        lane, cell = hidden[lanes].nonzero().unbind(1)  # (c,)
+        target = score.gather(1, targets[lanes][hidden[lanes]][:, None])[:, 0]  # (c,)
+        level = torch.full_like(hidden[lanes], math.nan, dtype=torch.float64)  # (r, W)
+        level[lane, cell] = target
+        for other in range(wide):
+            bound = level[lane, other]  # (c,)
+            bound = torch.where(cell > other, bound.nextafter(bound.new_tensor(math.inf)), bound)
+            mass = torch.where(score < bound[:, None], p, 0.0).sum(1)  # (c,)
+            log_after[lanes][lane, cell, other] = torch.where(bound.isnan(), bound, mass.log())
+        quiet = score <= tau if strict else score < tau  # (c, V)
+        planes[0, lanes][lane, cell] = target
+        planes[1, lanes][lane, cell] = of_row.amax(1)[row]
+        planes[2, lanes][lane, cell] = torch.where(quiet, p, 0.0).sum(1).log()
+    return Draws(planes[0], planes[1], log_after, planes[2])
+
+
+def token_scores(predictions: Predictions, tokens: torch.Tensor, scale: float) -> torch.Tensor:
+    """The score of the token at each hidden cell, for tokens (R, W), float64 (R, W); NaN where nothing is hidden."""
+    hidden = predictions.hidden
+    plane = torch.full_like(hidden, math.nan, dtype=torch.float64)  # (R, W)
+    for lanes, row, logits in predictions.by_lanes():
+        ids = tokens[lanes][hidden[lanes]]  # (c,)
+        plane[lanes][hidden[lanes]] = scores(logits, scale)[row, ids]
+    return plane

@@ -1,0 +1,278 @@
+"""The exact likelihood of samplers that select after sampling, and the sampler itself.
+
+Every hidden cell draws a token, and the most probable draws are kept: LLaDA at a temperature above 0, SDAR, LLaDA2,
+Fast-dLLM, Dream's maskgit_plus. The order then depends on tokens that are thrown away, so a text has many orders, and
+its probability is a sum over them (sampled_dp.py). It needs the states that the lattice evaluates, and no more.
+
+Shapes: N windows, L row length, R lanes, W block width, B blocks of a chunk, m hidden cells, S = 2^m states.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from lm_eval_duel import fingerprint, rules
+from lm_eval_duel.denoisers.base import Denoiser
+from lm_eval_duel.denoisers.predictions import Predictions
+from lm_eval_duel.engine.choose import Choose
+from lm_eval_duel.engine.lanes import Lanes
+from lm_eval_duel.engine.results import Sample, WindowScore
+from lm_eval_duel.engine.reveal import RevealLoop
+from lm_eval_duel.engine.windows import Ids, Window
+from lm_eval_duel.errors import DuelError, unknown
+from lm_eval_duel.estimators.base import IndexedScores, WindowGroup
+from lm_eval_duel.estimators.checks import check_every_order, check_lattice_block
+from lm_eval_duel.estimators.drawn_confidence import compare, score_of, token_scores, untempered
+from lm_eval_duel.estimators.duel import Duel
+from lm_eval_duel.estimators.registry import CONFIDENCES, LATTICE_BLOCK
+from lm_eval_duel.estimators.sampled_dp import DrawnChunk, decodes_to_targets, fold
+from lm_eval_duel.estimators.subset_dp import number_of
+from lm_eval_duel.estimators.subset_states import SubsetAccumulator
+from lm_eval_duel.hashing import uniform
+
+SCORED_AT_ONCE = 64  # samples
+
+
+class SampledConfidence(Duel):
+    """A sampler that keeps the most probable of the tokens drawn: one distribution, to score and to sample.
+
+    `n`: how many draws are kept at a step; ties go to the lowest position. `tau`: keep all draws whose confidence
+    exceeds it, and at least the n best. `strict=False`: all that reach it. `confidence`: a draw's probability under
+    the network's own distribution ("untempered": LLaDA, Fast-dLLM), or under that from which it is drawn, after
+    temperature, top_k and top_p ("tempered": SDAR, LLaDA2, Dream). Temperature is the denoiser's. `block`: at most 12
+    positions. Other arguments as in `Estimator`.
+
+    Raises:
+        DuelError: an argument is wrong, the block is too large, or this network cannot evaluate every state of a block.
+    """
+
+    name = "sampled_confidence"
+
+    def __init__(
+        self,
+        denoiser: Denoiser,
+        block: int | str | None = "auto",
+        grid: str = "auto",
+        batch_size: int | None = None,
+        max_batch_size: int | None = None,
+        traced: bool = False,
+        n: int = 1,
+        tau: float | None = None,
+        confidence: str = "untempered",
+        strict: bool = True,
+    ):
+        if denoiser.attention == "causal":
+            raise DuelError("An autoregressive network has one order: use estimator=ar.")
+        if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+            raise DuelError(f"'n' is how many draws are kept at a step, at least 1; got {n!r}.")
+        if tau is not None and (isinstance(tau, bool) or not isinstance(tau, int | float) or not 0 <= tau <= 1):
+            raise DuelError(f"'tau' is a probability from 0 to 1, or None; got {tau!r}.")
+        if confidence not in CONFIDENCES:
+            raise unknown("value of confidence", confidence, CONFIDENCES)
+        check_every_order(denoiser, self.name)
+        self.n, self.tau, self.confidence, self.strict = n, tau, confidence, strict
+        super().__init__(denoiser, BestDrawn(n, tau, strict), block, grid, batch_size, max_batch_size, traced)
+        check_lattice_block(denoiser, self.block, self.name)
+        self.scale  # noqa: B018 - raises DuelError for a truncated distribution
+
+    @property
+    def scale(self) -> float:
+        """By how much the logits are multiplied in the confidence."""
+        return untempered(self.denoiser) if self.confidence == "untempered" else 1.0
+
+    def describe(self) -> dict[str, object]:
+        tau = {} if self.tau is None else {"tau": fingerprint.number(self.tau), "strict": str(self.strict).lower()}
+        return {
+            "estimator": self.name,
+            "block": self.block,
+            "grid": self.grid,
+            "n": self.n,
+            **tau,
+            "confidence": self.confidence,
+        }
+
+    def under(self, denoiser: Denoiser) -> SampledConfidence:
+        twin = super().under(denoiser)
+        assert isinstance(twin, SampledConfidence)
+        twin.scale  # noqa: B018 - raises DuelError for a truncated distribution
+        return twin
+
+    def replay(self, windows: Sequence[Window], steps: Sequence[Ids]) -> list[WindowScore]:
+        """Not defined: a text has many orders here. `Duel.replay` follows one."""
+        raise DuelError("estimator=sampled_confidence sums over orders; to follow a recorded one, use Duel.replay.")
+
+    def stream_samples(
+        self, contexts: Sequence[Ids], length: int, *, scored: bool = True, **settings: Any
+    ) -> Iterator[tuple[int, Sample]]:
+        """As `Duel.stream_samples`. The log-probability of a sample is that of its text, over all orders.
+
+        It takes all states of each block, far more than sampling does. `scored=False` leaves it out: log_prob is NaN.
+        """
+        samples = super().stream_samples(contexts, length, **settings)
+        if not scored:
+            yield from ((n, _unscored(sample)) for n, sample in samples)
+            return
+        suffix, waiting = tuple(settings.get("suffix", ())), []
+        for n, sample in samples:
+            waiting.append((n, sample))
+            if len(waiting) == SCORED_AT_ONCE:
+                yield from self._scored(contexts, suffix, waiting)
+                waiting = []
+        yield from self._scored(contexts, suffix, waiting)
+
+    def _scored(
+        self, contexts: Sequence[Ids], suffix: tuple[int, ...], samples: list[tuple[int, Sample]]
+    ) -> list[tuple[int, Sample]]:
+        """The samples with the log-probability of their texts. They are counted once."""
+        scorer = copy.copy(self)
+        scorer._loop = RevealLoop(self.denoiser, self.budget)
+        scores = scorer.log_prob([Window(contexts[n], sample.tokens, suffix, sample.tail) for n, sample in samples])
+        self.counts.forwards += scorer.counts.forwards
+        self.counts.rows += scorer.counts.rows
+        return [
+            (n, dataclasses.replace(_unscored(sample), log_prob=score.log_prob, is_greedy=score.is_greedy))
+            for (n, sample), score in zip(samples, scores, strict=True)
+        ]
+
+    def _draws(self, keys: Sequence[int], seed: int) -> Choose:
+        return StepDraws(keys, seed, self.denoiser.device)
+
+    def _rule(self, choose: Choose) -> rules.Rule:
+        return BestDrawn(self.n, self.tau, self.strict, self.scale, choose)
+
+    def _score_group(self, group: WindowGroup) -> IndexedScores:
+        tables = DrawnAccumulator(group, self)
+        return self._evaluate(group, tables.states(), tables)
+
+
+def _unscored(sample: Sample) -> Sample:
+    """A sample whose log-probability is not known: that of its order is not that of its text."""
+    return dataclasses.replace(sample, log_prob=math.nan, is_greedy=False, token_logprobs=())
+
+
+@dataclasses.dataclass(frozen=True)
+class BestDrawn(rules.Rule):
+    """Draws a token at every hidden cell, and picks the n best, or all above `tau` and at least the n best."""
+
+    name: ClassVar[str] = "sampled_confidence"
+    n: int
+    tau: float | None = None
+    strict: bool = True
+    scale: float = 1.0
+    choose: Choose | None = None
+
+    def __call__(self, predictions: Predictions, lanes: Lanes) -> rules.Decision:
+        assert self.choose is not None
+        tokens = self.choose(predictions, lanes, lanes.hidden)  # (R, W)
+        return rules.Decision(self.pick(token_scores(predictions, tokens, self.scale), lanes.hidden))
+
+    def pick(self, score: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Which of the draws with these scores are kept, (R, W) bool."""
+        key = torch.where(hidden, score.clamp(min=torch.finfo(score.dtype).min), -math.inf)  # (R, W)
+        best = hidden & (rules.rank(-key) < self.n)  # (R, W)
+        if self.tau is None:
+            return best
+        threshold = score_of(self.tau)
+        above = hidden & (score > threshold if self.strict else score >= threshold)  # (R, W)
+        return torch.where(above.sum(1, keepdim=True) >= best.sum(1, keepdim=True), above, best)
+
+
+class StepDraws:
+    """Samples: at every step a new draw at each cell, a function of the row's key, the position, the step and the seed.
+
+    The tokens drawn for one set of predictions are kept, so that a pick reveals the tokens it was decided by.
+    """
+
+    teacher_forced: ClassVar[bool] = False
+
+    def __init__(self, keys: Sequence[int], seed: int, device: torch.device):
+        self.keys, self.seed = torch.tensor(keys, device=device), seed  # (N,)
+        self.last: tuple[Predictions, torch.Tensor] | None = None
+
+    def __call__(self, predictions: Predictions, lanes: Lanes, pick: torch.Tensor) -> torch.Tensor:
+        if self.last is None or self.last[0] is not predictions:
+            position = lanes.columns - lanes.origin[:, None]  # (R, W)
+            u = uniform(self.keys[lanes.row][:, None], position, lanes.step[:, None], self.seed)  # (R, W)
+            self.last = predictions, predictions.draw(torch.where(lanes.hidden, u, math.nan))
+        return torch.where(pick, self.last[1], -1)
+
+
+class DrawnAccumulator(SubsetAccumulator):
+    """The draws of one group of windows: entered call by call, and folded as each chunk is complete."""
+
+    values = LATTICE_BLOCK + 4  # at most m + 4 of each cell
+
+    def __init__(self, group: WindowGroup, estimator: SampledConfidence):
+        super().__init__(group, estimator)
+        self.rule, self.scale = BestDrawn(estimator.n, estimator.tau, estimator.strict), estimator.scale
+        self.tau = None if estimator.tau is None else score_of(estimator.tau)
+        self.log_prob = torch.zeros(len(group.windows), dtype=torch.float64, device=group.rows.ids.device)  # (N,)
+        self.greedy = torch.ones_like(self.log_prob, dtype=torch.bool)  # (N,)
+        self.steps = torch.zeros_like(self.log_prob, dtype=torch.int64)  # (N,)
+
+    def new_chunk(self, lanes: Lanes, states: int, most: int) -> DrawnChunk:
+        log_probs = self.log_prob.new_full((len(lanes), 1 << most, most), math.nan)  # (B, S, m)
+        after = torch.zeros_like(log_probs[:, :, 0], dtype=torch.int64)  # (B, S)
+        return DrawnChunk(
+            lanes,
+            states,
+            log_probs=log_probs,
+            score=log_probs.clone(),
+            log_after=log_probs[..., None].repeat(1, 1, 1, most),
+            log_quiet=log_probs.clone(),
+            after=after,
+            missed=torch.zeros_like(after, dtype=torch.bool),
+        )
+
+    def add(
+        self,
+        lanes: Lanes,
+        decision: rules.Decision,
+        predictions: Predictions,
+        tokens: torch.Tensor,
+        log_prob: torch.Tensor,
+    ) -> None:
+        """Enter the draws of these states, and what argmax decoding does."""
+        hidden, located = lanes.hidden, self.locate(lanes)
+        drawn = compare(predictions, tokens, self.scale, 0.0 if self.tau is None else self.tau, self.rule.strict)
+        pick = self.rule.pick(drawn.top, hidden)  # (R, W)
+        missed = (pick & (predictions.argmax != tokens)).any(1)  # (R,)
+        following = number_of(hidden & ~pick, located.cell)  # (R,)
+        lane, at = hidden.nonzero().unbind(1)  # (C,)
+        pairs = (hidden[:, :, None] & hidden[:, None, :]).nonzero()  # (X, 3)
+        for n in located.chunk.unique().tolist():
+            chunk, mine = self.chunks[n], located.chunk == n  # (R,)
+            r, w = lane[mine[lane]], at[mine[lane]]  # (c,)
+            b, s, cell = located.block[r], located.state[r], located.cell[r, w]
+            chunk.log_probs[b, s, cell] = log_prob[r, w]
+            chunk.score[b, s, cell] = drawn.score[r, w]
+            chunk.log_quiet[b, s, cell] = drawn.log_quiet[r, w]
+            r, w, other = pairs[mine[pairs[:, 0]]].unbind(1)  # (x,)
+            b, s = located.block[r], located.state[r]
+            chunk.log_after[b, s, located.cell[r, w], located.cell[r, other]] = drawn.log_after[r, w, other]
+            chunk.after[located.block[mine], located.state[mine]] = following[mine]
+            chunk.missed[located.block[mine], located.state[mine]] = missed[mine]
+        # on out-of-memory before this line, the states are evaluated again and the same values written
+        for n, count in zip(*(part.tolist() for part in located.chunk.unique(return_counts=True)), strict=True):
+            self.chunks[n].waiting -= count
+
+    def fold(self, chunk: DrawnChunk) -> None:
+        row, cells = chunk.lanes.row, chunk.lanes.hidden.sum(1)  # (B,)
+        full = (1 << cells) - 1  # (B,)
+        self.log_prob.index_add_(0, row, fold(chunk, full, self.rule.n, self.tau, self.rule.strict))
+        self.steps.index_add_(0, row, -(-cells // self.rule.n))
+        other = row[~decodes_to_targets(chunk, full)]
+        self.greedy[other] = False
+
+    def score(self, row: int) -> WindowScore:
+        return WindowScore(
+            float(self.log_prob[row]),
+            is_greedy=bool(self.greedy[row]),
+            nfe=int(self.steps[row]) if self.tau is None else None,
+        )

@@ -1,0 +1,104 @@
+"""Every set of hidden cells of every block of a group of windows: evaluated once, kept until its block is complete.
+
+Blocks are taken in chunks. A chunk's tables are filled call by call, and folded when all of its states are there.
+
+Shapes: N windows, L row length, R lanes, W block width, B blocks of a chunk, m hidden cells, S = 2^m states (number:
+the sum of 2^q over hidden cells q).
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from lm_eval_duel.engine.lanes import Lanes
+from lm_eval_duel.estimators.base import Estimator, EvaluateAll, IndexedScores, WindowGroup
+from lm_eval_duel.estimators.subset_dp import Chunk, cell_of, number_of
+
+TABLE = 1 << 22  # the most values of a table of a chunk
+
+
+@dataclasses.dataclass(frozen=True)
+class Located:
+    """Where states of a call stand in the tables."""
+
+    chunk: torch.Tensor  # (R,) the chunk's number
+    block: torch.Tensor  # (R,) the block in its chunk
+    state: torch.Tensor  # (R,)
+    cell: torch.Tensor  # (R, W) the number of each cell among those that are hidden as the block begins
+
+
+class SubsetAccumulator(abc.ABC):
+    """The tables of one group of windows. A subclass says what a table holds, and what a complete one gives.
+
+    `values`: how many values a table has for each cell of a state.
+    """
+
+    values: int = 1
+
+    def __init__(self, group: WindowGroup, estimator: Estimator):
+        self.group, self.estimator = group, estimator
+        count, length = group.rows.ids.shape
+        device = group.rows.ids.device
+        self.place = torch.full((2, count, length + 1), -1, dtype=torch.int64, device=device)  # chunk and block in it
+        self.chunks: dict[int, Any] = {}
+        self.begun = 0  # how many chunks
+        self.waiting = [len(estimator.blocks(window)) for window in group.windows]  # blocks that are missing
+
+    def states(self) -> Iterator[Lanes]:
+        """Every state of every block, one chunk of blocks after the other."""
+        group, places, done = self.group, self.estimator._places(self.group), 0
+        block = max(width for _, _, width in places)
+        while done < len(places):
+            room = self.estimator._loop.fits(group.view, EvaluateAll(), group.fresh(places[done : done + 1]))
+            most = TABLE // (self.values * block << block)
+            count = max(1, min(most, 4 * -(-room // (1 << block))))  # a chunk fills several calls
+            lanes, done = group.fresh(places[done : done + count]), done + count
+            states = (1 << lanes.hidden.sum(1)) - 1  # (B,)
+            of_block = torch.arange(len(lanes), device=states.device).repeat_interleave(states)  # (R,)
+            before = (states.cumsum(0) - states).repeat_interleave(states)  # (R,)
+            number = torch.arange(len(of_block), device=states.device) - before + 1  # (R,) 1..2^m - 1
+            self._begin(lanes, int(states.sum()))
+            states_of = lanes.select(of_block)
+            hidden = states_of.hidden & (number[:, None] >> cell_of(states_of.hidden).clamp(min=0) & 1).bool()  # (R, W)
+            yield group.targets.hide(states_of, hidden)
+
+    def _begin(self, lanes: Lanes, states: int) -> None:
+        self.place[0, lanes.row, lanes.start] = self.begun
+        self.place[1, lanes.row, lanes.start] = torch.arange(len(lanes), device=lanes.row.device)
+        self.chunks[self.begun] = self.new_chunk(lanes, states, int(lanes.hidden.sum(1).max()))
+        self.begun += 1
+
+    def locate(self, lanes: Lanes) -> Located:
+        """Where these states stand in the tables."""
+        chunk, block = self.place[:, lanes.row, lanes.start]  # (R,) each
+        target = lanes.columns >= lanes.origin[:, None]  # (R, W)
+        target &= torch.arange(target.shape[1], device=target.device) < lanes.width[:, None]
+        cell = cell_of(target)  # (R, W)
+        return Located(chunk, block, number_of(lanes.hidden, cell), cell)
+
+    def take(self, finished: Lanes) -> IndexedScores:
+        """(row, score) of the windows that have all their blocks. Complete chunks are folded."""
+        for n in [n for n, chunk in self.chunks.items() if not chunk.waiting]:
+            chunk = self.chunks.pop(n)
+            self.fold(chunk)
+            for row in chunk.lanes.row.tolist():
+                self.waiting[row] -= 1
+                if not self.waiting[row]:
+                    yield row, self.score(row)
+
+    @abc.abstractmethod
+    def new_chunk(self, lanes: Lanes, states: int, most: int) -> Chunk:
+        """Empty tables for these fresh blocks (B,), which have `states` states and at most `most` hidden cells."""
+
+    @abc.abstractmethod
+    def fold(self, chunk: Any) -> None:
+        """Enter what a complete chunk gives."""
+
+    @abc.abstractmethod
+    def score(self, row: int) -> Any:
+        """The score of a window that has all its blocks."""
