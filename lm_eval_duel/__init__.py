@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lm_eval_duel.estimators.duel import Autoregressive
     from lm_eval_duel.estimators.elbo import Elbo
     from lm_eval_duel.estimators.lattice import Lattice
+    from lm_eval_duel.estimators.two_phase import TwoPhase
     from lm_eval_duel.library.duel import Duel
     from lm_eval_duel.library.results import GeneratedText, TextScore
     from lm_eval_duel.rules import Decision, Rule
@@ -35,6 +36,7 @@ _HOMES = {  # the module that defines each public name
     "RuleStalled": "lm_eval_duel.errors",
     "Sample": "lm_eval_duel.engine.results",
     "TextScore": "lm_eval_duel.library.results",
+    "TwoPhase": "lm_eval_duel.estimators.two_phase",
     "UsageError": "lm_eval_duel.errors",
     "Window": "lm_eval_duel.engine.windows",
     "WindowScore": "lm_eval_duel.engine.results",
@@ -55,6 +57,7 @@ __all__ = [
     "RuleStalled",
     "Sample",
     "TextScore",
+    "TwoPhase",
     "UsageError",
     "Window",
     "WindowScore",

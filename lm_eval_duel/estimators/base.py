@@ -34,6 +34,7 @@ from lm_eval_duel.estimators.checks import check_windows, resolve_block, resolve
 from lm_eval_duel.estimators.registry import ESTIMATORS
 
 IndexedScores: TypeAlias = Iterator[tuple[int, WindowScore]]  # (index, score) of each window as it is finished
+Place: TypeAlias = tuple[int, int, int]  # (row, first column, width) of a block
 
 
 class Value(NamedTuple):
@@ -42,6 +43,7 @@ class Value(NamedTuple):
     log_prob: float
     stderr: float | None = None  # Monte Carlo standard error, nats
     nfe: int | None = None  # rule steps
+    phases: tuple[float, ...] | None = None  # of a two-phase estimate, as in `phases.Phases`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +59,7 @@ class WindowGroup:
     def targets(self) -> Targets:
         return Targets(self.rows)
 
-    def fresh(self, places: list[tuple[int, int, int]]) -> Lanes:
+    def fresh(self, places: list[Place]) -> Lanes:
         """Fresh lanes at (row, first column, width)."""
         return fresh(self.rows, places)
 
@@ -106,6 +108,9 @@ class Estimator(abc.ABC):
     def use_single_rows(self) -> None:
         """Evaluate one row in each network call."""
         self._loop.budget = Budget(1, 1)
+
+    def adopt(self, other: Estimator) -> None:
+        """Take over what an estimator of the same spec has found out about its windows."""
 
     @property
     def decodes(self) -> bool:
@@ -178,12 +183,12 @@ class Estimator(abc.ABC):
     def _groups(self, windows: Sequence[Window]) -> list[list[int]]:
         return groups(windows, same_length=not self.denoiser.honours_padding)
 
-    def _places(self, group: WindowGroup) -> list[tuple[int, int, int]]:
+    def _places(self, group: WindowGroup) -> list[Place]:
         """(row, first column, width) of every block."""
         return [(n, *place) for n, window in enumerate(group.windows) for place in self.blocks(window)]
 
 
-def fresh(rows: Rows, places: list[tuple[int, int, int]]) -> Lanes:
+def fresh(rows: Rows, places: list[Place]) -> Lanes:
     """Fresh lanes at (row, first column, width)."""
     return Lanes.fresh(rows, *torch.tensor(places, device=rows.ids.device).unbind(1))
 
