@@ -109,6 +109,11 @@ class Estimator(abc.ABC):
         """Evaluate one row in each network call."""
         self._loop.budget = Budget(1, 1)
 
+    @property
+    def costs(self) -> dict[str, dict[str, float]]:
+        """Forwards, rows and seconds of each phase; empty: there is one phase only."""
+        return {}
+
     def adopt(self, other: Estimator) -> None:
         """Take over what an estimator of the same spec has found out about its windows."""
 
@@ -132,6 +137,10 @@ class Estimator(abc.ABC):
         """
         return self._stream(windows, self._score_group)
 
+    def check(self, windows: Sequence[Window]) -> None:
+        """Raise DuelError, naming the window, for one that cannot be scored."""
+        check_windows(self.denoiser, self.block, self.grid, windows)
+
     @abc.abstractmethod
     def describe(self) -> dict[str, object]:
         """The entries of the spec that define this estimator's numbers."""
@@ -149,7 +158,7 @@ class Estimator(abc.ABC):
         """Score one group of windows; (row, score) of each as it is finished."""
 
     def _stream(self, windows: Sequence[Window], score_group: Callable[[WindowGroup], IndexedScores]) -> IndexedScores:
-        check_windows(self.denoiser, self.block, self.grid, windows)
+        self.check(windows)
         return self._finished(windows, score_group)
 
     @torch.inference_mode()

@@ -64,7 +64,7 @@ class Entry:
     lattice: bool = False  # one run computes the values of all lattice estimators, and of the rules that it follows
     check: Callable[[Options], None] | None = None
     own_cache: bool = False  # `cache` is a setting of the estimator; the network is loaded without
-    whole_texts: str = ""  # why it refuses to compare continuations (loglikelihood); empty: it does not
+    whole_texts: str = ""  # why it scores whole texts only, no continuations (loglikelihood); empty: it scores both
 
     @property
     def follows_rule(self) -> bool:

@@ -28,7 +28,7 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import block_sample, pilot
 from lm_eval_duel.estimators.base import Estimator, IndexedScores, Place, Value, WindowGroup
 from lm_eval_duel.estimators.block_sample import Design
-from lm_eval_duel.estimators.checks import check_two_phase, check_windows
+from lm_eval_duel.estimators.checks import check_two_phase
 from lm_eval_duel.estimators.duel import Duel
 from lm_eval_duel.estimators.phases import Phases
 from lm_eval_duel.estimators.registry import SAMPLE, check_amount
@@ -41,12 +41,12 @@ PHASES = ("cached", "uncached")
 class TwoPhaseScore(WindowScore):
     """One window's estimate. It has no single order, so there are no steps and no log-probs of tokens."""
 
-    per_block: ClassVar[tuple[str, ...]] = ("cached", "weights", "uncached")
+    other_lengths: ClassVar[tuple[str, ...]] = ("cached", "weights", "uncached", "phases")  # than one for each token
     stderr: float | None = None  # sampling standard error of `log_prob`, nats; None: too few blocks were drawn
     cached: tuple[float, ...] = ()  # log-prob of each block under the cache
     weights: tuple[float, ...] = ()  # of each block; 0: not in the sample
     uncached: tuple[float, ...] = ()  # log-prob of each sampled block without the cache
-    phases: tuple[float, ...] = tuple(Phases())
+    phases: tuple[float, ...] = tuple(Phases())  # the sums of `Phases`
 
 
 class TwoPhase(Estimator):
@@ -100,11 +100,16 @@ class TwoPhase(Estimator):
         """What both phases have computed so far; `costs` has them apart."""
         return self._loop.counts
 
+    @property
+    def costs(self) -> dict[str, dict[str, float]]:
+        """Forwards, rows and seconds of each phase."""
+        return {phase: dict(cost) for phase, cost in self._costs.items()}
+
     @counts.setter
     def counts(self, counts: Counts) -> None:
         for loop in (self._loop, self.uncached._loop, self.cached._loop):
             loop.counts = counts
-        self.costs = {name: {"forwards": 0, "rows": 0, "seconds": 0.0} for name in PHASES}
+        self._costs = {name: {"forwards": 0, "rows": 0, "seconds": 0.0} for name in PHASES}
 
     def use_single_rows(self) -> None:
         for estimator in (super(), self.uncached, self.cached):
@@ -142,8 +147,6 @@ class TwoPhase(Estimator):
         tasks, for the log. `stream` does this itself for windows that were in no plan, as one task.
         """
         if self.precision is not None:
-            for windows in tasks:
-                check_windows(self.denoiser, self.block, self.grid, windows)
             self._designs |= pilot.designs(self, self.precision, tasks, gather or (lambda numbers: numbers), names)
 
     def adopt(self, other: Estimator) -> None:
@@ -170,6 +173,7 @@ class TwoPhase(Estimator):
     # ------------------------------------------------------------ scoring
 
     def stream(self, windows: Sequence[Window]) -> IndexedScores:
+        self.check(windows)
         if self.precision is not None and any(window.target and window.key not in self._designs for window in windows):
             self.plan([windows])
         return super().stream(windows)
@@ -215,7 +219,7 @@ class TwoPhase(Estimator):
 
     def _timed(self, phase: str, scores: IndexedScores) -> IndexedScores:
         """The scores; what they cost is added to the costs of the phase."""
-        cost, counts = self.costs[phase], self.counts
+        cost, counts = self._costs[phase], self.counts
         forwards, rows = counts.forwards, counts.rows
         start = time.perf_counter()
         try:

@@ -103,6 +103,7 @@ class Verification:
         options = dataclasses.replace(self.run.options, batch_size=2)  # any number: skips the search for a batch size
         estimator = registry.make(float32_network(self.run), options)
         estimator.use_single_rows()
+        estimator.adopt(self.run.estimator)
         for n, part in sorted(self.scores):
             yield (n, part), estimator.log_prob([self.windows[n][part]])[0]
 
