@@ -226,8 +226,8 @@ ENTRIES = (  # in the order of tables
         check=_check_two_phase,
         own_cache=True,
         whole_texts=(
-            "estimator=two_phase estimates the sum over many blocks; single options have few sampled blocks or none, so "
-            "comparing them compares noise. Use estimator=duel for this task, exact (without cache) or under cache=dual."
+            "estimator=two_phase estimates the sum over many blocks. A single option has few sampled blocks or none, so "
+            "comparing options would compare noise. Use estimator=duel for this task, without cache or with cache=dual."
         ),
     ),
     _lattice("oracle", "Oracle", Kind.NOT_A_LIKELIHOOD),

@@ -61,8 +61,13 @@ class Row:
     @property
     def aside(self) -> str:
         """Remarks other than estimator, rule and block."""
-        cache = f"cache={self.run.spec['cache']}" if "cache" in self.run.spec else ""
-        return ", ".join(filter(None, [f"eps={self.eps:g}: no bound" if self.eps else "", cache, self.variant]))
+        spec = self.run.spec
+        eps = f"eps={self.eps:g}: no bound" if self.eps else ""
+        cache = f"cache={spec['cache']}" if "cache" in spec else ""
+        amount = [
+            f"{key}={spec[key]}" for key in ("sample", "precision") if self.estimator == "two_phase" and key in spec
+        ]
+        return ", ".join(filter(None, [eps, cache, *amount, self.variant]))
 
     @property
     def name(self) -> str:
@@ -114,7 +119,7 @@ def of(run: Run, name: str, traced: Mapping[str, Mapping[int, float]] | None = N
         row = dataclasses.replace(
             selected,
             estimator=estimator,
-            rule=(run.rule if key == "duel" else key) if estimator == "duel" else None,
+            rule=run.rule if key in ("duel", "two_phase") else key if estimator == "duel" else None,
             log_prob=value.get("log_prob"),
             nats_stderr=value.get("stderr"),
             window_stderr=value.get("window_stderr"),
@@ -232,8 +237,9 @@ def table(rows: Iterable[Row], base: Run | None = None) -> tuple[list[Row], int 
         rows, key=lambda row: (not baseline(row), registry.find(row.run.estimator).lattice, -row.run.date)
     ):
         spec = tuple(sorted((k, v) for k, v in row.run.spec.items() if k not in VARIES))
-        elbo = tuple(row.run.spec.get(k) for k in sorted(VARIES)) if row.estimator == "elbo" else ()
-        key = (row.run.key, row.estimator, row.rule, row.block, spec, elbo)
+        random = row.estimator in ("elbo", "two_phase")
+        drawn = tuple(row.run.spec.get(k) for k in sorted(VARIES)) if random else ()
+        key = (row.run.key, row.estimator, row.rule, row.block, spec, drawn)
         if (first := kept.setdefault(key, row)) is not row:
             remarks.append(
                 f"{row.model}, {row.name}: {first.run.short_name} is shown, {row.run.short_name} holds it too"
