@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lm_eval_duel.estimators.lattice import Lattice
     from lm_eval_duel.estimators.two_phase import TwoPhase
     from lm_eval_duel.library.duel import Duel
-    from lm_eval_duel.library.results import GeneratedText, TextScore
+    from lm_eval_duel.library.results import GeneratedText, TextEstimate, TextScore
     from lm_eval_duel.rules import Decision, Rule
 
     __version__: str
@@ -35,6 +35,7 @@ _HOMES = {  # the module that defines each public name
     "Rule": "lm_eval_duel.rules",
     "RuleStalled": "lm_eval_duel.errors",
     "Sample": "lm_eval_duel.engine.results",
+    "TextEstimate": "lm_eval_duel.library.results",
     "TextScore": "lm_eval_duel.library.results",
     "TwoPhase": "lm_eval_duel.estimators.two_phase",
     "UsageError": "lm_eval_duel.errors",
@@ -56,6 +57,7 @@ __all__ = [
     "Rule",
     "RuleStalled",
     "Sample",
+    "TextEstimate",
     "TextScore",
     "TwoPhase",
     "UsageError",

@@ -95,6 +95,10 @@ class Estimator(abc.ABC):
         """How much one network call may hold at present."""
         return self._loop.budget
 
+    @budget.setter
+    def budget(self, budget: Budget) -> None:
+        self._loop.budget = budget
+
     @property
     def counts(self) -> Counts:
         """What this estimator has computed so far."""
@@ -113,9 +117,6 @@ class Estimator(abc.ABC):
     def costs(self) -> dict[str, dict[str, float]]:
         """Forwards, rows and seconds of each phase; empty: there is one phase only."""
         return {}
-
-    def adopt(self, other: Estimator) -> None:
-        """Take over what an estimator of the same spec has found out about its windows."""
 
     @property
     def decodes(self) -> bool:

@@ -226,7 +226,7 @@ ENTRIES = (  # in the order of tables
         check=_check_two_phase,
         own_cache=True,
         whole_texts=(
-            "estimator=two_phase estimates the sum over many blocks. A single option has few sampled blocks or none, so "
+            "estimator=two_phase estimates a sum over many blocks. A single option has few sampled blocks, or none, so "
             "comparing options would compare noise. Use estimator=duel for this task, without cache or with cache=dual."
         ),
     ),

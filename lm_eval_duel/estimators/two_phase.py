@@ -149,9 +149,9 @@ class TwoPhase(Estimator):
         if self.precision is not None:
             self._designs |= pilot.designs(self, self.precision, tasks, gather or (lambda numbers: numbers), names)
 
-    def adopt(self, other: Estimator) -> None:
-        if isinstance(other, TwoPhase):
-            self._designs = other._designs
+    def adopt(self, other: TwoPhase) -> None:
+        """Take over the plan of an estimator of the same spec."""
+        self._designs = other._designs
 
     @torch.inference_mode()
     def score_pilot(self, windows: Sequence[Window], design: Design) -> list[tuple[float, float]]:
