@@ -194,7 +194,7 @@ class TwoPhase(Estimator):
         left = [(row, n, place) for row, n, place in chosen if n not in self._pilot.get(group.windows[row].key, {})]
         uncached = self._score_blocks("uncached", group, left)
         for row, cached in self._timed("cached", self.cached._score_group(self._under_cache(group))):
-            yield row, self._estimate(group.windows[row], weights[row], cached, uncached.get(row))
+            yield row, self._estimate(group, row, weights[row], cached, uncached.get(row))
 
     def _sampled(self, group: WindowGroup, weights: torch.Tensor) -> list[tuple[int, int, Place]]:
         """(row, number, place) of each sampled block."""
@@ -233,9 +233,10 @@ class TwoPhase(Estimator):
             cost["rows"] += counts.rows - rows
 
     def _estimate(
-        self, window: Window, weights: torch.Tensor, cached: WindowScore, uncached: WindowScore | None
+        self, group: WindowGroup, row: int, weights: torch.Tensor, cached: WindowScore, uncached: WindowScore | None
     ) -> TwoPhaseScore:
-        """The estimate of a window. `weights`: (B,)."""
+        """The estimate of a row's window. `weights`: (B,)."""
+        window = group.windows[row]
         places = self.blocks(window)
         weight = weights[: len(places)]  # (B,)
         known = self._pilot.get(window.key, {})
@@ -247,8 +248,9 @@ class TwoPhase(Estimator):
         estimate, variance = block_sample.combine(g, f, weight)
         if not (math.isfinite(estimate) and math.isfinite(variance)):
             raise DuelError(
-                "has a block of probability 0 with or without the cache, so the differences that estimator=two_phase "
-                "adds up are not finite. Use estimator=duel."
+                f"Window {group.numbers[row]} has a block of probability 0 with or without the cache, so the differences "
+                "that estimator=two_phase adds up are not finite. Use estimator=duel.",
+                group.numbers[row],
             )
         steps = [_steps(window, cached, place) for place in places]
         phases = self._phases(window, g, f, weight, float(variance), steps)
