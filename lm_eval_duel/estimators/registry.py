@@ -218,7 +218,7 @@ ENTRIES = (  # in the order of tables
     ),
     Entry(
         "two_phase",
-        "DUEL, two-phase estimate",
+        "DUEL estimate",
         Kind.ESTIMATE,
         "lm_eval_duel.estimators.two_phase:TwoPhase",
         _two_phase_settings,

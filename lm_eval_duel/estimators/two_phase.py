@@ -248,8 +248,8 @@ class TwoPhase(Estimator):
         estimate, variance = block_sample.combine(g, f, weight)
         if not (math.isfinite(estimate) and math.isfinite(variance)):
             raise DuelError(
-                f"Window {group.numbers[row]} has a block of probability 0 with or without the cache, so differences of "
-                "log-probabilities, which estimator=two_phase adds up, are not finite. Use estimator=duel.",
+                f"Window {group.numbers[row]} has a block of probability 0 with or without the cache, so the difference "
+                "of its log-probabilities is not finite. Use estimator=duel.",
                 group.numbers[row],
             )
         steps = [_steps(window, cached, place) for place in places]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lm_eval_duel.estimators.registry import Kind, find
+from lm_eval_duel.estimators.registry import find
 from lm_eval_duel.report.gaps import UNCLEAR
 from lm_eval_duel.report.headline import WORDS, fixed, plus_minus
 from lm_eval_duel.report.headline import number as decimals
@@ -18,7 +18,7 @@ from lm_eval_duel.tables import one_line
 DAGGER = r"$^\dagger$"  # adaptive NFE
 METHODS = {
     "duel": r"\textsc{DUEL}",
-    "two_phase": r"\textsc{DUEL}, two-phase estimate",
+    "two_phase": r"\textsc{DUEL} estimate",
 }  # estimators that the paper does not print by their own name
 GREEK = {"mu": r"\mu", "nu": r"\nu", "gamma": r"\gamma"}
 LEQ, PM = r"$\leq$", r" $\pm$ "  # before a standard error: Monte Carlo, or for accuracies over documents
@@ -60,8 +60,7 @@ def gap(task: Mapping[str, Any]) -> str:
     for entry in duels(task):
         elbo = "" if entry["elbo"] is None else number(entries[entry["elbo"]], metric)
         mine = [other for other in duels(task) if other["model"] == entry["model"]]
-        label = "two-phase estimate" if find(entry["estimator"]).kind is Kind.ESTIMATE else ""
-        model = ", ".join(filter(None, [escape(entry["model"]), apart(entry, mine), label]))
+        model = ", ".join(filter(None, [escape(entry["model"]), apart(entry, mine)]))
         closed = (
             UNCLEAR if entry["distinguishable"] is False else percent(entry["gap_closed"], entry["gap_closed_stderr"])
         )
