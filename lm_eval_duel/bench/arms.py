@@ -92,7 +92,7 @@ class Bench:
     def two_phase_sample(self) -> Phases:
         """The sums of a two-phase estimate of the windows, and of its costs."""
         assert self.two_phase is not None
-        return Phases.total(Phases(*score.phases) for score in self.two_phase.log_prob(self.windows))
+        return Phases.total(Phases.read(score.phases) for score in self.two_phase.log_prob(self.windows))
 
     def seconds(self, run: Callable[[], Any]) -> tuple[float, Any]:
         """The time of a run in seconds, and its result."""

@@ -79,5 +79,5 @@ def rate_for(blocks: float, square: float, stderr: float) -> float:
 
 def rounded(share: float) -> float:
     """A share rounded up to three digits, so that float noise changes no sample."""
-    digits = 10 ** (2 - math.floor(math.log10(share)))
+    digits = 10.0 ** (2 - math.floor(math.log10(share)))
     return min(1.0, math.ceil(share * digits - 1e-6) / digits)

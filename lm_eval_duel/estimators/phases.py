@@ -34,6 +34,11 @@ class Phases(NamedTuple):
     full_token_rows: int = 0  # of all blocks without the cache
 
     @classmethod
+    def read(cls, sums: Iterable[float]) -> Phases:
+        """From a plain tuple of the sums."""
+        return cls(*sums)  # type: ignore[arg-type]  # whole numbers where whole numbers were
+
+    @classmethod
     def total(cls, parts: Iterable[Phases]) -> Phases:
         """The sums over several windows."""
         return cls(*map(sum, zip(cls(), *parts, strict=True)))

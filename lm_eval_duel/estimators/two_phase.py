@@ -15,7 +15,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 
@@ -100,34 +100,36 @@ class TwoPhase(Estimator):
         """What both phases have computed so far; `costs` has them apart."""
         return self._loop.counts
 
-    @property
-    def costs(self) -> dict[str, dict[str, float]]:
-        """Forwards, rows and seconds of each phase."""
-        return {phase: dict(cost) for phase, cost in self._costs.items()}
-
     @counts.setter
     def counts(self, counts: Counts) -> None:
         for loop in (self._loop, self.uncached._loop, self.cached._loop):
             loop.counts = counts
         self._costs = {name: {"forwards": 0, "rows": 0, "seconds": 0.0} for name in PHASES}
 
+    @property
+    def costs(self) -> dict[str, dict[str, float]]:
+        """Forwards, rows and seconds of each phase."""
+        return {phase: dict(cost) for phase, cost in self._costs.items()}
+
     def use_single_rows(self) -> None:
-        for estimator in (super(), self.uncached, self.cached):
-            estimator.use_single_rows()
+        super().use_single_rows()
+        self.uncached.use_single_rows()
+        self.cached.use_single_rows()
 
     def describe(self) -> dict[str, object]:
-        amount = {"precision": self.precision} if self.sample is None else {"sample": self.sample}
+        amount = {"sample": self.sample, "precision": self.precision}
         return {
             "estimator": self.name,
             "block": self.block,
             "grid": self.grid,
             **fingerprint.of_rule(self.rule),
             "cheap_cache": self.cache,
-            **{name: fingerprint.number(value) for name, value in amount.items()},
+            **{name: fingerprint.number(value) for name, value in amount.items() if value is not None},
             "draw_seed": self.seed,
         }
 
-    def values(self, scored: TwoPhaseScore) -> dict[str, Value]:
+    def values(self, scored: WindowScore) -> dict[str, Value]:
+        scored = cast(TwoPhaseScore, scored)
         return {self.name: Value(scored.log_prob, scored.stderr, phases=scored.phases)}
 
     # ------------------------------------------------------------ the sample
@@ -244,12 +246,12 @@ class TwoPhase(Estimator):
         f = g.clone()  # (B,) where it is not sampled, its weight is 0
         for n, place in enumerate(places):
             if weight[n]:
-                f[n] = known[n] if n in known else _log_prob(window, uncached, place)
+                f[n] = known[n] if n in known else _log_prob(window, cast(WindowScore, uncached), place)
         estimate, variance = block_sample.combine(g, f, weight)
         if not (math.isfinite(estimate) and math.isfinite(variance)):
             raise DuelError(
-                f"Window {group.numbers[row]} has a block of probability 0 with or without the cache, so the difference "
-                "of its log-probabilities is not finite. Use estimator=duel.",
+                f"Window {group.numbers[row]} has a block of probability 0 with or without the cache, so its difference "
+                "in log-probability is not finite. Use estimator=duel.",
                 group.numbers[row],
             )
         steps = [_steps(window, cached, place) for place in places]

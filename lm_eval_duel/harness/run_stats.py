@@ -83,7 +83,7 @@ class Total:
     def of(cls, window: Window, value: Value) -> Total:
         """The value of one window."""
         tokens = float(len(window.target))
-        phases = None if value.phases is None else Phases(*value.phases)
+        phases = None if value.phases is None else Phases.read(value.phases)
         error = value.stderr if phases is None else math.sqrt(phases.variance)
         errors = None if error is None else {hash(window): (1, error)}
         squares = value.log_prob**2, value.log_prob * tokens, tokens**2

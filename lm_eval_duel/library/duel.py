@@ -183,8 +183,9 @@ class Duel(estimator.Duel):
 
     def score_stream(self, texts: Sequence[str]) -> Iterator[tuple[int, TextScore]]:
         """(index, score) of each text as it is finished, in any order."""
+        tokenizer = self._require_text("score", texts).tokenizer
         for n, length, windows, scores in self._score_texts("score", texts, self.stream):
-            yield n, TextScore.of(texts[n], length, windows, scores, self._text.tokenizer)
+            yield n, TextScore.of(texts[n], length, windows, scores, tokenizer)
 
     def estimate(
         self,
@@ -209,8 +210,9 @@ class Duel(estimator.Duel):
         Raises:
             DuelError: If this network supports no cache, or for what `score` raises it.
         """
-        settings = {"cache": cache, "sample": sample, "precision": precision, "seed": seed}
-        estimator = TwoPhase(self.denoiser, self.rule, self.block, self.grid, **settings)
+        estimator = TwoPhase(
+            self.denoiser, self.rule, self.block, self.grid, cache=cache, sample=sample, precision=precision, seed=seed
+        )
         estimator.uncached.budget = self.budget
         estimates = {
             n: TextEstimate.of(texts[n], length, scores)

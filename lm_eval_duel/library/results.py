@@ -105,7 +105,7 @@ class TextEstimate:
     def of(cls, text: str | None, tokens: int, scores: Sequence[WindowScore], bytes: int | None = None) -> TextEstimate:
         """The estimate of a text of `tokens` tokens from those of its windows."""
         own = cast("Sequence[TwoPhaseScore]", scores)
-        phases = Phases.total(Phases(*score.phases) for score in own)
+        phases = Phases.total(Phases.read(score.phases) for score in own)
         return cls(
             text=text,
             tokens=tokens,

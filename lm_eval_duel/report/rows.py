@@ -15,6 +15,7 @@ from lm_eval_duel.rules import RULES
 from lm_eval_duel.rules.tables import adaptive, family, is_rule, place, short
 
 SEES_TRUTH = registry.Kind.NOT_A_LIKELIHOOD.value
+AMOUNTS = ("sample", "precision")  # of a two-phase estimate: its rows name them
 WHOLE = "whole target"  # block=none
 SAME = 1e-4  # relative difference up to which two ways to one value agree
 VARIES = {"estimator", "rule", "draw_seed", *registry.arguments()}  # within one model
@@ -64,9 +65,7 @@ class Row:
         spec = self.run.spec
         eps = f"eps={self.eps:g}: no bound" if self.eps else ""
         cache = f"cache={spec['cache']}" if "cache" in spec else ""
-        amount = [
-            f"{key}={spec[key]}" for key in ("sample", "precision") if self.estimator == "two_phase" and key in spec
-        ]
+        amount = [f"two-phase, {key}={spec[key]}" for key in AMOUNTS if self.estimator == "two_phase" and key in spec]
         return ", ".join(filter(None, [eps, cache, *amount, self.variant]))
 
     @property
@@ -267,9 +266,9 @@ def _told_apart(group: list[Row]) -> list[Row]:
         return group
     fields = dict.fromkeys(key for row in group for key in row.run.spec if key not in ("estimator", "rule"))
     fields = [key for key in fields if len({row.run.spec.get(key) for row in group}) > 1]
-    if fields == ["cache"]:  # every row names its own
+    if fields and {*fields} <= {"cache", *AMOUNTS}:  # every row names its own
         return group
-    fields = [key for key in fields if key != "cache"] or ["version"]
+    fields = [key for key in fields if key not in ("cache", *AMOUNTS)] or ["version"]
     return [
         dataclasses.replace(row, variant=", ".join(f"{key}={row.run.spec.get(key, 'not set')}" for key in fields))
         for row in group
