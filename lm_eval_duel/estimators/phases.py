@@ -1,10 +1,16 @@
-"""What a two-phase estimate is made of, as sums over blocks: they add up over windows, tasks and ranks."""
+"""What a two-phase estimate is made of, as sums over blocks: they add up over windows, tasks and ranks.
+
+Shapes: B blocks of a window.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
 
 FEW = 8  # drawn blocks: with fewer there is no standard error
 FAIR = 30  # drawn blocks: with fewer the standard error is itself uncertain
@@ -32,6 +38,44 @@ class Phases(NamedTuple):
     cached_token_rows: int = 0
     uncached_token_rows: int = 0
     full_token_rows: int = 0  # of all blocks without the cache
+
+    @classmethod
+    def of(
+        cls,
+        length: int,
+        places: Sequence[tuple[int, int]],
+        values: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        variance: float,
+        steps: Sequence[int],
+        cache: str,
+    ) -> Phases:
+        """The sums over one window of `length` positions.
+
+        `places`: (first column, width) of its blocks; `values`: g, f and weight of each, (B,); `steps`: of each under
+        the cache.
+        """
+        g, f, weight = values
+        sampled = (weight > 0).tolist()
+        later = [width if cache == "dual" else length - start for start, width in places]  # cells of later steps
+        f_sampled, g_sampled = f[weight > 0], g[weight > 0]  # (b,) each
+        uncached_rows = sum(count for count, here in zip(steps, sampled, strict=True) if here)
+        return cls(
+            blocks=len(places),
+            sampled=sum(sampled),
+            drawn=int((weight > 1).sum()),
+            variance=variance,
+            cached=float(g.sum()),
+            f=float(f_sampled.sum()),
+            g=float(g_sampled.sum()),
+            ff=float(f_sampled @ f_sampled),
+            gg=float(g_sampled @ g_sampled),
+            fg=float(f_sampled @ g_sampled),
+            cached_rows=sum(steps),
+            uncached_rows=uncached_rows,
+            cached_token_rows=sum(length + (count - 1) * cells for count, cells in zip(steps, later, strict=True)),
+            uncached_token_rows=length * uncached_rows,
+            full_token_rows=length * sum(steps),
+        )
 
     @classmethod
     def read(cls, sums: Iterable[float]) -> Phases:

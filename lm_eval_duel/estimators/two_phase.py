@@ -249,13 +249,66 @@ class TwoPhase(Estimator):
                 f[n] = known[n] if n in known else _log_prob(window, cast(WindowScore, uncached), place)
         estimate, variance = block_sample.combine(g, f, weight)
         if not (math.isfinite(estimate) and math.isfinite(variance)):
+            number = group.numbers[row]
+            raise DuelError(
+                f"Window {number} has a block of probability 0 with or without the cache, so its difference in "
+                "log-probability is not finite. Use estimator=duel.",
+                number,
+            )
+        steps = [_steps(window, cached, place) for place in places]
+        phases = Phases.of(window.length, places, (g, f, weight), float(variance), steps, self.cache)
+        return TwoPhaseScore(
+            log_prob=float(estimate),
+            near_ties=known_sum(cached.near_ties, uncached.near_ties if uncached else 0),
+            all_mask_starts=cached.all_mask_starts + (uncached.all_mask_starts if uncached else 0),
+            stderr=phases.stderr,
+            cached=tuple(g.tolist()),
+            weights=tuple(weight.tolist()),
+            uncached=tuple(f[weight > 0].tolist()),
+            phases=tuple(phases),
+        )
+
+
+def _under_cache(self, group: WindowGroup) -> WindowGroup:
+        return dataclasses.replace(group, view=self.cached.denoiser.open(group.rows))
+
+    def _timed(self, phase: str, scores: IndexedScores) -> IndexedScores:
+        """The scores; what they cost is added to the costs of the phase."""
+        cost, counts = self._costs[phase], self.counts
+        forwards, rows = counts.forwards, counts.rows
+        start = time.perf_counter()
+        try:
+            for indexed in scores:
+                cost["seconds"] += time.perf_counter() - start
+                yield indexed
+                start = time.perf_counter()
+        finally:
+            cost["seconds"] += time.perf_counter() - start
+            cost["forwards"] += counts.forwards - forwards
+            cost["rows"] += counts.rows - rows
+
+    def _estimate(
+        self, group: WindowGroup, row: int, weights: torch.Tensor, cached: WindowScore, uncached: WindowScore | None
+    ) -> TwoPhaseScore:
+        """The estimate of a row's window. `weights`: (B,)."""
+        window = group.windows[row]
+        places = self.blocks(window)
+        weight = weights[: len(places)]  # (B,)
+        known = self._pilot.get(window.key, {})
+        g = torch.tensor([_log_prob(window, cached, place) for place in places], dtype=torch.float64)  # (B,)
+        f = g.clone()  # (B,) where it is not sampled, its weight is 0
+        for n, place in enumerate(places):
+            if weight[n]:
+                f[n] = known[n] if n in known else _log_prob(window, cast(WindowScore, uncached), place)
+        estimate, variance = block_sample.combine(g, f, weight)
+        if not (math.isfinite(estimate) and math.isfinite(variance)):
             raise DuelError(
                 f"Window {group.numbers[row]} has a block of probability 0 with or without the cache, so its difference "
                 "in log-probability is not finite. Use estimator=duel.",
                 group.numbers[row],
             )
         steps = [_steps(window, cached, place) for place in places]
-        phases = self._phases(window, g, f, weight, float(variance), steps)
+        phases = Phases.of(window.length, places, (g, f, weight), float(variance), steps, self.cache)
         return TwoPhaseScore(
             log_prob=float(estimate),
             near_ties=known_sum(cached.near_ties, uncached.near_ties if uncached else 0),
