@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from lm_eval_duel.estimators.elbo import Elbo
     from lm_eval_duel.estimators.lattice import Lattice
     from lm_eval_duel.estimators.sampled_confidence import SampledConfidence
+    from lm_eval_duel.estimators.two_phase import TwoPhase
     from lm_eval_duel.library.duel import Duel
-    from lm_eval_duel.library.results import GeneratedText, TextScore
+    from lm_eval_duel.library.results import GeneratedText, TextEstimate, TextScore
     from lm_eval_duel.rules import Decision, Rule
 
     __version__: str
@@ -36,7 +37,9 @@ _HOMES = {  # the module that defines each public name
     "RuleStalled": "lm_eval_duel.errors",
     "Sample": "lm_eval_duel.engine.results",
     "SampledConfidence": "lm_eval_duel.estimators.sampled_confidence",
+    "TextEstimate": "lm_eval_duel.library.results",
     "TextScore": "lm_eval_duel.library.results",
+    "TwoPhase": "lm_eval_duel.estimators.two_phase",
     "UsageError": "lm_eval_duel.errors",
     "Window": "lm_eval_duel.engine.windows",
     "WindowScore": "lm_eval_duel.engine.results",
@@ -57,7 +60,9 @@ __all__ = [
     "RuleStalled",
     "Sample",
     "SampledConfidence",
+    "TextEstimate",
     "TextScore",
+    "TwoPhase",
     "UsageError",
     "Window",
     "WindowScore",

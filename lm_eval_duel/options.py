@@ -100,6 +100,8 @@ class Options(NetworkArguments):
         network = {name: getattr(self, name) for name in NETWORK_READERS}
         if registry.find(self.estimator).causal:
             network |= {"attention": network["attention"] or "causal", "block": None}
+        if registry.find(self.estimator).own_cache:
+            network["cache"] = None
         return network
 
     @property

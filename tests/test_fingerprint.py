@@ -43,6 +43,7 @@ QWEN3 = {
 }
 ELBO, RATIO = {"estimator": "elbo"}, {"estimator": "elbo", "elbo_form": "ratio"}
 DRAWN = {"estimator": "sampled_confidence", "block": 2}
+TWO_PHASE = {"estimator": "two_phase"}
 BLOCKS = {"attention": "block_causal", "block": 4}
 
 CHANGES = [  # checkpoint, an arg, two values that are two specs, and what goes with both
@@ -71,6 +72,10 @@ CHANGES = [  # checkpoint, an arg, two values that are two specs, and what goes 
     ("bert", "elbo_block", "none", 4, ELBO),
     ("bert", "elbo_eps", 0.001, 0.00100000001, RATIO),
     ("bert", "draw_seed", 0, 1, ELBO),
+    ("bert", "sample", 0.05, 0.0500000001, TWO_PHASE),
+    ("bert", "precision", 0.05, 0.0500000001, TWO_PHASE),
+    ("bert", "draw_seed", 0, 1, TWO_PHASE),
+    ("bert", "cache", "prefix", "dual", TWO_PHASE),
     ("bert", "dtype", "float32", "float64", {}),
     ("bert", "max_length", 16, 17, {}),
     ("bert", "mask_token_id", 4, 39, {}),
@@ -96,6 +101,8 @@ CHANGES = [  # checkpoint, an arg, two values that are two specs, and what goes 
 ]
 KEEPS = [  # two values of an arg that are one spec
     ("bert", "cache", None, "none", {}),
+    ("bert", "cache", "none", "dual", TWO_PHASE),  # the default of its first phase
+    ("bert", "sample", None, 0.05, TWO_PHASE),
     ("bert", "trace", None, "trace.jsonl", {}),
     ("bert", "verify", 0, 2, {}),
     ("bert", "order", "random", "longest", {}),

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from lm_eval_duel import denoisers
-from lm_eval_duel.bench.options import CACHED, Settings
+from lm_eval_duel.bench.options import CACHED, TWO_PHASE, Settings
 from lm_eval_duel.bench.textbook import KeptKeys, Loop, WholeRow, algorithm2, check, one_by_one
 from lm_eval_duel.denoisers import random_network, self_tests
 from lm_eval_duel.denoisers.base import Denoiser
@@ -30,6 +30,8 @@ from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.checks import DEFAULT_BLOCK
 from lm_eval_duel.estimators.duel import Duel
+from lm_eval_duel.estimators.phases import Phases
+from lm_eval_duel.estimators.two_phase import TwoPhase
 
 LOOPS = {"textbook": WholeRow, "textbook_kv": KeptKeys}
 MEMORY_STEPS = 2  # steps on which the textbook loop's memory is measured: every step needs the same
@@ -51,6 +53,11 @@ class Bench:
         self.uncached = self.duel
         if cache:
             self.uncached = Duel(self.plain, settings.rule_text, block, batch_size=settings.batch_size)
+        self.two_phase: TwoPhase | None = None
+        if settings.estimator == TWO_PHASE:
+            self.two_phase = TwoPhase(
+                self.plain, settings.rule_text, block, batch_size=settings.batch_size, sample=settings.sample
+            )
 
     @property
     def loops(self) -> list[str]:
@@ -81,6 +88,11 @@ class Bench:
         if recording.forwards != counted:
             raise DuelError(f"The recording holds {recording.forwards} network calls, but ours counted {counted}.")
         return recording, scores
+
+    def two_phase_sample(self) -> Phases:
+        """The sums of a two-phase estimate of the windows, and of its costs."""
+        assert self.two_phase is not None
+        return Phases.total(Phases.read(score.phases) for score in self.two_phase.log_prob(self.windows))
 
     def seconds(self, run: Callable[[], Any]) -> tuple[float, Any]:
         """The time of a run in seconds, and its result."""
@@ -151,7 +163,9 @@ class Bench:
         return _resident("VmHWM") - before
 
     def _once(self, arm: str, windows: Sequence[Window] | None = None) -> None:
-        if arm == "uncached":
+        if arm == TWO_PHASE and self.two_phase is not None:
+            self.two_phase.log_prob(windows or self.windows)
+        elif arm == "uncached":
             self.uncached.log_prob(windows or [self.last_blocks(1)])
         elif arm in self.loops:
             self.loop(arm, windows, MEMORY_STEPS if arm == "textbook" else None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Sequence
-from typing import get_args
+from typing import Any, get_args
 
 from lm_eval_duel import rules
 from lm_eval_duel.arguments import count
@@ -14,7 +14,8 @@ from lm_eval_duel.denoisers.load_options import DTYPES, Cache
 from lm_eval_duel.errors import DuelError, unknown, usage
 
 CACHED = "textbook_cached"  # the deployed loop under --cache
-ARMS = ("textbook", "textbook_kv", CACHED, "uncached", "ours", "forwards")
+TWO_PHASE = "two_phase"  # the estimate of --estimator two_phase
+ARMS = ("textbook", "textbook_kv", CACHED, "uncached", TWO_PHASE, "ours", "forwards")
 CACHES = (*get_args(Cache), "none")
 COUNTS = ("layers", "width", "vocab", "length", "windows", "k", "repeats", "batch_size", "textbook_steps")
 LARGEST_SEED = 2**63 - 1  # the largest that torch accepts
@@ -27,6 +28,8 @@ HELP = {
     "length": "positions per window",
     "block": "a number, none (the whole window) or auto (the checkpoint's, or 32); random:block-causal is built for it",
     "cache": "score under a prefix or dual cache (bidirectional networks)",
+    "estimator": "duel, or two_phase: also time the two-phase estimate of the same value",
+    "sample": "share of blocks that the two-phase estimate scores without the cache (0.05)",
     "windows": "number of windows",
     "rule": "as in model args: greedy, threshold:mu=0.9, ...",
     "k": "shorthand for the rule's k=",
@@ -45,7 +48,8 @@ PRINTS = """\
 Prints a table with one line per arm (the textbook loop, ours, our network calls alone): seconds, tokens/s, network
 calls, rows, token-rows, NFE and peak memory. With --cache there are two more arms: the deployed cached loop, and ours
 without a cache. Below the table: our overhead over the network calls, and how far our numbers and the textbook loop's
-are apart, in nats and in picks.
+are apart, in nats and in picks. With --estimator two_phase there is one more arm, the estimate, and its time as a
+ratio to ours.
 """
 
 
@@ -60,6 +64,8 @@ class Settings:
     length: int = 256
     block: str = "auto"
     cache: str | None = None
+    estimator: str = "duel"
+    sample: float | None = None
     windows: int = 4
     rule: str = "greedy"
     k: int | None = None
@@ -92,6 +98,12 @@ class Settings:
             raise unknown("dtype", self.dtype, DTYPES[1:])
         if self.cache not in (None, *CACHES):
             raise unknown("value of --cache", self.cache, CACHES)
+        if self.estimator not in ("duel", TWO_PHASE):
+            raise unknown("value of --estimator", self.estimator, ("duel", TWO_PHASE))
+        if self.estimator == TWO_PHASE and self.cache not in (None, "none"):
+            raise DuelError("--estimator two_phase has its own first phase, under cache=dual; leave --cache out.")
+        if self.sample is not None and (self.estimator != TWO_PHASE or not 0 < self.sample <= 1):
+            raise DuelError(f"--sample is a share above 0, at most 1, of --estimator two_phase; got {self.sample:g}.")
         if self.peak_of not in (None, *ARMS):
             raise unknown("arm", self.peak_of, ARMS)
         rules.parse(self.rule_text)
@@ -115,6 +127,10 @@ class Settings:
         return words
 
 
+def _type(field: dataclasses.Field[Any]) -> type:
+    return next((kind for kind in (int, float) if kind.__name__ in str(field.type)), str)
+
+
 @usage()
 def parse(arguments: Sequence[str]) -> Settings:
     """The settings from the command line; raises UsageError."""
@@ -131,7 +147,7 @@ def parse(arguments: Sequence[str]) -> Settings:
             continue
         if field.default is not None:
             text = f"{text} ({field.default})"
-        parser.add_argument(flag, type=int if "int" in field.type else str, default=field.default, help=text)
+        parser.add_argument(flag, type=_type(field), default=field.default, help=text)
     settings = Settings(**vars(parser.parse_args(arguments)))
     if settings.json is not None:
         file_to_write("--json", settings.json)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from lm_eval_duel.bench.arms import Bench, Recording
-from lm_eval_duel.bench.options import ARMS, CACHED, Settings
+from lm_eval_duel.bench.options import ARMS, CACHED, TWO_PHASE, Settings
 from lm_eval_duel.bench.textbook import Loop
 from lm_eval_duel.engine.results import WindowScore
 from lm_eval_duel.tables import plain_table
@@ -66,6 +66,9 @@ def measure(bench: Bench) -> dict[str, Any]:
         windows = bench.windows if uncached_blocks == blocks else [bench.last_blocks(uncached_blocks)]
         arms["uncached"] = partial(bench.uncached.log_prob, windows)
         warm_up["uncached"] = partial(bench.uncached.log_prob, [bench.last_blocks(1)])
+    if bench.two_phase is not None:
+        arms[TWO_PHASE] = partial(bench.two_phase.log_prob, bench.windows)
+        warm_up[TWO_PHASE] = partial(bench.two_phase.log_prob, bench.windows[:1])
     warm_up["ours"] = partial(bench.duel.log_prob, bench.windows[:2])
     warm_up["forwards"] = partial(recording.replay, SCALED_STEPS)
     times: dict[str, list[float]] = {name: [] for name in arms}
@@ -96,12 +99,21 @@ def measure(bench: Bench) -> dict[str, Any]:
     token_rows["ours"] = token_rows["forwards"] = recording.tokens
     if "uncached" in arms:
         calls["uncached"], token_rows["uncached"] = (None, nfe), nfe * bench.settings.length
+    sample = None
+    if bench.two_phase is not None:
+        before = bench.two_phase.counts.forwards
+        phases = bench.two_phase_sample()
+        calls[TWO_PHASE] = bench.two_phase.counts.forwards - before, phases.cached_rows + phases.uncached_rows
+        token_rows[TWO_PHASE] = phases.cached_token_rows + phases.uncached_token_rows
+        sample = {"blocks": phases.blocks, "sampled": phases.sampled, "log_prob_stderr": phases.stderr}
     figures: dict[str, Any] = {f"{name}_s": median(times[name]) if name in times else None for name in ARMS}
     figures |= {
         "ratio_textbook": ratio("textbook", "ours"),
         "ratio_textbook_kv": ratio("textbook_kv", "ours"),
         "ratio_textbook_cached": ratio(CACHED, "ours"),
         "ratio_uncached": ratio("uncached", "ours"),
+        "two_phase_over_ours": ratio(TWO_PHASE, "ours"),
+        "two_phase_sample": sample,
         "overhead": ratio("ours", "forwards") - 1,
         "textbook_over": {name: ratio("textbook", name) for name in arms},
         "seconds": times,
@@ -205,7 +217,7 @@ def table(figures: dict[str, Any]) -> str:
                 "" if forwards is None else f"{forwards:,}",
                 f"{network_rows:,}",
                 f"{figures['token_rows'][arm]:,}",
-                "" if arm == "forwards" else f"{figures['nfe']:,}",
+                "" if arm in ("forwards", TWO_PHASE) else f"{figures['nfe']:,}",
                 "" if peak is None else f"{peak / 2**20:,.0f}",
                 f"{figures['textbook_over'][arm]:.2f}",
                 figures.get(f"{arm}_scaled") or "",
@@ -233,6 +245,12 @@ def _comparison(figures: dict[str, Any]) -> list[str]:
     for name in ("textbook_kv", CACHED, "uncached"):
         if figures[f"ratio_{name}"] is not None:
             lines.append(f"{name} / ours: {figures[f'ratio_{name}']:.2f}")
+    if (share := figures["two_phase_over_ours"]) is not None:
+        sample, cost = figures["two_phase_sample"], figures["token_rows"]
+        lines.append(
+            f"two_phase: {share:.1%} of the time of ours, {cost[TWO_PHASE] / cost['ours']:.1%} of its token-rows; "
+            f"{sample['sampled']} of {sample['blocks']} blocks also without the cache"
+        )
     nats = (
         "every window has changed picks"
         if difference is None

@@ -10,6 +10,7 @@ A row is laid out as
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -53,6 +54,12 @@ class Window:
     def length(self) -> int:
         """Positions in the row."""
         return len(self.context) + len(self.target) + self.tail + len(self.suffix)
+
+    @property
+    def key(self) -> int:
+        """A 63-bit number of the ids: what random numbers of this window depend on, besides a seed."""
+        text = repr((self.context, self.target, self.suffix, self.tail))
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 def target_capacity(max_length: int, context: Sequence[int] = (), suffix: Sequence[int] = ()) -> int:

@@ -36,6 +36,7 @@ from lm_eval_duel.estimators.registry import ESTIMATORS
 BUCKET = 4  # network calls that the windows of one bucket fill, if windows are taken in the order given
 
 IndexedScores: TypeAlias = Iterator[tuple[int, WindowScore]]  # (index, score) of each window as it is finished
+Place: TypeAlias = tuple[int, int, int]  # (row, first column, width) of a block
 
 
 class Value(NamedTuple):
@@ -44,6 +45,7 @@ class Value(NamedTuple):
     log_prob: float
     stderr: float | None = None  # Monte Carlo standard error, nats
     nfe: int | None = None  # rule steps
+    phases: tuple[float, ...] | None = None  # of a two-phase estimate, as in `phases.Phases`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +61,7 @@ class WindowGroup:
     def targets(self) -> Targets:
         return Targets(self.rows)
 
-    def fresh(self, places: list[tuple[int, int, int]]) -> Lanes:
+    def fresh(self, places: list[Place]) -> Lanes:
         """Fresh lanes at (row, first column, width)."""
         return fresh(self.rows, places)
 
@@ -96,6 +98,10 @@ class Estimator(abc.ABC):
         """How much one network call may hold at present."""
         return self._loop.budget
 
+    @budget.setter
+    def budget(self, budget: Budget) -> None:
+        self._loop.budget = budget
+
     @property
     def counts(self) -> Counts:
         """What this estimator has computed so far."""
@@ -109,6 +115,11 @@ class Estimator(abc.ABC):
     def use_single_rows(self) -> None:
         """Evaluate one row in each network call."""
         self._loop.budget = Budget(1, 1)
+
+    @property
+    def costs(self) -> dict[str, dict[str, float]]:
+        """Forwards, rows and seconds of each phase; empty: there is one phase only."""
+        return {}
 
     @property
     def decodes(self) -> bool:
@@ -130,6 +141,10 @@ class Estimator(abc.ABC):
         """
         return self._stream(windows, self._score_group)
 
+    def check(self, windows: Sequence[Window]) -> None:
+        """Raise DuelError, naming the window, for one that cannot be scored."""
+        check_windows(self.denoiser, self.block, self.grid, windows)
+
     @abc.abstractmethod
     def describe(self) -> dict[str, object]:
         """The entries of the spec that define this estimator's numbers."""
@@ -147,7 +162,7 @@ class Estimator(abc.ABC):
         """Score one group of windows; (row, score) of each as it is finished."""
 
     def _stream(self, windows: Sequence[Window], score_group: Callable[[WindowGroup], IndexedScores]) -> IndexedScores:
-        check_windows(self.denoiser, self.block, self.grid, windows)
+        self.check(windows)
         return self._finished(windows, score_group)
 
     @torch.inference_mode()
@@ -195,12 +210,12 @@ class Estimator(abc.ABC):
         """How many lanes of a window can be evaluated side by side."""
         return len(self.blocks(window))
 
-    def _places(self, group: WindowGroup) -> list[tuple[int, int, int]]:
+    def _places(self, group: WindowGroup) -> list[Place]:
         """(row, first column, width) of every block."""
         return [(n, *place) for n, window in enumerate(group.windows) for place in self.blocks(window)]
 
 
-def fresh(rows: Rows, places: list[tuple[int, int, int]]) -> Lanes:
+def fresh(rows: Rows, places: list[Place]) -> Lanes:
     """Fresh lanes at (row, first column, width)."""
     return Lanes.fresh(rows, *torch.tensor(places, device=rows.ids.device).unbind(1))
 

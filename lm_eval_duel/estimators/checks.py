@@ -74,6 +74,28 @@ def check_lattice_block(denoiser: Denoiser, block: int | None, name: str) -> Non
         )
 
 
+def check_two_phase(denoiser: Denoiser, rule: rules.Rule, cache: str) -> None:
+    """Raise DuelError, with what to use instead, for a network or rule whose blocks cannot be scored in two phases."""
+    if denoiser.cache is not None:
+        raise DuelError(
+            f"estimator=two_phase estimates the value without a cache, and this network is under cache="
+            f"{denoiser.cache}. Pass the network without it; TwoPhase(..., cache={denoiser.cache!r}) names the cache "
+            "of the first phase."
+        )
+    if denoiser.attention != "bidirectional":
+        instead = "ar" if denoiser.attention == "causal" else "duel"
+        raise DuelError(
+            f"estimator=two_phase saves the evaluation of whole rows at every step, and a {denoiser.attention} network "
+            f"has no such cost: its clean keys and values are exact, and are kept. Use estimator={instead}."
+        )
+    if denoiser.shift and not isinstance(rule, rules.SeedFirst):
+        raise DuelError(
+            f"estimator=two_phase scores every block under cache={cache}, and this network predicts a block's first "
+            "token from the cell before the block, which the cache evaluates at the block's start alone. Pass "
+            "seed_first=true, which is another rule, or use estimator=duel."
+        )
+
+
 def check_windows(
     denoiser: Denoiser, block: int | None, grid: str, windows: Sequence[Window], generating: bool = False
 ) -> None:

@@ -29,7 +29,7 @@ from lm_eval_duel.engine.results import Sample, SampleAccumulator, ScoreAccumula
 from lm_eval_duel.engine.reveal import RevealLoop, decide
 from lm_eval_duel.engine.windows import Ids, Window, as_ids
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.base import Estimator, IndexedScores, Value, WindowGroup, fresh
+from lm_eval_duel.estimators.base import Estimator, IndexedScores, Place, Value, WindowGroup, fresh
 from lm_eval_duel.estimators.checks import check_rule, check_windows
 
 Stop: TypeAlias = Callable[[int, tuple[int, ...]], bool]  # (index, tokens so far) -> whether to stop here
@@ -144,25 +144,39 @@ class Duel(Estimator):
 
     # ------------------------------------------------------------ which lanes
 
+    def score_blocks(self, group: WindowGroup, places: list[Place]) -> IndexedScores:
+        """The scores of some blocks alone, and of nothing for windows that have none among `places`.
+
+        Positions outside these blocks have the log-probability NaN and the step -1.
+        """
+        lanes = group.fresh(places)
+        results = ScoreAccumulator(group.rows, self.traced)
+        results.expected = torch.zeros_like(results.expected).index_add_(0, lanes.row, lanes.hidden.sum(1))  # (N,)
+        yield from self._run(group, self.rule, places, results)
+
     def _score_group(self, group: WindowGroup) -> IndexedScores:
         return self._follow(group, self.rule)
 
     def _follow(self, group: WindowGroup, rule: rules.Rule) -> IndexedScores:
         """Every block of every window at once, under `rule`."""
-        results = ScoreAccumulator(group.rows, self.traced)
+        return self._run(group, rule, self._places(group), ScoreAccumulator(group.rows, self.traced))
+
+    def _run(
+        self, group: WindowGroup, rule: rules.Rule, places: list[Place], results: ScoreAccumulator
+    ) -> IndexedScores:
         if rule.fixed:
-            yield from self._evaluate(group, self._steps(group, rule), results)
+            yield from self._evaluate(group, self._steps(group, rule, places), results)
             return
-        queue = Queue([group.fresh(self._places(group))])
+        queue = Queue([group.fresh(places)])
         for finished in self._loop.run(group.view, rule, queue, group.targets, results, group.numbers):
             yield from results.take(finished)
 
-    def _steps(self, group: WindowGroup, rule: rules.Rule) -> Iterator[Lanes]:
+    def _steps(self, group: WindowGroup, rule: rules.Rule, places: list[Place]) -> Iterator[Lanes]:
         """Every state of a fixed order, one batch of blocks after the other.
 
         Only the picks are hidden in a state; cells that are neither hidden nor revealed show [MASK].
         """
-        places, done = self._places(group), 0
+        done = 0
         while done < len(places):
             count = self._loop.fits(group.view, rule, group.fresh(places[done : done + 1]))
             lanes, done = group.fresh(places[done : done + count]), done + count

@@ -19,7 +19,6 @@ Shapes: N windows, L row length, R lanes, W span width, S replicates.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import logging
 import math
 from collections.abc import Iterator
@@ -139,7 +138,7 @@ class Elbo(Estimator):
 
     def _draws(self, group: WindowGroup, results: ElboAccumulator) -> Iterator[Lanes]:
         """Every draw of every span; equal draws of a span once, with the sum of their weights."""
-        key = torch.tensor([_key(window) for window in group.windows], device=group.rows.ids.device)  # (N,)
+        key = torch.tensor([window.key for window in group.windows], device=group.rows.ids.device)  # (N,)
         places = self._places(group)
         nth = [n for window in group.windows for n in range(len(self.blocks(window)))]  # each place's number in a row
         done = 0
@@ -308,9 +307,3 @@ def resolve_form(denoiser: Denoiser, form: str, block: int | None) -> str:
     if form == "score_entropy" and block is not None:
         raise DuelError("elbo_form=score_entropy hides cells of the whole target; use elbo_block=none with it.")
     return form
-
-
-def _key(window: Window) -> int:
-    """A 63-bit number of a window's ids."""
-    text = repr((window.context, window.target, window.suffix, window.tail))
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1

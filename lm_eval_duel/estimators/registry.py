@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 ELBO_FORMS = ("count", "ratio", "score_entropy")
 CONFIDENCES = ("untempered", "tempered")  # which probability of a drawn token decides whether it is kept
+SAMPLE = 0.05  # share of the blocks of a two-phase estimate that are also scored without the cache
 LATTICE_BLOCK = 12  # the most cells of a block whose sets are all evaluated: 4,095 sets
 
 
@@ -30,6 +31,7 @@ class Kind(enum.Enum):
     """What the value of an estimator is."""
 
     LIKELIHOOD = "a likelihood"
+    ESTIMATE = "an unbiased estimate of a log-likelihood"
     UPPER_BOUND = "an upper bound of the perplexity"
     NOT_A_LIKELIHOOD = "not a likelihood: it sees the targets"
 
@@ -62,6 +64,13 @@ class Entry:
     causal: bool = False  # the network is read as an autoregressive one, whose blocks have one cell
     lattice: bool = False  # one run computes the values of all lattice estimators, and of the rules that it follows
     check: Callable[[Options], None] | None = None
+    own_cache: bool = False  # `cache` is a setting of the estimator; the network is loaded without
+    whole_texts: str = ""  # why it scores whole texts only, no continuations (loglikelihood); empty: it scores both
+
+    @property
+    def follows_rule(self) -> bool:
+        """Whether its value is that of `rule`, or an estimate of it."""
+        return self.name in ("duel", "two_phase")
 
     @property
     def title(self) -> str:
@@ -85,6 +94,10 @@ ELBO_ARGUMENTS = {
     "elbo_form": Argument(choice("auto", *ELBO_FORMS, default="auto"), "auto"),
     "elbo_block": Argument(block_size, "auto"),
     "elbo_eps": Argument(number_where("a share from 0 (nothing left out) to below 1", lambda x: 0 <= x < 1, 0.0), 0.0),
+}
+TWO_PHASE_ARGUMENTS = {  # one of them; neither: sample=0.05
+    "sample": Argument(number_where("a share of blocks above 0, at most 1", lambda x: 0 < x <= 1)),
+    "precision": Argument(number_where("a relative standard error between 0 and 1", lambda x: 0 < x < 1)),
 }
 LATTICE_ARGUMENTS = {"lattice_rules": Argument(_rules)}  # None: the rule, if it is state-only
 
@@ -119,6 +132,43 @@ def _check_lattice(options: Options) -> None:
             f"{LATTICE_BLOCK}; got {'none' if options.block is None else options.block}. "
             "block=4 takes 15 states a block."
         )
+
+
+def check_amount(sample: float | None, precision: float | None) -> None:
+    """Raise DuelError unless at most one of the two is given, and in range."""
+    if sample is not None and precision is not None:
+        raise DuelError(
+            f"'sample' (got {sample:g}) is the share of blocks scored without the cache, and 'precision' (got "
+            f"{precision:g}) finds that share; leave one out."
+        )
+    if sample is not None and not 0 < sample <= 1:
+        raise DuelError(f"'sample' is a share of blocks above 0, at most 1; got {sample}.")
+    if precision is not None and not 0 < precision < 1:
+        raise DuelError(f"'precision' is a relative standard error of perplexity between 0 and 1; got {precision}.")
+
+
+def _check_two_phase(options: Options) -> None:
+    check_amount(options.estimator_args["sample"], options.estimator_args["precision"])
+    for name in ("top_k", "top_p", "compile"):
+        if getattr(options, name):
+            why = "its layers take no kept keys" if name == "compile" else "a text of probability 0 has no differences"
+            raise DuelError(f"estimator=two_phase does not support {name}: {why}. Use estimator=duel.")
+    if options.backend == "remote":
+        raise DuelError(
+            "estimator=two_phase needs a network whose attention this package knows, for its cached phase, and "
+            "backend=remote runs a checkpoint's own code. Use estimator=duel."
+        )
+
+
+def _two_phase_settings(options: Options) -> dict[str, Any]:
+    return {
+        "rule": options.rule,
+        "block": options.block,
+        "cache": options.cache or "dual",
+        "sample": options.estimator_args["sample"],
+        "precision": options.estimator_args["precision"],
+        "seed": options.draw_seed,
+    }
 
 
 def _lattice_settings(options: Options) -> dict[str, Any]:
@@ -184,6 +234,20 @@ ENTRIES = (  # in the order of tables
         unread=("rule",),
         decodes=True,
         check=_check_lattice,
+    ),
+    Entry(
+        "two_phase",
+        "DUEL estimate",
+        Kind.ESTIMATE,
+        "lm_eval_duel.estimators.two_phase:TwoPhase",
+        _two_phase_settings,
+        TWO_PHASE_ARGUMENTS,
+        check=_check_two_phase,
+        own_cache=True,
+        whole_texts=(
+            "estimator=two_phase estimates a sum over many blocks. A single option has few sampled blocks, or none, so "
+            "comparing options would compare noise. Use estimator=duel for this task, without cache or with cache=dual."
+        ),
     ),
     _lattice("oracle", "Oracle", Kind.NOT_A_LIKELIHOOD),
 )

@@ -10,7 +10,7 @@ from lm_eval.api.model import TemplateLM
 
 from lm_eval_duel import fingerprint
 from lm_eval_duel.demo import BUNDLED
-from lm_eval_duel.errors import unchained
+from lm_eval_duel.errors import DuelError, unchained
 from lm_eval_duel.options import Options
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ class DuelMDM(TemplateLM):
         from lm_eval_duel.harness.loglikelihood import TextLogLikelihood, continuation_windows, scored_requests
         from lm_eval_duel.tasks.gap import Gap
 
+        self._require_whole_texts_only()
         run, batch = self._start(requests, disable_tqdm)
         self._warn_if_never_greedy()
         windows = continuation_windows(self.text, batch.requests)
@@ -113,6 +114,7 @@ class DuelMDM(TemplateLM):
         self, requests: list[tuple[tuple[str, str] | None, list[int], list[int]]], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
         """`loglikelihood` of ids: (texts, context ids, continuation ids)."""
+        self._require_whole_texts_only()
         windows = [self.text.continuation(context, target) for _, context, target in requests]
         return [(score.log_prob, score.is_greedy) for score in self.estimator.log_prob(windows)]
 
@@ -134,6 +136,13 @@ class DuelMDM(TemplateLM):
 
         number = patches.evaluation()
         return Run(self.options, self.text, self.estimator, self.ranks, self.trace, self.cache_hook, number)
+
+    def _require_whole_texts_only(self) -> None:
+        """Raise DuelError if the estimator does not compare continuations."""
+        from lm_eval_duel.estimators import registry
+
+        if reason := registry.find(self.options.estimator).whole_texts:
+            raise DuelError(reason)
 
     def _warn_if_never_greedy(self) -> None:
         if not self.estimator.decodes:

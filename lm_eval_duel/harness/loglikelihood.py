@@ -12,9 +12,12 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from lm_eval_duel.engine.results import WindowScore
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators.two_phase import TwoPhase
 from lm_eval_duel.harness.requests import named, named_windows
 from lm_eval_duel.harness.resume import Unfinished
 from lm_eval_duel.harness.run import Run
@@ -121,6 +124,9 @@ def scored_requests(
     label = f" {run.estimator.describe().get('rule', run.estimator.name)}"
     tokens = sum(len(window.target) for parts in left_windows for window in parts)
     so_far = SoFar(documents) if documents and run.options.order == "random" else None
+    if isinstance(run.estimator, TwoPhase):
+        with run.computing():
+            _plan(run, run.estimator, requests, windows, len(left))
     with run.show(kind, label, len(requests), len(requests) - len(remaining), tokens, so_far), run.computing():
         for n, scores in _finished_requests(run, left, left_windows):
             verification.keep(n, scores)
@@ -132,6 +138,29 @@ def scored_requests(
         log.info("%d blocks started from masks alone: all cells tie exactly, and the lowest position is first", ties)
     with run.computing():
         run.stats.verified.merge(verification.compare(left))
+
+
+def _plan(
+    run: Run,
+    estimator: TwoPhase,
+    requests: Sequence[Instance],
+    windows: Sequence[Sequence[Window]],
+    remaining: int,
+) -> None:
+    """With `precision`: find the share of blocks that each task takes, on all of its windows.
+
+    Also on those of cached answers, so that a resumed run has the shares of an uninterrupted one.
+    """
+    if estimator.precision is None or not run.ranks.all_gather(torch.tensor([remaining])).sum():
+        return
+    tasks: dict[str, list[Window]] = {}
+    for request, parts in zip(requests, windows, strict=True):
+        tasks.setdefault(str(request.task_name), []).extend(parts)
+    names = sorted(tasks)  # the same on every rank: each has documents of every task
+    owners = [request for request, parts in zip(requests, windows, strict=True) for _ in parts]
+    with named_windows(owners):
+        estimator.check([window for parts in windows for window in parts])
+    estimator.plan([tasks[name] for name in names], run.ranks.all_gather, names)
 
 
 def _finished_requests(

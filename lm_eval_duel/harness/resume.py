@@ -16,9 +16,10 @@ from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.elbo import ElboScore
 from lm_eval_duel.estimators.lattice import LatticeScore, OrderScore
+from lm_eval_duel.estimators.two_phase import TwoPhaseScore
 from lm_eval_duel.harness.cache import ResponseCache
 
-SCORES = {kind.__name__: kind for kind in (WindowScore, ElboScore, LatticeScore)}
+SCORES = {kind.__name__: kind for kind in (WindowScore, ElboScore, LatticeScore, TwoPhaseScore)}
 
 
 class Unfinished:
@@ -68,11 +69,14 @@ def _read(record: Any, tokens: int) -> WindowScore | None:
 
 
 def _is_intact(score: WindowScore | OrderScore, tokens: int) -> bool:
-    """Whether all fields are numbers, or sequences with a number for each token (or empty)."""
+    """Whether all fields are numbers, or sequences with a number for each token (or empty, or of another length)."""
+    other_lengths = getattr(score, "other_lengths", ())
     for field in dataclasses.fields(score):
         value = getattr(score, field.name)
         if isinstance(value, tuple):
-            if len(value) not in (0, tokens) or not all(type(number) in (int, float) for number in value):
+            if (len(value) not in (0, tokens) and field.name not in other_lengths) or not all(
+                type(number) in (int, float) for number in value
+            ):
                 return False
         elif type(value) not in (int, float, bool, type(None), dict):
             return False

@@ -182,6 +182,7 @@ class Run:
             counts=counts | self.stats.counts,
             peak_memory=peak_memory(self.estimator.denoiser.device),
             shares=[Share(counts["rows"], counts["tokens"], self.stats.seconds)],
+            phases=self.estimator.costs,
         )
 
     def total(self) -> RunStats:

@@ -18,6 +18,7 @@ import torch
 from lm_eval_duel.engine.results import WindowScore, known_sum
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.estimators.base import Estimator, Value
+from lm_eval_duel.estimators.phases import Phases
 from lm_eval_duel.harness.trace import IMPOSSIBLE
 from lm_eval_duel.harness.verify import Verified
 
@@ -69,8 +70,9 @@ class Outcome(NamedTuple):
 
 def _is_numeric(value: Value) -> bool:
     """Whether a value is made of numbers, as an estimator's are."""
-    log_prob, stderr, nfe = value
-    return type(log_prob) is float and type(stderr) in (float, type(None)) and type(nfe) in (int, type(None))
+    log_prob, stderr, nfe, phases = value
+    sums = phases is None or (len(phases) == len(Phases._fields) and all(type(n) in (int, float) for n in phases))
+    return type(log_prob) is float and type(stderr) in (float, type(None)) and type(nfe) in (int, type(None)) and sums
 
 
 @dataclasses.dataclass
@@ -82,22 +84,28 @@ class Total:
     nfe: int | None = 0
     windows: int = 0
     squares: tuple[float, float, float] = (0.0, 0.0, 0.0)  # of log_prob, of log_prob x tokens, of tokens
+    phases: Phases | None = None  # of a two-phase estimate
 
     @classmethod
     def of(cls, window: Window, value: Value) -> Total:
         """The value of one window."""
         tokens = float(len(window.target))
-        errors = None if value.stderr is None else {hash(window): (1, value.stderr)}
-        return cls(value.log_prob, errors, value.nfe, 1, (value.log_prob**2, value.log_prob * tokens, tokens**2))
+        phases = None if value.phases is None else Phases.read(value.phases)
+        error = value.stderr if phases is None else math.sqrt(phases.variance)
+        errors = None if error is None else {hash(window): (1, error)}
+        squares = value.log_prob**2, value.log_prob * tokens, tokens**2
+        return cls(value.log_prob, errors, value.nfe, 1, squares, phases)
 
     def merge(self, other: Total) -> None:
         """Add another sum to this one."""
         if not self.windows:  # unknown in the first one: unknown in the sum
             self.errors = None if other.errors is None else {}
             self.nfe = None if other.nfe is None else 0
+            self.phases = None if other.phases is None else Phases()
         self.log_prob += other.log_prob
         self.nfe = known_sum(self.nfe, other.nfe)
         self.windows += other.windows
+        self.phases = None if None in (self.phases, other.phases) else Phases.total([self.phases, other.phases])
         self.squares = tuple(mine + theirs for mine, theirs in zip(self.squares, other.squares, strict=True))
         if self.errors is None or other.errors is None:
             self.errors = None
@@ -107,8 +115,11 @@ class Total:
 
     @property
     def stderr(self) -> float | None:
-        """The Monte Carlo error of `log_prob`: equal windows have the same draws, so their errors are one error."""
-        if self.errors is None:
+        """The Monte Carlo error of `log_prob`: equal windows have the same draws, so their errors are one error.
+
+        None: not known, for example because too few blocks of a two-phase estimate were drawn.
+        """
+        if self.errors is None or (self.phases is not None and self.phases.stderr is None):
             return None
         return math.sqrt(math.fsum((count * error) ** 2 for count, error in self.errors.values()))
 
@@ -122,17 +133,20 @@ class Total:
             "window_stderr": self._over_windows(tokens),
             "nfe": self.nfe,
             "windows": self.windows,
+            **({} if self.phases is None else {"two_phase": self.phases.describe()}),
         }
 
-    def bound(self, tokens: int) -> str:
-        """A Monte Carlo ELBO of `tokens` tokens with its standard error, for the log."""
+    def in_words(self, tokens: int) -> str:
+        """A Monte Carlo ELBO or a two-phase estimate of `tokens` tokens with its standard error, for the log."""
         rate, error = -self.log_prob / tokens, self.stderr
         perplexity = math.exp(rate) if rate < 700 else math.inf
         if error is None:
-            errors, note = ("", ""), "Monte Carlo error unknown: it takes at least 8 draws"
+            drawn = "draws" if self.phases is None else "drawn blocks"
+            errors, note = ("", ""), f"Monte Carlo error unknown: it takes at least 8 {drawn}"
         else:
             errors = (f" +- {error:.2f}", f" +- {perplexity * error / tokens:.2f}")
-            note = "Monte Carlo standard error"
+            note = "Monte Carlo standard error" if self.phases is None else "sampling standard error"
+        note += "" if self.phases is None else f"; {self.phases.words}"
         return f"{self.log_prob:.2f}{errors[0]} nats, perplexity {perplexity:.2f}{errors[1]} per token ({note})"
 
     def _over_windows(self, tokens: int) -> float | None:
@@ -194,6 +208,7 @@ class RunStats:
     ranks: int = 1
     shares: list[Share] = dataclasses.field(default_factory=list)  # of each rank
     verified: Verified = dataclasses.field(default_factory=Verified)
+    phases: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)  # costs of a two-phase estimate
 
     def add_request(self, task: str, document: Any, windows: Sequence[Window], outcome: Outcome) -> None:
         """One request: its windows and what they contribute."""
@@ -223,14 +238,18 @@ class RunStats:
         self.ranks += other.ranks
         self.shares += other.shares
         self.verified.merge(other.verified)
+        for phase, costs in other.phases.items():
+            mine = self.phases.setdefault(phase, {})
+            self.phases[phase] = {name: mine.get(name, 0) + cost for name, cost in costs.items()}
 
     def log_lines(self, bound: str) -> list[str]:
-        """For the log: near ties, Monte Carlo ELBOs (`bound`: what kind of number they are), the balance of ranks."""
+        """For the log: near ties, estimates (`bound`: what kind of number an ELBO is), the balance of ranks."""
         lines = [self.near_ties] if self.near_ties else []
         lines += [
-            f"ELBO ({bound}) of {task}: {total.values['elbo'].bound(total.tokens)}"
+            f"{title} of {task}: {total.values[name].in_words(total.tokens)}"
+            for name, title in (("elbo", f"ELBO ({bound})"), ("two_phase", "two-phase estimate"))
             for task, total in self.tasks.items()
-            if "elbo" in total.values and total.tokens
+            if name in total.values and total.tokens
         ]
         if self.ranks > 1:
             lines.append(self.balance)
@@ -271,6 +290,7 @@ class RunStats:
             "longest_document": max((total.longest_document for total in self.tasks.values()), default=0),
             "generated": sorted(self.generated),
             "verify": self.verified.describe() if self.verified.windows else None,
+            **({"phases": self.phases} if self.phases else {}),
             "tasks": {name: total.describe() for name, total in self.tasks.items()},
         }
 

@@ -11,7 +11,9 @@ count from 0 in every block. `confidence` is the log-odds of P1, `margin` is P1 
 the step at which the token was revealed. `values` are all log-probabilities of the estimator, and `stderr` is its Monte
 Carlo error. JSON has no infinities: null is -infinity among log-probabilities (the line has the "reason") and +infinity
 as a confidence; `read` restores them. What an estimator does not have (the order of an ELBO) is an empty list. The line
-of a lattice also has "rules": by name, the order of each rule that it followed. The line of a generated text also has
+of a lattice also has "rules": by name, the order of each rule that it followed. That of a two-phase estimate has
+"two_phase": the log-prob of each block under the cache, its weight, and of those with a weight also the one without
+the cache. The line of a generated text also has
 "text", how it was "generated", the number of its "repeat", and as "tail" the positions left when it stopped.
 
 Each rank writes a file of its own; `read` merges them.
@@ -140,6 +142,8 @@ def record(window: Window, score: WindowScore, estimator: Estimator) -> dict[str
     }
     if orders := getattr(score, "rules", None):  # of a lattice
         line["rules"] = {name: _order(order) for name, order in orders.items()}
+    if weights := getattr(score, "weights", None):  # of a two-phase estimate
+        line["two_phase"] = {"cached": list(score.cached), "weights": list(weights), "uncached": list(score.uncached)}
     if not math.isfinite(score.log_prob):
         line["reason"] = IMPOSSIBLE
     errors = {name: value.stderr for name, value in values.items() if value.stderr is not None}

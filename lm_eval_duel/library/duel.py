@@ -11,18 +11,21 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
 
 from lm_eval_duel import denoisers, fingerprint
 from lm_eval_duel.denoisers.base import Denoiser
+from lm_eval_duel.engine.results import WindowScore
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators import duel as estimator
+from lm_eval_duel.estimators.base import IndexedScores
+from lm_eval_duel.estimators.two_phase import TwoPhase
 from lm_eval_duel.harness.generation import Generator, Settings
 from lm_eval_duel.harness.text import Text
-from lm_eval_duel.library.results import GeneratedText, TextScore
+from lm_eval_duel.library.results import GeneratedText, TextEstimate, TextScore
 from lm_eval_duel.options import Options, Windows
 from lm_eval_duel.rules import Rule
 
@@ -180,7 +183,48 @@ class Duel(estimator.Duel):
 
     def score_stream(self, texts: Sequence[str]) -> Iterator[tuple[int, TextScore]]:
         """(index, score) of each text as it is finished, in any order."""
-        text_side = self._require_text("score", texts)
+        tokenizer = self._require_text("score", texts).tokenizer
+        for n, length, windows, scores in self._score_texts("score", texts, self.stream):
+            yield n, TextScore.of(texts[n], length, windows, scores, tokenizer)
+
+    def estimate(
+        self,
+        texts: Sequence[str],
+        *,
+        sample: float | None = None,
+        precision: float | None = None,
+        cache: Literal["dual", "prefix"] = "dual",
+        seed: int = 0,
+    ) -> list[TextEstimate]:
+        """A two-phase estimate of what `score` gives for each text, and the standard error: a fraction of the work.
+
+        Single texts have few sampled blocks; `TextEstimate.total(estimates)` is the estimate for all of them.
+
+        Args:
+            texts: Texts.
+            sample: The share of blocks that are scored without the cache, too (0.05).
+            precision: Instead: the relative standard error of the perplexity of all texts together.
+            cache: The cached sampler under which all blocks are scored.
+            seed: Of the sample.
+
+        Raises:
+            DuelError: If this network supports no cache, or for what `score` raises it.
+        """
+        estimator = TwoPhase(
+            self.denoiser, self.rule, self.block, self.grid, cache=cache, sample=sample, precision=precision, seed=seed
+        )
+        estimator.uncached.budget = self.budget
+        estimates = {
+            n: TextEstimate.of(texts[n], length, scores)
+            for n, length, _, scores in self._score_texts("estimate", texts, estimator.stream)
+        }
+        return [estimates[n] for n in range(len(texts))]
+
+    def _score_texts(
+        self, method: str, texts: Sequence[str], stream: Callable[[Sequence[Window]], IndexedScores]
+    ) -> Iterator[tuple[int, int, list[Window], list[WindowScore]]]:
+        """(index, tokens, windows, their scores) of each text as it is finished, in any order."""
+        text_side = self._require_text(method, texts)
         lengths: list[int] = []
         windows: list[list[Window]] = []
         for n, text in enumerate(texts):
@@ -192,14 +236,14 @@ class Duel(estimator.Duel):
         unfinished: list[dict[int, Any]] = [{} for _ in texts]  # scores of each text's windows so far
         for n, parts in enumerate(windows):
             if not parts:
-                yield n, TextScore.of(texts[n], lengths[n], (), (), text_side.tokenizer)
+                yield n, lengths[n], [], []
         with _naming("Text", [n for n, _ in owners]):
-            for index, score in self.stream([windows[n][place] for n, place in owners]):
+            for index, score in stream([windows[n][place] for n, place in owners]):
                 n, place = owners[index]
                 unfinished[n][place] = score
                 if len(unfinished[n]) == len(windows[n]):
                     scores = [unfinished[n][place] for place in range(len(windows[n]))]
-                    yield n, TextScore.of(texts[n], lengths[n], windows[n], scores, text_side.tokenizer)
+                    yield n, lengths[n], windows[n], scores
 
     # ------------------------------------------------------------ text out
 

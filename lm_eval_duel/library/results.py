@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from lm_eval_duel.engine.results import Sample, WindowScore, known_sum
 from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.estimators.phases import Phases
 from lm_eval_duel.harness.token_text import token_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from lm_eval_duel.estimators.two_phase import TwoPhaseScore
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +66,64 @@ class TextScore:
             windows=tuple(windows),
             window_scores=tuple(scores),
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class TextEstimate:
+    """A two-phase estimate of the score of a text, or of several (`total`).
+
+    `stderr` is its sampling standard error; None if fewer than 8 blocks were drawn. It does not cover how the value
+    varies between texts.
+    """
+
+    text: str | None  # None: several
+    tokens: int
+    bytes: int  # UTF-8
+    log_prob: float  # nats
+    stderr: float | None  # nats
+    blocks: int
+    sampled_blocks: int  # scored without the cache, too
+    correlation: float | None  # of a block's log-probs with and without the cache, over sampled blocks
+    window_scores: tuple[TwoPhaseScore, ...]
+
+    @property
+    def perplexity(self) -> float:
+        """Per token; NaN without tokens."""
+        return _exp(-self.log_prob / self.tokens) if self.tokens else math.nan
+
+    @property
+    def perplexity_stderr(self) -> float | None:
+        """The standard error of `perplexity` (delta method)."""
+        return None if self.stderr is None or not self.tokens else self.perplexity * self.stderr / self.tokens
+
+    @property
+    def bits_per_byte(self) -> float:
+        """NaN for an empty text."""
+        return -self.log_prob / math.log(2) / self.bytes if self.bytes else math.nan
+
+    @classmethod
+    def of(cls, text: str | None, tokens: int, scores: Sequence[WindowScore], bytes: int | None = None) -> TextEstimate:
+        """The estimate of a text of `tokens` tokens from those of its windows."""
+        own = cast("Sequence[TwoPhaseScore]", scores)
+        phases = Phases.total(Phases.read(score.phases) for score in own)
+        return cls(
+            text=text,
+            tokens=tokens,
+            bytes=len(text.encode()) if text is not None else bytes or 0,
+            log_prob=math.fsum(score.log_prob for score in own),
+            stderr=phases.stderr,
+            blocks=phases.blocks,
+            sampled_blocks=phases.sampled,
+            correlation=phases.correlation,
+            window_scores=tuple(own),
+        )
+
+    @classmethod
+    def total(cls, estimates: Sequence[TextEstimate]) -> TextEstimate:
+        """The estimate of all these texts together. Equal texts have the same sample, so leave out repeated ones."""
+        scores = [score for estimate in estimates for score in estimate.window_scores]
+        tokens, size = (sum(getattr(estimate, name) for estimate in estimates) for name in ("tokens", "bytes"))
+        return cls.of(None, tokens, scores, size)
 
 
 @dataclasses.dataclass(frozen=True)

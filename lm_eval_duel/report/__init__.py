@@ -143,7 +143,7 @@ def _traces(runs: Sequence[read.Run], named: Sequence[str], notes: list[str]) ->
         spec = reveal_order.spec_of(traces.spec(path))
         summary = reveal_order.summary(traces.load(path), spec, str(path))
         said = [label or path.stem, str(spec.get("estimator", ""))]
-        said += [short(str(spec["rule"]))] if spec.get("estimator") == "duel" and "rule" in spec else []
+        said += [short(str(spec["rule"]))] if spec.get("estimator") in ("duel", "two_phase") and "rule" in spec else []
         summary["label"] = ", ".join(filter(None, [*said, f"block {spec['block']}" if "block" in spec else ""]))
         shown.append(summary)
     return traced, shown

@@ -163,12 +163,12 @@ def _entry(metric: str, row: Row, ar: bool, draws: np.ndarray | None) -> dict[st
 
 
 def _error_bound(row: Row, metric: str) -> float | None:
-    """An upper bound of the Monte Carlo error of an ELBO; None for everything that has no such error.
+    """An upper bound of the Monte Carlo error of an ELBO or a two-phase estimate; None if a value has no such error.
 
     If the error itself is not known, the error over windows bounds it, since their spread contains that of the draws.
     Infinite if neither is known.
     """
-    if row.estimator != "elbo":
+    if row.estimator not in ("elbo", "two_phase"):
         return None
     known = row.error(metric, row.nats_stderr)
     bound = row.error(metric, row.window_stderr) if known is None else known
@@ -176,9 +176,11 @@ def _error_bound(row: Row, metric: str) -> float | None:
 
 
 def _no_error(row: Row, metric: str) -> str:
-    """Why a Monte Carlo ELBO has no error; empty if it has one, and for other rows."""
-    if row.estimator != "elbo" or row.error(metric, row.nats_stderr) is not None:
+    """Why a Monte Carlo ELBO or a two-phase estimate has no error; empty if it has one, and for other rows."""
+    if row.estimator not in ("elbo", "two_phase") or row.error(metric, row.nats_stderr) is not None:
         return ""
+    if row.estimator == "two_phase":
+        return "sampling error not known (fewer than 8 drawn blocks: raise sample)"
     draws = row.run.spec.get("mc_samples", "?")
     why = f"mc_samples={draws}; it takes 8 or more" if draws.isdecimal() and int(draws) < 8 else "the results have none"
     return f"Monte Carlo error not known ({why})"

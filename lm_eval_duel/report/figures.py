@@ -40,10 +40,12 @@ LOOKS = {  # estimator: marker, colour, filled
     "elbo_exact": ("<", "#56B4E9", False),
     "mixture": ("s", "#009E73", True),
     "duel": ("o", "#D55E00", True),
+    "two_phase": ("o", "#D55E00", False),
     "oracle": ("x", LIGHT, True),
 }
 OTHER_LOOKS = {  # of any other estimator
     registry.Kind.LIKELIHOOD: ("P", "#E69F00", True),
+    registry.Kind.ESTIMATE: ("P", "#E69F00", False),
     registry.Kind.UPPER_BOUND: ("<", "#E69F00", False),
     registry.Kind.NOT_A_LIKELIHOOD: ("x", LIGHT, True),
 }

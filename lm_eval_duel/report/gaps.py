@@ -8,10 +8,16 @@ from typing import Any
 
 import numpy as np
 
+from lm_eval_duel.estimators import registry
 from lm_eval_duel.report import rows, stats
 from lm_eval_duel.report.rows import Row
 
-ESTIMATORS = {"block", "grid", "rule_code"}  # entries of a spec that belong to the estimator, as rows.VARIES
+ESTIMATORS = {
+    "block",
+    "grid",
+    "rule_code",
+    "cheap_cache",
+}  # entries of a spec that belong to the estimator, as rows.VARIES
 CONVENTIONS = {"special_tokens", "windows", "max_length", "sigma"}  # entries in which published figures may differ
 BETTER = "the MDM is already better under the ELBO"
 UNCLEAR = "not distinguishable"  # within two standard errors
@@ -74,7 +80,7 @@ def write(
             entry["gap"] = entry["value"] - entries[ar]["value"]
             if n in draws and ar in draws:
                 entry["gap_interval"] = stats.interval(draws[n] - draws[ar])
-        if row.estimator != "duel":
+        if not registry.find(row.estimator).follows_rule:
             continue
         elbo, why = elbo_of(row, found, as_published)
         entry["elbo"] = elbo
@@ -101,18 +107,33 @@ def _gap(entry: dict[str, Any], elbo: dict[str, Any], ar: dict[str, Any], draws:
     if closed is None:
         entry["gap_closed_reason"] = BETTER
         return
-    entry["distinguishable"] = stats.clear(elbo["value"], entry["value"], error)
+    both = _both(error, entry["stderr_bound"])
+    entry["distinguishable"] = stats.clear(elbo["value"], entry["value"], both)
     if entry["distinguishable"]:
         entry["gap_closed"] = closed
-        entry["gap_closed_stderr"] = stats.gap_closed_stderr(*values, elbo["stderr"])
+        entry["gap_closed_stderr"] = stats.gap_closed_stderr(*values, *_errors(elbo, entry))
     else:
-        entry["gap_closed_reason"] = f"{UNCLEAR}: ELBO {_with_error(elbo)} and DUEL {entry['value']:.2f}"
+        value = f"{entry['value']:.2f}" if entry["stderr_bound"] is None else _with_error(entry)
+        entry["gap_closed_reason"] = f"{UNCLEAR}: ELBO {_with_error(elbo)} and DUEL {value}"
     if any(drawn is None for drawn in draws):
         lacking = next(e for e, drawn in zip((elbo, entry, ar), draws, strict=True) if drawn is None)
         remark = f"no interval: {lacking['model']}, {lacking['name']}: {lacking['reason']}"
     else:
         entry["gap_closed_interval"], remark = stats.gap_interval(*draws)
-    entry["gap_closed_reason"] = "; ".join(filter(None, [entry["gap_closed_reason"], elbo["stderr_reason"], remark]))
+    entry["gap_closed_reason"] = "; ".join(
+        filter(None, [entry["gap_closed_reason"], elbo["stderr_reason"], entry["stderr_reason"], remark])
+    )
+
+
+def _both(*errors: float | None) -> float | None:
+    """The error of a difference; None for a value without error."""
+    known = [error for error in errors if error is not None]
+    return math.hypot(*known) if known else None
+
+
+def _errors(elbo: Mapping[str, Any], entry: Mapping[str, Any]) -> tuple[float | None, float | None]:
+    """The Monte Carlo errors of the ELBO and of DUEL, for that of gap closed; an exact DUEL has the error 0."""
+    return elbo["stderr"], 0.0 if entry["stderr_bound"] is None else entry["stderr"]
 
 
 def _with_error(entry: Mapping[str, Any]) -> str:
@@ -143,7 +164,7 @@ def averages(found: Mapping[str, Any]) -> list[dict[str, Any]]:
     table: dict[tuple[str, str], dict[str, tuple]] = {}
     for name, task in found.items():
         for entry in task["rows"]:
-            if entry["estimator"] == "duel" and not entry["ar"]:
+            if registry.find(entry["estimator"]).follows_rule and not entry["ar"]:
                 table.setdefault((entry["model"], entry["name"]), {})[name] = (entry, task["rows"])
     return [_average(model, name, rows) for (model, name), rows in table.items()]
 
@@ -171,4 +192,4 @@ def _closed(entry: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> tupl
     """Gap closed and its error, whether or not it is distinguishable from 0."""
     elbo, ar = rows[entry["elbo"]], next(row for row in rows if row["ar"])
     values = elbo["value"], entry["value"], ar["value"]
-    return stats.gap_closed(*values), stats.gap_closed_stderr(*values, elbo["stderr"])
+    return stats.gap_closed(*values), stats.gap_closed_stderr(*values, *_errors(elbo, entry))

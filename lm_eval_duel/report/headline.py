@@ -57,13 +57,13 @@ def _sentence(name: str, task: Mapping[str, Any], mine: Sequence[Entry], base: E
         shown = "the oracle only" if bound is None else f"{_bounded(bound, metric)} ({plain(bound['name'])})"
         against = _against(bound, base, metric) if bound is not None else ""
         return f"{start}: {shown}{against}; no DUEL result (estimator=duel)."
-    text = f"{start}: {number(chosen['value'], metric)} under {code(short(chosen['rule']))} (DUEL)"
+    text = f"{start}: {_bounded(chosen, metric)} under {code(short(chosen['rule']))} ({_method(chosen)})"
     text += f" against {number(base['value'], metric)} for {plain(base['model'])}" if base else ""
     elbo = None if chosen["elbo"] is None else task["rows"][chosen["elbo"]]
     text += "." if elbo is None and base is None else _gap(chosen, elbo, base, metric)
     kinds = {entry["estimator"]: registry.find(entry["estimator"]).kind for entry in mine}
     likelihoods = [entry for entry in mine if kinds[entry["estimator"]] is registry.Kind.LIKELIHOOD]
-    likely = min(likelihoods, key=lambda entry: entry["value"])
+    likely = min(likelihoods, key=lambda entry: entry["value"], default=chosen)
     if likely is not chosen:
         display = registry.find(likely["estimator"]).display.lower()
         said = code(short(likely["rule"])) if likely["estimator"] == "duel" else display
@@ -74,8 +74,14 @@ def _sentence(name: str, task: Mapping[str, Any], mine: Sequence[Entry], base: E
 def _chosen(mine: Sequence[Entry]) -> Entry | None:
     """The DUEL row of the headline: the paper's rule, else the best; rows with an ELBO come first."""
     duels = [entry for entry in mine if entry["estimator"] == "duel"]
+    duels = duels or [entry for entry in mine if registry.find(entry["estimator"]).follows_rule]
     duels = [entry for entry in duels if entry["rule"] == PAPER_RULE] or duels
     return min(duels, key=lambda entry: (entry["elbo"] is None, entry["value"]), default=None)
+
+
+def _method(chosen: Entry) -> str:
+    """DUEL, or the name of an estimate of it."""
+    return registry.find(chosen["estimator"]).display
 
 
 def _gap(chosen: Entry, elbo: Entry | None, base: Entry | None, metric: str) -> str:

@@ -16,7 +16,10 @@ from lm_eval_duel.rules.tables import adaptive, kind, label, short
 from lm_eval_duel.tables import one_line
 
 DAGGER = r"$^\dagger$"  # adaptive NFE
-METHODS = {"duel": r"\textsc{DUEL}"}  # estimators that the paper does not print by their own name
+METHODS = {
+    "duel": r"\textsc{DUEL}",
+    "two_phase": r"\textsc{DUEL} estimate",
+}  # estimators that the paper does not print by their own name
 GREEK = {"mu": r"\mu", "nu": r"\nu", "gamma": r"\gamma"}
 LEQ, PM = r"$\leq$", r" $\pm$ "  # before a standard error: Monte Carlo, or for accuracies over documents
 SPECIAL = {
@@ -182,7 +185,7 @@ def _score(score: Mapping[str, Any] | None) -> str:
 
 def duels(task: Mapping[str, Any]) -> list[Entry]:
     """The DUEL rows of a task."""
-    return [entry for entry in task["rows"] if entry["estimator"] == "duel" and not entry["ar"]]
+    return [entry for entry in task["rows"] if find(entry["estimator"]).follows_rule and not entry["ar"]]
 
 
 def number(entry: Entry, metric: str) -> str:

@@ -108,8 +108,8 @@ class Run:
 
     @property
     def rule(self) -> str | None:
-        """The rule of a `duel` run."""
-        if self.estimator != "duel":
+        """The rule of a `duel` run, or of an estimate of its value."""
+        if not ESTIMATORS[self.estimator].follows_rule:
             return None
         return _text(self.duel.get("rule") or self.spec.get("rule"))
 

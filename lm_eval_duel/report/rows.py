@@ -15,10 +15,11 @@ from lm_eval_duel.rules import RULES
 from lm_eval_duel.rules.tables import adaptive, family, is_rule, place, short
 
 SEES_TRUTH = registry.Kind.NOT_A_LIKELIHOOD.value
+AMOUNTS = ("sample", "precision")  # of a two-phase estimate: its rows name them
 WHOLE = "whole target"  # block=none
 SAME = 1e-4  # relative difference up to which two ways to one value agree
 VARIES = {"estimator", "rule", "draw_seed", *registry.arguments()}  # within one model
-NAMED = {"cache", *registry.SAMPLED_ARGUMENTS}  # entries of a spec that every row names if it has them
+NAMED = {"cache", *AMOUNTS, *registry.SAMPLED_ARGUMENTS}  # entries of a spec that every row names if it has them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,12 +64,12 @@ class Row:
     def aside(self) -> str:
         """Remarks other than estimator, rule and block."""
         spec = self.run.spec
-        sampler = [
-            f"{key}={spec[key]}" for key in registry.find(self.estimator).arguments if key in NAMED & spec.keys()
-        ]
+        named = registry.find(self.estimator).arguments
+        sampler = [f"{key}={spec[key]}" for key in named if key in NAMED & spec.keys() and key not in AMOUNTS]
+        amount = [f"two-phase, {key}={spec[key]}" for key in AMOUNTS if self.estimator == "two_phase" and key in spec]
         cache = f"cache={spec['cache']}" if "cache" in spec else ""
         eps = f"eps={self.eps:g}: no bound" if self.eps else ""
-        return ", ".join(filter(None, [eps, *sampler, cache, self.variant]))
+        return ", ".join(filter(None, [eps, *sampler, cache, *amount, self.variant]))
 
     @property
     def name(self) -> str:
@@ -120,7 +121,7 @@ def of(run: Run, name: str, traced: Mapping[str, Mapping[int, float]] | None = N
         row = dataclasses.replace(
             selected,
             estimator=estimator,
-            rule=(run.rule if key == "duel" else key) if estimator == "duel" else None,
+            rule=run.rule if key in ("duel", "two_phase") else key if estimator == "duel" else None,
             log_prob=value.get("log_prob"),
             nats_stderr=value.get("stderr"),
             window_stderr=value.get("window_stderr"),
@@ -240,8 +241,9 @@ def table(rows: Iterable[Row], base: Run | None = None) -> tuple[list[Row], int 
         spec = tuple(sorted((k, v) for k, v in row.run.spec.items() if k not in VARIES))
         entry = registry.find(row.estimator)
         settings = () if entry.lattice else tuple(row.run.spec.get(key) for key in sorted(entry.arguments))
-        draws = row.run.spec.get("draw_seed") if row.estimator == "elbo" else None
-        key = (row.run.key, row.estimator, row.rule, row.block, spec, settings, draws)
+        random = row.estimator in ("elbo", "two_phase")
+        drawn = tuple(row.run.spec.get(k) for k in sorted(VARIES)) if random else ()
+        key = (row.run.key, row.estimator, row.rule, row.block, spec, settings, drawn)
         if (first := kept.setdefault(key, row)) is not row:
             remarks.append(
                 f"{row.model}, {row.name}: {first.run.short_name} is shown, {row.run.short_name} holds it too"

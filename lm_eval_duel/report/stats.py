@@ -48,9 +48,16 @@ def gap_closed(elbo: float, duel: float, ar: float) -> float | None:
     return 100 * (elbo - duel) / (elbo - ar) if finite and elbo > ar else None
 
 
-def gap_closed_stderr(elbo: float, duel: float, ar: float, error: float | None) -> float | None:
-    """Standard error of gap closed, in percentage points, from that of the ELBO (delta method)."""
-    return None if error is None else abs(100 * (duel - ar) / (elbo - ar) ** 2 * error)
+def gap_closed_stderr(
+    elbo: float, duel: float, ar: float, elbo_error: float | None, duel_error: float | None = 0.0
+) -> float | None:
+    """Standard error of gap closed, in percentage points, from those of the ELBO and of DUEL (delta method).
+
+    The two are drawn independently. None if one of them is not known.
+    """
+    if elbo_error is None or duel_error is None:
+        return None
+    return 100 * math.hypot((duel - ar) / (elbo - ar) ** 2 * elbo_error, duel_error / (elbo - ar))
 
 
 def resample(columns: np.ndarray, draws: int = DRAWS, seed: int = SEED) -> np.ndarray:

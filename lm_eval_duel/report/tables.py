@@ -38,7 +38,7 @@ def markdown(report: Mapping[str, Any]) -> str:
         if task["differences"]:
             title = "Compared as published, although these differ" if task["as_published"] else "These differ"
             parts += [f"**{title}:**", bullets(task["differences"])]
-        if any(entry["estimator"] == "duel" and not entry["ar"] for entry in task["rows"]):
+        if any(find(entry["estimator"]).follows_rule and not entry["ar"] for entry in task["rows"]):
             parts += ["### Gap to the autoregressive model", gaps(task)]
         for sweep in task["rules"]:
             parts += [f"### Rules against NFE: {plain(_sweep(sweep))}", rules(task, sweep)]
@@ -75,7 +75,7 @@ def gaps(task: Mapping[str, Any]) -> str:
     entries, metric, notes = task["rows"], task["metric"], Footnotes()
     lines = []
     for entry in entries:
-        if entry["estimator"] != "duel" or entry["ar"]:
+        if not find(entry["estimator"]).follows_rule or entry["ar"]:
             continue
         elbo = entries[entry["elbo"]] if entry["elbo"] is not None else None
         closed = UNCLEAR if entry["distinguishable"] is False else percent(entry["gap_closed"])

@@ -17,6 +17,7 @@ Shapes: L row length, P rows of a call, Q cells of a call, K keys, V tokens.
 
 from __future__ import annotations
 
+import copy
 from typing import get_args
 
 import torch
@@ -115,6 +116,15 @@ class Cached(Wrapper):
         if not apart <= self_tests.tolerance(self, whole, self_tests.BATCH_TOLERANCE):
             raise NotSteered("a step of a block in which nothing is revealed differs from the evaluation of the row")
         return sum(plane.shape[1] * plane.shape[3] for layer in layers for plane in layer)
+
+
+def under_cache(denoiser: Denoiser, cache: str) -> Denoiser:
+    """`denoiser` with its network under a cache; guidance and temperature stay around it."""
+    if not isinstance(denoiser, Wrapper):
+        return Cached(denoiser, cache)
+    twin = copy.copy(denoiser)
+    twin.plain, twin.cache = under_cache(denoiser.plain, cache), cache
+    return twin
 
 
 def _require_cacheable(plain: Denoiser, cache: str) -> None:

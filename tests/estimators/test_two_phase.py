@@ -1,0 +1,377 @@
+"""The two-phase estimate: unbiased, with intervals that cover (law 16); the same sample in every batch and order."""
+
+import dataclasses
+import math
+import random
+
+import pytest
+import torch
+from attends import Attends
+from laws import slow_but
+from toys import BlockCausal, Causal, Toy
+
+from lm_eval_duel import load
+from lm_eval_duel.denoisers.cached.denoiser import Cached, under_cache
+from lm_eval_duel.denoisers.wrappers.guidance import Guided
+from lm_eval_duel.denoisers.wrappers.warpers import Warped
+from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators import block_sample
+from lm_eval_duel.estimators.block_sample import Design
+from lm_eval_duel.estimators.duel import Duel
+from lm_eval_duel.estimators.phases import Phases
+from lm_eval_duel.estimators.two_phase import TwoPhase
+
+RULES = ["greedy:k=1", "left_to_right:k=2", "threshold:mu=0.45", "klass:mu=0.4:nu=0.3"]
+
+
+def texts(count, lengths=(10, 7), seed=0):
+    draw = random.Random(seed)
+    return [Window((), [draw.randrange(3) for _ in range(draw.choice(lengths))]) for _ in range(count)]
+
+
+MIXED = [
+    *texts(6),
+    Window((1,), (0, 2, 1, 1, 2)),
+    Window((0, 2), (1, 1, 2, 0), (1,)),
+    Window((2,), (0, 1, 2), tail=3),
+    Window((), ()),
+]
+
+
+def per_block(duel, windows):
+    """The log-prob of each block of each window, as planes (N, B) with zeros beyond."""
+    planes = []
+    for window, score in zip(windows, duel.log_prob(windows), strict=True):
+        starts = [start - len(window.context) for start, _ in duel.blocks(window)]
+        ends = [*starts[1:], len(window.target)]
+        planes.append([math.fsum(score.token_logprobs[max(0, a) : b]) for a, b in zip(starts, ends, strict=True)])
+    wide = max(map(len, planes))
+    return torch.tensor([plane + [0.0] * (wide - len(plane)) for plane in planes], dtype=torch.float64)
+
+
+def total(scores):
+    phases = Phases.total(Phases(*score.phases) for score in scores)
+    return math.fsum(score.log_prob for score in scores), phases
+
+
+# ---------------------------------------------------------------- law 16
+
+
+@pytest.mark.parametrize("rule", slow_but(RULES, {"greedy:k=1", "left_to_right:k=2"}))
+@pytest.mark.parametrize("cache", ["dual", "prefix"])
+def test_with_every_block_in_the_sample_it_is_the_exact_value(rule, cache):
+    toy = Attends(length=10)
+    for block, grid in ((3, "target"), (3, "row")):
+        windows = [window for window in MIXED if not window.tail or grid == "target"]
+        exact = Duel(toy, rule, block, grid).log_prob(windows)
+        full = TwoPhase(toy, rule, block, grid, cache=cache, sample=1.0).log_prob(windows)
+        for window, one, other in zip(windows, full, exact, strict=True):
+            assert one.log_prob == pytest.approx(other.log_prob, abs=1e-9) and one.stderr == 0
+            assert len(one.cached) == len(one.uncached) == len(one.weights) or not window.target
+
+
+@pytest.mark.parametrize("rule", slow_but(RULES, {"greedy:k=1", "left_to_right:k=2"}))
+@pytest.mark.parametrize("cache", ["dual", "prefix"])
+def test_the_estimate_is_what_the_formula_makes_of_two_exact_runs(rule, cache):
+    toy, share = Attends(length=10), 0.3
+    f, g = (per_block(Duel(denoiser, rule, 3), MIXED[:-1]) for denoiser in (toy, Cached(toy, cache)))
+    estimator = TwoPhase(toy, rule, 3, cache=cache, sample=share, seed=2)
+    scores = estimator.log_prob(MIXED[:-1])
+    sampled = 0
+    for n, score in enumerate(scores):
+        chosen = [b for b, weight in enumerate(score.weights) if weight]
+        assert all(score.weights[b] == 1 / share for b in chosen)
+        assert score.cached == pytest.approx(g[n, : len(score.cached)].tolist(), abs=1e-9)
+        assert score.uncached == pytest.approx([f[n, b].item() for b in chosen], abs=1e-9)
+        differences = [(f - g)[n, b].item() for b in chosen]
+        assert score.log_prob == pytest.approx(g[n].sum().item() + sum(differences) / share, abs=1e-9)
+        variance = sum(d * d for d in differences) * (1 - share) / share**2
+        assert Phases(*score.phases).variance == pytest.approx(variance, abs=1e-9)
+        sampled += len(chosen)
+    assert 0 < sampled < sum(len(score.weights) for score in scores)
+    assert total(scores)[1].sampled == sampled
+
+
+def check_coverage(f, g, keys, blocks, design, seeds):
+    """Law 16, for per-block values (N, B): unbiased; its variance estimate, too; 95 % intervals cover 93 to 97 %."""
+    means, variances = [], []
+    for seed in range(seeds):
+        weight = block_sample.weights(keys, blocks, [design] * len(keys), seed)
+        estimate, variance = block_sample.combine(g, f, weight)
+        means.append(estimate.sum())
+        variances.append(variance.sum())
+    means, variances, exact = torch.stack(means), torch.stack(variances), f.sum()
+    assert abs(means.mean() - exact) < 4 * means.std() / math.sqrt(seeds)
+    assert abs(variances.mean() - means.var()) < 4 * means.var() * math.sqrt(
+        2 / seeds
+    ) + 4 * variances.std() / math.sqrt(seeds)
+    return ((means - exact).abs() < 1.96 * variances.sqrt()).double().mean()
+
+
+def values_of_a_toy(windows):
+    toy = Attends(length=12)
+    f, g = (per_block(Duel(denoiser, "greedy", 3), windows) for denoiser in (toy, Cached(toy, "dual")))
+    return f, g, [window.key for window in windows], [len(Duel(toy, "greedy", 3).blocks(window)) for window in windows]
+
+
+@pytest.mark.parametrize(
+    "design", slow_but([Design(0.0, 0.3), Design(0.0, 0.8), Design(0.1, 0.3)], [Design(0.0, 0.3)]), ids=str
+)
+def test_unbiased_and_covering_over_seeds(design):
+    windows = texts(150, lengths=(12, 10, 5), seed=1)
+    covered = check_coverage(*values_of_a_toy(list(dict.fromkeys(windows))), design, 1000)
+    assert 0.93 <= covered <= 0.97
+
+
+def test_a_wrong_weight_is_noticed():
+    """Law 16 as a check that can fail: weights that are too large, of differences whose mean is not 0."""
+    f, g, keys, blocks = values_of_a_toy(list(dict.fromkeys(texts(150, lengths=(12, 10, 5), seed=1))))
+    g = torch.where(f != 0, g + 3, 0.0)
+    weights = [block_sample.weights(keys, blocks, [Design(0.0, 0.3)] * len(keys), seed) for seed in range(300)]
+    means = torch.stack([block_sample.combine(g, f, weight * 1.3)[0].sum() for weight in weights])
+    assert abs(means.mean() - f.sum()) > 4 * means.std() / math.sqrt(300)
+
+
+@pytest.mark.slow
+def test_a_rate_that_depends_on_the_pilot_keeps_it_unbiased():
+    f, g, keys, blocks = values_of_a_toy(list(dict.fromkeys(texts(150, lengths=(12, 10, 5), seed=1))))
+    means, variances = [], []
+    for seed in range(1000):
+        pilot = block_sample.weights(keys, blocks, [Design(0.1, 0.0)] * len(keys), seed)
+        squares = (torch.where(pilot > 0, f - g, 0.0) ** 2).sum() / (pilot > 0).sum()
+        rate = block_sample.rate_for(sum(blocks) - int((pilot > 0).sum()), float(squares), 60.0)
+        weight = block_sample.weights(keys, blocks, [Design(0.1, rate)] * len(keys), seed)
+        assert (weight[pilot > 0] == 1).all()
+        estimate, variance = block_sample.combine(g, f, weight)
+        means.append(estimate.sum())
+        variances.append(variance.sum())
+    means, variances = torch.stack(means), torch.stack(variances)
+    assert abs(means.mean() - f.sum()) < 4 * means.std() / math.sqrt(1000)
+    assert 0.93 <= ((means - f.sum()).abs() < 1.96 * variances.sqrt()).double().mean() <= 0.97
+
+
+@pytest.mark.slow
+def test_the_estimator_itself_is_unbiased_over_seeds():
+    """The same law without a shortcut: whole runs of the estimator."""
+    toy, windows = Attends(length=10), texts(12)
+    exact = math.fsum(score.log_prob for score in Duel(toy, "greedy", 3).log_prob(windows))
+    estimates = torch.tensor(
+        [total(TwoPhase(toy, "greedy", 3, sample=0.4, seed=n).log_prob(windows))[0] for n in range(200)]
+    )
+    assert abs(estimates.double().mean() - exact) < 4 * estimates.double().std() / math.sqrt(200)
+
+
+# ---------------------------------------------------------------- laws 8 and 12
+
+
+def same(one, other):
+    for field in dataclasses.fields(one):
+        mine, theirs = getattr(one, field.name), getattr(other, field.name)
+        if not (mine is None and theirs is None):
+            assert mine == pytest.approx(theirs, abs=1e-9), field.name
+
+
+@pytest.mark.parametrize("amount", slow_but([{"sample": 0.4}, {"precision": 0.05}], [{"sample": 0.4}]), ids=str)
+def test_neither_company_nor_order_nor_batch_size_changes_it(amount):
+    toy, windows = Attends(length=10), [*texts(4), *MIXED]
+    together = TwoPhase(toy, "greedy", 3, **amount)
+    scores = together.log_prob(windows)
+    again = TwoPhase(toy, "greedy", 3, batch_size=1, **amount)
+    for one, other in zip(again.log_prob(windows[::-1])[::-1], scores, strict=True):
+        same(one, other)
+    alone = TwoPhase(toy, "greedy", 3, **amount)
+    alone.adopt(together)  # precision: what the windows together asked for
+    for window, score in list(zip(windows, scores, strict=True))[::4]:
+        same(alone.log_prob([window])[0], score)
+
+
+def test_another_seed_is_another_sample():
+    toy, windows = Attends(length=10), texts(20)
+    first, second = ([s.weights for s in TwoPhase(toy, block=3, sample=0.4, seed=n).log_prob(windows)] for n in (0, 1))
+    assert first != second
+
+
+def test_one_target_token_is_one_number():
+    """With one cell in a block the cached first step is the uncached one, whatever the sample."""
+    toy, windows = Attends(length=6), [Window((1, 2), (0,)), Window((), (2,)), Window((0,), (1,), (2, 2))]
+    exact = Duel(toy, "greedy", 4).log_prob(windows)
+    for score, other in zip(TwoPhase(toy, "greedy", 4, sample=0.5).log_prob(windows), exact, strict=True):
+        assert score.log_prob == pytest.approx(other.log_prob, abs=1e-9)
+
+
+# ---------------------------------------------------------------- precision
+
+
+def test_precision_is_reached_and_the_pilot_is_not_scored_twice(caplog):
+    toy, windows = Attends(length=12), list(dict.fromkeys(texts(150, lengths=(12,))))
+    tokens = sum(len(window.target) for window in windows)
+    estimator = TwoPhase(toy, "greedy", 3, precision=0.03)
+    with caplog.at_level("INFO", logger="lm_eval.duel_mdm"):
+        scores = estimator.log_prob(windows)
+    _, phases = total(scores)
+    assert "of 600 blocks; precision=0.03 takes" in caplog.text
+    assert 0.02 < phases.stderr / tokens < 0.04
+    assert phases.sampled > phases.drawn > 0
+    rows = TwoPhase(toy, "greedy", 3, sample=1.0)
+    rows.log_prob(windows)
+    assert estimator.costs["uncached"]["rows"] <= rows.costs["uncached"]["rows"] * phases.sampled / phases.blocks * 1.2
+
+
+def test_ranks_plan_together():
+    """Each rank sees its own windows and the sums of all; all get the rate that one process gets."""
+    toy = Attends(length=12)
+    tasks = [list(dict.fromkeys(texts(40, lengths=(12,), seed=n))) for n in (1, 2)]
+    whole = TwoPhase(toy, "greedy", 3, precision=0.1)
+    whole.plan(tasks)
+    halves = [[task[rank::2] for task in tasks] for rank in (0, 1)]
+    shared = []  # what each rank would send, in the order of its calls
+    for parts in halves:
+        sent = []
+        TwoPhase(toy, "greedy", 3, precision=0.1).plan(
+            parts, lambda numbers, sent=sent: (sent.append(numbers), numbers)[1]
+        )
+        shared.append(sent[0])
+    both = []
+    for parts in halves:  # the first sums are exchanged, so that the pilots are those of the whole
+        sent = []
+
+        def gather(numbers, sent=sent):
+            sent.append(numbers)
+            return torch.cat(shared) if len(sent) == 1 else numbers
+
+        TwoPhase(toy, "greedy", 3, precision=0.1).plan(parts, gather)
+        both.append(sent[1])
+    for parts in halves:
+        calls = []
+        estimator = TwoPhase(toy, "greedy", 3, precision=0.1)
+        estimator.plan(
+            parts, lambda numbers, calls=calls: (calls.append(1), torch.cat([shared, both][len(calls) - 1]))[1]
+        )
+        assert estimator._designs.items() <= whole._designs.items()
+
+
+# ---------------------------------------------------------------- cost
+
+
+def test_only_the_sampled_blocks_are_evaluated_without_the_cache():
+    toy, windows = Attends(length=10), list(dict.fromkeys(texts(40)))
+    estimator = TwoPhase(toy, "left_to_right", 2, sample=0.25)
+    scores = estimator.log_prob(windows)
+    _, phases = total(scores)
+    tokens = sum(len(w.target) for w in windows)
+    assert phases.blocks == sum(len(estimator.blocks(window)) for window in windows)
+    assert phases.cached_rows == tokens
+    assert 0 < estimator.costs["uncached"]["rows"] <= phases.uncached_rows < phases.cached_rows / 2
+    assert estimator.costs["cached"]["rows"] <= phases.cached_rows
+    assert phases.full_token_rows == sum(window.length * len(window.target) for window in windows)
+    expected = 0
+    for window in windows:
+        for _, width in estimator.blocks(window):
+            expected += window.length + (width - 1) * width
+    assert phases.cached_token_rows == expected
+    counts, costs = estimator.counts, estimator.costs
+    assert counts.rows == sum(cost["rows"] for cost in costs.values())
+    assert counts.forwards == sum(cost["forwards"] for cost in costs.values())
+
+
+def test_too_few_drawn_blocks_have_no_standard_error():
+    toy, windows = Attends(length=10), texts(10)
+    _, phases = total(TwoPhase(toy, block=3, sample=0.02).log_prob(windows))
+    assert phases.drawn < 8 and phases.stderr is None
+
+
+def test_the_correlation_is_that_of_the_sampled_blocks():
+    toy, windows = Attends(length=10), texts(40)
+    scores = TwoPhase(toy, block=3, sample=0.5).log_prob(windows)
+    pairs = [
+        (f, g)
+        for s in scores
+        for f, g in zip(s.uncached, [g for g, w in zip(s.cached, s.weights, strict=True) if w], strict=True)
+    ]
+    assert total(scores)[1].correlation == pytest.approx(torch.corrcoef(torch.tensor(pairs).double().T)[0, 1].item())
+
+
+# ---------------------------------------------------------------- wrappers, refusals
+
+
+def test_guidance_and_temperature_stay_around_the_cached_network():
+    toy = Attends(length=10)
+    wrapped = Warped(Guided(toy, 0.5), 0.7)
+    cheap = under_cache(wrapped, "dual")
+    assert cheap.describe() == {**wrapped.describe(), "cache": "dual"} and "cache" not in wrapped.describe()
+    window = [Window((1,), (0, 2, 1, 1, 2))]
+    [score] = TwoPhase(wrapped, "greedy", 3, sample=1.0).log_prob(window)
+    [exact], [cached] = (Duel(denoiser, "greedy", 3).log_prob(window) for denoiser in (wrapped, cheap))
+    [own] = Duel(Warped(Guided(Cached(toy, "dual"), 0.5), 0.7), "greedy", 3).log_prob(window)
+    assert score.log_prob == pytest.approx(exact.log_prob, abs=1e-9)
+    assert sum(score.cached) == pytest.approx(cached.log_prob, abs=1e-9) == pytest.approx(own.log_prob, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("denoiser", "settings", "message"),
+    [
+        (lambda: BlockCausal(), {}, "block_causal network has no such cost.*Use estimator=duel"),
+        (lambda: Causal(), {"rule": "left_to_right"}, "causal network has no such cost.*Use estimator=ar"),
+        (lambda: Toy(), {}, "needs a cached first phase.*it takes no keys.*Use estimator=duel"),
+        (lambda: Cached(Attends(), "dual"), {}, "is under cache=dual. Pass the network without it"),
+        (lambda: Attends(shift=1), {}, "Pass seed_first=true, which is another rule, or use estimator=duel"),
+        (lambda: Attends(), {"sample": 0.1, "precision": 0.1}, "leave one out"),
+        (lambda: Attends(), {"sample": 1.5}, "above 0, at most 1; got 1.5"),
+        (lambda: Attends(), {"precision": 1.0}, "between 0 and 1; got 1.0"),
+        (lambda: Attends(), {"cache": "duel"}, "Unknown value of cache 'duel'. Did you mean dual"),
+    ],
+)
+def test_what_is_refused(denoiser, settings, message):
+    with pytest.raises(DuelError, match=message):
+        TwoPhase(denoiser(), **settings)
+
+
+def test_a_shifted_network_with_seed_first():
+    toy, windows = Attends(length=10, shift=1), [Window((1,), (0, 2, 1, 1, 2, 0))]
+    rule = "greedy:k=1:seed_first=True"
+    [score], [exact] = TwoPhase(toy, rule, 3, sample=1.0).log_prob(windows), Duel(toy, rule, 3).log_prob(windows)
+    assert score.log_prob == pytest.approx(exact.log_prob, abs=1e-9)
+
+
+def test_a_block_of_probability_zero_is_an_error():
+    toy = Warped(Attends(length=10), top_k=1)
+    with pytest.raises(DuelError, match="Window 0 has a block of probability 0"):
+        TwoPhase(toy, block=3, sample=1.0).log_prob([Window((), (0, 1, 2, 0, 1, 2))])
+
+
+def test_what_is_described():
+    described = TwoPhase(Attends(), block=4, sample=0.030, seed=7).describe()
+    assert described == {
+        "estimator": "two_phase",
+        "block": 4,
+        "grid": "target",
+        "rule": "greedy:k=1",
+        "cheap_cache": "dual",
+        "sample": "0.03",
+        "draw_seed": 7,
+    }
+    assert "sample" not in TwoPhase(Attends(), precision=0.01).describe()
+
+
+# ---------------------------------------------------------------- demo-mdm
+
+
+@pytest.mark.slow
+def test_coverage_on_blocks_of_the_demo():
+    """Over 200 seeds, on real per-block differences. Some documents of sotu are enough: 8 x 16 blocks."""
+    import json
+    from pathlib import Path
+
+    import lm_eval_duel
+    from lm_eval_duel import load_tokenizer
+
+    network, tokenizer = load("demo-mdm", device="cpu"), load_tokenizer({"pretrained": "demo-mdm"})
+    lines = (Path(lm_eval_duel.__file__).parent / "demo" / "text" / "sotu.jsonl").read_text().splitlines()[:12]
+    ids = [tokenizer(json.loads(line)["text"], add_special_tokens=False)["input_ids"] for line in lines]
+    windows = [Window((), row[:64]) for row in ids]
+    f, g = (per_block(Duel(denoiser, "greedy", 4), windows) for denoiser in (network, Cached(network, "dual")))
+    blocks = [len(Duel(network, "greedy", 4).blocks(window)) for window in windows]
+    covered = check_coverage(f, g, [window.key for window in windows], blocks, Design(0.0, 0.4), 200)
+    assert 0.9 <= covered <= 0.99  # 200 seeds: 0.95 +- 4 x 0.0154, less at the skewed end
+    assert torch.corrcoef(torch.stack([f[f != 0], g[f != 0]]))[0, 1] > 0.97

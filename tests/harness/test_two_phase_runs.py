@@ -1,0 +1,170 @@
+"""`estimator=two_phase` in the harness: answers, statistics, response cache, trace, verify, refusals."""
+
+import math
+
+import pytest
+import tiny
+from harness_requests import ask
+from lm_eval.api.model import CachingLM
+
+from lm_eval_duel.errors import DuelError, UsageError
+from lm_eval_duel.harness import trace
+from lm_eval_duel.harness.lm import DuelMDM
+
+TEXTS = [
+    ("a b c d e f g h i j k l m n o p q r s t",),
+    ("d e f g h i j",),
+    ("",),
+    ("a b c d e f g h i j k l",),
+    ("z y x",),
+]
+MORE = [(" ".join(chr(97 + (n * k) % 26) for k in range(14)),) for n in range(1, 12)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.checkpoint(tmp_path_factory.mktemp("bert"), "bert", length=16)
+
+
+@pytest.fixture
+def model(folder):
+    def make(**other):
+        arguments = {"pretrained": folder, "block": 4, "device": "cpu", "dtype": "float64", "estimator": "two_phase"}
+        return DuelMDM(**{**arguments, "sample": 0.5, **other})
+
+    return make
+
+
+def rolling(model, texts):
+    return [float(value) for value in model.loglikelihood_rolling(ask("loglikelihood_rolling", *texts))]
+
+
+def results(model):
+    duel = model.get_model_info()["duel"]
+    (task,) = duel["tasks"].values()
+    return task["values"]["two_phase"], duel
+
+
+def test_with_every_block_answers_are_exact(model, folder):
+    exact = DuelMDM(pretrained=folder, block=4, device="cpu", dtype="float64")
+    full = model(sample=1)
+    assert rolling(full, TEXTS) == pytest.approx(rolling(exact, TEXTS), abs=1e-9)
+    assert results(full)[0]["stderr"] == 0
+    assert full.fingerprint != exact.fingerprint != model(sample=0.5).fingerprint
+
+
+def test_the_results_hold_the_estimate_and_what_it_cost(model, folder):
+    lm = model()
+    values = rolling(lm, [*TEXTS, *MORE])
+    value, duel = results(lm)
+    assert value["log_prob"] == pytest.approx(math.fsum(values), abs=1e-9) and value["stderr"] > 0
+    two_phase = value["two_phase"]
+    assert 0 < two_phase["sampled_blocks"] < two_phase["blocks"]
+    assert -1 <= two_phase["correlation"] <= 1
+    cached = DuelMDM(pretrained=folder, block=4, device="cpu", dtype="float64", cache="dual")
+    assert two_phase["cached_log_prob"] == pytest.approx(math.fsum(rolling(cached, [*TEXTS, *MORE])), abs=1e-9)
+    assert two_phase["uncached"]["token_rows"] < two_phase["all_uncached"]["token_rows"]
+    for phase in ("cached", "uncached"):
+        assert duel["phases"][phase]["rows"] > 0 and duel["phases"][phase]["seconds"] > 0
+    assert sum(phase["forwards"] for phase in duel["phases"].values()) == duel["forwards"]
+    assert lm.spec["cheap_cache"] == "dual" and "cache" not in lm.spec and lm.denoiser.cache is None
+
+
+def test_prefix_is_the_cheap_phase_if_named(model):
+    lm = model(cache="prefix")
+    assert lm.spec["cheap_cache"] == "prefix" and lm.denoiser.cache is None
+
+
+@pytest.mark.parametrize(
+    "amount", [{"sample": 0.4}, pytest.param({"sample": None, "precision": 0.05}, marks=pytest.mark.slow)], ids=str
+)
+def test_a_resumed_run_is_the_uninterrupted_one(model, tmp_path, amount):
+    texts = [*TEXTS, *MORE]
+    whole = model(**amount)
+    values = rolling(whole, texts)
+
+    def cached():
+        return CachingLM(model(**amount), str(tmp_path / "c_rank0.db"))
+
+    if "precision" not in amount:
+        rolling(cached(), texts[:5])
+    else:
+        rolling(cached(), texts)
+    again = cached()
+    assert rolling(again, texts) == pytest.approx(values, abs=1e-9)
+    (mine, duel), (theirs, _) = results(again), results(whole)
+    for key in ("log_prob", "stderr", "window_stderr"):
+        assert mine[key] == pytest.approx(theirs[key], abs=1e-9), key
+    assert mine["two_phase"]["sampled_blocks"] == theirs["two_phase"]["sampled_blocks"]
+    assert mine["two_phase"]["correlation"] == pytest.approx(theirs["two_phase"]["correlation"], abs=1e-9)
+    last = cached()
+    assert rolling(last, texts) == pytest.approx(values, abs=1e-9) and last.lm.estimator.counts.rows == 0
+    assert duel["answers_from_cache"] == (5 if "precision" not in amount else len(texts))
+
+
+def test_windows_of_an_unfinished_request_are_kept(model, tmp_path):
+    from lm_eval_duel.harness.resume import Unfinished
+
+    lm = CachingLM(model(), str(tmp_path / "c_rank0.db")).lm
+    lm.cache_hook = None
+    store = CachingLM(model(), str(tmp_path / "d_rank0.db")).dbdict
+    [window, *_] = lm.text.document(lm.text.encode(TEXTS[0][0]))
+    [score] = lm.estimator.log_prob([window])
+    unfinished = Unfinished(store, lm.estimator)
+    unfinished.keep(window, score)
+    assert unfinished.find(window) == score
+
+
+def test_trace_and_verify(model, tmp_path):
+    lm = model(trace=str(tmp_path / "t.jsonl"), verify=3)
+    rolling(lm, TEXTS)
+    lines = trace.read(tmp_path / "t.jsonl")
+    for line in lines:
+        parts = line["two_phase"]
+        chosen = [g for g, weight in zip(parts["cached"], parts["weights"], strict=True) if weight]
+        corrections = [2 * (f - g) for f, g in zip(parts["uncached"], chosen, strict=True)]
+        assert line["log_prob"] == pytest.approx(sum(parts["cached"]) + sum(corrections), abs=1e-9)
+        assert len(parts["cached"]) == len(line["starts"])
+    verified = results(lm)[1]["verify"]
+    assert verified["windows"] == 3 and verified["largest_difference"] < 1e-6
+
+
+def test_precision_is_planned_for_each_task(model, caplog):
+    lm = model(sample=None, precision=0.2)
+    requests = ask("loglikelihood_rolling", *TEXTS, *MORE)
+    for n, request in enumerate(requests):
+        request.metadata = ("first" if n % 2 else "second", n, 1)
+        request.__post_init__()
+    with caplog.at_level("INFO", logger="lm_eval.duel_mdm"):
+        lm.loglikelihood_rolling(requests)
+    assert "two_phase first: a pilot of" in caplog.text and "two_phase second: a pilot of" in caplog.text
+
+
+def test_options_are_not_compared(model):
+    with pytest.raises(DuelError, match="Use estimator=duel for this task, without cache or with cache=dual"):
+        model().loglikelihood(ask("loglikelihood", ("a b", " c")))
+
+
+def test_texts_are_generated_without_the_cache(model, folder):
+    settings = {"until": [], "max_gen_toks": 4}
+    texts = model().generate_until(ask("generate_until", ("a b c", settings)))
+    exact = DuelMDM(pretrained=folder, block=4, device="cpu", dtype="float64")
+    assert texts == exact.generate_until(ask("generate_until", ("a b c", settings)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"precision": 0.1}, "leave one out"),
+        ({"sample": 0}, "'sample' is a share of blocks above 0, at most 1; got '0'"),
+        ({"sample": None, "precision": 1}, "'precision' is a relative standard error between 0 and 1; got '1'"),
+        ({"top_k": 3}, "does not support top_k.*Use estimator=duel"),
+        ({"compile": True}, "does not support compile.*Use estimator=duel"),
+        ({"backend": "remote", "trust_remote_code": True}, "backend=remote.*Use estimator=duel"),
+        ({"estimator": "duel"}, "'sample' is read by estimator=two_phase only"),
+    ],
+    ids=str,
+)
+def test_refused_before_anything_is_loaded(model, arguments, message):
+    with pytest.raises(UsageError, match=message):
+        model(pretrained="/no/such/folder", **arguments)
