@@ -62,6 +62,14 @@ class Duel(Estimator):
         self.rule = rules.parse(rule) if isinstance(rule, str) else rule
         check_rule(denoiser, self.rule)
         super().__init__(denoiser, block, grid, batch_size, max_batch_size, traced)
+        self._followed = rules.in_turn(self.rule, self.block) if self.rule.spans_blocks else self.rule
+
+    def blocks(self, window: Window) -> list[tuple[int, int]]:
+        places = super().blocks(window)
+        if not self.rule.spans_blocks or not places:
+            return places
+        (start, _), (last, width) = places[0], places[-1]  # one lane for a chain of blocks
+        return [(start, last + width - start)]
 
     def describe(self) -> dict[str, object]:
         return {"estimator": self.name, "block": self.block, "grid": self.grid, **fingerprint.of_rule(self.rule)}
@@ -90,7 +98,7 @@ class Duel(Estimator):
                 raise DuelError(f"Window {n} has {len(window.target)} target tokens but {len(order)} steps.")
             for start, width in self.blocks(window):
                 inside = set(order[max(0, start - context) : start - context + width])
-                if inside != set(range(len(inside))):
+                if inside != set(range(len(inside))) and not self.rule.may_wait:
                     raise DuelError(
                         f"Window {n}: the steps of a block must be 0..n-1 without gaps, not {sorted(inside)}."
                     )
@@ -135,7 +143,7 @@ class Duel(Estimator):
     # ------------------------------------------------------------ which lanes
 
     def _score_group(self, group: WindowGroup) -> IndexedScores:
-        return self._follow(group, self.rule)
+        return self._follow(group, self._followed)
 
     def _follow(self, group: WindowGroup, rule: rules.Rule) -> IndexedScores:
         """Every block of every window at once, under `rule`."""
@@ -159,7 +167,7 @@ class Duel(Estimator):
             while len(lanes):
                 decision = decide(rule, None, lanes, group.numbers)
                 pick = decision.pick  # (R, W)
-                yield dataclasses.replace(lanes, hidden=pick, memory=())
+                yield dataclasses.replace(lanes, hidden=pick, memory=()).select(pick.any(1))
                 lanes = lanes.reveal(pick, group.targets.of(lanes), decision.memory)
                 lanes = lanes.select(lanes.hidden.any(1))
 
@@ -181,7 +189,7 @@ class Duel(Estimator):
         view, results = self.denoiser.open(rows, generating=True), SampleAccumulator(rows, prompts, self.traced)
         blocks = [deque(self.blocks(prompt)) for prompt in prompts]  # of each row, those not started
         queue = Queue([fresh(rows, [(n, *left.popleft()) for n, left in enumerate(blocks)])])
-        for finished in self._loop.run(view, self.rule, queue, choose, results, numbers):
+        for finished in self._loop.run(view, self._followed, queue, choose, results, numbers):
             view.commit(finished)
             following = []
             for n in finished.row.tolist():
@@ -236,6 +244,8 @@ class _Replay(rules.Rule):
 
     name: ClassVar[str] = "replay"
     fixed: ClassVar[bool] = True
+    reads_step: ClassVar[bool] = True
+    may_wait: ClassVar[bool] = True
     reveal_steps: tuple[int, ...]
 
     def __call__(self, predictions: Predictions, lanes: Lanes) -> rules.Decision:
