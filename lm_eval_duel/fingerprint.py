@@ -70,7 +70,7 @@ def hash_contents(paths: Iterable[str]) -> str:
     total = hashlib.sha256()
     for path in paths:
         with open(path, "rb") as file:
-            total.update(hashlib.file_digest(file, "sha256").digest())
+            total.update(hashlib.sha256(file.read()).digest())
     return total.hexdigest()[:12]
 
 

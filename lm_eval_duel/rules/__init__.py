@@ -80,7 +80,9 @@ EXAMPLES = {  # values of parameters without a default, for error messages
     **{"mu": 0.9, "nu": 0.1, "gamma": 0.1, "f": 1.0, "n": 1, "steps": 32, "alg": "entropy"},
     **{"decay": 0.25, "alpha": 10.0, "table": "table.json"},
 }
-PARAMETERS = frozenset({SEED_FIRST, SUB_BLOCK, *(field.name for rule in RULES.values() for field in dataclasses.fields(rule))})
+PARAMETERS = frozenset(
+    {SEED_FIRST, SUB_BLOCK, *(field.name for rule in RULES.values() for field in dataclasses.fields(rule))}
+)
 
 
 def parse(text: str) -> Rule:
@@ -169,7 +171,9 @@ def in_turn(rule: Rule, block: int | None) -> Rule:
 def _resets(rule: Rule, name: str) -> Rule:
     """The rule; raises DuelError for one whose history outlives the block, which `name` would begin again."""
     if rule.spans_blocks:
-        raise DuelError(f"across=true of rule {rule.name} keeps its history over blocks, so it does not go with {name}.")
+        raise DuelError(
+            f"across=true of rule {rule.name} keeps its history over blocks, so it does not go with {name}."
+        )
     return rule
 
 

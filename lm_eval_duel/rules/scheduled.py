@@ -74,7 +74,9 @@ class Quota(Scheduled):
             if getattr(self, name) is not None:
                 check(self, name, getattr(self, name) >= 0, "a token id, at least 0")
                 if self.eos is None:
-                    raise DuelError(f"'{name}' of rule 'quota' is read with eos=conf only; add eos=conf or leave it out.")
+                    raise DuelError(
+                        f"'{name}' of rule 'quota' is read with eos=conf only; add eos=conf or leave it out."
+                    )
 
     def with_tokenizer(self, tokenizer: Any) -> Rule:
         if self.eos is None:
@@ -93,8 +95,10 @@ class Quota(Scheduled):
             raise DuelError("Rule quota with eos=conf needs the id of EOS: pass eos_id=<id> (and eot_id=<id>).")
         for name in ("eos_id", "eot_id"):
             if (number := getattr(self, name)) is not None and number >= denoiser.vocab_size:
-                raise DuelError(f"{name}={number} of rule quota is not an id of this network: it has 0 to "
-                                f"{denoiser.vocab_size - 1}.")
+                raise DuelError(
+                    f"{name}={number} of rule quota is not an id of this network: it has 0 to "
+                    f"{denoiser.vocab_size - 1}."
+                )
 
     def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
         count, memory = self.quota(lanes)

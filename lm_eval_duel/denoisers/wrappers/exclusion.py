@@ -34,7 +34,9 @@ class Excluding(Wrapper):
             if not 0 <= token < plain.vocab_size:
                 raise DuelError(f"exclude_ids has id {token}; the network's ids are 0 to {plain.vocab_size - 1}.")
             if token == plain.mask_id:
-                raise DuelError(f"exclude_ids has id {token}, which is [MASK]: it is excluded in any case. Leave it out.")
+                raise DuelError(
+                    f"exclude_ids has id {token}, which is [MASK]: it is excluded in any case. Leave it out."
+                )
         self._excluded = plain.excluded.clone()  # (V,)
         self._excluded[list(self.excluded_ids)] = True
         if self._excluded.all():
