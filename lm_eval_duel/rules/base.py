@@ -81,7 +81,7 @@ class Rule:
         return ()
 
     def with_tokenizer(self, tokenizer: Any) -> Rule:
-        """The rule with the ids that it takes from a tokenizer, or the rule itself. Raises DuelError for missing ids."""
+        """The rule with the ids that it takes from a tokenizer, if any; raises DuelError for missing ids."""
         return self
 
     def check_network(self, denoiser: Any) -> None:
@@ -175,8 +175,9 @@ def best(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The k hidden cells with the largest score (R, W) bool, and the decision's margin (R,).
 
-    `k` is a number, or one for each lane (R, 1). The margin is the gap between the worst cell picked and the best one left, over the score's steepest slope in logits
-    at those two. An all-mask start is an exact tie by definition, so its order is not a near tie.
+    `k` is a number, or one for each lane (R, 1). The margin is the gap between the worst cell picked and the best one
+    left, over the score's steepest slope in logits at those two. An all-mask start is an exact tie by definition, so its
+    order is not a near tie.
     """
     import torch
 

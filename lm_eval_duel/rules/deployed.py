@@ -24,8 +24,6 @@ from lm_eval_duel.rules.base import (
 )
 
 if TYPE_CHECKING:
-    import torch
-
     from lm_eval_duel.denoisers.predictions import Predictions
     from lm_eval_duel.engine.lanes import Lanes
 

@@ -87,7 +87,7 @@ def read_table(path: str) -> tuple[int, dict[int, int]]:
         with open(path, encoding="utf-8") as file:
             entries = json.load(file)
         total, counts = entries[TOTAL], {int(token): count for token, count in entries[COUNTS].items()}
-        good = total > 0 and all(0 <= token and 0 < count <= total for token, count in counts.items())
+        good = total > 0 and all(token >= 0 and 0 < count <= total for token, count in counts.items())
     except OSError as error:
         raise DuelError(
             f"The table '{path}' of rule pc cannot be read ({error.strerror}); write one with: lm-eval-duel "
@@ -97,8 +97,8 @@ def read_table(path: str) -> tuple[int, dict[int, int]]:
         good = False
     if not good:
         raise DuelError(
-            f'The table {path} of rule pc is a JSON object {{"{TOTAL}": N, "{COUNTS}": {{"id": count, ...}}}} with counts '
-            "from 1 to N."
+            f'The table {path} of rule pc is a JSON object {{"{TOTAL}": N, "{COUNTS}": {{"id": count, ...}}}} with '
+            "counts from 1 to N."
         )
     return total, counts
 

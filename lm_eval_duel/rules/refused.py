@@ -14,8 +14,8 @@ BATCH = (
     "own; the cached samplers that are covered are cache=prefix and cache=dual"
 )
 LEAVES_MASKS = (
-    "its loop can end with [MASK] in the text, so the probabilities of texts do not sum to 1. The rule threshold always "
-    "reveals the most confident position"
+    "its loop can end with [MASK] in the text, so the probabilities of texts do not sum to 1. The rule threshold "
+    "always reveals the most confident position"
 )
 HISTORY = "its state spans blocks and is more than the revealed tokens, which is not implemented"
 

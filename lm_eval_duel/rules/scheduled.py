@@ -106,7 +106,7 @@ class Quota(Scheduled):
         return Decision(*best(predictions, lanes, score, count), memory)
 
     def _without_ends(self, predictions: Predictions) -> torch.Tensor:
-        """The log-odds of P1 / (1 - P_eos - P_eot), and -inf where the most probable token is one of the two, (R, W)."""
+        """The log-odds of P1 / (1 - P_eos - P_eot), -inf where the most probable token is one of the two, (R, W)."""
         import torch
 
         confidence, argmax = predictions.confidence.double(), predictions.argmax  # (R, W)
