@@ -195,7 +195,7 @@ def decide(rule: rules.Rule, predictions: Predictions | None, lanes: Lanes, numb
 
 
 def _waits(rule: rules.Rule, decision: rules.Decision, lanes: Lanes) -> torch.Tensor:
-    """Which lanes may pick nothing now, because the rule's step or memory moves on, so that a later step differs, (R,)."""
+    """Which lanes may pick nothing now, because the rule's step or memory moves on, (R,)."""
     waits = torch.full_like(lanes.row, rule.may_wait and rule.reads_step, dtype=torch.bool)  # (R,)
     if rule.may_wait and not rule.reads_step and not decision.pick.any(1).all():
         before = lanes.memory or tuple(torch.zeros_like(plane) for plane in decision.memory)

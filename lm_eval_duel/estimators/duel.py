@@ -167,7 +167,8 @@ class Duel(Estimator):
             while len(lanes):
                 decision = decide(rule, None, lanes, group.numbers)
                 pick = decision.pick  # (R, W)
-                yield dataclasses.replace(lanes, hidden=pick, memory=()).select(pick.any(1))
+                if (some := pick.any(1)).any():  # not of lanes that wait
+                    yield dataclasses.replace(lanes, hidden=pick, memory=()).select(some)
                 lanes = lanes.reveal(pick, group.targets.of(lanes), decision.memory)
                 lanes = lanes.select(lanes.hidden.any(1))
 

@@ -176,8 +176,8 @@ def best(
     """The k hidden cells with the largest score (R, W) bool, and the decision's margin (R,).
 
     `k` is a number, or one for each lane (R, 1). The margin is the gap between the worst cell picked and the best one
-    left, over the score's steepest slope in logits at those two. An all-mask start is an exact tie by definition, so its
-    order is not a near tie.
+    left, over the score's steepest slope in logits at those two. An all-mask start is an exact tie by definition, so
+    its order is not a near tie.
     """
     import torch
 

@@ -175,7 +175,7 @@ def test_dream_follows_its_schedule_and_its_score(alg, length, steps):
 
 
 def orders(toy, row, loop):
-    """The reveal steps and the log-probability of a published loop on a toy; `loop(p_of)` yields the cells of a step."""
+    """The reveal steps and the log-probability of a published loop, which yields the cells of each step."""
     steps, log_prob = [None] * len(row), 0.0
 
     def p_of(masked):
@@ -316,9 +316,8 @@ def test_sub_blocks_are_blocks_that_see_the_masks_after_them():
 
 def test_the_first_cell_then_sub_blocks():
     rule = rules.parse("greedy:k=9:sub_block=2:seed_first=true")
-    assert (
-        str(rule) == "greedy:k=9:sub_block=2:seed_first=True" == str(rules.parse("greedy:seed_first=1:sub_block=2:k=9"))
-    )
+    assert str(rule) == "greedy:k=9:sub_block=2:seed_first=True"
+    assert rules.parse("greedy:seed_first=1:sub_block=2:k=9") == rule
     assert Duel(Toy(), rule, 6).log_prob([Window((), (0, 1, 2, 0, 1, 2))])[0].reveal_steps == (0, 1, 2, 2, 3, 3)
     assert Options.parse({"rule": "greedy", "k": 9, "sub_block": 2, "seed_first": True}).rule == rule
     assert rules.inner(rule) == rules.parse("greedy:k=9")
