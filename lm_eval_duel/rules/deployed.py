@@ -43,7 +43,7 @@ class EntropyThreshold(Rule):
     tau: float
 
     def __post_init__(self) -> None:
-        check(self, "tau", self.tau >= 0, "an entropy in nats, at least 0")
+        check(self, "tau", 0 <= self.tau < math.inf, "an entropy in nats, at least 0")
 
     def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
         entropy = predictions.entropy.double()  # (R, W)
