@@ -84,7 +84,6 @@ CHANGES = [  # checkpoint, an arg, two values that are two specs, and what goes 
     ("bert", "low", 0.4, 0.40000001, {"rule": "hierarchy"}),
     ("bert", "n", 1, 2, {"rule": "high_or_topk", "tau": 0.9}),
     ("bert", "steps", 1, 2, {"rule": "quota"}),
-    ("bert", "eos", None, "conf", {"rule": "quota:steps=2"}),
     ("bert", "eos_id", 5, 6, {"rule": "quota:steps=2:eos=conf"}),
     ("bert", "eot_id", 5, 6, {"rule": "quota:steps=2:eos=conf:eos_id=7"}),
     ("bert", "alg", "entropy", "topk_margin", {"rule": "dream:steps=2"}),
@@ -129,6 +128,7 @@ KEEPS = [  # two values of an arg that are one spec
 ELSEWHERE = {
     "sigma": "of SEDD, below",
     "lattice_rules": "it adds values and changes none",
+    "eos": "with ids of a tokenizer, in test_presets.py",
     **dict.fromkeys(("decay", "alpha", "table"), "of pc, with its file, in test_published.py"),
 }
 

@@ -37,7 +37,8 @@ def test_frequencies_counts_the_tokens_of_a_file(tmp_path, capsys):
     assert "written to" in capsys.readouterr().out
 
 
-def test_frequencies_counts_the_tokens_of_a_task(monkeypatch, tmp_path):
+@pytest.mark.slow
+def test_frequencies_counts_the_tokens_of_a_task():
     texts = list(frequencies.texts_of_task("sotu"))
     assert len(texts) == 36 and all(texts)
     tokenizer = denoisers.load_tokenizer({"tokenizer": "demo-mdm"})

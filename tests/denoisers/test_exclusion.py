@@ -41,9 +41,7 @@ def test_texts_without_the_excluded_ids_sum_to_one(kind, rule):
     assert [s.log_prob for s in again] == pytest.approx([s.log_prob for s in drawn], abs=1e-9)
 
 
-@pytest.mark.parametrize(
-    "rule", ["greedy:k=1", "margin:k=2", "threshold:mu=0.5", "klass:mu=0.4:nu=0.3", "quota:steps=2"]
-)
+@pytest.mark.parametrize("rule", ["greedy:k=1", "margin:k=2", "klass:mu=0.4:nu=0.3", "quota:steps=2"])
 def test_equals_the_textbook_loop_without_these_columns(rule):
     toy, windows = Toy(tokens=4), [Window((1, 3), (0, 2, 3, 3)), Window((), (2, 0, 0), (1,))]
     excluded = toy.excluded | (torch.arange(toy.vocab_size) == 1)
@@ -76,7 +74,6 @@ def test_through_load_and_the_model_args(tmp_path):
     assert "exclude_ids" not in plain.describe()
     assert without.excluded.nonzero()[:, 0].tolist() == sorted({5, 6, *plain.excluded.nonzero()[:, 0].tolist()})
     window = [Window((), (7, 8, 9))]
-    assert (
-        Duel(without, "greedy", 2).log_prob(window)[0].log_prob > Duel(plain, "greedy", 2).log_prob(window)[0].log_prob
-    )
+    less, more = (Duel(denoiser, "greedy", 2).log_prob(window)[0].log_prob for denoiser in (plain, without))
+    assert less < more
     assert DuelMDM(pretrained=path, exclude_ids=5, device="cpu").spec["exclude_ids"] == "5"
