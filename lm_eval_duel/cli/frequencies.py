@@ -14,7 +14,8 @@ from lm_eval_duel.errors import DuelError, usage
 from lm_eval_duel.rules.pc import COUNTS, TOTAL
 
 PRINTS = """\
-Prints how many tokens were counted. Writes a JSON file with the number of tokens and the count of each id, which the rule pc reads (table=FILE).
+Prints how many tokens were counted.
+Writes a JSON file with the number of tokens and the count of each id, which the rule pc reads (table=FILE).
 """
 
 
