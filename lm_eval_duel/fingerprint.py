@@ -65,6 +65,15 @@ def hash_files(paths: Iterable[str | os.PathLike[str]]) -> str:
     return total.hexdigest()[:12]
 
 
+def hash_contents(paths: Iterable[str]) -> str:
+    """Twelve hexadecimal digits of the contents of files, whatever their names are."""
+    total = hashlib.sha256()
+    for path in paths:
+        with open(path, "rb") as file:
+            total.update(hashlib.sha256(file.read()).digest())
+    return total.hexdigest()[:12]
+
+
 def hash_texts(texts: Iterable[str]) -> str:
     """Twelve hexadecimal digits of texts, in their order."""
     total = hashlib.sha256()
@@ -123,10 +132,11 @@ def code_of(kind: type) -> str:
 
 
 def of_rule(rule: Any) -> dict[str, str]:
-    """A rule as entries of the spec: its text, and for a user's own rule the hash of its code."""
+    """A rule as entries of the spec: its text, the hash of the files that it reads, and of a user's own code."""
     kind = rule.code_class
     own = kind.__module__.partition(".")[0] not in LIBRARIES
-    return {"rule": str(rule)} | ({"rule_code": code_of(kind)} if own else {})
+    files = {"rule_files": hash_contents(rule.files)} if rule.files else {}
+    return {"rule": str(rule)} | files | ({"rule_code": code_of(kind)} if own else {})
 
 
 def _code_files(kind: type) -> set[str]:

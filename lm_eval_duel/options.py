@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 from lm_eval_duel import rules
 from lm_eval_duel.arguments import (
     NOTHING,
+    Reader,
     argument,
     at_least,
     block_size,
@@ -27,6 +28,7 @@ from lm_eval_duel.arguments import (
 from lm_eval_duel.denoisers.load_options import ALIASES, NETWORK_READERS, WHOLE_ROW_BOS, NetworkArguments
 from lm_eval_duel.errors import DuelError, unknown, usage
 from lm_eval_duel.estimators import registry
+from lm_eval_duel.rules import presets
 
 Windows = Literal["independent", "harness"]
 Grid = Literal["auto", "target", "row"]
@@ -42,12 +44,17 @@ def _batch_size(key: str, value: Any) -> int | str:
         raise DuelError(f"'{key}' is a number of rows, at least 1, or auto; got '{value}'.") from None
 
 
+def _preset(key: str, value: Any) -> str | None:
+    return None if (name := text(key, value)) is None else presets.find(name).name
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options(NetworkArguments):
     """All model args of one run."""
 
     pretrained: str | None = argument(checkpoint_name)  # a folder or a hub name; None: the bundled demo-mdm
     tokenizer: str | None = argument(checkpoint_name)
+    preset: str | None = argument(_preset)  # a deployed sampler, which sets other arguments
     rule: rules.Rule = dataclasses.field(default_factory=rules.Greedy)
     block: int | str | None = argument(block_size, "auto")  # positions, None (the whole target) or "auto"
     grid: Grid = argument(required_choice(*get_args(Grid)), "auto")
@@ -76,6 +83,10 @@ class Options(NetworkArguments):
         """
         own, estimators = readers(cls), _estimator_arguments(arguments)
         readable = {**own, **{name: argument.read for name, argument in estimators.items()}}
+        if (preset := _preset("preset", arguments.get("preset"))) is not None:
+            arguments = _with_preset(presets.find(preset), arguments, readable)
+            estimators = _estimator_arguments(arguments)
+            readable = {**own, **{name: argument.read for name, argument in estimators.items()}}
         known = [*readable, *ALIASES, "rule", *_parameters(arguments)]
         for key in arguments:
             if key not in known and key not in rules.PARAMETERS:
@@ -93,6 +104,11 @@ class Options(NetworkArguments):
         if (check := registry.find(options.estimator).check) is not None:
             check(options)
         return options
+
+    def with_tokenizer(self, tokenizer: Any) -> Options:
+        """These options with the ids that the rule takes from a tokenizer."""
+        rule = self.rule.with_tokenizer(tokenizer)
+        return self if rule is self.rule else dataclasses.replace(self, rule=rule)
 
     @property
     def network(self) -> dict[str, Any]:
@@ -119,13 +135,31 @@ def names() -> list[str]:
 
 
 def _estimator_arguments(arguments: Mapping[str, Any]) -> dict[str, registry.Argument]:
-    """The model args of single estimators. A name that a rule has too is the estimator's only if it reads it."""
-    estimator = registry.find(registry.read_name("estimator", arguments.get("estimator", "duel")))
-    return {
-        name: argument
-        for name, argument in registry.arguments().items()
-        if name in estimator.arguments or name not in rules.PARAMETERS
-    }
+    """The args that estimators read. A name that rules have, too, is the rule's unless the estimator given reads it."""
+    named = registry.ESTIMATORS.get(registry.canonical(str(arguments.get("estimator", "duel"))))
+    own = {} if named is None else named.arguments
+    return {key: value for key, value in registry.arguments().items() if key in own or key not in rules.PARAMETERS}
+
+
+def _with_preset(
+    preset: presets.Preset, arguments: Mapping[str, Any], readable: Mapping[str, Reader]
+) -> dict[str, Any]:
+    """The args of a preset and those given; raises DuelError for one that contradicts the preset."""
+    settings = dict(preset.arguments)
+    if "rule" in arguments and "rule" in settings:
+        given = _rule({key: value for key, value in arguments.items() if key == "rule" or key in rules.PARAMETERS})
+        own = _rule({key: settings.pop(key) for key in ("rule", *preset.free) if key in settings})
+        free = {key: getattr(rules.inner(given), key, None) for key in preset.free}
+        if str(rules.inner(given).name) != own.name or rules.replaced(own, **free) != given:
+            raise presets.conflict(preset, "rule", arguments["rule"])
+    elif "rule" in settings:
+        for key in arguments:
+            if key in rules.PARAMETERS and key not in preset.free:
+                raise presets.conflict(preset, key, arguments[key])
+    for key, value in settings.items():
+        if key in arguments and key in readable and readable[key](key, arguments[key]) != readable[key](key, value):
+            raise presets.conflict(preset, key, arguments[key])
+    return {**settings, **arguments}
 
 
 def _read_aliases(arguments: Mapping[str, Any], values: dict[str, Any]) -> None:

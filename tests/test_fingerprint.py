@@ -82,6 +82,22 @@ CHANGES = [  # checkpoint, an arg, two values that are two specs, and what goes 
     ("bert", "bos", "given", "none", {}),
     ("bert", "add_bos_token", True, False, {}),
     ("bert", "seed_first", False, True, {}),
+    ("bert", "sub_block", None, 2, {}),
+    ("bert", "exclude_ids", None, 5, {}),
+    ("bert", "exclude_ids", 5, "5+6", {}),
+    ("own", "preset", "dream-entropy", "dream-fast-dllm", {"trust_remote_code": True}),
+    ("bert", "strict", False, True, {"rule": "threshold", "mu": 0.9}),
+    ("bert", "inclusive", False, True, {"rule": "entropy_bound", "gamma": 0.1}),
+    ("bert", "across", False, True, {"rule": "klass", "mu": 0.9, "nu": 0.1, "kl": "authors"}),
+    ("bert", "tau", 0.9, 0.90000001, {"rule": "entropy_threshold"}),
+    ("bert", "f", 1, 1.00000001, {"rule": "factor"}),
+    ("bert", "variant", "a", "b", {"rule": "factor", "f": 1}),
+    ("bert", "low", 0.4, 0.40000001, {"rule": "hierarchy"}),
+    ("bert", "n", 1, 2, {"rule": "high_or_topk", "tau": 0.9}),
+    ("bert", "steps", 1, 2, {"rule": "quota"}),
+    ("bert", "eos_id", 5, 6, {"rule": "quota:steps=2:eos=conf"}),
+    ("bert", "eot_id", 5, 6, {"rule": "quota:steps=2:eos=conf:eos_id=7"}),
+    ("bert", "alg", "entropy", "topk_margin", {"rule": "dream:steps=2"}),
     ("bert", "cache", "none", "dual", {}),
     ("bert", "cache", "prefix", "dual", {}),
     ("bert", "cfg_scale", 0.5, 0.50000001, {}),
@@ -103,6 +119,8 @@ KEEPS = [  # two values of an arg that are one spec
     ("bert", "cache", None, "none", {}),
     ("bert", "cache", "none", "dual", TWO_PHASE),  # the default of its first phase
     ("bert", "sample", None, 0.05, TWO_PHASE),
+    ("bert", "exclude_ids", "6+5", [5, 6], {}),
+    ("bert", "sub_block", None, "none", {}),
     ("bert", "trace", None, "trace.jsonl", {}),
     ("bert", "verify", 0, 2, {}),
     ("bert", "order", "random", "longest", {}),
@@ -126,6 +144,8 @@ KEEPS = [  # two values of an arg that are one spec
 ELSEWHERE = {
     "sigma": "of SEDD, below",
     "lattice_rules": "it adds values and changes none",
+    "eos": "with ids of a tokenizer, in test_presets.py",
+    **dict.fromkeys(("decay", "alpha", "table"), "of pc, with its file, in test_published.py"),
 }
 
 

@@ -170,7 +170,7 @@ def test_network_args_are_those_of_denoisers_load():
         ({"top_p": 1.5}, "'top_p' is a probability above 0, at most 1; got '1.5'."),
         ({"rul": "greedy"}, "Unknown model arg 'rul'. Did you mean rule?"),
         ({"rule": "greedy", "mu": 0.9}, "Rule 'greedy' does not take 'mu'; it takes: k."),
-        ({"rule": "threshold", "mu": 0.9, "k": 2}, "Rule 'threshold' does not take 'k'; it takes: mu."),
+        ({"rule": "threshold", "mu": 0.9, "k": 2}, "Rule 'threshold' does not take 'k'; it takes: mu, strict."),
         ({"rule": "greedy:k=2", "k": 3}, "'k' is given twice: in rule=greedy:k=2 and as a model arg."),
         ({"rule": "threshold"}, "Rule 'threshold' needs mu"),
         ({"block": 0}, "'block' is a number of positions, none (the whole target) or auto; got '0'."),

@@ -22,6 +22,8 @@ COMMANDS = {  # name: (module below lm_eval_duel with its `main`, what it does)
     "plan": ("cli.plan", "count what a run will cost before it starts: rows, operations, memory, hours"),
     "bench": ("bench", "measure speed and memory against the textbook loop on random tokens"),
     "data": ("tasks.check", "check the benchmarks' data sets: `data check` loads them and prints their contents"),
+    "presets": ("cli.presets", "print the deployed samplers that have a name, and the settings that each stands for"),
+    "frequencies": ("cli.frequencies", "count how often each token occurs in a text, for the rule pc"),
     "where": ("cli.where", "print the absolute path of the tasks, the recipes or a bundled checkpoint"),
 }
 PACKAGES = ("lm_eval", "torch", "transformers")

@@ -46,6 +46,7 @@ class Denoiser(abc.ABC):
     needs_visible: bool = False  # a row of masks has no distribution: the network divides by the visible tokens
     special_tokens: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # before and after a text, if expected
     cache: str | None = None  # of a cached sampler: "prefix" or "dual"
+    excluded_ids: tuple[int, ...] = ()  # tokens that are left out of the vocabulary
     quantized: bool = False  # its weights are coarser than its dtype
 
     @property

@@ -26,6 +26,7 @@ from lm_eval_duel.arguments import (
     text,
     text_or_mapping,
     truth,
+    whole,
 )
 from lm_eval_duel.demo import BUNDLED
 from lm_eval_duel.errors import DuelError, another_block
@@ -75,6 +76,21 @@ def _cfg_scale(key: str, value: Any) -> float | None:
     return number or None
 
 
+def _ids(key: str, value: Any) -> tuple[int, ...]:
+    """Ids such as 5, 5+7 or [5, 7], in ascending order."""
+    if isinstance(value, list | tuple):
+        parts = list(value)
+    else:
+        parts = [] if value in NOTHING else str(value).split("+") if isinstance(value, str) else [value]
+    try:
+        ids = {whole(part) for part in parts}
+        if any(number < 0 for number in ids):
+            raise ValueError
+    except (ValueError, TypeError, OverflowError):
+        raise DuelError(f"'{key}' is token ids, such as 126081 or 126081+126348; got '{value}'.") from None
+    return tuple(sorted(ids))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NetworkArguments:
     """The arguments of a network, as they are given to `denoisers.load` and in model args."""
@@ -93,6 +109,7 @@ class NetworkArguments:
     sigma: Sigma | None = argument(choice(*get_args(Sigma)))  # SEDD
     backend: Backend | None = argument(choice(*get_args(Backend)))
     cache: Cache | None = argument(_cache)  # the cached sampler, another distribution
+    exclude_ids: tuple[int, ...] = argument(_ids, ())  # left out of the vocabulary, another distribution
     cfg_scale: float | None = argument(_cfg_scale)
     temperature: float | None = argument(_temperature)  # of the network that is scored, as are top_k and top_p
     top_k: int | None = argument(count)

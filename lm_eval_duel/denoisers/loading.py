@@ -21,6 +21,7 @@ from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.dit import checkpoint as dit_checkpoint
 from lm_eval_duel.denoisers.hf import causal_lm, decoder_checkpoint, families, masked_lm, remote_code
 from lm_eval_duel.denoisers.load_options import NETWORK_READERS, LoadOptions, tokenizer_source
+from lm_eval_duel.denoisers.wrappers.exclusion import Excluding
 from lm_eval_duel.denoisers.wrappers.guidance import Guided
 from lm_eval_duel.denoisers.wrappers.warpers import Warped
 from lm_eval_duel.errors import DuelError, unknown
@@ -44,6 +45,7 @@ def load(name: str, *, device: str | None = None, **network: Any) -> Denoiser:
         denoiser.compile()
     denoiser = Cached(denoiser, options.cache) if options.cache else denoiser
     denoiser = Guided(denoiser, options.cfg_scale) if options.cfg_scale else denoiser
+    denoiser = Excluding(denoiser, options.exclude_ids) if options.exclude_ids else denoiser
     warpers = options.temperature, options.top_k, options.top_p
     return denoiser if warpers == (None, None, None) else Warped(denoiser, *warpers)
 

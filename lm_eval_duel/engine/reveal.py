@@ -164,7 +164,10 @@ class RevealLoop:
 
 
 def decide(rule: rules.Rule, predictions: Predictions | None, lanes: Lanes, numbers: Sequence[int]) -> rules.Decision:
-    """The rule's decision, checked. `predictions` is None for a fixed rule; `numbers` as in `RevealLoop.run`."""
+    """The rule's decision, checked. `predictions` is None for a fixed rule; `numbers` as in `RevealLoop.run`.
+
+    Raises RuleStalled for a pick that is empty, unless the rule may wait, or that is not hidden.
+    """
     try:
         decision = rule(cast("Predictions", predictions), lanes)
     except (DuelError, torch.OutOfMemoryError):
@@ -197,7 +200,7 @@ def decide(rule: rules.Rule, predictions: Predictions | None, lanes: Lanes, numb
         raise DuelError(f"The lead of rule {rule} is one number for each lane ({len(lanes)}); got {tuple(lead.shape)}.")
     if any(plane.shape[:2] != pick.shape for plane in decision.memory):
         raise DuelError(f"The memory of rule {rule} must be tensors of the shape (R, W, ...) = {(*pick.shape, ...)}.")
-    stalled = ~pick.any(1) | (pick & ~lanes.hidden).any(1)  # (R,)
+    stalled = (~pick.any(1) & ~_waits(rule, decision, lanes)) | (pick & ~lanes.hidden).any(1)  # (R,)
     if stalled.any():
         lane = int(stalled.nonzero()[0])
         what = "picked a position that is not hidden" if pick[lane].any() else "picked nothing"
@@ -212,6 +215,16 @@ def _line_of(rule: rules.Rule, error: Exception) -> str:
     file = getattr(sys.modules.get(type(rule).__module__), "__file__", None)
     own = [frame for frame in frames if frame.filename == file] or frames
     return f"{own[-1].filename}, line {own[-1].lineno}"
+
+
+def _waits(rule: rules.Rule, decision: rules.Decision, lanes: Lanes) -> torch.Tensor:
+    """Which lanes may pick nothing now, because the rule's step or memory moves on, (R,)."""
+    waits = torch.full_like(lanes.row, rule.may_wait and rule.reads_step, dtype=torch.bool)  # (R,)
+    if rule.may_wait and not rule.reads_step and not decision.pick.any(1).all():
+        before = lanes.memory or tuple(torch.zeros_like(plane) for plane in decision.memory)
+        for old, new in zip(before, decision.memory, strict=True):
+            waits |= (old != new).flatten(1).any(1)
+    return waits
 
 
 def _place(lanes: Lanes, lane: int, numbers: Sequence[int]) -> str:

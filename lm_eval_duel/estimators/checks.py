@@ -52,6 +52,7 @@ def check_rule(denoiser: Denoiser, rule: rules.Rule) -> None:
         raise DuelError(f"A causal network reveals left to right only; use rule=left_to_right, not {rule}.")
     if denoiser.shift and denoiser.cache and not isinstance(rule, rules.SeedFirst):
         raise first_cell_unseen(denoiser.cache)
+    rule.check_network(denoiser)
 
 
 def check_every_order(denoiser: Denoiser, name: str) -> None:
@@ -107,6 +108,8 @@ def check_windows(
             raise DuelError(f"Window {n} {problem}", n)
         if not unscorable.isdisjoint(target):
             wrong = next(token for token in target if token in unscorable)
+            if wrong in denoiser.excluded_ids:
+                raise DuelError(f"Window {n} holds id {wrong}, which exclude_ids leaves out: its probability is 0.", n)
             raise DuelError(f"Window {n} holds id {wrong}, which is padding and not a token of the vocabulary.", n)
     _warn_without_special_tokens(denoiser, windows)
 

@@ -62,6 +62,14 @@ class Duel(Estimator):
         self.rule = rules.parse(rule) if isinstance(rule, str) else rule
         check_rule(denoiser, self.rule)
         super().__init__(denoiser, block, grid, batch_size, max_batch_size, traced)
+        self._followed = rules.in_turn(self.rule, self.block) if self.rule.spans_blocks else self.rule
+
+    def blocks(self, window: Window) -> list[tuple[int, int]]:
+        places = super().blocks(window)
+        if not self.rule.spans_blocks or not places:
+            return places
+        (start, _), (last, width) = places[0], places[-1]  # one lane for a chain of blocks
+        return [(start, last + width - start)]
 
     def describe(self) -> dict[str, object]:
         return {"estimator": self.name, "block": self.block, "grid": self.grid, **fingerprint.of_rule(self.rule)}
@@ -90,7 +98,7 @@ class Duel(Estimator):
                 raise DuelError(f"Window {n} has {len(window.target)} target tokens but {len(order)} steps.")
             for start, width in self.blocks(window):
                 inside = set(order[max(0, start - context) : start - context + width])
-                if inside != set(range(len(inside))):
+                if inside != set(range(len(inside))) and not self.rule.may_wait:
                     raise DuelError(
                         f"Window {n}: the steps of a block must be 0..n-1 without gaps, not {sorted(inside)}."
                     )
@@ -140,7 +148,7 @@ class Duel(Estimator):
 
     def _rule(self, choose: Choose) -> rules.Rule:
         """The rule to sample under, where `choose` gives the tokens."""
-        return self.rule
+        return self._followed
 
     # ------------------------------------------------------------ which lanes
 
@@ -152,10 +160,10 @@ class Duel(Estimator):
         lanes = group.fresh(places)
         results = ScoreAccumulator(group.rows, self.traced)
         results.expected = torch.zeros_like(results.expected).index_add_(0, lanes.row, lanes.hidden.sum(1))  # (N,)
-        yield from self._run(group, self.rule, places, results)
+        yield from self._run(group, self._followed, places, results)
 
     def _score_group(self, group: WindowGroup) -> IndexedScores:
-        return self._follow(group, self.rule)
+        return self._follow(group, self._followed)
 
     def _follow(self, group: WindowGroup, rule: rules.Rule) -> IndexedScores:
         """Every block of every window at once, under `rule`."""
@@ -183,7 +191,8 @@ class Duel(Estimator):
             while len(lanes):
                 decision = decide(rule, None, lanes, group.numbers)
                 pick = decision.pick  # (R, W)
-                yield dataclasses.replace(lanes, hidden=pick, memory=())
+                if (some := pick.any(1)).any():  # not of lanes that wait
+                    yield dataclasses.replace(lanes, hidden=pick, memory=()).select(some)
                 lanes = lanes.reveal(pick, group.targets.of(lanes), decision.memory)
                 lanes = lanes.select(lanes.hidden.any(1))
 
@@ -260,6 +269,8 @@ class _Replay(rules.Rule):
 
     name: ClassVar[str] = "replay"
     fixed: ClassVar[bool] = True
+    reads_step: ClassVar[bool] = True
+    may_wait: ClassVar[bool] = True
     reveal_steps: tuple[int, ...]
 
     def __call__(self, predictions: Predictions, lanes: Lanes) -> rules.Decision:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from lm_eval_duel import rules
 from lm_eval_duel.arguments import NOTHING, Reader, at_least, block_size, choice, number_where, truth
 from lm_eval_duel.errors import DuelError, unknown
+from lm_eval_duel.rules import presets
 
 if TYPE_CHECKING:
     from lm_eval_duel.denoisers.base import Denoiser
@@ -298,6 +299,7 @@ def unread(given: Mapping[str, Any], estimator: str) -> list[str]:
 
 def make(denoiser: Denoiser, options: Options) -> Estimator:
     """The estimator that the options name; raises DuelError if there is none of its kind for this network."""
+    presets.require_fit(options.preset, denoiser.family)
     entry = find(options.estimator)
     module, name = entry.target.split(":")
     return getattr(importlib.import_module(module), name)(

@@ -27,7 +27,7 @@ from lm_eval_duel.harness.generation import Generator, Settings
 from lm_eval_duel.harness.text import Text
 from lm_eval_duel.library.results import GeneratedText, TextEstimate, TextScore
 from lm_eval_duel.options import Options, Windows
-from lm_eval_duel.rules import Rule
+from lm_eval_duel.rules import Rule, presets
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,6 +37,7 @@ log = logging.getLogger("lm_eval.duel_mdm")
 Block: TypeAlias = "int | Literal['auto'] | None"
 Grid: TypeAlias = Literal["auto", "target", "row"]
 
+UNSET = {"rule": "greedy", "block": "auto", "grid": "auto"}  # the defaults of `from_pretrained`
 HARNESS_ARGS = ("estimator", "trace", "verify", "lattice_rules", "draw_seed", "parallelize")  # not args of a Duel
 
 
@@ -115,19 +116,24 @@ class Duel(estimator.Duel):
                 raise DuelError(
                     f"'{key}' is a model arg of the harness's model; Duel.from_pretrained does not take it."
                 )
-        arguments = {"pretrained": name, "block": block, "grid": grid, "windows": windows, **network}
-        if isinstance(rule, str):
-            arguments["rule"] = rule
+        settings = {"rule": str(rule), "block": block, "grid": grid}
+        if network.get("preset"):  # it sets what is not given
+            settings = {key: value for key, value in settings.items() if value != UNSET[key]}
+        arguments = {"pretrained": name, "windows": windows, **settings, **network}
         if tokenizer is None or isinstance(tokenizer, str):
             options = Options.parse({**arguments, "tokenizer": tokenizer})
             tokenizer = denoisers.load_tokenizer(vars(options))
         else:
             options = Options.parse(arguments)
+        if options.estimator != "duel":
+            raise DuelError(f"preset={options.preset} has estimator={options.estimator}, which is not that of a Duel.")
+        denoiser = denoisers.load(name, device=device, tokenizer=tokenizer, **options.network)
+        presets.require_fit(options.preset, denoiser.family)
         return cls(
-            denoisers.load(name, device=device, tokenizer=tokenizer, **options.network),
-            options.rule if isinstance(rule, str) else rule,
-            block=block,
-            grid=grid,
+            denoiser,
+            options.rule.with_tokenizer(tokenizer) if isinstance(rule, str) else rule,
+            block=options.block,
+            grid=options.grid,
             batch_size=batch_size,
             max_batch_size=max_batch_size,
             traced=traced,

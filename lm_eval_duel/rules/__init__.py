@@ -14,22 +14,30 @@ import os
 import sys
 from typing import Any
 
-from lm_eval_duel.arguments import truth, whole
+from lm_eval_duel.arguments import count, truth, whole
 from lm_eval_duel.errors import DuelError, unknown
-from lm_eval_duel.rules.adaptive import EntropyBound, Klass, Threshold
+from lm_eval_duel.rules.adaptive import EntropyBound, Threshold
 from lm_eval_duel.rules.base import Decision, Rule, certain, kind_of, rank
+from lm_eval_duel.rules.deployed import DinferThreshold, EntropyThreshold, Factor, Hierarchy, HighOrTopk
 from lm_eval_duel.rules.fixed import LeftToRight, Random, RightToLeft
+from lm_eval_duel.rules.klass import Klass
+from lm_eval_duel.rules.pc import PC
+from lm_eval_duel.rules.refused import require_covered
+from lm_eval_duel.rules.scheduled import Dream, Quota
 from lm_eval_duel.rules.scores import Entropy, Greedy, LogMargin, Margin
 from lm_eval_duel.rules.seed_first import SEED_FIRST, SeedFirst, inner, replaced
+from lm_eval_duel.rules.sub_block import SUB_BLOCK, SubBlock
 
 __all__ = [
     "Decision",
     "Rule",
     "SeedFirst",
+    "SubBlock",
     "build",
     "certain",
     "check_state_only",
     "find",
+    "in_turn",
     "inner",
     "parse",
     "rank",
@@ -51,6 +59,14 @@ RULES: dict[str, type[Rule]] = {
         Threshold,
         Klass,
         EntropyBound,
+        EntropyThreshold,
+        Factor,
+        HighOrTopk,
+        DinferThreshold,
+        Hierarchy,
+        Quota,
+        Dream,
+        PC,
     )
 }  # in the order of tables
 ALIASES = {
@@ -60,8 +76,13 @@ ALIASES = {
     "conf_threshold": "threshold",
     "eb": "entropy_bound",
 }
-EXAMPLES = {"mu": 0.9, "nu": 0.1, "gamma": 0.1}  # values of parameters without a default, for error messages
-PARAMETERS = frozenset({SEED_FIRST, *(field.name for rule in RULES.values() for field in dataclasses.fields(rule))})
+EXAMPLES = {  # values of parameters without a default, for error messages
+    **{"mu": 0.9, "nu": 0.1, "gamma": 0.1, "f": 1.0, "n": 1, "steps": 32, "alg": "entropy"},
+    **{"decay": 0.25, "alpha": 10.0, "table": "table.json"},
+}
+PARAMETERS = frozenset(
+    {SEED_FIRST, SUB_BLOCK, *(field.name for rule in RULES.values() for field in dataclasses.fields(rule))}
+)
 
 
 def parse(text: str) -> Rule:
@@ -97,7 +118,12 @@ def build(name: str, arguments: dict[str, Any]) -> Rule:
         arguments = dict(arguments)
         seed_first = truth(SEED_FIRST, arguments.pop(SEED_FIRST))
         following = build(name, arguments)
-        return SeedFirst(following) if seed_first else following
+        return SeedFirst(_resets(following, SEED_FIRST)) if seed_first else following
+    if SUB_BLOCK in arguments:
+        arguments = dict(arguments)
+        size = count(SUB_BLOCK, arguments.pop(SUB_BLOCK))
+        following = build(name, arguments)
+        return following if size is None else SubBlock(_resets(following, SUB_BLOCK), size)
     rule = find(name)
     fields = {field.name: field for field in dataclasses.fields(rule)}
     for key in arguments:
@@ -121,6 +147,7 @@ def find(name: str) -> type[Rule]:
     """The class of a rule's name, alias, or `module:Name` of the user's own."""
     if ":" in name:
         return _custom(name)
+    require_covered("rule", name)
     resolved = ALIASES.get(name, name)
     if resolved not in RULES:
         raise unknown("unmasking rule", name, [*RULES, *ALIASES])
@@ -134,6 +161,20 @@ def check_state_only(rule: Rule) -> None:
             f"lattice_rules takes rules whose pick depends on the revealed tokens alone; {rule} has a memory, or its "
             "class does not declare `state_only = True`. Score it by itself: estimator=duel,rule=..."
         )
+
+
+def in_turn(rule: Rule, block: int | None) -> Rule:
+    """A rule that `spans_blocks`, on lanes that hold a whole window: inside the first unfinished block of it."""
+    return rule if block is None else SubBlock(rule, block, carries=True)
+
+
+def _resets(rule: Rule, name: str) -> Rule:
+    """The rule; raises DuelError for one whose history outlives the block, which `name` would begin again."""
+    if rule.spans_blocks:
+        raise DuelError(
+            f"across=true of rule {rule.name} keeps its history over blocks, so it does not go with {name}."
+        )
+    return rule
 
 
 def _custom(name: str) -> type[Rule]:

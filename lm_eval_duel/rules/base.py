@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from lm_eval_duel.engine.lanes import Lanes
 
 
+OPTIONAL = "optional"  # in the metadata of a field, see `optional`
 INTEGERS = 2**63  # those of tensors are smaller
+READS = ("fixed", "state_only", "reads_step", "may_wait")  # class attributes: what a rule reads, and how it steps
 LOG_ODDS_SLOPE = 2.0  # the L1 norm of d(log-odds)/d(logits), and of d(log P1 - log P2)/d(logits)
 
 
@@ -51,13 +53,16 @@ class Rule:
     # what the rule reads; a subclass with a `__call__` of its own declares these again
     fixed: ClassVar[bool] = False  # no predictions: `predictions` is None if all steps are evaluated at once
     state_only: ClassVar[bool] = False  # neither memory nor `step`: the pick depends on the revealed tokens alone
+    reads_step: ClassVar[bool] = False  # the number of steps taken in the block
+    may_wait: ClassVar[bool] = False  # may pick nothing while its `step` or memory moves on
 
+    spans_blocks: ClassVar[bool] = False  # its memory outlives a block, so the blocks of a window form one chain
     dense_memory: ClassVar[bool] = False  # keeps (R, W, V) between steps, which the budget counts
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "__call__" in vars(cls):
-            for attribute in ("fixed", "state_only"):
+            for attribute in READS:
                 if attribute not in vars(cls):
                     setattr(cls, attribute, False)
 
@@ -70,10 +75,31 @@ class Rule:
         """The class whose code decides, for the fingerprint."""
         return type(self)
 
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files that the rule reads, for the fingerprint."""
+        return ()
+
+    def with_tokenizer(self, tokenizer: Any) -> Rule:
+        """The rule with the ids that it takes from a tokenizer, if any; raises DuelError for missing ids."""
+        return self
+
+    def check_network(self, denoiser: Any) -> None:
+        """Raise DuelError for a network that this rule cannot follow."""
+
     def __str__(self) -> str:
-        values = (f"{field.name}={_plain(field, getattr(self, field.name))}" for field in dataclasses.fields(self))
+        values = (
+            f"{field.name}={_plain(field, getattr(self, field.name))}"
+            for field in dataclasses.fields(self)
+            if not (field.metadata.get(OPTIONAL) and getattr(self, field.name) == field.default)
+        )
         own = type(self).__module__.startswith(__package__)
         return ":".join([self.name if own else f"{type(self).__module__}:{type(self).__qualname__}", *values])
+
+
+def optional(default: Any) -> Any:
+    """A parameter that the rule's text leaves out at its default, so that texts without it stay as they were."""
+    return dataclasses.field(default=default, metadata={OPTIONAL: True})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +110,7 @@ class Counted(Rule):
     k: int = 1
 
     def __post_init__(self) -> None:
-        check(self, "k", 1 <= self.k < INTEGERS and self.k == int(self.k), "a count of positions, at least 1")
+        check_count(self, "k", "a count of positions, at least 1")
 
 
 def kind_of(field: dataclasses.Field) -> str:
@@ -115,6 +141,17 @@ def check(rule: Rule, name: str, good: bool, what: str) -> None:
         raise DuelError(f"'{name}' of rule '{rule.name}' is {what}; got {getattr(rule, name)}.")
 
 
+def check_count(rule: Rule, name: str, what: str) -> None:
+    """Raise DuelError unless a parameter is a whole number, at least 1."""
+    value = getattr(rule, name)
+    check(rule, name, 1 <= value < INTEGERS and value == int(value), what)
+
+
+def check_probability(rule: Rule, name: str) -> None:
+    """Raise DuelError unless a parameter is a probability."""
+    check(rule, name, 0 <= getattr(rule, name) <= 1, "a probability from 0 to 1")
+
+
 def log_odds(p: float) -> float:
     """log p - log(1 - p)."""
     return math.inf if p >= 1 else -math.inf if p <= 0 else math.log(p) - math.log1p(-p)
@@ -133,13 +170,14 @@ def best(
     predictions: Predictions,
     lanes: Lanes,
     score: torch.Tensor,
-    k: int,
+    k: int | torch.Tensor,
     slope: torch.Tensor | float = LOG_ODDS_SLOPE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The k hidden cells with the largest score (R, W) bool, and the decision's margin (R,).
 
-    The margin is the gap between the worst cell picked and the best one left, over the score's steepest slope in logits
-    at those two. An all-mask start is an exact tie by definition, so its order is not a near tie.
+    `k` is a number, or one for each lane (R, 1). The margin is the gap between the worst cell picked and the best one
+    left, over the score's steepest slope in logits at those two. An all-mask start is an exact tie by definition, so
+    its order is not a near tie.
     """
     import torch
 
@@ -157,6 +195,26 @@ def best(
         gap = gap / slope[rows, worst_at].maximum(slope[rows, best_at].nan_to_num(nan=0.0))
         gap = gap.nan_to_num(nan=0.0, posinf=math.inf)
     return pick, torch.where(predictions.all_mask, math.inf, gap).double()
+
+
+def sure_or_best(
+    predictions: Predictions,
+    lanes: Lanes,
+    sure: torch.Tensor,
+    distance: torch.Tensor,
+    score: torch.Tensor | None = None,
+    slope: torch.Tensor | float = LOG_ODDS_SLOPE,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sure cells (R, W), or the single best one of a lane that has none; and the margin (R,).
+
+    `distance` (R,): how far the nearest cell is from becoming, or ceasing to be, sure. `score` (R, W): the confidence,
+    unless another one is given.
+    """
+    import torch
+
+    single, gap = best(predictions, lanes, predictions.confidence if score is None else score, 1, slope)
+    some = sure.any(1)  # (R,)
+    return torch.where(some[:, None], sure, single), torch.where(some, distance, distance.minimum(gap))
 
 
 def nearest(distance: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, ClassVar
 from lm_eval_duel.rules.base import Counted, Decision, best
 
 if TYPE_CHECKING:
+    import torch
+
     from lm_eval_duel.denoisers.predictions import Predictions
     from lm_eval_duel.engine.lanes import Lanes
 
@@ -33,14 +35,20 @@ class Margin(Counted):
     state_only: ClassVar[bool] = True
 
     def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
-        # ranked by 1 - margin = (1 - P1) + P2 in float64, which does not round to 0 where the margin rounds to 1
-        rest = predictions.confidence.double().neg().sigmoid()  # (R, W) 1 - P1
-        p1 = 1 - rest  # (R, W)
-        p2 = p1 * predictions.log_margin.double().neg().exp()  # (R, W)
-        doubt = rest + p2  # (R, W)
-        # the L1 norm of d(P1 - P2)/d(logits): how fast the margin can move
-        slope = p1 * doubt + p2 * (1 - p2 + p1) + (1 - doubt) * (rest - p2).clamp(min=0)
-        return Decision(*best(predictions, lanes, -doubt, self.k, slope))
+        rest, slope = doubt(predictions)
+        return Decision(*best(predictions, lanes, -rest, self.k, slope))
+
+
+def doubt(predictions: Predictions) -> tuple[torch.Tensor, torch.Tensor]:
+    """1 - (P1 - P2) and how fast it can move, the L1 norm of its derivative by the logits; (R, W) each.
+
+    In float64 it does not round to 0 where the margin rounds to 1.
+    """
+    rest = predictions.confidence.double().neg().sigmoid()  # (R, W) 1 - P1
+    p1 = 1 - rest  # (R, W)
+    p2 = p1 * predictions.log_margin.double().neg().exp()  # (R, W)
+    below = rest + p2  # (R, W)
+    return below, p1 * below + p2 * (1 - p2 + p1) + (1 - below) * (rest - p2).clamp(min=0)
 
 
 @dataclasses.dataclass(frozen=True)

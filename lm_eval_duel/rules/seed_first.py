@@ -13,9 +13,9 @@ import math
 from typing import Any
 
 from lm_eval_duel.rules.base import Decision, Rule
+from lm_eval_duel.rules.sub_block import SubBlock, as_decision, copy_attributes, emptied
 
 SEED_FIRST = "seed_first"
-COPIED = ("name", "label", "adaptive", "speed", "fixed", "state_only", "dense_memory")  # from the rule that follows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,12 +25,21 @@ class SeedFirst(Rule):
     rule: Rule
 
     def __post_init__(self) -> None:
-        for attribute in COPIED:
-            object.__setattr__(self, attribute, getattr(self.rule, attribute))
+        copy_attributes(self, self.rule)
 
     @property
     def code_class(self) -> type[Rule]:
         return self.rule.code_class
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        return self.rule.files
+
+    def with_tokenizer(self, tokenizer: Any) -> Rule:
+        return SeedFirst(self.rule.with_tokenizer(tokenizer))
+
+    def check_network(self, denoiser: Any) -> None:
+        self.rule.check_network(denoiser)
 
     def __call__(self, predictions: Any, lanes: Any) -> Decision:
         import torch
@@ -39,15 +48,13 @@ class SeedFirst(Rule):
         target = (cell < lanes.width[:, None]) & (lanes.columns >= lanes.origin[:, None])  # (R, W)
         fresh = (lanes.hidden == target).all(1)  # (R,) no target is revealed yet
         later = dataclasses.replace(lanes, step=(lanes.step - 1).clamp(min=0))
-        decision = self.rule(predictions, later)
-        if not isinstance(decision, Decision):
-            decision = Decision(decision)
+        decision = as_decision(self.rule(predictions, later))
         first = lanes.hidden & (lanes.hidden.cumsum(1) == 1)  # (R, W)
         lead = decision.lead
         return Decision(
             torch.where(fresh[:, None], first, decision.pick),
             None if lead is None else lead.double().masked_fill(fresh, math.inf),
-            tuple(plane.masked_fill(_like(fresh, plane), 0) for plane in decision.memory),
+            emptied(decision.memory, fresh),
         )
 
     def __str__(self) -> str:
@@ -55,16 +62,12 @@ class SeedFirst(Rule):
 
 
 def inner(rule: Rule) -> Rule:
-    """The rule that follows the first cell of a `SeedFirst`, or the rule itself."""
-    return rule.rule if isinstance(rule, SeedFirst) else rule
+    """The rule inside `SeedFirst` and `SubBlock`, or the rule itself."""
+    return inner(rule.rule) if isinstance(rule, SeedFirst | SubBlock) else rule
 
 
 def replaced(rule: Rule, **values: Any) -> Rule:
-    """The rule with other parameters."""
-    changed = dataclasses.replace(inner(rule), **values)
-    return SeedFirst(changed) if isinstance(rule, SeedFirst) else changed
-
-
-def _like(fresh: Any, plane: Any) -> Any:
-    """`fresh` (R,) in as many dimensions as `plane` (R, W, ...)."""
-    return fresh.view(-1, *[1] * (plane.dim() - 1))
+    """The rule with other parameters, inside what is around it."""
+    if isinstance(rule, SeedFirst | SubBlock):
+        return dataclasses.replace(rule, rule=replaced(rule.rule, **values))
+    return dataclasses.replace(rule, **values)

@@ -71,14 +71,35 @@ def pick(rule, cells, hidden, previous, offset):
     if name == "entropy":
         return top(lambda cell: -cell.entropy, rule.k)
     if name == "threshold":
-        return [p for p in hidden if cells[p].first >= rule.mu] or single()
+        return [p for p in hidden if cells[p].first > rule.mu or (cells[p].first == rule.mu and not rule.strict)] or (
+            single()
+        )
     if name == "entropy_bound":
         chosen, total = [], 0
         for p in sorted(hidden, key=lambda p: (cells[p].entropy, p)):
-            if total <= rule.gamma:
+            spent, total = total, total + cells[p].entropy
+            if (total < rule.gamma or not chosen) if rule.inclusive else spent <= rule.gamma:
                 chosen.append(p)
-            total += cells[p].entropy
         return chosen
+    if name == "entropy_threshold":
+        return [p for p in hidden if cells[p].entropy <= rule.tau] or top(lambda cell: -cell.entropy, 1)
+    if name == "factor":
+        ordered = [cells[p].first for p in top(lambda cell: cell.first, len(hidden))]
+        bounds = [1 - rule.f / (rank + 1) for rank in range(2, len(hidden) + 1)]
+        if rule.variant == "c":
+            k = 1 + sum(c > bound for c, bound in zip(ordered[1:], bounds, strict=True))
+            return top(lambda cell: cell.first, max(1, k - 1) if k == len(hidden) else k)
+        k = 1 + sum(c >= bound for c, bound in zip(ordered[1:], bounds, strict=True))
+        return top(lambda cell: cell.first, k + 1 if rule.variant == "a" and k == len(hidden) - 1 else k)
+    if name == "high_or_topk":
+        high = [p for p in hidden if cells[p].first > rule.tau]
+        return high if len(high) >= rule.n else top(lambda cell: cell.first, rule.n)
+    if name == "dinfer_threshold":
+        best = max(cells[p].first for p in hidden)
+        return [p for p in hidden if cells[p].first >= min(rule.mu, best - type(best)(1e-5))]
+    if name == "quota":
+        m = len(previous[0]) if previous else len(hidden)
+        return top(lambda cell: cell.first, m // rule.steps + (len(previous) < m % rule.steps))
     if name == "klass":
 
         def stable(p):

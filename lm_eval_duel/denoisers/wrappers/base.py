@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 from lm_eval_duel.denoisers.base import Denoiser
+from lm_eval_duel.denoisers.views import Cells, View
+from lm_eval_duel.engine.lanes import Lanes
 
 
 class Wrapper(Denoiser):
@@ -23,3 +25,22 @@ class Wrapper(Denoiser):
     @property
     def excluded(self) -> torch.Tensor:
         return self.plain.excluded
+
+
+class WrappedView(View):
+    """A view of the plain denoiser whose predictions are those of the wrapper around it."""
+
+    def __init__(self, denoiser: Wrapper, plain: View):
+        super().__init__(denoiser, plain.rows)
+        self.plain = plain
+
+    def cost(self, lanes: Lanes) -> torch.Tensor:
+        return self.plain.cost(lanes)
+
+    def commit(self, lanes: Lanes) -> None:
+        self.plain.commit(lanes)
+
+    def cells(self, lanes: Lanes) -> Cells:
+        cells = self.plain.cells(lanes)
+        self.forwards, self.evaluated = self.plain.forwards, self.plain.evaluated
+        return cells

@@ -13,9 +13,9 @@ import torch
 
 from lm_eval_duel.arguments import require_finite
 from lm_eval_duel.denoisers.base import Denoiser
-from lm_eval_duel.denoisers.views import Cells, KeysValues, View
-from lm_eval_duel.denoisers.wrappers.base import Wrapper
-from lm_eval_duel.engine.lanes import Lanes, Rows
+from lm_eval_duel.denoisers.views import KeysValues, View
+from lm_eval_duel.denoisers.wrappers.base import WrappedView, Wrapper
+from lm_eval_duel.engine.lanes import Rows
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.fingerprint import number
 from lm_eval_duel.rules import Rule
@@ -66,8 +66,7 @@ class Warped(Wrapper):
         return torch.empty_like(logits).scatter_(1, ids, ordered)
 
     def open(self, rows: Rows, generating: bool = False) -> View:
-        view = self.plain.open(rows, generating)
-        return WarpedView(self, view)
+        return WrappedView(self, self.plain.open(rows, generating))
 
     def describe(self) -> dict[str, object]:
         return {**self.plain.describe(), "warpers": self.words}
@@ -92,22 +91,3 @@ class Warped(Wrapper):
         parts = [f"temperature={number(self.temperature)}"]
         parts += [f"top_k={self.top_k}"] if self.top_k is not None else []
         return ", ".join(parts + ([f"top_p={number(self.top_p)}"] if self.top_p < 1 else []))
-
-
-class WarpedView(View):
-    """A view of the plain denoiser whose predictions are those of the warped one."""
-
-    def __init__(self, denoiser: Warped, plain: View):
-        super().__init__(denoiser, plain.rows)
-        self.plain = plain
-
-    def cost(self, lanes: Lanes) -> torch.Tensor:
-        return self.plain.cost(lanes)
-
-    def commit(self, lanes: Lanes) -> None:
-        self.plain.commit(lanes)
-
-    def cells(self, lanes: Lanes) -> Cells:
-        cells = self.plain.cells(lanes)
-        self.forwards, self.evaluated = self.plain.forwards, self.plain.evaluated
-        return cells

@@ -1,0 +1,204 @@
+"""The parallel rules of published samplers, as their codes run them: see docs/presets.md for the sources.
+
+They count or bound what is revealed in a step, and always reveal at least one position.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
+
+from lm_eval_duel.errors import unknown
+from lm_eval_duel.rules.base import (
+    LOG_ODDS_SLOPE,
+    Decision,
+    Rule,
+    best,
+    check,
+    check_count,
+    check_probability,
+    log_odds,
+    nearest,
+    sure_or_best,
+)
+
+if TYPE_CHECKING:
+    from lm_eval_duel.denoisers.predictions import Predictions
+    from lm_eval_duel.engine.lanes import Lanes
+
+Variant = Literal["a", "b", "c"]
+SLACK = 1e-5  # in dInfer's threshold: how far below the largest probability still counts as the largest
+
+
+@dataclasses.dataclass(frozen=True)
+class EntropyThreshold(Rule):
+    """All positions with entropy <= tau, and always the one with the least (dParallel, d3LLM)."""
+
+    name: ClassVar[str] = "entropy_threshold"
+    label: ClassVar[str] = "Entropy Thresh."
+    adaptive: ClassVar[bool] = True
+    speed: ClassVar[tuple[str, ...]] = ("tau",)
+    state_only: ClassVar[bool] = True
+    tau: float
+
+    def __post_init__(self) -> None:
+        check(self, "tau", 0 <= self.tau < math.inf, "an entropy in nats, at least 0")
+
+    def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
+        entropy = predictions.entropy.double()  # (R, W)
+        sure = lanes.hidden & (entropy <= self.tau)  # (R, W)
+        slope = 2 * entropy.clamp(min=max(self.tau, 1e-12))  # (R, W) how fast an entropy near tau can move
+        distance = nearest((entropy - self.tau) / slope, lanes.hidden)  # (R,)
+        return Decision(*sure_or_best(predictions, lanes, sure, distance, -entropy, 2 * entropy))
+
+
+@dataclasses.dataclass(frozen=True)
+class Factor(Rule):
+    """The most confident positions, as many as Fast-dLLM's factor f allows (Wu et al. 2025, section 3.3).
+
+    With the confidences in descending order, c_1 >= c_2 >= ... >= c_m, the count is
+
+        k = 1 + #{r >= 2: c_r >= 1 - f / (r + 1)}
+
+    The published codes differ at the end of a block. `variant`: "a" (Fast-dLLM, dInfer, PC-Sampler), m if k = m - 1;
+    "b" (dllm), k; "c" (d2Cache), with > for >=, and m - 1 if k = m >= 2.
+    """
+
+    name: ClassVar[str] = "factor"
+    label: ClassVar[str] = "Factor"
+    adaptive: ClassVar[bool] = True
+    speed: ClassVar[tuple[str, ...]] = ("f",)
+    state_only: ClassVar[bool] = True
+    f: float
+    variant: Variant = "a"
+
+    def __post_init__(self) -> None:
+        check(self, "f", self.f > 0, "a number above 0")
+        if self.variant not in get_args(Variant):
+            raise unknown("value of variant for rule factor", self.variant, get_args(Variant))
+
+    def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
+        import torch
+
+        hidden = lanes.hidden
+        confidence = torch.where(hidden, predictions.confidence.double(), -math.inf)  # (R, W)
+        descending = confidence.sort(dim=1, descending=True).values[:, 1:]  # (R, W - 1) ranks 2, 3, ...
+        bound = descending.new_tensor([log_odds(1 - self.f / (r + 1)) for r in range(2, hidden.shape[1] + 1)])
+        some = hidden.sum(1, keepdim=True)  # (R, 1) m
+        ranked = torch.arange(1, hidden.shape[1], device=hidden.device) < some  # (R, W - 1)
+        enough = descending > bound if self.variant == "c" else descending >= bound  # (R, W - 1)
+        k = 1 + (enough & ranked).sum(1, keepdim=True)  # (R, 1)
+        if self.variant == "a":
+            k = torch.where(k == some - 1, some, k)
+        elif self.variant == "c":
+            k = torch.where((k == some) & (some >= 2), some - 1, k)
+        pick, gap = best(predictions, lanes, predictions.confidence, k)
+        if hidden.shape[1] == 1:
+            return Decision(pick, gap)
+        return Decision(pick, gap.minimum(nearest(descending - bound, ranked) / LOG_ODDS_SLOPE))
+
+
+@dataclasses.dataclass(frozen=True)
+class HighOrTopk(Rule):
+    """All positions with P1 > tau if there are at least n of them, else the n most confident ones (LLaDA2)."""
+
+    name: ClassVar[str] = "high_or_topk"
+    label: ClassVar[str] = "High or Top-k"
+    adaptive: ClassVar[bool] = True
+    speed: ClassVar[tuple[str, ...]] = ("tau",)
+    state_only: ClassVar[bool] = True
+    n: int
+    tau: float
+
+    def __post_init__(self) -> None:
+        check_count(self, "n", "a count of positions, at least 1")
+        check_probability(self, "tau")
+
+    def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
+        import torch
+
+        high = lanes.hidden & (predictions.confidence > log_odds(self.tau))  # (R, W)
+        distance = nearest(predictions.confidence - log_odds(self.tau), lanes.hidden) / LOG_ODDS_SLOPE  # (R,)
+        top, gap = best(predictions, lanes, predictions.confidence, self.n)
+        enough = high.sum(1) >= self.n  # (R,)
+        pick = torch.where(enough[:, None], high, top)  # (R, W)
+        return Decision(pick, torch.where(enough, distance, distance.minimum(gap)))
+
+
+@dataclasses.dataclass(frozen=True)
+class DinferThreshold(Rule):
+    """All positions with P1 >= min(mu, the largest P1 - 1e-5), as in dInfer.
+
+    Unlike `threshold`, it reveals every position that is as confident as the best one: all of a block that starts from
+    masks alone, if the network cannot tell its positions apart.
+    """
+
+    name: ClassVar[str] = "dinfer_threshold"
+    label: ClassVar[str] = "dInfer Thresh."
+    adaptive: ClassVar[bool] = True
+    speed: ClassVar[tuple[str, ...]] = ("mu",)
+    state_only: ClassVar[bool] = True
+    mu: float
+
+    def __post_init__(self) -> None:
+        check_probability(self, "mu")
+
+    def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
+        import torch
+
+        hidden, confidence = lanes.hidden, predictions.confidence.double()  # (R, W)
+        p = torch.where(hidden, confidence.sigmoid(), -1.0)  # (R, W)
+        top, top_at = p.max(1, keepdim=True)  # (R, 1)
+        bound = (top - SLACK).clamp(max=self.mu)  # (R, 1)
+        pick = hidden & (p >= bound)  # (R, W)
+
+        fixed = top[:, 0] - SLACK > self.mu  # (R,) mu decides, not the largest P1
+        slope = 2 * p * (1 - p)  # (R, W) the L1 norm of dP1/d(logits)
+        others = torch.ones_like(hidden).scatter(1, top_at, False) & hidden  # (R, W)
+        near_top = nearest((p - bound) / slope.maximum(slope.gather(1, top_at)), others)  # (R,)
+        near_top = near_top.nan_to_num(nan=math.inf, posinf=math.inf).masked_fill(predictions.all_mask, math.inf)
+        near_mu = nearest(confidence - log_odds(self.mu), hidden) / LOG_ODDS_SLOPE  # (R,)
+        return Decision(pick, torch.where(fixed, near_mu, near_top))
+
+
+@dataclasses.dataclass(frozen=True)
+class Hierarchy(Rule):
+    """The best position of each run of neighbouring hidden ones, if P1 > low; all with P1 > tau; and always the best.
+
+    This is dInfer's HierarchyDecoder: equal best positions of a run are all revealed, not the lowest alone.
+    """
+
+    name: ClassVar[str] = "hierarchy"
+    label: ClassVar[str] = "Hierarchy"
+    adaptive: ClassVar[bool] = True
+    speed: ClassVar[tuple[str, ...]] = ("tau",)
+    state_only: ClassVar[bool] = True
+    low: float = 0.4
+    tau: float | None = None
+
+    def __post_init__(self) -> None:
+        check_probability(self, "low")
+        if self.tau is not None:
+            check_probability(self, "tau")
+
+    def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
+        import torch
+
+        hidden = lanes.hidden
+        confidence = torch.where(hidden, predictions.confidence.double(), -math.inf)  # (R, W)
+        begins = hidden & ~torch.nn.functional.pad(hidden[:, :-1], (1, 0))  # (R, W)
+        run = torch.where(hidden, begins.cumsum(1), 0)  # (R, W) 1, 2, ...; 0 outside
+        runs = confidence.new_full((len(hidden), hidden.shape[1] + 1), -math.inf)  # (R, W + 1)
+        peak = runs.scatter_reduce(1, run, confidence, "amax").gather(1, run)  # (R, W) the best of the cell's run
+        first = hidden & (confidence == peak)  # (R, W)
+        sure = first & (confidence > log_odds(self.low))  # (R, W)
+        distance = nearest(confidence - log_odds(self.low), first)  # (R,)
+        if self.tau is not None:
+            sure |= hidden & (confidence > log_odds(self.tau))
+            distance = distance.minimum(nearest(confidence - log_odds(self.tau), hidden))
+
+        count = torch.zeros_like(runs).scatter_add(1, run, first.double()).gather(1, run)  # (R, W) best ones of the run
+        second = hidden & (~first | (count > 1)) & (peak > log_odds(self.low))  # (R, W)
+        gap = nearest(peak - confidence, second).masked_fill(predictions.all_mask, math.inf)  # (R,)
+        return Decision(*sure_or_best(predictions, lanes, sure, distance.minimum(gap) / LOG_ODDS_SLOPE))

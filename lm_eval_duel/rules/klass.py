@@ -1,0 +1,135 @@
+"""KLASS: positions that are confident, and whose distributions have stopped to move (Kim et al. 2025)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+
+from lm_eval_duel.errors import DuelError, unknown
+from lm_eval_duel.rules.base import (
+    LOG_ODDS_SLOPE,
+    Decision,
+    Rule,
+    check,
+    check_count,
+    check_probability,
+    kl,
+    log_odds,
+    nearest,
+    optional,
+    sure_or_best,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from lm_eval_duel.denoisers.predictions import Predictions
+    from lm_eval_duel.engine.lanes import Lanes
+
+Divergence = Literal["paper", "authors"]
+EPS = 1e-12  # inside the authors' logarithms
+
+
+@dataclasses.dataclass(frozen=True)
+class Klass(Rule):
+    """All positions with P1 >= mu now and KL <= nu in each of the last `history` steps (Kim et al. 2025).
+
+    If there is none: the single most confident one.
+
+    `kl=paper`: KL(previous, current); `kl=authors`: KL(current, previous), as in the authors' code. The first step of
+    a block has no previous predictions and counts as unstable.
+
+    `across`: the history outlives the block, as the authors run it. The first steps of a block compare with the last
+    ones of the block before, so the blocks of a window are one chain. As in their code, both comparisons are then
+    strict, the logarithms have 1e-12 added, and in its first `history - 1` steps a block has no stable position.
+    """
+
+    name: ClassVar[str] = "klass"
+    label: ClassVar[str] = "KLASS"
+    adaptive: ClassVar[bool] = True
+    speed: ClassVar[tuple[str, ...]] = ("mu",)
+    reads_step: ClassVar[bool] = True
+    dense_memory: ClassVar[bool] = True
+    mu: float
+    nu: float
+    history: int = 1
+    kl: Divergence = "paper"
+    across: bool = optional(False)
+
+    def __post_init__(self) -> None:
+        check_probability(self, "mu")
+        check(self, "nu", self.nu >= 0, "a divergence in nats, at least 0")
+        check_count(self, "history", "a count of steps, at least 1")
+        if self.kl not in get_args(Divergence):
+            raise unknown("value of kl for rule klass", self.kl, get_args(Divergence))
+        if self.across and self.kl != "authors":
+            raise DuelError("across=true of rule klass is the authors' code, which has kl=authors; add kl=authors.")
+
+    @property
+    def spans_blocks(self) -> bool:
+        return self.across
+
+    def check_network(self, denoiser: Any) -> None:
+        if not self.across:
+            return
+        if denoiser.attention != "bidirectional" or denoiser.cache:
+            kind = f"under cache={denoiser.cache}" if denoiser.cache else denoiser.attention
+            raise DuelError(
+                "klass with across=true compares each block's predictions with those that were made while the block "
+                f"before was revealed, which needs a bidirectional network without a cache; this one is {kind}. Leave "
+                "across out."
+            )
+
+    def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
+        hidden = lanes.hidden
+        divergence, stable, memory = (self._across if self.across else self._inside)(predictions, lanes)
+        if self.across:
+            sure = predictions.confidence > log_odds(self.mu)  # (R, W)
+        else:
+            sure = predictions.confidence >= log_odds(self.mu)
+        ready = hidden & sure & (stable >= self.history)  # (R, W)
+        distance = nearest(predictions.confidence - log_odds(self.mu), hidden) / LOG_ODDS_SLOPE  # (R,)
+        # near KL = nu a divergence moves by at most about 2 sqrt(2 KL) for each unit of logits
+        slope = 2 * (2 * divergence.clamp(min=max(self.nu, EPS))).sqrt()
+        near_nu = ((divergence - self.nu) / slope).nan_to_num(nan=math.inf, posinf=math.inf)
+        distance = distance.minimum(nearest(near_nu, hidden))
+        return Decision(*sure_or_best(predictions, lanes, ready, distance), memory)
+
+    def _inside(
+        self, predictions: Predictions, lanes: Lanes
+    ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
+        """The divergence (R, W), the steps in a row with KL <= nu (R, W), and the memory, within a block."""
+        import torch
+
+        cells = predictions.hidden  # (R, W) those of `lanes.hidden`, and of later sub-blocks
+        dense = predictions.dense()  # (C, V)
+        current = dense.new_zeros(*cells.shape, dense.shape[1])  # (R, W, V) log-probabilities
+        current[cells] = dense
+        divergence = dense.new_full(cells.shape, math.inf)  # (R, W)
+        stable = torch.zeros_like(cells, dtype=torch.int64)  # (R, W)
+        if lanes.memory:
+            previous, stable_before = lanes.memory
+            predicted = cells & (lanes.step > 0)[:, None]  # (R, W) in the step before, too
+            before, now = previous[predicted], current[predicted]  # (cells, V)
+            divergence[predicted] = kl(before, now) if self.kl == "paper" else kl(now, before)
+            stable = torch.where(predicted & (divergence <= self.nu), stable_before + 1, 0)
+        return divergence, stable, (current, stable)
+
+    def _across(
+        self, predictions: Predictions, lanes: Lanes
+    ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
+        """The same, with the history of the whole window. The previous probabilities of its first step are zeros."""
+        import torch
+
+        cells = predictions.hidden  # (R, W) all of the window that are hidden, not those of the block alone
+        dense = predictions.dense().exp()  # (C, V)
+        current = dense.new_zeros(*cells.shape, dense.shape[1])  # (R, W, V) probabilities
+        current[cells] = dense
+        previous, streak = lanes.memory or (torch.zeros_like(current), torch.zeros_like(cells, dtype=torch.int64))
+        before, now = previous[cells].double(), dense.double()  # (C, V)
+        divergence = torch.full(cells.shape, math.inf, dtype=torch.float64, device=cells.device)  # (R, W)
+        divergence[cells] = (now * ((now + EPS).log() - (before + EPS).log())).sum(1)
+        streak = torch.where(cells & (divergence < self.nu), streak + 1, 0)  # (R, W)
+        late = (lanes.step >= self.history - 1)[:, None]  # (R, 1)
+        return divergence, torch.where(late, streak, 0), (current, streak)

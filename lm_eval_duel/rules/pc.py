@@ -1,0 +1,115 @@
+"""PC-Sampler: content tokens early, frequent ones late, and positions near the block's start first (Huang et al. 2025).
+
+    score = exp(-decay * position in the block) * min(-P1 log(f + 1e-9), alpha)
+
+with f the frequency of the most probable token in a corpus, 1 / N for tokens that do not occur among its N.
+
+Shapes: R lanes, W block width, V tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.rules.base import Decision, best, check, check_count
+from lm_eval_duel.rules.scheduled import STEPS, Scheduled
+
+if TYPE_CHECKING:
+    import torch
+
+    from lm_eval_duel.denoisers.predictions import Predictions
+    from lm_eval_duel.engine.lanes import Lanes
+
+EPS = 1e-9  # inside the authors' logarithm
+TOTAL, COUNTS = "num_token", "p_baseline_dict"  # keys of a table, as in the authors' files
+
+
+@dataclasses.dataclass(frozen=True)
+class PC(Scheduled):
+    """The positions with the largest score, as many at each step as `quota` reveals.
+
+    `table`: a JSON file with the number of tokens of a corpus, and how often each id occurs in it. The command
+    `lm-eval-duel frequencies` writes one; the authors' files have the same layout.
+    """
+
+    name: ClassVar[str] = "pc"
+    label: ClassVar[str] = "PC-Sampler"
+    reads_step: ClassVar[bool] = True
+    decay: float
+    alpha: float
+    steps: int
+    table: str
+
+    def __post_init__(self) -> None:
+        check(self, "decay", 0 <= self.decay < math.inf, "a number from 0 up")
+        check(self, "alpha", 0 < self.alpha < math.inf, "a number above 0")
+        check_count(self, "steps", STEPS)
+        if ":" in self.table:
+            raise DuelError(f"'table' of rule 'pc' is a file whose path has no ':'; got {self.table}.")
+        read_table(self.table)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        return (self.table,)
+
+    def check_network(self, denoiser: Any) -> None:
+        last = max(read_table(self.table)[1], default=0)
+        if last >= denoiser.vocab_size:
+            raise DuelError(
+                f"The table {self.table} of rule pc counts id {last}, and this network has the ids 0 to "
+                f"{denoiser.vocab_size - 1}: it was counted with another tokenizer."
+            )
+
+    def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
+        import torch
+
+        count, memory = self.quota(lanes)
+        p1 = predictions.confidence.double().sigmoid()  # (R, W)
+        argmax = predictions.argmax.clamp(min=0)  # (R, W) -1 where nothing is hidden
+        known = -(frequencies(self.table, int(argmax.max()) + 1, str(argmax.device)) + EPS).log()  # (V,)
+        surprise = known[argmax]  # (R, W)
+        place = torch.arange(argmax.shape[1], device=argmax.device)  # (W,)
+        decayed = (-self.decay * place.double()).exp()  # (W,)
+        score = decayed * (p1 * surprise).clamp(max=self.alpha)  # (R, W)
+        slope = decayed * surprise.abs() * 2 * p1 * (1 - p1)  # (R, W)
+        return Decision(*best(predictions, lanes, score, count, slope.clamp(min=1e-12)), memory)
+
+
+@functools.lru_cache(maxsize=4)
+def read_table(path: str) -> tuple[int, dict[int, int]]:
+    """The number of tokens that were counted, and the count of each id; raises DuelError for any other file."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            entries = json.load(file)
+        total, counts = entries[TOTAL], {int(token): count for token, count in entries[COUNTS].items()}
+        good = total > 0 and all(token >= 0 and 0 < count <= total for token, count in counts.items())
+    except OSError as error:
+        raise DuelError(
+            f"The table '{path}' of rule pc cannot be read ({error.strerror}); write one with: lm-eval-duel "
+            "frequencies --tokenizer <name> --file <text> --out table.json."
+        ) from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        good = False
+    if not good:
+        raise DuelError(
+            f'The table {path} of rule pc is a JSON object {{"{TOTAL}": N, "{COUNTS}": {{"id": count, ...}}}} with '
+            "counts from 1 to N."
+        )
+    return total, counts
+
+
+@functools.lru_cache(maxsize=4)
+def frequencies(path: str, least: int, device: str) -> torch.Tensor:
+    """The frequency of each id below `least`, and of those above up to the table's last one, float64 (V,)."""
+    import torch
+
+    total, counts = read_table(path)
+    plane = torch.full((max(least, *counts, 0) + 1,), 1 / total, dtype=torch.float64)  # (V,)
+    if counts:
+        plane[torch.tensor(list(counts))] = torch.tensor(list(counts.values()), dtype=torch.float64) / total
+    return plane.to(device)

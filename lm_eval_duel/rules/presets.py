@@ -1,0 +1,197 @@
+"""Presets: deployed samplers by name, with the settings that their own code has by default.
+
+A preset is model args and nothing else, so `preset=NAME` and its args written out have the same fingerprint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from lm_eval_duel.errors import DuelError, unknown
+from lm_eval_duel.rules.refused import require_covered
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+    """One deployed sampler. `free`: the args that may be changed; the others are what the preset is."""
+
+    name: str
+    what: str
+    families: tuple[str, ...]  # the checkpoints that it is for
+    arguments: Mapping[str, Any]
+    source: str  # repository@commit path lines
+    free: tuple[str, ...] = ()
+
+    @property
+    def written_out(self) -> str:
+        """The model args, as they are typed."""
+        return ",".join(f"{key}={'none' if value is None else value}" for key, value in self.arguments.items())
+
+
+LLADA = "ML-GSAI/LLaDA@b7e6c35"
+FAST_DLLM, FAST_DLLM_FORK = "NVlabs/Fast-dLLM@24cc59e", "mgustineli/Fast-dLLM@fb55582"
+DINFER = "inclusionAI/dInfer@fce4e32 evaluations/eval_dinfer.py L40-66, python/dinfer/decoding/parallel_strategy.py"
+SDAR = "JetAstra/SDAR@c2041a8 generate.py L57-202, L217-234"
+SAMPLED = {"estimator": "sampled_confidence", "confidence": "tempered", "block": 4}
+
+ENTRIES = (
+    Preset(
+        "llada",
+        "LLaDA's generate: one token a step",
+        ("llada",),
+        {"rule": "quota", "steps": 128, "block": 128},
+        f"{LLADA} generate.py L44-121",
+        free=("steps",),
+    ),
+    Preset(
+        "llada-fast-dllm",
+        "Fast-dLLM on LLaDA, parallel decoding",
+        ("llada",),
+        {"rule": "threshold:mu=0.9", "block": 32},
+        f"{FAST_DLLM} llada/generate.py L61-101, L235-260, llada/eval_gsm8k.sh L23-26",
+    ),
+    Preset(
+        "llada-fast-dllm-prefix",
+        "Fast-dLLM on LLaDA, prefix cache and parallel decoding",
+        ("llada",),
+        {"rule": "threshold:mu=0.9", "block": 32, "cache": "prefix"},
+        f"{FAST_DLLM} llada/generate.py L104-172, L235-260, llada/eval_gsm8k.sh L29-32",
+    ),
+    Preset(
+        "llada-fast-dllm-dual",
+        "Fast-dLLM on LLaDA, dual cache and parallel decoding",
+        ("llada",),
+        {"rule": "threshold:mu=0.9", "block": 32, "cache": "dual"},
+        f"{FAST_DLLM} llada/generate.py L176-260, llada/eval_gsm8k.sh L34-37",
+    ),
+    Preset(
+        "llada-klass",
+        "KLASS on LLaDA",
+        ("llada",),
+        {"rule": "klass:mu=0.6:nu=0.015:history=2:kl=authors:across=true", "block": 64},
+        "shkim0116/KLASS@ad87ecb src/model/llada_klass.py L43-182, scripts/llada_gsm8k.sh L7-18",
+    ),
+    Preset(
+        "dparallel",
+        "dParallel",
+        ("llada",),
+        {"rule": "entropy_threshold:tau=0.5", "block": 32},
+        "czg1225/dParallel@2ca4d14 LLaDA/generate.py L138-178, README.md L109",
+    ),
+    Preset(
+        "d3llm",
+        "d3LLM, block by block",
+        ("llada",),
+        {"rule": "entropy_threshold:tau=0.5", "block": 32},
+        "hao-ai-lab/d3LLM@e5bfcac d3llm/d3llm_LLaDA/d3llm_llada_generate_util.py L742-925",
+    ),
+    Preset(
+        "dinfer-threshold",
+        "dInfer, threshold decoding",
+        ("llada", "llada-moe"),
+        {"rule": "dinfer_threshold:mu=0.9", "block": 64, "grid": "row"},
+        f"{DINFER} L265-285",
+    ),
+    Preset(
+        "dinfer-hierarchy",
+        "dInfer, hierarchical decoding",
+        ("llada", "llada-moe"),
+        {"rule": "hierarchy:low=0.3:tau=0.9", "block": 64, "grid": "row"},
+        f"{DINFER} L418-498",
+    ),
+    Preset(
+        "dream-entropy",
+        "Dream's diffusion_generate with alg=entropy: no blocks",
+        ("dream",),
+        {"rule": "dream:alg=entropy", "steps": 256, "block": None},
+        f"{FAST_DLLM} dream/model/generation_utils.py L369-508, dream/eval_gsm8k.sh L12-17",
+        free=("steps",),
+    ),
+    Preset(
+        "dream-fast-dllm",
+        "Fast-dLLM on Dream, dual cache and parallel decoding",
+        ("dream",),
+        {"rule": "threshold:mu=0.9:seed_first=true", "block": 32, "cache": "dual"},
+        f"{FAST_DLLM} dream/model/generation_utils_block.py L387-571, dream/eval_gsm8k.sh L40-45",
+    ),
+    Preset(
+        "dream-fast-dllm-prefix",
+        "Fast-dLLM on Dream, prefix cache and parallel decoding",
+        ("dream",),
+        {"rule": "threshold:mu=0.9:seed_first=true", "block": 32, "cache": "prefix"},
+        f"{FAST_DLLM} dream/model/generation_utils_block.py L387-571, dream/eval_gsm8k.sh L33-38",
+    ),
+    Preset(
+        "sdar-static",
+        "SDAR, low_confidence_static: the most probable of the drawn tokens, one a step",
+        ("sdar", "sdar-moe"),
+        {**SAMPLED, "n": 1},
+        SDAR,
+    ),
+    Preset(
+        "sdar-dynamic",
+        "SDAR, low_confidence_dynamic (its default): all drawn tokens above 0.85, or the most probable one",
+        ("sdar", "sdar-moe"),
+        {**SAMPLED, "n": 1, "tau": 0.85},
+        SDAR,
+    ),
+    Preset(
+        "llada2",
+        "LLaDA2.0",
+        ("llada2",),
+        {"rule": "high_or_topk:n=1:tau=0.95", "block": 32},
+        "inclusionAI/dFactory@92b6890 models/llada2_moe/modeling_llada2_moe.py L1388-1549, argmax as in "
+        "ZHZisZZ/dllm@ca17675 dllm/pipelines/llada2/sampler.py L66-75",
+    ),
+    Preset(
+        "fast-dllm-v2",
+        "Fast_dLLM_v2 without its block cache",
+        ("fast-dllm-v2",),
+        {"rule": "threshold:mu=0.95:strict=true:sub_block=8:seed_first=true", "block": 32},
+        f"{FAST_DLLM_FORK} v2/generation_functions.py L135-380",
+    ),
+    Preset(
+        "nemotron",
+        "Nemotron-Labs-Diffusion's generate: one token a step",
+        ("nemotron-labs-diffusion",),
+        {"rule": "greedy:k=1:seed_first=true", "block": 32},
+        "nvidia/Nemotron-Labs-Diffusion-8B modeling_nemotron_labs_diffusion.py, generate with threshold=None",
+    ),
+    Preset(
+        "nemotron-threshold",
+        "Nemotron-Labs-Diffusion as in its scripts",
+        ("nemotron-labs-diffusion",),
+        {"rule": "threshold:mu=0.9:seed_first=true", "block": 32},
+        "nvidia/Nemotron-Labs-Diffusion-8B modeling_nemotron_labs_diffusion.py, generate with threshold=0.9",
+    ),
+)
+PRESETS: dict[str, Preset] = {preset.name: preset for preset in ENTRIES}
+
+
+def find(name: str) -> Preset:
+    """The preset of a name; raises DuelError for any other, with the reason if the sampler is one that is refused."""
+    require_covered("preset", name)
+    if name not in PRESETS:
+        raise unknown("preset", name, PRESETS)
+    return PRESETS[name]
+
+
+def conflict(preset: Preset, key: str, value: Any) -> DuelError:
+    """The error for an arg that is given beside a preset, with another value."""
+    change = f"{' or '.join(preset.free)} may be changed. " if preset.free else ""
+    return DuelError(
+        f"preset={preset.name} is {preset.written_out}; {key}={value} is given, too, which makes it another sampler. "
+        f"{change}Leave {key} out, or leave preset out and write the args you want."
+    )
+
+
+def require_fit(name: str | None, family: str) -> None:
+    """Raise DuelError if the preset is not for checkpoints of this family."""
+    if name is None or family in (preset := find(name)).families:
+        return
+    raise DuelError(
+        f"preset={name} is the sampler of {' and '.join(preset.families)} checkpoints, and this one is of the family "
+        f"{family}. To use the same settings with it, write them out: {preset.written_out}."
+    )

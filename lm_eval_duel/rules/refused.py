@@ -1,0 +1,43 @@
+"""Samplers that no unmasking rule describes, by the names that people type, with the reason."""
+
+from __future__ import annotations
+
+from lm_eval_duel.errors import DuelError
+
+REMASKS = (
+    "it masks revealed tokens again, so a text has no single order of unmasking, and its probability is a sum over "
+    "paths that no evaluation of this text can enumerate"
+)
+EDITS = "it replaces revealed tokens, so the text at the end is not the one whose tokens were revealed"
+BATCH = (
+    "above batch size 1 the value of a text depends on the texts in the same batch, so it has no probability of its "
+    "own; the cached samplers that are covered are cache=prefix and cache=dual"
+)
+LEAVES_MASKS = (
+    "its loop can end with [MASK] in the text, so the probabilities of texts do not sum to 1. The rule threshold "
+    "always reveals the most confident position"
+)
+HISTORY = "its state spans blocks and is more than the revealed tokens, which is not implemented"
+
+REFUSED = {  # name: (what it is, why)
+    "remdm": ("ReMDM", REMASKS),
+    "p2": ("P2 (path planning)", REMASKS),
+    "wino": ("WINO", REMASKS),
+    "hierarchy-remask": ("dInfer's hierarchy with remasking", REMASKS),
+    "t2t": ("the token-to-token editing of LLaDA2.1", EDITS),
+    "llada2.1": ("the sampler of LLaDA2.1", EDITS + "; without these edits it is preset=llada2 with family=llada2"),
+    "llada2.2": ("the sampler of LLaDA2.2", EDITS + ", and its length changes"),
+    "d2cache": ("d2Cache", BATCH),
+    "fast-dllm-v2-block-cache": ("Fast_dLLM_v2 with use_block_cache", BATCH),
+    "fast-dllm-unforced": ("Fast-dLLM's threshold without a forced pick (commit fb55582)", LEAVES_MASKS),
+    "llada2-few-steps": ("LLaDA2 with more steps than positions in a block", LEAVES_MASKS),
+    "credit": ("dInfer's credit decoding", HISTORY),
+    "slow-fast": ("Slow-Fast sampling", HISTORY),
+    "d3llm-multi-block": ("d3LLM's multi-block decoding", HISTORY + "; preset=d3llm is its decoding block by block"),
+}
+
+
+def require_covered(what: str, name: str) -> None:
+    """Raise DuelError, with the reason, if `name` is that of a sampler which is refused."""
+    if entry := REFUSED.get(name.lower().replace("_", "-")):
+        raise DuelError(f"{what}={name} is {entry[0]}, which cannot be scored: {entry[1]}.")

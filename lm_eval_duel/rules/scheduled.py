@@ -1,0 +1,195 @@
+"""Rules whose number of revealed positions follows a schedule of steps, not the network (LLaDA, Dream).
+
+Shapes: R lanes, W block width, S steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+
+from lm_eval_duel.errors import DuelError, unknown
+from lm_eval_duel.rules.base import Decision, Rule, best, check, check_count, check_probability, log_odds, optional
+from lm_eval_duel.rules.scores import doubt
+
+if TYPE_CHECKING:
+    import torch
+
+    from lm_eval_duel.denoisers.predictions import Predictions
+    from lm_eval_duel.engine.lanes import Lanes
+
+Algorithm = Literal["entropy", "topk_margin", "maskgit_plus", "confidence_threshold"]
+EPS = 1e-3  # where Dream's noise levels end
+END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>")  # tokens that end a turn, where it is not the end of a text
+STEPS = "a count of steps, at least 1"
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheduled(Rule):
+    """A rule that spreads the positions of a block over `steps` steps.
+
+    With m positions and S steps, step i reveals n_i = m // S + (i < m mod S) of them.
+    """
+
+    speed: ClassVar[tuple[str, ...]] = ("steps",)
+
+    def quota(self, lanes: Lanes) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """How many positions this step reveals (R, 1), and the memory, which is m."""
+        m = first_count(lanes)  # (R, W)
+        steps = self.steps  # type: ignore[attr-defined]
+        return (m // steps)[:, :1] + (lanes.step[:, None] < (m % steps)[:, :1]), (m,)
+
+
+def first_count(lanes: Lanes) -> torch.Tensor:
+    """The number of positions that were hidden at the first step, (R, W), as memory needs it."""
+    import torch
+
+    now = lanes.hidden.sum(1, keepdim=True).expand_as(lanes.hidden)  # (R, W)
+    return torch.where((lanes.step == 0)[:, None], now, lanes.memory[0]) if lanes.memory else now
+
+
+@dataclasses.dataclass(frozen=True)
+class Quota(Scheduled):
+    """The most confident positions, n_i at step i (LLaDA, Fast-dLLM).
+
+    `eos=conf` is LLaDA's `confidence_eos_eot_inf`, which changes the order only: a position whose most probable token
+    is `eos_id` or `eot_id` comes last, and the confidence of the others is P1 / (1 - P_eos - P_eot). Ids that are not
+    given are the tokenizer's.
+    """
+
+    name: ClassVar[str] = "quota"
+    label: ClassVar[str] = "Quota"
+    reads_step: ClassVar[bool] = True
+    steps: int
+    eos: str | None = optional(None)
+    eos_id: int | None = optional(None)
+    eot_id: int | None = optional(None)
+
+    def __post_init__(self) -> None:
+        check_count(self, "steps", STEPS)
+        if self.eos not in (None, "conf"):
+            raise unknown("value of eos for rule quota", self.eos, ("conf", "none"))
+        for name in ("eos_id", "eot_id"):
+            if getattr(self, name) is not None:
+                check(self, name, getattr(self, name) >= 0, "a token id, at least 0")
+                if self.eos is None:
+                    raise DuelError(
+                        f"'{name}' of rule 'quota' is read with eos=conf only; add eos=conf or leave it out."
+                    )
+
+    def with_tokenizer(self, tokenizer: Any) -> Rule:
+        if self.eos is None:
+            return self
+        ids = tokenizer.get_vocab()
+        eot = next((ids[token] for token in END_OF_TURN if token in ids), None)
+        own = tokenizer.eos_token_id
+        eos_id = self.eos_id if self.eos_id is not None else own
+        eot_id = self.eot_id if self.eot_id is not None else eot
+        if eos_id is None:
+            raise DuelError("The tokenizer names no EOS, which rule quota with eos=conf needs; pass eos_id=<id>.")
+        return dataclasses.replace(self, eos_id=eos_id, eot_id=None if eot_id == eos_id else eot_id)
+
+    def check_network(self, denoiser: Any) -> None:
+        if self.eos is not None and self.eos_id is None:
+            raise DuelError("Rule quota with eos=conf needs the id of EOS: pass eos_id=<id> (and eot_id=<id>).")
+        for name in ("eos_id", "eot_id"):
+            if (number := getattr(self, name)) is not None and number >= denoiser.vocab_size:
+                raise DuelError(
+                    f"{name}={number} of rule quota is not an id of this network: it has 0 to "
+                    f"{denoiser.vocab_size - 1}."
+                )
+
+    def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
+        count, memory = self.quota(lanes)
+        score = predictions.confidence if self.eos is None else self._without_ends(predictions)
+        return Decision(*best(predictions, lanes, score, count), memory)
+
+    def _without_ends(self, predictions: Predictions) -> torch.Tensor:
+        """The log-odds of P1 / (1 - P_eos - P_eot), -inf where the most probable token is one of the two, (R, W)."""
+        import torch
+
+        confidence, argmax = predictions.confidence.double(), predictions.argmax  # (R, W)
+        rest = confidence.neg().sigmoid()  # (R, W) 1 - P1
+        last = torch.zeros_like(predictions.hidden)  # (R, W)
+        for end in {self.eos_id, self.eot_id} - {None}:
+            p = predictions.log_prob(torch.where(predictions.hidden, end, -1)).exp()  # (R, W)
+            rest = torch.where(argmax == end, rest, rest - p)
+            last |= argmax == end
+        score = confidence.sigmoid().log() - rest.clamp(min=1e-300).log()
+        return score.masked_fill(last, -math.inf)
+
+
+@dataclasses.dataclass(frozen=True)
+class Dream(Rule):
+    """Dream's diffusion_generate, whose number of positions follows its noise levels.
+
+    With t_i from 1 to 0.001 in equal steps and m positions left, step i reveals int(m (1 - t_(i+1) / t_i)) of them, the
+    last step all. `alg`: by least entropy, largest P1 - P2 (`topk_margin`) or largest P1 (`maskgit_plus`). Steps that
+    reveal nothing, as the first one mostly does, are skipped: they neither change a prediction nor count as steps.
+
+    `alg=confidence_threshold` (Fast-dLLM's copy) gives each step M / steps of the M positions, and those that earlier
+    steps passed over. The most confident of these many is revealed, and the others if P1 >= tau.
+    """
+
+    name: ClassVar[str] = "dream"
+    label: ClassVar[str] = "Dream"
+    speed: ClassVar[tuple[str, ...]] = ("steps",)
+    reads_step: ClassVar[bool] = True
+    alg: Algorithm
+    steps: int
+    tau: float | None = optional(None)
+
+    def __post_init__(self) -> None:
+        if self.alg not in get_args(Algorithm):
+            raise unknown("value of alg for rule dream", self.alg, get_args(Algorithm))
+        check_count(self, "steps", STEPS)
+        if self.alg == "confidence_threshold" and self.tau is None:
+            raise DuelError("Rule 'dream' with alg=confidence_threshold needs tau, e.g. tau=0.9.")
+        if self.tau is not None:
+            check_probability(self, "tau")
+            if self.alg != "confidence_threshold":
+                raise DuelError("'tau' of rule 'dream' is read with alg=confidence_threshold only; leave it out.")
+
+    def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
+        if self.alg == "confidence_threshold":
+            return self._threshold(predictions, lanes)
+        count, index = self._next_step(lanes)
+        if self.alg == "entropy":
+            entropy = predictions.entropy
+            picked = best(predictions, lanes, -entropy, count, 2 * entropy)
+        elif self.alg == "topk_margin":
+            rest, slope = doubt(predictions)
+            picked = best(predictions, lanes, -rest, count, slope)
+        else:
+            picked = best(predictions, lanes, predictions.confidence, count)
+        return Decision(*picked, (index,))
+
+    def _next_step(self, lanes: Lanes) -> tuple[torch.Tensor, torch.Tensor]:
+        """How many positions the next step that reveals any reveals (R, 1), and the number of the step after it."""
+        import torch
+
+        device, left = lanes.hidden.device, lanes.hidden.sum(1, keepdim=True)  # (R, 1)
+        begin = lanes.memory[0][:, :1] if lanes.memory else torch.zeros_like(left)  # (R, 1)
+        level = torch.linspace(1, EPS, self.steps + 1).to(device)  # (S + 1,) float32, as in their code
+        count = (left.float() * (1 - level[1:] / level[:-1])).long()  # (R, S)
+        count[:, -1] = left[:, 0]
+        step = torch.arange(self.steps, device=device)  # (S,)
+        index = ((count > 0) & (step >= begin)).long().argmax(1, keepdim=True)  # (R, 1)
+        return count.gather(1, index), (index + 1).expand_as(lanes.hidden)
+
+    def _threshold(self, predictions: Predictions, lanes: Lanes) -> Decision:
+        m = first_count(lanes)  # (R, W)
+        if (m % self.steps).any():
+            raise DuelError(
+                f"Rule {self} needs a number of positions that its steps divide, as in the authors' code; a block has "
+                f"{int(m[(m % self.steps) > 0][0])}. Use another number of steps."
+            )
+        total = m[:, :1]  # (R, 1)
+        left = lanes.hidden.sum(1, keepdim=True)  # (R, 1)
+        due = total // self.steps * (lanes.step[:, None] + 1).clamp(max=self.steps)  # (R, 1) to be revealed by now
+        candidates, gap = best(predictions, lanes, predictions.confidence, due - (total - left))
+        single, first_gap = best(predictions, lanes, predictions.confidence, 1)
+        away = predictions.confidence.double() - log_odds(self.tau or 0.0)  # (R, W)
+        distance = away.abs().masked_fill(~candidates | single, math.inf).amin(1) / 2  # (R,)
+        return Decision(candidates & (single | (away >= 0)), gap.minimum(first_gap).minimum(distance), (m,))

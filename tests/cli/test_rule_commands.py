@@ -1,0 +1,63 @@
+"""`presets` and `frequencies`: what they print and write, and what they refuse."""
+
+import json
+
+import pytest
+
+from lm_eval_duel import denoisers
+from lm_eval_duel.cli import frequencies, presets
+from lm_eval_duel.cli.main import main
+from lm_eval_duel.errors import DuelError, UsageError
+from lm_eval_duel.rules.pc import COUNTS, TOTAL, read_table
+from lm_eval_duel.rules.presets import ENTRIES
+
+
+def test_presets_prints_the_table(capsys):
+    main(["presets"])
+    printed = capsys.readouterr().out
+    assert all(preset.name in printed and preset.written_out in printed for preset in ENTRIES)
+    main(["presets", "llada2", "llada"])
+    printed = capsys.readouterr().out
+    assert "llada: ML-GSAI/LLaDA@b7e6c35 generate.py L44-121 (steps may be changed)" in printed
+    assert "dparallel" not in printed
+    with pytest.raises(UsageError, match="Did you mean llada2"):
+        presets.parse(["lada2"])
+
+
+def test_frequencies_counts_the_tokens_of_a_file(tmp_path, capsys):
+    (tmp_path / "one.txt").write_text("We the people of the United States")
+    (tmp_path / "two.jsonl").write_text('{"text": "We the people"}\n\n{"text": " of the United States"}\n')
+    ids = denoisers.load_tokenizer({"tokenizer": "demo-mdm"})("We the people of the United States")["input_ids"]
+    for name in ("one.txt", "two.jsonl"):
+        out = tmp_path / f"{name}.json"
+        main(["frequencies", "--tokenizer", "demo-mdm", "--file", str(tmp_path / name), "--out", str(out)])
+        total, counts = read_table(str(out))
+        assert total == sum(counts.values()) == json.loads(out.read_text())[TOTAL]
+        assert counts == {token: ids.count(token) for token in counts} or name == "two.jsonl"
+    assert "written to" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_frequencies_counts_the_tokens_of_a_task():
+    texts = list(frequencies.texts_of_task("sotu"))
+    assert len(texts) == 36 and all(texts)
+    tokenizer = denoisers.load_tokenizer({"tokenizer": "demo-mdm"})
+    table = frequencies.count_tokens(texts, tokenizer)
+    assert table[TOTAL] == 4053 and sum(table[COUNTS].values()) == 4053
+    with pytest.raises(DuelError, match="No task 'nowhere'"):
+        list(frequencies.texts_of_task("nowhere"))
+
+
+def test_what_frequencies_refuses(tmp_path):
+    (tmp_path / "bad.jsonl").write_text('{"words": "a"}\n')
+    with pytest.raises(DuelError, match=r"Line 1 of .*bad\.jsonl is not a JSON object with the column text"):
+        list(frequencies.texts_of_file(str(tmp_path / "bad.jsonl")))
+    with pytest.raises(DuelError, match="has no tokens"):
+        frequencies.count_tokens([], denoisers.load_tokenizer({"tokenizer": "demo-mdm"}))
+    for arguments, message in (
+        (["--file", "nowhere.txt", "--out", str(tmp_path / "x")], "--file nowhere.txt: there is no such file"),
+        (["--out", str(tmp_path / "x")], "one of the arguments --file --task is required"),
+        (["--file", __file__, "--out", str(tmp_path)], "that is a folder"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            frequencies.parse(["--tokenizer", "demo-mdm", *arguments])

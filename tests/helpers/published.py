@@ -1,0 +1,192 @@
+"""The pick functions of published samplers, retyped from their code for one row at a time, as plain references.
+
+Each gets the probabilities `p` (W, V) in float64, which cells are masked (W,), and the rule's parameters, and returns
+the cells that the code reveals. Sources: docs/presets.md. If a code leaves the order of ties to torch.topk, the lowest
+position comes first here. They use nothing of the package.
+"""
+
+import math
+
+import torch
+
+
+def confidences(p, masked):
+    return torch.where(masked, p.max(1).values, -math.inf)
+
+
+def topk(score, k):
+    """torch.topk with ties in the order of positions."""
+    return sorted(range(len(score)), key=lambda cell: (-float(score[cell]), cell))[:k]
+
+
+def threshold(p, masked, mu):
+    """Fast-dLLM: as many candidates as there are masks; those after the first are dropped below the threshold."""
+    confidence = confidences(p, masked)
+    chosen = topk(confidence, int(masked.sum()))
+    return {chosen[0], *(cell for cell in chosen[1:] if not confidence[cell] < mu)}
+
+
+def strict_threshold(p, masked, mu):
+    """Fast_dLLM_v2: x1_p > threshold, and the argmax."""
+    confidence = confidences(p, masked)
+    return {int(confidence.argmax()), *(confidence > mu).nonzero()[:, 0].tolist()}
+
+
+def entropy_threshold(p, masked, tau):
+    """dParallel, d3LLM."""
+    entropy = torch.where(masked, -(p * (p + 1e-12).log()).sum(1), math.inf)
+    chosen = topk(-entropy, int(masked.sum()))
+    return {chosen[0], *(cell for cell in chosen[1:] if not entropy[cell] > tau)}
+
+
+def factor(p, masked, f, variant):
+    confidence = confidences(p, masked)
+    m = int(masked.sum())
+    ordered = sorted(confidence[masked].tolist(), reverse=True)
+    if variant == "a":  # Fast-dLLM, dInfer, PC-Sampler
+        bounds = [-1, *(1 - f / (n + 1) for n in range(2, m + 1))]
+        for top in range(m):
+            if ordered[top] < bounds[top]:
+                break
+        if top in (0, m - 1):
+            top += 1
+        return set(topk(confidence, top))
+    if variant == "b":  # dllm
+        bounds = [-1, *(1 - f / (n + 1) for n in range(2, m + 1))]
+        return set(topk(confidence, sum(c >= bound for c, bound in zip(ordered, bounds, strict=True))))
+    for n in range(1, m + 1):  # d2Cache
+        if (n + 1) * (1 - ordered[n - 1]) >= f:
+            break
+    return set(topk(confidence, max(n - 1, 1)))  # with none chosen it falls back on one
+
+
+def hierarchy(p, masked, low, tau):
+    """dInfer's HierarchyDecoder."""
+    confidence = confidences(p, masked)
+    chosen, run = {int(confidence.argmax())}, []
+    for cell in [*range(len(masked)), None]:
+        if cell is not None and masked[cell]:
+            run.append(cell)
+            continue
+        best = max((confidence[other] for other in run), default=None)
+        chosen |= {other for other in run if confidence[other] == best and confidence[other] > low}
+        run = []
+    return chosen | ({cell for cell in masked.nonzero()[:, 0].tolist() if confidence[cell] > tau} if tau else set())
+
+
+def dinfer_threshold(p, masked, mu):
+    confidence = confidences(p, masked)
+    bound = (confidence.max() - 1e-5).clamp(-1000, mu)
+    return set((confidence >= bound).nonzero()[:, 0].tolist())
+
+
+def high_or_topk(p, masked, n, tau):
+    """LLaDA2."""
+    confidence = confidences(p, masked)
+    high = set((confidence > tau).nonzero()[:, 0].tolist())
+    return high if len(high) >= n else set(topk(confidence, min(n, int(masked.sum()))))
+
+
+def inclusive_entropy_bound(p, masked, gamma):
+    """JetEngine."""
+    cells = masked.nonzero()[:, 0]
+    entropy = -(p[cells].clamp_min(1e-12) * p[cells].clamp_min(1e-12).log()).sum(1)
+    order = entropy.argsort(stable=True)
+    count = max(1, int(torch.searchsorted(entropy[order].cumsum(0), torch.tensor(gamma, dtype=torch.float64))))
+    return set(cells[order[:count]].tolist())
+
+
+def transfer_counts(m, steps):
+    """get_num_transfer_tokens of LLaDA: how many each step reveals."""
+    counts = [m // steps] * steps
+    for step in range(m % steps):
+        counts[step] += 1
+    return counts
+
+
+def quota(p, masked, m, steps, step):
+    return set(topk(confidences(p, masked), transfer_counts(m, steps)[step]))
+
+
+def quota_without_ends(p, masked, m, steps, step, ends):
+    """LLaDA with confidence_eos_eot_inf: the argmax comes before, its probability after the columns are -inf."""
+    tokens = p.argmax(1)
+    logits = p.log()
+    logits[:, ends] = -math.inf
+    score = logits.softmax(1).gather(1, tokens[:, None])[:, 0]
+    return set(topk(torch.where(masked, score, -math.inf), transfer_counts(m, steps)[step]))
+
+
+def pc(p, masked, m, steps, step, decay, alpha, total, counts):
+    """PC-Sampler."""
+    frequency = torch.full((p.shape[1],), 1 / total, dtype=torch.float64)
+    for token, count in counts.items():
+        frequency[token] = count / total
+    top, tokens = p.max(1)
+    score = (-top * (frequency[tokens] + 1e-9).log()).clamp(max=alpha)
+    score = (-decay * torch.arange(len(p), dtype=torch.float64)).exp() * score
+    return set(topk(torch.where(masked, score, -math.inf), transfer_counts(m, steps)[step]))
+
+
+def dream_counts(m, steps):
+    """How many each step of diffusion_generate reveals, zeros included."""
+    levels, counts = torch.linspace(1, 1e-3, steps + 1), []
+    for i in range(steps):
+        left = torch.tensor(m - sum(counts)) / 1  # a mean over the batch: float32
+        counts.append(int(left * (1 - levels[i + 1] / levels[i])) if i < steps - 1 else int(left))
+    return counts
+
+
+def dream(p, masked, alg, count):
+    if alg == "entropy":
+        score = (p * (p + 1e-10).log()).sum(1)
+    elif alg == "topk_margin":
+        first, second = p.sort(1, descending=True).values[:, :2].unbind(1)
+        score = first - second
+    else:
+        score = p.max(1).values
+    return set(topk(torch.where(masked, score, -math.inf), count))
+
+
+def dream_threshold_orders(p_of, m, steps, tau):
+    """Fast-dLLM's alg=confidence_threshold as a loop; `p_of(masked)` (m, V). Yields the cells of each step."""
+    masked = torch.ones(m, dtype=torch.bool)
+    per_step, left, i = m // steps, 0, 0
+    while i < steps:
+        confidence = confidences(p_of(masked), masked)
+        candidates, left = topk(confidence, per_step + left), 0
+        chosen = set(candidates)
+        for cell in candidates[1:]:
+            if confidence[cell] < tau:
+                if i >= steps - 1:
+                    per_step = 0
+                    steps += 1
+                left += 1
+                chosen.discard(cell)
+        yield chosen
+        masked[list(chosen)] = False
+        i += 1
+
+
+def klass_orders(p_of, length, block, mu, nu, history):
+    """KLASS as published, over all blocks of a row; `p_of(masked)` (length, V). Yields the cells of each step."""
+    masked = torch.ones(length, dtype=torch.bool)
+    divergences, before = torch.zeros(length, history, dtype=torch.float64), None
+    for begin in range(0, length, block):
+        inside = torch.zeros_like(masked)
+        inside[begin : begin + block] = True
+        for step in range(block):
+            here = masked & inside
+            if not here.any():
+                break
+            p = p_of(masked)
+            before = torch.zeros_like(p) if before is None else before
+            divergence = (p * ((p + 1e-12).log() - (before + 1e-12).log())).sum(1)
+            divergences = torch.roll(divergences, shifts=-1, dims=-1)
+            divergences[:, -1] = divergence
+            before = p
+            stable = (divergences < nu).all(1) & (step >= history - 1)
+            ready = (stable & (p.max(1).values > mu) & here).nonzero()[:, 0].tolist()
+            chosen = set(ready) or set(topk(confidences(p, here), 1))
+            yield chosen
+            masked[list(chosen)] = False

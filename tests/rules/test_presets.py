@@ -1,0 +1,132 @@
+"""Presets: each stands for the settings of its source, and fits only the checkpoints that it is for."""
+
+import re
+
+import own
+import pytest
+import tiny
+from pages import read, rows, section
+
+from lm_eval_duel import Duel as Library
+from lm_eval_duel import rules
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators.registry import ESTIMATORS
+from lm_eval_duel.harness.lm import DuelMDM
+from lm_eval_duel.options import Options
+from lm_eval_duel.rules import presets, refused
+
+SETTINGS = {  # rule, block, cache and grid as the sources have them
+    "llada": ("quota:steps=128", 128, None, "auto"),
+    "llada-fast-dllm": ("threshold:mu=0.9", 32, None, "auto"),
+    "llada-fast-dllm-prefix": ("threshold:mu=0.9", 32, "prefix", "auto"),
+    "llada-fast-dllm-dual": ("threshold:mu=0.9", 32, "dual", "auto"),
+    "llada-klass": ("klass:mu=0.6:nu=0.015:history=2:kl=authors:across=True", 64, None, "auto"),
+    "dparallel": ("entropy_threshold:tau=0.5", 32, None, "auto"),
+    "d3llm": ("entropy_threshold:tau=0.5", 32, None, "auto"),
+    "dinfer-threshold": ("dinfer_threshold:mu=0.9", 64, None, "row"),
+    "dinfer-hierarchy": ("hierarchy:low=0.3:tau=0.9", 64, None, "row"),
+    "dream-entropy": ("dream:alg=entropy:steps=256", None, None, "auto"),
+    "dream-fast-dllm": ("threshold:mu=0.9:seed_first=True", 32, "dual", "auto"),
+    "dream-fast-dllm-prefix": ("threshold:mu=0.9:seed_first=True", 32, "prefix", "auto"),
+    "llada2": ("high_or_topk:n=1:tau=0.95", 32, None, "auto"),
+    "fast-dllm-v2": ("threshold:mu=0.95:strict=True:sub_block=8:seed_first=True", 32, None, "auto"),
+    "nemotron": ("greedy:k=1:seed_first=True", 32, None, "auto"),
+    "nemotron-threshold": ("threshold:mu=0.9:seed_first=True", 32, None, "auto"),
+}
+SAMPLED = {"sdar-static": {"n": 1}, "sdar-dynamic": {"n": 1, "tau": 0.85}}  # estimator=sampled_confidence
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_preset_is_its_args_written_out(name):
+    options = Options.parse({"preset": name})
+    assert (str(options.rule), options.block, options.cache, options.grid) == SETTINGS[name]
+    written = dict(part.split("=", 1) for part in presets.find(name).written_out.split(","))
+    again = vars(Options.parse(written))
+    assert {**again, "preset": name} == vars(options)
+    assert Options.parse({"preset": name, "rule": str(options.rule)}) == options  # the same, said twice
+    assert re.search(r"@|threshold=", presets.find(name).source)
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_a_preset_of_an_estimator(name):
+    arguments = presets.find(name).arguments
+    assert arguments == {"estimator": "sampled_confidence", "confidence": "tempered", "block": 4, **SAMPLED[name]}
+    if arguments["estimator"] in ESTIMATORS:
+        assert Options.parse({"preset": name}).estimator == "sampled_confidence"
+
+
+def test_every_preset_is_in_the_tables():
+    assert set(presets.PRESETS) == {*SETTINGS, *SAMPLED}
+    table = {row[0].strip("`"): row for row in rows(read("docs/presets.md").split("## ")[0])}
+    assert set(table) == set(presets.PRESETS)
+    for name, (_, arguments, families, what, source) in table.items():
+        preset = presets.find(name)
+        assert arguments.strip("`") == preset.written_out and families == ", ".join(preset.families)
+        assert (what, source) == (preset.what, preset.source)
+    refusals = rows(section(read("docs/presets.md"), "## What is refused"))
+    assert {row[0].strip("`"): tuple(row[1:]) for row in refusals} == refused.REFUSED
+
+
+def test_steps_may_be_changed_where_a_schedule_needs_them():
+    assert str(Options.parse({"preset": "dream-entropy", "steps": 64}).rule) == "dream:alg=entropy:steps=64"
+    assert str(Options.parse({"preset": "llada", "rule": "quota:steps=7"}).rule) == "quota:steps=7"
+    assert Options.parse({"preset": "llada", "block": 128, "temperature": 0.5}).temperature == 0.5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"preset": "lladda"}, "Unknown preset 'lladda'. Did you mean llada? Known: d3llm,"),
+        ({"preset": "llada", "block": 32}, "preset=llada is rule=quota,steps=128,block=128; block=32 is given, too"),
+        (
+            {"preset": "llada", "rule": "greedy"},
+            "rule=greedy is given, too, which makes it another sampler. steps may be",
+        ),
+        (
+            {"preset": "llada-fast-dllm-dual", "mu": 0.8},
+            "mu=0.8 is given, too, which makes it another sampler. Leave mu out",
+        ),
+        ({"preset": "llada-fast-dllm-dual", "cache": "prefix"}, "cache=prefix is given, too"),
+        ({"preset": "llada2", "sub_block": 8}, "sub_block=8 is given, too"),
+        ({"preset": "wino"}, "preset=wino is WINO, which cannot be scored: it masks revealed tokens again"),
+    ],
+)
+def test_errors(arguments, message):
+    with pytest.raises(DuelError) as error:
+        Options.parse(arguments)
+    assert message in str(error.value)
+
+
+def test_a_checkpoint_that_a_preset_does_not_fit(tmp_path):
+    message = (
+        r"preset=llada is the sampler of llada checkpoints, and this one is of the family masked-lm\. To use the same "
+        r"settings with it, write them out: rule=quota,steps=128,block=128\."
+    )
+    path = tiny.checkpoint(tmp_path / "bert", "bert")
+    with pytest.raises(DuelError, match=message):
+        DuelMDM(pretrained=path, preset="llada", device="cpu")
+    with pytest.raises(DuelError, match=message):
+        Library.from_pretrained(path, preset="llada", device="cpu")
+
+
+def test_a_checkpoint_that_it_fits(tmp_path):
+    """The harness and the library take a preset, and its args written out have the same fingerprint."""
+    (tmp_path / "dream").mkdir()
+    own.write(tmp_path / "dream", own.DREAM, "DreamModel", own.decoder(bias=True))
+    path = str(tmp_path / "dream")
+    loaded = {"pretrained": path, "device": "cpu"}
+    one = DuelMDM(**loaded, preset="dream-fast-dllm")
+    two = DuelMDM(**loaded, rule="threshold:mu=0.9:seed_first=true", block=32, cache="dual")
+    three = Library.from_pretrained(path, preset="dream-fast-dllm", device="cpu")
+    assert one.fingerprint == two.fingerprint == three.fingerprint
+    assert rules.inner(three.rule) == rules.parse("threshold:mu=0.9") and three.block == 32
+    with pytest.raises(DuelError, match="rule=greedy:k=2 is given, too"):
+        Library.from_pretrained(path, preset="dream-fast-dllm", rule="greedy:k=2", device="cpu")
+
+
+def test_the_ids_that_a_rule_needs_are_those_of_the_tokenizer(tmp_path):
+    path = tiny.checkpoint(tmp_path / "bert", "bert")
+    with pytest.raises(DuelError, match=r"The tokenizer names no EOS, .* pass eos_id=<id>"):
+        DuelMDM(pretrained=path, rule="quota:steps=2:eos=conf", device="cpu")
+    given = DuelMDM(pretrained=path, rule="quota:steps=2:eos=conf:eos_id=5", device="cpu")
+    assert given.spec["rule"] == "quota:steps=2:eos=conf:eos_id=5"

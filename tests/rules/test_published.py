@@ -1,0 +1,478 @@
+"""The rules of published samplers against their own pick functions, retyped in published.py, on random predictions."""
+
+import dataclasses
+import json
+import math
+
+import published
+import pytest
+import torch
+from laws import total
+from toys import BlockCausal, Rotary, Toy
+
+from lm_eval_duel import rules
+from lm_eval_duel.denoisers.predictions import Predictions
+from lm_eval_duel.engine.lanes import Lanes
+from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.errors import DuelError, RuleStalled
+from lm_eval_duel.estimators.checks import check_rule
+from lm_eval_duel.estimators.duel import Duel
+from lm_eval_duel.options import Options
+from lm_eval_duel.rules import refused
+from lm_eval_duel.rules.pc import COUNTS, TOTAL
+
+WIDTH, TOKENS = 7, 5
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory):
+    """The counts of tokens 0 and 2 among 20, for the rule pc."""
+    path = tmp_path_factory.mktemp("pc") / "table.json"
+    path.write_text(json.dumps({TOTAL: 20, COUNTS: {"0": 9, "2": 3}}))
+    return str(path)
+
+
+def random_case(seed, lanes):
+    """Logits (R, W, V) at several scales, with equal cells in many lanes, and which cells are hidden (R, W)."""
+    generator = torch.Generator().manual_seed(seed)
+    scale = torch.rand(lanes, 1, 1, generator=generator, dtype=torch.float64) * 6
+    logits = torch.randn(lanes, WIDTH, TOKENS, generator=generator, dtype=torch.float64) * scale
+    source = torch.randint(WIDTH, (lanes, WIDTH), generator=generator)  # a third of the cells copies another
+    copies = torch.rand(lanes, WIDTH, generator=generator) < 1 / 3
+    source = torch.where(copies, source, torch.arange(WIDTH))
+    logits = logits.gather(1, source[:, :, None].expand_as(logits))
+    hidden = torch.rand(lanes, WIDTH, generator=generator) < 0.7
+    hidden[:, 0] |= ~hidden.any(1)
+    return logits, hidden
+
+
+def decided(rule, logits, hidden, step=0, memory=()):
+    """The decision of a rule on lanes whose hidden cells have these logits, at this step."""
+    count = len(logits)
+    predictions = Predictions(
+        hidden,
+        torch.zeros(count, dtype=torch.bool),
+        logits[hidden],
+        torch.arange(int(hidden.sum())),
+        lambda features: features.clone(),
+        torch.zeros(TOKENS, dtype=torch.bool),
+    )
+    zero = torch.zeros(count, dtype=torch.int64)
+    tokens = torch.where(hidden, -1, 0)
+    lanes = Lanes(zero, zero, zero, zero + WIDTH, tokens, hidden, zero + step, memory)
+    return (rules.parse(rule) if isinstance(rule, str) else rule)(predictions, lanes)
+
+
+def agrees(rule, reference, seed, lanes, step=0, memory=()):
+    """Whether `rule` picks what `reference(p, masked)` picks in every lane."""
+    logits, hidden = random_case(seed, lanes)
+    picks = decided(rule, logits, hidden, step, memory(hidden) if memory else ()).pick
+    for pick, p, masked in zip(picks, logits.softmax(2), hidden, strict=True):
+        assert set(pick.nonzero()[:, 0].tolist()) == reference(p, masked)
+
+
+FEW, MANY = 40, 3000  # lanes of a plain and of a slow test
+SIZES = [FEW, pytest.param(MANY, marks=pytest.mark.slow)]
+STATE_ONLY = {  # a rule's text, and its reference
+    "threshold:mu=0.613": (published.threshold, {"mu": 0.613}),
+    "threshold:mu=0.613:strict=True": (published.strict_threshold, {"mu": 0.613}),
+    "threshold:mu=1.0:strict=True": (published.strict_threshold, {"mu": 1.0}),
+    "entropy_threshold:tau=0.437": (published.entropy_threshold, {"tau": 0.437}),
+    "entropy_threshold:tau=0.0": (published.entropy_threshold, {"tau": 0.0}),
+    "factor:f=0.713:variant=a": (published.factor, {"f": 0.713, "variant": "a"}),
+    "factor:f=1.713:variant=a": (published.factor, {"f": 1.713, "variant": "a"}),
+    "factor:f=3.713:variant=a": (published.factor, {"f": 3.713, "variant": "a"}),
+    "factor:f=0.713:variant=b": (published.factor, {"f": 0.713, "variant": "b"}),
+    "factor:f=1.713:variant=b": (published.factor, {"f": 1.713, "variant": "b"}),
+    "factor:f=3.713:variant=b": (published.factor, {"f": 3.713, "variant": "b"}),
+    "factor:f=0.713:variant=c": (published.factor, {"f": 0.713, "variant": "c"}),
+    "factor:f=1.713:variant=c": (published.factor, {"f": 1.713, "variant": "c"}),
+    "factor:f=3.713:variant=c": (published.factor, {"f": 3.713, "variant": "c"}),
+    "hierarchy:low=0.413:tau=0.813": (published.hierarchy, {"low": 0.413, "tau": 0.813}),
+    "hierarchy:low=0.613:tau=None": (published.hierarchy, {"low": 0.613, "tau": None}),
+    "dinfer_threshold:mu=0.713": (published.dinfer_threshold, {"mu": 0.713}),
+    "dinfer_threshold:mu=1.0": (published.dinfer_threshold, {"mu": 1.0}),
+    "high_or_topk:n=1:tau=0.713": (published.high_or_topk, {"n": 1, "tau": 0.713}),
+    "high_or_topk:n=3:tau=0.613": (published.high_or_topk, {"n": 3, "tau": 0.613}),
+    "entropy_bound:gamma=0.713:inclusive=True": (published.inclusive_entropy_bound, {"gamma": 0.713}),
+}
+
+
+@pytest.mark.parametrize("lanes", SIZES)
+@pytest.mark.parametrize("text", STATE_ONLY)
+def test_picks_are_those_of_the_authors(text, lanes):
+    reference, parameters = STATE_ONLY[text]
+    assert str(rules.parse(text)) == text and rules.parse(text).state_only
+    agrees(text, lambda p, masked: reference(p, masked, **parameters), lanes, lanes)
+
+
+def began_with(count):
+    """The memory of a schedule whose block began with `count` positions."""
+    return lambda hidden: (torch.full(hidden.shape, count),)
+
+
+@pytest.mark.parametrize("lanes", SIZES)
+@pytest.mark.parametrize(("steps", "step"), [(1, 0), (3, 0), (3, 1), (3, 2), (7, 3), (20, 5)])
+def test_quotas_are_those_of_the_authors(steps, step, lanes, table):
+    ends = [2, 4]
+    cases = {
+        f"quota:steps={steps}": lambda p, masked, m: published.quota(p, masked, m, steps, step),
+        f"quota:steps={steps}:eos=conf:eos_id=2:eot_id=4": lambda p, masked, m: published.quota_without_ends(
+            p, masked, m, steps, step, ends
+        ),
+        f"pc:decay=0.25:alpha=0.9:steps={steps}:table={table}": lambda p, masked, m: published.pc(
+            p, masked, m, steps, step, 0.25, 0.9, 20, {0: 9, 2: 3}
+        ),
+        f"pc:decay=0.0:alpha=0.9:steps={steps}:table={table}": lambda p, masked, m: published.pc(
+            p, masked, m, steps, step, 0.0, 0.9, 20, {0: 9, 2: 3}
+        ),
+    }
+    for text, reference in cases.items():
+        if step == 0:
+            agrees(text, lambda p, masked, at=reference: at(p, masked, int(masked.sum())), lanes, lanes // 2)
+        for m in (7, 12):  # positions at the first step; a lane with fewer hidden than are due loses them all
+            logits, hidden = random_case(lanes + m, lanes // 2)
+            picks = decided(text, logits, hidden, step, began_with(m)(hidden) if step else ()).pick
+            for pick, p, masked in zip(picks, logits.softmax(2), hidden, strict=True):
+                due = reference(p, masked, m if step else int(masked.sum()))
+                assert set(pick.nonzero()[:, 0].tolist()) == {cell for cell in due if masked[cell]}
+
+
+def test_the_schedule_of_dream_is_that_of_the_facts():
+    """The counts that were read off the authors' loop; steps without a position are skipped by the rule."""
+    known = {
+        (8, 8): [0, 1, 1, 1, 1, 1, 1, 2],
+        (12, 5): [2, 2, 2, 2, 4],
+        (16, 8): [1, 2, 2, 2, 2, 2, 2, 3],
+    }
+    for (m, steps), counts in known.items():
+        assert published.dream_counts(m, steps) == counts
+    assert published.dream_counts(16, 24)[:10] == [0] * 9 + [1]
+
+
+@pytest.mark.parametrize("alg", ["entropy", "topk_margin", "maskgit_plus"])
+@pytest.mark.parametrize(("length", "steps"), [(8, 8), (12, 5), (16, 8), (16, 24), (5, 1), (3, 40)])
+def test_dream_follows_its_schedule_and_its_score(alg, length, steps):
+    toy = Toy(length=16, tokens=3)
+    seen = [0]
+
+    def p_of(masked, row):
+        ids = torch.where(masked, toy.mask_id, row)
+        logits = toy.features(ids[None], None)[0].masked_fill(toy.excluded, -math.inf)
+        return logits.softmax(1)
+
+    row = torch.arange(length) * 7 % 3
+    scored = Duel(toy, f"dream:alg={alg}:steps={steps}", None).log_prob([Window((), row.tolist())])[0]
+    masked = torch.ones(length, dtype=torch.bool)
+    wanted = [None] * length
+    for count in published.dream_counts(length, steps):
+        if count:
+            for cell in (chosen := published.dream(p_of(masked, row), masked, alg, count)):
+                wanted[cell] = seen[0]
+            masked[list(chosen)] = False
+            seen[0] += 1
+    assert scored.reveal_steps == tuple(wanted) and scored.nfe == seen[0]
+
+
+def orders(toy, row, loop):
+    """The reveal steps and the log-probability of a published loop, which yields the cells of each step."""
+    steps, log_prob = [None] * len(row), 0.0
+
+    def p_of(masked):
+        ids = torch.where(masked, toy.mask_id, row)
+        p_of.now = toy.features(ids[None], None)[0].masked_fill(toy.excluded, -math.inf).softmax(1)
+        return p_of.now
+
+    for step, chosen in enumerate(loop(p_of)):
+        for cell in chosen:
+            steps[cell] = step
+            log_prob += math.log(p_of.now[cell, row[cell]])
+    return tuple(steps), log_prob
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 40))])
+@pytest.mark.parametrize(("steps", "tau"), [(2, 0.0), (4, 0.613), (4, 1.0), (8, 0.613), (1, 0.513)])
+def test_dream_with_a_threshold_is_that_of_the_authors(steps, tau, seed):
+    toy = Toy(length=8, seed=seed)
+    row = torch.arange(8) * (seed + 2) % 3
+    wanted, log_prob = orders(toy, row, lambda p_of: published.dream_threshold_orders(p_of, 8, steps, tau))
+    rule = f"dream:alg=confidence_threshold:steps={steps}:tau={tau}"
+    scored = Duel(toy, rule, None).log_prob([Window((), row.tolist())])[0]
+    assert scored.reveal_steps == wanted and scored.log_prob == pytest.approx(log_prob, abs=1e-9)
+    with pytest.raises(DuelError, match="its steps divide"):
+        Duel(toy, rule.replace(f"steps={steps}", "steps=3"), None).log_prob([Window((), row.tolist())])
+
+
+KLASS = "klass:mu={mu}:nu={nu}:history={history}:kl=authors:across=true"
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 40))])
+@pytest.mark.parametrize(("block", "mu", "nu", "history"), [(4, 0.41, 0.3, 1), (4, 0.41, 0.5, 2), (3, 0.45, 1.5, 3)])
+def test_klass_across_blocks_is_that_of_the_authors(block, mu, nu, history, seed):
+    toy = Toy(length=12, seed=seed)
+    row = torch.arange(12) * (seed + 2) % 3
+    wanted, log_prob = orders(toy, row, lambda p_of: published.klass_orders(p_of, 12, block, mu, nu, history))
+    duel = Duel(toy, KLASS.format(mu=mu, nu=nu, history=history), block)
+    scored = duel.log_prob([Window((), row.tolist())])[0]
+    assert scored.reveal_steps == wanted and scored.log_prob == pytest.approx(log_prob, abs=1e-9)
+
+
+def test_the_history_across_blocks_is_another_distribution():
+    toy, rows = Toy(length=12), [Window((), [n % 3, *([1, 0, 2] * 4)[1:]]) for n in range(3)]
+    across = Duel(toy, KLASS.format(mu=0.41, nu=0.3, history=1), 4)
+    inside = Duel(toy, "klass:mu=0.41:nu=0.3:kl=authors", 4)
+    assert [s.log_prob for s in across.log_prob(rows)] != pytest.approx([s.log_prob for s in inside.log_prob(rows)])
+
+
+def test_a_history_across_blocks_is_refused_where_there_is_none():
+    text = KLASS.format(mu=0.4, nu=0.3, history=1)
+    with pytest.raises(DuelError, match=r"needs a bidirectional network without a cache; this one is block_causal"):
+        Duel(BlockCausal(), text)
+    for name in ("sub_block=2", "seed_first=true"):
+        with pytest.raises(DuelError, match="keeps its history over blocks"):
+            rules.parse(f"{text}:{name}")
+    with pytest.raises(DuelError, match="add kl=authors"):
+        rules.parse("klass:mu=0.4:nu=0.3:across=true")
+    with pytest.raises(DuelError, match="has a memory"):
+        rules.check_state_only(rules.parse(text))
+
+
+# ---------------------------------------------------------------- laws
+
+
+def new_rules(table):
+    return [
+        "threshold:mu=0.45:strict=true",
+        "entropy_threshold:tau=0.8",
+        "factor:f=1.5",
+        "factor:f=1.5:variant=c",
+        "hierarchy:low=0.4:tau=0.6",
+        "dinfer_threshold:mu=0.5",
+        "high_or_topk:n=2:tau=0.5",
+        "entropy_bound:gamma=1.5:inclusive=true",
+        "quota:steps=2",
+        "quota:steps=3:eos=conf:eos_id=1",
+        f"pc:decay=0.25:alpha=0.9:steps=2:table={table}",
+        "dream:alg=topk_margin:steps=2",
+        "dream:alg=confidence_threshold:steps=1:tau=0.5",
+        KLASS.format(mu=0.4, nu=0.4, history=1),
+        "threshold:mu=0.45:sub_block=2",
+        "quota:steps=2:sub_block=2:seed_first=true",
+        "klass:mu=0.4:nu=0.3:sub_block=2",
+        "dream:alg=entropy:steps=3:seed_first=true",
+    ]
+
+
+@pytest.mark.parametrize("number", range(18))
+def test_probabilities_sum_to_one_and_samples_score_as_they_were_drawn(number, table):
+    """Laws 1 and 2, and law 8: a lane alone is the lane in a batch."""
+    text = new_rules(table)[number]
+    for block in (2, 3, None):
+        duel = Duel(Toy(), text, block)
+        assert rules.parse(str(duel.rule)) == duel.rule
+        assert abs(total(duel, 4) - 1) < 1e-9
+        drawn = duel.sample([(), (1,), (0, 2)], 5, seed=block or 0)
+        windows = [Window(c, d.tokens) for c, d in zip([(), (1,), (0, 2)], drawn, strict=True)]
+        for d, s, window in zip(drawn, duel.log_prob(windows), windows, strict=True):
+            alone = duel.log_prob([window])[0]
+            assert d.reveal_steps == s.reveal_steps == alone.reveal_steps and d.nfe == s.nfe
+            assert d.token_logprobs == pytest.approx(s.token_logprobs, abs=1e-9)
+    assert abs(total(Duel(Toy(), text, 2, "row"), 3, context=(1,), suffix=(2,)) - 1) < 1e-9
+
+
+def test_every_new_rule_has_its_laws(table):
+    covered = {rules.inner(rules.parse(text)).name for text in new_rules(table)}
+    assert set(rules.RULES) - covered == {
+        *("left_to_right", "right_to_left", "random", "greedy", "margin", "log_margin", "entropy")
+    }
+    assert len(new_rules(table)) == 18
+
+
+def test_a_block_of_masks_alone():
+    """Where all cells are equal, dInfer's rules reveal all of them, and the others the lowest."""
+    toy = Rotary(length=6, tokens=3)
+    toy.noise = 0.0
+    window = Window((), (0, 1, 2))
+    p = toy.features(torch.full((1, 3), toy.mask_id), None)[0, 0, :3].double().softmax(0)
+    low = float(p.max()) / 2
+    for text in ("dinfer_threshold:mu=1.0", f"hierarchy:low={low}"):
+        scored = Duel(toy, text, 3).log_prob([window])[0]
+        assert scored.reveal_steps == (0, 0, 0) and scored.all_mask_starts == 1
+        assert scored.log_prob == pytest.approx(float(p.log().sum()), abs=1e-6)
+    assert Duel(toy, "threshold:mu=1.0", 3).log_prob([window])[0].reveal_steps[0] == 0
+
+
+# ---------------------------------------------------------------- inside a block
+
+
+def test_sub_blocks_are_blocks_that_see_the_masks_after_them():
+    """In a bidirectional network, sub-blocks of a block are smaller blocks."""
+    toy, windows = Toy(length=9), [Window((1,), (2, 0, 1, 1, 2, 0, 0)), Window((), (0, 0, 1, 2))]
+    for rule in ("greedy:k=2", "klass:mu=0.4:nu=0.3", "quota:steps=1", "random:k=1:seed=3", "left_to_right:k=2"):
+        small, inside = Duel(toy, rule, 2).log_prob(windows), Duel(toy, f"{rule}:sub_block=2", 4).log_prob(windows)
+        assert [s.token_logprobs for s in inside] == [pytest.approx(s.token_logprobs, abs=1e-12) for s in small]
+        assert [s.nfe for s in inside] == [s.nfe for s in small]
+
+
+def test_the_first_cell_then_sub_blocks():
+    rule = rules.parse("greedy:k=9:sub_block=2:seed_first=true")
+    assert str(rule) == "greedy:k=9:sub_block=2:seed_first=True"
+    assert rules.parse("greedy:seed_first=1:sub_block=2:k=9") == rule
+    assert Duel(Toy(), rule, 6).log_prob([Window((), (0, 1, 2, 0, 1, 2))])[0].reveal_steps == (0, 1, 2, 2, 3, 3)
+    assert Options.parse({"rule": "greedy", "k": 9, "sub_block": 2, "seed_first": True}).rule == rule
+    assert rules.inner(rule) == rules.parse("greedy:k=9")
+    assert rules.replaced(rule, k=2) == rules.parse("greedy:k=2:sub_block=2:seed_first=true")
+    with pytest.raises(DuelError, match="'sub_block' is a whole number, at least 1; got '0'"):
+        rules.parse("greedy:sub_block=0")
+
+
+# ---------------------------------------------------------------- rules that may wait
+
+
+@dataclasses.dataclass(frozen=True)
+class EverySecond(rules.Rule):
+    """Reveals the first hidden cell at odd steps."""
+
+    may_wait = True
+    reads_step = True
+
+    def __call__(self, predictions, lanes):
+        return lanes.hidden & (lanes.hidden.cumsum(1) == 1) & (lanes.step % 2 == 1)[:, None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Patient(rules.Rule):
+    """Counts in its memory, to `until`, and then reveals all; or never counts."""
+
+    until: int = 2
+    counts: bool = True
+    may_wait = True
+
+    def __call__(self, predictions, lanes):
+        now = lanes.memory[0] if lanes.memory else torch.zeros_like(lanes.hidden, dtype=torch.int64)
+        return rules.Decision(lanes.hidden & (now >= self.until), None, (now + self.counts,))
+
+
+def test_a_rule_that_may_wait():
+    windows = [Window((1,), (2, 0, 1)), Window((), (0, 2))]
+    waits, plain = (Duel(Toy(), rule, None) for rule in (EverySecond(), "left_to_right"))
+    scored = waits.log_prob(windows)
+    assert [s.reveal_steps for s in scored] == [(1, 3, 5), (1, 3)] and [s.nfe for s in scored] == [6, 4]
+    assert [s.log_prob for s in scored] == pytest.approx([s.log_prob for s in plain.log_prob(windows)], abs=1e-12)
+    assert [s.log_prob for s in waits.replay(windows, [s.reveal_steps for s in scored])] == pytest.approx(
+        [s.log_prob for s in scored], abs=1e-12
+    )
+    assert Duel(Toy(), Patient(), 2).log_prob(windows)[0].reveal_steps == (2, 2, 2)
+
+
+@pytest.mark.parametrize("rule", [Patient(counts=False), type("Hasty", (Patient,), {"may_wait": False})()])
+def test_a_rule_that_waits_without_end_stalls(rule):
+    with pytest.raises(RuleStalled, match="picked nothing"):
+        Duel(Toy(), rule, 2).log_prob([Window((), (0, 1))])
+
+
+# ---------------------------------------------------------------- ids, tables, refusals
+
+
+class Words:
+    """A tokenizer of some special tokens."""
+
+    def __init__(self, eos, **ids):
+        self.eos_token_id, self.ids = eos, ids
+
+    def get_vocab(self):
+        return self.ids
+
+
+def test_the_ends_of_a_text_come_from_the_tokenizer_or_are_given():
+    rule = rules.parse("quota:steps=4:eos=conf")
+    eot = {"<|eot_id|>": 5}
+    assert str(rule.with_tokenizer(Words(3, **eot))) == "quota:steps=4:eos=conf:eos_id=3:eot_id=5"
+    assert str(rule.with_tokenizer(Words(3))) == "quota:steps=4:eos=conf:eos_id=3"
+    given = rules.parse("quota:steps=4:eos=conf:eos_id=1:eot_id=0:sub_block=2:seed_first=true")
+    assert given.with_tokenizer(Words(3, **eot)) == given
+    assert rules.parse("quota:steps=4").with_tokenizer(Words(3)) == rules.parse("quota:steps=4")
+    with pytest.raises(DuelError, match="The tokenizer names no EOS"):
+        rule.with_tokenizer(Words(None))
+    with pytest.raises(DuelError, match="needs the id of EOS: pass eos_id"):
+        check_rule(Toy(), rule)
+    with pytest.raises(DuelError, match="eos_id=99 of rule quota is not an id"):
+        check_rule(Toy(), rules.parse("quota:steps=4:eos=conf:eos_id=99"))
+
+
+def test_only_the_order_changes_without_the_ends():
+    toy, windows = Toy(), [Window((), (2, 0, 1, 1, 2))]
+    plain, other = (Duel(toy, f"quota:steps=5{ends}", None) for ends in ("", ":eos=conf:eos_id=0:eot_id=2"))
+    first, second = plain.log_prob(windows)[0], other.log_prob(windows)[0]
+    assert first.reveal_steps != second.reveal_steps
+    again = plain.replay(windows, [second.reveal_steps])[0]
+    assert again.log_prob == pytest.approx(second.log_prob, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot be read (No such file or directory); write one with: lm-eval-duel frequencies"),
+        ("[]", 'is a JSON object {"num_token": N, "p_baseline_dict": {"id": count, ...}}'),
+        ('{"num_token": 3, "p_baseline_dict": {"1": 4}}', "with counts from 1 to N"),
+        ('{"num_token": 3, "p_baseline_dict": {"x": 1}}', "is a JSON object"),
+        ('{"num_token": 9, "p_baseline_dict": {"99": 4}}', "counts id 99, and this network has the ids 0 to 3"),
+    ],
+)
+def test_tables_of_frequencies(content, message, tmp_path):
+    if content is not None:
+        (tmp_path / "table.json").write_text(content)
+    with pytest.raises(DuelError) as error:
+        check_rule(Toy(), rules.parse(f"pc:decay=1:alpha=1:steps=2:table={tmp_path}/table.json"))
+    assert message in str(error.value)
+
+
+def test_the_content_of_a_table_is_part_of_the_spec(tmp_path):
+    specs = []
+    for count in (3, 4):
+        path = tmp_path / f"{count}.json"
+        path.write_text(json.dumps({TOTAL: 20, COUNTS: {"0": count}}))
+        specs.append(Duel(Toy(), f"pc:decay=1:alpha=1:steps=2:table={path}", 2).describe()["rule_files"])
+    assert specs[0] != specs[1]
+
+
+@pytest.mark.parametrize("name", refused.REFUSED)
+def test_samplers_that_are_no_distribution_are_refused_with_the_reason(name):
+    _, reason = refused.REFUSED[name]
+    for arguments in ({"rule": name}, {"preset": name}, {"rule": name.upper().replace("-", "_")}):
+        with pytest.raises(DuelError) as error:
+            Options.parse(arguments)
+        assert reason in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("factor:f=0", "'f' of rule 'factor' is a number above 0; got 0.0."),
+        ("factor:f=1:variant=d", "Unknown value of variant for rule factor 'd'"),
+        ("dream:alg=origin:steps=4", "Unknown value of alg for rule dream 'origin'"),
+        ("dream:alg=confidence_threshold:steps=4", "needs tau, e.g. tau=0.9"),
+        ("dream:alg=entropy:steps=4:tau=0.9", "is read with alg=confidence_threshold only"),
+        ("quota:steps=0", "'steps' of rule 'quota' is a count of steps, at least 1; got 0."),
+        ("quota:steps=4:eos=inf", "Unknown value of eos for rule quota 'inf'"),
+        ("quota:steps=4:eos_id=4", "is read with eos=conf only"),
+        ("high_or_topk", "Rule 'high_or_topk' needs n and tau, e.g. high_or_topk:n=1:tau=0.9."),
+        ("hierarchy:low=2", "'low' of rule 'hierarchy' is a probability from 0 to 1; got 2.0."),
+        ("entropy_threshold:tau=-1", "'tau' of rule 'entropy_threshold' is an entropy in nats, at least 0"),
+        ("pc:decay=1:alpha=0:steps=2:table=x", "'alpha' of rule 'pc' is a number above 0; got 0.0."),
+    ],
+)
+def test_errors_of_the_new_rules(text, message):
+    with pytest.raises(DuelError) as error:
+        rules.parse(text)
+    assert message in str(error.value)
+
+
+def test_near_ties_are_counted():
+    """A pick that moves under noise of 1e-4 was counted as near."""
+    logits, hidden = random_case(7, 400)
+    noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(8), dtype=torch.float64) * 2e-5
+    for text in [*STATE_ONLY, "quota:steps=3", "dream:alg=maskgit_plus:steps=3", "quota:steps=3:eos=conf:eos_id=2"]:
+        first, second = decided(text, logits, hidden), decided(text, logits + noise, hidden)
+        moved = (first.pick != second.pick).any(1)  # (R,)
+        assert not (moved & ~(torch.minimum(first.lead, second.lead) <= 1e-4)).any(), text
