@@ -19,6 +19,7 @@ COMMANDS = {  # name: (module below lm_eval_duel with its `main`, what it does)
     "show": ("cli.show", "print one document of a trace, its tokens coloured by reveal step or by likelihood"),
     "bench": ("bench", "measure speed and memory against the textbook loop on random tokens"),
     "data": ("tasks.check", "check the benchmarks' data sets: `data check` loads them and prints their contents"),
+    "leaderboard": ("leaderboard", "turn lm_eval results into one page to sort, filter and share, and Markdown, CSV, JSON"),
     "where": ("cli.where", "print the absolute path of the tasks, the recipes or a bundled checkpoint"),
 }
 PACKAGES = ("lm_eval", "torch", "transformers")

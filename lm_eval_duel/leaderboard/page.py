@@ -1,0 +1,178 @@
+"""A leaderboard as one HTML file: no network, and no markup but ours (Jinja2 escapes every text).
+
+The content security policy names our style and script by their hashes, so a browser runs and fetches nothing else, even
+if a name found its way into markup.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lm_eval_duel import strict_json
+from lm_eval_duel.leaderboard import table, text
+from lm_eval_duel.leaderboard.board import KINDS, label
+from lm_eval_duel.leaderboard.published import UNCHECKED
+from lm_eval_duel.report.headline import WORDS
+
+ASSETS = Path(__file__).resolve().parent / "assets"
+SCRIPTS = ("table.js", "documents.js")
+PLOT_WIDTH, PLOT_HEIGHT, MARGIN = 200.0, 22.0, 8.0
+TICKS = (1.0, 2.0, 5.0)
+
+
+def html(board: Mapping[str, Any]) -> str:
+    """index.html."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+
+    style = (ASSETS / "style.css").read_text(encoding="utf-8")
+    script = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS)
+    environment = Environment(
+        autoescape=True,
+        loader=FileSystemLoader(ASSETS),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    heads = table.heads(board)
+    many = len(board["columns"]) > table.MANY
+    return environment.get_template("page.html").render(
+        board=board,
+        style=Markup(style),
+        script=Markup(script),
+        policy=f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(script)}",
+        heads=heads,
+        groups=_column_groups(board, heads, many),
+        bodies=_bodies(board, heads),
+        plot=_axis(board),
+        ranked_by=table.ranked_by(board),
+        choices={key: sorted({row[key] for row in board["rows"] if row[key]}) for key in ("display", "cache")},
+        kinds={kind: KINDS[kind] for kind in KINDS if any(row["kind"] == kind for row in board["rows"])},
+        published=[_published(found) for found in board["published"]],
+        unchecked=UNCHECKED,
+        documents=strict_json.finite(board["documents"]),
+        words=WORDS,
+    )
+
+
+def _hash(content: str) -> str:
+    digest = base64.b64encode(hashlib.sha256(content.encode("utf-8")).digest()).decode()
+    return f"'sha256-{digest}'"
+
+
+def _column_groups(board: Mapping[str, Any], heads: Sequence[table.Head], many: bool) -> list[dict[str, Any]]:
+    """The groups of columns that can be hidden, and whether they are at first: all but a few if there are many tasks."""
+    there = [group for group in table.GROUPS if any(head.group == group for head in heads) and group != "name"]
+    names = {**table.GROUPS, "value": WORDS[board["metric"]], "gap": f"gap to {board['ar']}"}
+    return [
+        {"id": group, "name": names[group], "shown": group != "source" and not (many and group in table.FIRST_HIDDEN)}
+        for group in there
+    ]
+
+
+def _bodies(board: Mapping[str, Any], heads: Sequence[table.Head]) -> list[dict[str, Any]]:
+    """The groups of rows, each row with its cells, its plot and its details."""
+    axis = _axis(board)
+    return [
+        {
+            "title": title,
+            "rows": [
+                {
+                    "row": row,
+                    "cells": [*zip(heads, table.cells(board, row), strict=True)],
+                    "plot": _plot(axis, board, row),
+                    "tasks": [_task(board, column, row) for column in board["columns"] if column["id"] in row["cells"]],
+                    "name": f"{row['model']}, {label(row)}",
+                }
+                for row in rows
+            ],
+        }
+        for title, rows in text.groups(board)
+    ]
+
+
+def _task(board: Mapping[str, Any], column: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
+    """A line of a row's details."""
+    cell = row["cells"][column["id"]]
+    found = {group: make(cell, row, board["metric"]) for group, make in table.TASK_CELLS.items()}
+    return {"label": column["label"], "documents": column["documents"], "tokens": cell["tokens"], **found}
+
+
+def _published(found: Mapping[str, Any]) -> dict[str, Any]:
+    """A table of published figures, as texts."""
+    lines = [
+        {
+            "row": row,
+            "block": "whole" if row["block"] == "none" else row["block"],
+            "figures": [
+                (text.published_figure(row, task, found["metric"]), row["cells"].get(task, {}).get("value"))
+                for task in found["tasks"]
+            ],
+        }
+        for row in found["rows"]
+    ]
+    return {**found, "lines": lines, "unit": WORDS[found["metric"]]}
+
+
+# ---------------------------------------------------------------- the plot of the first column
+
+
+def _points(board: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[float | None, list[float] | None]:
+    """The value that rows are ranked by, and its interval over documents if it is that of one task."""
+    value = row["main"]
+    if value is None or not math.isfinite(value):
+        return None, None
+    interval = None if board["by"] == "mean" else row["cells"][board["by"]]["interval"]
+    return value, interval if interval and all(map(math.isfinite, interval)) else None
+
+
+def _axis(board: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Where values stand, on a logarithmic scale for perplexities; None if there is nothing to plot."""
+    ends: list[float] = []
+    baseline = None
+    for row in board["rows"]:
+        value, interval = _points(board, row)
+        if value is not None:
+            ends += [value, *(interval or [])]
+            baseline = value if row["baseline"] else baseline
+    logarithmic = board["metric"] != "bits_per_byte" and bool(ends) and min(ends) > 0
+    if not ends or min(ends) == max(ends):
+        return None
+    low, high = (math.log(end) if logarithmic else end for end in (min(ends), max(ends)))
+    axis: dict[str, Any] = {"low": low, "high": high, "log": logarithmic, "width": PLOT_WIDTH, "height": PLOT_HEIGHT}
+    axis["baseline"] = None if baseline is None else _at(axis, baseline)
+    axis["ticks"] = [(_at(axis, tick), f"{tick:g}") for tick in _ticks(min(ends), max(ends))]
+    return axis
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Round numbers between two values, two to five of them if there are so many."""
+    found: list[float] = []
+    power = 10.0 ** (math.floor(math.log10(max(high - low, 1e-9))) - 1)
+    for step in (s * power * 10**e for e in range(4) for s in TICKS):
+        first = math.ceil(low / step)
+        found = [n * step for n in range(first, math.floor(high / step) + 1)]
+        if len(found) <= 4:
+            break
+    rounded = [10.0**e * s for e in range(-6, 9) for s in TICKS]
+    wide = [tick for tick in rounded if low <= tick <= high]
+    return wide if high > 4 * max(low, 1e-9) and 2 <= len(wide) <= 6 else found
+
+
+def _at(axis: Mapping[str, Any], value: float) -> float:
+    place = math.log(value) if axis["log"] else value
+    share = (place - axis["low"]) / (axis["high"] - axis["low"])
+    return round(MARGIN + share * (PLOT_WIDTH - 2 * MARGIN), 1)
+
+
+def _plot(axis: Mapping[str, Any] | None, board: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Places of a row's value and of the ends of its interval."""
+    value, interval = _points(board, row)
+    if axis is None or value is None:
+        return None
+    return {"at": _at(axis, value), "ends": [_at(axis, end) for end in interval] if interval else None}
