@@ -15,11 +15,11 @@ COMMANDS = {  # name: (module below lm_eval_duel with its `main`, what it does)
     "run": ("cli.run", "evaluate tasks: lm-eval's run, with this package's model as the default and its tasks known"),
     "inspect": ("cli.inspect", "show how a checkpoint is read (family, mask, block, ...) and score one text"),
     "report": ("report", "turn lm_eval results into tables and figures: perplexities and the gap to an AR baseline"),
+    "leaderboard": ("leaderboard", "turn lm_eval results into one page to sort, filter and send, with a view of texts"),
     "sweep": ("sweep", "compare unmasking rules at several speeds: likelihood of a task's text and quality of samples"),
     "show": ("cli.show", "print one document of a trace, its tokens coloured by reveal step or by likelihood"),
     "bench": ("bench", "measure speed and memory against the textbook loop on random tokens"),
     "data": ("tasks.check", "check the benchmarks' data sets: `data check` loads them and prints their contents"),
-    "leaderboard": ("leaderboard", "turn lm_eval results into one page to sort, filter and share, and Markdown, CSV, JSON"),
     "where": ("cli.where", "print the absolute path of the tasks, the recipes or a bundled checkpoint"),
 }
 PACKAGES = ("lm_eval", "torch", "transformers")

@@ -1,9 +1,10 @@
-"""`lm-eval-duel leaderboard`: one page that sorts, filters and opens from disk, and the same as Markdown, CSV and JSON."""
+"""`lm-eval-duel leaderboard`: one page to sort, filter and send, and the same as Markdown, CSV and JSON."""
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,7 @@ def collect(options: argparse.Namespace) -> dict[str, Any]:
     order = board.rank(rows, found, metric)
     shown, problems = documents.collect(traces, known, options.documents, options.tokenizer, documents.Tokenizers())
     notes += [note for column in found for note in column.notes] + problems
-    return {
+    content = {
         "format": FORMAT,
         "version": 1,
         "title": options.title,
@@ -99,6 +100,7 @@ def collect(options: argparse.Namespace) -> dict[str, Any]:
         "notes": list(dict.fromkeys(notes)),
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
     }
+    return clean(content, _folder(known))
 
 
 def _baseline(named: Sequence[read.Run], known: Sequence[read.Run], notes: list[str]) -> list[read.Run]:
@@ -114,7 +116,8 @@ def _baseline(named: Sequence[read.Run], known: Sequence[read.Run], notes: list[
         return [run for run in known if run.autoregressive and run.key in models]
     if models:
         notes.append(
-            f"No gaps: there are {len(models)} autoregressive models ({', '.join(models.values())}); name one with --ar."
+            f"No gaps: there are {len(models)} autoregressive models ({', '.join(models.values())}); name one with "
+            "--ar."
         )
     else:
         notes.append(f"No gaps: there is no autoregressive result ({match.TWIN}).")
@@ -148,16 +151,25 @@ def _described(found: Sequence[columns.Column]) -> list[dict[str, Any]]:
     return described
 
 
-def clean(value: Any) -> Any:
-    """Names from results are text: control characters and lone surrogates become spaces, in keys, too."""
+def clean(value: Any, folder: str = "") -> Any:
+    """Content that can be shown: control characters and lone surrogates in names become spaces, in keys, too.
+
+    Paths in `folder`, which holds all results, are shown from there: a page that is sent tells no home folder.
+    """
     if isinstance(value, dict):
         return {
-            one_line(key): part if key == "documents" and isinstance(part, list) else clean(part)
+            one_line(key): part if key == "documents" and isinstance(part, list) else clean(part, folder)
             for key, part in value.items()
         }
     if isinstance(value, list | tuple):
-        return [clean(part) for part in value]
-    return one_line(value) if isinstance(value, str) else value
+        return [clean(part, folder) for part in value]
+    return one_line(value).replace(folder, "") if isinstance(value, str) else value
+
+
+def _folder(runs: Sequence[read.Run]) -> str:
+    """The folder that holds all results, with a separator at its end; empty for the root."""
+    folder = os.path.commonpath([run.file.parent for run in runs])
+    return "" if folder == os.path.dirname(folder) else os.path.join(folder, "")
 
 
 def write(content: dict[str, Any], options: argparse.Namespace) -> list[str]:
@@ -165,7 +177,6 @@ def write(content: dict[str, Any], options: argparse.Namespace) -> list[str]:
 
     Raises DuelError, and leaves the folder unchanged, if a file there does not belong to an earlier leaderboard.
     """
-    content = clean(content)
     written = {
         "index.html": page.html(content),
         "leaderboard.md": text.markdown(content),
@@ -185,6 +196,6 @@ def main(arguments: Sequence[str]) -> None:
     files.earlier(Path(options.out), LISTING, FORMAT)
     content = collect(options)
     written = write(content, options)
-    print(text.console(clean(content)))
+    print(text.console(content))
     several = len(written) - len(MAIN)
     print(f"wrote to {options.out}: {', '.join(MAIN)}{f' and {several} exports' if several else ''}")

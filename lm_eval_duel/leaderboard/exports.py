@@ -158,8 +158,8 @@ def benchmarks(texts: list[str]) -> dict[str, tuple[str, str]]:
         dataset, colon, task_id = place.partition(":")
         if not (task and equals and colon and task_id and dataset.count("/") == 1 and all(dataset.split("/"))):
             raise DuelError(
-                f"--benchmark {text}: write TASK=OWNER/DATASET:TASK_ID, the benchmark data set of the hub and a task of "
-                "its eval.yaml, for example wikitext=Salesforce/wikitext:wikitext-2."
+                f"--benchmark {text}: write TASK=OWNER/DATASET:TASK_ID, the benchmark data set of the hub and a task "
+                "of its eval.yaml, for example wikitext=Salesforce/wikitext:wikitext-2."
             )
         found[task] = dataset, task_id
     return found

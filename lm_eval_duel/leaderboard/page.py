@@ -21,8 +21,9 @@ from lm_eval_duel.report.headline import WORDS
 
 ASSETS = Path(__file__).resolve().parent / "assets"
 SCRIPTS = ("table.js", "documents.js")
-PLOT_WIDTH, PLOT_HEIGHT, MARGIN = 200.0, 22.0, 8.0
-TICKS = (1.0, 2.0, 5.0)
+PLOT_WIDTH, PLOT_HEIGHT, MARGIN = 150.0, 22.0, 9.0
+ROUND = ((1, 1.5, 2, 3, 4, 5, 7), (1, 2, 3, 5), (1, 3), (1,))  # mantissas of ticks, the most that fit
+MOST_TICKS = 5
 
 
 def html(board: Mapping[str, Any]) -> str:
@@ -66,7 +67,7 @@ def _hash(content: str) -> str:
 
 
 def _column_groups(board: Mapping[str, Any], heads: Sequence[table.Head], many: bool) -> list[dict[str, Any]]:
-    """The groups of columns that can be hidden, and whether they are at first: all but a few if there are many tasks."""
+    """The groups of columns that can be hidden; if there are many tasks, only a few groups are shown at first."""
     there = [group for group in table.GROUPS if any(head.group == group for head in heads) and group != "name"]
     names = {**table.GROUPS, "value": WORDS[board["metric"]], "gap": f"gap to {board['ar']}"}
     return [
@@ -105,10 +106,11 @@ def _task(board: Mapping[str, Any], column: Mapping[str, Any], row: Mapping[str,
 
 def _published(found: Mapping[str, Any]) -> dict[str, Any]:
     """A table of published figures, as texts."""
+    names = [name for name in ("rule", "block", "cache", "note") if any(row[name] for row in found["rows"])]
     lines = [
         {
             "row": row,
-            "block": "whole" if row["block"] == "none" else row["block"],
+            "names": [(name, "whole" if (name, row[name]) == ("block", "none") else row[name]) for name in names],
             "figures": [
                 (text.published_figure(row, task, found["metric"]), row["cells"].get(task, {}).get("value"))
                 for task in found["tasks"]
@@ -116,7 +118,7 @@ def _published(found: Mapping[str, Any]) -> dict[str, Any]:
         }
         for row in found["rows"]
     ]
-    return {**found, "lines": lines, "unit": WORDS[found["metric"]]}
+    return {**found, "names": names, "lines": lines, "unit": WORDS[found["metric"]]}
 
 
 # ---------------------------------------------------------------- the plot of the first column
@@ -151,17 +153,17 @@ def _axis(board: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Round numbers between two values, two to five of them if there are so many."""
-    found: list[float] = []
-    power = 10.0 ** (math.floor(math.log10(max(high - low, 1e-9))) - 1)
-    for step in (s * power * 10**e for e in range(4) for s in TICKS):
-        first = math.ceil(low / step)
-        found = [n * step for n in range(first, math.floor(high / step) + 1)]
-        if len(found) <= 4:
+    """Round numbers between two values, five at most, and two at least if they are far enough apart."""
+    powers = range(math.floor(math.log10(low)) if low > 0 else -6, math.ceil(math.log10(high)) + 1)
+    found = []
+    for mantissas in ROUND:
+        found = [m * 10.0**power for power in powers for m in mantissas if low <= m * 10.0**power <= high]
+        if len(found) <= MOST_TICKS:
             break
-    rounded = [10.0**e * s for e in range(-6, 9) for s in TICKS]
-    wide = [tick for tick in rounded if low <= tick <= high]
-    return wide if high > 4 * max(low, 1e-9) and 2 <= len(wide) <= 6 else found
+    if len(found) > 1:
+        return found
+    step = 10.0 ** math.floor(math.log10(high - low))  # close together: even steps
+    return [n * step for n in range(math.ceil(low / step), math.floor(high / step) + 1)][:MOST_TICKS]
 
 
 def _at(axis: Mapping[str, Any], value: float) -> float:

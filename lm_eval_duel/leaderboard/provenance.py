@@ -15,6 +15,8 @@ from lm_eval_duel.report.read import MODEL, RESULTS, Run
 
 SEEDS = {"random_seed": 0, "numpy_seed": 1234, "torch_seed": 1234, "fewshot_seed": 1234}  # of --seed
 TASK_FOLDER = '"$(lm-eval-duel where tasks)"'
+OF_TASKS = ("version", "corpus", "config_source")  # entries of a task's metadata that are its own, not the user's
+UNREAD = ("trace",)  # model args that change no number, and may name a private folder
 IN_PYTHON = "no command: the model was made in Python"
 
 
@@ -75,7 +77,8 @@ def command(content: Fields, run: Run) -> str:
         return IN_PYTHON
     words = ["lm-eval-duel", "run"] if run.ours else ["lm_eval", "--model", run.model]
     if arguments:
-        words += ["--model_args", arguments if isinstance(arguments, str) else _joined(dict(arguments))]
+        pairs = arguments if isinstance(arguments, str) else {k: v for k, v in arguments.items() if k not in UNREAD}
+        words += ["--model_args", pairs if isinstance(pairs, str) else _joined(pairs)]
     words += ["--tasks", ",".join(sorted({*run.tasks, *run.others})), *_settings(content, config)]
     line = shlex.join(words)
     return line if run.ours else f"{line} --include_path {TASK_FOLDER}"
@@ -120,4 +123,4 @@ def _metadata(content: Fields, config: Fields) -> dict[str, Any]:
     known = config.get("model_args")
     known = set(known) if isinstance(known, dict) else {part.split("=")[0] for part in str(known or "").split(",")}
     shared = {key: value for key, value in entries[0].items() if all(key in e and e[key] == value for e in entries)}
-    return {key: value for key, value in shared.items() if key not in {*known, "version", "corpus"}}
+    return {key: value for key, value in shared.items() if key not in {*known, *OF_TASKS}}

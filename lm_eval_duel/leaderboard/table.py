@@ -143,7 +143,7 @@ def error(value: float | None, metric: str) -> str:
 
 def between(interval: Sequence[float] | None, form: Any) -> str:
     """An interval."""
-    return "" if interval is None else f"{form(interval[0])} – {form(interval[1])}"
+    return "" if interval is None else f"{form(interval[0])} to {form(interval[1])}"
 
 
 def value(cell: Row, row: Row, metric: str) -> Cell:
@@ -159,8 +159,8 @@ def value(cell: Row, row: Row, metric: str) -> Cell:
 def _bits(cell: Row, row: Row, metric: str) -> Cell:
     if cell["bits_per_byte"] is None:
         return Cell()
-    own = error(cell["bits_per_byte_stderr"], "bits_per_byte")
-    return Cell(f"{bounded(row)}{number(cell['bits_per_byte'], 'bits_per_byte')}{own}", cell["bits_per_byte"])
+    own = error(cell["bits_per_byte_stderr"], "bits_per_byte").strip()
+    return Cell(f"{bounded(row)}{number(cell['bits_per_byte'], 'bits_per_byte')}", cell["bits_per_byte"], own)
 
 
 def _gap(cell: Row, row: Row, metric: str) -> Cell:

@@ -14,7 +14,7 @@ from lm_eval_duel.report.headline import WORDS, number
 from lm_eval_duel.report.markdown import Footnotes, bullets, code, plain, spaced
 from lm_eval_duel.tables import markdown_table, one_line, plain_table
 
-ASCII = {"≤": "<=", "±": "+-", "–": "to"}
+ASCII = {"≤": "<=", "±": "+-"}
 FORMULA = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet reads a text that starts like this as a formula
 Board = Mapping[str, Any]
 
@@ -44,8 +44,8 @@ def _summary(board: Board) -> str:
     baseline = f" Gaps are to {plain(board['ar'])}." if board["ar"] else ""
     return (
         f"{WORDS[board['metric']].capitalize()}, lower is better. Rank: among likelihoods, by "
-        f"{plain(table.ranked_by(board))}; bounds (<=) and the oracle have none.{baseline} In brackets: 95 % interval over "
-        "documents. +-: standard error of a Monte Carlo or sampled estimate."
+        f"{plain(table.ranked_by(board))}; bounds (<=) and the oracle have none.{baseline} In brackets: 95 % interval "
+        "over documents. +-: standard error of a Monte Carlo or sampled estimate."
     )
 
 

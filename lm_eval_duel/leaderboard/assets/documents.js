@@ -105,7 +105,11 @@
   function choose() {
     stop();
     const text = data[chooser.value];
-    sides.forEach((side, n) => side.load(text, n));
+    // First two orders that differ, of networks that have a choice.
+    const orders = text.orders, left = Math.max(0, orders.findIndex((order) => order.starts.length < order.steps.length));
+    const other = orders.findIndex((order, n) => n > left && String(order.steps) !== String(orders[left].steps));
+    sides[0].load(text, left);
+    sides[1].load(text, other >= 0 ? other : orders.length > 1 ? Number(left === 0) : orders.length);
     slider.value = slider.max;
     refresh();
   }
