@@ -20,7 +20,7 @@ COMMANDS = {  # name: (module below lm_eval_duel with its `main`, what it does)
     "show": ("cli.show", "print one document of a trace, its tokens coloured by reveal step or by likelihood"),
     "bench": ("bench", "measure speed and memory against the textbook loop on random tokens"),
     "data": ("tasks.check", "check the benchmarks' data sets: `data check` loads them and prints their contents"),
-    "where": ("cli.where", "print the absolute path of the tasks, the recipes or a bundled checkpoint"),
+    "where": ("cli.where", "print the absolute path of the tasks, the recipes, a bundled checkpoint or its results"),
 }
 PACKAGES = ("lm_eval", "torch", "transformers")
 

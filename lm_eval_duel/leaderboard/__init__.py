@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--published", nargs="+", default=[], metavar="CSV", help="published figures; `paper` for those of the paper"
     )
-    parser.add_argument("--trace", nargs="+", default=[], metavar="FILE", help="traces beyond those that results name")
+    parser.add_argument(
+        "--trace", nargs="+", default=[], metavar="FILE", help="traces, or folders of them, beyond those of results"
+    )
     parser.add_argument("--documents", type=int, default=3, metavar="N", help="shown of each task (default: 3)")
     parser.add_argument("--tokenizer", metavar="NAME", help="if the tokenizers that traces name cannot be loaded")
     parser.add_argument("--organization", default="unknown", metavar="NAME", help="who ran it, for the exports")
@@ -54,6 +57,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     options = parser.parse_args(arguments)
     read.files([*options.results, *([] if options.ar is None else [options.ar])])
+    options.trace = [file for place in options.trace for file in _traces(place)]
     for path in options.trace:
         trace.spec(path)
     published.tables(published.read(options.published))
@@ -62,6 +66,16 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error(f"argument --documents: {options.documents} is not 0 or more")
     folder_to_write("--out", options.out)
     return options
+
+
+def _traces(place: str) -> list[str]:
+    """The trace files in a folder; a file as it is. Files of several ranks are one trace."""
+    if not Path(place).is_dir():
+        return [place]
+    found = [re.sub(r"\.rank\d+(?=\.jsonl$)", "", str(path)) for path in sorted(Path(place).glob("*.jsonl"))]
+    if not found:
+        raise DuelError(f"--trace {place}: no *.jsonl in this folder; write one with --model_args trace=FILE.jsonl,...")
+    return list(dict.fromkeys(found))
 
 
 def collect(options: argparse.Namespace) -> dict[str, Any]:

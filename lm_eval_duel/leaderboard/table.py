@@ -248,6 +248,10 @@ def _parameters(row: Row, key: str, metric: str) -> Cell:
     return Cell(f"{count / scale:.3g}{unit}" if scale > 1 else str(count), count)
 
 
+def _date(row: Row, key: str, metric: str) -> Cell:
+    return Cell(row["date"][:10], row["date"] or None)
+
+
 def _versions(row: Row, key: str, metric: str) -> Cell:
     text = ", ".join(f"{name} {version}" for name, version in row["versions"].items())
     return Cell(text, text or None)
@@ -265,4 +269,5 @@ ROW_CELLS = {
     "seconds_per_token": _seconds,
     "parameters": _parameters,
     "versions": _versions,
+    "date": _date,
 }

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from lm_eval_duel.tables import one_line
 
 MARKUP = re.compile(  # emphasis, code, formulas, tags, entities, links; the start of a list or heading, the end of one
-    r"[`*~\\$]|(?<![^\W_])_|_(?![^\W_])|<(?=[A-Za-z/!?])|&(?=#?\w+;)|(?<=\])[(\[:]|^(?=[#>+-])|#(?=#*\s*$)"
+    r"[`*~\\$]|(?<![^\W_])_|_(?![^\W_])|<(?=[A-Za-z/!?])|&(?=#?\w+;)|(?<=\])[(\[:]|^(?=[#>+-])|(?<!^)#(?=#*\s*$)"
 )
 NUMBERED = re.compile(r"^(\d+)(?=[.)](\s|$))")  # the start of a numbered list
 ENTITIES = {"<": "&lt;", "&": "&amp;"}
