@@ -13,7 +13,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(browser.executable() is None, reason="no Chromium: apt-get install chromium"),
 ]
-EVIL = "</script><img src=http://127.0.0.1:9/x onerror=alert(1)>"
+EVIL = "</script><img src=x onerror=alert(1)>"  # a model is named by what follows the last slash
 NATS = {"left_to_right:k=1": (-100, -200), "greedy:k=1": (-110, -220), "greedy:k=2": (-150, -290)}
 CONTRAST = """
 (() => {
@@ -108,11 +108,11 @@ def click(window, selector, n=0):
 
 def test_names_are_text(opened, page):
     assert opened.run('document.querySelectorAll("img, b b, script").length') == 2  # the data and our own script
-    assert EVIL in opened.run('[...document.querySelectorAll("#board bdi.model")].map((name) => name.textContent)')
-    assert opened.run('document.querySelector("#left .tokens span").textContent') == "<b>5</b> "
-    assert "http://" not in page.read_text().replace(
-        "&lt;/script&gt;&lt;img src=http://127.0.0.1:9/x onerror=alert(1)&gt;", ""
+    assert EVIL.split("/")[1] in opened.run(
+        '[...document.querySelectorAll("#board bdi.model")].map((name) => name.textContent)'
     )
+    assert opened.run('document.querySelector("#left .tokens span").textContent') == "<b>5</b> "
+    assert "http://" not in page.read_text() and "https://" not in page.read_text()
 
 
 def test_columns_sort_and_the_oracle_stays_apart(opened):
