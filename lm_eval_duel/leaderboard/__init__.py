@@ -140,7 +140,7 @@ def _baseline(named: Sequence[read.Run], known: Sequence[read.Run], notes: list[
 
 def _described(found: Sequence[columns.Column]) -> list[dict[str, Any]]:
     """The columns, with labels that tell those of one task apart."""
-    described = []
+    described: list[dict[str, Any]] = []
     for column in found:
         alike = [other for other in found if other.task == column.task]
         parts = []
@@ -148,7 +148,7 @@ def _described(found: Sequence[columns.Column]) -> list[dict[str, Any]]:
             parts.append(f"{column.documents or 'unknown number of'} documents")
         if len({tuple(other.windows) for other in alike}) > 1:
             parts.append(" and ".join(column.windows))
-        if len(alike) > 1 and not parts:
+        if sum((other.documents, other.windows) == (column.documents, column.windows) for other in alike) > 1:
             parts.append(f"column {alike.index(column) + 1}")
         count = "" if column.documents is None else f"{column.documents} documents"
         described.append(

@@ -7,17 +7,21 @@ if a name found its way into markup.
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel import strict_json
 from lm_eval_duel.leaderboard import table, text
 from lm_eval_duel.leaderboard.board import KINDS, label
 from lm_eval_duel.leaderboard.published import UNCHECKED
 from lm_eval_duel.report.headline import WORDS
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 ASSETS = Path(__file__).resolve().parent / "assets"
 SCRIPTS = ("table.js", "documents.js")
@@ -28,24 +32,17 @@ MOST_TICKS = 5
 
 def html(board: Mapping[str, Any]) -> str:
     """index.html."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
     style = (ASSETS / "style.css").read_text(encoding="utf-8")
     script = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS)
-    environment = Environment(
-        autoescape=True,
-        loader=FileSystemLoader(ASSETS),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     heads = table.heads(board)
     many = len(board["columns"]) > table.MANY
-    return environment.get_template("page.html").render(
+    return _template().render(
         board=board,
         style=Markup(style),
         script=Markup(script),
+        breakable=Markup("_<wbr>"),  # long names of tasks
         policy=f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(script)}",
         heads=heads,
         groups=_column_groups(board, heads, many),
@@ -59,6 +56,15 @@ def html(board: Mapping[str, Any]) -> str:
         documents=strict_json.finite(board["documents"]),
         words=WORDS,
     )
+
+
+@functools.cache
+def _template() -> Template:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    loader = FileSystemLoader(ASSETS)
+    options = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
+    return Environment(autoescape=True, loader=loader, **options).get_template("page.html")
 
 
 def _hash(content: str) -> str:
