@@ -12,8 +12,8 @@ NUMBER_SIGNS = "<=*+-. ["  # may precede the digits of a number: bounds, bold, s
 
 
 def one_line(text: str) -> str:
-    """`text` with line ends and control characters replaced by spaces."""
-    return "".join(" " if unicodedata.category(c) in ("Cc", "Zl", "Zp") else c for c in str(text))
+    """`text` with line ends, control characters and lone surrogates replaced by spaces."""
+    return "".join(" " if unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") else c for c in str(text))
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

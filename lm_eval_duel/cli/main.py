@@ -16,6 +16,7 @@ COMMANDS = {  # name: (module below lm_eval_duel with its `main`, what it does)
     "inspect": ("cli.inspect", "show how a checkpoint is read (family, mask, block, ...) and score one text"),
     "score": ("cli.score", "score your own texts: log-probability, perplexity and bits per byte of each document"),
     "report": ("report", "turn lm_eval results into tables and figures: perplexities and the gap to an AR baseline"),
+    "leaderboard": ("leaderboard", "turn lm_eval results into one page to sort, filter and send, with a view of texts"),
     "sweep": ("sweep", "compare unmasking rules at several speeds: likelihood of a task's text and quality of samples"),
     "show": ("cli.show", "print one document of a trace, its tokens coloured by reveal step or by likelihood"),
     "so-far": ("cli.so_far", "print the perplexity of an unfinished run, with its interval, from its --use_cache file"),
@@ -24,7 +25,7 @@ COMMANDS = {  # name: (module below lm_eval_duel with its `main`, what it does)
     "data": ("tasks.check", "check the benchmarks' data sets: `data check` loads them and prints their contents"),
     "presets": ("cli.presets", "print the deployed samplers that have a name, and the settings that each stands for"),
     "frequencies": ("cli.frequencies", "count how often each token occurs in a text, for the rule pc"),
-    "where": ("cli.where", "print the absolute path of the tasks, the recipes or a bundled checkpoint"),
+    "where": ("cli.where", "print the absolute path of the tasks, the recipes, a bundled checkpoint or its results"),
 }
 PACKAGES = ("lm_eval", "torch", "transformers")
 

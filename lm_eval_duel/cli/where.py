@@ -1,4 +1,4 @@
-"""`lm-eval-duel where`: the folders of the installed tasks, recipes and bundled checkpoints."""
+"""`lm-eval-duel where`: the folders of the installed tasks, recipes, bundled checkpoints and their results."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lm_eval_duel.command_line import Parser
-from lm_eval_duel.demo import NAMES, resolve
+from lm_eval_duel.demo import FOLDER, NAMES, resolve
 from lm_eval_duel.tasks import task_folder
 
 PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def where(name: str) -> str:
-    """The absolute path of `tasks`, `recipes` or a bundled checkpoint."""
+    """The absolute path of `tasks`, `recipes`, `results` or a bundled checkpoint."""
     if name == "recipes":
         return str(PACKAGE / "recipes")
+    if name == "results":
+        return str(FOLDER / "results")
     return task_folder() if name == "tasks" else resolve(name)
 
 
@@ -23,9 +25,9 @@ def main(arguments: Sequence[str]) -> None:
     """Print an absolute path: `lm-eval-duel where`."""
     parser = Parser(
         "where",
-        "Print where the tasks, the recipes or a bundled checkpoint are installed.",
+        "Print where the tasks, the recipes, a bundled checkpoint or the results of these are installed.",
         "Prints one absolute path.",
         "demo-mdm",
     )
-    parser.add_argument("name", choices=["tasks", "recipes", *NAMES], metavar="NAME", help="%(choices)s")
+    parser.add_argument("name", choices=["tasks", "recipes", "results", *NAMES], metavar="NAME", help="%(choices)s")
     print(where(parser.parse_args(arguments).name))

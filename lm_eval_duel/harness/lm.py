@@ -192,7 +192,7 @@ class DuelMDM(TemplateLM):
 
     def get_model_info(self) -> dict[str, Any]:
         """For the results JSON: the spec, its fingerprint, and the statistics of all ranks."""
-        from lm_eval_duel.harness.run_stats import versions
+        from lm_eval_duel.harness.run_stats import parameters, versions
 
         total = self.run.total()
         eps = self.options.estimator_args.get("elbo_eps")
@@ -207,6 +207,7 @@ class DuelMDM(TemplateLM):
             "attention": self.denoiser.attention,
             "dtype": self.spec.get("dtype"),
             "weights": self.spec.get("weights"),
+            "parameters": parameters(self.denoiser),
             "bos": self.text.bos,
             "row_capacity": self.text.capacity,
             "device": str(self.denoiser.device),

@@ -11,7 +11,7 @@ import math
 import resource
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -21,6 +21,9 @@ from lm_eval_duel.estimators.base import Estimator, Value
 from lm_eval_duel.estimators.phases import Phases
 from lm_eval_duel.harness.trace import IMPOSSIBLE
 from lm_eval_duel.harness.verify import Verified
+
+if TYPE_CHECKING:
+    from lm_eval_duel.denoisers.base import Denoiser
 
 SHOWN = 20  # documents listed in a log line
 PACKAGES = ("lm_eval_duel", "lm_eval", "torch", "transformers", "accelerate")
@@ -319,6 +322,14 @@ def peak_memory(device: torch.device) -> int:
         return sum(torch.cuda.max_memory_allocated(gpu) for gpu in range(torch.cuda.device_count()))
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else 1024 * most  # kilobytes, except on macOS
+
+
+def parameters(denoiser: Denoiser) -> int | None:
+    """The number of parameters of a network; None for packed weights, whose tensors hold several in one number."""
+    network = getattr(denoiser, "model", None) or getattr(denoiser, "network", None)
+    if denoiser.quantized or not isinstance(network, torch.nn.Module):
+        return None
+    return sum(parameter.numel() for parameter in network.parameters())
 
 
 def versions() -> dict[str, str]:

@@ -78,7 +78,7 @@ def collect(options: argparse.Namespace) -> dict[str, Any]:
                 f"({match.TWIN}), or one of `--model hf` or of another autoregressive model of the harness."
             )
     notes = [] if options.ar else [f"No --ar: gap closed needs an autoregressive result ({match.TWIN})."]
-    notes += [note for run in runs for note in _left_out(run)]
+    notes += [note for run in runs for note in left_out(run)]
     known = [run for run in runs if run.ours or run.autoregressive]
     accuracies = accuracy.tables(known, [run for run in known if run.file in files])
     runs = [run for run in known if run.tasks]
@@ -108,7 +108,7 @@ def collect(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _left_out(run: read.Run) -> list[str]:
+def left_out(run: read.Run) -> list[str]:
     """Notes on the parts of a results file that are left out."""
     if not run.ours and not run.autoregressive:
         return [f"{run.name} is a result of --model {run.model}, not known to be autoregressive, and is left out."]

@@ -25,6 +25,7 @@ LEQ, PM = r"$\leq$", r" $\pm$ "  # before a standard error: Monte Carlo, or for 
 SPECIAL = {
     **{"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "`": r"\textasciigrave{}"},
     **{"<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}"},
+    **{"[": "{[}", "*": "{*}"},  # arguments of the \\ that ends the row before
 }
 NEAR = 0.15  # relative distance up to which a value counts as one at a column's NFE
 Entry = Mapping[str, Any]
@@ -222,7 +223,11 @@ def rule_name(rule: str) -> str:
     if not kind(rule).label:  # module:Name
         return escape(rule)
     pairs = [parameter.partition("=") for parameter in parameters]
-    letters = {key: f"${GREEK.get(key, key)}$" for key, _, _ in pairs if key in GREEK or len(key) == 1}
+    letters = {
+        key: f"${GREEK.get(key, key)}$"
+        for key, _, _ in pairs
+        if key in GREEK or (key.isascii() and len(key) == 1 and key.isalpha())
+    }
     shown = [f"{letters.get(key, escape(key))}={escape(value)}" for key, _, value in pairs]
     return ", ".join([label(rule) + (DAGGER if adaptive(rule) else ""), *shown])
 

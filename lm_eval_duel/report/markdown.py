@@ -7,15 +7,17 @@ from collections.abc import Iterable, Sequence
 
 from lm_eval_duel.tables import one_line
 
-MARKUP = re.compile(  # emphasis, code, tags, entities, links, and the start of a list or heading
-    r"[`*~\\]|(?<![^\W_])_|_(?![^\W_])|<(?=[A-Za-z/!?])|&(?=#?\w+;)|(?<=\])[(\[:]|^(?=[#>+-])"
+MARKUP = re.compile(  # emphasis, code, formulas, tags, entities, links; the start of a list or heading, the end of one
+    r"[`*~\\$]|(?<![^\W_])_|_(?![^\W_])|<(?=[A-Za-z/!?])|&(?=#?\w+;)|(?<=\])[(\[:]|^(?=[#>+-])|(?<!^)#(?=#*\s*$)"
 )
+NUMBERED = re.compile(r"^(\d+)(?=[.)](\s|$))")  # the start of a numbered list
 ENTITIES = {"<": "&lt;", "&": "&amp;"}
 
 
 def plain(text: str) -> str:
     """Escape the characters of a text that Markdown would read as markup."""
-    return MARKUP.sub(lambda match: ENTITIES.get(match[0], f"\\{match[0]}"), one_line(text))
+    text = MARKUP.sub(lambda match: ENTITIES.get(match[0], f"\\{match[0]}"), one_line(text))
+    return NUMBERED.sub(r"\1\\", text)
 
 
 def code(text: str) -> str:

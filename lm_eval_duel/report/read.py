@@ -96,6 +96,10 @@ class Run:
             return self.cache
         return bool(self.duel.get("answers_from_cache")) or any(self.partial(name) for name in self.tasks)
 
+    def has(self, name: str, metric: str) -> bool:
+        """Whether a task of this run has a metric."""
+        return name in self.tasks and metric in self.tasks[name].metrics
+
     def computed(self, name: str) -> int:
         """Documents of a task that this run scored itself; the others came from a response cache."""
         count = self.duel["tasks"].get(name, {}).get("documents")

@@ -1,0 +1,43 @@
+"""Take leaderboard.png, the picture of the leaderboard, from the bundled results: python docs/images/leaderboard.py
+
+Needs Chromium and Pillow, and the tests' helpers on the path.
+"""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from PIL import Image
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+WIDTH, HEIGHT, SHOWN, COLOURS = 1400, 1910, 940, 256
+
+
+def main() -> None:
+    sys.path.insert(0, str(ROOT / "tests" / "helpers"))
+    import browser
+
+    results = ROOT / "lm_eval_duel" / "demo" / "results"
+    with tempfile.TemporaryDirectory() as folder:
+        site = Path(folder) / "site"
+        arguments = ["leaderboard", results, "--trace", results / "traces", "--title", "The bundled models on sotu"]
+        subprocess.run([sys.executable, "-m", "lm_eval_duel", *arguments, "--out", site], check=True, cwd=ROOT)
+        window = browser.Browser(Path(folder) / "profile", WIDTH, HEIGHT)
+        window.call("Emulation.setDeviceMetricsOverride", width=WIDTH, height=HEIGHT, deviceScaleFactor=1, mobile=False)
+        window.media("light")
+        window.open(site / "index.html")
+        move = 'const slider = document.getElementById("step"); slider.value = 62;'
+        window.run(f'(() => {{ {move} slider.dispatchEvent(new Event("input")) }})()')
+        (Path(folder) / "shot.png").write_bytes(window.screenshot())
+        window.close()
+        image = Image.open(Path(folder) / "shot.png").convert("RGB")
+        image = image.resize((SHOWN, SHOWN * HEIGHT // WIDTH), Image.Resampling.LANCZOS)
+        image.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
+            HERE / "leaderboard.png", optimize=True
+        )
+
+
+if __name__ == "__main__":
+    main()

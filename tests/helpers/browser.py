@@ -1,0 +1,128 @@
+"""A headless Chromium from the distribution, driven over the DevTools protocol through two pipes: no new dependency."""
+
+import base64
+import itertools
+import json
+import os
+import selectors
+import shutil
+import subprocess
+import time
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome", "chromium-headless-shell")
+FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run", "--disable-extensions"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--remote-debugging-pipe"),
+)
+SECONDS = 60  # for one answer
+
+
+def executable():
+    """The path of an installed browser, or None."""
+    return next(filter(None, map(shutil.which, NAMES)), None)
+
+
+class Browser:
+    """One page of a browser. `requests`: every address it asked for; `problems`: console messages and exceptions."""
+
+    def __init__(self, folder, width=1500, height=1000):
+        to_browser, write = os.pipe()
+        read, from_browser = os.pipe()
+        command = f'exec "$0" "$@" 3<&{to_browser} 4>&{from_browser}'
+        flags = [*FLAGS, f"--user-data-dir={folder}", f"--window-size={width},{height}", "about:blank"]
+        self.process = subprocess.Popen(
+            ["bash", "-c", command, executable(), *flags],
+            pass_fds=(to_browser, from_browser),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        os.close(to_browser)
+        os.close(from_browser)
+        self.write, self.read, self.rest = write, read, b""
+        self.numbers, self.session = itertools.count(1), None
+        self.requests, self.problems, self.loaded = [], [], 0
+        targets = self.call("Target.getTargets")["targetInfos"]
+        page = next(target["targetId"] for target in targets if target["type"] == "page")
+        self.session = self.call("Target.attachToTarget", targetId=page, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.call(f"{domain}.enable")
+
+    def close(self):
+        """End the browser."""
+        os.close(self.write)
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        os.close(self.read)
+
+    def call(self, method, **parameters):
+        """The result of a DevTools command."""
+        number = next(self.numbers)
+        message = {"id": number, "method": method, "params": parameters}
+        message |= {"sessionId": self.session} if self.session else {}
+        data = json.dumps(message).encode() + b"\0"
+        while data:
+            data = data[os.write(self.write, data) :]
+        while True:
+            answer = self._message()
+            if answer.get("id") == number:
+                assert "error" not in answer, answer["error"]
+                return answer["result"]
+
+    def _message(self):
+        limit = time.monotonic() + SECONDS
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.read, selectors.EVENT_READ)
+            while b"\0" not in self.rest:
+                assert selector.select(max(0, limit - time.monotonic())), "the browser does not answer"
+                piece = os.read(self.read, 1 << 20)
+                assert piece, "the browser has ended"
+                self.rest += piece
+        line, _, self.rest = self.rest.partition(b"\0")
+        message = json.loads(line)
+        self._note(message.get("method"), message.get("params", {}))
+        return message
+
+    def _note(self, method, parameters):
+        if method == "Network.requestWillBeSent":
+            self.requests.append(parameters["request"]["url"])
+        elif method == "Page.loadEventFired":
+            self.loaded += 1
+        elif method in ("Runtime.exceptionThrown", "Log.entryAdded", "Runtime.consoleAPICalled"):
+            self.problems.append(parameters)
+        elif method == "Page.javascriptDialogOpening":
+            self.problems.append(parameters)
+            raise AssertionError("a script of a name has run")
+
+    def open(self, file):
+        """Load a local file and wait for it."""
+        before = self.loaded
+        self.requests.clear()
+        self.problems.clear()
+        self.call("Page.navigate", url=file.resolve().as_uri())
+        while self.loaded == before:
+            self._message()
+
+    def run(self, script):
+        """The value of an expression in the page."""
+        answer = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
+
+    def press(self, key, code=0, text=""):
+        """Press and release a key, as a person does."""
+        for kind in ("keyDown", "keyUp"):
+            more = {"text": text} if text and kind == "keyDown" else {}
+            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **more)
+
+    def media(self, scheme="light", kind="screen"):
+        """Emulate a colour scheme and a medium."""
+        self.call(
+            "Emulation.setEmulatedMedia", media=kind, features=[{"name": "prefers-color-scheme", "value": scheme}]
+        )
+
+    def screenshot(self):
+        """The visible part as PNG bytes."""
+        return base64.b64decode(self.call("Page.captureScreenshot")["data"])
