@@ -11,7 +11,7 @@ from lm_eval_duel import rules
 from lm_eval_duel.arguments import count
 from lm_eval_duel.command_line import Parser, file_to_write
 from lm_eval_duel.denoisers.load_options import DTYPES, Cache
-from lm_eval_duel.errors import DuelError, unknown, usage
+from lm_eval_duel.errors import DuelError, UsageError, unknown, usage
 
 CACHED = "textbook_cached"  # the deployed loop under --cache
 TWO_PHASE = "two_phase"  # the estimate of --estimator two_phase
@@ -149,6 +149,6 @@ def parse(arguments: Sequence[str]) -> Settings:
             text = f"{text} ({field.default})"
         parser.add_argument(flag, type=_type(field), default=field.default, help=text)
     settings = Settings(**vars(parser.parse_args(arguments)))
-    if settings.json is not None:
-        file_to_write("--json", settings.json)
+    if settings.json is not None and file_to_write("--json", settings.json).is_file():
+        raise UsageError(f"--json {settings.json} exists, and would be overwritten; delete it, or name another file.")
     return settings

@@ -257,6 +257,10 @@ def _notes(report: Report) -> list[str]:
     if report["scorer"]:
         retokenized = "" if report["settings"][0]["samples"]["generative"]["same_ids"] else ", on retokenized text"
         notes.append(f"Generative perplexity under {report['scorer']}{retokenized}, +- standard error over samples.")
+    if report["samples"]:
+        mauve = any(setting["samples"]["mauve"] is not None for setting in report["settings"])
+        names = "distinct-n and MAUVE are" if mauve else "distinct-n is"
+        notes.append(f"{names} of all samples together, with no standard error; compare equal numbers of samples.")
     if any(ranking["not_distinguishable"] for ranking in report["rankings"]):
         notes.append("~: within two standard errors of the difference, so not distinguishable.")
     notes.append(

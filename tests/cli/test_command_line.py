@@ -262,7 +262,7 @@ def test_an_output_that_cannot_be_is_refused_before_the_work(places):
     sweep = ["sweep", "--tasks", "sotu", "--rules", "greedy", "--out"]
     for place in ("", "binary", "binary/x", "/dev/null/x"):
         assert "name a folder, which is created if it does not exist" in refused(*sweep, place)
-    for place in ("", "folder", "nosuch/x.json", "/dev/null/x"):
+    for place in ("", "folder", "nosuch/x.json", "/dev/null/x", "binary"):
         assert "--json" in refused("bench", "--json", place)
     for place in ("x" * 300,):
         assert "File name too long" in refused("bench", "--json", place)
