@@ -352,6 +352,7 @@ def test_lengths(tmp_path):
         ("rnd1", "lm_head.weight"),
         ("llada2", "model.layers.1.mlp.gate.expert_bias"),
         ("llada2", "model.layers.2.attention.query_key_value.weight"),
+        pytest.param("smdm", "transformer.h.1.attn.attn.weight", marks=pytest.mark.slow),
     ],
 )
 def test_tensors_that_do_not_fit(name, gone, tmp_path, caplog):

@@ -112,16 +112,17 @@ def smdm_tensors(tensors: Tensors, config: Config) -> Tensors:
     groups = config.get("n_query_groups") or heads
     split = {}
     for key, value in tensors.items():
-        if key == "lm_head.weight" and len(value) == config["vocab_size"]:
+        if key == "lm_head.weight" and value.shape[:1] == (config["vocab_size"],):
             value = torch.cat([value, value.new_zeros(1, *value.shape[1:])])  # its column is never a token
-        if ".attn.attn." not in key or value.shape[0] % (heads + 2 * groups):
+        if ".attn.attn." not in key or not value.dim():
             split[key] = value
             continue
-        parts = value.unflatten(0, (groups, heads // groups + 2, -1)).split((heads // groups, 1, 1), 1)
-        split |= {
-            key.replace(".attn.attn.", f".attn.{x}_proj."): part.flatten(0, 2)
-            for x, part in zip("qkv", parts, strict=True)
-        }
+        if heads % groups or len(value) % (heads + 2 * groups):
+            parts = value, value[:0], value[:0]  # shapes are checked later
+        else:
+            grouped = value.unflatten(0, (groups, heads // groups + 2, -1))  # (groups, own, H, D)
+            parts = tuple(part.flatten(0, 2) for part in grouped.split((heads // groups, 1, 1), 1))
+        split |= {key.replace(".attn.attn.", f".attn.{x}_proj."): part for x, part in zip("qkv", parts, strict=True)}
     return split
 
 
