@@ -134,7 +134,7 @@ def test_longest_first_is_no_random_sample(folder, tmp_path):
 
 
 def test_files_without_an_order_and_missing_ones(folder, tmp_path):
-    with pytest.raises(DuelError, match="There is no .*c_rank0.db"):
+    with pytest.raises(DuelError, match=r"There is no .*c_rank0\.db"):
         so_far(str(tmp_path / "c"))
     model = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu")
     CachingLM(model, str(tmp_path / "c_rank0.db")).loglikelihood_rolling(requests(TEXTS[:1]), disable_tqdm=True)
