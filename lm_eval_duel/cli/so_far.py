@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 UNITS = {"tokens": "per token", "words": "per word", "bytes": "per byte"}
 PRINTS = """\
-Prints, for each task of whole texts, how many of its documents are finished, and the perplexity per token, word and
+Prints for each task of whole texts how many of its documents are finished, and the perplexity per token, word and
 byte (where the task counts them), with a 95 % interval for the value that the finished run will print. The estimate
 uses the first documents of the run's random order that are all finished: a random sample, whatever their lengths.
 """

@@ -33,7 +33,7 @@ from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.estimators.checks import check_windows, resolve_block, resolve_grid
 from lm_eval_duel.estimators.registry import ESTIMATORS
 
-BUCKET = 4  # network calls that the windows of one bucket fill, if windows are taken in the order given
+BUCKET = 8  # network calls that the windows of one bucket fill, if windows are taken in the order given
 
 IndexedScores: TypeAlias = Iterator[tuple[int, WindowScore]]  # (index, score) of each window as it is finished
 Place: TypeAlias = tuple[int, int, int]  # (row, first column, width) of a block
