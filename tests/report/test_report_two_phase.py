@@ -6,11 +6,10 @@ import math
 import pytest
 from results import documents, edit, hf, ours
 
+from lm_eval_duel.report import figures, stats
 from lm_eval_duel.report import main as report
-from lm_eval_duel.report import stats
 
 TOKENS = 1000
-pytestmark = pytest.mark.usefixtures("no_figures")
 SPEC = {"sample": "0.05", "cheap_cache": "dual", "draw_seed": "0"}
 
 
@@ -35,6 +34,11 @@ def made(tmp_path, error, value=38.0, elbo=40.25, elbo_error=0.01, ar=36.3):
     task = json.loads((out / "report.json").read_text())["tasks"]["sotu"]
     (row,) = [row for row in task["rows"] if row["estimator"] == "two_phase"]
     return row, task, out
+
+
+@pytest.fixture(autouse=True)
+def no_figures(monkeypatch):
+    monkeypatch.setattr(figures, "available", lambda: False)
 
 
 def test_an_estimate_is_labelled_with_its_error_everywhere(tmp_path):
