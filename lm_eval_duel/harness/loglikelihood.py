@@ -124,10 +124,9 @@ def scored_requests(
     label = f" {run.estimator.describe().get('rule', run.estimator.name)}"
     tokens = sum(len(window.target) for parts in left_windows for window in parts)
     so_far = SoFar(documents) if documents and run.options.order == "random" else None
-    if isinstance(run.estimator, TwoPhase):
-        with run.computing():
-            _plan(run, run.estimator, requests, windows, len(left))
     with run.show(kind, label, len(requests), len(requests) - len(remaining), tokens, so_far), run.computing():
+        if isinstance(run.estimator, TwoPhase):
+            _plan(run, run.estimator, requests, windows, len(left))
         for n, scores in _finished_requests(run, left, left_windows):
             verification.keep(n, scores)
             score = _save(run, kind, left[n], left_windows[n], scores)

@@ -218,6 +218,21 @@ def test_a_block_causal_network_has_four_arms(capsys, tmp_path):
     assert "textbook_kv / ours" in capsys.readouterr().out
 
 
+def test_a_two_phase_estimate_is_an_arm_of_its_own():
+    words = [*COMMAND[1:], "--block", "4", "--no-memory", "--repeats", "1", "--estimator", "two_phase"]
+    bench = Bench(parse([*words, "--sample", "0.4"]))
+    figures = measure(bench)
+    sample, cost = figures["two_phase_sample"], figures["token_rows"]
+    assert sample["blocks"] == 10 and 0 < sample["sampled"] < 10
+    assert cost["two_phase"] == 10 * (20 + 3 * 4) + sample["sampled"] * 4 * 20  # blocks of 4, rows of 20
+    assert cost["ours"] == 10 * 4 * 20 - 20  # both windows start as equal rows of masks
+    assert f"{sample['sampled']} of 10 blocks also without the cache" in table(figures)
+    with pytest.raises(DuelError, match="leave --cache out"):
+        parse([*words, "--cache", "dual"])
+    with pytest.raises(DuelError, match=r"share above 0, at most 1, of --estimator two_phase; got 1\.5"):
+        parse([*words, "--sample", "1.5"])
+
+
 def test_a_scaled_textbook_says_so():
     words = [*COMMAND[1:], "--block", "8", "--no-memory", "--repeats", "1", "--textbook-steps", "4"]
     figures = measure(Bench(parse([*words, "--compare-windows", "1"])))

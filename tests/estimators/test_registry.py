@@ -4,6 +4,7 @@ import importlib
 import inspect
 
 import pytest
+from attends import Attends
 from toys import Causal, Toy
 
 from lm_eval_duel.arguments import count
@@ -15,7 +16,8 @@ from lm_eval_duel.options import Options, names
 
 @pytest.mark.parametrize("name", registry.ESTIMATORS)
 def test_each_entry_makes_an_estimator_of_its_name(name):
-    toy = Causal(length=9) if registry.find(name).causal else Toy(length=9)
+    kind = Causal if registry.find(name).causal else Attends if registry.find(name).own_cache else Toy
+    toy = kind(length=9)
     options = Options.parse({"estimator": name, "block": 4})
     estimator = registry.make(toy, options)
     assert estimator.name == name and estimator.decodes is registry.find(name).decodes

@@ -1,10 +1,14 @@
 """`estimator=two_phase` in the harness: answers, statistics, response cache, trace, verify, refusals."""
 
+import json
 import math
+import subprocess
+import sys
 
 import pytest
 import tiny
 from harness_requests import ask
+from harness_runs import free_port
 from lm_eval.api.model import CachingLM
 
 from lm_eval_duel.errors import DuelError, UsageError
@@ -168,3 +172,21 @@ def test_texts_are_generated_without_the_cache(model, folder):
 def test_refused_before_anything_is_loaded(model, arguments, message):
     with pytest.raises(UsageError, match=message):
         model(pretrained="/no/such/folder", **arguments)
+
+
+@pytest.mark.slow
+def test_two_ranks_print_what_one_prints(tmp_path):
+    """With a pilot, whose sums the ranks exchange; in float64."""
+    arguments = ["lm_eval", "--model", "duel-mdm", "--tasks", "task_configs/sotu/sotu.yaml", "--device", "cpu"]
+    model = "rule=greedy:k=4,block=8,dtype=float64,estimator=two_phase,precision=0.01"
+    values = []
+    for ranks in (1, 2):
+        launcher = ["torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(free_port())]
+        options = ["--limit", "8", "--model_args", model, "--output_path", str(tmp_path / str(ranks))]
+        subprocess.run([sys.executable, "-m", *launcher, "-m", *arguments, *options], check=True, capture_output=True)
+        (path,) = (tmp_path / str(ranks)).glob("**/results_*.json")
+        values.append(json.loads(path.read_text())["config"]["duel"]["tasks"]["sotu"]["values"]["two_phase"])
+    one, two = values
+    assert two["log_prob"] == pytest.approx(one["log_prob"], abs=1e-8)
+    assert two["stderr"] == pytest.approx(one["stderr"], abs=1e-8) and one["stderr"] > 0
+    assert two["two_phase"]["sampled_blocks"] == one["two_phase"]["sampled_blocks"] < one["two_phase"]["blocks"]

@@ -9,6 +9,7 @@ from lm_eval_duel import fingerprint
 
 COUNT = itertools.count()
 TOKENS = 1000  # of a task without documents
+RULED = ("duel", "two_phase")
 LATTICE = ("elbo_exact", "mixture", "oracle")
 
 
@@ -154,7 +155,7 @@ def ours(
         "denoiser": "dit",
         "weights": f"w-{model}",
         "dtype": "float32",
-        "rule": rule if estimator == "duel" else "None",
+        "rule": rule if estimator in RULED else "None",
         "block": block,
         "grid": "target",
         "estimator": estimator,
@@ -190,7 +191,7 @@ def ours(
         "spec": spec,
         "duel": {
             "estimator": estimator,
-            "rule": rule if estimator == "duel" else None,
+            "rule": rule if estimator in RULED else None,
             "block": None if block == "none" else int(block),
             "dtype": spec["dtype"],
             "attention": attention,
