@@ -17,6 +17,7 @@ from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError, RuleStalled
 from lm_eval_duel.estimators.checks import check_rule
 from lm_eval_duel.estimators.duel import Duel
+from lm_eval_duel.estimators.lattice import Lattice
 from lm_eval_duel.options import Options
 from lm_eval_duel.rules import refused
 from lm_eval_duel.rules.pc import COUNTS, TOTAL
@@ -324,6 +325,18 @@ def test_the_first_cell_then_sub_blocks():
     assert rules.replaced(rule, k=2) == rules.parse("greedy:k=2:sub_block=2:seed_first=true")
     with pytest.raises(DuelError, match="'sub_block' is a whole number, at least 1; got '0'"):
         rules.parse("greedy:sub_block=0")
+
+
+def test_a_lattice_follows_them():
+    """Every state-only rule is a path of the lattice, also inside sub-blocks."""
+    toy, windows = Toy(), [Window((1,), (2, 0, 1, 1, 2)), Window((), (0, 0, 1, 2))]
+    follow = [*STATE_ONLY, "threshold:mu=0.45:sub_block=2", "greedy:k=1:sub_block=2"]
+    together = Lattice(toy, 4, follow=follow).log_prob(windows)
+    for text in follow:
+        alone = Duel(toy, text, 4).log_prob(windows)
+        paths = [scored.rules[str(rules.parse(text))] for scored in together]
+        assert [path.log_prob for path in paths] == pytest.approx([s.log_prob for s in alone], abs=1e-9)
+        assert [path.nfe for path in paths] == [s.nfe for s in alone]
 
 
 # ---------------------------------------------------------------- rules that may wait
