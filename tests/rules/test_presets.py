@@ -69,7 +69,7 @@ def test_a_name_that_a_rule_and_an_estimator_share(monkeypatch):
     options = Options.parse({"preset": "sdar-dynamic"})
     assert options.estimator_args == {"n": 1, "tau": 0.85, "confidence": "tempered"} and options.block == 4
     assert Options.parse({"preset": "sdar-static", "n": 1, "temperature": 0.7}).estimator_args["tau"] is None
-    with pytest.raises(DuelError, match="tau=0.5 is given, too"):
+    with pytest.raises(DuelError, match=r"tau=0\.5 is given, too"):
         Options.parse({"preset": "sdar-dynamic", "tau": 0.5})
     assert str(Options.parse({"rule": "high_or_topk", "n": 2, "tau": 0.9}).rule) == "high_or_topk:n=2:tau=0.9"
 
