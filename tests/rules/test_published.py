@@ -449,6 +449,15 @@ def test_the_content_of_a_table_is_part_of_the_spec(tmp_path):
     assert specs[0] != specs[1]
 
 
+def test_a_table_that_is_written_again_is_read_again(tmp_path):
+    scores = []
+    for count in (1, 19):
+        (tmp_path / "table.json").write_text(json.dumps({TOTAL: 20, COUNTS: {"0": count}}))
+        duel = Duel(Toy(), f"pc:decay=0:alpha=9:steps=5:table={tmp_path}/table.json", None)
+        scores.append([s.reveal_steps for s in duel.log_prob([Window((n,), (0, 1, 2, 0, 1)) for n in range(3)])])
+    assert scores[0] != scores[1]
+
+
 @pytest.mark.parametrize("name", refused.REFUSED)
 def test_samplers_that_are_no_distribution_are_refused_with_the_reason(name):
     _, reason = refused.REFUSED[name]
