@@ -81,12 +81,13 @@ class Options(NetworkArguments):
         Raises:
             UsageError: one is wrong; the message names it, and the nearest known name.
         """
-        own, estimators = readers(cls), _estimator_arguments(arguments)
+        name = _preset("preset", arguments.get("preset"))
+        preset = None if name is None else presets.find(name)
+        given = {**(preset.arguments if preset else {}), **arguments}
+        own, estimators = readers(cls), _estimator_arguments(given)
         readable = {**own, **{name: argument.read for name, argument in estimators.items()}}
-        if (preset := _preset("preset", arguments.get("preset"))) is not None:
-            arguments = _with_preset(presets.find(preset), arguments, readable)
-            estimators = _estimator_arguments(arguments)
-            readable = {**own, **{name: argument.read for name, argument in estimators.items()}}
+        if preset is not None:
+            arguments = _with_preset(preset, arguments, readable)
         known = [*readable, *ALIASES, "rule", *_parameters(arguments)]
         for key in arguments:
             if key not in known and key not in rules.PARAMETERS:

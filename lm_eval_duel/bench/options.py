@@ -106,7 +106,8 @@ class Settings:
             raise DuelError(f"--sample is a share above 0, at most 1, of --estimator two_phase; got {self.sample:g}.")
         if self.peak_of not in (None, *ARMS):
             raise unknown("arm", self.peak_of, ARMS)
-        rules.parse(self.rule_text)
+        if rules.parse(self.rule_text).spans_blocks:
+            raise DuelError(f"bench runs loops over single blocks; rule {self.rule_text} keeps a history over them.")
 
     @property
     def rule_text(self) -> str:

@@ -23,7 +23,7 @@ def parse(arguments: Sequence[str]) -> list[presets.Preset]:
     parser = Parser(
         "presets",
         "Print the deployed samplers that have a name, and the settings that each stands for.",
-        "Prints a table. With names, also the code that each preset follows: repository@commit, file and lines.",
+        "Prints a table, and the code that each preset follows: repository@commit, file and lines.",
         "llada-fast-dllm-dual",
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="presets to print (default: all)")
@@ -35,8 +35,7 @@ def main(arguments: Sequence[str]) -> None:
     """Print the table of presets: `lm-eval-duel presets`."""
     chosen = parse(arguments)
     print(table(chosen))
-    if arguments:
-        print()
-        for preset in chosen:
-            free = f" ({' and '.join(preset.free)} may be changed)" if preset.free else ""
-            print(f"{preset.name}: {preset.source}{free}")
+    print("\nsources")
+    for preset in chosen:
+        free = f" ({' and '.join(preset.free)} may be changed)" if preset.free else ""
+        print(f"{preset.name}: {preset.source}{free}")

@@ -132,7 +132,7 @@ class Duel(estimator.Duel):
         return cls(
             denoiser,
             options.rule.with_tokenizer(tokenizer) if isinstance(rule, str) else rule,
-            block=options.block,
+            block=cast("Block", options.block),
             grid=options.grid,
             batch_size=batch_size,
             max_batch_size=max_batch_size,

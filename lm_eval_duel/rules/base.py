@@ -56,7 +56,6 @@ class Rule:
     reads_step: ClassVar[bool] = False  # the number of steps taken in the block
     may_wait: ClassVar[bool] = False  # may pick nothing while its `step` or memory moves on
 
-    spans_blocks: ClassVar[bool] = False  # its memory outlives a block, so the blocks of a window form one chain
     dense_memory: ClassVar[bool] = False  # keeps (R, W, V) between steps, which the budget counts
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -69,6 +68,11 @@ class Rule:
     def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
         """Which hidden cells of each lane to reveal next."""
         raise NotImplementedError
+
+    @property
+    def spans_blocks(self) -> bool:
+        """Whether its memory outlives a block, so that the blocks of a window are one chain."""
+        return False
 
     @property
     def code_class(self) -> type[Rule]:

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lm_eval_duel.errors import DuelError
@@ -71,7 +72,8 @@ class PC(Scheduled):
         count, memory = self.quota(lanes)
         p1 = predictions.confidence.double().sigmoid()  # (R, W)
         argmax = predictions.argmax.clamp(min=0)  # (R, W) -1 where nothing is hidden
-        known = -(frequencies(self.table, int(argmax.max()) + 1, str(argmax.device)) + EPS).log()  # (V,)
+        plane = _frequencies(self.table, _signature(self.table), int(argmax.max()) + 1, str(argmax.device))  # (V,)
+        known = -(plane + EPS).log()  # (V,)
         surprise = known[argmax]  # (R, W)
         place = torch.arange(argmax.shape[1], device=argmax.device)  # (W,)
         decayed = (-self.decay * place.double()).exp()  # (W,)
@@ -80,9 +82,22 @@ class PC(Scheduled):
         return Decision(*best(predictions, lanes, score, count, slope.clamp(min=1e-12)), memory)
 
 
-@functools.lru_cache(maxsize=4)
 def read_table(path: str) -> tuple[int, dict[int, int]]:
     """The number of tokens that were counted, and the count of each id; raises DuelError for any other file."""
+    return _read(path, _signature(path))
+
+
+def _signature(path: str) -> tuple[int, int] | None:
+    """What changes when a file is written again; None if it cannot be read."""
+    try:
+        entry = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return entry.st_mtime_ns, entry.st_size
+
+
+@functools.lru_cache(maxsize=4)
+def _read(path: str, signature: tuple[int, int] | None) -> tuple[int, dict[int, int]]:
     try:
         with open(path, encoding="utf-8") as file:
             entries = json.load(file)
@@ -104,11 +119,11 @@ def read_table(path: str) -> tuple[int, dict[int, int]]:
 
 
 @functools.lru_cache(maxsize=4)
-def frequencies(path: str, least: int, device: str) -> torch.Tensor:
+def _frequencies(path: str, signature: tuple[int, int] | None, least: int, device: str) -> torch.Tensor:
     """The frequency of each id below `least`, and of those above up to the table's last one, float64 (V,)."""
     import torch
 
-    total, counts = read_table(path)
+    total, counts = _read(path, signature)
     plane = torch.full((max(least, *counts, 0) + 1,), 1 / total, dtype=torch.float64)  # (V,)
     if counts:
         plane[torch.tensor(list(counts))] = torch.tensor(list(counts.values()), dtype=torch.float64) / total

@@ -112,8 +112,8 @@ class Quota(Scheduled):
         confidence, argmax = predictions.confidence.double(), predictions.argmax  # (R, W)
         rest = confidence.neg().sigmoid()  # (R, W) 1 - P1
         last = torch.zeros_like(predictions.hidden)  # (R, W)
-        for end in {self.eos_id, self.eot_id} - {None}:
-            p = predictions.log_prob(torch.where(predictions.hidden, end, -1)).exp()  # (R, W)
+        for end in {end for end in (self.eos_id, self.eot_id) if end is not None}:
+            p = predictions.log_prob(torch.full_like(argmax, end)).exp()  # (R, W)
             rest = torch.where(argmax == end, rest, rest - p)
             last |= argmax == end
         score = confidence.sigmoid().log() - rest.clamp(min=1e-300).log()
@@ -187,7 +187,7 @@ class Dream(Rule):
             )
         total = m[:, :1]  # (R, 1)
         left = lanes.hidden.sum(1, keepdim=True)  # (R, 1)
-        due = total // self.steps * (lanes.step[:, None] + 1).clamp(max=self.steps)  # (R, 1) to be revealed by now
+        due = total // self.steps * (lanes.step[:, None] + 1)  # (R, 1) that may be revealed by now
         candidates, gap = best(predictions, lanes, predictions.confidence, due - (total - left))
         single, first_gap = best(predictions, lanes, predictions.confidence, 1)
         away = predictions.confidence.double() - log_odds(self.tau or 0.0)  # (R, W)

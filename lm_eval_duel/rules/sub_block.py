@@ -13,7 +13,7 @@ from typing import Any
 from lm_eval_duel.rules.base import READS, Decision, Rule, check_count
 
 SUB_BLOCK = "sub_block"
-COPIED = ("name", "label", "adaptive", "speed", *READS, "spans_blocks", "dense_memory")  # from the rule inside
+COPIED = ("name", "label", "adaptive", "speed", *READS, "dense_memory")  # from the rule inside
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +31,10 @@ class SubBlock(Rule):
     def __post_init__(self) -> None:
         check_count(self, SUB_BLOCK, "a count of positions, at least 1")
         copy_attributes(self, self.rule)
+
+    @property
+    def spans_blocks(self) -> bool:
+        return self.rule.spans_blocks
 
     @property
     def code_class(self) -> type[Rule]:

@@ -18,7 +18,7 @@ def test_presets_prints_the_table(capsys):
     assert all(preset.name in printed and preset.written_out in printed for preset in ENTRIES)
     main(["presets", "llada2", "llada"])
     printed = capsys.readouterr().out
-    assert "llada: ML-GSAI/LLaDA@b7e6c35 generate.py L44-121 (steps may be changed)" in printed
+    assert "\nllada: ML-GSAI/LLaDA@b7e6c35 generate.py L44-121 (steps may be changed)" in printed
     assert "dparallel" not in printed
     with pytest.raises(UsageError, match="Did you mean llada2"):
         presets.parse(["lada2"])

@@ -9,7 +9,9 @@ from pages import read, rows, section
 
 from lm_eval_duel import Duel as Library
 from lm_eval_duel import rules
+from lm_eval_duel.arguments import at_least
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.registry import ESTIMATORS
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.options import Options
@@ -53,6 +55,23 @@ def test_a_preset_of_an_estimator(name):
     assert arguments == {"estimator": "sampled_confidence", "confidence": "tempered", "block": 4, **SAMPLED[name]}
     if arguments["estimator"] in ESTIMATORS:
         assert Options.parse({"preset": name}).estimator == "sampled_confidence"
+
+
+def test_a_name_that_a_rule_and_an_estimator_share(monkeypatch):
+    """It is the estimator's in a run with this estimator, and the rule's in any other."""
+    arguments = {
+        "n": registry.Argument(at_least(1, 1), 1),
+        "tau": registry.Argument(lambda key, value: float(value)),
+        "confidence": registry.Argument(lambda key, value: str(value)),
+    }
+    entry = registry.Entry("sampled_confidence", "", registry.Kind.LIKELIHOOD, "", lambda options: {}, arguments)
+    monkeypatch.setitem(ESTIMATORS, "sampled_confidence", entry)
+    options = Options.parse({"preset": "sdar-dynamic"})
+    assert options.estimator_args == {"n": 1, "tau": 0.85, "confidence": "tempered"} and options.block == 4
+    assert Options.parse({"preset": "sdar-static", "n": 1, "temperature": 0.7}).estimator_args["tau"] is None
+    with pytest.raises(DuelError, match=r"tau=0\.5 is given, too"):
+        Options.parse({"preset": "sdar-dynamic", "tau": 0.5})
+    assert str(Options.parse({"rule": "high_or_topk", "n": 2, "tau": 0.9}).rule) == "high_or_topk:n=2:tau=0.9"
 
 
 def test_every_preset_is_in_the_tables():

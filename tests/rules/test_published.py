@@ -17,6 +17,7 @@ from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError, RuleStalled
 from lm_eval_duel.estimators.checks import check_rule
 from lm_eval_duel.estimators.duel import Duel
+from lm_eval_duel.estimators.lattice import Lattice
 from lm_eval_duel.options import Options
 from lm_eval_duel.rules import refused
 from lm_eval_duel.rules.pc import COUNTS, TOTAL
@@ -326,6 +327,18 @@ def test_the_first_cell_then_sub_blocks():
         rules.parse("greedy:sub_block=0")
 
 
+def test_a_lattice_follows_them():
+    """Every state-only rule is a path of the lattice, also inside sub-blocks."""
+    toy, windows = Toy(), [Window((1,), (2, 0, 1, 1, 2)), Window((), (0, 0, 1, 2))]
+    follow = [*STATE_ONLY, "threshold:mu=0.45:sub_block=2", "greedy:k=1:sub_block=2"]
+    together = Lattice(toy, 4, follow=follow).log_prob(windows)
+    for text in follow:
+        alone = Duel(toy, text, 4).log_prob(windows)
+        paths = [scored.rules[str(rules.parse(text))] for scored in together]
+        assert [path.log_prob for path in paths] == pytest.approx([s.log_prob for s in alone], abs=1e-9)
+        assert [path.nfe for path in paths] == [s.nfe for s in alone]
+
+
 # ---------------------------------------------------------------- rules that may wait
 
 
@@ -434,6 +447,15 @@ def test_the_content_of_a_table_is_part_of_the_spec(tmp_path):
         path.write_text(json.dumps({TOTAL: 20, COUNTS: {"0": count}}))
         specs.append(Duel(Toy(), f"pc:decay=1:alpha=1:steps=2:table={path}", 2).describe()["rule_files"])
     assert specs[0] != specs[1]
+
+
+def test_a_table_that_is_written_again_is_read_again(tmp_path):
+    scores = []
+    for count in (1, 19):
+        (tmp_path / "table.json").write_text(json.dumps({TOTAL: 20, COUNTS: {"0": count}}))
+        duel = Duel(Toy(), f"pc:decay=0:alpha=9:steps=5:table={tmp_path}/table.json", None)
+        scores.append([s.reveal_steps for s in duel.log_prob([Window((n,), (0, 1, 2, 0, 1)) for n in range(3)])])
+    assert scores[0] != scores[1]
 
 
 @pytest.mark.parametrize("name", refused.REFUSED)
