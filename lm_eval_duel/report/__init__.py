@@ -22,6 +22,7 @@ from lm_eval_duel.report import (
     gaps,
     latex,
     match,
+    pairs,
     read,
     reveal_order,
     run_cost,
@@ -52,6 +53,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--as-published", action="store_true", help="list other windows, positions and tokenizers instead of refusing"
+    )
+    parser.add_argument(
+        "--pairs",
+        choices=pairs.CHOICES,
+        default=pairs.RULES,
+        help="paired differences: between the rules of a network with one block and cache (rules, the default), "
+        "between all rows of a task (all), or none",
     )
     parser.add_argument(
         "--trace", nargs="+", default=[], metavar="FILE", help="trace files in addition to those that the results name"
@@ -142,9 +150,11 @@ def _traces(runs: Sequence[read.Run], named: Sequence[str], notes: list[str]) ->
     for path, label in paths.items():
         spec = reveal_order.spec_of(traces.spec(path))
         summary = reveal_order.summary(traces.load(path), spec, str(path))
-        said = [label or path.stem, str(spec.get("estimator", ""))]
-        said += [short(str(spec["rule"]))] if spec.get("estimator") == "duel" and "rule" in spec else []
-        summary["label"] = ", ".join(filter(None, [*said, f"block {spec['block']}" if "block" in spec else ""]))
+        parts = [label or path.stem, str(spec.get("estimator", ""))]
+        parts += [short(str(spec["rule"]))] if spec.get("estimator") == "duel" and "rule" in spec else []
+        parts += [f"block {spec['block']}"] if "block" in spec else []
+        parts += [f"cache={spec['cache']}"] if "cache" in spec else []
+        summary["label"] = ", ".join(filter(None, parts))
         shown.append(summary)
     return traced, shown
 
