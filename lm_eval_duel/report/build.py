@@ -249,6 +249,7 @@ def _rules(shown: Sequence[Row], entries: Sequence[dict[str, Any]]) -> list[dict
                 "block": block,
                 "cache": cache,
                 "variant": variant,
+                "title": ", ".join(filter(None, [model, rows.block_name(block), rows.cache_name(cache), variant])),
                 "elbo": next((entries[n]["elbo"] for n in members if entries[n]["elbo"] is not None), None),
                 "ar": next((n for n, entry in enumerate(entries) if entry["ar"]), None),
                 "oracle": next(iter(oracles), None),

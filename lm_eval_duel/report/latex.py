@@ -30,7 +30,7 @@ from lm_eval_duel.report.latex_text import (
     rule_name,
     with_interval,
 )
-from lm_eval_duel.report.names import free, safe_name
+from lm_eval_duel.report.names import free, safe_name, subject
 from lm_eval_duel.report.read import NO_CACHE
 from lm_eval_duel.report.rows import SEES_TRUTH, WHOLE
 
@@ -60,7 +60,8 @@ def bodies(report: Mapping[str, Any]) -> dict[str, str]:
         if task["pairs"]:
             add(f"pairs_{safe}", differences(task))
         for sweep in task["rules"]:
-            add(f"rules_{safe}" + ("" if len(task["rules"]) == 1 else f"_{safe_name(sweep_title(sweep))}"), rules(task, sweep))
+            end = "" if len(task["rules"]) == 1 else f"_{subject(sweep['title'])}"
+            add(f"rules_{safe}{end}", rules(task, sweep))
     for table in report["accuracies"]:
         add(f"accuracy_{safe_name(table['task'])}", accuracies(table))
     return files
@@ -105,26 +106,27 @@ def cache_costs(task: Mapping[str, Any]) -> str:
     """Model & Method & Rule & Block & Cache & values without and with it & their paired difference & interval."""
     entries, metric = task["rows"], task["metric"]
     lines = []
-    for entry in entries:
+    for position, entry in enumerate(entries):
         if (cost := entry["cache_cost"]) is None:
             continue
         rule = rule_name(entry["rule"]) if entry["rule"] else ""
-        without = "" if cost["second"] is None else number(entries[cost["second"]], metric)
+        both = cost["second"], position
+        values = ["" if n is None else number({**entries[n], "best": False}, metric) for n in both]
         labels = [escape(entry["model"]), _method(entry), rule, _block(entry), escape(entry["cache"])]
         limits = between(cost["interval"], lambda value: fixed(value, 4))
-        lines.append([*labels, without, number(entry, metric), nats(cost["difference"]), limits])
-    values = ["no cache", "with the cache", f"difference, nats per {pairs.unit(metric)}", LEVEL]
-    head, lines = bare(["Model", "Method", "Unmasking rule", "Block", "Cache", *values], lines)
+        lines.append([*labels, *values, nats(cost["difference"]), limits])
+    heads = ["no cache", "with the cache", f"difference, nats per {pairs.unit(metric)}", LEVEL]
+    head, lines = bare(["Model", "Method", "Unmasking rule", "Block", "Cache", *heads], lines)
     return body(f"{' & '.join(head)}   ({WORDS[metric]})", [row(*line) for line in lines])
 
 
 def differences(task: Mapping[str, Any]) -> str:
     """Model & Block & Cache & first & second & their paired difference & interval & verdict."""
-    entries = task["rows"]
+    entries, cached = task["rows"], caches(task["rows"])
     lines = []
     for pair in task["pairs"]:
         first, second = (entries[pair[key]] for key in ("first", "second"))
-        shared = [escape(first["model"]), _block(first), escape(first["cache"] or "")]
+        shared = [escape(first["model"]), _block(first), cached[pair["first"]]]
         same = [first[key] == second[key] for key in ("model", "block", "cache")]
         labels = [label if equal else "" for label, equal in zip(shared, same, strict=True)]
         limits = between(pair["interval"], lambda value: fixed(value, 4))

@@ -71,17 +71,25 @@ class Row:
     @property
     def name(self) -> str:
         """The name of the row, without its model."""
-        block = WHOLE if self.block == "none" else f"block {self.block}"
-        block = block if self.run.ours and self.estimator != "ar" else ""
-        cache = f"cache={self.cache}" if self.cache not in (None, NO_CACHE) else ""
+        block = block_name(self.block) if self.run.ours and self.estimator != "ar" else ""
         title = registry.find(self.estimator).title
-        return ", ".join(filter(None, [title, short(self.rule or ""), block, cache, self.aside]))
+        return ", ".join(filter(None, [title, short(self.rule or ""), block, cache_name(self.cache), self.aside]))
 
     def error(self, metric: str, nats_stderr: float | None) -> float | None:
         """Standard error of a metric's value from that of its log-likelihood; None if not known."""
         if None in (nats_stderr, self.log_prob) or metric not in self.values:
             return None
         return stats.stderr(metric, self.values[metric], self.log_prob, nats_stderr)
+
+
+def block_name(block: str) -> str:
+    """A block in the name of a row."""
+    return WHOLE if block == "none" else f"block {block}"
+
+
+def cache_name(cache: str | None) -> str:
+    """A cache in the name of a row; empty without one."""
+    return f"cache={cache}" if cache not in (None, NO_CACHE) else ""
 
 
 def of(run: Run, name: str, traced: Mapping[str, Mapping[int, float]] | None = None) -> list[Row]:

@@ -12,7 +12,6 @@ from lm_eval_duel.report.cells import Entry, shown
 from lm_eval_duel.report.gaps import UNCLEAR
 from lm_eval_duel.report.headline import WORDS, fixed, number, plus_minus
 from lm_eval_duel.report.markdown import Footnotes, bullets, listed, plain, spaced
-from lm_eval_duel.report.read import NO_CACHE
 from lm_eval_duel.tables import markdown_table, one_line
 
 SPEC = (  # the entries of a spec that are listed
@@ -46,7 +45,7 @@ def markdown(report: Mapping[str, Any]) -> str:
         if task["pairs"]:
             parts += [f"### Paired differences, nats per {unit}", differences(task), SINGLE]
         for sweep in task["rules"]:
-            parts += [f"### Rules against NFE: {plain(sweep_title(sweep))}", rules(task, sweep)]
+            parts += [f"### Rules against NFE: {plain(sweep['title'])}", rules(task, sweep)]
         parts += [*_figures(report, name, "rules"), "### Notes", bullets(task["notes"])]
     if len(report["tasks"]) > 1 and any_closed(report):
         parts += ["## Gap closed over tasks, %", averages(report)]
@@ -82,9 +81,9 @@ def cache_costs(task: Mapping[str, Any]) -> str:
         if (cost := entry["cache_cost"]) is None:
             continue
         labels = [plain(entry["model"]), cells.method(entry), cells.rule(entry), cells.block(entry), entry["cache"]]
-        plain_value = "" if cost["second"] is None else shown(entries[cost["second"]], metric)
+        without = "" if cost["second"] is None else cells.value(entries[cost["second"]], metric)
         difference = f"{cells.nats(cost['difference'])} {notes.mark(cost['reason'])}".strip()
-        values = [plain_value, shown(entry, metric), difference, cells.nats_between(cost), plain(cost["verdict"])]
+        values = [without, cells.value(entry, metric), difference, cells.nats_between(cost), plain(cost["verdict"])]
         lines.append([*labels, *values])
     values = ["cache=none", "with the cache", "cost", "95 % interval", "verdict"]
     return notes.under(markdown_table(["model", "estimator", "rule", "block", "cache", *values], lines))
@@ -92,13 +91,12 @@ def cache_costs(task: Mapping[str, Any]) -> str:
 
 def differences(task: Mapping[str, Any]) -> str:
     """The task's pairs: what both rows share, their names, the paired difference, and which is better."""
-    notes = Footnotes()
+    entries, caches, notes = task["rows"], cells.caches(task["rows"]), Footnotes()
     lines = []
     for pair in task["pairs"]:
-        first, second = (task["rows"][pair[key]] for key in ("first", "second"))
+        first, second = (entries[pair[key]] for key in ("first", "second"))
         same = [first[key] == second[key] for key in ("model", "block", "cache")]
-        cache = first["cache"] if first["cache"] != NO_CACHE else ""
-        shared = [plain(first["model"]), cells.block(first), cache or ""]
+        shared = [plain(first["model"]), cells.block(first), caches[pair["first"]]]
         labels = [label if equal else "" for label, equal in zip(shared, same, strict=True)]
         mark = notes.mark(pair["reason"])
         names = " - ".join(map(plain, pair["names"]))
@@ -288,10 +286,7 @@ def console(report: Mapping[str, Any]) -> str:
 
 def _figures(report: Mapping[str, Any], about: str, kind: str) -> list[str]:
     figures = [figure for figure in report["figures"] if (figure["about"], figure["kind"]) == (about, kind)]
-    return [f"![{plain(figure['title'])}]({quote(figure['file'])})" for figure in figures]
-
-
-def sweep_title(sweep: Mapping[str, Any]) -> str:
-    """What the rules of a table or figure share: model, block, cache and remarks."""
-    cache = "" if sweep["cache"] in (None, NO_CACHE) else f"cache={sweep['cache']}"
-    return ", ".join(filter(None, [sweep["model"], f"block {sweep['block']}", cache, sweep["variant"]]))
+    return [
+        f"{'' if figure['file'].endswith('.pdf') else '!'}[{plain(figure['title'])}]({quote(figure['file'])})"
+        for figure in figures
+    ]
