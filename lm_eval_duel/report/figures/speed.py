@@ -51,7 +51,7 @@ def rules(name: str, task: Mapping[str, Any], sweep: Mapping[str, Any], width: f
     axes.grid(color="#e5e5e5", linewidth=0.8)
     bare(axes)
     axes.set_title(textwrap.fill(label(f"{name}: {sweep['title']}"), int(12 * width)), loc="left", fontsize=11)
-    columns = 2 if width >= 0.75 * WIDTH else 1
+    columns = 2 if width >= WIDTH else 1
     figure.legend(loc="outside lower center", ncols=columns, frameon=False, fontsize=8.5)
     return figure
 

@@ -35,6 +35,7 @@ AR = " (dotted line: the autoregressive baseline)"
 COLOURS = ", one colour for each rule"
 WIDTH, LINE = 7.5, 0.25  # inches: of the figure, and of a row
 FONT = 8.5
+CHARACTERS = 12  # of a title in an inch
 DIGIT = 0.62  # of the font's size: the width of a character
 
 
@@ -76,7 +77,7 @@ def perplexity(name: str, task: Mapping[str, Any], width: float | None = None) -
     axes.grid(axis="x", color="#e5e5e5", linewidth=0.8)
     axes.set_axisbelow(True)
     bare(axes)
-    title = textwrap.fill(f"{label(name)}: {WORDS[metric]}{_intervals(entries)}", int(110 * width / WIDTH))
+    title = textwrap.fill(f"{label(name)}: {WORDS[metric]}{_intervals(entries)}", int(CHARACTERS * width))
     figure.suptitle(title, x=0.01, ha="left", fontsize=10.5)
     remarks = {"ar": AR if any(entry["ar"] for entry in entries) else "", "duel": COLOURS}
     names = [legend(kind) + remarks.get(kind, "") for kind in seen]
