@@ -30,7 +30,7 @@ from lm_eval_duel.denoisers.load_options import Cache
 from lm_eval_duel.denoisers.views import KeysValues, View
 from lm_eval_duel.denoisers.wrappers.base import Wrapper
 from lm_eval_duel.engine.lanes import Rows
-from lm_eval_duel.errors import DuelError, unknown
+from lm_eval_duel.errors import DuelError, clean_keys_exact, no_key_stays, unknown
 
 CACHES: tuple[str, ...] = get_args(Cache)
 
@@ -120,20 +120,14 @@ class Cached(Wrapper):
 def _require_cacheable(plain: Denoiser, cache: str) -> None:
     """Raise DuelError, with the reason, for a kind of network that does not support a cache."""
     if plain.attention != "bidirectional":
-        raise DuelError(
-            f"cache={cache} is for bidirectional networks; this one is {plain.attention}, whose clean keys and values "
-            "are exact already: they are kept, and no later block changes them. Leave cache out."
-        )
+        raise clean_keys_exact(cache, plain.attention)
     if isinstance(plain, Wrapper):
         raise DuelError(
             f"cache={cache} wraps the plain network; guidance and temperature wrap the cached one: "
             f"{type(plain).__name__}(Cached(network, ...), ...)."
         )
     if type(plain).open is not Denoiser.open:
-        raise DuelError(
-            f"cache={cache} keeps keys and values from a block's first step, but a {plain.family} network gets another "
-            "noise level at each step, so none of them stay valid. Leave cache out."
-        )
+        raise no_key_stays(cache, plain.family)
 
 
 def _steering(plain: Denoiser) -> Steering:
