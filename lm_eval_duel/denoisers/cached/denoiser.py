@@ -23,7 +23,7 @@ import torch
 
 from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.denoisers.base import Denoiser
-from lm_eval_duel.denoisers.cached.kept_keys import Past
+from lm_eval_duel.denoisers.cached.kept_keys import Step
 from lm_eval_duel.denoisers.cached.steering import Attentions, NotSteered, Steering, Streams
 from lm_eval_duel.denoisers.cached.view import CachedView
 from lm_eval_duel.denoisers.load_options import Cache
@@ -73,17 +73,9 @@ class Cached(Wrapper):
         return self._steering.begin(ids, real, columns)
 
     @torch.inference_mode()
-    def step(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        seen: torch.Tensor | None,
-        past: list[Past],
-        places: torch.Tensor,
-        columns: torch.Tensor,
-    ) -> torch.Tensor:
+    def step(self, ids: torch.Tensor, step: Step) -> torch.Tensor:
         """The evaluation of some cells against what is kept, as in `Steering.step`."""
-        return self._steering.step(ids, positions, seen, past, places, columns)
+        return self._steering.step(ids, step)
 
     @torch.inference_mode()
     def head(self, features: torch.Tensor) -> torch.Tensor:
@@ -109,7 +101,8 @@ class Cached(Wrapper):
         outside = torch.cat([columns[:, :first], columns[:, last:]], 1)  # (1, K)
         past = [tuple(plane[:, :, outside[0].to(plane.device)] for plane in layer) for layer in layers]
         own = columns[:, first:last]  # (1, Q)
-        again = self.step(row[:, first:last], own, None, past, torch.cat([outside, own], 1), own - first)
+        step = Step(own, None, past, torch.cat([outside, own], 1), own - first)
+        again = self.step(row[:, first:last], step)
         whole, again = self.head(whole[0, first:last]), self.head(again[0])  # (Q, V) each
         apart = self_tests.relative_difference(*(logits.masked_fill(self.excluded, 0) for logits in (whole, again)))
         if not apart <= self_tests.tolerance(self, whole, self_tests.BATCH_TOLERANCE):
