@@ -15,6 +15,7 @@ import numpy as np
 
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.report import stats
+from lm_eval_duel.report.gaps import UNCLEAR
 from lm_eval_duel.report.read import NO_CACHE
 from lm_eval_duel.report.rows import VARIES, WHOLE, Row
 from lm_eval_duel.rules.tables import short
@@ -25,7 +26,6 @@ CHOICES = (RULES, ALL, NONE)  # of --pairs
 MOST_ROWS = 5  # of which all pairs are listed; of more, each is compared with the lowest
 FEW = 10  # documents below which a bootstrap interval is too narrow for a verdict
 EQUAL = 1e-6  # nats per unit that are float noise
-UNCLEAR = "not distinguishable"
 Entry = Mapping[str, Any]
 Rates = Mapping[int, np.ndarray]  # row number -> bootstrap draws of its rate
 

@@ -80,11 +80,11 @@ def cache_costs(task: Mapping[str, Any]) -> str:
     for entry in entries:
         if (cost := entry["cache_cost"]) is None:
             continue
-        labels = [plain(entry["model"]), cells.method(entry), cells.rule(entry), cells.block(entry), entry["cache"]]
+        labels = [plain(entry["model"]), cells.method(entry), cells.rule(entry), cells.block(entry)]
         without = "" if cost["second"] is None else cells.value(entries[cost["second"]], metric)
         difference = f"{cells.nats(cost['difference'])} {notes.mark(cost['reason'])}".strip()
         values = [without, cells.value(entry, metric), difference, cells.nats_between(cost), plain(cost["verdict"])]
-        lines.append([*labels, *values])
+        lines.append([*labels, plain(entry["cache"]), *values])
     values = ["cache=none", "with the cache", "cost", "95 % interval", "verdict"]
     return notes.under(markdown_table(["model", "estimator", "rule", "block", "cache", *values], lines))
 
