@@ -15,9 +15,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from lm_eval_duel.arguments import number
 from lm_eval_duel.errors import DuelError, UsageError, about_file, unknown
 
 PROGRAM = "lm-eval-duel"
+FIGURES = ("png", "svg", "pdf")
+WIDTHS = 3.0, 30.0  # inches of a figure
 FAILED, WRONG, INTERRUPTED, UNREAD = 1, 2, 130, 141  # the last two as a shell reports SIGINT and SIGPIPE
 NO_MEMORY = (  # in the RuntimeError that torch raises
     "out of memory",
@@ -137,3 +140,17 @@ def file_to_write(flag: str, text: str) -> Path:
     if not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
         raise UsageError(f"{flag} {text} cannot be written; name another file.")
     return file
+
+
+def add_figures(parser: Parser) -> None:
+    """The arguments `--figures` and `--width` of a command that draws."""
+    parser.add_argument(
+        "--figures", nargs="+", choices=FIGURES, default=["png"], metavar="FORMAT", help="png, svg and pdf (png)"
+    )
+    parser.add_argument("--width", metavar="INCHES", help="width of every figure, such as that of a column: 5.5")
+
+
+def figure_width(text: str | None) -> float | None:
+    """The value of `--width`; raises DuelError for other than a width that holds a figure."""
+    least, most = WIDTHS
+    return number("--width", text, f"a number of inches from {least:g} to {most:g}", lambda n: least <= n <= most)

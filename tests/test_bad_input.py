@@ -59,6 +59,8 @@ KINDS = {  # every way in which a checkpoint is read, and the model args that it
     "block-causal DiT": (lambda folder: dit(folder, "bd3lm"), {}),
     "backbone": (lambda folder: backbone(folder, "a2d-qwen3"), {}),
     "block-causal backbone": (lambda folder: backbone(folder, "sdar"), {}),
+    "SEDD": (lambda folder: dit(folder, "sedd"), {}),
+    "shifted backbone": (lambda folder: backbone(folder, "dream"), {}),
     "causal": (lambda folder: tiny.checkpoint(folder, "gpt2", mask=False), {"estimator": "ar"}),
     "own code": (lambda folder: own.write(folder, own.DREAM, "DreamModel", own.decoder(bias=True)), TRUSTED),
     "block-causal own code": (
@@ -66,8 +68,10 @@ KINDS = {  # every way in which a checkpoint is read, and the model args that it
         TRUSTED,
     ),
 }
+CACHED = ("SEDD", "shifted backbone")  # read as others are; they differ under a cache only
 BLOCK_CAUSAL = tuple(kind for kind in KINDS if kind.startswith("block-causal"))
-MASKED = tuple(kind for kind in KINDS if kind != "causal")
+ALL = tuple(kind for kind in KINDS if kind not in CACHED)
+MASKED = tuple(kind for kind in ALL if kind != "causal")
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +177,7 @@ class Case:
     name: str
     words: str
     provoke: Callable
-    kinds: tuple = tuple(KINDS)
+    kinds: tuple = ALL
     weights: bool = False
 
 
@@ -186,6 +190,50 @@ CASES = [
         "trained on blocks of 4: ... so block=3 would be another network. Use block=4",
         lambda at: at.load(block=3),
         BLOCK_CAUSAL,
+    ),
+    Case(
+        "a cache for a block-causal network",
+        "cache=dual is for bidirectional networks; this one is block_causal, ... Leave cache out.",
+        lambda at: at.load(cache="dual"),
+        ("block-causal DiT", "block-causal backbone"),
+    ),
+    Case(
+        "a cache for an autoregressive network",
+        "cache=prefix is for bidirectional networks; this one is causal, ... Leave cache out.",
+        lambda at: at.load(cache="prefix"),
+        ("causal",),
+    ),
+    Case(
+        "a cache for SEDD",
+        "a sedd network gets another noise level at each step, so none of them stay valid. Leave cache out.",
+        lambda at: at.load(cache="dual"),
+        ("SEDD",),
+    ),
+    Case(
+        "a cache for a checkpoint's own code",
+        "backend=remote runs a checkpoint's own code. Leave backend out, or use cache=none.",
+        lambda at: at.load(cache="dual"),
+        ("own code", "block-causal own code"),
+    ),
+    Case(
+        "a cache and `compile=true`",
+        "compile=true traces the layers ... so it does not support cache=dual; leave one out.",
+        lambda at: at.load(cache="dual", compile=True),
+        ("masked LM", "DiT", "backbone", "shifted backbone"),
+    ),
+    Case(
+        "a cache for a network that predicts from the cell before",
+        "Pass seed_first=true (the first cell is revealed alone ... or leave cache out.",
+        lambda at: at.load(cache="dual"),
+        ("shifted backbone",),
+        weights=True,
+    ),
+    Case(
+        "all orders under a cache, of a network that predicts from the cell before",
+        "estimator=mixture evaluates states in which a block's first token is hidden and later ones are revealed.",
+        lambda at: at.load(cache="dual", estimator="mixture", seed_first=True, block=4),
+        ("shifted backbone",),
+        weights=True,
     ),
     Case(
         "a mask token out of the vocabulary",
@@ -222,7 +270,7 @@ CASES = [
         "a folder without a tokenizer",
         "pass tokenizer=<a folder or hub name>",
         lambda at: at.without("*token*", "vocab*"),
-        tuple(kind for kind in KINDS if "DiT" not in kind),
+        tuple(kind for kind in ALL if "DiT" not in kind),
     ),
     Case(
         "the same, of MDLM, BD3-LM or SEDD, without a connection",
@@ -268,7 +316,7 @@ CASES = [
         "a shard that is missing",
         "names model-00002-of-00002.safetensors, which is missing: the download is incomplete",
         missing_shard,
-        tuple(kind for kind in KINDS if "backbone" not in kind),
+        tuple(kind for kind in ALL if "backbone" not in kind),
         weights=True,
     ),
     Case(
@@ -281,7 +329,7 @@ CASES = [
         "a .ckpt with code in it",
         "last.ckpt needs code to be read (Unsupported",
         lambda at: at.pickle("last.ckpt", lambda content: {"state_dict": content, "x": Trap(at.folder / "trap")}),
-        tuple(kind for kind in KINDS if kind not in ("masked LM", "causal")),
+        tuple(kind for kind in ALL if kind not in ("masked LM", "causal")),
         weights=True,
     ),
     Case(

@@ -43,11 +43,26 @@ def test_python_runs(page, tmp_path, monkeypatch):
 # ---------------------------------------------------------------- commands
 
 
+def unrolled(block):
+    """The lines of a block of commands, those in a `for` loop with the first and with the last values."""
+    return re.sub(r"\bfor .*?\bdone(; done)*", first_and_last, block, flags=re.DOTALL).strip().splitlines()
+
+
+def first_and_last(loop):
+    heads = re.findall(r"for (\w+) in (.*?); do", loop[0])
+    body = re.sub(r"for \w+ in .*?; do|(; )?\bdone\b", "", loop[0]).strip()
+    lines = []
+    for end in (0, -1):
+        values = {name: words.split()[end] for name, words in heads}
+        lines.append(re.sub(r"\$(\w+)", lambda name, values=values: values[name[1]], body))
+    return "\n".join(lines)
+
+
 COMMAND_LINES = [
     pytest.param(line, id=f"{page.name}: {line[:60]}")
     for page in TRIED
     for block in blocks(page.read_text(encoding="utf-8"), "bash")
-    for line in block.replace("\\\n", " ").strip().splitlines()
+    for line in unrolled(block.replace("\\\n", " "))
 ]
 
 

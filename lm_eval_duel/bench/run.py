@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -39,86 +39,42 @@ MATRIX = 8192  # rows of the matrix product that measures the chip's peak rate
 # ---------------------------------------------------------------- the figures
 
 
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """What an arm runs and how it is warmed up. `scale`: the factor of its seconds, given what the run returned."""
+
+    run: Callable[[], Any]
+    warm_up: Callable[[], Any]
+    scale: Callable[[Any], float] = lambda result: 1.0
+
+
 def measure(bench: Bench) -> dict[str, Any]:
     """All figures of the run, by name."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     recording, scores = bench.record()
-    nfe, steps, max_steps = sum(score.nfe for score in scores), bench.steps(scores), bench.settings.textbook_steps
-    for name in bench.loops:  # the second call measures the cost of a step
-        bench.loop(name, max_steps=1)
-        per_step, _ = bench.seconds(partial(bench.loop, name, max_steps=1))
-        if name == "textbook" and max_steps is None and per_step * steps > MAX_SECONDS:
-            max_steps = SCALED_STEPS
+    nfe, steps = sum(score.nfe for score in scores), bench.steps(scores)
+    max_steps = _textbook_steps(bench, steps)
     recording.replay(SCALED_STEPS)
     scaled = max_steps is not None and max_steps < steps
-
-    arms = {name: partial(bench.loop, name) for name in bench.loops}
-    if scaled:
-        arms["textbook"] = partial(bench.loop, "textbook", max_steps=max_steps)
-    arms |= {"ours": partial(bench.duel.log_prob, bench.windows), "forwards": recording.replay}
-    warm_up = {
-        name: partial(bench.loop, name, max_steps=SCALED_STEPS if name == "textbook_kv" else 1) for name in bench.loops
-    }
     blocks = sum(len(bench.duel.blocks(window)) for window in bench.windows)
-    uncached_blocks = blocks
-    if CACHED in arms:
-        uncached_blocks = _uncached_blocks(bench, blocks)
-        windows = bench.windows if uncached_blocks == blocks else [bench.last_blocks(uncached_blocks)]
-        arms["uncached"] = partial(bench.uncached.log_prob, windows)
-        warm_up["uncached"] = partial(bench.uncached.log_prob, [bench.last_blocks(1)])
-    if bench.two_phase is not None:
-        arms[TWO_PHASE] = partial(bench.two_phase.log_prob, bench.windows)
-        warm_up[TWO_PHASE] = partial(bench.two_phase.log_prob, bench.windows[:1])
-    warm_up["ours"] = partial(bench.duel.log_prob, bench.windows[:2])
-    warm_up["forwards"] = partial(recording.replay, SCALED_STEPS)
-    times: dict[str, list[float]] = {name: [] for name in arms}
-    loops: dict[str, Loop] = {}
-    for repeat in range(bench.settings.repeats):
-        turn = repeat % len(arms)
-        for name in [*arms][turn:] + [*arms][:turn]:
-            warm_up[name]()  # the previous arm leaves the allocator in another state
-            seconds, result = bench.seconds(arms[name])
-            if name in bench.loops:
-                loops[name] = result
-            if name == "textbook" and scaled:
-                seconds *= nfe / result.nfe
-            if name == "uncached":
-                seconds *= blocks / uncached_blocks
-            times[name].append(seconds)
-
-    def ratio(numerator: str, denominator: str) -> float | None:
-        if numerator not in times:
-            return None
-        return median(a / b for a, b in zip(times[numerator], times[denominator], strict=True))
-
-    calls = {name: (loop.forwards, loop.rows) for name, loop in loops.items()}
-    token_rows = {name: loop.token_rows for name, loop in loops.items()}
+    uncached_blocks = _uncached_blocks(bench, blocks) if CACHED in bench.loops else blocks
+    arms = _arms(bench, recording)
     if scaled:
-        calls["textbook"], token_rows["textbook"] = (steps, nfe), nfe * bench.settings.length
-    calls["ours"] = calls["forwards"] = (recording.forwards, recording.rows)
-    token_rows["ours"] = token_rows["forwards"] = recording.tokens
-    if "uncached" in arms:
-        calls["uncached"], token_rows["uncached"] = (None, nfe), nfe * bench.settings.length
-    sample = None
+        run = partial(bench.loop, "textbook", max_steps=max_steps)
+        arms["textbook"] = dataclasses.replace(arms["textbook"], run=run, scale=lambda loop: nfe / loop.nfe)
+    if CACHED in bench.loops:
+        arms["uncached"] = _uncached(bench, blocks, uncached_blocks)
     if bench.two_phase is not None:
-        before = bench.two_phase.counts.forwards
-        phases = bench.two_phase_sample()
-        calls[TWO_PHASE] = bench.two_phase.counts.forwards - before, phases.cached_rows + phases.uncached_rows
-        token_rows[TWO_PHASE] = phases.cached_token_rows + phases.uncached_token_rows
-        sample = {"blocks": phases.blocks, "sampled": phases.sampled, "log_prob_stderr": phases.stderr}
+        score = bench.two_phase.log_prob
+        arms[TWO_PHASE] = Arm(partial(score, bench.windows), partial(score, bench.windows[:1]))
+    times, results = _take_turns(bench, arms)
+    loops: dict[str, Loop] = {name: results[name] for name in bench.loops}
+
     figures: dict[str, Any] = {f"{name}_s": median(times[name]) if name in times else None for name in ARMS}
+    figures |= _ratios(times) | _calls(bench, recording, loops, nfe, steps if scaled else None)
+    figures["two_phase_sample"] = None if bench.two_phase is None else _sample(bench, figures)
     figures |= {
-        "ratio_textbook": ratio("textbook", "ours"),
-        "ratio_textbook_kv": ratio("textbook_kv", "ours"),
-        "ratio_textbook_cached": ratio(CACHED, "ours"),
-        "ratio_uncached": ratio("uncached", "ours"),
-        "two_phase_over_ours": ratio(TWO_PHASE, "ours"),
-        "two_phase_sample": sample,
-        "overhead": ratio("ours", "forwards") - 1,
-        "textbook_over": {name: ratio("textbook", name) for name in arms},
         "seconds": times,
-        "calls": calls,
-        "token_rows": token_rows,
         "nfe": nfe,
         "load_before": load,
         "tokens": sum(len(window.target) for window in bench.windows),
@@ -131,6 +87,91 @@ def measure(bench: Bench) -> dict[str, Any]:
     if not bench.settings.no_memory:
         figures |= {f"peak_bytes_{name}": bench.peak_bytes(name) for name in arms if name != "forwards"}
     return figures | _operations(bench, recording, figures["ours_s"]) | _environment(bench)
+
+
+def _textbook_steps(bench: Bench, steps: int) -> int | None:
+    """How many of its `steps` the textbook loop takes; None: all. Also the first call of every loop."""
+    max_steps = bench.settings.textbook_steps
+    for name in bench.loops:  # the second call measures the cost of a step
+        bench.loop(name, max_steps=1)
+        per_step, _ = bench.seconds(partial(bench.loop, name, max_steps=1))
+        if name == "textbook" and max_steps is None and per_step * steps > MAX_SECONDS:
+            max_steps = SCALED_STEPS
+    return max_steps
+
+
+def _arms(bench: Bench, recording: Recording) -> dict[str, Arm]:
+    """The loops in full, ours and its network calls."""
+    arms = {}
+    for name in bench.loops:
+        first = SCALED_STEPS if name == "textbook_kv" else 1
+        arms[name] = Arm(partial(bench.loop, name), partial(bench.loop, name, max_steps=first))
+    duel = bench.duel.log_prob
+    arms["ours"] = Arm(partial(duel, bench.windows), partial(duel, bench.windows[:2]))
+    arms["forwards"] = Arm(recording.replay, partial(recording.replay, SCALED_STEPS))
+    return arms
+
+
+def _uncached(bench: Bench, blocks: int, count: int) -> Arm:
+    """Ours without a cache, on `count` of the `blocks`."""
+    windows = bench.windows if count == blocks else [bench.last_blocks(count)]
+    warm_up = partial(bench.uncached.log_prob, [bench.last_blocks(1)])
+    return Arm(partial(bench.uncached.log_prob, windows), warm_up, lambda scores: blocks / count)
+
+
+def _take_turns(bench: Bench, arms: dict[str, Arm]) -> tuple[dict[str, list[float]], dict[str, Any]]:
+    """The seconds of each arm in every repeat, and what it returned last."""
+    times: dict[str, list[float]] = {name: [] for name in arms}
+    results = {}
+    for repeat in range(bench.settings.repeats):
+        turn = repeat % len(arms)
+        for name in [*arms][turn:] + [*arms][:turn]:
+            arms[name].warm_up()  # the previous arm leaves the allocator in another state
+            seconds, results[name] = bench.seconds(arms[name].run)
+            times[name].append(seconds * arms[name].scale(results[name]))
+    return times, results
+
+
+def _ratios(times: dict[str, list[float]]) -> dict[str, Any]:
+    """Medians of the ratios of two arms within a repeat; None for an arm that did not run."""
+
+    def ratio(numerator: str, denominator: str) -> float | None:
+        if numerator not in times:
+            return None
+        return median(a / b for a, b in zip(times[numerator], times[denominator], strict=True))
+
+    names = {"textbook": "textbook", "textbook_kv": "textbook_kv", "textbook_cached": CACHED, "uncached": "uncached"}
+    return {f"ratio_{key}": ratio(name, "ours") for key, name in names.items()} | {
+        "two_phase_over_ours": ratio(TWO_PHASE, "ours"),
+        "overhead": ratio("ours", "forwards") - 1,
+        "textbook_over": {name: ratio("textbook", name) for name in times},
+    }
+
+
+def _calls(
+    bench: Bench, recording: Recording, loops: dict[str, Loop], nfe: int, scaled_to: int | None
+) -> dict[str, dict[str, Any]]:
+    """(forwards, rows) and token-rows of each arm. `scaled_to`: the steps of a textbook loop that was cut short."""
+    calls: dict[str, tuple[int | None, int]] = {name: (loop.forwards, loop.rows) for name, loop in loops.items()}
+    token_rows = {name: loop.token_rows for name, loop in loops.items()}
+    every = nfe * bench.settings.length  # whole rows at each step
+    if scaled_to is not None:
+        calls["textbook"], token_rows["textbook"] = (scaled_to, nfe), every
+    calls["ours"] = calls["forwards"] = (recording.forwards, recording.rows)
+    token_rows["ours"] = token_rows["forwards"] = recording.tokens
+    if CACHED in loops:
+        calls["uncached"], token_rows["uncached"] = (None, nfe), every
+    return {"calls": calls, "token_rows": token_rows}
+
+
+def _sample(bench: Bench, figures: dict[str, Any]) -> dict[str, Any]:
+    """What the two-phase estimate sampled. Its calls and token-rows are added to those of the arms."""
+    before = bench.two_phase.counts.forwards
+    phases = bench.two_phase_sample()
+    rows = phases.cached_rows + phases.uncached_rows
+    figures["calls"][TWO_PHASE] = bench.two_phase.counts.forwards - before, rows
+    figures["token_rows"][TWO_PHASE] = phases.cached_token_rows + phases.uncached_token_rows
+    return {"blocks": phases.blocks, "sampled": phases.sampled, "log_prob_stderr": phases.stderr}
 
 
 def _uncached_blocks(bench: Bench, blocks: int) -> int:

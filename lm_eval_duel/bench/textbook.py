@@ -20,7 +20,7 @@ import torch
 from lm_eval_duel import rules
 from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.denoisers.cached.denoiser import Cached
-from lm_eval_duel.denoisers.cached.kept_keys import Places, Replaced
+from lm_eval_duel.denoisers.cached.kept_keys import Places, Replaced, Step
 from lm_eval_duel.denoisers.views import KeysValues
 from lm_eval_duel.engine.lanes import Lanes, Rows, blocks
 from lm_eval_duel.engine.windows import Window
@@ -211,7 +211,8 @@ class KeptRow(WholeRow):
         places = Places(own, torch.ones_like(own, dtype=torch.bool))
         past = [Replaced(keys, values, places) for keys, values in self.kept]
         self.count(own)
-        features = self.denoiser.step(ids[:, start:stop], own, None, past, every, own - start)  # (R, Q, D)
+        step = Step(own, None, past, every, own - start)
+        features = self.denoiser.step(ids[:, start:stop], step)  # (R, Q, D)
         if shift:  # the first cell is revealed, so its prediction is never read
             features = torch.cat([features[:, :1], features[:, :-1]], dim=1)
         return self.log_softmax(features)[:, :width]

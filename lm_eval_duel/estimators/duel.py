@@ -182,11 +182,12 @@ class Duel(Estimator):
     def _steps(self, group: WindowGroup, rule: rules.Rule, places: list[Place]) -> Iterator[Lanes]:
         """Every state of a fixed order, one batch of blocks after the other.
 
-        Only the picks are hidden in a state; cells that are neither hidden nor revealed show [MASK].
+        Only the picks are hidden in a state; cells that are neither hidden nor revealed show [MASK]. Under cache=prefix
+        a batch is one block: its states are evaluated from the same cell on, so a call of them wastes none.
         """
-        done = 0
+        done, by_block = 0, self.denoiser.cache == "prefix"
         while done < len(places):
-            count = self._loop.fits(group.view, rule, group.fresh(places[done : done + 1]))
+            count = 1 if by_block else self._loop.fits(group.view, rule, group.fresh(places[done : done + 1]))
             lanes, done = group.fresh(places[done : done + count]), done + count
             while len(lanes):
                 decision = decide(rule, None, lanes, group.numbers)

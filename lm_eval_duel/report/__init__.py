@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval_duel import strict_json
-from lm_eval_duel.command_line import Parser, folder_to_write
+from lm_eval_duel.command_line import FIGURES, Parser, add_figures, figure_width, folder_to_write
 from lm_eval_duel.errors import DuelError, usage
 from lm_eval_duel.harness import trace
 from lm_eval_duel.report import (
@@ -22,6 +22,7 @@ from lm_eval_duel.report import (
     gaps,
     latex,
     match,
+    pairs,
     read,
     reveal_order,
     run_cost,
@@ -34,7 +35,7 @@ FORMAT = "lm_eval_duel report"  # in report.json: the files it lists may be repl
 
 EPILOG = """\
 Prints the perplexities of every task and the share of the gap to the autoregressive baseline that DUEL closes.
-Writes report.md, report.json, LaTeX table bodies (.tex) and, if matplotlib is installed, figures (.png).
+Writes report.md, report.json, LaTeX table bodies (.tex) and, if matplotlib is installed, figures.
 Compared results must have the same documents, windows, scored positions and tokenizers; otherwise an error names both
 files. Intervals need samples: run lm_eval with --log_samples.
 """
@@ -54,9 +55,18 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--as-published", action="store_true", help="list other windows, positions and tokenizers instead of refusing"
     )
     parser.add_argument(
+        "--pairs",
+        choices=pairs.CHOICES,
+        default=pairs.RULES,
+        help="paired differences: between the rules of a network with one block and cache (rules, the default), "
+        "between all rows of a task (all), or none",
+    )
+    parser.add_argument(
         "--trace", nargs="+", default=[], metavar="FILE", help="trace files in addition to those that the results name"
     )
+    add_figures(parser)
     options = parser.parse_args(arguments)
+    options.width = figure_width(options.width)
     read.files([*options.results, *([] if options.ar is None else [options.ar])])
     for path in options.trace:
         trace.spec(path)
@@ -142,15 +152,19 @@ def _traces(runs: Sequence[read.Run], named: Sequence[str], notes: list[str]) ->
     for path, label in paths.items():
         spec = reveal_order.spec_of(traces.spec(path))
         summary = reveal_order.summary(traces.load(path), spec, str(path))
-        said = [label or path.stem, str(spec.get("estimator", ""))]
-        said += [short(str(spec["rule"]))] if spec.get("estimator") in ("duel", "two_phase") and "rule" in spec else []
-        summary["label"] = ", ".join(filter(None, [*said, f"block {spec['block']}" if "block" in spec else ""]))
+        parts = [label or path.stem, str(spec.get("estimator", ""))]
+        parts += [short(str(spec["rule"]))] if spec.get("estimator") in ("duel", "two_phase") and "rule" in spec else []
+        parts += [f"block {spec['block']}"] if "block" in spec else []
+        parts += [f"cache={spec['cache']}"] if "cache" in spec else []
+        summary["label"] = ", ".join(filter(None, parts))
         shown.append(summary)
     return traced, shown
 
 
-def write(report: dict[str, Any], folder: Path) -> None:
+def write(report: dict[str, Any], folder: Path, formats: Sequence[str] = ("png",), width: float | None = None) -> None:
     """Write the report's files and enter their names in `report`. Files of an earlier report are removed.
+
+    `formats` and `width` (in inches) are those of the figures.
 
     Raises DuelError, and leaves the folder unchanged, if a file there does not belong to an earlier report.
     """
@@ -158,12 +172,13 @@ def write(report: dict[str, Any], folder: Path) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         new = Path(temporary)
         if figures.available():
-            report["figures"] = figures.draw(report, new)
+            report["figures"] = figures.draw(report, new, formats, width)
         else:
             report["notes"].append(figures.MISSING)
+        files = [file for figure in report["figures"] for file in figure["files"]]
         bodies = latex.bodies(report)
         report["folder"] = str(folder)
-        report["files"] = ["report.json", "report.md", *bodies, *(figure["file"] for figure in report["figures"])]
+        report["files"] = ["report.json", "report.md", *bodies, *files]
         for name, text in {"report.json": _json(report), "report.md": tables.markdown(report), **bodies}.items():
             (new / name).write_text(text, encoding="utf-8")
         if foreign := [name for name in report["files"] if name not in earlier and (folder / name).exists()]:
@@ -193,7 +208,7 @@ def _earlier(folder: Path) -> set[str]:
             "unchanged. Name another folder, or move this file."
         )
     names = [Path(str(name)).name for name in report["files"]]
-    return {name for name in names if name.endswith((".md", ".tex", ".png", ".json"))}
+    return {name for name in names if name.endswith((".md", ".tex", ".json", *(f".{kind}" for kind in FIGURES)))}
 
 
 def _json(report: dict[str, Any]) -> str:
@@ -207,5 +222,5 @@ def main(arguments: Sequence[str]) -> None:
     options = parse(arguments)
     _earlier(Path(options.out))
     report = collect(options)
-    write(report, Path(options.out))
+    write(report, Path(options.out), options.figures, options.width)
     print(tables.console(report))

@@ -56,6 +56,7 @@ def _row(run: Run, task: Task, ar: bool) -> dict[str, Any]:
         "estimator": run.estimator,
         "rule": run.rule,
         "block": run.block if run.ours and run.estimator != "ar" else None,
+        "cache": run.cache if run.estimator != "ar" else None,
         "ar": ar,
         "scores": {_name(score): {"value": score.value, "stderr": score.stderr} for score in task.scores},
         "reason": NOT_DECODED if counted and not estimator.decodes else "",

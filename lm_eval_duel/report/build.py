@@ -1,4 +1,4 @@
-"""The tasks of a report as dicts: compared rows with intervals, gap closed, rules against NFE.
+"""The tasks of a report as dicts: compared rows with intervals, gap closed, pairs, rules against NFE.
 
 Tables and figures only display these dicts; nothing is computed there.
 """
@@ -14,7 +14,7 @@ import numpy as np
 
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
-from lm_eval_duel.report import gaps, headline, match, rows, stats
+from lm_eval_duel.report import arrange, gaps, headline, match, pairs, rows, stats
 from lm_eval_duel.report.headline import WORDS
 from lm_eval_duel.report.read import Run
 from lm_eval_duel.report.rows import Row
@@ -35,7 +35,8 @@ def tasks(runs: Sequence[Run], ar: Sequence[Run], options: argparse.Namespace, t
         if any(run.others for run in runs):
             return {}  # accuracies
         raise DuelError("Nothing to compare: RESULTS holds no perplexity other than those of the --ar result.")
-    return {name: task(name, runs, ar, options.metric, options.as_published, traced) for name in names}
+    settings = options.metric, options.as_published, traced, getattr(options, "pairs", pairs.RULES)
+    return {name: task(name, runs, ar, *settings) for name in names}
 
 
 def _once(ar: Sequence[Run]) -> None:
@@ -46,36 +47,45 @@ def _once(ar: Sequence[Run]) -> None:
 
 
 def task(
-    name: str, runs: Sequence[Run], ar: Sequence[Run], metric: str | None, as_published: bool, traced: Traced
+    name: str,
+    runs: Sequence[Run],
+    ar: Sequence[Run],
+    metric: str | None,
+    as_published: bool,
+    traced: Traced,
+    compare: str = pairs.RULES,
 ) -> dict[str, Any]:
-    """One task: its rows with intervals and gap closed, and the notes under its tables."""
+    """One task: its rows with intervals and gap closed, paired differences, and the notes under its tables."""
     base = next((run for run in ar if name in run.tasks), None)
     others = [run for run in runs if name in run.tasks and (base is None or run.file != base.file)]
     compared = others if base is None else [base, *others]
     metric = _metric(name, metric, compared)
     listed = match.check(name, metric, compared, as_published)
-    found = [row for run in compared for row in rows.of(run, name, traced.get(run.name, {}).get(name))]
-    remarks = [remark for row in found for remark in row.remarks]
-    found, at, twice = rows.table((row for row in found if metric in row.values), base)
-    draws = _draws(metric, found)
-    entries = [_entry(metric, row, n == at, draws.get(n)) for n, row in enumerate(found)]
+    every = [row for run in compared for row in rows.of(run, name, traced.get(run.name, {}).get(name))]
+    remarks = [remark for row in every for remark in row.remarks]
+    shown, at, twice = arrange.table((row for row in every if metric in row.values), base)
+    rates, documents = _rates(metric, shown)
+    draws = {n: stats.value(metric, -rate, 1.0) for n, rate in rates.items()}
+    entries = [_entry(metric, row, n == at, draws.get(n)) for n, row in enumerate(shown)]
     _mark_best(entries)
-    elbos = gaps.write(name, found, entries, draws, metric, at, as_published)
+    elbos = gaps.write(name, shown, entries, draws, metric, at, as_published)
+    pairs.write_cache_costs(metric, shown, entries, rates, documents)
     sizes = {run.tasks[name].size for run in compared} - {None}
     notes = [*elbos, *_dtypes(compared), *_windows(compared), *dict.fromkeys([*remarks, *twice])]
     if metric in OTHER_UNITS and any(entry["gap_closed"] is not None for entry in entries):
         notes.append(f"gap closed is of {WORDS[metric]} here: the paper's numbers are per token and not these")
-    found_task = {
+    content = {
         "metric": metric,
         "documents": sizes.pop() if len(sizes) == 1 else None,
         "rows": entries,
-        "rules": _rules(found, entries),
+        "rules": _rules(shown, entries),
+        "pairs": pairs.of(compare, metric, entries, rates, documents),
         "elbo": elbos,
         "differences": listed,
         "as_published": as_published,
         "notes": notes,
     }
-    return found_task | {"headlines": headline.of(name, found_task)}
+    return content | {"headlines": headline.of(name, content)}
 
 
 def _metric(name: str, requested: str | None, compared: Sequence[Run]) -> str:
@@ -92,28 +102,28 @@ def _metric(name: str, requested: str | None, compared: Sequence[Run]) -> str:
 # ---------------------------------------------------------------- rows
 
 
-def _draws(metric: str, found: Sequence[Row]) -> dict[int, np.ndarray]:
-    """Bootstrap draws of the metric for each row with known documents, by row number; all use the same resampling.
+def _rates(metric: str, shown: Sequence[Row]) -> tuple[dict[int, np.ndarray], int]:
+    """Bootstrap draws of nats per unit of each row with known documents, by row number, and the number of documents.
 
-    The draws of a Monte Carlo ELBO include its Monte Carlo error.
+    All rows use the same resampling. The draws of a Monte Carlo ELBO include its Monte Carlo error.
     """
-    known = [n for n, row in enumerate(found) if len(row.documents.get(metric, {})) > 1]
-    known = [n for n in known if math.isfinite(found[n].values[metric])]
+    known = [n for n, row in enumerate(shown) if len(row.documents.get(metric, {})) > 1]
+    known = [n for n in known if math.isfinite(shown[n].values[metric])]
     if not known:
-        return {}
-    keys = sorted(found[known[0]].documents[metric])
-    known = [n for n in known if found[n].documents[metric].keys() == set(keys)]
-    table = np.array([[found[n].documents[metric][key] for n in known] for key in keys])  # (documents, rows, 2)
+        return {}, 0
+    keys = sorted(shown[known[0]].documents[metric])
+    known = [n for n in known if shown[n].documents[metric].keys() == set(keys)]
+    table = np.array([[shown[n].documents[metric][key] for n in known] for key in keys])  # (documents, rows, 2)
     sums = stats.resample(table.reshape(len(keys), -1)).reshape(-1, len(known), 2)
     with np.errstate(divide="ignore", invalid="ignore"):
-        rates = sums[..., 0] / sums[..., 1]  # (draws, rows)
-    draws = {}
+        drawn = sums[..., 0] / sums[..., 1]  # (draws, rows)
+    rates = {}
     for column, n in enumerate(known):
-        rate, error = rates[:, column], found[n].nats_stderr
+        log_prob, error = drawn[:, column], shown[n].nats_stderr
         if error and math.isfinite(error):
-            rate = stats.with_error(rates, column, error / table[:, column, 1].sum())
-        draws[n] = stats.value(metric, rate, 1.0)
-    return draws
+            log_prob = stats.with_error(drawn, column, error / table[:, column, 1].sum())
+        rates[n] = -log_prob
+    return rates, len(keys)
 
 
 def _entry(metric: str, row: Row, ar: bool, draws: np.ndarray | None) -> dict[str, Any]:
@@ -128,6 +138,7 @@ def _entry(metric: str, row: Row, ar: bool, draws: np.ndarray | None) -> dict[st
         "estimator": row.estimator,
         "rule": row.rule,
         "block": row.block if row.run.ours and row.estimator != "ar" else None,
+        "cache": row.cache,
         "aside": row.aside,
         "eps": row.eps,
         "mc_samples": row.run.spec.get("mc_samples") if row.estimator == "elbo" else None,
@@ -156,6 +167,7 @@ def _entry(metric: str, row: Row, ar: bool, draws: np.ndarray | None) -> dict[st
         "gap_closed_interval": None,
         "distinguishable": None,
         "gap_closed_reason": "",
+        "cache_cost": None,
         "dtype": row.run.dtype,
         "fingerprint": row.run.fingerprint,
         "file": row.run.name,
@@ -216,27 +228,30 @@ def _windows(compared: Sequence[Run]) -> list[str]:
     return ["windows: " + "; ".join(f"{label}: {' and '.join(cuts)}" for label, cuts in labels.items())]
 
 
-def _rules(found: Sequence[Row], entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rule families against NFE, for each model and block with two or more different NFEs."""
-    groups: dict[tuple[str, str, str], dict[str, list]] = {}
-    for n, (row, entry) in enumerate(zip(found, entries, strict=True)):
+def _rules(shown: Sequence[Row], entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rule families against NFE, for each model, block and cache with two or more different NFEs."""
+    groups: dict[tuple, dict[str, list]] = {}
+    for n, (row, entry) in enumerate(zip(shown, entries, strict=True)):
         if row.estimator == "duel" and entry["nfe_per_token"]:
             name, speed = family(row.rule)
-            points = groups.setdefault((row.model, row.block, row.variant), {}).setdefault(name, [])
+            points = groups.setdefault((row.model, row.block, row.cache, row.variant), {}).setdefault(name, [])
             points.append({"rule": row.rule, "speed": speed, "index": n})
-    shown = []
-    for (model, block, variant), families in groups.items():
+    sweeps = []
+    for (model, block, cache, variant), families in groups.items():
         members = [point["index"] for points in families.values() for point in points]
         if len({round(entries[n]["nfe_per_token"], 3) for n in members}) < 2:
             continue
         for points in families.values():
             points.sort(key=lambda point: entries[point["index"]]["nfe_per_token"])
-        oracles = [n for n, r in enumerate(found) if (r.model, r.estimator, r.block) == (model, "oracle", block)]
-        shown.append(
+        sought = model, "oracle", block, cache
+        oracles = [n for n, row in enumerate(shown) if (row.model, row.estimator, row.block, row.cache) == sought]
+        sweeps.append(
             {
                 "model": model,
                 "block": block,
+                "cache": cache,
                 "variant": variant,
+                "title": ", ".join(filter(None, [model, rows.block_name(block), rows.cache_name(cache), variant])),
                 "elbo": next((entries[n]["elbo"] for n in members if entries[n]["elbo"] is not None), None),
                 "ar": next((n for n, entry in enumerate(entries) if entry["ar"]), None),
                 "oracle": next(iter(oracles), None),
@@ -245,4 +260,4 @@ def _rules(found: Sequence[Row], entries: Sequence[dict[str, Any]]) -> list[dict
                 ],
             }
         )
-    return shown
+    return sweeps

@@ -23,7 +23,7 @@ BETTER = "the MDM is already better under the ELBO"
 UNCLEAR = "not distinguishable"  # within two standard errors
 
 
-def elbo_of(duel: Row, found: Sequence[Row], as_published: bool = False) -> tuple[int | None, str]:
+def elbo_of(duel: Row, shown: Sequence[Row], as_published: bool = False) -> tuple[int | None, str]:
     """The number of the row that holds the ELBO of a DUEL row, or None and the reason.
 
     The ELBO is of the same model under the same spec, except for the estimator's own entries. It covers the whole
@@ -35,7 +35,7 @@ def elbo_of(duel: Row, found: Sequence[Row], as_published: bool = False) -> tupl
     wanted, kinds = (duel.run.block, ("elbo", "elbo_exact")) if causal else ("none", ("elbo",))
     fitting = {
         n: _other_spec(row.run.spec, duel.run.spec)
-        for n, row in enumerate(found)
+        for n, row in enumerate(shown)
         if row.run.key == duel.run.key and row.estimator in kinds and row.block == wanted
     }
     if not fitting:
@@ -46,8 +46,8 @@ def elbo_of(duel: Row, found: Sequence[Row], as_published: bool = False) -> tupl
         return None, f"no ELBO of the same spec: {'; '.join(other.values())}"
 
     def worth(n: int) -> tuple:
-        draws = found[n].run.spec.get("mc_samples", "")
-        return not found[n].eps, found[n].estimator == "elbo", float(draws) if draws not in ("", "none") else 1.0
+        draws = shown[n].run.spec.get("mc_samples", "")
+        return not shown[n].eps, shown[n].estimator == "elbo", float(draws) if draws not in ("", "none") else 1.0
 
     if same:
         return max(same, key=worth), ""
@@ -64,7 +64,7 @@ def _other_spec(elbo: Mapping[str, str], duel: Mapping[str, str]) -> dict[str, s
 
 def write(
     name: str,
-    found: Sequence[Row],
+    shown: Sequence[Row],
     entries: Sequence[dict[str, Any]],
     draws: Mapping[int, np.ndarray],
     metric: str,
@@ -73,7 +73,7 @@ def write(
 ) -> list[str]:
     """Fill in gap and gap closed of the entries; describe the ELBOs used. `ar`: the baseline's row number."""
     used = {}
-    for n, (row, entry) in enumerate(zip(found, entries, strict=True)):
+    for n, (row, entry) in enumerate(zip(shown, entries, strict=True)):
         if n == ar:
             continue
         if ar is not None:
@@ -82,10 +82,10 @@ def write(
                 entry["gap_interval"] = stats.interval(draws[n] - draws[ar])
         if not registry.find(row.estimator).follows_rule:
             continue
-        elbo, why = elbo_of(row, found, as_published)
+        elbo, why = elbo_of(row, shown, as_published)
         entry["elbo"] = elbo
         if elbo is not None:
-            used[elbo] = elbo_in_words(found[elbo], entries[elbo]) + (f" ({why})" if why else "")
+            used[elbo] = elbo_in_words(shown[elbo], entries[elbo]) + (f" ({why})" if why else "")
         if metric == "bits_per_byte":
             entry["gap_closed_reason"] = "gap closed is defined for perplexities"
         elif ar is None or elbo is None:
@@ -154,7 +154,7 @@ def elbo_in_words(elbo: Row, entry: Mapping[str, Any]) -> str:
     return f"ELBO of {elbo.model}{f' ({elbo.variant})' if elbo.variant else ''}: {text}"
 
 
-def averages(found: Mapping[str, Any]) -> list[dict[str, Any]]:
+def averages(tasks: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Gap closed of each DUEL row over tasks.
 
     The average includes every task with a gap closed, also those where it is within its error of 0: without them the
@@ -162,7 +162,7 @@ def averages(found: Mapping[str, Any]) -> list[dict[str, Any]]:
     standard errors of 0.
     """
     table: dict[tuple[str, str], dict[str, tuple]] = {}
-    for name, task in found.items():
+    for name, task in tasks.items():
         for entry in task["rows"]:
             if registry.find(entry["estimator"]).follows_rule and not entry["ar"]:
                 table.setdefault((entry["model"], entry["name"]), {})[name] = (entry, task["rows"])

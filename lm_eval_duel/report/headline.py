@@ -7,6 +7,7 @@ from typing import Any
 
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.report.markdown import code, plain
+from lm_eval_duel.report.read import NO_CACHE
 from lm_eval_duel.rules.tables import short
 
 WORDS = {
@@ -57,7 +58,7 @@ def _sentence(name: str, task: Mapping[str, Any], mine: Sequence[Entry], base: E
         shown = "the oracle only" if bound is None else f"{_bounded(bound, metric)} ({plain(bound['name'])})"
         against = _against(bound, base, metric) if bound is not None else ""
         return f"{start}: {shown}{against}; no DUEL result (estimator=duel)."
-    text = f"{start}: {_bounded(chosen, metric)} under {code(short(chosen['rule']))} ({_method(chosen)})"
+    text = f"{start}: {_bounded(chosen, metric)} under {_rule(chosen)} ({_method(chosen)})"
     text += f" against {number(base['value'], metric)} for {plain(base['model'])}" if base else ""
     elbo = None if chosen["elbo"] is None else task["rows"][chosen["elbo"]]
     text += "." if elbo is None and base is None else _gap(chosen, elbo, base, metric)
@@ -66,17 +67,25 @@ def _sentence(name: str, task: Mapping[str, Any], mine: Sequence[Entry], base: E
     likely = min(likelihoods, key=lambda entry: entry["value"], default=chosen)
     if likely is not chosen:
         display = registry.find(likely["estimator"]).display.lower()
-        said = code(short(likely["rule"])) if likely["estimator"] == "duel" else display
-        text += f" Lowest of its likelihoods: {said}, {number(likely['value'], metric)}."
+        lowest = _rule(likely) if likely["estimator"] == "duel" else f"{display}{_cache(likely)}"
+        text += f" Lowest of its likelihoods: {lowest}, {number(likely['value'], metric)}."
     return text
 
 
+def _rule(entry: Entry) -> str:
+    return f"{code(short(entry['rule']))}{_cache(entry)}"
+
+
+def _cache(entry: Entry) -> str:
+    return f" with cache={plain(entry['cache'])}" if entry["cache"] not in (None, NO_CACHE) else ""
+
+
 def _chosen(mine: Sequence[Entry]) -> Entry | None:
-    """The DUEL row of the headline: the paper's rule, else the best; rows with an ELBO come first."""
+    """The DUEL row of the headline: the paper's rule, else the best; rows without a cache, then with an ELBO, first."""
     duels = [entry for entry in mine if entry["estimator"] == "duel"]
     duels = duels or [entry for entry in mine if registry.find(entry["estimator"]).follows_rule]
     duels = [entry for entry in duels if entry["rule"] == PAPER_RULE] or duels
-    return min(duels, key=lambda entry: (entry["elbo"] is None, entry["value"]), default=None)
+    return min(duels, key=lambda entry: (bool(_cache(entry)), entry["elbo"] is None, entry["value"]), default=None)
 
 
 def _method(chosen: Entry) -> str:

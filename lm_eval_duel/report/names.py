@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 MAX_LENGTH = 100  # characters of a task's name in a file name
@@ -20,3 +21,8 @@ def free(stem: str, suffix: str, taken: Iterable[str]) -> str:
         number += 1
         name = f"{stem}_{number}{suffix}"
     return name
+
+
+def subject(title: str) -> str:
+    """A title such as `demo-mdm, block 4, cache=dual` as part of a file name: `demo-mdm_block_4_cache_dual`."""
+    return safe_name(re.sub(r"[\s,:=/]+", "_", title))

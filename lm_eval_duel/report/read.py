@@ -23,6 +23,7 @@ AUTOREGRESSIVE = {  # names of --model in the harness, and the classes of model 
     *("ipex", "neuronx", "openvino", "habana", "onnxruntime", "onnxruntime-genai", "winml", "OptimumLM"),
     *("openai-completions", "local-completions", "anthropic-completions", "textsynth", "watsonx_llm"),
 }
+NO_CACHE = "none"
 RESULTS = "a results file of lm_eval"
 TEXTS = (
     "estimator",
@@ -61,7 +62,7 @@ class Run:
     max_length: int | None
     date: float
     whole_run_seconds: float | None
-    cache: bool  # --use_cache
+    use_cache: bool  # a response cache
     tasks: dict[str, Task]  # those with a perplexity
     others: dict[str, Task]  # tasks without one
     groups: tuple[str, ...]  # groups of tasks
@@ -93,7 +94,7 @@ class Run:
     def cached(self) -> bool:
         """Whether answers may have come from a response cache, so that times cover only a part of the run."""
         if not self.ours:
-            return self.cache
+            return self.use_cache
         return bool(self.duel.get("answers_from_cache")) or any(self.partial(name) for name in self.tasks)
 
     def has(self, name: str, metric: str) -> bool:
@@ -121,6 +122,12 @@ class Run:
     def block(self) -> str:
         """The block as text: a number, or `none` (the whole target)."""
         return (_text(self.duel.get("block")) or _text(self.spec.get("block")) or "none") if self.ours else "none"
+
+    @property
+    def cache(self) -> str | None:
+        """The cache of the sampler: `none`, `prefix` or `dual`; None for networks that have no such choice."""
+        bidirectional = self.ours and self.duel.get("attention") == "bidirectional"
+        return self.spec.get("cache", NO_CACHE if bidirectional else None) if self.ours else None
 
 
 def _text(value: Any) -> str | None:
@@ -196,7 +203,7 @@ def run(file: Path) -> Run:
         max_length=int(length) if str(length).isdecimal() else None,
         date=content.finite("date") or 0.0,
         whole_run_seconds=content.finite("total_evaluation_time_seconds", 0),
-        cache=bool(config.get("use_cache")),
+        use_cache=bool(config.get("use_cache")),
         tasks={name: task for name, task in tasks.items() if task.metrics},
         others={name: task for name, task in sorted(tasks.items()) if not task.metrics},
         groups=tuple(sorted(groups & results.keys())),
@@ -229,35 +236,35 @@ def _spec(config: Fields) -> dict[str, str]:
 
 def _duel(duel: Fields) -> dict[str, Any]:
     """The entries of config.duel that the report reads."""
-    found: dict[str, Any] = {key: duel.text(key) for key in TEXTS if key in duel}
-    found |= {key: duel.count(key) for key in COUNTS if key in duel}
-    found["seconds"] = duel.finite("seconds", 0)
-    found["tasks"] = {}
+    entries: dict[str, Any] = {key: duel.text(key) for key in TEXTS if key in duel}
+    entries |= {key: duel.count(key) for key in COUNTS if key in duel}
+    entries["seconds"] = duel.finite("seconds", 0)
+    entries["tasks"] = {}
     for name in (tasks := duel.object("tasks")):
         task = tasks.object(name)
         values = task.object("values")
-        found["tasks"][name] = {key: task.count(key) for key in TASK_COUNTS if task.get(key) is not None}
-        found["tasks"][name]["values"] = {canonical(key): _value(values.object(key)) for key in values}
-    return found
+        entries["tasks"][name] = {key: task.count(key) for key in TASK_COUNTS if task.get(key) is not None}
+        entries["tasks"][name]["values"] = {canonical(key): _value(values.object(key)) for key in values}
+    return entries
 
 
 def _value(value: Fields) -> dict[str, Any]:
     """One value of a task: its log-likelihood in nats, errors and counts. Null with a reason is minus infinity."""
-    found: dict[str, Any] = {"log_prob": value.number("log_prob"), "nfe": value.count("nfe")}
-    if found["log_prob"] is None and value.text("reason") is not None:
-        found["log_prob"] = -math.inf
-    found |= {key: value.finite(key, 0) for key in ("stderr", "window_stderr")}
-    return found | {key: value.count(key) for key in TASK_COUNTS if value.get(key) is not None}
+    entries: dict[str, Any] = {"log_prob": value.number("log_prob"), "nfe": value.count("nfe")}
+    if entries["log_prob"] is None and value.text("reason") is not None:
+        entries["log_prob"] = -math.inf
+    entries |= {key: value.finite(key, 0) for key in ("stderr", "window_stderr")}
+    return entries | {key: value.count(key) for key in TASK_COUNTS if value.get(key) is not None}
 
 
 def _last(pretrained: str) -> str:
     return pretrained.rstrip("/").split("/")[-1] or pretrained
 
 
-def _distinct(found: list[Run]) -> list[Run]:
+def _distinct(runs: list[Run]) -> list[Run]:
     """Runs with labels that are unique per model: if two models share one, what distinguishes them is added."""
     keys: dict[str, dict[str, str]] = {}
-    for run in found:
+    for run in runs:
         keys.setdefault(run.label, {}).setdefault(run.key, run.pretrained)
     labels = {}
     for label, models in keys.items():
@@ -265,4 +272,4 @@ def _distinct(found: list[Run]) -> list[Run]:
         if len(set(apart.values())) < len(models):
             apart = {key: f"{label} ({key[:8]})" for key in models}
         labels |= {(label, key): label if len(models) == 1 else apart[key] for key in models}
-    return [dataclasses.replace(run, label=labels[run.label, run.key]) for run in found]
+    return [dataclasses.replace(run, label=labels[run.label, run.key]) for run in runs]

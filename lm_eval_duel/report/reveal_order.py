@@ -36,7 +36,7 @@ def summary(records: Iterable[Mapping[str, Any]], spec: Mapping[str, Any], name:
     likelihood = estimator is None or estimator.kind is not registry.Kind.NOT_A_LIKELIHOOD
     ordered = bool(steps) and min(steps) >= 0
     nll_array, position_array = np.array(nll, dtype=np.float64), np.array(positions, dtype=np.int64)
-    found: dict[str, Any] = {
+    content: dict[str, Any] = {
         "file": name,
         "estimator": spec.get("estimator"),
         "rule": spec.get("rule"),
@@ -52,11 +52,11 @@ def summary(records: Iterable[Mapping[str, Any]], spec: Mapping[str, Any], name:
         "reveals": None,
     }
     if ordered:
-        found["by_step"] = _curve(np.array(steps), nll_array)
-        found["reveals"] = _reveals(np.array(offsets), np.array(steps))
-        found["steps"] = max(steps) + 1
-        found["left_to_right"] = _left_to_right(np.array(offsets), np.array(steps))
-    return found
+        content["by_step"] = _curve(np.array(steps), nll_array)
+        content["reveals"] = _reveals(np.array(offsets), np.array(steps))
+        content["steps"] = max(steps) + 1
+        content["left_to_right"] = _left_to_right(np.array(offsets), np.array(steps))
+    return content
 
 
 def _mean(values: np.ndarray) -> float | None:
@@ -126,13 +126,13 @@ class Traces:
 
     def documents(self, path: Path) -> dict[str, dict[str, dict[int, float]]]:
         """task -> value name -> document -> log-likelihood in nats, summed over the document's windows."""
-        found: dict[str, dict[str, dict[int, float]]] = {}
+        tasks: dict[str, dict[str, dict[int, float]]] = {}
         for record in self.load(path):
             for name, nats in (record.get("values") or {}).items():
-                of_task = found.setdefault(str(record["task"]), {}).setdefault(registry.canonical(name), {})
+                of_task = tasks.setdefault(str(record["task"]), {}).setdefault(registry.canonical(name), {})
                 document = int(record["doc"])
                 of_task[document] = of_task.get(document, 0.0) + float(nats)
-        return found
+        return tasks
 
 
 def _checked(path: Path, record: Any) -> Mapping[str, Any]:

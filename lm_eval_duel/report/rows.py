@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.report import stats
-from lm_eval_duel.report.read import Run, Task
+from lm_eval_duel.report.read import NO_CACHE, Run, Task
 from lm_eval_duel.rules import RULES
-from lm_eval_duel.rules.tables import adaptive, family, is_rule, place, short
+from lm_eval_duel.rules.tables import adaptive, family, is_rule, short
 
 SEES_TRUTH = registry.Kind.NOT_A_LIKELIHOOD.value
 AMOUNTS = ("sample", "precision")  # of a two-phase estimate: its rows name them
 WHOLE = "whole target"  # block=none
 SAME = 1e-4  # relative difference up to which two ways to one value agree
-VARIES = {"estimator", "rule", "draw_seed", *registry.arguments()}  # within one model
+VARIES = {"estimator", "rule", "draw_seed", *registry.arguments()}  # entries of a spec that vary within one model
 NAMED = {"cache", *AMOUNTS, *registry.SAMPLED_ARGUMENTS}  # entries of a spec that every row names if it has them
 
 
@@ -61,22 +61,26 @@ class Row:
         return registry.find(self.estimator).kind is registry.Kind.UPPER_BOUND and not self.eps
 
     @property
+    def cache(self) -> str | None:
+        """The cache of the sampler; None for networks and estimators that have no such choice."""
+        return None if self.estimator == "ar" else self.run.cache
+
+    @property
     def aside(self) -> str:
-        """Remarks other than estimator, rule and block."""
+        """Remarks other than estimator, rule, block and cache."""
         spec = self.run.spec
         named = registry.find(self.estimator).arguments
         sampler = [f"{key}={spec[key]}" for key in named if key in NAMED & spec.keys() and key not in AMOUNTS]
         amount = [f"two-phase, {key}={spec[key]}" for key in AMOUNTS if self.estimator == "two_phase" and key in spec]
-        cache = f"cache={spec['cache']}" if "cache" in spec else ""
         eps = f"eps={self.eps:g}: no bound" if self.eps else ""
-        return ", ".join(filter(None, [eps, *sampler, cache, *amount, self.variant]))
+        return ", ".join(filter(None, [eps, *sampler, *amount, self.variant]))
 
     @property
     def name(self) -> str:
         """The name of the row, without its model."""
-        block = WHOLE if self.block == "none" else f"block {self.block}"
-        block = block if self.run.ours and self.estimator != "ar" else ""
-        return ", ".join(filter(None, [registry.find(self.estimator).title, short(self.rule or ""), block, self.aside]))
+        block = block_name(self.block) if self.run.ours and self.estimator != "ar" else ""
+        title = registry.find(self.estimator).title
+        return ", ".join(filter(None, [title, short(self.rule or ""), block, cache_name(self.cache), self.aside]))
 
     def error(self, metric: str, nats_stderr: float | None) -> float | None:
         """Standard error of a metric's value from that of its log-likelihood; None if not known."""
@@ -85,9 +89,19 @@ class Row:
         return stats.stderr(metric, self.values[metric], self.log_prob, nats_stderr)
 
 
+def block_name(block: str) -> str:
+    """A block in the name of a row."""
+    return WHOLE if block == "none" else f"block {block}"
+
+
+def cache_name(cache: str | None) -> str:
+    """A cache in the name of a row; empty without one."""
+    return f"cache={cache}" if cache not in (None, NO_CACHE) else ""
+
+
 def of(run: Run, name: str, traced: Mapping[str, Mapping[int, float]] | None = None) -> list[Row]:
     """The rows of a run's task. `traced`: {value name: {document number: nats}} from its trace, if it has one."""
-    task, found = run.tasks[name], run.duel["tasks"].get(name, {})
+    task, scored = run.tasks[name], run.duel["tasks"].get(name, {})
     documents, missing = _sampled(task)
     tokens = sum(units for _, units in documents.get("token_perplexity", {}).values())
     selected = Row(
@@ -100,19 +114,19 @@ def of(run: Run, name: str, traced: Mapping[str, Mapping[int, float]] | None = N
         documents=documents,
         missing=missing,
     )
-    if not found:
+    if not scored:
         return [selected]
     if run.partial(name):
-        said = (
+        remark = (
             f"the figures in {run.name} are of {run.computed(name)} documents of {name}, its value of {task.size} (a "
             "response cache answered the others, or counted some of another run): only the harness's own value is shown"
         )
-        return [dataclasses.replace(selected, remarks=(said,))]
-    values = found["values"]
+        return [dataclasses.replace(selected, remarks=(remark,))]
+    values = scored["values"]
     own = values.get(run.estimator, {}).get("log_prob")
     rows, remarks = [], []
     for key, value in values.items():
-        if why := _incomplete(task, found, key, value, traced):
+        if why := _incomplete(task, scored, key, value, traced):
             remarks.append(f"{key} of {name} in {run.name} is left out: {why}")
             continue
         if key not in registry.ESTIMATORS and not is_rule(key):
@@ -126,7 +140,7 @@ def of(run: Run, name: str, traced: Mapping[str, Mapping[int, float]] | None = N
             nats_stderr=value.get("stderr"),
             window_stderr=value.get("window_stderr"),
             nfe=value.get("nfe"),
-            tokens=found.get("tokens") or selected.tokens,
+            tokens=scored.get("tokens") or selected.tokens,
         )
         if key != run.estimator:
             row = _beside(row, own, traced, key)
@@ -137,25 +151,25 @@ def of(run: Run, name: str, traced: Mapping[str, Mapping[int, float]] | None = N
 
 def _incomplete(
     task: Task,
-    found: Mapping[str, Any],
+    scored: Mapping[str, Any],
     key: str,
     value: Mapping[str, Any],
     traced: Mapping[str, Mapping[int, float]] | None,
 ) -> str:
     """Why a value does not cover the whole task; happens if a cache continued a lattice run with other rules."""
     for unit in ("documents", "windows", "tokens"):
-        if unit in value and unit in found and value[unit] != found[unit]:
-            return f"it is of {value[unit]} {unit}, the task of {found[unit]}"
+        if unit in value and unit in scored and value[unit] != scored[unit]:
+            return f"it is of {value[unit]} {unit}, the task of {scored[unit]}"
     _, speed = family(key)
-    if key not in registry.ESTIMATORS and not adaptive(key) and None not in (value["nfe"], found.get("tokens")):
+    if key not in registry.ESTIMATORS and not adaptive(key) and None not in (value["nfe"], scored.get("tokens")):
         most = value["nfe"] * max(1.0, speed)  # a step reveals k tokens at most
-        least = min(found["tokens"], _longest(found["values"]))
+        least = min(scored["tokens"], _longest(scored["values"]))
         if most < least:
             return f"its {value['nfe']} steps reveal at most {most:.0f} of {least} tokens"
     if traced and key in traced and value["log_prob"] is not None and task.documents is not None:
-        scored = {d.number for d in task.documents if any(nats for nats, _ in d.values.values())}
-        if traced[key].keys() < scored and math.isclose(sum(traced[key].values()), value["log_prob"], abs_tol=1e-6):
-            return f"its trace is of {len(traced[key])} of {len(scored)} documents"
+        nonempty = {d.number for d in task.documents if any(nats for nats, _ in d.values.values())}
+        if traced[key].keys() < nonempty and math.isclose(sum(traced[key].values()), value["log_prob"], abs_tol=1e-6):
+            return f"its trace is of {len(traced[key])} of {len(nonempty)} documents"
     return ""
 
 
@@ -168,7 +182,7 @@ def _sampled(task: Task) -> tuple[dict[str, dict[str, tuple[float, float]]], str
     """(nats, units) per document of each metric, if the samples reproduce the task's value; else the reason."""
     if task.documents is None:
         return {}, task.missing
-    found, missing = {}, ""
+    by_metric, missing = {}, ""
     for metric, known in task.metrics.items():
         if not all(metric in document.values for document in task.documents):
             continue
@@ -176,10 +190,10 @@ def _sampled(task: Task) -> tuple[dict[str, dict[str, tuple[float, float]]], str
         nats, units = (sum(column) for column in zip(*values.values(), strict=True))
         value = stats.value(metric, nats, units)
         if math.isclose(value, known, rel_tol=SAME):
-            found[metric] = values
+            by_metric[metric] = values
         else:
             missing = f"the samples of {task.name} give {metric} {value:.6g}, the results {known:.6g}: another run's"
-    return found, missing
+    return by_metric, missing
 
 
 def _beside(row: Row, own: float | None, traced: Mapping[str, Mapping[int, float]] | None, key: str) -> Row:
@@ -215,72 +229,9 @@ def _traced(
     total = sum(nats.get(document.number, 0.0) for document in task.documents)
     if row.log_prob is None or not math.isclose(total, row.log_prob, rel_tol=1e-6, abs_tol=1e-6):
         return {}, f"the trace adds up to {total:.3f} nats of {key}, the result to {row.log_prob}: another run's trace"
-    found = {}
+    by_metric = {}
     for metric, known in row.documents.items():
-        found[metric] = {
+        by_metric[metric] = {
             document.key: (nats.get(document.number, 0.0), known[document.key][1]) for document in task.documents
         }
-    return found, ""
-
-
-def table(rows: Iterable[Row], base: Run | None = None) -> tuple[list[Row], int | None, list[str]]:
-    """The rows of a table in order, without duplicates; the baseline's row number; and remarks.
-
-    A rule that was scored by itself and in a lattice run has one row: its own. Rows of different specs that share a
-    name get a variant. The baseline is always kept. Raises DuelError if the baseline has no row.
-    """
-    kept: dict[tuple, Row] = {}
-    remarks = []
-
-    def baseline(row: Row) -> bool:
-        return base is not None and row.run.file == base.file and row.estimator == base.estimator
-
-    for row in sorted(
-        rows, key=lambda row: (not baseline(row), registry.find(row.run.estimator).lattice, -row.run.date)
-    ):
-        spec = tuple(sorted((k, v) for k, v in row.run.spec.items() if k not in VARIES))
-        entry = registry.find(row.estimator)
-        settings = () if entry.lattice else tuple(row.run.spec.get(key) for key in sorted(entry.arguments))
-        random = row.estimator in ("elbo", "two_phase")
-        drawn = tuple(row.run.spec.get(k) for k in sorted(VARIES)) if random else ()
-        key = (row.run.key, row.estimator, row.rule, row.block, spec, settings, drawn)
-        if (first := kept.setdefault(key, row)) is not row:
-            remarks.append(
-                f"{row.model}, {row.name}: {first.run.short_name} is shown, {row.run.short_name} holds it too"
-                + _apart(first, row)
-            )
-    found = list(kept.values())
-    groups: dict[tuple, list[Row]] = {}
-    for row in found:
-        groups.setdefault((row.run.key, row.estimator, row.rule, row.block), []).append(row)
-    named = [row for group in groups.values() for row in _told_apart(group)]
-    models = list(dict.fromkeys(row.model for row in sorted(found, key=lambda row: row.run.date)))
-    named.sort(key=lambda row: (not baseline(row), models.index(row.model), _place(row)))
-    if base is not None and not (named and baseline(named[0])):
-        raise DuelError(f"The autoregressive baseline {base.name} has no row; name one result of one model as --ar.")
-    return named, None if base is None else 0, remarks
-
-
-def _apart(first: Row, other: Row) -> str:
-    pairs = [(value, other.values[metric]) for metric, value in first.values.items() if metric in other.values]
-    return "" if all(math.isclose(*pair, rel_tol=SAME) for pair in pairs) else ", with ANOTHER value"
-
-
-def _told_apart(group: list[Row]) -> list[Row]:
-    if len(group) < 2:
-        return group
-    fields = dict.fromkeys(key for row in group for key in row.run.spec if key not in ("estimator", "rule"))
-    fields = [key for key in fields if len({row.run.spec.get(key) for row in group}) > 1]
-    if fields and NAMED.issuperset(fields):
-        return group
-    fields = [key for key in fields if key not in NAMED] or ["version"]
-    return [
-        dataclasses.replace(row, variant=", ".join(f"{key}={row.run.spec.get(key, 'not set')}" for key in fields))
-        for row in group
-    ]
-
-
-def _place(row: Row) -> tuple:
-    block = int(row.block) if row.block.isdigit() else 10**9
-    block = -block if row.estimator == "elbo" else block  # the whole target first
-    return ([*registry.ESTIMATORS].index(row.estimator), block, *place(row.rule), row.variant)
+    return by_metric, ""

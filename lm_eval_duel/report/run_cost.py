@@ -21,11 +21,11 @@ def table(runs: Sequence[Run], ar: Sequence[Run], tasks: Mapping[str, Any]) -> l
     """
     autoregressive = {run.file for run in ar}
     everything = [*ar, *(run for run in runs if run.file not in autoregressive)]
-    found = [_entry(run, run.file in autoregressive) for run in everything if run.tasks]
-    files = {entry["file"]: entry for entry in found}
-    bases = [entry for entry in found if entry["ar"]]
+    entries = [_entry(run, run.file in autoregressive) for run in everything if run.tasks]
+    files = {entry["file"]: entry for entry in entries}
+    bases = [entry for entry in entries if entry["ar"]]
     elbos = _elbos(tasks)
-    for entry in found:
+    for entry in entries:
         if entry["ar"]:
             continue
         if entry["estimator"] != "elbo":
@@ -34,21 +34,21 @@ def table(runs: Sequence[Run], ar: Sequence[Run], tasks: Mapping[str, Any]) -> l
             note = f"the ELBO of {entry['model']}: {used['name']}, mc_samples={used['mc_samples']}" if used else ""
             entry["times_elbo"], entry["times_elbo_reason"] = _ratio(entry, bounds, "Monte Carlo ELBO", note)
         entry["times_ar"], entry["times_ar_reason"] = _ratio(entry, bases, "AR run", "")
-    models, estimators = [entry["model"] for entry in found], [*registry.ESTIMATORS]
+    models, order = [entry["model"] for entry in entries], [*registry.ESTIMATORS]
     return sorted(
-        found,
-        key=lambda e: (not e["ar"], models.index(e["model"]), estimators.index(e["estimator"]), *place(e["rule"])),
+        entries,
+        key=lambda e: (not e["ar"], models.index(e["model"]), order.index(e["estimator"]), *place(e["rule"])),
     )
 
 
 def _elbos(tasks: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """File of a run -> the row of the Monte Carlo ELBO that its gap closed uses."""
-    found = {}
+    elbos = {}
     for task in tasks.values():
         for entry in task["rows"]:
             if entry["elbo"] is not None and task["rows"][entry["elbo"]]["estimator"] == "elbo":
-                found.setdefault(entry["file"], task["rows"][entry["elbo"]])
-    return found
+                elbos.setdefault(entry["file"], task["rows"][entry["elbo"]])
+    return elbos
 
 
 def _entry(run: Run, ar: bool) -> dict[str, Any]:
@@ -62,6 +62,7 @@ def _entry(run: Run, ar: bool) -> dict[str, Any]:
         "flag": f"oracle is {SEES_TRUTH}" if lattice else "",
         "rule": run.rule,
         "block": run.block if run.ours and run.estimator != "ar" else None,
+        "cache": run.cache if run.estimator != "ar" else None,
         "ar": ar,
         "tasks": sorted([*run.tasks, *run.others]),
         "cached": run.cached,

@@ -21,6 +21,13 @@ def value(metric: str, nats: float | np.ndarray, units: float | np.ndarray) -> f
     return result if result.ndim else float(result)
 
 
+def rate(metric: str, known: float) -> float:
+    """The nats per unit behind a metric's value: the inverse of `value`."""
+    if metric == "bits_per_byte":
+        return known * math.log(2)
+    return math.log(known) if known > 0 else -math.inf
+
+
 def scaled(metric: str, known: float, ratio: float) -> float:
     """A metric's value for a log-likelihood that is `ratio` times that of the `known` value."""
     if metric == "bits_per_byte":

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
-from lm_eval_duel.estimators.registry import find
+from lm_eval_duel.report import cells, pairs
+from lm_eval_duel.report.cells import Entry, shown
 from lm_eval_duel.report.gaps import UNCLEAR
 from lm_eval_duel.report.headline import WORDS, fixed, number, plus_minus
-from lm_eval_duel.report.markdown import Footnotes, bullets, code, listed, plain, spaced
-from lm_eval_duel.report.rows import WHOLE
-from lm_eval_duel.rules.tables import short
+from lm_eval_duel.report.markdown import Footnotes, bullets, listed, plain, spaced
 from lm_eval_duel.tables import markdown_table, one_line
 
 SPEC = (  # the entries of a spec that are listed
-    *("estimator", "rule", "block", "elbo_form", "elbo_block", "elbo_eps", "mc_samples"),
+    *("estimator", "rule", "block", "cache", "elbo_form", "elbo_block", "elbo_eps", "mc_samples"),
     *("pretrained", "revision", "dtype", "windows", "max_length", "special_tokens"),
 )
 AVERAGED = "the average includes tasks whose gap closed is not distinguishable from 0; without them it is too high"
-Entry = Mapping[str, Any]
+SINGLE = "Each 95 % interval is for its pair alone: of twenty pairs of equal rows, about one is called different."
 
 
 def markdown(report: Mapping[str, Any]) -> str:
@@ -40,8 +39,13 @@ def markdown(report: Mapping[str, Any]) -> str:
             parts += [f"**{title}:**", bullets(task["differences"])]
         if any(find(entry["estimator"]).follows_rule and not entry["ar"] for entry in task["rows"]):
             parts += ["### Gap to the autoregressive model", gaps(task)]
+        unit = pairs.unit(task["metric"])
+        if any(entry["cache_cost"] for entry in task["rows"]):
+            parts += [f"### Cost of the cache, nats per {unit}", cache_costs(task)]
+        if task["pairs"]:
+            parts += [f"### Paired differences, nats per {unit}", differences(task), SINGLE]
         for sweep in task["rules"]:
-            parts += [f"### Rules against NFE: {plain(_sweep(sweep))}", rules(task, sweep)]
+            parts += [f"### Rules against NFE: {plain(sweep['title'])}", rules(task, sweep)]
         parts += [*_figures(report, name, "rules"), "### Notes", bullets(task["notes"])]
     if len(report["tasks"]) > 1 and any_closed(report):
         parts += ["## Gap closed over tasks, %", averages(report)]
@@ -58,46 +62,80 @@ def markdown(report: Mapping[str, Any]) -> str:
 def values(task: Mapping[str, Any]) -> str:
     """Perplexity of every row with its interval or standard error, or a footnote that says why it has neither."""
     metric, notes = task["metric"], Footnotes()
-    head = ["model", "estimator", "rule", "block", WORDS[metric], "95 % interval", "s.e. (Monte Carlo)"]
+    head = ["model", "estimator", "rule", "block", "cache", WORDS[metric], "95 % interval", "s.e. (Monte Carlo)"]
     other = [] if metric == "bits_per_byte" else ["bits_per_byte"]
     lines = []
-    for entry in task["rows"]:
-        others = [_value(entry, m) if m in entry["metrics"] else "" for m in other]
+    for entry, cache in zip(task["rows"], cells.caches(task["rows"]), strict=True):
+        others = [cells.value(entry, m) if m in entry["metrics"] else "" for m in other]
         error = notes.mark(entry["stderr_reason"]) if entry["stderr"] is None else f"{entry['stderr']:.2g}"
-        block = WHOLE if entry["block"] == "none" else entry["block"] or ""
-        labels = [plain(entry["model"]), _method(entry), _rule(entry), plain(block)]
-        lines.append([*labels, shown(entry, metric), _interval(entry, metric, notes), error, *others])
+        labels = [plain(entry["model"]), cells.method(entry), cells.rule(entry), cells.block(entry), cache]
+        lines.append([*labels, shown(entry, metric), cells.interval(entry, metric, notes), error, *others])
     return notes.under(markdown_table([*head, *(WORDS[m] for m in other)], lines))
+
+
+def cache_costs(task: Mapping[str, Any]) -> str:
+    """Each row under a cache next to the one without, and their paired difference: above 0, the cache costs."""
+    entries, metric, notes = task["rows"], task["metric"], Footnotes()
+    lines = []
+    for entry in entries:
+        if (cost := entry["cache_cost"]) is None:
+            continue
+        labels = [plain(entry["model"]), cells.method(entry), cells.rule(entry), cells.block(entry)]
+        without = "" if cost["second"] is None else cells.value(entries[cost["second"]], metric)
+        difference = f"{cells.nats(cost['difference'])} {notes.mark(cost['reason'])}".strip()
+        values = [without, cells.value(entry, metric), difference, cells.nats_between(cost), plain(cost["verdict"])]
+        lines.append([*labels, plain(entry["cache"]), *values])
+    values = ["cache=none", "with the cache", "cost", "95 % interval", "verdict"]
+    return notes.under(markdown_table(["model", "estimator", "rule", "block", "cache", *values], lines))
+
+
+def differences(task: Mapping[str, Any]) -> str:
+    """The task's pairs: what both rows share, their names, the paired difference, and which is better."""
+    entries, caches, notes = task["rows"], cells.caches(task["rows"]), Footnotes()
+    lines = []
+    for pair in task["pairs"]:
+        first, second = (entries[pair[key]] for key in ("first", "second"))
+        same = [first[key] == second[key] for key in ("model", "block", "cache")]
+        shared = [plain(first["model"]), cells.block(first), caches[pair["first"]]]
+        labels = [label if equal else "" for label, equal in zip(shared, same, strict=True)]
+        mark = notes.mark(pair["reason"])
+        names = " - ".join(map(plain, pair["names"]))
+        difference = f"{cells.nats(pair['difference'])} {mark}".strip()
+        lines.append([*labels, names, difference, cells.nats_between(pair), plain(pair["verdict"])])
+    head = ["model", "block", "cache", "first - second", "difference", "95 % interval", "verdict"]
+    return notes.under(markdown_table(head, lines))
 
 
 def gaps(task: Mapping[str, Any]) -> str:
     """For each DUEL row: ELBO, DUEL, their gaps to the AR model, and gap closed."""
     entries, metric, notes = task["rows"], task["metric"], Footnotes()
     lines = []
-    for entry in entries:
-        if not find(entry["estimator"]).follows_rule or entry["ar"]:
-            continue
+    duels = [entry for entry in entries if find(entry["estimator"]).follows_rule and not entry["ar"]]
+    for entry, cache in zip(duels, cells.caches(duels), strict=True):
         elbo = entries[entry["elbo"]] if entry["elbo"] is not None else None
-        closed = UNCLEAR if entry["distinguishable"] is False else percent(entry["gap_closed"])
-        between = _between(entry["gap_closed_interval"], lambda value: fixed(value, 1), " %")
+        closed = UNCLEAR if entry["distinguishable"] is False else cells.percent(entry["gap_closed"])
+        between = cells.between(entry["gap_closed_interval"], lambda value: fixed(value, 1), " %")
         if not between and entry["gap_closed_stderr"] is not None:
             closed += f" +- {fixed(entry['gap_closed_stderr'], 1)}"
         mark = notes.mark(entry["gap_closed_reason"])
         lines.append(
             [
                 plain(entry["model"]),
-                ", ".join(filter(None, [_rule(entry), *map(plain, entry["name"].split(", ")[2:])])),
+                ", ".join(filter(None, [cells.rule(entry), plain(entry["aside"])])),
+                cells.block(entry),
+                cache,
                 "" if elbo is None else shown(elbo, metric),
                 shown(entry, metric),
-                "" if elbo is None else f"{_gap(elbo, metric)}{plus_minus(elbo['stderr'], metric)}",
-                _gap(entry, metric),
-                _between(entry["gap_interval"], lambda value: number(value, metric)),
+                "" if elbo is None else f"{cells.gap(elbo, metric)}{plus_minus(elbo['stderr'], metric)}",
+                cells.gap(entry, metric),
+                cells.between(entry["gap_interval"], lambda value: number(value, metric)),
                 closed if between else " ".join(filter(None, [closed, mark])),
                 " ".join([between, mark]).strip() if between else "",
             ]
         )
-    head = ["model", "rule", "ELBO", "DUEL", "ELBO's gap", "DUEL's gap", "95 % interval", "gap closed", "95 % interval"]
-    return notes.under(markdown_table(head, lines))
+    labels = ["model", "rule", "block", "cache"]
+    head = ["ELBO", "DUEL", "ELBO's gap", "DUEL's gap", "95 % interval", "gap closed", "95 % interval"]
+    return notes.under(markdown_table([*labels, *head], lines))
 
 
 def rules(task: Mapping[str, Any], sweep: Mapping[str, Any]) -> str:
@@ -108,7 +146,7 @@ def rules(task: Mapping[str, Any], sweep: Mapping[str, Any]) -> str:
             entry = task["rows"][point["index"]]
             suffix = " (adaptive)" if family["adaptive"] else ""
             value = number(entry["value"], task["metric"])
-            lines.append([f"{_rule(entry)}{suffix}", f"{entry['nfe_per_token']:.3f}", value])
+            lines.append([f"{cells.rule(entry)}{suffix}", f"{entry['nfe_per_token']:.3f}", value])
     return markdown_table(["rule", "NFE per token", f"DUEL, {WORDS[task['metric']]}"], lines)
 
 
@@ -117,11 +155,13 @@ def averages(report: Mapping[str, Any]) -> str:
     names, notes = list(report["tasks"]), Footnotes()
     lines = []
     for row in report["averages"]:
-        cells = [UNCLEAR if n in row["unclear"] else _closed(row["tasks"].get(n), row["stderrs"].get(n)) for n in names]
+        closed = [
+            UNCLEAR if n in row["unclear"] else _closed(row["tasks"].get(n), row["stderrs"].get(n)) for n in names
+        ]
         mean = UNCLEAR if row["average_unclear"] else _closed(row["average"], row["average_stderr"])
         mark = notes.mark(AVERAGED) if row["unclear"] and mean else ""
         mean = f"{mean} (of {row['averaged']}) {mark}".strip() if mean else ""
-        lines.append([plain(row["model"]), plain(row["name"]), *cells, mean])
+        lines.append([plain(row["model"]), plain(row["name"]), *closed, mean])
     return notes.under(markdown_table(["model", "estimator", *map(plain, names), "average"], lines))
 
 
@@ -138,12 +178,12 @@ def accuracies(table: Mapping[str, Any]) -> str:
     """Metrics other than perplexity, with the harness's standard errors."""
     metrics, notes = table["metrics"], Footnotes()
     lines = []
-    for entry in table["rows"]:
-        cells = [_score(entry["scores"].get(metric)) for metric in metrics]
+    for entry, cache in zip(table["rows"], cells.caches(table["rows"]), strict=True):
         mark = notes.mark(entry["reason"])
-        labels = [plain(entry["model"]), plain(entry["name"]), _rule(entry), plain(entry["block"] or "")]
-        lines.append([*labels, *(f"{cell} {mark}".strip() for cell in cells)])
-    return notes.under(markdown_table(["model", "estimator", "rule", "block", *map(plain, metrics)], lines))
+        scores = [f"{_score(entry['scores'].get(metric))} {mark}".strip() for metric in metrics]
+        labels = [plain(entry["model"]), plain(entry["name"]), cells.rule(entry), plain(entry["block"] or ""), cache]
+        lines.append([*labels, *scores])
+    return notes.under(markdown_table(["model", "estimator", "rule", "block", "cache", *map(plain, metrics)], lines))
 
 
 def _score(score: Mapping[str, Any] | None) -> str:
@@ -159,10 +199,10 @@ def _accuracy_title(table: Mapping[str, Any]) -> str:
 
 def cost(entries: Sequence[Entry]) -> str:
     """Time, network calls and memory of each run."""
-    head = ["model", "estimator", "rule", "block", "s per token", "forwards", "rows", "peak MiB"]
+    head = ["model", "estimator", "rule", "block", "cache", "s per token", "forwards", "rows", "peak MiB"]
     notes = Footnotes()
     lines = []
-    for entry in entries:
+    for entry, cache in zip(entries, cells.caches(entries), strict=True):
         peak, seconds = entry["peak_memory_bytes"], entry["seconds_per_token"]
         ratios = [
             f"{'' if entry[key] is None else format(entry[key], '.3g')} {notes.mark(entry[f'{key}_reason'])}".strip()
@@ -172,8 +212,9 @@ def cost(entries: Sequence[Entry]) -> str:
             [
                 plain(entry["model"]),
                 plain(f"{entry['name']} ({entry['flag']})" if entry["flag"] else entry["name"]),
-                _rule(entry),
-                WHOLE if entry["block"] == "none" else plain(entry["block"] or ""),
+                cells.rule(entry),
+                cells.block(entry),
+                cache,
                 "" if seconds is None else f"{seconds:.3g}",
                 *("" if entry[key] is None else f"{entry[key]:,}" for key in ("forwards", "rows")),
                 "" if peak is None else f"{peak / 2**20:,.0f}",
@@ -228,6 +269,14 @@ def console(report: Mapping[str, Any]) -> str:
     parts = [line.replace("**", "") for task in report["tasks"].values() for line in task["headlines"]]
     for name, task in report["tasks"].items():
         parts += [f"{one_line(name)}, {WORDS[task['metric']]}", values(task)]
+        if any(entry["cache_cost"] for entry in task["rows"]):
+            parts += [
+                f"cost of the cache on {one_line(name)}, nats per {pairs.unit(task['metric'])}",
+                cache_costs(task),
+            ]
+        if task["pairs"]:
+            unit = pairs.unit(task["metric"])
+            parts += [f"paired differences on {one_line(name)}, nats per {unit}", differences(task)]
         parts += ["\n".join(f"differs: {difference}" for difference in task["differences"])]
     for table in report["accuracies"]:
         parts += [one_line(_accuracy_title(table)), accuracies(table)]
@@ -235,63 +284,9 @@ def console(report: Mapping[str, Any]) -> str:
     return spaced(parts).rstrip("\n")
 
 
-# ---------------------------------------------------------------- cells
-
-
-def shown(entry: Entry, metric: str) -> str:
-    """A value with its Monte Carlo error; `<=` before bounds, the best of a model in bold."""
-    text = f"{_bound(entry)}{number(entry['value'], metric)}{_error(entry, entry['stderr'], metric)}"
-    return f"**{text}**" if entry["best"] else text
-
-
-def percent(value: float | None) -> str:
-    """A percentage with its sign."""
-    return "" if value is None else f"{fixed(value, 1)} %"
-
-
-def _value(entry: Entry, metric: str) -> str:
-    error = _error(entry, entry["stderrs"].get(metric), metric)
-    return f"{_bound(entry)}{number(entry['metrics'][metric], metric)}{error}"
-
-
-def _error(entry: Entry, error: float | None, metric: str) -> str:
-    """The error of a Monte Carlo value; `?` if it is not known."""
-    return " +- ?" if error is None and entry["stderr_reason"] else plus_minus(error, metric)
-
-
-def _bound(entry: Entry) -> str:
-    return "<= " if entry["bound"] else ""
-
-
-def _method(entry: Entry) -> str:
-    """The estimator, with remarks: the baseline, a bound that does not hold, another spec."""
-    said = ", ".join(filter(None, ["AR baseline" if entry["ar"] else "", plain(entry["aside"])]))
-    return f"{find(entry['estimator']).title}{f' ({said})' if said else ''}"
-
-
-def _rule(entry: Entry) -> str:
-    return code(short(entry["rule"])) if entry["rule"] else ""
-
-
-def _gap(entry: Entry, metric: str) -> str:
-    return "" if entry["gap"] is None else f"{'+' if entry['gap'] > 0 else ''}{number(entry['gap'], metric)}"
-
-
-def _between(interval: Sequence[float] | None, form: Callable[[float], str], unit: str = "") -> str:
-    return "" if interval is None else f"{form(interval[0])} to {form(interval[1])}{unit}"
-
-
-def _interval(entry: Entry, metric: str, notes: Footnotes) -> str:
-    if entry["interval"] is not None:
-        return _between(entry["interval"], lambda value: number(value, metric))
-    error = "" if entry["window_stderr"] is None else f"s.e. {entry['window_stderr']:.2g} over windows"
-    return f"{error} {notes.mark(entry['reason'])}".strip()
-
-
-def _sweep(sweep: Mapping[str, Any]) -> str:
-    return ", ".join(filter(None, [sweep["model"], f"block {sweep['block']}", sweep["variant"]]))
-
-
 def _figures(report: Mapping[str, Any], about: str, kind: str) -> list[str]:
     figures = [figure for figure in report["figures"] if (figure["about"], figure["kind"]) == (about, kind)]
-    return [f"![{plain(figure['title'])}]({quote(figure['file'])})" for figure in figures]
+    return [
+        f"{'' if figure['file'].endswith('.pdf') else '!'}[{plain(figure['title'])}]({quote(figure['file'])})"
+        for figure in figures
+    ]

@@ -31,5 +31,5 @@ def main(arguments: Sequence[str]) -> None:
             file=sys.stderr,
         )
         sys.exit(INTERRUPTED)
-    tables.write(report, Path(options.out))
+    tables.write(report, Path(options.out), options.figures, options.width)
     print(tables.console(report))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from lm_eval_duel import rules
 from lm_eval_duel.arguments import count
-from lm_eval_duel.command_line import Parser, folder_to_write
+from lm_eval_duel.command_line import Parser, add_figures, figure_width, folder_to_write
 from lm_eval_duel.errors import DuelError, unknown, usage
 from lm_eval_duel.harness.key_values import key_values
 from lm_eval_duel.options import Options
@@ -18,7 +18,7 @@ from lm_eval_duel.tasks import named
 EPILOG = """\
 Prints a table of the settings: perplexity of the task's text, steps per token, and quality of samples.
 A setting is a rule with one k, `threshold` with one mu, or a rule without k (entropy_bound:gamma=0.1).
-Writes sweep.md, sweep.json and, if matplotlib is installed, sweep.png. Finished work is saved as it completes: run the
+Writes sweep.md, sweep.json and, if matplotlib is installed, a figure. Finished work is saved as it completes: run the
 same command to continue an interrupted sweep.
 """
 MISSING_MAUVE = "--mauve needs the package mauve-text, which is not installed: pip install 'lm-eval-duel[mauve]'."
@@ -84,8 +84,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--device", help="cpu, cuda, ... (a GPU if there is one)")
     add("--batch_size", default="auto", help="rows of max_length per network call (auto)")
     add("--metadata", default="", help="metadata of the task, as for lm_eval: length=...,data_dir=...")
+    add_figures(parser)
     options = parser.parse_args(arguments)
 
+    options.width = figure_width(options.width)
     for name, least in (("samples", 0), ("length", 1), ("limit", 1), ("elbo", 1)):
         setattr(options, name, count(f"--{name}", getattr(options, name), least))
     options.samples = options.samples or 0

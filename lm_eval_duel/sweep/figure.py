@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from lm_eval_duel.report.figures import COLOURS, GREY, LOG_FROM, MARKERS, bare, label, plain_log
+from lm_eval_duel.report.figures.style import GREY, LOG_FROM, MARKERS, bare, label, new, plain_log, rule_colour
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -14,18 +15,21 @@ if TYPE_CHECKING:
 Setting = Mapping[str, Any]
 Point = tuple[float | None, float | None]  # a value and its standard error
 Read = Callable[[Setting], Point]
+WIDTH, HEIGHT = 5.0, 3.6  # inches of a panel
+NARROW = 2.6  # inches below which panels stand below each other
+INTERVAL = 1.96  # standard errors
+FLOOR = 0.05  # bars end above 0, for a log scale
 LEFT_MARGIN = 0.9  # the axis starts at this fraction of the lowest NFE
 
 
-def draw(report: Mapping[str, Any]) -> Figure:
-    """The figure, with one line per rule; panels about samples only if there are samples."""
-    from matplotlib.figure import Figure
-
+def draw(report: Mapping[str, Any], width: float | None = None) -> Figure:
+    """The figure, one line per rule with error bars; panels about samples only if there are samples."""
     panels = _panels(report)
-    columns = min(2, len(panels))
-    figure = Figure(figsize=(5.0 * columns, 3.6 * -(-len(panels) // columns) + 0.6), layout="constrained")
-    axes = figure.subplots(-(-len(panels) // columns), columns, squeeze=False).flatten()
-    for (title, source, read, lines), panel in zip(panels, axes, strict=True):
+    columns = 1 if width is not None and width < 2 * NARROW else min(2, len(panels))
+    rows = -(-len(panels) // columns)
+    width = width or WIDTH * columns
+    figure, axes = new(width, (min(HEIGHT, 0.85 * width / columns)) * rows + 0.6, rows, columns)
+    for (title, source, read, lines), panel in zip(panels, axes, strict=False):
         _panel(panel, report["settings"], source, read, lines)
         if title.startswith("MAUVE"):
             panel.set_ylim(bottom=0)
@@ -34,11 +38,10 @@ def draw(report: Mapping[str, Any]) -> Figure:
     for panel in axes:
         for line, text in zip(*panel.get_legend_handles_labels(), strict=True):
             legend.setdefault(text, line)
-    figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=3, frameon=False, fontsize=8.5)
-    block = report["block"] or "none"
-    figure.suptitle(
-        label(f"{report['task']['name']}: {report['model']}, block {block}"), x=0.01, ha="left", fontsize=11
-    )
+    across = max(1, int(width / WIDTH * 1.5))
+    figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=across, frameon=False, fontsize=8.5)
+    title = f"{report['task']['name']}: {report['model']}, block {report['block'] or 'none'}; bars: 95 % intervals"
+    figure.suptitle(textwrap.fill(label(title), int(11 * width)), x=0.01, ha="left", fontsize=11)
     return figure
 
 
@@ -113,7 +116,7 @@ def _panel(
             continue
         adaptive = members[0]["k"] is None
         name = label(f"{family}{' (adaptive: measured NFE)' if adaptive else ''}")
-        colour = COLOURS[n % len(COLOURS)]
+        colour = rule_colour(family)
         axes.plot(
             [x for x, _, _ in points],
             [value for _, value, _ in points],
@@ -125,9 +128,12 @@ def _panel(
             markerfacecolor="none",
             label=name,
         )
-        for x, value, error in points:
-            if error is not None:
-                axes.plot([x, x], [value - error, value + error], color=colour, linewidth=1, alpha=0.5, zorder=1)
+        known = [point for point in points if point[2] is not None]
+        if known:
+            x, value, error = zip(*known, strict=True)
+            low = [min(INTERVAL * e, (1 - FLOOR) * v) for v, e in zip(value, error, strict=True)]
+            bars = [low, [INTERVAL * e for e in error]]
+            axes.errorbar(x, value, bars, fmt="none", ecolor=colour, elinewidth=1, capsize=2.5, alpha=0.6, zorder=1)
         shown += [value for _, value, _ in points]
         lowest = min(lowest, points[0][0])
     for name, (value, style) in across.items():

@@ -72,11 +72,11 @@ class Sweep:
         began = time.perf_counter()
         options = self.options
         kept = [store.finished(self.folder, self.inputs(setting)) for setting in self.settings]
-        left = [setting.rule for setting, found in zip(self.settings, kept, strict=True) if found is None]
+        left = [setting.rule for setting, done in zip(self.settings, kept, strict=True) if done is None]
         scored = self.measuring.under(self.windows, left, f"text of {options.tasks}")
         rows = [
-            found | self._named(setting) if found else self._setting(setting, scored[str(setting.rule)])
-            for setting, found in zip(self.settings, kept, strict=True)
+            done | self._named(setting) if done else self._setting(setting, scored[str(setting.rule)])
+            for setting, done in zip(self.settings, kept, strict=True)
         ]
         tokens, units = sum(len(window.target) for window in self.windows), self.corpus.units
         report = {
@@ -101,32 +101,35 @@ class Sweep:
     def inputs(self, setting: Setting) -> dict[str, object]:
         """Everything that a finished setting depends on."""
         options = self.options
-        found = {"version": VERSION, "spec": fingerprint.digest(self.spec(setting))}
-        found |= {"text": store.of_windows(self.windows)}
-        found |= {"task": options.tasks, "limit": options.limit, "units": self.corpus.units}
+        inputs = {"version": VERSION, "spec": fingerprint.digest(self.spec(setting))}
+        inputs |= {"text": store.of_windows(self.windows)}
+        inputs |= {"task": options.tasks, "limit": options.limit, "units": self.corpus.units}
         if options.samples:
-            found |= {"samples": options.samples, "length": options.length, "draw_seed": self.model.options.draw_seed}
-            found |= {"scorer": self.scorer and self.scorer.fingerprint, "mauve": options.mauve and options.mauve_model}
-        return found
+            inputs |= {"samples": options.samples, "length": options.length, "draw_seed": self.model.options.draw_seed}
+            inputs |= {
+                "scorer": self.scorer and self.scorer.fingerprint,
+                "mauve": options.mauve and options.mauve_model,
+            }
+        return inputs
 
     @property
     def configuration(self) -> str:
         """A digest of everything that the report depends on."""
         options = self.options
-        found = {str(n): self.inputs(setting) for n, setting in enumerate(self.settings)}
+        settings = {str(n): self.inputs(setting) for n, setting in enumerate(self.settings)}
         return fingerprint.digest(
-            {**found, "kl": sorted(options.pairs), "all": options.kl == "all", "elbo": options.elbo}
+            {**settings, "kl": sorted(options.pairs), "all": options.kl == "all", "elbo": options.elbo}
         )
 
     def _setting(self, setting: Setting, scored: list[RuleScore]) -> dict[str, Any]:
         """The results of one setting, saved at once."""
         inputs = self.inputs(setting)
-        found = self._named(setting) | {"rule": str(setting.rule)}
-        found |= {"fingerprint": inputs["spec"], "inputs": inputs, "spec": self.spec(setting)}
-        found["text"] = self._text(scored)
-        found["samples"] = self._samples(setting) if self.options.samples else None
-        store.write(store.setting_file(self.folder, inputs), store.dumps(found, indent=1) + "\n")
-        return found
+        content = self._named(setting) | {"rule": str(setting.rule)}
+        content |= {"fingerprint": inputs["spec"], "inputs": inputs, "spec": self.spec(setting)}
+        content["text"] = self._text(scored)
+        content["samples"] = self._samples(setting) if self.options.samples else None
+        store.write(store.setting_file(self.folder, inputs), store.dumps(content, indent=1) + "\n")
+        return content
 
     def _named(self, setting: Setting) -> dict[str, Any]:
         """The names of a setting in tables and figures."""

@@ -9,29 +9,26 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lm_eval_duel import journal
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.fingerprint import digest
 
 
-class Journal:
-    """An append-only file of JSON lines. A truncated last line is dropped.
+class Journal(journal.Journal):
+    """A journal of JSON lines in `folder`, with the `lines` that it holds.
 
     `about` is everything that defines the numbers; a different `about` has a different file.
     """
 
     def __init__(self, folder: Path, kind: str, about: Mapping[str, object]):
-        self.path = folder / "parts" / f"{kind}_{digest(about)}.jsonl"
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        kept = self.path.read_bytes() if self.path.exists() else b""
-        whole = kept[: kept.rfind(b"\n") + 1]
-        if len(whole) < len(kept):
-            self.path.write_bytes(whole)
-        self.lines: list[dict[str, Any]] = [loads(line) for line in whole.splitlines()]
+        path = folder / "parts" / f"{kind}_{digest(about)}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        super().__init__(path)
+        self.lines: list[dict[str, Any]] = [loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
     def add(self, line: dict[str, Any]) -> None:
         self.lines.append(line)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(dumps(line) + "\n")
+        self.write([dumps(line)])
 
 
 def dumps(value: Any, indent: int | None = None) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
+from lm_eval_duel.command_line import FIGURES
 from lm_eval_duel.report.figures import MISSING, available
 from lm_eval_duel.report.headline import fixed
 from lm_eval_duel.report.markdown import bullets, code, plain, spaced
@@ -27,8 +28,8 @@ HEAD = (
 Report = Mapping[str, Any]
 
 
-def write(report: dict[str, Any], folder: Path) -> None:
-    """Write sweep.md, sweep.json and sweep.png, and enter the rankings and file names in `report`.
+def write(report: dict[str, Any], folder: Path, formats: Sequence[str] = ("png",), width: float | None = None) -> None:
+    """Write sweep.md, sweep.json and the figure, and enter the rankings and file names in `report`.
 
     Files of another configuration are kept; these are then named after their configuration: sweep_5f1e....md.
     """
@@ -41,11 +42,11 @@ def write(report: dict[str, Any], folder: Path) -> None:
     report["rankings"] = rankings(report["settings"])
     report["folder"], report["files"] = str(folder), [f"{stem}.md", f"{stem}.json"]
     if available():
-        from lm_eval_duel.report.figures import save_png
+        from lm_eval_duel.report.figures.style import save
         from lm_eval_duel.sweep.figure import draw
 
-        save_png(draw(report), folder / f"{stem}.png")
-        report["files"].append(f"{stem}.png")
+        folder.mkdir(parents=True, exist_ok=True)
+        report["files"] += save(draw(report, width), folder, stem, formats, exact=width is not None)
     else:
         report["notes"] = [*report["notes"], MISSING]
     store.write(folder / f"{stem}.json", dumps(report) + "\n")
@@ -57,7 +58,7 @@ def name_of(folder: Path, configuration: str) -> str:
     try:
         earlier = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
-        taken = any((folder / f"sweep.{kind}").exists() for kind in ("md", "png"))
+        taken = any((folder / f"sweep.{kind}").exists() for kind in ("md", *FIGURES))
     except (OSError, ValueError):
         taken = True
     else:

@@ -3,6 +3,8 @@
 The reference replaces hidden states before every layer of the very network by those of the block's start, with hooks.
 """
 
+import math
+
 import pytest
 import tiny
 from attends import reference
@@ -149,8 +151,9 @@ def test_networks_whose_attention_cannot_be_steered_say_so(plain, tmp_path):
 
 
 @pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("name", slow_but(["llada", "dream", "modernbert", "roberta"], ["modernbert"]))
+@pytest.mark.parametrize("name", slow_but([*DECODERS, *MASKED], ["llada", "modernbert"]))
 def test_bfloat16_follows_its_own_samples(plain, name, cache):
+    """A DiT runs in float32 only."""
     denoiser, _, windows = plain(name, dtype="bfloat16")
     duel = Duel(Cached(denoiser, cache), rule_of(denoiser, "greedy"), 3, batch_size=1)
     duel.use_single_rows()
@@ -159,6 +162,21 @@ def test_bfloat16_follows_its_own_samples(plain, name, cache):
     assert scored.reveal_steps == drawn.reveal_steps and scored.token_logprobs == pytest.approx(
         drawn.token_logprobs, abs=1e-9
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("name", [*DECODERS, *MASKED])
+def test_bfloat16_sums_to_one_over_the_last_token(plain, name, cache):
+    """Given the others: the last cell that is revealed is predicted by a distribution."""
+    denoiser, _, _ = plain(name, dtype="bfloat16")
+    tokens = (~denoiser.excluded).nonzero()[:, 0].tolist()
+    rule = rule_of(denoiser, "left_to_right")
+    context = tuple(tokens[3 : 3 + max(1, denoiser.shift)])
+    windows = [Window(context, (*tokens[5:9], token)) for token in tokens]
+    scored = Duel(Cached(denoiser, cache), rule, 5, batch_size=1).log_prob(windows)
+    total = sum(math.exp(window.token_logprobs[-1]) for window in scored)
+    assert total == pytest.approx(1.0, abs=1e-3)
 
 
 @pytest.mark.parametrize("cache", CACHES)

@@ -1,6 +1,6 @@
 """Kill a run of the command line with SIGKILL at ten random moments, go on each time, and compare with an unharmed run.
 
-    python tests/helpers/kill.py FOLDER [--kills 10] [--seed 0]
+    python tests/helpers/kill.py FOLDER [--kills 10] [--seed 0] [--model_args ...]
 
 Prints after how many seconds each run was killed, the documents (and windows of others) that it had kept, and how many
 were scored twice: those that were finished and not kept, and those in flight, whose windows in flight are scored again.
@@ -26,18 +26,18 @@ MODEL = "rule=greedy,block=32,max_batch_size=1,max_length=64"
 TOLERANCE = 1e-4  # nats of a document; float noise in float32
 
 
-def command(folder):
+def command(folder, model=MODEL):
     """A run that keeps what it has in `folder`."""
-    args = f"{MODEL},trace={folder / 't.jsonl'}"
+    args = f"{model},trace={folder / 't.jsonl'}"
     said = ["--model_args", args, "--tasks", "sotu", "--limit", str(LIMIT), "--device", "cpu", "--log_samples"]
     kept = ["--output_path", str(folder), "--use_cache", str(folder / "c")]
     return [sys.executable, "-m", "lm_eval_duel", "run", *said, *kept]
 
 
-def start(folder):
+def start(folder, model=MODEL):
     folder.mkdir(parents=True, exist_ok=True)
     log = (folder / "log.txt").open("ab")
-    return subprocess.Popen(command(folder), stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return subprocess.Popen(command(folder, model), stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
 def kept(folder, begins=""):
@@ -89,18 +89,20 @@ def main(arguments=None):
     parser.add_argument("folder", type=Path)
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--model_args", default=MODEL)
     asked = parser.parse_args(arguments)
     whole, killed, chance = asked.folder / "whole", asked.folder / "killed", random.Random(asked.seed)
+    model = asked.model_args
 
     began = time.monotonic()
-    assert start(whole).wait() == 0, (whole / "log.txt").read_text()[-3000:]
+    assert start(whole, model).wait() == 0, (whole / "log.txt").read_text()[-3000:]
     length = time.monotonic() - began
     print(f"uninterrupted: {length:.0f} s, {kept(whole)} documents", flush=True)
 
     flying = 0
     for n in range(asked.kills):
         since = (killed / "log.txt").stat().st_size if n else 0
-        run, began = start(killed), time.monotonic()
+        run, began = start(killed, model), time.monotonic()
         before, at_first = kept(killed), progress(killed)
         # two of three some time after another window is kept, one at any moment
         more, end = (chance.randint(1, 3), math.inf) if n % 3 else (3, began + chance.uniform(0, length / 2))
@@ -117,7 +119,7 @@ def main(arguments=None):
             f"{parts} windows of others",
             flush=True,
         )
-    assert start(killed).wait() == 0, (killed / "log.txt").read_text()[-3000:]
+    assert start(killed, model).wait() == 0, (killed / "log.txt").read_text()[-3000:]
 
     ours, theirs = documents(killed), documents(whole)
     worst = max(abs(ours[doc] - theirs[doc]) for doc in theirs)

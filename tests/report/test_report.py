@@ -1047,7 +1047,10 @@ def test_figures_are_written(tmp_path):
     pytest.importorskip("matplotlib")
     traced(tmp_path)
     found = run(tmp_path, ar=False)
-    assert {figure["file"] for figure in found["figures"]} == {"perplexity_sotu.png", "trace_1.png"}
+    assert {figure["file"] for figure in found["figures"]} == {
+        "perplexity_sotu.png",
+        "reveal_order_BD3-LM_oracle_block_4.png",
+    }
     for figure in found["figures"]:
         data = (tmp_path / "out" / figure["file"]).read_bytes()
         assert data.startswith(b"\x89PNG") and len(data) > 10_000

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from lm_eval_duel.denoisers.block_packing import arrange, widest
-from lm_eval_duel.denoisers.cached.kept_keys import Past, Places, Replaced
+from lm_eval_duel.denoisers.cached.kept_keys import Places, Replaced, Step
 from lm_eval_duel.denoisers.views import KeysValues
 from lm_eval_duel.engine.lanes import Lanes
 
@@ -31,11 +31,7 @@ class Call:
     """One network call. `by_lane` regroups its features (P, ., D) by lane, (R, M, D)."""
 
     ids: torch.Tensor  # (P, Q)
-    positions: torch.Tensor  # (P, Q)
-    seen: torch.Tensor | None  # (P, Q or 1, K)
-    past: list[Past]
-    places: torch.Tensor  # (P or 1, K)
-    columns: torch.Tensor  # (P, M or A M) cells of the call that are asked for
+    step: Step  # asks for M cells of a row, or A M
     by_lane: Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -72,7 +68,8 @@ def one_each(
     places = Places(columns, real)
     kept = _rows(slot)
     past = [Replaced(_taken(keys, kept, most), _taken(values, kept, most), places) for keys, values in held]
-    return Call(ids, columns.clamp(max=most - 1), seen, past, every, wanted, lambda features: features)
+    step = Step(columns.clamp(max=most - 1), seen, past, every, wanted)
+    return Call(ids, step, lambda features: features)
 
 
 def side_by_side(
@@ -103,17 +100,9 @@ def side_by_side(
     rows = _rows(slot[one])
     past = [(_taken(keys, rows, most), _taken(values, rows, most)) for keys, values in held]
     before = torch.arange(lane.shape[1], device=device)[:, None] * width  # (A, 1)
-    asked = (before + wanted[lane]).flatten(1)  # (P, A M)
     places = torch.cat([every.expand(len(one), -1), columns], 1)  # (P, K + Q)
-    return Call(
-        ids[lane].flatten(1),
-        columns,
-        seen,
-        past,
-        places,
-        asked,
-        lambda features: features.unflatten(1, (lane.shape[1], -1))[place],
-    )
+    step = Step(columns, seen, past, places, (before + wanted[lane]).flatten(1))
+    return Call(ids[lane].flatten(1), step, lambda features: features.unflatten(1, (lane.shape[1], -1))[place])
 
 
 def _inside(lanes: Lanes) -> torch.Tensor:

@@ -24,14 +24,14 @@ import torch
 
 from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.denoisers.base import Denoiser
-from lm_eval_duel.denoisers.cached.kept_keys import Past
+from lm_eval_duel.denoisers.cached.kept_keys import Step
 from lm_eval_duel.denoisers.cached.steering import Attentions, NotSteered, Steering, Streams
 from lm_eval_duel.denoisers.cached.view import CachedView
 from lm_eval_duel.denoisers.load_options import Cache
 from lm_eval_duel.denoisers.views import KeysValues, View
 from lm_eval_duel.denoisers.wrappers.base import Wrapper
 from lm_eval_duel.engine.lanes import Rows
-from lm_eval_duel.errors import DuelError, unknown
+from lm_eval_duel.errors import DuelError, clean_keys_exact, no_key_stays, unknown
 
 CACHES: tuple[str, ...] = get_args(Cache)
 
@@ -74,17 +74,9 @@ class Cached(Wrapper):
         return self._steering.begin(ids, real, columns)
 
     @torch.inference_mode()
-    def step(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        seen: torch.Tensor | None,
-        past: list[Past],
-        places: torch.Tensor,
-        columns: torch.Tensor,
-    ) -> torch.Tensor:
+    def step(self, ids: torch.Tensor, step: Step) -> torch.Tensor:
         """The evaluation of some cells against what is kept, as in `Steering.step`."""
-        return self._steering.step(ids, positions, seen, past, places, columns)
+        return self._steering.step(ids, step)
 
     @torch.inference_mode()
     def head(self, features: torch.Tensor) -> torch.Tensor:
@@ -110,7 +102,8 @@ class Cached(Wrapper):
         outside = torch.cat([columns[:, :first], columns[:, last:]], 1)  # (1, K)
         past = [tuple(plane[:, :, outside[0].to(plane.device)] for plane in layer) for layer in layers]
         own = columns[:, first:last]  # (1, Q)
-        again = self.step(row[:, first:last], own, None, past, torch.cat([outside, own], 1), own - first)
+        step = Step(own, None, past, torch.cat([outside, own], 1), own - first)
+        again = self.step(row[:, first:last], step)
         whole, again = self.head(whole[0, first:last]), self.head(again[0])  # (Q, V) each
         apart = self_tests.relative_difference(*(logits.masked_fill(self.excluded, 0) for logits in (whole, again)))
         if not apart <= self_tests.tolerance(self, whole, self_tests.BATCH_TOLERANCE):
@@ -130,10 +123,7 @@ def under_cache(denoiser: Denoiser, cache: str) -> Denoiser:
 def _require_cacheable(plain: Denoiser, cache: str) -> None:
     """Raise DuelError, with the reason, for a kind of network that does not support a cache."""
     if plain.attention != "bidirectional":
-        raise DuelError(
-            f"cache={cache} is for bidirectional networks; this one is {plain.attention}, whose clean keys and values "
-            "are exact already: they are kept, and no later block changes them. Leave cache out."
-        )
+        raise clean_keys_exact(cache, plain.attention)
     if plain.needs_visible:
         raise DuelError(
             f"cache={cache} evaluates a part of a row, and this network scales its input by the share of masked cells "
@@ -145,10 +135,7 @@ def _require_cacheable(plain: Denoiser, cache: str) -> None:
             f"{type(plain).__name__}(Cached(network, ...), ...)."
         )
     if type(plain).open is not Denoiser.open:
-        raise DuelError(
-            f"cache={cache} keeps keys and values from a block's first step, but a {plain.family} network gets another "
-            "noise level at each step, so none of them stay valid. Leave cache out."
-        )
+        raise no_key_stays(cache, plain.family)
 
 
 def _steering(plain: Denoiser) -> Steering:

@@ -57,6 +57,17 @@ class Replaced:
 Past = KeysValues | Replaced  # of one layer
 
 
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What the cells (P, Q) of a call are, and what they attend to: the arguments of a step after its ids."""
+
+    positions: torch.Tensor  # (P or 1, Q)
+    seen: torch.Tensor | None  # (P, Q or 1, K) which keys each cell attends to; None: all
+    past: list[Past]  # of each layer
+    places: torch.Tensor  # (P or 1, K) the positions of the keys
+    columns: torch.Tensor  # (P, M) the cells of the call that are asked for
+
+
 def joined(past: Past | None, keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
     """The keys and values that a layer attends to: those kept, and the call's own."""
     if past is None:

@@ -16,7 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from lm_eval_duel.denoisers.base import Denoiser
-from lm_eval_duel.denoisers.cached.kept_keys import Past, joined
+from lm_eval_duel.denoisers.cached.kept_keys import Past, Step, joined
 from lm_eval_duel.denoisers.views import KeysValues, take
 
 ATTENTION = torch.nn.functional.scaled_dot_product_attention
@@ -32,19 +32,8 @@ class Steering(Protocol):
         """Whole rows (P, L), `real` (P, L) False at padding: the input of the head at `columns` (P, M), (P, M, D), and
         the keys and values of all cells, of each layer."""
 
-    def step(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        seen: torch.Tensor | None,
-        past: list[Past],
-        places: torch.Tensor,
-        columns: torch.Tensor,
-    ) -> torch.Tensor:
-        """Cells (P, Q) at `positions` against `past`: the input of the head at `columns` (P, M) of them, (P, M, D).
-
-        `seen` (P, Q or 1, K): which keys each cell attends to; None: all. `places` (P or 1, K): their positions.
-        """
+    def step(self, ids: torch.Tensor, step: Step) -> torch.Tensor:
+        """The cells `ids` (P, Q): the input of the head at the columns (P, M) asked for, (P, M, D)."""
 
 
 class Streams:
@@ -64,19 +53,11 @@ class Streams:
         features, keys = self.plain.stream(ids, positions, seen, None)
         return take(features, columns), keys
 
-    def step(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        seen: torch.Tensor | None,
-        past: list[Past],
-        places: torch.Tensor,
-        columns: torch.Tensor,
-    ) -> torch.Tensor:
-        seen = self._explicit(seen, places.shape[1])
+    def step(self, ids: torch.Tensor, step: Step) -> torch.Tensor:
+        seen = self._explicit(step.seen, step.places.shape[1])
         if self.plain.supports_columns:
-            return self.plain.stream(ids, positions, seen, past, columns=columns)[0]
-        return take(self.plain.stream(ids, positions, seen, past)[0], columns)
+            return self.plain.stream(ids, step.positions, seen, step.past, columns=step.columns)[0]
+        return take(self.plain.stream(ids, step.positions, seen, step.past)[0], step.columns)
 
     def _explicit(self, seen: torch.Tensor | None, keys: int) -> torch.Tensor | None:
         """`seen`, always a tensor for transformers' decoders, which would build a mask of their own."""
@@ -106,24 +87,16 @@ class Attentions:
         self._require(len(heard.own) == len(self._patterns))
         return take(features, columns), heard.own
 
-    def step(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        seen: torch.Tensor | None,
-        past: list[Past],
-        places: torch.Tensor,
-        columns: torch.Tensor,
-    ) -> torch.Tensor:
-        self._look(int(places.max()) + 1)
+    def step(self, ids: torch.Tensor, step: Step) -> torch.Tensor:
+        self._look(int(step.places.max()) + 1)
         masks: dict[int, torch.Tensor | None] = {}  # layers share theirs
         for pattern in self._patterns:
             if id(pattern) not in masks:
-                masks[id(pattern)] = _mask(pattern, positions, places, seen)
-        with _Splicing(past, [masks[id(pattern)] for pattern in self._patterns]) as spliced:
-            features = self._features(ids, None, positions)
-        self._require(spliced.layer == len(past))
-        return take(features, columns)
+                masks[id(pattern)] = _mask(pattern, step)
+        with _Splicing(step.past, [masks[id(pattern)] for pattern in self._patterns]) as spliced:
+            features = self._features(ids, None, step.positions)
+        self._require(spliced.layer == len(step.past))
+        return take(features, step.columns)
 
     def _features(self, ids: torch.Tensor, real: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor:
         return self.plain.features(ids, real, position_ids=(positions + self.first).expand_as(ids))
@@ -137,10 +110,10 @@ class Attentions:
         with _Listening() as heard:
             self._features(row, None, torch.arange(self._length, device=row.device)[None])
         self._require(bool(heard.own))
-        found: dict[int, torch.Tensor | None] = {}
+        patterns: dict[int, torch.Tensor | None] = {}
         for mask in heard.masks:
-            found.setdefault(id(mask), _pattern(mask))
-        self._patterns = [found[id(mask)] for mask in heard.masks]
+            patterns.setdefault(id(mask), _pattern(mask))
+        self._patterns = [patterns[id(mask)] for mask in heard.masks]
 
     def _require(self, good: bool) -> None:
         if not good:
@@ -221,14 +194,12 @@ def _pattern(mask: torch.Tensor | None) -> torch.Tensor | None:
     return mask
 
 
-def _mask(
-    pattern: torch.Tensor | None, positions: torch.Tensor, places: torch.Tensor, seen: torch.Tensor | None
-) -> torch.Tensor | None:
+def _mask(pattern: torch.Tensor | None, step: Step) -> torch.Tensor | None:
     """The mask (P, 1, Q or 1, K) of a layer in a call."""
     if pattern is None:
-        return None if seen is None else seen[:, None]
-    near = pattern[positions[:, :, None], places[:, None]]  # (P, Q, K)
-    return (near if seen is None else near & seen)[:, None]
+        return None if step.seen is None else step.seen[:, None]
+    near = pattern[step.positions[:, :, None], step.places[:, None]]  # (P, Q, K)
+    return (near if step.seen is None else near & step.seen)[:, None]
 
 
 def _first_position(model: torch.nn.Module) -> int:

@@ -112,8 +112,8 @@ class CachedView(View):
         if begun.any():
             self._require_first_cell(lanes, begun)
             for part in self._parts(lanes, slot, begun):
-                found = self._step(lanes.select(part), ids[part], slot[part], cell[part])
-                features[part] = torch.where(begun[part][:, None, None], found, features[part])
+                values = self._step(lanes.select(part), ids[part], slot[part], cell[part])
+                features[part] = torch.where(begun[part][:, None, None], values, features[part])
         all_mask = self._all_mask(lanes, revealed)
         return Cells.of(lanes, all_mask, lambda lane, n: features[lane, n])
 
@@ -153,7 +153,7 @@ class CachedView(View):
         else:
             own = torch.arange(ids.shape[1], device=ids.device) < lanes.width[:, None]  # (R, W)
             call = one_each(ids, lanes.columns, own, length, slot, layers, wanted)
-        found = self.denoiser.step(call.ids, call.positions, call.seen, call.past, call.places, call.columns)
+        values = self.denoiser.step(call.ids, call.step)
         self.forwards += 1
         self.evaluated += len(call.ids)
-        return call.by_lane(found)
+        return call.by_lane(values)

@@ -19,7 +19,7 @@ from lm_eval_duel.denoisers.hf import strict_load
 from lm_eval_duel.denoisers.hub import find_mask_id, row_length, short_reason
 from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.denoisers.predictions import require_fit
-from lm_eval_duel.errors import DuelError, unknown
+from lm_eval_duel.errors import DuelError, no_key_stays, unknown
 
 LAYOUT = ("hidden_dim", "n_blocks", "n_heads", "model_length")  # entries of config.json that identify these networks
 IGNORED = ("rotary_emb.inv_freq", "sampling_eps_min", "sampling_eps_max", "noise.")  # recomputed, or for sampling
@@ -49,6 +49,9 @@ def load(
         )
     family, shape, length, block = read_shape(config, folder)
     _require_agreement(options, folder, family)
+    options.require_cacheable(ATTENTION.get(family, "bidirectional"))
+    if options.cache and family == "sedd":
+        raise no_key_stays(options.cache, family)
     if block is not None:
         options.require_block(block)
     row = row_length(folder, options.max_length, length)

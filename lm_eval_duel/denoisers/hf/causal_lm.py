@@ -44,6 +44,7 @@ def load(
             "leave estimator=ar and attention=causal out."
         )
     options.refuse("causal LM", "sigma", "shift_logits", "mask_token_id")
+    options.require_cacheable("causal")
     trust = {"trust_remote_code": options.trust_remote_code}
     model_config = auto_model.read_model_config(options, **trust)
     _require_causal(model_config, config, options)

@@ -33,6 +33,7 @@ def load(
 ) -> Decoder:
     """The denoiser of a local folder; raises DuelError for weights that do not fill the network exactly."""
     options.refuse(family.name, "sigma")
+    options.require_cacheable(options.attention or family.attention)
     model_kwargs = quantization.model_kwargs(config, options) | device_map.model_kwargs(options)
     entries = native_entries(family, config, options)
     mask_id = find_mask_id(options, config, tokenizer, family.mask_id, entries["vocab_size"])

@@ -1,0 +1,102 @@
+"""How every figure looks: one colour for each rule, axes, and files of a stated width. Needs matplotlib to draw."""
+
+from __future__ import annotations
+
+import io
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lm_eval_duel.tables import one_line
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+GREY, LIGHT, DARK = "#555555", "#bbbbbb", "#222222"
+RULES = {  # Okabe and Ito's colours, and Tol's for the others: both colour-blind safe
+    "left_to_right": "#000000",
+    "right_to_left": "#882255",
+    "random": "#999933",
+    "greedy": "#D55E00",
+    "margin": "#009E73",
+    "log_margin": "#44AA99",
+    "entropy": "#0072B2",
+    "threshold": "#CC79A7",
+    "klass": "#E69F00",
+    "entropy_bound": "#56B4E9",
+}
+OTHER_RULES = ("#332288", "#117733", "#AA4499", "#661100", "#6699CC", "#DDCC77")  # chosen by the rule's name
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+LOG_FROM = 2.5  # an axis is logarithmic if the largest value is more than this times the smallest
+DPI, PRINT_DPI = 110, 200  # of PNG files; the second at a stated width
+PALETTE = 96  # colours of a PNG file
+
+
+def rule_colour(rule: str) -> str:
+    """The colour of a rule, which is the same in every figure, report and sweep."""
+    name = rule.split(":")[0]
+    return RULES.get(name) or OTHER_RULES[zlib.crc32(name.encode()) % len(OTHER_RULES)]
+
+
+def new(width: float, height: float, rows: int = 1, columns: int = 1) -> tuple[Figure, list[Axes]]:
+    """A figure of `width` x `height` inches and its axes."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, list(figure.subplots(rows, columns, squeeze=False).flatten())
+
+
+def save(figure: Figure, folder: Path, stem: str, formats: Sequence[str], exact: bool = False) -> list[str]:
+    """Write a figure in each format; returns the file names. `exact`: keep its width, else cut empty margins.
+
+    Files do not depend on the time they are written; PDF files embed their fonts as TrueType.
+    """
+    import matplotlib
+
+    names = []
+    for kind in formats:
+        file = folder / f"{stem}.{kind}"
+        margins: dict[str, Any] = {} if exact else {"bbox_inches": "tight"}
+        if kind == "png":
+            _save_png(figure, file, PRINT_DPI if exact else DPI, margins)
+        else:
+            undated = {"Date": None} if kind == "svg" else {"CreationDate": None}
+            with matplotlib.rc_context({"svg.hashsalt": "lm-eval-duel", "pdf.fonttype": 42}):
+                figure.savefig(file, format=kind, metadata=undated, facecolor="white", **margins)
+        names.append(file.name)
+    return names
+
+
+def _save_png(figure: Figure, file: Path, dpi: int, margins: dict[str, Any]) -> None:
+    """A small PNG file."""
+    from PIL import Image  # matplotlib needs it too
+
+    drawing = io.BytesIO()
+    figure.savefig(drawing, format="png", dpi=dpi, facecolor="white", **margins)
+    with Image.open(drawing) as image:
+        small = image.convert("RGB").quantize(PALETTE, Image.Quantize.MAXCOVERAGE)
+        small.save(file, optimize=True, dpi=(dpi, dpi))
+
+
+def plain_log(axis: Any, base: int = 10) -> None:
+    """Label a logarithmic axis with plain numbers."""
+    from matplotlib import ticker
+
+    axis.set_major_locator(
+        ticker.LogLocator(base=base, subs=(1.0,) if base == 2 else (1.0, 2.0, 3.0, 5.0), numticks=12)
+    )
+    axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(ticker.NullFormatter())
+    if base == 2:
+        axis.set_minor_locator(ticker.NullLocator())
+
+
+def label(text: str) -> str:
+    """Escape text for matplotlib, which would read a pair of $ as a formula."""
+    return one_line(text).replace("$", r"\$")
+
+
+def bare(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,171 @@
+"""Paired differences between rows of a task: nats per unit on the same documents, with a verdict in words.
+
+The difference of two rows is rate(first) - rate(second), where a rate is -log p / units over all documents. Below 0 the
+first row is better. The interval is from the bootstrap over documents that all rows share.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from lm_eval_duel.estimators import registry
+from lm_eval_duel.report import stats
+from lm_eval_duel.report.gaps import UNCLEAR
+from lm_eval_duel.report.read import NO_CACHE
+from lm_eval_duel.report.rows import VARIES, WHOLE, Row
+from lm_eval_duel.rules.tables import short
+
+UNITS = {"token_perplexity": "token", "perplexity": "document", "word_perplexity": "word"}  # of others: byte
+RULES, ALL, NONE = "rules", "all", "none"
+CHOICES = (RULES, ALL, NONE)  # of --pairs
+MOST_ROWS = 5  # of which all pairs are listed; of more, each is compared with the lowest
+FEW = 10  # documents below which a bootstrap interval is too narrow for a verdict
+EQUAL = 1e-6  # nats per unit that are float noise
+Entry = Mapping[str, Any]
+Rates = Mapping[int, np.ndarray]  # row number -> bootstrap draws of its rate
+
+
+def unit(metric: str) -> str:
+    """What a metric counts: `token`, `word`, ..."""
+    return UNITS.get(metric, "byte")
+
+
+# ---------------------------------------------------------------- one pair
+
+
+def pair(metric: str, entries: Sequence[Entry], rates: Rates, documents: int, first: int, second: int) -> dict:
+    """The difference of two rows with its interval (or the reason why there is none) and verdict."""
+    values = [stats.rate(metric, entries[n]["value"]) for n in (first, second)]
+    difference = values[0] - values[1] if all(map(math.isfinite, values)) else math.nan
+    lacking = [entries[n] for n in (first, second) if n not in rates]
+    interval = None if lacking or math.isnan(difference) else stats.interval(rates[first] - rates[second])
+    reason = ""
+    if math.isnan(difference):
+        reason = "no difference of an infinite perplexity"
+    elif lacking:
+        reason = f"no interval: {lacking[0]['model']}, {lacking[0]['name']}: {lacking[0]['reason']}"
+    names = apart(entries[first], entries[second])
+    return {
+        "first": first,
+        "second": second,
+        "names": list(names),
+        "difference": None if math.isnan(difference) else difference,
+        "interval": interval,
+        "reason": reason,
+        "verdict": "" if interval is None else _verdict(entries[first], entries[second], names, interval, documents),
+    }
+
+
+def _verdict(first: Entry, second: Entry, names: tuple[str, str], interval: Sequence[float], documents: int) -> str:
+    low, high = interval
+    for entry, name in zip((first, second), names, strict=True):
+        if entry["eps"]:
+            return f"no verdict: {name} is neither a likelihood nor a bound"
+        if entry["stderr_reason"]:
+            return f"no verdict: {entry['stderr_reason']}"
+    if max(abs(low), abs(high)) < EQUAL:
+        return "equal"
+    if documents < FEW:
+        return f"no verdict from {documents} documents"
+    if low <= 0 <= high:
+        return UNCLEAR
+    better = 0 if high < 0 else 1
+    if (second, first)[better]["bound"]:  # its own value may be lower than its bound
+        return f"no verdict: {names[1 - better]} is an upper bound"
+    return f"{names[better]} is better"
+
+
+def apart(first: Entry, second: Entry) -> tuple[str, str]:
+    """The shortest names that tell two rows apart."""
+    labels = [_labels(first), _labels(second)]
+    differing = [(a, b) for a, b in zip(*labels, strict=True) if a != b]
+    here, there = (", ".join(filter(None, part)) for part in zip(*differing, strict=True)) if differing else ("", "")
+    return here or first["name"], there or second["name"]
+
+
+def _labels(entry: Entry) -> list[str]:
+    method = short(entry["rule"]) if entry["rule"] else registry.find(entry["estimator"]).title
+    block = "" if entry["block"] is None else WHOLE if entry["block"] == "none" else f"block {entry['block']}"
+    cache = "" if entry["cache"] is None else f"cache={entry['cache']}"
+    return [entry["model"], method, block, cache, entry["aside"]]
+
+
+# ---------------------------------------------------------------- which pairs
+
+
+def of(choice: str, metric: str, entries: Sequence[Entry], rates: Rates, documents: int) -> list[dict]:
+    """The pairs of `--pairs`.
+
+    `rules`: the DUEL rows of a network with one block and one cache against each other; of more than five, each against
+    the lowest. `all`: every two rows. The oracle, which is not a likelihood, is in no pair.
+    """
+    if choice == NONE:
+        return []
+    if choice == ALL:
+        numbers = list(itertools.combinations([n for n, e in enumerate(entries) if e["likelihood"]], 2))
+    else:
+        numbers = [pair for group in _groups(entries) for pair in _within(group, entries)]
+    return [pair(metric, entries, rates, documents, *two) for two in numbers]
+
+
+def _groups(entries: Sequence[Entry]) -> list[list[int]]:
+    """The numbers of the DUEL rows that differ in the rule only."""
+    groups: dict[tuple, list[int]] = {}
+    for n, entry in enumerate(entries):
+        if entry["estimator"] == "duel" and not entry["ar"]:
+            key = tuple(entry[part] for part in ("model", "block", "cache", "aside"))
+            groups.setdefault(key, []).append(n)
+    return list(groups.values())
+
+
+def _within(group: Sequence[int], entries: Sequence[Entry]) -> list[tuple[int, int]]:
+    if len(group) <= MOST_ROWS:
+        return list(itertools.combinations(group, 2))
+    lowest = min(group, key=lambda n: entries[n]["value"])
+    return [(n, lowest) for n in group if n != lowest]
+
+
+# ---------------------------------------------------------------- the cost of a cache
+
+
+def write_cache_costs(
+    metric: str, rows: Sequence[Row], entries: Sequence[dict[str, Any]], rates: Rates, documents: int
+) -> None:
+    """Fill in `cache_cost` of the rows under a cache: cached minus uncached, everything else in the spec the same."""
+    for n, row in enumerate(rows):
+        if row.cache in (None, NO_CACHE):
+            continue
+        partner, reason = _uncached(row, rows)
+        if partner is None:
+            nothing = {"difference": None, "interval": None, "verdict": "", "names": []}
+            entries[n]["cache_cost"] = {"first": n, "second": None, "reason": reason, **nothing}
+        else:
+            entries[n]["cache_cost"] = pair(metric, entries, rates, documents, n, partner)
+
+
+def _uncached(row: Row, rows: Sequence[Row]) -> tuple[int | None, str]:
+    """The number of the row of the same network, estimator, rule and spec without a cache, or None and the reason."""
+    alike = {
+        n: _differences(row, other)
+        for n, other in enumerate(rows)
+        if other.cache == NO_CACHE
+        and (other.run.key, other.estimator, other.rule) == (row.run.key, row.estimator, row.rule)
+    }
+    if not alike:
+        return None, "there is no result of this network and rule with cache=none"
+    number, differences = min(alike.items(), key=lambda item: len(item[1]))
+    if differences:
+        return None, f"the result with cache=none is of another spec: {'; '.join(differences)}"
+    return number, ""
+
+
+def _differences(cached: Row, plain: Row) -> list[str]:
+    kept = VARIES if cached.estimator != "elbo" else {"estimator"}  # the draws of an ELBO are part of its value
+    keys = sorted({*cached.run.spec, *plain.run.spec} - kept - {"cache"})
+    pairs = [(key, plain.run.spec.get(key, "not set"), cached.run.spec.get(key, "not set")) for key in keys]
+    return [f"{key}={there} there, {here} here" for key, there, here in pairs if here != there]
