@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators import registry
 from lm_eval_duel.harness.token_text import token_texts
 from lm_eval_duel.report import reveal_order
 from lm_eval_duel.report.read import Run
@@ -103,11 +104,13 @@ def _whole(window: Mapping[str, Any], order: Any) -> bool:
 
 
 def _label(model: str, spec: Mapping[str, Any], rule: str) -> str:
-    """The name of an order: model, rule, block and cache."""
-    if spec.get("estimator") in ("ar", "exact"):
+    """The name of an order: model, rule, block and cache. An order of no rule is named by its estimator."""
+    estimator = registry.canonical(str(spec.get("estimator")))
+    if estimator == "ar":
         return f"{model}, autoregressive"
     block = str(spec.get("block", "none"))
-    parts = [model, short(rule), "whole target" if block == "none" else f"block {block}"]
+    name = short(rule) if rule or estimator not in registry.ESTIMATORS else registry.find(estimator).title
+    parts = [model, name, "whole target" if block == "none" else f"block {block}"]
     parts += [f"cache={spec['cache']}"] if "cache" in spec else []
     return ", ".join(filter(None, parts))
 

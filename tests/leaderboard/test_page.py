@@ -121,7 +121,7 @@ def test_columns_sort_and_the_oracle_stays_apart(opened):
         float(text)
         for text in opened.run(
             '[...document.querySelectorAll("#board tbody:first-of-type tr.row")].map((row) => '
-            'row.querySelector("[class*=_value]").dataset.v)'
+            'row.querySelector("td.g-value:not(.k-plot)").dataset.v)'
         )
     ]
     assert values == sorted(values), "rows come in the order of their ranks"
