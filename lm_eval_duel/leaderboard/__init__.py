@@ -23,8 +23,8 @@ FORMAT = "lm_eval_duel leaderboard"  # in leaderboard.json: the files that it li
 LISTING = "leaderboard.json"
 MAIN = ("index.html", "leaderboard.md", "leaderboard.csv", LISTING)
 EPILOG = """\
-Writes index.html (one file, opened from disk, no network), leaderboard.md, leaderboard.csv, leaderboard.json, and
-exports/ for Every Eval Ever and the hub's .eval_results.
+Prints ranks and perplexities. Writes index.html (one file that opens from disk, without a network), leaderboard.md,
+leaderboard.csv, leaderboard.json, and exports/ for Every Eval Ever and the hub's .eval_results.
 Results with other documents, windows or scored positions get columns of their own. Intervals need samples: run lm_eval
 with --log_samples. The document view needs traces: --model_args trace=FILE.
 """
