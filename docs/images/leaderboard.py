@@ -34,7 +34,8 @@ def main() -> None:
         window.close()
         image = Image.open(Path(folder) / "shot.png").convert("RGB")
         image = image.resize((SHOWN, SHOWN * HEIGHT // WIDTH), Image.Resampling.LANCZOS)
-        image.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(HERE / "leaderboard.png", optimize=True)
+        image = image.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+        image.save(HERE / "leaderboard.png", optimize=True)
 
 
 if __name__ == "__main__":

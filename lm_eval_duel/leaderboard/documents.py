@@ -104,13 +104,14 @@ def _whole(window: Mapping[str, Any], order: Any) -> bool:
 
 
 def _label(model: str, spec: Mapping[str, Any], rule: str) -> str:
-    """The name of an order: model, rule, block and cache. An order of no rule is named by its estimator."""
-    estimator = registry.canonical(str(spec.get("estimator")))
-    if estimator == "ar":
+    """The name of an order: model, rule, block and cache. One of no rule, or of an estimate, names its estimator."""
+    estimator = registry.ESTIMATORS.get(registry.canonical(str(spec.get("estimator"))))
+    if estimator is not None and estimator.causal:
         return f"{model}, autoregressive"
     block = str(spec.get("block", "none"))
-    name = short(rule) if rule or estimator not in registry.ESTIMATORS else registry.find(estimator).title
-    parts = [model, name, "whole target" if block == "none" else f"block {block}"]
+    parts = [model, short(rule), "whole target" if block == "none" else f"block {block}"]
+    if estimator is not None and not (estimator.lattice and rule) and estimator.name != "duel":
+        parts.insert(1, estimator.title)
     parts += [f"cache={spec['cache']}"] if "cache" in spec else []
     return ", ".join(filter(None, parts))
 

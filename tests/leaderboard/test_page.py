@@ -241,6 +241,15 @@ def test_contrast(opened, scheme, kind):
     assert worst and worst[0][0] >= 4.5, worst
 
 
+def test_a_telephone_scrolls_the_table_and_not_the_page(opened):
+    size = {"width": 420, "height": 900, "deviceScaleFactor": 1, "mobile": True}
+    opened.call("Emulation.setDeviceMetricsOverride", **size)
+    try:
+        assert opened.run("document.documentElement.scrollWidth") == 420
+    finally:
+        opened.call("Emulation.clearDeviceMetricsOverride")
+
+
 def test_a_name_cannot_run_even_as_markup(chromium, page, tmp_path):
     """A second wall: the page's content security policy stops what would get past the escaping."""
     broken = tmp_path / "broken.html"
