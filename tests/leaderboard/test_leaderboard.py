@@ -574,4 +574,6 @@ def test_the_bundled_results(tmp_path):
         (("demo-ar", "ar", "", ""), 33.48),
     ):
         assert round(rows[name]["cells"]["c0"]["value"], 2) == value
+        training = json.loads((FOLDER / name[0] / "training.json").read_text())
+        assert rows[name]["parameters"] == training["parameters"]
     assert not [file for file in (FOLDER / "results").rglob("*.json*") if re.search(r'"/\w|/home/', file.read_text())]

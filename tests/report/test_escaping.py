@@ -40,7 +40,7 @@ NAMES = (
 ALPHABET = "ab1 .)(#*_`~|[]<>!&;:\\/-+=$\n"
 
 
-def names(count=400):
+def names(count=150):
     generator = random.Random(0)
     drawn = ("".join(generator.choices(ALPHABET, k=generator.randint(1, 12))) for _ in range(count))
     return [*NAMES, *(name for name in drawn if one_line(name).strip())]
