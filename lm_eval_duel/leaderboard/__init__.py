@@ -23,8 +23,8 @@ FORMAT = "lm_eval_duel leaderboard"  # in leaderboard.json: the files that it li
 LISTING = "leaderboard.json"
 MAIN = ("index.html", "leaderboard.md", "leaderboard.csv", LISTING)
 EPILOG = """\
-Writes index.html (one file, opened from disk, no network), leaderboard.md, leaderboard.csv, leaderboard.json, and
-exports/ for Every Eval Ever and the hub's .eval_results.
+Prints ranks and perplexities. Writes index.html (one file that opens from disk, without a network), leaderboard.md,
+leaderboard.csv, leaderboard.json, and exports/ for Every Eval Ever and the hub's .eval_results.
 Results with other documents, windows or scored positions get columns of their own. Intervals need samples: run lm_eval
 with --log_samples. The document view needs traces: --model_args trace=FILE.
 """
@@ -99,6 +99,8 @@ def collect(options: argparse.Namespace) -> dict[str, Any]:
     order = board.rank(rows, found, metric)
     shown, problems = documents.collect(traces, known, options.documents, options.tokenizer, documents.Tokenizers())
     notes += [note for column in found for note in column.notes] + problems
+    notes = list(dict.fromkeys(notes))
+    _shorten(rows, notes, known)
     content = {
         "format": FORMAT,
         "version": 1,
@@ -111,10 +113,10 @@ def collect(options: argparse.Namespace) -> dict[str, Any]:
         "rows": rows,
         "published": published.tables(published.read(options.published)),
         "documents": shown,
-        "notes": list(dict.fromkeys(notes)),
+        "notes": notes,
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
     }
-    return clean(content, _folder(known))
+    return clean(content)
 
 
 def _baseline(named: Sequence[read.Run], known: Sequence[read.Run], notes: list[str]) -> list[read.Run]:
@@ -165,25 +167,27 @@ def _described(found: Sequence[columns.Column]) -> list[dict[str, Any]]:
     return described
 
 
-def clean(value: Any, folder: str = "") -> Any:
-    """Content that can be shown: control characters and lone surrogates in names become spaces, in keys, too.
-
-    Paths in `folder`, which holds all results, are shown from there: a page that is sent tells no home folder.
-    """
+def clean(value: Any) -> Any:
+    """Content that can be shown: control characters and lone surrogates in names become spaces, in keys, too."""
     if isinstance(value, dict):
         return {
-            one_line(key): part if key == "documents" and isinstance(part, list) else clean(part, folder)
+            one_line(key): part if key == "documents" and isinstance(part, list) else clean(part)
             for key, part in value.items()
         }
     if isinstance(value, list | tuple):
-        return [clean(part, folder) for part in value]
-    return one_line(value).replace(folder, "") if isinstance(value, str) else value
+        return [clean(part) for part in value]
+    return one_line(value) if isinstance(value, str) else value
 
 
-def _folder(runs: Sequence[read.Run]) -> str:
-    """The folder that holds all results, with a separator at its end; empty for the root."""
-    folder = os.path.commonpath([run.file.parent for run in runs])
-    return "" if folder == os.path.dirname(folder) else os.path.join(folder, "")
+def _shorten(rows: Sequence[dict[str, Any]], notes: list[str], runs: Sequence[read.Run]) -> None:
+    """Show result files from the folder that holds them all: a page that is sent tells no home folder."""
+    folder = os.path.join(os.path.commonpath([run.file.parent for run in runs]), "")
+    for row in rows:
+        row["files"] = [os.path.relpath(file, folder) for file in row["files"]]
+        for cell in row["cells"].values():
+            cell["file"] = os.path.relpath(cell["file"], folder)
+    if len(folder) > 1:
+        notes[:] = [note.replace(folder, "") for note in notes]
 
 
 def write(content: dict[str, Any], options: argparse.Namespace) -> list[str]:

@@ -45,10 +45,9 @@ def rows(
             row["cells"][column.id] = _cell(entry)
             row["remarks"] = max(row["remarks"], _remarks(entry), key=len)
             row["baseline"] |= entry["ar"]
-            average = averages.get((entry["model"], entry["name"]))
-            row["gap_closed"] = average["average"] if average else None
-            row["gap_closed_stderr"] = average["average_stderr"] if average else None
-            row["gap_closed_tasks"] = average["averaged"] if average else 0
+            if average := averages.get((entry["model"], entry["name"])):
+                row["gap_closed"], row["gap_closed_stderr"] = average["average"], average["average_stderr"]
+                row["gap_closed_tasks"] = average["averaged"]
     everything = list(found.values())
     _tell_apart(everything)
     for row in everything:
@@ -65,7 +64,8 @@ def _as_tasks(columns: Iterable[Column]) -> dict[str, Any]:
 
 def _identity(run: Run, entry: Entry) -> tuple:
     """What rows of several tasks share. The draws of an estimate belong to it."""
-    varies = VARIES if entry["stderr"] is None and entry["estimator"] != "elbo" else {"estimator", "rule"}
+    drawn = entry["stderr"] is not None or entry["stderr_reason"] or entry["estimator"] == "elbo"
+    varies = {"estimator", "rule"} if drawn else VARIES
     spec = tuple(sorted((key, value) for key, value in run.spec.items() if key not in varies))
     return run.key, entry["estimator"], entry["rule"], entry["block"], spec
 
@@ -86,6 +86,9 @@ def _row(run: Run, entry: Entry) -> dict[str, Any]:
         "remarks": "",
         "autoregressive": run.autoregressive,
         "baseline": False,
+        "gap_closed": None,
+        "gap_closed_stderr": None,
+        "gap_closed_tasks": 0,
         "dtype": run.dtype,
         "fingerprint": run.fingerprint or "",
         "spec": dict(run.spec),

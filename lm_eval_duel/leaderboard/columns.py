@@ -82,10 +82,15 @@ def of(
 
 
 def _place(run: Run, name: str, metric: str, columns: list[Column], number: int) -> None:
-    """Add a run to the first column whose results it may be compared with, or to a new one."""
+    """Add a run to the first column whose results it may be compared with, or to a new one.
+
+    As in a report, it is compared with the column's first run, and with its first one that has samples.
+    """
     reasons = []
     for column in columns:
-        apart = next(filter(None, (_apart(name, metric, other, run) for other in column.runs)), "")
+        with_samples = [other for other in column.runs if other.tasks[name].documents is not None]
+        first = [column.runs[0], *(other for other in with_samples[:1] if other is not column.runs[0])]
+        apart = next(filter(None, (_apart(name, metric, other, run) for other in first)), "")
         if not apart:
             column.runs.append(run)
             return

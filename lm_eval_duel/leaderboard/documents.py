@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators import registry
 from lm_eval_duel.harness.token_text import token_texts
 from lm_eval_duel.report import reveal_order
 from lm_eval_duel.report.read import Run
@@ -103,11 +104,14 @@ def _whole(window: Mapping[str, Any], order: Any) -> bool:
 
 
 def _label(model: str, spec: Mapping[str, Any], rule: str) -> str:
-    """The name of an order: model, rule, block and cache."""
-    if spec.get("estimator") in ("ar", "exact"):
+    """The name of an order: model, rule, block and cache. One of no rule, or of an estimate, names its estimator."""
+    estimator = registry.ESTIMATORS.get(registry.canonical(str(spec.get("estimator"))))
+    if estimator is not None and estimator.causal:
         return f"{model}, autoregressive"
     block = str(spec.get("block", "none"))
     parts = [model, short(rule), "whole target" if block == "none" else f"block {block}"]
+    if estimator is not None and not (estimator.lattice and rule) and estimator.name != "duel":
+        parts.insert(1, estimator.title)
     parts += [f"cache={spec['cache']}"] if "cache" in spec else []
     return ", ".join(filter(None, parts))
 

@@ -42,11 +42,12 @@ def every_eval_ever(board: Board, organization: str) -> dict[str, str]:
         results = list(_results(board, row))
         if row["kind"] == "oracle" or not results:
             continue
+        identity = _uuid(row)
         developer, _, model = row["pretrained"].strip("/").rpartition("/")
         developer = developer.rpartition("/")[2]
         record = {
             "schema_version": SCHEMA,
-            "evaluation_id": f"lm_eval_duel/{row['pretrained']}/{created}",
+            "evaluation_id": f"lm_eval_duel-{identity[:8]}/{row['pretrained']}/{created}",
             "evaluation_timestamp": row["date"],
             "retrieved_timestamp": created,
             "source_metadata": {
@@ -64,7 +65,7 @@ def every_eval_ever(board: Board, organization: str) -> dict[str, str]:
             "evaluation_results": results,
         }
         name = "/".join(map(_part, ("lm_eval_duel", developer or "unknown", model)))
-        files[f"{EEE}/{name}/{_uuid(row)}.json"] = json.dumps(record, indent=1, allow_nan=False) + "\n"
+        files[f"{EEE}/{name}/{identity}.json"] = json.dumps(record, indent=1, allow_nan=False) + "\n"
     return files
 
 

@@ -37,7 +37,7 @@ Row = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """A column: its key in files, its group, and what stands above it (`unit` in small print)."""
+    """A column: its key, its group, what stands above it (`unit` in small print), and the task column it is of."""
 
     key: str
     group: str
@@ -45,6 +45,7 @@ class Head:
     unit: str = ""
     about: str = ""
     numeric: bool = True
+    column: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +80,7 @@ def heads(board: Mapping[str, Any]) -> list[Head]:
             continue
         for column in columns:
             about = {"gap": f"minus {board['ar']}"}.get(group, column["about"])
-            found.append(Head(f"{column['id']}_{group}", group, column["label"], unit, about))
+            found.append(Head(f"{column['id']}_{group}", group, column["label"], unit, about, column=column["id"]))
         if group == "closed" and several:
             found.append(Head("gap_closed", group, "average", unit, "over the tasks in which it is known"))
     found += [
@@ -117,10 +118,9 @@ def ranked_by(board: Mapping[str, Any]) -> str:
 def cells(board: Mapping[str, Any], row: Row) -> Iterator[Cell]:
     """The cells of a row, in the order of `heads`."""
     for head in heads(board):
-        column, _, group = head.key.partition("_")
-        if group in ("value", "bits", "gap", "closed") and head.key not in row:
-            cell = row["cells"].get(column)
-            yield Cell() if cell is None else TASK_CELLS[group](cell, row, board["metric"])
+        if head.column:
+            cell = row["cells"].get(head.column)
+            yield Cell() if cell is None else TASK_CELLS[head.group](cell, row, board["metric"])
         else:
             yield ROW_CELLS.get(head.key, _text)(row, head.key, board["metric"])
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
+from lm_eval_duel.estimators.registry import find
 from lm_eval_duel.report import cells, pairs
 from lm_eval_duel.report.cells import Entry, shown
 from lm_eval_duel.report.gaps import UNCLEAR

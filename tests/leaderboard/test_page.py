@@ -121,7 +121,7 @@ def test_columns_sort_and_the_oracle_stays_apart(opened):
         float(text)
         for text in opened.run(
             '[...document.querySelectorAll("#board tbody:first-of-type tr.row")].map((row) => '
-            'row.querySelector("[class*=_value]").dataset.v)'
+            'row.querySelector("td.g-value:not(.k-plot)").dataset.v)'
         )
     ]
     assert values == sorted(values), "rows come in the order of their ranks"
@@ -239,6 +239,15 @@ def test_contrast(opened, scheme, kind):
     click(opened, '[data-group="source"]')
     worst = opened.run(CONTRAST)
     assert worst and worst[0][0] >= 4.5, worst
+
+
+def test_a_telephone_scrolls_the_table_and_not_the_page(opened):
+    size = {"width": 420, "height": 900, "deviceScaleFactor": 1, "mobile": True}
+    opened.call("Emulation.setDeviceMetricsOverride", **size)
+    try:
+        assert opened.run("document.documentElement.scrollWidth") == 420
+    finally:
+        opened.call("Emulation.clearDeviceMetricsOverride")
 
 
 def test_a_name_cannot_run_even_as_markup(chromium, page, tmp_path):

@@ -351,7 +351,7 @@ def test_markdown_and_latex_of_names():
     assert code("greedy") == "`greedy`" and code("a`b") == r"a\`b"
     assert markdown_table(["h"], [["a|b\nc"]]).splitlines()[2] == r"| a\|b c |"
     assert escape("a\nb<c>|`%") == r"a b\textless{}c\textgreater{}\textbar{}\textasciigrave{}\%"
-    assert figures.label("$x$\ny") == r"\$x\$ y"
+    assert figures.style.label("$x$\ny") == r"\$x\$ y"
 
 
 def test_no_file_of_a_report_overwrites_another(tmp_path):
