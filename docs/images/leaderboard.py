@@ -34,14 +34,8 @@ def main() -> None:
         window.close()
         image = Image.open(Path(folder) / "shot.png").convert("RGB")
         image = image.resize((SHOWN, SHOWN * HEIGHT // WIDTH), Image.Resampling.LANCZOS)
-<<<<<<< .merge_file_iZLkQL
-        image.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
-            HERE / "leaderboard.png", optimize=True
-        )
-=======
         image = image.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
         image.save(HERE / "leaderboard.png", optimize=True)
->>>>>>> .merge_file_UesHOO
 
 
 if __name__ == "__main__":
