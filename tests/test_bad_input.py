@@ -348,7 +348,7 @@ CASES = [
     ),
     Case(
         "NaN or infinite logits",
-        "Request of task toy, document 1: ... NaN or infinite logits. (Window 1, block at target position ... step",
+        "Request of task toy, document 1: ... NaN or infinite logits. (Window ... block at target position ... step",
         lambda at: poisoned(at, math.nan),
         ("masked LM", "DiT", "block-causal DiT", "backbone", "causal", "own code"),
         weights=True,
@@ -441,7 +441,7 @@ def test_a_nul_is_a_character_like_any_other():
 @pytest.mark.parametrize("estimator", ["duel", "elbo", "mixture", "oracle"])
 def test_no_estimator_returns_nan(estimator, value, folders, tmp_path):
     at = copied(folders, tmp_path, "backbone")
-    with pytest.raises(DuelError, match=r"toy, document 1: .* NaN or infinite logits\. \(Window 1, .* step \d+\.\)"):
+    with pytest.raises(DuelError, match=r"toy, document 1: .* NaN or infinite logits\. \(Window \d, .* step \d+\.\)"):
         poisoned(at, value, estimator=estimator, block=4)
 
 

@@ -1,15 +1,14 @@
-"""The README: two screens, the commands that CI runs, and the tree that there is."""
+"""The README: two screens, and the commands that CI runs."""
 
 import dataclasses
 import re
 
-from pages import ROOT, blocks, names, read, rows, section
+from pages import blocks, names, read, rows, section
 
 from lm_eval_duel import rules
 from lm_eval_duel.cli.main import COMMANDS
 
 README = read("README.md")
-PACKAGE = ROOT / "lm_eval_duel"
 MOST_LINES = 220
 
 
@@ -38,16 +37,3 @@ def test_every_rule_and_every_command_has_a_row():
             assert parameters - {"history", "kl"} == names(row[1]), name
     commands = {re.search("`(.*?)`", row[0])[1].split()[0] for row in rows(section(README, "## Commands"))}
     assert commands == set(COMMANDS)
-
-
-def test_the_tree_is_the_real_one():
-    (tree,) = blocks(section(README, "## The source tree"), "text")
-    folders, listed = [], set()
-    for line in tree.splitlines():
-        indent, name = re.match(r"( *)([\w.]+/?) ", f"{line} ").groups()
-        folders[len(indent) // 2 :] = [name]
-        path = ROOT.joinpath(*folders)
-        assert path.is_dir() if name.endswith("/") else path.is_file(), f"{path} is in the README and not in the tree"
-        listed.add(path)
-    there = {path for path in PACKAGE.iterdir() if path.is_dir() and path.name not in ("__pycache__", "task_configs")}
-    assert there <= listed, f"the README's tree lacks {sorted(path.name for path in there - listed)}"
