@@ -26,8 +26,16 @@ RULES = {  # Okabe and Ito's colours, and Tol's for the others: both colour-blin
     "threshold": "#CC79A7",
     "klass": "#E69F00",
     "entropy_bound": "#56B4E9",
+    "entropy_threshold": "#332288",
+    "factor": "#117733",
+    "high_or_topk": "#AA4499",
+    "hierarchy": "#661100",
+    "dinfer_threshold": "#6699CC",
+    "quota": "#DDCC77",
+    "dream": "#888888",
+    "pc": "#AA4466",
 }
-OTHER_RULES = ("#332288", "#117733", "#AA4499", "#661100", "#6699CC", "#DDCC77")  # chosen by the rule's name
+OTHER_RULES = ("#EE7733", "#0077BB", "#33BBEE", "#EE3377", "#CC3311")  # a user's rule: chosen by its name
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 LOG_FROM = 2.5  # an axis is logarithmic if the largest value is more than this times the smallest
 DPI, PRINT_DPI = 110, 200  # of PNG files; the second at a stated width
