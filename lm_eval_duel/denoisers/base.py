@@ -31,11 +31,12 @@ class Denoiser(abc.ABC):
     vocab_size: int  # columns of the logits, V
     max_length: int  # positions in a row
     device: torch.device
-    attention: str = "bidirectional"  # or "block_causal", "causal"
+    attention: str = "bidirectional"  # or "block_causal", "causal_prefix", "causal"
     block: int | None = None  # the trained block
     published_block: int | None = None  # the block of the published results, for block=auto
     last_block: str = "fill"  # a short last block of a block-causal network is filled up with [MASK], or "cut"
     shift: int = 0  # the logits for position i are read at position i - shift, which must be visible
+    seeds_blocks: bool = False  # causal_prefix: the clean stream predicts a block's first token, revealed alone
     bos: str = "auto"  # the special tokens that this family expects; "auto": those that the tokenizer adds
     appends_sep: bool = False  # a row ends with the tokenizer's closing token, if it has one
     splits_head: bool = True  # the head can run at hidden cells only; otherwise it runs at every position of a row
@@ -89,7 +90,7 @@ class Denoiser(abc.ABC):
 
     def open(self, rows: Rows, generating: bool = False) -> View:
         """A view of one group of windows, for scoring or for generating."""
-        if self.attention == "block_causal" or (self.attention == "causal" and self.shift):
+        if self.attention in ("block_causal", "causal_prefix") or (self.attention == "causal" and self.shift):
             return BlockCausalView(self, rows, generating)
         return View(self, rows)
 

@@ -10,8 +10,12 @@ A step evaluates many blocks of a window side by side in one row of the batch (b
 Blocks that begin within the same stretch of columns go together, so that a call reads no more clean keys than its last
 block sees. A causal network is the case of blocks of one: all its predictions are read from the clean stream.
 
-Shapes: N windows, R lanes, B the trained block, W <= B block width of the lanes, P rows of a call, Q queries, K clean
-keys, M hidden cells of a lane, A lanes of one row, S slots, L row length, H heads, D features, X cells of a call.
+With a causal prefix (Nemotron-Labs-Diffusion) the clean stream is causal, cell by cell, and a block may begin at any
+column: a block still sees itself whole and every clean cell before it.
+
+Shapes: N windows, R lanes, B the trained block, W <= B block width of the lanes, G cells that the clean stream reads as
+one (B, or 1 if it is causal), P rows of a call, Q queries, K clean keys, M hidden cells of a lane, A lanes of one row,
+S slots, L row length, H heads, D features, X cells of a call.
 """
 
 from __future__ import annotations
@@ -43,16 +47,18 @@ class BlockCausalView(View):
         super().__init__(denoiser, rows)
         self.generating = generating
         self.block = denoiser.block or 1  # a causal network has blocks of one
+        self.grain = self.block if denoiser.attention == "block_causal" else 1  # G
+        self.reads_edges = bool(denoiser.shift or denoiser.seeds_blocks)  # first cells are read from the clean stream
         self._slot = torch.full_like(rows.origin, -1)  # (N,) where the clean keys of each window are kept
         self._kept = torch.zeros_like(rows.origin)  # (N,) clean columns whose keys are kept
         block, last = self.block, (rows.origin + rows.target - 1) // self.block  # (N,)
         self._share = rows.length  # (N,) of network tokens; a row has one lane when generating
         if not generating:
             count = last - rows.origin // block + 1  # (N,) lanes
-            self._share = (-(-last * block // count)).clamp(min=block)
+            self._share = (-(-self._clean_columns() // count)).clamp(min=block)
         self._slots = 0  # S
         self._clean: list[KeysValues] = []  # of each layer, (S, H, L, D / H) each
-        self._edge: torch.Tensor | None = None  # (S, L / B, D) features of the last cell of each clean block
+        self._edge: torch.Tensor | None = None  # (S, L / G, D) features of the last of each G clean cells
         self._calls: dict[int, Call] = {}  # of the last step, by stretch
         self._past_hash: torch.Tensor | None = None  # (N, L + 1) of the columns before each
 
@@ -107,7 +113,6 @@ class BlockCausalView(View):
 
         A call over clean blocks takes at most `tokens`.
         """
-        rows, block = self.rows, self.block
         if bool((self._slot[lanes.row] >= 0).all() & (self._kept[lanes.row] >= lanes.start).all()):
             return
         present = torch.zeros_like(self._slot, dtype=torch.bool)  # (N,)
@@ -121,8 +126,9 @@ class BlockCausalView(View):
         if self.generating:
             needed = torch.zeros_like(self._kept).scatter_reduce_(0, lanes.row, lanes.start, "amax")  # (N,)
         else:  # the targets of the whole window are known: one pass for all of its blocks
-            needed = (rows.origin + rows.target - 1) // block * block * present  # (N,)
-        piece = rows.ids.shape[1] if self.denoiser.attention == "causal" else max(block, CLEAN // block * block)
+            needed = self._clean_columns() * present  # (N,)
+        grain = self.grain
+        piece = self.rows.ids.shape[1] if self.denoiser.attention == "causal" else max(grain, CLEAN // grain * grain)
         while len(lacking := (self._kept < needed).nonzero()[:, 0]):
             until = needed.minimum(self._kept + piece)  # (N,)
             lacking = lacking[self._kept[lacking].argsort(stable=True)]  # windows at the same piece together
@@ -130,9 +136,13 @@ class BlockCausalView(View):
             for part in lacking.split(most):
                 self._extend(part, until[part])
 
+    def _clean_columns(self) -> torch.Tensor:
+        """The clean columns that the last block of each window sees, or a few more, (N,)."""
+        return (self.rows.origin + self.rows.target - 1) // self.grain * self.grain
+
     def _extend(self, row: torch.Tensor, end: torch.Tensor) -> None:
         """Evaluate the clean columns of windows `row` (P,) that are not kept yet, up to `end` (P,)."""
-        device, block = row.device, self.block
+        device, grain = row.device, self.grain
         known, slot = self._kept[row], self._slot[row]  # (P,) each
         column = known[:, None] + torch.arange(int((end - known).max()), device=device)  # (P, Q)
         real = column < end[:, None]  # (P, Q)
@@ -140,7 +150,7 @@ class BlockCausalView(View):
 
         before = int(known.max())
         past = torch.arange(before, device=device) < known[:, None]  # (P, K)
-        own = (column // block)[:, :, None] >= (column // block)[:, None]  # (P, Q, Q)
+        own = (column // grain)[:, :, None] >= (column // grain)[:, None]  # (P, Q, Q)
         own &= real[:, None] | ~real[:, :, None]
         seen = torch.cat([past[:, None].expand(-1, column.shape[1], -1), own], dim=2)  # (P, Q, K + Q)
         features, new = self.denoiser.stream(ids, column, seen, self._past(slot, before))  # (P, Q, D)
@@ -160,9 +170,9 @@ class BlockCausalView(View):
                     plane[at, :, before : before + real.shape[1]] = cells
                 else:
                     plane[slots, :, columns] = cells[rows, :, cell]
-        if self.denoiser.shift:
-            p, q = (real & (column % block == block - 1)).nonzero().unbind(1)  # (X,)
-            self._edge[slot[p], column[p, q] // block] = features[p, q]
+        if self.reads_edges:
+            p, q = (real & (column % grain == grain - 1)).nonzero().unbind(1)  # (X,)
+            self._edge[slot[p], column[p, q] // grain] = features[p, q]
         self._kept[row] = end
 
     def _grow(self, like: list[KeysValues], features: torch.Tensor) -> None:
@@ -182,8 +192,8 @@ class BlockCausalView(View):
             tuple(grown(old, (of.shape[1], length, of.shape[3]), of) for old, of in zip(olds, news, strict=True))
             for olds, news in zip(clean, like, strict=True)
         ]
-        if self.denoiser.shift:
-            edges = -(-length // self.block)
+        if self.reads_edges:
+            edges = -(-length // self.grain)
             self._edge = grown(self._edge, (edges, features.shape[2]), features)
         self._clean, self._slots = clean, slots  # last: running out of memory above changes no state
 
@@ -203,7 +213,7 @@ class BlockCausalView(View):
 
     def _edge_features(self, lanes: Lanes, lane: torch.Tensor) -> torch.Tensor:
         """The clean stream's features at the last cell before the block of `lane` (c,), (c, D)."""
-        return self._edge[self._slot[lanes.row[lane]], lanes.start[lane] // self.block - 1]
+        return self._edge[self._slot[lanes.row[lane]], lanes.start[lane] // self.grain - 1]
 
     # ------------------------------------------------------------ the noisy stream
 
@@ -224,8 +234,8 @@ class BlockCausalView(View):
 
         def at(lane: torch.Tensor, nth: torch.Tensor) -> torch.Tensor:
             at_cells = features[lane, nth]  # (C, D)
-            # a block's first prediction is read from the clean stream, at the last cell of the block before
-            if shift and (first := cell[lane, nth] < shift).any():
+            # a block's first prediction is read from the clean stream, at the last cell before the block
+            if self.reads_edges and (first := cell[lane, nth] < 1).any():
                 at_cells[first] = self._edge_features(lanes, lane[first])
             return at_cells
 

@@ -20,10 +20,14 @@ COUNTS = (
     "max_sequence_length",
     "mlp_hidden_size",
     "moe_intermediate_size",
+    "n_embd",
     "n_group",
+    "n_head",
     "n_heads",
     "n_kv_heads",
+    "n_layer",
     "n_layers",
+    "n_positions",
     "n_routed_experts",
     "num_attention_heads",
     "num_experts",
@@ -34,7 +38,7 @@ COUNTS = (
     "vocab_size",
 )
 COUNTS_OR_NONE_AT_ALL = ("dense_intermediate_size", "first_k_dense_replace", "n_shared_experts", "num_shared_experts")
-NUMBERS = ("partial_rotary_factor", "rms_norm_eps", "rope_theta", "routed_scaling_factor")
+NUMBERS = ("layer_norm_epsilon", "partial_rotary_factor", "rms_norm_eps", "rope_theta", "routed_scaling_factor")
 SWITCHES = (
     "attention_bias",
     "include_bias",

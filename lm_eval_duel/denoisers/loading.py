@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.arguments import checkpoint_name
 from lm_eval_duel.demo import BUNDLED, resolve
-from lm_eval_duel.denoisers import hub, special_tokens
+from lm_eval_duel.denoisers import hub, special_tokens, weights
 from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.dit import checkpoint as dit_checkpoint
@@ -55,7 +55,11 @@ def _load_network(config: dict[str, Any], options: LoadOptions, tokenizer: PreTr
     own_code = bool(config.get("auto_map"))
     code = hub.local_folder(options.name, options.revision, code_only=True) if own_code else None
     family = families.find(config, options, code)
-    if options.attention == "causal" and options.backend != "remote":
+    if family is None and options.attention != "causal" and config.get("model_type") == "gpt2":
+        names = weights.shapes(hub.local_folder(options.name, options.revision))
+        family = families.by_tensors(config, names)
+    also_causal = family is not None and family.attention == "causal_prefix"
+    if options.attention == "causal" and options.backend != "remote" and not also_causal:
         return causal_lm.load(family, config, options, tokenizer)
     if family is not None and options.backend != "remote":
         folder = hub.local_folder(options.name, options.revision)
