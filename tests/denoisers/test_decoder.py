@@ -33,6 +33,7 @@ WINDOWS = [
 
 BIDIRECTIONAL = [name for name, case in CASES.items() if case.attention == "bidirectional"]
 BLOCK_CAUSAL = [name for name, case in CASES.items() if case.attention == "block_causal"]
+NEMOTRON = "nemotron-labs-diffusion"
 
 
 def load(path, case, **others):
@@ -49,9 +50,15 @@ def found(tmp_path_factory):
         path, w = write(tmp_path_factory.mktemp("backbone"), case)
 
         @functools.cache
-        def logits(ids):
-            seen = plain.everywhere(len(ids)) if case.block is None else plain.block_causal(len(ids), case.block)
-            return plain.logits(case.net, w, ids, seen)
+        def logits(ids, origin=0):
+            """`origin`: the first target position, for a network whose prefix is causal."""
+            if case.attention != "causal_prefix":
+                seen = plain.everywhere(len(ids)) if case.block is None else plain.block_causal(len(ids), case.block)
+                return plain.logits(case.net, w, ids, seen)
+            begin = origin + (ids.index(case.mask) - origin) // case.block * case.block  # of the block in progress
+            found = plain.logits(case.net, w, ids, plain.causal_prefix(len(ids), begin))
+            found[begin] = found[begin - 1]  # its first token is predicted by the clean cell before it
+            return found
 
         return path, logits
 
@@ -80,7 +87,8 @@ def test_what_is_found_at_load(found, name):
     assert (denoiser.mask_id, denoiser.max_length, denoiser.vocab_size) == (case.mask, case.length, case.rows)
     unused = {case.mask, *range(len(tiny.WORDS), case.rows)}
     assert set(denoiser.excluded.nonzero()[:, 0].tolist()) == unused
-    assert denoiser.relative_positions
+    assert denoiser.relative_positions == case.relative
+    assert denoiser.seeds_blocks == (name == NEMOTRON)
     assert denoiser.honours_padding
 
 
@@ -120,15 +128,17 @@ def test_the_stream_equals_the_plain_network(found, name):
 
 def textbook(name, denoiser, right, rule, window):
     """One window by the textbook loop over the plain network."""
-    shift = CASES[name].shift
+    shift, rule, origin = CASES[name].shift, rules.parse(rule), ()
+    if denoiser.seeds_blocks:
+        rule, origin = rules.SeedFirst(rule), (len(window.context),)
     return score(
-        lambda ids: right(tuple(ids.tolist())).roll(shift, 0),
+        lambda ids: right(tuple(ids.tolist()), *origin).roll(shift, 0),
         denoiser.mask_id,
         denoiser.excluded,
-        rules.parse(rule),
+        rule,
         denoiser.block or 4,
         window,
-        "row" if denoiser.block else "target",
+        "row" if denoiser.attention == "block_causal" else "target",
         tie_when_all_mask=True,
         sees=denoiser.last_block if denoiser.block else None,
     )
@@ -137,12 +147,12 @@ def textbook(name, denoiser, right, rule, window):
 def windows_of(name):
     """Those that the network can score: no all_mask start under a shift, no suffix past the last block."""
     case = CASES[name]
-    return [
-        window for window in WINDOWS if len(window.context) >= case.shift and not (window.suffix and case.block == 2)
-    ]
+    past = case.block == 2 or case.attention == "causal_prefix"  # the suffix lies past the last block
+    first = name == NEMOTRON or case.shift
+    return [window for window in WINDOWS if len(window.context) >= first and not (window.suffix and past)]
 
 
-ENDS = [(name, "fill") for name in CASES] + [(name, "cut") for name in BLOCK_CAUSAL]
+ENDS = [(name, "fill") for name in CASES] + [(name, "cut") for name in (*BLOCK_CAUSAL, NEMOTRON)]
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -172,7 +182,7 @@ def test_a_window_alone_equals_the_window_in_a_batch(found, name):
             assert again.token_logprobs == pytest.approx(scored.token_logprobs, abs=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llada", "dream", "llada2", "fast-dllm-v2", "sdar-moe"])
+@pytest.mark.parametrize("name", ["llada", "dream", "llada2", "fast-dllm-v2", "sdar-moe", NEMOTRON, "diffugpt"])
 @pytest.mark.parametrize("rule", RULES)
 def test_samples_are_scored_as_they_were_drawn(found, name, rule):
     denoiser, _ = found(name)
@@ -199,16 +209,19 @@ def test_left_to_right_is_the_chain_rule_and_k_the_marginals(found, name):
     denoiser, right = found(name)
     block, mask = denoiser.block or 4, denoiser.mask_id
     short = [mask] * (-4 % block if denoiser.block else 0)  # a short last block is shown filled up
+    origin = ()
+    if denoiser.seeds_blocks:  # blocks begin where the prefix ends
+        short, origin = [mask] * 2, (2,)
 
     def logs(*row):
-        logits = right((*row, *short)).roll(CASES[name].shift, 0)
+        logits = right((*row, *short), *origin).roll(CASES[name].shift, 0)
         return logits.masked_fill(denoiser.excluded, -math.inf).log_softmax(-1)
 
     first, second = logs(6, 7, mask, mask), logs(6, 7, 9, mask)
     window = [Window((6, 7), (9, 30))]
     one, two = (Duel(denoiser, f"l2r:k={k}", "auto" if denoiser.block else 4).log_prob(window)[0] for k in (1, 2))
     assert one.token_logprobs == pytest.approx([float(first[2, 9]), float(second[3, 30])], abs=1e-5)
-    if block > 1 and 2 // block == 3 // block:
+    if block > 1 and 2 // block == 3 // block and not denoiser.seeds_blocks:
         assert two.token_logprobs == pytest.approx([float(first[2, 9]), float(first[3, 30])], abs=1e-5)
 
 

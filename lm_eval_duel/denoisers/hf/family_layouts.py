@@ -99,11 +99,7 @@ def nemotron(config: Config) -> Config:
         )
     theta = config_entries.lookup(config, "rope_theta")
     scaled = {"rope_type": "yarn", **{key: rope[key] for key in YARN if rope.get(key) is not None}}
-    return {
-        "rope_theta": theta,
-        "rope_scaling": scaled,
-        "rope_parameters": {**scaled, "rope_theta": theta},
-    }
+    return {"rope_theta": theta, "rope_scaling": None, "rope_parameters": {**scaled, "rope_theta": theta}}
 
 
 def nemotron_research(config: Config) -> Config:
