@@ -248,7 +248,8 @@ def test_an_older_spelling_of_its_rotary_positions(checkpoint, tmp_path):
     config = {key: value for key, value in CASE.config.items() if key != "rope_parameters"}
     config |= {"rope_scaling": old, "rope_theta": YARN["rope_theta"]}
     path, _ = write(tmp_path, dataclasses.replace(CASE, config=config))
-    for one, other in zip(*(Duel(denoisers.load(p, device="cpu")).log_prob(TEXTS) for p in (path, checkpoint[0]))):
+    old, new = (Duel(denoisers.load(p, device="cpu")).log_prob(TEXTS) for p in (path, checkpoint[0]))
+    for one, other in zip(old, new, strict=True):
         assert one.token_logprobs == pytest.approx(other.token_logprobs, abs=1e-6)
 
 
