@@ -109,6 +109,7 @@ KEEPS = [  # two values of an arg that are one spec
 ]
 ELSEWHERE = {
     "sigma": "of SEDD, below",
+    "first_token": "of a causal prefix: denoisers/test_causal_prefix.py",
     "lattice_rules": "it adds values and changes none",
 }
 

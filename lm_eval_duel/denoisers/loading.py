@@ -55,7 +55,8 @@ def _load_network(config: dict[str, Any], options: LoadOptions, tokenizer: PreTr
     own_code = bool(config.get("auto_map"))
     code = hub.local_folder(options.name, options.revision, code_only=True) if own_code else None
     family = families.find(config, options, code)
-    if family is None and options.attention != "causal" and config.get("model_type") == "gpt2":
+    local = os.path.isdir(options.name) or options.attention != "causal"  # or will be
+    if family is None and config.get("model_type") == "gpt2" and local:
         names = weights.shapes(hub.local_folder(options.name, options.revision))
         family = families.by_tensors(config, names)
     also_causal = family is not None and family.attention == "causal_prefix"

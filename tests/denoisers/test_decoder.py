@@ -417,6 +417,54 @@ def test_networks_without_a_law_are_refused(given, field, tmp_path):
         denoisers.load(str(tmp_path), device="cpu")
 
 
+def test_diffugpt_is_known_by_its_tensors(found, tmp_path):
+    """Its config is GPT-2's."""
+    case = CASES["diffugpt"]
+    assert "family" not in case.options and found("diffugpt")[0].family == "diffugpt"
+    gpt2 = tiny.checkpoint(tmp_path / "gpt2", "gpt2")
+    with pytest.raises(DuelError, match="is neither a masked LM of transformers nor of a known diffusion family"):
+        denoisers.load(gpt2, device="cpu", tokenizer=tiny.tokenizer())
+    path, _ = write(tmp_path, case)
+    with pytest.raises(DuelError, match=r"is a masked diffusion model \(diffugpt\), so it has no autoregressive"):
+        load(path, case, attention="causal")
+    config = {**case.config, "scale_attn_by_inverse_layer_idx": True}
+    path, _ = write(tmp_path, dataclasses.replace(case, config=config, folder="scaled"))
+    with pytest.raises(DuelError, match=r"not the released network \(scale_attn_by_inverse_layer_idx\)"):
+        load(path, case)
+
+
+@pytest.mark.parametrize(("rows", "mask"), [(50257, 10541), (50258, 50257)])
+def test_the_mask_of_diffugpt_is_that_of_its_size(rows, mask):
+    config = {**CASES["diffugpt"].config, "vocab_size": rows}
+    assert families.by_tensors(config, ["denoise_model.wpe.weight"]).mask_id == mask
+    assert families.by_tensors(config, ["transformer.wpe.weight"]) is None
+
+
+def test_diffullama_by_its_name(tmp_path, caplog):
+    case = dataclasses.replace(CASES["diffullama"], folder="diffullama", options={})
+    path, _ = write(tmp_path, case)
+    assert load(path, case).family == "diffullama"
+    assert "is taken as diffullama; its config is that of a Llama" in caplog.text
+    assert load(path, case, attention="causal").family == "causal-lm"
+    assert load(path, case, attention="bidirectional").family == "decoder"
+
+
+def test_nemotron_research_by_its_dlm_type(tmp_path):
+    case = CASES["nemotron-diffusion-research"]
+    for kind, shift in ((None, 0), ("llada", 0), ("dream", 1)):
+        config = {**case.config, "dlm_type": kind}
+        path, _ = write(tmp_path, dataclasses.replace(case, config=config, folder=str(kind)))
+        for options in ({}, {"family": "nemotron-diffusion-research"}):
+            assert load(path, case, **options).shift == shift
+    for change, message in (
+        ({"dlm_type": "sedd"}, "'dlm_type' must be llada or dream; got 'sedd'"),
+        ({"disable_qk_norm": True}, "it does not fit Qwen3"),
+    ):
+        path, _ = write(tmp_path, dataclasses.replace(case, config={**case.config, **change}, folder="-".join(change)))
+        with pytest.raises(DuelError, match=message):
+            load(path, case)
+
+
 def test_llada2_that_edits_is_refused_unless_asked_for(tmp_path):
     case = CASES["llada2"]
     path, _ = write(tmp_path, case)

@@ -46,9 +46,9 @@ def read_shape(config: dict[str, Any], name: str) -> tuple[DiTConfig, int]:
         raise ValueError(f"'t_eps' must be below 0.5; got {config['t_eps']!r}")
     if uniform > 0 or UNIFORM.search(os.path.basename(name.rstrip("/"))):
         raise DuelError(
-            f"{name} is a GIDD trained with uniform noise (p_uniform {uniform:g}): its sampler replaces revealed "
-            "tokens, so no order of unmasking explains a text, and the theorem does not cover it. Those with p_uniform 0 "
-            "(gidd-small-p_unif-0.0) are covered."
+            f"{name} is a GIDD trained with uniform noise (p_uniform {uniform:g}): its sampler replaces "
+            "revealed tokens, so no order of unmasking explains a text, and the theorem does not cover it. Those with "
+            "p_uniform 0 (gidd-small-p_unif-0.0) are covered."
         )
     *shape, length = counts.values()
     return DiTConfig(*shape, time=True), length
