@@ -201,7 +201,7 @@ def _windows(denoiser: Denoiser, settings: Settings) -> list[Window]:
     """Windows of random tokens, with one visible token first for networks that need one."""
     if settings.length > denoiser.max_length:
         raise DuelError(f"{settings.pretrained} holds {denoiser.max_length} positions: pass --length of at most that.")
-    visible = max(denoiser.shift, int(denoiser.needs_visible))
+    visible = max(denoiser.shift, int(denoiser.needs_visible or denoiser.seeds_blocks))
     if settings.length <= visible:
         raise DuelError(f"{settings.pretrained} needs a visible first token: pass --length 2 or more.")
     rows = self_tests.random_rows(denoiser, settings.length, settings.windows, settings.seed).tolist()

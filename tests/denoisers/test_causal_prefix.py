@@ -10,21 +10,26 @@ import pytest
 import tiny
 import torch
 from decoder_reference import CASES, YARN, write
+from harness_requests import ask
 from laws import RULES, slow_but, strings, total
+from lm_eval.api.instance import Instance
 from textbook import score
 from toys import CausalPrefix
 
 from lm_eval_duel import denoisers, rules
-from lm_eval_duel.denoisers import block_causal
+from lm_eval_duel.bench.textbook import WholeRow, algorithm2
+from lm_eval_duel.cli.inspect import inspect
+from lm_eval_duel.denoisers import block_causal, self_tests
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import Autoregressive, Duel
 from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.estimators.lattice import Lattice
+from lm_eval_duel.harness.lm import DuelMDM
 
 CASE = CASES["nemotron-labs-diffusion"]
 FIRST = ["causal", "block"]
-FEW = ["left_to_right:k=2", "greedy:k=1", "threshold:mu=0.45", "klass:mu=0.4:nu=0.3", "entropy_bound:gamma=0.7"]
+FEW = ["left_to_right:k=2", "greedy:k=1", "threshold:mu=0.45", "klass:mu=0.4:nu=0.3"]
 
 
 # ---------------------------------------------------------------- the laws, on a toy in float64
@@ -80,7 +85,7 @@ def test_lanes_equal_the_textbook_loop(rule, first_token, monkeypatch):
 @pytest.mark.parametrize("rule", ["greedy", "threshold:mu=0.45", "klass:mu=0.4:nu=0.3"])
 def test_samples_are_scored_as_they_were_drawn(rule, first_token):
     duel = Duel(CausalPrefix(first_token, length=14), rule)
-    contexts = [(1,), (0, 2), (1, 1, 0)] * 3
+    contexts = [(1,), (0, 2), (1, 1, 0)]
     for extra in ({}, {"tail": 2}):
         length = 4 if extra else 5
         drawn = duel.sample(contexts, length, seed=3, **extra)
@@ -214,6 +219,45 @@ def test_it_is_an_autoregressive_network_too(checkpoint):
         right = [float(logs[i - 1, row[i]]) for i in range(begin, len(row))]
         assert scored.token_logprobs == pytest.approx(right, abs=1e-5)
     assert Autoregressive(denoiser).sample([(2, 6)], 3, seed=1)[0].tokens
+
+
+@pytest.mark.parametrize("first_token", FIRST)
+def test_the_model_of_the_harness(checkpoint, first_token):
+    path, _ = checkpoint
+    lm = DuelMDM(pretrained=path, rule="threshold:mu=0.3", device="cpu", first_token=first_token, verify=2)
+    assert lm.spec["first_token"] == first_token and lm.spec["attention"] == "causal_prefix"
+    assert (lm.spec["block"], lm.spec["grid"]) == ("4", "target")
+    assert lm.spec["rule"].endswith("seed_first=True") == (first_token == "causal")
+    answers = lm.loglikelihood(ask("loglikelihood", ("a b c", " d e f g h i"), ("b", " the of and")), disable_tqdm=True)
+    duel = Duel(denoisers.load(path, device="cpu", first_token=first_token), "threshold:mu=0.3")
+    window = Window((2, *lm.tok_encode("a b c")), lm.tok_encode(" d e f g h i"))
+    [score] = duel.log_prob([window])
+    assert answers[0] == (pytest.approx(score.log_prob, abs=1e-4), score.is_greedy)
+    assert lm.run.stats.verified.largest_difference < 1e-3
+    rolling = lm.loglikelihood_rolling(ask("loglikelihood_rolling", ("a b c d e f",)), disable_tqdm=True)
+    [score] = duel.log_prob([Window((2,), lm.tok_encode("a b c d e f"))])
+    assert rolling == [pytest.approx(score.log_prob, abs=1e-4)]
+    generated = [Instance("generate_until", {}, ("a b", {"max_gen_toks": 8}), 0, metadata=("toy", 0, 1))]
+    decoded = duel.sample([(2, *lm.tok_encode("a b"))], 8, do_sample=False)[0].tokens
+    assert lm.generate_until(generated, disable_tqdm=True)[0] == lm.tokenizer.decode(decoded)
+    fields = dict(inspect(path, {"first_token": first_token, "device": "cpu"}))
+    assert fields["attention"] == "causal_prefix, trained on blocks of 4" and fields["block"] == "4 (grid target)"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first_token", FIRST)
+def test_the_textbook_loop_of_bench(checkpoint, first_token):
+    path, _ = checkpoint
+    for last_block, length in (("fill", 16), ("cut", 15)):
+        denoiser = denoisers.load(path, device="cpu", first_token=first_token, last_block=last_block)
+        rows = self_tests.random_rows(denoiser, length, 3).tolist()
+        windows = [Window(row[:2], row[2:]) for row in rows]
+        for rule in ("greedy", "threshold:mu=0.3"):
+            duel = Duel(denoiser, rule)
+            loop = algorithm2(WholeRow, denoiser, duel.rule, duel.block, duel.grid, windows)
+            for row, scored in enumerate(duel.log_prob(windows)):
+                assert tuple(loop.reveal_steps[row].tolist()) == scored.reveal_steps
+                assert loop.token_logprobs[row].tolist() == pytest.approx(scored.token_logprobs, abs=1e-4)
 
 
 def test_rows_end_where_queries_would_be_scaled(checkpoint, tmp_path):

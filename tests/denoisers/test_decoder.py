@@ -451,7 +451,7 @@ def test_diffullama_by_its_name(tmp_path, caplog):
 
 def test_nemotron_research_by_its_dlm_type(tmp_path):
     case = CASES["nemotron-diffusion-research"]
-    for kind, shift in ((None, 0), ("llada", 0), ("dream", 1)):
+    for kind, shift in (("llada", 0), ("dream", 1)):
         config = {**case.config, "dlm_type": kind}
         path, _ = write(tmp_path, dataclasses.replace(case, config=config, folder=str(kind)))
         for options in ({}, {"family": "nemotron-diffusion-research"}):
@@ -459,6 +459,7 @@ def test_nemotron_research_by_its_dlm_type(tmp_path):
     for change, message in (
         ({"dlm_type": "sedd"}, "'dlm_type' must be llada or dream; got 'sedd'"),
         ({"disable_qk_norm": True}, "it does not fit Qwen3"),
+        ({"dlm_type": None, "prefix_ratio": 0}, "has no dlm_type, which the family nemotron-diffusion-research"),
     ):
         path, _ = write(tmp_path, dataclasses.replace(case, config={**case.config, **change}, folder="-".join(change)))
         with pytest.raises(DuelError, match=message):

@@ -124,6 +124,7 @@ FAMILIES = (
         attention="block_causal",
         block=32,
         mask_id=151662,
+        needs=layouts.NEMOTRON_RESEARCH_NEEDS,
         rename=layouts.NEMOTRON_KEYS,
         adapt=layouts.nemotron_research_fields,
         translate_config=layouts.nemotron_research,

@@ -79,6 +79,7 @@ def illada(config: Config) -> Config:
 # ---------------------------------------------------------------- NVIDIA
 
 NEMOTRON_NEEDS = (*DENSE, "head_dim")
+NEMOTRON_RESEARCH_NEEDS = (*DENSE, "dlm_type")
 NEMOTRON_KEYS = ((r"^encoder\.", "model."), (r"^diffusion_head\.", "lm_head."))
 YARN = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 
