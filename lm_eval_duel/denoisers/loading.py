@@ -1,6 +1,6 @@
 """How a checkpoint is loaded: its reader, its tokenizer, and the wrappers around its network.
 
-config.json -> our own DiT (MDLM, BD3-LM, SEDD, AR)          dit/checkpoint.py
+config.json -> our own DiT (MDLM, BD3-LM, SEDD, GIDD, AR)    dit/checkpoint.py
             -> transformers' decoders, explicit mask         hf/decoder_checkpoint.py, hf/families.py
             -> transformers' masked LMs                      hf/masked_lm.py
             -> transformers' causal LMs                      hf/causal_lm.py
