@@ -287,6 +287,21 @@ def test_what_the_checkpoint_refuses(checkpoint, tmp_path):
             denoisers.load(wrong, device="cpu")
 
 
+def test_rotary_positions_that_are_stretched(tmp_path):
+    """As in the 8B: a factor above 1, with no scale of attention besides, since mscale equals mscale_all_dim."""
+    yarn = {**YARN, "factor": 16.0, "original_max_position_embeddings": 32}
+    net = dataclasses.replace(CASE.net, stretch=yarn)
+    config = {**CASE.config, "rope_parameters": yarn, "max_position_embeddings": 512}
+    path, w = write(tmp_path, dataclasses.replace(CASE, config=config, net=net))
+    denoiser = denoisers.load(path, device="cpu")
+    assert denoiser.max_length == 28
+    ids = self_tests.random_rows(denoiser, 28)[:1]
+    seen = torch.tensor([plain.causal_prefix(28, 24)])
+    features, _ = denoiser.stream(ids, torch.arange(28)[None], seen, None)
+    right = plain.logits(net, w, ids[0].tolist(), seen[0])
+    assert (denoiser.head(features[0]) - right).abs().max() < 1e-5
+
+
 def test_an_older_spelling_of_its_rotary_positions(checkpoint, tmp_path):
     old = {"type" if key == "rope_type" else key: value for key, value in YARN.items() if key != "rope_theta"}
     config = {key: value for key, value in CASE.config.items() if key != "rope_parameters"}
