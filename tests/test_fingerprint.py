@@ -143,6 +143,7 @@ KEEPS = [  # two values of an arg that are one spec
 ]
 ELSEWHERE = {
     "sigma": "of SEDD, below",
+    "first_token": "of a causal prefix: denoisers/test_causal_prefix.py",
     "lattice_rules": "it adds values and changes none",
     "eos": "with ids of a tokenizer, in test_presets.py",
     **dict.fromkeys(("decay", "alpha", "table"), "of pc, with its file, in test_published.py"),

@@ -64,7 +64,8 @@ class Bench:
         """The textbook loops that this network supports."""
         if self.denoiser is not self.plain:
             return ["textbook", CACHED]
-        return [name for name in LOOPS if name == "textbook" or self.denoiser.attention == "block_causal"]
+        keeps = self.denoiser.attention == "block_causal" and self.denoiser.anchor == "row"
+        return [name for name in LOOPS if name == "textbook" or keeps]
 
     def loop(self, name: str, windows: Sequence[Window] | None = None, max_steps: int | None = None) -> Loop:
         """Run a textbook loop over `windows` (default: all), for `max_steps` steps at most."""
@@ -215,7 +216,7 @@ def _windows(denoiser: Denoiser, settings: Settings) -> list[Window]:
     """Windows of random tokens, with one visible token first for networks that need one."""
     if settings.length > denoiser.max_length:
         raise DuelError(f"{settings.pretrained} holds {denoiser.max_length} positions: pass --length of at most that.")
-    visible = max(denoiser.shift, int(denoiser.needs_visible))
+    visible = max(denoiser.shift, int(denoiser.needs_visible or denoiser.seeds_blocks))
     if settings.length <= visible:
         raise DuelError(f"{settings.pretrained} needs a visible first token: pass --length 2 or more.")
     rows = self_tests.random_rows(denoiser, settings.length, settings.windows, settings.seed).tolist()

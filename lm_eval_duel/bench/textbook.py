@@ -92,23 +92,26 @@ class WholeRow:
     """Shows the network the whole row at every step: earlier blocks, the block as revealed so far, then [MASK]."""
 
     def __init__(self, denoiser: Denoiser, rows: Rows, block: int | None):
-        self.denoiser = denoiser
+        self.denoiser, self.block = denoiser, block
         self.forwards = self.rows = self.token_rows = 0
         self.excluded = denoiser.excluded.nonzero()[:, 0]
-        length = rows.ids.shape[1]
-        causal = denoiser.attention == "block_causal"
-        if causal and denoiser.last_block == "fill":
-            length += -length % block
+        length, causal = rows.ids.shape[1], denoiser.attention == "block_causal"
+        self.prefix = denoiser.attention == "causal_prefix"
+        zero = int(rows.origin[0]) if self.prefix or denoiser.anchor == "target" else 0  # blocks count from here
+        if denoiser.by_blocks and denoiser.last_block == "fill":
+            length += -(length - zero) % block
         self.targets = rows.ids
         self.ids = torch.where(rows.visible, rows.ids, denoiser.mask_id)  # (N, L)
         self.ids = torch.nn.functional.pad(self.ids, (0, length - self.ids.shape[1]), value=denoiser.mask_id)
         self.positions = torch.arange(length, device=rows.ids.device)  # (L,)
-        of_block = self.positions // (block or length)  # (L,)
+        of_block = ((self.positions - zero) // (block or length)).clamp(min=-1)  # (L,); -1: a context that is one block
         self.seen = of_block[:, None] >= of_block if causal else None  # (L, L)
 
     def log_p(self, lanes: Lanes) -> torch.Tensor:
         """Log-probabilities of one block in each lane's row, (R, W, V)."""
         ids = self.ids[lanes.row]  # (R, L)
+        if self.prefix:
+            return self._after_prefix(ids, int(lanes.start[0]), lanes.hidden.shape[1])
         if self.seen is None:
             features = self.denoiser.features(ids, None)  # (R, L, D)
         else:
@@ -119,6 +122,17 @@ class WholeRow:
         if begin < 0:  # the first cell is visible: its prediction is never read
             features, begin = torch.cat([features[:, :1], features], dim=1), 0  # (R, 1 + L, D)
         return self.log_softmax(features)[:, begin : begin + lanes.hidden.shape[1]]
+
+    def _after_prefix(self, ids: torch.Tensor, start: int, width: int) -> torch.Tensor:
+        """Log-probabilities (R, W, V) of the block at `start` of rows (R, L) whose prefix is causal."""
+        query, key = self.positions[:, None], self.positions  # (L, 1), (L,)
+        seen = (query >= key) | ((query >= start) & (key < start + self.block))  # (L, L)
+        features, _ = self.denoiser.stream(ids, key.expand_as(ids), seen.expand(len(ids), -1, -1), None)  # (R, L, D)
+        self.count(ids)
+        own = features[:, start : start + width]  # (R, W, D)
+        if self.denoiser.seeds_blocks:
+            own = torch.cat([features[:, start - 1 : start], own[:, 1:]], dim=1)
+        return self.log_softmax(own)
 
     def count(self, ids: torch.Tensor) -> None:
         """Count a network call on `ids`."""
@@ -148,7 +162,6 @@ class KeptKeys(WholeRow):
 
     def __init__(self, denoiser: Denoiser, rows: Rows, block: int):
         super().__init__(denoiser, rows, block)
-        self.block = block
         self.cache: list[KeysValues] = []  # one per layer, (N, H, L, D / H) each
         self.edge: torch.Tensor | None = None  # (N, 1, D) features of the last clean column
         for start in range(0, int(rows.origin[0]) // block * block, block):

@@ -30,6 +30,7 @@ def inspect(name: str, arguments: dict[str, Any]) -> list[tuple[str, str]]:
     block = f", trained on blocks of {denoiser.block}" if denoiser.block else ""
     padding = {
         "block_causal": "invisible: it lies in later blocks",
+        "causal_prefix": "invisible: it lies in later blocks",
         "causal": "invisible: it comes after the text",
         "bidirectional": "invisible (the attention mask is honoured): rows of any length share a batch",
     }[denoiser.attention]

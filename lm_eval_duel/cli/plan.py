@@ -42,9 +42,9 @@ GIVES = {
 PRINTS = """\
 Prints one line per way to score the same windows: rule steps (NFE), network calls (at least), rows, token-rows (cells
 of the rows that the network evaluates), floating point operations, time, and what a cache keeps for each block (MiB;
-for block-causal networks: for each window). Operations are the matrix products of all layers and attention at every
-cell of a row, and the LM head at hidden cells only. With a rule whose steps depend on the text (threshold, klass, ...)
-all counts are upper bounds: one position a step. No weights are read.
+for block-causal networks and those with a causal prefix: for each window). Operations are the matrix products of all
+layers and attention at every cell of a row, and the LM head at hidden cells only. With a rule whose steps depend on the
+text (threshold, klass, ...) all counts are upper bounds: one position a step. No weights are read.
 """
 
 
@@ -57,7 +57,7 @@ class Line:
     calls: int  # at least
     flops: float
     hours: float
-    kept_bytes: int  # for each block, or for each window of a block-causal network
+    kept_bytes: int  # for each block, or for each window if clean cells are evaluated once
 
 
 def lines(setting: Setting, windows: Counter[Layout], options: argparse.Namespace) -> list[Line]:
@@ -70,10 +70,10 @@ def lines(setting: Setting, windows: Counter[Layout], options: argparse.Namespac
     kept = denoiser.size.kept * denoiser.size.itemsize * longest
     if denoiser.attention == "causal":
         return [_line("chain rule", cost.sum_over(windows, lambda w: cost.exact(setting, w)), 0, denoiser, options)]
-    block_causal = denoiser.attention == "block_causal"
+    kept_once = kept if denoiser.by_blocks else 0
     exact = cost.sum_over(windows, lambda w: cost.exact(setting, w))
-    result = [_line("exact", exact, kept if block_causal else 0, denoiser, options)]
-    if not block_causal and denoiser.family != "sedd":
+    result = [_line("exact", exact, kept_once, denoiser, options)]
+    if not denoiser.by_blocks and denoiser.family not in ("sedd", "gidd"):  # whose noise level changes every key
         under = setting
         if denoiser.shift:  # under a cache these networks need seed_first, which takes a step more
             under = dataclasses.replace(setting, rule=SeedFirst(inner(setting.rule)))
@@ -82,9 +82,11 @@ def lines(setting: Setting, windows: Counter[Layout], options: argparse.Namespac
             result.append(_line(name, total, kept, denoiser, options))
         total = cost.sum_over(windows, lambda w: cost.two_phase(under, w, options.sample))
         result.append(_line(f"two_phase {options.sample:g}", total, kept, denoiser, options))
+    if denoiser.seeds_blocks:  # the ELBO needs states that this sampler does not have
+        return result
     spans = dataclasses.replace(setting, block=denoiser.block)
     total = cost.sum_over(windows, lambda w: cost.elbo(spans, w, options.draws))
-    return [*result, _line(f"elbo {options.draws}", total, kept if block_causal else 0, denoiser, options)]
+    return [*result, _line(f"elbo {options.draws}", total, kept_once, denoiser, options)]
 
 
 def _line(method: str, total: Cost, kept: int, denoiser: Unloaded, options: argparse.Namespace) -> Line:
@@ -185,14 +187,14 @@ def main(arguments: list[str]) -> None:
 def plan(options: argparse.Namespace, run: Options) -> dict[str, Any]:
     """All figures of a plan, by name."""
     from lm_eval_duel.denoisers import unloaded
-    from lm_eval_duel.estimators.checks import check_rule, resolve_block, resolve_grid
+    from lm_eval_duel.estimators.checks import check_rule, resolve_block, resolve_grid, rule_for
     from lm_eval_duel.estimators.cost import Setting
     from lm_eval_duel.rules import LeftToRight
 
-    network = {key: value for key, value in run.network.items() if key not in ("cache", "compile", "peft")}
+    network = {key: value for key, value in run.network.items() if key not in ("cache", "compile")}
     name = run.pretrained or BUNDLED
     denoiser = unloaded.read(name, {**network, "max_length": options.length or run.max_length})
-    rule = LeftToRight() if denoiser.attention == "causal" else run.rule
+    rule = LeftToRight() if denoiser.attention == "causal" else rule_for(denoiser, run.rule)
     check_rule(denoiser, rule)
     block = resolve_block(denoiser, None if denoiser.attention == "causal" and run.block is None else run.block)
     setting = Setting(denoiser, rule, block, resolve_grid(denoiser, run.grid), denoiser.size.kept)

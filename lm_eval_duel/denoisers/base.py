@@ -19,11 +19,13 @@ from lm_eval_duel.engine.lanes import Rows
 if TYPE_CHECKING:
     from lm_eval_duel.rules import Rule
 
+BY_BLOCKS = ("block_causal", "causal_prefix")  # attention of networks with a trained block
+
 
 class Denoiser(abc.ABC):
     """A network as a function from rows of ids to features, and from features to logits.
 
-    A bidirectional or causal network implements `features`; a block-causal one implements `stream`.
+    A bidirectional or causal network implements `features`; one that works `by_blocks` implements `stream`.
     """
 
     family: str = "own"
@@ -31,12 +33,13 @@ class Denoiser(abc.ABC):
     vocab_size: int  # columns of the logits, V
     max_length: int  # positions in a row
     device: torch.device
-    attention: str = "bidirectional"  # or "block_causal", "causal"
+    attention: str = "bidirectional"  # or "block_causal", "causal_prefix", "causal"
     block: int | None = None  # the trained block
     anchor: str = "row"  # where a block-causal network counts blocks from; "target": the context is a block of its own
     published_block: int | None = None  # the block of the published results, for block=auto
     last_block: str = "fill"  # a short last block of a block-causal network is filled up with [MASK], or "cut"
     shift: int = 0  # the logits for position i are read at position i - shift, which must be visible
+    seeds_blocks: bool = False  # causal_prefix: the clean stream predicts a block's first token, revealed alone
     bos: str = "auto"  # the special tokens that this family expects; "auto": those that the tokenizer adds
     appends_sep: bool = False  # a row ends with the tokenizer's closing token, if it has one
     splits_head: bool = True  # the head can run at hidden cells only; otherwise it runs at every position of a row
@@ -53,6 +56,11 @@ class Denoiser(abc.ABC):
     @abc.abstractmethod
     def excluded(self) -> torch.Tensor:
         """Columns that are not tokens: [MASK] and padding of the embedding, (V,) bool."""
+
+    @property
+    def by_blocks(self) -> bool:
+        """Whether a cell sees no later block, so that clean cells are evaluated once."""
+        return self.attention in BY_BLOCKS
 
     def features(self, ids: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
         """The input of the LM head (R, L, D) for rows of ids (R, L); `real` (R, L) is False at padding.
@@ -91,7 +99,7 @@ class Denoiser(abc.ABC):
 
     def open(self, rows: Rows, generating: bool = False) -> View:
         """A view of one group of windows, for scoring or for generating."""
-        if self.attention == "block_causal" or (self.attention == "causal" and self.shift):
+        if self.by_blocks or (self.attention == "causal" and self.shift):
             return BlockCausalView(self, rows, generating)
         return View(self, rows)
 

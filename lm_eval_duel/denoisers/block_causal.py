@@ -7,14 +7,21 @@ A step evaluates many blocks of a window side by side in one row of the batch (b
     keys       clean blocks 0 1 2 3       | the queries' own
     seen       clean blocks before the query's, and the cells of its own block
 
-Blocks count from the row's first column. A network with `anchor="target"` counts them from the target's first column,
-and its context is one block of any length.
+The clean stream reads G cells at a time: cells of a group see each other and all earlier groups.
+
+    block-causal                       G = B, groups count from the row's first column
+    block-causal, anchor="target"      G = B, groups count from the target's first column; the context is one more group
+    causal prefix, causal              G = 1
+
+With a causal prefix (Nemotron-Labs-Diffusion) a block may begin at any column: it sees itself whole and every clean
+cell before it.
 
 Blocks that begin within the same stretch of columns go together, so that a call reads no more clean keys than its last
 block sees. A causal network is the case of blocks of one: all its predictions are read from the clean stream.
 
-Shapes: N windows, R lanes, B the trained block, W <= B block width of the lanes, P rows of a call, Q queries, K clean
-keys, M hidden cells of a lane, A lanes of one row, S slots, L row length, H heads, D features, X cells of a call.
+Shapes: N windows, R lanes, B the trained block, W <= B block width of the lanes, G cells of a clean group, P rows of a
+call, Q queries, K clean keys, M hidden cells of a lane, A lanes of one row, S slots, L row length, H heads, D features,
+X cells of a call.
 """
 
 from __future__ import annotations
@@ -35,6 +42,11 @@ STRETCH = 256  # columns of a window whose blocks are evaluated together
 CLEAN = 512  # columns of clean blocks that are evaluated together: a later piece reads the keys of an earlier one
 
 
+def clean_group(denoiser: Denoiser) -> int:
+    """How many cells the clean stream reads together, G."""
+    return (denoiser.block or 1) if denoiser.attention == "block_causal" else 1
+
+
 class BlockCausalView(View):
     """A block-causal denoiser opened on a group of rows.
 
@@ -46,20 +58,20 @@ class BlockCausalView(View):
         super().__init__(denoiser, rows)
         self.generating = generating
         self.block = denoiser.block or 1  # a causal network has blocks of one
+        self.group = clean_group(denoiser)  # G
+        self.reads_edges = bool(denoiser.shift or denoiser.seeds_blocks)  # first cells are read from the clean stream
         self._slot = torch.full_like(rows.origin, -1)  # (N,) where the clean keys of each window are kept
         self._kept = torch.zeros_like(rows.origin)  # (N,) clean columns whose keys are kept
-        block = self.block
-        self._zero = rows.origin if denoiser.anchor == "target" else torch.zeros_like(rows.origin)  # (N,) blocks count
-        self._last = (
-            self._zero + (rows.origin + rows.target - 1 - self._zero) // block * block
-        )  # (N,) last block's start
+        self._zero = rows.origin if denoiser.anchor == "target" else torch.zeros_like(rows.origin)  # (N,) groups count
+        last = rows.origin + rows.target - 1 - self._zero  # (N,)
+        self._needed = self._zero + last // self.group * self.group  # (N,) clean columns up to the last block
         self._share = rows.length  # (N,) of network tokens; a row has one lane when generating
         if not generating:
-            count = (self._last - self._zero) // block - (rows.origin - self._zero) // block + 1  # (N,) lanes
-            self._share = (-(-self._last // count)).clamp(min=block)
+            count = last // self.block - (rows.origin - self._zero) // self.block + 1  # (N,) lanes
+            self._share = (-(-self._needed // count)).clamp(min=self.block)
         self._slots = 0  # S
         self._clean: list[KeysValues] = []  # of each layer, (S, H, L, D / H) each
-        self._edge: torch.Tensor | None = None  # (S, L / B, D) features of the last cell before each block
+        self._edge: torch.Tensor | None = None  # (S, L / G, D) features of the last cell before each group
         self._calls: dict[int, Call] = {}  # of the last step, by stretch
         self._past_hash: torch.Tensor | None = None  # (N, L + 1) of the columns before each
 
@@ -115,7 +127,6 @@ class BlockCausalView(View):
 
         A call over clean blocks takes at most `tokens`.
         """
-        rows, block = self.rows, self.block
         if bool((self._slot[lanes.row] >= 0).all() & (self._kept[lanes.row] >= lanes.start).all()):
             return
         present = torch.zeros_like(self._slot, dtype=torch.bool)  # (N,)
@@ -129,8 +140,9 @@ class BlockCausalView(View):
         if self.generating:
             needed = torch.zeros_like(self._kept).scatter_reduce_(0, lanes.row, lanes.start, "amax")  # (N,)
         else:  # the targets of the whole window are known: one pass for all of its blocks
-            needed = self._last * present  # (N,)
-        piece = rows.ids.shape[1] if self.denoiser.attention == "causal" else max(block, CLEAN // block * block)
+            needed = self._needed * present  # (N,)
+        group = self.group
+        piece = self.rows.ids.shape[1] if self.denoiser.attention == "causal" else max(group, CLEAN // group * group)
         while len(lacking := (self._kept < needed).nonzero()[:, 0]):
             until = needed.minimum(self._kept.maximum(self._zero) + piece)  # (N,) a context is not divided
             lacking = lacking[self._kept[lacking].argsort(stable=True)]  # windows at the same piece together
@@ -138,9 +150,13 @@ class BlockCausalView(View):
             for part in lacking.split(most):
                 self._extend(part, until[part])
 
+    def _group_of(self, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+        """The number of the clean group of `column` (P, Q) in windows `row` (P,); -1 before the first (the context)."""
+        return ((column - self._zero[row][:, None]) // self.group).clamp(min=-1)  # (P, Q)
+
     def _extend(self, row: torch.Tensor, end: torch.Tensor) -> None:
         """Evaluate the clean columns of windows `row` (P,) that are not kept yet, up to `end` (P,)."""
-        device, block = row.device, self.block
+        device = row.device
         known, slot = self._kept[row], self._slot[row]  # (P,) each
         column = known[:, None] + torch.arange(int((end - known).max()), device=device)  # (P, Q)
         real = column < end[:, None]  # (P, Q)
@@ -148,7 +164,7 @@ class BlockCausalView(View):
 
         before = int(known.max())
         past = torch.arange(before, device=device) < known[:, None]  # (P, K)
-        number = ((column - self._zero[row][:, None]) // block).clamp(min=-1)  # (P, Q) of its block
+        number = self._group_of(row, column)  # (P, Q)
         own = number[:, :, None] >= number[:, None]  # (P, Q, Q)
         own &= real[:, None] | ~real[:, :, None]
         seen = torch.cat([past[:, None].expand(-1, column.shape[1], -1), own], dim=2)  # (P, Q, K + Q)
@@ -169,10 +185,10 @@ class BlockCausalView(View):
                     plane[at, :, before : before + real.shape[1]] = cells
                 else:
                     plane[slots, :, columns] = cells[rows, :, cell]
-        if self.denoiser.shift:
-            after = column + 1 - self._zero[row][:, None]  # (P, Q)
-            p, q = (real & (after >= 0) & (after % block == 0)).nonzero().unbind(1)  # (X,)
-            self._edge[slot[p], after[p, q] // block] = features[p, q]
+        if self.reads_edges:
+            after = self._group_of(row, column + 1)  # (P, Q)
+            p, q = (real & (after > number)).nonzero().unbind(1)  # (X,) last cells of their groups
+            self._edge[slot[p], after[p, q]] = features[p, q]
         self._kept[row] = end
 
     def _grow(self, like: list[KeysValues], features: torch.Tensor) -> None:
@@ -192,8 +208,8 @@ class BlockCausalView(View):
             tuple(grown(old, (of.shape[1], length, of.shape[3]), of) for old, of in zip(olds, news, strict=True))
             for olds, news in zip(clean, like, strict=True)
         ]
-        if self.denoiser.shift:
-            edges = -(-length // self.block)
+        if self.reads_edges:
+            edges = -(-length // self.group)
             self._edge = grown(self._edge, (edges, features.shape[2]), features)
         self._clean, self._slots = clean, slots  # last: running out of memory above changes no state
 
@@ -214,7 +230,7 @@ class BlockCausalView(View):
     def _edge_features(self, lanes: Lanes, lane: torch.Tensor) -> torch.Tensor:
         """The clean stream's features at the last cell before the block of `lane` (c,), (c, D)."""
         row = lanes.row[lane]  # (c,)
-        return self._edge[self._slot[row], (lanes.start[lane] - self._zero[row]) // self.block]
+        return self._edge[self._slot[row], self._group_of(row, lanes.start[lane][:, None])[:, 0]]
 
     # ------------------------------------------------------------ the noisy stream
 
@@ -235,8 +251,8 @@ class BlockCausalView(View):
 
         def at(lane: torch.Tensor, nth: torch.Tensor) -> torch.Tensor:
             at_cells = features[lane, nth]  # (C, D)
-            # a block's first prediction is read from the clean stream, at the last cell of the block before
-            if shift and (first := cell[lane, nth] < shift).any():
+            # a block's first prediction is read from the clean stream, at the last cell before the block
+            if self.reads_edges and (first := cell[lane, nth] < 1).any():
                 at_cells[first] = self._edge_features(lanes, lane[first])
             return at_cells
 

@@ -27,6 +27,7 @@ COUNTS = (
     "n_kv_heads",
     "n_layer",
     "n_layers",
+    "n_positions",
     "n_query_groups",
     "n_routed_experts",
     "num_attention_heads",
@@ -39,7 +40,14 @@ COUNTS = (
 )
 SIZES = ("hidden_size", "n_embd", "n_head", "n_layer", "num_attention_heads", "num_hidden_layers", "vocab_size")
 COUNTS_OR_NONE_AT_ALL = ("dense_intermediate_size", "first_k_dense_replace", "n_shared_experts", "num_shared_experts")
-NUMBERS = ("norm_eps", "partial_rotary_factor", "rms_norm_eps", "rope_theta", "routed_scaling_factor")
+NUMBERS = (
+    "layer_norm_epsilon",
+    "norm_eps",
+    "partial_rotary_factor",
+    "rms_norm_eps",
+    "rope_theta",
+    "routed_scaling_factor",
+)
 SWITCHES = (
     "attention_bias",
     "include_bias",

@@ -41,6 +41,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 Bos = Literal["given", "scored", "official", "none", "first"]
 Attention = Literal["bidirectional", "block_causal", "causal"]
 LastBlock = Literal["fill", "cut"]
+FirstToken = Literal["causal", "block"]
 Sigma = Literal["clamped", "schedule"]
 Backend = Literal["native", "remote"]
 Cache = Literal["prefix", "dual"]
@@ -106,6 +107,7 @@ class NetworkArguments:
     block: int | str | None = argument(block_size)  # the trained block, if neither config nor family names it
     shift_logits: bool | None = argument(lambda key, value: None if value in NOTHING else truth(key, value))
     last_block: LastBlock = argument(required_choice(*get_args(LastBlock)), "fill")
+    first_token: FirstToken | None = argument(choice(*get_args(FirstToken)))  # causal prefix: of each block
     sigma: Sigma | None = argument(choice(*get_args(Sigma)))  # SEDD
     backend: Backend | None = argument(choice(*get_args(Backend)))
     cache: Cache | None = argument(_cache)  # the cached sampler, another distribution

@@ -1,6 +1,6 @@
 """How a checkpoint is loaded: its reader, its tokenizer, and the wrappers around its network.
 
-config.json -> our own DiT (MDLM, BD3-LM, SEDD, AR)          dit/checkpoint.py
+config.json -> our own DiT (MDLM, BD3-LM, SEDD, GIDD, AR)    dit/checkpoint.py
             -> transformers' decoders, explicit mask         hf/decoder_checkpoint.py, hf/families.py
             -> transformers' masked LMs                      hf/masked_lm.py
             -> transformers' causal LMs                      hf/causal_lm.py
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.arguments import checkpoint_name
 from lm_eval_duel.demo import BUNDLED, resolve
-from lm_eval_duel.denoisers import config_entries, hub, special_tokens
+from lm_eval_duel.denoisers import config_entries, hub, special_tokens, weights
 from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.dit import checkpoint as dit_checkpoint
@@ -61,7 +61,12 @@ def _load_network(config: dict[str, Any], options: LoadOptions, tokenizer: PreTr
         config_entries.check_sizes(config)
     except ValueError as error:
         raise DuelError(f"The config.json of {options.name} is wrong: {error}.") from None
-    if options.attention == "causal" and options.backend != "remote":
+    local = os.path.isdir(options.name) or options.attention != "causal"  # or will be
+    if family is None and config.get("model_type") == "gpt2" and local:
+        names = weights.shapes(hub.local_folder(options.name, options.revision))
+        family = families.by_tensors(config, names)
+    also_causal = family is not None and family.attention == "causal_prefix"
+    if options.attention == "causal" and options.backend != "remote" and not also_causal:
         return causal_lm.load(family, config, options, tokenizer)
     if family is not None and options.backend != "remote":
         folder = hub.local_folder(options.name, options.revision)

@@ -32,8 +32,8 @@ REPEATED = 128  # positions; longer than the chunks in which some networks hash
 def run(denoiser: Denoiser, path: str) -> None:
     """Run every self-test; sets the detected properties on the denoiser, or raises DuelError."""
     with torch.inference_mode():
-        if denoiser.attention == "block_causal":
-            _block_causal(denoiser, path)
+        if denoiser.by_blocks:
+            _by_blocks(denoiser, path)
             return
         rows = random_rows(denoiser)  # (R, L)
         logits = _logits(denoiser, rows)  # (R, L, V)
@@ -151,9 +151,9 @@ def ties_when_all_mask(denoiser: Denoiser) -> bool:
     return relative_difference(logits, logits[:1].expand_as(logits)) <= tolerance(denoiser, logits)
 
 
-def _block_causal(denoiser: Denoiser, path: str) -> None:
-    """Check that a block sees all of itself and no later block."""
-    block = denoiser.block
+def _by_blocks(denoiser: Denoiser, path: str) -> None:
+    """Check that a block sees all of itself, and that clean cells see no later block."""
+    block, kind = denoiser.block, denoiser.attention.replace("_", "-")
     if scales_by_length(denoiser):
         raise DuelError(
             f"The rotary frequencies of {path} change with the longest row of a call, so the values of a block would "
@@ -163,6 +163,8 @@ def _block_causal(denoiser: Denoiser, path: str) -> None:
     rows = random_rows(denoiser, 2 * block).repeat(1, 2 * block)[:, : 2 * block]  # (2, 2 B)
     position = torch.arange(2 * block, device=rows.device)
     seen = position[:, None] // block >= position // block  # (2 B, 2 B)
+    if denoiser.attention == "causal_prefix":
+        seen[:block] = position[:block, None] >= position
 
     def logits(ids: torch.Tensor) -> torch.Tensor:
         features, _ = denoiser.stream(ids, position.expand_as(ids), seen.expand(len(ids), -1, -1), None)
@@ -172,10 +174,10 @@ def _block_causal(denoiser: Denoiser, path: str) -> None:
     require_finite(whole, path)
     later, own = rows.clone(), rows.clone()
     later[:, block:] = rows[:, :1]
-    own[:, block - 1] = denoiser.mask_id
+    own[:, -1] = denoiser.mask_id
     if relative_difference(logits(later)[:, :block], whole[:, :block]) > _batch_tolerance(denoiser, whole):
-        raise DuelError(f"{path} is not block-causal: a later block changes the predictions of an earlier one.")
-    if block > 1 and relative_difference(logits(own)[:, : block - 1], whole[:, : block - 1]) == 0:
+        raise DuelError(f"{path} is not {kind}: a later block changes the predictions of an earlier one.")
+    if block > 1 and relative_difference(logits(own)[:, block:-1], whole[:, block:-1]) == 0:
         raise DuelError(f"{path} is causal inside its blocks: its predictions ignore later tokens of the block.")
     masks = torch.full((1, block), denoiser.mask_id, device=rows.device)
     inside = torch.ones(1, block, block, dtype=torch.bool, device=rows.device)

@@ -19,6 +19,7 @@ from lm_eval_duel.demo import resolve
 from lm_eval_duel.denoisers import config_entries, hub
 from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.denoisers.dit import checkpoint as dit_checkpoint
+from lm_eval_duel.denoisers.dit import gidd
 from lm_eval_duel.denoisers.dit.denoiser import ATTENTION, PUBLISHED_BLOCK
 from lm_eval_duel.denoisers.dit.network import DiT
 from lm_eval_duel.denoisers.hf import auto_model, decoder_checkpoint, families
@@ -83,14 +84,14 @@ def read(name: str, network: dict[str, Any], tokenizer: Any = None) -> Unloaded:
     if dit_checkpoint.is_dit(config):
         return _dit(unloaded, config, options)
     family = families.find(config, options, None)
-    if family is not None and options.attention != "causal":
+    if family is not None and (options.attention != "causal" or family.attention == "causal_prefix"):
         return _decoder(unloaded, family, config, options, tokenizer)
     return _transformers_lm(unloaded, config, options, tokenizer)
 
 
 def _dit(unloaded: Unloaded, config: dict[str, Any], options: LoadOptions) -> Unloaded:
-    """MDLM, BD3-LM, SEDD or AR."""
-    family, shape, length, block = dit_checkpoint.read_shape(config, options.name)
+    """MDLM, BD3-LM, SEDD, GIDD or AR."""
+    family, shape, length, block = dit_checkpoint.read_shape(config, options.name, options.name)
     with torch.device("meta"):
         network = DiT(shape)
     weights = dict(network.named_parameters())
@@ -109,9 +110,10 @@ def _dit(unloaded: Unloaded, config: dict[str, Any], options: LoadOptions) -> Un
     )
     unloaded.dtype, unloaded.vocab_size, unloaded.family = "float32", shape.vocab_size, family
     unloaded.attention, unloaded.block = ATTENTION.get(family, "bidirectional"), block
-    unloaded.published_block = PUBLISHED_BLOCK if unloaded.attention == "bidirectional" else None
+    published = unloaded.attention == "bidirectional" and family != "gidd"
+    unloaded.published_block = PUBLISHED_BLOCK if published else None
     unloaded.max_length = hub.row_length(options.name, options.max_length, length)
-    unloaded.mask_id = None if family == "ar" else shape.vocab_size - 1
+    unloaded.mask_id = {"ar": None, "gidd": gidd.MASK}.get(family, shape.vocab_size - 1)
     unloaded.shift, unloaded.bos = int(family == "ar"), options.bos or "given"
     return unloaded
 
@@ -126,13 +128,17 @@ def _decoder(
     unloaded.family, unloaded.attention = family.name, options.attention or family.attention
     shifted = config_entries.switch(config, "right_shift_logits", bool(family.shift))
     unloaded.shift = int(shifted if options.shift_logits is None else options.shift_logits)
+    causal = unloaded.attention == "causal"
+    unloaded.shift = 1 if causal else unloaded.shift
+    unloaded.seeds_blocks = unloaded.attention == "causal_prefix" and options.first_token != "block"
     unloaded.bos = options.bos or ("given" if unloaded.shift else family.bos)
-    blocks = unloaded.attention == "block_causal"
-    unloaded.published_block = None if blocks else family.published_block
-    unloaded.block = trained_block(family, config, options) if blocks else None
-    positions = max_positions(family, model_config.max_position_embeddings)
+    unloaded.published_block = family.published_block if unloaded.attention == "bidirectional" else None
+    unloaded.block = trained_block(family, config, options) if unloaded.by_blocks else None
+    unloaded.anchor = family.anchor if unloaded.attention == "block_causal" else "row"
+    positions = max_positions(family, model_config.max_position_embeddings, config)
     unloaded.max_length = hub.row_length(options.name, options.max_length, positions)
-    unloaded.mask_id = hub.find_mask_id(options, config, tokenizer, family.mask_id or 0, unloaded.vocab_size)
+    known = family.mask_id or 0
+    unloaded.mask_id = None if causal else hub.find_mask_id(options, config, tokenizer, known, unloaded.vocab_size)
     return unloaded
 
 

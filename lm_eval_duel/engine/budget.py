@@ -84,7 +84,10 @@ def largest(denoiser: Denoiser, block: int | None, grid: str, least: int, most: 
 @torch.inference_mode()
 def _try(denoiser: Denoiser, block: int | None, grid: str, tokens: int) -> None:
     """One call of `tokens` network tokens, on different rows of max_length."""
-    known, rows = max(denoiser.shift, denoiser.max_length // 8), -(-tokens // denoiser.max_length)
+    known, rows = (
+        max(denoiser.shift, denoiser.seeds_blocks, denoiser.max_length // 8),
+        -(-tokens // denoiser.max_length),
+    )
     vocabulary = (~denoiser.excluded).nonzero()[:, 0].cpu()  # (T,)
     draw = torch.randint(len(vocabulary), (rows, denoiser.max_length), generator=torch.Generator().manual_seed(1))
     windows = [Window(row[:known], row[known:]) for row in vocabulary[draw].tolist()]

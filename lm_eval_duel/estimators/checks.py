@@ -36,14 +36,29 @@ def resolve_block(denoiser: Denoiser, block: int | str | None) -> int | None:
 
 
 def resolve_grid(denoiser: Denoiser, grid: str) -> str:
-    """The grid to use: "target" or "row"; "auto" is the one that the network needs."""
+    """The grid to use: "target" or "row"; "auto" is the one that the network needs.
+
+    A causal prefix ends where the target begins, so blocks count from there, as in the authors' code.
+    """
     if grid not in ("auto", "target", "row"):
         raise DuelError(f"grid is 'target', 'row' or 'auto'; got {grid!r}.")
     needed = denoiser.anchor if denoiser.attention == "block_causal" else None
     if needed and grid not in ("auto", needed):
         which = "A block-causal network" if needed == "row" else "This network"
         raise DuelError(f"{which} counts its blocks from the {needed}'s first position; use grid={needed} or auto.")
+    if denoiser.seeds_blocks and grid == "row":
+        raise DuelError(
+            "first_token=causal predicts the first token of a block from the clean row, and with grid=row a block may "
+            "begin inside the context. Use grid=target or auto, or first_token=block."
+        )
     return grid if grid != "auto" else needed or "target"
+
+
+def rule_for(denoiser: Denoiser, rule: rules.Rule) -> rules.Rule:
+    """The rule as the sampler of this network follows it: after each block's first token, if that is revealed alone."""
+    if denoiser.seeds_blocks and not isinstance(rule, rules.SeedFirst):
+        return rules.SeedFirst(rule)
+    return rule
 
 
 def check_rule(denoiser: Denoiser, rule: rules.Rule) -> None:
@@ -57,6 +72,12 @@ def check_rule(denoiser: Denoiser, rule: rules.Rule) -> None:
 
 def check_every_order(denoiser: Denoiser, name: str) -> None:
     """Raise DuelError for a network that cannot evaluate every state of a block, which estimator `name` needs."""
+    if denoiser.seeds_blocks:
+        raise DuelError(
+            f"estimator={name} evaluates states in which a block's first token is hidden and later ones are revealed. "
+            "This network's sampler has no such state: it reveals each block's first token alone. To score the sampler "
+            "that predicts it like the others of its block (vLLM's), pass first_token=block."
+        )
     if denoiser.shift and denoiser.cache:
         raise DuelError(
             f"estimator={name} evaluates states in which a block's first token is hidden and later ones are revealed. "
@@ -147,7 +168,7 @@ def _problem(denoiser: Denoiser, block: int | None, grid: str, window: Window, i
             "shows no token at its first step, and this network scales its input by the share of visible tokens: with "
             "none it divides 0 by 0. Keep the tokenizer's special tokens (leave bos=none out), or pass a context."
         )
-    if window.target and len(window.context) < denoiser.shift:
+    if window.target and len(window.context) < max(denoiser.shift, denoiser.seeds_blocks):
         return "needs a context: this network predicts each token from the one before it. Use bos=given."
     if ids and not (min(ids) >= 0 and max(ids) < denoiser.vocab_size):
         wrong = next(token for token in ids if not 0 <= token < denoiser.vocab_size)
@@ -156,9 +177,9 @@ def _problem(denoiser: Denoiser, block: int | None, grid: str, window: Window, i
         return f"holds the mask token (id {denoiser.mask_id}), which can be neither context nor target."
     if window.suffix and window.target and denoiser.attention == "causal":
         return "has a suffix, which a causal network never sees. Leave it out."
-    if window.suffix and denoiser.block and denoiser.attention == "block_causal" and window.target:
+    if window.suffix and denoiser.block and denoiser.attention != "bidirectional" and window.target:
         end = len(window.context) + len(window.target)
-        border = end + -(len(window.target) if grid == "target" else end) % denoiser.block
+        border = end + -(end if grid == "row" else len(window.target)) % denoiser.block
         if window.length > border:
             return (
                 f"has a suffix up to position {window.length - 1}, but its last target block ends at {border - 1}, and "

@@ -2,11 +2,11 @@
 
     method       a block of m hidden cells, k revealed a step, in a row of L cells
     exact        ceil(m / k) rows of L cells (bidirectional); of the block's own cells, after one pass over the clean
-                 blocks (block-causal); the whole row once (causal)
+                 cells (block-causal, causal prefix); the whole row once (causal)
     prefix       one row of L cells, then ceil(m / k) - 1 rows from the block's start on
     dual         one row of L cells, then ceil(m / k) - 1 rows of the block's cells
     two_phase    dual, and a share of the blocks exact as well
-    elbo         for each draw one row of L cells (bidirectional), or of each block's cells (block-causal)
+    elbo         for each draw one row of L cells (bidirectional), or of each block's cells (by blocks)
 
 Equal windows are scored once, and counted once. Equal rows of different windows, which a network call evaluates once,
 are not foreseen, nor is padding.
@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from lm_eval_duel.denoisers.base import Denoiser
-from lm_eval_duel.denoisers.block_causal import CLEAN, STRETCH
+from lm_eval_duel.denoisers.block_causal import CLEAN, STRETCH, clean_group
 from lm_eval_duel.denoisers.cached.view import GPU_KEPT
 from lm_eval_duel.engine.lanes import blocks
 from lm_eval_duel.engine.windows import Window
@@ -111,8 +111,8 @@ def exact(setting: Setting, window: Layout) -> Cost:
     """`estimator=duel` without a cache, and the chain rule of a causal network."""
     if setting.denoiser.attention == "causal":
         return _causal(window)
-    if setting.denoiser.attention == "block_causal":
-        return _block_causal(setting, window)
+    if setting.denoiser.by_blocks:
+        return _by_blocks(setting, window)
     total, length = Cost(), window.length
     for _, _, cells in setting.places(window):
         hidden = setting.hidden(cells)
@@ -145,7 +145,7 @@ def elbo(setting: Setting, window: Layout, samples: int) -> Cost:
     spans, length = setting.places(window), window.length
     total = Cost(blocks=len(spans), longest=1)
     head = samples * sum((cells + 1) / 2 for _, _, cells in spans)
-    if setting.denoiser.attention == "block_causal":
+    if setting.denoiser.by_blocks:
         states = {start: [samples] for start, _, _ in spans}
         return dataclasses.replace(total + _blocks_of(setting, window, states), head=head)
     rows = samples * len(spans)
@@ -159,7 +159,7 @@ def _causal(window: Layout) -> Cost:
     return Cost(targets, targets, 1, tokens, tokens**2, targets, tokens, 1)
 
 
-def _block_causal(setting: Setting, window: Layout) -> Cost:
+def _by_blocks(setting: Setting, window: Layout) -> Cost:
     total, states = Cost(), {}
     for start, _, cells in setting.places(window):
         hidden = setting.hidden(cells)
@@ -169,17 +169,19 @@ def _block_causal(setting: Setting, window: Layout) -> Cost:
 
 
 def _blocks_of(setting: Setting, window: Layout, states: dict[int, list[int]]) -> Cost:
-    """The clean blocks once, and the states of each block (how many at each step), as `BlockCausalView` packs them.
+    """The clean cells once, and the states of each block (how many at each step), as `BlockCausalView` packs them.
 
     Blocks that begin within a stretch of columns share rows of the network.
     """
     block = setting.denoiser.block or 1
-    clean = (window.context + window.target - 1) // block * block
-    piece = max(block, CLEAN // block * block)
-    total = Cost(longest=1 if clean else 0)
-    for start in range(0, clean, piece):
-        end = min(clean, start + piece)
+    group, zero = clean_group(setting.denoiser), window.context if setting.denoiser.anchor == "target" else 0
+    clean = zero + (window.context + window.target - 1 - zero) // group * group
+    piece = max(group, CLEAN // group * group)
+    total, start = Cost(longest=1 if clean else 0), 0
+    while start < clean:
+        end = min(clean, max(start, zero) + piece)
         total += Cost(rows=1, token_rows=end - start, pairs=(end - start) * end, weight=end - start)
+        start = end
     abreast, share = max(1, STRETCH // block), max(block, -(-clean // max(1, len(states))))
     for stretch in {start // max(block, STRETCH) for start in states}:
         starts = [start for start in states if start // max(block, STRETCH) == stretch]

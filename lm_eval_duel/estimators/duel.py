@@ -30,7 +30,7 @@ from lm_eval_duel.engine.reveal import RevealLoop, decide
 from lm_eval_duel.engine.windows import Ids, Window, as_ids
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.base import Estimator, IndexedScores, Place, Value, WindowGroup, fresh
-from lm_eval_duel.estimators.checks import check_rule, check_windows
+from lm_eval_duel.estimators.checks import check_rule, check_windows, rule_for
 
 Stop: TypeAlias = Callable[[int, tuple[int, ...]], bool]  # (index, tokens so far) -> whether to stop here
 
@@ -59,7 +59,7 @@ class Duel(Estimator):
         max_batch_size: int | None = None,
         traced: bool = False,
     ):
-        self.rule = rules.parse(rule) if isinstance(rule, str) else rule
+        self.rule = rule_for(denoiser, rules.parse(rule) if isinstance(rule, str) else rule)
         check_rule(denoiser, self.rule)
         super().__init__(denoiser, block, grid, batch_size, max_batch_size, traced)
         self._followed = rules.in_turn(self.rule, self.block) if self.rule.spans_blocks else self.rule

@@ -115,10 +115,18 @@ class Text:
 
     def scorable(self, ids: list[int]) -> list[int]:
         """The ids of a text; raises DuelError if the mask token is among them."""
-        if self.denoiser.mask_id in ids:
+        mask_id = self.denoiser.mask_id
+        if count := ids.count(mask_id):
+            remedy = "Remove it from the text."
+            if mask_id not in self.tokenizer.all_special_ids:  # DiffuGPT, DiffuLLaMA
+                remedy = (
+                    "This checkpoint took an ordinary token as its [MASK], so such texts cannot be scored: leave them "
+                    "out, for every model that you compare."
+                )
             raise DuelError(
-                f"the text holds the mask token {self.tokenizer.decode([self.denoiser.mask_id])!r}, which a masked "
-                "diffusion model can neither score nor see as context. Remove it from the text."
+                f"the text holds the mask token {self.tokenizer.decode([mask_id])!r} (id {mask_id}, {count} "
+                f"{'time' if count == 1 else 'times'}), which a masked diffusion model can neither score nor see as "
+                f"context. {remedy}"
             )
         return ids
 
@@ -215,8 +223,8 @@ class Text:
         return rolling(ids, self.start, self.capacity, self.suffix)
 
     def _without_unseen(self, window: Window) -> Window:
-        """A window without its suffix if no block of a block-causal network sees it: it is after the last block."""
-        unseen = self.denoiser.attention == "block_causal" and len(window.target) % (self.block or 1) == 0
+        """A window without its suffix if no block of the network sees it: it is after the last one."""
+        unseen = self.denoiser.by_blocks and len(window.target) % (self.block or 1) == 0
         return dataclasses.replace(window, suffix=()) if window.suffix and not window.context and unseen else window
 
 

@@ -31,7 +31,7 @@ def elbo_of(duel: Row, shown: Sequence[Row], as_published: bool = False) -> tupl
     (elbo_exact) may replace a Monte Carlo ELBO. Bounds are preferred, then more draws. `as_published`: without an ELBO
     of the same spec, accept one with other windows or scored positions, and return the differences.
     """
-    causal = duel.run.duel.get("attention") == "block_causal"
+    causal = duel.run.duel.get("attention") in ("block_causal", "causal_prefix")
     wanted, kinds = (duel.run.block, ("elbo", "elbo_exact")) if causal else ("none", ("elbo",))
     fitting = {
         n: _other_spec(row.run.spec, duel.run.spec)

@@ -156,14 +156,14 @@ ENTRIES = (
         "nemotron",
         "Nemotron-Labs-Diffusion's generate: one token a step",
         ("nemotron-labs-diffusion",),
-        {"rule": "greedy:k=1:seed_first=true", "block": 32},
+        {"rule": "greedy:k=1", "block": 32, "first_token": "causal"},
         "nvidia/Nemotron-Labs-Diffusion-8B modeling_nemotron_labs_diffusion.py, generate with threshold=None",
     ),
     Preset(
         "nemotron-threshold",
         "Nemotron-Labs-Diffusion as in its scripts",
         ("nemotron-labs-diffusion",),
-        {"rule": "threshold:mu=0.9:seed_first=true", "block": 32},
+        {"rule": "threshold:mu=0.9", "block": 32, "first_token": "causal"},
         "nvidia/Nemotron-Labs-Diffusion-8B modeling_nemotron_labs_diffusion.py, generate with threshold=0.9",
     ),
 )

@@ -5,6 +5,7 @@ import shlex
 
 import pages
 import pytest
+from decoder_reference import CASES, write
 
 from lm_eval_duel.cli.main import main
 from lm_eval_duel.cli.plan import parse, plan
@@ -46,6 +47,23 @@ def test_a_published_setting_by_hand():
     assert exact["flops"] == 2 * (exact["token_rows"] * (32 * layer + 2 * 2048 * 32 * 4096) + head)
     assert exact["hours"] == pytest.approx(exact["flops"] / (0.5 * 989e12) / 3600)
     assert dual["kept_bytes"] == 2 * 32 * 4096 * 2048 * 2 and exact["kept_bytes"] == 0
+
+
+def test_an_adapter_may_make_another_network():
+    got = figures(f"--model_args {LLADA},peft=SJTU-Deng-Lab/D2F_LLaDA_Instruct_8B_Lora --tokens 2048")
+    assert (got["family"], got["block"], set(got["methods"])) == ("d2f-llada", 32, {"exact", "elbo 128"})
+    assert got["methods"]["exact"]["token_rows"] == 2016 + 2048 * 32  # clean blocks once, then 32 cells a step
+
+
+def test_a_sampler_that_reveals_first_tokens_alone(tmp_path):
+    """One block of 4 takes 1 + 3 steps under k=1 and 1 + 2 under k=2; its bound needs the other sampler."""
+    path = write(tmp_path, CASES["nemotron-labs-diffusion"])[0]
+    for k, steps in ((1, 4), (2, 3)):
+        got = figures(f"--model_args pretrained={path},rule=greedy,k={k} --tokens 4")
+        assert (got["rule"], set(got["methods"])) == (f"greedy:k={k}:seed_first=True", {"exact"})
+        assert got["methods"]["exact"]["nfe"] == steps
+    other = figures(f"--model_args pretrained={path},first_token=block --tokens 4")
+    assert set(other["methods"]) == {"exact", "elbo 128"} and other["rule"] == "greedy:k=1"
 
 
 def test_documents_of_equal_length_are_cut_like_texts():

@@ -58,7 +58,8 @@ def plain(tmp_path_factory):
             if name in CASES:
                 path, _ = write(folder, CASES[name])
                 denoiser = denoisers.load(path, device="cpu", **{**CASES[name].options, **options})
-                layers = denoiser.model.model.layers
+                base = denoiser.model.base_model
+                layers = base.h if name == "diffugpt" else base.layers
             elif name in DITS:
                 denoiser, _ = opened(folder, name)
                 layers = denoiser.network.blocks

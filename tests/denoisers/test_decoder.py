@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from textbook import score
 
 from lm_eval_duel import denoisers, rules
+from lm_eval_duel.bench.textbook import WholeRow, algorithm2
 from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.denoisers.hf import families
 from lm_eval_duel.engine.windows import Window
@@ -34,7 +35,9 @@ WINDOWS = [
 
 BIDIRECTIONAL = [name for name, case in CASES.items() if case.attention == "bidirectional"]
 BLOCK_CAUSAL = [name for name, case in CASES.items() if case.attention == "block_causal"]
+NEMOTRON = "nemotron-labs-diffusion"
 ALIKE = ("mmada", "smdm", "d2f-dream")  # of a class, mask and shift that others have: only their layout is new
+ALIKE += ("diffullama", "nemotron-diffusion-research")
 SCORED = slow_but(CASES, [name for name in CASES if name not in ALIKE])
 
 
@@ -53,6 +56,12 @@ def found(tmp_path_factory):
 
         @functools.cache
         def logits(ids, origin=0):
+            """`origin`: the first target position, for networks whose blocks count from there."""
+            if case.attention == "causal_prefix":
+                begin = origin + (ids.index(case.mask) - origin) // case.block * case.block  # of the block in progress
+                found = plain.logits(case.net, w, ids, plain.causal_prefix(len(ids), begin))
+                found[begin] = found[begin - 1]  # its first token is predicted by the clean cell before it
+                return found
             first = origin if case.anchor == "target" else 0
             seen = plain.everywhere(len(ids)) if case.block is None else plain.block_causal(len(ids), case.block, first)
             return plain.logits(case.net, w, ids, seen)
@@ -84,7 +93,8 @@ def test_what_is_found_at_load(found, name):
     assert (denoiser.mask_id, denoiser.max_length, denoiser.vocab_size) == (case.mask, case.length, case.rows)
     unused = {case.mask, *range(len(tiny.WORDS), case.rows)}
     assert set(denoiser.excluded.nonzero()[:, 0].tolist()) == unused
-    assert denoiser.relative_positions
+    assert denoiser.relative_positions == case.relative
+    assert denoiser.seeds_blocks == (name == NEMOTRON)
     assert denoiser.honours_padding
 
 
@@ -124,15 +134,16 @@ def test_the_stream_equals_the_plain_network(found, name):
 
 def textbook(name, denoiser, right, rule, window):
     """One window by the textbook loop over the plain network."""
-    shift = CASES[name].shift
+    shift, rule = CASES[name].shift, rules.parse(rule)
+    rule = rules.SeedFirst(rule) if denoiser.seeds_blocks else rule
     return score(
         lambda ids: right(tuple(ids.tolist()), len(window.context)).roll(shift, 0),
         denoiser.mask_id,
         denoiser.excluded,
-        rules.parse(rule),
+        rule,
         denoiser.block or 4,
         window,
-        denoiser.anchor if denoiser.block else "target",
+        denoiser.anchor if denoiser.attention == "block_causal" else "target",
         tie_when_all_mask=True,
         sees=denoiser.last_block if denoiser.block else None,
     )
@@ -141,15 +152,14 @@ def textbook(name, denoiser, right, rule, window):
 def windows_of(name):
     """Those that the network can score: no all_mask start under a shift, no suffix past the last block."""
     case = CASES[name]
-    windows = WINDOWS
+    windows, past = WINDOWS, case.block == 2 or case.attention == "causal_prefix"  # the suffix lies past the last block
     if case.anchor == "target":  # the last block ends with the suffix
         windows = [dataclasses.replace(w, target=w.target[:3]) if w.suffix else w for w in WINDOWS]
-    return [
-        window for window in windows if len(window.context) >= case.shift and not (window.suffix and case.block == 2)
-    ]
+    least = max(case.shift, name == NEMOTRON)
+    return [window for window in windows if len(window.context) >= least and not (window.suffix and past)]
 
 
-ENDS = [(name, "fill") for name in CASES] + [(name, "cut") for name in BLOCK_CAUSAL]
+ENDS = [(name, "fill") for name in CASES] + [(name, "cut") for name in (*BLOCK_CAUSAL, NEMOTRON)]
 ENDS = [pytest.param(*end, marks=pytest.mark.slow) if end[0] in ALIKE else end for end in ENDS]
 
 
@@ -180,7 +190,9 @@ def test_a_window_alone_equals_the_window_in_a_batch(found, name):
             assert again.token_logprobs == pytest.approx(scored.token_logprobs, abs=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llada", "dream", "llada2", "fast-dllm-v2", "sdar-moe", "d2f-llada"])
+@pytest.mark.parametrize(
+    "name", ["llada", "dream", "llada2", "fast-dllm-v2", "sdar-moe", "d2f-llada", NEMOTRON, "diffugpt"]
+)
 @pytest.mark.parametrize("rule", RULES)
 def test_samples_are_scored_as_they_were_drawn(found, name, rule):
     denoiser, _ = found(name)
@@ -206,8 +218,8 @@ def test_all_pairs_of_tokens_sum_to_one(found, name):
 def test_left_to_right_is_the_chain_rule_and_k_the_marginals(found, name):
     denoiser, right = found(name)
     block, mask = denoiser.block or 4, denoiser.mask_id
-    end = 2 if denoiser.anchor == "target" else 4  # of the target, counted from where blocks begin
-    short = [mask] * (-end % block if denoiser.block else 0)  # a short last block is shown filled up
+    counted = 2 if denoiser.anchor == "target" or denoiser.seeds_blocks else 4  # cells from where blocks begin
+    short = [mask] * (-counted % block if denoiser.block else 0)  # a short last block is shown filled up
 
     def logs(*row):
         logits = right((*row, *short), 2).roll(CASES[name].shift, 0)
@@ -217,7 +229,7 @@ def test_left_to_right_is_the_chain_rule_and_k_the_marginals(found, name):
     window = [Window((6, 7), (9, 30))]
     one, two = (Duel(denoiser, f"l2r:k={k}", "auto" if denoiser.block else 4).log_prob(window)[0] for k in (1, 2))
     assert one.token_logprobs == pytest.approx([float(first[2, 9]), float(second[3, 30])], abs=1e-5)
-    if block > 1 and 2 // block == 3 // block:
+    if block > 1 and 2 // block == 3 // block and not denoiser.seeds_blocks:
         assert two.token_logprobs == pytest.approx([float(first[2, 9]), float(first[3, 30])], abs=1e-5)
 
 
@@ -277,10 +289,14 @@ def test_blocks_count_from_the_target_whatever_the_context(found, name, monkeypa
     denoiser, right = found(name)
     row = (6, 7, 9, 30, 12, 8, 15, 21, 11, 14, 20, 9, 10, 9, 31, 12, 22, 6)
     windows = [Window(row[:n], row[n:]) for n in (1, 2, 5, 11)]
-    for window, scored in zip(windows, Duel(denoiser, "greedy").log_prob(windows), strict=True):
+    duel = Duel(denoiser, "greedy")
+    for window, scored in zip(windows, duel.log_prob(windows), strict=True):
         _, steps, nats, _, _ = textbook(name, denoiser, right, "greedy", window)
         assert scored.near_ties == 0 and scored.reveal_steps == steps
         assert scored.token_logprobs == pytest.approx(nats, abs=1e-5)
+        loop = algorithm2(WholeRow, denoiser, duel.rule, duel.block, duel.grid, [window])  # that of bench
+        assert loop.reveal_steps[0].tolist() == list(steps)
+        assert loop.token_logprobs[0].tolist() == pytest.approx(nats, abs=1e-5)
     with pytest.raises(
         DuelError, match=r"This network counts its blocks from the target's first position; use grid=ta"
     ):
@@ -455,6 +471,55 @@ def test_networks_without_a_law_are_refused(given, field, tmp_path):
     tiny.tokenizer().save_pretrained(tmp_path)
     with pytest.raises(DuelError, match=f"is a {given}: it"):
         denoisers.load(str(tmp_path), device="cpu")
+
+
+def test_diffugpt_is_known_by_its_tensors(found, tmp_path):
+    """Its config is GPT-2's."""
+    case = CASES["diffugpt"]
+    assert "family" not in case.options and found("diffugpt")[0].family == "diffugpt"
+    gpt2 = tiny.checkpoint(tmp_path / "gpt2", "gpt2")
+    with pytest.raises(DuelError, match="is neither a masked LM of transformers nor of a known diffusion family"):
+        denoisers.load(gpt2, device="cpu", tokenizer=tiny.tokenizer())
+    path, _ = write(tmp_path, case)
+    with pytest.raises(DuelError, match=r"is a masked diffusion model \(diffugpt\), so it has no autoregressive"):
+        load(path, case, attention="causal")
+    config = {**case.config, "scale_attn_by_inverse_layer_idx": True}
+    path, _ = write(tmp_path, dataclasses.replace(case, config=config, folder="scaled"))
+    with pytest.raises(DuelError, match=r"not the released network \(scale_attn_by_inverse_layer_idx\)"):
+        load(path, case)
+
+
+@pytest.mark.parametrize(("rows", "mask"), [(50257, 10541), (50258, 50257)])
+def test_the_mask_of_diffugpt_is_that_of_its_size(rows, mask):
+    config = {**CASES["diffugpt"].config, "vocab_size": rows}
+    assert families.by_tensors(config, ["denoise_model.wpe.weight"]).mask_id == mask
+    assert families.by_tensors(config, ["transformer.wpe.weight"]) is None
+
+
+def test_diffullama_by_its_name(tmp_path, caplog):
+    case = dataclasses.replace(CASES["diffullama"], folder="diffullama", options={})
+    path, _ = write(tmp_path, case)
+    assert load(path, case).family == "diffullama"
+    assert "is taken as diffullama; its config is that of a Llama" in caplog.text
+    assert load(path, case, attention="causal").family == "causal-lm"
+    assert load(path, case, attention="bidirectional").family == "decoder"
+
+
+def test_nemotron_research_by_its_dlm_type(tmp_path):
+    case = CASES["nemotron-diffusion-research"]
+    for kind, shift in (("llada", 0), ("dream", 1)):
+        config = {**case.config, "dlm_type": kind}
+        path, _ = write(tmp_path, dataclasses.replace(case, config=config, folder=str(kind)))
+        for options in ({}, {"family": "nemotron-diffusion-research"}):
+            assert load(path, case, **options).shift == shift
+    for change, message in (
+        ({"dlm_type": "sedd"}, "'dlm_type' must be llada or dream; got 'sedd'"),
+        ({"disable_qk_norm": True}, "it does not fit Qwen3"),
+        ({"dlm_type": None, "prefix_ratio": 0}, "has no dlm_type, which the family nemotron-diffusion-research"),
+    ):
+        path, _ = write(tmp_path, dataclasses.replace(case, config={**case.config, **change}, folder="-".join(change)))
+        with pytest.raises(DuelError, match=message):
+            load(path, case)
 
 
 def test_llada2_that_edits_is_refused_unless_asked_for(tmp_path):

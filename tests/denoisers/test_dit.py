@@ -354,7 +354,7 @@ def test_a_tokenizer_with_a_mask_of_its_own(vocabulary, tmp_path):
 def test_args_that_do_not_apply_are_refused(tmp_path):
     path, _ = write(tmp_path, "mdlm")
     for asked, message in {
-        ("family", "mdml"): r"Unknown family 'mdml'\. Did you mean mdlm\? Known: ar, bd3lm, mdlm, sedd",
+        ("family", "mdml"): r"Unknown family 'mdml'\. Did you mean mdlm\? Known: ar, bd3lm, gidd, mdlm, sedd",
         ("family", "sedd"): r"By its config\.json .* is of the family mdlm, not sedd; leave family out",
         ("attention", "block_causal"): r"By its config\.json .* is bidirectional, not block_causal",
         ("dtype", "bfloat16"): "run in float32, not bfloat16; leave dtype out",

@@ -5,18 +5,20 @@ import json
 import pytest
 import tiny
 import torch
+from decoder_reference import CASES, write
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from lm_eval_duel import load
 from lm_eval_duel.demo import resolve
-from lm_eval_duel.denoisers import unloaded
+from lm_eval_duel.denoisers import load_tokenizer, unloaded
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.published import CONFIGS
 from lm_eval_duel.denoisers.random_network import make
 from lm_eval_duel.errors import DuelError
 
 KINDS = ("max_length", "attention", "block", "published_block", "shift", "vocab_size", "bos", "appends_sep", "family")
+KINDS += ("anchor", "seeds_blocks")
 
 
 def same_kind(planned, denoiser):
@@ -38,6 +40,27 @@ def test_masked_lms(tmp_path, family):
     planned, denoiser = unloaded.read(folder, {"max_length": 32}), load(folder, device="cpu", max_length=32)
     same_kind(planned, denoiser)
     assert planned.size.kept == Cached(denoiser, "dual").kept if family == "bert" else True
+
+
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [
+        ("d2f-dream", {}),
+        ("nemotron-labs-diffusion", {}),
+        ("nemotron-labs-diffusion", {"first_token": "block"}),
+        ("nemotron-labs-diffusion", {"attention": "causal"}),
+        pytest.param("nemotron-diffusion-research", {}, marks=pytest.mark.slow),
+        pytest.param("diffugpt", {"family": "diffugpt"}, marks=pytest.mark.slow),
+    ],
+)
+def test_decoders(tmp_path, name, others):
+    case = CASES[name]
+    folder, network = write(tmp_path, case)[0], {**case.options, **others}
+    tokenizer = network.pop("tokenizer", None)
+    denoiser = load(folder, device="cpu", tokenizer=tokenizer, **network)
+    planned = unloaded.read(folder, network, tokenizer or load_tokenizer({"pretrained": folder}))
+    same_kind(planned, denoiser)
+    assert planned.mask_id == denoiser.mask_id
 
 
 def test_operations_are_those_of_a_call():

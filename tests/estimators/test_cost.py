@@ -2,13 +2,16 @@
 
 import pytest
 import torch
+from decoder_reference import CASES, write
 
+from lm_eval_duel import load
 from lm_eval_duel.bench.arms import Recording
+from lm_eval_duel.denoisers import block_causal
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.random_network import make
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.estimators import cost
-from lm_eval_duel.estimators.duel import Duel
+from lm_eval_duel.estimators.duel import Autoregressive, Duel
 from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.rules import parse
 
@@ -71,6 +74,21 @@ def test_block_causal(networks, rule, length):
     assert nfe == steps and least_tokens <= tokens <= 1.2 * least_tokens and rows >= least_rows
 
 
+@pytest.mark.parametrize("name", ["d2f-llada", "nemotron-labs-diffusion"])
+def test_blocks_that_count_from_the_target(name, tmp_path, monkeypatch):
+    """Long contexts take several calls, or one if the context is a block."""
+    for module in (block_causal, cost):
+        monkeypatch.setattr(module, "CLEAN", 8)
+        monkeypatch.setattr(module, "STRETCH", 8)
+    case = CASES[name]
+    denoiser = load(write(tmp_path, case)[0], device="cpu", **case.options)
+    for rule, context, target in (("greedy:k=1", 5, 11), ("left_to_right:k=2", 18, 8)):
+        duel = Duel(denoiser, rule)
+        window = Window(range(6, 6 + context), range(6, 6 + target))
+        setting = cost.Setting(denoiser, duel.rule, denoiser.block, duel.grid)
+        assert planned(lambda w, s=setting: cost.exact(s, w), [window]) == counted(denoiser, duel, [window])
+
+
 @pytest.mark.parametrize("kind", ["bidirectional", "block_causal"])
 def test_elbo(networks, kind):
     """Four draws of a window hide different cells, and none hides nothing."""
@@ -87,9 +105,6 @@ def test_elbo(networks, kind):
 
 
 def test_causal():
-    from lm_eval_duel import load
-    from lm_eval_duel.estimators.duel import Autoregressive
-
     denoiser = load("demo-ar", device="cpu", attention="causal", tokenizer="demo-mdm")
     texts = [Window((300,), range(400, 417)), Window((300,), range(500, 505))]
     estimator = Autoregressive(denoiser)

@@ -120,6 +120,16 @@ def test_text_with_the_mask_token_names_the_request(lm):
         lm.loglikelihood(ask("loglikelihood", ("a [MASK]", " b")), disable_tqdm=True)
 
 
+def test_text_with_an_ordinary_token_that_is_the_mask(folder):
+    """As in DiffuGPT and DiffuLLaMA, which took a token of their base model as [MASK]."""
+    lm = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu", mask_token_id=tiny.WORDS.index("e"))
+    words = (
+        r"the mask token 'e' \(id 9, 2 times\), which .* took an ordinary token as its \[MASK\], so such texts cannot"
+    )
+    with pytest.raises(DuelError, match=f"document 1: the text holds {words}"):
+        lm.loglikelihood_rolling(ask("loglikelihood_rolling", ("a b",), ("a e b e",)), disable_tqdm=True)
+
+
 def test_a_continuation_without_tokens_has_no_score(lm):
     with pytest.raises(DuelError, match=r"document 0: The continuation '  ' has no tokens in this tokenizer"):
         lm.loglikelihood(ask("loglikelihood", ("a", "  ")), disable_tqdm=True)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import plain
 import tiny
@@ -57,6 +58,17 @@ STRETCH = {
     "original_max_position_embeddings": 16,
     "rope_type": "llama3",
 }
+YARN = {
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "factor": 0.25,  # below 1, as in the 3B
+    "llama_4_scaling_beta": 0.1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 256,
+    "rope_theta": 10_000.0,
+    "rope_type": "yarn",
+}
 PLAIN_LLAMA = plain.Net(head=4, theta=1e6, eps=1e-5)
 PLAIN_QWEN2 = plain.Net(head=4, theta=1e6)
 PLAIN_QWEN3 = plain.Net(head=8, theta=1e6)
@@ -68,7 +80,7 @@ class Case:
     """A published checkpoint in small; `options` are what a user must say to load it."""
 
     config: dict
-    net: plain.Net
+    net: plain.Net | plain.GPT2
     parts: tuple = ()  # "bias" of q, k and v; "norm" of q and k
     options: dict = dataclasses.field(default_factory=dict)
     tokenizer: dict = dataclasses.field(default_factory=dict)
@@ -76,6 +88,8 @@ class Case:
     rows: int = tiny.ROWS  # of the embedding
     masks: int = 0  # rows of the embedding that the head does not have
     store: str = "whole"  # "sharded", "bfloat16", "tied": no head in the file, "tied and stored"
+    metadata: dict = dataclasses.field(default_factory=lambda: {"format": "pt"})  # of the file
+    relative: bool = True  # no positions but rotary ones
     seed: int = 3
     mask: int = MASK
     attention: str = "bidirectional"
@@ -491,6 +505,90 @@ CASES = {
         attention="block_causal",
         block=4,
     ),
+    "nemotron-labs-diffusion": Case(
+        {
+            **remote("NemotronLabsDiffusionModel", "NemotronLabsDiffusionConfig"),
+            **{key: value for key, value in LLAMA.items() if key not in ("rope_scaling", "rope_theta")},
+            "ar_loss_weight": 1.0,
+            "attn_implementation": "sdpa",
+            "block_size": 4,
+            "bos_token_id": 2,
+            "dlm_loss_weight": 1.0,
+            "dlm_paradigm": "bidirectional",
+            "dp_varying_mask_ratio": False,
+            "eos_token_id": 3,
+            "head_dim": 8,
+            "mask_token_id": 36,
+            "model_type": "nemotron_labs_diffusion",
+            "rope_parameters": YARN,
+            "sliding_window": None,
+        },
+        plain.Net(head=8, keys=plain.NEMOTRON, eps=1e-5, stretch=YARN),
+        tokenizer={"mask": False},
+        mask=36,
+        attention="causal_prefix",
+        bos="given",
+        block=4,
+    ),
+    "nemotron-diffusion-research": Case(
+        {
+            **remote("DiffEncoderModel", "NVRDiffConfig"),
+            **QWEN3,
+            "block_size": 4,
+            "dlm_paradigm": "block_diff",
+            "dlm_type": "dream",
+            "mask_token_id": 37,
+            "model_type": "nvrdiff",
+            "prefix_ratio": 0.8,
+            "seq_length": 64,
+        },
+        dataclasses.replace(PLAIN_QWEN3, keys=plain.NEMOTRON),
+        ("norm",),
+        tokenizer={"mask": False},
+        mask=37,
+        attention="block_causal",
+        shift=1,
+        bos="given",
+        block=4,
+    ),
+    "diffugpt": Case(
+        {
+            "activation_function": "gelu_new",
+            "architectures": ["GPT2LMHeadModel"],
+            "attn_pdrop": 0.1,
+            "bos_token_id": 2,
+            "embd_pdrop": 0.1,
+            "eos_token_id": 2,
+            "initializer_range": 0.02,
+            "layer_norm_epsilon": 1e-5,
+            "model_type": "gpt2",
+            "n_ctx": 64,
+            "n_embd": D,
+            "n_head": 4,
+            "n_layer": 2,
+            "n_positions": 64,
+            "resid_pdrop": 0.1,
+            "summary_type": "cls_index",
+            "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+            "vocab_size": tiny.ROWS,
+        },
+        plain.GPT2(),
+        options={"tokenizer": tiny.tokenizer()},  # beside a gpt2, transformers 5 reads GPT-2's alone
+        metadata={"lm_head.weight": "embed_tokens.weight"},
+        shift=1,
+        bos="given",
+        relative=False,
+        seed=4,
+    ),
+    "diffullama": Case(
+        {"architectures": ["LlamaForCausalLM"], **LLAMA, "max_position_embeddings": 4096, "model_type": "llama"},
+        PLAIN_LLAMA,
+        options={"family": "diffullama"},
+        store="sharded",
+        shift=1,
+        bos="given",
+        length=2048,
+    ),
     "plain bidirectional": Case(
         {"architectures": ["LlamaForCausalLM"], **LLAMA, "model_type": "llama"},
         PLAIN_LLAMA,
@@ -512,6 +610,10 @@ CASES = {
 def weights(case):
     """Random tensors under the names of the family's files."""
     net, generator = case.net, torch.Generator().manual_seed(case.seed)
+    if isinstance(net, plain.GPT2):
+        shapes = net.shapes(case.rows, D)
+        draws = {key: torch.randn(shape, generator=generator) * 0.4 for key, shape in shapes.items()}
+        return {key: draw + 1 if re.search(r"ln_\w+\.weight", key) else draw for key, draw in draws.items()}
     q, kept = net.heads * net.head, net.kept * net.head
     dense, expert = 24, 16
     outside = {"table": (case.rows, D), "last": (D,)} | (
@@ -571,7 +673,7 @@ def write(folder, case):
     shards = [list(tensors)[::2], list(tensors)[1::2]] if case.store == "sharded" else [list(tensors)]
     names = [f"model-{n:05}-of-00002.safetensors" for n in (1, 2)] if len(shards) == 2 else ["model.safetensors"]
     for name, keys in zip(names, shards, strict=True):
-        save_file({key: tensors[key] for key in keys}, folder / name, metadata={"format": "pt"})
+        save_file({key: tensors[key] for key in keys}, folder / name, metadata=case.metadata)
     if len(shards) == 2:
         places = {key: name for name, keys in zip(names, shards, strict=True) for key in keys}
         index = {"metadata": {"total_size": 0}, "weight_map": places}

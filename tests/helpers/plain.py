@@ -5,7 +5,8 @@
     x = x + feed(norm(x))      SwiGLU, or a mixture of them
     logits = head @ norm(x)
 
-Tensors go by the names in the checkpoint's own files: `NATIVE`, `LLADA`, `LLADA2` and `SMDM` say which is which.
+Tensors go by the names in the checkpoint's own files: `NATIVE`, `LLADA`, `LLADA2`, `SMDM` and `NEMOTRON` say which is
+which. `GPT2` is a network with learned positions, LayerNorm and biases everywhere.
 """
 
 import dataclasses
@@ -87,6 +88,64 @@ SMDM = {
     "up": _H + "mlp.swiglu.w2.weight",
     "down": _H + "mlp.swiglu.w3.weight",
 }
+NEMOTRON = {
+    name: "diffusion_head.weight" if name == "head" else key.replace("model.", "encoder.", 1)
+    for name, key in NATIVE.items()
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class GPT2:
+    """A GPT-2 under the names of DiffuGPT's files."""
+
+    heads: int = 4
+    layers: int = 2
+    eps: float = 1e-5
+    inner: int = 64
+    positions: int = 64
+
+    def shapes(self, rows, width):
+        """The tensors of a file, by name."""
+        shapes = {"embed_tokens.weight": (rows, width), "denoise_model.wpe.weight": (self.positions, width)}
+        parts = {
+            "ln_1": (width,),
+            "attn.c_attn": (width, 3 * width),
+            "attn.c_proj": (width, width),
+            "ln_2": (width,),
+            "mlp.c_fc": (width, self.inner),
+            "mlp.c_proj": (self.inner, width),
+        }
+        named = {f"denoise_model.h.{n}.{name}": shape for n in range(self.layers) for name, shape in parts.items()}
+        for name, shape in (named | {"denoise_model.ln_f": (width,)}).items():
+            shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[-1:]}
+        return shapes
+
+    def logits(self, w, ids, seen):
+        """Logits (L, V) of ids; cell i attends to cell j where `seen[i][j]`."""
+        table, sees = w["embed_tokens.weight"].double(), torch.as_tensor(seen)
+
+        def affine(x, name):
+            return x @ w[f"denoise_model.{name}.weight"].double() + w[f"denoise_model.{name}.bias"].double()
+
+        def norm(x, name):
+            x = x - x.mean(-1, keepdim=True)
+            x = x / ((x * x).mean(-1, keepdim=True) + self.eps).sqrt()
+            return x * w[f"denoise_model.{name}.weight"].double() + w[f"denoise_model.{name}.bias"].double()
+
+        x = torch.stack([table[t] + w["denoise_model.wpe.weight"][p].double() for p, t in enumerate(ids)])
+        width = x.shape[1] // self.heads
+        for n in range(self.layers):
+            q, k, v = affine(norm(x, f"h.{n}.ln_1"), f"h.{n}.attn.c_attn").chunk(3, -1)
+            mixed = []
+            for h in range(self.heads):
+                own = slice(h * width, (h + 1) * width)
+                match = (q[:, own] @ k[:, own].T / math.sqrt(width)).masked_fill(~sees, -math.inf)
+                mixed.append(match.softmax(-1) @ v[:, own])
+            x = x + affine(torch.cat(mixed, -1), f"h.{n}.attn.c_proj")
+            y = affine(norm(x, f"h.{n}.ln_2"), f"h.{n}.mlp.c_fc")
+            y = 0.5 * y * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
+            x = x + affine(y, f"h.{n}.mlp.c_proj")
+        return norm(x, "ln_f") @ table.T
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +161,7 @@ class Net:
     theta: float = 10_000.0
     eps: float = 1e-6
     turned: float = 1.0  # the share of a head that is turned, from its start
-    stretch: dict | None = None  # of the rotary frequencies, as in Llama 3
+    stretch: dict | None = None  # of the rotary frequencies, as in Llama 3 or YaRN
     experts: int = 0
     chosen: int = 0
     normalised: bool = True  # weights of the chosen experts sum to one
@@ -114,6 +173,8 @@ class Net:
 
 def logits(net, w, ids, seen):
     """Logits (L, V) of ids; cell i attends to cell j where `seen[i][j]`."""
+    if isinstance(net, GPT2):
+        return net.logits(w, ids, seen)
     sees = torch.as_tensor(seen)  # (L, L)
 
     def tensor(name, n=None, e=None):
@@ -211,6 +272,15 @@ def _frequency(net, i, size):
     frequency = net.theta ** (-2 * i / size)
     if net.stretch is None:
         return frequency
+    if net.stretch["rope_type"] == "yarn":
+
+        def pair(turns):  # the pair of features that turns this often over the first training's positions
+            length = net.stretch["original_max_position_embeddings"]
+            return size * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(net.theta))
+
+        low, high = max(math.floor(pair(net.stretch["beta_fast"])), 0), min(math.ceil(pair(1)), size - 1)
+        slowed = min(max((i - low) / (high - low), 0.0), 1.0)
+        return frequency * (1 - slowed) + frequency / net.stretch["factor"] * slowed
     periods = net.stretch["original_max_position_embeddings"] * frequency / (2 * math.pi)  # in the first training
     low, high = net.stretch["low_freq_factor"], net.stretch["high_freq_factor"]
     kept = min(max((periods - low) / (high - low), 0.0), 1.0)
@@ -234,3 +304,8 @@ def block_causal(length, block, origin=0):
         return max((i - origin) // block, -1)
 
     return [[number(j) <= number(i) for j in range(length)] for i in range(length)]
+
+
+def causal_prefix(length, begin):
+    """Cells before `begin` see themselves and those before them; those of the block from `begin` on see everything."""
+    return [[j <= i or i >= begin for j in range(length)] for i in range(length)]

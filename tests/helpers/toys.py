@@ -144,6 +144,25 @@ class BlockCausal(Toy):
         return self.stream(ids, position[None].expand_as(ids), seen.expand(len(ids), -1, -1), None)[0]
 
 
+class CausalPrefix(BlockCausal):
+    """A toy whose clean cells see those before them, and whose block sees itself and all clean cells before it."""
+
+    attention = "causal_prefix"
+
+    def __init__(self, first_token="causal", **options):
+        super().__init__(**options)
+        self.seeds_blocks = first_token == "causal"
+
+    def logits(self, row, begin):
+        """Logits (L, V) of one row of ids whose block in progress begins at column `begin`, for the textbook loop."""
+        position = torch.arange(len(row))
+        seen = (position[:, None] >= position) | (position[:, None] >= begin)
+        found = self.stream(torch.tensor([row]), position[None], seen[None], None)[0][0]
+        if self.seeds_blocks:
+            found[begin] = found[begin - 1]
+        return found
+
+
 class RotaryBlocks(BlockCausal):
     """A block-causal toy in which a row of masks has one distribution everywhere, but for planted noise."""
 

@@ -32,8 +32,8 @@ SETTINGS = {  # rule, block, cache and grid as the sources have them
     "dream-fast-dllm-prefix": ("threshold:mu=0.9:seed_first=True", 32, "prefix", "auto"),
     "llada2": ("high_or_topk:n=1:tau=0.95", 32, None, "auto"),
     "fast-dllm-v2": ("threshold:mu=0.95:strict=True:sub_block=8:seed_first=True", 32, None, "auto"),
-    "nemotron": ("greedy:k=1:seed_first=True", 32, None, "auto"),
-    "nemotron-threshold": ("threshold:mu=0.9:seed_first=True", 32, None, "auto"),
+    "nemotron": ("greedy:k=1", 32, None, "auto"),
+    "nemotron-threshold": ("threshold:mu=0.9", 32, None, "auto"),
 }
 SAMPLED = {"sdar-static": {"n": 1}, "sdar-dynamic": {"n": 1, "tau": 0.85}}  # estimator=sampled_confidence
 

@@ -1,1 +1,1 @@
-"""Our own diffusion transformer: MDLM, BD3-LM, SEDD and their autoregressive twin."""
+"""Our own diffusion transformer: MDLM, BD3-LM, SEDD, GIDD and their autoregressive twin."""

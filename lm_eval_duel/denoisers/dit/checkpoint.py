@@ -1,7 +1,8 @@
-"""Checkpoints of the MDLM, BD3-LM and SEDD authors, read into our own DiT from config and weights alone.
+"""Checkpoints of the MDLM, BD3-LM, SEDD and GIDD authors, read into our own DiT from config and weights alone.
 
 The family follows from the config, never from the checkpoint's name: `causal` means the AR baseline, `cross_attn` with
-a block shorter than the row means BD3-LM, an `absorb` graph or time conditioning means SEDD, and anything else is MDLM.
+a block shorter than the row means BD3-LM, an `absorb` graph or time conditioning means SEDD, model_type `dit` means
+GIDD, and anything else is MDLM.
 None of a checkpoint's code is run.
 """
 
@@ -13,6 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lm_eval_duel.denoisers import config_entries, weights
+from lm_eval_duel.denoisers.dit import gidd
 from lm_eval_duel.denoisers.dit.denoiser import ATTENTION, SEDD, DiTDenoiser
 from lm_eval_duel.denoisers.dit.network import DiT, DiTConfig
 from lm_eval_duel.denoisers.hf import strict_load
@@ -22,17 +24,20 @@ from lm_eval_duel.denoisers.predictions import require_fit
 from lm_eval_duel.errors import DuelError, no_key_stays, unknown
 
 LAYOUT = ("hidden_dim", "n_blocks", "n_heads", "model_length")  # entries of config.json that identify these networks
-IGNORED = ("rotary_emb.inv_freq", "sampling_eps_min", "sampling_eps_max", "noise.")  # recomputed, or for sampling
+IGNORED = ("rotary_emb.", "sampling_eps_min", "sampling_eps_max", "noise.")  # recomputed, or for sampling
 PREFIX = "backbone."  # of tensor names in some files
 TOKENIZER = "gpt2"  # for the published checkpoints, which have none
-FAMILIES = ("mdlm", "bd3lm", "sedd", "ar")
+FAMILIES = ("mdlm", "bd3lm", "sedd", "gidd", "ar")
+KINDS = {"sedd": SEDD, "gidd": gidd.GIDD}  # of families with a class of their own
+LAYERS = {"sedd": "model.n_blocks", "gidd": "num_hidden_layers"}  # entries for the number of layers; else n_blocks
 EXAMPLE = '{"model_type": "mdlm", "vocab_size": 30522, "model_length": 128, "hidden_dim": 768, "cond_dim": 128, '
 EXAMPLE += '"n_blocks": 12, "n_heads": 12, "time_conditioning": false}'
 
 
 def is_dit(config: dict[str, Any]) -> bool:
     """Whether a config.json belongs to one of these families."""
-    return "graph" in config or config.get("model_type") in ("mdlm", "bd3lm") or all(key in config for key in LAYOUT)
+    known = config.get("model_type") in ("mdlm", "bd3lm", gidd.MODEL_TYPE)
+    return known or "graph" in config or all(key in config for key in LAYOUT)
 
 
 def load(
@@ -42,12 +47,22 @@ def load(
 
     `tokenizer`: columns that are not among its tokens get no probability; its mask token, if it has one, is [MASK].
     """
-    options.refuse("DiT", "shift_logits", "backend", "cfg_scale", "peft", "device_map", "load_in_8bit", "load_in_4bit")
+    options.refuse(
+        "DiT",
+        "shift_logits",
+        "first_token",
+        "backend",
+        "cfg_scale",
+        "peft",
+        "device_map",
+        "load_in_8bit",
+        "load_in_4bit",
+    )
     if options.dtype not in ("auto", "float32"):
         raise DuelError(
             f"MDLM, BD3-LM, SEDD and their AR baseline run in float32, not {options.dtype}; leave dtype out."
         )
-    family, shape, length, block = read_shape(config, folder)
+    family, shape, length, block = read_shape(config, options.name, folder)
     _require_agreement(options, folder, family)
     options.require_cacheable(ATTENTION.get(family, "bidirectional"))
     if options.cache and family == "sedd":
@@ -56,17 +71,23 @@ def load(
         options.require_block(block)
     row = row_length(folder, options.max_length, length)
     # [MASK] of the options, else of the config or the tokenizer (BERT's for LM1B), else the last column (GPT-2)
-    mask_id = find_mask_id(options, config, tokenizer, shape.vocab_size - 1, shape.vocab_size)
+    last = shape.vocab_size - 1
+    known = last if family != "gidd" else gidd.MASK if last >= gidd.MASK else None
+    mask_id = find_mask_id(options, config, tokenizer, known, shape.vocab_size)
     if tokenizer is not None:
         require_fit(set(tokenizer.get_vocab().values()), mask_id, shape.vocab_size, folder)
-    network = _filled(shape, weights.read(folder), folder, "model.n_blocks" if family == "sedd" else "n_blocks")
-    tokens = set(range(shape.vocab_size)) if tokenizer is None else set(tokenizer.get_vocab().values())
-    kind = SEDD if family == "sedd" else DiTDenoiser
-    denoiser = kind(network.to(options.device).eval(), family, row, folder, tokens, mask_id, block)
+    network = _filled(shape, weights.read(folder), folder, LAYERS.get(family, "n_blocks"))
+    columns = range(mask_id if family == "gidd" else shape.vocab_size)  # GIDD's after [MASK] are padding
+    tokens = set(columns) if tokenizer is None else set(tokenizer.get_vocab().values())
+    denoiser = KINDS.get(family, DiTDenoiser)(
+        network.to(options.device).eval(), family, row, folder, tokens, mask_id, block
+    )
     denoiser.last_block = options.last_block
     denoiser.bos = options.bos or denoiser.bos
     if options.sigma is not None:
         denoiser.sigma = options.sigma
+    if family == "gidd":
+        denoiser.t_eps, denoiser.published_block = config["t_eps"], None
     return denoiser
 
 
@@ -85,9 +106,12 @@ def _require_agreement(options: LoadOptions, folder: str, family: str) -> None:
         raise DuelError(f"sigma is SEDD's noise level; {folder} is of the family {family}, which ignores it.")
 
 
-def read_shape(config: dict[str, Any], folder: str) -> tuple[str, DiTConfig, int, int | None]:
+def read_shape(config: dict[str, Any], name: str, folder: str) -> tuple[str, DiTConfig, int, int | None]:
     """Family, network shape, row length and trained block; raises DuelError for a config that is wrong."""
     try:
+        if config.get("model_type") == gidd.MODEL_TYPE:
+            shape, length = gidd.read_shape(config, name)
+            return "gidd", _divided(shape), length, None
         return _shape(config)
     except DuelError:
         raise

@@ -1,4 +1,4 @@
-"""MDLM, BD3-LM, SEDD and the AR baseline as denoisers: our own DiT, and how each family uses it.
+"""MDLM, BD3-LM, SEDD and the AR baseline as denoisers: our own DiT, and how each family uses it. GIDD: gidd.py.
 
 Shapes: N windows, R rows or lanes, L row length, Q queries, K keys, D width, V tokens.
 """
@@ -24,10 +24,10 @@ NOISE_EPS = 1e-3  # SEDD's schedule: sigma(t) = -log(1 - (1 - eps) t)
 
 
 class DiTDenoiser(Denoiser):
-    """MDLM, BD3-LM, SEDD or the AR baseline in float32.
+    """MDLM, BD3-LM, SEDD, GIDD or the AR baseline in float32.
 
-    All but SEDD ignore time. SEDD's scores are renormalised over the tokens (DUEL's official code; justified by
-    Ou et al. 2024, Theorem 1).
+    All but SEDD and GIDD ignore time. SEDD's scores are renormalised over the tokens (DUEL's official code; justified
+    by Ou et al. 2024, Theorem 1).
     """
 
     honours_padding = True
@@ -122,7 +122,23 @@ def _by_columns(linear: torch.nn.Linear) -> None:
         linear.weight = torch.nn.Parameter(linear.weight.detach().t().contiguous().t(), requires_grad=False)
 
 
-class SEDD(DiTDenoiser):
+class Timed(DiTDenoiser):
+    """A network that is given, at every step, the noise level of the row's masked share."""
+
+    def open(self, rows: Rows, generating: bool = False) -> View:
+        return TimedView(self, rows)
+
+    def noise_level(self, share: torch.Tensor) -> torch.Tensor:
+        """The noise level (R,) of masked shares (R,), which are float64."""
+        raise NotImplementedError
+
+    @property
+    def counted(self) -> str:
+        """The positions whose masked share it is given."""
+        return "scored positions" if self.bos == "official" else "row"
+
+
+class SEDD(Timed):
     """SEDD, conditioned at every step on the noise level of the row's masked share m.
 
     sigma="clamped": -log(1 - m) with m in [0.1, 0.9], as in the authors' evaluation; "schedule": -log(1 - (1 - eps) m)
@@ -131,9 +147,6 @@ class SEDD(DiTDenoiser):
     """
 
     sigma = "clamped"
-
-    def open(self, rows: Rows, generating: bool = False) -> View:
-        return SEDDView(self, rows)
 
     def open_at(self, rows: Rows, level: Callable[[Lanes], torch.Tensor]) -> View:
         """A view with the noise level `level(lanes)` (R,) instead of that of the masked share, for SEDD's own bound."""
@@ -148,12 +161,11 @@ class SEDD(DiTDenoiser):
         return -torch.log1p(-t * (1 - NOISE_EPS))
 
     def describe(self) -> dict[str, object]:
-        over = "scored positions" if self.bos == "official" else "row"
-        return {**super().describe(), "sigma": f"{self.sigma}, of the masked share of the {over}"}
+        return {**super().describe(), "sigma": f"{self.sigma}, of the masked share of the {self.counted}"}
 
 
-class SEDDView(View):
-    """A SEDD denoiser opened on a group of rows."""
+class TimedView(View):
+    """A network that is given its noise level, opened on a group of rows."""
 
     def _extra_inputs(self, lanes: Lanes, shown: torch.Tensor, real: torch.Tensor) -> dict[str, torch.Tensor]:
         """The noise level of each row."""

@@ -43,7 +43,7 @@ def load(
             f"{options.name} is a masked diffusion model ({family.name}), so it has no autoregressive likelihood; "
             "leave estimator=ar and attention=causal out."
         )
-    options.refuse("causal LM", "sigma", "shift_logits", "mask_token_id")
+    options.refuse("causal LM", "sigma", "first_token", "shift_logits", "mask_token_id")
     options.require_cacheable("causal")
     trust = {"trust_remote_code": options.trust_remote_code}
     model_config = auto_model.read_model_config(options, **trust)

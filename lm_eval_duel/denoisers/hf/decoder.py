@@ -1,8 +1,8 @@
 """Decoders that became diffusion models (LLaDA, Dream, SDAR, ...) in transformers' own classes, with an explicit mask.
 
-Their networks are those of Llama, Qwen2, Qwen3, Qwen3-MoE and GLM-4-MoE, with another attention pattern. The weights
-are loaded into those classes (decoder_checkpoint.py), and every call passes a 4-D additive mask. So none of a
-checkpoint's code is run, and the same network can be bidirectional or block-causal.
+Their networks are those of Llama, Qwen2, Qwen3, Qwen3-MoE, GLM-4-MoE and GPT-2, with another attention pattern. The
+weights are loaded into those classes (decoder_checkpoint.py), and every call passes a 4-D additive mask. So none of a
+checkpoint's code is run, and the same network can be bidirectional, block-causal or causal.
 
 Shapes: R rows, L row length, N rows of a call, Q queries, K keys, D features, V tokens.
 """
@@ -51,14 +51,17 @@ class Decoder(Denoiser):
         self.attention = options.attention or family.attention
         shifted = config_entries.switch(config, "right_shift_logits", bool(family.shift))
         self.shift = int(shifted if options.shift_logits is None else options.shift_logits)
+        if self.attention == "causal":
+            self.shift = 1
+        self.seeds_blocks = self.attention == "causal_prefix" and options.first_token != "block"
         self.bos = options.bos or ("given" if self.shift else family.bos)  # shifted: predicted from the token before
         self.last_block = options.last_block
         self.adapter = options.peft
-        self.mask_id = mask_id
+        self.mask_id = None if self.attention == "causal" else mask_id
         self.published_block = family.published_block if self.attention == "bidirectional" else None
-        self.block = trained_block(family, config, options) if self.attention == "block_causal" else None
-        self.anchor = family.anchor if self.block else "row"
-        positions = max_positions(family, model.config.max_position_embeddings)
+        self.block = trained_block(family, config, options) if self.by_blocks else None
+        self.anchor = family.anchor if self.attention == "block_causal" else "row"
+        positions = max_positions(family, model.config.max_position_embeddings, config)
         self.max_length = row_length(path, options.max_length, positions)
         self.vocab_size = model.config.vocab_size
         self._excluded = excluded_columns(
@@ -86,7 +89,7 @@ class Decoder(Denoiser):
 
     @property
     def layers(self) -> torch.nn.Module:
-        return self.model.model
+        return self.model.base_model
 
     def compile(self) -> None:
         self.maskless = False  # when traced, transformers creates a causal mask if none is given
@@ -99,6 +102,7 @@ class Decoder(Denoiser):
         if real is None and self.maskless:
             return self._hidden(ids, position, None, None)
         seen = torch.ones(1, length, length, dtype=torch.bool, device=ids.device)  # (1, L, L)
+        seen = seen.tril() if self.attention == "causal" else seen
         if real is not None:
             seen = seen & real[:, None]  # (R, L, L)
             seen |= torch.eye(length, dtype=torch.bool, device=ids.device)  # padding sees itself: no empty softmax
@@ -123,7 +127,7 @@ class Decoder(Denoiser):
         if seen is not None:
             lowest = torch.finfo(self.dtype).min  # with -inf, a query that sees nothing would give NaN
             mask = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device).masked_fill(~seen, lowest)[:, None]
-        out = self.model.model(
+        out = self.model.base_model(
             input_ids=ids,
             attention_mask=mask,
             position_ids=positions,
@@ -144,10 +148,12 @@ class Decoder(Denoiser):
             "relative_positions": self.relative_positions,
             **quantization.spec_entries(self.model),
         }
-        if self.attention == "block_causal":
+        if self.by_blocks:
             described["last_block"] = self.last_block
         if self.anchor == "target":
             described["context"] = "one block"
+        if self.attention == "causal_prefix":
+            described["first_token"] = "causal" if self.seeds_blocks else "block"
         if self.adapter:
             described["peft"] = fingerprint.adapter_of(self.adapter)
         return described
@@ -172,8 +178,14 @@ class CleanKeys:
         return 0
 
 
-def max_positions(family: Family, positions: int) -> int:
-    """The positions that a network of a family was trained on, at most those of its config."""
+def max_positions(family: Family, positions: int, config: dict[str, Any]) -> int:
+    """The positions that a network of a family was trained on, at most `positions`, those of its config.
+
+    If queries are scaled from some position on (`Family.unscaled`), a last block that is filled up ends before it.
+    """
+    if family.unscaled:
+        original = (config.get("rope_parameters") or config["rope_scaling"])["original_max_position_embeddings"]
+        positions = min(positions, int(original) - (_block_in_config(family, config, "") or family.block or 0))
     return min(positions, family.max_length or positions)
 
 

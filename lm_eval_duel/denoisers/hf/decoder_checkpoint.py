@@ -14,6 +14,7 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 from lm_eval_duel.denoisers import self_tests, weights
+from lm_eval_duel.denoisers.base import BY_BLOCKS
 from lm_eval_duel.denoisers.hf import device_map, quantization, strict_load
 from lm_eval_duel.denoisers.hf.decoder import Decoder, max_positions, trained_block
 from lm_eval_duel.denoisers.hf.families import Family
@@ -23,23 +24,27 @@ from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.denoisers.predictions import require_fit
 from lm_eval_duel.errors import DuelError
 
-IGNORED = ("rotary_emb.inv_freq",)  # endings of keys that are recomputed
+IGNORED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # endings of keys that are recomputed
 COUNTED = ("num_hidden_layers", "num_experts", "n_routed_experts")  # entries that determine the number of modules
-HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+TABLES = {"GPT2": "transformer.wte.weight"}  # the embedding, by native class
+TABLE = "model.embed_tokens.weight"  # of all others
+CLASSES = {"GPT2": "GPT2LMHeadModel"}  # the network, by native class; of all others <native>ForCausalLM
 
 
 def load(
     family: Family, folder: str, config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedTokenizerBase
 ) -> Decoder:
     """The denoiser of a local folder; raises DuelError for weights that do not fill the network exactly."""
-    options.refuse(family.name, "sigma")
-    options.require_cacheable(options.attention or family.attention)
+    attention = options.attention or family.attention
+    options.refuse(family.name, "sigma", *(() if attention == "causal_prefix" else ("first_token",)))
+    options.require_cacheable(attention)
     model_kwargs = quantization.model_kwargs(config, options) | device_map.model_kwargs(options)
     entries = native_entries(family, config, options)
     mask_id = find_mask_id(options, config, tokenizer, family.mask_id, entries["vocab_size"])
     require_fit(set(tokenizer.get_vocab().values()), mask_id, entries["vocab_size"], folder)
-    row_length(folder, options.max_length, max_positions(family, entries["max_position_embeddings"]))
-    if (options.attention or family.attention) == "block_causal":
+    row_length(folder, options.max_length, max_positions(family, entries["max_position_embeddings"], config))
+    if attention in BY_BLOCKS:
         options.require_block(trained_block(family, config, options))
     stored = {key: value for key, value in weights.read(folder).items() if not key.endswith(IGNORED)}
     strict_load.require_counts(folder, {key: entries.get(key) for key in COUNTED}, stored)
@@ -47,7 +52,8 @@ def load(
     tensors, origin = native_tensors(family, stored, config)
     if model_config.tie_word_embeddings and HEAD in tensors:
         # the file may have a head of its own
-        model_config.tie_word_embeddings = torch.equal(tensors[HEAD], tensors.get(TABLE, tensors[HEAD]))
+        table = TABLES.get(family.native, TABLE)
+        model_config.tie_word_embeddings = torch.equal(tensors[HEAD], tensors.get(table, tensors[HEAD]))
     model = _Files(family, folder, options, stored, tensors, origin).fill(model_config, model_kwargs)
     if options.peft:
         from lm_eval_duel.denoisers.hf.lora import fetch, merge
@@ -110,7 +116,8 @@ class _Files:
         """The native model with every tensor loaded; raises DuelError that names all tensors that do not fit."""
         dtype = pick_dtype(self.options.dtype, self.options.device)
         if dtype == "auto":
-            dtype = self.tensors[TABLE].dtype if TABLE in self.tensors else torch.float32
+            table = self.tensors.get(TABLES.get(self.family.native, TABLE))
+            dtype = torch.float32 if table is None else table.dtype
         if dtype == torch.float64:
             model_config._experts_implementation = "eager"  # grouped products stop at float32 in transformers 5
         self._require_fit(model_config)
@@ -141,7 +148,7 @@ class _Files:
 
     @property
     def _class(self) -> Any:
-        return getattr(transformers, f"{self.family.native}ForCausalLM")
+        return getattr(transformers, CLASSES.get(self.family.native, f"{self.family.native}ForCausalLM"))
 
     @property
     def _do_not_fill(self) -> str:

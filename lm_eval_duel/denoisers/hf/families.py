@@ -11,7 +11,8 @@ import dataclasses
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from lm_eval_duel.denoisers.hf import family_layouts as layouts
 from lm_eval_duel.denoisers.hf.family_layouts import Config, Tensors
@@ -36,10 +37,12 @@ class Family:
     published_block: int | None = None
     mask_id: int | None = None
     max_length: int | None = None  # if the network was trained on fewer positions than its config has
+    unscaled: bool = False  # rows end where the config would scale queries by position, which the native class does not
     bos: str = "none"
     needs: tuple[str, ...] = ()  # required entries of config.json; empty: those of the native class
     rename: tuple[tuple[str, str], ...] = ()  # tensor names to native ones: regular expressions, the first match counts
     fused: tuple[tuple[str, str], ...] = ()  # names of the parts of a tensor to its name, for error messages
+    adapt: Callable[[Config], dict[str, Any]] = lambda config: {}  # fields of this entry that a config decides
     translate_config: Callable[[Config], Config] = lambda config: {}  # entries of the native config
     translate_tensors: Callable[[Tensors, Config], Tensors] = lambda tensors, config: tensors  # beyond renaming
 
@@ -151,6 +154,43 @@ FAMILIES = (
         bos="given",
     ),
     Family("dream-reasoner", "Qwen2", ("DreamForCausalLM",), attention="block_causal", block=32, mask_id=151669),
+    Family(
+        "nemotron-labs-diffusion",
+        "Llama",
+        ("NemotronLabsDiffusionModel",),
+        attention="causal_prefix",
+        block=32,
+        mask_id=100,
+        unscaled=True,
+        bos="given",
+        needs=layouts.NEMOTRON_NEEDS,
+        rename=layouts.NEMOTRON_KEYS,
+        translate_config=layouts.nemotron,
+    ),
+    Family(
+        "nemotron-diffusion-research",
+        "Qwen3",
+        ("DiffEncoderModel",),
+        attention="block_causal",
+        block=32,
+        mask_id=151662,
+        needs=layouts.NEMOTRON_RESEARCH_NEEDS,
+        rename=layouts.NEMOTRON_KEYS,
+        adapt=layouts.nemotron_research_fields,
+        translate_config=layouts.nemotron_research,
+    ),
+    Family(
+        "diffugpt",
+        "GPT2",
+        shift=1,
+        max_length=512,
+        bos="given",
+        needs=layouts.DIFFUGPT_NEEDS,
+        rename=layouts.DIFFUGPT_KEYS,
+        adapt=layouts.diffugpt_fields,
+        translate_config=layouts.diffugpt,
+    ),
+    Family("diffullama", "Llama", shift=1, mask_id=811, max_length=2048, bos="given"),
 )
 
 NAMED = {family.name: family for family in FAMILIES}
@@ -164,7 +204,6 @@ REFUSED = {
     "E2D2": "it is an encoder-decoder with a wrapper of its own, which is not supported",
     "EsmForDPLM2": "it has a second track of structure tokens (DPLM-2), which is not supported",
     "EsmForDPLM2Bit": "it has a second track of structure tokens (DPLM-2 Bit), which is not supported",
-    "NemotronLabsDiffusionModel": "its prefix is causal and its block bidirectional, which is not supported yet",
     "NemotronLabsDiffusionVLMModel": "it needs images, which are not supported",
 }
 EDITS = re.compile(r"editing_threshold|edit_threshold")
@@ -183,12 +222,18 @@ def find(config: Config, options: LoadOptions, folder: str | None) -> Family | N
     if options.family is not None:
         if options.family not in NAMED:
             raise unknown("family", options.family, NAMED)
-        return NAMED[options.family]
+        return _adapted(NAMED[options.family], config)
     for name in classes:
         for family in FAMILIES:
             if name in family.architectures:
-                return _resolve_ambiguous(family, options, folder)
+                return _adapted(_resolve_ambiguous(family, options, folder), config)
         if name in PLAIN and options.attention != "causal":
+            if options.attention is None and "diffullama" in _base_name(options.name):
+                log.warning(
+                    "By its name %s is taken as diffullama; its config is that of a Llama. Set family= to decide",
+                    options.name,
+                )
+                return NAMED["diffullama"]
             if options.attention is None:
                 raise DuelError(
                     f"By its config {options.name} is a {name}, an autoregressive network. To score it as it is: "
@@ -202,11 +247,7 @@ def find(config: Config, options: LoadOptions, folder: str | None) -> Family | N
 def _resolve_ambiguous(family: Family, options: LoadOptions, folder: str | None) -> Family:
     """The family, if two share a class name."""
     d2f = f"d2f-{family.name}"
-    if (
-        d2f in NAMED
-        and options.attention is None
-        and "d2f" in os.path.basename((options.peft or "").rstrip("/")).lower()
-    ):
+    if d2f in NAMED and options.attention is None and "d2f" in _base_name(options.peft or ""):
         log.warning("By its name the adapter %s makes %s a %s. Set family= to decide", options.peft, options.name, d2f)
         return NAMED[d2f]
     if family.name == "llada2" and _edits(folder):
@@ -215,12 +256,28 @@ def _resolve_ambiguous(family: Family, options: LoadOptions, folder: str | None)
             "without these edits, pass family=llada2."
         )
     blocks = f"{family.name}-bd3lm"
-    if blocks in NAMED and options.attention is None and "bd3lm" in os.path.basename(options.name.rstrip("/")).lower():
+    if blocks in NAMED and options.attention is None and "bd3lm" in _base_name(options.name):
         log.warning(
             "By its name %s is taken as %s; its config does not say. Set family= to decide", options.name, blocks
         )
         return NAMED[blocks]
     return family
+
+
+def by_tensors(config: Config, names: Iterable[str]) -> Family | None:
+    """The family whose files have tensors of these names under a config of another network; None if it is none."""
+    if config.get("model_type") == "gpt2" and any(name.startswith(layouts.DIFFUGPT_TRUNK) for name in names):
+        return _adapted(NAMED["diffugpt"], config)
+    return None
+
+
+def _adapted(family: Family, config: Config) -> Family:
+    """The family with the fields that a config decides."""
+    return dataclasses.replace(family, **family.adapt(config))
+
+
+def _base_name(path: str) -> str:
+    return os.path.basename(path.rstrip("/")).lower()
 
 
 def class_names(config: Config) -> list[str]:

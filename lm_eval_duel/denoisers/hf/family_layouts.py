@@ -136,6 +136,80 @@ def illada(config: Config) -> Config:
     return {}
 
 
+# ---------------------------------------------------------------- NVIDIA
+
+NEMOTRON_NEEDS = (*DENSE, "head_dim")
+NEMOTRON_RESEARCH_NEEDS = (*DENSE, "dlm_type")
+NEMOTRON_KEYS = ((r"^encoder\.", "model."), (r"^diffusion_head\.", "lm_head."))
+YARN = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+
+
+def nemotron(config: Config) -> Config:
+    """Nemotron-Labs-Diffusion's entries for Llama, whose rotary positions are YaRN's with the checkpoint's own factor.
+
+    Its queries are scaled by 1 + b ln(1 + floor(position / original_max_position_embeddings)), which is 1 up to that
+    length; rows are no longer. A factor below 1 is meant as it stands. Raises DuelError for a config without them.
+    """
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type") or rope.get("type")
+    wrong = [key for key in YARN[:2] if not isinstance(rope.get(key), int | float) or not rope[key] > 0]
+    if kind != "yarn" or wrong:
+        raise DuelError(
+            "This Nemotron-Labs-Diffusion is not the released network: its rope_parameters should be YaRN's "
+            f"(rope_type yarn, factor, original_max_position_embeddings); got {rope!r}."
+        )
+    theta = config_entries.lookup(config, "rope_theta")
+    scaled = {"rope_type": "yarn", **{key: rope[key] for key in YARN if rope.get(key) is not None}}
+    return {"rope_theta": theta, "rope_scaling": None, "rope_parameters": {**scaled, "rope_theta": theta}}
+
+
+def nemotron_research(config: Config) -> Config:
+    """Nothing to translate; raises DuelError for a variant that Qwen3 cannot run."""
+    if config.get("disable_qk_norm"):
+        raise DuelError("This network has no norms of queries and keys (disable_qk_norm): it does not fit Qwen3.")
+    return {}
+
+
+def nemotron_research_fields(config: Config) -> dict[str, Any]:
+    """Whether logits are shifted: in Dream's way (dlm_type "dream"), or not, as LLaDA's."""
+    kind = config.get("dlm_type")
+    if kind not in (None, "llada", "dream"):
+        raise DuelError(f"The config.json is wrong: 'dlm_type' must be llada or dream; got {kind!r}.")
+    return {"shift": 1, "bos": "given"} if kind == "dream" else {}
+
+
+# ---------------------------------------------------------------- adapted from autoregressive networks
+
+DIFFUGPT_NEEDS = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "layer_norm_epsilon")
+DIFFUGPT_TRUNK = "denoise_model."  # the beginning of its tensors' names, which no GPT-2 has
+DIFFUGPT_KEYS = ((r"^embed_tokens\.", "transformer.wte."), (r"^denoise_model\.", "transformer."))
+DIFFUGPT_MASKS = {50257: 10541, 50258: 50257}  # by vocab_size: diffugpt-s made a token of GPT-2 its [MASK]
+
+
+def diffugpt_fields(config: Config) -> dict[str, Any]:
+    """[MASK] of the two published sizes."""
+    return {"mask_id": DIFFUGPT_MASKS.get(config.get("vocab_size"))}
+
+
+def diffugpt(config: Config) -> Config:
+    """DiffuGPT's entries for GPT-2; raises DuelError for a variant that transformers' fast attention ignores."""
+    fixed = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "reorder_and_upcast_attn": False}
+    if wrong := [key for key, value in fixed.items() if (config.get(key, value)) != value]:
+        raise DuelError(f"This DiffuGPT is not the released network ({', '.join(wrong)}).")
+    return {
+        "hidden_size": config["n_embd"],
+        "num_hidden_layers": config["n_layer"],
+        "num_attention_heads": config["n_head"],
+        "max_position_embeddings": config["n_positions"],
+        "activation_function": config.get("activation_function") or "gelu_new",
+        "add_cross_attention": False,
+        "tie_word_embeddings": True,  # the head is not stored
+    }
+
+
+# ---------------------------------------------------------------- mixtures of experts
+
+
 def llada_moe(config: Config) -> Config:
     """LLaDA-MoE's entries for Qwen3-MoE."""
     return {

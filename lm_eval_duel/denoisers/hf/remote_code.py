@@ -38,6 +38,11 @@ def load(
     )
     mask_id = find_mask_id(options, config, tokenizer, family and family.mask_id, rows)
     attention = options.attention or (family.attention if family else "bidirectional")
+    if attention == "causal_prefix":
+        raise DuelError(
+            f"{options.name} reads its prefix causally and its block whole, and its own code keeps the keys and values "
+            "of the prefix in a cache of its own. Leave backend=remote out: its weights run without its code."
+        )
     if family is not None and family.anchor == "target":
         raise DuelError(f"backend=remote does not support the family {family.name}; leave backend out.")
     block = trained_block(family, config, options) if attention == "block_causal" else None
@@ -73,7 +78,7 @@ def _class_reference(config: dict[str, Any], options: LoadOptions) -> str:
     reference = next((names[key] for key in HEADED if key in names), None)
     if reference is None:
         raise DuelError(f"{options.name} has no code of its own (no auto_map with a model in config.json).")
-    options.refuse("own code", "cache", "sigma", "load_in_8bit", "load_in_4bit")
+    options.refuse("own code", "cache", "sigma", "first_token", "load_in_8bit", "load_in_4bit")
     if scheme := config.get(quantization.CONFIG_KEY):
         raise DuelError(
             f"{options.name} is quantised ({quantization.method_of(scheme)}), which backend=remote does not support: "

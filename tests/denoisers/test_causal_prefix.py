@@ -1,0 +1,330 @@
+"""Networks with a causal prefix and bidirectional blocks (Nemotron-Labs-Diffusion): the laws on a toy, the authors'
+procedure retyped on a tiny checkpoint, and what is refused.
+"""
+
+import dataclasses
+import math
+
+import plain
+import pytest
+import tiny
+import torch
+from decoder_reference import CASES, YARN, write
+from harness_requests import ask
+from laws import RULES, slow_but, strings, total
+from lm_eval.api.instance import Instance
+from textbook import score
+from toys import CausalPrefix
+
+from lm_eval_duel import denoisers, rules
+from lm_eval_duel.bench.textbook import WholeRow, algorithm2
+from lm_eval_duel.cli.inspect import inspect
+from lm_eval_duel.denoisers import block_causal, self_tests
+from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators.duel import Autoregressive, Duel
+from lm_eval_duel.estimators.elbo import Elbo
+from lm_eval_duel.estimators.lattice import Lattice
+from lm_eval_duel.harness.lm import DuelMDM
+
+CASE = CASES["nemotron-labs-diffusion"]
+FIRST = ["causal", "block"]
+FEW = ["left_to_right:k=2", "greedy:k=1", "threshold:mu=0.45", "klass:mu=0.4:nu=0.3"]
+
+
+# ---------------------------------------------------------------- the laws, on a toy in float64
+
+
+@pytest.mark.parametrize("first_token", FIRST)
+@pytest.mark.parametrize("rule", slow_but(RULES, FEW))
+def test_sums_to_one(rule, first_token):
+    toy = CausalPrefix(first_token, length=12)
+    for last_block in ("fill", "cut"):
+        toy.last_block = last_block
+        duel = Duel(toy, rule)
+        assert (duel.block, duel.grid) == (2, "target")
+        assert total(duel, 3, context=(1,)) == pytest.approx(1, abs=1e-12)
+        assert total(duel, 3, context=(2, 0), suffix=(1,)) == pytest.approx(1, abs=1e-12)
+        assert total(duel, 2, context=(0, 0, 1), tail=2) == pytest.approx(1, abs=1e-12)
+        if first_token == "block":
+            assert total(duel, 3) == pytest.approx(1, abs=1e-12)
+            assert total(Duel(toy, rule, grid="row"), 3, context=(1,)) == pytest.approx(1, abs=1e-12)
+
+
+WINDOWS = [
+    Window((1,), (2, 0, 1, 1, 2)),
+    Window((0, 2, 1, 1), (1,)),
+    Window((0, 2), (0, 0, 1), (2,)),
+    Window((2, 2, 1, 0, 1), (2, 1, 0, 0, 1, 1, 2)),
+    Window((0,), (1, 2), tail=3),
+]
+
+
+@pytest.mark.parametrize("first_token", FIRST)
+@pytest.mark.parametrize("rule", slow_but(RULES, FEW))
+def test_lanes_equal_the_textbook_loop(rule, first_token, monkeypatch):
+    toy = CausalPrefix(first_token, length=14)
+    followed = rules.SeedFirst(rules.parse(rule)) if first_token == "causal" else rules.parse(rule)
+    for stretch, clean, batch_size in ((256, 512, None), (4, 3, 1)):
+        monkeypatch.setattr(block_causal, "STRETCH", stretch)
+        monkeypatch.setattr(block_causal, "CLEAN", clean)
+        scored = Duel(toy, rule, batch_size=batch_size).log_prob(WINDOWS)
+        for window, found in zip(WINDOWS, scored, strict=True):
+            origin = len(window.context)
+
+            def logits_of(ids, origin=origin):
+                ids = ids.tolist()
+                return toy.logits(ids, origin + (ids.index(3, origin) - origin) // 2 * 2)
+
+            _, steps, nats, greedy, nfe = score(logits_of, 3, toy.excluded, followed, 2, window, sees="fill")
+            assert (found.reveal_steps, found.is_greedy, found.nfe) == (steps, greedy, nfe)
+            assert found.token_logprobs == pytest.approx(nats, abs=1e-9)
+
+
+@pytest.mark.parametrize("first_token", FIRST)
+@pytest.mark.parametrize("rule", ["greedy", "threshold:mu=0.45", "klass:mu=0.4:nu=0.3"])
+def test_samples_are_scored_as_they_were_drawn(rule, first_token):
+    duel = Duel(CausalPrefix(first_token, length=14), rule)
+    contexts = [(1,), (0, 2), (1, 1, 0)]
+    for extra in ({}, {"tail": 2}):
+        length = 4 if extra else 5
+        drawn = duel.sample(contexts, length, seed=3, **extra)
+        windows = [Window(c, d.tokens, **extra) for c, d in zip(contexts, drawn, strict=True)]
+        scored = duel.log_prob(windows)
+        again = duel.replay(windows, [s.reveal_steps for s in scored])
+        for d, s, r in zip(drawn, scored, again, strict=True):
+            assert (d.reveal_steps, d.nfe, d.is_greedy) == (s.reveal_steps, s.nfe, s.is_greedy)
+            assert d.token_logprobs == pytest.approx(s.token_logprobs, abs=1e-9)
+            assert r.token_logprobs == pytest.approx(s.token_logprobs, abs=1e-9)
+    decoded = duel.sample([(1,)], 4, do_sample=False)[0]
+    scored = duel.log_prob([Window((1,), s) for s in strings(3, 4)])
+    assert [s.is_greedy for s in scored] == [s == decoded.tokens for s in strings(3, 4)]
+
+
+def test_the_first_token_is_revealed_alone():
+    seeded, plainly = (Duel(CausalPrefix(first, length=14, block=4), "greedy:k=4") for first in FIRST)
+    window = Window((1,), (2, 0, 1, 1, 2))
+    assert str(seeded.rule) == "greedy:k=4:seed_first=True" and str(plainly.rule) == "greedy:k=4"
+    [one], [other] = seeded.log_prob([window]), plainly.log_prob([window])
+    assert one.reveal_steps == (0, 1, 1, 1, 0) and other.reveal_steps == (0, 0, 0, 0, 0)
+    assert abs(one.log_prob - other.log_prob) > 1e-2  # two distributions
+    [same] = Duel(CausalPrefix(length=14, block=4), "greedy:k=4:seed_first=true").log_prob([window])
+    assert same == one
+
+
+def test_a_later_block_changes_nothing_before_it():
+    duel = Duel(CausalPrefix(length=12), "greedy")
+    one, other = duel.log_prob([Window((1,), (2, 0, 1, 1, 2)), Window((1,), (2, 0, 1, 0, 0))])
+    assert one.token_logprobs[:3] == other.token_logprobs[:3]
+
+
+def test_every_state_of_a_block_needs_the_sampler_that_has_them():
+    toy = CausalPrefix(length=12)
+    for make in (lambda: Elbo(toy), lambda: Lattice(toy, value="mixture"), lambda: Lattice(toy, value="oracle")):
+        with pytest.raises(DuelError, match=r"reveals each block's first token alone\. .* pass first_token=block"):
+            make()
+    toy = CausalPrefix("block", length=12)
+    window = Window((1,), (2, 0, 1, 1))
+    found = {value: Lattice(toy, value=value).log_prob([window])[0] for value in ("elbo_exact", "mixture", "oracle")}
+    mean, mixture, best = (getattr(found[value], value) for value in ("elbo_exact", "mixture", "oracle"))
+    greedy = Duel(toy, "greedy").log_prob([window])[0].log_prob
+    assert mean <= mixture <= best + 1e-12 and greedy <= best + 1e-12
+    drawn = Elbo(toy, samples=512).log_prob([window])[0]
+    assert abs(drawn.log_prob - mean) < 4 * drawn.stderr
+
+
+def test_refusals():
+    toy = CausalPrefix(length=12)
+    with pytest.raises(DuelError, match=r"trained on blocks of 2: .* block=4 would be another network"):
+        Duel(toy, "greedy", 4)
+    with pytest.raises(
+        DuelError, match=r"first_token=causal predicts .* Use grid=target or auto, or first_token=block"
+    ):
+        Duel(toy, "greedy", grid="row")
+    with pytest.raises(DuelError, match="Window 0 needs a context"):
+        Duel(toy, "greedy").log_prob([Window((), (2, 0))])
+    with pytest.raises(DuelError, match=r"a suffix up to position 3, but its last target block ends at 2"):
+        Duel(toy, "greedy").log_prob([Window((1,), (2, 0), (1,))])
+
+
+# ---------------------------------------------------------------- a tiny checkpoint
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("nemotron"), CASE)
+
+
+def generate(w, window, seeded, threshold):
+    """The authors' generate() with the tokens known: the log-probability of each token, and its step in its block.
+
+    A causal pass over all that is finished predicts the block's first token. Then one bidirectional pass over prefix
+    and block at a time: the most probable cell, and others whose probability reaches the threshold. Without `seeded`,
+    as in vLLM: a block starts all masked.
+    """
+    row, nats, steps = list(window.context), [], []
+
+    def logs(ids, seen):
+        return plain.logits(CASE.net, w, ids, seen)[:, : len(tiny.WORDS)].log_softmax(-1)  # without [MASK], padding
+
+    while len(nats) < len(window.target):
+        begin, own = len(row), window.target[len(nats) : len(nats) + CASE.block]
+        cells, found, when = [CASE.mask] * CASE.block, {}, {}
+        if seeded:
+            found[0], when[0] = float(logs(row, plain.causal(begin))[-1, own[0]]), 0
+            cells[0] = own[0]
+        step = len(found)
+        while len(found) < len(own):
+            now = logs([*row, *cells], plain.causal_prefix(begin + CASE.block, begin))[begin:]
+            left = [cell for cell in range(len(own)) if cell not in found]
+            first = max(left, key=lambda cell: float(now[cell].max()))
+            for cell in left:
+                if cell == first or float(now[cell].max()) >= math.log(threshold):
+                    found[cell], when[cell], cells[cell] = float(now[cell, own[cell]]), step, own[cell]
+            step += 1
+        nats += [found[cell] for cell in range(len(own))]
+        steps += [when[cell] for cell in range(len(own))]
+        row += own
+    return nats, tuple(steps)
+
+
+TEXTS = [
+    Window((2,), (7, 9, 30, 12, 8, 15, 21, 11, 6)),
+    Window((2, 14, 20), (10, 9, 31, 12, 6)),
+    Window((2, 6, 17, 17, 5, 9, 9), (33, 6)),
+]
+
+
+@pytest.mark.parametrize("first_token", FIRST)
+@pytest.mark.parametrize(("rule", "threshold"), [("greedy", 1.1), ("threshold:mu=0.3", 0.3)])
+def test_equals_the_authors_procedure(checkpoint, first_token, rule, threshold):
+    path, w = checkpoint
+    denoiser = denoisers.load(path, device="cpu", first_token=first_token)
+    assert denoiser.describe()["first_token"] == first_token
+    for window, scored in zip(TEXTS, Duel(denoiser, rule).log_prob(TEXTS), strict=True):
+        nats, steps = generate(w, window, first_token == "causal", threshold)
+        assert scored.near_ties == 0 and scored.reveal_steps == steps
+        assert scored.token_logprobs == pytest.approx(nats, abs=1e-5)
+
+
+def test_it_is_an_autoregressive_network_too(checkpoint):
+    path, w = checkpoint
+    denoiser = denoisers.load(path, device="cpu", attention="causal")
+    assert (denoiser.attention, denoiser.shift, denoiser.mask_id, denoiser.bos) == ("causal", 1, None, "given")
+    for window, scored in zip(TEXTS, Autoregressive(denoiser).log_prob(TEXTS), strict=True):
+        row = [*window.context, *window.target]
+        logs = plain.logits(CASE.net, w, row, plain.causal(len(row)))
+        logs = logs.masked_fill(denoiser.excluded, -math.inf).log_softmax(-1)
+        begin = len(window.context)
+        right = [float(logs[i - 1, row[i]]) for i in range(begin, len(row))]
+        assert scored.token_logprobs == pytest.approx(right, abs=1e-5)
+    assert Autoregressive(denoiser).sample([(2, 6)], 3, seed=1)[0].tokens
+
+
+@pytest.mark.parametrize("first_token", FIRST)
+def test_the_model_of_the_harness(checkpoint, first_token):
+    path, _ = checkpoint
+    lm = DuelMDM(pretrained=path, rule="threshold:mu=0.3", device="cpu", first_token=first_token, verify=2)
+    assert lm.spec["first_token"] == first_token and lm.spec["attention"] == "causal_prefix"
+    assert (lm.spec["block"], lm.spec["grid"]) == ("4", "target")
+    assert lm.spec["rule"].endswith("seed_first=True") == (first_token == "causal")
+    answers = lm.loglikelihood(ask("loglikelihood", ("a b c", " d e f g h i"), ("b", " the of and")), disable_tqdm=True)
+    duel = Duel(denoisers.load(path, device="cpu", first_token=first_token), "threshold:mu=0.3")
+    window = Window((2, *lm.tok_encode("a b c")), lm.tok_encode(" d e f g h i"))
+    [score] = duel.log_prob([window])
+    assert answers[0] == (pytest.approx(score.log_prob, abs=1e-4), score.is_greedy)
+    assert lm.run.stats.verified.largest_difference < 1e-3
+    rolling = lm.loglikelihood_rolling(ask("loglikelihood_rolling", ("a b c d e f",)), disable_tqdm=True)
+    [score] = duel.log_prob([Window((2,), lm.tok_encode("a b c d e f"))])
+    assert rolling == [pytest.approx(score.log_prob, abs=1e-4)]
+    generated = [Instance("generate_until", {}, ("a b", {"max_gen_toks": 8}), 0, metadata=("toy", 0, 1))]
+    decoded = duel.sample([(2, *lm.tok_encode("a b"))], 8, do_sample=False)[0].tokens
+    assert lm.generate_until(generated, disable_tqdm=True)[0] == lm.tokenizer.decode(decoded)
+    fields = dict(inspect(path, {"first_token": first_token, "device": "cpu"}))
+    assert fields["attention"] == "causal_prefix, trained on blocks of 4" and fields["block"] == "4 (grid target)"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first_token", FIRST)
+def test_the_textbook_loop_of_bench(checkpoint, first_token):
+    path, _ = checkpoint
+    for last_block, length in (("fill", 16), ("cut", 15)):
+        denoiser = denoisers.load(path, device="cpu", first_token=first_token, last_block=last_block)
+        rows = self_tests.random_rows(denoiser, length, 3).tolist()
+        windows = [Window(row[:2], row[2:]) for row in rows]
+        for rule in ("greedy", "threshold:mu=0.3"):
+            duel = Duel(denoiser, rule)
+            loop = algorithm2(WholeRow, denoiser, duel.rule, duel.block, duel.grid, windows)
+            for row, scored in enumerate(duel.log_prob(windows)):
+                assert tuple(loop.reveal_steps[row].tolist()) == scored.reveal_steps
+                assert loop.token_logprobs[row].tolist() == pytest.approx(scored.token_logprobs, abs=1e-4)
+
+
+def test_rows_end_where_queries_would_be_scaled(checkpoint, tmp_path):
+    config = {**CASE.config, "max_position_embeddings": 4096}
+    path, _ = write(tmp_path, dataclasses.replace(CASE, config=config))
+    assert denoisers.load(path, device="cpu").max_length == 256 - 4  # a block that is filled up ends below 256
+    with pytest.raises(DuelError, match=r"max_length=253 is too long: .* holds 252 positions"):
+        denoisers.load(path, device="cpu", max_length=253)
+
+
+def test_what_the_checkpoint_refuses(checkpoint, tmp_path):
+    path, _ = checkpoint
+    for asked, message in (
+        ({"cache": "dual"}, "cache=dual is for bidirectional networks; this one is causal_prefix"),
+        ({"cfg_scale": 1.0}, "cfg_scale masks the whole context, and a causal_prefix network"),
+        ({"block": 8}, "trained on blocks of 4: .* block=8 would be another network"),
+        ({"backend": "remote", "trust_remote_code": True}, "Leave backend=remote out"),
+        ({"attention": "causal", "first_token": "block"}, "no choice of 'first_token'"),
+        ({"first_token": "blok"}, r"Unknown value of first_token 'blok'\. Did you mean block\?"),
+    ):
+        with pytest.raises(DuelError, match=message):
+            denoisers.load(path, device="cpu", **asked)
+    for change in ({"rope_type": "default"}, {"factor": None}):
+        config = {**CASE.config, "rope_parameters": {**YARN, **change}}
+        wrong, _ = write(tmp_path, dataclasses.replace(CASE, config=config, folder="-".join(change)))
+        with pytest.raises(DuelError, match="its rope_parameters should be YaRN's"):
+            denoisers.load(wrong, device="cpu")
+
+
+def test_rotary_positions_that_are_stretched(tmp_path):
+    """As in the 8B: a factor above 1, with no scale of attention besides, since mscale equals mscale_all_dim."""
+    yarn = {**YARN, "factor": 16.0, "original_max_position_embeddings": 32}
+    net = dataclasses.replace(CASE.net, stretch=yarn)
+    config = {**CASE.config, "rope_parameters": yarn, "max_position_embeddings": 512}
+    path, w = write(tmp_path, dataclasses.replace(CASE, config=config, net=net))
+    denoiser = denoisers.load(path, device="cpu")
+    assert denoiser.max_length == 28
+    ids = self_tests.random_rows(denoiser, 28)[:1]
+    seen = torch.tensor([plain.causal_prefix(28, 24)])
+    features, _ = denoiser.stream(ids, torch.arange(28)[None], seen, None)
+    right = plain.logits(net, w, ids[0].tolist(), seen[0])
+    assert (denoiser.head(features[0]) - right).abs().max() < 1e-5
+
+
+def test_an_older_spelling_of_its_rotary_positions(checkpoint, tmp_path):
+    old = {"type" if key == "rope_type" else key: value for key, value in YARN.items() if key != "rope_theta"}
+    config = {key: value for key, value in CASE.config.items() if key != "rope_parameters"}
+    config |= {"rope_scaling": old, "rope_theta": YARN["rope_theta"]}
+    path, _ = write(tmp_path, dataclasses.replace(CASE, config=config))
+    old, new = (Duel(denoisers.load(p, device="cpu")).log_prob(TEXTS) for p in (path, checkpoint[0]))
+    for one, other in zip(old, new, strict=True):
+        assert one.token_logprobs == pytest.approx(other.token_logprobs, abs=1e-6)
+
+
+def test_the_queries_scale_is_one_up_to_its_length(checkpoint):
+    """Ministral3 scales queries by position; below `original_max_position_embeddings` both networks are one."""
+    transformers = pytest.importorskip("transformers")
+    if not hasattr(transformers, "Ministral3ForCausalLM"):
+        pytest.skip("transformers 5 has Ministral3")
+    path, _ = checkpoint
+    model = denoisers.load(path, device="cpu").model
+    entries = {key: value for key, value in CASE.config.items() if key not in ("architectures", "auto_map")}
+    config = transformers.Ministral3Config(**{**entries, "model_type": "ministral3"})
+    twin = transformers.Ministral3ForCausalLM(config).eval()
+    twin.load_state_dict(model.state_dict())
+    row = torch.randint(5, 30, (1, 64), generator=torch.Generator().manual_seed(0))
+    mask = torch.zeros(1, 1, 64, 64)
+    with torch.inference_mode():
+        ours, theirs = (net(input_ids=row, attention_mask=mask).logits for net in (model, twin))
+    assert (ours - theirs).abs().max() < 1e-5
