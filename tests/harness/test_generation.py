@@ -466,7 +466,7 @@ def test_a_chat_template_writes_its_bos_once(folder):
 # ---------------------------------------------------------------- the bundled checkpoints
 
 
-@pytest.mark.parametrize("count", [20, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [8, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("name", "block"), [("demo-mdm", 32), ("demo-bd", "auto")])
 @pytest.mark.parametrize("rule", ["greedy", "threshold:mu=0.6"])
 def test_samples_are_scored_as_they_were_drawn(name, block, rule, count):

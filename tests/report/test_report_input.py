@@ -122,13 +122,14 @@ def spoiled(file, place, value):
     file.write_text(json.dumps(body))
 
 
+@pytest.mark.parametrize("step", [4, pytest.param(1, marks=pytest.mark.slow)])  # every fourth value, or all
 @pytest.mark.parametrize("place", PLACES)
-def test_an_edited_entry_is_read_left_out_or_named(tmp_path, place, monkeypatch):
+def test_an_edited_entry_is_read_left_out_or_named(tmp_path, place, step, monkeypatch):
     """Any value in any entry: a report in real JSON, or an error that names the file and what is wrong with it."""
     monkeypatch.setattr("lm_eval_duel.report.stats.DRAWS", 50)
     made(tmp_path)
     files = sorted([*(tmp_path / "results").rglob("results_*.json"), *(tmp_path / "ar").rglob("results_*.json")])
-    for number, value in enumerate(VALUES):
+    for number, value in list(enumerate(VALUES))[PLACES.index(place) % step :: step]:
         file = files[(number + len(place)) % len(files)]
         whole = file.read_text()
         spoiled(file, place, value)
@@ -244,8 +245,9 @@ def test_a_damaged_trace_is_named(tmp_path, change):
         run(tmp_path, "--trace", path)
 
 
-def test_random_edits(tmp_path, monkeypatch):
-    """200 files with a random entry, however deep, replaced or removed."""
+@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
+def test_random_edits(tmp_path, count, monkeypatch):
+    """Files with a random entry, however deep, replaced or removed."""
     monkeypatch.setattr("lm_eval_duel.report.stats.DRAWS", 20)
     file = made(tmp_path)
     whole, chance = file.read_text(), random.Random(0)
@@ -256,7 +258,7 @@ def test_random_edits(tmp_path, monkeypatch):
             yield from entries(value[key], (*path, key))
 
     everywhere = list(entries(json.loads(whole)))
-    for _ in range(200):
+    for _ in range(count):
         body = json.loads(whole)
         *path, last = chance.choice(everywhere)
         inside = body
