@@ -7,7 +7,7 @@
     CachingLM.__init__          names a --use_cache file that cannot be opened; and gives our models all requests, also
                                 those with a cached answer, so that the results count them (see cache.py)
 
-Written against lm-eval 0.4.13. Other models are affected only by the clearer errors.
+Written against lm-eval 0.4.13 and 0.5.0.dev1 (see versions.py). Other models are affected only by the clearer errors.
 """
 
 from __future__ import annotations
@@ -38,34 +38,34 @@ def evaluation() -> int:
     return _builds
 
 
-def _patch(owner: type, name: str, replacement: Callable[..., None]) -> None:
+def _patch(owner: type, name: str, replacement: Callable[..., Any]) -> None:
     """Replace a method by `replacement(original, self, ...)`."""
     original = getattr(owner, name)
     if hasattr(original, "lm_eval_duel_original"):
         return
 
     @functools.wraps(original)
-    def patched(self: Any, *args: Any, **options: Any) -> None:
-        replacement(original, self, *args, **options)
+    def patched(self: Any, *args: Any, **options: Any) -> Any:
+        return replacement(original, self, *args, **options)
 
     patched.lm_eval_duel_original = original
     setattr(owner, name, patched)
 
 
 def _build_all_requests(
-    original: Callable[..., None],
+    original: Callable[..., Any],
     task: Task,
     *,
     limit: int | None = None,
     samples: list[int] | None = None,
     world_size: int = 1,
     **options: Any,
-) -> None:
+) -> Any:
     global _builds
     _builds += 1
     if world_size > 1:
         _require_documents(task, limit, samples, world_size)
-    original(task, limit=limit, samples=samples, world_size=world_size, **options)
+    return original(task, limit=limit, samples=samples, world_size=world_size, **options)
 
 
 def _require_documents(task: Task, limit: int | None, samples: list[int] | None, world_size: int) -> None:

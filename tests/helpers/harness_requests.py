@@ -1,7 +1,7 @@
 """Requests as the harness sends them to a model."""
 
-from lm_eval.api.instance import Instance
+from lm_eval_duel.harness import versions
 
 
 def ask(kind, *arguments, doc=None):
-    return [Instance(kind, doc or {}, args, 0, metadata=("toy", n, 1)) for n, args in enumerate(arguments)]
+    return [versions.request(kind, doc or {}, args, "toy", n) for n, args in enumerate(arguments)]

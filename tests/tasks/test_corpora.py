@@ -483,8 +483,7 @@ def test_another_text_and_missing_shards_are_refused(tmp_path):
 
 def test_rows_of_a_request_cache_made_otherwise_are_refused(copies):
     """--cache_requests keys on neither metadata nor model args: what it holds says how it was made."""
-    from lm_eval.api.instance import Instance
-
+    from lm_eval_duel.harness.versions import request as make_request
     from lm_eval_duel.tasks import tokenized_text
 
     short, long = (
@@ -492,7 +491,7 @@ def test_rows_of_a_request_cache_made_otherwise_are_refused(copies):
         for length in (32, 64)
     )
     lm = DuelMDM(pretrained="demo-mdm", rule="l2r", block=4, bos="none", device="cpu")
-    request = Instance("loglikelihood_rolling", short, (tasks.token_text(short),), 0, metadata=("ptb", 0, 1))
+    request = make_request("loglikelihood_rolling", short, (tasks.token_text(short),), "ptb", 0, 1)
     assert lm.loglikelihood_rolling([request], disable_tqdm=True)[0] < 0
     tokenized_text.MADE.discard(short["duel_made"])  # another process, in which only the long ones are made
     with pytest.raises(DuelError, match="comes from a request cache and was made with other metadata"):
