@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel._autoload import MODELS, register
 from lm_eval_duel.errors import UsageError, unknown, usage
+from lm_eval_duel.harness.key_values import key_values
 from lm_eval_duel.options import Options
 from lm_eval_duel.tasks import task_folder
 
@@ -104,6 +105,9 @@ def _nearest_flag(cli: HarnessCLI, message: str) -> str:
 def _complete(args: argparse.Namespace) -> None:
     """Fill in this package's model and tasks, keeping what a --config file sets (a flag would override it)."""
     config = {} if args.config is None else _load_config(args.config)
+    for key, types in VALUE_TYPES.items():
+        if dict in types and isinstance(config.get(key), str) and not getattr(args, key, None):
+            setattr(args, key, key_values(f"{key} of --config", config[key]))  # lm-eval 0.5.0.dev1 keeps it as text
     if args.model is None:
         args.model = config.get("model") or MODEL
     folders = args.include_path or config.get("include_path") or []

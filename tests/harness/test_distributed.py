@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import tiny
+from harness_requests import text_log_prob
 from harness_runs import free_port
 from lm_eval.api.task import Task
 
@@ -202,7 +203,7 @@ def test_three_ranks_print_what_one_prints_and_each_goes_on_from_two(tmp_path):
         (path,) = (tmp_path / name).glob("**/results_*.json")
         (samples,) = (tmp_path / name).glob("**/samples_*.jsonl")
         lines = map(json.loads, samples.read_text().splitlines())
-        found[name] = json.loads(path.read_text()), {line["doc_id"]: line["filtered_resps"][0] for line in lines}
+        found[name] = json.loads(path.read_text()), {line["doc_id"]: text_log_prob(line) for line in lines}
         if count > 1:
             assert re.search(rf"balance of {count} ranks: rows [\d, ]+\(max/mean \d", said)
     whole, values = found.pop("one")

@@ -569,7 +569,7 @@ def test_chat_templates_system_instructions_and_turns(tmp_path):
     template = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}[assistant] "
     (tmp_path / "chat" / "chat_template.jinja").write_text(template)
     (tmp_path / "sums.jsonl").write_text(
-        "".join(json.dumps({"question": f"{n}+{n}?", "answer": f"{2 * n}"}) + "\n" for n in (1, 2, 3))
+        "".join(json.dumps({"question": f"{n}+{n}?", "answer": f"It is {2 * n}."}) + "\n" for n in (1, 2, 3))
     )
     stock = Path(lm_eval.__file__).parent / "tasks" / "gsm8k" / "gsm8k.yaml"
     (tmp_path / "stock.yaml").write_text(STOCK.format(folder=tmp_path, stock=stock))

@@ -1,4 +1,4 @@
-"""A whole text comes as (text,) from lm-eval 0.4.13 and as ("", text) from 0.5: the numbers and records are the same."""
+"""A whole text is (text,) in lm-eval 0.4.13 and ("", text) in 0.5: the numbers and records are the same."""
 
 import hashlib
 import json
