@@ -4,10 +4,13 @@
     Task.build_all_requests     counts evaluations: a model cannot tell otherwise where one ends and the next begins
                                 refuses a task with fewer documents than ranks: lm-eval fails on the ranks without any,
                                 with an unrelated error, and the other ranks wait for them
+    Task.process_instances      (0.5 only) keeps the first answer to a request that was repeated to give all ranks
+                                equally many requests, as 0.4.13 does: 0.5.0.dev1 scores all of them
     CachingLM.__init__          names a --use_cache file that cannot be opened; and gives our models all requests, also
                                 those with a cached answer, so that the results count them (see cache.py)
 
-Written against lm-eval 0.4.13 and 0.5.0.dev1 (see versions.py). Other models are affected only by the clearer errors.
+Written against lm-eval 0.4.13 and 0.5.0.dev1 (see versions.py). Other models are affected only by the clearer errors,
+and by the first answer under 0.5.
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ _builds = 0  # calls of Task.build_all_requests
 def apply() -> None:
     """Apply every patch that is not in place."""
     _patch(Task, "build_all_requests", _build_all_requests)
+    if hasattr(Task, "process_instances"):
+        _patch(Task, "process_instances", _process_instances)
     _patch(CachingLM, "__init__", _open_cache)
 
 
@@ -66,6 +71,12 @@ def _build_all_requests(
     if world_size > 1:
         _require_documents(task, limit, samples, world_size)
     return original(task, limit=limit, samples=samples, world_size=world_size, **options)
+
+
+def _process_instances(original: Callable[..., None], task: Task) -> None:
+    for request in task.instances:
+        del request.resps[request.repeats or 1 :]
+    original(task)
 
 
 def _require_documents(task: Task, limit: int | None, samples: list[int] | None, world_size: int) -> None:
