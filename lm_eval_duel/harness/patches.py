@@ -9,16 +9,20 @@
     CachingLM.__init__          names a --use_cache file that cannot be opened; and gives our models all requests, also
                                 those with a cached answer, so that the results count them (see cache.py)
 
+    TaskManager.__init__        does not read lm-eval's own 14,000 task files, which takes seconds; only while
+                                `lm-eval-duel run` runs, and only if all tasks that it names are this package's
+
 Written against lm-eval 0.4.13 and 0.5.0.dev1 (see versions.py). Other models are affected only by the clearer errors,
 and by the first answer under 0.5.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from lm_eval.api.model import CacheHook, CachingLM
@@ -36,6 +40,23 @@ def apply() -> None:
     if hasattr(Task, "process_instances"):
         _patch(Task, "process_instances", _process_instances)
     _patch(CachingLM, "__init__", _open_cache)
+
+
+@contextlib.contextmanager
+def without_default_tasks() -> Iterator[None]:
+    """A TaskManager that is made meanwhile does not read lm-eval's own task files."""
+    from lm_eval.tasks import TaskManager
+
+    original = TaskManager.__init__
+
+    def read_others(self: TaskManager, *args: Any, **options: Any) -> None:
+        original(self, *args, **{**options, "include_defaults": False})
+
+    TaskManager.__init__ = read_others
+    try:
+        yield
+    finally:
+        TaskManager.__init__ = original
 
 
 def evaluation() -> int:
