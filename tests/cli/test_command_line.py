@@ -12,6 +12,7 @@ import traceback
 
 import pytest
 from harness_requests import IS_0_5
+from lm_eval.tasks import TaskManager
 
 from lm_eval_duel import command_line
 from lm_eval_duel.bench.options import parse as parse_bench
@@ -417,3 +418,14 @@ def test_a_wrong_config_file_is_answered_in_words(config, message, tmp_path, mon
     (tmp_path / "c.yaml").write_text(json.dumps(config))
     said = refused("run", "--config", str(tmp_path / "c.yaml"))
     assert all(part in said for part in message.split(".*"))
+
+
+def test_task_files_of_lm_eval_are_read_only_if_they_may_be_named(tmp_path):
+    ours = [run.task_folder()]
+    before = TaskManager.__init__
+    with run._task_files(["sotu", "duel_zero_shot"], ours):
+        assert not TaskManager().all_tasks and "sotu" in TaskManager(include_path=ours).all_tasks
+    assert TaskManager.__init__ is before
+    for names, folders in ((["sotu", "wikitext"], ours), (["sotu*"], ours), (["sotu"], [*ours, str(tmp_path)])):
+        with run._task_files(names, folders):
+            assert TaskManager.__init__ is before, names
