@@ -500,12 +500,12 @@ for name in ("connect", "connect_ex", "sendto"):
 for name in ("getaddrinfo", "gethostbyname", "create_connection"):
     setattr(socket, name, refuse)
 
-from lm_eval.api.instance import Instance
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.harness.lm import DuelMDM
+from lm_eval_duel.harness.versions import request as make_request
 
 lm = DuelMDM(device="cpu")
-(value,) = lm.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, ("a b",), 0)], disable_tqdm=True)
+(value,) = lm.loglikelihood_rolling([make_request("loglikelihood_rolling", {}, ("a b",), "toy", 0)], disable_tqdm=True)
 try:
     DuelMDM(pretrained="nobody/no-such-checkpoint", device="cpu")
 except DuelError as error:

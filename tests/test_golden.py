@@ -8,6 +8,7 @@ import math
 
 import pytest
 from demo_reference import agrees
+from harness_requests import text_log_prob
 from harness_runs import evaluate
 
 from lm_eval_duel.harness import trace
@@ -48,7 +49,7 @@ def test_sotu(rule):
     for metric, value in GOLDEN[rule].items():
         assert table[f"{metric},none"] == pytest.approx(value, rel=CLOSE_TO)
     samples = sorted(results["samples"]["sotu"], key=lambda s: s["doc_id"])
-    compared = agrees([s["doc"]["text"] for s in samples], [s["filtered_resps"][0] for s in samples], rule, 32)
+    compared = agrees([s["doc"]["text"] for s in samples], [text_log_prob(s) for s in samples], rule, 32)
     assert compared >= 30  # of 36; the others have close picks
 
 

@@ -45,11 +45,9 @@ def texts_of_file(path: str) -> Iterator[str]:
 
 def texts_of_task(name: str) -> Iterator[str]:
     """The texts that a task of the harness scores: the last argument of each request."""
-    from lm_eval.tasks import TaskManager
+    from lm_eval_duel.tasks.named import task_manager
 
-    from lm_eval_duel.tasks import task_folder
-
-    manager = TaskManager(include_path=task_folder())
+    manager = task_manager([name])
     if name not in manager.all_subtasks:
         raise DuelError(f"No task '{name}'. All: lm_eval ls tasks.")
     (task,) = manager.load([name])["tasks"].values()

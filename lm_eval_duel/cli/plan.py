@@ -142,17 +142,13 @@ def _even(tokens: int, documents: int, denoiser: Unloaded) -> Counter[Layout]:
 
 def _requests(options: argparse.Namespace) -> Iterable[tuple[list[Any], str]]:
     """The requests of each task, and their kind."""
-    from lm_eval.tasks import TaskManager
-
     from lm_eval_duel.errors import unknown
-    from lm_eval_duel.tasks import task_folder
+    from lm_eval_duel.tasks.named import task_manager
 
     arguments = key_values("--model_args", options.model_args)
     metadata = {**arguments, **key_values("--metadata", options.metadata)}
     names = [name.strip() for name in options.tasks.split(",") if name.strip()]
-    manager = TaskManager(include_path=task_folder(), include_defaults=False, metadata=metadata)
-    if not set(names) <= set(manager.all_tasks):  # the harness's own tasks take seconds to index
-        manager = TaskManager(include_path=task_folder(), metadata=metadata)
+    manager = task_manager(names, metadata)
     for name in names:
         if name not in manager.all_tasks:
             raise DuelError(str(unknown("task", name, manager.all_tasks)).split(" Known:")[0])

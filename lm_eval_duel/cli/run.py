@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel._autoload import MODELS, register
 from lm_eval_duel.errors import UsageError, unknown, usage
+from lm_eval_duel.harness.key_values import key_values
 from lm_eval_duel.options import Options
 from lm_eval_duel.tasks import task_folder
 
@@ -66,13 +67,25 @@ def main(arguments: Sequence[str]) -> None:
     with usage():
         args = _parsed(cli)
         _complete(args)
-        _check(args)
+        names = _check(args)
     try:
-        cli.execute(args)
+        with _task_files(names, args.include_path):
+            cli.execute(args)
     except ValueError as error:
         if str(error).startswith("Tasks not found: "):  # raised once all tasks are indexed
             raise UsageError(_tasks_not_found(str(error))) from None
         raise
+
+
+def _task_files(names: list[str], folders: list[str]) -> contextlib.AbstractContextManager[None]:
+    """Do not read lm-eval's own task files, which takes seconds, if all named tasks are this package's."""
+    from lm_eval.tasks import TaskManager
+
+    from lm_eval_duel.harness import patches
+
+    ours = TaskManager(include_path=task_folder(), include_defaults=False).all_tasks
+    only_ours = folders == [task_folder()] and set(names) <= set(ours)
+    return patches.without_default_tasks() if only_ours else contextlib.nullcontext()
 
 
 def _parsed(cli: HarnessCLI) -> argparse.Namespace:
@@ -104,6 +117,9 @@ def _nearest_flag(cli: HarnessCLI, message: str) -> str:
 def _complete(args: argparse.Namespace) -> None:
     """Fill in this package's model and tasks, keeping what a --config file sets (a flag would override it)."""
     config = {} if args.config is None else _load_config(args.config)
+    for key, types in VALUE_TYPES.items():
+        if dict in types and isinstance(config.get(key), str) and not getattr(args, key, None):
+            setattr(args, key, key_values(f"{key} of --config", config[key]))  # lm-eval 0.5.0.dev1 keeps it as text
     if args.model is None:
         args.model = config.get("model") or MODEL
     folders = args.include_path or config.get("include_path") or []
@@ -134,17 +150,19 @@ def _load_config(file: str) -> dict[str, Any]:
     return config
 
 
-def _check(args: argparse.Namespace) -> None:
-    """Raise UsageError for settings that lm-eval or the model would reject."""
+def _check(args: argparse.Namespace) -> list[str]:
+    """The names of the tasks; raises UsageError for settings that lm-eval or the model would reject."""
     config = _as_lm_eval_reads(args)
     if not config.tasks:
         raise UsageError("No task to run; name one or several: --tasks sotu.")
+    listed = [config.tasks] if isinstance(config.tasks, str) else config.tasks
+    names = [name.strip() for names in listed for name in names.split(",")]
     from lm_eval.api.registry import model_registry
 
     if config.model not in model_registry and difflib.get_close_matches(str(config.model), MODELS, n=1):
         raise UsageError(f"Unknown --model '{config.model}'. Did you mean {MODEL}?")
     if config.model not in MODELS:
-        return
+        return names
     flags = {"batch_size": config.batch_size, "max_batch_size": config.max_batch_size, "device": config.device}
     flags = {key: value for key, value in flags.items() if value is not None}
     for key in flags:
@@ -152,6 +170,7 @@ def _check(args: argparse.Namespace) -> None:
             raise UsageError(f"'{key}' is not one of --model_args; pass it as --{key} VALUE.")
     trusted = {"trust_remote_code": True} if getattr(args, "trust_remote_code", False) else {}
     Options.parse({**config.model_args, **trusted, **flags})
+    return names
 
 
 def _as_lm_eval_reads(args: argparse.Namespace) -> EvaluatorConfig:

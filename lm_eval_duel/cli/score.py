@@ -136,13 +136,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def score(lm: DuelMDM, texts: Sequence[own_text.OwnText]) -> list[Row]:
     """The score of each text under a model of the harness."""
-    from lm_eval.api.instance import Instance
-
+    from lm_eval_duel.harness import versions
     from lm_eval_duel.tasks import sizes
 
     requests = [
-        Instance("loglikelihood_rolling", {"text": text}, (text,), 0, metadata=(TASK, n, 1))
-        for n, (_, text) in enumerate(texts)
+        versions.request("loglikelihood_rolling", {"text": text}, (text,), TASK, n) for n, (_, text) in enumerate(texts)
     ]
     answers = lm.loglikelihood_rolling(requests)
     return [

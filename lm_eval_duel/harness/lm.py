@@ -87,16 +87,23 @@ class DuelMDM(TemplateLM):
             answers[n] = log_prob, score.is_greedy
         return batch.spread(answers)
 
-    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """log p of whole texts, with each token in exactly one window; an empty text is 0.0."""
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float | tuple[float, bool]]:
+        """log p of whole texts, with each token in exactly one window; an empty text is 0.0.
+
+        lm-eval 0.5 gets (log p, False) for each, see `versions`.
+        """
+        from lm_eval_duel.harness import versions
         from lm_eval_duel.harness.loglikelihood import TextLogLikelihood, document_windows, scored_requests
 
         run, batch = self._start(requests, disable_tqdm)
         windows = document_windows(self.text, batch.requests)
         answers = [0.0] * len(windows)
         for n, score in scored_requests(run, "loglikelihood_rolling", batch.requests, windows):
-            answers[n] = TextLogLikelihood(score, batch.requests[n].args[0], windows[n])
-        return batch.spread(answers)
+            (text,) = versions.arguments(batch.requests[n])
+            answers[n] = TextLogLikelihood(score, text, windows[n])
+        return batch.spread([versions.answer(*pair) for pair in zip(batch.requests, answers, strict=True)])
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """A text after each prompt, by Algorithm 1 under the rule and block that are scored.

@@ -18,6 +18,7 @@ from lm_eval_duel.engine.results import WindowScore
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.two_phase import TwoPhase
+from lm_eval_duel.harness import versions
 from lm_eval_duel.harness.requests import named, named_windows
 from lm_eval_duel.harness.resume import Unfinished
 from lm_eval_duel.harness.run import Run
@@ -48,7 +49,7 @@ class RequestScore(NamedTuple):
         return cls(math.fsum(score.log_prob for score in scores), all(score.is_greedy for score in scores), stderr)
 
     def answer(self, kind: str) -> float | tuple[float, bool]:
-        """As the harness caches it."""
+        """As it is cached."""
         return self.log_prob if kind == "loglikelihood_rolling" else (self.log_prob, self.is_greedy)
 
 
@@ -85,7 +86,7 @@ def document_windows(text: Text, requests: Sequence[Instance]) -> list[list[Wind
     windows = []
     for request in requests:
         with named(request):
-            (document,) = request.args
+            (document,) = versions.arguments(request)
             doc = request.doc if isinstance(request.doc, dict) else {}
             if MADE in doc and doc[MADE] not in MADE_HERE:
                 raise DuelError(
@@ -208,19 +209,20 @@ def _save(
     run.stats.add_request(str(request.task_name), request.doc_id, windows, outcome)
     run.write_trace(request, windows, scores, run.estimator)
     if run.store is None:
-        run.cache.add_partial(kind, request.args, score.answer(kind))
+        run.cache.add_partial(kind, versions.arguments(request), score.answer(kind))
     else:
-        run.store.keep(kind, request.args, score.answer(kind), outcome.plain)
+        run.store.keep(kind, versions.arguments(request), score.answer(kind), outcome.plain)
         Unfinished(run.store, run.estimator).forget(windows)
     return score
 
 
 def _cached_score(run: Run, kind: str, request: Instance, windows: Sequence[Window]) -> RequestScore | None:
     """The score in the response cache, counted as if it were computed now; None if there is none that is intact."""
-    if run.store is None or (answer := run.store.answer(kind, request.args)) is None:
+    arguments = versions.arguments(request)
+    if run.store is None or (answer := run.store.answer(kind, arguments)) is None:
         return None
     estimator = run.estimator
-    outcome = Outcome.read(run.store.values(kind, request.args), len(windows), estimator.values(estimator.empty_score))
+    outcome = Outcome.read(run.store.values(kind, arguments), len(windows), estimator.values(estimator.empty_score))
     if outcome is None or (score := _score_of(answer, outcome.log_prob)) is None:
         run.store.drop()
         return None

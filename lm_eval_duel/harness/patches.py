@@ -4,18 +4,25 @@
     Task.build_all_requests     counts evaluations: a model cannot tell otherwise where one ends and the next begins
                                 refuses a task with fewer documents than ranks: lm-eval fails on the ranks without any,
                                 with an unrelated error, and the other ranks wait for them
+    Task.process_instances      (0.5 only) keeps the first answer to a request that was repeated to give all ranks
+                                equally many requests, as 0.4.13 does: 0.5.0.dev1 scores all of them
     CachingLM.__init__          names a --use_cache file that cannot be opened; and gives our models all requests, also
                                 those with a cached answer, so that the results count them (see cache.py)
 
-Written against lm-eval 0.4.13. Other models are affected only by the clearer errors.
+    TaskManager.__init__        does not read lm-eval's own 14,000 task files, which takes seconds; only while
+                                `lm-eval-duel run` runs, and only if all tasks that it names are this package's
+
+Written against lm-eval 0.4.13 and 0.5.0.dev1 (see versions.py). Other models are affected only by the clearer errors,
+and by the first answer under 0.5.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from lm_eval.api.model import CacheHook, CachingLM
@@ -30,7 +37,26 @@ _builds = 0  # calls of Task.build_all_requests
 def apply() -> None:
     """Apply every patch that is not in place."""
     _patch(Task, "build_all_requests", _build_all_requests)
+    if hasattr(Task, "process_instances"):
+        _patch(Task, "process_instances", _process_instances)
     _patch(CachingLM, "__init__", _open_cache)
+
+
+@contextlib.contextmanager
+def without_default_tasks() -> Iterator[None]:
+    """A TaskManager that is made meanwhile does not read lm-eval's own task files."""
+    from lm_eval.tasks import TaskManager
+
+    original = TaskManager.__init__
+
+    def read_others(self: TaskManager, *args: Any, **options: Any) -> None:
+        original(self, *args, **{**options, "include_defaults": False})
+
+    TaskManager.__init__ = read_others
+    try:
+        yield
+    finally:
+        TaskManager.__init__ = original
 
 
 def evaluation() -> int:
@@ -38,34 +64,40 @@ def evaluation() -> int:
     return _builds
 
 
-def _patch(owner: type, name: str, replacement: Callable[..., None]) -> None:
+def _patch(owner: type, name: str, replacement: Callable[..., Any]) -> None:
     """Replace a method by `replacement(original, self, ...)`."""
     original = getattr(owner, name)
     if hasattr(original, "lm_eval_duel_original"):
         return
 
     @functools.wraps(original)
-    def patched(self: Any, *args: Any, **options: Any) -> None:
-        replacement(original, self, *args, **options)
+    def patched(self: Any, *args: Any, **options: Any) -> Any:
+        return replacement(original, self, *args, **options)
 
     patched.lm_eval_duel_original = original
     setattr(owner, name, patched)
 
 
 def _build_all_requests(
-    original: Callable[..., None],
+    original: Callable[..., Any],
     task: Task,
     *,
     limit: int | None = None,
     samples: list[int] | None = None,
     world_size: int = 1,
     **options: Any,
-) -> None:
+) -> Any:
     global _builds
     _builds += 1
     if world_size > 1:
         _require_documents(task, limit, samples, world_size)
-    original(task, limit=limit, samples=samples, world_size=world_size, **options)
+    return original(task, limit=limit, samples=samples, world_size=world_size, **options)
+
+
+def _process_instances(original: Callable[..., None], task: Task) -> None:
+    for request in task.instances:
+        del request.resps[request.repeats or 1 :]
+    original(task)
 
 
 def _require_documents(task: Task, limit: int | None, samples: list[int] | None, world_size: int) -> None:

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.harness import versions
 from lm_eval_duel.harness.cache import DOCUMENTS
 from lm_eval_duel.harness.cache_keys import request_key
 from lm_eval_duel.tasks.columns import TOKENS
@@ -49,14 +50,15 @@ class Document:
     @classmethod
     def of(cls, request: Instance, windows: Sequence[Window]) -> Document:
         """A request for a whole text. Words and bytes are known if its task counts them in the text that is scored."""
-        (text,), doc = request.args, request.doc if isinstance(request.doc, dict) else {}
+        arguments, doc = versions.arguments(request), request.doc if isinstance(request.doc, dict) else {}
+        (text,) = arguments
         counts: tuple[int | None, int | None] = (None, None)
         if TOKENS in doc and "words" in doc:
             counts = doc["words"], doc["bytes"]
         elif doc.get("text") == text:
             counts = sizes(text)
         tokens = doc.get(TOKENS, sum(len(window.target) for window in windows))
-        key = request_key(request.request_type, request.args, "")
+        key = request_key(request.request_type, arguments, "")
         return cls(str(request.task_name), request.doc_id, key, tokens, *counts)
 
 
@@ -96,7 +98,8 @@ class SoFar:
 
 def random_order(requests: Sequence[Instance], seed: int) -> list[int]:
     """The indices of requests in an order that depends on `seed` and on each request alone."""
-    keys = [hashlib.sha256(f"{seed} {request.task_name} {request.args}".encode()).digest() for request in requests]
+    texts = [f"{seed} {request.task_name} {versions.arguments(request)}" for request in requests]
+    keys = [hashlib.sha256(text.encode()).digest() for text in texts]
     return sorted(range(len(requests)), key=lambda n: (keys[n], n))
 
 

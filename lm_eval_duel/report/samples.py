@@ -16,6 +16,7 @@ from lm_eval_duel.tasks.columns import MADE, TOKENS
 
 METRICS = ("token_perplexity", "perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")  # by preference
 OTHER_NAMES = ("bits_per_residue", "residue_perplexity")  # of bits_per_byte and byte_perplexity, for proteins
+TARGET_ZERO = hashlib.sha256(b"0").hexdigest()
 WRITTEN = re.compile(r"\d{4}-\d\d-\d\dT[\d.:-]+$")  # the date at the end of the harness's file names
 
 
@@ -69,8 +70,21 @@ def _digest(record: dict[str, Any], rolling: bool) -> str:
         apart = {TOKENS, MADE} | ({"tokenizer"} if "ids" in doc else set())
         rest = {key: value for key, value in doc.items() if key not in apart}
         whole = hashlib.sha256(json.dumps(rest, sort_keys=True, default=str).encode()).hexdigest()
-    scored = [record.get("target_hash"), None if rolling else record.get("prompt_hash")]
+    scored = [_target_hash(record), None if rolling else record.get("prompt_hash")]
     return " ".join(str(part) for part in (whole, *scored) if part)
+
+
+def _target_hash(record: dict[str, Any]) -> Any:
+    """The harness's hash of the scored text. lm-eval 0.5 logs 0 as the target of a text; its last argument is the text.
+
+    Multiple choice logs the number of the right option in every release.
+    """
+    logged, arguments = record.get("target_hash"), record.get("arguments")
+    if logged == TARGET_ZERO and isinstance(arguments, dict) and len(arguments) == 1:
+        (request,) = arguments.values()
+        text = list(request.values())[-1] if isinstance(request, dict) and request else None
+        return hashlib.sha256(text.encode()).hexdigest() if isinstance(text, str) else logged
+    return logged
 
 
 def _values(place: str, record: dict[str, Any]) -> dict[str, tuple[float, float]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.harness import versions
 from lm_eval_duel.harness.text import Text
 from lm_eval_duel.tasks import named as tasks
 from lm_eval_duel.tasks.columns import TOKENS
@@ -60,7 +61,7 @@ def load(name: str, metadata: dict[str, Any], limit: int | None, include_path: s
     return Corpus(
         str(task.config.task),
         task.VERSION,
-        [request.args[0] for request in task.instances],
+        [versions.arguments(request)[0] for request in task.instances],
         [document.get(TOKENS) if isinstance(document, dict) else None for document in documents],
         units,
     )

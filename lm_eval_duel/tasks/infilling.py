@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lm_eval.api.task import ConfigurableTask
+from lm_eval.api import task as lm_eval_tasks
 
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.tasks import metadata, own_text
@@ -20,7 +20,12 @@ if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
 
-class Infilling(ConfigurableTask):
+def _base(name: str) -> type:
+    """lm-eval's class of tasks: 0.5 has one for each output type, 0.4.13 one for all."""
+    return getattr(lm_eval_tasks, name, lm_eval_tasks.ConfigurableTask)
+
+
+class _Gaps:
     """A task whose continuations are followed by the document's `suffix`."""
 
     def __init__(self, config: dict[str, Any]):
@@ -34,7 +39,7 @@ class Infilling(ConfigurableTask):
             request.arguments = (context, Gap(continuation, doc["suffix"]))
         return requests
 
-    def process_results(self, doc: dict[str, Any], results: list[Any]) -> dict[str, Any]:
+    def process_results(self, doc: dict[str, Any], results: list[Any]) -> dict[str, Any] | None:
         """The metrics; raises DuelError if the answers come from a model that did not see the suffix."""
         if doc["suffix"] and not all(getattr(answer[0], "sees_suffix", False) for answer in results):
             raise DuelError(
@@ -42,6 +47,14 @@ class Infilling(ConfigurableTask):
                 "prefix only. Use --model duel-mdm with a bidirectional network, or rows without a suffix."
             )
         return super().process_results(doc, results)
+
+
+class Infilling(_Gaps, _base("LoglikelihoodTask")):
+    """`duel_infill`."""
+
+
+class InfillingChoice(_Gaps, _base("MultipleChoiceTask")):
+    """`duel_choice`."""
 
 
 def gaps(**model_args: Any) -> dict[str, datasets.Dataset]:

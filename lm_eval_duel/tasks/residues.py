@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.tasks.bundled import bundled
+from lm_eval_duel.tasks.metrics import Answer, log_likelihood
 
 if TYPE_CHECKING:
     import datasets
@@ -49,6 +50,7 @@ def _checked(text: Any, index: int) -> str:
     return text
 
 
-def residue_perplexity(doc: dict[str, Any], results: list[float]) -> dict[str, tuple[float, int]]:
+def residue_perplexity(doc: dict[str, Any], results: list[Answer]) -> dict[str, tuple[float, int]]:
     """(log-likelihood, residues) of a protein, for each metric. A residue is one byte: bits per byte are the same."""
-    return dict.fromkeys(("bits_per_residue", "residue_perplexity", "bits_per_byte"), (results[0], len(doc["text"])))
+    value = log_likelihood(results), len(doc["text"])
+    return dict.fromkeys(("bits_per_residue", "residue_perplexity", "bits_per_byte"), value)

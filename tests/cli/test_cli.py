@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from demo_reference import agrees
+from harness_requests import choice_answers, text_log_prob
 from harness_runs import evaluate, free_port, lm_eval, read
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -44,7 +45,7 @@ def run(tmp_path_factory):
 def test_the_harness_prints_token_word_and_byte_perplexity(run):
     done, results, samples = run
     table = results["results"]["sotu"]
-    nats = math.fsum(float(s["filtered_resps"][0]) for s in samples)
+    nats = math.fsum(text_log_prob(s) for s in samples)
     tokens = sum(s["doc"]["duel_tokens"] for s in samples)
     size = sum(len(s["doc"]["text"].encode()) for s in samples)
     words = sum(len(s["doc"]["text"].split()) for s in samples)
@@ -70,9 +71,7 @@ def test_the_results_file_says_which_law(run):
 def test_the_numbers_are_those_of_the_textbook_loop(run):
     _, _, samples = run
     samples = sorted(samples, key=lambda s: s["doc_id"])
-    compared = agrees(
-        [s["doc"]["text"] for s in samples], [float(s["filtered_resps"][0]) for s in samples], "greedy", 32
-    )
+    compared = agrees([s["doc"]["text"] for s in samples], [text_log_prob(s) for s in samples], "greedy", 32)
     assert compared >= 2  # the slow test_golden.py has all 36
 
 
@@ -81,9 +80,9 @@ def test_multiple_choice_and_a_rule_in_one_word():
     assert results["config"]["spec"]["rule"] == "klass:mu=0.9:nu=0.01:history=1:kl=paper"
     assert len(results["samples"]["sotu_choice"]) == 2
     for sample in results["samples"]["sotu_choice"]:
-        nats = [response[0] for response in sample["filtered_resps"]]
+        nats = [answer[0] for answer in choice_answers(sample)]
         assert len(nats) == 4 and sample["acc"] == (nats.index(max(nats)) == sample["doc"]["label"])
-        assert all(isinstance(response[1], bool) for response in sample["filtered_resps"])
+        assert all(isinstance(answer[1], bool) for answer in choice_answers(sample))
 
 
 def test_the_autoregressive_twin_runs_the_same_tasks():
@@ -97,7 +96,7 @@ def test_the_autoregressive_twin_runs_the_same_tasks():
         with torch.inference_mode():
             logs = model(input_ids=torch.tensor([[words.bos_token_id, *ids[:-1]]])).logits[0].log_softmax(-1)
         by_hand = float(logs.gather(1, torch.tensor(ids)[:, None]).double().sum())
-        assert sample["filtered_resps"][0] == pytest.approx(by_hand, abs=2e-3)
+        assert text_log_prob(sample) == pytest.approx(by_hand, abs=2e-3)
     assert "token_perplexity,none" in results["results"]["sotu"]
 
 
@@ -179,7 +178,7 @@ def test_two_ranks_print_what_one_prints(tmp_path):
         (r["doc"], r["ids"], r["reveal_steps"]) for r in single
     ]
     assert results["config"]["fingerprint"] == alone["config"]["fingerprint"]
-    ours = {s["doc_id"]: float(s["filtered_resps"][0]) for s in samples}
+    ours = {s["doc_id"]: text_log_prob(s) for s in samples}
     theirs = {s["doc_id"]: s["filtered_resps"][0] for s in alone["samples"]["sotu"]}
     assert ours == pytest.approx(theirs, abs=1e-4)
     assert results["results"]["sotu"]["token_perplexity,none"] == pytest.approx(

@@ -13,7 +13,6 @@ from dit_reference import opened
 from encoder_reference import ENCODERS
 from harness_requests import ask
 from laws import slow_but
-from lm_eval.api.instance import Instance
 from textbook import score
 from transformers import CONFIG_MAPPING
 
@@ -28,6 +27,7 @@ from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import Duel
 from lm_eval_duel.harness.lm import DuelMDM
+from lm_eval_duel.harness.versions import request as make_request
 
 CACHES = ["prefix", "dual"]
 RULES = ["greedy", "margin:k=2", "threshold:mu=0.3", "entropy_bound:gamma=1.0", "random:k=2"]
@@ -224,7 +224,7 @@ def test_the_model_of_the_harness(tmp_path):
     assert answers[0] == (pytest.approx(by_hand.log_prob, abs=1e-4), by_hand.is_greedy)
     assert cached.run.stats.verified.windows == 2 and cached.run.stats.verified.largest_difference < 1e-3
     assert answers[0][0] != pytest.approx(plain.loglikelihood(request, disable_tqdm=True)[0][0], abs=1e-3)
-    generated = [Instance("generate_until", {}, ("a b", {"max_gen_toks": 8}), 0, metadata=("toy", 0, 1))]
+    generated = [make_request("generate_until", {}, ("a b", {"max_gen_toks": 8}), "toy", 0, 1)]
     text = cached.generate_until(generated, disable_tqdm=True)[0]
     decoded = Duel(cached.denoiser, "greedy", 4).sample(
         [(2, *cached.tok_encode("a b"))], 8, suffix=(3,), do_sample=False

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from encoder_reference import PROTEIN_MASK, RESIDUES, VOCABULARY, esm, esm_logits
-from harness_requests import ask
+from harness_requests import ask, text_log_prob
 from harness_runs import evaluate
 from laws import slow_but
 from textbook import score
@@ -147,7 +147,7 @@ def test_the_task_reports_bits_per_residue(protein):
     model_args = f"pretrained={path},rule=left_to_right:k=8,block=16,max_length=64"
     found = evaluate("proteins", model_args, limit=2, bootstrap_iters=0)
     samples = found["samples"]["proteins"]
-    nats = sum(sample["resps"][0][0] for sample in samples)
+    nats = sum(text_log_prob(sample) for sample in samples)
     bits = found["results"]["proteins"]["bits_per_residue,none"]
     assert bits == pytest.approx(-nats / math.log(2) / (76 + 105))
     assert found["results"]["proteins"]["residue_perplexity,none"] == pytest.approx(2**bits)

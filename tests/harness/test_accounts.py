@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import tiny
 from lm_eval import simple_evaluate
-from lm_eval.api.instance import Instance
 from lm_eval.api.model import CachingLM
 from lm_eval.tasks import TaskManager
 
@@ -16,6 +15,7 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.harness import trace
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.harness.trace import IMPOSSIBLE
+from lm_eval_duel.harness.versions import request as make_request
 from lm_eval_duel.tasks import metrics
 
 TEXTS = ["a b c", "d e", "a b c", "f g h i j"]
@@ -39,7 +39,7 @@ def cached(model, folder, rank=0):
 
 def rolling(*texts, task="toy", kind="loglikelihood_rolling", doc=None):
     arguments = [text if isinstance(text, tuple) else (text,) for text in texts]
-    return [Instance(kind, doc or {}, args, 0, metadata=(task, n, 1)) for n, args in enumerate(arguments)]
+    return [make_request(kind, doc or {}, args, task, n, 1) for n, args in enumerate(arguments)]
 
 
 def told(model):

@@ -8,7 +8,6 @@ import sqlite3
 
 import pytest
 import tiny
-from lm_eval.api.instance import Instance
 from lm_eval.api.model import CachingLM, hash_args
 from lm_eval.models.dummy import DummyLM
 from sqlitedict import SqliteDict
@@ -16,6 +15,7 @@ from sqlitedict import SqliteDict
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.harness import trace
 from lm_eval_duel.harness.lm import DuelMDM
+from lm_eval_duel.harness.versions import request as make_request
 
 TEXTS = [("a b c",), ("d e",), ("f g h i",), ("a",)]
 
@@ -32,7 +32,7 @@ def model(folder):
 
 
 def requests(texts=TEXTS, kind="loglikelihood_rolling"):
-    return [Instance(kind, {}, args, 0, metadata=("toy", n, 1)) for n, args in enumerate(texts)]
+    return [make_request(kind, {}, args, "toy", n, 1) for n, args in enumerate(texts)]
 
 
 def cached(model, folder, rank=0):

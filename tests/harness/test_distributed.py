@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import tiny
+from harness_requests import text_log_prob
 from harness_runs import free_port
-from lm_eval.api.instance import Instance
 from lm_eval.api.task import Task
 
 from lm_eval_duel.errors import DuelError
@@ -19,6 +19,7 @@ from lm_eval_duel.harness.distributed import Ranks
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.harness.requests import Batch
 from lm_eval_duel.harness.run_stats import RunStats, Share, TaskTotal
+from lm_eval_duel.harness.versions import request as make_request
 
 TORCHRUN = ("torch.distributed.run", "--nproc-per-node", "{ranks}", "--master-port", "{port}")
 ACCELERATE = ("accelerate.commands.launch", "--multi_gpu", "--num_processes", "{ranks}", "--num_machines", "1")
@@ -43,7 +44,7 @@ def launch(launcher, count, *arguments, machines=1):
 
 
 def request(repeats=1, doc=0):
-    return Instance("loglikelihood_rolling", {}, ("a b",), 0, metadata=("toy", doc, repeats))
+    return make_request("loglikelihood_rolling", {}, ("a b",), "toy", doc, repeats)
 
 
 def test_requests_that_fill_up_a_rank_are_not_asked():
@@ -61,8 +62,8 @@ def folder(tmp_path_factory):
 
 def test_they_cost_nothing_and_are_in_no_trace(folder, tmp_path):
     last = request(doc=1)
-    drawn = Instance(
-        "generate_until", {}, ("a", {"do_sample": True, "temperature": 1.0, "max_gen_toks": 4}), 0, metadata=("t", 0, 1)
+    drawn = make_request(
+        "generate_until", {}, ("a", {"do_sample": True, "temperature": 1.0, "max_gen_toks": 4}), "t", 0, 1
     )
     costs = []
     for extra in (0, 3):
@@ -202,7 +203,7 @@ def test_three_ranks_print_what_one_prints_and_each_goes_on_from_two(tmp_path):
         (path,) = (tmp_path / name).glob("**/results_*.json")
         (samples,) = (tmp_path / name).glob("**/samples_*.jsonl")
         lines = map(json.loads, samples.read_text().splitlines())
-        found[name] = json.loads(path.read_text()), {line["doc_id"]: line["filtered_resps"][0] for line in lines}
+        found[name] = json.loads(path.read_text()), {line["doc_id"]: text_log_prob(line) for line in lines}
         if count > 1:
             assert re.search(rf"balance of {count} ranks: rows [\d, ]+\(max/mean \d", said)
     whole, values = found.pop("one")

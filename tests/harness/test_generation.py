@@ -13,7 +13,6 @@ import pytest
 import tiny
 import torch
 from lm_eval import simple_evaluate
-from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 from toys import BlockCausal, Toy
 
@@ -27,6 +26,7 @@ from lm_eval_duel.harness import trace
 from lm_eval_duel.harness.generation import key_of
 from lm_eval_duel.harness.generation_settings import KNOWN, LENGTHS, OTHERS, Settings
 from lm_eval_duel.harness.lm import DuelMDM
+from lm_eval_duel.harness.versions import request as make_request
 
 NETWORKS = [Toy(length=9, seed=1), Toy(length=9, seed=2, honours_padding=False), BlockCausal(block=2, length=9, seed=3)]
 
@@ -319,8 +319,7 @@ def model(folder, **arguments):
 
 def ask(*prompts, repeats=1, task="toy", **settings):
     found = [
-        Instance("generate_until", {}, (prompt, settings), 0, metadata=(task, n, repeats))
-        for n, prompt in enumerate(prompts)
+        make_request("generate_until", {}, (prompt, settings), task, n, repeats) for n, prompt in enumerate(prompts)
     ]
     return [request for request in found for _ in range(repeats)]
 
@@ -332,7 +331,7 @@ def test_decoding_is_what_is_greedy_promises(folder):
         for prompt, text in zip(("a b", "the of"), texts, strict=True):
             (_, greedy), (_, other) = lm.loglikelihood(
                 [
-                    Instance("loglikelihood", {}, (prompt, " " + continuation), 0, metadata=("toy", 0, 1))
+                    make_request("loglikelihood", {}, (prompt, " " + continuation), "toy", 0, 1)
                     for continuation in (text, text.replace(text.split()[0], "q" if text.split()[0] != "q" else "r", 1))
                 ],
                 disable_tqdm=True,
@@ -457,7 +456,7 @@ def test_a_chat_template_writes_its_bos_once(folder):
     prompt = lm.apply_chat_template([{"role": "user", "content": "a b"}])
     assert prompt == "[CLS] a b " and lm.chat_template(True) == lm.tokenizer.chat_template
     assert lm.text.prompt(prompt, 4) == lm.text.prompt("a b", 4)
-    requests = [Instance("loglikelihood", {}, (text, "c d"), 0, metadata=("toy", 0, 1)) for text in (prompt, "a b ")]
+    requests = [make_request("loglikelihood", {}, (text, "c d"), "toy", 0, 1) for text in (prompt, "a b ")]
     first, second = lm.loglikelihood(requests, disable_tqdm=True)
     assert first[0] == pytest.approx(second[0], abs=1e-4)
     assert lm.chat_template(False) == ""
@@ -570,7 +569,7 @@ def test_chat_templates_system_instructions_and_turns(tmp_path):
     template = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}[assistant] "
     (tmp_path / "chat" / "chat_template.jinja").write_text(template)
     (tmp_path / "sums.jsonl").write_text(
-        "".join(json.dumps({"question": f"{n}+{n}?", "answer": f"{2 * n}"}) + "\n" for n in (1, 2, 3))
+        "".join(json.dumps({"question": f"{n}+{n}?", "answer": f"It is {2 * n}."}) + "\n" for n in (1, 2, 3))
     )
     stock = Path(lm_eval.__file__).parent / "tasks" / "gsm8k" / "gsm8k.yaml"
     (tmp_path / "stock.yaml").write_text(STOCK.format(folder=tmp_path, stock=stock))

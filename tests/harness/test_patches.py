@@ -1,12 +1,16 @@
 """lm-eval is changed only by harness/patches.py, only when a model is loaded, and once."""
 
+import math
 import subprocess
 import sys
 
+import pytest
+from harness_requests import IS_0_5
 from lm_eval.api.model import CachingLM
 from lm_eval.api.task import Task
 
 from lm_eval_duel.harness import patches
+from lm_eval_duel.tasks.metrics import log_likelihood
 
 UNTOUCHED = """
 import importlib, pkgutil, sys, types
@@ -40,6 +44,29 @@ def test_importing_our_modules_leaves_lm_eval_untouched():
     done = subprocess.run([sys.executable, "-c", IMPORTED + UNTOUCHED], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "set()"
+
+
+@pytest.mark.skipif(not IS_0_5, reason="lm-eval 0.4.13 takes the first answer itself")
+def test_answers_to_padding_requests_are_not_scored():
+    """The harness repeats a rank's last request until all ranks have equally many; the answers are appended to it."""
+    patches.apply()
+    task = Task.from_config(
+        {
+            "task": "toy",
+            "output_type": "loglikelihood_rolling",
+            "test_split": "test",
+            "doc_to_text": "",
+            "doc_to_target": "text",
+            "process_results": lambda doc, results: {"bits_per_byte": (log_likelihood(results), len(doc["text"]))},
+            "metric_list": [{"metric": "bits_per_byte"}],
+        }
+    )
+    task.dataset = {"test": [{"text": "ab"}, {"text": "cd"}]}
+    task.build_all_requests()
+    for request, copies in zip(task.instances, (1, 3), strict=True):
+        request.resps += [(-2 * math.log(2), False)] * copies
+    task.process_instances()
+    assert task.aggregate(bootstrap_iters=0)[0]["bits_per_byte,none"] == pytest.approx(1)
 
 
 def test_patches_are_applied_once():

@@ -7,7 +7,6 @@ import sqlite3
 import pytest
 import tiny
 import torch
-from lm_eval.api.instance import Instance
 from lm_eval.api.model import CachingLM
 
 from lm_eval_duel.bench.arms import Recording
@@ -20,6 +19,7 @@ from lm_eval_duel.estimators.duel import Duel
 from lm_eval_duel.harness.cache import ResponseCache
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.harness.so_far import Document, SoFar, estimate, random_order
+from lm_eval_duel.harness.versions import request as make_request
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 DRAW = random.Random(5)
@@ -37,8 +37,7 @@ def document(log_prob, size, n=0):
 
 def requests(texts):
     return [
-        Instance("loglikelihood_rolling", {"text": text}, (text,), 0, metadata=("toy", TEXTS.index(text), 1))
-        for text in texts
+        make_request("loglikelihood_rolling", {"text": text}, (text,), "toy", TEXTS.index(text), 1) for text in texts
     ]
 
 

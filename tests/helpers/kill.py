@@ -20,6 +20,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from harness_requests import text_log_prob
+
 LIMIT = 20  # documents
 # one row a call: documents finish one after the other; most have two windows
 MODEL = "rule=greedy,block=32,max_batch_size=1,max_length=64"
@@ -69,7 +71,7 @@ def documents(folder):
     """Nats by document, as the run that ended printed them."""
     (path,) = folder.glob("**/samples_sotu_*.jsonl")
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return {line["doc_id"]: float(line["filtered_resps"][0]) for line in lines}
+    return {line["doc_id"]: text_log_prob(line) for line in lines}
 
 
 def perplexity(folder):

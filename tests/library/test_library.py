@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from lm_eval.api.instance import Instance
 from toys import Toy
 
 import lm_eval_duel
@@ -17,6 +16,7 @@ from lm_eval_duel import Duel, DuelError, Window, load, load_tokenizer
 from lm_eval_duel.demo import FOLDER
 from lm_eval_duel.harness.generation import key_of
 from lm_eval_duel.harness.lm import DuelMDM
+from lm_eval_duel.harness.versions import request as make_request
 
 TEXTS = [json.loads(line)["text"] for line in (FOLDER / "text" / "sotu.jsonl").read_text().splitlines()]
 SHORT = ["The state of the union is strong.", "We the people of the United States"]
@@ -39,7 +39,7 @@ def lm():
 
 
 def requests(kind, *arguments):
-    return [Instance(kind, {}, args, 0, metadata=("toy", n, 1)) for n, args in enumerate(arguments)]
+    return [make_request(kind, {}, args, "toy", n, 1) for n, args in enumerate(arguments)]
 
 
 def rolling(lm, texts):

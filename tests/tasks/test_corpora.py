@@ -9,6 +9,7 @@ import sys
 import benchmarks
 import pytest
 import tiny
+from harness_requests import text_log_prob
 from harness_runs import free_port, lm_eval, read
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
@@ -90,7 +91,7 @@ def test_a_task_runs_under_both_models_over_the_same_tokens(runs, name):
     counted = []
     for run in runs:
         samples = sorted(run["samples"][name], key=lambda sample: sample["doc_id"])
-        nats = [float(sample["filtered_resps"][0]) for sample in samples]
+        nats = [text_log_prob(sample) for sample in samples]
         tokens = [sample["doc"]["duel_tokens"] for sample in samples]
         assert len(samples) == 2 and all(math.isfinite(value) and value < 0 for value in nats) and min(tokens) > 0
         metrics = run["results"][name]
@@ -139,7 +140,7 @@ def test_ids_are_scored_exactly_by_the_chain_rule_too(copies):
     theirs = evaluate(["duel_ptb_wrapped"], copies, AR, "hf", limit=None)
     ours = evaluate(["duel_ptb_wrapped"], copies, f"{AR},estimator=ar,bos=given", limit=None)
     values = [
-        [float(s["filtered_resps"][0]) for s in sorted(run["samples"]["duel_ptb_wrapped"], key=lambda s: s["doc_id"])]
+        [text_log_prob(s) for s in sorted(run["samples"]["duel_ptb_wrapped"], key=lambda s: s["doc_id"])]
         for run in (ours, theirs)
     ]
     agree = [abs(a - b) < 2e-3 for a, b in zip(*values, strict=True)]
@@ -436,8 +437,8 @@ def test_rows_survive_the_ranks(copies, tmp_path):
     results, samples = read(tmp_path, "duel_ptb_wrapped")
     alone = evaluate(["duel_ptb_wrapped"], copies, limit=3)
     assert results["config"]["duel"]["ranks"] == 2
-    ours = {s["doc_id"]: (s["doc"]["ids"], float(s["filtered_resps"][0])) for s in samples}
-    theirs = {s["doc_id"]: (s["doc"]["ids"], s["filtered_resps"][0]) for s in alone["samples"]["duel_ptb_wrapped"]}
+    ours = {s["doc_id"]: (s["doc"]["ids"], text_log_prob(s)) for s in samples}
+    theirs = {s["doc_id"]: (s["doc"]["ids"], text_log_prob(s)) for s in alone["samples"]["duel_ptb_wrapped"]}
     assert {n: ids for n, (ids, _) in ours.items()} == {n: ids for n, (ids, _) in theirs.items()}
     assert {n: v for n, (_, v) in ours.items()} == pytest.approx({n: v for n, (_, v) in theirs.items()}, abs=1e-4)
     metric = "token_perplexity,none"
@@ -483,8 +484,7 @@ def test_another_text_and_missing_shards_are_refused(tmp_path):
 
 def test_rows_of_a_request_cache_made_otherwise_are_refused(copies):
     """--cache_requests keys on neither metadata nor model args: what it holds says how it was made."""
-    from lm_eval.api.instance import Instance
-
+    from lm_eval_duel.harness.versions import request as make_request
     from lm_eval_duel.tasks import tokenized_text
 
     short, long = (
@@ -492,7 +492,7 @@ def test_rows_of_a_request_cache_made_otherwise_are_refused(copies):
         for length in (32, 64)
     )
     lm = DuelMDM(pretrained="demo-mdm", rule="l2r", block=4, bos="none", device="cpu")
-    request = Instance("loglikelihood_rolling", short, (tasks.token_text(short),), 0, metadata=("ptb", 0, 1))
+    request = make_request("loglikelihood_rolling", short, (tasks.token_text(short),), "ptb", 0, 1)
     assert lm.loglikelihood_rolling([request], disable_tqdm=True)[0] < 0
     tokenized_text.MADE.discard(short["duel_made"])  # another process, in which only the long ones are made
     with pytest.raises(DuelError, match="comes from a request cache and was made with other metadata"):
