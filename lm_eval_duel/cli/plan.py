@@ -19,6 +19,7 @@ from lm_eval_duel.arguments import count
 from lm_eval_duel.command_line import Parser
 from lm_eval_duel.demo import BUNDLED
 from lm_eval_duel.errors import DuelError, usage
+from lm_eval_duel.estimators import registry
 from lm_eval_duel.harness.key_values import key_values
 from lm_eval_duel.options import Options
 from lm_eval_duel.tables import plain_table
@@ -38,6 +39,7 @@ GIVES = {
     "dual": "another distribution, exactly",
     "two_phase": "an estimate of exact, with its error",
     "elbo": "a lower bound, with its error",
+    "lattice": "all orders: oracle, mean and mixture",
 }
 PRINTS = """\
 Prints one line per way to score the same windows: rule steps (NFE), network calls (at least), rows, token-rows (cells
@@ -84,7 +86,11 @@ def lines(setting: Setting, windows: Counter[Layout], options: argparse.Namespac
         result.append(_line(f"two_phase {options.sample:g}", total, kept, denoiser, options))
     spans = dataclasses.replace(setting, block=denoiser.block)
     total = cost.sum_over(windows, lambda w: cost.elbo(spans, w, options.draws))
-    return [*result, _line(f"elbo {options.draws}", total, kept if block_causal else 0, denoiser, options)]
+    result.append(_line(f"elbo {options.draws}", total, kept if block_causal else 0, denoiser, options))
+    if options.lattice and setting.block is not None:
+        total = cost.sum_over(windows, lambda w: cost.lattice(setting, w))
+        result.append(_line("lattice", total, kept if block_causal else 0, denoiser, options))
+    return result
 
 
 def _line(method: str, total: Cost, kept: int, denoiser: Unloaded, options: argparse.Namespace) -> Line:
@@ -238,7 +244,7 @@ def table(figures: dict[str, Any]) -> str:
     most = "<= " if figures["upper_bound"] else ""
     rows = []
     for method, line in figures["methods"].items():
-        bound = "" if method.startswith("elbo") else most
+        bound = "" if method.startswith(("elbo", "lattice")) else most
         numbers = [line["nfe"], line["calls_at_least"], line["rows"], line["token_rows"]]
         cells = ["" if number is None else f"{bound}{number:,}" for number in numbers]
         kept = f"{line['kept_bytes'] / 2**20:,.0f}" if line["kept_bytes"] else ""
@@ -316,6 +322,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Options]:
         setattr(options, name, count(f"--{name}", getattr(options, name)))
     run = Options.parse(key_values("--model_args", options.model_args))
     options.draws = options.draws or run.estimator_args.get("mc_samples") or DRAWS
+    options.lattice = registry.find(run.estimator).lattice
     if (options.tasks is None) == (options.tokens is None):
         raise DuelError("Name what is scored: --tasks NAMES, or --tokens N (and --documents M), not both.")
     if options.tasks is None:
