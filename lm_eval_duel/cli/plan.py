@@ -248,7 +248,7 @@ def table(figures: dict[str, Any]) -> str:
         numbers = [line["nfe"], line["calls_at_least"], line["rows"], line["token_rows"]]
         cells = ["" if number is None else f"{bound}{number:,}" for number in numbers]
         kept = f"{line['kept_bytes'] / 2**20:,.0f}" if line["kept_bytes"] else ""
-        work = [f"{bound}{_short(line['flops'] / 1e15)}", f"{bound}{_time(line['hours'])}"]
+        work = [f"{bound}{short(line['flops'] / 1e15)}", f"{bound}{hours_as_text(line['hours'])}"]
         rows.append(
             [method, *cells, *work, kept, next(text for name, text in GIVES.items() if method.startswith(name))]
         )
@@ -263,7 +263,7 @@ def table(figures: dict[str, Any]) -> str:
 def _heading(figures: dict[str, Any]) -> list[str]:
     documents = f"{figures['documents']:,} documents, " if figures["documents"] else ""
     return [
-        f"{figures['network']} ({figures['family']}): {_short(figures['parameters'] / 1e6)} M parameters, "
+        f"{figures['network']} ({figures['family']}): {short(figures['parameters'] / 1e6)} M parameters, "
         f"{_memory(figures['weight_bytes'])} in {figures['dtype']}; {figures['rule']}, block "
         f"{figures['block'] or 'none'}",
         f"{documents}{figures['tokens']:,} tokens in {figures['windows']:,} windows of at most {figures['length']:,} "
@@ -272,7 +272,7 @@ def _heading(figures: dict[str, Any]) -> list[str]:
     ]
 
 
-def _short(number: float) -> str:
+def short(number: float) -> str:
     """Three significant digits without an exponent."""
     if number >= 100:
         return f"{number:,.0f}"
@@ -281,14 +281,14 @@ def _short(number: float) -> str:
 
 def _memory(count: float) -> str:
     """Bytes as GiB or MiB."""
-    return f"{_short(count / 2**30)} GiB" if count >= 2**30 else f"{_short(count / 2**20)} MiB"
+    return f"{short(count / 2**30)} GiB" if count >= 2**30 else f"{short(count / 2**20)} MiB"
 
 
-def _time(hours: float) -> str:
+def hours_as_text(hours: float) -> str:
     """Hours, minutes or seconds."""
     if hours >= 1:
-        return f"{_short(hours)} h"
-    return f"{_short(60 * hours)} min" if 60 * hours >= 1 else f"{_short(3600 * hours)} s"
+        return f"{short(hours)} h"
+    return f"{short(60 * hours)} min" if 60 * hours >= 1 else f"{short(3600 * hours)} s"
 
 
 @usage()

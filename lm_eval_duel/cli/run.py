@@ -14,7 +14,7 @@ import io
 import logging
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,9 +66,10 @@ def main(arguments: Sequence[str]) -> None:
     with usage():
         args = _parsed(cli)
         _complete(args)
-        _check(args)
+        config = _check(args)
     try:
-        cli.execute(args)
+        with _tasks_indexed(config.tasks):
+            cli.execute(args)
     except ValueError as error:
         if str(error).startswith("Tasks not found: "):  # raised once all tasks are indexed
             raise UsageError(_tasks_not_found(str(error))) from None
@@ -134,8 +135,26 @@ def _load_config(file: str) -> dict[str, Any]:
     return config
 
 
-def _check(args: argparse.Namespace) -> None:
-    """Raise UsageError for settings that lm-eval or the model would reject."""
+def _ours() -> set[str]:
+    """The names of our tasks and groups, which are those of their files."""
+    return {file.stem for file in Path(task_folder()).rglob("[!_]*.yaml")}
+
+
+@contextlib.contextmanager
+def _tasks_indexed(tasks: str | list[str]) -> Iterator[None]:
+    """Leave lm-eval's own task files out of its index if all tasks are ours."""
+    names = {name for task in ([tasks] if isinstance(tasks, str) else tasks) for name in task.split(",")}
+    if not names <= _ours():
+        yield
+        return
+    from lm_eval_duel.harness import patches
+
+    with patches.without_stock_tasks():
+        yield
+
+
+def _check(args: argparse.Namespace) -> EvaluatorConfig:
+    """lm-eval's settings; raises UsageError for those that it or the model would reject."""
     config = _as_lm_eval_reads(args)
     if not config.tasks:
         raise UsageError("No task to run; name one or several: --tasks sotu.")
@@ -144,7 +163,7 @@ def _check(args: argparse.Namespace) -> None:
     if config.model not in model_registry and difflib.get_close_matches(str(config.model), MODELS, n=1):
         raise UsageError(f"Unknown --model '{config.model}'. Did you mean {MODEL}?")
     if config.model not in MODELS:
-        return
+        return config
     flags = {"batch_size": config.batch_size, "max_batch_size": config.max_batch_size, "device": config.device}
     flags = {key: value for key, value in flags.items() if value is not None}
     for key in flags:
@@ -152,6 +171,7 @@ def _check(args: argparse.Namespace) -> None:
             raise UsageError(f"'{key}' is not one of --model_args; pass it as --{key} VALUE.")
     trusted = {"trust_remote_code": True} if getattr(args, "trust_remote_code", False) else {}
     Options.parse({**config.model_args, **trusted, **flags})
+    return config
 
 
 def _as_lm_eval_reads(args: argparse.Namespace) -> EvaluatorConfig:
@@ -173,7 +193,7 @@ def _as_lm_eval_reads(args: argparse.Namespace) -> EvaluatorConfig:
 
 def _tasks_not_found(message: str) -> str:
     """lm-eval's message about unknown tasks, with the nearest of our tasks."""
-    names = {file.stem for file in Path(task_folder()).rglob("[!_]*.yaml")}
+    names = _ours()
     missing = message.removeprefix("Tasks not found: ").split(", ")
     near = [name for task in missing for name in difflib.get_close_matches(task, names, n=1)]
     hint = f" Did you mean {', '.join(near)}?" if near else ""

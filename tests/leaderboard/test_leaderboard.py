@@ -23,6 +23,7 @@ from lm_eval_duel.errors import DuelError, UsageError
 from lm_eval_duel.leaderboard import clean, collect, exports, page, parse, table, text, write
 from lm_eval_duel.leaderboard import documents as view
 from lm_eval_duel.options import Options
+from lm_eval_duel.report import published
 from lm_eval_duel.report.reveal_order import Traces
 
 TEXTS = [f"text {n}" for n in range(3)]

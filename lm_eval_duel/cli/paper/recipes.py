@@ -128,9 +128,7 @@ def lines(choice: Choice) -> list[Line]:
     return chosen
 
 
-def _rows(
-    choice: Choice, known: Mapping[str, list[dict[str, Any]]]
-) -> Iterator[tuple[str, str, list[dict[str, Any]]]]:
+def _rows(choice: Choice, known: Mapping[str, list[dict[str, Any]]]) -> Iterator[tuple[str, str, list[dict[str, Any]]]]:
     """(table, row, its figures) of each chosen row."""
     everything = []
     for table in dict.fromkeys(choice.tables):
