@@ -22,10 +22,11 @@ from lm_eval_duel.cli.paper.recipes import Choice, Job, Line
 from lm_eval_duel.command_line import FAILED, PROGRAM, Parser, folder_to_write
 from lm_eval_duel.errors import DuelError, usage
 from lm_eval_duel.harness.key_values import key_values
+from lm_eval_duel.tables import one_line
 
 FORMAT = "lm_eval_duel paper"
+KEY = ("table", "row", "task", "estimator", "rule")  # of a line of paper.json
 OUT, TOLERANCE = "paper", 1.0
-NOT_RUN, FINISHED = "not run", "finished"
 PRINTS = f"""\
 Prints a line for each figure of the tables: published, measured, difference, standard error over documents, how many
 documents were scored, and a verdict. Each row is run in a process of its own; results, logs and response caches are
@@ -122,12 +123,19 @@ def _weights(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
         if not (name and equals and folder):
             raise DuelError(f"--pretrained is NAME=FOLDER; got {pair}.")
         found[name] = {"pretrained": folder}
+    for name, arguments in found.items():
+        if recipes.missing_folder(arguments["pretrained"]):
+            raise DuelError(f"The weights of {name}: there is no folder {arguments['pretrained']}.")
     return found
 
 
+def _key(job: Job) -> str:
+    return f"{job.row} {job.name}"
+
+
 def _jobs(lines: Iterable[Line]) -> dict[str, Job]:
-    """The different jobs of lines, by row and name."""
-    return {f"{line.job.row} {line.job.name}": line.job for line in lines}
+    """The different jobs of lines."""
+    return {_key(line.job): line.job for line in lines}
 
 
 def _run(lines: Sequence[Line], settings: Settings, failures: dict[str, str], tolerance: float) -> None:
@@ -140,7 +148,7 @@ def _run(lines: Sequence[Line], settings: Settings, failures: dict[str, str], to
         if jobs.finished(job, settings.out):
             print(f"{place}: finished before", flush=True)
             continue
-        print(f"{place}: {PROGRAM} so-far {job.cache(settings.out)}", flush=True)
+        print(f"{place} (progress: {PROGRAM} so-far {job.cache(settings.out)})", flush=True)
         if why := jobs.run(job, settings):
             failures[key] = why
             print(f"{place}: FAILED: {why}", flush=True)
@@ -151,13 +159,13 @@ def _described(line: Line, out: Path, failures: dict[str, str], tolerance: float
     """A line with what was measured, if its job is finished."""
     file = jobs.finished(line.job, out)
     if file is None:
-        why = failures.get(f"{line.job.row} {line.job.name}")
-        return verdict.describe(line, None, None, f"FAILED: {why}" if why else NOT_RUN)
+        why = failures.get(_key(line.job), "")
+        return verdict.describe(line, verdict.FAILED if why else verdict.NOT_RUN, why=why)
     try:
         found = verdict.measured(line, file)
     except DuelError as error:
-        return verdict.describe(line, None, None, f"FAILED: {error}")
-    return verdict.describe(line, found, verdict.judge(line, found, tolerance), FINISHED)
+        return verdict.describe(line, verdict.FAILED, why=str(error))
+    return verdict.describe(line, verdict.FINISHED, found, verdict.judge(line, found, tolerance))
 
 
 def write(lines: Sequence[Line], settings: Settings, failures: dict[str, str], tolerance: float) -> None:
@@ -194,20 +202,23 @@ def _earlier(file: Path, now: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         known = None
     if not isinstance(known, list):
         raise DuelError(f"{file} was not written by {PROGRAM} paper: name another --out, or remove it.")
-    key = ("table", "row", "task", "estimator", "rule", "limit")
-    taken = {tuple(line[name] for name in key) for line in now}
-    return [line for line in known if line["measured"] is not None and tuple(line[name] for name in key) not in taken]
+    replaced = {tuple(map(line.get, KEY)): line["documents"] for line in now if line["measured"] is not None}
+    return [
+        line
+        for line in known
+        if line["measured"] is not None and line["documents"] > replaced.get(tuple(map(line.get, KEY)), 0)
+    ]
 
 
 def _planned(lines: Sequence[Line], out: Path, options: argparse.Namespace) -> str:
     """The table of --plan."""
     rows: list[tuple[Line, forecast.Forecast | str]] = []
-    for line in {f"{line.job.row} {line.job.name}": line for line in lines}.values():
+    for line in {_key(line.job): line for line in lines}.values():
         if jobs.finished(line.job, out):
-            rows.append((line, FINISHED))
+            rows.append((line, verdict.FINISHED))
             continue
         try:
             rows.append((line, forecast.forecast(line.job, options.tflops, options.utilization)))
         except DuelError as error:
-            rows.append((line, str(error).partition(". ")[0]))
-    return page.plans(rows)
+            rows.append((line, one_line(str(error).partition(". ")[0])))
+    return page.plans(rows, options.utilization)

@@ -7,13 +7,15 @@ from typing import Any
 
 from lm_eval_duel.cli.paper.forecast import Forecast, describe
 from lm_eval_duel.cli.paper.recipes import Line
-from lm_eval_duel.cli.paper.verdict import DIFFERS
-from lm_eval_duel.cli.plan import hours_as_text, short
+from lm_eval_duel.cli.paper.verdict import DIFFERS, FAILED
+from lm_eval_duel.cli.plan import TFLOPS, hours_as_text
 from lm_eval_duel.report.markdown import bullets, plain
 from lm_eval_duel.tables import markdown_table, plain_table
 
-HEADER = ("row", "task", "value", "published", "measured", "difference", "+-", "documents", "verdict")
+HEADER = ("row", "task", "method", "published", "measured", "difference", "allowed", "+-", "documents", "verdict")
 PLAN_HEADER = ("row", "task", "windows", "calls", "rows", "time", "")
+RATES = f"Time at {{:.0%}} of the device's dense rate ({TFLOPS['float32']:g} TFLOP/s in float32, "
+RATES += f"{TFLOPS['bfloat16']:g} in bfloat16, an H200's); see --tflops, --utilization. Network calls: at least."
 COMMON = (
     "The authors pack rows in each worker process, so the rows at the ends of batches differ; their precision is "
     "bfloat16 autocast, ours float32 (8B: bfloat16 weights). More: docs/paper_tables.md."
@@ -26,17 +28,15 @@ def cells(line: Mapping[str, Any]) -> list[str]:
     shown = line["rule"] or line["estimator"] or ""
     published = "" if line["published"] is None else f"{bound}{line['published']:.2f}"
     if line["measured"] is None:
-        return [line["row"], line["task"], shown, published, "", "", "", "", line["status"]]
+        return [line["row"], line["task"], shown, published, "", "", "", "", "", line["status"]]
     difference = line["difference"]
     relative = "" if difference is None else f"{difference:+.2f} ({100 * difference / line['published']:+.1f} %)"
     error = "" if line["stderr"] is None else f"{line['stderr']:.2f}"
     documents = f"{line['documents']:,} of {line['of']:,}" if line["subset"] else f"all {line['documents']:,}"
-    verdict = line["verdict"] or ""
-    if verdict and line["allowed"] is not None:
-        verdict += f", within {line['allowed']:.2f}" if verdict != DIFFERS else f" by more than {line['allowed']:.2f}"
+    verdict, allowed = line["verdict"] or "", "" if line["allowed"] is None else f"{line['allowed']:.2f}"
     return [
-        *(line["row"], line["task"], shown, published, f"{bound}{line['measured']:.2f}", relative, error, documents),
-        f"subset: {verdict}" if line["subset"] and verdict else verdict,
+        *(line["row"], line["task"], shown, published, f"{bound}{line['measured']:.2f}", relative, allowed, error),
+        *(documents, f"subset: {verdict}" if line["subset"] and verdict else verdict),
     ]
 
 
@@ -44,7 +44,7 @@ def notes(lines: Iterable[Mapping[str, Any]], tolerance: float) -> list[str]:
     """What the columns mean, and why lines differ."""
     lines = list(lines)
     measured = [line for line in lines if line["measured"] is not None]
-    found = []
+    found = [f"{line['row']}, {line['task']}: FAILED: {line['why']}" for line in lines if line["status"] == FAILED]
     if measured:
         found.append("+- is the standard error of the measured value over documents (rows of a wrapped task).")
     if any(not line["subset"] for line in measured):
@@ -93,10 +93,9 @@ def markdown(lines: Sequence[Mapping[str, Any]], tolerance: float, heading: str)
     return "\n\n".join(parts) + "\n"
 
 
-def plans(lines: Iterable[tuple[Line, Forecast | str]]) -> str:
+def plans(lines: Iterable[tuple[Line, Forecast | str]], utilization: float) -> str:
     """Forecasts as a table; a text instead of one says why there is none."""
-    rows = []
-    forecasts = []
+    rows, forecasts = [], []
     for line, found in lines:
         if isinstance(found, str):
             rows.append([line.job.row, line.job.task, "", "", "", "", found])
@@ -106,7 +105,9 @@ def plans(lines: Iterable[tuple[Line, Forecast | str]]) -> str:
         counts = [f"{about}{found.windows:,}", *(f"{most}{number:,}" for number in (found.calls, found.rows))]
         rows.append([line.job.row, line.job.task, *counts, f"{most}{hours_as_text(found.hours)}", ""])
     total = describe(forecasts)
-    text = plain_table(PLAN_HEADER, rows)
-    return f"{text}\n\n{len(forecasts)} runs, {total['windows']:,} windows, {short(total['hours'])} hours" + (
-        ": sizes of data sets that are not on this machine are rough (about)" if total["rough"] else ""
-    )
+    text = [plain_table(PLAN_HEADER, rows), ""]
+    text.append(f"{len(forecasts)} runs, {total['windows']:,} windows, {hours_as_text(total['hours'])}.")
+    text.append(RATES.format(utilization))
+    if total["rough"]:
+        text.append("about: the data set is not on this machine, and its size is known within a quarter.")
+    return "\n".join(text)

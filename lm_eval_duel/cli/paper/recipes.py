@@ -66,9 +66,9 @@ class Job:
 
     @property
     def missing_weights(self) -> str:
-        """A sentence if `pretrained` is a path without a folder; a hub name has one slash at most."""
+        """A sentence if `pretrained` is the path of a folder that does not exist."""
         name = str(self.config["model_args"].get("pretrained", ""))
-        if os.path.exists(name) or not (name.count("/") > 1 or name.startswith((".", "/", "~"))):
+        if not missing_folder(name):
             return ""
         return f"there is no folder {name}; these weights are on no hub. Name yours: --pretrained {name}=FOLDER"
 
@@ -94,6 +94,11 @@ class Choice:
     limit: int | None = None
     metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     weights: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+
+
+def missing_folder(name: str) -> bool:
+    """Whether a checkpoint's name is a path where nothing is; a hub name has one slash at most."""
+    return (name.count("/") > 1 or name.startswith((".", "/", "~"))) and not os.path.exists(name)
 
 
 def tables(folder: Path) -> dict[str, list[dict[str, Any]]]:

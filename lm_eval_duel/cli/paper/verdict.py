@@ -25,6 +25,7 @@ from lm_eval_duel.rules import parse
 
 FEWEST = 8  # documents from which a standard error is an estimate of anything
 AGREES, DIFFERS, UNDECIDED, OTHER = "agrees", "differs", "undecided", "not comparable"
+NOT_RUN, FINISHED, FAILED = "not run", "finished", "FAILED"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,8 +128,10 @@ def comparison_error(found: Measured) -> float | None:
     return found.stderr * math.sqrt(1 + share if found.is_random else 1 - share)
 
 
-def describe(line: Line, found: Measured | None, verdict: Verdict | None, status: str) -> dict[str, Any]:
-    """A line of the table, for JSON."""
+def describe(
+    line: Line, status: str, found: Measured | None = None, verdict: Verdict | None = None, why: str = ""
+) -> dict[str, Any]:
+    """A line of the table, for JSON. `why`: the reason if its job failed."""
     figure = line.figure or {}
     value = None if found is None else found.value
     published = figure.get("value")
@@ -155,6 +158,6 @@ def describe(line: Line, found: Measured | None, verdict: Verdict | None, status
         "changed": list(line.job.changed),
         "verdict": None if verdict is None else verdict.word or None,
         "allowed": None if verdict is None else verdict.allowed,
-        "why": (None if verdict is None else verdict.why) or None,
+        "why": (why if verdict is None else verdict.why) or None,
         "notes": line.job.notes or None,
     }
