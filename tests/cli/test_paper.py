@@ -23,6 +23,7 @@ from lm_eval_duel.errors import UsageError
 from lm_eval_duel.options import Options
 from lm_eval_duel.report import read, rows
 from lm_eval_duel.report.published import PAPER_FILE
+from lm_eval_duel.tasks import task_folder as tasks_folder
 
 PAPER = PAPER_FILE.parent
 TABLES = ("owt", "lm1b", "zero_shot", "samplers", "oracle", "8b")
@@ -277,6 +278,22 @@ def test_a_reason_is_one_line(tmp_path):
     log.write_text("Traceback\ntorch.OutOfMemoryError: CUDA out of memory.\n\n")
     assert jobs.reason(log, 1) == "torch.OutOfMemoryError: CUDA out of memory."
     assert jobs.reason(log, -9) == "killed by SIGKILL (probably out of memory)"
+
+
+def test_a_run_of_our_tasks_does_not_index_those_of_the_harness():
+    """14,000 files; a task of the harness among them brings the index back."""
+    from lm_eval import tasks
+
+    from lm_eval_duel.cli.run import _tasks_indexed
+
+    original = tasks.TaskManager
+    for names in ("sotu,duel_ptb_wrapped", ["duel_zero_shot_wrapped"]):
+        with _tasks_indexed(names):
+            found = tasks.TaskManager(include_path=tasks_folder()).all_tasks
+            assert "duel_zero_shot_wrapped" in found and "wikitext" not in found
+        assert tasks.TaskManager is original
+    with _tasks_indexed(["sotu", "wikitext"]):
+        assert tasks.TaskManager is original
 
 
 # ---------------------------------------------------------------- forecasts
