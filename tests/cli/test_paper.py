@@ -110,6 +110,8 @@ def test_weights_and_metadata_of_the_user(tmp_path):
         ("lm1b --pretrained lm1b/ar=/no/such/folder", "there is no folder /no/such/folder"),
         ("owt --limit 0", "'--limit' is a whole number"),
         ("owt --tolerance -1", "--tolerance is a number of per cent"),
+        ("owt --utilization 2", "--utilization is a share"),
+        ("owt --tflops 0", "--tflops is a rate above 0"),
         ("owt --recipes /no/such", "there is no published.csv"),
     ],
 )
@@ -252,6 +254,14 @@ def test_a_failure_does_not_stop_the_others(tiny, tmp_path, monkeypatch, capsys)
     assert len(content) == 5 and all(line["measured"] for line in content), "what was measured before is kept"
 
 
+def test_another_file_is_not_replaced(tiny, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(jobs, "run", bundled)
+    (tmp_path / "paper.json").write_text("{}")
+    with pytest.raises(Exit, match="was not written by lm-eval-duel paper"):
+        main(["paper", "tiny", "--recipes", str(tiny), "--out", str(tmp_path)])
+    assert (tmp_path / "paper.json").read_text() == "{}" and "wrote" not in capsys.readouterr().out
+
+
 def test_what_counts_as_finished(tiny, tmp_path):
     settings = jobs.Settings(tmp_path / "out")
     job = lines("tiny", "--recipes", tiny)[0].job
@@ -299,21 +309,20 @@ def test_a_run_of_our_tasks_does_not_index_those_of_the_harness():
 # ---------------------------------------------------------------- forecasts
 
 
-def test_forecasts_are_those_of_plan(tiny, capsys):
+def test_forecasts_are_those_of_plan(capsys):
     """All figures of a plan are tested elsewhere: here, that each row gets its own line of it."""
-    by_row = {line.job.row: forecast.forecast(line.job, None, 0.5) for line in lines("samplers")}
-    steps = {k: by_row[f"samplers/greedy_k{k}"].rows for k in (1, 2, 4, 8)}
-    assert steps[1] > steps[2] > steps[4] > steps[8] > by_row["samplers/elbo"].rows
-    assert by_row["samplers/threshold_mu0.15"].most and by_row["samplers/greedy_k1"].rough
-    half = forecast.forecast(lines("samplers")[1].job, 67.0, 0.25)
-    assert half.hours == pytest.approx(2 * by_row["samplers/left_to_right_k8"].hours)
+    few = lines("samplers", "--rows", "elbo", "greedy_k[18]", "threshold_mu0.15")
+    by_row = {line.job.row: forecast.forecast(line.job, None, 0.5) for line in few}
+    elbo, fast, slow, most = (
+        by_row[f"samplers/{row}"] for row in ("elbo", "greedy_k8", "greedy_k1", "threshold_mu0.15")
+    )
+    assert slow.rows > fast.rows > elbo.rows and most.most and most.rows == slow.rows and slow.rough and not slow.most
+    assert forecast.forecast(few[0].job, 67.0, 0.25).hours == pytest.approx(2 * elbo.hours)
     (oracle,) = {forecast.forecast(line.job, None, 0.5) for line in lines("oracle") if "oracle" in line.job.row}
     assert oracle.windows == 384 and oracle.rows > 384
-    limited = forecast.forecast(lines("lm1b", "--rows", "mdlm_duel", "--limit", 10)[0].job, None, 0.5)
-    assert limited.windows == 10 and limited.rows == 10 * 127
-    main(["paper", "samplers", "--plan", "--rows", "greedy_*"])
-    printed = capsys.readouterr().out
-    assert "4 runs, 4,400 windows" in printed and "about" in printed
+    main(["paper", "lm1b", "--plan", "--rows", "mdlm_duel", "--limit", "10"])
+    printed = capsys.readouterr().out  # without weights: the recipe's comment has the config.json
+    assert "1 runs, 10 windows" in printed and "1,270" in printed and "about" in printed
 
 
 # ---------------------------------------------------------------- whole runs

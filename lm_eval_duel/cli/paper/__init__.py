@@ -48,13 +48,10 @@ def main(arguments: Sequence[str]) -> None:
     failures: dict[str, str] = {}
     try:
         _run(lines, settings, failures, options.tolerance)
-    finally:  # also after Ctrl-C: what is finished is shown
-        print(
-            page.terminal(
-                [_described(line, settings.out, failures, options.tolerance) for line in lines], options.tolerance
-            )
-        )
-        print(f"\nwrote {settings.out / 'paper.md'} and {settings.out / 'paper.json'}", flush=True)
+    except KeyboardInterrupt:  # what is finished is shown
+        _print(lines, settings.out, failures, options.tolerance)
+        raise
+    _print(lines, settings.out, failures, options.tolerance)
     if failures:
         raise DuelError(
             f"{len(failures)} of {len(_jobs(lines))} runs failed; their logs are in {settings.out / 'runs'}."
@@ -88,6 +85,10 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Choice, Setting
     options = parser.parse_args(list(arguments))
     if not 0 <= options.tolerance < 100:
         raise DuelError(f"--tolerance is a number of per cent from 0 to 100; got {options.tolerance}.")
+    if not 0 < options.utilization <= 1:
+        raise DuelError(f"--utilization is a share above 0, at most 1; got {options.utilization}.")
+    if options.tflops is not None and not 0 < options.tflops < float("inf"):
+        raise DuelError(f"--tflops is a rate above 0; got {options.tflops}.")
     out = folder_to_write("--out", options.out)
     folder = recipes.folder(options.recipes)
     choice = Choice(
@@ -153,6 +154,12 @@ def _run(lines: Sequence[Line], settings: Settings, failures: dict[str, str], to
             failures[key] = why
             print(f"{place}: FAILED: {why}", flush=True)
         write(lines, settings, failures, tolerance)
+
+
+def _print(lines: Sequence[Line], out: Path, failures: dict[str, str], tolerance: float) -> None:
+    """Print the table."""
+    print(page.terminal([_described(line, out, failures, tolerance) for line in lines], tolerance))
+    print(f"\nwrote {out / 'paper.md'} and {out / 'paper.json'}", flush=True)
 
 
 def _described(line: Line, out: Path, failures: dict[str, str], tolerance: float) -> dict[str, Any]:
