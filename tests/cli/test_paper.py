@@ -322,7 +322,7 @@ def test_forecasts_are_those_of_plan(capsys):
     assert oracle.windows == 384 and oracle.rows > 384
     main(["paper", "lm1b", "--plan", "--rows", "mdlm_duel", "--limit", "10"])
     printed = capsys.readouterr().out  # without weights: the recipe's comment has the config.json
-    assert "1 runs, 10 windows" in printed and "1,270" in printed and "about" in printed
+    assert "1 run, 10 windows" in printed and "1,270" in printed and "about" in printed
 
 
 # ---------------------------------------------------------------- whole runs
