@@ -107,9 +107,8 @@ def plans(lines: Iterable[tuple[Line, Forecast | str]], utilization: float) -> s
         rows.append([line.job.row, line.job.task, *counts, f"{most}{hours_as_text(found.hours)}", ""])
     total = describe(forecasts)
     text = [plain_table(PLAN_HEADER, rows), ""]
-    text.append(
-        f"{len(forecasts)} run{'s' * (len(forecasts) != 1)}, {total['windows']:,} windows, {hours_as_text(total['hours'])}."
-    )
+    runs = f"{len(forecasts)} run{'s' * (len(forecasts) != 1)}"
+    text.append(f"{runs}, {total['windows']:,} windows, {hours_as_text(total['hours'])}.")
     text.append(RATES.format(utilization))
     if total["rough"]:
         text.append("about: the data set is not on this machine, and its size is known within a quarter.")
