@@ -21,8 +21,8 @@ FLOORS = (  # from the lowest
     {"estimators", "tasks"},
     {"options"},
     {"harness"},
-    {"cli", "library", "report"},
-    {"bench", "leaderboard", "sweep"},
+    {"library", "report"},
+    {"bench", "cli", "leaderboard", "sweep"},
 )
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 ENTRIES = {"__main__", "_autoload"}  # how the package is started: they may import any room

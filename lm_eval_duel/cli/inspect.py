@@ -61,14 +61,14 @@ def inspect(name: str, arguments: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _score(lm: DuelMDM) -> str:
-    from lm_eval_duel.engine.windows import framed
-
-    ids = lm.tok_encode(TEXT)[: lm.max_length - len(lm.text.prefix) - len(lm.text.suffix)]
+    windows = lm.text.windows(TEXT)
+    tokens = sum(len(window.target) for window in windows)
     began = time.perf_counter()
-    score = lm.estimator.log_prob([framed(lm.text.prefix, ids, lm.text.suffix, "given")])[0]
+    scores = lm.estimator.log_prob(windows)
     seconds = time.perf_counter() - began
-    method = lm.spec.get("rule", lm.estimator.name) + ("" if score.nfe is None else f", {score.nfe} steps")
-    return f"{score.log_prob:.3f} nats for {len(ids)} tokens, {method}, {seconds:.2f} s"
+    steps = "" if any(score.nfe is None for score in scores) else f", {sum(score.nfe for score in scores)} steps"
+    nats = sum(score.log_prob for score in scores)
+    return f"{nats:.3f} nats for {tokens} tokens, {lm.spec.get('rule', lm.estimator.name)}{steps}, {seconds:.2f} s"
 
 
 def _token(tokenizer: Any, token: int) -> str:

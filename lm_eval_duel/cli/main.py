@@ -20,6 +20,7 @@ COMMANDS = {  # name: (module below lm_eval_duel with its `main`, what it does)
     "sweep": ("sweep", "compare unmasking rules at several speeds: likelihood of a task's text and quality of samples"),
     "show": ("cli.show", "print one document of a trace, its tokens coloured by reveal step or by likelihood"),
     "so-far": ("cli.so_far", "print the perplexity of an unfinished run, with its interval, from its --use_cache file"),
+    "paper": ("cli.paper", "measure the paper's tables: published beside measured, with a verdict"),
     "plan": ("cli.plan", "count what a run will cost before it starts: rows, operations, memory, hours"),
     "bench": ("bench", "measure speed and memory against the textbook loop on random tokens"),
     "data": ("tasks.check", "check the benchmarks' data sets: `data check` loads them and prints their contents"),

@@ -19,6 +19,7 @@ from lm_eval_duel.arguments import count
 from lm_eval_duel.command_line import Parser
 from lm_eval_duel.demo import BUNDLED
 from lm_eval_duel.errors import DuelError, usage
+from lm_eval_duel.estimators import registry
 from lm_eval_duel.harness.key_values import key_values
 from lm_eval_duel.options import Options
 from lm_eval_duel.tables import plain_table
@@ -38,6 +39,7 @@ GIVES = {
     "dual": "another distribution, exactly",
     "two_phase": "an estimate of exact, with its error",
     "elbo": "a lower bound, with its error",
+    "lattice": "all orders: oracle, mean and mixture",
 }
 PRINTS = """\
 Prints one line per way to score the same windows: rule steps (NFE), network calls (at least), rows, token-rows (cells
@@ -86,7 +88,11 @@ def lines(setting: Setting, windows: Counter[Layout], options: argparse.Namespac
         return result
     spans = dataclasses.replace(setting, block=denoiser.block)
     total = cost.sum_over(windows, lambda w: cost.elbo(spans, w, options.draws))
-    return [*result, _line(f"elbo {options.draws}", total, kept_once, denoiser, options)]
+    result.append(_line(f"elbo {options.draws}", total, kept_once, denoiser, options))
+    if options.lattice and setting.block is not None:
+        total = cost.sum_over(windows, lambda w: cost.lattice(setting, w))
+        result.append(_line("lattice", total, kept_once, denoiser, options))
+    return result
 
 
 def _line(method: str, total: Cost, kept: int, denoiser: Unloaded, options: argparse.Namespace) -> Line:
@@ -236,11 +242,11 @@ def table(figures: dict[str, Any]) -> str:
     most = "<= " if figures["upper_bound"] else ""
     rows = []
     for method, line in figures["methods"].items():
-        bound = "" if method.startswith("elbo") else most
+        bound = "" if method.startswith(("elbo", "lattice")) else most
         numbers = [line["nfe"], line["calls_at_least"], line["rows"], line["token_rows"]]
         cells = ["" if number is None else f"{bound}{number:,}" for number in numbers]
         kept = f"{line['kept_bytes'] / 2**20:,.0f}" if line["kept_bytes"] else ""
-        work = [f"{bound}{_short(line['flops'] / 1e15)}", f"{bound}{_time(line['hours'])}"]
+        work = [f"{bound}{short(line['flops'] / 1e15)}", f"{bound}{hours_as_text(line['hours'])}"]
         rows.append(
             [method, *cells, *work, kept, next(text for name, text in GIVES.items() if method.startswith(name))]
         )
@@ -255,7 +261,7 @@ def table(figures: dict[str, Any]) -> str:
 def _heading(figures: dict[str, Any]) -> list[str]:
     documents = f"{figures['documents']:,} documents, " if figures["documents"] else ""
     return [
-        f"{figures['network']} ({figures['family']}): {_short(figures['parameters'] / 1e6)} M parameters, "
+        f"{figures['network']} ({figures['family']}): {short(figures['parameters'] / 1e6)} M parameters, "
         f"{_memory(figures['weight_bytes'])} in {figures['dtype']}; {figures['rule']}, block "
         f"{figures['block'] or 'none'}",
         f"{documents}{figures['tokens']:,} tokens in {figures['windows']:,} windows of at most {figures['length']:,} "
@@ -264,7 +270,7 @@ def _heading(figures: dict[str, Any]) -> list[str]:
     ]
 
 
-def _short(number: float) -> str:
+def short(number: float) -> str:
     """Three significant digits without an exponent."""
     if number >= 100:
         return f"{number:,.0f}"
@@ -273,14 +279,14 @@ def _short(number: float) -> str:
 
 def _memory(count: float) -> str:
     """Bytes as GiB or MiB."""
-    return f"{_short(count / 2**30)} GiB" if count >= 2**30 else f"{_short(count / 2**20)} MiB"
+    return f"{short(count / 2**30)} GiB" if count >= 2**30 else f"{short(count / 2**20)} MiB"
 
 
-def _time(hours: float) -> str:
+def hours_as_text(hours: float) -> str:
     """Hours, minutes or seconds."""
     if hours >= 1:
-        return f"{_short(hours)} h"
-    return f"{_short(60 * hours)} min" if 60 * hours >= 1 else f"{_short(3600 * hours)} s"
+        return f"{short(hours)} h"
+    return f"{short(60 * hours)} min" if 60 * hours >= 1 else f"{short(3600 * hours)} s"
 
 
 @usage()
@@ -314,6 +320,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Options]:
         setattr(options, name, count(f"--{name}", getattr(options, name)))
     run = Options.parse(key_values("--model_args", options.model_args))
     options.draws = options.draws or run.estimator_args.get("mc_samples") or DRAWS
+    options.lattice = registry.find(run.estimator).lattice
     if (options.tasks is None) == (options.tokens is None):
         raise DuelError("Name what is scored: --tasks NAMES, or --tokens N (and --documents M), not both.")
     if options.tasks is None:

@@ -1,9 +1,17 @@
-"""The entries of three published config.json files that a plan needs, so that it works without the hub."""
+"""The entries of published config.json files that a plan needs, so that it works without the hub."""
 
 from __future__ import annotations
 
 from typing import Any
 
+GPT2_SIZE = {  # of the OpenWebText checkpoints of MDLM's and BD3-LM's authors
+    "cond_dim": 128,
+    "hidden_dim": 768,
+    "model_length": 1024,
+    "n_blocks": 12,
+    "n_heads": 12,
+    "vocab_size": 50258,
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "GSAI-ML/LLaDA-8B-Base": {
         "architectures": ["LLaDAModelLM"],
@@ -34,14 +42,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "torch_dtype": "bfloat16",
         "vocab_size": 152064,
     },
-    "kuleshov-group/mdlm-owt": {
-        "model_type": "mdlm",
-        "cond_dim": 128,
-        "hidden_dim": 768,
-        "model_length": 1024,
-        "n_blocks": 12,
-        "n_heads": 12,
-        "time_conditioning": False,
-        "vocab_size": 50258,
+    "kuleshov-group/mdlm-owt": {"model_type": "mdlm", "time_conditioning": False, **GPT2_SIZE},
+    "kuleshov-group/ar-noeos-owt": {"model_type": "mdlm", "causal": True, "adaln": False, **GPT2_SIZE},
+    "louaaron/sedd-small": {
+        "graph": {"type": "absorb"},
+        "model": {"cond_dim": 128, "hidden_size": 768, "length": 1024, "n_blocks": 12, "n_heads": 12},
+        "tokens": 50257,
+    },
+    **{
+        f"kuleshov-group/bd3lm-owt-block_size{block}": {
+            "model_type": "bd3lm",
+            "block_size": block,
+            "cross_attn": True,
+            **GPT2_SIZE,
+        }
+        for block in (4, 8, 16)
     },
 }

@@ -7,6 +7,7 @@
     dual         one row of L cells, then ceil(m / k) - 1 rows of the block's cells
     two_phase    dual, and a share of the blocks exact as well
     elbo         for each draw one row of L cells (bidirectional), or of each block's cells (by blocks)
+    lattice      2^m - 1 rows of L cells (bidirectional), or of the block's own cells (by blocks)
 
 Equal windows are scored once, and counted once. Equal rows of different windows, which a network call evaluates once,
 are not foreseen, nor is padding.
@@ -149,6 +150,19 @@ def elbo(setting: Setting, window: Layout, samples: int) -> Cost:
         states = {start: [samples] for start, _, _ in spans}
         return dataclasses.replace(total + _blocks_of(setting, window, states), head=head)
     rows = samples * len(spans)
+    tokens = rows * length
+    return dataclasses.replace(total, rows=rows, token_rows=tokens, pairs=tokens * length, head=head, weight=tokens)
+
+
+def lattice(setting: Setting, window: Layout) -> Cost:
+    """The estimators over all orders: every set of hidden cells of a block once, 2^m - 1 of them."""
+    spans, length = setting.places(window), window.length
+    states = {start: [2**cells - 1] for start, _, cells in spans}
+    head = sum(cells * 2.0 ** (cells - 1) for _, _, cells in spans)
+    total = Cost(blocks=len(spans), longest=1)
+    if setting.denoiser.by_blocks:
+        return dataclasses.replace(total + _blocks_of(setting, window, states), head=head)
+    rows = sum(count for (count,) in states.values())
     tokens = rows * length
     return dataclasses.replace(total, rows=rows, token_rows=tokens, pairs=tokens * length, head=head, weight=tokens)
 

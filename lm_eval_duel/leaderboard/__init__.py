@@ -14,8 +14,8 @@ from lm_eval_duel import strict_json
 from lm_eval_duel.command_line import Parser, folder_to_write
 from lm_eval_duel.errors import DuelError, usage
 from lm_eval_duel.harness import trace
-from lm_eval_duel.leaderboard import board, columns, documents, exports, files, page, provenance, published, text
-from lm_eval_duel.report import left_out, match, read, reveal_order, samples
+from lm_eval_duel.leaderboard import board, columns, documents, exports, files, page, provenance, text
+from lm_eval_duel.report import left_out, match, published, read, reveal_order, samples
 from lm_eval_duel.report.headline import WORDS
 from lm_eval_duel.tables import one_line
 

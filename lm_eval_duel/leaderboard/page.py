@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from lm_eval_duel import strict_json
 from lm_eval_duel.leaderboard import table, text
 from lm_eval_duel.leaderboard.board import KINDS, label
-from lm_eval_duel.leaderboard.published import UNCHECKED
 from lm_eval_duel.report.headline import WORDS
+from lm_eval_duel.report.published import UNCHECKED
 
 if TYPE_CHECKING:
     from jinja2 import Template

@@ -9,9 +9,9 @@ from typing import Any
 
 from lm_eval_duel.leaderboard import table
 from lm_eval_duel.leaderboard.board import KINDS
-from lm_eval_duel.leaderboard.published import UNCHECKED
 from lm_eval_duel.report.headline import WORDS, number
 from lm_eval_duel.report.markdown import Footnotes, bullets, code, plain, spaced
+from lm_eval_duel.report.published import UNCHECKED
 from lm_eval_duel.tables import markdown_table, one_line, plain_table
 
 ASCII = {"≤": "<=", "±": "+-"}

@@ -13,6 +13,7 @@ from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.estimators import cost
 from lm_eval_duel.estimators.duel import Autoregressive, Duel
 from lm_eval_duel.estimators.elbo import Elbo
+from lm_eval_duel.estimators.lattice import Lattice
 from lm_eval_duel.rules import parse
 
 SIZES = {"layers": 1, "width": 64, "vocab": 60, "length": 24, "block": 8}
@@ -102,6 +103,23 @@ def test_elbo(networks, kind):
         assert (rows, tokens) == (most_rows, most_tokens) == (4, 4 * 24)
     else:  # blocks of 8 are few cells: equal draws are merged
         assert most_tokens - tokens in range(0, 4 * 3 * 8, 8) and most_tokens == 16 + 4 * 3 * 8
+
+
+@pytest.mark.parametrize("kind", ["bidirectional", "block_causal"])
+def test_lattice(networks, kind):
+    """2^m - 1 states of a block of m, and the clean blocks of 8 once."""
+    denoiser = networks[kind]
+    block = 4 if kind == "bidirectional" else 8
+    lattice = Lattice(denoiser, block, value="oracle", follow=["greedy"])
+    setting = cost.Setting(denoiser, parse("greedy"), block, lattice.grid)
+    texts = [Window(window.context, window.target) for window in windows(24)[:1]]
+    rows, tokens, _ = counted(denoiser, lattice, texts)
+    planned_rows, planned_tokens, _ = planned(lambda w: cost.lattice(setting, w), texts)
+    if kind == "bidirectional":
+        spans = [cells for _, _, cells in setting.places(cost.Layout(2, 22, 24))]
+        assert rows == planned_rows == sum(2**cells - 1 for cells in spans) and tokens == planned_tokens == 24 * rows
+    else:  # lanes are packed with empty places
+        assert planned_tokens == 8 * (63 + 255 + 255) + 16 <= tokens <= 1.01 * planned_tokens
 
 
 def test_causal():

@@ -20,9 +20,10 @@ from results import documents, edit, hf, ours, trace
 from lm_eval_duel.cli.main import main
 from lm_eval_duel.demo import FOLDER
 from lm_eval_duel.errors import DuelError, UsageError
-from lm_eval_duel.leaderboard import clean, collect, exports, page, parse, published, table, text, write
+from lm_eval_duel.leaderboard import clean, collect, exports, page, parse, table, text, write
 from lm_eval_duel.leaderboard import documents as view
 from lm_eval_duel.options import Options
+from lm_eval_duel.report import published
 from lm_eval_duel.report.reveal_order import Traces
 
 TEXTS = [f"text {n}" for n in range(3)]

@@ -4,7 +4,7 @@
     MDLM,duel,greedy,4,,duel_ptb_wrapped,token_perplexity,87.57,,"Turok et al. (2026), zero-shot",
 
 The columns model, estimator, task, metric, value and source are needed. An estimator is one of `estimator=`; it says
-whether a figure is a bound.
+whether a figure is a bound. `table` and `recipes` (separated by spaces) are for the command `paper`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from lm_eval_duel.estimators import registry
 from lm_eval_duel.report.samples import METRICS
 
 PAPER = "paper"  # on the command line: the paper's tables, which come with the package
-PAPER_FILE = Path(__file__).resolve().parent / "published" / "duel_paper.csv"
+PAPER_FILE = Path(__file__).resolve().parent.parent / "recipes" / "published.csv"
 NEEDED = ("model", "estimator", "task", "metric", "value", "source")
-OPTIONAL = ("rule", "block", "cache", "stderr", "note")
+OPTIONAL = ("rule", "block", "cache", "stderr", "note", "table", "recipes")
 UNCHECKED = (
     "Published figures, as their sources print them. They were not measured here, and their documents and windows were "
     "not checked against the table above."
@@ -80,6 +80,7 @@ def _figure(line: Mapping[str | None, Any], place: str) -> dict[str, Any]:
         "display": entry.display,
         "kind": KINDS.get(entry.kind, "estimate"),
         "value": _positive(line["value"], place, "value"),
+        "printed": line["value"].strip(),
         "stderr": _positive(line["stderr"], place, "stderr") if line.get("stderr") else None,
     }
 

@@ -1,0 +1,376 @@
+"""`paper`: lines are those of the recipes, verdicts are counted by hand, and jobs run, fail, stop and resume."""
+
+import json
+import math
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import benchmarks
+import pytest
+import yaml
+
+from lm_eval_duel import demo
+from lm_eval_duel.cli.main import main
+from lm_eval_duel.cli.paper import forecast, jobs, parse, recipes, verdict
+from lm_eval_duel.cli.paper.recipes import Job, Line
+from lm_eval_duel.cli.paper.verdict import Measured, judge
+from lm_eval_duel.command_line import Exit
+from lm_eval_duel.errors import UsageError
+from lm_eval_duel.options import Options
+from lm_eval_duel.report import read, rows
+from lm_eval_duel.report.published import PAPER_FILE
+
+PAPER = PAPER_FILE.parent
+TABLES = ("owt", "lm1b", "zero_shot", "samplers", "oracle", "8b")
+BUNDLED = demo.FOLDER / "results"
+COLUMNS = "model,estimator,rule,block,task,metric,value,source,table,recipes"
+
+
+def lines(*words):
+    """The lines of a command."""
+    return recipes.lines(parse([*map(str, words), "--plan"])[1])
+
+
+# ---------------------------------------------------------------- lines
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_a_published_figure_is_that_of_its_recipe(table):
+    """Estimator, rule and block of the CSV are those of the YAML, whose comment repeats the printed figure."""
+    found = lines(table)
+    figures = list(recipes.tables(PAPER)[table])
+    assert len({line.figure["printed"] for line in found}) > 5
+    for figure in figures:
+        own = [line for line in found if line.figure == figure]
+        assert [line.job.row for line in own] == figure["recipes"].split()
+        for number, line in enumerate(own):
+            arguments = {**line.job.config["model_args"]}
+            arguments.pop("add_bos_token", None)
+            options = Options.parse(arguments)
+            estimator = "ar" if line.job.config["model"] == "hf" else options.estimator
+            if estimator != "oracle":
+                assert estimator == figure["estimator"]
+            if estimator == "duel":
+                assert options.rule == Options.parse({"rule": figure["rule"]}).rule
+            if number == 0 and figure["estimator"] != "ar":
+                block = options.estimator_args["elbo_block"] if estimator == "elbo" else options.block
+                assert str(block or "none") == figure["block"]
+            if number == 0 and table != "oracle":
+                comment = [t for t in (PAPER / f"{line.job.row}.yaml").read_text().splitlines() if t.startswith("#")]
+                assert figure["printed"] in " ".join(comment)
+
+
+def test_every_recipe_has_a_line_and_every_job_one_task():
+    found = [line for table in TABLES for line in (*lines(table), *lines(table, "--given"))]
+    on_disk = {path.relative_to(PAPER).with_suffix("").as_posix() for path in PAPER.rglob("*.yaml")}
+    alone = {"owt/given/mdlm_elbo", "owt/given/sedd_elbo"}
+    assert {line.job.row for line in found} == on_disk and alone <= on_disk
+    assert all(len(line.job.config["tasks"]) == 1 for line in found)
+    zero_shot = lines("zero_shot", "--rows", "mdlm_duel")
+    assert [line.job.task for line in zero_shot][:2] == ["duel_ptb_wrapped", "duel_wikitext103_wrapped"]
+    assert len({line.job.name for line in zero_shot}) == 7
+    oracle = [line.job for line in lines("oracle")]
+    assert {(job.row, job.task) for job in oracle} == {
+        ("zero_shot/ar", "duel_ag_news_wrapped"),
+        ("zero_shot/bd3lm_block4_elbo", "duel_ag_news_wrapped"),
+        ("oracle/bd3lm_block4", "duel_ag_news_wrapped"),
+    }
+
+
+def test_weights_and_metadata_of_the_user(tmp_path):
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    file = tmp_path / "weights.yaml"
+    file.write_text(yaml.safe_dump({"lm1b/ar": {"pretrained": str(folder), "tokenizer": "gpt2"}}))
+    words = ("--pretrained", f"checkpoints/lm1b/mdlm={folder}", "--weights", file, "--metadata", "data_dir=copies")
+    found = {line.job.row: line.job for line in lines("lm1b", *words)}
+    used = {row for row, job in found.items() if job.config["model_args"]["pretrained"] == str(folder)}
+    assert used == {"lm1b/mdlm_duel", "lm1b/mdlm_elbo", "lm1b/ar"}
+    assert found["lm1b/ar"].config["model_args"]["tokenizer"] == "gpt2" and not found["lm1b/ar"].other_data
+    assert found["lm1b/mdlm_duel"].changed == (f"pretrained={folder}",) and not found["lm1b/mdlm_duel"].missing_weights
+    assert "--pretrained checkpoints/lm1b/sedd=FOLDER" in found["lm1b/sedd_duel"].missing_weights
+    assert not lines("owt")[0].job.missing_weights, "a hub name is no path"
+    assert lines("lm1b", "--metadata", "length=64")[0].job.other_data
+    assert found["lm1b/ar"].shape.startswith('{"model_type"') and "placeholder" in found["lm1b/ar"].notes
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("owtt", "Unknown table 'owtt'. Did you mean owt?"),
+        ("owt --rows mdlm_dul", "Unknown row 'mdlm_dul'. Did you mean owt/mdlm_duel"),
+        ("owt --tasks duel_ptb_wrapped", "Nothing is left to measure"),
+        ("lm1b --pretrained mdlm=gpt2", "Unknown row or checkpoint 'mdlm'"),
+        ("lm1b --pretrained lm1b/ar", "--pretrained is NAME=FOLDER"),
+        ("lm1b --pretrained lm1b/ar=/no/such/folder", "there is no folder /no/such/folder"),
+        ("owt --limit 0", "'--limit' is a whole number"),
+        ("owt --tolerance -1", "--tolerance is a number of per cent"),
+        ("owt --utilization 2", "--utilization is a share"),
+        ("owt --tflops 0", "--tflops is a rate above 0"),
+        ("owt --recipes /no/such", "there is no published.csv"),
+    ],
+)
+def test_wrong_arguments(words, message):
+    with pytest.raises(UsageError, match=message):
+        parse(words.split())
+
+
+# ---------------------------------------------------------------- verdicts
+
+
+FIGURE = {"value": 20.0, "printed": "20.0", "estimator": "duel", "rule": "greedy", "metric": "token_perplexity"}
+
+
+def judged(value, stderr=1.0, random=None, is_random=False, documents=100, of=100, tolerance=1.0, **job):
+    found = Measured(value, stderr, random, is_random, documents, of, None, "")
+    return judge(Line("t", Job("t/r", "task", {}, **job), FIGURE), found, tolerance)
+
+
+def test_all_documents_have_no_sampling_error():
+    """Half of the last printed place and 1 % of 20: 0.25, whatever the standard error."""
+    for stderr in (0.0, 5.0, None):
+        assert judged(20.24, stderr) == verdict.Verdict(verdict.AGREES, pytest.approx(0.25))
+        assert judged(20.26, stderr).word == judged(19.74, stderr).word == verdict.DIFFERS
+    assert judged(20.06, tolerance=0).word == verdict.DIFFERS and judged(20.04, tolerance=0).word == verdict.AGREES
+    assert judged(20.0, None, documents=1, of=1).word == verdict.AGREES
+
+
+def test_a_subset_has_the_standard_error_of_a_finite_population():
+    """s = 1, 36 of 100: 0.25 + 2 x sqrt(1 - 0.36) = 1.85. Nearly all documents: nearly no error."""
+    assert judged(21.84, documents=36).allowed == pytest.approx(1.85)
+    assert (judged(21.84, documents=36).word, judged(21.86, documents=36).word) == (verdict.AGREES, verdict.DIFFERS)
+    assert judged(20, documents=9_999, of=10_000).allowed == pytest.approx(0.27)
+    assert judged(20.0, documents=7).word == judged(20.0, None, documents=50).word == verdict.UNDECIDED
+
+
+def test_both_figures_of_an_elbo_are_drawn():
+    """Twice the variance, from the draws if they are known, else from the spread over documents, which includes it."""
+    assert judged(20, random=0.5, is_random=True).allowed == pytest.approx(0.25 + 2 * math.sqrt(2) * 0.5)
+    assert judged(20, is_random=True).allowed == pytest.approx(0.25 + 2 * math.sqrt(2))
+    assert judged(20, is_random=True, documents=36).allowed == pytest.approx(0.25 + 2 * math.sqrt(1.36))
+
+
+def test_other_data_and_no_figure_get_no_verdict():
+    assert judged(20.0, other_data=True, changed=("rows=12",)).word == verdict.OTHER
+    assert judge(Line("t", Job("t/r", "task", {}), None), Measured(1, 1, None, False, 9, 9, None, ""), 1).word == ""
+
+
+@pytest.mark.parametrize("file", sorted(BUNDLED.rglob("results_*.json")), ids=lambda path: path.stem[-15:])
+def test_documents_and_windows_give_one_standard_error(file):
+    """Passages of one window: the samples' route and the run's own sums agree."""
+    run = read.run(file)
+    row = rows.of(run, "sotu")[0]
+    assert row.documents or run.estimator == "mixture"
+    if row.documents and row.window_stderr is not None:
+        own = verdict.over_documents(row, "token_perplexity")
+        assert own == pytest.approx(row.error("token_perplexity", row.window_stderr), rel=1e-6)
+        values = list(row.documents["token_perplexity"].values())
+        left = []
+        for out in range(len(values)):  # the jackknife, a third route
+            rest = values[:out] + values[out + 1 :]
+            left.append(math.exp(-sum(nats for nats, _ in rest) / sum(units for _, units in rest)))
+        mean, n = sum(left) / len(left), len(left)
+        assert own == pytest.approx(math.sqrt((n - 1) / n * sum((value - mean) ** 2 for value in left)), rel=0.1)
+
+
+# ---------------------------------------------------------------- jobs
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """A folder of recipes on bundled networks: three rows whose results are bundled too, and what they print."""
+    folder = tmp_path / "recipes"
+    (folder / "tiny").mkdir(parents=True)
+    runs = {
+        "ar": {"pretrained": "demo-ar", "estimator": "ar"},
+        "bd_duel": {"pretrained": "demo-bd", "rule": "greedy", "block": 4},
+        "bd_lattice": {"pretrained": "demo-bd", "estimator": "mixture", "lattice_rules": "none", "block": 4},
+    }
+    for name, arguments in runs.items():
+        content = {"model": "duel-mdm", "model_args": arguments, "tasks": ["sotu"]}
+        (folder / "tiny" / f"{name}.yaml").write_text(f"# Tiny, {name}: 33.48.\n# A note.\n{yaml.safe_dump(content)}")
+    figures = [
+        ("A", "ar", "", "", "33.48", "ar"),
+        ("B", "duel", "greedy", "4", "99.99", "bd_duel"),
+        *(("B", name, "", "4", "50.00", "bd_lattice") for name in ("mixture", "oracle", "elbo_exact")),
+    ]
+    table = [f"{m},{e},{r},{b},sotu,token_perplexity,{v},Nobody,tiny,tiny/{row}" for m, e, r, b, v, row in figures]
+    (folder / "published.csv").write_text("\n".join([COLUMNS, *table]) + "\n")
+    return folder
+
+
+def bundled(job, settings):
+    """A stand-in for a process: the bundled results of the same model args, or a failure."""
+    for file in BUNDLED.rglob("results_*.json"):
+        if json.loads(file.read_text())["config"]["model_args"] == job.config["model_args"]:
+            jobs.write(job, settings)
+            shutil.copytree(file.parent, job.results(settings.out))
+            for other in job.results(settings.out).glob("*.json*"):
+                if file.stem.removeprefix("results_") not in other.name:
+                    other.unlink()
+            return ""
+    return "no such results"
+
+
+def test_published_beside_measured(tiny, tmp_path, monkeypatch, capsys):
+    ran = []
+    monkeypatch.setattr(jobs, "run", lambda job, settings: ran.append(job.row) or bundled(job, settings))
+    words = ["paper", "tiny", "--recipes", str(tiny), "--out", str(tmp_path / "out")]
+    main(words)
+    printed = capsys.readouterr().out
+    assert ran == ["tiny/ar", "tiny/bd_duel", "tiny/bd_lattice"]
+    content = json.loads((tmp_path / "out" / "paper.json").read_text())["lines"]
+    assert [line["verdict"] for line in content] == ["agrees", *["differs"] * 4]
+    assert content[0]["measured"] == pytest.approx(33.4849, abs=1e-4) and content[0]["difference"] < 0.01
+    assert content[0]["documents"] == content[0]["of"] == 36 and not content[0]["subset"]
+    mixture, oracle, elbo = (line["measured"] for line in content[2:])
+    assert oracle < mixture < elbo, "one run, three values"
+    assert all(line["stderr"] > 0 and line["fingerprint"] for line in content)
+    page = (tmp_path / "out" / "paper.md").read_text()
+    for shown in (printed, page):
+        assert "99.99" in shown and "differs" in shown and "A note." in shown and "sampling error does not" in shown
+    main(words)
+    assert len(ran) == 3 and capsys.readouterr().out.count("finished before") == 3
+    from lm_eval_duel.report import parse as report
+
+    report([str(tmp_path / "out" / "results"), "--out", str(tmp_path / "report")])
+
+
+def test_a_failure_does_not_stop_the_others(tiny, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(jobs, "run", lambda job, settings: "boom" if job.row == "tiny/ar" else bundled(job, settings))
+    out = tmp_path / "out"
+    with pytest.raises(Exit) as ended:
+        main(["paper", "tiny", "--recipes", str(tiny), "--out", str(out)])
+    assert ended.value.code == 1 and "1 of 3 runs failed" in str(ended.value)
+    assert "tiny/ar, sotu: FAILED: boom" in capsys.readouterr().out
+    monkeypatch.setattr(jobs, "run", bundled)
+    main(["paper", "tiny", "--recipes", str(tiny), "--out", str(out), "--rows", "ar"])
+    content = json.loads((out / "paper.json").read_text())["lines"]
+    assert len(content) == 5 and all(line["measured"] for line in content), "what was measured before is kept"
+
+
+def test_another_file_is_not_replaced(tiny, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(jobs, "run", bundled)
+    (tmp_path / "paper.json").write_text("{}")
+    with pytest.raises(Exit, match="was not written by lm-eval-duel paper"):
+        main(["paper", "tiny", "--recipes", str(tiny), "--out", str(tmp_path)])
+    assert (tmp_path / "paper.json").read_text() == "{}" and "wrote" not in capsys.readouterr().out
+
+
+def test_what_counts_as_finished(tiny, tmp_path):
+    settings = jobs.Settings(tmp_path / "out")
+    job = lines("tiny", "--recipes", tiny)[0].job
+    assert jobs.finished(job, settings.out) is None
+    bundled(job, settings)
+    file = jobs.finished(job, settings.out)
+    limited, other = (
+        lines("tiny", "--recipes", tiny, *more)[0].job for more in (("--limit", 3), ("--metadata", "a=b"))
+    )
+    assert file is not None and limited.cache(settings.out) == job.cache(settings.out)
+    assert jobs.finished(limited, settings.out) is None is jobs.finished(other, settings.out)
+    content = json.loads(file.read_text())
+    for change in ({"limit": 3.0}, {"model_args": {"pretrained": "demo-ar"}}):
+        file.write_text(json.dumps({**content, "config": {**content["config"], **change}}))
+        assert jobs.finished(job, settings.out) is None
+    file.write_text("{")
+    assert jobs.finished(job, settings.out) is None
+
+
+def test_a_reason_is_one_line(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("Traceback\nlm-eval-duel: No hub.\nprogress 5%\n")
+    assert jobs.reason(log, 1) == "No hub."
+    log.write_text("Traceback\ntorch.OutOfMemoryError: CUDA out of memory.\n\n")
+    assert jobs.reason(log, 1) == "torch.OutOfMemoryError: CUDA out of memory."
+    assert jobs.reason(log, -9) == "killed by SIGKILL (probably out of memory)"
+
+
+# ---------------------------------------------------------------- forecasts
+
+
+def test_forecasts_are_those_of_plan(capsys):
+    """All figures of a plan are tested elsewhere: here, that each row gets its own line of it."""
+    few = lines("samplers", "--rows", "elbo", "greedy_k[18]", "threshold_mu0.15")
+    by_row = {line.job.row: forecast.forecast(line.job, None, 0.5) for line in few}
+    elbo, fast, slow, most = (
+        by_row[f"samplers/{row}"] for row in ("elbo", "greedy_k8", "greedy_k1", "threshold_mu0.15")
+    )
+    assert slow.rows > fast.rows > elbo.rows and most.most and most.rows == slow.rows and slow.rough and not slow.most
+    assert forecast.forecast(few[0].job, 67.0, 0.25).hours == pytest.approx(2 * elbo.hours)
+    (oracle,) = {forecast.forecast(line.job, None, 0.5) for line in lines("oracle") if "oracle" in line.job.row}
+    assert oracle.windows == 384 and oracle.rows > 384
+    main(["paper", "lm1b", "--plan", "--rows", "mdlm_duel", "--limit", "10"])
+    printed = capsys.readouterr().out  # without weights: the recipe's comment has the config.json
+    assert "1 run, 10 windows" in printed and "1,270" in printed and "about" in printed
+
+
+# ---------------------------------------------------------------- whole runs
+
+
+@pytest.fixture(scope="module")
+def wrapped(tmp_path_factory):
+    """Recipes over small copies of data sets; another network of the harness (hf) is among them."""
+    folder = tmp_path_factory.mktemp("wrapped")
+    (folder / "w" / "given").mkdir(parents=True)
+    metadata = {"length": 32, "insert_eos": False, "framed": True, "remainder": "official", "rows": 12}
+    mdm = {"pretrained": "demo-mdm", "rule": "greedy", "block": 16, "dtype": "float32"}
+    for row, bos in (("mdm_duel", "official"), ("given/mdm_duel", "given")):
+        content = {"model": "duel-mdm", "model_args": {**mdm, "bos": bos}, "metadata": metadata}
+        content["tasks"] = ["duel_ag_news_wrapped"]
+        (folder / "w" / f"{row}.yaml").write_text(yaml.safe_dump(content))
+    stock = {"pretrained": demo.resolve("demo-ar"), "dtype": "float32", "add_bos_token": False}
+    content = {"model": "hf", "model_args": stock, "tasks": ["duel_ag_news"], "metadata": {"rows": 12}}
+    (folder / "w" / "ar.yaml").write_text(yaml.safe_dump(content))
+    rows = [
+        "M,duel,greedy,16,duel_ag_news_wrapped,token_perplexity,300.0,Nobody,w,w/mdm_duel",
+        "A,ar,,,duel_ag_news,word_perplexity,900.0,Nobody,w,w/ar",
+    ]
+    (folder / "published.csv").write_text("\n".join([COLUMNS, *rows]) + "\n")
+    return folder, benchmarks.write(folder / "copies")
+
+
+def command(folder, copies, out, *more):
+    words = ["paper", "w", "--recipes", folder, "--metadata", f"data_dir={copies}", "--out", out, "--device", "cpu"]
+    return [sys.executable, "-m", "lm_eval_duel", *map(str, [*words, *more])]
+
+
+@pytest.mark.slow
+def test_a_run_stops_and_resumes(wrapped, tmp_path):
+    """Ctrl-C while a job runs, then the same command, then again: the first jobs are kept, the numbers are real."""
+    folder, copies = wrapped
+    process = subprocess.Popen(command(folder, copies, tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    until = time.monotonic() + 60
+    while not list(Path(tmp_path).rglob("results_*.json")) and time.monotonic() < until:
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    out, error = process.communicate(timeout=60)
+    assert process.returncode == 130, error.decode()
+    assert "wrote" in out.decode(), "what is finished is shown"
+    again = subprocess.run(command(folder, copies, tmp_path), capture_output=True, text=True, check=False, timeout=120)
+    assert again.returncode == 0 and "[1/2] w/mdm_duel duel_ag_news_wrapped: finished before" in again.stdout
+    content = json.loads((tmp_path / "paper.json").read_text())["lines"]
+    assert [line["status"] for line in content] == ["finished"] * 2 and all(line["stderr"] > 0 for line in content)
+    job = lines("w", "--recipes", folder, "--metadata", f"data_dir={copies}")[0].job
+    (file,) = job.results(tmp_path).rglob("results_*.json")
+    ran, planned = json.loads(file.read_text())["config"]["duel"], forecast.forecast(job, None, 0.5)
+    assert planned.windows == ran["windows"] and not planned.rough and ran["rows"] <= planned.rows
+    third = subprocess.run(command(folder, copies, tmp_path), capture_output=True, text=True, check=True, timeout=60)
+    assert third.stdout.count("finished before") == 2
+
+
+@pytest.mark.slow
+def test_a_subset_of_the_corrected_convention_without_samples(wrapped, tmp_path):
+    """8 of the rows and no samples: the standard error comes from windows. A missing data set is a failure."""
+    folder, copies = wrapped
+    more = ("--given", "--limit", 8, "--no_samples", "--rows", "mdm_duel")
+    subprocess.run(command(folder, copies, tmp_path, *more), check=True, timeout=60)
+    (line,) = json.loads((tmp_path / "paper.json").read_text())["lines"]
+    assert line["row"] == "w/given/mdm_duel" and line["subset"] and line["documents"] == 8 < line["of"]
+    assert line["verdict"] in ("agrees", "differs") and line["stderr"] > 0 and not list(tmp_path.rglob("samples_*"))
+    broken = command(folder, folder, tmp_path / "broken", "--rows", "mdm_duel")
+    done = subprocess.run(broken, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 1 and "FAILED: No copy of ag_news" in done.stdout and "1 of 1 runs" in done.stderr
