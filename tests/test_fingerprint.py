@@ -145,6 +145,7 @@ ELSEWHERE = {
     "sigma": "of SEDD, below",
     "lattice_rules": "it adds values and changes none",
     "eos": "with ids of a tokenizer, in test_presets.py",
+    "file": "of learned, in test_learned.py",
     **dict.fromkeys(("decay", "alpha", "table"), "of pc, with its file, in test_published.py"),
 }
 
