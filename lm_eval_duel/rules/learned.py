@@ -96,7 +96,8 @@ class Planner(ModuleRule):
             columns = {name: value[:, None].clamp(-LARGEST, LARGEST) for name, value in zip(names, values, strict=True)}
             columns[FEATURES] = features
             stacked = torch.cat([columns[name].to(dtype) for name in inputs], 1)  # (U, I)
-            return self.module(features)(stacked)[:, 0]  # (U,)
+            logits: torch.Tensor = self.module(features)(stacked)  # (U, 1)
+            return logits[:, 0]
 
         plane = predictions.apply(scores, *(getattr(predictions, name) for name in names))  # (R, W)
         if not plane[lanes.hidden].isfinite().all():

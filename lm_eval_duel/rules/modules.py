@@ -88,7 +88,7 @@ def _header(path: str, signature: tuple[int, int] | None) -> Header:
 
 @functools.lru_cache(maxsize=4)
 def _module(
-    kind: type[ModuleRule], path: str, signature: tuple[int, int] | None, device: str, dtype: torch.dtype
+    kind: type[Any], path: str, signature: tuple[int, int] | None, device: str, dtype: torch.dtype
 ) -> torch.nn.Module:
     with _opened(path, "pt") as file:
         names, metadata = file.keys(), file.metadata() or {}
@@ -96,7 +96,8 @@ def _module(
     broken = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
     if broken:
         raise DuelError(f"The weights in {path} are broken: {', '.join(broken)} have NaN or infinite values.")
-    return kind.build(tensors, metadata).to(device, dtype).requires_grad_(False).eval()
+    module: torch.nn.Module = kind.build(tensors, metadata)
+    return module.to(device, dtype).requires_grad_(False).eval()
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import pytest
 import torch
 from attends import Attends
 from custom_rules import InMemory
-from laws import strings, total
+from laws import slow_but, strings, total
 from safetensors.torch import load_file, save_file
 from toys import BlockCausal, Rotary, Toy
 
@@ -56,7 +56,7 @@ def texts(folder, name="toy"):
     ]
 
 
-RULES = range(5)
+RULES = slow_but(range(5), {0, 2, 4})
 
 
 # ---------------------------------------------------------------- laws
@@ -85,7 +85,7 @@ def test_sums_to_one_and_samples_are_scored_as_they_were_drawn(number, folder):
 
 @pytest.mark.parametrize("number", RULES)
 def test_samples_follow_the_distribution(number, folder):
-    duel, count = Duel(Toy(), texts(folder)[number], None), 1500
+    duel, count = Duel(Toy(), texts(folder)[number], None), 600
     drawn = [tuple(sample.tokens) for sample in duel.sample([()] * count, 2, seed=1)]
     for string, score in zip(strings(3, 2), duel.log_prob([Window((), s) for s in strings(3, 2)]), strict=True):
         p = math.exp(score.log_prob)
