@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lm_eval_duel.errors import DuelError
@@ -19,6 +19,8 @@ from lm_eval_duel.rules.base import Rule
 
 if TYPE_CHECKING:
     import torch
+
+    Build = Callable[[dict[str, torch.Tensor], dict[str, str]], torch.nn.Module]
 
 
 class Header(NamedTuple):
@@ -60,7 +62,7 @@ class ModuleRule(Rule):
 
     def module(self, like: torch.Tensor) -> torch.nn.Module:
         """The module in evaluation mode without gradients, on the device of `like`, for input of `compute_dtype`."""
-        return _module(type(self), self.file, signature(self.file), str(like.device), compute_dtype(like))
+        return _module(type(self).build, self.file, signature(self.file), str(like.device), compute_dtype(like))
 
 
 def compute_dtype(like: torch.Tensor) -> torch.dtype:
@@ -88,7 +90,7 @@ def _header(path: str, signature: tuple[int, int] | None) -> Header:
 
 @functools.lru_cache(maxsize=4)
 def _module(
-    kind: type[Any], path: str, signature: tuple[int, int] | None, device: str, dtype: torch.dtype
+    build: Build, path: str, signature: tuple[int, int] | None, device: str, dtype: torch.dtype
 ) -> torch.nn.Module:
     with _opened(path, "pt") as file:
         names, metadata = file.keys(), file.metadata() or {}
@@ -96,8 +98,7 @@ def _module(
     broken = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
     if broken:
         raise DuelError(f"The weights in {path} are broken: {', '.join(broken)} have NaN or infinite values.")
-    module: torch.nn.Module = kind.build(tensors, metadata)
-    return module.to(device, dtype).requires_grad_(False).eval()
+    return build(tensors, metadata).to(device, dtype).requires_grad_(False).eval()
 
 
 @contextlib.contextmanager
