@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
@@ -74,16 +74,6 @@ class BlockPredictions:
 
     def dense(self) -> torch.Tensor:
         return self.log_p[self.hidden]  # (C, V)
-
-    @property
-    def features(self) -> torch.Tensor:
-        raise DuelError(
-            "bench's textbook loop evaluates logits and keeps no input of the LM head, which this rule reads: use "
-            "another rule, or leave the textbook arm out."
-        )
-
-    def apply(self, function: Callable[..., torch.Tensor], *planes: torch.Tensor) -> torch.Tensor:
-        return self.features
 
 
 @dataclasses.dataclass(frozen=True)

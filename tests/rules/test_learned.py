@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from toys import BlockCausal, Rotary, Toy
 
 from lm_eval_duel import fingerprint, rules
-from lm_eval_duel.bench.textbook import BlockPredictions
+from lm_eval_duel.bench.options import Settings
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.wrappers.guidance import Guided
 from lm_eval_duel.engine.lanes import Lanes, Rows
@@ -324,8 +324,8 @@ def test_planners_that_do_not_fit_the_network(folder, tmp_path):
     assert Duel(whole, fitting).log_prob([window]) == Duel(Toy(), fitting).log_prob([window])
     with pytest.raises(DuelError, match=r"Under cfg_scale .* a rule cannot read its features"):
         Duel(Guided(Toy(), 0.5), fitting).log_prob([window])
-    with pytest.raises(DuelError, match="keeps no input of the LM head"):
-        rules.parse(fitting)(BlockPredictions(torch.zeros(1, 2, 4), torch.ones(1, 2, dtype=bool), None), None)
+    with pytest.raises(DuelError, match=r"may read the input of the LM head\. Use another rule"):
+        Settings(rule=f"{fitting}:sub_block=2")
     save_planner(torch.nn.Linear(1, 1), tmp_path / "p.safetensors", ["margin"])
     assert Duel(whole, f"learned:file={tmp_path}/p.safetensors").log_prob([window])[0].near_ties == 0
 
