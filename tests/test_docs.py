@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import results
+import torch
 from lm_eval._cli import HarnessCLI
 from pages import PAGES, ROOT, anchors, blocks, names, read, rows, section
 
@@ -18,6 +19,7 @@ from lm_eval_duel.cli.main import COMMANDS
 from lm_eval_duel.cli.where import where
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.options import Options
+from lm_eval_duel.rules.learned import save_planner
 
 PACKAGE = ROOT / "lm_eval_duel"
 RUN_ELSEWHERE = {"adding.md": "test_adding.py"}  # pages whose code is followed step by step
@@ -74,6 +76,7 @@ def place(tmp_path, monkeypatch):
         results.hf(tmp_path / folder)
     results.trace(tmp_path / "demo-bd.jsonl", results.ours(tmp_path / "other"), [])
     shutil.rmtree(tmp_path / "other")
+    save_planner(torch.nn.Linear(1, 1), tmp_path / "planner.safetensors", ["entropy"])
     (tmp_path / "mauve.py").touch()  # an optional dependency, looked for and not imported
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)

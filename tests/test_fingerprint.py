@@ -146,6 +146,7 @@ ELSEWHERE = {
     "first_token": "of a causal prefix: denoisers/test_causal_prefix.py",
     "lattice_rules": "it adds values and changes none",
     "eos": "with ids of a tokenizer, in test_presets.py",
+    "file": "of learned, in test_learned.py",
     **dict.fromkeys(("decay", "alpha", "table"), "of pc, with its file, in test_published.py"),
 }
 

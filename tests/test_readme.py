@@ -31,8 +31,8 @@ def test_ci_and_the_dev_extra_pin_the_same_tools():
 def test_every_rule_and_every_command_has_a_row():
     table = rows(section(README, "## Unmasking rules"))
     assert set(rules.RULES) == set().union(*(names(row[0]) for row in table)) - {"module"}
-    for row in table:
-        for name in names(row[0]) - {"module"}:
+    for row in table[: len(table) - 3]:  # the last three rows are of many rules
+        for name in names(row[0]):
             parameters = {field.name for field in dataclasses.fields(rules.RULES[name])}
             assert parameters - {"history", "kl"} == names(row[1]), name
     commands = {re.search("`(.*?)`", row[0])[1].split()[0] for row in rows(section(README, "## Commands"))}

@@ -106,8 +106,14 @@ class Settings:
             raise DuelError(f"--sample is a share above 0, at most 1, of --estimator two_phase; got {self.sample:g}.")
         if self.peak_of not in (None, *ARMS):
             raise unknown("arm", self.peak_of, ARMS)
-        if rules.parse(self.rule_text).spans_blocks:
+        rule = rules.parse(self.rule_text)
+        if rule.spans_blocks:
             raise DuelError(f"bench runs loops over single blocks; rule {self.rule_text} keeps a history over them.")
+        if isinstance(rules.inner(rule), rules.ModuleRule):
+            raise DuelError(
+                f"bench compares with a loop that keeps logits alone, and rule {self.rule_text} may read the input of "
+                "the LM head. Use another rule."
+            )
 
     @property
     def rule_text(self) -> str:

@@ -115,6 +115,42 @@ class Predictions:
         # log P1 = -softplus(-confidence)
         return self._plane(self._top.logit.double() + F.softplus(-self._top.confidence.double()))
 
+    # ------------------------------------------------------------ features
+
+    @property
+    def features(self) -> torch.Tensor:
+        """The input of the LM head at each hidden cell, in the order of `hidden.nonzero()`, (C, D).
+
+        For a network whose head is not split off these are its logits, with those of [MASK] and padding (C, V).
+
+        Raises:
+            DuelError: under classifier-free guidance, where a cell has two inputs of the head.
+        """
+        return self._one_input()[self._cell]
+
+    def apply(self, function: Callable[..., torch.Tensor], *planes: torch.Tensor) -> torch.Tensor:
+        """The value of `function(features, *values)` at each hidden cell, (R, W); NaN where nothing is hidden.
+
+        `function` gets the features (U, D) and the values (U,) of each of `planes` (R, W), and returns (U,). It is
+        called once for all cells that are known to be equal, so that these tie exactly. `planes` must be equal where
+        features are, as statistics of the predictions are, and `function` must not modify its arguments.
+
+        Raises:
+            DuelError: under classifier-free guidance, where a cell has two inputs of the head.
+        """
+        features = self._one_input()
+        cell = self._cell.new_empty(len(features))  # (U,) a hidden cell with each row of features
+        cell[self._cell] = torch.arange(len(self._cell), device=cell.device)
+        return self._plane(function(features, *(plane[self.hidden][cell] for plane in planes)))
+
+    def _one_input(self) -> torch.Tensor:
+        if self._features.dim() != 2:
+            raise DuelError(
+                "Under cfg_scale the logits of a position are made of two inputs of the LM head, with and without the "
+                "context, so a rule cannot read its features. Leave cfg_scale out, or use another rule."
+            )
+        return self._features  # (U, D)
+
     # ------------------------------------------------------------ whole distributions
 
     def expect(self, tokens: torch.Tensor) -> None:

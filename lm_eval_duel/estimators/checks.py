@@ -67,6 +67,12 @@ def check_rule(denoiser: Denoiser, rule: rules.Rule) -> None:
         raise DuelError(f"A causal network reveals left to right only; use rule=left_to_right, not {rule}.")
     if denoiser.shift and denoiser.cache and not isinstance(rule, rules.SeedFirst):
         raise first_cell_unseen(denoiser.cache)
+    if in_memory := list(rules.in_memory(rule)):
+        raise DuelError(
+            f"'{in_memory[0]}' of rule {type(rule).__name__} is a module or tensor in memory, which neither the rule's "
+            "text nor the fingerprint can say. Save it to a safetensors file, and derive the rule from ModuleRule "
+            "(docs/learned_rules.md)."
+        )
     rule.check_network(denoiser)
 
 

@@ -21,6 +21,8 @@ from lm_eval_duel.rules.base import Decision, Rule, certain, kind_of, rank
 from lm_eval_duel.rules.deployed import DinferThreshold, EntropyThreshold, Factor, Hierarchy, HighOrTopk
 from lm_eval_duel.rules.fixed import LeftToRight, Random, RightToLeft
 from lm_eval_duel.rules.klass import Klass
+from lm_eval_duel.rules.learned import Learned, LearnedThreshold
+from lm_eval_duel.rules.modules import ModuleRule, compute_dtype, in_memory
 from lm_eval_duel.rules.pc import PC
 from lm_eval_duel.rules.refused import require_covered
 from lm_eval_duel.rules.scheduled import Dream, Quota
@@ -30,13 +32,16 @@ from lm_eval_duel.rules.sub_block import SUB_BLOCK, SubBlock
 
 __all__ = [
     "Decision",
+    "ModuleRule",
     "Rule",
     "SeedFirst",
     "SubBlock",
     "build",
     "certain",
     "check_state_only",
+    "compute_dtype",
     "find",
+    "in_memory",
     "in_turn",
     "inner",
     "parse",
@@ -67,6 +72,8 @@ RULES: dict[str, type[Rule]] = {
         Quota,
         Dream,
         PC,
+        Learned,
+        LearnedThreshold,
     )
 }  # in the order of tables
 ALIASES = {
@@ -78,7 +85,7 @@ ALIASES = {
 }
 EXAMPLES = {  # values of parameters without a default, for error messages
     **{"mu": 0.9, "nu": 0.1, "gamma": 0.1, "f": 1.0, "n": 1, "steps": 32, "alg": "entropy"},
-    **{"decay": 0.25, "alpha": 10.0, "table": "table.json"},
+    **{"decay": 0.25, "alpha": 10.0, "table": "table.json", "file": "planner.safetensors"},
 }
 PARAMETERS = frozenset(
     {SEED_FIRST, SUB_BLOCK, *(field.name for rule in RULES.values() for field in dataclasses.fields(rule))}

@@ -13,11 +13,11 @@ import dataclasses
 import functools
 import json
 import math
-import os
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.rules.base import Decision, best, check, check_count
+from lm_eval_duel.rules.modules import signature
 from lm_eval_duel.rules.scheduled import STEPS, Scheduled
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class PC(Scheduled):
         count, memory = self.quota(lanes)
         p1 = predictions.confidence.double().sigmoid()  # (R, W)
         argmax = predictions.argmax.clamp(min=0)  # (R, W) -1 where nothing is hidden
-        plane = _frequencies(self.table, _signature(self.table), int(argmax.max()) + 1, str(argmax.device))  # (V,)
+        plane = _frequencies(self.table, signature(self.table), int(argmax.max()) + 1, str(argmax.device))  # (V,)
         known = -(plane + EPS).log()  # (V,)
         surprise = known[argmax]  # (R, W)
         place = torch.arange(argmax.shape[1], device=argmax.device)  # (W,)
@@ -84,16 +84,7 @@ class PC(Scheduled):
 
 def read_table(path: str) -> tuple[int, dict[int, int]]:
     """The number of tokens that were counted, and the count of each id; raises DuelError for any other file."""
-    return _read(path, _signature(path))
-
-
-def _signature(path: str) -> tuple[int, int] | None:
-    """What changes when a file is written again; None if it cannot be read."""
-    try:
-        entry = os.stat(path)
-    except (OSError, ValueError):
-        return None
-    return entry.st_mtime_ns, entry.st_size
+    return _read(path, signature(path))
 
 
 @functools.lru_cache(maxsize=4)

@@ -18,6 +18,10 @@ LEAVES_MASKS = (
     "always reveals the most confident position"
 )
 HISTORY = "its state spans blocks and is more than the revealed tokens, which is not implemented"
+UNPUBLISHED = (
+    "its filter reads the network's probabilities at revealed positions of the block too, which no rule sees, and its "
+    "weights are not in its repository. The rule learned_threshold follows a filter of your own (docs/learned_rules.md)"
+)
 
 REFUSED = {  # name: (what it is, why)
     "remdm": ("ReMDM", REMASKS),
@@ -34,6 +38,7 @@ REFUSED = {  # name: (what it is, why)
     "credit": ("dInfer's credit decoding", HISTORY),
     "slow-fast": ("Slow-Fast sampling", HISTORY),
     "d3llm-multi-block": ("d3LLM's multi-block decoding", HISTORY + "; preset=d3llm is its decoding block by block"),
+    "learn2pd": ("Learn2PD", UNPUBLISHED),
 }
 
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import torch
+
 from lm_eval_duel import rules
 
 
@@ -21,3 +23,35 @@ class Misspelt(rules.Rule):
 
     def __call__(self, predictions, lanes):
         return predictions.confidnce > 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Looks(rules.ModuleRule):
+    """A module that looks at several positions: a position's score depends on the mean features of its lane."""
+
+    state_only = True
+    k: int = 1
+
+    @classmethod
+    def build(cls, tensors, metadata):
+        module = torch.nn.Bilinear(*tensors["weight"].shape[1:], 1, bias=False)
+        module.load_state_dict(tensors)
+        return module
+
+    def __call__(self, predictions, lanes):
+        features, lane = predictions.features, lanes.hidden.nonzero()[:, 0]  # (C, D), (C,)
+        count = lanes.hidden.sum(1)[:, None]  # (R, 1)
+        mean = torch.zeros(len(lanes), features.shape[1], dtype=features.dtype).index_add(0, lane, features) / count
+        scores = self.module(features)(features, mean[lane])[:, 0]  # (C,)
+        key = torch.full(lanes.hidden.shape, torch.inf, dtype=scores.dtype).masked_scatter(lanes.hidden, -scores)
+        return rules.Decision(lanes.hidden & (rules.rank(key) < self.k))
+
+
+@dataclasses.dataclass(frozen=True)
+class InMemory(rules.Rule):
+    """Negative control: weights that are in no file."""
+
+    net: object = None
+
+    def __call__(self, predictions, lanes):
+        return lanes.hidden & (lanes.hidden.cumsum(1) == 1)

@@ -283,7 +283,7 @@ def test_probabilities_sum_to_one_and_samples_score_as_they_were_drawn(number, t
 
 def test_every_new_rule_has_its_laws(table):
     covered = {rules.inner(rules.parse(text)).name for text in new_rules(table)}
-    assert set(rules.RULES) - covered == {
+    assert set(rules.RULES) - covered - {"learned", "learned_threshold"} == {  # these two: test_learned.py
         *("left_to_right", "right_to_left", "random", "greedy", "margin", "log_margin", "entropy")
     }
     assert len(new_rules(table)) == 18

@@ -34,8 +34,10 @@ RULES = {  # Okabe and Ito's colours, and Tol's for the others: both colour-blin
     "quota": "#DDCC77",
     "dream": "#888888",
     "pc": "#AA4466",
+    "learned": "#EE7733",
+    "learned_threshold": "#0077BB",
 }
-OTHER_RULES = ("#EE7733", "#0077BB", "#33BBEE", "#EE3377", "#CC3311")  # a user's rule: chosen by its name
+OTHER_RULES = ("#33BBEE", "#EE3377", "#CC3311", "#225522", "#BBCC33")  # a user's rule: chosen by its name
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 LOG_FROM = 2.5  # an axis is logarithmic if the largest value is more than this times the smallest
 DPI, PRINT_DPI = 110, 200  # of PNG files; the second at a stated width

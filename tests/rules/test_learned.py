@@ -1,0 +1,353 @@
+"""Rules that hold a network: the features that they read, the laws under them, their files."""
+
+import itertools
+import math
+import shutil
+
+import pytest
+import torch
+from attends import Attends
+from custom_rules import InMemory
+from laws import slow_but, strings, total
+from safetensors.torch import load_file, save_file
+from toys import BlockCausal, Rotary, Toy
+
+from lm_eval_duel import fingerprint, rules
+from lm_eval_duel.bench.options import Settings
+from lm_eval_duel.denoisers.cached.denoiser import Cached
+from lm_eval_duel.denoisers.wrappers.guidance import Guided
+from lm_eval_duel.engine.lanes import Lanes, Rows
+from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators.duel import Duel
+from lm_eval_duel.estimators.lattice import Lattice
+from lm_eval_duel.estimators.two_phase import TwoPhase
+from lm_eval_duel.options import Options
+from lm_eval_duel.rules.learned import save_planner
+from lm_eval_duel.sweep.shared import Shared
+
+WIDTHS = {"toy": 4, "attends": 8}  # features: of a toy its logits, [MASK] included
+INPUTS = ("entropy", "features", "confidence")  # features not first, so that the order counts
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Planners with random weights for both kinds of toys, and the weights of custom_rules:Looks."""
+    path = tmp_path_factory.mktemp("planners")
+    for name, width in WIDTHS.items():
+        torch.manual_seed(1)
+        planner = torch.nn.Sequential(torch.nn.Linear(width + 2, 5), torch.nn.GELU(), torch.nn.Linear(5, 1)).double()
+        for parameter in planner.parameters():
+            parameter.data.mul_(3)
+        save_planner(planner, path / f"{name}.safetensors", INPUTS)
+        save_file({"weight": torch.randn(1, width, width).double()}, path / f"{name}_looks.safetensors")
+    return path
+
+
+def texts(folder, name="toy"):
+    """Rules that follow these planners."""
+    file = folder / f"{name}.safetensors"
+    return [
+        f"learned:file={file}:k=1",
+        f"learned:file={file}:k=2",
+        f"learned_threshold:file={file}:mu=0.55",
+        f"learned_threshold:file={file}:mu=0.4:sub_block=2:seed_first=True",
+        f"custom_rules:Looks:file={folder}/{name}_looks.safetensors:k=1",
+    ]
+
+
+RULES = slow_but(range(5), {0, 2, 4})
+
+
+# ---------------------------------------------------------------- laws
+
+
+@pytest.mark.parametrize("number", RULES)
+def test_sums_to_one_and_samples_are_scored_as_they_were_drawn(number, folder):
+    text = texts(folder)[number]
+    for block in (2, None):
+        duel = Duel(Toy(), text, block)
+        assert rules.parse(str(duel.rule)) == duel.rule
+        assert abs(total(duel, 4) - 1) < 1e-9
+        drawn = duel.sample([(), (1,), (0, 2)], 5, seed=block or 0)
+        windows = [Window(c, d.tokens) for c, d in zip([(), (1,), (0, 2)], drawn, strict=True)]
+        for d, s, window in zip(drawn, duel.log_prob(windows), windows, strict=True):
+            [alone] = duel.log_prob([window])
+            assert d.reveal_steps == s.reveal_steps == alone.reveal_steps and d.nfe == s.nfe
+            assert d.token_logprobs == pytest.approx(s.token_logprobs, abs=1e-9)
+    duel = Duel(Toy(), text, 2, "row")
+    assert abs(total(duel, 3, context=(1,), suffix=(2,)) - 1) < 1e-9
+    [written] = duel.sample([(1,)], 4, do_sample=False)
+    greedy = [s for s in strings(3, 4) if duel.log_prob([Window((1,), s)])[0].is_greedy]
+    assert greedy == [tuple(written.tokens)]
+    assert abs(total(Duel(BlockCausal(), text), 4) - 1) < 1e-9
+
+
+@pytest.mark.parametrize("number", RULES)
+def test_samples_follow_the_distribution(number, folder):
+    duel, count = Duel(Toy(), texts(folder)[number], None), 600
+    drawn = [tuple(sample.tokens) for sample in duel.sample([()] * count, 2, seed=1)]
+    for string, score in zip(strings(3, 2), duel.log_prob([Window((), s) for s in strings(3, 2)]), strict=True):
+        p = math.exp(score.log_prob)
+        assert abs(drawn.count(string) / count - p) < 4.5 * math.sqrt(p * (1 - p) / count)
+
+
+@pytest.mark.parametrize("number", RULES)
+def test_the_truth_under_hidden_cells_is_never_seen(number, folder):
+    duel, string = Duel(Toy(), texts(folder)[number], None), (2, 0, 1, 1, 0)
+    [before] = duel.log_prob([Window((1,), string)])
+    for step in range(max(before.reveal_steps) + 1):
+        changed = [
+            (token + (at >= step)) % 3 for token, at in zip(string, before.reveal_steps, strict=True)
+        ]  # what is revealed from this step on
+        [after] = duel.log_prob([Window((1,), changed)])
+        for old, new in zip(before.reveal_steps, after.reveal_steps, strict=True):
+            assert new == old if old <= step else new > step
+
+
+@torch.no_grad()
+def by_hand(toy, file, k, target):
+    """The order and the log-probabilities of a window without context, from the planner's formula, cell by cell."""
+    tensors = load_file(file)
+    ids, steps, nats = torch.full((1, len(target)), toy.mask_id), {}, {}
+    for step in itertools.count():
+        hidden = [p for p in range(len(target)) if p not in steps]
+        if not hidden:
+            return [steps[p] for p in range(len(target))], [nats[p] for p in range(len(target))]
+        features, scores, probs = toy.features(ids, None)[0], {}, {}
+        for p in hidden:
+            logits = toy.head(features[p][None])[0][: toy.tokens]
+            probs[p] = logits.softmax(0)
+            entropy = -sum(float(q) * math.log(q) for q in probs[p])
+            first, *others = logits.sort(descending=True).values
+            confidence = float(first - torch.stack(others).logsumexp(0))
+            x = torch.tensor([entropy, *features[p].tolist(), confidence], dtype=torch.float64)
+            x = tensors["0.weight"] @ x + tensors["0.bias"]
+            x = 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
+            scores[p] = float(tensors["2.weight"] @ x + tensors["2.bias"])
+        for p in sorted(hidden, key=lambda p: (-scores[p], p))[:k]:
+            steps[p], nats[p] = step, math.log(probs[p][target[p]])
+            ids[0, p] = target[p]
+
+
+@pytest.mark.parametrize("make", [Toy, Attends])
+def test_orders_are_those_of_the_formula(make, folder):
+    toy, file = make(), folder / f"{make.__name__.lower()}.safetensors"
+    orders = set()
+    for k in (1, 2):
+        for target, score in zip(
+            strings(3, 5)[::40],
+            Duel(toy, f"learned:file={file}:k={k}", None).log_prob([Window((), s) for s in strings(3, 5)[::40]]),
+            strict=True,
+        ):
+            steps, nats = by_hand(toy, file, k, target)
+            assert score.reveal_steps == tuple(steps) and score.near_ties == 0
+            assert score.token_logprobs == pytest.approx(nats, abs=1e-9)
+            orders.add(score.reveal_steps)
+    assert len(orders) > 3  # the planner's order is no fixed one
+
+
+# ---------------------------------------------------------------- caches, the lattice, sweeps, estimates
+
+
+@pytest.mark.parametrize("number", RULES)
+def test_under_caches_and_in_two_phases(number, folder):
+    text, toy = texts(folder, "attends")[number], Attends(length=10)
+    windows = [Window((), (0, 1, 2, 0, 1, 0, 2)), Window((2,), (1, 1, 2, 0, 1)), Window((1, 2, 0), (2, 1), (1, 0))]
+    exact = Duel(toy, text, 3).log_prob(windows)
+    for cache in ("prefix", "dual"):
+        assert abs(total(Duel(Cached(toy, cache), text, 2), 4, context=(1,)) - 1) < 1e-9
+        every = TwoPhase(toy, text, 3, cache=cache, sample=1.0).log_prob(windows)
+        assert [s.log_prob for s in every] == pytest.approx([s.log_prob for s in exact], abs=1e-9)
+
+
+def test_on_a_lattice_and_in_a_sweep(folder):
+    state_only, toy = [text for text in texts(folder) if "seed_first" not in text], Toy()
+    windows = [Window((), (0, 1, 2, 0, 1, 0, 2)), Window((2,), (1, 1, 2, 0, 1)), Window((), (0, 1, 2, 0, 1, 0, 2))]
+    many = Lattice(toy, 3, follow=state_only).log_prob(windows)
+    shared = Shared(toy, [rules.parse(text) for text in state_only], 3).log_prob(windows)
+    for text in state_only:
+        for lattice, sweep, alone in zip(many, shared, Duel(toy, text, 3).log_prob(windows), strict=True):
+            assert lattice.rules[text].log_prob == pytest.approx(alone.log_prob, abs=1e-9)
+            assert sweep.rules[text].log_prob == pytest.approx(alone.log_prob, abs=1e-9)
+
+
+# ---------------------------------------------------------------- features
+
+
+def opened(toy, contexts, block, revealed):
+    """A view of windows with these contexts, and the first block of each, with one cell revealed (-1: none)."""
+    windows = [Window(context, (0,) * 4) for context in contexts]
+    rows = Rows.of(windows, toy.device)
+    number = torch.arange(len(windows))
+    lanes = Lanes.fresh(rows, number, rows.origin, torch.full_like(number, block))
+    pick = torch.zeros_like(lanes.hidden)
+    for n, cell in enumerate(revealed):
+        pick[n, cell] |= cell >= 0
+    return toy.open(rows), lanes.reveal(pick, torch.zeros_like(lanes.tokens), ())
+
+
+@pytest.mark.parametrize("make", [Toy, Attends, BlockCausal, lambda: Cached(Attends(), "dual")])
+def test_equal_lanes_share_features_and_each_cell_gets_its_own(make):
+    toy = make()
+    contexts, revealed = [(), (1, 2), (1, 2), (), (1, 2), (2, 1)], [1, -1, -1, 1, 0, -1]
+    block = toy.block or 3
+    view, lanes = opened(toy, contexts, block, revealed)
+    predictions = view(lanes)
+    assert len(predictions._features) < len(predictions.features) == int(lanes.hidden.sum())
+    lane = lanes.hidden.nonzero()[:, 0]
+    for n, (context, cell) in enumerate(zip(contexts, revealed, strict=True)):
+        alone_view, alone = opened(toy, [context], block, [cell])
+        own = alone_view(alone).features
+        assert torch.allclose(predictions.features[lane == n], own, atol=1e-12) and len(own) == alone.hidden.sum()
+        if toy.attention == "bidirectional":  # and they are what the network says of the row
+            row = torch.full((1, len(context) + 4), toy.mask_id)
+            row[0, : len(context)] = torch.tensor(context)
+            if cell >= 0:
+                row[0, len(context) + cell] = 0
+            if cell < 0 or toy.cache is None:  # a cached step is another function of the row
+                columns = len(context) + alone.hidden[0].nonzero()[:, 0]
+                assert torch.allclose(own, toy.features(row, None)[0, columns], atol=1e-9)
+    plane = predictions.apply(lambda features, entropy: features.sum(1) + entropy, predictions.entropy)
+    assert torch.equal(plane.isnan(), ~lanes.hidden)
+    expected = predictions.features.sum(1) + predictions.entropy[lanes.hidden]
+    assert torch.allclose(plane[lanes.hidden], expected, atol=1e-12)
+
+
+def test_a_row_of_masks_ties_exactly(folder):
+    """Where the network cannot tell cells apart, the lowest position is revealed first, and it is no near tie."""
+    toy = Rotary(length=6, tokens=3)
+    toy.noise = 1e-3
+    [score] = Duel(toy, texts(folder)[0], None).log_prob([Window((), (0, 1, 2))])
+    assert score.reveal_steps[0] == 0 and score.near_ties == 0 and score.all_mask_starts == 1
+
+
+def test_near_ties_are_counted_in_the_planners_logits(tmp_path):
+    planner = torch.nn.Linear(1, 1)
+    planner.weight.data.fill_(1e-7)
+    save_planner(planner, tmp_path / "flat.safetensors", ["entropy"])
+    window = Window((1,), (0, 1, 2))
+    for rule in (
+        f"learned:file={tmp_path}/flat.safetensors",
+        f"learned_threshold:file={tmp_path}/flat.safetensors:mu=1",
+    ):
+        [score] = Duel(Toy(), rule, None).log_prob([window])
+        assert score.near_ties == 2  # the last cell has no choice
+
+
+# ---------------------------------------------------------------- the text, the file, the fingerprint
+
+
+def test_the_weights_are_part_of_the_fingerprint(folder, tmp_path):
+    file, windows = tmp_path / "toy.safetensors", [Window((n,), (0, 1, 2, 0, 1)) for n in range(3)]
+    shutil.copy(folder / "toy.safetensors", file)
+    text = f"learned:file={file}"
+    rule = rules.parse(text)
+    before, orders = fingerprint.of_rule(rule), [s.reveal_steps for s in Duel(Toy(), text, None).log_prob(windows)]
+    assert rule == rules.parse(str(rule)) and before["rule_files"]
+    planner = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.GELU(), torch.nn.Linear(5, 1))
+    save_planner(planner, file, INPUTS)
+    assert fingerprint.of_rule(rules.parse(text)) != before
+    assert [s.reveal_steps for s in Duel(Toy(), text, None).log_prob(windows)] != orders  # the new file is read
+    spec = fingerprint.of_rule(rules.parse(texts(folder)[-1]))
+    assert spec["rule_files"] and spec["rule_code"]
+    beside = Options.parse({"rule": "learned", "file": str(file), "k": 2})
+    assert str(beside.rule) == f"{text}:k=2"
+
+
+@pytest.mark.parametrize("activation", ["ReLU", "GELU", "SiLU", "Tanh", None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_saved_planner_is_the_same_function(activation, dtype, tmp_path):
+    layers = [torch.nn.Linear(5, 1)]
+    if activation:
+        between = getattr(torch.nn, activation)
+        layers = [torch.nn.Linear(5, 3), between(), torch.nn.Linear(3, 2, bias=False), between(), torch.nn.Linear(2, 1)]
+    planner = torch.nn.Sequential(*layers).to(dtype)
+    save_planner(planner if activation else layers[0], tmp_path / "p.safetensors", ("features", "margin"))
+    module = rules.parse(f"learned:file={tmp_path}/p.safetensors").module(torch.zeros(1))
+    x = torch.randn(7, 5)
+    assert torch.equal(module(x), planner.float()(x)) and not module.training
+    assert not any(parameter.requires_grad for parameter in module.parameters())
+
+
+FILES = {  # the tensors, the metadata, and what the message says
+    "no layers": ({"table": (2, 2)}, {}, "linear layers with numbered names .*, not table"),
+    "more than layers": ({"0.weight": (1, 2), "scale": (1,)}, {"inputs": "entropy,margin"}, "not .*scale"),
+    "no inputs": ({"0.weight": (1, 2)}, {}, "names of its inputs in its metadata"),
+    "a wrong input": ({"0.weight": (1, 1)}, {"inputs": "entrpy"}, r"'entrpy'\. Did you mean entropy\?"),
+    "an input twice": ({"0.weight": (1, 2)}, {"inputs": "entropy,entropy"}, "each input once"),
+    "no activation": ({"0.weight": (3, 1), "2.weight": (1, 3)}, {"inputs": "entropy"}, "activation=relu.*not None"),
+    "too wide": ({"0.weight": (1, 3)}, {"inputs": "entropy,margin"}, r"it has 0\.weight \[1, 3\]"),
+    "no features left": ({"0.weight": (1, 1)}, {"inputs": "entropy,features"}, r"it has 0\.weight \[1, 1\]"),
+    "two scores": ({"0.weight": (2, 1)}, {"inputs": "entropy"}, "to one score"),
+    "a flat weight": ({"0.weight": (1,)}, {"inputs": "entropy"}, "to one score"),
+    "a wrong bias": ({"0.weight": (1, 1), "0.bias": (2,)}, {"inputs": "entropy"}, "to one score"),
+    "a gap": (
+        {"0.weight": (3, 1), "1.weight": (1, 2)},
+        {"inputs": "entropy", "activation": "relu"},
+        "to one score",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_of_another_layout(name, tmp_path):
+    shapes, metadata, message = FILES[name]
+    save_file({key: torch.zeros(shape) for key, shape in shapes.items()}, tmp_path / "p.safetensors", metadata)
+    with pytest.raises(DuelError, match=message):
+        Options.parse({"rule": f"learned:file={tmp_path}/p.safetensors"})
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    (tmp_path / "cut.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
+    for name in ("cut.safetensors", "nowhere.safetensors"):
+        with pytest.raises(DuelError, match=rf"{name}' that the rule names cannot be read as safetensors \("):
+            rules.parse(f"learned:file={tmp_path}/{name}")
+    with pytest.raises(DuelError, match="whose path has no ':'"):
+        rules.build("learned", {"file": "a:b"})
+    with pytest.raises(DuelError, match=r"needs file, e\.g\. learned:file=planner\.safetensors"):
+        rules.parse("learned")
+    save_file({"0.weight": torch.tensor([[math.nan]])}, tmp_path / "nan.safetensors", {"inputs": "entropy"})
+    with pytest.raises(DuelError, match=r"broken: 0\.weight have NaN"):
+        Duel(Toy(), f"learned:file={tmp_path}/nan.safetensors").log_prob([Window((), (0, 1))])
+
+
+def test_planners_that_do_not_fit_the_network(folder, tmp_path):
+    window, wide = Window((1,), (0, 1)), f"learned:file={folder}/attends.safetensors"
+    with pytest.raises(DuelError, match="reads 8 features of a position, and this network has 4: it was trained on"):
+        Duel(Toy(), wide).log_prob([window])
+    whole = Toy()
+    whole.splits_head = False
+    with pytest.raises(DuelError, match="LM head is not split off, so its features are its 4 logits"):
+        Duel(whole, wide)
+    fitting = f"learned:file={folder}/toy.safetensors"
+    assert Duel(whole, fitting).log_prob([window]) == Duel(Toy(), fitting).log_prob([window])
+    with pytest.raises(DuelError, match=r"Under cfg_scale .* a rule cannot read its features"):
+        Duel(Guided(Toy(), 0.5), fitting).log_prob([window])
+    with pytest.raises(DuelError, match=r"may read the input of the LM head\. Use another rule"):
+        Settings(rule=f"{fitting}:sub_block=2")
+    save_planner(torch.nn.Linear(1, 1), tmp_path / "p.safetensors", ["margin"])
+    assert Duel(whole, f"learned:file={tmp_path}/p.safetensors").log_prob([window])[0].near_ties == 0
+
+
+def test_what_is_no_planner(tmp_path):
+    linear = torch.nn.Linear
+    for planner in (
+        torch.nn.Sequential(linear(1, 2), torch.nn.ReLU(), torch.nn.LayerNorm(2)),
+        torch.nn.Sequential(linear(1, 2), torch.nn.ReLU(), linear(2, 2), torch.nn.GELU(), linear(2, 1)),
+        torch.nn.Bilinear(1, 1, 1),
+    ):
+        with pytest.raises(DuelError, match=r"one activation .* write a ModuleRule"):
+            save_planner(planner, tmp_path / "p.safetensors", ["entropy"])
+    with pytest.raises(DuelError, match="approximate='tanh' is not supported"):
+        save_planner(torch.nn.Sequential(linear(1, 2), torch.nn.GELU("tanh"), linear(2, 1)), tmp_path / "p", ["margin"])
+    with pytest.raises(DuelError, match="Did you mean margin"):
+        save_planner(linear(1, 1), tmp_path / "p.safetensors", ["margn"])
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_module_in_memory_is_refused():
+    for value in (torch.nn.Linear(1, 1), torch.zeros(1)):
+        with pytest.raises(DuelError, match="'net' of rule InMemory is a module or tensor in memory"):
+            Duel(Toy(), InMemory(value))
+    assert Duel(Toy(), InMemory(3)).log_prob([Window((), (0, 1))])[0].nfe == 2
