@@ -29,18 +29,23 @@ LENGTH = 8
 REPEATED = 128  # positions; longer than the chunks in which some networks hash
 
 
-def run(denoiser: Denoiser, path: str) -> None:
-    """Run every self-test; sets the detected properties on the denoiser, or raises DuelError."""
-    with torch.inference_mode():
+def run(denoiser: Denoiser, path: str, refuse: bool = True) -> None:
+    """Run every self-test; sets the detected properties on the denoiser, or raises DuelError.
+
+    With `refuse=False`, only the tests that detect properties of a bidirectional network run.
+    """
+    with torch.no_grad():  # not inference_mode: a network may keep what it computes here, and be trained afterwards
         if denoiser.attention == "block_causal":
             _block_causal(denoiser, path)
             return
-        rows = random_rows(denoiser)  # (R, L)
-        logits = _logits(denoiser, rows)  # (R, L, V)
-        require_finite(logits, path)
-        require_direction(denoiser, path, rows, logits)
+        if refuse:
+            rows = random_rows(denoiser)  # (R, L)
+            logits = _logits(denoiser, rows)  # (R, L, V)
+            require_finite(logits, path)
+            require_direction(denoiser, path, rows, logits)
         if denoiser.attention == "bidirectional":
-            require_finite(_logits(denoiser, half_masked(denoiser)), path)
+            if refuse:
+                require_finite(_logits(denoiser, half_masked(denoiser)), path)
             all_mask = torch.full_like(rows[:1], denoiser.mask_id)  # (1, L)
             denoiser.needs_visible = not bool(_logits(denoiser, all_mask).isfinite().all())
             denoiser.relative_positions = ties_when_all_mask(denoiser)
@@ -82,7 +87,13 @@ def require_direction(denoiser: Denoiser, path: str, rows: torch.Tensor, logits:
     changed[:, -1] = rows[:, 0] if (rows[:, 0] != rows[:, -1]).all() else (~denoiser.excluded).nonzero()[0, 0]
     if (changed == rows).all():
         changed[:, -1] = (~denoiser.excluded).nonzero()[-1, 0]
-    difference = relative_difference(_logits(denoiser, changed)[:, :-1], logits[:, :-1])
+    after = _logits(denoiser, changed)  # (R, L, V)
+    if torch.equal(after, logits) and torch.equal(logits[0], logits[1]):
+        raise DuelError(
+            f"{path} predicts the same for every row, as networks do whose head starts at zero and that have not been "
+            "trained. Train it for a few steps first."
+        )
+    difference = relative_difference(after[:, :-1], logits[:, :-1])
     if denoiser.attention == "bidirectional" and difference == 0:
         raise DuelError(
             f"{path} is causal: its predictions ignore later tokens, so it is not a masked diffusion model. "
