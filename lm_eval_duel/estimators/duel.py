@@ -16,13 +16,12 @@ import dataclasses
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from lm_eval_duel import fingerprint, rules
 from lm_eval_duel.denoisers.base import Denoiser
-from lm_eval_duel.denoisers.predictions import Predictions
 from lm_eval_duel.engine.choose import Argmax, Choose, Draws
 from lm_eval_duel.engine.lanes import Lanes, Queue, Rows
 from lm_eval_duel.engine.results import Sample, SampleAccumulator, ScoreAccumulator, WindowScore
@@ -94,7 +93,7 @@ class Duel(Estimator):
         if len(windows) != len(steps):
             raise DuelError(f"replay needs the steps of each window; got {len(windows)} windows, {len(steps)} orders.")
         results: list[WindowScore] = []
-        for n, (window, order) in enumerate(zip(windows, self._orders(windows, steps), strict=True)):
+        for window, order in zip(windows, self._orders(windows, steps), strict=True):
             follow = functools.partial(self._follow, rule=Replay((order,)))
             results += [scored for _, scored in self._stream([window], follow)]
         return results
@@ -128,6 +127,8 @@ class Duel(Estimator):
         if len(weights) != len(windows):
             raise DuelError(f"backward needs a weight for each window; got {len(windows)} windows, {len(weights)}.")
         self.check(windows)
+        if reveal_steps is not None and len(reveal_steps) != len(windows):
+            raise DuelError(f"backward needs the order of each window; got {len(windows)}, {len(reveal_steps)} orders.")
         if reveal_steps is None:
             reveal_steps = [scored.reveal_steps for scored in self.log_prob(windows)]
         return gradients.accumulate(self, windows, weights, self._orders(windows, reveal_steps), batch_size)
