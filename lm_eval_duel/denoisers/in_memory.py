@@ -67,7 +67,11 @@ def from_model(
     name = getattr(bare, "__name__", type(bare).__name__)
     options = LoadOptions(name, _device(bare, module, device), tokenizer, **network)
     ids: Any = tokenizer if tokenizer is not None else _AnyId(module)
-    with evaluating(module, options.device, autocast):
+    if weights == DIGEST and module is None:
+        raise DuelError(
+            f"weights={DIGEST!r} hashes the parameters of a module, and {name} is a function: pass it as module=."
+        )
+    with torch.no_grad(), evaluating(module, options.device, autocast):
         plain = _plain(bare, options, ids, self_tests)
     denoiser = InMemory(plain, module, name, weights, autocast)
     denoiser.special_tokens = special_tokens.expected(denoiser, tokenizer)
@@ -140,10 +144,6 @@ class InMemory(Denoiser):
         self.plain, self.module, self.path = plain, module, name
         self.weights, self.autocast = weights or IN_MEMORY, autocast
         self.fixed_weights = False
-        if weights == DIGEST and module is None:
-            raise DuelError(
-                f"weights={DIGEST!r} hashes the parameters of a module, and {name} is a function: pass it as module=."
-            )
 
     @property
     def excluded(self) -> torch.Tensor:

@@ -32,15 +32,16 @@ REPEATED = 128  # positions; longer than the chunks in which some networks hash
 def run(denoiser: Denoiser, path: str, refuse: bool = True) -> None:
     """Run every self-test; sets the detected properties on the denoiser, or raises DuelError.
 
-    With `refuse=False`, only the tests that detect properties of a bidirectional network run.
+    With `refuse=False`, only the tests run that detect properties of a bidirectional network.
     """
     with torch.no_grad():  # not inference_mode: a network may keep what it computes here, and be trained afterwards
         if denoiser.attention == "block_causal":
             _block_causal(denoiser, path)
             return
+        rows = random_rows(denoiser)  # (R, L)
+        logits = _logits(denoiser, rows)  # (R, L, V)
+        require_dependence(path, rows, logits)
         if refuse:
-            rows = random_rows(denoiser)  # (R, L)
-            logits = _logits(denoiser, rows)  # (R, L, V)
             require_finite(logits, path)
             require_direction(denoiser, path, rows, logits)
         if denoiser.attention == "bidirectional":
@@ -79,6 +80,15 @@ def require_finite(logits: torch.Tensor, path: str) -> None:
         raise DuelError(f"{path} returns NaN or infinite logits for arbitrary tokens: its weights or dtype are broken.")
 
 
+def require_dependence(path: str, rows: torch.Tensor, logits: torch.Tensor) -> None:
+    """Raise DuelError if two different rows (R, L) have the same logits (R, L, V): nothing can be detected then."""
+    if torch.equal(logits[0], logits[1]) and not torch.equal(rows[0], rows[1]):
+        raise DuelError(
+            f"{path} predicts the same for every row, as networks do whose head starts at zero and that have not been "
+            "trained. Train it for a few steps first."
+        )
+
+
 def require_direction(denoiser: Denoiser, path: str, rows: torch.Tensor, logits: torch.Tensor) -> None:
     """Raise DuelError if a causal network looks ahead, or a bidirectional one does not."""
     if rows.shape[1] < 2:
@@ -87,13 +97,7 @@ def require_direction(denoiser: Denoiser, path: str, rows: torch.Tensor, logits:
     changed[:, -1] = rows[:, 0] if (rows[:, 0] != rows[:, -1]).all() else (~denoiser.excluded).nonzero()[0, 0]
     if (changed == rows).all():
         changed[:, -1] = (~denoiser.excluded).nonzero()[-1, 0]
-    after = _logits(denoiser, changed)  # (R, L, V)
-    if torch.equal(after, logits) and torch.equal(logits[0], logits[1]):
-        raise DuelError(
-            f"{path} predicts the same for every row, as networks do whose head starts at zero and that have not been "
-            "trained. Train it for a few steps first."
-        )
-    difference = relative_difference(after[:, :-1], logits[:, :-1])
+    difference = relative_difference(_logits(denoiser, changed)[:, :-1], logits[:, :-1])
     if denoiser.attention == "bidirectional" and difference == 0:
         raise DuelError(
             f"{path} is causal: its predictions ignore later tokens, so it is not a masked diffusion model. "
