@@ -247,6 +247,11 @@ class Duel(estimator.Duel):
 
     # ------------------------------------------------------------ text in
 
+    def windows(self, text: str) -> list[Window]:
+        """What `score` scores of a text: its windows, special tokens included. Raises DuelError as `score` does."""
+        text_side = self._require_text("windows", [text])
+        return text_side.document(text_side.encode(text))
+
     def score(self, texts: Sequence[str]) -> list[TextScore]:
         """The score of each text, in order: the same numbers as in the harness.
 
@@ -288,9 +293,9 @@ class Duel(estimator.Duel):
         Raises:
             DuelError: If this network supports no cache, or for what `score` raises it.
         """
-        estimator = TwoPhase(
-            self.denoiser, self.rule, self.block, self.grid, cache=cache, sample=sample, precision=precision, seed=seed
-        )
+        rows = None if self.denoiser.fixed_weights else max(1, self.budget.tokens // self.denoiser.max_length)
+        amount: dict[str, Any] = {"sample": sample, "precision": precision, "seed": seed}
+        estimator = TwoPhase(self.denoiser, self.rule, self.block, self.grid, cache=cache, batch_size=rows, **amount)
         estimator.uncached.budget = self.budget
         estimates = {
             n: TextEstimate.of(texts[n], length, scores)
