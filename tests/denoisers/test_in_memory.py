@@ -209,6 +209,7 @@ def test_nothing_is_copied():
 # ---------------------------------------------------------------- wrapped networks
 
 
+@pytest.mark.slow
 def test_compiled_networks_run_as_they_are():
     calls = []
 
