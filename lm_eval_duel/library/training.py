@@ -165,7 +165,8 @@ def _duels(
     duels = [first]
     for rule in rules[1:]:
         parsed, windows = parse(rule).with_tokenizer(tokenizer), arguments.get("windows", "independent")
-        duel = Duel(first.denoiser, parsed, first.block, first.grid, 1, tokenizer=tokenizer, windows=windows)
+        grid = arguments.get("grid", "auto")
+        duel = Duel(first.denoiser, parsed, first.block, grid, 1, tokenizer=tokenizer, windows=windows)
         duel.budget = first.budget
         duels.append(duel)
     return duels
