@@ -7,6 +7,7 @@ import weakref
 import pytest
 import tiny
 import torch
+from decoder_reference import CASES, write
 from toys import BlockCausal, Rotary, Toy
 
 from lm_eval_duel import Duel, DuelError, Window, load
@@ -184,3 +185,28 @@ def test_what_has_no_gradient():
     cached = Duel.from_model(tiny.network("bert"), tiny.tokenizer(), cache="dual", block=3)
     with pytest.raises(DuelError, match="cache=dual keeps keys and values without their gradients"):
         cached.backward([Window((6,), (7, 8))], [1.0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dream", "sdar", "fast-dllm-v2"])
+def test_decoders_whose_logits_are_shifted_or_whose_blocks_are_causal(tmp_path, name):
+    """Finite differences along a random direction of all parameters: norms and rotary angles are float32 inside."""
+    case = CASES[name]
+    path, _ = write(tmp_path, case)
+    denoiser = load(path, device="cpu", dtype="float64", **case.options)
+    duel = Duel(denoiser, rule="greedy", block=denoiser.block or 3)
+    tokens = torch.randint(6, 30, (15,), generator=torch.Generator().manual_seed(2)).tolist()
+    windows, weights = [Window(tokens[:2], tokens[2:]), Window(tokens[:5], tokens[9:])], [1.0, -0.5]
+    duel.backward(windows, weights, batch_size=2)
+    generator = torch.Generator().manual_seed(3)
+    parameters = [(p, torch.randn(p.shape, generator=generator, dtype=p.dtype)) for p in denoiser.model.parameters()]
+    values = []
+    for step in (1e-5, -1e-5):
+        with torch.no_grad():
+            for parameter, direction in parameters:
+                parameter += step * direction
+            values.append(sum(w * s.log_prob for w, s in zip(weights, duel.log_prob(windows), strict=True)))
+            for parameter, direction in parameters:
+                parameter -= step * direction
+    slope = sum(float((p.grad * direction).sum()) for p, direction in parameters if p.grad is not None)
+    assert (values[0] - values[1]) / 2e-5 == pytest.approx(slope, rel=5e-4)
