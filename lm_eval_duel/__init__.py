@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lm_eval_duel.estimators.two_phase import TwoPhase
     from lm_eval_duel.library.duel import Duel
     from lm_eval_duel.library.results import GeneratedText, TextEstimate, TextScore
+    from lm_eval_duel.library.training import DuelCallback, planned_tokens, training_metrics
     from lm_eval_duel.rules import Decision, Rule
 
     __version__: str
@@ -29,6 +30,7 @@ _HOMES = {  # the module that defines each public name
     "Decision": "lm_eval_duel.rules",
     "Denoiser": "lm_eval_duel.denoisers.base",
     "Duel": "lm_eval_duel.library.duel",
+    "DuelCallback": "lm_eval_duel.library.training",
     "DuelError": "lm_eval_duel.errors",
     "Elbo": "lm_eval_duel.estimators.elbo",
     "GeneratedText": "lm_eval_duel.library.results",
@@ -45,6 +47,8 @@ _HOMES = {  # the module that defines each public name
     "WindowScore": "lm_eval_duel.engine.results",
     "load": "lm_eval_duel.denoisers",
     "load_tokenizer": "lm_eval_duel.denoisers",
+    "planned_tokens": "lm_eval_duel.library.training",
+    "training_metrics": "lm_eval_duel.library.training",
 }
 
 __all__ = [
@@ -52,6 +56,7 @@ __all__ = [
     "Decision",
     "Denoiser",
     "Duel",
+    "DuelCallback",
     "DuelError",
     "Elbo",
     "GeneratedText",
@@ -68,6 +73,8 @@ __all__ = [
     "WindowScore",
     "load",
     "load_tokenizer",
+    "planned_tokens",
+    "training_metrics",
 ]
 
 

@@ -40,9 +40,14 @@ def load(name: str, *, device: str | None = None, **network: Any) -> Denoiser:
     config = hub.read_config(options.name, options.revision)
     tokenizer = _tokenizer(config, options)
     denoiser = _load_network(config, options, tokenizer)
-    denoiser.special_tokens = _special_tokens(denoiser, tokenizer)
+    denoiser.special_tokens = special_tokens.expected(denoiser, tokenizer)
     if options.compile:
         denoiser.compile()
+    return wrapped(denoiser, options)
+
+
+def wrapped(denoiser: Denoiser, options: LoadOptions) -> Denoiser:
+    """A denoiser under the cache, the guidance and the warpers of the options."""
     denoiser = Cached(denoiser, options.cache) if options.cache else denoiser
     denoiser = Guided(denoiser, options.cfg_scale) if options.cfg_scale else denoiser
     denoiser = Excluding(denoiser, options.exclude_ids) if options.exclude_ids else denoiser
@@ -87,22 +92,6 @@ def _tokenizer(config: dict[str, Any], options: LoadOptions) -> PreTrainedTokeni
     if dit_checkpoint.is_dit(config) and not hub.has_tokenizer(options.name, options.revision):
         return None
     return hub.load_tokenizer(options.name, options.trust_remote_code, options.revision)
-
-
-def _special_tokens(
-    denoiser: Denoiser, tokenizer: PreTrainedTokenizerBase | None
-) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """The special tokens before and after a text, as the harness adds them; None if texts are scored without.
-
-    Empty if the network expects special tokens and there is no tokenizer to say which.
-    """
-    if tokenizer is None:
-        return ((), ()) if denoiser.bos == "given" else None
-    try:
-        bos, prefix, suffix = special_tokens.convention(tokenizer, denoiser)
-    except DuelError:  # raised again when a text is scored; ids can be scored without
-        return None
-    return (tuple(prefix), tuple(suffix)) if bos == "given" and prefix else None
 
 
 def load_tokenizer(arguments: Mapping[str, Any]) -> PreTrainedTokenizerBase:

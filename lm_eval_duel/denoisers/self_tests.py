@@ -29,18 +29,24 @@ LENGTH = 8
 REPEATED = 128  # positions; longer than the chunks in which some networks hash
 
 
-def run(denoiser: Denoiser, path: str) -> None:
-    """Run every self-test; sets the detected properties on the denoiser, or raises DuelError."""
-    with torch.inference_mode():
+def run(denoiser: Denoiser, path: str, refuse: bool = True) -> None:
+    """Run every self-test; sets the detected properties on the denoiser, or raises DuelError.
+
+    With `refuse=False`, only the tests run that detect properties of a bidirectional network.
+    """
+    with torch.no_grad():  # not inference_mode: a network may keep what it computes here, and be trained afterwards
         if denoiser.by_blocks:
             _by_blocks(denoiser, path)
             return
         rows = random_rows(denoiser)  # (R, L)
         logits = _logits(denoiser, rows)  # (R, L, V)
-        require_finite(logits, path)
-        require_direction(denoiser, path, rows, logits)
+        require_dependence(path, rows, logits)
+        if refuse:
+            require_finite(logits, path)
+            require_direction(denoiser, path, rows, logits)
         if denoiser.attention == "bidirectional":
-            require_finite(_logits(denoiser, half_masked(denoiser)), path)
+            if refuse:
+                require_finite(_logits(denoiser, half_masked(denoiser)), path)
             all_mask = torch.full_like(rows[:1], denoiser.mask_id)  # (1, L)
             denoiser.needs_visible = not bool(_logits(denoiser, all_mask).isfinite().all())
             denoiser.relative_positions = ties_when_all_mask(denoiser)
@@ -72,6 +78,15 @@ def require_finite(logits: torch.Tensor, path: str) -> None:
     """Raise DuelError for NaN or infinite logits."""
     if not logits.isfinite().all():
         raise DuelError(f"{path} returns NaN or infinite logits for arbitrary tokens: its weights or dtype are broken.")
+
+
+def require_dependence(path: str, rows: torch.Tensor, logits: torch.Tensor) -> None:
+    """Raise DuelError if two different rows (R, L) have the same logits (R, L, V): nothing can be detected then."""
+    if torch.equal(logits[0], logits[1]) and not torch.equal(rows[0], rows[1]):
+        raise DuelError(
+            f"{path} predicts the same for every row, as networks do whose head starts at zero and that have not been "
+            "trained. Train it for a few steps first."
+        )
 
 
 def require_direction(denoiser: Denoiser, path: str, rows: torch.Tensor, logits: torch.Tensor) -> None:

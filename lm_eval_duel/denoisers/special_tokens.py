@@ -36,6 +36,20 @@ def convention(tokenizer: Any, denoiser: Denoiser) -> tuple[str, list[int], list
     return bos, prefix, suffix
 
 
+def expected(denoiser: Denoiser, tokenizer: Any | None) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """The special tokens before and after a text, as the harness adds them; None if texts are scored without.
+
+    Empty if the network expects special tokens and there is no tokenizer to say which.
+    """
+    if tokenizer is None:
+        return ((), ()) if denoiser.bos == "given" else None
+    try:
+        bos, prefix, suffix = convention(tokenizer, denoiser)
+    except DuelError:  # raised again when a text is scored; ids can be scored without
+        return None
+    return (tuple(prefix), tuple(suffix)) if bos == "given" and prefix else None
+
+
 def end_of_text(tokenizer: Any) -> int | None:
     """The id that ends a text: EOS, else SEP, else BOS."""
     for token in (tokenizer.eos_token_id, tokenizer.sep_token_id, tokenizer.bos_token_id):

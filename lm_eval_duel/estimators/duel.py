@@ -16,21 +16,22 @@ import dataclasses
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from lm_eval_duel import fingerprint, rules
 from lm_eval_duel.denoisers.base import Denoiser
-from lm_eval_duel.denoisers.predictions import Predictions
 from lm_eval_duel.engine.choose import Argmax, Choose, Draws
 from lm_eval_duel.engine.lanes import Lanes, Queue, Rows
 from lm_eval_duel.engine.results import Sample, SampleAccumulator, ScoreAccumulator, WindowScore
 from lm_eval_duel.engine.reveal import RevealLoop, decide
 from lm_eval_duel.engine.windows import Ids, Window, as_ids
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators import gradients
 from lm_eval_duel.estimators.base import Estimator, IndexedScores, Place, Value, WindowGroup, fresh
 from lm_eval_duel.estimators.checks import check_rule, check_windows, rule_for
+from lm_eval_duel.estimators.replay import Replay
 
 Stop: TypeAlias = Callable[[int, tuple[int, ...]], bool]  # (index, tokens so far) -> whether to stop here
 
@@ -92,7 +93,50 @@ class Duel(Estimator):
         if len(windows) != len(steps):
             raise DuelError(f"replay needs the steps of each window; got {len(windows)} windows, {len(steps)} orders.")
         results: list[WindowScore] = []
-        for n, (window, order) in enumerate(zip(windows, map(as_ids, steps), strict=True)):
+        for window, order in zip(windows, self._orders(windows, steps), strict=True):
+            follow = functools.partial(self._follow, rule=Replay((order,)))
+            results += [scored for _, scored in self._stream([window], follow)]
+        return results
+
+    def backward(
+        self,
+        windows: Sequence[Window],
+        weights: Sequence[float],
+        reveal_steps: Sequence[Ids] | None = None,
+        batch_size: int = 1,
+    ) -> list[float]:
+        """Add the gradient of sum_i weights[i] * log_prob(windows[i]) to the parameters' `grad`.
+
+        As `loss.backward()` does, but one step at a time: memory is that of one call. Where a change of the weights
+        would change an order, log_prob jumps; everywhere else this is its exact gradient.
+
+        Args:
+            windows: Windows.
+            weights: Of each window. Optimizers minimize: to raise log_prob, its weight is negative.
+            reveal_steps: The order of each window, as `log_prob` and `sample` return it. None: found first, by scoring
+                the windows, which evaluates every step twice.
+            batch_size: Rows of max_length in one call with gradients, which take more memory than one without.
+
+        Returns:
+            log_prob of each window, in nats.
+
+        Raises:
+            DuelError: If a window cannot be scored, an order is not one of its window, or the network gives no
+                gradients (quantized weights, frozen parameters, a cache).
+        """
+        if len(weights) != len(windows):
+            raise DuelError(f"backward needs a weight for each window; got {len(windows)} windows, {len(weights)}.")
+        self.check(windows)
+        if reveal_steps is not None and len(reveal_steps) != len(windows):
+            raise DuelError(f"backward needs the order of each window; got {len(windows)}, {len(reveal_steps)} orders.")
+        if reveal_steps is None:
+            reveal_steps = [scored.reveal_steps for scored in self.log_prob(windows)]
+        return gradients.accumulate(self, windows, weights, self._orders(windows, reveal_steps), batch_size)
+
+    def _orders(self, windows: Sequence[Window], steps: Sequence[Ids]) -> list[tuple[int, ...]]:
+        """The recorded orders, checked."""
+        orders = [as_ids(order) for order in steps]
+        for n, (window, order) in enumerate(zip(windows, orders, strict=True)):
             context = len(window.context)
             if len(order) != len(window.target):
                 raise DuelError(f"Window {n} has {len(window.target)} target tokens but {len(order)} steps.")
@@ -102,9 +146,7 @@ class Duel(Estimator):
                     raise DuelError(
                         f"Window {n}: the steps of a block must be 0..n-1 without gaps, not {sorted(inside)}."
                     )
-            rule = _Replay(order)
-            results += [scored for _, scored in self._stream([window], functools.partial(self._follow, rule=rule))]
-        return results
+        return orders
 
     def sample(self, contexts: Sequence[Ids], length: int, **settings: Any) -> list[Sample]:
         """`length` tokens after each context (Algorithm 1), each with its own score. Settings: see `stream_samples`."""
@@ -262,19 +304,3 @@ class Autoregressive(Duel):
                 "Use estimator=duel (or elbo, mixture, oracle)."
             )
         super().__init__(denoiser, rules.LeftToRight(), 1, grid, batch_size, max_batch_size, traced)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Replay(rules.Rule):
-    """The recorded order of one window."""
-
-    name: ClassVar[str] = "replay"
-    fixed: ClassVar[bool] = True
-    reads_step: ClassVar[bool] = True
-    may_wait: ClassVar[bool] = True
-    reveal_steps: tuple[int, ...]
-
-    def __call__(self, predictions: Predictions, lanes: Lanes) -> rules.Decision:
-        order = torch.tensor(self.reveal_steps, device=lanes.row.device)  # (T,)
-        index = (lanes.columns - lanes.origin[:, None]).clamp(0, len(order) - 1)  # (R, W)
-        return rules.certain(lanes.hidden & (order[index] == lanes.step[:, None]))

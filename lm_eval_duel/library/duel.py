@@ -12,11 +12,11 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
 
 from lm_eval_duel import denoisers, fingerprint
 from lm_eval_duel.denoisers.base import Denoiser
+from lm_eval_duel.engine.budget import GPU_TOKENS
 from lm_eval_duel.engine.results import WindowScore
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError, unknown
@@ -27,9 +27,10 @@ from lm_eval_duel.harness.generation import Generator, Settings
 from lm_eval_duel.harness.text import Text
 from lm_eval_duel.library.results import GeneratedText, TextEstimate, TextScore
 from lm_eval_duel.options import Options, Windows
-from lm_eval_duel.rules import Rule, presets
+from lm_eval_duel.rules import Rule, parse, presets
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger("lm_eval.duel_mdm")
@@ -80,6 +81,7 @@ class Duel(estimator.Duel):
         super().__init__(denoiser, rule, block, grid, batch_size, max_batch_size, traced)
         if windows not in get_args(Windows):
             raise unknown("value of windows", windows, get_args(Windows))
+        self._spec: dict[str, str] | None = None
         self._text = None if tokenizer is None else Text(tokenizer, denoiser, windows, self.block)
 
     @classmethod
@@ -141,11 +143,81 @@ class Duel(estimator.Duel):
             windows=windows,
         )
 
+    @classmethod
+    def from_model(
+        cls,
+        model: Any,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        rule: str | Rule = "greedy",
+        block: Block = "auto",
+        grid: Grid = "auto",
+        windows: Windows = "independent",
+        batch_size: int | None = None,
+        traced: bool = False,
+        module: torch.nn.Module | None = None,
+        device: torch.device | str | None = None,
+        self_tests: bool = True,
+        weights: str | None = None,
+        autocast: torch.dtype | None = None,
+        **network: Any,
+    ) -> Duel:
+        """A network in memory, such as one that is being trained. Its weights are not copied.
+
+        Each call runs with dropout off, and leaves train mode, gradient mode and autocast as they were.
+
+        Args:
+            model: A network of transformers, a class that is called with input_ids and attention_mask (LLaDA, Dream),
+                a function logits = f(ids, real) as in docs/training.md, or a `Denoiser`. DistributedDataParallel,
+                torch.compile and PEFT around it are seen through; sharded networks (FSDP, DeepSpeed ZeRO-3) are
+                refused.
+            tokenizer: None: this Duel takes ids only, and every id but [MASK] is a token.
+            batch_size: Rows of max_length in one call. None: 2048 tokens on a CPU, 16384 on a GPU.
+            module: The module that the function runs, to be put into eval mode; needed if it is not the function
+                itself or the owner of the method.
+            device: Of the ids. None: that of the module, else the CPU.
+            self_tests: False: only the tests that detect what numbers depend on.
+            weights: What the spec says of the weights: None: "in memory", so that the fingerprint does not depend on
+                them; "digest": a hash of what they are when the spec is read; or a text, such as "run 7, step 2000".
+            autocast: The dtype to which calls are cast. None: none, whatever is in force outside.
+            network: mask_token_id, max_length, attention, shift_logits, bos, last_block, family, cache, temperature,
+                top_k, top_p, exclude_ids, cfg_scale, as in docs/model_args.md.
+
+        Raises:
+            DuelError: If an argument is wrong, or the network fails a self-test.
+        """
+        from lm_eval_duel.denoisers.in_memory import from_model  # imports transformers
+
+        network |= {"block": block} if isinstance(block, int) else {}
+        denoiser = from_model(
+            model,
+            tokenizer,
+            module=module,
+            device=device,
+            self_tests=self_tests,
+            weights=weights,
+            autocast=autocast,
+            **network,
+        )
+        if batch_size is None and denoiser.device.type != "cpu":  # no trial: the training needs the memory
+            batch_size = max(1, GPU_TOKENS[0] // denoiser.max_length)
+        parsed = parse(rule) if isinstance(rule, str) else rule
+        parsed = parsed.with_tokenizer(tokenizer) if isinstance(rule, str) and tokenizer is not None else parsed
+        return cls(denoiser, parsed, block, grid, batch_size, None, traced, tokenizer=tokenizer, windows=windows)
+
     # ------------------------------------------------------------ what it is
 
-    @cached_property
+    @property
     def spec(self) -> dict[str, str]:
-        """Everything that defines a number, in words. With a tokenizer, it equals the spec in the harness's results."""
+        """Everything that defines a number, in words. With a tokenizer, it equals the spec in the harness's results.
+
+        For a network in memory, it says "in memory" for the weights, or what `from_model` was given.
+        """
+        if self._spec is None or not self.denoiser.fixed_weights:
+            self._spec = self._describe_all()
+        return self._spec
+
+    def _describe_all(self) -> dict[str, str]:
         parts: list[fingerprint.Described] = [self.denoiser, self]
         if self._text is not None:
             parts.append(self._text)
@@ -170,10 +242,15 @@ class Duel(estimator.Duel):
 
     def under(self, denoiser: Denoiser) -> Duel:
         twin = cast(Duel, super().under(denoiser))
-        vars(twin).pop("spec", None)  # cached, of the other network
+        twin._spec = None  # that of the other network
         return twin
 
     # ------------------------------------------------------------ text in
+
+    def windows(self, text: str) -> list[Window]:
+        """What `score` scores of a text: its windows, special tokens included. Raises DuelError as `score` does."""
+        text_side = self._require_text("windows", [text])
+        return text_side.document(text_side.encode(text))
 
     def score(self, texts: Sequence[str]) -> list[TextScore]:
         """The score of each text, in order: the same numbers as in the harness.
@@ -216,9 +293,9 @@ class Duel(estimator.Duel):
         Raises:
             DuelError: If this network supports no cache, or for what `score` raises it.
         """
-        estimator = TwoPhase(
-            self.denoiser, self.rule, self.block, self.grid, cache=cache, sample=sample, precision=precision, seed=seed
-        )
+        rows = None if self.denoiser.fixed_weights else max(1, self.budget.tokens // self.denoiser.max_length)
+        amount: dict[str, Any] = {"sample": sample, "precision": precision, "seed": seed}
+        estimator = TwoPhase(self.denoiser, self.rule, self.block, self.grid, cache=cache, batch_size=rows, **amount)
         estimator.uncached.budget = self.budget
         estimates = {
             n: TextEstimate.of(texts[n], length, scores)

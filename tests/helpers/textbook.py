@@ -17,7 +17,7 @@ class Cell:
     """What a rule may know of one cell's distribution, in float64."""
 
     def __init__(self, logits):
-        self.logs = logits.log_softmax(-1)
+        self.logs = logits.detach().log_softmax(-1)
         self.probs = self.logs.exp()
         self.first, self.second = self.probs.topk(2).values.tolist()
         self.argmax = int(self.logs.argmax())

@@ -49,8 +49,9 @@ class Replaced:
 
     def join(self, keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
         """Whole rows with the call's own (P, H, Q, D / H) in place."""
-        self.places.write(self.keys, keys)
-        self.places.write(self.values, values)
+        with torch.inference_mode():  # what is kept was made in it; a network in memory runs outside
+            self.places.write(self.keys, keys)
+            self.places.write(self.values, values)
         return self.keys, self.values
 
 

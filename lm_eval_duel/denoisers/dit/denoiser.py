@@ -65,7 +65,6 @@ class DiTDenoiser(Denoiser):
     def layers(self) -> torch.nn.Module:
         return self.network
 
-    @torch.inference_mode()
     def features(
         self,
         ids: torch.Tensor,
@@ -80,7 +79,6 @@ class DiTDenoiser(Denoiser):
         mask = None if real is None else real[:, None, None]  # (R, 1, 1, L)
         return self.network(ids, sigma, mask, columns=columns)[0]
 
-    @torch.inference_mode()
     def stream(
         self,
         ids: torch.Tensor,
@@ -94,7 +92,6 @@ class DiTDenoiser(Denoiser):
         level, mask = self._level(ids), None if seen is None else seen[:, None]
         return self.network(ids, level, mask, positions=positions, past=past, columns=columns, keys=keys)
 
-    @torch.inference_mode()
     def head(self, features: torch.Tensor) -> torch.Tensor:
         return self.network.output_layer.linear(features)
 
@@ -119,7 +116,7 @@ class DiTDenoiser(Denoiser):
 def _by_columns(linear: torch.nn.Linear) -> None:
     """Store the weight column-major: a third faster on a CPU for dozens of rows and a large vocabulary."""
     with torch.no_grad():
-        linear.weight = torch.nn.Parameter(linear.weight.detach().t().contiguous().t(), requires_grad=False)
+        linear.weight = torch.nn.Parameter(linear.weight.detach().t().contiguous().t())
 
 
 class Timed(DiTDenoiser):

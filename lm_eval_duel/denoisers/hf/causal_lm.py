@@ -146,14 +146,12 @@ class CausalLM(Denoiser):
     def layers(self) -> torch.nn.Module:
         return self._layers if self.splits_head else self.model
 
-    @torch.inference_mode()
     def features(self, ids: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
         """Padding is on the right, where a causal network does not see it."""
         if not self.splits_head:
             return self._logits(ids)  # (R, L, V)
         return self._layers(input_ids=ids).last_hidden_state.to(self.device)  # (R, L, D)
 
-    @torch.inference_mode()
     def stream(
         self, ids: torch.Tensor, positions: torch.Tensor, seen: torch.Tensor, past: list[KeysValues] | None
     ) -> tuple[torch.Tensor, list[KeysValues]]:
@@ -168,7 +166,6 @@ class CausalLM(Denoiser):
         features = self.features(whole, None)  # (N, K + Q, D)
         return features.gather(1, positions[:, :, None].expand(-1, -1, features.shape[2])), own
 
-    @torch.inference_mode()
     def head(self, features: torch.Tensor) -> torch.Tensor:
         return self._after_layers(features[None])[0] if self.splits_head else features  # (U, V)
 

@@ -95,7 +95,6 @@ class Decoder(Denoiser):
         self.maskless = False  # when traced, transformers creates a causal mask if none is given
         super().compile()
 
-    @torch.inference_mode()
     def features(self, ids: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
         length = ids.shape[1]
         position = torch.arange(length, device=ids.device)[None]  # (1, L)
@@ -108,14 +107,12 @@ class Decoder(Denoiser):
             seen |= torch.eye(length, dtype=torch.bool, device=ids.device)  # padding sees itself: no empty softmax
         return self._hidden(ids, position, seen, None)
 
-    @torch.inference_mode()
     def stream(
         self, ids: torch.Tensor, positions: torch.Tensor, seen: torch.Tensor | None, past: list[Past] | None
     ) -> tuple[torch.Tensor, list[KeysValues]]:
         clean = CleanKeys(past)
         return self._hidden(ids, positions, seen, clean), clean.own
 
-    @torch.inference_mode()
     def head(self, features: torch.Tensor) -> torch.Tensor:
         return self.model.lm_head(features).to(self.device)  # (U, V); accelerate moves the input to the head's device
 

@@ -59,7 +59,7 @@ def load(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedToke
         require_fit(set(tokenizer.get_vocab().values()), mask_id, rows, options.name)
     model = auto_model.load_model(AutoModelForMaskedLM, model_config, config, options)
     log.info("%s is a masked LM (%s), scored as an any-order model", options.name, type(model).__name__)
-    return finish(model, options, tokenizer, mask_id)
+    return finish(model.eval(), options, tokenizer, mask_id)
 
 
 def finish(
@@ -68,15 +68,20 @@ def finish(
     tokenizer: PreTrainedTokenizerBase,
     mask_id: int,
     max_length: int | None = None,
+    kind: type[MaskedLM] | None = None,
     **quirks: Any,
 ) -> MaskedLM:
-    """The denoiser of a loaded network; `max_length`: of its family; `quirks`: arguments of `MaskedLM`."""
+    """The denoiser of a network in eval mode.
+
+    `max_length`: of its family; `kind`: a subclass of `MaskedLM`; `quirks`: arguments of `MaskedLM`.
+    """
     lengths = max_length, auto_model.max_positions(model, tokenizer)
     positions = min((length for length in lengths if length), default=None)
     auto_model.require_max_positions(options.name, options.max_length, positions)
     row = row_length(options.name, options.max_length, positions)
     tokens = set(tokenizer.get_vocab().values())
-    denoiser = MaskedLM(model.eval(), mask_id, tokens, positions or options.max_length, options.name, **quirks)
+    longest = positions or options.max_length
+    denoiser = (kind or MaskedLM)(model, mask_id, tokens, longest, options.name, **quirks)
     denoiser.max_length, denoiser.last_block, denoiser.adapter = row, options.last_block, options.peft
     denoiser.bos, denoiser.revision = options.bos or denoiser.bos, options.revision
     if denoiser.sparse_from is not None and row >= denoiser.sparse_from:
@@ -94,6 +99,7 @@ class MaskedLM(Denoiser):
 
     appends_sep = True
     steers_attention = True  # a cache is inserted at its attention calls (cached/steering.py): `stream` keeps no keys
+    refuses = True  # after the self-tests; otherwise they only detect what numbers depend on
 
     def __init__(
         self,
@@ -120,14 +126,14 @@ class MaskedLM(Denoiser):
         self.revision: str | None = None  # the commit, if loaded from the hub
         self._output = model.get_output_embeddings()
         self.splits_head = False
-        with torch.inference_mode(), first_calls(path):
+        with torch.no_grad(), first_calls(path):
             self.vocab_size = self._first_call().shape[-1]
             self._excluded = excluded_columns(tokens, mask_id, self.vocab_size, path, self.device)
             rows = self_tests.random_rows(self)  # (2, L)
             if attention == "bidirectional":
                 self.splits_head = self._can_split_head(rows, self._logits(rows))
-            self_tests.run(self, path)
-            if attention == "bidirectional":
+            self_tests.run(self, path, self.refuses)
+            if attention == "bidirectional" and self.refuses:
                 self_tests.require_repeatable(
                     self, path, self_tests.REPEATED if auto_model.is_native(model) else self_tests.LENGTH
                 )
@@ -142,7 +148,6 @@ class MaskedLM(Denoiser):
     def layers(self) -> torch.nn.Module:
         return self.model
 
-    @torch.inference_mode()
     def features(self, ids: torch.Tensor, real: torch.Tensor | None, **more: torch.Tensor) -> torch.Tensor:
         mask = None
         if real is not None:
@@ -163,7 +168,6 @@ class MaskedLM(Denoiser):
             hook.remove()
         return caught[-1].to(self.device)  # (R, L, D)
 
-    @torch.inference_mode()
     def stream(
         self, ids: torch.Tensor, positions: torch.Tensor, seen: torch.Tensor, past: list[KeysValues] | None
     ) -> tuple[torch.Tensor, list[KeysValues]]:
@@ -184,7 +188,6 @@ class MaskedLM(Denoiser):
         )  # (N, K + Q, V)
         return logits[:, clean.shape[1] :].to(self.device), [(own, own)]
 
-    @torch.inference_mode()
     def head(self, features: torch.Tensor) -> torch.Tensor:
         return self._output(features).to(self.device) if self.splits_head else features  # (U, V)
 

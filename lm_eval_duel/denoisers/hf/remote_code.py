@@ -68,8 +68,8 @@ def load(
 
         options = fetch(options)
         model = merge(model, options.peft, None)
-    quirks = {"block": block, **_quirks(family, attention, options)}
-    return masked_lm.finish(device_map.place(model, options), options, tokenizer, mask_id, **quirks)
+    quirks = {"block": block, **quirks_of(family, attention, options)}
+    return masked_lm.finish(device_map.place(model, options).eval(), options, tokenizer, mask_id, **quirks)
 
 
 def _class_reference(config: dict[str, Any], options: LoadOptions) -> str:
@@ -94,7 +94,7 @@ def _class_reference(config: dict[str, Any], options: LoadOptions) -> str:
     return reference
 
 
-def _quirks(family: Family | None, attention: str, options: LoadOptions) -> dict[str, Any]:
+def quirks_of(family: Family | None, attention: str, options: LoadOptions) -> dict[str, Any]:
     """Arguments of `masked_lm.finish` that follow from family and options."""
     quirks: dict[str, Any] = {"family": family.name if family else "own code"}
     if family is not None or options.attention or options.shift_logits is not None:

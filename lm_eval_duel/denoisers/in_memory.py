@@ -1,0 +1,385 @@
+"""Networks in memory, such as those that are being trained.
+
+    a function logits = f(ids, real)              Function
+    transformers' masked LMs, and a user's        hf/masked_lm.py
+    class that takes input_ids (LLaDA, Dream)
+    transformers' decoders                        hf/decoder.py, under an explicit mask
+    a Denoiser                                    itself
+
+The weights are not copied. Every call runs with dropout off and outside autocast, and leaves modules, gradient mode and
+autocast as they were, also if it raises an error.
+
+Shapes: R rows, L row length, U rows of features that the LM head runs on, D features, V tokens, N rows of a call, Q
+queries.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from lm_eval_duel.denoisers import loading, self_tests, special_tokens
+from lm_eval_duel.denoisers.base import Denoiser
+from lm_eval_duel.denoisers.cached.kept_keys import Past
+from lm_eval_duel.denoisers.hf import auto_model, device_map, families, masked_lm
+from lm_eval_duel.denoisers.hf.decoder import Decoder, trained_block
+from lm_eval_duel.denoisers.hf.remote_code import quirks_of
+from lm_eval_duel.denoisers.hub import find_mask_id
+from lm_eval_duel.denoisers.load_options import LoadOptions
+from lm_eval_duel.denoisers.predictions import excluded_columns
+from lm_eval_duel.denoisers.views import KeysValues
+from lm_eval_duel.errors import DuelError, unknown
+
+ARGUMENTS = (  # those of `load_options.NetworkArguments` that concern a network which is loaded already
+    *("attention", "block", "bos", "cache", "cfg_scale", "exclude_ids", "family", "last_block", "mask_token_id"),
+    *("max_length", "shift_logits", "temperature", "top_k", "top_p"),
+)
+IN_MEMORY = "in memory"  # what the spec says of weights that may change
+DIGEST = "digest"
+
+
+def from_model(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    module: torch.nn.Module | None = None,
+    device: torch.device | str | None = None,
+    self_tests: bool = True,
+    weights: str | None = None,
+    autocast: torch.dtype | None = None,
+    **network: Any,
+) -> Denoiser:
+    """The denoiser of a network in memory. Arguments and errors: see `Duel.from_model`."""
+    for key in network:
+        if key not in ARGUMENTS:
+            raise unknown("argument of from_model", key, ARGUMENTS)
+    bare = unwrapped(model)
+    module = unwrapped(module) if module is not None else _module_of(bare)
+    if module is not None:
+        _require_whole(module)
+    name = getattr(bare, "__name__", type(bare).__name__)
+    options = LoadOptions(name, _device(bare, module, device), tokenizer, **network)
+    ids: Any = tokenizer if tokenizer is not None else _AnyId(module)
+    if weights == DIGEST and module is None:
+        raise DuelError(
+            f"weights={DIGEST!r} hashes the parameters of a module, and {name} is a function: pass it as module=."
+        )
+    with torch.no_grad(), evaluating(module, options.device, autocast):
+        plain = _plain(bare, options, ids, self_tests)
+    denoiser = InMemory(plain, module, name, weights, autocast)
+    denoiser.special_tokens = special_tokens.expected(denoiser, tokenizer)
+    return loading.wrapped(denoiser, options)
+
+
+def unwrapped(model: Any) -> Any:
+    """The network inside DistributedDataParallel, torch.compile and PEFT: the same weights, called by itself.
+
+    DistributedDataParallel would wait for the other ranks at each call, and a compiled network would be compiled again
+    for each shape. PEFT's adapters are in the layers of the network, so they count.
+    """
+    while True:
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
+            model = model.module
+        elif hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        elif hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+            model = model.get_base_model()
+        else:
+            return model
+
+
+@contextlib.contextmanager
+def evaluating(
+    module: torch.nn.Module | None, device: torch.device, autocast: torch.dtype | None = None
+) -> Iterator[None]:
+    """Dropout off; autocast off, or to the given dtype; nothing compiled; no inference mode; restored at the end.
+
+    The gradient mode stays as it is: tensors that a network keeps from call to call, such as rotary tables, must not
+    come from inference mode, or the next training step fails.
+    """
+    grad = torch.is_grad_enabled()
+    training = [part for part in module.modules() if part.training] if module is not None else []
+    mixed = vars(module).get("forward") if module is not None and hasattr(module, "_original_forward") else None
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.set_grad_enabled(grad))
+        # its cache of cast weights would outlive this block, without their gradients
+        stack.enter_context(torch.autocast(device.type, autocast, enabled=autocast is not None, cache_enabled=False))
+        if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        try:
+            for part in training:
+                part.training = False  # not part.eval(), which some classes override to change weights
+            if mixed is not None:  # accelerate's, which casts to the dtype of training
+                del module.forward
+            yield
+        finally:
+            for part in training:
+                part.training = True
+            if mixed is not None:
+                module.forward = mixed
+
+
+class InMemory(Denoiser):
+    """`plain`, a denoiser of a network in memory: each call leaves the network and torch as they were."""
+
+    def __init__(
+        self,
+        plain: Denoiser,
+        module: torch.nn.Module | None,
+        name: str,
+        weights: str | None = None,
+        autocast: torch.dtype | None = None,
+    ):
+        for attribute in (*Denoiser.__annotations__, "model", "steers_attention", "maskless", "sparse_from"):
+            if hasattr(plain, attribute):
+                setattr(self, attribute, getattr(plain, attribute))
+        self.plain, self.module, self.path = plain, module, name
+        self.weights, self.autocast = weights or IN_MEMORY, autocast
+        self.fixed_weights = False
+
+    @property
+    def excluded(self) -> torch.Tensor:
+        return self.plain.excluded
+
+    @property
+    def layers(self) -> torch.nn.Module:
+        return self.plain.layers
+
+    def features(self, ids: torch.Tensor, real: torch.Tensor | None, **more: torch.Tensor) -> torch.Tensor:
+        with self._evaluating():
+            return self.plain.features(ids.clone(), real, **more)  # a copy outside of inference mode
+
+    def stream(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        seen: torch.Tensor | None,
+        past: list[Past] | None,
+        **more: Any,
+    ) -> tuple[torch.Tensor, list[KeysValues]]:
+        with self._evaluating():
+            return self.plain.stream(ids.clone(), positions, seen, past, **more)
+
+    def head(self, features: torch.Tensor) -> torch.Tensor:
+        with self._evaluating():
+            return self.plain.head(features)
+
+    def _evaluating(self) -> contextlib.AbstractContextManager[None]:
+        return evaluating(self.module, self.device, self.autocast)
+
+    def describe(self) -> dict[str, object]:
+        """The weights are "in memory", the text that the user gave, or a digest of what they are now."""
+        parameter = next(self.module.parameters(), None) if self.module is not None else None
+        dtype = str(parameter.dtype if parameter is not None else torch.get_default_dtype()).removeprefix("torch.")
+        described: dict[str, object] = {
+            "denoiser": f"{self.path} in memory",
+            "weights": digest(self.module) if self.weights == DIGEST and self.module is not None else self.weights,
+            "dtype": dtype if self.autocast is None else f"{dtype}, autocast to {self.autocast}".replace("torch.", ""),
+            "mask_token_id": self.mask_id,
+            "vocabulary": f"{int((~self.excluded).sum())} of {self.vocab_size}",
+            "attention": self.attention,
+            "shift": self.shift,
+            "relative_positions": self.relative_positions,
+        }
+        return described | ({"last_block": self.last_block} if self.attention == "block_causal" else {})
+
+
+def digest(module: torch.nn.Module) -> str:
+    """Twelve hexadecimal digits of all parameters and buffers: their names, dtypes, shapes and values."""
+    total = hashlib.sha256()
+    for name, value in sorted(module.state_dict().items()):
+        if isinstance(value, torch.Tensor):
+            total.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+            total.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return total.hexdigest()[:12]
+
+
+# ---------------------------------------------------------------- a function
+
+
+class Function(Denoiser):
+    """logits = f(ids, real): logits (R, L, V) of ids (R, L); `real` (R, L) is False at padding, None: there is none."""
+
+    splits_head = False
+
+    def __init__(self, function: Callable[..., Any], options: LoadOptions, tokenizer: Any):
+        self.function, self.path, self.device = function, options.name, options.device
+        self.bos, self.shift = options.bos or self.bos, int(bool(options.shift_logits))
+        self.mask_id = find_mask_id(options, {}, tokenizer, None, None)
+        longest = tokenizer.model_max_length
+        positions = longest if longest < auto_model.UNBOUNDED else None
+        auto_model.require_max_positions(options.name, options.max_length, positions)
+        self.max_length = options.max_length or positions
+        first = torch.full((1, min(2, self.max_length)), self.mask_id, device=self.device)  # (1, L)
+        self.vocab_size = self.features(first, None).shape[-1]
+        tokens = set(tokenizer.get_vocab().values()) or set(range(self.vocab_size))
+        self._excluded = excluded_columns(tokens, self.mask_id, self.vocab_size, self.path, self.device)
+
+    @property
+    def excluded(self) -> torch.Tensor:
+        return self._excluded
+
+    def features(self, ids: torch.Tensor, real: torch.Tensor | None, **more: torch.Tensor) -> torch.Tensor:
+        out = self.function(ids, real)
+        logits = out if isinstance(out, torch.Tensor) else out[0] if isinstance(out, tuple) else out.logits
+        if logits.dim() != 3 or logits.shape[:2] != ids.shape or not logits.is_floating_point():
+            raise DuelError(
+                f"{self.path}(ids, real) must return logits of the shape (R, L, V), ({', '.join(map(str, ids.shape))}, "
+                f"V) for this call; got {logits.dtype} {tuple(logits.shape)}."
+            )
+        return logits
+
+    def head(self, features: torch.Tensor) -> torch.Tensor:
+        return features
+
+
+# ---------------------------------------------------------------- which kind
+
+
+def _plain(model: Any, options: LoadOptions, tokenizer: Any, tested: bool) -> Denoiser:
+    """The denoiser of a network, by its kind."""
+    plain: Denoiser
+    if isinstance(model, Denoiser):
+        plain = model
+    elif not callable(model):
+        raise DuelError(
+            "from_model takes a network: a module of transformers, a function logits = f(ids, real), or a Denoiser; "
+            f"got {type(model).__name__}. For a checkpoint on disk or on the hub use from_pretrained."
+        )
+    elif _takes_input_ids(model):
+        return _of_transformers(model, options, tokenizer, tested)
+    else:
+        if options.attention not in (None, "bidirectional"):
+            raise DuelError(
+                f"A function f(ids, real) is bidirectional; attention={options.attention} needs more: write a Denoiser "
+                "with `stream` (docs/training.md)."
+            )
+        plain = Function(model, options, tokenizer)
+    self_tests.run(plain, options.name, tested)
+    if tested and plain.attention == "bidirectional":
+        self_tests.require_repeatable(plain, options.name, self_tests.LENGTH)
+    return plain
+
+
+def _of_transformers(model: Any, options: LoadOptions, tokenizer: Any, tested: bool) -> Denoiser:
+    """The denoiser of a network that is called with input_ids and attention_mask."""
+    kind, config = type(model).__name__, _config(model)
+    native = auto_model.is_native(model)
+    if options.attention == "causal":
+        raise DuelError(
+            "from_model scores masked diffusion models, and attention=causal is for autoregressive ones: save a "
+            "checkpoint and score it with estimator=ar."
+        )
+    family = families.find({"architectures": [kind]}, options, None)
+    if getattr(model.config, "attention_type", None) == "block_sparse":
+        raise DuelError(
+            f"{kind} has block-sparse attention, which depends on the length of earlier rows: call its "
+            "set_attention_type('original_full') first."
+        )
+    attention = options.attention or (family.attention if family else "bidirectional")
+    mask_id = find_mask_id(options, config, tokenizer, family and family.mask_id, config.get("vocab_size"))
+    if native and kind in families.PLAIN and family is not None:
+        decoder = _DecoderInMemory(model, family, config, options.name, options, mask_id, tokenizer)
+        self_tests.run(decoder, options.name, tested)
+        return decoder
+    quirks: dict[str, Any] = {}
+    if not native or family is not None or options.attention or options.shift_logits is not None:
+        block = trained_block(family, config, options) if attention == "block_causal" else None
+        quirks = {"block": block, **quirks_of(family, attention, options)}
+    kinds = _MaskedLMInMemory if tested else _Detecting
+    return masked_lm.finish(model, options, tokenizer, mask_id, kind=kinds, **quirks)
+
+
+class _MaskedLMInMemory(masked_lm.MaskedLM):
+    """Without the self-tests on a float32 copy: the weights are not copied."""
+
+    def _retest_in_float32(self) -> None:
+        pass
+
+
+class _Detecting(_MaskedLMInMemory):
+    """Without the tests that refuse a network."""
+
+    refuses = False
+
+
+class _DecoderInMemory(Decoder):
+    """Always under an explicit mask: calls without one need another value of `is_causal` in the layers."""
+
+    def _is_bidirectional_without_mask(self) -> bool:
+        return False
+
+
+class _AnyId:
+    """Used instead of a tokenizer: every id but [MASK] is a token."""
+
+    model_max_length = auto_model.UNBOUNDED
+    mask_token_id = None
+
+    def __init__(self, module: Any):
+        self.rows = getattr(getattr(module, "config", None), "vocab_size", None) or 0
+
+    def get_vocab(self) -> dict[str, int]:
+        """Ids by names; empty if their number is not known yet."""
+        return {str(token): token for token in range(self.rows)}
+
+
+def _takes_input_ids(model: Any) -> bool:
+    """Whether a network is called as those of transformers are."""
+    if isinstance(model, torch.nn.Module):
+        return "input_ids" in inspect.signature(type(model).forward).parameters and hasattr(model, "config")
+    return False
+
+
+def _config(model: Any) -> dict[str, Any]:
+    config = model.config
+    return config.to_dict() if hasattr(config, "to_dict") else dict(vars(config))
+
+
+def _module_of(model: Any) -> torch.nn.Module | None:
+    """The module that every call runs, if it can be known."""
+    if isinstance(model, torch.nn.Module):
+        return model
+    if isinstance(model, Denoiser):
+        with contextlib.suppress(NotImplementedError):
+            return model.layers
+    owner = getattr(model, "__self__", None)  # of a bound method
+    return owner if isinstance(owner, torch.nn.Module) else None
+
+
+def _device(model: Any, module: torch.nn.Module | None, device: torch.device | str | None) -> torch.device:
+    """The device of a network's ids."""
+    if device is not None or isinstance(model, Denoiser):
+        return torch.device(device) if device is not None else model.device
+    if module is None:
+        return torch.device("cpu")
+    if hasattr(module, "get_input_embeddings"):
+        return device_map.device_of(module)
+    tensor = next(iter([*module.parameters(), *module.buffers()]), None)
+    return torch.device("cpu") if tensor is None else tensor.device
+
+
+def _require_whole(module: torch.nn.Module) -> None:
+    """Raise DuelError for a network of which this process holds a part only."""
+    classes = {cls.__name__ for part in module.modules() for cls in type(part).__mro__}
+    sharded = {"FSDPModule", "FullyShardedDataParallel"} & classes
+    parts = [parameter for parameter in module.parameters() if hasattr(parameter, "ds_id") or _is_sharded(parameter)]
+    if sharded or parts:
+        how = "FSDP" if sharded else "DeepSpeed ZeRO-3" if hasattr(parts[0], "ds_id") else "tensor parallelism"
+        raise DuelError(
+            f"This process holds a part of the weights only ({how}): each call would wait for the other ranks, which "
+            "score other texts. Save a checkpoint and score it with from_pretrained, or train with "
+            "DistributedDataParallel."
+        )
+
+
+def _is_sharded(parameter: torch.Tensor) -> bool:
+    return type(parameter).__name__ == "DTensor" or type(parameter.data).__name__ == "DTensor"

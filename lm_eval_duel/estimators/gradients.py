@@ -1,0 +1,84 @@
+"""Gradients of exact log-probabilities: the states of known orders, evaluated again one call at a time.
+
+    log p(x) = sum over steps t, over positions l picked at t, of log P_l[x_l | state before t]
+
+The states are token ids, so no gradient passes from one step to another: the gradient of the sum is the sum of the
+steps' gradients. Each call is followed by its own `backward`, and no graph outlives it.
+
+Shapes: N windows, R lanes, W block width, C hidden cells, U rows of features that the LM head runs on, V tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from lm_eval_duel.denoisers.base import Denoiser
+from lm_eval_duel.denoisers.views import View
+from lm_eval_duel.engine.budget import Budget
+from lm_eval_duel.engine.choose import Targets
+from lm_eval_duel.engine.lanes import Lanes
+from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators.replay import Replay
+
+if TYPE_CHECKING:
+    from lm_eval_duel.estimators.duel import Duel
+
+
+def accumulate(
+    duel: Duel, windows: Sequence[Window], weights: Sequence[float], orders: Sequence[tuple[int, ...]], batch_size: int
+) -> list[float]:
+    """See `Duel.backward`; `orders` are checked already."""
+    if duel.denoiser.cache is not None:
+        raise DuelError(
+            f"cache={duel.denoiser.cache} keeps keys and values without their gradients. Use a network without a cache."
+        )
+    if batch_size < 1:
+        raise DuelError(f"batch_size is the number of rows in a call with gradients, at least 1; got {batch_size}.")
+    budget = Budget(batch_size * duel.denoiser.max_length)
+    log_probs = torch.zeros(len(windows), dtype=torch.float64)  # (N,)
+    with torch.inference_mode(False), torch.enable_grad():
+        for numbers in duel._groups(windows):
+            group = duel._open([windows[n] for n in numbers], list(numbers))
+            weight = torch.tensor([weights[n] for n in numbers], dtype=torch.float64, device=group.rows.ids.device)
+            sums = torch.zeros_like(weight)  # (n,)
+            rule = Replay(tuple(orders[n] for n in numbers))
+            for state in duel._steps(group, rule, duel._places(group)):
+                size = budget.rows(int(group.view.cost(state).max()))
+                for start in range(0, len(state), size):
+                    lanes = state.select(slice(start, start + size))
+                    view = duel.denoiser.open(group.rows)  # a new one: what it keeps belongs to this call's graph
+                    log_prob = log_prob_of(duel.denoiser, view, lanes, group.targets)  # (R,)
+                    _require_gradient(log_prob, lanes, numbers)
+                    (weight[lanes.row] * log_prob).sum().backward()
+                    sums.index_add_(0, lanes.row, log_prob.detach())
+                    duel.counts.forwards += view.forwards
+                    duel.counts.rows += view.evaluated
+            log_probs[torch.tensor(numbers)] = sums.cpu()
+    return log_probs.tolist()
+
+
+def log_prob_of(denoiser: Denoiser, view: View, lanes: Lanes, targets: Targets) -> torch.Tensor:
+    """log p of the targets at the hidden cells of each lane, summed, with its graph, float64 (R,)."""
+    cells = view.cells(lanes)
+    logits = denoiser.head(cells.features)  # (U, V)
+    logits = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
+    log_p = logits.index_fill(1, denoiser.excluded.nonzero()[:, 0], -torch.inf).log_softmax(1)
+    token = targets.of(lanes)[lanes.hidden]  # (C,)
+    values = log_p[cells.index, token].double()  # (C,)
+    return values.new_zeros(len(lanes)).index_add(0, lanes.hidden.nonzero()[:, 0], values)
+
+
+def _require_gradient(log_prob: torch.Tensor, lanes: Lanes, numbers: Sequence[int]) -> None:
+    """Raise DuelError for log-probs (R,) that have no gradient."""
+    if not log_prob.requires_grad:
+        raise DuelError(
+            "The network's logits have no gradient: its parameters are frozen or quantized (requires_grad is False), "
+            "or a function calls it under torch.no_grad."
+        )
+    if not log_prob.isfinite().all():
+        number = numbers[int(lanes.row[(~log_prob.isfinite()).nonzero()[0]])]
+        raise DuelError(f"Window {number} has a token of probability 0, so its log_prob has no gradient.", number)

@@ -1,0 +1,234 @@
+"""Exact likelihoods during training: `training_metrics` for any loop, `DuelCallback` for transformers' Trainer.
+
+metrics = training_metrics(model, tokenizer, texts, rules=["greedy"], block=32)
+trainer.add_callback(DuelCallback(trainer, texts, rules=["greedy"], block=32, every=500))
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators import cost
+from lm_eval_duel.library.duel import Block, Duel
+from lm_eval_duel.rules import parse
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger("lm_eval.duel_mdm")
+
+
+def training_metrics(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    *,
+    rules: Sequence[str] = ("greedy",),
+    block: Block = "auto",
+    sample: float | None = None,
+    token_budget: int | None = None,
+    name: str = "duel",
+    **arguments: Any,
+) -> dict[str, float]:
+    """Bits per byte of `texts` under each rule, with its standard error, by name, as a training loop logs them.
+
+        duel/greedy/bits_per_byte           -sum log2 p(text) / sum of UTF-8 bytes
+        duel/greedy/bits_per_byte_stderr    over texts (ratio of sums, delta method); with two texts or more
+
+    If torch.distributed is initialized, every rank must call this: each scores a share of the texts, and all of them
+    get the same numbers. An error on one rank is raised on all.
+
+    Args:
+        model, tokenizer, block, arguments: As in `Duel.from_model`.
+        texts: The same ones each time, so that the numbers can be compared.
+        rules: Rules, such as "greedy:k=2".
+        sample: The share of blocks for a two-phase estimate (docs/two_phase.md) instead of the exact value; names
+            then say "greedy,two_phase". With cache="dual" or "prefix" among `arguments`, the cached sampler is scored,
+            and names say "greedy,cache=dual".
+        token_budget: The most tokens that the network may evaluate, over all ranks and rules, as `planned_tokens`
+            counts them. The first texts that fit are scored.
+        name: The first part of the names.
+
+    Raises:
+        DuelError: As `Duel.from_model` and `Duel.score`, or if not even the first text fits the budget.
+    """
+    rank, world = _ranks()
+
+    def score() -> list[list[tuple[int, float, int]]]:
+        duels = _duels(model, tokenizer, rules, block, arguments)
+        chosen = texts if token_budget is None else texts[: _fitting(duels, texts, sample, token_budget)]
+        own = [*range(rank, len(chosen), world)]
+        return [
+            [
+                (n, scored.log_prob, len(chosen[n].encode()))
+                for n, scored in zip(own, _scored(duel, [chosen[n] for n in own], sample), strict=True)
+            ]
+            for duel in duels
+        ]
+
+    of_ranks = _gathered(score, world)
+    metrics = {}
+    cache = arguments.get("cache")
+    ways = (["two_phase"] if sample is not None else []) + ([f"cache={cache}"] if cache else [])
+    for place, rule in enumerate(rules):
+        scores = sorted(scored for own in of_ranks for scored in own[place])
+        prefix = "/".join((name, ",".join([str(rule), *ways]), "bits_per_byte"))
+        metrics[prefix], stderr = _ratio([-log_prob / math.log(2) for _, log_prob, _ in scores], [x[2] for x in scores])
+        if stderr is not None:
+            metrics[f"{prefix}_stderr"] = stderr
+    return metrics
+
+
+def planned_tokens(duel: Duel, texts: Sequence[str], sample: float | None = None) -> int:
+    """The tokens (cells of rows) that the network evaluates to score `texts`, at most: counted, not run.
+
+    A window of L positions takes ceil(m / k) rows of L for each block of m, or with cache="dual" one row of L and then
+    rows of m; see docs/performance.md. Rules without k are counted as k=1.
+    """
+    setting = cost.Setting(duel.denoiser, duel.rule, duel.block, duel.grid)
+    cache = duel.denoiser.cache
+
+    def of_window(window: cost.Layout) -> cost.Cost:
+        if sample is not None:
+            return cost.two_phase(setting, window, sample)
+        return cost.exact(setting, window) if cache is None else cost.cached(setting, window, cache)
+
+    windows = [window for text in texts for window in duel.windows(text)]
+    return int(cost.sum_over(cost.layouts(windows), of_window).token_rows)
+
+
+class DuelCallback:
+    """A callback of transformers' Trainer that logs `training_metrics` through the Trainer.
+
+    So wandb, TensorBoard, trackio and `trainer.state.log_history` get them. The network is scored at each evaluation of
+    the Trainer, and every `every` steps. All ranks share the work.
+
+    Args:
+        trainer: The Trainer. Its model and its processing class, a tokenizer, are used.
+        texts, rules, block, sample, token_budget, name, arguments: As in `training_metrics`.
+        every: Steps between two scores, besides the Trainer's evaluations. None: at its evaluations alone.
+
+    Raises:
+        DuelError: If it would never score, or a rule is not known. What is wrong with network or texts is raised at the
+            first score.
+    """
+
+    def __init__(self, trainer: Any, texts: Sequence[str], *, every: int | None = None, **arguments: Any):
+        if every is not None and every < 1:
+            raise DuelError(f"every is a number of steps, at least 1; got {every}.")
+        evaluates = str(getattr(trainer.args.eval_strategy, "value", trainer.args.eval_strategy)) != "no"
+        if every is None and not evaluates:
+            raise DuelError("The Trainer never evaluates (eval_strategy='no'), so pass every=<steps> to DuelCallback.")
+        for rule in arguments.get("rules", ()):
+            parse(rule)
+        self.trainer, self.texts, self.every, self.arguments = trainer, list(texts), every, arguments
+        self._last: int | None = None  # the step that was scored last
+
+    def __getattr__(self, event: str) -> Callable[..., None]:
+        """The Trainer's other events: nothing happens."""
+        if not event.startswith("on_"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {event!r}")
+        return lambda *arguments, **more: None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Score every `every` steps."""
+        if self.every is not None and state.global_step % self.every == 0:
+            self.score(state.global_step)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Score at the Trainer's evaluations."""
+        self.score(state.global_step)
+
+    def score(self, step: int) -> None:
+        """Score the texts with the weights of now, and log the numbers, once a step."""
+        if step == self._last:
+            return
+        tokenizer = self.trainer.processing_class
+        self._last = step
+        self.trainer.log(training_metrics(self.trainer.model, tokenizer, self.texts, **self.arguments))
+
+
+# ---------------------------------------------------------------- the work of a rank
+
+
+def _duels(
+    model: Any, tokenizer: PreTrainedTokenizerBase, rules: Sequence[str], block: Block, arguments: dict[str, Any]
+) -> list[Duel]:
+    """A Duel for each rule, on one denoiser, made for one score: what self-tests detect depends on the weights."""
+    first = Duel.from_model(model, tokenizer, rule=rules[0], block=block, **arguments)
+    duels = [first]
+    for rule in rules[1:]:
+        parsed, windows = parse(rule).with_tokenizer(tokenizer), arguments.get("windows", "independent")
+        grid = arguments.get("grid", "auto")
+        duel = Duel(first.denoiser, parsed, first.block, grid, 1, tokenizer=tokenizer, windows=windows)
+        duel.budget = first.budget
+        duels.append(duel)
+    return duels
+
+
+def _fitting(duels: Sequence[Duel], texts: Sequence[str], sample: float | None, budget: int) -> int:
+    """How many of the first texts fit the budget."""
+    total = 0
+    for n, text in enumerate(texts):
+        tokens = sum(planned_tokens(duel, [text], sample) for duel in duels)
+        if total + tokens > budget:
+            if not n:
+                raise DuelError(
+                    f"The first text takes {tokens} network tokens, more than token_budget={budget}. Pass a shorter "
+                    "text, a larger budget, or cache='dual'."
+                )
+            log.info("%d of %d texts fit token_budget=%d (%d network tokens)", n, len(texts), budget, total)
+            return n
+        total += tokens
+    return len(texts)
+
+
+def _scored(duel: Duel, texts: Sequence[str], sample: float | None) -> Sequence[Any]:
+    return duel.score(texts) if sample is None else duel.estimate(texts, sample=sample)
+
+
+def _ratio(values: Sequence[float], sizes: Sequence[float]) -> tuple[float, float | None]:
+    """The ratio of the sums, and its standard error over pairs; None with fewer than two."""
+    total, count = math.fsum(sizes), len(values)
+    if not total:
+        return math.nan, None
+    ratio = math.fsum(values) / total
+    if count < 2:
+        return ratio, None
+    squares = math.fsum((value - ratio * size) ** 2 for value, size in zip(values, sizes, strict=True))
+    return ratio, math.sqrt(count / (count - 1) * squares) / total
+
+
+# ---------------------------------------------------------------- ranks
+
+
+def _ranks() -> tuple[int, int]:
+    """(rank, number of ranks) of this process."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return 0, 1
+
+
+def _gathered(work: Callable[[], Any], world: int) -> list[Any]:
+    """What `work` gives on each rank, on all of them; an error on one is raised on all."""
+    if world == 1:
+        return [work()]
+    result, error, reason = None, None, None
+    try:
+        result = work()
+    except Exception as raised:  # the other ranks wait: they must hear of it
+        error, reason = raised, f"{type(raised).__name__}: {raised}"
+    of_ranks: list[Any] = [None] * world
+    torch.distributed.all_gather_object(of_ranks, (result, reason))
+    if error is not None:
+        raise error
+    for rank, (_, other) in enumerate(of_ranks):
+        if other is not None:
+            raise DuelError(f"Rank {rank} could not score its texts: {other}")
+    return [result for result, _ in of_ranks]

@@ -1,0 +1,340 @@
+"""`Duel.from_model`: the numbers of the same network from disk, and a network that is left as it was."""
+
+import itertools
+import math
+
+import own
+import pytest
+import tiny
+import torch
+from decoder_reference import CASES, write
+from toys import Toy
+from transformers import BertConfig, BertForMaskedLM, BigBirdConfig, BigBirdForMaskedLM
+
+from lm_eval_duel import Duel, DuelError, TwoPhase, Window, denoisers
+from lm_eval_duel.denoisers.in_memory import evaluating
+
+WINDOWS = [Window((2,), (7, 9, 30, 12, 8), (3,)), Window((14, 20, 9), (10, 9, 31, 12), (13,))]
+MASK = 4
+
+
+def bert(**options):
+    model = tiny.network("bert")
+    model.config.hidden_dropout_prob = model.bert.embeddings.dropout.p = 0.5
+    return model.train()
+
+
+class Network(torch.nn.Module):
+    """A user's own network, f(ids, real), which keeps its position table from the first call on."""
+
+    def __init__(self, tokens=8, width=16, length=12):
+        super().__init__()
+        torch.manual_seed(1)
+        self.table = torch.nn.Embedding(tokens, width)
+        self.mix = torch.nn.Linear(width, width)
+        self.out = torch.nn.Linear(width, tokens)
+        self.drop = torch.nn.Dropout(0.5)
+        self.kept = None
+
+    def forward(self, ids, real):
+        if self.kept is None:
+            self.kept = torch.arange(1.0, 65.0)[:, None].cos()  # (L, 1)
+        x = self.table(ids) * self.kept[: ids.shape[1]]
+        x = x if real is None else x * real[..., None]
+        x = self.drop(torch.tanh(self.mix(x) + x.sum(1, keepdim=True)))
+        return self.out(x)
+
+
+def values(duel, windows=WINDOWS):
+    return [scored.log_prob for scored in duel.log_prob(windows)]
+
+
+# ---------------------------------------------------------------- the same numbers
+
+
+def test_a_masked_lm_gives_the_numbers_of_its_checkpoint(tmp_path):
+    path = tiny.checkpoint(tmp_path, "bert")
+    disk = Duel.from_pretrained(path, device="cpu", block=3)
+    memory = Duel.from_model(bert(), tiny.tokenizer(), block=3)
+    assert values(memory) == values(disk)
+    texts = ["the a b of c", "a of the"]
+    assert [score.log_prob for score in memory.score(texts)] == [score.log_prob for score in disk.score(texts)]
+    assert memory.denoiser.splits_head and memory.denoiser.honours_padding
+    differ = {key for key in disk.spec if disk.spec[key] != memory.spec[key]}
+    assert differ == {"denoiser", "weights"}
+    generated = [duel.generate(["the a"], max_new_tokens=4, do_sample=True)[0].text for duel in (memory, disk)]
+    assert generated[0] == generated[1]
+
+
+@pytest.mark.parametrize("name", ["a2d-qwen3", "dream", "sdar"])
+def test_a_decoder_of_transformers_gives_the_numbers_of_its_checkpoint(tmp_path, name):
+    case = CASES[name]
+    path, _ = write(tmp_path, case)
+    disk = denoisers.load(path, device="cpu", **case.options)
+    arguments = {"attention": disk.attention, "mask_token_id": case.mask, "shift_logits": bool(disk.shift)}
+    arguments["block"] = disk.block or 4
+    memory = Duel.from_model(disk.model.train(), tiny.tokenizer(), **arguments)
+    windows = [window for window in WINDOWS if not disk.block]
+    windows += [Window((6,), (7, 9, 30, 12, 8, 15, 21, 11))]
+    assert values(memory, windows) == pytest.approx(values(Duel(disk, block=disk.block or 4), windows), abs=1e-6)
+    assert disk.model.training
+
+
+def test_own_code_gives_the_numbers_of_its_checkpoint(tmp_path):
+    path = own.write(tmp_path, own.LLADA, "LLaDAModelLM", own.llada(), own.LLADA_SIZE)
+    disk = denoisers.load(path, backend="remote", trust_remote_code=True, device="cpu", mask_token_id=MASK)
+    memory = Duel.from_model(disk.model.train(), tiny.tokenizer(), mask_token_id=MASK, block=4)
+    assert memory.denoiser.plain.family == "llada" and memory.denoiser.splits_head
+    assert values(memory) == pytest.approx(values(Duel(disk, block=4)), abs=1e-6)
+
+
+def test_a_function_is_a_denoiser():
+    toy = Toy(length=4)
+    plain = Duel(toy, rule="greedy", block=2)
+    arguments = {"mask_token_id": toy.mask_id, "max_length": 4, "block": 2}
+    duel = Duel.from_model(lambda ids, real: toy.features(ids, real), **arguments)
+    windows = [Window((), ids) for ids in itertools.product(range(3), repeat=4)]
+    assert values(duel, windows) == values(plain, windows)
+    assert math.fsum(map(math.exp, values(duel, windows))) == pytest.approx(1, abs=1e-12)
+    again = Duel.from_model(toy, block=2)  # a Denoiser
+    assert values(again, windows) == values(plain, windows)
+
+
+def test_a_function_that_ignores_padding_is_not_given_any():
+    network = Network()
+    seen = []
+
+    def function(ids, real):
+        seen.append(real)
+        return network(ids, None)
+
+    duel = Duel.from_model(function, module=network, mask_token_id=7, max_length=12, block=4)
+    assert not duel.denoiser.honours_padding
+    seen.clear()
+    windows = [Window((), (1, 2, 3)), Window((), (4, 0, 2, 6, 5))]
+    together = values(duel, windows)
+    assert all(real is None for real in seen)
+    assert together == pytest.approx([values(duel, [window])[0] for window in windows], abs=1e-6)
+
+
+def test_a_cache_and_two_phases():
+    memory = Duel.from_model(bert(), tiny.tokenizer(), block=3, cache="dual")
+    disk = denoisers.cached.denoiser.Cached(Duel.from_model(tiny.network("bert"), tiny.tokenizer()).denoiser, "dual")
+    assert values(memory) == pytest.approx(values(Duel(disk, block=3)), abs=1e-6)
+    plain = Duel.from_model(bert(), tiny.tokenizer(), block=3)
+    whole = TwoPhase(plain.denoiser, "greedy", 3, sample=1.0).log_prob(WINDOWS)
+    assert [score.log_prob for score in whole] == pytest.approx(values(plain), abs=1e-5)
+    prefix = Duel.from_model(bert(), tiny.tokenizer(), block=3, cache="prefix", temperature=0.8)
+    assert "cache" in prefix.spec and "warpers" in prefix.spec and all(map(math.isfinite, values(prefix)))
+
+
+# ---------------------------------------------------------------- left as it was
+
+
+def modes(model):
+    return [part.training for part in model.modules()]
+
+
+def state():
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.random.get_rng_state().tolist(),
+    )
+
+
+def test_modes_gradients_autocast_and_random_numbers_are_as_before():
+    model = bert()
+    model.bert.encoder.layer[0].eval()  # frozen by its owner
+    plain = values(Duel.from_model(tiny.network("bert"), tiny.tokenizer(), block=3))
+    before = modes(model)
+    assert {True, False} == set(before)
+    for context in (
+        torch.enable_grad(),
+        torch.no_grad(),
+        torch.inference_mode(),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        with context:
+            outside = state()
+            duel = Duel.from_model(model, tiny.tokenizer(), block=3)
+            assert values(duel) == plain
+            for _ in duel.stream(WINDOWS):
+                assert modes(model) == before  # between results, too: a training step may run here
+            assert state() == outside and modes(model) == before
+    half = values(Duel.from_model(model, tiny.tokenizer(), block=3, autocast=torch.bfloat16))
+    assert half != plain and half == pytest.approx(plain, rel=0.1)
+
+
+def test_an_error_in_the_network_leaves_it_as_it_was():
+    model = bert()
+    duel = Duel.from_model(model, tiny.tokenizer(), block=3)
+    handle = model.bert.encoder.layer[1].register_forward_hook(lambda *ignored: 1 / 0)
+    before = state()
+    with pytest.raises(ZeroDivisionError):
+        duel.log_prob(WINDOWS)
+    assert state() == before and all(modes(model))
+    handle.remove()
+    assert not model.get_output_embeddings()._forward_pre_hooks
+
+
+def test_training_goes_on_after_scoring():
+    """What a network keeps from a scored row must not come from inference mode."""
+    network = Network()
+    duel = Duel.from_model(network, mask_token_id=7, max_length=12, block=4)
+    windows = [Window((), (1, 2, 3))]
+    before = values(duel, windows)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    network(torch.tensor([[1, 2, 3]]), None).logsumexp(-1).sum().backward()
+    optimizer.step()
+    assert values(duel, windows) != before, "the weights are the network's own"
+    network.zero_grad()
+    [value] = duel.backward(windows, [1.0])
+    assert value == pytest.approx(values(duel, windows)[0], abs=1e-5)
+    assert all(parameter.grad is not None for parameter in network.parameters()) and network.training
+
+
+def test_nothing_is_copied():
+    model = bert().to(torch.bfloat16)
+    duel = Duel.from_model(model, tiny.tokenizer(), block=3)
+    assert duel.denoiser.model is model
+    with torch.no_grad():
+        before = values(duel)
+        model.get_output_embeddings().bias.mul_(3).add_(torch.randn(tiny.ROWS, generator=torch.manual_seed(0)))
+        assert values(duel) != before
+
+
+# ---------------------------------------------------------------- wrapped networks
+
+
+@pytest.mark.slow
+def test_compiled_networks_run_as_they_are():
+    calls = []
+
+    def backend(graph, inputs):
+        calls.append(graph)
+        return graph.forward
+
+    plain = values(Duel.from_model(bert(), tiny.tokenizer(), block=3))
+    inside = bert()
+    inside.compile(backend=backend)
+    for model in (torch.compile(bert(), backend=backend), inside):
+        assert values(Duel.from_model(model, tiny.tokenizer(), block=3)) == plain
+    assert not calls
+    inside(torch.tensor([[1, 2]]))
+    assert calls, "outside, it is still compiled"
+
+
+def test_accelerates_mixed_precision_is_left_out():
+    from accelerate.utils.operations import convert_outputs_to_fp32
+
+    plain = values(Duel.from_model(bert(), tiny.tokenizer(), block=3))
+    model = bert()
+    model._original_forward = model.forward  # what Accelerator.prepare does for mixed_precision="bf16"
+    model.forward = convert_outputs_to_fp32(torch.autocast("cpu", torch.bfloat16)(model.forward))
+    mixed = model.forward
+    assert values(Duel.from_model(model, tiny.tokenizer(), block=3)) == plain
+    assert model.forward is mixed
+
+
+@pytest.fixture
+def group(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_data_parallel_networks_are_unwrapped_and_sharded_ones_refused(group):
+    from torch.distributed.fsdp import fully_shard
+
+    plain = values(Duel.from_model(bert(), tiny.tokenizer(), block=3))
+    parallel = torch.nn.parallel.DistributedDataParallel(bert())
+    assert values(Duel.from_model(parallel, tiny.tokenizer(), block=3)) == plain
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    sharded = fully_shard(bert(), mesh=mesh)
+    with pytest.raises(DuelError, match=r"holds a part of the weights only \(FSDP\): .* Save a checkpoint"):
+        Duel.from_model(sharded, tiny.tokenizer())
+
+
+# ---------------------------------------------------------------- what the spec says
+
+
+def test_the_spec_says_what_is_known_of_the_weights():
+    model = bert()
+    memory, named, hashed = (
+        Duel.from_model(model, tiny.tokenizer(), weights=weights) for weights in (None, "run 7, step 20", "digest")
+    )
+    assert memory.spec["weights"] == "in memory" and named.spec["weights"] == "run 7, step 20"
+    first, fingerprints = hashed.spec["weights"], {duel.fingerprint for duel in (memory, named, hashed)}
+    assert len(first) == 12 and len(fingerprints) == 3
+    assert hashed.spec["weights"] == first
+    with torch.no_grad():
+        model.bert.embeddings.word_embeddings.weight[5, 0] += 1e-6
+    assert hashed.spec["weights"] != first and memory.fingerprint in fingerprints
+    assert memory.spec["denoiser"] == "BertForMaskedLM in memory" and memory.spec["dtype"] == "float32"
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def function(ids, real):
+    return torch.zeros(*ids.shape, 8)
+
+
+def zero_head():
+    network = Network()
+    torch.nn.init.zeros_(network.out.weight)
+    return network
+
+
+FUNCTION = {"mask_token_id": 7, "max_length": 12}
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments", "message"),
+    [
+        ("demo-mdm", {}, "from_model takes a network: .* got str. For a checkpoint .* use from_pretrained"),
+        (function, {"max_lenght": 3}, "Unknown argument of from_model 'max_lenght'. Did you mean max_length"),
+        (function, {"max_length": 12}, "names a mask token; pass mask_token_id="),
+        (function, {"mask_token_id": 7}, "pass max_length="),
+        (function, {**FUNCTION, "attention": "block_causal"}, "write a Denoiser with `stream`"),
+        (function, {**FUNCTION, "weights": "digest"}, "hashes the parameters of a module, and function is a function"),
+        (lambda ids, real: ids, FUNCTION, r"must return logits of the shape \(R, L, V\), \(1, 2, V\) for this call"),
+        (zero_head(), FUNCTION, "Network predicts the same for every row, as networks do whose head starts at zero"),
+        (lambda ids, real: Network()(ids, real) / 0, FUNCTION, "returns NaN or infinite logits"),
+        (Network(), {**FUNCTION, "cache": "dual"}, "cache=dual is not possible with this network"),
+        (tiny.network("gpt2"), {"mask_token_id": 39}, "GPT2LMHeadModel is causal: its predictions ignore later tokens"),
+        (tiny.network("bert"), {"mask_token_id": 4, "attention": "causal"}, "score it with estimator=ar"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_refused(model, arguments, message):
+    with pytest.raises(DuelError, match=message):
+        Duel.from_model(model, **arguments)
+
+
+def test_block_sparse_attention_is_refused():
+    config = BigBirdConfig(
+        vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
+    )
+    with pytest.raises(DuelError, match=r"call its set_attention_type\('original_full'\) first"):
+        Duel.from_model(BigBirdForMaskedLM(config), mask_token_id=4)
+
+
+def test_without_self_tests_properties_are_still_detected():
+    with pytest.raises(DuelError, match="Train it for a few steps first"):
+        Duel.from_model(zero_head(), **FUNCTION, self_tests=False)
+    model = BertForMaskedLM(BertConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
+    fast = Duel.from_model(model, mask_token_id=4, self_tests=False).denoiser
+    assert fast.honours_padding and not fast.relative_positions
+
+
+def test_evaluating_nests():
+    network = Network()
+    with evaluating(network, torch.device("cpu")):
+        with evaluating(network, torch.device("cpu")):
+            assert not network.training
+        assert not network.training
+    assert network.training

@@ -1,0 +1,214 @@
+"""Scores during training: the numbers of `Duel.score`, the Trainer's own logging, and work shared by ranks."""
+
+import importlib.util
+import logging
+import math
+import os
+import statistics
+import subprocess
+import sys
+
+import pytest
+import tiny
+import torch
+from pages import ROOT
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from lm_eval_duel import Duel, DuelCallback, DuelError, planned_tokens, training_metrics
+from lm_eval_duel.library import training
+
+TEXTS = ["the a b of c", "a of the", "c d e f g h i of", "and the b of a"]
+
+
+@pytest.fixture
+def model():
+    return tiny.network("bert").train()
+
+
+def test_the_numbers_are_those_of_score(model):
+    metrics = training_metrics(model, tiny.tokenizer(), TEXTS, rules=["greedy", "margin:k=2"], block=3)
+    assert model.training
+    assert sorted(metrics) == sorted(
+        f"duel/{rule}/bits_per_byte{end}" for rule in ("greedy", "margin:k=2") for end in ("", "_stderr")
+    )
+    for rule in ("greedy", "margin:k=2"):
+        scores = Duel.from_model(model, tiny.tokenizer(), rule=rule, block=3).score(TEXTS)
+        sizes = [len(text.encode()) for text in TEXTS]
+        bits = [-score.log_prob / math.log(2) for score in scores]
+        value = sum(bits) / sum(sizes)
+        assert metrics[f"duel/{rule}/bits_per_byte"] == pytest.approx(value, rel=1e-6)
+        apart = [b - value * size for b, size in zip(bits, sizes, strict=True)]
+        error = statistics.stdev(apart) / math.sqrt(len(TEXTS)) / statistics.mean(sizes)
+        assert metrics[f"duel/{rule}/bits_per_byte_stderr"] == pytest.approx(error, rel=1e-5)
+    assert list(training_metrics(model, tiny.tokenizer(), TEXTS[:1], block=3, name="eval")) == [
+        "eval/greedy/bits_per_byte"
+    ]
+
+
+def test_estimates_and_caches_carry_their_label(model):
+    estimate = training_metrics(model, tiny.tokenizer(), TEXTS, block=3, sample=1.0)
+    exact = training_metrics(model, tiny.tokenizer(), TEXTS, block=3)
+    cached = training_metrics(model, tiny.tokenizer(), TEXTS, block=3, cache="dual")
+    assert set(estimate) == {f"duel/greedy,two_phase/bits_per_byte{end}" for end in ("", "_stderr")}
+    assert set(cached) == {f"duel/greedy,cache=dual/bits_per_byte{end}" for end in ("", "_stderr")}
+    assert estimate["duel/greedy,two_phase/bits_per_byte"] == pytest.approx(
+        exact["duel/greedy/bits_per_byte"], rel=1e-6
+    )
+    assert cached["duel/greedy,cache=dual/bits_per_byte"] != pytest.approx(exact["duel/greedy/bits_per_byte"], rel=1e-6)
+
+
+def test_the_cost_is_known_before(model, caplog):
+    caplog.set_level(logging.INFO)
+    duel = Duel.from_model(model, tiny.tokenizer(), block=3)
+    evaluated = []
+    for text in TEXTS[:3]:
+        [window] = duel.windows(text)
+        rows = duel.counts.rows
+        duel.score([text])
+        evaluated.append((duel.counts.rows - rows) * window.length)
+    assert [planned_tokens(duel, [text]) for text in TEXTS[:3]] == evaluated
+    budget = sum(evaluated[:2]) + 1
+    metrics = training_metrics(model, tiny.tokenizer(), TEXTS, block=3, token_budget=budget)
+    assert metrics == training_metrics(model, tiny.tokenizer(), TEXTS[:2], block=3)
+    assert f"2 of 4 texts fit token_budget={budget} ({sum(evaluated[:2])} network tokens)" in caplog.text
+    with pytest.raises(
+        DuelError, match=f"The first text takes {evaluated[0]} network tokens, more than token_budget=5"
+    ):
+        training_metrics(model, tiny.tokenizer(), TEXTS, block=3, token_budget=5)
+    under_cache = Duel.from_model(model, tiny.tokenizer(), block=3, cache="dual")
+    assert planned_tokens(under_cache, TEXTS) < planned_tokens(duel, TEXTS)
+    assert planned_tokens(duel, TEXTS[:1], sample=0.5) > planned_tokens(under_cache, TEXTS[:1])
+
+
+# ---------------------------------------------------------------- ranks
+
+
+def test_ranks_share_the_texts_and_their_errors(model, monkeypatch):
+    whole = training_metrics(model, tiny.tokenizer(), TEXTS, block=3)
+    shares = {}
+
+    def as_rank(rank, texts):
+        def gather(of_ranks, mine):
+            shares[rank] = mine
+            of_ranks[:] = [shares.get(n, mine) for n in range(2)]
+
+        monkeypatch.setattr(training, "_ranks", lambda: (rank, 2))
+        monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+        return training_metrics(model, tiny.tokenizer(), texts, block=3)
+
+    as_rank(0, TEXTS)
+    assert [scored[0] for scored in shares[0][0][0]] == [0, 2]
+    assert as_rank(1, TEXTS) == pytest.approx(whole)
+    shares.clear()
+    with pytest.raises(DuelError, match="mask token"):
+        as_rank(0, ["a [MASK]", "b"])
+    with pytest.raises(DuelError, match=r"Rank 0 could not score its texts: DuelError: Text 0: .* mask token"):
+        as_rank(1, ["a [MASK]", "b"])
+
+
+RANK = """
+import sys
+import torch
+sys.path.insert(0, sys.argv[3])
+import tiny
+from lm_eval_duel import training_metrics
+torch.distributed.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=int(sys.argv[2]), world_size=2)
+model = torch.nn.parallel.DistributedDataParallel(tiny.network("bert").train())
+print(sorted(training_metrics(model, tiny.tokenizer(), %r, block=3).items()))
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_numbers_of_one(tmp_path, model):
+    helpers = str(ROOT / "tests" / "helpers")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK % TEXTS, str(tmp_path / "store"), str(rank), helpers],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(2)
+    ]
+    first, second = (rank.communicate(timeout=120)[0].splitlines()[-1] for rank in ranks)
+    assert first == second
+    whole = sorted(training_metrics(model, tiny.tokenizer(), TEXTS, block=3).items())
+    for (name, value), (same, other) in zip(whole, eval(first), strict=True):
+        assert name == same and value == pytest.approx(other, rel=1e-6)
+
+
+# ---------------------------------------------------------------- the Trainer
+
+
+class Reporter(TrainerCallback):
+    """What wandb and others are: a callback that gets the logs."""
+
+    def __init__(self):
+        self.logs = []
+
+    def on_log(self, args, state, control, logs=None, **more):
+        self.logs.append((state.global_step, dict(logs)))
+
+
+def trainer(model, folder, **arguments):
+    rows = [{"input_ids": [2, 5 + n, 6, 7, 3], "labels": [-100, 6, 7, 8, -100]} for n in range(8)]
+    settings = {"max_steps": 4, "per_device_train_batch_size": 2, "use_cpu": True, "save_strategy": "no"}
+    options = TrainingArguments(str(folder), **settings, report_to="none", disable_tqdm=True, **arguments)
+    reporter = Reporter()
+    made = Trainer(model, options, train_dataset=rows, eval_dataset=rows, processing_class=tiny.tokenizer())
+    made.add_callback(reporter)
+    return made, reporter
+
+
+def test_the_trainer_logs_the_numbers(model, tmp_path):
+    training_run, reporter = trainer(model, tmp_path, eval_strategy="steps", eval_steps=4, learning_rate=1e-3)
+    before = training_metrics(model, tiny.tokenizer(), TEXTS, block=3)
+    training_run.add_callback(DuelCallback(training_run, TEXTS, every=2, block=3))
+    training_run.train()
+    scored = [(step, logs) for step, logs in reporter.logs if "duel/greedy/bits_per_byte" in logs]
+    assert [step for step, _ in scored] == [2, 4], "once where a step is due and evaluated"
+    assert scored == [
+        (log["step"], {key: value for key, value in log.items() if key != "step"})
+        for log in training_run.state.log_history
+        if "duel/greedy/bits_per_byte" in log
+    ]
+    after = training_metrics(model, tiny.tokenizer(), TEXTS, block=3)
+    assert scored[-1][1]["duel/greedy/bits_per_byte"] == pytest.approx(after["duel/greedy/bits_per_byte"])
+    assert scored[0][1]["duel/greedy/bits_per_byte"] != pytest.approx(before["duel/greedy/bits_per_byte"])
+
+
+@pytest.mark.slow
+def test_training_is_the_same_with_the_callback(tmp_path):
+    weights = []
+    for scored in (False, True):
+        torch.manual_seed(0)
+        model = tiny.network("bert")
+        run, _ = trainer(model, tmp_path, learning_rate=1e-3)
+        if scored:
+            run.add_callback(DuelCallback(run, TEXTS[:1], every=1, block=3))
+        run.train()
+        weights.append(model.state_dict())
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+
+
+def test_what_the_callback_refuses(model, tmp_path):
+    run, _ = trainer(model, tmp_path)
+    with pytest.raises(DuelError, match=r"The Trainer never evaluates \(eval_strategy='no'\), so pass every="):
+        DuelCallback(run, TEXTS)
+    with pytest.raises(DuelError, match=r"Unknown unmasking rule 'gredy'. Did you mean greedy"):
+        DuelCallback(run, TEXTS, every=2, rules=["gredy"])
+    with pytest.raises(DuelError, match="every is a number of steps, at least 1; got 0"):
+        DuelCallback(run, TEXTS, every=0)
+    with pytest.raises(AttributeError, match="no attribute 'scores'"):
+        DuelCallback(run, TEXTS, every=2).scores  # noqa: B018
+
+
+@pytest.mark.slow
+def test_the_example_of_the_docs_learns(tmp_path):
+    spec = importlib.util.spec_from_file_location("training_example", ROOT / "docs" / "training_example.py")
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    logs = example.main(str(tmp_path), steps=12, every=6)
+    assert [log["step"] for log in logs] == [6, 12]
+    first, last = (log["duel/greedy/bits_per_byte"] for log in logs)
+    assert last < first - 0.1
