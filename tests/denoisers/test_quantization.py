@@ -66,6 +66,7 @@ def load(path, **options):
     return denoisers.load(path, device="cpu", **options, **causal)
 
 
+@torch.inference_mode()  # as in scoring: bitsandbytes has another kernel for calls with gradients
 def logits(denoiser):
     """Logits of arbitrary rows (3, 12, V), of the tokens alone."""
     ids = torch.randint(5, 34, (3, 12), generator=torch.Generator().manual_seed(5))
