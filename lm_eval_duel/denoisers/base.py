@@ -48,6 +48,7 @@ class Denoiser(abc.ABC):
     cache: str | None = None  # of a cached sampler: "prefix" or "dual"
     excluded_ids: tuple[int, ...] = ()  # tokens that are left out of the vocabulary
     quantized: bool = False  # its weights are coarser than its dtype
+    retries: bool = True  # a call that ran out of memory can be made again, with fewer rows
 
     @property
     @abc.abstractmethod

@@ -43,6 +43,7 @@ def load(
     `tokenizer`: columns that are not among its tokens get no probability; its mask token, if it has one, is [MASK].
     """
     options.refuse("DiT", "shift_logits", "backend", "cfg_scale", "peft", "device_map", "load_in_8bit", "load_in_4bit")
+    options.refuse("DiT", "tp_plan")
     if options.dtype not in ("auto", "float32"):
         raise DuelError(
             f"MDLM, BD3-LM, SEDD and their AR baseline run in float32, not {options.dtype}; leave dtype out."
