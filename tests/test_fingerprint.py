@@ -143,6 +143,7 @@ KEEPS = [  # two values of an arg that are one spec
 ]
 ELSEWHERE = {
     "sigma": "of SEDD, below",
+    **dict.fromkeys(("tp_plan", "tp_size"), "of several processes, in test_split.py"),
     "lattice_rules": "it adds values and changes none",
     "eos": "with ids of a tokenizer, in test_presets.py",
     **dict.fromkeys(("decay", "alpha", "table"), "of pc, with its file, in test_published.py"),

@@ -1,6 +1,6 @@
 """`tp_plan=auto`: which processes of a launch hold one network together, checked before torch is imported.
 
-    torchrun --nproc-per-node 8, tp_size=4        group 0: processes 0 1 2 3        group 1: processes 4 5 6 7
+torchrun --nproc-per-node 8, tp_size=4        group 0: processes 0 1 2 3        group 1: processes 4 5 6 7
 """
 
 from __future__ import annotations

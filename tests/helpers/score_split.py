@@ -32,7 +32,7 @@ def numbers(denoiser):
     samples = [(sample.log_prob, [*sample.tokens, *sample.reveal_steps]) for sample in drawn]
     bounds = []
     if denoiser.attention != "causal":
-        bounds = [(score.log_prob, []) for score in Elbo(denoiser, samples=4).log_prob(WINDOWS)]
+        bounds = [(score.log_prob, []) for score in Elbo(denoiser, samples=8).log_prob(WINDOWS)]
     return {"numbers": scores + samples + bounds, "spec": fingerprint.digest(denoiser.describe())}
 
 
@@ -47,10 +47,8 @@ def main(jobs, out):
             continue
         found[name] = numbers(denoiser)
         found[name]["parameters"] = sum(part.numel() for part in denoiser.model.parameters())
-        found[name]["own"] = sum(
-            getattr(part, "_local_tensor", part).numel() for part in denoiser.model.parameters()
-        )
-        if hasattr(denoiser, "end"):
+        found[name]["own"] = sum(getattr(part, "_local_tensor", part).numel() for part in denoiser.model.parameters())
+        if "tp_plan" in arguments:
             denoiser.end()
     if found:
         with open(f"{out}_{rank}.json", "w", encoding="utf-8") as file:

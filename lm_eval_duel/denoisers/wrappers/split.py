@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import distributed
 
+from lm_eval_duel import signals
 from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.denoisers.views import Cells, View
 from lm_eval_duel.denoisers.wrappers.base import WrappedView, Wrapper
@@ -115,11 +116,9 @@ class Group:
 class Split(Wrapper):
     """The leader's side of a network that is split over a group."""
 
-    retries = False  # the others are in the middle of the call that ran out of memory
-
     def __init__(self, plain: Denoiser, group: Group):
         super().__init__(plain)
-        self.retries = False
+        self.retries = False  # the others are in the middle of the call that ran out of memory
         self.group, group.busy = group, True
         self._numbers = itertools.count()
         self._closed: list[int] = []  # views that are not used any more
@@ -189,24 +188,35 @@ def share(denoiser: Denoiser, group: Group) -> Split:
 @torch.inference_mode()
 def _follow(denoiser: Denoiser, group: Group) -> None:
     """Make the leader's calls until it ends. Signals are the leader's: it finishes the call under way."""
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
     views: dict[int, View] = {}
-    while True:
-        name, number, arguments, closed = group.broadcast()
-        for old in closed:
-            del views[old]
-        if name == "end":
-            return
-        with group.explained():
-            if name == "open":
-                views[number] = denoiser.open(*arguments)
-            elif name == "head":
-                shape, dtype = arguments
-                denoiser.head(group.broadcast_tensor(torch.empty(shape, dtype=dtype, device=group.device)))
-            else:
-                getattr(views[number], name)(arguments)
+    with _without_signals():
+        while True:
+            name, number, arguments, closed = group.broadcast()
+            for old in closed:
+                del views[old]
+            if name == "end":
+                return
+            with group.explained():
+                if name == "open":
+                    views[number] = denoiser.open(*arguments)
+                elif name == "head":
+                    shape, dtype = arguments
+                    denoiser.head(group.broadcast_tensor(torch.empty(shape, dtype=dtype, device=group.device)))
+                else:
+                    getattr(views[number], name)(arguments)
+
+
+@contextlib.contextmanager
+def _without_signals() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():  # Python allows handlers in the main thread only
+        yield
+        return
+    before = [(number, signal.signal(number, signal.SIG_IGN)) for number in signals.SIGNALS]
+    try:
+        yield
+    finally:
+        for number, handler in before:
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def _moved(value: Any, device: torch.device) -> Any:
