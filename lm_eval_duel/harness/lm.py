@@ -226,7 +226,8 @@ class DuelMDM(TemplateLM):
         if unread_arguments:
             log.info("estimator=%s does not read %s", self.options.estimator, " and ".join(unread_arguments))
         if self.tp_size > 1:
-            log.info("tp_plan=auto: %d processes hold one network; %d work", self.tp_size, self.world_size)
+            processes = self.tp_size * self.world_size
+            log.info("tp_plan=auto: %d processes, %d for each network", processes, self.tp_size)
         log.info("spec %s: %s", self.fingerprint, ", ".join(f"{key}={value}" for key, value in self.spec.items()))
 
     def _open_trace(self) -> Writer | None:

@@ -246,3 +246,35 @@ def test_two_processes_compute_the_numbers_of_one(tmp_path, monkeypatch):
         for (log_prob, order), (other, other_order) in zip(alone["numbers"], together["numbers"], strict=True):
             assert other == pytest.approx(log_prob, abs=1e-5), name
             assert other_order == order, name
+
+
+DIES = """
+import os, sys
+from lm_eval_duel.denoisers.wrappers import split
+from score_split import main
+
+broadcast, calls = split.Group.broadcast, []
+
+def counted(self, command=None):
+    calls.append(command)
+    if self.rank == {rank} and len(calls) == 12:
+        os._exit(9)
+    return broadcast(self, command)
+
+split.Group.broadcast = counted
+main(*sys.argv[1:])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_dies_ends_its_group(rank, tmp_path, monkeypatch):
+    """On two machines, so that no launcher ends the other process."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HELPERS), str(tmp_path), *sys.path]))
+    (tmp_path / "dies.py").write_text(DIES.format(rank=rank))
+    path, _ = write(tmp_path, CASES["sdar"])
+    (tmp_path / "jobs.json").write_text(json.dumps({"sdar": [path, {"tp_plan": "auto"}]}))
+    status, printed = launch(TORCHRUN, 2, "dies", str(tmp_path / "jobs.json"), str(tmp_path / "out"), machines=2)
+    assert 0 not in status, printed[-3000:]
+    words = f"DuelError: Process {1 - rank} holds a part of a network together with processes {rank} (tp_plan=auto), "
+    assert words + "and one of them has ended" in printed, printed[-3000:]

@@ -27,7 +27,8 @@ def numbers(denoiser):
     rule = "left_to_right" if denoiser.attention == "causal" else "margin"
     block = {"block_causal": denoiser.block, "causal": 1}.get(denoiser.attention, 4)
     duel = Duel(denoiser, rule, block)
-    scores = [(score.log_prob, list(score.reveal_steps)) for score in duel.log_prob(WINDOWS)]
+    windows = [window for window in WINDOWS if not (window.suffix and denoiser.attention == "causal")]
+    scores = [(score.log_prob, list(score.reveal_steps)) for score in duel.log_prob(windows)]
     drawn = duel.sample([(6,), (14, 20)], 8, seed=1)
     samples = [(sample.log_prob, [*sample.tokens, *sample.reveal_steps]) for sample in drawn]
     bounds = []
