@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import dit_reference
 import pytest
+import tiny
 import torch
 from decoder_reference import CASES, write
 from harness_runs import TORCHRUN, launch
@@ -16,7 +18,7 @@ from score_split import WINDOWS, main
 from toys import Toy
 
 from lm_eval_duel import denoisers
-from lm_eval_duel.denoisers import process_groups
+from lm_eval_duel.denoisers import loading, process_groups
 from lm_eval_duel.denoisers.hf import tensor_parallel
 from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.denoisers.wrappers import split
@@ -212,6 +214,15 @@ def test_sizes_that_do_not_divide(monkeypatch):
         tensor_parallel.require_plan(BertForMaskedLM, BertConfig(), options)
     with pytest.raises(DuelError, match="and flash runs code of its own; leave tp_plan out"):
         tensor_parallel.require_plan(None, BertConfig(), options)
+
+
+@pytest.mark.parametrize("kind", ["masked LM", "DiT"])
+def test_networks_that_are_not_split(kind, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(loading, "_group", lambda options, device: None)  # there are no processes
+    path = tiny.checkpoint(tmp_path, "bert") if kind == "masked LM" else dit_reference.write(tmp_path, "mdlm")[0]
+    with pytest.raises(DuelError, match=f"is of the family {kind}, which has no choice of 'tp_plan'; leave it out"):
+        loading.load(path, device="cpu", tp_plan="auto", tokenizer=tiny.tokenizer())
 
 
 # ---------------------------------------------------------------- processes
