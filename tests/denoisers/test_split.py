@@ -1,5 +1,6 @@
 """A network split over processes: the others repeat the leader's calls, and the numbers are those of one process."""
 
+import importlib.util
 import json
 import os
 import pickle
@@ -216,6 +217,12 @@ def test_sizes_that_do_not_divide(monkeypatch):
         tensor_parallel.require_plan(None, BertConfig(), options)
 
 
+def test_a_release_of_transformers_without_meshes(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers.distributed.utils", None)
+    with pytest.raises(DuelError, match=r"tp_plan=auto needs transformers 5\.23 or later; this is "):
+        tensor_parallel.model_kwargs(LoadOptions("x", torch.device("cpu"), tp_plan="auto"))
+
+
 @pytest.mark.parametrize("kind", ["masked LM", "DiT"])
 def test_networks_that_are_not_split(kind, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -227,10 +234,14 @@ def test_networks_that_are_not_split(kind, tmp_path, monkeypatch):
 
 # ---------------------------------------------------------------- processes
 
+needs_meshes = pytest.mark.skipif(
+    importlib.util.find_spec("transformers.distributed.utils") is None, reason="this release cannot split networks"
+)
 FAMILIES = ["llada", "dream", "llada2", "a2d-qwen2"]  # renamed; shifted; block-causal with experts; a tied head
 
 
 @pytest.mark.slow
+@needs_meshes
 def test_two_processes_compute_the_numbers_of_one(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HELPERS), *sys.path]))
     jobs = {}
@@ -278,6 +289,7 @@ main(*sys.argv[1:])
 
 
 @pytest.mark.slow
+@needs_meshes
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_process_that_dies_ends_its_group(rank, tmp_path, monkeypatch):
     """On two machines, so that no launcher ends the other process."""

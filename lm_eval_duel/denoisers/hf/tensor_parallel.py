@@ -16,6 +16,7 @@ from lm_eval_duel.denoisers import process_groups
 from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.errors import DuelError
 
+NEEDED = "5.23"  # the release that this was tested with
 SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size")
 
 
@@ -35,22 +36,25 @@ def network_class(native: Any, options: LoadOptions) -> Any:
 
 
 def model_kwargs(options: LoadOptions) -> dict[str, Any]:
-    """The arguments of `from_pretrained` for a network that is split; empty for one that is not."""
+    """The arguments of `from_pretrained` for a network that is split; empty for one that is not.
+
+    Raises DuelError if this release of transformers cannot split networks as this module needs it.
+    """
     if options.tp_plan is None:
         return {}
-    from transformers.distributed import DistributedConfig
+    try:
+        from transformers.distributed import DistributedConfig
+        from transformers.distributed.utils import TransformersDeviceMesh  # noqa: F401 - for `_meshes`
+    except ImportError as error:
+        raise DuelError(
+            f"tp_plan=auto needs transformers {NEEDED} or later; this is {transformers.__version__}."
+        ) from error
 
     return {"distributed_config": DistributedConfig(tp_size=process_groups.size(options), tp_plan="auto")}
 
 
 def require_plan(native: Any, model_config: Any, options: LoadOptions) -> None:
     """Raise DuelError if `native` has no plan, or if the sizes of its config do not divide by the group's."""
-    try:
-        from transformers.distributed.utils import TransformersDeviceMesh  # noqa: F401 - what `_meshes` needs
-    except ImportError as error:
-        raise DuelError(
-            f"tp_plan=auto needs transformers 5.23 or later; this is {transformers.__version__}."
-        ) from error
     size = process_groups.size(options)
     if native is None:
         raise DuelError(
