@@ -25,6 +25,7 @@ from lm_eval_duel.arguments import (
     required_choice,
     text,
 )
+from lm_eval_duel.denoisers import process_groups
 from lm_eval_duel.denoisers.load_options import ALIASES, NETWORK_READERS, WHOLE_ROW_BOS, NetworkArguments
 from lm_eval_duel.errors import DuelError, unknown, usage
 from lm_eval_duel.estimators import registry
@@ -102,6 +103,12 @@ class Options(NetworkArguments):
         registry.check_arguments(values, values.get("estimator", "duel"))
         estimator_args = {key: values.pop(key) for key in estimators if key in values}
         options = cls(rule=rule, estimator_args=estimator_args, **values)
+        process_groups.check(options)
+        if options.tp_plan and options.verify and options.dtype not in ("float32", "float64"):
+            raise DuelError(
+                "verify scores windows again in float32, and processes that hold one network together (tp_plan=auto) "
+                "hold no second one: pass dtype=float32, or leave verify out."
+            )
         if (check := registry.find(options.estimator).check) is not None:
             check(options)
         return options

@@ -27,10 +27,11 @@ class Ranks(NamedTuple):
     rank: int = 0
     world_size: int = 1
     group: Any = None
+    leads: bool = True  # False: it only holds a part of a network (tp_plan=auto) for the rank whose number it has
 
     @classmethod
-    def join(cls, device: str | None) -> Ranks:
-        """Join the other processes, if there are any."""
+    def join(cls, device: str | None, tp_size: int = 1) -> Ranks:
+        """Join the other processes, if there are any. Every `tp_size` of them hold one network and are one rank."""
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return cls(device)
         from accelerate import Accelerator
@@ -45,8 +46,12 @@ class Ranks(NamedTuple):
                 f"{os.environ.get('MASTER_PORT')}: are all machines up, and is that address the first one's? "
                 f"({str(error).splitlines()[0]})"
             ) from error
-        group = torch.distributed.new_group(backend="gloo", timeout=TIMEOUT)
-        return cls(str(accelerator.device), accelerator.process_index, accelerator.num_processes, group)
+        process, processes = accelerator.process_index, accelerator.num_processes
+        leaders = list(range(0, processes, tp_size))
+        group = torch.distributed.new_group(leaders, backend="gloo", timeout=TIMEOUT)
+        return cls(
+            str(accelerator.device), process // tp_size, processes // tp_size, group, leads=process % tp_size == 0
+        )
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensors of all ranks, concatenated."""
@@ -64,7 +69,8 @@ class Ranks(NamedTuple):
             return [obj]
         objects = [None] * self.world_size if self.rank == dst else None
         with self.waiting():
-            torch.distributed.gather_object(obj, objects, dst=dst, group=self.group)
+            process = torch.distributed.get_global_rank(self.group, dst)
+            torch.distributed.gather_object(obj, objects, dst=process, group=self.group)
         return objects
 
     def barrier(self) -> None:

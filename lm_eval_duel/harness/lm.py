@@ -10,6 +10,7 @@ from lm_eval.api.model import TemplateLM
 
 from lm_eval_duel import fingerprint
 from lm_eval_duel.demo import BUNDLED
+from lm_eval_duel.denoisers import process_groups
 from lm_eval_duel.errors import DuelError, unchained
 from lm_eval_duel.options import Options
 
@@ -43,10 +44,11 @@ class DuelMDM(TemplateLM):
         from lm_eval_duel.harness.text import Text
 
         patches.apply()
-        self.ranks = Ranks.join(options.device)
-        if options.trace is not None:
+        self.tp_size = process_groups.size(options)
+        self.ranks = Ranks.join(options.device, self.tp_size)
+        if options.trace is not None and self.ranks.leads:
             trace.place(options.trace, self.rank, self.world_size)
-        if options.pretrained is None and self.rank == 0:
+        if options.pretrained is None and self.rank == 0 and self.ranks.leads:
             log.info(
                 "no pretrained= given: scoring with demo-mdm, the small bundled demonstration checkpoint. "
                 "Name yours with --model_args pretrained=<folder or hub name>,..."
@@ -220,6 +222,7 @@ class DuelMDM(TemplateLM):
             "device": str(self.denoiser.device),
             "versions": versions(),
             "trace": str(self.trace.path) if self.trace else None,
+            **({"tp_size": self.tp_size} if self.tp_size > 1 else {}),
             **total.describe(),
         }
         return {"fingerprint": self.fingerprint, "spec": self.spec, "duel": duel}
@@ -229,6 +232,9 @@ class DuelMDM(TemplateLM):
             log.warning("%s", note)
         if unread_arguments:
             log.info("estimator=%s does not read %s", self.options.estimator, " and ".join(unread_arguments))
+        if self.tp_size > 1:
+            processes = self.tp_size * self.world_size
+            log.info("tp_plan=auto: %d processes, %d for each network", processes, self.tp_size)
         log.info("spec %s: %s", self.fingerprint, ", ".join(f"{key}={value}" for key, value in self.spec.items()))
 
     def _open_trace(self) -> Writer | None:

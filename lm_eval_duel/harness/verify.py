@@ -69,7 +69,7 @@ class Verification:
 
     def __init__(self, run: Run, windows: Sequence[Sequence[Window]]):
         self.run, self.windows = run, windows
-        options, (_, rank, ranks, _) = run.options, run.ranks
+        options, rank, ranks = run.options, run.ranks.rank, run.ranks.world_size
         candidates = [(n, part) for n, parts in enumerate(windows) for part in range(len(parts)) if parts[part].target]
         share = options.verify // ranks + (rank < options.verify % ranks)
         chance = random.Random(f"{options.draw_seed} {rank}")

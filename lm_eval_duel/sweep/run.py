@@ -39,7 +39,10 @@ class Sweep:
         self.corpus = corpus.load(options.tasks, metadata, options.limit, options.include_path)
         self.model = model = DuelMDM(**model_args)
         if model.world_size > 1:
-            raise DuelError("A sweep runs in one process; start it without accelerate or torchrun.")
+            raise DuelError(
+                "A sweep runs in one process, or in one group of processes that hold one network together "
+                "(tp_plan=auto without tp_size); start it without accelerate or torchrun."
+            )
         if model.denoiser.attention == "causal":
             raise DuelError("An autoregressive model has one order: there is nothing to sweep.")
         self.measuring = Measuring(self.folder, model, self.spec_without_rule())

@@ -1,16 +1,13 @@
 """SharedScore processes: the same numbers as one, balanced, and no rank that waits for ever."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 import tiny
 from harness_requests import text_log_prob
-from harness_runs import free_port
+from harness_runs import ACCELERATE, TORCHRUN, launch
 from lm_eval.api.task import Task
 
 from lm_eval_duel.errors import DuelError
@@ -20,25 +17,6 @@ from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.harness.requests import Batch
 from lm_eval_duel.harness.run_stats import RunStats, Share, TaskTotal
 from lm_eval_duel.harness.versions import request as make_request
-
-TORCHRUN = ("torch.distributed.run", "--nproc-per-node", "{ranks}", "--master-port", "{port}")
-ACCELERATE = ("accelerate.commands.launch", "--multi_gpu", "--num_processes", "{ranks}", "--num_machines", "1")
-ACCELERATE += ("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "{port}")
-
-
-def launch(launcher, count, *arguments, machines=1):
-    """The exit statuses of launchers, one a machine (all of them this one), and what all ranks printed in one line."""
-    port, runs = free_port(), []
-    for machine in range(machines):
-        parts = [part.format(ranks=count // machines, port=port) for part in launcher]
-        if machines > 1:
-            parts += ["--nnodes", str(machines), "--node-rank", str(machine), "--master-addr", "127.0.0.1"]
-        command = [sys.executable, "-m", *parts, "-m", *arguments]
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        runs.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env))
-    printed = [run.communicate(timeout=600)[0] for run in runs]
-    return [run.returncode for run in runs], " ".join("".join(printed).split())
-
 
 # ------------------------------------------------------------ requests that fill up a rank
 

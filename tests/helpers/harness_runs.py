@@ -12,6 +12,10 @@ from lm_eval.tasks import TaskManager
 
 from lm_eval_duel.tasks import task_folder
 
+TORCHRUN = ("torch.distributed.run", "--nproc-per-node", "{ranks}", "--master-port", "{port}")
+ACCELERATE = ("accelerate.commands.launch", "--multi_gpu", "--num_processes", "{ranks}", "--num_machines", "1")
+ACCELERATE += ("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "{port}")
+
 
 def lm_eval(*arguments, module="lm_eval", check=True):
     done = subprocess.run(
@@ -45,3 +49,17 @@ def free_port():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return str(free.getsockname()[1])
+
+
+def launch(launcher, count, *arguments, machines=1):
+    """The exit statuses of launchers, one a machine (all of them this one), and what all ranks printed in one line."""
+    port, runs = free_port(), []
+    for machine in range(machines):
+        parts = [part.format(ranks=count // machines, port=port) for part in launcher]
+        if machines > 1:
+            parts += ["--nnodes", str(machines), "--node-rank", str(machine), "--master-addr", "127.0.0.1"]
+        command = [sys.executable, "-m", *parts, "-m", *arguments]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        runs.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env))
+    printed = [run.communicate(timeout=600)[0] for run in runs]
+    return [run.returncode for run in runs], " ".join("".join(printed).split())

@@ -57,6 +57,7 @@ def load(
         "device_map",
         "load_in_8bit",
         "load_in_4bit",
+        "tp_plan",
     )
     if options.dtype not in ("auto", "float32"):
         raise DuelError(

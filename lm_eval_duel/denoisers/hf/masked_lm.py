@@ -48,7 +48,7 @@ def load(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedToke
             "If it is autoregressive, score it with estimator=ar. If it is a masked diffusion model whose network "
             "belongs to a known family, pass family=; to run its own code, backend=remote,trust_remote_code=true."
         )
-    options.refuse("masked LM", "shift_logits", "backend", "sigma", "first_token", "peft")
+    options.refuse("masked LM", "shift_logits", "backend", "sigma", "first_token", "peft", "tp_plan")
     if options.family is not None or options.attention not in (None, "bidirectional"):
         raise DuelError(
             f"{options.name} is a masked LM of transformers, so bidirectional; leave family, attention out."

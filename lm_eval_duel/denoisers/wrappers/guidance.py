@@ -64,6 +64,10 @@ class GuidedView(View):
     def cost(self, lanes: Lanes) -> torch.Tensor:
         return sum(view.cost(lanes) for view in self.views)  # (R,)
 
+    def commit(self, lanes: Lanes) -> None:
+        for view in self.views:
+            view.commit(lanes)
+
     def cells(self, lanes: Lanes) -> Cells:
         bare = dataclasses.replace(
             lanes, tokens=lanes.tokens.masked_fill(lanes.columns < lanes.origin[:, None], -1)
