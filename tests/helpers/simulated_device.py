@@ -10,6 +10,7 @@ indices of a tensor on the device. `synchronisations` counts what makes the host
 import collections
 
 import torch
+import torch.utils._device
 from torch.utils._pytree import tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
@@ -184,6 +185,7 @@ def register():
         packet, _, overload = name.partition(".")
         operations.impl(name, _factory(getattr(getattr(aten, packet), overload or "default")), "PrivateUse1")
     _library.append(operations)
+    torch.utils._device._device_constructors()  # kept by torch, with its own `torch.tensor`
     torch.tensor = _tensor
 
 
@@ -196,7 +198,6 @@ _tensor_on_cpu = torch.tensor
 
 def _tensor(data, *, device=None, **options):
     """`torch.tensor`, which copies to the device below the level at which wrappers can be made."""
-    if device is None:
-        device = torch.get_default_device()
-    made = _tensor_on_cpu(data, device="cpu" if torch.device(device).type == NAME else device, **options)
-    return made.to(device)
+    if device is None or torch.device(device).type != NAME:
+        return _tensor_on_cpu(data, device=device, **options)
+    return _tensor_on_cpu(data, device="cpu", **options).to(device)

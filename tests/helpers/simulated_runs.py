@@ -86,8 +86,14 @@ class MovedBlocks(MovedToy, BlockCausal):
     """The block-causal one."""
 
     def stream(self, ids, positions, seen, past):
-        with torch.device(self.device):
+        if self.device.type == CPU:
             return super().stream(ids, positions, seen, past)
+        held = [plane.cpu() for plane in (self.embed, self.mix, self.out)]
+        ones = MovedBlocks(tokens=self.tokens, length=self.max_length, block=self.block)
+        ones.embed, ones.mix, ones.out = held
+        past = past and [tuple(plane.cpu() for plane in layer) for layer in past]
+        features, own = ones.stream(ids.cpu(), positions.cpu(), seen.cpu(), past)
+        return features.to(self.device), [tuple(plane.to(self.device) for plane in layer) for layer in own]
 
 
 class MovedCausal(MovedToy, Causal):
@@ -182,15 +188,15 @@ def runs(denoiser, windows, more):
         sampler = SampledConfidence(denoiser, block, n=2, tau=0.5, traced=True, **settings)
         yield "sampled_confidence", lambda: scores(sampler, windows)
         yield "sampled_confidence sample", lambda: drawn(sampler, windows)
-    if denoiser.attention != "bidirectional" or type(denoiser) is MovedToy:
-        return
+    if denoiser.attention != "bidirectional" or type(denoiser) is MovedToy or "sedd" in denoiser.family:
+        return  # no cache
     for cache in ("prefix", "dual"):
         cached = Cached(denoiser, cache)
         duel = Duel(cached, f"greedy{seeded}", block, traced=True, **settings)
         yield cache, lambda duel=duel: scores(duel, windows)
         yield f"{cache} sample", lambda duel=duel: drawn(duel, windows)
         if not seeded:
-            lattice = Lattice(cached, 3, follow=["greedy"], **settings)
+            lattice = Lattice(cached, 4, follow=["greedy"], **settings)
             yield f"{cache} lattice", lambda lattice=lattice: scores(lattice, windows)
     for amount in ({"sample": 0.5}, {"precision": 0.2}):
         estimator = TwoPhase(denoiser, f"greedy{seeded}", 2, **settings, **amount)
