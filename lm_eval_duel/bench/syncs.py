@@ -75,6 +75,11 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, packet = kwargs or {}, func.overloadpacket
+        if packet not in WAITS:
+            with self:  # in inference mode, operations that consist of others arrive whole
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
         if packet in WAITS and not _on_host(args[0]):
             self.counts[WAITS[packet]] += 1
         elif packet in INDEXING and not _on_host(args[0]):

@@ -96,7 +96,7 @@ class CachedView(View):
         ids, _, real = self._input(fresh)  # (P, L) each
         cell = torch.arange(blocks.hidden.shape[1], device=ids.device)  # (W,)
         columns = (blocks.start[:, None] + cell - self.denoiser.shift).clamp(0, ids.shape[1] - 1)  # (P, W)
-        features, layers = self.denoiser.begin(ids, None if real.all() else real, columns)
+        features, layers = self.denoiser.begin(ids, self._padding(real), columns)
         self.forwards += 1
         self.evaluated += len(ids)
         self._slots.fill(slot, identity, features, layers)
