@@ -32,6 +32,7 @@ WAITS = {  # their result, or its shape, is needed by the host
     aten.bincount: "bincount",
     aten.repeat_interleave: "repeat_interleave",
 }
+SHAPES = ("nonzero", "boolean index", "unique", "bincount", "repeat_interleave")  # the host needs a result's shape
 
 
 class Simulated(torch.Tensor):
@@ -193,11 +194,11 @@ def _factory(function):
     return lambda *args, **kwargs: run(function, args, {**kwargs, "device": torch.device(NAME)})
 
 
-_tensor_on_cpu = torch.tensor
+tensor_on_cpu = torch.tensor
 
 
 def _tensor(data, *, device=None, **options):
     """`torch.tensor`, which copies to the device below the level at which wrappers can be made."""
     if device is None or torch.device(device).type != NAME:
-        return _tensor_on_cpu(data, device=device, **options)
-    return _tensor_on_cpu(data, device="cpu", **options).to(device)
+        return tensor_on_cpu(data, device=device, **options)
+    return tensor_on_cpu(data, device="cpu", **options).to(device)
