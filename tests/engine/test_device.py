@@ -12,7 +12,19 @@ from pathlib import Path
 import pytest
 
 HELPERS = Path(__file__).parents[1] / "helpers"
-FAMILIES = ["mdlm", "sedd", "sedd-retrained", "bidirectional", "bd3lm", "ar", "llada", "dream", "smdm", "sdar", "llada2"]
+FAMILIES = [
+    "mdlm",
+    "sedd",
+    "sedd-retrained",
+    "bidirectional",
+    "bd3lm",
+    "ar",
+    "llada",
+    "dream",
+    "smdm",
+    "sdar",
+    "llada2",
+]
 FAMILIES += ["llada-moe", "bert", "roberta", "modernbert", "eurobert", "esm", "gpt2"]
 WRAPPED = ["toy+", "mdlm+", "llada:cfg_scale=0.5", "llada:temperature=0.7", "llada:top_k=5", "mdlm:exclude_ids=4"]
 FEW = 20  # waits of the host in a step: the network, the rule and the loop
@@ -37,7 +49,10 @@ def check(results, *expected):
 def test_toys_score_and_sample_as_on_the_cpu_and_mixed_devices_raise(tmp_path):
     results = run(tmp_path, "mixing", "toy-blocks", "toy-causal")
     refused, allowed = results[0]["refused"], results[0]["allowed"]
-    assert refused == ["add", "reversed", "cat", "index", "where", "matmul", "write"] and allowed == ["scalar", "indices"]
+    assert refused == ["add", "reversed", "cat", "index", "where", "matmul", "write"] and allowed == [
+        "scalar",
+        "indices",
+    ]
     check(results[1:], "greedy", "sample", "replay", "elbo", "lattice", "sampled_confidence", "ar", "trial")
 
 

@@ -50,7 +50,7 @@ RULES = (
     "right_to_left:k=2",
     "entropy_threshold:tau=1.0",
     "factor:f=1.0",
-    "high_or_topk:mu=0.4:k=1",
+    "high_or_topk:n=2:tau=0.4",
     "dinfer_threshold:mu=0.4",
     "hierarchy:tau=0.4:low=0.2",
     "quota:steps=2",
@@ -175,22 +175,30 @@ def runs(denoiser, windows, more):
         yield rule, lambda rule=rule: scores(Duel(denoiser, rule, block, traced=True, **settings), windows)
     greedy = Duel(denoiser, "greedy", block, **settings)
     yield "sample", lambda: drawn(greedy, windows)
-    yield "replay", lambda: [
-        dataclasses.asdict(score)
-        for score in greedy.replay(windows, [score.reveal_steps for score in greedy.log_prob(windows)])
-    ]
+    yield (
+        "replay",
+        lambda: [
+            dataclasses.asdict(score)
+            for score in greedy.replay(windows, [score.reveal_steps for score in greedy.log_prob(windows)])
+        ],
+    )
     yield "elbo", lambda: scores(Elbo(denoiser, samples=16, traced=True, **settings), untailed(windows))
     trial = Duel(denoiser, "greedy", block)  # how much a call holds is found by trial
     yield "trial", lambda: scores(trial, windows)
     for form in ("count", "ratio"):
-        yield f"elbo {form}", lambda form=form: scores(Elbo(denoiser, samples=9, form=form, **settings), untailed(windows))
-    yield "lattice", lambda: scores(
-        Lattice(denoiser, block, follow=["greedy", "entropy:k=2"], traced=True, **settings), windows
+        yield (
+            f"elbo {form}",
+            lambda form=form: scores(Elbo(denoiser, samples=9, form=form, **settings), untailed(windows)),
+        )
+    yield (
+        "lattice",
+        lambda: scores(Lattice(denoiser, block, follow=["greedy", "entropy:k=2"], traced=True, **settings), windows),
     )
     if not getattr(denoiser, "top_k", None):  # a truncated distribution has no such confidence
         sampler = SampledConfidence(denoiser, block, n=2, tau=0.5, traced=True, **settings)
         yield "sampled_confidence", lambda: scores(sampler, windows)
-        yield "sampled_confidence sample", lambda: drawn(sampler, windows)
+        if more or type(denoiser) not in TOYS.values():
+            yield "sampled_confidence sample", lambda: drawn(sampler, windows)
     if denoiser.attention != "bidirectional" or type(denoiser) is MovedToy or not has_cache(denoiser):
         return
     for cache in ("prefix", "dual"):
@@ -250,7 +258,9 @@ def compare(folder, case):
     """The results of a case: `network`, or `network+` for every rule, or `network:key=value` for a network argument."""
     name, _, argument = case.rstrip("+").partition(":")
     key, _, value = argument.partition("=")
-    options = {key: (int(value),) if key == "exclude_ids" else float(value) if "." in value else int(value)} if key else {}
+    options = (
+        {key: (int(value),) if key == "exclude_ids" else float(value) if "." in value else int(value)} if key else {}
+    )
     open_at = opener(folder, name)
     on_cpu, on_sim = open_at(CPU, **options), open_at(SIM, **options)
     windows = windows_for(on_cpu)
@@ -334,7 +344,9 @@ def harness(folder):
         answers[device] = [
             *model.loglikelihood_rolling(ask("loglikelihood_rolling", *texts), disable_tqdm=True),
             *model.loglikelihood(ask("loglikelihood", ("a b", " c d"), ("a b", " e")), disable_tqdm=True),
-            *model.generate_until(ask("generate_until", ("a b", {"until": ["z"], "max_gen_toks": 5})), disable_tqdm=True),
+            *model.generate_until(
+                ask("generate_until", ("a b", {"until": ["z"], "max_gen_toks": 5})), disable_tqdm=True
+            ),
         ]
         traces[device] = trace.read(file)
         duel = TextDuel.from_pretrained(path, device=device, dtype="float32", block=4, batch_size=4, max_length=16)

@@ -128,7 +128,8 @@ class CachedView(View):
         order = order[begun[order]]
         if self.denoiser.cache == "prefix":
             return [order[part] for part in nearby(lanes.start[order], self.rows.length[lanes.row[order]])]
-        first, last = int(slot[order[0]]), int(slot[order[-1]])
+        slots = slot[order]
+        first, last = int(slots[0]), int(slots[-1])
         if len(order) < last - first + 1 <= 2 * len(order):  # with those between that begin: what is kept is not copied
             between = slot.argsort(stable=True)
             between = between[(slot[between] >= first) & (slot[between] <= last)]
