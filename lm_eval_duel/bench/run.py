@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from lm_eval_duel.bench import syncs
 from lm_eval_duel.bench.arms import Bench, Recording
 from lm_eval_duel.bench.options import ARMS, CACHED, TWO_PHASE, Settings
 from lm_eval_duel.bench.textbook import Loop
@@ -75,6 +76,7 @@ def measure(bench: Bench) -> dict[str, Any]:
     figures["two_phase_sample"] = None if bench.two_phase is None else _sample(bench, figures)
     figures |= {
         "seconds": times,
+        "host_syncs": syncs.figures(arms["ours"].run, recording.replay, recording.forwards),
         "nfe": nfe,
         "load_before": load,
         "tokens": sum(len(window.target) for window in bench.windows),
@@ -280,7 +282,11 @@ def _title(figures: dict[str, Any]) -> str:
 
 def _comparison(figures: dict[str, Any]) -> list[str]:
     difference, near_ties, compared = figures["max_abs_diff_nats"], figures["near_ties"], figures["compared"]
-    lines = [f"overhead of ours over its network calls alone: {figures['overhead']:+.1%}"]
+    waits = figures["host_syncs"]
+    lines = [
+        f"overhead of ours over its network calls alone: {figures['overhead']:+.1%}",
+        f"waits of the host for the device: {waits['per_call']:.1f} per network call of ours",
+    ]
     if figures["load_before"] > IDLE_LOAD:
         lines.insert(0, f"the load average before the start was {figures['load_before']:.1f}: times are unreliable")
     for name in ("textbook_kv", CACHED, "uncached"):

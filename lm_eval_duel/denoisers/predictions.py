@@ -62,6 +62,8 @@ class Predictions:
         cell: torch.Tensor,
         head: Callable[[torch.Tensor], torch.Tensor],
         excluded: torch.Tensor,
+        columns: torch.Tensor | None = None,
+        hidden_at: tuple[torch.Tensor, ...] | None = None,
     ):
         self.hidden = hidden  # (R, W) bool
         self.all_mask = all_mask  # (R,) bool: nothing in the row is visible, so all its cells share one distribution
@@ -69,7 +71,8 @@ class Predictions:
         self._cell = cell  # (C,) the feature row of each hidden cell, in the order of hidden.nonzero()
         self._head = head
         self._excluded = excluded  # (V,) bool: [MASK] and padding columns
-        self._columns = excluded.nonzero()[:, 0]  # (E,)
+        self._columns = excluded.nonzero()[:, 0] if columns is None else columns  # (E,)
+        self._at = hidden.nonzero().unbind(1) if hidden_at is None else hidden_at  # (C,) lane and cell of each
         on_cpu = features.device.type == "cpu"
         self._chunk = max(CPU_ROWS, CPU_VALUES // len(excluded)) if on_cpu else max(1, GPU_VALUES // len(excluded))
         self._expected: torch.Tensor | None = None  # (C,) a token of each hidden cell
@@ -155,30 +158,34 @@ class Predictions:
 
     def expect(self, tokens: torch.Tensor) -> None:
         """Name the tokens (R, W) at hidden cells whose probabilities will be needed, before any statistic."""
-        self._expected = tokens[self.hidden]
+        self._expected = tokens[self._at]
 
     def log_prob(self, tokens: torch.Tensor) -> torch.Tensor:
         """log p of `tokens` (R, W) in nats, float64 (R, W); NaN where a token is -1 or nothing is hidden."""
-        wanted = self.hidden & (tokens >= 0)  # (R, W)
-        among, ids = wanted[self.hidden], tokens[wanted]  # (C,), (c,)
-        cell, top = self._cell[among], self._top  # (c,)
-        if self._expected_logit is not None and torch.equal(ids, self._expected[among]):
-            logit = self._expected_logit[among]  # (c,)
-        else:
-            parts = [logits.gather(1, token[:, None])[:, 0] for token, logits in self._logits_at(cell, ids)]
-            logit = torch.cat(parts)  # (c,)
+        wanted, ids = self.hidden & (tokens >= 0), tokens[self._at]  # (R, W), (C,)
+        self._top  # noqa: B018 - its pass over the logits reads the expected ones
+        if self._expected_logit is not None and torch.equal(torch.where(ids < 0, ids, self._expected), ids):
+            return self._at_hidden(self._expected_logit, self._cell, self.hidden).masked_fill(~wanted, math.nan)
+        among = (ids >= 0).nonzero()[:, 0]  # (c,)
+        cell = self._cell[among]  # (c,)
+        parts = [logits.gather(1, token[:, None])[:, 0] for token, logits in self._logits_at(cell, ids[among])]
+        return self._at_hidden(torch.cat(parts), cell, wanted)
+
+    def _at_hidden(self, logit: torch.Tensor, cell: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        """log p at the `wanted` cells (R, W) from logits (c,) at the feature rows `cell` (c,), float64 (R, W)."""
+        top = self._top
         # log P1 = -softplus(-confidence), exact for P1 close to 1 too
         values = logit.double() - top.logit[cell].double() - F.softplus(-top.confidence[cell].double())
-        return torch.full(self.hidden.shape, math.nan, dtype=torch.float64, device=values.device).masked_scatter(
-            wanted, values
-        )
+        plane = torch.full(self.hidden.shape, math.nan, dtype=torch.float64, device=values.device)
+        return plane.masked_scatter(wanted, values)
 
     def draw(self, u: torch.Tensor) -> torch.Tensor:
         """The smallest id whose cumulative probability exceeds `u` (R, W) times the last one; -1 where u is NaN."""
         wanted = self.hidden & ~u.isnan()  # (R, W)
-        cell = self._cell[wanted[self.hidden]]  # (c,)
+        level_of = u[self._at]  # (C,)
+        among = (~level_of.isnan()).nonzero()[:, 0]  # (c,)
         drawn = []
-        for level, logits in self._logits_at(cell, u[wanted]):
+        for level, logits in self._logits_at(self._cell[among], level_of[among]):
             cumulative = logits.double().softmax(1).cumsum(1)  # (c, V)
             total = cumulative[:, -1:].contiguous()  # (c, 1)
             above = torch.searchsorted(cumulative, level[:, None] * total, right=True)  # (c, 1)

@@ -7,6 +7,7 @@ D features, M columns options for.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -36,16 +37,18 @@ class Cells(NamedTuple):
 
         Only the first cell of an all-mask lane is evaluated.
         """
-        lane = lanes.hidden.nonzero()[:, 0]  # (C,)
-        nth = (lanes.hidden.cumsum(1) - 1)[lanes.hidden]  # (C,)
+        lane, cell = lanes.hidden_at  # (C,) each
+        nth = lanes.hidden.cumsum(1)[lane, cell] - 1  # (C,)
         unique = (nth == 0) | ~all_mask[lane]  # (C,)
-        return cls(at(lane[unique], nth[unique]), unique.cumsum(0) - 1, all_mask)
+        evaluated = unique.nonzero()[:, 0]  # (U,)
+        return cls(at(lane[evaluated], nth[evaluated]), unique.cumsum(0) - 1, all_mask)
 
     def spread(self, lanes: Lanes, evaluated: Lanes, number: torch.Tensor) -> Cells:
         """The cells of `lanes`, where `number` (R,) is the evaluated lane that each of them equals."""
         before = evaluated.hidden.sum(1).cumsum(0) - evaluated.hidden.sum(1)  # (r,)
-        nth = (lanes.hidden.cumsum(1) - 1)[lanes.hidden]  # (C,)
-        of_lane = number[lanes.hidden.nonzero()[:, 0]]  # (C,)
+        lane, cell = lanes.hidden_at  # (C,) each
+        nth = lanes.hidden.cumsum(1)[lane, cell] - 1  # (C,)
+        of_lane = number[lane]  # (C,)
         return Cells(self.features, self.index[before[of_lane] + nth], self.all_mask[number])
 
 
@@ -101,7 +104,19 @@ class View:
 
     def __call__(self, lanes: Lanes) -> Predictions:
         features, index, all_mask = self.cells(lanes)
-        return Predictions(lanes.hidden, all_mask, features, index, self.denoiser.head, self.denoiser.excluded)
+        head = self.denoiser.head
+        return Predictions(lanes.hidden, all_mask, features, index, head, *self._excluded, lanes.hidden_at)
+
+    @cached_property
+    def _excluded(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The excluded columns as a plane (V,) and as indices (E,)."""
+        excluded = self.denoiser.excluded
+        return excluded, excluded.nonzero()[:, 0]
+
+    @cached_property
+    def _unpadded(self) -> bool:
+        """Whether all rows have one length."""
+        return bool((self.rows.length == self.rows.ids.shape[1]).all())
 
     def cells(self, lanes: Lanes) -> Cells:
         """The input of the LM head at the hidden cells of `lanes`; lanes with equal rows are evaluated once."""
@@ -116,7 +131,7 @@ class View:
     def _evaluate(self, lanes: Lanes, ids: torch.Tensor, shown: torch.Tensor, real: torch.Tensor) -> Cells:
         columns = lanes.start[:, None] + hidden_cells(lanes) - self.denoiser.shift  # (R, M)
         columns = columns.clamp(0, ids.shape[1] - 1)  # columns that pad `hidden_cells` may lie outside
-        extra, padded = self._extra_inputs(lanes, shown, real), None if real.all() else real
+        extra, padded = self._extra_inputs(lanes, shown, real), self._padding(real)
         if self.denoiser.supports_columns:
             features = self.denoiser.features(ids, padded, columns=columns, **extra)  # (R, M, D)
         else:
@@ -126,6 +141,10 @@ class View:
         all_mask = ~shown.any(1) & self.denoiser.relative_positions  # (R,)
         return Cells.of(lanes, all_mask, lambda lane, n: features[lane, n])
 
+    def _padding(self, real: torch.Tensor) -> torch.Tensor | None:
+        """`real` (R, L) for the network: None if no row has padding."""
+        return None if self._unpadded or real.all() else real
+
     def _extra_inputs(self, lanes: Lanes, shown: torch.Tensor, real: torch.Tensor) -> dict[str, torch.Tensor]:
         """Inputs of the network besides the rows, (R, ...) each."""
         return {}
@@ -133,17 +152,16 @@ class View:
     def _input(self, lanes: Lanes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Input ids, which cells show a token, and which cells are not padding; (R, L) each."""
         rows, row = self.rows, lanes.row
-        length = int(rows.length[row].max())
+        length = rows.ids.shape[1] if self._unpadded else int(rows.length[row].max())
         column = torch.arange(length, device=row.device)  # (L,)
         ids, visible = rows.ids[row, :length], rows.visible[row, :length]  # (R, L)
         real = column < rows.length[row][:, None]  # (R, L)
         before = (column >= lanes.origin[:, None]) & (column < lanes.start[:, None])  # (R, L) earlier blocks
-        shown = visible | before  # (R, L)
 
         revealed = (lanes.tokens >= 0) & ~lanes.hidden  # (R, W)
-        lane, cell = revealed.nonzero().unbind(1)
-        columns = lanes.start[lane] + cell
-        shown[lane, columns] = True
-        ids[lane, columns] = lanes.tokens[lane, cell]
+        at = torch.where(revealed, lanes.columns, length)  # (R, W) cells that are not revealed go into another column
+        written = ids.new_full((len(row), length + 1), -1).scatter_(1, at, lanes.tokens)[:, :length]  # (R, L)
+        shown = visible | before | (written >= 0)  # (R, L)
+        ids = torch.where(written >= 0, written, ids)  # (R, L)
         mask_id = self.denoiser.mask_id or 0  # a causal network never attends to a hidden cell
         return torch.where(shown, ids, mask_id), shown, real

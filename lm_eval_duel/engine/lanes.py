@@ -1,6 +1,6 @@
 """Rows and lanes: what the network sees, and the blocks that are being revealed in it; and how they are grouped.
 
-Shapes: N windows, L row length, R lanes, W block width.
+Shapes: N windows, L row length, R lanes, W block width, C hidden cells.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import TypeVar
 
 import torch
@@ -81,6 +82,12 @@ class Lanes:
         """The row's column of each cell, (R, W)."""
         return self.start[:, None] + torch.arange(self.hidden.shape[1], device=self.start.device)
 
+    @cached_property
+    def hidden_at(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(lane, cell) of each hidden cell, (C,) each, in the order of hidden.nonzero(); kept, as it is a host sync."""
+        lane, cell = self.hidden.nonzero().unbind(1)
+        return lane, cell
+
     def reveal(self: Self, pick: torch.Tensor, tokens: torch.Tensor, memory: tuple[torch.Tensor, ...]) -> Self:
         """The lanes after a step: `tokens` (R, W) shown at `pick` (R, W)."""
         return dataclasses.replace(
@@ -98,6 +105,8 @@ class Lanes:
 
     def select(self: Self, keep: torch.Tensor | slice) -> Self:
         """The lanes at `keep`: a boolean plane (R,), indices, or a slice."""
+        if isinstance(keep, torch.Tensor) and keep.dtype == torch.bool:
+            keep = keep.nonzero()[:, 0]  # one host sync, not one for each plane
         values = {
             field.name: getattr(self, field.name)[keep] for field in dataclasses.fields(self) if field.name != "memory"
         }

@@ -141,12 +141,12 @@ class ScoreAccumulator:
     def take(self, finished: Lanes) -> Iterator[tuple[int, WindowScore]]:
         """(row, score) of each window that has no lane left."""
         rows = finished.row.unique()  # (n,)
-        rows = rows[self.sums[rows, 0] == self.expected[rows]].tolist()
-        if not rows:
+        rows = rows[self.sums[rows, 0] == self.expected[rows]]
+        if not len(rows):
             return
         log_probs, steps, sums = (plane[rows].cpu() for plane in (self.log_probs, self.reveal_steps, self.sums))
         planes = {name: plane[rows].cpu() for name, plane in self.statistics.items()}
-        for n, row in enumerate(rows):
+        for n, row in enumerate(rows.tolist()):
             span = slice(self.origin[row], self.origin[row] + self.target[row])
             statistics = [tuple(planes[name][n, span].tolist()) if planes else () for name in STATISTICS]
             confidence, margin, entropy = statistics

@@ -122,7 +122,7 @@ class RevealLoop:
 
     def fits(self, view: View, rule: rules.Rule, *lanes: Lanes) -> int:
         """How many lanes as expensive as the most expensive of `lanes` one network call holds."""
-        cost = max(int(view.cost(part).max()) for part in lanes)
+        cost = int(torch.cat([view.cost(part) for part in lanes]).max())
         values = 0
         if not self.denoiser.splits_head:
             values = cost * self.denoiser.vocab_size

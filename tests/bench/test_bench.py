@@ -11,6 +11,7 @@ import torch
 from lm_eval_duel.bench.arms import LOOPS, Bench, Recording, Settings
 from lm_eval_duel.bench.options import parse
 from lm_eval_duel.bench.run import measure, table
+from lm_eval_duel.bench.syncs import KINDS
 from lm_eval_duel.bench.textbook import BlockPredictions, KeptKeys, WholeRow, algorithm2, check
 from lm_eval_duel.cli.main import main
 from lm_eval_duel.denoisers.predictions import Predictions
@@ -193,6 +194,9 @@ def test_the_command(tmp_path):
     assert figures["textbook_kv_s"] is figures["ratio_textbook_kv"] is figures["textbook_scaled"] is None
     assert figures["peak_bytes_textbook"] > 0 and figures["peak_bytes_ours"] >= 0
     assert figures["nfe"] == figures["tokens"] == 40
+    syncs = figures["host_syncs"]
+    assert syncs["total"] == sum(syncs[kind] for kind in KINDS) > 0 and syncs["inside_network"] == 0
+    assert syncs["per_call"] == syncs["total"] / figures["calls"]["ours"][0] < 30
     assert figures["changed_picks"] == 0 and figures["max_abs_diff_nats"] < 1e-4
     for word in ("textbook", "ours", "forwards", "overhead", "near ties", "changed picks"):
         assert word in done.stdout

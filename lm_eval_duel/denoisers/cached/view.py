@@ -96,7 +96,7 @@ class CachedView(View):
         ids, _, real = self._input(fresh)  # (P, L) each
         cell = torch.arange(blocks.hidden.shape[1], device=ids.device)  # (W,)
         columns = (blocks.start[:, None] + cell - self.denoiser.shift).clamp(0, ids.shape[1] - 1)  # (P, W)
-        features, layers = self.denoiser.begin(ids, None if real.all() else real, columns)
+        features, layers = self.denoiser.begin(ids, self._padding(real), columns)
         self.forwards += 1
         self.evaluated += len(ids)
         self._slots.fill(slot, identity, features, layers)
@@ -128,7 +128,8 @@ class CachedView(View):
         order = order[begun[order]]
         if self.denoiser.cache == "prefix":
             return [order[part] for part in nearby(lanes.start[order], self.rows.length[lanes.row[order]])]
-        first, last = int(slot[order[0]]), int(slot[order[-1]])
+        slots = slot[order]
+        first, last = int(slots[0]), int(slots[-1])
         if len(order) < last - first + 1 <= 2 * len(order):  # with those between that begin: what is kept is not copied
             between = slot.argsort(stable=True)
             between = between[(slot[between] >= first) & (slot[between] <= last)]

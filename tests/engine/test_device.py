@@ -1,0 +1,75 @@
+"""Everything on a second device as on the CPU. There is none, so one is simulated (helpers/simulated_device.py).
+
+Its registration lasts as long as the process, so the runs are in processes of their own (helpers/simulated_runs.py).
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HELPERS = Path(__file__).parents[1] / "helpers"
+FAMILIES = [
+    "mdlm",
+    "sedd",
+    "sedd-retrained",
+    "bidirectional",
+    "bd3lm",
+    "ar",
+    "llada",
+    "dream",
+    "smdm",
+    "sdar",
+    "llada2",
+]
+FAMILIES += ["llada-moe", "bert", "roberta", "modernbert", "eurobert", "esm", "gpt2"]
+WRAPPED = ["toy+", "mdlm+", "llada:cfg_scale=0.5", "llada:temperature=0.7", "llada:top_k=5", "mdlm:exclude_ids=4"]
+FEW = 20  # waits of the host in a step: the network, the rule and the loop
+
+
+def run(folder, *cases):
+    """The results of the runs of some cases, and what was printed to stderr."""
+    path = os.pathsep.join([str(HELPERS), str(HELPERS.parents[1]), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, str(HELPERS / "simulated_runs.py"), str(folder), *cases]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def check(results, *expected):
+    """Assert that all runs agree with the CPU's, and that those of these names are among them."""
+    assert not [result["error"] for result in results if "error" in result]
+    assert all(result["difference"] < 1e-5 for result in results)
+    assert {result["run"] for result in results} >= set(expected)
+
+
+def test_toys_score_and_sample_as_on_the_cpu_and_mixed_devices_raise(tmp_path):
+    results = run(tmp_path, "mixing", "toy-blocks", "toy-causal")
+    refused, allowed = results[0]["refused"], results[0]["allowed"]
+    assert refused == ["add", "reversed", "cat", "index", "where", "matmul", "write"] and allowed == [
+        "scalar",
+        "indices",
+    ]
+    check(results[1:], "greedy", "sample", "replay", "elbo", "lattice", "sampled_confidence", "ar", "trial")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [*FAMILIES, *WRAPPED])
+def test_a_network_scores_and_samples_as_on_the_cpu(tmp_path, case):
+    results = run(tmp_path, case)
+    check(results, *(["ar"] if case in ("ar", "gpt2") else ["greedy", "lattice", "elbo"]), "sample")
+
+
+@pytest.mark.slow
+def test_the_harness_traces_and_gathers_as_on_the_cpu(tmp_path):
+    check(run(tmp_path, "harness"), "requests", "trace", "two ranks", "library")
+
+
+@pytest.mark.slow
+def test_waits_are_counted_on_a_cpu_as_on_the_device_and_are_few(tmp_path):
+    results = run(tmp_path, "waits")
+    assert [result["on_cpu"] for result in results] == [result["on_device"] for result in results]
+    assert all(result["on_device"]["total"] <= FEW * result["calls"] for result in results)

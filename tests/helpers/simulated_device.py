@@ -1,0 +1,204 @@
+"""A second device without having one: tensors on `sim` hold CPU tensors, and mixing them with CPU tensors raises.
+
+`register()` first, before the package is imported, in a process of its own: a backend stays registered, and
+`torch.inference_mode` becomes `torch.no_grad`, because inference tensors have no views of wrappers.
+
+The rules are those of CUDA: every tensor of an operation is on the device, except for scalars (0-dim) and for the
+indices of a tensor on the device. `synchronisations` counts what makes the host wait for a CUDA device.
+"""
+
+import collections
+
+import torch
+import torch.utils._device
+from torch.utils._pytree import tree_map
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+NAME = "sim"
+synchronisations = collections.Counter()  # by kind, since the last `clear()`
+
+aten = torch.ops.aten
+COPIES = {aten._to_copy, aten.copy_, aten.copy, aten._copy_from}
+INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
+WAITS = {  # their result, or its shape, is needed by the host
+    aten._local_scalar_dense: "item",
+    aten.nonzero: "nonzero",
+    aten.masked_select: "nonzero",
+    aten.equal: "equal",
+    aten._unique2: "unique",
+    aten._unique: "unique",
+    aten.unique_dim: "unique",
+    aten.unique_consecutive: "unique",
+    aten.bincount: "bincount",
+    aten.repeat_interleave: "repeat_interleave",
+}
+SHAPES = ("nonzero", "boolean index", "unique", "bincount", "repeat_interleave")  # the host needs a result's shape
+
+
+class Simulated(torch.Tensor):
+    """A tensor on the simulated device."""
+
+    @staticmethod
+    def __new__(cls, held):
+        size, stride = held.size(), held.stride()
+        options = {"strides": stride, "storage_offset": held.storage_offset(), "dtype": held.dtype}
+        wrapper = torch.Tensor._make_wrapper_subclass(cls, size, **options, device=torch.device(NAME, 0))
+        wrapper.held = held
+        return wrapper
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        return run(function, args, kwargs or {})
+
+    def __repr__(self):
+        return f"Simulated({self.held})"
+
+    def __getitem__(self, index):
+        return super().__getitem__(_lists_to_tensors(index))
+
+    def __setitem__(self, index, value):
+        super().__setitem__(_lists_to_tensors(index), value)
+
+    def new_tensor(self, data, dtype=None, **_):
+        return torch.tensor(data, dtype=dtype or self.dtype).to(self.device)
+
+    def tolist(self):
+        return self.cpu().tolist()
+
+    def data_ptr(self):
+        return self.held.data_ptr()
+
+    def __array__(self, *_):
+        raise TypeError("can't convert a tensor on the simulated device to numpy; use .cpu() first")
+
+    def numpy(self, **_):
+        self.__array__()
+
+    def pin_memory(self, *_):
+        raise RuntimeError("only tensors on the CPU can be pinned")
+
+    @property
+    def is_cuda(self):
+        return False
+
+
+def run(function, args, kwargs):
+    """Run an operation on the CPU tensors that its arguments hold, if a device would."""
+    packet = function.overloadpacket
+    tensors = [value for value in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+    here = [value for value in tensors if isinstance(value, Simulated)]
+    wanted = kwargs.get("device")
+    wanted = None if wanted is None else torch.device(wanted)
+    on_device = bool(here) if wanted is None else wanted.type == NAME
+    _check(function, packet, args, tensors, here)
+    _count(packet, args, tensors, here, on_device)
+    wrappers = {id(value.held): value for value in here}
+    if on_device and wanted is not None:
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+    if kwargs.get("pin_memory"):
+        kwargs = {**kwargs, "pin_memory": False}
+    if packet is aten._fused_sdp_choice:
+        return 0  # the plain one
+    with torch._C._DisableTorchDispatch():
+        result = function(*tree_map(_held, args), **tree_map(_held, kwargs))
+    if packet is aten._to_copy and wanted is not None and not on_device:
+        return result
+
+    def wrap(value):
+        if not isinstance(value, torch.Tensor) or isinstance(value, Simulated):
+            return value
+        if id(value) in wrappers:
+            wrapper = wrappers[id(value)]
+            if wrapper.shape != value.shape:
+                raise NotImplementedError(f"{function} changes the shape of a tensor in place")
+            return wrapper
+        if any(value is tensor for tensor in tensors):
+            return value  # written in place: `cpu.copy_(simulated)`
+        return Simulated(value) if on_device else value
+
+    return tree_map(wrap, result)
+
+
+def _lists_to_tensors(index):
+    """An index with tensors on the device for the lists in it, as torch makes them."""
+    if isinstance(index, list):
+        return torch.tensor(index).to(NAME)
+    return tuple(map(_lists_to_tensors, index)) if isinstance(index, tuple) else index
+
+
+def _held(value):
+    return value.held if isinstance(value, Simulated) else value
+
+
+def _check(function, packet, args, tensors, here):
+    """Raise as CUDA does for operations on tensors of two devices."""
+    if not here or packet in COPIES:
+        return
+    others = [value for value in tensors if not isinstance(value, Simulated)]
+    if packet in INDEXING:
+        if not isinstance(args[0], Simulated):
+            raise RuntimeError(f"{function}: indices should be on the CPU like the indexed tensor, not on {NAME}")
+        indices = [index for index in args[1] if index is not None]
+        others = [value for value in others if not any(value is index for index in indices)]
+    elif not isinstance(args[0] if args and isinstance(args[0], torch.Tensor) else here[0], Simulated) and not (
+        args[0].dim() == 0 and not function._schema.is_mutable
+    ):
+        raise RuntimeError(f"{function}: expected all tensors to be on the same device, got cpu and {NAME}")
+    if any(value.dim() for value in others):
+        raise RuntimeError(f"{function}: expected all tensors to be on the same device, got {NAME} and cpu")
+
+
+def _count(packet, args, tensors, here, on_device):
+    """Count what a CUDA device would have to be waited for."""
+    if packet in COPIES:
+        devices = [isinstance(value, Simulated) for value in tensors] + [on_device] * (packet is aten._to_copy)
+        if len(set(devices)) > 1:
+            first = tensors[0 if packet is aten._to_copy else 1]
+            synchronisations["to host" if isinstance(first, Simulated) else "to device"] += 1
+    elif not here:
+        return
+    elif packet in WAITS:
+        synchronisations[WAITS[packet]] += 1
+    elif packet in INDEXING:
+        for index in args[1]:
+            if index is not None and index.dtype in (torch.bool, torch.uint8):
+                synchronisations["boolean index"] += 1
+            elif index is not None and not isinstance(index, Simulated):
+                synchronisations["to device"] += 1
+
+
+# made by a size-changing write into an empty tensor, unless the device has them
+FACTORIES = ("arange", "arange.start", "arange.start_step", "eye", "eye.m", "linspace", "randperm")
+_library = []  # of the registered operations, which live as long as it does
+
+
+def register():
+    """Register the device; before the package is imported."""
+    torch.inference_mode = torch.no_grad
+    _setup_privateuseone_for_python_backend(NAME)
+    every = torch.library.Library("_", "IMPL")
+    every.fallback(lambda function, *args, **kwargs: run(function, args, kwargs), "PrivateUse1")
+    _library.append(every)
+    operations = torch.library.Library("aten", "IMPL")
+    for name in FACTORIES:
+        packet, _, overload = name.partition(".")
+        operations.impl(name, _factory(getattr(getattr(aten, packet), overload or "default")), "PrivateUse1")
+    _library.append(operations)
+    torch.utils._device._device_constructors()  # kept by torch, with its own `torch.tensor`
+    torch.tensor = _tensor
+
+
+def _factory(function):
+    return lambda *args, **kwargs: run(function, args, {**kwargs, "device": torch.device(NAME)})
+
+
+tensor_on_cpu = torch.tensor
+
+
+def _tensor(data, *, device=None, **options):
+    """`torch.tensor`, which copies to the device below the level at which wrappers can be made."""
+    if device is None or torch.device(device).type != NAME:
+        return tensor_on_cpu(data, device=device, **options)
+    return tensor_on_cpu(data, device="cpu", **options).to(device)

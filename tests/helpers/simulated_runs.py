@@ -1,0 +1,382 @@
+"""Runs on the simulated device next to the same runs on the CPU: `python simulated_runs.py FOLDER CASE ...`.
+
+Prints a line of JSON for each run of a case: the largest difference, or the error.
+"""
+
+import dataclasses
+import json
+import math
+import sys
+import traceback
+from pathlib import Path
+
+import simulated_device
+
+simulated_device.register()
+
+import torch  # noqa: E402
+
+from lm_eval_duel.denoisers import hub  # noqa: E402
+
+pick_on_cpu = hub.pick_device
+hub.pick_device = lambda name: torch.device(name) if str(name) == simulated_device.NAME else pick_on_cpu(name)
+
+from toys import BlockCausal, Causal, Toy  # noqa: E402
+
+from lm_eval_duel import denoisers  # noqa: E402
+from lm_eval_duel.bench import syncs  # noqa: E402
+from lm_eval_duel.denoisers.cached.denoiser import Cached  # noqa: E402
+from lm_eval_duel.engine import budget  # noqa: E402
+from lm_eval_duel.engine.windows import Window  # noqa: E402
+from lm_eval_duel.errors import DuelError  # noqa: E402
+from lm_eval_duel.estimators.duel import Autoregressive, Duel  # noqa: E402
+from lm_eval_duel.estimators.elbo import Elbo  # noqa: E402
+from lm_eval_duel.estimators.lattice import Lattice  # noqa: E402
+from lm_eval_duel.estimators.sampled_confidence import SampledConfidence  # noqa: E402
+from lm_eval_duel.estimators.two_phase import TwoPhase  # noqa: E402
+
+CPU, SIM = "cpu", simulated_device.NAME
+BATCH = 4  # rows
+RULES = (
+    "greedy",
+    "margin:k=2",
+    "log_margin",
+    "entropy:k=2",
+    "threshold:mu=0.4",
+    "klass:mu=0.3:nu=0.5:history=2",
+    "entropy_bound:gamma=1.0",
+    "random:k=2",
+    "left_to_right",
+    "right_to_left:k=2",
+    "entropy_threshold:tau=1.0",
+    "factor:f=1.0",
+    "high_or_topk:n=2:tau=0.4",
+    "dinfer_threshold:mu=0.4",
+    "hierarchy:tau=0.4:low=0.2",
+    "quota:steps=2",
+    "dream:alg=entropy:steps=4",
+    "greedy:sub_block=2",
+    "greedy:seed_first=true",
+)
+WINDOWS = (
+    Window((2, 6), (7, 9, 3, 5, 8, 11), (3,)),
+    Window((2,), (10, 9), (3,)),
+    Window((2, 6), (7, 9, 3, 4, 8, 11), (3,)),
+    Window((9,), (10, 9, 3, 5), (3, 2), tail=4),
+    Window((4, 1, 5), (8, 8, 2, 6, 10)),
+)
+
+
+# ---------------------------------------------------------------- networks
+
+
+class MovedToy(Toy):
+    """A toy whose tensors are on a device."""
+
+    def __init__(self, device=CPU, **options):
+        super().__init__(**options)
+        self.device = torch.device(device)
+        self.embed, self.mix, self.out = (plane.to(device) for plane in (self.embed, self.mix, self.out))
+
+    @property
+    def excluded(self):
+        return torch.arange(self.vocab_size, device=self.device) >= self.tokens
+
+
+class MovedBlocks(MovedToy, BlockCausal):
+    """The block-causal one."""
+
+    def stream(self, ids, positions, seen, past):
+        if self.device.type == CPU:
+            return super().stream(ids, positions, seen, past)
+        held = [plane.cpu() for plane in (self.embed, self.mix, self.out)]
+        ones = MovedBlocks(tokens=self.tokens, length=self.max_length, block=self.block)
+        ones.embed, ones.mix, ones.out = held
+        past = past and [tuple(plane.cpu() for plane in layer) for layer in past]
+        features, own = ones.stream(ids.cpu(), positions.cpu(), seen.cpu(), past)
+        return features.to(self.device), [tuple(plane.to(self.device) for plane in layer) for layer in own]
+
+
+class MovedCausal(MovedToy, Causal):
+    """The causal one."""
+
+    def __init__(self, device=CPU, **options):
+        super().__init__(**options)
+        MovedToy.__init__(self, device, **options)
+        self.mask_id = None
+        self.mix = self.mix * torch.ones(len(self.mix), len(self.mix)).tril(-1)[..., None, None].to(device)
+
+
+TOYS = {"toy": MovedToy, "toy-blocks": MovedBlocks, "toy-causal": MovedCausal}
+
+
+def opener(folder, name):
+    """A function from a device to the denoiser of this name there."""
+    if name in TOYS:
+        return lambda device: TOYS[name](device, tokens=12, length=16)
+    import decoder_reference
+    import dit_reference
+    import encoder_reference
+    import tiny
+
+    folder = Path(folder) / name
+    folder.mkdir(exist_ok=True)
+    options = {}
+    if name in dit_reference.CONFIGS:
+        path, _ = dit_reference.write(folder, name)
+    elif name in decoder_reference.CASES:
+        path, _ = decoder_reference.write(folder, decoder_reference.CASES[name])
+        options = decoder_reference.CASES[name].options
+    elif name in encoder_reference.ENCODERS:
+        path, _ = encoder_reference.ENCODERS[name](folder)
+    elif name in ("esm",):
+        path, _ = encoder_reference.esm(folder)
+    elif name.startswith("demo"):
+        path = name
+    else:
+        path = tiny.checkpoint(folder, name)
+        options = {"attention": "causal"} if name == "gpt2" else {}
+    return lambda device, **more: denoisers.load(path, device=device, dtype="float32", **options, **more)
+
+
+def windows_for(denoiser):
+    """The windows that this network can score, of tokens that it has."""
+    known = set((~denoiser.excluded).nonzero()[:, 0].tolist())
+    least = max(denoiser.shift, int(denoiser.needs_visible))
+
+    def fits(window):
+        if window.tail and denoiser.attention != "bidirectional":
+            return False
+        if window.suffix and denoiser.attention != "bidirectional":
+            return False
+        return len(window.context) >= least and known.issuperset(window.context + window.target + window.suffix)
+
+    return [window for window in WINDOWS if fits(window)]
+
+
+# ---------------------------------------------------------------- what is compared
+
+
+def scores(estimator, windows):
+    return [dataclasses.asdict(score) for score in estimator.log_prob(windows)]
+
+
+def runs(denoiser, windows, more):
+    """(name, function) of everything that a network supports."""
+    settings = {"batch_size": BATCH}
+    block = 4 if denoiser.attention == "bidirectional" else "auto"
+    if denoiser.attention == "causal":
+        yield "ar", lambda: scores(Autoregressive(denoiser, traced=True, **settings), windows)
+        yield "sample", lambda: drawn(Duel(denoiser, "left_to_right", 1, **settings), windows)
+        return
+    texts = RULES if more else RULES[:1]
+    seeded = ":seed_first=true" if denoiser.shift and denoiser.attention == "bidirectional" else ""
+    for rule in texts:
+        yield rule, lambda rule=rule: scores(Duel(denoiser, rule, block, traced=True, **settings), windows)
+    greedy = Duel(denoiser, "greedy", block, **settings)
+    yield "sample", lambda: drawn(greedy, windows)
+    yield (
+        "replay",
+        lambda: [
+            dataclasses.asdict(score)
+            for score in greedy.replay(windows, [score.reveal_steps for score in greedy.log_prob(windows)])
+        ],
+    )
+    yield "elbo", lambda: scores(Elbo(denoiser, samples=16, traced=True, **settings), untailed(windows))
+    trial = Duel(denoiser, "greedy", block)  # how much a call holds is found by trial
+    yield "trial", lambda: scores(trial, windows)
+    for form in ("count", "ratio"):
+        yield (
+            f"elbo {form}",
+            lambda form=form: scores(Elbo(denoiser, samples=9, form=form, **settings), untailed(windows)),
+        )
+    yield (
+        "lattice",
+        lambda: scores(Lattice(denoiser, block, follow=["greedy", "entropy:k=2"], traced=True, **settings), windows),
+    )
+    if not getattr(denoiser, "top_k", None):  # a truncated distribution has no such confidence
+        sampler = SampledConfidence(denoiser, block, n=2, tau=0.5, traced=True, **settings)
+        yield "sampled_confidence", lambda: scores(sampler, windows)
+        if more or type(denoiser) not in TOYS.values():
+            yield "sampled_confidence sample", lambda: drawn(sampler, windows)
+    if denoiser.attention != "bidirectional" or type(denoiser) is MovedToy or not has_cache(denoiser):
+        return
+    for cache in ("prefix", "dual"):
+        cached = Cached(denoiser, cache)
+        duel = Duel(cached, f"greedy{seeded}", block, traced=True, **settings)
+        yield cache, lambda duel=duel: scores(duel, windows)
+        yield f"{cache} sample", lambda duel=duel: drawn(duel, windows)
+        if not seeded:
+            lattice = Lattice(cached, 4, follow=["greedy"], **settings)
+            yield f"{cache} lattice", lambda lattice=lattice: scores(lattice, windows)
+    for amount in ({"sample": 0.5}, {"precision": 0.2}):
+        estimator = TwoPhase(denoiser, f"greedy{seeded}", 2, **settings, **amount)
+        yield f"two_phase {amount}", lambda estimator=estimator: scores(estimator, windows)
+
+
+def has_cache(denoiser):
+    """Whether this network supports a cache."""
+    try:
+        return bool(Cached(denoiser, "dual"))
+    except DuelError:
+        return False
+
+
+def untailed(windows):
+    return [dataclasses.replace(window, tail=0) for window in windows]
+
+
+def drawn(duel, windows):
+    """Samples and the argmax decoding, stopped early once."""
+    contexts = [window.context for window in windows]
+    settings = {"stop": lambda number, tokens: number == 1 and len(tokens) > 3}
+    samples = duel.sample(contexts, 7, seed=3, **settings) + duel.sample(contexts, 7, do_sample=False)
+    return [dataclasses.asdict(sample) for sample in samples]
+
+
+def difference(here, there, path=""):
+    """The largest difference of numbers; raises for anything else that differs."""
+    if isinstance(here, dict):
+        if here.get("near_ties") or there.get("near_ties"):  # float noise may change the order
+            return 0.0
+        assert here.keys() == there.keys(), path
+        return max([difference(here[key], there[key], f"{path}.{key}") for key in here], default=0.0)
+    if isinstance(here, list | tuple):
+        assert len(here) == len(there), (path, here, there)
+        pairs = zip(here, there, strict=True)
+        return max([difference(a, b, f"{path}[{n}]") for n, (a, b) in enumerate(pairs)], default=0.0)
+    if isinstance(here, float):
+        assert math.isnan(here) == math.isnan(there), (path, here, there)
+        if math.isnan(here) or here == there:
+            return 0.0
+        return abs(here - there) / max(1.0, abs(here))
+    assert here == there, (path, here, there)
+    return 0.0
+
+
+def compare(folder, case):
+    """The results of a case: `network`, or `network+` for every rule, or `network:key=value` for a network argument."""
+    name, _, argument = case.rstrip("+").partition(":")
+    key, _, value = argument.partition("=")
+    options = (
+        {key: (int(value),) if key == "exclude_ids" else float(value) if "." in value else int(value)} if key else {}
+    )
+    open_at = opener(folder, name)
+    on_cpu, on_sim = open_at(CPU, **options), open_at(SIM, **options)
+    windows = windows_for(on_cpu)
+    assert windows
+    more = case.endswith("+")
+    for (what, here), (_, there) in zip(runs(on_cpu, windows, more), runs(on_sim, windows, more), strict=True):
+        result = {"case": case, "run": what}
+        expected = here()
+        try:
+            result["difference"] = difference(expected, there())
+        except Exception:
+            result["error"] = traceback.format_exc(limit=-12)
+        yield result
+
+
+# ---------------------------------------------------------------- other cases
+
+
+def mixing():
+    """Which mixes of devices raise, as on CUDA, and which do not."""
+    here, there = torch.ones(3, 3), torch.ones(3, 3, device=SIM)
+    at = torch.tensor([0, 1])
+    mixes = {
+        "add": lambda: there + here,
+        "reversed": lambda: here + there,
+        "cat": lambda: torch.cat([there, here]),
+        "index": lambda: here[at.to(SIM)],
+        "where": lambda: torch.where(there > 0, here, there),
+        "matmul": lambda: there @ here,
+        "write": lambda: here.add_(there.sum()),
+        "scalar": lambda: there * torch.tensor(2.0),
+        "indices": lambda: there[at],
+    }
+    refused = []
+    for name, mix in mixes.items():
+        try:
+            mix()
+        except RuntimeError:
+            refused.append(name)
+    yield {"refused": refused, "allowed": [name for name in mixes if name not in refused]}
+
+
+def waits(folder):
+    """The waits of one run, as `bench` counts them on the CPU and as the device counts them."""
+    syncs.TENSOR = simulated_device.tensor_on_cpu
+    for name, rule in (("mdlm", "greedy"), ("mdlm", "left_to_right"), ("sedd", "klass:mu=0.3:nu=0.5")):
+        open_at, on_cpu, on_device = opener(folder, name), None, None
+        windows = [Window((2,), tuple(5 + (7 * i + n) % 6 for i in range(12))) for n in range(8)]
+        duels = [Duel(open_at(device), rule, 12, batch_size=8) for device in (CPU, SIM)]
+        with syncs.count_syncs() as counts:
+            duels[0].log_prob(windows)
+        on_cpu = {kind: counts[kind] for kind in syncs.KINDS}
+        simulated_device.synchronisations.clear()
+        duels[1].log_prob(windows)
+        counts = simulated_device.synchronisations
+        on_device = {kind: counts[kind] for kind in syncs.KINDS}
+        on_device["shape"] = sum(counts[kind] for kind in simulated_device.SHAPES)
+        for figures in (on_cpu, on_device):
+            figures["total"] = sum(figures.values())
+        yield {"run": f"{name} {rule}", "on_cpu": on_cpu, "on_device": on_device, "calls": duels[1].counts.forwards}
+
+
+def harness(folder):
+    """The model as the harness calls it, with a trace; what ranks exchange; texts in and texts out."""
+    import tiny
+    from harness_requests import ask
+
+    from lm_eval_duel import Duel as TextDuel
+    from lm_eval_duel.harness import trace
+    from lm_eval_duel.harness.distributed import Ranks
+    from lm_eval_duel.harness.lm import DuelMDM
+
+    path = tiny.checkpoint(Path(folder), "bert", length=16)
+    texts = [("a b c d e f g h i j k l m n o p",), ("the of and",)]
+    answers, traces, generated = {}, {}, {}
+    for device in (CPU, SIM):
+        file = Path(folder) / f"{device}.jsonl"
+        model = DuelMDM(
+            pretrained=path, device=device, dtype="float32", max_length=16, block=4, batch_size=4, trace=str(file)
+        )
+        answers[device] = [
+            *model.loglikelihood_rolling(ask("loglikelihood_rolling", *texts), disable_tqdm=True),
+            *model.loglikelihood(ask("loglikelihood", ("a b", " c d"), ("a b", " e")), disable_tqdm=True),
+            *model.generate_until(
+                ask("generate_until", ("a b", {"until": ["z"], "max_gen_toks": 5})), disable_tqdm=True
+            ),
+        ]
+        traces[device] = trace.read(file)
+        duel = TextDuel.from_pretrained(path, device=device, dtype="float32", block=4, batch_size=4, max_length=16)
+        generated[device] = [score.log_prob for score in duel.score(["a b c d", "the of"])]
+        generated[device] += [text.text for text in duel.generate(["a b"], max_new_tokens=5, do_sample=True, seed=1)]
+    for run, values in (("requests", answers), ("trace", traces), ("library", generated)):
+        yield {"run": run, "difference": difference(values[CPU], values[SIM])}
+
+    def all_gather(parts, mine, group):
+        assert mine.device.type == CPU and all(part.device.type == CPU for part in parts)  # gloo
+        for part in parts:
+            part.copy_(mine)
+
+    torch.distributed.all_gather = all_gather
+    gathered = Ranks(SIM, 0, 2).all_gather(torch.arange(3.0, device=SIM))
+    assert gathered.device.type == SIM
+    yield {"run": "two ranks", "difference": difference(gathered.tolist(), [0.0, 1.0, 2.0] * 2)}
+
+
+def main():
+    folder, *cases = sys.argv[1:]
+    budget.GPU_TOKENS = 16, 64
+    others = {"mixing": lambda: mixing(), "waits": lambda: waits(folder), "harness": lambda: harness(folder)}
+    for case in cases:
+        try:
+            for result in others[case]() if case in others else compare(folder, case):
+                print(json.dumps(result), flush=True)
+        except Exception:
+            print(json.dumps({"case": case, "run": "", "error": traceback.format_exc(limit=-12)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
