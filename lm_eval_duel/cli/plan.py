@@ -251,8 +251,8 @@ def table(figures: dict[str, Any]) -> str:
         notes.append(
             "The steps of this rule are not known in advance: all but elbo are upper bounds (one position a step)."
             if figures["upper_bound"]
-            else "This rule may reveal nothing at a step, so its steps have no bound: all but elbo assume one position a "
-            "step."
+            else "This rule may reveal nothing at a step, so its steps have no bound: all but elbo assume one position "
+            "a step."
         )
     if figures["seed_first"]:
         notes.append("prefix, dual and two_phase with seed_first=true, which this network needs under a cache.")

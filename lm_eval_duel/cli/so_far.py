@@ -21,6 +21,10 @@ from lm_eval_duel.tables import plain_table
 if TYPE_CHECKING:
     from lm_eval_duel.harness.so_far import Document, Estimate
 
+ERRORS = {  # what the intervals leave out
+    Kind.ESTIMATE: " Its sampling error is not shown here: the finished run prints it.",
+    Kind.UPPER_BOUND: " The Monte Carlo error of estimator=elbo is not shown here: the finished run prints it.",
+}
 UNITS = {"tokens": "per token", "words": "per word", "bytes": "per byte"}
 PRINTS = """\
 Prints for each task of whole texts how many of its documents are finished, and the perplexity per token, word and
@@ -99,7 +103,7 @@ def table(figures: dict[str, Any]) -> str:
     lines = [f"{figures['path']}: {', '.join(shown)}", ""]
     lines.append(plain_table(("task", "", "finished documents", "in the estimate", *UNITS.values()), rows))
     kind = ESTIMATORS[spec["estimator"]].kind if spec.get("estimator") in ESTIMATORS else Kind.LIKELIHOOD
-    notes = [] if kind is Kind.LIKELIHOOD else [f"The value is {kind.value}."]
+    notes = [] if kind is Kind.LIKELIHOOD else [f"The value is {kind.value}.{ERRORS.get(kind, '')}"]
     if any(task["partial"] for task in tasks):
         notes.append(
             "PARTIAL: perplexities are estimates from a random sample of documents, with the 95 % interval for the "

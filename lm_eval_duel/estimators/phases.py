@@ -120,6 +120,7 @@ class Phases(NamedTuple):
         if self.full_token_rows:
             share = (self.cached_token_rows + self.uncached_token_rows) / self.full_token_rows
             text += f", {share:.1%} of the token-rows of all blocks without it"
+            text += "" if share < 1 else " (estimator=duel costs less)"
         if self.stderr is not None and FEW <= self.drawn < FAIR:
             text += f"; the standard error of {self.drawn} drawn blocks is uncertain itself: raise the sample"
         return text

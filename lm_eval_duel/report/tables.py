@@ -11,7 +11,7 @@ from lm_eval_duel.estimators.registry import find
 from lm_eval_duel.report import cells, pairs
 from lm_eval_duel.report.cells import Entry, shown
 from lm_eval_duel.report.gaps import UNCLEAR
-from lm_eval_duel.report.headline import WORDS, fixed, number, plus_minus
+from lm_eval_duel.report.headline import WORDS, fixed, number
 from lm_eval_duel.report.markdown import Footnotes, bullets, listed, plain, spaced
 from lm_eval_duel.tables import markdown_table, one_line
 
@@ -127,7 +127,7 @@ def gaps(task: Mapping[str, Any]) -> str:
                 cache,
                 "" if elbo is None else shown(elbo, metric),
                 shown(entry, metric),
-                "" if elbo is None else f"{cells.gap(elbo, metric)}{plus_minus(elbo['stderr'], metric)}",
+                "" if elbo is None else cells.gap(elbo, metric),
                 cells.gap(entry, metric),
                 cells.between(entry["gap_interval"], lambda value: number(value, metric)),
                 closed if between else " ".join(filter(None, [closed, mark])),
