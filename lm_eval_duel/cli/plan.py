@@ -241,7 +241,8 @@ def table(figures: dict[str, Any]) -> str:
         bound = "" if method.startswith("elbo") else most
         numbers = [line["nfe"], line["calls_at_least"], line["rows"], line["token_rows"]]
         cells = ["" if number is None else f"{bound}{number:,}" for number in numbers]
-        kept = f"{line['kept_bytes'] / 2**20:,.0f}" if line["kept_bytes"] else ""
+        mebibytes = line["kept_bytes"] / 2**20
+        kept = f"{mebibytes:,.0f}" if mebibytes >= 1 else _short(mebibytes) if mebibytes else ""
         work = [f"{bound}{_short(line['flops'] / 1e15)}", f"{bound}{_time(line['hours'])}"]
         rows.append(
             [method, *cells, *work, kept, next(text for name, text in GIVES.items() if method.startswith(name))]

@@ -21,6 +21,7 @@ from lm_eval_duel.tables import plain_table
 if TYPE_CHECKING:
     from lm_eval_duel.harness.so_far import Document, Estimate
 
+SHOWN = ("estimator", "rule", "block", "cache", "cheap_cache", "sample", "precision", "mc_samples")  # of the spec
 ERRORS = {  # what the intervals leave out
     Kind.ESTIMATE: " Its sampling error is not shown here: the finished run prints it.",
     Kind.UPPER_BOUND: " The Monte Carlo error of estimator=elbo is not shown here: the finished run prints it.",
@@ -99,7 +100,7 @@ def table(figures: dict[str, Any]) -> str:
         counts = [f"{task['finished']:,} of {task['documents']:,}", f"{task['sample']:,}"]
         rows.append([name, status, *counts, *(_cell(task["perplexity"].get(unit)) for unit in UNITS)])
     spec = figures["spec"]
-    shown = [f"{key}={spec[key]}" for key in ("estimator", "rule", "block", "cache") if key in spec]
+    shown = [f"{key}={spec[key]}" for key in SHOWN if key in spec]
     lines = [f"{figures['path']}: {', '.join(shown)}", ""]
     lines.append(plain_table(("task", "", "finished documents", "in the estimate", *UNITS.values()), rows))
     kind = ESTIMATORS[spec["estimator"]].kind if spec.get("estimator") in ESTIMATORS else Kind.LIKELIHOOD

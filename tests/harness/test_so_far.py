@@ -106,6 +106,7 @@ def test_a_bound_or_an_estimate_says_what_the_interval_leaves_out(folder, tmp_pa
     model = DuelMDM(pretrained=folder, block=4, device="cpu", estimator="two_phase", sample=0.5)
     CachingLM(model, str(tmp_path / "c_rank0.db")).loglikelihood_rolling(requests(TEXTS[:6]))
     printed = table(so_far(str(tmp_path / "c")))
+    assert "estimator=two_phase, rule=greedy:k=1, block=4, cheap_cache=dual, sample=0.5" in printed
     assert "The value is an unbiased estimate of a log-likelihood. Its sampling error is not shown here" in printed
     value = so_far(str(tmp_path / "c"))["tasks"]["toy"]["perplexity"]["tokens"]["value"]
     bar = capsys.readouterr().err
