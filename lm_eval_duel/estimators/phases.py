@@ -20,7 +20,8 @@ class Phases(NamedTuple):
     """Sums over the blocks of some windows. f and g: a block's log-prob without and with the cache, nats.
 
     `sampled` blocks have both; `drawn` ones are those that stand for others, too (their weight is above 1). Rows and
-    token-rows are those of one window at a time: each step of a block evaluates one row, or a part of it.
+    token-rows are those of one window at a time: each step of a block evaluates one row, or a part of it. Those without
+    the cache assume the steps that a block takes under it; a rule whose steps depend on the text may take others.
     """
 
     blocks: int = 0

@@ -16,7 +16,8 @@ from lm_eval_duel.report.markdown import Footnotes, bullets, listed, plain, spac
 from lm_eval_duel.tables import markdown_table, one_line
 
 SPEC = (  # the entries of a spec that are listed
-    *("estimator", "rule", "block", "cache", "elbo_form", "elbo_block", "elbo_eps", "mc_samples"),
+    *("estimator", "rule", "block", "cache", "cheap_cache", "sample", "precision"),
+    *("elbo_form", "elbo_block", "elbo_eps", "mc_samples"),
     *("pretrained", "revision", "dtype", "windows", "max_length", "special_tokens"),
 )
 AVERAGED = "the average includes tasks whose gap closed is not distinguishable from 0; without them it is too high"
