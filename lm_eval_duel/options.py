@@ -111,6 +111,7 @@ class Options(NetworkArguments):
             )
         if (check := registry.find(options.estimator).check) is not None:
             check(options)
+        _check_cache(options, arguments.get("cache"))
         return options
 
     def with_tokenizer(self, tokenizer: Any) -> Options:
@@ -135,6 +136,21 @@ class Options(NetworkArguments):
         The harness passes batch_size=1 if the user gave none, so 1 is auto too; max_batch_size=1 is one row.
         """
         return None if self.batch_size in ("auto", 1) else self.batch_size
+
+
+def _check_cache(options: Options, given: Any) -> None:
+    """Raise DuelError for `cache`, as given, if it does not go with the estimator or the rule."""
+    entry = registry.find(options.estimator)
+    if entry.own_cache and str(given).lower() == "none" and given is not None:
+        raise DuelError(
+            f"estimator={entry.name} estimates the value without a cache; 'cache' is its first phase, dual or prefix. "
+            "Leave cache out, or use estimator=duel."
+        )
+    if options.cache and not entry.own_cache and entry.follows_rule and options.rule.spans_blocks:
+        raise DuelError(
+            f"across=true of rule klass reads predictions that cache={options.cache} does not compute: those for a "
+            "block while the block before is revealed. Leave one of them out."
+        )
 
 
 def names() -> list[str]:

@@ -9,7 +9,7 @@ import pytest
 
 from lm_eval_duel import rules
 from lm_eval_duel.denoisers.load_options import LoadOptions
-from lm_eval_duel.errors import DuelError
+from lm_eval_duel.errors import DuelError, UsageError
 from lm_eval_duel.options import Options
 
 
@@ -263,3 +263,10 @@ def test_options_are_checked_before_torch_is_imported():
 
 def test_every_rule_parameter_can_stand_beside_the_rule():
     assert rules.PARAMETERS.isdisjoint(Options.__dataclass_fields__)
+
+
+def test_a_cache_and_a_history_that_outlives_blocks():
+    arguments = {"rule": "klass:mu=0.9:nu=0.1:kl=authors:across=true", "cache": "dual"}
+    with pytest.raises(UsageError, match=r"predictions that cache=dual does not compute.* Leave one of them out"):
+        Options.parse(arguments)
+    assert Options.parse({**arguments, "estimator": "elbo"}).cache == "dual"  # which does not read the rule

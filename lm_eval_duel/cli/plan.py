@@ -45,8 +45,8 @@ PRINTS = """\
 Prints one line per way to score the same windows: rule steps (NFE), network calls (at least), rows, token-rows (cells
 of the rows that the network evaluates), floating point operations, time, and what a cache keeps for each block (MiB;
 for block-causal networks and those with a causal prefix: for each window). Operations are the matrix products of all
-layers and attention at every cell of a row, and the LM head at hidden cells only. With a rule whose steps depend on the
-text (threshold, klass, ...) all counts are upper bounds: one position a step. No weights are read.
+layers and attention at every cell of a row, and the LM head at hidden cells only. With a rule whose steps are not known
+in advance (threshold, klass, ...) all counts are upper bounds: one position a step. No weights are read.
 """
 
 
@@ -65,7 +65,7 @@ class Line:
 def lines(setting: Setting, windows: Counter[Layout], options: argparse.Namespace) -> list[Line]:
     """All ways to score these windows that the network supports."""
     from lm_eval_duel.estimators import cost
-    from lm_eval_duel.rules import SeedFirst, inner
+    from lm_eval_duel.rules import SeedFirst
 
     denoiser = setting.denoiser
     longest = max(window.length for window in windows)
@@ -75,10 +75,11 @@ def lines(setting: Setting, windows: Counter[Layout], options: argparse.Namespac
     kept_once = kept if denoiser.by_blocks else 0
     exact = cost.sum_over(windows, lambda w: cost.exact(setting, w))
     result = [_line("exact", exact, kept_once, denoiser, options)]
-    if not denoiser.by_blocks and denoiser.family not in ("sedd", "gidd"):  # whose noise level changes every key
+    uncacheable = denoiser.by_blocks or denoiser.family in ("sedd", "gidd")  # whose noise level changes every key
+    if not uncacheable and not setting.rule.spans_blocks:
         under = setting
-        if denoiser.shift:  # under a cache these networks need seed_first, which takes a step more
-            under = dataclasses.replace(setting, rule=SeedFirst(inner(setting.rule)))
+        if denoiser.shift and not isinstance(setting.rule, SeedFirst):  # which these networks need under a cache
+            under = dataclasses.replace(setting, rule=SeedFirst(setting.rule))
         for name in ("prefix", "dual"):
             total = cost.sum_over(windows, lambda w, name=name: cost.cached(under, w, name))
             result.append(_line(name, total, kept, denoiser, options))
@@ -212,8 +213,9 @@ def plan(options: argparse.Namespace, run: Options) -> dict[str, Any]:
         "weight_bytes": denoiser.size.weight_bytes,
         "rule": str(rule),
         "block": block,
-        "upper_bound": not setting.is_exact,
-        "seed_first": bool(denoiser.shift) and len(planned) > 2,
+        "upper_bound": not setting.is_exact and setting.is_bound,
+        "steps_known": setting.is_exact,
+        "seed_first": bool(denoiser.shift) and any(line.method == "dual" for line in planned),
         "documents": options.documents,
         "windows": sum(windows.values()),
         "length": max(window.length for window in windows),
@@ -239,20 +241,26 @@ def plan(options: argparse.Namespace, run: Options) -> dict[str, Any]:
 
 def table(figures: dict[str, Any]) -> str:
     """The figures as text."""
-    most = "<= " if figures["upper_bound"] else ""
+    most = "" if figures["steps_known"] else "<= " if figures["upper_bound"] else "~ "
     rows = []
     for method, line in figures["methods"].items():
         bound = "" if method.startswith(("elbo", "lattice")) else most
         numbers = [line["nfe"], line["calls_at_least"], line["rows"], line["token_rows"]]
         cells = ["" if number is None else f"{bound}{number:,}" for number in numbers]
-        kept = f"{line['kept_bytes'] / 2**20:,.0f}" if line["kept_bytes"] else ""
+        mebibytes = line["kept_bytes"] / 2**20
+        kept = f"{mebibytes:,.0f}" if mebibytes >= 1 else short(mebibytes) if mebibytes else ""
         work = [f"{bound}{short(line['flops'] / 1e15)}", f"{bound}{hours_as_text(line['hours'])}"]
         rows.append(
             [method, *cells, *work, kept, next(text for name, text in GIVES.items() if method.startswith(name))]
         )
     notes = []
-    if figures["upper_bound"]:
-        notes.append("The steps of this rule depend on the text: all but elbo are upper bounds (one position a step).")
+    if not figures["steps_known"]:
+        notes.append(
+            "The steps of this rule are not known in advance: all but elbo are upper bounds (one position a step)."
+            if figures["upper_bound"]
+            else "This rule may reveal nothing at a step, so its steps have no bound: all but elbo assume one position "
+            "a step."
+        )
     if figures["seed_first"]:
         notes.append("prefix, dual and two_phase with seed_first=true, which this network needs under a cache.")
     return "\n".join([*_heading(figures), "", plain_table(HEADER, rows), *([""] if notes else []), *notes])

@@ -21,6 +21,11 @@ from lm_eval_duel.tables import plain_table
 if TYPE_CHECKING:
     from lm_eval_duel.harness.so_far import Document, Estimate
 
+SHOWN = ("estimator", "rule", "block", "cache", "cheap_cache", "sample", "precision", "mc_samples")  # of the spec
+ERRORS = {  # what the intervals leave out
+    Kind.ESTIMATE: " Its sampling error is not shown here: the finished run prints it.",
+    Kind.UPPER_BOUND: " The Monte Carlo error of estimator=elbo is not shown here: the finished run prints it.",
+}
 UNITS = {"tokens": "per token", "words": "per word", "bytes": "per byte"}
 PRINTS = """\
 Prints for each task of whole texts how many of its documents are finished, and the perplexity per token, word and
@@ -95,11 +100,11 @@ def table(figures: dict[str, Any]) -> str:
         counts = [f"{task['finished']:,} of {task['documents']:,}", f"{task['sample']:,}"]
         rows.append([name, status, *counts, *(_cell(task["perplexity"].get(unit)) for unit in UNITS)])
     spec = figures["spec"]
-    shown = [f"{key}={spec[key]}" for key in ("estimator", "rule", "block", "cache") if key in spec]
+    shown = [f"{key}={spec[key]}" for key in SHOWN if key in spec]
     lines = [f"{figures['path']}: {', '.join(shown)}", ""]
     lines.append(plain_table(("task", "", "finished documents", "in the estimate", *UNITS.values()), rows))
     kind = ESTIMATORS[spec["estimator"]].kind if spec.get("estimator") in ESTIMATORS else Kind.LIKELIHOOD
-    notes = [] if kind is Kind.LIKELIHOOD else [f"The value is {kind.value}."]
+    notes = [] if kind is Kind.LIKELIHOOD else [f"The value is {kind.value}.{ERRORS.get(kind, '')}"]
     if any(task["partial"] for task in tasks):
         notes.append(
             "PARTIAL: perplexities are estimates from a random sample of documents, with the 95 % interval for the "

@@ -116,6 +116,11 @@ def check_two_phase(denoiser: Denoiser, rule: rules.Rule, cache: str) -> None:
             f"estimator=two_phase saves the evaluation of whole rows at every step, and a {denoiser.attention} network "
             f"has no such cost: its clean keys and values are exact, and are kept. Use estimator={instead}."
         )
+    if rule.spans_blocks:
+        raise DuelError(
+            "estimator=two_phase scores some blocks of a window alone, and across=true of rule klass makes the blocks "
+            "of a window one chain. Leave across out, or use estimator=duel."
+        )
     if denoiser.shift and not isinstance(rule, rules.SeedFirst):
         raise DuelError(
             f"estimator=two_phase scores every block under cache={cache}, and this network predicts a block's first "

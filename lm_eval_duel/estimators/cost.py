@@ -1,6 +1,6 @@
 """What windows will cost under each way to score them: counted, not run.
 
-    method       a block of m hidden cells, k revealed a step, in a row of L cells
+    method       a block of m hidden cells, k revealed at a step, in a row of L cells
     exact        ceil(m / k) rows of L cells (bidirectional); of the block's own cells, after one pass over the clean
                  cells (block-causal, causal prefix); the whole row once (causal)
     prefix       one row of L cells, then ceil(m / k) - 1 rows from the block's start on
@@ -9,13 +9,15 @@
     elbo         for each draw one row of L cells (bidirectional), or of each block's cells (by blocks)
     lattice      2^m - 1 rows of L cells (bidirectional), or of the block's own cells (by blocks)
 
-Equal windows are scored once, and counted once. Equal rows of different windows, which a network call evaluates once,
-are not foreseen, nor is padding.
+Rules with sub-blocks, a schedule of steps or `seed_first` take other steps; see `reveals`. Equal windows are scored
+once, and counted once. Equal rows of different windows, which a network call evaluates once, are not foreseen, nor is
+padding.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,8 +28,9 @@ from lm_eval_duel.denoisers.block_causal import CLEAN, STRETCH, clean_group
 from lm_eval_duel.denoisers.cached.view import GPU_KEPT
 from lm_eval_duel.engine.lanes import blocks
 from lm_eval_duel.engine.windows import Window
-from lm_eval_duel.rules import Rule, SeedFirst, inner
+from lm_eval_duel.rules import Rule, SeedFirst, SubBlock, inner
 from lm_eval_duel.rules.base import Counted
+from lm_eval_duel.rules.scheduled import Scheduled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,18 +85,20 @@ class Setting:
     grid: str
     kept: int = 0  # numbers that a cache keeps per cell of a row
 
-    def hidden(self, cells: int) -> list[int]:
-        """The hidden cells before each step of a block of `cells`: exact for rules with k, else the most steps."""
-        plain = inner(self.rule)
-        k = plain.k if isinstance(plain, Counted) else 1
-        if isinstance(self.rule, SeedFirst):
-            return [cells, *range(cells - 1, 0, -k)]
-        return list(range(cells, 0, -k))
+    def hidden(self, cells: int, width: int) -> list[int]:
+        """The hidden cells before each step of a block of `width` cells, the last `cells` of which are hidden."""
+        counts = reveals(self.rule, cells, width - cells)
+        return [cells - done for done in itertools.accumulate(counts[:-1], initial=0)]
 
     @property
     def is_exact(self) -> bool:
-        """Whether the number of steps is known; otherwise it depends on the text, and the plan is an upper bound."""
-        return isinstance(inner(self.rule), Counted)
+        """Whether the number of steps is known; otherwise one position a step is assumed."""
+        return isinstance(inner(self.rule), Counted | Scheduled)
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether one position a step is the most that the rule takes: not if it may reveal nothing at a step."""
+        return not self.rule.may_wait
 
     def places(self, window: Layout) -> list[tuple[int, int, int]]:
         """(first column, width, hidden cells) of each block."""
@@ -108,6 +113,20 @@ class Setting:
         return hidden[0] if inner(self.rule).fixed else sum(hidden)
 
 
+def reveals(rule: Rule, cells: int, first: int) -> list[int]:
+    """How many cells each step of a block reveals, if the cells from `first` on are hidden; one each if not known."""
+    if isinstance(rule, SeedFirst):
+        return [1, *reveals(rule.rule, cells - 1, first + 1)] if cells else []
+    if isinstance(rule, SubBlock):
+        parts = Counter(cell // rule.sub_block for cell in range(first, first + cells))
+        return [count for part in parts.values() for count in reveals(rule.rule, part, 0)]
+    if isinstance(rule, Scheduled):
+        steps = min(rule.steps, cells)  # type: ignore[attr-defined]
+        return [cells // steps + (step < cells % steps) for step in range(steps)]
+    k = rule.k if isinstance(rule, Counted) else 1
+    return [min(k, cells - done) for done in range(0, cells, k)]
+
+
 def exact(setting: Setting, window: Layout) -> Cost:
     """`estimator=duel` without a cache, and the chain rule of a causal network."""
     if setting.denoiser.attention == "causal":
@@ -115,19 +134,19 @@ def exact(setting: Setting, window: Layout) -> Cost:
     if setting.denoiser.by_blocks:
         return _by_blocks(setting, window)
     total, length = Cost(), window.length
-    for _, _, cells in setting.places(window):
-        hidden = setting.hidden(cells)
+    for _, width, cells in setting.places(window):
+        hidden = setting.hidden(cells, width)
         steps = len(hidden)
         tokens = steps * length
         total += Cost(1, steps, steps, tokens, tokens * length, setting.head(hidden), tokens, steps)
-    return total
+    return dataclasses.replace(total, longest=int(total.nfe)) if setting.rule.spans_blocks else total
 
 
 def cached(setting: Setting, window: Layout, cache: str) -> Cost:
     """`cache=prefix` or `dual`: the whole row at a block's start, later the cells that the cache leaves out."""
     total, length = Cost(), window.length
     for start, width, cells in setting.places(window):
-        hidden = setting.hidden(cells)
+        hidden = setting.hidden(cells, width)
         steps, later = len(hidden), width if cache == "dual" else length - start
         tokens, pairs = length + (steps - 1) * later, length**2 + (steps - 1) * later * length
         weight = length + (steps - 1) * max(later, -(-length * setting.kept // GPU_KEPT))
@@ -175,8 +194,8 @@ def _causal(window: Layout) -> Cost:
 
 def _by_blocks(setting: Setting, window: Layout) -> Cost:
     total, states = Cost(), {}
-    for start, _, cells in setting.places(window):
-        hidden = setting.hidden(cells)
+    for start, width, cells in setting.places(window):
+        hidden = setting.hidden(cells, width)
         states[start] = [1] * len(hidden)
         total += Cost(1, len(hidden), head=setting.head(hidden), longest=len(hidden))
     return total + _blocks_of(setting, window, states)

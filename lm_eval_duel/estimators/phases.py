@@ -20,7 +20,8 @@ class Phases(NamedTuple):
     """Sums over the blocks of some windows. f and g: a block's log-prob without and with the cache, nats.
 
     `sampled` blocks have both; `drawn` ones are those that stand for others, too (their weight is above 1). Rows and
-    token-rows are those of one window at a time: each step of a block evaluates one row, or a part of it.
+    token-rows are those of one window at a time: each step of a block evaluates one row, or a part of it. Those without
+    the cache assume the steps that a block takes under it; a rule whose steps depend on the text may take others.
     """
 
     blocks: int = 0
@@ -120,6 +121,7 @@ class Phases(NamedTuple):
         if self.full_token_rows:
             share = (self.cached_token_rows + self.uncached_token_rows) / self.full_token_rows
             text += f", {share:.1%} of the token-rows of all blocks without it"
+            text += "" if share < 1 else " (estimator=duel costs less)"
         if self.stderr is not None and FEW <= self.drawn < FAIR:
             text += f"; the standard error of {self.drawn} drawn blocks is uncertain itself: raise the sample"
         return text

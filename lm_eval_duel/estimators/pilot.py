@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -36,7 +37,7 @@ def designs(
     ]
     totals = _summed(gather, sizes)  # of each task: blocks, tokens
     shares = [rounded(min(1.0, PILOT / max(blocks, 1))) for blocks, _ in totals]
-    seen = _summed(gather, [_score(estimator, own, share) for own, share in zip(unique, shares, strict=True)])
+    seen = _summed(gather, [_score(estimator, windows, share) for windows, share in zip(tasks, shares, strict=True)])
     result: dict[int, Design] = {}
     for n, (blocks, tokens) in enumerate(totals):
         sampled, squares = seen[n]
@@ -57,9 +58,13 @@ def designs(
 
 
 def _score(estimator: TwoPhase, windows: Sequence[Window], share: float) -> tuple[int, float]:
-    """Score the blocks of a pilot in both ways: how many they are, and the sum of their squared differences."""
-    pairs = estimator.score_pilot(windows, Design(share, 0.0))
-    return len(pairs), math.fsum((f - g) ** 2 for f, g in pairs)
+    """Score the blocks of a pilot in both ways: how many they are, and the sum of their squared differences.
+
+    A window that comes c times has one sample, so its differences count c times, and their squares c^2 times.
+    """
+    times = Counter(window for window in windows if window.target)
+    scored = estimator.score_pilot(list(times), Design(share, 0.0))
+    return len(scored), math.fsum((times[window] * (f - g)) ** 2 for window, f, g in scored)
 
 
 def _summed(gather: Gather, rows: Sequence[Sequence[float]]) -> list[list[float]]:

@@ -49,8 +49,8 @@ class Argument:
 class Entry:
     """One estimator.
 
-    `target`: its class, as module:Class. `settings`: the keywords of the class beside grid and batch size, from the
-    options. `arguments`: the model args that it reads and others do not; `unread`: those that it does not read.
+    `target`: its class, as module:Class. `settings`: the other keywords of the class than grid and batch size, from
+    the options. `arguments`: the model args that it reads and others do not; `unread`: those that it does not read.
     `check` raises DuelError for options that it cannot follow.
     """
 

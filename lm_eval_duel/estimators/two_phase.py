@@ -156,8 +156,8 @@ class TwoPhase(Estimator):
         self._designs = other._designs
 
     @torch.inference_mode()
-    def score_pilot(self, windows: Sequence[Window], design: Design) -> list[tuple[float, float]]:
-        """(f, g) of each block that `design` samples; f is remembered, and not computed again."""
+    def score_pilot(self, windows: Sequence[Window], design: Design) -> list[tuple[Window, float, float]]:
+        """(window, f, g) of each block that `design` samples; f is remembered, and not computed again."""
         scored = []
         for numbers in super()._groups(windows):
             group = self._open([windows[n] for n in numbers], list(numbers))
@@ -169,7 +169,7 @@ class TwoPhase(Estimator):
                 window = group.windows[row]
                 f, g = (_log_prob(window, scores[row], place) for scores in (uncached, cached))
                 self._pilot.setdefault(window.key, {})[n] = f
-                scored.append((f, g))
+                scored.append((window, f, g))
         return scored
 
     # ------------------------------------------------------------ scoring

@@ -122,7 +122,8 @@ def scored_requests(
     run.count_cached(len(requests) - len(remaining), len(remaining))
     left, left_windows = [requests[n] for n in remaining], [windows[n] for n in remaining]
     verification, ties = Verification(run, left_windows), run.estimator.counts.all_mask_starts
-    label = f" {run.estimator.describe().get('rule', run.estimator.name)}"
+    name, rule = run.estimator.name, run.estimator.describe().get("rule", "")
+    label = f" {rule}" if name == "duel" else f" {name} {rule}".rstrip()
     tokens = sum(len(window.target) for parts in left_windows for window in parts)
     so_far = SoFar(documents) if documents and run.options.order == "random" else None
     with run.show(kind, label, len(requests), len(requests) - len(remaining), tokens, so_far), run.computing():

@@ -57,7 +57,7 @@ class Progress:
         """One more finished request, of so many scored windows."""
         self.finished += 1
         self.windows -= windows
-        if self.so_far is not None and time.monotonic() - self.shown > EVERY:
+        if self.so_far is not None and (time.monotonic() - self.shown > EVERY or self.finished == self.requests):
             self.shown = time.monotonic()
             self.bar.set_postfix_str(str(self.so_far), refresh=False)
 
@@ -135,7 +135,11 @@ class Run:
                 saved = f"They are saved in {self.store.filename}: run the same command to resume."
             log.warning("Interrupted by %s on rank %d after %s. %s", signal.name, self.ranks.rank, self.progress, saved)
             if self.progress is not None and (estimates := str(self.progress.so_far or "")):
-                log.warning("Estimate so far, with a 95 %% interval for this rank's documents: %s", estimates)
+                log.warning(
+                    "Estimate so far (estimator=%s), with a 95 %% interval for this rank's documents: %s",
+                    self.estimator.name,
+                    estimates,
+                )
             raise
         finally:
             self.stats.seconds += time.perf_counter() - start

@@ -144,8 +144,8 @@ class Total:
         rate, error = -self.log_prob / tokens, self.stderr
         perplexity = math.exp(rate) if rate < 700 else math.inf
         if error is None:
-            drawn = "draws" if self.phases is None else "drawn blocks"
-            errors, note = ("", ""), f"Monte Carlo error unknown: it takes at least 8 {drawn}"
+            kind, drawn = ("Monte Carlo", "draws") if self.phases is None else ("sampling", "drawn blocks")
+            errors, note = (" +- ?", " +- ?"), f"{kind} error unknown: it takes at least 8 {drawn}"
         else:
             errors = (f" +- {error:.2f}", f" +- {perplexity * error / tokens:.2f}")
             note = "Monte Carlo standard error" if self.phases is None else "sampling standard error"

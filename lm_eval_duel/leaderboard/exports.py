@@ -188,6 +188,8 @@ def _entry(board: Board, row: Row, column: Row, cell: Row, dataset: str, task_id
     notes = [f"{WORDS[board['metric']]}, lower is better", label(row), KINDS[row["kind"]]]
     if cell["stderr"] is not None:
         notes.append(f"standard error {number(cell['stderr'], board['metric'])}")
+    elif cell["stderr_reason"]:
+        notes.append(cell["stderr_reason"])
     if cell["interval"] is not None:
         low, high = (number(end, board["metric"]) for end in cell["interval"])
         notes.append(f"95 % interval over {column['documents'] or 'its'} documents {low} to {high}")

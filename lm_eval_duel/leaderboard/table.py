@@ -141,6 +141,11 @@ def error(value: float | None, metric: str) -> str:
     return f" ± {text if text.strip('0.') else format(value, '.1g')}"
 
 
+def _own_error(value: float | None, cell: Row, metric: str) -> str:
+    """The error of a value of its own; `?` if it has one that is not known."""
+    return " ± ?" if value is None and cell["stderr_reason"] else error(value, metric)
+
+
 def between(interval: Sequence[float] | None, form: Any) -> str:
     """An interval."""
     return "" if interval is None else f"{form(interval[0])} to {form(interval[1])}"
@@ -148,7 +153,7 @@ def between(interval: Sequence[float] | None, form: Any) -> str:
 
 def value(cell: Row, row: Row, metric: str) -> Cell:
     """A perplexity with its own error (Monte Carlo or sampling), and its interval over documents."""
-    own = " ± ?" if cell["stderr"] is None and cell["stderr_reason"] else error(cell["stderr"], metric)
+    own = _own_error(cell["stderr"], cell, metric)
     small = between(cell["interval"], lambda x: number(x, metric))
     if not small and cell["window_stderr"] is not None:
         small = f"s.e. {cell['window_stderr']:.2g} over windows"
@@ -159,7 +164,7 @@ def value(cell: Row, row: Row, metric: str) -> Cell:
 def _bits(cell: Row, row: Row, metric: str) -> Cell:
     if cell["bits_per_byte"] is None:
         return Cell()
-    own = error(cell["bits_per_byte_stderr"], "bits_per_byte").strip()
+    own = _own_error(cell["bits_per_byte_stderr"], cell, "bits_per_byte").strip()
     return Cell(f"{bounded(row)}{number(cell['bits_per_byte'], 'bits_per_byte')}", cell["bits_per_byte"], own)
 
 
@@ -168,7 +173,7 @@ def _gap(cell: Row, row: Row, metric: str) -> Cell:
         return Cell()
     sign = "+" if cell["gap"] > 0 else ""
     small = between(cell["gap_interval"], lambda x: number(x, metric))
-    own = error(cell["stderr"], metric)
+    own = _own_error(cell["stderr"], cell, metric)
     return Cell(f"{bounded(row)}{sign}{number(cell['gap'], metric)}{own}", cell["gap"], small)
 
 
@@ -216,7 +221,9 @@ def _block(row: Row, key: str, metric: str) -> Cell:
 def _mean(row: Row, key: str, metric: str) -> Cell:
     if row["mean"] is None:
         return Cell()
-    return Cell(f"{bounded(row)}{number(row['mean'], metric)}{error(row['mean_stderr'], metric)}", row["mean"])
+    unknown = row["mean_stderr"] is None and any(cell["stderr_reason"] for cell in row["cells"].values())
+    own = " ± ?" if unknown else error(row["mean_stderr"], metric)
+    return Cell(f"{bounded(row)}{number(row['mean'], metric)}{own}", row["mean"])
 
 
 def _mean_rank(row: Row, key: str, metric: str) -> Cell:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
@@ -106,6 +107,10 @@ class TextEstimate:
         """The estimate of a text of `tokens` tokens from those of its windows."""
         own = cast("Sequence[TwoPhaseScore]", scores)
         phases = Phases.total(Phases.read(score.phases) for score in own)
+        times = Counter((score.phases, score.weights, score.cached, score.uncached) for score in own)  # equal windows
+        phases = phases._replace(
+            variance=math.fsum(count**2 * Phases.read(sums).variance for (sums, *_), count in times.items())
+        )
         return cls(
             text=text,
             tokens=tokens,
@@ -120,7 +125,7 @@ class TextEstimate:
 
     @classmethod
     def total(cls, estimates: Sequence[TextEstimate]) -> TextEstimate:
-        """The estimate of all these texts together. Equal texts have the same sample, so leave out repeated ones."""
+        """The estimate of all these texts together. Equal texts have one sample, which the error takes into account."""
         scores = [score for estimate in estimates for score in estimate.window_scores]
         tokens, size = (sum(getattr(estimate, name) for estimate in estimates) for name in ("tokens", "bytes"))
         return cls.of(None, tokens, scores, size)

@@ -61,7 +61,10 @@ def caches(entries: Sequence[Entry]) -> list[str]:
 
 
 def gap(entry: Entry, metric: str) -> str:
-    return "" if entry["gap"] is None else f"{'+' if entry['gap'] > 0 else ''}{number(entry['gap'], metric)}"
+    """The gap to the autoregressive model, with the error of the entry's value."""
+    if entry["gap"] is None:
+        return ""
+    return f"{'+' if entry['gap'] > 0 else ''}{number(entry['gap'], metric)}{_error(entry, entry['stderr'], metric)}"
 
 
 def between(interval: Sequence[float] | None, form: Callable[[float], str], unit: str = "") -> str:

@@ -11,12 +11,13 @@ from lm_eval_duel.estimators.registry import find
 from lm_eval_duel.report import cells, pairs
 from lm_eval_duel.report.cells import Entry, shown
 from lm_eval_duel.report.gaps import UNCLEAR
-from lm_eval_duel.report.headline import WORDS, fixed, number, plus_minus
+from lm_eval_duel.report.headline import WORDS, fixed, number
 from lm_eval_duel.report.markdown import Footnotes, bullets, listed, plain, spaced
 from lm_eval_duel.tables import markdown_table, one_line
 
 SPEC = (  # the entries of a spec that are listed
-    *("estimator", "rule", "block", "cache", "elbo_form", "elbo_block", "elbo_eps", "mc_samples"),
+    *("estimator", "rule", "block", "cache", "cheap_cache", "sample", "precision"),
+    *("elbo_form", "elbo_block", "elbo_eps", "mc_samples"),
     *("pretrained", "revision", "dtype", "windows", "max_length", "special_tokens"),
 )
 AVERAGED = "the average includes tasks whose gap closed is not distinguishable from 0; without them it is too high"
@@ -127,7 +128,7 @@ def gaps(task: Mapping[str, Any]) -> str:
                 cache,
                 "" if elbo is None else shown(elbo, metric),
                 shown(entry, metric),
-                "" if elbo is None else f"{cells.gap(elbo, metric)}{plus_minus(elbo['stderr'], metric)}",
+                "" if elbo is None else cells.gap(elbo, metric),
                 cells.gap(entry, metric),
                 cells.between(entry["gap_interval"], lambda value: number(value, metric)),
                 closed if between else " ".join(filter(None, [closed, mark])),

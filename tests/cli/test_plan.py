@@ -86,6 +86,17 @@ def test_rules_that_read_the_text_are_upper_bounds(capsys):
     assert "<= 2,048" in printed and "upper bounds (one position a step)" in printed
 
 
+def test_a_rule_whose_history_outlives_blocks_is_planned_without_caches():
+    got = figures(f"--model_args {LLADA},rule=klass,mu=0.9,nu=0.1,kl=authors,across=true --tokens 2048")
+    assert set(got["methods"]) == {"exact", "elbo 128"} and got["methods"]["exact"]["calls_at_least"] == 2048
+
+
+def test_a_schedule_of_steps_is_counted_exactly(capsys):
+    main(["plan", *shlex.split(f"--model_args {LLADA},rule=quota,steps=16,block=32 --tokens 2048")])
+    printed = capsys.readouterr().out
+    assert "1,024" in printed and "<=" not in printed
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

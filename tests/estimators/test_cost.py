@@ -1,5 +1,8 @@
 """The counts of a plan are those of a real run: rule steps, and the rows and cells that network calls evaluate."""
 
+import dataclasses
+from typing import ClassVar
+
 import pytest
 import torch
 from decoder_reference import CASES, write
@@ -14,10 +17,13 @@ from lm_eval_duel.estimators import cost
 from lm_eval_duel.estimators.duel import Autoregressive, Duel
 from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.estimators.lattice import Lattice
-from lm_eval_duel.rules import parse
+from lm_eval_duel.rules import Decision, Rule, parse
 
 SIZES = {"layers": 1, "width": 64, "vocab": 60, "length": 24, "block": 8}
-RULES = ("greedy:k=1", "margin:k=3", "left_to_right:k=2", "entropy:k=2:seed_first=True")
+RULES = (
+    *("greedy:k=1", "margin:k=3", "left_to_right:k=2", "entropy:k=2:seed_first=True"),
+    *("greedy:k=3:sub_block=4", "quota:steps=3:sub_block=5:seed_first=True"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +66,7 @@ def test_bidirectional(networks, rule, cache):
     assert planned(count, texts) == counted(denoiser, duel, texts)
 
 
-@pytest.mark.parametrize("rule", RULES[:2])
+@pytest.mark.parametrize("rule", [*RULES[:2], "greedy:k=3:sub_block=4"])
 @pytest.mark.parametrize("length", [22, 24])
 def test_block_causal(networks, rule, length):
     denoiser = networks["block_causal"]
@@ -140,6 +146,41 @@ def test_rules_that_read_the_text_take_at_most_as_many_steps(networks, rule):
     assert not setting.is_exact and nfe <= most[2] and rows <= most[0] and tokens <= most[1]
     everything = cost.Setting(denoiser, parse("threshold:mu=1"), 8, "target")
     assert planned(lambda w: cost.exact(everything, w), windows()) == most
+
+
+@pytest.mark.parametrize("rule", ["quota:steps=3", "quota:steps=50", "greedy:k=2:sub_block=3"])
+def test_schedules_and_sub_blocks_that_begin_inside_the_context(networks, rule):
+    denoiser = networks["bidirectional"]
+    duel, setting = Duel(denoiser, rule, 8, "row"), cost.Setting(denoiser, parse(rule), 8, "row")
+    duel.use_single_rows()
+    assert setting.is_exact
+    assert planned(lambda w: cost.exact(setting, w), windows()) == counted(denoiser, duel, windows())
+
+
+def test_a_rule_that_may_wait_has_no_bound(networks):
+    waiting = cost.Setting(networks["bidirectional"], Waiting(), 8, "target")
+    rows, _, nfe = counted(networks["bidirectional"], Duel(networks["bidirectional"], Waiting(), 8), windows())
+    assumed = planned(lambda w: cost.exact(waiting, w), windows())
+    assert not waiting.is_exact and not waiting.is_bound and rows > assumed[0] and nfe > assumed[2]
+
+
+def test_a_chain_of_blocks_takes_its_calls_one_after_the_other(networks):
+    rule = parse("klass:mu=0.9:nu=0.1:kl=authors:across=true")
+    chain = cost.exact(cost.Setting(networks["bidirectional"], rule, 8, "target"), cost.Layout(2, 20, 22))
+    assert (chain.nfe, chain.longest) == (20, 20)
+
+
+@dataclasses.dataclass(frozen=True)
+class Waiting(Rule):
+    """Reveals one position at every second step."""
+
+    name: ClassVar[str] = "waiting"
+    reads_step: ClassVar[bool] = True
+    may_wait: ClassVar[bool] = True
+
+    def __call__(self, predictions, lanes):
+        first = lanes.hidden & (lanes.hidden.cumsum(1) == 1)
+        return Decision(first & (lanes.step % 2 == 1)[:, None])
 
 
 def test_two_phase_is_all_of_dual_and_a_share_of_exact(networks):

@@ -218,6 +218,17 @@ def test_precision_is_reached_and_the_pilot_is_not_scored_twice(caplog):
     assert estimator.costs["uncached"]["rows"] <= rows.costs["uncached"]["rows"] * phases.sampled / phases.blocks * 1.2
 
 
+def test_windows_that_come_three_times_need_the_same_share():
+    """Their errors add up, so the error of the sum is three times as large, as the sum itself is."""
+    toy, windows = Attends(length=12), list(dict.fromkeys(texts(40, lengths=(12,))))
+    plans = []
+    for times in (1, 3):
+        estimator = TwoPhase(toy, "greedy", 3, precision=0.1)
+        estimator.plan([windows * times])
+        plans.append(estimator._designs)
+    assert plans[0] == plans[1] and 0 < next(iter(plans[0].values())).rate < 1
+
+
 def test_ranks_plan_together():
     """Each rank sees its own windows and the sums of all; all get the rate that one process gets."""
     toy = Attends(length=12)
@@ -319,6 +330,7 @@ def test_guidance_and_temperature_stay_around_the_cached_network():
         (lambda: Attends(), {"sample": 0.1, "precision": 0.1}, "leave one out"),
         (lambda: Attends(), {"sample": 1.5}, "above 0, at most 1; got 1.5"),
         (lambda: Attends(), {"precision": 1.0}, "between 0 and 1; got 1.0"),
+        (lambda: Attends(), {"rule": "klass:mu=0.9:nu=0.1:kl=authors:across=true"}, "one chain.*or use estimator=duel"),
         (lambda: Attends(), {"cache": "duel"}, "Unknown value of cache 'duel'. Did you mean dual"),
     ],
 )

@@ -102,6 +102,17 @@ def test_a_finished_run_has_its_own_value_and_no_label(folder, tmp_path):
     assert "[" not in table(figures).splitlines()[-1]
 
 
+def test_a_bound_or_an_estimate_says_what_the_interval_leaves_out(folder, tmp_path, capsys):
+    model = DuelMDM(pretrained=folder, block=4, device="cpu", estimator="two_phase", sample=0.5)
+    CachingLM(model, str(tmp_path / "c_rank0.db")).loglikelihood_rolling(requests(TEXTS[:6]))
+    printed = table(so_far(str(tmp_path / "c")))
+    assert "estimator=two_phase, rule=greedy:k=1, block=4, cheap_cache=dual, sample=0.5" in printed
+    assert "The value is an unbiased estimate of a log-likelihood. Its sampling error is not shown here" in printed
+    value = so_far(str(tmp_path / "c"))["tasks"]["toy"]["perplexity"]["tokens"]["value"]
+    bar = capsys.readouterr().err
+    assert "loglikelihood_rolling two_phase greedy:k=1" in bar and f"ppl {value:.4g}" in bar  # of all documents
+
+
 def test_two_ranks_are_two_strata(folder, tmp_path):
     """Each process has its documents and its file; a resumed run with one process counts no document twice."""
     shares, finished = (TEXTS[0::2], TEXTS[1::2]), {}

@@ -165,6 +165,7 @@ def test_texts_are_generated_without_the_cache(model, folder):
         ({"top_k": 3}, "does not support top_k.*Use estimator=duel"),
         ({"compile": True}, "does not support compile.*Use estimator=duel"),
         ({"backend": "remote", "trust_remote_code": True}, "backend=remote.*Use estimator=duel"),
+        ({"cache": "none"}, "'cache' is its first phase, dual or prefix. Leave cache out, or use estimator=duel"),
         ({"estimator": "duel"}, "'sample' is read by estimator=two_phase only"),
     ],
     ids=str,

@@ -102,6 +102,20 @@ def test_a_metric_that_no_result_has(tmp_path):
         board(tmp_path, "--metric", "perplexity")
 
 
+def test_an_estimate_of_unknown_error_says_so_in_every_column(tmp_path):
+    both = {"sotu": docs((-60, -150, -90)), "news": docs((-50, -40, -80))}
+    ours(tmp_path, model="T", docs=both, estimator="two_phase", spec={"sample": "0.05"})
+    hf(tmp_path, model="AR", docs={"sotu": docs((-50, -100, -80)), "news": docs((-30, -30, -50))})
+    content = board(tmp_path)
+    row = next(row for row in content["rows"] if row["model"] == "T")
+    shown = {}
+    for head, cell in zip(table.heads(content), table.cells(content, row), strict=True):
+        shown.setdefault(head.key if head.group == "mean" else head.group, []).append(f"{cell.text} {cell.small}")
+    assert row["kind"] == "estimate"
+    for group, count in (("value", 2), ("gap", 2), ("mean", 1)):
+        assert len(shown[group]) == count and all("± ?" in text for text in shown[group]), group
+
+
 # ---------------------------------------------------------------- ranks and means
 
 

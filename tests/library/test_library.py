@@ -12,8 +12,10 @@ import torch
 from toys import Toy
 
 import lm_eval_duel
-from lm_eval_duel import Duel, DuelError, Window, load, load_tokenizer
+from lm_eval_duel import Duel, DuelError, TextEstimate, Window, load, load_tokenizer
 from lm_eval_duel.demo import FOLDER
+from lm_eval_duel.estimators.phases import Phases
+from lm_eval_duel.estimators.two_phase import TwoPhaseScore
 from lm_eval_duel.harness.generation import key_of
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.harness.versions import request as make_request
@@ -261,3 +263,15 @@ def test_it_needs_no_lm_eval():
         "assert len(duel.stream([generated.window]).__next__()) == 2 and 'lm_eval' not in sys.modules\n"
     )
     assert out.split() == ["-34.14", "-34.14"]
+
+
+def test_equal_texts_have_one_sampling_error():
+    """The blocks of equal texts are sampled together, so twice the texts have twice the error, not sqrt(2) times."""
+    scores = [
+        TwoPhaseScore(log_prob, phases=tuple(Phases(blocks=20, sampled=10, drawn=10, variance=variance)))
+        for log_prob, variance in ((-50.0, 9.0), (-60.0, 16.0))
+    ]
+    first, second = (TextEstimate.of(None, 30, [score]) for score in scores)
+    assert (first.stderr, TextEstimate.total([first, second]).stderr) == (3.0, 5.0)
+    assert TextEstimate.total([first, second, first, second]).stderr == 10.0
+    assert TextEstimate.total([first, first, second]).stderr == math.hypot(6.0, 4.0)

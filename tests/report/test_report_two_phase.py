@@ -75,7 +75,8 @@ def test_an_estimate_within_both_errors_of_the_elbo_is_not_distinguishable(tmp_p
 def test_an_estimate_of_unknown_error_says_so(tmp_path):
     row, _, out = made(tmp_path, None)
     assert row["stderr"] is None and "fewer than 8 drawn blocks" in row["stderr_reason"]
-    assert "38.00 +- ?" in (out / "report.md").read_text()
+    text = (out / "report.md").read_text()
+    assert "38.00 +- ?" in text and "+1.70 +- ?" in text  # its gap to the baseline, too
     assert row["gap_closed_stderr"] is None
 
 
