@@ -25,7 +25,7 @@ from lm_eval_duel.denoisers.block_causal import CLEAN, STRETCH, clean_group
 from lm_eval_duel.denoisers.cached.view import GPU_KEPT
 from lm_eval_duel.engine.lanes import blocks
 from lm_eval_duel.engine.windows import Window
-from lm_eval_duel.rules import Rule, SeedFirst, inner
+from lm_eval_duel.rules import Rule, SeedFirst, inner, sub_block_of
 from lm_eval_duel.rules.base import Counted
 
 
@@ -81,13 +81,22 @@ class Setting:
     grid: str
     kept: int = 0  # numbers that a cache keeps per cell of a row
 
-    def hidden(self, cells: int) -> list[int]:
-        """The hidden cells before each step of a block of `cells`: exact for rules with k, else the most steps."""
+    def hidden(self, width: int, cells: int) -> list[int]:
+        """The hidden cells before each step of a block: exact for rules with k, else the most steps.
+
+        The block has `width` cells, and the last `cells` of them are hidden at its start.
+        """
         plain = inner(self.rule)
         k = plain.k if isinstance(plain, Counted) else 1
-        if isinstance(self.rule, SeedFirst):
-            return [cells, *range(cells - 1, 0, -k)]
-        return list(range(cells, 0, -k))
+        part = sub_block_of(self.rule) or width
+        left, before = cells, []
+        if isinstance(self.rule, SeedFirst) and cells == width:
+            left, before = cells - 1, [cells]
+        while left:
+            inside = min(left, part - (width - left) % part)  # in the first sub-block that has hidden cells
+            before += range(left, left - inside, -k)
+            left -= inside
+        return before
 
     @property
     def is_exact(self) -> bool:
@@ -114,8 +123,8 @@ def exact(setting: Setting, window: Layout) -> Cost:
     if setting.denoiser.by_blocks:
         return _by_blocks(setting, window)
     total, length = Cost(), window.length
-    for _, _, cells in setting.places(window):
-        hidden = setting.hidden(cells)
+    for _, width, cells in setting.places(window):
+        hidden = setting.hidden(width, cells)
         steps = len(hidden)
         tokens = steps * length
         total += Cost(1, steps, steps, tokens, tokens * length, setting.head(hidden), tokens, steps)
@@ -126,7 +135,7 @@ def cached(setting: Setting, window: Layout, cache: str) -> Cost:
     """`cache=prefix` or `dual`: the whole row at a block's start, later the cells that the cache leaves out."""
     total, length = Cost(), window.length
     for start, width, cells in setting.places(window):
-        hidden = setting.hidden(cells)
+        hidden = setting.hidden(width, cells)
         steps, later = len(hidden), width if cache == "dual" else length - start
         tokens, pairs = length + (steps - 1) * later, length**2 + (steps - 1) * later * length
         weight = length + (steps - 1) * max(later, -(-length * setting.kept // GPU_KEPT))
@@ -161,8 +170,8 @@ def _causal(window: Layout) -> Cost:
 
 def _by_blocks(setting: Setting, window: Layout) -> Cost:
     total, states = Cost(), {}
-    for start, _, cells in setting.places(window):
-        hidden = setting.hidden(cells)
+    for start, width, cells in setting.places(window):
+        hidden = setting.hidden(width, cells)
         states[start] = [1] * len(hidden)
         total += Cost(1, len(hidden), head=setting.head(hidden), longest=len(hidden))
     return total + _blocks_of(setting, window, states)

@@ -16,7 +16,13 @@ from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.rules import parse
 
 SIZES = {"layers": 1, "width": 64, "vocab": 60, "length": 24, "block": 8}
-RULES = ("greedy:k=1", "margin:k=3", "left_to_right:k=2", "entropy:k=2:seed_first=True")
+RULES = (
+    "greedy:k=1",
+    "margin:k=3",
+    "left_to_right:k=2",
+    "entropy:k=2:seed_first=True",
+    "greedy:k=2:sub_block=3:seed_first=True",
+)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +65,7 @@ def test_bidirectional(networks, rule, cache):
     assert planned(count, texts) == counted(denoiser, duel, texts)
 
 
-@pytest.mark.parametrize("rule", RULES[:2])
+@pytest.mark.parametrize("rule", [*RULES[:2], RULES[4]])
 @pytest.mark.parametrize("length", [22, 24])
 def test_block_causal(networks, rule, length):
     denoiser = networks["block_causal"]
