@@ -128,6 +128,20 @@ def test_a_checkpoint_that_a_preset_does_not_fit(tmp_path):
         Library.from_pretrained(path, preset="llada", device="cpu")
 
 
+def test_a_checkpoint_that_a_preset_does_not_fit_is_not_loaded(tmp_path):
+    """The family is that of the config, and the weights are not read: here there are none."""
+    (tmp_path / "dream").mkdir()
+    own.write(tmp_path / "dream", own.DREAM, "DreamModel", own.decoder(bias=True))
+    for weights in (tmp_path / "dream").glob("*.safetensors"):
+        weights.unlink()
+    path = str(tmp_path / "dream")
+    for preset in ("llada", "nemotron"):
+        with pytest.raises(DuelError, match=f"preset={preset} is the sampler of .* is of the family dream"):
+            DuelMDM(pretrained=path, preset=preset, device="cpu")
+        with pytest.raises(DuelError, match=f"preset={preset} is the sampler of .* is of the family dream"):
+            Library.from_pretrained(path, preset=preset, device="cpu")
+
+
 def test_a_checkpoint_that_it_fits(tmp_path):
     """The harness and the library take a preset, and its args written out have the same fingerprint."""
     (tmp_path / "dream").mkdir()
