@@ -162,7 +162,9 @@ def _with_preset(
             if key in rules.PARAMETERS and key not in preset.free:
                 raise presets.conflict(preset, key, arguments[key])
     for key, value in settings.items():
-        if key in arguments and key in readable and readable[key](key, arguments[key]) != readable[key](key, value):
+        if key in preset.free or key not in arguments or key not in readable:
+            continue
+        if readable[key](key, arguments[key]) != readable[key](key, value):
             raise presets.conflict(preset, key, arguments[key])
     return {**settings, **arguments}
 

@@ -129,6 +129,7 @@ ENTRIES = (
         ("sdar", "sdar-moe"),
         {**SAMPLED, "n": 1},
         SDAR,
+        free=("block",),  # that of the checkpoint
     ),
     Preset(
         "sdar-dynamic",
@@ -136,6 +137,7 @@ ENTRIES = (
         ("sdar", "sdar-moe"),
         {**SAMPLED, "n": 1, "tau": 0.85},
         SDAR,
+        free=("block",),
     ),
     Preset(
         "llada2",

@@ -141,6 +141,11 @@ class Dream(Rule):
     tau: float | None = optional(None)
 
     def __post_init__(self) -> None:
+        if self.alg == "origin":
+            raise DuelError(
+                "alg=origin of rule 'dream' reveals positions at random, so it is no rule: a text has many orders. The "
+                "exact likelihood of uniformly random order is estimator=mixture, its bound estimator=elbo."
+            )
         if self.alg not in get_args(Algorithm):
             raise unknown("value of alg for rule dream", self.alg, get_args(Algorithm))
         check_count(self, "steps", STEPS)
