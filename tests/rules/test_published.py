@@ -327,6 +327,19 @@ def test_the_first_cell_then_sub_blocks():
         rules.parse("greedy:sub_block=0")
 
 
+def test_positions_that_come_last_are_no_near_tie():
+    """With eos=conf they tie by definition: only another most probable token changes the order."""
+    logits = torch.tensor([3.0, 0.0, 1.0, -1.0, 0.5], dtype=torch.float64).repeat(1, WIDTH, 1)
+    logits[0, 2, 0] = 1.75  # it leads by 0.75
+    hidden = torch.ones(1, WIDTH, dtype=torch.bool)
+    decision = decided(f"quota:steps={WIDTH}:eos=conf:eos_id=0", logits, hidden)
+    assert decision.pick[0].tolist() == [True] + [False] * (WIDTH - 1)
+    assert decision.lead.tolist() == [pytest.approx(0.375)]
+    logits[0, 4, 2] = 6.0  # the only one of another token: it is first
+    decision = decided(f"quota:steps={WIDTH}:eos=conf:eos_id=0", logits, hidden)
+    assert decision.pick[0].nonzero().tolist() == [[4]] and decision.lead.tolist() == [pytest.approx(0.375)]
+
+
 def fast_dllm_v2(toy, context, target, block, sub_block, tau):
     """Fast_dLLM_v2's batch_sample without its block cache, for known tokens: reveal steps and log-probabilities."""
     row, steps, log_probs = [*context, *[toy.mask_id] * len(target)], {}, {}
