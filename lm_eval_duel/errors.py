@@ -101,6 +101,8 @@ def first_cell_unseen(cache: str) -> DuelError:
 def unknown(what: str, name: object, known: Iterable[str]) -> DuelError:
     """The error for an unknown name, with the nearest known one and the whole list."""
     known = sorted(known)
-    nearest = difflib.get_close_matches(str(name), known, n=1)
+    typed, names = str(name).lower(), {entry.lower(): entry for entry in reversed(known)}
+    begins = [entry for entry in sorted(names) if len(typed) > 2 and entry.startswith(typed)]
+    nearest = [names[entry] for entry in (difflib.get_close_matches(typed, names, n=1) or begins)]
     hint = f" Did you mean {nearest[0]}?" if nearest else ""
     return DuelError(f"Unknown {what} '{name}'.{hint} Known: {', '.join(known)}.")

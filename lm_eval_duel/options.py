@@ -114,6 +114,10 @@ class Options(NetworkArguments):
         _check_cache(options, arguments.get("cache"))
         return options
 
+    def require_preset_fits(self, family: str | None) -> None:
+        """Raise DuelError if the preset is not for checkpoints of this family; None is a family not known yet."""
+        presets.require_fit(self.preset, family)
+
     def with_tokenizer(self, tokenizer: Any) -> Options:
         """These options with the ids that the rule takes from a tokenizer."""
         rule = self.rule.with_tokenizer(tokenizer)
@@ -181,7 +185,9 @@ def _with_preset(
             if key in rules.PARAMETERS and key not in preset.free:
                 raise presets.conflict(preset, key, arguments[key])
     for key, value in settings.items():
-        if key in arguments and key in readable and readable[key](key, arguments[key]) != readable[key](key, value):
+        if key in preset.free or key not in arguments or key not in readable:
+            continue
+        if readable[key](key, arguments[key]) != readable[key](key, value):
             raise presets.conflict(preset, key, arguments[key])
     return {**settings, **arguments}
 

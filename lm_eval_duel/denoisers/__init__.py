@@ -32,6 +32,17 @@ def load(name: str = "demo-mdm", *, device: str | None = None, **network: Any) -
     return loading.load(name, device=device, **network)
 
 
+def find_family(name: str, **network: Any) -> str | None:
+    """The decoder family of a checkpoint by its config.json, before any weight is read; None for all other networks.
+
+    Raises:
+        DuelError: as `load`, for what the config shows.
+    """
+    from lm_eval_duel.denoisers import loading
+
+    return loading.find_family(name, **network)
+
+
 def load_tokenizer(arguments: Mapping[str, Any]) -> PreTrainedTokenizerBase:
     """The tokenizer that model args name: `tokenizer`, else the one beside the weights or of the family.
 

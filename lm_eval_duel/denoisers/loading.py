@@ -74,6 +74,19 @@ def _group(options: LoadOptions, device: str | None) -> Group | None:
     return _groups[-1]
 
 
+def find_family(name: str, **network: Any) -> str | None:
+    """The decoder family of a checkpoint by its config.json, before any weight is read; None for all other networks."""
+    options = hub.pin_revision(
+        LoadOptions(resolve(checkpoint_name("name", name) or BUNDLED), hub.pick_device("cpu"), **network)
+    )
+    config = hub.read_config(options.name, options.revision)
+    if dit_checkpoint.is_dit(config) or options.attention == "causal" or options.backend == "remote":
+        return None
+    code = hub.local_folder(options.name, options.revision, code_only=True) if config.get("auto_map") else None
+    family = families.find(config, options, code)
+    return None if family is None else family.name
+
+
 def _load_network(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedTokenizerBase | None) -> Denoiser:
     """The denoiser of a config.json, by its family."""
     if dit_checkpoint.is_dit(config):

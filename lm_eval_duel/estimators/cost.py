@@ -115,8 +115,10 @@ class Setting:
 
 def reveals(rule: Rule, cells: int, first: int) -> list[int]:
     """How many cells each step of a block reveals, if the cells from `first` on are hidden; one each if not known."""
-    if isinstance(rule, SeedFirst):
-        return [1, *reveals(rule.rule, cells - 1, first + 1)] if cells else []
+    if isinstance(rule, SeedFirst):  # a block that begins inside the context has no first token of its own
+        if first:
+            return reveals(rule.rule, cells, first)
+        return [1, *reveals(rule.rule, cells - 1, 1)] if cells else []
     if isinstance(rule, SubBlock):
         parts = Counter(cell // rule.sub_block for cell in range(first, first + cells))
         return [count for part in parts.values() for count in reveals(rule.rule, part, 0)]

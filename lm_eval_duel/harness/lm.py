@@ -56,6 +56,8 @@ class DuelMDM(TemplateLM):
         name = options.pretrained or BUNDLED
         self.tokenizer = denoisers.load_tokenizer(vars(options))
         self.options = options = options.with_tokenizer(self.tokenizer)
+        if options.preset is not None:
+            options.require_preset_fits(denoisers.find_family(name, **options.network))
         self.denoiser = denoisers.load(name, device=self.ranks.device, tokenizer=self.tokenizer, **options.network)
         self._device = self.denoiser.device
         self.estimator = registry.make(self.denoiser, options)

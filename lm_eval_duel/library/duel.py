@@ -129,6 +129,8 @@ class Duel(estimator.Duel):
             options = Options.parse(arguments)
         if options.estimator != "duel":
             raise DuelError(f"preset={options.preset} has estimator={options.estimator}, which is not that of a Duel.")
+        if options.preset is not None:
+            options.require_preset_fits(denoisers.find_family(name, **options.network))
         denoiser = denoisers.load(name, device=device, tokenizer=tokenizer, **options.network)
         presets.require_fit(options.preset, denoiser.family)
         return cls(

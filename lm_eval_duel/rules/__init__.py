@@ -27,7 +27,7 @@ from lm_eval_duel.rules.pc import PC
 from lm_eval_duel.rules.refused import require_covered
 from lm_eval_duel.rules.scheduled import Dream, Quota
 from lm_eval_duel.rules.scores import Entropy, Greedy, LogMargin, Margin
-from lm_eval_duel.rules.seed_first import SEED_FIRST, SeedFirst, inner, replaced
+from lm_eval_duel.rules.seed_first import SEED_FIRST, SeedFirst, inner, replaced, sub_block_of
 from lm_eval_duel.rules.sub_block import SUB_BLOCK, SubBlock
 
 __all__ = [
@@ -49,6 +49,7 @@ __all__ = [
     "read",
     "replaced",
     "split",
+    "sub_block_of",
 ]
 
 RULES: dict[str, type[Rule]] = {

@@ -4,7 +4,7 @@
 
 with f the frequency of the most probable token in a corpus, 1 / N for tokens that do not occur among its N.
 
-Shapes: R lanes, W block width, V tokens.
+Shapes: R lanes, W block width, T entries of a table.
 """
 
 from __future__ import annotations
@@ -71,9 +71,8 @@ class PC(Scheduled):
 
         count, memory = self.quota(lanes)
         p1 = predictions.confidence.double().sigmoid()  # (R, W)
-        argmax = predictions.argmax.clamp(min=0)  # (R, W) -1 where nothing is hidden
-        plane = _frequencies(self.table, signature(self.table), int(argmax.max()) + 1, str(argmax.device))  # (V,)
-        known = -(plane + EPS).log()  # (V,)
+        known = _surprises(self.table, signature(self.table), str(p1.device))  # (T,)
+        argmax = predictions.argmax.clamp(0, len(known) - 1)  # (R, W) -1 where nothing is hidden
         surprise = known[argmax]  # (R, W)
         place = torch.arange(argmax.shape[1], device=argmax.device)  # (W,)
         decayed = (-self.decay * place.double()).exp()  # (W,)
@@ -110,12 +109,12 @@ def _read(path: str, signature: tuple[int, int] | None) -> tuple[int, dict[int, 
 
 
 @functools.lru_cache(maxsize=4)
-def _frequencies(path: str, signature: tuple[int, int] | None, least: int, device: str) -> torch.Tensor:
-    """The frequency of each id below `least`, and of those above up to the table's last one, float64 (V,)."""
+def _surprises(path: str, signature: tuple[int, int] | None, device: str) -> torch.Tensor:
+    """-log(f + 1e-9) of each id up to the table's last one, and then of all ids above it, float64 (T,)."""
     import torch
 
     total, counts = _read(path, signature)
-    plane = torch.full((max(least, *counts, 0) + 1,), 1 / total, dtype=torch.float64)  # (V,)
+    plane = torch.full((max(counts, default=-1) + 2,), 1 / total, dtype=torch.float64)  # (T,)
     if counts:
         plane[torch.tensor(list(counts))] = torch.tensor(list(counts.values()), dtype=torch.float64) / total
-    return plane.to(device)
+    return -(plane + EPS).log().to(device)

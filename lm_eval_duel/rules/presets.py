@@ -129,6 +129,7 @@ ENTRIES = (
         ("sdar", "sdar-moe"),
         {**SAMPLED, "n": 1},
         SDAR,
+        free=("block",),  # that of the checkpoint
     ),
     Preset(
         "sdar-dynamic",
@@ -136,6 +137,7 @@ ENTRIES = (
         ("sdar", "sdar-moe"),
         {**SAMPLED, "n": 1, "tau": 0.85},
         SDAR,
+        free=("block",),
     ),
     Preset(
         "llada2",
@@ -187,9 +189,9 @@ def conflict(preset: Preset, key: str, value: Any) -> DuelError:
     )
 
 
-def require_fit(name: str | None, family: str) -> None:
-    """Raise DuelError if the preset is not for checkpoints of this family."""
-    if name is None or family in (preset := find(name)).families:
+def require_fit(name: str | None, family: str | None) -> None:
+    """Raise DuelError if the preset is not for checkpoints of this family; None is a family not known yet."""
+    if name is None or family is None or family in (preset := find(name)).families:
         return
     raise DuelError(
         f"preset={name} is the sampler of {' and '.join(preset.families)} checkpoints, and this one is of the family "

@@ -34,7 +34,7 @@ REFUSED = {  # name: (what it is, why)
     "d2cache": ("d2Cache", BATCH),
     "fast-dllm-v2-block-cache": ("Fast_dLLM_v2 with use_block_cache", BATCH),
     "fast-dllm-unforced": ("Fast-dLLM's threshold without a forced pick (commit fb55582)", LEAVES_MASKS),
-    "llada2-few-steps": ("LLaDA2 with more steps than positions in a block", LEAVES_MASKS),
+    "llada2-many-steps": ("LLaDA2 with more steps than positions in a block", LEAVES_MASKS),
     "credit": ("dInfer's credit decoding", HISTORY),
     "slow-fast": ("Slow-Fast sampling", HISTORY),
     "d3llm-multi-block": ("d3LLM's multi-block decoding", HISTORY + "; preset=d3llm is its decoding block by block"),

@@ -10,7 +10,18 @@ import math
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from lm_eval_duel.errors import DuelError, unknown
-from lm_eval_duel.rules.base import Decision, Rule, best, check, check_count, check_probability, log_odds, optional
+from lm_eval_duel.rules.base import (
+    LOG_ODDS_SLOPE,
+    Decision,
+    Rule,
+    best,
+    check,
+    check_count,
+    check_probability,
+    log_odds,
+    nearest,
+    optional,
+)
 from lm_eval_duel.rules.scores import doubt
 
 if TYPE_CHECKING:
@@ -102,11 +113,20 @@ class Quota(Scheduled):
 
     def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
         count, memory = self.quota(lanes)
-        score = predictions.confidence if self.eos is None else self._without_ends(predictions)
-        return Decision(*best(predictions, lanes, score, count), memory)
+        if self.eos is None:
+            return Decision(*best(predictions, lanes, predictions.confidence, count), memory)
+        score, last = self._without_ends(predictions)
+        pick, gap = best(predictions, lanes, score, count)
+        # those that come last tie by definition: their order changes only if the most probable token of one does
+        gap = gap.masked_fill((pick & last).any(1), math.inf)
+        margin = nearest(predictions.log_margin, last & lanes.hidden) / LOG_ODDS_SLOPE  # (R,)
+        return Decision(pick, gap.minimum(margin.masked_fill(predictions.all_mask, math.inf)), memory)
 
-    def _without_ends(self, predictions: Predictions) -> torch.Tensor:
-        """The log-odds of P1 / (1 - P_eos - P_eot), -inf where the most probable token is one of the two, (R, W)."""
+    def _without_ends(self, predictions: Predictions) -> tuple[torch.Tensor, torch.Tensor]:
+        """The log-odds of P1 / (1 - P_eos - P_eot), and where the most probable token is one of the two; (R, W) each.
+
+        The score is -inf there.
+        """
         import torch
 
         confidence, argmax = predictions.confidence.double(), predictions.argmax  # (R, W)
@@ -117,7 +137,7 @@ class Quota(Scheduled):
             rest = torch.where(argmax == end, rest, rest - p)
             last |= argmax == end
         score = confidence.sigmoid().log() - rest.clamp(min=1e-300).log()
-        return score.masked_fill(last, -math.inf)
+        return score.masked_fill(last, -math.inf), last
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +161,11 @@ class Dream(Rule):
     tau: float | None = optional(None)
 
     def __post_init__(self) -> None:
+        if self.alg == "origin":
+            raise DuelError(
+                "alg=origin of rule 'dream' reveals positions at random, so it is no rule: a text has many orders. The "
+                "exact likelihood of uniformly random order is estimator=mixture, its bound estimator=elbo."
+            )
         if self.alg not in get_args(Algorithm):
             raise unknown("value of alg for rule dream", self.alg, get_args(Algorithm))
         check_count(self, "steps", STEPS)

@@ -1,7 +1,9 @@
 """Reveal a block's first cell by itself, then follow another rule: `greedy:k=1:seed_first=True`.
 
 Fast-dLLM's sampler for Dream does this: the network predicts a token from the cell before it, and under a prefix or
-dual cache the cell before a block is evaluated only at the block's start.
+dual cache the cell before a block is evaluated only at the block's start. Fast_dLLM_v2 takes a block's first token from
+the clean cells before it. If a context ends inside a block, that block's first cell is known, and the rule starts at
+once (v2/generation_functions.py, batch_sample).
 
 Shapes: R lanes, W block width.
 """
@@ -20,7 +22,7 @@ SEED_FIRST = "seed_first"
 
 @dataclasses.dataclass(frozen=True)
 class SeedFirst(Rule):
-    """The first hidden cell of a fresh block alone, then `rule`, whose steps are counted from there."""
+    """The first cell of a block alone, if it is hidden, then `rule`, whose steps are counted from there."""
 
     rule: Rule
 
@@ -46,8 +48,9 @@ class SeedFirst(Rule):
 
         cell = torch.arange(lanes.hidden.shape[1], device=lanes.hidden.device)
         target = (cell < lanes.width[:, None]) & (lanes.columns >= lanes.origin[:, None])  # (R, W)
-        fresh = (lanes.hidden == target).all(1)  # (R,) no target is revealed yet
-        later = dataclasses.replace(lanes, step=(lanes.step - 1).clamp(min=0))
+        seeded = target[:, 0]  # (R,) the block does not begin inside the context
+        fresh = seeded & (lanes.hidden == target).all(1)  # (R,) no target is revealed yet
+        later = dataclasses.replace(lanes, step=(lanes.step - seeded.long()).clamp(min=0))
         decision = as_decision(self.rule(predictions, later))
         first = lanes.hidden & (lanes.hidden.cumsum(1) == 1)  # (R, W)
         lead = decision.lead
@@ -64,6 +67,13 @@ class SeedFirst(Rule):
 def inner(rule: Rule) -> Rule:
     """The rule inside `SeedFirst` and `SubBlock`, or the rule itself."""
     return inner(rule.rule) if isinstance(rule, SeedFirst | SubBlock) else rule
+
+
+def sub_block_of(rule: Rule) -> int | None:
+    """The size of the rule's sub-blocks; None if it has none."""
+    if isinstance(rule, SeedFirst):
+        return sub_block_of(rule.rule)
+    return rule.sub_block if isinstance(rule, SubBlock) else None
 
 
 def replaced(rule: Rule, **values: Any) -> Rule:

@@ -23,6 +23,7 @@ SIZES = {"layers": 1, "width": 64, "vocab": 60, "length": 24, "block": 8}
 RULES = (
     *("greedy:k=1", "margin:k=3", "left_to_right:k=2", "entropy:k=2:seed_first=True"),
     *("greedy:k=3:sub_block=4", "quota:steps=3:sub_block=5:seed_first=True"),
+    "greedy:k=2:sub_block=3:seed_first=True",
 )
 
 
@@ -66,7 +67,7 @@ def test_bidirectional(networks, rule, cache):
     assert planned(count, texts) == counted(denoiser, duel, texts)
 
 
-@pytest.mark.parametrize("rule", [*RULES[:2], "greedy:k=3:sub_block=4"])
+@pytest.mark.parametrize("rule", [*RULES[:2], "greedy:k=3:sub_block=4", RULES[-1]])
 @pytest.mark.parametrize("length", [22, 24])
 def test_block_causal(networks, rule, length):
     denoiser = networks["block_causal"]

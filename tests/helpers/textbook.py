@@ -45,8 +45,6 @@ def pick(rule, cells, hidden, previous, offset):
     `cells[p]`: the distribution at p. `previous`: such dicts of earlier steps in this block. `offset`: the first target
     position's column, for `random`.
     """
-    if isinstance(rule, SeedFirst):
-        return pick(rule.rule, cells, hidden, previous[1:], offset) if previous else hidden[:1]
     name = rule.name
 
     def top(score, k):
@@ -128,6 +126,8 @@ def score(
     for begin in borders:
         own = [p for p in range(begin, min(begin + (block or target), origin + target)) if p >= origin]
         step, previous = 0, []
+        seeded = isinstance(rule, SeedFirst) and begin >= origin  # its first cell is not that of a context
+        then = rule.rule if isinstance(rule, SeedFirst) else rule
         while any(row[p] == mask_id for p in own):
             hidden = [p for p in own if row[p] == mask_id]
             shown = row if sees is None else row[: begin + block]
@@ -138,12 +138,14 @@ def score(
             if tie_when_all_mask and all(token == mask_id for token in shown):
                 logits = logits[hidden[0]].expand_as(logits)
             cells = {p: cell(logits[p]) for p in hidden}
-            for p in pick(rule, cells, hidden, previous, origin):
+            picked = pick(then, cells, hidden, previous, origin) if step or not seeded else hidden[:1]
+            for p in picked:
                 truth = window.target[p - origin]
                 steps[p - origin], nats[p - origin] = step, cells[p].log_prob(truth)
                 greedy &= truth == cells[p].argmax
                 row[p] = truth
-            previous.append(cells)
+            if step or not seeded:
+                previous.append(cells)
             step += 1
             nfe += 1
     return sum(nats), tuple(steps), tuple(nats), greedy, nfe

@@ -128,6 +128,29 @@ def test_a_checkpoint_that_a_preset_does_not_fit(tmp_path):
         Library.from_pretrained(path, preset="llada", device="cpu")
 
 
+def test_what_may_be_changed():
+    assert Options.parse({"preset": "sdar-dynamic", "block": 8}).block == 8
+    assert str(Options.parse({"preset": "llada", "steps": 64}).rule) == "quota:steps=64"
+    with pytest.raises(DuelError, match=r"tau=0.9 is given, too, .* block may be changed"):
+        Options.parse({"preset": "sdar-dynamic", "tau": 0.9})
+    with pytest.raises(DuelError, match="alg=origin of rule 'dream' reveals positions at random"):
+        rules.parse("dream:alg=origin:steps=4")
+
+
+def test_a_checkpoint_that_a_preset_does_not_fit_is_not_loaded(tmp_path):
+    """The family is that of the config, and the weights are not read: here there are none."""
+    (tmp_path / "dream").mkdir()
+    own.write(tmp_path / "dream", own.DREAM, "DreamModel", own.decoder(bias=True))
+    for weights in (tmp_path / "dream").glob("*.safetensors"):
+        weights.unlink()
+    path = str(tmp_path / "dream")
+    for preset in ("llada", "nemotron"):
+        with pytest.raises(DuelError, match=f"preset={preset} is the sampler of .* is of the family dream"):
+            DuelMDM(pretrained=path, preset=preset, device="cpu")
+        with pytest.raises(DuelError, match=f"preset={preset} is the sampler of .* is of the family dream"):
+            Library.from_pretrained(path, preset=preset, device="cpu")
+
+
 def test_a_checkpoint_that_it_fits(tmp_path):
     """The harness and the library take a preset, and its args written out have the same fingerprint."""
     (tmp_path / "dream").mkdir()

@@ -327,6 +327,59 @@ def test_the_first_cell_then_sub_blocks():
         rules.parse("greedy:sub_block=0")
 
 
+def test_positions_that_come_last_are_no_near_tie():
+    """With eos=conf they tie by definition: only another most probable token changes the order."""
+    logits = torch.tensor([3.0, 0.0, 1.0, -1.0, 0.5], dtype=torch.float64).repeat(1, WIDTH, 1)
+    logits[0, 2, 0] = 1.75  # it leads by 0.75
+    hidden = torch.ones(1, WIDTH, dtype=torch.bool)
+    decision = decided(f"quota:steps={WIDTH}:eos=conf:eos_id=0", logits, hidden)
+    assert decision.pick[0].tolist() == [True] + [False] * (WIDTH - 1)
+    assert decision.lead.tolist() == [pytest.approx(0.375)]
+    logits[0, 4, 2] = 6.0  # the only one of another token: it is first
+    decision = decided(f"quota:steps={WIDTH}:eos=conf:eos_id=0", logits, hidden)
+    assert decision.pick[0].nonzero().tolist() == [[4]] and decision.lead.tolist() == [pytest.approx(0.375)]
+
+
+def fast_dllm_v2(toy, context, target, block, sub_block, tau):
+    """Fast_dLLM_v2's batch_sample without its block cache, for known tokens: reveal steps and log-probabilities."""
+    row, steps, log_probs = [*context, *[toy.mask_id] * len(target)], {}, {}
+    for start in range(len(context) // block * block, len(row), block):
+        end, step = min(start + block, len(row)), 0
+
+        def reveal(cells, log_p, step):
+            for cell in cells:
+                row[cell] = target[cell - len(context)]
+                steps[cell], log_probs[cell] = step, float(log_p[cell, row[cell]])
+
+        def log_p():
+            logits = toy.features(torch.tensor([row]), None)[0].masked_fill(toy.excluded, -math.inf)
+            return logits.log_softmax(1)  # (L, V)
+
+        if start >= len(context):  # a clean block is complete, and its last row predicts the next token
+            reveal([start], log_p(), step)
+            step += 1
+        for left in range(start, end, sub_block):
+            while hidden := [cell for cell in range(left, min(left + sub_block, end)) if row[cell] == toy.mask_id]:
+                now = log_p()
+                top = now.exp().amax(1)
+                most = max(hidden, key=lambda cell: top[cell])
+                reveal([cell for cell in hidden if top[cell] > tau or cell == most], now, step)
+                step += 1
+    return tuple(steps[cell] for cell in sorted(steps)), [log_probs[cell] for cell in sorted(steps)]
+
+
+@pytest.mark.parametrize("known", range(6))
+def test_the_loop_of_fast_dllm_v2(known):
+    """No first token of its own for a block in which the context ends."""
+    toy, rule = Toy(length=14), "threshold:mu=0.6:strict=true:sub_block=2:seed_first=true"
+    for seed in range(4):
+        row = torch.randint(3, (14,), generator=torch.Generator().manual_seed(seed)).tolist()
+        window = Window(row[:known], row[known:])
+        scored = Duel(toy, rule, 4, "row").log_prob([window])[0]
+        steps, log_probs = fast_dllm_v2(toy, row[:known], row[known:], 4, 2, 0.6)
+        assert scored.reveal_steps == steps and scored.token_logprobs == pytest.approx(log_probs, abs=1e-9)
+
+
 def test_a_lattice_follows_them():
     """Every state-only rule is a path of the lattice, also inside sub-blocks."""
     toy, windows = Toy(), [Window((1,), (2, 0, 1, 1, 2)), Window((), (0, 0, 1, 2))]
