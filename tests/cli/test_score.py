@@ -65,7 +65,10 @@ def test_a_bound_has_its_monte_carlo_error(folder, texts, tmp_path, capsys):
 def test_what_is_not_a_likelihood_is_labelled(folder, texts, tmp_path, capsys):
     model = f"pretrained={folder},block=4,estimator="
     printed = run(texts, "--model_args", model + "elbo,mc_samples=2", capsys=capsys)
-    assert "estimator=elbo (an upper bound of the perplexity)" in printed
+    assert (
+        "estimator=elbo (an upper bound of the perplexity)\nMonte Carlo error unknown: it takes at least 8 draws"
+        in printed
+    )
     assert "not a likelihood: it sees the targets" in run(texts, "--model_args", model + "oracle", capsys=capsys)
     assert score.kind("elbo", {"elbo_eps": "0.001"}) == score.NO_BOUND
     assert score.kind("duel", {}) == "a likelihood"
