@@ -124,6 +124,11 @@ def test_a_gap_is_scored_with_both_sides_visible(lm):
     assert abs(alone - log_prob) > 1e-4  # the suffix counts
 
 
+def test_the_log_says_that_the_text_after_a_gap_was_cut(lm, caplog):
+    lm.loglikelihood(ask("loglikelihood", ("a", Gap(" b", " c" * 20))), disable_tqdm=True)
+    assert "truncated from the left (the text after a gap: from the right)" in caplog.text
+
+
 def test_spaces_at_the_end_of_a_gap_belong_to_its_suffix(lm):
     joint = lm.text.encode_gap("a b", Gap(" c", " d e"))
     assert lm.text.encode_gap("a b", Gap(" c ", "d e")) == joint
