@@ -1,19 +1,30 @@
 """Aligned tables, printed by pytablewriter (which lm_eval depends on): Markdown, and plain text for the terminal.
 
-Columns of numbers are right-aligned. Columns without a single value are left out.
+Columns of numbers are right-aligned. Columns without a single value are left out. `csv_cell` makes cells of CSV files.
 """
 
 from __future__ import annotations
 
 import unicodedata
 from collections.abc import Sequence
+from typing import Any
 
 NUMBER_SIGNS = "<=*+-. ["  # may precede the digits of a number: bounds, bold, signs, footnotes
+FORMULA = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet reads a text that starts like this as a formula
 
 
 def one_line(text: str) -> str:
     """`text` with line ends, control characters and lone surrogates replaced by spaces."""
     return "".join(" " if unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") else c for c in str(text))
+
+
+def csv_cell(value: Any) -> Any:
+    """A cell of CSV: no text that a spreadsheet would run as a formula; numbers as they are."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA) else value
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

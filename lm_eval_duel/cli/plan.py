@@ -149,21 +149,19 @@ def _even(tokens: int, documents: int, denoiser: Unloaded) -> Counter[Layout]:
 
 def _requests(options: argparse.Namespace) -> Iterable[tuple[list[Any], str]]:
     """The requests of each task, and their kind."""
-    from lm_eval_duel.errors import unknown
-    from lm_eval_duel.tasks.named import task_manager
+    from lm_eval_duel.tasks import named
 
     arguments = key_values("--model_args", options.model_args)
     metadata = {**arguments, **key_values("--metadata", options.metadata)}
-    names = [name.strip() for name in options.tasks.split(",") if name.strip()]
-    manager = task_manager(names, metadata)
-    for name in names:
-        if name not in manager.all_tasks:
-            raise DuelError(str(unknown("task", name, manager.all_tasks)).split(" Known:")[0])
-    for task in manager.load(names)["tasks"].values():
+    for task in named.load_all(_names(options.tasks), metadata, options.include_path):
         if task.OUTPUT_TYPE == "generate_until":
             raise DuelError(f"The task {task.config.task} generates text; a plan counts what is scored.")
         task.build_all_requests(limit=options.limit)
         yield task.instances, "rolling" if task.OUTPUT_TYPE == "loglikelihood_rolling" else "continuation"
+
+
+def _names(tasks: str) -> list[str]:
+    return [name.strip() for name in tasks.split(",") if name.strip()]
 
 
 def _cut(text: Any, requests: list[Any], kind: str) -> list[list[Any]]:
@@ -312,7 +310,8 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Options]:
         default="",
         help="as for run; pretrained may be a folder or a hub name, only config.json is read",
     )
-    add("--tasks", help="count the documents of these tasks with the tokenizer")
+    add("--tasks", help="count the documents of these tasks, YAML files or files of text with the tokenizer")
+    add("--include_path", metavar="DIR", help="a folder of your own task files")
     add("--limit", help="only the first documents of each task")
     add("--metadata", default="", help="metadata of the tasks, as for lm_eval: length=...,data_dir=...")
     add("--tokens", help="instead of --tasks: the number of tokens to score")
@@ -335,6 +334,11 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Options]:
         options.documents = options.documents or 1
         if options.tokens < options.documents:
             raise DuelError(f"--tokens {options.tokens} are fewer than --documents {options.documents}.")
+    else:
+        from lm_eval_duel.tasks import named
+
+        for name in _names(options.tasks):
+            named.check(name, options.include_path)
     for name, low in (("sample", 0), ("utilization", 0)):
         if not low < getattr(options, name) <= 1:
             raise DuelError(f"--{name} is a share above 0, at most 1; got {getattr(options, name)}.")

@@ -9,22 +9,24 @@ import functools
 import json
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.arguments import count
 from lm_eval_duel.command_line import Parser, file_to_write
 from lm_eval_duel.errors import usage
+from lm_eval_duel.estimators.registry import Kind, find
 from lm_eval_duel.harness.key_values import key_values
 from lm_eval_duel.options import Options
-from lm_eval_duel.tables import plain_table
+from lm_eval_duel.tables import csv_cell, plain_table
 from lm_eval_duel.tasks import own_text
 
 if TYPE_CHECKING:
     from lm_eval_duel.harness.lm import DuelMDM
 
 TASK = "score"  # what traces and results call these documents
+NO_BOUND = "no bound: elbo_eps above 0 leaves out small noise levels"
 PRINTS = """\
 Prints a line for each document (tokens, log-probability in nats, perplexity per token and per word, bits per byte) and
 the total with its standard error over documents. The numbers are those of the harness: the same windows, special tokens
@@ -88,6 +90,7 @@ def main(arguments: Sequence[str]) -> None:
         "fingerprint": info["fingerprint"],
         "spec": info["spec"],
         "estimator": lm.estimator.name,
+        "kind": kind(lm.estimator.name, info["spec"]),
         "documents": [row.figures() for row in rows],
         "total": _total(lm, rows),
     }
@@ -97,7 +100,7 @@ def main(arguments: Sequence[str]) -> None:
         with open(options.csv, "w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, list(rows[0].figures()))
             writer.writeheader()
-            writer.writerows(row.figures() for row in rows)
+            writer.writerows({key: csv_cell(value) for key, value in row.figures().items()} for row in rows)
     print(table(figures))
 
 
@@ -132,6 +135,14 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options.model = {**model, "device": options.device, "batch_size": options.batch_size}
     Options.parse(options.model)
     return options
+
+
+def kind(estimator: str, spec: Mapping[str, str]) -> str:
+    """What the perplexities are: a likelihood, an estimate, a bound, or none of these."""
+    value = find(estimator).kind
+    if value is Kind.UPPER_BOUND and float(spec.get("elbo_eps", 0)):
+        return NO_BOUND
+    return value.value
 
 
 def score(lm: DuelMDM, texts: Sequence[own_text.OwnText]) -> list[Row]:
@@ -193,6 +204,11 @@ def table(figures: dict[str, Any]) -> str:
     spec = figures["spec"]
     method = ", ".join(f"{key}={spec[key]}" for key in ("rule", "block", "cache") if key in spec)
     lines = [plain_table(["document", *columns], cells), "", f"estimator={figures['estimator']}, {method}".rstrip(", ")]
+    if figures["kind"] != Kind.LIKELIHOOD.value:
+        lines[-1] += f" ({figures['kind']})"
+    drawn = {"elbo": "draws", "two_phase": "drawn blocks"}.get(figures["estimator"])
+    if drawn and total["log_prob_stderr"] is None:
+        lines.append(f"Monte Carlo error unknown: it takes at least 8 {drawn}")
     if total["bits_per_byte_stderr"] is not None:
         error = total["bits_per_byte_stderr"]
         lines.append(f"bits per byte {total['bits_per_byte']:.4f} +- {error:.4f} (standard error over documents)")

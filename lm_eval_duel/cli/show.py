@@ -26,6 +26,7 @@ EARLY_TO_LATE = (54, 61, 67, 73, 79, 114, 185, 226)  # of the terminal's 256 col
 SURE_TO_SURPRISED = (255, 230, 228, 222, 215, 208, 202, 196)  # white to red
 NOTES = {
     Kind.LIKELIHOOD: "",
+    Kind.ESTIMATE: " (an estimate)",
     Kind.UPPER_BOUND: " (a bound)",
     Kind.NOT_A_LIKELIHOOD: " (NOT a likelihood: it sees the targets)",
 }

@@ -60,6 +60,7 @@ def continuation_windows(text: Text, requests: Sequence[Instance]) -> list[list[
     """The window of each (context, continuation); logs how many contexts were truncated."""
     cut, merged = text.cut_contexts, text.merged_borders
     windows = []
+    gaps = any(isinstance(request.args[1], Gap) for request in requests)
     for request in requests:
         with named(request):
             context, continuation = request.args
@@ -67,16 +68,18 @@ def continuation_windows(text: Text, requests: Sequence[Instance]) -> list[list[
             windows.append([text.continuation(*encode(context, continuation))])
     if cut := text.cut_contexts - cut:
         log.warning(
-            "%d of %d contexts were longer than max_length=%d and truncated from the left",
+            "%d of %d contexts were longer than max_length=%d and truncated from the left%s",
             cut,
             len(windows),
             text.denoiser.max_length,
+            " (the text after a gap: from the right)" if gaps else "",
         )
     if merged := text.merged_borders - merged:
         log.warning(
-            "%d of %d continuations share a token with their context in the joint encoding and were encoded alone",
+            "%d of %d continuations share a token with their context%s in the joint encoding and were encoded alone",
             merged,
             len(windows),
+            " or with the text after the gap" if gaps else "",
         )
     return windows
 

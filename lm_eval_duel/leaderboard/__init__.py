@@ -98,7 +98,7 @@ def collect(options: argparse.Namespace) -> dict[str, Any]:
     rows = board.rows(found, known, ar, {run.name: provenance.of(run) for run in known})
     order = board.rank(rows, found, metric)
     shown, problems = documents.collect(traces, known, options.documents, options.tokenizer, documents.Tokenizers())
-    notes += [note for column in found for note in column.notes] + problems
+    notes += columns.remarks(found) + problems
     notes = list(dict.fromkeys(notes))
     _shorten(rows, notes, known)
     content = {

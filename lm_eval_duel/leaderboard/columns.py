@@ -81,6 +81,18 @@ def of(
     return columns
 
 
+def remarks(columns: Sequence[Column]) -> list[str]:
+    """The notes of columns, each once; one that does not hold for all columns says for which tasks it does."""
+    tasks: dict[str, list[Column]] = {}
+    for column in columns:
+        for note in dict.fromkeys(column.notes):
+            tasks.setdefault(note, []).append(column)
+    return [
+        note if len(held) == len(columns) else f"{', '.join(dict.fromkeys(c.task for c in held))}: {note}"
+        for note, held in tasks.items()
+    ]
+
+
 def _place(run: Run, name: str, metric: str, columns: list[Column], number: int) -> None:
     """Add a run to the first column whose results it may be compared with, or to a new one.
 

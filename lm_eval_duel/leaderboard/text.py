@@ -12,10 +12,9 @@ from lm_eval_duel.leaderboard.board import KINDS
 from lm_eval_duel.report.headline import WORDS, number
 from lm_eval_duel.report.markdown import Footnotes, bullets, code, plain, spaced
 from lm_eval_duel.report.published import UNCHECKED
-from lm_eval_duel.tables import markdown_table, one_line, plain_table
+from lm_eval_duel.tables import csv_cell, markdown_table, one_line, plain_table
 
 ASCII = {"≤": "<=", "±": "+-"}
-FORMULA = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet reads a text that starts like this as a formula
 Board = Mapping[str, Any]
 
 
@@ -130,15 +129,15 @@ def comma_separated(board: Board) -> str:
     printed = {f"published {task} {metric}{end}": (task, metric, key) for task, metric in tasks for end, key in FIGURE}
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(map(safe, [*names, *numbers, *columns, *printed, *sources]))
+    writer.writerow(map(csv_cell, [*names, *numbers, *columns, *printed, *sources]))
     for row in board["rows"]:
         about = row | {"measured": "yes", "versions": _versions(row), "source": "; ".join(row["files"])}
         cells = [_part(row["cells"].get(column), key) for column, key in columns.values()]
         writer.writerow(
-            [safe(about[key]) for key in [*names, *numbers]]
-            + [safe(cell) for cell in cells]
+            [csv_cell(about[key]) for key in [*names, *numbers]]
+            + [csv_cell(cell) for cell in cells]
             + [""] * len(printed)
-            + [safe(about[key]) for key in sources]
+            + [csv_cell(about[key]) for key in sources]
         )
     for published in board["published"]:
         for row in published["rows"]:
@@ -148,10 +147,10 @@ def comma_separated(board: Board) -> str:
                 for task, metric, key in printed.values()
             ]
             writer.writerow(
-                [safe(about.get(key)) for key in [*names, *numbers]]
+                [csv_cell(about.get(key)) for key in [*names, *numbers]]
                 + [""] * len(columns)
-                + [safe(figure) for figure in figures]
-                + [safe(about.get(key)) for key in sources]
+                + [csv_cell(figure) for figure in figures]
+                + [csv_cell(about.get(key)) for key in sources]
             )
     return out.getvalue()
 
@@ -182,12 +181,3 @@ def _part(cell: Mapping[str, Any] | None, key: Any) -> Any:
 
 def _versions(row: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {version}" for name, version in row["versions"].items())
-
-
-def safe(value: Any) -> Any:
-    """A cell of CSV: no text that a spreadsheet would run as a formula; numbers as they are."""
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA) else value

@@ -63,7 +63,7 @@ def task(file: Path, results: Fields, values: Fields, name: str) -> Task:
     date = WRITTEN.search(file.stem)  # --output_path may be a folder, or a file whose name precedes the date
     samples_file = file.parent / f"samples_{name}_{date[0] if date else file.stem.removeprefix('results_')}.jsonl"
     if not _exists(samples_file):
-        return dataclasses.replace(task, missing=f"no samples of {name} beside it (run lm_eval with --log_samples)")
+        return dataclasses.replace(task, missing=f"no samples of {name} next to it (run lm_eval with --log_samples)")
     return dataclasses.replace(task, documents=samples.documents(samples_file, rolling))
 
 

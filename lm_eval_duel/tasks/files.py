@@ -54,7 +54,7 @@ def _json(file: Path) -> pyarrow.Table:
 
 def json_records(file: Path) -> list[Any]:
     """The records of a file with one on each line, or with one list of records."""
-    with open(file, encoding="utf-8") as content:
+    with open(file, encoding="utf-8-sig") as content:
         first = content.read(1)
         content.seek(0)
         return json.load(content) if first == "[" else [json.loads(line) for line in content if line.strip()]

@@ -6,14 +6,16 @@ the suffix visible from the first step. Autoregressive models cannot do this, so
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
 from lm_eval.api import task as lm_eval_tasks
 
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.tasks import metadata, own_text
+from lm_eval_duel.tasks.columns import TOKENS
 from lm_eval_duel.tasks.gap import Gap
-from lm_eval_duel.tasks.metrics import perplexity
+from lm_eval_duel.tasks.metrics import perplexity, sizes
 
 if TYPE_CHECKING:
     import datasets
@@ -21,8 +23,12 @@ if TYPE_CHECKING:
 
 
 def _base(name: str) -> type:
-    """lm-eval's class of tasks: 0.5 has one for each output type, 0.4.13 one for all."""
-    return getattr(lm_eval_tasks, name, lm_eval_tasks.ConfigurableTask)
+    """lm-eval's class of tasks: 0.5 has one for each output type, 0.4.13 one for all.
+
+    0.4.13 has an abstract MultipleChoiceTask, too, for tasks written in Python.
+    """
+    found = getattr(lm_eval_tasks, name, None)
+    return lm_eval_tasks.ConfigurableTask if found is None or inspect.isabstract(found) else found
 
 
 class _Gaps:
@@ -70,10 +76,14 @@ def choices(**model_args: Any) -> dict[str, datasets.Dataset]:
 def target_perplexity(doc: dict[str, Any], results: list[Any]) -> dict[str, Any]:
     """Perplexities of the target, and whether argmax decoding writes it.
 
-    With one document a row, `results` holds its (log-likelihood, is_greedy).
+    With one document a row, `results` holds its (log-likelihood, is_greedy). Words and bytes are those of the text that
+    was scored: spaces at the end of the prefix belong to it, those at the end of the target do not.
     """
     ((log_prob, is_greedy),) = results
-    return {**perplexity({"text": doc["target"]}, [log_prob]), "acc": float(is_greedy)}
+    prefix, target = doc["prefix"], doc["target"]
+    scored = prefix[len(prefix.rstrip()) :] + (target.rstrip() or target)
+    units = {TOKENS: getattr(log_prob, "tokens", None), "words": sizes(scored.strip())[0], "bytes": sizes(scored)[1]}
+    return {**perplexity({"text": scored, **units}, [log_prob]), "acc": float(is_greedy)}
 
 
 def _dataset(task: str, model_args: dict[str, Any], read: Any) -> dict[str, datasets.Dataset]:
@@ -95,17 +105,16 @@ def _text(name: str, row: dict[str, Any], key: str, default: str | None = None) 
 
 
 def _gap(name: str, row: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "prefix": _text(name, row, "prefix", ""),
-        "target": _text(name, row, "target"),
-        "suffix": _text(name, row, "suffix", ""),
-    }
+    if not (target := _text(name, row, "target")):
+        raise DuelError(f"{name}: column 'target' is empty, so there is nothing to score; leave this row out.")
+    return {"prefix": _text(name, row, "prefix", ""), "target": target, "suffix": _text(name, row, "suffix", "")}
 
 
 def _choice(name: str, row: dict[str, Any]) -> dict[str, Any]:
     options, label = own_text.column(name, row, "options"), own_text.column(name, row, "label")
-    if not isinstance(options, list) or len(options) < 2 or not all(isinstance(option, str) for option in options):
-        raise DuelError(f"{name}: column 'options' must be a list of two or more texts; got {options!r}.")
+    texts = isinstance(options, list) and all(isinstance(option, str) and option for option in options)
+    if not texts or len(options) < 2:
+        raise DuelError(f"{name}: column 'options' must be a list of two or more texts, none empty; got {options!r}.")
     if isinstance(label, str) and label in options:
         label = options.index(label)
     if not isinstance(label, int) or isinstance(label, bool) or not 0 <= label < len(options):

@@ -6,12 +6,12 @@ import difflib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lm_eval_duel.errors import DuelError
+from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.tasks import own_text
 from lm_eval_duel.tasks.bundled import task_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from lm_eval.api.task import Task
     from lm_eval.tasks import TaskManager
@@ -37,6 +37,20 @@ def load(name: str, metadata: dict[str, Any], include_path: str | None = None) -
     if loaded["groups"] or len(loaded["tasks"]) != 1:
         raise DuelError(f"{name} is not the file of one task; name one with a line 'task: NAME'.")
     return next(iter(loaded["tasks"].values()))
+
+
+def load_all(names: Sequence[str], metadata: dict[str, Any], include_path: str | None = None) -> list[Task]:
+    """The tasks of names, YAML files and texts as for `load`; a group stands for its tasks."""
+    files = [name for name in names if is_yaml(name) or is_text(name)]
+    others = [name for name in names if name not in files]
+    tasks = [load(name, metadata, include_path) for name in files]
+    if others:
+        manager = task_manager(others, metadata, include_path)
+        for name in others:
+            if name not in manager.all_tasks:
+                raise DuelError(str(unknown("task", name, manager.all_tasks)).split(" Known:")[0])
+        tasks += manager.load(others)["tasks"].values()
+    return tasks
 
 
 def task_manager(

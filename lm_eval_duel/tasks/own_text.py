@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import io
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -49,14 +50,17 @@ def find(patterns: Sequence[str]) -> list[Path]:
 def texts(patterns: Sequence[str], field: str = "text", lines: bool = False) -> list[OwnText]:
     """The documents of files. `field`: the column of a table; `lines`: each line of a plain file that is not blank.
 
-    Raises DuelError if a file cannot be read, has no such column, or there is no document at all.
+    Each file is read once, also if two patterns match it. Raises DuelError if a file cannot be read, has no such
+    column, or there is no document at all.
     """
-    documents: list[OwnText] = []
+    sources: dict[Path | None, None] = {}  # None: standard input
     for pattern in patterns:
-        if pattern == STDIN:
-            documents += _plain("stdin", sys.stdin.read(), lines)
-            continue
-        for file in find([pattern]):
+        sources |= dict.fromkeys([None] if pattern == STDIN else find([pattern]))
+    documents: list[OwnText] = []
+    for file in sources:
+        if file is None:
+            documents += _plain("stdin", sys.stdin.buffer.read(), lines)
+        else:
             documents += _documents(file, field, lines)
     if not documents:
         raise DuelError(f"{', '.join(patterns)}: no text to score; the files are empty.")
@@ -96,9 +100,9 @@ def _records(file: Path) -> list[dict[str, Any]]:
 def _documents(file: Path, field: str, lines: bool) -> list[OwnText]:
     if file.suffix in PLAIN:
         try:
-            return _plain(str(file), file.read_text(encoding="utf-8"), lines)
-        except UnicodeDecodeError as error:
-            raise DuelError(f"{file} is not UTF-8 text ({error.reason} at byte {error.start}); convert it.") from None
+            return _plain(str(file), file.read_bytes(), lines)
+        except OSError as error:
+            raise DuelError(f"{file} cannot be read ({error.strerror}).") from None
     documents = []
     for name, row in rows([str(file)]):
         text = column(name, row, field)
@@ -108,7 +112,12 @@ def _documents(file: Path, field: str, lines: bool) -> list[OwnText]:
     return documents
 
 
-def _plain(name: str, text: str, lines: bool) -> list[OwnText]:
+def _plain(name: str, content: bytes, lines: bool) -> list[OwnText]:
+    """The documents of UTF-8 text, with or without a byte order mark; line ends become \\n."""
+    try:
+        text = io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig").read()
+    except UnicodeDecodeError as error:
+        raise DuelError(f"{name} is not UTF-8 text ({error.reason} at byte {error.start}); convert it.") from None
     if lines:
-        return [OwnText(f"{name}:{n}", line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
+        return [OwnText(f"{name}:{n}", line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
     return [OwnText(name, text)] if text else []

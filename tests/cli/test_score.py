@@ -62,6 +62,30 @@ def test_a_bound_has_its_monte_carlo_error(folder, texts, tmp_path, capsys):
     assert figures["total"]["log_prob_stderr"] == pytest.approx(math.hypot(*errors))
 
 
+def test_what_is_not_a_likelihood_is_labelled(folder, texts, tmp_path, capsys):
+    model = f"pretrained={folder},block=4,estimator="
+    printed = run(texts, "--model_args", model + "elbo,mc_samples=2", capsys=capsys)
+    assert (
+        "estimator=elbo (an upper bound of the perplexity)\nMonte Carlo error unknown: it takes at least 8 draws"
+        in printed
+    )
+    assert "not a likelihood: it sees the targets" in run(texts, "--model_args", model + "oracle", capsys=capsys)
+    assert score.kind("elbo", {"elbo_eps": "0.001"}) == score.NO_BOUND
+    assert score.kind("duel", {}) == "a likelihood"
+
+
+def test_names_in_csv_are_no_formulas(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    names = ["=cmd().txt", "+1.txt", "@a.txt", "-b.txt"]
+    for name in names:
+        (tmp_path / name).write_text("a b")
+    run(*(f"./{name}" for name in names), "--csv", "out.csv", "--model_args", f"pretrained={folder}", capsys=capsys)
+    with open("out.csv") as file:
+        lines = list(csv.DictReader(file))
+    assert [line["document"] for line in lines] == [f"'{name}" for name in names]
+    assert float(lines[0]["log_prob"]) < 0  # a negative number stays one
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

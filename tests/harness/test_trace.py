@@ -10,6 +10,7 @@ from harness_requests import ask
 from lm_eval_duel.cli import show
 from lm_eval_duel.cli.main import main
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators import registry
 from lm_eval_duel.harness import trace
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.harness.trace import Writer
@@ -273,3 +274,10 @@ def test_a_bound_is_shown_with_its_error_and_a_hopeless_window_is_shown():
 class Letters:
     def decode(self, ids):
         return "".join(chr(97 + n) for n in ids)
+
+
+@pytest.mark.parametrize("estimator", registry.ESTIMATORS)
+def test_show_says_what_the_value_of_every_estimator_is(estimator):
+    kind = registry.find(estimator).kind
+    assert (show.NOTES[kind] == "") == (kind is registry.Kind.LIKELIHOOD)
+    assert show.NOTES[kind] in show._value(estimator, -2.0, 1, None)

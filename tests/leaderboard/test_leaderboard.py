@@ -22,6 +22,7 @@ from lm_eval_duel.demo import FOLDER
 from lm_eval_duel.errors import DuelError, UsageError
 from lm_eval_duel.leaderboard import clean, collect, exports, page, parse, table, text, write
 from lm_eval_duel.leaderboard import documents as view
+from lm_eval_duel.leaderboard.columns import Column, remarks
 from lm_eval_duel.options import Options
 from lm_eval_duel.report import published
 from lm_eval_duel.report.reveal_order import Traces
@@ -79,6 +80,13 @@ def test_unequal_documents_and_windows_never_share_a_column(tmp_path):
     assert len(set(labels)) == 4, "and the columns are told apart"
     assert [bool(column["apart"]) for column in content["columns"]] == [False, True, True, True]
     assert all(row["rank"] is None for row in content["rows"] if row["model"] not in "AB")
+
+
+def test_a_note_says_for_which_tasks_it_holds():
+    noted = {"a": ["everywhere", "in two"], "b": ["everywhere", "in two", "in one"], "c": ["everywhere"]}
+    found = [Column(task, task, [], notes=notes) for task, notes in noted.items()]
+    assert remarks(found) == ["everywhere", "a, b: in two", "b: in one"]
+    assert remarks(found[:1]) == ["everywhere", "in two"]
 
 
 def test_perplexity_per_token_needs_one_tokenizer(tmp_path):

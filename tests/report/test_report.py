@@ -747,7 +747,7 @@ def test_the_headline_answers_the_question(tmp_path, no_figures, capsys):
     text = (tmp_path / "out" / "report.md").read_text()
     assert text.split("\n")[2] == f"- {said}"
     assert "Exact (AR baseline)" in text and "## Files" in text and "estimator=elbo_exact, block=4" in text
-    assert text.count("no samples of ag_news beside it") <= 3 and "[1] no samples of ag_news" in text
+    assert text.count("no samples of ag_news next to it") <= 3 and "[1] no samples of ag_news" in text
     printed = capsys.readouterr().out
     assert said.replace("**", "") in printed and "gap closed" not in printed
 

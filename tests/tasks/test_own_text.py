@@ -48,8 +48,24 @@ def test_a_file_a_line_or_a_row_is_a_document(tmp_path, monkeypatch):
     everything = [text for _, text in own_text.texts([f"{tmp_path}/*.json*"], "body")]
     assert everything == ["three", "four", "five"]
     assert own_text.texts([table, listed], "body") == own_text.texts([f"{tmp_path}/*.json*"], "body")
-    monkeypatch.setattr("sys.stdin", io.StringIO("typed"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"typed")))
     assert own_text.texts(["-"]) == [("stdin", "typed")]
+
+
+def test_a_file_that_two_patterns_match_is_read_once(tmp_path):
+    file = write(tmp_path, "a.txt", "one")
+    assert own_text.texts([file, str(tmp_path), f"{tmp_path}/*.txt"]) == [(file, "one")]
+
+
+def test_byte_order_marks_and_line_ends_are_no_text(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\x0cthree\r\n")
+    (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "one"}\r\n')
+    assert [text for _, text in own_text.texts([str(tmp_path)])] == ["one\ntwo\x0cthree\n", "one"]
+    lines = own_text.texts([str(tmp_path / "a.txt")], lines=True)
+    assert [text for _, text in lines] == ["one", "two\x0cthree"]  # a form feed ends a page, not a line
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("é".encode("latin-1")), errors="surrogateescape"))
+    with pytest.raises(DuelError, match="stdin is not UTF-8 text"):
+        own_text.texts(["-"])
 
 
 def test_parquet(tmp_path):
@@ -106,6 +122,11 @@ def test_a_gap_is_scored_with_both_sides_visible(lm):
     assert (log_prob.tokens, log_prob.text, log_prob.sees_suffix) == (1, " c", True)
     [(alone, _)] = lm.loglikelihood(ask("loglikelihood", ("a b", " c")), disable_tqdm=True)
     assert abs(alone - log_prob) > 1e-4  # the suffix counts
+
+
+def test_the_log_says_that_the_text_after_a_gap_was_cut(lm, caplog):
+    lm.loglikelihood(ask("loglikelihood", ("a", Gap(" b", " c" * 20))), disable_tqdm=True)
+    assert "truncated from the left (the text after a gap: from the right)" in caplog.text
 
 
 def test_spaces_at_the_end_of_a_gap_belong_to_its_suffix(lm):
@@ -171,11 +192,22 @@ def test_requests_carry_the_suffix_and_other_models_are_refused(tmp_path, lm):
     assert infill.process_results(second.doc, [(-1.0, True)])["acc"] == 1.0  # nothing to see after this one
 
 
+@pytest.mark.parametrize(("prefix", "target"), [("a b", " c"), ("a b ", "c"), ("a b ", "c ")])
+def test_words_and_bytes_of_a_gap_are_those_that_were_scored(prefix, target):
+    metrics = infilling.target_perplexity({"prefix": prefix, "target": target}, [(-2.0, False)])
+    assert {name: value[1] for name, value in metrics.items() if name != "acc"} == {
+        "word_perplexity": 1,
+        "byte_perplexity": 2,
+        "bits_per_byte": 2,
+    }
+
+
 @pytest.mark.parametrize(
     ("record", "message"),
     [
         ({"prefix": "a"}, "Unknown column 'target'"),
         ({"target": 3}, "holds int, not text"),
+        ({"target": ""}, "nothing to score"),
         ({"target": "a", "suffix": ["b"]}, "holds list, not text"),
     ],
 )
@@ -191,10 +223,26 @@ def test_choices(tmp_path, label):
     assert row == {"prefix": "p", "options": ["wrong", "right"], "suffix": "", "label": 1}
 
 
+def test_choices_are_scored_with_their_suffix(tmp_path, lm):
+    file = rows(tmp_path, "q.jsonl", {"prefix": "a", "options": [" b", " c"], "suffix": " d", "label": 1})
+    settings = {"doc_to_choice": "options", "doc_to_target": "label", "task": "duel_choice"}
+    settings |= {"output_type": "multiple_choice", "class": infilling.InfillingChoice, "metadata": {"files": file}}
+    unused = ("process_results", "metric_list")
+    config = {key: value for key, value in INFILL.items() if key not in unused}
+    choice = infilling.InfillingChoice({**config, **settings, "custom_dataset": infilling.choices})
+    choice.build_all_requests()
+    answers = lm.loglikelihood(choice.instances, disable_tqdm=True)
+    expected = ask("loglikelihood", ("a", Gap(" b", " d")), ("a", Gap(" c", " d")))
+    assert answers == lm.loglikelihood(expected, disable_tqdm=True)
+    best = max((0, 1), key=lambda n: answers[n][0])
+    assert choice.process_results(choice.instances[0].doc, answers)["acc"] == float(best == 1)
+
+
 @pytest.mark.parametrize(
     ("record", "message"),
     [
         ({"options": ["a"], "label": 0}, "two or more texts"),
+        ({"options": ["a", ""], "label": 0}, "none empty"),
         ({"options": ["a", "b"], "label": 2}, "from 0 to 1; got 2"),
         ({"options": ["a", "b"], "label": True}, "got True"),
     ],
