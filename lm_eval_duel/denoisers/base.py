@@ -51,7 +51,7 @@ class Denoiser(abc.ABC):
     cache: str | None = None  # of a cached sampler: "prefix" or "dual"
     excluded_ids: tuple[int, ...] = ()  # tokens that are left out of the vocabulary
     quantized: bool = False  # its weights are coarser than its dtype
-    fixed_weights: bool = True  # they do not change; otherwise the spec is read anew from `describe` each time
+    fixed_weights: bool = True  # they do not change; otherwise the spec is read again from `describe` each time
     retries: bool = True  # a call that ran out of memory can be made again, with fewer rows
 
     @property
