@@ -161,7 +161,7 @@ class Dream(Rule):
     tau: float | None = optional(None)
 
     def __post_init__(self) -> None:
-        if self.alg == "origin":
+        if str(self.alg) == "origin":
             raise DuelError(
                 "alg=origin of rule 'dream' reveals positions at random, so it is no rule: a text has many orders. The "
                 "exact likelihood of uniformly random order is estimator=mixture, its bound estimator=elbo."
