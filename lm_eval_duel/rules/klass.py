@@ -1,4 +1,4 @@
-"""KLASS: positions that are confident, and whose distributions have stopped moving (Kim et al. 2025)."""
+"""KLASS: positions that are confident and whose distributions no longer change (Kim et al. 2025)."""
 
 from __future__ import annotations
 

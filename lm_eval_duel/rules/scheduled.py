@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 Algorithm = Literal["entropy", "topk_margin", "maskgit_plus", "confidence_threshold"]
 EPS = 1e-3  # where Dream's noise levels end
-END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>")  # tokens that end a turn, where it is not the end of a text
+END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>")  # tokens that end a turn but not a text
 STEPS = "a count of steps, at least 1"
 
 
@@ -161,9 +161,9 @@ class Dream(Rule):
     tau: float | None = optional(None)
 
     def __post_init__(self) -> None:
-        if self.alg == "origin":
+        if str(self.alg) == "origin":
             raise DuelError(
-                "alg=origin of rule 'dream' reveals positions at random, so it is no rule: a text has many orders. The "
+                "alg=origin of rule 'dream' reveals positions at random, so it is not a rule: a text has many orders. The "
                 "exact likelihood of uniformly random order is estimator=mixture, its bound estimator=elbo."
             )
         if self.alg not in get_args(Algorithm):

@@ -21,7 +21,7 @@ class SubBlock(Rule):
     """`rule` among the cells of the first sub-block that has hidden ones. Sub-blocks count from the block's start.
 
     The rule starts again in each sub-block: its steps are counted from there, and its memory is empty. `carries`: the
-    memory stays, and only the steps are counted again.
+    memory stays, and only the steps start again.
     """
 
     rule: Rule

@@ -327,7 +327,7 @@ def test_the_first_cell_then_sub_blocks():
         rules.parse("greedy:sub_block=0")
 
 
-def test_positions_that_come_last_are_no_near_tie():
+def test_positions_that_come_last_are_not_near_ties():
     """With eos=conf they tie by definition: only another most probable token changes the order."""
     logits = torch.tensor([3.0, 0.0, 1.0, -1.0, 0.5], dtype=torch.float64).repeat(1, WIDTH, 1)
     logits[0, 2, 0] = 1.75  # it leads by 0.75
