@@ -22,7 +22,7 @@ from lm_eval_duel._autoload import MODELS, register
 from lm_eval_duel.errors import UsageError, unknown, usage
 from lm_eval_duel.harness.key_values import key_values
 from lm_eval_duel.options import Options
-from lm_eval_duel.tasks import task_folder
+from lm_eval_duel.tasks import named, task_folder
 
 if TYPE_CHECKING:
     from lm_eval._cli import HarnessCLI
@@ -128,6 +128,22 @@ def _complete(args: argparse.Namespace) -> None:
         if not Path(folder).is_dir():
             raise UsageError(f"--include_path {folder}: there is no such folder.")
     args.include_path = [task_folder(), *folders]
+    _take_texts(args)
+
+
+def _take_texts(args: argparse.Namespace) -> None:
+    """Read files of text among the tasks as `duel_text`."""
+    given = args.tasks or ""
+    names = [name for part in ([given] if isinstance(given, str) else given) for name in part.split(",")]
+    if not (texts := [name for name in names if named.is_text(name)]):
+        return
+    for name in texts:
+        named.check(name)
+    metadata = getattr(args, "metadata", None) or {}
+    if "files" in metadata:
+        raise UsageError(f"--metadata names files, and --tasks {texts[0]} does too; name them in one place.")
+    args.tasks = ",".join([*(name for name in names if name not in texts), "duel_text"])
+    args.metadata = {**metadata, "files": texts}
 
 
 def _load_config(file: str) -> dict[str, Any]:

@@ -149,6 +149,7 @@ def test_the_recording_makes_the_counted_calls_again(kind):
 
 
 @pytest.mark.parametrize("kind", ["bidirectional", "block-causal"])
+@torch.inference_mode()
 def test_random_networks_are_no_coin_toss(kind):
     denoiser = make(f"random:{kind}", CPU, layers=2, width=64, vocab=500, length=64, block=16)
     ids = torch.randint(499, (1, 64), generator=torch.Generator().manual_seed(2))

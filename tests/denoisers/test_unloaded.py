@@ -63,6 +63,7 @@ def test_decoders(tmp_path, name, others):
     assert planned.mask_id == denoiser.mask_id
 
 
+@torch.inference_mode()
 def test_operations_are_those_of_a_call():
     """Against torch's own counter, for a decoder whose layers run at every cell."""
     denoiser = make("random:llada-8b", torch.device("cpu"), layers=2, width=64, vocab=200, length=32)

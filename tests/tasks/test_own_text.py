@@ -2,14 +2,16 @@
 
 import io
 import json
+from types import SimpleNamespace
 
 import pytest
 import tiny
 from harness_requests import ask
 
 from lm_eval_duel import tasks
+from lm_eval_duel.cli import run
 from lm_eval_duel.engine.windows import Window, infilled
-from lm_eval_duel.errors import DuelError
+from lm_eval_duel.errors import DuelError, UsageError
 from lm_eval_duel.estimators.duel import Duel
 from lm_eval_duel.harness.cache_keys import request_key
 from lm_eval_duel.harness.lm import DuelMDM
@@ -267,3 +269,14 @@ def test_a_command_takes_a_task_a_yaml_file_or_texts(tmp_path, folder):
         named.load("duel_zero_shot", metadata)
     with pytest.raises(DuelError, match="Did you mean sotu"):
         named.load("sotus", metadata)
+
+
+def test_run_reads_files_of_text_as_a_task(tmp_path):
+    texts = write(tmp_path, "notes.txt", "a b")
+    args = SimpleNamespace(tasks=f"sotu,{texts}", metadata={"lines": True})
+    run._take_texts(args)
+    assert args.tasks == "sotu,duel_text" and args.metadata == {"lines": True, "files": [texts]}
+    with pytest.raises(UsageError, match="name them in one place"):
+        run._take_texts(SimpleNamespace(tasks=texts, metadata={"files": "other.txt"}))
+    with pytest.raises(DuelError, match="matches no file"):
+        run._take_texts(SimpleNamespace(tasks=str(tmp_path / "none.txt"), metadata=None))
