@@ -525,7 +525,7 @@ def test_samplers_that_are_no_distribution_are_refused_with_the_reason(name):
     [
         ("factor:f=0", "'f' of rule 'factor' is a number above 0; got 0.0."),
         ("factor:f=1:variant=d", "Unknown value of variant for rule factor 'd'"),
-        ("dream:alg=origin:steps=4", "Unknown value of alg for rule dream 'origin'"),
+        ("dream:alg=origins:steps=4", "Unknown value of alg for rule dream 'origins'"),
         ("dream:alg=confidence_threshold:steps=4", "needs tau, e.g. tau=0.9"),
         ("dream:alg=entropy:steps=4:tau=0.9", "is read with alg=confidence_threshold only"),
         ("quota:steps=0", "'steps' of rule 'quota' is a count of steps, at least 1; got 0."),
