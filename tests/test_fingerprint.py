@@ -117,7 +117,7 @@ CHANGES = [  # checkpoint, an arg, two values that are two specs, and what goes 
 ]
 KEEPS = [  # two values of an arg that are one spec
     ("bert", "cache", None, "none", {}),
-    ("bert", "cache", "none", "dual", TWO_PHASE),  # the default of its first phase
+    ("bert", "cache", None, "dual", TWO_PHASE),  # the default of its first phase
     ("bert", "sample", None, 0.05, TWO_PHASE),
     ("bert", "exclude_ids", "6+5", [5, 6], {}),
     ("bert", "sub_block", None, "none", {}),

@@ -559,7 +559,8 @@ def test_wrong_rotary_frequencies_are_found(name, tmp_path):
         self_tests.rotary_frequencies(model, model.config, path)
 
 
-@pytest.mark.parametrize("name", ["sdar", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llada", "dream"))])
+@pytest.mark.slow  # compiling takes seconds
+@pytest.mark.parametrize("name", ["sdar", "llada", "dream"])
 def test_a_compiled_network_sees_what_it_saw(name, tmp_path, monkeypatch):
     denoiser = load(write(tmp_path, CASES[name])[0], CASES[name])
     windows = [Window((9,), (7, 8, 9, 6, 5, 7, 8)), Window((8,), (9, 9, 7))]

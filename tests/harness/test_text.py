@@ -24,6 +24,7 @@ assert isinstance(generated, str) and len(sample.tokens) == 4
 """
 
 
+@pytest.mark.slow  # library/test_library.py blocks lm_eval, too
 def test_text_and_generation_need_no_lm_eval():
     done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
