@@ -3,11 +3,11 @@
 import subprocess
 import sys
 
+import pytest
+
 WITHOUT = """
 import sys
 sys.modules["lm_eval"] = None  # importing it raises ImportError
-import pytest
-
 from lm_eval_duel import denoisers
 from lm_eval_duel.estimators.duel import Duel
 from lm_eval_duel.harness.generation import Generator, key_of
