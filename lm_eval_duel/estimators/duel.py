@@ -234,8 +234,11 @@ class Duel(Estimator):
             while len(lanes):
                 decision = decide(rule, None, lanes, group.numbers)
                 pick = decision.pick  # (R, W)
-                if (some := pick.any(1)).any():  # not of lanes that wait
-                    yield dataclasses.replace(lanes, hidden=pick, memory=()).select(some)
+                states = dataclasses.replace(lanes, hidden=pick, memory=())
+                if rule.may_wait:
+                    states = states.select(pick.any(1))
+                if len(states):
+                    yield states
                 lanes = lanes.reveal(pick, group.targets.of(lanes), decision.memory)
                 lanes = lanes.select(lanes.hidden.any(1))
 
