@@ -19,6 +19,8 @@ from lm_eval_duel.errors import usage
 from lm_eval_duel.estimators.registry import Kind, find
 from lm_eval_duel.harness.key_values import key_values
 from lm_eval_duel.options import Options
+from lm_eval_duel.rates import perplexity, ratio
+from lm_eval_duel.strict_json import finite
 from lm_eval_duel.tables import csv_cell, plain_table
 from lm_eval_duel.tasks import own_text
 
@@ -60,17 +62,19 @@ class Row:
     def figures(self) -> dict[str, Any]:
         """For JSON and CSV; None stands for a value that does not exist or is infinite."""
         tokens, words, size = dataclasses.astuple(self.size)
-        return {
-            "document": self.name,
-            "tokens": tokens,
-            "words": words,
-            "bytes": size,
-            "log_prob": _finite(self.log_prob),
-            "log_prob_stderr": self.stderr,
-            "token_perplexity": _perplexity(self.log_prob, tokens),
-            "word_perplexity": _perplexity(self.log_prob, words),
-            "bits_per_byte": _finite(-self.log_prob / math.log(2) / size) if size else None,
-        }
+        return finite(
+            {
+                "document": self.name,
+                "tokens": tokens,
+                "words": words,
+                "bytes": size,
+                "log_prob": self.log_prob,
+                "log_prob_stderr": self.stderr,
+                "token_perplexity": perplexity(-self.log_prob / tokens) if tokens else None,
+                "word_perplexity": perplexity(-self.log_prob / words) if words else None,
+                "bits_per_byte": -self.log_prob / math.log(2) / size if size else None,
+            }
+        )
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -163,28 +167,15 @@ def score(lm: DuelMDM, texts: Sequence[own_text.OwnText]) -> list[Row]:
 def _total(lm: DuelMDM, rows: Sequence[Row]) -> dict[str, Any]:
     """The figures of all documents together.
 
-    `bits_per_byte_stderr`: over documents, as a ratio to bytes, sqrt(n / (n - 1) sum (bits - rate bytes)^2) / bytes.
+    `bits_per_byte_stderr`: over documents, as a ratio to bytes.
     """
     statistics = lm.run.total().tasks[TASK]
     stderr = next(iter(statistics.values.values())).stderr if statistics.values else None  # equal windows: one error
     size = functools.reduce(operator.add, (row.size for row in rows))
     total = Row("total", math.fsum(row.log_prob for row in rows), size, stderr)
-    figures = {**total.figures(), "bits_per_byte_stderr": None}
-    if len(rows) > 1 and (rate := figures["bits_per_byte"]) is not None:
-        spread = math.fsum((row.log_prob / math.log(2) + rate * row.size.bytes) ** 2 for row in rows)
-        figures["bits_per_byte_stderr"] = math.sqrt(len(rows) / (len(rows) - 1) * spread) / size.bytes
-    return figures
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def _perplexity(log_prob: float, units: int) -> float | None:
-    """exp(-log_prob / units)."""
-    if not units or not -log_prob / units < 709:
-        return None
-    return math.exp(-log_prob / units)
+    bits, sizes = [-row.log_prob / math.log(2) for row in rows], [row.size.bytes for row in rows]
+    error = ratio(bits, sizes)[1] if size.bytes else None
+    return {**total.figures(), "bits_per_byte_stderr": error}
 
 
 def _cell(value: Any, column: str) -> str:

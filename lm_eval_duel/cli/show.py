@@ -20,6 +20,7 @@ from lm_eval_duel.errors import DuelError, usage
 from lm_eval_duel.estimators.registry import ESTIMATORS, Kind, canonical
 from lm_eval_duel.harness import trace
 from lm_eval_duel.harness.token_text import token_texts
+from lm_eval_duel.rates import perplexity
 from lm_eval_duel.tables import plain_table
 
 EARLY_TO_LATE = (54, 61, 67, 73, 79, 114, 185, 226)  # of the terminal's 256 colours: dark blue to yellow
@@ -97,9 +98,8 @@ def _value(name: str, log_prob: float, tokens: int, error: float | None) -> str:
     text = f"{name}{note} {log_prob:.2f}" + ("" if error is None else f" +- {error:.2f}") + " nats"
     if not tokens:
         return text
-    nll = -log_prob / tokens
-    perplexity = math.exp(nll) if nll < 700 else math.inf
-    return f"{text}, perplexity {perplexity:.2f}" + ("" if error is None else f" +- {perplexity * error / tokens:.2f}")
+    value = perplexity(-log_prob / tokens)
+    return f"{text}, perplexity {value:.2f}" + ("" if error is None else f" +- {value * error / tokens:.2f}")
 
 
 def _colours(record: dict[str, Any], pieces: list[str], by: str) -> str:

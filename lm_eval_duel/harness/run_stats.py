@@ -21,6 +21,7 @@ from lm_eval_duel.estimators.base import Estimator, Value
 from lm_eval_duel.estimators.phases import Phases
 from lm_eval_duel.harness.trace import IMPOSSIBLE
 from lm_eval_duel.harness.verify import Verified
+from lm_eval_duel.rates import perplexity
 
 if TYPE_CHECKING:
     from lm_eval_duel.denoisers.base import Denoiser
@@ -142,15 +143,15 @@ class Total:
     def in_words(self, tokens: int) -> str:
         """A Monte Carlo ELBO or a two-phase estimate of `tokens` tokens with its standard error, for the log."""
         rate, error = -self.log_prob / tokens, self.stderr
-        perplexity = math.exp(rate) if rate < 700 else math.inf
+        value = perplexity(rate)
         if error is None:
             kind, drawn = ("Monte Carlo", "draws") if self.phases is None else ("sampling", "drawn blocks")
             errors, note = (" +- ?", " +- ?"), f"{kind} error unknown: it takes at least 8 {drawn}"
         else:
-            errors = (f" +- {error:.2f}", f" +- {perplexity * error / tokens:.2f}")
+            errors = (f" +- {error:.2f}", f" +- {value * error / tokens:.2f}")
             note = "Monte Carlo standard error" if self.phases is None else "sampling standard error"
         note += "" if self.phases is None else f"; {self.phases.words}"
-        return f"{self.log_prob:.2f}{errors[0]} nats, perplexity {perplexity:.2f}{errors[1]} per token ({note})"
+        return f"{self.log_prob:.2f}{errors[0]} nats, perplexity {value:.2f}{errors[1]} per token ({note})"
 
     def _over_windows(self, tokens: int) -> float | None:
         """The standard error of `log_prob` over windows, as a ratio to tokens: how much other such windows would vary.

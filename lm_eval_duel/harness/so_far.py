@@ -25,6 +25,7 @@ from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.harness import versions
 from lm_eval_duel.harness.cache import DOCUMENTS
 from lm_eval_duel.harness.cache_keys import request_key
+from lm_eval_duel.rates import perplexity
 from lm_eval_duel.tasks.columns import TOKENS
 from lm_eval_duel.tasks.metrics import sizes
 
@@ -129,12 +130,12 @@ def estimate(strata: Sequence[Sequence[Document]], unit: str = "tokens") -> Esti
     rate, count, everything = log_prob / total, sum(map(len, samples)), sum(map(len, strata))
     low = high = None
     if count == everything:
-        low = high = _perplexity(rate)
+        low = high = perplexity(-rate)
     elif count >= FEWEST and math.isfinite(rate):
         variance = sum(_variance(sample, weight, rate) for weight, sample in zip(weights, pairs, strict=True))
         reach = _student(count - len(samples)) * math.sqrt(variance) / total
-        low, high = _perplexity(rate + reach), _perplexity(rate - reach)
-    return Estimate(_perplexity(rate), low, high, count, everything)
+        low, high = perplexity(-rate - reach), perplexity(reach - rate)
+    return Estimate(perplexity(-rate), low, high, count, everything)
 
 
 def _sample(documents: Sequence[Document]) -> list[Document]:
@@ -150,10 +151,6 @@ def _variance(sample: Sequence[tuple[float, int]], weight: float, rate: float) -
         return 0.0
     spread = math.fsum((residual - mean) ** 2 for residual in residuals) / (count - 1)
     return weight**2 * (1 - 1 / weight) * count * spread
-
-
-def _perplexity(rate: float) -> float:
-    return math.exp(-rate) if -rate < 700 else math.inf
 
 
 def _student(freedom: int) -> float:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
+from lm_eval_duel import rates
 from lm_eval_duel.engine.results import Sample, WindowScore, known_sum
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.estimators.phases import Phases
@@ -57,7 +58,7 @@ class TextScore:
         return cls(
             text=text,
             log_prob=log_prob,
-            perplexity=_exp(-log_prob / length) if length else math.nan,
+            perplexity=rates.perplexity(-log_prob / length) if length else math.nan,
             bits_per_byte=-log_prob / math.log(2) / len(text.encode()) if text else math.nan,
             tokens=tuple(token_texts([token for window in windows for token in window.target], tokenizer)),
             token_logprobs=tuple(value for score in scores for value in score.token_logprobs),
@@ -90,7 +91,7 @@ class TextEstimate:
     @property
     def perplexity(self) -> float:
         """Per token; NaN without tokens."""
-        return _exp(-self.log_prob / self.tokens) if self.tokens else math.nan
+        return rates.perplexity(-self.log_prob / self.tokens) if self.tokens else math.nan
 
     @property
     def perplexity_stderr(self) -> float | None:
@@ -166,7 +167,3 @@ class GeneratedText:
             near_ties=sample.near_ties,
             window=window,
         )
-
-
-def _exp(value: float) -> float:
-    return math.exp(value) if value < 709 else math.inf

@@ -16,6 +16,7 @@ import torch
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import cost
 from lm_eval_duel.library.duel import Block, Duel
+from lm_eval_duel.rates import ratio
 from lm_eval_duel.rules import parse
 
 if TYPE_CHECKING:
@@ -79,7 +80,9 @@ def training_metrics(
     for place, rule in enumerate(rules):
         scores = sorted(scored for own in of_ranks for scored in own[place])
         prefix = "/".join((name, ",".join([str(rule), *ways]), "bits_per_byte"))
-        metrics[prefix], stderr = _ratio([-log_prob / math.log(2) for _, log_prob, _ in scores], [x[2] for x in scores])
+        sizes = [size for _, _, size in scores]
+        bits = [-log_prob / math.log(2) for _, log_prob, _ in scores]
+        metrics[prefix], stderr = ratio(bits, sizes) if any(sizes) else (math.nan, None)
         if stderr is not None:
             metrics[f"{prefix}_stderr"] = stderr
     return metrics
@@ -191,18 +194,6 @@ def _fitting(duels: Sequence[Duel], texts: Sequence[str], sample: float | None, 
 
 def _scored(duel: Duel, texts: Sequence[str], sample: float | None) -> Sequence[Any]:
     return duel.score(texts) if sample is None else duel.estimate(texts, sample=sample)
-
-
-def _ratio(values: Sequence[float], sizes: Sequence[float]) -> tuple[float, float | None]:
-    """The ratio of the sums, and its standard error over pairs; None with fewer than two."""
-    total, count = math.fsum(sizes), len(values)
-    if not total:
-        return math.nan, None
-    ratio = math.fsum(values) / total
-    if count < 2:
-        return ratio, None
-    squares = math.fsum((value - ratio * size) ** 2 for value, size in zip(values, sizes, strict=True))
-    return ratio, math.sqrt(count / (count - 1) * squares) / total
 
 
 # ---------------------------------------------------------------- ranks

@@ -59,21 +59,6 @@ def mean_error(values: Sequence[float]) -> tuple[float, float | None]:
     return mean, stdev(values) / math.sqrt(len(values)) if known else None
 
 
-def rate(nll: Sequence[float], tokens: Sequence[int]) -> tuple[float, float | None]:
-    """Negative log-likelihood per token of all texts together, and its standard error over texts (of a ratio)."""
-    total, count = math.fsum(nll), len(nll)
-    mean = total / sum(tokens)
-    if count < 2 or not math.isfinite(total):
-        return mean, None
-    spread = math.fsum((x - mean * t) ** 2 for x, t in zip(nll, tokens, strict=True))
-    return mean, math.sqrt(spread * count / (count - 1)) / sum(tokens)
-
-
 def kl(own: Sequence[float], other: Sequence[float], length: int) -> tuple[float, float | None]:
     """KL(A || B) per token and its standard error, from log p_A and log p_B of A's samples."""
     return mean_error([(a - b) / length for a, b in zip(own, other, strict=True)])
-
-
-def perplexity(nll: float) -> float:
-    """The perplexity of a negative log-likelihood per token."""
-    return math.exp(nll) if nll < 700 else math.inf

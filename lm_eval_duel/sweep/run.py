@@ -19,6 +19,7 @@ from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.harness.key_values import key_values
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.harness.run_stats import Total
+from lm_eval_duel.rates import perplexity, ratio
 from lm_eval_duel.sweep import corpus, judges, metrics, store
 from lm_eval_duel.sweep.arguments import Setting, cap, capped
 from lm_eval_duel.sweep.measure import Measuring, SampleRecord
@@ -144,14 +145,14 @@ class Sweep:
         """The likelihood of the task's text. `stderr` is that of `nll_per_token`, over windows."""
         tokens = [len(window.target) for window in self.windows]
         nll = [-score.log_prob for score in scored]
-        per_token, error = metrics.rate(nll, tokens)
+        per_token, error = ratio(nll, tokens)
         near_ties = [score.near_ties for score in scored]
         nfe, size = sum(score.nfe for score in scored), self.corpus.units.get("bytes")
         return {
             "log_prob": -sum(nll),
             "nll_per_token": per_token,
             "stderr": error,
-            "perplexity": metrics.perplexity(per_token),
+            "perplexity": perplexity(per_token),
             "bits_per_byte": sum(nll) / size / math.log(2) if size else None,
             "nfe": nfe,
             "nfe_per_window": nfe / len(scored),
@@ -186,9 +187,9 @@ class Sweep:
         if self.scorer is None:
             return looks
         log_probs, tokens = self.scorer(texts)
-        per_token, error = metrics.rate([-value for value in log_probs], tokens)
+        per_token, error = ratio([-value for value in log_probs], tokens)
         judged = {"nll_per_token": per_token, "stderr": error, "tokens": sum(tokens), "same_ids": self.scorer.same}
-        return looks | {"generative": {"perplexity": metrics.perplexity(per_token), **judged}}
+        return looks | {"generative": {"perplexity": perplexity(per_token), **judged}}
 
     def _pieces(self) -> list[tuple[int, ...]]:
         """The task's text in pieces as long as a sample, at most as many as there are samples.
@@ -242,7 +243,7 @@ class Sweep:
         nll, stderr = -total.log_prob / tokens, total.stderr
         return {
             "nll_per_token": nll,
-            "perplexity": metrics.perplexity(nll),
+            "perplexity": perplexity(nll),
             "stderr": None if stderr is None else stderr / tokens,
             "draws": self.options.elbo,
             "block": elbo.block,

@@ -24,6 +24,7 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import Autoregressive, Duel
 from lm_eval_duel.estimators.lattice import Lattice
 from lm_eval_duel.harness.lm import DuelMDM
+from lm_eval_duel.rates import perplexity, ratio
 from lm_eval_duel.strict_json import finite
 from lm_eval_duel.sweep import arguments as asked
 from lm_eval_duel.sweep import corpus, judges, metrics, store, tables
@@ -67,11 +68,11 @@ def test_metrics_by_hand():
     assert metrics.repetition([(1, 2)]) is None
     assert metrics.mean_error([1.0, 3.0]) == (2.0, pytest.approx(math.sqrt(2) / math.sqrt(2)))
     assert metrics.mean_error([1.0])[1] is None and metrics.mean_error([1.0, math.inf])[1] is None
-    each, error = metrics.rate([2.0, 6.0], [1, 3])
+    each, error = ratio([2.0, 6.0], [1, 3])
     assert (each, error) == (2.0, 0.0)  # the same rate in both
-    each, error = metrics.rate([2.0, 4.0], [1, 1])
+    each, error = ratio([2.0, 4.0], [1, 1])
     assert (each, error) == (3.0, pytest.approx(1.0))  # as of a mean of two
-    assert metrics.perplexity(math.log(7)) == pytest.approx(7) and metrics.perplexity(1e9) == math.inf
+    assert perplexity(math.log(7)) == pytest.approx(7) and perplexity(1e9) == math.inf
 
 
 def test_kl_is_zero_with_itself_and_the_exact_one_on_a_toy():

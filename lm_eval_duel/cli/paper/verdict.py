@@ -19,6 +19,7 @@ from typing import Any
 from lm_eval_duel.cli.paper.recipes import Line
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.registry import find
+from lm_eval_duel.rates import ratio
 from lm_eval_duel.report import fields, read, rows, stats
 from lm_eval_duel.report.rows import Row
 from lm_eval_duel.rules import parse
@@ -84,17 +85,15 @@ def _is_value(row: Row, line: Line) -> bool:
 
 
 def over_documents(row: Row, metric: str) -> float | None:
-    """The standard error of a value over documents, as a ratio to units; over windows if no samples were saved.
-
-    Of the log-likelihood: sqrt(n / (n - 1) sum (log_prob - rate units)^2), rate = log_prob / units of all.
-    """
+    """The standard error of a value over documents, as a ratio to units; over windows if no samples were saved."""
     documents = list(row.documents.get(metric, {}).values())
     if len(documents) < 2:
         return row.error(metric, row.window_stderr)
-    nats, units = (math.fsum(column) for column in zip(*documents, strict=True))
-    spread = math.fsum((own - nats / units * count) ** 2 for own, count in documents)
-    error = math.sqrt(len(documents) / (len(documents) - 1) * spread)
-    return stats.stderr(metric, row.values[metric], nats, error)
+    nats, units = zip(*documents, strict=True)
+    _, error = ratio(nats, units)
+    if error is None:
+        return None
+    return stats.stderr(metric, row.values[metric], math.fsum(nats), error * math.fsum(units))
 
 
 def judge(line: Line, found: Measured, tolerance: float) -> Verdict:

@@ -1,0 +1,29 @@
+"""Negative log-likelihoods per unit: as perplexities, and with their standard error over texts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+
+def perplexity(nll: float) -> float:
+    """exp of a negative log-likelihood per unit; infinite if it is too large for a float."""
+    try:
+        return math.exp(nll)
+    except OverflowError:
+        return math.inf
+
+
+def ratio(values: Sequence[float], sizes: Sequence[float]) -> tuple[float, float | None]:
+    """The ratio of two sums over texts, and its standard error over texts.
+
+        rate = sum values / sum sizes,   stderr = sqrt(n / (n - 1) sum (value - rate size)^2) / sum sizes
+
+    The error is None for fewer than two texts and for an infinite sum; both sizes add up to more than 0.
+    """
+    count, size = len(values), math.fsum(sizes)
+    rate = math.fsum(values) / size
+    if count < 2 or not math.isfinite(rate):
+        return rate, None
+    spread = math.fsum((value - rate * own) ** 2 for value, own in zip(values, sizes, strict=True))
+    return rate, math.sqrt(count / (count - 1) * spread) / size
