@@ -42,12 +42,12 @@ def read_held_out(path: str) -> list[dict[str, Any]]:
 
 def sentences(text: str) -> list[str]:
     """Whole sentences, in order; a border is not taken after an abbreviation or an initial."""
-    found, start = [], 0
+    parts, start = [], 0
     for match in BORDER.finditer(text):
         if not ABBREVIATION.search(text[start : match.start() + 1]):
-            found.append(text[start : match.end() - 1])
+            parts.append(text[start : match.end() - 1])
             start = match.end()
-    return [*found, text[start:]]
+    return [*parts, text[start:]]
 
 
 class Cutter:

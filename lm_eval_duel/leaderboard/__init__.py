@@ -14,14 +14,14 @@ from lm_eval_duel import strict_json
 from lm_eval_duel.command_line import Parser, folder_to_write
 from lm_eval_duel.errors import DuelError, usage
 from lm_eval_duel.harness import trace
-from lm_eval_duel.leaderboard import board, columns, documents, exports, files, page, provenance, text
+from lm_eval_duel.leaderboard import board, columns, documents, exports, page, provenance, text
 from lm_eval_duel.report import left_out, match, published, read, reveal_order, samples
 from lm_eval_duel.report.headline import WORDS
+from lm_eval_duel.report.own_files import OwnFiles
 from lm_eval_duel.tables import one_line
 
-FORMAT = "lm_eval_duel leaderboard"  # in leaderboard.json: the files that it lists may be replaced
-LISTING = "leaderboard.json"
-MAIN = ("index.html", "leaderboard.md", "leaderboard.csv", LISTING)
+FORMAT = "lm_eval_duel leaderboard"
+MAIN = ("index.html", "leaderboard.md", "leaderboard.csv", "leaderboard.json")
 EPILOG = """\
 Prints ranks and perplexities. Writes index.html (one file that opens from disk, without a network), leaderboard.md,
 leaderboard.csv, leaderboard.json, and exports/ for Every Eval Ever and the hub's .eval_results.
@@ -72,10 +72,10 @@ def _traces(place: str) -> list[str]:
     """The trace files in a folder; a file as it is. Files of several ranks are one trace."""
     if not Path(place).is_dir():
         return [place]
-    found = [re.sub(r"\.rank\d+(?=\.jsonl$)", "", str(path)) for path in sorted(Path(place).glob("*.jsonl"))]
-    if not found:
+    files = [re.sub(r"\.rank\d+(?=\.jsonl$)", "", str(path)) for path in sorted(Path(place).glob("*.jsonl"))]
+    if not files:
         raise DuelError(f"--trace {place}: no *.jsonl in this folder; write one with --model_args trace=FILE.jsonl,...")
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(files))
 
 
 def collect(options: argparse.Namespace) -> dict[str, Any]:
@@ -94,11 +94,11 @@ def collect(options: argparse.Namespace) -> dict[str, Any]:
     for run in known:
         notes += [f"{n} in {run.name} has no {metric} and is left out." for n in run.tasks if not run.has(n, metric)]
     traced = {name: traces.documents(path) for name, path in paths.items() if path is not None}
-    found = columns.of(known, metric, ar, traced)
-    rows = board.rows(found, known, ar, {run.name: provenance.of(run) for run in known})
-    order = board.rank(rows, found, metric)
+    compared = columns.of(known, metric, ar, traced)
+    rows = board.rows(compared, known, ar, {run.name: provenance.of(run) for run in known})
+    order = board.rank(rows, compared, metric)
     shown, problems = documents.collect(traces, known, options.documents, options.tokenizer, documents.Tokenizers())
-    notes += columns.remarks(found) + problems
+    notes += columns.remarks(compared) + problems
     notes = list(dict.fromkeys(notes))
     _shorten(rows, notes, known)
     content = {
@@ -109,7 +109,7 @@ def collect(options: argparse.Namespace) -> dict[str, Any]:
         "unit": WORDS[metric],
         "ar": ar[0].label if ar else None,
         **order,
-        "columns": _described(found),
+        "columns": _described(compared),
         "rows": rows,
         "published": published.tables(published.read(options.published)),
         "documents": shown,
@@ -140,11 +140,11 @@ def _baseline(named: Sequence[read.Run], known: Sequence[read.Run], notes: list[
     return []
 
 
-def _described(found: Sequence[columns.Column]) -> list[dict[str, Any]]:
+def _described(compared: Sequence[columns.Column]) -> list[dict[str, Any]]:
     """The columns, with labels that tell those of one task apart."""
     described: list[dict[str, Any]] = []
-    for column in found:
-        alike = [other for other in found if other.task == column.task]
+    for column in compared:
+        alike = [other for other in compared if other.task == column.task]
         parts = []
         if len({other.documents for other in alike}) > 1:
             parts.append(f"{column.documents or 'unknown number of'} documents")
@@ -202,16 +202,17 @@ def write(content: dict[str, Any], options: argparse.Namespace) -> list[str]:
         **exports.every_eval_ever(content, one_line(options.organization)),
         **exports.eval_results(content, exports.benchmarks(options.benchmark)),
     }
-    content["files"] = [LISTING, *written]
-    written[LISTING] = strict_json.dumps(content) + "\n"
-    files.write(Path(options.out), LISTING, FORMAT, written)
+    own = OwnFiles(Path(options.out), FORMAT)
+    content["files"] = [own.listing, *written]
+    written[own.listing] = strict_json.dumps(content) + "\n"
+    own.write({name: text.encode() for name, text in written.items()})
     return content["files"]
 
 
 def main(arguments: Sequence[str]) -> None:
     """Write a leaderboard and print its table: `lm-eval-duel leaderboard`."""
     options = parse(arguments)
-    files.earlier(Path(options.out), LISTING, FORMAT)
+    OwnFiles(Path(options.out), FORMAT).earlier()
     content = collect(options)
     written = write(content, options)
     print(text.console(content))

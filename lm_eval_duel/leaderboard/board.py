@@ -37,18 +37,18 @@ def rows(
     by_name = {run.name: run for run in runs}
     cost = {entry["file"]: entry for entry in run_cost.table(runs, ar, {})}
     averages = {(row["model"], row["name"]): row for row in gaps.averages(_as_tasks(columns))}
-    found: dict[tuple, dict[str, Any]] = {}
+    merged: dict[tuple, dict[str, Any]] = {}
     for column in columns:
         for entry in column.entries:
             run = by_name[entry["file"]]
-            row = found.setdefault(_identity(run, entry), _row(run, entry))
+            row = merged.setdefault(_identity(run, entry), _row(run, entry))
             row["cells"][column.id] = _cell(entry)
             row["remarks"] = max(row["remarks"], _remarks(entry), key=len)
             row["baseline"] |= entry["ar"]
             if average := averages.get((entry["model"], entry["name"])):
                 row["gap_closed"], row["gap_closed_stderr"] = average["average"], average["average_stderr"]
                 row["gap_closed_tasks"] = average["averaged"]
-    everything = list(found.values())
+    everything = list(merged.values())
     _tell_apart(everything)
     for row in everything:
         files = list(dict.fromkeys(cell["file"] for cell in row["cells"].values()))
@@ -149,11 +149,11 @@ def _sources(sources: Sequence[Provenance], runs: Sequence[Run]) -> dict[str, An
     return {
         "fingerprint": ", ".join(dict.fromkeys(fingerprints)),
         "parameters": next((source.parameters for source in sources if source.parameters), None),
-        "versions": {name: ", ".join(dict.fromkeys(found)) for name, found in versions.items()},
+        "versions": {name: ", ".join(dict.fromkeys(releases)) for name, releases in versions.items()},
         "date": max((source.date for source in sources), default=""),
         "files": [source.file for source in sources],
         "commands": list(dict.fromkeys(source.command for source in sources)),
-        "datasets": {name: found for source in sources for name, found in source.datasets.items()},
+        "datasets": {name: dataset for source in sources for name, dataset in source.datasets.items()},
     }
 
 

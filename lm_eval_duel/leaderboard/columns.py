@@ -47,21 +47,21 @@ def unit(runs: Sequence[Run], requested: str | None) -> str:
     Perplexity per token is chosen only if all results of each task are known to have the same tokens. Raises DuelError
     if no result has the metric.
     """
-    held = [(run, name) for run in runs for name in run.tasks]
-    counts = Counter(metric for run, name in held for metric in run.tasks[name].metrics)
+    results = [(run, name) for run in runs for name in run.tasks]
+    counts = Counter(metric for run, name in results for metric in run.tasks[name].metrics)
     if requested is not None:
         if not counts[requested]:
             raise DuelError(f"No result has {requested}; they have {', '.join(m for m in METRICS if counts[m])}.")
         return requested
-    allowed = [metric for metric in METRICS if metric not in TOKEN_METRICS or _one_tokenizer(held)]
+    allowed = [metric for metric in METRICS if metric not in TOKEN_METRICS or _one_tokenizer(results)]
     if not any(counts[metric] for metric in allowed):
         allowed = list(METRICS)  # tokens of several tokenizers: their results get columns of their own
     return max(allowed, key=lambda metric: counts[metric])  # of equal counts the first
 
 
-def _one_tokenizer(held: Sequence[tuple[Run, str]]) -> bool:
+def _one_tokenizer(results: Sequence[tuple[Run, str]]) -> bool:
     first: dict[str, Run] = {}
-    return all(match.same_tokens(first.setdefault(name, run), run, name) for run, name in held)
+    return all(match.same_tokens(first.setdefault(name, run), run, name) for run, name in results)
 
 
 def of(
@@ -88,8 +88,8 @@ def remarks(columns: Sequence[Column]) -> list[str]:
         for note in dict.fromkeys(column.notes):
             tasks.setdefault(note, []).append(column)
     return [
-        note if len(held) == len(columns) else f"{', '.join(dict.fromkeys(c.task for c in held))}: {note}"
-        for note, held in tasks.items()
+        note if len(alike) == len(columns) else f"{', '.join(dict.fromkeys(c.task for c in alike))}: {note}"
+        for note, alike in tasks.items()
     ]
 
 

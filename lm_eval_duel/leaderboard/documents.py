@@ -81,7 +81,7 @@ def _orders(
     header = traces.spec(path)
     spec = reveal_order.spec_of(header)
     name = tokenizer or str(header.get("tokenizer") or "")
-    found: dict[tuple[Place, str], Order] = {}
+    orders: dict[tuple[Place, str], Order] = {}
     for window in traces.load(path):
         task, number = window.get("task"), window.get("doc")
         if task is None or number is None or window.get("request") or window.get("repeat") or "generated" in window:
@@ -90,8 +90,8 @@ def _orders(
         for rule, order in {**own, **(window.get("rules") or {})}.items():
             if _whole(window, order):
                 label = _label(model, spec, rule)
-                found.setdefault(((str(task), number), label), Order(label, name)).extend(window, order)
-    for (place, _), order in found.items():
+                orders.setdefault(((str(task), number), label), Order(label, name)).extend(window, order)
+    for (place, _), order in orders.items():
         yield place, order
 
 

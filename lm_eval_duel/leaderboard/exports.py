@@ -139,12 +139,12 @@ def _result(
 
 def _source(row: Row, column: Row) -> dict[str, Any]:
     """The data set: of the hub if the task names one, otherwise by the name of its task."""
-    found = row["datasets"].get(column["task"], {})
+    dataset = row["datasets"].get(column["task"], {})
     source: dict[str, Any] = {"dataset_name": column["task"]}
-    if found.get("path", "").count("/") != 1 or found["path"].startswith((".", "/")):
+    if dataset.get("path", "").count("/") != 1 or dataset["path"].startswith((".", "/")):
         return source | {"source_type": "other"}
-    source |= {"source_type": "hf_dataset", "hf_repo": found["path"]}
-    source |= {"hf_split": found["split"]} if "split" in found else {}
+    source |= {"source_type": "hf_dataset", "hf_repo": dataset["path"]}
+    source |= {"hf_split": dataset["split"]} if "split" in dataset else {}
     return source | ({"samples_number": column["documents"]} if column["documents"] else {})
 
 
@@ -153,7 +153,7 @@ def _source(row: Row, column: Row) -> dict[str, Any]:
 
 def benchmarks(texts: list[str]) -> dict[str, tuple[str, str]]:
     """task -> (data set of the hub, task id), from `TASK=OWNER/DATASET:TASK_ID`; raises DuelError for another form."""
-    found = {}
+    registered = {}
     for text in texts:
         task, equals, place = text.partition("=")
         dataset, colon, task_id = place.partition(":")
@@ -162,8 +162,8 @@ def benchmarks(texts: list[str]) -> dict[str, tuple[str, str]]:
                 f"--benchmark {text}: write TASK=OWNER/DATASET:TASK_ID, the benchmark data set of the hub and a task "
                 "of its eval.yaml, for example wikitext=Salesforce/wikitext:wikitext-2."
             )
-        found[task] = dataset, task_id
-    return found
+        registered[task] = dataset, task_id
+    return registered
 
 
 def eval_results(board: Board, wanted: Mapping[str, tuple[str, str]]) -> dict[str, str]:
@@ -181,7 +181,7 @@ def eval_results(board: Board, wanted: Mapping[str, tuple[str, str]]) -> dict[st
             if column["task"] in wanted and cell and row["ranked"] and math.isfinite(cell["value"]):
                 name = f"{HUB}/{_part(row['pretrained'])}/.eval_results/{_part(column['task'])}.yaml"
                 entries.setdefault(name, []).append(_entry(board, row, column, cell, *wanted[column["task"]]))
-    return {name: yaml.safe_dump(found, sort_keys=False, allow_unicode=True) for name, found in entries.items()}
+    return {name: yaml.safe_dump(entry, sort_keys=False, allow_unicode=True) for name, entry in entries.items()}
 
 
 def _entry(board: Board, row: Row, column: Row, cell: Row, dataset: str, task_id: str) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def html(board: Mapping[str, Any]) -> str:
         ranked_by=table.ranked_by(board),
         choices={key: sorted({row[key] for row in board["rows"] if row[key]}) for key in ("display", "cache")},
         kinds={kind: KINDS[kind] for kind in KINDS if any(row["kind"] == kind for row in board["rows"])},
-        published=[_published(found) for found in board["published"]],
+        published=[_published(source) for source in board["published"]],
         unchecked=UNCHECKED,
         documents=strict_json.finite(board["documents"]),
         words=WORDS,
@@ -106,25 +106,25 @@ def _bodies(board: Mapping[str, Any], heads: Sequence[table.Head]) -> list[dict[
 def _task(board: Mapping[str, Any], column: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
     """A line of a row's details."""
     cell = row["cells"][column["id"]]
-    found = {group: make(cell, row, board["metric"]) for group, make in table.TASK_CELLS.items()}
-    return {"label": column["label"], "documents": column["documents"], "tokens": cell["tokens"], **found}
+    values = {group: make(cell, row, board["metric"]) for group, make in table.TASK_CELLS.items()}
+    return {"label": column["label"], "documents": column["documents"], "tokens": cell["tokens"], **values}
 
 
-def _published(found: Mapping[str, Any]) -> dict[str, Any]:
+def _published(source: Mapping[str, Any]) -> dict[str, Any]:
     """A table of published figures, as texts."""
-    names = [name for name in ("rule", "block", "cache", "note") if any(row[name] for row in found["rows"])]
+    names = [name for name in ("rule", "block", "cache", "note") if any(row[name] for row in source["rows"])]
     lines = [
         {
             "row": row,
             "names": [(name, "whole" if (name, row[name]) == ("block", "none") else row[name]) for name in names],
             "figures": [
-                (text.published_figure(row, task, found["metric"]), row["cells"].get(task, {}).get("value"))
-                for task in found["tasks"]
+                (text.published_figure(row, task, source["metric"]), row["cells"].get(task, {}).get("value"))
+                for task in source["tasks"]
             ],
         }
-        for row in found["rows"]
+        for row in source["rows"]
     ]
-    return {**found, "names": names, "lines": lines, "unit": WORDS[found["metric"]]}
+    return {**source, "names": names, "lines": lines, "unit": WORDS[source["metric"]]}
 
 
 # ---------------------------------------------------------------- the plot of the first column
@@ -161,13 +161,13 @@ def _axis(board: Mapping[str, Any]) -> dict[str, Any] | None:
 def _ticks(low: float, high: float) -> list[float]:
     """Round numbers between two values, five at most, and two at least if they are far enough apart."""
     powers = range(math.floor(math.log10(low)) if low > 0 else -6, math.ceil(math.log10(high)) + 1)
-    found = []
+    ticks = []
     for mantissas in ROUND:
-        found = [m * 10.0**power for power in powers for m in mantissas if low <= m * 10.0**power <= high]
-        if len(found) <= MOST_TICKS:
+        ticks = [m * 10.0**power for power in powers for m in mantissas if low <= m * 10.0**power <= high]
+        if len(ticks) <= MOST_TICKS:
             break
-    if len(found) > 1:
-        return found
+    if len(ticks) > 1:
+        return ticks
     step = 10.0 ** math.floor(math.log10(high - low))  # close together: even steps
     return [n * step for n in range(math.ceil(low / step), math.floor(high / step) + 1)][:MOST_TICKS]
 

@@ -38,14 +38,14 @@ def of(run: Run) -> Provenance:
     config = content.object("config")
     duel = config.object("duel")
     versions = duel.object("versions")
-    found = {name: versions.text(name) or "unknown" for name in versions}
+    releases = {name: versions.text(name) or "unknown" for name in versions}
     for name, key in (("lm_eval", "lm_eval_version"), ("transformers", "transformers_version")):
-        if content.get(key) and name not in found:
-            found[name] = str(content.text(key))
+        if content.get(key) and name not in releases:
+            releases[name] = str(content.text(key))
     size = duel.count("parameters") if "parameters" in duel else config.get("model_num_parameters")
     return Provenance(
         run.name,
-        found,
+        releases,
         _date(run.date),
         size if isinstance(size, int) and size > 0 else None,
         command(content, run),
@@ -62,8 +62,8 @@ def _date(seconds: float) -> str:
 
 def _dataset(config: Fields) -> dict[str, str]:
     keys = {"path": "dataset_path", "name": "dataset_name", "split": "test_split"}
-    found = {key: config.text(entry) for key, entry in keys.items() if isinstance(config.get(entry), str)}
-    return {key: value for key, value in found.items() if value}
+    settings = {key: config.text(entry) for key, entry in keys.items() if isinstance(config.get(entry), str)}
+    return {key: value for key, value in settings.items() if value}
 
 
 def command(content: Fields, run: Run) -> str:

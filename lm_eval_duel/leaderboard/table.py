@@ -61,7 +61,7 @@ class Cell:
 def heads(board: Mapping[str, Any]) -> list[Head]:
     """The columns of a leaderboard."""
     metric, columns, several = board["metric"], board["columns"], len(board["columns"]) > 1
-    found = [
+    heads = [
         Head("rank", "name", "#", about=f"rank among likelihoods, by {ranked_by(board)}"),
         Head("model", "name", "model", numeric=False),
         Head("estimator", "name", "estimator", numeric=False),
@@ -71,7 +71,7 @@ def heads(board: Mapping[str, Any]) -> list[Head]:
     ]
     if board["mean_of"]:
         kind = "mean" if metric == "bits_per_byte" else "geometric mean"
-        found += [
+        heads += [
             Head("mean", "mean", kind, f"{len(board['mean_of'])} tasks", "over the tasks that all rows have"),
             Head("mean_rank", "mean", "mean rank", f"{len(board['mean_of'])} tasks", "over the tasks that all have"),
         ]
@@ -80,10 +80,10 @@ def heads(board: Mapping[str, Any]) -> list[Head]:
             continue
         for column in columns:
             about = {"gap": f"minus {board['ar']}"}.get(group, column["about"])
-            found.append(Head(f"{column['id']}_{group}", group, column["label"], unit, about, column=column["id"]))
+            heads.append(Head(f"{column['id']}_{group}", group, column["label"], unit, about, column=column["id"]))
         if group == "closed" and several:
-            found.append(Head("gap_closed", group, "average", unit, "over the tasks in which it is known"))
-    found += [
+            heads.append(Head("gap_closed", group, "average", unit, "over the tasks in which it is known"))
+    heads += [
         Head("nfe_per_token", "cost", "NFE", "per token", "rule steps per token"),
         Head("seconds_per_token", "cost", "seconds", "per token", "of scoring; depends on the device"),
         Head("device", "source", "device", numeric=False),
@@ -92,7 +92,7 @@ def heads(board: Mapping[str, Any]) -> list[Head]:
         Head("versions", "source", "versions", numeric=False),
         Head("date", "source", "date", "UTC", numeric=False),
     ]
-    return found
+    return heads
 
 
 def _shown(board: Mapping[str, Any], group: str) -> bool:

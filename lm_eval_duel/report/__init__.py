@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import argparse
 import re
-import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lm_eval_duel import strict_json
-from lm_eval_duel.command_line import FIGURES, Parser, add_figures, figure_width, folder_to_write
+from lm_eval_duel.command_line import Parser, add_figures, figure_width, folder_to_write
 from lm_eval_duel.errors import DuelError, usage
 from lm_eval_duel.harness import trace
 from lm_eval_duel.report import (
     accuracy,
     build,
-    fields,
     figures,
     gaps,
     latex,
@@ -29,9 +27,10 @@ from lm_eval_duel.report import (
     samples,
     tables,
 )
+from lm_eval_duel.report.own_files import OwnFiles
 from lm_eval_duel.rules.tables import short
 
-FORMAT = "lm_eval_duel report"  # in report.json: the files it lists may be replaced
+FORMAT = "lm_eval_duel report"
 
 EPILOG = """\
 Prints the perplexities of every task and the share of the gap to the autoregressive baseline that DUEL closes.
@@ -168,47 +167,20 @@ def write(report: dict[str, Any], folder: Path, formats: Sequence[str] = ("png",
 
     Raises DuelError, and leaves the folder unchanged, if a file there does not belong to an earlier report.
     """
-    earlier = _earlier(folder)
     with tempfile.TemporaryDirectory() as temporary:
-        new = Path(temporary)
+        drawn = Path(temporary)
         if figures.available():
-            report["figures"] = figures.draw(report, new, formats, width)
+            report["figures"] = figures.draw(report, drawn, formats, width)
         else:
             report["notes"].append(figures.MISSING)
-        files = [file for figure in report["figures"] for file in figure["files"]]
-        bodies = latex.bodies(report)
-        report["folder"] = str(folder)
-        report["files"] = ["report.json", "report.md", *bodies, *files]
-        for name, text in {"report.json": _json(report), "report.md": tables.markdown(report), **bodies}.items():
-            (new / name).write_text(text, encoding="utf-8")
-        if foreign := [name for name in report["files"] if name not in earlier and (folder / name).exists()]:
-            raise DuelError(
-                f"--out {folder} holds {', '.join(foreign)}, which no report there lists as its own: nothing was "
-                "written. Name another folder, or move these files."
-            )
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in report["files"]:  # report.json first: it lists the files that are written after it
-            shutil.copyfile(new / name, folder / name)
-    for name in earlier - set(report["files"]):
-        (folder / name).unlink(missing_ok=True)
-
-
-def _earlier(folder: Path) -> set[str]:
-    """The files of an earlier report in a folder; raises DuelError for a report.json of another program."""
-    file = folder / "report.json"
-    if not file.exists():
-        return set()
-    try:
-        report = fields.parse(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        report = None
-    if not isinstance(report, dict) or report.get("format") != FORMAT or not isinstance(report.get("files"), list):
-        raise DuelError(
-            f'{file} was not written by this command (it has no "format": "{FORMAT}"), so --out {folder} was left '
-            "unchanged. Name another folder, or move this file."
-        )
-    names = [Path(str(name)).name for name in report["files"]]
-    return {name for name in names if name.endswith((".md", ".tex", ".json", *(f".{kind}" for kind in FIGURES)))}
+        names = [name for figure in report["figures"] for name in figure["files"]]
+        images = {name: (drawn / name).read_bytes() for name in names}
+    bodies = latex.bodies(report)
+    report["folder"] = str(folder)
+    own = OwnFiles(folder, FORMAT)
+    report["files"] = [own.listing, "report.md", *bodies, *images]
+    texts = {own.listing: _json(report), "report.md": tables.markdown(report), **bodies}
+    own.write({name: text.encode() for name, text in texts.items()} | images)
 
 
 def _json(report: dict[str, Any]) -> str:
@@ -220,7 +192,7 @@ def _json(report: dict[str, Any]) -> str:
 def main(arguments: Sequence[str]) -> None:
     """Write a report and print its tables: `lm-eval-duel report`."""
     options = parse(arguments)
-    _earlier(Path(options.out))
+    OwnFiles(Path(options.out), FORMAT).earlier()
     report = collect(options)
     write(report, Path(options.out), options.figures, options.width)
     print(tables.console(report))

@@ -74,8 +74,8 @@ def _figure(line: Mapping[str | None, Any], place: str) -> dict[str, Any]:
         entry = registry.find(estimator)
     except DuelError as error:
         raise DuelError(f"{place}: {error}") from None
-    found = {column: (line.get(column) or "").strip() for column in (*NEEDED, *OPTIONAL)}
-    return found | {
+    entries = {column: (line.get(column) or "").strip() for column in (*NEEDED, *OPTIONAL)}
+    return entries | {
         "estimator": entry.name,
         "display": entry.display,
         "kind": KINDS.get(entry.kind, "estimate"),
@@ -97,10 +97,10 @@ def _positive(text: str, place: str, column: str) -> float:
 
 def tables(figures: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """A table for each source and metric: the tasks it has, and a row for each model, estimator, rule, block, cache."""
-    found: dict[tuple[str, str], dict[str, Any]] = {}
+    sources: dict[tuple[str, str], dict[str, Any]] = {}
     for figure in figures:
         key = figure["source"], figure["metric"]
-        table = found.setdefault(key, {"source": key[0], "metric": key[1], "tasks": [], "rows": {}})
+        table = sources.setdefault(key, {"source": key[0], "metric": key[1], "tasks": [], "rows": {}})
         if figure["task"] not in table["tasks"]:
             table["tasks"].append(figure["task"])
         names = {k: figure[k] for k in ("model", "estimator", "display", "kind", "rule", "block", "cache", "note")}
@@ -112,4 +112,4 @@ def tables(figures: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "apart with a note."
             )
         row["cells"][figure["task"]] = {"value": figure["value"], "stderr": figure["stderr"]}
-    return [table | {"rows": [*table["rows"].values()]} for table in found.values()]
+    return [table | {"rows": [*table["rows"].values()]} for table in sources.values()]

@@ -27,8 +27,8 @@ def _base(name: str) -> type:
 
     0.4.13 has an abstract MultipleChoiceTask, too, for tasks written in Python.
     """
-    found = getattr(lm_eval_tasks, name, None)
-    return lm_eval_tasks.ConfigurableTask if found is None or inspect.isabstract(found) else found
+    native = getattr(lm_eval_tasks, name, None)
+    return lm_eval_tasks.ConfigurableTask if native is None or inspect.isabstract(native) else native
 
 
 class _Gaps:

@@ -54,7 +54,7 @@ def one_each(
     real: torch.Tensor,
     length: torch.Tensor,
     slot: torch.Tensor,
-    held: list[KeysValues],
+    layers: list[KeysValues],
     wanted: torch.Tensor,
 ) -> Call:
     """Cells of every lane by itself, against whole kept rows.
@@ -67,7 +67,7 @@ def one_each(
     seen = None if bool((length == most).all()) else (every < length[:, None])[:, None]  # (R, 1, K)
     places = Places(columns, real)
     kept = _rows(slot)
-    past = [Replaced(_taken(keys, kept, most), _taken(values, kept, most), places) for keys, values in held]
+    past = [Replaced(_taken(keys, kept, most), _taken(values, kept, most), places) for keys, values in layers]
     step = Step(columns.clamp(max=most - 1), seen, past, every, wanted)
     return Call(ids, step, lambda features: features)
 
@@ -77,19 +77,19 @@ def side_by_side(
     ids: torch.Tensor,
     length: torch.Tensor,
     slot: torch.Tensor,
-    held: list[KeysValues],
+    layers: list[KeysValues],
     wanted: torch.Tensor,
 ) -> Call:
     """The cells `ids` (R, W) of lanes' blocks, states of one block behind each other in a row of the call."""
     width, most, device = ids.shape[1], int(length.max()), ids.device
     number, place = arrange(slot, widest(slot, max(1, ASIDE // width)))  # (P, A)
     used, lane = number >= 0, number.clamp(min=0)  # (P, A)
-    one = lane[:, 0]  # (P,) a lane of the row
-    start, real = lanes.start[one], _inside(lanes)  # (P,), (R, W)
+    first = lane[:, 0]  # (P,) a lane of the row
+    start, real = lanes.start[first], _inside(lanes)  # (P,), (R, W)
 
     every = torch.arange(most, device=device)[None]  # (1, K)
-    outside = (every < start[:, None]) | (every >= (start + lanes.width[one])[:, None])  # (P, K)
-    kept = outside & (every < length[one][:, None])  # (P, K)
+    outside = (every < start[:, None]) | (every >= (start + lanes.width[first])[:, None])  # (P, K)
+    kept = outside & (every < length[first][:, None])  # (P, K)
     exists = (real[lane] & used[:, :, None]).flatten(1)  # (P, Q)
     of_lane = torch.arange(lane.shape[1], device=device).repeat_interleave(width)  # (Q,)
     own = (of_lane[:, None] == of_lane) & (exists[:, None] | ~exists[:, :, None])  # (P, Q, Q)
@@ -97,10 +97,10 @@ def side_by_side(
 
     columns = (start[:, None] + torch.arange(width, device=device)).clamp(max=most - 1)  # (P, W)
     columns = columns.repeat(1, lane.shape[1])  # (P, Q)
-    rows = _rows(slot[one])
-    past = [(_taken(keys, rows, most), _taken(values, rows, most)) for keys, values in held]
+    rows = _rows(slot[first])
+    past = [(_taken(keys, rows, most), _taken(values, rows, most)) for keys, values in layers]
     before = torch.arange(lane.shape[1], device=device)[:, None] * width  # (A, 1)
-    places = torch.cat([every.expand(len(one), -1), columns], 1)  # (P, K + Q)
+    places = torch.cat([every.expand(len(first), -1), columns], 1)  # (P, K + Q)
     step = Step(columns, seen, past, places, (before + wanted[lane]).flatten(1))
     return Call(ids[lane].flatten(1), step, lambda features: features.unflatten(1, (lane.shape[1], -1))[place])
 

@@ -121,8 +121,8 @@ class Slots:
         """
         self._make_room(features, layers)
         self.features[slot, : features.shape[1]] = features
-        for held, made in zip(self.layers, layers, strict=True):
-            for plane, cells in zip(held, made, strict=True):
+        for layer, made in zip(self.layers, layers, strict=True):
+            for plane, cells in zip(layer, made, strict=True):
                 plane[slot.to(plane.device), :, : cells.shape[2]] = cells
         self.identity[slot] = of  # last: memory may have run out before
 
@@ -132,7 +132,7 @@ class Slots:
         self.identity = self.identity[:0]
 
     def _planes(self) -> list[torch.Tensor]:
-        planes = [plane for held in self.layers for plane in held]
+        planes = [plane for layer in self.layers for plane in layer]
         return planes + ([self.features] if self.features is not None else [])
 
     def _make_room(self, features: torch.Tensor, layers: list[KeysValues]) -> None:

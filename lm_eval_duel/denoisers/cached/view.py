@@ -48,13 +48,13 @@ class CachedView(View):
         revealed = (lanes.tokens >= 0) & ~lanes.hidden  # (R, W)
         ids = torch.where(revealed, lanes.tokens, self.denoiser.mask_id)  # (R, W)
         first, number = distinct(identity, ids, lanes.hidden)
-        one = lanes if len(first) == len(lanes) else lanes.select(first)
+        base = lanes if len(first) == len(lanes) else lanes.select(first)
         try:
-            cells = self._evaluate_block(one, ids[first], revealed[first], identity[first])
+            cells = self._evaluate_block(base, ids[first], revealed[first], identity[first])
         except torch.OutOfMemoryError:
             self._slots.drop()  # they may be what fills the memory; fewer lanes need fewer slots
             raise
-        return cells if one is lanes else cells.spread(lanes, one, number)
+        return cells if base is lanes else cells.spread(lanes, base, number)
 
     # ------------------------------------------------------------ which block it is
 
