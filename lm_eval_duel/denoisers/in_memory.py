@@ -16,25 +16,23 @@ queries.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import inspect
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from lm_eval_duel.denoisers import loading, self_tests, special_tokens
+from lm_eval_duel.denoisers import loading, self_tests, special_tokens, user_module
 from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.denoisers.cached.kept_keys import Past
-from lm_eval_duel.denoisers.hf import auto_model, device_map, families, masked_lm
+from lm_eval_duel.denoisers.hf import auto_model, families, masked_lm
 from lm_eval_duel.denoisers.hf.decoder import Decoder, trained_block
 from lm_eval_duel.denoisers.hf.remote_code import quirks_of
 from lm_eval_duel.denoisers.hub import find_mask_id
 from lm_eval_duel.denoisers.load_options import LoadOptions
-from lm_eval_duel.denoisers.predictions import excluded_columns
 from lm_eval_duel.denoisers.views import KeysValues
+from lm_eval_duel.denoisers.vocabulary import excluded_columns
 from lm_eval_duel.errors import DuelError, unknown
 
 ARGUMENTS = (  # those of `load_options.NetworkArguments` that concern a network which is loaded already
@@ -60,71 +58,22 @@ def from_model(
     for key in network:
         if key not in ARGUMENTS:
             raise unknown("argument of from_model", key, ARGUMENTS)
-    bare = unwrapped(model)
-    module = unwrapped(module) if module is not None else _module_of(bare)
+    bare = user_module.unwrapped(model)
+    module = user_module.unwrapped(module) if module is not None else user_module.module_of(bare)
     if module is not None:
-        _require_whole(module)
+        user_module.require_whole(module)
     name = getattr(bare, "__name__", type(bare).__name__)
-    options = LoadOptions(name, _device(bare, module, device), tokenizer, **network)
+    options = LoadOptions(name, user_module.device_of(bare, module, device), tokenizer, **network)
     ids: Any = tokenizer if tokenizer is not None else _AnyId(module)
     if weights == DIGEST and module is None:
         raise DuelError(
             f"weights={DIGEST!r} hashes the parameters of a module, and {name} is a function: pass it as module=."
         )
-    with torch.no_grad(), evaluating(module, options.device, autocast):
+    with torch.no_grad(), user_module.evaluating(module, options.device, autocast):
         plain = _plain(bare, options, ids, self_tests)
     denoiser = InMemory(plain, module, name, weights, autocast)
     denoiser.special_tokens = special_tokens.expected(denoiser, tokenizer)
     return loading.wrapped(denoiser, options)
-
-
-def unwrapped(model: Any) -> Any:
-    """The network inside DistributedDataParallel, torch.compile and PEFT: the same weights, called by itself.
-
-    DistributedDataParallel would wait for the other ranks at each call, and a compiled network would be compiled again
-    for each shape. PEFT's adapters are in the layers of the network, so they count.
-    """
-    while True:
-        if isinstance(model, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
-            model = model.module
-        elif hasattr(model, "_orig_mod"):
-            model = model._orig_mod
-        elif hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
-            model = model.get_base_model()
-        else:
-            return model
-
-
-@contextlib.contextmanager
-def evaluating(
-    module: torch.nn.Module | None, device: torch.device, autocast: torch.dtype | None = None
-) -> Iterator[None]:
-    """Dropout off; autocast off, or to the given dtype; nothing compiled; no inference mode; restored at the end.
-
-    The gradient mode stays as it is: tensors that a network keeps from call to call, such as rotary tables, must not
-    come from inference mode, or the next training step fails.
-    """
-    grad = torch.is_grad_enabled()
-    training = [part for part in module.modules() if part.training] if module is not None else []
-    mixed = vars(module).get("forward") if module is not None and hasattr(module, "_original_forward") else None
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.set_grad_enabled(grad))
-        # its cache of cast weights would outlive this block, without their gradients
-        stack.enter_context(torch.autocast(device.type, autocast, enabled=autocast is not None, cache_enabled=False))
-        if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        try:
-            for part in training:
-                part.training = False  # not part.eval(), which some classes override to change weights
-            if mixed is not None:  # accelerate's, which casts to the dtype of training
-                del module.forward
-            yield
-        finally:
-            for part in training:
-                part.training = True
-            if mixed is not None:
-                module.forward = mixed
 
 
 class InMemory(Denoiser):
@@ -173,15 +122,16 @@ class InMemory(Denoiser):
             return self.plain.head(features)
 
     def _evaluating(self) -> contextlib.AbstractContextManager[None]:
-        return evaluating(self.module, self.device, self.autocast)
+        return user_module.evaluating(self.module, self.device, self.autocast)
 
     def describe(self) -> dict[str, object]:
         """The weights are "in memory", the text that the user gave, or a digest of what they are now."""
         parameter = next(self.module.parameters(), None) if self.module is not None else None
+        digested = self.weights == DIGEST and self.module is not None
         dtype = str(parameter.dtype if parameter is not None else torch.get_default_dtype()).removeprefix("torch.")
         described: dict[str, object] = {
             "denoiser": f"{self.path} in memory",
-            "weights": digest(self.module) if self.weights == DIGEST and self.module is not None else self.weights,
+            "weights": user_module.digest(self.module) if digested else self.weights,
             "dtype": dtype if self.autocast is None else f"{dtype}, autocast to {self.autocast}".replace("torch.", ""),
             "mask_token_id": self.mask_id,
             "vocabulary": f"{int((~self.excluded).sum())} of {self.vocab_size}",
@@ -190,16 +140,6 @@ class InMemory(Denoiser):
             "relative_positions": self.relative_positions,
         }
         return described | ({"last_block": self.last_block} if self.attention == "block_causal" else {})
-
-
-def digest(module: torch.nn.Module) -> str:
-    """Twelve hexadecimal digits of all parameters and buffers: their names, dtypes, shapes and values."""
-    total = hashlib.sha256()
-    for name, value in sorted(module.state_dict().items()):
-        if isinstance(value, torch.Tensor):
-            total.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
-            total.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return total.hexdigest()[:12]
 
 
 # ---------------------------------------------------------------- a function
@@ -342,44 +282,3 @@ def _takes_input_ids(model: Any) -> bool:
 def _config(model: Any) -> dict[str, Any]:
     config = model.config
     return config.to_dict() if hasattr(config, "to_dict") else dict(vars(config))
-
-
-def _module_of(model: Any) -> torch.nn.Module | None:
-    """The module that every call runs, if it can be known."""
-    if isinstance(model, torch.nn.Module):
-        return model
-    if isinstance(model, Denoiser):
-        with contextlib.suppress(NotImplementedError):
-            return model.layers
-    owner = getattr(model, "__self__", None)  # of a bound method
-    return owner if isinstance(owner, torch.nn.Module) else None
-
-
-def _device(model: Any, module: torch.nn.Module | None, device: torch.device | str | None) -> torch.device:
-    """The device of a network's ids."""
-    if device is not None or isinstance(model, Denoiser):
-        return torch.device(device) if device is not None else model.device
-    if module is None:
-        return torch.device("cpu")
-    if hasattr(module, "get_input_embeddings"):
-        return device_map.device_of(module)
-    tensor = next(iter([*module.parameters(), *module.buffers()]), None)
-    return torch.device("cpu") if tensor is None else tensor.device
-
-
-def _require_whole(module: torch.nn.Module) -> None:
-    """Raise DuelError for a network of which this process holds a part only."""
-    classes = {cls.__name__ for part in module.modules() for cls in type(part).__mro__}
-    sharded = {"FSDPModule", "FullyShardedDataParallel"} & classes
-    parts = [parameter for parameter in module.parameters() if hasattr(parameter, "ds_id") or _is_sharded(parameter)]
-    if sharded or parts:
-        how = "FSDP" if sharded else "DeepSpeed ZeRO-3" if hasattr(parts[0], "ds_id") else "tensor parallelism"
-        raise DuelError(
-            f"This process holds a part of the weights only ({how}): each call would wait for the other ranks, which "
-            "score other texts. Save a checkpoint and score it with from_pretrained, or train with "
-            "DistributedDataParallel."
-        )
-
-
-def _is_sharded(parameter: torch.Tensor) -> bool:
-    return type(parameter).__name__ == "DTensor" or type(parameter.data).__name__ == "DTensor"

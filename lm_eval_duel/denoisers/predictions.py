@@ -9,7 +9,6 @@ E excluded columns.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterator
 from functools import cached_property
@@ -20,12 +19,9 @@ import torch.nn.functional as F
 
 from lm_eval_duel.errors import DuelError, NotFinite
 
-log = logging.getLogger("lm_eval.duel_mdm")
-
 CPU_VALUES, CPU_ROWS = 1 << 20, 64  # logits at once: as many as fit a CPU's cache, but enough rows for a fast matmul
 CACHED_VALUES = 1 << 17  # logits at once: half of one CPU core's cache
 GPU_VALUES = 1 << 26  # 256 MiB of float32
-PADDING = 128  # embeddings are padded by up to this many columns, for speed
 RUN = 64  # columns per run when looking for the largest: a CPU's argmax handles one value at a time, its amax sixteen
 
 
@@ -332,39 +328,3 @@ def two_largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch
 def _log_p(logits: torch.Tensor, top: Top) -> torch.Tensor:
     """Log-probabilities (u, V), exact near probability 1 too: log P1 = -softplus(-confidence)."""
     return logits - top.logit[:, None] - F.softplus(-top.confidence[:, None])
-
-
-def require_fit(tokens: set[int], mask_id: int | None, vocab_size: int, path: str) -> None:
-    """Raise DuelError if the tokenizer has an id that the network of `path` does not predict, or [MASK] alone."""
-    if not (ordinary := tokens - {mask_id}):
-        raise DuelError(
-            f"The vocabulary of {path} has no token besides [MASK], so there is nothing to predict; check the "
-            "tokenizer, and vocab_size in config.json."
-        )
-    if (last := max(ordinary)) >= vocab_size:
-        raise DuelError(
-            f"The tokenizer has ids up to {last} but {path} predicts {vocab_size}: "
-            "they do not belong together; pass tokenizer=<the right one>."
-        )
-
-
-def excluded_columns(
-    tokens: set[int], mask_id: int | None, vocab_size: int, path: str, device: torch.device
-) -> torch.Tensor:
-    """The columns that are not tokens of the vocabulary, [MASK] included, (V,) bool.
-
-    Raises DuelError if the tokenizer has an id that the network of `path` does not predict.
-    """
-    require_fit(tokens, mask_id, vocab_size, path)
-    known = sorted(tokens - {mask_id})
-    if vocab_size - len(known) > max(PADDING, vocab_size // 10):
-        log.warning(
-            "The tokenizer has %d tokens and %s predicts %d columns, more than padding explains. The extra columns get "
-            "no probability; if this is the tokenizer of another model, every number is wrong (set tokenizer=)",
-            len(known),
-            path,
-            vocab_size,
-        )
-    excluded = torch.ones(vocab_size, dtype=torch.bool, device=device)  # (V,)
-    excluded[known] = False
-    return excluded

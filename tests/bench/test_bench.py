@@ -10,8 +10,9 @@ import torch
 
 from lm_eval_duel.bench.arms import LOOPS, Bench, Recording, Settings
 from lm_eval_duel.bench.options import parse
-from lm_eval_duel.bench.run import measure, table
+from lm_eval_duel.bench.run import measure
 from lm_eval_duel.bench.syncs import KINDS
+from lm_eval_duel.bench.table import table
 from lm_eval_duel.bench.textbook import BlockPredictions, KeptKeys, WholeRow, algorithm2, check
 from lm_eval_duel.cli.main import main
 from lm_eval_duel.denoisers.predictions import Predictions

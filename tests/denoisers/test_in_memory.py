@@ -12,7 +12,7 @@ from toys import Toy
 from transformers import BertConfig, BertForMaskedLM, BigBirdConfig, BigBirdForMaskedLM
 
 from lm_eval_duel import Duel, DuelError, TwoPhase, Window, denoisers
-from lm_eval_duel.denoisers.in_memory import evaluating
+from lm_eval_duel.denoisers.user_module import evaluating
 
 WINDOWS = [Window((2,), (7, 9, 30, 12, 8), (3,)), Window((14, 20, 9), (10, 9, 31, 12), (13,))]
 MASK = 4

@@ -8,7 +8,8 @@ from typing import Any
 from lm_eval_duel.cli.paper.forecast import Forecast, describe
 from lm_eval_duel.cli.paper.recipes import Line
 from lm_eval_duel.cli.paper.verdict import DIFFERS, FAILED
-from lm_eval_duel.cli.plan import TFLOPS, hours_as_text
+from lm_eval_duel.cli.plan import TFLOPS
+from lm_eval_duel.cli.plan.table import hours_as_text
 from lm_eval_duel.report.markdown import bullets, plain
 from lm_eval_duel.tables import markdown_table, plain_table
 

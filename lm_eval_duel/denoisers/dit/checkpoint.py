@@ -20,7 +20,7 @@ from lm_eval_duel.denoisers.dit.network import DiT, DiTConfig
 from lm_eval_duel.denoisers.hf import strict_load
 from lm_eval_duel.denoisers.hub import find_mask_id, row_length, short_reason
 from lm_eval_duel.denoisers.load_options import LoadOptions
-from lm_eval_duel.denoisers.predictions import require_fit
+from lm_eval_duel.denoisers.vocabulary import require_fit
 from lm_eval_duel.errors import DuelError, no_key_stays, unknown
 
 LAYOUT = ("hidden_dim", "n_blocks", "n_heads", "model_length")  # entries of config.json that identify these networks

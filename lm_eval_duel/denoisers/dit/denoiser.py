@@ -13,8 +13,8 @@ from lm_eval_duel import fingerprint
 from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.denoisers.cached.kept_keys import Past
 from lm_eval_duel.denoisers.dit.network import DiT
-from lm_eval_duel.denoisers.predictions import excluded_columns
 from lm_eval_duel.denoisers.views import Cells, KeysValues, View, take
+from lm_eval_duel.denoisers.vocabulary import excluded_columns
 from lm_eval_duel.engine.lanes import Lanes, Rows
 
 PUBLISHED_BLOCK = 4  # of MDLM and SEDD in the paper's tables

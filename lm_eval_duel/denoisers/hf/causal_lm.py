@@ -24,8 +24,8 @@ from lm_eval_duel.denoisers.hf import auto_model, device_map, quantization
 from lm_eval_duel.denoisers.hf.families import Family
 from lm_eval_duel.denoisers.hub import cannot_read, row_length
 from lm_eval_duel.denoisers.load_options import LoadOptions
-from lm_eval_duel.denoisers.predictions import excluded_columns, require_fit
 from lm_eval_duel.denoisers.views import KeysValues
+from lm_eval_duel.denoisers.vocabulary import excluded_columns, require_fit
 from lm_eval_duel.errors import DuelError
 
 log = logging.getLogger("lm_eval.duel_mdm")

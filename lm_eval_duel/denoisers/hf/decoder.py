@@ -23,8 +23,8 @@ from lm_eval_duel.denoisers.hf import device_map, quantization
 from lm_eval_duel.denoisers.hf.families import Family
 from lm_eval_duel.denoisers.hub import row_length
 from lm_eval_duel.denoisers.load_options import LoadOptions
-from lm_eval_duel.denoisers.predictions import excluded_columns
 from lm_eval_duel.denoisers.views import KeysValues
+from lm_eval_duel.denoisers.vocabulary import excluded_columns
 from lm_eval_duel.errors import DuelError
 
 log = logging.getLogger("lm_eval.duel_mdm")

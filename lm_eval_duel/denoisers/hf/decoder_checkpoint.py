@@ -21,7 +21,7 @@ from lm_eval_duel.denoisers.hf.families import Family
 from lm_eval_duel.denoisers.hf.native import file_name, native_config, native_tensors
 from lm_eval_duel.denoisers.hub import find_mask_id, pick_dtype, row_length, short_reason
 from lm_eval_duel.denoisers.load_options import LoadOptions
-from lm_eval_duel.denoisers.predictions import require_fit
+from lm_eval_duel.denoisers.vocabulary import require_fit
 from lm_eval_duel.errors import DuelError
 
 IGNORED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # endings of keys that are recomputed

@@ -12,17 +12,17 @@ import argparse
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.arguments import count
+from lm_eval_duel.cli.plan.table import table
+from lm_eval_duel.cli.plan.windows import names, windows_of
 from lm_eval_duel.command_line import Parser
 from lm_eval_duel.demo import BUNDLED
 from lm_eval_duel.errors import DuelError, usage
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.harness.key_values import key_values
 from lm_eval_duel.options import Options
-from lm_eval_duel.tables import plain_table
 
 if TYPE_CHECKING:
     from lm_eval_duel.denoisers.unloaded import Unloaded
@@ -31,16 +31,6 @@ if TYPE_CHECKING:
 TFLOPS = {"bfloat16": 989.0, "float16": 989.0, "float32": 67.0, "float64": 67.0}  # of an H200, dense
 DRAWS, SAMPLE = 128, 0.03
 CALL_TOKENS = 1 << 18  # the largest network call on a GPU (engine/budget.py)
-HEADER = ("method", "NFE", "calls", "rows", "token-rows", "PFLOP", "time", "kept MiB", "what it gives")
-GIVES = {
-    "exact": "the likelihood",
-    "chain rule": "the likelihood",
-    "prefix": "another distribution, exactly",
-    "dual": "another distribution, exactly",
-    "two_phase": "an estimate of exact, with its error",
-    "elbo": "a lower bound, with its error",
-    "lattice": "all orders: oracle, mean and mixture",
-}
 PRINTS = """\
 Prints one line per way to score the same windows: rule steps (NFE), network calls (at least), rows, token-rows (cells
 of the rows that the network evaluates), floating point operations, time, and what a cache keeps for each block (MiB;
@@ -102,75 +92,6 @@ def _line(method: str, total: Cost, kept: int, denoiser: Unloaded, options: argp
     seconds = flops / (options.tflops * 1e12 * options.utilization)
     calls = max(int(total.longest), math.ceil(total.weight / options.call_tokens))
     return Line(method, total, calls, flops, seconds / 3600, kept)
-
-
-# ---------------------------------------------------------------- windows
-
-
-def windows_of(options: argparse.Namespace, run: Options, denoiser: Unloaded, block: int | None) -> Counter[Layout]:
-    """How many windows there are of each layout, and sets `options.documents`."""
-    from lm_eval_duel.estimators import cost
-
-    if options.tasks is None:
-        return _even(options.tokens, options.documents, denoiser)
-    from lm_eval_duel import denoisers
-    from lm_eval_duel.harness.text import Text
-
-    tokenizer = denoisers.load_tokenizer(vars(run))
-    denoiser.mask_id = getattr(tokenizer, "mask_token_id", None) if denoiser.mask_id is None else denoiser.mask_id
-    text = Text(tokenizer, denoiser, run.windows, block)
-    windows = []
-    options.documents = 0
-    for requests, kind in _requests(options):
-        options.documents += len({request.doc_id for request in requests})
-        windows += [window for parts in _cut(text, requests, kind) for window in parts]
-    if not any(window.target for window in windows):
-        raise DuelError(f"The tasks {options.tasks} have no token to score.")
-    return cost.layouts(windows)
-
-
-def _even(tokens: int, documents: int, denoiser: Unloaded) -> Counter[Layout]:
-    """`tokens` in documents of equal length, each cut into windows from scratch."""
-    from lm_eval_duel.estimators.cost import Layout
-
-    before = max(denoiser.shift, int(denoiser.bos in ("given", "official")))
-    capacity = denoiser.max_length - before
-    if capacity < 1:
-        raise DuelError(f"--length {denoiser.max_length} leaves no position for text; raise it.")
-    result: Counter[Layout] = Counter()
-    for length, count_of_length in ((tokens // documents + 1, tokens % documents), (tokens // documents, -1)):
-        count_of_length = documents - tokens % documents if count_of_length < 0 else count_of_length
-        whole, rest = divmod(length, capacity)
-        result[Layout(before, capacity, denoiser.max_length)] += whole * count_of_length
-        if rest:
-            result[Layout(before, rest, before + rest)] += count_of_length
-    return +result
-
-
-def _requests(options: argparse.Namespace) -> Iterable[tuple[list[Any], str]]:
-    """The requests of each task, and their kind."""
-    from lm_eval_duel.tasks import named
-
-    arguments = key_values("--model_args", options.model_args)
-    metadata = {**arguments, **key_values("--metadata", options.metadata)}
-    for task in named.load_all(_names(options.tasks), metadata, options.include_path):
-        if task.OUTPUT_TYPE == "generate_until":
-            raise DuelError(f"The task {task.config.task} generates text; a plan counts what is scored.")
-        task.build_all_requests(limit=options.limit)
-        yield task.instances, "rolling" if task.OUTPUT_TYPE == "loglikelihood_rolling" else "continuation"
-
-
-def _names(tasks: str) -> list[str]:
-    return [name.strip() for name in tasks.split(",") if name.strip()]
-
-
-def _cut(text: Any, requests: list[Any], kind: str) -> list[list[Any]]:
-    from lm_eval_duel.harness.loglikelihood import continuation_windows, document_windows
-
-    return (document_windows if kind == "rolling" else continuation_windows)(text, requests)
-
-
-# ---------------------------------------------------------------- the command
 
 
 def main(arguments: list[str]) -> None:
@@ -237,64 +158,6 @@ def plan(options: argparse.Namespace, run: Options) -> dict[str, Any]:
     }
 
 
-def table(figures: dict[str, Any]) -> str:
-    """The figures as text."""
-    most = "" if figures["steps_known"] else "<= " if figures["upper_bound"] else "~ "
-    rows = []
-    for method, line in figures["methods"].items():
-        bound = "" if method.startswith(("elbo", "lattice")) else most
-        numbers = [line["nfe"], line["calls_at_least"], line["rows"], line["token_rows"]]
-        cells = ["" if number is None else f"{bound}{number:,}" for number in numbers]
-        mebibytes = line["kept_bytes"] / 2**20
-        kept = f"{mebibytes:,.0f}" if mebibytes >= 1 else short(mebibytes) if mebibytes else ""
-        work = [f"{bound}{short(line['flops'] / 1e15)}", f"{bound}{hours_as_text(line['hours'])}"]
-        rows.append(
-            [method, *cells, *work, kept, next(text for name, text in GIVES.items() if method.startswith(name))]
-        )
-    notes = []
-    if not figures["steps_known"]:
-        notes.append(
-            "The steps of this rule are not known in advance: all but elbo are upper bounds (one position a step)."
-            if figures["upper_bound"]
-            else "This rule may reveal nothing at a step, so its steps have no bound: all but elbo assume one position "
-            "a step."
-        )
-    if figures["seed_first"]:
-        notes.append("prefix, dual and two_phase with seed_first=true, which this network needs under a cache.")
-    return "\n".join([*_heading(figures), "", plain_table(HEADER, rows), *([""] if notes else []), *notes])
-
-
-def _heading(figures: dict[str, Any]) -> list[str]:
-    documents = f"{figures['documents']:,} documents, " if figures["documents"] else ""
-    return [
-        f"{figures['network']} ({figures['family']}): {short(figures['parameters'] / 1e6)} M parameters, "
-        f"{_memory(figures['weight_bytes'])} in {figures['dtype']}; {figures['rule']}, block "
-        f"{figures['block'] or 'none'}",
-        f"{documents}{figures['tokens']:,} tokens in {figures['windows']:,} windows of at most {figures['length']:,} "
-        f"positions, {figures['blocks']:,} blocks",
-        f"time: at {figures['utilization']:.0%} of {figures['tflops']:,.0f} TFLOP/s",
-    ]
-
-
-def short(number: float) -> str:
-    """Three significant digits without an exponent."""
-    if number >= 100:
-        return f"{number:,.0f}"
-    return f"{number:.1f}" if number >= 10 else f"{number:#.2g}" if number < 1 else f"{number:.2f}"
-
-
-def _memory(count: float) -> str:
-    """Bytes as GiB or MiB."""
-    return f"{short(count / 2**30)} GiB" if count >= 2**30 else f"{short(count / 2**20)} MiB"
-
-
-def hours_as_text(hours: float) -> str:
-    """Hours, minutes or seconds."""
-    if hours >= 1:
-        return f"{short(hours)} h"
-    return f"{short(60 * hours)} min" if 60 * hours >= 1 else f"{short(3600 * hours)} s"
-
-
 @usage()
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, Options]:
     """The parsed command line and the model args; raises UsageError."""
@@ -337,7 +200,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Options]:
     else:
         from lm_eval_duel.tasks import named
 
-        for name in _names(options.tasks):
+        for name in names(options.tasks):
             named.check(name, options.include_path)
     for name, low in (("sample", 0), ("utilization", 0)):
         if not low < getattr(options, name) <= 1:

@@ -1,0 +1,115 @@
+"""A module that belongs to the user: found inside its wrappers, called in evaluation mode, left as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from lm_eval_duel.denoisers.base import Denoiser
+from lm_eval_duel.denoisers.hf import device_map
+from lm_eval_duel.errors import DuelError
+
+
+def unwrapped(model: Any) -> Any:
+    """The network inside DistributedDataParallel, torch.compile and PEFT: the same weights, called by itself.
+
+    DistributedDataParallel would wait for the other ranks at each call, and a compiled network would be compiled again
+    for each shape. PEFT's adapters are in the layers of the network, so they count.
+    """
+    while True:
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
+            model = model.module
+        elif hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        elif hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+            model = model.get_base_model()
+        else:
+            return model
+
+
+@contextlib.contextmanager
+def evaluating(
+    module: torch.nn.Module | None, device: torch.device, autocast: torch.dtype | None = None
+) -> Iterator[None]:
+    """Dropout off; autocast off, or to the given dtype; nothing compiled; no inference mode; restored at the end.
+
+    The gradient mode stays as it is: tensors that a network keeps from call to call, such as rotary tables, must not
+    come from inference mode, or the next training step fails.
+    """
+    grad = torch.is_grad_enabled()
+    training = [part for part in module.modules() if part.training] if module is not None else []
+    mixed = vars(module).get("forward") if module is not None and hasattr(module, "_original_forward") else None
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.set_grad_enabled(grad))
+        # its cache of cast weights would outlive this block, without their gradients
+        stack.enter_context(torch.autocast(device.type, autocast, enabled=autocast is not None, cache_enabled=False))
+        if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        try:
+            for part in training:
+                part.training = False  # not part.eval(), which some classes override to change weights
+            if mixed is not None:  # accelerate's, which casts to the dtype of training
+                del module.forward
+            yield
+        finally:
+            for part in training:
+                part.training = True
+            if mixed is not None:
+                module.forward = mixed
+
+
+def digest(module: torch.nn.Module) -> str:
+    """Twelve hexadecimal digits of all parameters and buffers: their names, dtypes, shapes and values."""
+    total = hashlib.sha256()
+    for name, value in sorted(module.state_dict().items()):
+        if isinstance(value, torch.Tensor):
+            total.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+            total.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return total.hexdigest()[:12]
+
+
+def module_of(model: Any) -> torch.nn.Module | None:
+    """The module that every call runs, if it can be known."""
+    if isinstance(model, torch.nn.Module):
+        return model
+    if isinstance(model, Denoiser):
+        with contextlib.suppress(NotImplementedError):
+            return model.layers
+    owner = getattr(model, "__self__", None)  # of a bound method
+    return owner if isinstance(owner, torch.nn.Module) else None
+
+
+def device_of(model: Any, module: torch.nn.Module | None, device: torch.device | str | None) -> torch.device:
+    """The device of a network's ids."""
+    if device is not None or isinstance(model, Denoiser):
+        return torch.device(device) if device is not None else model.device
+    if module is None:
+        return torch.device("cpu")
+    if hasattr(module, "get_input_embeddings"):
+        return device_map.device_of(module)
+    tensor = next(iter([*module.parameters(), *module.buffers()]), None)
+    return torch.device("cpu") if tensor is None else tensor.device
+
+
+def require_whole(module: torch.nn.Module) -> None:
+    """Raise DuelError for a network of which this process holds a part only."""
+    classes = {cls.__name__ for part in module.modules() for cls in type(part).__mro__}
+    sharded = {"FSDPModule", "FullyShardedDataParallel"} & classes
+    parts = [parameter for parameter in module.parameters() if hasattr(parameter, "ds_id") or _is_sharded(parameter)]
+    if sharded or parts:
+        how = "FSDP" if sharded else "DeepSpeed ZeRO-3" if hasattr(parts[0], "ds_id") else "tensor parallelism"
+        raise DuelError(
+            f"This process holds a part of the weights only ({how}): each call would wait for the other ranks, which "
+            "score other texts. Save a checkpoint and score it with from_pretrained, or train with "
+            "DistributedDataParallel."
+        )
+
+
+def _is_sharded(parameter: torch.Tensor) -> bool:
+    return type(parameter).__name__ == "DTensor" or type(parameter.data).__name__ == "DTensor"
