@@ -139,6 +139,7 @@ class DuelMDM(TemplateLM):
 
         if self.run.number != patches.evaluation():
             self.run = self._new_run()
+            patches.gather_with(self.gather_object)
         self.run.cache, self.run.show_progress = self.cache_hook, not disable_tqdm
         return self.run, Batch.of(requests)
 

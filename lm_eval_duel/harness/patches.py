@@ -6,6 +6,9 @@
                                 with an unrelated error, and the other ranks wait for them
     Task.process_instances      (0.5 only) keeps the first answer to a request that was repeated to give all ranks
                                 equally many requests, as 0.4.13 does: 0.5.0.dev1 scores all of them
+    torch_gather_object         (0.5 only) gathers over our model's ranks by its `gather_object`, as 0.4.13 does:
+                                0.5.0.dev1 gathers over all processes, of which some may only hold a part of a network
+                                (tp_plan=auto), and the statistics of the other ranks would be lost
     TaskManager.load            (0.5 only) imports the functions of a YAML file that --tasks names, as 0.4.13 does:
                                 0.5.0.dev1 leaves their names, so that a task is scored without its own data and metrics
     CachingLM.__init__          names a --use_cache file that cannot be opened; and gives our models all requests, also
@@ -25,10 +28,12 @@ import functools
 import os
 import re
 import sqlite3
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from lm_eval import evaluator
 from lm_eval.api.model import CacheHook, CachingLM
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
@@ -40,6 +45,7 @@ FUNCTIONS = {"custom_dataset", "process_docs", "process_results", "class", "aggr
 FUNCTIONS |= {"doc_to_text", "doc_to_target", "doc_to_choice", "doc_to_image", "doc_to_audio"}  # keys of a task's YAML
 
 _builds = 0  # calls of Task.build_all_requests
+_gather: weakref.WeakMethod[Any] | None = None  # of our model, once it answers requests of an evaluation
 
 
 def apply() -> None:
@@ -48,6 +54,7 @@ def apply() -> None:
     if hasattr(Task, "process_instances"):
         _patch(Task, "process_instances", _process_instances)
         _patch(TaskManager, "load", _load_tasks)
+        _patch(evaluator, "torch_gather_object", _gather_object)
     _patch(CachingLM, "__init__", _open_cache)
 
 
@@ -71,8 +78,14 @@ def evaluation() -> int:
     return _builds
 
 
-def _patch(owner: type, name: str, replacement: Callable[..., Any]) -> None:
-    """Replace a method by `replacement(original, self, ...)`."""
+def gather_with(gather_object: Callable[..., list[Any] | None]) -> None:
+    """The present evaluation is of a model whose ranks gather objects by this method."""
+    global _gather
+    _gather = weakref.WeakMethod(gather_object)  # the model is freed after its last evaluation
+
+
+def _patch(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+    """Replace a method by `replacement(original, self, ...)`; a function likewise."""
     original = getattr(owner, name)
     if hasattr(original, "lm_eval_duel_original"):
         return
@@ -94,8 +107,9 @@ def _build_all_requests(
     world_size: int = 1,
     **options: Any,
 ) -> Any:
-    global _builds
+    global _builds, _gather
     _builds += 1
+    _gather = None
     if world_size > 1:
         _require_documents(task, limit, samples, world_size)
     return original(task, limit=limit, samples=samples, world_size=world_size, **options)
@@ -105,6 +119,11 @@ def _process_instances(original: Callable[..., None], task: Task) -> None:
     for request in task.instances:
         del request.resps[request.repeats or 1 :]
     original(task)
+
+
+def _gather_object(original: Callable[..., Any], obj: Any, *, dst: int = 0, **options: Any) -> list[Any] | None:
+    gather = None if _gather is None else _gather()
+    return original(obj, dst=dst, **options) if gather is None else gather(obj, dst)
 
 
 def _load_tasks(original: Callable[..., Any], manager: TaskManager, specs: Any, *args: Any, **options: Any) -> Any:
