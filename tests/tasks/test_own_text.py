@@ -263,7 +263,7 @@ def test_a_command_takes_a_task_a_yaml_file_or_texts(tmp_path, folder):
     for name, include_path in ((texts, None), (yaml, None), ("mine", str(tmp_path))):
         task = named.load(name, metadata, include_path)
         task.build_all_requests()
-        assert [request.args[0] for request in task.instances] == ["a b c d", "e"]
+        assert [request.args[-1] for request in task.instances] == ["a b c d", "e"]
     with pytest.raises(DuelError, match="is a group of tasks"):
         named.load("duel_zero_shot", metadata)
     with pytest.raises(DuelError, match="Did you mean sotu"):
