@@ -59,6 +59,8 @@ class DuelMDM(TemplateLM):
         if options.preset is not None:
             options.require_preset_fits(denoisers.find_family(name, **options.network))
         self.denoiser = denoisers.load(name, device=self.ranks.device, tokenizer=self.tokenizer, **options.network)
+        if self.tp_size > 1:
+            patches.release_with(self.denoiser.end)
         self._device = self.denoiser.device
         self.estimator = registry.make(self.denoiser, options)
         self.text = Text(self.tokenizer, self.denoiser, options.windows, self.estimator.block)
@@ -139,6 +141,7 @@ class DuelMDM(TemplateLM):
 
         if self.run.number != patches.evaluation():
             self.run = self._new_run()
+            patches.gather_with(self.gather_object)
         self.run.cache, self.run.show_progress = self.cache_hook, not disable_tqdm
         return self.run, Batch.of(requests)
 

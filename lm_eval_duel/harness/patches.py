@@ -6,14 +6,22 @@
                                 with an unrelated error, and the other ranks wait for them
     Task.process_instances      (0.5 only) keeps the first answer to a request that was repeated to give all ranks
                                 equally many requests, as 0.4.13 does: 0.5.0.dev1 scores all of them
+    torch_gather_object         (0.5 only) gathers over our model's ranks by its `gather_object`, as 0.4.13 does:
+                                0.5.0.dev1 gathers over all processes, of which some may only hold a part of a network
+                                (tp_plan=auto), and the statistics of the other ranks would be lost
+    destroy_process_group       (tp_plan=auto only) of torch first releases the processes that hold a part of our
+                                network: the command of 0.5.0.dev1 destroys all groups when it ends, and they would take
+                                this for a process that failed
+    TaskManager.load            (0.5 only) imports the functions of a YAML file that --tasks names, as 0.4.13 does:
+                                0.5.0.dev1 leaves their names, so that a task is scored without its own data and metrics
     CachingLM.__init__          names a --use_cache file that cannot be opened; and gives our models all requests, also
                                 those with a cached answer, so that the results count them (see cache.py)
 
     TaskManager.__init__        does not read lm-eval's own 14,000 task files, which takes seconds; only while
                                 `lm-eval-duel run` runs, and only if all tasks that it names are this package's
 
-Written against lm-eval 0.4.13 and 0.5.0.dev1 (see versions.py). Other models are affected only by the clearer errors,
-and by the first answer under 0.5.
+Written against lm-eval 0.4.13 and 0.5.0.dev1 (see versions.py). Other models are affected only by the clearer errors
+and by what is for 0.5 only.
 """
 
 from __future__ import annotations
@@ -21,17 +29,28 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import sqlite3
+import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import torch
+from lm_eval import evaluator
 from lm_eval.api.model import CacheHook, CachingLM
 from lm_eval.api.task import Task
+from lm_eval.tasks import TaskManager
 
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.harness.cache import ANSWER_TYPES, ResponseCache, unreadable
 
+FUNCTIONS = {"custom_dataset", "process_docs", "process_results", "class", "aggregation", "metric", "sampler"}
+FUNCTIONS |= {"doc_to_text", "doc_to_target", "doc_to_choice", "doc_to_image", "doc_to_audio"}  # keys of a task's YAML
+
 _builds = 0  # calls of Task.build_all_requests
+_gather: weakref.WeakMethod[Any] | None = None  # of our model, once it answers requests of an evaluation
+_release: Callable[[], None] | None = None  # ends the processes that hold a part of our network
 
 
 def apply() -> None:
@@ -39,14 +58,14 @@ def apply() -> None:
     _patch(Task, "build_all_requests", _build_all_requests)
     if hasattr(Task, "process_instances"):
         _patch(Task, "process_instances", _process_instances)
+        _patch(TaskManager, "load", _load_tasks)
+        _patch(evaluator, "torch_gather_object", _gather_object)
     _patch(CachingLM, "__init__", _open_cache)
 
 
 @contextlib.contextmanager
 def without_default_tasks() -> Iterator[None]:
     """A TaskManager that is made meanwhile does not read lm-eval's own task files."""
-    from lm_eval.tasks import TaskManager
-
     original = TaskManager.__init__
 
     def read_others(self: TaskManager, *args: Any, **options: Any) -> None:
@@ -64,15 +83,28 @@ def evaluation() -> int:
     return _builds
 
 
-def _patch(owner: type, name: str, replacement: Callable[..., Any]) -> None:
-    """Replace a method by `replacement(original, self, ...)`."""
+def gather_with(gather_object: Callable[..., list[Any] | None]) -> None:
+    """The present evaluation is of a model whose ranks gather objects by this method."""
+    global _gather
+    _gather = weakref.WeakMethod(gather_object)  # the model is freed after its last evaluation
+
+
+def release_with(end: Callable[[], None]) -> None:
+    """Call `end` before the process groups are destroyed; it may be called again."""
+    global _release
+    _release = end
+    _patch(torch.distributed, "destroy_process_group", _destroy_groups)
+
+
+def _patch(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+    """Replace a method by `replacement(original, self, ...)`, and a module's function by `replacement(original, ...)`."""
     original = getattr(owner, name)
     if hasattr(original, "lm_eval_duel_original"):
         return
 
     @functools.wraps(original)
-    def patched(self: Any, *args: Any, **options: Any) -> Any:
-        return replacement(original, self, *args, **options)
+    def patched(*args: Any, **options: Any) -> Any:
+        return replacement(original, *args, **options)
 
     patched.lm_eval_duel_original = original
     setattr(owner, name, patched)
@@ -87,8 +119,9 @@ def _build_all_requests(
     world_size: int = 1,
     **options: Any,
 ) -> Any:
-    global _builds
+    global _builds, _gather
     _builds += 1
+    _gather = None
     if world_size > 1:
         _require_documents(task, limit, samples, world_size)
     return original(task, limit=limit, samples=samples, world_size=world_size, **options)
@@ -98,6 +131,38 @@ def _process_instances(original: Callable[..., None], task: Task) -> None:
     for request in task.instances:
         del request.resps[request.repeats or 1 :]
     original(task)
+
+
+def _gather_object(original: Callable[..., Any], obj: Any, *, dst: int = 0, **options: Any) -> list[Any] | None:
+    gather = None if _gather is None else _gather()
+    return original(obj, dst=dst, **options) if gather is None else gather(obj, dst)
+
+
+def _destroy_groups(original: Callable[..., None], group: Any = None) -> None:
+    if _release is not None and group is None:
+        _release()
+    original(group)
+
+
+def _load_tasks(original: Callable[..., Any], manager: TaskManager, specs: Any, *args: Any, **options: Any) -> Any:
+    specs = specs if isinstance(specs, list) else [specs]
+    return original(manager, [_with_functions(spec) for spec in specs], *args, **options)
+
+
+def _with_functions(content: Any, key: str = "") -> Any:
+    """A task's YAML with `!function module.name`, read as FOLDER/module.name, replaced by the function."""
+    if isinstance(content, dict):
+        return {key: _with_functions(value, key) for key, value in content.items()}
+    if isinstance(content, list):
+        return [_with_functions(item) for item in content]
+    if key not in FUNCTIONS or not isinstance(content, str):
+        return content
+    folder, name = os.path.split(content)
+    if not (os.path.isabs(folder) and os.path.isdir(folder) and re.fullmatch(r"\w+(\.\w+)+", name)):
+        return content
+    from lm_eval.tasks._yaml_loader import _import_func_in_yml
+
+    return _import_func_in_yml(name, Path(folder))
 
 
 def _require_documents(task: Task, limit: int | None, samples: list[int] | None, world_size: int) -> None:

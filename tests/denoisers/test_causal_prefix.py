@@ -12,7 +12,6 @@ import torch
 from decoder_reference import CASES, YARN, write
 from harness_requests import ask
 from laws import RULES, slow_but, strings, total
-from lm_eval.api.instance import Instance
 from textbook import score
 from toys import CausalPrefix
 
@@ -237,7 +236,7 @@ def test_the_model_of_the_harness(checkpoint, first_token):
     rolling = lm.loglikelihood_rolling(ask("loglikelihood_rolling", ("a b c d e f",)), disable_tqdm=True)
     [score] = duel.log_prob([Window((2,), lm.tok_encode("a b c d e f"))])
     assert rolling == [pytest.approx(score.log_prob, abs=1e-4)]
-    generated = [Instance("generate_until", {}, ("a b", {"max_gen_toks": 8}), 0, metadata=("toy", 0, 1))]
+    generated = ask("generate_until", ("a b", {"max_gen_toks": 8}))
     decoded = duel.sample([(2, *lm.tok_encode("a b"))], 8, do_sample=False)[0].tokens
     assert lm.generate_until(generated, disable_tqdm=True)[0] == lm.tokenizer.decode(decoded)
     fields = dict(inspect(path, {"first_token": first_token, "device": "cpu"}))

@@ -11,9 +11,8 @@ import sys
 import kill
 import pytest
 import tiny
-from harness_requests import ask
+from harness_requests import ask, text_log_prob
 from harness_runs import free_port
-from lm_eval.api.instance import Instance
 from lm_eval.api.model import CachingLM
 
 from lm_eval_duel.errors import DuelError
@@ -36,11 +35,11 @@ def model(folder):
 
 
 def score(lm):
-    return lm.loglikelihood_rolling(ask("loglikelihood_rolling", *TEXTS), disable_tqdm=True)
+    return lm.loglikelihood_rolling(requests(), disable_tqdm=True)
 
 
 def requests():
-    return [Instance("loglikelihood_rolling", {}, text, 0, metadata=("toy", n, 1)) for n, text in enumerate(TEXTS)]
+    return ask("loglikelihood_rolling", *TEXTS)
 
 
 def test_a_trace_holds_what_was_scored_and_is_refused_under_another_cache(model, tmp_path):
@@ -125,7 +124,7 @@ def test_two_ranks_print_what_one_prints(tmp_path):
         lines = map(json.loads, samples.read_text().splitlines())
         duel = json.loads(path.read_text())["config"]["duel"]
         steps = [(line["doc"], line["reveal_steps"]) for line in trace.read(tmp_path / f"{ranks}.jsonl")]
-        documents = {line["doc_id"]: float(line["filtered_resps"][0]) for line in lines}
+        documents = {line["doc_id"]: text_log_prob(line) for line in lines}
         totals[ranks] = documents, steps, [duel[name] for name in ("windows", "tokens", "nfe", "near_ties")]
     assert totals[2][0] == pytest.approx(totals[1][0], abs=1e-9) and totals[2][1:] == totals[1][1:]
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 from decoder_reference import CASES, write
-from harness_requests import ask
+from harness_requests import ask, text_log_prob
 from harness_runs import TORCHRUN, launch, read
 
 from lm_eval_duel.harness import trace
@@ -49,7 +49,7 @@ def test_two_groups_of_two_print_what_one_process_computes(folder, tmp_path):
     (status,), printed = launch(TORCHRUN, 4, "lm_eval", *arguments)
     assert status == 0, printed[-3000:]
     results, samples = read(tmp_path, "letters")  # one file each
-    values = {line["doc_id"]: float(line["filtered_resps"][0]) for line in samples}
+    values = {line["doc_id"]: text_log_prob(line) for line in samples}
     assert values == pytest.approx(dict(enumerate(expected)), abs=1e-5)
     info = results["config"]["duel"]
     assert info["tp_size"] == 2

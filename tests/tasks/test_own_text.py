@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import tiny
-from harness_requests import ask
+from harness_requests import ask, choice_answers
+from harness_runs import evaluate
 
 from lm_eval_duel import tasks
 from lm_eval_duel.cli import run
@@ -225,19 +226,17 @@ def test_choices(tmp_path, label):
     assert row == {"prefix": "p", "options": ["wrong", "right"], "suffix": "", "label": 1}
 
 
-def test_choices_are_scored_with_their_suffix(tmp_path, lm):
-    file = rows(tmp_path, "q.jsonl", {"prefix": "a", "options": [" b", " c"], "suffix": " d", "label": 1})
-    settings = {"doc_to_choice": "options", "doc_to_target": "label", "task": "duel_choice"}
-    settings |= {"output_type": "multiple_choice", "class": infilling.InfillingChoice, "metadata": {"files": file}}
-    unused = ("process_results", "metric_list")
-    config = {key: value for key, value in INFILL.items() if key not in unused}
-    choice = infilling.InfillingChoice({**config, **settings, "custom_dataset": infilling.choices})
-    choice.build_all_requests()
-    answers = lm.loglikelihood(choice.instances, disable_tqdm=True)
-    expected = ask("loglikelihood", ("a", Gap(" b", " d")), ("a", Gap(" c", " d")))
-    assert answers == lm.loglikelihood(expected, disable_tqdm=True)
+def test_choices_are_scored_with_their_suffix(tmp_path, folder, lm):
+    question = {"prefix": "a", "options": [" b", " c"], "suffix": " d"}
+    file = rows(tmp_path, "q.jsonl", {**question, "label": 0}, {**question, "label": 1})
+    run = evaluate("duel_choice", f"pretrained={folder},rule=greedy,block=4", metadata={"files": file})
+    asked = ask("loglikelihood", ("a", Gap(" b", " d")), ("a", Gap(" c", " d")))
+    answers = lm.loglikelihood(asked, disable_tqdm=True)
     best = max((0, 1), key=lambda n: answers[n][0])
-    assert choice.process_results(choice.instances[0].doc, answers)["acc"] == float(best == 1)
+    for sample in run["samples"]["duel_choice"]:
+        assert [tuple(answer) for answer in choice_answers(sample)] == answers
+        assert sample["acc"] == float(sample["doc"]["label"] == best)
+    assert run["results"]["duel_choice"]["acc,none"] == 0.5
 
 
 @pytest.mark.parametrize(
@@ -264,7 +263,7 @@ def test_a_command_takes_a_task_a_yaml_file_or_texts(tmp_path, folder):
     for name, include_path in ((texts, None), (yaml, None), ("mine", str(tmp_path))):
         task = named.load(name, metadata, include_path)
         task.build_all_requests()
-        assert [request.args[0] for request in task.instances] == ["a b c d", "e"]
+        assert [request.args[-1] for request in task.instances] == ["a b c d", "e"]
     with pytest.raises(DuelError, match="is a group of tasks"):
         named.load("duel_zero_shot", metadata)
     with pytest.raises(DuelError, match="Did you mean sotu"):
