@@ -63,11 +63,11 @@ def wrapped(denoiser: Denoiser, options: LoadOptions) -> Denoiser:
 
 
 def _group(options: LoadOptions, device: str | None) -> Group | None:
-    """The processes that hold the network together with this one; None without `tp_plan`."""
+    """The processes that hold the network together with this one; None if it holds a network of its own."""
     if (size := process_groups.size(options)) == 1:
         return None
     if _groups and (_groups[-1].busy or _groups[-1].size != size):
-        raise DuelError("A launch with tp_plan=auto holds one network, and this process has loaded one already.")
+        raise DuelError("A launch with tp_plan or ep_size holds one network, and this process has loaded one already.")
     if not _groups:
         own = device is None and options.device.type == "cuda"
         _groups.append(Group(size, hub.pick_device(process_groups.local_device()) if own else options.device))
