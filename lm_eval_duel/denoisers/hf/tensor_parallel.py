@@ -81,14 +81,14 @@ def require_plan(native: Any, model_config: Any, options: LoadOptions) -> None:
             f"{process_groups.in_words(options)} needs a network in transformers' own classes, and {options.name} runs "
             f"code of its own; leave {'tp_plan' if options.tp_plan else 'ep_size'} out."
         )
-    if not getattr(model_config, "base_model_tp_plan", None):
-        raise DuelError(
-            f"transformers has no plan to split {native.__name__} over processes: leave tp_plan out. "
-            "parallelize=true spreads whole layers over the GPUs of one process."
-        )
     if options.ep_size is not None:
         _require_experts(native, model_config, options)
     if options.tp_plan is not None:
+        if not getattr(model_config, "base_model_tp_plan", None):
+            raise DuelError(
+                f"transformers has no plan to split {native.__name__} over processes: leave tp_plan out. "
+                "parallelize=true spreads whole layers over the GPUs of one process."
+            )
         names = [name for name in SIZES if options.ep_size is None or name not in WHOLE]
         _require_divisible(model_config, names, "tp_size", options)
 

@@ -1,4 +1,4 @@
-"""A network whose layers are split over the processes of a group (tensor parallelism).
+"""A network that the processes of a group hold together (`tp_plan`, `ep_size`).
 
 The first process of a group, its leader, does everything above the network: windows, rules, results, files. The others
 hold their part of every layer and repeat the leader's calls on the arguments that it broadcasts:
@@ -74,8 +74,8 @@ class Group:
             distributed.all_gather_object(values, value, group=self.commands)
         if any(other != value for other in values):
             raise DuelError(
-                f"The processes that hold one network (tp_plan=auto) read it differently: {values}. Do all machines "
-                "have the same files and the same versions of torch and transformers?"
+                f"The processes that hold one network (tp_plan, ep_size) read it differently: {values}. Do all "
+                "machines have the same files and the same versions of torch and transformers?"
             )
 
     def broadcast(self, command: Any = None) -> Any:
@@ -100,16 +100,17 @@ class Group:
         except torch.OutOfMemoryError as error:
             raise DuelError(
                 f"Process {self.rank} ran out of memory in a call that processes {self.others} make with it "
-                "(tp_plan=auto), so it cannot be retried with fewer rows. Pass a smaller batch_size (rows of "
-                "max_length in a network call), or start more processes for a larger tp_size."
+                "(tp_plan, ep_size), so it cannot be retried with fewer rows. Pass a smaller batch_size (rows of "
+                "max_length in a network call), or start more processes for larger groups."
             ) from error
         except RuntimeError as error:
             if not isinstance(error, distributed.DistError) and not any(word in str(error).lower() for word in LOST):
                 raise
             raise DuelError(
-                f"Process {self.rank} holds a part of a network together with processes {self.others} (tp_plan=auto), "
-                "and one of them has ended: look for that process's error, which is the cause. With --use_cache, "
-                f"finished requests are kept and the same command resumes the run. ({str(error).splitlines()[0]})"
+                f"Process {self.rank} holds a part of a network together with processes {self.others} (tp_plan, "
+                "ep_size), and one of them has ended: look for that process's error, which is the cause. With "
+                "--use_cache, finished requests are kept and the same command resumes the run. "
+                f"({str(error).splitlines()[0]})"
             ) from error
 
 
