@@ -3,6 +3,7 @@
 python score_split.py JOBS.json OUT       JOBS: {name: [checkpoint, model args of the network]}; writes OUT_<rank>.json
 
 In a job whose name ends in "misrouted", the routers of all processes but the first choose other experts.
+In a job whose name ends in "again", the network is loaded a second time, in float32.
 """
 
 import contextlib
@@ -69,6 +70,10 @@ def main(jobs, out):
         except SystemExit:  # a process that held its part until the leader released it
             continue
         found[name] = numbers(denoiser)
+        if name.endswith("again"):
+            second = denoisers.load(checkpoint, device="cpu", **{**arguments, "dtype": "float32"})
+            found[name]["again"] = numbers(second)["numbers"]
+            assert numbers(denoiser)["numbers"] == found[name]["numbers"]
         found[name]["parameters"] = sum(part.numel() for part in denoiser.model.parameters())
         found[name]["own"] = sum(getattr(part, "_local_tensor", part).numel() for part in denoiser.model.parameters())
         if {"tp_plan", "ep_size"} & arguments.keys():
