@@ -40,9 +40,9 @@ def model_kwargs(config: dict[str, Any], options: LoadOptions) -> dict[str, Any]
     what = f"load_in_{bits}bit" if own is None else f"the quantisation of {options.name} ({method_of(own)})"
     if process_groups.is_shared(options):
         raise DuelError(
-            f"{process_groups.in_words(options)} does not work together with {what}: its packed tensors and scales "
-            "cannot be checked against the parts that processes hold. Use a checkpoint that is not quantised, or "
-            "parallelize=true, which spreads whole layers over the GPUs of one process."
+            f"{process_groups.in_words(options)} does not work together with {what}: nothing checks that packed "
+            "weights and their scales are split alike. Use a checkpoint that is not quantised, or parallelize=true, "
+            "which spreads whole layers over the GPUs of one process."
         )
     if own is not None and bits is not None:
         raise DuelError(f"{options.name} is quantised already ({method_of(own)}): leave load_in_{bits}bit out.")
