@@ -34,6 +34,9 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import Duel
 from lm_eval_duel.options import Options
 
+needs_meshes = pytest.mark.skipif(
+    importlib.util.find_spec("transformers.distributed.utils") is None, reason="this release cannot split networks"
+)
 HELPERS = Path(__file__).resolve().parent.parent / "helpers"
 
 # ---------------------------------------------------------------- the protocol, without processes
@@ -264,6 +267,7 @@ def test_sizes_that_do_not_divide(monkeypatch):
         tensor_parallel.require_plan(None, BertConfig(), options)
 
 
+@needs_meshes
 def test_experts_that_cannot_be_placed(monkeypatch):
     """LLaDA2.0-flash has 4 heads of keys, which only `tp_plan` splits, and 256 experts."""
     from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -335,12 +339,13 @@ def test_a_release_of_transformers_without_meshes(monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "refused"),
     [
-        (
+        pytest.param(
             "masked LM",
             {
                 "tp_plan": "transformers has no plan to split BertForMaskedLM over processes: leave tp_plan out.",
                 "ep_size": "(BertForMaskedLM) has no experts: leave ep_size out.",
             },
+            marks=needs_meshes,
         ),
         ("DiT", {name: f"is of the family DiT, which has no choice of '{name}'; leave it out" for name in SPLIT}),
     ],
@@ -355,9 +360,6 @@ def test_networks_that_are_not_split(kind, refused, tmp_path, one_of_two):
 
 # ---------------------------------------------------------------- processes
 
-needs_meshes = pytest.mark.skipif(
-    importlib.util.find_spec("transformers.distributed.utils") is None, reason="this release cannot split networks"
-)
 TP, EP = {"tp_plan": "auto"}, {"ep_size": 2}
 FAMILIES = {  # and how they are split
     "llada": TP,  # renamed
