@@ -104,11 +104,6 @@ class Options(NetworkArguments):
         estimator_args = {key: values.pop(key) for key in estimators if key in values}
         options = cls(rule=rule, estimator_args=estimator_args, **values)
         process_groups.check(options)
-        if options.tp_plan and options.verify and options.dtype not in ("float32", "float64"):
-            raise DuelError(
-                "verify scores windows again in float32, and processes that hold one network together (tp_plan=auto) "
-                "hold no second one: pass dtype=float32, or leave verify out."
-            )
         if (check := registry.find(options.estimator).check) is not None:
             check(options)
         _check_cache(options, arguments.get("cache"))

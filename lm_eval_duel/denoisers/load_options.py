@@ -122,6 +122,7 @@ class NetworkArguments:
     device_map: str | Mapping[str, int | str | torch.device] | None = argument(text_or_mapping)
     tp_plan: TpPlan | None = argument(choice(*get_args(TpPlan)))  # the layers are split over processes
     tp_size: int | None = argument(at_least(2))  # processes that hold one network; None: all
+    ep_size: int | None = argument(at_least(2))  # the same, for whole experts on different processes
     load_in_8bit: bool = argument(truth, False)
     load_in_4bit: bool = argument(truth, False)
     compile: bool = argument(truth, False)

@@ -27,11 +27,11 @@ class Ranks(NamedTuple):
     rank: int = 0
     world_size: int = 1
     group: Any = None
-    leads: bool = True  # False: it only holds a part of a network (tp_plan=auto) for the rank whose number it has
+    leads: bool = True  # False: it only holds a part of a network (tp_plan, ep_size) for the rank whose number it has
 
     @classmethod
-    def join(cls, device: str | None, tp_size: int = 1) -> Ranks:
-        """Join the other processes, if there are any. Every `tp_size` of them hold one network and are one rank."""
+    def join(cls, device: str | None, group_size: int = 1) -> Ranks:
+        """Join the other processes, if there are any. Every `group_size` of them hold one network and are one rank."""
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return cls(device)
         from accelerate import Accelerator
@@ -47,10 +47,14 @@ class Ranks(NamedTuple):
                 f"({str(error).splitlines()[0]})"
             ) from error
         process, processes = accelerator.process_index, accelerator.num_processes
-        leaders = list(range(0, processes, tp_size))
+        leaders = list(range(0, processes, group_size))
         group = torch.distributed.new_group(leaders, backend="gloo", timeout=TIMEOUT)
         return cls(
-            str(accelerator.device), process // tp_size, processes // tp_size, group, leads=process % tp_size == 0
+            str(accelerator.device),
+            process // group_size,
+            processes // group_size,
+            group,
+            leads=process % group_size == 0,
         )
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -44,8 +44,8 @@ class DuelMDM(TemplateLM):
         from lm_eval_duel.harness.text import Text
 
         patches.apply()
-        self.tp_size = process_groups.size(options)
-        self.ranks = Ranks.join(options.device, self.tp_size)
+        self.group_size = process_groups.size(options)
+        self.ranks = Ranks.join(options.device, self.group_size)
         if options.trace is not None and self.ranks.leads:
             trace.place(options.trace, self.rank, self.world_size)
         if options.pretrained is None and self.rank == 0 and self.ranks.leads:
@@ -227,7 +227,7 @@ class DuelMDM(TemplateLM):
             "device": str(self.denoiser.device),
             "versions": versions(),
             "trace": str(self.trace.path) if self.trace else None,
-            **({"tp_size": self.tp_size} if self.tp_size > 1 else {}),
+            **process_groups.sizes(self.options),
             **total.describe(),
         }
         return {"fingerprint": self.fingerprint, "spec": self.spec, "duel": duel}
@@ -237,9 +237,9 @@ class DuelMDM(TemplateLM):
             log.warning("%s", note)
         if unread_arguments:
             log.info("estimator=%s does not read %s", self.options.estimator, " and ".join(unread_arguments))
-        if self.tp_size > 1:
-            processes = self.tp_size * self.world_size
-            log.info("tp_plan=auto: %d processes, %d for each network", processes, self.tp_size)
+        if self.group_size > 1:
+            shared, processes = process_groups.in_words(self.options), self.group_size * self.world_size
+            log.info("%s: %d processes, %d for each network", shared, processes, self.group_size)
         log.info("spec %s: %s", self.fingerprint, ", ".join(f"{key}={value}" for key, value in self.spec.items()))
 
     def _open_trace(self) -> Writer | None:

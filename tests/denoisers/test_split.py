@@ -1,6 +1,9 @@
 """A network split over processes: the others repeat the leader's calls, and the numbers are those of one process."""
 
+import functools
+import gc
 import importlib.util
+import itertools
 import json
 import os
 import pickle
@@ -14,13 +17,14 @@ import pytest
 import tiny
 import torch
 from decoder_reference import CASES, write
+from encoder_reference import eurobert
 from harness_runs import TORCHRUN, launch
 from score_split import WINDOWS, main
 from toys import Toy
 
 from lm_eval_duel import denoisers
 from lm_eval_duel.denoisers import loading, process_groups
-from lm_eval_duel.denoisers.hf import tensor_parallel
+from lm_eval_duel.denoisers.hf import masked_lm, tensor_parallel
 from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.denoisers.wrappers import split
 from lm_eval_duel.denoisers.wrappers.guidance import Guided
@@ -30,6 +34,9 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import Duel
 from lm_eval_duel.options import Options
 
+needs_meshes = pytest.mark.skipif(
+    importlib.util.find_spec("transformers.distributed.utils") is None, reason="this release cannot split networks"
+)
 HELPERS = Path(__file__).resolve().parent.parent / "helpers"
 
 # ---------------------------------------------------------------- the protocol, without processes
@@ -40,10 +47,10 @@ class Wire(split.Group):
 
     def __init__(self, messages, leads):
         self.messages, self.rank, self.leader, self.size = messages, 0 if leads else 1, 0, 2
-        self.device = torch.device("cpu")
+        self.device, self.network, self.numbers, self.closed = torch.device("cpu"), None, itertools.count(1), []
 
-    def require_equal(self, value):
-        pass
+    def gather(self, value):
+        return [value]
 
     def broadcast(self, command=None):
         if self.leads:
@@ -91,7 +98,7 @@ def test_the_others_make_the_calls_of_the_leader(kind, block_causal):
     windows = WINDOWS if kind == "block-causal" else [Window((1,), (0, 3, 2, 4, 4, 1)), Window((), (2, 2, 0), (1,))]
     context, length = windows[0].context, 6
     messages, ours, theirs = [], [], []
-    leader = split.share(watched(make(), ours), Wire(messages, leads=True))
+    leader = split.share(watched(make(), ours), Wire(messages, leads=True), None)
     duel = Duel(Guided(leader, 0.5) if kind == "guided" else leader, "margin", "auto" if leader.block else 2)
     scores = duel.log_prob(windows)
     samples = duel.sample([context, windows[1].context or context], length, seed=0)
@@ -104,13 +111,44 @@ def test_the_others_make_the_calls_of_the_leader(kind, block_causal):
     leader.end()
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as end:
-        split.share(watched(make(), theirs), Wire(messages, leads=False))
+        split.share(watched(make(), theirs), Wire(messages, leads=False), None)
     assert end.value.code == 0 and not messages
     assert signal.getsignal(signal.SIGTERM) is before
     assert len(ours) > 10
     assert [call[0] for call in theirs] == [call[0] for call in ours]
     for mine, other in zip(ours, theirs, strict=True):
         assert len(mine) == len(other)
+        assert all(torch.equal(a, b) for a, b in zip(mine[1:], other[1:], strict=True))
+
+
+def test_a_second_network_in_another_dtype():
+    windows, messages, ours, theirs = [Window((1,), (0, 3, 2, 4))] * 2, [], [], []
+
+    def loaded(calls):
+        """Loads in float64, as another distribution, and not in float32."""
+
+        def load(dtype):
+            if dtype == "float32":
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return watched(Toy(tokens=5, length=12, seed=1), calls)
+
+        return load
+
+    leader = split.share(watched(Toy(tokens=5, length=12), ours), Wire(messages, leads=True), loaded(ours))
+    with pytest.raises(DuelError, match="cannot be loaded a second time, in float32: CUDA out of memory"):
+        leader.in_dtype("float32")
+    second = leader.in_dtype("float64")
+    for network in (leader, second, leader):
+        Duel(network, "margin", 2).log_prob(windows)
+    number = second.number
+    del second, network
+    gc.collect()
+    assert number in leader.group.closed
+    leader.end()
+    with pytest.raises(SystemExit):
+        split.share(watched(Toy(tokens=5, length=12), theirs), Wire(messages, leads=False), loaded(theirs))
+    assert not messages and len(ours) > 10
+    for mine, other in zip(ours, theirs, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine[1:], other[1:], strict=True))
 
 
@@ -150,11 +188,24 @@ def test_no_batch_size_is_tried_on_a_gpu():
 
 # ---------------------------------------------------------------- arguments
 
+SPLIT = {"tp_plan": "auto", "ep_size": 2}
+
+
+@pytest.fixture
+def one_of_two(monkeypatch):
+    """As if this were a process of a launch of two, for what is refused before they meet."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(loading, "_group", lambda options, device: None)
+
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"tp_size": 2}, "tp_size=2 is the number of processes that hold one network together; it needs tp_plan=auto."),
+        ({"tp_size": 2, "ep_size": 2}, "tp_size=2 is the number of processes that hold one network together; it needs"),
+        ({"tp_plan": "auto", "tp_size": 2, "ep_size": 4}, "tp_size=2 and ep_size=4: transformers places the experts"),
+        ({"ep_size": 2, "cache": "dual"}, "ep_size=2 places experts on different processes, which does not work toge"),
+        ({"ep_size": 2, "backend": "remote"}, "ep_size=2 needs a network in transformers' own classes, and backend"),
         ({"tp_plan": "auto", "cache": "dual"}, "does not work together with cache=dual; leave one of them out."),
         ({"tp_plan": "auto", "device_map": "auto"}, "does not work together with parallelize, device_map; leave"),
         ({"tp_plan": "auto", "load_in_8bit": True}, "does not work together with load_in_8bit=true; leave"),
@@ -170,26 +221,25 @@ def test_what_is_refused(arguments, message):
         assert message in str(error.value)
 
 
-def test_verify_needs_the_precision_of_the_run():
-    with pytest.raises(DuelError, match=r"verify scores windows again in float32.*pass dtype=float32, or leave verify"):
-        Options.parse({"tp_plan": "auto", "verify": 2})
-    assert Options.parse({"tp_plan": "auto", "verify": 2, "dtype": "float32"}).verify == 2
-
-
 @pytest.mark.parametrize(
-    ("processes", "tp_size", "result"),
+    ("processes", "arguments", "result"),
     [
-        ("1", None, "this is a single process. Start one for each GPU: torchrun --nproc-per-node N -m lm_eval"),
-        ("6", 4, "tp_size=4: 6 processes do not form groups of 4. Start a multiple of 4."),
-        ("6", 2, 2),
-        ("6", None, 6),
+        ("1", {"tp_plan": "auto"}, "a single process. Start one for each GPU: torchrun --nproc-per-node N -m lm_eval"),
+        ("1", {"ep_size": 8}, "a single process. Start one for each GPU: torchrun --nproc-per-node 8 -m lm_eval"),
+        ("6", {"tp_plan": "auto", "tp_size": 4}, "tp_size=4: 6 processes do not form groups of 4. Start a multiple"),
+        ("6", {"ep_size": 4}, "ep_size=4: 6 processes do not form groups of 4. Start a multiple of 4."),
+        ("6", {"tp_plan": "auto", "tp_size": 2}, {"tp_size": 2}),
+        ("6", {"tp_plan": "auto"}, {"tp_size": 6}),
+        ("6", {"tp_plan": "auto", "ep_size": 2}, {"tp_size": 2, "ep_size": 2}),
+        ("6", {"ep_size": 3}, {"ep_size": 3}),
     ],
 )
-def test_groups_of_processes(processes, tp_size, result, monkeypatch):
+def test_groups_of_processes(processes, arguments, result, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", processes)
-    options = Options.parse({"tp_plan": "auto"} | ({"tp_size": tp_size} if tp_size else {}))
-    if isinstance(result, int):
-        assert process_groups.size(options) == result
+    options = Options.parse(arguments)
+    if isinstance(result, dict):
+        assert process_groups.sizes(options) == result
+        assert {process_groups.size(options)} == set(result.values())
         return
     with pytest.raises(DuelError) as error:
         process_groups.size(options)
@@ -217,45 +267,132 @@ def test_sizes_that_do_not_divide(monkeypatch):
         tensor_parallel.require_plan(None, BertConfig(), options)
 
 
+@needs_meshes
+def test_experts_that_cannot_be_placed(monkeypatch):
+    """LLaDA2.0-flash has 4 heads of keys, which only `tp_plan` splits, and 256 experts."""
+    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    monkeypatch.setenv("WORLD_SIZE", "24")
+    config = Glm4MoeConfig(num_key_value_heads=4, n_routed_experts=256, moe_intermediate_size=1001)
+
+    def require(**arguments):
+        options = LoadOptions("flash", torch.device("cpu"), **arguments)
+        tensor_parallel.require_plan(Glm4MoeForCausalLM, config, options)
+
+    require(ep_size=8)
+    require(ep_size=4, tp_plan="auto")  # whole experts: their width does not matter
+    with pytest.raises(DuelError, match="flash has num_key_value_heads=4, which does not divide into tp_size=8 equal"):
+        require(ep_size=8, tp_plan="auto")
+    message = (
+        "flash has n_routed_experts=256, which does not divide into ep_size=12 equal parts. Use ep_size=2 or 4 or 8."
+    )
+    with pytest.raises(DuelError) as error:
+        require(ep_size=12)
+    assert str(error.value) == message
+    options = LoadOptions("dense", torch.device("cpu"), ep_size=2)
+    with pytest.raises(
+        DuelError, match=r"^dense \(LlamaForCausalLM\) has no experts: leave ep_size out\. tp_plan=auto"
+    ):
+        tensor_parallel.require_plan(LlamaForCausalLM, LlamaConfig(), options)
+
+
+def test_a_plan_that_does_not_fit_its_class():
+    """As those of ESM-C and NeoMME in transformers 5.23: a norm over all heads meets those of one process."""
+    with (
+        pytest.raises(DuelError, match=r"plan to split SimpleNamespace .* does not fit esmc: .* Leave tp_plan out\."),
+        masked_lm.first_calls("esmc", SimpleNamespace(tp_size=2)),
+    ):
+        raise RuntimeError("Given normalized_shape=[32], expected input with shape [*, 32]")
+
+
+SCHEMES = {
+    "bitsandbytes": {"load_in_8bit": True},  # older files have no name
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128},
+    "awq": {"quant_method": "awq", "bits": 4},
+    "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "compressed-tensors": {"quant_method": "compressed-tensors", "config_groups": {}},
+}
+
+
+@pytest.mark.parametrize(("name", "value"), SPLIT.items())
+@pytest.mark.parametrize("kind", ["decoder", "masked LM", "causal LM"])
+@pytest.mark.parametrize("method", SCHEMES)
+def test_quantized_checkpoints_are_refused_before_weights_are_read(method, kind, name, value, tmp_path, one_of_two):
+    more = {"attention": "causal"} if kind == "causal LM" else {}
+    case = CASES["sdar" if kind == "decoder" else "plain bidirectional"]
+    path = tiny.checkpoint(tmp_path, "bert") if kind == "masked LM" else write(tmp_path, case)[0]
+    config = Path(path, "config.json")
+    config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": SCHEMES[method]}))
+    for file in Path(path).glob("*.safetensors"):
+        file.write_bytes(b"not to be read")
+    message = rf"^{name}={value} does not work together with the quantisation of .* \({method}\): .* not quantised, or"
+    with pytest.raises(DuelError, match=message):
+        loading.load(path, device="cpu", tokenizer=tiny.tokenizer(), **{name: value}, **more)
+
+
 def test_a_release_of_transformers_without_meshes(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers.distributed.utils", None)
     with pytest.raises(DuelError, match=r"tp_plan=auto needs transformers 5\.23 or later; this is "):
         tensor_parallel.model_kwargs(LoadOptions("x", torch.device("cpu"), tp_plan="auto"))
 
 
-@pytest.mark.parametrize("kind", ["masked LM", "DiT"])
-def test_networks_that_are_not_split(kind, tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(loading, "_group", lambda options, device: None)  # there are no processes
+@pytest.mark.parametrize(
+    ("kind", "refused"),
+    [
+        pytest.param(
+            "masked LM",
+            {
+                "tp_plan": "transformers has no plan to split BertForMaskedLM over processes: leave tp_plan out.",
+                "ep_size": "(BertForMaskedLM) has no experts: leave ep_size out.",
+            },
+            marks=needs_meshes,
+        ),
+        ("DiT", {name: f"is of the family DiT, which has no choice of '{name}'; leave it out" for name in SPLIT}),
+    ],
+)
+def test_networks_that_are_not_split(kind, refused, tmp_path, one_of_two):
     path = tiny.checkpoint(tmp_path, "bert") if kind == "masked LM" else dit_reference.write(tmp_path, "mdlm")[0]
-    with pytest.raises(DuelError, match=f"is of the family {kind}, which has no choice of 'tp_plan'; leave it out"):
-        loading.load(path, device="cpu", tp_plan="auto", tokenizer=tiny.tokenizer())
+    for split_by, message in refused.items():
+        with pytest.raises(DuelError) as error:
+            loading.load(path, device="cpu", tokenizer=tiny.tokenizer(), **{split_by: SPLIT[split_by]})
+        assert message in str(error.value)
 
 
 # ---------------------------------------------------------------- processes
 
-needs_meshes = pytest.mark.skipif(
-    importlib.util.find_spec("transformers.distributed.utils") is None, reason="this release cannot split networks"
-)
-FAMILIES = ["llada", "dream", "llada2", "a2d-qwen2"]  # renamed; shifted; block-causal with experts; a tied head
+TP, EP = {"tp_plan": "auto"}, {"ep_size": 2}
+FAMILIES = {  # and how they are split
+    "llada": TP,  # renamed
+    "dream": TP,  # shifted
+    "llada2": TP,  # block-causal, with experts
+    "a2d-qwen2": TP,  # a tied head
+    "llada2 by experts": TP | EP,
+    "llada-moe": EP,
+    "sdar-moe misrouted": EP,  # see score_split
+}
 
 
 @pytest.mark.slow
 @needs_meshes
 def test_two_processes_compute_the_numbers_of_one(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HELPERS), *sys.path]))
-    jobs = {}
-    for name in FAMILIES:
+    jobs, split_jobs = {}, {}
+
+    def add(name, split_by, write, **options):
         (tmp_path / name).mkdir()
-        jobs[name] = write(tmp_path / name, CASES[name])[0], CASES[name].options
-    (tmp_path / "ar").mkdir()
-    jobs["ar"] = write(tmp_path / "ar", CASES["plain bidirectional"])[0], {"attention": "causal"}
-    files = []
-    for more in ({}, {"tp_plan": "auto"}):
-        files.append(tmp_path / f"jobs{len(files)}.json")
-        files[-1].write_text(json.dumps({name: [path, {**options, **more}] for name, (path, options) in jobs.items()}))
-    main(files[0], tmp_path / "one")
-    status, printed = launch(TORCHRUN, 2, "score_split", str(files[1]), str(tmp_path / "two"))
+        path, _ = write(tmp_path / name)
+        jobs[name], split_jobs[name] = (path, options), (path, {**options, **split_by})
+
+    for name, split_by in FAMILIES.items():
+        case = CASES[name.split()[0]]
+        add(name, split_by, functools.partial(write, case=case), **case.options)
+    add("ar", TP, functools.partial(write, case=CASES["plain bidirectional"]), attention="causal")
+    add("masked LM", TP, eurobert)
+    add("masked LM, and again", TP, eurobert, dtype="bfloat16")
+    for name, entries in (("jobs1", jobs), ("jobs2", split_jobs)):
+        (tmp_path / name).write_text(json.dumps(entries))
+    main(tmp_path / "jobs1", tmp_path / "one")
+    status, printed = launch(TORCHRUN, 2, "score_split", str(tmp_path / "jobs2"), str(tmp_path / "two"))
     assert status == [0], printed[-3000:]
     assert not (tmp_path / "two_1.json").exists()  # it only held a part
     one, two = (json.loads((tmp_path / f"{name}_0.json").read_text()) for name in ("one", "two"))
@@ -264,8 +401,10 @@ def test_two_processes_compute_the_numbers_of_one(tmp_path, monkeypatch):
         together = two[name]
         assert together["spec"] == alone["spec"]
         assert together["parameters"] == alone["parameters"] == alone["own"]
-        assert together["own"] < 0.55 * alone["own"], name
-        for (log_prob, order), (other, other_order) in zip(alone["numbers"], together["numbers"], strict=True):
+        share = 0.55 if "tp_plan" in split_jobs[name][1] else 0.7  # the experts are 2/3 of these networks or more
+        assert together["own"] < share * alone["own"], name
+        kind = "again" if "again" in alone else "numbers"  # in float32
+        for (log_prob, order), (other, other_order) in zip(alone[kind], together[kind], strict=True):
             assert other == pytest.approx(log_prob, abs=1e-5), name
             assert other_order == order, name
 
@@ -299,5 +438,7 @@ def test_a_process_that_dies_ends_its_group(rank, tmp_path, monkeypatch):
     (tmp_path / "jobs.json").write_text(json.dumps({"sdar": [path, {"tp_plan": "auto"}]}))
     status, printed = launch(TORCHRUN, 2, "dies", str(tmp_path / "jobs.json"), str(tmp_path / "out"), machines=2)
     assert 0 not in status, printed[-3000:]
-    words = f"DuelError: Process {1 - rank} holds a part of a network together with processes {rank} (tp_plan=auto), "
+    words = (
+        f"DuelError: Process {1 - rank} holds a part of a network together with processes {rank} (tp_plan, ep_size), "
+    )
     assert words + "and one of them has ended" in printed, printed[-3000:]

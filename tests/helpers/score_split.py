@@ -1,13 +1,18 @@
 """Numbers of checkpoints, computed by one process or, under torchrun, by groups that hold a network together.
 
 python score_split.py JOBS.json OUT       JOBS: {name: [checkpoint, model args of the network]}; writes OUT_<rank>.json
+
+In a job whose name ends in "misrouted", the routers of all processes but the first choose other experts.
+In a job whose name ends in "again", the network is loaded a second time, in float32.
 """
 
+import contextlib
 import json
 import os
 import sys
 
 import torch
+from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from lm_eval_duel import denoisers, fingerprint
 from lm_eval_duel.engine.windows import Window
@@ -37,19 +42,41 @@ def numbers(denoiser):
     return {"numbers": scores + samples + bounds, "spec": fingerprint.digest(denoiser.describe())}
 
 
+@contextlib.contextmanager
+def misrouted():
+    """Each token goes to the experts after those that its router chooses."""
+    router = modeling_qwen3_moe.Qwen3MoeTopKRouter
+    forward = router.forward
+
+    def elsewhere(self, hidden_states):
+        *scores, chosen = forward(self, hidden_states)
+        return (*scores, (chosen + 1) % self.num_experts)
+
+    router.forward = elsewhere
+    try:
+        yield
+    finally:
+        router.forward = forward
+
+
 def main(jobs, out):
     found, rank = {}, os.environ.get("RANK", "0")
     with open(jobs, encoding="utf-8") as file:
         entries = json.load(file)
     for name, (checkpoint, arguments) in entries.items():
         try:
-            denoiser = denoisers.load(checkpoint, device="cpu", **arguments)
+            with misrouted() if name.endswith("misrouted") and rank != "0" else contextlib.nullcontext():
+                denoiser = denoisers.load(checkpoint, device="cpu", **arguments)
         except SystemExit:  # a process that held its part until the leader released it
             continue
         found[name] = numbers(denoiser)
+        if name.endswith("again"):
+            second = denoisers.load(checkpoint, device="cpu", **{**arguments, "dtype": "float32"})
+            found[name]["again"] = numbers(second)["numbers"]
+            assert numbers(denoiser)["numbers"] == found[name]["numbers"]
         found[name]["parameters"] = sum(part.numel() for part in denoiser.model.parameters())
         found[name]["own"] = sum(getattr(part, "_local_tensor", part).numel() for part in denoiser.model.parameters())
-        if "tp_plan" in arguments:
+        if {"tp_plan", "ep_size"} & arguments.keys():
             denoiser.end()
     if found:
         with open(f"{out}_{rank}.json", "w", encoding="utf-8") as file:

@@ -58,6 +58,7 @@ def load(
         "load_in_8bit",
         "load_in_4bit",
         "tp_plan",
+        "ep_size",
     )
     if options.dtype not in ("auto", "float32"):
         raise DuelError(

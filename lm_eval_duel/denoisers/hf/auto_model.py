@@ -14,7 +14,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
 from lm_eval_duel import fingerprint
-from lm_eval_duel.denoisers import weights
+from lm_eval_duel.denoisers import process_groups, weights
 from lm_eval_duel.denoisers.hf import device_map, quantization, strict_load, tensor_parallel
 from lm_eval_duel.denoisers.hub import QUIET, cannot_read, pick_dtype
 from lm_eval_duel.denoisers.load_options import LoadOptions
@@ -42,7 +42,7 @@ def load_model(
     _require_no_adapter(options)
     quantized = quantization.model_kwargs(config, options)
     model_kwargs |= quantized | device_map.model_kwargs(options) | tensor_parallel.model_kwargs(options)
-    if options.tp_plan:
+    if process_groups.is_shared(options):
         native = auto_class._model_mapping.get(type(model_config), None)
         tensor_parallel.require_plan(native, model_config, options)
         auto_class = tensor_parallel.network_class(native, options)

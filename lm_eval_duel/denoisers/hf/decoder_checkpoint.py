@@ -13,7 +13,7 @@ import torch
 import transformers
 from transformers import PreTrainedTokenizerBase
 
-from lm_eval_duel.denoisers import self_tests, weights
+from lm_eval_duel.denoisers import process_groups, self_tests, weights
 from lm_eval_duel.denoisers.base import BY_BLOCKS
 from lm_eval_duel.denoisers.hf import device_map, quantization, strict_load, tensor_parallel
 from lm_eval_duel.denoisers.hf.decoder import Decoder, max_positions, trained_block
@@ -47,7 +47,7 @@ def load(
     row_length(folder, options.max_length, max_positions(family, entries["max_position_embeddings"], config))
     if attention in BY_BLOCKS:
         options.require_block(trained_block(family, config, options))
-    if options.tp_plan:
+    if process_groups.is_shared(options):
         native = getattr(transformers, f"{family.native}ForCausalLM")
         tensor_parallel.require_plan(native, make_config(family, entries, options), options)
     stored = {key: value for key, value in weights.read(folder).items() if not key.endswith(IGNORED)}

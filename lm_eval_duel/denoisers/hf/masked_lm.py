@@ -9,7 +9,6 @@ Shapes: R rows, L row length, N rows of a call, Q queries, K keys, U cells, D fe
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -30,7 +29,7 @@ from lm_eval_duel.errors import DuelError
 log = logging.getLogger("lm_eval.duel_mdm")
 
 MOVED = ("eurobert",)  # model types that were published with code of their own, which is now in transformers
-COPIED_PARAMETERS = 2_000_000_000  # up to this size a network is copied into float32 for self-tests
+COPIED_PARAMETERS = 2_000_000_000  # up to this size a network's tensors are copied into float32 for self-tests
 
 
 def is_native(config: dict[str, Any]) -> bool:
@@ -48,7 +47,7 @@ def load(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedToke
             "If it is autoregressive, score it with estimator=ar. If it is a masked diffusion model whose network "
             "belongs to a known family, pass family=; to run its own code, backend=remote,trust_remote_code=true."
         )
-    options.refuse("masked LM", "shift_logits", "backend", "sigma", "first_token", "peft", "tp_plan")
+    options.refuse("masked LM", "shift_logits", "backend", "sigma", "first_token", "peft")
     if options.family is not None or options.attention not in (None, "bidirectional"):
         raise DuelError(
             f"{options.name} is a masked LM of transformers, so bidirectional; leave family, attention out."
@@ -126,7 +125,7 @@ class MaskedLM(Denoiser):
         self.revision: str | None = None  # the commit, if loaded from the hub
         self._output = model.get_output_embeddings()
         self.splits_head = False
-        with torch.no_grad(), first_calls(path):
+        with torch.no_grad(), first_calls(path, model):
             self.vocab_size = self._first_call().shape[-1]
             self._excluded = excluded_columns(tokens, mask_id, self.vocab_size, path, self.device)
             rows = self_tests.random_rows(self)  # (2, L)
@@ -231,26 +230,48 @@ class MaskedLM(Denoiser):
             return False  # the network does more with the head's input or output
 
     def _retest_in_float32(self) -> None:
-        """Repeat two self-tests on a float32 copy, if the network is small enough.
+        """Repeat two self-tests in float32, if the network is small enough.
 
         Rounding in a coarser dtype could hide weak effects of positions or padding.
         """
         if sum(parameter.numel() for parameter in self.model.parameters()) <= COPIED_PARAMETERS:
-            own, self.model = self.model, copy.deepcopy(self.model).float()
-            output, self._output, splits, self.splits_head = self._output, None, self.splits_head, False
-            self.relative_positions = self_tests.ties_when_all_mask(self)
-            self.honours_padding = self.honours_padding and self_tests.honours_padding(self)
-            self.model, self._output, self.splits_head = own, output, splits
+            splits, self.splits_head = self.splits_head, False
+            with _in_float32(self.model):
+                self.relative_positions = self_tests.ties_when_all_mask(self)
+                self.honours_padding = self.honours_padding and self_tests.honours_padding(self)
+            self.splits_head = splits
 
 
 @contextlib.contextmanager
-def first_calls(path: str) -> Iterator[None]:
+def _in_float32(model: torch.nn.Module) -> Iterator[None]:
+    """Copies of a network's tensors in float32 take their place; a part of a tensor stays that part."""
+    stores = [store for module in model.modules() for store in (module._parameters, module._buffers)]
+    own = [(store, name, value) for store in stores for name, value in store.items() if value is not None]
+    own = [(store, name, value) for store, name, value in own if value.is_floating_point()]
+    try:
+        for store, name, value in own:
+            copied = value.detach().float()
+            store[name] = torch.nn.Parameter(copied, False) if isinstance(value, torch.nn.Parameter) else copied
+        yield
+    finally:
+        for store, name, value in own:
+            store[name] = value
+
+
+@contextlib.contextmanager
+def first_calls(path: str, model: Any) -> Iterator[None]:
     """Turn whatever a network raises in its first calls into a DuelError."""
     try:
         yield
     except (DuelError, torch.OutOfMemoryError):
         raise
     except Exception as error:
+        if getattr(model, "tp_size", None) is not None:
+            raise DuelError(
+                f"transformers' plan to split {type(model).__name__} over processes does not fit {path}: "
+                f"{short_reason(error)}. Leave tp_plan out. parallelize=true spreads whole layers over the GPUs of "
+                "one process."
+            ) from error
         raise DuelError(
             f"Cannot read checkpoint '{path}': {short_reason(error)}. Its network does not run on short rows of ids "
             "and an attention mask alone; networks with other inputs, or rows of a fixed length, are not supported."

@@ -1,10 +1,12 @@
-"""A network whose layers are split over the processes of a group (tensor parallelism).
+"""A network that the processes of a group hold together (`tp_plan`, `ep_size`).
 
 The first process of a group, its leader, does everything above the network: windows, rules, results, files. The others
 hold their part of every layer and repeat the leader's calls on the arguments that it broadcasts:
 
     leader     open(rows)    view.cells(lanes)    view.commit(lanes)    head(features)    ...    end
     others     the same calls, in the same order
+
+Networks and views have numbers: 0 is the network, and `load` adds the same one in another dtype.
 
 So every pick is made in one process, and float noise between processes cannot separate them. What differs by process
 (the keys and values of its own heads) stays there.
@@ -22,7 +24,7 @@ import itertools
 import signal
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -36,6 +38,7 @@ from lm_eval_duel.engine.lanes import Lanes, Rows
 from lm_eval_duel.errors import DuelError
 
 TIMEOUT = datetime.timedelta(weeks=52)  # a leader may read files, wait for other groups, ... for as long as it takes
+Load = Callable[[str], Denoiser]
 LOST = ("gloo", "nccl", "connection", "socket", "broken pipe")  # in errors that mean that a process has ended
 
 
@@ -48,7 +51,10 @@ class Group:
                 torch.cuda.set_device(device)
             distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
         self.size, self.device = size, device
-        self.busy = False  # holds a network
+        self.network: Split | None = None  # the leader's, until it ends
+        self.options: Any = None  # that it was loaded with
+        self.numbers = itertools.count(1)
+        self.closed: list[int] = []  # networks and views that are not used any more
         self.rank, processes = distributed.get_rank(), distributed.get_world_size()
         self.leader = self.rank - self.rank % size
         for first in range(0, processes, size):  # every process takes part in making every group
@@ -67,15 +73,20 @@ class Group:
         """The other processes, in words."""
         return ", ".join(str(rank) for rank in range(self.leader, self.leader + self.size) if rank != self.rank)
 
-    def require_equal(self, value: object) -> None:
-        """Raise DuelError if `value` differs between the processes: then they would make different calls."""
+    def gather(self, value: object) -> list[object]:
+        """The values of all processes, on each of them."""
         values: list[object] = [None] * self.size
         with self.explained():
             distributed.all_gather_object(values, value, group=self.commands)
+        return values
+
+    def require_equal(self, value: object) -> None:
+        """Raise DuelError if `value` differs between the processes: then they would make different calls."""
+        values = self.gather(value)
         if any(other != value for other in values):
             raise DuelError(
-                f"The processes that hold one network (tp_plan=auto) read it differently: {values}. Do all machines "
-                "have the same files and the same versions of torch and transformers?"
+                f"The processes that hold one network (tp_plan, ep_size) read it differently: {values}. Do all "
+                "machines have the same files and the same versions of torch and transformers?"
             )
 
     def broadcast(self, command: Any = None) -> Any:
@@ -100,55 +111,67 @@ class Group:
         except torch.OutOfMemoryError as error:
             raise DuelError(
                 f"Process {self.rank} ran out of memory in a call that processes {self.others} make with it "
-                "(tp_plan=auto), so it cannot be retried with fewer rows. Pass a smaller batch_size (rows of "
-                "max_length in a network call), or start more processes for a larger tp_size."
+                "(tp_plan, ep_size), so it cannot be retried with fewer rows. Pass a smaller batch_size (rows of "
+                "max_length in a network call), or start more processes for larger groups."
             ) from error
         except RuntimeError as error:
             if not isinstance(error, distributed.DistError) and not any(word in str(error).lower() for word in LOST):
                 raise
             raise DuelError(
-                f"Process {self.rank} holds a part of a network together with processes {self.others} (tp_plan=auto), "
-                "and one of them has ended: look for that process's error, which is the cause. With --use_cache, "
-                f"finished requests are kept and the same command resumes the run. ({str(error).splitlines()[0]})"
+                f"Process {self.rank} holds a part of a network together with processes {self.others} (tp_plan, "
+                "ep_size), and one of them has ended: look for that process's error, which is the cause. With "
+                "--use_cache, finished requests are kept and the same command resumes the run. "
+                f"({str(error).splitlines()[0]})"
             ) from error
 
 
 class Split(Wrapper):
-    """The leader's side of a network that is split over a group."""
+    """The leader's side of a network that is split over a group; `load` loads it in another dtype."""
 
-    def __init__(self, plain: Denoiser, group: Group):
+    def __init__(self, plain: Denoiser, group: Group, load: Load | None = None, number: int = 0):
         super().__init__(plain)
         self.retries = False  # the others are in the middle of the call that ran out of memory
-        self.group, group.busy = group, True
-        self._numbers = itertools.count()
-        self._closed: list[int] = []  # views that are not used any more
-        self._ended = False
-        atexit.register(self.end)
+        self.group, self.number, self._load = group, number, load
+        if group.network is None:
+            group.network = self
+            atexit.register(self.end)
 
     def describe(self) -> dict[str, object]:
         return self.plain.describe()
 
     def open(self, rows: Rows, generating: bool = False) -> View:
-        number = next(self._numbers)
-        self.call("open", number, (rows, generating))
+        number = next(self.group.numbers)
+        self.call("open", self.number, (number, rows, generating))
         view = SplitView(self, self.plain.open(rows, generating), number)
-        weakref.finalize(view, self._closed.append, number)
+        weakref.finalize(view, self.group.closed.append, number)
         return view
 
     def head(self, features: torch.Tensor) -> torch.Tensor:
-        self.call("head", None, (tuple(features.shape), features.dtype))
+        self.call("head", self.number, (tuple(features.shape), features.dtype))
         with self.group.explained():
             return self.plain.head(self.group.broadcast_tensor(features))
 
+    def in_dtype(self, dtype: str) -> Split:
+        """The same network in another dtype, loaded next to this one by all processes of the group.
+
+        They drop it when its last reference is gone. Raises DuelError if one of them cannot load it.
+        """
+        assert self._load is not None
+        number = next(self.group.numbers)
+        self.call("load", number, dtype)
+        network = Split(_load_too(self.group, self._load, dtype), self.group, number=number)
+        weakref.finalize(network, self.group.closed.append, number)
+        return network
+
     def call(self, name: str, number: int | None = None, arguments: Any = None) -> None:
-        """Let the other processes make a call: `name` of the denoiser, or of view `number`."""
-        closed = [self._closed.pop() for _ in range(len(self._closed))]
+        """Let the other processes make a call: `name` of the network or view `number`."""
+        closed = [self.group.closed.pop() for _ in range(len(self.group.closed))]
         self.group.broadcast((name, number, arguments, closed))
 
     def end(self) -> None:
         """Release the other processes; the network cannot be called any more."""
-        if not self._ended:
-            self._ended, self.group.busy = True, False
+        if self.group.network is self:
+            self.group.network = None
             with contextlib.suppress(Exception):  # they have ended already
                 self.call("end")
 
@@ -172,38 +195,63 @@ class SplitView(WrappedView):
             return super().cells(lanes)
 
 
-def share(denoiser: Denoiser, group: Group) -> Split:
+def share(denoiser: Denoiser, group: Group, load: Load) -> Split:
     """The denoiser of a group's leader, after each process has loaded its part as `denoiser`.
 
-    In the other processes of the group this raises SystemExit(0) when the leader has ended.
+    `load`: loads this process's part in another dtype. In the other processes of the group this raises SystemExit(0)
+    when the leader has ended.
     """
-    seen = denoiser.max_length, denoiser.vocab_size, denoiser.splits_head, denoiser.relative_positions
-    group.require_equal((denoiser.describe(), *seen))
+    _require_same(denoiser, group)
     if group.leads:
-        return Split(denoiser, group)
-    _follow(denoiser, group)
+        return Split(denoiser, group, load)
+    _follow(denoiser, group, load)
     raise SystemExit(0)
 
 
+def _require_same(denoiser: Denoiser, group: Group) -> None:
+    """Raise DuelError if the processes of a group have loaded networks that differ in more than their parts."""
+    seen = denoiser.max_length, denoiser.vocab_size, denoiser.splits_head, denoiser.relative_positions
+    group.require_equal((denoiser.describe(), *seen))
+
+
+def _load_too(group: Group, load: Load, dtype: str) -> Denoiser:
+    """This process's part in another dtype; raises DuelError on all processes if one cannot load it."""
+    problem, denoiser = "", None
+    try:
+        denoiser = load(dtype)
+    except (DuelError, RuntimeError) as error:  # out of memory
+        problem = str(error) or type(error).__name__
+    problems = [text for text in group.gather(problem) if text]
+    if denoiser is None or problems:
+        raise DuelError(f"The network cannot be loaded a second time, in {dtype}: {problems[0]}")
+    _require_same(denoiser, group)
+    return denoiser
+
+
 @torch.inference_mode()
-def _follow(denoiser: Denoiser, group: Group) -> None:
+def _follow(denoiser: Denoiser, group: Group, load: Load) -> None:
     """Make the leader's calls until it ends. Signals are the leader's: it finishes the call under way."""
-    views: dict[int, View] = {}
+    numbered: dict[int, Any] = {0: denoiser}  # networks and views
     with _without_signals():
         while True:
             name, number, arguments, closed = group.broadcast()
             for old in closed:
-                del views[old]
+                numbered.pop(old, None)  # a network that could not be loaded is none
             if name == "end":
                 return
             with group.explained():
-                if name == "open":
-                    views[number] = denoiser.open(*arguments)
+                if name == "load":
+                    with torch.inference_mode(False), contextlib.suppress(DuelError):  # the leader's to report
+                        numbered[number] = _load_too(group, load, arguments)
+                elif name == "open":
+                    view, *arguments = arguments
+                    numbered[view] = numbered[number].open(*arguments)
                 elif name == "head":
                     shape, dtype = arguments
-                    denoiser.head(group.broadcast_tensor(torch.empty(shape, dtype=dtype, device=group.device)))
+                    features = group.broadcast_tensor(torch.empty(shape, dtype=dtype, device=group.device))
+                    numbered[number].head(features)
                 else:
-                    getattr(views[number], name)(arguments)
+                    getattr(numbered[number], name)(arguments)
 
 
 @contextlib.contextmanager
