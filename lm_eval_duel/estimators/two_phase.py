@@ -31,6 +31,7 @@ from lm_eval_duel.estimators.block_sample import Design
 from lm_eval_duel.estimators.checks import check_two_phase
 from lm_eval_duel.estimators.duel import Duel
 from lm_eval_duel.estimators.phases import Phases
+from lm_eval_duel.estimators.pilot import PilotBlock
 from lm_eval_duel.estimators.registry import SAMPLE, check_amount
 
 BATCHES = 4  # network calls' worth of sampled blocks that are evaluated before their windows' cached phase
@@ -141,35 +142,35 @@ class TwoPhase(Estimator):
         return block_sample.weights(keys, blocks, [self._designs.get(key, default) for key in keys], self.seed)
 
     def plan(
-        self, tasks: Sequence[Sequence[Window]], gather: pilot.Gather | None = None, names: Sequence[str] = ()
+        self, tasks: Sequence[Sequence[Window]], ranks: pilot.Ranks | None = None, names: Sequence[str] = ()
     ) -> None:
         """Find the shares of blocks that `precision` takes for each task (a list of windows); without it do nothing.
 
-        `gather` concatenates a vector (X,) over ranks: every rank calls this with the same tasks. `names`: of the
+        With several `ranks`, every one calls this with the same tasks, each with its own windows. `names`: of the
         tasks, for the log. `stream` does this itself for windows that were in no plan, as one task.
         """
         if self.precision is not None:
-            self._designs |= pilot.designs(self, self.precision, tasks, gather or (lambda numbers: numbers), names)
+            self._designs |= pilot.designs(self, self.precision, tasks, ranks or pilot.Alone(), names)
 
     def adopt(self, other: TwoPhase) -> None:
         """Take over the plan of an estimator of the same spec."""
         self._designs = other._designs
 
     @torch.inference_mode()
-    def score_pilot(self, windows: Sequence[Window], design: Design) -> list[tuple[Window, float, float]]:
-        """(window, f, g) of each block that `design` samples; f is remembered, and not computed again."""
+    def score_pilot(self, windows: Sequence[Window], shares: Sequence[float]) -> list[PilotBlock]:
+        """The blocks in a pilot of this share of each window, in both ways; f is remembered, not computed again."""
         scored = []
         for numbers in super()._groups(windows):
             group = self._open([windows[n] for n in numbers], list(numbers))
             keys, blocks = zip(*((window.key, len(self.blocks(window))) for window in group.windows), strict=True)
-            weights = block_sample.weights(keys, blocks, [design] * len(keys), self.seed)  # (N, B)
-            chosen = self._sampled(group, weights)
+            pilots = [Design(shares[n], 0.0) for n in numbers]
+            chosen = self._sampled(group, block_sample.weights(keys, blocks, pilots, self.seed))
+            u = block_sample.numbers(keys, max(blocks), self.seed)  # (N, B)
             uncached, cached = (self._score_blocks(phase, group, chosen) for phase in ("uncached", "cached"))
             for row, n, place in chosen:
-                window = group.windows[row]
-                f, g = (_log_prob(window, scores[row], place) for scores in (uncached, cached))
-                self._pilot.setdefault(window.key, {})[n] = f
-                scored.append((window, f, g))
+                f, g = (_log_prob(group.windows[row], scores[row], place) for scores in (uncached, cached))
+                self._pilot.setdefault(keys[row], {})[n] = f
+                scored.append(PilotBlock(keys[row], float(u[row, n]), f, g))
         return scored
 
     # ------------------------------------------------------------ scoring

@@ -164,7 +164,7 @@ def _plan(
     owners = [request for request, parts in zip(requests, windows, strict=True) for _ in parts]
     with named_windows(owners):
         estimator.check([window for parts in windows for window in parts])
-    estimator.plan([tasks[name] for name in names], run.ranks.all_gather, names)
+    estimator.plan([tasks[name] for name in names], run.ranks, names)
 
 
 def _finished_requests(

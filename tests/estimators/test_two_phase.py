@@ -3,6 +3,8 @@
 import dataclasses
 import math
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -229,37 +231,49 @@ def test_windows_that_come_three_times_need_the_same_share():
     assert plans[0] == plans[1] and 0 < next(iter(plans[0].values())).rate < 1
 
 
-def test_ranks_plan_together():
-    """Each rank sees its own windows and the sums of all; all get the rate that one process gets."""
-    toy = Attends(length=12)
-    tasks = [list(dict.fromkeys(texts(40, lengths=(12,), seed=n))) for n in (1, 2)]
-    whole = TwoPhase(toy, "greedy", 3, precision=0.1)
-    whole.plan(tasks)
-    halves = [[task[rank::2] for task in tasks] for rank in (0, 1)]
-    shared = []  # what each rank would send, in the order of its calls
-    for parts in halves:
-        sent = []
-        TwoPhase(toy, "greedy", 3, precision=0.1).plan(
-            parts, lambda numbers, sent=sent: (sent.append(numbers), numbers)[1]
-        )
-        shared.append(sent[0])
-    both = []
-    for parts in halves:  # the first sums are exchanged, so that the pilots are those of the whole
-        sent = []
+class Rank:
+    """One of several threads that stand for processes."""
 
-        def gather(numbers, sent=sent):
-            sent.append(numbers)
-            return torch.cat(shared) if len(sent) == 1 else numbers
+    def __init__(self, rank, shared, barrier):
+        self.rank, self.shared, self.barrier = rank, shared, barrier
 
-        TwoPhase(toy, "greedy", 3, precision=0.1).plan(parts, gather)
-        both.append(sent[1])
-    for parts in halves:
-        calls = []
-        estimator = TwoPhase(toy, "greedy", 3, precision=0.1)
-        estimator.plan(
-            parts, lambda numbers, calls=calls: (calls.append(1), torch.cat([shared, both][len(calls) - 1]))[1]
-        )
-        assert estimator._designs.items() <= whole._designs.items()
+    def all_gather(self, tensor):
+        self.shared[self.rank] = tensor
+        self.barrier.wait(60)
+        gathered = torch.cat([self.shared[rank] for rank in sorted(self.shared)])
+        self.barrier.wait(60)
+        return gathered
+
+
+def on_ranks(count, work):
+    """What `work(rank)` returns on each of so many ranks."""
+    barrier, shared = threading.Barrier(count), {}
+    with ThreadPoolExecutor(count) as threads:
+        return list(threads.map(work, [Rank(rank, shared, barrier) for rank in range(count)]))
+
+
+def planned(tasks, ranks=None):
+    estimator = TwoPhase(Attends(length=12), "greedy", 3, precision=0.1)
+    estimator.plan(tasks, ranks)
+    return estimator
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_ranks_plan_what_one_process_plans(count):
+    """Also for windows that come several times, in one task or in two, whoever holds which copy."""
+    first, second, both = (list(dict.fromkeys(texts(n, lengths=(12,), seed=seed))) for seed, n in enumerate((20, 60, 9)))
+    tasks = [[*first, *both, *first[:5], *both[:2]], [*both, *second, *both[::-1]], [Window((), ()), *both[4:7]]]
+    whole = planned(tasks)
+    kept = set()
+    for rank, estimator in enumerate(on_ranks(count, lambda r: planned([t[r.rank :: count] for t in tasks], r))):
+        own = {window.key for task in tasks for window in task[rank::count] if window.target}
+        assert estimator._designs == {key: whole._designs[key] for key in own}
+        kept |= {(key, n) for key, blocks in estimator._pilot.items() for n in blocks}
+    assert kept == {(key, n) for key, blocks in whole._pilot.items() for n in blocks}
+    pilots, rates = zip(*(whole._designs[windows[0].key] for windows in (first, second, both)), strict=True)
+    assert len(set(pilots)) > 1 and len(set(rates)) > 1
+    first_share, second_share = pilots[:2]
+    assert [whole._designs[window.key].pilot for window in both[3:5]] == [max(first_share, second_share), 1]
 
 
 # ---------------------------------------------------------------- cost
