@@ -96,7 +96,9 @@ def designs(
     shares = [rounded(min(1.0, PILOT / max(count, 1))) for count in blocks]
 
     own = {window.key: window for windows in tasks for window in windows if window.target}
-    share_of = {key: max(share for share, times in zip(shares, census.times, strict=True) if key in times) for key in own}
+    share_of = {
+        key: max(share for share, times in zip(shares, census.times, strict=True) if key in times) for key in own
+    }
     here = [window for key, window in own.items() if census.holder[key] == ranks.rank]
     scored = estimator.score_pilot(here, [share_of[window.key] for window in here])
     sums = [_sums(scored, times, share) for times, share in zip(census.times, shares, strict=True)]

@@ -261,7 +261,9 @@ def planned(tasks, ranks=None):
 @pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_ranks_plan_what_one_process_plans(count):
     """Also for windows that come several times, in one task or in two, whoever holds which copy."""
-    first, second, both = (list(dict.fromkeys(texts(n, lengths=(12,), seed=seed))) for seed, n in enumerate((20, 60, 9)))
+    first, second, both = (
+        list(dict.fromkeys(texts(n, lengths=(12,), seed=seed))) for seed, n in enumerate((20, 60, 9))
+    )
     tasks = [[*first, *both, *first[:5], *both[:2]], [*both, *second, *both[::-1]], [Window((), ()), *both[4:7]]]
     whole = planned(tasks)
     kept = set()
