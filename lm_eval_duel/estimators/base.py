@@ -31,6 +31,7 @@ from lm_eval_duel.engine.results import Accumulator, Counts, WindowScore
 from lm_eval_duel.engine.reveal import RevealLoop
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.estimators.checks import check_windows, resolve_block, resolve_grid
+from lm_eval_duel.estimators.phases import Cost
 from lm_eval_duel.estimators.registry import ESTIMATORS
 
 BUCKET = 8  # network calls that the windows of one bucket fill, if windows are taken in the order given
@@ -119,6 +120,10 @@ class Estimator(abc.ABC):
     @property
     def costs(self) -> dict[str, dict[str, float]]:
         """Forwards, rows and seconds of each phase; empty: there is one phase only."""
+        return {}
+
+    def take_costs(self) -> dict[str, dict[Window, Cost]]:
+        """What each window has cost in each phase since the last call; empty: there is one phase only."""
         return {}
 
     @property

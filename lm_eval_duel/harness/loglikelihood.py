@@ -132,12 +132,14 @@ def scored_requests(
     with run.show(kind, label, len(requests), len(requests) - len(remaining), tokens, so_far), run.computing():
         if isinstance(run.estimator, TwoPhase):
             _plan(run, run.estimator, requests, windows, len(left))
+            run.stats.add_costs(run.estimator.take_costs(), _owned(requests, windows))
         for n, scores in _finished_requests(run, left, left_windows):
             verification.keep(n, scores)
             score = _save(run, kind, left[n], left_windows[n], scores)
             if documents:
                 documents[place[remaining[n]]].log_prob = score.log_prob
             yield remaining[n], score
+        run.stats.add_costs(run.estimator.take_costs(), _owned(left, left_windows))
     if ties := run.estimator.counts.all_mask_starts - ties:
         log.info("%d blocks started from masks alone: all cells tie exactly, and the lowest position is first", ties)
     with run.computing():
@@ -165,6 +167,12 @@ def _plan(
     with named_windows(owners):
         estimator.check([window for parts in windows for window in parts])
     estimator.plan([tasks[name] for name in names], run.ranks, names)
+
+
+def _owned(requests: Sequence[Instance], windows: Sequence[Sequence[Window]]) -> Iterator[tuple[str, Window]]:
+    """(task, window) of each window of each request."""
+    for request, parts in zip(requests, windows, strict=True):
+        yield from ((str(request.task_name), window) for window in parts)
 
 
 def _finished_requests(
