@@ -11,11 +11,12 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.estimators.base import Ranks
 from lm_eval_duel.estimators.block_sample import Design, rate_for, rounded
 
 if TYPE_CHECKING:
@@ -24,17 +25,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("lm_eval.duel_mdm")
 
 PILOT = 50  # sampled blocks of a task, on average
-
-
-class Ranks(Protocol):
-    """The processes of a run, as one of them sees them."""
-
-    @property
-    def rank(self) -> int:
-        """The number of this process."""
-
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The vectors (X,) of all ranks, concatenated."""
 
 
 class Alone:

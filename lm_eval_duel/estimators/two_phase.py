@@ -25,7 +25,7 @@ from lm_eval_duel.engine.results import Counts, WindowScore, known_sum
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import block_sample, pilot
-from lm_eval_duel.estimators.base import Estimator, IndexedScores, Place, Value, WindowGroup
+from lm_eval_duel.estimators.base import Estimator, IndexedScores, Place, Ranks, Value, WindowGroup
 from lm_eval_duel.estimators.block_sample import Design
 from lm_eval_duel.estimators.checks import check_two_phase
 from lm_eval_duel.estimators.metered import Metered
@@ -40,7 +40,7 @@ BATCHES = 4  # network calls' worth of sampled blocks that are evaluated before 
 class TwoPhaseScore(WindowScore):
     """One window's estimate. It has no single order, so there are no steps and no log-probs of tokens."""
 
-    other_lengths: ClassVar[tuple[str, ...]] = ("cached", "weights", "uncached", "phases")  # than one for each token
+    other_lengths: ClassVar[tuple[str, ...]] = ("cached", "weights", "uncached", "phases")
     stderr: float | None = None  # sampling standard error of `log_prob`, nats; None: too few blocks were drawn
     cached: tuple[float, ...] = ()  # log-prob of each block under the cache
     weights: tuple[float, ...] = ()  # of each block; 0: not in the sample
@@ -159,20 +159,20 @@ class TwoPhase(Estimator):
         blocks = [len(self.blocks(window)) for window in windows]
         return block_sample.weights(keys, blocks, [self._designs.get(key, default) for key in keys], self.seed)
 
-    def plan(
-        self, tasks: Sequence[Sequence[Window]], ranks: pilot.Ranks | None = None, names: Sequence[str] = ()
-    ) -> None:
-        """Find the shares of blocks that `precision` takes for each task (a list of windows); without it do nothing.
+    @property
+    def plans(self) -> bool:
+        return self.precision is not None
 
-        With several `ranks`, every one calls this with the same tasks, each with its own windows. `names`: of the
-        tasks, for the log. `stream` does this itself for windows that were in no plan, as one task.
+    def plan(self, tasks: Sequence[Sequence[Window]], ranks: Ranks | None = None, names: Sequence[str] = ()) -> None:
+        """Find the shares of blocks that `precision` takes for each task; without it do nothing.
+
+        `stream` does this itself for windows that were in no plan, as one task.
         """
         if self.precision is not None:
             self._designs |= pilot.designs(self, self.precision, tasks, ranks or pilot.Alone(), names)
 
-    def adopt(self, other: TwoPhase) -> None:
-        """Take over the plan of an estimator of the same spec."""
-        self._designs = other._designs
+    def adopt(self, other: Estimator) -> None:
+        self._designs = cast(TwoPhase, other)._designs
 
     @torch.inference_mode()
     def score_pilot(self, windows: Sequence[Window], shares: Sequence[float]) -> list[PilotBlock]:
