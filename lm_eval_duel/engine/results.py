@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
@@ -27,6 +27,7 @@ NEAR_TIE = 1e-4  # logits: with a smaller margin, float noise could change the o
 class WindowScore:
     """One window's score. `reveal_steps` and `token_logprobs` are per target token; steps restart in every block."""
 
+    other_lengths: ClassVar[tuple[str, ...]] = ()  # fields that do not have one number for each target token
     log_prob: float  # nats
     is_greedy: bool = False  # every token was the argmax when it was revealed
     reveal_steps: tuple[int, ...] = ()
@@ -38,6 +39,11 @@ class WindowScore:
     confidence: tuple[float, ...] = ()
     margin: tuple[float, ...] = ()
     entropy: tuple[float, ...] = ()
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> WindowScore:
+        """The score whose `dataclasses.asdict` these fields are."""
+        return cls(**fields)
 
 
 @dataclasses.dataclass(frozen=True)

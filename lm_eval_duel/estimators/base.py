@@ -16,7 +16,7 @@ import abc
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import ClassVar, NamedTuple, TypeAlias
+from typing import ClassVar, NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -31,12 +31,24 @@ from lm_eval_duel.engine.results import Accumulator, Counts, WindowScore
 from lm_eval_duel.engine.reveal import RevealLoop
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.estimators.checks import check_windows, resolve_block, resolve_grid
+from lm_eval_duel.estimators.phases import Cost
 from lm_eval_duel.estimators.registry import ESTIMATORS
 
 BUCKET = 8  # network calls that the windows of one bucket fill, if windows are taken in the order given
 
 IndexedScores: TypeAlias = Iterator[tuple[int, WindowScore]]  # (index, score) of each window as it is finished
 Place: TypeAlias = tuple[int, int, int]  # (row, first column, width) of a block
+
+
+class Ranks(Protocol):
+    """The processes of a run, as one of them sees them."""
+
+    @property
+    def rank(self) -> int:
+        """The number of this process."""
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The vectors (X,) of all ranks, concatenated."""
 
 
 class Value(NamedTuple):
@@ -120,6 +132,26 @@ class Estimator(abc.ABC):
     def costs(self) -> dict[str, dict[str, float]]:
         """Forwards, rows and seconds of each phase; empty: there is one phase only."""
         return {}
+
+    def take_costs(self) -> dict[str, dict[Window, Cost]]:
+        """What each window has cost in each phase since the last call; empty: there is one phase only."""
+        return {}
+
+    @property
+    def plans(self) -> bool:
+        """Whether `plan` needs all windows of a run before the first one is scored."""
+        return False
+
+    def plan(  # noqa: B027 - most estimators have no plan
+        self, tasks: Sequence[Sequence[Window]], ranks: Ranks | None = None, names: Sequence[str] = ()
+    ) -> None:
+        """Prepare for the windows of each task (a list of windows, by `names` in the log).
+
+        With several `ranks`, every one calls this with the same tasks, each with its own windows.
+        """
+
+    def adopt(self, other: Estimator) -> None:  # noqa: B027
+        """Take over the plan of an estimator of the same spec."""
 
     @property
     def decodes(self) -> bool:

@@ -45,6 +45,11 @@ class Design(NamedTuple):
     rate: float
 
 
+def numbers(keys: Sequence[int], blocks: int, seed: int) -> torch.Tensor:
+    """The uniform number u_b of each of so many blocks of windows with these keys, (N, B) float64."""
+    return uniform(torch.tensor(keys)[:, None], seed, BLOCK, torch.arange(blocks))
+
+
 def weights(keys: Sequence[int], blocks: Sequence[int], designs: Sequence[Design], seed: int) -> torch.Tensor:
     """The weight of each block, (N, B) float64, for windows with these keys, numbers of blocks, and designs.
 
@@ -53,7 +58,7 @@ def weights(keys: Sequence[int], blocks: Sequence[int], designs: Sequence[Design
     counts = torch.tensor(blocks)[:, None]  # (N, 1)
     pilot, rate = torch.tensor(designs, dtype=torch.float64)[:, :, None].unbind(1)  # (N, 1) each
     block = torch.arange(max(blocks))  # (B,)
-    u = uniform(torch.tensor(keys)[:, None], seed, BLOCK, block)  # (N, B)
+    u = numbers(keys, len(block), seed)  # (N, B)
     drawn = u < pilot + rate * (1 - pilot)  # (N, B)
     weight = torch.where(u < pilot, 1.0, torch.where(drawn, 1 / rate, 0.0))  # (N, B)
     return torch.where(block < counts, weight, 0.0)

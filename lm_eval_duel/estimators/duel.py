@@ -24,7 +24,7 @@ from lm_eval_duel import fingerprint, rules
 from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.engine.choose import Argmax, Choose, Draws
 from lm_eval_duel.engine.lanes import Lanes, Queue, Rows
-from lm_eval_duel.engine.results import Sample, SampleAccumulator, ScoreAccumulator, WindowScore
+from lm_eval_duel.engine.results import Accumulator, Sample, SampleAccumulator, ScoreAccumulator, WindowScore
 from lm_eval_duel.engine.reveal import RevealLoop, decide
 from lm_eval_duel.engine.windows import Ids, Window, as_ids
 from lm_eval_duel.errors import DuelError
@@ -211,9 +211,7 @@ class Duel(Estimator):
         """Every block of every window at once, under `rule`."""
         return self._run(group, rule, self._places(group), ScoreAccumulator(group.rows, self.traced))
 
-    def _run(
-        self, group: WindowGroup, rule: rules.Rule, places: list[Place], results: ScoreAccumulator
-    ) -> IndexedScores:
+    def _run(self, group: WindowGroup, rule: rules.Rule, places: list[Place], results: Accumulator) -> IndexedScores:
         if rule.fixed:
             yield from self._evaluate(group, self._steps(group, rule, places), results)
             return

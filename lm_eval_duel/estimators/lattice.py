@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -48,6 +49,11 @@ class LatticeScore(WindowScore):
     mixture: float = 0.0
     oracle: float = 0.0  # NOT a likelihood
     rules: dict[str, OrderScore] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> LatticeScore:
+        orders = {rule: OrderScore(**order) for rule, order in fields["rules"].items()}
+        return cls(**{**fields, "rules": orders})
 
 
 class Lattice(Estimator):

@@ -5,8 +5,9 @@ Shapes: B blocks of a window.
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -16,12 +17,30 @@ FEW = 8  # drawn blocks: with fewer there is no standard error
 FAIR = 30  # drawn blocks: with fewer the standard error is itself uncertain
 
 
+@dataclasses.dataclass
+class Cost:
+    """What some windows cost in one phase of a run."""
+
+    forwards: float = 0.0  # network calls; a window has the share of a call that its token-rows have in it
+    seconds: float = 0.0
+
+    def add(self, other: Cost, share: float = 1.0) -> None:
+        """Add a share of another cost."""
+        self.forwards += share * other.forwards
+        self.seconds += share * other.seconds
+
+    def describe(self) -> dict[str, float]:
+        """For the results JSON."""
+        return {"forwards": round(self.forwards, 3), "seconds": self.seconds}
+
+
 class Phases(NamedTuple):
     """Sums over the blocks of some windows. f and g: a block's log-prob without and with the cache, nats.
 
     `sampled` blocks have both; `drawn` ones are those that stand for others, too (their weight is above 1). Rows and
-    token-rows are those of one window at a time: each step of a block evaluates one row, or a part of it. Those without
-    the cache assume the steps that a block takes under it; a rule whose steps depend on the text may take others.
+    token-rows are those of one window at a time: each step of a block evaluates one row, or a part of it.
+    `full_token_rows` assumes that a block that is not sampled takes as many steps without the cache as under it; with a
+    rule whose steps depend on the text it may take others.
     """
 
     blocks: int = 0
@@ -47,19 +66,20 @@ class Phases(NamedTuple):
         places: Sequence[tuple[int, int]],
         values: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         variance: float,
-        steps: Sequence[int],
+        steps: tuple[Sequence[int], Sequence[int]],
         cache: str,
     ) -> Phases:
         """The sums over one window of `length` positions.
 
         `places`: (first column, width) of its blocks; `values`: g, f and weight of each, (B,); `steps`: of each under
-        the cache.
+        the cache, and without it.
         """
         g, f, weight = values
+        steps_cached, steps_uncached = steps
         sampled = (weight > 0).tolist()
         later = [width if cache == "dual" else length - start for start, width in places]  # cells of later steps
         f_sampled, g_sampled = f[weight > 0], g[weight > 0]  # (b,) each
-        uncached_rows = sum(count for count, here in zip(steps, sampled, strict=True) if here)
+        uncached_rows = sum(count for count, here in zip(steps_uncached, sampled, strict=True) if here)
         return cls(
             blocks=len(places),
             sampled=sum(sampled),
@@ -71,11 +91,11 @@ class Phases(NamedTuple):
             ff=float(f_sampled @ f_sampled),
             gg=float(g_sampled @ g_sampled),
             fg=float(f_sampled @ g_sampled),
-            cached_rows=sum(steps),
+            cached_rows=sum(steps_cached),
             uncached_rows=uncached_rows,
-            cached_token_rows=sum(length + (count - 1) * cells for count, cells in zip(steps, later, strict=True)),
+            cached_token_rows=sum(length + (n - 1) * cells for n, cells in zip(steps_cached, later, strict=True)),
             uncached_token_rows=length * uncached_rows,
-            full_token_rows=length * sum(steps),
+            full_token_rows=length * sum(steps_uncached),
         )
 
     @classmethod
@@ -100,15 +120,18 @@ class Phases(NamedTuple):
         spread = (n * self.ff - self.f**2) * (n * self.gg - self.g**2)
         return (n * self.fg - self.f * self.g) / math.sqrt(spread) if n > 2 and spread > 0 else None
 
-    def describe(self) -> dict[str, Any]:
-        """For the results JSON."""
+    def describe(self, costs: Mapping[str, Cost]) -> dict[str, Any]:
+        """For the results JSON; `costs`: of each phase in this run."""
+        work = {
+            "cached": {"rows": self.cached_rows, "token_rows": self.cached_token_rows},
+            "uncached": {"rows": self.uncached_rows, "token_rows": self.uncached_token_rows},
+        }
         return {
             "blocks": self.blocks,
             "sampled_blocks": self.sampled,
             "cached_log_prob": self.cached,
             "correlation": self.correlation,
-            "cached": {"rows": self.cached_rows, "token_rows": self.cached_token_rows},
-            "uncached": {"rows": self.uncached_rows, "token_rows": self.uncached_token_rows},
+            **{phase: {**costs.get(phase, Cost()).describe(), **amounts} for phase, amounts in work.items()},
             "all_uncached": {"token_rows": self.full_token_rows},
         }
 

@@ -1,16 +1,22 @@
-"""The pilot of a two-phase estimate: how many blocks a relative standard error of perplexity takes."""
+"""The pilot of a two-phase estimate: how many blocks a relative standard error of perplexity takes.
+
+All ranks learn which windows each task has, whoever holds them. So a window that several ranks hold counts as it does
+in one process, its pilot is scored on one of them, and every rank gives it the same design.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.estimators.base import Ranks
 from lm_eval_duel.estimators.block_sample import Design, rate_for, rounded
 
 if TYPE_CHECKING:
@@ -20,54 +26,105 @@ log = logging.getLogger("lm_eval.duel_mdm")
 
 PILOT = 50  # sampled blocks of a task, on average
 
-Gather = Callable[[torch.Tensor], torch.Tensor]  # a vector (X,) of each rank -> all of them, concatenated
+
+class Alone:
+    """The only process of a run."""
+
+    rank = 0
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+
+class PilotBlock(NamedTuple):
+    """A block that was scored in both ways."""
+
+    key: int  # of its window
+    u: float  # its uniform number: it is in the pilot of every share above
+    f: float  # its log-prob without the cache, nats
+    g: float  # and with it
+
+
+@dataclasses.dataclass
+class Census:
+    """The windows of all ranks, by their keys."""
+
+    times: list[dict[int, int]]  # of each task: how often it has a window
+    blocks: dict[int, int] = dataclasses.field(default_factory=dict)
+    tokens: dict[int, int] = dataclasses.field(default_factory=dict)
+    holder: dict[int, int] = dataclasses.field(default_factory=dict)  # the first rank that holds it, in any task
+
+    @classmethod
+    def of(cls, estimator: TwoPhase, tasks: Sequence[Sequence[Window]], ranks: Ranks) -> Census:
+        """Of the tasks, each a list of windows: those of this rank. Every rank calls this with the same tasks."""
+        mine = [
+            (task, window.key, times, len(estimator.blocks(window)), len(window.target))
+            for task, windows in enumerate(tasks)
+            for window, times in Counter(windows).items()
+            if window.target
+        ]
+        census = cls([{} for _ in tasks])
+        for rank, rows in enumerate(_gather_rows(ranks, mine)):
+            for task, key, times, blocks, tokens in rows:
+                census.times[task][key] = census.times[task].get(key, 0) + times
+                census.blocks[key], census.tokens[key] = blocks, tokens
+                census.holder.setdefault(key, rank)
+        return census
 
 
 def designs(
-    estimator: TwoPhase, precision: float, tasks: Sequence[Sequence[Window]], gather: Gather, names: Sequence[str]
+    estimator: TwoPhase, precision: float, tasks: Sequence[Sequence[Window]], ranks: Ranks, names: Sequence[str]
 ) -> dict[int, Design]:
     """The design of each window, by its key, with which each task (a list of windows) reaches `precision`.
 
-    A window in two tasks gets the larger rate.
+    A window of several tasks has the largest of their pilots and of their rates: so every block that any rate was
+    computed from counts once, and the estimate stays unbiased.
     """
-    unique = [[window for window in dict.fromkeys(windows) if window.target] for windows in tasks]
-    sizes = [
-        (sum(len(estimator.blocks(window)) for window in own), sum(len(window.target) for window in windows))
-        for own, windows in zip(unique, tasks, strict=True)
-    ]
-    totals = _summed(gather, sizes)  # of each task: blocks, tokens
-    shares = [rounded(min(1.0, PILOT / max(blocks, 1))) for blocks, _ in totals]
-    seen = _summed(gather, [_score(estimator, windows, share) for windows, share in zip(tasks, shares, strict=True)])
-    result: dict[int, Design] = {}
-    for n, (blocks, tokens) in enumerate(totals):
-        sampled, squares = seen[n]
-        rate = rate_for(blocks - sampled, squares / sampled, precision * tokens) if sampled else 1.0
-        for window in unique[n]:
-            result[window.key] = max(
-                Design(shares[n], rate), result.get(window.key, Design(0, 0)), key=lambda d: d.rate
-            )
+    census = Census.of(estimator, tasks, ranks)
+    blocks = [sum(census.blocks[key] for key in times) for times in census.times]
+    tokens = [sum(count * census.tokens[key] for key, count in times.items()) for times in census.times]
+    shares = [rounded(min(1.0, PILOT / max(count, 1))) for count in blocks]
+
+    own = {window.key: window for windows in tasks for window in windows if window.target}
+    share_of = {
+        key: max(share for share, times in zip(shares, census.times, strict=True) if key in times) for key in own
+    }
+    here = [window for key, window in own.items() if census.holder[key] == ranks.rank]
+    scored = estimator.score_pilot(here, [share_of[window.key] for window in here])
+    sums = [_sums(scored, times, share) for times, share in zip(census.times, shares, strict=True)]
+    seen = ranks.all_gather(torch.tensor(sums, dtype=torch.float64).flatten()).reshape(-1, len(tasks), 2).sum(0)
+
+    rates = []
+    for n, (sampled, squares) in enumerate(seen.tolist()):
+        rates.append(rate_for(blocks[n] - sampled, squares / sampled, precision * tokens[n]) if sampled else 1.0)
         log.info(
             "two_phase%s: a pilot of %d of %d blocks; precision=%g takes %.3g %% of the others without the cache",
             f" {names[n]}" if names else "",
             sampled,
-            blocks,
+            blocks[n],
             precision,
-            100 * rate,
+            100 * rates[n],
         )
-    return result
+    return {
+        key: Design(share_of[key], max(rate for rate, times in zip(rates, census.times, strict=True) if key in times))
+        for key in own
+    }
 
 
-def _score(estimator: TwoPhase, windows: Sequence[Window], share: float) -> tuple[int, float]:
-    """Score the blocks of a pilot in both ways: how many they are, and the sum of their squared differences.
+def _sums(scored: Sequence[PilotBlock], times: dict[int, int], share: float) -> tuple[int, float]:
+    """A task's own pilot: how many of these blocks it has, and the sum of their squared differences.
 
     A window that comes c times has one sample, so its differences count c times, and their squares c^2 times.
     """
-    times = Counter(window for window in windows if window.target)
-    scored = estimator.score_pilot(list(times), Design(share, 0.0))
-    return len(scored), math.fsum((times[window] * (f - g)) ** 2 for window, f, g in scored)
+    own = [(times[block.key], block.f - block.g) for block in scored if block.key in times and block.u < share]
+    return len(own), math.fsum((count * difference) ** 2 for count, difference in own)
 
 
-def _summed(gather: Gather, rows: Sequence[Sequence[float]]) -> list[list[float]]:
-    """The rows of numbers, added up over ranks."""
-    mine = torch.tensor(rows, dtype=torch.float64)  # (tasks, X)
-    return gather(mine.flatten()).reshape(-1, *mine.shape).sum(0).tolist()
+def _gather_rows(ranks: Ranks, rows: Sequence[tuple[int, ...]]) -> list[list[list[int]]]:
+    """The rows of five whole numbers of each rank, which may have different numbers of rows."""
+    counts = ranks.all_gather(torch.tensor([len(rows)])).tolist()
+    mine = torch.zeros(max(1, *counts), 5, dtype=torch.int64)  # (rows, 5)
+    if rows:
+        mine[: len(rows)] = torch.tensor(rows)
+    every = ranks.all_gather(mine.flatten()).reshape(len(counts), -1, 5)  # (ranks, rows, 5)
+    return [part[:count].tolist() for part, count in zip(every, counts, strict=True)]

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 from collections.abc import Sequence
-from typing import ClassVar, cast
+from typing import ClassVar, NamedTuple, cast
 
 import torch
 
@@ -26,27 +25,39 @@ from lm_eval_duel.engine.results import Counts, WindowScore, known_sum
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import block_sample, pilot
-from lm_eval_duel.estimators.base import Estimator, IndexedScores, Place, Value, WindowGroup
+from lm_eval_duel.estimators.base import Estimator, IndexedScores, Place, Ranks, Value, WindowGroup
 from lm_eval_duel.estimators.block_sample import Design
 from lm_eval_duel.estimators.checks import check_two_phase
-from lm_eval_duel.estimators.duel import Duel
-from lm_eval_duel.estimators.phases import Phases
+from lm_eval_duel.estimators.metered import Metered
+from lm_eval_duel.estimators.phases import Cost, Phases
+from lm_eval_duel.estimators.pilot import PilotBlock
 from lm_eval_duel.estimators.registry import SAMPLE, check_amount
 
 BATCHES = 4  # network calls' worth of sampled blocks that are evaluated before their windows' cached phase
-PHASES = ("cached", "uncached")
 
 
 @dataclasses.dataclass(frozen=True)
 class TwoPhaseScore(WindowScore):
     """One window's estimate. It has no single order, so there are no steps and no log-probs of tokens."""
 
-    other_lengths: ClassVar[tuple[str, ...]] = ("cached", "weights", "uncached", "phases")  # than one for each token
+    other_lengths: ClassVar[tuple[str, ...]] = ("cached", "weights", "uncached", "phases")
     stderr: float | None = None  # sampling standard error of `log_prob`, nats; None: too few blocks were drawn
     cached: tuple[float, ...] = ()  # log-prob of each block under the cache
     weights: tuple[float, ...] = ()  # of each block; 0: not in the sample
     uncached: tuple[float, ...] = ()  # log-prob of each sampled block without the cache
     phases: tuple[float, ...] = tuple(Phases())  # the sums of `Phases`
+
+
+class UncachedBlock(NamedTuple):
+    """One block without the cache."""
+
+    log_prob: float
+    steps: int
+
+    @classmethod
+    def of(cls, window: Window, score: WindowScore, place: tuple[int, ...]) -> UncachedBlock:
+        """The block at (..., first column, width)."""
+        return cls(_log_prob(window, score, place), _steps(window, score, place))
 
 
 class TwoPhase(Estimator):
@@ -85,12 +96,12 @@ class TwoPhase(Estimator):
         check_two_phase(denoiser, rule, cache)
         super().__init__(denoiser, block, grid, batch_size, max_batch_size, traced)
         settings = (rule, block, grid, batch_size, max_batch_size)
-        self.uncached = Duel(denoiser, *settings)
-        self.cached = Duel(_under_cache(denoiser, cache), *settings)
+        self.uncached = Metered(denoiser, *settings)
+        self.cached = Metered(_under_cache(denoiser, cache), *settings)
         self.cache, self.rule, self.seed, self.precision = cache, rule, seed, precision
         self.sample = SAMPLE if sample is None and precision is None else sample
         self._designs: dict[int, Design] = {}  # by the window's key: found by a pilot
-        self._pilot: dict[int, dict[int, float]] = {}  # by the window's key and the block: log-probs without the cache
+        self._pilot: dict[int, dict[int, UncachedBlock]] = {}  # by the window's key and the number of the block
         self.counts = Counts()
 
     # ------------------------------------------------------------ what it is
@@ -102,14 +113,22 @@ class TwoPhase(Estimator):
 
     @counts.setter
     def counts(self, counts: Counts) -> None:
-        for loop in (self._loop, self.uncached._loop, self.cached._loop):
-            loop.counts = counts
-        self._costs = {name: {"forwards": 0, "rows": 0, "seconds": 0.0} for name in PHASES}
+        self._loop.counts = counts
+        for phase in self._phases.values():
+            phase.counts = counts
+            phase.reset()
 
     @property
     def costs(self) -> dict[str, dict[str, float]]:
         """Forwards, rows and seconds of each phase."""
-        return {phase: dict(cost) for phase, cost in self._costs.items()}
+        return {name: dict(phase.cost) for name, phase in self._phases.items()}
+
+    def take_costs(self) -> dict[str, dict[Window, Cost]]:
+        return {name: phase.take_window_costs() for name, phase in self._phases.items()}
+
+    @property
+    def _phases(self) -> dict[str, Metered]:
+        return {"cached": self.cached, "uncached": self.uncached}
 
     def use_single_rows(self) -> None:
         super().use_single_rows()
@@ -140,36 +159,37 @@ class TwoPhase(Estimator):
         blocks = [len(self.blocks(window)) for window in windows]
         return block_sample.weights(keys, blocks, [self._designs.get(key, default) for key in keys], self.seed)
 
-    def plan(
-        self, tasks: Sequence[Sequence[Window]], gather: pilot.Gather | None = None, names: Sequence[str] = ()
-    ) -> None:
-        """Find the shares of blocks that `precision` takes for each task (a list of windows); without it do nothing.
+    @property
+    def plans(self) -> bool:
+        return self.precision is not None
 
-        `gather` concatenates a vector (X,) over ranks: every rank calls this with the same tasks. `names`: of the
-        tasks, for the log. `stream` does this itself for windows that were in no plan, as one task.
+    def plan(self, tasks: Sequence[Sequence[Window]], ranks: Ranks | None = None, names: Sequence[str] = ()) -> None:
+        """Find the shares of blocks that `precision` takes for each task; without it do nothing.
+
+        `stream` does this itself for windows that were in no plan, as one task.
         """
         if self.precision is not None:
-            self._designs |= pilot.designs(self, self.precision, tasks, gather or (lambda numbers: numbers), names)
+            self._designs |= pilot.designs(self, self.precision, tasks, ranks or pilot.Alone(), names)
 
-    def adopt(self, other: TwoPhase) -> None:
-        """Take over the plan of an estimator of the same spec."""
-        self._designs = other._designs
+    def adopt(self, other: Estimator) -> None:
+        self._designs = cast(TwoPhase, other)._designs
 
     @torch.inference_mode()
-    def score_pilot(self, windows: Sequence[Window], design: Design) -> list[tuple[Window, float, float]]:
-        """(window, f, g) of each block that `design` samples; f is remembered, and not computed again."""
+    def score_pilot(self, windows: Sequence[Window], shares: Sequence[float]) -> list[PilotBlock]:
+        """The blocks in a pilot of this share of each window, in both ways; f is remembered, not computed again."""
         scored = []
         for numbers in super()._groups(windows):
             group = self._open([windows[n] for n in numbers], list(numbers))
             keys, blocks = zip(*((window.key, len(self.blocks(window))) for window in group.windows), strict=True)
-            weights = block_sample.weights(keys, blocks, [design] * len(keys), self.seed)  # (N, B)
-            chosen = self._sampled(group, weights)
+            pilots = [Design(shares[n], 0.0) for n in numbers]
+            chosen = self._sampled(group, block_sample.weights(keys, blocks, pilots, self.seed))
+            u = block_sample.numbers(keys, max(blocks), self.seed)  # (N, B)
             uncached, cached = (self._score_blocks(phase, group, chosen) for phase in ("uncached", "cached"))
             for row, n, place in chosen:
-                window = group.windows[row]
-                f, g = (_log_prob(window, scores[row], place) for scores in (uncached, cached))
-                self._pilot.setdefault(window.key, {})[n] = f
-                scored.append((window, f, g))
+                block = UncachedBlock.of(group.windows[row], uncached[row], place)
+                self._pilot.setdefault(keys[row], {})[n] = block
+                g = _log_prob(group.windows[row], cached[row], place)
+                scored.append(PilotBlock(keys[row], float(u[row, n]), block.log_prob, g))
         return scored
 
     # ------------------------------------------------------------ scoring
@@ -195,7 +215,7 @@ class TwoPhase(Estimator):
         chosen = self._sampled(group, weights)
         left = [(row, n, place) for row, n, place in chosen if n not in self._pilot.get(group.windows[row].key, {})]
         uncached = self._score_blocks("uncached", group, left)
-        for row, cached in self._timed("cached", self.cached._score_group(self._under_cache(group))):
+        for row, cached in self.cached._score_group(self._under_cache(group)):
             yield row, self._estimate(group, row, weights[row], cached, uncached.get(row))
 
     def _sampled(self, group: WindowGroup, weights: torch.Tensor) -> list[tuple[int, int, Place]]:
@@ -213,26 +233,11 @@ class TwoPhase(Estimator):
         """The scores of the chosen blocks, by row."""
         if not chosen:
             return {}
-        duel, group = (self.cached, self._under_cache(group)) if phase == "cached" else (self.uncached, group)
-        return dict(self._timed(phase, duel.score_blocks(group, [place for _, _, place in chosen])))
+        group = self._under_cache(group) if phase == "cached" else group
+        return dict(self._phases[phase].score_blocks(group, [place for _, _, place in chosen]))
 
     def _under_cache(self, group: WindowGroup) -> WindowGroup:
         return dataclasses.replace(group, view=self.cached.denoiser.open(group.rows))
-
-    def _timed(self, phase: str, scores: IndexedScores) -> IndexedScores:
-        """The scores; what they cost is added to the costs of the phase."""
-        cost, counts = self._costs[phase], self.counts
-        forwards, rows = counts.forwards, counts.rows
-        start = time.perf_counter()
-        try:
-            for indexed in scores:
-                cost["seconds"] += time.perf_counter() - start
-                yield indexed
-                start = time.perf_counter()
-        finally:
-            cost["seconds"] += time.perf_counter() - start
-            cost["forwards"] += counts.forwards - forwards
-            cost["rows"] += counts.rows - rows
 
     def _estimate(
         self, group: WindowGroup, row: int, weights: torch.Tensor, cached: WindowScore, uncached: WindowScore | None
@@ -244,9 +249,12 @@ class TwoPhase(Estimator):
         known = self._pilot.get(window.key, {})
         g = torch.tensor([_log_prob(window, cached, place) for place in places], dtype=torch.float64)  # (B,)
         f = g.clone()  # (B,) where it is not sampled, its weight is 0
+        steps = [_steps(window, cached, place) for place in places]
+        full_steps = list(steps)  # without the cache, where they are known
         for n, place in enumerate(places):
             if weight[n]:
-                f[n] = known[n] if n in known else _log_prob(window, cast(WindowScore, uncached), place)
+                block = known.get(n) or UncachedBlock.of(window, cast(WindowScore, uncached), place)
+                f[n], full_steps[n] = block
         estimate, variance = block_sample.combine(g, f, weight)
         if not (math.isfinite(estimate) and math.isfinite(variance)):
             number = group.numbers[row]
@@ -255,8 +263,7 @@ class TwoPhase(Estimator):
                 "log-probability is not finite. Use estimator=duel.",
                 number,
             )
-        steps = [_steps(window, cached, place) for place in places]
-        phases = Phases.of(window.length, places, (g, f, weight), float(variance), steps, self.cache)
+        phases = Phases.of(window.length, places, (g, f, weight), float(variance), (steps, full_steps), self.cache)
         return TwoPhaseScore(
             log_prob=float(estimate),
             near_ties=known_sum(cached.near_ties, uncached.near_ties if uncached else 0),

@@ -14,19 +14,14 @@ from typing import Any
 from lm_eval_duel.engine.results import WindowScore
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.estimators.base import Estimator
-from lm_eval_duel.estimators.elbo import ElboScore
-from lm_eval_duel.estimators.lattice import LatticeScore, OrderScore
-from lm_eval_duel.estimators.two_phase import TwoPhaseScore
 from lm_eval_duel.harness.cache import ResponseCache
-
-SCORES = {kind.__name__: kind for kind in (WindowScore, ElboScore, LatticeScore, TwoPhaseScore)}
 
 
 class Unfinished:
     """Window scores in a response cache; without a cache, nothing is kept."""
 
     def __init__(self, store: ResponseCache | None, estimator: Estimator):
-        self.store = store
+        self.store, self.kind = store, type(estimator.empty_score)
         # part of a score and not of the spec: the statistics of a trace, the rules that a lattice follows
         self.contents = str((estimator.traced, *map(str, getattr(estimator, "rules", ()))))
 
@@ -37,7 +32,7 @@ class Unfinished:
 
     def find(self, window: Window) -> WindowScore | None:
         """The score that an interrupted run kept."""
-        return None if self.store is None else _read(self.store.find(self.key(window)), len(window.target))
+        return None if self.store is None else _read(self.store.find(self.key(window)), self.kind, len(window.target))
 
     def keep(self, window: Window, score: WindowScore) -> None:
         """Keep a score until its request is finished."""
@@ -54,30 +49,32 @@ class Unfinished:
         return "window " + hashlib.sha256(f"{self.contents} {window}".encode()).hexdigest()
 
 
-def _read(record: Any, tokens: int) -> WindowScore | None:
+def _read(record: Any, kind: type[WindowScore], tokens: int) -> WindowScore | None:
     """A score from its plain form; None if it is damaged, or of another release or another window."""
     try:
         name, fields = record
-        fields = {**fields}
-        if "rules" in fields:
-            fields["rules"] = {rule: OrderScore(**order) for rule, order in fields["rules"].items()}
-        score = SCORES[name](**fields)
+        score = kind.from_fields(fields)
     except (TypeError, ValueError, KeyError, AttributeError):
         return None
-    parts = (score, *getattr(score, "rules", {}).values())
-    return score if all(_is_intact(part, tokens) for part in parts) else None
+    return score if name == kind.__name__ and _is_intact(score, tokens) else None
 
 
-def _is_intact(score: WindowScore | OrderScore, tokens: int) -> bool:
-    """Whether all fields are numbers, or sequences with a number for each token (or empty, or of another length)."""
+def _is_intact(score: Any, tokens: int) -> bool:
+    """Whether all fields are numbers, or sequences with a number for each token (or empty, or of another length).
+
+    A field may also hold the scores of several rules.
+    """
     other_lengths = getattr(score, "other_lengths", ())
     for field in dataclasses.fields(score):
         value = getattr(score, field.name)
-        if isinstance(value, tuple):
+        if isinstance(value, dict):
+            if not all(_is_intact(part, tokens) for part in value.values()):
+                return False
+        elif isinstance(value, tuple):
             if (len(value) not in (0, tokens) and field.name not in other_lengths) or not all(
                 type(number) in (int, float) for number in value
             ):
                 return False
-        elif type(value) not in (int, float, bool, type(None), dict):
+        elif type(value) not in (int, float, bool, type(None)):
             return False
     return type(score.log_prob) is float

@@ -10,7 +10,7 @@ import importlib.metadata
 import math
 import resource
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ import torch
 from lm_eval_duel.engine.results import WindowScore, known_sum
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.estimators.base import Estimator, Value
-from lm_eval_duel.estimators.phases import Phases
+from lm_eval_duel.estimators.phases import Cost, Phases
 from lm_eval_duel.harness.trace import IMPOSSIBLE
 from lm_eval_duel.harness.verify import Verified
 from lm_eval_duel.rates import perplexity
@@ -127,8 +127,11 @@ class Total:
             return None
         return math.sqrt(math.fsum((count * error) ** 2 for count, error in self.errors.values()))
 
-    def describe(self, tokens: int) -> dict[str, Any]:
-        """For the results JSON of a task of `tokens` tokens; null, with the reason, if the sum is infinite."""
+    def describe(self, tokens: int, costs: Mapping[str, Cost]) -> dict[str, Any]:
+        """For the results JSON of a task of `tokens` tokens; null, with the reason, if the sum is infinite.
+
+        `costs`: of each phase of a two-phase estimate.
+        """
         if not math.isfinite(self.log_prob):
             return {"log_prob": None, "stderr": None, "window_stderr": None, "nfe": self.nfe, "reason": IMPOSSIBLE}
         return {
@@ -137,7 +140,7 @@ class Total:
             "window_stderr": self._over_windows(tokens),
             "nfe": self.nfe,
             "windows": self.windows,
-            **({} if self.phases is None else {"two_phase": self.phases.describe()}),
+            **({} if self.phases is None else {"two_phase": self.phases.describe(costs)}),
         }
 
     def in_words(self, tokens: int) -> str:
@@ -176,6 +179,7 @@ class TaskTotal:
     tokens: int = 0
     longest_document: int = 0  # tokens
     values: dict[str, Total] = dataclasses.field(default_factory=dict)
+    costs: dict[str, Cost] = dataclasses.field(default_factory=dict)  # of each phase of a two-phase estimate
 
     def merge(self, other: TaskTotal) -> None:
         """Add the sums of other requests."""
@@ -186,6 +190,8 @@ class TaskTotal:
         self.longest_document = max(self.longest_document, other.longest_document)
         for name, total in other.values.items():
             self.values.setdefault(name, Total()).merge(total)
+        for phase, cost in other.costs.items():
+            self.costs.setdefault(phase, Cost()).add(cost)
 
     def describe(self) -> dict[str, Any]:
         """For the results JSON."""
@@ -196,7 +202,7 @@ class TaskTotal:
             "windows": self.windows,
             "tokens": self.tokens,
             "longest_document": self.longest_document,
-            "values": {name: total.describe(self.tokens) for name, total in self.values.items()},
+            "values": {name: total.describe(self.tokens, self.costs) for name, total in self.values.items()},
         }
 
 
@@ -225,6 +231,22 @@ class RunStats:
                 total.values.setdefault(name, Total()).merge(Total.of(window, value))
         self.add_count("empty_requests", total.tokens == 0)
         self.tasks.setdefault(task, TaskTotal()).merge(total)
+
+    def add_costs(self, costs: Mapping[str, Mapping[Window, Cost]], owners: Iterable[tuple[str, Window]]) -> None:
+        """What each window has cost in each phase; `owners`: the windows of each task.
+
+        A window that comes several times is evaluated once, and each time has an equal share of what it cost.
+        """
+        if not costs:
+            return
+        tasks: dict[Window, list[str]] = {}
+        for task, window in owners:
+            tasks.setdefault(window, []).append(task)
+        for phase, windows in costs.items():
+            for window, cost in windows.items():
+                for task in (names := tasks.get(window, [])):
+                    total = self.tasks.setdefault(task, TaskTotal())
+                    total.costs.setdefault(phase, Cost()).add(cost, 1 / len(names))
 
     def add_count(self, name: str, count: int = 1) -> None:
         """Add to a count."""

@@ -16,7 +16,6 @@ from lm_eval_duel.demo import BUNDLED
 from lm_eval_duel.engine.results import WindowScore, known_sum
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.two_phase import TwoPhase
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -104,8 +103,7 @@ class Verification:
         options = dataclasses.replace(self.run.options, batch_size=2)  # any number: skips the search for a batch size
         estimator = registry.make(float32_network(self.run), options)
         estimator.use_single_rows()
-        if isinstance(estimator, TwoPhase):
-            estimator.adopt(self.run.estimator)
+        estimator.adopt(self.run.estimator)
         for n, part in sorted(self.scores):
             yield (n, part), estimator.log_prob([self.windows[n][part]])[0]
 

@@ -3,6 +3,8 @@
 import dataclasses
 import math
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -229,37 +231,51 @@ def test_windows_that_come_three_times_need_the_same_share():
     assert plans[0] == plans[1] and 0 < next(iter(plans[0].values())).rate < 1
 
 
-def test_ranks_plan_together():
-    """Each rank sees its own windows and the sums of all; all get the rate that one process gets."""
-    toy = Attends(length=12)
-    tasks = [list(dict.fromkeys(texts(40, lengths=(12,), seed=n))) for n in (1, 2)]
-    whole = TwoPhase(toy, "greedy", 3, precision=0.1)
-    whole.plan(tasks)
-    halves = [[task[rank::2] for task in tasks] for rank in (0, 1)]
-    shared = []  # what each rank would send, in the order of its calls
-    for parts in halves:
-        sent = []
-        TwoPhase(toy, "greedy", 3, precision=0.1).plan(
-            parts, lambda numbers, sent=sent: (sent.append(numbers), numbers)[1]
-        )
-        shared.append(sent[0])
-    both = []
-    for parts in halves:  # the first sums are exchanged, so that the pilots are those of the whole
-        sent = []
+class Rank:
+    """One of several threads that stand for processes."""
 
-        def gather(numbers, sent=sent):
-            sent.append(numbers)
-            return torch.cat(shared) if len(sent) == 1 else numbers
+    def __init__(self, rank, shared, barrier):
+        self.rank, self.shared, self.barrier = rank, shared, barrier
 
-        TwoPhase(toy, "greedy", 3, precision=0.1).plan(parts, gather)
-        both.append(sent[1])
-    for parts in halves:
-        calls = []
-        estimator = TwoPhase(toy, "greedy", 3, precision=0.1)
-        estimator.plan(
-            parts, lambda numbers, calls=calls: (calls.append(1), torch.cat([shared, both][len(calls) - 1]))[1]
-        )
-        assert estimator._designs.items() <= whole._designs.items()
+    def all_gather(self, tensor):
+        self.shared[self.rank] = tensor
+        self.barrier.wait(60)
+        gathered = torch.cat([self.shared[rank] for rank in sorted(self.shared)])
+        self.barrier.wait(60)
+        return gathered
+
+
+def on_ranks(count, work):
+    """What `work(rank)` returns on each of so many ranks."""
+    barrier, shared = threading.Barrier(count), {}
+    with ThreadPoolExecutor(count) as threads:
+        return list(threads.map(work, [Rank(rank, shared, barrier) for rank in range(count)]))
+
+
+def planned(tasks, ranks=None):
+    estimator = TwoPhase(Attends(length=12), "greedy", 3, precision=0.1)
+    estimator.plan(tasks, ranks)
+    return estimator
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_ranks_plan_what_one_process_plans(count):
+    """Also for windows that come several times, in one task or in two, whoever holds which copy."""
+    first, second, both = (
+        list(dict.fromkeys(texts(n, lengths=(12,), seed=seed))) for seed, n in enumerate((20, 60, 9))
+    )
+    tasks = [[*first, *both, *first[:5], *both[:2]], [*both, *second, *both[::-1]], [Window((), ()), *both[4:7]]]
+    whole = planned(tasks)
+    kept = set()
+    for rank, estimator in enumerate(on_ranks(count, lambda r: planned([t[r.rank :: count] for t in tasks], r))):
+        own = {window.key for task in tasks for window in task[rank::count] if window.target}
+        assert estimator._designs == {key: whole._designs[key] for key in own}
+        kept |= {(key, n) for key, blocks in estimator._pilot.items() for n in blocks}
+    assert kept == {(key, n) for key, blocks in whole._pilot.items() for n in blocks}
+    pilots, rates = zip(*(whole._designs[windows[0].key] for windows in (first, second, both)), strict=True)
+    assert len(set(pilots)) > 1 and len(set(rates)) > 1
+    first_share, second_share = pilots[:2]
+    assert [whole._designs[window.key].pilot for window in both[3:5]] == [max(first_share, second_share), 1]
 
 
 # ---------------------------------------------------------------- cost
@@ -284,6 +300,75 @@ def test_only_the_sampled_blocks_are_evaluated_without_the_cache():
     counts, costs = estimator.counts, estimator.costs
     assert counts.rows == sum(cost["rows"] for cost in costs.values())
     assert counts.forwards == sum(cost["forwards"] for cost in costs.values())
+
+
+def forwards_of(estimator):
+    """The forwards that each window has cost in each phase, since the last call."""
+    costs = estimator.take_costs()
+    return {(phase, window): cost.forwards for phase in costs for window, cost in costs[phase].items()}
+
+
+@pytest.mark.parametrize("rule", slow_but(RULES, {"left_to_right:k=2", "threshold:mu=0.45"}))
+@pytest.mark.parametrize("cache", slow_but(["dual", "prefix"], {"dual"}))
+def test_with_one_lane_in_a_call_the_forwards_of_a_window_are_its_rows(rule, cache):
+    windows = [Window((n // 3, n % 3), texts(1, lengths=(4 + n % 5,), seed=n)[0].target) for n in range(9)]
+    estimator = TwoPhase(Attends(length=10), rule, 3, cache=cache, sample=0.5)
+    estimator.use_single_rows()
+    expected = {}
+    for window, score in zip(windows, estimator.log_prob(windows), strict=True):
+        rows = Phases.read(score.phases)
+        expected["cached", window] = rows.cached_rows
+        if rows.uncached_rows:
+            expected["uncached", window] = rows.uncached_rows
+    assert forwards_of(estimator) == pytest.approx(expected) and len(windows) < len(expected) < 2 * len(windows)
+    assert forwards_of(estimator) == {}  # taken
+
+
+def test_a_call_is_shared_out_by_token_rows():
+    """A row of 12 with blocks of 4, 4 and 3 cells, and a row of 6 with one block of 3, all in one call."""
+    long, short = Window((1,), texts(1, lengths=(11,))[0].target), Window((2, 1, 0), (1, 2, 0))
+    estimator = TwoPhase(Attends(length=12), "greedy", 4, sample=1.0, batch_size=16)
+    estimator.log_prob([long, short])
+    costs, forwards = forwards_of(estimator), {phase: cost["forwards"] for phase, cost in estimator.costs.items()}
+    # without the cache, steps 1 to 3 have all blocks, and step 4 has two of the long row
+    assert costs["uncached", long] == pytest.approx(3 * 36 / (36 + 6) + 1)
+    assert costs["uncached", short] == pytest.approx(3 * 6 / (36 + 6)) and forwards["uncached"] == 4
+    # under the cache, whole rows in the first step, and then only the cells of the blocks
+    first = forwards["cached"] - 3
+    assert costs["cached", long] == pytest.approx(first * 36 / (36 + 6) + 2 * 11 / (11 + 3) + 1)
+    assert costs["cached", short] == pytest.approx(first * 6 / (36 + 6) + 2 * 3 / (11 + 3)) and first > 0
+
+
+def test_all_states_of_a_fixed_order_in_one_call():
+    long, short = Window((1,), texts(1, lengths=(11,))[0].target), Window((2, 1, 0), (1, 2, 0))
+    estimator = TwoPhase(Attends(length=12), "left_to_right", 4, sample=1.0, batch_size=16)
+    estimator.log_prob([long, short])
+    costs = forwards_of(estimator)
+    assert costs["uncached", long] == pytest.approx(11 * 12 / (11 * 12 + 3 * 6)) == 1 - costs["uncached", short]
+
+
+@pytest.mark.parametrize("amount", [{"sample": 0.4}, {"precision": 0.2}], ids=str)
+def test_the_costs_of_windows_add_up_to_those_of_the_phases(amount):
+    windows = MIXED[:-1]
+    estimator = TwoPhase(Attends(length=10), "threshold:mu=0.45", 3, **amount)
+    estimator.log_prob(windows)
+    for phase, costs in estimator.take_costs().items():
+        assert costs.keys() <= set(windows)
+        for name in ("forwards", "seconds"):
+            shared = math.fsum(getattr(cost, name) for cost in costs.values())
+            assert shared == pytest.approx(estimator.costs[phase][name], rel=1e-9) and shared > 0
+    estimator.counts = type(estimator.counts)()
+    assert all(not any(cost.values()) for cost in estimator.costs.values())
+
+
+def test_rows_without_the_cache_are_counted_with_the_steps_taken_there():
+    """An adaptive rule may take other steps under the cache."""
+    toy, rule, windows = Attends(length=10), "threshold:mu=0.8", texts(12)
+    full = total(TwoPhase(toy, rule, 5, sample=1.0).log_prob(windows))[1]
+    exact, cached = (Duel(denoiser, rule, 5).log_prob(windows) for denoiser in (toy, Cached(toy, "dual")))
+    assert full.uncached_rows == sum(score.nfe for score in exact) != sum(score.nfe for score in cached)
+    assert full.cached_rows == sum(score.nfe for score in cached)
+    assert full.uncached_token_rows == full.full_token_rows == sum(len(s.reveal_steps) * s.nfe for s in exact)
 
 
 def test_too_few_drawn_blocks_have_no_standard_error():

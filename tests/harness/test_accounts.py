@@ -228,6 +228,29 @@ def test_a_damaged_window_is_scored_again(model, tmp_path, damage):
     assert unfinished.find(first) is None
 
 
+OTHERS = {
+    "elbo": {"mc_samples": 8},
+    "mixture": {"lattice_rules": "greedy+margin"},
+    "sampled_confidence": {"tau": 0.6},
+    "two_phase": {"sample": 0.5},
+}
+
+
+@pytest.mark.parametrize("estimator", OTHERS)
+def test_windows_of_every_estimator_are_read_again(model, tmp_path, estimator):
+    from lm_eval_duel.harness.resume import Unfinished
+
+    lm = cached(model(estimator=estimator, **OTHERS[estimator]), tmp_path)
+    unfinished = Unfinished(lm.dbdict, lm.lm.estimator)
+    for window, score in zip(windows := lm.lm.text.windows(ALPHABET), lm.lm.estimator.log_prob(windows), strict=True):
+        unfinished.keep(window, score)
+        assert unfinished.find(window) == score and type(score) is type(lm.lm.estimator.empty_score)
+    _, fields = lm.dbdict[unfinished.key(window)]
+    for damaged in (("WindowScore_", fields), (type(score).__name__, 5), 5):
+        lm.dbdict[unfinished.key(window)] = damaged
+        assert unfinished.find(window) is None
+
+
 def test_a_header_that_is_no_law_is_named(model, tmp_path):
     first = cached(model(), tmp_path)
     first.loglikelihood_rolling(rolling("a"))

@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import tiny
@@ -11,8 +12,9 @@ from harness_requests import ask
 from harness_runs import free_port
 from lm_eval.api.model import CachingLM
 
+import lm_eval_duel
 from lm_eval_duel.errors import DuelError, UsageError
-from lm_eval_duel.harness import trace
+from lm_eval_duel.harness import trace, versions
 from lm_eval_duel.harness.lm import DuelMDM
 
 TEXTS = [
@@ -41,6 +43,20 @@ def model(folder):
 
 def rolling(model, texts):
     return [float(value) for value in model.loglikelihood_rolling(ask("loglikelihood_rolling", *texts))]
+
+
+def in_tasks(**tasks):
+    """The requests of several tasks, each a list of texts."""
+    requests = []
+    for name, texts in tasks.items():
+        requests += [versions.request("loglikelihood_rolling", {}, text, name, n) for n, text in enumerate(texts)]
+    return requests
+
+
+def parts(model):
+    """What is special to two-phase estimates in the results of each task, and the run's own costs."""
+    duel = model.get_model_info()["duel"]
+    return {name: task["values"]["two_phase"]["two_phase"] for name, task in duel["tasks"].items()}, duel["phases"]
 
 
 def results(model):
@@ -72,6 +88,57 @@ def test_the_results_hold_the_estimate_and_what_it_cost(model, folder):
         assert duel["phases"][phase]["rows"] > 0 and duel["phases"][phase]["seconds"] > 0
     assert sum(phase["forwards"] for phase in duel["phases"].values()) == duel["forwards"]
     assert lm.spec["cheap_cache"] == "dual" and "cache" not in lm.spec and lm.denoiser.cache is None
+
+
+SPENT = ("forwards", "seconds")
+
+
+def unspent(task):
+    """Of a task's phases, what does not depend on how the run went."""
+    phases = {name: {k: v for k, v in task[name].items() if k not in SPENT} for name in ("cached", "uncached")}
+    return {**task, **phases, "correlation": pytest.approx(task["correlation"]), "cached_log_prob": None}
+
+
+@pytest.mark.parametrize("amount", [{}, {"sample": None, "precision": 0.02}], ids=["sample", "precision"])
+def test_what_the_phases_cost_is_known_for_each_task(model, amount):
+    tasks = {"first": TEXTS, "second": [*MORE, *TEXTS[3:]]}
+    lm = model(**amount)
+    lm.loglikelihood_rolling(in_tasks(**tasks))
+    each, run = parts(lm)
+    for phase in ("cached", "uncached"):
+        for name in SPENT:
+            assert sum(task[phase][name] for task in each.values()) == pytest.approx(run[phase][name], abs=2e-3)
+            assert each["second"][phase][name] > each["first"][phase][name] > 0
+    for name, texts in tasks.items():
+        if not amount:  # rows and token-rows: as if the task was alone
+            alone = model()
+            alone.loglikelihood_rolling(in_tasks(**{name: texts}))
+            assert unspent(parts(alone)[0][name]) == unspent(each[name])
+
+
+def test_a_window_of_two_tasks_is_shared_by_them(model):
+    lm = model(sample=1)
+    lm.loglikelihood_rolling(in_tasks(first=[TEXTS[1]], second=[TEXTS[1], TEXTS[1]]))
+    each, run = parts(lm)
+    for phase in ("cached", "uncached"):
+        assert each["first"][phase]["forwards"] == pytest.approx(run[phase]["forwards"] / 3, abs=1e-3)
+        assert each["second"][phase]["seconds"] == pytest.approx(run[phase]["seconds"] * 2 / 3)
+        assert each["second"][phase]["rows"] == 2 * each["first"][phase]["rows"] > 0
+
+
+def test_answers_from_a_response_cache_cost_nothing(model, tmp_path):
+    tasks = {"first": TEXTS, "second": MORE}
+    whole = model()
+    whole.loglikelihood_rolling(in_tasks(**tasks))
+    expected = {name: unspent(task) for name, task in parts(whole)[0].items()}
+    for asked, free in (({"first": TEXTS}, ()), (tasks, ("first",)), (tasks, ("first", "second"))):
+        lm = CachingLM(model(), str(tmp_path / "c_rank0.db"))
+        lm.loglikelihood_rolling(in_tasks(**asked))
+        each = parts(lm)[0]
+        for name, task in each.items():
+            assert unspent(task) == expected[name]
+            spent = [task[phase][key] for phase in ("cached", "uncached") for key in SPENT]
+            assert not any(spent) if name in free else all(spent)
 
 
 def test_prefix_is_the_cheap_phase_if_named(model):
@@ -135,12 +202,8 @@ def test_trace_and_verify(model, tmp_path):
 
 def test_precision_is_planned_for_each_task(model, caplog):
     lm = model(sample=None, precision=0.2)
-    requests = ask("loglikelihood_rolling", *TEXTS, *MORE)
-    for n, request in enumerate(requests):
-        request.metadata = ("first" if n % 2 else "second", n, 1)
-        request.__post_init__()
     with caplog.at_level("INFO", logger="lm_eval.duel_mdm"):
-        lm.loglikelihood_rolling(requests)
+        lm.loglikelihood_rolling(in_tasks(first=TEXTS, second=MORE))
     assert "two_phase first: a pilot of" in caplog.text and "two_phase second: a pilot of" in caplog.text
 
 
@@ -175,19 +238,39 @@ def test_refused_before_anything_is_loaded(model, arguments, message):
         model(pretrained="/no/such/folder", **arguments)
 
 
+PASSAGES = (
+    "include: {shipped}\ntask: again\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {data}}}}}\n"
+    "dataset_name: null\ndoc_to_target: text\n"
+)
+
+
 @pytest.mark.slow
 def test_two_ranks_print_what_one_prints(tmp_path):
-    """With a pilot, whose sums the ranks exchange; in float64."""
-    arguments = ["lm_eval", "--model", "duel-mdm", "--tasks", "task_configs/sotu/sotu.yaml", "--device", "cpu"]
-    model = "rule=greedy:k=4,block=8,dtype=float64,estimator=two_phase,precision=0.01"
-    values = []
+    """In float64, with a pilot, and a second task whose documents are the first one's, on the other rank or twice."""
+    shipped = Path(lm_eval_duel.__file__).parents[1] / "task_configs" / "sotu"
+    lines = (Path(lm_eval_duel.__file__).parent / "demo" / "text" / "sotu.jsonl").read_text().splitlines()
+    (tmp_path / "again.jsonl").write_text("\n".join([*lines[1:5], *lines[1:4]]) + "\n")
+    (tmp_path / "again.yaml").write_text(
+        PASSAGES.format(shipped=shipped / "_perplexity.yaml", data=tmp_path / "again.jsonl")
+    )
+    arguments = ["lm_eval", "--model", "duel-mdm", "--tasks", f"{shipped / 'sotu.yaml'},{tmp_path / 'again.yaml'}"]
+    arguments += ["--limit", "7"]
+    model = "rule=greedy:k=2,block=4,dtype=float64,estimator=two_phase,precision=0.02"
+    runs = []
     for ranks in (1, 2):
         launcher = ["torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(free_port())]
-        options = ["--limit", "8", "--model_args", model, "--output_path", str(tmp_path / str(ranks))]
+        options = ["--device", "cpu", "--model_args", model, "--output_path", str(tmp_path / str(ranks))]
         subprocess.run([sys.executable, "-m", *launcher, "-m", *arguments, *options], check=True, capture_output=True)
         (path,) = (tmp_path / str(ranks)).glob("**/results_*.json")
-        values.append(json.loads(path.read_text())["config"]["duel"]["tasks"]["sotu"]["values"]["two_phase"])
-    one, two = values
-    assert two["log_prob"] == pytest.approx(one["log_prob"], abs=1e-8)
-    assert two["stderr"] == pytest.approx(one["stderr"], abs=1e-8) and one["stderr"] > 0
-    assert two["two_phase"]["sampled_blocks"] == one["two_phase"]["sampled_blocks"] < one["two_phase"]["blocks"]
+        runs.append(json.loads(path.read_text())["config"]["duel"])
+    values = [{name: task["values"]["two_phase"] for name, task in run["tasks"].items()} for run in runs]
+    for name, one in values[0].items():
+        two = values[1][name]
+        assert two["log_prob"] == pytest.approx(one["log_prob"], abs=1e-8), name
+        assert two["stderr"] == pytest.approx(one["stderr"], abs=1e-8) and one["stderr"] > 0, name
+        assert unspent(two["two_phase"]) == unspent(one["two_phase"])
+        assert one["two_phase"]["sampled_blocks"] < one["two_phase"]["blocks"]
+    for run, tasks in zip(runs, values, strict=True):
+        for phase in ("cached", "uncached"):
+            forwards = sum(task["two_phase"][phase]["forwards"] for task in tasks.values())
+            assert forwards == pytest.approx(run["phases"][phase]["forwards"], abs=2e-3)
