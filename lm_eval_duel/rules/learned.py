@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.rules.base import (
     Decision,
+    Thresholded,
     best,
     check_count,
-    check_probability,
     log_odds,
     nearest,
     sure_or_best,
@@ -124,19 +124,12 @@ class Learned(Planner):
 
 
 @dataclasses.dataclass(frozen=True)
-class LearnedThreshold(Planner):
+class LearnedThreshold(Thresholded, Planner):
     """All positions with sigmoid(score) >= mu, or else the one with the largest score."""
 
     name: ClassVar[str] = "learned_threshold"
     label: ClassVar[str] = "Learned Thresh."
-    adaptive: ClassVar[bool] = True
-    speed: ClassVar[tuple[str, ...]] = ("mu",)
     state_only: ClassVar[bool] = True
-    mu: float
-
-    def __post_init__(self) -> None:
-        check_probability(self, "mu")
-        super().__post_init__()
 
     def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
         score, least = self.score(predictions, lanes), log_odds(self.mu)
@@ -187,8 +180,8 @@ def layers_of(header: Header, path: str) -> list[str]:
 
 def _ordered(names: Any) -> list[str]:
     """The names of layers, by their number."""
-    found = [match for name in names if (match := WEIGHT.fullmatch(name))]
-    return [match[1] + match[2] for match in sorted(found, key=lambda match: (int(match[2]), match[1]))]
+    matches = [match for name in names if (match := WEIGHT.fullmatch(name))]
+    return [match[1] + match[2] for match in sorted(matches, key=lambda match: (int(match[2]), match[1]))]
 
 
 def _some(shapes: dict[str, tuple[int, ...]]) -> str:
