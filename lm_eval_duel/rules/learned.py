@@ -20,15 +20,7 @@ import re
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lm_eval_duel.errors import DuelError, unknown
-from lm_eval_duel.rules.base import (
-    Decision,
-    Thresholded,
-    best,
-    check_count,
-    log_odds,
-    nearest,
-    sure_or_best,
-)
+from lm_eval_duel.rules.base import Counted, Decision, Thresholded, best, log_odds, nearest, sure_or_best
 from lm_eval_duel.rules.modules import Header, ModuleRule, compute_dtype
 
 if TYPE_CHECKING:
@@ -106,18 +98,12 @@ class Planner(ModuleRule):
 
 
 @dataclasses.dataclass(frozen=True)
-class Learned(Planner):
+class Learned(Counted, Planner):
     """The k positions with the largest score."""
 
     name: ClassVar[str] = "learned"
     label: ClassVar[str] = "Learned"
-    speed: ClassVar[tuple[str, ...]] = ("k",)
     state_only: ClassVar[bool] = True
-    k: int = 1
-
-    def __post_init__(self) -> None:
-        check_count(self, "k", "a count of positions, at least 1")
-        super().__post_init__()
 
     def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
         return Decision(*best(predictions, lanes, self.score(predictions, lanes), self.k, 1.0))

@@ -19,6 +19,7 @@ from lm_eval_duel.denoisers.wrappers.guidance import Guided
 from lm_eval_duel.engine.lanes import Lanes, Rows
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators import cost
 from lm_eval_duel.estimators.duel import Duel
 from lm_eval_duel.estimators.lattice import Lattice
 from lm_eval_duel.estimators.two_phase import TwoPhase
@@ -57,6 +58,11 @@ def texts(folder, name="toy"):
 
 
 RULES = slow_but(range(5), {0, 2, 4})
+
+
+def test_a_plan_knows_the_steps_of_a_fixed_count(folder):
+    rule = rules.parse(texts(folder)[1])
+    assert cost.Setting(Toy(), rule, 5, "target").is_exact and cost.reveals(rule, 5, 0) == [2, 2, 1]
 
 
 # ---------------------------------------------------------------- laws
