@@ -17,6 +17,7 @@ from typing import Any
 from lm_eval_duel.arguments import count, truth, whole
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.rules.adaptive import EntropyBound, Threshold
+from lm_eval_duel.rules.around import inner, replaced
 from lm_eval_duel.rules.base import Decision, Rule, certain, kind_of, rank
 from lm_eval_duel.rules.deployed import DinferThreshold, EntropyThreshold, Factor, Hierarchy, HighOrTopk
 from lm_eval_duel.rules.fixed import LeftToRight, Random, RightToLeft
@@ -27,8 +28,8 @@ from lm_eval_duel.rules.pc import PC
 from lm_eval_duel.rules.refused import require_covered
 from lm_eval_duel.rules.scheduled import Dream, Quota
 from lm_eval_duel.rules.scores import Entropy, Greedy, LogMargin, Margin
-from lm_eval_duel.rules.seed_first import SEED_FIRST, SeedFirst, inner, replaced, sub_block_of
-from lm_eval_duel.rules.sub_block import SUB_BLOCK, SubBlock
+from lm_eval_duel.rules.seed_first import SEED_FIRST, SeedFirst
+from lm_eval_duel.rules.sub_block import SUB_BLOCK, SubBlock, sub_block_of
 
 __all__ = [
     "Decision",

@@ -7,48 +7,35 @@ import math
 from typing import TYPE_CHECKING, ClassVar
 
 from lm_eval_duel.rules.base import (
-    LOG_ODDS_SLOPE,
     Decision,
     Rule,
+    Thresholded,
     check,
-    check_probability,
     log_odds,
-    nearest,
+    near_probability,
     optional,
     sure_or_best,
 )
 
 if TYPE_CHECKING:
-    import torch
-
     from lm_eval_duel.denoisers.predictions import Predictions
     from lm_eval_duel.engine.lanes import Lanes
 
 
 @dataclasses.dataclass(frozen=True)
-class Threshold(Rule):
+class Threshold(Thresholded):
     """All positions with P1 >= mu (`strict`: P1 > mu), or else the single most confident one (Wu et al. 2025)."""
 
     name: ClassVar[str] = "threshold"
     label: ClassVar[str] = "Conf. Thresh."
-    adaptive: ClassVar[bool] = True
-    speed: ClassVar[tuple[str, ...]] = ("mu",)
     state_only: ClassVar[bool] = True
-    mu: float
     strict: bool = optional(False)
 
-    def __post_init__(self) -> None:
-        check_probability(self, "mu")
-
     def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
-        sure = lanes.hidden & above(predictions.confidence, self.mu, self.strict)  # (R, W)
-        distance = nearest(predictions.confidence - log_odds(self.mu), lanes.hidden) / LOG_ODDS_SLOPE  # (R,)
+        confidence, bound = predictions.confidence, log_odds(self.mu)  # (R, W)
+        sure = lanes.hidden & (confidence > bound if self.strict else confidence >= bound)  # (R, W)
+        distance = near_probability(confidence, lanes.hidden, self.mu)  # (R,)
         return Decision(*sure_or_best(predictions, lanes, sure, distance))
-
-
-def above(confidence: torch.Tensor, p: float, strict: bool) -> torch.Tensor:
-    """Whether a confidence (log-odds) is that of a probability of at least `p`, or above `p` if `strict`."""
-    return confidence > log_odds(p) if strict else confidence >= log_odds(p)
 
 
 @dataclasses.dataclass(frozen=True)

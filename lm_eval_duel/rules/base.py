@@ -65,6 +65,9 @@ class Rule:
                 if attribute not in vars(cls):
                     setattr(cls, attribute, False)
 
+    def __post_init__(self) -> None:
+        """Raise DuelError for a parameter that is out of range."""
+
     def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
         """Which hidden cells of each lane to reveal next."""
         raise NotImplementedError
@@ -115,6 +118,20 @@ class Counted(Rule):
 
     def __post_init__(self) -> None:
         check_count(self, "k", "a count of positions, at least 1")
+        super().__post_init__()
+
+
+@dataclasses.dataclass(frozen=True)
+class Thresholded(Rule):
+    """A rule with a probability `mu` that decides how many positions it reveals at a step."""
+
+    adaptive: ClassVar[bool] = True
+    speed: ClassVar[tuple[str, ...]] = ("mu",)
+    mu: float
+
+    def __post_init__(self) -> None:
+        check_probability(self, "mu")
+        super().__post_init__()
 
 
 def kind_of(field: dataclasses.Field) -> str:
@@ -226,6 +243,11 @@ def nearest(distance: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
     import torch
 
     return torch.where(hidden, distance.abs(), math.inf).min(1).values.double()
+
+
+def near_probability(confidence: torch.Tensor, hidden: torch.Tensor, p: float) -> torch.Tensor:
+    """By how much logits must change before the P1 of some hidden cell crosses the probability p, (R,)."""
+    return nearest(confidence - log_odds(p), hidden) / LOG_ODDS_SLOPE
 
 
 def kl(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:

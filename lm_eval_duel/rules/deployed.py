@@ -14,11 +14,13 @@ from lm_eval_duel.rules.base import (
     LOG_ODDS_SLOPE,
     Decision,
     Rule,
+    Thresholded,
     best,
     check,
     check_count,
     check_probability,
     log_odds,
+    near_probability,
     nearest,
     sure_or_best,
 )
@@ -119,7 +121,7 @@ class HighOrTopk(Rule):
         import torch
 
         high = lanes.hidden & (predictions.confidence > log_odds(self.tau))  # (R, W)
-        distance = nearest(predictions.confidence - log_odds(self.tau), lanes.hidden) / LOG_ODDS_SLOPE  # (R,)
+        distance = near_probability(predictions.confidence, lanes.hidden, self.tau)  # (R,)
         top, gap = best(predictions, lanes, predictions.confidence, self.n)
         enough = high.sum(1) >= self.n  # (R,)
         pick = torch.where(enough[:, None], high, top)  # (R, W)
@@ -127,7 +129,7 @@ class HighOrTopk(Rule):
 
 
 @dataclasses.dataclass(frozen=True)
-class DinferThreshold(Rule):
+class DinferThreshold(Thresholded):
     """All positions with P1 >= min(mu, the largest P1 - 1e-5), as in dInfer.
 
     Unlike `threshold`, it reveals every position that is as confident as the best one: all of a block that starts from
@@ -136,13 +138,7 @@ class DinferThreshold(Rule):
 
     name: ClassVar[str] = "dinfer_threshold"
     label: ClassVar[str] = "dInfer Thresh."
-    adaptive: ClassVar[bool] = True
-    speed: ClassVar[tuple[str, ...]] = ("mu",)
     state_only: ClassVar[bool] = True
-    mu: float
-
-    def __post_init__(self) -> None:
-        check_probability(self, "mu")
 
     def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
         import torch
@@ -158,8 +154,7 @@ class DinferThreshold(Rule):
         others = torch.ones_like(hidden).scatter(1, top_at, False) & hidden  # (R, W)
         near_top = nearest((p - bound) / slope.maximum(slope.gather(1, top_at)), others)  # (R,)
         near_top = near_top.nan_to_num(nan=math.inf, posinf=math.inf).masked_fill(predictions.all_mask, math.inf)
-        near_mu = nearest(confidence - log_odds(self.mu), hidden) / LOG_ODDS_SLOPE  # (R,)
-        return Decision(pick, torch.where(fixed, near_mu, near_top))
+        return Decision(pick, torch.where(fixed, near_probability(confidence, hidden, self.mu), near_top))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.rules.base import (
-    LOG_ODDS_SLOPE,
     Decision,
-    Rule,
+    Thresholded,
     check,
     check_count,
-    check_probability,
     kl,
     log_odds,
+    near_probability,
     nearest,
     optional,
     sure_or_best,
@@ -32,7 +31,7 @@ EPS = 1e-12  # inside the authors' logarithms
 
 
 @dataclasses.dataclass(frozen=True)
-class Klass(Rule):
+class Klass(Thresholded):
     """All positions with P1 >= mu now and KL <= nu in each of the last `history` steps (Kim et al. 2025).
 
     If there is none: the single most confident one.
@@ -47,18 +46,15 @@ class Klass(Rule):
 
     name: ClassVar[str] = "klass"
     label: ClassVar[str] = "KLASS"
-    adaptive: ClassVar[bool] = True
-    speed: ClassVar[tuple[str, ...]] = ("mu",)
     reads_step: ClassVar[bool] = True
     dense_memory: ClassVar[bool] = True
-    mu: float
     nu: float
     history: int = 1
     kl: Divergence = "paper"
     across: bool = optional(False)
 
     def __post_init__(self) -> None:
-        check_probability(self, "mu")
+        super().__post_init__()
         check(self, "nu", self.nu >= 0, "a divergence in nats, at least 0")
         check_count(self, "history", "a count of steps, at least 1")
         if self.kl not in get_args(Divergence):
@@ -89,7 +85,7 @@ class Klass(Rule):
         else:
             sure = predictions.confidence >= log_odds(self.mu)
         ready = hidden & sure & (stable >= self.history)  # (R, W)
-        distance = nearest(predictions.confidence - log_odds(self.mu), hidden) / LOG_ODDS_SLOPE  # (R,)
+        distance = near_probability(predictions.confidence, hidden, self.mu)  # (R,)
         # near KL = nu a divergence moves by at most about 2 sqrt(2 KL) for each unit of logits
         slope = 2 * (2 * divergence.clamp(min=max(self.nu, EPS))).sqrt()
         near_nu = ((divergence - self.nu) / slope).nan_to_num(nan=math.inf, posinf=math.inf)

@@ -20,15 +20,7 @@ import re
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lm_eval_duel.errors import DuelError, unknown
-from lm_eval_duel.rules.base import (
-    Decision,
-    best,
-    check_count,
-    check_probability,
-    log_odds,
-    nearest,
-    sure_or_best,
-)
+from lm_eval_duel.rules.base import Counted, Decision, Thresholded, best, log_odds, nearest, sure_or_best
 from lm_eval_duel.rules.modules import Header, ModuleRule, compute_dtype
 
 if TYPE_CHECKING:
@@ -106,37 +98,24 @@ class Planner(ModuleRule):
 
 
 @dataclasses.dataclass(frozen=True)
-class Learned(Planner):
+class Learned(Counted, Planner):
     """The k positions with the largest score."""
 
     name: ClassVar[str] = "learned"
     label: ClassVar[str] = "Learned"
-    speed: ClassVar[tuple[str, ...]] = ("k",)
     state_only: ClassVar[bool] = True
-    k: int = 1
-
-    def __post_init__(self) -> None:
-        check_count(self, "k", "a count of positions, at least 1")
-        super().__post_init__()
 
     def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
         return Decision(*best(predictions, lanes, self.score(predictions, lanes), self.k, 1.0))
 
 
 @dataclasses.dataclass(frozen=True)
-class LearnedThreshold(Planner):
+class LearnedThreshold(Thresholded, Planner):
     """All positions with sigmoid(score) >= mu, or else the one with the largest score."""
 
     name: ClassVar[str] = "learned_threshold"
     label: ClassVar[str] = "Learned Thresh."
-    adaptive: ClassVar[bool] = True
-    speed: ClassVar[tuple[str, ...]] = ("mu",)
     state_only: ClassVar[bool] = True
-    mu: float
-
-    def __post_init__(self) -> None:
-        check_probability(self, "mu")
-        super().__post_init__()
 
     def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
         score, least = self.score(predictions, lanes), log_odds(self.mu)
@@ -187,8 +166,8 @@ def layers_of(header: Header, path: str) -> list[str]:
 
 def _ordered(names: Any) -> list[str]:
     """The names of layers, by their number."""
-    found = [match for name in names if (match := WEIGHT.fullmatch(name))]
-    return [match[1] + match[2] for match in sorted(found, key=lambda match: (int(match[2]), match[1]))]
+    matches = [match for name in names if (match := WEIGHT.fullmatch(name))]
+    return [match[1] + match[2] for match in sorted(matches, key=lambda match: (int(match[2]), match[1]))]
 
 
 def _some(shapes: dict[str, tuple[int, ...]]) -> str:

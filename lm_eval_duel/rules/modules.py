@@ -46,6 +46,7 @@ class ModuleRule(Rule):
         if ":" in self.file:
             raise DuelError(f"'file' of rule '{self.name}' is a file whose path has no ':'; got {self.file}.")
         self.header()
+        super().__post_init__()
 
     @classmethod
     def build(cls, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> torch.nn.Module:

@@ -181,7 +181,7 @@ def find(name: str) -> Preset:
 
 
 def conflict(preset: Preset, key: str, value: Any) -> DuelError:
-    """The error for an arg that is given beside a preset, with another value."""
+    """The error for an arg that is given together with a preset, with another value."""
     change = f"{' or '.join(preset.free)} may be changed. " if preset.free else ""
     return DuelError(
         f"preset={preset.name} is {preset.written_out}; {key}={value} is given, too, which makes it another sampler. "

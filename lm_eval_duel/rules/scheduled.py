@@ -22,7 +22,7 @@ from lm_eval_duel.rules.base import (
     nearest,
     optional,
 )
-from lm_eval_duel.rules.scores import doubt
+from lm_eval_duel.rules.scores import Entropy, Greedy, Margin
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from lm_eval_duel.engine.lanes import Lanes
 
 Algorithm = Literal["entropy", "topk_margin", "maskgit_plus", "confidence_threshold"]
+SCORED = {"entropy": Entropy, "topk_margin": Margin, "maskgit_plus": Greedy}  # the rules with these scores
 EPS = 1e-3  # where Dream's noise levels end
 END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>")  # tokens that end a turn but not a text
 STEPS = "a count of steps, at least 1"
@@ -180,15 +181,8 @@ class Dream(Rule):
         if self.alg == "confidence_threshold":
             return self._threshold(predictions, lanes)
         count, index = self._next_step(lanes)
-        if self.alg == "entropy":
-            entropy = predictions.entropy
-            picked = best(predictions, lanes, -entropy, count, 2 * entropy)
-        elif self.alg == "topk_margin":
-            rest, slope = doubt(predictions)
-            picked = best(predictions, lanes, -rest, count, slope)
-        else:
-            picked = best(predictions, lanes, predictions.confidence, count)
-        return Decision(*picked, (index,))
+        score, slope = SCORED[self.alg].score(predictions)  # (R, W)
+        return Decision(*best(predictions, lanes, score, count, slope), (index,))
 
     def _next_step(self, lanes: Lanes) -> tuple[torch.Tensor, torch.Tensor]:
         """How many positions the next step that reveals any reveals (R, 1), and the number of the step after it."""

@@ -14,34 +14,15 @@ import dataclasses
 import math
 from typing import Any
 
-from lm_eval_duel.rules.base import Decision, Rule
-from lm_eval_duel.rules.sub_block import SubBlock, as_decision, copy_attributes, emptied
+from lm_eval_duel.rules.around import Around, emptied
+from lm_eval_duel.rules.base import Decision
 
 SEED_FIRST = "seed_first"
 
 
 @dataclasses.dataclass(frozen=True)
-class SeedFirst(Rule):
+class SeedFirst(Around):
     """The first cell of a block alone, if it is hidden, then `rule`, whose steps are counted from there."""
-
-    rule: Rule
-
-    def __post_init__(self) -> None:
-        copy_attributes(self, self.rule)
-
-    @property
-    def code_class(self) -> type[Rule]:
-        return self.rule.code_class
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        return self.rule.files
-
-    def with_tokenizer(self, tokenizer: Any) -> Rule:
-        return SeedFirst(self.rule.with_tokenizer(tokenizer))
-
-    def check_network(self, denoiser: Any) -> None:
-        self.rule.check_network(denoiser)
 
     def __call__(self, predictions: Any, lanes: Any) -> Decision:
         import torch
@@ -51,7 +32,7 @@ class SeedFirst(Rule):
         seeded = target[:, 0]  # (R,) the block does not begin inside the context
         fresh = seeded & (lanes.hidden == target).all(1)  # (R,) no target is revealed yet
         later = dataclasses.replace(lanes, step=(lanes.step - seeded.long()).clamp(min=0))
-        decision = as_decision(self.rule(predictions, later))
+        decision = self.decide(predictions, later)
         first = lanes.hidden & (lanes.hidden.cumsum(1) == 1)  # (R, W)
         lead = decision.lead
         return Decision(
@@ -62,22 +43,3 @@ class SeedFirst(Rule):
 
     def __str__(self) -> str:
         return f"{self.rule}:{SEED_FIRST}=True"
-
-
-def inner(rule: Rule) -> Rule:
-    """The rule inside `SeedFirst` and `SubBlock`, or the rule itself."""
-    return inner(rule.rule) if isinstance(rule, SeedFirst | SubBlock) else rule
-
-
-def sub_block_of(rule: Rule) -> int | None:
-    """The size of the rule's sub-blocks; None if it has none."""
-    if isinstance(rule, SeedFirst):
-        return sub_block_of(rule.rule)
-    return rule.sub_block if isinstance(rule, SubBlock) else None
-
-
-def replaced(rule: Rule, **values: Any) -> Rule:
-    """The rule with other parameters, inside what is around it."""
-    if isinstance(rule, SeedFirst | SubBlock):
-        return dataclasses.replace(rule, rule=replaced(rule.rule, **values))
-    return dataclasses.replace(rule, **values)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from attends import Attends
 from custom_rules import InMemory
-from laws import slow_but, strings, total
+from laws import check_scored_as_drawn, slow_but, strings, total
 from safetensors.torch import load_file, save_file
 from toys import BlockCausal, Rotary, Toy
 
@@ -19,6 +19,7 @@ from lm_eval_duel.denoisers.wrappers.guidance import Guided
 from lm_eval_duel.engine.lanes import Lanes, Rows
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators import cost
 from lm_eval_duel.estimators.duel import Duel
 from lm_eval_duel.estimators.lattice import Lattice
 from lm_eval_duel.estimators.two_phase import TwoPhase
@@ -59,6 +60,11 @@ def texts(folder, name="toy"):
 RULES = slow_but(range(5), {0, 2, 4})
 
 
+def test_a_plan_knows_the_steps_of_a_fixed_count(folder):
+    rule = rules.parse(texts(folder)[1])
+    assert cost.Setting(Toy(), rule, 5, "target").is_exact and cost.reveals(rule, 5, 0) == [2, 2, 1]
+
+
 # ---------------------------------------------------------------- laws
 
 
@@ -69,12 +75,7 @@ def test_sums_to_one_and_samples_are_scored_as_they_were_drawn(number, folder):
         duel = Duel(Toy(), text, block)
         assert rules.parse(str(duel.rule)) == duel.rule
         assert abs(total(duel, 4) - 1) < 1e-9
-        drawn = duel.sample([(), (1,), (0, 2)], 5, seed=block or 0)
-        windows = [Window(c, d.tokens) for c, d in zip([(), (1,), (0, 2)], drawn, strict=True)]
-        for d, s, window in zip(drawn, duel.log_prob(windows), windows, strict=True):
-            [alone] = duel.log_prob([window])
-            assert d.reveal_steps == s.reveal_steps == alone.reveal_steps and d.nfe == s.nfe
-            assert d.token_logprobs == pytest.approx(s.token_logprobs, abs=1e-9)
+        check_scored_as_drawn(duel, seed=block or 0)
     duel = Duel(Toy(), text, 2, "row")
     assert abs(total(duel, 3, context=(1,), suffix=(2,)) - 1) < 1e-9
     [written] = duel.sample([(1,)], 4, do_sample=False)

@@ -7,7 +7,7 @@ import math
 import published
 import pytest
 import torch
-from laws import total
+from laws import check_scored_as_drawn, total
 from toys import BlockCausal, Rotary, Toy
 
 from lm_eval_duel import rules
@@ -272,12 +272,7 @@ def test_probabilities_sum_to_one_and_samples_score_as_they_were_drawn(number, t
         duel = Duel(Toy(), text, block)
         assert rules.parse(str(duel.rule)) == duel.rule
         assert abs(total(duel, 4) - 1) < 1e-9
-        drawn = duel.sample([(), (1,), (0, 2)], 5, seed=block or 0)
-        windows = [Window(c, d.tokens) for c, d in zip([(), (1,), (0, 2)], drawn, strict=True)]
-        for d, s, window in zip(drawn, duel.log_prob(windows), windows, strict=True):
-            alone = duel.log_prob([window])[0]
-            assert d.reveal_steps == s.reveal_steps == alone.reveal_steps and d.nfe == s.nfe
-            assert d.token_logprobs == pytest.approx(s.token_logprobs, abs=1e-9)
+        check_scored_as_drawn(duel, seed=block or 0)
     assert abs(total(Duel(Toy(), text, 2, "row"), 3, context=(1,), suffix=(2,)) - 1) < 1e-9
 
 

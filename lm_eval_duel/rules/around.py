@@ -1,0 +1,61 @@
+"""Rules around a rule: they change when it decides and which cells it sees, and leave the decision to it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from lm_eval_duel.rules.base import READS, Decision, Rule
+
+COPIED = ("name", "label", "adaptive", "speed", *READS, "dense_memory")  # from the rule inside
+
+
+@dataclasses.dataclass(frozen=True)
+class Around(Rule):
+    """Base of rules around `rule`. Such a rule reads what `rule` reads, and stands under its name in tables."""
+
+    rule: Rule
+
+    def __post_init__(self) -> None:
+        for attribute in COPIED:
+            object.__setattr__(self, attribute, getattr(self.rule, attribute))
+
+    @property
+    def spans_blocks(self) -> bool:
+        return self.rule.spans_blocks
+
+    @property
+    def code_class(self) -> type[Rule]:
+        return self.rule.code_class
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        return self.rule.files
+
+    def with_tokenizer(self, tokenizer: Any) -> Rule:
+        return dataclasses.replace(self, rule=self.rule.with_tokenizer(tokenizer))
+
+    def check_network(self, denoiser: Any) -> None:
+        self.rule.check_network(denoiser)
+
+    def decide(self, predictions: Any, lanes: Any) -> Decision:
+        """The decision of the rule inside. A rule of the user's own may return the pick alone."""
+        decision: Any = self.rule(predictions, lanes)
+        return decision if isinstance(decision, Decision) else Decision(decision)
+
+
+def inner(rule: Rule) -> Rule:
+    """The rule inside all that is around it, or the rule itself."""
+    return inner(rule.rule) if isinstance(rule, Around) else rule
+
+
+def replaced(rule: Rule, **values: Any) -> Rule:
+    """The rule with other parameters, inside what is around it."""
+    if isinstance(rule, Around):
+        return dataclasses.replace(rule, rule=replaced(rule.rule, **values))
+    return dataclasses.replace(rule, **values)
+
+
+def emptied(memory: tuple[Any, ...], lanes: Any) -> tuple[Any, ...]:
+    """The memory with zeros in `lanes` (R,)."""
+    return tuple(plane.masked_fill(lanes.view(-1, *[1] * (plane.dim() - 1)), 0) for plane in memory)
