@@ -59,7 +59,7 @@ class DuelMDM(TemplateLM):
         if options.preset is not None:
             options.require_preset_fits(denoisers.find_family(name, **options.network))
         self.denoiser = denoisers.load(name, device=self.ranks.device, tokenizer=self.tokenizer, **options.network)
-        if self.tp_size > 1:
+        if self.group_size > 1:
             patches.release_with(self.denoiser.end)
         self._device = self.denoiser.device
         self.estimator = registry.make(self.denoiser, options)
