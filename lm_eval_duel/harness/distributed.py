@@ -1,20 +1,22 @@
 """The ranks of accelerate or torchrun.
 
-The harness gives every nth document to rank n. No rank waits for another one while it answers requests. The little that
-ranks exchange (numbers and results) goes over gloo, also on GPUs: over TCP a process that has ended is noticed at once,
-on any machine.
+The harness gives every nth document to rank n; what the harness does not deal out (a sweep, `score`), `Ranks.deal` does.
+No rank waits for another one while it computes. The little that ranks exchange (numbers and results) goes over gloo,
+also on GPUs: over TCP a process that has ended is noticed at once, on any machine.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import heapq
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from lm_eval_duel import signals
 from lm_eval_duel.errors import DuelError
 
 TIMEOUT = datetime.timedelta(weeks=52)  # a rank that has finished waits for the slowest one, however long that takes
@@ -53,6 +55,20 @@ class Ranks(NamedTuple):
             str(accelerator.device), process // tp_size, processes // tp_size, group, leads=process % tp_size == 0
         )
 
+    def deal(self, costs: Sequence[float]) -> list[int]:
+        """The indices of the items that this rank computes, in order. `costs`: of all items, equal on all ranks.
+
+        The most expensive item goes first, each to the rank with the least work so far (ties: to the lowest).
+        """
+        work = [(0.0, rank) for rank in range(self.world_size)]
+        mine = []
+        for n in sorted(range(len(costs)), key=lambda n: -costs[n]):
+            total, rank = work[0]
+            heapq.heapreplace(work, (total + costs[n], rank))
+            if rank == self.rank:
+                mine.append(n)
+        return sorted(mine)
+
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensors of all ranks, concatenated."""
         if self.world_size == 1:
@@ -73,6 +89,14 @@ class Ranks(NamedTuple):
             torch.distributed.gather_object(obj, objects, dst=process, group=self.group)
         return objects
 
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """The objects of all ranks, on every rank."""
+        objects = [obj] * self.world_size
+        if self.world_size > 1:
+            with self.waiting():
+                torch.distributed.all_gather_object(objects, obj, group=self.group)
+        return objects
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.world_size > 1:
@@ -85,8 +109,9 @@ class Ranks(NamedTuple):
         try:
             yield
         except RuntimeError as error:
+            signals.check()  # the launcher has stopped all ranks
             raise DuelError(
                 f"Rank {self.rank} of {self.world_size} waited for the other ranks, and one of them has ended: look "
-                "for that rank's error, which is the cause. With --use_cache, finished requests are kept and the same "
-                f"command resumes the run. ({str(error).splitlines()[0]})"
+                "for that rank's error, which is the cause. What is finished is kept (by an evaluation: with --use_cache), "
+                f"and the same command continues. ({str(error).splitlines()[0]})"
             ) from error

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from lm_eval_duel import signals
 from lm_eval_duel.sweep.arguments import parse
 
 INTERRUPTED = 130  # the exit code of SIGINT
@@ -20,8 +21,9 @@ def main(arguments: Sequence[str]) -> None:
 
     try:
         sweep = Sweep(options)
-        report = sweep.run()
-    except KeyboardInterrupt:
+        with signals.deferred():
+            report = sweep.run()
+    except (KeyboardInterrupt, signals.Interrupted) as stop:
         out = Path(options.out)
         finished = len(list(out.glob("settings/*.json")))
         lines = sum(file.read_bytes().count(b"\n") for file in out.glob("parts/*.jsonl"))
@@ -30,6 +32,7 @@ def main(arguments: Sequence[str]) -> None:
             "run the same command to continue.",
             file=sys.stderr,
         )
-        sys.exit(INTERRUPTED)
-    tables.write(report, Path(options.out), options.figures, options.width)
-    print(tables.console(report))
+        sys.exit(stop.code if isinstance(stop, signals.Interrupted) else INTERRUPTED)
+    if sweep.ranks.rank == 0:
+        tables.write(report, Path(options.out), options.figures, options.width)
+        print(tables.console(report))
