@@ -1,6 +1,6 @@
 """The ranks of accelerate or torchrun.
 
-The harness gives every nth document to rank n; what the harness does not deal out (a sweep, `score`), `Ranks.deal` does.
+The harness gives every nth document to rank n. `Ranks.deal` shares out what the harness does not: a sweep, and `score`.
 No rank waits for another one while it computes. The little that ranks exchange (numbers and results) goes over gloo,
 also on GPUs: over TCP a process that has ended is noticed at once, on any machine.
 """
@@ -112,6 +112,6 @@ class Ranks(NamedTuple):
             signals.check()  # the launcher has stopped all ranks
             raise DuelError(
                 f"Rank {self.rank} of {self.world_size} waited for the other ranks, and one of them has ended: look "
-                "for that rank's error, which is the cause. What is finished is kept (by an evaluation: with --use_cache), "
-                f"and the same command continues. ({str(error).splitlines()[0]})"
+                "for that rank's error, which is the cause. Finished work is kept (by an evaluation: with --use_cache), "
+                f"and the same command resumes the run. ({str(error).splitlines()[0]})"
             ) from error

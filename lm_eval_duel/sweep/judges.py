@@ -56,8 +56,8 @@ class Scorer:
     def note(self, cut: int) -> str:
         """The note about texts that were scored in pieces."""
         return (
-            f"{cut} texts are longer than the {self.text.capacity} positions of {self.name} and were scored in separate "
-            "pieces, so their generative perplexity is too high. Use a shorter --length."
+            f"{cut} texts are longer than the {self.text.capacity} positions of {self.name} and were scored in "
+            "separate pieces, so their generative perplexity is too high. Use a shorter --length."
         )
 
 
