@@ -7,6 +7,7 @@ also on GPUs: over TCP a process that has ended is noticed at once, on any machi
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import heapq
@@ -51,6 +52,7 @@ class Ranks(NamedTuple):
         process, processes = accelerator.process_index, accelerator.num_processes
         leaders = list(range(0, processes, tp_size))
         group = torch.distributed.new_group(leaders, backend="gloo", timeout=TIMEOUT)
+        atexit.register(_leave, group)
         return cls(
             str(accelerator.device), process // tp_size, processes // tp_size, group, leads=process % tp_size == 0
         )
@@ -112,6 +114,13 @@ class Ranks(NamedTuple):
             signals.check()  # the launcher has stopped all ranks
             raise DuelError(
                 f"Rank {self.rank} of {self.world_size} waited for the other ranks, and one of them has ended: look "
-                "for that rank's error, which is the cause. Finished work is kept (by an evaluation: with --use_cache), "
+                "for that rank's error, which is the cause. Finished work is kept (of an evaluation: with --use_cache) "
                 f"and the same command resumes the run. ({str(error).splitlines()[0]})"
             ) from error
+
+
+def _leave(group: Any) -> None:
+    """Close the connections. If Python's exit does it, a process that has finished is aborted at times (torch 2.13)."""
+    if torch.distributed.is_initialized():
+        gloo = torch.distributed.get_backend() == "gloo"
+        torch.distributed.destroy_process_group(None if gloo else group)  # NCCL's own might wait for a lost process

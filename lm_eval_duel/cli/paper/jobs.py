@@ -72,7 +72,7 @@ def run(job: Job, settings: Settings) -> str:
         command = [sys.executable, "-m", "lm_eval_duel", "run", "--config", str(config)]
         processes = [
             subprocess.Popen(command, stdout=file, stderr=file, env=environment)
-            for environment in _environments(settings.processes_of(job))
+            for environment in environments(settings.processes_of(job))
         ]
         with _forwarded(processes) as stopped:
             code = _wait(processes, log)
@@ -84,7 +84,7 @@ def run(job: Job, settings: Settings) -> str:
     return ""
 
 
-def _environments(processes: int) -> list[dict[str, str] | None]:
+def environments(processes: int) -> list[dict[str, str] | None]:
     """The environment of each process, as torchrun sets it on one machine; None: that of this process."""
     if processes == 1:
         return [None]
