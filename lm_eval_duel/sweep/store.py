@@ -53,8 +53,10 @@ class Journal:
     def _collect(self) -> list[dict[str, Any]]:
         """All lines on disk, in the file of the first rank; none twice."""
         files = self._of_ranks()
+        if files or self.path.exists():
+            self._file = _open(self.path)
         self._take([line for file in files for line in _whole_lines(file)], files)
-        return [loads(line) for line in dict.fromkeys(_whole_lines(self.path))] if self.path.exists() else []
+        return [] if self._file is None else [loads(line) for line in dict.fromkeys(_whole_lines(self.path))]
 
     def _take(self, lines: list[str], files: list[Path]) -> None:
         """Add lines to the first rank's file and remove the `files` of other ranks that hold them."""
