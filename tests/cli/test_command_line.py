@@ -152,7 +152,7 @@ def test_what_needs_one_process_runs_in_the_first(monkeypatch, capsys):
     printed = []
     for rank in ("0", "2"):
         monkeypatch.setenv("RANK", rank)
-        main(["presets"])
+        program.main(["presets"])
         printed.append(capsys.readouterr())
     assert "llada" in printed[0].out and not printed[0].err
     assert printed[1].out == ""

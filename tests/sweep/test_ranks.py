@@ -170,7 +170,7 @@ def test_two_processes_write_what_one_writes(folder, tmp_path, one_process, caps
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_ends_the_others_and_one_process_resumes(folder, tmp_path, one_process):
-    more = ("--limit", "12", "--rules", "greedy", "--mu", "", "--model_args")
+    more = ("--limit", "6", "--rules", "greedy", "--mu", "", "--model_args")
     model = f"pretrained={folder['mdm']},block=4,dtype=float64,max_batch_size=1"  # one row a call: windows come slowly
     command = [sys.executable, "-m", "lm_eval_duel", "sweep", *words(folder["mdm"], tmp_path / "cut", *more, model)]
     first, second = (
