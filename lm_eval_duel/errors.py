@@ -65,6 +65,15 @@ def unchained() -> Iterator[None]:
         raise error from None
 
 
+def too_few_documents(what: str, documents: int, processes: int) -> DuelError:
+    """The error for a run in which a process would have no document."""
+    return DuelError(
+        f"{what} has {documents} document{'s' * (documents != 1)} here and this run has {processes} processes: each "
+        f"needs at least one. Start at most {documents} (--num_processes {documents} of accelerate launch, "
+        f"--nproc-per-node {documents} of torchrun), or raise --limit."
+    )
+
+
 def another_block(trained: int, block: object) -> DuelError:
     """The error for a block other than the one that a block-causal network was trained on."""
     return DuelError(

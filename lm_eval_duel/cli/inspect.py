@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lm_eval_duel.command_line import PROGRAM, Parser
+from lm_eval_duel.command_line import PROGRAM, Parser, process
 from lm_eval_duel.errors import UsageError
 from lm_eval_duel.harness.key_values import key_values
 from lm_eval_duel.options import Options
@@ -92,4 +92,6 @@ def main(arguments: Sequence[str]) -> None:
     from lm_eval.utils import setup_logging
 
     setup_logging()
-    print(plain_table([], inspect(options.name, model_args)))
+    described = inspect(options.name, model_args)
+    if process()[0] == 0:
+        print(plain_table([], described))

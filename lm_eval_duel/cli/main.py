@@ -7,7 +7,7 @@ import sys
 import textwrap
 from importlib import metadata
 
-from lm_eval_duel.command_line import PROGRAM, ends
+from lm_eval_duel.command_line import PROGRAM, ends, process
 from lm_eval_duel.errors import UsageError, unknown
 from lm_eval_duel.tables import plain_table
 
@@ -28,6 +28,7 @@ COMMANDS = {  # name: (module below lm_eval_duel with its `main`, what it does)
     "frequencies": ("cli.frequencies", "count how often each token occurs in a text, for the rule pc"),
     "where": ("cli.where", "print the absolute path of the tasks, the recipes, a bundled checkpoint or its results"),
 }
+SHARED = ("run", "score", "sweep", "inspect")  # all processes of a launch take part; inspect: with tp_plan=auto
 PACKAGES = ("lm_eval", "torch", "transformers")
 
 
@@ -66,8 +67,11 @@ def main(arguments: list[str] | None = None) -> None:
     """Entry point of `lm-eval-duel`."""
     arguments = sys.argv[1:] if arguments is None else arguments
     name = arguments[0] if arguments else "--help"
+    rank, processes = process()
     with ends(own=name != "run"):
-        if name in ("-h", "--help"):
+        if rank and name not in SHARED:
+            print(f"{PROGRAM}: process {rank} of {processes} has nothing to do: the first does it.", file=sys.stderr)
+        elif name in ("-h", "--help"):
             print(overview())
         elif name == "--version":
             print(version())

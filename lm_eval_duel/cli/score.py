@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.arguments import count
-from lm_eval_duel.command_line import Parser, file_to_write
-from lm_eval_duel.errors import usage
+from lm_eval_duel.command_line import Parser, file_to_write, process
+from lm_eval_duel.errors import DuelError, too_few_documents, usage
 from lm_eval_duel.estimators.registry import Kind, find
 from lm_eval_duel.harness.key_values import key_values
 from lm_eval_duel.options import Options
@@ -88,7 +88,8 @@ def main(arguments: Sequence[str]) -> None:
 
     setup_logging()
     lm = DuelMDM(**options.model)
-    rows = score(lm, texts)
+    if (rows := score(lm, texts)) is None:
+        return
     info = lm.get_model_info()
     figures = {
         "fingerprint": info["fingerprint"],
@@ -130,6 +131,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--batch_size", default="auto", help="rows of max_length per network call (auto)")
     options = parser.parse_args(arguments)
     options.limit = count("--limit", options.limit)
+    if "-" in options.files and process()[1] > 1:
+        raise DuelError("Standard input (-) cannot be read by several processes; name a file.")
     for flag in ("json", "csv"):
         if getattr(options, flag) is not None:
             file_to_write(f"--{flag}", getattr(options, flag))
@@ -149,19 +152,27 @@ def kind(estimator: str, spec: Mapping[str, str]) -> str:
     return value.value
 
 
-def score(lm: DuelMDM, texts: Sequence[own_text.OwnText]) -> list[Row]:
-    """The score of each text under a model of the harness."""
+def score(lm: DuelMDM, texts: Sequence[own_text.OwnText]) -> list[Row] | None:
+    """The score of each text under a model of the harness; None on ranks other than the first.
+
+    Raises DuelError for fewer texts than ranks.
+    """
     from lm_eval_duel.harness import versions
     from lm_eval_duel.tasks import sizes
 
-    requests = [
-        versions.request("loglikelihood_rolling", {"text": text}, (text,), TASK, n) for n, (_, text) in enumerate(texts)
-    ]
+    if len(texts) < lm.world_size:
+        raise too_few_documents("The input", len(texts), lm.world_size)
+    mine = lm.ranks.deal([1 + len(text) for _, text in texts])
+    requests = [versions.request("loglikelihood_rolling", {"text": texts[n][1]}, (texts[n][1],), TASK, n) for n in mine]
     answers = lm.loglikelihood_rolling(requests)
-    return [
-        Row(name, float(answer), Size(answer.tokens, *sizes(text)), answer.stderr)
-        for (name, text), answer in zip(texts, answers, strict=True)
-    ]
+    rows = {
+        n: Row(texts[n][0], float(answer), Size(answer.tokens, *sizes(texts[n][1])), answer.stderr)
+        for n, answer in zip(mine, answers, strict=True)
+    }
+    if (shares := lm.gather_object(rows)) is None:
+        return None
+    every = {n: row for share in shares for n, row in share.items()}
+    return [every[n] for n in range(len(texts))]
 
 
 def _total(lm: DuelMDM, rows: Sequence[Row]) -> dict[str, Any]:

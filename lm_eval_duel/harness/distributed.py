@@ -1,20 +1,23 @@
 """The ranks of accelerate or torchrun.
 
-The harness gives every nth document to rank n. No rank waits for another one while it answers requests. The little that
-ranks exchange (numbers and results) goes over gloo, also on GPUs: over TCP a process that has ended is noticed at once,
-on any machine.
+The harness gives every nth document to rank n. `Ranks.deal` shares out what the harness does not: a sweep, and `score`.
+No rank waits for another one while it computes. The little that ranks exchange (numbers and results) goes over gloo,
+also on GPUs: over TCP a process that has ended is noticed at once, on any machine.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
+import heapq
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from lm_eval_duel import signals
 from lm_eval_duel.errors import DuelError
 
 TIMEOUT = datetime.timedelta(weeks=52)  # a rank that has finished waits for the slowest one, however long that takes
@@ -49,6 +52,7 @@ class Ranks(NamedTuple):
         process, processes = accelerator.process_index, accelerator.num_processes
         leaders = list(range(0, processes, group_size))
         group = torch.distributed.new_group(leaders, backend="gloo", timeout=TIMEOUT)
+        atexit.register(_leave, group)
         return cls(
             str(accelerator.device),
             process // group_size,
@@ -56,6 +60,20 @@ class Ranks(NamedTuple):
             group,
             leads=process % group_size == 0,
         )
+
+    def deal(self, costs: Sequence[float]) -> list[int]:
+        """The indices of the items that this rank computes, in order. `costs`: of all items, equal on all ranks.
+
+        The most expensive item goes first, each to the rank with the least work so far (ties: to the lowest).
+        """
+        work = [(0.0, rank) for rank in range(self.world_size)]
+        mine = []
+        for n in sorted(range(len(costs)), key=lambda n: -costs[n]):
+            total, rank = work[0]
+            heapq.heapreplace(work, (total + costs[n], rank))
+            if rank == self.rank:
+                mine.append(n)
+        return sorted(mine)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensors of all ranks, concatenated."""
@@ -77,6 +95,14 @@ class Ranks(NamedTuple):
             torch.distributed.gather_object(obj, objects, dst=process, group=self.group)
         return objects
 
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """The objects of all ranks, on every rank."""
+        objects = [obj] * self.world_size
+        if self.world_size > 1:
+            with self.waiting():
+                torch.distributed.all_gather_object(objects, obj, group=self.group)
+        return objects
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.world_size > 1:
@@ -89,8 +115,16 @@ class Ranks(NamedTuple):
         try:
             yield
         except RuntimeError as error:
+            signals.check()  # the launcher has stopped all ranks
             raise DuelError(
                 f"Rank {self.rank} of {self.world_size} waited for the other ranks, and one of them has ended: look "
-                "for that rank's error, which is the cause. With --use_cache, finished requests are kept and the same "
-                f"command resumes the run. ({str(error).splitlines()[0]})"
+                "for that rank's error, which is the cause. Finished work is kept (of an evaluation: with --use_cache) "
+                f"and the same command resumes the run. ({str(error).splitlines()[0]})"
             ) from error
+
+
+def _leave(group: Any) -> None:
+    """Close the connections. If Python's exit does it, a process that has finished is aborted at times (torch 2.13)."""
+    if torch.distributed.is_initialized():
+        gloo = torch.distributed.get_backend() == "gloo"
+        torch.distributed.destroy_process_group(None if gloo else group)  # NCCL's own might wait for a lost process

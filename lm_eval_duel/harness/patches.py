@@ -42,7 +42,7 @@ from lm_eval.api.model import CacheHook, CachingLM
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 
-from lm_eval_duel.errors import DuelError
+from lm_eval_duel.errors import DuelError, too_few_documents
 from lm_eval_duel.harness.cache import ANSWER_TYPES, ResponseCache, unreadable
 
 FUNCTIONS = {"custom_dataset", "process_docs", "process_results", "class", "aggregation", "metric", "sampler"}
@@ -169,11 +169,7 @@ def _require_documents(task: Task, limit: int | None, samples: list[int] | None,
     count = len(samples) if samples else len(task.eval_docs)
     count = min(count, int(limit)) if limit and not samples else count
     if count < world_size:
-        raise DuelError(
-            f"Task {task.config.task} has {count} document{'s' * (count != 1)} here and this run has {world_size} "
-            f"processes: each needs at least one. Start at most {count} (--num_processes {count} of accelerate "
-            f"launch, --nproc-per-node {count} of torchrun), or raise --limit."
-        )
+        raise too_few_documents(f"Task {task.config.task}", count, world_size)
 
 
 def _open_cache(original: Callable[..., None], caching: CachingLM, lm: Any, cache_db: str, *args: Any) -> None:

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from lm_eval_duel import signals
+from lm_eval_duel.command_line import INTERRUPTED, process
 from lm_eval_duel.sweep.arguments import parse
-
-INTERRUPTED = 130  # the exit code of SIGINT
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -20,16 +20,20 @@ def main(arguments: Sequence[str]) -> None:
 
     try:
         sweep = Sweep(options)
-        report = sweep.run()
-    except KeyboardInterrupt:
+        with signals.deferred():
+            report = sweep.run()
+    except (KeyboardInterrupt, signals.Interrupted) as stop:
         out = Path(options.out)
         finished = len(list(out.glob("settings/*.json")))
         lines = sum(file.read_bytes().count(b"\n") for file in out.glob("parts/*.jsonl"))
+        rank, ranks = process()
+        name = f" (process {rank} of {ranks})" if ranks > 1 else ""
         print(
-            f"\nStopped. {out} keeps the finished work ({finished} settings; {lines} windows and samples); "
+            f"\nStopped{name}. {out} keeps the finished work ({finished} settings; {lines} windows and samples); "
             "run the same command to continue.",
             file=sys.stderr,
         )
-        sys.exit(INTERRUPTED)
-    tables.write(report, Path(options.out), options.figures, options.width)
-    print(tables.console(report))
+        sys.exit(stop.code if isinstance(stop, signals.Interrupted) else INTERRUPTED)
+    if sweep.ranks.rank == 0:
+        tables.write(report, Path(options.out), options.figures, options.width)
+        print(tables.console(report))

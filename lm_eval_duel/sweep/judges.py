@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Sequence
 
@@ -15,8 +14,6 @@ from lm_eval_duel.fingerprint import digest
 from lm_eval_duel.harness.text import Text
 from lm_eval_duel.sweep.arguments import MISSING_MAUVE
 
-log = logging.getLogger("lm_eval.duel_mdm")
-
 
 class Scorer:
     """An autoregressive model that scores texts, retokenized unless its tokenizer equals that of `written`."""
@@ -28,25 +25,25 @@ class Scorer:
         self.estimator = Autoregressive(denoiser)
         self.text = Text(self.tokenizer, denoiser, "independent", 1)
         self.same = self.text.fingerprint == written.fingerprint
-        self.notes: list[str] = []
         self.fingerprint = digest({**denoiser.describe(), **self.estimator.describe(), **self.text.describe()})
-        log.info(
-            "generative perplexity under %s, %s", name, "on the samples' ids" if self.same else "on retokenized text"
-        )
 
-    def __call__(self, samples: Sequence[Sequence[int]]) -> tuple[list[float], list[int]]:
-        """The log-probability of each sample and its number of tokens here; samples without tokens are left out."""
+    @property
+    def scored_text(self) -> str:
+        """What is scored, in words."""
+        return "on the samples' ids" if self.same else "on retokenized text"
+
+    def __call__(self, samples: Sequence[Sequence[int]]) -> tuple[list[float], list[int], int]:
+        """The log-probability of each sample and its number of tokens here; samples without tokens are left out.
+
+        The last number says how many samples are longer than a row and were scored in pieces.
+        """
         windows, owner = [], []
         for n, sample in enumerate(samples):
             ids = list(sample) if self.same else self.text.encode(decode(self.written, sample))
             pieces = self.text.document(ids)
             windows += pieces
             owner += [n] * len(pieces)
-        if cut := sum(count > 1 for count in Counter(owner).values()):
-            self.notes = [
-                f"{cut} texts are longer than the {self.text.capacity} positions of {self.name} and were scored in "
-                "separate pieces, so their generative perplexity is too high. Use a shorter --length."
-            ]
+        cut = sum(count > 1 for count in Counter(owner).values())
         log_probs, tokens = [0.0] * len(samples), [0] * len(samples)
         for n, window, score in zip(owner, windows, self.estimator.log_prob(windows), strict=True):
             log_probs[n] += score.log_prob
@@ -54,7 +51,14 @@ class Scorer:
         kept = [n for n, count in enumerate(tokens) if count]
         if not kept:
             raise DuelError(f"The samples have no token in the tokenizer of {self.name}.")
-        return [log_probs[n] for n in kept], [tokens[n] for n in kept]
+        return [log_probs[n] for n in kept], [tokens[n] for n in kept], cut
+
+    def note(self, cut: int) -> str:
+        """The note about texts that were scored in pieces."""
+        return (
+            f"{cut} texts are longer than the {self.text.capacity} positions of {self.name} and were scored in "
+            "separate pieces, so their generative perplexity is too high. Use a shorter --length."
+        )
 
 
 def mauve(samples: Sequence[str], references: Sequence[str], model: str, length: int, device: torch.device) -> float:

@@ -1,4 +1,8 @@
-"""The expensive parts: windows under rules, samples, bounds. Each result is saved as it comes, and computed once."""
+"""The expensive parts: windows under rules, samples, bounds. Each result is saved as it comes, and computed once.
+
+Ranks share the windows (all rules of a window together, so that states are shared as in one process) and the samples of
+each setting; `store.Journal` gives each rank the results of the others.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +38,7 @@ class Measuring:
     """Runs the network of `model` and keeps the results in `folder`. `base`: the spec without a rule."""
 
     def __init__(self, folder: Path, model: DuelMDM, base: dict[str, str]):
-        self.folder, self.model, self.base = folder, model, base
+        self.folder, self.model, self.base, self.ranks = folder, model, base, model.ranks
         options, estimator = model.options, model.estimator
         self.rows = {"batch_size": options.rows, "max_batch_size": options.max_batch_size}
         self.layout = {"block": estimator.block, "grid": estimator.grid, **self.rows}
@@ -57,6 +61,7 @@ class Measuring:
         for group in groups:
             left = [rule for rule in group if len(scores[str(rule)]) < len(windows)]
             todo = [n for n in range(len(windows)) if any(n not in scores[str(rule)] for rule in left)]
+            todo = self._deal(todo, windows)
             if not todo:
                 continue
             if left[0].state_only:
@@ -64,7 +69,7 @@ class Measuring:
             else:
                 estimator = Duel(self.model.denoiser, left[0], **self.layout)
             name = f"{what}, {left[0] if len(left) == 1 else f'{len(left)} rules'}"
-            with _bar(sum(len(windows[n].target) for n in todo) * len(left), name) as bar:
+            with self._bar(sum(len(windows[n].target) for n in todo) * len(left), name) as bar:
                 for n, score in estimator.stream([windows[n] for n in todo]):
                     values = {self._key(rule): value for rule, value in zip(left, _values(score, left), strict=True)}
                     line = {"window": todo[n], "rules": values, "states": getattr(score, "states", 0)}
@@ -73,6 +78,8 @@ class Measuring:
                     bar.nfe += sum(nfe for _, nfe, _ in line["rules"].values())
                     bar.set_postfix_str(f"NFE {bar.nfe:,}", refresh=False)
                     bar.update(len(windows[todo[n]].target) * len(left))
+        for line in journal.merge():
+            enter(line)
         return {text: [by_window[n] for n in range(len(windows))] for text, by_window in scores.items()}
 
     def sharing(self, windows: list[Window]) -> dict[str, int]:
@@ -87,44 +94,67 @@ class Measuring:
         return f"{rule} {spec['rule_code']}" if "rule_code" in spec else str(rule)
 
     def _journal(self, windows: list[Window]) -> store.Journal:
-        return store.Journal(self.folder, "windows", {**self.base, "windows": store.of_windows(windows)})
+        return self._open("windows", {**self.base, "windows": store.of_windows(windows)})
+
+    def _open(self, kind: str, about: dict[str, Any]) -> store.Journal:
+        return store.Journal(self.folder, kind, about, self.ranks)
+
+    def _deal(self, todo: list[int], windows: list[Window]) -> list[int]:
+        """This rank's share of the windows `todo`: a step of a rule evaluates the row, up to one step a token."""
+        return [todo[n] for n in self.ranks.deal([windows[n].length * len(windows[n].target) for n in todo])]
 
     def drawn(
-        self, duel: Duel, spec: dict[str, str], context: list[int], count: int, length: int
-    ) -> list[SampleRecord]:
-        """`count` samples of `length` tokens. A sample depends only on the spec, the draw seed and its number."""
+        self, settings: Sequence[tuple[Duel, dict[str, str]]], context: list[int], count: int, length: int
+    ) -> list[list[SampleRecord]]:
+        """`count` samples of `length` tokens under each spec.
+
+        A sample depends only on the spec, the draw seed and its number.
+        """
+        about = {"context": context, "length": length, "draw_seed": self.model.options.draw_seed}
+        journals = [self._open("samples", {**spec, **about}) for _, spec in settings]
+        for (duel, _), journal in zip(settings, journals, strict=True):
+            self._draw(duel, journal, context, count, length)
+        samples = []
+        for journal in journals:
+            journal.merge()
+            records = {line["key"]: _sample(line) for line in journal.lines}
+            samples.append([records[key] for key in range(count)])
+        return samples
+
+    def _draw(self, duel: Duel, journal: store.Journal, context: list[int], count: int, length: int) -> None:
+        """Add this rank's share of the samples that are missing."""
         seed, text = self.model.options.draw_seed, self.model.text
-        about = {**spec, "context": context, "length": length, "draw_seed": seed}
-        journal = store.Journal(self.folder, "samples", about)
-        samples = {line["key"]: _sample(line) for line in journal.lines}
-        todo = [key for key in range(count) if key not in samples]
-        if todo:
-            with _bar(len(todo) * length, f"samples of {duel.rule}") as bar:
-                stream = duel.stream_samples(
-                    [context] * len(todo), length, suffix=tuple(text.suffix), seed=seed, keys=todo
-                )
-                for n, sample in stream:
-                    line = {"key": todo[n], "tokens": sample.tokens, "log_prob": sample.log_prob, "nfe": sample.nfe}
-                    journal.add(line | {"text": text.tokenizer.decode(sample.tokens)})
-                    samples[todo[n]] = _sample(line)
-                    bar.nfe += sample.nfe
-                    bar.set_postfix_str(f"NFE {bar.nfe:,}", refresh=False)
-                    bar.update(length)
-        return [samples[key] for key in range(count)]
+        finished = {line["key"] for line in journal.lines}
+        todo = [key for key in range(count) if key not in finished]
+        todo = [todo[n] for n in self.ranks.deal([1] * len(todo))]
+        if not todo:
+            return
+        with self._bar(len(todo) * length, f"samples of {duel.rule}") as bar:
+            stream = duel.stream_samples([context] * len(todo), length, suffix=tuple(text.suffix), seed=seed, keys=todo)
+            for n, sample in stream:
+                line = {"key": todo[n], "tokens": sample.tokens, "log_prob": sample.log_prob, "nfe": sample.nfe}
+                journal.add(line | {"text": text.tokenizer.decode(sample.tokens)})
+                bar.nfe += sample.nfe
+                bar.set_postfix_str(f"NFE {bar.nfe:,}", refresh=False)
+                bar.update(length)
 
     def bounds(self, elbo: Elbo, windows: list[Window]) -> list[tuple[float, float | None]]:
         """The ELBO of each window in nats, with its Monte Carlo error."""
-        about = {**self.base, **elbo.describe(), "windows": store.of_windows(windows)}
-        journal = store.Journal(self.folder, "elbo", about)
-        bounds = {line["window"]: (line["log_prob"], line["stderr"]) for line in journal.lines}
-        todo = [n for n in range(len(windows)) if n not in bounds]
+        journal = self._open("elbo", {**self.base, **elbo.describe(), "windows": store.of_windows(windows)})
+        finished = {line["window"] for line in journal.lines}
+        todo = self._deal([n for n in range(len(windows)) if n not in finished], windows)
         if todo:
-            with _bar(sum(len(windows[n].target) for n in todo), f"elbo, {elbo.samples} draws") as bar:
+            with self._bar(sum(len(windows[n].target) for n in todo), f"elbo, {elbo.samples} draws") as bar:
                 for n, bound in elbo.stream([windows[n] for n in todo]):
-                    bounds[todo[n]] = (bound.log_prob, bound.stderr)
                     journal.add({"window": todo[n], "log_prob": bound.log_prob, "stderr": bound.stderr})
                     bar.update(len(windows[todo[n]].target))
+        journal.merge()
+        bounds = {line["window"]: (line["log_prob"], line["stderr"]) for line in journal.lines}
         return [bounds[n] for n in range(len(windows))]
+
+    def _bar(self, total: int, what: str) -> _Bar:
+        """The progress of this rank, shown by the first."""
+        return _Bar(total=total, desc=what, unit="tok", disable=self.ranks.rank != 0)
 
 
 def _values(score: WindowScore, left: Sequence[rules.Rule]) -> list[tuple[float, int, int | None]]:
@@ -139,7 +169,3 @@ def _sample(line: dict[str, Any]) -> SampleRecord:
 
 class _Bar(tqdm):
     nfe = 0
-
-
-def _bar(total: int, what: str) -> _Bar:
-    return _Bar(total=total, desc=what, unit="tok")

@@ -1,15 +1,20 @@
-"""One sweep: a network and a task's text, loaded once; then every setting, saved as soon as it is finished."""
+"""One sweep: a network and a task's text, loaded once; text under all rules, samples of all settings, their judges.
+
+Ranks of one launch do each of these together and wait for each other before the next. Windows and samples are dealt out
+(`measure`), and of the judges' work whole settings: their samples stay one batch, and MAUVE is of all of them.
+"""
 
 from __future__ import annotations
 
 import argparse
+import logging
 import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lm_eval_duel import fingerprint
+from lm_eval_duel import fingerprint, signals
 from lm_eval_duel.demo import BUNDLED
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
@@ -25,6 +30,8 @@ from lm_eval_duel.sweep.arguments import Setting, cap, capped
 from lm_eval_duel.sweep.measure import Measuring, SampleRecord
 from lm_eval_duel.sweep.shared import RuleScore
 
+log = logging.getLogger("lm_eval.duel_mdm")  # lm-eval prints its own loggers only
+
 VERSION = 2  # raised when a release changes the entries of a setting
 
 
@@ -39,11 +46,7 @@ class Sweep:
         metadata = {**arguments, **key_values("--metadata", options.metadata)}
         self.corpus = corpus.load(options.tasks, metadata, options.limit, options.include_path)
         self.model = model = DuelMDM(**model_args)
-        if model.world_size > 1:
-            raise DuelError(
-                "A sweep runs in one process, or in one group of processes that hold one network together "
-                "(tp_plan=auto without tp_size); start it without accelerate or torchrun."
-            )
+        self.ranks = model.ranks
         if model.denoiser.attention == "causal":
             raise DuelError("An autoregressive model has one order: there is nothing to sweep.")
         self.measuring = Measuring(self.folder, model, self.spec_without_rule())
@@ -52,6 +55,8 @@ class Sweep:
         for setting in self.settings:
             self.duel(setting)  # raises for a rule that this network cannot follow
         self.scorer = judges.Scorer(options.scorer, model.text, str(model.device)) if options.scorer else None
+        if self.scorer and self.ranks.rank == 0:
+            log.info("generative perplexity under %s, %s", options.scorer, self.scorer.scored_text)
         self.context = model.text.prompt("", options.length) if options.samples else []
         if options.samples and (count := len(self._pieces())) < options.samples:
             self.notes.append(
@@ -76,10 +81,13 @@ class Sweep:
         began = time.perf_counter()
         options = self.options
         kept = [store.finished(self.folder, self.inputs(setting)) for setting in self.settings]
-        left = [setting.rule for setting, done in zip(self.settings, kept, strict=True) if done is None]
-        scored = self.measuring.under(self.windows, left, f"text of {options.tasks}")
+        kept = self.ranks.all_gather_object(kept)[0]  # the files change as soon as a rank is ahead
+        left = [setting for setting, done in zip(self.settings, kept, strict=True) if done is None]
+        scored = self.measuring.under(self.windows, [setting.rule for setting in left], f"text of {options.tasks}")
+        drawn = self._drawn(left)
+        new, reference = self._described(left, scored, drawn)
         rows = [
-            done | self._named(setting) if done else self._setting(setting, scored[str(setting.rule)])
+            done | self._named(setting) if done else new[str(setting.rule)]
             for setting, done in zip(self.settings, kept, strict=True)
         ]
         tokens, units = sum(len(window.target) for window in self.windows), self.corpus.units
@@ -94,11 +102,11 @@ class Sweep:
             "scorer": options.scorer,
             "spec": self.spec_without_rule(),
             "settings": rows,
-            "reference": self._reference(),
-            "kl": self._kl(),
+            "reference": reference,
+            "kl": self._kl(drawn),
             "elbo": self._elbo(),
             "shared": self.measuring.sharing(self.windows),
-            "notes": self.notes + (self.scorer.notes if self.scorer else []),
+            "notes": self.notes + self._judges_notes([*(row["samples"] for row in rows), reference]),
         }
         return report | {"seconds": time.perf_counter() - began}
 
@@ -125,13 +133,29 @@ class Sweep:
             {**settings, "kl": sorted(options.pairs), "all": options.kl == "all", "elbo": options.elbo}
         )
 
-    def _setting(self, setting: Setting, scored: list[RuleScore]) -> dict[str, Any]:
+    def _described(
+        self, left: list[Setting], scored: dict[str, list[RuleScore]], drawn: dict[str, list[SampleRecord]]
+    ) -> tuple[dict[str, dict[str, Any]], dict[str, Any] | None]:
+        """The results of the settings that are `left`, by rule, and the statistics of the task's own text."""
+        jobs: list[Setting | None] = [*left, None]
+        mine: dict[int, Any] = {}
+        for n in self.ranks.deal([1] * len(jobs)):
+            signals.check()
+            setting = jobs[n]
+            if setting is None:
+                mine[n] = self._reference()
+            else:
+                mine[n] = self._setting(setting, scored[str(setting.rule)], drawn.get(str(setting.rule)))
+        results = {n: result for share in self.ranks.all_gather_object(mine) for n, result in share.items()}
+        return {str(setting.rule): results[n] for n, setting in enumerate(left)}, results[len(left)]
+
+    def _setting(self, setting: Setting, scored: list[RuleScore], drawn: list[SampleRecord] | None) -> dict[str, Any]:
         """The results of one setting, saved at once."""
         inputs = self.inputs(setting)
         content = self._named(setting) | {"rule": str(setting.rule)}
         content |= {"fingerprint": inputs["spec"], "inputs": inputs, "spec": self.spec(setting)}
         content["text"] = self._text(scored)
-        content["samples"] = self._samples(setting) if self.options.samples else None
+        content["samples"] = None if drawn is None else self._samples(drawn)
         store.write(store.setting_file(self.folder, inputs), store.dumps(content, indent=1) + "\n")
         return content
 
@@ -160,15 +184,23 @@ class Sweep:
             "near_ties": None if None in near_ties else sum(near_ties),
         }
 
-    def drawn(self, setting: Setting) -> list[SampleRecord]:
+    def _drawn(self, left: list[Setting]) -> dict[str, list[SampleRecord]]:
+        """The samples of the settings that are `left` or that KL compares, by rule."""
         options = self.options
-        return self.measuring.drawn(
-            self.duel(setting), self.spec(setting), self.context, options.samples, options.length
+        if not options.samples:
+            return {}
+        compared = {str(setting.rule) for setting in [*left, *self._compared()]}
+        chosen = [setting for setting in self.settings if str(setting.rule) in compared]
+        samples = self.measuring.drawn(
+            [(self.duel(setting), self.spec(setting)) for setting in chosen],
+            self.context,
+            options.samples,
+            options.length,
         )
+        return {str(setting.rule): records for setting, records in zip(chosen, samples, strict=True)}
 
-    def _samples(self, setting: Setting) -> dict[str, Any]:
-        """Statistics of this setting's samples."""
-        drawn = self.drawn(setting)
+    def _samples(self, drawn: list[SampleRecord]) -> dict[str, Any]:
+        """Statistics of a setting's samples."""
         length = self.options.length
         own, error = metrics.mean_error([-sample.log_prob / length for sample in drawn])
         return {
@@ -186,10 +218,15 @@ class Sweep:
         looks |= {"entropy_stderr": metrics.entropy_error(texts), "repetition_stderr": metrics.repetition_error(texts)}
         if self.scorer is None:
             return looks
-        log_probs, tokens = self.scorer(texts)
+        log_probs, tokens, cut = self.scorer(texts)
         per_token, error = ratio([-value for value in log_probs], tokens)
         judged = {"nll_per_token": per_token, "stderr": error, "tokens": sum(tokens), "same_ids": self.scorer.same}
+        judged |= {"cut": cut} if cut else {}
         return looks | {"generative": {"perplexity": perplexity(per_token), **judged}}
+
+    def _judges_notes(self, looks: Sequence[dict[str, Any] | None]) -> list[str]:
+        cut = sum(part["generative"].get("cut", 0) for part in looks if part and "generative" in part)
+        return [self.scorer.note(cut)] if self.scorer and cut else []
 
     def _pieces(self) -> list[tuple[int, ...]]:
         """The task's text in pieces as long as a sample, at most as many as there are samples.
@@ -209,17 +246,20 @@ class Sweep:
         texts = [[judges.decode(self.model.text, ids) for ids in group] for group in (drawn, self._pieces())]
         return judges.mauve(*texts, self.options.mauve_model, self.options.length, self.model.device)
 
-    def _kl(self) -> list[dict[str, Any]]:
-        """KL between settings, from samples of one scored under the other."""
+    def _compared(self) -> list[Setting]:
+        """The settings between which KL is computed."""
         every = self.options.kl == "all"
         block = self.model.estimator.block
         names = {cap(setting, block).name for setting in self.options.settings if setting.name in self.options.pairs}
         chosen = [setting for setting in self.settings if every or setting.name in names]
-        if not self.options.samples or len(chosen) < 2:
-            return []
+        return chosen if self.options.samples and len(chosen) > 1 else []
+
+    def _kl(self, samples: dict[str, list[SampleRecord]]) -> list[dict[str, Any]]:
+        """KL between settings, from samples of one scored under the other."""
+        chosen = self._compared()
         divergences, suffix = [], tuple(self.model.text.suffix)
         for a in chosen:
-            drawn = self.drawn(a)
+            drawn = samples[str(a.rule)]
             own = [sample.log_prob for sample in drawn]
             windows = [Window(tuple(self.context), sample.tokens, suffix) for sample in drawn]
             others = [b for b in chosen if b is not a]

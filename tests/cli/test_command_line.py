@@ -147,6 +147,18 @@ def test_help_says_what_is_printed_with_an_example(name, capsys):
         assert not re.findall(r"--[a-z]+-[a-z-]+", out.replace("lm-eval-duel", ""))
 
 
+def test_what_needs_one_process_runs_in_the_first(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    printed = []
+    for rank in ("0", "2"):
+        monkeypatch.setenv("RANK", rank)
+        program.main(["presets"])
+        printed.append(capsys.readouterr())
+    assert "llada" in printed[0].out and not printed[0].err
+    assert printed[1].out == ""
+    assert printed[1].err == "lm-eval-duel: process 2 of 3 has nothing to do: the first does it.\n"
+
+
 def test_hyphens_are_read_as_underscores():
     words = ["--batch-size", "3", "--textbook-steps=2", "--no-memory"]
     settings = parse_bench(words)

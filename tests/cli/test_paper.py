@@ -15,7 +15,7 @@ import yaml
 
 from lm_eval_duel import demo
 from lm_eval_duel.cli.main import main
-from lm_eval_duel.cli.paper import forecast, jobs, parse, recipes, verdict
+from lm_eval_duel.cli.paper import _planned, forecast, jobs, parse, recipes, verdict
 from lm_eval_duel.cli.paper.recipes import Job, Line
 from lm_eval_duel.cli.paper.verdict import Measured, judge
 from lm_eval_duel.command_line import Exit
@@ -27,6 +27,7 @@ from lm_eval_duel.report.published import PAPER_FILE
 PAPER = PAPER_FILE.parent
 TABLES = ("owt", "lm1b", "zero_shot", "samplers", "oracle", "8b")
 BUNDLED = demo.FOLDER / "results"
+PLAN = parse(["owt", "--plan"])[0]
 COLUMNS = "model,estimator,rule,block,task,metric,value,source,table,recipes"
 
 
@@ -284,9 +285,36 @@ def test_a_reason_is_one_line(tmp_path):
     log = tmp_path / "log"
     log.write_text("Traceback\nlm-eval-duel: No hub.\nprogress 5%\n")
     assert jobs.reason(log, 1) == "No hub."
+    log.write_text("lm-eval-duel: No hub.\nlm-eval-duel: Rank 0 of 2 waited for the other ranks, and one has ended.\n")
+    assert jobs.reason(log, 1) == "No hub.", "the first of several processes"
     log.write_text("Traceback\ntorch.OutOfMemoryError: CUDA out of memory.\n\n")
     assert jobs.reason(log, 1) == "torch.OutOfMemoryError: CUDA out of memory."
     assert jobs.reason(log, -9) == "killed by SIGKILL (probably out of memory)"
+
+
+def test_several_processes_share_a_job(tmp_path):
+    settings = jobs.Settings(tmp_path, processes=8)
+    for config, count in (({"model": "duel-mdm"}, 8), ({"model": "duel-mdm", "limit": 3}, 3), ({"model": "hf"}, 1)):
+        assert settings.processes_of(Job("t/r", "task", config)) == count
+    first, second = jobs.environments(2)
+    assert (first["RANK"], second["LOCAL_RANK"], second["WORLD_SIZE"]) == ("0", "1", "2")
+    assert first["MASTER_PORT"] == second["MASTER_PORT"] and jobs.environments(1) == [None]
+
+
+def test_a_process_that_fails_ends_the_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(jobs, "EVERY", 0.05)
+    log = tmp_path / "log"
+    log.touch()
+    code = "import os, time; os._exit(3) if os.environ['RANK'] == '1' else time.sleep(60)"
+    processes = [subprocess.Popen([sys.executable, "-c", code], env=env) for env in jobs.environments(2)]
+    assert jobs._wait(processes, log) == 3
+    assert [process.returncode for process in processes] == [-signal.SIGTERM, 3]
+
+
+def test_it_starts_its_processes_itself(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(UsageError, match="start it without torchrun or accelerate, with --num_processes 4"):
+        parse(["owt"])
 
 
 # ---------------------------------------------------------------- forecasts
@@ -306,6 +334,9 @@ def test_forecasts_are_those_of_plan(capsys):
     main(["paper", "lm1b", "--plan", "--rows", "mdlm_duel", "--limit", "10"])
     printed = capsys.readouterr().out  # without weights: the recipe's comment has the config.json
     assert "1 run, 10 windows" in printed and "1,270" in printed and "about" in printed
+    slow = lines("samplers", "--rows", "greedy_k1")
+    alone, eight = (_planned(slow, jobs.Settings(Path("none"), processes=n), PLAN) for n in (1, 8))
+    assert "8 devices" in eight and alone != eight
 
 
 # ---------------------------------------------------------------- whole runs
@@ -364,13 +395,19 @@ def test_a_run_stops_and_resumes(wrapped, tmp_path):
 
 @pytest.mark.slow
 def test_a_subset_of_the_corrected_convention_without_samples(wrapped, tmp_path):
-    """8 of the rows and no samples: the standard error comes from windows. A missing data set is a failure."""
+    """8 of the rows on two processes, and no samples: the standard error comes from windows.
+
+    A missing data set is a failure.
+    """
     folder, copies = wrapped
     more = ("--given", "--limit", 8, "--no_samples", "--rows", "mdm_duel")
-    subprocess.run(command(folder, copies, tmp_path, *more), check=True, timeout=60)
+    subprocess.run(command(folder, copies, tmp_path, *more, "--num_processes", 2), check=True, timeout=120)
     (line,) = json.loads((tmp_path / "paper.json").read_text())["lines"]
     assert line["row"] == "w/given/mdm_duel" and line["subset"] and line["documents"] == 8 < line["of"]
     assert line["verdict"] in ("agrees", "differs") and line["stderr"] > 0 and not list(tmp_path.rglob("samples_*"))
+    (results,) = tmp_path.rglob("results_*.json")
+    assert len(json.loads(results.read_text())["config"]["duel"]["balance"]["rows"]["ranks"]) == 2
+    assert len(list(tmp_path.rglob("*_rank*.db"))) == 2
     broken = command(folder, folder, tmp_path / "broken", "--rows", "mdm_duel")
     done = subprocess.run(broken, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 1 and "FAILED: No copy of ag_news" in done.stdout and "1 of 1 runs" in done.stderr

@@ -6,10 +6,11 @@ import math
 
 import pytest
 import tiny
+from harness_runs import TORCHRUN, launch
 
 from lm_eval_duel import Duel
 from lm_eval_duel.cli import score
-from lm_eval_duel.errors import UsageError
+from lm_eval_duel.errors import DuelError, UsageError
 
 TEXTS = ["a b c d e", "the of and a b c d e a b c d e the of and", "a"]
 
@@ -103,3 +104,29 @@ def test_wrong_arguments_fail_before_anything_is_loaded(arguments, message):
 def test_a_missing_file_fails_before_the_model_is_loaded(tmp_path):
     with pytest.raises(UsageError, match="matches no file"):
         score.main([str(tmp_path / "none.txt"), "--model_args", "pretrained=/no/such/model"])
+
+
+@pytest.mark.slow
+def test_two_processes_score_what_one_scores(folder, texts, tmp_path, capsys):
+    model = f"pretrained={folder},rule=margin,block=4,dtype=float64"
+    shown = run(texts, "--lines", "--model_args", model, "--json", str(tmp_path / "one.json"), capsys=capsys)
+    more = ("--lines", "--model_args", model, "--device", "cpu", "--json", str(tmp_path / "two.json"))
+    (status,), printed = launch(TORCHRUN, 2, "lm_eval_duel", "score", texts, *more)
+    assert status == 0 and printed.count(" ".join(shown.split())) == 1, printed[-3000:]
+    one, two = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two"))
+    for first, second in zip([*one["documents"], one["total"]], [*two["documents"], two["total"]], strict=True):
+        assert second == {
+            name: pytest.approx(value, abs=1e-9) if isinstance(value, float) else value for name, value in first.items()
+        }
+    assert one["spec"] == two["spec"]
+
+
+def test_processes_without_a_document_or_with_one_standard_input(folder, monkeypatch):
+    class Two:
+        world_size = 2
+
+    with pytest.raises(DuelError, match="The input has 1 document here and this run has 2 processes"):
+        score.score(Two(), TEXTS[:1])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match=r"Standard input \(-\) cannot be read by several processes; name a file"):
+        score.parse(["-"])

@@ -9,6 +9,7 @@ Each row is a recipe (recipes/*/*.yaml). What is finished is not run again.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from lm_eval_duel.arguments import count
 from lm_eval_duel.cli.paper import forecast, jobs, page, recipes, verdict
 from lm_eval_duel.cli.paper.jobs import Settings
 from lm_eval_duel.cli.paper.recipes import Choice, Job, Line
-from lm_eval_duel.command_line import FAILED, PROGRAM, Parser, folder_to_write
+from lm_eval_duel.command_line import FAILED, PROGRAM, Parser, folder_to_write, process
 from lm_eval_duel.errors import DuelError, usage
 from lm_eval_duel.harness.key_values import key_values
 from lm_eval_duel.tables import one_line
@@ -29,9 +30,9 @@ KEY = ("table", "row", "task", "estimator", "rule")  # of a line of paper.json
 OUT, TOLERANCE = "paper", 1.0
 PRINTS = f"""\
 Prints a line for each figure of the tables: published, measured, difference, standard error over documents, how many
-documents were scored, and a verdict. Each row is run in a process of its own; results, logs and response caches are
-kept in --out, so after Ctrl-C the same command continues, and finished rows are not run again. A row that fails is
-reported, and the others are still run; the exit code is then {FAILED}.
+documents were scored, and a verdict. Each row is run in a process of its own (--num_processes 8: in eight, a GPU each);
+results, logs and response caches are kept in --out, so after Ctrl-C the same command continues, and finished rows are
+not run again. A row that fails is reported, and the others are still run; the exit code is then {FAILED}.
 Writes DIR/paper.md and DIR/paper.json (everything measured in DIR so far), and DIR/results for `report` and
 `leaderboard`.
 """
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str]) -> None:
     with usage():
         lines = recipes.lines(choice)
     if options.plan:
-        print(_planned(lines, settings.out, options))
+        print(_planned(lines, settings, options))
         return
     failures: dict[str, str] = {}
     try:
@@ -61,6 +62,11 @@ def main(arguments: Sequence[str]) -> None:
 @usage()
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Choice, Settings]:
     """The parsed command line; raises UsageError for wrong arguments."""
+    if (processes := process()[1]) > 1:
+        raise DuelError(
+            "paper starts the processes of its runs itself: start it without torchrun or accelerate, with "
+            f"--num_processes {processes}."
+        )
     parser = Parser(
         "paper", "Measure the paper's tables and print published beside measured.", PRINTS, "owt --limit 16 --out paper"
     )
@@ -78,6 +84,12 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Choice, Setting
     add("--metadata", default="", help="of all tasks: data_dir=FOLDER (local copies of the data sets)")
     add("--device", help="cpu, cuda, cuda:1, ... (a GPU if there is one)")
     add("--batch_size", help="rows per network call (auto)")
+    add(
+        "--num_processes",
+        default="1",
+        metavar="N",
+        help="processes that share the documents of each run, a GPU each (1)",
+    )
     add("--no_samples", action="store_true", help="do not save documents: gigabytes for owt and lm1b")
     add("--recipes", metavar="FOLDER", help="other recipes, with a published.csv")
     add("--tflops", type=float, help="with --plan: the device's dense rate, as for plan")
@@ -102,7 +114,9 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Choice, Setting
         _weights(options),
     )
     recipes.lines(choice)
-    return options, choice, Settings(out, options.device, options.batch_size, not options.no_samples)
+    processes = count("--num_processes", options.num_processes) or 1
+    settings = Settings(out, options.device, options.batch_size, not options.no_samples, processes)
+    return options, choice, settings
 
 
 def _weights(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
@@ -217,15 +231,16 @@ def _earlier(file: Path, now: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _planned(lines: Sequence[Line], out: Path, options: argparse.Namespace) -> str:
+def _planned(lines: Sequence[Line], settings: Settings, options: argparse.Namespace) -> str:
     """The table of --plan."""
     rows: list[tuple[Line, forecast.Forecast | str]] = []
     for line in {_key(line.job): line for line in lines}.values():
-        if jobs.finished(line.job, out):
+        if jobs.finished(line.job, settings.out):
             rows.append((line, verdict.FINISHED))
             continue
         try:
-            rows.append((line, forecast.forecast(line.job, options.tflops, options.utilization)))
+            alone = forecast.forecast(line.job, options.tflops, options.utilization)
+            rows.append((line, dataclasses.replace(alone, hours=alone.hours / settings.processes_of(line.job))))
         except DuelError as error:
             rows.append((line, one_line(str(error).partition(". ")[0])))
-    return page.plans(rows, options.utilization)
+    return page.plans(rows, options.utilization, settings.processes)

@@ -1,20 +1,24 @@
-"""Runs jobs: `lm-eval-duel run` in a process of its own, whose memory is free again afterwards.
+"""Runs jobs: `lm-eval-duel run` in processes of its own, whose memory is free again afterwards.
 
-A job that has a results file is finished. An interrupted one continues from its response cache.
+Several processes find each other by the variables that torchrun sets, and share the documents as under torchrun. A job
+that has a results file is finished. An interrupted one continues from its response cache.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from lm_eval_duel._autoload import MODELS
 from lm_eval_duel.cli.paper.recipes import Job
 from lm_eval_duel.command_line import INTERRUPTED, PROGRAM
 from lm_eval_duel.errors import DuelError
@@ -32,6 +36,14 @@ class Settings:
     device: str | None = None
     batch_size: str | None = None
     samples: bool = True
+    processes: int = 1
+
+    def processes_of(self, job: Job) -> int:
+        """How many processes run a job: at most one for each document.
+
+        One for a model of the harness's own, which decides by the device whether it shares documents.
+        """
+        return min(self.processes, job.limit or self.processes) if job.config["model"] in MODELS else 1
 
 
 def finished(job: Job, out: Path) -> Path | None:
@@ -57,20 +69,50 @@ def run(job: Job, settings: Settings) -> str:
         return why
     config, log = write(job, settings), job.file(settings.out, ".log")
     with log.open("w", encoding="utf-8") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "lm_eval_duel", "run", "--config", str(config)], stdout=file, stderr=file
-        )
-        with _forwarded(process) as stopped:
-            while process.poll() is None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(EVERY)
-                _show(log)
+        command = [sys.executable, "-m", "lm_eval_duel", "run", "--config", str(config)]
+        processes = [
+            subprocess.Popen(command, stdout=file, stderr=file, env=environment)
+            for environment in environments(settings.processes_of(job))
+        ]
+        with _forwarded(processes) as stopped:
+            code = _wait(processes, log)
         _show(None)
-    if stopped or process.returncode == INTERRUPTED:
+    if stopped or code == INTERRUPTED:
         raise KeyboardInterrupt
-    if process.returncode or finished(job, settings.out) is None:
-        return reason(log, process.returncode)
+    if code or finished(job, settings.out) is None:
+        return reason(log, code)
     return ""
+
+
+def environments(processes: int) -> list[dict[str, str] | None]:
+    """The environment of each process, as torchrun sets it on one machine; None: that of this process."""
+    if processes == 1:
+        return [None]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    address |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    return [
+        {**os.environ, **address, **threads, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)
+    ]
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], log: Path) -> int:
+    """Wait until all processes have ended; the exit code of the first that failed, after which the others are ended."""
+    code = 0
+    while running := [process for process in processes if process.poll() is None]:
+        if not code and (code := _failure(processes)):
+            for process in running:
+                process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            running[0].wait(EVERY)
+        _show(log)
+    return code or _failure(processes)
+
+
+def _failure(processes: Sequence[subprocess.Popen[bytes]]) -> int:
+    return next((process.returncode for process in processes if process.returncode), 0)
 
 
 def write(job: Job, settings: Settings) -> Path:
@@ -99,19 +141,20 @@ def reason(log: Path, code: int) -> str:
         return f"killed by {name}" + (" (probably out of memory)" if name == "SIGKILL" else "")
     said = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     own = [line for line in said if line.startswith(f"{PROGRAM}: ")]
-    last = (own or said or ["it wrote no results"])[-1].removeprefix(f"{PROGRAM}: ")
+    last = (own[:1] or said or ["it wrote no results"])[-1].removeprefix(f"{PROGRAM}: ")  # others fail as it has ended
     return last if len(last) <= 2 * SHOWN else f"{last[: 2 * SHOWN]}..."
 
 
 @contextlib.contextmanager
-def _forwarded(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
-    """Pass SIGINT and SIGTERM on to the process, which keeps its work and ends; yields the signals that arrived."""
+def _forwarded(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
+    """Pass SIGINT and SIGTERM on to the processes, which keep their work and end; yields the signals that arrived."""
     arrived: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
         arrived.append(number)
-        with contextlib.suppress(ProcessLookupError):
-            process.send_signal(number)
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(number)
 
     before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -15,7 +15,7 @@ from lm_eval_duel.tables import markdown_table, plain_table
 
 HEADER = ("row", "task", "method", "published", "measured", "difference", "allowed", "+-", "documents", "verdict")
 PLAN_HEADER = ("row", "task", "windows", "calls", "rows", "time", "")
-RATES = f"Time at {{:.0%}} of the device's dense rate ({TFLOPS['float32']:g} TFLOP/s in float32, "
+RATES = f"Time{{1}} at {{0:.0%}} of the device's dense rate ({TFLOPS['float32']:g} TFLOP/s in float32, "
 RATES += f"{TFLOPS['bfloat16']:g} in bfloat16, an H200's); see --tflops, --utilization. Network calls: at least."
 AUTHORS = "Turok, De Sa and Kuleshov"
 COMMON = (
@@ -95,8 +95,8 @@ def markdown(lines: Sequence[Mapping[str, Any]], tolerance: float, heading: str)
     return "\n\n".join(parts) + "\n"
 
 
-def plans(lines: Iterable[tuple[Line, Forecast | str]], utilization: float) -> str:
-    """Forecasts as a table; a text instead of one says why there is none."""
+def plans(lines: Iterable[tuple[Line, Forecast | str]], utilization: float, devices: int = 1) -> str:
+    """Forecasts as a table, with hours on so many `devices`; a text instead of one says why there is none."""
     rows, forecasts = [], []
     for line, found in lines:
         if isinstance(found, str):
@@ -110,7 +110,7 @@ def plans(lines: Iterable[tuple[Line, Forecast | str]], utilization: float) -> s
     text = [plain_table(PLAN_HEADER, rows), ""]
     runs = f"{len(forecasts)} run{'s' * (len(forecasts) != 1)}"
     text.append(f"{runs}, {total['windows']:,} windows, {hours_as_text(total['hours'])}.")
-    text.append(RATES.format(utilization))
+    text.append(RATES.format(utilization, f" on {devices} devices" if devices > 1 else ""))
     if total["rough"]:
         text.append("about: the data set is not on this machine, and its size is known within a quarter.")
     return "\n".join(text)

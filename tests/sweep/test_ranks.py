@@ -1,0 +1,197 @@
+"""A sweep over ranks: what each of them computes, and that files and numbers are those of one process."""
+
+import copy
+import functools
+import json
+import subprocess
+import sys
+import threading
+import time
+
+import lm_eval.tasks
+import pytest
+import tiny
+import torch
+from harness_runs import TORCHRUN, launch
+from lm_eval.tasks import TaskManager
+
+from lm_eval_duel.cli.paper import jobs
+from lm_eval_duel.harness.distributed import Ranks
+from lm_eval_duel.sweep import main as sweep
+from lm_eval_duel.sweep import store
+
+# ------------------------------------------------------------ dealing
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("costs", [[], [1] * 7, [0, 0, 5], [9, 1, 1, 1, 1, 1, 1, 1], list(range(100))])
+def test_every_item_goes_to_one_rank_and_the_work_is_balanced(ranks, costs):
+    shares = [Ranks("cpu", rank, ranks).deal(costs) for rank in range(ranks)]
+    assert sorted(n for share in shares for n in share) == list(range(len(costs)))
+    assert all(share == sorted(share) for share in shares)
+    work = [sum(costs[n] for n in share) for share in shares]
+    assert max(work) - min(work) <= max(costs, default=0)
+
+
+def test_equal_items_are_dealt_in_turn():
+    assert [Ranks("cpu", rank, 3).deal([1] * 7) for rank in range(3)] == [[0, 3, 6], [1, 4], [2, 5]]
+
+
+# ------------------------------------------------------------ journals of several ranks, here of threads
+
+
+class Together:
+    """Threads that exchange objects as ranks do."""
+
+    def __init__(self, count):
+        self.barrier, self.objects = threading.Barrier(count, timeout=20), [None] * count
+
+    def rank(self, rank):
+        def all_gather_object(obj):
+            self.objects[rank] = obj
+            self.barrier.wait()
+            objects = copy.deepcopy(self.objects)
+            self.barrier.wait()
+            return objects
+
+        ranks = type("Ranks", (), {})()
+        ranks.rank, ranks.all_gather_object = rank, all_gather_object
+        return ranks
+
+
+def run(count, work):
+    """work(ranks) of each rank, in order."""
+    together, results = Together(count), [None] * count
+
+    def call(rank):
+        results[rank] = work(together.rank(rank))
+
+    threads = [threading.Thread(target=call, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_ranks_write_the_file_of_one_process(tmp_path):
+    def work(ranks, merges=True):
+        journal = store.Journal(tmp_path, "windows", {"spec": 1}, ranks)
+        before = {line["window"] for line in journal.lines}
+        for n in range(6):
+            if n % 3 == ranks.rank and n not in before:
+                journal.add({"window": n})
+        if merges:
+            journal.merge()
+        return before, {line["window"] for line in journal.lines}
+
+    stopped = run(3, functools.partial(work, merges=False))
+    assert stopped == [(set(), {0, 3}), (set(), {1, 4}), (set(), {2, 5})]
+    assert len(list(tmp_path.rglob("*.jsonl"))) == 3
+    (cut, *_) = tmp_path.rglob("*.rank2.jsonl")
+    cut.write_text(cut.read_text() + '{"window": 7')  # killed while it wrote
+    expected = {0, 1, 2, 3, 4, 5}
+    assert run(2, work) == [(expected, expected)] * 2, "another number of processes finds all of it"
+    (file,) = tmp_path.rglob("*.jsonl")
+    lines = file.read_text().splitlines()
+    assert len(lines) == 6
+    twice = file.with_name(f"{file.stem}.rank1.jsonl")
+    twice.write_text(f"{lines[0]}\n")  # killed after its lines were moved
+    assert len(store.Journal(tmp_path, "windows", {"spec": 1}).lines) == 6 and not twice.exists()
+
+
+# ------------------------------------------------------------ the command, on the real launchers
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("networks")
+    return {"mdm": tiny.checkpoint(folder / "mdm", "distilbert"), "ar": tiny.checkpoint(folder / "ar", "gpt2")}
+
+
+@pytest.fixture
+def one_process(monkeypatch):
+    """A sweep in this process, without the harness's own tasks."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", functools.partial(TaskManager, include_defaults=False))
+    yield sweep
+    torch.set_num_threads(threads)
+
+
+def words(network, out, *more):
+    model = f"pretrained={network},block=4,dtype=float64"
+    rules = ["--rules", "greedy,klass:mu=0.3:nu=0.5", "--k", "1,2", "--mu", "0.2"]
+    return ["--model_args", model, "--tasks", "sotu", *rules, "--device", "cpu", "--out", str(out), *more]
+
+
+def content(out):
+    """All that a sweep wrote, without the time it took; lines of journals in order."""
+    files = {}
+    for path in sorted(out.rglob("*")):
+        name = path.relative_to(out).as_posix()
+        if path.suffix == ".jsonl":
+            lines = sorted(map(json.loads, path.read_text().splitlines()), key=lambda line: json.dumps(line)[:30])
+            files[name] = lines
+        elif path.suffix == ".json":
+            files[name] = {**json.loads(path.read_text()), "seconds": 0, "folder": ""}
+        elif path.is_file():
+            files[name] = path.read_text() if path.suffix == ".md" else None
+    return files
+
+
+def flat(value, place=()):
+    """(place, leaf) of every leaf."""
+    if isinstance(value, dict | list):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        return {leaf: number for key, part in items for leaf, number in flat(part, (*place, key)).items()}
+    return {place: value}
+
+
+@pytest.mark.slow
+def test_two_processes_write_what_one_writes(folder, tmp_path, one_process, capsys):
+    """In float64, so that the noise of another batch is small; and one process finishes what two began."""
+    out = {name: tmp_path / name for name in ("one", "two")}
+    more = ("--limit", "3", "--samples", "3", "--length", "10", "--scorer", folder["ar"], "--elbo", "8")
+    one_process(words(folder["mdm"], out["one"], *more))
+    printed = capsys.readouterr().out.splitlines()[0]
+    (status,), said = launch(TORCHRUN, 2, "lm_eval_duel", "sweep", *words(folder["mdm"], out["two"], *more))
+    assert status == 0, said[-3000:]
+    assert said.count(" ".join(printed.split())) == 1, "the first prints"
+    assert said.count("text of sotu, 3 rules: 100%") == 1, "and shows progress"
+    one, two = (flat(content(path)) for path in out.values())
+    assert one.keys() == two.keys()
+    for place, value in one.items():
+        assert two[place] == (pytest.approx(value, abs=1e-9) if isinstance(value, float) else value), place
+    one_process(words(folder["mdm"], out["two"], *more))
+    assert content(out["two"])["parts/" + next((out["one"] / "parts").glob("elbo*")).name]  # nothing was added
+    assert flat(content(out["two"])).keys() == one.keys()
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_ends_the_others_and_one_process_resumes(folder, tmp_path, one_process):
+    more = ("--limit", "6", "--rules", "greedy", "--mu", "", "--model_args")
+    model = f"pretrained={folder['mdm']},block=4,dtype=float64,max_batch_size=1"  # one row a call: windows come slowly
+    command = [sys.executable, "-m", "lm_eval_duel", "sweep", *words(folder["mdm"], tmp_path / "cut", *more, model)]
+    first, second = (
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+        for environment in jobs.environments(2)
+    )
+    until = time.monotonic() + 120
+    while not list(tmp_path.glob("cut/parts/*.rank1.jsonl")) and time.monotonic() < until:
+        time.sleep(0.02)
+    second.kill()
+    second.communicate()
+    printed = first.communicate(timeout=120)[0]
+    assert first.returncode == 1 and not list(tmp_path.glob("cut/settings/*"))
+    assert "lm-eval-duel: Rank 0 of 2 waited for the other ranks, and one of them has ended" in printed
+    one_process([*words(folder["mdm"], tmp_path / "cut", *more, model)])
+    one_process([*words(folder["mdm"], tmp_path / "whole", *more, model)])
+    cut, whole = (content(tmp_path / name) for name in ("cut", "whole"))
+    assert cut.keys() == whole.keys(), "the files of ranks are gone"
+    for name, lines in whole.items():
+        if name.endswith(".jsonl"):
+            scored = [sorted((line["window"], *line["rules"]) for line in file) for file in (cut[name], lines)]
+            assert scored[0] == scored[1], "nothing was scored twice"
+    settings = [{s["name"]: s["text"]["log_prob"] for s in found["sweep.json"]["settings"]} for found in (cut, whole)]
+    assert settings[0] == pytest.approx(settings[1], abs=1e-9)
