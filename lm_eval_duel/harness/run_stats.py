@@ -19,6 +19,7 @@ from lm_eval_duel.engine.results import WindowScore, known_sum
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.estimators.base import Estimator, Value
 from lm_eval_duel.estimators.phases import Cost, Phases
+from lm_eval_duel.estimators.registry import ENTRIES, Drawn, Kind
 from lm_eval_duel.harness.trace import IMPOSSIBLE
 from lm_eval_duel.harness.verify import Verified
 from lm_eval_duel.rates import perplexity
@@ -143,16 +144,15 @@ class Total:
             **({} if self.phases is None else {"two_phase": self.phases.describe(costs)}),
         }
 
-    def in_words(self, tokens: int) -> str:
-        """A Monte Carlo ELBO or a two-phase estimate of `tokens` tokens with its standard error, for the log."""
+    def in_words(self, tokens: int, drawn: Drawn) -> str:
+        """A value that is drawn, of `tokens` tokens, with its standard error, for the log."""
         rate, error = -self.log_prob / tokens, self.stderr
         value = perplexity(rate)
         if error is None:
-            kind, drawn = ("Monte Carlo", "draws") if self.phases is None else ("sampling", "drawn blocks")
-            errors, note = (" +- ?", " +- ?"), f"{kind} error unknown: it takes at least 8 {drawn}"
+            errors, note = (" +- ?", " +- ?"), f"{drawn.error} error unknown: it takes at least 8 {drawn.units}"
         else:
             errors = (f" +- {error:.2f}", f" +- {value * error / tokens:.2f}")
-            note = "Monte Carlo standard error" if self.phases is None else "sampling standard error"
+            note = f"{drawn.error} standard error"
         note += "" if self.phases is None else f"; {self.phases.words}"
         return f"{self.log_prob:.2f}{errors[0]} nats, perplexity {value:.2f}{errors[1]} per token ({note})"
 
@@ -271,12 +271,15 @@ class RunStats:
     def log_lines(self, bound: str) -> list[str]:
         """For the log: near ties, estimates (`bound`: what kind of number an ELBO is), the balance of ranks."""
         lines = [self.near_ties] if self.near_ties else []
-        lines += [
-            f"{title} of {task}: {total.values[name].in_words(total.tokens)}"
-            for name, title in (("elbo", f"ELBO ({bound})"), ("two_phase", "two-phase estimate"))
-            for task, total in self.tasks.items()
-            if name in total.values and total.tokens
-        ]
+        for entry in ENTRIES:
+            if entry.drawn is None:
+                continue
+            title = entry.drawn.value + (f" ({bound})" if entry.kind is Kind.UPPER_BOUND else "")
+            lines += [
+                f"{title} of {task}: {total.values[entry.name].in_words(total.tokens, entry.drawn)}"
+                for task, total in self.tasks.items()
+                if entry.name in total.values and total.tokens
+            ]
         if self.ranks > 1:
             lines.append(self.balance)
             if self.verified.windows:
