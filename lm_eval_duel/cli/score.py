@@ -208,9 +208,9 @@ def table(figures: dict[str, Any]) -> str:
     lines = [plain_table(["document", *columns], cells), "", f"estimator={figures['estimator']}, {method}".rstrip(", ")]
     if figures["kind"] != Kind.LIKELIHOOD.value:
         lines[-1] += f" ({figures['kind']})"
-    drawn = {"elbo": "draws", "two_phase": "drawn blocks"}.get(figures["estimator"])
+    drawn = find(figures["estimator"]).drawn
     if drawn and total["log_prob_stderr"] is None:
-        lines.append(f"Monte Carlo error unknown: it takes at least 8 {drawn}")
+        lines.append(f"{drawn.error} error unknown: it takes at least 8 {drawn.units}")
     if total["bits_per_byte_stderr"] is not None:
         error = total["bits_per_byte_stderr"]
         lines.append(f"bits per byte {total['bits_per_byte']:.4f} +- {error:.4f} (standard error over documents)")

@@ -46,12 +46,24 @@ class Argument:
 
 
 @dataclasses.dataclass(frozen=True)
+class Drawn:
+    """What is random in the values of an estimator, in words."""
+
+    value: str  # what such a value is, in the log
+    units: str  # what is drawn; with fewer than 8 of them there is no standard error
+    error: str  # which error that is
+    argument: str = ""  # the model arg that says how many are drawn, if one does
+    no_error: str = "the results have none"  # why a report may lack the error
+
+
+@dataclasses.dataclass(frozen=True)
 class Entry:
     """One estimator.
 
     `target`: its class, as module:Class. `settings`: the other keywords of the class than grid and batch size, from
     the options. `arguments`: the model args that it reads and others do not; `unread`: those that it does not read.
-    `check` raises DuelError for options that it cannot follow.
+    `named`: how names of rows hold an argument, such as "{}" for key=value. `check` raises DuelError for options that
+    it cannot follow.
     """
 
     name: str  # as typed
@@ -62,16 +74,14 @@ class Entry:
     arguments: Mapping[str, Argument] = dataclasses.field(default_factory=dict)
     unread: tuple[str, ...] = ()
     decodes: bool = False  # its `is_greedy` says what decoding would write
+    follows_rule: bool = False  # its value is that of `rule`, or an estimate of it
+    drawn: Drawn | None = None  # None: its values depend on no random numbers
+    named: str = ""  # empty: names of rows hold no arguments
     causal: bool = False  # the network is read as an autoregressive one, whose blocks have one cell
     lattice: bool = False  # one run computes the values of all lattice estimators, and of the rules that it follows
     check: Callable[[Options], None] | None = None
     own_cache: bool = False  # `cache` is a setting of the estimator; the network is loaded without
     whole_texts: str = ""  # why it scores whole texts only, no continuations (loglikelihood); empty: it scores both
-
-    @property
-    def follows_rule(self) -> bool:
-        """Whether its value is that of `rule`, or an estimate of it."""
-        return self.name in ("duel", "two_phase")
 
     @property
     def title(self) -> str:
@@ -212,6 +222,7 @@ ENTRIES = (  # in the order of tables
         "lm_eval_duel.estimators.elbo:Elbo",
         _elbo_settings,
         ELBO_ARGUMENTS,
+        drawn=Drawn("ELBO", "draws", "Monte Carlo", argument="mc_samples"),
         unread=("rule", "block"),
         check=_check_elbo,
     ),
@@ -223,6 +234,7 @@ ENTRIES = (  # in the order of tables
         Kind.LIKELIHOOD,
         "lm_eval_duel.estimators.duel:Duel",
         lambda options: {"rule": options.rule, "block": options.block},
+        follows_rule=True,
         decodes=True,
     ),
     Entry(
@@ -232,6 +244,7 @@ ENTRIES = (  # in the order of tables
         "lm_eval_duel.estimators.sampled_confidence:SampledConfidence",
         lambda options: {"block": options.block, **options.estimator_args},
         SAMPLED_ARGUMENTS,
+        named="{}",
         unread=("rule",),
         decodes=True,
         check=_check_lattice,
@@ -243,6 +256,11 @@ ENTRIES = (  # in the order of tables
         "lm_eval_duel.estimators.two_phase:TwoPhase",
         _two_phase_settings,
         TWO_PHASE_ARGUMENTS,
+        follows_rule=True,
+        drawn=Drawn(
+            "two-phase estimate", "drawn blocks", "sampling", no_error="fewer than 8 drawn blocks: raise sample"
+        ),
+        named="two-phase, {}",
         check=_check_two_phase,
         own_cache=True,
         whole_texts=(

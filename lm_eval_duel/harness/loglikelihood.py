@@ -21,9 +21,9 @@ from lm_eval_duel.harness import versions
 from lm_eval_duel.harness.requests import named, named_windows
 from lm_eval_duel.harness.resume import Unfinished
 from lm_eval_duel.harness.run import Run
-from lm_eval_duel.harness.run_stats import Outcome
 from lm_eval_duel.harness.so_far import Document, SoFar, random_order
 from lm_eval_duel.harness.text import Text
+from lm_eval_duel.harness.totals import Outcome
 from lm_eval_duel.harness.verify import Verification
 from lm_eval_duel.tasks.columns import MADE, TOKENS
 from lm_eval_duel.tasks.gap import Gap

@@ -64,7 +64,7 @@ def _as_tasks(columns: Iterable[Column]) -> dict[str, Any]:
 
 def _identity(run: Run, entry: Entry) -> tuple:
     """What rows of several tasks share. The draws of an estimate belong to it."""
-    drawn = entry["stderr"] is not None or entry["stderr_reason"] or entry["estimator"] == "elbo"
+    drawn = entry["stderr"] is not None or entry["stderr_reason"] or registry.find(entry["estimator"]).drawn
     varies = {"estimator", "rule"} if drawn else VARIES
     spec = tuple(sorted((key, value) for key, value in run.spec.items() if key not in varies))
     return run.key, entry["estimator"], entry["rule"], entry["block"], spec

@@ -12,6 +12,7 @@ from typing import Any
 from lm_eval_duel import strict_json
 from lm_eval_duel.command_line import Parser, add_figures, figure_width, folder_to_write
 from lm_eval_duel.errors import DuelError, usage
+from lm_eval_duel.estimators import registry
 from lm_eval_duel.harness import trace
 from lm_eval_duel.report import (
     accuracy,
@@ -152,7 +153,8 @@ def _traces(runs: Sequence[read.Run], named: Sequence[str], notes: list[str]) ->
         spec = reveal_order.spec_of(traces.spec(path))
         summary = reveal_order.summary(traces.load(path), spec, str(path))
         parts = [label or path.stem, str(spec.get("estimator", ""))]
-        parts += [short(str(spec["rule"]))] if spec.get("estimator") in ("duel", "two_phase") and "rule" in spec else []
+        entry = registry.ESTIMATORS.get(str(spec.get("estimator")))
+        parts += [short(str(spec["rule"]))] if entry and entry.follows_rule and "rule" in spec else []
         parts += [f"block {spec['block']}"] if "block" in spec else []
         parts += [f"cache={spec['cache']}"] if "cache" in spec else []
         summary["label"] = ", ".join(filter(None, parts))

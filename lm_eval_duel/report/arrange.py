@@ -33,8 +33,7 @@ def table(rows: Iterable[Row], base: Run | None = None) -> tuple[list[Row], int 
         spec = tuple(sorted((k, v) for k, v in row.run.spec.items() if k not in VARIES))
         entry = registry.find(row.estimator)
         settings = () if entry.lattice else tuple(row.run.spec.get(key) for key in sorted(entry.arguments))
-        random = row.estimator in ("elbo", "two_phase")
-        drawn = tuple(row.run.spec.get(k) for k in sorted(VARIES)) if random else ()
+        drawn = tuple(row.run.spec.get(k) for k in sorted(VARIES)) if entry.drawn else ()
         key = (row.run.key, row.estimator, row.rule, row.block, spec, settings, drawn)
         if (first := kept.setdefault(key, row)) is not row:
             remarks.append(

@@ -175,12 +175,12 @@ def _entry(metric: str, row: Row, ar: bool, draws: np.ndarray | None) -> dict[st
 
 
 def _error_bound(row: Row, metric: str) -> float | None:
-    """An upper bound of the Monte Carlo error of an ELBO or a two-phase estimate; None if a value has no such error.
+    """An upper bound of the error of a value that is drawn, such as a Monte Carlo ELBO; None for other values.
 
     If the error itself is not known, the error over windows bounds it, since their spread contains that of the draws.
     Infinite if neither is known.
     """
-    if row.estimator not in ("elbo", "two_phase"):
+    if registry.find(row.estimator).drawn is None:
         return None
     known = row.error(metric, row.nats_stderr)
     bound = row.error(metric, row.window_stderr) if known is None else known
@@ -188,14 +188,14 @@ def _error_bound(row: Row, metric: str) -> float | None:
 
 
 def _no_error(row: Row, metric: str) -> str:
-    """Why a Monte Carlo ELBO or a two-phase estimate has no error; empty if it has one, and for other rows."""
-    if row.estimator not in ("elbo", "two_phase") or row.error(metric, row.nats_stderr) is not None:
+    """Why a value that is drawn has no error; empty if it has one, and for other rows."""
+    drawn = registry.find(row.estimator).drawn
+    if drawn is None or row.error(metric, row.nats_stderr) is not None:
         return ""
-    if row.estimator == "two_phase":
-        return "sampling error not known (fewer than 8 drawn blocks: raise sample)"
-    draws = row.run.spec.get("mc_samples", "?")
-    why = f"mc_samples={draws}; it takes 8 or more" if draws.isdecimal() and int(draws) < 8 else "the results have none"
-    return f"Monte Carlo error not known ({why})"
+    count = row.run.spec.get(drawn.argument, "")
+    few = count.isdecimal() and int(count) < 8
+    why = f"{drawn.argument}={count}; it takes 8 or more" if few else drawn.no_error
+    return f"{drawn.error} error not known ({why})"
 
 
 def _mark_best(entries: Sequence[dict[str, Any]]) -> None:

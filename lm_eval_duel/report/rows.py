@@ -15,11 +15,11 @@ from lm_eval_duel.rules import RULES
 from lm_eval_duel.rules.tables import adaptive, family, is_rule, short
 
 SEES_TRUTH = registry.Kind.NOT_A_LIKELIHOOD.value
-AMOUNTS = ("sample", "precision")  # of a two-phase estimate: its rows name them
 WHOLE = "whole target"  # block=none
 SAME = 1e-4  # relative difference up to which two ways to one value agree
 VARIES = {"estimator", "rule", "draw_seed", *registry.arguments()}  # entries of a spec that vary within one model
-NAMED = {"cache", *AMOUNTS, *registry.SAMPLED_ARGUMENTS}  # entries of a spec that every row names if it has them
+# entries of a spec that every row names if it has them
+NAMED = {"cache", *(key for entry in registry.ENTRIES if entry.named for key in entry.arguments)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,12 +68,10 @@ class Row:
     @property
     def aside(self) -> str:
         """Remarks other than estimator, rule, block and cache."""
-        spec = self.run.spec
-        named = registry.find(self.estimator).arguments
-        sampler = [f"{key}={spec[key]}" for key in named if key in NAMED & spec.keys() and key not in AMOUNTS]
-        amount = [f"two-phase, {key}={spec[key]}" for key in AMOUNTS if self.estimator == "two_phase" and key in spec]
+        spec, entry = self.run.spec, registry.find(self.estimator)
+        named = [entry.named.format(f"{key}={spec[key]}") for key in entry.arguments if key in spec]
         eps = f"eps={self.eps:g}: no bound" if self.eps else ""
-        return ", ".join(filter(None, [eps, *sampler, *amount, self.variant]))
+        return ", ".join(filter(None, [eps, *named, self.variant]))
 
     @property
     def name(self) -> str:
@@ -131,11 +129,11 @@ def of(run: Run, name: str, traced: Mapping[str, Mapping[int, float]] | None = N
             continue
         if key not in registry.ESTIMATORS and not is_rule(key):
             raise DuelError(f"{run.name}: {unknown('estimator or rule', key, [*registry.ESTIMATORS, *RULES])}")
-        estimator = key if key in registry.ESTIMATORS else "duel"
+        entry = registry.ESTIMATORS.get(key)  # None: a rule that a lattice followed
         row = dataclasses.replace(
             selected,
-            estimator=estimator,
-            rule=run.rule if key in ("duel", "two_phase") else key if estimator == "duel" else None,
+            estimator=key if entry else "duel",
+            rule=key if entry is None else run.rule if entry.follows_rule else None,
             log_prob=value.get("log_prob"),
             nats_stderr=value.get("stderr"),
             window_stderr=value.get("window_stderr"),

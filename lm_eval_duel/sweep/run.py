@@ -23,7 +23,7 @@ from lm_eval_duel.estimators.duel import Duel
 from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.harness.key_values import key_values
 from lm_eval_duel.harness.lm import DuelMDM
-from lm_eval_duel.harness.run_stats import Total
+from lm_eval_duel.harness.totals import Total
 from lm_eval_duel.rates import perplexity, ratio
 from lm_eval_duel.sweep import corpus, judges, metrics, store
 from lm_eval_duel.sweep.arguments import Setting, cap, capped

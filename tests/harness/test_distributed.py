@@ -15,7 +15,8 @@ from lm_eval_duel.harness import patches, trace
 from lm_eval_duel.harness.distributed import Ranks
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.harness.requests import Batch
-from lm_eval_duel.harness.run_stats import RunStats, Share, TaskTotal
+from lm_eval_duel.harness.run_stats import RunStats, Share
+from lm_eval_duel.harness.totals import TaskTotal
 from lm_eval_duel.harness.versions import request as make_request
 
 # ------------------------------------------------------------ requests that fill up a rank

@@ -6,6 +6,7 @@ import math
 import pytest
 from results import documents, edit, hf, ours
 
+from lm_eval_duel.estimators import registry
 from lm_eval_duel.report import figures, stats
 from lm_eval_duel.report import main as report
 
@@ -78,6 +79,29 @@ def test_an_estimate_of_unknown_error_says_so(tmp_path):
     text = (out / "report.md").read_text()
     assert "38.00 +- ?" in text and "+1.70 +- ?" in text  # its gap to the baseline, too
     assert row["gap_closed_stderr"] is None
+
+
+def test_an_estimate_of_ones_own_is_labelled_by_its_entry_alone(tmp_path, monkeypatch):
+    drawn = registry.Drawn("guess", "coins", "coin", argument="coins", no_error="nobody flipped")
+    settings = {"follows_rule": True, "drawn": drawn, "arguments": {"coins": registry.Argument(int)}, "named": "of {}"}
+    own = registry.Entry("guess", "Guess", registry.Kind.ESTIMATE, "my_guess:Guess", dict, **settings)
+    monkeypatch.setitem(registry.ESTIMATORS, "guess", own)
+    for coins, folder in (("4", "few"), ("40", "many")):
+        ours(
+            tmp_path / folder,
+            model=folder,
+            estimator="guess",
+            spec={"coins": coins, "rule": "margin:k=1"},
+            docs={"sotu": documents([-900.0, -950.0], [250, 250])},
+            duel={"rule": "margin:k=1"},
+        )
+    report([str(tmp_path / "few"), str(tmp_path / "many"), "--out", str(tmp_path / "out")])
+    rows = json.loads((tmp_path / "out" / "report.json").read_text())["tasks"]["sotu"]["rows"]
+    assert [(row["rule"], row["aside"], row["stderr_reason"]) for row in rows] == [
+        ("margin:k=1", "of coins=4", "coin error not known (coins=4; it takes 8 or more)"),
+        ("margin:k=1", "of coins=40", "coin error not known (nobody flipped)"),
+    ]
+    assert "Guess (of coins=4)" in (tmp_path / "out" / "report.md").read_text()
 
 
 def test_the_error_of_gap_closed_against_a_simulation():

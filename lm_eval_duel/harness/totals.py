@@ -1,0 +1,194 @@
+"""What requests contribute to the results of their task, and the totals of a task.
+
+What a request contributes is an `Outcome`, which counts the same whether it was computed now or read from a cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from lm_eval_duel.engine.results import WindowScore, known_sum
+from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.estimators.base import Estimator, Value
+from lm_eval_duel.estimators.phases import Cost, Phases
+from lm_eval_duel.estimators.registry import Drawn
+from lm_eval_duel.harness.trace import IMPOSSIBLE
+from lm_eval_duel.rates import perplexity
+
+
+class Outcome(NamedTuple):
+    """What one request contributes to the results."""
+
+    values: list[dict[str, Value]]  # of each window, by name; the request's answer is the sum of the first ones
+    near_ties: bool  # whether any of its windows has near ties
+
+    @classmethod
+    def of(cls, scores: Sequence[WindowScore], estimator: Estimator) -> Outcome:
+        """From the scores of a request's windows."""
+        return cls([estimator.values(score) for score in scores], any(score.near_ties for score in scores))
+
+    @property
+    def plain(self) -> tuple[Any, ...]:
+        """As plain values, for a response cache."""
+        return [{name: tuple(value) for name, value in values.items()} for values in self.values], self.near_ties
+
+    @classmethod
+    def read(cls, plain: Any, windows: int, names: Iterable[str]) -> Outcome | None:
+        """Read `plain`; None unless it holds values of these names for this number of windows."""
+        names = list(names)
+        try:
+            plain_values, near_ties = plain
+            values = [{name: Value(*window[name]) for name in names} for window in plain_values]
+        except (TypeError, ValueError, KeyError):
+            return None
+        complete = len(values) == windows and all(list(window) == names for window in plain_values)
+        intact = type(near_ties) is bool and all(_is_numeric(value) for window in values for value in window.values())
+        return cls(values, near_ties) if complete and intact else None
+
+    @property
+    def log_prob(self) -> float:
+        """The request's log-likelihood."""
+        return math.fsum(next(iter(values.values())).log_prob for values in self.values)
+
+    def stderr(self, windows: Sequence[Window]) -> float | None:
+        """The Monte Carlo error of `log_prob`, of these windows; None if there is none or it is unknown."""
+        total = Total()
+        for window, values in zip(windows, self.values, strict=True):
+            total.merge(Total.of(window, next(iter(values.values()))))
+        return total.stderr
+
+
+def _is_numeric(value: Value) -> bool:
+    """Whether a value is made of numbers, as an estimator's are."""
+    log_prob, stderr, nfe, phases = value
+    sums = phases is None or (len(phases) == len(Phases._fields) and all(type(n) in (int, float) for n in phases))
+    return type(log_prob) is float and type(stderr) in (float, type(None)) and type(nfe) in (int, type(None)) and sums
+
+
+@dataclasses.dataclass
+class Total:
+    """The sum of one value over windows."""
+
+    log_prob: float = 0.0
+    errors: dict[int, tuple[int, float]] | None = None  # hash of a window: (how often it came, its Monte Carlo error)
+    nfe: int | None = 0
+    windows: int = 0
+    squares: tuple[float, float, float] = (0.0, 0.0, 0.0)  # of log_prob, of log_prob x tokens, of tokens
+    phases: Phases | None = None  # of a two-phase estimate
+
+    @classmethod
+    def of(cls, window: Window, value: Value) -> Total:
+        """The value of one window."""
+        tokens = float(len(window.target))
+        phases = None if value.phases is None else Phases.read(value.phases)
+        error = value.stderr if phases is None else math.sqrt(phases.variance)
+        errors = None if error is None else {hash(window): (1, error)}
+        squares = value.log_prob**2, value.log_prob * tokens, tokens**2
+        return cls(value.log_prob, errors, value.nfe, 1, squares, phases)
+
+    def merge(self, other: Total) -> None:
+        """Add another sum to this one."""
+        if not self.windows:  # unknown in the first one: unknown in the sum
+            self.errors = None if other.errors is None else {}
+            self.nfe = None if other.nfe is None else 0
+            self.phases = None if other.phases is None else Phases()
+        self.log_prob += other.log_prob
+        self.nfe = known_sum(self.nfe, other.nfe)
+        self.windows += other.windows
+        self.phases = None if None in (self.phases, other.phases) else Phases.total([self.phases, other.phases])
+        self.squares = tuple(mine + theirs for mine, theirs in zip(self.squares, other.squares, strict=True))
+        if self.errors is None or other.errors is None:
+            self.errors = None
+            return
+        for window, (count, error) in other.errors.items():
+            self.errors[window] = (self.errors.get(window, (0, 0.0))[0] + count, error)
+
+    @property
+    def stderr(self) -> float | None:
+        """The Monte Carlo error of `log_prob`: equal windows have the same draws, so their errors are one error.
+
+        None: not known, for example because too few blocks of a two-phase estimate were drawn.
+        """
+        if self.errors is None or (self.phases is not None and self.phases.stderr is None):
+            return None
+        return math.sqrt(math.fsum((count * error) ** 2 for count, error in self.errors.values()))
+
+    def describe(self, tokens: int, costs: Mapping[str, Cost]) -> dict[str, Any]:
+        """For the results JSON of a task of `tokens` tokens; null, with the reason, if the sum is infinite.
+
+        `costs`: of each phase of a two-phase estimate.
+        """
+        if not math.isfinite(self.log_prob):
+            return {"log_prob": None, "stderr": None, "window_stderr": None, "nfe": self.nfe, "reason": IMPOSSIBLE}
+        return {
+            "log_prob": self.log_prob,
+            "stderr": self.stderr,
+            "window_stderr": self._over_windows(tokens),
+            "nfe": self.nfe,
+            "windows": self.windows,
+            **({} if self.phases is None else {"two_phase": self.phases.describe(costs)}),
+        }
+
+    def in_words(self, tokens: int, drawn: Drawn) -> str:
+        """A value that is drawn, of `tokens` tokens, with its standard error, for the log."""
+        rate, error = -self.log_prob / tokens, self.stderr
+        value = perplexity(rate)
+        if error is None:
+            errors, note = (" +- ?", " +- ?"), f"{drawn.error} error unknown: it takes at least 8 {drawn.units}"
+        else:
+            errors = (f" +- {error:.2f}", f" +- {value * error / tokens:.2f}")
+            note = f"{drawn.error} standard error"
+        note += "" if self.phases is None else f"; {self.phases.words}"
+        return f"{self.log_prob:.2f}{errors[0]} nats, perplexity {value:.2f}{errors[1]} per token ({note})"
+
+    def _over_windows(self, tokens: int) -> float | None:
+        """The standard error of `log_prob` over windows, as a ratio to tokens: how much other such windows would vary.
+
+        sqrt(n / (n - 1) sum over windows of (log_prob - rate tokens)^2), rate = log_prob / tokens of all n windows.
+        """
+        if self.windows < 2 or not tokens:
+            return None
+        rate, (squared, mixed, tokens_squared) = self.log_prob / tokens, self.squares
+        spread = squared - 2 * rate * mixed + rate**2 * tokens_squared
+        return (max(0.0, spread) * self.windows / (self.windows - 1)) ** 0.5
+
+
+@dataclasses.dataclass
+class TaskTotal:
+    """The sums of one task."""
+
+    documents: set[Any] = dataclasses.field(default_factory=set)
+    near_ties: set[Any] = dataclasses.field(default_factory=set)  # the documents that have any
+    requests: int = 0
+    windows: int = 0
+    tokens: int = 0
+    longest_document: int = 0  # tokens
+    values: dict[str, Total] = dataclasses.field(default_factory=dict)
+    costs: dict[str, Cost] = dataclasses.field(default_factory=dict)  # of each phase of a two-phase estimate
+
+    def merge(self, other: TaskTotal) -> None:
+        """Add the sums of other requests."""
+        self.documents |= other.documents
+        self.near_ties |= other.near_ties
+        for name in ("requests", "windows", "tokens"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.longest_document = max(self.longest_document, other.longest_document)
+        for name, total in other.values.items():
+            self.values.setdefault(name, Total()).merge(total)
+        for phase, cost in other.costs.items():
+            self.costs.setdefault(phase, Cost()).add(cost)
+
+    def describe(self) -> dict[str, Any]:
+        """For the results JSON."""
+        return {
+            "documents": len(self.documents),
+            "near_tie_documents": sorted(self.near_ties),
+            "requests": self.requests,
+            "windows": self.windows,
+            "tokens": self.tokens,
+            "longest_document": self.longest_document,
+            "values": {name: total.describe(self.tokens, self.costs) for name, total in self.values.items()},
+        }
