@@ -97,7 +97,7 @@ def release_with(end: Callable[[], None]) -> None:
 
 
 def _patch(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
-    """Replace a method by `replacement(original, self, ...)`, or a function of a module by one without self."""
+    """Replace a method by `replacement(original, self, ...)`, or a function by `replacement(original, ...)`."""
     original = getattr(owner, name)
     if hasattr(original, "lm_eval_duel_original"):
         return

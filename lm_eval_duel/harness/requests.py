@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,7 +14,10 @@ if TYPE_CHECKING:
 
 
 class Batch(NamedTuple):
-    """The distinct requests of one call, without those that the harness repeats to give all ranks equally many."""
+    """The distinct requests of one call, without those that the harness repeats to give all ranks equally many.
+
+    A task of two groups is loaded twice by lm-eval 0.5; its requests are scored and counted once.
+    """
 
     requests: list[Instance]
     repeats: list[int]  # of each request: how often it came before
@@ -23,19 +27,29 @@ class Batch(NamedTuple):
     def of(cls, requests: Sequence[Instance]) -> Batch:
         """A task repeats a request `repeats` times, as the same object; any more are padding of the rank."""
         batch = cls([], [], [])
-        copies: dict[int, list[int]] = {}
+        copies: dict[Any, list[int]] = {}  # of each distinct request: its repeats in the batch
+        came: Counter[int] = Counter()
         for request in requests:
-            indices = copies.setdefault(id(request), [])
-            if len(indices) < (request.repeats or 1):
-                batch.repeats.append(len(indices))
+            indices = copies.setdefault(_identity(request), [])
+            repeat = min(came[id(request)], (request.repeats or 1) - 1)
+            came[id(request)] += 1
+            if repeat == len(indices):
+                batch.repeats.append(repeat)
                 indices.append(len(batch.requests))
                 batch.requests.append(request)
-            batch.sources.append(indices[-1])
+            batch.sources.append(indices[repeat])
         return batch
 
     def spread(self, answers: Sequence[Any]) -> list[Any]:
         """An answer for each request of the call."""
         return [answers[index] for index in self.sources]
+
+
+def _identity(request: Instance) -> Any:
+    """Equal for requests with the same answer in the same task."""
+    if request.task_name is None or request.doc_id is None:
+        return id(request)
+    return request.task_name, request.doc_id, request.idx, repr(request.args)
 
 
 @contextlib.contextmanager

@@ -49,7 +49,7 @@ def of(run: Run) -> Provenance:
         _date(run.date),
         size if isinstance(size, int) and size > 0 else None,
         command(content, run),
-        {name: _dataset(content.object("configs").object(name)) for name in run.tasks},
+        {name: _dataset(content.object("configs").object(task.key)) for name, task in run.tasks.items()},
     )
 
 

@@ -13,7 +13,7 @@ from lm_eval_duel.estimators.registry import ESTIMATORS, canonical
 from lm_eval_duel.report import fields
 from lm_eval_duel.report.fields import Fields
 from lm_eval_duel.report.samples import WRITTEN
-from lm_eval_duel.report.task import Task, nans, task
+from lm_eval_duel.report.task import Task, keys, nans, task
 
 MODEL = "duel-mdm"
 AUTOREGRESSIVE = {  # names of --model in the harness, and the classes of model objects
@@ -188,7 +188,7 @@ def run(file: Path) -> Run:
         spec |= {"model_sha": config.text("model_sha")} if config.get("model_sha") else {}
     length = spec.get("max_length") if ours else content.get("max_length")
     groups = {name for name, parts in content.object("group_subtasks").items() if parts} | set(content.object("groups"))
-    tasks = {name: task(file, content, results.object(name), name) for name in results if name not in groups}
+    tasks = {name: task(file, content, name, key) for name, key in keys(content, groups).items()}
     result = Run(
         file=file,
         ours=ours,
@@ -207,7 +207,7 @@ def run(file: Path) -> Run:
         tasks={name: task for name, task in tasks.items() if task.metrics},
         others={name: task for name, task in sorted(tasks.items()) if not task.metrics},
         groups=tuple(sorted(groups & results.keys())),
-        nans=tuple(line for name in tasks for line in nans(results.object(name), name)),
+        nans=tuple(line for name, task in tasks.items() for line in nans(results.object(task.key), name)),
     )
     if result.estimator not in ESTIMATORS:
         raise DuelError(f"{file}: {unknown('estimator', result.estimator, ESTIMATORS)}")

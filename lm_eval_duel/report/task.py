@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,10 @@ class Score:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A task's part of a results file. `documents` is None if samples were not logged; `missing` then says so."""
+    """A task's part of a results file. `documents` is None if samples were not logged; `missing` then says so.
+
+    `key`: what the file calls it, see `keys`.
+    """
 
     name: str
     metrics: dict[str, float]
@@ -34,6 +38,7 @@ class Task:
     missing: str = ""
     scores: tuple[Score, ...] = ()  # metrics other than perplexity
     output_type: str = "loglikelihood_rolling"
+    key: str = ""
 
     @property
     def size(self) -> int | None:
@@ -42,26 +47,50 @@ class Task:
         return int(known) if known else (None if self.documents is None else len(self.documents))
 
 
-def task(file: Path, results: Fields, values: Fields, name: str) -> Task:
-    """Task `name` of the results file; `values` are its entries in `results`."""
-    config = results.object("config")
-    documents = results.object("n-samples").object(name).count("effective")
+def keys(results: Fields, groups: Collection[str]) -> dict[str, str]:
+    """The tasks of a results file, and what the file calls them.
+
+    lm-eval 0.5 calls a task of a group GROUP::TASK. It evaluates a task of two groups twice: equal values are shown
+    once, and different ones (a group may change its tasks) under the names in the file.
+    """
+    entries, configs = results.object("results"), results.object("configs")
+    same: dict[str, list[str]] = {}
+    for key in entries:
+        if key not in groups:
+            name = configs.object(key).text("task") if "::" in key else None
+            same.setdefault(name or key, []).append(key)
+    tasks = {}
+    for name, found in same.items():
+        values = [[pair for pair in entries.object(key).items() if _is_value(pair[0])] for key in found]
+        tasks |= {name: found[0]} if all(other == values[0] for other in values) else {key: key for key in found}
+    return tasks
+
+
+def _is_value(key: str) -> bool:
+    """Whether an entry of a task is that of a metric; standard errors are random."""
+    return "," in key and not key.partition(",")[0].endswith("_stderr")
+
+
+def task(file: Path, results: Fields, name: str, key: str) -> Task:
+    """Task `name` of the results file, which calls it `key`."""
+    config, values = results.object("config"), results.object("results").object(key)
+    documents = results.object("n-samples").object(key).count("effective")
     identity = {
         "documents": None if documents is None else str(documents),
         "limit": config.text("limit"),
-        "version": results.object("versions").text(name),
-        "shots": results.object("n-shot").text(name),
-        "hash": results.object("task_hashes").text(name),
+        "version": results.object("versions").text(key),
+        "shots": results.object("n-shot").text(key),
+        "hash": results.object("task_hashes").text(key),
     }
     identity = {key: value for key, value in identity.items() if value is not None}
-    output_type = results.object("configs").object(name).text("output_type") or "loglikelihood_rolling"
+    output_type = results.object("configs").object(key).text("output_type") or "loglikelihood_rolling"
     metrics = _metrics(values)
     rolling = output_type == "loglikelihood_rolling"
-    task = Task(name, metrics, identity, rolling, scores=_scores(values), output_type=output_type)
+    task = Task(name, metrics, identity, rolling, scores=_scores(values), output_type=output_type, key=key)
     if not metrics:
         return task
     date = WRITTEN.search(file.stem)  # --output_path may be a folder, or a file whose name precedes the date
-    samples_file = file.parent / f"samples_{name}_{date[0] if date else file.stem.removeprefix('results_')}.jsonl"
+    samples_file = file.parent / f"samples_{key}_{date[0] if date else file.stem.removeprefix('results_')}.jsonl"
     if not _exists(samples_file):
         return dataclasses.replace(task, missing=f"no samples of {name} next to it (run lm_eval with --log_samples)")
     return dataclasses.replace(task, documents=samples.documents(samples_file, rolling))

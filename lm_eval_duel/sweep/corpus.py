@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections import Counter
+from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
@@ -11,6 +12,11 @@ from lm_eval_duel.harness import versions
 from lm_eval_duel.harness.text import Text
 from lm_eval_duel.tasks import named as tasks
 from lm_eval_duel.tasks.columns import TOKENS
+from lm_eval_duel.tasks.metrics import sizes
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.task import Task
 
 UNITS = {"bits_per_byte": "bytes", "byte_perplexity": "bytes", "word_perplexity": "words"}
 
@@ -51,17 +57,22 @@ def load(name: str, metadata: dict[str, Any], limit: int | None, include_path: s
     if task.OUTPUT_TYPE != "loglikelihood_rolling":
         raise DuelError(f"'{name}' is a {task.OUTPUT_TYPE} task; a sweep scores whole texts (loglikelihood_rolling).")
     task.build_all_requests(limit=limit)
-    documents = [request.doc for request in task.instances]
-    units: dict[str, int] = {}
-    for document in documents:
-        results = task.process_results(document, [0.0])  # (nats, units) of each metric
-        counts = {UNITS[metric]: value[1] for metric, value in results.items() if metric in UNITS}
-        for unit, size in counts.items():
-            units[unit] = units.get(unit, 0) + size
+    documents, units = [request.doc for request in task.instances], Counter[str]()
+    for request in task.instances:
+        units.update(_units(task, request))
     return Corpus(
         str(task.config.task),
         task.VERSION,
         [versions.arguments(request)[0] for request in task.instances],
         [document.get(TOKENS) if isinstance(document, dict) else None for document in documents],
-        units,
+        dict(units),
     )
+
+
+def _units(task: Task, request: Instance) -> dict[str, int]:
+    """The bytes and words that the metrics of a document divide by."""
+    results = task.process_results(request.doc, [versions.answer(request, 0.0)])
+    if results is None:  # lm-eval 0.5, which counts them in its own metrics
+        (text,) = versions.arguments(request)
+        return dict(zip(("words", "bytes"), sizes(text), strict=True))
+    return {UNITS[metric]: value[1] for metric, value in results.items() if metric in UNITS}

@@ -69,6 +69,35 @@ def test_answers_to_padding_requests_are_not_scored():
     assert task.aggregate(bootstrap_iters=0)[0]["bits_per_byte,none"] == pytest.approx(1)
 
 
+def test_functions_of_a_yaml_file_are_imported(tmp_path):
+    """0.5.0.dev1 reads `!function metrics.mine` in a file that --tasks names as the text FOLDER/metrics.mine."""
+    (tmp_path / "metrics.py").write_text("def mine(doc, results):\n    return 7\n")
+    text = str(tmp_path / "metrics.mine")
+    config = {"process_results": text, "metric_list": [{"metric": "acc", "aggregation": text}], "dataset_path": text}
+    read = patches._with_functions({**config, "custom_dataset": "lm_eval_duel.tasks.sotu"})
+    assert read["process_results"](None, None) == read["metric_list"][0]["aggregation"](None, None) == 7
+    assert read["dataset_path"] == text, "a path, not a function"
+    assert read["metric_list"][0]["metric"] == "acc"
+    assert read["custom_dataset"] == "lm_eval_duel.tasks.sotu"
+
+
+@pytest.mark.skipif(not IS_0_5, reason="lm-eval 0.4.13 calls the model's own gather_object")
+def test_statistics_of_all_ranks_are_gathered():
+    """0.5.0.dev1 gathers itself, past the model, whose statistics travel along with what is gathered."""
+    from lm_eval import evaluator
+
+    class Model:
+        def gather_object(self, obj, dst=0):
+            return [obj, "and statistics"]
+
+    patches.apply()
+    model = Model()
+    patches.gather_with(model.gather_object)
+    assert evaluator.torch_gather_object({}, rank=0, world_size=2, dst=0) == [{}, "and statistics"]
+    del model  # another model's evaluation
+    assert evaluator.torch_gather_object({}, rank=0, world_size=1, dst=0) == [{}]
+
+
 def test_patches_are_applied_once():
     patches.apply()
     first = Task.build_all_requests, CachingLM.__init__

@@ -585,3 +585,30 @@ def test_reading_keeps_what_lm_eval_writes(tmp_path):
     file = made(tmp_path)
     found = read.run(file)
     assert found.whole_run_seconds == 20.5 and found.tasks["sotu"].size == 4 and found.duel["row_capacity"] == 1024
+
+
+@pytest.mark.parametrize(("other", "tasks"), [(20.0, ["sotu"]), (30.0, ["g::sotu", "h::sotu"])])
+def test_tasks_of_groups_have_their_own_names(tmp_path, other, tasks):
+    """lm-eval 0.5 calls a task of a group GROUP::TASK, and evaluates a task of two groups twice."""
+    file = ours(tmp_path, docs={"sotu": documents([-5, -7], [3, 4])})
+    whole = read.run(file)
+
+    def group(body):
+        body["group_subtasks"] = {name: [f"{name}::sotu"] for name in "gh"}
+        for key in ("results", "configs", "versions", "n-shot", "n-samples"):
+            entry = body[key].pop("sotu")
+            body[key] |= {"g": {"alias": "g"}} if key == "results" else {}
+            body[key] |= {f"{name}::sotu": copy.deepcopy(entry) for name in "gh"}
+        values = body["results"]["h::sotu"]
+        values["bits_per_byte_stderr,none"] = 0.1  # a bootstrap's, so another one each time
+        values["token_perplexity,none"] *= other / 20
+
+    edit(file, group)
+    samples = file.with_name(file.name.replace("results_", "samples_sotu_")).with_suffix(".jsonl")
+    samples.rename(samples.with_name(samples.name.replace("samples_sotu", "samples_g::sotu")))
+    found = read.run(file)
+    assert list(found.tasks) == tasks and found.groups == ("g",)
+    task = found.tasks[tasks[0]]
+    assert task.key == "g::sotu" and task.documents == whole.tasks["sotu"].documents
+    assert task.metrics == whole.tasks["sotu"].metrics and task.identity == whole.tasks["sotu"].identity
+    assert found.partial(tasks[0]) is False

@@ -59,12 +59,13 @@ class Verdict:
 def measured(line: Line, file: Path) -> Measured:
     """The value of a line in its job's results file; raises DuelError if the file does not hold it."""
     run = read.run(file)
-    metric = line.figure["metric"] if line.figure else next(iter(run.tasks[line.job.task].metrics))
+    task = run.tasks[line.job.task]
+    metric = line.figure["metric"] if line.figure else next(iter(task.metrics))
     row = next((row for row in rows.of(run, line.job.task) if _is_value(row, line)), None)
     if row is None or metric not in row.values:
         raise DuelError(f"{file} has no {metric} of this line.")
-    counts = fields.Fields(fields.load(file, read.RESULTS), str(file)).object("n-samples").object(line.job.task)
-    size = run.tasks[line.job.task].size or 0
+    counts = fields.Fields(fields.load(file, read.RESULTS), str(file)).object("n-samples").object(task.key)
+    size = task.size or 0
     return Measured(
         row.values[metric],
         over_documents(row, metric),
