@@ -102,8 +102,9 @@ def checkpoint_name(key: str, value: Any) -> str | None:
     if value is None or isinstance(value, (str, int, float, os.PathLike)):  # the harness reads 2024 as a number
         return text(key, value)
     raise DuelError(
-        f"'{key}' is a folder or hub name; got an object of the class {type(value).__name__}. Networks and tokenizers "
-        f"in memory are not supported yet: write it with save_pretrained(folder) and pass {key}=<folder>."
+        f"'{key}' is a folder or hub name; got an object of the class {type(value).__name__}. Write it "
+        f"with save_pretrained(folder) and pass {key}=<folder>, or score a network in memory from Python with "
+        "Duel.from_model(model, tokenizer)."
     )
 
 

@@ -13,7 +13,7 @@ GIVES = {
     "prefix": "another distribution, exactly",
     "dual": "another distribution, exactly",
     "two_phase": "an estimate of exact, with its error",
-    "elbo": "a lower bound, with its error",
+    "elbo": "a bound, with its error",
     "lattice": "all orders: oracle, mean and mixture",
 }
 
