@@ -115,8 +115,8 @@ def require_direction(denoiser: Denoiser, path: str, rows: torch.Tensor, logits:
     if denoiser.attention == "bidirectional" and difference == 0:
         raise DuelError(
             f"{path} is causal: its predictions ignore later tokens, so it is not a masked diffusion model. "
-            "If it is autoregressive, score it with estimator=ar. If its layers start at zero, train it for a few steps "
-            "first."
+            "If it is autoregressive, score it with estimator=ar. If its layers start at zero, train it for a few "
+            "steps first."
         )
     if denoiser.attention == "causal" and difference > _batch_tolerance(denoiser, logits):
         raise DuelError(

@@ -14,8 +14,8 @@ from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.denoisers.hf import device_map
 from lm_eval_duel.errors import DuelError
 
-
-RUNTIME = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache")  # in a config: not the network
+# entries of a config on which no number depends, or that are known otherwise
+RUNTIME = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache")
 
 
 def unwrapped(model: Any) -> Any:
@@ -81,9 +81,9 @@ def evaluating(
 
 
 def digest(module: torch.nn.Module) -> str:
-    """Twelve hexadecimal digits of all parameters and buffers (names, dtypes, shapes, values), and of what is no tensor.
+    """Twelve hexadecimal digits of all parameters and buffers: their names, dtypes, shapes and values.
 
-    That is the config, which says how many heads there are, and the scales of PEFT's adapters.
+    Also of the config, which says how many heads there are, and of the scales of PEFT's adapters.
     """
     config = getattr(module, "config", None)
     entries = config.to_dict() if hasattr(config, "to_dict") else {}
