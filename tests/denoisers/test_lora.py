@@ -230,7 +230,7 @@ def test_without_the_package(tmp_path, qwen3, monkeypatch):
 def test_adapters_outside_of_the_layers_are_refused(kind):
     config = getattr(peft, kind)(num_virtual_tokens=2, task_type="CAUSAL_LM")
     model = peft.get_peft_model(tiny.network("gpt2"), config)
-    with pytest.raises(DuelError, match="A P.*_TUNING adapter works outside of the network's layers"):
+    with pytest.raises(DuelError, match=r"A P.*_TUNING adapter works outside of the network's layers"):
         TextDuel.from_model(model, mask_token_id=4, attention="bidirectional")
 
 
