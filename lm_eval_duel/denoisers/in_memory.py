@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lm_eval_duel.denoisers import loading, self_tests, special_tokens, user_module
 from lm_eval_duel.denoisers.base import Denoiser
@@ -29,10 +30,11 @@ from lm_eval_duel.denoisers.cached.kept_keys import Past
 from lm_eval_duel.denoisers.hf import auto_model, families, masked_lm
 from lm_eval_duel.denoisers.hf.decoder import Decoder, trained_block
 from lm_eval_duel.denoisers.hf.remote_code import quirks_of
-from lm_eval_duel.denoisers.hub import find_mask_id
+from lm_eval_duel.denoisers.hub import find_mask_id, short_reason
 from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.denoisers.views import KeysValues
 from lm_eval_duel.denoisers.vocabulary import excluded_columns
+from lm_eval_duel.denoisers.wrappers.base import Wrapper
 from lm_eval_duel.errors import DuelError, unknown
 
 ARGUMENTS = (  # those of `load_options.NetworkArguments` that concern a network which is loaded already
@@ -70,7 +72,7 @@ def from_model(
             f"weights={DIGEST!r} hashes the parameters of a module, and {name} is a function: pass it as module=."
         )
     with torch.no_grad(), user_module.evaluating(module, options.device, autocast):
-        plain = _plain(bare, options, ids, self_tests)
+        plain = _plain(bare, options, ids, self_tests, module is not None)
     denoiser = InMemory(plain, module, name, weights, autocast)
     denoiser.special_tokens = special_tokens.expected(denoiser, tokenizer)
     return loading.wrapped(denoiser, options)
@@ -129,7 +131,9 @@ class InMemory(Denoiser):
         parameter = next(self.module.parameters(), None) if self.module is not None else None
         digested = self.weights == DIGEST and self.module is not None
         dtype = str(parameter.dtype if parameter is not None else torch.get_default_dtype()).removeprefix("torch.")
+        of_transformers = isinstance(self.plain, Function | masked_lm.MaskedLM | Decoder)  # or nothing to say
         described: dict[str, object] = {
+            **({} if of_transformers else self.plain.describe()),
             "denoiser": f"{self.path} in memory",
             "weights": user_module.digest(self.module) if digested else self.weights,
             "dtype": dtype if self.autocast is None else f"{dtype}, autocast to {self.autocast}".replace("torch.", ""),
@@ -158,8 +162,7 @@ class Function(Denoiser):
         positions = longest if longest < auto_model.UNBOUNDED else None
         auto_model.require_max_positions(options.name, options.max_length, positions)
         self.max_length = options.max_length or positions
-        first = torch.full((1, min(2, self.max_length)), self.mask_id, device=self.device)  # (1, L)
-        self.vocab_size = self.features(first, None).shape[-1]
+        self.vocab_size = self._first_call()
         tokens = set(tokenizer.get_vocab().values()) or set(range(self.vocab_size))
         self._excluded = excluded_columns(tokens, self.mask_id, self.vocab_size, self.path, self.device)
 
@@ -180,14 +183,32 @@ class Function(Denoiser):
     def head(self, features: torch.Tensor) -> torch.Tensor:
         return features
 
+    def _first_call(self) -> int:
+        """The columns of the logits of a first small row. Raises DuelError if they are not logits."""
+        first = torch.full((1, min(2, self.max_length)), self.mask_id, device=self.device)  # (1, L)
+        try:
+            logits = self.features(first, None)
+        except (DuelError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise DuelError(
+                f"{self.path} raised {short_reason(error)}. It is called as logits = f(ids, real), here with ids "
+                f"{first.tolist()} ([MASK]) and real None. If it takes other arguments, pass a function that calls it."
+            ) from error
+        sums = logits.float().sum(-1)
+        if (logits >= 0).all() and torch.allclose(sums, torch.ones_like(sums), atol=0.02):
+            raise DuelError(f"{self.path} returns probabilities; it must return logits, or log-probabilities.")
+        return logits.shape[-1]
+
 
 # ---------------------------------------------------------------- which kind
 
 
-def _plain(model: Any, options: LoadOptions, tokenizer: Any, tested: bool) -> Denoiser:
-    """The denoiser of a network, by its kind."""
+def _plain(model: Any, options: LoadOptions, tokenizer: Any, tested: bool, known: bool) -> Denoiser:
+    """The denoiser of a network, by its kind; `known`: the module that it runs is, and so is in eval mode."""
     plain: Denoiser
     if isinstance(model, Denoiser):
+        _require_plain(model)
         plain = model
     elif not callable(model):
         raise DuelError(
@@ -202,11 +223,31 @@ def _plain(model: Any, options: LoadOptions, tokenizer: Any, tested: bool) -> De
                 f"A function f(ids, real) is bidirectional; attention={options.attention} needs more: write a Denoiser "
                 "with `stream` (docs/training.md)."
             )
-        plain = Function(model, options, tokenizer)
+        plain = Function(_by_keyword(model), options, tokenizer)
     self_tests.run(plain, options.name, tested)
-    if tested and plain.attention == "bidirectional":
-        self_tests.require_repeatable(plain, options.name, self_tests.LENGTH)
+    if (tested or not known) and plain.attention == "bidirectional":
+        try:
+            self_tests.require_repeatable(plain, options.name, self_tests.LENGTH)
+        except DuelError as error:
+            hint = "" if known else " If that is dropout, pass the module that it runs as module=."
+            raise DuelError(f"{error}{hint}") from None
     return plain
+
+
+def _require_plain(denoiser: Denoiser) -> None:
+    """Raise DuelError for a denoiser whose `open` would be lost."""
+    if type(denoiser).open is Denoiser.open:
+        return
+    name = type(denoiser).__name__
+    if isinstance(denoiser, Wrapper):
+        raise DuelError(
+            f"from_model takes a network without wrappers; got {name}. Pass the denoiser inside it, and cache=, "
+            "cfg_scale=, exclude_ids=, temperature=, top_k= or top_p= as arguments of from_model."
+        )
+    raise DuelError(
+        f"{name} opens rows in its own way (`open`), which from_model would leave out. Use Duel(denoiser, ...), with "
+        "the network in eval mode."
+    )
 
 
 def _of_transformers(model: Any, options: LoadOptions, tokenizer: Any, tested: bool) -> Denoiser:
@@ -229,13 +270,24 @@ def _of_transformers(model: Any, options: LoadOptions, tokenizer: Any, tested: b
     if native and kind in families.PLAIN and family is not None:
         decoder = _DecoderInMemory(model, family, config, options.name, options, mask_id, tokenizer)
         self_tests.run(decoder, options.name, tested)
+        _require_direction(decoder, tested)
         return decoder
     quirks: dict[str, Any] = {}
     if not native or family is not None or options.attention or options.shift_logits is not None:
         block = trained_block(family, config, options) if attention == "block_causal" else None
         quirks = {"block": block, **quirks_of(family, attention, options)}
     kinds = _MaskedLMInMemory if tested else _Detecting
-    return masked_lm.finish(model, options, tokenizer, mask_id, kind=kinds, **quirks)
+    masked = masked_lm.finish(model, options, tokenizer, mask_id, kind=kinds, **quirks)
+    if native and kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        _require_direction(masked, tested)
+    return masked
+
+
+def _require_direction(denoiser: Denoiser, tested: bool) -> None:
+    """Raise DuelError for a decoder that stays causal; `tested`: by the self-tests already."""
+    if not tested and denoiser.attention == "bidirectional":
+        rows = self_tests.probe_rows(denoiser)  # (R, L)
+        self_tests.require_direction(denoiser, denoiser.path, rows, self_tests.logits_of(denoiser, rows))
 
 
 class _MaskedLMInMemory(masked_lm.MaskedLM):
@@ -257,6 +309,17 @@ class _DecoderInMemory(Decoder):
     def _is_bidirectional_without_mask(self) -> bool:
         return False
 
+    def _hidden(self, *arguments: Any) -> torch.Tensor:
+        config = self.model.config
+        own = config._attn_implementation
+        if own is not None and own.startswith(("flash", "flex", "kernels-community")):
+            config._attn_implementation = "sdpa"  # those do not take an additive mask
+        try:
+            return super()._hidden(*arguments)
+        finally:
+            if config._attn_implementation != own:
+                config._attn_implementation = own
+
 
 class _AnyId:
     """Used instead of a tokenizer: every id but [MASK] is a token."""
@@ -273,10 +336,28 @@ class _AnyId:
 
 
 def _takes_input_ids(model: Any) -> bool:
-    """Whether a network is called as those of transformers are."""
-    if isinstance(model, torch.nn.Module):
-        return "input_ids" in inspect.signature(type(model).forward).parameters and hasattr(model, "config")
+    """Whether a network is called as those of transformers are, and says what it is as they do."""
+    if isinstance(model, torch.nn.Module) and "input_ids" in _parameters(model):
+        return all(hasattr(model, name) for name in ("config", "get_input_embeddings", "get_output_embeddings"))
     return False
+
+
+def _parameters(model: torch.nn.Module) -> Mapping[str, inspect.Parameter]:
+    """Those of its forward, by name."""
+    return inspect.signature(type(model).forward).parameters
+
+
+def _by_keyword(model: Callable[..., Any]) -> Callable[..., Any]:
+    """f(ids, real) of a module whose arguments are named as in transformers; any other function as it is."""
+    if not isinstance(model, torch.nn.Module) or "input_ids" not in _parameters(model):
+        return model
+    takes_mask = "attention_mask" in _parameters(model)
+
+    def function(ids: torch.Tensor, real: torch.Tensor | None) -> Any:
+        mask = {"attention_mask": real.long()} if takes_mask and real is not None else {}
+        return model(input_ids=ids, **mask)
+
+    return function
 
 
 def _config(model: Any) -> dict[str, Any]:

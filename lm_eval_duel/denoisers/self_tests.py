@@ -38,17 +38,17 @@ def run(denoiser: Denoiser, path: str, refuse: bool = True) -> None:
         if denoiser.by_blocks:
             _by_blocks(denoiser, path)
             return
-        rows = random_rows(denoiser)  # (R, L)
-        logits = _logits(denoiser, rows)  # (R, L, V)
+        rows = probe_rows(denoiser)  # (R, L)
+        logits = logits_of(denoiser, rows)  # (R, L, V)
         require_dependence(path, rows, logits)
         if refuse:
             require_finite(logits, path)
             require_direction(denoiser, path, rows, logits)
         if denoiser.attention == "bidirectional":
             if refuse:
-                require_finite(_logits(denoiser, half_masked(denoiser)), path)
+                require_finite(logits_of(denoiser, half_masked(denoiser)), path)
             all_mask = torch.full_like(rows[:1], denoiser.mask_id)  # (1, L)
-            denoiser.needs_visible = not bool(_logits(denoiser, all_mask).isfinite().all())
+            denoiser.needs_visible = not bool(logits_of(denoiser, all_mask).isfinite().all())
             denoiser.relative_positions = ties_when_all_mask(denoiser)
         denoiser.honours_padding = not scales_by_length(denoiser) and (
             denoiser.attention == "causal" or honours_padding(denoiser)
@@ -63,9 +63,23 @@ def random_rows(denoiser: Denoiser, length: int = LENGTH, rows: int = 2, seed: i
     return tokens.cpu()[draw].to(denoiser.device)
 
 
-def _logits(denoiser: Denoiser, rows: torch.Tensor, real: torch.Tensor | None = None) -> torch.Tensor:
-    """Logits (R, L, V), zero at excluded columns."""
-    return _head(denoiser, denoiser.features(rows, real))
+def probe_rows(denoiser: Denoiser) -> torch.Tensor:
+    """Rows of random tokens (R, L) that begin and end with a visible one, with masks between if the network has any."""
+    rows = random_rows(denoiser)
+    if denoiser.mask_id is not None:
+        rows[:, 1:-1:2] = denoiser.mask_id
+    return rows
+
+
+def logits_of(denoiser: Denoiser, rows: torch.Tensor, real: torch.Tensor | None = None) -> torch.Tensor:
+    """Logits (R, L, V), zero at excluded columns, and at visible cells, where they are never used.
+
+    MDLM's forward sets them to -1e6 there, next to which all differences between predictions would look like noise.
+    """
+    logits = _head(denoiser, denoiser.features(rows, real))
+    if denoiser.attention == "bidirectional" and not denoiser.shift and denoiser.max_length > 2:
+        logits = logits.masked_fill((rows != denoiser.mask_id)[..., None], 0)
+    return logits
 
 
 def _head(denoiser: Denoiser, features: torch.Tensor) -> torch.Tensor:
@@ -97,11 +111,12 @@ def require_direction(denoiser: Denoiser, path: str, rows: torch.Tensor, logits:
     changed[:, -1] = rows[:, 0] if (rows[:, 0] != rows[:, -1]).all() else (~denoiser.excluded).nonzero()[0, 0]
     if (changed == rows).all():
         changed[:, -1] = (~denoiser.excluded).nonzero()[-1, 0]
-    difference = relative_difference(_logits(denoiser, changed)[:, :-1], logits[:, :-1])
+    difference = relative_difference(logits_of(denoiser, changed)[:, :-1], logits[:, :-1])
     if denoiser.attention == "bidirectional" and difference == 0:
         raise DuelError(
             f"{path} is causal: its predictions ignore later tokens, so it is not a masked diffusion model. "
-            "If it is autoregressive, score it with estimator=ar."
+            "If it is autoregressive, score it with estimator=ar. If its layers start at zero, train it for a few "
+            "steps first."
         )
     if denoiser.attention == "causal" and difference > _batch_tolerance(denoiser, logits):
         raise DuelError(
@@ -123,13 +138,13 @@ def honours_padding(denoiser: Denoiser) -> bool:
     real = torch.arange(length, device=row.device) < torch.tensor([*counts, length], device=row.device)[:, None]
     ids = torch.where(real, row, denoiser.mask_id)  # (R, L)
     try:
-        together = _logits(denoiser, ids, real)  # (R, L, V)
+        together = logits_of(denoiser, ids, real)  # (R, L, V)
     except torch.OutOfMemoryError:
         raise
     except (TypeError, ValueError, RuntimeError):  # it accepts no attention mask, or one of another form
         return False
-    unmasked = _logits(denoiser, ids)  # (R, L, V)
-    alone = [_logits(denoiser, row[:, :count])[0] for count in counts]  # (count, V) each
+    unmasked = logits_of(denoiser, ids)  # (R, L, V)
+    alone = [logits_of(denoiser, row[:, :count])[0] for count in counts]  # (count, V) each
 
     def effect(batch: torch.Tensor) -> float:
         pairs = zip(alone, batch, strict=False)  # the last row of the batch is not padded
@@ -137,7 +152,7 @@ def honours_padding(denoiser: Denoiser) -> bool:
 
     if denoiser.quantized or together.dtype.itemsize < 4:  # noise is large and differs between networks
         return effect(together) < 0.1 * effect(unmasked)
-    noise = min(relative_difference(_logits(denoiser, row)[0], together[-1]), MOST_NOISE)
+    noise = min(relative_difference(logits_of(denoiser, row)[0], together[-1]), MOST_NOISE)
     return effect(together) <= max(PADDING_TOLERANCE[together.dtype.itemsize], NOISE_FACTOR * noise)
 
 
@@ -151,8 +166,8 @@ def half_masked(denoiser: Denoiser, length: int = LENGTH) -> torch.Tensor:
 def require_repeatable(denoiser: Denoiser, path: str, length: int = REPEATED) -> None:
     """Raise DuelError if a network draws random numbers, as hashed attention does: it is not a function of the row."""
     row = half_masked(denoiser, length)  # (1, L)
-    first = _logits(denoiser, row)
-    if not relative_difference(first, _logits(denoiser, row)) <= tolerance(denoiser, first, BATCH_TOLERANCE):
+    first = logits_of(denoiser, row)
+    if not relative_difference(first, logits_of(denoiser, row)) <= tolerance(denoiser, first, BATCH_TOLERANCE):
         raise DuelError(
             f"{path} returns different logits each time for the same row of {row.shape[1]} positions: its forward pass "
             "draws random numbers, as hashed attention does. It gives no text a single likelihood, so it is refused."
@@ -162,7 +177,7 @@ def require_repeatable(denoiser: Denoiser, path: str, length: int = REPEATED) ->
 def ties_when_all_mask(denoiser: Denoiser) -> bool:
     """Whether a row of masks has the same distribution at every cell."""
     row = torch.full((1, min(32, denoiser.max_length)), denoiser.mask_id, device=denoiser.device)
-    logits = _logits(denoiser, row)[0]  # (L, V)
+    logits = logits_of(denoiser, row)[0]  # (L, V)
     return relative_difference(logits, logits[:1].expand_as(logits)) <= tolerance(denoiser, logits)
 
 

@@ -14,6 +14,9 @@ from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.denoisers.hf import device_map
 from lm_eval_duel.errors import DuelError
 
+# entries of a config on which no number depends, or that are known otherwise
+RUNTIME = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache")
+
 
 def unwrapped(model: Any) -> Any:
     """The network inside DistributedDataParallel, torch.compile and PEFT: the same weights, called by itself.
@@ -27,9 +30,22 @@ def unwrapped(model: Any) -> Any:
         elif hasattr(model, "_orig_mod"):
             model = model._orig_mod
         elif hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+            _require_adapters_in_layers(model)
             model = model.get_base_model()
         else:
             return model
+
+
+def _require_adapters_in_layers(model: Any) -> None:
+    """Raise DuelError for a PEFT model that does more than its network: prompt and prefix tuning, X-LoRA."""
+    names = model.active_adapters if isinstance(model.active_adapters, list | tuple) else [model.active_adapters]
+    for config in filter(None, map(model.peft_config.get, names)):
+        kind = str(getattr(config.peft_type, "value", config.peft_type))
+        if getattr(config, "is_prompt_learning", False) or kind == "XLORA":
+            raise DuelError(
+                f"A {kind} adapter works outside of the network's layers, so it would be left out. Pass a function "
+                "f(ids, real) that calls the PEFT model, and it as module=."
+            )
 
 
 @contextlib.contextmanager
@@ -65,9 +81,18 @@ def evaluating(
 
 
 def digest(module: torch.nn.Module) -> str:
-    """Twelve hexadecimal digits of all parameters and buffers: their names, dtypes, shapes and values."""
-    total = hashlib.sha256()
-    for name, value in sorted(module.state_dict().items()):
+    """Twelve hexadecimal digits of all parameters and buffers: their names, dtypes, shapes and values.
+
+    Also of the config, which says how many heads there are, and of the scales of PEFT's adapters.
+    """
+    config = getattr(module, "config", None)
+    entries = config.to_dict() if hasattr(config, "to_dict") else {}
+    total = hashlib.sha256(repr(sorted((key, str(entries[key])) for key in entries if key not in RUNTIME)).encode())
+    for name, part in module.named_modules():
+        if isinstance(scales := getattr(part, "scaling", None), dict):
+            total.update(f"{name} {scales} {part.active_adapters} {part.disable_adapters}\n".encode())
+    buffers = dict(module.named_buffers(remove_duplicate=False))
+    for name, value in sorted((buffers | module.state_dict()).items()):
         if isinstance(value, torch.Tensor):
             total.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
             total.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())

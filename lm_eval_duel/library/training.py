@@ -6,6 +6,7 @@ trainer.add_callback(DuelCallback(trainer, texts, rules=["greedy"], block=32, ev
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lm_eval_duel.errors import DuelError
+from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators import cost
 from lm_eval_duel.library.duel import Block, Duel
 from lm_eval_duel.rates import ratio
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger("lm_eval.duel_mdm")
+
+NOT_ARGUMENTS = {"model", "tokenizer", "texts", "rule", "traced", "network", "arguments"}  # positional, or of one Duel
 
 
 def training_metrics(
@@ -59,6 +62,7 @@ def training_metrics(
     Raises:
         DuelError: As `Duel.from_model` and `Duel.score`, or if not even the first text fits the budget.
     """
+    check_arguments(texts, rules, **arguments)
     rank, world = _ranks()
 
     def score() -> list[list[tuple[int, float, int]]]:
@@ -88,6 +92,23 @@ def training_metrics(
     return metrics
 
 
+def check_arguments(texts: Any, rules: Any = ("greedy",), **arguments: Any) -> None:
+    """Raise DuelError for arguments of `training_metrics` that are wrong for every network."""
+    from lm_eval_duel.denoisers import in_memory  # imports transformers
+
+    for what, values in (("texts", texts), ("rules", rules)):
+        if isinstance(values, str) or not len(values):
+            came = f"the text {values!r}" if isinstance(values, str) else "none"
+            raise DuelError(f"training_metrics takes a list of {what}, with at least one; got {came}.")
+    for rule in rules:
+        parse(rule)
+    takes = [inspect.signature(function).parameters for function in (training_metrics, Duel.from_model)]
+    known = {*takes[0], *takes[1], *in_memory.ARGUMENTS} - NOT_ARGUMENTS
+    for key in arguments:
+        if key not in known:
+            raise unknown("argument of training_metrics", key, known)
+
+
 def planned_tokens(duel: Duel, texts: Sequence[str], sample: float | None = None) -> int:
     """The tokens (cells of rows) that the network evaluates to score `texts`, at most: counted, not run.
 
@@ -113,23 +134,37 @@ class DuelCallback:
     the Trainer, and every `every` steps. All ranks share the work.
 
     Args:
-        trainer: The Trainer. Its model and its processing class, a tokenizer, are used.
+        trainer: The Trainer, whose model is scored.
         texts, rules, block, sample, token_budget, name, arguments: As in `training_metrics`.
         every: Steps between two scores, besides the Trainer's evaluations. None: at its evaluations alone.
+        tokenizer: None: the Trainer's processing class.
 
     Raises:
-        DuelError: If it would never score, or a rule is not known. What is wrong with network or texts is raised at the
-            first score.
+        DuelError: If it would never score, or an argument is wrong for every network. An error at a score, such as a
+            network that is refused, ends the training.
     """
 
-    def __init__(self, trainer: Any, texts: Sequence[str], *, every: int | None = None, **arguments: Any):
+    def __init__(
+        self,
+        trainer: Any,
+        texts: Sequence[str],
+        *,
+        every: int | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        **arguments: Any,
+    ):
         if every is not None and every < 1:
             raise DuelError(f"every is a number of steps, at least 1; got {every}.")
         evaluates = str(getattr(trainer.args.eval_strategy, "value", trainer.args.eval_strategy)) != "no"
         if every is None and not evaluates:
             raise DuelError("The Trainer never evaluates (eval_strategy='no'), so pass every=<steps> to DuelCallback.")
-        for rule in arguments.get("rules", ()):
-            parse(rule)
+        check_arguments(texts, **arguments)
+        self.tokenizer = trainer.processing_class if tokenizer is None else tokenizer
+        if not callable(getattr(self.tokenizer, "get_vocab", None)):
+            raise DuelError(
+                "DuelCallback needs a tokenizer, and the Trainer's processing_class is "
+                f"{'None' if self.tokenizer is None else type(self.tokenizer).__name__}: pass tokenizer=."
+            )
         self.trainer, self.texts, self.every, self.arguments = trainer, list(texts), every, arguments
         self._last: int | None = None  # the step that was scored last
 
@@ -138,6 +173,10 @@ class DuelCallback:
         if not event.startswith("on_"):
             raise AttributeError(f"{type(self).__name__} has no attribute {event!r}")
         return lambda *arguments, **more: None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Steps are counted from the start again."""
+        self._last = None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Score every `every` steps."""
@@ -152,9 +191,12 @@ class DuelCallback:
         """Score the texts with the weights of now, and log the numbers, once a step."""
         if step == self._last:
             return
-        tokenizer = self.trainer.processing_class
         self._last = step
-        self.trainer.log(training_metrics(self.trainer.model, tokenizer, self.texts, **self.arguments))
+        metrics = training_metrics(self.trainer.model, self.tokenizer, self.texts, **self.arguments)
+        control = self.trainer.control
+        loss_is_due = control.should_log
+        self.trainer.log(metrics)
+        control.should_log = loss_is_due  # which each log resets, and the Trainer's own is later in this step
 
 
 # ---------------------------------------------------------------- the work of a rank

@@ -9,10 +9,20 @@ import tiny
 import torch
 from decoder_reference import CASES, write
 from toys import Toy
-from transformers import BertConfig, BertForMaskedLM, BigBirdConfig, BigBirdForMaskedLM
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BigBirdConfig,
+    BigBirdForMaskedLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 from lm_eval_duel import Duel, DuelError, TwoPhase, Window, denoisers
-from lm_eval_duel.denoisers.user_module import evaluating
+from lm_eval_duel.denoisers.user_module import digest, evaluating
+from lm_eval_duel.denoisers.wrappers.warpers import Warped
 
 WINDOWS = [Window((2,), (7, 9, 30, 12, 8), (3,)), Window((14, 20, 9), (10, 9, 31, 12), (13,))]
 MASK = 4
@@ -115,6 +125,71 @@ def test_a_function_that_ignores_padding_is_not_given_any():
     together = values(duel, windows)
     assert all(real is None for real in seen)
     assert together == pytest.approx([values(duel, [window])[0] for window in windows], abs=1e-6)
+
+
+@pytest.mark.parametrize("lowest", [-1e6, -math.inf], ids=str)
+@pytest.mark.parametrize("tested", [True, False], ids=["tested", "untested"])
+def test_a_function_that_copies_visible_tokens(lowest, tested):
+    """MDLM's forward: a visible token has probability 1, and huge logits there must not hide what padding does."""
+    network = Network()
+
+    def function(ids, real):
+        hidden = (ids == 7)[..., None]  # (R, L, 1)
+        copied = torch.where(torch.nn.functional.one_hot(ids, 8).bool(), 0.0, lowest)  # (R, L, V)
+        return torch.where(hidden, network(ids, None), copied)
+
+    arguments = {"mask_token_id": 7, "max_length": 12, "block": 4, "module": network}
+    duel = Duel.from_model(function, **arguments, self_tests=tested)
+    assert not duel.denoiser.honours_padding
+    windows = [Window((), (1, 2, 3)), Window((4,), (4, 0, 2, 6, 5))]
+    expected = values(Duel.from_model(lambda ids, real: network(ids, None), **arguments), windows)
+    assert values(duel, windows) == expected == [values(duel, [window])[0] for window in windows]
+
+
+def test_a_module_with_the_arguments_of_transformers_and_no_config():
+    network, seen = Network(), []
+
+    class Named(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inside, self.config = network, {"layers": 1}
+
+        def forward(self, input_ids, position_ids=None, attention_mask=None):
+            seen.append(attention_mask)
+            assert position_ids is None
+            return self.inside(input_ids, None if attention_mask is None else attention_mask.bool())
+
+    windows = [Window((), (1, 2, 3)), Window((4,), (4, 0, 2, 6, 5))]
+    arguments = {"mask_token_id": 7, "max_length": 12, "block": 4}
+    duel = Duel.from_model(Named(), **arguments)
+    assert values(duel, windows) == values(Duel.from_model(network, **arguments), windows)
+    assert duel.denoiser.honours_padding and {mask.dtype for mask in seen if mask is not None} == {torch.long}
+
+
+@pytest.mark.parametrize("implementation", ["flash_attention_2", "flex_attention"])
+@pytest.mark.parametrize("attention", ["bidirectional", "block_causal"])
+def test_a_decoder_that_is_trained_with_another_attention(attention, implementation):
+    model = decoder(LlamaForCausalLM, LlamaConfig).train()
+    arguments = {"mask_token_id": 29, "max_length": 32, "attention": attention, "block": 2}
+    windows = [Window((1,), (5, 2, 7, 7)), Window((2,), (3, 3, 4, 5, 6, 7))]
+    plain = values(Duel.from_model(model, **arguments), windows)
+    model.config._attn_implementation = implementation
+    assert values(Duel.from_model(model, **arguments), windows) == plain
+    assert values(Duel.from_model(model, **arguments, self_tests=False), windows) == plain
+    assert model.config._attn_implementation == implementation
+
+
+def decoder(network, config):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return network(config(vocab_size=30, intermediate_size=48, max_position_embeddings=64, **sizes))
+
+
+def test_a_decoder_that_stays_causal_is_refused_without_self_tests():
+    model = decoder(MistralForCausalLM, MistralConfig)
+    for tested in (True, False):
+        with pytest.raises(DuelError, match="MistralForCausalLM is causal: its predictions ignore later tokens"):
+            Duel.from_model(model, mask_token_id=29, attention="bidirectional", self_tests=tested)
 
 
 def test_a_cache_and_two_phases():
@@ -276,6 +351,15 @@ def test_the_spec_says_what_is_known_of_the_weights():
     assert memory.spec["denoiser"] == "BertForMaskedLM in memory" and memory.spec["dtype"] == "float32"
 
 
+def test_a_digest_knows_what_is_not_a_tensor():
+    model = bert()
+    first = digest(model)
+    model.config.use_cache = not model.config.use_cache
+    assert digest(model) == first, "no number depends on it"
+    model.config.num_attention_heads //= 2  # the same shapes, another network
+    assert digest(model) != first
+
+
 # ---------------------------------------------------------------- what is refused
 
 
@@ -287,6 +371,16 @@ def zero_head():
     network = Network()
     torch.nn.init.zeros_(network.out.weight)
     return network
+
+
+def dropping():
+    network = Network()
+    return lambda ids, real: network(ids, real)
+
+
+class OpensRows(Toy):
+    def open(self, rows, generating=False):
+        return super().open(rows, generating)
 
 
 FUNCTION = {"mask_token_id": 7, "max_length": 12}
@@ -305,6 +399,21 @@ FUNCTION = {"mask_token_id": 7, "max_length": 12}
         (zero_head(), FUNCTION, "Network predicts the same for every row, as networks do whose head starts at zero"),
         (lambda ids, real: Network()(ids, real) / 0, FUNCTION, "returns NaN or infinite logits"),
         (Network(), {**FUNCTION, "cache": "dual"}, "cache=dual is not possible with this network"),
+        (lambda ids: Network()(ids, None), FUNCTION, r"raised TypeError: .* It is called as logits = f\(ids, real\)"),
+        (
+            Network(),
+            {**FUNCTION, "mask_token_id": 8},
+            r"Network raised IndexError: .* with ids \[\[8, 8\]\] \(\[MASK\]\)",
+        ),
+        (
+            lambda ids, real: Network().eval()(ids, real).softmax(2),
+            FUNCTION,
+            "returns probabilities; it must return logits",
+        ),
+        (dropping(), FUNCTION, "If that is dropout, pass the module that it runs as module="),
+        (dropping(), {**FUNCTION, "self_tests": False}, "If that is dropout, pass the module that it runs as module="),
+        (Warped(Toy(length=4), 0.5), {}, "takes a network without wrappers; got Warped. .* cache=, cfg_scale="),
+        (OpensRows(length=4), {}, r"OpensRows opens rows in its own way \(`open`\).* Use Duel\(denoiser, ...\)"),
         (tiny.network("gpt2"), {"mask_token_id": 39}, "GPT2LMHeadModel is causal: its predictions ignore later tokens"),
         (tiny.network("bert"), {"mask_token_id": 4, "attention": "causal"}, "score it with estimator=ar"),
     ],

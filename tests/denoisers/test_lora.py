@@ -4,18 +4,20 @@ import json
 import sys
 
 import pytest
+import tiny
 import torch
 from lora_adapters import NATIVE_MODULES, adapter
 from own import DREAM, LAYERS, LLADA, LLADA_SIZE, SIZE, decoder, llada, write
 from safetensors.torch import load_file, save_file
 
+from lm_eval_duel import Duel as TextDuel
 from lm_eval_duel import denoisers
 from lm_eval_duel.denoisers.hf.lora import PREFIX
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import Duel
 
-pytest.importorskip("peft")
+peft = pytest.importorskip("peft")
 
 QWEN3 = {**SIZE, "architectures": ["A2DQwen3LMHeadModel"], "model_type": "a2d-qwen3"}
 LLADA_MODULES = [f"model.transformer.blocks.{n}.{name}" for n in range(LAYERS) for name in ("attn_out", "ff_out")]
@@ -219,3 +221,23 @@ def test_without_the_package(tmp_path, qwen3, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(DuelError, match=r"The adapter .*lora needs the package peft \(pip install peft\)"):
         load(qwen3, peft=str(tmp_path / "lora"))
+
+
+# ---------------------------------------------------------------- adapters in memory
+
+
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
+def test_adapters_outside_of_the_layers_are_refused(kind):
+    config = getattr(peft, kind)(num_virtual_tokens=2, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(tiny.network("gpt2"), config)
+    with pytest.raises(DuelError, match=r"A P.*_TUNING adapter works outside of the network's layers"):
+        TextDuel.from_model(model, mask_token_id=4, attention="bidirectional")
+
+
+def test_a_digest_knows_the_scale_of_an_adapter():
+    model = peft.get_peft_model(tiny.network("bert"), peft.LoraConfig(target_modules=["query"]))
+    duel = TextDuel.from_model(model, mask_token_id=4, weights="digest")
+    first = duel.fingerprint
+    assert duel.fingerprint == first
+    model.base_model.model.bert.encoder.layer[0].attention.self.query.scaling["default"] *= 2
+    assert duel.fingerprint != first

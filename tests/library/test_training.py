@@ -161,12 +161,13 @@ def trainer(model, folder, **arguments):
 
 
 def test_the_trainer_logs_the_numbers(model, tmp_path):
-    training_run, reporter = trainer(model, tmp_path, eval_strategy="steps", eval_steps=4, learning_rate=1e-3)
+    training_run, reporter = trainer(model, tmp_path, eval_strategy="steps", eval_steps=4, logging_steps=1)
     before = training_metrics(model, tiny.tokenizer(), TEXTS, block=3)
     training_run.add_callback(DuelCallback(training_run, TEXTS, every=2, block=3))
     training_run.train()
     scored = [(step, logs) for step, logs in reporter.logs if "duel/greedy/bits_per_byte" in logs]
     assert [step for step, _ in scored] == [2, 4], "once where a step is due and evaluated"
+    assert [step for step, logs in reporter.logs if "loss" in logs] == [1, 2, 3, 4], "no loss is left out"
     assert scored == [
         (log["step"], {key: value for key, value in log.items() if key != "step"})
         for log in training_run.state.log_history
@@ -179,16 +180,27 @@ def test_the_trainer_logs_the_numbers(model, tmp_path):
 
 @pytest.mark.slow
 def test_training_is_the_same_with_the_callback(tmp_path):
-    weights = []
+    weights, losses = [], []
     for scored in (False, True):
         torch.manual_seed(0)
         model = tiny.network("bert")
-        run, _ = trainer(model, tmp_path, learning_rate=1e-3)
+        run, reporter = trainer(model, tmp_path, learning_rate=1e-3, logging_steps=2, gradient_accumulation_steps=2)
         if scored:
             run.add_callback(DuelCallback(run, TEXTS[:1], every=1, block=3))
         run.train()
         weights.append(model.state_dict())
+        losses.append([(step, logs["loss"]) for step, logs in reporter.logs if "loss" in logs])
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+    assert losses[0] == losses[1] and len(losses[0]) == 2
+
+
+def test_a_second_training_run_is_scored_from_its_first_step(model, tmp_path):
+    run, reporter = trainer(model, tmp_path)
+    run.processing_class = None
+    run.add_callback(DuelCallback(run, TEXTS[:1], every=4, tokenizer=tiny.tokenizer(), block=3))
+    run.train()
+    run.train()
+    assert [step for step, logs in reporter.logs if "duel/greedy/bits_per_byte" in logs] == [4, 4]
 
 
 def test_what_the_callback_refuses(model, tmp_path):
@@ -199,8 +211,23 @@ def test_what_the_callback_refuses(model, tmp_path):
         DuelCallback(run, TEXTS, every=2, rules=["gredy"])
     with pytest.raises(DuelError, match="every is a number of steps, at least 1; got 0"):
         DuelCallback(run, TEXTS, every=0)
+    for wrong, message in (
+        ({"bolck": 4}, "Unknown argument of training_metrics 'bolck'. Did you mean block"),
+        ({"mask_token": 4}, "Unknown argument of training_metrics 'mask_token'. Did you mean mask_token_id"),
+        ({"rules": "greedy"}, "takes a list of rules, with at least one; got the text 'greedy'"),
+        ({"rules": []}, "takes a list of rules, with at least one; got none"),
+    ):
+        with pytest.raises(DuelError, match=message):
+            DuelCallback(run, TEXTS, every=2, **wrong)
+    with pytest.raises(DuelError, match="takes a list of texts, with at least one; got the text 'of the'"):
+        DuelCallback(run, "of the", every=2)
+    with pytest.raises(DuelError, match="takes a list of texts, with at least one; got none"):
+        training_metrics(model, tiny.tokenizer(), [])
     with pytest.raises(AttributeError, match="no attribute 'scores'"):
         DuelCallback(run, TEXTS, every=2).scores  # noqa: B018
+    run.processing_class = None
+    with pytest.raises(DuelError, match="the Trainer's processing_class is None: pass tokenizer="):
+        DuelCallback(run, TEXTS, every=2)
 
 
 @pytest.mark.slow

@@ -57,9 +57,9 @@ class Cached(Wrapper):
         except (NotSteered, TypeError, RuntimeError, ValueError, IndexError, AttributeError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            reason = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
             raise DuelError(
-                f"cache={cache} is not possible with this network ({type(plain).__name__}): {reason}. "
+                f"cache={cache} is not possible with this network ({type(_inside(plain)).__name__}): {reason}. "
                 "Use cache=none (leave cache out)."
             ) from error
 
@@ -142,6 +142,12 @@ def _steering(plain: Denoiser) -> Steering:
     """How this network takes kept keys and values."""
     if getattr(plain, "steers_attention", False):
         return Attentions(plain)
-    if type(plain).stream is Denoiser.stream:
+    if type(_inside(plain)).stream is Denoiser.stream:
         raise NotSteered("it takes no keys and values from outside")
     return Streams(plain)
+
+
+def _inside(plain: Denoiser) -> Denoiser:
+    """The denoiser inside that of a network in memory."""
+    inside: Denoiser = getattr(plain, "plain", plain)
+    return inside

@@ -128,7 +128,7 @@ class MaskedLM(Denoiser):
         with torch.no_grad(), first_calls(path, model):
             self.vocab_size = self._first_call().shape[-1]
             self._excluded = excluded_columns(tokens, mask_id, self.vocab_size, path, self.device)
-            rows = self_tests.random_rows(self)  # (2, L)
+            rows = self_tests.probe_rows(self)  # (R, L)
             if attention == "bidirectional":
                 self.splits_head = self._can_split_head(rows, self._logits(rows))
             self_tests.run(self, path, self.refuses)
