@@ -19,7 +19,7 @@ EPILOG = """\
 Prints a table of the settings: perplexity of the task's text, steps per token, and quality of samples.
 A setting is a rule with one k, `threshold` with one mu, or a rule without k (entropy_bound:gamma=0.1).
 Writes sweep.md, sweep.json and, if matplotlib is installed, a figure. Finished work is saved as it completes: run the
-same command to continue an interrupted sweep.
+same command to continue an interrupted sweep. With torchrun or accelerate, all processes share the work.
 """
 MISSING_MAUVE = "--mauve needs the package mauve-text, which is not installed: pip install 'lm-eval-duel[mauve]'."
 OURS = ("rule", "estimator", "lattice_rules", "trace", *sorted(rules.PARAMETERS))  # model args that the sweep sets

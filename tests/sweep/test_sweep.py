@@ -314,6 +314,17 @@ def test_samples_are_tokenized_anew_for_another_tokenizer(places):
     ids = [5, 6, 31, 5]  # words: decoded with spaces between
     (nats,), (count,), cut = other([ids])
     assert count == 4 and cut == 0 and nats == pytest.approx(same([ids])[0][0], abs=1e-5)
+    longer = ids * same.text.capacity
+    assert same([ids, longer])[1:] == ([4, len(longer)], 1)
+
+
+def test_texts_longer_than_the_judges_rows_are_counted_over_all_settings(places, tmp_path, monkeypatch, capsys):
+    """Also those of settings that were finished before, whichever process judged them."""
+    judge = judges.Scorer.__call__
+    monkeypatch.setattr(judges.Scorer, "__call__", lambda self, samples: (*judge(self, samples)[:2], len(samples)))
+    for _ in range(2):
+        sweep(arguments(places, tmp_path, "--kl", "none"))
+        assert "18 texts are longer than" in capsys.readouterr().out  # 3 samples of 5 settings, and of the text
 
 
 def test_a_rule_with_a_memory_is_scored_by_itself(places, tmp_path):
