@@ -14,7 +14,7 @@ from lm_eval.api import task as lm_eval_tasks
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.tasks import metadata, own_text
 from lm_eval_duel.tasks.columns import TOKENS
-from lm_eval_duel.tasks.gap import Gap
+from lm_eval_duel.tasks.gap import BLIND, Gap
 from lm_eval_duel.tasks.metrics import perplexity, sizes
 
 if TYPE_CHECKING:
@@ -46,12 +46,12 @@ class _Gaps:
         return requests
 
     def process_results(self, doc: dict[str, Any], results: list[Any]) -> dict[str, Any] | None:
-        """The metrics; raises DuelError if the answers come from a model that did not see the suffix."""
+        """The metrics; raises DuelError if the answers come from a model that did not see the suffix.
+
+        Most models are refused before they score anything (see `gap`); not those that never join the texts.
+        """
         if doc["suffix"] and not all(getattr(answer[0], "sees_suffix", False) for answer in results):
-            raise DuelError(
-                f"Task {self.config.task} asks for the text between a prefix and a suffix, and this model sees the "
-                "prefix only. Use --model duel-mdm with a bidirectional network, or rows without a suffix."
-            )
+            raise DuelError(f"Task {self.config.task} {BLIND}")
         return super().process_results(doc, results)
 
 
