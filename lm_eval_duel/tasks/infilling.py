@@ -18,8 +18,13 @@ from lm_eval_duel.tasks.gap import BLIND, Gap
 from lm_eval_duel.tasks.metrics import perplexity, sizes
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import datasets
     from lm_eval.api.instance import Instance
+
+
+HAS_CLASSES = hasattr(lm_eval_tasks, "LoglikelihoodTask")  # for each output type, as in lm-eval 0.5
 
 
 def _base(name: str) -> type:
@@ -29,6 +34,16 @@ def _base(name: str) -> type:
     """
     found = getattr(lm_eval_tasks, name, None)
     return lm_eval_tasks.ConfigurableTask if found is None or inspect.isabstract(found) else found
+
+
+def _of_process_results(name: str) -> Callable[..., Any]:
+    """A metric whose values come from `process_results`. By name, 0.5 takes perplexities for rolling requests only."""
+
+    def metric(*args: Any, **options: Any) -> Any:
+        raise DuelError(f"{name} is computed by process_results, which returned nothing.")
+
+    metric.__name__ = name
+    return metric
 
 
 class _Gaps:
@@ -57,6 +72,12 @@ class _Gaps:
 
 class Infilling(_Gaps, _base("LoglikelihoodTask")):
     """`duel_infill`."""
+
+    def __init__(self, config: dict[str, Any]):
+        metrics = config["metric_list"]
+        if HAS_CLASSES:
+            metrics = [{**metric, "metric": _of_process_results(metric["metric"])} for metric in metrics]
+        super().__init__({**config, "metric_list": metrics})
 
 
 class InfillingChoice(_Gaps, _base("MultipleChoiceTask")):

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -205,6 +206,18 @@ def test_a_model_that_joins_prefix_and_target_is_refused_before_it_scores(tmp_pa
         Reader().loglikelihood(infill.instances)
     assert encoded == [" c"], "the row without a suffix is a plain continuation"
     assert "a" + Gap(" c", "") == "a c"
+
+
+def test_the_file_of_duel_infill_in_the_harness(tmp_path, folder, lm):
+    file = rows(tmp_path, "g.jsonl", {"prefix": "a b", "target": " c d", "suffix": " e"}, {"target": "a b"})
+    run = evaluate("duel_infill", f"pretrained={folder},rule=greedy,block=4", metadata={"files": file})
+    pairs = ask("loglikelihood", ("a b", Gap(" c d", " e")), ("", "a b"))
+    answers = lm.loglikelihood(pairs, disable_tqdm=True)
+    nats = sum(log_prob for log_prob, _ in answers)
+    metrics = run["results"]["duel_infill"]
+    assert metrics["token_perplexity,none"] == pytest.approx(math.exp(-nats / 4))
+    assert metrics["bits_per_byte,none"] == pytest.approx(-nats / math.log(2) / len(" c da b"))
+    assert metrics["acc,none"] == sum(is_greedy for _, is_greedy in answers) / 2
 
 
 @pytest.mark.parametrize(("prefix", "target"), [("a b", " c"), ("a b ", "c"), ("a b ", "c ")])
