@@ -19,3 +19,19 @@ def the_machine_is_described_once():
         from torch.utils import collect_env
 
         collect_env.get_pretty_env_info = functools.cache(collect_env.get_pretty_env_info)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny BERT checkpoint whose rows have 16 positions; modules that need another one define their own."""
+    import tiny
+
+    return tiny.checkpoint(tmp_path_factory.mktemp("bert"), "bert", length=16)
+
+
+@pytest.fixture(scope="module")
+def lm(folder):
+    """The harness's model of that checkpoint."""
+    from lm_eval_duel.harness.lm import DuelMDM
+
+    return DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu")

@@ -12,6 +12,7 @@ from typing import Any
 from lm_eval_duel.command_line import Parser, file_to_write
 from lm_eval_duel.errors import DuelError, usage
 from lm_eval_duel.rules.pc import COUNTS, TOTAL
+from lm_eval_duel.tasks import own_text
 
 PRINTS = """\
 Prints how many tokens were counted.
@@ -29,28 +30,13 @@ def count_tokens(texts: Iterable[str], tokenizer: Any) -> dict[str, Any]:
     return {TOTAL: counts.total(), COUNTS: {str(token): count for token, count in sorted(counts.items())}}
 
 
-def texts_of_file(path: str) -> Iterator[str]:
-    """The documents of a text file (one), or of a .jsonl file (the column `text` of each line)."""
-    content = Path(path).read_text(encoding="utf-8")
-    if not path.endswith(".jsonl"):
-        yield content
-        return
-    for number, line in enumerate(content.splitlines(), 1):
-        try:
-            if line.strip():
-                yield str(json.loads(line)["text"])
-        except (ValueError, KeyError, TypeError):
-            raise DuelError(f"Line {number} of {path} is not a JSON object with the column text.") from None
-
-
 def texts_of_task(name: str) -> Iterator[str]:
     """The texts that a task of the harness scores: the last argument of each request."""
-    from lm_eval_duel.tasks.named import task_manager
+    from lm_eval_duel.tasks import named
 
-    manager = task_manager([name])
-    if name not in manager.all_subtasks:
-        raise DuelError(f"No task '{name}'. All: lm_eval ls tasks.")
-    (task,) = manager.load([name])["tasks"].values()
+    task = named.load(name, {})
+    if task.OUTPUT_TYPE == "generate_until":
+        raise DuelError(f"The task {name} generates text, so there is none to count; name another --task, or a --file.")
     task.build_all_requests()
     for request in task.instances:
         yield str(request.args[-1])
@@ -67,13 +53,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--tokenizer", required=True, metavar="NAME", help="a folder, a hub name or a bundled name")
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--file", metavar="FILE", help="a text file, or .jsonl with a column text")
+    source.add_argument("--file", metavar="FILE", help="a text file, or .jsonl, .json or .parquet with a column text")
     source.add_argument("--task", metavar="TASK", help="a task of the harness or of this package")
     parser.add_argument("--out", required=True, metavar="FILE", help="the JSON file to write")
     options = parser.parse_args(list(arguments))
     file_to_write("--out", options.out)
-    if options.file is not None and not Path(options.file).is_file():
-        raise DuelError(f"--file {options.file}: there is no such file.")
+    if options.file not in (None, own_text.STDIN):
+        own_text.find([options.file])
     return options
 
 
@@ -83,7 +69,7 @@ def main(arguments: Sequence[str]) -> None:
     from lm_eval_duel import denoisers
 
     tokenizer = denoisers.load_tokenizer({"tokenizer": options.tokenizer})
-    texts = texts_of_task(options.task) if options.task else texts_of_file(options.file)
+    texts = texts_of_task(options.task) if options.task else (text for _, text in own_text.texts([options.file]))
     table = count_tokens(texts, tokenizer)
     Path(options.out).write_text(json.dumps(table) + "\n", encoding="utf-8")
     print(f"{table[TOTAL]:,} tokens, {len(table[COUNTS]):,} different ones, written to {options.out}")

@@ -4,9 +4,13 @@
     a whole text's arguments    (text,)                              ("", text)
     its answer                  log p                                (log p, False)
     fields of a request         metadata=(task, document, repeats)   task_name=, doc_id=, repeats=
+    a task of a group           TASK, in one group only              GROUP::TASK in results files, once for each group
 
 The shape of a request tells which answer is expected, so no version number is read. Inside this package a whole text
 is (text,) and its answer is a number: response caches, orders and traces are the same under both releases.
+
+Requests name the task alone in both. `report.task.keys` reads the names of groups, and `requests.Batch` scores a task
+of two groups once. What 0.5.0.dev1 lost is put back by patches.py.
 
 Two more differences are handled in tasks/, which may not import this module: metrics.log_likelihood reads both answers,
 and infilling.py takes its base classes by output type (0.4.13 has one class for all).

@@ -1,6 +1,7 @@
 """A continuation that knows the text after it.
 
-To the harness it is a `str`. duel-mdm reads the suffix and shows it to the network.
+To the harness it is a `str`. duel-mdm reads the suffix and shows it to the network. Other models join the text to its
+context before they encode it, and are refused there, before anything is scored.
 """
 
 from __future__ import annotations
@@ -8,6 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 from typing import Any
+
+from lm_eval_duel.errors import DuelError
+
+BLIND = (
+    "asks for the text between a prefix and a suffix, and this model sees the prefix only. Use --model duel-mdm with a "
+    "bidirectional network, or rows without a suffix."
+)
 
 
 class Gap(str):
@@ -22,6 +30,12 @@ class Gap(str):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Gap, (str(self), self.suffix)
+
+    def __radd__(self, context: str) -> str:
+        """`context + self`, which takes the text for the end of a document."""
+        if self.suffix:
+            raise DuelError(f"This task {BLIND}")
+        return context + str(self)
 
     @property
     def digest(self) -> str:

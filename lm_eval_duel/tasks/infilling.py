@@ -14,12 +14,17 @@ from lm_eval.api import task as lm_eval_tasks
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.tasks import metadata, own_text
 from lm_eval_duel.tasks.columns import TOKENS
-from lm_eval_duel.tasks.gap import Gap
+from lm_eval_duel.tasks.gap import BLIND, Gap
 from lm_eval_duel.tasks.metrics import perplexity, sizes
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import datasets
     from lm_eval.api.instance import Instance
+
+
+HAS_CLASSES = hasattr(lm_eval_tasks, "LoglikelihoodTask")  # for each output type, as in lm-eval 0.5
 
 
 def _base(name: str) -> type:
@@ -29,6 +34,16 @@ def _base(name: str) -> type:
     """
     native = getattr(lm_eval_tasks, name, None)
     return lm_eval_tasks.ConfigurableTask if native is None or inspect.isabstract(native) else native
+
+
+def _of_process_results(name: str) -> Callable[..., Any]:
+    """A metric whose values come from `process_results`. By name, 0.5 takes perplexities for rolling requests only."""
+
+    def metric(*args: Any, **options: Any) -> Any:
+        raise DuelError(f"{name} is computed by process_results, which returned nothing.")
+
+    metric.__name__ = name
+    return metric
 
 
 class _Gaps:
@@ -46,17 +61,23 @@ class _Gaps:
         return requests
 
     def process_results(self, doc: dict[str, Any], results: list[Any]) -> dict[str, Any] | None:
-        """The metrics; raises DuelError if the answers come from a model that did not see the suffix."""
+        """The metrics; raises DuelError if the answers come from a model that did not see the suffix.
+
+        Most models are refused before they score anything (see `gap`); not those that never join the texts.
+        """
         if doc["suffix"] and not all(getattr(answer[0], "sees_suffix", False) for answer in results):
-            raise DuelError(
-                f"Task {self.config.task} asks for the text between a prefix and a suffix, and this model sees the "
-                "prefix only. Use --model duel-mdm with a bidirectional network, or rows without a suffix."
-            )
+            raise DuelError(f"Task {self.config.task} {BLIND}")
         return super().process_results(doc, results)
 
 
 class Infilling(_Gaps, _base("LoglikelihoodTask")):
     """`duel_infill`."""
+
+    def __init__(self, config: dict[str, Any]):
+        metrics = config["metric_list"]
+        if HAS_CLASSES:
+            metrics = [{**metric, "metric": _of_process_results(metric["metric"])} for metric in metrics]
+        super().__init__({**config, "metric_list": metrics})
 
 
 class InfillingChoice(_Gaps, _base("MultipleChoiceTask")):

@@ -1,6 +1,7 @@
 """`presets` and `frequencies`: what they print and write, and what they refuse."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -48,16 +49,20 @@ def test_frequencies_counts_the_tokens_of_a_task():
         list(frequencies.texts_of_task("nowhere"))
 
 
-def test_what_frequencies_refuses(tmp_path):
+def test_what_frequencies_refuses(tmp_path, monkeypatch):
     (tmp_path / "bad.jsonl").write_text('{"words": "a"}\n')
-    with pytest.raises(DuelError, match=r"Line 1 of .*bad\.jsonl is not a JSON object with the column text"):
-        list(frequencies.texts_of_file(str(tmp_path / "bad.jsonl")))
+    out = ["--tokenizer", "demo-mdm", "--out", str(tmp_path / "out.json")]
+    with pytest.raises(DuelError, match=r"bad\.jsonl:1: Unknown column 'text'. Known: words"):
+        frequencies.main([*out, "--file", str(tmp_path / "bad.jsonl")])
     with pytest.raises(DuelError, match="has no tokens"):
         frequencies.count_tokens([], denoisers.load_tokenizer({"tokenizer": "demo-mdm"}))
     for arguments, message in (
-        (["--file", "nowhere.txt", "--out", str(tmp_path / "x")], "--file nowhere.txt: there is no such file"),
+        (["--file", "nowhere.txt", "--out", str(tmp_path / "x")], "nowhere.txt matches no file"),
         (["--out", str(tmp_path / "x")], "one of the arguments --file --task is required"),
         (["--file", __file__, "--out", str(tmp_path)], "that is a folder"),
     ):
         with pytest.raises(UsageError, match=message):
             frequencies.parse(["--tokenizer", "demo-mdm", *arguments])
+    monkeypatch.setattr("lm_eval_duel.tasks.named.load", lambda *_: SimpleNamespace(OUTPUT_TYPE="generate_until"))
+    with pytest.raises(DuelError, match="The task gsm8k generates text"):
+        list(frequencies.texts_of_task("gsm8k"))

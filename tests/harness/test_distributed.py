@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import tiny
 from harness_requests import text_log_prob
-from harness_runs import ACCELERATE, TORCHRUN, launch
+from harness_runs import ACCELERATE, TORCHRUN, launch, write_task
 from lm_eval.api.task import Task
 
 from lm_eval_duel.errors import DuelError
@@ -145,25 +145,11 @@ def test_one_document_on_two_ranks_ends_both(launcher):
     assert said.count(f"DuelError: {message}") == 2  # on both ranks
 
 
-YAML = """
-task: broken
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {data}}}}}
-test_split: test
-output_type: loglikelihood_rolling
-doc_to_text: ""
-doc_to_target: text
-metric_list: [{{metric: word_perplexity}}]
-"""
-
-
 @pytest.mark.slow
 def test_a_rank_that_fails_ends_the_other_machine(tmp_path):
     """Its launcher knows nothing of it; its own process does."""
-    data = tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("My fellow Americans", "a <|mask|> of it")))
-    (tmp_path / "broken.yaml").write_text(YAML.format(data=data))
-    arguments = ("lm_eval", "--model", "duel-mdm", "--tasks", str(tmp_path / "broken.yaml"), "--device", "cpu")
+    file = write_task(tmp_path, "broken", ("My fellow Americans", "a <|mask|> of it"))
+    arguments = ("lm_eval", "--model", "duel-mdm", "--tasks", file, "--device", "cpu")
     status, said = launch(TORCHRUN, 2, *arguments, machines=2)
     assert 0 not in status, said[-3000:]
     assert "DuelError: Request of task broken, document 1: the text holds the mask token" in said

@@ -16,16 +16,6 @@ from lm_eval_duel.harness.lm import DuelMDM
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny.checkpoint(tmp_path_factory.mktemp("bert"), "bert", length=16)
-
-
-@pytest.fixture(scope="module")
-def lm(folder):
-    return DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu")
-
-
-@pytest.fixture(scope="module")
 def demo():
     return DuelMDM(rule="greedy", block=32, device="cpu")
 

@@ -1,27 +1,16 @@
 """Runs of the harness in which processes hold one network together (tp_plan=auto)."""
 
 import importlib.util
-import json
 
 import pytest
 from decoder_reference import CASES, write
 from harness_requests import ask, text_log_prob
-from harness_runs import TORCHRUN, launch, read
+from harness_runs import TORCHRUN, launch, read, write_task
 
 from lm_eval_duel.harness import trace
 from lm_eval_duel.harness.lm import DuelMDM
 
 TEXTS = ["a b c d e f", "the of and a", "z y x w v u t s", "b b a of", "m n o p", "q r the s t"]
-YAML = """
-task: letters
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {data}}}}}
-test_split: test
-output_type: loglikelihood_rolling
-doc_to_text: ""
-doc_to_target: text
-metric_list: [{{metric: word_perplexity}}]
-"""
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +18,7 @@ def folder(tmp_path_factory):
     """A checkpoint and a task."""
     folder = tmp_path_factory.mktemp("run")
     path, _ = write(folder, CASES["sdar"])
-    data = folder / "data.jsonl"
-    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    (folder / "letters.yaml").write_text(YAML.format(data=data))
+    write_task(folder, "letters", TEXTS)
     return folder, path
 
 

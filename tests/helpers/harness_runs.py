@@ -16,6 +16,25 @@ TORCHRUN = ("torch.distributed.run", "--nproc-per-node", "{ranks}", "--master-po
 ACCELERATE = ("accelerate.commands.launch", "--multi_gpu", "--num_processes", "{ranks}", "--num_machines", "1")
 ACCELERATE += ("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "{port}")
 
+TASK = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: text
+metric_list: [{{metric: word_perplexity}}]
+"""
+
+
+def write_task(folder, name, texts):
+    """The YAML file of a task of these texts."""
+    data, file = folder / f"{name}.jsonl", folder / f"{name}.yaml"
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    file.write_text(TASK.format(name=name, data=data))
+    return str(file)
+
 
 def lm_eval(*arguments, module="lm_eval", check=True):
     done = subprocess.run(

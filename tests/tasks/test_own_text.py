@@ -2,12 +2,13 @@
 
 import io
 import json
+import math
 from types import SimpleNamespace
 
 import pytest
-import tiny
 from harness_requests import ask, choice_answers
 from harness_runs import evaluate
+from lm_eval.api.model import TemplateLM
 
 from lm_eval_duel import tasks
 from lm_eval_duel.cli import run
@@ -15,19 +16,8 @@ from lm_eval_duel.engine.windows import Window, infilled
 from lm_eval_duel.errors import DuelError, UsageError
 from lm_eval_duel.estimators.duel import Duel
 from lm_eval_duel.harness.cache_keys import request_key
-from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.tasks import infilling, named, own_text
 from lm_eval_duel.tasks.gap import Gap
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny.checkpoint(tmp_path_factory.mktemp("bert"), "bert", length=16)
-
-
-@pytest.fixture(scope="module")
-def lm(folder):
-    return DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu")
 
 
 def write(folder, name, content):
@@ -193,6 +183,41 @@ def test_requests_carry_the_suffix_and_other_models_are_refused(tmp_path, lm):
     with pytest.raises(DuelError, match="sees the prefix only"):
         infill.process_results(first.doc, [(-1.0, True)])
     assert infill.process_results(second.doc, [(-1.0, True)])["acc"] == 1.0  # nothing to see after this one
+
+
+def test_a_model_that_joins_prefix_and_target_is_refused_before_it_scores(tmp_path):
+    """As every model of the harness does that derives from TemplateLM, such as --model hf."""
+    file = rows(tmp_path, "g.jsonl", {"target": " c"}, {"prefix": "a", "target": " c", "suffix": " d"})
+    infill = task(file)
+    infill.build_all_requests()
+    encoded = []
+
+    class Reader(TemplateLM):
+        """A model that would score the texts that it encoded."""
+
+        prefix_token_id = eot_token_id = 0
+        loglikelihood_rolling = generate_until = _loglikelihood_tokens = None
+
+        def tok_encode(self, string, **options):
+            encoded.append(string)
+            return [ord(letter) for letter in string]
+
+    with pytest.raises(DuelError, match="this model sees the prefix only"):
+        Reader().loglikelihood(infill.instances)
+    assert encoded == [" c"], "the row without a suffix is a plain continuation"
+    assert "a" + Gap(" c", "") == "a c"
+
+
+def test_the_file_of_duel_infill_in_the_harness(tmp_path, folder, lm):
+    file = rows(tmp_path, "g.jsonl", {"prefix": "a b", "target": " c d", "suffix": " e"}, {"target": "a b"})
+    run = evaluate("duel_infill", f"pretrained={folder},rule=greedy,block=4", metadata={"files": file})
+    pairs = ask("loglikelihood", ("a b", Gap(" c d", " e")), ("", "a b"))
+    answers = lm.loglikelihood(pairs, disable_tqdm=True)
+    nats = sum(log_prob for log_prob, _ in answers)
+    metrics = run["results"]["duel_infill"]
+    assert metrics["token_perplexity,none"] == pytest.approx(math.exp(-nats / 4))
+    assert metrics["bits_per_byte,none"] == pytest.approx(-nats / math.log(2) / len(" c da b"))
+    assert metrics["acc,none"] == sum(is_greedy for _, is_greedy in answers) / 2
 
 
 @pytest.mark.parametrize(("prefix", "target"), [("a b", " c"), ("a b ", "c"), ("a b ", "c ")])
