@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel import rules
-from lm_eval_duel.arguments import NOTHING, Reader, at_least, block_size, choice, number_where, truth
+from lm_eval_duel.arguments import NOTHING, Reader, at_least, block_size, choice, count, number_where, truth
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.rules import presets
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 ELBO_FORMS = ("count", "ratio", "score_entropy")
 CONFIDENCES = ("untempered", "tempered")  # which probability of a drawn token decides whether it is kept
+SCHEDULES = ("even", "dream")  # how many draws are kept at each of `steps` steps
 SAMPLE = 0.05  # share of the blocks of a two-phase estimate that are also scored without the cache
 LATTICE_BLOCK = 12  # the most cells of a block whose sets are all evaluated: 4,095 sets
 
@@ -103,7 +104,9 @@ TWO_PHASE_ARGUMENTS = {  # one of them; neither: sample=0.05
 LATTICE_ARGUMENTS = {"lattice_rules": Argument(_rules)}  # None: the rule, if it is state-only
 
 SAMPLED_ARGUMENTS = {
-    "n": Argument(at_least(1, 1), 1),  # draws that are kept at a step
+    "n": Argument(count),  # draws that are kept at a step; neither n nor steps: 1
+    "steps": Argument(count),  # of a block
+    "schedule": Argument(choice(*SCHEDULES, default=SCHEDULES[0]), SCHEDULES[0]),
     "tau": Argument(number_where("a probability from 0 to 1", lambda x: 0 <= x <= 1)),
     "confidence": Argument(choice(*CONFIDENCES, default=CONFIDENCES[0]), CONFIDENCES[0]),
     "strict": Argument(truth, True),
@@ -133,6 +136,25 @@ def _check_lattice(options: Options) -> None:
             f"{LATTICE_BLOCK}; got {'none' if options.block is None else options.block}. "
             "block=4 takes 15 states a block."
         )
+
+
+def check_step_counts(n: int | None, tau: float | None, steps: int | None, schedule: str) -> None:
+    """Raise DuelError unless n, tau and steps go together."""
+    if schedule not in SCHEDULES:
+        raise unknown("value of schedule", schedule, SCHEDULES)
+    for name, value in (("n", n), ("tau", tau)):
+        if steps is not None and value is not None:
+            raise DuelError(
+                f"'steps' (got {steps}) says how many draws are kept at each step, and so does '{name}' (got "
+                f"{value}); leave one out."
+            )
+    if steps is None and schedule != SCHEDULES[0]:
+        raise DuelError(f"schedule={schedule} spreads a block over a number of steps; pass steps=<number>, too.")
+
+
+def _check_sampled(options: Options) -> None:
+    _check_lattice(options)
+    check_step_counts(*(options.estimator_args[name] for name in ("n", "tau", "steps", "schedule")))
 
 
 def check_amount(sample: float | None, precision: float | None) -> None:
@@ -234,7 +256,7 @@ ENTRIES = (  # in the order of tables
         SAMPLED_ARGUMENTS,
         unread=("rule",),
         decodes=True,
-        check=_check_lattice,
+        check=_check_sampled,
     ),
     Entry(
         "two_phase",
