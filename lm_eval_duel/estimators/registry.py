@@ -9,12 +9,21 @@ from __future__ import annotations
 import dataclasses
 import enum
 import importlib
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel import rules
 from lm_eval_duel.arguments import NOTHING, Reader, at_least, block_size, choice, count, number_where, truth
 from lm_eval_duel.errors import DuelError, unknown
+from lm_eval_duel.estimators.sampled_arguments import (
+    ORDER_STEPS,
+    ORDERS,
+    SCHEDULES,
+    check_order,
+    check_step_counts,
+    read_order,
+)
 from lm_eval_duel.rules import presets
 
 if TYPE_CHECKING:
@@ -24,7 +33,6 @@ if TYPE_CHECKING:
 
 ELBO_FORMS = ("count", "ratio", "score_entropy")
 CONFIDENCES = ("untempered", "tempered")  # which probability of a drawn token decides whether it is kept
-SCHEDULES = ("even", "dream")  # how many draws are kept at each of `steps` steps
 SAMPLE = 0.05  # share of the blocks of a two-phase estimate that are also scored without the cache
 LATTICE_BLOCK = 12  # the most cells of a block whose sets are all evaluated: 4,095 sets
 
@@ -113,6 +121,13 @@ SAMPLED_ARGUMENTS = {
 }
 
 
+ORDER_ARGUMENTS = {
+    "alg": Argument(read_order, ORDERS[0]),
+    "steps": Argument(at_least(1, ORDER_STEPS), ORDER_STEPS),  # of a block
+    "alg_temp": Argument(number_where("a number above 0", lambda x: 0 < x < math.inf)),
+}
+
+
 def _check_elbo(options: Options) -> None:
     if options.estimator_args["elbo_eps"] and options.estimator_args["elbo_form"] == "count":
         raise DuelError("'elbo_eps' is the least ratio, of elbo_form=ratio; counts have none. Leave one out.")
@@ -138,23 +153,14 @@ def _check_lattice(options: Options) -> None:
         )
 
 
-def check_step_counts(n: int | None, tau: float | None, steps: int | None, schedule: str) -> None:
-    """Raise DuelError unless n, tau and steps go together."""
-    if schedule not in SCHEDULES:
-        raise unknown("value of schedule", schedule, SCHEDULES)
-    for name, value in (("n", n), ("tau", tau)):
-        if steps is not None and value is not None:
-            raise DuelError(
-                f"'steps' (got {steps}) says how many draws are kept at each step, and so does '{name}' (got "
-                f"{value}); leave one out."
-            )
-    if steps is None and schedule != SCHEDULES[0]:
-        raise DuelError(f"schedule={schedule} spreads a block over a number of steps; pass steps=<number>, too.")
-
-
 def _check_sampled(options: Options) -> None:
     _check_lattice(options)
     check_step_counts(*(options.estimator_args[name] for name in ("n", "tau", "steps", "schedule")))
+
+
+def _check_sampled_order(options: Options) -> None:
+    _check_lattice(options)
+    check_order(options.estimator_args["alg"], options.estimator_args["alg_temp"])
 
 
 def check_amount(sample: float | None, precision: float | None) -> None:
@@ -257,6 +263,16 @@ ENTRIES = (  # in the order of tables
         unread=("rule",),
         decodes=True,
         check=_check_sampled,
+    ),
+    Entry(
+        "sampled_order",
+        "Sampled order",
+        Kind.LIKELIHOOD,
+        "lm_eval_duel.estimators.sampled_order:SampledOrder",
+        lambda options: {"block": options.block, **options.estimator_args},
+        ORDER_ARGUMENTS,
+        unread=("rule",),
+        check=_check_sampled_order,
     ),
     Entry(
         "two_phase",

@@ -30,7 +30,8 @@ from lm_eval_duel.estimators.base import IndexedScores, WindowGroup
 from lm_eval_duel.estimators.checks import check_every_order, check_lattice_block
 from lm_eval_duel.estimators.drawn_confidence import compare, score_of, token_scores, untempered
 from lm_eval_duel.estimators.duel import Duel
-from lm_eval_duel.estimators.registry import CONFIDENCES, LATTICE_BLOCK, check_step_counts
+from lm_eval_duel.estimators.registry import CONFIDENCES, LATTICE_BLOCK
+from lm_eval_duel.estimators.sampled_arguments import check_step_counts
 from lm_eval_duel.estimators.sampled_dp import DrawnChunk, decodes_to_targets, fold
 from lm_eval_duel.estimators.step_counts import StepCounts
 from lm_eval_duel.estimators.subset_dp import number_of
@@ -262,23 +263,16 @@ class DrawnAccumulator(SubsetAccumulator):
         pick = self.rule.pick(drawn.top, lanes)  # (R, W)
         missed = (pick & (predictions.argmax != tokens)).any(1)  # (R,)
         following = number_of(hidden & ~pick, located.cell)  # (R,)
-        lane, at = hidden.nonzero().unbind(1)  # (C,)
+        self.enter(lanes, located, log_probs=log_prob, score=drawn.score, log_quiet=drawn.log_quiet)
         pairs = (hidden[:, :, None] & hidden[:, None, :]).nonzero()  # (X, 3)
         for n in located.chunk.unique().tolist():
             chunk, mine = self.chunks[n], located.chunk == n  # (R,)
-            r, w = lane[mine[lane]], at[mine[lane]]  # (c,)
-            b, s, cell = located.block[r], located.state[r], located.cell[r, w]
-            chunk.log_probs[b, s, cell] = log_prob[r, w]
-            chunk.score[b, s, cell] = drawn.score[r, w]
-            chunk.log_quiet[b, s, cell] = drawn.log_quiet[r, w]
             r, w, other = pairs[mine[pairs[:, 0]]].unbind(1)  # (x,)
             b, s = located.block[r], located.state[r]
             chunk.log_after[b, s, located.cell[r, w], located.cell[r, other]] = drawn.log_after[r, w, other]
             chunk.after[located.block[mine], located.state[mine]] = following[mine]
             chunk.missed[located.block[mine], located.state[mine]] = missed[mine]
-        # on out-of-memory before this line, the states are evaluated again and the same values written
-        for n, count in zip(*(part.tolist() for part in located.chunk.unique(return_counts=True)), strict=True):
-            self.chunks[n].waiting -= count
+        self.count(located)
 
     def fold(self, chunk: DrawnChunk) -> None:
         row, cells = chunk.lanes.row, chunk.lanes.hidden.sum(1)  # (B,)

@@ -89,6 +89,20 @@ class SubsetAccumulator(abc.ABC):
         cell = cell_of(fresh_cells(lanes))  # (R, W)
         return Located(chunk, block, number_of(lanes.hidden, cell), cell)
 
+    def enter(self, lanes: Lanes, located: Located, **planes: torch.Tensor) -> None:
+        """Write values of the hidden cells of these states, (R, W) each, into the tables (B, S, m) of these names."""
+        lane, at = lanes.hidden.nonzero().unbind(1)  # (C,)
+        for n in located.chunk.unique().tolist():
+            mine = located.chunk[lane] == n  # (C,)
+            r, w = lane[mine], at[mine]  # (c,)
+            for name, plane in planes.items():
+                getattr(self.chunks[n], name)[located.block[r], located.state[r], located.cell[r, w]] = plane[r, w]
+
+    def count(self, located: Located) -> None:
+        """Count these states as entered. On out-of-memory before, they are evaluated and entered again."""
+        for n, count in zip(*(part.tolist() for part in located.chunk.unique(return_counts=True)), strict=True):
+            self.chunks[n].waiting -= count
+
     def take(self, finished: Lanes) -> IndexedScores:
         """(row, score) of the windows that have all their blocks. Complete chunks are folded."""
         for n in [n for n, chunk in self.chunks.items() if not chunk.waiting]:

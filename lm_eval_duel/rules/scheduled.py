@@ -188,8 +188,8 @@ class Dream(Rule):
     def __post_init__(self) -> None:
         if str(self.alg) == "origin":
             raise DuelError(
-                "alg=origin of rule 'dream' reveals positions at random, so a text has many orders. The "
-                "exact likelihood of uniformly random order is estimator=mixture, its bound estimator=elbo."
+                "alg=origin of rule 'dream' reveals positions at random, so a text has many orders. Its exact "
+                "likelihood is estimator=sampled_order,alg=origin,steps=<number>, for blocks of at most 12 positions."
             )
         if self.alg not in get_args(Algorithm):
             raise unknown("value of alg for rule dream", self.alg, get_args(Algorithm))
