@@ -186,7 +186,7 @@ def fold_shares(chunk: OrderChunk, shares: list[float]) -> torch.Tensor:
             if share == 1:
                 value[:, state] = log_p[:, :, -1]  # all cells are revealed
                 continue
-            log_order = chosen * math.log(share) + (size - chosen) * math.log1p(-share)  # (K,)
+            log_order = chosen.double() * math.log(share) + (size - chosen).double() * math.log1p(-share)  # (K,)
             value[:, state] = (log_p + log_order + following[:, rest]).logsumexp(2)
     return value
 

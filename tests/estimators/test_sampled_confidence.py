@@ -306,7 +306,7 @@ def test_what_it_refuses():
         ({"steps": 0}, "'steps' is a count of steps, at least 1; got 0"),
         (
             {"steps": 2, "n": 2},
-            r"'steps' \(got 2\) says how many draws are kept at each step, and so does 'n' \(got 2\)",
+            "'steps' .got 2. says how many draws are kept at each step, and so does 'n' .got 2.",
         ),
         ({"steps": 2, "tau": 0.5}, "and so does 'tau'"),
         ({"schedule": "dream"}, "schedule=dream spreads a block over a number of steps; pass steps=<number>, too"),

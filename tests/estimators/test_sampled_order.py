@@ -81,8 +81,8 @@ def test_a_random_cell_at_each_step_is_the_mixture():
     toy = Toy(length=8, seed=3)
     mixture = log_probs(Lattice(toy, 3, value="mixture"), WINDOWS)
     assert log_probs(SampledOrder(toy, 3, alg="random", steps=9), WINDOWS) == pytest.approx(mixture, abs=1e-12)
-    near = log_probs(SampledOrder(toy, 3, alg="origin", steps=20_000), WINDOWS[:1])  # hardly ever two at a step
-    assert near == pytest.approx(mixture[:1], abs=2e-3)
+    near = log_probs(SampledOrder(toy, 3, alg="origin", steps=1000), WINDOWS[:1])  # hardly ever two at a step
+    assert near == pytest.approx(mixture[:1], abs=1e-2)
 
 
 @pytest.mark.parametrize("alg", ["entropy", "topk_margin"])
@@ -182,7 +182,7 @@ def test_what_it_refuses():
     for settings, words in (
         ({"steps": 0}, "'steps' is a count of steps, at least 1; got 0"),
         ({"alg": "origins"}, "Unknown value of alg 'origins'. Did you mean origin?"),
-        ({"alg": "entropy"}, "alg=entropy draws positions at a temperature, .* rule=dream:alg=entropy:steps="),
+        ({"alg": "entropy"}, "alg=entropy draws positions at a temperature, .*,rule=dream:alg=entropy:steps="),
         ({"alg_temp": 0.2}, r"'alg_temp' \(got 0.2\) is read with alg=entropy and alg=topk_margin only"),
         ({"alg": "entropy", "alg_temp": 0.0}, "'alg_temp' is a number above 0; got 0"),
         ({"alg": "maskgit_plus"}, "estimator=sampled_confidence,confidence=tempered,schedule=dream,steps=<number>"),

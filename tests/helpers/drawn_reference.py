@@ -41,25 +41,25 @@ def enumerate_texts(toy, context, length, suffix, blocks, temperature, outcomes)
     `outcomes(hidden, m, step, plain, warm)`: (probability, tokens by position) of everything that one step may reveal,
     for the distributions of a row without and with temperature.
     """
-    finished, start = {}, len(context)
-    waiting = {(0, 0, (*context, *[toy.mask_id] * length, *suffix)): 1.0}
-    while waiting:
-        (number, step, row), mass = waiting.popitem()
-        if number == len(blocks):
-            text = row[start : start + length]
-            finished[text] = finished.get(text, 0.0) + mass
-            continue
-        first, width = blocks[number]
-        hidden = [p for p in range(first, first + width) if row[p] == toy.mask_id]
+    start, step = len(context), 0
+    rows = {(*context, *[toy.mask_id] * length, *suffix): 1.0}  # after so many steps of this block, with probabilities
+    for first, width in blocks:
+        finished, step = {}, 0
         m = first + width - max(first, start)
-        logits = logits_of(toy, torch.tensor([row]))[0].double()
-        plain, warm = logits.softmax(-1).tolist(), (logits / temperature).softmax(-1).tolist()
-        for share, revealed in outcomes(hidden, m, step, plain, warm):
-            done = len(revealed) == len(hidden)
-            after = tuple(revealed.get(p, token) for p, token in enumerate(row))
-            following = number + done, 0 if done else step + 1, after
-            waiting[following] = waiting.get(following, 0.0) + mass * share
-    return finished
+        while rows:
+            following = {}
+            for row, mass in rows.items():
+                hidden = [p for p in range(first, first + width) if row[p] == toy.mask_id]
+                logits = logits_of(toy, torch.tensor([row]))[0].double()
+                plain, warm = logits.softmax(-1).tolist(), (logits / temperature).softmax(-1).tolist()
+                for share, revealed in outcomes(hidden, m, step, plain, warm):
+                    after = tuple(revealed.get(p, token) for p, token in enumerate(row))
+                    into = finished if len(revealed) == len(hidden) else following
+                    if share:
+                        into[after] = into.get(after, 0.0) + mass * share
+            rows, step = following, step + 1
+        rows = finished
+    return {row[start : start + length]: mass for row, mass in rows.items()}
 
 
 def probabilities(toy, *place, temperature=1.0, tau=None, tempered=False, strict=True, digits=DIGITS, **counts):
