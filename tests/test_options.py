@@ -101,7 +101,10 @@ def test_values_of_the_elbo(key, value, expected):
     ("key", "value", "expected"),
     [
         ("n", "2", 2),
-        ("n", None, 1),
+        ("n", None, None),
+        ("steps", "3", 3),
+        ("schedule", None, "even"),
+        ("schedule", "dream", "dream"),
         ("tau", "0.85", 0.85),
         ("tau", "none", None),
         ("confidence", None, "untempered"),
@@ -109,7 +112,8 @@ def test_values_of_the_elbo(key, value, expected):
     ],
 )
 def test_values_of_select_after_sampling(key, value, expected):
-    options = Options.parse({"estimator": "sampled_confidence", "block": 4, key: value})
+    steps = {"steps": 2} if value == "dream" else {}
+    options = Options.parse({"estimator": "sampled_confidence", "block": 4, key: value, **steps})
     assert options.estimator_args[key] == expected and options.rule == rules.Greedy()
 
 
