@@ -202,7 +202,7 @@ def plackett_luce(score: torch.Tensor, most: int) -> torch.Tensor:
     log_p = torch.full_like(left, -math.inf)  # (B, x, K)
     log_p[:, :, 0] = 0
     for size in range(1, most + 1):
-        subset, cell, before = (indices.to(score.device) for indices in sets(score.shape[2], size))  # (y,), (y, size)
-        last = log_p[:, :, before] + score[:, :, cell] - left[:, :, before]  # (B, x, y, size)
+        subset, member, before = (indices.to(score.device) for indices in sets(score.shape[2], size))  # (y, size)
+        last = log_p[:, :, before] + score[:, :, member] - left[:, :, before]  # (B, x, y, size)
         log_p[:, :, subset] = last.logsumexp(3)
     return log_p
