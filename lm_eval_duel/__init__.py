@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lm_eval_duel.estimators.elbo import Elbo
     from lm_eval_duel.estimators.lattice import Lattice
     from lm_eval_duel.estimators.sampled_confidence import SampledConfidence
+    from lm_eval_duel.estimators.sampled_order import SampledOrder
     from lm_eval_duel.estimators.two_phase import TwoPhase
     from lm_eval_duel.library.duel import Duel
     from lm_eval_duel.library.results import GeneratedText, TextEstimate, TextScore
@@ -39,6 +40,7 @@ _HOMES = {  # the module that defines each public name
     "RuleStalled": "lm_eval_duel.errors",
     "Sample": "lm_eval_duel.engine.results",
     "SampledConfidence": "lm_eval_duel.estimators.sampled_confidence",
+    "SampledOrder": "lm_eval_duel.estimators.sampled_order",
     "TextEstimate": "lm_eval_duel.library.results",
     "TextScore": "lm_eval_duel.library.results",
     "TwoPhase": "lm_eval_duel.estimators.two_phase",
@@ -65,6 +67,7 @@ __all__ = [
     "RuleStalled",
     "Sample",
     "SampledConfidence",
+    "SampledOrder",
     "TextEstimate",
     "TextScore",
     "TwoPhase",

@@ -43,6 +43,7 @@ QWEN3 = {
 }
 ELBO, RATIO = {"estimator": "elbo"}, {"estimator": "elbo", "elbo_form": "ratio"}
 DRAWN = {"estimator": "sampled_confidence", "block": 2}
+ORDER = {"estimator": "sampled_order", "block": 2}
 TWO_PHASE = {"estimator": "two_phase"}
 BLOCKS = {"attention": "block_causal", "block": 4}
 
@@ -63,6 +64,11 @@ CHANGES = [  # checkpoint, an arg, two values that are two specs, and what goes 
     ("bert", "windows", "independent", "harness", {}),
     ("bert", "estimator", "duel", "mixture", {"block": 2}),
     ("bert", "n", 1, 2, DRAWN),
+    ("bert", "steps", 1, 3, DRAWN),
+    ("bert", "schedule", "even", "dream", {**DRAWN, "steps": 2}),
+    ("bert", "alg", "origin", "random", ORDER),
+    ("bert", "steps", 2, 3, ORDER),
+    ("bert", "alg_temp", 0.2, 0.20000001, {**ORDER, "alg": "entropy"}),
     ("bert", "tau", None, 0.5, DRAWN),
     ("bert", "tau", 0.5, 0.50000001, DRAWN),
     ("bert", "strict", True, False, {**DRAWN, "tau": 0.5}),
@@ -121,6 +127,8 @@ KEEPS = [  # two values of an arg that are one spec
     ("bert", "sample", None, 0.05, TWO_PHASE),
     ("bert", "exclude_ids", "6+5", [5, 6], {}),
     ("bert", "sub_block", None, "none", {}),
+    ("bert", "n", None, 1, DRAWN),
+    ("bert", "steps", None, 512, ORDER),
     ("bert", "trace", None, "trace.jsonl", {}),
     ("bert", "verify", 0, 2, {}),
     ("bert", "order", "random", "longest", {}),

@@ -101,7 +101,10 @@ def test_values_of_the_elbo(key, value, expected):
     ("key", "value", "expected"),
     [
         ("n", "2", 2),
-        ("n", None, 1),
+        ("n", None, None),
+        ("steps", "3", 3),
+        ("schedule", None, "even"),
+        ("schedule", "dream", "dream"),
         ("tau", "0.85", 0.85),
         ("tau", "none", None),
         ("confidence", None, "untempered"),
@@ -109,7 +112,8 @@ def test_values_of_the_elbo(key, value, expected):
     ],
 )
 def test_values_of_select_after_sampling(key, value, expected):
-    options = Options.parse({"estimator": "sampled_confidence", "block": 4, key: value})
+    steps = {"steps": 2} if value == "dream" else {}
+    options = Options.parse({"estimator": "sampled_confidence", "block": 4, key: value, **steps})
     assert options.estimator_args[key] == expected and options.rule == rules.Greedy()
 
 
@@ -156,7 +160,7 @@ def test_network_args_are_those_of_denoisers_load():
         ({"rule": "gredy"}, "Unknown unmasking rule 'gredy'. Did you mean greedy?"),
         (
             {"blok": 32},
-            "Unknown model arg 'blok'. Did you mean block? Known: add_bos_token, attention, backend, batch_size,",
+            "Unknown model arg 'blok'. Did you mean block? Known: add_bos_token, alg_temp, attention, backend,",
         ),
         ({"bos": "givn"}, "Unknown value of bos 'givn'. Did you mean given?"),
         ({"bos": "none", "add_bos_token": True}, "add_bos_token=True means bos=given, but bos=none is given."),

@@ -30,7 +30,7 @@ from lm_eval_duel.engine.lanes import blocks
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.rules import Rule, SeedFirst, SubBlock, inner
 from lm_eval_duel.rules.base import Counted
-from lm_eval_duel.rules.scheduled import Scheduled
+from lm_eval_duel.rules.scheduled import Scheduled, even_counts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,8 +123,7 @@ def reveals(rule: Rule, cells: int, first: int) -> list[int]:
         parts = Counter(cell // rule.sub_block for cell in range(first, first + cells))
         return [count for part in parts.values() for count in reveals(rule.rule, part, 0)]
     if isinstance(rule, Scheduled):
-        steps = min(rule.steps, cells)  # type: ignore[attr-defined]
-        return [cells // steps + (step < cells % steps) for step in range(steps)]
+        return even_counts(cells, rule.steps)  # type: ignore[attr-defined]
     k = rule.k if isinstance(rule, Counted) else 1
     return [min(k, cells - done) for done in range(0, cells, k)]
 

@@ -9,12 +9,21 @@ from __future__ import annotations
 import dataclasses
 import enum
 import importlib
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel import rules
-from lm_eval_duel.arguments import NOTHING, Reader, at_least, block_size, choice, number_where, truth
+from lm_eval_duel.arguments import NOTHING, Reader, at_least, block_size, choice, count, number_where, truth
 from lm_eval_duel.errors import DuelError, unknown
+from lm_eval_duel.estimators.sampled_arguments import (
+    ORDER_STEPS,
+    ORDERS,
+    SCHEDULES,
+    check_order,
+    check_step_counts,
+    read_order,
+)
 from lm_eval_duel.rules import presets
 
 if TYPE_CHECKING:
@@ -113,10 +122,19 @@ TWO_PHASE_ARGUMENTS = {  # one of them; neither: sample=0.05
 LATTICE_ARGUMENTS = {"lattice_rules": Argument(_rules)}  # None: the rule, if it is state-only
 
 SAMPLED_ARGUMENTS = {
-    "n": Argument(at_least(1, 1), 1),  # draws that are kept at a step
+    "n": Argument(count),  # draws that are kept at a step; neither n nor steps: 1
+    "steps": Argument(count),  # of a block
+    "schedule": Argument(choice(*SCHEDULES, default=SCHEDULES[0]), SCHEDULES[0]),
     "tau": Argument(number_where("a probability from 0 to 1", lambda x: 0 <= x <= 1)),
     "confidence": Argument(choice(*CONFIDENCES, default=CONFIDENCES[0]), CONFIDENCES[0]),
     "strict": Argument(truth, True),
+}
+
+
+ORDER_ARGUMENTS = {
+    "alg": Argument(read_order, ORDERS[0]),
+    "steps": Argument(at_least(1, ORDER_STEPS), ORDER_STEPS),  # of a block
+    "alg_temp": Argument(number_where("a number above 0", lambda x: 0 < x < math.inf)),
 }
 
 
@@ -143,6 +161,16 @@ def _check_lattice(options: Options) -> None:
             f"{LATTICE_BLOCK}; got {'none' if options.block is None else options.block}. "
             "block=4 takes 15 states a block."
         )
+
+
+def _check_sampled(options: Options) -> None:
+    _check_lattice(options)
+    check_step_counts(*(options.estimator_args[name] for name in ("n", "tau", "steps", "schedule")))
+
+
+def _check_sampled_order(options: Options) -> None:
+    _check_lattice(options)
+    check_order(options.estimator_args["alg"], options.estimator_args["alg_temp"])
 
 
 def check_amount(sample: float | None, precision: float | None) -> None:
@@ -247,7 +275,17 @@ ENTRIES = (  # in the order of tables
         named="{}",
         unread=("rule",),
         decodes=True,
-        check=_check_lattice,
+        check=_check_sampled,
+    ),
+    Entry(
+        "sampled_order",
+        "Sampled order",
+        Kind.LIKELIHOOD,
+        "lm_eval_duel.estimators.sampled_order:SampledOrder",
+        lambda options: {"block": options.block, **options.estimator_args},
+        ORDER_ARGUMENTS,
+        unread=("rule",),
+        check=_check_sampled_order,
     ),
     Entry(
         "two_phase",

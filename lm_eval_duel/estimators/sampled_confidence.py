@@ -31,7 +31,9 @@ from lm_eval_duel.estimators.checks import check_every_order, check_lattice_bloc
 from lm_eval_duel.estimators.drawn_confidence import compare, score_of, token_scores, untempered
 from lm_eval_duel.estimators.duel import Duel
 from lm_eval_duel.estimators.registry import CONFIDENCES, LATTICE_BLOCK
+from lm_eval_duel.estimators.sampled_arguments import check_step_counts
 from lm_eval_duel.estimators.sampled_dp import DrawnChunk, decodes_to_targets, fold
+from lm_eval_duel.estimators.step_counts import StepCounts
 from lm_eval_duel.estimators.subset_dp import number_of
 from lm_eval_duel.estimators.subset_states import SubsetAccumulator
 from lm_eval_duel.hashing import uniform
@@ -42,7 +44,9 @@ SCORED_AT_ONCE = 64  # samples
 class SampledConfidence(Duel):
     """A sampler that keeps the most probable of the tokens drawn: one distribution, to score and to sample.
 
-    `n`: how many draws are kept at a step; ties go to the lowest position. `tau`: keep all draws whose confidence
+    `n`: how many draws are kept at a step, 1 if nothing is given; ties go to the lowest position. `steps`: instead of
+    n, in how many steps a block is revealed; `schedule`: with m positions, m // S + (i < m mod S) at step i ("even":
+    LLaDA), or Dream's noise levels ("dream", see `rules.scheduled.Dream`). `tau`: keep all draws whose confidence
     exceeds it, and at least the n best. `strict=False`: all that reach it. `confidence`: a draw's probability under
     the network's own distribution ("untempered": LLaDA, Fast-dLLM), or under that from which it is drawn, after
     temperature, top_k and top_p ("tempered": SDAR, LLaDA2, Dream). Temperature is the denoiser's. `block`: at most 12
@@ -62,22 +66,28 @@ class SampledConfidence(Duel):
         batch_size: int | None = None,
         max_batch_size: int | None = None,
         traced: bool = False,
-        n: int = 1,
+        n: int | None = None,
         tau: float | None = None,
         confidence: str = "untempered",
         strict: bool = True,
+        steps: int | None = None,
+        schedule: str = "even",
     ):
         if denoiser.attention == "causal":
             raise DuelError("An autoregressive network has one order: use estimator=ar.")
-        if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-            raise DuelError(f"'n' is how many draws are kept at a step, at least 1; got {n!r}.")
+        for name, value, what in (("n", n, "how many draws are kept at a step"), ("steps", steps, "a count of steps")):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise DuelError(f"'{name}' is {what}, at least 1; got {value!r}.")
+        check_step_counts(n, tau, steps, schedule)
         if tau is not None and (isinstance(tau, bool) or not isinstance(tau, int | float) or not 0 <= tau <= 1):
             raise DuelError(f"'tau' is a probability from 0 to 1, or None; got {tau!r}.")
         if confidence not in CONFIDENCES:
             raise unknown("value of confidence", confidence, CONFIDENCES)
         check_every_order(denoiser, self.name)
-        self.n, self.tau, self.confidence, self.strict = n, tau, confidence, strict
-        super().__init__(denoiser, BestDrawn(n, tau, strict), block, grid, batch_size, max_batch_size, traced)
+        self.counted = StepCounts(n or 1, steps, schedule, or_more=tau is not None)
+        self.tau, self.confidence, self.strict = tau, confidence, strict
+        rule = BestDrawn(self.counted, tau, strict)
+        super().__init__(denoiser, rule, block, grid, batch_size, max_batch_size, traced)
         check_lattice_block(denoiser, self.block, self.name)
         self.scale  # noqa: B018 - raises DuelError for a truncated distribution
 
@@ -88,11 +98,15 @@ class SampledConfidence(Duel):
 
     def describe(self) -> dict[str, object]:
         tau = {} if self.tau is None else {"tau": fingerprint.number(self.tau), "strict": str(self.strict).lower()}
+        counts = self.counted
+        steps: dict[str, object] = {"n": counts.n}
+        if counts.steps is not None:
+            steps = {"steps": counts.steps, "schedule": counts.schedule}
         return {
             "estimator": self.name,
             "block": self.block,
             "grid": self.grid,
-            "n": self.n,
+            **steps,
             **tau,
             "confidence": self.confidence,
         }
@@ -144,7 +158,7 @@ class SampledConfidence(Duel):
         return StepDraws(keys, seed, self.denoiser.device)
 
     def _rule(self, choose: Choose) -> rules.Rule:
-        return BestDrawn(self.n, self.tau, self.strict, self.scale, choose)
+        return BestDrawn(self.counted, self.tau, self.strict, self.scale, choose)
 
     def _score_group(self, group: WindowGroup) -> IndexedScores:
         tables = DrawnAccumulator(group, self)
@@ -161,7 +175,7 @@ class BestDrawn(rules.Rule):
     """Draws a token at every hidden cell, and picks the n best, or all above `tau` and at least the n best."""
 
     name: ClassVar[str] = "sampled_confidence"
-    n: int
+    counts: StepCounts  # n of each step
     tau: float | None = None
     strict: bool = True
     scale: float = 1.0
@@ -170,12 +184,13 @@ class BestDrawn(rules.Rule):
     def __call__(self, predictions: Predictions, lanes: Lanes) -> rules.Decision:
         assert self.choose is not None
         tokens = self.choose(predictions, lanes, lanes.hidden)  # (R, W)
-        return rules.Decision(self.pick(token_scores(predictions, tokens, self.scale), lanes.hidden))
+        return rules.Decision(self.pick(token_scores(predictions, tokens, self.scale), lanes))
 
-    def pick(self, score: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    def pick(self, score: torch.Tensor, lanes: Lanes) -> torch.Tensor:
         """Which of the draws with these scores are kept, (R, W) bool."""
+        hidden, n = lanes.hidden, self.counts.of_lanes(lanes)[:, None]  # (R, W), (R, 1)
         key = torch.where(hidden, score.clamp(min=torch.finfo(score.dtype).min), -math.inf)  # (R, W)
-        best = hidden & (rules.rank(-key) < self.n)  # (R, W)
+        best = hidden & (rules.rank(-key) < n)  # (R, W)
         if self.tau is None:
             return best
         threshold = score_of(self.tau)
@@ -210,11 +225,15 @@ class DrawnAccumulator(SubsetAccumulator):
 
     def __init__(self, group: WindowGroup, estimator: SampledConfidence):
         super().__init__(group, estimator)
-        self.rule, self.scale = BestDrawn(estimator.n, estimator.tau, estimator.strict), estimator.scale
+        self.counts, self.scale = estimator.counted, estimator.scale
+        self.rule = BestDrawn(self.counts, estimator.tau, estimator.strict)
         self.tau = None if estimator.tau is None else score_of(estimator.tau)
         self.log_prob = torch.zeros(len(group.windows), dtype=torch.float64, device=group.rows.ids.device)  # (N,)
         self.greedy = torch.ones_like(self.log_prob, dtype=torch.bool)  # (N,)
         self.steps = torch.zeros_like(self.log_prob, dtype=torch.int64)  # (N,)
+
+    def reached(self, lanes: Lanes) -> torch.Tensor:
+        return self.counts.of_lanes(lanes) > 0
 
     def new_chunk(self, lanes: Lanes, states: int, most: int) -> DrawnChunk:
         log_probs = self.log_prob.new_full((len(lanes), 1 << most, most), math.nan)  # (B, S, m)
@@ -241,32 +260,25 @@ class DrawnAccumulator(SubsetAccumulator):
         """Enter the draws of these states, and what argmax decoding does."""
         hidden, located = lanes.hidden, self.locate(lanes)
         drawn = compare(predictions, tokens, self.scale, 0.0 if self.tau is None else self.tau, self.rule.strict)
-        pick = self.rule.pick(drawn.top, hidden)  # (R, W)
+        pick = self.rule.pick(drawn.top, lanes)  # (R, W)
         missed = (pick & (predictions.argmax != tokens)).any(1)  # (R,)
         following = number_of(hidden & ~pick, located.cell)  # (R,)
-        lane, at = hidden.nonzero().unbind(1)  # (C,)
+        self.enter(lanes, located, log_probs=log_prob, score=drawn.score, log_quiet=drawn.log_quiet)
         pairs = (hidden[:, :, None] & hidden[:, None, :]).nonzero()  # (X, 3)
         for n in located.chunk.unique().tolist():
             chunk, mine = self.chunks[n], located.chunk == n  # (R,)
-            r, w = lane[mine[lane]], at[mine[lane]]  # (c,)
-            b, s, cell = located.block[r], located.state[r], located.cell[r, w]
-            chunk.log_probs[b, s, cell] = log_prob[r, w]
-            chunk.score[b, s, cell] = drawn.score[r, w]
-            chunk.log_quiet[b, s, cell] = drawn.log_quiet[r, w]
             r, w, other = pairs[mine[pairs[:, 0]]].unbind(1)  # (x,)
             b, s = located.block[r], located.state[r]
             chunk.log_after[b, s, located.cell[r, w], located.cell[r, other]] = drawn.log_after[r, w, other]
             chunk.after[located.block[mine], located.state[mine]] = following[mine]
             chunk.missed[located.block[mine], located.state[mine]] = missed[mine]
-        # on out-of-memory before this line, the states are evaluated again and the same values written
-        for n, count in zip(*(part.tolist() for part in located.chunk.unique(return_counts=True)), strict=True):
-            self.chunks[n].waiting -= count
+        self.count(located)
 
     def fold(self, chunk: DrawnChunk) -> None:
         row, cells = chunk.lanes.row, chunk.lanes.hidden.sum(1)  # (B,)
         full = (1 << cells) - 1  # (B,)
-        self.log_prob.index_add_(0, row, fold(chunk, full, self.rule.n, self.tau, self.rule.strict))
-        self.steps.index_add_(0, row, -(-cells // self.rule.n))
+        self.log_prob.index_add_(0, row, fold(chunk, full, self.counts, self.tau, self.rule.strict))
+        self.steps.index_add_(0, row, torch.tensor([len(self.counts.of_block(m)) for m in cells.tolist()]).to(row))
         other = row[~decodes_to_targets(chunk, full)]
         self.greedy[other] = False
 

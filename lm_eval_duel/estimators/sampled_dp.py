@@ -11,7 +11,7 @@ probability
             fewer above tau: as n
 
 and log p(x) = V(all cells), V(H) = log sum over A of P(A) exp(V(H - A)), V(empty set) = 0. The draws at the cells of
-H - A are thrown away, so their probabilities are summed.
+H - A are thrown away, so their probabilities are summed. n may depend on |H|.
 
 Shapes: B blocks, m hidden cells, S = 2^m states, x sets of one size, h cells of a set, K = 2^h subsets of a set.
 """
@@ -25,6 +25,7 @@ from functools import lru_cache
 import torch
 
 from lm_eval_duel.estimators.registry import LATTICE_BLOCK
+from lm_eval_duel.estimators.step_counts import StepCounts, table
 from lm_eval_duel.estimators.subset_dp import Chunk, sets
 
 
@@ -40,21 +41,23 @@ class DrawnChunk(Chunk):
     missed: torch.Tensor  # (B, S) bool: that step reveals a token which is not the target
 
 
-def fold(chunk: DrawnChunk, full: torch.Tensor, n: int, tau: float | None, strict: bool) -> torch.Tensor:
+def fold(chunk: DrawnChunk, full: torch.Tensor, counts: StepCounts, tau: float | None, strict: bool) -> torch.Tensor:
     """log p of each block's targets (B,); `full` (B,): the state in which all cells of a block are hidden.
 
-    `tau`: the score that a kept draw exceeds (`strict`) or reaches; None: n draws are kept at every step.
+    `counts`: n of each step. `tau`: the score that a kept draw exceeds (`strict`) or reaches; None: n draws are kept.
     """
-    blocks, states, m = chunk.log_probs.shape
-    value = chunk.log_probs.new_zeros(blocks, states)
-    for size in range(1, m + 1):
+    blocks, _, m = chunk.log_probs.shape
+    value = torch.full_like(chunk.log_probs[:, :, 0], -math.inf)  # (B, S)
+    value[:, 0] = 0
+    kept_of = table(counts, full.device)[chunk.lanes.hidden.sum(1)]  # (B, M + 1) 0: no step begins with so many cells
+    for size in kept_of.sum(0).nonzero()[:, 0].tolist():
+        kept = kept_of[:, size, None, None]  # (B, 1, 1)
         state, cell, _ = (indices.to(value.device) for indices in sets(m, size))  # (x,), (x, h)
         rest, count = (indices.to(value.device) for indices in subsets(m, size))  # (x, K), (K,)
         log_p, score, log_quiet = (
-            table[:, state[:, None], cell] for table in (chunk.log_probs, chunk.score, chunk.log_quiet)
+            plane[:, state[:, None], cell] for plane in (chunk.log_probs, chunk.score, chunk.log_quiet)
         )  # (B, x, h) each
         log_after = chunk.log_after[:, state[:, None, None], cell[:, :, None], cell[:, None, :]]  # (B, x, h, h)
-        kept = min(n, size)
         above = torch.zeros_like(score, dtype=torch.bool)
         total = torch.full((blocks, *rest.shape), -math.inf, dtype=value.dtype, device=value.device)  # (B, x, K)
         if tau is not None:
@@ -70,7 +73,7 @@ def fold(chunk: DrawnChunk, full: torch.Tensor, n: int, tau: float | None, stric
             weight = product(log_p.where(earlier, -math.inf), log_out)  # (B, x, K)
             possible = (count == kept) & ~above[:, :, last, None]  # (B, x, K)
             total = total.maximum(weight.where(possible, -math.inf))  # the others are -inf: a set has one last member
-        value[:, state] = (total + value[:, rest]).logsumexp(2)
+        value[:, state] = (total + value[:, rest]).logsumexp(2).where(kept[:, 0] > 0, -math.inf)
     return value[torch.arange(blocks, device=value.device), full]
 
 

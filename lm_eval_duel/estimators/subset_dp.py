@@ -147,6 +147,12 @@ def sets(m: int, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return state, cells, state[:, None] - (1 << cells)
 
 
+def fresh_cells(lanes: Lanes) -> torch.Tensor:
+    """The cells that are hidden as the blocks begin, (R, W) bool."""
+    target = lanes.columns >= lanes.origin[:, None]  # (R, W)
+    return target & (torch.arange(target.shape[1], device=target.device) < lanes.width[:, None])
+
+
 def cell_of(hidden: torch.Tensor) -> torch.Tensor:
     """The number of each cell among the hidden ones of its block, (R, W)."""
     return hidden.cumsum(1) - 1

@@ -1,5 +1,7 @@
 """Every set of hidden cells of every block of a group of windows: evaluated once, kept until its block is complete.
 
+Sets that the estimator's sampler never reaches are left out.
+
 Blocks are taken in chunks. A chunk's tables are filled call by call, and folded when all of its states are there.
 
 Shapes: N windows, L row length, R lanes, W block width, B blocks of a chunk, m hidden cells, S = 2^m states (number:
@@ -17,7 +19,7 @@ import torch
 
 from lm_eval_duel.engine.lanes import Lanes
 from lm_eval_duel.estimators.base import Estimator, EvaluateAll, IndexedScores, WindowGroup
-from lm_eval_duel.estimators.subset_dp import Chunk, cell_of, number_of
+from lm_eval_duel.estimators.subset_dp import Chunk, cell_of, fresh_cells, number_of
 
 TABLE = 1 << 22  # the most values of a table of a chunk
 
@@ -50,7 +52,7 @@ class SubsetAccumulator(abc.ABC):
         self.waiting = [len(estimator.blocks(window)) for window in group.windows]  # blocks that are missing
 
     def states(self) -> Iterator[Lanes]:
-        """Every state of every block, one chunk of blocks after the other."""
+        """Every state of every block that is reached, one chunk of blocks after the other."""
         group, places, done = self.group, self.estimator._places(self.group), 0
         block = max(width for _, _, width in places)
         while done < len(places):
@@ -62,12 +64,20 @@ class SubsetAccumulator(abc.ABC):
             of_block = torch.arange(len(lanes), device=states.device).repeat_interleave(states)  # (R,)
             before = (states.cumsum(0) - states).repeat_interleave(states)  # (R,)
             number = torch.arange(len(of_block), device=states.device) - before + 1  # (R,) 1..2^m - 1
-            self._begin(lanes, int(states.sum()))
             states_of = lanes.select(of_block)
             hidden = states_of.hidden & (number[:, None] >> cell_of(states_of.hidden).clamp(min=0) & 1).bool()  # (R, W)
-            yield group.targets.hide(states_of, hidden)
+            states_of = group.targets.hide(states_of, hidden)
+            if (reached := self.reached(states_of)) is not None:
+                states_of = states_of.select(reached)
+            self._begin(lanes, len(states_of))
+            yield states_of
+
+    def reached(self, lanes: Lanes) -> torch.Tensor | None:
+        """Which of these states can occur, (R,) bool; None: all. The others are not evaluated."""
+        return None
 
     def _begin(self, lanes: Lanes, states: int) -> None:
+        """Make the tables of these blocks, of which so many states will be evaluated."""
         self.place[0, lanes.row, lanes.start] = self.begun
         self.place[1, lanes.row, lanes.start] = torch.arange(len(lanes), device=lanes.row.device)
         self.chunks[self.begun] = self.new_chunk(lanes, states, int(lanes.hidden.sum(1).max()))
@@ -76,10 +86,22 @@ class SubsetAccumulator(abc.ABC):
     def locate(self, lanes: Lanes) -> Located:
         """Where these states stand in the tables."""
         chunk, block = self.place[:, lanes.row, lanes.start]  # (R,) each
-        target = lanes.columns >= lanes.origin[:, None]  # (R, W)
-        target &= torch.arange(target.shape[1], device=target.device) < lanes.width[:, None]
-        cell = cell_of(target)  # (R, W)
+        cell = cell_of(fresh_cells(lanes))  # (R, W)
         return Located(chunk, block, number_of(lanes.hidden, cell), cell)
+
+    def enter(self, lanes: Lanes, located: Located, **planes: torch.Tensor) -> None:
+        """Write values of the hidden cells of these states, (R, W) each, into the tables (B, S, m) of these names."""
+        lane, at = lanes.hidden.nonzero().unbind(1)  # (C,)
+        for n in located.chunk.unique().tolist():
+            mine = located.chunk[lane] == n  # (C,)
+            r, w = lane[mine], at[mine]  # (c,)
+            for name, plane in planes.items():
+                getattr(self.chunks[n], name)[located.block[r], located.state[r], located.cell[r, w]] = plane[r, w]
+
+    def count(self, located: Located) -> None:
+        """Count these states as entered. On out-of-memory before, they are evaluated and entered again."""
+        for n, count in zip(*(part.tolist() for part in located.chunk.unique(return_counts=True)), strict=True):
+            self.chunks[n].waiting -= count
 
     def take(self, finished: Lanes) -> IndexedScores:
         """(row, score) of the windows that have all their blocks. Complete chunks are folded."""

@@ -37,6 +37,30 @@ END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>")  # tokens that end a
 STEPS = "a count of steps, at least 1"
 
 
+def even_counts(m: int, steps: int) -> list[int]:
+    """How many of m positions each step reveals, m // S + (i < m mod S) at step i; steps that reveal none left out."""
+    return [m // steps + (step < m % steps) for step in range(min(steps, m))]
+
+
+def dream_counts(m: int, steps: int) -> list[int]:
+    """How many of m positions each step of Dream reveals; steps that reveal none left out."""
+    counts, left = [], m
+    for share in dream_shares(steps):
+        counts.append(int(left * share))  # a product in float32, as in their code
+        left -= counts[-1]
+    return [count for count in counts if count]
+
+
+def dream_shares(steps: int) -> torch.Tensor:
+    """The share of the hidden positions that each of Dream's steps reveals, 1 - t_(i+1) / t_i, in the end all; (S,)."""
+    import torch
+
+    level = torch.linspace(1, EPS, steps + 1)  # (S + 1,) float32, as in their code
+    share = 1 - level[1:] / level[:-1]  # (S,)
+    share[-1] = 1
+    return share
+
+
 @dataclasses.dataclass(frozen=True)
 class Scheduled(Rule):
     """A rule that spreads the positions of a block over `steps` steps.
@@ -164,8 +188,8 @@ class Dream(Rule):
     def __post_init__(self) -> None:
         if str(self.alg) == "origin":
             raise DuelError(
-                "alg=origin of rule 'dream' reveals positions at random, so a text has many orders. The "
-                "exact likelihood of uniformly random order is estimator=mixture, its bound estimator=elbo."
+                "alg=origin of rule 'dream' reveals positions at random, so a text has many orders. Its exact "
+                "likelihood is estimator=sampled_order,alg=origin,steps=<number>, for blocks of at most 12 positions."
             )
         if self.alg not in get_args(Algorithm):
             raise unknown("value of alg for rule dream", self.alg, get_args(Algorithm))
@@ -190,9 +214,7 @@ class Dream(Rule):
 
         device, left = lanes.hidden.device, lanes.hidden.sum(1, keepdim=True)  # (R, 1)
         begin = lanes.memory[0][:, :1] if lanes.memory else torch.zeros_like(left)  # (R, 1)
-        level = torch.linspace(1, EPS, self.steps + 1).to(device)  # (S + 1,) float32, as in their code
-        count = (left.float() * (1 - level[1:] / level[:-1])).long()  # (R, S)
-        count[:, -1] = left[:, 0]
+        count = (left.float() * dream_shares(self.steps).to(device)).long()  # (R, S)
         step = torch.arange(self.steps, device=device)  # (S,)
         index = ((count > 0) & (step >= begin)).long().argmax(1, keepdim=True)  # (R, 1)
         return count.gather(1, index), (index + 1).expand_as(lanes.hidden)

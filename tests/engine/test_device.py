@@ -52,7 +52,8 @@ def test_toys_score_and_sample_as_on_the_cpu_and_mixed_devices_raise(tmp_path):
         "scalar",
         "indices",
     ]
-    check(results[1:], "greedy", "sample", "replay", "elbo", "lattice", "sampled_confidence", "ar", "trial")
+    drawn = ("sampled_confidence", "sampled_order origin", "sampled_order entropy")
+    check(results[1:], "greedy", "sample", "replay", "elbo", "lattice", *drawn, "ar", "trial")
 
 
 @pytest.mark.slow

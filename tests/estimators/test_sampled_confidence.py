@@ -1,13 +1,12 @@
 """Samplers that select after sampling (law 17): against the enumeration of all draws, and against frequencies."""
 
-import collections
 import itertools
 import math
 
 import pytest
 import torch
 from attends import Attends
-from drawn_reference import DIGITS, chi_square, llada, probabilities, sdar
+from drawn_reference import DIGITS, dream, llada, p_value, probabilities, sdar
 from laws import strings
 from toys import BlockCausal, Causal, Rotary, Small, Toy
 
@@ -28,6 +27,9 @@ SAMPLERS = {  # settings, and the temperature
     "SDAR, dynamic": ({"tau": 0.5, "confidence": "tempered"}, 1.3),
     "at least two": ({"n": 2, "tau": 0.45, "confidence": "tempered"}, 0.7),
     "Fast-dLLM": ({"tau": 0.4, "strict": False}, 0.5),
+    "LLaDA, two steps": ({"steps": 2}, 0.7),
+    "LLaDA, more steps than positions": ({"steps": 5}, 0.7),
+    "Dream": ({"steps": 3, "schedule": "dream", "confidence": "tempered"}, 0.7),
 }
 
 
@@ -57,8 +59,13 @@ def every(estimator, length, context=(), suffix=(), tail=0):
     return {text: math.exp(score.log_prob) for text, score in zip(texts, scored, strict=True)}
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS)
-@pytest.mark.parametrize("network", NETWORKS)
+CASES = [
+    pytest.param(*case, marks=[pytest.mark.slow] if "steps" in SAMPLERS[case[1]][0] and case[0] != "tied" else [])
+    for case in itertools.product(NETWORKS, SAMPLERS)
+]
+
+
+@pytest.mark.parametrize(("network", "sampler"), CASES)
 def test_the_lattice_is_the_sum_over_all_draws(sampler, network):
     """Law 17. Two blocks of several cells; no context in an all-mask start. A block-causal target ends on a border."""
     toy = NETWORKS[network]()
@@ -73,9 +80,9 @@ def test_the_lattice_is_the_sum_over_all_draws(sampler, network):
         digits=digits,
         **{key: value for key, value in settings.items() if key != "confidence"},
     )
-    found = every(estimator, length, context, suffix)
-    assert math.fsum(found.values()) == pytest.approx(1, abs=within)
-    assert all(abs(found[text] - reference.get(text, 0.0)) < within for text in found)
+    scored = every(estimator, length, context, suffix)
+    assert math.fsum(scored.values()) == pytest.approx(1, abs=within)
+    assert all(abs(p - reference.get(text, 0.0)) < within for text, p in scored.items())
 
 
 def test_sums_to_one_with_grids_and_tails():
@@ -92,16 +99,16 @@ def test_sums_to_one_with_grids_and_tails():
 def test_what_is_selected_after_sampling_is_another_distribution_than_greedy():
     toy = Toy(length=4, seed=3)
     greedy = Duel(toy, "greedy", 4).log_prob([Window((), text) for text in strings(3, 4)])
-    found = every(made(toy, block=4), 4)
-    assert sum(abs(math.exp(g.log_prob) - p) for g, p in zip(greedy, found.values(), strict=True)) > 0.1
+    sampled = every(made(toy, block=4), 4).values()
+    assert sum(abs(math.exp(score.log_prob) - p) for score, p in zip(greedy, sampled, strict=True)) > 0.1
 
 
 def test_a_whole_block_at_once_is_greedy_with_k_of_the_block():
     toy = Toy(length=8, seed=3)
     windows = [Window((1,), text) for text in strings(3, 4)]
     plain = Duel(toy, "greedy:k=2", 2).log_prob(windows)
-    for one, other in zip(SampledConfidence(toy, 2, n=2).log_prob(windows), plain, strict=True):
-        assert one.log_prob == pytest.approx(other.log_prob, abs=1e-12)
+    scored = SampledConfidence(toy, 2, n=2).log_prob(windows)
+    assert [s.log_prob for s in scored] == pytest.approx([s.log_prob for s in plain], abs=1e-12)
 
 
 @pytest.mark.parametrize("network", NETWORKS)
@@ -111,14 +118,22 @@ def test_one_token_targets_are_those_of_every_estimator(network):
     windows = [Window((1,), (t,)) for t in range(3)] + [Window((2, 0, 1), (t,)) for t in range(3)]
     plain = [score.log_prob for score in Duel(toy, "greedy", 3).log_prob(windows)]
     for more in ({}, {"tau": 0.4}, {"n": 2, "confidence": "tempered"}):
-        found = SampledConfidence(toy, 3, **more).log_prob(windows)
-        assert [score.log_prob for score in found] == pytest.approx(plain, abs=1e-9)
+        scored = SampledConfidence(toy, 3, **more).log_prob(windows)
+        assert [score.log_prob for score in scored] == pytest.approx(plain, abs=1e-9)
 
 
-@pytest.mark.parametrize("rule", ["greedy:k=1", "greedy:k=2", "threshold:mu=0.5"])
-def test_near_temperature_zero_it_writes_what_the_rule_decodes(rule):
+@pytest.mark.parametrize(
+    ("rule", "settings"),
+    [
+        ("greedy:k=1", {}),
+        ("greedy:k=2", {"n": 2}),
+        ("threshold:mu=0.5", {"tau": 0.5}),
+        ("quota:steps=2", {"steps": 2}),
+        ("dream:alg=maskgit_plus:steps=3", {"steps": 3, "schedule": "dream"}),
+    ],
+)
+def test_near_temperature_zero_it_writes_what_the_rule_decodes(rule, settings):
     toy = Toy(length=6, seed=4)
-    settings = {"tau": 0.5} if "mu" in rule else {"n": int(rule[-1])}
     [decoded] = Duel(toy, rule, 3).sample([(1,)], 5, do_sample=False)
     cold = SampledConfidence(Warped(toy, 1e-3), 3, **settings)
     [score] = cold.log_prob([Window((1,), decoded.tokens)])
@@ -159,11 +174,20 @@ def test_neither_company_nor_batch_size_changes_a_number(sampler, monkeypatch):
     assert [s.tokens for s in few] == [s.tokens for s in drawn[:3]]
 
 
-def test_states_are_evaluated_once_each():
+@pytest.mark.parametrize(
+    ("sampler", "rows"),
+    [
+        ("LLaDA, T=1", 15 + 3),
+        ("at least two", 1 + 6 + 4 + 1),  # with 4, 2 or 1 hidden cells
+        ("LLaDA, two steps", 1 + 6 + 3),
+        ("Dream", 1 + 4 + 6 + 1),  # with 4, 3 or 2
+    ],
+)
+def test_states_that_are_reached_are_evaluated_once_each(sampler, rows):
     """The lattice's forwards, and no more."""
-    estimator = made(Toy(length=9), "at least two", block=4)
+    estimator = made(Toy(length=9), sampler, block=4)
     estimator.log_prob([Window((), (0, 2, 1, 1, 2, 0))] * 2)
-    assert estimator.counts.rows == 15 + 3
+    assert estimator.counts.rows == rows
 
 
 @pytest.mark.parametrize("sampler", ["LLaDA, T=0.6", "SDAR, dynamic"])
@@ -179,41 +203,38 @@ def test_samples_have_the_log_probability_of_their_text(sampler):
     assert unscored.tokens == drawn[0].tokens and math.isnan(unscored.log_prob)
 
 
-def frequencies(texts, expected):
-    """The p-value of texts against their probabilities."""
-    tally = collections.Counter(map(tuple, texts))
-    assert set(tally) <= set(expected)
-    seen = torch.tensor([float(tally[text]) for text in expected])
-    return chi_square(seen, len(texts) * torch.tensor(list(expected.values())))
-
-
 @pytest.mark.parametrize("sampler", ["LLaDA, T=0.6", pytest.param("SDAR, dynamic", marks=pytest.mark.slow)])
 def test_samples_follow_the_distribution(sampler):
     """Law 17: Pearson's statistic of 20,000 samples (the seed is fixed, so it does not flicker)."""
     estimator = made(Toy(length=3, seed=2), sampler)
     samples = estimator.stream_samples([()] * 20_000, 3, seed=1, scored=False)
-    assert frequencies([sample.tokens for _, sample in samples], every(estimator, 3)) > 1e-4
+    assert p_value([sample.tokens for _, sample in samples], every(estimator, 3)) > 1e-4
+
+
+EACH = [*itertools.product(SAMPLERS, ["bidirectional"]), *itertools.product([*SAMPLERS][:7], [*NETWORKS][1:])]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("network", NETWORKS)
-@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize(("sampler", "network"), EACH)
 def test_samples_of_every_network_follow_the_distribution(sampler, network):
     estimator = made(NETWORKS[network](), sampler)
     samples = estimator.stream_samples([()] * 10_000, 4, seed=2, scored=False)
-    assert frequencies([sample.tokens for _, sample in samples], every(estimator, 4)) > 1e-4
+    assert p_value([sample.tokens for _, sample in samples], every(estimator, 4)) > 1e-4
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("steps", "temperature"), [(4, 1.0), (2, 0.7), (4, 0.5)])
-def test_the_loop_of_llada_has_this_distribution(steps, temperature):
+@pytest.mark.parametrize(
+    ("steps", "settings", "temperature"),
+    [(4, {}, 1.0), (2, {"n": 2}, 0.7), (4, {"steps": 4}, 0.5), (3, {"steps": 3}, 0.7)],
+)
+def test_the_loop_of_llada_has_this_distribution(steps, settings, temperature):
     toy = Toy(length=8, seed=3, scale=1.0)
     texts = llada(toy, 10_000, 4, 4, steps, temperature, torch.Generator().manual_seed(1))
-    estimator = SampledConfidence(Warped(toy, temperature), 4, n=4 // steps)
-    assert frequencies(texts, every(estimator, 4)) > 1e-4
-    greedy = Duel(toy, f"greedy:k={4 // steps}", 4).log_prob([Window((), text) for text in strings(3, 4)])
+    estimator = SampledConfidence(Warped(toy, temperature), 4, **settings)
+    assert p_value(texts, every(estimator, 4)) > 1e-4
+    greedy = Duel(toy, f"quota:steps={steps}", 4).log_prob([Window((), text) for text in strings(3, 4)])
     control = dict(zip(strings(3, 4), (math.exp(score.log_prob) for score in greedy), strict=True))
-    assert frequencies(texts, control) < 1e-9
+    assert p_value(texts, control) < 1e-9
 
 
 @pytest.mark.slow
@@ -222,25 +243,43 @@ def test_the_loop_of_sdar_has_this_distribution(n, tau, temperature):
     toy = BlockCausal(block=2, length=8, seed=3)
     texts = sdar(toy, 10_000, 4, 2, n, tau, temperature, torch.Generator().manual_seed(1))
     estimator = SampledConfidence(Warped(toy, temperature), 2, n=n, tau=tau, confidence="tempered")
-    assert frequencies(texts, every(estimator, 4)) > 1e-4
+    assert p_value(texts, every(estimator, 4)) > 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("steps", "temperature"), [(4, 0.7), (3, 1.0), (6, 0.5)])
+def test_the_loop_of_dream_has_this_distribution(steps, temperature):
+    toy = Toy(length=4, seed=3, scale=1.0)
+    texts = dream(toy, 10_000, 4, steps, "maskgit_plus", temperature, None, torch.Generator().manual_seed(1))
+    estimator = SampledConfidence(Warped(toy, temperature), 4, steps=steps, schedule="dream", confidence="tempered")
+    assert p_value(texts, every(estimator, 4)) > 1e-4
+
+
+@pytest.mark.parametrize(("steps", "n"), [(1, 4), (2, 2), (4, 1), (9, 1)])
+def test_steps_that_divide_a_block_are_n(steps, n):
+    toy = Warped(Toy(length=8, seed=3), 0.7)
+    windows = [Window((1,), text) for text in strings(3, 4)[::7]]
+    by_steps, by_n = (SampledConfidence(toy, 4, **more).log_prob(windows) for more in ({"steps": steps}, {"n": n}))
+    assert [score.log_prob for score in by_steps] == [score.log_prob for score in by_n]
+    assert [score.nfe for score in by_steps] == [score.nfe for score in by_n] == [4 // n] * len(windows)
 
 
 @pytest.mark.parametrize("cache", ["prefix", "dual"])
 def test_under_a_cache(cache):
     """Laws 1 and 15: it sums to one, and with one block that is the whole row the cache changes nothing."""
     toy = Attends(length=8)
-    found = every(SampledConfidence(Cached(toy, cache), 2, tau=0.5), 4, (1,))
-    assert math.fsum(found.values()) == pytest.approx(1, abs=1e-9)
+    scored = every(SampledConfidence(Cached(toy, cache), 2, tau=0.5), 4, (1,))
+    assert math.fsum(scored.values()) == pytest.approx(1, abs=1e-9)
     whole, plain = (every(SampledConfidence(network, 4), 4) for network in (Cached(toy, cache), toy))
     assert list(whole.values()) == pytest.approx(list(plain.values()), abs=1e-9)
 
 
 def test_scores_grow_with_the_probability_and_do_not_saturate():
     logits = torch.tensor([[60.0, 20.0, 0.0], [61.0, 20.0, 0.0], [0.1, 0.0, -1.0]])
-    found = scores(logits, 1.0)
-    assert found[1, 0] > found[0, 0] > found[0, 1] > found[1, 1]
+    scored = scores(logits, 1.0)
+    assert scored[1, 0] > scored[0, 0] > scored[0, 1] > scored[1, 1]
     p = logits[2].double().softmax(0)
-    assert found[2].tolist() == pytest.approx([score_of(float(x)) for x in p])
+    assert scored[2].tolist() == pytest.approx([score_of(float(x)) for x in p])
     ladder = [score_of(p) for p in (0, 1e-9, 0.49, 0.5, 0.51, 1 - 1e-12, 1)]
     assert all(low < high for low, high in itertools.pairwise(ladder))
     assert score_of(0.5) == pytest.approx(score_of(0.5 + 1e-12))
@@ -264,6 +303,14 @@ def test_what_it_refuses():
         ({"n": 0}, "'n' is how many draws are kept at a step, at least 1; got 0"),
         ({"tau": 1.5}, "'tau' is a probability from 0 to 1, or None; got 1.5"),
         ({"confidence": "tempred"}, "Unknown value of confidence 'tempred'. Did you mean tempered?"),
+        ({"steps": 0}, "'steps' is a count of steps, at least 1; got 0"),
+        (
+            {"steps": 2, "n": 2},
+            "'steps' .got 2. says how many draws are kept at each step, and so does 'n' .got 2.",
+        ),
+        ({"steps": 2, "tau": 0.5}, "and so does 'tau'"),
+        ({"schedule": "dream"}, "schedule=dream spreads a block over a number of steps; pass steps=<number>, too"),
+        ({"steps": 2, "schedule": "dreams"}, "Unknown value of schedule 'dreams'. Did you mean dream?"),
     ):
         with pytest.raises(DuelError, match=words):
             SampledConfidence(Toy(), 2, **settings)

@@ -33,6 +33,7 @@ from lm_eval_duel.estimators.duel import Autoregressive, Duel  # noqa: E402
 from lm_eval_duel.estimators.elbo import Elbo  # noqa: E402
 from lm_eval_duel.estimators.lattice import Lattice  # noqa: E402
 from lm_eval_duel.estimators.sampled_confidence import SampledConfidence  # noqa: E402
+from lm_eval_duel.estimators.sampled_order import SampledOrder  # noqa: E402
 from lm_eval_duel.estimators.two_phase import TwoPhase  # noqa: E402
 
 CPU, SIM = "cpu", simulated_device.NAME
@@ -199,6 +200,9 @@ def runs(denoiser, windows, more):
         yield "sampled_confidence", lambda: scores(sampler, windows)
         if more or type(denoiser) not in TOYS.values():
             yield "sampled_confidence sample", lambda: drawn(sampler, windows)
+    for alg, alg_temp in (("origin", None), ("entropy", 0.5)):
+        estimator = SampledOrder(denoiser, block, alg=alg, steps=3, alg_temp=alg_temp, **settings)
+        yield f"sampled_order {alg}", lambda estimator=estimator: scores(estimator, windows)
     if denoiser.attention != "bidirectional" or type(denoiser) is MovedToy or not has_cache(denoiser):
         return
     for cache in ("prefix", "dual"):

@@ -1,0 +1,208 @@
+"""The exact likelihood of samplers that draw which positions to reveal (Dream; LLaDA's random remasking).
+
+At each step of a block, while the cells H are hidden, a set A of them is drawn and their tokens with it:
+
+    origin      each cell by itself, with the step's share r_i
+                P(A) = r_i^|A| (1 - r_i)^|H - A|
+    random      n_i cells, all sets of so many alike
+    entropy,    n_i cells, one after the other without replacement, by weights w = exp(s / alg_temp) of the scores
+    topk_margin s = -entropy or s = P1 - P2 (Plackett and Luce):
+                P(A) = sum over i in A of P(A - i) w_i / (sum of w over H - A + i), P(empty set) = 1
+
+A text has many orders, and log p is a sum over them: V(H, step) = log sum over A of P(A) prod over A of p_i(x_i)
+exp(V(H - A, step + 1)), by dynamic programming over the sets of a block's cells.
+
+Shapes: R lanes, W block width, B blocks of a chunk, m hidden cells, S = 2^m states, x sets of one size, h cells of a
+set, K = 2^h subsets of a set.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+
+from lm_eval_duel import fingerprint, rules
+from lm_eval_duel.denoisers.base import Denoiser
+from lm_eval_duel.denoisers.predictions import Predictions
+from lm_eval_duel.engine.lanes import Lanes
+from lm_eval_duel.engine.results import WindowScore
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators.base import Estimator, IndexedScores, Value, WindowGroup
+from lm_eval_duel.estimators.checks import check_every_order, check_lattice_block
+from lm_eval_duel.estimators.sampled_arguments import ORDER_STEPS, check_order
+from lm_eval_duel.estimators.sampled_dp import product, subsets
+from lm_eval_duel.estimators.step_counts import StepCounts, table
+from lm_eval_duel.estimators.subset_dp import Chunk, sets
+from lm_eval_duel.estimators.subset_states import SubsetAccumulator
+from lm_eval_duel.rules.scheduled import dream_shares
+
+
+class SampledOrder(Estimator):
+    """A sampler that draws the positions to reveal, too.
+
+    `alg`: how, see above: "origin", "entropy" and "topk_margin" (Dream), "random" (LLaDA). `steps`: of each block. With
+    "origin", r_i = 1 - t_(i+1) / t_i for noise levels t from 1 to 0.001 in equal steps, and 1 at the last step; with
+    "entropy" and "topk_margin", n_i = int(m r_i) of the m cells that are left; with "random", M // S + (i < M mod S) of
+    M. `alg_temp`: above 0, of "entropy" and "topk_margin". `block`: at most 12 cells. Other arguments as in
+    `Estimator`.
+
+    Raises:
+        DuelError: an argument is wrong, the block is too large, or this network cannot evaluate every state of a block.
+    """
+
+    name = "sampled_order"
+
+    def __init__(
+        self,
+        denoiser: Denoiser,
+        block: int | str | None = "auto",
+        grid: str = "auto",
+        batch_size: int | None = None,
+        max_batch_size: int | None = None,
+        traced: bool = False,
+        alg: str = "origin",
+        steps: int = ORDER_STEPS,
+        alg_temp: float | None = None,
+    ):
+        if denoiser.attention == "causal":
+            raise DuelError("An autoregressive network has one order: use estimator=ar.")
+        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+            raise DuelError(f"'steps' is a count of steps, at least 1; got {steps!r}.")
+        check_order(alg, alg_temp)
+        check_every_order(denoiser, self.name)
+        self.alg, self.steps, self.alg_temp = alg, steps, alg_temp
+        super().__init__(denoiser, block, grid, batch_size, max_batch_size, traced)
+        check_lattice_block(denoiser, self.block, self.name)
+
+    @property
+    def counted(self) -> StepCounts | None:
+        """How many cells a step reveals; None: it is drawn."""
+        if self.alg == "origin":
+            return None
+        return StepCounts(steps=self.steps, schedule="even" if self.alg == "random" else "dream")
+
+    def describe(self) -> dict[str, object]:
+        alg_temp = {} if self.alg_temp is None else {"alg_temp": fingerprint.number(self.alg_temp)}
+        of_sampler = {"alg": self.alg, "steps": self.steps, **alg_temp}
+        return {"estimator": self.name, "block": self.block, "grid": self.grid, **of_sampler}
+
+    def values(self, scored: WindowScore) -> dict[str, Value]:
+        return {self.name: Value(scored.log_prob)}
+
+    def _score_group(self, group: WindowGroup) -> IndexedScores:
+        tables = OrderAccumulator(group, self)
+        return self._evaluate(group, tables.states(), tables)
+
+
+@dataclasses.dataclass
+class OrderChunk(Chunk):
+    """The states of some blocks while they are entered."""
+
+    log_probs: torch.Tensor  # (B, S, m) log p of each cell's target
+    score: torch.Tensor  # (B, S, m) over alg_temp
+
+
+class OrderAccumulator(SubsetAccumulator):
+    """The states of one group of windows: entered call by call, and folded as each chunk is complete."""
+
+    values = 11  # 12 cells: 3^12 subsets of states, 11 for each cell of a state
+
+    def __init__(self, group: WindowGroup, estimator: SampledOrder):
+        super().__init__(group, estimator)
+        self.alg, self.counts, self.alg_temp = estimator.alg, estimator.counted, estimator.alg_temp or 1.0
+        self.shares = [float(share) for share in dream_shares(estimator.steps)] if self.counts is None else []
+        device = group.rows.ids.device
+        self.log_prob = torch.zeros(len(group.windows), dtype=torch.float64, device=device)  # (N,)
+
+    def reached(self, lanes: Lanes) -> torch.Tensor | None:
+        return None if self.counts is None else self.counts.of_lanes(lanes) > 0
+
+    def new_chunk(self, lanes: Lanes, states: int, most: int) -> OrderChunk:
+        log_probs = self.log_prob.new_full((len(lanes), 1 << most, most), math.nan)  # (B, S, m)
+        return OrderChunk(lanes, states, log_probs, log_probs.clone())
+
+    def add(
+        self,
+        lanes: Lanes,
+        decision: rules.Decision,
+        predictions: Predictions,
+        tokens: torch.Tensor,
+        log_prob: torch.Tensor,
+    ) -> None:
+        """Enter the log-probs and the scores of these states."""
+        score = torch.zeros_like(log_prob)  # (R, W)
+        if self.alg == "entropy":
+            score = -predictions.entropy.double()
+        elif self.alg == "topk_margin":
+            score = predictions.margin.double()
+        located = self.locate(lanes)
+        self.enter(lanes, located, log_probs=log_prob, score=score / self.alg_temp)
+        self.count(located)
+
+    def fold(self, chunk: OrderChunk) -> None:
+        cells = chunk.lanes.hidden.sum(1)  # (B,)
+        value = fold_counted(chunk, cells, self.counts) if self.counts else fold_shares(chunk, self.shares)  # (B, S)
+        full = value.gather(1, ((1 << cells) - 1)[:, None])[:, 0]  # (B,)
+        self.log_prob.index_add_(0, chunk.lanes.row, full)
+
+    def score(self, row: int) -> WindowScore:
+        return WindowScore(float(self.log_prob[row]))
+
+
+def fold_counted(chunk: OrderChunk, cells: torch.Tensor, counts: StepCounts) -> torch.Tensor:
+    """log p of the targets in each state (B, S), if its number of hidden cells says how many a step reveals."""
+    m = chunk.log_probs.shape[2]
+    value = torch.full_like(chunk.log_probs[:, :, 0], -math.inf)  # (B, S)
+    value[:, 0] = 0
+    counts_of = table(counts, cells.device)[cells]  # (B, M + 1)
+    for size in counts_of.sum(0).nonzero()[:, 0].tolist():
+        count = counts_of[:, size, None, None]  # (B, 1, 1)
+        state, cell, _ = (indices.to(cells.device) for indices in sets(m, size))  # (x,), (x, h)
+        rest, chosen = (indices.to(cells.device) for indices in subsets(m, size))  # (x, K), (K,)
+        log_p, score = (plane[:, state[:, None], cell] for plane in (chunk.log_probs, chunk.score))  # (B, x, h) each
+        total = product(log_p, torch.zeros_like(log_p)) + plackett_luce(score, int(count.max()))  # (B, x, K)
+        total = total.where(chosen == count, -math.inf) + value[:, rest]
+        value[:, state] = total.logsumexp(2).where(count[:, 0] > 0, -math.inf)
+    return value
+
+
+def fold_shares(chunk: OrderChunk, shares: list[float]) -> torch.Tensor:
+    """log p of the targets in each state (B, S), if step i reveals each hidden cell with probability shares[i]."""
+    log_probs = chunk.log_probs
+    m, device = log_probs.shape[2], log_probs.device
+    of_sizes = []
+    for size in range(1, m + 1):
+        state, cell, _ = (indices.to(device) for indices in sets(m, size))  # (x,), (x, h)
+        rest, chosen = (indices.to(device) for indices in subsets(m, size))  # (x, K), (K,)
+        log_p = log_probs[:, state[:, None], cell]  # (B, x, h)
+        of_sizes.append((state, rest, chosen, product(log_p, torch.zeros_like(log_p))))  # (B, x, K)
+    value = torch.full_like(log_probs[:, :, 0], -math.inf)  # (B, S) after the last step
+    value[:, 0] = 0
+    for share in reversed(shares):
+        following = value.clone()
+        for size, (state, rest, chosen, log_p) in enumerate(of_sizes, 1):
+            if share == 1:
+                value[:, state] = log_p[:, :, -1]  # all cells are revealed
+                continue
+            log_order = chosen.double() * math.log(share) + (size - chosen).double() * math.log1p(-share)  # (K,)
+            value[:, state] = (log_p + log_order + following[:, rest]).logsumexp(2)
+    return value
+
+
+def plackett_luce(score: torch.Tensor, most: int) -> torch.Tensor:
+    """log p that each subset of up to `most` cells is drawn first, without replacement, by weights exp(score).
+
+    (B, x, h) -> (B, x, K), in the order of `subsets`; -inf for larger subsets.
+    """
+    left = torch.full_like(score[:, :, :1], -math.inf)  # (B, x, K) log of the sum of the weights outside each subset
+    for cell in range(score.shape[2]):
+        left = torch.cat([left.logaddexp(score[:, :, cell, None]), left], 2)
+    log_p = torch.full_like(left, -math.inf)  # (B, x, K)
+    log_p[:, :, 0] = 0
+    for size in range(1, most + 1):
+        subset, member, before = (indices.to(score.device) for indices in sets(score.shape[2], size))  # (y, size)
+        last = log_p[:, :, before] + score[:, :, member] - left[:, :, before]  # (B, x, y, size)
+        log_p[:, :, subset] = last.logsumexp(3)
+    return log_p

@@ -1,0 +1,62 @@
+"""How many positions each step of a block reveals: n, or as many as a schedule of S steps says.
+
+A schedule counts steps, but how many positions are hidden says which step is next: steps that reveal none change
+nothing. So a set of hidden positions is all there is to a state, and sets of other sizes are never reached.
+
+Shapes: R lanes, M the most positions of a block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import lru_cache
+
+import torch
+
+from lm_eval_duel.engine.lanes import Lanes
+from lm_eval_duel.estimators.registry import LATTICE_BLOCK
+from lm_eval_duel.estimators.subset_dp import fresh_cells
+from lm_eval_duel.rules.scheduled import dream_counts, even_counts
+
+COUNTS = {"even": even_counts, "dream": dream_counts}
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCounts:
+    """`n` positions at every step, or those of `steps` steps by a `schedule`: "even" (LLaDA) or "dream".
+
+    `or_more`: a step may reveal more than n.
+    """
+
+    n: int = 1
+    steps: int | None = None
+    schedule: str = "even"
+    or_more: bool = False
+
+    def of_block(self, m: int) -> list[int]:
+        """How many of m positions each step reveals, if none reveals more."""
+        if self.steps is None:
+            return [min(self.n, m - done) for done in range(0, m, self.n)]
+        return COUNTS[self.schedule](m, self.steps)
+
+    def of_lanes(self, lanes: Lanes) -> torch.Tensor:
+        """How many positions the next step of each lane reveals, (R,); 0 for a lane that no step begins with."""
+        return table(self, lanes.row.device)[fresh_cells(lanes).sum(1), lanes.hidden.sum(1)]
+
+
+@lru_cache(maxsize=64)
+def table(counts: StepCounts, device: torch.device) -> torch.Tensor:
+    """How many positions a step reveals, by those of the block and those that are hidden: (M + 1, M + 1).
+
+    0 where no step begins.
+    """
+    entries = torch.zeros(LATTICE_BLOCK + 1, LATTICE_BLOCK + 1, dtype=torch.int64)
+    for m in range(1, LATTICE_BLOCK + 1):
+        left = m
+        for count in counts.of_block(m):
+            entries[m, left] = count
+            left -= count
+        if counts.or_more:
+            below = torch.arange(1, max(1, m - counts.n + 1))
+            entries[m, below] = below.clamp(max=counts.n)
+    return entries.to(device)
