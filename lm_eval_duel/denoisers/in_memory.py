@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -36,6 +37,8 @@ from lm_eval_duel.denoisers.views import KeysValues
 from lm_eval_duel.denoisers.vocabulary import excluded_columns
 from lm_eval_duel.denoisers.wrappers.base import Wrapper
 from lm_eval_duel.errors import DuelError, unknown
+
+log = logging.getLogger("lm_eval.duel_mdm")
 
 ARGUMENTS = (  # those of `load_options.NetworkArguments` that concern a network which is loaded already
     *("attention", "block", "bos", "cache", "cfg_scale", "exclude_ids", "family", "last_block", "mask_token_id"),
@@ -73,6 +76,14 @@ def from_model(
         )
     with torch.no_grad(), user_module.evaluating(module, options.device, autocast):
         plain = _plain(bare, options, ids, self_tests, module is not None)
+    of_tokenizer = getattr(tokenizer, "mask_token_id", None)
+    if None not in (of_tokenizer, plain.mask_id) and of_tokenizer != plain.mask_id:
+        log.warning(
+            "%s is scored with mask_token_id=%s, and the tokenizer's [MASK] is %s, which counts as a token",
+            name,
+            plain.mask_id,
+            of_tokenizer,
+        )
     denoiser = InMemory(plain, module, name, weights, autocast)
     denoiser.special_tokens = special_tokens.expected(denoiser, tokenizer)
     return loading.wrapped(denoiser, options)
@@ -172,7 +183,11 @@ class Function(Denoiser):
 
     def features(self, ids: torch.Tensor, real: torch.Tensor | None, **more: torch.Tensor) -> torch.Tensor:
         out = self.function(ids, real)
-        logits = out if isinstance(out, torch.Tensor) else out[0] if isinstance(out, tuple) else out.logits
+        if isinstance(out, dict):
+            out = out["logits"]  # of transformers too
+        logits = out[0] if isinstance(out, tuple) else out
+        if not isinstance(logits, torch.Tensor):
+            raise DuelError(f"{self.path}(ids, real) must return logits, a tensor; got {type(logits).__name__}.")
         if logits.dim() != 3 or logits.shape[:2] != ids.shape or not logits.is_floating_point():
             raise DuelError(
                 f"{self.path}(ids, real) must return logits of the shape (R, L, V), ({', '.join(map(str, ids.shape))}, "

@@ -180,7 +180,10 @@ def _problem(denoiser: Denoiser, block: int | None, grid: str, window: Window, i
             "none it divides 0 by 0. Keep the tokenizer's special tokens (leave bos=none out), or pass a context."
         )
     if window.target and len(window.context) < max(denoiser.shift, denoiser.seeds_blocks):
-        return "needs a context: this network predicts each token from the one before it. Use bos=given."
+        return (
+            "needs a context: this network predicts each token from the one before it. Use bos=given for texts; for "
+            "ids, put a token into the window's context."
+        )
     if ids and not (min(ids) >= 0 and max(ids) < denoiser.vocab_size):
         wrong = next(token for token in ids if not 0 <= token < denoiser.vocab_size)
         return f"holds id {wrong}; the network's ids are 0 to {denoiser.vocab_size - 1}."

@@ -125,7 +125,11 @@ class Duel(Estimator):
                 gradients (quantized weights, frozen parameters, a cache).
         """
         if len(weights) != len(windows):
-            raise DuelError(f"backward needs a weight for each window; got {len(windows)} windows, {len(weights)}.")
+            raise DuelError(
+                f"backward needs a weight for each window; got {len(windows)} windows and {len(weights)} weights."
+            )
+        if not torch.as_tensor(weights, dtype=torch.float64).isfinite().all():
+            raise DuelError(f"The weights of backward are finite numbers; got {list(weights)}.")
         self.check(windows)
         if reveal_steps is not None and len(reveal_steps) != len(windows):
             raise DuelError(f"backward needs the order of each window; got {len(windows)}, {len(reveal_steps)} orders.")

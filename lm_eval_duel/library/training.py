@@ -113,7 +113,8 @@ def planned_tokens(duel: Duel, texts: Sequence[str], sample: float | None = None
     """The tokens (cells of rows) that the network evaluates to score `texts`, at most: counted, not run.
 
     A window of L positions takes ceil(m / k) rows of L for each block of m, or with cache="dual" one row of L and then
-    rows of m; see docs/performance.md. Rules without k are counted as k=1.
+    rows of m; see docs/performance.md. Rules without k are counted as k=1. Padding is not counted: the rows of a call
+    are filled up to the longest of them.
     """
     setting = cost.Setting(duel.denoiser, duel.rule, duel.block, duel.grid)
     cache = duel.denoiser.cache

@@ -110,6 +110,18 @@ def test_a_function_is_a_denoiser():
     assert values(again, windows) == values(plain, windows)
 
 
+def test_a_function_may_return_what_networks_return(caplog):
+    network, arguments = Network(), {**FUNCTION, "block": 2}
+    windows = [Window((), (1, 2, 3))]
+    plain = values(Duel.from_model(network, **arguments), windows)
+    for form in (lambda logits: {"loss": None, "logits": logits}, lambda logits: (logits, None)):
+        duel = Duel.from_model(lambda ids, real, form=form: form(network(ids, real)), module=network, **arguments)
+        assert values(duel, windows) == plain
+    assert not caplog.records
+    Duel.from_model(bert(), tiny.tokenizer(), mask_token_id=7)
+    assert "mask_token_id=7, and the tokenizer's [MASK] is 4, which counts as a token" in caplog.text
+
+
 def test_a_function_that_ignores_padding_is_not_given_any():
     network = Network()
     seen = []

@@ -69,6 +69,11 @@ def test_the_harness_traces_and_gathers_as_on_the_cpu(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_network_in_memory_and_its_gradients_as_on_the_cpu(tmp_path):
+    check(run(tmp_path, "memory"), "score", "learned", "cache", "function", "metrics", "backward")
+
+
+@pytest.mark.slow
 def test_waits_are_counted_on_a_cpu_as_on_the_device_and_are_few(tmp_path):
     results = run(tmp_path, "waits")
     assert [result["on_cpu"] for result in results] == [result["on_device"] for result in results]

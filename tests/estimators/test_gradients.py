@@ -172,8 +172,10 @@ def test_what_has_no_gradient():
     duel = Duel(toy, rule="greedy", block=3)
     with pytest.raises(DuelError, match=r"logits have no gradient: its parameters are frozen or quantized"):
         duel.backward(WINDOWS[:1], [1.0])
-    with pytest.raises(DuelError, match="a weight for each window; got 1 windows, 2"):
+    with pytest.raises(DuelError, match="a weight for each window; got 1 windows and 2 weights"):
         duel.backward(WINDOWS[:1], [1.0, 2.0])
+    with pytest.raises(DuelError, match=r"weights of backward are finite numbers; got \[nan\]"):
+        duel.backward(WINDOWS[:1], [math.nan])
     with pytest.raises(DuelError, match="the order of each window; got 1, 0 orders"):
         duel.backward(WINDOWS[:1], [1.0], reveal_steps=[])
     with pytest.raises(DuelError, match="has 5 target tokens but 2 steps"):

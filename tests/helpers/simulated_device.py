@@ -8,6 +8,7 @@ indices of a tensor on the device. `synchronisations` counts what makes the host
 """
 
 import collections
+import contextlib
 
 import torch
 import torch.utils._device
@@ -176,8 +177,9 @@ _library = []  # of the registered operations, which live as long as it does
 
 def register():
     """Register the device; before the package is imported."""
-    torch.inference_mode = torch.no_grad
+    torch.inference_mode = _inference_mode
     _setup_privateuseone_for_python_backend(NAME)
+    getattr(torch, NAME).get_amp_supported_dtype = lambda: [torch.bfloat16]
     every = torch.library.Library("_", "IMPL")
     every.fallback(lambda function, *args, **kwargs: run(function, args, kwargs), "PrivateUse1")
     _library.append(every)
@@ -188,6 +190,12 @@ def register():
     _library.append(operations)
     torch.utils._device._device_constructors()  # kept by torch, with its own `torch.tensor`
     torch.tensor = _tensor
+
+
+def _inference_mode(mode=True):
+    if callable(mode):
+        return torch.no_grad()(mode)
+    return torch.no_grad() if mode else contextlib.nullcontext()
 
 
 def _factory(function):

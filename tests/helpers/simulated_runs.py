@@ -370,10 +370,51 @@ def harness(folder):
     yield {"run": "two ranks", "difference": difference(gathered.tolist(), [0.0, 1.0, 2.0] * 2)}
 
 
+def memory(folder):
+    """A network in memory: scored under a learned rule too, while it is trained, with gradients."""
+    import tiny
+
+    from lm_eval_duel import Duel as TextDuel
+    from lm_eval_duel import training_metrics
+    from lm_eval_duel.rules.learned import save_planner
+
+    tokenizer, planner = tiny.tokenizer(), Path(folder) / "planner.safetensors"
+    torch.manual_seed(0)
+    save_planner(torch.nn.Linear(17, 1), planner, ("features", "entropy"))
+    windows = [Window((2,), (7, 9, 30, 12, 8), (3,)), Window((14, 20, 9), (10, 9, 31, 12), (13,))]
+    models = {device: tiny.network("bert").train().to(device) for device in (CPU, SIM)}
+
+    def function(model):
+        def logits(ids, real):
+            return model(input_ids=ids, attention_mask=None if real is None else real.long()).logits
+
+        return logits
+
+    def backward(model):
+        sums = TextDuel.from_model(model, tokenizer, block=3).backward(windows, [1.0, -0.5])
+        return sums + [p.grad.norm().item() for p in model.bert.encoder.parameters()]  # others are tied on the CPU only
+
+    def metrics(model):
+        return training_metrics(model, tokenizer, ["the a b of c", "a of the"], block=3, sample=0.5)
+
+    ids = {"mask_token_id": 4, "max_length": 16, "block": 3}
+    cases = {
+        "score": lambda model: scores(TextDuel.from_model(model, tokenizer, block=3), windows),
+        "learned": lambda model: scores(TextDuel.from_model(model, **ids, rule=f"learned:file={planner}"), windows),
+        "cache": lambda model: scores(TextDuel.from_model(model, **ids, cache="dual"), windows),
+        "function": lambda model: scores(TextDuel.from_model(function(model), module=model, **ids), windows),
+        "metrics": metrics,
+        "backward": backward,
+    }
+    for run, case in cases.items():
+        yield {"run": run, "difference": difference(case(models[CPU]), case(models[SIM]))}
+
+
 def main():
     folder, *cases = sys.argv[1:]
     budget.GPU_TOKENS = 16, 64
     others = {"mixing": lambda: mixing(), "waits": lambda: waits(folder), "harness": lambda: harness(folder)}
+    others["memory"] = lambda: memory(folder)
     for case in cases:
         try:
             for result in others[case]() if case in others else compare(folder, case):
