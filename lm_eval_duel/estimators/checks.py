@@ -78,6 +78,8 @@ def check_rule(denoiser: Denoiser, rule: rules.Rule) -> None:
 
 def check_every_order(denoiser: Denoiser, name: str) -> None:
     """Raise DuelError for a network that cannot evaluate every state of a block, which estimator `name` needs."""
+    if denoiser.attention == "causal":
+        raise DuelError("An autoregressive network has one order: use estimator=ar.")
     if denoiser.seeds_blocks:
         raise DuelError(
             f"estimator={name} evaluates states in which a block's first token is hidden and later ones are revealed. "

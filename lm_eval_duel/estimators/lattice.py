@@ -29,7 +29,6 @@ from lm_eval_duel.denoisers.predictions import Predictions
 from lm_eval_duel.engine.lanes import Lanes
 from lm_eval_duel.engine.results import NEAR_TIE, STATISTICS, WindowScore
 from lm_eval_duel.engine.reveal import decide
-from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.base import Estimator, IndexedScores, Value, WindowGroup
 from lm_eval_duel.estimators.checks import check_every_order, check_lattice_block
 from lm_eval_duel.estimators.registry import LATTICE
@@ -77,8 +76,6 @@ class Lattice(Estimator):
         value: str = "mixture",
         follow: Sequence[str | rules.Rule] = (),
     ):
-        if denoiser.attention == "causal":
-            raise DuelError("An autoregressive network has one order: use estimator=ar.")
         check_every_order(denoiser, value)
         self.name = value
         self.rules = [rules.parse(rule) if isinstance(rule, str) else rule for rule in follow]

@@ -73,8 +73,6 @@ class SampledConfidence(Duel):
         steps: int | None = None,
         schedule: str = "even",
     ):
-        if denoiser.attention == "causal":
-            raise DuelError("An autoregressive network has one order: use estimator=ar.")
         for name, value, what in (("n", n, "how many draws are kept at a step"), ("steps", steps, "a count of steps")):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise DuelError(f"'{name}' is {what}, at least 1; got {value!r}.")

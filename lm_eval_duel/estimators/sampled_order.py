@@ -66,8 +66,6 @@ class SampledOrder(Estimator):
         steps: int = ORDER_STEPS,
         alg_temp: float | None = None,
     ):
-        if denoiser.attention == "causal":
-            raise DuelError("An autoregressive network has one order: use estimator=ar.")
         if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
             raise DuelError(f"'steps' is a count of steps, at least 1; got {steps!r}.")
         check_order(alg, alg_temp)
