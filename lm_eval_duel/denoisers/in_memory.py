@@ -210,6 +210,11 @@ class Function(Denoiser):
                 f"{self.path} raised {short_reason(error)}. It is called as logits = f(ids, real), here with ids "
                 f"{first.tolist()} ([MASK]) and real None. If it takes other arguments, pass a function that calls it."
             ) from error
+        if logits.device.type != self.device.type:
+            raise DuelError(
+                f"{self.path} returns logits on {logits.device} for ids on {self.device}: pass the module that it runs "
+                "as module=, or the device of its ids as device=."
+            )
         sums = logits.float().sum(-1)
         if (logits >= 0).all() and torch.allclose(sums, torch.ones_like(sums), atol=0.02):
             raise DuelError(f"{self.path} returns probabilities; it must return logits, or log-probabilities.")
