@@ -1,6 +1,6 @@
 """Networks in memory, such as those that are being trained.
 
-    a function logits = f(ids, real)              Function
+    a function logits = f(ids, real)              function.py
     transformers' masked LMs, and a user's        hf/masked_lm.py
     class that takes input_ids (LLaDA, Dream)
     transformers' decoders                        hf/decoder.py, under an explicit mask
@@ -16,9 +16,7 @@ queries.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -28,13 +26,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from lm_eval_duel.denoisers import loading, self_tests, special_tokens, user_module
 from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.denoisers.cached.kept_keys import Past
+from lm_eval_duel.denoisers.function import Function, by_keyword, parameters
 from lm_eval_duel.denoisers.hf import auto_model, families, masked_lm
 from lm_eval_duel.denoisers.hf.decoder import Decoder, trained_block
 from lm_eval_duel.denoisers.hf.remote_code import quirks_of
-from lm_eval_duel.denoisers.hub import find_mask_id, short_reason
+from lm_eval_duel.denoisers.hub import find_mask_id
 from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.denoisers.views import KeysValues
-from lm_eval_duel.denoisers.vocabulary import excluded_columns
 from lm_eval_duel.denoisers.wrappers.base import Wrapper
 from lm_eval_duel.errors import DuelError, unknown
 
@@ -157,65 +155,6 @@ class InMemory(Denoiser):
         return described | ({"last_block": self.last_block} if self.attention == "block_causal" else {})
 
 
-# ---------------------------------------------------------------- a function
-
-
-class Function(Denoiser):
-    """logits = f(ids, real): logits (R, L, V) of ids (R, L); `real` (R, L) is False at padding, None: there is none."""
-
-    splits_head = False
-
-    def __init__(self, function: Callable[..., Any], options: LoadOptions, tokenizer: Any):
-        self.function, self.path, self.device = function, options.name, options.device
-        self.bos, self.shift = options.bos or self.bos, int(bool(options.shift_logits))
-        self.mask_id = find_mask_id(options, {}, tokenizer, None, None)
-        longest = tokenizer.model_max_length
-        positions = longest if longest < auto_model.UNBOUNDED else None
-        auto_model.require_max_positions(options.name, options.max_length, positions)
-        self.max_length = options.max_length or positions
-        self.vocab_size = self._first_call()
-        tokens = set(tokenizer.get_vocab().values()) or set(range(self.vocab_size))
-        self._excluded = excluded_columns(tokens, self.mask_id, self.vocab_size, self.path, self.device)
-
-    @property
-    def excluded(self) -> torch.Tensor:
-        return self._excluded
-
-    def features(self, ids: torch.Tensor, real: torch.Tensor | None, **more: torch.Tensor) -> torch.Tensor:
-        out = self.function(ids, real)
-        if isinstance(out, dict):
-            out = out["logits"]  # of transformers too
-        logits = out[0] if isinstance(out, tuple) else out
-        if not isinstance(logits, torch.Tensor):
-            raise DuelError(f"{self.path}(ids, real) must return logits, a tensor; got {type(logits).__name__}.")
-        if logits.dim() != 3 or logits.shape[:2] != ids.shape or not logits.is_floating_point():
-            raise DuelError(
-                f"{self.path}(ids, real) must return logits of the shape (R, L, V), ({', '.join(map(str, ids.shape))}, "
-                f"V) for this call; got {logits.dtype} {tuple(logits.shape)}."
-            )
-        return logits
-
-    def head(self, features: torch.Tensor) -> torch.Tensor:
-        return features
-
-    def _first_call(self) -> int:
-        """The columns of the logits of a first small row. Raises DuelError if they are not logits."""
-        first = torch.full((1, min(2, self.max_length)), self.mask_id, device=self.device)  # (1, L)
-        try:
-            logits = self.features(first, None)
-        except (DuelError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            raise DuelError(
-                f"{self.path} raised {short_reason(error)}. It is called as logits = f(ids, real), here with ids "
-                f"{first.tolist()} ([MASK]) and real None. If it takes other arguments, pass a function that calls it."
-            ) from error
-        sums = logits.float().sum(-1)
-        if (logits >= 0).all() and torch.allclose(sums, torch.ones_like(sums), atol=0.02):
-            raise DuelError(f"{self.path} returns probabilities; it must return logits, or log-probabilities.")
-        return logits.shape[-1]
-
-
 # ---------------------------------------------------------------- which kind
 
 
@@ -238,7 +177,7 @@ def _plain(model: Any, options: LoadOptions, tokenizer: Any, tested: bool, known
                 f"A function f(ids, real) is bidirectional; attention={options.attention} needs more: write a Denoiser "
                 "with `stream` (docs/training.md)."
             )
-        plain = Function(_by_keyword(model), options, tokenizer)
+        plain = Function(by_keyword(model), options, tokenizer)
     self_tests.run(plain, options.name, tested)
     if (tested or not known) and plain.attention == "bidirectional":
         try:
@@ -352,27 +291,9 @@ class _AnyId:
 
 def _takes_input_ids(model: Any) -> bool:
     """Whether a network is called as those of transformers are, and says what it is as they do."""
-    if isinstance(model, torch.nn.Module) and "input_ids" in _parameters(model):
+    if isinstance(model, torch.nn.Module) and "input_ids" in parameters(model):
         return all(hasattr(model, name) for name in ("config", "get_input_embeddings", "get_output_embeddings"))
     return False
-
-
-def _parameters(model: torch.nn.Module) -> Mapping[str, inspect.Parameter]:
-    """Those of its forward, by name."""
-    return inspect.signature(type(model).forward).parameters
-
-
-def _by_keyword(model: Callable[..., Any]) -> Callable[..., Any]:
-    """f(ids, real) of a module whose arguments are named as in transformers; any other function as it is."""
-    if not isinstance(model, torch.nn.Module) or "input_ids" not in _parameters(model):
-        return model
-    takes_mask = "attention_mask" in _parameters(model)
-
-    def function(ids: torch.Tensor, real: torch.Tensor | None) -> Any:
-        mask = {"attention_mask": real.long()} if takes_mask and real is not None else {}
-        return model(input_ids=ids, **mask)
-
-    return function
 
 
 def _config(model: Any) -> dict[str, Any]:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("lm_eval.duel_mdm")
 
 NOT_ARGUMENTS = {"model", "tokenizer", "texts", "rule", "traced", "network", "arguments"}  # positional, or of one Duel
+LABELLED = ("cache", "cfg_scale", "temperature", "top_k", "top_p")  # arguments that make another distribution
 
 
 def training_metrics(
@@ -54,7 +55,7 @@ def training_metrics(
         rules: Rules, such as "greedy:k=2".
         sample: The share of blocks for a two-phase estimate (docs/two_phase.md) instead of the exact value; names
             then say "greedy,two_phase". With cache="dual" or "prefix" among `arguments`, the cached sampler is scored,
-            and names say "greedy,cache=dual".
+            and names say "greedy,cache=dual"; so they do of guidance, temperature, top_k and top_p.
         token_budget: The most tokens that the network may evaluate, over all ranks and rules, as `planned_tokens`
             counts them. The first texts that fit are scored.
         name: The first part of the names.
@@ -79,8 +80,8 @@ def training_metrics(
 
     of_ranks = _gathered(score, world)
     metrics = {}
-    cache = arguments.get("cache")
-    ways = (["two_phase"] if sample is not None else []) + ([f"cache={cache}"] if cache else [])
+    ways = ["two_phase"] if sample is not None else []
+    ways += [f"{key}={arguments[key]}" for key in LABELLED if arguments.get(key)]
     for place, rule in enumerate(rules):
         scores = sorted(scored for own in of_ranks for scored in own[place])
         prefix = "/".join((name, ",".join([str(rule), *ways]), "bits_per_byte"))

@@ -422,6 +422,11 @@ FUNCTION = {"mask_token_id": 7, "max_length": 12}
             FUNCTION,
             "returns probabilities; it must return logits",
         ),
+        (
+            lambda ids, real: torch.zeros(*ids.shape, 8, device="meta"),
+            FUNCTION,
+            "logits on meta for ids on cpu: pass the",
+        ),
         (dropping(), FUNCTION, "If that is dropout, pass the module that it runs as module="),
         (dropping(), {**FUNCTION, "self_tests": False}, "If that is dropout, pass the module that it runs as module="),
         (Warped(Toy(length=4), 0.5), {}, "takes a network without wrappers; got Warped. .* cache=, cfg_scale="),

@@ -50,6 +50,8 @@ def test_estimates_and_caches_carry_their_label(model):
     exact = training_metrics(model, tiny.tokenizer(), TEXTS, block=3)
     cached = training_metrics(model, tiny.tokenizer(), TEXTS, block=3, cache="dual")
     assert set(estimate) == {f"duel/greedy,two_phase/bits_per_byte{end}" for end in ("", "_stderr")}
+    warm = training_metrics(model, tiny.tokenizer(), TEXTS[:1], block=3, temperature=0.5, top_k=20)
+    assert set(warm) == {"duel/greedy,temperature=0.5,top_k=20/bits_per_byte"}
     assert set(cached) == {f"duel/greedy,cache=dual/bits_per_byte{end}" for end in ("", "_stderr")}
     assert estimate["duel/greedy,two_phase/bits_per_byte"] == pytest.approx(
         exact["duel/greedy/bits_per_byte"], rel=1e-6
