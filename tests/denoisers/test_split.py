@@ -23,7 +23,7 @@ from score_split import WINDOWS, main
 from toys import Toy
 
 from lm_eval_duel import denoisers
-from lm_eval_duel.denoisers import loading, process_groups
+from lm_eval_duel.denoisers import hub, loading, process_groups
 from lm_eval_duel.denoisers.hf import masked_lm, tensor_parallel
 from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.denoisers.wrappers import split
@@ -150,6 +150,17 @@ def test_a_second_network_in_another_dtype():
     assert not messages and len(ours) > 10
     for mine, other in zip(ours, theirs, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine[1:], other[1:], strict=True))
+
+
+def test_a_launch_holds_one_network_in_any_dtype(tmp_path, monkeypatch):
+    path = tiny.checkpoint(tmp_path, "bert")
+    group = Wire([], leads=True)
+    group.network = SimpleNamespace(group=group, in_dtype=lambda dtype: f"the network in {dtype}")
+    group.options = hub.pin_revision(LoadOptions(path, torch.device("cpu"), tp_plan="auto"))
+    monkeypatch.setattr(loading, "_group", lambda options, device: group)
+    assert loading.load(path, device="cpu", tp_plan="auto", dtype="float32") == "the network in float32"
+    with pytest.raises(DuelError, match="holds one network, and this process has loaded one already"):
+        loading.load(path, device="cpu", tp_plan="auto", dtype="float32", cfg_scale=1)
 
 
 class Failing(Toy):
