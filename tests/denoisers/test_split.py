@@ -336,6 +336,24 @@ def test_a_release_of_transformers_without_meshes(monkeypatch):
         tensor_parallel.model_kwargs(LoadOptions("x", torch.device("cpu"), tp_plan="auto"))
 
 
+@needs_meshes
+def test_one_group_alone_can_load_again(monkeypatch):
+    """All processes must take part in making meshes, and verify=1 loads the network again in the first group alone."""
+    made = []
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    monkeypatch.setattr(torch.distributed, "init_device_mesh", lambda *shape, **names: made.append(shape))
+    monkeypatch.setattr("transformers.distributed.utils.TransformersDeviceMesh", lambda *meshes: meshes)
+    tensor_parallel._meshes.cache_clear()
+    try:
+        for dtype in ("bfloat16", "float32"):
+            options = LoadOptions("x", torch.device("cpu"), tp_plan="auto", tp_size=2, dtype=dtype)
+            tensor_parallel.network_class(torch.nn.Linear, options).prepare_distribute_model(None)
+        assert made == [("cpu", (1, 2, 1, 2))] * 2
+    finally:
+        tensor_parallel._meshes.cache_clear()
+
+
 @pytest.mark.parametrize(
     ("kind", "refused"),
     [

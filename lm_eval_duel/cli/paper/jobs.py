@@ -112,7 +112,9 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], log: Path) -> int:
 
 
 def _failure(processes: Sequence[subprocess.Popen[bytes]]) -> int:
-    return next((process.returncode for process in processes if process.returncode), 0)
+    """The exit code of a process that failed, 0 if none has: of one that was killed, since others fail as it ends."""
+    codes = [process.returncode for process in processes if process.returncode]
+    return min(codes, key=lambda code: code > 0, default=0)
 
 
 def write(job: Job, settings: Settings) -> Path:
