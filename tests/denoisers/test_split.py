@@ -48,6 +48,7 @@ class Wire(split.Group):
     def __init__(self, messages, leads):
         self.messages, self.rank, self.leader, self.size = messages, 0 if leads else 1, 0, 2
         self.device, self.network, self.numbers, self.closed = torch.device("cpu"), None, itertools.count(1), []
+        self.broken = False
 
     def gather(self, value):
         return [value]
@@ -169,9 +170,15 @@ class Failing(Toy):
 def test_errors_of_a_call_that_all_make(error, message):
     network = Failing(tokens=5, length=12)
     network.error = error
-    leader = split.Split(network, Wire([], leads=True))
+    messages = []
+    leader = split.Split(network, Wire(messages, leads=True))
     with pytest.raises(DuelError, match=message):
         Duel(leader, "greedy", 2).log_prob([Window((1,), (0, 3, 2, 4))] * 3)
+    calls = len(messages)
+    with pytest.raises(DuelError, match=r"A call that processes 1 make with process 0 .* has failed before"):
+        Duel(leader, "greedy", 2).log_prob([Window((1,), (0, 3))])
+    leader.end()
+    assert len(messages) == calls, "the others may wait in the call, so a leader that waits for them would hang"
 
 
 def test_other_errors_are_left_as_they_are():
