@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.arguments import count
 from lm_eval_duel.command_line import Parser, file_to_write, process
+from lm_eval_duel.denoisers import process_groups
 from lm_eval_duel.errors import DuelError, too_few_documents, usage
 from lm_eval_duel.estimators.registry import Kind, find
 from lm_eval_duel.harness.key_values import key_values
@@ -82,6 +83,8 @@ def main(arguments: Sequence[str]) -> None:
     options = parse(arguments)
     with usage():
         texts = own_text.texts(options.files, options.field, options.lines)[: options.limit]
+        if len(texts) < options.ranks:
+            raise too_few_documents("The input", len(texts), options.ranks)
     from lm_eval.utils import setup_logging
 
     from lm_eval_duel.harness.lm import DuelMDM
@@ -111,7 +114,10 @@ def main(arguments: Sequence[str]) -> None:
 
 @usage()
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The parsed command line, with `model` (the arguments of the model); raises UsageError for wrong arguments."""
+    """The parsed command line, with `model` (the arguments of the model) and `ranks` (how many share the texts).
+
+    Raises UsageError for wrong arguments.
+    """
     parser = Parser(
         "score",
         "Score your own texts: log-probability, perplexity and bits per byte of each document.",
@@ -140,7 +146,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if options.trace is not None:
         model["trace"] = options.trace
     options.model = {**model, "device": options.device, "batch_size": options.batch_size}
-    Options.parse(options.model)
+    options.ranks = process()[1] // process_groups.size(Options.parse(options.model))
     return options
 
 
@@ -153,15 +159,10 @@ def kind(estimator: str, spec: Mapping[str, str]) -> str:
 
 
 def score(lm: DuelMDM, texts: Sequence[own_text.OwnText]) -> list[Row] | None:
-    """The score of each text under a model of the harness; None on ranks other than the first.
-
-    Raises DuelError for fewer texts than ranks.
-    """
+    """The score of each text under a model of the harness; None on ranks other than the first."""
     from lm_eval_duel.harness import versions
     from lm_eval_duel.tasks import sizes
 
-    if len(texts) < lm.world_size:
-        raise too_few_documents("The input", len(texts), lm.world_size)
     mine = lm.ranks.deal([1 + len(text) for _, text in texts])
     requests = [versions.request("loglikelihood_rolling", {"text": texts[n][1]}, (texts[n][1],), TASK, n) for n in mine]
     answers = lm.loglikelihood_rolling(requests)

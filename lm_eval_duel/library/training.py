@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators import cost
+from lm_eval_duel.estimators.registry import check_amount
 from lm_eval_duel.library.duel import Block, Duel
 from lm_eval_duel.rates import ratio
 from lm_eval_duel.rules import parse
@@ -63,7 +65,7 @@ def training_metrics(
     Raises:
         DuelError: As `Duel.from_model` and `Duel.score`, or if not even the first text fits the budget.
     """
-    check_arguments(texts, rules, **arguments)
+    check_arguments(texts, rules, block=block, sample=sample, **arguments)
     rank, world = _ranks()
 
     def score() -> list[list[tuple[int, float, int]]]:
@@ -93,7 +95,7 @@ def training_metrics(
     return metrics
 
 
-def check_arguments(texts: Any, rules: Any = ("greedy",), **arguments: Any) -> None:
+def check_arguments(texts: Any, rules: Any = ("greedy",), sample: float | None = None, **arguments: Any) -> None:
     """Raise DuelError for arguments of `training_metrics` that are wrong for every network."""
     from lm_eval_duel.denoisers import in_memory  # imports transformers
 
@@ -108,6 +110,14 @@ def check_arguments(texts: Any, rules: Any = ("greedy",), **arguments: Any) -> N
     for key in arguments:
         if key not in known:
             raise unknown("argument of training_metrics", key, known)
+    check_amount(sample, None)
+    if sample is not None and arguments.get("cache"):
+        raise DuelError(
+            f"sample={sample:g} estimates the value without a cache, and cache={arguments['cache']} scores the cached "
+            "sampler; leave one of them out."
+        )
+    network = {key: value for key, value in arguments.items() if key in in_memory.ARGUMENTS}
+    LoadOptions("model", torch.device("cpu"), **network)
 
 
 def planned_tokens(duel: Duel, texts: Sequence[str], sample: float | None = None) -> int:

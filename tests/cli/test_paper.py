@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import benchmarks
 import pytest
@@ -309,6 +310,9 @@ def test_a_process_that_fails_ends_the_others(tmp_path, monkeypatch):
     processes = [subprocess.Popen([sys.executable, "-c", code], env=env) for env in jobs.environments(2)]
     assert jobs._wait(processes, log) == 3
     assert [process.returncode for process in processes] == [-signal.SIGTERM, 3]
+    ended = [SimpleNamespace(returncode=code) for code in (None, 0, 1, -9)]
+    assert jobs._failure(ended) == -9, "rank 2 failed because rank 3 was killed"
+    assert jobs._failure(ended[:3]) == 1 and jobs._failure(ended[:2]) == 0
 
 
 def test_it_starts_its_processes_itself(monkeypatch):

@@ -10,7 +10,7 @@ from harness_runs import TORCHRUN, launch
 
 from lm_eval_duel import Duel
 from lm_eval_duel.cli import score
-from lm_eval_duel.errors import DuelError, UsageError
+from lm_eval_duel.errors import UsageError
 
 TEXTS = ["a b c d e", "the of and a b c d e a b c d e the of and", "a"]
 
@@ -121,12 +121,9 @@ def test_two_processes_score_what_one_scores(folder, texts, tmp_path, capsys):
     assert one["spec"] == two["spec"]
 
 
-def test_processes_without_a_document_or_with_one_standard_input(folder, monkeypatch):
-    class Two:
-        world_size = 2
-
-    with pytest.raises(DuelError, match="The input has 1 document here and this run has 2 processes"):
-        score.score(Two(), TEXTS[:1])
-    monkeypatch.setenv("WORLD_SIZE", "2")
+def test_processes_without_a_document_or_with_one_standard_input(texts, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(UsageError, match="The input has 1 document here and this run has 4 processes"):
+        score.main([texts, "--limit", "1", "--model_args", "pretrained=not/read"])
     with pytest.raises(UsageError, match=r"Standard input \(-\) cannot be read by several processes; name a file"):
         score.parse(["-"])

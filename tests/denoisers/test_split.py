@@ -48,6 +48,7 @@ class Wire(split.Group):
     def __init__(self, messages, leads):
         self.messages, self.rank, self.leader, self.size = messages, 0 if leads else 1, 0, 2
         self.device, self.network, self.numbers, self.closed = torch.device("cpu"), None, itertools.count(1), []
+        self.broken = False
 
     def gather(self, value):
         return [value]
@@ -180,9 +181,15 @@ class Failing(Toy):
 def test_errors_of_a_call_that_all_make(error, message):
     network = Failing(tokens=5, length=12)
     network.error = error
-    leader = split.Split(network, Wire([], leads=True))
+    messages = []
+    leader = split.Split(network, Wire(messages, leads=True))
     with pytest.raises(DuelError, match=message):
         Duel(leader, "greedy", 2).log_prob([Window((1,), (0, 3, 2, 4))] * 3)
+    calls = len(messages)
+    with pytest.raises(DuelError, match=r"A call that processes 1 make with process 0 .* has failed before"):
+        Duel(leader, "greedy", 2).log_prob([Window((1,), (0, 3))])
+    leader.end()
+    assert len(messages) == calls, "the others may wait in the call, so a leader that waits for them would hang"
 
 
 def test_other_errors_are_left_as_they_are():
@@ -345,6 +352,24 @@ def test_a_release_of_transformers_without_meshes(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers.distributed.utils", None)
     with pytest.raises(DuelError, match=r"tp_plan=auto needs transformers 5\.23 or later; this is "):
         tensor_parallel.model_kwargs(LoadOptions("x", torch.device("cpu"), tp_plan="auto"))
+
+
+@needs_meshes
+def test_one_group_alone_can_load_again(monkeypatch):
+    """All processes must take part in making meshes, and verify=1 loads the network again in the first group alone."""
+    made = []
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    monkeypatch.setattr(torch.distributed, "init_device_mesh", lambda *shape, **names: made.append(shape))
+    monkeypatch.setattr("transformers.distributed.utils.TransformersDeviceMesh", lambda *meshes: meshes)
+    tensor_parallel._meshes.cache_clear()
+    try:
+        for dtype in ("bfloat16", "float32"):
+            options = LoadOptions("x", torch.device("cpu"), tp_plan="auto", tp_size=2, dtype=dtype)
+            tensor_parallel.network_class(torch.nn.Linear, options).prepare_distribute_model(None)
+        assert made == [("cpu", (1, 2, 1, 2))] * 2
+    finally:
+        tensor_parallel._meshes.cache_clear()
 
 
 @pytest.mark.parametrize(

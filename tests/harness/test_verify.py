@@ -91,11 +91,13 @@ def test_what_cannot_be_verified_is_not_lost(folder, caplog, monkeypatch):
     assert "verify failed, so no window is verified; scores are unaffected: it does not fit." in caplog.text
 
 
-def test_ranks_share_it(folder):
+@pytest.mark.parametrize(("windows", "expected"), [(4, [2, 1, 1]), (1, [1, 0, 0])])
+def test_ranks_share_it(folder, windows, expected, caplog):
     shares = []
     for rank in range(3):
-        model = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu", verify=4)
+        model = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu", verify=windows)
         model.run.ranks = model.ranks = Ranks("cpu", rank, 3)
         model.loglikelihood_rolling(ask("loglikelihood_rolling", *TEXTS), disable_tqdm=True)
         shares.append(model.run.stats.verified.windows)
-    assert shares == [2, 1, 1]
+    assert shares == expected
+    assert "response cache" not in caplog.text, "a rank without a share has nothing to explain"

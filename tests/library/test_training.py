@@ -218,6 +218,10 @@ def test_what_the_callback_refuses(model, tmp_path):
         ({"mask_token": 4}, "Unknown argument of training_metrics 'mask_token'. Did you mean mask_token_id"),
         ({"rules": "greedy"}, "takes a list of rules, with at least one; got the text 'greedy'"),
         ({"rules": []}, "takes a list of rules, with at least one; got none"),
+        ({"sample": 2.0}, "'sample' is a share of blocks above 0, at most 1; got 2"),
+        ({"sample": 0.5, "cache": "dual"}, "sample=0.5 estimates the value without a cache, and cache=dual scores"),
+        ({"cache": "duel"}, "Unknown value of cache 'duel'. Did you mean dual"),
+        ({"block": 0}, "'block' is a number of positions, none .* got '0'"),
     ):
         with pytest.raises(DuelError, match=message):
             DuelCallback(run, TEXTS, every=2, **wrong)

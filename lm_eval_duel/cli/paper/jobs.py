@@ -112,7 +112,9 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], log: Path) -> int:
 
 
 def _failure(processes: Sequence[subprocess.Popen[bytes]]) -> int:
-    return next((process.returncode for process in processes if process.returncode), 0)
+    """The exit code of a process that failed, 0 if none has: of one that was killed, since others fail as it ends."""
+    codes = [process.returncode for process in processes if process.returncode]
+    return min(codes, key=lambda code: code > 0, default=0)
 
 
 def write(job: Job, settings: Settings) -> Path:
@@ -139,9 +141,9 @@ def reason(log: Path, code: int) -> str:
     if code < 0:
         name = signal.Signals(-code).name
         return f"killed by {name}" + (" (probably out of memory)" if name == "SIGKILL" else "")
-    said = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    own = [line for line in said if line.startswith(f"{PROGRAM}: ")]
-    last = (own[:1] or said or ["it wrote no results"])[-1].removeprefix(f"{PROGRAM}: ")  # others fail as it has ended
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    own = [line for line in lines if line.startswith(f"{PROGRAM}: ")]
+    last = (own[:1] or lines or ["it wrote no results"])[-1].removeprefix(f"{PROGRAM}: ")  # others fail as it has ended
     return last if len(last) <= 2 * SHOWN else f"{last[: 2 * SHOWN]}..."
 
 

@@ -8,6 +8,7 @@ of the parts are summed or joined after each half of a layer.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ def network_class(native: Any, options: LoadOptions) -> Any:
         return native
 
     def prepare_distribute_model(cls: Any, config: Any, device_map: Any = None) -> tuple[Any, torch.device, Any]:
-        return config, options.device, _meshes(process_groups.size(options), options.device)
+        return config, options.device, _meshes(process_groups.size(options), options.device.type)
 
     def init_parallel_plans(self: Any) -> None:
         native.init_parallel_plans(self)
@@ -125,13 +126,14 @@ def _size(model_config: Any, name: str) -> int:
     return count if isinstance(count, int) else 0
 
 
-def _meshes(size: int, device: torch.device) -> Any:
-    """The processes as transformers arranges them: a row for each group of `size`."""
+@functools.cache  # all processes of the launch must make a mesh together, and later loads may be of one group alone
+def _meshes(size: int, device: str) -> Any:
+    """The processes as transformers arranges them: a row for each group of `size`. `device`: its type."""
     from torch.distributed import get_world_size, init_device_mesh
     from transformers.distributed.utils import TransformersDeviceMesh
 
     groups, replicas = get_world_size() // size, ("pp", "dp_replicate")
     return TransformersDeviceMesh(
-        init_device_mesh(device.type, (1, groups, 1, size), mesh_dim_names=(*replicas, "fsdp", "tp")),
-        init_device_mesh(device.type, (1, groups, 1, size), mesh_dim_names=(*replicas, "efsdp", "ep")),
+        init_device_mesh(device, (1, groups, 1, size), mesh_dim_names=(*replicas, "fsdp", "tp")),
+        init_device_mesh(device, (1, groups, 1, size), mesh_dim_names=(*replicas, "efsdp", "ep")),
     )

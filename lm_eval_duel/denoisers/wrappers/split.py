@@ -55,6 +55,7 @@ class Group:
         self.options: Any = None  # that it was loaded with
         self.numbers = itertools.count(1)
         self.closed: list[int] = []  # networks and views that are not used any more
+        self.broken = False  # a call of all processes has failed here, so the others may wait in it forever
         self.rank, processes = distributed.get_rank(), distributed.get_world_size()
         self.leader = self.rank - self.rank % size
         for first in range(0, processes, size):  # every process takes part in making every group
@@ -108,21 +109,29 @@ class Group:
         """Turn errors of a call that all processes make into words."""
         try:
             yield
-        except torch.OutOfMemoryError as error:
-            raise DuelError(
+        except BaseException as error:
+            self.broken = True
+            if problem := self._in_words(error):
+                raise DuelError(problem) from error
+            raise
+
+    def _in_words(self, error: BaseException) -> str:
+        """What an error in a call of all processes means; empty if it says so itself."""
+        if isinstance(error, torch.OutOfMemoryError):
+            return (
                 f"Process {self.rank} ran out of memory in a call that processes {self.others} make with it "
                 "(tp_plan, ep_size), so it cannot be retried with fewer rows. Pass a smaller batch_size (rows of "
                 "max_length in a network call), or start more processes for larger groups."
-            ) from error
-        except RuntimeError as error:
-            if not isinstance(error, distributed.DistError) and not any(word in str(error).lower() for word in LOST):
-                raise
-            raise DuelError(
+            )
+        lost = any(word in str(error).lower() for word in LOST)
+        if isinstance(error, distributed.DistError) or (isinstance(error, RuntimeError) and lost):
+            return (
                 f"Process {self.rank} holds a part of a network together with processes {self.others} (tp_plan, "
                 "ep_size), and one of them has ended: look for that process's error, which is the cause. With "
                 "--use_cache, finished requests are kept and the same command resumes the run. "
                 f"({str(error).splitlines()[0]})"
-            ) from error
+            )
+        return ""
 
 
 class Split(Wrapper):
@@ -142,7 +151,8 @@ class Split(Wrapper):
     def open(self, rows: Rows, generating: bool = False) -> View:
         number = next(self.group.numbers)
         self.call("open", self.number, (number, rows, generating))
-        view = SplitView(self, self.plain.open(rows, generating), number)
+        with self.group.explained():
+            view = SplitView(self, self.plain.open(rows, generating), number)
         weakref.finalize(view, self.group.closed.append, number)
         return view
 
@@ -165,6 +175,11 @@ class Split(Wrapper):
 
     def call(self, name: str, number: int | None = None, arguments: Any = None) -> None:
         """Let the other processes make a call: `name` of the network or view `number`."""
+        if self.group.broken:
+            raise DuelError(
+                f"A call that processes {self.group.others} make with process {self.group.rank} (tp_plan, ep_size) "
+                "has failed before, and they may still wait in it: start the run again."
+            )
         closed = [self.group.closed.pop() for _ in range(len(self.group.closed))]
         self.group.broadcast((name, number, arguments, closed))
 
@@ -172,7 +187,7 @@ class Split(Wrapper):
         """Release the other processes; the network cannot be called any more."""
         if self.group.network is self:
             self.group.network = None
-            with contextlib.suppress(Exception):  # they have ended already
+            with contextlib.suppress(Exception):  # they have ended already, or do so when this process ends
                 self.call("end")
 
 
@@ -187,7 +202,8 @@ class SplitView(WrappedView):
 
     def commit(self, lanes: Lanes) -> None:
         self.denoiser.call("commit", self.number, lanes)
-        super().commit(lanes)
+        with self.denoiser.group.explained():
+            super().commit(lanes)
 
     def cells(self, lanes: Lanes) -> Cells:
         self.denoiser.call("cells", self.number, lanes)
@@ -219,7 +235,7 @@ def _load_too(group: Group, load: Load, dtype: str) -> Denoiser:
     problem, denoiser = "", None
     try:
         denoiser = load(dtype)
-    except (DuelError, RuntimeError) as error:  # out of memory
+    except Exception as error:  # such as out of memory: the others wait for the outcome
         problem = str(error) or type(error).__name__
     problems = [text for text in group.gather(problem) if text]
     if denoiser is None or problems:
