@@ -60,9 +60,9 @@ def keys(results: Fields, groups: Collection[str]) -> dict[str, str]:
             name = configs.object(key).text("task") if "::" in key else None
             same.setdefault(name or key, []).append(key)
     tasks = {}
-    for name, found in same.items():
-        values = [[pair for pair in entries.object(key).items() if _is_value(pair[0])] for key in found]
-        tasks |= {name: found[0]} if all(other == values[0] for other in values) else {key: key for key in found}
+    for name, alike in same.items():
+        values = [[pair for pair in entries.object(key).items() if _is_value(pair[0])] for key in alike]
+        tasks |= {name: alike[0]} if all(other == values[0] for other in values) else {key: key for key in alike}
     return tasks
 
 
