@@ -16,6 +16,7 @@ import lm_eval_duel
 from lm_eval_duel.errors import DuelError, UsageError
 from lm_eval_duel.harness import trace, versions
 from lm_eval_duel.harness.lm import DuelMDM
+from lm_eval_duel.tasks.bundled import task_folder
 
 TEXTS = [
     ("a b c d e f g h i j k l m n o p q r s t",),
@@ -247,7 +248,7 @@ PASSAGES = (
 @pytest.mark.slow
 def test_two_ranks_print_what_one_prints(tmp_path):
     """In float64, with a pilot, and a second task whose documents are the first one's, on the other rank or twice."""
-    shipped = Path(lm_eval_duel.__file__).parents[1] / "task_configs" / "sotu"
+    shipped = Path(task_folder()) / "sotu"
     lines = (Path(lm_eval_duel.__file__).parent / "demo" / "text" / "sotu.jsonl").read_text().splitlines()
     (tmp_path / "again.jsonl").write_text("\n".join([*lines[1:5], *lines[1:4]]) + "\n")
     (tmp_path / "again.yaml").write_text(
