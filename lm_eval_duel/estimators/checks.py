@@ -76,6 +76,12 @@ def check_rule(denoiser: Denoiser, rule: rules.Rule) -> None:
     rule.check_network(denoiser)
 
 
+def check_count(name: str, value: object, what: str) -> None:
+    """Raise DuelError unless the argument `name` is a whole number of at least 1."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise DuelError(f"'{name}' is {what}, at least 1; got {value!r}.")
+
+
 def check_every_order(denoiser: Denoiser, name: str) -> None:
     """Raise DuelError for a network that cannot evaluate every state of a block, which estimator `name` needs."""
     if denoiser.attention == "causal":

@@ -27,7 +27,7 @@ from lm_eval_duel.engine.reveal import RevealLoop
 from lm_eval_duel.engine.windows import Ids, Window
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators.base import IndexedScores, WindowGroup
-from lm_eval_duel.estimators.checks import check_every_order, check_lattice_block
+from lm_eval_duel.estimators.checks import check_count, check_every_order, check_lattice_block
 from lm_eval_duel.estimators.drawn_confidence import compare, score_of, token_scores, untempered
 from lm_eval_duel.estimators.duel import Duel
 from lm_eval_duel.estimators.registry import CONFIDENCES, LATTICE_BLOCK
@@ -74,8 +74,8 @@ class SampledConfidence(Duel):
         schedule: str = "even",
     ):
         for name, value, what in (("n", n, "how many draws are kept at a step"), ("steps", steps, "a count of steps")):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise DuelError(f"'{name}' is {what}, at least 1; got {value!r}.")
+            if value is not None:
+                check_count(name, value, what)
         check_step_counts(n, tau, steps, schedule)
         if tau is not None and (isinstance(tau, bool) or not isinstance(tau, int | float) or not 0 <= tau <= 1):
             raise DuelError(f"'tau' is a probability from 0 to 1, or None; got {tau!r}.")

@@ -28,9 +28,8 @@ from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.denoisers.predictions import Predictions
 from lm_eval_duel.engine.lanes import Lanes
 from lm_eval_duel.engine.results import WindowScore
-from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.base import Estimator, IndexedScores, Value, WindowGroup
-from lm_eval_duel.estimators.checks import check_every_order, check_lattice_block
+from lm_eval_duel.estimators.checks import check_count, check_every_order, check_lattice_block
 from lm_eval_duel.estimators.sampled_arguments import ORDER_STEPS, check_order
 from lm_eval_duel.estimators.sampled_dp import product, subsets
 from lm_eval_duel.estimators.step_counts import StepCounts, table
@@ -66,8 +65,7 @@ class SampledOrder(Estimator):
         steps: int = ORDER_STEPS,
         alg_temp: float | None = None,
     ):
-        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-            raise DuelError(f"'steps' is a count of steps, at least 1; got {steps!r}.")
+        check_count("steps", steps, "a count of steps")
         check_order(alg, alg_temp)
         check_every_order(denoiser, self.name)
         self.alg, self.steps, self.alg_temp = alg, steps, alg_temp

@@ -123,25 +123,25 @@ def _weights(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Model args by row or checkpoint, from --weights and --pretrained."""
     import yaml
 
-    found: dict[str, dict[str, Any]] = {}
+    checkpoints: dict[str, dict[str, Any]] = {}
     if options.weights is not None:
         try:
             content = yaml.safe_load(Path(options.weights).read_text(encoding="utf-8"))
         except (UnicodeDecodeError, yaml.YAMLError) as error:
             raise DuelError(f"--weights {options.weights} is not YAML: {' '.join(str(error).split())}.") from None
         for name, value in (content if isinstance(content, dict) else {"": None}).items():
-            found[str(name)] = value if isinstance(value, dict) else {"pretrained": value}
-            if not isinstance(found[str(name)].get("pretrained"), str):
+            checkpoints[str(name)] = value if isinstance(value, dict) else {"pretrained": value}
+            if not isinstance(checkpoints[str(name)].get("pretrained"), str):
                 raise DuelError(f"--weights {options.weights}: lines are NAME: FOLDER; got {name}: {value}.")
     for pair in options.pretrained:
         name, equals, folder = pair.partition("=")
         if not (name and equals and folder):
             raise DuelError(f"--pretrained is NAME=FOLDER; got {pair}.")
-        found[name] = {"pretrained": folder}
-    for name, arguments in found.items():
+        checkpoints[name] = {"pretrained": folder}
+    for name, arguments in checkpoints.items():
         if recipes.missing_folder(arguments["pretrained"]):
             raise DuelError(f"The weights of {name}: there is no folder {arguments['pretrained']}.")
-    return found
+    return checkpoints
 
 
 def _key(job: Job) -> str:
@@ -183,10 +183,10 @@ def _described(line: Line, out: Path, failures: dict[str, str], tolerance: float
         why = failures.get(_key(line.job), "")
         return verdict.describe(line, verdict.FAILED if why else verdict.NOT_RUN, why=why)
     try:
-        found = verdict.measured(line, file)
+        measured = verdict.measured(line, file)
     except DuelError as error:
         return verdict.describe(line, verdict.FAILED, why=str(error))
-    return verdict.describe(line, verdict.FINISHED, found, verdict.judge(line, found, tolerance))
+    return verdict.describe(line, verdict.FINISHED, measured, verdict.judge(line, measured, tolerance))
 
 
 def write(lines: Sequence[Line], settings: Settings, failures: dict[str, str], tolerance: float) -> None:

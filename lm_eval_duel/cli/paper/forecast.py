@@ -83,8 +83,8 @@ def _size(job: Job) -> tuple[int, int, bool]:
     except DuelError:
         if job.task not in SIZES:
             raise
-        documents, each = SIZES[job.task]
-        tokens, rough = documents * each, True
+        documents, length = SIZES[job.task]
+        tokens, rough = documents * length, True
     if job.limit is not None and job.limit < documents:
         documents, tokens = job.limit, round(tokens * job.limit / documents)
     return documents, tokens, rough
@@ -109,8 +109,8 @@ def describe(forecasts: Iterable[Forecast]) -> dict[str, Any]:
     """The sum of forecasts."""
     every = list(forecasts)
     return {
-        "windows": sum(one.windows for one in every),
-        "rows": sum(one.rows for one in every),
-        "hours": sum(one.hours for one in every),
-        "rough": any(one.rough for one in every),
+        "windows": sum(forecast.windows for forecast in every),
+        "rows": sum(forecast.rows for forecast in every),
+        "hours": sum(forecast.hours for forecast in every),
+        "rough": any(forecast.rough for forecast in every),
     }

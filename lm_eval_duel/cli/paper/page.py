@@ -46,30 +46,30 @@ def notes(lines: Iterable[Mapping[str, Any]], tolerance: float) -> list[str]:
     """What the columns mean, and why lines differ."""
     lines = list(lines)
     measured = [line for line in lines if line["measured"] is not None]
-    found = [f"{line['row']}, {line['task']}: FAILED: {line['why']}" for line in lines if line["status"] == FAILED]
+    remarks = [f"{line['row']}, {line['task']}: FAILED: {line['why']}" for line in lines if line["status"] == FAILED]
     if measured:
-        found.append("+- is the standard error of the measured value over documents (rows of a wrapped task).")
+        remarks.append("+- is the standard error of the measured value over documents (rows of a wrapped task).")
     if any(not line["subset"] for line in measured):
-        found.append(
+        remarks.append(
             "All documents scored: the published figure has the same ones, so sampling error does not apply, and +- "
             f"is only context. A value agrees if it differs by at most the rounding of the published figure plus "
             f"{tolerance:g} % of it; for an ELBO, plus two standard errors of the random draws of both figures."
         )
     if any(line["subset"] for line in measured):
-        found.append(
+        remarks.append(
             "Subset: only the first documents of the task were scored, and the published figure is of all. A value "
             f"agrees if it differs by at most the rounding, plus {tolerance:g} %, plus two standard errors. The first "
             "documents are not a random sample. Do not publish these values."
         )
     for line in measured:
         if line["changed"]:
-            found.append(f"{line['row']}: changed by you: {', '.join(line['changed'])}.")
+            remarks.append(f"{line['row']}: changed by you: {', '.join(line['changed'])}.")
         if line["why"]:
-            found.append(f"{line['row']}, {line['task']}: {line['why']}.")
+            remarks.append(f"{line['row']}, {line['task']}: {line['why']}.")
     differing = [line for line in measured if line["verdict"] == DIFFERS]
-    found += [f"{line['row']}: {line['notes']}" for line in differing if line["notes"]]
-    found += [COMMON] if any(str(line["source"]).startswith(AUTHORS) for line in differing) else []
-    return list(dict.fromkeys(found))
+    remarks += [f"{line['row']}: {line['notes']}" for line in differing if line["notes"]]
+    remarks += [COMMON] if any(str(line["source"]).startswith(AUTHORS) for line in differing) else []
+    return list(dict.fromkeys(remarks))
 
 
 def terminal(lines: Sequence[Mapping[str, Any]], tolerance: float) -> str:
@@ -98,14 +98,14 @@ def markdown(lines: Sequence[Mapping[str, Any]], tolerance: float, heading: str)
 def plans(lines: Iterable[tuple[Line, Forecast | str]], utilization: float, devices: int = 1) -> str:
     """Forecasts as a table, with hours on so many `devices`; a text instead of one says why there is none."""
     rows, forecasts = [], []
-    for line, found in lines:
-        if isinstance(found, str):
-            rows.append([line.job.row, line.job.task, "", "", "", "", found])
+    for line, forecast in lines:
+        if isinstance(forecast, str):
+            rows.append([line.job.row, line.job.task, "", "", "", "", forecast])
             continue
-        forecasts.append(found)
-        about, most = "about " if found.rough else "", "<= " if found.most else ""
-        counts = [f"{about}{found.windows:,}", *(f"{most}{number:,}" for number in (found.calls, found.rows))]
-        rows.append([line.job.row, line.job.task, *counts, f"{most}{hours_as_text(found.hours)}", ""])
+        forecasts.append(forecast)
+        about, most = "about " if forecast.rough else "", "<= " if forecast.most else ""
+        counts = [f"{about}{forecast.windows:,}", *(f"{most}{number:,}" for number in (forecast.calls, forecast.rows))]
+        rows.append([line.job.row, line.job.task, *counts, f"{most}{hours_as_text(forecast.hours)}", ""])
     total = describe(forecasts)
     text = [plain_table(PLAN_HEADER, rows), ""]
     runs = f"{len(forecasts)} run{'s' * (len(forecasts) != 1)}"

@@ -103,13 +103,13 @@ def missing_folder(name: str) -> bool:
 
 def tables(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """The published figures of a folder of recipes, by table; raises DuelError for figures without one."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    of_table: dict[str, list[dict[str, Any]]] = {}
     file = folder / "published.csv"
     for figure in published.read([str(file)]):
         if not (figure["table"] and figure["recipes"]):
             raise DuelError(f"{file}: {figure['model']} on {figure['task']} has no table or no recipes.")
-        found.setdefault(figure["table"], []).append(figure)
-    return found
+        of_table.setdefault(figure["table"], []).append(figure)
+    return of_table
 
 
 def lines(choice: Choice) -> list[Line]:

@@ -97,43 +97,43 @@ def over_documents(row: Row, metric: str) -> float | None:
     return stats.stderr(metric, row.values[metric], math.fsum(nats), error * math.fsum(units))
 
 
-def judge(line: Line, found: Measured, tolerance: float) -> Verdict:
+def judge(line: Line, result: Measured, tolerance: float) -> Verdict:
     """Whether a measured value agrees with the published one. `tolerance`: per cent of the published figure."""
     if line.figure is None:
         return Verdict("")
     if line.job.other_data:
         return Verdict(OTHER, why=f"other data than the published figure's: {', '.join(line.job.changed)}")
-    error = comparison_error(found)
+    error = comparison_error(result)
     if error is None:
-        few = f"{found.documents} documents" if found.documents < FEWEST else "no standard error"
+        few = f"{result.documents} documents" if result.documents < FEWEST else "no standard error"
         return Verdict(UNDECIDED, why=f"{few}: too few for a verdict; at least {FEWEST} are needed")
     rounding = 0.5 * 10.0 ** int(Decimal(line.figure["printed"]).as_tuple().exponent)
     allowed = rounding + tolerance / 100 * line.figure["value"] + stats.CLEAR * error
-    return Verdict(AGREES if abs(found.value - line.figure["value"]) <= allowed else DIFFERS, allowed)
+    return Verdict(AGREES if abs(result.value - line.figure["value"]) <= allowed else DIFFERS, allowed)
 
 
-def comparison_error(found: Measured) -> float | None:
+def comparison_error(result: Measured) -> float | None:
     """The standard error of measured minus published; None if it cannot be known.
 
     Exact values: that of a subset against all documents, 0 if all were scored. With random draws in both figures the
     variance of the draws is part of the spread over documents, or known by itself for all documents.
     """
-    share = found.documents / found.of if found.of else 1.0
-    if not found.subset and not found.is_random:
+    share = result.documents / result.of if result.of else 1.0
+    if not result.subset and not result.is_random:
         return 0.0
-    if not found.subset and found.random_stderr is not None:
-        return math.sqrt(2) * found.random_stderr
-    if found.stderr is None or found.documents < FEWEST:
+    if not result.subset and result.random_stderr is not None:
+        return math.sqrt(2) * result.random_stderr
+    if result.stderr is None or result.documents < FEWEST:
         return None
-    return found.stderr * math.sqrt(1 + share if found.is_random else 1 - share)
+    return result.stderr * math.sqrt(1 + share if result.is_random else 1 - share)
 
 
 def describe(
-    line: Line, status: str, found: Measured | None = None, verdict: Verdict | None = None, why: str = ""
+    line: Line, status: str, result: Measured | None = None, verdict: Verdict | None = None, why: str = ""
 ) -> dict[str, Any]:
     """A line of the table, for JSON. `why`: the reason if its job failed."""
     figure = line.figure or {}
-    value = None if found is None else found.value
+    value = None if result is None else result.value
     published = figure.get("value")
     return {
         "table": line.table,
@@ -151,7 +151,7 @@ def describe(
         "measured": value,
         "difference": None if None in (value, published) else value - published,
         **{
-            key: None if found is None else getattr(found, key)
+            key: None if result is None else getattr(result, key)
             for key in ("stderr", "random_stderr", "documents", "of", "subset", "fingerprint", "file")
         },
         "limit": line.job.limit,
