@@ -25,7 +25,6 @@ from lm_eval_duel.arguments import (
     required_choice,
     text,
 )
-from lm_eval_duel.denoisers import process_groups
 from lm_eval_duel.denoisers.load_options import ALIASES, NETWORK_READERS, WHOLE_ROW_BOS, NetworkArguments
 from lm_eval_duel.errors import DuelError, unknown, usage
 from lm_eval_duel.estimators import registry
@@ -103,7 +102,6 @@ class Options(NetworkArguments):
         registry.check_arguments(values, values.get("estimator", "duel"))
         estimator_args = {key: values.pop(key) for key in estimators if key in values}
         options = cls(rule=rule, estimator_args=estimator_args, **values)
-        process_groups.check(options)
         if (check := registry.find(options.estimator).check) is not None:
             check(options)
         _check_cache(options, arguments.get("cache"))

@@ -216,13 +216,6 @@ CASES = [
         ("own code", "block-causal own code"),
     ),
     Case(
-        "`tp_plan=auto` in one process",
-        "tp_plan=auto splits a network over the processes of a launch, and this is a single process. Start one for "
-        "each GPU: torchrun --nproc-per-node N -m lm_eval ...",
-        lambda at: at.load(tp_plan="auto"),
-        ("backbone",),
-    ),
-    Case(
         "a cache and `compile=true`",
         "compile=true traces the layers ... so it does not support cache=dual; leave one out.",
         lambda at: at.load(cache="dual", compile=True),

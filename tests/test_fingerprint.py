@@ -152,7 +152,6 @@ KEEPS = [  # two values of an arg that are one spec
 ELSEWHERE = {
     "sigma": "of SEDD, below",
     "first_token": "of a causal prefix: denoisers/test_causal_prefix.py",
-    **dict.fromkeys(("tp_plan", "tp_size", "ep_size"), "of several processes, in test_split.py"),
     "lattice_rules": "it adds values and changes none",
     "eos": "with ids of a tokenizer, in test_presets.py",
     "file": "of learned, in test_learned.py",

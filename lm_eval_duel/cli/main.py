@@ -28,7 +28,7 @@ COMMANDS = {  # name: (module below lm_eval_duel with its `main`, what it does)
     "frequencies": ("cli.frequencies", "count how often each token occurs in a text, for the rule pc"),
     "where": ("cli.where", "print the absolute path of the tasks, the recipes, a bundled checkpoint or its results"),
 }
-SHARED = ("run", "score", "sweep", "inspect")  # all processes of a launch take part; inspect: with tp_plan=auto
+SHARED = ("run", "score", "sweep")  # all processes of a launch take part
 PACKAGES = ("lm_eval", "torch", "transformers")
 
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.arguments import count
 from lm_eval_duel.command_line import Parser, file_to_write, process
-from lm_eval_duel.denoisers import process_groups
 from lm_eval_duel.errors import DuelError, too_few_documents, usage
 from lm_eval_duel.estimators.registry import Kind, find
 from lm_eval_duel.harness.key_values import key_values
@@ -146,7 +145,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if options.trace is not None:
         model["trace"] = options.trace
     options.model = {**model, "device": options.device, "batch_size": options.batch_size}
-    options.ranks = process()[1] // process_groups.size(Options.parse(options.model))
+    Options.parse(options.model)
+    options.ranks = process()[1]
     return options
 
 

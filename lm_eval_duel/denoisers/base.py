@@ -52,7 +52,6 @@ class Denoiser(abc.ABC):
     excluded_ids: tuple[int, ...] = ()  # tokens that are left out of the vocabulary
     quantized: bool = False  # its weights are coarser than its dtype
     fixed_weights: bool = True  # they do not change; otherwise the spec is read again from `describe` each time
-    retries: bool = True  # a call that ran out of memory can be made again, with fewer rows
 
     @property
     @abc.abstractmethod

@@ -29,7 +29,6 @@ from lm_eval_duel.arguments import (
     whole,
 )
 from lm_eval_duel.demo import BUNDLED
-from lm_eval_duel.denoisers import process_groups
 from lm_eval_duel.errors import DuelError, another_block, clean_keys_exact
 
 if TYPE_CHECKING:
@@ -46,7 +45,6 @@ FirstToken = Literal["causal", "block"]
 Sigma = Literal["clamped", "schedule"]
 Backend = Literal["native", "remote"]
 Cache = Literal["prefix", "dual"]
-TpPlan = Literal["auto"]
 
 DTYPES: tuple[str, ...] = get_args(Dtype)
 BOS: tuple[str, ...] = get_args(Bos)
@@ -120,9 +118,6 @@ class NetworkArguments:
     top_p: float | None = argument(number_where("a probability above 0, at most 1", lambda x: 0 < x <= 1))
     peft: str | None = argument(checkpoint_name)
     device_map: str | Mapping[str, int | str | torch.device] | None = argument(text_or_mapping)
-    tp_plan: TpPlan | None = argument(choice(*get_args(TpPlan)))  # the layers are split over processes
-    tp_size: int | None = argument(at_least(2))  # processes that hold one network; None: all
-    ep_size: int | None = argument(at_least(2))  # the same, for whole experts on different processes
     load_in_8bit: bool = argument(truth, False)
     load_in_4bit: bool = argument(truth, False)
     compile: bool = argument(truth, False)
@@ -148,7 +143,6 @@ class LoadOptions(NetworkArguments):
             value = getattr(self, field.name)
             if value != field.default:
                 object.__setattr__(self, field.name, NETWORK_READERS[field.name](field.name, value))
-        process_groups.check(self)
         if self.load_in_8bit and self.load_in_4bit:
             raise DuelError("load_in_8bit and load_in_4bit are both given; leave one out.")
         if self.cache and self.backend == "remote":

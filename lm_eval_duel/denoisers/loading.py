@@ -9,14 +9,13 @@ config.json -> our own DiT (MDLM, BD3-LM, SEDD, GIDD, AR)    dit/checkpoint.py
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.arguments import checkpoint_name
 from lm_eval_duel.demo import BUNDLED, resolve
-from lm_eval_duel.denoisers import config_entries, hub, process_groups, special_tokens, weights
+from lm_eval_duel.denoisers import config_entries, hub, special_tokens, weights
 from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.dit import checkpoint as dit_checkpoint
@@ -24,14 +23,11 @@ from lm_eval_duel.denoisers.hf import causal_lm, decoder_checkpoint, families, m
 from lm_eval_duel.denoisers.load_options import NETWORK_READERS, LoadOptions, tokenizer_source
 from lm_eval_duel.denoisers.wrappers.exclusion import Excluding
 from lm_eval_duel.denoisers.wrappers.guidance import Guided
-from lm_eval_duel.denoisers.wrappers.split import Group, Split, share
 from lm_eval_duel.denoisers.wrappers.warpers import Warped
 from lm_eval_duel.errors import DuelError, unknown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_groups: list[Group] = []  # of this process: at most one
 
 
 def load(name: str, *, device: str | None = None, **network: Any) -> Denoiser:
@@ -40,39 +36,14 @@ def load(name: str, *, device: str | None = None, **network: Any) -> Denoiser:
         if key not in (*NETWORK_READERS, "tokenizer"):
             raise unknown("network argument", key, (*NETWORK_READERS, "tokenizer"))
     name = resolve(checkpoint_name("name", name) or BUNDLED)
-    options = LoadOptions(name, hub.pick_device(device), **network)
-    group = _group(options, device)
-    if group is not None and group.network is not None:
-        return wrapped(_in_another_dtype(group.network, options), options)
-    options = hub.pin_revision(options if group is None else dataclasses.replace(options, device=group.device))
+    options = hub.pin_revision(LoadOptions(name, hub.pick_device(device), **network))
     config = hub.read_config(options.name, options.revision)
     tokenizer = _tokenizer(config, options)
-    denoiser = _plain(config, options, tokenizer)
-    if group is not None:
-
-        def in_dtype(dtype: Any) -> Denoiser:
-            return _plain(config, dataclasses.replace(options, dtype=dtype), tokenizer)
-
-        group.options = options
-        denoiser = share(denoiser, group, in_dtype)
+    denoiser = _load_network(config, options, tokenizer)
+    denoiser.special_tokens = special_tokens.expected(denoiser, tokenizer)
     if options.compile:
         denoiser.compile()
     return wrapped(denoiser, options)
-
-
-def _plain(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedTokenizerBase | None) -> Denoiser:
-    """The denoiser of a config.json without what `wrapped` adds."""
-    denoiser = _load_network(config, options, tokenizer)
-    denoiser.special_tokens = special_tokens.expected(denoiser, tokenizer)
-    return denoiser
-
-
-def _in_another_dtype(network: Split, options: LoadOptions) -> Denoiser:
-    """The network of a group in the dtype of `options`; raises DuelError if they are of another network."""
-    first = network.group.options
-    if hub.pin_revision(dataclasses.replace(options, dtype=first.dtype, device=first.device)) != first:
-        raise DuelError("A launch with tp_plan or ep_size holds one network, and this process has loaded one already.")
-    return network.in_dtype(options.dtype)
 
 
 def wrapped(denoiser: Denoiser, options: LoadOptions) -> Denoiser:
@@ -82,18 +53,6 @@ def wrapped(denoiser: Denoiser, options: LoadOptions) -> Denoiser:
     denoiser = Excluding(denoiser, options.exclude_ids) if options.exclude_ids else denoiser
     warpers = options.temperature, options.top_k, options.top_p
     return denoiser if warpers == (None, None, None) else Warped(denoiser, *warpers)
-
-
-def _group(options: LoadOptions, device: str | None) -> Group | None:
-    """The processes that hold the network together with this one; None if it holds a network of its own."""
-    if (size := process_groups.size(options)) == 1:
-        return None
-    if _groups and _groups[-1].size != size:
-        raise DuelError(f"The processes of this launch form groups of {_groups[-1].size} already, not of {size}.")
-    if not _groups:
-        own = device is None and options.device.type == "cuda"
-        _groups.append(Group(size, hub.pick_device(process_groups.local_device()) if own else options.device))
-    return _groups[-1]
 
 
 def find_family(name: str, **network: Any) -> str | None:

@@ -59,8 +59,6 @@ def plan(
         tokens = batch_size * denoiser.max_length
     elif denoiser.device.type == "cpu":
         tokens = max(CPU_TOKENS, denoiser.max_length)
-    elif not denoiser.retries:  # nothing can be tried
-        tokens = max(GPU_TOKENS[0], denoiser.max_length)
     else:
         tried = _largest.setdefault(denoiser, {})
         if (block, grid) not in tried:

@@ -30,11 +30,10 @@ class Ranks(NamedTuple):
     rank: int = 0
     world_size: int = 1
     group: Any = None
-    leads: bool = True  # False: it only holds a part of a network (tp_plan, ep_size) for the rank whose number it has
 
     @classmethod
-    def join(cls, device: str | None, group_size: int = 1) -> Ranks:
-        """Join the other processes, if there are any. Every `group_size` of them hold one network and are one rank."""
+    def join(cls, device: str | None) -> Ranks:
+        """Join the other processes, if there are any."""
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return cls(device)
         from accelerate import Accelerator
@@ -49,17 +48,9 @@ class Ranks(NamedTuple):
                 f"{os.environ.get('MASTER_PORT')}: are all machines up, and is that address the first one's? "
                 f"({str(error).splitlines()[0]})"
             ) from error
-        process, processes = accelerator.process_index, accelerator.num_processes
-        leaders = list(range(0, processes, group_size))
-        group = torch.distributed.new_group(leaders, backend="gloo", timeout=TIMEOUT)
+        group = torch.distributed.new_group(backend="gloo", timeout=TIMEOUT)
         atexit.register(_leave, group)
-        return cls(
-            str(accelerator.device),
-            process // group_size,
-            processes // group_size,
-            group,
-            leads=process % group_size == 0,
-        )
+        return cls(str(accelerator.device), accelerator.process_index, accelerator.num_processes, group)
 
     def deal(self, costs: Sequence[float]) -> list[int]:
         """The indices of the items that this rank computes, in order. `costs`: of all items, equal on all ranks.
@@ -91,8 +82,7 @@ class Ranks(NamedTuple):
             return [obj]
         objects = [None] * self.world_size if self.rank == dst else None
         with self.waiting():
-            process = torch.distributed.get_global_rank(self.group, dst)
-            torch.distributed.gather_object(obj, objects, dst=process, group=self.group)
+            torch.distributed.gather_object(obj, objects, dst=dst, group=self.group)
         return objects
 
     def all_gather_object(self, obj: Any) -> list[Any]:

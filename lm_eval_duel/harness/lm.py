@@ -10,7 +10,6 @@ from lm_eval.api.model import TemplateLM
 
 from lm_eval_duel import fingerprint
 from lm_eval_duel.demo import BUNDLED
-from lm_eval_duel.denoisers import process_groups
 from lm_eval_duel.errors import DuelError, unchained
 from lm_eval_duel.options import Options
 
@@ -44,11 +43,10 @@ class DuelMDM(TemplateLM):
         from lm_eval_duel.harness.text import Text
 
         patches.apply()
-        self.group_size = process_groups.size(options)
-        self.ranks = Ranks.join(options.device, self.group_size)
-        if options.trace is not None and self.ranks.leads:
+        self.ranks = Ranks.join(options.device)
+        if options.trace is not None:
             trace.place(options.trace, self.rank, self.world_size)
-        if options.pretrained is None and self.rank == 0 and self.ranks.leads:
+        if options.pretrained is None and self.rank == 0:
             log.info(
                 "no pretrained= given: scoring with demo-mdm, the small bundled demonstration checkpoint. "
                 "Name yours with --model_args pretrained=<folder or hub name>,..."
@@ -59,8 +57,6 @@ class DuelMDM(TemplateLM):
         if options.preset is not None:
             options.require_preset_fits(denoisers.find_family(name, **options.network))
         self.denoiser = denoisers.load(name, device=self.ranks.device, tokenizer=self.tokenizer, **options.network)
-        if self.group_size > 1:
-            patches.release_with(self.denoiser.end)
         self._device = self.denoiser.device
         self.estimator = registry.make(self.denoiser, options)
         self.text = Text(self.tokenizer, self.denoiser, options.windows, self.estimator.block)
@@ -227,7 +223,6 @@ class DuelMDM(TemplateLM):
             "device": str(self.denoiser.device),
             "versions": versions(),
             "trace": str(self.trace.path) if self.trace else None,
-            **process_groups.sizes(self.options),
             **total.describe(),
         }
         return {"fingerprint": self.fingerprint, "spec": self.spec, "duel": duel}
@@ -237,9 +232,6 @@ class DuelMDM(TemplateLM):
             log.warning("%s", note)
         if unread_arguments:
             log.info("estimator=%s does not read %s", self.options.estimator, " and ".join(unread_arguments))
-        if self.group_size > 1:
-            shared, processes = process_groups.in_words(self.options), self.group_size * self.world_size
-            log.info("%s: %d processes, %d for each network", shared, processes, self.group_size)
         log.info("spec %s: %s", self.fingerprint, ", ".join(f"{key}={value}" for key, value in self.spec.items()))
 
     def _open_trace(self) -> Writer | None:

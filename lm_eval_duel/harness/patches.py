@@ -6,12 +6,8 @@
                                 with an unrelated error, and the other ranks wait for them
     Task.process_instances      (0.5 only) keeps the first answer to a request that was repeated to give all ranks
                                 equally many requests, as 0.4.13 does: 0.5.0.dev1 scores all of them
-    torch_gather_object         (0.5 only) gathers over our model's ranks by its `gather_object`, as 0.4.13 does:
-                                0.5.0.dev1 gathers over all processes, of which some may only hold a part of a network
-                                (tp_plan=auto), and the statistics of the other ranks would be lost
-    destroy_process_group       (tp_plan=auto only) of torch first releases the processes that hold a part of our
-                                network: the command of 0.5.0.dev1 destroys all groups when it ends, and they would take
-                                this for a process that failed
+    torch_gather_object         (0.5 only) gathers by our model's `gather_object`, as 0.4.13 does: with the function of
+                                0.5.0.dev1 the statistics of the other ranks would be lost
     TaskManager.load            (0.5 only) imports the functions of a YAML file that --tasks names, as 0.4.13 does:
                                 0.5.0.dev1 leaves their names, so that a task is scored without its own data and metrics
     CachingLM.__init__          names a --use_cache file that cannot be opened; and gives our models all requests, also
@@ -36,7 +32,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from lm_eval import evaluator
 from lm_eval.api.model import CacheHook, CachingLM
 from lm_eval.api.task import Task
@@ -50,7 +45,6 @@ FUNCTIONS |= {"doc_to_text", "doc_to_target", "doc_to_choice", "doc_to_image", "
 
 _builds = 0  # calls of Task.build_all_requests
 _gather: weakref.WeakMethod[Any] | None = None  # of our model, once it answers requests of an evaluation
-_release: Callable[[], None] | None = None  # ends the processes that hold a part of our network
 
 
 def apply() -> None:
@@ -87,13 +81,6 @@ def gather_with(gather_object: Callable[..., list[Any] | None]) -> None:
     """The present evaluation is of a model whose ranks gather objects by this method."""
     global _gather
     _gather = weakref.WeakMethod(gather_object)  # the model is freed after its last evaluation
-
-
-def release_with(end: Callable[[], None]) -> None:
-    """Call `end` before the process groups are destroyed; it may be called again."""
-    global _release
-    _release = end
-    _patch(torch.distributed, "destroy_process_group", _destroy_groups)
 
 
 def _patch(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
@@ -136,12 +123,6 @@ def _process_instances(original: Callable[..., None], task: Task) -> None:
 def _gather_object(original: Callable[..., Any], obj: Any, *, dst: int = 0, **options: Any) -> list[Any] | None:
     gather = None if _gather is None else _gather()
     return original(obj, dst=dst, **options) if gather is None else gather(obj, dst)
-
-
-def _destroy_groups(original: Callable[..., None], group: Any = None) -> None:
-    if _release is not None and group is None:
-        _release()
-    original(group)
 
 
 def _load_tasks(original: Callable[..., Any], manager: TaskManager, specs: Any, *args: Any, **options: Any) -> Any:

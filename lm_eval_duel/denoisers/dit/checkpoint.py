@@ -57,8 +57,6 @@ def load(
         "device_map",
         "load_in_8bit",
         "load_in_4bit",
-        "tp_plan",
-        "ep_size",
     )
     if options.dtype not in ("auto", "float32"):
         raise DuelError(

@@ -14,8 +14,8 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
 from lm_eval_duel import fingerprint
-from lm_eval_duel.denoisers import process_groups, weights
-from lm_eval_duel.denoisers.hf import device_map, quantization, strict_load, tensor_parallel
+from lm_eval_duel.denoisers import weights
+from lm_eval_duel.denoisers.hf import device_map, quantization, strict_load
 from lm_eval_duel.denoisers.hub import QUIET, cannot_read, pick_dtype
 from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.errors import DuelError
@@ -41,12 +41,7 @@ def load_model(
     """
     _require_no_adapter(options)
     quantized = quantization.model_kwargs(config, options)
-    model_kwargs |= quantized | device_map.model_kwargs(options) | tensor_parallel.model_kwargs(options)
-    if process_groups.is_shared(options):
-        native = auto_class._model_mapping.get(type(model_config), None)
-        tensor_parallel.require_plan(native, model_config, options)
-        auto_class = tensor_parallel.network_class(native, options)
-        model_kwargs.pop("trust_remote_code", None)  # an argument of Auto classes
+    model_kwargs |= quantized | device_map.model_kwargs(options)
     files = weights.shapes(options.name) if os.path.isdir(options.name) else {}
     if files:
         counts = {key: config.get(key) for key in ("num_hidden_layers", "n_layer")}
@@ -73,8 +68,7 @@ def load_model(
         raise cannot_read(options.name, error) from error
     strict_load.require_filled(options.name, report, model, files)
     quantization.require_used(model, report["unexpected_keys"], options.name)
-    placed = "device_map" in model_kwargs or "distributed_config" in model_kwargs
-    return model if placed else model.to(options.device)
+    return model if "device_map" in model_kwargs else model.to(options.device)
 
 
 def _require_no_adapter(options: LoadOptions) -> None:

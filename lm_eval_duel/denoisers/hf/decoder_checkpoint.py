@@ -13,9 +13,9 @@ import torch
 import transformers
 from transformers import PreTrainedTokenizerBase
 
-from lm_eval_duel.denoisers import process_groups, self_tests, weights
+from lm_eval_duel.denoisers import self_tests, weights
 from lm_eval_duel.denoisers.base import BY_BLOCKS
-from lm_eval_duel.denoisers.hf import device_map, quantization, strict_load, tensor_parallel
+from lm_eval_duel.denoisers.hf import device_map, quantization, strict_load
 from lm_eval_duel.denoisers.hf.decoder import Decoder, max_positions, trained_block
 from lm_eval_duel.denoisers.hf.families import Family
 from lm_eval_duel.denoisers.hf.native import file_name, native_config, native_tensors
@@ -40,16 +40,12 @@ def load(
     options.refuse(family.name, "sigma", *(() if attention == "causal_prefix" else ("first_token",)))
     options.require_cacheable(attention)
     model_kwargs = quantization.model_kwargs(config, options) | device_map.model_kwargs(options)
-    model_kwargs |= tensor_parallel.model_kwargs(options)
     entries = native_entries(family, config, options)
     mask_id = find_mask_id(options, config, tokenizer, family.mask_id, entries["vocab_size"])
     require_fit(set(tokenizer.get_vocab().values()), mask_id, entries["vocab_size"], folder)
     row_length(folder, options.max_length, max_positions(family, entries["max_position_embeddings"], config))
     if attention in BY_BLOCKS:
         options.require_block(trained_block(family, config, options))
-    if process_groups.is_shared(options):
-        native = getattr(transformers, f"{family.native}ForCausalLM")
-        tensor_parallel.require_plan(native, make_config(family, entries, options), options)
     stored = {key: value for key, value in weights.read(folder).items() if not key.endswith(IGNORED)}
     strict_load.require_counts(folder, {key: entries.get(key) for key in COUNTED}, stored)
     model_config = make_config(family, entries, options)
@@ -131,7 +127,7 @@ class _Files:
         model_kwargs |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # reported, and raised below
         try:
             with strict_load.quiet_transformers():
-                model, report = tensor_parallel.network_class(self._class, self.options).from_pretrained(
+                model, report = self._class.from_pretrained(
                     self.folder if from_files else None, config=model_config, dtype=dtype, **model_kwargs
                 )
         except torch.OutOfMemoryError:
@@ -148,7 +144,7 @@ class _Files:
         tied = {HEAD} if model_config.tie_word_embeddings else set()
         unknown = {key for key in faults.unknown if not key.endswith(IGNORED)}
         self._require(faults._replace(missing=set(faults.missing) - tied, unknown=unknown))
-        placed = "device_map" in model_kwargs or "distributed_config" in model_kwargs
+        placed = "device_map" in model_kwargs
         return model.eval() if placed else model.to(self.options.device).eval()
 
     @property

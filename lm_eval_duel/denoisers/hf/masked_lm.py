@@ -266,12 +266,6 @@ def first_calls(path: str, model: Any) -> Iterator[None]:
     except (DuelError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        if getattr(model, "tp_size", None) is not None:
-            raise DuelError(
-                f"transformers' plan to split {type(model).__name__} over processes does not fit {path}: "
-                f"{short_reason(error)}. Leave tp_plan out. parallelize=true spreads whole layers over the GPUs of "
-                "one process."
-            ) from error
         raise DuelError(
             f"Cannot read checkpoint '{path}': {short_reason(error)}. Its network does not run on short rows of ids "
             "and an attention mask alone; networks with other inputs, or rows of a fixed length, are not supported."

@@ -17,7 +17,7 @@ import torch
 from transformers import BitsAndBytesConfig
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from lm_eval_duel.denoisers import hub, process_groups
+from lm_eval_duel.denoisers import hub
 from lm_eval_duel.denoisers.hf.device_map import device_of
 from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.errors import DuelError
@@ -38,12 +38,6 @@ def model_kwargs(config: dict[str, Any], options: LoadOptions) -> dict[str, Any]
     if own is None and bits is None:
         return {}
     what = f"load_in_{bits}bit" if own is None else f"the quantisation of {options.name} ({method_of(own)})"
-    if process_groups.is_shared(options):
-        raise DuelError(
-            f"{process_groups.in_words(options)} does not work together with {what}: nothing checks that packed "
-            "weights and their scales are split alike. Use a checkpoint that is not quantised, or parallelize=true, "
-            "which spreads whole layers over the GPUs of one process."
-        )
     if own is not None and bits is not None:
         raise DuelError(f"{options.name} is quantised already ({method_of(own)}): leave load_in_{bits}bit out.")
     if options.peft:

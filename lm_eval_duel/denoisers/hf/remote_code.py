@@ -78,7 +78,7 @@ def _class_reference(config: dict[str, Any], options: LoadOptions) -> str:
     reference = next((names[key] for key in HEADED if key in names), None)
     if reference is None:
         raise DuelError(f"{options.name} has no code of its own (no auto_map with a model in config.json).")
-    options.refuse("own code", "cache", "sigma", "first_token", "load_in_8bit", "load_in_4bit", "tp_plan", "ep_size")
+    options.refuse("own code", "cache", "sigma", "first_token", "load_in_8bit", "load_in_4bit")
     if scheme := config.get(quantization.CONFIG_KEY):
         raise DuelError(
             f"{options.name} is quantised ({quantization.method_of(scheme)}), which backend=remote does not support: "
