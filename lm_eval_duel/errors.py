@@ -22,16 +22,20 @@ class UsageError(DuelError):
     """An argument is wrong, and nothing has been loaded yet: a command ends with exit code 2."""
 
 
-class RuleStalled(DuelError):
-    """A rule picked nothing, or picked a position that is not hidden."""
-
-
-class NotFinite(DuelError):
-    """The network returned NaN or infinite logits; `lane` is the lane's number in its batch."""
+class LaneError(DuelError):
+    """An error in a step of the reveal loop; `lane` is the lane's number in its batch."""
 
     def __init__(self, message: str, window: int | None = None, lane: int = 0):
         super().__init__(message, window)
         self.lane = lane
+
+
+class RuleStalled(LaneError):
+    """A rule picked nothing, or picked a position that is not hidden."""
+
+
+class NotFinite(LaneError):
+    """The network returned NaN or infinite logits."""
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ E excluded columns.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from functools import cached_property
@@ -74,6 +75,41 @@ class Predictions:
         self._expected: torch.Tensor | None = None  # (C,) a token of each hidden cell
         self._expected_logit: torch.Tensor | None = None  # (C,)
         self._kept: torch.Tensor | None = None  # (U, V)
+        self._whole: Predictions | None = None  # those that these are a part of
+
+    # ------------------------------------------------------------ a part of them
+
+    def among(self, hidden: torch.Tensor) -> Predictions:
+        """The same predictions at `hidden` alone, (R, W), a part of the hidden cells; nothing is computed again."""
+        return self._part(hidden, hidden[self._at], self._at, self.all_mask)
+
+    def of_lane(self, lane: int, width: int) -> Predictions:
+        """The same predictions in one lane alone, cut to `width`; nothing is computed again."""
+        keep = self._at[0] == lane  # (C,)
+        at = (torch.zeros_like(self._at[0]), self._at[1])
+        return self._part(self.hidden[lane : lane + 1, :width], keep, at, self.all_mask[lane : lane + 1])
+
+    def _part(
+        self, hidden: torch.Tensor, keep: torch.Tensor, at: tuple[torch.Tensor, ...], all_mask: torch.Tensor
+    ) -> Predictions:
+        """Predictions at `hidden`, which are those of my hidden cells to `keep` (C,), `at` (lane, cell) of `hidden`."""
+        rows, cell = self._cell[keep].unique(return_inverse=True)  # (u,), (c,)
+        top = Top(*(values[rows] for values in self._top))
+        part = copy.copy(self)
+        for name in [name for name, value in vars(Predictions).items() if isinstance(value, cached_property)]:
+            vars(part).pop(name, None)
+        part.hidden, part.all_mask, part._cell, part._at = hidden, all_mask, cell, tuple(plane[keep] for plane in at)
+        part._features, part.__dict__["_top"] = self._features[rows], top
+        part._kept = None if self._kept is None else self._kept[rows]
+        part._expected = None if self._expected is None else self._expected[keep]
+        part._expected_logit = None if self._expected_logit is None else self._expected_logit[keep]
+        part._whole = self._whole or self
+        return part
+
+    @property
+    def whole(self) -> Predictions:
+        """The predictions at all cells that are hidden, where a rule around a rule has narrowed them."""
+        return self._whole or self
 
     # ------------------------------------------------------------ statistics
 

@@ -14,13 +14,12 @@ import torch
 
 from lm_eval_duel.engine.lanes import Lanes, Rows
 from lm_eval_duel.engine.windows import Window
-from lm_eval_duel.rules import Decision
+from lm_eval_duel.rules import NEAR_TIE, Decision
 
 if TYPE_CHECKING:
     from lm_eval_duel.denoisers.predictions import Predictions
 
 STATISTICS = ("confidence", "margin", "entropy")  # of Predictions, in a trace
-NEAR_TIE = 1e-4  # logits: with a smaller margin, float noise could change the order
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,8 +15,6 @@ Shapes: N windows, R lanes, W block width.
 from __future__ import annotations
 
 import logging
-import sys
-import traceback
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, cast
 
@@ -27,7 +25,7 @@ from lm_eval_duel.engine.budget import Budget, free
 from lm_eval_duel.engine.choose import Choose
 from lm_eval_duel.engine.lanes import Lanes, Queue
 from lm_eval_duel.engine.results import Accumulator, Counts
-from lm_eval_duel.errors import DuelError, NotFinite, RuleStalled
+from lm_eval_duel.errors import NotFinite, RuleStalled
 
 if TYPE_CHECKING:
     from lm_eval_duel.denoisers.base import Denoiser, View
@@ -164,67 +162,19 @@ class RevealLoop:
 
 
 def decide(rule: rules.Rule, predictions: Predictions | None, lanes: Lanes, numbers: Sequence[int]) -> rules.Decision:
-    """The rule's decision, checked. `predictions` is None for a fixed rule; `numbers` as in `RevealLoop.run`.
+    """The rule's decision. `predictions` is None for a fixed rule; `numbers` as in `RevealLoop.run`.
 
-    Raises RuleStalled for a pick that is empty, unless the rule may wait, or that is not hidden.
+    Raises RuleStalled for a pick that is empty, unless the rule may wait.
     """
     try:
         decision = rule(cast("Predictions", predictions), lanes)
-    except (DuelError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        if type(rule).__module__.partition(".")[0] == "lm_eval_duel":
-            raise
-        raise DuelError(f"Rule {rule} raised {type(error).__name__}: {error} ({_line_of(rule, error)}).") from error
-    if isinstance(decision, torch.Tensor):
-        decision = rules.Decision(decision)
-    if not isinstance(decision, rules.Decision):
-        raise DuelError(
-            f"Rule {rule} must return a Decision or a boolean plane; got {type(decision).__name__}. "
-            "The plane is a torch tensor."
-        )
-    pick, lead = decision.pick, decision.lead
-    for what, plane in (("pick", pick), ("lead", lead), *(("memory", plane) for plane in decision.memory)):
-        if not isinstance(plane, torch.Tensor) and not (what == "lead" and plane is None):
-            raise DuelError(f"The {what} of rule {rule} is a torch tensor; got {type(plane).__name__}.")
-        if plane is not None and plane.device != lanes.hidden.device:
-            raise DuelError(
-                f"The {what} of rule {rule} is on {plane.device}, but the network is on {lanes.hidden.device}: make it "
-                "from the rule's arguments, or with device=lanes.hidden.device."
-            )
-    if pick.shape != lanes.hidden.shape or pick.dtype != torch.bool:
-        raise DuelError(
-            f"Rule {rule} must pick a boolean plane {tuple(lanes.hidden.shape)}; got {pick.dtype} {tuple(pick.shape)}."
-        )
-    if lead is not None and lead.shape != lanes.row.shape:
-        raise DuelError(f"The lead of rule {rule} is one number for each lane ({len(lanes)}); got {tuple(lead.shape)}.")
-    if any(plane.shape[:2] != pick.shape for plane in decision.memory):
-        raise DuelError(f"The memory of rule {rule} must be tensors of the shape (R, W, ...) = {(*pick.shape, ...)}.")
-    stalled = (~pick.any(1) & ~_waits(rule, decision, lanes)) | (pick & ~lanes.hidden).any(1)  # (R,)
-    if stalled.any():
-        lane = int(stalled.nonzero()[0])
-        what = "picked a position that is not hidden" if pick[lane].any() else "picked nothing"
-        window = numbers[int(lanes.row[lane])]
-        raise RuleStalled(f"Rule {rule} {what}. {_place(lanes, lane, numbers)}", window)
+        picked = decision.pick.any(1)  # (R,)
+        if not rule.may_wait and not picked.all():
+            raise RuleStalled(f"Rule {rule} picked nothing.", lane=int((~picked).nonzero()[0]))
+    except RuleStalled as error:
+        window = numbers[int(lanes.row[error.lane])]
+        raise RuleStalled(f"{error} {_place(lanes, error.lane, numbers)}", window) from None
     return decision
-
-
-def _line_of(rule: rules.Rule, error: Exception) -> str:
-    """The line of a user's rule that raised `error`."""
-    frames = traceback.extract_tb(error.__traceback__)
-    file = getattr(sys.modules.get(type(rule).__module__), "__file__", None)
-    own = [frame for frame in frames if frame.filename == file] or frames
-    return f"{own[-1].filename}, line {own[-1].lineno}"
-
-
-def _waits(rule: rules.Rule, decision: rules.Decision, lanes: Lanes) -> torch.Tensor:
-    """Which lanes may pick nothing now, because the rule's step or memory moves on, (R,)."""
-    waits = torch.full_like(lanes.row, rule.may_wait and rule.reads_step, dtype=torch.bool)  # (R,)
-    if rule.may_wait and not rule.reads_step and not decision.pick.any(1).all():
-        before = lanes.memory or tuple(torch.zeros_like(plane) for plane in decision.memory)
-        for old, new in zip(before, decision.memory, strict=True):
-            waits |= (old != new).flatten(1).any(1)
-    return waits
 
 
 def _place(lanes: Lanes, lane: int, numbers: Sequence[int]) -> str:

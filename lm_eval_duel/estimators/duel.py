@@ -63,7 +63,9 @@ class Duel(Estimator):
         self.rule = rule_for(denoiser, rules.parse(rule) if isinstance(rule, str) else rule)
         check_rule(denoiser, self.rule)
         super().__init__(denoiser, block, grid, batch_size, max_batch_size, traced)
-        self._followed = rules.in_turn(self.rule, self.block) if self.rule.spans_blocks else self.rule
+        self._followed = rules.with_checks(
+            rules.in_turn(self.rule, self.block) if self.rule.spans_blocks else self.rule
+        )
 
     def blocks(self, window: Window) -> list[tuple[int, int]]:
         places = super().blocks(window)

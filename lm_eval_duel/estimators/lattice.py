@@ -27,7 +27,7 @@ from lm_eval_duel import rules
 from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.denoisers.predictions import Predictions
 from lm_eval_duel.engine.lanes import Lanes
-from lm_eval_duel.engine.results import NEAR_TIE, STATISTICS, WindowScore
+from lm_eval_duel.engine.results import STATISTICS, WindowScore
 from lm_eval_duel.engine.reveal import decide
 from lm_eval_duel.estimators.base import Estimator, IndexedScores, Value, WindowGroup
 from lm_eval_duel.estimators.checks import check_every_order, check_lattice_block
@@ -78,7 +78,7 @@ class Lattice(Estimator):
     ):
         check_every_order(denoiser, value)
         self.name = value
-        self.rules = [rules.parse(rule) if isinstance(rule, str) else rule for rule in follow]
+        self.rules = [rules.with_checks(rules.parse(rule) if isinstance(rule, str) else rule) for rule in follow]
         for rule in self.rules:
             rules.check_state_only(rule)
         super().__init__(denoiser, block, grid, batch_size, max_batch_size, traced)
@@ -147,7 +147,7 @@ class LatticeAccumulator(SubsetAccumulator):
             for f, choice in enumerate(decided):
                 chunk.after[f, block[mine], state[mine]] = following[f][mine]
                 if choice.lead is not None:
-                    chunk.near_tie[f, block[mine], state[mine]] = ~(choice.lead[mine] >= NEAR_TIE)
+                    chunk.near_tie[f, block[mine], state[mine]] = ~(choice.lead[mine] >= rules.NEAR_TIE)
             counts.append((chunk, int(mine.sum())))
         # on out-of-memory before this line, the states are evaluated again and the same values written
         for chunk, count in counts:

@@ -18,7 +18,8 @@ from lm_eval_duel.arguments import count, truth, whole
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.rules.adaptive import EntropyBound, Threshold
 from lm_eval_duel.rules.around import inner, replaced
-from lm_eval_duel.rules.base import Decision, Rule, certain, kind_of, rank
+from lm_eval_duel.rules.base import NEAR_TIE, Decision, Rule, certain, kind_of, rank
+from lm_eval_duel.rules.checked import with_checks
 from lm_eval_duel.rules.deployed import DinferThreshold, EntropyThreshold, Factor, Hierarchy, HighOrTopk
 from lm_eval_duel.rules.fixed import LeftToRight, Random, RightToLeft
 from lm_eval_duel.rules.klass import Klass
@@ -32,6 +33,7 @@ from lm_eval_duel.rules.seed_first import SEED_FIRST, SeedFirst
 from lm_eval_duel.rules.sub_block import SUB_BLOCK, SubBlock, sub_block_of
 
 __all__ = [
+    "NEAR_TIE",
     "Decision",
     "ModuleRule",
     "Rule",
@@ -51,6 +53,7 @@ __all__ = [
     "replaced",
     "split",
     "sub_block_of",
+    "with_checks",
 ]
 
 RULES: dict[str, type[Rule]] = {

@@ -38,10 +38,14 @@ class Around(Rule):
     def check_network(self, denoiser: Any) -> None:
         self.rule.check_network(denoiser)
 
-    def decide(self, predictions: Any, lanes: Any) -> Decision:
-        """The decision of the rule inside. A rule of the user's own may return the pick alone."""
-        decision: Any = self.rule(predictions, lanes)
-        return decision if isinstance(decision, Decision) else Decision(decision)
+    def inside(self, predictions: Any, lanes: Any, **planes: Any) -> Decision:
+        """The decision of the rule inside on lanes with other `planes`: it sees the predictions at their hidden cells.
+
+        `predictions` is None for a fixed rule.
+        """
+        if "hidden" in planes and predictions is not None:
+            predictions = predictions.among(planes["hidden"])
+        return self.rule(predictions, dataclasses.replace(lanes, **planes))
 
 
 def inner(rule: Rule) -> Rule:

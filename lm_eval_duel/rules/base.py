@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 OPTIONAL = "optional"  # in the metadata of a field, see `optional`
 INTEGERS = 2**63  # those of tensors are smaller
 READS = ("fixed", "state_only", "reads_step", "may_wait")  # class attributes: what a rule reads, and how it steps
+NEAR_TIE = 1e-4  # logits: with a smaller margin, float noise could change the order
 LOG_ODDS_SLOPE = 2.0  # the L1 norm of d(log-odds)/d(logits), and of d(log P1 - log P2)/d(logits)
 
 

@@ -98,7 +98,7 @@ class Klass(Thresholded):
         """The divergence (R, W), the steps in a row with KL <= nu (R, W), and the memory, within a block."""
         import torch
 
-        cells = predictions.hidden  # (R, W) those of `lanes.hidden`, and of later sub-blocks
+        cells = lanes.hidden  # (R, W)
         dense = predictions.dense()  # (C, V)
         current = dense.new_zeros(*cells.shape, dense.shape[1])  # (R, W, V) log-probabilities
         current[cells] = dense
@@ -118,8 +118,8 @@ class Klass(Thresholded):
         """The same, with the history of the whole window. The previous probabilities of its first step are zeros."""
         import torch
 
-        cells = predictions.hidden  # (R, W) all of the window that are hidden, not those of the block alone
-        dense = predictions.dense().exp()  # (C, V)
+        whole = predictions.whole  # of all hidden cells of the window, not those of the block alone
+        cells, dense = whole.hidden, whole.dense().exp()  # (R, W), (C, V)
         current = dense.new_zeros(*cells.shape, dense.shape[1])  # (R, W, V) probabilities
         current[cells] = dense
         previous, streak = lanes.memory or (torch.zeros_like(current), torch.zeros_like(cells, dtype=torch.int64))

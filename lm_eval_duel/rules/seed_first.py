@@ -31,8 +31,7 @@ class SeedFirst(Around):
         target = (cell < lanes.width[:, None]) & (lanes.columns >= lanes.origin[:, None])  # (R, W)
         seeded = target[:, 0]  # (R,) the block does not begin inside the context
         fresh = seeded & (lanes.hidden == target).all(1)  # (R,) no target is revealed yet
-        later = dataclasses.replace(lanes, step=(lanes.step - seeded.long()).clamp(min=0))
-        decision = self.decide(predictions, later)
+        decision = self.inside(predictions, lanes, step=(lanes.step - seeded.long()).clamp(min=0))
         first = lanes.hidden & (lanes.hidden.cumsum(1) == 1)  # (R, W)
         lead = decision.lead
         return Decision(

@@ -39,11 +39,10 @@ class SubBlock(Around):
         present = torch.where(hidden, part, hidden.shape[1]).amin(1, keepdim=True)  # (R, 1)
         inside = hidden & (part == present)  # (R, W)
         if self.rule.state_only:
-            return self.decide(predictions, dataclasses.replace(lanes, hidden=inside))
+            return self.inside(predictions, lanes, hidden=inside)
         taken, *memory = lanes.memory or (torch.zeros_like(hidden, dtype=torch.int64),)  # (R, W) steps in the sub-block
         step = taken[:, 0]  # (R,)
-        now = dataclasses.replace(lanes, hidden=inside, step=step, memory=tuple(memory))
-        decision = self.decide(predictions, now)
+        decision = self.inside(predictions, lanes, hidden=inside, step=step, memory=tuple(memory))
         done = ~(inside & ~decision.pick).any(1)  # (R,)
         taken = (step + 1).masked_fill(done, 0)[:, None].expand_as(hidden)  # (R, W)
         if not self.carries:

@@ -19,7 +19,7 @@ from lm_eval_duel import rules
 from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.denoisers.predictions import Predictions
 from lm_eval_duel.engine.lanes import Lanes, Queue
-from lm_eval_duel.engine.results import NEAR_TIE, WindowScore
+from lm_eval_duel.engine.results import WindowScore
 from lm_eval_duel.engine.reveal import decide
 from lm_eval_duel.estimators.base import Estimator, EvaluateAll, IndexedScores, Value, WindowGroup
 from lm_eval_duel.estimators.checks import check_rule
@@ -63,7 +63,7 @@ class Shared(Estimator):
         for rule in follow:
             check_rule(denoiser, rule)
             rules.check_state_only(rule)
-        self.rules = list(follow)
+        self.rules = [rules.with_checks(rule) for rule in follow]
         super().__init__(denoiser, block, grid, batch_size, max_batch_size)
 
     def describe(self) -> dict[str, object]:
@@ -120,7 +120,7 @@ class SharedAccumulator:
             choice = decide(rule, predictions, lanes, self.opened.numbers)
             here_f = here[:, f]  # (R,)
             gains.append(torch.where(choice.pick & here_f[:, None], log_prob, 0.0).sum(1))
-            near = torch.zeros_like(here_f) if choice.lead is None else ~(choice.lead >= NEAR_TIE)  # (R,)
+            near = torch.zeros_like(here_f) if choice.lead is None else ~(choice.lead >= rules.NEAR_TIE)  # (R,)
             counts.append(torch.stack([here_f, here_f & near], 1))  # (R, 2)
             moves.append((block[here_f], (lanes.hidden & ~choice.pick)[here_f]))
             has_margins.append(choice.lead is not None)

@@ -1,0 +1,157 @@
+"""Rules around a rule: what the rule inside sees, and what is checked of a rule that a user wrote."""
+
+import dataclasses
+import itertools
+import math
+from typing import ClassVar
+
+import pytest
+import torch
+from laws import total
+from toys import Toy
+
+from lm_eval_duel import Window, rules
+from lm_eval_duel.errors import DuelError, RuleStalled
+from lm_eval_duel.estimators.duel import Duel
+from lm_eval_duel.estimators.lattice import Lattice
+from lm_eval_duel.rules.checked import REPEATED
+
+
+def largest(lanes, scores):
+    """The hidden cell with the largest of scores (C,), in the order of `hidden.nonzero()`."""
+    plane = torch.full(lanes.hidden.shape, -math.inf, dtype=scores.dtype).masked_scatter(lanes.hidden, scores)
+    return lanes.hidden & (rules.rank(-plane) < 1)
+
+
+def from_dense(predictions, lanes):
+    return largest(lanes, predictions.dense().max(1).values)
+
+
+def from_features(predictions, lanes):
+    logits = predictions.features.clone()
+    logits[:, 3:] = -math.inf
+    return largest(lanes, logits.log_softmax(1).max(1).values)
+
+
+def from_apply(predictions, lanes):
+    def score(features, entropy):
+        assert features.shape[:1] == entropy.shape and entropy.isfinite().all()
+        return features[:, :3].log_softmax(1).max(1).values
+
+    return largest(lanes, predictions.apply(score, predictions.entropy)[lanes.hidden])
+
+
+def from_planes(predictions, lanes):
+    assert torch.equal(predictions.hidden, lanes.hidden)
+    for name in ("confidence", "margin", "log_margin", "entropy", "log_sum"):
+        assert torch.equal(getattr(predictions, name).isfinite(), lanes.hidden)
+    assert torch.equal(predictions.argmax >= 0, lanes.hidden)
+    best = predictions.log_prob(predictions.argmax)  # (R, W)
+    assert torch.equal(best.isfinite(), lanes.hidden)
+    return largest(lanes, best[lanes.hidden])
+
+
+def from_lanes(predictions, lanes):
+    parts = [part.logits.log_softmax(1).max(1).values[part.row] for part in predictions.by_lanes()]
+    return largest(lanes, torch.cat(parts))
+
+
+READERS = (from_dense, from_features, from_apply, from_planes, from_lanes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Own(rules.Rule):
+    """Greedy by definition, whatever of the predictions it reads."""
+
+    reader: int = 0
+
+    def __call__(self, predictions, lanes):
+        return READERS[self.reader](predictions, lanes)
+
+
+@pytest.mark.parametrize("around", ["", ":sub_block=2", ":seed_first=true", ":sub_block=2:seed_first=true"])
+@pytest.mark.parametrize("reader", range(len(READERS)))
+def test_a_rule_inside_sees_the_predictions_at_its_own_cells(reader, around):
+    toy, target = Toy(length=12), (0, 1, 2, 0, 1, 2, 2, 1)
+    windows = [Window((1,), target), Window((), target[:5]), Window((2, 2), target[:7], (1,))]
+    text = f"test_around:Own:reader={reader}"
+    for grid in ("target", "row"):
+        own, greedy = Duel(toy, text + around, 8, grid), Duel(toy, "greedy:k=1" + around, 8, grid)
+        expected = greedy.log_prob(windows)
+        for scores in (own.log_prob(windows), [own.log_prob([window])[0] for window in windows]):
+            assert [score.reveal_steps for score in scores] == [score.reveal_steps for score in expected]
+            assert [score.log_prob for score in scores] == pytest.approx([s.log_prob for s in expected], abs=1e-9)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chance(rules.Rule):
+    """Negative control: it is no function of what it sees, in one way or another."""
+
+    how: str = "global"
+    state_only = True
+    calls: ClassVar = itertools.count()
+
+    def __call__(self, predictions, lanes):
+        if self.how == "global":
+            score = torch.rand(lanes.hidden.shape)
+        elif self.how == "seeded":  # the same for the same batch, another one for a lane alone
+            score = torch.rand(lanes.hidden.shape, generator=torch.Generator().manual_seed(0))
+        elif self.how == "batch":
+            score = predictions.confidence * (1 - 2 * (torch.arange(len(lanes)) % 2))[:, None]
+        elif self.how == "width":
+            score = predictions.confidence * ((torch.arange(lanes.hidden.shape[1]) == lanes.hidden.shape[1] - 4) * 9)
+        elif self.how == "memory":
+            now = rules.Decision(lanes.hidden & (lanes.hidden.cumsum(1) == 1))
+            return now._replace(memory=(torch.full(lanes.hidden.shape, next(self.calls)),))
+        elif self.how == "lanes":
+            first = lanes.hidden & (lanes.hidden.cumsum(1) == 1)
+            lanes.tokens[first] = 0
+            return first
+        return lanes.hidden & (rules.rank(torch.where(lanes.hidden, -score, math.inf)) < 1)
+
+
+@pytest.mark.parametrize("how", ["global", "seeded", "batch", "width", "memory", "lanes"])
+@pytest.mark.parametrize("around", ["", ":sub_block=3", ":seed_first=true"])
+def test_a_rule_that_is_no_function_of_what_it_sees_is_refused(how, around):
+    windows = [Window((1,), (0, 1, 2, 0, 1, 2)), Window((), (0, 0, 2, 1)), Window((2,), (2, 2, 1, 0, 1, 1))]
+    with pytest.raises(DuelError, match=f"Rule test_around:Chance:how={how} "):
+        Duel(Toy(length=8), rules.parse(f"test_around:Chance:how={how}{around}"), 6).log_prob(windows)
+    if how == "global" and not around:
+        with pytest.raises(DuelError, match="not deterministic"):
+            Lattice(Toy(length=8), 3, follow=[Chance()]).log_prob(windows)
+        with pytest.raises(DuelError, match="not deterministic"):
+            Duel(Toy(length=8), Chance(), 6).sample([(1,)], 6)
+
+
+@dataclasses.dataclass(frozen=True)
+class Counting(Own):
+    """Counts its calls."""
+
+    calls: ClassVar[list] = []
+
+    def __call__(self, predictions, lanes):
+        self.calls.append(lanes)
+        return super().__call__(predictions, lanes)
+
+
+def test_a_rule_is_asked_again_in_its_first_calls_with_a_choice():
+    Counting.calls.clear()
+    duel = Duel(Toy(length=12), Counting(), 12)
+    assert math.isfinite(duel.log_prob([Window((), (0,) * 12), Window((), (1,) * 12)])[0].log_prob)
+    assert len(Counting.calls) == 12 + 2 * REPEATED
+    assert abs(total(duel, 3) - 1) < 1e-9
+
+
+@dataclasses.dataclass(frozen=True)
+class Nothing(rules.Rule):
+    """Negative control: it picks nothing in a later lane."""
+
+    def __call__(self, predictions, lanes):
+        return lanes.hidden & (lanes.row != 1)[:, None]
+
+
+@pytest.mark.parametrize("around", ["", ":sub_block=2"])
+def test_a_rule_that_stalls_inside_another_names_the_window(around):
+    with pytest.raises(RuleStalled) as error:
+        Duel(Toy(), f"test_around:Nothing{around}", 3).log_prob([Window((), (0, 1, 2))] * 2 + [Window((1,), (0, 1))])
+    assert error.value.window in (0, 1, 2)
