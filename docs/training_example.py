@@ -26,10 +26,10 @@ class MaskedDiffusion(Trainer):
     ) -> torch.Tensor:
         ids, mask_id = inputs["input_ids"], self.processing_class.mask_token_id  # (B, L)
         t = (torch.arange(len(ids)) + torch.rand(1)).div(len(ids)).clamp(min=1e-3)[:, None]  # (B, 1)
-        hidden = torch.rand(ids.shape) < t
-        logits = model(input_ids=ids.masked_fill(hidden, mask_id)).logits  # (B, L, V)
+        masked = torch.rand(ids.shape) < t
+        logits = model(input_ids=ids.masked_fill(masked, mask_id)).logits  # (B, L, V)
         nll = F.cross_entropy(logits.transpose(1, 2), ids, reduction="none")
-        return (nll * hidden / t).mean()
+        return (nll * masked / t).mean()
 
 
 def read(tokenizer: Any) -> tuple[list[dict[str, torch.Tensor]], list[str]]:

@@ -31,7 +31,7 @@ class LaneError(DuelError):
 
 
 class RuleStalled(LaneError):
-    """A rule picked nothing, or picked a position that is not hidden."""
+    """A rule picked nothing, or picked a position that is not masked."""
 
 
 class NotFinite(LaneError):
@@ -81,8 +81,8 @@ def too_few_documents(what: str, documents: int, processes: int) -> DuelError:
 def another_block(trained: int, block: object) -> DuelError:
     """The error for a block other than the one that a block-causal network was trained on."""
     return DuelError(
-        f"This network is block-causal, trained on blocks of {trained}: a cell sees its own block and those before it, "
-        f"so block={block} would be another network. Use block={trained} or block=auto."
+        f"This network is block-causal, trained on blocks of {trained}: a position sees its own block and those "
+        f"before it, so block={block} would be another network. Use block={trained} or block=auto."
     )
 
 
@@ -103,11 +103,14 @@ def no_key_stays(cache: str, family: str) -> DuelError:
 
 
 def first_cell_unseen(cache: str) -> DuelError:
-    """The error for a shifted network that would have to predict a block's first cell in a later step under a cache."""
+    """The error for a shifted network that would have to predict a block's first position in a later step under a
+    cache.
+    """
     return DuelError(
-        "This network predicts a token from the cell before it, so a block's first token is read from the last cell "
-        f"before the block, which cache={cache} evaluates at the block's start alone. Pass seed_first=true (the first "
-        "cell is revealed alone at the block's first step, as in Fast-dLLM's sampler for Dream), or leave cache out."
+        "This network predicts a token from the position before it, so a block's first token is read from the last "
+        f"position before the block, which cache={cache} evaluates at the block's start alone. Pass seed_first=true "
+        "(the first position is revealed alone at the block's first step, as in Fast-dLLM's sampler for Dream), or "
+        "leave cache out."
     )
 
 

@@ -536,7 +536,7 @@ from lm_eval_duel import rules
 @dataclasses.dataclass(frozen=True)
 class Base(rules.Rule):
     def __call__(self, predictions, lanes):
-        return lanes.hidden{more}
+        return lanes.masked{more}
 """
 
 
@@ -597,13 +597,13 @@ class Wrong(rules.Rule):
     what: str = "plane"
 
     def __call__(self, predictions, lanes):
-        array, lead = lanes.hidden.numpy(), lanes.row.double()
+        array, decision_margin = lanes.masked.numpy(), lanes.row.double()
         return {
             "plane": array,
             "pick": rules.Decision(array),
-            "lead": rules.Decision(lanes.hidden, lead.numpy()),
-            "memory": rules.Decision(lanes.hidden, lead, (array,)),
-            "device": lanes.hidden.to("meta"),
+            "decision_margin": rules.Decision(lanes.masked, decision_margin.numpy()),
+            "memory": rules.Decision(lanes.masked, decision_margin, (array,)),
+            "device": lanes.masked.to("meta"),
         }[self.what]
 
 
@@ -612,7 +612,10 @@ class Wrong(rules.Rule):
     [
         ("plane", "must return a Decision or a boolean plane; got ndarray. The plane is a torch tensor."),
         ("pick", "The pick of rule test_fingerprint:Wrong:what=pick is a torch tensor; got ndarray."),
-        ("lead", "The lead of rule test_fingerprint:Wrong:what=lead is a torch tensor; got ndarray."),
+        (
+            "decision_margin",
+            "The decision_margin of rule test_fingerprint:Wrong:what=decision_margin is a torch tensor; got ndarray.",
+        ),
         ("memory", "The memory of rule test_fingerprint:Wrong:what=memory is a torch tensor; got ndarray."),
         ("device", "The pick of rule test_fingerprint:Wrong:what=device is on meta, but the network is on cpu"),
     ],

@@ -288,13 +288,13 @@ def rounded(number):
 
 
 @functools.cache
-def cell(logits):
+def position(logits):
     return Cell(logits)
 
 
 @functools.cache
 def toy(kind, block, last_block, head):
-    """A toy network; `head`: "smooth", or one of few distributions, so that cells tie."""
+    """A toy network; `head`: "smooth", or one of few distributions, so that positions tie."""
     more = {"block": 1 if kind == "causal, shifted" else block} if issubclass(KINDS[kind], BlockCausal) else {}
     found = KINDS[kind](tokens=TOKENS, length=LENGTH, seed=block, unused=UNUSED, **more)
     found.honours_padding = "padding seen" not in kind
@@ -340,7 +340,7 @@ def some_rule(chance):
     """A rule with parameters that are right, and no number that a network may give for a border.
 
     Not nu=0 either: of two steps with equal predictions the divergence is 0 but for the last bit, which depends on
-    where in a batch a cell stands (a CPU takes several at a time, and those that are left one by one).
+    where in a batch a position stands (a CPU takes several at a time, and those that are left one by one).
     """
     nats = [math.inf, *(chance.uniform(1e-9, most) for most in (0.01, 0.3, 1, 4))]
     values = {
@@ -455,7 +455,7 @@ def by_the_textbook(network, rule, block, grid, window):
 
     return textbook.score(
         logits_of,
-        TOKENS,  # stands for what is hidden, in a causal network too
+        TOKENS,  # stands for what is masked, in a causal network too
         network.excluded,
         rule,
         block,
@@ -463,7 +463,7 @@ def by_the_textbook(network, rule, block, grid, window):
         grid,
         tie_when_all_mask=network.relative_positions,
         sees=network.last_block if network.attention == "block_causal" else None,
-        cell=textbook.Cell if network.codes is None else lambda logits: cell(tuple(logits.tolist())),
+        position=textbook.Cell if network.codes is None else lambda logits: position(tuple(logits.tolist())),
     )
 
 

@@ -45,12 +45,12 @@ class Peeks(rules.Rule):
 
     def __call__(self, predictions, lanes):
         row = torch.tensor(self.truth)[lanes.row]  # (R, W)
-        gain = predictions.log_prob(torch.where(lanes.hidden, row, -1))
+        gain = predictions.log_prob(torch.where(lanes.masked, row, -1))
         return (
-            torch.zeros_like(lanes.hidden).scatter_(
-                1, torch.where(lanes.hidden, gain, -math.inf).argmax(1)[:, None], True
+            torch.zeros_like(lanes.masked).scatter_(
+                1, torch.where(lanes.masked, gain, -math.inf).argmax(1)[:, None], True
             )
-            & lanes.hidden
+            & lanes.masked
         )
 
 
@@ -100,11 +100,11 @@ class Repeats(rules.Rule):
     """Negative control: picks everything at every step."""
 
     def __call__(self, predictions, lanes):
-        return torch.ones_like(lanes.hidden)
+        return torch.ones_like(lanes.masked)
 
 
 def test_control_a_rule_that_picks_revealed_positions_raises():
-    with pytest.raises(RuleStalled, match="not hidden"):
+    with pytest.raises(RuleStalled, match="not masked"):
         Duel(Toy(), Repeats(), 4, "row").log_prob([Window((0, 1), (0, 1, 2))])
 
 
@@ -260,7 +260,7 @@ def test_the_head_in_chunks_and_a_small_memory_change_nothing(rule, monkeypatch)
     with pytest.raises(torch.OutOfMemoryError):
         Duel(Small(most=0), rule, 3).log_prob(windows)
     monkeypatch.setattr(predictions, "CPU_VALUES", 9)
-    monkeypatch.setattr(predictions, "CPU_ROWS", 2)  # cells a chunk
+    monkeypatch.setattr(predictions, "CPU_ROWS", 2)  # positions a chunk
     same(Toy())
 
 
@@ -421,14 +421,14 @@ def test_the_truth_under_hidden_cells_is_never_seen(rule):
     string = (2, 0, 1, 1, 0)
     before = duel.log_prob([Window((1,), string)])[0]
     for block_start in (0, 3):
-        cells = range(block_start, min(block_start + 3, 5))
-        for step in range(max(before.reveal_steps[i] for i in cells) + 1):
-            late = [i for i in cells if before.reveal_steps[i] >= step]
+        positions = range(block_start, min(block_start + 3, 5))
+        for step in range(max(before.reveal_steps[i] for i in positions) + 1):
+            late = [i for i in positions if before.reveal_steps[i] >= step]
             changed = list(string)
             for i in late:
                 changed[i] = (changed[i] + 1) % 3
             after = duel.log_prob([Window((1,), tuple(changed))])[0]
-            for i in cells:
+            for i in positions:
                 if before.reveal_steps[i] <= step:
                     assert after.reveal_steps[i] == before.reveal_steps[i]
                 else:

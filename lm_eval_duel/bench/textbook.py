@@ -4,7 +4,7 @@
 log-softmax over the whole (R, L, V) tensor at every step. `KeptKeys` also keeps the keys and values of clean blocks,
 for block-causal networks; `KeptRow` is the loop under a prefix or dual cache, for bidirectional ones.
 
-Shapes: N windows, L row length, T target positions, R lanes, W block width, B trained block, C hidden cells,
+Shapes: N windows, L row length, T target positions, R lanes, W block width, B trained block, C masked positions,
 D features, V tokens.
 """
 
@@ -32,9 +32,9 @@ SATURATED = -0.1  # above this log P1, 1 - P1 would cancel in float32 and is sum
 class BlockPredictions:
     """The statistics that rules read (see `denoisers.predictions`), computed from log-probabilities of whole blocks."""
 
-    def __init__(self, log_p: torch.Tensor, hidden: torch.Tensor, all_mask: torch.Tensor):
+    def __init__(self, log_p: torch.Tensor, masked: torch.Tensor, all_mask: torch.Tensor):
         self.log_p = log_p  # (R, W, V)
-        self.hidden = hidden  # (R, W) bool
+        self.masked = masked  # (R, W) bool
         self.all_mask = all_mask  # (R,) bool
 
     @cached_property
@@ -73,7 +73,7 @@ class BlockPredictions:
         return self.log_p.gather(2, tokens[..., None])[..., 0].double()
 
     def dense(self) -> torch.Tensor:
-        return self.log_p[self.hidden]  # (C, V)
+        return self.log_p[self.masked]  # (C, V)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +111,7 @@ class WholeRow:
         """Log-probabilities of one block in each lane's row, (R, W, V)."""
         ids = self.ids[lanes.row]  # (R, L)
         if self.prefix:
-            return self._after_prefix(ids, int(lanes.start[0]), lanes.hidden.shape[1])
+            return self._after_prefix(ids, int(lanes.start[0]), lanes.masked.shape[1])
         if self.seen is None:
             features = self.denoiser.features(ids, None)  # (R, L, D)
         else:
@@ -119,9 +119,9 @@ class WholeRow:
             features = self.denoiser.stream(ids, places, seen, None)[0]  # (R, L, D)
         self.count(ids)
         begin = int(lanes.start[0]) - self.denoiser.shift
-        if begin < 0:  # the first cell is visible: its prediction is never read
+        if begin < 0:  # the first position is visible: its prediction is never read
             features, begin = torch.cat([features[:, :1], features], dim=1), 0  # (R, 1 + L, D)
-        return self.log_softmax(features)[:, begin : begin + lanes.hidden.shape[1]]
+        return self.log_softmax(features)[:, begin : begin + lanes.masked.shape[1]]
 
     def _after_prefix(self, ids: torch.Tensor, start: int, width: int) -> torch.Tensor:
         """Log-probabilities (R, W, V) of the block at `start` of rows (R, L) whose prefix is causal."""
@@ -149,8 +149,8 @@ class WholeRow:
 
     def reveal(self, lanes: Lanes, pick: torch.Tensor) -> None:
         """Show the targets at `pick` (R, W)."""
-        lane, cell = pick.nonzero().unbind(1)
-        row, column = lanes.row[lane], lanes.start[lane] + cell  # (c,)
+        lane, position = pick.nonzero().unbind(1)
+        row, column = lanes.row[lane], lanes.start[lane] + position  # (c,)
         self.ids[row, column] = self.targets[row, column]
 
     def finish(self, start: int) -> None:
@@ -174,7 +174,7 @@ class KeptKeys(WholeRow):
         if self.denoiser.shift:
             edge = features[:, :1] if self.edge is None else self.edge[row]  # (R, 1, D)
             features = torch.cat([edge, features[:, :-1]], dim=1)
-        return self.log_softmax(features)[:, : lanes.hidden.shape[1]]
+        return self.log_softmax(features)[:, : lanes.masked.shape[1]]
 
     def finish(self, start: int) -> None:
         end = start + self.block
@@ -200,9 +200,10 @@ class KeptKeys(WholeRow):
 
 
 class KeptRow(WholeRow):
-    """Fast-dLLM's loops: the whole row at a block's start, then the block's cells only (dual) or all from its start on.
+    """Fast-dLLM's loops: the whole row at a block's start, then the block's positions only (dual) or all from its start
+    on.
 
-    The keys and values of the cells that are evaluated replace the kept ones.
+    The keys and values of the positions that are evaluated replace the kept ones.
     """
 
     def __init__(self, denoiser: Cached, rows: Rows, block: int | None):
@@ -211,7 +212,7 @@ class KeptRow(WholeRow):
         self.kept: list[KeysValues] = []
 
     def log_p(self, lanes: Lanes) -> torch.Tensor:
-        start, width = int(lanes.start[0]), lanes.hidden.shape[1]
+        start, width = int(lanes.start[0]), lanes.masked.shape[1]
         ids, every = self.ids[lanes.row], self.positions[None]  # (R, L), (1, L)
         shift = self.denoiser.shift
         if self.start != start:
@@ -226,7 +227,7 @@ class KeptRow(WholeRow):
         self.count(own)
         step = Step(own, None, past, every, own - start)
         features = self.denoiser.step(ids[:, start:stop], step)  # (R, Q, D)
-        if shift:  # the first cell is revealed, so its prediction is never read
+        if shift:  # the first position is revealed, so its prediction is never read
             features = torch.cat([features[:, :1], features[:, :-1]], dim=1)
         return self.log_softmax(features)[:, :width]
 
@@ -261,7 +262,7 @@ def algorithm2(
 ) -> Loop:
     """Algorithm 2 over windows of one layout, all together, block after block, for `max_steps` steps at most."""
     check(denoiser, windows)
-    rows = Rows.of(windows, denoiser.device)
+    rows = Rows.from_windows(windows, denoiser.device)
     row = torch.arange(len(windows), device=denoiser.device)  # (N,)
     network = loop_class(denoiser, rows, block)
     token_logprobs = torch.full(rows.ids.shape, math.nan, dtype=torch.float64, device=denoiser.device)  # (N, L)
@@ -272,24 +273,24 @@ def algorithm2(
         lanes = Lanes.fresh(rows, row, torch.full_like(row, start), torch.full_like(row, width))
         targets = rows.ids[:, start : start + width]  # (N, W)
         while len(lanes) and steps != max_steps:
-            all_mask = lanes.hidden.all(1) & (lanes.start == 0) & denoiser.relative_positions  # (R,)
+            all_mask = lanes.masked.all(1) & (lanes.start == 0) & denoiser.relative_positions  # (R,)
             log_p = network.log_p(lanes)  # (R, W, V)
             if start == 0 and all_mask.any():
                 log_p = torch.where(all_mask[:, None, None], log_p[:, :1], log_p)
-            predictions = BlockPredictions(log_p, lanes.hidden, all_mask)
+            predictions = BlockPredictions(log_p, lanes.masked, all_mask)
             decision = rule(predictions, lanes)
             if isinstance(decision, torch.Tensor):
                 decision = rules.Decision(decision)
             tokens, pick = targets[lanes.row], decision.pick  # (R, W)
-            lane, cell = pick.nonzero().unbind(1)  # (c,)
-            at = lanes.row[lane], start + cell
+            lane, position = pick.nonzero().unbind(1)  # (c,)
+            at = lanes.row[lane], start + position
             token_logprobs[at] = predictions.log_prob(tokens)[pick]
             reveal_steps[at] = lanes.step[lane]
             network.reveal(lanes, pick)
             steps, nfe = steps + 1, nfe + len(lanes)
             lanes = lanes.reveal(pick, tokens, decision.memory)
-            if not (hidden := lanes.hidden.any(1)).all():
-                lanes = lanes.select(hidden)
+            if not (masked := lanes.masked.any(1)).all():
+                lanes = lanes.select(masked)
         if steps == max_steps:
             break
         network.finish(start)

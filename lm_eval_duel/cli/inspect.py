@@ -52,7 +52,7 @@ def inspect(name: str, arguments: dict[str, Any]) -> list[tuple[str, str]]:
         ("padding", padding),
     ]
     if denoiser.attention != "causal":  # a causal network always sees a token
-        ties = "every cell ties: the lowest goes first" if denoiser.relative_positions else "cells differ"
+        ties = "every position ties: the lowest goes first" if denoiser.relative_positions else "positions differ"
         described.append(("all-mask starts", ties))
     described.append(("weights", lm.spec["weights"]))
     if "guidance" in lm.spec:

@@ -42,10 +42,10 @@ class Denoiser(abc.ABC):
     seeds_blocks: bool = False  # causal_prefix: the clean stream predicts a block's first token, revealed alone
     bos: str = "auto"  # the special tokens that this family expects; "auto": those that the tokenizer adds
     appends_sep: bool = False  # a row ends with the tokenizer's closing token, if it has one
-    splits_head: bool = True  # the head can run at hidden cells only; otherwise it runs at every position of a row
+    splits_head: bool = True  # the head can run at masked positions only; otherwise it runs at every position of a row
     supports_columns: bool = False  # accepts `columns` and evaluates its last layer at these only
     honours_padding: bool = False  # under an attention mask, padding changes nothing
-    relative_positions: bool = False  # a row of masks has the same distribution at every cell
+    relative_positions: bool = False  # a row of masks has the same distribution at every position
     needs_visible: bool = False  # a row of masks has no distribution: the network divides by the visible tokens
     special_tokens: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # before and after a text, if expected
     cache: str | None = None  # of a cached sampler: "prefix" or "dual"
@@ -60,7 +60,7 @@ class Denoiser(abc.ABC):
 
     @property
     def by_blocks(self) -> bool:
-        """Whether a cell sees no later block, so that clean cells are evaluated once."""
+        """Whether a position sees no later block, so that clean positions are evaluated once."""
         return self.attention in BY_BLOCKS
 
     def features(self, ids: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
@@ -86,7 +86,7 @@ class Denoiser(abc.ABC):
         """Logits (U, V) of feature rows (U, D)."""
 
     def ties(self, rule: Rule) -> str | None:
-        """Why `rule` cannot tell the cells of this network apart, as a sentence; None if it can."""
+        """Why `rule` cannot tell the positions of this network apart, as a sentence; None if it can."""
         return None
 
     @property

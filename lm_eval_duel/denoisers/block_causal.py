@@ -5,23 +5,23 @@ A step evaluates many blocks of a window side by side in one row of the batch (b
 
     queries    block 3 as revealed so far | block 4 as revealed so far | ...
     keys       clean blocks 0 1 2 3       | the queries' own
-    seen       clean blocks before the query's, and the cells of its own block
+    seen       clean blocks before the query's, and the positions of its own block
 
-The clean stream reads G cells at a time: cells of a group see each other and all earlier groups.
+The clean stream reads G positions at a time: positions of a group see each other and all earlier groups.
 
     block-causal                       G = B, groups count from the row's first column
     block-causal, anchor="target"      G = B, groups count from the target's first column; the context is one more group
     causal prefix, causal              G = 1
 
 With a causal prefix (Nemotron-Labs-Diffusion) a block may begin at any column: it sees itself whole and every clean
-cell before it.
+position before it.
 
 Blocks that begin within the same stretch of columns go together, so that a call reads no more clean keys than its last
 block sees. A causal network is the case of blocks of one: all its predictions are read from the clean stream.
 
-Shapes: N windows, R lanes, B the trained block, W <= B block width of the lanes, G cells of a clean group, P rows of a
-call, Q queries, K clean keys, M hidden cells of a lane, A lanes of one row, S slots, L row length, H heads, D features,
-X cells of a call.
+Shapes: N windows, R lanes, B the trained block, W <= B block width of the lanes, G positions of a clean group, P rows
+of a call, Q queries, K clean keys, M masked positions of a lane, A lanes of one row, S slots, L row length, H heads, D
+features, X positions of a call.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lm_eval_duel.denoisers.block_packing import Call
-from lm_eval_duel.denoisers.views import Cells, KeysValues, View, distinct, hidden_cells, take
+from lm_eval_duel.denoisers.views import KeysValues, Positions, View, distinct, hidden_cells, take
 from lm_eval_duel.engine.lanes import Lanes, Rows
 from lm_eval_duel.hashing import hashed
 
@@ -43,7 +43,7 @@ CLEAN = 512  # columns of clean blocks that are evaluated together: a later piec
 
 
 def clean_group(denoiser: Denoiser) -> int:
-    """How many cells the clean stream reads together, G."""
+    """How many positions the clean stream reads together, G."""
     return (denoiser.block or 1) if denoiser.attention == "block_causal" else 1
 
 
@@ -59,7 +59,9 @@ class BlockCausalView(View):
         self.generating = generating
         self.block = denoiser.block or 1  # a causal network has blocks of one
         self.group = clean_group(denoiser)  # G
-        self.reads_edges = bool(denoiser.shift or denoiser.seeds_blocks)  # first cells are read from the clean stream
+        self.reads_edges = bool(
+            denoiser.shift or denoiser.seeds_blocks
+        )  # first positions are read from the clean stream
         self._slot = torch.full_like(rows.origin, -1)  # (N,) where the clean keys of each window are kept
         self._kept = torch.zeros_like(rows.origin)  # (N,) clean columns whose keys are kept
         self._zero = rows.origin if denoiser.anchor == "target" else torch.zeros_like(rows.origin)  # (N,) groups count
@@ -71,30 +73,30 @@ class BlockCausalView(View):
             self._share = (-(-self._needed // count)).clamp(min=self.block)
         self._slots = 0  # S
         self._clean: list[KeysValues] = []  # of each layer, (S, H, L, D / H) each
-        self._edge: torch.Tensor | None = None  # (S, L / G, D) features of the last cell before each group
+        self._edge: torch.Tensor | None = None  # (S, L / G, D) features of the last position before each group
         self._calls: dict[int, Call] = {}  # of the last step, by stretch
         self._past_hash: torch.Tensor | None = None  # (N, L + 1) of the columns before each
 
     def cost(self, lanes: Lanes) -> torch.Tensor:
-        """A lane's own cells, or its share of the clean cells if that is larger: their keys take memory too."""
+        """A lane's own positions, or its share of the clean positions if that is larger: their keys take memory too."""
         return self._share[lanes.row]
 
     def commit(self, lanes: Lanes) -> None:
         super().commit(lanes)
         self._past_hash = None
 
-    def cells(self, lanes: Lanes) -> Cells:
+    def positions(self, lanes: Lanes) -> Positions:
         ids, shown, real = self._blocks(lanes)  # (R, B) each
         zero = self._zero[lanes.row]  # (R,)
-        first, number = distinct(self._prefix_hash(lanes), lanes.start, zero, ids, shown, real, lanes.hidden)
+        first, number = distinct(self._prefix_hash(lanes), lanes.start, zero, ids, shown, real, lanes.masked)
         unique = lanes if len(first) == len(lanes) else lanes.select(first)
         self._evaluate_clean(unique, len(lanes) * self.block)
         if self.denoiser.attention == "causal":
             all_mask = torch.zeros_like(unique.row, dtype=torch.bool)  # (r,)
-            cells = Cells.of(unique, all_mask, lambda lane, _: self._edge_features(unique, lane))
+            positions = Positions.from_lanes(unique, all_mask, lambda lane, _: self._edge_features(unique, lane))
         else:
-            cells = self._evaluate(unique, ids[first], shown[first], real[first])
-        return cells if unique is lanes else cells.spread(lanes, unique, number)
+            positions = self._evaluate(unique, ids[first], shown[first], real[first])
+        return positions if unique is lanes else positions.spread(lanes, unique, number)
 
     def _prefix_hash(self, lanes: Lanes) -> torch.Tensor:
         """A hash of the ids before each lane's block, (R,)."""
@@ -107,14 +109,14 @@ class BlockCausalView(View):
     # ------------------------------------------------------------ what a block shows
 
     def _blocks(self, lanes: Lanes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Input ids of whole blocks, which cells show a token, and which cells exist; (R, B) each."""
+        """Input ids of whole blocks, which positions show a token, and which positions exist; (R, B) each."""
         rows, row, width = self.rows, lanes.row, self.block
         column = lanes.start[:, None] + torch.arange(width, device=row.device)  # (R, B)
         inside = column.clamp(max=rows.ids.shape[1] - 1)  # (R, B)
         after = column >= (rows.origin + rows.target)[row][:, None]  # (R, B)
         shown = rows.visible[row[:, None], inside] & after & (column < rows.length[row][:, None])  # (R, B) the suffix
         ids = torch.where(shown, rows.ids[row[:, None], inside], self.denoiser.mask_id or 0)  # (R, B)
-        revealed = (lanes.tokens >= 0) & ~lanes.hidden  # (R, W)
+        revealed = (lanes.tokens >= 0) & ~lanes.masked  # (R, W)
         ids[:, : revealed.shape[1]] = torch.where(revealed, lanes.tokens, ids[:, : revealed.shape[1]])
         shown[:, : revealed.shape[1]] |= revealed
         fills = self.denoiser.last_block == "fill"
@@ -179,15 +181,17 @@ class BlockCausalView(View):
         whole = len(p) == real.numel() and bool((known == before).all())  # every window has the same columns
         places = slot, slot[p], column[p, q], p, q
         for kept, made in zip(self._clean, new, strict=True):
-            at, slots, columns, rows, cell = (place.to(made[0].device) for place in places)  # of this layer's device
-            for plane, cells in zip(kept, made, strict=True):
+            at, slots, columns, rows, position = (
+                place.to(made[0].device) for place in places
+            )  # of this layer's device
+            for plane, positions in zip(kept, made, strict=True):
                 if whole:
-                    plane[at, :, before : before + real.shape[1]] = cells
+                    plane[at, :, before : before + real.shape[1]] = positions
                 else:
-                    plane[slots, :, columns] = cells[rows, :, cell]
+                    plane[slots, :, columns] = positions[rows, :, position]
         if self.reads_edges:
             after = self._group_of(row, column + 1)  # (P, Q)
-            p, q = (real & (after > number)).nonzero().unbind(1)  # (X,) last cells of their groups
+            p, q = (real & (after > number)).nonzero().unbind(1)  # (X,) last positions of their groups
             self._edge[slot[p], after[p, q]] = features[p, q]
         self._kept[row] = end
 
@@ -228,21 +232,21 @@ class BlockCausalView(View):
         return [(part(keys), part(values)) for keys, values in self._clean]
 
     def _edge_features(self, lanes: Lanes, lane: torch.Tensor) -> torch.Tensor:
-        """The clean stream's features at the last cell before the block of `lane` (c,), (c, D)."""
+        """The clean stream's features at the last position before the block of `lane` (c,), (c, D)."""
         row = lanes.row[lane]  # (c,)
         return self._edge[self._slot[row], self._group_of(row, lanes.start[lane][:, None])[:, 0]]
 
     # ------------------------------------------------------------ the noisy stream
 
-    def _evaluate(self, lanes: Lanes, ids: torch.Tensor, shown: torch.Tensor, real: torch.Tensor) -> Cells:
-        """The input of the LM head at the hidden cells of the lanes' blocks."""
-        shift, cell = self.denoiser.shift, hidden_cells(lanes)  # (R, M)
+    def _evaluate(self, lanes: Lanes, ids: torch.Tensor, shown: torch.Tensor, real: torch.Tensor) -> Positions:
+        """The input of the LM head at the masked positions of the lanes' blocks."""
+        shift, position = self.denoiser.shift, hidden_cells(lanes)  # (R, M)
         stretch = lanes.start // max(self.block, STRETCH)  # (R,)
         features, calls, self._calls = None, self._calls, {}
         for n in stretch.unique().tolist():
             lane = (stretch == n).nonzero()[:, 0]  # (r,)
             part = self._step(
-                n, calls.get(n), lanes.select(lane), ids[lane], real[lane], (cell[lane] - shift).clamp(min=0)
+                n, calls.get(n), lanes.select(lane), ids[lane], real[lane], (position[lane] - shift).clamp(min=0)
             )
             if features is None:
                 features = part.new_empty(len(lanes), *part.shape[1:])  # (R, M, D)
@@ -251,26 +255,26 @@ class BlockCausalView(View):
 
         def at(lane: torch.Tensor, nth: torch.Tensor) -> torch.Tensor:
             at_cells = features[lane, nth]  # (C, D)
-            # a block's first prediction is read from the clean stream, at the last cell before the block
-            if self.reads_edges and (first := cell[lane, nth] < 1).any():
+            # a block's first prediction is read from the clean stream, at the last position before the block
+            if self.reads_edges and (first := position[lane, nth] < 1).any():
                 at_cells[first] = self._edge_features(lanes, lane[first])
             return at_cells
 
-        return Cells.of(lanes, all_mask, at)
+        return Positions.from_lanes(lanes, all_mask, at)
 
     def _step(
-        self, n: int, call: Call | None, lanes: Lanes, ids: torch.Tensor, real: torch.Tensor, cell: torch.Tensor
+        self, n: int, call: Call | None, lanes: Lanes, ids: torch.Tensor, real: torch.Tensor, position: torch.Tensor
     ) -> torch.Tensor:
-        """The input of the LM head at `cell` (R, M) of the lanes in stretch `n`, evaluated in one call, (R, M, D).
+        """The input of the LM head at `position` (R, M) of the lanes in stretch `n`, evaluated in one call, (R, M, D).
 
         `call`: the layout of the previous step.
         """
         slot = self._slot[lanes.row]
         if call is None or not call.holds(slot, lanes.start, real):
-            call = Call.of(slot, lanes.start, real, max(1, STRETCH // self.block))
+            call = Call.from_slots(slot, lanes.start, real, max(1, STRETCH // self.block))
         self._calls[n] = call
         past = self._past(slot[call.lane[:, 0]], call.ahead)
-        wanted, ids = call.queries(cell), ids[call.lane].flatten(1)  # (P, A M), (P, Q)
+        wanted, ids = call.queries(position), ids[call.lane].flatten(1)  # (P, A M), (P, Q)
         if self.denoiser.supports_columns:
             features, _ = self.denoiser.stream(ids, call.columns, call.seen, past, columns=wanted)  # (P, A M, D)
         else:

@@ -1,11 +1,11 @@
-"""One call over blocks of many windows: which lanes share a row, and what their cells see.
+"""One call over blocks of many windows: which lanes share a row, and what their positions see.
 
     row of a window    block 3 | block 4 | block 5      its lanes
     columns            12 13 14 15 16 17 18 19 ...      their positions in the window
     seen               clean keys before the own block, and the own block
 
-Shapes: R lanes, B the trained block, P rows of the call, A lanes of one row, Q = A B queries, K clean keys, M cells of
-a lane that are evaluated, D features.
+Shapes: R lanes, B the trained block, P rows of the call, A lanes of one row, Q = A B queries, K clean keys, M positions
+of a lane that are evaluated, D features.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Call:
 
     slot: torch.Tensor  # (R,) where the clean keys of each lane's window are kept
     start: torch.Tensor  # (R,) first column of each lane's block
-    real: torch.Tensor  # (R, B) which cells of its block exist
+    real: torch.Tensor  # (R, B) which positions of its block exist
     lane: torch.Tensor  # (P, A) the lane at each place; arbitrary at empty places
     place: tuple[torch.Tensor, torch.Tensor]  # (R,) each: row and place of each lane
     columns: torch.Tensor  # (P, Q) positions in the window
@@ -29,7 +29,7 @@ class Call:
     ahead: int  # clean columns that the call sees, K
 
     @classmethod
-    def of(cls, slot: torch.Tensor, start: torch.Tensor, real: torch.Tensor, most: int) -> Call:
+    def from_slots(cls, slot: torch.Tensor, start: torch.Tensor, real: torch.Tensor, most: int) -> Call:
         """The call over lanes whose clean keys are at `slot` (R,), with at most `most` lanes in a row."""
         device, block = start.device, real.shape[1]
         number, place = arrange(slot, widest(slot, most))  # (P, A)
@@ -49,11 +49,11 @@ class Call:
         ours, theirs = (self.slot, self.start, self.real), (slot, start, real)
         return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
-    def queries(self, cell: torch.Tensor) -> torch.Tensor:
-        """The queries of the cells (R, M) of each lane's block, (P, A M)."""
+    def queries(self, position: torch.Tensor) -> torch.Tensor:
+        """The queries of the positions (R, M) of each lane's block, (P, A M)."""
         block = self.real.shape[1]
-        before = torch.arange(self.lane.shape[1], device=cell.device)[:, None] * block  # (A, 1)
-        return (before + cell[self.lane]).flatten(1)
+        before = torch.arange(self.lane.shape[1], device=position.device)[:, None] * block  # (A, 1)
+        return (before + position[self.lane]).flatten(1)
 
     def by_lane(self, features: torch.Tensor) -> torch.Tensor:
         """Features at `queries` (P, A M, D), regrouped by lane (R, M, D)."""

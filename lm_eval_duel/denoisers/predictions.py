@@ -1,9 +1,9 @@
-"""Predictions: the distributions at hidden cells, as the statistics that rules and scoring need.
+"""Predictions: the distributions at masked positions, as the statistics that rules and scoring need.
 
 From here on distributions are clean: log-softmax in float32 or better over the true vocabulary, with [MASK] and
 padding columns at probability zero.
 
-Shapes: R lanes, W block width, C hidden cells, U rows of features that the LM head runs on, D features, V tokens,
+Shapes: R lanes, W block width, C masked positions, U rows of features that the LM head runs on, D features, V tokens,
 E excluded columns.
 """
 
@@ -36,69 +36,78 @@ class Top(NamedTuple):
 
 
 class LaneLogits(NamedTuple):
-    """The logits at all hidden cells of some lanes. Cells known to be equal share a row."""
+    """The logits at all masked positions of some lanes. Positions known to be equal share a row."""
 
     lanes: slice
-    row: torch.Tensor  # (c,) the row of logits of each hidden cell, in the order of hidden.nonzero()
+    row: torch.Tensor  # (c,) the row of logits of each masked position, in the order of masked.nonzero()
     logits: torch.Tensor  # (u, V)
 
 
 class Predictions:
-    """The distributions at the hidden cells of `lanes`, as the statistics that rules and scoring need.
+    """The distributions at the masked positions of `lanes`, as the statistics that rules and scoring need.
 
-    Each statistic is (R, W), NaN (or -1 for ids) where nothing is hidden. The head runs in chunks under a memory bound.
+    Each statistic is (R, W), NaN (or -1 for ids) where nothing is masked. The head runs in chunks under a memory bound.
     A single chunk is kept; with several, each statistic beyond the top tokens takes another pass. Name the tokens whose
     probability you will need first (`expect`): they are read in the same pass.
     """
 
     def __init__(
         self,
-        hidden: torch.Tensor,
+        masked: torch.Tensor,
         all_mask: torch.Tensor,
         features: torch.Tensor,
-        cell: torch.Tensor,
+        position: torch.Tensor,
         head: Callable[[torch.Tensor], torch.Tensor],
         excluded: torch.Tensor,
         columns: torch.Tensor | None = None,
-        hidden_at: tuple[torch.Tensor, ...] | None = None,
+        masked_at: tuple[torch.Tensor, ...] | None = None,
     ):
-        self.hidden = hidden  # (R, W) bool
-        self.all_mask = all_mask  # (R,) bool: nothing in the row is visible, so all its cells share one distribution
+        self.masked = masked  # (R, W) bool
+        self.all_mask = (
+            all_mask  # (R,) bool: nothing in the row is visible, so all its positions share one distribution
+        )
         self._features = features  # (U, D)
-        self._cell = cell  # (C,) the feature row of each hidden cell, in the order of hidden.nonzero()
+        self._cell = position  # (C,) the feature row of each masked position, in the order of masked.nonzero()
         self._head = head
         self._excluded = excluded  # (V,) bool: [MASK] and padding columns
         self._columns = excluded.nonzero()[:, 0] if columns is None else columns  # (E,)
-        self._at = hidden.nonzero().unbind(1) if hidden_at is None else hidden_at  # (C,) lane and cell of each
+        self._at = masked.nonzero().unbind(1) if masked_at is None else masked_at  # (C,) lane and position of each
         on_cpu = features.device.type == "cpu"
         self._chunk = max(CPU_ROWS, CPU_VALUES // len(excluded)) if on_cpu else max(1, GPU_VALUES // len(excluded))
-        self._expected: torch.Tensor | None = None  # (C,) a token of each hidden cell
+        self._expected: torch.Tensor | None = None  # (C,) a token of each masked position
         self._expected_logit: torch.Tensor | None = None  # (C,)
         self._kept: torch.Tensor | None = None  # (U, V)
         self._whole: Predictions | None = None  # those that these are a part of
 
     # ------------------------------------------------------------ a part of them
 
-    def among(self, hidden: torch.Tensor) -> Predictions:
-        """The same predictions at `hidden` alone, (R, W), a part of the hidden cells; nothing is computed again."""
-        return self._part(hidden, hidden[self._at], self._at, self.all_mask)
+    def among(self, masked: torch.Tensor) -> Predictions:
+        """The same predictions at `masked` alone, (R, W), a part of the masked positions; nothing is computed again."""
+        return self._part(masked, masked[self._at], self._at, self.all_mask)
 
     def of_lane(self, lane: int, width: int) -> Predictions:
         """The same predictions in one lane alone, cut to `width`; nothing is computed again."""
         keep = self._at[0] == lane  # (C,)
         at = (torch.zeros_like(self._at[0]), self._at[1])
-        return self._part(self.hidden[lane : lane + 1, :width], keep, at, self.all_mask[lane : lane + 1])
+        return self._part(self.masked[lane : lane + 1, :width], keep, at, self.all_mask[lane : lane + 1])
 
     def _part(
-        self, hidden: torch.Tensor, keep: torch.Tensor, at: tuple[torch.Tensor, ...], all_mask: torch.Tensor
+        self, masked: torch.Tensor, keep: torch.Tensor, at: tuple[torch.Tensor, ...], all_mask: torch.Tensor
     ) -> Predictions:
-        """Predictions at `hidden`, which are those of my hidden cells to `keep` (C,), `at` (lane, cell) of `hidden`."""
-        rows, cell = self._cell[keep].unique(return_inverse=True)  # (u,), (c,)
+        """Predictions at `masked`, which are those of my masked positions to `keep` (C,), `at` (lane, position) of
+        `masked`.
+        """
+        rows, position = self._cell[keep].unique(return_inverse=True)  # (u,), (c,)
         top = Top(*(values[rows] for values in self._top))
         part = copy.copy(self)
         for name in [name for name, value in vars(Predictions).items() if isinstance(value, cached_property)]:
             vars(part).pop(name, None)
-        part.hidden, part.all_mask, part._cell, part._at = hidden, all_mask, cell, tuple(plane[keep] for plane in at)
+        part.masked, part.all_mask, part._cell, part._at = (
+            masked,
+            all_mask,
+            position,
+            tuple(plane[keep] for plane in at),
+        )
         part._features, part.__dict__["_top"] = self._features[rows], top
         part._kept = None if self._kept is None else self._kept[rows]
         part._expected = None if self._expected is None else self._expected[keep]
@@ -108,7 +117,7 @@ class Predictions:
 
     @property
     def whole(self) -> Predictions:
-        """The predictions at all cells that are hidden, where a rule around a rule has narrowed them."""
+        """The predictions at all positions that are masked, where a rule around a rule has narrowed them."""
         return self._whole or self
 
     # ------------------------------------------------------------ statistics
@@ -154,29 +163,29 @@ class Predictions:
 
     @property
     def features(self) -> torch.Tensor:
-        """The input of the LM head at each hidden cell, in the order of `hidden.nonzero()`, (C, D).
+        """The input of the LM head at each masked position, in the order of `masked.nonzero()`, (C, D).
 
         For a network whose head is not split off these are its logits, with those of [MASK] and padding (C, V).
 
         Raises:
-            DuelError: under classifier-free guidance, where a cell has two inputs of the head.
+            DuelError: under classifier-free guidance, where a position has two inputs of the head.
         """
         return self._one_input()[self._cell]
 
     def apply(self, function: Callable[..., torch.Tensor], *planes: torch.Tensor) -> torch.Tensor:
-        """The value of `function(features, *values)` at each hidden cell, (R, W); NaN where nothing is hidden.
+        """The value of `function(features, *values)` at each masked position, (R, W); NaN where nothing is masked.
 
         `function` gets the features (U, D) and the values (U,) of each of `planes` (R, W), and returns (U,). It is
-        called once for all cells that are known to be equal, so that these tie exactly. `planes` must be equal where
-        features are, as statistics of the predictions are, and `function` must not modify its arguments.
+        called once for all positions that are known to be equal, so that these tie exactly. `planes` must be equal
+        where features are, as statistics of the predictions are, and `function` must not modify its arguments.
 
         Raises:
-            DuelError: under classifier-free guidance, where a cell has two inputs of the head.
+            DuelError: under classifier-free guidance, where a position has two inputs of the head.
         """
         features = self._one_input()
-        cell = self._cell.new_empty(len(features))  # (U,) a hidden cell with each row of features
-        cell[self._cell] = torch.arange(len(self._cell), device=cell.device)
-        return self._plane(function(features, *(plane[self.hidden][cell] for plane in planes)))
+        position = self._cell.new_empty(len(features))  # (U,) a masked position with each row of features
+        position[self._cell] = torch.arange(len(self._cell), device=position.device)
+        return self._plane(function(features, *(plane[self.masked][position] for plane in planes)))
 
     def _one_input(self) -> torch.Tensor:
         if self._features.dim() != 2:
@@ -189,31 +198,33 @@ class Predictions:
     # ------------------------------------------------------------ whole distributions
 
     def expect(self, tokens: torch.Tensor) -> None:
-        """Name the tokens (R, W) at hidden cells whose probabilities will be needed, before any statistic."""
+        """Name the tokens (R, W) at masked positions whose probabilities will be needed, before any statistic."""
         self._expected = tokens[self._at]
 
     def log_prob(self, tokens: torch.Tensor) -> torch.Tensor:
-        """log p of `tokens` (R, W) in nats, float64 (R, W); NaN where a token is -1 or nothing is hidden."""
-        wanted, ids = self.hidden & (tokens >= 0), tokens[self._at]  # (R, W), (C,)
+        """log p of `tokens` (R, W) in nats, float64 (R, W); NaN where a token is -1 or nothing is masked."""
+        wanted, ids = self.masked & (tokens >= 0), tokens[self._at]  # (R, W), (C,)
         self._top  # noqa: B018 - its pass over the logits reads the expected ones
         if self._expected_logit is not None and torch.equal(torch.where(ids < 0, ids, self._expected), ids):
-            return self._at_hidden(self._expected_logit, self._cell, self.hidden).masked_fill(~wanted, math.nan)
+            return self._at_hidden(self._expected_logit, self._cell, self.masked).masked_fill(~wanted, math.nan)
         among = (ids >= 0).nonzero()[:, 0]  # (c,)
-        cell = self._cell[among]  # (c,)
-        parts = [logits.gather(1, token[:, None])[:, 0] for token, logits in self._logits_at(cell, ids[among])]
-        return self._at_hidden(torch.cat(parts), cell, wanted)
+        position = self._cell[among]  # (c,)
+        parts = [logits.gather(1, token[:, None])[:, 0] for token, logits in self._logits_at(position, ids[among])]
+        return self._at_hidden(torch.cat(parts), position, wanted)
 
-    def _at_hidden(self, logit: torch.Tensor, cell: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        """log p at the `wanted` cells (R, W) from logits (c,) at the feature rows `cell` (c,), float64 (R, W)."""
+    def _at_hidden(self, logit: torch.Tensor, position: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        """log p at the `wanted` positions (R, W) from logits (c,) at the feature rows `position` (c,), float64 (R,
+        W).
+        """
         top = self._top
         # log P1 = -softplus(-confidence), exact for P1 close to 1 too
-        values = logit.double() - top.logit[cell].double() - F.softplus(-top.confidence[cell].double())
-        plane = torch.full(self.hidden.shape, math.nan, dtype=torch.float64, device=values.device)
+        values = logit.double() - top.logit[position].double() - F.softplus(-top.confidence[position].double())
+        plane = torch.full(self.masked.shape, math.nan, dtype=torch.float64, device=values.device)
         return plane.masked_scatter(wanted, values)
 
     def draw(self, u: torch.Tensor) -> torch.Tensor:
         """The smallest id whose cumulative probability exceeds `u` (R, W) times the last one; -1 where u is NaN."""
-        wanted = self.hidden & ~u.isnan()  # (R, W)
+        wanted = self.masked & ~u.isnan()  # (R, W)
         level_of = u[self._at]  # (C,)
         among = (~level_of.isnan()).nonzero()[:, 0]  # (c,)
         drawn = []
@@ -223,22 +234,22 @@ class Predictions:
             above = torch.searchsorted(cumulative, level[:, None] * total, right=True)  # (c, 1)
             last = torch.searchsorted(cumulative, total)  # (c, 1) the product may round up to the total
             drawn.append(above.minimum(last)[:, 0])
-        return torch.full_like(self.hidden, -1, dtype=torch.int64).masked_scatter(wanted, torch.cat(drawn))
+        return torch.full_like(self.masked, -1, dtype=torch.int64).masked_scatter(wanted, torch.cat(drawn))
 
     def dense(self) -> torch.Tensor:
-        """All log-probabilities (C, V), in the order of `hidden.nonzero()`."""
+        """All log-probabilities (C, V), in the order of `masked.nonzero()`."""
         return self._scan(_log_p)[self._cell]
 
     def by_lanes(self) -> Iterator[LaneLogits]:
-        """The logits of all lanes, some lanes at a time, so that the cells of a lane can be compared exactly.
+        """The logits of all lanes, some lanes at a time, so that the positions of a lane can be compared exactly.
 
         A quarter of the usual chunk, since the caller will need several float64 planes as large as the logits.
         """
-        counts = self.hidden.sum(1)  # (R,)
+        counts = self.masked.sum(1)  # (R,)
         lanes = max(1, self._chunk // 4 // max(1, int(counts.max())))
-        cells = self._cell.split([int(part.sum()) for part in counts.split(lanes)])
-        for first, cell in zip(range(0, len(counts), lanes), cells, strict=True):
-            rows, row = cell.unique(return_inverse=True)  # (u,), (c,)
+        positions = self._cell.split([int(part.sum()) for part in counts.split(lanes)])
+        for first, position in zip(range(0, len(counts), lanes), positions, strict=True):
+            rows, row = position.unique(return_inverse=True)  # (u,), (c,)
             logits = self._clean(self._features[rows]) if self._kept is None else self._kept[rows]
             yield LaneLogits(slice(first, first + lanes), row, logits)
 
@@ -259,25 +270,25 @@ class Predictions:
             if statistic is not None:
                 values.append(statistic(logits, top))
             if borders is not None:
-                cells = borders[n]  # (c,) hidden cells whose feature rows are in this chunk
-                expected = logits[self._cell[cells] - begin, self._expected[cells]]  # (c,)
+                positions = borders[n]  # (c,) masked positions whose feature rows are in this chunk
+                expected = logits[self._cell[positions] - begin, self._expected[positions]]  # (c,)
                 if self._expected_logit is None:
                     self._expected_logit = expected.new_empty(len(self._cell))
-                self._expected_logit[cells] = expected
+                self._expected_logit[positions] = expected
         if "_top" not in self.__dict__:
             self.__dict__["_top"] = top = Top(*(torch.cat(part) for part in zip(*tops, strict=True)))
             finite = top.logit.isfinite() & ~top.confidence.isnan()  # (U,)
             if not finite.all():
-                cell = (self._cell == (~finite).nonzero()[0]).nonzero()[0]
+                position = (self._cell == (~finite).nonzero()[0]).nonzero()[0]
                 raise NotFinite(
                     "The weights are broken or the dtype is too narrow (float16 overflows; try dtype=float32): "
                     "the network returned NaN or infinite logits.",
-                    lane=int(self.hidden.nonzero()[cell, 0]),
+                    lane=int(self.masked.nonzero()[position, 0]),
                 )
         return torch.cat(values) if values else None
 
     def _borders(self) -> list[torch.Tensor]:
-        """The hidden cells of each chunk of feature rows."""
+        """The masked positions of each chunk of feature rows."""
         if len(self._features) <= self._chunk:
             return [torch.arange(len(self._cell), device=self._cell.device)]
         ascending, order = self._cell.sort()  # (C,)
@@ -296,11 +307,11 @@ class Predictions:
                 self._kept = logits
             yield begin, logits
 
-    def _logits_at(self, cell: torch.Tensor, extra: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """(values of `extra`, logits) at the feature rows `cell` (c,), in chunks; at least one."""
-        for begin in range(0, max(1, len(cell)), self._chunk):
+    def _logits_at(self, position: torch.Tensor, extra: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(values of `extra`, logits) at the feature rows `position` (c,), in chunks; at least one."""
+        for begin in range(0, max(1, len(position)), self._chunk):
             part = slice(begin, begin + self._chunk)
-            at = cell[part]
+            at = position[part]
             yield extra[part], self._kept[at] if self._kept is not None else self._clean(self._features[at])
 
     @torch.inference_mode()
@@ -314,10 +325,10 @@ class Predictions:
         return logits.index_fill_(1, self._columns, -math.inf)
 
     def _plane(self, values: torch.Tensor) -> torch.Tensor:
-        """(U,) per feature row -> (R, W) per cell."""
+        """(U,) per feature row -> (R, W) per position."""
         fill = math.nan if values.is_floating_point() else -1
-        plane = torch.full(self.hidden.shape, fill, dtype=values.dtype, device=values.device)
-        return plane.masked_scatter(self.hidden, values[self._cell])
+        plane = torch.full(self.masked.shape, fill, dtype=values.dtype, device=values.device)
+        return plane.masked_scatter(self.masked, values[self._cell])
 
 
 @torch.inference_mode()

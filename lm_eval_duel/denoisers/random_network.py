@@ -1,9 +1,9 @@
 """Networks with random weights in the shape of real ones, for `bench`.
 
-Their logits have a standard deviation of 3 nats over the vocabulary and depend on a cell's position and on the visible
-tokens. With flat predictions, float noise would decide every pick.
+Their logits have a standard deviation of 3 nats over the vocabulary and depend on a position and on the
+visible tokens. With flat predictions, float noise would decide every pick.
 
-Shapes: L row length, C hidden cells, D width, V tokens.
+Shapes: L row length, C hidden positions, D width, V tokens.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ LLADA = "llada-8b"
 SIZES = {"dit": (4, 256, 50257), LLADA: (32, 4096, 126464)}  # layers, width, columns of the logits
 LLADA_MASK = 128  # position of [MASK], in columns from the end
 SPREAD = 3.0  # standard deviation of the logits over the vocabulary
-SHARP = 2.5  # scale of queries and keys, so that attention picks few of many cells
-FAINT = 0.2  # scale of the embedding of [MASK], so that predictions at hidden cells depend on the visible ones
+SHARP = 2.5  # scale of queries and keys, so that attention picks few of many positions
+FAINT = 0.2  # scale of the embedding of [MASK], so that predictions at hidden positions depend on the visible ones
 FEATURES_AT = 128  # positions on which the spread is measured
 
 

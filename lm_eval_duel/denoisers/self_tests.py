@@ -19,7 +19,9 @@ log = logging.getLogger("lm_eval.duel_mdm")
 # differences of logits, in units of their standard deviation
 ALL_MASK_TOLERANCE = 1e-4  # float32; rotary networks reach 1.5e-6
 LOW_PRECISION_TOLERANCE = 0.05  # bfloat16, float16 and quantized weights
-BATCH_TOLERANCE = 1e-3  # when another cell of the call changes: mixtures of experts and 8-bit scales round differently
+BATCH_TOLERANCE = (
+    1e-3  # when another position of the call changes: mixtures of experts and 8-bit scales round differently
+)
 BATCH_TOLERANCE_QUANTIZED = 0.5
 PADDING_TOLERANCE = {8: 1e-10, 4: 1e-5}  # of padding that is not seen, by item size; 1e-7 is usual in float32
 NOISE_FACTOR = 8  # of the noise between batches, if that is larger
@@ -72,7 +74,7 @@ def probe_rows(denoiser: Denoiser) -> torch.Tensor:
 
 
 def logits_of(denoiser: Denoiser, rows: torch.Tensor, real: torch.Tensor | None = None) -> torch.Tensor:
-    """Logits (R, L, V), zero at excluded columns, and at visible cells, where they are never used.
+    """Logits (R, L, V), zero at excluded columns, and at visible positions, where they are never used.
 
     MDLM's forward sets them to -1e6 there, next to which all differences between predictions would look like noise.
     """
@@ -128,7 +130,8 @@ def require_direction(denoiser: Denoiser, path: str, rows: torch.Tensor, logits:
 def honours_padding(denoiser: Denoiser) -> bool:
     """Whether a row has the same logits in a batch with longer ones as alone, up to float noise.
 
-    The rows are padded as in a batch and half masked: the effect of padding may depend on the masked cells of a row.
+    The rows are padded as in a batch and half masked: the effect of padding may depend on the masked positions of a
+    row.
     """
     row = half_masked(denoiser)  # (1, L)
     length = row.shape[1]
@@ -157,7 +160,7 @@ def honours_padding(denoiser: Denoiser) -> bool:
 
 
 def half_masked(denoiser: Denoiser, length: int = LENGTH) -> torch.Tensor:
-    """A row of random tokens with every second one masked (1, L); its first cell is visible."""
+    """A row of random tokens with every second one masked (1, L); its first position is visible."""
     row = random_rows(denoiser, length, rows=1)
     row[:, 1::2] = denoiser.mask_id
     return row
@@ -175,14 +178,14 @@ def require_repeatable(denoiser: Denoiser, path: str, length: int = REPEATED) ->
 
 
 def ties_when_all_mask(denoiser: Denoiser) -> bool:
-    """Whether a row of masks has the same distribution at every cell."""
+    """Whether a row of masks has the same distribution at every position."""
     row = torch.full((1, min(32, denoiser.max_length)), denoiser.mask_id, device=denoiser.device)
     logits = logits_of(denoiser, row)[0]  # (L, V)
     return relative_difference(logits, logits[:1].expand_as(logits)) <= tolerance(denoiser, logits)
 
 
 def _by_blocks(denoiser: Denoiser, path: str) -> None:
-    """Check that a block sees all of itself, and that clean cells see no later block."""
+    """Check that a block sees all of itself, and that clean positions see no later block."""
     block, kind = denoiser.block, denoiser.attention.replace("_", "-")
     if scales_by_length(denoiser):
         raise DuelError(
@@ -250,7 +253,7 @@ def tolerance(denoiser: Denoiser, logits: torch.Tensor, fine: float = ALL_MASK_T
 
 
 def _batch_tolerance(denoiser: Denoiser, logits: torch.Tensor) -> float:
-    """The same, if another cell of the call changes."""
+    """The same, if another position of the call changes."""
     return BATCH_TOLERANCE_QUANTIZED if denoiser.quantized else tolerance(denoiser, logits, BATCH_TOLERANCE)
 
 

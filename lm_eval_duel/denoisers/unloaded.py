@@ -28,7 +28,7 @@ from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.denoisers.published import CONFIGS
 from lm_eval_duel.errors import DuelError
 
-ROUTED = ".experts."  # in the names of weights of which a cell uses `num_experts_per_tok`
+ROUTED = ".experts."  # in the names of weights of which a position uses `num_experts_per_tok`
 OF_ROWS = ("sigma_map", "adaLN_modulation")  # products of our DiT with the time condition: once a row
 AUTO_CLASSES = {
     "bidirectional": transformers.AutoModelForMaskedLM,
@@ -40,15 +40,15 @@ AUTO_CLASSES = {
 class Size:
     """The size of a network. Products are multiply-adds; one is two floating point operations.
 
-    `products`: the matrix products of all layers at one cell, without the head. `head`: those of the LM head at one
-    cell. `pair`: one query with one key in all layers, scores and mixing together.
+    `products`: the matrix products of all layers at one position, without the head. `head`: those of the LM head at one
+    position. `pair`: one query with one key in all layers, scores and mixing together.
     """
 
     parameters: int
     products: int
     head: int
     pair: int
-    kept: int  # numbers kept per cell: the keys and values of all layers
+    kept: int  # numbers kept per position: the keys and values of all layers
     itemsize: int  # bytes of a number
 
     @property

@@ -1,7 +1,7 @@
 """A view: a denoiser opened on a group of windows, as a function from lanes to predictions.
 
-Shapes: N windows, L row length, R lanes, W block width, C hidden cells, U rows of features that the LM head runs on,
-D features, M columns options for.
+Shapes: N windows, L row length, R lanes, W block width, C masked positions, U rows of features that the LM head runs
+on, D features, M columns options for.
 """
 
 from __future__ import annotations
@@ -22,34 +22,35 @@ if TYPE_CHECKING:
 KeysValues = tuple[torch.Tensor, torch.Tensor]  # of one layer, (N, H, K, D / H) each
 
 
-class Cells(NamedTuple):
-    """The input of the LM head at hidden cells. Cells known to be equal share a row of features."""
+class Positions(NamedTuple):
+    """The input of the LM head at masked positions. Positions known to be equal share a row of features."""
 
     features: torch.Tensor  # (U, D)
-    index: torch.Tensor  # (C,) the feature row of each hidden cell, in the order of hidden.nonzero()
-    all_mask: torch.Tensor  # (R,) bool: nothing in the row is visible, so all its cells share one distribution
+    index: torch.Tensor  # (C,) the feature row of each masked position, in the order of masked.nonzero()
+    all_mask: torch.Tensor  # (R,) bool: nothing in the row is visible, so all its positions share one distribution
 
     @classmethod
-    def of(
+    def from_lanes(
         cls, lanes: Lanes, all_mask: torch.Tensor, at: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    ) -> Cells:
-        """The hidden cells of lanes; `at(lane, n)` (C,) -> (C, D): the features of the n-th hidden cell of each lane.
+    ) -> Positions:
+        """The masked positions of lanes; `at(lane, n)` (C,) -> (C, D): the features of the n-th masked position of each
+        lane.
 
-        Only the first cell of an all-mask lane is evaluated.
+        Only the first position of an all-mask lane is evaluated.
         """
-        lane, cell = lanes.hidden_at  # (C,) each
-        nth = lanes.hidden.cumsum(1)[lane, cell] - 1  # (C,)
+        lane, position = lanes.masked_at  # (C,) each
+        nth = lanes.masked.cumsum(1)[lane, position] - 1  # (C,)
         unique = (nth == 0) | ~all_mask[lane]  # (C,)
         evaluated = unique.nonzero()[:, 0]  # (U,)
         return cls(at(lane[evaluated], nth[evaluated]), unique.cumsum(0) - 1, all_mask)
 
-    def spread(self, lanes: Lanes, evaluated: Lanes, number: torch.Tensor) -> Cells:
-        """The cells of `lanes`, where `number` (R,) is the evaluated lane that each of them equals."""
-        before = evaluated.hidden.sum(1).cumsum(0) - evaluated.hidden.sum(1)  # (r,)
-        lane, cell = lanes.hidden_at  # (C,) each
-        nth = lanes.hidden.cumsum(1)[lane, cell] - 1  # (C,)
+    def spread(self, lanes: Lanes, evaluated: Lanes, number: torch.Tensor) -> Positions:
+        """The positions of `lanes`, where `number` (R,) is the evaluated lane that each of them equals."""
+        before = evaluated.masked.sum(1).cumsum(0) - evaluated.masked.sum(1)  # (r,)
+        lane, position = lanes.masked_at  # (C,) each
+        nth = lanes.masked.cumsum(1)[lane, position] - 1  # (C,)
         of_lane = number[lane]  # (C,)
-        return Cells(self.features, self.index[before[of_lane] + nth], self.all_mask[number])
+        return Positions(self.features, self.index[before[of_lane] + nth], self.all_mask[number])
 
 
 def distinct(*planes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,9 +71,9 @@ def distinct(*planes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def hidden_cells(lanes: Lanes) -> torch.Tensor:
-    """The hidden cells of each lane, padded with other cells to the largest number in a lane, (R, M)."""
-    largest = int(lanes.hidden.sum(1).max())
-    return (~lanes.hidden).byte().sort(dim=1, stable=True).indices[:, :largest]
+    """The masked positions of each lane, padded with other positions to the largest number in a lane, (R, M)."""
+    largest = int(lanes.masked.sum(1).max())
+    return (~lanes.masked).byte().sort(dim=1, stable=True).indices[:, :largest]
 
 
 def take(plane: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
@@ -98,14 +99,14 @@ class View:
 
     def commit(self, lanes: Lanes) -> None:
         """Write finished blocks into the rows, so that later blocks see them (sampling)."""
-        inside = torch.arange(lanes.hidden.shape[1], device=lanes.start.device) < lanes.width[:, None]  # (R, W)
+        inside = torch.arange(lanes.masked.shape[1], device=lanes.start.device) < lanes.width[:, None]  # (R, W)
         rows = lanes.row[:, None].expand_as(inside)
         self.rows.ids[rows[inside], lanes.columns[inside]] = lanes.tokens[inside]
 
     def __call__(self, lanes: Lanes) -> Predictions:
-        features, index, all_mask = self.cells(lanes)
+        features, index, all_mask = self.positions(lanes)
         head = self.denoiser.head
-        return Predictions(lanes.hidden, all_mask, features, index, head, *self._excluded, lanes.hidden_at)
+        return Predictions(lanes.masked, all_mask, features, index, head, *self._excluded, lanes.masked_at)
 
     @cached_property
     def _excluded(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -118,17 +119,17 @@ class View:
         """Whether all rows have one length."""
         return bool((self.rows.length == self.rows.ids.shape[1]).all())
 
-    def cells(self, lanes: Lanes) -> Cells:
-        """The input of the LM head at the hidden cells of `lanes`; lanes with equal rows are evaluated once."""
+    def positions(self, lanes: Lanes) -> Positions:
+        """The input of the LM head at the masked positions of `lanes`; lanes with equal rows are evaluated once."""
         ids, shown, real = self._input(lanes)  # (R, L) each
         visible = self.rows.visible[lanes.row].sum(1)  # (R,) with `origin` and `real` it fixes context and suffix
-        first, number = distinct(ids, shown, real, visible, lanes.hidden, lanes.start, lanes.origin)
+        first, number = distinct(ids, shown, real, visible, lanes.masked, lanes.start, lanes.origin)
         if len(first) == len(lanes):
             return self._evaluate(lanes, ids, shown, real)
         unique = lanes.select(first)
         return self._evaluate(unique, ids[first], shown[first], real[first]).spread(lanes, unique, number)
 
-    def _evaluate(self, lanes: Lanes, ids: torch.Tensor, shown: torch.Tensor, real: torch.Tensor) -> Cells:
+    def _evaluate(self, lanes: Lanes, ids: torch.Tensor, shown: torch.Tensor, real: torch.Tensor) -> Positions:
         columns = lanes.start[:, None] + hidden_cells(lanes) - self.denoiser.shift  # (R, M)
         columns = columns.clamp(0, ids.shape[1] - 1)  # columns that pad `hidden_cells` may lie outside
         extra, padded = self._extra_inputs(lanes, shown, real), self._padding(real)
@@ -139,7 +140,7 @@ class View:
         self.forwards += 1
         self.evaluated += len(lanes)
         all_mask = ~shown.any(1) & self.denoiser.relative_positions  # (R,)
-        return Cells.of(lanes, all_mask, lambda lane, n: features[lane, n])
+        return Positions.from_lanes(lanes, all_mask, lambda lane, n: features[lane, n])
 
     def _padding(self, real: torch.Tensor) -> torch.Tensor | None:
         """`real` (R, L) for the network: None if no row has padding."""
@@ -150,7 +151,7 @@ class View:
         return {}
 
     def _input(self, lanes: Lanes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Input ids, which cells show a token, and which cells are not padding; (R, L) each."""
+        """Input ids, which positions show a token, and which positions are not padding; (R, L) each."""
         rows, row = self.rows, lanes.row
         length = rows.ids.shape[1] if self._unpadded else int(rows.length[row].max())
         column = torch.arange(length, device=row.device)  # (L,)
@@ -158,10 +159,12 @@ class View:
         real = column < rows.length[row][:, None]  # (R, L)
         before = (column >= lanes.origin[:, None]) & (column < lanes.start[:, None])  # (R, L) earlier blocks
 
-        revealed = (lanes.tokens >= 0) & ~lanes.hidden  # (R, W)
-        at = torch.where(revealed, lanes.columns, length)  # (R, W) cells that are not revealed go into another column
+        revealed = (lanes.tokens >= 0) & ~lanes.masked  # (R, W)
+        at = torch.where(
+            revealed, lanes.columns, length
+        )  # (R, W) positions that are not revealed go into another column
         written = ids.new_full((len(row), length + 1), -1).scatter_(1, at, lanes.tokens)[:, :length]  # (R, L)
         shown = visible | before | (written >= 0)  # (R, L)
         ids = torch.where(written >= 0, written, ids)  # (R, L)
-        mask_id = self.denoiser.mask_id or 0  # a causal network never attends to a hidden cell
+        mask_id = self.denoiser.mask_id or 0  # a causal network never attends to a masked position
         return torch.where(shown, ids, mask_id), shown, real

@@ -92,7 +92,7 @@ def _try(denoiser: Denoiser, block: int | None, grid: str, tokens: int) -> None:
     draw = torch.randint(len(vocabulary), (rows, denoiser.max_length), generator=torch.Generator().manual_seed(1))
     windows = [Window(row[:known], row[known:]) for row in vocabulary[draw].tolist()]
     places = blocks(known, denoiser.max_length - known, block, grid)
-    opened = Rows.of(windows, denoiser.device)
+    opened = Rows.from_windows(windows, denoiser.device)
     view = denoiser.open(opened)
     lanes = [(n, *place) for n in range(rows) for place in places]
     fresh = Lanes.fresh(opened, *torch.tensor(lanes, device=denoiser.device).unbind(1))

@@ -36,16 +36,16 @@ class Targets:
         self.rows = rows
 
     def of(self, lanes: Lanes) -> torch.Tensor:
-        """The token of each cell, (R, W)."""
+        """The token of each position, (R, W)."""
         ids = self.rows.ids
         return ids[lanes.row[:, None], lanes.columns.clamp(max=ids.shape[1] - 1)]  # (R, W)
 
     def __call__(self, predictions: Predictions, lanes: Lanes, pick: torch.Tensor) -> torch.Tensor:
         return torch.where(pick, self.of(lanes), -1)
 
-    def hide(self, lanes: Lanes, hidden: torch.Tensor) -> Lanes:
-        """Fresh lanes with `hidden` (R, W) of their cells still hidden and the targets at the others."""
-        return lanes.show(self.of(lanes), hidden)
+    def hide(self, lanes: Lanes, masked: torch.Tensor) -> Lanes:
+        """Fresh lanes with `masked` (R, W) of their positions still masked and the targets at the others."""
+        return lanes.show(self.of(lanes), masked)
 
 
 class Draws:

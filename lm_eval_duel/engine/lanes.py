@@ -1,6 +1,6 @@
 """Rows and lanes: what the network sees, and the blocks that are being revealed in it; and how they are grouped.
 
-Shapes: N windows, L row length, R lanes, W block width, C hidden cells.
+Shapes: N windows, L row length, R lanes, W block width, C masked positions.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Rows:
     visible: torch.Tensor  # (N, L) bool: context and suffix
     origin: torch.Tensor  # (N,) column of the first target position
     target: torch.Tensor  # (N,) target positions
-    length: torch.Tensor  # (N,) real cells
+    length: torch.Tensor  # (N,) real positions
 
     @classmethod
-    def of(cls, windows: Sequence[Window], device: torch.device) -> Rows:
+    def from_windows(cls, windows: Sequence[Window], device: torch.device) -> Rows:
         """The rows of `windows`, right-padded to the longest."""
         longest = max(window.length for window in windows)
         ids = torch.zeros(len(windows), longest, dtype=torch.int64)  # (N, L)
@@ -53,55 +53,59 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Lanes:
-    """Blocks that are being revealed, each in its own columns. Cells beyond `width` are never hidden and never read."""
+    """Blocks that are being revealed, each in its own columns. Positions beyond `width` are never masked and never
+    read.
+    """
 
     row: torch.Tensor  # (R,) the window's number in the group
     start: torch.Tensor  # (R,) the block's first column
     origin: torch.Tensor  # (R,) the column of the first target position
-    width: torch.Tensor  # (R,) real cells
-    tokens: torch.Tensor  # (R, W) revealed tokens; -1 where hidden
-    hidden: torch.Tensor  # (R, W) bool
+    width: torch.Tensor  # (R,) real positions
+    tokens: torch.Tensor  # (R, W) revealed tokens; -1 where masked
+    masked: torch.Tensor  # (R, W) bool
     step: torch.Tensor  # (R,) steps taken in this block
     memory: tuple[torch.Tensor, ...] = ()  # the rule's, each (R, W, ...); zeros in fresh lanes
 
     @classmethod
     def fresh(cls, rows: Rows, row: torch.Tensor, start: torch.Tensor, width: torch.Tensor) -> Lanes:
-        """Lanes at the start of their blocks: every target position hidden, context inside the block revealed."""
+        """Lanes at the start of their blocks: every target position masked, context inside the block revealed."""
         origin = rows.origin[row]  # (R,)
         columns = start[:, None] + torch.arange(int(width.max()), device=row.device)  # (R, W)
         real = columns < (start + width)[:, None]  # (R, W)
-        hidden = real & (columns >= origin[:, None])  # (R, W)
+        masked = real & (columns >= origin[:, None])  # (R, W)
         tokens = rows.ids[row[:, None], columns.clamp(max=rows.ids.shape[1] - 1)]  # (R, W)
-        return cls(row, start, origin, width, tokens.masked_fill(hidden | ~real, -1), hidden, torch.zeros_like(row))
+        return cls(row, start, origin, width, tokens.masked_fill(masked | ~real, -1), masked, torch.zeros_like(row))
 
     def __len__(self) -> int:
         return len(self.row)
 
     @property
     def columns(self) -> torch.Tensor:
-        """The row's column of each cell, (R, W)."""
-        return self.start[:, None] + torch.arange(self.hidden.shape[1], device=self.start.device)
+        """The row's column of each position, (R, W)."""
+        return self.start[:, None] + torch.arange(self.masked.shape[1], device=self.start.device)
 
     @cached_property
-    def hidden_at(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(lane, cell) of each hidden cell, (C,) each, in the order of hidden.nonzero(); kept, as it is a host sync."""
-        lane, cell = self.hidden.nonzero().unbind(1)
-        return lane, cell
+    def masked_at(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(lane, position) of each masked position, (C,) each, in the order of masked.nonzero(); kept, as it is a host
+        sync.
+        """
+        lane, position = self.masked.nonzero().unbind(1)
+        return lane, position
 
     def reveal(self: Self, pick: torch.Tensor, tokens: torch.Tensor, memory: tuple[torch.Tensor, ...]) -> Self:
         """The lanes after a step: `tokens` (R, W) shown at `pick` (R, W)."""
         return dataclasses.replace(
             self,
             tokens=torch.where(pick, tokens, self.tokens),
-            hidden=self.hidden & ~pick,
+            masked=self.masked & ~pick,
             step=self.step + 1,
             memory=memory,
         )
 
-    def show(self: Self, tokens: torch.Tensor, hidden: torch.Tensor) -> Self:
-        """Fresh lanes with `hidden` (R, W) of their cells still hidden and `tokens` (R, W) at the others."""
-        shown = torch.where(self.hidden & ~hidden, tokens, self.tokens)  # (R, W)
-        return dataclasses.replace(self, hidden=hidden, tokens=shown)
+    def show(self: Self, tokens: torch.Tensor, masked: torch.Tensor) -> Self:
+        """Fresh lanes with `masked` (R, W) of their positions still masked and `tokens` (R, W) at the others."""
+        shown = torch.where(self.masked & ~masked, tokens, self.tokens)  # (R, W)
+        return dataclasses.replace(self, masked=masked, tokens=shown)
 
     def select(self: Self, keep: torch.Tensor | slice) -> Self:
         """The lanes at `keep`: a boolean plane (R,), indices, or a slice."""
@@ -114,14 +118,14 @@ class Lanes:
 
     def concat(self: Self, other: Self) -> Self:
         """These lanes, then the others. W is the larger of the two; lanes without memory get zeros."""
-        wide = max(self.hidden.shape[1], other.hidden.shape[1])
+        wide = max(self.masked.shape[1], other.masked.shape[1])
         memory = tuple(
             torch.cat([_widen(plane, wide, 0), _widen(added, wide, 0)])
             for plane, added in zip(self._memory_like(other), other._memory_like(self), strict=True)
         )
         planes = {
             "tokens": torch.cat([_widen(self.tokens, wide, -1), _widen(other.tokens, wide, -1)]),
-            "hidden": torch.cat([_widen(self.hidden, wide, False), _widen(other.hidden, wide, False)]),
+            "masked": torch.cat([_widen(self.masked, wide, False), _widen(other.masked, wide, False)]),
         }
         rest = {
             name: torch.cat([getattr(self, name), getattr(other, name)])
@@ -131,7 +135,7 @@ class Lanes:
 
     def _memory_like(self, other: Lanes) -> tuple[torch.Tensor, ...]:
         """This memory, or zeros in the shapes of the other lanes' memory."""
-        return self.memory or tuple(plane.new_zeros(*self.hidden.shape, *plane.shape[2:]) for plane in other.memory)
+        return self.memory or tuple(plane.new_zeros(*self.masked.shape, *plane.shape[2:]) for plane in other.memory)
 
 
 def _widen(plane: torch.Tensor, wide: int, fill: float) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Results: the score of one window, the counts of a run, and the accumulator that is filled while lanes are revealed.
 
-Shapes: N windows, L row length, R lanes, W block width, P picked cells.
+Shapes: N windows, L row length, R lanes, W block width, P picked positions.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class WindowScore:
     token_logprobs: tuple[float, ...] = ()
     nfe: int | None = None  # rule steps, summed over blocks; None: more than one order
     near_ties: int | None = None  # steps whose pick float noise could change; None: the rule does not know
-    all_mask_starts: int = 0  # steps at which the row showed only [MASK], so that all hidden cells tied exactly
+    all_mask_starts: int = 0  # steps at which the row showed only [MASK], so that all masked positions tied exactly
     # if `traced`, per target token when it was revealed: the log-odds of P1, P1 - P2, and the entropy in nats
     confidence: tuple[float, ...] = ()
     margin: tuple[float, ...] = ()
@@ -53,7 +53,7 @@ class Sample(WindowScore):
     tail: int = 0  # positions never revealed: generation stopped early, or the prompt had a tail
 
     @classmethod
-    def of(cls, scored: WindowScore, tokens: tuple[int, ...], tail: int) -> Sample:
+    def from_score(cls, scored: WindowScore, tokens: tuple[int, ...], tail: int) -> Sample:
         """A sample from its score and its tokens."""
         return cls(**vars(scored), tokens=tokens, tail=tail)
 
@@ -111,7 +111,7 @@ class ScoreAccumulator:
         count, length = rows.ids.shape
         device = rows.ids.device
         self.origin, self.target = rows.origin.tolist(), rows.target.tolist()
-        self.length = length  # the column of cells that are not picked
+        self.length = length  # the column of positions that are not picked
         self.log_probs = torch.full((count, length + 1), math.nan, dtype=torch.float64, device=device)  # (N, L + 1)
         self.reveal_steps = torch.full((count, length + 1), -1, dtype=torch.int32, device=device)  # (N, L + 1)
         self.sums = torch.zeros(count, 5, dtype=torch.int64, device=device)  # (N, 5) as in `add`
@@ -129,9 +129,9 @@ class ScoreAccumulator:
         log_prob: torch.Tensor,
     ) -> None:
         """Add one step of `lanes`: log-probs (R, W) and steps at the picks; NFE, near ties, all-mask starts."""
-        pick, lead = decision.pick, decision.lead
+        pick, decision_margin = decision.pick, decision.decision_margin
         missed = ((tokens != predictions.argmax) & pick).any(1)  # (R,)
-        near_tie = torch.zeros_like(missed) if lead is None else ~(lead >= NEAR_TIE)  # (R,)
+        near_tie = torch.zeros_like(missed) if decision_margin is None else ~(decision_margin >= NEAR_TIE)  # (R,)
         step = torch.ones_like(missed)  # (R,)
         sums = torch.stack([pick.sum(1), step, missed, near_tie, predictions.all_mask], 1).long()  # (R, 5)
         row, column = lanes.row[:, None].expand_as(pick), torch.where(pick, lanes.columns, self.length)  # (R, W)
@@ -141,7 +141,7 @@ class ScoreAccumulator:
             plane.index_put_((row, column), getattr(predictions, name).double())
         # on out-of-memory before this line, the step is taken again and writes the same values
         self.sums.index_add_(0, lanes.row, sums)
-        self.has_margins &= lead is not None
+        self.has_margins &= decision_margin is not None
 
     def take(self, finished: Lanes) -> Iterator[tuple[int, WindowScore]]:
         """(row, score) of each window that has no lane left."""
@@ -193,4 +193,4 @@ class SampleAccumulator(ScoreAccumulator):
         for row, scored in super().take(finished):
             tokens = self.tokens(row)
             prompt = self.prompts[row]
-            yield row, Sample.of(scored, tokens, prompt.tail + len(prompt.target) - len(tokens))
+            yield row, Sample.from_score(scored, tokens, prompt.tail + len(prompt.target) - len(tokens))

@@ -62,7 +62,7 @@ class RevealLoop:
             while active is not None or queue:
                 active = self._refill(view, rule, active, queue)
                 active = self._step_or_halve(view, rule, active, queue, choose, results, numbers)
-                finished = ~active.hidden.any(1)  # (R,)
+                finished = ~active.masked.any(1)  # (R,)
                 if finished.any():
                     done, active = active.select(finished), active.select(~finished)
                     active = active if len(active) else None
@@ -125,7 +125,7 @@ class RevealLoop:
         if not self.denoiser.splits_head:
             values = cost * self.denoiser.vocab_size
         elif rule.dense_memory:
-            values = 4 * max(part.hidden.shape[1] for part in lanes) * self.denoiser.vocab_size
+            values = 4 * max(part.masked.shape[1] for part in lanes) * self.denoiser.vocab_size
         return self.budget.rows(cost, values)
 
     def _halve(self) -> None:
@@ -149,7 +149,7 @@ class RevealLoop:
         try:
             predictions = view(lanes)
             if choose.teacher_forced:
-                predictions.expect(choose(predictions, lanes, lanes.hidden))
+                predictions.expect(choose(predictions, lanes, lanes.masked))
             decision = decide(rule, predictions, lanes, numbers)
             tokens = choose(predictions, lanes, decision.pick)  # (R, W)
             log_prob = predictions.log_prob(tokens)  # (R, W)
@@ -169,7 +169,7 @@ def decide(rule: rules.Rule, predictions: Predictions | None, lanes: Lanes, numb
     try:
         decision = rule(cast("Predictions", predictions), lanes)
         picked = decision.pick.any(1)  # (R,)
-        if not rule.may_wait and not picked.all():
+        if not rule.may_pick_none and not picked.all():
             raise RuleStalled(f"Rule {rule} picked nothing.", lane=int((~picked).nonzero()[0]))
     except RuleStalled as error:
         window = numbers[int(lanes.row[error.lane])]

@@ -4,8 +4,8 @@
 
     estimator    lanes                                        how log-probabilities combine
     duel, ar     every block of every window (duel.py)        sum over picks
-    lattice      every set of hidden cells of every block     max, mixture or mean over orders (lattice.py)
-    elbo         random sets of hidden cells of every span    weighted sum (elbo.py)
+    lattice      every set of masked positions of every block     max, mixture or mean over orders (lattice.py)
+    elbo         random sets of masked positions of every span    weighted sum (elbo.py)
 
 Shapes: N windows, L row length, R lanes, W block width.
 """
@@ -37,7 +37,7 @@ from lm_eval_duel.estimators.registry import ESTIMATORS
 BUCKET = 8  # network calls that the windows of one bucket fill, if windows are taken in the order given
 
 IndexedScores: TypeAlias = Iterator[tuple[int, WindowScore]]  # (index, score) of each window as it is finished
-Place: TypeAlias = tuple[int, int, int]  # (row, first column, width) of a block
+BlockSpan: TypeAlias = tuple[int, int, int]  # (row, first column, width) of a block
 
 
 class Ranks(Protocol):
@@ -73,7 +73,7 @@ class WindowGroup:
     def targets(self) -> Targets:
         return Targets(self.rows)
 
-    def fresh(self, places: list[Place]) -> Lanes:
+    def fresh(self, places: list[BlockSpan]) -> Lanes:
         """Fresh lanes at (row, first column, width)."""
         return fresh(self.rows, places)
 
@@ -216,11 +216,11 @@ class Estimator(abc.ABC):
                 yield from ((n, score) for n in equal[opened.windows[row]])
 
     def _open(self, windows: list[Window], numbers: list[int]) -> WindowGroup:
-        rows = Rows.of(windows, self.denoiser.device)
+        rows = Rows.from_windows(windows, self.denoiser.device)
         return WindowGroup(windows, numbers, rows, self.denoiser.open(rows))
 
     def _evaluate(self, group: WindowGroup, states: Iterable[Lanes], results: Accumulator) -> IndexedScores:
-        """Evaluate each of the `states` once, at all of its hidden cells."""
+        """Evaluate each of the `states` once, at all of its masked positions."""
         queue = Queue(states)
         for finished in self._loop.run(group.view, EvaluateAll(), queue, group.targets, results, group.numbers):
             yield from results.take(finished)
@@ -242,21 +242,21 @@ class Estimator(abc.ABC):
         """How many lanes of a window can be evaluated side by side."""
         return len(self.blocks(window))
 
-    def _places(self, group: WindowGroup) -> list[Place]:
+    def _places(self, group: WindowGroup) -> list[BlockSpan]:
         """(row, first column, width) of every block."""
         return [(n, *place) for n, window in enumerate(group.windows) for place in self.blocks(window)]
 
 
-def fresh(rows: Rows, places: list[Place]) -> Lanes:
+def fresh(rows: Rows, places: list[BlockSpan]) -> Lanes:
     """Fresh lanes at (row, first column, width)."""
     return Lanes.fresh(rows, *torch.tensor(places, device=rows.ids.device).unbind(1))
 
 
 @dataclasses.dataclass(frozen=True)
 class EvaluateAll(rules.Rule):
-    """Picks every hidden cell, for states that are evaluated once."""
+    """Picks every masked position, for states that are evaluated once."""
 
     name: ClassVar[str] = "all"
 
     def __call__(self, predictions: Predictions, lanes: Lanes) -> rules.Decision:
-        return rules.certain(lanes.hidden)
+        return rules.certain(lanes.masked)

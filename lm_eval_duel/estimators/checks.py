@@ -88,23 +88,23 @@ def check_every_order(denoiser: Denoiser, name: str) -> None:
         raise DuelError("An autoregressive network has one order: use estimator=ar.")
     if denoiser.seeds_blocks:
         raise DuelError(
-            f"estimator={name} evaluates states in which a block's first token is hidden and later ones are revealed. "
+            f"estimator={name} evaluates states in which a block's first token is masked and later ones are revealed. "
             "This network's sampler has no such state: it reveals each block's first token alone. To score the sampler "
             "that predicts it like the others of its block (vLLM's), pass first_token=block."
         )
     if denoiser.shift and denoiser.cache:
         raise DuelError(
-            f"estimator={name} evaluates states in which a block's first token is hidden and later ones are revealed. "
-            f"This network reads that token from the cell before the block, which cache={denoiser.cache} evaluates at "
-            "the block's start alone. Leave cache out."
+            f"estimator={name} evaluates states in which a block's first token is masked and later ones are revealed. "
+            f"This network reads that token from the position before the block, which cache={denoiser.cache} "
+            "evaluates at the block's start alone. Leave cache out."
         )
 
 
 def check_lattice_block(denoiser: Denoiser, block: int | None, name: str) -> None:
-    """Raise DuelError for a block that is too large for estimator `name`, which evaluates all sets of its cells."""
+    """Raise DuelError for a block that is too large for estimator `name`, which evaluates all sets of its positions."""
     if block is None or block > LATTICE_BLOCK:
         raise DuelError(
-            f"estimator={name} evaluates all revealed sets of a block, at most {LATTICE_BLOCK} cells (4,095 "
+            f"estimator={name} evaluates all revealed sets of a block, at most {LATTICE_BLOCK} positions (4,095 "
             f"sets); the block in force is {'the whole target' if block is None else block}. "
             + ("This network has only this block." if denoiser.block else "Use block=4, or 8 at 8.5 times the cost.")
         )
@@ -132,7 +132,7 @@ def check_two_phase(denoiser: Denoiser, rule: rules.Rule, cache: str) -> None:
     if denoiser.shift and not isinstance(rule, rules.SeedFirst):
         raise DuelError(
             f"estimator=two_phase scores every block under cache={cache}, and this network predicts a block's first "
-            "token from the cell before the block, which the cache evaluates at the block's start alone. Pass "
+            "token from the position before the block, which the cache evaluates at the block's start alone. Pass "
             "seed_first=true, which is another rule, or use estimator=duel."
         )
 

@@ -1,13 +1,14 @@
 """What windows will cost under each way to score them: counted, not run.
 
-    method       a block of m hidden cells, k revealed at a step, in a row of L cells
-    exact        ceil(m / k) rows of L cells (bidirectional); of the block's own cells, after one pass over the clean
-                 cells (block-causal, causal prefix); the whole row once (causal)
-    prefix       one row of L cells, then ceil(m / k) - 1 rows from the block's start on
-    dual         one row of L cells, then ceil(m / k) - 1 rows of the block's cells
+    method       a block of m masked positions, k revealed at a step, in a row of L positions
+    exact        ceil(m / k) rows of L positions (bidirectional); of the block's own positions, after one pass over the
+    clean
+                 positions (block-causal, causal prefix); the whole row once (causal)
+    prefix       one row of L positions, then ceil(m / k) - 1 rows from the block's start on
+    dual         one row of L positions, then ceil(m / k) - 1 rows of the block's positions
     two_phase    dual, and a share of the blocks exact as well
-    elbo         for each draw one row of L cells (bidirectional), or of each block's cells (by blocks)
-    lattice      2^m - 1 rows of L cells (bidirectional), or of the block's own cells (by blocks)
+    elbo         for each draw one row of L positions (bidirectional), or of each block's positions (by blocks)
+    lattice      2^m - 1 rows of L positions (bidirectional), or of the block's own positions (by blocks)
 
 Rules with sub-blocks, a schedule of steps or `seed_first` take other steps; see `reveals`. Equal windows are scored
 once, and counted once. Equal rows of different windows, which a network call evaluates once, are not foreseen, nor is
@@ -37,14 +38,14 @@ from lm_eval_duel.rules.scheduled import Scheduled, even_counts
 class Cost:
     """What scoring takes.
 
-    `pairs`: queries times keys, summed over rows. `head`: cells at which the LM head runs. `weight`: what the rows take
-    of the tokens that a network call holds (`View.cost`, on a GPU). `longest`: calls that must follow each other.
+    `pairs`: queries times keys, summed over rows. `head`: positions at which the LM head runs. `weight`: what the rows
+    take of the tokens that a network call holds (`View.cost`, on a GPU). `longest`: calls that must follow each other.
     """
 
     blocks: float = 0
     nfe: float = 0  # rule steps
     rows: float = 0  # rows evaluated by the network
-    token_rows: float = 0  # cells of these rows
+    token_rows: float = 0  # positions of these rows
     pairs: float = 0.0
     head: float = 0.0
     weight: float = 0.0
@@ -83,12 +84,14 @@ class Setting:
     rule: Rule
     block: int | None
     grid: str
-    kept: int = 0  # numbers that a cache keeps per cell of a row
+    kept: int = 0  # numbers that a cache keeps per position of a row
 
-    def hidden(self, cells: int, width: int) -> list[int]:
-        """The hidden cells before each step of a block of `width` cells, the last `cells` of which are hidden."""
-        counts = reveals(self.rule, cells, width - cells)
-        return [cells - done for done in itertools.accumulate(counts[:-1], initial=0)]
+    def masked(self, positions: int, width: int) -> list[int]:
+        """The masked positions before each step of a block of `width` positions, the last `positions` of which are
+        masked.
+        """
+        counts = reveals(self.rule, positions, width - positions)
+        return [positions - done for done in itertools.accumulate(counts[:-1], initial=0)]
 
     @property
     def is_exact(self) -> bool:
@@ -98,34 +101,38 @@ class Setting:
     @property
     def is_bound(self) -> bool:
         """Whether one position a step is the most that the rule takes: not if it may reveal nothing at a step."""
-        return not self.rule.may_wait
+        return not self.rule.may_pick_none
 
     def places(self, window: Layout) -> list[tuple[int, int, int]]:
-        """(first column, width, hidden cells) of each block."""
+        """(first column, width, masked positions) of each block."""
         origin = window.context
         return [
             (start, width, start + width - max(start, origin))
             for start, width in blocks(origin, window.target, self.block, self.grid)
         ]
 
-    def head(self, hidden: Sequence[int]) -> int:
-        """Cells at which the head runs in a block: those that are hidden, or only the picks if the order is fixed."""
-        return hidden[0] if inner(self.rule).fixed else sum(hidden)
+    def head(self, masked: Sequence[int]) -> int:
+        """Positions at which the head runs in a block: those that are masked, or only the picks if the order is
+        fixed.
+        """
+        return masked[0] if inner(self.rule).fixed else sum(masked)
 
 
-def reveals(rule: Rule, cells: int, first: int) -> list[int]:
-    """How many cells each step of a block reveals, if the cells from `first` on are hidden; one each if not known."""
+def reveals(rule: Rule, positions: int, first: int) -> list[int]:
+    """How many positions each step of a block reveals, if the positions from `first` on are masked; one each if not
+    known.
+    """
     if isinstance(rule, SeedFirst):  # a block that begins inside the context has no first token of its own
         if first:
-            return reveals(rule.rule, cells, first)
-        return [1, *reveals(rule.rule, cells - 1, 1)] if cells else []
+            return reveals(rule.rule, positions, first)
+        return [1, *reveals(rule.rule, positions - 1, 1)] if positions else []
     if isinstance(rule, SubBlock):
-        parts = Counter(cell // rule.sub_block for cell in range(first, first + cells))
+        parts = Counter(position // rule.sub_block for position in range(first, first + positions))
         return [count for part in parts.values() for count in reveals(rule.rule, part, 0)]
     if isinstance(rule, Scheduled):
-        return even_counts(cells, rule.steps)  # type: ignore[attr-defined]
+        return even_counts(positions, rule.steps)  # type: ignore[attr-defined]
     k = rule.k if isinstance(rule, Counted) else 1
-    return [min(k, cells - done) for done in range(0, cells, k)]
+    return [min(k, positions - done) for done in range(0, positions, k)]
 
 
 def exact(setting: Setting, window: Layout) -> Cost:
@@ -135,23 +142,23 @@ def exact(setting: Setting, window: Layout) -> Cost:
     if setting.denoiser.by_blocks:
         return _by_blocks(setting, window)
     total, length = Cost(), window.length
-    for _, width, cells in setting.places(window):
-        hidden = setting.hidden(cells, width)
-        steps = len(hidden)
+    for _, width, positions in setting.places(window):
+        masked = setting.masked(positions, width)
+        steps = len(masked)
         tokens = steps * length
-        total += Cost(1, steps, steps, tokens, tokens * length, setting.head(hidden), tokens, steps)
+        total += Cost(1, steps, steps, tokens, tokens * length, setting.head(masked), tokens, steps)
     return dataclasses.replace(total, longest=int(total.nfe)) if setting.rule.spans_blocks else total
 
 
 def cached(setting: Setting, window: Layout, cache: str) -> Cost:
-    """`cache=prefix` or `dual`: the whole row at a block's start, later the cells that the cache leaves out."""
+    """`cache=prefix` or `dual`: the whole row at a block's start, later the positions that the cache leaves out."""
     total, length = Cost(), window.length
-    for start, width, cells in setting.places(window):
-        hidden = setting.hidden(cells, width)
-        steps, later = len(hidden), width if cache == "dual" else length - start
+    for start, width, positions in setting.places(window):
+        masked = setting.masked(positions, width)
+        steps, later = len(masked), width if cache == "dual" else length - start
         tokens, pairs = length + (steps - 1) * later, length**2 + (steps - 1) * later * length
         weight = length + (steps - 1) * max(later, -(-length * setting.kept // GPU_KEPT))
-        total += Cost(1, steps, steps, tokens, pairs, setting.head(hidden), weight, steps)
+        total += Cost(1, steps, steps, tokens, pairs, setting.head(masked), weight, steps)
     return total
 
 
@@ -165,7 +172,7 @@ def elbo(setting: Setting, window: Layout, samples: int) -> Cost:
     """The Monte Carlo ELBO with `samples` draws of each span (the whole target, or each block)."""
     spans, length = setting.places(window), window.length
     total = Cost(blocks=len(spans), longest=1)
-    head = samples * sum((cells + 1) / 2 for _, _, cells in spans)
+    head = samples * sum((positions + 1) / 2 for _, _, positions in spans)
     if setting.denoiser.by_blocks:
         states = {start: [samples] for start, _, _ in spans}
         return dataclasses.replace(total + _blocks_of(setting, window, states), head=head)
@@ -175,10 +182,10 @@ def elbo(setting: Setting, window: Layout, samples: int) -> Cost:
 
 
 def lattice(setting: Setting, window: Layout) -> Cost:
-    """The estimators over all orders: every set of hidden cells of a block once, 2^m - 1 of them."""
+    """The estimators over all orders: every set of masked positions of a block once, 2^m - 1 of them."""
     spans, length = setting.places(window), window.length
-    states = {start: [2**cells - 1] for start, _, cells in spans}
-    head = sum(cells * 2.0 ** (cells - 1) for _, _, cells in spans)
+    states = {start: [2**positions - 1] for start, _, positions in spans}
+    head = sum(positions * 2.0 ** (positions - 1) for _, _, positions in spans)
     total = Cost(blocks=len(spans), longest=1)
     if setting.denoiser.by_blocks:
         return dataclasses.replace(total + _blocks_of(setting, window, states), head=head)
@@ -195,15 +202,15 @@ def _causal(window: Layout) -> Cost:
 
 def _by_blocks(setting: Setting, window: Layout) -> Cost:
     total, states = Cost(), {}
-    for start, width, cells in setting.places(window):
-        hidden = setting.hidden(cells, width)
-        states[start] = [1] * len(hidden)
-        total += Cost(1, len(hidden), head=setting.head(hidden), longest=len(hidden))
+    for start, width, positions in setting.places(window):
+        masked = setting.masked(positions, width)
+        states[start] = [1] * len(masked)
+        total += Cost(1, len(masked), head=setting.head(masked), longest=len(masked))
     return total + _blocks_of(setting, window, states)
 
 
 def _blocks_of(setting: Setting, window: Layout, states: dict[int, list[int]]) -> Cost:
-    """The clean cells once, and the states of each block (how many at each step), as `BlockCausalView` packs them.
+    """The clean positions once, and the states of each block (how many at each step), as `BlockCausalView` packs them.
 
     Blocks that begin within a stretch of columns share rows of the network.
     """

@@ -1,9 +1,9 @@
-"""How confident a network is of a drawn token, and how likely a cell is to draw a less confident one.
+"""How confident a network is of a drawn token, and how likely a position is to draw a less confident one.
 
 The score of a token grows with its probability p, and does not saturate near 1: log p up to p = 1/2, and
 log p - log(1 - p) - log 2 above.
 
-Shapes: R lanes, W block width, u rows of logits, c hidden cells, V tokens.
+Shapes: R lanes, W block width, u rows of logits, c masked positions, V tokens.
 """
 
 from __future__ import annotations
@@ -59,46 +59,49 @@ def untempered(denoiser: Denoiser) -> float:
 class Draws(NamedTuple):
     """The draws of some states, against the targets."""
 
-    score: torch.Tensor  # (R, W) of each cell's target
-    top: torch.Tensor  # (R, W) of each cell's most probable token
-    log_after: torch.Tensor  # (R, W, W) log p that the draw of a cell ranks after the target of another
-    log_quiet: torch.Tensor  # (R, W) log p that the draw of a cell does not exceed the threshold
+    score: torch.Tensor  # (R, W) of each position's target
+    top: torch.Tensor  # (R, W) of each position's most probable token
+    log_after: torch.Tensor  # (R, W, W) log p that the draw of a position ranks after the target of another
+    log_quiet: torch.Tensor  # (R, W) log p that the draw of a position does not exceed the threshold
 
 
 def compare(predictions: Predictions, targets: torch.Tensor, scale: float, tau: float, strict: bool) -> Draws:
-    """Every cell's draw against the targets (R, W) of all cells of its lane, and against the threshold `tau`, a score.
+    """Every position's draw against the targets (R, W) of all positions of its lane, and against the threshold `tau`, a
+    score.
 
-    One draw ranks after another if its score is smaller, or equal and its cell stands further right. `strict`: a draw
-    exceeds the threshold only if its score is larger. Values are NaN where nothing is hidden.
+    One draw ranks after another if its score is smaller, or equal and its position stands further right. `strict`: a
+    draw exceeds the threshold only if its score is larger. Values are NaN where nothing is masked.
     """
-    hidden = predictions.hidden
-    wide = hidden.shape[1]
-    planes = torch.full((3, *hidden.shape), math.nan, dtype=torch.float64, device=hidden.device)  # (3, R, W)
-    log_after = planes.new_full((*hidden.shape, wide), math.nan)  # (R, W, W)
+    masked = predictions.masked
+    wide = masked.shape[1]
+    planes = torch.full((3, *masked.shape), math.nan, dtype=torch.float64, device=masked.device)  # (3, R, W)
+    log_after = planes.new_full((*masked.shape, wide), math.nan)  # (R, W, W)
     for lanes, row, logits in predictions.by_lanes():
         of_row = scores(logits, scale)  # (u, V)
         score, p = of_row[row], logits.double().softmax(1)[row]  # (c, V) each
-        lane, cell = hidden[lanes].nonzero().unbind(1)  # (c,)
-        target = score.gather(1, targets[lanes][hidden[lanes]][:, None])[:, 0]  # (c,)
-        level = torch.full_like(hidden[lanes], math.nan, dtype=torch.float64)  # (r, W)
-        level[lane, cell] = target
+        lane, position = masked[lanes].nonzero().unbind(1)  # (c,)
+        target = score.gather(1, targets[lanes][masked[lanes]][:, None])[:, 0]  # (c,)
+        level = torch.full_like(masked[lanes], math.nan, dtype=torch.float64)  # (r, W)
+        level[lane, position] = target
         for other in range(wide):
             bound = level[lane, other]  # (c,)
-            bound = torch.where(cell > other, bound.nextafter(bound.new_tensor(math.inf)), bound)
+            bound = torch.where(position > other, bound.nextafter(bound.new_tensor(math.inf)), bound)
             mass = torch.where(score < bound[:, None], p, 0.0).sum(1)  # (c,)
-            log_after[lanes][lane, cell, other] = torch.where(bound.isnan(), bound, mass.log())
+            log_after[lanes][lane, position, other] = torch.where(bound.isnan(), bound, mass.log())
         quiet = score <= tau if strict else score < tau  # (c, V)
-        planes[0, lanes][lane, cell] = target
-        planes[1, lanes][lane, cell] = of_row.amax(1)[row]
-        planes[2, lanes][lane, cell] = torch.where(quiet, p, 0.0).sum(1).log()
+        planes[0, lanes][lane, position] = target
+        planes[1, lanes][lane, position] = of_row.amax(1)[row]
+        planes[2, lanes][lane, position] = torch.where(quiet, p, 0.0).sum(1).log()
     return Draws(planes[0], planes[1], log_after, planes[2])
 
 
 def token_scores(predictions: Predictions, tokens: torch.Tensor, scale: float) -> torch.Tensor:
-    """The score of the token at each hidden cell, for tokens (R, W), float64 (R, W); NaN where nothing is hidden."""
-    hidden = predictions.hidden
-    plane = torch.full_like(hidden, math.nan, dtype=torch.float64)  # (R, W)
+    """The score of the token at each masked position, for tokens (R, W), float64 (R, W); NaN where nothing is
+    masked.
+    """
+    masked = predictions.masked
+    plane = torch.full_like(masked, math.nan, dtype=torch.float64)  # (R, W)
     for lanes, row, logits in predictions.by_lanes():
-        ids = tokens[lanes][hidden[lanes]]  # (c,)
-        plane[lanes][hidden[lanes]] = scores(logits, scale)[row, ids]
+        ids = tokens[lanes][masked[lanes]]  # (c,)
+        plane[lanes][masked[lanes]] = scores(logits, scale)[row, ids]
     return plane

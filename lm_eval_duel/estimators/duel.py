@@ -29,7 +29,7 @@ from lm_eval_duel.engine.reveal import RevealLoop, decide
 from lm_eval_duel.engine.windows import Ids, Window, as_ids
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import gradients
-from lm_eval_duel.estimators.base import Estimator, IndexedScores, Place, Value, WindowGroup, fresh
+from lm_eval_duel.estimators.base import BlockSpan, Estimator, IndexedScores, Value, WindowGroup, fresh
 from lm_eval_duel.estimators.checks import check_rule, check_windows, rule_for
 from lm_eval_duel.estimators.replay import Replay
 
@@ -64,7 +64,7 @@ class Duel(Estimator):
         check_rule(denoiser, self.rule)
         super().__init__(denoiser, block, grid, batch_size, max_batch_size, traced)
         self._followed = rules.with_checks(
-            rules.in_turn(self.rule, self.block) if self.rule.spans_blocks else self.rule
+            rules.blockwise(self.rule, self.block) if self.rule.spans_blocks else self.rule
         )
 
     def blocks(self, window: Window) -> list[tuple[int, int]]:
@@ -80,7 +80,7 @@ class Duel(Estimator):
     def values(self, scored: WindowScore) -> dict[str, Value]:
         return {self.name: Value(scored.log_prob, nfe=scored.nfe)}
 
-    def under(self, denoiser: Denoiser) -> Duel:
+    def with_denoiser(self, denoiser: Denoiser) -> Duel:
         """The same rule and block on a wrapped network of the same kind, with shared counts."""
         twin = copy.copy(self)
         twin.denoiser, twin._loop = denoiser, RevealLoop(denoiser, self.budget)
@@ -148,7 +148,7 @@ class Duel(Estimator):
                 raise DuelError(f"Window {n} has {len(window.target)} target tokens but {len(order)} steps.")
             for start, width in self.blocks(window):
                 inside = set(order[max(0, start - context) : start - context + width])
-                if inside != set(range(len(inside))) and not self.rule.may_wait:
+                if inside != set(range(len(inside))) and not self.rule.may_pick_none:
                     raise DuelError(
                         f"Window {n}: the steps of a block must be 0..n-1 without gaps, not {sorted(inside)}."
                     )
@@ -200,14 +200,14 @@ class Duel(Estimator):
 
     # ------------------------------------------------------------ which lanes
 
-    def score_blocks(self, group: WindowGroup, places: list[Place]) -> IndexedScores:
+    def score_blocks(self, group: WindowGroup, places: list[BlockSpan]) -> IndexedScores:
         """The scores of some blocks alone, and of nothing for windows that have none among `places`.
 
         Positions outside these blocks have the log-probability NaN and the step -1.
         """
         lanes = group.fresh(places)
         results = ScoreAccumulator(group.rows, self.traced)
-        results.expected = torch.zeros_like(results.expected).index_add_(0, lanes.row, lanes.hidden.sum(1))  # (N,)
+        results.expected = torch.zeros_like(results.expected).index_add_(0, lanes.row, lanes.masked.sum(1))  # (N,)
         yield from self._run(group, self._followed, places, results)
 
     def _score_group(self, group: WindowGroup) -> IndexedScores:
@@ -217,7 +217,9 @@ class Duel(Estimator):
         """Every block of every window at once, under `rule`."""
         return self._run(group, rule, self._places(group), ScoreAccumulator(group.rows, self.traced))
 
-    def _run(self, group: WindowGroup, rule: rules.Rule, places: list[Place], results: Accumulator) -> IndexedScores:
+    def _run(
+        self, group: WindowGroup, rule: rules.Rule, places: list[BlockSpan], results: Accumulator
+    ) -> IndexedScores:
         if rule.fixed:
             yield from self._evaluate(group, self._steps(group, rule, places), results)
             return
@@ -225,11 +227,12 @@ class Duel(Estimator):
         for finished in self._loop.run(group.view, rule, queue, group.targets, results, group.numbers):
             yield from results.take(finished)
 
-    def _steps(self, group: WindowGroup, rule: rules.Rule, places: list[Place]) -> Iterator[Lanes]:
+    def _steps(self, group: WindowGroup, rule: rules.Rule, places: list[BlockSpan]) -> Iterator[Lanes]:
         """Every state of a fixed order, one batch of blocks after the other.
 
-        Only the picks are hidden in a state; cells that are neither hidden nor revealed show [MASK]. Under cache=prefix
-        a batch is one block: its states are evaluated from the same cell on, so a call of them wastes none.
+        Only the picks are masked in a state; positions that are neither masked nor revealed show [MASK]. Under
+        cache=prefix a batch is one block: its states are evaluated from the same position on, so a call of them wastes
+        none.
         """
         done, by_block = 0, self.denoiser.cache == "prefix"
         while done < len(places):
@@ -238,13 +241,13 @@ class Duel(Estimator):
             while len(lanes):
                 decision = decide(rule, None, lanes, group.numbers)
                 pick = decision.pick  # (R, W)
-                states = dataclasses.replace(lanes, hidden=pick, memory=())
-                if rule.may_wait:
+                states = dataclasses.replace(lanes, masked=pick, memory=())
+                if rule.may_pick_none:
                     states = states.select(pick.any(1))
                 if len(states):
                     yield states
                 lanes = lanes.reveal(pick, group.targets.of(lanes), decision.memory)
-                lanes = lanes.select(lanes.hidden.any(1))
+                lanes = lanes.select(lanes.masked.any(1))
 
     @torch.inference_mode()
     def _samples(
@@ -252,7 +255,7 @@ class Duel(Estimator):
     ) -> Iterator[tuple[int, Sample]]:
         for n, prompt in enumerate(prompts):
             if not prompt.target:
-                yield n, Sample.of(self.empty_score, (), prompt.tail)
+                yield n, Sample.from_score(self.empty_score, (), prompt.tail)
         for numbers in self._groups(prompts):
             yield from self._sample_group([prompts[n] for n in numbers], numbers, choose(numbers), stop)
 
@@ -260,7 +263,7 @@ class Duel(Estimator):
         self, prompts: list[Window], numbers: list[int], choose: Choose, stop: Stop | None
     ) -> Iterator[tuple[int, Sample]]:
         """One lane for each row: a finished block is committed, and the row's next block enters."""
-        rows = Rows.of(prompts, self.denoiser.device)
+        rows = Rows.from_windows(prompts, self.denoiser.device)
         view, results = self.denoiser.open(rows, generating=True), SampleAccumulator(rows, prompts, self.traced)
         blocks = [deque(self.blocks(prompt)) for prompt in prompts]  # of each row, those not started
         queue = Queue([fresh(rows, [(n, *left.popleft()) for n, left in enumerate(blocks)])])

@@ -1,13 +1,15 @@
 """The Monte Carlo ELBO: a lower bound of log p under uniformly random unmasking, with its standard error.
 
-A draw hides random cells of every span of a window (the whole target, or each block) and weights their log-probs:
+A draw hides random positions of every span of a window (the whole target, or each block) and weights their log-probs:
 
     form            hides                                  weight        from
-    count           l cells, l uniform in 1..m             m / l         LLaDA (Nie et al. 2025)
-    ratio           each cell with probability t           1 / t         MDLM, BD3-LM; t uniform in (eps, 1)
-    score_entropy   each cell with probability (1 - e) t   sigma'(t)     SEDD (Lou et al. 2024), its own loss; e = 1e-3
+    count           l positions, l uniform in 1..m             m / l         LLaDA (Nie et al. 2025)
+    ratio           each position with probability t           1 / t         MDLM, BD3-LM; t uniform in (eps, 1)
+    score_entropy   each position with probability (1 - e) t   sigma'(t)     SEDD (Lou et al. 2024), its own loss; e =
+    1e-3
 
-m is the number of cells of the span. Draws are stratified in t (or l) within a replicate, also across the spans of a
+m is the number of positions of the span. Draws are stratified in t (or l) within a replicate, also across the spans of
+a
 window: t = frac(shift + draw / draws + span phi), with phi the golden ratio. Replicates have independent shifts, so
 their spread gives the standard error. (The weights 1 / t have no finite variance: for ratios the error is an
 underestimate if no draw had a small t. Counts have no such tail.) All random numbers are functions of the seed and the
@@ -42,9 +44,9 @@ from lm_eval_duel.rules import Decision, rank
 log = logging.getLogger("lm_eval.duel_mdm")
 
 REPLICATES = 8  # the fewest for a standard error
-FEW = 12  # up to so many cells in a span, draws are often equal: equal ones are merged over all draws of the span
+FEW = 12  # up to so many positions in a span, draws are often equal: equal ones are merged over all draws of the span
 GOLDEN = (math.sqrt(5) - 1) / 2
-CELLS, SHIFT = 1, 2  # keys of the random numbers: which cells a draw hides, a replicate's shift
+POSITIONS, SHIFT = 1, 2  # keys of the random numbers: which positions a draw hides, a replicate's shift
 LAST = torch.iinfo(torch.int64).max
 
 
@@ -128,7 +130,7 @@ class Elbo(Estimator):
     def _open(self, windows: list[Window], numbers: list[int]) -> WindowGroup:
         if self.form != "score_entropy":
             return super()._open(windows, numbers)
-        rows = Rows.of(windows, self.denoiser.device)
+        rows = Rows.from_windows(windows, self.denoiser.device)
         return WindowGroup(windows, numbers, rows, self.denoiser.open_at(rows, lambda lanes: lanes.memory[1][:, 0]))
 
     def _score_group(self, group: WindowGroup) -> IndexedScores:
@@ -147,7 +149,7 @@ class Elbo(Estimator):
             count = max(1, room // self.samples)
             spans = group.fresh(places[done : done + count])
             nths = torch.tensor(nth[done : done + count], device=key.device)  # (r,)
-            few = spans.hidden.shape[1] <= FEW
+            few = spans.masked.shape[1] <= FEW
             for draws in torch.arange(self.samples, device=key.device).split(self.samples if few else room):
                 place = torch.arange(len(spans), device=key.device).repeat_interleave(len(draws))  # (R,)
                 draw = draws.repeat(len(spans))  # (R,)
@@ -161,20 +163,20 @@ class Elbo(Estimator):
     def _hide(
         self, group: WindowGroup, lanes: Lanes, key: torch.Tensor, span: torch.Tensor, draw: torch.Tensor
     ) -> Lanes:
-        """The lanes with the cells of `draw` (R,) hidden and the targets at the others.
+        """The lanes with the positions of `draw` (R,) masked and the targets at the others.
 
-        Their memory is the weight of each cell, and SEDD's noise level.
+        Their memory is the weight of each position, and SEDD's noise level.
         """
         replicate, strata = draw % self.replicates, self.samples // self.replicates  # (R,)
         key = key[lanes.row]  # (R,)
         shift = uniform(key, self.seed, SHIFT, replicate)  # (R,)
         t = (shift + (draw // self.replicates).double() / strata + span.double() * GOLDEN) % 1  # (R,)
-        keys = key[:, None], self.seed, CELLS, draw[:, None], lanes.columns - lanes.origin[:, None]  # (R, W)
+        keys = key[:, None], self.seed, POSITIONS, draw[:, None], lanes.columns - lanes.origin[:, None]  # (R, W)
         level = ()
         if self.form == "count":
-            m = lanes.hidden.sum(1)  # (R,)
+            m = lanes.masked.sum(1)  # (R,)
             count = 1 + (m * t).long().minimum(m - 1)  # (R,)
-            hidden = lanes.hidden & (rank(torch.where(lanes.hidden, hashed(*keys), LAST)) < count[:, None])
+            masked = lanes.masked & (rank(torch.where(lanes.masked, hashed(*keys), LAST)) < count[:, None])
             weight = m.double() / count  # (R,)
         else:
             t = self.eps + (1 - self.eps) * t
@@ -182,9 +184,9 @@ class Elbo(Estimator):
             if self.form == "score_entropy":
                 level = (self.denoiser.schedule(t),)  # (R,)
                 chance, weight = -torch.expm1(-level[0]), torch.expm1(level[0]) / t
-            hidden = lanes.hidden & (uniform(*keys) < chance[:, None])  # (R, W)
-        memory = tuple(plane[:, None].expand_as(hidden) for plane in (weight, *level))
-        return dataclasses.replace(group.targets.hide(lanes, hidden), memory=memory)
+            masked = lanes.masked & (uniform(*keys) < chance[:, None])  # (R, W)
+        memory = tuple(plane[:, None].expand_as(masked) for plane in (weight, *level))
+        return dataclasses.replace(group.targets.hide(lanes, masked), memory=memory)
 
     def _merged(self, lanes: Lanes, place: torch.Tensor, draw: torch.Tensor) -> Lanes:
         """The draws that hide something, equal ones of a span `place` (R,) once.
@@ -192,13 +194,13 @@ class Elbo(Estimator):
         Their weight becomes (R, W, S), by replicate. Draws with a noise level of their own are all different.
         """
         weight, *level = lanes.memory  # (R, W) each
-        first, number = distinct(place, lanes.hidden, draw) if level else distinct(place, lanes.hidden)
+        first, number = distinct(place, lanes.masked, draw) if level else distinct(place, lanes.masked)
         weights = weight.new_zeros(len(first), self.replicates)  # (r, S)
         weights.index_put_((number, draw % self.replicates), weight[:, 0], accumulate=True)
         kept = lanes.select(first)
-        planes = weights[:, None].expand(-1, kept.hidden.shape[1], -1), *(plane[first] for plane in level)
+        planes = weights[:, None].expand(-1, kept.masked.shape[1], -1), *(plane[first] for plane in level)
         kept = dataclasses.replace(kept, memory=planes)
-        return kept.select(kept.hidden.any(1))
+        return kept.select(kept.masked.any(1))
 
 
 class ElboAccumulator:
@@ -233,11 +235,11 @@ class ElboAccumulator:
         weight, *level = lanes.memory  # (R, W, S), (R, W)
         if level:
             log_prob = -score_entropy(level[0], log_prob, predictions.log_sum, self.elbo.denoiser.vocab_size - 1)
-        log_prob = torch.where(lanes.hidden, log_prob, 0.0)  # (R, W)
+        log_prob = torch.where(lanes.masked, log_prob, 0.0)  # (R, W)
         of_draw = log_prob.sum(1, keepdim=True)  # (R, 1)
-        # a replicate that did not draw these cells has weight 0, and log-probs may be infinite
+        # a replicate that did not draw these positions has weight 0, and log-probs may be infinite
         of_draw = torch.where(weight[:, 0] > 0, of_draw * weight[:, 0], 0.0)  # (R, S)
-        column = torch.where(lanes.hidden, lanes.columns, self.length)  # (R, W)
+        column = torch.where(lanes.masked, lanes.columns, self.length)  # (R, W)
         replicate = torch.arange(self.length + 1, self.log_probs.shape[1], device=column.device)  # (S,)
         column = torch.cat([column, replicate.expand(len(column), -1)], 1)  # (R, W + S)
         values = torch.cat([log_prob * weight.sum(2), of_draw], 1)  # (R, W + S)
@@ -252,7 +254,7 @@ class ElboAccumulator:
         return self._bounds(rows[self.waiting[rows] == 0].tolist())
 
     def rest(self) -> IndexedScores:
-        """The windows that have not been taken: their last draws had nothing hidden."""
+        """The windows that have not been taken: their last draws had nothing masked."""
         return self._bounds((self.waiting == 0).nonzero()[:, 0].tolist())
 
     def _bounds(self, rows: list[int]) -> IndexedScores:
@@ -274,7 +276,7 @@ class ElboAccumulator:
 
 
 def score_entropy(sigma: torch.Tensor, log_prob: torch.Tensor, log_sum: torch.Tensor, tokens: int) -> torch.Tensor:
-    """SEDD's loss at hidden cells (Lou et al. 2024, eq. 5, absorbing graph), from log-probabilities and the log of
+    """SEDD's loss at masked positions (Lou et al. 2024, eq. 5, absorbing graph), from log-probabilities and the log of
     the logits' sum:
 
         sum_v s_v - r log s_x + r (log r - 1),   s_v = exp(logit_v) / (expm1(sigma) n),   r = 1 / expm1(sigma)
@@ -305,5 +307,5 @@ def resolve_form(denoiser: Denoiser, form: str, block: int | None) -> str:
     if form == "score_entropy" and not sedd:
         raise DuelError("elbo_form=score_entropy is SEDD's own loss and this network is not SEDD; use count or ratio.")
     if form == "score_entropy" and block is not None:
-        raise DuelError("elbo_form=score_entropy hides cells of the whole target; use elbo_block=none with it.")
+        raise DuelError("elbo_form=score_entropy hides positions of the whole target; use elbo_block=none with it.")
     return form

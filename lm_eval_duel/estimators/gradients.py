@@ -5,7 +5,7 @@
 The states are token ids, so no gradient passes from one step to another: the gradient of the sum is the sum of the
 steps' gradients. Each call is followed by its own `backward`, and no graph outlives it.
 
-Shapes: N windows, R lanes, W block width, C hidden cells, U rows of features that the LM head runs on, V tokens.
+Shapes: N windows, R lanes, W block width, C masked positions, U rows of features that the LM head runs on, V tokens.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ def accumulate(
 
 
 def log_prob_of(denoiser: Denoiser, view: View, lanes: Lanes, targets: Targets) -> torch.Tensor:
-    """log p of the targets at the hidden cells of each lane, summed, with its graph, float64 (R,)."""
-    cells = view.cells(lanes)
-    logits = denoiser.head(cells.features)  # (U, V)
+    """log p of the targets at the masked positions of each lane, summed, with its graph, float64 (R,)."""
+    positions = view.positions(lanes)
+    logits = denoiser.head(positions.features)  # (U, V)
     logits = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
     log_p = logits.index_fill(1, denoiser.excluded.nonzero()[:, 0], -torch.inf).log_softmax(1)
-    token = targets.of(lanes)[lanes.hidden]  # (C,)
-    values = log_p[cells.index, token].double()  # (C,)
-    return values.new_zeros(len(lanes)).index_add(0, lanes.hidden.nonzero()[:, 0], values)
+    token = targets.of(lanes)[lanes.masked]  # (C,)
+    values = log_p[positions.index, token].double()  # (C,)
+    return values.new_zeros(len(lanes)).index_add(0, lanes.masked.nonzero()[:, 0], values)
 
 
 def _require_gradient(log_prob: torch.Tensor, lanes: Lanes, numbers: Sequence[int]) -> None:

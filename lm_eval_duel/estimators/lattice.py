@@ -1,7 +1,7 @@
-"""The lattice: every set of revealed cells of a block, evaluated once. All orders of a block are paths through it.
+"""The lattice: every set of revealed positions of a block, evaluated once. All orders of a block are paths through it.
 
-For a block with m hidden cells, w(H, j) is log p of the target token at cell j while the cells H are hidden and the
-targets show elsewhere: 2^m - 1 states instead of m! orders of m steps. Summed over blocks:
+For a block with m masked positions, w(H, j) is log p of the target token at position j while the positions H are masked
+and the targets show elsewhere: 2^m - 1 states instead of m! orders of m steps. Summed over blocks:
 
     oracle      max over orders of sum w       it sees the targets: NOT a likelihood, and no sampler attains it
     mixture     log of the mean over orders    the exact likelihood of a uniformly random order inside blocks
@@ -10,8 +10,8 @@ targets show elsewhere: 2^m - 1 states instead of m! orders of m steps. Summed o
 
 elbo_exact <= mixture <= oracle, and oracle >= every one-at-a-time rule.
 
-Shapes: N windows, L row length, R lanes, W block width, B blocks of a chunk, m hidden cells, S = 2^m states (number:
-the sum of 2^q over hidden cells q), F rules.
+Shapes: N windows, L row length, R lanes, W block width, B blocks of a chunk, m masked positions, S = 2^m states
+(number: the sum of 2^q over masked positions q), F rules.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Lattice(Estimator):
     """All orders inside the blocks of each window.
 
     `value`: which of elbo_exact, mixture and oracle is the score's `log_prob`. `follow`: state-only rules whose paths
-    are scored as well. `block`: at most 12 cells. Other arguments as in `Estimator`.
+    are scored as well. `block`: at most 12 positions. Other arguments as in `Estimator`.
 
     Raises:
         DuelError: the block is too large, a rule is not state-only, or the network is autoregressive.
@@ -109,7 +109,7 @@ class LatticeAccumulator(SubsetAccumulator):
         self.rules, self.value, self.traced = lattice.rules, lattice.name, lattice.traced
         count, length = group.rows.ids.shape
         like = torch.zeros(count, length + 1, dtype=torch.float64, device=group.rows.ids.device)  # (N, L + 1)
-        self.dump = length  # the column of cells that do not exist
+        self.dump = length  # the column of positions that do not exist
         self.totals = like.new_zeros(count, len(LATTICE))  # (N, 3)
         self.mean = torch.zeros_like(like)  # (N, L + 1) each column's share of elbo_exact
         self.best = Orders(like, self.traced)
@@ -133,36 +133,36 @@ class LatticeAccumulator(SubsetAccumulator):
     ) -> None:
         """Enter the log-probs of these states, and what each rule would pick."""
         located = self.locate(lanes)
-        block, state, cell = located.block, located.state, located.cell
+        block, state, position = located.block, located.state, located.position
         planes = [log_prob, *(getattr(predictions, name).double() for name in STATISTICS if self.traced)]
         decided = [decide(rule, predictions, lanes, self.group.numbers) for rule in self.rules]
-        following = [number_of(lanes.hidden & ~choice.pick, cell) for choice in decided]  # (R,) each
-        lane, at = lanes.hidden.nonzero().unbind(1)  # (C,)
+        following = [number_of(lanes.masked & ~choice.pick, position) for choice in decided]  # (R,) each
+        lane, at = lanes.masked.nonzero().unbind(1)  # (C,)
         counts = []
         for n in located.chunk.unique().tolist():
             chunk, mine = self.chunks[n], located.chunk == n  # (R,)
             r, w = lane[mine[lane]], at[mine[lane]]  # (c,)
             for table, plane in zip([chunk.log_probs, *chunk.statistics], planes, strict=True):
-                table[block[r], state[r], cell[r, w]] = plane[r, w]
+                table[block[r], state[r], position[r, w]] = plane[r, w]
             for f, choice in enumerate(decided):
                 chunk.after[f, block[mine], state[mine]] = following[f][mine]
-                if choice.lead is not None:
-                    chunk.near_tie[f, block[mine], state[mine]] = ~(choice.lead[mine] >= rules.NEAR_TIE)
+                if choice.decision_margin is not None:
+                    chunk.near_tie[f, block[mine], state[mine]] = ~(choice.decision_margin[mine] >= rules.NEAR_TIE)
             counts.append((chunk, int(mine.sum())))
         # on out-of-memory before this line, the states are evaluated again and the same values written
         for chunk, count in counts:
             chunk.waiting -= count
         for f, choice in enumerate(decided):
-            self.has_margins[f] &= choice.lead is not None
+            self.has_margins[f] &= choice.decision_margin is not None
 
     def fold(self, chunk: LatticeChunk) -> None:
         """From the states of some blocks to the log-probs of their orders."""
         lanes, table = chunk.lanes, chunk.log_probs
-        full = (1 << lanes.hidden.sum(1)) - 1  # (B,)
+        full = (1 << lanes.masked.sum(1)) - 1  # (B,)
         values, share, best = fold(table, full)  # (B, 3), (B, m), (B, S)
         column = torch.full(share.shape, self.dump, device=full.device)  # (B, m)
-        b, w = lanes.hidden.nonzero().unbind(1)  # (X,)
-        column[b, cell_of(lanes.hidden)[b, w]] = lanes.columns[b, w]
+        b, w = lanes.masked.nonzero().unbind(1)  # (X,)
+        column[b, cell_of(lanes.masked)[b, w]] = lanes.columns[b, w]
         self.totals.index_put_((lanes.row,), values, accumulate=True)
         self.mean[lanes.row[:, None], column] = share
         follow(chunk, column, full, best, torch.zeros_like(best, dtype=torch.bool), self.best)

@@ -1,7 +1,7 @@
 """A `Duel` that knows what its network calls cost, and for which windows.
 
 One call may hold blocks of many windows. Its forwards and seconds are shared out to the windows in proportion to the
-token-rows that each has in it: for a lane the cells of its row, or under a cache those of a later step.
+token-rows that each has in it: for a lane the positions of its row, or under a cache those of a later step.
 
 Shapes: N windows, R lanes, W block width.
 """
@@ -19,7 +19,7 @@ from lm_eval_duel.denoisers.predictions import Predictions
 from lm_eval_duel.engine.lanes import Lanes
 from lm_eval_duel.engine.results import Accumulator, WindowScore
 from lm_eval_duel.engine.windows import Window
-from lm_eval_duel.estimators.base import IndexedScores, Place, WindowGroup
+from lm_eval_duel.estimators.base import BlockSpan, IndexedScores, WindowGroup
 from lm_eval_duel.estimators.duel import Duel
 from lm_eval_duel.estimators.phases import Cost
 
@@ -41,7 +41,9 @@ class Metered(Duel):
         costs, self._windows = self._windows, {}
         return costs
 
-    def _run(self, group: WindowGroup, rule: rules.Rule, places: list[Place], results: Accumulator) -> IndexedScores:
+    def _run(
+        self, group: WindowGroup, rule: rules.Rule, places: list[BlockSpan], results: Accumulator
+    ) -> IndexedScores:
         meter, evaluated = Meter(results, group, self.denoiser.cache), group.view.evaluated
         try:
             for indexed in super()._run(group, rule, places, meter):
@@ -116,7 +118,7 @@ class Meter:
         self._uncharged = 0.0
 
     def _token_rows(self, lanes: Lanes) -> torch.Tensor:
-        """The cells that one step evaluates of each lane, (R,)."""
+        """The positions that one step evaluates of each lane, (R,)."""
         length = self._length[lanes.row]  # (R,)
         if self._cache is None:
             return length

@@ -60,7 +60,7 @@ class Phases(NamedTuple):
     full_token_rows: int = 0  # of all blocks without the cache
 
     @classmethod
-    def of(
+    def from_blocks(
         cls,
         length: int,
         places: Sequence[tuple[int, int]],
@@ -77,7 +77,7 @@ class Phases(NamedTuple):
         g, f, weight = values
         steps_cached, steps_uncached = steps
         sampled = (weight > 0).tolist()
-        later = [width if cache == "dual" else length - start for start, width in places]  # cells of later steps
+        later = [width if cache == "dual" else length - start for start, width in places]  # positions of later steps
         f_sampled, g_sampled = f[weight > 0], g[weight > 0]  # (b,) each
         uncached_rows = sum(count for count, here in zip(steps_uncached, sampled, strict=True) if here)
         return cls(
@@ -93,7 +93,9 @@ class Phases(NamedTuple):
             fg=float(f_sampled @ g_sampled),
             cached_rows=sum(steps_cached),
             uncached_rows=uncached_rows,
-            cached_token_rows=sum(length + (n - 1) * cells for n, cells in zip(steps_cached, later, strict=True)),
+            cached_token_rows=sum(
+                length + (n - 1) * positions for n, positions in zip(steps_cached, later, strict=True)
+            ),
             uncached_token_rows=length * uncached_rows,
             full_token_rows=length * sum(steps_uncached),
         )

@@ -55,7 +55,7 @@ class Census:
     holder: dict[int, int] = dataclasses.field(default_factory=dict)  # the first rank that holds it, in any task
 
     @classmethod
-    def of(cls, estimator: TwoPhase, tasks: Sequence[Sequence[Window]], ranks: Ranks) -> Census:
+    def from_tasks(cls, estimator: TwoPhase, tasks: Sequence[Sequence[Window]], ranks: Ranks) -> Census:
         """Of the tasks, each a list of windows: those of this rank. Every rank calls this with the same tasks."""
         mine = [
             (task, window.key, times, len(estimator.blocks(window)), len(window.target))
@@ -80,7 +80,7 @@ def designs(
     A window of several tasks has the largest of their pilots and of their rates: so every block that any rate was
     computed from counts once, and the estimate stays unbiased.
     """
-    census = Census.of(estimator, tasks, ranks)
+    census = Census.from_tasks(estimator, tasks, ranks)
     blocks = [sum(census.blocks[key] for key in times) for times in census.times]
     tokens = [sum(count * census.tokens[key] for key, count in times.items()) for times in census.times]
     shares = [rounded(min(1.0, PILOT / max(count, 1))) for count in blocks]

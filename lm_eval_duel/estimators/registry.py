@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 ELBO_FORMS = ("count", "ratio", "score_entropy")
 CONFIDENCES = ("untempered", "tempered")  # which probability of a drawn token decides whether it is kept
 SAMPLE = 0.05  # share of the blocks of a two-phase estimate that are also scored without the cache
-LATTICE_BLOCK = 12  # the most cells of a block whose sets are all evaluated: 4,095 sets
+LATTICE_BLOCK = 12  # the most positions of a block whose sets are all evaluated: 4,095 sets
 
 
 class Kind(enum.Enum):
@@ -55,7 +55,7 @@ class Argument:
 
 
 @dataclasses.dataclass(frozen=True)
-class Drawn:
+class MonteCarlo:
     """What is random in the values of an estimator, in words."""
 
     value: str  # what such a value is, in the log
@@ -70,9 +70,9 @@ class Entry:
     """One estimator.
 
     `target`: its class, as module:Class. `settings`: the other keywords of the class than grid and batch size, from
-    the options. `arguments`: the model args that it reads and others do not; `unread`: those that it does not read.
-    `named`: how names of rows hold an argument, such as "{}" for key=value. `check` raises DuelError for options that
-    it cannot follow.
+    the options. `arguments`: the model args that it reads and others do not; `ignored_args`: those that it does not
+    read. `named`: how names of rows hold an argument, such as "{}" for key=value. `check` raises DuelError for options
+    that it cannot follow.
     """
 
     name: str  # as typed
@@ -81,12 +81,12 @@ class Entry:
     target: str
     settings: Callable[[Options], dict[str, Any]]
     arguments: Mapping[str, Argument] = dataclasses.field(default_factory=dict)
-    unread: tuple[str, ...] = ()
+    ignored_args: tuple[str, ...] = ()
     decodes: bool = False  # its `is_greedy` says what decoding would write
     follows_rule: bool = False  # its value is that of `rule`, or an estimate of it
-    drawn: Drawn | None = None  # None: its values depend on no random numbers
+    drawn: MonteCarlo | None = None  # None: its values depend on no random numbers
     named: str = ""  # empty: names of rows hold no arguments
-    causal: bool = False  # the network is read as an autoregressive one, whose blocks have one cell
+    causal: bool = False  # the network is read as an autoregressive one, whose blocks have one position
     lattice: bool = False  # one run computes the values of all lattice estimators, and of the rules that it follows
     check: Callable[[Options], None] | None = None
     own_cache: bool = False  # `cache` is a setting of the estimator; the network is loaded without
@@ -239,7 +239,7 @@ ENTRIES = (  # in the order of tables
         Kind.LIKELIHOOD,
         "lm_eval_duel.estimators.duel:Autoregressive",
         lambda options: {},
-        unread=("rule", "block"),
+        ignored_args=("rule", "block"),
         decodes=True,
         causal=True,
     ),
@@ -250,8 +250,8 @@ ENTRIES = (  # in the order of tables
         "lm_eval_duel.estimators.elbo:Elbo",
         _elbo_settings,
         ELBO_ARGUMENTS,
-        drawn=Drawn("ELBO", "draws", "Monte Carlo", argument="mc_samples"),
-        unread=("rule", "block"),
+        drawn=MonteCarlo("ELBO", "draws", "Monte Carlo", argument="mc_samples"),
+        ignored_args=("rule", "block"),
         check=_check_elbo,
     ),
     _lattice("elbo_exact", "ELBO, all orders", Kind.UPPER_BOUND),
@@ -273,7 +273,7 @@ ENTRIES = (  # in the order of tables
         lambda options: {"block": options.block, **options.estimator_args},
         SAMPLED_ARGUMENTS,
         named="{}",
-        unread=("rule",),
+        ignored_args=("rule",),
         decodes=True,
         check=_check_sampled,
     ),
@@ -284,7 +284,7 @@ ENTRIES = (  # in the order of tables
         "lm_eval_duel.estimators.sampled_order:SampledOrder",
         lambda options: {"block": options.block, **options.estimator_args},
         ORDER_ARGUMENTS,
-        unread=("rule",),
+        ignored_args=("rule",),
         check=_check_sampled_order,
     ),
     Entry(
@@ -295,7 +295,7 @@ ENTRIES = (  # in the order of tables
         _two_phase_settings,
         TWO_PHASE_ARGUMENTS,
         follows_rule=True,
-        drawn=Drawn(
+        drawn=MonteCarlo(
             "two-phase estimate", "drawn blocks", "sampling", no_error="fewer than 8 drawn blocks: raise sample"
         ),
         named="two-phase, {}",
@@ -348,9 +348,9 @@ def check_arguments(given: Mapping[str, Any], estimator: str) -> None:
             )
 
 
-def unread(given: Mapping[str, Any], estimator: str) -> list[str]:
+def ignored_args(given: Mapping[str, Any], estimator: str) -> list[str]:
     """The model args given that this estimator does not read, as if only `estimator` was changed in a command."""
-    return [key for key in find(estimator).unread if key in given]
+    return [key for key in find(estimator).ignored_args if key in given]
 
 
 def make(denoiser: Denoiser, options: Options) -> Estimator:

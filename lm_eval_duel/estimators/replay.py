@@ -23,7 +23,7 @@ class Replay(rules.Rule):
     name: ClassVar[str] = "replay"
     fixed: ClassVar[bool] = True
     reads_step: ClassVar[bool] = True
-    may_wait: ClassVar[bool] = True
+    may_pick_none: ClassVar[bool] = True
     reveal_steps: tuple[tuple[int, ...], ...]  # of each row of the group
 
     @cached_property
@@ -35,4 +35,4 @@ class Replay(rules.Rule):
     def __call__(self, predictions: Predictions, lanes: Lanes) -> rules.Decision:
         steps = self._plane.to(lanes.row.device)  # (N, T)
         index = (lanes.columns - lanes.origin[:, None]).clamp(0, steps.shape[1] - 1)  # (R, W)
-        return rules.certain(lanes.hidden & (steps[lanes.row[:, None], index] == lanes.step[:, None]))
+        return rules.certain(lanes.masked & (steps[lanes.row[:, None], index] == lanes.step[:, None]))

@@ -1,10 +1,10 @@
 """The exact likelihood of samplers that select after sampling, and the sampler itself.
 
-Every hidden cell draws a token, and the most probable draws are kept: LLaDA at a temperature above 0, SDAR, LLaDA2,
+Every masked position draws a token, and the most probable draws are kept: LLaDA at a temperature above 0, SDAR, LLaDA2,
 Fast-dLLM, Dream's maskgit_plus. The order then depends on tokens that are thrown away, so a text has many orders, and
 its probability is a sum over them (sampled_dp.py). It needs the states that the lattice evaluates, and no more.
 
-Shapes: N windows, L row length, R lanes, W block width, B blocks of a chunk, m hidden cells, S = 2^m states.
+Shapes: N windows, L row length, R lanes, W block width, B blocks of a chunk, m masked positions, S = 2^m states.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ class SampledConfidence(Duel):
             "confidence": self.confidence,
         }
 
-    def under(self, denoiser: Denoiser) -> SampledConfidence:
-        twin = super().under(denoiser)
+    def with_denoiser(self, denoiser: Denoiser) -> SampledConfidence:
+        twin = super().with_denoiser(denoiser)
         assert isinstance(twin, SampledConfidence)
         twin.scale  # noqa: B018 - raises DuelError for a truncated distribution
         return twin
@@ -170,7 +170,7 @@ def _unscored(sample: Sample) -> Sample:
 
 @dataclasses.dataclass(frozen=True)
 class BestDrawn(rules.Rule):
-    """Draws a token at every hidden cell, and picks the n best, or all above `tau` and at least the n best."""
+    """Draws a token at every masked position, and picks the n best, or all above `tau` and at least the n best."""
 
     name: ClassVar[str] = "sampled_confidence"
     counts: StepCounts  # n of each step
@@ -181,23 +181,24 @@ class BestDrawn(rules.Rule):
 
     def __call__(self, predictions: Predictions, lanes: Lanes) -> rules.Decision:
         assert self.choose is not None
-        tokens = self.choose(predictions, lanes, lanes.hidden)  # (R, W)
+        tokens = self.choose(predictions, lanes, lanes.masked)  # (R, W)
         return rules.Decision(self.pick(token_scores(predictions, tokens, self.scale), lanes))
 
     def pick(self, score: torch.Tensor, lanes: Lanes) -> torch.Tensor:
         """Which of the draws with these scores are kept, (R, W) bool."""
-        hidden, n = lanes.hidden, self.counts.of_lanes(lanes)[:, None]  # (R, W), (R, 1)
-        key = torch.where(hidden, score.clamp(min=torch.finfo(score.dtype).min), -math.inf)  # (R, W)
-        best = hidden & (rules.rank(-key) < n)  # (R, W)
+        masked, n = lanes.masked, self.counts.of_lanes(lanes)[:, None]  # (R, W), (R, 1)
+        key = torch.where(masked, score.clamp(min=torch.finfo(score.dtype).min), -math.inf)  # (R, W)
+        best = masked & (rules.rank(-key) < n)  # (R, W)
         if self.tau is None:
             return best
         threshold = score_of(self.tau)
-        above = hidden & (score > threshold if self.strict else score >= threshold)  # (R, W)
+        above = masked & (score > threshold if self.strict else score >= threshold)  # (R, W)
         return torch.where(above.sum(1, keepdim=True) >= best.sum(1, keepdim=True), above, best)
 
 
 class StepDraws:
-    """Samples: at every step a new draw at each cell, a function of the row's key, the position, the step and the seed.
+    """Samples: at every step a new draw at each position, a function of the row's key, the position, the step and the
+    seed.
 
     The tokens drawn for one set of predictions are kept, so that a pick reveals the tokens it was decided by.
     """
@@ -212,14 +213,14 @@ class StepDraws:
         if self.last is None or self.last[0] is not predictions:
             position = lanes.columns - lanes.origin[:, None]  # (R, W)
             u = uniform(self.keys[lanes.row][:, None], position, lanes.step[:, None], self.seed)  # (R, W)
-            self.last = predictions, predictions.draw(torch.where(lanes.hidden, u, math.nan))
+            self.last = predictions, predictions.draw(torch.where(lanes.masked, u, math.nan))
         return torch.where(pick, self.last[1], -1)
 
 
 class DrawnAccumulator(SubsetAccumulator):
     """The draws of one group of windows: entered call by call, and folded as each chunk is complete."""
 
-    values = LATTICE_BLOCK + 4  # at most m + 4 of each cell
+    values = LATTICE_BLOCK + 4  # at most m + 4 of each position
 
     def __init__(self, group: WindowGroup, estimator: SampledConfidence):
         super().__init__(group, estimator)
@@ -256,27 +257,27 @@ class DrawnAccumulator(SubsetAccumulator):
         log_prob: torch.Tensor,
     ) -> None:
         """Enter the draws of these states, and what argmax decoding does."""
-        hidden, located = lanes.hidden, self.locate(lanes)
+        masked, located = lanes.masked, self.locate(lanes)
         drawn = compare(predictions, tokens, self.scale, 0.0 if self.tau is None else self.tau, self.rule.strict)
         pick = self.rule.pick(drawn.top, lanes)  # (R, W)
         missed = (pick & (predictions.argmax != tokens)).any(1)  # (R,)
-        following = number_of(hidden & ~pick, located.cell)  # (R,)
+        following = number_of(masked & ~pick, located.position)  # (R,)
         self.enter(lanes, located, log_probs=log_prob, score=drawn.score, log_quiet=drawn.log_quiet)
-        pairs = (hidden[:, :, None] & hidden[:, None, :]).nonzero()  # (X, 3)
+        pairs = (masked[:, :, None] & masked[:, None, :]).nonzero()  # (X, 3)
         for n in located.chunk.unique().tolist():
             chunk, mine = self.chunks[n], located.chunk == n  # (R,)
             r, w, other = pairs[mine[pairs[:, 0]]].unbind(1)  # (x,)
             b, s = located.block[r], located.state[r]
-            chunk.log_after[b, s, located.cell[r, w], located.cell[r, other]] = drawn.log_after[r, w, other]
+            chunk.log_after[b, s, located.position[r, w], located.position[r, other]] = drawn.log_after[r, w, other]
             chunk.after[located.block[mine], located.state[mine]] = following[mine]
             chunk.missed[located.block[mine], located.state[mine]] = missed[mine]
         self.count(located)
 
     def fold(self, chunk: DrawnChunk) -> None:
-        row, cells = chunk.lanes.row, chunk.lanes.hidden.sum(1)  # (B,)
-        full = (1 << cells) - 1  # (B,)
+        row, positions = chunk.lanes.row, chunk.lanes.masked.sum(1)  # (B,)
+        full = (1 << positions) - 1  # (B,)
         self.log_prob.index_add_(0, row, fold(chunk, full, self.counts, self.tau, self.rule.strict))
-        self.steps.index_add_(0, row, torch.tensor([len(self.counts.of_block(m)) for m in cells.tolist()]).to(row))
+        self.steps.index_add_(0, row, torch.tensor([len(self.counts.of_block(m)) for m in positions.tolist()]).to(row))
         other = row[~decodes_to_targets(chunk, full)]
         self.greedy[other] = False
 

@@ -1,19 +1,19 @@
 """The exact likelihood of samplers that draw which positions to reveal (Dream; LLaDA's random remasking).
 
-At each step of a block, while the cells H are hidden, a set A of them is drawn and their tokens with it:
+At each step of a block, while the positions H are masked, a set A of them is drawn and their tokens with it:
 
-    origin      each cell by itself, with the step's share r_i
+    origin      each position by itself, with the step's share r_i
                 P(A) = r_i^|A| (1 - r_i)^|H - A|
-    random      n_i cells, all sets of so many alike
-    entropy,    n_i cells, one after the other without replacement, by weights w = exp(s / alg_temp) of the scores
+    random      n_i positions, all sets of so many alike
+    entropy,    n_i positions, one after the other without replacement, by weights w = exp(s / alg_temp) of the scores
     topk_margin s = -entropy or s = P1 - P2 (Plackett and Luce):
                 P(A) = sum over i in A of P(A - i) w_i / (sum of w over H - A + i), P(empty set) = 1
 
 A text has many orders, and log p is a sum over them: V(H, step) = log sum over A of P(A) prod over A of p_i(x_i)
-exp(V(H - A, step + 1)), by dynamic programming over the sets of a block's cells.
+exp(V(H - A, step + 1)), by dynamic programming over the sets of a block's positions.
 
-Shapes: R lanes, W block width, B blocks of a chunk, m hidden cells, S = 2^m states, x sets of one size, h cells of a
-set, K = 2^h subsets of a set.
+Shapes: R lanes, W block width, B blocks of a chunk, m masked positions, S = 2^m states, x sets of one size, h positions
+of a set, K = 2^h subsets of a set.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class SampledOrder(Estimator):
 
     `alg`: how, see above: "origin", "entropy" and "topk_margin" (Dream), "random" (LLaDA). `steps`: of each block. With
     "origin", r_i = 1 - t_(i+1) / t_i for noise levels t from 1 to 0.001 in equal steps, and 1 at the last step; with
-    "entropy" and "topk_margin", n_i = int(m r_i) of the m cells that are left; with "random", M // S + (i < M mod S) of
-    M. `alg_temp`: above 0, of "entropy" and "topk_margin". `block`: at most 12 cells. Other arguments as in
+    "entropy" and "topk_margin", n_i = int(m r_i) of the m positions that are left; with "random", M // S + (i < M mod
+    S) of M. `alg_temp`: above 0, of "entropy" and "topk_margin". `block`: at most 12 positions. Other arguments as in
     `Estimator`.
 
     Raises:
@@ -74,7 +74,7 @@ class SampledOrder(Estimator):
 
     @property
     def counted(self) -> StepCounts | None:
-        """How many cells a step reveals; None: it is drawn."""
+        """How many positions a step reveals; None: it is drawn."""
         if self.alg == "origin":
             return None
         return StepCounts(steps=self.steps, schedule="even" if self.alg == "random" else "dream")
@@ -96,14 +96,14 @@ class SampledOrder(Estimator):
 class OrderChunk(Chunk):
     """The states of some blocks while they are entered."""
 
-    log_probs: torch.Tensor  # (B, S, m) log p of each cell's target
+    log_probs: torch.Tensor  # (B, S, m) log p of each position's target
     score: torch.Tensor  # (B, S, m) over alg_temp
 
 
 class OrderAccumulator(SubsetAccumulator):
     """The states of one group of windows: entered call by call, and folded as each chunk is complete."""
 
-    values = 11  # 12 cells: 3^12 subsets of states, 11 for each cell of a state
+    values = 11  # 12 positions: 3^12 subsets of states, 11 for each position of a state
 
     def __init__(self, group: WindowGroup, estimator: SampledOrder):
         super().__init__(group, estimator)
@@ -138,26 +138,30 @@ class OrderAccumulator(SubsetAccumulator):
         self.count(located)
 
     def fold(self, chunk: OrderChunk) -> None:
-        cells = chunk.lanes.hidden.sum(1)  # (B,)
-        value = fold_counted(chunk, cells, self.counts) if self.counts else fold_shares(chunk, self.shares)  # (B, S)
-        full = value.gather(1, ((1 << cells) - 1)[:, None])[:, 0]  # (B,)
+        positions = chunk.lanes.masked.sum(1)  # (B,)
+        value = (
+            fold_counted(chunk, positions, self.counts) if self.counts else fold_shares(chunk, self.shares)
+        )  # (B, S)
+        full = value.gather(1, ((1 << positions) - 1)[:, None])[:, 0]  # (B,)
         self.log_prob.index_add_(0, chunk.lanes.row, full)
 
     def score(self, row: int) -> WindowScore:
         return WindowScore(float(self.log_prob[row]))
 
 
-def fold_counted(chunk: OrderChunk, cells: torch.Tensor, counts: StepCounts) -> torch.Tensor:
-    """log p of the targets in each state (B, S), if its number of hidden cells says how many a step reveals."""
+def fold_counted(chunk: OrderChunk, positions: torch.Tensor, counts: StepCounts) -> torch.Tensor:
+    """log p of the targets in each state (B, S), if its number of masked positions says how many a step reveals."""
     m = chunk.log_probs.shape[2]
     value = torch.full_like(chunk.log_probs[:, :, 0], -math.inf)  # (B, S)
     value[:, 0] = 0
-    counts_of = table(counts, cells.device)[cells]  # (B, M + 1)
+    counts_of = table(counts, positions.device)[positions]  # (B, M + 1)
     for size in counts_of.sum(0).nonzero()[:, 0].tolist():
         count = counts_of[:, size, None, None]  # (B, 1, 1)
-        state, cell, _ = (indices.to(cells.device) for indices in sets(m, size))  # (x,), (x, h)
-        rest, chosen = (indices.to(cells.device) for indices in subsets(m, size))  # (x, K), (K,)
-        log_p, score = (plane[:, state[:, None], cell] for plane in (chunk.log_probs, chunk.score))  # (B, x, h) each
+        state, position, _ = (indices.to(positions.device) for indices in sets(m, size))  # (x,), (x, h)
+        rest, chosen = (indices.to(positions.device) for indices in subsets(m, size))  # (x, K), (K,)
+        log_p, score = (
+            plane[:, state[:, None], position] for plane in (chunk.log_probs, chunk.score)
+        )  # (B, x, h) each
         total = product(log_p, torch.zeros_like(log_p)) + plackett_luce(score, int(count.max()))  # (B, x, K)
         total = total.where(chosen == count, -math.inf) + value[:, rest]
         value[:, state] = total.logsumexp(2).where(count[:, 0] > 0, -math.inf)
@@ -165,14 +169,14 @@ def fold_counted(chunk: OrderChunk, cells: torch.Tensor, counts: StepCounts) -> 
 
 
 def fold_shares(chunk: OrderChunk, shares: list[float]) -> torch.Tensor:
-    """log p of the targets in each state (B, S), if step i reveals each hidden cell with probability shares[i]."""
+    """log p of the targets in each state (B, S), if step i reveals each masked position with probability shares[i]."""
     log_probs = chunk.log_probs
     m, device = log_probs.shape[2], log_probs.device
     of_sizes = []
     for size in range(1, m + 1):
-        state, cell, _ = (indices.to(device) for indices in sets(m, size))  # (x,), (x, h)
+        state, position, _ = (indices.to(device) for indices in sets(m, size))  # (x,), (x, h)
         rest, chosen = (indices.to(device) for indices in subsets(m, size))  # (x, K), (K,)
-        log_p = log_probs[:, state[:, None], cell]  # (B, x, h)
+        log_p = log_probs[:, state[:, None], position]  # (B, x, h)
         of_sizes.append((state, rest, chosen, product(log_p, torch.zeros_like(log_p))))  # (B, x, K)
     value = torch.full_like(log_probs[:, :, 0], -math.inf)  # (B, S) after the last step
     value[:, 0] = 0
@@ -180,7 +184,7 @@ def fold_shares(chunk: OrderChunk, shares: list[float]) -> torch.Tensor:
         following = value.clone()
         for size, (state, rest, chosen, log_p) in enumerate(of_sizes, 1):
             if share == 1:
-                value[:, state] = log_p[:, :, -1]  # all cells are revealed
+                value[:, state] = log_p[:, :, -1]  # all positions are revealed
                 continue
             log_order = chosen.double() * math.log(share) + (size - chosen).double() * math.log1p(-share)  # (K,)
             value[:, state] = (log_p + log_order + following[:, rest]).logsumexp(2)
@@ -188,13 +192,13 @@ def fold_shares(chunk: OrderChunk, shares: list[float]) -> torch.Tensor:
 
 
 def plackett_luce(score: torch.Tensor, most: int) -> torch.Tensor:
-    """log p that each subset of up to `most` cells is drawn first, without replacement, by weights exp(score).
+    """log p that each subset of up to `most` positions is drawn first, without replacement, by weights exp(score).
 
     (B, x, h) -> (B, x, K), in the order of `subsets`; -inf for larger subsets.
     """
     left = torch.full_like(score[:, :, :1], -math.inf)  # (B, x, K) log of the sum of the weights outside each subset
-    for cell in range(score.shape[2]):
-        left = torch.cat([left.logaddexp(score[:, :, cell, None]), left], 2)
+    for position in range(score.shape[2]):
+        left = torch.cat([left.logaddexp(score[:, :, position, None]), left], 2)
     log_p = torch.full_like(left, -math.inf)  # (B, x, K)
     log_p[:, :, 0] = 0
     for size in range(1, most + 1):

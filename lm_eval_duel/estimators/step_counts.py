@@ -1,7 +1,7 @@
 """How many positions each step of a block reveals: n, or as many as a schedule of S steps says.
 
-A schedule counts steps, but how many positions are hidden says which step is next: steps that reveal none change
-nothing. So a set of hidden positions is all there is to a state, and sets of other sizes are never reached.
+A schedule counts steps, but how many positions are masked says which step is next: steps that reveal none change
+nothing. So a set of masked positions is all there is to a state, and sets of other sizes are never reached.
 
 Shapes: R lanes, M the most positions of a block.
 """
@@ -41,12 +41,12 @@ class StepCounts:
 
     def of_lanes(self, lanes: Lanes) -> torch.Tensor:
         """How many positions the next step of each lane reveals, (R,); 0 for a lane that no step begins with."""
-        return table(self, lanes.row.device)[fresh_cells(lanes).sum(1), lanes.hidden.sum(1)]
+        return table(self, lanes.row.device)[fresh_cells(lanes).sum(1), lanes.masked.sum(1)]
 
 
 @lru_cache(maxsize=64)
 def table(counts: StepCounts, device: torch.device) -> torch.Tensor:
-    """How many positions a step reveals, by those of the block and those that are hidden: (M + 1, M + 1).
+    """How many positions a step reveals, by those of the block and those that are masked: (M + 1, M + 1).
 
     0 where no step begins.
     """

@@ -1,14 +1,14 @@
-"""All orders of a block by dynamic programming over the sets of its cells.
+"""All orders of a block by dynamic programming over the sets of its positions.
 
-w(H, j) is the log-prob of the target token at cell j while the cells H are hidden. With V(empty set) = 0, smaller sets
-first:
+w(H, j) is the log-prob of the target token at position j while the positions H are masked. With V(empty set) = 0,
+smaller sets first:
 
     elbo_exact  V(H) = mean over j in H of  w(H, j) + V(H - j)
     mixture     V(H) = log of the mean of   exp(w(H, j) + V(H - j))
     oracle      V(H) = max                  w(H, j) + V(H - j)
 
-Shapes: N windows, L row length, R lanes, W block width, B blocks of a chunk, m hidden cells, S = 2^m states (number:
-the sum of 2^q over hidden cells q), F rules.
+Shapes: N windows, L row length, R lanes, W block width, B blocks of a chunk, m masked positions, S = 2^m states
+(number: the sum of 2^q over masked positions q), F rules.
 """
 
 from __future__ import annotations
@@ -92,17 +92,17 @@ def follow(
     near_tie: torch.Tensor,
     into: Orders,
 ) -> None:
-    """Enter the path of each block, from the state `full` (B,) until no cell is hidden.
+    """Enter the path of each block, from the state `full` (B,) until no position is masked.
 
-    `after` (B, S): the state that follows each state; `column` (B, m): the column of each cell; `near_tie` (B, S): the
-    states in which the pick is a near tie.
+    `after` (B, S): the state that follows each state; `column` (B, m): the column of each position; `near_tie` (B, S):
+    the states in which the pick is a near tie.
     """
     row, block = chunk.lanes.row, torch.arange(len(full), device=full.device)  # (B,)
     state, step = full, 0
-    cells = torch.arange(column.shape[1], device=full.device)  # (m,)
+    positions = torch.arange(column.shape[1], device=full.device)  # (m,)
     while (unfinished := state > 0).any():
         following = after[block, state] * unfinished  # (B,)
-        picked = ((state & ~following)[:, None] >> cells & 1).bool()  # (B, m)
+        picked = ((state & ~following)[:, None] >> positions & 1).bool()  # (B, m)
         b, q = picked.nonzero().unbind(1)  # (c,)
         where = row[b], column[b, q]
         into.reveal_steps[where] = step
@@ -115,49 +115,51 @@ def follow(
 def fold(table: torch.Tensor, full: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """All orders of some blocks, by dynamic programming over sets, smaller sets first.
 
-    `table` (B, S, m): w of each state and cell; `full` (B,): the state in which all cells of a block are hidden.
-    Returns elbo_exact, mixture and oracle (B, 3), each cell's share of elbo_exact (B, m), and the state that follows
-    each one on its best order (B, S).
+    `table` (B, S, m): w of each state and position; `full` (B,): the state in which all positions of a block are
+    masked. Returns elbo_exact, mixture and oracle (B, 3), each position's share of elbo_exact (B, m), and the state
+    that follows each one on its best order (B, S).
     """
     blocks, states, m = table.shape
     mean, mixture, oracle = (table.new_zeros(blocks, states) for _ in range(3))
     best = torch.zeros(blocks, states, dtype=torch.int64, device=table.device)
     share = table.new_zeros(blocks, m)
-    cells = (full + 1).double().log2().round().long()  # (B,) of each block
+    positions = (full + 1).double().log2().round().long()  # (B,) of each block
     for size in range(1, m + 1):
-        state, cell, rest = (indices.to(table.device) for indices in sets(m, size))  # (n,), (n, size), (n, size)
-        w = table[:, state[:, None], cell]  # (B, n, size)
+        state, position, rest = (indices.to(table.device) for indices in sets(m, size))  # (n,), (n, size), (n, size)
+        w = table[:, state[:, None], position]  # (B, n, size)
         mean[:, state] = (w + mean[:, rest]).mean(2)
         mixture[:, state] = (w + mixture[:, rest]).logsumexp(2) - math.log(size)
         oracle[:, state], at = (w + oracle[:, rest]).max(2)
         best[:, state] = rest.expand(blocks, -1, -1).gather(2, at[:, :, None])[:, :, 0]
-        # an order hides a given set of `size` of the m cells with probability 1 / C(m, size)
-        chance = table.new_tensor([1 / max(1, math.comb(n, size)) for n in cells.tolist()])  # (B,)
+        # an order hides a given set of `size` of the m positions with probability 1 / C(m, size)
+        chance = table.new_tensor([1 / max(1, math.comb(n, size)) for n in positions.tolist()])  # (B,)
         part = torch.where((state <= full[:, None])[:, :, None], w, 0.0) * chance[:, None, None] / size  # (B, n, size)
-        share.scatter_add_(1, cell.flatten().expand(blocks, -1), part.flatten(1))
+        share.scatter_add_(1, position.flatten().expand(blocks, -1), part.flatten(1))
     block = torch.arange(blocks, device=table.device)
     return torch.stack([values[block, full] for values in (mean, mixture, oracle)], 1), share, best
 
 
 @lru_cache(maxsize=LATTICE_BLOCK * LATTICE_BLOCK)
 def sets(m: int, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The sets of `size` of m cells: their numbers (n,), their cells (n, size), and the sets without each (n, size)."""
-    cells = torch.tensor(list(combinations(range(m), size)))  # (n, size)
-    state = (1 << cells).sum(1)  # (n,)
-    return state, cells, state[:, None] - (1 << cells)
+    """The sets of `size` of m positions: their numbers (n,), their positions (n, size), and the sets without each (n,
+    size).
+    """
+    positions = torch.tensor(list(combinations(range(m), size)))  # (n, size)
+    state = (1 << positions).sum(1)  # (n,)
+    return state, positions, state[:, None] - (1 << positions)
 
 
 def fresh_cells(lanes: Lanes) -> torch.Tensor:
-    """The cells that are hidden as the blocks begin, (R, W) bool."""
+    """The positions that are masked as the blocks begin, (R, W) bool."""
     target = lanes.columns >= lanes.origin[:, None]  # (R, W)
     return target & (torch.arange(target.shape[1], device=target.device) < lanes.width[:, None])
 
 
-def cell_of(hidden: torch.Tensor) -> torch.Tensor:
-    """The number of each cell among the hidden ones of its block, (R, W)."""
-    return hidden.cumsum(1) - 1
+def cell_of(masked: torch.Tensor) -> torch.Tensor:
+    """The number of each position among the masked ones of its block, (R, W)."""
+    return masked.cumsum(1) - 1
 
 
-def number_of(hidden: torch.Tensor, cell: torch.Tensor) -> torch.Tensor:
-    """The number of a state, (R,), from its hidden cells and the `cell` number of each, (R, W)."""
-    return (hidden.long() << cell.clamp(min=0)).sum(1)
+def number_of(masked: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """The number of a state, (R,), from its masked positions and the `position` number of each, (R, W)."""
+    return (masked.long() << position.clamp(min=0)).sum(1)

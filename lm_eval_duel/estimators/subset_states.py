@@ -1,11 +1,11 @@
-"""Every set of hidden cells of every block of a group of windows: evaluated once, kept until its block is complete.
+"""Every set of masked positions of every block of a group of windows: evaluated once, kept until its block is complete.
 
 Sets that the estimator's sampler never reaches are left out.
 
 Blocks are taken in chunks. A chunk's tables are filled call by call, and folded when all of its states are there.
 
-Shapes: N windows, L row length, R lanes, W block width, B blocks of a chunk, m hidden cells, S = 2^m states (number:
-the sum of 2^q over hidden cells q).
+Shapes: N windows, L row length, R lanes, W block width, B blocks of a chunk, m masked positions, S = 2^m states
+(number: the sum of 2^q over masked positions q).
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class Located:
     chunk: torch.Tensor  # (R,) the chunk's number
     block: torch.Tensor  # (R,) the block in its chunk
     state: torch.Tensor  # (R,)
-    cell: torch.Tensor  # (R, W) the number of each cell among those that are hidden as the block begins
+    position: torch.Tensor  # (R, W) the number of each position among those that are masked as the block begins
 
 
 class SubsetAccumulator(abc.ABC):
     """The tables of one group of windows. A subclass says what a table holds, and what a complete one gives.
 
-    `values`: how many values a table has for each cell of a state.
+    `values`: how many values a table has for each position of a state.
     """
 
     values: int = 1
@@ -60,13 +60,13 @@ class SubsetAccumulator(abc.ABC):
             most = TABLE // (self.values * block << block)
             count = max(1, min(most, 4 * -(-room // (1 << block))))  # a chunk fills several calls
             lanes, done = group.fresh(places[done : done + count]), done + count
-            states = (1 << lanes.hidden.sum(1)) - 1  # (B,)
+            states = (1 << lanes.masked.sum(1)) - 1  # (B,)
             of_block = torch.arange(len(lanes), device=states.device).repeat_interleave(states)  # (R,)
             before = (states.cumsum(0) - states).repeat_interleave(states)  # (R,)
             number = torch.arange(len(of_block), device=states.device) - before + 1  # (R,) 1..2^m - 1
             states_of = lanes.select(of_block)
-            hidden = states_of.hidden & (number[:, None] >> cell_of(states_of.hidden).clamp(min=0) & 1).bool()  # (R, W)
-            states_of = group.targets.hide(states_of, hidden)
+            masked = states_of.masked & (number[:, None] >> cell_of(states_of.masked).clamp(min=0) & 1).bool()  # (R, W)
+            states_of = group.targets.hide(states_of, masked)
             if (reached := self.reached(states_of)) is not None:
                 states_of = states_of.select(reached)
             self._begin(lanes, len(states_of))
@@ -80,23 +80,25 @@ class SubsetAccumulator(abc.ABC):
         """Make the tables of these blocks, of which so many states will be evaluated."""
         self.place[0, lanes.row, lanes.start] = self.begun
         self.place[1, lanes.row, lanes.start] = torch.arange(len(lanes), device=lanes.row.device)
-        self.chunks[self.begun] = self.new_chunk(lanes, states, int(lanes.hidden.sum(1).max()))
+        self.chunks[self.begun] = self.new_chunk(lanes, states, int(lanes.masked.sum(1).max()))
         self.begun += 1
 
     def locate(self, lanes: Lanes) -> Located:
         """Where these states stand in the tables."""
         chunk, block = self.place[:, lanes.row, lanes.start]  # (R,) each
-        cell = cell_of(fresh_cells(lanes))  # (R, W)
-        return Located(chunk, block, number_of(lanes.hidden, cell), cell)
+        position = cell_of(fresh_cells(lanes))  # (R, W)
+        return Located(chunk, block, number_of(lanes.masked, position), position)
 
     def enter(self, lanes: Lanes, located: Located, **planes: torch.Tensor) -> None:
-        """Write values of the hidden cells of these states, (R, W) each, into the tables (B, S, m) of these names."""
-        lane, at = lanes.hidden.nonzero().unbind(1)  # (C,)
+        """Write values of the masked positions of these states, (R, W) each, into the tables (B, S, m) of these
+        names.
+        """
+        lane, at = lanes.masked.nonzero().unbind(1)  # (C,)
         for n in located.chunk.unique().tolist():
             mine = located.chunk[lane] == n  # (C,)
             r, w = lane[mine], at[mine]  # (c,)
             for name, plane in planes.items():
-                getattr(self.chunks[n], name)[located.block[r], located.state[r], located.cell[r, w]] = plane[r, w]
+                getattr(self.chunks[n], name)[located.block[r], located.state[r], located.position[r, w]] = plane[r, w]
 
     def count(self, located: Located) -> None:
         """Count these states as entered. On out-of-memory before, they are evaluated and entered again."""
@@ -115,7 +117,7 @@ class SubsetAccumulator(abc.ABC):
 
     @abc.abstractmethod
     def new_chunk(self, lanes: Lanes, states: int, most: int) -> Chunk:
-        """Empty tables for these fresh blocks (B,), which have `states` states and at most `most` hidden cells."""
+        """Empty tables for these fresh blocks (B,), which have `states` states and at most `most` masked positions."""
 
     @abc.abstractmethod
     def fold(self, chunk: Any) -> None:

@@ -25,7 +25,7 @@ from lm_eval_duel.engine.results import Counts, WindowScore, known_sum
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import block_sample, pilot
-from lm_eval_duel.estimators.base import Estimator, IndexedScores, Place, Ranks, Value, WindowGroup
+from lm_eval_duel.estimators.base import BlockSpan, Estimator, IndexedScores, Ranks, Value, WindowGroup
 from lm_eval_duel.estimators.block_sample import Design
 from lm_eval_duel.estimators.checks import check_two_phase
 from lm_eval_duel.estimators.metered import Metered
@@ -55,7 +55,7 @@ class UncachedBlock(NamedTuple):
     steps: int
 
     @classmethod
-    def of(cls, window: Window, score: WindowScore, place: tuple[int, ...]) -> UncachedBlock:
+    def from_score(cls, window: Window, score: WindowScore, place: tuple[int, ...]) -> UncachedBlock:
         """The block at (..., first column, width)."""
         return cls(_log_prob(window, score, place), _steps(window, score, place))
 
@@ -186,7 +186,7 @@ class TwoPhase(Estimator):
             u = block_sample.numbers(keys, max(blocks), self.seed)  # (N, B)
             uncached, cached = (self._score_blocks(phase, group, chosen) for phase in ("uncached", "cached"))
             for row, n, place in chosen:
-                block = UncachedBlock.of(group.windows[row], uncached[row], place)
+                block = UncachedBlock.from_score(group.windows[row], uncached[row], place)
                 self._pilot.setdefault(keys[row], {})[n] = block
                 g = _log_prob(group.windows[row], cached[row], place)
                 scored.append(PilotBlock(keys[row], float(u[row, n]), block.log_prob, g))
@@ -218,7 +218,7 @@ class TwoPhase(Estimator):
         for row, cached in self.cached._score_group(self._under_cache(group)):
             yield row, self._estimate(group, row, weights[row], cached, uncached.get(row))
 
-    def _sampled(self, group: WindowGroup, weights: torch.Tensor) -> list[tuple[int, int, Place]]:
+    def _sampled(self, group: WindowGroup, weights: torch.Tensor) -> list[tuple[int, int, BlockSpan]]:
         """(row, number, place) of each sampled block."""
         return [
             (row, n, (row, *place))
@@ -228,7 +228,7 @@ class TwoPhase(Estimator):
         ]
 
     def _score_blocks(
-        self, phase: str, group: WindowGroup, chosen: list[tuple[int, int, Place]]
+        self, phase: str, group: WindowGroup, chosen: list[tuple[int, int, BlockSpan]]
     ) -> dict[int, WindowScore]:
         """The scores of the chosen blocks, by row."""
         if not chosen:
@@ -253,7 +253,7 @@ class TwoPhase(Estimator):
         full_steps = list(steps)  # without the cache, where they are known
         for n, place in enumerate(places):
             if weight[n]:
-                block = known.get(n) or UncachedBlock.of(window, cast(WindowScore, uncached), place)
+                block = known.get(n) or UncachedBlock.from_score(window, cast(WindowScore, uncached), place)
                 f[n], full_steps[n] = block
         estimate, variance = block_sample.combine(g, f, weight)
         if not (math.isfinite(estimate) and math.isfinite(variance)):
@@ -263,7 +263,9 @@ class TwoPhase(Estimator):
                 "log-probability is not finite. Use estimator=duel.",
                 number,
             )
-        phases = Phases.of(window.length, places, (g, f, weight), float(variance), (steps, full_steps), self.cache)
+        phases = Phases.from_blocks(
+            window.length, places, (g, f, weight), float(variance), (steps, full_steps), self.cache
+        )
         return TwoPhaseScore(
             log_prob=float(estimate),
             near_ties=known_sum(cached.near_ties, uncached.near_ties if uncached else 0),

@@ -42,12 +42,12 @@ class Generator:
     def __init__(self, duel: Duel, text: Text, settings: Settings, seed: int, scored: bool = True):
         self.text, self.settings, self.seed, self.scored = text, settings, seed, scored
         denoiser = settings.denoiser(duel.denoiser)
-        self.duel = duel if denoiser is duel.denoiser else duel.under(denoiser)
+        self.duel = duel if denoiser is duel.denoiser else duel.with_denoiser(denoiser)
         self.ends = end_tokens(text.tokenizer)
 
     @property
     def note(self) -> str | None:
-        """A warning if under these settings all cells tie, so that the rule has nothing to choose by."""
+        """A warning if under these settings all positions tie, so that the rule has nothing to choose by."""
         return self.duel.denoiser.ties(self.duel.rule) if self.settings.temperature else None
 
     def context(self, prompt: str) -> tuple[int, ...]:
@@ -163,7 +163,7 @@ def _grouped(run: Run, batch: Batch) -> list[tuple[Generator, list[Prompt]]]:
     for n, (request, repeat) in enumerate(zip(batch.requests, batch.repeats, strict=True)):
         key = key_of(request.task_name, request.doc_id, request.idx, repeat)
         with named(request):
-            settings = Settings.of(request.args[1])
+            settings = Settings.from_arguments(request.args[1])
             if settings not in generators:
                 seed, scored = run.options.draw_seed, run.trace is not None
                 generators[settings] = Generator(run.sampler, run.text, settings, seed, scored)

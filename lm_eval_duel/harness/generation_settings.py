@@ -56,7 +56,7 @@ class Settings:
     notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)  # settings that were given without effect
 
     @classmethod
-    def of(cls, arguments: Mapping[str, Any]) -> Settings:
+    def from_arguments(cls, arguments: Mapping[str, Any]) -> Settings:
         """From a task's `generation_kwargs`; raises DuelError for an unknown setting or a wrong value."""
         if not isinstance(arguments, Mapping):
             raise DuelError(f"generation_kwargs are names with values, such as max_gen_toks: 64; got {arguments!r}.")
@@ -136,12 +136,13 @@ def _unread_sampling(do_sample: bool | None, temperature: float | None, top_k: i
     if do_sample and temperature == 0:
         return "temperature=0 takes the most probable token, although do_sample is true: to sample, raise it above 0"
     values = {"temperature": (temperature, (None, 0, 1)), "top_k": (top_k, (None,)), "top_p": (top_p, (None, 1))}
-    unread = [f"{name}={fingerprint.number(value)}" for name, (value, usual) in values.items() if value not in usual]
-    if not unread:
+    ignored_args = [
+        f"{name}={fingerprint.number(value)}" for name, (value, usual) in values.items() if value not in usual
+    ]
+    if not ignored_args:
         return ""
     because = "do_sample is false" if do_sample is False else "neither do_sample nor a temperature above 0 is set"
     return (
-        f"{' and '.join(unread)} {'have' if len(unread) > 1 else 'has'} no effect, since {because}: the most probable "
-        "token is taken at every pick. "
-        "To sample, set do_sample: true"
+        f"{' and '.join(ignored_args)} {'have' if len(ignored_args) > 1 else 'has'} no effect, since {because}: "
+        "the most probable token is taken at every pick. To sample, set do_sample: true"
     )

@@ -63,7 +63,7 @@ class DuelMDM(TemplateLM):
         self.trace = self._open_trace()
         self.run = self._new_run()
         if self.rank == 0:
-            self._log_spec(registry.unread(arguments, options.estimator))
+            self._log_spec(registry.ignored_args(arguments, options.estimator))
 
     # ------------------------------------------------------------ requests
 
@@ -139,7 +139,7 @@ class DuelMDM(TemplateLM):
             self.run = self._new_run()
             patches.gather_with(self.gather_object)
         self.run.cache, self.run.show_progress = self.cache_hook, not disable_tqdm
-        return self.run, Batch.of(requests)
+        return self.run, Batch.from_requests(requests)
 
     def _new_run(self) -> Run:
         from lm_eval_duel.harness import patches
@@ -227,11 +227,11 @@ class DuelMDM(TemplateLM):
         }
         return {"fingerprint": self.fingerprint, "spec": self.spec, "duel": duel}
 
-    def _log_spec(self, unread_arguments: list[str]) -> None:
+    def _log_spec(self, ignored_args: list[str]) -> None:
         if self.estimator.decodes and (note := self.denoiser.ties(self.options.rule)):
             log.warning("%s", note)
-        if unread_arguments:
-            log.info("estimator=%s does not read %s", self.options.estimator, " and ".join(unread_arguments))
+        if ignored_args:
+            log.info("estimator=%s does not read %s", self.options.estimator, " and ".join(ignored_args))
         log.info("spec %s: %s", self.fingerprint, ", ".join(f"{key}={value}" for key, value in self.spec.items()))
 
     def _open_trace(self) -> Writer | None:

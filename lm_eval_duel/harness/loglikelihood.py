@@ -43,7 +43,7 @@ class RequestScore(NamedTuple):
     stderr: float | None = None  # the Monte Carlo error of log_prob, if the estimator has one
 
     @classmethod
-    def of(cls, scores: Sequence[WindowScore], stderr: float | None = None) -> RequestScore:
+    def from_scores(cls, scores: Sequence[WindowScore], stderr: float | None = None) -> RequestScore:
         """From the scores of a request's windows; an empty text has probability 1."""
         return cls(math.fsum(score.log_prob for score in scores), all(score.is_greedy for score in scores), stderr)
 
@@ -111,7 +111,7 @@ def scored_requests(
     if kind == "loglikelihood_rolling" and run.options.order == "random":
         order = random_order(requests, run.options.draw_seed)
     if kind == "loglikelihood_rolling":
-        documents = [Document.of(requests[n], windows[n]) for n in order]
+        documents = [Document.from_request(requests[n], windows[n]) for n in order]
         run.keep_documents(kind, documents)
     place = {n: i for i, n in enumerate(order)}
     for n in order:
@@ -140,7 +140,9 @@ def scored_requests(
             yield remaining[n], score
         run.stats.add_costs(run.estimator.take_costs(), _owned(left, left_windows))
     if ties := run.estimator.counts.all_mask_starts - ties:
-        log.info("%d blocks started from masks alone: all cells tie exactly, and the lowest position is first", ties)
+        log.info(
+            "%d blocks started from masks alone: all positions tie exactly, and the lowest position is first", ties
+        )
     with run.computing():
         run.stats.verified.merge(verification.compare(left))
 
@@ -209,8 +211,8 @@ def _save(
     run: Run, kind: str, request: Instance, windows: Sequence[Window], scores: Sequence[WindowScore]
 ) -> RequestScore:
     """Add a finished request to the statistics, the trace and the response cache."""
-    outcome = Outcome.of(scores, run.estimator)
-    score = RequestScore.of(scores, outcome.stderr(windows))
+    outcome = Outcome.from_scores(scores, run.estimator)
+    score = RequestScore.from_scores(scores, outcome.stderr(windows))
     run.stats.add_request(str(request.task_name), request.doc_id, windows, outcome)
     run.write_trace(request, windows, scores, run.estimator)
     if run.store is None:

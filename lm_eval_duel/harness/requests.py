@@ -24,7 +24,7 @@ class Batch(NamedTuple):
     sources: list[int]  # of each request of the call: the one here that answers it
 
     @classmethod
-    def of(cls, requests: Sequence[Instance]) -> Batch:
+    def from_requests(cls, requests: Sequence[Instance]) -> Batch:
         """A task repeats a request `repeats` times, as the same object; any more are padding of the rank."""
         batch = cls([], [], [])
         copies: dict[Any, list[int]] = {}  # of each distinct request: its repeats in the batch

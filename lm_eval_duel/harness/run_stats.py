@@ -47,7 +47,7 @@ class RunStats:
             total.near_ties.add(document)
         for window, values in zip(windows, outcome.values, strict=True):
             for name, value in values.items():
-                total.values.setdefault(name, Total()).merge(Total.of(window, value))
+                total.values.setdefault(name, Total()).merge(Total.from_value(window, value))
         self.add_count("empty_requests", total.tokens == 0)
         self.tasks.setdefault(task, TaskTotal()).merge(total)
 

@@ -49,7 +49,7 @@ class Document:
     log_prob: float | None = None  # None: not finished
 
     @classmethod
-    def of(cls, request: Instance, windows: Sequence[Window]) -> Document:
+    def from_request(cls, request: Instance, windows: Sequence[Window]) -> Document:
         """A request for a whole text. Words and bytes are known if its task counts them in the text that is scored."""
         arguments, doc = versions.arguments(request), request.doc if isinstance(request.doc, dict) else {}
         (text,) = arguments

@@ -14,7 +14,7 @@ from lm_eval_duel.engine.results import WindowScore, known_sum
 from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.estimators.base import Estimator, Value
 from lm_eval_duel.estimators.phases import Cost, Phases
-from lm_eval_duel.estimators.registry import Drawn
+from lm_eval_duel.estimators.registry import MonteCarlo
 from lm_eval_duel.harness.trace import IMPOSSIBLE
 from lm_eval_duel.rates import perplexity
 
@@ -26,7 +26,7 @@ class Outcome(NamedTuple):
     near_ties: bool  # whether any of its windows has near ties
 
     @classmethod
-    def of(cls, scores: Sequence[WindowScore], estimator: Estimator) -> Outcome:
+    def from_scores(cls, scores: Sequence[WindowScore], estimator: Estimator) -> Outcome:
         """From the scores of a request's windows."""
         return cls([estimator.values(score) for score in scores], any(score.near_ties for score in scores))
 
@@ -57,7 +57,7 @@ class Outcome(NamedTuple):
         """The Monte Carlo error of `log_prob`, of these windows; None if there is none or it is unknown."""
         total = Total()
         for window, values in zip(windows, self.values, strict=True):
-            total.merge(Total.of(window, next(iter(values.values()))))
+            total.merge(Total.from_value(window, next(iter(values.values()))))
         return total.stderr
 
 
@@ -80,7 +80,7 @@ class Total:
     phases: Phases | None = None  # of a two-phase estimate
 
     @classmethod
-    def of(cls, window: Window, value: Value) -> Total:
+    def from_value(cls, window: Window, value: Value) -> Total:
         """The value of one window."""
         tokens = float(len(window.target))
         phases = None if value.phases is None else Phases.read(value.phases)
@@ -132,7 +132,7 @@ class Total:
             **({} if self.phases is None else {"two_phase": self.phases.describe(costs)}),
         }
 
-    def in_words(self, tokens: int, drawn: Drawn) -> str:
+    def in_words(self, tokens: int, drawn: MonteCarlo) -> str:
         """A value that is drawn, of `tokens` tokens, with its standard error, for the log."""
         rate, error = -self.log_prob / tokens, self.stderr
         value = perplexity(rate)

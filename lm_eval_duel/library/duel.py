@@ -242,8 +242,8 @@ class Duel(estimator.Duel):
         words = ", ".join(f"{key}={value}" for key, value in parts.items())
         return f"Duel({words}, fingerprint={self.fingerprint})"
 
-    def under(self, denoiser: Denoiser) -> Duel:
-        twin = cast(Duel, super().under(denoiser))
+    def with_denoiser(self, denoiser: Denoiser) -> Duel:
+        twin = cast(Duel, super().with_denoiser(denoiser))
         twin._spec = None  # that of the other network
         return twin
 
@@ -270,7 +270,7 @@ class Duel(estimator.Duel):
         """(index, score) of each text as it is finished, in any order."""
         tokenizer = self._require_text("score", texts).tokenizer
         for n, length, windows, scores in self._score_texts("score", texts, self.stream):
-            yield n, TextScore.of(texts[n], length, windows, scores, tokenizer)
+            yield n, TextScore.from_scores(texts[n], length, windows, scores, tokenizer)
 
     def estimate(
         self,
@@ -300,7 +300,7 @@ class Duel(estimator.Duel):
         estimator = TwoPhase(self.denoiser, self.rule, self.block, self.grid, cache=cache, batch_size=rows, **amount)
         estimator.uncached.budget = self.budget
         estimates = {
-            n: TextEstimate.of(texts[n], length, scores)
+            n: TextEstimate.from_scores(texts[n], length, scores)
             for n, length, _, scores in self._score_texts("estimate", texts, estimator.stream)
         }
         return [estimates[n] for n in range(len(texts))]
@@ -360,7 +360,7 @@ class Duel(estimator.Duel):
         Raises:
             DuelError: If this Duel has no tokenizer, or a setting or a prompt is wrong.
         """
-        settings = Settings.of(
+        settings = Settings.from_arguments(
             {
                 "max_new_tokens": max_new_tokens,
                 "do_sample": do_sample,
@@ -389,7 +389,7 @@ class Duel(estimator.Duel):
             log.warning("%d prompts were cut from the left to leave room for max_new_tokens=%d", cut, settings.length)
         with _naming("Prompt", range(len(prompts))):
             for n, text, window, sample in generator.stream(contexts, range(len(prompts)) if keys is None else keys):
-                yield n, GeneratedText.of(prompts[n], text, window, sample, text_side.tokenizer)
+                yield n, GeneratedText.from_sample(prompts[n], text, window, sample, text_side.tokenizer)
 
     def _require_text(self, method: str, texts: Sequence[str]) -> Text:
         """The text side; raises DuelError if there is none, or if `texts` are not texts."""

@@ -41,7 +41,7 @@ class TextScore:
     window_scores: tuple[WindowScore, ...]
 
     @classmethod
-    def of(
+    def from_scores(
         cls,
         text: str,
         length: int,
@@ -104,7 +104,9 @@ class TextEstimate:
         return -self.log_prob / math.log(2) / self.bytes if self.bytes else math.nan
 
     @classmethod
-    def of(cls, text: str | None, tokens: int, scores: Sequence[WindowScore], bytes: int | None = None) -> TextEstimate:
+    def from_scores(
+        cls, text: str | None, tokens: int, scores: Sequence[WindowScore], bytes: int | None = None
+    ) -> TextEstimate:
         """The estimate of a text of `tokens` tokens from those of its windows."""
         own = cast("Sequence[TwoPhaseScore]", scores)
         phases = Phases.total(Phases.read(score.phases) for score in own)
@@ -129,7 +131,7 @@ class TextEstimate:
         """The estimate of all these texts together. Equal texts have one sample, which the error takes into account."""
         scores = [score for estimate in estimates for score in estimate.window_scores]
         tokens, size = (sum(getattr(estimate, name) for estimate in estimates) for name in ("tokens", "bytes"))
-        return cls.of(None, tokens, scores, size)
+        return cls.from_scores(None, tokens, scores, size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +154,7 @@ class GeneratedText:
     window: Window
 
     @classmethod
-    def of(
+    def from_sample(
         cls, prompt: str, text: str, window: Window, sample: Sample, tokenizer: PreTrainedTokenizerBase
     ) -> GeneratedText:
         """The text of a sample, and the window under which it is scored again."""

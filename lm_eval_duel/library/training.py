@@ -121,7 +121,7 @@ def check_arguments(texts: Any, rules: Any = ("greedy",), sample: float | None =
 
 
 def planned_tokens(duel: Duel, texts: Sequence[str], sample: float | None = None) -> int:
-    """The tokens (cells of rows) that the network evaluates to score `texts`, at most: counted, not run.
+    """The tokens (positions of rows) that the network evaluates to score `texts`, at most: counted, not run.
 
     A window of L positions takes ceil(m / k) rows of L for each block of m, or with cache="dual" one row of L and then
     rows of m; see docs/performance.md. Rules without k are counted as k=1. Padding is not counted: the rows of a call

@@ -1,4 +1,4 @@
-"""Unmasking rules: given the predictions at hidden positions, which positions to reveal next.
+"""Unmasking rules: given the predictions at masked positions, which positions to reveal next.
 
 A rule is a frozen dataclass with `__call__(predictions, lanes) -> Decision`. It never sees the targets, so denoiser and
 rule define one distribution, for scoring and for sampling (the paper, Definition 3.1 and Table 1). Ties go to the
@@ -39,13 +39,13 @@ __all__ = [
     "Rule",
     "SeedFirst",
     "SubBlock",
+    "blockwise",
     "build",
     "certain",
     "check_state_only",
     "compute_dtype",
     "find",
     "in_memory",
-    "in_turn",
     "inner",
     "parse",
     "rank",
@@ -175,7 +175,7 @@ def check_state_only(rule: Rule) -> None:
         )
 
 
-def in_turn(rule: Rule, block: int | None) -> Rule:
+def blockwise(rule: Rule, block: int | None) -> Rule:
     """A rule that `spans_blocks`, on lanes that hold a whole window: inside the first unfinished block of it."""
     return rule if block is None else SubBlock(rule, block, carries=True)
 

@@ -33,8 +33,8 @@ class Threshold(Thresholded):
 
     def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
         confidence, bound = predictions.confidence, log_odds(self.mu)  # (R, W)
-        sure = lanes.hidden & (confidence > bound if self.strict else confidence >= bound)  # (R, W)
-        distance = near_probability(confidence, lanes.hidden, self.mu)  # (R,)
+        sure = lanes.masked & (confidence > bound if self.strict else confidence >= bound)  # (R, W)
+        distance = near_probability(confidence, lanes.masked, self.mu)  # (R,)
         return Decision(*sure_or_best(predictions, lanes, sure, distance))
 
 
@@ -59,8 +59,8 @@ class EntropyBound(Rule):
     def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
         import torch
 
-        hidden = lanes.hidden
-        entropy = torch.where(hidden, predictions.entropy.double(), math.inf)  # (R, W)
+        masked = lanes.masked
+        entropy = torch.where(masked, predictions.entropy.double(), math.inf)  # (R, W)
         ascending, order = entropy.sort(dim=1, stable=True)
         spent = ascending.cumsum(1)  # (R, W) the sum that is compared with gamma: of those before, or with its own
         if not self.inclusive:
@@ -68,12 +68,12 @@ class EntropyBound(Rule):
             spent[:, 0] = 0
         inside = spent < self.gamma if self.inclusive else spent <= self.gamma  # (R, W) a prefix
         inside[:, 0] = True
-        inside &= hidden.gather(1, order)
-        pick = torch.zeros_like(hidden).scatter(1, order, inside)  # (R, W)
+        inside &= masked.gather(1, order)
+        pick = torch.zeros_like(masked).scatter(1, order, inside)  # (R, W)
 
         count = inside.sum(1, keepdim=True)  # (R, 1)
-        last, following = count - 1, count.clamp(max=hidden.shape[1] - 1)
-        more = count[:, 0] < hidden.sum(1)  # (R,) some stay hidden
+        last, following = count - 1, count.clamp(max=masked.shape[1] - 1)
+        more = count[:, 0] < masked.sum(1)  # (R,) some stay masked
         below = (self.gamma - spent.gather(1, last)) / (2 * spent.gather(1, last))
         above = (spent.gather(1, following) - self.gamma) / (2 * spent.gather(1, following))
         gap = (ascending.gather(1, following) - ascending.gather(1, last)) / (2 * ascending.gather(1, following))

@@ -1,4 +1,4 @@
-"""Rules around a rule: they change when it decides and which cells it sees, and leave the decision to it."""
+"""Rules around a rule: they change when it decides and which positions it sees, and leave the decision to it."""
 
 from __future__ import annotations
 
@@ -39,12 +39,13 @@ class Around(Rule):
         self.rule.check_network(denoiser)
 
     def inside(self, predictions: Any, lanes: Any, **planes: Any) -> Decision:
-        """The decision of the rule inside on lanes with other `planes`: it sees the predictions at their hidden cells.
+        """The decision of the rule inside on lanes with other `planes`: it sees the predictions at their masked
+        positions.
 
         `predictions` is None for a fixed rule.
         """
-        if "hidden" in planes and predictions is not None:
-            predictions = predictions.among(planes["hidden"])
+        if "masked" in planes and predictions is not None:
+            predictions = predictions.among(planes["masked"])
         return self.rule(predictions, dataclasses.replace(lanes, **planes))
 
 

@@ -1,6 +1,6 @@
 """The base class of rules, and the functions that rules share.
 
-Shapes: R lanes, W block width, C hidden cells, V tokens.
+Shapes: R lanes, W block width, C masked positions, V tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 OPTIONAL = "optional"  # in the metadata of a field, see `optional`
 INTEGERS = 2**63  # those of tensors are smaller
-READS = ("fixed", "state_only", "reads_step", "may_wait")  # class attributes: what a rule reads, and how it steps
+READS = ("fixed", "state_only", "reads_step", "may_pick_none")  # class attributes: what a rule reads, and how it steps
 NEAR_TIE = 1e-4  # logits: with a smaller margin, float noise could change the order
 LOG_ODDS_SLOPE = 2.0  # the L1 norm of d(log-odds)/d(logits), and of d(log P1 - log P2)/d(logits)
 
@@ -30,15 +30,15 @@ LOG_ODDS_SLOPE = 2.0  # the L1 norm of d(log-odds)/d(logits), and of d(log P1 - 
 class Decision(NamedTuple):
     """What a rule decided in one step.
 
-    `lead`: the margin of each lane's decision, that is, by how much logits must change before the pick does. It is
-    infinite for an order that does not depend on the network, and None if the rule does not know it.
+    `decision_margin`: the margin of each lane's decision, that is, by how much logits must change before the pick does.
+    It is infinite for an order that does not depend on the network, and None if the rule does not know it.
 
     `memory`: tensors with leading (R, W). The next step gets them as `lanes.memory`: zeros in lanes at step 0, and an
     empty tuple if all lanes are at step 0.
     """
 
     pick: torch.Tensor  # (R, W) bool
-    lead: torch.Tensor | None = None  # (R,)
+    decision_margin: torch.Tensor | None = None  # (R,)
     memory: tuple[torch.Tensor, ...] = ()
 
 
@@ -55,7 +55,7 @@ class Rule:
     fixed: ClassVar[bool] = False  # no predictions: `predictions` is None if all steps are evaluated at once
     state_only: ClassVar[bool] = False  # neither memory nor `step`: the pick depends on the revealed tokens alone
     reads_step: ClassVar[bool] = False  # the number of steps taken in the block
-    may_wait: ClassVar[bool] = False  # may pick nothing while its `step` or memory moves on
+    may_pick_none: ClassVar[bool] = False  # may pick nothing while its `step` or memory moves on
 
     dense_memory: ClassVar[bool] = False  # keeps (R, W, V) between steps, which the budget counts
 
@@ -70,7 +70,7 @@ class Rule:
         """Raise DuelError for a parameter that is out of range."""
 
     def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
-        """Which hidden cells of each lane to reveal next."""
+        """Which masked positions of each lane to reveal next."""
         raise NotImplementedError
 
     @property
@@ -180,7 +180,7 @@ def log_odds(p: float) -> float:
 
 
 def rank(key: torch.Tensor) -> torch.Tensor:
-    """The place of each cell in ascending (key, position), (R, W)."""
+    """The place of each position in ascending (key, position), (R, W)."""
     import torch
 
     order = key.sort(dim=1, stable=True).indices
@@ -195,20 +195,20 @@ def best(
     k: int | torch.Tensor,
     slope: torch.Tensor | float = LOG_ODDS_SLOPE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k hidden cells with the largest score (R, W) bool, and the decision's margin (R,).
+    """The k masked positions with the largest score (R, W) bool, and the decision's margin (R,).
 
-    `k` is a number, or one for each lane (R, 1). The margin is the gap between the worst cell picked and the best one
-    left, over the score's steepest slope in logits at those two. An all-mask start is an exact tie by definition, so
-    its order is not a near tie.
+    `k` is a number, or one for each lane (R, 1). The margin is the gap between the worst position picked and the best
+    one left, over the score's steepest slope in logits at those two. An all-mask start is an exact tie by definition,
+    so its order is not a near tie.
     """
     import torch
 
-    hidden = lanes.hidden
+    masked = lanes.masked
     lowest = torch.finfo(score.dtype).min
-    key = torch.where(hidden, score.clamp(min=lowest), -math.inf)  # (R, W)
-    pick = hidden & (rank(-key) < k)  # (R, W)
+    key = torch.where(masked, score.clamp(min=lowest), -math.inf)  # (R, W)
+    pick = masked & (rank(-key) < k)  # (R, W)
     worst, worst_at = torch.where(pick, key, math.inf).min(1)  # (R,)
-    best, best_at = torch.where(hidden & ~pick, key, -math.inf).max(1)  # (R,)
+    best, best_at = torch.where(masked & ~pick, key, -math.inf).max(1)  # (R,)
     gap = worst - best
     if isinstance(slope, float):
         gap = gap / slope
@@ -227,10 +227,10 @@ def sure_or_best(
     score: torch.Tensor | None = None,
     slope: torch.Tensor | float = LOG_ODDS_SLOPE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sure cells (R, W), or the single best one of a lane that has none; and the margin (R,).
+    """The sure positions (R, W), or the single best one of a lane that has none; and the margin (R,).
 
-    `distance` (R,): how far the nearest cell is from becoming, or ceasing to be, sure. `score` (R, W): the confidence,
-    unless another one is given.
+    `distance` (R,): how far the nearest position is from becoming, or ceasing to be, sure. `score` (R, W): the
+    confidence, unless another one is given.
     """
     import torch
 
@@ -239,20 +239,20 @@ def sure_or_best(
     return torch.where(some[:, None], sure, single), torch.where(some, distance, distance.minimum(gap))
 
 
-def nearest(distance: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """The smallest absolute distance over hidden cells, (R,)."""
+def nearest(distance: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:
+    """The smallest absolute distance over masked positions, (R,)."""
     import torch
 
-    return torch.where(hidden, distance.abs(), math.inf).min(1).values.double()
+    return torch.where(masked, distance.abs(), math.inf).min(1).values.double()
 
 
-def near_probability(confidence: torch.Tensor, hidden: torch.Tensor, p: float) -> torch.Tensor:
-    """By how much logits must change before the P1 of some hidden cell crosses the probability p, (R,)."""
-    return nearest(confidence - log_odds(p), hidden) / LOG_ODDS_SLOPE
+def near_probability(confidence: torch.Tensor, masked: torch.Tensor, p: float) -> torch.Tensor:
+    """By how much logits must change before the P1 of some masked position crosses the probability p, (R,)."""
+    return nearest(confidence - log_odds(p), masked) / LOG_ODDS_SLOPE
 
 
 def kl(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """KL(p, q) of log-probabilities (cells, V), in nats, (cells,)."""
+    """KL(p, q) of log-probabilities (positions, V), in nats, (positions,)."""
     import torch
 
     return torch.where(p > -math.inf, p.exp() * (p - q), 0.0).sum(1)

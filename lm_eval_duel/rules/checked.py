@@ -40,13 +40,13 @@ class Checked(Around):
     Raises:
         DuelError: the rule raised an exception, returned something else than planes of the lanes' shape and device,
             changed the lanes, or decided differently when it was asked again.
-        RuleStalled: it picked nothing, unless it may wait and its step or memory moves on, or what is not hidden.
+        RuleStalled: it picked nothing, unless it may wait and its step or memory moves on, or what is not masked.
     """
 
     repeats: list[int] = dataclasses.field(default_factory=lambda: [REPEATED], init=False, repr=False, compare=False)
 
     def __call__(self, predictions: Any, lanes: Any) -> Decision:
-        choice = (lanes.hidden.sum(1) > 1).nonzero()[:, 0].tolist() if self.repeats[0] else []  # lanes with a choice
+        choice = (lanes.masked.sum(1) > 1).nonzero()[:, 0].tolist() if self.repeats[0] else []  # lanes with a choice
         if not choice:
             return self._decided(predictions, lanes)
         self.repeats[0] -= 1
@@ -61,7 +61,11 @@ class Checked(Around):
         decision = self._decided(predictions, lanes)
         if not all(map(torch.equal, before, _planes(lanes))):
             raise DuelError(f"Rule {self} changed the lanes that it was given; it must return new tensors.")
-        near = torch.zeros_like(lanes.row, dtype=torch.bool) if decision.lead is None else ~(decision.lead >= NEAR_TIE)
+        near = (
+            torch.zeros_like(lanes.row, dtype=torch.bool)
+            if decision.decision_margin is None
+            else ~(decision.decision_margin >= NEAR_TIE)
+        )
         self._compare(decision, self._decided(predictions, lanes), ~near, "when it was asked again")
         width = int(lanes.width[lane])
         alone = None if predictions is None else predictions.of_lane(lane, width)
@@ -86,10 +90,10 @@ class Checked(Around):
             ) from error
         decision = self._of_form(returned, lanes)
         pick = decision.pick  # (R, W)
-        stalled = (~pick.any(1) & ~self._waits(decision, lanes)) | (pick & ~lanes.hidden).any(1)  # (R,)
+        stalled = (~pick.any(1) & ~self._waits(decision, lanes)) | (pick & ~lanes.masked).any(1)  # (R,)
         if stalled.any():
             lane = int(stalled.nonzero()[0])
-            what = "picked a position that is not hidden" if pick[lane].any() else "picked nothing"
+            what = "picked a position that is not masked" if pick[lane].any() else "picked nothing"
             raise RuleStalled(f"Rule {self} {what}.", lane=lane)
         return decision
 
@@ -103,20 +107,26 @@ class Checked(Around):
                 f"Rule {self} must return a Decision or a boolean plane; got {type(decision).__name__}. "
                 "The plane is a torch tensor."
             )
-        pick, lead = decision.pick, decision.lead
-        for what, plane in (("pick", pick), ("lead", lead), *(("memory", plane) for plane in decision.memory)):
-            if not isinstance(plane, torch.Tensor) and not (what == "lead" and plane is None):
+        pick, decision_margin = decision.pick, decision.decision_margin
+        for what, plane in (
+            ("pick", pick),
+            ("decision_margin", decision_margin),
+            *(("memory", plane) for plane in decision.memory),
+        ):
+            if not isinstance(plane, torch.Tensor) and not (what == "decision_margin" and plane is None):
                 raise DuelError(f"The {what} of rule {self} is a torch tensor; got {type(plane).__name__}.")
-            if plane is not None and plane.device != lanes.hidden.device:
+            if plane is not None and plane.device != lanes.masked.device:
                 raise DuelError(
-                    f"The {what} of rule {self} is on {plane.device}, but the network is on {lanes.hidden.device}: "
-                    "make it from the rule's arguments, or with device=lanes.hidden.device."
+                    f"The {what} of rule {self} is on {plane.device}, but the network is on {lanes.masked.device}: "
+                    "make it from the rule's arguments, or with device=lanes.masked.device."
                 )
-        shape = lanes.hidden.shape
+        shape = lanes.masked.shape
         if pick.shape != shape or pick.dtype != torch.bool:
             raise DuelError(f"Rule {self} must pick a boolean plane {(*shape,)}; got {pick.dtype} {(*pick.shape,)}.")
-        if lead is not None and lead.shape != shape[:1]:
-            raise DuelError(f"The lead of rule {self} is one number for each lane ({shape[0]}); got {(*lead.shape,)}.")
+        if decision_margin is not None and decision_margin.shape != shape[:1]:
+            raise DuelError(
+                f"The decision_margin of rule {self} is one number for each lane ({shape[0]}); got {(*decision_margin.shape,)}."
+            )
         if any(plane.shape[:2] != shape for plane in decision.memory):
             raise DuelError(f"The memory of rule {self} must be tensors of the shape (R, W, ...) = {(*shape, ...)}.")
         return decision
@@ -125,8 +135,8 @@ class Checked(Around):
         """Which lanes may pick nothing now, because the rule's step or memory moves on, (R,)."""
         import torch
 
-        waits = torch.full_like(lanes.row, self.may_wait and self.reads_step, dtype=torch.bool)  # (R,)
-        if self.may_wait and not self.reads_step and not decision.pick.any(1).all():
+        waits = torch.full_like(lanes.row, self.may_pick_none and self.reads_step, dtype=torch.bool)  # (R,)
+        if self.may_pick_none and not self.reads_step and not decision.pick.any(1).all():
             before = lanes.memory or tuple(torch.zeros_like(plane) for plane in decision.memory)
             for old, new in zip(before, decision.memory, strict=True):
                 waits |= (old != new).flatten(1).any(1)
@@ -162,7 +172,7 @@ def _alone(lanes: Any, lane: int, width: int) -> Any:
     part = lanes.select(slice(lane, lane + 1))
     fresh = not part.step[0] and not any(plane.any() for plane in part.memory)
     memory = () if fresh else tuple(plane[:, :width] for plane in part.memory)
-    return dataclasses.replace(part, tokens=part.tokens[:, :width], hidden=part.hidden[:, :width], memory=memory)
+    return dataclasses.replace(part, tokens=part.tokens[:, :width], masked=part.masked[:, :width], memory=memory)
 
 
 def _line_of(rule: Rule, error: Exception) -> str:

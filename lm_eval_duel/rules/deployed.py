@@ -49,9 +49,9 @@ class EntropyThreshold(Rule):
 
     def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
         entropy = predictions.entropy.double()  # (R, W)
-        sure = lanes.hidden & (entropy <= self.tau)  # (R, W)
+        sure = lanes.masked & (entropy <= self.tau)  # (R, W)
         slope = 2 * entropy.clamp(min=max(self.tau, 1e-12))  # (R, W) how fast an entropy near tau can move
-        distance = nearest((entropy - self.tau) / slope, lanes.hidden)  # (R,)
+        distance = nearest((entropy - self.tau) / slope, lanes.masked)  # (R,)
         return Decision(*sure_or_best(predictions, lanes, sure, distance, -entropy, 2 * entropy))
 
 
@@ -83,12 +83,12 @@ class Factor(Rule):
     def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
         import torch
 
-        hidden = lanes.hidden
-        confidence = torch.where(hidden, predictions.confidence.double(), -math.inf)  # (R, W)
+        masked = lanes.masked
+        confidence = torch.where(masked, predictions.confidence.double(), -math.inf)  # (R, W)
         descending = confidence.sort(dim=1, descending=True).values[:, 1:]  # (R, W - 1) ranks 2, 3, ...
-        bound = descending.new_tensor([log_odds(1 - self.f / (r + 1)) for r in range(2, hidden.shape[1] + 1)])
-        some = hidden.sum(1, keepdim=True)  # (R, 1) m
-        ranked = torch.arange(1, hidden.shape[1], device=hidden.device) < some  # (R, W - 1)
+        bound = descending.new_tensor([log_odds(1 - self.f / (r + 1)) for r in range(2, masked.shape[1] + 1)])
+        some = masked.sum(1, keepdim=True)  # (R, 1) m
+        ranked = torch.arange(1, masked.shape[1], device=masked.device) < some  # (R, W - 1)
         enough = descending > bound if self.variant == "c" else descending >= bound  # (R, W - 1)
         k = 1 + (enough & ranked).sum(1, keepdim=True)  # (R, 1)
         if self.variant == "a":
@@ -96,7 +96,7 @@ class Factor(Rule):
         elif self.variant == "c":
             k = torch.where((k == some) & (some >= 2), some - 1, k)
         pick, gap = best(predictions, lanes, predictions.confidence, k)
-        if hidden.shape[1] == 1:
+        if masked.shape[1] == 1:
             return Decision(pick, gap)
         return Decision(pick, gap.minimum(nearest(descending - bound, ranked) / LOG_ODDS_SLOPE))
 
@@ -120,8 +120,8 @@ class HighOrTopk(Rule):
     def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
         import torch
 
-        high = lanes.hidden & (predictions.confidence > log_odds(self.tau))  # (R, W)
-        distance = near_probability(predictions.confidence, lanes.hidden, self.tau)  # (R,)
+        high = lanes.masked & (predictions.confidence > log_odds(self.tau))  # (R, W)
+        distance = near_probability(predictions.confidence, lanes.masked, self.tau)  # (R,)
         top, gap = best(predictions, lanes, predictions.confidence, self.n)
         enough = high.sum(1) >= self.n  # (R,)
         pick = torch.where(enough[:, None], high, top)  # (R, W)
@@ -143,23 +143,23 @@ class DinferThreshold(Thresholded):
     def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
         import torch
 
-        hidden, confidence = lanes.hidden, predictions.confidence.double()  # (R, W)
-        p = torch.where(hidden, confidence.sigmoid(), -1.0)  # (R, W)
+        masked, confidence = lanes.masked, predictions.confidence.double()  # (R, W)
+        p = torch.where(masked, confidence.sigmoid(), -1.0)  # (R, W)
         top, top_at = p.max(1, keepdim=True)  # (R, 1)
         bound = (top - SLACK).clamp(max=self.mu)  # (R, 1)
-        pick = hidden & (p >= bound)  # (R, W)
+        pick = masked & (p >= bound)  # (R, W)
 
         fixed = top[:, 0] - SLACK > self.mu  # (R,) mu decides, not the largest P1
         slope = 2 * p * (1 - p)  # (R, W) the L1 norm of dP1/d(logits)
-        others = torch.ones_like(hidden).scatter(1, top_at, False) & hidden  # (R, W)
+        others = torch.ones_like(masked).scatter(1, top_at, False) & masked  # (R, W)
         near_top = nearest((p - bound) / slope.maximum(slope.gather(1, top_at)), others)  # (R,)
         near_top = near_top.nan_to_num(nan=math.inf, posinf=math.inf).masked_fill(predictions.all_mask, math.inf)
-        return Decision(pick, torch.where(fixed, near_probability(confidence, hidden, self.mu), near_top))
+        return Decision(pick, torch.where(fixed, near_probability(confidence, masked, self.mu), near_top))
 
 
 @dataclasses.dataclass(frozen=True)
 class Hierarchy(Rule):
-    """The best position of each run of neighbouring hidden ones, if P1 > low; all with P1 > tau; and always the best.
+    """The best position of each run of neighbouring masked ones, if P1 > low; all with P1 > tau; and always the best.
 
     This is dInfer's HierarchyDecoder: equal best positions of a run are all revealed, not the lowest alone.
     """
@@ -180,20 +180,20 @@ class Hierarchy(Rule):
     def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
         import torch
 
-        hidden = lanes.hidden
-        confidence = torch.where(hidden, predictions.confidence.double(), -math.inf)  # (R, W)
-        begins = hidden & ~torch.nn.functional.pad(hidden[:, :-1], (1, 0))  # (R, W)
-        run = torch.where(hidden, begins.cumsum(1), 0)  # (R, W) 1, 2, ...; 0 outside
-        runs = confidence.new_full((len(hidden), hidden.shape[1] + 1), -math.inf)  # (R, W + 1)
-        peak = runs.scatter_reduce(1, run, confidence, "amax").gather(1, run)  # (R, W) the best of the cell's run
-        first = hidden & (confidence == peak)  # (R, W)
+        masked = lanes.masked
+        confidence = torch.where(masked, predictions.confidence.double(), -math.inf)  # (R, W)
+        begins = masked & ~torch.nn.functional.pad(masked[:, :-1], (1, 0))  # (R, W)
+        run = torch.where(masked, begins.cumsum(1), 0)  # (R, W) 1, 2, ...; 0 outside
+        runs = confidence.new_full((len(masked), masked.shape[1] + 1), -math.inf)  # (R, W + 1)
+        peak = runs.scatter_reduce(1, run, confidence, "amax").gather(1, run)  # (R, W) the best of the position's run
+        first = masked & (confidence == peak)  # (R, W)
         sure = first & (confidence > log_odds(self.low))  # (R, W)
         distance = nearest(confidence - log_odds(self.low), first)  # (R,)
         if self.tau is not None:
-            sure |= hidden & (confidence > log_odds(self.tau))
-            distance = distance.minimum(nearest(confidence - log_odds(self.tau), hidden))
+            sure |= masked & (confidence > log_odds(self.tau))
+            distance = distance.minimum(nearest(confidence - log_odds(self.tau), masked))
 
         count = torch.zeros_like(runs).scatter_add(1, run, first.double()).gather(1, run)  # (R, W) best ones of the run
-        second = hidden & (~first | (count > 1)) & (peak > log_odds(self.low))  # (R, W)
+        second = masked & (~first | (count > 1)) & (peak > log_odds(self.low))  # (R, W)
         gap = nearest(peak - confidence, second).masked_fill(predictions.all_mask, math.inf)  # (R,)
         return Decision(*sure_or_best(predictions, lanes, sure, distance.minimum(gap) / LOG_ODDS_SLOPE))

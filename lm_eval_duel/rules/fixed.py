@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class LeftToRight(Counted):
-    """The first k hidden positions."""
+    """The first k masked positions."""
 
     name: ClassVar[str] = "left_to_right"
     label: ClassVar[str] = "Left-to-Right"
@@ -23,12 +23,12 @@ class LeftToRight(Counted):
     fixed: ClassVar[bool] = True
 
     def __call__(self, predictions: Predictions | None, lanes: Lanes) -> Decision:
-        return certain(lanes.hidden & (lanes.hidden.cumsum(1) <= self.k))
+        return certain(lanes.masked & (lanes.masked.cumsum(1) <= self.k))
 
 
 @dataclasses.dataclass(frozen=True)
 class RightToLeft(Counted):
-    """The last k hidden positions."""
+    """The last k masked positions."""
 
     name: ClassVar[str] = "right_to_left"
     label: ClassVar[str] = "Right-to-Left"
@@ -36,12 +36,12 @@ class RightToLeft(Counted):
     fixed: ClassVar[bool] = True
 
     def __call__(self, predictions: Predictions | None, lanes: Lanes) -> Decision:
-        return certain(lanes.hidden & (lanes.hidden.flip(1).cumsum(1).flip(1) <= self.k))
+        return certain(lanes.masked & (lanes.masked.flip(1).cumsum(1).flip(1) <= self.k))
 
 
 @dataclasses.dataclass(frozen=True)
 class Random(Counted):
-    """The k hidden positions with the smallest hash(seed, target index).
+    """The k masked positions with the smallest hash(seed, target index).
 
     The order looks random and is fixed by the seed, so the likelihood is exact.
     """
@@ -56,5 +56,5 @@ class Random(Counted):
         import torch
 
         index = lanes.columns - lanes.origin[:, None]  # (R, W)
-        key = torch.where(lanes.hidden, hashed(index, self.seed), torch.iinfo(torch.int64).max)  # (R, W)
-        return certain(lanes.hidden & (rank(key) < self.k))
+        key = torch.where(lanes.masked, hashed(index, self.seed), torch.iinfo(torch.int64).max)  # (R, W)
+        return certain(lanes.masked & (rank(key) < self.k))

@@ -78,18 +78,18 @@ class Klass(Thresholded):
             )
 
     def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
-        hidden = lanes.hidden
+        masked = lanes.masked
         divergence, stable, memory = (self._across if self.across else self._inside)(predictions, lanes)
         if self.across:
             sure = predictions.confidence > log_odds(self.mu)  # (R, W)
         else:
             sure = predictions.confidence >= log_odds(self.mu)
-        ready = hidden & sure & (stable >= self.history)  # (R, W)
-        distance = near_probability(predictions.confidence, hidden, self.mu)  # (R,)
+        ready = masked & sure & (stable >= self.history)  # (R, W)
+        distance = near_probability(predictions.confidence, masked, self.mu)  # (R,)
         # near KL = nu a divergence moves by at most about 2 sqrt(2 KL) for each unit of logits
         slope = 2 * (2 * divergence.clamp(min=max(self.nu, EPS))).sqrt()
         near_nu = ((divergence - self.nu) / slope).nan_to_num(nan=math.inf, posinf=math.inf)
-        distance = distance.minimum(nearest(near_nu, hidden))
+        distance = distance.minimum(nearest(near_nu, masked))
         return Decision(*sure_or_best(predictions, lanes, ready, distance), memory)
 
     def _inside(
@@ -98,16 +98,16 @@ class Klass(Thresholded):
         """The divergence (R, W), the steps in a row with KL <= nu (R, W), and the memory, within a block."""
         import torch
 
-        cells = lanes.hidden  # (R, W)
+        positions = lanes.masked  # (R, W)
         dense = predictions.dense()  # (C, V)
-        current = dense.new_zeros(*cells.shape, dense.shape[1])  # (R, W, V) log-probabilities
-        current[cells] = dense
-        divergence = dense.new_full(cells.shape, math.inf)  # (R, W)
-        stable = torch.zeros_like(cells, dtype=torch.int64)  # (R, W)
+        current = dense.new_zeros(*positions.shape, dense.shape[1])  # (R, W, V) log-probabilities
+        current[positions] = dense
+        divergence = dense.new_full(positions.shape, math.inf)  # (R, W)
+        stable = torch.zeros_like(positions, dtype=torch.int64)  # (R, W)
         if lanes.memory:
             previous, stable_before = lanes.memory
-            predicted = cells & (lanes.step > 0)[:, None]  # (R, W) in the step before, too
-            before, now = previous[predicted], current[predicted]  # (cells, V)
+            predicted = positions & (lanes.step > 0)[:, None]  # (R, W) in the step before, too
+            before, now = previous[predicted], current[predicted]  # (positions, V)
             divergence[predicted] = kl(before, now) if self.kl == "paper" else kl(now, before)
             stable = torch.where(predicted & (divergence <= self.nu), stable_before + 1, 0)
         return divergence, stable, (current, stable)
@@ -118,14 +118,14 @@ class Klass(Thresholded):
         """The same, with the history of the whole window. The previous probabilities of its first step are zeros."""
         import torch
 
-        whole = predictions.whole  # of all hidden cells of the window, not those of the block alone
-        cells, dense = whole.hidden, whole.dense().exp()  # (R, W), (C, V)
-        current = dense.new_zeros(*cells.shape, dense.shape[1])  # (R, W, V) probabilities
-        current[cells] = dense
-        previous, streak = lanes.memory or (torch.zeros_like(current), torch.zeros_like(cells, dtype=torch.int64))
-        before, now = previous[cells].double(), dense.double()  # (C, V)
-        divergence = torch.full(cells.shape, math.inf, dtype=torch.float64, device=cells.device)  # (R, W)
-        divergence[cells] = (now * ((now + EPS).log() - (before + EPS).log())).sum(1)
-        streak = torch.where(cells & (divergence < self.nu), streak + 1, 0)  # (R, W)
+        whole = predictions.whole  # of all masked positions of the window, not those of the block alone
+        positions, dense = whole.masked, whole.dense().exp()  # (R, W), (C, V)
+        current = dense.new_zeros(*positions.shape, dense.shape[1])  # (R, W, V) probabilities
+        current[positions] = dense
+        previous, streak = lanes.memory or (torch.zeros_like(current), torch.zeros_like(positions, dtype=torch.int64))
+        before, now = previous[positions].double(), dense.double()  # (C, V)
+        divergence = torch.full(positions.shape, math.inf, dtype=torch.float64, device=positions.device)  # (R, W)
+        divergence[positions] = (now * ((now + EPS).log() - (before + EPS).log())).sum(1)
+        streak = torch.where(positions & (divergence < self.nu), streak + 1, 0)  # (R, W)
         late = (lanes.step >= self.history - 1)[:, None]  # (R, 1)
         return divergence, torch.where(late, streak, 0), (current, streak)

@@ -1,4 +1,4 @@
-"""Learned rules: a small network scores each hidden position, and the positions with the largest scores are revealed.
+"""Learned rules: a small network scores each masked position, and the positions with the largest scores are revealed.
 
     score = linear layers of [features of the position, statistics of its distribution]
 
@@ -8,7 +8,7 @@ one on confidences). A score is a logit: sigmoid(score) is the planner's probabi
 A file holds the layers as a `torch.nn.Sequential` names them (`0.weight`, `0.bias`, `2.weight`, ...), and in its
 metadata the `inputs`, in their order, and the `activation` between layers. `save_planner` writes one.
 
-Shapes: R lanes, W block width, U cells that differ, D features, I inputs, H units of a layer.
+Shapes: R lanes, W block width, U positions that differ, D features, I inputs, H units of a layer.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Planner(ModuleRule):
             )
 
     def score(self, predictions: Predictions, lanes: Lanes) -> torch.Tensor:
-        """The planner's score of each hidden cell, float32 or float64 (R, W)."""
+        """The planner's score of each masked position, float32 or float64 (R, W)."""
         import torch
 
         inputs, width = inputs_of(self.header())
@@ -92,7 +92,7 @@ class Planner(ModuleRule):
             return logits[:, 0]
 
         plane = predictions.apply(scores, *(getattr(predictions, name) for name in names))  # (R, W)
-        if not plane[lanes.hidden].isfinite().all():
+        if not plane[lanes.masked].isfinite().all():
             raise DuelError(f"The scores of {self.file} are NaN or infinite on this network's features.")
         return plane
 
@@ -119,8 +119,8 @@ class LearnedThreshold(Thresholded, Planner):
 
     def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
         score, least = self.score(predictions, lanes), log_odds(self.mu)
-        sure = lanes.hidden & (score >= least)  # (R, W)
-        distance = nearest(score - least, lanes.hidden)  # (R,)
+        sure = lanes.masked & (score >= least)  # (R, W)
+        distance = nearest(score - least, lanes.masked)  # (R,)
         return Decision(*sure_or_best(predictions, lanes, sure, distance, score, 1.0))
 
 

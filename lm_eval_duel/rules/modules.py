@@ -2,7 +2,7 @@
 
 A rule is its text, so its weights are in a file that the text names, and the file's content is part of the fingerprint.
 
-Shapes: U cells that differ, D features.
+Shapes: U positions that differ, D features.
 """
 
 from __future__ import annotations

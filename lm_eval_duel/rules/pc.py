@@ -72,7 +72,7 @@ class PC(Scheduled):
         count, memory = self.quota(lanes)
         p1 = predictions.confidence.double().sigmoid()  # (R, W)
         known = _surprises(self.table, signature(self.table), str(p1.device))  # (T,)
-        argmax = predictions.argmax.clamp(0, len(known) - 1)  # (R, W) -1 where nothing is hidden
+        argmax = predictions.argmax.clamp(0, len(known) - 1)  # (R, W) -1 where nothing is masked
         surprise = known[argmax]  # (R, W)
         place = torch.arange(argmax.shape[1], device=argmax.device)  # (W,)
         decayed = (-self.decay * place.double()).exp()  # (W,)

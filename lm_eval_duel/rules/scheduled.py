@@ -52,7 +52,7 @@ def dream_counts(m: int, steps: int) -> list[int]:
 
 
 def dream_shares(steps: int) -> torch.Tensor:
-    """The share of the hidden positions that each of Dream's steps reveals, 1 - t_(i+1) / t_i, in the end all; (S,)."""
+    """The share of the masked positions that each of Dream's steps reveals, 1 - t_(i+1) / t_i, in the end all; (S,)."""
     import torch
 
     level = torch.linspace(1, EPS, steps + 1)  # (S + 1,) float32, as in their code
@@ -78,10 +78,10 @@ class Scheduled(Rule):
 
 
 def first_count(lanes: Lanes) -> torch.Tensor:
-    """The number of positions that were hidden at the first step, (R, W), as memory needs it."""
+    """The number of positions that were masked at the first step, (R, W), as memory needs it."""
     import torch
 
-    now = lanes.hidden.sum(1, keepdim=True).expand_as(lanes.hidden)  # (R, W)
+    now = lanes.masked.sum(1, keepdim=True).expand_as(lanes.masked)  # (R, W)
     return torch.where((lanes.step == 0)[:, None], now, lanes.memory[0]) if lanes.memory else now
 
 
@@ -144,7 +144,7 @@ class Quota(Scheduled):
         pick, gap = best(predictions, lanes, score, count)
         # those that come last tie by definition: their order changes only if the most probable token of one does
         gap = gap.masked_fill((pick & last).any(1), math.inf)
-        margin = nearest(predictions.log_margin, last & lanes.hidden) / LOG_ODDS_SLOPE  # (R,)
+        margin = nearest(predictions.log_margin, last & lanes.masked) / LOG_ODDS_SLOPE  # (R,)
         return Decision(pick, gap.minimum(margin.masked_fill(predictions.all_mask, math.inf)), memory)
 
     def _without_ends(self, predictions: Predictions) -> tuple[torch.Tensor, torch.Tensor]:
@@ -156,7 +156,7 @@ class Quota(Scheduled):
 
         confidence, argmax = predictions.confidence.double(), predictions.argmax  # (R, W)
         rest = confidence.neg().sigmoid()  # (R, W) 1 - P1
-        last = torch.zeros_like(predictions.hidden)  # (R, W)
+        last = torch.zeros_like(predictions.masked)  # (R, W)
         for end in {end for end in (self.eos_id, self.eot_id) if end is not None}:
             p = predictions.log_prob(torch.full_like(argmax, end)).exp()  # (R, W)
             rest = torch.where(argmax == end, rest, rest - p)
@@ -212,12 +212,12 @@ class Dream(Rule):
         """How many positions the next step that reveals any reveals (R, 1), and the number of the step after it."""
         import torch
 
-        device, left = lanes.hidden.device, lanes.hidden.sum(1, keepdim=True)  # (R, 1)
+        device, left = lanes.masked.device, lanes.masked.sum(1, keepdim=True)  # (R, 1)
         begin = lanes.memory[0][:, :1] if lanes.memory else torch.zeros_like(left)  # (R, 1)
         count = (left.float() * dream_shares(self.steps).to(device)).long()  # (R, S)
         step = torch.arange(self.steps, device=device)  # (S,)
         index = ((count > 0) & (step >= begin)).long().argmax(1, keepdim=True)  # (R, 1)
-        return count.gather(1, index), (index + 1).expand_as(lanes.hidden)
+        return count.gather(1, index), (index + 1).expand_as(lanes.masked)
 
     def _threshold(self, predictions: Predictions, lanes: Lanes) -> Decision:
         m = first_count(lanes)  # (R, W)
@@ -227,7 +227,7 @@ class Dream(Rule):
                 f"{int(m[(m % self.steps) > 0][0])}. Use another number of steps."
             )
         total = m[:, :1]  # (R, 1)
-        left = lanes.hidden.sum(1, keepdim=True)  # (R, 1)
+        left = lanes.masked.sum(1, keepdim=True)  # (R, 1)
         due = total // self.steps * (lanes.step[:, None] + 1)  # (R, 1) that may be revealed by now
         candidates, gap = best(predictions, lanes, predictions.confidence, due - (total - left))
         single, first_gap = best(predictions, lanes, predictions.confidence, 1)

@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from lm_eval_duel.denoisers.predictions import Predictions
     from lm_eval_duel.engine.lanes import Lanes
 
-    Score = tuple[torch.Tensor, torch.Tensor | float]  # of each cell (R, W), and its steepest slope in logits
+    Score = tuple[torch.Tensor, torch.Tensor | float]  # of each position (R, W), and its steepest slope in logits
 
 
 @dataclasses.dataclass(frozen=True)
 class Scored(Counted):
-    """Base of rules that reveal the k hidden positions with the largest `score`."""
+    """Base of rules that reveal the k masked positions with the largest `score`."""
 
     state_only: ClassVar[bool] = True
 

@@ -18,7 +18,7 @@ SUB_BLOCK = "sub_block"
 
 @dataclasses.dataclass(frozen=True)
 class SubBlock(Around):
-    """`rule` among the cells of the first sub-block that has hidden ones. Sub-blocks count from the block's start.
+    """`rule` among the positions of the first sub-block that has masked ones. Sub-blocks count from the block's start.
 
     The rule starts again in each sub-block: its steps are counted from there, and its memory is empty. `carries`: the
     memory stays, and only the steps start again.
@@ -34,17 +34,17 @@ class SubBlock(Around):
     def __call__(self, predictions: Any, lanes: Any) -> Decision:
         import torch
 
-        hidden = lanes.hidden
-        part = torch.arange(hidden.shape[1], device=hidden.device) // self.sub_block  # (W,)
-        present = torch.where(hidden, part, hidden.shape[1]).amin(1, keepdim=True)  # (R, 1)
-        inside = hidden & (part == present)  # (R, W)
+        masked = lanes.masked
+        part = torch.arange(masked.shape[1], device=masked.device) // self.sub_block  # (W,)
+        present = torch.where(masked, part, masked.shape[1]).amin(1, keepdim=True)  # (R, 1)
+        inside = masked & (part == present)  # (R, W)
         if self.rule.state_only:
-            return self.inside(predictions, lanes, hidden=inside)
-        taken, *memory = lanes.memory or (torch.zeros_like(hidden, dtype=torch.int64),)  # (R, W) steps in the sub-block
+            return self.inside(predictions, lanes, masked=inside)
+        taken, *memory = lanes.memory or (torch.zeros_like(masked, dtype=torch.int64),)  # (R, W) steps in the sub-block
         step = taken[:, 0]  # (R,)
-        decision = self.inside(predictions, lanes, hidden=inside, step=step, memory=tuple(memory))
+        decision = self.inside(predictions, lanes, masked=inside, step=step, memory=tuple(memory))
         done = ~(inside & ~decision.pick).any(1)  # (R,)
-        taken = (step + 1).masked_fill(done, 0)[:, None].expand_as(hidden)  # (R, W)
+        taken = (step + 1).masked_fill(done, 0)[:, None].expand_as(masked)  # (R, W)
         if not self.carries:
             decision = decision._replace(memory=emptied(decision.memory, done))
         return decision._replace(memory=(taken, *decision.memory))

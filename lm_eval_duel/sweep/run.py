@@ -278,7 +278,7 @@ class Sweep:
         bounds = self.measuring.bounds(elbo, self.windows)
         total = Total()
         for window, (bound, error) in zip(self.windows, bounds, strict=True):
-            total.merge(Total.of(window, Value(bound, error)))
+            total.merge(Total.from_value(window, Value(bound, error)))
         tokens = sum(len(window.target) for window in self.windows)
         nll, stderr = -total.log_prob / tokens, total.stderr
         return {

@@ -1,9 +1,9 @@
 """Many rules over the same windows: every state that any of them reaches is evaluated once.
 
-With the targets known, a state-only rule's pick depends only on which cells of the block are hidden, so rules that
+With the targets known, a state-only rule's pick depends only on which positions of the block are masked, so rules that
 reach the same state share its network call, whatever their paths. A walker is one rule in one block. The walkers with
-the most hidden cells go first: each moves to a state with fewer, so no walker can reach a state that has already been
-evaluated. Blocks do not wait for each other.
+the most masked positions go first: each moves to a state with fewer, so no walker can reach a state that has already
+been evaluated. Blocks do not wait for each other.
 
 Shapes: N windows, R lanes, W block width, B blocks, F rules.
 """
@@ -96,7 +96,7 @@ class SharedAccumulator:
         device = self.fresh.row.device
         self.block = torch.full((count, length), -1, device=device)  # (N, L) the block that starts at a column
         self.block[self.fresh.row, self.fresh.start] = torch.arange(len(places), device=device)
-        self.hidden = self.fresh.hidden[:, None].repeat(1, len(follow), 1)  # (B, F, W)
+        self.masked = self.fresh.masked[:, None].repeat(1, len(follow), 1)  # (B, F, W)
         self.states = torch.ones(len(places), dtype=torch.int64, device=device)  # (B,) states being evaluated
         self.blocks = torch.bincount(self.fresh.row, minlength=count)  # (N,) unfinished blocks
         self.evaluated = self.blocks.clone()  # (N,) evaluated states
@@ -114,30 +114,34 @@ class SharedAccumulator:
     ) -> None:
         """Move the walkers that are in these states."""
         block = self.block[lanes.row, lanes.start]  # (R,)
-        here = (self.hidden[block] == lanes.hidden[:, None]).all(2)  # (R, F)
+        here = (self.masked[block] == lanes.masked[:, None]).all(2)  # (R, F)
         gains, counts, moves, has_margins = [], [], [], []
         for f, rule in enumerate(self.rules):
             choice = decide(rule, predictions, lanes, self.opened.numbers)
             here_f = here[:, f]  # (R,)
             gains.append(torch.where(choice.pick & here_f[:, None], log_prob, 0.0).sum(1))
-            near = torch.zeros_like(here_f) if choice.lead is None else ~(choice.lead >= rules.NEAR_TIE)  # (R,)
+            near = (
+                torch.zeros_like(here_f)
+                if choice.decision_margin is None
+                else ~(choice.decision_margin >= rules.NEAR_TIE)
+            )  # (R,)
             counts.append(torch.stack([here_f, here_f & near], 1))  # (R, 2)
-            moves.append((block[here_f], (lanes.hidden & ~choice.pick)[here_f]))
-            has_margins.append(choice.lead is not None)
+            moves.append((block[here_f], (lanes.masked & ~choice.pick)[here_f]))
+            has_margins.append(choice.decision_margin is not None)
         gains, counts, less = torch.stack(gains, 1), torch.stack(counts, 1).long(), -torch.ones_like(block)
         # out of memory above: the states are evaluated again. Nothing below can fail half way
-        for f, (of_block, hidden) in enumerate(moves):
-            self.hidden[of_block, f] = hidden
+        for f, (of_block, masked) in enumerate(moves):
+            self.masked[of_block, f] = masked
             self.has_margins[f] &= has_margins[f]
         self.log_prob.index_add_(0, lanes.row, gains)
         self.counts.index_add_(0, lanes.row, counts)
         self.states.index_add_(0, block, less)
 
     def next_states(self, left: Lanes) -> Lanes | None:
-        """The next states of blocks that wait for none: those with the most hidden cells, without duplicates."""
+        """The next states of blocks that wait for none: those with the most masked positions, without duplicates."""
         block = self.block[left.row, left.start].unique()
         block = block[self.states[block] == 0]  # (b,)
-        count = self.hidden[block].sum(2)  # (b, F)
+        count = self.masked[block].sum(2)  # (b, F)
         most = count.amax(1)  # (b,)
         done = self.fresh.row[block[most == 0]]
         self.blocks.index_add_(0, done, -torch.ones_like(done))
@@ -145,12 +149,12 @@ class SharedAccumulator:
         if not len(at):
             return None
         block = block[at]
-        states = torch.cat([block[:, None], self.hidden[block, rule].long()], 1).unique(dim=0)  # (r, 1 + W)
-        block, hidden = states[:, 0], states[:, 1:].bool()
+        states = torch.cat([block[:, None], self.masked[block, rule].long()], 1).unique(dim=0)  # (r, 1 + W)
+        block, masked = states[:, 0], states[:, 1:].bool()
         self.states.index_add_(0, block, torch.ones_like(block))
         lanes = self.fresh.select(block)
         self.evaluated.index_add_(0, lanes.row, torch.ones_like(block))
-        return self.opened.targets.hide(lanes, hidden)
+        return self.opened.targets.hide(lanes, masked)
 
     def take(self, finished: Lanes) -> IndexedScores:
         """(row, score) of the windows without unfinished blocks."""

@@ -115,10 +115,10 @@ def test_they_agree_on_the_other_kinds_of_network():
 def test_statistics_of_whole_blocks_are_those_of_predictions():
     logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(0)) * 4
     logits[1, 7], logits[2, 7] = 40, 25  # P1 rounds to 1
-    hidden = torch.tensor([[True, True, True], [True, True, True]])
-    nothing, cells = torch.zeros(VOCAB, dtype=torch.bool), torch.arange(6)
-    ours = Predictions(hidden, torch.zeros(2, dtype=torch.bool), logits, cells, lambda x: x.clone(), nothing)
-    whole = BlockPredictions(logits.log_softmax(1).view(2, 3, VOCAB), hidden, torch.zeros(2, dtype=torch.bool))
+    masked = torch.tensor([[True, True, True], [True, True, True]])
+    nothing, positions = torch.zeros(VOCAB, dtype=torch.bool), torch.arange(6)
+    ours = Predictions(masked, torch.zeros(2, dtype=torch.bool), logits, positions, lambda x: x.clone(), nothing)
+    whole = BlockPredictions(logits.log_softmax(1).view(2, 3, VOCAB), masked, torch.zeros(2, dtype=torch.bool))
     for name in ("confidence", "log_margin", "margin", "argmax", "entropy"):
         assert torch.allclose(getattr(whole, name), getattr(ours, name), rtol=1e-4, atol=1e-5), name
     assert torch.allclose(whole.dense(), ours.dense(), atol=1e-5)
@@ -168,7 +168,7 @@ def test_random_networks_are_no_coin_toss(kind):
 
     before = logits(ids)
     assert SPREAD / 2 < float(before.std(1).mean()) < SPREAD * 2
-    assert float((before[1:] - before[:-1]).std(1).mean()) > 0.5, "where a cell stands matters"
+    assert float((before[1:] - before[:-1]).std(1).mean()) > 0.5, "where a position stands matters"
     ids[:, 33] = 8
     assert float((logits(ids) - before).std(1).mean()) > 0.1, "a single token that is seen matters"
     same = make(f"random:{kind}", CPU, layers=2, width=64, vocab=500, length=64, block=16)

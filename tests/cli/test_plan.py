@@ -36,7 +36,7 @@ def test_the_documented_tables_are_what_the_command_prints(command, text, capsys
 
 
 def test_a_published_setting_by_hand():
-    """LLaDA-8B at block 32: 2 x 7.0 B products a cell, and attention to 2,048 keys."""
+    """LLaDA-8B at block 32: 2 x 7.0 B products a position, and attention to 2,048 keys."""
     got = figures(f"--model_args {LLADA} --tokens 20480 --documents 10")
     assert (got["windows"], got["tokens"], got["blocks"], got["upper_bound"]) == (10, 20480, 640, False)
     exact, dual, prefix = (got["methods"][name] for name in ("exact", "dual", "prefix"))
@@ -53,7 +53,7 @@ def test_a_published_setting_by_hand():
 def test_an_adapter_may_make_another_network():
     got = figures(f"--model_args {LLADA},peft=SJTU-Deng-Lab/D2F_LLaDA_Instruct_8B_Lora --tokens 2048")
     assert (got["family"], got["block"], set(got["methods"])) == ("d2f-llada", 32, {"exact", "elbo 128"})
-    assert got["methods"]["exact"]["token_rows"] == 2016 + 2048 * 32  # clean blocks once, then 32 cells a step
+    assert got["methods"]["exact"]["token_rows"] == 2016 + 2048 * 32  # clean blocks once, then 32 positions a step
 
 
 def test_a_sampler_that_reveals_first_tokens_alone(tmp_path):

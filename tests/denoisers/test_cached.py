@@ -132,7 +132,7 @@ def test_neither_company_nor_batch_size_changes_a_number(rule, cache):
 
 
 class Small(Attends):
-    """A device whose memory holds `most` cells a call."""
+    """A device whose memory holds `most` positions a call."""
 
     most = 1_000
 
@@ -252,34 +252,34 @@ def test_the_elbo_lands_near_the_mean_over_orders(cache):
 def test_a_block_costs_one_row_and_then_its_own_cells():
     toy = Counting(length=10)
     duel = Duel(Cached(toy, "dual"), "greedy", 4)
-    toy.cells = 0
+    toy.positions = 0
     duel.log_prob([Window((), (0, 1, 2, 0, 1, 0, 2, 1))])
-    assert toy.cells == 2 * (8 + 3 * 4)
-    duel, toy.cells = Duel(Cached(toy, "prefix"), "greedy", 4), 0
+    assert toy.positions == 2 * (8 + 3 * 4)
+    duel, toy.positions = Duel(Cached(toy, "prefix"), "greedy", 4), 0
     duel.use_single_rows()
     duel.log_prob([Window((), (0, 1, 2, 0, 1, 0, 2, 1))])
-    assert toy.cells == 8 + 3 * 8 + 8 + 3 * 4
+    assert toy.positions == 8 + 3 * 8 + 8 + 3 * 4
 
 
 def test_equal_block_starts_are_evaluated_once():
     toy = Counting(length=10)
     duel = Duel(Cached(toy, "dual"), "greedy", 2)
-    toy.cells = 0
+    toy.positions = 0
     duel.log_prob([Window((1, 2), (a, b)) for a in range(3) for b in range(3)])
-    assert toy.cells == 4 + 3 * 2  # one row, and the block with each of three tokens in the cell that is first
+    assert toy.positions == 4 + 3 * 2  # one row, and the block with each of three tokens in the position that is first
 
 
 class Counting(Attends):
-    """Counts the cells that it evaluates."""
+    """Counts the positions that it evaluates."""
 
-    cells = 0
+    positions = 0
 
     def stream(self, ids, positions, seen, past):
-        self.cells += ids.numel()
+        self.positions += ids.numel()
         return super().stream(ids, positions, seen, past)
 
 
-# ---------------------------------------------------------------- networks that predict from the cell before
+# ---------------------------------------------------------------- networks that predict from the position before
 
 
 SHIFTED = [

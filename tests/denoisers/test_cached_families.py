@@ -169,7 +169,7 @@ def test_bfloat16_follows_its_own_samples(plain, name, cache):
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("name", [*DECODERS, *MASKED])
 def test_bfloat16_sums_to_one_over_the_last_token(plain, name, cache):
-    """Given the others: the last cell that is revealed is predicted by a distribution."""
+    """Given the others: the last position that is revealed is predicted by a distribution."""
     denoiser, _, _ = plain(name, dtype="bfloat16")
     tokens = (~denoiser.excluded).nonzero()[:, 0].tolist()
     rule = rule_of(denoiser, "left_to_right")

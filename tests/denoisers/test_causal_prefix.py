@@ -158,8 +158,8 @@ def generate(w, window, seeded, threshold):
     """The authors' generate() with the tokens known: the log-probability of each token, and its step in its block.
 
     A causal pass over all that is finished predicts the block's first token. Then one bidirectional pass over prefix
-    and block at a time: the most probable cell, and others whose probability reaches the threshold. Without `seeded`,
-    as in vLLM: a block starts all masked.
+    and block at a time: the most probable position, and others whose probability reaches the threshold. Without
+    `seeded`, as in vLLM: a block starts all masked.
     """
     row, nats, steps = list(window.context), [], []
 
@@ -168,21 +168,25 @@ def generate(w, window, seeded, threshold):
 
     while len(nats) < len(window.target):
         begin, own = len(row), window.target[len(nats) : len(nats) + CASE.block]
-        cells, found, when = [CASE.mask] * CASE.block, {}, {}
+        positions, found, when = [CASE.mask] * CASE.block, {}, {}
         if seeded:
             found[0], when[0] = float(logs(row, plain.causal(begin))[-1, own[0]]), 0
-            cells[0] = own[0]
+            positions[0] = own[0]
         step = len(found)
         while len(found) < len(own):
-            now = logs([*row, *cells], plain.causal_prefix(begin + CASE.block, begin))[begin:]
-            left = [cell for cell in range(len(own)) if cell not in found]
-            first = max(left, key=lambda cell: float(now[cell].max()))
-            for cell in left:
-                if cell == first or float(now[cell].max()) >= math.log(threshold):
-                    found[cell], when[cell], cells[cell] = float(now[cell, own[cell]]), step, own[cell]
+            now = logs([*row, *positions], plain.causal_prefix(begin + CASE.block, begin))[begin:]
+            left = [position for position in range(len(own)) if position not in found]
+            first = max(left, key=lambda position: float(now[position].max()))
+            for position in left:
+                if position == first or float(now[position].max()) >= math.log(threshold):
+                    found[position], when[position], positions[position] = (
+                        float(now[position, own[position]]),
+                        step,
+                        own[position],
+                    )
             step += 1
-        nats += [found[cell] for cell in range(len(own))]
-        steps += [when[cell] for cell in range(len(own))]
+        nats += [found[position] for position in range(len(own))]
+        steps += [when[position] for position in range(len(own))]
         row += own
     return nats, tuple(steps)
 

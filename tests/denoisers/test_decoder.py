@@ -60,7 +60,7 @@ def found(tmp_path_factory):
             if case.attention == "causal_prefix":
                 begin = origin + (ids.index(case.mask) - origin) // case.block * case.block  # of the block in progress
                 found = plain.logits(case.net, w, ids, plain.causal_prefix(len(ids), begin))
-                found[begin] = found[begin - 1]  # its first token is predicted by the clean cell before it
+                found[begin] = found[begin - 1]  # its first token is predicted by the clean position before it
                 return found
             first = origin if case.anchor == "target" else 0
             seen = plain.everywhere(len(ids)) if case.block is None else plain.block_causal(len(ids), case.block, first)
@@ -218,7 +218,7 @@ def test_all_pairs_of_tokens_sum_to_one(found, name):
 def test_left_to_right_is_the_chain_rule_and_k_the_marginals(found, name):
     denoiser, right = found(name)
     block, mask = denoiser.block or 4, denoiser.mask_id
-    counted = 2 if denoiser.anchor == "target" or denoiser.seeds_blocks else 4  # cells from where blocks begin
+    counted = 2 if denoiser.anchor == "target" or denoiser.seeds_blocks else 4  # positions from where blocks begin
     short = [mask] * (-counted % block if denoiser.block else 0)  # a short last block is shown filled up
 
     def logs(*row):

@@ -146,9 +146,9 @@ def test_a_function_that_copies_visible_tokens(lowest, tested):
     network = Network()
 
     def function(ids, real):
-        hidden = (ids == 7)[..., None]  # (R, L, 1)
+        masked = (ids == 7)[..., None]  # (R, L, 1)
         copied = torch.where(torch.nn.functional.one_hot(ids, 8).bool(), 0.0, lowest)  # (R, L, V)
-        return torch.where(hidden, network(ids, None), copied)
+        return torch.where(masked, network(ids, None), copied)
 
     arguments = {"mask_token_id": 7, "max_length": 12, "block": 4, "module": network}
     duel = Duel.from_model(function, **arguments, self_tests=tested)

@@ -45,7 +45,7 @@ def test_what_is_found_at_load(folders, family):
     assert denoiser.max_length == 32
     assert denoiser.honours_padding
     assert denoiser.relative_positions == (family == "modernbert")
-    assert denoiser.splits_head  # the head runs at hidden cells only
+    assert denoiser.splits_head  # the head runs at masked positions only
 
 
 @pytest.mark.parametrize("family", FAMILIES)

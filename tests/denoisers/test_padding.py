@@ -131,7 +131,7 @@ def test_sampling_of_esm_in_a_batch():
 
 
 def test_padding_beside_the_last_cell_counts_where_its_embedding_is_not_zero():
-    """MobileBERT's cells read the embedding of the next one, padding or not."""
+    """MobileBERT's positions read the embedding of the next one, padding or not."""
     model = network("mobilebert")
     with torch.no_grad():
         model.get_input_embeddings().weight[0] = 0.05

@@ -63,12 +63,14 @@ def test_what_is_found_at_load(protein):
     assert denoiser.needs_visible and not denoiser.relative_positions
     assert denoiser.special_tokens == ((0,), (2,))
     assert type(denoiser.model).__name__ == "EsmForMaskedLM" and not denoiser.model.training
-    with pytest.raises(DuelError, match=r"scales its input by the share of masked cells .*token_dropout.* Leave cache"):
+    with pytest.raises(
+        DuelError, match=r"scales its input by the share of masked positions .*token_dropout.* Leave cache"
+    ):
         denoisers.load(path, device="cpu", cache="dual")
 
 
 def test_the_network_equals_the_plain_one(protein):
-    """With few, half and nearly all cells masked: the input's scale differs by a factor of 6."""
+    """With few, half and nearly all positions masked: the input's scale differs by a factor of 6."""
     denoiser, right, _ = protein
     rows = [[0, 20, 15, 11, 5, 19, 12, 2], [0, 20, MASK, 11, MASK, 19, MASK, 2], [0, *[MASK] * 6, 2], [0, MASK, 9, 2]]
     for row in rows:
@@ -109,7 +111,7 @@ def test_left_to_right_is_the_chain_rule_and_k_the_marginals(protein):
 
 
 def test_a_window_alone_equals_the_window_in_a_batch(protein):
-    """Short rows next to long ones: padding must not count as masked cells."""
+    """Short rows next to long ones: padding must not count as masked positions."""
     denoiser, _, _ = protein
     together = Duel(denoiser, "greedy", 4).log_prob(WINDOWS)
     for window, scored in zip(WINDOWS, together, strict=True):

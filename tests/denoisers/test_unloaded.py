@@ -65,7 +65,7 @@ def test_decoders(tmp_path, name, others):
 
 @torch.inference_mode()
 def test_operations_are_those_of_a_call():
-    """Against torch's own counter, for a decoder whose layers run at every cell."""
+    """Against torch's own counter, for a decoder whose layers run at every position."""
     denoiser = make("random:llada-8b", torch.device("cpu"), layers=2, width=64, vocab=200, length=32)
     config = {**CONFIGS["GSAI-ML/LLaDA-8B-Base"], "d_model": 64, "mlp_hidden_size": 192, "n_layers": 2, "n_heads": 1}
     config |= {"n_kv_heads": 1, "vocab_size": 200, "embedding_size": 200, "mask_token_id": 72}
@@ -75,11 +75,11 @@ def test_operations_are_those_of_a_call():
     finally:
         del CONFIGS["tiny"]
     assert size.parameters == sum(weight.numel() for weight in denoiser.model.parameters())
-    rows, length, cells = 3, 20, 7
+    rows, length, positions = 3, 20, 7
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # the only kernel it counts here
         features = denoiser.features(torch.zeros(rows, length, dtype=torch.int64), None)
-        denoiser.head(features[0, :cells])
-    products = rows * (length * size.products + length**2 * size.pair) + cells * size.head
+        denoiser.head(features[0, :positions])
+    products = rows * (length * size.products + length**2 * size.pair) + positions * size.head
     rotary = counter.get_total_flops() - 2 * products
     assert 0 <= rotary < 1e-3 * counter.get_total_flops()
     assert size.kept == Cached(denoiser, "dual").kept

@@ -51,7 +51,7 @@ def test_a_fixed_order_in_one_flat_batch_equals_it_step_by_step(rule, toy, monke
     found = in_one.log_prob(windows)
     monkeypatch.setattr(type(flat), "fixed", False)
     expected = by_step.log_prob(windows)
-    if isinstance(toy, Rotary):  # a blank start counts as one whichever of its tied cells is read
+    if isinstance(toy, Rotary):  # a blank start counts as one whichever of its tied positions is read
         expected = [
             dataclasses.replace(e, token_logprobs=f.token_logprobs)
             for e, f in zip(expected, found, strict=True)
@@ -74,8 +74,8 @@ class EvenFirst(rules.Rule):
 
     def __call__(self, predictions, lanes):
         assert predictions is None
-        even = lanes.hidden & (torch.arange(lanes.hidden.shape[1]) % 2 == 0)
-        return rules.certain(torch.where(even.any(1, keepdim=True), even, lanes.hidden))
+        even = lanes.masked & (torch.arange(lanes.masked.shape[1]) % 2 == 0)
+        return rules.certain(torch.where(even.any(1, keepdim=True), even, lanes.masked))
 
 
 def test_a_fixed_order_of_ones_own():
@@ -91,14 +91,14 @@ def test_a_fixed_order_of_ones_own():
 
 @dataclasses.dataclass(frozen=True)
 class Alternates(rules.Rule):
-    """A fixed order with memory: the first hidden position, then the last, in turn."""
+    """A fixed order with memory: the first masked position, then the last, in turn."""
 
     fixed = True
 
     def __call__(self, predictions, lanes):
-        turn = lanes.memory[0] if lanes.memory else torch.zeros_like(lanes.hidden)
-        first = lanes.hidden & (lanes.hidden.cumsum(1) == 1)
-        last = lanes.hidden & (lanes.hidden.flip(1).cumsum(1).flip(1) == 1)
+        turn = lanes.memory[0] if lanes.memory else torch.zeros_like(lanes.masked)
+        first = lanes.masked & (lanes.masked.cumsum(1) == 1)
+        last = lanes.masked & (lanes.masked.flip(1).cumsum(1).flip(1) == 1)
         return rules.Decision(torch.where(turn, last, first), memory=(~turn,))
 
 
@@ -107,7 +107,7 @@ class Reads(type(rules.parse("left_to_right"))):
     """It decides anew, and says nothing of being fixed."""
 
     def __call__(self, predictions, lanes):
-        return lanes.hidden & (predictions.argmax.cumsum(1) * 0 + lanes.hidden.cumsum(1) == 1)
+        return lanes.masked & (predictions.argmax.cumsum(1) * 0 + lanes.masked.cumsum(1) == 1)
 
 
 def test_a_fixed_order_may_remember_and_none_is_inherited(monkeypatch):
@@ -212,7 +212,7 @@ def test_the_head_runs_at_hidden_cells_and_once(kind, monkeypatch):
     rows, head = [], toy.head
     monkeypatch.setattr(toy, "head", lambda features: rows.append(len(features)) or head(features))
     monkeypatch.setattr(predictions, "CPU_VALUES", 20)
-    monkeypatch.setattr(predictions, "CPU_ROWS", 5)  # cells a chunk
+    monkeypatch.setattr(predictions, "CPU_ROWS", 5)  # positions a chunk
     windows = random_windows(1, 32, 32)
     Duel(toy, "greedy:k=3", 8).log_prob(windows)
     assert sum(rows) == 4 * (8 + 5 + 2) and max(rows) == 5
@@ -267,8 +267,8 @@ def test_what_is_evaluated_is_live(rule, windows, monkeypatch):
     monkeypatch.setattr(BlockCausalView, "_step", spy)
     duel = Duel(toy, rule, batch_size=8)
     duel.log_prob(windows)
-    lanes, cells = (sum(part) for part in zip(*live, strict=True))
-    assert lanes >= 0.83 * cells
+    lanes, positions = (sum(part) for part in zip(*live, strict=True))
+    assert lanes >= 0.83 * positions
     assert max(evaluated) <= 1.2 * duel.budget.tokens
 
 
@@ -415,8 +415,8 @@ def test_expected_tokens_are_read_on_the_way(values, monkeypatch):
     monkeypatch.setattr(predictions, "CPU_ROWS", 1)
     generator = torch.Generator().manual_seed(0)
     features, excluded = torch.randn(9, 7, generator=generator, dtype=torch.float64), torch.arange(7) == 6
-    hidden = torch.tensor([[True, True, False], [True, True, True]])
-    cell = torch.tensor([8, 0, 3, 3, 1])
+    masked = torch.tensor([[True, True, False], [True, True, True]])
+    position = torch.tensor([8, 0, 3, 3, 1])
     tokens = torch.randint(6, (2, 3), generator=generator)
     calls = []
 
@@ -424,10 +424,10 @@ def test_expected_tokens_are_read_on_the_way(values, monkeypatch):
         calls.append(len(rows))
         return rows
 
-    by_asking = Predictions(hidden, torch.zeros(2, dtype=torch.bool), features, cell, head, excluded)
+    by_asking = Predictions(masked, torch.zeros(2, dtype=torch.bool), features, position, head, excluded)
     expected = by_asking.log_prob(tokens)
     calls.clear()
-    told = Predictions(hidden, torch.zeros(2, dtype=torch.bool), features, cell, head, excluded)
+    told = Predictions(masked, torch.zeros(2, dtype=torch.bool), features, position, head, excluded)
     told.expect(tokens)
     assert torch.equal(told.log_prob(tokens).nan_to_num(), expected.nan_to_num())
     some = torch.where(torch.tensor([[True, False, False], [False, False, True]]), tokens, -1)
@@ -435,8 +435,10 @@ def test_expected_tokens_are_read_on_the_way(values, monkeypatch):
     assert sum(calls) == 9  # every feature row once
     other = (tokens + 1) % 6
     assert torch.equal(told.log_prob(other).nan_to_num(), by_asking.log_prob(other).nan_to_num())
-    by_hand = features[cell].masked_fill(excluded, -math.inf).log_softmax(1).gather(1, tokens[hidden][:, None])[:, 0]
-    assert torch.allclose(expected[hidden], by_hand, atol=1e-12)
+    by_hand = (
+        features[position].masked_fill(excluded, -math.inf).log_softmax(1).gather(1, tokens[masked][:, None])[:, 0]
+    )
+    assert torch.allclose(expected[masked], by_hand, atol=1e-12)
 
 
 # ---------------------------------------------------------------- compiled

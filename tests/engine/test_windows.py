@@ -100,22 +100,22 @@ def test_a_batch_is_what_was_asked_for_and_never_more_than_the_most(arguments, t
 
 
 def test_fresh_lanes_show_context_inside_their_block():
-    rows = Rows.of([Window((7, 8, 9), (1, 2, 3)), Window((5,), (4,), (6,))], torch.device("cpu"))
+    rows = Rows.from_windows([Window((7, 8, 9), (1, 2, 3)), Window((5,), (4,), (6,))], torch.device("cpu"))
     assert rows.ids.tolist() == [[7, 8, 9, 1, 2, 3], [5, 4, 6, 0, 0, 0]]
     assert rows.visible.tolist() == [[True] * 3 + [False] * 3, [True, False, True] + [False] * 3]
     lanes = Lanes.fresh(rows, torch.tensor([0, 1]), torch.tensor([2, 0]), torch.tensor([4, 2]))
     assert lanes.tokens.tolist() == [[9, -1, -1, -1], [5, -1, -1, -1]]
-    assert lanes.hidden.tolist() == [[False, True, True, True], [False, True, False, False]]
+    assert lanes.masked.tolist() == [[False, True, True, True], [False, True, False, False]]
 
 
 def test_lanes_carry_everything_along():
-    rows = Rows.of([Window((), (1, 2, 3)), Window((), (4, 5))], torch.device("cpu"))
+    rows = Rows.from_windows([Window((), (1, 2, 3)), Window((), (4, 5))], torch.device("cpu"))
     wide = Lanes.fresh(rows, torch.tensor([0]), torch.tensor([0]), torch.tensor([3]))
     narrow = Lanes.fresh(rows, torch.tensor([1]), torch.tensor([0]), torch.tensor([2]))
     pick = torch.tensor([[True, False]])
     narrow = narrow.reveal(pick, torch.tensor([[4, -1]]), (torch.ones(1, 2, 6),))
     both = narrow.concat(wide)
-    assert both.hidden.tolist() == [[False, True, False], [True, True, True]]
+    assert both.masked.tolist() == [[False, True, False], [True, True, True]]
     assert both.tokens.tolist() == [[4, -1, -1], [-1, -1, -1]]
     assert both.step.tolist() == [1, 0]
     assert both.memory[0].shape == (2, 3, 6)

@@ -1,4 +1,4 @@
-"""The counts of a plan are those of a real run: rule steps, and the rows and cells that network calls evaluate."""
+"""The counts of a plan are those of a real run: rule steps, and the rows and positions that network calls evaluate."""
 
 import dataclasses
 from typing import ClassVar
@@ -41,7 +41,7 @@ def windows(length=22):
 
 
 def counted(denoiser, estimator, texts):
-    """(rows, cells, NFE) of a real run."""
+    """(rows, positions, NFE) of a real run."""
     recording = Recording(denoiser)
     with recording.record():
         estimator.log_prob(texts)
@@ -99,7 +99,7 @@ def test_blocks_that_count_from_the_target(name, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["bidirectional", "block_causal"])
 def test_elbo(networks, kind):
-    """Four draws of a window hide different cells, and none hides nothing."""
+    """Four draws of a window hide different positions, and none hides nothing."""
     denoiser = networks[kind]
     elbo = Elbo(denoiser, samples=4)
     setting = cost.Setting(denoiser, parse("greedy"), elbo.block, elbo.grid)
@@ -108,7 +108,7 @@ def test_elbo(networks, kind):
     most_rows, most_tokens, _ = planned(lambda w: cost.elbo(setting, w, 4), texts)
     if kind == "bidirectional":
         assert (rows, tokens) == (most_rows, most_tokens) == (4, 4 * 24)
-    else:  # blocks of 8 are few cells: equal draws are merged
+    else:  # blocks of 8 are few positions: equal draws are merged
         assert most_tokens - tokens in range(0, 4 * 3 * 8, 8) and most_tokens == 16 + 4 * 3 * 8
 
 
@@ -123,8 +123,11 @@ def test_lattice(networks, kind):
     rows, tokens, _ = counted(denoiser, lattice, texts)
     planned_rows, planned_tokens, _ = planned(lambda w: cost.lattice(setting, w), texts)
     if kind == "bidirectional":
-        spans = [cells for _, _, cells in setting.places(cost.Layout(2, 22, 24))]
-        assert rows == planned_rows == sum(2**cells - 1 for cells in spans) and tokens == planned_tokens == 24 * rows
+        spans = [positions for _, _, positions in setting.places(cost.Layout(2, 22, 24))]
+        assert (
+            rows == planned_rows == sum(2**positions - 1 for positions in spans)
+            and tokens == planned_tokens == 24 * rows
+        )
     else:  # lanes are packed with empty places
         assert planned_tokens == 8 * (63 + 255 + 255) + 16 <= tokens <= 1.01 * planned_tokens
 
@@ -177,10 +180,10 @@ class Waiting(Rule):
 
     name: ClassVar[str] = "waiting"
     reads_step: ClassVar[bool] = True
-    may_wait: ClassVar[bool] = True
+    may_pick_none: ClassVar[bool] = True
 
     def __call__(self, predictions, lanes):
-        first = lanes.hidden & (lanes.hidden.cumsum(1) == 1)
+        first = lanes.masked & (lanes.masked.cumsum(1) == 1)
         return Decision(first & (lanes.step % 2 == 1)[:, None])
 
 
@@ -200,8 +203,8 @@ def test_two_phase_is_all_of_dual_and_a_share_of_exact(networks):
 
 
 def test_head_cells_are_those_that_are_hidden(networks):
-    """A block of 8 has 8 + 7 + ... + 1 hidden cells over its steps, or 8 picks if the order is fixed."""
+    """A block of 8 has 8 + 7 + ... + 1 masked positions over its steps, or 8 picks if the order is fixed."""
     one_block = cost.Layout(2, 8, 10)
-    for rule, cells in (("greedy:k=1", 36), ("greedy:k=3", 8 + 5 + 2), ("left_to_right:k=3", 8)):
+    for rule, positions in (("greedy:k=1", 36), ("greedy:k=3", 8 + 5 + 2), ("left_to_right:k=3", 8)):
         setting = cost.Setting(networks["bidirectional"], parse(rule), 8, "target")
-        assert cost.exact(setting, one_block).head == cells == cost.cached(setting, one_block, "dual").head
+        assert cost.exact(setting, one_block).head == positions == cost.cached(setting, one_block, "dual").head

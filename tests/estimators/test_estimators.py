@@ -1,4 +1,4 @@
-"""Every estimator on toys that can be enumerated: the lattice against all orders, the ELBO against all hidden sets."""
+"""Every estimator on toys that can be enumerated: the lattice against all orders, the ELBO against all masked sets."""
 
 import itertools
 import math
@@ -48,7 +48,7 @@ def close(network):
 
 
 def every_order(denoiser, window, block):
-    """For each block of a window, the nats of each order of its cells, by replaying them one by one."""
+    """For each block of a window, the nats of each order of its positions, by replaying them one by one."""
     duel = Duel(denoiser, block=block)
     spans = [(max(0, s - len(window.context)), s + w - len(window.context)) for s, w in duel.blocks(window)]
     found = []
@@ -119,7 +119,7 @@ def test_the_value_asked_for_and_where_it_comes_from():
 
 @pytest.mark.parametrize("block", [1, 2, 3, 4, 8, 12])
 def test_states_are_evaluated_once_each(block):
-    """2^m - 1 states of a block of m cells: 15 of four, whatever is asked of them."""
+    """2^m - 1 states of a block of m positions: 15 of four, whatever is asked of them."""
     lattice = Lattice(Toy(length=12, seed=1), block, follow=STATE_ONLY)
     target = (0, 1, 2, 2, 1, 0, 0, 1, 1, 2, 0, 2)
     lattice.log_prob([Window((), target), Window((), target)])
@@ -144,7 +144,7 @@ def test_lattice_in_small_pieces_and_out_of_memory():
 
 
 def test_what_the_lattice_refuses():
-    with pytest.raises(DuelError, match=r"at most 12 cells \(4,095 sets\); the block in force is 32"):
+    with pytest.raises(DuelError, match=r"at most 12 positions \(4,095 sets\); the block in force is 32"):
         Lattice(Toy())
     with pytest.raises(DuelError, match="the block in force is the whole target"):
         Lattice(Toy(), None)
@@ -158,18 +158,18 @@ def test_what_the_lattice_refuses():
 
 
 def by_hand(toy, window):
-    """The ELBO over the whole target, every hidden set enumerated: the mean over sizes of m / l times the mean over
+    """The ELBO over the whole target, every masked set enumerated: the mean over sizes of m / l times the mean over
     sets of that size of the sum of log-probs."""
     m, start = len(window.target), len(window.context)
     row = torch.tensor([*window.context, *window.target, *[toy.mask_id] * window.tail, *window.suffix])
     total = 0.0
     for size in range(1, m + 1):
         parts = []
-        for hidden in itertools.combinations(range(start, start + m), size):
+        for masked in itertools.combinations(range(start, start + m), size):
             ids = row.clone()
-            ids[list(hidden)] = toy.mask_id
+            ids[list(masked)] = toy.mask_id
             logits = toy.head(toy.features(ids[None], None))[0].masked_fill(toy.excluded, -math.inf).log_softmax(-1)
-            parts.append(math.fsum(float(logits[p, row[p]]) for p in hidden))
+            parts.append(math.fsum(float(logits[p, row[p]]) for p in masked))
         total += m / size * math.fsum(parts) / len(parts)
     return total / m
 
@@ -299,7 +299,7 @@ def test_what_the_elbo_refuses():
 
 
 def score_entropy_by_hand(w, window, steps=100):
-    """SEDD's loss over all hidden sets and a fine grid of t, from the description of Lou et al. alone."""
+    """SEDD's loss over all masked sets and a fine grid of t, from the description of Lou et al. alone."""
     start, m, tokens = len(window.context), len(window.target), dit_reference.TOKENS
     row = torch.tensor([*window.context, *window.target])
     total = 0.0
@@ -309,13 +309,13 @@ def score_entropy_by_hand(w, window, steps=100):
         rate = (1 - 1e-3) / (1 - (1 - 1e-3) * t)  # d sigma / dt
         chance, r = 1 - math.exp(-sigma), 1 / math.expm1(sigma)
         for size in range(1, m + 1):
-            for hidden in itertools.combinations(range(start, start + m), size):
+            for masked in itertools.combinations(range(start, start + m), size):
                 ids = row.clone()
-                ids[list(hidden)] = tokens
+                ids[list(masked)] = tokens
                 logits = dit_reference.plain(w, ids.tolist(), sigma)[:, :tokens]
                 scores = logits - math.log(math.expm1(sigma)) - math.log(tokens)
                 weight = chance**size * (1 - chance) ** (m - size) * rate / steps
-                for p in hidden:
+                for p in masked:
                     loss = scores[p].exp().sum() - r * scores[p, row[p]] + r * (math.log(r) - 1)
                     total -= weight * float(loss)
     return total
@@ -328,7 +328,7 @@ def test_sedd_has_its_own_bound(tmp_path):
         assert abs(scored.log_prob - score_entropy_by_hand(w, window)) < 4 * scored.stderr
     assert Elbo(denoiser).describe()["elbo_form"] == "score_entropy"
     assert Elbo(denoiser, 4).describe()["elbo_form"] == "count"
-    with pytest.raises(DuelError, match="hides cells of the whole target; use elbo_block=none"):
+    with pytest.raises(DuelError, match="hides positions of the whole target; use elbo_block=none"):
         Elbo(denoiser, 4, form="score_entropy")
 
 
@@ -363,7 +363,9 @@ def test_exact_is_the_chain_rule_in_one_pass():
             return self.features(ids, None), []
 
         def features(self, ids, real):
-            return super().features(torch.cat([ids, ids[:, :1]], 1), real)[:, 1:]  # of the tokens before and at a cell
+            return super().features(torch.cat([ids, ids[:, :1]], 1), real)[
+                :, 1:
+            ]  # of the tokens before and at a position
 
     toy = Shifted(length=9, seed=3)
     windows = [Window((1,), (0, 2, 1, 1, 2, 0, 1)), Window((2, 1), (1, 0)), Window((0,), (2, 2, 0, 1))]

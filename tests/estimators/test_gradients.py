@@ -219,9 +219,9 @@ def test_decoders_whose_logits_are_shifted_or_whose_blocks_are_causal(tmp_path, 
         for start in range(0, len(ids), block):
             inside = [p for p in range(start, min(start + block, len(ids))) if p >= origin]
             for step in range(1 + max((steps[p - origin] for p in inside), default=-1)):
-                hidden = {p for p in inside if steps[p - origin] >= step}
+                masked = {p for p in inside if steps[p - origin] >= step}
                 later = range(start + block, len(ids) if denoiser.block is None else 0)
-                row = [denoiser.mask_id if p in hidden or p in later else token for p, token in enumerate(ids)]
+                row = [denoiser.mask_id if p in masked or p in later else token for p, token in enumerate(ids)]
                 if denoiser.block:
                     row = (row + [denoiser.mask_id] * block)[: start + block]
                 logits = denoiser.head(whole_row(denoiser, row)[0]).masked_fill(denoiser.excluded, -math.inf)  # (L, V)

@@ -37,7 +37,7 @@ def test_an_entry_is_all_that_options_need(monkeypatch):
         f"{__name__}:Twice",
         lambda options: {"rule": options.rule, "block": options.estimator_args["times"]},
         {"times": registry.Argument(count, 2)},
-        unread=("block",),
+        ignored_args=("block",),
         decodes=True,
     )
     monkeypatch.setitem(registry.ESTIMATORS, "twice", entry)
@@ -47,6 +47,6 @@ def test_an_entry_is_all_that_options_need(monkeypatch):
         Options.parse({"times": 3})
     with pytest.raises(DuelError, match=r"Unknown value of estimator 'twise'\. Did you mean twice\?"):
         Options.parse({"estimator": "twise"})
-    assert registry.unread({"block": 4, "rule": "greedy"}, "twice") == ["block"]
+    assert registry.ignored_args({"block": 4, "rule": "greedy"}, "twice") == ["block"]
     made = registry.make(Toy(length=9), Options.parse({"estimator": "twice", "times": "3"}))
     assert isinstance(made, Twice) and made.block == 3 and made.decodes

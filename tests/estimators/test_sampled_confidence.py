@@ -34,7 +34,7 @@ SAMPLERS = {  # settings, and the temperature
 
 
 class Tied(Toy):
-    """Few distributions, so that draws of different cells tie exactly and often."""
+    """Few distributions, so that draws of different positions tie exactly and often."""
 
     codes = torch.tensor([[0.0, 0.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
 
@@ -67,7 +67,9 @@ CASES = [
 
 @pytest.mark.parametrize(("network", "sampler"), CASES)
 def test_the_lattice_is_the_sum_over_all_draws(sampler, network):
-    """Law 17. Two blocks of several cells; no context in an all-mask start. A block-causal target ends on a border."""
+    """Law 17. Two blocks of several positions; no context in an all-mask start. A block-causal target ends on a
+    border.
+    """
     toy = NETWORKS[network]()
     context, suffix = {"all-mask start": ((), ()), "block-causal": ((1,), ())}.get(network, ((1,), (2,)))
     length, (digits, within) = 5, (5, 1e-6) if network == "all-mask start" else (DIGITS, 1e-12)
@@ -178,7 +180,7 @@ def test_neither_company_nor_batch_size_changes_a_number(sampler, monkeypatch):
     ("sampler", "rows"),
     [
         ("LLaDA, T=1", 15 + 3),
-        ("at least two", 1 + 6 + 4 + 1),  # with 4, 2 or 1 hidden cells
+        ("at least two", 1 + 6 + 4 + 1),  # with 4, 2 or 1 masked positions
         ("LLaDA, two steps", 1 + 6 + 3),
         ("Dream", 1 + 4 + 6 + 1),  # with 4, 3 or 2
     ],
@@ -296,7 +298,7 @@ def test_what_it_refuses():
     assert math.fsum(every(SampledConfidence(truncated, 2, confidence="tempered"), 3).values()) == pytest.approx(1)
     estimator = SampledConfidence(Toy(), 2)
     with pytest.raises(DuelError, match="confidence=untempered"):
-        estimator.under(truncated)
+        estimator.with_denoiser(truncated)
     with pytest.raises(DuelError, match=r"to follow a recorded one, use Duel\.replay"):
         estimator.replay([Window((), (0,))], [(0,)])
     for settings, words in (

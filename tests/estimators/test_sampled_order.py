@@ -91,11 +91,11 @@ def test_alg_temp_near_zero_is_the_rule_and_a_large_alg_temp_is_random(alg):
     rule = log_probs(Duel(toy, f"dream:alg={alg}:steps=4", 3), WINDOWS)
     cold = SampledOrder(toy, 3, alg=alg, steps=4, alg_temp=1e-5)
     assert log_probs(cold, WINDOWS) == pytest.approx(rule, abs=1e-9)
-    hot = SampledOrder(toy, 2, alg=alg, steps=2, alg_temp=1e9)  # Dream reveals two of two cells at its last step
+    hot = SampledOrder(toy, 2, alg=alg, steps=2, alg_temp=1e9)  # Dream reveals two of two positions at its last step
     at_once = log_probs(Duel(toy, "greedy:k=2", 2), WINDOWS)
     assert log_probs(hot, WINDOWS) == pytest.approx(at_once, abs=1e-9)
     hot, even = SampledOrder(toy, 3, alg=alg, steps=3, alg_temp=1e9), SampledOrder(toy, 3, alg="random", steps=2)
-    # of three cells Dream reveals one and then two, LLaDA two and then one
+    # of three positions Dream reveals one and then two, LLaDA two and then one
     assert log_probs(hot, WINDOWS[2:]) == pytest.approx(log_probs(even, WINDOWS[2:]), abs=1e-9)
 
 

@@ -195,7 +195,7 @@ def test_another_seed_is_another_sample():
 
 
 def test_one_target_token_is_one_number():
-    """With one cell in a block the cached first step is the uncached one, whatever the sample."""
+    """With one position in a block the cached first step is the uncached one, whatever the sample."""
     toy, windows = Attends(length=6), [Window((1, 2), (0,)), Window((), (2,)), Window((0,), (1,), (2, 2))]
     exact = Duel(toy, "greedy", 4).log_prob(windows)
     for score, other in zip(TwoPhase(toy, "greedy", 4, sample=0.5).log_prob(windows), exact, strict=True):
@@ -325,7 +325,7 @@ def test_with_one_lane_in_a_call_the_forwards_of_a_window_are_its_rows(rule, cac
 
 
 def test_a_call_is_shared_out_by_token_rows():
-    """A row of 12 with blocks of 4, 4 and 3 cells, and a row of 6 with one block of 3, all in one call."""
+    """A row of 12 with blocks of 4, 4 and 3 positions, and a row of 6 with one block of 3, all in one call."""
     long, short = Window((1,), texts(1, lengths=(11,))[0].target), Window((2, 1, 0), (1, 2, 0))
     estimator = TwoPhase(Attends(length=12), "greedy", 4, sample=1.0, batch_size=16)
     estimator.log_prob([long, short])
@@ -333,7 +333,7 @@ def test_a_call_is_shared_out_by_token_rows():
     # without the cache, steps 1 to 3 have all blocks, and step 4 has two of the long row
     assert costs["uncached", long] == pytest.approx(3 * 36 / (36 + 6) + 1)
     assert costs["uncached", short] == pytest.approx(3 * 6 / (36 + 6)) and forwards["uncached"] == 4
-    # under the cache, whole rows in the first step, and then only the cells of the blocks
+    # under the cache, whole rows in the first step, and then only the positions of the blocks
     first = forwards["cached"] - 3
     assert costs["cached", long] == pytest.approx(first * 36 / (36 + 6) + 2 * 11 / (11 + 3) + 1)
     assert costs["cached", short] == pytest.approx(first * 6 / (36 + 6) + 2 * 3 / (11 + 3)) and first > 0

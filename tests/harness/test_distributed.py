@@ -28,7 +28,7 @@ def request(repeats=1, doc=0):
 
 def test_requests_that_fill_up_a_rank_are_not_asked():
     one, three = request(doc=0), request(repeats=3, doc=1)
-    batch = Batch.of([one, three, three, three, *[three] * 3, *[three] * 3])
+    batch = Batch.from_requests([one, three, three, three, *[three] * 3, *[three] * 3])
     assert batch.requests == [one, three, three, three]
     assert batch.repeats == [0, 0, 1, 2]
     assert batch.spread("abcd") == ["a", "b", "c", "d", *"d" * 6]
@@ -37,7 +37,7 @@ def test_requests_that_fill_up_a_rank_are_not_asked():
 def test_a_task_of_two_groups_is_scored_once():
     """lm-eval 0.5 builds its requests twice; a text of another document or task is scored for itself."""
     one, same, other = request(repeats=2), request(repeats=2), request(repeats=2, doc=1)
-    batch = Batch.of([one, one, same, same, other, other, other])
+    batch = Batch.from_requests([one, one, same, same, other, other, other])
     assert batch.requests == [one, one, other, other] and batch.repeats == [0, 1, 0, 1]
     assert batch.spread("abcd") == ["a", "b", "a", "b", "c", "d", "d"]
 

@@ -75,7 +75,7 @@ def test_stopping_neither_row_changes_another(toy):
 
 
 def by_hand(logits, temperature, top_k, top_p):
-    """The distribution of one cell by its description, token after token."""
+    """The distribution of one position by its description, token after token."""
     scaled = (logits / temperature).softmax(0).tolist()
     order = sorted(range(len(scaled)), key=lambda v: (-scaled[v], v))[: top_k or len(scaled)]
     mass, kept = sum(scaled[v] for v in order), []
@@ -130,20 +130,20 @@ def test_temperatures_that_are_none():
 
 
 def test_settings_of_a_task():
-    assert Settings.of({}) == Settings((), 256, 0.0)
-    assert Settings.of({"until": "\n", "max_new_tokens": 8}) == Settings(("\n",), 8, 0.0)
-    assert Settings.of({"until": ["a", ""], "do_sample": True}) == Settings(("a",), 256, 1.0)
-    assert Settings.of({"temperature": 0.7, "top_p": 0.9}) == Settings((), 256, 0.7, None, 0.9)
-    assert Settings.of({"do_sample": False, "temperature": 0.7, "top_p": 0.9}) == Settings((), 256, 0.0)
-    assert Settings.of({"do_sample": True, "top_k": 5}).description == "sampling, temperature=1, top_k=5"
+    assert Settings.from_arguments({}) == Settings((), 256, 0.0)
+    assert Settings.from_arguments({"until": "\n", "max_new_tokens": 8}) == Settings(("\n",), 8, 0.0)
+    assert Settings.from_arguments({"until": ["a", ""], "do_sample": True}) == Settings(("a",), 256, 1.0)
+    assert Settings.from_arguments({"temperature": 0.7, "top_p": 0.9}) == Settings((), 256, 0.7, None, 0.9)
+    assert Settings.from_arguments({"do_sample": False, "temperature": 0.7, "top_p": 0.9}) == Settings((), 256, 0.0)
+    assert Settings.from_arguments({"do_sample": True, "top_k": 5}).description == "sampling, temperature=1, top_k=5"
     with pytest.raises(DuelError, match=r"Unknown generation setting 'temprature'\. Did you mean temperature\?"):
-        Settings.of({"temprature": 1})
-    assert Settings.of({"do_sample": "false", "temperature": 1, "num_beams": 1}).description == "argmax"
-    assert Settings.of({"max_gen_toks": 5, "max_new_tokens": 9}).length == 5
+        Settings.from_arguments({"temprature": 1})
+    assert Settings.from_arguments({"do_sample": "false", "temperature": 1, "num_beams": 1}).description == "argmax"
+    assert Settings.from_arguments({"max_gen_toks": 5, "max_new_tokens": 9}).length == 5
     with pytest.raises(DuelError, match="'max_gen_toks' is a whole number, at least 1; got '0'"):
-        Settings.of({"max_gen_toks": 0})
+        Settings.from_arguments({"max_gen_toks": 0})
     with pytest.raises(DuelError, match="num_beams must be 1 here"):
-        Settings.of({"num_beams": 4})
+        Settings.from_arguments({"num_beams": 4})
 
 
 VALUES = (
@@ -169,20 +169,20 @@ def test_every_value_of_a_setting_is_taken_or_refused_by_its_name(name, sampled)
     for value in VALUES:
         asked = {**sampled, name: value}
         if repr(value) in good or (name in OTHERS and value == OTHERS[name][0]):
-            settings = Settings.of(asked)
-            assert settings == Settings.of(dict(reversed(asked.items()))) and hash(settings) is not None
+            settings = Settings.from_arguments(asked)
+            assert settings == Settings.from_arguments(dict(reversed(asked.items()))) and hash(settings) is not None
         else:
             with pytest.raises(DuelError, match=rf"\b{name}\b.*(got|not) "):
-                Settings.of(asked)
+                Settings.from_arguments(asked)
 
 
 def test_settings_that_are_no_names_with_values():
     for wrong in (None, [], "temperature=1", 5):
         with pytest.raises(DuelError, match="generation_kwargs are names with values, such as max_gen_toks: 64; got "):
-            Settings.of(wrong)
+            Settings.from_arguments(wrong)
     for wrong in (5, None, ("top_k",)):
         with pytest.raises(DuelError, match="Unknown generation setting"):
-            Settings.of({wrong: 1})
+            Settings.from_arguments({wrong: 1})
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_what_does_not_fit_is_found_before_the_first_text(folder):
     ],
 )
 def test_what_has_no_effect_is_said(asked, notes):
-    found = Settings.of(asked).notes
+    found = Settings.from_arguments(asked).notes
     assert len(found) == len(notes) and all(map(str.startswith, found, notes))
 
 
@@ -272,7 +272,7 @@ def test_a_law_with_one_token_in_every_cell_is_left_to_right_and_said(folder, ca
     for rule in ("greedy", "margin", "log_margin", "entropy", *whole):
         (one,) = Duel(only, rule, 4).sample([(1,)], 4, do_sample=False)
         assert one.reveal_steps == ((0, 0, 0, 0) if rule in whole else (0, 1, 2, 3))
-        assert only.ties(Duel(only, rule, 4).rule).startswith("top_k=1 leaves one token in every cell")
+        assert only.ties(Duel(only, rule, 4).rule).startswith("top_k=1 leaves one token in every position")
     assert only.ties(rules.parse("right_to_left")) is None  # an order of its own
     greedy = rules.parse("greedy")
     assert Warped(Toy(), 0.5, 2, 0.4).ties(greedy) is None
@@ -284,7 +284,7 @@ def test_a_law_with_one_token_in_every_cell_is_left_to_right_and_said(folder, ca
         lm.generate_until(ask("a b", "c", do_sample=True, top_k=1, max_gen_toks=4), disable_tqdm=True)
         warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
         assert len(warnings) == said
-    assert "with probability 1, so all cells tie" in str(Warped(Toy(), top_k=1).ties(greedy))
+    assert "with probability 1, so all positions tie" in str(Warped(Toy(), top_k=1).ties(greedy))
 
 
 def test_prompts_that_are_cut_are_said(folder, caplog):
@@ -293,7 +293,7 @@ def test_prompts_that_are_cut_are_said(folder, caplog):
 
 
 def test_numbers_of_settings_are_said_in_full():
-    assert Settings.of({"temperature": 0.12345678, "top_p": 0.1234567}).description == (
+    assert Settings.from_arguments({"temperature": 0.12345678, "top_p": 0.1234567}).description == (
         "sampling, temperature=0.12345678, top_p=0.1234567"
     )
 
@@ -360,7 +360,7 @@ def test_a_trace_holds_each_sample_with_its_log_probability(folder, tmp_path, se
         ask("a b", "the of and c", max_gen_toks=8, until=["e", "f"], **settings), disable_tqdm=True
     )
     records = trace.read(tmp_path / "t.jsonl")
-    asked = Settings.of({"max_gen_toks": 8, "until": ["e", "f"], **settings})
+    asked = Settings.from_arguments({"max_gen_toks": 8, "until": ["e", "f"], **settings})
     duel = Duel(asked.denoiser(lm.denoiser), "greedy", 4)
     for prompt, text, record in zip(("a b", "the of and c"), texts, records, strict=True):
         assert (record["text"], record["generated"]) == (text, asked.description) and len(record["ids"]) + record[
@@ -414,7 +414,7 @@ def test_what_is_selected_after_sampling_is_generated_as_it_is_scored(folder, tm
     texts = lm.generate_until(ask("a b", "the of", repeats=2, **settings), disable_tqdm=True)
     assert texts == traced.generate_until(ask("a b", "the of", repeats=2, **settings), disable_tqdm=True)
     assert len(set(texts)) > 2 and lm.estimator.counts.rows < traced.estimator.counts.rows
-    sampler = traced.estimator.under(Settings.of(settings).denoiser(lm.denoiser))
+    sampler = traced.estimator.with_denoiser(Settings.from_arguments(settings).denoiser(lm.denoiser))
     for record in trace.read(tmp_path / "t.jsonl"):
         prompt = (2, *lm.tok_encode(("a b", "the of")[record["doc"]]))
         [score] = sampler.log_prob([Window(prompt, record["ids"], (3,), record["tail"])])

@@ -1,7 +1,7 @@
 """A small float64 network that attends, whose distributions can be enumerated; and the plain reference of a cache.
 
-The reference: before every layer, the hidden states of frozen cells are replaced by those that they had when the block
-began (dual: all but the block's cells; prefix: those before the block). No keys are kept.
+The reference: before every layer, the hidden states of frozen positions are replaced by those that they had when the
+block began (dual: all but the block's positions; prefix: those before the block). No keys are kept.
 """
 
 import contextlib
@@ -71,7 +71,9 @@ class Attends(Denoiser):
 
 @contextlib.contextmanager
 def frozen_states(layers, states, frozen):
-    """While inside, what goes into layer n (1, L, D) is `states[n]` at the cells `frozen` (L,); with None: noted."""
+    """While inside, what goes into layer n (1, L, D) is `states[n]` at the positions `frozen` (L,); with None:
+    noted.
+    """
 
     def hook(n):
         def before(module, args, kwargs):
@@ -100,7 +102,7 @@ def reference(denoiser, layers, cache, window, block, grid="target"):
     @torch.inference_mode()
     def logits_of(ids):
         own = [[c for c in range(start, start + width) if c >= origin] for start, width in places]
-        n = next(n for n, cells in enumerate(own) if (ids[cells] == mask).any())
+        n = next(n for n, positions in enumerate(own) if (ids[positions] == mask).any())
         start, width = places[n]
         column = torch.arange(len(ids))
         frozen = column < start if cache == "prefix" else (column < start) | (column >= start + width)

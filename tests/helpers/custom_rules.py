@@ -14,7 +14,7 @@ class Stalls(rules.Rule):
     mu: float = 0.99
 
     def __call__(self, predictions, lanes):
-        return lanes.hidden & (predictions.confidence.sigmoid() >= self.mu)
+        return lanes.masked & (predictions.confidence.sigmoid() >= self.mu)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,12 +39,12 @@ class Looks(rules.ModuleRule):
         return module
 
     def __call__(self, predictions, lanes):
-        features, lane = predictions.features, lanes.hidden.nonzero()[:, 0]  # (C, D), (C,)
-        count = lanes.hidden.sum(1)[:, None]  # (R, 1)
+        features, lane = predictions.features, lanes.masked.nonzero()[:, 0]  # (C, D), (C,)
+        count = lanes.masked.sum(1)[:, None]  # (R, 1)
         mean = torch.zeros(len(lanes), features.shape[1], dtype=features.dtype).index_add(0, lane, features) / count
         scores = self.module(features)(features, mean[lane])[:, 0]  # (C,)
-        key = torch.full(lanes.hidden.shape, torch.inf, dtype=scores.dtype).masked_scatter(lanes.hidden, -scores)
-        return rules.Decision(lanes.hidden & (rules.rank(key) < self.k))
+        key = torch.full(lanes.masked.shape, torch.inf, dtype=scores.dtype).masked_scatter(lanes.masked, -scores)
+        return rules.Decision(lanes.masked & (rules.rank(key) < self.k))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,4 +54,4 @@ class InMemory(rules.Rule):
     net: object = None
 
     def __call__(self, predictions, lanes):
-        return lanes.hidden & (lanes.hidden.cumsum(1) == 1)
+        return lanes.masked & (lanes.masked.cumsum(1) == 1)

@@ -1,7 +1,7 @@
 """The decoders in float64, from their description alone: one row, head by head, expert by expert.
 
     x = table[ids]
-    x = x + mix(norm(x))       attention over the cells that `seen` allows; q and k turned by their position
+    x = x + mix(norm(x))       attention over the positions that `seen` allows; q and k turned by their position
     x = x + feed(norm(x))      SwiGLU, or a mixture of them
     logits = head @ norm(x)
 
@@ -121,7 +121,7 @@ class GPT2:
         return shapes
 
     def logits(self, w, ids, seen):
-        """Logits (L, V) of ids; cell i attends to cell j where `seen[i][j]`."""
+        """Logits (L, V) of ids; position i attends to position j where `seen[i][j]`."""
         table, sees = w["embed_tokens.weight"].double(), torch.as_tensor(seen)
 
         def affine(x, name):
@@ -172,7 +172,7 @@ class Net:
 
 
 def logits(net, w, ids, seen):
-    """Logits (L, V) of ids; cell i attends to cell j where `seen[i][j]`."""
+    """Logits (L, V) of ids; position i attends to position j where `seen[i][j]`."""
     if isinstance(net, GPT2):
         return net.logits(w, ids, seen)
     sees = torch.as_tensor(seen)  # (L, L)
@@ -189,7 +189,7 @@ def logits(net, w, ids, seen):
         return down @ (g / (1 + torch.exp(-g)) * (up @ x))
 
     def turn(x):
-        """Pairs (i, i + half) of a head's first features, each turned by the cell's position; (L, H)."""
+        """Pairs (i, i + half) of a head's first features, each turned by the position's position; (L, H)."""
         size = int(net.head * net.turned)
         half, out = size // 2, x.clone()
         for i in range(half):
@@ -288,17 +288,17 @@ def _frequency(net, i, size):
 
 
 def everywhere(length):
-    """Every cell sees every cell."""
+    """Every position sees every position."""
     return [[True] * length for _ in range(length)]
 
 
 def causal(length):
-    """A cell sees itself and those before it."""
+    """A position sees itself and those before it."""
     return [[j <= i for j in range(length)] for i in range(length)]
 
 
 def block_causal(length, block, origin=0):
-    """A cell sees its own block and those before it; what is before `origin` is one block."""
+    """A position sees its own block and those before it; what is before `origin` is one block."""
 
     def number(i):
         return max((i - origin) // block, -1)
@@ -307,5 +307,7 @@ def block_causal(length, block, origin=0):
 
 
 def causal_prefix(length, begin):
-    """Cells before `begin` see themselves and those before them; those of the block from `begin` on see everything."""
+    """Positions before `begin` see themselves and those before them; those of the block from `begin` on see
+    everything.
+    """
     return [[j <= i or i >= begin for j in range(length)] for i in range(length)]

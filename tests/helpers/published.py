@@ -1,8 +1,8 @@
 """The pick functions of published samplers, retyped from their code for one row at a time, as plain references.
 
-Each gets the probabilities `p` (W, V) in float64, which cells are masked (W,), and the rule's parameters, and returns
-the cells that the code reveals. Sources: docs/presets.md. If a code leaves the order of ties to torch.topk, the lowest
-position comes first here. They use nothing of the package.
+Each gets the probabilities `p` (W, V) in float64, which positions are masked (W,), and the rule's parameters, and
+returns the positions that the code reveals. Sources: docs/presets.md. If a code leaves the order of ties to torch.topk,
+the lowest position comes first here. They use nothing of the package.
 """
 
 import math
@@ -16,14 +16,14 @@ def confidences(p, masked):
 
 def topk(score, k):
     """torch.topk with ties in the order of positions."""
-    return sorted(range(len(score)), key=lambda cell: (-float(score[cell]), cell))[:k]
+    return sorted(range(len(score)), key=lambda position: (-float(score[position]), position))[:k]
 
 
 def threshold(p, masked, mu):
     """Fast-dLLM: as many candidates as there are masks; those after the first are dropped below the threshold."""
     confidence = confidences(p, masked)
     chosen = topk(confidence, int(masked.sum()))
-    return {chosen[0], *(cell for cell in chosen[1:] if not confidence[cell] < mu)}
+    return {chosen[0], *(position for position in chosen[1:] if not confidence[position] < mu)}
 
 
 def strict_threshold(p, masked, mu):
@@ -36,7 +36,7 @@ def entropy_threshold(p, masked, tau):
     """dParallel, d3LLM."""
     entropy = torch.where(masked, -(p * (p + 1e-12).log()).sum(1), math.inf)
     chosen = topk(-entropy, int(masked.sum()))
-    return {chosen[0], *(cell for cell in chosen[1:] if not entropy[cell] > tau)}
+    return {chosen[0], *(position for position in chosen[1:] if not entropy[position] > tau)}
 
 
 def factor(p, masked, f, variant):
@@ -64,14 +64,16 @@ def hierarchy(p, masked, low, tau):
     """dInfer's HierarchyDecoder."""
     confidence = confidences(p, masked)
     chosen, run = {int(confidence.argmax())}, []
-    for cell in [*range(len(masked)), None]:
-        if cell is not None and masked[cell]:
-            run.append(cell)
+    for position in [*range(len(masked)), None]:
+        if position is not None and masked[position]:
+            run.append(position)
             continue
         best = max((confidence[other] for other in run), default=None)
         chosen |= {other for other in run if confidence[other] == best and confidence[other] > low}
         run = []
-    return chosen | ({cell for cell in masked.nonzero()[:, 0].tolist() if confidence[cell] > tau} if tau else set())
+    return chosen | (
+        {position for position in masked.nonzero()[:, 0].tolist() if confidence[position] > tau} if tau else set()
+    )
 
 
 def dinfer_threshold(p, masked, mu):
@@ -89,11 +91,11 @@ def high_or_topk(p, masked, n, tau):
 
 def inclusive_entropy_bound(p, masked, gamma):
     """JetEngine."""
-    cells = masked.nonzero()[:, 0]
-    entropy = -(p[cells].clamp_min(1e-12) * p[cells].clamp_min(1e-12).log()).sum(1)
+    positions = masked.nonzero()[:, 0]
+    entropy = -(p[positions].clamp_min(1e-12) * p[positions].clamp_min(1e-12).log()).sum(1)
     order = entropy.argsort(stable=True)
     count = max(1, int(torch.searchsorted(entropy[order].cumsum(0), torch.tensor(gamma, dtype=torch.float64))))
-    return set(cells[order[:count]].tolist())
+    return set(positions[order[:count]].tolist())
 
 
 def transfer_counts(m, steps):
@@ -149,27 +151,27 @@ def dream(p, masked, alg, count):
 
 
 def dream_threshold_orders(p_of, m, steps, tau):
-    """Fast-dLLM's alg=confidence_threshold as a loop; `p_of(masked)` (m, V). Yields the cells of each step."""
+    """Fast-dLLM's alg=confidence_threshold as a loop; `p_of(masked)` (m, V). Yields the positions of each step."""
     masked = torch.ones(m, dtype=torch.bool)
     per_step, left, i = m // steps, 0, 0
     while i < steps:
         confidence = confidences(p_of(masked), masked)
         candidates, left = topk(confidence, per_step + left), 0
         chosen = set(candidates)
-        for cell in candidates[1:]:
-            if confidence[cell] < tau:
+        for position in candidates[1:]:
+            if confidence[position] < tau:
                 if i >= steps - 1:
                     per_step = 0
                     steps += 1
                 left += 1
-                chosen.discard(cell)
+                chosen.discard(position)
         yield chosen
         masked[list(chosen)] = False
         i += 1
 
 
 def klass_orders(p_of, length, block, mu, nu, history):
-    """KLASS as published, over all blocks of a row; `p_of(masked)` (length, V). Yields the cells of each step."""
+    """KLASS as published, over all blocks of a row; `p_of(masked)` (length, V). Yields the positions of each step."""
     masked = torch.ones(length, dtype=torch.bool)
     divergences, before = torch.zeros(length, history, dtype=torch.float64), None
     for begin in range(0, length, block):

@@ -14,7 +14,7 @@ from lm_eval_duel.rules import SeedFirst
 
 
 class Cell:
-    """What a rule may know of one cell's distribution, in float64."""
+    """What a rule may know of one position's distribution, in float64."""
 
     def __init__(self, logits):
         self.logs = logits.detach().log_softmax(-1)
@@ -39,85 +39,86 @@ class Cell:
         return float(self.logs[token])
 
 
-def pick(rule, cells, hidden, previous, offset):
-    """Positions picked by `rule` (a package rule, read for its name and parameters) among `hidden` (ascending).
+def pick(rule, positions, masked, previous, offset):
+    """Positions picked by `rule` (a package rule, read for its name and parameters) among `masked` (ascending).
 
-    `cells[p]`: the distribution at p. `previous`: such dicts of earlier steps in this block. `offset`: the first target
-    position's column, for `random`.
+    `positions[p]`: the distribution at p. `previous`: such dicts of earlier steps in this block. `offset`: the first
+    target position's column, for `random`.
     """
     name = rule.name
 
     def top(score, k):
-        return sorted(hidden, key=lambda p: (-score(cells[p]), p))[:k]
+        return sorted(masked, key=lambda p: (-score(positions[p]), p))[:k]
 
     def single():
-        return top(lambda cell: cell.first, 1)
+        return top(lambda position: position.first, 1)
 
     if name == "left_to_right":
-        return hidden[: rule.k]
+        return masked[: rule.k]
     if name == "right_to_left":
-        return hidden[-rule.k :]
+        return masked[-rule.k :]
     if name == "random":
-        keys = {p: int(hashed(torch.tensor(p - offset), rule.seed)) for p in hidden}
-        return sorted(hidden, key=lambda p: (keys[p], p))[: rule.k]
+        keys = {p: int(hashed(torch.tensor(p - offset), rule.seed)) for p in masked}
+        return sorted(masked, key=lambda p: (keys[p], p))[: rule.k]
     if name == "greedy":
-        return top(lambda cell: cell.first, rule.k)
+        return top(lambda position: position.first, rule.k)
     if name == "margin":
-        return top(lambda cell: cell.first - cell.second, rule.k)
+        return top(lambda position: position.first - position.second, rule.k)
     if name == "log_margin":
-        return top(lambda cell: cell.log_margin, rule.k)
+        return top(lambda position: position.log_margin, rule.k)
     if name == "entropy":
-        return top(lambda cell: -cell.entropy, rule.k)
+        return top(lambda position: -position.entropy, rule.k)
     if name == "threshold":
-        return [p for p in hidden if cells[p].first > rule.mu or (cells[p].first == rule.mu and not rule.strict)] or (
-            single()
-        )
+        return [
+            p for p in masked if positions[p].first > rule.mu or (positions[p].first == rule.mu and not rule.strict)
+        ] or (single())
     if name == "entropy_bound":
         chosen, total = [], 0
-        for p in sorted(hidden, key=lambda p: (cells[p].entropy, p)):
-            spent, total = total, total + cells[p].entropy
+        for p in sorted(masked, key=lambda p: (positions[p].entropy, p)):
+            spent, total = total, total + positions[p].entropy
             if (total < rule.gamma or not chosen) if rule.inclusive else spent <= rule.gamma:
                 chosen.append(p)
         return chosen
     if name == "entropy_threshold":
-        return [p for p in hidden if cells[p].entropy <= rule.tau] or top(lambda cell: -cell.entropy, 1)
+        return [p for p in masked if positions[p].entropy <= rule.tau] or top(lambda position: -position.entropy, 1)
     if name == "factor":
-        ordered = [cells[p].first for p in top(lambda cell: cell.first, len(hidden))]
-        bounds = [1 - rule.f / (rank + 1) for rank in range(2, len(hidden) + 1)]
+        ordered = [positions[p].first for p in top(lambda position: position.first, len(masked))]
+        bounds = [1 - rule.f / (rank + 1) for rank in range(2, len(masked) + 1)]
         if rule.variant == "c":
             k = 1 + sum(c > bound for c, bound in zip(ordered[1:], bounds, strict=True))
-            return top(lambda cell: cell.first, max(1, k - 1) if k == len(hidden) else k)
+            return top(lambda position: position.first, max(1, k - 1) if k == len(masked) else k)
         k = 1 + sum(c >= bound for c, bound in zip(ordered[1:], bounds, strict=True))
-        return top(lambda cell: cell.first, k + 1 if rule.variant == "a" and k == len(hidden) - 1 else k)
+        return top(lambda position: position.first, k + 1 if rule.variant == "a" and k == len(masked) - 1 else k)
     if name == "high_or_topk":
-        high = [p for p in hidden if cells[p].first > rule.tau]
-        return high if len(high) >= rule.n else top(lambda cell: cell.first, rule.n)
+        high = [p for p in masked if positions[p].first > rule.tau]
+        return high if len(high) >= rule.n else top(lambda position: position.first, rule.n)
     if name == "dinfer_threshold":
-        best = max(cells[p].first for p in hidden)
-        return [p for p in hidden if cells[p].first >= min(rule.mu, best - type(best)(1e-5))]
+        best = max(positions[p].first for p in masked)
+        return [p for p in masked if positions[p].first >= min(rule.mu, best - type(best)(1e-5))]
     if name == "quota":
-        m = len(previous[0]) if previous else len(hidden)
-        return top(lambda cell: cell.first, m // rule.steps + (len(previous) < m % rule.steps))
+        m = len(previous[0]) if previous else len(masked)
+        return top(lambda position: position.first, m // rule.steps + (len(previous) < m % rule.steps))
     if name == "klass":
 
         def stable(p):
-            seen = [*previous, cells]
+            seen = [*previous, positions]
             if len(seen) < rule.history + 1:
                 return False
             pairs = list(itertools.pairwise(seen))[-rule.history :]
             return all((a[p].kl(b[p]) if rule.kl == "paper" else b[p].kl(a[p])) <= rule.nu for a, b in pairs)
 
-        return [p for p in hidden if cells[p].first >= rule.mu and stable(p)] or single()
+        return [p for p in masked if positions[p].first >= rule.mu and stable(p)] or single()
     raise NotImplementedError(name)
 
 
 def score(
-    logits_of, mask_id, excluded, rule, block, window, grid="target", tie_when_all_mask=False, sees=None, cell=Cell
+    logits_of, mask_id, excluded, rule, block, window, grid="target", tie_when_all_mask=False, sees=None, position=Cell
 ):
     """(log_prob, steps, nats, is_greedy, nfe) of one window; `logits_of(ids (L,)) -> (L, V)`.
 
     `sees`: None, the network is shown the whole row; "fill" or "cut", it is block-causal and shown the row up to the
-    end of the current block, which is filled up with masks or ends with the window. `cell`: what logits (V,) become.
+    end of the current block, which is filled up with masks or ends with the window. `position`: what logits (V,)
+    become.
     """
     origin, target = len(window.context), len(window.target)
     row = [*window.context, *[mask_id] * (target + window.tail), *window.suffix]
@@ -126,26 +127,26 @@ def score(
     for begin in borders:
         own = [p for p in range(begin, min(begin + (block or target), origin + target)) if p >= origin]
         step, previous = 0, []
-        seeded = isinstance(rule, SeedFirst) and begin >= origin  # its first cell is not that of a context
+        seeded = isinstance(rule, SeedFirst) and begin >= origin  # its first position is not that of a context
         then = rule.rule if isinstance(rule, SeedFirst) else rule
         while any(row[p] == mask_id for p in own):
-            hidden = [p for p in own if row[p] == mask_id]
+            masked = [p for p in own if row[p] == mask_id]
             shown = row if sees is None else row[: begin + block]
             if sees == "fill":
                 shown = shown + [mask_id] * (begin + block - len(shown))
             logits = logits_of(torch.tensor(shown))
             logits = logits.double().masked_fill(excluded.cpu(), -math.inf)
             if tie_when_all_mask and all(token == mask_id for token in shown):
-                logits = logits[hidden[0]].expand_as(logits)
-            cells = {p: cell(logits[p]) for p in hidden}
-            picked = pick(then, cells, hidden, previous, origin) if step or not seeded else hidden[:1]
+                logits = logits[masked[0]].expand_as(logits)
+            positions = {p: position(logits[p]) for p in masked}
+            picked = pick(then, positions, masked, previous, origin) if step or not seeded else masked[:1]
             for p in picked:
                 truth = window.target[p - origin]
-                steps[p - origin], nats[p - origin] = step, cells[p].log_prob(truth)
-                greedy &= truth == cells[p].argmax
+                steps[p - origin], nats[p - origin] = step, positions[p].log_prob(truth)
+                greedy &= truth == positions[p].argmax
                 row[p] = truth
             if step or not seeded:
-                previous.append(cells)
+                previous.append(positions)
             step += 1
             nfe += 1
     return sum(nats), tuple(steps), tuple(nats), greedy, nfe

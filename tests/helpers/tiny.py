@@ -66,7 +66,7 @@ def network(family, length=32):
         raise ValueError(family)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(8)  # random initialisations predict nearly the same at every cell
+            parameter.mul_(8)  # random initialisations predict nearly the same at every position
     return model.eval()
 
 

@@ -11,7 +11,7 @@ from lm_eval_duel.denoisers.base import Denoiser
 class Toy(Denoiser):
     """A random smooth function of the whole row: position, tokens and masks all matter; padding is honoured."""
 
-    codes = None  # (K, V): the only logits there are, so that cells tie; a cell's features say which
+    codes = None  # (K, V): the only logits there are, so that positions tie; a position's features say which
 
     def __init__(self, tokens=3, length=8, seed=0, honours_padding=True, scale=2.0, unused=0):
         self.vocab_size, self.mask_id, self.max_length = tokens + 1 + unused, tokens, length
@@ -48,7 +48,7 @@ class Leaky(Toy):
 
 
 class Rotary(Toy):
-    """Relative positions only, in float32: all cells of a row of masks tie but for planted noise."""
+    """Relative positions only, in float32: all positions of a row of masks tie but for planted noise."""
 
     relative_positions = True
     noise = 1e-9
@@ -116,7 +116,9 @@ class Small(Toy):
 
 
 class BlockCausal(Toy):
-    """A block-causal toy: a cell sees the blocks before its own and its own. Its keys are ids, its values positions."""
+    """A block-causal toy: a position sees the blocks before its own and its own. Its keys are ids, its values
+    positions.
+    """
 
     attention = "block_causal"
 
@@ -145,7 +147,9 @@ class BlockCausal(Toy):
 
 
 class CausalPrefix(BlockCausal):
-    """A toy whose clean cells see those before them, and whose block sees itself and all clean cells before it."""
+    """A toy whose clean positions see those before them, and whose block sees itself and all clean positions before
+    it.
+    """
 
     attention = "causal_prefix"
 

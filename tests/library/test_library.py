@@ -213,7 +213,7 @@ def test_repr_says_what_defines_the_numbers(duel):
     toy = Duel(Toy(length=6), "margin:k=2", 2)
     assert repr(toy).startswith("Duel(rule=margin:k=2, block=2, grid=target, network=Toy, fingerprint=")
     assert toy.fingerprint != Duel(Toy(length=6), "margin:k=1", 2).fingerprint
-    assert toy.under(Toy(length=6)).spec == toy.spec
+    assert toy.with_denoiser(Toy(length=6)).spec == toy.spec
 
 
 def test_arguments_are_those_of_the_harness(duel):
@@ -271,7 +271,7 @@ def test_equal_texts_have_one_sampling_error():
         TwoPhaseScore(log_prob, phases=tuple(Phases(blocks=20, sampled=10, drawn=10, variance=variance)))
         for log_prob, variance in ((-50.0, 9.0), (-60.0, 16.0))
     ]
-    first, second = (TextEstimate.of(None, 30, [score]) for score in scores)
+    first, second = (TextEstimate.from_scores(None, 30, [score]) for score in scores)
     assert (first.stderr, TextEstimate.total([first, second]).stderr) == (3.0, 5.0)
     assert TextEstimate.total([first, second, first, second]).stderr == 10.0
     assert TextEstimate.total([first, first, second]).stderr == math.hypot(6.0, 4.0)

@@ -18,9 +18,9 @@ from lm_eval_duel.rules.checked import REPEATED
 
 
 def largest(lanes, scores):
-    """The hidden cell with the largest of scores (C,), in the order of `hidden.nonzero()`."""
-    plane = torch.full(lanes.hidden.shape, -math.inf, dtype=scores.dtype).masked_scatter(lanes.hidden, scores)
-    return lanes.hidden & (rules.rank(-plane) < 1)
+    """The masked position with the largest of scores (C,), in the order of `masked.nonzero()`."""
+    plane = torch.full(lanes.masked.shape, -math.inf, dtype=scores.dtype).masked_scatter(lanes.masked, scores)
+    return lanes.masked & (rules.rank(-plane) < 1)
 
 
 def from_dense(predictions, lanes):
@@ -38,17 +38,17 @@ def from_apply(predictions, lanes):
         assert features.shape[:1] == entropy.shape and entropy.isfinite().all()
         return features[:, :3].log_softmax(1).max(1).values
 
-    return largest(lanes, predictions.apply(score, predictions.entropy)[lanes.hidden])
+    return largest(lanes, predictions.apply(score, predictions.entropy)[lanes.masked])
 
 
 def from_planes(predictions, lanes):
-    assert torch.equal(predictions.hidden, lanes.hidden)
+    assert torch.equal(predictions.masked, lanes.masked)
     for name in ("confidence", "margin", "log_margin", "entropy", "log_sum"):
-        assert torch.equal(getattr(predictions, name).isfinite(), lanes.hidden)
-    assert torch.equal(predictions.argmax >= 0, lanes.hidden)
+        assert torch.equal(getattr(predictions, name).isfinite(), lanes.masked)
+    assert torch.equal(predictions.argmax >= 0, lanes.masked)
     best = predictions.log_prob(predictions.argmax)  # (R, W)
-    assert torch.equal(best.isfinite(), lanes.hidden)
-    return largest(lanes, best[lanes.hidden])
+    assert torch.equal(best.isfinite(), lanes.masked)
+    return largest(lanes, best[lanes.masked])
 
 
 def from_lanes(predictions, lanes):
@@ -93,21 +93,21 @@ class Chance(rules.Rule):
 
     def __call__(self, predictions, lanes):
         if self.how == "global":
-            score = torch.rand(lanes.hidden.shape)
+            score = torch.rand(lanes.masked.shape)
         elif self.how == "seeded":  # the same for the same batch, another one for a lane alone
-            score = torch.rand(lanes.hidden.shape, generator=torch.Generator().manual_seed(0))
+            score = torch.rand(lanes.masked.shape, generator=torch.Generator().manual_seed(0))
         elif self.how == "batch":
             score = predictions.confidence * (1 - 2 * (torch.arange(len(lanes)) % 2))[:, None]
         elif self.how == "width":
-            score = predictions.confidence * ((torch.arange(lanes.hidden.shape[1]) == lanes.hidden.shape[1] - 4) * 9)
+            score = predictions.confidence * ((torch.arange(lanes.masked.shape[1]) == lanes.masked.shape[1] - 4) * 9)
         elif self.how == "memory":
-            now = rules.Decision(lanes.hidden & (lanes.hidden.cumsum(1) == 1))
-            return now._replace(memory=(torch.full(lanes.hidden.shape, next(self.calls)),))
+            now = rules.Decision(lanes.masked & (lanes.masked.cumsum(1) == 1))
+            return now._replace(memory=(torch.full(lanes.masked.shape, next(self.calls)),))
         elif self.how == "lanes":
-            first = lanes.hidden & (lanes.hidden.cumsum(1) == 1)
+            first = lanes.masked & (lanes.masked.cumsum(1) == 1)
             lanes.tokens[first] = 0
             return first
-        return lanes.hidden & (rules.rank(torch.where(lanes.hidden, -score, math.inf)) < 1)
+        return lanes.masked & (rules.rank(torch.where(lanes.masked, -score, math.inf)) < 1)
 
 
 @pytest.mark.parametrize("how", ["global", "seeded", "batch", "width", "memory", "lanes"])
@@ -147,7 +147,7 @@ class Nothing(rules.Rule):
     """Negative control: it picks nothing in a later lane."""
 
     def __call__(self, predictions, lanes):
-        return lanes.hidden & (lanes.row != 1)[:, None]
+        return lanes.masked & (lanes.row != 1)[:, None]
 
 
 @pytest.mark.parametrize("around", ["", ":sub_block=2"])

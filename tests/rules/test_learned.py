@@ -108,15 +108,17 @@ def test_the_truth_under_hidden_cells_is_never_seen(number, folder):
 
 @torch.no_grad()
 def by_hand(toy, file, k, target):
-    """The order and the log-probabilities of a window without context, from the planner's formula, cell by cell."""
+    """The order and the log-probabilities of a window without context, from the planner's formula, position by
+    position.
+    """
     tensors = load_file(file)
     ids, steps, nats = torch.full((1, len(target)), toy.mask_id), {}, {}
     for step in itertools.count():
-        hidden = [p for p in range(len(target)) if p not in steps]
-        if not hidden:
+        masked = [p for p in range(len(target)) if p not in steps]
+        if not masked:
             return [steps[p] for p in range(len(target))], [nats[p] for p in range(len(target))]
         features, scores, probs = toy.features(ids, None)[0], {}, {}
-        for p in hidden:
+        for p in masked:
             logits = toy.head(features[p][None])[0][: toy.tokens]
             probs[p] = logits.softmax(0)
             entropy = -sum(float(q) * math.log(q) for q in probs[p])
@@ -126,7 +128,7 @@ def by_hand(toy, file, k, target):
             x = tensors["0.weight"] @ x + tensors["0.bias"]
             x = 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
             scores[p] = float(tensors["2.weight"] @ x + tensors["2.bias"])
-        for p in sorted(hidden, key=lambda p: (-scores[p], p))[:k]:
+        for p in sorted(masked, key=lambda p: (-scores[p], p))[:k]:
             steps[p], nats[p] = step, math.log(probs[p][target[p]])
             ids[0, p] = target[p]
 
@@ -177,14 +179,14 @@ def test_on_a_lattice_and_in_a_sweep(folder):
 
 
 def opened(toy, contexts, block, revealed):
-    """A view of windows with these contexts, and the first block of each, with one cell revealed (-1: none)."""
+    """A view of windows with these contexts, and the first block of each, with one position revealed (-1: none)."""
     windows = [Window(context, (0,) * 4) for context in contexts]
-    rows = Rows.of(windows, toy.device)
+    rows = Rows.from_windows(windows, toy.device)
     number = torch.arange(len(windows))
     lanes = Lanes.fresh(rows, number, rows.origin, torch.full_like(number, block))
-    pick = torch.zeros_like(lanes.hidden)
-    for n, cell in enumerate(revealed):
-        pick[n, cell] |= cell >= 0
+    pick = torch.zeros_like(lanes.masked)
+    for n, position in enumerate(revealed):
+        pick[n, position] |= position >= 0
     return toy.open(rows), lanes.reveal(pick, torch.zeros_like(lanes.tokens), ())
 
 
@@ -195,28 +197,28 @@ def test_equal_lanes_share_features_and_each_cell_gets_its_own(make):
     block = toy.block or 3
     view, lanes = opened(toy, contexts, block, revealed)
     predictions = view(lanes)
-    assert len(predictions._features) < len(predictions.features) == int(lanes.hidden.sum())
-    lane = lanes.hidden.nonzero()[:, 0]
-    for n, (context, cell) in enumerate(zip(contexts, revealed, strict=True)):
-        alone_view, alone = opened(toy, [context], block, [cell])
+    assert len(predictions._features) < len(predictions.features) == int(lanes.masked.sum())
+    lane = lanes.masked.nonzero()[:, 0]
+    for n, (context, position) in enumerate(zip(contexts, revealed, strict=True)):
+        alone_view, alone = opened(toy, [context], block, [position])
         own = alone_view(alone).features
-        assert torch.allclose(predictions.features[lane == n], own, atol=1e-12) and len(own) == alone.hidden.sum()
+        assert torch.allclose(predictions.features[lane == n], own, atol=1e-12) and len(own) == alone.masked.sum()
         if toy.attention == "bidirectional":  # and they are what the network says of the row
             row = torch.full((1, len(context) + 4), toy.mask_id)
             row[0, : len(context)] = torch.tensor(context)
-            if cell >= 0:
-                row[0, len(context) + cell] = 0
-            if cell < 0 or toy.cache is None:  # a cached step is another function of the row
-                columns = len(context) + alone.hidden[0].nonzero()[:, 0]
+            if position >= 0:
+                row[0, len(context) + position] = 0
+            if position < 0 or toy.cache is None:  # a cached step is another function of the row
+                columns = len(context) + alone.masked[0].nonzero()[:, 0]
                 assert torch.allclose(own, toy.features(row, None)[0, columns], atol=1e-9)
     plane = predictions.apply(lambda features, entropy: features.sum(1) + entropy, predictions.entropy)
-    assert torch.equal(plane.isnan(), ~lanes.hidden)
-    expected = predictions.features.sum(1) + predictions.entropy[lanes.hidden]
-    assert torch.allclose(plane[lanes.hidden], expected, atol=1e-12)
+    assert torch.equal(plane.isnan(), ~lanes.masked)
+    expected = predictions.features.sum(1) + predictions.entropy[lanes.masked]
+    assert torch.allclose(plane[lanes.masked], expected, atol=1e-12)
 
 
 def test_a_row_of_masks_ties_exactly(folder):
-    """Where the network cannot tell cells apart, the lowest position is revealed first, and it is no near tie."""
+    """Where the network cannot tell positions apart, the lowest position is revealed first, and it is no near tie."""
     toy = Rotary(length=6, tokens=3)
     toy.noise = 1e-3
     [score] = Duel(toy, texts(folder)[0], None).log_prob([Window((), (0, 1, 2))])
@@ -233,7 +235,7 @@ def test_near_ties_are_counted_in_the_planners_logits(tmp_path):
         f"learned_threshold:file={tmp_path}/flat.safetensors:mu=1",
     ):
         [score] = Duel(Toy(), rule, None).log_prob([window])
-        assert score.near_ties == 2  # the last cell has no choice
+        assert score.near_ties == 2  # the last position has no choice
 
 
 # ---------------------------------------------------------------- the text, the file, the fingerprint

@@ -34,42 +34,42 @@ def table(tmp_path_factory):
 
 
 def random_case(seed, lanes):
-    """Logits (R, W, V) at several scales, with equal cells in many lanes, and which cells are hidden (R, W)."""
+    """Logits (R, W, V) at several scales, with equal positions in many lanes, and which positions are masked (R, W)."""
     generator = torch.Generator().manual_seed(seed)
     scale = torch.rand(lanes, 1, 1, generator=generator, dtype=torch.float64) * 6
     logits = torch.randn(lanes, WIDTH, TOKENS, generator=generator, dtype=torch.float64) * scale
-    source = torch.randint(WIDTH, (lanes, WIDTH), generator=generator)  # a third of the cells copies another
+    source = torch.randint(WIDTH, (lanes, WIDTH), generator=generator)  # a third of the positions copies another
     copies = torch.rand(lanes, WIDTH, generator=generator) < 1 / 3
     source = torch.where(copies, source, torch.arange(WIDTH))
     logits = logits.gather(1, source[:, :, None].expand_as(logits))
-    hidden = torch.rand(lanes, WIDTH, generator=generator) < 0.7
-    hidden[:, 0] |= ~hidden.any(1)
-    return logits, hidden
+    masked = torch.rand(lanes, WIDTH, generator=generator) < 0.7
+    masked[:, 0] |= ~masked.any(1)
+    return logits, masked
 
 
-def decided(rule, logits, hidden, step=0, memory=()):
-    """The decision of a rule on lanes whose hidden cells have these logits, at this step."""
+def decided(rule, logits, masked, step=0, memory=()):
+    """The decision of a rule on lanes whose masked positions have these logits, at this step."""
     count = len(logits)
     predictions = Predictions(
-        hidden,
+        masked,
         torch.zeros(count, dtype=torch.bool),
-        logits[hidden],
-        torch.arange(int(hidden.sum())),
+        logits[masked],
+        torch.arange(int(masked.sum())),
         lambda features: features.clone(),
         torch.zeros(TOKENS, dtype=torch.bool),
     )
     zero = torch.zeros(count, dtype=torch.int64)
-    tokens = torch.where(hidden, -1, 0)
-    lanes = Lanes(zero, zero, zero, zero + WIDTH, tokens, hidden, zero + step, memory)
+    tokens = torch.where(masked, -1, 0)
+    lanes = Lanes(zero, zero, zero, zero + WIDTH, tokens, masked, zero + step, memory)
     return (rules.parse(rule) if isinstance(rule, str) else rule)(predictions, lanes)
 
 
 def agrees(rule, reference, seed, lanes, step=0, memory=()):
     """Whether `rule` picks what `reference(p, masked)` picks in every lane."""
-    logits, hidden = random_case(seed, lanes)
-    picks = decided(rule, logits, hidden, step, memory(hidden) if memory else ()).pick
-    for pick, p, masked in zip(picks, logits.softmax(2), hidden, strict=True):
-        assert set(pick.nonzero()[:, 0].tolist()) == reference(p, masked)
+    logits, masked = random_case(seed, lanes)
+    picks = decided(rule, logits, masked, step, memory(masked) if memory else ()).pick
+    for pick, p, lane in zip(picks, logits.softmax(2), masked, strict=True):
+        assert set(pick.nonzero()[:, 0].tolist()) == reference(p, lane)
 
 
 FEW, MANY = 40, 3000  # lanes of a plain and of a slow test
@@ -109,7 +109,7 @@ def test_picks_are_those_of_the_authors(text, lanes):
 
 def began_with(count):
     """The memory of a schedule whose block began with `count` positions."""
-    return lambda hidden: (torch.full(hidden.shape, count),)
+    return lambda masked: (torch.full(masked.shape, count),)
 
 
 @pytest.mark.parametrize("lanes", SIZES)
@@ -131,12 +131,12 @@ def test_quotas_are_those_of_the_authors(steps, step, lanes, table):
     for text, reference in cases.items():
         if step == 0:
             agrees(text, lambda p, masked, at=reference: at(p, masked, int(masked.sum())), lanes, lanes // 2)
-        for m in (7, 12):  # positions at the first step; a lane with fewer hidden than are due loses them all
-            logits, hidden = random_case(lanes + m, lanes // 2)
-            picks = decided(text, logits, hidden, step, began_with(m)(hidden) if step else ()).pick
-            for pick, p, masked in zip(picks, logits.softmax(2), hidden, strict=True):
-                due = reference(p, masked, m if step else int(masked.sum()))
-                assert set(pick.nonzero()[:, 0].tolist()) == {cell for cell in due if masked[cell]}
+        for m in (7, 12):  # positions at the first step; a lane with fewer masked than are due loses them all
+            logits, masked = random_case(lanes + m, lanes // 2)
+            picks = decided(text, logits, masked, step, began_with(m)(masked) if step else ()).pick
+            for pick, p, lane in zip(picks, logits.softmax(2), masked, strict=True):
+                due = reference(p, lane, m if step else int(lane.sum()))
+                assert set(pick.nonzero()[:, 0].tolist()) == {position for position in due if lane[position]}
 
 
 def test_the_schedule_of_dream_is_that_of_the_facts():
@@ -168,15 +168,15 @@ def test_dream_follows_its_schedule_and_its_score(alg, length, steps):
     wanted = [None] * length
     for count in published.dream_counts(length, steps):
         if count:
-            for cell in (chosen := published.dream(p_of(masked, row), masked, alg, count)):
-                wanted[cell] = seen[0]
+            for position in (chosen := published.dream(p_of(masked, row), masked, alg, count)):
+                wanted[position] = seen[0]
             masked[list(chosen)] = False
             seen[0] += 1
     assert scored.reveal_steps == tuple(wanted) and scored.nfe == seen[0]
 
 
 def orders(toy, row, loop):
-    """The reveal steps and the log-probability of a published loop, which yields the cells of each step."""
+    """The reveal steps and the log-probability of a published loop, which yields the positions of each step."""
     steps, log_prob = [None] * len(row), 0.0
 
     def p_of(masked):
@@ -185,9 +185,9 @@ def orders(toy, row, loop):
         return p_of.now
 
     for step, chosen in enumerate(loop(p_of)):
-        for cell in chosen:
-            steps[cell] = step
-            log_prob += math.log(p_of.now[cell, row[cell]])
+        for position in chosen:
+            steps[position] = step
+            log_prob += math.log(p_of.now[position, row[position]])
     return tuple(steps), log_prob
 
 
@@ -285,7 +285,7 @@ def test_every_new_rule_has_its_laws(table):
 
 
 def test_a_block_of_masks_alone():
-    """Where all cells are equal, dInfer's rules reveal all of them, and the others the lowest."""
+    """Where all positions are equal, dInfer's rules reveal all of them, and the others the lowest."""
     toy = Rotary(length=6, tokens=3)
     toy.noise = 0.0
     window = Window((), (0, 1, 2))
@@ -326,13 +326,13 @@ def test_positions_that_come_last_are_not_near_ties():
     """With eos=conf they tie by definition: only another most probable token changes the order."""
     logits = torch.tensor([3.0, 0.0, 1.0, -1.0, 0.5], dtype=torch.float64).repeat(1, WIDTH, 1)
     logits[0, 2, 0] = 1.75  # it leads by 0.75
-    hidden = torch.ones(1, WIDTH, dtype=torch.bool)
-    decision = decided(f"quota:steps={WIDTH}:eos=conf:eos_id=0", logits, hidden)
+    masked = torch.ones(1, WIDTH, dtype=torch.bool)
+    decision = decided(f"quota:steps={WIDTH}:eos=conf:eos_id=0", logits, masked)
     assert decision.pick[0].tolist() == [True] + [False] * (WIDTH - 1)
-    assert decision.lead.tolist() == [pytest.approx(0.375)]
+    assert decision.decision_margin.tolist() == [pytest.approx(0.375)]
     logits[0, 4, 2] = 6.0  # the only one of another token: it is first
-    decision = decided(f"quota:steps={WIDTH}:eos=conf:eos_id=0", logits, hidden)
-    assert decision.pick[0].nonzero().tolist() == [[4]] and decision.lead.tolist() == [pytest.approx(0.375)]
+    decision = decided(f"quota:steps={WIDTH}:eos=conf:eos_id=0", logits, masked)
+    assert decision.pick[0].nonzero().tolist() == [[4]] and decision.decision_margin.tolist() == [pytest.approx(0.375)]
 
 
 def fast_dllm_v2(toy, context, target, block, sub_block, tau):
@@ -341,10 +341,10 @@ def fast_dllm_v2(toy, context, target, block, sub_block, tau):
     for start in range(len(context) // block * block, len(row), block):
         end, step = min(start + block, len(row)), 0
 
-        def reveal(cells, log_p, step):
-            for cell in cells:
-                row[cell] = target[cell - len(context)]
-                steps[cell], log_probs[cell] = step, float(log_p[cell, row[cell]])
+        def reveal(positions, log_p, step):
+            for position in positions:
+                row[position] = target[position - len(context)]
+                steps[position], log_probs[position] = step, float(log_p[position, row[position]])
 
         def log_p():
             logits = toy.features(torch.tensor([row]), None)[0].masked_fill(toy.excluded, -math.inf)
@@ -354,13 +354,15 @@ def fast_dllm_v2(toy, context, target, block, sub_block, tau):
             reveal([start], log_p(), step)
             step += 1
         for left in range(start, end, sub_block):
-            while hidden := [cell for cell in range(left, min(left + sub_block, end)) if row[cell] == toy.mask_id]:
+            while masked := [
+                position for position in range(left, min(left + sub_block, end)) if row[position] == toy.mask_id
+            ]:
                 now = log_p()
                 top = now.exp().amax(1)
-                most = max(hidden, key=lambda cell: top[cell])
-                reveal([cell for cell in hidden if top[cell] > tau or cell == most], now, step)
+                most = max(masked, key=lambda position: top[position])
+                reveal([position for position in masked if top[position] > tau or position == most], now, step)
                 step += 1
-    return tuple(steps[cell] for cell in sorted(steps)), [log_probs[cell] for cell in sorted(steps)]
+    return tuple(steps[position] for position in sorted(steps)), [log_probs[position] for position in sorted(steps)]
 
 
 @pytest.mark.parametrize("known", range(6))
@@ -392,13 +394,13 @@ def test_a_lattice_follows_them():
 
 @dataclasses.dataclass(frozen=True)
 class EverySecond(rules.Rule):
-    """Reveals the first hidden cell at odd steps."""
+    """Reveals the first masked position at odd steps."""
 
-    may_wait = True
+    may_pick_none = True
     reads_step = True
 
     def __call__(self, predictions, lanes):
-        return lanes.hidden & (lanes.hidden.cumsum(1) == 1) & (lanes.step % 2 == 1)[:, None]
+        return lanes.masked & (lanes.masked.cumsum(1) == 1) & (lanes.step % 2 == 1)[:, None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -407,11 +409,11 @@ class Patient(rules.Rule):
 
     until: int = 2
     counts: bool = True
-    may_wait = True
+    may_pick_none = True
 
     def __call__(self, predictions, lanes):
-        now = lanes.memory[0] if lanes.memory else torch.zeros_like(lanes.hidden, dtype=torch.int64)
-        return rules.Decision(lanes.hidden & (now >= self.until), None, (now + self.counts,))
+        now = lanes.memory[0] if lanes.memory else torch.zeros_like(lanes.masked, dtype=torch.int64)
+        return rules.Decision(lanes.masked & (now >= self.until), None, (now + self.counts,))
 
 
 def test_a_rule_that_may_wait():
@@ -426,7 +428,7 @@ def test_a_rule_that_may_wait():
     assert Duel(Toy(), Patient(), 2).log_prob(windows)[0].reveal_steps == (2, 2, 2)
 
 
-@pytest.mark.parametrize("rule", [Patient(counts=False), type("Hasty", (Patient,), {"may_wait": False})()])
+@pytest.mark.parametrize("rule", [Patient(counts=False), type("Hasty", (Patient,), {"may_pick_none": False})()])
 def test_a_rule_that_waits_without_end_stalls(rule):
     with pytest.raises(RuleStalled, match="picked nothing"):
         Duel(Toy(), rule, 2).log_prob([Window((), (0, 1))])
@@ -540,9 +542,9 @@ def test_errors_of_the_new_rules(text, message):
 
 def test_near_ties_are_counted():
     """A pick that moves under noise of 1e-4 was counted as near."""
-    logits, hidden = random_case(7, 400)
+    logits, masked = random_case(7, 400)
     noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(8), dtype=torch.float64) * 2e-5
     for text in [*STATE_ONLY, "quota:steps=3", "dream:alg=maskgit_plus:steps=3", "quota:steps=3:eos=conf:eos_id=2"]:
-        first, second = decided(text, logits, hidden), decided(text, logits + noise, hidden)
+        first, second = decided(text, logits, masked), decided(text, logits + noise, masked)
         moved = (first.pick != second.pick).any(1)  # (R,)
-        assert not (moved & ~(torch.minimum(first.lead, second.lead) <= 1e-4)).any(), text
+        assert not (moved & ~(torch.minimum(first.decision_margin, second.decision_margin) <= 1e-4)).any(), text

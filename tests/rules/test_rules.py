@@ -117,39 +117,39 @@ def test_fields_of_a_rule_of_ones_own():
 # ---------------------------------------------------------------- picks
 
 
-def case(probabilities, hidden=None):
-    """Predictions and lanes of one lane with these distributions, one row a cell."""
+def case(probabilities, masked=None):
+    """Predictions and lanes of one lane with these distributions, one row a position."""
     logits = torch.tensor(probabilities, dtype=torch.float64).log()[None]  # (1, W, V)
-    hidden = torch.ones(logits.shape[:2], dtype=torch.bool) if hidden is None else torch.tensor([hidden])
-    cells = int(hidden.sum())
+    masked = torch.ones(logits.shape[:2], dtype=torch.bool) if masked is None else torch.tensor([masked])
+    positions = int(masked.sum())
     predictions = Predictions(
-        hidden,
+        masked,
         torch.zeros(1, dtype=torch.bool),
-        logits[hidden],
-        torch.arange(cells),
+        logits[masked],
+        torch.arange(positions),
         lambda x: x,
         torch.zeros(logits.shape[2], dtype=torch.bool),
     )
     zero = torch.zeros(1, dtype=torch.int64)
-    width = torch.tensor([hidden.shape[1]])
-    columns = torch.arange(hidden.shape[1])[None]
-    lanes = SimpleNamespace(hidden=hidden, step=zero, memory=(), origin=zero, start=zero, width=width, columns=columns)
+    width = torch.tensor([masked.shape[1]])
+    columns = torch.arange(masked.shape[1])[None]
+    lanes = SimpleNamespace(masked=masked, step=zero, memory=(), origin=zero, start=zero, width=width, columns=columns)
     return predictions, lanes
 
 
 def case_of(logits):
-    """Predictions and lanes of fully hidden lanes with these logits (R, W, V)."""
+    """Predictions and lanes of fully masked lanes with these logits (R, W, V)."""
     lanes, width, vocabulary = logits.shape
-    hidden = torch.ones(lanes, width, dtype=torch.bool)
+    masked = torch.ones(lanes, width, dtype=torch.bool)
     predictions = Predictions(
-        hidden,
+        masked,
         torch.zeros(lanes, dtype=torch.bool),
         logits.flatten(0, 1),
         torch.arange(lanes * width),
         lambda x: x.clone(),
         torch.zeros(vocabulary, dtype=torch.bool),
     )
-    return predictions, SimpleNamespace(hidden=hidden, step=torch.zeros(lanes, dtype=torch.int64), memory=())
+    return predictions, SimpleNamespace(masked=masked, step=torch.zeros(lanes, dtype=torch.int64), memory=())
 
 
 def picked(rule, *arguments):
@@ -214,7 +214,7 @@ def test_float32_picks_like_float64_however_sure_the_network_is(rule, lift):
     for dtype in (torch.float32, torch.float64):
         decision = rules.parse(rule)(*case_of(logits.to(dtype)))
         picks.append(decision.pick)
-        leads.append(decision.lead)
+        leads.append(decision.decision_margin)
     moved = (picks[0] != picks[1]).any(1)  # (R,)
     counted = torch.minimum(*leads) <= 1e-4
     assert not (moved & ~counted).any()  # a pick that moved and was not counted as close
@@ -248,13 +248,13 @@ def test_random_is_independent_of_the_length():
     ],
 )
 def test_close_picks_are_those_that_noise_could_change(rule, probabilities, close):
-    lead = rules.parse(rule)(*case(probabilities)).lead
-    assert lead.shape == (1,)
-    assert bool(lead < 1e-4) == close
+    decision_margin = rules.parse(rule)(*case(probabilities)).decision_margin
+    assert decision_margin.shape == (1,)
+    assert bool(decision_margin < 1e-4) == close
 
 
 def test_revealed_cells_are_never_read():
-    """NaN stands outside the hidden cells, and no rule stumbles over it."""
+    """NaN stands outside the masked positions, and no rule stumbles over it."""
     for text in ALL:
         pick = rules.parse(text)(*case(FOUR, [True, False, False, True])).pick[0]
         assert not pick[1] and not pick[2] and pick.any()

@@ -96,7 +96,7 @@ class Recording(Toy):
     ],
 )
 def test_the_conventions_score_what_they_say(bos, given, scored):
-    """On a toy that records what it is shown: given positions always show, scored ones begin hidden and end known."""
+    """On a toy that records what it is shown: given positions always show, scored ones begin masked and end known."""
     row = [2, 0, 1, 1, 0, 2]
     toy = Recording(length=8)
     window = of_row(row, 1, 1, bos)

@@ -32,11 +32,12 @@ TFLOPS = {"bfloat16": 989.0, "float16": 989.0, "float32": 67.0, "float64": 67.0}
 DRAWS, SAMPLE = 128, 0.03
 CALL_TOKENS = 1 << 18  # the largest network call on a GPU (engine/budget.py)
 PRINTS = """\
-Prints one line per way to score the same windows: rule steps (NFE), network calls (at least), rows, token-rows (cells
-of the rows that the network evaluates), floating point operations, time, and what a cache keeps for each block (MiB;
-for block-causal networks and those with a causal prefix: for each window). Operations are the matrix products of all
-layers and attention at every cell of a row, and the LM head at hidden cells only. With a rule whose steps are not known
-in advance (threshold, klass, ...) all counts are upper bounds: one position a step. No weights are read.
+Prints one line per way to score the same windows: rule steps (NFE), network calls (at least), rows, token-rows
+(positions of the rows that the network evaluates), floating point operations, time, and what a cache keeps for each
+block (MiB; for block-causal networks and those with a causal prefix: for each window). Operations are the matrix
+products of all layers and attention at every position of a row, and the LM head at masked positions only. With a rule
+whose steps are not known in advance (threshold, klass, ...) all counts are upper bounds: one position a step. No
+weights are read.
 """
 
 
@@ -49,7 +50,7 @@ class Line:
     calls: int  # at least
     flops: float
     hours: float
-    kept_bytes: int  # for each block, or for each window if clean cells are evaluated once
+    kept_bytes: int  # for each block, or for each window if clean positions are evaluated once
 
 
 def lines(setting: Setting, windows: Counter[Layout], options: argparse.Namespace) -> list[Line]:

@@ -1,12 +1,13 @@
-"""One call of a step under a cache: which cells of which blocks it evaluates, and what they see.
+"""One call of a step under a cache: which positions of which blocks it evaluates, and what they see.
 
-    one lane a block      whole kept rows, in which the call's own keys and values replace those of its cells; nothing
+    one lane a block      whole kept rows, in which the call's own keys and values replace those of its positions;
+    nothing
                           is copied where the slots of the lanes follow each other
     several lanes         the states of a block stand side by side in one row of the call, behind the kept keys:
-                          | kept, all but the block's cells | state 1 | state 2 | ...  (dual only)
+                          | kept, all but the block's positions | state 1 | state 2 | ...  (dual only)
 
-Shapes: R lanes, W block width, L row length, M cells of a lane that are asked for, P rows of a call, A lanes of one
-row, Q cells of a call, K keys, S slots, D features.
+Shapes: R lanes, W block width, L row length, M positions of a lane that are asked for, P rows of a call, A lanes of one
+row, Q positions of a call, K keys, S slots, D features.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from lm_eval_duel.denoisers.cached.kept_keys import Places, Replaced, Step
 from lm_eval_duel.denoisers.views import KeysValues
 from lm_eval_duel.engine.lanes import Lanes
 
-ASIDE = 256  # cells of states side by side in a row
-WASTE = 8  # if lanes of several blocks share a call, at most one cell in so many is wasted,
-SMALL = 1024  # except in calls of so few cells
+ASIDE = 256  # positions of states side by side in a row
+WASTE = 8  # if lanes of several blocks share a call, at most one position in so many is wasted,
+SMALL = 1024  # except in calls of so few positions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Call:
     """One network call. `by_lane` regroups its features (P, ., D) by lane, (R, M, D)."""
 
     ids: torch.Tensor  # (P, Q)
-    step: Step  # asks for M cells of a row, or A M
+    step: Step  # asks for M positions of a row, or A M
     by_lane: Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -57,7 +58,7 @@ def one_each(
     layers: list[KeysValues],
     wanted: torch.Tensor,
 ) -> Call:
-    """Cells of every lane by itself, against whole kept rows.
+    """Positions of every lane by itself, against whole kept rows.
 
     `ids` (R, Q) at `columns` (R, Q) of rows of `length` (R,) positions; the keys and values of those that are `real`
     (R, Q) stand for what is kept. `wanted` (R, M): which of the Q are asked for.
@@ -80,7 +81,7 @@ def side_by_side(
     layers: list[KeysValues],
     wanted: torch.Tensor,
 ) -> Call:
-    """The cells `ids` (R, W) of lanes' blocks, states of one block behind each other in a row of the call."""
+    """The positions `ids` (R, W) of lanes' blocks, states of one block behind each other in a row of the call."""
     width, most, device = ids.shape[1], int(length.max()), ids.device
     number, place = arrange(slot, widest(slot, max(1, ASIDE // width)))  # (P, A)
     used, lane = number >= 0, number.clamp(min=0)  # (P, A)
@@ -106,8 +107,8 @@ def side_by_side(
 
 
 def _inside(lanes: Lanes) -> torch.Tensor:
-    """Which cells of each lane's plane are of its block, (R, W)."""
-    return torch.arange(lanes.hidden.shape[1], device=lanes.width.device) < lanes.width[:, None]
+    """Which positions of each lane's plane are of its block, (R, W)."""
+    return torch.arange(lanes.masked.shape[1], device=lanes.width.device) < lanes.width[:, None]
 
 
 def _rows(slot: torch.Tensor) -> slice | torch.Tensor:

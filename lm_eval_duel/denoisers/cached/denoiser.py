@@ -1,10 +1,10 @@
 """The cached samplers in use (Fast-dLLM's prefix and dual cache): a denoiser around a denoiser.
 
-At a block's start the whole row is evaluated once. Later steps evaluate only some of its cells. In every layer these
-attend to the kept keys and values of the others:
+At a block's start the whole row is evaluated once. Later steps evaluate only some of its positions. In every layer
+these attend to the kept keys and values of the others:
 
-    cache=dual      evaluates the block's cells
-    cache=prefix    evaluates the cells from the block's start on
+    cache=dual      evaluates the block's positions
+    cache=prefix    evaluates the positions from the block's start on
 
 With the targets known, what is kept depends only on the targets before the block and on the row's layout, never on the
 order in which the block is revealed. So a cached network is a function of the block's tokens, like any other: the
@@ -12,7 +12,7 @@ theorem holds, all blocks of all windows are evaluated side by side, and all sta
 
 It is a different distribution from that without a cache, so the cache is part of the spec.
 
-Shapes: L row length, P rows of a call, Q cells of a call, K keys, V tokens.
+Shapes: L row length, P rows of a call, Q positions of a call, K keys, V tokens.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Cached(Wrapper):
 
     @torch.inference_mode()
     def step(self, ids: torch.Tensor, step: Step) -> torch.Tensor:
-        """The evaluation of some cells against what is kept, as in `Steering.step`."""
+        """The evaluation of some positions against what is kept, as in `Steering.step`."""
         return self._steering.step(ids, step)
 
     @torch.inference_mode()
@@ -126,8 +126,9 @@ def _require_cacheable(plain: Denoiser, cache: str) -> None:
         raise clean_keys_exact(cache, plain.attention)
     if plain.needs_visible:
         raise DuelError(
-            f"cache={cache} evaluates a part of a row, and this network scales its input by the share of masked cells "
-            "in the whole row (token_dropout of ESM), so each reveal changes every key and value. Leave cache out."
+            f"cache={cache} evaluates a part of a row, and this network scales its input by the share of masked "
+            "positions in the whole row (token_dropout of ESM), so each reveal changes every key and value. "
+            "Leave cache out."
         )
     if isinstance(plain, Wrapper):
         raise DuelError(

@@ -1,10 +1,10 @@
 """Keys and values that are kept between calls, and how a layer puts them together with those of the call.
 
 Two ways. A pair of tensors stands before the call's own (`(keys, values)`: block-causal networks, and several states of
-one block side by side). `Replaced` holds a whole row, in which the call's own replace those of the cells that it
+one block side by side). `Replaced` holds a whole row, in which the call's own replace those of the positions that it
 evaluates: nothing is copied.
 
-Shapes: P rows of a call, Q its cells, K columns of a row, S slots, H heads, D features, X real cells.
+Shapes: P rows of a call, Q its positions, K columns of a row, S slots, H heads, D features, X real positions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from lm_eval_duel.denoisers.views import KeysValues
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """Where the cells of a call stand in the kept rows. Cells that are not `real` are evaluated and not kept."""
+    """Where the positions of a call stand in the kept rows. Positions that are not `real` are evaluated and not
+    kept.
+    """
 
     columns: torch.Tensor  # (P, Q)
     real: torch.Tensor  # (P, Q) bool
@@ -27,16 +29,16 @@ class Places:
         together = bool(self.real.all()) and torch.equal(self.columns, self.columns[:1].expand_as(self.columns))
         first = int(self.columns[0, 0])
         object.__setattr__(self, "whole", slice(first, first + self.columns.shape[1]) if together else None)
-        row, cell = self.real.nonzero().unbind(1)  # (X,) each
-        object.__setattr__(self, "cells", (row, cell, self.columns[row, cell]))
+        row, position = self.real.nonzero().unbind(1)  # (X,) each
+        object.__setattr__(self, "positions", (row, position, self.columns[row, position]))
 
     def write(self, plane: torch.Tensor, own: torch.Tensor) -> None:
         """Put `own` (P, H, Q, D / H) into `plane` (P, H, K, D / H)."""
         if self.whole is not None:
             plane[:, :, self.whole] = own
             return
-        row, cell, column = (index.to(plane.device) for index in self.cells)
-        plane[row, :, column] = own[row, :, cell]
+        row, position, column = (index.to(plane.device) for index in self.positions)
+        plane[row, :, column] = own[row, :, position]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,13 +62,13 @@ Past = KeysValues | Replaced  # of one layer
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What the cells (P, Q) of a call are, and what they attend to: the arguments of a step after its ids."""
+    """What the positions (P, Q) of a call are, and what they attend to: the arguments of a step after its ids."""
 
     positions: torch.Tensor  # (P or 1, Q)
-    seen: torch.Tensor | None  # (P, Q or 1, K) which keys each cell attends to; None: all
+    seen: torch.Tensor | None  # (P, Q or 1, K) which keys each position attends to; None: all
     past: list[Past]  # of each layer
     places: torch.Tensor  # (P or 1, K) the positions of the keys
-    columns: torch.Tensor  # (P, M) the cells of the call that are asked for
+    columns: torch.Tensor  # (P, M) the positions of the call that are asked for
 
 
 def joined(past: Past | None, keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
@@ -88,7 +90,7 @@ class Slots:
     def __init__(self, length: int, device: torch.device):
         self.length = length  # columns of a row
         self.layers: list[KeysValues] = []  # (S, H, L, D / H) each
-        self.features: torch.Tensor | None = None  # (S, W, D) of the block's cells, as the block began
+        self.features: torch.Tensor | None = None  # (S, W, D) of the block's positions, as the block began
         self.identity = torch.empty(0, dtype=torch.int64, device=device)  # (S,)
 
     def arrange(self, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,13 +119,13 @@ class Slots:
     def fill(self, slot: torch.Tensor, of: torch.Tensor, features: torch.Tensor, layers: list[KeysValues]) -> None:
         """Keep what a block's first evaluation gave: `slot` (n,) are those of `of` (n,).
 
-        `features` (n, w, D) of the block's cells; keys and values (n, H, K, D / H) of each layer.
+        `features` (n, w, D) of the block's positions; keys and values (n, H, K, D / H) of each layer.
         """
         self._make_room(features, layers)
         self.features[slot, : features.shape[1]] = features
         for layer, made in zip(self.layers, layers, strict=True):
-            for plane, cells in zip(layer, made, strict=True):
-                plane[slot.to(plane.device), :, : cells.shape[2]] = cells
+            for plane, positions in zip(layer, made, strict=True):
+                plane[slot.to(plane.device), :, : positions.shape[2]] = positions
         self.identity[slot] = of  # last: memory may have run out before
 
     def drop(self) -> None:

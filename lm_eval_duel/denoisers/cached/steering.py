@@ -1,11 +1,11 @@
-"""How a bidirectional network evaluates some cells of a row against kept keys and values of the others.
+"""How a bidirectional network evaluates some positions of a row against kept keys and values of the others.
 
 A network with `stream` (our DiT, the decoders) takes them as its past. Networks that know no past (transformers' masked
 LMs) are steered where they attend: every attention of theirs is a call of `scaled_dot_product_attention`, the n-th call
 of a forward is the n-th layer, and a mode of torch's puts kept keys, values and masks in. Nothing of a class is copied
 or patched, and every release of transformers works alike.
 
-Shapes: P rows of a call, L row length, Q cells of a call, K keys, H heads, D features, M columns asked for.
+Shapes: P rows of a call, L row length, Q positions of a call, K keys, H heads, D features, M columns asked for.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Steering(Protocol):
         self, ids: torch.Tensor, real: torch.Tensor | None, columns: torch.Tensor
     ) -> tuple[torch.Tensor, list[KeysValues]]:
         """Whole rows (P, L), `real` (P, L) False at padding: the input of the head at `columns` (P, M), (P, M, D), and
-        the keys and values of all cells, of each layer."""
+        the keys and values of all positions, of each layer."""
 
     def step(self, ids: torch.Tensor, step: Step) -> torch.Tensor:
-        """The cells `ids` (P, Q): the input of the head at the columns (P, M) asked for, (P, M, D)."""
+        """The positions `ids` (P, Q): the input of the head at the columns (P, M) asked for, (P, M, D)."""
 
 
 class Streams:
@@ -102,7 +102,7 @@ class Attentions:
         return self.plain.features(ids, real, position_ids=(positions + self.first).expand_as(ids))
 
     def _look(self, length: int) -> None:
-        """Learn which cells each layer lets a cell see, from a row of `length` without padding."""
+        """Learn which positions each layer lets a position see, from a row of `length` without padding."""
         if length <= self._length:
             return
         self._length = min(max(length, 2 * self._length), self.plain.max_length)
@@ -177,19 +177,19 @@ def _ungrouped(arguments: dict[str, Any]) -> KeysValues:
 
 
 def _pattern(mask: torch.Tensor | None) -> torch.Tensor | None:
-    """Which cells see which, (L, L) bool, of an attention's mask (1, 1, L, L) or less; None: all see all."""
+    """Which positions see which, (L, L) bool, of an attention's mask (1, 1, L, L) or less; None: all see all."""
     if mask is None:
         return None
     if mask.dtype != torch.bool:
         out = mask <= torch.finfo(mask.dtype).min / 2
         if not (out | (mask == 0)).all():
-            raise NotSteered("its attention has a bias for the distance of two cells")
+            raise NotSteered("its attention has a bias for the distance of two positions")
         mask = ~out
     if mask.all():
         return None
     while mask.dim() > 2:
         if mask.shape[0] > 1:
-            raise NotSteered("its heads do not see the same cells")
+            raise NotSteered("its heads do not see the same positions")
         mask = mask[0]
     return mask
 
@@ -203,7 +203,7 @@ def _mask(pattern: torch.Tensor | None, step: Step) -> torch.Tensor | None:
 
 
 def _first_position(model: torch.nn.Module) -> int:
-    """The position of a row's first cell: RoBERTa counts from after the padding id."""
+    """The position of a row's first position: RoBERTa counts from after the padding id."""
     for name, module in model.named_modules():
         if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
             return module.padding_idx + 1

@@ -1,7 +1,7 @@
-"""A cached denoiser opened on a group of rows: whole rows at block starts, then some cells against what is kept.
+"""A cached denoiser opened on a group of rows: whole rows at block starts, then some positions against what is kept.
 
-Shapes: N windows, L row length, R lanes, W block width, M hidden cells of a lane, P rows of a call, Q cells of a call,
-D features.
+Shapes: N windows, L row length, R lanes, W block width, M masked positions of a lane, P rows of a call, Q positions of
+a call, D features.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from lm_eval_duel.denoisers.cached.call import nearby, one_each, side_by_side
 from lm_eval_duel.denoisers.cached.kept_keys import Slots
-from lm_eval_duel.denoisers.views import Cells, View, distinct, hidden_cells
+from lm_eval_duel.denoisers.views import Positions, View, distinct, hidden_cells
 from lm_eval_duel.engine.lanes import Lanes, Rows
 from lm_eval_duel.errors import first_cell_unseen
 from lm_eval_duel.hashing import hashed
@@ -33,28 +33,28 @@ class CachedView(View):
         self._contents: tuple[torch.Tensor, torch.Tensor] | None = None  # (N, L + 1), (N,) hashes
 
     def cost(self, lanes: Lanes) -> torch.Tensor:
-        """The cells of a later step, or of what is kept for them if that weighs more."""
+        """The positions of a later step, or of what is kept for them if that weighs more."""
         length, device = self.rows.length[lanes.row], lanes.row.device  # (R,)
-        cells = lanes.width if self.denoiser.cache == "dual" else length - lanes.start  # (R,)
+        positions = lanes.width if self.denoiser.cache == "dual" else length - lanes.start  # (R,)
         kept = CPU_KEPT if device.type == "cpu" else GPU_KEPT
-        return torch.maximum(cells, -(-length * self.denoiser.kept // kept))
+        return torch.maximum(positions, -(-length * self.denoiser.kept // kept))
 
     def commit(self, lanes: Lanes) -> None:
         super().commit(lanes)
         self._contents = None
 
-    def cells(self, lanes: Lanes) -> Cells:
+    def positions(self, lanes: Lanes) -> Positions:
         identity = self._identity(lanes)  # (R,)
-        revealed = (lanes.tokens >= 0) & ~lanes.hidden  # (R, W)
+        revealed = (lanes.tokens >= 0) & ~lanes.masked  # (R, W)
         ids = torch.where(revealed, lanes.tokens, self.denoiser.mask_id)  # (R, W)
-        first, number = distinct(identity, ids, lanes.hidden)
+        first, number = distinct(identity, ids, lanes.masked)
         base = lanes if len(first) == len(lanes) else lanes.select(first)
         try:
-            cells = self._evaluate_block(base, ids[first], revealed[first], identity[first])
+            positions = self._evaluate_block(base, ids[first], revealed[first], identity[first])
         except torch.OutOfMemoryError:
             self._slots.drop()  # they may be what fills the memory; fewer lanes need fewer slots
             raise
-        return cells if base is lanes else cells.spread(lanes, base, number)
+        return positions if base is lanes else positions.spread(lanes, base, number)
 
     # ------------------------------------------------------------ which block it is
 
@@ -94,8 +94,8 @@ class CachedView(View):
         """Evaluate the whole rows of `blocks` as the blocks begin, and keep the result in `slot`."""
         fresh = dataclasses.replace(blocks, tokens=torch.full_like(blocks.tokens, -1))
         ids, _, real = self._input(fresh)  # (P, L) each
-        cell = torch.arange(blocks.hidden.shape[1], device=ids.device)  # (W,)
-        columns = (blocks.start[:, None] + cell - self.denoiser.shift).clamp(0, ids.shape[1] - 1)  # (P, W)
+        position = torch.arange(blocks.masked.shape[1], device=ids.device)  # (W,)
+        columns = (blocks.start[:, None] + position - self.denoiser.shift).clamp(0, ids.shape[1] - 1)  # (P, W)
         features, layers = self.denoiser.begin(ids, self._padding(real), columns)
         self.forwards += 1
         self.evaluated += len(ids)
@@ -103,23 +103,27 @@ class CachedView(View):
 
     # ------------------------------------------------------------ every state of a block
 
-    def _evaluate_block(self, lanes: Lanes, ids: torch.Tensor, revealed: torch.Tensor, identity: torch.Tensor) -> Cells:
-        """The input of the head at the hidden cells of lanes whose blocks show `ids` (R, W)."""
+    def _evaluate_block(
+        self, lanes: Lanes, ids: torch.Tensor, revealed: torch.Tensor, identity: torch.Tensor
+    ) -> Positions:
+        """The input of the head at the masked positions of lanes whose blocks show `ids` (R, W)."""
         slot = self._hold(lanes, identity)  # (R,)
-        cell = hidden_cells(lanes).clamp(max=self._slots.features.shape[1] - 1)  # (R, M) those not hidden are not read
-        features = self._slots.features[slot[:, None], cell]  # (R, M, D) as the blocks began
+        position = hidden_cells(lanes).clamp(
+            max=self._slots.features.shape[1] - 1
+        )  # (R, M) those not masked are not read
+        features = self._slots.features[slot[:, None], position]  # (R, M, D) as the blocks began
         begun = (revealed & (lanes.columns >= lanes.origin[:, None])).any(1)  # (R,)
         if begun.any():
             self._require_first_cell(lanes, begun)
             for part in self._parts(lanes, slot, begun):
-                values = self._step(lanes.select(part), ids[part], slot[part], cell[part])
+                values = self._step(lanes.select(part), ids[part], slot[part], position[part])
                 features[part] = torch.where(begun[part][:, None, None], values, features[part])
         all_mask = self._all_mask(lanes, revealed)
-        return Cells.of(lanes, all_mask, lambda lane, n: features[lane, n])
+        return Positions.from_lanes(lanes, all_mask, lambda lane, n: features[lane, n])
 
     def _require_first_cell(self, lanes: Lanes, begun: torch.Tensor) -> None:
-        """Raise DuelError if a shifted network would have to predict a block's first cell in a later step."""
-        if self.denoiser.shift and (lanes.hidden[:, : self.denoiser.shift].any(1) & begun).any():
+        """Raise DuelError if a shifted network would have to predict a block's first position in a later step."""
+        if self.denoiser.shift and (lanes.masked[:, : self.denoiser.shift].any(1) & begun).any():
             raise first_cell_unseen(self.denoiser.cache)
 
     def _parts(self, lanes: Lanes, slot: torch.Tensor, begun: torch.Tensor) -> list[torch.Tensor]:
@@ -137,11 +141,11 @@ class CachedView(View):
                 return [between]
         return [order]
 
-    def _step(self, lanes: Lanes, ids: torch.Tensor, slot: torch.Tensor, cell: torch.Tensor) -> torch.Tensor:
-        """The input of the head at `cell` (R, M) of the lanes' blocks, (R, M, D), in one network call."""
+    def _step(self, lanes: Lanes, ids: torch.Tensor, slot: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        """The input of the head at `position` (R, M) of the lanes' blocks, (R, M, D), in one network call."""
         shift, length = self.denoiser.shift, self.rows.length[lanes.row]  # (R,)
         layers = self._slots.layers
-        wanted = (cell - shift).clamp(0, ids.shape[1] - 1)  # (R, M) those of no hidden cell may lie outside
+        wanted = (position - shift).clamp(0, ids.shape[1] - 1)  # (R, M) those of no masked position may lie outside
         if self.denoiser.cache == "prefix":
             begin = int(lanes.start.min())
             whole, _, real = self._input(lanes)  # (R, L)

@@ -13,7 +13,7 @@ from lm_eval_duel import fingerprint
 from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.denoisers.cached.kept_keys import Past
 from lm_eval_duel.denoisers.dit.network import DiT
-from lm_eval_duel.denoisers.views import Cells, KeysValues, View, take
+from lm_eval_duel.denoisers.views import KeysValues, Positions, View, take
 from lm_eval_duel.denoisers.vocabulary import excluded_columns
 from lm_eval_duel.engine.lanes import Lanes, Rows
 
@@ -179,7 +179,7 @@ class LevelView(View):
         super().__init__(denoiser, rows)
         self._level = level
 
-    def cells(self, lanes: Lanes) -> Cells:
+    def positions(self, lanes: Lanes) -> Positions:
         return self._evaluate(lanes, *self._input(lanes))
 
     def _extra_inputs(self, lanes: Lanes, shown: torch.Tensor, real: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -1,7 +1,7 @@
 """GIDD trained with p_uniform 0 (von Rütte et al. 2025): MDLM's network, conditioned on the time t itself.
 
-At p_uniform 0 its noise is masking alone: at time t a cell is masked with probability t. Under an unmasking rule, t is
-the masked share of the row, clamped to the times of its training. With p_uniform above 0 its sampler also replaces
+At p_uniform 0 its noise is masking alone: at time t a position is masked with probability t. Under an unmasking rule, t
+is the masked share of the row, clamped to the times of its training. With p_uniform above 0 its sampler also replaces
 revealed tokens, so such checkpoints are refused.
 
 Shapes: R rows or lanes.
@@ -58,7 +58,7 @@ class GIDD(Timed):
     """GIDD with masking noise alone: it is given t, the masked share m of the row, in [t_eps, 1 - t_eps].
 
     m counts context, target, tail and suffix, without padding; under `bos="official"`, target and tail. The authors
-    have no deterministic order; this is the time at which training masks so many cells on average.
+    have no deterministic order; this is the time at which training masks so many positions on average.
     """
 
     t_eps: float  # the margin of the times of its training

@@ -112,7 +112,7 @@ class Block(nn.Module):
         past: Past | None,
         columns: torch.Tensor | None,
     ) -> tuple[torch.Tensor, KeysValues]:
-        """The output of attention at all cells or at `columns` (R, M), (R, L or M, D); and keys and values."""
+        """The output of attention at all positions or at `columns` (R, M), (R, L or M, D); and keys and values."""
         if columns is None:
             q, k, v = self.split(self.attn_qkv(y), 3)
             q = rotate(q, cos, sin)
@@ -140,7 +140,9 @@ class Block(nn.Module):
         columns: torch.Tensor | None,
         keys: bool,
     ) -> tuple[torch.Tensor, KeysValues | None]:
-        """The output at all cells, or at `columns` (R, M) only; with `keys`, also the keys and values of all cells."""
+        """The output at all positions, or at `columns` (R, M) only; with `keys`, also the keys and values of all
+        positions.
+        """
         plain = self.adaLN_modulation is None
         modulation = None if plain else self.adaLN_modulation(condition)[:, None].chunk(6, dim=2)
         shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = modulation or [None] * 6  # (R, 1, D) each

@@ -5,7 +5,7 @@ The layers run over whole rows. The rest of the class's own code (head, soft cap
 positions only. A test at load checks that both parts together give the network's logits bit for bit; if not, the whole
 network runs at every position.
 
-Shapes: R rows, L row length, N rows of a call, Q queries, K clean columns, U cells, D features, V tokens.
+Shapes: R rows, L row length, N rows of a call, Q queries, K clean columns, U positions, D features, V tokens.
 """
 
 from __future__ import annotations

@@ -157,7 +157,9 @@ class Decoder(Denoiser):
 
 
 class CleanKeys:
-    """Acts as a transformers cache: puts the keys and values of clean cells before a call's own, and collects these."""
+    """Acts as a transformers cache: puts the keys and values of clean positions before a call's own, and collects
+    these.
+    """
 
     def __init__(self, past: list[Past] | None):
         self.past = past

@@ -3,7 +3,7 @@
 All they need to have in common is ids in, logits out. Small forward passes at load detect whether the head can be
 split off and whether the attention mask has an effect.
 
-Shapes: R rows, L row length, N rows of a call, Q queries, K keys, U cells, D features, V tokens.
+Shapes: R rows, L row length, N rows of a call, Q queries, K keys, U positions, D features, V tokens.
 """
 
 from __future__ import annotations
@@ -151,14 +151,14 @@ class MaskedLM(Denoiser):
         mask = None
         if real is not None:
             mask = real.long()  # (R, L)
-            ids = ids.masked_fill(~real, self.pad_id)  # not [MASK]: ESM counts the masked cells of a row
+            ids = ids.masked_fill(~real, self.pad_id)  # not [MASK]: ESM counts the masked positions of a row
         if not self.splits_head:
             return self._logits(ids, mask, **more)  # (R, L, V)
         caught = []
 
         def catch(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
             caught.append(inputs[0])
-            return (inputs[0][:, :0], *inputs[1:])  # an empty input: the head runs later, at hidden cells only
+            return (inputs[0][:, :0], *inputs[1:])  # an empty input: the head runs later, at masked positions only
 
         hook = self._output.register_forward_pre_hook(catch)
         try:
@@ -170,9 +170,9 @@ class MaskedLM(Denoiser):
     def stream(
         self, ids: torch.Tensor, positions: torch.Tensor, seen: torch.Tensor, past: list[KeysValues] | None
     ) -> tuple[torch.Tensor, list[KeysValues]]:
-        """Own code may not accept our cache, so clean cells are evaluated again; their "keys" are their ids."""
+        """Own code may not accept our cache, so clean positions are evaluated again; their "keys" are their ids."""
         own = ids[:, None, :, None]  # (N, 1, Q, 1)
-        clean = past[0][0][:, 0, :, 0] if past else ids[:, :0]  # (N, K); rows with fewer clean cells end in padding
+        clean = past[0][0][:, 0, :, 0] if past else ids[:, :0]  # (N, K); rows with fewer clean positions end in padding
         places = torch.arange(clean.shape[1], device=ids.device)  # (K,)
         known = (places[:, None] // self.block >= places // self.block).expand(len(ids), -1, -1)  # (N, K, K)
         none = torch.zeros(len(ids), clean.shape[1], ids.shape[1], dtype=torch.bool, device=ids.device)  # (N, K, Q)

@@ -1,4 +1,4 @@
-"""Networks whose predictions depend on more than the cells of a row: on padding, row length, or earlier rows."""
+"""Networks whose predictions depend on more than the positions of a row: on padding, row length, or earlier rows."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lm_eval_duel.denoisers.base import Denoiser
-from lm_eval_duel.denoisers.views import Cells, View
+from lm_eval_duel.denoisers.views import Positions, View
 from lm_eval_duel.engine.lanes import Lanes
 
 
@@ -40,7 +40,7 @@ class WrappedView(View):
     def commit(self, lanes: Lanes) -> None:
         self.plain.commit(lanes)
 
-    def cells(self, lanes: Lanes) -> Cells:
-        cells = self.plain.cells(lanes)
+    def positions(self, lanes: Lanes) -> Positions:
+        positions = self.plain.positions(lanes)
         self.forwards, self.evaluated = self.plain.forwards, self.plain.evaluated
-        return cells
+        return positions

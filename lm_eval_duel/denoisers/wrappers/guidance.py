@@ -4,7 +4,7 @@
 
 as in LLaDA's code. In the unconditional row, context and suffix are masked.
 
-Shapes: R lanes, C hidden cells, U rows of features that the LM head runs on, D features, V tokens.
+Shapes: R lanes, C masked positions, U rows of features that the LM head runs on, D features, V tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from lm_eval_duel.arguments import require_finite
 from lm_eval_duel.denoisers.base import Denoiser
-from lm_eval_duel.denoisers.views import Cells, View
+from lm_eval_duel.denoisers.views import Positions, View
 from lm_eval_duel.denoisers.wrappers.base import Wrapper
 from lm_eval_duel.engine.lanes import Lanes, Rows
 from lm_eval_duel.errors import DuelError
@@ -68,15 +68,17 @@ class GuidedView(View):
         for view in self.views:
             view.commit(lanes)
 
-    def cells(self, lanes: Lanes) -> Cells:
+    def positions(self, lanes: Lanes) -> Positions:
         bare = dataclasses.replace(
             lanes, tokens=lanes.tokens.masked_fill(lanes.columns < lanes.origin[:, None], -1)
         )  # context inside a block is masked too
-        halves = [view.cells(part) for view, part in zip(self.views, (lanes, bare), strict=True)]
+        halves = [view.positions(part) for view, part in zip(self.views, (lanes, bare), strict=True)]
         self.forwards = sum(view.forwards for view in self.views)
         self.evaluated = sum(view.evaluated for view in self.views)
         conditional, index, all_mask = halves[0]  # (U, D), (C,), (R,)
-        cell = index.new_empty(len(conditional))  # (U,) a hidden cell of each: equal lanes stay equal without context
-        cell[index] = torch.arange(len(index), device=index.device)
-        unconditional = halves[1].features[halves[1].index[cell]]  # (U, D)
-        return Cells(torch.stack([conditional, unconditional], dim=1), index, all_mask)
+        position = index.new_empty(
+            len(conditional)
+        )  # (U,) a masked position of each: equal lanes stay equal without context
+        position[index] = torch.arange(len(index), device=index.device)
+        unconditional = halves[1].features[halves[1].index[position]]  # (U, D)
+        return Positions(torch.stack([conditional, unconditional], dim=1), index, all_mask)

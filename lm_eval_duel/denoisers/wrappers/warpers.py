@@ -1,6 +1,7 @@
 """Temperature, top-k and top-p: a wrapper around a denoiser, with an entry of its own in the spec.
 
-    logits / temperature, then the k largest of each cell, then the fewest tokens whose probabilities add up to top_p
+    logits / temperature, then the k largest of each position, then the fewest tokens whose probabilities add up to
+    top_p
 
 Shapes: U rows of features that the LM head runs on, D features, V tokens.
 """
@@ -72,7 +73,8 @@ class Warped(Wrapper):
         return {**self.plain.describe(), "warpers": self.words}
 
     def ties(self, rule: Rule) -> str | None:
-        """A sentence if only one token is left in every cell, so that `rule` cannot tell cells apart; otherwise None.
+        """A sentence if only one token is left in every position, so that `rule` cannot tell positions apart; otherwise
+        None.
 
         The most probable of V tokens has at least 1/V, so a top_p of at most that keeps it alone.
         """
@@ -80,9 +82,9 @@ class Warped(Wrapper):
         if rule.fixed or (self.top_k != 1 and self.top_p * int((~self.excluded).sum()) > 1):
             return None
         return (
-            f"{warper} leaves one token in every cell, with probability 1, so all cells tie and rule={rule} reveals "
-            "from left to right (a rule with a bound on a probability or an entropy: the rest of a block at once). For "
-            "the most probable tokens in the rule's own order, use do_sample: false"
+            f"{warper} leaves one token in every position, with probability 1, so all positions tie and "
+            f"rule={rule} reveals from left to right (a rule with a bound on a probability or an entropy: the "
+            "rest of a block at once). For the most probable tokens in the rule's own order, use do_sample: false"
         )
 
     @property
