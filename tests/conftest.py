@@ -11,6 +11,20 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 if "PYTEST_XDIST_WORKER" in os.environ:  # one of several processes: before torch counts the cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+if os.environ.get("LM_EVAL_DUEL_PERTURB"):
+    import perturb
+
+    perturb.install()
+
+
+def pytest_collection_modifyitems(items):
+    """Under LM_EVAL_DUEL_PERTURB, skip the tests that stand in its list."""
+    if os.environ.get("LM_EVAL_DUEL_PERTURB"):
+        for item in items:
+            reason = perturb.EXEMPT.get(item.nodeid.split("[")[0])
+            if reason:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
 
 @pytest.fixture(scope="session", autouse=True)
 def the_machine_is_described_once():

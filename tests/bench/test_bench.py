@@ -120,8 +120,8 @@ def test_statistics_of_whole_blocks_are_those_of_predictions():
     ours = Predictions(masked, torch.zeros(2, dtype=torch.bool), logits, positions, lambda x: x.clone(), nothing)
     whole = BlockPredictions(logits.log_softmax(1).view(2, 3, VOCAB), masked, torch.zeros(2, dtype=torch.bool))
     for name in ("confidence", "log_margin", "margin", "argmax", "entropy"):
-        assert torch.allclose(getattr(whole, name), getattr(ours, name), rtol=1e-4, atol=1e-5), name
-    assert torch.allclose(whole.dense(), ours.dense(), atol=1e-5)
+        assert torch.allclose(getattr(whole, name), getattr(ours, name), rtol=1e-4, atol=1e-4), name
+    assert torch.allclose(whole.dense(), ours.dense(), atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["bidirectional", "block-causal"])

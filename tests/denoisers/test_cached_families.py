@@ -8,6 +8,7 @@ import math
 import pytest
 import tiny
 from attends import reference
+from close import close_nats
 from decoder_reference import CASES, write
 from dit_reference import opened
 from encoder_reference import ENCODERS
@@ -35,6 +36,7 @@ DECODERS = [name for name in CASES if CASES[name].attention == "bidirectional"]
 DITS = ["mdlm", "bidirectional", "one-block"]
 MASKED = ["bert", "roberta", "modernbert"]
 NATIVE = [name for name in ENCODERS if name in CONFIG_MAPPING or name != "eurobert"]  # transformers 4 has no EuroBERT
+LAYER_NORMS = [*MASKED, "diffugpt", "mmbert"]
 FAMILIES = slow_but([*DECODERS, *DITS, *MASKED, *NATIVE], ["llada", "dream", "mdlm", "roberta", "modernbert"])
 WINDOWS = [
     Window((2, 6), (7, 9, 30, 12, 8, 15, 5, 21, 11), (3,)),
@@ -48,11 +50,12 @@ WINDOWS = [
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """The denoiser of a family without a cache, its layers, and windows that it can score."""
+    """The denoiser of a family without a cache, in float64 if it can be, its layers, and windows that it can score."""
     found = {}
 
-    def load(name, **options):
-        key = name, *options.items()
+    def load(name, dtype="float64"):
+        key = name, dtype
+        options = {} if name in DITS else {"dtype": dtype}
         if key not in found:
             folder = tmp_path_factory.mktemp(name)
             if name in CASES:
@@ -92,13 +95,19 @@ def rule_of(denoiser, rule):
     return rules.parse(f"{rule}:seed_first=true" if denoiser.shift else rule)
 
 
+def close(nats, name, dtype="float64"):
+    """Norms in float32 remain within a decoder in float64."""
+    exact = dtype == "float64" and name in LAYER_NORMS
+    return pytest.approx(nats, rel=0, abs=1e-9) if exact else close_nats(nats)
+
+
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_equals_the_plain_reference(plain, name, cache):
     denoiser, layers, windows = plain(name)
     cached = Cached(denoiser, cache)
     for rule in RULES:
-        rule, close = rule_of(denoiser, rule), 0
+        rule, near_ties = rule_of(denoiser, rule), 0
         for window, scored in zip(windows, Duel(cached, rule, 4).log_prob(windows), strict=True):
             logits_of = reference(denoiser, layers, cache, window, 4)
             _, steps, nats, greedy, nfe = score(
@@ -111,17 +120,18 @@ def test_equals_the_plain_reference(plain, name, cache):
                 tie_when_all_mask=denoiser.relative_positions,
             )
             if scored.near_ties:  # the order is at the mercy of float noise
-                close += 1
+                near_ties += 1
                 continue
             assert (scored.reveal_steps, scored.is_greedy, scored.nfe) == (steps, greedy, nfe)
-            assert scored.token_logprobs == pytest.approx(nats, abs=1e-5, rel=2e-6)
-        assert close <= 1, "choose other windows"
+            assert scored.token_logprobs == close(nats, name)
+        assert near_ties <= 1, "choose other windows"
 
 
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_samples_are_scored_as_they_were_drawn_and_alone_as_in_a_batch(plain, name, cache):
-    denoiser, _, windows = plain(name)
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_samples_are_scored_as_they_were_drawn_and_alone_as_in_a_batch(plain, name, cache, dtype):
+    denoiser, _, windows = plain(name, dtype)
     duel = Duel(Cached(denoiser, cache), rule_of(denoiser, "greedy"), 3)
     contexts = [windows[0].context, windows[1].context, windows[0].context]
     drawn = duel.sample(contexts, 7, seed=5)
@@ -130,8 +140,9 @@ def test_samples_are_scored_as_they_were_drawn_and_alone_as_in_a_batch(plain, na
     alone.use_single_rows()
     for sample, *scored in zip(drawn, duel.log_prob(rows), alone.log_prob(rows), strict=True):
         for one in scored:
-            assert one.reveal_steps == sample.reveal_steps
-            assert one.token_logprobs == pytest.approx(sample.token_logprobs, abs=2e-5, rel=1e-5)
+            if not one.near_ties or (dtype == "float64" and name in LAYER_NORMS):
+                assert one.reveal_steps == sample.reveal_steps
+                assert one.token_logprobs == close(sample.token_logprobs, name, dtype)
 
 
 # ---------------------------------------------------------------- what is not covered, and what goes with a cache

@@ -117,7 +117,7 @@ def test_nats_are_those_of_the_networks_own_logits(folders, name):
 def test_every_token_after_every_context_sums_to_one(folders, name):
     windows = [Window((2, 6, 9), (token,)) for token in range(len(tiny.WORDS))]
     scored = Duel(load(folders[name]), "left_to_right").log_prob(windows)
-    assert math.fsum(math.exp(s.log_prob) for s in scored) == pytest.approx(1, abs=1e-6)
+    assert math.fsum(math.exp(s.log_prob) for s in scored) == pytest.approx(1, abs=1e-4)
     assert sum(s.is_greedy for s in scored) == 1
 
 

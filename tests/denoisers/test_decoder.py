@@ -11,6 +11,7 @@ import plain
 import pytest
 import tiny
 import torch
+from close import close_nats
 from decoder_reference import CASES, LLAMA, MASK, write
 from laws import slow_but
 from safetensors.torch import load_file, save_file
@@ -107,12 +108,12 @@ def test_the_network_equals_the_plain_one(found, name):
     for ids in IDS:
         ids = [CASES[name].mask if token == MASK else token for token in ids]
         ours = denoiser.head(denoiser.features(torch.tensor([ids]), None)[0])
-        assert (ours - right(tuple(ids))).abs().max() < 1e-5
+        assert (ours - right(tuple(ids))).abs().max() < 1e-4
     padded = torch.tensor([[6, 7, 9, 5, 5, 5], [6, 7, 9, 30, 12, 8]])
     real = torch.tensor([[True] * 3 + [False] * 3, [True] * 6])
     features = denoiser.features(padded, real)
-    assert (denoiser.head(features[0, :3]) - right((6, 7, 9))).abs().max() < 1e-5
-    assert (denoiser.head(features[1]) - right((6, 7, 9, 30, 12, 8))).abs().max() < 1e-5
+    assert (denoiser.head(features[0, :3]) - right((6, 7, 9))).abs().max() < 1e-4
+    assert (denoiser.head(features[1]) - right((6, 7, 9, 30, 12, 8))).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("name", BLOCK_CAUSAL)
@@ -124,12 +125,12 @@ def test_the_stream_equals_the_plain_network(found, name):
         row, position = torch.tensor([ids]), torch.arange(len(ids))[None]
         seen = torch.tensor(plain.block_causal(len(ids), block))[None]
         features, _ = denoiser.stream(row, position, seen, None)
-        assert (denoiser.head(features[0]) - right(tuple(ids))).abs().max() < 1e-5
+        assert (denoiser.head(features[0]) - right(tuple(ids))).abs().max() < 1e-4
         before, past = denoiser.stream(row[:, :block], position[:, :block], seen[:, :block, :block], None)
         if len(ids) > block:  # a second call on the keys and values of the first
             after, _ = denoiser.stream(row[:, block:], position[:, block:], seen[:, block:], past)
             again = denoiser.head(torch.cat([before, after], 1)[0])
-            assert (again - right(tuple(ids))).abs().max() < 1e-5
+            assert (again - right(tuple(ids))).abs().max() < 1e-4
 
 
 def textbook(name, denoiser, right, rule, window):
@@ -211,7 +212,7 @@ def test_all_pairs_of_tokens_sum_to_one(found, name):
     tokens = (~denoiser.excluded).nonzero()[:, 0].tolist()
     pairs = [Window((6, 7), pair) for pair in itertools.product(tokens, repeat=2)]
     scored = Duel(denoiser, "greedy", "auto" if denoiser.block else 4).log_prob(pairs)
-    assert math.fsum(math.exp(s.log_prob) for s in scored) == pytest.approx(1, abs=1e-5)
+    assert math.fsum(math.exp(s.log_prob) for s in scored) == pytest.approx(1, abs=1e-4)
 
 
 @pytest.mark.parametrize("name", SCORED)
@@ -228,9 +229,9 @@ def test_left_to_right_is_the_chain_rule_and_k_the_marginals(found, name):
     first, second = logs(6, 7, mask, mask), logs(6, 7, 9, mask)
     window = [Window((6, 7), (9, 30))]
     one, two = (Duel(denoiser, f"l2r:k={k}", "auto" if denoiser.block else 4).log_prob(window)[0] for k in (1, 2))
-    assert one.token_logprobs == pytest.approx([float(first[2, 9]), float(second[3, 30])], abs=1e-5)
+    assert one.token_logprobs == close_nats([float(first[2, 9]), float(second[3, 30])])
     if block > 1 and 2 // block == 3 // block and not denoiser.seeds_blocks:
-        assert two.token_logprobs == pytest.approx([float(first[2, 9]), float(first[3, 30])], abs=1e-5)
+        assert two.token_logprobs == close_nats([float(first[2, 9]), float(first[3, 30])])
 
 
 # ---------------------------------------------------------------- plain decoders, and what the user says
@@ -244,11 +245,11 @@ def test_a_causal_decoder_is_the_chain_rule(tmp_path):
     row = (6, 7, 9, 30, 12, 8)
     right = plain.logits(case.net, w, row, plain.causal(len(row)))
     ours = denoiser.head(denoiser.features(torch.tensor([row]), None)[0])
-    assert (ours - right).abs().max() < 1e-5
+    assert (ours - right).abs().max() < 1e-4
     logs = right.masked_fill(denoiser.excluded, -math.inf).log_softmax(-1)
     scored = Duel(denoiser, "left_to_right").log_prob([Window(row[:1], row[1:]), Window(row[:2], row[2:3])])
-    assert scored[0].token_logprobs == pytest.approx([float(logs[i, row[i + 1]]) for i in range(5)], abs=1e-5)
-    assert scored[1].token_logprobs == pytest.approx([float(logs[1, row[2]])], abs=1e-5)
+    assert scored[0].token_logprobs == close_nats([float(logs[i, row[i + 1]]) for i in range(5)])
+    assert scored[1].token_logprobs == close_nats([float(logs[1, row[2]])])
     with pytest.raises(DuelError, match="A causal network reveals left to right only"):
         Duel(denoiser, "greedy")
 
@@ -293,10 +294,10 @@ def test_blocks_count_from_the_target_whatever_the_context(found, name, monkeypa
     for window, scored in zip(windows, duel.log_prob(windows), strict=True):
         _, steps, nats, _, _ = textbook(name, denoiser, right, "greedy", window)
         assert scored.near_ties == 0 and scored.reveal_steps == steps
-        assert scored.token_logprobs == pytest.approx(nats, abs=1e-5)
+        assert scored.token_logprobs == close_nats(nats)
         loop = algorithm2(WholeRow, denoiser, duel.rule, duel.block, duel.grid, [window])  # that of bench
         assert loop.reveal_steps[0].tolist() == list(steps)
-        assert loop.token_logprobs[0].tolist() == pytest.approx(nats, abs=1e-5)
+        assert loop.token_logprobs[0].tolist() == close_nats(nats)
     with pytest.raises(
         DuelError, match=r"This network counts its blocks from the target's first position; use grid=ta"
     ):
@@ -308,9 +309,9 @@ def test_the_context_is_seen_whole_and_no_later_block(found):
     denoiser, _ = found("d2f-llada")
     first = Duel(denoiser, "greedy").log_prob([Window((6, 7, 9), (30, 12, 8, 15))])[0]
     longer = Duel(denoiser, "greedy").log_prob([Window((6, 7, 9), (30, 12, 8, 15, 21, 11))])[0]
-    assert longer.token_logprobs[:4] == pytest.approx(first.token_logprobs, abs=1e-5)
+    assert longer.token_logprobs[:4] == close_nats(first.token_logprobs)
     tail = Duel(denoiser, "greedy").log_prob([Window((6, 7, 9), (30, 12, 8, 15), tail=4)])[0]
-    assert tail.token_logprobs == pytest.approx(first.token_logprobs, abs=1e-5)
+    assert tail.token_logprobs == close_nats(first.token_logprobs)
     with pytest.raises(DuelError, match="has a suffix up to position 8, but its last target block ends at 6"):
         Duel(denoiser, "greedy").log_prob([Window((6, 7, 9), (30, 12, 8), (5, 5, 5))])
 

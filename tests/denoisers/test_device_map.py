@@ -4,6 +4,7 @@ import pytest
 import tiny
 import torch
 import transformers
+from close import close_nats
 from own import DREAM, SDAR, SIZE, decoder, write
 
 from lm_eval_duel import denoisers
@@ -113,12 +114,19 @@ def scored(denoiser):
     return Duel(denoiser, rule, "auto" if denoiser.block or rule == "left_to_right" else 4).log_prob(WINDOWS)
 
 
+def same(ones, others):
+    for one, other in zip(ones, others, strict=True):
+        assert one.near_ties == other.near_ties == 0, "choose other windows"
+        assert (one.reveal_steps, one.nfe) == (other.reveal_steps, other.nfe)
+        assert one.token_logprobs == close_nats(other.token_logprobs)
+
+
 @pytest.mark.parametrize("kind", MAPS)
 def test_a_network_on_one_device_by_its_map(folder, kind):
     path, asked = folder(kind), {"attention": "causal"} if kind == "gpt2" else {}
     right = scored(denoisers.load(path, device="cpu", **asked))
     for layout in ("auto", "sequential", "cpu"):
-        assert scored(denoisers.load(path, device="cpu", device_map=layout, **asked)) == right
+        same(scored(denoisers.load(path, device="cpu", device_map=layout, **asked)), right)
 
 
 @pytest.mark.skipif(transformers.__version__.startswith("4."), reason="keeps no given tensors on a disk")
@@ -134,7 +142,8 @@ def test_a_network_whose_layers_lie_elsewhere(folder, kind, tmp_path, monkeypatc
     spread = denoisers.load(path, device="cpu", device_map=MAPS[kind], **asked)
     assert any(parameter.is_meta for parameter in spread.model.parameters())
     assert spread.device == torch.device("cpu") and spread.splits_head == right.splits_head
-    assert scored(spread) == scored(right) and spread.describe() == right.describe()
+    assert spread.describe() == right.describe()
+    same(scored(spread), scored(right))
 
 
 def test_a_network_that_does_not_fit(folder):

@@ -8,6 +8,7 @@ import re
 import pytest
 import tiny
 import torch
+from close import close_nats
 from dit_reference import BLOCK, CONFIGS, MDLM, SEDD, TOKENS, opened, plain, weights, write
 from safetensors.torch import load_file, save_file
 from textbook import score
@@ -34,7 +35,7 @@ def sigma_of(kind, ids, count=None, schedule=False):
     return -math.log(1 - (1 - 1e-3) * share) if schedule else -math.log(1 - min(max(share, 0.1), 0.9))
 
 
-def agrees(duel, windows, logits_of, mask_id=TOKENS, tolerance=1e-4, sees=None):
+def agrees(duel, windows, logits_of, mask_id=TOKENS, sees=None):
     """Assert that windows score as in the textbook loop over `logits_of(ids, window)`; the results."""
     results = duel.log_prob(windows)
     for window, scored in zip(windows, results, strict=True):
@@ -51,15 +52,15 @@ def agrees(duel, windows, logits_of, mask_id=TOKENS, tolerance=1e-4, sees=None):
         )
         assert scored.near_ties == 0
         assert (scored.reveal_steps, scored.is_greedy, scored.nfe) == (steps, greedy, nfe)
-        assert scored.token_logprobs == pytest.approx(nats, abs=tolerance)
+        assert scored.token_logprobs == close_nats(nats)
     return results
 
 
-def same(ones, others, tolerance=1e-5):
+def same(ones, others):
     """Assert that results are equal but for float noise."""
     for one, other in zip(ones, others, strict=True):
         assert (one.reveal_steps, one.is_greedy, one.nfe) == (other.reveal_steps, other.is_greedy, other.nfe)
-        assert one.token_logprobs == pytest.approx(other.token_logprobs, abs=tolerance)
+        assert one.token_logprobs == close_nats(other.token_logprobs)
 
 
 def total(duel, tokens, length, context=(), suffix=()):
@@ -79,12 +80,12 @@ def test_the_network_equals_the_plain_one(kind, tmp_path):
         sigma = sigma_of(kind, ids)
         features = denoiser.features(torch.tensor([ids]), None, torch.tensor([sigma]))
         seen = until(len(ids)) if kind == "ar" else None
-        assert (denoiser.head(features[0]) - plain(w, ids, sigma, seen)).abs().max() < 1e-5
+        assert (denoiser.head(features[0]) - plain(w, ids, sigma, seen)).abs().max() < 1e-4
     padded = torch.tensor([[3, TOKENS, 5, 7, 7, 7], [3, TOKENS, 5, 1, 2, 4]])
     real = torch.tensor([[True] * 3 + [False] * 3, [True] * 6])
     sigma = torch.tensor([0.4, 0.9])
     alone = denoiser.features(padded[:1, :3], None, sigma[:1])
-    assert (denoiser.features(padded, real, sigma)[:1, :3] - alone).abs().max() < 1e-5
+    assert (denoiser.features(padded, real, sigma)[:1, :3] - alone).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("kind", WHOLE_ROW)
@@ -106,14 +107,14 @@ def test_the_ar_baseline_reads_from_left_to_right(backend, tmp_path):
     row = [12 - 1, 4, 5, 6, 0]
     logs = plain(w, row, seen=until(5))[:, :TOKENS].log_softmax(-1)
     scored = duel.log_prob([Window(row[:1], row[1:])])[0]
-    assert scored.token_logprobs == pytest.approx([float(logs[i, row[i + 1]]) for i in range(4)], abs=1e-5)
+    assert scored.token_logprobs == close_nats([float(logs[i, row[i + 1]]) for i in range(4)])
     with pytest.raises(DuelError, match="Window 0 needs a context"):
         duel.log_prob([Window((), row)])
     assert (duel.counts.forwards, duel.counts.rows) == (1, 1)  # the whole window in one pass
     for k in (1, 2):  # blocks of one, whatever k
         again = Duel(denoiser, f"left_to_right:k={k}")
         assert again.block == 1
-        assert again.log_prob([Window(row[:1], row[1:])])[0].token_logprobs == scored.token_logprobs
+        assert again.log_prob([Window(row[:1], row[1:])])[0].token_logprobs == close_nats(scored.token_logprobs)
 
 
 # ---------------------------------------------------------------- BD3-LM: block-causal
@@ -174,7 +175,7 @@ def test_three_routes_to_a_block_are_one(length, tmp_path):
         authors = two_streams(w, noisy, clean)
         assert (prefix_and_block(w, noisy, clean) - authors).abs().max() < 1e-9
         for at_once in (1, 2, 4):
-            assert (kept_keys(denoiser, noisy, clean, at_once) - authors).abs().max() < 1e-5
+            assert (kept_keys(denoiser, noisy, clean, at_once) - authors).abs().max() < 1e-4
 
 
 BLOCKS = [
@@ -217,9 +218,9 @@ def test_a_filled_last_block_is_another_law_than_a_cut_one(tmp_path):
 def test_block_causal_sums_to_one(rule, last_block, tmp_path):
     denoiser, _ = opened(tmp_path, "bd3lm", {"vocab_size": 4, "block_size": 2}, last_block=last_block)
     duel = Duel(denoiser, rule)
-    assert abs(total(duel, 3, 4) - 1) < 1e-5
-    assert abs(total(duel, 3, 4, context=(1,)) - 1) < 1e-5
-    assert abs(total(duel, 3, 3, context=(2, 0), suffix=(1,)) - 1) < 1e-5
+    assert abs(total(duel, 3, 4) - 1) < 1e-4
+    assert abs(total(duel, 3, 4, context=(1,)) - 1) < 1e-4
+    assert abs(total(duel, 3, 3, context=(2, 0), suffix=(1,)) - 1) < 1e-4
 
 
 def test_what_a_block_causal_network_refuses(tmp_path):
@@ -309,7 +310,7 @@ def test_sedd_sums_to_one_and_scores_its_samples(sigma, bos, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**SEDD, "tokens": 3}))
     torch.save(weights(True, "", 4), tmp_path / "pytorch_model.bin")
     tiny_duel = Duel(denoisers.load(path, device="cpu", sigma=sigma, bos=bos), block=2)
-    assert abs(total(tiny_duel, 3, 4, suffix=(1,)) - 1) < 1e-5
+    assert abs(total(tiny_duel, 3, 4, suffix=(1,)) - 1) < 1e-4
 
 
 # ---------------------------------------------------------------- which column is [MASK]

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from close import close_nats
 from encoder_reference import ENCODERS
 from laws import slow_but
 from textbook import score
@@ -47,7 +48,7 @@ def test_the_network_equals_the_plain_one(encoder):
     long = [2, *[6, MASK, 9, 9, MASK, 30, 12] * 3, 3]  # longer than a local window
     for row in ([2, 6, MASK, 9, 9, MASK, 30, 12, 3], long, [MASK] * 5):
         ours = denoiser.head(denoiser.features(torch.tensor([row]), None)[0])
-        assert (ours - right(tuple(row))).abs().max() < 1e-5
+        assert (ours - right(tuple(row))).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("rule", slow_but(["greedy", "margin:k=2", "threshold:mu=0.3"], ["greedy"]))
@@ -65,7 +66,7 @@ def test_lanes_equal_the_textbook_loop(encoder, rule):
         )
         assert scored.near_ties == 0, "choose another seed: the order is at the mercy of float noise here"
         assert (scored.reveal_steps, scored.is_greedy, scored.nfe) == (steps, greedy, nfe)
-        assert scored.token_logprobs == pytest.approx(nats, abs=1e-5)
+        assert scored.token_logprobs == close_nats(nats)
 
 
 def test_all_pairs_of_tokens_sum_to_one(encoder):
@@ -73,7 +74,7 @@ def test_all_pairs_of_tokens_sum_to_one(encoder):
     tokens = (~denoiser.excluded).nonzero()[:, 0].tolist()
     pairs = [Window((2, 6), pair, (3,)) for pair in itertools.product(tokens, repeat=2)]
     scored = Duel(denoiser, "greedy", 4).log_prob(pairs)
-    assert math.fsum(math.exp(s.log_prob) for s in scored) == pytest.approx(1, abs=1e-5)
+    assert math.fsum(math.exp(s.log_prob) for s in scored) == pytest.approx(1, abs=1e-4)
 
 
 def test_left_to_right_is_the_chain_rule(encoder):
@@ -84,7 +85,7 @@ def test_left_to_right_is_the_chain_rule(encoder):
 
     first, second = logs(2, 6, MASK, MASK, 3), logs(2, 6, 9, MASK, 3)
     [scored] = Duel(denoiser, "l2r", 4).log_prob([Window((2, 6), (9, 30), (3,))])
-    assert scored.token_logprobs == pytest.approx([float(first[2, 9]), float(second[3, 30])], abs=1e-5)
+    assert scored.token_logprobs == close_nats([float(first[2, 9]), float(second[3, 30])])
 
 
 def test_a_window_alone_equals_the_window_in_a_batch(encoder):
@@ -92,7 +93,7 @@ def test_a_window_alone_equals_the_window_in_a_batch(encoder):
     for window, scored in zip(WINDOWS, Duel(denoiser, "greedy", 4).log_prob(WINDOWS), strict=True):
         alone = Duel(denoiser, "greedy", 4, batch_size=1).log_prob([window])[0]
         assert alone.reveal_steps == scored.reveal_steps
-        assert alone.token_logprobs == pytest.approx(scored.token_logprobs, abs=1e-5)
+        assert alone.token_logprobs == close_nats(scored.token_logprobs)
 
 
 def test_eurobert_needs_a_transformers_that_has_it(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ import dit_reference
 import pytest
 import tiny
 import torch
+from close import close_nats
 from dit_reference import CONDITION, HEADS, LAYERS, LENGTH, TOKENS, VOCABULARY, WIDTH, plain
 from laws import strings
 from safetensors.torch import save_file
@@ -97,13 +98,13 @@ def test_equals_the_plain_network_at_the_masked_share(rule, bos, tmp_path):
         )
         assert scored.near_ties == 0
         assert (scored.reveal_steps, scored.is_greedy, scored.nfe) == (steps, greedy, nfe)
-        assert scored.token_logprobs == pytest.approx(nats, abs=1e-5)
+        assert scored.token_logprobs == close_nats(nats)
         [alone] = duel.log_prob([window])
-        assert alone.reveal_steps == steps and alone.token_logprobs == pytest.approx(scored.token_logprobs, abs=1e-5)
+        assert alone.reveal_steps == steps and alone.token_logprobs == close_nats(scored.token_logprobs)
     drawn = duel.sample([(0,), (0, 3)], 6, suffix=(1,), seed=1)
     again = duel.log_prob([Window(c, d.tokens, (1,)) for c, d in zip([(0,), (0, 3)], drawn, strict=True)])
     for d, s in zip(drawn, again, strict=True):
-        assert d.reveal_steps == s.reveal_steps and d.token_logprobs == pytest.approx(s.token_logprobs, abs=1e-5)
+        assert d.reveal_steps == s.reveal_steps and d.token_logprobs == close_nats(s.token_logprobs)
 
 
 def test_the_network_equals_the_plain_one(tmp_path):
@@ -111,7 +112,7 @@ def test_the_network_equals_the_plain_one(tmp_path):
     denoiser = denoisers.load(path, device="cpu")
     for ids in ([3, TOKENS, 5, TOKENS, 0, 1, TOKENS], [1] * 12, [TOKENS] * 5):
         features = denoiser.features(torch.tensor([ids]), None, torch.tensor([0.3]))
-        assert (denoiser.head(features[0]) - plain(w, ids, 0.3)).abs().max() < 1e-5
+        assert (denoiser.head(features[0]) - plain(w, ids, 0.3)).abs().max() < 1e-4
 
 
 def test_its_time_matters_and_is_in_the_spec(tmp_path):
@@ -132,7 +133,7 @@ def test_sums_to_one_and_the_bounds_are_bounds(tmp_path):
     denoiser = denoisers.load(path, device="cpu")
     for rule in ("left_to_right", "greedy", "margin:k=2"):
         scored = Duel(denoiser, rule, 2).log_prob([Window((0,), s, (1,)) for s in strings(3, 3)])
-        assert math.fsum(math.exp(s.log_prob) for s in scored) == pytest.approx(1, abs=1e-5)
+        assert math.fsum(math.exp(s.log_prob) for s in scored) == pytest.approx(1, abs=1e-4)
     window = Window((0,), (2, 1, 0, 1))
     mean = Lattice(denoiser, 4, value="elbo_exact").log_prob([window])[0].elbo_exact
     drawn = Elbo(denoiser, samples=256).log_prob([window])[0]

@@ -6,6 +6,7 @@ import sys
 import pytest
 import tiny
 import torch
+from close import close_nats
 from lora_adapters import NATIVE_MODULES, adapter
 from own import DREAM, LAYERS, LLADA, LLADA_SIZE, SIZE, decoder, llada, write
 from safetensors.torch import load_file, save_file
@@ -53,7 +54,7 @@ def load(path, **options):
 def equal(one, other):
     ids = torch.randint(5, 34, (3, 13), generator=torch.Generator().manual_seed(5))
     found = [denoiser.head(denoiser.features(ids, None).flatten(0, 1)) for denoiser in (one, other)]
-    return (found[0] - found[1]).abs().max() <= 1e-5
+    return (found[0] - found[1]).abs().max() <= 1e-4
 
 
 OWN = {"backend": "remote", "trust_remote_code": True}
@@ -101,7 +102,7 @@ def test_d2f_is_an_adapter_with_another_attention(tmp_path, caplog, kind):
     right = load(merged, family=f"d2f-{kind}")
     window = [Window((6, 7), (9, 30, 12))]
     one, other = (Duel(denoiser, "greedy").log_prob(window)[0] for denoiser in (adapted, right))
-    assert one.token_logprobs == pytest.approx(other.token_logprobs, abs=1e-5)
+    assert one.token_logprobs == close_nats(other.token_logprobs)
     assert load(path, peft=lora, attention="bidirectional").family == kind  # the user decides
 
 

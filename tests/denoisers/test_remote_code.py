@@ -5,6 +5,7 @@ import pytest
 import tiny
 import torch
 import transformers
+from close import close_nats
 from own import (
     CONFIG,
     DREAM,
@@ -77,7 +78,7 @@ def test_llada(tmp_path):
     tensors = llada()
     path = write(tmp_path, LLADA, "LLaDAModelLM", tensors, LLADA_SIZE)
     own, native = load(path), load(path, own=False)
-    assert (logits(own, ids()) - logits(native, ids())).abs().max() <= 1e-5
+    assert (logits(own, ids()) - logits(native, ids())).abs().max() <= 1e-4
     for name in ("attention", "shift", "mask_id", "max_length", "published_block", "bos", "relative_positions"):
         assert getattr(own, name) == getattr(native, name)
     assert own.honours_padding and own.splits_head and own.relative_positions
@@ -95,7 +96,7 @@ def test_dream(tmp_path):
     own, native = load(path), load(path, own=False)
     frequencies = own.model.model.rotary_emb.inv_freq
     assert torch.allclose(frequencies, 500.0 ** -(torch.arange(0, 4, 2) / 4), rtol=1e-6)
-    assert (logits(own, ids()) - logits(native, ids())).abs().max() <= 1e-5
+    assert (logits(own, ids()) - logits(native, ids())).abs().max() <= 1e-4
     for name in ("attention", "shift", "mask_id", "max_length", "published_block", "bos", "relative_positions"):
         assert getattr(own, name) == getattr(native, name)
     assert own.shift == 1 and not own.honours_padding
@@ -118,9 +119,7 @@ def test_sdar(tmp_path):
     for rule in ("greedy", "threshold:mu=0.3"):
         both = [Duel(denoiser, rule).log_prob(WINDOWS) for denoiser in (own, native)]
         for one, other in zip(*both, strict=True):
-            assert one.reveal_steps == other.reveal_steps and one.token_logprobs == pytest.approx(
-                other.token_logprobs, abs=1e-5
-            )
+            assert one.reveal_steps == other.reveal_steps and one.token_logprobs == close_nats(other.token_logprobs)
     agrees(own, block_causal(NET, tensors, 4), 4, grid="row", sees="fill")
     cut = load(path, last_block="cut")
     agrees(cut, block_causal(NET, tensors, 4), 4, grid="row", sees="cut")
@@ -144,9 +143,7 @@ def test_a_network_that_wants_a_mask_of_every_row(tmp_path, name):
     contexts = [window.context for window in WINDOWS]
     for context, drawn in zip(contexts, duel.sample(contexts, 7), strict=True):
         scored = duel.log_prob([Window(context, drawn.tokens)])[0]
-        assert scored.reveal_steps == drawn.reveal_steps and scored.token_logprobs == pytest.approx(
-            drawn.token_logprobs, abs=1e-5
-        )
+        assert scored.reveal_steps == drawn.reveal_steps and scored.token_logprobs == close_nats(drawn.token_logprobs)
 
 
 def test_rows_of_one_call_may_know_different_numbers_of_clean_blocks(tmp_path):
@@ -155,14 +152,12 @@ def test_rows_of_one_call_may_know_different_numbers_of_clean_blocks(tmp_path):
     alone = [Duel(denoiser, "greedy").log_prob([window])[0] for window in windows]
     for batch_size in (1, 2, 3, None):
         for one, scored in zip(alone, Duel(denoiser, "greedy", batch_size=batch_size).log_prob(windows), strict=True):
-            assert scored.reveal_steps == one.reveal_steps and scored.token_logprobs == pytest.approx(
-                one.token_logprobs, abs=1e-5
-            )
+            assert scored.reveal_steps == one.reveal_steps and scored.token_logprobs == close_nats(one.token_logprobs)
     duel, contexts = Duel(denoiser, "threshold:mu=0.4"), [(5,), (6,), (7,), (8,)]  # not all take as long
     for key, drawn in enumerate(duel.sample(contexts, 15)):
         one = duel.sample([contexts[key]], 15, keys=[key])[0]
         assert (one.tokens, one.reveal_steps) == (drawn.tokens, drawn.reveal_steps)
-        assert one.token_logprobs == pytest.approx(drawn.token_logprobs, abs=1e-5)
+        assert one.token_logprobs == close_nats(drawn.token_logprobs)
 
 
 @pytest.mark.parametrize("code", [RND1, RND1.replace("def turned", NATIVE_ROTARY)], ids=["own", "native"])
@@ -181,7 +176,7 @@ def test_a_tied_head(tmp_path):
     path = write(tmp_path, DREAM, "DreamModel", tensors, tie_word_embeddings=True)
     own, native = load(path), load(path, own=False)
     assert own.model.lm_head.weight is own.model.model.embed_tokens.weight
-    assert (logits(own, ids()) - logits(native, ids())).abs().max() <= 1e-5
+    assert (logits(own, ids()) - logits(native, ids())).abs().max() <= 1e-4
 
 
 def test_scaled_rotary_positions(tmp_path):
@@ -189,7 +184,7 @@ def test_scaled_rotary_positions(tmp_path):
     path = write(tmp_path, DREAM, "DreamModel", decoder(bias=True), rope_scaling=scaling)
     own, native = load(path), load(path, own=False)
     assert torch.allclose(own.model.model.rotary_emb.inv_freq, 500.0 ** -(torch.arange(0, 4, 2) / 4) / 2, rtol=1e-6)
-    assert (logits(own, ids()) - logits(native, ids())).abs().max() <= 1e-5
+    assert (logits(own, ids()) - logits(native, ids())).abs().max() <= 1e-4
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])

@@ -382,7 +382,7 @@ def test_the_last_layer_at_some_columns_is_the_last_layer(tmp_path):
             real = torch.arange(8) < torch.tensor([[8], [6], [7]])
             whole = denoiser.features(ids, real)
             some = denoiser.features(ids, real, columns=columns)
-        assert (take(whole, columns) - some).abs().max() < 1e-5
+        assert (take(whole, columns) - some).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("vocabulary", [3, 63, 64, 65, 200])

@@ -36,10 +36,10 @@ def test_the_numbers_are_those_of_score(model):
         sizes = [len(text.encode()) for text in TEXTS]
         bits = [-score.log_prob / math.log(2) for score in scores]
         value = sum(bits) / sum(sizes)
-        assert metrics[f"duel/{rule}/bits_per_byte"] == pytest.approx(value, rel=1e-6)
+        assert metrics[f"duel/{rule}/bits_per_byte"] == pytest.approx(value, rel=1e-5)
         apart = [b - value * size for b, size in zip(bits, sizes, strict=True)]
         error = statistics.stdev(apart) / math.sqrt(len(TEXTS)) / statistics.mean(sizes)
-        assert metrics[f"duel/{rule}/bits_per_byte_stderr"] == pytest.approx(error, rel=1e-5)
+        assert metrics[f"duel/{rule}/bits_per_byte_stderr"] == pytest.approx(error, rel=1e-4)
     assert list(training_metrics(model, tiny.tokenizer(), TEXTS[:1], block=3, name="eval")) == [
         "eval/greedy/bits_per_byte"
     ]
@@ -54,7 +54,7 @@ def test_estimates_and_caches_carry_their_label(model):
     assert set(warm) == {"duel/greedy,temperature=0.5,top_k=20/bits_per_byte"}
     assert set(cached) == {f"duel/greedy,cache=dual/bits_per_byte{end}" for end in ("", "_stderr")}
     assert estimate["duel/greedy,two_phase/bits_per_byte"] == pytest.approx(
-        exact["duel/greedy/bits_per_byte"], rel=1e-6
+        exact["duel/greedy/bits_per_byte"], rel=1e-5
     )
     assert cached["duel/greedy,cache=dual/bits_per_byte"] != pytest.approx(exact["duel/greedy/bits_per_byte"], rel=1e-6)
 
@@ -100,7 +100,7 @@ def test_ranks_share_the_texts_and_their_errors(model, monkeypatch):
 
     as_rank(0, TEXTS)
     assert [scored[0] for scored in shares[0][0][0]] == [0, 2]
-    assert as_rank(1, TEXTS) == pytest.approx(whole)
+    assert as_rank(1, TEXTS) == pytest.approx(whole, rel=1e-5)
     shares.clear()
     with pytest.raises(DuelError, match="mask token"):
         as_rank(0, ["a [MASK]", "b"])
@@ -136,7 +136,7 @@ def test_two_processes_give_the_numbers_of_one(tmp_path, model):
     assert first == second
     whole = sorted(training_metrics(model, tiny.tokenizer(), TEXTS, block=3).items())
     for (name, value), (same, other) in zip(whole, eval(first), strict=True):
-        assert name == same and value == pytest.approx(other, rel=1e-6)
+        assert name == same and value == pytest.approx(other, rel=1e-5)
 
 
 # ---------------------------------------------------------------- the Trainer
@@ -176,7 +176,7 @@ def test_the_trainer_logs_the_numbers(model, tmp_path):
         if "duel/greedy/bits_per_byte" in log
     ]
     after = training_metrics(model, tiny.tokenizer(), TEXTS, block=3)
-    assert scored[-1][1]["duel/greedy/bits_per_byte"] == pytest.approx(after["duel/greedy/bits_per_byte"])
+    assert scored[-1][1]["duel/greedy/bits_per_byte"] == pytest.approx(after["duel/greedy/bits_per_byte"], rel=1e-5)
     assert scored[0][1]["duel/greedy/bits_per_byte"] != pytest.approx(before["duel/greedy/bits_per_byte"])
 
 
