@@ -157,7 +157,7 @@ def names() -> list[str]:
 
 def _estimator_arguments(arguments: Mapping[str, Any]) -> dict[str, registry.Argument]:
     """The args that estimators read. A name that rules have, too, is the rule's unless the estimator given reads it."""
-    named = registry.ESTIMATORS.get(registry.canonical(str(arguments.get("estimator", "duel"))))
+    named = registry.ESTIMATORS.get(str(arguments.get("estimator", "duel")))
     own = {} if named is None else named.arguments
     return {key: value for key, value in registry.arguments().items() if key in own or key not in rules.PARAMETERS}
 

@@ -93,7 +93,7 @@ CHOSEN = {
     "rule": RULES,
     "grid": GRIDS,
     "windows": WINDOWS,
-    "estimator": [*ESTIMATORS, "exact"],
+    "estimator": [*ESTIMATORS],
     "elbo_form": ELBO_FORMS,
     "dtype": DTYPES,
     "bos": BOS,

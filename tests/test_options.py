@@ -140,7 +140,6 @@ def test_an_autoregressive_network_is_causal_for_every_block():
     options = Options.parse({"estimator": "ar", "block": 4})
     assert (options.network["attention"], options.network["block"]) == ("causal", None)
     assert Options.parse({"block": 4}).network["attention"] is None
-    assert Options.parse({"estimator": "exact"}) == Options.parse({"estimator": "ar"})  # its name in earlier releases
 
 
 def test_the_harness_word_for_bos():

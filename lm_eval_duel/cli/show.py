@@ -17,7 +17,7 @@ from typing import Any
 from lm_eval_duel import rules
 from lm_eval_duel.command_line import Parser
 from lm_eval_duel.errors import DuelError, usage
-from lm_eval_duel.estimators.registry import ESTIMATORS, Kind, canonical
+from lm_eval_duel.estimators.registry import ESTIMATORS, Kind
 from lm_eval_duel.harness import trace
 from lm_eval_duel.harness.token_text import token_texts
 from lm_eval_duel.rates import perplexity
@@ -93,7 +93,7 @@ def _heading(record: dict[str, Any]) -> str:
 
 def _value(name: str, log_prob: float, tokens: int, error: float | None) -> str:
     """A window's value under one estimator. `error`: its Monte Carlo standard error, in nats."""
-    estimator = ESTIMATORS.get(canonical(name))  # None: a rule
+    estimator = ESTIMATORS.get(name)  # None: a rule
     note = "" if estimator is None else NOTES[estimator.kind]
     text = f"{name}{note} {log_prob:.2f}" + ("" if error is None else f" +- {error:.2f}") + " nats"
     if not tokens:

@@ -235,7 +235,7 @@ def _lattice(name: str, display: str, kind: Kind) -> Entry:
 ENTRIES = (  # in the order of tables
     Entry(
         "ar",
-        "Exact",
+        "AR",
         Kind.LIKELIHOOD,
         "lm_eval_duel.estimators.duel:Autoregressive",
         lambda options: {},
@@ -309,27 +309,21 @@ ENTRIES = (  # in the order of tables
     _lattice("oracle", "Oracle", Kind.NOT_A_LIKELIHOOD),
 )
 ESTIMATORS: dict[str, Entry] = {entry.name: entry for entry in ENTRIES}
-ALIASES = {"exact": "ar"}  # names of earlier releases, in commands and in results
 LATTICE = tuple(entry.name for entry in ENTRIES if entry.lattice)
 
 
-def canonical(name: str) -> str:
-    """An estimator's name, for one of its aliases; any other text as it is."""
-    return ALIASES.get(name, name)
-
-
 def find(name: str) -> Entry:
-    """The entry of an estimator's name or alias; raises DuelError for any other name."""
-    if (entry := ESTIMATORS.get(canonical(name))) is None:
+    """The entry of an estimator's name; raises DuelError for any other name."""
+    if (entry := ESTIMATORS.get(name)) is None:
         raise unknown("estimator", name, ESTIMATORS)
     return entry
 
 
 def read_name(key: str, value: Any) -> str:
     """The name of an estimator, from the value of a model arg."""
-    if not isinstance(value, str) or canonical(value) not in ESTIMATORS:
+    if not isinstance(value, str) or value not in ESTIMATORS:
         raise unknown(f"value of {key}", value, ESTIMATORS)
-    return canonical(value)
+    return value
 
 
 def arguments() -> dict[str, Argument]:

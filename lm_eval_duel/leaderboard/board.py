@@ -10,6 +10,7 @@ from lm_eval_duel.estimators import registry
 from lm_eval_duel.leaderboard.columns import Column
 from lm_eval_duel.leaderboard.provenance import Provenance
 from lm_eval_duel.report import gaps, run_cost
+from lm_eval_duel.report.cells import unknown
 from lm_eval_duel.report.read import Run
 from lm_eval_duel.report.rows import VARIES
 from lm_eval_duel.rules.tables import place, short
@@ -115,7 +116,8 @@ def _cell(entry: Entry) -> dict[str, Any]:
 
 def _remarks(entry: Entry) -> str:
     """What distinguishes a row beyond model, estimator, rule, block and cache."""
-    return ", ".join(part for part in entry["aside"].split(", ") if part and not part.startswith("cache="))
+    parts = [part for part in entry["aside"].split(", ") if part and not part.startswith("cache=")]
+    return ", ".join(filter(None, [*parts, unknown(entry)]))
 
 
 def label(row: Entry) -> str:

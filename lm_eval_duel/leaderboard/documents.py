@@ -105,7 +105,7 @@ def _whole(window: Mapping[str, Any], order: Any) -> bool:
 
 def _label(model: str, spec: Mapping[str, Any], rule: str) -> str:
     """The name of an order: model, rule, block and cache. One of no rule, or of an estimate, names its estimator."""
-    estimator = registry.ESTIMATORS.get(registry.canonical(str(spec.get("estimator"))))
+    estimator = registry.ESTIMATORS.get(str(spec.get("estimator")))
     if estimator is not None and estimator.causal:
         return f"{model}, autoregressive"
     block = str(spec.get("block", "none"))

@@ -94,6 +94,7 @@ def _bodies(board: Mapping[str, Any], heads: Sequence[table.Head]) -> list[dict[
                     "cells": [*zip(heads, table.cells(board, row), strict=True)],
                     "plot": _plot(axis, board, row),
                     "tasks": [_task(board, column, row) for column in board["columns"] if column["id"] in row["cells"]],
+                    "label": label(row),
                     "name": f"{row['model']}, {label(row)}",
                 }
                 for row in rows

@@ -57,9 +57,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--pairs",
         choices=pairs.CHOICES,
-        default=pairs.RULES,
-        help="paired differences: between the rules of a network with one block and cache (rules, the default), "
-        "between all rows of a task (all), or none",
+        default=pairs.BOTH,
+        help="paired differences: between the rules of a network with one block and cache (rules), between models "
+        "(models), both (the default), between all rows of a task (all), or none",
     )
     parser.add_argument(
         "--trace", nargs="+", default=[], metavar="FILE", help="trace files in addition to those that the results name"
@@ -79,7 +79,6 @@ def collect(options: argparse.Namespace) -> dict[str, Any]:
     with usage():
         ar = read.runs([options.ar]) if options.ar else []
         runs = read.runs([*options.results, *([options.ar] if options.ar else [])])
-    files = {run.file for run in ar}
     for run in ar:
         if not run.autoregressive:
             what = f"estimator={run.estimator}" if run.ours else f"--model {run.model}"
@@ -87,8 +86,11 @@ def collect(options: argparse.Namespace) -> dict[str, Any]:
                 f"--ar {run.name} is a result of {what}, not of an autoregressive model; name one of ours "
                 f"({match.TWIN}), or one of `--model hf` or of another autoregressive model of the harness."
             )
-    notes = [] if options.ar else [f"No --ar: gap closed needs an autoregressive result ({match.TWIN})."]
-    notes += [note for run in runs for note in left_out(run)]
+    notes = [note for run in runs for note in left_out(run)]
+    if not options.ar:
+        ar, note = baseline(runs)
+        notes[:0] = [note] if note else []
+    files = {run.file for run in ar}
     known = [run for run in runs if run.ours or run.autoregressive]
     accuracies = accuracy.tables(known, [run for run in known if run.file in files])
     runs = [run for run in known if run.tasks]
@@ -116,6 +118,28 @@ def collect(options: argparse.Namespace) -> dict[str, Any]:
         "figures": [],
         "files": [],
     }
+
+
+def baseline(runs: Sequence[read.Run]) -> tuple[list[read.Run], str]:
+    """The results of the only autoregressive model among others, or none of them and a note that says why.
+
+    Of several results of a task under one spec it is the newest.
+    """
+    found = [run for run in runs if run.autoregressive and run.tasks]
+    models = {run.key: run.label for run in found}
+    others = any(run.tasks and not run.autoregressive for run in runs)
+    if not models or not others:
+        return [], "" if models else f"No gaps: gap closed needs an autoregressive result ({match.TWIN})."
+    if len(models) > 1:
+        names = ", ".join(models.values())
+        return [], f"No gaps: there are {len(models)} autoregressive models ({names}); name one with --ar."
+    newest: dict[str, read.Run] = {}
+    for run in found:  # oldest first
+        for name in run.tasks:
+            if name in newest and newest[name].spec != run.spec:
+                return [], f"No gaps: there are several results of {run.label} on {name}; name one with --ar."
+            newest[name] = run
+    return list({run.file: run for run in newest.values()}.values()), ""
 
 
 def left_out(run: read.Run) -> list[str]:

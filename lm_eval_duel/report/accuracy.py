@@ -52,7 +52,7 @@ def _row(run: Run, task: Task, ar: bool) -> dict[str, Any]:
     name = "Lattice" if estimator.lattice else estimator.title
     return {
         "model": run.label,
-        "name": f"{name} (AR baseline)" if ar else name,
+        "name": f"{name} ({'baseline' if run.estimator == 'ar' else 'AR baseline'})" if ar else name,
         "estimator": run.estimator,
         "rule": run.rule,
         "block": run.block if run.ours and run.estimator != "ar" else None,

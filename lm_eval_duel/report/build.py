@@ -28,14 +28,15 @@ Traced = Mapping[str, Mapping[str, Mapping[str, Mapping[int, float]]]]  # result
 
 def tasks(runs: Sequence[Run], ar: Sequence[Run], options: argparse.Namespace, traced: Traced) -> dict[str, Any]:
     """Every task that is in a result other than the AR ones, by name."""
-    _once(ar)
+    if options.ar:
+        _once(ar)
     baseline = {run.file for run in ar}
     names = dict.fromkeys(name for run in runs if run.file not in baseline for name in run.tasks)
     if not names:
         if any(run.others for run in runs):
             return {}  # accuracies
         raise DuelError("Nothing to compare: RESULTS holds no perplexity other than those of the --ar result.")
-    settings = options.metric, options.as_published, traced, getattr(options, "pairs", pairs.RULES)
+    settings = options.metric, options.as_published, traced, options.pairs
     return {name: task(name, runs, ar, *settings) for name in names}
 
 
@@ -53,10 +54,10 @@ def task(
     metric: str | None,
     as_published: bool,
     traced: Traced,
-    compare: str = pairs.RULES,
+    compare: str = pairs.NONE,
 ) -> dict[str, Any]:
     """One task: its rows with intervals and gap closed, paired differences, and the notes under its tables."""
-    base = next((run for run in ar if name in run.tasks), None)
+    base = next((run for run in reversed(ar) if name in run.tasks), None)
     others = [run for run in runs if name in run.tasks and (base is None or run.file != base.file)]
     compared = others if base is None else [base, *others]
     metric = _metric(name, metric, compared)
@@ -71,7 +72,8 @@ def task(
     elbos = gaps.write(name, shown, entries, draws, metric, at, as_published)
     pairs.write_cache_costs(metric, shown, entries, rates, documents)
     sizes = {run.tasks[name].size for run in compared} - {None}
-    notes = [*elbos, *_dtypes(compared), *_windows(compared), *dict.fromkeys([*remarks, *twice])]
+    notes = [*_unknown(name, compared), *elbos, *_dtypes(compared), *_windows(compared)]
+    notes += dict.fromkeys([*remarks, *twice])
     if metric in OTHER_UNITS and any(entry["gap_closed"] is not None for entry in entries):
         notes.append(f"gap closed is of {WORDS[metric]} here: the paper's numbers are per token and not these")
     content = {
@@ -140,6 +142,7 @@ def _entry(metric: str, row: Row, ar: bool, draws: np.ndarray | None) -> dict[st
         "block": row.block if row.run.ours and row.estimator != "ar" else None,
         "cache": row.cache,
         "aside": row.aside,
+        "unknown": row.run.unknown(row.task),
         "eps": row.eps,
         "mc_samples": row.run.spec.get("mc_samples") if row.estimator == "elbo" else None,
         "ar": ar,
@@ -212,6 +215,16 @@ def _is_likelihood(estimator: str) -> bool:
 
 
 # ---------------------------------------------------------------- notes, rules
+
+
+def _unknown(name: str, compared: Sequence[Run]) -> list[str]:
+    """Notes on networks whose tokenizers do not know a part of the text: bits and words of it are then not modelled."""
+    shares = {(run.label, run.unknown(name)): None for run in compared if run.unknown(name)}
+    return [
+        f"{share:.1%} of the tokens of {label} are [UNK]: its bits per byte, byte and word perplexity are not a "
+        "likelihood of the text"
+        for label, share in shares
+    ]
 
 
 def _dtypes(compared: Sequence[Run]) -> list[str]:

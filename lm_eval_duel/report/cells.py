@@ -40,9 +40,19 @@ def _bound(entry: Entry) -> str:
     return "<= " if entry["bound"] else ""
 
 
+def baseline(entry: Entry) -> str:
+    """What is said beside the name of the AR baseline's row; empty for other rows."""
+    return ("baseline" if entry["estimator"] == "ar" else "AR baseline") if entry["ar"] else ""
+
+
+def unknown(entry: Entry) -> str:
+    """The share of [UNK] among a row's tokens, in words; empty if there are none."""
+    return f"{entry['unknown']:.1%} [UNK]" if entry["unknown"] else ""
+
+
 def method(entry: Entry) -> str:
     """The estimator, with remarks: the baseline, a bound that does not hold, another spec."""
-    remarks = ", ".join(filter(None, ["AR baseline" if entry["ar"] else "", plain(entry["aside"])]))
+    remarks = ", ".join(filter(None, [baseline(entry), plain(entry["aside"]), unknown(entry)]))
     return f"{find(entry['estimator']).title}{f' ({remarks})' if remarks else ''}"
 
 

@@ -50,7 +50,7 @@ def of(name: str, task: Mapping[str, Any]) -> list[str]:
 
 
 def _sentence(name: str, task: Mapping[str, Any], mine: Sequence[Entry], base: Entry | None) -> str:
-    metric, chosen = task["metric"], _chosen(mine)
+    metric, chosen = task["metric"], chosen_row(mine)
     unit = "" if metric in ("token_perplexity", "perplexity") else f", {WORDS[metric]}"
     start = f"**{plain(mine[0]['model'])}** on {plain(name)}{unit}"
     if chosen is None:
@@ -80,7 +80,7 @@ def _cache(entry: Entry) -> str:
     return f" with cache={plain(entry['cache'])}" if entry["cache"] not in (None, NO_CACHE) else ""
 
 
-def _chosen(mine: Sequence[Entry]) -> Entry | None:
+def chosen_row(mine: Sequence[Entry]) -> Entry | None:
     """The DUEL row of the headline: the paper's rule, else the best; rows without a cache, then with an ELBO, first."""
     duels = [entry for entry in mine if entry["estimator"] == "duel"]
     duels = duels or [entry for entry in mine if registry.find(entry["estimator"]).follows_rule]

@@ -11,6 +11,7 @@ from typing import Any
 
 from lm_eval_duel.estimators.registry import find
 from lm_eval_duel.report import pairs
+from lm_eval_duel.report.cells import unknown
 from lm_eval_duel.report.gaps import UNCLEAR
 from lm_eval_duel.report.headline import WORDS, fixed
 from lm_eval_duel.report.headline import number as decimals
@@ -262,7 +263,7 @@ def apart(entry: Entry, alike: Sequence[Entry], with_rule: bool = True) -> str:
         parts.append(rule_name(entry["rule"]))
     if len({other["block"] for other in alike}) > 1:
         parts.append(WHOLE if entry["block"] == "none" else f"$L'$={escape(entry['block'] or '')}")
-    return ", ".join([*parts, *([escape(entry["aside"])] if entry["aside"] else [])])
+    return ", ".join([*parts, *map(escape, filter(None, [entry["aside"], unknown(entry)]))])
 
 
 def _method(entry: Entry) -> str:

@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 
 from lm_eval_duel.estimators import registry
-from lm_eval_duel.report import stats
+from lm_eval_duel.report import headline, stats
 from lm_eval_duel.report.gaps import UNCLEAR
 from lm_eval_duel.report.read import NO_CACHE
 from lm_eval_duel.report.rows import VARIES, WHOLE, Row
 from lm_eval_duel.rules.tables import short
 
 UNITS = {"token_perplexity": "token", "perplexity": "document", "word_perplexity": "word"}  # of others: byte
-RULES, ALL, NONE = "rules", "all", "none"
-CHOICES = (RULES, ALL, NONE)  # of --pairs
+BOTH, RULES, MODELS, ALL, NONE = "both", "rules", "models", "all", "none"
+CHOICES = (BOTH, RULES, MODELS, ALL, NONE)  # of --pairs
 MOST_ROWS = 5  # of which all pairs are listed; of more, each is compared with the lowest
 FEW = 10  # documents below which a bootstrap interval is too narrow for a verdict
 EQUAL = 1e-6  # nats per unit that are float noise
@@ -102,15 +102,27 @@ def of(choice: str, metric: str, entries: Sequence[Entry], rates: Rates, documen
     """The pairs of `--pairs`.
 
     `rules`: the DUEL rows of a network with one block and one cache against each other; of more than five, each against
-    the lowest. `all`: every two rows. The oracle, which is not a likelihood, is in no pair.
+    the lowest. `models`: the row of each model that its headline is about, in the same way; `both`: these two. `all`:
+    every two rows. The oracle, which is not a likelihood, is in no pair.
     """
-    if choice == NONE:
-        return []
     if choice == ALL:
         numbers = list(itertools.combinations([n for n, e in enumerate(entries) if e["likelihood"]], 2))
     else:
-        numbers = [pair for group in _groups(entries) for pair in _within(group, entries)]
+        groups = [_of_models(entries)] if choice in (BOTH, MODELS) else []
+        groups += _groups(entries) if choice in (BOTH, RULES) else []
+        numbers = [pair for group in groups for pair in _within(group, entries)]
     return [pair(metric, entries, rates, documents, *two) for two in numbers]
+
+
+def _of_models(entries: Sequence[Entry]) -> list[int]:
+    """The number of each model's row: that of its headline, the AR row, or else its lowest likelihood or bound."""
+    chosen = []
+    for model in dict.fromkeys(entry["model"] for entry in entries):
+        mine = [entry for entry in entries if entry["model"] == model and entry["likelihood"]]
+        row = next((entry for entry in mine if entry["ar"]), None) or headline.chosen_row(mine)
+        row = row or min(mine, key=lambda entry: (entry["bound"], entry["value"]), default=None)
+        chosen += [n for n, entry in enumerate(entries) if entry is row]
+    return chosen
 
 
 def _groups(entries: Sequence[Entry]) -> list[list[int]]:

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval_duel.errors import DuelError, unknown
-from lm_eval_duel.estimators.registry import ESTIMATORS, canonical
-from lm_eval_duel.report import fields
+from lm_eval_duel.estimators.registry import ESTIMATORS
+from lm_eval_duel.report import consistency, fields
 from lm_eval_duel.report.fields import Fields
 from lm_eval_duel.report.samples import WRITTEN
-from lm_eval_duel.report.task import Task, keys, nans, task
+from lm_eval_duel.report.task import Task, keys, nans, perplexities, task
 
 MODEL = "duel-mdm"
 AUTOREGRESSIVE = {  # names of --model in the harness, and the classes of model objects
@@ -41,7 +41,7 @@ COUNTS = (
     *("tokens", "forwards", "rows", "nfe", "longest_document", "row_capacity", "cut_contexts", "answers_from_cache"),
     *("ranks", "peak_memory_bytes"),
 )
-TASK_COUNTS = ("documents", "windows", "tokens", "longest_document")  # entries of config.duel.tasks.NAME
+TASK_COUNTS = ("documents", "windows", "tokens", "longest_document", "unk_tokens")  # entries of config.duel.tasks.NAME
 NOT_IN_SPEC = ("batch_size", "max_batch_size", "device", "dtype")  # model args; the loaded dtype is stored elsewhere
 
 
@@ -81,7 +81,7 @@ class Run:
     @property
     def estimator(self) -> str:
         """The estimator behind the harness's values of this run; other models are autoregressive."""
-        return canonical(str(self.duel.get("estimator") or self.spec.get("estimator") or "duel")) if self.ours else "ar"
+        return str(self.duel.get("estimator") or self.spec.get("estimator") or "duel") if self.ours else "ar"
 
     @property
     def autoregressive(self) -> bool:
@@ -110,6 +110,11 @@ class Run:
         """Whether this run scored fewer (or other) documents of a task than its values cover."""
         size = self.tasks[name].size
         return size is not None and self.computed(name) != size
+
+    def unknown(self, name: str) -> float:
+        """The share of a task's tokens that the tokenizer does not know ([UNK]): 0 for other models of the harness."""
+        scored = self.duel["tasks"].get(name, {})
+        return scored.get("unk_tokens", 0) / (scored.get("tokens") or 1)
 
     @property
     def rule(self) -> str | None:
@@ -211,6 +216,10 @@ def run(file: Path) -> Run:
     )
     if result.estimator not in ESTIMATORS:
         raise DuelError(f"{file}: {unknown('estimator', result.estimator, ESTIMATORS)}")
+    for name, scored in result.tasks.items():
+        total = {} if result.partial(name) else duel["tasks"].get(name, {})
+        for metrics in perplexities(results.object(scored.key)).values():
+            consistency.check(str(file), name, metrics, total, result.estimator)
     return result
 
 
@@ -244,7 +253,7 @@ def _duel(duel: Fields) -> dict[str, Any]:
         task = tasks.object(name)
         values = task.object("values")
         entries["tasks"][name] = {key: task.count(key) for key in TASK_COUNTS if task.get(key) is not None}
-        entries["tasks"][name]["values"] = {canonical(key): _value(values.object(key)) for key in values}
+        entries["tasks"][name]["values"] = {key: _value(values.object(key)) for key in values}
     return entries
 
 

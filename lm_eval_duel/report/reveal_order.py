@@ -32,7 +32,7 @@ def summary(records: Iterable[Mapping[str, Any]], spec: Mapping[str, Any], name:
         positions.extend(range(length))
         offsets.extend(p - starts[max(0, bisect.bisect_right(starts, p) - 1)] for p in range(length))
         steps.extend(record["reveal_steps"] if record.get("reveal_steps") else [-1] * length)
-    estimator = registry.ESTIMATORS.get(registry.canonical(str(spec.get("estimator"))))
+    estimator = registry.ESTIMATORS.get(str(spec.get("estimator")))
     likelihood = estimator is None or estimator.kind is not registry.Kind.NOT_A_LIKELIHOOD
     ordered = bool(steps) and min(steps) >= 0
     nll_array, position_array = np.array(nll, dtype=np.float64), np.array(positions, dtype=np.int64)
@@ -129,7 +129,7 @@ class Traces:
         tasks: dict[str, dict[str, dict[int, float]]] = {}
         for record in self.load(path):
             for name, nats in (record.get("values") or {}).items():
-                of_task = tasks.setdefault(str(record["task"]), {}).setdefault(registry.canonical(name), {})
+                of_task = tasks.setdefault(str(record["task"]), {}).setdefault(str(name), {})
                 document = int(record["doc"])
                 of_task[document] = of_task.get(document, 0.0) + float(nats)
         return tasks

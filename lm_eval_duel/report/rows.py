@@ -203,13 +203,6 @@ def _beside(row: Row, own: float | None, traced: Mapping[str, Mapping[int, float
     }
     if not known_nats:
         remarks.append(f"{row.run.name}: {key} of {row.task} has no finite log-likelihood, so it has no value")
-    elif row.tokens and "token_perplexity" in selected:
-        implied = stats.value("token_perplexity", own, row.tokens)
-        if not math.isclose(implied, selected["token_perplexity"], rel_tol=SAME):
-            remarks.append(
-                f"{row.run.name}: the task counts other tokens of {row.task} than were scored "
-                f"({selected['token_perplexity']:.4f} there, {implied:.4f} per scored token)"
-            )
     documents, missing = _traced(row, traced, key)
     return dataclasses.replace(row, values=values, documents=documents, missing=missing, remarks=tuple(remarks))
 

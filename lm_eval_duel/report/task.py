@@ -103,16 +103,25 @@ def _exists(file: Path) -> bool:
         return False
 
 
-def _metrics(values: Fields) -> dict[str, float]:
-    """The perplexities of a task, from its first filter. Those that are null or NaN are left out (see `nans`)."""
-    metrics: dict[str, float] = {}
+def perplexities(values: Fields) -> dict[str, dict[str, float]]:
+    """filter -> metric -> perplexity. Those that are null or NaN are left out (see `nans`)."""
+    by_filter: dict[str, dict[str, float]] = {}
     for key in values:
-        if (metric := key.split(",")[0]) not in METRICS or _is_nan(values[key]):
+        metric, _, name = key.partition(",")
+        if metric not in METRICS or _is_nan(values[key]):
             continue
         value = values.number(key)
         if value < 0 or (value == 0 and metric != "bits_per_byte") or isinstance(values[key], str):
             raise values.wrong(key, values[key], "a perplexity")
-        metrics.setdefault(metric, value)
+        by_filter.setdefault(name, {})[metric] = value
+    return by_filter
+
+
+def _metrics(values: Fields) -> dict[str, float]:
+    """The perplexities of a task, each from the first filter that has it."""
+    metrics: dict[str, float] = {}
+    for of_filter in perplexities(values).values():
+        metrics = {**of_filter, **metrics}
     return metrics
 
 

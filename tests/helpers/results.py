@@ -170,7 +170,7 @@ def ours(
     told = {}
     for task, metrics in tasks.items():
         tokens = sum(n for _, _, n in docs[task]) if task in docs else TOKENS
-        perplexities = {estimator: metrics["token_perplexity"], **values.get(task, {})}
+        perplexities = {**values.get(task, {}), estimator: metrics["token_perplexity"]}
         told[task] = {
             "documents": size,
             "windows": size,

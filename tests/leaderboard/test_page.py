@@ -241,6 +241,18 @@ def test_contrast(opened, scheme, kind):
     assert worst and worst[0][0] >= 4.5, worst
 
 
+@pytest.mark.parametrize("width", [360, 500])
+def test_on_a_telephone_perplexity_is_seen_without_scrolling(opened, width):
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": True}
+    opened.call("Emulation.setDeviceMetricsOverride", **size)
+    try:
+        cells = "#board tr.row td.g-value:not(.k-plot)"
+        ends = f"[...document.querySelectorAll('{cells}')].map(cell => cell.getBoundingClientRect().right)"
+        assert 0 < opened.run(f"Math.max(...{ends})") <= width
+    finally:
+        opened.call("Emulation.clearDeviceMetricsOverride")
+
+
 def test_a_telephone_scrolls_the_table_and_not_the_page(opened):
     size = {"width": 420, "height": 900, "deviceScaleFactor": 1, "mobile": True}
     opened.call("Emulation.setDeviceMetricsOverride", **size)

@@ -5,8 +5,9 @@ import math
 
 import numpy as np
 import pytest
-from results import documents, ours
+from results import documents, edit, hf, ours
 
+from lm_eval_duel import leaderboard
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.report import figures, pairs
 from lm_eval_duel.report import main as report
@@ -199,3 +200,48 @@ def test_accuracies_and_costs_of_runs_name_the_cache(tmp_path):
     assert [row["cache"] for table in everything["accuracies"] for row in table["rows"]] == ["dual"]
     assert [row["cache"] for row in everything["cost"]] == ["none", "dual"]
     assert "& dual & 0.5000" in texts(tmp_path)["accuracy_arc.tex"]
+
+
+# ---------------------------------------------------------------- models, and the AR result among the results
+
+
+def test_the_only_ar_result_is_found_and_models_are_compared(tmp_path):
+    tokens, nats = made()
+    ours(tmp_path / "results", docs={"sotu": documents(nats(0.0), tokens)})
+    ours(tmp_path / "results", docs={"sotu": documents(nats(0.1), tokens)}, model="OTHER")
+    hf(tmp_path / "results", docs={"sotu": documents(nats(-0.1), tokens)})
+    found = run(tmp_path)
+    assert [(row["model"], row["ar"], row["gap"] is None) for row in found["rows"]] == [
+        ("ARM", True, True),
+        ("MDLM", False, False),
+        ("OTHER", False, False),
+    ]
+    verdicts = {tuple(pair["names"]): pair["verdict"] for pair in found["pairs"]}
+    assert len(verdicts) == 3 and all("is better" in verdict for verdict in verdicts.values())
+    assert any(verdict.startswith("ARM") for verdict in verdicts.values())
+    assert run(tmp_path, "--pairs", "rules")["pairs"] == []
+
+
+@pytest.mark.parametrize(("model", "args"), [("ARM-2", {}), ("ARM", {"revision": "step1000"})])
+def test_of_several_ar_results_none_is_the_baseline(tmp_path, model, args):
+    tokens, nats = made()
+    ours(tmp_path / "results", docs={"sotu": documents(nats(0.0), tokens)})
+    hf(tmp_path / "results", docs={"sotu": documents(nats(-0.1), tokens)})
+    hf(tmp_path / "results", docs={"sotu": documents(nats(-0.1), tokens)}, model=model, args=args)
+    assert not any(row["ar"] for row in run(tmp_path)["rows"])
+    assert "name one with --ar" in texts(tmp_path)["report.md"]
+
+
+def test_unknown_tokens_are_told_in_every_table(tmp_path):
+    tokens, nats = made()
+    for rule in ("greedy:k=1", "margin:k=1"):
+        file = ours(tmp_path / "results", docs={"sotu": documents(nats(0.0), tokens)}, rule=rule)
+        edit(file, lambda body: body["config"]["duel"]["tasks"]["sotu"].update(unk_tokens=int(0.25 * sum(tokens))))
+    found = run(tmp_path)
+    assert found["rows"][0]["unknown"] == pytest.approx(0.25, abs=1e-3)
+    assert any("of the tokens of MDLM are [UNK]" in note for note in found["notes"])
+    written = texts(tmp_path)
+    assert "25.0% [UNK]" in written["report.md"] and r"25.0\% {[}UNK]" in written["methods_sotu.tex"]
+    leaderboard.main([str(tmp_path / "results"), "--out", str(tmp_path / "site")])
+    for name in leaderboard.MAIN:
+        assert "25.0% [UNK]" in (tmp_path / "site" / name).read_text(), name

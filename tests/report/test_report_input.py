@@ -101,6 +101,7 @@ PLACES = [
     "model_name",
 ]
 GONE = "(gone)"
+IMPOSSIBLE = {"log_prob": None, "stderr": None, "reason": "a token of probability 0"}
 VALUES = [GONE, None, "text", "", [], [1], {}, {"a": 1}, -1, 0, 0.5, True, math.nan, math.inf, -math.inf, 10**400]
 
 
@@ -282,6 +283,7 @@ def test_nan_is_left_out_and_infinity_is_null_with_a_reason(tmp_path):
     ours(tmp_path / "results", {"a": {"token_perplexity": 30.0}, "b": {"token_perplexity": 30.0}}, estimator="elbo")
     file = ours(tmp_path / "results", {"a": {"token_perplexity": 25.0}, "b": {"token_perplexity": 25.0}})
     edit(file, lambda body: put(body, "results.a.token_perplexity,none", math.inf))
+    edit(file, lambda body: put(body, "config.duel.tasks.a.values.duel", IMPOSSIBLE))
     edit(file, lambda body: put(body, "results.b.token_perplexity,none", math.nan))
     found = run(tmp_path, "--as-published")
     (row,) = [row for row in found["tasks"]["a"]["rows"] if row["rule"]]
@@ -300,6 +302,7 @@ def test_an_infinite_perplexity_has_a_figure(tmp_path, monkeypatch):
     for file in (tmp_path / "results").rglob("results_*.json"):
         if json.loads(file.read_text())["config"]["duel"]["rule"] == "greedy:k=1":
             edit(file, lambda body: put(body, "results.owt.token_perplexity,none", math.inf))
+            edit(file, lambda body: body["config"]["duel"]["tasks"]["owt"]["values"]["duel"].update(IMPOSSIBLE))
     assert len(run(tmp_path, ar=False)["figures"]) == 2
 
 
@@ -364,7 +367,7 @@ def test_no_file_of_a_report_overwrites_another(tmp_path):
     found = run(tmp_path, "--as-published")
     assert len({name.casefold() for name in found["files"]}) == len(found["files"])
     bodies = [name for name in found["files"] if name.endswith(".tex")]
-    assert len(bodies) == 2 * len(tasks) + 2  # gap and methods of each, perplexity, gap_closed
+    assert len(bodies) == 3 * len(tasks) + 2  # gap, methods and pairs of each, perplexity, gap_closed
     assert (tmp_path / "out" / "gap_closed.tex").read_text().startswith("% Dataset")
     assert names.free("a", ".tex", ["A.tex", "a_2.tex"]) == "a_3.tex"
 
@@ -547,11 +550,39 @@ def test_a_value_that_is_neither_estimator_nor_rule_is_refused(tmp_path, monkeyp
     assert rows["duel"]["rule"] == "my_rules:Own:k=2"
 
 
-def test_results_of_earlier_releases_are_read(tmp_path, no_figures):
-    ours(tmp_path / "results", docs=DOCS)
-    ours(tmp_path / "ar", docs=DOCS, model="ARM", estimator="exact", attention="causal", block="1")
-    rows = run(tmp_path)["tasks"]["sotu"]["rows"]
-    assert [(row["estimator"], row["ar"]) for row in rows] == [("ar", True), ("duel", False)]
+# ---------------------------------------------------------------- one check that a file is consistent
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("results.sotu.token_perplexity,none", 3.21),
+        ("results.sotu.bits_per_byte,none", 1.0),
+        ("results.sotu.byte_perplexity,none", 1.0),
+        ("config.duel.tasks.sotu.values.duel.log_prob", 5.0),
+        ("config.duel.tasks.sotu.values.duel.log_prob", -10000.0),
+        ("config.duel.tasks.sotu.tokens", 51),
+    ],
+)
+def test_a_file_that_contradicts_itself_is_refused_with_both_values(tmp_path, place, value):
+    file = ours(tmp_path, docs=DOCS)
+    read.run(file)
+    spoiled(file, place, value)
+    with pytest.raises(DuelError) as error:
+        read.run(file)
+    last = place.split(".")[-1].split(",")[0]
+    assert str(file) in str(error.value) and last in str(error.value)
+
+
+def test_other_models_are_checked_too_and_half_of_a_task_is_not(tmp_path):
+    file = hf(tmp_path, docs=DOCS)
+    spoiled(file, "results.sotu.bits_per_byte,none", 1.0)
+    with pytest.raises(DuelError, match="contradicts itself"):
+        read.run(file)
+    partial = ours(tmp_path / "partial", docs=DOCS)
+    spoiled(partial, "config.duel.tasks.sotu.documents", 1)  # a response cache answered the others
+    spoiled(partial, "config.duel.tasks.sotu.values.duel.log_prob", -30.0)
+    assert read.run(partial).partial("sotu")
 
 
 # ---------------------------------------------------------------- advice

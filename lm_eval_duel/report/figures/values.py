@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.estimators import registry
+from lm_eval_duel.report.cells import baseline, unknown
 from lm_eval_duel.report.figures.style import DARK, GREY, LIGHT, LOG_FROM, bare, label, new, plain_log, rule_colour
 from lm_eval_duel.report.headline import WORDS, number, plus_minus
 from lm_eval_duel.report.stats import CLEAR
@@ -152,4 +153,5 @@ def legend(name: str) -> str:
 def _line_label(entry: Mapping[str, Any]) -> str:
     if not entry["likelihood"]:
         return registry.find(entry["estimator"]).title
-    return label(entry["name"].removeprefix("DUEL, ")) + (" (AR baseline)" if entry["ar"] else "")
+    remarks = ", ".join(filter(None, [baseline(entry), unknown(entry)]))
+    return label(entry["name"].removeprefix("DUEL, ")) + (f" ({remarks})" if remarks else "")
