@@ -125,7 +125,8 @@ class Checked(Around):
             raise DuelError(f"Rule {self} must pick a boolean plane {(*shape,)}; got {pick.dtype} {(*pick.shape,)}.")
         if decision_margin is not None and decision_margin.shape != shape[:1]:
             raise DuelError(
-                f"The decision_margin of rule {self} is one number for each lane ({shape[0]}); got {(*decision_margin.shape,)}."
+                f"The decision_margin of rule {self} is one number for each lane ({shape[0]}); got "
+                f"{(*decision_margin.shape,)}."
             )
         if any(plane.shape[:2] != shape for plane in decision.memory):
             raise DuelError(f"The memory of rule {self} must be tensors of the shape (R, W, ...) = {(*shape, ...)}.")
