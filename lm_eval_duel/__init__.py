@@ -8,10 +8,10 @@ interpreter start, so this file imports nothing, not even `typing`.
 
 TYPE_CHECKING = False  # as typing.TYPE_CHECKING: type checkers read it as True
 if TYPE_CHECKING:
+    from lm_eval_duel.core.denoiser import Denoiser
+    from lm_eval_duel.core.scores import Sample, WindowScore
+    from lm_eval_duel.core.windows import Window
     from lm_eval_duel.denoisers import load, load_tokenizer
-    from lm_eval_duel.denoisers.base import Denoiser
-    from lm_eval_duel.engine.results import Sample, WindowScore
-    from lm_eval_duel.engine.windows import Window
     from lm_eval_duel.errors import DuelError, RuleStalled, UsageError
     from lm_eval_duel.estimators.duel import Autoregressive
     from lm_eval_duel.estimators.elbo import Elbo
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _HOMES = {  # the module that defines each public name
     "Autoregressive": "lm_eval_duel.estimators.duel",
     "Decision": "lm_eval_duel.rules",
-    "Denoiser": "lm_eval_duel.denoisers.base",
+    "Denoiser": "lm_eval_duel.core.denoiser",
     "Duel": "lm_eval_duel.library.duel",
     "DuelCallback": "lm_eval_duel.library.training",
     "DuelError": "lm_eval_duel.errors",
@@ -38,15 +38,15 @@ _HOMES = {  # the module that defines each public name
     "Lattice": "lm_eval_duel.estimators.lattice",
     "Rule": "lm_eval_duel.rules",
     "RuleStalled": "lm_eval_duel.errors",
-    "Sample": "lm_eval_duel.engine.results",
+    "Sample": "lm_eval_duel.core.scores",
     "SampledConfidence": "lm_eval_duel.estimators.sampled_confidence",
     "SampledOrder": "lm_eval_duel.estimators.sampled_order",
     "TextEstimate": "lm_eval_duel.library.results",
     "TextScore": "lm_eval_duel.library.results",
     "TwoPhase": "lm_eval_duel.estimators.two_phase",
     "UsageError": "lm_eval_duel.errors",
-    "Window": "lm_eval_duel.engine.windows",
-    "WindowScore": "lm_eval_duel.engine.results",
+    "Window": "lm_eval_duel.core.windows",
+    "WindowScore": "lm_eval_duel.core.scores",
     "load": "lm_eval_duel.denoisers",
     "load_tokenizer": "lm_eval_duel.denoisers",
     "planned_tokens": "lm_eval_duel.library.training",

@@ -18,9 +18,9 @@ from toys import Toy
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from lm_eval_duel import denoisers, fingerprint, rules, tasks
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.wrappers.guidance import Guided
 from lm_eval_duel.denoisers.wrappers.warpers import Warped
-from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import Duel
 from lm_eval_duel.estimators.elbo import Elbo

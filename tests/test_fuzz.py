@@ -27,11 +27,10 @@ from lm_eval.utils import simple_parse_args_string
 from toys import BlockCausal, Causal, Rotary, RotaryBlocks, Toy
 
 from lm_eval_duel import denoisers, rules
-from lm_eval_duel.denoisers import block_causal, predictions
+from lm_eval_duel.core import block_causal, lanes, predictions
+from lm_eval_duel.core.lanes import blocks, groups
+from lm_eval_duel.core.windows import Window, conditional, independent, of_row
 from lm_eval_duel.denoisers.load_options import BOS, DTYPES, Attention, Backend, LastBlock, Sigma
-from lm_eval_duel.engine import lanes
-from lm_eval_duel.engine.lanes import blocks, groups
-from lm_eval_duel.engine.windows import Window, conditional, independent, of_row
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import Autoregressive, Duel
 from lm_eval_duel.estimators.registry import ELBO_FORMS, ESTIMATORS

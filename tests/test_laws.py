@@ -12,9 +12,9 @@ from textbook import score
 from toys import BlockCausal, Causal, Joint, Leaky, Rotary, Small, Toy
 
 from lm_eval_duel import rules
-from lm_eval_duel.denoisers import block_causal, predictions
-from lm_eval_duel.engine.lanes import Lanes
-from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.core import block_causal, predictions
+from lm_eval_duel.core.lanes import Lanes
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError, RuleStalled
 from lm_eval_duel.estimators.duel import Duel
 

@@ -15,8 +15,8 @@ import lm_eval_duel
 PACKAGE = Path(lm_eval_duel.__file__).parent
 FLOORS = (  # from the lowest
     {"base", "demo"},
+    {"core"},
     {"rules"},
-    {"engine"},
     {"denoisers"},
     {"estimators", "tasks"},
     {"options"},
@@ -38,7 +38,7 @@ LIGHT = (  # importing these imports neither torch nor transformers
     "lm_eval_duel.command_line",
     "lm_eval_duel.denoisers",
     "lm_eval_duel.denoisers.load_options",
-    "lm_eval_duel.engine.windows",
+    "lm_eval_duel.core.windows",
     "lm_eval_duel.errors",
     "lm_eval_duel.estimators.registry",
     "lm_eval_duel.fingerprint",

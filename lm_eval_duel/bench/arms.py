@@ -21,12 +21,12 @@ import torch
 from lm_eval_duel import denoisers
 from lm_eval_duel.bench.options import CACHED, TWO_PHASE, Settings
 from lm_eval_duel.bench.textbook import KeptKeys, Loop, WholeRow, algorithm2, check, one_by_one
+from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.core.scores import WindowScore
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers import random_network, self_tests
-from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.hub import pick_device
-from lm_eval_duel.engine.results import WindowScore
-from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.checks import DEFAULT_BLOCK
 from lm_eval_duel.estimators.duel import Duel

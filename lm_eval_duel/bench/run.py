@@ -29,7 +29,7 @@ from lm_eval_duel.bench.arms import Bench, Recording
 from lm_eval_duel.bench.options import ARMS, CACHED, TWO_PHASE, Settings
 from lm_eval_duel.bench.table import table
 from lm_eval_duel.bench.textbook import Loop
-from lm_eval_duel.engine.results import WindowScore
+from lm_eval_duel.core.scores import WindowScore
 
 MAX_SECONDS = 60  # a textbook run that would take longer is scaled up from a few steps
 SCALED_STEPS = 8

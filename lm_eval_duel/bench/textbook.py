@@ -18,12 +18,12 @@ from functools import cached_property
 import torch
 
 from lm_eval_duel import rules
-from lm_eval_duel.denoisers.base import Denoiser
+from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.core.lanes import Lanes, Rows, blocks
+from lm_eval_duel.core.view import KeysValues
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.cached.kept_keys import Places, Replaced, Step
-from lm_eval_duel.denoisers.views import KeysValues
-from lm_eval_duel.engine.lanes import Lanes, Rows, blocks
-from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
 
 SATURATED = -0.1  # above this log P1, 1 - P1 would cancel in float32 and is summed from the other tokens

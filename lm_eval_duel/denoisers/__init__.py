@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from lm_eval_duel.denoisers.base import Denoiser
+    from lm_eval_duel.core.denoiser import Denoiser
 
 
 def load(name: str = "demo-mdm", *, device: str | None = None, **network: Any) -> Denoiser:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lm_eval_duel.denoisers.base import Denoiser
+from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.denoisers.hf import auto_model
 from lm_eval_duel.denoisers.hub import find_mask_id, short_reason
 from lm_eval_duel.denoisers.load_options import LoadOptions

@@ -23,16 +23,15 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.core.view import KeysValues, Past
 from lm_eval_duel.denoisers import loading, self_tests, special_tokens, user_module
-from lm_eval_duel.denoisers.base import Denoiser
-from lm_eval_duel.denoisers.cached.kept_keys import Past
 from lm_eval_duel.denoisers.function import Function, by_keyword, parameters
 from lm_eval_duel.denoisers.hf import auto_model, families, masked_lm
 from lm_eval_duel.denoisers.hf.decoder import Decoder, trained_block
 from lm_eval_duel.denoisers.hf.remote_code import quirks_of
 from lm_eval_duel.denoisers.hub import find_mask_id
 from lm_eval_duel.denoisers.load_options import LoadOptions
-from lm_eval_duel.denoisers.views import KeysValues
 from lm_eval_duel.denoisers.wrappers.base import Wrapper
 from lm_eval_duel.errors import DuelError, unknown
 

@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.arguments import checkpoint_name
+from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.demo import BUNDLED, resolve
 from lm_eval_duel.denoisers import config_entries, hub, special_tokens, weights
-from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.dit import checkpoint as dit_checkpoint
 from lm_eval_duel.denoisers.hf import causal_lm, decoder_checkpoint, families, masked_lm, remote_code

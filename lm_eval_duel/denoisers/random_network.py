@@ -13,8 +13,8 @@ import math
 import torch
 import transformers
 
+from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.denoisers import self_tests
-from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.denoisers.dit.denoiser import DiTDenoiser
 from lm_eval_duel.denoisers.dit.network import DiT, DiTConfig
 from lm_eval_duel.denoisers.hf.decoder import Decoder

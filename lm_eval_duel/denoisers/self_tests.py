@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lm_eval_duel.denoisers.base import Denoiser
+from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.denoisers.hf.row_effects import scales_by_length, unscaled_length
 from lm_eval_duel.errors import DuelError
 

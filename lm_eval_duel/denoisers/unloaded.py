@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import transformers
 
+from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.demo import resolve
 from lm_eval_duel.denoisers import config_entries, hub
-from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.denoisers.dit import checkpoint as dit_checkpoint
 from lm_eval_duel.denoisers.dit import gidd
 from lm_eval_duel.denoisers.dit.denoiser import ATTENTION, PUBLISHED_BLOCK

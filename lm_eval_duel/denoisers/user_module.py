@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lm_eval_duel.denoisers.base import Denoiser
+from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.denoisers.hf import device_map
 from lm_eval_duel.errors import DuelError
 

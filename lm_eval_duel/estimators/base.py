@@ -21,15 +21,15 @@ from typing import ClassVar, NamedTuple, Protocol, TypeAlias
 import torch
 
 from lm_eval_duel import rules
-from lm_eval_duel.denoisers.base import Denoiser
-from lm_eval_duel.denoisers.predictions import Predictions
-from lm_eval_duel.denoisers.views import View
-from lm_eval_duel.engine.budget import Budget, plan
-from lm_eval_duel.engine.choose import Targets
-from lm_eval_duel.engine.lanes import Lanes, Queue, Rows, blocks, groups
-from lm_eval_duel.engine.results import Accumulator, Counts, WindowScore
-from lm_eval_duel.engine.reveal import RevealLoop
-from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.core.budget import Budget, plan
+from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.core.lanes import Lanes, Queue, Rows, blocks, groups
+from lm_eval_duel.core.predictions import Predictions
+from lm_eval_duel.core.reveal import RevealLoop
+from lm_eval_duel.core.scores import Accumulator, Counts, WindowScore
+from lm_eval_duel.core.tokens import Targets
+from lm_eval_duel.core.view import View
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators.checks import check_windows, resolve_block, resolve_grid
 from lm_eval_duel.estimators.phases import Cost
 from lm_eval_duel.estimators.registry import ESTIMATORS

@@ -7,8 +7,8 @@ import weakref
 from collections.abc import Sequence
 
 from lm_eval_duel import rules
-from lm_eval_duel.denoisers.base import Denoiser
-from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError, another_block, first_cell_unseen
 from lm_eval_duel.estimators.registry import LATTICE_BLOCK
 
@@ -180,7 +180,7 @@ def _problem(denoiser: Denoiser, block: int | None, grid: str, window: Window, i
     if window.length > denoiser.max_length:
         return (
             f"has {window.length} positions but the network holds {denoiser.max_length}; "
-            "cut it (lm_eval_duel.engine.windows.independent) or shorten the context."
+            "cut it (lm_eval_duel.core.windows.independent) or shorten the context."
         )
     if denoiser.needs_visible and window.target and not (window.context or window.suffix):
         return (

@@ -24,11 +24,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from lm_eval_duel.denoisers.base import Denoiser
-from lm_eval_duel.denoisers.block_causal import CLEAN, STRETCH, clean_group
+from lm_eval_duel.core.block_causal import CLEAN, STRETCH, clean_group
+from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.core.lanes import blocks
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.view import GPU_KEPT
-from lm_eval_duel.engine.lanes import blocks
-from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.rules import Rule, SeedFirst, SubBlock, inner
 from lm_eval_duel.rules.base import Counted
 from lm_eval_duel.rules.scheduled import Scheduled, even_counts

@@ -2,7 +2,7 @@
 
     log p(x) = sum over steps t, over positions l picked at t, of log P_l[x_l]
 
-One reveal loop serves both (engine/reveal.py). They differ in the choice of tokens (engine/choose.py) and in what
+One reveal loop serves both (core/reveal.py). They differ in the choice of tokens (core/tokens.py) and in what
 follows a finished block. With the targets known every block starts from a known state, so all blocks of all windows are
 lanes of one queue. When sampling, a row's next lane enters when its last one finishes.
 
@@ -21,12 +21,12 @@ from typing import Any, TypeAlias
 import torch
 
 from lm_eval_duel import fingerprint, rules
-from lm_eval_duel.denoisers.base import Denoiser
-from lm_eval_duel.engine.choose import Argmax, Choose, Draws
-from lm_eval_duel.engine.lanes import Lanes, Queue, Rows
-from lm_eval_duel.engine.results import Accumulator, Sample, SampleAccumulator, ScoreAccumulator, WindowScore
-from lm_eval_duel.engine.reveal import RevealLoop, decide
-from lm_eval_duel.engine.windows import Ids, Window, as_ids
+from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.core.lanes import Lanes, Queue, Rows
+from lm_eval_duel.core.reveal import RevealLoop, decide
+from lm_eval_duel.core.scores import Accumulator, Sample, SampleAccumulator, ScoreAccumulator, WindowScore
+from lm_eval_duel.core.tokens import Argmax, Choose, Draws
+from lm_eval_duel.core.windows import Ids, Window, as_ids
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import gradients
 from lm_eval_duel.estimators.base import BlockSpan, Estimator, IndexedScores, Value, WindowGroup, fresh

@@ -27,13 +27,13 @@ from collections.abc import Iterator
 
 import torch
 
-from lm_eval_duel.denoisers.base import Denoiser
+from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.core.lanes import Lanes, Rows
+from lm_eval_duel.core.predictions import Predictions
+from lm_eval_duel.core.scores import WindowScore
+from lm_eval_duel.core.view import distinct
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.dit.denoiser import SEDD
-from lm_eval_duel.denoisers.predictions import Predictions
-from lm_eval_duel.denoisers.views import distinct
-from lm_eval_duel.engine.lanes import Lanes, Rows
-from lm_eval_duel.engine.results import WindowScore
-from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators.base import Estimator, EvaluateAll, IndexedScores, Value, WindowGroup
 from lm_eval_duel.estimators.checks import check_every_order

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lm_eval_duel.denoisers.base import Denoiser
-from lm_eval_duel.denoisers.views import View
-from lm_eval_duel.engine.budget import Budget
-from lm_eval_duel.engine.choose import Targets
-from lm_eval_duel.engine.lanes import Lanes
-from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.core.budget import Budget
+from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.core.lanes import Lanes
+from lm_eval_duel.core.tokens import Targets
+from lm_eval_duel.core.view import View
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.replay import Replay
 

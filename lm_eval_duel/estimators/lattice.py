@@ -24,11 +24,11 @@ from typing import Any
 import torch
 
 from lm_eval_duel import rules
-from lm_eval_duel.denoisers.base import Denoiser
-from lm_eval_duel.denoisers.predictions import Predictions
-from lm_eval_duel.engine.lanes import Lanes
-from lm_eval_duel.engine.results import STATISTICS, WindowScore
-from lm_eval_duel.engine.reveal import decide
+from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.core.lanes import Lanes
+from lm_eval_duel.core.predictions import Predictions
+from lm_eval_duel.core.reveal import decide
+from lm_eval_duel.core.scores import STATISTICS, WindowScore
 from lm_eval_duel.estimators.base import Estimator, IndexedScores, Value, WindowGroup
 from lm_eval_duel.estimators.checks import check_every_order, check_lattice_block
 from lm_eval_duel.estimators.registry import LATTICE

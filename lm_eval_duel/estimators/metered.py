@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from lm_eval_duel import rules
-from lm_eval_duel.denoisers.predictions import Predictions
-from lm_eval_duel.engine.lanes import Lanes
-from lm_eval_duel.engine.results import Accumulator, WindowScore
-from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.core.lanes import Lanes
+from lm_eval_duel.core.predictions import Predictions
+from lm_eval_duel.core.scores import Accumulator, WindowScore
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators.base import BlockSpan, IndexedScores, WindowGroup
 from lm_eval_duel.estimators.duel import Duel
 from lm_eval_duel.estimators.phases import Cost

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators.base import Ranks
 from lm_eval_duel.estimators.block_sample import Design, rate_for, rounded
 

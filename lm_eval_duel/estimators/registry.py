@@ -27,7 +27,7 @@ from lm_eval_duel.estimators.sampled_arguments import (
 from lm_eval_duel.rules import presets
 
 if TYPE_CHECKING:
-    from lm_eval_duel.denoisers.base import Denoiser
+    from lm_eval_duel.core.denoiser import Denoiser
     from lm_eval_duel.estimators.base import Estimator
     from lm_eval_duel.options import Options
 

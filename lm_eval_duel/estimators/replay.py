@@ -12,8 +12,8 @@ from typing import ClassVar
 import torch
 
 from lm_eval_duel import rules
-from lm_eval_duel.denoisers.predictions import Predictions
-from lm_eval_duel.engine.lanes import Lanes
+from lm_eval_duel.core.lanes import Lanes
+from lm_eval_duel.core.predictions import Predictions
 
 
 @dataclasses.dataclass(frozen=True)

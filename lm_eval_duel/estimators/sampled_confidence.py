@@ -18,13 +18,13 @@ from typing import Any, ClassVar
 import torch
 
 from lm_eval_duel import fingerprint, rules
-from lm_eval_duel.denoisers.base import Denoiser
-from lm_eval_duel.denoisers.predictions import Predictions
-from lm_eval_duel.engine.choose import Choose
-from lm_eval_duel.engine.lanes import Lanes
-from lm_eval_duel.engine.results import Sample, WindowScore
-from lm_eval_duel.engine.reveal import RevealLoop
-from lm_eval_duel.engine.windows import Ids, Window
+from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.core.lanes import Lanes
+from lm_eval_duel.core.predictions import Predictions
+from lm_eval_duel.core.reveal import RevealLoop
+from lm_eval_duel.core.scores import Sample, WindowScore
+from lm_eval_duel.core.tokens import Choose
+from lm_eval_duel.core.windows import Ids, Window
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators.base import IndexedScores, WindowGroup
 from lm_eval_duel.estimators.checks import check_count, check_every_order, check_lattice_block

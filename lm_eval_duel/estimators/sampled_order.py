@@ -24,10 +24,10 @@ import math
 import torch
 
 from lm_eval_duel import fingerprint, rules
-from lm_eval_duel.denoisers.base import Denoiser
-from lm_eval_duel.denoisers.predictions import Predictions
-from lm_eval_duel.engine.lanes import Lanes
-from lm_eval_duel.engine.results import WindowScore
+from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.core.lanes import Lanes
+from lm_eval_duel.core.predictions import Predictions
+from lm_eval_duel.core.scores import WindowScore
 from lm_eval_duel.estimators.base import Estimator, IndexedScores, Value, WindowGroup
 from lm_eval_duel.estimators.checks import check_count, check_every_order, check_lattice_block
 from lm_eval_duel.estimators.sampled_arguments import ORDER_STEPS, check_order

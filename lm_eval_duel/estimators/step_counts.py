@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import torch
 
-from lm_eval_duel.engine.lanes import Lanes
+from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.estimators.registry import LATTICE_BLOCK
 from lm_eval_duel.estimators.subset_dp import fresh_cells
 from lm_eval_duel.rules.scheduled import dream_counts, even_counts

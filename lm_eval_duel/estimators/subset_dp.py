@@ -20,8 +20,8 @@ from itertools import combinations
 
 import torch
 
-from lm_eval_duel.engine.lanes import Lanes
-from lm_eval_duel.engine.results import STATISTICS
+from lm_eval_duel.core.lanes import Lanes
+from lm_eval_duel.core.scores import STATISTICS
 from lm_eval_duel.estimators.registry import LATTICE_BLOCK
 
 

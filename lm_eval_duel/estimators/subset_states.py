@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from lm_eval_duel.engine.lanes import Lanes
+from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.estimators.base import Estimator, EvaluateAll, IndexedScores, WindowGroup
 from lm_eval_duel.estimators.subset_dp import Chunk, cell_of, fresh_cells, number_of
 

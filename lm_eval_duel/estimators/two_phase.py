@@ -19,10 +19,10 @@ from typing import ClassVar, NamedTuple, cast
 import torch
 
 from lm_eval_duel import fingerprint, rules
-from lm_eval_duel.denoisers.base import Denoiser
+from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.core.scores import Counts, WindowScore, known_sum
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import under_cache
-from lm_eval_duel.engine.results import Counts, WindowScore, known_sum
-from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import block_sample, pilot
 from lm_eval_duel.estimators.base import BlockSpan, Estimator, IndexedScores, Ranks, Value, WindowGroup

@@ -15,8 +15,8 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lm_eval_duel.engine.results import Sample
-from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.core.scores import Sample
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators.checks import check_windows
 from lm_eval_duel.estimators.duel import Duel
 from lm_eval_duel.harness import cache_keys

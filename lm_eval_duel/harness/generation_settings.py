@@ -8,7 +8,7 @@ from typing import Any
 
 from lm_eval_duel import fingerprint
 from lm_eval_duel.arguments import MAX_FACTOR, count, number, truth
-from lm_eval_duel.denoisers.base import Denoiser
+from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.denoisers.wrappers.warpers import Warped
 from lm_eval_duel.errors import DuelError, unknown
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from lm_eval_duel.engine.results import WindowScore
-from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.core.scores import WindowScore
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.harness import versions
 from lm_eval_duel.harness.requests import named, named_windows

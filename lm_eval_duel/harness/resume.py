@@ -11,8 +11,8 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-from lm_eval_duel.engine.results import WindowScore
-from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.core.scores import WindowScore
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.harness.cache import ResponseCache
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from lm_eval_duel import signals
-from lm_eval_duel.engine.results import Counts, WindowScore
-from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.core.scores import Counts, WindowScore
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.duel import Duel

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from lm_eval_duel.engine.results import known_sum
-from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.core.scores import known_sum
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators.phases import Cost
 from lm_eval_duel.estimators.registry import ENTRIES, Kind
 from lm_eval_duel.harness.totals import Outcome, TaskTotal, Total
 from lm_eval_duel.harness.verify import Verified
 
 if TYPE_CHECKING:
-    from lm_eval_duel.denoisers.base import Denoiser
+    from lm_eval_duel.core.denoiser import Denoiser
 
 SHOWN = 20  # documents listed in a log line
 PACKAGES = ("lm_eval_duel", "lm_eval", "torch", "transformers", "accelerate")

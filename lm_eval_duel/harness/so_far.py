@@ -21,7 +21,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.harness import versions
 from lm_eval_duel.harness.cache import DOCUMENTS
 from lm_eval_duel.harness.cache_keys import request_key

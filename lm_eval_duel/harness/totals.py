@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from lm_eval_duel.engine.results import WindowScore, known_sum
-from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.core.scores import WindowScore, known_sum
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators.base import Estimator, Value
 from lm_eval_duel.estimators.phases import Cost, Phases
 from lm_eval_duel.estimators.registry import MonteCarlo

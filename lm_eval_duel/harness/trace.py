@@ -34,8 +34,8 @@ from lm_eval_duel.journal import Journal
 from lm_eval_duel.strict_json import finite
 
 if TYPE_CHECKING:
-    from lm_eval_duel.engine.results import WindowScore
-    from lm_eval_duel.engine.windows import Window
+    from lm_eval_duel.core.scores import WindowScore
+    from lm_eval_duel.core.windows import Window
     from lm_eval_duel.estimators.base import Estimator
     from lm_eval_duel.estimators.lattice import OrderScore
 

@@ -12,15 +12,15 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from lm_eval_duel.core.scores import WindowScore, known_sum
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.demo import BUNDLED
-from lm_eval_duel.engine.results import WindowScore, known_sum
-from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
-    from lm_eval_duel.denoisers.base import Denoiser
+    from lm_eval_duel.core.denoiser import Denoiser
     from lm_eval_duel.harness.run import Run
 
 log = logging.getLogger("lm_eval.duel_mdm")

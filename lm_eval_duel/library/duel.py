@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
 
 from lm_eval_duel import denoisers, fingerprint
-from lm_eval_duel.denoisers.base import Denoiser
-from lm_eval_duel.engine.budget import GPU_TOKENS
-from lm_eval_duel.engine.results import WindowScore
-from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.core.budget import GPU_TOKENS
+from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.core.scores import WindowScore
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators import duel as estimator
 from lm_eval_duel.estimators.base import IndexedScores

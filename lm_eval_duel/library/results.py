@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 from lm_eval_duel import rates
-from lm_eval_duel.engine.results import Sample, WindowScore, known_sum
-from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.core.scores import Sample, WindowScore, known_sum
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators.phases import Phases
 from lm_eval_duel.harness.token_text import token_texts
 

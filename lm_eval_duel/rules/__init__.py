@@ -15,10 +15,11 @@ import sys
 from typing import Any
 
 from lm_eval_duel.arguments import count, truth, whole
+from lm_eval_duel.core.decision import NEAR_TIE, Decision
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.rules.adaptive import EntropyBound, Threshold
 from lm_eval_duel.rules.around import inner, replaced
-from lm_eval_duel.rules.base import NEAR_TIE, Decision, Rule, certain, kind_of, rank
+from lm_eval_duel.rules.base import Rule, certain, kind_of, rank
 from lm_eval_duel.rules.checked import with_checks
 from lm_eval_duel.rules.deployed import DinferThreshold, EntropyThreshold, Factor, Hierarchy, HighOrTopk
 from lm_eval_duel.rules.fixed import LeftToRight, Random, RightToLeft

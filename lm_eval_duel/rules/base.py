@@ -9,37 +9,22 @@ import contextlib
 import dataclasses
 import math
 import re
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from lm_eval_duel.core.decision import Decision
 from lm_eval_duel.errors import DuelError
 
 if TYPE_CHECKING:
     import torch
 
-    from lm_eval_duel.denoisers.predictions import Predictions
-    from lm_eval_duel.engine.lanes import Lanes
+    from lm_eval_duel.core.lanes import Lanes
+    from lm_eval_duel.core.predictions import Predictions
 
 
 OPTIONAL = "optional"  # in the metadata of a field, see `optional`
 INTEGERS = 2**63  # those of tensors are smaller
 READS = ("fixed", "state_only", "reads_step", "may_pick_none")  # class attributes: what a rule reads, and how it steps
-NEAR_TIE = 1e-4  # logits: with a smaller margin, float noise could change the order
 LOG_ODDS_SLOPE = 2.0  # the L1 norm of d(log-odds)/d(logits), and of d(log P1 - log P2)/d(logits)
-
-
-class Decision(NamedTuple):
-    """What a rule decided in one step.
-
-    `decision_margin`: the margin of each lane's decision, that is, by how much logits must change before the pick does.
-    It is infinite for an order that does not depend on the network, and None if the rule does not know it.
-
-    `memory`: tensors with leading (R, W). The next step gets them as `lanes.memory`: zeros in lanes at step 0, and an
-    empty tuple if all lanes are at step 0.
-    """
-
-    pick: torch.Tensor  # (R, W) bool
-    decision_margin: torch.Tensor | None = None  # (R,)
-    memory: tuple[torch.Tensor, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,9 +10,10 @@ import sys
 import traceback
 from typing import TYPE_CHECKING, Any
 
+from lm_eval_duel.core.decision import NEAR_TIE, Decision
 from lm_eval_duel.errors import DuelError, RuleStalled
 from lm_eval_duel.rules.around import Around
-from lm_eval_duel.rules.base import NEAR_TIE, Decision, Rule
+from lm_eval_duel.rules.base import Rule
 
 if TYPE_CHECKING:
     import torch

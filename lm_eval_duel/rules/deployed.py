@@ -26,8 +26,8 @@ from lm_eval_duel.rules.base import (
 )
 
 if TYPE_CHECKING:
-    from lm_eval_duel.denoisers.predictions import Predictions
-    from lm_eval_duel.engine.lanes import Lanes
+    from lm_eval_duel.core.lanes import Lanes
+    from lm_eval_duel.core.predictions import Predictions
 
 Variant = Literal["a", "b", "c"]
 SLACK = 1e-5  # in dInfer's threshold: how far below the largest probability still counts as the largest

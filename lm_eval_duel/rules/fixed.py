@@ -9,8 +9,8 @@ from lm_eval_duel.hashing import hashed
 from lm_eval_duel.rules.base import Counted, Decision, certain, rank
 
 if TYPE_CHECKING:
-    from lm_eval_duel.denoisers.predictions import Predictions
-    from lm_eval_duel.engine.lanes import Lanes
+    from lm_eval_duel.core.lanes import Lanes
+    from lm_eval_duel.core.predictions import Predictions
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,8 +23,8 @@ from lm_eval_duel.rules.base import (
 if TYPE_CHECKING:
     import torch
 
-    from lm_eval_duel.denoisers.predictions import Predictions
-    from lm_eval_duel.engine.lanes import Lanes
+    from lm_eval_duel.core.lanes import Lanes
+    from lm_eval_duel.core.predictions import Predictions
 
 Divergence = Literal["paper", "authors"]
 EPS = 1e-12  # inside the authors' logarithms

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from lm_eval_duel.denoisers.predictions import Predictions
-    from lm_eval_duel.engine.lanes import Lanes
+    from lm_eval_duel.core.lanes import Lanes
+    from lm_eval_duel.core.predictions import Predictions
 
 FEATURES = "features"
 STATISTICS = ("confidence", "margin", "log_margin", "entropy")

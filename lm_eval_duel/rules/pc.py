@@ -23,8 +23,8 @@ from lm_eval_duel.rules.scheduled import STEPS, Scheduled
 if TYPE_CHECKING:
     import torch
 
-    from lm_eval_duel.denoisers.predictions import Predictions
-    from lm_eval_duel.engine.lanes import Lanes
+    from lm_eval_duel.core.lanes import Lanes
+    from lm_eval_duel.core.predictions import Predictions
 
 EPS = 1e-9  # inside the authors' logarithm
 TOTAL, COUNTS = "num_token", "p_baseline_dict"  # keys of a table, as in the authors' files

@@ -27,8 +27,8 @@ from lm_eval_duel.rules.scores import Entropy, Greedy, Margin
 if TYPE_CHECKING:
     import torch
 
-    from lm_eval_duel.denoisers.predictions import Predictions
-    from lm_eval_duel.engine.lanes import Lanes
+    from lm_eval_duel.core.lanes import Lanes
+    from lm_eval_duel.core.predictions import Predictions
 
 Algorithm = Literal["entropy", "topk_margin", "maskgit_plus", "confidence_threshold"]
 SCORED = {"entropy": Entropy, "topk_margin": Margin, "maskgit_plus": Greedy}  # the rules with these scores

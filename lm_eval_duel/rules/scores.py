@@ -10,8 +10,8 @@ from lm_eval_duel.rules.base import LOG_ODDS_SLOPE, Counted, Decision, best
 if TYPE_CHECKING:
     import torch
 
-    from lm_eval_duel.denoisers.predictions import Predictions
-    from lm_eval_duel.engine.lanes import Lanes
+    from lm_eval_duel.core.lanes import Lanes
+    from lm_eval_duel.core.predictions import Predictions
 
     Score = tuple[torch.Tensor, torch.Tensor | float]  # of each position (R, W), and its steepest slope in logits
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.harness import versions
 from lm_eval_duel.harness.text import Text

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from lm_eval_duel import rules
-from lm_eval_duel.engine.results import WindowScore
-from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.core.scores import WindowScore
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators.duel import Duel
 from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.sweep import store

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval_duel import fingerprint, signals
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.demo import BUNDLED
-from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.base import Value
 from lm_eval_duel.estimators.duel import Duel

@@ -16,11 +16,11 @@ from collections.abc import Sequence
 import torch
 
 from lm_eval_duel import rules
-from lm_eval_duel.denoisers.base import Denoiser
-from lm_eval_duel.denoisers.predictions import Predictions
-from lm_eval_duel.engine.lanes import Lanes, Queue
-from lm_eval_duel.engine.results import WindowScore
-from lm_eval_duel.engine.reveal import decide
+from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.core.lanes import Lanes, Queue
+from lm_eval_duel.core.predictions import Predictions
+from lm_eval_duel.core.reveal import decide
+from lm_eval_duel.core.scores import WindowScore
 from lm_eval_duel.estimators.base import Estimator, EvaluateAll, IndexedScores, Value, WindowGroup
 from lm_eval_duel.estimators.checks import check_rule
 

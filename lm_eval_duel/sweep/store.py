@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval_duel import journal
-from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.fingerprint import digest
 from lm_eval_duel.harness.distributed import Ranks
 

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from lm_eval_duel.engine.windows import of_row
+from lm_eval_duel.core.windows import of_row
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.fingerprint import hash_texts, of_tokenizer
 from lm_eval_duel.tasks import corpora, metadata, own_text

@@ -15,9 +15,9 @@ from lm_eval_duel.bench.syncs import KINDS
 from lm_eval_duel.bench.table import table
 from lm_eval_duel.bench.textbook import BlockPredictions, KeptKeys, WholeRow, algorithm2, check
 from lm_eval_duel.cli.main import main
-from lm_eval_duel.denoisers.predictions import Predictions
+from lm_eval_duel.core.predictions import Predictions
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.random_network import SPREAD, make
-from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import Duel
 

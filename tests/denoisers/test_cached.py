@@ -11,9 +11,9 @@ from textbook import score
 from toys import BlockCausal, Causal, Toy
 
 from lm_eval_duel import rules
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.load_options import LoadOptions
-from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import Duel
 from lm_eval_duel.estimators.elbo import Elbo

@@ -17,9 +17,9 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from lm_eval_duel import denoisers
 from lm_eval_duel.cli.main import main
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.demo import FOLDER, resolve
 from lm_eval_duel.denoisers.hf import causal_lm
-from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError, NotFinite
 from lm_eval_duel.estimators.duel import Duel
 from lm_eval_duel.harness.lm import DuelMDM

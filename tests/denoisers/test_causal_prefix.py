@@ -19,8 +19,9 @@ from toys import CausalPrefix
 from lm_eval_duel import denoisers, rules
 from lm_eval_duel.bench.textbook import WholeRow, algorithm2
 from lm_eval_duel.cli.inspect import inspect
-from lm_eval_duel.denoisers import block_causal, self_tests
-from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.core import block_causal
+from lm_eval_duel.core.windows import Window
+from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import Autoregressive, Duel
 from lm_eval_duel.estimators.elbo import Elbo

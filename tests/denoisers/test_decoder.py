@@ -19,9 +19,9 @@ from textbook import score
 
 from lm_eval_duel import denoisers, rules
 from lm_eval_duel.bench.textbook import WholeRow, algorithm2
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.denoisers.hf import families
-from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import Duel
 
@@ -286,7 +286,7 @@ def test_another_block_is_another_network(found):
 @pytest.mark.parametrize("name", ["d2f-llada", "d2f-dream"])
 def test_blocks_count_from_the_target_whatever_the_context(found, name, monkeypatch):
     """Contexts that end anywhere, long ones in one piece; equal rows with other contexts are other windows."""
-    monkeypatch.setattr("lm_eval_duel.denoisers.block_causal.CLEAN", 4)
+    monkeypatch.setattr("lm_eval_duel.core.block_causal.CLEAN", 4)
     denoiser, right = found(name)
     row = (6, 7, 9, 30, 12, 8, 15, 21, 11, 14, 20, 9, 10, 9, 31, 12, 22, 6)
     windows = [Window(row[:n], row[n:]) for n in (1, 2, 5, 11)]

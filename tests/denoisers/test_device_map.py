@@ -8,9 +8,9 @@ from close import close_nats
 from own import DREAM, SDAR, SIZE, decoder, write
 
 from lm_eval_duel import denoisers
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.hf import device_map
 from lm_eval_duel.denoisers.load_options import LoadOptions
-from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import Duel
 from lm_eval_duel.options import Options

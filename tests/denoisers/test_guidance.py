@@ -10,9 +10,9 @@ from textbook import score
 from toys import BlockCausal, Causal, Rotary, Toy
 
 from lm_eval_duel import denoisers, rules
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.hf.masked_lm import MaskedLM
 from lm_eval_duel.denoisers.wrappers.guidance import Guided
-from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import Duel
 

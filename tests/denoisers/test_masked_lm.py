@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 from textbook import score
 
 from lm_eval_duel import denoisers, rules
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.denoisers.hf.masked_lm import MaskedLM
 from lm_eval_duel.denoisers.hub import pick_device as load_device
-from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError, NotFinite
 from lm_eval_duel.estimators.duel import Duel
 

@@ -10,11 +10,11 @@ from toys import Toy
 from transformers import PreTrainedTokenizerFast
 
 from lm_eval_duel import denoisers, rules
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.denoisers.hf.masked_lm import MaskedLM
 from lm_eval_duel.denoisers.special_tokens import added_tokens
 from lm_eval_duel.denoisers.wrappers.guidance import Guided
-from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import Duel
 from lm_eval_duel.estimators.elbo import Elbo

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from textbook import score
 
 from lm_eval_duel import denoisers, rules
-from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import Duel
 from lm_eval_duel.fingerprint import digest

@@ -25,8 +25,8 @@ from textbook import score
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lm_eval_duel import denoisers, rules
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.hf import remote_code
-from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import Duel
 

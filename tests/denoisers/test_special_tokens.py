@@ -10,9 +10,9 @@ from harness_requests import ask
 from toys import Toy
 
 from lm_eval_duel import denoisers
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.wrappers.guidance import Guided
 from lm_eval_duel.denoisers.wrappers.warpers import Warped
-from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import Duel
 from lm_eval_duel.estimators.elbo import Elbo

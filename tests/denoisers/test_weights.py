@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import save_file
 
 from lm_eval_duel import denoisers
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers import weights
 from lm_eval_duel.denoisers.dit.network import DiT, DiTConfig
-from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import Duel
 

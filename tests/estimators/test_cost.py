@@ -9,10 +9,10 @@ from decoder_reference import CASES, write
 
 from lm_eval_duel import load
 from lm_eval_duel.bench.arms import Recording
-from lm_eval_duel.denoisers import block_causal
+from lm_eval_duel.core import block_causal
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.random_network import make
-from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.estimators import cost
 from lm_eval_duel.estimators.duel import Autoregressive, Duel
 from lm_eval_duel.estimators.elbo import Elbo

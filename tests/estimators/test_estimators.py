@@ -8,7 +8,7 @@ import pytest
 import torch
 from toys import BlockCausal, Causal, Rotary, Small, Toy
 
-from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import Autoregressive, Duel
 from lm_eval_duel.estimators.elbo import REPLICATES, Elbo, replicates

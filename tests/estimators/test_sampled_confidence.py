@@ -10,10 +10,10 @@ from drawn_reference import DIGITS, dream, llada, p_value, probabilities, sdar
 from laws import strings
 from toys import BlockCausal, Causal, Rotary, Small, Toy
 
-from lm_eval_duel.denoisers import predictions
+from lm_eval_duel.core import predictions
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.wrappers.warpers import Warped
-from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.drawn_confidence import score_of, scores
 from lm_eval_duel.estimators.duel import Duel

@@ -10,9 +10,9 @@ from drawn_reference import dream, llada, order_probabilities, p_value
 from laws import strings, total
 from toys import BlockCausal, Causal, Rotary, Small, Toy
 
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.wrappers.warpers import Warped
-from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import Duel
 from lm_eval_duel.estimators.lattice import Lattice

@@ -13,10 +13,10 @@ from laws import slow_but
 from toys import BlockCausal, Causal, Toy
 
 from lm_eval_duel import load
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached, under_cache
 from lm_eval_duel.denoisers.wrappers.guidance import Guided
 from lm_eval_duel.denoisers.wrappers.warpers import Warped
-from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import block_sample
 from lm_eval_duel.estimators.block_sample import Design

@@ -17,9 +17,9 @@ from lm_eval.tasks import TaskManager
 from toys import BlockCausal, Toy
 
 from lm_eval_duel import denoisers, rules
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.demo import resolve as demo_folder
 from lm_eval_duel.denoisers.wrappers.warpers import Warped
-from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import Duel
 from lm_eval_duel.harness import trace

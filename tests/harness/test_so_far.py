@@ -11,8 +11,8 @@ from lm_eval.api.model import CachingLM
 
 from lm_eval_duel.bench.arms import Recording
 from lm_eval_duel.cli.so_far import so_far, table
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.random_network import make
-from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import base
 from lm_eval_duel.estimators.duel import Duel

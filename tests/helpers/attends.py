@@ -10,9 +10,9 @@ import math
 import torch
 from torch import nn
 
-from lm_eval_duel.denoisers.base import Denoiser
+from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.core.lanes import blocks
 from lm_eval_duel.denoisers.cached.kept_keys import joined
-from lm_eval_duel.engine.lanes import blocks
 
 
 class Layer(nn.Module):

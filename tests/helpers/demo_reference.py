@@ -5,8 +5,8 @@ from textbook import score
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from lm_eval_duel import demo, rules
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers import load
-from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.estimators.duel import Duel
 
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from lm_eval_duel import demo, denoisers
-from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators.duel import Duel
 
 CONFIG = {

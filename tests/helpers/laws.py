@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.core.windows import Window
 
 RULES = [
     "left_to_right:k=1",

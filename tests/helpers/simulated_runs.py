@@ -25,9 +25,9 @@ from toys import BlockCausal, Causal, Toy  # noqa: E402
 
 from lm_eval_duel import denoisers  # noqa: E402
 from lm_eval_duel.bench import syncs  # noqa: E402
+from lm_eval_duel.core import budget  # noqa: E402
+from lm_eval_duel.core.windows import Window  # noqa: E402
 from lm_eval_duel.denoisers.cached.denoiser import Cached  # noqa: E402
-from lm_eval_duel.engine import budget  # noqa: E402
-from lm_eval_duel.engine.windows import Window  # noqa: E402
 from lm_eval_duel.errors import DuelError  # noqa: E402
 from lm_eval_duel.estimators.duel import Autoregressive, Duel  # noqa: E402
 from lm_eval_duel.estimators.elbo import Elbo  # noqa: E402

@@ -5,7 +5,7 @@ import math
 
 import torch
 
-from lm_eval_duel.denoisers.base import Denoiser
+from lm_eval_duel.core.denoiser import Denoiser
 
 
 class Toy(Denoiser):

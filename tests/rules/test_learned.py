@@ -14,10 +14,10 @@ from toys import BlockCausal, Rotary, Toy
 
 from lm_eval_duel import fingerprint, rules
 from lm_eval_duel.bench.options import Settings
+from lm_eval_duel.core.lanes import Lanes, Rows
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.wrappers.guidance import Guided
-from lm_eval_duel.engine.lanes import Lanes, Rows
-from lm_eval_duel.engine.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import cost
 from lm_eval_duel.estimators.duel import Duel

@@ -11,9 +11,9 @@ from laws import check_scored_as_drawn, total
 from toys import BlockCausal, Rotary, Toy
 
 from lm_eval_duel import rules
-from lm_eval_duel.denoisers.predictions import Predictions
-from lm_eval_duel.engine.lanes import Lanes
-from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.core.lanes import Lanes
+from lm_eval_duel.core.predictions import Predictions
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError, RuleStalled
 from lm_eval_duel.estimators.checks import check_rule
 from lm_eval_duel.estimators.duel import Duel

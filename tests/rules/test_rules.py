@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lm_eval_duel import rules
-from lm_eval_duel.denoisers.predictions import Predictions
+from lm_eval_duel.core.predictions import Predictions
 from lm_eval_duel.errors import DuelError
 
 ALL = [

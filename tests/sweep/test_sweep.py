@@ -19,8 +19,8 @@ from toys import BlockCausal, Toy
 
 from lm_eval_duel import denoisers, rules
 from lm_eval_duel.cli.main import main
-from lm_eval_duel.engine.reveal import RevealLoop
-from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.core.reveal import RevealLoop
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import Autoregressive, Duel
 from lm_eval_duel.estimators.lattice import Lattice

@@ -12,7 +12,7 @@ from lm_eval.api.model import TemplateLM
 
 from lm_eval_duel import tasks
 from lm_eval_duel.cli import run
-from lm_eval_duel.engine.windows import Window, infilled
+from lm_eval_duel.core.windows import Window, infilled
 from lm_eval_duel.errors import DuelError, UsageError
 from lm_eval_duel.estimators.duel import Duel
 from lm_eval_duel.harness.cache_keys import request_key

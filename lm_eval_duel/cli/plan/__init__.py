@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 TFLOPS = {"bfloat16": 989.0, "float16": 989.0, "float32": 67.0, "float64": 67.0}  # of an H200, dense
 DRAWS, SAMPLE = 128, 0.03
-CALL_TOKENS = 1 << 18  # the largest network call on a GPU (engine/budget.py)
+CALL_TOKENS = 1 << 18  # the largest network call on a GPU (core/budget.py)
 PRINTS = """\
 Prints one line per way to score the same windows: rule steps (NFE), network calls (at least), rows, token-rows
 (positions of the rows that the network evaluates), floating point operations, time, and what a cache keeps for each

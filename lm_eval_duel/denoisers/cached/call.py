@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from lm_eval_duel.denoisers.block_packing import arrange, widest
+from lm_eval_duel.core.block_packing import arrange, widest
+from lm_eval_duel.core.lanes import Lanes
+from lm_eval_duel.core.view import KeysValues
 from lm_eval_duel.denoisers.cached.kept_keys import Places, Replaced, Step
-from lm_eval_duel.denoisers.views import KeysValues
-from lm_eval_duel.engine.lanes import Lanes
 
 ASIDE = 256  # positions of states side by side in a row
 WASTE = 8  # if lanes of several blocks share a call, at most one position in so many is wasted,

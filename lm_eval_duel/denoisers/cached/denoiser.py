@@ -22,15 +22,15 @@ from typing import get_args
 
 import torch
 
+from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.core.lanes import Rows
+from lm_eval_duel.core.view import KeysValues, View
 from lm_eval_duel.denoisers import self_tests
-from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.denoisers.cached.kept_keys import Step
 from lm_eval_duel.denoisers.cached.steering import Attentions, NotSteered, Steering, Streams
 from lm_eval_duel.denoisers.cached.view import CachedView
 from lm_eval_duel.denoisers.load_options import Cache
-from lm_eval_duel.denoisers.views import KeysValues, View
 from lm_eval_duel.denoisers.wrappers.base import Wrapper
-from lm_eval_duel.engine.lanes import Rows
 from lm_eval_duel.errors import DuelError, clean_keys_exact, no_key_stays, unknown
 
 CACHES: tuple[str, ...] = get_args(Cache)

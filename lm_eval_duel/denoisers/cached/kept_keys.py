@@ -13,7 +13,7 @@ import dataclasses
 
 import torch
 
-from lm_eval_duel.denoisers.views import KeysValues
+from lm_eval_duel.core.view import KeysValues, Past
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,9 +55,6 @@ class Replaced:
             self.places.write(self.keys, keys)
             self.places.write(self.values, values)
         return self.keys, self.values
-
-
-Past = KeysValues | Replaced  # of one layer
 
 
 @dataclasses.dataclass(frozen=True)

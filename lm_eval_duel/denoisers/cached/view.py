@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lm_eval_duel.core.lanes import Lanes, Rows
+from lm_eval_duel.core.view import Positions, View, distinct, hidden_cells
 from lm_eval_duel.denoisers.cached.call import nearby, one_each, side_by_side
 from lm_eval_duel.denoisers.cached.kept_keys import Slots
-from lm_eval_duel.denoisers.views import Positions, View, distinct, hidden_cells
-from lm_eval_duel.engine.lanes import Lanes, Rows
 from lm_eval_duel.errors import first_cell_unseen
 from lm_eval_duel.hashing import hashed
 

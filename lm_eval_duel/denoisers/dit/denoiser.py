@@ -10,12 +10,11 @@ from collections.abc import Callable
 import torch
 
 from lm_eval_duel import fingerprint
-from lm_eval_duel.denoisers.base import Denoiser
-from lm_eval_duel.denoisers.cached.kept_keys import Past
+from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.core.lanes import Lanes, Rows
+from lm_eval_duel.core.view import KeysValues, Past, Positions, View, take
 from lm_eval_duel.denoisers.dit.network import DiT
-from lm_eval_duel.denoisers.views import KeysValues, Positions, View, take
 from lm_eval_duel.denoisers.vocabulary import excluded_columns
-from lm_eval_duel.engine.lanes import Lanes, Rows
 
 PUBLISHED_BLOCK = 4  # of MDLM and SEDD in the paper's tables
 CLAMP = (0.1, 0.9)  # of the masked share, in the authors' evaluation of SEDD

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lm_eval_duel.denoisers.cached.kept_keys import Past, joined
-from lm_eval_duel.denoisers.views import KeysValues, take
+from lm_eval_duel.core.view import KeysValues, Past, take
+from lm_eval_duel.denoisers.cached.kept_keys import joined
 
 FREQUENCIES = 256  # of the time embedding
 

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerBase
 
+from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.core.view import KeysValues
 from lm_eval_duel.denoisers import self_tests
-from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.denoisers.hf import auto_model, device_map, quantization
 from lm_eval_duel.denoisers.hf.families import Family
 from lm_eval_duel.denoisers.hub import cannot_read, row_length
 from lm_eval_duel.denoisers.load_options import LoadOptions
-from lm_eval_duel.denoisers.views import KeysValues
 from lm_eval_duel.denoisers.vocabulary import excluded_columns, require_fit
 from lm_eval_duel.errors import DuelError
 

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, AutoModelForMaskedLM, PreTrainedTokenizerBase
 
+from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.core.view import KeysValues
 from lm_eval_duel.denoisers import self_tests
-from lm_eval_duel.denoisers.base import Denoiser
 from lm_eval_duel.denoisers.hf import auto_model, device_map, quantization
 from lm_eval_duel.denoisers.hf.row_effects import padding_id, without_block_sparse
 from lm_eval_duel.denoisers.hub import find_mask_id, row_length, short_reason
 from lm_eval_duel.denoisers.load_options import LoadOptions
-from lm_eval_duel.denoisers.views import KeysValues
 from lm_eval_duel.denoisers.vocabulary import excluded_columns, require_fit
 from lm_eval_duel.errors import DuelError
 

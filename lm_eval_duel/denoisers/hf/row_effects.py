@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lm_eval_duel.denoisers.base import Denoiser
+from lm_eval_duel.core.denoiser import Denoiser
 
 LENGTHENED = ("dynamic", "longrope")  # rotary types that depend on the row length
 

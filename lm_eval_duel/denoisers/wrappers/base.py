@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from lm_eval_duel.denoisers.base import Denoiser
-from lm_eval_duel.denoisers.views import Positions, View
-from lm_eval_duel.engine.lanes import Lanes
+from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.core.lanes import Lanes
+from lm_eval_duel.core.view import Positions, View
 
 
 class Wrapper(Denoiser):

@@ -14,10 +14,10 @@ import dataclasses
 import torch
 
 from lm_eval_duel.arguments import require_finite
-from lm_eval_duel.denoisers.base import Denoiser
-from lm_eval_duel.denoisers.views import Positions, View
+from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.core.lanes import Lanes, Rows
+from lm_eval_duel.core.view import Positions, View
 from lm_eval_duel.denoisers.wrappers.base import Wrapper
-from lm_eval_duel.engine.lanes import Lanes, Rows
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.fingerprint import number
 

@@ -13,10 +13,10 @@ import math
 import torch
 
 from lm_eval_duel.arguments import require_finite
-from lm_eval_duel.denoisers.base import Denoiser
-from lm_eval_duel.denoisers.views import KeysValues, View
+from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.core.lanes import Rows
+from lm_eval_duel.core.view import KeysValues, View
 from lm_eval_duel.denoisers.wrappers.base import WrappedView, Wrapper
-from lm_eval_duel.engine.lanes import Rows
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.fingerprint import number
 from lm_eval_duel.rules import Rule

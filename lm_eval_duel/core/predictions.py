@@ -27,7 +27,7 @@ RUN = 64  # columns per run when looking for the largest: a CPU's argmax handles
 
 
 class Top(NamedTuple):
-    """The most probable token of each distribution and its lead."""
+    """The most probable token of each distribution and its decision_margin."""
 
     token: torch.Tensor  # (U,)
     logit: torch.Tensor  # (U,)

@@ -11,13 +11,13 @@ from dit_reference import opened
 from toys import BlockCausal, Rotary, Small, Toy
 
 from lm_eval_duel import rules
-from lm_eval_duel.denoisers import predictions
-from lm_eval_duel.denoisers.block_causal import BlockCausalView
-from lm_eval_duel.denoisers.predictions import Predictions, top_of, two_largest
-from lm_eval_duel.denoisers.views import distinct, take
-from lm_eval_duel.engine.budget import largest
-from lm_eval_duel.engine.reveal import RevealLoop
-from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.core import predictions
+from lm_eval_duel.core.block_causal import BlockCausalView
+from lm_eval_duel.core.budget import largest
+from lm_eval_duel.core.predictions import Predictions, top_of, two_largest
+from lm_eval_duel.core.reveal import RevealLoop
+from lm_eval_duel.core.view import distinct, take
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators.duel import Duel
 
 FIXED = [f"{name}:k={k}" for name in ("left_to_right", "right_to_left", "random") for k in (1, 2, 3, 5)]
@@ -182,9 +182,9 @@ def test_equal_rows_are_found_and_numbered_in_order():
 
 
 def test_a_hash_that_collides_merges_nothing(monkeypatch):
-    from lm_eval_duel.denoisers import views
+    from lm_eval_duel.core import view
 
-    monkeypatch.setattr(views, "hashed", lambda columns, seed: torch.zeros_like(columns))
+    monkeypatch.setattr(view, "hashed", lambda columns, seed: torch.zeros_like(columns))
     first, kind = distinct(torch.tensor([[1, 2], [2, 1], [1, 2]]))
     assert first.tolist() == kind.tolist() == [0, 1, 2]
 

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lm_eval_duel.denoisers.block_causal import BlockCausalView
-from lm_eval_duel.denoisers.cached.kept_keys import Past
-from lm_eval_duel.denoisers.views import KeysValues, View
-from lm_eval_duel.engine.lanes import Rows
+from lm_eval_duel.core.block_causal import BlockCausalView
+from lm_eval_duel.core.lanes import Rows
+from lm_eval_duel.core.view import KeysValues, Past, View
 
 if TYPE_CHECKING:
-    from lm_eval_duel.rules import Rule
+    from lm_eval_duel.core.decision import UnmaskingRule
 
 BY_BLOCKS = ("block_causal", "causal_prefix")  # attention of networks with a trained block
 
@@ -85,7 +84,7 @@ class Denoiser(abc.ABC):
     def head(self, features: torch.Tensor) -> torch.Tensor:
         """Logits (U, V) of feature rows (U, D)."""
 
-    def ties(self, rule: Rule) -> str | None:
+    def ties(self, rule: UnmaskingRule) -> str | None:
         """Why `rule` cannot tell the positions of this network apart, as a sentence; None if it can."""
         return None
 

@@ -8,9 +8,9 @@ import torch
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from toys import Toy
 
-from lm_eval_duel.engine.budget import Budget
-from lm_eval_duel.engine.lanes import Lanes, Rows, blocks, groups
-from lm_eval_duel.engine.windows import Window, conditional, framed, independent, rolling
+from lm_eval_duel.core.budget import Budget
+from lm_eval_duel.core.lanes import Lanes, Rows, blocks, groups
+from lm_eval_duel.core.windows import Window, conditional, framed, independent, rolling
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import Duel
 

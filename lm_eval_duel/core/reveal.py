@@ -20,16 +20,18 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from lm_eval_duel import rules, signals
-from lm_eval_duel.engine.budget import Budget, free
-from lm_eval_duel.engine.choose import Choose
-from lm_eval_duel.engine.lanes import Lanes, Queue
-from lm_eval_duel.engine.results import Accumulator, Counts
+from lm_eval_duel import signals
+from lm_eval_duel.core.budget import Budget, free
+from lm_eval_duel.core.decision import Decision, UnmaskingRule
+from lm_eval_duel.core.lanes import Lanes, Queue
+from lm_eval_duel.core.scores import Accumulator, Counts
+from lm_eval_duel.core.tokens import Choose
 from lm_eval_duel.errors import NotFinite, RuleStalled
 
 if TYPE_CHECKING:
-    from lm_eval_duel.denoisers.base import Denoiser, View
-    from lm_eval_duel.denoisers.predictions import Predictions
+    from lm_eval_duel.core.denoiser import Denoiser
+    from lm_eval_duel.core.predictions import Predictions
+    from lm_eval_duel.core.view import View
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
@@ -45,7 +47,7 @@ class RevealLoop:
     def run(
         self,
         view: View,
-        rule: rules.Rule,
+        rule: UnmaskingRule,
         queue: Queue,
         choose: Choose,
         results: Accumulator,
@@ -75,7 +77,7 @@ class RevealLoop:
     def _step_or_halve(
         self,
         view: View,
-        rule: rules.Rule,
+        rule: UnmaskingRule,
         active: Lanes,
         queue: Queue,
         choose: Choose,
@@ -95,7 +97,7 @@ class RevealLoop:
             queue.put_first(active.select(slice(half, None)))
             active = active.select(slice(0, half))
 
-    def _refill(self, view: View, rule: rules.Rule, active: Lanes | None, queue: Queue) -> Lanes:
+    def _refill(self, view: View, rule: UnmaskingRule, active: Lanes | None, queue: Queue) -> Lanes:
         """The batch with as many waiting lanes as the budget allows."""
         while queue:
             batch = [] if active is None else [active]
@@ -118,7 +120,7 @@ class RevealLoop:
         assert active is not None  # it was, or the queue was not empty
         return active
 
-    def fits(self, view: View, rule: rules.Rule, *lanes: Lanes) -> int:
+    def fits(self, view: View, rule: UnmaskingRule, *lanes: Lanes) -> int:
         """How many lanes as expensive as the most expensive of `lanes` one network call holds."""
         cost = int(torch.cat([view.cost(part) for part in lanes]).max())
         values = 0
@@ -139,7 +141,7 @@ class RevealLoop:
     def _step(
         self,
         view: View,
-        rule: rules.Rule,
+        rule: UnmaskingRule,
         lanes: Lanes,
         choose: Choose,
         results: Accumulator,
@@ -161,7 +163,7 @@ class RevealLoop:
         return after
 
 
-def decide(rule: rules.Rule, predictions: Predictions | None, lanes: Lanes, numbers: Sequence[int]) -> rules.Decision:
+def decide(rule: UnmaskingRule, predictions: Predictions | None, lanes: Lanes, numbers: Sequence[int]) -> Decision:
     """The rule's decision. `predictions` is None for a fixed rule; `numbers` as in `RevealLoop.run`.
 
     Raises RuleStalled for a pick that is empty, unless the rule may wait.

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 
-from lm_eval_duel.engine.lanes import Lanes, Rows
+from lm_eval_duel.core.lanes import Lanes, Rows
 from lm_eval_duel.hashing import uniform
 
 if TYPE_CHECKING:
-    from lm_eval_duel.denoisers.predictions import Predictions
+    from lm_eval_duel.core.predictions import Predictions
 
 
 class Choose(Protocol):

@@ -8,18 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
-from lm_eval_duel.denoisers.predictions import Predictions
-from lm_eval_duel.engine.lanes import Lanes, Rows
+from lm_eval_duel.core.lanes import Lanes, Rows
+from lm_eval_duel.core.predictions import Predictions
 from lm_eval_duel.hashing import hashed
 
 if TYPE_CHECKING:
-    from lm_eval_duel.denoisers.base import Denoiser
+    from lm_eval_duel.core.denoiser import Denoiser
 
 KeysValues = tuple[torch.Tensor, torch.Tensor]  # of one layer, (N, H, K, D / H) each
+
+
+class Kept(Protocol):
+    """One layer's kept keys and values, other than a pair that stands before the call's own."""
+
+    def join(self, keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
+        """The keys and values to attend to, given the call's own."""
+
+
+Past = KeysValues | Kept  # of one layer
 
 
 class Positions(NamedTuple):

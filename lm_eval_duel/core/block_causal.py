@@ -30,13 +30,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lm_eval_duel.denoisers.block_packing import Call
-from lm_eval_duel.denoisers.views import KeysValues, Positions, View, distinct, hidden_cells, take
-from lm_eval_duel.engine.lanes import Lanes, Rows
+from lm_eval_duel.core.block_packing import Call
+from lm_eval_duel.core.lanes import Lanes, Rows
+from lm_eval_duel.core.view import KeysValues, Positions, View, distinct, hidden_cells, take
 from lm_eval_duel.hashing import hashed
 
 if TYPE_CHECKING:
-    from lm_eval_duel.denoisers.base import Denoiser
+    from lm_eval_duel.core.denoiser import Denoiser
 
 STRETCH = 256  # columns of a window whose blocks are evaluated together
 CLEAN = 512  # columns of clean blocks that are evaluated together: a later piece reads the keys of an earlier one

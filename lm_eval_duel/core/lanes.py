@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 
-from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.core.windows import Window
 
 GROUP = 4096  # windows opened at once, which bounds the ids in memory, not the batch
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
-from lm_eval_duel.engine.lanes import Lanes, Rows
-from lm_eval_duel.engine.windows import Window
-from lm_eval_duel.rules import NEAR_TIE, Decision
+from lm_eval_duel.core.decision import NEAR_TIE, Decision
+from lm_eval_duel.core.lanes import Lanes, Rows
+from lm_eval_duel.core.windows import Window
 
 if TYPE_CHECKING:
-    from lm_eval_duel.denoisers.predictions import Predictions
+    from lm_eval_duel.core.predictions import Predictions
 
 STATISTICS = ("confidence", "margin", "entropy")  # of Predictions, in a trace
 

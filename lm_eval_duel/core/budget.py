@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lm_eval_duel.engine.lanes import Lanes, Rows, blocks
-from lm_eval_duel.engine.windows import Window
+from lm_eval_duel.core.lanes import Lanes, Rows, blocks
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
 
 if TYPE_CHECKING:
-    from lm_eval_duel.denoisers.base import Denoiser
+    from lm_eval_duel.core.denoiser import Denoiser
 
 log = logging.getLogger("lm_eval.duel_mdm")
 

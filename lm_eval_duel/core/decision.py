@@ -1,0 +1,44 @@
+"""What a rule is to the reveal loop, and what it returns. No torch: rules are named and parsed without it.
+
+Shapes: R lanes, W block width.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from lm_eval_duel.core.lanes import Lanes
+    from lm_eval_duel.core.predictions import Predictions
+
+
+NEAR_TIE = 1e-4  # logits: with a smaller margin, float noise could change the order
+
+
+class Decision(NamedTuple):
+    """What a rule decided in one step.
+
+    `decision_margin`: the margin of each lane's decision, that is, by how much logits must change before the pick does.
+    It is infinite for an order that does not depend on the network, and None if the rule does not know it.
+
+    `memory`: tensors with leading (R, W). The next step gets them as `lanes.memory`: zeros in lanes at step 0, and an
+    empty tuple if all lanes are at step 0.
+    """
+
+    pick: torch.Tensor  # (R, W) bool
+    decision_margin: torch.Tensor | None = None  # (R,)
+    memory: tuple[torch.Tensor, ...] = ()
+
+
+class UnmaskingRule(Protocol):
+    """What the loop reads of a rule; see `rules.Rule` for each attribute."""
+
+    fixed: ClassVar[bool]
+    reads_step: ClassVar[bool]
+    may_pick_none: ClassVar[bool]
+    dense_memory: ClassVar[bool]
+
+    def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
+        """Which masked positions of each lane to reveal next."""

@@ -1,1 +1,0 @@
-"""Windows, lanes, and the loop that reveals them."""
