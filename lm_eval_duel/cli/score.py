@@ -32,7 +32,8 @@ NO_BOUND = "no bound: elbo_eps above 0 leaves out small noise levels"
 PRINTS = """\
 Prints a line for each document (tokens, log-probability in nats, perplexity per token and per word, bits per byte) and
 the total with its standard error over documents. The numbers are those of the harness: the same windows, special tokens
-and model args. An estimate or a bound has its Monte Carlo error in a column of its own.
+and model args. Words are those of the text without white space around it; the harness counts one more for a text that
+ends in a newline. An estimate or a bound has its Monte Carlo error in a column of its own.
 A .jsonl, .json or .parquet file has a document in each row (--field names the column); a .txt or .md file is one
 document, or with --lines one for each line. The file - is standard input.
 """
@@ -161,19 +162,25 @@ def kind(estimator: str, spec: Mapping[str, str]) -> str:
 def score(lm: DuelMDM, texts: Sequence[own_text.OwnText]) -> list[Row] | None:
     """The score of each text under a model of the harness; None on ranks other than the first."""
     from lm_eval_duel.harness import versions
-    from lm_eval_duel.tasks import sizes
 
     mine = lm.ranks.deal([1 + len(text) for _, text in texts])
     requests = [versions.request("loglikelihood_rolling", {"text": texts[n][1]}, (texts[n][1],), TASK, n) for n in mine]
     answers = lm.loglikelihood_rolling(requests)
     rows = {
-        n: Row(texts[n][0], float(answer), Size(answer.tokens, *sizes(texts[n][1])), answer.stderr)
+        n: Row(texts[n][0], float(answer), size_of(texts[n][1], answer.tokens), answer.stderr)
         for n, answer in zip(mine, answers, strict=True)
     }
     if (shares := lm.gather_object(rows)) is None:
         return None
     every = {n: row for share in shares for n, row in share.items()}
     return [every[n] for n in range(len(texts))]
+
+
+def size_of(text: str, tokens: int) -> Size:
+    """The units of a text. Words are those of the text without the white space around it."""
+    from lm_eval_duel.tasks import sizes
+
+    return Size(tokens, sizes(text.strip())[0], sizes(text)[1])
 
 
 def _total(lm: DuelMDM, rows: Sequence[Row]) -> dict[str, Any]:

@@ -149,18 +149,24 @@ class RevealLoop:
     ) -> Lanes:
         """The lanes after one step, which is added to the results."""
         try:
-            predictions = view(lanes)
-            if choose.teacher_forced:
-                predictions.expect(choose(predictions, lanes, lanes.masked))
-            decision = decide(rule, predictions, lanes, numbers)
-            tokens = choose(predictions, lanes, decision.pick)  # (R, W)
-            log_prob = predictions.log_prob(tokens)  # (R, W)
+            with without_autocast(self.denoiser):
+                predictions = view(lanes)
+                if choose.teacher_forced:
+                    predictions.expect(choose(predictions, lanes, lanes.masked))
+                decision = decide(rule, predictions, lanes, numbers)
+                tokens = choose(predictions, lanes, decision.pick)  # (R, W)
+                log_prob = predictions.log_prob(tokens)  # (R, W)
         except NotFinite as error:
             window = numbers[int(lanes.row[error.lane])]
             raise NotFinite(f"{error} {_place(lanes, error.lane, numbers)}", window) from None
         after = lanes.reveal(decision.pick, tokens, decision.memory)  # before the results: it may run out of memory
         results.add(lanes, decision, predictions, tokens, log_prob)
         return after
+
+
+def without_autocast(denoiser: Denoiser) -> torch.autocast:
+    """A context in which an autocast around the call does not count: numbers are those of the dtype in the spec."""
+    return torch.autocast(denoiser.device.type, enabled=False)
 
 
 def decide(rule: UnmaskingRule, predictions: Predictions | None, lanes: Lanes, numbers: Sequence[int]) -> Decision:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from typing import Any
 
 import torch
@@ -81,9 +82,29 @@ def from_model(
             plain.mask_id,
             of_tokenizer,
         )
+    _warn_of_half_precision(module, name)
     denoiser = InMemory(plain, module, name, weights, autocast)
     denoiser.special_tokens = special_tokens.expected(denoiser, tokenizer)
     return loading.wrapped(denoiser, options)
+
+
+_half: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # modules that were named in the warning
+
+
+def _warn_of_half_precision(module: torch.nn.Module | None, name: str) -> None:
+    """Warn once for each network whose weights are coarser than float32, as transformers loads them by default."""
+    dtypes = {parameter.dtype for parameter in module.parameters()} if module is not None else set()
+    half = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes & {torch.bfloat16, torch.float16})
+    if module is None or not half or module in _half:
+        return
+    _half.add(module)
+    log.warning(
+        "The weights of %s are in %s, so its numbers differ from those of the same weights in float32, by tenths of a "
+        "nat for a sentence. transformers keeps the dtype of a checkpoint; pass dtype=torch.float32 to its "
+        "from_pretrained",
+        name,
+        " and ".join(half),
+    )
 
 
 class InMemory(Denoiser):

@@ -18,6 +18,7 @@ import torch
 from lm_eval_duel.core.budget import Budget
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.lanes import Lanes
+from lm_eval_duel.core.reveal import without_autocast
 from lm_eval_duel.core.tokens import Targets
 from lm_eval_duel.core.view import View
 from lm_eval_duel.core.windows import Window
@@ -39,8 +40,8 @@ def accumulate(
     if batch_size < 1:
         raise DuelError(f"batch_size is the number of rows in a call with gradients, at least 1; got {batch_size}.")
     budget = Budget(batch_size * duel.denoiser.max_length)
-    log_probs = torch.zeros(len(windows), dtype=torch.float64)  # (N,)
-    with torch.inference_mode(False), torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad(), without_autocast(duel.denoiser):
+        log_probs = torch.zeros(len(windows), dtype=torch.float64)  # (N,)
         for numbers in duel._groups(windows):
             group = duel._open([windows[n] for n in numbers], list(numbers))
             weight = torch.tensor([weights[n] for n in numbers], dtype=torch.float64, device=group.rows.ids.device)

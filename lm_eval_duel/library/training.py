@@ -6,6 +6,7 @@ trainer.add_callback(DuelCallback(trainer, texts, rules=["greedy"], block=32, ev
 
 from __future__ import annotations
 
+import bisect
 import inspect
 import logging
 import math
@@ -230,20 +231,20 @@ def _duels(
 
 
 def _fitting(duels: Sequence[Duel], texts: Sequence[str], sample: float | None, budget: int) -> int:
-    """How many of the first texts fit the budget."""
-    total = 0
-    for n, text in enumerate(texts):
-        tokens = sum(planned_tokens(duel, [text], sample) for duel in duels)
-        if total + tokens > budget:
-            if not n:
-                raise DuelError(
-                    f"The first text takes {tokens} network tokens, more than token_budget={budget}. Pass a shorter "
-                    "text, a larger budget, or cache='dual'."
-                )
-            log.info("%d of %d texts fit token_budget=%d (%d network tokens)", n, len(texts), budget, total)
-            return n
-        total += tokens
-    return len(texts)
+    """How many of the first texts fit the budget; equal windows are scored, and counted, once."""
+
+    def tokens(count: int) -> int:
+        return sum(planned_tokens(duel, texts[:count], sample) for duel in duels)
+
+    fitting = bisect.bisect_right(range(1, len(texts) + 1), budget, key=tokens)
+    if not fitting:
+        raise DuelError(
+            f"The first text takes {tokens(1)} network tokens, more than token_budget={budget}. Pass a shorter text, a "
+            "larger budget, or cache='dual'."
+        )
+    if fitting < len(texts):
+        log.info("%d of %d texts fit token_budget=%d (%d network tokens)", fitting, len(texts), budget, tokens(fitting))
+    return fitting
 
 
 def _scored(duel: Duel, texts: Sequence[str], sample: float | None) -> Sequence[Any]:

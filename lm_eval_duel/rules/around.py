@@ -21,6 +21,11 @@ class Around(Rule):
             object.__setattr__(self, attribute, getattr(self.rule, attribute))
 
     @property
+    def followed(self) -> Rule:
+        """The rule that decides inside."""
+        return self.rule
+
+    @property
     def spans_blocks(self) -> bool:
         return self.rule.spans_blocks
 
@@ -46,7 +51,7 @@ class Around(Rule):
         """
         if "masked" in planes and predictions is not None:
             predictions = predictions.among(planes["masked"])
-        return self.rule(predictions, dataclasses.replace(lanes, **planes))
+        return self.followed(predictions, dataclasses.replace(lanes, **planes))
 
 
 def inner(rule: Rule) -> Rule:

@@ -77,6 +77,10 @@ class Rule:
         """The rule with the ids that it takes from a tokenizer, if any; raises DuelError for missing ids."""
         return self
 
+    def after_first(self) -> Rule:
+        """The rule as it goes on where `seed_first` revealed a block's first position alone."""
+        return self
+
     def check_network(self, denoiser: Any) -> None:
         """Raise DuelError for a network that this rule cannot follow."""
 

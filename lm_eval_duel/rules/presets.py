@@ -124,6 +124,14 @@ ENTRIES = (
         f"{FAST_DLLM} dream/model/generation_utils_block.py L387-571, dream/eval_gsm8k.sh L33-38",
     ),
     Preset(
+        "dream-fast-dllm-prefix-entropy",
+        "Fast-dLLM on Dream, prefix cache without parallel decoding: Dream's schedule of 256 steps for 8 blocks",
+        ("dream",),
+        {"rule": "dream:alg=entropy:seed_first=true", "steps": 32, "block": 32, "cache": "prefix"},
+        f"{FAST_DLLM} dream/model/generation_utils_block.py L387-571, dream/eval_gsm8k.sh L19-24",
+        free=("steps",),
+    ),
+    Preset(
         "sdar-static",
         "SDAR, low_confidence_static: the most probable of the drawn tokens, one a step",
         ("sdar", "sdar-moe"),

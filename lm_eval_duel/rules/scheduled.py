@@ -173,6 +173,8 @@ class Dream(Rule):
     last step all. `alg`: by least entropy, largest P1 - P2 (`topk_margin`) or largest P1 (`maskgit_plus`). Steps that
     reveal nothing, as the first one mostly does, are skipped: they neither change a prediction nor count as steps.
 
+    After a block's first position (`seed_first`) the schedule starts at step 1, as in Fast-dLLM's block sampler.
+
     `alg=confidence_threshold` (Fast-dLLM's copy) gives each step M / steps of the M positions, and those that earlier
     steps passed over. The most confident of these many is revealed, and the others if P1 >= tau.
     """
@@ -181,6 +183,7 @@ class Dream(Rule):
     label: ClassVar[str] = "Dream"
     speed: ClassVar[tuple[str, ...]] = ("steps",)
     reads_step: ClassVar[bool] = True
+    first_step: ClassVar[int] = 0
     alg: Algorithm
     steps: int
     tau: float | None = optional(None)
@@ -201,6 +204,16 @@ class Dream(Rule):
             if self.alg != "confidence_threshold":
                 raise DuelError("'tau' of rule 'dream' is read with alg=confidence_threshold only; leave it out.")
 
+    def after_first(self) -> Rule:
+        if self.alg == "confidence_threshold":
+            return self
+        if self.steps == 1:
+            raise DuelError(
+                "Rule 'dream' with seed_first=true takes its first step for a block's first position, so it needs at "
+                "least steps=2: with one step the authors' code leaves the other positions masked."
+            )
+        return SeededDream(self.alg, self.steps)
+
     def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
         if self.alg == "confidence_threshold":
             return self._threshold(predictions, lanes)
@@ -216,7 +229,7 @@ class Dream(Rule):
         begin = lanes.memory[0][:, :1] if lanes.memory else torch.zeros_like(left)  # (R, 1)
         count = (left.float() * dream_shares(self.steps).to(device)).long()  # (R, S)
         step = torch.arange(self.steps, device=device)  # (S,)
-        index = ((count > 0) & (step >= begin)).long().argmax(1, keepdim=True)  # (R, 1)
+        index = ((count > 0) & (step >= begin.clamp(min=self.first_step))).long().argmax(1, keepdim=True)  # (R, 1)
         return count.gather(1, index), (index + 1).expand_as(lanes.masked)
 
     def _threshold(self, predictions: Predictions, lanes: Lanes) -> Decision:
@@ -234,3 +247,10 @@ class Dream(Rule):
         away = predictions.confidence.double() - log_odds(self.tau or 0.0)  # (R, W)
         distance = away.abs().masked_fill(~candidates | single, math.inf).amin(1) / 2  # (R,)
         return Decision(candidates & (single | (away >= 0)), gap.minimum(first_gap).minimum(distance), (m,))
+
+
+@dataclasses.dataclass(frozen=True)
+class SeededDream(Dream):
+    """Dream's schedule from its second step on."""
+
+    first_step: ClassVar[int] = 1

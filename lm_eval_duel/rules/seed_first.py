@@ -15,7 +15,7 @@ import math
 from typing import Any
 
 from lm_eval_duel.rules.around import Around, emptied
-from lm_eval_duel.rules.base import Decision
+from lm_eval_duel.rules.base import Decision, Rule
 
 SEED_FIRST = "seed_first"
 
@@ -23,6 +23,14 @@ SEED_FIRST = "seed_first"
 @dataclasses.dataclass(frozen=True)
 class SeedFirst(Around):
     """The first position of a block alone, if it is masked, then `rule`, whose steps are counted from there."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.rule.after_first()  # raises DuelError for a rule that cannot go on
+
+    @property
+    def followed(self) -> Rule:
+        return self.rule.after_first()
 
     def __call__(self, predictions: Any, lanes: Any) -> Decision:
         import torch

@@ -53,6 +53,12 @@ def test_the_numbers_are_those_of_the_library(folder, texts, tmp_path, capsys):
     assert "total" in printed and "standard error over documents" in printed
 
 
+def test_words_do_not_include_the_white_space_around_a_text():
+    from lm_eval_duel.cli.score import Size, size_of
+
+    assert size_of("two words\n", 3) == Size(3, 2, 10) and size_of(" two words", 3) == Size(3, 2, 10)
+
+
 def test_a_bound_has_its_monte_carlo_error(folder, texts, tmp_path, capsys):
     out = tmp_path / "out.json"
     arguments = ("--lines", "--model_args", f"pretrained={folder},estimator=elbo,mc_samples=16", "--json", str(out))

@@ -234,6 +234,17 @@ def state():
     )
 
 
+def test_half_precision_is_said_once(caplog):
+    for dtype, said in ((torch.float32, 0), (torch.bfloat16, 1)):
+        caplog.clear()
+        model = tiny.network("bert").to(dtype)
+        for _ in range(2):
+            Duel.from_model(model, tiny.tokenizer(), block=3)
+        assert [record.levelname for record in caplog.records if "dtype=torch.float32" in record.message] == [
+            "WARNING"
+        ] * said
+
+
 def test_modes_gradients_autocast_and_random_numbers_are_as_before():
     model = bert()
     model.bert.encoder.layer[0].eval()  # frozen by its owner

@@ -1,5 +1,6 @@
 """`Duel.backward`: the gradient of exact log-probabilities, against autograd through the unrolled sum."""
 
+import contextlib
 import gc
 import math
 import weakref
@@ -165,6 +166,24 @@ def test_a_checkpoint_gives_gradients_to_all_of_its_parameters():
     assert value == pytest.approx(duel.log_prob(windows)[0].log_prob, abs=1e-4)
     without = [name for name, parameter in denoiser.network.named_parameters() if parameter.grad is None]
     assert not without
+
+
+@pytest.mark.parametrize("around", [lambda: torch.autocast("cpu", torch.bfloat16), torch.inference_mode])
+def test_an_autocast_or_inference_mode_around_the_call_changes_nothing(around):
+    denoiser = load("demo-mdm")
+    duel, window = Duel(denoiser, "greedy", 8), Window((), tuple(range(100, 112)))
+    parameter = next(denoiser.layers.parameters())
+    parameter.requires_grad_(True)
+    found = []
+    for context in (contextlib.nullcontext, around):
+        parameter.grad = None
+        with context():
+            [log_prob] = duel.backward([window], [1.0])
+            [scored] = duel.log_prob([window])
+        found.append((parameter.grad.clone(), log_prob, scored.log_prob))
+    (plain, *values), (inside, *again) = found
+    assert (plain - inside).norm() <= 1e-5 * plain.norm()
+    assert again == pytest.approx(values, abs=1e-4)
 
 
 def test_what_has_no_gradient():

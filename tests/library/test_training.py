@@ -77,6 +77,11 @@ def test_the_cost_is_known_before(model, caplog):
         DuelError, match=f"The first text takes {evaluated[0]} network tokens, more than token_budget=5"
     ):
         training_metrics(model, tiny.tokenizer(), TEXTS, block=3, token_budget=5)
+    twice = [TEXTS[0], TEXTS[1], TEXTS[0], TEXTS[2]]  # equal windows are scored once
+    budget = planned_tokens(duel, twice)
+    assert training_metrics(model, tiny.tokenizer(), twice, block=3, token_budget=budget) == training_metrics(
+        model, tiny.tokenizer(), twice, block=3
+    )
     under_cache = Duel.from_model(model, tiny.tokenizer(), block=3, cache="dual")
     assert planned_tokens(under_cache, TEXTS) < planned_tokens(duel, TEXTS)
     assert planned_tokens(duel, TEXTS[:1], sample=0.5) > planned_tokens(under_cache, TEXTS[:1])

@@ -175,6 +175,37 @@ def test_dream_follows_its_schedule_and_its_score(alg, length, steps):
     assert scored.reveal_steps == tuple(wanted) and scored.nfe == seen[0]
 
 
+@pytest.mark.parametrize(("block", "steps"), [(8, 8), (8, 5), (5, 3), (12, 24), (3, 2), (1, 2)])
+def test_dream_after_the_first_position_is_fast_dllms_block_sampler(block, steps):
+    """The block's first position alone, then the schedule from i = 1 on; Fast-dLLM's generation_utils_block.py."""
+    toy = Toy(length=16, tokens=3)
+    row = torch.arange(16 - 16 % block) * 5 % 3
+    wanted, masked = [None] * len(row), torch.ones(len(row), dtype=torch.bool)
+    level = torch.linspace(1, 1e-3, steps + 1)
+    for start in range(0, len(row), block):
+        inside = torch.zeros_like(masked)
+        inside[start : start + block] = True
+        wanted[start], masked[start] = 0, False
+        seen = 1
+        for i in range(1, steps):
+            ids = torch.where(masked, toy.mask_id, row)
+            p = toy.features(ids[None], None)[0].masked_fill(toy.excluded, -math.inf).softmax(1)
+            left = int((masked & inside).sum())
+            count = int(left * (1 - level[i + 1] / level[i])) if i < steps - 1 else left
+            if count:
+                for position in (chosen := published.dream(p, masked & inside, "entropy", count)):
+                    wanted[position] = seen
+                masked[list(chosen)] = False
+                seen += 1
+    scored = Duel(toy, f"dream:alg=entropy:steps={steps}:seed_first=true", block).log_prob([Window((), row.tolist())])
+    assert scored[0].reveal_steps == tuple(wanted)
+
+
+def test_one_step_of_dream_after_the_first_position_is_refused():
+    with pytest.raises(DuelError, match="steps=2"):
+        rules.parse("dream:alg=entropy:steps=1:seed_first=true")
+
+
 def orders(toy, row, loop):
     """The reveal steps and the log-probability of a published loop, which yields the positions of each step."""
     steps, log_prob = [None] * len(row), 0.0
