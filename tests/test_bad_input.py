@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerFast
 import lm_eval_duel
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.duel import Duel
+from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.harness.lm import DuelMDM
 
 TESTS = Path(__file__).resolve().parent
@@ -432,7 +432,7 @@ def test_a_nul_is_a_character_like_any_other():
     text = "the\0 people"
     ids = lm.tok_encode(text)
     assert lm.tokenizer.decode(ids) == text
-    by_hand = Duel(lm.denoiser, "greedy").log_prob([Window(tuple(lm.text.prefix), ids)])[0].log_prob
+    by_hand = DuelEstimator(lm.denoiser, "greedy").log_prob([Window(tuple(lm.text.prefix), ids)])[0].log_prob
     assert rolling(lm, text, "the") == pytest.approx([by_hand, rolling(lm, "the")[0]], abs=1e-4)
     assert choice(lm, ("the\0", " people"))[0][0] == pytest.approx(by_hand - rolling(lm, "the\0")[0], abs=1e-4)
 

@@ -22,7 +22,7 @@ from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.wrappers.guidance import Guided
 from lm_eval_duel.denoisers.wrappers.warpers import Warped
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.duel import Duel
+from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.harness.generation_settings import Settings
 from lm_eval_duel.harness.lm import DuelMDM
@@ -548,7 +548,7 @@ def test_the_bases_of_a_rule_of_ones_own_are_its_code(tmp_path, monkeypatch):
         (tmp_path / f"rule_{name}.py").write_text(RULE.format(base=f"base_{name}"))
         rule = rules.parse(f"rule_{name}:Mine")
         found.append(fingerprint.code_of(type(rule)))
-        assert Duel(Toy(), rule).describe()["rule_code"] == found[-1]
+        assert DuelEstimator(Toy(), rule).describe()["rule_code"] == found[-1]
         before = found[-1]
         (tmp_path / f"base_{name}.py").write_text(BASE.format(more=more + " again"))
         assert fingerprint.code_of(type(rule)) != before
@@ -582,7 +582,7 @@ def test_one_token_at_every_position_is_said_to_be_left_to_right(tmp_path, caplo
     with caplog.at_level(logging.WARNING, "lm_eval.duel_mdm"):
         DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu", top_k=1)
     assert "reveals from left to right" in caplog.text and "do_sample: false" in caplog.text
-    (drawn,) = Duel(Warped(Toy(), top_k=1), "greedy", None).sample([(1,)], 4)
+    (drawn,) = DuelEstimator(Warped(Toy(), top_k=1), "greedy", None).sample([(1,)], 4)
     assert drawn.reveal_steps == (0, 1, 2, 3)
     caplog.clear()
     with caplog.at_level(logging.WARNING, "lm_eval.duel_mdm"):
@@ -622,4 +622,4 @@ class Wrong(rules.Rule):
 )
 def test_a_rule_that_returns_no_tensors(what, message):
     with pytest.raises(DuelError, match=re.escape(message)):
-        Duel(Toy(), Wrong(what), 2).log_prob([Window((), (0, 1, 2))])
+        DuelEstimator(Toy(), Wrong(what), 2).log_prob([Window((), (0, 1, 2))])

@@ -32,7 +32,7 @@ from lm_eval_duel.core.lanes import blocks, groups
 from lm_eval_duel.core.windows import Window, conditional, independent, of_row
 from lm_eval_duel.denoisers.load_options import BOS, DTYPES, Attention, Backend, LastBlock, Sigma
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.duel import Autoregressive, Duel
+from lm_eval_duel.estimators.duel import Autoregressive, DuelEstimator
 from lm_eval_duel.estimators.registry import ELBO_FORMS, ESTIMATORS
 from lm_eval_duel.harness.text import Text
 from lm_eval_duel.options import Grid, Options, Windows, names
@@ -409,7 +409,7 @@ def check_batch(data):
     spec = {"grid": grid, "batch_size": chance.choice(rows), "max_batch_size": chance.choice(rows)}
     spec["traced"] = chance.random() < 0.5
     note(f"{network.attention} {rule} block={block} {spec}")
-    make = functools.partial(Duel, network, rule, block)
+    make = functools.partial(DuelEstimator, network, rule, block)
     if not lawful(network, rule, block, grid):
         with pytest.raises(DuelError, match=r"\w"):
             make(**spec)

@@ -11,12 +11,11 @@ from laws import RULES, strings, total
 from textbook import score
 from toys import BlockCausal, Causal, Joint, Leaky, Rotary, Small, Toy
 
-from lm_eval_duel import rules
+from lm_eval_duel import Duel, rules
 from lm_eval_duel.core import block_causal, predictions
 from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError, RuleStalled
-from lm_eval_duel.estimators.duel import Duel
 
 ONE_AT_A_TIME = [r for r in RULES if ":k=1" in r] + ["threshold:mu=1.0", "entropy_bound:gamma=0.0"]
 BLOCKS = [1, 2, 3, None]

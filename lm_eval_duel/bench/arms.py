@@ -29,7 +29,7 @@ from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.hub import pick_device
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.checks import DEFAULT_BLOCK
-from lm_eval_duel.estimators.duel import Duel
+from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.phases import Phases
 from lm_eval_duel.estimators.two_phase import TwoPhase
 
@@ -49,10 +49,10 @@ class Bench:
         check(self.denoiser, self.windows)
         named_blocks = {"auto": _block(settings) if _is_random(settings) else "auto", "none": None}
         block = named_blocks.get(settings.block, settings.positions)
-        self.duel = Duel(self.denoiser, settings.rule_text, block, batch_size=settings.batch_size)
+        self.duel = DuelEstimator(self.denoiser, settings.rule_text, block, batch_size=settings.batch_size)
         self.uncached = self.duel
         if cache:
-            self.uncached = Duel(self.plain, settings.rule_text, block, batch_size=settings.batch_size)
+            self.uncached = DuelEstimator(self.plain, settings.rule_text, block, batch_size=settings.batch_size)
         self.two_phase: TwoPhase | None = None
         if settings.estimator == TWO_PHASE:
             self.two_phase = TwoPhase(

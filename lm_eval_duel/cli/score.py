@@ -9,14 +9,14 @@ import functools
 import json
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.arguments import count
 from lm_eval_duel.command_line import Parser, file_to_write, process
 from lm_eval_duel.errors import DuelError, too_few_documents, usage
-from lm_eval_duel.estimators.registry import Kind, find
+from lm_eval_duel.estimators.registry import Kind, find, kind_of
 from lm_eval_duel.harness.key_values import key_values
 from lm_eval_duel.options import Options
 from lm_eval_duel.rates import perplexity, ratio
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from lm_eval_duel.harness.lm import DuelMDM
 
 TASK = "score"  # what traces and results call these documents
-NO_BOUND = "no bound: elbo_eps above 0 leaves out small noise levels"
 PRINTS = """\
 Prints a line for each document (tokens, log-probability in nats, perplexity per token and per word, bits per byte) and
 the total with its standard error over documents. The numbers are those of the harness: the same windows, special tokens
@@ -98,7 +97,7 @@ def main(arguments: Sequence[str]) -> None:
         "fingerprint": info["fingerprint"],
         "spec": info["spec"],
         "estimator": lm.estimator.name,
-        "kind": kind(lm.estimator.name, info["spec"]),
+        "kind": kind_of(lm.estimator.name, info["spec"]),
         "documents": [row.figures() for row in rows],
         "total": _total(lm, rows),
     }
@@ -149,14 +148,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     Options.parse(options.model)
     options.ranks = process()[1]
     return options
-
-
-def kind(estimator: str, spec: Mapping[str, str]) -> str:
-    """What the perplexities are: a likelihood, an estimate, a bound, or none of these."""
-    value = find(estimator).kind
-    if value is Kind.UPPER_BOUND and float(spec.get("elbo_eps", 0)):
-        return NO_BOUND
-    return value.value
 
 
 def score(lm: DuelMDM, texts: Sequence[own_text.OwnText]) -> list[Row] | None:

@@ -36,7 +36,7 @@ from lm_eval_duel.estimators.replay import Replay
 Stop: TypeAlias = Callable[[int, tuple[int, ...]], bool]  # (index, tokens so far) -> whether to stop here
 
 
-class Duel(Estimator):
+class DuelEstimator(Estimator):
     """A denoiser, an unmasking rule and a block: one distribution, to score (`log_prob`, Algorithm 2) and to sample.
 
     `block`: how many positions are finished before the next ones; None: the whole target; "auto": the trained block,
@@ -80,7 +80,7 @@ class Duel(Estimator):
     def values(self, scored: WindowScore) -> dict[str, Value]:
         return {self.name: Value(scored.log_prob, nfe=scored.nfe)}
 
-    def with_denoiser(self, denoiser: Denoiser) -> Duel:
+    def with_denoiser(self, denoiser: Denoiser) -> DuelEstimator:
         """The same rule and block on a wrapped network of the same kind, with shared counts."""
         twin = copy.copy(self)
         twin.denoiser, twin._loop = denoiser, RevealLoop(denoiser, self.budget)
@@ -107,25 +107,7 @@ class Duel(Estimator):
         reveal_steps: Sequence[Ids] | None = None,
         batch_size: int = 1,
     ) -> list[float]:
-        """Add the gradient of sum_i weights[i] * log_prob(windows[i]) to the parameters' `grad`.
-
-        As `loss.backward()` does, but one step at a time: memory is that of one call. Where a change of the weights
-        would change an order, log_prob jumps; everywhere else this is its exact gradient.
-
-        Args:
-            windows: Windows.
-            weights: Of each window. Optimizers minimize: to raise log_prob, its weight is negative.
-            reveal_steps: The order of each window, as `log_prob` and `sample` return it. None: found first, by scoring
-                the windows, which evaluates every step twice.
-            batch_size: Rows of max_length in one call with gradients, which take more memory than one without.
-
-        Returns:
-            log_prob of each window, in nats.
-
-        Raises:
-            DuelError: If a window cannot be scored, an order is not one of its window, or the network gives no
-                gradients (quantized weights, frozen parameters, a cache).
-        """
+        """See `Duel.backward` (library/duel.py)."""
         if len(weights) != len(windows):
             raise DuelError(
                 f"backward needs a weight for each window; got {len(windows)} windows and {len(weights)} weights."
@@ -291,7 +273,7 @@ def as_windows(contexts: Sequence[Ids], length: int, suffix: Ids, tail: int) -> 
     return [Window(context, (0,) * length, suffix, tail) for context in contexts]
 
 
-class Autoregressive(Duel):
+class Autoregressive(DuelEstimator):
     """The chain rule of an autoregressive network: the same windows, with one forward for each.
 
     Raises:

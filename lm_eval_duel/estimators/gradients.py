@@ -26,11 +26,15 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.replay import Replay
 
 if TYPE_CHECKING:
-    from lm_eval_duel.estimators.duel import Duel
+    from lm_eval_duel.estimators.duel import DuelEstimator
 
 
 def accumulate(
-    duel: Duel, windows: Sequence[Window], weights: Sequence[float], orders: Sequence[tuple[int, ...]], batch_size: int
+    duel: DuelEstimator,
+    windows: Sequence[Window],
+    weights: Sequence[float],
+    orders: Sequence[tuple[int, ...]],
+    batch_size: int,
 ) -> list[float]:
     """See `Duel.backward`; `orders` are checked already."""
     if duel.denoiser.cache is not None:

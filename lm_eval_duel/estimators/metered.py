@@ -1,4 +1,4 @@
-"""A `Duel` that knows what its network calls cost, and for which windows.
+"""A `DuelEstimator` that knows what its network calls cost, and for which windows.
 
 One call may hold blocks of many windows. Its forwards and seconds are shared out to the windows in proportion to the
 token-rows that each has in it: for a lane the positions of its row, or under a cache those of a later step.
@@ -20,12 +20,12 @@ from lm_eval_duel.core.predictions import Predictions
 from lm_eval_duel.core.scores import Accumulator, WindowScore
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators.base import BlockSpan, IndexedScores, WindowGroup
-from lm_eval_duel.estimators.duel import Duel
+from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.phases import Cost
 
 
-class Metered(Duel):
-    """`Duel` with the costs of its network calls, in total (`cost`) and of each window (`take_costs`)."""
+class Metered(DuelEstimator):
+    """`DuelEstimator` with the costs of its network calls, in total (`cost`) and of each window (`take_costs`)."""
 
     def __init__(self, *arguments: Any, **settings: Any):
         super().__init__(*arguments, **settings)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 ELBO_FORMS = ("count", "ratio", "score_entropy")
 CONFIDENCES = ("untempered", "tempered")  # which probability of a drawn token decides whether it is kept
 SAMPLE = 0.05  # share of the blocks of a two-phase estimate that are also scored without the cache
+NO_BOUND = "no bound: elbo_eps above 0 leaves out small noise levels"
 LATTICE_BLOCK = 12  # the most positions of a block whose sets are all evaluated: 4,095 sets
 
 
@@ -260,7 +261,7 @@ ENTRIES = (  # in the order of tables
         "duel",
         "DUEL",
         Kind.LIKELIHOOD,
-        "lm_eval_duel.estimators.duel:Duel",
+        "lm_eval_duel.estimators.duel:DuelEstimator",
         lambda options: {"rule": options.rule, "block": options.block},
         follows_rule=True,
         decodes=True,
@@ -347,16 +348,24 @@ def ignored_args(given: Mapping[str, Any], estimator: str) -> list[str]:
     return [key for key in find(estimator).ignored_args if key in given]
 
 
-def make(denoiser: Denoiser, options: Options) -> Estimator:
-    """The estimator that the options name; raises DuelError if there is none of its kind for this network."""
+def kind_of(estimator: str, spec: Mapping[str, Any]) -> str:
+    """What the values of an estimator with this spec are: a likelihood, an estimate, a bound, or none of these."""
+    kind = find(estimator).kind
+    return NO_BOUND if kind is Kind.UPPER_BOUND and float(spec.get("elbo_eps", 0)) else kind.value
+
+
+def make(denoiser: Denoiser, options: Options, **sizes: Any) -> Estimator:
+    """The estimator that the options name; raises DuelError if there is none of its kind for this network.
+
+    `sizes`: batch_size, max_batch_size and traced, if they are not those of the options.
+    """
     presets.require_fit(options.preset, denoiser.family)
     entry = find(options.estimator)
+    own = {"batch_size": options.rows, "max_batch_size": options.max_batch_size, "traced": options.trace is not None}
     module, name = entry.target.split(":")
     return getattr(importlib.import_module(module), name)(
         denoiser,
         grid=options.grid,
-        batch_size=options.rows,
-        max_batch_size=options.max_batch_size,
-        traced=options.trace is not None,
+        **{**own, **sizes},
         **entry.settings(options),
     )

@@ -29,7 +29,7 @@ from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators.base import IndexedScores, WindowGroup
 from lm_eval_duel.estimators.checks import check_count, check_every_order, check_lattice_block
 from lm_eval_duel.estimators.drawn_confidence import compare, score_of, token_scores, untempered
-from lm_eval_duel.estimators.duel import Duel
+from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.registry import CONFIDENCES, LATTICE_BLOCK
 from lm_eval_duel.estimators.sampled_arguments import check_step_counts
 from lm_eval_duel.estimators.sampled_dp import DrawnChunk, decodes_to_targets, fold
@@ -41,7 +41,7 @@ from lm_eval_duel.hashing import uniform
 SCORED_AT_ONCE = 64  # samples
 
 
-class SampledConfidence(Duel):
+class SampledConfidence(DuelEstimator):
     """A sampler that keeps the most probable of the tokens drawn: one distribution, to score and to sample.
 
     `n`: how many draws are kept at a step, 1 if nothing is given; ties go to the lowest position. `steps`: instead of
@@ -122,7 +122,7 @@ class SampledConfidence(Duel):
     def stream_samples(
         self, contexts: Sequence[Ids], length: int, *, scored: bool = True, **settings: Any
     ) -> Iterator[tuple[int, Sample]]:
-        """As `Duel.stream_samples`. The log-probability of a sample is that of its text, over all orders.
+        """As `DuelEstimator.stream_samples`. The log-probability of a sample is that of its text, over all orders.
 
         It takes all states of each block, far more than sampling does. `scored=False` leaves it out: log_prob is NaN.
         """

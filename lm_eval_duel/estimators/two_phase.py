@@ -4,7 +4,7 @@
 
 f_b and g_b are the log-probs of a block under the rule without and with the cache. f is what is estimated; g is cheap
 and nearly equal, so the differences are small and few of them suffice. The sample, the weights w_b and the variance:
-block_sample.py. Both phases are `Duel`, the second one with fewer lanes.
+block_sample.py. Both phases are a `DuelEstimator`, the second one with fewer lanes.
 
 Shapes: N windows, B blocks of a window.
 """

@@ -1,6 +1,6 @@
 """`generate_until`: prompts in, texts out, by Algorithm 1 under exactly the spec that is scored.
 
-    requests -> Settings and prompts -> samples (Duel.stream_samples) -> texts, cut at the first stop string
+    requests -> Settings and prompts -> samples (DuelEstimator.stream_samples) -> texts, cut at the first stop string
 
 A request is a prompt and `max_gen_toks` positions to generate. After each finished block the text is searched for stop
 strings and the end of text; once one is there, no further block is generated.
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from lm_eval_duel.core.scores import Sample
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators.checks import check_windows
-from lm_eval_duel.estimators.duel import Duel
+from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.harness import cache_keys
 from lm_eval_duel.harness.generation_settings import Settings
 from lm_eval_duel.harness.requests import Batch, named
@@ -39,7 +39,7 @@ class Generator:
     log-probabilities are needed.
     """
 
-    def __init__(self, duel: Duel, text: Text, settings: Settings, seed: int, scored: bool = True):
+    def __init__(self, duel: DuelEstimator, text: Text, settings: Settings, seed: int, scored: bool = True):
         self.text, self.settings, self.seed, self.scored = text, settings, seed, scored
         denoiser = settings.denoiser(duel.denoiser)
         self.duel = duel if denoiser is duel.denoiser else duel.with_denoiser(denoiser)

@@ -18,7 +18,7 @@ from lm_eval_duel.core.scores import Counts, WindowScore
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.base import Estimator
-from lm_eval_duel.estimators.duel import Duel
+from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.harness.cache import DOCUMENTS, ResponseCache
 from lm_eval_duel.harness.distributed import Ranks
 from lm_eval_duel.harness.run_stats import RunStats, Share, peak_memory
@@ -95,7 +95,7 @@ class Run:
         return self.cache.dbdict
 
     @cached_property
-    def sampler(self) -> Duel:
+    def sampler(self) -> DuelEstimator:
         """The distribution that texts are generated from: the estimator's, or if it cannot sample, that of `rule`."""
         if self.estimator.decodes:
             return self.estimator

@@ -1,4 +1,4 @@
-"""`Duel` for Python: the estimator of `estimators/duel.py`, with text in and text out.
+"""`Duel` for Python: an estimator with a network, texts or token ids in.
 
     duel = Duel.from_pretrained("demo-mdm", rule="greedy", block=32)
     [score] = duel.score(["We the people"])
@@ -9,44 +9,45 @@ Special tokens and windows are those of the harness (harness/text.py), so the nu
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
 
-from lm_eval_duel import denoisers, fingerprint
+from lm_eval_duel import fingerprint
 from lm_eval_duel.core.budget import GPU_TOKENS
 from lm_eval_duel.core.denoiser import Denoiser
-from lm_eval_duel.core.scores import WindowScore
-from lm_eval_duel.core.windows import Window
+from lm_eval_duel.core.scores import Counts, Sample, WindowScore
+from lm_eval_duel.core.windows import Ids, Window
 from lm_eval_duel.errors import DuelError, unknown
-from lm_eval_duel.estimators import duel as estimator
-from lm_eval_duel.estimators.base import IndexedScores
+from lm_eval_duel.estimators import registry
+from lm_eval_duel.estimators.base import Estimator, IndexedScores
+from lm_eval_duel.estimators.duel import DuelEstimator, Stop
 from lm_eval_duel.estimators.two_phase import TwoPhase
 from lm_eval_duel.harness.generation import Generator, Settings
 from lm_eval_duel.harness.text import Text
+from lm_eval_duel.library.loading import estimator_options, load_pretrained, own_arguments
 from lm_eval_duel.library.results import GeneratedText, TextEstimate, TextScore
+from lm_eval_duel.library.texts import generate_texts, score_texts
 from lm_eval_duel.options import Options, Windows
-from lm_eval_duel.rules import Rule, parse, presets
+from lm_eval_duel.rules import Rule, parse
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
-log = logging.getLogger("lm_eval.duel_mdm")
-
 Block: TypeAlias = "int | Literal['auto'] | None"
 Grid: TypeAlias = Literal["auto", "target", "row"]
 
-UNSET = {"rule": "greedy", "block": "auto", "grid": "auto"}  # the defaults of `from_pretrained`
-HARNESS_ARGS = ("estimator", "trace", "verify", "lattice_rules", "draw_seed", "parallelize")  # not args of a Duel
+SAMPLERS = tuple(entry.name for entry in registry.ENTRIES if entry.decodes)
+FIXED_ORDERS = ("duel", "ar")  # a window has one order
 
 
-class Duel(estimator.Duel):
+class Duel:
     """A denoiser, an unmasking rule and a block: one distribution, to score and to sample.
 
     Made from a denoiser, it takes token ids: `log_prob`, `stream`, `sample`, `replay`. With a tokenizer, as
-    `from_pretrained` has it, it also takes texts: `score`, `generate`.
+    `from_pretrained` has it, it also takes texts: `score`, `generate`. Under another `estimator` than "duel" it scores
+    the same windows in another way; what that estimator does not define raises DuelError.
 
     Args:
         denoiser: A network, from `load`.
@@ -58,12 +59,17 @@ class Duel(estimator.Duel):
         batch_size: Rows of max_length in one network call. None: what the device takes. Changes no number.
         max_batch_size: At most this many.
         traced: Scores carry the confidence, margin and entropy of each token.
+        estimator: What is computed, as in docs/estimators.md: "duel", "ar", "elbo", "elbo_exact", "mixture", "oracle",
+            "sampled_confidence", "sampled_order" or "two_phase".
         tokenizer: Turns texts into ids. None: this Duel takes ids only.
         windows: How long texts are cut, "independent" (each window from scratch) or "harness" (its rolling windows).
+        arguments: Those of the estimator, such as mc_samples=256 or draw_seed=1.
 
     Raises:
         DuelError: If the combination defines no distribution of this network.
     """
+
+    estimator: Estimator
 
     def __init__(
         self,
@@ -75,14 +81,34 @@ class Duel(estimator.Duel):
         max_batch_size: int | None = None,
         traced: bool = False,
         *,
+        estimator: str = "duel",
         tokenizer: PreTrainedTokenizerBase | None = None,
         windows: Windows = "independent",
+        **arguments: Any,
     ):
-        super().__init__(denoiser, rule, block, grid, batch_size, max_batch_size, traced)
         if windows not in get_args(Windows):
             raise unknown("value of windows", windows, get_args(Windows))
+        if isinstance(rule, str):
+            rule = parse(rule) if tokenizer is None else parse(rule).with_tokenizer(tokenizer)
+        options = estimator_options(estimator, arguments)
+        options = dataclasses.replace(options, rule=rule, block=block, grid=grid, windows=windows)
+        self._make(denoiser, options, tokenizer, batch_size, max_batch_size, traced)
+
+    def _make(
+        self,
+        denoiser: Denoiser,
+        options: Options,
+        tokenizer: PreTrainedTokenizerBase | None,
+        batch_size: int | None,
+        max_batch_size: int | None,
+        traced: bool,
+    ) -> None:
+        self.denoiser = denoiser
+        self.estimator = registry.make(
+            denoiser, options, batch_size=batch_size, max_batch_size=max_batch_size, traced=traced
+        )
         self._spec: dict[str, str] | None = None
-        self._text = None if tokenizer is None else Text(tokenizer, denoiser, windows, self.block)
+        self._text = None if tokenizer is None else Text(tokenizer, denoiser, options.windows, self.block)
 
     @classmethod
     def from_pretrained(
@@ -92,6 +118,7 @@ class Duel(estimator.Duel):
         rule: str | Rule = "greedy",
         block: Block = "auto",
         grid: Grid = "auto",
+        estimator: str = "duel",
         windows: Windows = "independent",
         device: str | None = None,
         tokenizer: str | PreTrainedTokenizerBase | None = None,
@@ -107,43 +134,20 @@ class Duel(estimator.Duel):
             device: None picks a GPU if there is one.
             tokenizer: A folder, a hub name, or a loaded tokenizer. None: the checkpoint's own.
             network: The model args of the network, as in docs/model_args.md: dtype, revision, trust_remote_code, bos,
-                mask_token_id, max_length, family, attention, shift_logits, temperature, peft, device_map, ... A rule's
-                parameters may stand here as well (rule="klass", mu=0.9, nu=0.01).
+                mask_token_id, max_length, family, attention, shift_logits, temperature, peft, device_map, ... The
+                parameters of a rule (rule="klass", mu=0.9, nu=0.01) and of an estimator (estimator="elbo",
+                mc_samples=256) may stand here as well.
 
         Raises:
             DuelError: If an argument is wrong or the checkpoint cannot be read.
         """
-        for key in HARNESS_ARGS:
-            if key in network:
-                raise DuelError(
-                    f"'{key}' is a model arg of the harness's model; Duel.from_pretrained does not take it."
-                )
-        settings = {"rule": str(rule), "block": block, "grid": grid}
-        if network.get("preset"):  # it sets what is not given
-            settings = {key: value for key, value in settings.items() if value != UNSET[key]}
-        arguments = {"pretrained": name, "windows": windows, **settings, **network}
-        if tokenizer is None or isinstance(tokenizer, str):
-            options = Options.parse({**arguments, "tokenizer": tokenizer})
-            tokenizer = denoisers.load_tokenizer(vars(options))
-        else:
-            options = Options.parse(arguments)
-        if options.estimator != "duel":
-            raise DuelError(f"preset={options.preset} has estimator={options.estimator}, which is not that of a Duel.")
-        if options.preset is not None:
-            options.require_preset_fits(denoisers.find_family(name, **options.network))
-        denoiser = denoisers.load(name, device=device, tokenizer=tokenizer, **options.network)
-        presets.require_fit(options.preset, denoiser.family)
-        return cls(
-            denoiser,
-            options.rule.with_tokenizer(tokenizer) if isinstance(rule, str) else rule,
-            block=cast("Block", options.block),
-            grid=options.grid,
-            batch_size=batch_size,
-            max_batch_size=max_batch_size,
-            traced=traced,
-            tokenizer=tokenizer,
-            windows=windows,
-        )
+        sampler = {"rule": str(rule), "block": block, "grid": grid, "estimator": estimator}
+        denoiser, options, tokenizer = load_pretrained(name, tokenizer, device, sampler, windows=windows, **network)
+        if not isinstance(rule, str):
+            options = dataclasses.replace(options, rule=rule)
+        duel = cls.__new__(cls)
+        duel._make(denoiser, options, tokenizer, batch_size, max_batch_size, traced)
+        return duel
 
     @classmethod
     def from_model(
@@ -154,6 +158,7 @@ class Duel(estimator.Duel):
         rule: str | Rule = "greedy",
         block: Block = "auto",
         grid: Grid = "auto",
+        estimator: str = "duel",
         windows: Windows = "independent",
         batch_size: int | None = None,
         traced: bool = False,
@@ -183,14 +188,17 @@ class Duel(estimator.Duel):
                 them; "digest": a hash of what they are when the spec is read; or a text, such as "run 7, step 2000".
             autocast: The dtype to which calls are cast. None: none, whatever is in force outside.
             network: mask_token_id, max_length, attention, shift_logits, bos, last_block, family, cache, temperature,
-                top_k, top_p, exclude_ids, cfg_scale, as in docs/model_args.md.
+                top_k, top_p, exclude_ids, cfg_scale, as in docs/model_args.md; and the estimator's own arguments.
 
         Raises:
             DuelError: If an argument is wrong, or the network fails a self-test.
         """
         from lm_eval_duel.denoisers.in_memory import from_model  # imports transformers
 
-        network |= {"block": block} if isinstance(block, int) else {}
+        entry = registry.find(estimator)
+        arguments = {key: network.pop(key) for key in own_arguments(entry) if key in network}
+        network |= {"block": block} if isinstance(block, int) and not entry.causal else {}
+        network |= {"attention": "causal"} if entry.causal else {}
         denoiser = from_model(
             model,
             tokenizer,
@@ -203,9 +211,8 @@ class Duel(estimator.Duel):
         )
         if batch_size is None and denoiser.device.type != "cpu":  # no trial: the training needs the memory
             batch_size = max(1, GPU_TOKENS[0] // denoiser.max_length)
-        parsed = parse(rule) if isinstance(rule, str) else rule
-        parsed = parsed.with_tokenizer(tokenizer) if isinstance(rule, str) and tokenizer is not None else parsed
-        return cls(denoiser, parsed, block, grid, batch_size, None, traced, tokenizer=tokenizer, windows=windows)
+        text: dict[str, Any] = {"tokenizer": tokenizer, "windows": windows}
+        return cls(denoiser, rule, block, grid, batch_size, None, traced, estimator=estimator, **text, **arguments)
 
     # ------------------------------------------------------------ what it is
 
@@ -220,7 +227,7 @@ class Duel(estimator.Duel):
         return self._spec
 
     def _describe_all(self) -> dict[str, str]:
-        parts: list[fingerprint.Described] = [self.denoiser, self]
+        parts: list[fingerprint.Described] = [self.denoiser, self.estimator]
         if self._text is not None:
             parts.append(self._text)
         return fingerprint.spec_of(*parts)
@@ -235,17 +242,116 @@ class Duel(estimator.Duel):
         """What turns texts into ids, if this Duel takes texts."""
         return None if self._text is None else self._text.tokenizer
 
+    @property
+    def rule(self) -> Rule | None:
+        """The unmasking rule; None: the estimator follows none."""
+        entry = registry.find(self.estimator.name)
+        return getattr(self.estimator, "rule", None) if entry.follows_rule or entry.causal else None
+
+    @property
+    def block(self) -> int | None:
+        """Positions of a block; None: the whole target."""
+        return self.estimator.block
+
+    @property
+    def grid(self) -> str:
+        """Where blocks count from, "target" or "row"."""
+        return self.estimator.grid
+
+    @property
+    def counts(self) -> Counts:
+        """What has been computed so far: windows, tokens, network calls, rows, near ties."""
+        return self.estimator.counts
+
     def __repr__(self) -> str:
         dtype = self.spec.get("dtype")
         network = self.spec["denoiser"] + (f" ({dtype})" if dtype else "")
         parts = {"rule": self.rule, "block": self.block, "grid": self.grid, "network": network}
-        words = ", ".join(f"{key}={value}" for key, value in parts.items())
+        if self.estimator.name != "duel":
+            parts = {"estimator": self.estimator.name, **parts}
+        words = ", ".join(f"{key}={value}" for key, value in parts.items() if key != "rule" or value is not None)
         return f"Duel({words}, fingerprint={self.fingerprint})"
 
-    def with_denoiser(self, denoiser: Denoiser) -> Duel:
-        twin = cast(Duel, super().with_denoiser(denoiser))
-        twin._spec = None  # that of the other network
-        return twin
+    # ------------------------------------------------------------ ids in
+
+    def log_prob(self, windows: Sequence[Window]) -> list[WindowScore]:
+        """The score of each window, in order. Raises DuelError, naming it, for one that cannot be scored."""
+        return self.estimator.log_prob(windows)
+
+    def stream(self, windows: Sequence[Window]) -> IndexedScores:
+        """(index, score) of each window as it is finished, in any order."""
+        return self.estimator.stream(windows)
+
+    def sample(self, contexts: Sequence[Ids], length: int, **settings: Any) -> list[Sample]:
+        """`length` tokens after each context (Algorithm 1), each with its own score. Settings: see `stream_samples`."""
+        samples = dict(self.stream_samples(contexts, length, **settings))
+        return [samples[n] for n in range(len(contexts))]
+
+    def stream_samples(
+        self,
+        contexts: Sequence[Ids],
+        length: int,
+        *,
+        suffix: Ids = (),
+        tail: int = 0,
+        do_sample: bool = True,
+        seed: int = 0,
+        keys: Sequence[int] | None = None,
+        stop: Stop | None = None,
+    ) -> Iterator[tuple[int, Sample]]:
+        """(index, sample) of each context as it is finished.
+
+        A draw depends on (`seed`, key, position) only; `keys` defaults to the index of each context.
+        `do_sample=False`: the most probable token at every pick. `stop(index, tokens)` is called after each finished
+        block: if it returns true, no further block is drawn, and the sample's `tail` counts the positions left.
+        """
+        return self._sampler("sample", *SAMPLERS).stream_samples(
+            contexts, length, suffix=suffix, tail=tail, do_sample=do_sample, seed=seed, keys=keys, stop=stop
+        )
+
+    def replay(self, windows: Sequence[Window], steps: Sequence[Ids]) -> list[WindowScore]:
+        """The score of recorded orders, given as `WindowScore.reveal_steps`.
+
+        A diagnostic: the result is a likelihood only if a rule produced the order.
+        """
+        return self._sampler("replay", *FIXED_ORDERS).replay(windows, steps)
+
+    def backward(
+        self,
+        windows: Sequence[Window],
+        weights: Sequence[float],
+        reveal_steps: Sequence[Ids] | None = None,
+        batch_size: int = 1,
+    ) -> list[float]:
+        """Add the gradient of sum_i weights[i] * log_prob(windows[i]) to the parameters' `grad`.
+
+        As `loss.backward()` does, but one step at a time: memory is that of one call. Where a change of the weights
+        would change an order, log_prob jumps; everywhere else this is its exact gradient.
+
+        Args:
+            windows: Windows.
+            weights: Of each window. Optimizers minimize: to raise log_prob, its weight is negative.
+            reveal_steps: The order of each window, as `log_prob` and `sample` return it. None: found first, by scoring
+                the windows, which evaluates every step twice.
+            batch_size: Rows of max_length in one call with gradients, which take more memory than one without.
+
+        Returns:
+            log_prob of each window, in nats.
+
+        Raises:
+            DuelError: If a window cannot be scored, an order is not one of its window, or the network gives no
+                gradients (quantized weights, frozen parameters, a cache).
+        """
+        return self._sampler("backward", *FIXED_ORDERS).backward(windows, weights, reveal_steps, batch_size)
+
+    def _sampler(self, method: str, *estimators: str) -> DuelEstimator:
+        """The estimator, if it is one of `estimators`; otherwise raises DuelError for `method`."""
+        if self.estimator.name not in estimators:
+            raise DuelError(
+                f"Duel.{method} needs estimator={' or '.join(estimators)}; this Duel has "
+                f"estimator={self.estimator.name}."
+            )
+        return cast(DuelEstimator, self.estimator)
 
     # ------------------------------------------------------------ text in
 
@@ -268,9 +374,9 @@ class Duel(estimator.Duel):
 
     def score_stream(self, texts: Sequence[str]) -> Iterator[tuple[int, TextScore]]:
         """(index, score) of each text as it is finished, in any order."""
-        tokenizer = self._require_text("score", texts).tokenizer
-        for n, length, windows, scores in self._score_texts("score", texts, self.stream):
-            yield n, TextScore.from_scores(texts[n], length, windows, scores, tokenizer)
+        text_side = self._require_text("score", texts)
+        for n, length, windows, scores in score_texts(text_side, texts, self.stream):
+            yield n, TextScore.from_scores(texts[n], length, windows, scores, self.estimator, text_side.tokenizer)
 
     def estimate(
         self,
@@ -295,40 +401,17 @@ class Duel(estimator.Duel):
         Raises:
             DuelError: If this network supports no cache, or for what `score` raises it.
         """
-        rows = None if self.denoiser.fixed_weights else max(1, self.budget.tokens // self.denoiser.max_length)
+        self._sampler("estimate", "duel")
+        rule, budget = cast(Rule, self.rule), self.estimator.budget
+        rows = None if self.denoiser.fixed_weights else max(1, budget.tokens // self.denoiser.max_length)
         amount: dict[str, Any] = {"sample": sample, "precision": precision, "seed": seed}
-        estimator = TwoPhase(self.denoiser, self.rule, self.block, self.grid, cache=cache, batch_size=rows, **amount)
-        estimator.uncached.budget = self.budget
+        estimator = TwoPhase(self.denoiser, rule, self.block, self.grid, cache=cache, batch_size=rows, **amount)
+        estimator.uncached.budget = budget
         estimates = {
             n: TextEstimate.from_scores(texts[n], length, scores)
-            for n, length, _, scores in self._score_texts("estimate", texts, estimator.stream)
+            for n, length, _, scores in score_texts(self._require_text("estimate", texts), texts, estimator.stream)
         }
         return [estimates[n] for n in range(len(texts))]
-
-    def _score_texts(
-        self, method: str, texts: Sequence[str], stream: Callable[[Sequence[Window]], IndexedScores]
-    ) -> Iterator[tuple[int, int, list[Window], list[WindowScore]]]:
-        """(index, tokens, windows, their scores) of each text as it is finished, in any order."""
-        text_side = self._require_text(method, texts)
-        lengths: list[int] = []
-        windows: list[list[Window]] = []
-        for n, text in enumerate(texts):
-            with _naming("Text", n):
-                ids = text_side.encode(text)
-                lengths.append(len(ids))
-                windows.append(text_side.document(ids))
-        owners = [(n, place) for n, parts in enumerate(windows) for place in range(len(parts))]
-        unfinished: list[dict[int, Any]] = [{} for _ in texts]  # scores of each text's windows so far
-        for n, parts in enumerate(windows):
-            if not parts:
-                yield n, lengths[n], [], []
-        with _naming("Text", [n for n, _ in owners]):
-            for index, score in stream([windows[n][place] for n, place in owners]):
-                n, place = owners[index]
-                unfinished[n][place] = score
-                if len(unfinished[n]) == len(windows[n]):
-                    scores = [unfinished[n][place] for place in range(len(windows[n]))]
-                    yield n, lengths[n], windows[n], scores
 
     # ------------------------------------------------------------ text out
 
@@ -370,26 +453,11 @@ class Duel(estimator.Duel):
                 "until": until if isinstance(until, str) else list(until),
             }
         )
-        texts = dict(self._generate_stream(prompts, settings, seed, keys))
+        generator = Generator(
+            self._sampler("generate", *SAMPLERS), self._require_text("generate", prompts), settings, seed
+        )
+        texts = dict(generate_texts(generator, prompts, range(len(prompts)) if keys is None else keys))
         return [texts[n] for n in range(len(prompts))]
-
-    def _generate_stream(
-        self, prompts: Sequence[str], settings: Settings, seed: int, keys: Sequence[int] | None
-    ) -> Iterator[tuple[int, GeneratedText]]:
-        text_side = self._require_text("generate", prompts)
-        generator = Generator(self, text_side, settings, seed)
-        for note in filter(None, (*settings.notes, generator.note)):
-            log.warning("%s", note)
-        contexts = []
-        cut_before = text_side.cut_contexts
-        for n, prompt in enumerate(prompts):
-            with _naming("Prompt", n):
-                contexts.append(generator.context(prompt))
-        if cut := text_side.cut_contexts - cut_before:
-            log.warning("%d prompts were cut from the left to leave room for max_new_tokens=%d", cut, settings.length)
-        with _naming("Prompt", range(len(prompts))):
-            for n, text, window, sample in generator.stream(contexts, range(len(prompts)) if keys is None else keys):
-                yield n, GeneratedText.from_sample(prompts[n], text, window, sample, text_side.tokenizer)
 
     def _require_text(self, method: str, texts: Sequence[str]) -> Text:
         """The text side; raises DuelError if there is none, or if `texts` are not texts."""
@@ -407,16 +475,3 @@ class Duel(estimator.Duel):
                     "ids use log_prob and sample."
                 )
         return self._text
-
-
-@contextlib.contextmanager
-def _naming(kind: str, owner: int | Sequence[int]) -> Iterator[None]:
-    """Put the number of the text before an error; `owner`: that number, or those of all windows."""
-    try:
-        yield
-    except DuelError as error:
-        if isinstance(owner, int):
-            raise DuelError(f"{kind} {owner}: {error}") from None
-        if error.window is not None:
-            error.args = (f"{kind} {owner[error.window]}: {error}",)
-        raise

@@ -12,11 +12,14 @@ from lm_eval_duel import rates
 from lm_eval_duel.core.scores import Sample, WindowScore, known_sum
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators.phases import Phases
+from lm_eval_duel.estimators.registry import Kind, kind_of
 from lm_eval_duel.harness.token_text import token_texts
+from lm_eval_duel.harness.totals import Outcome
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from lm_eval_duel.estimators.base import Estimator
     from lm_eval_duel.estimators.two_phase import TwoPhaseScore
 
 
@@ -30,6 +33,9 @@ class TextScore:
 
     text: str
     log_prob: float  # nats, summed over windows
+    stderr: float | None  # nats, the Monte Carlo or sampling error of log_prob; None: nothing is drawn, or too little
+    bound: bool  # log_prob is a lower bound of the log-likelihood, so the perplexity is an upper bound
+    kind: str  # what the value is, such as "a likelihood"
     perplexity: float  # per token of the text; NaN for a text without tokens
     bits_per_byte: float  # per UTF-8 byte; NaN for an empty text
     tokens: tuple[str, ...]
@@ -47,9 +53,11 @@ class TextScore:
         length: int,
         windows: Sequence[Window],
         scores: Sequence[WindowScore],
+        estimator: Estimator,
         tokenizer: PreTrainedTokenizerBase,
     ) -> TextScore:
         """The score of a text of `length` tokens from those of its windows."""
+        kind = kind_of(estimator.name, estimator.describe())
         log_prob = math.fsum(score.log_prob for score in scores)
         nfe: int | None = 0
         near_ties: int | None = 0
@@ -58,6 +66,9 @@ class TextScore:
         return cls(
             text=text,
             log_prob=log_prob,
+            stderr=Outcome.from_scores(scores, estimator).stderr(windows),
+            bound=kind == Kind.UPPER_BOUND.value,
+            kind=kind,
             perplexity=rates.perplexity(-log_prob / length) if length else math.nan,
             bits_per_byte=-log_prob / math.log(2) / len(text.encode()) if text else math.nan,
             tokens=tuple(token_texts([token for window in windows for token in window.target], tokenizer)),

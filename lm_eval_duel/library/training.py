@@ -28,7 +28,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
-NOT_ARGUMENTS = {"model", "tokenizer", "texts", "rule", "traced", "network", "arguments"}  # positional, or of one Duel
+NOT_ARGUMENTS = {
+    "model",
+    "tokenizer",
+    "texts",
+    "rule",
+    "traced",
+    "estimator",
+    "network",
+    "arguments",
+}  # positional, or of one Duel
 LABELLED = ("cache", "cfg_scale", "temperature", "top_k", "top_p")  # arguments that make another distribution
 
 
@@ -128,7 +137,10 @@ def planned_tokens(duel: Duel, texts: Sequence[str], sample: float | None = None
     rows of m; see docs/performance.md. Rules without k are counted as k=1. Padding is not counted: the rows of a call
     are filled up to the longest of them.
     """
-    setting = cost.Setting(duel.denoiser, duel.rule, duel.block, duel.grid)
+    rule = duel.rule
+    if rule is None or duel.estimator.name != "duel":
+        raise DuelError(f"planned_tokens needs estimator=duel; this Duel has estimator={duel.estimator.name}.")
+    setting = cost.Setting(duel.denoiser, rule, duel.block, duel.grid)
     cache = duel.denoiser.cache
 
     def of_window(window: cost.Layout) -> cost.Cost:
@@ -225,7 +237,7 @@ def _duels(
         parsed, windows = parse(rule).with_tokenizer(tokenizer), arguments.get("windows", "independent")
         grid = arguments.get("grid", "auto")
         duel = Duel(first.denoiser, parsed, first.block, grid, 1, tokenizer=tokenizer, windows=windows)
-        duel.budget = first.budget
+        duel.estimator.budget = first.estimator.budget
         duels.append(duel)
     return duels
 

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from lm_eval_duel import rules
 from lm_eval_duel.core.scores import WindowScore
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.estimators.duel import Duel
+from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.sweep import store
 from lm_eval_duel.sweep.shared import RuleScore, Shared, SharedScore
@@ -65,9 +65,9 @@ class Measuring:
             if not todo:
                 continue
             if left[0].state_only:
-                estimator: Shared | Duel = Shared(self.model.denoiser, left, **self.layout)
+                estimator: Shared | DuelEstimator = Shared(self.model.denoiser, left, **self.layout)
             else:
-                estimator = Duel(self.model.denoiser, left[0], **self.layout)
+                estimator = DuelEstimator(self.model.denoiser, left[0], **self.layout)
             name = f"{what}, {left[0] if len(left) == 1 else f'{len(left)} rules'}"
             with self._bar(sum(len(windows[n].target) for n in todo) * len(left), name) as bar:
                 for n, score in estimator.stream([windows[n] for n in todo]):
@@ -90,7 +90,7 @@ class Measuring:
 
     def _key(self, rule: rules.Rule) -> str:
         """The rule's text; for a rule of the user's own, also the digest of its code."""
-        spec = Duel(self.model.denoiser, rule, **self.layout).describe()
+        spec = DuelEstimator(self.model.denoiser, rule, **self.layout).describe()
         return f"{rule} {spec['rule_code']}" if "rule_code" in spec else str(rule)
 
     def _journal(self, windows: list[Window]) -> store.Journal:
@@ -104,7 +104,7 @@ class Measuring:
         return [todo[n] for n in self.ranks.deal([windows[n].length * len(windows[n].target) for n in todo])]
 
     def drawn(
-        self, settings: Sequence[tuple[Duel, dict[str, str]]], context: list[int], count: int, length: int
+        self, settings: Sequence[tuple[DuelEstimator, dict[str, str]]], context: list[int], count: int, length: int
     ) -> list[list[SampleRecord]]:
         """`count` samples of `length` tokens under each spec.
 
@@ -121,7 +121,7 @@ class Measuring:
             samples.append([records[key] for key in range(count)])
         return samples
 
-    def _draw(self, duel: Duel, journal: store.Journal, context: list[int], count: int, length: int) -> None:
+    def _draw(self, duel: DuelEstimator, journal: store.Journal, context: list[int], count: int, length: int) -> None:
         """Add this rank's share of the samples that are missing."""
         seed, text = self.model.options.draw_seed, self.model.text
         finished = {line["key"] for line in journal.lines}

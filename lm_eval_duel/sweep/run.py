@@ -19,7 +19,7 @@ from lm_eval_duel.core.windows import Window
 from lm_eval_duel.demo import BUNDLED
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.base import Value
-from lm_eval_duel.estimators.duel import Duel
+from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.harness.key_values import key_values
 from lm_eval_duel.harness.lm import DuelMDM
@@ -64,8 +64,8 @@ class Sweep:
                 "fewer pieces have more distinct n-grams (and MAUVE has fewer references)."
             )
 
-    def duel(self, setting: Setting) -> Duel:
-        return Duel(self.model.denoiser, setting.rule, **self.measuring.layout)
+    def duel(self, setting: Setting) -> DuelEstimator:
+        return DuelEstimator(self.model.denoiser, setting.rule, **self.measuring.layout)
 
     def spec(self, setting: Setting) -> dict[str, str]:
         """The spec of this rule, as in `lm_eval`."""

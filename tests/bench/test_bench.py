@@ -19,7 +19,7 @@ from lm_eval_duel.core.predictions import Predictions
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.random_network import SPREAD, make
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.duel import Duel
+from lm_eval_duel.estimators.duel import DuelEstimator
 
 CPU = torch.device("cpu")
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -78,7 +78,7 @@ def drawn(count=3, length=LENGTH, context=0, seed=5):
 
 
 def agree(denoiser, rule, windows, block="auto"):
-    duel = Duel(denoiser, rule, block)
+    duel = DuelEstimator(denoiser, rule, block)
     scored = duel.log_prob(windows)
     for kind in LOOPS.values() if denoiser.attention == "block_causal" else [WholeRow]:
         loop = algorithm2(kind, denoiser, duel.rule, duel.block, duel.grid, windows)
@@ -127,7 +127,7 @@ def test_statistics_of_whole_blocks_are_those_of_predictions():
 @pytest.mark.parametrize("kind", ["bidirectional", "block-causal"])
 def test_the_recording_makes_the_counted_calls_again(kind):
     denoiser = network(kind)
-    duel, recording = Duel(denoiser, "greedy", BLOCK), Recording(denoiser)
+    duel, recording = DuelEstimator(denoiser, "greedy", BLOCK), Recording(denoiser)
     with recording.record():
         first = duel.log_prob(drawn())
     assert (recording.forwards, recording.rows) == (duel.counts.forwards, duel.counts.rows)
@@ -320,7 +320,7 @@ def test_keys_are_kept_for_the_blocks_before_only():
     denoiser = network("block-causal")
     recording = Recording(denoiser)
     with recording.record():
-        algorithm2(KeptKeys, denoiser, Duel(denoiser).rule, BLOCK, "row", drawn(1, 24))
+        algorithm2(KeptKeys, denoiser, DuelEstimator(denoiser).rule, BLOCK, "row", drawn(1, 24))
     assert {args[0].shape[1] for name, args, _ in recording.calls if name == "stream"} == {BLOCK}
     assert recording.forwards == 24 + 2
 

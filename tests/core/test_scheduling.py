@@ -18,7 +18,7 @@ from lm_eval_duel.core.predictions import Predictions, top_of, two_largest
 from lm_eval_duel.core.reveal import RevealLoop
 from lm_eval_duel.core.view import distinct, take
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.estimators.duel import Duel
+from lm_eval_duel.estimators.duel import DuelEstimator
 
 FIXED = [f"{name}:k={k}" for name in ("left_to_right", "right_to_left", "random") for k in (1, 2, 3, 5)]
 
@@ -47,7 +47,7 @@ def equal(ones, others):
 def test_a_fixed_order_in_one_flat_batch_equals_it_step_by_step(rule, toy, monkeypatch):
     windows = random_windows(5, 3, 12) + random_windows(3, 5, 12, context=2, seed=1)
     flat, block = rules.parse(rule), toy.block or 5
-    in_one, by_step = Duel(toy, flat, block), Duel(toy, flat, block)
+    in_one, by_step = DuelEstimator(toy, flat, block), DuelEstimator(toy, flat, block)
     found = in_one.log_prob(windows)
     monkeypatch.setattr(type(flat), "fixed", False)
     expected = by_step.log_prob(windows)
@@ -80,7 +80,7 @@ class EvenFirst(rules.Rule):
 
 def test_a_fixed_order_of_ones_own():
     toy = Toy(length=8)
-    duel = Duel(toy, EvenFirst(), 4)
+    duel = DuelEstimator(toy, EvenFirst(), 4)
     scored = duel.log_prob([Window((), (0, 1, 2, 0, 1, 2))])[0]
     assert scored.reveal_steps == (0, 1, 0, 1, 0, 1) and scored.nfe == 4
     assert duel.counts.forwards == 1
@@ -112,13 +112,13 @@ class Reads(type(rules.parse("left_to_right"))):
 
 def test_a_fixed_order_may_remember_and_none_is_inherited(monkeypatch):
     window = Window((), (0, 1, 2, 0, 1, 2))
-    flat = Duel(Toy(), Alternates(), 6).log_prob([window])
+    flat = DuelEstimator(Toy(), Alternates(), 6).log_prob([window])
     monkeypatch.setattr(Alternates, "fixed", False)
     assert flat[0].reveal_steps == (0, 2, 4, 5, 3, 1)
-    assert Duel(Toy(), Alternates(), 6).log_prob([window])[0].token_logprobs == pytest.approx(
+    assert DuelEstimator(Toy(), Alternates(), 6).log_prob([window])[0].token_logprobs == pytest.approx(
         flat[0].token_logprobs, abs=1e-12
     )
-    assert not Reads.fixed and Duel(Toy(), Reads(), 6).log_prob([window])[0].reveal_steps == (0, 1, 2, 3, 4, 5)
+    assert not Reads.fixed and DuelEstimator(Toy(), Reads(), 6).log_prob([window])[0].reveal_steps == (0, 1, 2, 3, 4, 5)
 
 
 # ---------------------------------------------------------------- equal rows once
@@ -126,7 +126,7 @@ def test_a_fixed_order_may_remember_and_none_is_inherited(monkeypatch):
 
 def test_four_one_token_options_are_one_row():
     for toy in (Toy(), BlockCausal(4)):
-        duel = Duel(toy, "greedy", toy.block or 4)
+        duel = DuelEstimator(toy, "greedy", toy.block or 4)
         options = [Window((0, 1, 2), (token,)) for token in (0, 1, 2, 1)]
         scored = duel.log_prob(options)
         assert math.fsum(math.exp(s.log_prob) for s in scored[:3]) == pytest.approx(1, abs=1e-9)
@@ -140,7 +140,7 @@ def test_four_one_token_options_are_one_row():
 def test_options_share_rows_until_they_differ(kind, rule):
     context, rest = (0, 1, 2, 1), (2, 0, 0, 1)
     options = [Window(context, (token, *rest)) for token in range(3)] * 2
-    duel, alone = Duel(kind(length=12), rule, 2), Duel(kind(length=12), rule, 2)
+    duel, alone = DuelEstimator(kind(length=12), rule, 2), DuelEstimator(kind(length=12), rule, 2)
     found = duel.log_prob(options)
     equal(found, [alone.log_prob([option])[0] for option in options])
     assert duel.counts.rows < alone.counts.rows
@@ -149,7 +149,7 @@ def test_options_share_rows_until_they_differ(kind, rule):
 @pytest.mark.parametrize("toy", [Toy(length=8), BlockCausal(4, length=8)], ids=["bidirectional", "block-causal"])
 def test_windows_asked_for_twice_are_scored_once(toy):
     windows, done = random_windows(4, 8, 8), []
-    once, twice = (Duel(toy, "greedy", 4, batch_size=1) for _ in range(2))
+    once, twice = (DuelEstimator(toy, "greedy", 4, batch_size=1) for _ in range(2))
     expected = once.log_prob(windows)
     for n, scored in twice.stream(windows + windows):
         assert scored == (expected * 2)[n]
@@ -161,7 +161,7 @@ def test_guidance_shares_the_rows_that_are_equal_with_nothing_given():
     from lm_eval_duel.denoisers.wrappers.guidance import Guided
 
     windows = [Window((token,), (1, 2, 0, 1)) for token in range(3)]
-    duel, alone = (Duel(Guided(Toy(length=8), 0.5), "greedy", 2) for _ in range(2))
+    duel, alone = (DuelEstimator(Guided(Toy(length=8), 0.5), "greedy", 2) for _ in range(2))
     equal(duel.log_prob(windows), [alone.log_prob([window])[0] for window in windows])
     assert duel.counts.rows < alone.counts.rows
 
@@ -171,7 +171,9 @@ def test_guidance_merges_no_rows_that_differ_with_nothing_given(seed):
     from lm_eval_duel.denoisers.wrappers.guidance import Guided
 
     windows = [Window((0, 1), (2, 2, 2), (2,)), Window((0, 1, 2), (2, 2, 2))]
-    duel, alone = (Duel(Guided(Toy(length=8, seed=seed), 1.5), "right_to_left", 2, grid="row") for _ in range(2))
+    duel, alone = (
+        DuelEstimator(Guided(Toy(length=8, seed=seed), 1.5), "right_to_left", 2, grid="row") for _ in range(2)
+    )
     equal(duel.log_prob(windows), [alone.log_prob([window])[0] for window in windows])
 
 
@@ -194,14 +196,14 @@ def test_a_hash_that_collides_merges_nothing(monkeypatch):
 
 @pytest.mark.parametrize(("k", "passes"), [(1, 5), (2, 3), (3, 3), (4, 2)])
 def test_all_blocks_of_a_window_go_in_one_pass(k, passes):
-    duel = Duel(BlockCausal(4, length=32), f"greedy:k={k}")
+    duel = DuelEstimator(BlockCausal(4, length=32), f"greedy:k={k}")
     duel.log_prob(random_windows(3, 32, 32))
     assert duel.counts.forwards == passes  # ceil(4 / k) and one over the clean blocks
 
 
 def test_a_causal_window_is_one_pass(tmp_path):
     denoiser, _ = opened(tmp_path, "ar")
-    duel = Duel(denoiser, "left_to_right", batch_size=4)
+    duel = DuelEstimator(denoiser, "left_to_right", batch_size=4)
     duel.log_prob(random_windows(4, denoiser.max_length, denoiser.max_length, context=1))
     assert (duel.counts.forwards, duel.counts.rows) == (1, 4)
 
@@ -214,10 +216,10 @@ def test_the_head_runs_at_hidden_cells_and_once(kind, monkeypatch):
     monkeypatch.setattr(predictions, "CPU_VALUES", 20)
     monkeypatch.setattr(predictions, "CPU_ROWS", 5)  # positions a chunk
     windows = random_windows(1, 32, 32)
-    Duel(toy, "greedy:k=3", 8).log_prob(windows)
+    DuelEstimator(toy, "greedy:k=3", 8).log_prob(windows)
     assert sum(rows) == 4 * (8 + 5 + 2) and max(rows) == 5
     rows.clear()
-    Duel(toy, "left_to_right:k=3", 8).log_prob(windows)
+    DuelEstimator(toy, "left_to_right:k=3", 8).log_prob(windows)
     assert sum(rows) == 32  # at the picks alone
 
 
@@ -226,7 +228,7 @@ def test_the_head_runs_at_hidden_cells_and_once(kind, monkeypatch):
 
 @pytest.mark.parametrize("toy", [Toy(length=64), BlockCausal(8, length=64)], ids=["bidirectional", "block-causal"])
 def test_batches_stay_full_while_lanes_wait(toy, monkeypatch):
-    duel = Duel(toy, "threshold:mu=0.97", 8, batch_size=4)
+    duel = DuelEstimator(toy, "threshold:mu=0.97", 8, batch_size=4)
     live, refill = [], RevealLoop._refill  # network tokens of the lanes of every batch while others wait
 
     def spy(self, view, rule, active, queue):
@@ -265,7 +267,7 @@ def test_what_is_evaluated_is_live(rule, windows, monkeypatch):
 
     monkeypatch.setattr(toy, "stream", count)
     monkeypatch.setattr(BlockCausalView, "_step", spy)
-    duel = Duel(toy, rule, batch_size=8)
+    duel = DuelEstimator(toy, rule, batch_size=8)
     duel.log_prob(windows)
     lanes, positions = (sum(part) for part in zip(*live, strict=True))
     assert lanes >= 0.83 * positions
@@ -273,7 +275,7 @@ def test_what_is_evaluated_is_live(rule, windows, monkeypatch):
 
 
 def test_lanes_that_finish_leave_and_others_enter(monkeypatch):
-    duel = Duel(Toy(length=16), "threshold:mu=0.97", 4, batch_size=5)
+    duel = DuelEstimator(Toy(length=16), "threshold:mu=0.97", 4, batch_size=5)
     sizes, step = [], RevealLoop._step
 
     def spy(self, view, rule, lanes, *rest):
@@ -291,8 +293,8 @@ def test_lanes_that_finish_leave_and_others_enter(monkeypatch):
 
 def test_memory_that_ends_is_said_once_and_loses_nothing(caplog):
     windows = random_windows(9, 4, 8)
-    expected = Duel(Toy(), "threshold:mu=0.5", 2).log_prob(windows)
-    duel = Duel(Small(most=3), "threshold:mu=0.5", 2)
+    expected = DuelEstimator(Toy(), "threshold:mu=0.5", 2).log_prob(windows)
+    duel = DuelEstimator(Small(most=3), "threshold:mu=0.5", 2)
     with caplog.at_level(logging.WARNING, "lm_eval.duel_mdm"):
         found = dict(duel.stream(windows))
     equal([found[n] for n in range(9)], expected)
@@ -306,7 +308,7 @@ def test_memory_that_ends_is_said_once_and_loses_nothing(caplog):
 @pytest.mark.parametrize("rule", ["threshold:mu=0.97", "left_to_right:k=3"])
 def test_memory_that_ends_on_a_block_causal_network_loses_nothing(rule, place, monkeypatch):
     windows = random_windows(7, 9, 16) + random_windows(4, 12, 16, context=3, seed=1)
-    expected = Duel(BlockCausal(4, length=16), rule).log_prob(windows)
+    expected = DuelEstimator(BlockCausal(4, length=16), rule).log_prob(windows)
     toy, calls = BlockCausal(4, length=16), itertools.count()
     where = toy if place == "stream" else BlockCausalView
     whole = getattr(where, place)
@@ -317,14 +319,14 @@ def test_memory_that_ends_on_a_block_causal_network_loses_nothing(rule, place, m
         return whole(*arguments, **more)
 
     monkeypatch.setattr(where, place, short_of_memory)
-    duel = Duel(toy, rule)
+    duel = DuelEstimator(toy, rule)
     equal(duel.log_prob(windows), expected)
     assert duel.budget.tokens < 2048
 
 
 def test_memory_that_ends_while_room_is_made_leaves_the_room_as_it_was(monkeypatch):
     windows = random_windows(6, 16, 16)
-    expected = Duel(BlockCausal(4, length=16), "greedy").log_prob(windows)
+    expected = DuelEstimator(BlockCausal(4, length=16), "greedy").log_prob(windows)
     made, calls = torch.Tensor.new_zeros, itertools.count()
 
     def short_of_memory(self, *shape, **more):
@@ -333,7 +335,7 @@ def test_memory_that_ends_while_room_is_made_leaves_the_room_as_it_was(monkeypat
         return made(self, *shape, **more)
 
     monkeypatch.setattr(torch.Tensor, "new_zeros", short_of_memory)
-    equal(Duel(BlockCausal(4, length=16), "greedy").log_prob(windows), expected)
+    equal(DuelEstimator(BlockCausal(4, length=16), "greedy").log_prob(windows), expected)
     assert next(calls) > 1
 
 
@@ -349,7 +351,7 @@ def test_keys_that_are_held_count(monkeypatch):
         Window(tuple(torch.randint(3, (60,), generator=torch.Generator().manual_seed(n)).tolist()), (1, 2, 0, 1))
         for n in range(40)
     ]
-    Duel(BlockCausal(4, length=64), "greedy", batch_size=2).log_prob(windows)
+    DuelEstimator(BlockCausal(4, length=64), "greedy", batch_size=2).log_prob(windows)
     assert max(held) <= 2  # rows of max_length, as asked for
 
 
@@ -451,7 +453,7 @@ def test_a_compiled_network_gives_the_same_numbers(name):
 
     windows = random_windows(3, 20, 60, tokens=1000)
     plain, compiled = (denoisers.load(name, device="cpu", compile=compiled) for compiled in (False, True))
-    expected, found = (Duel(denoiser).log_prob(windows) for denoiser in (plain, compiled))
+    expected, found = (DuelEstimator(denoiser).log_prob(windows) for denoiser in (plain, compiled))
     for one, other in zip(found, expected, strict=True):
         assert one.reveal_steps == other.reveal_steps or one.near_ties
         assert one.near_ties or one.log_prob == pytest.approx(other.log_prob, abs=1e-4)

@@ -12,7 +12,7 @@ from lm_eval_duel.core.budget import Budget
 from lm_eval_duel.core.lanes import Lanes, Rows, blocks, groups
 from lm_eval_duel.core.windows import Window, conditional, framed, independent, rolling
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.duel import Duel
+from lm_eval_duel.estimators.duel import DuelEstimator
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 4, 5, 8, 9, 30])
@@ -96,7 +96,7 @@ def test_budget_holds_both_limits():
     [({}, 2048), ({"batch_size": 2}, 16), ({"batch_size": 9, "max_batch_size": 3}, 24), ({"max_batch_size": 9}, 72)],
 )
 def test_a_batch_is_what_was_asked_for_and_never_more_than_the_most(arguments, tokens):
-    assert Duel(Toy(length=8), **arguments).budget.tokens == tokens
+    assert DuelEstimator(Toy(length=8), **arguments).budget.tokens == tokens
 
 
 def test_fresh_lanes_show_context_inside_their_block():

@@ -15,7 +15,7 @@ from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.duel import Duel
+from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.estimators.lattice import Lattice
 from lm_eval_duel.estimators.registry import LATTICE
@@ -57,11 +57,11 @@ def agree(scored, result, within=1e-9):
 def test_lanes_equal_the_plain_reference(rule, cache, grid):
     toy = Attends(length=10)
     for block in (1, 3, None):
-        scored = Duel(Cached(toy, cache), rule, block, grid).log_prob(RAGGED)
+        scored = DuelEstimator(Cached(toy, cache), rule, block, grid).log_prob(RAGGED)
         for window, result in zip(RAGGED, scored, strict=True):
             agree(result, expected(toy, cache, rule, block, window, grid))
     if grid == "target":
-        scored = Duel(Cached(toy, cache), rule, 2).log_prob(TAILED)
+        scored = DuelEstimator(Cached(toy, cache), rule, 2).log_prob(TAILED)
         for window, result in zip(TAILED, scored, strict=True):
             agree(result, expected(toy, cache, rule, 2, window))
 
@@ -74,10 +74,10 @@ def test_lanes_equal_the_plain_reference(rule, cache, grid):
 def test_sums_to_one(rule, cache):
     cached = Cached(Attends(), cache)
     for block, grid in ((1, "target"), (2, "target"), (3, "row"), (None, "target")):
-        duel = Duel(cached, rule, block, grid)
+        duel = DuelEstimator(cached, rule, block, grid)
         assert abs(total(duel, 4) - 1) < 1e-9
         assert abs(total(duel, 3, context=(1,), suffix=(2, 0)) - 1) < 1e-9
-    assert abs(total(Duel(cached, rule, 2), 4, context=(0,), suffix=(1,), tail=2) - 1) < 1e-9  # law 14
+    assert abs(total(DuelEstimator(cached, rule, 2), 4, context=(0,), suffix=(1,), tail=2) - 1) < 1e-9  # law 14
 
 
 # ---------------------------------------------------------------- laws 2 and 3: sampling
@@ -90,7 +90,7 @@ def test_sample_then_log_prob_is_the_same_path(rule, cache, block):
     contexts = [(), (1,), (0, 2), (1,)] * 3
     extras = [{}, {"suffix": (1,)}, *([{"tail": 2}, {"tail": 1, "suffix": (0,)}] if block == 2 else [])]
     for extra, grid in [*((extra, "target") for extra in extras), ({}, "row")]:
-        duel = Duel(Cached(Attends(), cache), rule, block, grid)
+        duel = DuelEstimator(Cached(Attends(), cache), rule, block, grid)
         drawn = duel.sample(contexts, 4, seed=3, **extra)
         scored = duel.log_prob([Window(c, d.tokens, **extra) for c, d in zip(contexts, drawn, strict=True)])
         for d, s in zip(drawn, scored, strict=True):
@@ -101,7 +101,7 @@ def test_sample_then_log_prob_is_the_same_path(rule, cache, block):
 
 @pytest.mark.parametrize("cache", CACHES)
 def test_is_greedy_iff_decoding_would_write_it(cache):
-    duel = Duel(Cached(Attends(), cache), "greedy", 2)
+    duel = DuelEstimator(Cached(Attends(), cache), "greedy", 2)
     decoded = duel.sample([(1,)], 4, do_sample=False)[0]
     scored = duel.log_prob([Window((1,), s) for s in strings(3, 4)])
     assert [s.is_greedy for s in scored] == [s == decoded.tokens for s in strings(3, 4)]
@@ -114,16 +114,16 @@ def test_is_greedy_iff_decoding_would_write_it(cache):
 @pytest.mark.parametrize("cache", CACHES)
 def test_neither_company_nor_batch_size_changes_a_number(rule, cache):
     toy = Attends(length=10)
-    together = Duel(Cached(toy, cache), rule, 3).log_prob(RAGGED)
+    together = DuelEstimator(Cached(toy, cache), rule, 3).log_prob(RAGGED)
     for batch_size in (1, 2, 3):
         for one, other in zip(
-            Duel(Cached(toy, cache), rule, 3, batch_size=batch_size).log_prob(RAGGED), together, strict=True
+            DuelEstimator(Cached(toy, cache), rule, 3, batch_size=batch_size).log_prob(RAGGED), together, strict=True
         ):
             assert one.reveal_steps == other.reveal_steps and one.token_logprobs == pytest.approx(
                 other.token_logprobs, abs=1e-12
             )
     for window, other in zip(RAGGED, together, strict=True):
-        duel = Duel(Cached(toy, cache), rule, 3)
+        duel = DuelEstimator(Cached(toy, cache), rule, 3)
         duel.use_single_rows()
         alone = duel.log_prob([window])[0]
         assert alone.reveal_steps == other.reveal_steps and alone.token_logprobs == pytest.approx(
@@ -145,9 +145,9 @@ class Small(Attends):
 @pytest.mark.parametrize("rule", FEW)
 @pytest.mark.parametrize("cache", CACHES)
 def test_out_of_memory_halves_and_changes_nothing(rule, cache):
-    expected = Duel(Cached(Attends(length=10), cache), rule, 2).log_prob(RAGGED)
+    expected = DuelEstimator(Cached(Attends(length=10), cache), rule, 2).log_prob(RAGGED)
     small = Cached(Small(length=10), cache)
-    duel = Duel(small, rule, 2)
+    duel = DuelEstimator(small, rule, 2)
     small.plain.most = 21
     for one, other in zip(duel.log_prob(RAGGED), expected, strict=True):
         assert one.reveal_steps == other.reveal_steps and one.token_logprobs == pytest.approx(
@@ -163,13 +163,13 @@ def test_out_of_memory_halves_and_changes_nothing(rule, cache):
 @pytest.mark.parametrize("cache", CACHES)
 def test_blocks_of_one_and_first_steps_are_those_without_a_cache(rule, cache):
     toy = Attends(length=10)
-    plain, cached = (Duel(network, rule, 1).log_prob(RAGGED) for network in (toy, Cached(toy, cache)))
+    plain, cached = (DuelEstimator(network, rule, 1).log_prob(RAGGED) for network in (toy, Cached(toy, cache)))
     for one, other in zip(cached, plain, strict=True):
         assert (
             one.token_logprobs == pytest.approx(other.token_logprobs, abs=1e-9)
             and one.reveal_steps == other.reveal_steps
         )
-    plain, cached = (Duel(network, rule, 3).log_prob(RAGGED) for network in (toy, Cached(toy, cache)))
+    plain, cached = (DuelEstimator(network, rule, 3).log_prob(RAGGED) for network in (toy, Cached(toy, cache)))
     for one, other in zip(cached, plain, strict=True):
         for step, found, before, value in zip(
             one.reveal_steps, one.token_logprobs, other.reveal_steps, other.token_logprobs, strict=True
@@ -182,7 +182,8 @@ def test_blocks_of_one_and_first_steps_are_those_without_a_cache(rule, cache):
 def test_one_block_that_is_the_whole_row_knows_no_cache(rule):
     toy, windows = Attends(), [Window((), string) for string in strings(3, 4)[::7]]
     plain, *cached = (
-        Duel(network, rule, None).log_prob(windows) for network in (toy, *(Cached(toy, cache) for cache in CACHES))
+        DuelEstimator(network, rule, None).log_prob(windows)
+        for network in (toy, *(Cached(toy, cache) for cache in CACHES))
     )
     for scored in cached:
         for one, other in zip(scored, plain, strict=True):
@@ -194,14 +195,18 @@ def test_one_block_that_is_the_whole_row_knows_no_cache(rule):
 @pytest.mark.parametrize("cache", CACHES)
 def test_a_cache_is_another_distribution(cache):
     windows = [Window((1,), string, (2,)) for string in strings(3, 4)[::7]]
-    plain, cached = (Duel(network, "greedy", 2).log_prob(windows) for network in (Attends(), Cached(Attends(), cache)))
+    plain, cached = (
+        DuelEstimator(network, "greedy", 2).log_prob(windows) for network in (Attends(), Cached(Attends(), cache))
+    )
     assert max(abs(one.log_prob - other.log_prob) for one, other in zip(cached, plain, strict=True)) > 1e-3
 
 
 @pytest.mark.parametrize("cache", CACHES)
 def test_one_target_token_is_one_number_under_every_estimator(cache):
     denoiser, window = Cached(Attends(), cache), Window((1, 0), (2,), (1,))
-    numbers = [Duel(denoiser, rule, block).log_prob([window])[0].log_prob for rule in FEW for block in (1, 4, None)]
+    numbers = [
+        DuelEstimator(denoiser, rule, block).log_prob([window])[0].log_prob for rule in FEW for block in (1, 4, None)
+    ]
     numbers += [Lattice(denoiser, 4, value=value).log_prob([window])[0].log_prob for value in LATTICE]
     numbers += [Elbo(denoiser, samples=4).log_prob([window])[0].log_prob]
     assert numbers == pytest.approx([numbers[0]] * len(numbers), abs=1e-9)
@@ -216,11 +221,11 @@ def test_the_lattice_agrees_with_the_rules_that_it_follows_and_with_each_order(c
     follow = ["greedy:k=1", "margin:k=2", "threshold:mu=0.45", "left_to_right:k=1"]
     ordered = Lattice(denoiser, 3, follow=follow).log_prob(RAGGED)
     for rule in follow:
-        for lattice, scored in zip(ordered, Duel(denoiser, rule, 3).log_prob(RAGGED), strict=True):
+        for lattice, scored in zip(ordered, DuelEstimator(denoiser, rule, 3).log_prob(RAGGED), strict=True):
             assert lattice.rules[str(rules.parse(rule))].log_prob == pytest.approx(scored.log_prob, abs=1e-9)
     for lattice in ordered:
         assert lattice.elbo_exact <= lattice.mixture + 1e-12 and lattice.mixture <= lattice.oracle + 1e-12
-    window, duel = Window((1,), (0, 2, 1), (2,)), Duel(denoiser, "greedy", None)
+    window, duel = Window((1,), (0, 2, 1), (2,)), DuelEstimator(denoiser, "greedy", None)
     every = [duel.replay([window], [order])[0].log_prob for order in itertools.permutations(range(3))]
     found = Lattice(denoiser, 3).log_prob([window])[0]
     assert found.oracle == pytest.approx(max(every), abs=1e-9)
@@ -234,7 +239,7 @@ def test_a_sweep_gives_what_each_rule_gives(cache):
     follow = [rules.parse(rule) for rule in ("greedy:k=1", "greedy:k=2", "margin:k=1", "threshold:mu=0.45")]
     several = Shared(denoiser, follow, 3).log_prob(RAGGED)
     for rule in follow:
-        for one, scored in zip(several, Duel(denoiser, rule, 3).log_prob(RAGGED), strict=True):
+        for one, scored in zip(several, DuelEstimator(denoiser, rule, 3).log_prob(RAGGED), strict=True):
             assert one.rules[str(rule)].log_prob == pytest.approx(scored.log_prob, abs=1e-9)
 
 
@@ -251,11 +256,11 @@ def test_the_elbo_lands_near_the_mean_over_orders(cache):
 
 def test_a_block_costs_one_row_and_then_its_own_cells():
     toy = Counting(length=10)
-    duel = Duel(Cached(toy, "dual"), "greedy", 4)
+    duel = DuelEstimator(Cached(toy, "dual"), "greedy", 4)
     toy.positions = 0
     duel.log_prob([Window((), (0, 1, 2, 0, 1, 0, 2, 1))])
     assert toy.positions == 2 * (8 + 3 * 4)
-    duel, toy.positions = Duel(Cached(toy, "prefix"), "greedy", 4), 0
+    duel, toy.positions = DuelEstimator(Cached(toy, "prefix"), "greedy", 4), 0
     duel.use_single_rows()
     duel.log_prob([Window((), (0, 1, 2, 0, 1, 0, 2, 1))])
     assert toy.positions == 8 + 3 * 8 + 8 + 3 * 4
@@ -263,7 +268,7 @@ def test_a_block_costs_one_row_and_then_its_own_cells():
 
 def test_equal_block_starts_are_evaluated_once():
     toy = Counting(length=10)
-    duel = Duel(Cached(toy, "dual"), "greedy", 2)
+    duel = DuelEstimator(Cached(toy, "dual"), "greedy", 2)
     toy.positions = 0
     duel.log_prob([Window((1, 2), (a, b)) for a in range(3) for b in range(3)])
     assert toy.positions == 4 + 3 * 2  # one row, and the block with each of three tokens in the position that is first
@@ -295,7 +300,7 @@ def test_the_first_cell_is_revealed_alone_and_then_the_rule_goes_on(rule, cache)
     toy, rule = Attends(length=10, shift=1), f"{rule}:seed_first=true"
     denoiser = Cached(toy, cache) if cache else toy
     for block, grid in ((1, "target"), (3, "target"), (3, "row"), (None, "target")):
-        for window, scored in zip(SHIFTED, Duel(denoiser, rule, block, grid).log_prob(SHIFTED), strict=True):
+        for window, scored in zip(SHIFTED, DuelEstimator(denoiser, rule, block, grid).log_prob(SHIFTED), strict=True):
             parsed = rules.parse(rule)
             if cache:
                 logits_of = reference(toy, toy.network, cache, window, block, grid)
@@ -307,7 +312,7 @@ def test_the_first_cell_is_revealed_alone_and_then_the_rule_goes_on(rule, cache)
 @pytest.mark.parametrize("rule", FEW)
 @pytest.mark.parametrize("cache", CACHES)
 def test_a_shifted_network_sums_to_one_and_scores_its_samples(rule, cache):
-    duel = Duel(Cached(Attends(shift=1), cache), f"{rule}:seed_first=true", 2)
+    duel = DuelEstimator(Cached(Attends(shift=1), cache), f"{rule}:seed_first=true", 2)
     assert abs(total(duel, 4, context=(1,)) - 1) < 1e-9
     assert abs(total(duel, 3, context=(1, 0), suffix=(2,)) - 1) < 1e-9
     drawn = duel.sample([(1,), (0, 2)] * 4, 5, seed=3)
@@ -319,7 +324,7 @@ def test_a_shifted_network_sums_to_one_and_scores_its_samples(rule, cache):
 def test_a_shifted_network_without_seed_first_is_refused():
     shifted = Cached(Attends(shift=1), "dual")
     with pytest.raises(DuelError, match="seed_first=true"):
-        Duel(shifted, "greedy", 2)
+        DuelEstimator(shifted, "greedy", 2)
     with pytest.raises(DuelError, match="seed_first=true"):
         Shared(shifted, [rules.parse("greedy")], 2)
     with pytest.raises(DuelError, match="estimator=mixture evaluates states"):
@@ -327,7 +332,7 @@ def test_a_shifted_network_without_seed_first_is_refused():
     with pytest.raises(DuelError, match="estimator=elbo evaluates states"):
         Elbo(shifted, 2)
     with pytest.raises(DuelError, match="seed_first=true"):
-        Duel(shifted, "greedy:seed_first=true", None).replay([Window((1,), (0, 1, 2))], [(2, 0, 1)])
+        DuelEstimator(shifted, "greedy:seed_first=true", None).replay([Window((1,), (0, 1, 2))], [(2, 0, 1)])
 
 
 @pytest.mark.parametrize("text", ["greedy:k=2", "klass:mu=0.9:nu=0.01", "random:k=1:seed=4"])
@@ -370,7 +375,7 @@ def test_networks_that_have_no_cache_are_refused_with_the_reason():
 def test_what_is_described():
     toy = Attends()
     assert "cache" not in toy.describe() and Cached(toy, "prefix").describe()["cache"] == "prefix"
-    assert Duel(Cached(toy, "dual"), "greedy:seed_first=true", 2).describe() == {
+    assert DuelEstimator(Cached(toy, "dual"), "greedy:seed_first=true", 2).describe() == {
         "estimator": "duel",
         "rule": "greedy:k=1:seed_first=True",
         "block": 2,

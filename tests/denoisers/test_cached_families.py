@@ -26,7 +26,7 @@ from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.wrappers.guidance import Guided
 from lm_eval_duel.denoisers.wrappers.warpers import Warped
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.duel import Duel
+from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.harness.versions import request as make_request
 
@@ -108,7 +108,7 @@ def test_equals_the_plain_reference(plain, name, cache):
     cached = Cached(denoiser, cache)
     for rule in RULES:
         rule, near_ties = rule_of(denoiser, rule), 0
-        for window, scored in zip(windows, Duel(cached, rule, 4).log_prob(windows), strict=True):
+        for window, scored in zip(windows, DuelEstimator(cached, rule, 4).log_prob(windows), strict=True):
             logits_of = reference(denoiser, layers, cache, window, 4)
             _, steps, nats, greedy, nfe = score(
                 logits_of,
@@ -132,11 +132,11 @@ def test_equals_the_plain_reference(plain, name, cache):
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_samples_are_scored_as_they_were_drawn_and_alone_as_in_a_batch(plain, name, cache, dtype):
     denoiser, _, windows = plain(name, dtype)
-    duel = Duel(Cached(denoiser, cache), rule_of(denoiser, "greedy"), 3)
+    duel = DuelEstimator(Cached(denoiser, cache), rule_of(denoiser, "greedy"), 3)
     contexts = [windows[0].context, windows[1].context, windows[0].context]
     drawn = duel.sample(contexts, 7, seed=5)
     rows = [Window(context, sample.tokens) for context, sample in zip(contexts, drawn, strict=True)]
-    alone = Duel(Cached(denoiser, cache), duel.rule, 3)
+    alone = DuelEstimator(Cached(denoiser, cache), duel.rule, 3)
     alone.use_single_rows()
     for sample, *scored in zip(drawn, duel.log_prob(rows), alone.log_prob(rows), strict=True):
         for one in scored:
@@ -167,7 +167,7 @@ def test_networks_whose_attention_cannot_be_steered_say_so(plain, tmp_path):
 def test_bfloat16_follows_its_own_samples(plain, name, cache):
     """A DiT runs in float32 only."""
     denoiser, _, windows = plain(name, dtype="bfloat16")
-    duel = Duel(Cached(denoiser, cache), rule_of(denoiser, "greedy"), 3, batch_size=1)
+    duel = DuelEstimator(Cached(denoiser, cache), rule_of(denoiser, "greedy"), 3, batch_size=1)
     duel.use_single_rows()
     drawn = duel.sample([windows[0].context], 7, seed=5)[0]
     scored = duel.log_prob([Window(windows[0].context, drawn.tokens)])[0]
@@ -186,7 +186,7 @@ def test_bfloat16_sums_to_one_over_the_last_token(plain, name, cache):
     rule = rule_of(denoiser, "left_to_right")
     context = tuple(tokens[3 : 3 + max(1, denoiser.shift)])
     windows = [Window(context, (*tokens[5:9], token)) for token in tokens]
-    scored = Duel(Cached(denoiser, cache), rule, 5, batch_size=1).log_prob(windows)
+    scored = DuelEstimator(Cached(denoiser, cache), rule, 5, batch_size=1).log_prob(windows)
     total = sum(math.exp(window.token_logprobs[-1]) for window in scored)
     assert total == pytest.approx(1.0, abs=1e-3)
 
@@ -199,7 +199,7 @@ def test_guidance_and_temperature_go_around_a_cache(plain, cache):
         Guided(Cached(denoiser, cache), 1.5),
         Warped(Guided(Cached(denoiser, cache), 0.5), 1.3),
     ):
-        duel = Duel(wrapped, "greedy", 3)
+        duel = DuelEstimator(wrapped, "greedy", 3)
         drawn = duel.sample([w.context for w in windows[:3]], 7, seed=5)
         rows = [Window(w.context, d.tokens) for w, d in zip(windows, drawn, strict=False)]
         for sample, scored in zip(drawn, duel.log_prob(rows), strict=True):
@@ -211,9 +211,9 @@ def test_guidance_and_temperature_go_around_a_cache(plain, cache):
 def test_temperature_one_and_no_guidance_are_the_cached_network(plain):
     denoiser, _, windows = plain("llada")
     windows = windows[:4]
-    cached = Duel(Cached(denoiser, "dual"), "greedy", 3).log_prob(windows)
+    cached = DuelEstimator(Cached(denoiser, "dual"), "greedy", 3).log_prob(windows)
     for wrapped in (Warped(Cached(denoiser, "dual"), 1.0), Guided(Cached(denoiser, "dual"), 0.0)):
-        for one, other in zip(Duel(wrapped, "greedy", 3).log_prob(windows), cached, strict=True):
+        for one, other in zip(DuelEstimator(wrapped, "greedy", 3).log_prob(windows), cached, strict=True):
             assert one.reveal_steps == other.reveal_steps and one.token_logprobs == pytest.approx(
                 other.token_logprobs, abs=1e-4
             )
@@ -231,13 +231,13 @@ def test_the_model_of_the_harness(tmp_path):
     request = ask("loglikelihood", ("a b c", " d e f g h i"), ("b", " the of and a b c d"))
     answers = cached.loglikelihood(request, disable_tqdm=True)
     window = Window((2, *cached.tok_encode("a b c")), cached.tok_encode(" d e f g h i"), (3,))
-    by_hand = Duel(Cached(plain.denoiser, "dual"), "greedy", 4).log_prob([window])[0]
+    by_hand = DuelEstimator(Cached(plain.denoiser, "dual"), "greedy", 4).log_prob([window])[0]
     assert answers[0] == (pytest.approx(by_hand.log_prob, abs=1e-4), by_hand.is_greedy)
     assert cached.run.stats.verified.windows == 2 and cached.run.stats.verified.largest_difference < 1e-3
     assert answers[0][0] != pytest.approx(plain.loglikelihood(request, disable_tqdm=True)[0][0], abs=1e-3)
     generated = [make_request("generate_until", {}, ("a b", {"max_gen_toks": 8}), "toy", 0, 1)]
     text = cached.generate_until(generated, disable_tqdm=True)[0]
-    decoded = Duel(cached.denoiser, "greedy", 4).sample(
+    decoded = DuelEstimator(cached.denoiser, "greedy", 4).sample(
         [(2, *cached.tok_encode("a b"))], 8, suffix=(3,), do_sample=False
     )[0]
     assert text == cached.tokenizer.decode(decoded.tokens, skip_special_tokens=False)

@@ -21,7 +21,7 @@ from lm_eval_duel.core.windows import Window
 from lm_eval_duel.demo import FOLDER, resolve
 from lm_eval_duel.denoisers.hf import causal_lm
 from lm_eval_duel.errors import DuelError, NotFinite
-from lm_eval_duel.estimators.duel import Duel
+from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.harness.lm import DuelMDM
 
 SIZE = {
@@ -104,19 +104,19 @@ def test_nats_are_those_of_the_networks_own_logits(folders, name):
     assert denoiser.splits_head, "the head runs at the predicted positions only"
     assert (denoiser.attention, denoiser.shift, denoiser.mask_id, denoiser.bos) == ("causal", 1, None, "given")
     assert denoiser.excluded.nonzero()[:, 0].tolist() == list(range(len(tiny.WORDS), tiny.ROWS))
-    duel = Duel(denoiser, "left_to_right")
+    duel = DuelEstimator(denoiser, "left_to_right")
     together = duel.log_prob(RAGGED)
     assert duel.counts.forwards < duel.counts.rows <= len(RAGGED)
     for window, scored in zip(RAGGED, together, strict=True):
         assert scored.token_logprobs == pytest.approx(by_hand(model, window), abs=1e-4)
-        alone = Duel(denoiser, "left_to_right", batch_size=1).log_prob([window])[0]
+        alone = DuelEstimator(denoiser, "left_to_right", batch_size=1).log_prob([window])[0]
         assert alone.token_logprobs == pytest.approx(scored.token_logprobs, abs=1e-4)
 
 
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "Gemma2ForCausalLM", "ModernBertDecoderForCausalLM"])
 def test_every_token_after_every_context_sums_to_one(folders, name):
     windows = [Window((2, 6, 9), (token,)) for token in range(len(tiny.WORDS))]
-    scored = Duel(load(folders[name]), "left_to_right").log_prob(windows)
+    scored = DuelEstimator(load(folders[name]), "left_to_right").log_prob(windows)
     assert math.fsum(math.exp(s.log_prob) for s in scored) == pytest.approx(1, abs=1e-4)
     assert sum(s.is_greedy for s in scored) == 1
 
@@ -135,23 +135,23 @@ def test_rotary_positions_that_change_with_the_length_of_a_batch(tmp_path):
     tiny.tokenizer(mask=False).save_pretrained(tmp_path)
     denoiser = load(str(tmp_path))
     right = [pytest.approx(by_hand(model, window), abs=1e-4) for window in RAGGED]
-    assert [scored.token_logprobs for scored in Duel(denoiser, "left_to_right").log_prob(RAGGED)] == right
+    assert [scored.token_logprobs for scored in DuelEstimator(denoiser, "left_to_right").log_prob(RAGGED)] == right
     denoiser.honours_padding = True
-    assert [scored.token_logprobs for scored in Duel(denoiser, "left_to_right").log_prob(RAGGED)] != right
+    assert [scored.token_logprobs for scored in DuelEstimator(denoiser, "left_to_right").log_prob(RAGGED)] != right
 
 
 def test_one_forward_for_each_window(folders):
     denoiser = load(folders["LlamaForCausalLM"])
     rows = []
     hook = denoiser.layers.register_forward_hook(lambda module, inputs, output: rows.append(output[0].shape[:2]))
-    duel = Duel(denoiser, "left_to_right", batch_size=1)
+    duel = DuelEstimator(denoiser, "left_to_right", batch_size=1)
     for n, window in enumerate(WINDOWS, start=1):
         assert duel.log_prob([window])[0].nfe == len(window.target)
         assert (duel.counts.forwards, duel.counts.rows) == (n, n)
     hook.remove()
     assert rows == [(1, window.length - 1) for window in WINDOWS]  # the last token is predicted and never fed
     equal = [Window((n,), tuple(range(1, 32))) for n in range(4)]
-    duel = Duel(denoiser, "left_to_right", batch_size=4)
+    duel = DuelEstimator(denoiser, "left_to_right", batch_size=4)
     duel.log_prob(equal)
     assert (duel.counts.forwards, duel.counts.rows) == (1, 4)
 
@@ -162,14 +162,14 @@ def test_the_head_runs_at_scored_positions_only(folders):
     hook = denoiser.model.lm_head.register_forward_hook(
         lambda module, inputs, output: seen.append(output[..., 0].numel())
     )
-    Duel(denoiser, "left_to_right").log_prob([Window((2, 5, 6, 7), (8, 9, 10))])
+    DuelEstimator(denoiser, "left_to_right").log_prob([Window((2, 5, 6, 7), (8, 9, 10))])
     hook.remove()
     assert sum(seen) == 3
 
 
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "GraniteForCausalLM", "ModernBertDecoderForCausalLM"])
 def test_samples_are_scored_as_they_were_drawn(folders, name):
-    duel = Duel(load(folders[name]), "left_to_right")
+    duel = DuelEstimator(load(folders[name]), "left_to_right")
     contexts = [(2,), (2, 7, 9, 6), (2, 30)]
     drawn, greedy = duel.sample(contexts, 6, seed=1), duel.sample(contexts, 6, do_sample=False)
     scored = duel.log_prob([Window(c, d.tokens) for c, d in zip(contexts, [*drawn, *greedy][:3], strict=True)])
@@ -178,11 +178,11 @@ def test_samples_are_scored_as_they_were_drawn(folders, name):
 
 
 def test_a_head_that_cannot_be_split_off_runs_with_the_rest(folders, monkeypatch):
-    right = Duel(load(folders["Gemma2ForCausalLM"]), "left_to_right")
+    right = DuelEstimator(load(folders["Gemma2ForCausalLM"]), "left_to_right")
     monkeypatch.setattr(causal_lm, "_layer_modules", lambda model: ["model.layers.1", "model.norm", "lm_head"])
     denoiser = load(folders["Gemma2ForCausalLM"])
     assert not denoiser.splits_head and denoiser.layers is denoiser.model
-    whole = Duel(denoiser, "left_to_right")
+    whole = DuelEstimator(denoiser, "left_to_right")
     for a, b in zip(whole.log_prob(WINDOWS), right.log_prob(WINDOWS), strict=True):
         assert a.token_logprobs == pytest.approx(b.token_logprobs, abs=1e-4)
     contexts = [(2,), (2, 7, 9, 6)]
@@ -195,7 +195,7 @@ def test_a_head_that_cannot_be_split_off_runs_with_the_rest(folders, monkeypatch
 def test_dtypes(folders, name, dtype):
     denoiser = load(folders[name], dtype=dtype)
     assert str(denoiser.dtype) == f"torch.{dtype}" and denoiser.splits_head
-    scored = Duel(denoiser, "left_to_right").log_prob(WINDOWS)
+    scored = DuelEstimator(denoiser, "left_to_right").log_prob(WINDOWS)
     if dtype == "float64":
         model = getattr(transformers, name).from_pretrained(folders[name]).eval()
         assert [s.token_logprobs for s in scored] == [
@@ -208,7 +208,7 @@ def test_lengths(folders, tmp_path):
     """A network of 32 positions scores rows of 33: the last token is never fed."""
     denoiser = load(folders["GPT2LMHeadModel"])
     assert denoiser.max_length == 33
-    duel = Duel(denoiser, "left_to_right")
+    duel = DuelEstimator(denoiser, "left_to_right")
     assert len(duel.log_prob([Window((2,), (5,) * 32)])[0].token_logprobs) == 32
     with pytest.raises(DuelError, match="Window 0 has 34 positions but the network holds 33"):
         duel.log_prob([Window((2,), (5,) * 33)])
@@ -229,10 +229,10 @@ def test_lengths(folders, tmp_path):
 def test_what_a_causal_network_cannot_follow(folders):
     denoiser = load(folders["LlamaForCausalLM"])
     with pytest.raises(DuelError, match="A causal network reveals left to right only"):
-        Duel(denoiser, "greedy")
+        DuelEstimator(denoiser, "greedy")
     with pytest.raises(DuelError, match="A causal network has blocks of one; use block=1 or block=auto, not 4"):
-        Duel(denoiser, "left_to_right", 4)
-    duel = Duel(denoiser, "left_to_right", 1)
+        DuelEstimator(denoiser, "left_to_right", 4)
+    duel = DuelEstimator(denoiser, "left_to_right", 1)
     with pytest.raises(DuelError, match="Window 0 needs a context"):
         duel.log_prob([Window((), (5, 6))])
     with pytest.raises(DuelError, match="Window 0 has a suffix, which a causal network never sees"):
@@ -277,7 +277,7 @@ def test_a_class_that_is_not_the_one_in_the_config(folders, tmp_path, caplog):
             with pytest.raises(DuelError, match=r"is a OtherLM with code of its own, .* pass trust_remote"):
                 load(str(tmp_path))
         else:
-            nats = Duel(load(str(tmp_path)), "left_to_right").log_prob(WINDOWS)[0].token_logprobs
+            nats = DuelEstimator(load(str(tmp_path)), "left_to_right").log_prob(WINDOWS)[0].token_logprobs
             assert nats == pytest.approx(by_hand(model, WINDOWS[0]), abs=1e-4)
     assert "is a OtherLM; scoring it as transformers' LlamaForCausalLM" in caplog.text
 
@@ -321,7 +321,7 @@ def test_a_causal_network_with_code_of_its_own(tmp_path):
     def model(ids):
         return CausalLMOutput(logits=table[ids].cumsum(1) @ head.T + bias)
 
-    for window, scored in zip(WINDOWS, Duel(denoiser, "left_to_right").log_prob(WINDOWS), strict=True):
+    for window, scored in zip(WINDOWS, DuelEstimator(denoiser, "left_to_right").log_prob(WINDOWS), strict=True):
         assert scored.token_logprobs == pytest.approx(by_hand(model, window), abs=1e-4)
 
 
@@ -333,7 +333,7 @@ def test_an_adapter_is_merged(folders, tmp_path):
     )
     tuned.save_pretrained(tmp_path)
     denoiser = load(folders["CohereForCausalLM"], peft=str(tmp_path))
-    nats = Duel(denoiser, "left_to_right").log_prob(WINDOWS)[0].token_logprobs
+    nats = DuelEstimator(denoiser, "left_to_right").log_prob(WINDOWS)[0].token_logprobs
     assert nats == pytest.approx(by_hand(tuned.eval(), WINDOWS[0]), abs=1e-4)
     assert nats != pytest.approx(by_hand(network("CohereForCausalLM"), WINDOWS[0]), abs=1e-2)
     assert "peft" in denoiser.describe()
@@ -358,7 +358,7 @@ def test_nan_that_shows_only_when_a_token_is_seen(folders):
     denoiser = load(folders["LlamaForCausalLM"])
     with torch.no_grad():
         denoiser.model.model.embed_tokens.weight[12] = float("nan")
-    duel = Duel(denoiser, "left_to_right")
+    duel = DuelEstimator(denoiser, "left_to_right")
     assert math.isfinite(duel.log_prob([Window((2, 6), (7, 9, 12))])[0].log_prob)  # its own token is never fed
     with pytest.raises(NotFinite, match=r"NaN or infinite logits\. \(Window 0, "):
         duel.log_prob([Window((2, 6), (7, 12, 9))])

@@ -23,7 +23,7 @@ from lm_eval_duel.core import block_causal
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.duel import Autoregressive, Duel
+from lm_eval_duel.estimators.duel import Autoregressive, DuelEstimator
 from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.estimators.lattice import Lattice
 from lm_eval_duel.harness.lm import DuelMDM
@@ -42,14 +42,14 @@ def test_sums_to_one(rule, first_token):
     toy = CausalPrefix(first_token, length=12)
     for last_block in ("fill", "cut"):
         toy.last_block = last_block
-        duel = Duel(toy, rule)
+        duel = DuelEstimator(toy, rule)
         assert (duel.block, duel.grid) == (2, "target")
         assert total(duel, 3, context=(1,)) == pytest.approx(1, abs=1e-12)
         assert total(duel, 3, context=(2, 0), suffix=(1,)) == pytest.approx(1, abs=1e-12)
         assert total(duel, 2, context=(0, 0, 1), tail=2) == pytest.approx(1, abs=1e-12)
         if first_token == "block":
             assert total(duel, 3) == pytest.approx(1, abs=1e-12)
-            assert total(Duel(toy, rule, grid="row"), 3, context=(1,)) == pytest.approx(1, abs=1e-12)
+            assert total(DuelEstimator(toy, rule, grid="row"), 3, context=(1,)) == pytest.approx(1, abs=1e-12)
 
 
 WINDOWS = [
@@ -69,7 +69,7 @@ def test_lanes_equal_the_textbook_loop(rule, first_token, monkeypatch):
     for stretch, clean, batch_size in ((256, 512, None), (4, 3, 1)):
         monkeypatch.setattr(block_causal, "STRETCH", stretch)
         monkeypatch.setattr(block_causal, "CLEAN", clean)
-        scored = Duel(toy, rule, batch_size=batch_size).log_prob(WINDOWS)
+        scored = DuelEstimator(toy, rule, batch_size=batch_size).log_prob(WINDOWS)
         for window, found in zip(WINDOWS, scored, strict=True):
             origin = len(window.context)
 
@@ -85,7 +85,7 @@ def test_lanes_equal_the_textbook_loop(rule, first_token, monkeypatch):
 @pytest.mark.parametrize("first_token", FIRST)
 @pytest.mark.parametrize("rule", ["greedy", "threshold:mu=0.45", "klass:mu=0.4:nu=0.3"])
 def test_samples_are_scored_as_they_were_drawn(rule, first_token):
-    duel = Duel(CausalPrefix(first_token, length=14), rule)
+    duel = DuelEstimator(CausalPrefix(first_token, length=14), rule)
     contexts = [(1,), (0, 2), (1, 1, 0)]
     for extra in ({}, {"tail": 2}):
         length = 4 if extra else 5
@@ -103,18 +103,18 @@ def test_samples_are_scored_as_they_were_drawn(rule, first_token):
 
 
 def test_the_first_token_is_revealed_alone():
-    seeded, plainly = (Duel(CausalPrefix(first, length=14, block=4), "greedy:k=4") for first in FIRST)
+    seeded, plainly = (DuelEstimator(CausalPrefix(first, length=14, block=4), "greedy:k=4") for first in FIRST)
     window = Window((1,), (2, 0, 1, 1, 2))
     assert str(seeded.rule) == "greedy:k=4:seed_first=True" and str(plainly.rule) == "greedy:k=4"
     [one], [other] = seeded.log_prob([window]), plainly.log_prob([window])
     assert one.reveal_steps == (0, 1, 1, 1, 0) and other.reveal_steps == (0, 0, 0, 0, 0)
     assert abs(one.log_prob - other.log_prob) > 1e-2  # two distributions
-    [same] = Duel(CausalPrefix(length=14, block=4), "greedy:k=4:seed_first=true").log_prob([window])
+    [same] = DuelEstimator(CausalPrefix(length=14, block=4), "greedy:k=4:seed_first=true").log_prob([window])
     assert same == one
 
 
 def test_a_later_block_changes_nothing_before_it():
-    duel = Duel(CausalPrefix(length=12), "greedy")
+    duel = DuelEstimator(CausalPrefix(length=12), "greedy")
     one, other = duel.log_prob([Window((1,), (2, 0, 1, 1, 2)), Window((1,), (2, 0, 1, 0, 0))])
     assert one.token_logprobs[:3] == other.token_logprobs[:3]
 
@@ -128,7 +128,7 @@ def test_every_state_of_a_block_needs_the_sampler_that_has_them():
     window = Window((1,), (2, 0, 1, 1))
     found = {value: Lattice(toy, value=value).log_prob([window])[0] for value in ("elbo_exact", "mixture", "oracle")}
     mean, mixture, best = (getattr(found[value], value) for value in ("elbo_exact", "mixture", "oracle"))
-    greedy = Duel(toy, "greedy").log_prob([window])[0].log_prob
+    greedy = DuelEstimator(toy, "greedy").log_prob([window])[0].log_prob
     assert mean <= mixture <= best + 1e-12 and greedy <= best + 1e-12
     drawn = Elbo(toy, samples=512).log_prob([window])[0]
     assert abs(drawn.log_prob - mean) < 4 * drawn.stderr
@@ -137,15 +137,15 @@ def test_every_state_of_a_block_needs_the_sampler_that_has_them():
 def test_refusals():
     toy = CausalPrefix(length=12)
     with pytest.raises(DuelError, match=r"trained on blocks of 2: .* block=4 would be another network"):
-        Duel(toy, "greedy", 4)
+        DuelEstimator(toy, "greedy", 4)
     with pytest.raises(
         DuelError, match=r"first_token=causal predicts .* Use grid=target or auto, or first_token=block"
     ):
-        Duel(toy, "greedy", grid="row")
+        DuelEstimator(toy, "greedy", grid="row")
     with pytest.raises(DuelError, match="Window 0 needs a context"):
-        Duel(toy, "greedy").log_prob([Window((), (2, 0))])
+        DuelEstimator(toy, "greedy").log_prob([Window((), (2, 0))])
     with pytest.raises(DuelError, match=r"a suffix up to position 3, but its last target block ends at 2"):
-        Duel(toy, "greedy").log_prob([Window((1,), (2, 0), (1,))])
+        DuelEstimator(toy, "greedy").log_prob([Window((1,), (2, 0), (1,))])
 
 
 # ---------------------------------------------------------------- a tiny checkpoint
@@ -206,7 +206,7 @@ def test_equals_the_authors_procedure(checkpoint, first_token, rule, threshold):
     path, w = checkpoint
     denoiser = denoisers.load(path, device="cpu", first_token=first_token)
     assert denoiser.describe()["first_token"] == first_token
-    for window, scored in zip(TEXTS, Duel(denoiser, rule).log_prob(TEXTS), strict=True):
+    for window, scored in zip(TEXTS, DuelEstimator(denoiser, rule).log_prob(TEXTS), strict=True):
         nats, steps = generate(w, window, first_token == "causal", threshold)
         assert scored.near_ties == 0 and scored.reveal_steps == steps
         assert scored.token_logprobs == close_nats(nats)
@@ -234,7 +234,7 @@ def test_the_model_of_the_harness(checkpoint, first_token):
     assert (lm.spec["block"], lm.spec["grid"]) == ("4", "target")
     assert lm.spec["rule"].endswith("seed_first=True") == (first_token == "causal")
     answers = lm.loglikelihood(ask("loglikelihood", ("a b c", " d e f g h i"), ("b", " the of and")), disable_tqdm=True)
-    duel = Duel(denoisers.load(path, device="cpu", first_token=first_token), "threshold:mu=0.3")
+    duel = DuelEstimator(denoisers.load(path, device="cpu", first_token=first_token), "threshold:mu=0.3")
     window = Window((2, *lm.tok_encode("a b c")), lm.tok_encode(" d e f g h i"))
     [score] = duel.log_prob([window])
     assert answers[0] == (pytest.approx(score.log_prob, abs=1e-4), score.is_greedy)
@@ -258,7 +258,7 @@ def test_the_textbook_loop_of_bench(checkpoint, first_token):
         rows = self_tests.random_rows(denoiser, length, 3).tolist()
         windows = [Window(row[:2], row[2:]) for row in rows]
         for rule in ("greedy", "threshold:mu=0.3"):
-            duel = Duel(denoiser, rule)
+            duel = DuelEstimator(denoiser, rule)
             loop = algorithm2(WholeRow, denoiser, duel.rule, duel.block, duel.grid, windows)
             for row, scored in enumerate(duel.log_prob(windows)):
                 assert tuple(loop.reveal_steps[row].tolist()) == scored.reveal_steps
@@ -312,7 +312,7 @@ def test_an_older_spelling_of_its_rotary_positions(checkpoint, tmp_path):
     config = {key: value for key, value in CASE.config.items() if key != "rope_parameters"}
     config |= {"rope_scaling": old, "rope_theta": YARN["rope_theta"]}
     path, _ = write(tmp_path, dataclasses.replace(CASE, config=config))
-    old, new = (Duel(denoisers.load(p, device="cpu")).log_prob(TEXTS) for p in (path, checkpoint[0]))
+    old, new = (DuelEstimator(denoisers.load(p, device="cpu")).log_prob(TEXTS) for p in (path, checkpoint[0]))
     for one, other in zip(old, new, strict=True):
         assert one.token_logprobs == close_nats(other.token_logprobs)
 

@@ -17,13 +17,12 @@ from laws import slow_but
 from safetensors.torch import load_file, save_file
 from textbook import score
 
-from lm_eval_duel import denoisers, rules
+from lm_eval_duel import Duel, denoisers, rules
 from lm_eval_duel.bench.textbook import WholeRow, algorithm2
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.denoisers.hf import families
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.duel import Duel
 
 RULES = ["greedy", "margin:k=2", "threshold:mu=0.3"]
 WINDOWS = [

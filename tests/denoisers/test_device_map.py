@@ -12,7 +12,7 @@ from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.hf import device_map
 from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.duel import Duel
+from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.options import Options
 
 WINDOWS = [Window((6,), (7, 9, 30, 12, 8, 15, 21, 11)), Window((22, 6, 17, 17, 2), (33, 6, 7, 18))]
@@ -111,7 +111,7 @@ def folder(tmp_path):
 
 def scored(denoiser):
     rule = "left_to_right" if denoiser.attention == "causal" else "greedy"
-    return Duel(denoiser, rule, "auto" if denoiser.block or rule == "left_to_right" else 4).log_prob(WINDOWS)
+    return DuelEstimator(denoiser, rule, "auto" if denoiser.block or rule == "left_to_right" else 4).log_prob(WINDOWS)
 
 
 def same(ones, others):

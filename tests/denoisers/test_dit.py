@@ -13,10 +13,9 @@ from dit_reference import BLOCK, CONFIGS, MDLM, SEDD, TOKENS, opened, plain, wei
 from safetensors.torch import load_file, save_file
 from textbook import score
 
-from lm_eval_duel import denoisers
+from lm_eval_duel import Duel, denoisers
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.duel import Duel
 
 WHOLE_ROW = [kind for kind in CONFIGS if kind not in ("ar", "bd3lm")]
 RULES = ["greedy", "margin:k=2", "threshold:mu=0.4", "klass:mu=0.3:nu=0.5"]

@@ -12,10 +12,9 @@ from laws import slow_but
 from textbook import score
 from transformers import CONFIG_MAPPING
 
-from lm_eval_duel import denoisers, rules
+from lm_eval_duel import Duel, denoisers, rules
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.duel import Duel
 
 MASK = 4
 WINDOWS = [

@@ -10,14 +10,13 @@ from attends import Attends
 from textbook import score
 from toys import BlockCausal, Toy
 
-from lm_eval_duel import denoisers, rules
+from lm_eval_duel import Duel, denoisers, rules
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.wrappers.exclusion import Excluding
 from lm_eval_duel.denoisers.wrappers.guidance import Guided
 from lm_eval_duel.denoisers.wrappers.warpers import Warped
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.duel import Duel
 from lm_eval_duel.harness.lm import DuelMDM
 
 TOYS = {

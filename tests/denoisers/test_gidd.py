@@ -15,12 +15,11 @@ from textbook import score
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from lm_eval_duel import denoisers
+from lm_eval_duel import Duel, denoisers
 from lm_eval_duel.cli.plan import parse, plan
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers import unloaded
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.duel import Duel
 from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.estimators.lattice import Lattice
 

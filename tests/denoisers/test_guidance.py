@@ -14,7 +14,7 @@ from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.hf.masked_lm import MaskedLM
 from lm_eval_duel.denoisers.wrappers.guidance import Guided
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.duel import Duel
+from lm_eval_duel.estimators.duel import DuelEstimator
 
 RULES = [
     "greedy",
@@ -59,7 +59,7 @@ def equals(scored, expected, tolerance=1e-9):
 def test_equals_the_textbook_loop_over_guided_logits(rule, grid, scale):
     toy = Toy()
     for block in (2, 3, None):
-        duel = Duel(Guided(toy, scale), rule, block, grid)
+        duel = DuelEstimator(Guided(toy, scale), rule, block, grid)
         for window, scored in zip(WINDOWS, duel.log_prob(WINDOWS), strict=True):
             logits_of = guided(lambda ids: toy.features(ids[None], None)[0], toy.mask_id, scale, window)
             equals(scored, score(logits_of, toy.mask_id, toy.excluded, rules.parse(rule), block, window, grid))
@@ -71,7 +71,7 @@ def test_sums_to_one(rule, scale):
     guide = Guided(Toy(), scale)
     for block, grid, tail in ((2, "target", 2), (2, "row", 0), (None, "target", 0)):
         windows = [Window((1,), string, (2,), tail) for string in itertools.product(range(3), repeat=4)]
-        scored = Duel(guide, rule, block, grid).log_prob(windows)
+        scored = DuelEstimator(guide, rule, block, grid).log_prob(windows)
         assert abs(math.fsum(math.exp(s.log_prob) for s in scored) - 1) < 1e-9
 
 
@@ -79,7 +79,7 @@ def test_sums_to_one(rule, scale):
 def test_a_sample_has_the_likelihood_that_it_was_drawn_with(rule):
     contexts = [(), (1,), (0, 2), (2, 2, 1)]
     for grid in ("target", "row"):
-        duel = Duel(Guided(Toy(), 1.5), rule, 2, grid)
+        duel = DuelEstimator(Guided(Toy(), 1.5), rule, 2, grid)
         for context, drawn in zip(contexts, duel.sample(contexts, 4, suffix=(1,), seed=2), strict=True):
             scored = duel.log_prob([Window(context, drawn.tokens, (1,))])[0]
             assert scored.reveal_steps == drawn.reveal_steps and scored.token_logprobs == pytest.approx(
@@ -92,17 +92,17 @@ def test_a_sample_has_the_likelihood_that_it_was_drawn_with(rule):
 def test_a_row_alone_equals_the_row_in_a_batch():
     for honours_padding in (True, False):
         guide = Guided(Toy(honours_padding=honours_padding), 0.7)
-        together = Duel(guide, "greedy", 2).log_prob(WINDOWS)
+        together = DuelEstimator(guide, "greedy", 2).log_prob(WINDOWS)
         for batch_size in (1, 2):
             for window, scored in zip(WINDOWS, together, strict=True):
-                alone = Duel(guide, "greedy", 2, batch_size=batch_size).log_prob([window])[0]
+                alone = DuelEstimator(guide, "greedy", 2, batch_size=batch_size).log_prob([window])[0]
                 assert alone.reveal_steps == scored.reveal_steps and alone.token_logprobs == pytest.approx(
                     scored.token_logprobs, abs=1e-9
                 )
 
 
 def test_two_forwards_a_step():
-    duel = Duel(Guided(Toy(), 0.7), "greedy", None)
+    duel = DuelEstimator(Guided(Toy(), 0.7), "greedy", None)
     assert duel.log_prob([Window((1,), (0, 2, 1))])[0].nfe == 3
     assert (duel.counts.forwards, duel.counts.rows) == (6, 6)
 
@@ -119,9 +119,9 @@ class Noisy(Rotary):
 
 @pytest.mark.parametrize("network", [Rotary, Noisy])
 def test_blank_starts_tie_and_are_counted(network):
-    duel = Duel(Guided(network(), 0.8), "greedy", None)
+    duel = DuelEstimator(Guided(network(), 0.8), "greedy", None)
     windows = [Window((), (1, 0, 2, 1)), Window((), (2, 2)), Window((0,), (1, 0, 2))]
-    plain = Duel(network(), "greedy", None).log_prob(windows)
+    plain = DuelEstimator(network(), "greedy", None).log_prob(windows)
     scored = duel.log_prob(windows)
     assert [s.all_mask_starts for s in scored] == [1, 1, 0] and duel.counts.all_mask_starts == 2
     assert [s.reveal_steps[0] for s in scored[:2]] == [0, 0]
@@ -135,7 +135,7 @@ def test_blank_starts_tie_and_are_counted(network):
 @pytest.mark.parametrize("rule", RULES)
 def test_blank_starts_equal_the_textbook_loop(rule):
     rotary = Rotary()
-    for window, scored in zip(WINDOWS, Duel(Guided(rotary, 0.8), rule, 3).log_prob(WINDOWS), strict=True):
+    for window, scored in zip(WINDOWS, DuelEstimator(Guided(rotary, 0.8), rule, 3).log_prob(WINDOWS), strict=True):
         logits_of = guided(lambda ids: rotary.features(ids[None], None)[0], rotary.mask_id, 0.8, window)
         right = score(logits_of, rotary.mask_id, rotary.excluded, rules.parse(rule), 3, window, tie_when_all_mask=True)
         equals(scored, right, 1e-6)
@@ -179,7 +179,7 @@ def test_a_guided_network_is_what_the_plain_one_is():
             plain.vocab_size,
             plain.max_length,
         )
-    assert Duel(Guided(Published(), 0.5), "greedy").block == 2
+    assert DuelEstimator(Guided(Published(), 0.5), "greedy").block == 2
 
 
 def test_the_scale_is_part_of_the_law():
@@ -195,7 +195,7 @@ def test_through_load(tmp_path):
     assert guide.describe()["guidance"] == "classifier-free, cfg_scale=0.5"
     assert guide.honours_padding and guide.splits_head
     windows = [Window((2, 6), (7, 9, 30, 12, 8), (3,)), Window((2,), (10, 9), (3,)), Window((), (8, 8, 20))]
-    for window, scored in zip(windows, Duel(guide, "greedy", 4).log_prob(windows), strict=True):
+    for window, scored in zip(windows, DuelEstimator(guide, "greedy", 4).log_prob(windows), strict=True):
         with torch.no_grad():
             logits_of = guided(lambda ids: model(input_ids=ids[None]).logits[0], 4, 0.5, window)
             right = score(logits_of, 4, guide.excluded, rules.parse("greedy"), 4, window)

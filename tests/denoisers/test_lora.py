@@ -16,7 +16,7 @@ from lm_eval_duel import denoisers
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.hf.lora import PREFIX
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.duel import Duel
+from lm_eval_duel.estimators.duel import DuelEstimator
 
 peft = pytest.importorskip("peft")
 
@@ -101,7 +101,7 @@ def test_d2f_is_an_adapter_with_another_attention(tmp_path, caplog, kind):
     merged = base(tmp_path / "merged", kind, by_hand(tensors, lora, lambda module: 6 / 3))
     right = load(merged, family=f"d2f-{kind}")
     window = [Window((6, 7), (9, 30, 12))]
-    one, other = (Duel(denoiser, "greedy").log_prob(window)[0] for denoiser in (adapted, right))
+    one, other = (DuelEstimator(denoiser, "greedy").log_prob(window)[0] for denoiser in (adapted, right))
     assert one.token_logprobs == close_nats(other.token_logprobs)
     assert load(path, peft=lora, attention="bidirectional").family == kind  # the user decides
 

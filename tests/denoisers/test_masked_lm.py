@@ -15,7 +15,7 @@ from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.denoisers.hf.masked_lm import MaskedLM
 from lm_eval_duel.denoisers.hub import pick_device as load_device
 from lm_eval_duel.errors import DuelError, NotFinite
-from lm_eval_duel.estimators.duel import Duel
+from lm_eval_duel.estimators.duel import DuelEstimator
 
 FAMILIES = ["bert", "roberta", "distilbert", "modernbert"]
 RULES = ["greedy", "greedy:k=2", "margin", "threshold:mu=0.3", "klass:mu=0.2:nu=0.5", "entropy_bound:gamma=3", "random"]
@@ -53,7 +53,7 @@ def test_what_is_found_at_load(folders, family):
 def test_equals_the_textbook_loop_over_full_logits(folders, family, rule):
     denoiser = load(folders[family])
     model = tiny.network(family)
-    duel = Duel(denoiser, rule, 4)
+    duel = DuelEstimator(denoiser, rule, 4)
     for window, scored in zip(WINDOWS, duel.log_prob(WINDOWS), strict=True):
         with torch.no_grad():
             _, steps, nats, greedy, nfe = score(
@@ -73,10 +73,10 @@ def test_equals_the_textbook_loop_over_full_logits(folders, family, rule):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_row_alone_equals_the_row_in_a_batch(folders, family):
     denoiser = load(folders[family])
-    together = Duel(denoiser, "greedy", 4).log_prob(WINDOWS)
+    together = DuelEstimator(denoiser, "greedy", 4).log_prob(WINDOWS)
     for batch_size in (1, 2):
         for window, scored in zip(WINDOWS, together, strict=True):
-            alone = Duel(denoiser, "greedy", 4, batch_size=batch_size).log_prob([window])[0]
+            alone = DuelEstimator(denoiser, "greedy", 4, batch_size=batch_size).log_prob([window])[0]
             assert alone.reveal_steps == scored.reveal_steps
             assert alone.token_logprobs == pytest.approx(scored.token_logprobs, abs=1e-4)
 
@@ -86,13 +86,13 @@ def test_the_head_is_evaluated_at_hidden_cells_only(folders, family):
     denoiser = load(folders[family])
     seen = []
     hook = denoiser._output.register_forward_hook(lambda module, inputs, output: seen.append(output[..., 0].numel()))
-    Duel(denoiser, "greedy", 4).log_prob([Window((2, 5, 6, 7), (8, 9, 10), (3,))])
+    DuelEstimator(denoiser, "greedy", 4).log_prob([Window((2, 5, 6, 7), (8, 9, 10), (3,))])
     hook.remove()
     assert sum(seen) == 3 + 2 + 1
 
 
 def test_blank_starts_tie_and_are_counted(folders):
-    duel = Duel(load(folders["modernbert"]), "greedy", 4)
+    duel = DuelEstimator(load(folders["modernbert"]), "greedy", 4)
     scored = duel.log_prob([Window((), (8, 8, 20, 31, 6)), Window((2,), (8, 8))])
     assert [s.all_mask_starts for s in scored] == [1, 0]
     assert scored[0].reveal_steps[0] == 0
@@ -117,10 +117,10 @@ class Whole(MaskedLM):
 def test_equal_lengths_go_together_where_padding_is_seen():
     deaf = Deaf(tiny.network("bert"), 4, set(range(len(tiny.WORDS))), 32, "bert")
     assert not deaf.honours_padding
-    together = Duel(deaf, "greedy", 4).log_prob(WINDOWS)
-    right = Duel(MaskedLM(tiny.network("bert"), 4, set(range(len(tiny.WORDS))), 32, "bert"), "greedy", 4).log_prob(
-        WINDOWS
-    )
+    together = DuelEstimator(deaf, "greedy", 4).log_prob(WINDOWS)
+    right = DuelEstimator(
+        MaskedLM(tiny.network("bert"), 4, set(range(len(tiny.WORDS))), 32, "bert"), "greedy", 4
+    ).log_prob(WINDOWS)
     assert [s.reveal_steps for s in together] == [s.reveal_steps for s in right]
     assert [s.log_prob for s in together] == pytest.approx([s.log_prob for s in right], abs=1e-4)
 
@@ -128,10 +128,10 @@ def test_equal_lengths_go_together_where_padding_is_seen():
 def test_full_logits_where_there_is_no_head_to_split():
     whole = Whole(tiny.network("bert"), 4, set(range(len(tiny.WORDS))), 32, "bert")
     assert not whole.splits_head
-    right = Duel(MaskedLM(tiny.network("bert"), 4, set(range(len(tiny.WORDS))), 32, "bert"), "greedy", 4).log_prob(
-        WINDOWS
-    )
-    assert [s.token_logprobs for s in Duel(whole, "greedy", 4).log_prob(WINDOWS)] == [
+    right = DuelEstimator(
+        MaskedLM(tiny.network("bert"), 4, set(range(len(tiny.WORDS))), 32, "bert"), "greedy", 4
+    ).log_prob(WINDOWS)
+    assert [s.token_logprobs for s in DuelEstimator(whole, "greedy", 4).log_prob(WINDOWS)] == [
         pytest.approx(s.token_logprobs, abs=1e-4) for s in right
     ]
 
@@ -140,8 +140,8 @@ def test_full_logits_where_there_is_no_head_to_split():
 def test_dtypes(folders, dtype):
     denoiser = load(folders["bert"], dtype=dtype)
     assert str(denoiser.dtype) == f"torch.{dtype}" and denoiser.honours_padding
-    scored = Duel(denoiser, "l2r", 4).log_prob(WINDOWS)
-    exact = Duel(load(folders["bert"]), "l2r", 4).log_prob(WINDOWS)
+    scored = DuelEstimator(denoiser, "l2r", 4).log_prob(WINDOWS)
+    exact = DuelEstimator(load(folders["bert"]), "l2r", 4).log_prob(WINDOWS)
     tolerance = {"bfloat16": 1.0, "float16": 0.1, "float64": 1e-4}[dtype]
     assert [s.log_prob for s in scored] == pytest.approx([s.log_prob for s in exact], abs=tolerance)
 
@@ -270,7 +270,7 @@ def test_nan_that_shows_only_when_a_token_is_seen(tmp_path):
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
-    duel = Duel(load(path), "left_to_right", 4)
+    duel = DuelEstimator(load(path), "left_to_right", 4)
     with pytest.raises(NotFinite, match=r"NaN or infinite logits\. \(Window 1, block at target position 4, step 3\.\)"):
         duel.log_prob([WINDOWS[1], Window((2,), (5, 6, 7, 8, 9, 10, token, 11), (3,))])
 
@@ -285,11 +285,11 @@ def test_lengths(folders):
     with pytest.raises(DuelError, match=r"max_length=33 is too long: .* holds 32 positions"):
         load(folders["bert"], max_length=33)
     with pytest.raises(DuelError, match="Window 0 has 33 positions but the network holds 32"):
-        Duel(load(folders["bert"]), "greedy", 4).log_prob([Window((), (5,) * 33)])
+        DuelEstimator(load(folders["bert"]), "greedy", 4).log_prob([Window((), (5,) * 33)])
 
 
 def test_ids_that_cannot_be_scored(folders):
-    duel = Duel(load(folders["bert"]), "greedy", 4)
+    duel = DuelEstimator(load(folders["bert"]), "greedy", 4)
     with pytest.raises(DuelError, match=r"Window 1 holds the mask token \(id 4\)"):
         duel.log_prob([Window((), (5,)), Window((4,), (5,))])
     with pytest.raises(DuelError, match=r"Window 0 holds id 40; the network's ids are 0 to 39"):
@@ -353,7 +353,7 @@ def test_a_bidirectional_network_with_code_of_its_own(tmp_path):
         x = weights["embed.weight"][ids]
         return (x + x.mean(0)) @ weights["head.weight"].T
 
-    for window, scored in zip(WINDOWS, Duel(denoiser, "greedy", 4).log_prob(WINDOWS), strict=True):
+    for window, scored in zip(WINDOWS, DuelEstimator(denoiser, "greedy", 4).log_prob(WINDOWS), strict=True):
         _, steps, nats, _, _ = score(
             logits, 4, denoiser.excluded, rules.parse("greedy"), 4, window, tie_when_all_mask=True
         )

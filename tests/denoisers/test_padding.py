@@ -16,7 +16,7 @@ from lm_eval_duel.denoisers.hf.masked_lm import MaskedLM
 from lm_eval_duel.denoisers.special_tokens import added_tokens
 from lm_eval_duel.denoisers.wrappers.guidance import Guided
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.duel import Duel
+from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.elbo import Elbo
 
 SIZE = {
@@ -104,7 +104,7 @@ def by_hand(model, denoiser, window, rule="greedy"):
 def test_a_short_row_beside_a_longer_one_is_right(name):
     denoiser = denoiser_of(network(name))
     assert denoiser.honours_padding == (name not in REACT)
-    for window, scored in zip(RAGGED, Duel(denoiser, "greedy", 4, batch_size=8).log_prob(RAGGED), strict=True):
+    for window, scored in zip(RAGGED, DuelEstimator(denoiser, "greedy", 4, batch_size=8).log_prob(RAGGED), strict=True):
         model = network(name)
         if name == "bigbird":
             model.bert.set_attention_type("original_full")
@@ -123,8 +123,8 @@ def test_the_elbo_of_esm_in_a_batch():
 def test_sampling_of_esm_in_a_batch():
     denoiser = denoiser_of(network("esm"))
     contexts = [(2,), (2, 6, 7, 9), (2, 30, 12)]
-    drawn = Duel(denoiser, "greedy", 4, batch_size=8).sample(contexts, 4, suffix=(3,), seed=1)
-    again = Duel(denoiser, "greedy", 4).log_prob(
+    drawn = DuelEstimator(denoiser, "greedy", 4, batch_size=8).sample(contexts, 4, suffix=(3,), seed=1)
+    again = DuelEstimator(denoiser, "greedy", 4).log_prob(
         [Window(context, one.tokens, (3,)) for context, one in zip(contexts, drawn, strict=True)]
     )
     assert [one.log_prob for one in drawn] == pytest.approx([one.log_prob for one in again], abs=1e-4)
@@ -150,8 +150,8 @@ def test_a_small_leak_is_a_leak(dtype):
     denoiser = denoiser_of(model)
     assert not denoiser.honours_padding
     if dtype == "float64":
-        alone = [Duel(denoiser, "greedy", 4, batch_size=1).log_prob([window])[0] for window in RAGGED]
-        together = Duel(denoiser, "greedy", 4, batch_size=8).log_prob(RAGGED)
+        alone = [DuelEstimator(denoiser, "greedy", 4, batch_size=1).log_prob([window])[0] for window in RAGGED]
+        together = DuelEstimator(denoiser, "greedy", 4, batch_size=8).log_prob(RAGGED)
         assert [one.log_prob for one in together] == pytest.approx([one.log_prob for one in alone], abs=1e-9)
 
 
@@ -169,7 +169,7 @@ def test_esm_needs_a_visible_token(tmp_path):
     path = checkpoint(tmp_path, network("esm"))
     denoiser = denoisers.load(path, device="cpu")
     assert denoiser.needs_visible and not denoiser.relative_positions
-    duel = Duel(denoiser, "greedy", 4)
+    duel = DuelEstimator(denoiser, "greedy", 4)
     wanted = r"shows no token at its first step, .* divides 0 by 0\. .*leave bos=none out"
     with pytest.raises(DuelError, match=rf"^Window 1 {wanted}"):
         duel.log_prob([Window((2,), (5, 6)), Window((), (5, 6))])
@@ -202,7 +202,7 @@ def test_the_harness_says_why_a_row_without_special_tokens_has_no_score(tmp_path
 def test_without_token_dropout_esm_needs_nothing():
     denoiser = denoiser_of(network("esm", token_dropout=False))
     assert not denoiser.needs_visible and denoiser.relative_positions
-    Duel(denoiser, "greedy", 4).log_prob([Window((), (5, 6))])
+    DuelEstimator(denoiser, "greedy", 4).log_prob([Window((), (5, 6))])
 
 
 def test_a_mask_embedding_that_is_not_finite_is_broken_weights():
@@ -224,9 +224,9 @@ def test_bigbird_is_scored_with_full_attention_at_every_length(tmp_path, caplog)
     assert warned in caplog.text
     assert denoiser.describe()["attention_type"] == "original_full, not block_sparse as in its config"
     long = Window((2,), tuple(range(5, 29)), (3,))
-    first = Duel(denoiser, "greedy", 4).log_prob([long])[0]
-    Duel(denoiser, "greedy", 4).log_prob([Window((2,), (5,))])
-    assert Duel(denoiser, "greedy", 4).log_prob([long])[0] == first
+    first = DuelEstimator(denoiser, "greedy", 4).log_prob([long])[0]
+    DuelEstimator(denoiser, "greedy", 4).log_prob([Window((2,), (5,))])
+    assert DuelEstimator(denoiser, "greedy", 4).log_prob([long])[0] == first
     caplog.clear()
     short = denoisers.load(path, device="cpu", max_length=14)
     assert "attention_type" not in short.describe() and "block-sparse" not in caplog.text
@@ -296,8 +296,8 @@ def test_rotary_positions_that_change_with_the_longest_row_of_a_batch(tmp_path, 
         return
     denoiser = denoisers.load(path, **options)
     assert not denoiser.honours_padding
-    alone = [Duel(denoiser, "greedy", 4, batch_size=1).log_prob([window])[0] for window in RAGGED]
-    together = Duel(denoiser, "greedy", 4, batch_size=8).log_prob(RAGGED)
+    alone = [DuelEstimator(denoiser, "greedy", 4, batch_size=1).log_prob([window])[0] for window in RAGGED]
+    together = DuelEstimator(denoiser, "greedy", 4, batch_size=8).log_prob(RAGGED)
     assert [one.log_prob for one in together] == pytest.approx([one.log_prob for one in alone], abs=1e-4)
 
 
@@ -345,8 +345,8 @@ def test_bench_gives_a_token_to_networks_that_need_one(tmp_path, caplog):
     denoiser = arms._load(settings)
     windows = arms._windows(denoiser, settings)
     assert [(len(window.context), len(window.target)) for window in windows] == [(1, 7)] * 2
-    Duel(denoiser, "greedy", 4).log_prob(windows)
+    DuelEstimator(denoiser, "greedy", 4).log_prob(windows)
     settings = parse(["--pretrained", "demo-bd", "--length", "8", "--windows", "1", "--device", "cpu"])
     denoiser = arms._load(settings)
-    Duel(denoiser, "greedy").log_prob(arms._windows(denoiser, settings))
+    DuelEstimator(denoiser, "greedy").log_prob(arms._windows(denoiser, settings))
     assert "has no context" not in caplog.text

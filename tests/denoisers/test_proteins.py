@@ -13,10 +13,9 @@ from harness_runs import evaluate
 from laws import slow_but
 from textbook import score
 
-from lm_eval_duel import denoisers, rules
+from lm_eval_duel import Duel, denoisers, rules
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.duel import Duel
 from lm_eval_duel.harness.lm import DuelMDM
 
 MASK = PROTEIN_MASK

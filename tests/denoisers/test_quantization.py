@@ -19,7 +19,7 @@ from textbook import score
 from lm_eval_duel import denoisers, rules
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.duel import Duel
+from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.fingerprint import digest
 from lm_eval_duel.options import Options
 
@@ -141,7 +141,7 @@ def test_lanes_equal_the_textbook_loop_over_the_quantised_network(base, kind, dt
         mask = torch.zeros(1, 1, len(ids), len(ids), dtype=denoiser.dtype)
         return denoiser.model(input_ids=ids[None], attention_mask=mask, use_cache=False).logits[0]
 
-    for window, scored in zip(WINDOWS, Duel(denoiser, "greedy", 4).log_prob(WINDOWS), strict=True):
+    for window, scored in zip(WINDOWS, DuelEstimator(denoiser, "greedy", 4).log_prob(WINDOWS), strict=True):
         right = score(plain, denoiser.mask_id, denoiser.excluded, rules.parse("greedy"), 4, window)
         assert scored.near_ties == 0 and scored.reveal_steps == right[1]
         assert scored.token_logprobs == pytest.approx(right[2], abs=1e-4 if dtype == "float32" else 0.05)

@@ -28,7 +28,7 @@ from lm_eval_duel import denoisers, rules
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.hf import remote_code
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.duel import Duel
+from lm_eval_duel.estimators.duel import DuelEstimator
 
 WINDOWS = [
     Window((6, 20), (7, 9, 30, 12, 8, 15, 5, 21, 11)),
@@ -58,7 +58,7 @@ def ids(rows=3, length=13):
 def agrees(denoiser, logits_of, block, **how):
     """Every rule's numbers are the textbook's over `logits_of`."""
     for rule in ("greedy", "threshold:mu=0.3", "klass:mu=0.2:nu=0.5", "right_to_left:k=2"):
-        for window, scored in zip(WINDOWS, Duel(denoiser, rule, block).log_prob(WINDOWS), strict=True):
+        for window, scored in zip(WINDOWS, DuelEstimator(denoiser, rule, block).log_prob(WINDOWS), strict=True):
             _, steps, nats, greedy, nfe = score(
                 logits_of, MASK, denoiser.excluded, rules.parse(rule), block, window, **how
             )
@@ -85,7 +85,7 @@ def test_llada(tmp_path):
     assert type(own.model).__name__ == own.describe()["denoiser"] == "LLaDAModelLM"
     assert "as LlamaForCausalLM" in native.describe()["denoiser"]
     assert own.describe()["weights"] != native.describe()["weights"], "the code is part of the spec"
-    both = [Duel(denoiser, "greedy", 4).log_prob(WINDOWS) for denoiser in (own, native)]
+    both = [DuelEstimator(denoiser, "greedy", 4).log_prob(WINDOWS) for denoiser in (own, native)]
     assert [s.reveal_steps for s in both[0]] == [s.reveal_steps for s in both[1]]
     agrees(own, lambda row: plain.logits(LLADA_NET, tensors, row.tolist(), plain.everywhere(len(row))), 4)
 
@@ -107,7 +107,7 @@ def test_dream(tmp_path):
 
     agrees(own, shifted, 4)
     with pytest.raises(DuelError, match="Window 0 needs a context: this network predicts each token from the one"):
-        Duel(own, "greedy", 4).log_prob([Window((), (8, 9))])
+        DuelEstimator(own, "greedy", 4).log_prob([Window((), (8, 9))])
     assert load(path, shift_logits=False).shift == 0
 
 
@@ -117,7 +117,7 @@ def test_sdar(tmp_path):
     own, native = load(path), load(path, own=False)
     assert (own.attention, own.block) == (native.attention, native.block) == ("block_causal", 4)
     for rule in ("greedy", "threshold:mu=0.3"):
-        both = [Duel(denoiser, rule).log_prob(WINDOWS) for denoiser in (own, native)]
+        both = [DuelEstimator(denoiser, rule).log_prob(WINDOWS) for denoiser in (own, native)]
         for one, other in zip(*both, strict=True):
             assert one.reveal_steps == other.reveal_steps and one.token_logprobs == close_nats(other.token_logprobs)
     agrees(own, block_causal(NET, tensors, 4), 4, grid="row", sees="fill")
@@ -139,7 +139,7 @@ def test_a_network_that_wants_a_mask_of_every_row(tmp_path, name):
     denoiser = load(path, block=4, **unheard)
     assert (denoiser.attention, denoiser.block, denoiser.shift) == ("block_causal", 4, 0)
     agrees(denoiser, block_causal(NET, tensors, 4), 4, grid="row", sees="fill")
-    duel = Duel(denoiser, "greedy")
+    duel = DuelEstimator(denoiser, "greedy")
     contexts = [window.context for window in WINDOWS]
     for context, drawn in zip(contexts, duel.sample(contexts, 7), strict=True):
         scored = duel.log_prob([Window(context, drawn.tokens)])[0]
@@ -149,11 +149,13 @@ def test_a_network_that_wants_a_mask_of_every_row(tmp_path, name):
 def test_rows_of_one_call_may_know_different_numbers_of_clean_blocks(tmp_path):
     denoiser = load(write(tmp_path, LLADA2, "LLaDA2MoeModelLM", decoder()), block=4, max_length=16)
     windows = [Window(tuple(range(5, 5 + n)), tuple(range(30, 14 + n, -1))) for n in (1, 3, 4, 6, 9)]
-    alone = [Duel(denoiser, "greedy").log_prob([window])[0] for window in windows]
+    alone = [DuelEstimator(denoiser, "greedy").log_prob([window])[0] for window in windows]
     for batch_size in (1, 2, 3, None):
-        for one, scored in zip(alone, Duel(denoiser, "greedy", batch_size=batch_size).log_prob(windows), strict=True):
+        for one, scored in zip(
+            alone, DuelEstimator(denoiser, "greedy", batch_size=batch_size).log_prob(windows), strict=True
+        ):
             assert scored.reveal_steps == one.reveal_steps and scored.token_logprobs == close_nats(one.token_logprobs)
-    duel, contexts = Duel(denoiser, "threshold:mu=0.4"), [(5,), (6,), (7,), (8,)]  # not all take as long
+    duel, contexts = DuelEstimator(denoiser, "threshold:mu=0.4"), [(5,), (6,), (7,), (8,)]  # not all take as long
     for key, drawn in enumerate(duel.sample(contexts, 15)):
         one = duel.sample([contexts[key]], 15, keys=[key])[0]
         assert (one.tokens, one.reveal_steps) == (drawn.tokens, drawn.reveal_steps)

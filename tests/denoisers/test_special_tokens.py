@@ -9,12 +9,11 @@ import torch
 from harness_requests import ask
 from toys import Toy
 
-from lm_eval_duel import denoisers
+from lm_eval_duel import Duel, denoisers
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.wrappers.guidance import Guided
 from lm_eval_duel.denoisers.wrappers.warpers import Warped
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.duel import Duel
 from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.options import Options

@@ -12,12 +12,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lm_eval_duel import denoisers
+from lm_eval_duel import Duel, denoisers
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers import weights
 from lm_eval_duel.denoisers.dit.network import DiT, DiTConfig
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.duel import Duel
 
 SHAPE = DiTConfig(vocab_size=9, width=8, layers=2, heads=2, condition=4)
 CONFIG = {

@@ -14,7 +14,7 @@ from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.random_network import make
 from lm_eval_duel.estimators import cost
-from lm_eval_duel.estimators.duel import Autoregressive, Duel
+from lm_eval_duel.estimators.duel import Autoregressive, DuelEstimator
 from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.estimators.lattice import Lattice
 from lm_eval_duel.rules import Decision, Rule, parse
@@ -59,7 +59,7 @@ def planned(count, texts):
 def test_bidirectional(networks, rule, cache):
     plain = networks["bidirectional"]
     denoiser = Cached(plain, cache) if cache else plain
-    duel = Duel(denoiser, rule, 8)
+    duel = DuelEstimator(denoiser, rule, 8)
     duel.use_single_rows()  # rows of different lanes could be equal, and then one call evaluates them once
     setting = cost.Setting(plain, parse(rule), 8, "target")
     count = (lambda w: cost.cached(setting, w, cache)) if cache else (lambda w: cost.exact(setting, w))
@@ -71,11 +71,11 @@ def test_bidirectional(networks, rule, cache):
 @pytest.mark.parametrize("length", [22, 24])
 def test_block_causal(networks, rule, length):
     denoiser = networks["block_causal"]
-    duel = Duel(denoiser, rule)
+    duel = DuelEstimator(denoiser, rule)
     setting = cost.Setting(denoiser, parse(rule), 8, "row")
     # one window a run: lanes of several windows may be packed with empty places
     for window in windows(length):
-        rows = counted(denoiser, Duel(denoiser, rule), [window])
+        rows = counted(denoiser, DuelEstimator(denoiser, rule), [window])
         assert planned(lambda w: cost.exact(setting, w), [window]) == rows
     rows, tokens, nfe = counted(denoiser, duel, windows(length))
     least_rows, least_tokens, steps = planned(lambda w: cost.exact(setting, w), windows(length))
@@ -91,7 +91,7 @@ def test_blocks_that_count_from_the_target(name, tmp_path, monkeypatch):
     case = CASES[name]
     denoiser = load(write(tmp_path, case)[0], device="cpu", **case.options)
     for rule, context, target in (("greedy:k=1", 5, 11), ("left_to_right:k=2", 18, 8)):
-        duel = Duel(denoiser, rule)
+        duel = DuelEstimator(denoiser, rule)
         window = Window(range(6, 6 + context), range(6, 6 + target))
         setting = cost.Setting(denoiser, duel.rule, denoiser.block, duel.grid)
         assert planned(lambda w, s=setting: cost.exact(s, w), [window]) == counted(denoiser, duel, [window])
@@ -144,7 +144,7 @@ def test_causal():
 @pytest.mark.parametrize("rule", ["threshold:mu=0.3", "entropy_bound:gamma=1.5"])
 def test_rules_that_read_the_text_take_at_most_as_many_steps(networks, rule):
     denoiser = networks["bidirectional"]
-    duel, setting = Duel(denoiser, rule, 8), cost.Setting(denoiser, parse(rule), 8, "target")
+    duel, setting = DuelEstimator(denoiser, rule, 8), cost.Setting(denoiser, parse(rule), 8, "target")
     rows, tokens, nfe = counted(denoiser, duel, windows())
     most = planned(lambda w: cost.exact(setting, w), windows())
     assert not setting.is_exact and nfe <= most[2] and rows <= most[0] and tokens <= most[1]
@@ -155,7 +155,7 @@ def test_rules_that_read_the_text_take_at_most_as_many_steps(networks, rule):
 @pytest.mark.parametrize("rule", ["quota:steps=3", "quota:steps=50", "greedy:k=2:sub_block=3"])
 def test_schedules_and_sub_blocks_that_begin_inside_the_context(networks, rule):
     denoiser = networks["bidirectional"]
-    duel, setting = Duel(denoiser, rule, 8, "row"), cost.Setting(denoiser, parse(rule), 8, "row")
+    duel, setting = DuelEstimator(denoiser, rule, 8, "row"), cost.Setting(denoiser, parse(rule), 8, "row")
     duel.use_single_rows()
     assert setting.is_exact
     assert planned(lambda w: cost.exact(setting, w), windows()) == counted(denoiser, duel, windows())
@@ -163,7 +163,7 @@ def test_schedules_and_sub_blocks_that_begin_inside_the_context(networks, rule):
 
 def test_a_rule_that_may_wait_has_no_bound(networks):
     waiting = cost.Setting(networks["bidirectional"], Waiting(), 8, "target")
-    rows, _, nfe = counted(networks["bidirectional"], Duel(networks["bidirectional"], Waiting(), 8), windows())
+    rows, _, nfe = counted(networks["bidirectional"], DuelEstimator(networks["bidirectional"], Waiting(), 8), windows())
     assumed = planned(lambda w: cost.exact(waiting, w), windows())
     assert not waiting.is_exact and not waiting.is_bound and rows > assumed[0] and nfe > assumed[2]
 

@@ -10,7 +10,7 @@ from toys import BlockCausal, Causal, Rotary, Small, Toy
 
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.duel import Autoregressive, Duel
+from lm_eval_duel.estimators.duel import Autoregressive, DuelEstimator
 from lm_eval_duel.estimators.elbo import REPLICATES, Elbo, replicates
 from lm_eval_duel.estimators.lattice import Lattice
 
@@ -49,7 +49,7 @@ def close(network):
 
 def every_order(denoiser, window, block):
     """For each block of a window, the nats of each order of its positions, by replaying them one by one."""
-    duel = Duel(denoiser, block=block)
+    duel = DuelEstimator(denoiser, block=block)
     spans = [(max(0, s - len(window.context)), s + w - len(window.context)) for s, w in duel.blocks(window)]
     found = []
     for begin, end in spans:
@@ -85,7 +85,7 @@ def test_lattice_reads_off_every_state_only_rule(network, block):
     windows = WINDOWS if network == "block-causal" else INFILLING
     scored = Lattice(toy, block, follow=STATE_ONLY, batch_size=1).log_prob(windows)
     for rule in STATE_ONLY:
-        for mine, theirs in zip(scored, Duel(toy, rule, block).log_prob(windows), strict=True):
+        for mine, theirs in zip(scored, DuelEstimator(toy, rule, block).log_prob(windows), strict=True):
             path = mine.rules[rule]
             assert path.reveal_steps == theirs.reveal_steps
             assert path.token_logprobs == pytest.approx(theirs.token_logprobs, abs=close(network))
@@ -109,7 +109,7 @@ def test_the_value_asked_for_and_where_it_comes_from():
         Lattice(toy, 4, value=value, traced=True).log_prob([window])[0] for value in ("oracle", "elbo_exact", "mixture")
     )
     assert (best.log_prob, mean.log_prob, mixture.log_prob) == (best.oracle, best.elbo_exact, best.mixture)
-    replayed = Duel(toy, block=4, traced=True).replay([window], [best.reveal_steps])[0]
+    replayed = DuelEstimator(toy, block=4, traced=True).replay([window], [best.reveal_steps])[0]
     assert replayed.log_prob == pytest.approx(best.oracle, abs=1e-9)
     for name in ("token_logprobs", "confidence", "margin", "entropy"):
         assert getattr(best, name) == pytest.approx(getattr(replayed, name), abs=1e-9)
@@ -126,7 +126,7 @@ def test_states_are_evaluated_once_each(block):
     whole, rest = divmod(12, block)
     assert lattice.counts.rows == whole * (2**block - 1) + (2**rest - 1)
     if block == 4:  # and all orders, each in its own pass, are six times as many
-        duel = Duel(Toy(length=12, seed=1), block=4)
+        duel = DuelEstimator(Toy(length=12, seed=1), block=4)
         for order in itertools.permutations(range(4)):
             duel.replay([Window((), target)], [order * 3])
         assert duel.counts.rows > 6 * lattice.counts.rows
@@ -263,7 +263,7 @@ def test_a_truth_of_no_probability_is_no_nan():
 
     window, other = Window((), (0, 2, 1, 1)), Window((), (0, 1, 1, 1))
     toy = Suppressed(length=4)
-    for estimator in (Duel(toy, block=4), Elbo(toy), Elbo(toy, 4, samples=8), Lattice(toy, 4)):
+    for estimator in (DuelEstimator(toy, block=4), Elbo(toy), Elbo(toy, 4, samples=8), Lattice(toy, 4)):
         suppressed, fine = estimator.log_prob([window, other])
         assert suppressed.log_prob == -math.inf and math.isfinite(fine.log_prob)
     assert Elbo(toy).log_prob([window])[0].stderr is None
@@ -341,10 +341,10 @@ def test_one_token_targets_have_one_value(network):
     toy = NETWORKS[network]()
     block = 4
     windows = [Window((1,), (t,)) for t in range(3)] + [Window((2, 0, 1, 1), (t,)) for t in range(3)]
-    one = [scored.log_prob for scored in Duel(toy, "left_to_right", block).log_prob(windows)]
+    one = [scored.log_prob for scored in DuelEstimator(toy, "left_to_right", block).log_prob(windows)]
     for rule in ("greedy", "margin", "threshold:mu=0.3", "klass:mu=0.5:nu=0.1", "entropy_bound:gamma=1"):
         for size in (block,) if network == "block-causal" else (1, 2, 32, None):
-            assert [s.log_prob for s in Duel(toy, rule, size).log_prob(windows)] == pytest.approx(
+            assert [s.log_prob for s in DuelEstimator(toy, rule, size).log_prob(windows)] == pytest.approx(
                 one, abs=close(network)
             )
     assert [s.log_prob for s in Elbo(toy, samples=1).log_prob(windows)] == pytest.approx(one, abs=close(network))

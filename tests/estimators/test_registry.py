@@ -10,7 +10,7 @@ from toys import Causal, Toy
 from lm_eval_duel.arguments import count
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
-from lm_eval_duel.estimators.duel import Duel
+from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.options import Options, names
 
 
@@ -27,7 +27,7 @@ def test_each_entry_makes_an_estimator_of_its_name(name):
 
 
 def test_an_entry_is_all_that_options_need(monkeypatch):
-    class Twice(Duel):
+    class Twice(DuelEstimator):
         name = "twice"
 
     entry = registry.Entry(

@@ -16,7 +16,7 @@ from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.wrappers.warpers import Warped
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.drawn_confidence import score_of, scores
-from lm_eval_duel.estimators.duel import Duel
+from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.sampled_confidence import SampledConfidence
 
 SAMPLERS = {  # settings, and the temperature
@@ -100,7 +100,7 @@ def test_sums_to_one_with_grids_and_tails():
 
 def test_what_is_selected_after_sampling_is_another_distribution_than_greedy():
     toy = Toy(length=4, seed=3)
-    greedy = Duel(toy, "greedy", 4).log_prob([Window((), text) for text in strings(3, 4)])
+    greedy = DuelEstimator(toy, "greedy", 4).log_prob([Window((), text) for text in strings(3, 4)])
     sampled = every(made(toy, block=4), 4).values()
     assert sum(abs(math.exp(score.log_prob) - p) for score, p in zip(greedy, sampled, strict=True)) > 0.1
 
@@ -108,7 +108,7 @@ def test_what_is_selected_after_sampling_is_another_distribution_than_greedy():
 def test_a_whole_block_at_once_is_greedy_with_k_of_the_block():
     toy = Toy(length=8, seed=3)
     windows = [Window((1,), text) for text in strings(3, 4)]
-    plain = Duel(toy, "greedy:k=2", 2).log_prob(windows)
+    plain = DuelEstimator(toy, "greedy:k=2", 2).log_prob(windows)
     scored = SampledConfidence(toy, 2, n=2).log_prob(windows)
     assert [s.log_prob for s in scored] == pytest.approx([s.log_prob for s in plain], abs=1e-12)
 
@@ -118,7 +118,7 @@ def test_one_token_targets_are_those_of_every_estimator(network):
     """Law 12."""
     toy = NETWORKS[network]()
     windows = [Window((1,), (t,)) for t in range(3)] + [Window((2, 0, 1), (t,)) for t in range(3)]
-    plain = [score.log_prob for score in Duel(toy, "greedy", 3).log_prob(windows)]
+    plain = [score.log_prob for score in DuelEstimator(toy, "greedy", 3).log_prob(windows)]
     for more in ({}, {"tau": 0.4}, {"n": 2, "confidence": "tempered"}):
         scored = SampledConfidence(toy, 3, **more).log_prob(windows)
         assert [score.log_prob for score in scored] == pytest.approx(plain, abs=1e-9)
@@ -136,7 +136,7 @@ def test_one_token_targets_are_those_of_every_estimator(network):
 )
 def test_near_temperature_zero_it_writes_what_the_rule_decodes(rule, settings):
     toy = Toy(length=6, seed=4)
-    [decoded] = Duel(toy, rule, 3).sample([(1,)], 5, do_sample=False)
+    [decoded] = DuelEstimator(toy, rule, 3).sample([(1,)], 5, do_sample=False)
     cold = SampledConfidence(Warped(toy, 1e-3), 3, **settings)
     [score] = cold.log_prob([Window((1,), decoded.tokens)])
     assert score.log_prob == pytest.approx(0, abs=1e-9) and score.is_greedy
@@ -234,7 +234,7 @@ def test_the_loop_of_llada_has_this_distribution(steps, settings, temperature):
     texts = llada(toy, 10_000, 4, 4, steps, temperature, torch.Generator().manual_seed(1))
     estimator = SampledConfidence(Warped(toy, temperature), 4, **settings)
     assert p_value(texts, every(estimator, 4)) > 1e-4
-    greedy = Duel(toy, f"quota:steps={steps}", 4).log_prob([Window((), text) for text in strings(3, 4)])
+    greedy = DuelEstimator(toy, f"quota:steps={steps}", 4).log_prob([Window((), text) for text in strings(3, 4)])
     control = dict(zip(strings(3, 4), (math.exp(score.log_prob) for score in greedy), strict=True))
     assert p_value(texts, control) < 1e-9
 

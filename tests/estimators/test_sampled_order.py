@@ -14,7 +14,7 @@ from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.wrappers.warpers import Warped
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.duel import Duel
+from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.lattice import Lattice
 from lm_eval_duel.estimators.sampled_order import SampledOrder, plackett_luce
 from lm_eval_duel.options import Options
@@ -88,11 +88,11 @@ def test_a_random_cell_at_each_step_is_the_mixture():
 @pytest.mark.parametrize("alg", ["entropy", "topk_margin"])
 def test_alg_temp_near_zero_is_the_rule_and_a_large_alg_temp_is_random(alg):
     toy = Toy(length=8, seed=3)
-    rule = log_probs(Duel(toy, f"dream:alg={alg}:steps=4", 3), WINDOWS)
+    rule = log_probs(DuelEstimator(toy, f"dream:alg={alg}:steps=4", 3), WINDOWS)
     cold = SampledOrder(toy, 3, alg=alg, steps=4, alg_temp=1e-5)
     assert log_probs(cold, WINDOWS) == pytest.approx(rule, abs=1e-9)
     hot = SampledOrder(toy, 2, alg=alg, steps=2, alg_temp=1e9)  # Dream reveals two of two positions at its last step
-    at_once = log_probs(Duel(toy, "greedy:k=2", 2), WINDOWS)
+    at_once = log_probs(DuelEstimator(toy, "greedy:k=2", 2), WINDOWS)
     assert log_probs(hot, WINDOWS) == pytest.approx(at_once, abs=1e-9)
     hot, even = SampledOrder(toy, 3, alg=alg, steps=3, alg_temp=1e9), SampledOrder(toy, 3, alg="random", steps=2)
     # of three positions Dream reveals one and then two, LLaDA two and then one
@@ -102,13 +102,13 @@ def test_alg_temp_near_zero_is_the_rule_and_a_large_alg_temp_is_random(alg):
 def test_all_at_once_and_one_token_targets():
     """Law 12."""
     toy = Toy(length=8, seed=3)
-    at_once = log_probs(Duel(toy, "greedy:k=3", 3), WINDOWS)
+    at_once = log_probs(DuelEstimator(toy, "greedy:k=3", 3), WINDOWS)
     for alg in ("origin", "random"):
         assert log_probs(SampledOrder(toy, 3, alg=alg, steps=1), WINDOWS) == pytest.approx(at_once, abs=1e-12)
     short = [Window((1,), (t,)) for t in range(3)]
     for settings in SAMPLERS.values():
         scored = log_probs(SampledOrder(toy, 3, **settings), short)
-        assert scored == pytest.approx(log_probs(Duel(toy, "greedy", 3), short), abs=1e-9)
+        assert scored == pytest.approx(log_probs(DuelEstimator(toy, "greedy", 3), short), abs=1e-9)
 
 
 @pytest.mark.parametrize("sampler", ["origin", "entropy"])

@@ -20,7 +20,7 @@ from lm_eval_duel.denoisers.wrappers.warpers import Warped
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import block_sample
 from lm_eval_duel.estimators.block_sample import Design
-from lm_eval_duel.estimators.duel import Duel
+from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.phases import Phases
 from lm_eval_duel.estimators.two_phase import TwoPhase
 
@@ -66,7 +66,7 @@ def test_with_every_block_in_the_sample_it_is_the_exact_value(rule, cache):
     toy = Attends(length=10)
     for block, grid in ((3, "target"), (3, "row")):
         windows = [window for window in MIXED if not window.tail or grid == "target"]
-        exact = Duel(toy, rule, block, grid).log_prob(windows)
+        exact = DuelEstimator(toy, rule, block, grid).log_prob(windows)
         full = TwoPhase(toy, rule, block, grid, cache=cache, sample=1.0).log_prob(windows)
         for window, one, other in zip(windows, full, exact, strict=True):
             assert one.log_prob == pytest.approx(other.log_prob, abs=1e-9) and one.stderr == 0
@@ -77,7 +77,7 @@ def test_with_every_block_in_the_sample_it_is_the_exact_value(rule, cache):
 @pytest.mark.parametrize("cache", ["dual", "prefix"])
 def test_the_estimate_is_what_the_formula_makes_of_two_exact_runs(rule, cache):
     toy, share = Attends(length=10), 0.3
-    f, g = (per_block(Duel(denoiser, rule, 3), MIXED[:-1]) for denoiser in (toy, Cached(toy, cache)))
+    f, g = (per_block(DuelEstimator(denoiser, rule, 3), MIXED[:-1]) for denoiser in (toy, Cached(toy, cache)))
     estimator = TwoPhase(toy, rule, 3, cache=cache, sample=share, seed=2)
     scores = estimator.log_prob(MIXED[:-1])
     sampled = 0
@@ -113,8 +113,13 @@ def check_coverage(f, g, keys, blocks, design, seeds):
 
 def values_of_a_toy(windows):
     toy = Attends(length=12)
-    f, g = (per_block(Duel(denoiser, "greedy", 3), windows) for denoiser in (toy, Cached(toy, "dual")))
-    return f, g, [window.key for window in windows], [len(Duel(toy, "greedy", 3).blocks(window)) for window in windows]
+    f, g = (per_block(DuelEstimator(denoiser, "greedy", 3), windows) for denoiser in (toy, Cached(toy, "dual")))
+    return (
+        f,
+        g,
+        [window.key for window in windows],
+        [len(DuelEstimator(toy, "greedy", 3).blocks(window)) for window in windows],
+    )
 
 
 @pytest.mark.parametrize(
@@ -157,7 +162,7 @@ def test_a_rate_that_depends_on_the_pilot_keeps_it_unbiased():
 def test_the_estimator_itself_is_unbiased_over_seeds():
     """The same law without a shortcut: whole runs of the estimator."""
     toy, windows = Attends(length=10), texts(12)
-    exact = math.fsum(score.log_prob for score in Duel(toy, "greedy", 3).log_prob(windows))
+    exact = math.fsum(score.log_prob for score in DuelEstimator(toy, "greedy", 3).log_prob(windows))
     estimates = torch.tensor(
         [total(TwoPhase(toy, "greedy", 3, sample=0.4, seed=n).log_prob(windows))[0] for n in range(200)]
     )
@@ -197,7 +202,7 @@ def test_another_seed_is_another_sample():
 def test_one_target_token_is_one_number():
     """With one position in a block the cached first step is the uncached one, whatever the sample."""
     toy, windows = Attends(length=6), [Window((1, 2), (0,)), Window((), (2,)), Window((0,), (1,), (2, 2))]
-    exact = Duel(toy, "greedy", 4).log_prob(windows)
+    exact = DuelEstimator(toy, "greedy", 4).log_prob(windows)
     for score, other in zip(TwoPhase(toy, "greedy", 4, sample=0.5).log_prob(windows), exact, strict=True):
         assert score.log_prob == pytest.approx(other.log_prob, abs=1e-9)
 
@@ -365,7 +370,7 @@ def test_rows_without_the_cache_are_counted_with_the_steps_taken_there():
     """An adaptive rule may take other steps under the cache."""
     toy, rule, windows = Attends(length=10), "threshold:mu=0.8", texts(12)
     full = total(TwoPhase(toy, rule, 5, sample=1.0).log_prob(windows))[1]
-    exact, cached = (Duel(denoiser, rule, 5).log_prob(windows) for denoiser in (toy, Cached(toy, "dual")))
+    exact, cached = (DuelEstimator(denoiser, rule, 5).log_prob(windows) for denoiser in (toy, Cached(toy, "dual")))
     assert full.uncached_rows == sum(score.nfe for score in exact) != sum(score.nfe for score in cached)
     assert full.cached_rows == sum(score.nfe for score in cached)
     assert full.uncached_token_rows == full.full_token_rows == sum(len(s.reveal_steps) * s.nfe for s in exact)
@@ -398,8 +403,8 @@ def test_guidance_and_temperature_stay_around_the_cached_network():
     assert cheap.describe() == {**wrapped.describe(), "cache": "dual"} and "cache" not in wrapped.describe()
     window = [Window((1,), (0, 2, 1, 1, 2))]
     [score] = TwoPhase(wrapped, "greedy", 3, sample=1.0).log_prob(window)
-    [exact], [cached] = (Duel(denoiser, "greedy", 3).log_prob(window) for denoiser in (wrapped, cheap))
-    [own] = Duel(Warped(Guided(Cached(toy, "dual"), 0.5), 0.7), "greedy", 3).log_prob(window)
+    [exact], [cached] = (DuelEstimator(denoiser, "greedy", 3).log_prob(window) for denoiser in (wrapped, cheap))
+    [own] = DuelEstimator(Warped(Guided(Cached(toy, "dual"), 0.5), 0.7), "greedy", 3).log_prob(window)
     assert score.log_prob == pytest.approx(exact.log_prob, abs=1e-9)
     assert sum(score.cached) == pytest.approx(cached.log_prob, abs=1e-9) == pytest.approx(own.log_prob, abs=1e-9)
 
@@ -427,7 +432,10 @@ def test_what_is_refused(denoiser, settings, message):
 def test_a_shifted_network_with_seed_first():
     toy, windows = Attends(length=10, shift=1), [Window((1,), (0, 2, 1, 1, 2, 0))]
     rule = "greedy:k=1:seed_first=True"
-    [score], [exact] = TwoPhase(toy, rule, 3, sample=1.0).log_prob(windows), Duel(toy, rule, 3).log_prob(windows)
+    [score], [exact] = (
+        TwoPhase(toy, rule, 3, sample=1.0).log_prob(windows),
+        DuelEstimator(toy, rule, 3).log_prob(windows),
+    )
     assert score.log_prob == pytest.approx(exact.log_prob, abs=1e-9)
 
 
@@ -467,8 +475,8 @@ def test_coverage_on_blocks_of_the_demo():
     lines = (Path(lm_eval_duel.__file__).parent / "demo" / "text" / "sotu.jsonl").read_text().splitlines()[:12]
     ids = [tokenizer(json.loads(line)["text"], add_special_tokens=False)["input_ids"] for line in lines]
     windows = [Window((), row[:64]) for row in ids]
-    f, g = (per_block(Duel(denoiser, "greedy", 4), windows) for denoiser in (network, Cached(network, "dual")))
-    blocks = [len(Duel(network, "greedy", 4).blocks(window)) for window in windows]
+    f, g = (per_block(DuelEstimator(denoiser, "greedy", 4), windows) for denoiser in (network, Cached(network, "dual")))
+    blocks = [len(DuelEstimator(network, "greedy", 4).blocks(window)) for window in windows]
     covered = check_coverage(f, g, [window.key for window in windows], blocks, Design(0.0, 0.4), 200)
     assert 0.9 <= covered <= 0.99  # 200 seeds: 0.95 +- 4 x 0.0154, less at the skewed end
     assert torch.corrcoef(torch.stack([f[f != 0], g[f != 0]]))[0, 1] > 0.97

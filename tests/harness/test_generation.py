@@ -21,7 +21,7 @@ from lm_eval_duel.core.windows import Window
 from lm_eval_duel.demo import resolve as demo_folder
 from lm_eval_duel.denoisers.wrappers.warpers import Warped
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.duel import Duel
+from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.harness import trace
 from lm_eval_duel.harness.generation import key_of
 from lm_eval_duel.harness.generation_settings import KNOWN, LENGTHS, OTHERS, Settings
@@ -39,7 +39,7 @@ def same(drawn, scored, tolerance=1e-9):
 @pytest.mark.parametrize("toy", NETWORKS)
 @pytest.mark.parametrize("rule", ["greedy", "margin:k=2", "threshold:mu=0.5", "klass:mu=0.4:nu=0.3"])
 def test_a_sample_that_stopped_is_scored_with_what_is_left_as_tail(toy, rule):
-    duel = Duel(toy, rule, 2)
+    duel = DuelEstimator(toy, rule, 2)
     asked = []
 
     def stop(index, tokens):
@@ -61,7 +61,7 @@ def test_a_sample_that_stopped_is_scored_with_what_is_left_as_tail(toy, rule):
 
 @pytest.mark.parametrize("toy", NETWORKS)
 def test_stopping_neither_row_changes_another(toy):
-    duel = Duel(toy, "greedy", 2)
+    duel = DuelEstimator(toy, "greedy", 2)
     contexts = [(t, u) for t, u in itertools.product(range(3), repeat=2)]
     some = duel.sample(contexts, 6, seed=1, stop=lambda index, tokens: index % 2 == 0)
     whole = duel.sample(contexts, 6, seed=1)
@@ -69,7 +69,7 @@ def test_stopping_neither_row_changes_another(toy):
     for one, other in list(zip(some, whole, strict=True))[1::2]:
         assert one.tokens == other.tokens
         same(one, other)
-    small = Duel(toy, "greedy", 2, batch_size=1).sample(contexts, 6, seed=1, stop=lambda n, tokens: n % 2 == 0)
+    small = DuelEstimator(toy, "greedy", 2, batch_size=1).sample(contexts, 6, seed=1, stop=lambda n, tokens: n % 2 == 0)
     assert [one.tokens for one in small] == [one.tokens for one in some]
 
 
@@ -98,19 +98,19 @@ def test_tempered_distributions_by_hand(temperature, top_k, top_p):
     for context in itertools.product(range(4), repeat=2):
         logits = toy.features(torch.tensor([[*context, 4]]), None)[0, 2, :4]
         wanted = by_hand(logits, temperature, top_k, top_p)
-        found = Duel(tempered, "greedy", 1).log_prob([Window(context, (v,)) for v in range(4)])
+        found = DuelEstimator(tempered, "greedy", 1).log_prob([Window(context, (v,)) for v in range(4)])
         assert [math.exp(one.log_prob) for one in found] == pytest.approx(wanted, abs=1e-12)
 
 
 @pytest.mark.parametrize("base", NETWORKS)
 def test_a_tempered_network_is_a_law_like_any_other(base):
     tempered = Warped(base, 0.7, 2)
-    duel = Duel(tempered, "greedy", 2)
+    duel = DuelEstimator(tempered, "greedy", 2)
     strings = [Window((1,), s) for s in itertools.product(range(3), repeat=3)]
     assert math.fsum(math.exp(s.log_prob) for s in duel.log_prob(strings)) == pytest.approx(1, abs=1e-9)
     for one in duel.sample([(1,)] * 20, 4, seed=2):
         same(one, duel.log_prob([Window((1,), one.tokens)])[0])
-    plain = Duel(base, "greedy", 2).sample([(1,), (0, 2)], 4, do_sample=False)
+    plain = DuelEstimator(base, "greedy", 2).sample([(1,), (0, 2)], 4, do_sample=False)
     assert [one.tokens for one in duel.sample([(1,), (0, 2)], 4, do_sample=False)] == [one.tokens for one in plain]
     assert tempered.describe()["warpers"] == "temperature=0.7, top_k=2"
 
@@ -272,9 +272,9 @@ def test_a_law_with_one_token_in_every_cell_is_left_to_right_and_said(folder, ca
     whole = ["threshold:mu=0.5", "entropy_bound:gamma=0.1"]
     only = Warped(Toy(length=9, seed=1), top_k=1)
     for rule in ("greedy", "margin", "log_margin", "entropy", *whole):
-        (one,) = Duel(only, rule, 4).sample([(1,)], 4, do_sample=False)
+        (one,) = DuelEstimator(only, rule, 4).sample([(1,)], 4, do_sample=False)
         assert one.reveal_steps == ((0, 0, 0, 0) if rule in whole else (0, 1, 2, 3))
-        assert only.ties(Duel(only, rule, 4).rule).startswith("top_k=1 leaves one token in every position")
+        assert only.ties(DuelEstimator(only, rule, 4).rule).startswith("top_k=1 leaves one token in every position")
     assert only.ties(rules.parse("right_to_left")) is None  # an order of its own
     greedy = rules.parse("greedy")
     assert Warped(Toy(), 0.5, 2, 0.4).ties(greedy) is None
@@ -305,7 +305,7 @@ def test_the_coldest_and_the_hottest_temperature_are_laws(temperature):
     toy = Toy(tokens=3, length=5, seed=2)
     toy.out = toy.out.float()
     toy.embed, toy.mix = toy.embed.float(), toy.mix.float()
-    duel = Duel(Warped(toy, temperature), "greedy", 2)
+    duel = DuelEstimator(Warped(toy, temperature), "greedy", 2)
     strings = [Window((1,), string) for string in itertools.product(range(3), repeat=2)]
     assert math.fsum(math.exp(one.log_prob) for one in duel.log_prob(strings)) == pytest.approx(1, abs=1e-4)
 
@@ -363,7 +363,7 @@ def test_a_trace_holds_each_sample_with_its_log_probability(folder, tmp_path, se
     )
     records = trace.read(tmp_path / "t.jsonl")
     asked = Settings.from_arguments({"max_gen_toks": 8, "until": ["e", "f"], **settings})
-    duel = Duel(asked.denoiser(lm.denoiser), "greedy", 4)
+    duel = DuelEstimator(asked.denoiser(lm.denoiser), "greedy", 4)
     for prompt, text, record in zip(("a b", "the of and c"), texts, records, strict=True):
         assert (record["text"], record["generated"]) == (text, asked.description) and len(record["ids"]) + record[
             "tail"
@@ -447,7 +447,7 @@ def test_a_temperature_among_the_model_args_is_scored_too(folder):
     plain, cool = model(folder), model(folder, temperature=3.0, top_k=9)
     assert cool.spec["warpers"] == "temperature=3, top_k=9" and cool.fingerprint != plain.fingerprint
     window = Window((2, 5), (6, 7, 8), (3,))
-    wanted = Duel(Warped(plain.denoiser, 3.0, 9), "greedy", 4).log_prob([window])[0]
+    wanted = DuelEstimator(Warped(plain.denoiser, 3.0, 9), "greedy", 4).log_prob([window])[0]
     assert cool.estimator.log_prob([window])[0].log_prob == pytest.approx(wanted.log_prob, abs=1e-4)
     assert wanted.log_prob != pytest.approx(plain.estimator.log_prob([window])[0].log_prob, abs=1e-2)
 
@@ -473,7 +473,7 @@ def test_a_chat_template_writes_its_bos_once(folder):
 def test_samples_are_scored_as_they_were_drawn(name, block, rule, count):
     """Law 2 through the public API: the same steps and nats within float noise, but where a pick was close."""
     denoiser = denoisers.load(name, device="cpu")
-    duel = Duel(denoiser, rule, block)
+    duel = DuelEstimator(denoiser, rule, block)
     contexts = [(1,), (1, 300, 517)] * (count // 2)
     drawn = duel.sample(contexts, 24, seed=11)
     windows = [Window(context, one.tokens) for context, one in zip(contexts, drawn, strict=True)]

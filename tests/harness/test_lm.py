@@ -8,10 +8,10 @@ import tiny
 from dit_reference import tiny_mdlm
 from harness_requests import ask
 
+from lm_eval_duel import Duel
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.special_tokens import added_tokens
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.duel import Duel
 from lm_eval_duel.harness.lm import DuelMDM
 
 

@@ -15,7 +15,7 @@ from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.random_network import make
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import base
-from lm_eval_duel.estimators.duel import Duel
+from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.harness.cache import ResponseCache
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.harness.so_far import Document, SoFar, estimate, random_order
@@ -195,7 +195,7 @@ def test_random_order_changes_no_number_and_keeps_the_budget(rule, monkeypatch):
     windows = [Window((1,), draw.choices(range(59), k=draw.randrange(1, 31))) for _ in range(24)]
     scores = []
     for in_order in (False, True):
-        duel = Duel(denoiser, rule, 8, batch_size=3)
+        duel = DuelEstimator(denoiser, rule, 8, batch_size=3)
         duel.in_order = in_order
         recording = Recording(denoiser)
         with recording.record():

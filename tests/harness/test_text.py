@@ -9,7 +9,7 @@ WITHOUT = """
 import sys
 sys.modules["lm_eval"] = None  # importing it raises ImportError
 from lm_eval_duel import denoisers
-from lm_eval_duel.estimators.duel import Duel
+from lm_eval_duel import Duel
 from lm_eval_duel.harness.generation import Generator, key_of
 from lm_eval_duel.harness.generation_settings import Settings
 from lm_eval_duel.harness.text import Text

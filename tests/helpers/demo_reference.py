@@ -4,10 +4,9 @@ import torch
 from textbook import score
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
-from lm_eval_duel import demo, rules
+from lm_eval_duel import Duel, demo, rules
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers import load
-from lm_eval_duel.estimators.duel import Duel
 
 
 def textbook(documents, rule, block):

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from lm_eval_duel import demo, denoisers
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.estimators.duel import Duel
+from lm_eval_duel.estimators.duel import DuelEstimator
 
 CONFIG = {
     "architectures": ["LLaDAModelLM"],
@@ -111,7 +111,7 @@ def main(folder):
         flush=True,
     )
     began = time.time()
-    scored = Duel(denoiser, "greedy").log_prob([Window((300, 517), (261, 400, 7, 12))])[0]
+    scored = DuelEstimator(denoiser, "greedy").log_prob([Window((300, 517), (261, 400, 7, 12))])[0]
     print(f"{scored.log_prob:.3f} nats, steps {scored.reveal_steps}, {time.time() - began:.0f} s; {memory()}")
 
 

@@ -29,7 +29,7 @@ from lm_eval_duel.core import budget  # noqa: E402
 from lm_eval_duel.core.windows import Window  # noqa: E402
 from lm_eval_duel.denoisers.cached.denoiser import Cached  # noqa: E402
 from lm_eval_duel.errors import DuelError  # noqa: E402
-from lm_eval_duel.estimators.duel import Autoregressive, Duel  # noqa: E402
+from lm_eval_duel.estimators.duel import Autoregressive, DuelEstimator  # noqa: E402
 from lm_eval_duel.estimators.elbo import Elbo  # noqa: E402
 from lm_eval_duel.estimators.lattice import Lattice  # noqa: E402
 from lm_eval_duel.estimators.sampled_confidence import SampledConfidence  # noqa: E402
@@ -168,13 +168,13 @@ def runs(denoiser, windows, more):
     block = 4 if denoiser.attention == "bidirectional" else "auto"
     if denoiser.attention == "causal":
         yield "ar", lambda: scores(Autoregressive(denoiser, traced=True, **settings), windows)
-        yield "sample", lambda: drawn(Duel(denoiser, "left_to_right", 1, **settings), windows)
+        yield "sample", lambda: drawn(DuelEstimator(denoiser, "left_to_right", 1, **settings), windows)
         return
     texts = RULES if more else RULES[:1]
     seeded = ":seed_first=true" if denoiser.shift and denoiser.attention == "bidirectional" else ""
     for rule in texts:
-        yield rule, lambda rule=rule: scores(Duel(denoiser, rule, block, traced=True, **settings), windows)
-    greedy = Duel(denoiser, "greedy", block, **settings)
+        yield rule, lambda rule=rule: scores(DuelEstimator(denoiser, rule, block, traced=True, **settings), windows)
+    greedy = DuelEstimator(denoiser, "greedy", block, **settings)
     yield "sample", lambda: drawn(greedy, windows)
     yield (
         "replay",
@@ -184,7 +184,7 @@ def runs(denoiser, windows, more):
         ],
     )
     yield "elbo", lambda: scores(Elbo(denoiser, samples=16, traced=True, **settings), untailed(windows))
-    trial = Duel(denoiser, "greedy", block)  # how much a call holds is found by trial
+    trial = DuelEstimator(denoiser, "greedy", block)  # how much a call holds is found by trial
     yield "trial", lambda: scores(trial, windows)
     for form in ("count", "ratio"):
         yield (
@@ -207,7 +207,7 @@ def runs(denoiser, windows, more):
         return
     for cache in ("prefix", "dual"):
         cached = Cached(denoiser, cache)
-        duel = Duel(cached, f"greedy{seeded}", block, traced=True, **settings)
+        duel = DuelEstimator(cached, f"greedy{seeded}", block, traced=True, **settings)
         yield cache, lambda duel=duel: scores(duel, windows)
         yield f"{cache} sample", lambda duel=duel: drawn(duel, windows)
         if not seeded:
@@ -313,7 +313,7 @@ def waits(folder):
     for name, rule in (("mdlm", "greedy"), ("mdlm", "left_to_right"), ("sedd", "klass:mu=0.3:nu=0.5")):
         open_at, on_cpu, on_device = opener(folder, name), None, None
         windows = [Window((2,), tuple(5 + (7 * i + n) % 6 for i in range(12))) for n in range(8)]
-        duels = [Duel(open_at(device), rule, 12, batch_size=8) for device in (CPU, SIM)]
+        duels = [DuelEstimator(open_at(device), rule, 12, batch_size=8) for device in (CPU, SIM)]
         with syncs.count_syncs() as counts:
             duels[0].log_prob(windows)
         on_cpu = {kind: counts[kind] for kind in syncs.KINDS}

@@ -12,8 +12,9 @@ import torch
 from toys import Toy
 
 import lm_eval_duel
-from lm_eval_duel import Duel, DuelError, TextEstimate, Window, load, load_tokenizer
+from lm_eval_duel import Duel, DuelError, Elbo, TextEstimate, Window, load, load_tokenizer
 from lm_eval_duel.demo import FOLDER
+from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.phases import Phases
 from lm_eval_duel.estimators.two_phase import TwoPhaseScore
 from lm_eval_duel.harness.generation import key_of
@@ -203,6 +204,71 @@ def test_wrong_settings_and_prompts_are_refused(duel, caplog):
     assert "temperature=0.7 has no effect, since do_sample is false" in caplog.text
 
 
+# ---------------------------------------------------------------- other estimators
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "bound", "drawn"),
+    [
+        ("demo-ar", {"estimator": "ar"}, False, False),
+        ("demo-mdm", {"estimator": "elbo", "mc_samples": 8}, True, True),
+        ("demo-mdm", {"estimator": "elbo", "mc_samples": 8, "elbo_form": "ratio", "elbo_eps": 0.01}, False, True),
+        ("demo-mdm", {"estimator": "elbo_exact", "block": 4}, True, False),
+        ("demo-mdm", {"estimator": "mixture", "block": 4}, False, False),
+        ("demo-mdm", {"estimator": "oracle", "block": 4}, False, False),
+        ("demo-mdm", {"estimator": "sampled_order", "block": 4}, False, False),
+        ("demo-mdm", {"estimator": "sampled_confidence", "block": 4, "n": 2}, False, False),
+        ("demo-mdm", {"estimator": "two_phase", "block": 1, "sample": 1.0, "draw_seed": 3}, False, True),
+    ],
+    ids=lambda value: str(value),
+)
+def test_every_estimator_scores_texts(name, arguments, bound, drawn):
+    """The value, its error and its spec are those of the harness; what an estimator lacks is one clear error."""
+    text = "We the people of the United States"
+    duel = Duel.from_pretrained(name, device="cpu", **arguments)
+    lm = DuelMDM(pretrained=name, device="cpu", **arguments)
+    [score], [answer] = duel.score([text]), rolling(lm, [text])
+    assert (score.log_prob, score.stderr or 0) == pytest.approx((answer, answer.stderr or 0), rel=1e-6)
+    assert duel.spec == lm.spec
+    assert (score.stderr is not None, score.bound) == (drawn, bound)
+    assert score.kind == registry.kind_of(duel.estimator.name, duel.spec)
+    calls = {
+        "generate": lambda: duel.generate([text], max_new_tokens=4),
+        "sample": lambda: duel.sample([(5,)], 4),
+        "replay": lambda: duel.replay(score.windows, [w.reveal_steps for w in score.window_scores]),
+        "backward": lambda: duel.backward(score.windows, [1.0]),
+        "estimate": lambda: duel.estimate([text], sample=1.0),
+    }
+    offered = {"ar": {"generate", "sample", "replay", "backward"}, "sampled_confidence": {"generate", "sample"}}
+    for method, call in calls.items():
+        if method in offered.get(duel.estimator.name, ()):
+            assert len(call()) == 1
+        else:
+            with pytest.raises(DuelError, match=rf"^Duel\.{method} .*estimator={duel.estimator.name}\.$"):
+                call()
+
+
+def test_estimators_take_ids_and_networks_in_memory():
+    windows = [Window((), (300, 517, 261, 300))]
+    for estimator, arguments in (("elbo", {"mc_samples": 32, "draw_seed": 2}), ("mixture", {}), ("two_phase", {})):
+        duel = Duel(load("demo-mdm", device="cpu"), block=4, estimator=estimator, **arguments)
+        assert duel.log_prob(windows) == duel.estimator.log_prob(windows)
+        assert f"estimator={estimator}" in repr(duel) and ("rule=" in repr(duel)) == (estimator == "two_phase")
+    toy, windows = Toy(length=6), [Window((), (1, 0, 1, 1))]
+    in_memory = Duel.from_model(toy, estimator="elbo", mc_samples=16, draw_seed=5)
+    assert in_memory.log_prob(windows) == Elbo(toy, samples=16, seed=5).log_prob(windows)
+    for arguments, argument in (
+        ({"estimator": "elbow"}, "elbow"),
+        ({"estimator": "elbo", "mc_sample": 3}, "mc_sample"),
+        ({"estimator": "elbo", "mc_samples": -3}, "mc_samples"),
+        ({"mc_samples": 3}, "mc_samples"),
+        ({"estimator": "two_phase", "sample": 2}, "sample"),
+        ({"estimator": "elbo", "draw_seed": -1}, "draw_seed"),
+    ):
+        with pytest.raises(DuelError, match=f"'{argument}'"):
+            Duel(toy, **arguments)
+
+
 # ---------------------------------------------------------------- what it is
 
 
@@ -213,7 +279,6 @@ def test_repr_says_what_defines_the_numbers(duel):
     toy = Duel(Toy(length=6), "margin:k=2", 2)
     assert repr(toy).startswith("Duel(rule=margin:k=2, block=2, grid=target, network=Toy, fingerprint=")
     assert toy.fingerprint != Duel(Toy(length=6), "margin:k=1", 2).fingerprint
-    assert toy.with_denoiser(Toy(length=6)).spec == toy.spec
 
 
 def test_arguments_are_those_of_the_harness(duel):
@@ -222,8 +287,8 @@ def test_arguments_are_those_of_the_harness(duel):
     assert Duel.from_pretrained("demo-bd", rule=rule, device="cpu").rule is rule
     with pytest.raises(DuelError, match=r"Unknown model arg 'blok'. Did you mean block?"):
         Duel.from_pretrained("demo-mdm", blok=3)
-    with pytest.raises(DuelError, match="'estimator' is a model arg of the harness's model"):
-        Duel.from_pretrained("demo-mdm", estimator="elbo")
+    with pytest.raises(DuelError, match="'trace' is a model arg of the harness's model"):
+        Duel.from_pretrained("demo-mdm", trace="x.jsonl")
     with pytest.raises(DuelError, match=r"Unknown value of windows 'harnes'. Did you mean harness?"):
         Duel(duel.denoiser, windows="harnes")
     loaded = Duel.from_pretrained("demo-bd", tokenizer=duel.tokenizer, device="cpu")

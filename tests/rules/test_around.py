@@ -12,7 +12,7 @@ from toys import Toy
 
 from lm_eval_duel import Window, rules
 from lm_eval_duel.errors import DuelError, RuleStalled
-from lm_eval_duel.estimators.duel import Duel
+from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.lattice import Lattice
 from lm_eval_duel.rules.checked import REPEATED
 
@@ -76,7 +76,7 @@ def test_a_rule_inside_sees_the_predictions_at_its_own_cells(reader, around):
     windows = [Window((1,), target), Window((), target[:5]), Window((2, 2), target[:7], (1,))]
     text = f"test_around:Own:reader={reader}"
     for grid in ("target", "row"):
-        own, greedy = Duel(toy, text + around, 8, grid), Duel(toy, "greedy:k=1" + around, 8, grid)
+        own, greedy = DuelEstimator(toy, text + around, 8, grid), DuelEstimator(toy, "greedy:k=1" + around, 8, grid)
         expected = greedy.log_prob(windows)
         for scores in (own.log_prob(windows), [own.log_prob([window])[0] for window in windows]):
             assert [score.reveal_steps for score in scores] == [score.reveal_steps for score in expected]
@@ -115,12 +115,12 @@ class Chance(rules.Rule):
 def test_a_rule_that_is_no_function_of_what_it_sees_is_refused(how, around):
     windows = [Window((1,), (0, 1, 2, 0, 1, 2)), Window((), (0, 0, 2, 1)), Window((2,), (2, 2, 1, 0, 1, 1))]
     with pytest.raises(DuelError, match=f"Rule test_around:Chance:how={how} "):
-        Duel(Toy(length=8), rules.parse(f"test_around:Chance:how={how}{around}"), 6).log_prob(windows)
+        DuelEstimator(Toy(length=8), rules.parse(f"test_around:Chance:how={how}{around}"), 6).log_prob(windows)
     if how == "global" and not around:
         with pytest.raises(DuelError, match="not deterministic"):
             Lattice(Toy(length=8), 3, follow=[Chance()]).log_prob(windows)
         with pytest.raises(DuelError, match="not deterministic"):
-            Duel(Toy(length=8), Chance(), 6).sample([(1,)], 6)
+            DuelEstimator(Toy(length=8), Chance(), 6).sample([(1,)], 6)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Counting(Own):
 
 def test_a_rule_is_asked_again_in_its_first_calls_with_a_choice():
     Counting.calls.clear()
-    duel = Duel(Toy(length=12), Counting(), 12)
+    duel = DuelEstimator(Toy(length=12), Counting(), 12)
     assert math.isfinite(duel.log_prob([Window((), (0,) * 12), Window((), (1,) * 12)])[0].log_prob)
     assert len(Counting.calls) == 12 + 2 * REPEATED
     assert abs(total(duel, 3) - 1) < 1e-9
@@ -153,5 +153,7 @@ class Nothing(rules.Rule):
 @pytest.mark.parametrize("around", ["", ":sub_block=2"])
 def test_a_rule_that_stalls_inside_another_names_the_window(around):
     with pytest.raises(RuleStalled) as error:
-        Duel(Toy(), f"test_around:Nothing{around}", 3).log_prob([Window((), (0, 1, 2))] * 2 + [Window((1,), (0, 1))])
+        DuelEstimator(Toy(), f"test_around:Nothing{around}", 3).log_prob(
+            [Window((), (0, 1, 2))] * 2 + [Window((1,), (0, 1))]
+        )
     assert error.value.window in (0, 1, 2)

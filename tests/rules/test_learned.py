@@ -20,7 +20,7 @@ from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.wrappers.guidance import Guided
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import cost
-from lm_eval_duel.estimators.duel import Duel
+from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.lattice import Lattice
 from lm_eval_duel.estimators.two_phase import TwoPhase
 from lm_eval_duel.options import Options
@@ -72,21 +72,21 @@ def test_a_plan_knows_the_steps_of_a_fixed_count(folder):
 def test_sums_to_one_and_samples_are_scored_as_they_were_drawn(number, folder):
     text = texts(folder)[number]
     for block in (2, None):
-        duel = Duel(Toy(), text, block)
+        duel = DuelEstimator(Toy(), text, block)
         assert rules.parse(str(duel.rule)) == duel.rule
         assert abs(total(duel, 4) - 1) < 1e-9
         check_scored_as_drawn(duel, seed=block or 0)
-    duel = Duel(Toy(), text, 2, "row")
+    duel = DuelEstimator(Toy(), text, 2, "row")
     assert abs(total(duel, 3, context=(1,), suffix=(2,)) - 1) < 1e-9
     [written] = duel.sample([(1,)], 4, do_sample=False)
     greedy = [s for s in strings(3, 4) if duel.log_prob([Window((1,), s)])[0].is_greedy]
     assert greedy == [tuple(written.tokens)]
-    assert abs(total(Duel(BlockCausal(), text), 4) - 1) < 1e-9
+    assert abs(total(DuelEstimator(BlockCausal(), text), 4) - 1) < 1e-9
 
 
 @pytest.mark.parametrize("number", RULES)
 def test_samples_follow_the_distribution(number, folder):
-    duel, count = Duel(Toy(), texts(folder)[number], None), 600
+    duel, count = DuelEstimator(Toy(), texts(folder)[number], None), 600
     drawn = [tuple(sample.tokens) for sample in duel.sample([()] * count, 2, seed=1)]
     for string, score in zip(strings(3, 2), duel.log_prob([Window((), s) for s in strings(3, 2)]), strict=True):
         p = math.exp(score.log_prob)
@@ -95,7 +95,7 @@ def test_samples_follow_the_distribution(number, folder):
 
 @pytest.mark.parametrize("number", RULES)
 def test_the_truth_under_hidden_cells_is_never_seen(number, folder):
-    duel, string = Duel(Toy(), texts(folder)[number], None), (2, 0, 1, 1, 0)
+    duel, string = DuelEstimator(Toy(), texts(folder)[number], None), (2, 0, 1, 1, 0)
     [before] = duel.log_prob([Window((1,), string)])
     for step in range(max(before.reveal_steps) + 1):
         changed = [
@@ -140,7 +140,9 @@ def test_orders_are_those_of_the_formula(make, folder):
     for k in (1, 2):
         for target, score in zip(
             strings(3, 5)[::40],
-            Duel(toy, f"learned:file={file}:k={k}", None).log_prob([Window((), s) for s in strings(3, 5)[::40]]),
+            DuelEstimator(toy, f"learned:file={file}:k={k}", None).log_prob(
+                [Window((), s) for s in strings(3, 5)[::40]]
+            ),
             strict=True,
         ):
             steps, nats = by_hand(toy, file, k, target)
@@ -157,9 +159,9 @@ def test_orders_are_those_of_the_formula(make, folder):
 def test_under_caches_and_in_two_phases(number, folder):
     text, toy = texts(folder, "attends")[number], Attends(length=10)
     windows = [Window((), (0, 1, 2, 0, 1, 0, 2)), Window((2,), (1, 1, 2, 0, 1)), Window((1, 2, 0), (2, 1), (1, 0))]
-    exact = Duel(toy, text, 3).log_prob(windows)
+    exact = DuelEstimator(toy, text, 3).log_prob(windows)
     for cache in ("prefix", "dual"):
-        assert abs(total(Duel(Cached(toy, cache), text, 2), 4, context=(1,)) - 1) < 1e-9
+        assert abs(total(DuelEstimator(Cached(toy, cache), text, 2), 4, context=(1,)) - 1) < 1e-9
         every = TwoPhase(toy, text, 3, cache=cache, sample=1.0).log_prob(windows)
         assert [s.log_prob for s in every] == pytest.approx([s.log_prob for s in exact], abs=1e-9)
 
@@ -170,7 +172,7 @@ def test_on_a_lattice_and_in_a_sweep(folder):
     many = Lattice(toy, 3, follow=state_only).log_prob(windows)
     shared = Shared(toy, [rules.parse(text) for text in state_only], 3).log_prob(windows)
     for text in state_only:
-        for lattice, sweep, alone in zip(many, shared, Duel(toy, text, 3).log_prob(windows), strict=True):
+        for lattice, sweep, alone in zip(many, shared, DuelEstimator(toy, text, 3).log_prob(windows), strict=True):
             assert lattice.rules[text].log_prob == pytest.approx(alone.log_prob, abs=1e-9)
             assert sweep.rules[text].log_prob == pytest.approx(alone.log_prob, abs=1e-9)
 
@@ -221,7 +223,7 @@ def test_a_row_of_masks_ties_exactly(folder):
     """Where the network cannot tell positions apart, the lowest position is revealed first, and it is no near tie."""
     toy = Rotary(length=6, tokens=3)
     toy.noise = 1e-3
-    [score] = Duel(toy, texts(folder)[0], None).log_prob([Window((), (0, 1, 2))])
+    [score] = DuelEstimator(toy, texts(folder)[0], None).log_prob([Window((), (0, 1, 2))])
     assert score.reveal_steps[0] == 0 and score.near_ties == 0 and score.all_mask_starts == 1
 
 
@@ -234,7 +236,7 @@ def test_near_ties_are_counted_in_the_planners_logits(tmp_path):
         f"learned:file={tmp_path}/flat.safetensors",
         f"learned_threshold:file={tmp_path}/flat.safetensors:mu=1",
     ):
-        [score] = Duel(Toy(), rule, None).log_prob([window])
+        [score] = DuelEstimator(Toy(), rule, None).log_prob([window])
         assert score.near_ties == 2  # the last position has no choice
 
 
@@ -246,12 +248,17 @@ def test_the_weights_are_part_of_the_fingerprint(folder, tmp_path):
     shutil.copy(folder / "toy.safetensors", file)
     text = f"learned:file={file}"
     rule = rules.parse(text)
-    before, orders = fingerprint.of_rule(rule), [s.reveal_steps for s in Duel(Toy(), text, None).log_prob(windows)]
+    before, orders = (
+        fingerprint.of_rule(rule),
+        [s.reveal_steps for s in DuelEstimator(Toy(), text, None).log_prob(windows)],
+    )
     assert rule == rules.parse(str(rule)) and before["rule_files"]
     planner = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.GELU(), torch.nn.Linear(5, 1))
     save_planner(planner, file, INPUTS)
     assert fingerprint.of_rule(rules.parse(text)) != before
-    assert [s.reveal_steps for s in Duel(Toy(), text, None).log_prob(windows)] != orders  # the new file is read
+    assert [
+        s.reveal_steps for s in DuelEstimator(Toy(), text, None).log_prob(windows)
+    ] != orders  # the new file is read
     spec = fingerprint.of_rule(rules.parse(texts(folder)[-1]))
     assert spec["rule_files"] and spec["rule_code"]
     beside = Options.parse({"rule": "learned", "file": str(file), "k": 2})
@@ -312,26 +319,26 @@ def test_files_that_cannot_be_read(tmp_path):
         rules.parse("learned")
     save_file({"0.weight": torch.tensor([[math.nan]])}, tmp_path / "nan.safetensors", {"inputs": "entropy"})
     with pytest.raises(DuelError, match=r"broken: 0\.weight have NaN"):
-        Duel(Toy(), f"learned:file={tmp_path}/nan.safetensors").log_prob([Window((), (0, 1))])
+        DuelEstimator(Toy(), f"learned:file={tmp_path}/nan.safetensors").log_prob([Window((), (0, 1))])
 
 
 def test_planners_that_do_not_fit_the_network(folder, tmp_path):
     window, wide = Window((1,), (0, 1)), f"learned:file={folder}/attends.safetensors"
     with pytest.raises(DuelError, match="reads 8 features of a position, and this network has 4: it was trained on"):
-        Duel(Toy(), wide).log_prob([window])
+        DuelEstimator(Toy(), wide).log_prob([window])
     whole = Toy()
     whole.splits_head = False
     with pytest.raises(DuelError, match="LM head is not split off, so its features are its 4 logits"):
-        Duel(whole, wide)
+        DuelEstimator(whole, wide)
     fitting = f"learned:file={folder}/toy.safetensors"
-    [one], [other] = (Duel(toy, fitting).log_prob([window]) for toy in (whole, Toy()))
+    [one], [other] = (DuelEstimator(toy, fitting).log_prob([window]) for toy in (whole, Toy()))
     assert one.token_logprobs == pytest.approx(other.token_logprobs, abs=1e-9)
     with pytest.raises(DuelError, match=r"Under cfg_scale .* a rule cannot read its features"):
-        Duel(Guided(Toy(), 0.5), fitting).log_prob([window])
+        DuelEstimator(Guided(Toy(), 0.5), fitting).log_prob([window])
     with pytest.raises(DuelError, match=r"may read the input of the LM head\. Use another rule"):
         Settings(rule=f"{fitting}:sub_block=2")
     save_planner(torch.nn.Linear(1, 1), tmp_path / "p.safetensors", ["margin"])
-    assert Duel(whole, f"learned:file={tmp_path}/p.safetensors").log_prob([window])[0].near_ties == 0
+    assert DuelEstimator(whole, f"learned:file={tmp_path}/p.safetensors").log_prob([window])[0].near_ties == 0
 
 
 def test_what_is_no_planner(tmp_path):
@@ -353,5 +360,5 @@ def test_what_is_no_planner(tmp_path):
 def test_a_module_in_memory_is_refused():
     for value in (torch.nn.Linear(1, 1), torch.zeros(1)):
         with pytest.raises(DuelError, match="'net' of rule InMemory is a module or tensor in memory"):
-            Duel(Toy(), InMemory(value))
-    assert Duel(Toy(), InMemory(3)).log_prob([Window((), (0, 1))])[0].nfe == 2
+            DuelEstimator(Toy(), InMemory(value))
+    assert DuelEstimator(Toy(), InMemory(3)).log_prob([Window((), (0, 1))])[0].nfe == 2

@@ -10,13 +10,12 @@ import torch
 from laws import check_scored_as_drawn, total
 from toys import BlockCausal, Rotary, Toy
 
-from lm_eval_duel import rules
+from lm_eval_duel import Duel, rules
 from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.core.predictions import Predictions
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError, RuleStalled
 from lm_eval_duel.estimators.checks import check_rule
-from lm_eval_duel.estimators.duel import Duel
 from lm_eval_duel.estimators.lattice import Lattice
 from lm_eval_duel.options import Options
 from lm_eval_duel.rules import refused
@@ -526,7 +525,7 @@ def test_the_content_of_a_table_is_part_of_the_spec(tmp_path):
     for count in (3, 4):
         path = tmp_path / f"{count}.json"
         path.write_text(json.dumps({TOTAL: 20, COUNTS: {"0": count}}))
-        specs.append(Duel(Toy(), f"pc:decay=1:alpha=1:steps=2:table={path}", 2).describe()["rule_files"])
+        specs.append(Duel(Toy(), f"pc:decay=1:alpha=1:steps=2:table={path}", 2).spec["rule_files"])
     assert specs[0] != specs[1]
 
 

@@ -22,7 +22,7 @@ from lm_eval_duel.cli.main import main
 from lm_eval_duel.core.reveal import RevealLoop
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.duel import Autoregressive, Duel
+from lm_eval_duel.estimators.duel import Autoregressive, DuelEstimator
 from lm_eval_duel.estimators.lattice import Lattice
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.rates import perplexity, ratio
@@ -78,7 +78,7 @@ def test_metrics_by_hand():
 
 def test_kl_is_zero_with_itself_and_the_exact_one_on_a_toy():
     toy = Toy(length=4, seed=3, scale=4.0)
-    a, b = Duel(toy, "greedy", 4), Duel(toy, "left_to_right", 4)
+    a, b = DuelEstimator(toy, "greedy", 4), DuelEstimator(toy, "left_to_right", 4)
     strings = [Window((), ids) for ids in itertools.product(range(3), repeat=4)]
     p, q = ([scored.log_prob for scored in duel.log_prob(strings)] for duel in (a, b))
     exact = math.fsum(math.exp(x) * (x - y) for x, y in zip(p, q, strict=True)) / 4
@@ -114,7 +114,7 @@ def test_many_rules_at_once_are_each_rule_by_itself(toy, block):
     shared = Shared(toy, [rules.parse(rule) for rule in RULES], block)
     found, steps, states = shared.log_prob(texts), 0, 0
     for rule in RULES:
-        for many, alone in zip(found, Duel(toy, rule, block).log_prob(texts), strict=True):
+        for many, alone in zip(found, DuelEstimator(toy, rule, block).log_prob(texts), strict=True):
             followed = many.rules[rule]
             assert followed.log_prob == pytest.approx(alone.log_prob, abs=1e-9)
             assert (followed.nfe, followed.near_ties) == (alone.nfe, alone.near_ties)
@@ -220,7 +220,7 @@ def test_the_figures_are_those_of_the_parts_by_hand(places, tmp_path, capsys):
         assert found["generative"]["perplexity"] == pytest.approx(math.exp(each), rel=1e-5)
         assert found["generative"]["same_ids"] and found["generative"]["tokens"] == 30
 
-    a, b = (Duel(model.denoiser, rule, 4) for rule in ("greedy", "left_to_right"))
+    a, b = (DuelEstimator(model.denoiser, rule, 4) for rule in ("greedy", "left_to_right"))
     drawn = a.sample([(2,)] * 3, 10, suffix=(3,), seed=0)
     other = b.log_prob([Window((2,), one.tokens, (3,)) for one in drawn])
     kl = {(one["of"], one["under"]): one["kl_per_token"] for one in report["kl"]}

@@ -14,7 +14,7 @@ from lm_eval_duel import tasks
 from lm_eval_duel.cli import run
 from lm_eval_duel.core.windows import Window, infilled
 from lm_eval_duel.errors import DuelError, UsageError
-from lm_eval_duel.estimators.duel import Duel
+from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.harness.cache_keys import request_key
 from lm_eval_duel.tasks import infilling, named, own_text
 from lm_eval_duel.tasks.gap import Gap
@@ -110,7 +110,7 @@ def test_a_gap_is_scored_with_both_sides_visible(lm):
     context, target, after = (lm.tok_encode(text) for text in ("a b", "c", "d e"))
     [(log_prob, is_greedy)] = lm.loglikelihood(ask("loglikelihood", ("a b", Gap(" c", " d e"))), disable_tqdm=True)
     window = Window((2, *context), target, (*after, 3))
-    [scored] = Duel(lm.denoiser, "greedy", 4).log_prob([window])
+    [scored] = DuelEstimator(lm.denoiser, "greedy", 4).log_prob([window])
     assert (log_prob, is_greedy) == (pytest.approx(scored.log_prob, abs=1e-4), scored.is_greedy)
     assert (log_prob.tokens, log_prob.text, log_prob.sees_suffix) == (1, " c", True)
     [(alone, _)] = lm.loglikelihood(ask("loglikelihood", ("a b", " c")), disable_tqdm=True)

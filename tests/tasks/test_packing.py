@@ -8,9 +8,9 @@ from dit_reference import tiny_mdlm
 from harness_requests import ask
 from toys import Toy
 
+from lm_eval_duel import Duel
 from lm_eval_duel.core.windows import Window, of_row
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.duel import Duel
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.tasks.packing import Wrapping
 from lm_eval_duel.tasks.tokenized_text import TokenText
