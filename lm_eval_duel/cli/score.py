@@ -58,6 +58,7 @@ class Row:
     log_prob: float
     size: Size
     stderr: float | None = None
+    unknown: int = 0  # [UNK] tokens
 
     def figures(self) -> dict[str, Any]:
         """For JSON and CSV; None stands for a value that does not exist or is infinite."""
@@ -66,6 +67,7 @@ class Row:
             {
                 "document": self.name,
                 "tokens": tokens,
+                "unk_tokens": self.unknown,
                 "words": words,
                 "bytes": size,
                 "log_prob": self.log_prob,
@@ -161,6 +163,8 @@ def score(lm: DuelMDM, texts: Sequence[own_text.OwnText]) -> list[Row] | None:
         n: Row(texts[n][0], float(answer), size_of(texts[n][1], answer.tokens), answer.stderr)
         for n, answer in zip(mine, answers, strict=True)
     }
+    for n, unknown in lm.run.stats.tasks[TASK].unknown.items() if mine else ():
+        rows[n] = dataclasses.replace(rows[n], unknown=unknown)
     if (shares := lm.gather_object(rows)) is None:
         return None
     every = {n: row for share in shares for n, row in share.items()}
@@ -182,7 +186,7 @@ def _total(lm: DuelMDM, rows: Sequence[Row]) -> dict[str, Any]:
     statistics = lm.run.total().tasks[TASK]
     stderr = next(iter(statistics.values.values())).stderr if statistics.values else None  # equal windows: one error
     size = functools.reduce(operator.add, (row.size for row in rows))
-    total = Row("total", math.fsum(row.log_prob for row in rows), size, stderr)
+    total = Row("total", math.fsum(row.log_prob for row in rows), size, stderr, sum(row.unknown for row in rows))
     bits, sizes = [-row.log_prob / math.log(2) for row in rows], [row.size.bytes for row in rows]
     error = ratio(bits, sizes)[1] if size.bytes else None
     return {**total.figures(), "bits_per_byte_stderr": error}
@@ -213,4 +217,8 @@ def table(figures: dict[str, Any]) -> str:
     if total["bits_per_byte_stderr"] is not None:
         error = total["bits_per_byte_stderr"]
         lines.append(f"bits per byte {total['bits_per_byte']:.4f} +- {error:.4f} (standard error over documents)")
+    if total["unk_tokens"]:
+        from lm_eval_duel.harness.run_stats import unknown_share
+
+        lines.append(unknown_share(total["unk_tokens"], total["tokens"]))
     return "\n".join([*lines, f"fingerprint {figures['fingerprint']}"])

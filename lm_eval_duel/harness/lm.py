@@ -208,6 +208,8 @@ class DuelMDM(TemplateLM):
         eps = self.options.estimator_args.get("elbo_eps")
         for line in total.log_lines("no bound: elbo_eps above 0" if eps else "a bound"):
             log.info("%s", line)
+        for line in total.warnings():
+            log.warning("%s", line)
         duel = {
             "pretrained": self.options.pretrained or BUNDLED,
             "estimator": self.estimator.name,

@@ -213,7 +213,7 @@ def _save(
     """Add a finished request to the statistics, the trace and the response cache."""
     outcome = Outcome.from_scores(scores, run.estimator)
     score = RequestScore.from_scores(scores, outcome.stderr(windows))
-    run.stats.add_request(str(request.task_name), request.doc_id, windows, outcome)
+    _count(run, request, windows, outcome)
     run.write_trace(request, windows, scores, run.estimator)
     if run.store is None:
         run.cache.add_partial(kind, versions.arguments(request), score.answer(kind))
@@ -221,6 +221,12 @@ def _save(
         run.store.keep(kind, versions.arguments(request), score.answer(kind), outcome.plain)
         Unfinished(run.store, run.estimator).forget(windows)
     return score
+
+
+def _count(run: Run, request: Instance, windows: Sequence[Window], outcome: Outcome) -> None:
+    """Add a request to the statistics."""
+    unknown = run.text.unknown(windows, str(versions.arguments(request)[-1]))
+    run.stats.add_request(str(request.task_name), request.doc_id, windows, outcome, unknown)
 
 
 def _cached_score(run: Run, kind: str, request: Instance, windows: Sequence[Window]) -> RequestScore | None:
@@ -233,7 +239,7 @@ def _cached_score(run: Run, kind: str, request: Instance, windows: Sequence[Wind
     if outcome is None or (score := _score_of(answer, outcome.log_prob)) is None:
         run.store.drop()
         return None
-    run.stats.add_request(str(request.task_name), request.doc_id, windows, outcome)
+    _count(run, request, windows, outcome)
     return score._replace(stderr=outcome.stderr(windows))
 
 

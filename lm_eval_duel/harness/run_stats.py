@@ -39,12 +39,16 @@ class RunStats:
     verified: Verified = dataclasses.field(default_factory=Verified)
     phases: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)  # costs of a two-phase estimate
 
-    def add_request(self, task: str, document: Any, windows: Sequence[Window], outcome: Outcome) -> None:
-        """One request: its windows and what they contribute."""
+    def add_request(
+        self, task: str, document: Any, windows: Sequence[Window], outcome: Outcome, unknown: int = 0
+    ) -> None:
+        """One request: its windows, what they contribute, and how many of its tokens are [UNK]."""
         total = TaskTotal({document}, requests=1, windows=len(windows))
         total.tokens = total.longest_document = sum(len(window.target) for window in windows)
         if outcome.near_ties:
             total.near_ties.add(document)
+        if unknown:
+            total.unknown[document] = unknown
         for window, values in zip(windows, outcome.values, strict=True):
             for name, value in values.items():
                 total.values.setdefault(name, Total()).merge(Total.from_value(window, value))
@@ -105,6 +109,14 @@ class RunStats:
                 lines.append(f"on all ranks, {self.verified.summary}")
         return lines
 
+    def warnings(self) -> list[str]:
+        """For the log: the tasks with text that the tokenizer does not know."""
+        return [
+            f"{task}: {unknown_share(total.unknown.total(), total.tokens)}"
+            for task, total in self.tasks.items()
+            if total.unknown
+        ]
+
     @property
     def balance(self) -> str:
         """How evenly the ranks were loaded."""
@@ -141,6 +153,14 @@ class RunStats:
             **({"phases": self.phases} if self.phases else {}),
             "tasks": {name: total.describe() for name, total in self.tasks.items()},
         }
+
+
+def unknown_share(unknown: int, tokens: int) -> str:
+    """How many tokens are [UNK], and what that means for the numbers."""
+    return (
+        f"{unknown:,} of {tokens:,} tokens ({unknown / tokens:.1%}) are [UNK], text that the tokenizer does not know. "
+        "Bits per byte and word perplexity are then not a likelihood of the text, nor comparable between tokenizers"
+    )
 
 
 class Share(NamedTuple):

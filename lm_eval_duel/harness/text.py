@@ -6,7 +6,7 @@ Below this room there are only ids.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -18,6 +18,8 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.fingerprint import of_tokenizer
 from lm_eval_duel.tasks.gap import Gap
 from lm_eval_duel.tasks.tokenized_text import TokenText
+
+NORMALISED = (("lower case", "The House", "the house"), ("accents", "caf\u00e9", "cafe"))  # and texts that tell
 
 
 class Text:
@@ -53,6 +55,32 @@ class Text:
         return bos if bos is not None else self.end
 
     @property
+    def unk_id(self) -> int | None:
+        """The id of text that the tokenizer does not know; None if it has none, or names its end of text (GPT-2)."""
+        unk = self.tokenizer.unk_token_id
+        return None if unk in (self.tokenizer.eos_token_id, self.tokenizer.bos_token_id) else unk
+
+    def unknown(self, windows: Iterable[Window], text: str) -> int:
+        """How many scored tokens stand for something in `text` that the tokenizer does not know.
+
+        An unknown token that the text itself spells out, as in WikiText, does not count.
+        """
+        if self.unk_id is None:
+            return 0
+        found = sum(window.target.count(self.unk_id) for window in windows)
+        return max(0, found - text.count(self.tokenizer.unk_token)) if found else 0
+
+    @cached_property
+    def normalises(self) -> str:
+        """What the tokenizer drops of a text before it is split, so that several texts have one probability."""
+        return ", ".join(what for what, *texts in NORMALISED if self._one_encoding(*texts))
+
+    def _one_encoding(self, text: str, other: str) -> bool:
+        """Whether both texts are known, and have the same ids."""
+        ids = self.encode(text)
+        return bool(ids) and self.unk_id not in ids and ids == self.encode(other)
+
+    @property
     def capacity(self) -> int:
         """Target positions of a row."""
         prefix = [self.start] if self.scheme == "harness" else self.prefix
@@ -66,6 +94,7 @@ class Text:
             "max_length": self.denoiser.max_length,
             "special_tokens": f"{self.prefix} text {self.suffix}, bos={self.bos}{first}",
             "tokenizer": self.fingerprint,
+            **({"normalises": self.normalises} if self.normalises else {}),
         }
 
     # ------------------------------------------------------------ ids

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -162,6 +163,7 @@ class TaskTotal:
 
     documents: set[Any] = dataclasses.field(default_factory=set)
     near_ties: set[Any] = dataclasses.field(default_factory=set)  # the documents that have any
+    unknown: Counter[Any] = dataclasses.field(default_factory=Counter)  # [UNK] tokens of each document that has any
     requests: int = 0
     windows: int = 0
     tokens: int = 0
@@ -173,6 +175,7 @@ class TaskTotal:
         """Add the sums of other requests."""
         self.documents |= other.documents
         self.near_ties |= other.near_ties
+        self.unknown.update(other.unknown)
         for name in ("requests", "windows", "tokens"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.longest_document = max(self.longest_document, other.longest_document)
@@ -190,5 +193,7 @@ class TaskTotal:
             "windows": self.windows,
             "tokens": self.tokens,
             "longest_document": self.longest_document,
+            "unk_tokens": self.unknown.total(),
+            "unk_documents": {str(document): count for document, count in sorted(self.unknown.items())},
             "values": {name: total.describe(self.tokens, self.costs) for name, total in self.values.items()},
         }

@@ -10,6 +10,7 @@ Special tokens and windows are those of the harness (harness/text.py), so the nu
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
 
@@ -24,6 +25,7 @@ from lm_eval_duel.estimators.base import Estimator, IndexedScores
 from lm_eval_duel.estimators.duel import DuelEstimator, Stop
 from lm_eval_duel.estimators.two_phase import TwoPhase
 from lm_eval_duel.harness.generation import Generator, Settings
+from lm_eval_duel.harness.run_stats import unknown_share
 from lm_eval_duel.harness.text import Text
 from lm_eval_duel.library.loading import estimator_options, load_pretrained, own_arguments
 from lm_eval_duel.library.results import GeneratedText, TextEstimate, TextScore
@@ -34,6 +36,8 @@ from lm_eval_duel.rules import Rule, parse
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger("lm_eval.duel_mdm")
 
 Block: TypeAlias = "int | Literal['auto'] | None"
 Grid: TypeAlias = Literal["auto", "target", "row"]
@@ -375,8 +379,13 @@ class Duel:
     def score_stream(self, texts: Sequence[str]) -> Iterator[tuple[int, TextScore]]:
         """(index, score) of each text as it is finished, in any order."""
         text_side = self._require_text("score", texts)
+        missing = tokens = 0
         for n, length, windows, scores in score_texts(text_side, texts, self.stream):
-            yield n, TextScore.from_scores(texts[n], length, windows, scores, self.estimator, text_side.tokenizer)
+            mine = text_side.unknown(windows, texts[n])
+            missing, tokens = missing + mine, tokens + length
+            yield n, TextScore.from_scores(texts[n], length, windows, scores, self.estimator, text_side.tokenizer, mine)
+        if missing:
+            log.warning("%s", unknown_share(missing, tokens))
 
     def estimate(
         self,

@@ -45,6 +45,7 @@ class TextScore:
     near_ties: int | None  # steps whose order float noise could change; None: the rule does not say
     windows: tuple[Window, ...]  # what was scored, special tokens included
     window_scores: tuple[WindowScore, ...]
+    unk_tokens: int = 0  # text that the tokenizer does not know; with any, bits_per_byte is no likelihood of the text
 
     @classmethod
     def from_scores(
@@ -55,6 +56,7 @@ class TextScore:
         scores: Sequence[WindowScore],
         estimator: Estimator,
         tokenizer: PreTrainedTokenizerBase,
+        unknown: int = 0,
     ) -> TextScore:
         """The score of a text of `length` tokens from those of its windows."""
         kind = kind_of(estimator.name, estimator.describe())
@@ -78,6 +80,7 @@ class TextScore:
             near_ties=near_ties,
             windows=tuple(windows),
             window_scores=tuple(scores),
+            unk_tokens=unknown,
         )
 
 

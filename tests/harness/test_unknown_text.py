@@ -1,0 +1,69 @@
+"""Text that a tokenizer does not know: counted by task and document, warned of, and normalisation in the spec."""
+
+import logging
+
+import pytest
+import tiny
+from tokenizers import normalizers
+from toys import Toy
+from transformers import PreTrainedTokenizerFast
+
+from lm_eval_duel import Duel
+from lm_eval_duel.harness.lm import DuelMDM
+from lm_eval_duel.harness.text import Text
+from lm_eval_duel.harness.versions import request
+
+TEXTS = ["a b Привет the", "a b c", "мир [UNK] x y [UNK]"]
+COUNTS = [1, 0, 1]  # those that the text spells out do not count
+TOKENS = [4, 3, 5]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.checkpoint(tmp_path_factory.mktemp("bert"), "bert")
+
+
+def test_harness(folder, caplog):
+    lm = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu")
+    lm.loglikelihood_rolling(
+        [request("loglikelihood_rolling", {}, (text,), "words", n) for n, text in enumerate(TEXTS)]
+    )
+    lm.loglikelihood([request("loglikelihood", {}, ("a", " ¿ b"), "pairs", 7)])
+    with caplog.at_level(logging.WARNING, "lm_eval.duel_mdm"):
+        tasks = lm.get_model_info()["duel"]["tasks"]
+    assert (tasks["words"]["unk_tokens"], tasks["words"]["unk_documents"]) == (2, {"0": 1, "2": 1})
+    assert (tasks["pairs"]["unk_tokens"], tasks["pairs"]["unk_documents"]) == (1, {"7": 1})
+    assert "words: 2 of 12 tokens (16.7%)" in caplog.text
+
+
+def test_library(folder, caplog):
+    scores = Duel.from_pretrained(folder, rule="greedy", block=4, device="cpu").score(TEXTS)
+    assert [score.unk_tokens for score in scores] == COUNTS
+    assert [len(score.tokens) for score in scores] == TOKENS
+    assert caplog.text.count("are [UNK]") == 1
+
+
+def test_an_end_of_text_that_is_the_unknown_token_does_not_count():
+    tokenizer = tiny.tokenizer(framed=False)
+    tokenizer.eos_token = "[UNK]"
+    text = Text(tokenizer, Toy(length=8), "independent", 2)
+    assert text.unk_id is None and text.unknown(text.document([1, 1]), "? ?") == 0
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        ([normalizers.Lowercase()], "lower case"),
+        ([normalizers.NFD(), normalizers.StripAccents()], "accents"),
+        ([normalizers.NFD(), normalizers.StripAccents(), normalizers.Lowercase()], "lower case, accents"),
+        ([normalizers.NFC()], None),
+    ],
+)
+def test_normalisation_is_in_the_spec(steps, said):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {word: n for n, word in enumerate(["<unk>", "the", "house", "The", "House", "cafe", "caf\u00e9"])}
+    backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    backend.pre_tokenizer, backend.normalizer = pre_tokenizers.Whitespace(), normalizers.Sequence(steps)
+    text = Text(PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>"), Toy(length=8), "independent", 2)
+    assert text.describe().get("normalises") == said
