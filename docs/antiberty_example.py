@@ -25,7 +25,7 @@ import numpy as np
 from scipy.stats import spearmanr
 
 from lm_eval_duel import Duel, Window, load
-from lm_eval_duel.denoisers.base import Denoiser
+from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.estimators.elbo import Elbo
 
 PACKAGE, SHA256 = "antiberty==0.1.3", "30d910992b190013871bac49cdc032e01a19339f7d2b958ab99b0eb44638352a"
