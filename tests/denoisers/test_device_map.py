@@ -4,7 +4,7 @@ import pytest
 import tiny
 import torch
 import transformers
-from close import close_nats
+from close import same_scores
 from own import DREAM, SDAR, SIZE, decoder, write
 
 from lm_eval_duel import denoisers
@@ -114,19 +114,12 @@ def scored(denoiser):
     return DuelEstimator(denoiser, rule, "auto" if denoiser.block or rule == "left_to_right" else 4).log_prob(WINDOWS)
 
 
-def same(ones, others):
-    for one, other in zip(ones, others, strict=True):
-        assert one.near_ties == other.near_ties == 0, "choose other windows"
-        assert (one.reveal_steps, one.nfe) == (other.reveal_steps, other.nfe)
-        assert one.token_logprobs == close_nats(other.token_logprobs)
-
-
 @pytest.mark.parametrize("kind", MAPS)
 def test_a_network_on_one_device_by_its_map(folder, kind):
     path, asked = folder(kind), {"attention": "causal"} if kind == "gpt2" else {}
     right = scored(denoisers.load(path, device="cpu", **asked))
     for layout in ("auto", "sequential", "cpu"):
-        same(scored(denoisers.load(path, device="cpu", device_map=layout, **asked)), right)
+        same_scores(scored(denoisers.load(path, device="cpu", device_map=layout, **asked)), right)
 
 
 @pytest.mark.skipif(transformers.__version__.startswith("4."), reason="keeps no given tensors on a disk")
@@ -143,7 +136,7 @@ def test_a_network_whose_layers_lie_elsewhere(folder, kind, tmp_path, monkeypatc
     assert any(parameter.is_meta for parameter in spread.model.parameters())
     assert spread.device == torch.device("cpu") and spread.splits_head == right.splits_head
     assert spread.describe() == right.describe()
-    same(scored(spread), scored(right))
+    same_scores(scored(spread), scored(right))
 
 
 def test_a_network_that_does_not_fit(folder):

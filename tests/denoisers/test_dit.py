@@ -8,7 +8,7 @@ import re
 import pytest
 import tiny
 import torch
-from close import close_nats
+from close import close_nats, same_scores
 from dit_reference import BLOCK, CONFIGS, MDLM, SEDD, TOKENS, opened, plain, weights, write
 from safetensors.torch import load_file, save_file
 from textbook import score
@@ -53,13 +53,6 @@ def agrees(duel, windows, logits_of, mask_id=TOKENS, sees=None):
         assert (scored.reveal_steps, scored.is_greedy, scored.nfe) == (steps, greedy, nfe)
         assert scored.token_logprobs == close_nats(nats)
     return results
-
-
-def same(ones, others):
-    """Assert that results are equal but for float noise."""
-    for one, other in zip(ones, others, strict=True):
-        assert (one.reveal_steps, one.is_greedy, one.nfe) == (other.reveal_steps, other.is_greedy, other.nfe)
-        assert one.token_logprobs == close_nats(other.token_logprobs)
 
 
 def total(duel, tokens, length, context=(), suffix=()):
@@ -196,10 +189,10 @@ def test_block_causal_lanes_equal_the_textbook_loop(rule, last_block, tmp_path):
     together = agrees(duel, BLOCKS, lambda ids, window: plain(w, ids, seen=until(len(ids), BLOCK)), sees=last_block)
     assert [scored.all_mask_starts for scored in together] == [0, 1, 0, 0, 1, 0]
     assert (sum(s.nfe for s in together) < sum(len(s.token_logprobs) for s in together)) == (rule != "greedy")
-    same(together, [duel.log_prob([window])[0] for window in BLOCKS])
-    same(together, Duel(denoiser, rule, batch_size=1).log_prob(BLOCKS[::-1])[::-1])
+    same_scores(together, [duel.log_prob([window])[0] for window in BLOCKS])
+    same_scores(together, Duel(denoiser, rule, batch_size=1).log_prob(BLOCKS[::-1])[::-1])
     drawn = duel.sample([window.context for window in BLOCKS], 9, seed=5)
-    same(drawn, duel.log_prob([Window(b.context, d.tokens) for b, d in zip(BLOCKS, drawn, strict=True)]))
+    same_scores(drawn, duel.log_prob([Window(b.context, d.tokens) for b, d in zip(BLOCKS, drawn, strict=True)]))
 
 
 def test_a_filled_last_block_is_another_law_than_a_cut_one(tmp_path):
@@ -235,7 +228,7 @@ def test_what_a_block_causal_network_refuses(tmp_path):
     with pytest.raises(DuelError, match="its last target block ends at 3"):
         Duel(denoiser).log_prob([Window((), (1,) * 4, (2,))])
     short = denoisers.load(path, device="cpu", max_length=8)
-    same(Duel(short).log_prob(BLOCKS[:2]), Duel(denoiser).log_prob(BLOCKS[:2]))
+    same_scores(Duel(short).log_prob(BLOCKS[:2]), Duel(denoiser).log_prob(BLOCKS[:2]))
     with pytest.raises(DuelError, match="has 9 positions but the network holds 8"):
         Duel(short).log_prob([Window((), (1,) * 9)])
     with pytest.raises(DuelError, match=r"max_length=17 is too long: .* holds 16 positions"):
@@ -270,7 +263,7 @@ def test_sedd_is_told_the_masked_share(kind, sigma, bos, tmp_path):
     for rule in ("greedy", "klass:mu=0.3:nu=0.5"):
         duel = Duel(denoiser, rule)
         together = agrees(duel, windows, logits_of)  # rows of several lengths: padding counts nowhere
-        same(together, [duel.log_prob([window])[0] for window in windows])
+        same_scores(together, [duel.log_prob([window])[0] for window in windows])
 
 
 def test_the_four_noise_levels_are_four_laws(tmp_path):
@@ -305,7 +298,7 @@ def test_sedd_sums_to_one_and_scores_its_samples(sigma, bos, tmp_path):
         drawn = duel.sample([(), (1,), (2, 2)], 6, suffix=(4,), seed=1, **extra)
         contexts = ((), (1,), (2, 2))
         windows = [Window(c, d.tokens, (4,), **extra) for c, d in zip(contexts, drawn, strict=True)]
-        same(drawn, duel.log_prob(windows))
+        same_scores(drawn, duel.log_prob(windows))
     (tmp_path / "config.json").write_text(json.dumps({**SEDD, "tokens": 3}))
     torch.save(weights(True, "", 4), tmp_path / "pytorch_model.bin")
     tiny_duel = Duel(denoisers.load(path, device="cpu", sigma=sigma, bos=bos), block=2)

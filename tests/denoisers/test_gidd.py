@@ -7,7 +7,7 @@ import dit_reference
 import pytest
 import tiny
 import torch
-from close import close_nats
+from close import close_nats, same_scores
 from dit_reference import CONDITION, HEADS, LAYERS, LENGTH, TOKENS, VOCABULARY, WIDTH, plain
 from laws import strings
 from safetensors.torch import save_file
@@ -102,8 +102,7 @@ def test_equals_the_plain_network_at_the_masked_share(rule, bos, tmp_path):
         assert alone.reveal_steps == steps and alone.token_logprobs == close_nats(scored.token_logprobs)
     drawn = duel.sample([(0,), (0, 3)], 6, suffix=(1,), seed=1)
     again = duel.log_prob([Window(c, d.tokens, (1,)) for c, d in zip([(0,), (0, 3)], drawn, strict=True)])
-    for d, s in zip(drawn, again, strict=True):
-        assert d.reveal_steps == s.reveal_steps and d.token_logprobs == close_nats(s.token_logprobs)
+    same_scores(drawn, again)
 
 
 def test_the_network_equals_the_plain_one(tmp_path):

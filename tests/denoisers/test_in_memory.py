@@ -395,6 +395,7 @@ def function(ids, real):
 def zero_head():
     network = Network()
     torch.nn.init.zeros_(network.out.weight)
+    torch.nn.init.zeros_(network.out.bias)
     return network
 
 

