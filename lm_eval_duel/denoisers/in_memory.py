@@ -72,7 +72,8 @@ def from_model(
         raise DuelError(
             f"weights={DIGEST!r} hashes the parameters of a module, and {name} is a function: pass it as module=."
         )
-    with torch.no_grad(), user_module.evaluating(module, options.device, autocast):
+    tests = user_module.buffers_kept(bare if module is None else module)
+    with torch.no_grad(), tests, user_module.evaluating(module, options.device, autocast):
         plain = _plain(bare, options, ids, self_tests, module is not None)
     of_tokenizer = getattr(tokenizer, "mask_token_id", None)
     if None not in (of_tokenizer, plain.mask_id) and of_tokenizer != plain.mask_id:

@@ -5,12 +5,15 @@ Shapes: R rows, L row length, B the trained block, D features, V tokens, T of th
 
 from __future__ import annotations
 
+import functools
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.denoisers import user_module
 from lm_eval_duel.denoisers.hf.row_effects import scales_by_length, unscaled_length
 from lm_eval_duel.errors import DuelError
 
@@ -28,6 +31,7 @@ NOISE_FACTOR = 8  # of the noise between batches, if that is larger
 MOST_NOISE = 1e-4
 ROTARY_TOLERANCE = 1e-5  # relative
 LENGTH = 8
+MANY = 128  # tokens of the rows among which a row is tested: enough to fill an expert's capacity
 REPEATED = 128  # positions; longer than the chunks in which some networks hash
 
 
@@ -36,7 +40,8 @@ def run(denoiser: Denoiser, path: str, refuse: bool = True) -> None:
 
     With `refuse=False`, only the tests run that detect properties of a bidirectional network.
     """
-    with torch.no_grad():  # not inference_mode: a network may keep what it computes here, and be trained afterwards
+    # not inference_mode: a network may keep what it computes here, and be trained afterwards
+    with torch.no_grad(), user_module.buffers_kept(denoiser):
         if denoiser.by_blocks:
             _by_blocks(denoiser, path)
             return
@@ -46,6 +51,7 @@ def run(denoiser: Denoiser, path: str, refuse: bool = True) -> None:
         if refuse:
             require_finite(logits, path)
             require_direction(denoiser, path, rows, logits)
+            require_separate_rows(denoiser, path)
         if denoiser.attention == "bidirectional":
             if refuse:
                 require_finite(logits_of(denoiser, half_masked(denoiser)), path)
@@ -177,6 +183,36 @@ def require_repeatable(denoiser: Denoiser, path: str, length: int = REPEATED) ->
         )
 
 
+def require_separate_rows(
+    denoiser: Denoiser, path: str, function: Callable[[torch.Tensor], torch.Tensor] | None = None, length: int = LENGTH
+) -> None:
+    """Raise DuelError if a row has other logits among many equal strangers of its length than alone.
+
+    `function`: logits (R, L, V) of rows (R, L); those of `features` by default. Strangers are equal so that they fill
+    the same experts, where these have a capacity; two short rows fill none.
+    """
+    logits = function or functools.partial(logits_of, denoiser)
+    row = random_rows(denoiser, length, rows=1)  # (1, L)
+    row = row.repeat(1, length)[:, :length] if function else row  # `function` takes rows of this length alone
+    strangers = [row.flip(1), row[:, :1].expand_as(row)]
+    if denoiser.mask_id is not None:
+        row[:, 1::2] = denoiser.mask_id
+        strangers[1] = torch.full_like(row, denoiser.mask_id)
+    alone, count = logits(row)[0], max(3, MANY // row.shape[1] - 1)
+    allowed = _batch_tolerance(denoiser, alone) if alone.dtype.itemsize >= 4 else BATCH_TOLERANCE_QUANTIZED
+    if not relative_difference(logits(row)[0], alone) <= allowed:
+        return  # it draws random numbers, as `require_repeatable` says
+    for stranger in strangers:
+        among = logits(torch.cat([stranger.expand(count, -1), row]))[-1]  # (L, V)
+        if not relative_difference(among, alone) <= allowed:
+            raise DuelError(
+                f"{path} predicts other tokens for a row among others than for the same row alone: its rows influence "
+                "each other, as in a mixture of experts with a capacity, or batch normalisation in training mode. No "
+                "number would belong to one text, so it is refused. Put every module into eval mode, and switch the "
+                "capacity off."
+            )
+
+
 def ties_when_all_mask(denoiser: Denoiser) -> bool:
     """Whether a row of masks has the same distribution at every position."""
     row = torch.full((1, min(32, denoiser.max_length)), denoiser.mask_id, device=denoiser.device)
@@ -205,6 +241,7 @@ def _by_blocks(denoiser: Denoiser, path: str) -> None:
 
     whole = logits(rows)
     require_finite(whole, path)
+    require_separate_rows(denoiser, path, logits, 2 * block)
     later, own = rows.clone(), rows.clone()
     later[:, block:] = rows[:, :1]
     own[:, -1] = denoiser.mask_id

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,7 @@ from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.denoisers.hf import device_map
 from lm_eval_duel.errors import DuelError
 
+KEPT = 1 << 20  # values of a buffer that is restored: larger ones are weights
 # entries of a config on which no number depends, or that are known otherwise
 RUNTIME = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache")
 
@@ -108,6 +110,33 @@ def module_of(model: Any) -> torch.nn.Module | None:
             return model.layers
     owner = getattr(model, "__self__", None)  # of a bound method
     return owner if isinstance(owner, torch.nn.Module) else None
+
+
+def modules_of(model: Any) -> list[torch.nn.Module]:
+    """The modules that a network consists of, as far as they can be found: those that a function refers to, too."""
+    if (module := module_of(model)) is not None:
+        return [module]
+    function = getattr(model, "function", model)
+    found = list(vars(model).values()) if isinstance(model, Denoiser) else []
+    if inspect.isfunction(function):
+        scope = inspect.getclosurevars(function)
+        found += [*scope.nonlocals.values(), *scope.globals.values()]
+    return [value for value in found if isinstance(value, torch.nn.Module)]
+
+
+@contextlib.contextmanager
+def buffers_kept(model: Any) -> Iterator[None]:
+    """Restore the buffers that calls of a network change, such as running statistics."""
+    own = [buffer for module in modules_of(model) for buffer in module.buffers()]
+    own = [buffer for buffer in own if buffer.numel() <= KEPT and not buffer.is_meta]
+    before = [buffer.clone() for buffer in own]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in zip(own, before, strict=True):
+                if buffer.shape == value.shape and not torch.equal(buffer, value):
+                    buffer.copy_(value)
 
 
 def device_of(model: Any, module: torch.nn.Module | None, device: torch.device | str | None) -> torch.device:

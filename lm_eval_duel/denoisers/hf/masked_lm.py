@@ -239,6 +239,7 @@ class MaskedLM(Denoiser):
             with _in_float32(self.model):
                 self.relative_positions = self_tests.ties_when_all_mask(self)
                 self.honours_padding = self.honours_padding and self_tests.honours_padding(self)
+                self_tests.require_separate_rows(self, self.path)
             self.splits_head = splits
 
 
