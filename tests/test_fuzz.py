@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import dataclasses
-import decimal
 import functools
 import importlib
 import itertools
@@ -12,7 +11,6 @@ import math
 import re
 import sys
 import types
-from decimal import Decimal
 from importlib.machinery import PathFinder
 from typing import get_args
 from unittest.mock import patch
@@ -255,40 +253,6 @@ KINDS = {
     "causal": Causal,
     "causal, shifted": BlockCausal,
 }
-EIGHTY = decimal.Context(prec=80)
-
-
-class Cell:
-    """The textbook's `Cell` in 80 digits; numbers that agree in 60 are equal."""
-
-    def __init__(self, logits):
-        with decimal.localcontext(EIGHTY):
-            finite = [Decimal(x) for x in logits if x > -math.inf]
-            total = sum(x.exp() for x in finite).ln()
-            self.logs = [x - total for x in finite]
-            self.probs = [x.exp() for x in self.logs]
-            first, second = sorted(self.probs)[:-3:-1]
-            self.first, self.second = rounded(first), rounded(second)
-            self.log_margin = rounded(first.ln() - second.ln())
-            self.entropy = rounded(-sum(p * x for p, x in zip(self.probs, self.logs, strict=True)))
-        self.argmax = self.logs.index(max(self.logs))
-
-    def kl(self, other):
-        with decimal.localcontext(EIGHTY):
-            terms = zip(self.probs, self.logs, other.logs, strict=True)
-            return rounded(sum(p * (mine - its) for p, mine, its in terms))
-
-    def log_prob(self, token):
-        return float(self.logs[token])
-
-
-def rounded(number):
-    return round(number, 60)
-
-
-@functools.cache
-def position(logits):
-    return Cell(logits)
 
 
 @functools.cache
@@ -462,7 +426,6 @@ def by_the_textbook(network, rule, block, grid, window):
         grid,
         tie_when_all_mask=network.relative_positions,
         sees=network.last_block if network.attention == "block_causal" else None,
-        position=textbook.Cell if network.codes is None else lambda logits: position(tuple(logits.tolist())),
     )
 
 

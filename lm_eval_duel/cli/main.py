@@ -22,6 +22,7 @@ COMMANDS = {  # name: (module below lm_eval_duel with its `main`, what it does)
     "so-far": ("cli.so_far", "print the perplexity of an unfinished run, with its interval, from its --use_cache file"),
     "paper": ("cli.paper", "measure the paper's tables: published beside measured, with a verdict"),
     "plan": ("cli.plan", "count what a run will cost before it starts: rows, operations, memory, hours"),
+    "audit": ("cli.audit", "compare the numbers of a few documents with the specification, reference.py, in float32"),
     "bench": ("bench", "measure speed and memory against the textbook loop on random tokens"),
     "data": ("tasks.check", "check the benchmarks' data sets: `data check` loads them and prints their contents"),
     "presets": ("cli.presets", "print the deployed samplers that have a name, and the settings that each stands for"),

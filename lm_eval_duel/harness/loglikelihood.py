@@ -24,7 +24,7 @@ from lm_eval_duel.harness.run import Run
 from lm_eval_duel.harness.so_far import Document, SoFar, random_order
 from lm_eval_duel.harness.text import Text
 from lm_eval_duel.harness.totals import Outcome
-from lm_eval_duel.harness.verify import Verification
+from lm_eval_duel.harness.verify import Verification, is_coarse, summed
 from lm_eval_duel.tasks.columns import MADE, TOKENS
 from lm_eval_duel.tasks.gap import Gap
 from lm_eval_duel.tasks.tokenized_text import MADE as MADE_HERE
@@ -144,7 +144,8 @@ def scored_requests(
             "%d blocks started from masks alone: all positions tie exactly, and the lowest position is first", ties
         )
     with run.computing():
-        run.stats.verified.merge(verification.compare(left))
+        run.checked += (checked := verification.compare(left))
+        run.stats.verified.merge(summed(checked, coarse=bool(checked) and is_coarse(run.estimator.denoiser)))
 
 
 def _plan(run: Run, requests: Sequence[Instance], windows: Sequence[Sequence[Window]], remaining: int) -> None:

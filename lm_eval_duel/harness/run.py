@@ -25,6 +25,7 @@ from lm_eval_duel.harness.run_stats import RunStats, Share, peak_memory
 from lm_eval_duel.harness.so_far import Document, SoFar, plain
 from lm_eval_duel.harness.text import Text
 from lm_eval_duel.harness.trace import Writer, record
+from lm_eval_duel.harness.verify import Checked
 from lm_eval_duel.options import Options
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ class Run:
     gathered: list[RunStats] | None = None  # the statistics of all ranks
     show_progress: bool = True
     progress: Progress | None = None
+    checked: list[Checked] = dataclasses.field(default_factory=list)  # windows that were scored twice, on this rank
 
     def __post_init__(self) -> None:
         self.estimator.counts = Counts()

@@ -1,6 +1,7 @@
-"""`verify=N`: some windows are scored again, one row per network call in float32, and compared with the run's scores.
+"""`verify=N` and `audit`: some windows are scored once more, by another route, and compared with the run's scores.
 
-Differences show the effect of batching, padding and a coarser dtype.
+The route is that of `estimators/recompute.py`: the reference's loop over whole rows, in float32, or the estimator with
+one row in each network call. Differences show faults, and the effect of batches, padding and a coarser dtype.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import dataclasses
 import logging
 import math
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +23,44 @@ if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
     from lm_eval_duel.core.denoiser import Denoiser
+    from lm_eval_duel.estimators.recompute import Recomputed
     from lm_eval_duel.harness.run import Run
 
 log = logging.getLogger("lm_eval.duel_mdm")
+ABSOLUTE, PER_TOKEN = 1e-4, 1e-6  # nats: how far two float32 scores of a window without near ties may be apart
+
+
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """One window scored twice, in nats."""
+
+    where: str
+    tokens: int
+    log_prob: float  # in the run
+    again: float
+    route: str
+    changed_picks: int | None  # positions whose reveal step differs; None: the estimator has no single order
+    near_ties: int | None  # of the run; None: the rule does not know
+
+    @classmethod
+    def from_scores(cls, where: str, window: Window, score: WindowScore, again: Recomputed) -> Checked:
+        """The comparison of a run's score of a window with its second one."""
+        changed = None
+        if score.reveal_steps:
+            changed = sum(step != other for step, other in zip(score.reveal_steps, again.reveal_steps, strict=True))
+        return cls(where, len(window.target), score.log_prob, again.log_prob, again.route, changed, score.near_ties)
+
+    @property
+    def difference(self) -> float:
+        """The absolute difference; 0 if both are -infinity, and infinite if one is no number."""
+        apart = 0.0 if self.log_prob == self.again else abs(self.log_prob - self.again)
+        return math.inf if math.isnan(apart) else apart
+
+    @property
+    def differs(self) -> bool:
+        """Whether float32 noise does not explain the difference: too large, or another order, without a near tie."""
+        apart = self.difference > max(ABSOLUTE, PER_TOKEN * self.tokens)
+        return (apart or bool(self.changed_picks)) and not self.near_ties
 
 
 @dataclasses.dataclass
@@ -32,18 +69,36 @@ class Verified:
 
     windows: int = 0
     tokens: int = 0
+    routes: dict[str, int] = dataclasses.field(default_factory=dict)  # windows by route
     largest_difference: float = 0.0  # nats, of a window
     where: str = ""
     changed_picks: int | None = 0  # positions whose reveal step differs; None: the estimator has no single order
     changed_windows: int = 0  # that have any
     near_tie_windows: int = 0  # that had near ties in the run
+    differing_windows: int = 0  # that differ by more than float32 noise, without a near tie
+
+    @classmethod
+    def from_check(cls, checked: Checked) -> Verified:
+        """The comparison of one window."""
+        return cls(
+            1,
+            checked.tokens,
+            {checked.route: 1},
+            checked.difference,
+            f"{checked.where}: {checked.log_prob:.6f} in the run, {checked.again:.6f} by {checked.route}",
+            checked.changed_picks,
+            int(bool(checked.changed_picks)),
+            int(bool(checked.near_ties)),
+            int(checked.differs),
+        )
 
     def merge(self, other: Verified) -> None:
         """Add the comparison of other windows."""
         if other.largest_difference >= self.largest_difference and other.where:
             self.largest_difference, self.where = other.largest_difference, other.where
         self.changed_picks = known_sum(self.changed_picks, other.changed_picks)
-        for name in ("windows", "tokens", "changed_windows", "near_tie_windows"):
+        self.routes = dict(Counter(self.routes) + Counter(other.routes))
+        for name in ("windows", "tokens", "changed_windows", "near_tie_windows", "differing_windows"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def describe(self) -> dict[str, Any]:
@@ -57,9 +112,11 @@ class Verified:
         order = "no order to compare"
         if self.changed_picks is not None:
             order = f"{self.changed_picks} of {self.tokens} reveal steps differ, in {self.changed_windows} windows"
+        routes = ", ".join(f"{count} by {route}" for route, count in self.routes.items())
         return (
-            f"verify: {self.windows} windows scored again, one row at a time in float32: largest difference "
-            f"{self.largest_difference:.3g} nats ({self.where}); {order}; {self.near_tie_windows} have near ties"
+            f"verify: {self.windows} windows scored again in float32 ({routes}): largest difference "
+            f"{self.largest_difference:.3g} nats ({self.where}); {order}; {self.near_tie_windows} have near ties; "
+            f"{self.differing_windows} differ by more than float32 noise"
         )
 
 
@@ -79,33 +136,46 @@ class Verification:
         """Remember the run's scores of the drawn windows of request `n`."""
         self.scores |= {(n, part): score for part, score in enumerate(scores) if (n, part) in self.drawn}
 
-    def compare(self, requests: Sequence[Instance]) -> Verified:
+    def compare(self, requests: Sequence[Instance]) -> list[Checked]:
         """Score the drawn windows again. If that fails (out of memory, say), log why: the run's scores are kept."""
-        verified = Verified()
+        checked: list[Checked] = []
         try:
             for (n, part), again in self._score_again():
-                name = f"Request of task {requests[n].task_name}, document {requests[n].doc_id}"
-                verified.merge(_compare(self.windows[n][part], self.scores[n, part], again, name))
+                where = f"task {requests[n].task_name}, document {requests[n].doc_id}, window {part}"
+                checked.append(Checked.from_scores(where, self.windows[n][part], self.scores[n, part], again))
         except (DuelError, RuntimeError) as error:
             log.error("verify failed, so no window is verified; scores are unaffected: %s", str(error).splitlines()[0])
-            return Verified()
-        if verified.windows:
-            log.info("%s", verified.summary)
-        elif self.run.options.verify and not self.windows:
+            return []
+        if self.run.options.verify and not self.windows:
             log.warning("verify: all answers came from the response cache, so no window is verified")
-        return verified
+        return checked
 
-    def _score_again(self) -> Iterator[tuple[tuple[int, int], WindowScore]]:
+    def _score_again(self) -> Iterator[tuple[tuple[int, int], Recomputed]]:
         from lm_eval_duel.estimators import registry
+        from lm_eval_duel.estimators.recompute import recompute
 
         if not self.scores:
             return
         options = dataclasses.replace(self.run.options, batch_size=2)  # any number: skips the search for a batch size
         estimator = registry.make(float32_network(self.run), options)
-        estimator.use_single_rows()
         estimator.adopt(self.run.estimator)
         for n, part in sorted(self.scores):
-            yield (n, part), estimator.log_prob([self.windows[n][part]])[0]
+            yield (n, part), recompute(estimator, self.windows[n][part])
+
+
+def summed(checked: Sequence[Checked], coarse: bool) -> Verified:
+    """All of them, as one line in the log: an error if a window differs, unless the run's dtype is `coarse`."""
+    total = Verified()
+    for each in checked:
+        total.merge(Verified.from_check(each))
+    if total.windows:
+        log.log(logging.ERROR if total.differing_windows and not coarse else logging.INFO, "%s", total.summary)
+    return total
+
+
+def is_coarse(denoiser: Denoiser) -> bool:
+    """Whether a network runs in a dtype below float32."""
+    return str(denoiser.describe()["dtype"]) not in ("float32", "float64")
 
 
 def float32_network(run: Run) -> Denoiser:
@@ -113,24 +183,8 @@ def float32_network(run: Run) -> Denoiser:
     from lm_eval_duel import denoisers
 
     denoiser, options = run.estimator.denoiser, run.options
-    if str(denoiser.describe()["dtype"]) in ("float32", "float64"):
+    if not is_coarse(denoiser):
         return denoiser
     arguments = {**options.network, "dtype": "float32", "compile": False}
     name = options.pretrained or BUNDLED
     return denoisers.load(name, device=run.ranks.device, tokenizer=run.text.tokenizer, **arguments)
-
-
-def _compare(window: Window, score: WindowScore, again: WindowScore, name: str) -> Verified:
-    changed = None
-    if score.reveal_steps:
-        changed = sum(step != other for step, other in zip(score.reveal_steps, again.reveal_steps, strict=True))
-    equal = score.log_prob == again.log_prob  # both may be -infinity
-    return Verified(
-        windows=1,
-        tokens=len(window.target),
-        largest_difference=0.0 if equal else abs(score.log_prob - again.log_prob),
-        where=f"{name}: {score.log_prob:.6f} in the run, {again.log_prob:.6f} alone",
-        changed_picks=changed,
-        changed_windows=int(bool(changed)),
-        near_tie_windows=int(bool(score.near_ties)),
-    )

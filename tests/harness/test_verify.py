@@ -1,4 +1,4 @@
-"""`verify=N`: some windows once more, one row a call in float32."""
+"""`verify=N`: some windows once more, by the reference where it knows the run's rule, in float32."""
 
 import dataclasses
 
@@ -34,7 +34,10 @@ def test_float32_agrees_and_nothing_else_is_counted(folder, caplog):
     assert values == close_nats(same) and found["rows"] == plain.get_model_info()["duel"]["rows"]
     assert (found["verify"]["windows"], found["verify"]["tokens"]) == (5, 60)
     assert found["verify"]["largest_difference"] < 1e-4 and found["verify"]["changed_picks"] == 0
-    assert "verify: 5 windows scored again, one row at a time in float32: largest difference" in caplog.text
+    assert found["verify"]["routes"] == {"reference": 5} and found["verify"]["differing_windows"] == 0
+    assert found["verify"]["where"] in caplog.text and not [
+        each for each in caplog.records if each.levelname == "ERROR"
+    ]
     assert plain.get_model_info()["duel"]["verify"] is None
 
 
@@ -52,15 +55,16 @@ def test_one_row_a_call(folder, monkeypatch):
     assert set(rows[-steps:]) == {1} and max(rows[:-steps]) > 1
 
 
-def test_a_coarser_run_is_held_against_float32(folder):
+def test_a_coarser_run_is_held_against_float32(folder, caplog):
     model, values = scored(folder, verify=99, dtype="bfloat16")
+    assert not [each for each in caplog.records if each.levelname == "ERROR"], "it is reported, not judged"
     _, fine = scored(folder)
     found = model.get_model_info()["duel"]["verify"]
     worst = max(abs(one - other) for one, other in zip(values, fine, strict=True))
     assert found["windows"] == 7 and found["largest_difference"] == pytest.approx(worst, abs=1e-4) and worst > 1e-3
 
 
-def test_moved_picks_are_counted(folder):
+def test_moved_picks_are_counted(folder, caplog):
     """Against a network that was changed in between."""
     model = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu", verify=7)
     other = DuelMDM(pretrained=folder, rule="right_to_left", block=4, device="cpu")
@@ -69,13 +73,14 @@ def test_moved_picks_are_counted(folder):
     model.loglikelihood_rolling(asked, disable_tqdm=True)
     found = model.get_model_info()["duel"]["verify"]
     assert found["changed_picks"] > 20 and found["changed_windows"] == 7 and found["largest_difference"] > 0.1
+    assert found["differing_windows"] == 7 and [each for each in caplog.records if each.levelname == "ERROR"]
 
 
 @pytest.mark.parametrize("spec", [{"estimator": "elbo", "mc_samples": 8}, {"estimator": "oracle"}])
 def test_estimators_without_one_order(folder, spec):
     model, _ = scored(folder, verify=2, **spec)
     found = model.get_model_info()["duel"]["verify"]
-    assert found["windows"] == 2 and found["largest_difference"] < 1e-4
+    assert found["windows"] == 2 and found["largest_difference"] < 1e-4 and found["routes"] == {"alone": 2}
     assert found["changed_picks"] == (None if spec["estimator"] == "elbo" else 0)
 
 

@@ -1,0 +1,183 @@
+"""The specification: DUEL (Turok, De Sa and Kuleshov, 2026) as printed, for one row, one step at a time.
+
+Every probability comes from a softmax over all tokens, and sums are float64. Nothing here is fast. The rest of the
+package is, and the tests and `lm-eval-duel audit` hold it to this page. Names are the paper's:
+
+    x            a row of L tokens
+    z            the same row, partially masked
+    m            the mask
+    M            the masked positions of the block in progress, ascending
+    logits_of    the denoiser x_theta: z (L,) -> logits (L, V), with -inf where a column is no token
+    log_P        log softmax(x_theta(z)), (L, V): the distribution of the token at each position
+    F            the unmasking rule: F(log_P, M) -> I, the positions to unmask
+    sigma        the ordered partition: the positions that each step unmasks
+
+`blocks` lists the positions to score or to sample; a block is finished before the next one begins. Every other position
+is as in x from the first step on: that is how a context or a suffix is given.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+Ids: TypeAlias = Sequence[int]
+Blocks: TypeAlias = Sequence[Sequence[int]]
+Network: TypeAlias = Callable[[Tensor], Tensor]
+Rule: TypeAlias = Callable[[Tensor, list[int]], list[int]]
+
+
+class Path(NamedTuple):
+    """The only path on which F reveals x."""
+
+    ll: float  # log p(x) under (x_theta, F), in nats
+    sigma: list[list[int]]
+    log_p: dict[int, float]  # log P_ell[x_ell] at the step that unmasked ell
+
+
+def log_likelihood(x: Ids, blocks: Blocks, logits_of: Network, F: Rule, m: int) -> Path:
+    """Algorithm 2: exact likelihood."""
+    z, ll, sigma, log_p = masked(x, blocks, m), 0.0, [], {}
+    for block in blocks:
+        while M := [ell for ell in block if z[ell] == m]:
+            log_P = log_softmax(logits_of(torch.tensor(z)))  # token probabilities
+            I = F(log_P, M)  # positions to unmask
+            for ell in I:
+                log_p[ell] = float(log_P[ell, x[ell]])
+                ll += log_p[ell]  # accumulate
+                z[ell] = x[ell]  # reveal token
+            sigma.append(I)
+    return Path(ll, sigma, log_p)
+
+
+def sample(x: Ids, blocks: Blocks, logits_of: Network, F: Rule, m: int, generator: torch.Generator) -> list[int]:
+    """Algorithm 1: sampling. Returns x with new tokens in its blocks."""
+    z = masked(x, blocks, m)
+    for block in blocks:
+        while M := [ell for ell in block if z[ell] == m]:
+            log_P = log_softmax(logits_of(torch.tensor(z)))  # token probabilities
+            I = F(log_P, M)  # positions to unmask
+            for ell in I:
+                x_ell = log_P[ell].exp().multinomial(1, generator=generator)  # sample token
+                z[ell] = int(x_ell)  # reveal token
+    return z
+
+
+def elbo(x: Ids, blocks: Blocks, logits_of: Network, m: int, K: int, generator: torch.Generator) -> tuple[float, float]:
+    """The Monte Carlo ELBO of log p(x) and its standard error, from K draws.
+
+    In a draw, n random positions of each block are masked, n uniform on 1..L', and their log-probabilities weighted by
+    L' / n. Blocks before it are revealed, and blocks after it are masked.
+    """
+    draws = []
+    for _ in range(K):
+        z, draw = masked(x, blocks, m), 0.0
+        for block in blocks:
+            n = int(torch.randint(1, len(block) + 1, (), generator=generator))
+            order = [block[i] for i in torch.randperm(len(block), generator=generator)]
+            for ell in order[n:]:
+                z[ell] = x[ell]
+            log_P = log_softmax(logits_of(torch.tensor(z)))
+            for ell in order[:n]:
+                draw += len(block) / n * float(log_P[ell, x[ell]])
+                z[ell] = x[ell]
+        draws.append(draw)
+    draws = torch.tensor(draws, dtype=torch.float64)
+    return float(draws.mean()), float(draws.std()) / math.sqrt(K)
+
+
+def sum_over_strings(tokens: Ids, x: Ids, blocks: Blocks, logits_of: Network, F: Rule, m: int) -> float:
+    """The sum of p over all strings of `tokens` in the blocks of x: 1, since p is a distribution."""
+    text = [ell for block in blocks for ell in block]
+
+    def p(string: Ids) -> float:
+        here = dict(zip(text, string, strict=True))
+        row = [here.get(ell, token) for ell, token in enumerate(x)]
+        return math.exp(log_likelihood(row, blocks, logits_of, F, m).ll)
+
+    return math.fsum(p(string) for string in itertools.product(tokens, repeat=len(text)))
+
+
+def masked(x: Ids, blocks: Blocks, m: int) -> list[int]:
+    """The row at the start: the mask in every block, x elsewhere."""
+    text = {ell for block in blocks for ell in block}
+    return [m if ell in text else token for ell, token in enumerate(x)]
+
+
+def cut(positions: Ids, size: int | None, origin: int = 0) -> list[list[int]]:
+    """Positions as blocks of L' = `size`, counted from `origin`; None: one block."""
+    return [list(block) for _, block in itertools.groupby(positions, lambda ell: size and (ell - origin) // size)]
+
+
+# ---------------------------------------------------------------- unmasking rules; of equals, the lowest position wins
+
+
+def left_to_right(k: int = 1) -> Rule:
+    """The first k masked positions."""
+    return lambda log_P, M: M[:k]
+
+
+def greedy(k: int = 1) -> Rule:
+    """The k largest P1, the probability of the top token."""
+    return lambda log_P, M: best(k, M, confidence(log_P[M]))
+
+
+def margin(k: int = 1) -> Rule:
+    """The k largest P1 - P2, the lead of the top token over the second."""
+    return lambda log_P, M: best(k, M, lead(log_P[M]))
+
+
+def entropy(k: int = 1) -> Rule:
+    """The k smallest entropies."""
+    return lambda log_P, M: best(k, M, -nats(log_P[M]))
+
+
+def threshold(mu: float) -> Rule:
+    """All positions with P1 >= mu; if there are none, the one with the largest P1."""
+
+    def F(log_P: Tensor, M: list[int]) -> list[int]:
+        score, bound = confidence(log_P[M]), torch.tensor(mu, dtype=torch.float64).logit()
+        return [ell for ell, sure in zip(M, score >= bound, strict=True) if sure] or best(1, M, score)
+
+    return F
+
+
+def best(k: int, M: list[int], score: Tensor) -> list[int]:
+    """The k positions of M with the largest score (|M|,)."""
+    return [M[i] for i in score.argsort(descending=True, stable=True)[:k]]
+
+
+# ---------------------------------------------------------------- scores, as log-odds: probabilities near 1 round to 1
+
+
+def log_softmax(logits: Tensor) -> Tensor:
+    """log P in float64."""
+    return logits.double().log_softmax(-1)
+
+
+def confidence(log_P: Tensor) -> Tensor:
+    """P1 as log-odds, log P1 - log(1 - P1)."""
+    return log_P.amax(-1) - others(log_P)
+
+
+def lead(log_P: Tensor) -> Tensor:
+    """P1 - P2 as log-odds, log(P1 - P2) - log((1 - P1) + P2)."""
+    first, second = log_P.topk(2).values.unbind(-1)
+    return first + torch.log(-torch.expm1(second - first)) - torch.logaddexp(others(log_P), second)
+
+
+def others(log_P: Tensor) -> Tensor:
+    """log(1 - P1), summed over all tokens but the top one."""
+    return log_P.scatter(-1, log_P.argmax(-1, keepdim=True), -math.inf).logsumexp(-1)
+
+
+def nats(log_P: Tensor) -> Tensor:
+    """The entropy, -log P1 + sum_v P_v log(P1 / P_v), in which no summand is negative, so that nothing cancels."""
+    ratio = log_P.amax(-1, keepdim=True) - log_P
+    return softplus(-confidence(log_P)) + (log_P.exp() * ratio).nan_to_num(nan=0.0).sum(-1)

@@ -1,0 +1,44 @@
+"""`lm-eval-duel audit`: both sides of a few documents, and its exit code."""
+
+import pytest
+
+from lm_eval_duel.cli import audit
+from lm_eval_duel.cli.main import main
+from lm_eval_duel.core import predictions
+from lm_eval_duel.errors import DuelError
+
+
+@pytest.fixture
+def texts(tmp_path):
+    file = tmp_path / "letters.txt"
+    file.write_text("m b c d e f g h i j k l m n o p q r\n")
+    return str(file)
+
+
+def command(folder, texts, *more):
+    return ["--model_args", f"pretrained={folder},rule=greedy,block=4", "--tasks", texts, "--device", "cpu", *more]
+
+
+def test_both_sides(folder, texts, capsys):
+    audit.main(command(folder, texts))
+    out = capsys.readouterr().out
+    assert out.count(" reference\n") == 2 and "DIFFERS" not in out  # of 14 and 4 tokens
+
+
+def test_a_fault_is_the_exit_code(folder, texts, capsys, monkeypatch):
+    log_prob = predictions.Predictions.log_prob
+    monkeypatch.setattr(predictions.Predictions, "log_prob", lambda self, tokens: log_prob(self, tokens) + 1e-3)
+    with pytest.raises(SystemExit) as ended:
+        main(["audit", *command(folder, texts)])
+    assert ended.value.code == 1 and capsys.readouterr().out.count("DIFFERS") == 2
+
+
+def test_a_coarser_dtype_is_raised_to_float32(folder, texts):
+    options = audit.parse(["--model_args", "dtype=bfloat16", "--tasks", texts])
+    assert options.model["dtype"] == "float32"
+
+
+@pytest.mark.parametrize("wrong", [["--documents", "0"], ["--model_args", "rule=gredy"], ["--tasks"]])
+def test_wrong_arguments(wrong):
+    with pytest.raises(DuelError):
+        audit.parse(["--tasks", "sotu", *wrong])

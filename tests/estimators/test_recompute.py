@@ -1,0 +1,249 @@
+"""Law 19: what a run computes equals `reference.py`, and a fault in a run does not go unnoticed."""
+
+import dataclasses
+
+import pytest
+import torch
+from attends import Attends
+from laws import RULES, slow_but
+from toys import BlockCausal, Causal, CausalPrefix, Rotary, RotaryBlocks, Toy
+
+from lm_eval_duel import rules
+from lm_eval_duel.core import block_causal, predictions
+from lm_eval_duel.core import view as views
+from lm_eval_duel.core.scores import WindowScore
+from lm_eval_duel.core.windows import Window
+from lm_eval_duel.denoisers.cached import view as cached_view
+from lm_eval_duel.denoisers.cached.denoiser import Cached
+from lm_eval_duel.denoisers.wrappers.exclusion import Excluding
+from lm_eval_duel.denoisers.wrappers.guidance import Guided
+from lm_eval_duel.denoisers.wrappers.warpers import Warped
+from lm_eval_duel.estimators import base
+from lm_eval_duel.estimators.duel import Autoregressive
+from lm_eval_duel.estimators.duel import DuelEstimator as Duel
+from lm_eval_duel.estimators.elbo import Elbo
+from lm_eval_duel.estimators.recompute import ALONE, REFERENCE, RUNS_RULE, Recomputed, recompute, steps_in_blocks
+from lm_eval_duel.harness.verify import Checked
+from lm_eval_duel.rules.scores import Greedy
+
+WINDOWS = [
+    Window((1,), (2, 0, 1, 1, 2)),
+    Window((1, 2, 0), (2, 1, 0), (1, 0)),
+    Window((0, 2), (0, 0, 1, 2, 1), (2,)),
+    Window((2,), (1, 1), tail=2),
+    Window((), (0, 1, 2, 0, 1, 0)),
+]
+GIVEN = [window for window in WINDOWS if window.context]
+PLAIN = [window for window in GIVEN if not window.suffix and not window.tail]
+
+
+def shifted():
+    toy = Toy(length=10)
+    toy.shift = 1
+    return toy
+
+
+def cut(toy):
+    toy.last_block = "cut"
+    return toy
+
+
+NETWORKS = {  # name: (network, windows, block, grid)
+    "bidirectional": (Toy(length=10), WINDOWS, 2, "target"),
+    "bidirectional, blocks of the row": (Toy(length=10), [w for w in WINDOWS if not w.tail], 3, "row"),
+    "bidirectional, one block": (Toy(length=10), [w for w in WINDOWS if not w.tail], None, "target"),
+    "padding seen": (Toy(length=10, honours_padding=False), WINDOWS, 2, "target"),
+    "shifted": (shifted(), GIVEN, 2, "target"),
+    "rotary": (Rotary(length=10), WINDOWS, 2, "target"),
+    "prefix cache": (Cached(Attends(length=10), "prefix"), WINDOWS, 2, "target"),
+    "prefix cache, blocks of the row": (Cached(Attends(length=10), "prefix"), PLAIN, 3, "row"),
+    "dual cache": (Cached(Attends(length=10), "dual"), WINDOWS, 2, "target"),
+    "dual cache, blocks of the row": (Cached(Attends(length=10), "dual"), PLAIN, 3, "row"),
+    "guided": (Guided(Toy(length=10), 0.7), WINDOWS, 2, "target"),
+    "guided under a cache": (Guided(Cached(Attends(length=10), "dual"), 0.7), WINDOWS, 2, "target"),
+    "fewer tokens": (Excluding(Toy(4, length=10), (3,)), WINDOWS, 2, "target"),
+    "warped": (Warped(Toy(5, length=10), 0.8, 4, 0.95), WINDOWS, 2, "target"),
+    "block-causal": (BlockCausal(length=12), PLAIN, "auto", "auto"),
+    "block-causal, cut": (cut(BlockCausal(3, length=12)), PLAIN, "auto", "auto"),
+    "block-causal, rotary": (RotaryBlocks(length=12), [*PLAIN, WINDOWS[-1]], "auto", "auto"),
+    "causal prefix": (CausalPrefix(length=14), [GIVEN[0], *GIVEN[2:]], "auto", "auto"),
+    "causal prefix, first token in the block": (
+        CausalPrefix("block", length=14),
+        [WINDOWS[0], *WINDOWS[2:]],
+        "auto",
+        "auto",
+    ),
+}
+FEW = ["greedy:k=1", "margin:k=2", "threshold:mu=0.45", "klass:mu=0.4:nu=0.3"]
+MORE = [
+    "factor:f=0.5",
+    "quota:steps=2",
+    "high_or_topk:n=1:tau=0.6",
+    "threshold:mu=0.45:strict=true",
+    "greedy:sub_block=2",
+]
+
+
+def checked(estimator, windows):
+    """Each window in the run and once more."""
+    found = zip(windows, estimator.log_prob(windows), strict=True)
+    return [Checked.from_scores("", window, score, recompute(estimator, window)) for window, score in found]
+
+
+@pytest.mark.parametrize("rule", slow_but([*RULES, *MORE], FEW))
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_run_equals_the_reference(name, rule):
+    network, windows, block, grid = NETWORKS[name]
+    duel = Duel(network, rule, block, grid)
+    noise = 1e-7 if "rotary" in name else 1e-9  # planted in those
+    for each in checked(duel, windows):
+        assert each.difference < noise and each.changed_picks == 0 and not each.differs
+        assert each.route in (REFERENCE, RUNS_RULE)
+
+
+def test_routes():
+    duel, [window] = Duel(Toy(), "greedy", 2), WINDOWS[:1]
+    assert recompute(duel, window).route == REFERENCE
+    for rule in ("klass:mu=0.4:nu=0.3", "greedy:seed_first=true", "threshold:mu=0.4:strict=true", "random"):
+        assert recompute(Duel(Toy(), rule, 2), window).route == RUNS_RULE
+    assert recompute(Elbo(Toy(), samples=8), window).route == ALONE
+    assert recompute(Duel(Toy(), "klass:mu=0.4:nu=0.3:kl=authors:across=true", 2), window).route == ALONE
+    assert recompute(Duel(OwnWay(), "greedy", 2), window).route == ALONE
+
+
+class OwnWay(Toy):
+    """A network that opens rows in a way of its own."""
+
+    def open(self, rows, generating=False):
+        return super().open(rows, generating)
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadsFeatures(rules.Rule):
+    """Reveals first where the first feature is largest."""
+
+    def __call__(self, predictions, lanes):
+        first = predictions.apply(lambda features: features[:, 0]).masked_fill(~lanes.masked, -torch.inf)
+        return torch.zeros_like(lanes.masked).scatter(1, first.argmax(1)[:, None], True)
+
+
+def test_a_rule_that_reads_features_runs_alone():
+    [each] = checked(Duel(Toy(), ReadsFeatures(), 2), WINDOWS[:1])
+    assert (each.route, each.changed_picks) == (ALONE, 0)
+
+
+def test_an_autoregressive_network_takes_one_forward(monkeypatch):
+    toy, calls = Causal(length=10), []
+    windows = [window for window in WINDOWS if not window.suffix]
+    [*scores] = Autoregressive(toy).log_prob(windows)
+    features = Causal.features
+    monkeypatch.setattr(Causal, "features", lambda self, ids, real: calls.append(ids) or features(self, ids, real))
+    for window, score in zip(windows, scores, strict=True):
+        again = recompute(Autoregressive(toy), window)
+        assert again.log_prob == pytest.approx(score.log_prob, abs=1e-9) and again.route == REFERENCE
+    assert len(calls) == len(windows)
+
+
+def test_steps_count_within_a_block():
+    blocks = [[3, 4], [5, 6, 7]]
+    assert steps_in_blocks(blocks, [[4], [3], [], [6, 7], [5]]) == {4: 0, 3: 1, 6: 1, 7: 1, 5: 2}
+
+
+# ---------------------------------------------------------------- a fault does not go unnoticed
+
+
+def least_confident(monkeypatch):
+    monkeypatch.setattr(Greedy, "score", staticmethod(lambda p: (-p.confidence, 2.0)))
+
+
+def next_position(monkeypatch):
+    take = views.take
+    monkeypatch.setattr(views, "take", lambda plane, at: take(plane, (at + 1).clamp(max=plane.shape[1] - 1)))
+
+
+def no_shift(monkeypatch):
+    positions = views.hidden_cells
+    monkeypatch.setattr(views, "hidden_cells", lambda lanes: positions(lanes) + 1)
+
+
+def wider_blocks(monkeypatch):
+    blocks = base.blocks
+    monkeypatch.setattr(base, "blocks", lambda origin, target, block, grid: blocks(origin, target, block + 1, grid))
+
+
+def lanes_of_another_row(monkeypatch):
+    def all_equal(*planes):
+        return torch.tensor([0]), torch.zeros(len(planes[0]), dtype=torch.int64)
+
+    monkeypatch.setattr(views, "distinct", all_equal)
+
+
+def mass_on_the_mask(monkeypatch):
+    clean = predictions.Predictions._clean
+    leaky = lambda self, features: clean(self, features).nan_to_num(neginf=0.0)  # noqa: E731
+    monkeypatch.setattr(predictions.Predictions, "_clean", leaky)
+
+
+def a_thousandth_of_a_nat(monkeypatch):
+    log_prob = predictions.Predictions.log_prob
+    monkeypatch.setattr(predictions.Predictions, "log_prob", lambda self, tokens: log_prob(self, tokens) + 1e-3)
+
+
+def keys_of_another_column(monkeypatch):
+    past = block_causal.BlockCausalView._past
+
+    def flipped(self, slot, columns):
+        found = past(self, slot, columns)
+        return found and [(keys.flip(2), values) for keys, values in found]
+
+    monkeypatch.setattr(block_causal.BlockCausalView, "_past", flipped)
+
+
+def keys_of_another_block(monkeypatch):
+    monkeypatch.setattr(cached_view.CachedView, "_identity", lambda self, lanes: torch.zeros_like(lanes.row))
+
+
+FAULTS = [
+    (least_confident, "bidirectional"),
+    (next_position, "bidirectional"),
+    (no_shift, "shifted"),
+    (wider_blocks, "bidirectional"),
+    (lanes_of_another_row, "bidirectional"),
+    (mass_on_the_mask, "bidirectional"),
+    (a_thousandth_of_a_nat, "dual cache"),
+    (keys_of_another_column, "block-causal"),
+    (keys_of_another_block, "dual cache"),
+    (keys_of_another_block, "prefix cache"),
+]
+
+
+@pytest.mark.parametrize(("fault", "name"), FAULTS, ids=lambda value: getattr(value, "__name__", value))
+def test_a_fault_of_the_run_differs(fault, name, monkeypatch):
+    network, windows, block, grid = NETWORKS[name]
+    duel = Duel(network, "greedy", block, grid)
+    again = [recompute(duel, window) for window in windows]
+    fault(monkeypatch)
+    found = [
+        Checked.from_scores("", window, score, other)
+        for window, score, other in zip(windows, duel.log_prob(windows), again, strict=True)
+    ]
+    assert any(each.differs for each in found)
+    again = [recompute(duel, window) for window in windows]  # the reference does not share the fault
+    assert any(
+        Checked.from_scores("", window, score, other).differs
+        for window, score, other in zip(windows, duel.log_prob(windows), again, strict=True)
+    )
+
+
+def test_what_differs():
+    window, score = Window((), (1, 2)), WindowScore(-3.0, reveal_steps=(0, 1), near_ties=0)
+
+    def differs(again=-3.0, steps=(0, 1), **changes):
+        run = dataclasses.replace(score, **changes)
+        return Checked.from_scores("", window, run, Recomputed(again, steps, REFERENCE)).differs
+
+    assert not differs() and not differs(-3.00005)
+    assert differs(-3.001) and differs(steps=(1, 0)) and differs(float("nan")) and differs(-float("inf"))
+    assert not differs(-3.5, (1, 0), near_ties=1)
+    assert differs(-3.5, (1, 0), near_ties=None)
+    assert not differs(-float("inf"), log_prob=-float("inf"))

@@ -1,0 +1,147 @@
+"""The specification by itself: its scores in 60 digits, its two algorithms against each other, its bound."""
+
+import ast
+import decimal
+import itertools
+import math
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+import torch
+from laws import strings
+from toys import Joint, Toy
+
+from lm_eval_duel import reference
+from lm_eval_duel.reference import cut, elbo, log_likelihood, log_softmax, sample, sum_over_strings
+
+FILE = Path(reference.__file__)
+RULES = {
+    "left_to_right": reference.left_to_right(),
+    "greedy": reference.greedy(),
+    "greedy, k=2": reference.greedy(2),
+    "margin": reference.margin(),
+    "entropy, k=2": reference.entropy(2),
+    "threshold": reference.threshold(0.45),
+}
+ROW = [1, 0, 2, 0, 1, 2]  # context | four tokens | suffix
+TARGET = range(1, 5)
+BLOCKS = {"2": cut(TARGET, 2, 1), "2 of the row": cut(TARGET, 2), "whole": cut(TARGET, None)}
+
+
+def network(toy):
+    """A toy as the reference calls it."""
+    return lambda z: toy.features(z[None], None)[0].masked_fill(toy.excluded, -math.inf)
+
+
+def test_it_imports_nothing_of_the_package():
+    imported = {node.module for node in ast.walk(ast.parse(FILE.read_text())) if isinstance(node, ast.ImportFrom)}
+    assert imported and not any(module.startswith(("lm_eval", ".")) for module in imported)
+
+
+def test_blocks_count_from_the_target_or_from_the_row():
+    assert list(BLOCKS.values()) == [[[1, 2], [3, 4]], [[1], [2, 3], [4]], [[1, 2, 3, 4]]]
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS)
+def test_it_is_a_distribution(rule, blocks):
+    toy = Toy()
+    assert sum_over_strings(range(3), ROW, blocks, network(toy), RULES[rule], toy.mask_id) == pytest.approx(
+        1, abs=1e-12
+    )
+
+
+def test_a_rule_that_peeks_gives_none():
+    toy = Toy()
+
+    def p(string):
+        row = [1, *string, 2]
+        peeks = lambda log_P, M: [max(M, key=lambda ell: log_P[ell, row[ell]])]  # noqa: E731
+        return math.exp(log_likelihood(row, BLOCKS["whole"], network(toy), peeks, toy.mask_id).ll)
+
+    assert abs(math.fsum(map(p, strings(3, 4))) - 1) > 0.01
+
+
+@pytest.mark.parametrize("rule", ["greedy", "threshold"])
+def test_samples_follow_it(rule):
+    """Pearson's statistic of 3,000 samples; a right sampler fails for one seed in 10^4."""
+    toy, generator, count = Toy(length=3), torch.Generator().manual_seed(0), 3000
+    arguments = ([0, 0, 0], cut(range(3), 2), network(toy), RULES[rule], toy.mask_id)
+    tally = dict.fromkeys(strings(3, 3), 0)
+    for _ in range(count):
+        tally[tuple(sample(*arguments, generator))] += 1
+    statistic = 0.0
+    for string, seen in tally.items():
+        expected = count * math.exp(log_likelihood(list(string), *arguments[1:]).ll)
+        statistic += (seen - expected) ** 2 / expected
+    freedom = torch.tensor((len(tally) - 1) / 2)
+    assert 1 - float(torch.special.gammainc(freedom, torch.tensor(statistic / 2))) > 1e-4
+
+
+@pytest.mark.parametrize("size", [2, None])
+def test_the_elbo_is_the_mean_over_orders(size):
+    toy, blocks = Toy(), cut(TARGET, size, 1)
+    orders = itertools.product(*(itertools.permutations(block) for block in blocks))
+
+    def ll(order):
+        follow = lambda log_P, M: [next(ell for part in order for ell in part if ell in M)]  # noqa: E731
+        return log_likelihood(ROW, blocks, network(toy), follow, toy.mask_id).ll
+
+    values = [ll(order) for order in orders]
+    mean, stderr = elbo(ROW, blocks, network(toy), toy.mask_id, 2000, torch.Generator().manual_seed(0))
+    assert 0 < stderr < 0.25 and abs(mean - math.fsum(values) / len(values)) < 4 * stderr
+
+
+def test_exact_conditionals_give_the_joint():
+    joint = Joint()
+    for string, p in list(zip(joint.strings.tolist(), joint.joint.tolist(), strict=True))[::7]:
+        for F in (reference.greedy(), reference.margin(), reference.left_to_right()):
+            path = log_likelihood(string, [range(4)], network(joint), F, joint.mask_id)
+            assert path.ll == pytest.approx(math.log(p), abs=1e-9)
+
+
+# ---------------------------------------------------------------- nothing saturates
+
+LOGITS = [
+    [45.0, 0.0, 3.0, 1.0],
+    [0.0, 52.5, 2.0, 2.0],
+    [-20.0, -21.0, 20.0, 21.5],
+    [1.0, 2.0, 30.0, -4.0],
+    [0.0, 0.0, 0.0, 0.0],
+    [1.5, 1.5, -1.0, 0.0],
+    [300.0, -300.0, 0.0, 299.0],
+    [0.1, -math.inf, 0.3, -math.inf],
+]
+
+
+@pytest.mark.parametrize("logits", LOGITS, ids=str)
+def test_scores_in_sixty_digits(logits):
+    log_P = log_softmax(torch.tensor([logits], dtype=torch.float64))
+    with decimal.localcontext(decimal.Context(prec=400)):
+        weights = [Decimal(x).exp() for x in logits]
+        p = [weight / sum(weights) for weight in weights]
+        first, second = sorted(p, reverse=True)[:2]
+        right = {
+            "confidence": (first / (1 - first)).ln(),
+            "lead": ((first - second) / (1 - first + second)).ln() if first > second else Decimal("-Infinity"),
+            "nats": -sum(x * x.ln() for x in p if x),
+        }
+    for name, value in right.items():
+        assert float(getattr(reference, name)(log_P)) == pytest.approx(float(value), rel=1e-12), name
+
+
+def test_equals_go_from_left_to_right():
+    log_P, M = log_softmax(torch.zeros(6, 4, dtype=torch.float64)), [1, 2, 4]
+    for make in (reference.greedy, reference.margin, reference.entropy):
+        assert make(2)(log_P, M) == [1, 2]
+    assert reference.threshold(0.25 + 1e-9)(log_P, M) == [1] and reference.threshold(0.0)(log_P, M) == M
+    assert reference.threshold(1.0)(log_P, M) == [1]
+
+
+def test_the_order_near_one_is_that_of_the_log_odds():
+    """Here every P1, and every P1 - P2, is 1.0 in float64, and every entropy below its last digit."""
+    log_P = log_softmax(torch.tensor([[50.0, 0, 0], [60.0, 0, 0], [55.0, 0, 0]], dtype=torch.float64))
+    assert (log_P.exp().amax(1) == 1).all()
+    for make in (reference.greedy, reference.margin, reference.entropy):
+        assert make(2)(log_P, [0, 1, 2]) == [1, 2]
