@@ -21,8 +21,8 @@ FLOORS = (  # from the lowest
     {"estimators", "tasks"},
     {"options"},
     {"harness"},
-    {"library", "report"},
-    {"bench", "cli", "leaderboard", "sweep"},
+    {"library", "results"},
+    {"bench", "cli", "sweep"},
 )
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 ENTRIES = {"__main__", "_autoload"}  # how the package is started: they may import any room

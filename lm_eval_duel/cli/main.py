@@ -15,8 +15,14 @@ COMMANDS = {  # name: (module below lm_eval_duel with its `main`, what it does)
     "run": ("cli.run", "evaluate tasks: lm-eval's run, with this package's model as the default and its tasks known"),
     "inspect": ("cli.inspect", "show how a checkpoint is read (family, mask, block, ...) and score one text"),
     "score": ("cli.score", "score your own texts: log-probability, perplexity and bits per byte of each document"),
-    "report": ("report", "turn lm_eval results into tables and figures: perplexities and the gap to an AR baseline"),
-    "leaderboard": ("leaderboard", "turn lm_eval results into one page to sort, filter and send, with a view of texts"),
+    "report": (
+        "results.report",
+        "tables and figures of lm_eval results: perplexities, differences, the gap to an AR baseline",
+    ),
+    "leaderboard": (
+        "results.leaderboard",
+        "one page of lm_eval results to sort, filter and send, with a view of texts",
+    ),
     "sweep": ("sweep", "compare unmasking rules at several speeds: likelihood of a task's text and quality of samples"),
     "show": ("cli.show", "print one document of a trace, its tokens coloured by reveal step or by likelihood"),
     "so-far": ("cli.so_far", "print the perplexity of an unfinished run, with its interval, from its --use_cache file"),

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from lm_eval_duel.report.figures.style import GREY, LOG_FROM, MARKERS, bare, label, new, plain_log, rule_colour
+from lm_eval_duel.results.figures.style import GREY, LOG_FROM, MARKERS, bare, label, new, plain_log, rule_colour
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

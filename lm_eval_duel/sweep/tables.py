@@ -10,21 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval_duel.command_line import FIGURES
-from lm_eval_duel.report.figures import MISSING, available
-from lm_eval_duel.report.headline import fixed
-from lm_eval_duel.report.markdown import bullets, code, plain, spaced
-from lm_eval_duel.report.stats import CLEAR
+from lm_eval_duel.results.figures import MISSING, available
+from lm_eval_duel.results.stats import CLEAR
+from lm_eval_duel.results.table import CODE, MARKDOWN, Cell, Column, Table, bullets, spaced
+from lm_eval_duel.results.table import markdown as as_markdown
 from lm_eval_duel.strict_json import dumps
 from lm_eval_duel.sweep import store
 from lm_eval_duel.sweep.metrics import NGRAMS
-from lm_eval_duel.tables import markdown_table
 
 TIE = 1e-6  # relative difference up to which two perplexities are equal
-HEAD = (
-    *("setting", "NFE/token", "perplexity (DUEL)", "bits per byte"),
-    *("NFE/token, samples", "generative perplexity", "entropy", *(f"distinct-{n}" for n in NGRAMS), "repetition"),
-    *("own nll/token", "MAUVE"),
-)
+NFE = Column("NFE/token", ".3f")
+escape = MARKDOWN.escape
 Report = Mapping[str, Any]
 
 
@@ -42,7 +38,7 @@ def write(report: dict[str, Any], folder: Path, formats: Sequence[str] = ("png",
     report["rankings"] = rankings(report["settings"])
     report["folder"], report["files"] = str(folder), [f"{stem}.md", f"{stem}.json"]
     if available():
-        from lm_eval_duel.report.figures.style import save
+        from lm_eval_duel.results.figures.style import save
         from lm_eval_duel.sweep.figure import draw
 
         folder.mkdir(parents=True, exist_ok=True)
@@ -73,58 +69,61 @@ def console(report: Report) -> str:
 
 def markdown(report: Report) -> str:
     """sweep.md."""
-    parts = [_head(report), settings(report)]
+    parts = [_head(report), as_markdown(settings(report))]
     if report["rankings"]:
-        parts += ["Rankings, best first, at equal NFE:", ranked(report["rankings"])]
+        parts += ["Rankings, best first, at equal NFE:", as_markdown(ranked(report["rankings"]))]
     if report["kl"]:
-        parts += ["KL(row || column) in nats per token, from samples of the row:", divergences(report["kl"])]
+        parts += [
+            "KL(row || column) in nats per token, from samples of the row:",
+            as_markdown(divergences(report["kl"])),
+        ]
     return spaced([*parts, bullets(_notes(report))])
 
 
-def settings(report: Report) -> str:
+def settings(report: Report) -> Table:
     """One line per setting, and one for the task's own text."""
-    lines = []
+    columns = [Column("setting", CODE), NFE, Column("perplexity (DUEL)", ".2f"), Column("bits per byte", ".4f")]
+    columns += [Column("NFE/token, samples", ".3f"), Column("generative perplexity", ".2f"), Column("entropy", ".3f")]
+    columns += [*(Column(f"distinct-{n}", ".3f") for n in NGRAMS), Column("repetition", ".3f")]
+    columns += [Column("own nll/token", ".2f"), Column("MAUVE", ".3f")]
+    rows = []
     for setting in report["settings"]:
         text = setting["text"]
-        perplexity = _error(text["perplexity"], text["stderr"], text["perplexity"])
-        line = [code(setting["name"]), f"{text['nfe_per_token']:.3f}", perplexity, _bits(text)]
-        lines.append([*line, *_looks(setting["samples"])])
+        row = [setting["name"], text["nfe_per_token"], judged(text), _bits(text)]
+        rows.append([*row, *_looks(setting["samples"])])
     if report["reference"]:
-        lines.append(["the task's own text", "", "", "", *_looks(report["reference"])])
-    return markdown_table(HEAD, lines)
+        rows.append([Cell("the task's own text", prose=True), None, None, None, *_looks(report["reference"])])
+    return Table(columns, rows)
 
 
-def _bits(text: Report) -> str:
+def judged(scored: Report | None) -> Cell:
+    """A perplexity and its standard error, of which results hold the one per token."""
+    if not scored:
+        return Cell()
+    value, error = scored["perplexity"], scored["stderr"]
+    return Cell(value, stderr=None if error is None else value * error)
+
+
+def _bits(text: Report) -> Cell:
     if text["bits_per_byte"] is None:
-        return ""
+        return Cell()
     per_nat = text["bits_per_byte"] / text["nll_per_token"] if text["nll_per_token"] else 0.0
-    error = "" if text["stderr"] is None else f" +- {per_nat * text['stderr']:.4f}"
-    return f"{text['bits_per_byte']:.4f}{error}"
+    return Cell(text["bits_per_byte"], stderr=None if text["stderr"] is None else per_nat * text["stderr"])
 
 
-def _share(looks: Report, key: str) -> str:
-    """A mean over samples with its standard error, if known."""
-    error = looks.get(f"{key}_stderr")
-    return "" if looks[key] is None else f"{looks[key]:.3f}" + ("" if error is None else f" +- {error:.3f}")
-
-
-def _looks(looks: Report | None) -> list[str]:
+def _looks(looks: Report | None) -> list[Cell]:
     """The cells about samples, or about the task's own text."""
     if looks is None:
-        return [""] * (len(HEAD) - 4)
-    cells = [f"{looks['nfe_per_token']:.3f}" if "nfe_per_token" in looks else ""]
-    judged = looks.get("generative")
-    cells.append(_error(judged["perplexity"], judged["stderr"], judged["perplexity"]) if judged else "")
-    cells.append(_share(looks, "entropy"))
-    cells += ["" if looks[f"distinct_{n}"] is None else f"{looks[f'distinct_{n}']:.3f}" for n in NGRAMS]
-    cells.append(_share(looks, "repetition"))
-    own = looks.get("own_nll_per_token")
-    cells.append("" if own is None else _error(own, looks["own_stderr"], 1.0))
-    return [*cells, "" if looks.get("mauve") is None else f"{looks['mauve']:.3f}"]
-
-
-def _error(value: float, stderr: float | None, slope: float) -> str:
-    return f"{value:.2f}" + ("" if stderr is None else f" +- {slope * stderr:.2f}")
+        return [Cell()] * (6 + len(NGRAMS))
+    return [
+        Cell(looks.get("nfe_per_token")),
+        judged(looks.get("generative")),
+        Cell(looks["entropy"], stderr=looks.get("entropy_stderr")),
+        *(Cell(looks[f"distinct_{n}"]) for n in NGRAMS),
+        Cell(looks["repetition"], stderr=looks.get("repetition_stderr")),
+        Cell(looks.get("own_nll_per_token"), stderr=looks.get("own_stderr")),
+        Cell(looks.get("mauve")),
+    ]
 
 
 # ---------------------------------------------------------------- rankings
@@ -191,40 +190,36 @@ def _order(values: Mapping[str, float]) -> list[list[str]]:
     return [sorted(names) for names in order]
 
 
-def ranked(rankings: list[dict[str, Any]]) -> str:
+def ranked(rankings: list[dict[str, Any]]) -> Table:
     """Both orders side by side."""
 
     def shown(order: list[list[str]] | None, close: Collection[list[str]] = ()) -> str:
         text = ""
         for n, names in enumerate(order or []):
             mark = "~" if n and [order[n - 1][-1], names[0]] in close else "<"
-            text += (f" {mark} " if n else "") + " = ".join(map(code, names))
+            text += (f" {mark} " if n else "") + " = ".join(names)
         return text
 
     same = {True: "yes", False: "no"}
-    lines = [
-        [
-            *(f"{ranking['k']}", shown(ranking["duel"])),
-            shown(ranking["generative"], ranking["not_distinguishable"]),
-            same.get(ranking["same_order"], "not distinguishable" if ranking["generative"] else ""),
-        ]
-        for ranking in rankings
-    ]
-    return markdown_table(["k", "by DUEL perplexity", "by generative perplexity", "same order"], lines)
+    rows = []
+    for ranking in rankings:
+        generative = shown(ranking["generative"], ranking["not_distinguishable"])
+        order = same.get(ranking["same_order"], "not distinguishable" if ranking["generative"] else "")
+        rows.append([ranking["k"], shown(ranking["duel"]), generative, order])
+    heads = ("by DUEL perplexity", "by generative perplexity", "same order")
+    return Table([Column("k", "d"), *map(Column, heads)], rows)
 
 
-def divergences(kl: list[dict[str, Any]]) -> str:
+def divergences(kl: list[dict[str, Any]]) -> Table:
     """KL between settings, as a matrix."""
     names = list(dict.fromkeys(entry["of"] for entry in kl))
-    cells = {(entry["of"], entry["under"]): entry for entry in kl}
+    found = {(entry["of"], entry["under"]): entry for entry in kl}
 
-    def cell(a: str, b: str) -> str:
-        value, error = cells[a, b]["kl_per_token"], cells[a, b]["stderr"]
-        return "0" if a == b else fixed(value, 4) + ("" if error is None else f" +- {error:.4f}")
+    def cell(a: str, b: str) -> Cell:
+        return Cell("0") if a == b else Cell(found[a, b]["kl_per_token"], stderr=found[a, b]["stderr"])
 
-    return markdown_table(
-        ["samples of", *(f"under {code(b)}" for b in names)], [[code(a), *(cell(a, b) for b in names)] for a in names]
-    )
+    columns = [Column("samples of", CODE), *(Column(f"under {name}", ".4f") for name in names)]
+    return Table(columns, [[a, *(cell(a, b) for b in names)] for a in names])
 
 
 # ---------------------------------------------------------------- words
@@ -232,7 +227,7 @@ def divergences(kl: list[dict[str, Any]]) -> str:
 
 def _head(report: Report) -> str:
     task, drawn = report["task"], report["samples"]
-    text = f"{plain(report['model'])}, block {report['block'] or 'none'}, on {plain(task['name'])}: "
+    text = f"{escape(report['model'])}, block {report['block'] or 'none'}, on {escape(task['name'])}: "
     text += f"{task['documents']:,} documents, {task['windows']:,} windows, {task['tokens']:,} tokens"
     if drawn:
         text += f"; {drawn['count']:,} samples of {drawn['length']} tokens per setting"

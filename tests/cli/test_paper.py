@@ -22,8 +22,8 @@ from lm_eval_duel.cli.paper.verdict import Measured, judge
 from lm_eval_duel.command_line import Exit
 from lm_eval_duel.errors import UsageError
 from lm_eval_duel.options import Options
-from lm_eval_duel.report import read, rows
-from lm_eval_duel.report.published import PAPER_FILE
+from lm_eval_duel.results import read, rows
+from lm_eval_duel.results.published import PAPER_FILE
 
 PAPER = PAPER_FILE.parent
 TABLES = ("owt", "lm1b", "zero_shot", "samplers", "oracle", "8b")
@@ -237,7 +237,7 @@ def test_published_beside_measured(tiny, tmp_path, monkeypatch, capsys):
         assert "99.99" in shown and "differs" in shown and "A note." in shown and "sampling error does not" in shown
     main(words)
     assert len(ran) == 3 and capsys.readouterr().out.count("finished before") == 3
-    from lm_eval_duel.report import parse as report
+    from lm_eval_duel.results.report import parse as report
 
     report([str(tmp_path / "out" / "results"), "--out", str(tmp_path / "report")])
 

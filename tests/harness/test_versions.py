@@ -10,7 +10,7 @@ from lm_eval.api.model import CachingLM
 from lm_eval_duel.harness import versions
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.harness.so_far import random_order
-from lm_eval_duel.report import samples
+from lm_eval_duel.results import samples
 from lm_eval_duel.tasks.metrics import perplexity, token_perplexity
 from lm_eval_duel.tasks.residues import residue_perplexity
 

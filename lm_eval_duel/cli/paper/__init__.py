@@ -212,7 +212,7 @@ def write(lines: Sequence[Line], settings: Settings, failures: dict[str, str], t
 
 def _earlier(file: Path, now: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """The measured lines of an earlier paper.json that are not among those of this command."""
-    from lm_eval_duel.report import fields
+    from lm_eval_duel.results import fields
 
     if not file.exists():
         return []

@@ -22,7 +22,7 @@ from lm_eval_duel._autoload import MODELS
 from lm_eval_duel.cli.paper.recipes import Job
 from lm_eval_duel.command_line import INTERRUPTED, PROGRAM
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.report import fields, read
+from lm_eval_duel.results import fields, read
 
 EVERY = 2.0  # seconds between looks at the log
 SHOWN = 160  # characters of a reason, or of a line of the log

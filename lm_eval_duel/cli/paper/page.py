@@ -10,9 +10,10 @@ from lm_eval_duel.cli.paper.recipes import Line
 from lm_eval_duel.cli.paper.verdict import DIFFERS, FAILED
 from lm_eval_duel.cli.plan import TFLOPS
 from lm_eval_duel.cli.plan.table import hours_as_text
-from lm_eval_duel.report.markdown import bullets, plain
+from lm_eval_duel.results.table import MARKDOWN, bullets
 from lm_eval_duel.tables import markdown_table, plain_table
 
+escape = MARKDOWN.escape
 HEADER = ("row", "task", "method", "published", "measured", "difference", "allowed", "+-", "documents", "verdict")
 PLAN_HEADER = ("row", "task", "windows", "calls", "rows", "time", "")
 RATES = f"Time{{1}} at {{0:.0%}} of the device's dense rate ({TFLOPS['float32']:g} TFLOP/s in float32, "
@@ -85,13 +86,13 @@ def markdown(lines: Sequence[Mapping[str, Any]], tolerance: float, heading: str)
     for table in dict.fromkeys(line["table"] for line in lines):
         own = [line for line in lines if line["table"] == table]
         sources = dict.fromkeys(line["source"] for line in own if line["source"])
-        parts.append(f"## {plain(table)}")
-        parts += [f"Published: {plain('; '.join(sources))}."] if sources else []
-        parts.append(markdown_table(HEADER, [[plain(cell) for cell in cells(line)] for line in own]))
+        parts.append(f"## {escape(table)}")
+        parts += [f"Published: {escape('; '.join(sources))}."] if sources else []
+        parts.append(markdown_table(HEADER, [[escape(cell) for cell in cells(line)] for line in own]))
         parts += [bullets(remarks)] if (remarks := notes(own, tolerance)) else []
     prints = {line["fingerprint"]: line["row"] for line in lines if line["fingerprint"]}
     if prints:
-        parts.append("Fingerprints: " + ", ".join(f"{plain(row)} `{digest}`" for digest, row in prints.items()) + ".")
+        parts.append("Fingerprints: " + ", ".join(f"{escape(row)} `{digest}`" for digest, row in prints.items()) + ".")
     return "\n\n".join(parts) + "\n"
 
 

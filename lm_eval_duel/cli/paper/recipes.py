@@ -18,7 +18,7 @@ from typing import Any
 
 from lm_eval_duel.cli.where import where
 from lm_eval_duel.errors import DuelError, unknown
-from lm_eval_duel.report import published
+from lm_eval_duel.results import published
 from lm_eval_duel.tasks import task_folder
 
 GIVEN = "given"  # the folder of recipes with the corrected convention

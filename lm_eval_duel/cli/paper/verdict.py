@@ -20,8 +20,8 @@ from lm_eval_duel.cli.paper.recipes import Line
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.registry import find
 from lm_eval_duel.rates import ratio
-from lm_eval_duel.report import fields, read, rows, stats
-from lm_eval_duel.report.rows import Row
+from lm_eval_duel.results import fields, read, rows, stats
+from lm_eval_duel.results.rows import Row
 from lm_eval_duel.rules import parse
 
 FEWEST = 8  # documents from which a standard error is an estimate of anything

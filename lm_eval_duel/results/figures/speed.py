@@ -1,0 +1,74 @@
+"""The figure of rules against their number of network evaluations."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from typing import TYPE_CHECKING
+
+from lm_eval_duel.results.figures.style import GREY, LIGHT, MARKERS, bare, label, new, plain_log, rule_colour
+from lm_eval_duel.results.figures.values import error_text, kind_of, legend, whisker, wide
+from lm_eval_duel.results.records import Speeds, TaskComparison
+from lm_eval_duel.results.rows import SEES_TRUTH
+from lm_eval_duel.results.table import WORDS, form_of, number
+from lm_eval_duel.rules.tables import short
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WIDTH, HEIGHT = 6.8, 4.6  # inches
+
+
+def rules(name: str, task: TaskComparison, sweep: Speeds, width: float | None = None) -> Figure:
+    """Perplexity (log) against NFE per token (log2), one line per rule family; ELBO and AR as grey lines."""
+    entries, width = task.rows, width or WIDTH
+    figure, (axes,) = new(width, max(0.6 * HEIGHT, HEIGHT * width / WIDTH))
+    lowest = 1.0
+    for count, family in enumerate(sweep.families):
+        points = [entries[point.index] for point in family.points]
+        nfe = [point.nfe_per_token for point in points]
+        lowest = min(lowest, *nfe)
+        colour, marker = rule_colour(family.family), MARKERS[count % len(MARKERS)]
+        text = f"{label(short(family.family))}{' (adaptive: measured NFE)' if family.adaptive else ''}"
+        style, shape = ("--" if family.adaptive else "-"), {"markersize": 4.5, "markerfacecolor": "none"}
+        values = [point.value for point in points]
+        axes.plot(nfe, values, style, color=colour, marker=marker, linewidth=1.1, label=text, **shape)
+        for x, point in zip(nfe, points, strict=True):
+            if point.interval is not None:
+                axes.plot([x, x], point.interval, "_-", color=colour, linewidth=1, markersize=4, alpha=0.5, zorder=1)
+    _across(axes, task, sweep)
+    axes.set_xscale("log", base=2)
+    values = [entries[point.index].value for family in sweep.families for point in family.points]
+    if task.metric != "bits_per_byte" and wide(values):
+        axes.set_yscale("log")
+        plain_log(axes.yaxis)
+    axes.set_xlim(lowest * 0.9, 1.12)
+    plain_log(axes.xaxis, 2)
+    axes.set_xlabel("NFE per token (network evaluations of the rule; log2)")
+    scale = " (log)" if axes.get_yscale() == "log" else ""
+    axes.set_ylabel(f"DUEL, {WORDS[task.metric]}{scale}")
+    axes.grid(color="#e5e5e5", linewidth=0.8)
+    bare(axes)
+    axes.set_title(textwrap.fill(label(f"{name}: {sweep.title}"), int(12 * width)), loc="left", fontsize=11)
+    columns = 2 if width >= WIDTH else 1
+    figure.legend(loc="outside lower center", ncols=columns, frameon=False, fontsize=8.5)
+    return figure
+
+
+def _across(axes: Axes, task: TaskComparison, sweep: Speeds) -> None:
+    """The ELBO and the autoregressive model as lines, the oracle as a cross."""
+    entries, metric = task.rows, task.metric
+    for key, style in (("elbo", (0, (5, 3))), ("ar", ":")):
+        entry = None if getattr(sweep, key) is None else entries[getattr(sweep, key)]
+        if entry is None or not math.isfinite(entry.value):
+            continue
+        name = "autoregressive model" if key == "ar" else legend(kind_of(entry))
+        if entry.stderr is not None:
+            axes.axhspan(*whisker(entry), color=GREY, alpha=0.12, linewidth=0, zorder=0)
+        text = f"{name}, {number(entry.value, form_of(metric))}{error_text(entry, metric)}"
+        axes.axhline(entry.value, color=GREY, linestyle=style, linewidth=1.3, zorder=1, label=text)
+    if sweep.oracle is not None:
+        value = entries[sweep.oracle].value
+        text = f"oracle, {number(value, form_of(metric))} ({SEES_TRUTH})"
+        axes.plot([1.0], [value], "x", color=LIGHT, markeredgewidth=2, label=text)

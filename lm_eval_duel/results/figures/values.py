@@ -1,0 +1,158 @@
+"""The figure of a task's values: one line for each row, with its interval."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from lm_eval_duel.estimators import registry
+from lm_eval_duel.results.figures.style import DARK, GREY, LIGHT, LOG_FROM, bare, label, new, plain_log, rule_colour
+from lm_eval_duel.results.records import Comparison, TaskComparison
+from lm_eval_duel.results.stats import CLEAR
+from lm_eval_duel.results.table import WORDS, form_of, number, plus_minus
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+LOOKS = {  # estimator: marker, colour, filled; the rows of `duel` have the colours of their rules
+    "ar": ("D", GREY, True),
+    "elbo": ("<", DARK, False),
+    "elbo_eps": ("<", LIGHT, False),
+    "elbo_exact": ("v", DARK, False),
+    "mixture": ("s", DARK, True),
+    "duel": ("o", DARK, True),
+    "two_phase": ("o", DARK, False),
+    "oracle": ("x", LIGHT, True),
+}
+OTHER_LOOKS = {  # of any other estimator
+    registry.Kind.LIKELIHOOD: ("P", DARK, True),
+    registry.Kind.ESTIMATE: ("P", DARK, False),
+    registry.Kind.UPPER_BOUND: (">", DARK, False),
+    registry.Kind.NOT_A_LIKELIHOOD: ("x", LIGHT, True),
+}
+EPS = "elbo_eps"  # looks of an ELBO that is not a bound
+AR = " (dotted line: the autoregressive baseline)"
+COLOURS = ", one colour for each rule"
+WIDTH, LINE = 7.5, 0.25  # inches: of the figure, and of a row
+FONT = 8.5
+CHARACTERS = 12  # of a title in an inch
+DIGIT = 0.62  # of the font's size: the width of a character
+
+
+def perplexity(name: str, task: TaskComparison, width: float | None = None) -> Figure:
+    """One line per row, with its value and interval; the AR baseline as a dotted line. `width`: in inches."""
+    entries, metric, width = task.rows, task.metric, width or WIDTH
+    figure, (axes,) = new(width, 1.3 + LINE * (len(entries) + len({e.model for e in entries})))
+    texts = [f"{'≤ ' if e.bound else ''}{number(e.value, form_of(metric))}{error_text(e, metric)}" for e in entries]
+    at, ticks, last = 0.0, [], None
+    seen: dict[str, Any] = {}
+    for entry, text in zip(entries, texts, strict=True):
+        if entry.model != last:
+            at -= 1 if last is None else 1.4
+            last = entry.model
+            beside = {"transform": axes.get_yaxis_transform(), "ha": "right", "va": "center"}
+            axes.text(0.0, at, f"{label(last)} ", weight="bold", **beside)
+        at -= 1
+        ticks.append((at, _line_label(entry)))
+        _line(axes, entry, at, seen)
+        axes.annotate(
+            text,
+            (1, at),
+            xycoords=axes.get_yaxis_transform(),
+            xytext=(FONT * DIGIT * max(map(len, texts)), 0),
+            textcoords="offset points",
+            ha="right",
+            va="center",
+            fontsize=FONT,
+            weight="bold" if entry.best else "normal",
+        )
+    axes.set_yticks([place for place, _ in ticks], [text for _, text in ticks], fontsize=FONT)
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(at - 0.7, -0.4)
+    if metric != "bits_per_byte" and wide([entry.value for entry in entries]):
+        axes.set_xscale("log")
+        plain_log(axes.xaxis)
+    scale = "log scale; " if axes.get_xscale() == "log" else ""
+    axes.set_xlabel(f"{WORDS[metric]} ({scale}lower is better)")
+    axes.grid(axis="x", color="#e5e5e5", linewidth=0.8)
+    axes.set_axisbelow(True)
+    bare(axes)
+    title = textwrap.fill(f"{label(name)}: {WORDS[metric]}{_intervals(entries)}", int(CHARACTERS * width))
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10.5)
+    remarks = {"ar": AR if any(entry.ar for entry in entries) else "", "duel": COLOURS}
+    names = [legend(kind) + remarks.get(kind, "") for kind in seen]
+    columns = 2 if width >= WIDTH else 1
+    figure.legend(seen.values(), names, loc="outside lower center", ncols=columns, frameon=False, fontsize=FONT)
+    return figure
+
+
+def _line(axes: Axes, entry: Comparison, at: float, seen: dict[str, Any]) -> None:
+    """A row's interval, Monte Carlo error and value at height `at`; the first marker of each kind is put in `seen`."""
+    from matplotlib.lines import Line2D
+
+    marker, colour, filled = look(entry)
+    if entry.interval is not None:
+        axes.plot(entry.interval, [at, at], "|-", color=colour, linewidth=1.4, markersize=7, zorder=2)
+    if entry.stderr is not None:
+        axes.plot(whisker(entry), [at, at], "-", color=colour, linewidth=4, alpha=0.35, zorder=2)
+    shape = {"marker": marker, "markersize": 5, "markeredgewidth": 1.4, "linestyle": "none"}
+    axes.plot(entry.value, at, color=colour, markerfacecolor=colour if filled else "white", zorder=3, **shape)
+    kind = kind_of(entry)
+    neutral, fill = LOOKS.get(kind, (marker, colour, filled))[1], "full" if filled else "none"
+    seen.setdefault(kind, Line2D([], [], color=neutral, fillstyle=fill, **shape))
+    if entry.ar:
+        axes.axvline(entry.value, color=GREY, linestyle=":", linewidth=1.2, zorder=1)
+
+
+def _intervals(entries: Sequence[Comparison]) -> str:
+    """What the lines and wide bars of the figure are."""
+    text = ", with 95 % bootstrap intervals over documents" if any(entry.interval for entry in entries) else ""
+    errors = any(entry.stderr is not None for entry in entries)
+    return text + ("; wide bars: two Monte Carlo standard errors" if errors else "")
+
+
+def whisker(entry: Comparison) -> list[float]:
+    """Two Monte Carlo standard errors to either side."""
+    low = entry.value - CLEAR * entry.stderr
+    return [max(low, entry.value / 10), entry.value + CLEAR * entry.stderr]  # above 0, for a log scale
+
+
+def error_text(entry: Comparison, metric: str) -> str:
+    """A value's Monte Carlo error as text."""
+    error = " +- ?" if entry.stderr_reason else plus_minus(entry.stderr, metric)
+    return error.replace("+-", "±")
+
+
+def wide(values: Sequence[float]) -> bool:
+    """Whether values need a logarithmic axis (never with infinite ones)."""
+    known = [value for value in values if 0 < value < math.inf]
+    return len(known) == len(values) > 0 and max(known) / min(known) > LOG_FROM
+
+
+def kind_of(entry: Comparison) -> str:
+    return EPS if entry.eps else entry.estimator
+
+
+def look(entry: Comparison) -> tuple[str, str, bool]:
+    """Marker, colour, and whether it is filled."""
+    marker, colour, filled = LOOKS.get(kind_of(entry)) or OTHER_LOOKS[registry.find(entry.estimator).kind]
+    return marker, rule_colour(entry.rule) if entry.rule else colour, filled
+
+
+def legend(name: str) -> str:
+    """An estimator in a legend."""
+    if name == EPS:
+        return "ELBO, eps > 0 (no bound)"
+    estimator = registry.find(name)
+    return f"{estimator.title}{' (upper bound)' if estimator.kind is registry.Kind.UPPER_BOUND else ''}"
+
+
+def _line_label(entry: Comparison) -> str:
+    if not entry.likelihood:
+        return registry.find(entry.estimator).title
+    named = label(entry.name.removeprefix("DUEL, "))
+    remarks = ", ".join(filter(None, [entry.baseline_remark, entry.unknown_share]))
+    return f"{named} ({remarks})" if remarks else named

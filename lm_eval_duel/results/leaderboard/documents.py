@@ -1,0 +1,163 @@
+"""Documents with the orders in which their tokens were revealed, from traces, for the document view."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators import registry
+from lm_eval_duel.harness.token_text import token_texts
+from lm_eval_duel.results import reveal_order
+from lm_eval_duel.results.read import Run
+from lm_eval_duel.rules.tables import short
+
+MAX_TOKENS = 1024  # of a document
+MAX_VALUES = 100_000  # tokens of all orders together: about 1 MB
+Texts = Callable[[str, Sequence[int]], list[str]]  # (tokenizer, ids) -> what each id adds to the text
+Place = tuple[str, int]  # task and document
+
+
+@dataclasses.dataclass
+class Order:
+    """One order of one document. `starts`: token indices of its blocks; `steps` count from 0 in every block."""
+
+    label: str
+    tokenizer: str
+    ids: list[int] = dataclasses.field(default_factory=list)
+    starts: list[int] = dataclasses.field(default_factory=list)
+    steps: list[int] = dataclasses.field(default_factory=list)
+    nats: list[float] = dataclasses.field(default_factory=list)
+
+    def extend(self, window: Mapping[str, Any], order: Mapping[str, Any]) -> None:
+        """Append a window."""
+        first = len(self.ids)
+        self.starts += [first + start for start in window.get("starts") or [0]]
+        self.ids += window["ids"]
+        self.steps += order["reveal_steps"]
+        self.nats += [-value for value in order["token_logprobs"]]
+
+
+def collect(
+    traces: reveal_order.Traces, runs: Sequence[Run], most: int, tokenizer: str | None, texts: Texts
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """The documents to show, `most` of each task, and notes. Those in the most traces come first, then the lowest.
+
+    `tokenizer` replaces the one that a trace names.
+    """
+    labels: dict[Path, str] = {}
+    for run in runs:
+        if (path := traces.of(run)) is not None:
+            labels.setdefault(path, run.label)
+    orders: dict[Place, list[Order]] = {}
+    for path in dict.fromkeys([*labels, *traces.named]):
+        for place, order in _orders(traces, path, labels.get(path, path.stem), tokenizer):
+            orders.setdefault(place, []).append(order)
+    tasks = list(dict.fromkeys(task for task, _ in orders))
+    chosen = [
+        place
+        for task in tasks
+        for place in sorted((p for p in orders if p[0] == task), key=lambda p: (-len(orders[p]), p[1]))[:most]
+    ]
+    shown, notes, values = [], [], 0
+    for place in chosen:
+        document, why = _document(place, orders[place], texts)
+        values += sum(len(order["steps"]) for order in document["orders"])
+        if values > MAX_VALUES:
+            notes.append(f"The document view is full: it shows {len(shown)} of {len(chosen)} documents.")
+            break
+        notes += why
+        if document["orders"]:
+            shown.append(document)
+    return shown, list(dict.fromkeys(notes))
+
+
+def _orders(
+    traces: reveal_order.Traces, path: Path, model: str, tokenizer: str | None
+) -> Iterator[tuple[Place, Order]]:
+    """The orders of every document of a trace: its own, and those of the rules that a lattice followed."""
+    header = traces.spec(path)
+    spec = reveal_order.spec_of(header)
+    name = tokenizer or str(header.get("tokenizer") or "")
+    orders: dict[tuple[Place, str], Order] = {}
+    for window in traces.load(path):
+        task, number = window.get("task"), window.get("doc")
+        if task is None or number is None or window.get("request") or window.get("repeat") or "generated" in window:
+            continue  # of several answers the first
+        own = {str(spec.get("rule", "")): window} if window.get("reveal_steps") else {}
+        for rule, order in {**own, **(window.get("rules") or {})}.items():
+            if _whole(window, order):
+                label = _label(model, spec, rule)
+                orders.setdefault(((str(task), number), label), Order(label, name)).extend(window, order)
+    for (place, _), order in orders.items():
+        yield place, order
+
+
+def _whole(window: Mapping[str, Any], order: Any) -> bool:
+    """Whether an order has a step and a log-probability for each token."""
+    if not isinstance(order, Mapping):
+        return False
+    count = len(window.get("ids") or ())
+    return bool(count) and all(len(order.get(key) or ()) == count for key in ("reveal_steps", "token_logprobs"))
+
+
+def _label(model: str, spec: Mapping[str, Any], rule: str) -> str:
+    """The name of an order: model, rule, block and cache. One of no rule, or of an estimate, names its estimator."""
+    estimator = registry.ESTIMATORS.get(str(spec.get("estimator")))
+    if estimator is not None and estimator.causal:
+        return f"{model}, autoregressive"
+    block = str(spec.get("block", "none"))
+    parts = [model, short(rule), "whole target" if block == "none" else f"block {block}"]
+    if estimator is not None and not (estimator.lattice and rule) and estimator.name != "duel":
+        parts.insert(1, estimator.title)
+    parts += [f"cache={spec['cache']}"] if "cache" in spec else []
+    return ", ".join(filter(None, parts))
+
+
+def _document(place: Place, orders: Iterable[Order], texts: Texts) -> tuple[dict[str, Any], list[str]]:
+    """A document for the page. Orders share the pieces of their text if their ids and tokenizers are the same."""
+    pieces: list[list[str]] = []
+    known: dict[tuple[str, tuple[int, ...]], int] = {}
+    shown, notes = [], []
+    for order in orders:
+        cut = min(len(order.ids), MAX_TOKENS)
+        key = order.tokenizer, tuple(order.ids[:cut])
+        if key not in known:
+            try:
+                split = texts(*key)
+            except DuelError as error:
+                notes.append(f"{order.label}, {place[0]} {place[1]} is not shown: {error}")
+                continue
+            known[key] = len(pieces)
+            pieces.append(split)
+        if cut < len(order.ids):
+            notes.append(f"The document view shows the first {cut:,} tokens of {place[0]} {place[1]}.")
+        shown.append(
+            {
+                "label": order.label,
+                "text": known[key],
+                "starts": [start for start in dict.fromkeys([0, *sorted(order.starts)]) if start < cut],
+                "steps": order.steps[:cut],
+                "nats": [round(value, 3) for value in order.nats[:cut]],
+            }
+        )
+    return {"task": place[0], "number": place[1], "pieces": pieces, "orders": shown}, notes
+
+
+class Tokenizers:
+    """The texts of ids, by tokenizers that are loaded once, when they are needed."""
+
+    def __init__(self) -> None:
+        self.loaded: dict[str, Any] = {}
+
+    def __call__(self, name: str, ids: Sequence[int]) -> list[str]:
+        """What each id adds to the text; raises DuelError if the tokenizer cannot be loaded."""
+        from lm_eval_duel import denoisers
+
+        if not name:
+            raise DuelError("its trace names no tokenizer; pass a folder or a hub name with --tokenizer.")
+        if name not in self.loaded:
+            self.loaded[name] = denoisers.load_tokenizer({"tokenizer": name})
+        return token_texts(ids, self.loaded[name])

@@ -1,0 +1,126 @@
+"""Where a result comes from: versions, date, size of the network, and the command that makes it again."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from lm_eval_duel.results import fields
+from lm_eval_duel.results.fields import Fields
+from lm_eval_duel.results.read import MODEL, RESULTS, Run
+
+SEEDS = {"random_seed": 0, "numpy_seed": 1234, "torch_seed": 1234, "fewshot_seed": 1234}  # of --seed
+TASK_FOLDER = '"$(lm-eval-duel where tasks)"'
+OF_TASKS = ("version", "corpus", "config_source")  # entries of a task's metadata that are its own, not the user's
+UNREAD = ("trace",)  # model args that change no number, and may name a private folder
+IN_PYTHON = "no command: the model was made in Python"
+
+
+@dataclasses.dataclass(frozen=True)
+class Provenance:
+    """What a results file says about how it was made."""
+
+    file: str
+    versions: dict[str, str]
+    date: str  # ISO 8601, UTC; empty if it is not known
+    parameters: int | None
+    command: str
+    datasets: dict[str, dict[str, str]]  # task -> path, name and split, if the task names a data set of the hub
+
+
+def of(run: Run) -> Provenance:
+    """The provenance of a run; raises DuelError for an entry that lm_eval does not write."""
+    content = Fields(fields.load(run.file, RESULTS), str(run.file))
+    config = content.object("config")
+    duel = config.object("duel")
+    versions = duel.object("versions")
+    releases = {name: versions.text(name) or "unknown" for name in versions}
+    for name, key in (("lm_eval", "lm_eval_version"), ("transformers", "transformers_version")):
+        if content.get(key) and name not in releases:
+            releases[name] = str(content.text(key))
+    size = duel.count("parameters") if "parameters" in duel else config.get("model_num_parameters")
+    return Provenance(
+        run.name,
+        releases,
+        _date(run.date),
+        size if isinstance(size, int) and size > 0 else None,
+        command(content, run),
+        {name: _dataset(content.object("configs").object(task.key)) for name, task in run.tasks.items()},
+    )
+
+
+def _date(seconds: float) -> str:
+    try:
+        return datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc).isoformat(timespec="seconds")
+    except (OverflowError, OSError, ValueError):
+        return ""
+
+
+def _dataset(config: Fields) -> dict[str, str]:
+    keys = {"path": "dataset_path", "name": "dataset_name", "split": "test_split"}
+    settings = {key: config.text(entry) for key, entry in keys.items() if isinstance(config.get(entry), str)}
+    return {key: value for key, value in settings.items() if value}
+
+
+def command(content: Fields, run: Run) -> str:
+    """The command line that makes a results file again, quoted for a POSIX shell.
+
+    What does not change a number is left out: the device, the output folder, the response cache.
+    """
+    config = content.object("config")
+    arguments = config.get("model_args")
+    if run.ours and run.model != MODEL:
+        return IN_PYTHON
+    words = ["lm-eval-duel", "run"] if run.ours else ["lm_eval", "--model", run.model]
+    if arguments:
+        pairs = arguments if isinstance(arguments, str) else {k: v for k, v in arguments.items() if k not in UNREAD}
+        words += ["--model_args", pairs if isinstance(pairs, str) else _joined(pairs)]
+    words += ["--tasks", ",".join(sorted({*run.tasks, *run.others})), *_settings(content, config)]
+    line = shlex.join(words)
+    return line if run.ours else f"{line} --include_path {TASK_FOLDER}"
+
+
+def _settings(content: Fields, config: Fields) -> list[str]:
+    """The other flags that a number depends on, as far as they are not at their defaults."""
+    words = []
+    if metadata := _metadata(content, config):
+        words += ["--metadata", json.dumps(metadata)]
+    shots = {content.object("n-shot").count(name) for name in content.object("n-shot")} - {None}
+    if len(shots) == 1 and shots != {0}:
+        words += ["--num_fewshot", str(shots.pop())]
+    if (limit := config.number("limit")) is not None:
+        words += ["--limit", f"{limit:g}"]
+    seeds = [config.get(key, default) for key, default in SEEDS.items()]
+    if seeds != [*SEEDS.values()]:
+        words += ["--seed", ",".join(map(str, seeds))]
+    if (size := config.text("batch_size")) not in (None, "1"):
+        words += ["--batch_size", size]
+    if content.get("chat_template"):
+        words.append("--apply_chat_template")
+    if instruction := content.get("system_instruction"):
+        words += ["--system_instruction", str(instruction)]
+    return words
+
+
+def _joined(arguments: Mapping[str, Any]) -> str:
+    """Model args as key=value,...; as JSON if a value would not survive that."""
+    texts = {str(key): str(value) for key, value in arguments.items()}
+    simple = all(not set(text) & set(",=\"'{}[] ") for pair in texts.items() for text in pair)
+    simple &= all(isinstance(value, str | int | float | bool | None) for value in arguments.values())
+    return ",".join(f"{key}={value}" for key, value in texts.items()) if simple else json.dumps(dict(arguments))
+
+
+def _metadata(content: Fields, config: Fields) -> dict[str, Any]:
+    """The entries of --metadata: what all tasks have in common beyond the model args and the task's own version."""
+    configs = content.object("configs")
+    entries = [configs.object(name).get("metadata") for name in configs]
+    if not entries or not all(isinstance(entry, dict) for entry in entries):
+        return {}
+    known = config.get("model_args")
+    known = set(known) if isinstance(known, dict) else {part.split("=")[0] for part in str(known or "").split(",")}
+    shared = {key: value for key, value in entries[0].items() if all(key in e and e[key] == value for e in entries)}
+    return {key: value for key, value in shared.items() if key not in {*known, *OF_TASKS}}

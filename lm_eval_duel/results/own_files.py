@@ -1,0 +1,71 @@
+"""A folder that a command writes to: what it wrote before is replaced, everything else is left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.results import fields
+
+SUFFIXES = (".html", ".md", ".csv", ".json", ".yaml", ".tex", ".png", ".svg", ".pdf")
+
+
+@dataclass(frozen=True)
+class OwnFiles:
+    """The files that a command wrote in `folder`: those that report.json or leaderboard.json names under "files".
+
+    `format`: the listing's entry of that name, "lm_eval_duel report" or "lm_eval_duel leaderboard".
+    """
+
+    folder: Path
+    format: str
+
+    @property
+    def kind(self) -> str:
+        return self.format.split()[-1]
+
+    @property
+    def listing(self) -> str:
+        return f"{self.kind}.json"
+
+    def earlier(self) -> set[str]:
+        """The files of an earlier run; raises DuelError if `listing` is a file of another program."""
+        file = self.folder / self.listing
+        if not file.exists():
+            return set()
+        try:
+            content = fields.parse(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            content = None
+        if (
+            not isinstance(content, dict)
+            or content.get("format") != self.format
+            or not isinstance(content.get("files"), list)
+        ):
+            raise DuelError(
+                f'{file} was not written by this command (it has no "format": "{self.format}"), so --out '
+                f"{self.folder} was left unchanged. Name another folder, or move this file."
+            )
+        paths = [PurePosixPath(str(name)) for name in content["files"]]
+        return {
+            str(path) for path in paths if not path.is_absolute() and ".." not in path.parts and path.suffix in SUFFIXES
+        }
+
+    def write(self, contents: Mapping[str, bytes]) -> None:
+        """Write files, `listing` first, since it names the others, and remove those of an earlier run.
+
+        Raises DuelError, and leaves the folder unchanged, if a file there does not belong to an earlier run.
+        """
+        earlier = self.earlier()
+        if foreign := [name for name in contents if name not in earlier and (self.folder / name).exists()]:
+            raise DuelError(
+                f"--out {self.folder} holds {', '.join(foreign)}, which no {self.kind} there lists as its "
+                "own: nothing was written. Name another folder, or move these files."
+            )
+        for name in sorted(contents, key=lambda name: name != self.listing):
+            (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (self.folder / name).write_bytes(contents[name])
+        for name in earlier - contents.keys():
+            (self.folder / name).unlink(missing_ok=True)

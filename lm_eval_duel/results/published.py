@@ -1,0 +1,115 @@
+"""Published figures from a CSV file: shown in tables of their own, never ranked, averaged or subtracted.
+
+    model,estimator,rule,block,cache,task,metric,value,stderr,source,note
+    MDLM,duel,greedy,4,,duel_ptb_wrapped,token_perplexity,87.57,,"Turok et al. (2026), zero-shot",
+
+The columns model, estimator, task, metric, value and source are needed. An estimator is one of `estimator=`; it says
+whether a figure is a bound. `table` and `recipes` (separated by spaces) are for the command `paper`.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lm_eval_duel.errors import DuelError, unknown
+from lm_eval_duel.estimators import registry
+from lm_eval_duel.results.samples import METRICS
+
+PAPER = "paper"  # on the command line: the paper's tables, which come with the package
+PAPER_FILE = Path(__file__).resolve().parent.parent / "recipes" / "published.csv"
+NEEDED = ("model", "estimator", "task", "metric", "value", "source")
+OPTIONAL = ("rule", "block", "cache", "stderr", "note", "table", "recipes")
+UNCHECKED = (
+    "Published figures, as their sources print them. They were not measured here, and their documents and windows were "
+    "not checked against the table above."
+)
+KINDS = {
+    registry.Kind.LIKELIHOOD: "exact",
+    registry.Kind.UPPER_BOUND: "bound",
+    registry.Kind.NOT_A_LIKELIHOOD: "oracle",
+}
+
+
+def read(names: Iterable[str]) -> list[dict[str, Any]]:
+    """The figures of CSV files; raises DuelError that names the file and line of a wrong one."""
+    return [figure for name in names for figure in _file(PAPER_FILE if name == PAPER else Path(name), name)]
+
+
+def _file(file: Path, name: str) -> list[dict[str, Any]]:
+    try:
+        lines = file.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DuelError(
+            f"--published {name} cannot be read ({type(error).__name__}: {error}); name a CSV file, or {PAPER} for the "
+            "paper's tables."
+        ) from None
+    reader = csv.DictReader(lines, strict=True)
+    try:
+        header = [*(reader.fieldnames or ())]
+        for column in header:
+            if column not in (*NEEDED, *OPTIONAL):
+                raise DuelError(f"{name}, line 1: {unknown('column', column, (*NEEDED, *OPTIONAL))}")
+        if missing := [column for column in NEEDED if column not in header]:
+            raise DuelError(f"{name}, line 1 has no column {', '.join(missing)}; needed are {', '.join(NEEDED)}.")
+        return [_figure(line, f"{name}, line {reader.line_num}") for line in reader]
+    except csv.Error as error:
+        raise DuelError(f"{name}, line {reader.line_num}: {error}. Write the line again.") from None
+
+
+def _figure(line: Mapping[str | None, Any], place: str) -> dict[str, Any]:
+    """A checked figure."""
+    if None in line or None in line.values():
+        raise DuelError(f"{place} has {'more' if None in line else 'fewer'} cells than the first line has columns.")
+    for column in NEEDED:
+        if not line[column].strip():
+            raise DuelError(f"{place}: {column} is empty.")
+    estimator, metric = line["estimator"].strip(), line["metric"].strip()
+    if metric not in METRICS:
+        raise DuelError(f"{place}: {unknown('metric', metric, METRICS)}")
+    try:
+        entry = registry.find(estimator)
+    except DuelError as error:
+        raise DuelError(f"{place}: {error}") from None
+    entries = {column: (line.get(column) or "").strip() for column in (*NEEDED, *OPTIONAL)}
+    return entries | {
+        "estimator": entry.name,
+        "display": entry.display,
+        "kind": KINDS.get(entry.kind, "estimate"),
+        "value": _positive(line["value"], place, "value"),
+        "printed": line["value"].strip(),
+        "stderr": _positive(line["stderr"], place, "stderr") if line.get("stderr") else None,
+    }
+
+
+def _positive(text: str, place: str, column: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not (math.isfinite(number) and number >= 0):
+        raise DuelError(f"{place}: {column} is '{text}', not a number from 0 up.")
+    return number
+
+
+def tables(figures: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A table for each source and metric: the tasks it has, and a row for each model, estimator, rule, block, cache."""
+    sources: dict[tuple[str, str], dict[str, Any]] = {}
+    for figure in figures:
+        key = figure["source"], figure["metric"]
+        table = sources.setdefault(key, {"source": key[0], "metric": key[1], "tasks": [], "rows": {}})
+        if figure["task"] not in table["tasks"]:
+            table["tasks"].append(figure["task"])
+        names = {k: figure[k] for k in ("model", "estimator", "display", "kind", "rule", "block", "cache", "note")}
+        row = table["rows"].setdefault(tuple(names.values()), names | {"cells": {}})
+        if figure["task"] in row["cells"]:
+            raise DuelError(
+                f"Published figures: {figure['task']} of {figure['model']} ({figure['estimator']} "
+                f"{figure['rule']} {figure['block']}) stands twice in {figure['source']}. Leave one out, or tell them "
+                "apart with a note."
+            )
+        row["cells"][figure["task"]] = {"value": figure["value"], "stderr": figure["stderr"]}
+    return [table | {"rows": [*table["rows"].values()]} for table in sources.values()]

@@ -1,0 +1,224 @@
+"""`lm-eval-duel report`: the paper's tables and figures from the harness's results."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lm_eval_duel import strict_json
+from lm_eval_duel.command_line import Parser, add_figures, figure_width, folder_to_write
+from lm_eval_duel.errors import DuelError, usage
+from lm_eval_duel.estimators import registry
+from lm_eval_duel.harness import trace
+from lm_eval_duel.results import (
+    accuracy,
+    compare,
+    figures,
+    match,
+    pairs,
+    read,
+    report_files,
+    reveal_order,
+    run_cost,
+    samples,
+)
+from lm_eval_duel.results.own_files import OwnFiles
+from lm_eval_duel.results.records import plain
+from lm_eval_duel.rules.tables import short
+
+FORMAT = "lm_eval_duel report"
+
+EPILOG = """\
+Prints the perplexities of every task and the share of the gap to the autoregressive baseline that DUEL closes.
+Writes report.md, report.json, LaTeX table bodies (.tex) and, if matplotlib is installed, figures.
+Compared results must have the same documents, windows, scored positions and tokenizers; otherwise an error names both
+files. Intervals need samples: run lm_eval with --log_samples.
+"""
+
+
+@usage()
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The parsed command line; raises UsageError, also for missing results and traces."""
+    parser = Parser("report", __doc__, EPILOG, "results/duel results/elbo --ar results/ar --out report")
+    parser.add_argument("results", nargs="+", metavar="RESULTS", help="results_*.json files, or folders that hold them")
+    parser.add_argument("--ar", metavar="RESULT", help="the autoregressive baseline: a file or a folder")
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder to write to")
+    parser.add_argument(
+        "--metric", choices=samples.METRICS, help="the perplexity to compare (default: the first that all results have)"
+    )
+    parser.add_argument(
+        "--as-published", action="store_true", help="list other windows, positions and tokenizers instead of refusing"
+    )
+    parser.add_argument(
+        "--pairs",
+        choices=pairs.CHOICES,
+        default=pairs.BOTH,
+        help="paired differences: between the rules of a network with one block and cache (rules), between models "
+        "(models), both (the default), between all rows of a task (all), or none",
+    )
+    parser.add_argument(
+        "--trace", nargs="+", default=[], metavar="FILE", help="trace files in addition to those that the results name"
+    )
+    add_figures(parser)
+    options = parser.parse_args(arguments)
+    options.width = figure_width(options.width)
+    read.files([*options.results, *([] if options.ar is None else [options.ar])])
+    for path in options.trace:
+        trace.spec(path)
+    folder_to_write("--out", options.out)
+    return options
+
+
+def collect(options: argparse.Namespace) -> dict[str, Any]:
+    """The content of the report as one dict."""
+    with usage():
+        ar = read.runs([options.ar]) if options.ar else []
+        runs = read.runs([*options.results, *([options.ar] if options.ar else [])])
+    for run in ar:
+        if not run.autoregressive:
+            what = f"estimator={run.estimator}" if run.ours else f"--model {run.model}"
+            raise DuelError(
+                f"--ar {run.name} is a result of {what}, not of an autoregressive model; name one of ours "
+                f"({match.TWIN}), or one of `--model hf` or of another autoregressive model of the harness."
+            )
+    notes = [note for run in runs for note in left_out(run)]
+    if not options.ar:
+        ar, note = baseline(runs)
+        notes[:0] = [note] if note else []
+    files = {run.file for run in ar}
+    known = [run for run in runs if run.ours or run.autoregressive]
+    accuracies = accuracy.tables(known, [run for run in known if run.file in files])
+    runs = [run for run in known if run.tasks]
+    if not runs and not accuracies:
+        raise DuelError(f"No perplexity ({', '.join(samples.METRICS)}) to report: {'; '.join(notes)}")
+    ar = [run for run in runs if run.file in files]
+    traced, shown = _traces(runs, options.trace, notes)
+    choice = compare.Choice(options.metric, options.as_published, options.pairs)
+    tasks = compare.tasks(runs, ar, choice, traced, named=bool(options.ar)) if runs else {}
+    return {
+        "format": FORMAT,
+        "version": 1,
+        "ar": [run.name for run in ar],
+        "notes": notes,
+        "tasks": tasks,
+        "averages": compare.averages({name: task.rows for name, task in tasks.items()}),
+        "accuracies": accuracies,
+        "cost": run_cost.table(runs, ar, {name: task.rows for name, task in tasks.items()}),
+        "traces": shown,
+        "results": [
+            {"file": run.name, "model": run.label, "ar": run.file in files, "fingerprint": run.fingerprint}
+            | {"spec": run.spec}
+            for run in known
+            if run.tasks or any(task.scores for task in run.others.values())
+        ],
+        "figures": [],
+        "files": [],
+    }
+
+
+def baseline(runs: Sequence[read.Run]) -> tuple[list[read.Run], str]:
+    """The results of the only autoregressive model among others, or none of them and a note that says why.
+
+    Of several results of a task under one spec it is the newest.
+    """
+    found = [run for run in runs if run.autoregressive and run.tasks]
+    models = {run.key: run.label for run in found}
+    others = any(run.tasks and not run.autoregressive for run in runs)
+    if not models or not others:
+        return [], "" if models else f"No gaps: gap closed needs an autoregressive result ({match.TWIN})."
+    if len(models) > 1:
+        names = ", ".join(models.values())
+        return [], f"No gaps: there are {len(models)} autoregressive models ({names}); name one with --ar."
+    newest: dict[str, read.Run] = {}
+    for run in found:  # oldest first
+        for name in run.tasks:
+            if name in newest and newest[name].spec != run.spec:
+                return [], f"No gaps: there are several results of {run.label} on {name}; name one with --ar."
+            newest[name] = run
+    return list({run.file: run for run in newest.values()}.values()), ""
+
+
+def left_out(run: read.Run) -> list[str]:
+    """Notes on the parts of a results file that are left out."""
+    if not run.ours and not run.autoregressive:
+        return [f"{run.name} is a result of --model {run.model}, not known to be autoregressive, and is left out."]
+    notes = [f"{name} in {run.name} is a group of tasks and is left out." for name in run.groups]
+    notes += [f"{line}, and is left out." for line in run.nans]
+    notes += [
+        f"{name} in {run.name} holds no perplexity and no accuracy, and is left out."
+        for name, task in run.others.items()
+        if not task.scores
+    ]
+    nothing = not (run.tasks or run.others)
+    return [*notes, f"{run.name} holds no perplexity and is left out."] if nothing else notes
+
+
+def _traces(runs: Sequence[read.Run], named: Sequence[str], notes: list[str]) -> tuple[compare.Traced, list[dict]]:
+    """Log-likelihoods per document from the traces of runs, and the summary of every trace."""
+    if not named and not any(run.duel.get("trace") for run in runs):
+        return {}, []
+    traces = reveal_order.Traces(named)
+    paths: dict[Path, str] = dict.fromkeys(traces.named, "")
+    traced = {}
+    for run in runs:
+        path = traces.of(run)
+        if path is None:
+            if run.duel.get("trace"):
+                notes.append(f"The trace of {run.name} is no longer at {run.duel['trace']}; name it with --trace.")
+            continue
+        paths[path] = run.label
+        traced[run.name] = traces.documents(path)
+    shown = []
+    for path, label in paths.items():
+        spec = reveal_order.spec_of(traces.spec(path))
+        summary = reveal_order.summary(traces.load(path), spec, str(path))
+        parts = [label or path.stem, str(spec.get("estimator", ""))]
+        entry = registry.ESTIMATORS.get(str(spec.get("estimator")))
+        parts += [short(str(spec["rule"]))] if entry and entry.follows_rule and "rule" in spec else []
+        parts += [f"block {spec['block']}"] if "block" in spec else []
+        parts += [f"cache={spec['cache']}"] if "cache" in spec else []
+        summary["label"] = ", ".join(filter(None, parts))
+        shown.append(summary)
+    return traced, shown
+
+
+def write(report: dict[str, Any], folder: Path, formats: Sequence[str] = ("png",), width: float | None = None) -> None:
+    """Write the report's files and enter their names in `report`. Files of an earlier report are removed.
+
+    `formats` and `width` (in inches) are those of the figures.
+
+    Raises DuelError, and leaves the folder unchanged, if a file there does not belong to an earlier report.
+    """
+    with tempfile.TemporaryDirectory() as temporary:
+        drawn = Path(temporary)
+        if figures.available():
+            report["figures"] = figures.draw(report, drawn, formats, width)
+        else:
+            report["notes"].append(figures.MISSING)
+        names = [name for figure in report["figures"] for name in figure["files"]]
+        images = {name: (drawn / name).read_bytes() for name in names}
+    bodies = report_files.bodies(report)
+    report["folder"] = str(folder)
+    own = OwnFiles(folder, FORMAT)
+    report["files"] = [own.listing, "report.md", *bodies, *images]
+    texts = {own.listing: _json(report), "report.md": report_files.page(report), **bodies}
+    own.write({name: text.encode() for name, text in texts.items()} | images)
+
+
+def _json(report: dict[str, Any]) -> str:
+    """The report as JSON, with lists of numbers on one line."""
+    text = strict_json.dumps(plain(report))
+    return re.sub(r"\[\s+([-\d.eE,\s]|null)*\]", lambda numbers: re.sub(r"\s+", " ", numbers[0]), text) + "\n"
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Write a report and print its tables: `lm-eval-duel report`."""
+    options = parse(arguments)
+    OwnFiles(Path(options.out), FORMAT).earlier()
+    report = collect(options)
+    write(report, Path(options.out), options.figures, options.width)
+    print(report_files.console(report))

@@ -1,0 +1,164 @@
+"""Where and when tokens were revealed, from trace files: counts and negative log-likelihood by position and step."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators import registry
+from lm_eval_duel.results.read import Run
+from lm_eval_duel.results.rows import SEES_TRUTH
+
+MAX_CELLS, MAX_POINTS = 64, 128  # per side of a heat map, and per curve; longer ones are binned
+
+
+def summary(records: Iterable[Mapping[str, Any]], spec: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The arrays of one trace. `reveals[p, s]` counts tokens at position p of their block revealed at step s."""
+    nll, positions, offsets, steps = [], [], [], []
+    windows = 0
+    for record in records:
+        windows += 1
+        length = len(record.get("token_logprobs") or ())
+        if not length:
+            continue
+        starts = sorted(record.get("starts") or [0])
+        nll.extend(-value for value in record["token_logprobs"])
+        positions.extend(range(length))
+        offsets.extend(p - starts[max(0, bisect.bisect_right(starts, p) - 1)] for p in range(length))
+        steps.extend(record["reveal_steps"] if record.get("reveal_steps") else [-1] * length)
+    estimator = registry.ESTIMATORS.get(str(spec.get("estimator")))
+    likelihood = estimator is None or estimator.kind is not registry.Kind.NOT_A_LIKELIHOOD
+    ordered = bool(steps) and min(steps) >= 0
+    nll_array, position_array = np.array(nll, dtype=np.float64), np.array(positions, dtype=np.int64)
+    content: dict[str, Any] = {
+        "file": name,
+        "estimator": spec.get("estimator"),
+        "rule": spec.get("rule"),
+        "block": spec.get("block"),
+        "likelihood": likelihood,
+        "flag": "" if likelihood else SEES_TRUTH,
+        "windows": windows,
+        "tokens": len(nll),
+        "ordered": ordered,
+        "mean_nll": _mean(nll_array),
+        "by_position": _curve(position_array, nll_array),
+        "by_step": None,
+        "reveals": None,
+    }
+    if ordered:
+        content["by_step"] = _curve(np.array(steps), nll_array)
+        content["reveals"] = _reveals(np.array(offsets), np.array(steps))
+        content["steps"] = max(steps) + 1
+        content["left_to_right"] = _left_to_right(np.array(offsets), np.array(steps))
+    return content
+
+
+def _mean(values: np.ndarray) -> float | None:
+    return float(values.mean()) if values.size else None
+
+
+def _curve(at: np.ndarray, nll: np.ndarray) -> dict[str, Any]:
+    """Mean negative log-likelihood and number of tokens in bins of `width` positions (or steps)."""
+    width = max(1, math.ceil((int(at.max()) + 1) / MAX_POINTS)) if at.size else 1
+    bins = at // width
+    tokens = np.bincount(bins)
+    sums = np.bincount(bins, weights=nll)
+    mean = [round(float(s / n), 6) if n else None for s, n in zip(sums, tokens, strict=True)]
+    return {"width": width, "mean_nll": mean, "tokens": tokens.tolist()}
+
+
+def _reveals(offsets: np.ndarray, steps: np.ndarray) -> dict[str, Any]:
+    width = max(1, math.ceil((max(int(offsets.max()), int(steps.max())) + 1) / MAX_CELLS))
+    rows, columns = offsets // width, steps // width
+    counts = np.zeros((int(rows.max()) + 1, int(columns.max()) + 1), dtype=np.int64)
+    np.add.at(counts, (rows, columns), 1)
+    return {"width": width, "counts": counts.tolist()}
+
+
+def _left_to_right(offsets: np.ndarray, steps: np.ndarray) -> float | None:
+    """Correlation of position in the block with step: 1 is left to right, -1 right to left, 0 neither."""
+    if offsets.std() == 0 or steps.std() == 0:
+        return None
+    return float(np.corrcoef(offsets, steps)[0, 1])
+
+
+# ---------------------------------------------------------------- files
+
+
+class Traces:
+    """The trace files named on the command line or in results, each read once."""
+
+    def __init__(self, named: Sequence[str | Path]):
+        from lm_eval_duel.harness import trace
+
+        self.read, self.spec = trace.read, trace.spec
+        self.named = [Path(place).resolve() for place in named]
+        for path in self.named:
+            self.spec(path)  # raises an error that names a file which is not a trace
+        self.records: dict[Path, list[Mapping[str, Any]]] = {}
+
+    def of(self, run: Run) -> Path | None:
+        """The trace of a run: a named one with the same spec, else its own, at its path or next to the results file."""
+        own = [Path(run.duel["trace"])] if run.duel.get("trace") else []
+        for path in [*self.named, *own, *(run.file.parent / path.name for path in own)]:
+            try:
+                header = self.spec(path)
+            except (DuelError, OSError, ValueError):  # ValueError: not a valid file name
+                continue
+            if header.get("fingerprint", "") == run.fingerprint or _same_spec(spec_of(header), run.spec):
+                return path
+        return None
+
+    def load(self, path: Path) -> list[Mapping[str, Any]]:
+        """Window records of a file."""
+        if path not in self.records:
+            try:
+                self.records[path] = [_checked(path, record) for record in self.read(path)]
+            except (AttributeError, KeyError, TypeError) as error:
+                raise DuelError(f"The trace {path} is damaged: a line is not a window ({error!r}).") from None
+        return self.records[path]
+
+    def documents(self, path: Path) -> dict[str, dict[str, dict[int, float]]]:
+        """task -> value name -> document -> log-likelihood in nats, summed over the document's windows."""
+        tasks: dict[str, dict[str, dict[int, float]]] = {}
+        for record in self.load(path):
+            for name, nats in (record.get("values") or {}).items():
+                of_task = tasks.setdefault(str(record["task"]), {}).setdefault(str(name), {})
+                document = int(record["doc"])
+                of_task[document] = of_task.get(document, 0.0) + float(nats)
+        return tasks
+
+
+def _checked(path: Path, record: Any) -> Mapping[str, Any]:
+    """A window of a trace; raises DuelError for a line that is not one."""
+    try:
+        logprobs, steps, starts = (record.get(key) or [] for key in ("token_logprobs", "reveal_steps", "starts"))
+        document = None if record.get("doc") is None else int(record["doc"])
+        values = {str(name): float(value) for name, value in (record.get("values") or {}).items()}
+        valid = all(math.isfinite(float(value)) or float(value) < 0 for value in logprobs)
+        valid &= all(isinstance(n, int) and n >= 0 for n in [*steps, *starts])
+        valid &= (not steps or len(logprobs) in (0, len(steps))) and not (
+            values and None in (document, record.get("task"))
+        )
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
+        valid = False
+    if not valid:
+        start = str(record)[:60]
+        raise DuelError(f"The trace {path} is damaged: {start}... is not a window with steps and log-probabilities.")
+    return {**record, "values": values}
+
+
+def spec_of(header: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The spec in a trace's header: its entry `spec`, or the header itself."""
+    return header["spec"] if isinstance(header.get("spec"), Mapping) else header
+
+
+def _same_spec(header: Mapping[str, Any], spec: Mapping[str, str]) -> bool:
+    shared = header.keys() & spec.keys()
+    return bool(shared) and all(str(header[key]) == spec[key] for key in shared)

@@ -1,0 +1,98 @@
+"""Figures: one colour for each rule, files of a stated width, names that say what is shown."""
+
+import json
+import re
+
+import pytest
+from results import documents, ours
+
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.results import figures
+from lm_eval_duel.results.figures import style
+from lm_eval_duel.results.report import collect, parse
+from lm_eval_duel.results.report import main as report
+from lm_eval_duel.rules import RULES
+from lm_eval_duel.sweep import figure as sweep_figure
+
+RATES = {"greedy:k=1": (3.0, 1.0), "greedy:k=2": (4.0, 0.5), "margin:k=1": (3.1, 1.0), "mine:Outward:k=1": (3.2, 1.0)}
+
+
+def made(folder, *arguments, rules=RATES):
+    pytest.importorskip("matplotlib")
+    for rule in rules:
+        rate, nfe = RATES[rule]
+        docs = {"sotu": documents([-10 * rate, -9 * rate, -12 * rate], [10, 9, 12])}
+        for more in ({}, {"spec": {"cache": "dual"}}):
+            ours(folder / "results", docs=docs, rule=rule, nfe=nfe, **more)
+    report([str(folder / "results"), "--out", str(folder / "out"), *arguments])
+    return json.loads((folder / "out" / "report.json").read_text())
+
+
+def colours_of(axes):
+    """The colour of each line with a name."""
+    return {line.get_label(): line.get_color() for line in axes.lines if not line.get_label().startswith("_")}
+
+
+def setting(rule, nfe, value):
+    text = {"nfe_per_token": nfe, "perplexity": value, "stderr": 0.01}
+    return {"family": rule.split(":")[0], "k": 1, "text": text, "samples": None}
+
+
+def test_every_rule_has_a_colour_of_its_own():
+    colours = [style.rule_colour(name) for name in style.RULES]
+    assert len({*colours, *style.OTHER_RULES}) == len(colours) + len(style.OTHER_RULES)
+    assert style.RULES.keys() <= RULES.keys()
+    assert all(style.rule_colour(name) == style.rule_colour(f"{name}:k=4:seed_first=True") for name in RULES)
+
+
+def test_a_rule_has_one_colour_in_every_figure(tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "available", lambda: False)
+    made(tmp_path)
+    task = collect(parse([str(tmp_path / "results"), "--out", str(tmp_path / "out")]))["tasks"]["sotu"]
+    (values,) = figures.perplexity("sotu", task).axes
+    of_rows = [line.get_color() for line in values.lines if line.get_marker() == "o"]
+    assert of_rows == [style.rule_colour(row.rule) for row in task.rows]
+    for sweep in task.rules:
+        (axes,) = figures.rules("sotu", task, sweep).axes
+        assert colours_of(axes) == {name: style.rule_colour(name) for name in ("greedy", "margin", "mine:Outward")}
+    rows = [setting("margin", 1.0, 20.0), setting("greedy", 1.0, 21.0), setting("greedy", 0.5, 40.0)]
+    report = {"settings": rows, "elbo": None, "reference": None, "block": 4, "model": "m", "task": {"name": "sotu"}}
+    (axes,) = sweep_figure.draw(report).axes
+    assert colours_of(axes) == {name: style.rule_colour(name) for name in ("greedy", "margin")}
+    bars = [bar for group in axes.collections for bar in group.get_segments()]
+    assert sorted(bar[1][1] - bar[0][1] for bar in bars) == pytest.approx([2 * 1.96 * 0.01 * v for v in (20, 21, 40)])
+
+
+def test_files_in_three_formats_have_the_stated_width(tmp_path):
+    found = made(tmp_path, "--figures", "pdf", "svg", "png", "--width", "4.5", rules=["greedy:k=1"])
+    out = tmp_path / "out"
+    (figure,) = found["figures"]
+    assert figure["file"] == "perplexity_sotu.svg" and "](perplexity_sotu.svg)" in (out / "report.md").read_text()
+    assert set(figure["files"]) == {f"perplexity_sotu.{kind}" for kind in ("pdf", "svg", "png")} <= set(found["files"])
+    box = re.search(rb"/MediaBox \[ 0 0 ([\d.]+) ", (out / "perplexity_sotu.pdf").read_bytes())
+    assert float(box[1]) == pytest.approx(72 * 4.5)
+    assert 'width="324pt"' in (out / "perplexity_sotu.svg").read_text()
+    from PIL import Image
+
+    with Image.open(out / "perplexity_sotu.png") as image:
+        assert image.width == round(4.5 * style.PRINT_DPI)
+
+
+@pytest.mark.slow
+def test_files_are_named_by_what_they_show_and_the_same_bytes_every_time(tmp_path):
+    found = made(tmp_path, "--figures", "pdf", "svg")
+    assert [figure["file"] for figure in found["figures"]] == [
+        *("perplexity_sotu.svg", "rules_sotu_MDLM_block_4.svg", "rules_sotu_MDLM_block_4_cache_dual.svg")
+    ]
+    first = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    report([str(tmp_path / "results"), "--out", str(tmp_path / "out"), "--figures", "pdf", "svg"])
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == first
+
+
+def test_wrong_formats_and_widths_are_refused_at_once(tmp_path):
+    ours(tmp_path / "results", {"owt": {"token_perplexity": 20.0}})
+    start = [str(tmp_path / "results"), "--out", str(tmp_path / "out")]
+    with pytest.raises(DuelError, match=r"'--width' is a number of inches from 3 to 30; got '0'"):
+        parse([*start, "--width", "0"])
+    with pytest.raises(DuelError, match="gif"):
+        parse([*start, "--figures", "gif"])

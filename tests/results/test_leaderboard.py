@@ -1,0 +1,603 @@
+"""The leaderboard: what may share a column, what has a rank, what is shown, and that names are text everywhere."""
+
+import csv
+import html.parser
+import importlib.util
+import io
+import json
+import math
+import re
+import shlex
+from pathlib import Path
+
+import eee_schema
+import pytest
+import yaml
+from lm_eval._cli import HarnessCLI
+from pages import read
+from results import documents, edit, hf, ours, trace
+
+from lm_eval_duel.cli.main import main
+from lm_eval_duel.demo import FOLDER
+from lm_eval_duel.errors import DuelError, UsageError
+from lm_eval_duel.options import Options
+from lm_eval_duel.results import published
+from lm_eval_duel.results.leaderboard import clean, collect, exports, page, parse, table, text, write
+from lm_eval_duel.results.leaderboard import documents as view
+from lm_eval_duel.results.leaderboard.columns import Column, remarks
+from lm_eval_duel.results.reveal_order import Traces
+
+TEXTS = [f"text {n}" for n in range(3)]
+TOKENS = (20, 40, 30)
+NAMES = (  # each in some format markup, a formula, or the end of a cell
+    "</script><script>alert(1)</script>",
+    '"><img src=x onerror=alert(1)>',
+    "a|b `c` *d* _e_ [f](http://g) $h$ \\i",
+    "=HYPERLINK(1)",
+    "@SUM(1)",
+    "-1+1",
+    r"\input{x} & % # $ ^ ~ { } \\ [2pt]",
+    "[2pt] *",
+    "new\nline\ttab\x00nul",
+    "\ud83d half a character",
+    "{{ 1234 * 3 }} {% raw %}",
+    "1. first #",
+)
+
+
+def docs(nats, texts=TEXTS):
+    return documents(nats, TOKENS[: len(nats)], texts[: len(nats)])
+
+
+def board(*arguments, out="unused"):
+    return collect(parse([*map(str, arguments), "--out", str(out)]))
+
+
+def perplexity(nats, tokens=TOKENS):
+    return math.exp(-sum(nats) / sum(tokens[: len(nats)]))
+
+
+def by_label(content):
+    return {(row["model"], row["estimator"], row["rule"], row["cache"]): row for row in content["rows"]}
+
+
+# ---------------------------------------------------------------- columns
+
+
+def test_unequal_documents_and_windows_never_share_a_column(tmp_path):
+    ours(tmp_path, model="A", docs={"sotu": docs((-60, -150, -90))})
+    ours(tmp_path, model="B", docs={"sotu": docs((-70, -160, -95))})
+    ours(tmp_path, model="Few", docs={"sotu": docs((-70, -160))})
+    ours(tmp_path, model="Other", docs={"sotu": docs((-70, -160, -95), ["x y", "x z", "z z"])})
+    ours(tmp_path, model="Short", docs={"sotu": docs((-7, -16, -9))}, duel={"row_capacity": 10})
+    content = board(tmp_path, "--metric", "word_perplexity")
+    members = {}
+    for row in content["rows"]:
+        for column in row["cells"]:
+            members.setdefault(column, set()).add(row["model"])
+    assert sorted(map(sorted, members.values())) == [["A", "B"], ["Few"], ["Other"], ["Short"]]
+    labels = [column["label"] for column in content["columns"]]
+    assert len(set(labels)) == 4, "and the columns are told apart"
+    assert [bool(column["apart"]) for column in content["columns"]] == [False, True, True, True]
+    assert all(row["rank"] is None for row in content["rows"] if row["model"] not in "AB")
+
+
+def test_a_note_says_for_which_tasks_it_holds():
+    noted = {"a": ["everywhere", "in two"], "b": ["everywhere", "in two", "in one"], "c": ["everywhere"]}
+    found = [Column(task, task, [], notes=notes) for task, notes in noted.items()]
+    assert remarks(found) == ["everywhere", "a, b: in two", "b: in one"]
+    assert remarks(found[:1]) == ["everywhere", "in two"]
+
+
+def test_perplexity_per_token_needs_one_tokenizer(tmp_path):
+    ours(tmp_path, model="A", docs={"sotu": docs((-60, -150, -90))})
+    ours(tmp_path, model="B", docs={"sotu": docs((-70, -160, -95))})
+    assert board(tmp_path)["metric"] == "token_perplexity"
+    other = documents((-70, -160, -95), (25, 45, 35), TEXTS)
+    ours(tmp_path, model="C", docs={"sotu": other}, spec={"tokenizer": "another"})
+    content = board(tmp_path)
+    assert content["metric"] == "word_perplexity" and len(content["columns"]) == 1
+    per_token = board(tmp_path, "--metric", "token_perplexity")
+    assert [{r["model"] for r in per_token["rows"] if c["id"] in r["cells"]} for c in per_token["columns"]] == [
+        {"A", "B"},
+        {"C"},
+    ]
+
+
+def test_a_metric_that_no_result_has(tmp_path):
+    ours(tmp_path, docs={"sotu": docs((-60, -150, -90))})
+    with pytest.raises(DuelError, match="No result has perplexity; they have token_perplexity, word_perplexity"):
+        board(tmp_path, "--metric", "perplexity")
+
+
+def test_an_estimate_of_unknown_error_says_so_in_every_column(tmp_path):
+    both = {"sotu": docs((-60, -150, -90)), "news": docs((-50, -40, -80))}
+    ours(tmp_path, model="T", docs=both, estimator="two_phase", spec={"sample": "0.05"})
+    hf(tmp_path, model="AR", docs={"sotu": docs((-50, -100, -80)), "news": docs((-30, -30, -50))})
+    content = board(tmp_path)
+    row = next(row for row in content["rows"] if row["model"] == "T")
+    shown = {}
+    for head, cell in table.cells(content, row):
+        cell = table.shown(head, cell)
+        shown.setdefault(head.key if head.group == "mean" else head.group, []).append(f"{cell.text} {cell.small}")
+    assert row["kind"] == "estimate"
+    for group, count in (("value", 2), ("gap", 2), ("mean", 1)):
+        assert len(shown[group]) == count and all("± ?" in text for text in shown[group]), group
+
+
+# ---------------------------------------------------------------- ranks and means
+
+
+def several(folder):
+    """Two tasks; bounds, an oracle, an estimate, a cached sampler and two autoregressive models."""
+    nats = {"A": ((-60, -150, -90), (-50, -40, -80)), "B": ((-70, -140, -95), (-40, -35, -60))}
+    for model, both in nats.items():
+        ours(folder, model=model, docs=dict(zip(("sotu", "news"), map(docs, both), strict=True)))
+    ours(folder, model="A", docs={"sotu": docs((-1, -2, -3)), "news": docs((-1, -2, -3))}, estimator="oracle")
+    ours(folder, model="A", docs={"sotu": docs((-61, -151, -91)), "news": docs((-9, -9, -9))}, estimator="elbo")
+    ours(
+        folder, model="A", docs={"sotu": docs((-80, -150, -90)), "news": docs((-50, -50, -80))}, spec={"cache": "dual"}
+    )
+    estimate = {"sotu": docs((-55, -130, -99)), "news": docs((-41, -30, -70))}
+    edit(ours(folder, model="E", docs=estimate), with_error)
+    hf(folder, model="AR", docs={"sotu": docs((-50, -100, -80)), "news": docs((-30, -30, -50))})
+    return folder
+
+
+def with_error(body):
+    for task in body["config"]["duel"]["tasks"].values():
+        task["values"]["duel"]["stderr"] = 1.5
+
+
+def test_only_likelihoods_have_ranks_and_means_are_over_all_tasks(tmp_path):
+    content = board(several(tmp_path))
+    rows = by_label(content)
+    expected = {}
+    for name, sotu, news in (
+        (("A", "duel", "greedy", "none"), (-60, -150, -90), (-50, -40, -80)),
+        (("B", "duel", "greedy", "none"), (-70, -140, -95), (-40, -35, -60)),
+        (("A", "duel", "greedy", "dual"), (-80, -150, -90), (-50, -50, -80)),
+        (("E", "duel", "greedy", "none"), (-55, -130, -99), (-41, -30, -70)),
+        (("AR", "ar", "", ""), (-50, -100, -80), (-30, -30, -50)),
+    ):
+        expected[name] = perplexity(sotu), perplexity(news)
+    means = {name: math.sqrt(a * b) for name, (a, b) in expected.items()}
+    for name, mean in means.items():
+        assert rows[name]["mean"] == pytest.approx(mean, rel=1e-9)
+        assert rows[name]["rank"] == 1 + sum(other < mean for other in means.values())
+        places = [1 + sum(v[n] < expected[name][n] for v in expected.values()) for n in (0, 1)]
+        assert rows[name]["mean_rank"] == sum(places) / 2
+    for name in (("A", "oracle", "", "none"), ("A", "elbo", "", "none")):
+        assert rows[name]["rank"] is None and rows[name]["mean_rank"] is None, "although its numbers are the lowest"
+        assert rows[name]["mean"] < min(means.values())
+    assert rows["E", "duel", "greedy", "none"]["kind"] == "estimate"
+    assert content["ar"] == "AR", "the only autoregressive model is the one of the gaps"
+
+
+def test_one_row_lacks_a_task_so_there_is_no_mean(tmp_path):
+    several(tmp_path)
+    ours(tmp_path, model="New", docs={"sotu": docs((-60, -150, -95))})
+    content = board(tmp_path)
+    assert content["mean_of"] == [] and all(row["mean"] is None for row in content["rows"])
+    assert next(row for row in content["rows"] if row["model"] == "New")["rank"]
+
+
+def test_gaps_are_the_report_s(tmp_path):
+    from lm_eval_duel.results.report import collect as report
+    from lm_eval_duel.results.report import parse as arguments
+
+    several(tmp_path / "in")
+    content = board(tmp_path / "in")
+    ar = next((tmp_path / "in" / "AR").glob("results_*.json"))
+    names = ["in/A", "in/B", "in/E"]
+    expected = report(arguments([*(str(tmp_path / n) for n in names), "--ar", str(ar), "--out", "unused"]))
+    for column in content["columns"]:
+        for entry in expected["tasks"][column["task"]]["rows"]:
+            cache = "dual" if "dual" in entry["name"] else "" if entry["ar"] else "none"
+            rule = "greedy" if entry["rule"] else ""
+            cell = by_label(content)[entry["model"], entry["estimator"], rule, cache]["cells"][column["id"]]
+            for key in ("value", "interval", "stderr", "gap", "gap_interval", "gap_closed", "gap_closed_interval"):
+                assert cell[key] == entry[key], (entry["name"], key)
+
+
+def test_two_autoregressive_models_need_a_choice(tmp_path):
+    several(tmp_path)
+    other = hf(tmp_path, model="AR2", docs={"sotu": docs((-50, -110, -80)), "news": docs((-33, -30, -50))})
+    content = board(tmp_path)
+    assert content["ar"] is None and any("name one with --ar" in note for note in content["notes"])
+    assert all(cell["gap"] is None for row in content["rows"] for cell in row["cells"].values())
+    assert board(tmp_path, "--ar", other)["ar"] == "AR2"
+    with pytest.raises(DuelError, match="not a result of an autoregressive model"):
+        board(tmp_path, "--ar", next((tmp_path / "A").glob("*.json")))
+
+
+def test_bounds_and_errors_are_in_every_output(tmp_path):
+    content = board(several(tmp_path))
+    elbo = by_label(content)["A", "elbo", "", "none"]
+    estimate = by_label(content)["E", "duel", "greedy", "none"]
+    shown_page, markdown = page.html(content), text.markdown(content)
+    for row, sign in ((elbo, "≤ "), (estimate, "")):
+        for column in content["columns"]:
+            cell = row["cells"][column["id"]]
+            assert cell["stderr"] > 0 and cell["interval"] is not None
+            shown = table.value(cell, row, content["metric"])
+            low, high = cell["interval"]
+            assert shown.text == f"{sign}{cell['value']:.2f} ± {cell['stderr']:.2f}"
+            assert shown.small == f"{low:.2f} to {high:.2f}", "both errors"
+            assert shown.text in shown_page and shown.small in shown_page
+            assert text.ascii_signs(shown.text) in markdown
+        lines = csv.DictReader(io.StringIO(text.csv_text(content)))
+        line = next(line for line in lines if (line["model"], line["kind"]) == (row["model"], row["kind"]))
+        assert float(line["sotu standard error"]) > 0 and line["sotu 95 % low"]
+
+
+# ---------------------------------------------------------------- names are text
+
+
+class Page(html.parser.HTMLParser):
+    """The tags and texts of a page."""
+
+    def __init__(self, content):
+        super().__init__()
+        self.tags, self.attributes, self.texts = [], set(), []
+        self.feed(content)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes |= {name for name, _ in attrs}
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+
+def named(folder, names):
+    """A results file with a name in every place that one can stand, and a page of it."""
+    for name in names:
+        file = ours(folder, model="x", docs={"sotu": docs((-60, -150, -90))}, spec={"note": name, "weights": name})
+        edit(file, lambda body, name=name: rename(body, name))
+    figures = io.StringIO()
+    writer = csv.writer(figures)
+    writer.writerow(["model", "estimator", "task", "metric", "value", "source", "rule", "note"])
+    for name in names:
+        clean = name.replace("\ud83d", "").replace("\n", " ")
+        writer.writerow([clean, "duel", clean, "token_perplexity", "3", clean, clean, clean])
+    (folder / "published.csv").write_text(figures.getvalue(), encoding="utf-8")
+    return board(folder, "--published", folder / "published.csv", "--title", names[0])
+
+
+def rename(body, name):
+    body["config"]["duel"]["pretrained"] = body["config"]["model_args"]["pretrained"] = name
+    body["config"]["duel"]["versions"] = {name: name}
+    body["config"]["fingerprint"] = name
+    for part in (
+        body["results"],
+        body["configs"],
+        body["versions"],
+        body["n-samples"],
+        body["config"]["duel"]["tasks"],
+    ):
+        part[name] = part.pop("sotu")
+
+
+def test_names_are_text_in_every_output(tmp_path):
+    content = named(tmp_path, NAMES)
+    plain = named(tmp_path / "plain", [f"plain {n}" for n in range(len(NAMES))])
+    found, expected = Page(page.html(content)), Page(page.html(plain))
+    assert set(found.tags) <= {*expected.tags, "wbr"} and found.tags.count("script") == expected.tags.count("script")
+    assert found.attributes <= expected.attributes
+    words = "".join(found.texts)
+    for name in NAMES:
+        assert clean(name) in words, f"{name!r} is shown as it is"
+    assert str(1234 * 3) not in words
+    markdown = text.markdown(content)
+    for line in markdown.splitlines():
+        if line.startswith("|"):
+            cells = re.split(r"(?<!\\)\|", re.sub(r"`[^`]*`", "", line))
+            assert not re.search(r"(?<!\\)[$<](?=[a-z/!])|(?<!\\)\[f\]\(", line), line
+            assert len(cells) in widths(markdown), line
+    for row in csv.reader(io.StringIO(text.csv_text(content))):
+        assert not [cell for cell in row if cell.startswith(("=", "@", "+", "\t")) or re.match(r"-[^\d]|-1\+", cell)]
+
+
+def widths(markdown):
+    """The numbers of cells of the tables' heads."""
+    return {len(line.split("|")) for line in markdown.splitlines() if re.fullmatch(r"[|: -]+", line)}
+
+
+def test_names_cannot_leave_the_folder(tmp_path):
+    for name in ("../../../up", "/root/x", "..", "a/../..", "C:\\x"):
+        edit(ours(tmp_path / "in", docs={"sotu": docs((-60, -150, -90))}), lambda body, name=name: rename(body, name))
+    out = tmp_path / "a" / "site"
+    options = parse([str(tmp_path / "in"), "--out", str(out)])
+    content = collect(options)
+    before = set(tmp_path.rglob("*"))
+    names = write(content, options)
+    assert all(out in path.parents or path in (out, out.parent) for path in set(tmp_path.rglob("*")) - before)
+    assert all((out / name).is_file() for name in names)
+
+
+def test_private_folders_are_not_shown(tmp_path):
+    home = tmp_path / "home" / "somebody"
+    ours(home / "one", docs={"sotu": docs((-60, -150, -90))}, duel={"trace": str(home / "trace.jsonl")})
+    ours(home / "two", docs={"sotu": docs((-60, -150, -91))}, model="B")
+    out = tmp_path / "site"
+    main(["leaderboard", str(home), "--out", str(out)])
+    for file in out.rglob("*"):
+        assert file.is_dir() or "somebody" not in file.read_text(encoding="utf-8"), file
+
+
+# ---------------------------------------------------------------- commands
+
+
+def test_the_command_of_a_row_gives_the_options_of_its_run(tmp_path, monkeypatch):
+    """The command is read by the program itself; its model args must be those of the results file."""
+    import importlib
+
+    seen = []
+    monkeypatch.setattr(HarnessCLI, "execute", lambda self, args: seen.append(args))
+    for given, more in (
+        ({"pretrained": "demo-mdm", "rule": "greedy:k=2", "block": 4}, {}),
+        ({"pretrained": "demo-mdm", "rule": "threshold", "mu": 0.5, "trace": "/home/somebody/x.jsonl"}, {"limit": 3.0}),
+        ({"pretrained": "demo-mdm", "rule": "klass", "mu": "0.9", "nu": 0.1}, {"limit": 0.5, "batch_size": "auto"}),
+    ):
+        file = ours(tmp_path, docs={"sotu": docs((-60, -150, -90))})
+        edit(file, lambda body, given=given, more=more: body["config"].update(more, model_args=given))
+        (row,) = board(file)["rows"]
+        (command,) = row["commands"]
+        words = shlex.split(command)
+        assert words[:2] == ["lm-eval-duel", "run"] and "somebody" not in command
+        importlib.import_module("lm_eval_duel.cli.run").main(words[2:])
+        parsed = seen.pop()
+        wanted = {key: value for key, value in given.items() if key != "trace"}
+        found = vars(Options.parse(parsed.model_args))
+        assert {key: str(found[key]) for key in found} == {
+            key: str(value) for key, value in vars(Options.parse(wanted)).items()
+        }
+        assert parsed.tasks == "sotu" or parsed.tasks == ["sotu"]
+        assert parsed.limit == more.get("limit")
+
+
+def test_the_command_repeats_metadata_and_quotes(tmp_path):
+    file = ours(tmp_path, docs={"sotu": docs((-60, -150, -90))})
+
+    def change(body):
+        body["config"]["model_args"] = {"pretrained": "my model, $(rm x)", "rule": "greedy"}
+        metadata = {
+            "version": 1.0,
+            "corpus": "ptb",
+            "pretrained": "my model, $(rm x)",
+            "rule": "greedy",
+            "length": 1024,
+        }
+        body["configs"]["sotu"]["metadata"] = metadata
+        body["n-shot"]["sotu"] = 2
+
+    edit(file, change)
+    (row,) = board(file)["rows"]
+    words = shlex.split(row["commands"][0])
+    assert json.loads(words[words.index("--metadata") + 1]) == {"length": 1024}
+    assert json.loads(words[words.index("--model_args") + 1])["pretrained"] == "my model, $(rm x)"
+    assert words[words.index("--num_fewshot") + 1] == "2"
+
+
+# ---------------------------------------------------------------- published figures
+
+
+def test_published_figures_have_tables_of_their_own(tmp_path):
+    ours(tmp_path, docs={"duel_ptb_wrapped": docs((-60, -150, -90))})
+    without, content = board(tmp_path), board(tmp_path, "--published", "paper")
+    for key in ("rows", "columns", "mean_of", "by"):
+        assert content[key] == without[key], "they change nothing about what was measured"
+    shown = page.html(content)
+    assert "87.57" in shown and "87.57" in text.markdown(content) and published.UNCHECKED in text.markdown(content)
+    lines = list(csv.DictReader(io.StringIO(text.csv_text(content))))
+    assert {line["measured"] for line in lines} == {"yes", "no"}
+    assert not any(line["rank"] or line["duel_ptb_wrapped value"] for line in lines if line["measured"] == "no")
+    assert "87.57" not in "".join(exports.every_eval_ever(content, "us").values())
+
+
+def test_the_paper_s_file_is_the_table_of_the_docs():
+    """Every figure of docs/paper_tables.md is in the file and every one of the file is in the docs, as often."""
+    tables = read("docs/paper_tables.md").split("## The paper's tables")[1].split("## Which figure")[0]
+    cells = [c for line in tables.splitlines() if line.startswith("| ") for c in line.split("|")[2:-2]]
+    numbers = sorted(cell.strip().removeprefix("<= ") for cell in cells if re.search(r"\d\.\d\d\s*$", cell))
+    with published.PAPER_FILE.open(encoding="utf-8") as file:
+        figures = list(csv.DictReader(file))
+    assert sorted(figure["value"] for figure in figures) == numbers and len(numbers) > 100
+    assert len(published.tables(published.read(["paper"]))) == 6
+
+
+@pytest.mark.parametrize(
+    "lines, message",
+    [
+        ("model,estimator,task,metric,value,sauce\n", "Unknown column 'sauce'. Did you mean source"),
+        ("model,estimator,task,metric,value\n", "has no column source"),
+        ("H\nA,duel,t,token_perplexity,x,s\n", "line 2: value is 'x', not a number"),
+        ("H\nA,duel,t,token_perplexity,nan,s\n", "line 2: value is 'nan'"),
+        ("H\nA,dule,t,token_perplexity,3,s\n", "line 2: Unknown estimator 'dule'. Did you mean duel"),
+        ("H\nA,duel,t,token_perplexitty,3,s\n", "line 2: Unknown metric .* Did you mean token_perplexity"),
+        ("H\nA,duel,t,token_perplexity,3\n", "line 2 has fewer cells"),
+        ("H\nA,duel,t,token_perplexity,3,s,more\n", "line 2 has more cells"),
+        ("H\n,duel,t,token_perplexity,3,s\n", "line 2: model is empty"),
+        ("H\nA,duel,t,token_perplexity,3,s\nA,duel,t,token_perplexity,4,s\n", "stands twice"),
+    ],
+)
+def test_a_wrong_file_of_published_figures(tmp_path, lines, message):
+    ours(tmp_path, docs={"sotu": docs((-60, -150, -90))})
+    file = tmp_path / "figures.csv"
+    file.write_text(lines.replace("H\n", "model,estimator,task,metric,value,source\n"))
+    with pytest.raises(UsageError, match=message):
+        parse([str(tmp_path), "--published", str(file), "--out", "unused"])
+
+
+# ---------------------------------------------------------------- exports
+
+
+def test_every_eval_ever(tmp_path):
+    content = board(several(tmp_path))
+    files = exports.every_eval_ever(content, "Us")
+    schemas = [eee_schema.SCHEMA]
+    if found := importlib.util.find_spec("every_eval_ever"):
+        schemas.append(json.loads((Path(found.origin).parent / "schemas" / "eval.schema.json").read_text()))
+    assert len(files) == sum(row["kind"] != "oracle" for row in content["rows"])
+    scores = {}
+    for name, record in files.items():
+        assert eee_schema.FILE.fullmatch(name.removeprefix("exports/every_eval_ever/"))
+        record = json.loads(record)
+        for schema in schemas:
+            eee_schema.validate(record, schema)
+        for result in record["evaluation_results"]:
+            config = result["metric_config"]
+            key = record["model_info"]["name"], config["metric_parameters"].get("cache"), result["evaluation_name"]
+            scores[(*key, config["metric_id"], config["metric_parameters"]["upper_bound"])] = result["score_details"]
+    assert scores["B", "none", "sotu", "token_perplexity", False]["score"] == pytest.approx(
+        perplexity((-70, -140, -95))
+    )
+    bound = scores["A", "none", "sotu", "token_perplexity", True]
+    assert bound["uncertainty"]["standard_error"]["value"] > 0 and bound["uncertainty"]["confidence_interval"]
+    assert files.keys() == exports.every_eval_ever(content, "Us").keys(), "names are stable"
+
+
+def test_the_hub_s_entries(tmp_path):
+    from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml
+
+    content = board(several(tmp_path))
+    wanted = exports.benchmarks(["sotu=someone/speeches:sotu"])
+    files = exports.eval_results(content, wanted)
+    ranked = [row for row in content["rows"] if row["ranked"]]
+    entries = [entry for name in files for entry in yaml.safe_load(files[name])]
+    assert len(entries) == len(ranked), "no bound and no oracle: the hub has one number"
+    for entry in entries:
+        dataset = entry["dataset"]
+        same = EvalResultEntry(
+            dataset["id"], dataset["task_id"], entry["value"], date=entry["date"], notes=entry["notes"]
+        )
+        assert eval_result_entries_to_yaml([same]) == [entry]
+        assert "perplexity per token, lower is better" in entry["notes"]
+    assert any("standard error" in entry["notes"] for entry in entries), "an estimate is never without its error"
+    with pytest.raises(DuelError, match="--benchmark ptb: no result has this task"):
+        exports.eval_results(content, exports.benchmarks(["ptb=a/b:c"]))
+    for wrong in ("sotu", "sotu=a:b", "sotu=a/b", "=a/b:c", "sotu=a/b/c:d"):
+        with pytest.raises(DuelError, match="write TASK=OWNER/DATASET:TASK_ID"):
+            exports.benchmarks([wrong])
+
+
+# ---------------------------------------------------------------- documents
+
+
+def window(steps, ids=(5, 6, 7, 8), **more):
+    line = {"task": "sotu", "doc": 0, "request": 0, "window": 0, "ids": [*ids], "starts": [0, 2]}
+    line |= {"reveal_steps": [*steps], "token_logprobs": [-0.5, -1.0, -2.0, -4.0][: len(ids)], "values": {}}
+    return line | more
+
+
+def shown(folder, *records, most=3):
+    result = ours(folder, docs={"sotu": docs((-60, -150, -90))})
+    path = trace(folder / f"{len(list(folder.iterdir()))}.jsonl", result, records)
+    return view.collect(Traces([path]), [], most, None, lambda name, ids: [f"{n} " for n in ids])
+
+
+def test_windows_of_a_document_are_joined(tmp_path):
+    (document,), notes = shown(tmp_path, window([0, 1, 1, 0]), window([1, 0], ids=(9, 9), window=1, starts=[0]))
+    assert notes == [] and document["pieces"] == [["5 ", "6 ", "7 ", "8 ", "9 ", "9 "]]
+    (order,) = document["orders"]
+    assert order["starts"] == [0, 2, 4] and order["steps"] == [0, 1, 1, 0, 1, 0]
+    assert order["nats"] == [0.5, 1.0, 2.0, 4.0, 0.5, 1.0]
+
+
+def test_a_lattice_has_an_order_of_each_rule(tmp_path):
+    orders = {
+        rule: {"reveal_steps": steps, "token_logprobs": [-1.0] * 4}
+        for rule, steps in (("greedy:k=1", [0, 1, 0, 1]), ("margin:k=1", [1, 0, 1, 0]))
+    }
+    (document,), _ = shown(tmp_path, window([], rules=orders, token_logprobs=[]))
+    assert [(order["label"].split(", ")[1], order["text"]) for order in document["orders"]] == [
+        ("greedy", 0),
+        ("margin", 0),
+    ]
+
+
+def test_which_documents_are_shown(tmp_path):
+    records = [window([0, 1, 0, 1], doc=n) for n in (5, 2, 9)]
+    found, _ = shown(tmp_path, *records, window([0, 1, 0, 1], doc=1, request=1), most=2)
+    assert [document["number"] for document in found] == [2, 5]
+    assert shown(tmp_path, *records, most=0) == ([], [])
+
+
+def test_a_long_document_is_cut_and_said(tmp_path):
+    count = view.MAX_TOKENS + 5
+    long = window([0] * count, ids=range(count), starts=[0, view.MAX_TOKENS + 1], token_logprobs=[-1.0] * count)
+    (document,), notes = shown(tmp_path, long)
+    assert len(document["pieces"][0]) == view.MAX_TOKENS and document["orders"][0]["starts"] == [0]
+    assert notes == [f"The document view shows the first {view.MAX_TOKENS:,} tokens of sotu 0."]
+
+
+def test_an_infinite_cost_is_null_in_the_page(tmp_path):
+    (document,), _ = shown(tmp_path, window([0, 1, 0, 1], token_logprobs=[-1.0, None, -1.0, -1.0]))
+    ours(tmp_path / "in", docs={"sotu": docs((-60, -150, -90))})
+    content = board(tmp_path / "in") | {"documents": [document]}
+    data = re.search(r'id="documents-data">(.*?)</script>', page.html(content))[1]
+    assert json.loads(data)[0]["orders"][0]["nats"] == [1.0, None, 1.0, 1.0]
+
+
+# ---------------------------------------------------------------- files
+
+
+def test_only_files_of_a_leaderboard_are_replaced(tmp_path, capsys):
+    out = tmp_path / "site"
+    main(["leaderboard", str(several(tmp_path / "in")), "--out", str(out)])
+    assert "rank" not in capsys.readouterr().err
+    first = {path for path in out.rglob("*") if path.is_file()}
+    assert {path.relative_to(out).as_posix() for path in first} == set(
+        json.loads((out / "leaderboard.json").read_text())["files"]
+    )
+    (out / "mine.txt").write_text("x")
+    main(["leaderboard", str(tmp_path / "in" / "B"), "--out", str(out)])
+    assert (out / "mine.txt").read_text() == "x"
+    assert len(list(out.rglob("exports/**/*.json"))) == 1, "exports of rows that are gone are gone"
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "index.html").write_text("somebody's page")
+    with pytest.raises(SystemExit, match="which no leaderboard there lists as its own"):
+        main(["leaderboard", str(tmp_path / "in"), "--out", str(foreign)])
+    assert [path.name for path in foreign.iterdir()] == ["index.html"]
+    (foreign / "leaderboard.json").write_text('{"format": "other"}')
+    with pytest.raises(SystemExit, match="was not written by this command"):
+        main(["leaderboard", str(tmp_path / "in"), "--out", str(foreign)])
+
+
+def test_the_page_asks_for_nothing(tmp_path):
+    shown = page.html(board(several(tmp_path), "--published", "paper"))
+    policy = re.search(r'http-equiv="Content-Security-Policy" content="(.*?)"', shown)[1]
+    assert "default-src &#39;none&#39;" in policy and "unsafe" not in policy
+    assert re.findall(r'(?:src|href|action)="([^"]*)"', shown) == ["data:,"] and "url(" not in shown
+
+
+@pytest.mark.slow
+def test_fifty_models_on_nine_tasks_are_below_two_megabytes(tmp_path):
+    tasks = [f"duel_task_{n}_wrapped" for n in range(9)]
+    for model in range(50):
+        name = f"organization/model-{model}-base-8b"
+        nats = {task: docs((-60 - model, -150 + model, -90 - n)) for n, task in enumerate(tasks)}
+        for more in ({}, {"rule": "left_to_right:k=1"}, {"rule": "margin:k=1"}, {"estimator": "elbo"}):
+            ours(tmp_path, model=name, docs=nats, **more)
+    hf(tmp_path, model="AR", docs={task: docs((-50, -100, -80)) for task in tasks})
+    content = board(tmp_path)
+    assert len(content["columns"]) == 9 and len(content["mean_of"]) == 9
+    assert len(page.html(content).encode()) < 2e6
+
+
+def test_the_bundled_results(tmp_path):
+    """The files of the docs' page: the numbers of docs/bundled_models.md, and no path of the machine that made them."""
+    content = board(FOLDER / "results")
+    rows = by_label(content)
+    for name, value in (
+        (("demo-bd", "duel", "greedy", "none"), 37.60),
+        (("demo-bd", "mixture", "", "none"), 35.28),
+        (("demo-ar", "ar", "", ""), 33.48),
+    ):
+        assert round(rows[name]["cells"]["c0"]["value"], 2) == value
+        training = json.loads((FOLDER / name[0] / "training.json").read_text())
+        assert rows[name]["parameters"] == training["parameters"]
+    assert not [file for file in (FOLDER / "results").rglob("*.json*") if re.search(r'"/\w|/home/', file.read_text())]

@@ -1,0 +1,272 @@
+"""The leaderboard's page in a real browser: it sorts, filters, opens and plays, asks for nothing, and can be read."""
+
+import json
+
+import browser
+import pytest
+from results import documents, hf, ours, trace
+
+from lm_eval_duel.results.leaderboard import collect, parse, write
+from lm_eval_duel.results.leaderboard import documents as view
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(browser.executable() is None, reason="no Chromium: apt-get install chromium"),
+]
+EVIL = "</script><img src=x onerror=alert(1)>"  # a model is named by what follows the last slash
+NATS = {"left_to_right:k=1": (-100, -200), "greedy:k=1": (-110, -220), "greedy:k=2": (-150, -290)}
+CONTRAST = """
+(() => {
+  const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  const rgb = (colour, under) => {
+    canvas.fillStyle = under; canvas.fillRect(0, 0, 1, 1);
+    canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1);
+    return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3);
+  };
+  const light = (c) => c.map((v) => v / 255).map((v) => v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4)
+    .reduce((sum, v, n) => sum + v * [.2126, .7152, .0722][n], 0);
+  const back = (element) => {
+    const above = element.parentElement ? back(element.parentElement) : "rgb(255,255,255)";
+    return `rgb(${rgb(getComputedStyle(element).backgroundColor, above)})`;
+  };
+  const worst = [];
+  for (const element of document.querySelectorAll("main *, header *, footer *")) {
+    const own = [...element.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim());
+    if (!own || !element.checkVisibility() || ["SCRIPT", "OPTION"].includes(element.tagName)) continue;
+    if (element.closest(".masked, .quiet, svg")) continue;
+    const below = back(element), ink = `rgb(${rgb(getComputedStyle(element).color, below)})`;
+    const [a, b] = [light(rgb(ink, "#000")), light(rgb(below, "#000"))].sort((x, y) => y - x);
+    worst.push([(a + .05) / (b + .05), element.tagName, element.className, element.textContent.slice(0, 30)]);
+  }
+  return worst.sort((a, b) => a[0] - b[0]).slice(0, 3);
+})()
+"""
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("board")
+    texts = [f"text {n}" for n in range(2)]
+    hf(folder / "in", model="ARM", docs={"sotu": documents((-90, -190), (20, 40), texts)})
+    ours(folder / "in", model="MDLM", estimator="elbo", docs={"sotu": documents((-130, -250), (20, 40), texts)})
+    ours(folder / "in", model="MDLM", estimator="oracle", docs={"sotu": documents((-60, -120), (20, 40), texts)})
+    files = [
+        ours(folder / "in", model="MDLM", rule=rule, docs={"sotu": documents(nats, (20, 40), texts)})
+        for rule, nats in NATS.items()
+    ]
+    cached = {"sotu": documents((-140, -260), (20, 40), texts)}
+    ours(folder / "in", model=EVIL, docs=cached, spec={"cache": "dual"})
+    traces = [
+        str(trace(folder / f"{n}.jsonl", file, [_window(steps)]))
+        for n, (file, steps) in enumerate(zip(files, ([0, 1, 0, 1], [1, 0, 1, 0], [0, 0, 0, 0]), strict=True))
+    ]
+    options = parse([str(folder / "in"), "--trace", *traces, "--out", str(folder / "site"), "--published", "paper"])
+    content = collect(options)
+    write(content, options)
+    return folder / "site" / "index.html"
+
+
+def _window(steps):
+    more = {"task": "sotu", "doc": 0, "request": 0, "window": 0, "ids": [5, 6, 7, 8], "starts": [0, 2]}
+    return more | {"reveal_steps": steps, "token_logprobs": [-0.5, -1.0, -7.0, None], "values": {"duel": None}}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tokens():
+    """Traces here name no tokenizer: their texts are their ids."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(view, "Tokenizers", lambda: lambda name, ids: [f"<b>{n}</b> " for n in ids])
+        yield
+
+
+@pytest.fixture(scope="module")
+def chromium(page, tmp_path_factory):
+    window = browser.Browser(tmp_path_factory.mktemp("profile"))
+    yield window
+    window.close()
+
+
+@pytest.fixture
+def opened(chromium, page):
+    chromium.media()
+    chromium.open(page)
+    yield chromium
+    assert chromium.problems == [], "no console message and no error"
+    assert set(chromium.requests) <= {page.resolve().as_uri(), "data:,"}, "no request to anywhere"
+
+
+def rows(window, key="rule", kind="tr.row"):
+    return window.run(
+        f'[...document.querySelectorAll("#board {kind}")].filter((row) => row.checkVisibility())'
+        f'.map((row) => row.querySelector(".k-{key}").textContent.trim())'
+    )
+
+
+def click(window, selector, n=0):
+    window.run(f"document.querySelectorAll({json.dumps(selector)})[{n}].click()")
+
+
+def test_names_are_text(opened, page):
+    assert opened.run('document.querySelectorAll("img, b b, script").length') == 2  # the data and our own script
+    assert EVIL.split("/")[1] in opened.run(
+        '[...document.querySelectorAll("#board bdi.model")].map((name) => name.textContent)'
+    )
+    assert opened.run('document.querySelector("#left .tokens span").textContent') == "<b>5</b> "
+    assert "http://" not in page.read_text() and "https://" not in page.read_text()
+
+
+def test_columns_sort_and_the_oracle_stays_apart(opened):
+    head = '#board thead th[class*="_value"] button'
+    values = [
+        float(text)
+        for text in opened.run(
+            '[...document.querySelectorAll("#board tbody:first-of-type tr.row")].map((row) => '
+            'row.querySelector("td.g-value:not(.k-plot)").dataset.v)'
+        )
+    ]
+    assert values == sorted(values), "rows come in the order of their ranks"
+    first = rows(opened, "rank")
+    for direction in ("ascending", "descending"):
+        click(opened, head)
+        assert opened.run(f'document.querySelector({json.dumps(head)}).closest("th").ariaSort') == direction
+        assert opened.run('document.querySelectorAll("#board thead th[aria-sort]").length') == 1
+        assert rows(opened, "estimator")[-1] == "Oracle" and rows(opened, "rank")[-1] == ""
+    assert rows(opened, "rank")[:-1] == first[:-1][::-1]
+    for n in range(opened.run('document.querySelectorAll("#board > thead button").length')):
+        click(opened, "#board > thead button", n)  # every column
+        assert rows(opened, "estimator")[-1] == "Oracle" and len(rows(opened)) == len(first)
+
+
+def test_empty_cells_come_last(opened):
+    head = "#board thead .k-rule button"
+    for _ in range(2):
+        click(opened, head)
+        found = rows(opened)[:-1]
+        assert "" in found and found == sorted(found, key=lambda rule: rule == "")
+
+
+def test_filters(opened):
+    everything = rows(opened)
+    for field, value, left in (
+        ("estimator", "DUEL", ["left_to_right", "greedy", "greedy", "greedy:k=2"]),
+        ("cache", "dual", ["greedy"]),
+        ("model", "mdlm", ["left_to_right", "greedy", "", "greedy:k=2", ""]),
+        ("model", "no such model", []),
+    ):
+        setting = f'const field = document.getElementById("filter-{field}");'
+        change = 'field.dispatchEvent(new Event("input", { bubbles: true }))'
+        opened.run(f"(() => {{ {setting} field.value = {json.dumps(value)}; {change} }})()")
+        assert sorted(rows(opened)) == sorted(left), field
+        told = opened.run('document.getElementById("count").textContent')
+        assert told == f"{len(left)} of {len(everything)} rows"
+        opened.run(f'(() => {{ {setting} field.value = ""; {change} }})()')
+        assert rows(opened) == everything
+
+
+def test_groups_of_columns_can_be_hidden(opened):
+    assert opened.run('document.querySelector("#board .g-gap").checkVisibility()')
+    click(opened, '[data-group="gap"]')
+    assert not opened.run('document.querySelector("#board .g-gap").checkVisibility()')
+
+
+def test_a_row_opens_to_its_spec_and_its_command(opened):
+    assert rows(opened, "rank", "tr.details") == []
+    click(opened, "#board tr.row .open", 1)
+    text = opened.run('document.querySelector("#board tr.details:not([hidden])").innerText')
+    assert "lm-eval-duel run --model_args pretrained=MDLM" in text and "w-MDLM" in text
+    assert opened.run('document.querySelectorAll("#board .open")[1].ariaExpanded') == "true"
+    click(opened, "#board tr.row .open", 1)
+    assert opened.run('document.querySelectorAll("#board tr.details:not([hidden])").length') == 0
+
+
+def test_everything_works_from_the_keyboard(opened):
+    opened.run('document.querySelector("#board thead .k-model button").focus()')
+    opened.press("Enter", 13, "\r")
+    assert opened.run('document.querySelector("#board thead .k-model").ariaSort') == "ascending"
+    opened.run('document.querySelector("#board tr.row .open").focus()')
+    opened.press("Enter", 13, "\r")
+    assert opened.run('document.querySelector("#board tr.row .open").ariaExpanded') == "true"
+    opened.run('document.querySelector("#left .tokens").focus()')
+    opened.press("ArrowRight", 39)
+    assert "Token 1" in opened.run('document.querySelector("#left .token").textContent')
+    opened.run('document.getElementById("step").focus()')
+    opened.press("ArrowLeft", 37)
+    assert opened.run('document.getElementById("step").value') == "3"
+    names = opened.run(
+        '[...document.querySelectorAll("button, input, select")].filter((field) => field.checkVisibility() && '
+        "!(field.labels?.length || field.ariaLabel || field.textContent.trim() || field.labels?.[0])).length"
+    )
+    assert names == 0, "every control has a name"
+
+
+def masked(window, side):
+    return window.run(
+        f'[...document.querySelectorAll("#{side} .tokens span")].map((s) => s.classList.contains("masked"))'
+    )
+
+
+def test_the_slider_plays_the_unmasking(opened):
+    """Blocks of two cells, one after the other: in each the left order goes forwards, the right one backwards."""
+    assert opened.run('document.getElementById("step").max') == "4"
+    orders = {"left": [0, 1, 2, 3], "right": [1, 0, 3, 2]}  # which token is revealed at which step
+    for step in range(5):
+        move = f'const slider = document.getElementById("step"); slider.value = {step};'
+        opened.run(f'(() => {{ {move} slider.dispatchEvent(new Event("input")) }})()')
+        for side, order in orders.items():
+            assert masked(opened, side) == [n not in order[:step] for n in range(4)], (side, step)
+    assert "∞ nats" not in opened.run('document.querySelector("#left .sum").textContent')
+    assert "Infinity nats" in opened.run('document.querySelector("#left .sum").textContent')
+
+
+def test_it_plays_by_itself_and_ends(opened):
+    click(opened, "#play")
+    opened.run("new Promise((done) => setInterval(() => play.textContent === 'Play' && done(), 20))")
+    assert opened.run('document.getElementById("step").value') == "4" and not any(masked(opened, "left"))
+
+
+def test_another_order_on_the_right(opened):
+    choose = 'const order = document.getElementById("right-order"); order.selectedIndex = 2;'
+    opened.run(f'(() => {{ {choose} order.dispatchEvent(new Event("change")) }})()')
+    assert "2 steps for 4 tokens" in opened.run('document.querySelector("#right .sum").textContent')
+    click(opened, "input[value=step]")
+    assert opened.run('document.getElementById("documents").classList.contains("by-step")')
+
+
+@pytest.mark.parametrize("scheme, kind", [("light", "screen"), ("dark", "screen"), ("dark", "print")])
+def test_contrast(opened, scheme, kind):
+    opened.media(scheme, kind)
+    click(opened, "#board tr.row .open", 1)
+    click(opened, '[data-group="source"]')
+    worst = opened.run(CONTRAST)
+    assert worst and worst[0][0] >= 4.5, worst
+
+
+@pytest.mark.parametrize("width", [360, 500])
+def test_on_a_telephone_perplexity_is_seen_without_scrolling(opened, width):
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": True}
+    opened.call("Emulation.setDeviceMetricsOverride", **size)
+    try:
+        cells = "#board tr.row td.g-value:not(.k-plot)"
+        ends = f"[...document.querySelectorAll('{cells}')].map(cell => cell.getBoundingClientRect().right)"
+        assert 0 < opened.run(f"Math.max(...{ends})") <= width
+    finally:
+        opened.call("Emulation.clearDeviceMetricsOverride")
+
+
+def test_a_telephone_scrolls_the_table_and_not_the_page(opened):
+    size = {"width": 420, "height": 900, "deviceScaleFactor": 1, "mobile": True}
+    opened.call("Emulation.setDeviceMetricsOverride", **size)
+    try:
+        assert opened.run("document.documentElement.scrollWidth") == 420
+    finally:
+        opened.call("Emulation.clearDeviceMetricsOverride")
+
+
+def test_a_name_cannot_run_even_as_markup(chromium, page, tmp_path):
+    """A second wall: the page's content security policy stops what would get past the escaping."""
+    broken = tmp_path / "broken.html"
+    text = page.read_text().replace("<main>", "<main><script>window.ran = 1</script><img src=http://127.0.0.1:9/x>")
+    broken.write_text(text)
+    chromium.open(broken)
+    assert chromium.run("window.ran") is None and chromium.problems
+    assert not [address for address in chromium.requests if "127.0.0.1:9" in address and not chromium.problems]
