@@ -470,7 +470,7 @@ def test_rankings_put_ties_together():
     first, second = tables.rankings(found)
     assert first["duel"] == [["c"], ["a", "b"]] and first["generative"] == [["b"], ["a"], ["c"]]
     assert (first["same_order"], second["same_order"]) == (False, True)
-    assert "`c` < `a` = `b`" in tables.ranked([first, second])
+    assert tables.ranked([first, second]).rows[0][1] == "c < a = b"
 
 
 def test_a_journal_drops_a_line_that_was_cut_off(tmp_path):
@@ -531,7 +531,7 @@ def test_rankings_within_the_judges_error_are_no_ranking():
 
     (one,) = tables.rankings([setting("a", 20.0, 31.0, 0.1), setting("b", 21.0, 30.0, 0.1)])
     assert one["same_order"] is None and one["not_distinguishable"] == [["b", "a"]]
-    assert "`b` ~ `a`" in tables.ranked([one]) and "not distinguishable" in tables.ranked([one])
+    assert tables.ranked([one]).rows[0][2:] == ["b ~ a", "not distinguishable"]
     (one,) = tables.rankings([setting("a", 20.0, 31.0, 0.001), setting("b", 21.0, 30.0, 0.001)])
     assert one["same_order"] is False and one["not_distinguishable"] == []
 

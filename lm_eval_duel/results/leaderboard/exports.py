@@ -187,7 +187,7 @@ def eval_results(board: Board, wanted: Mapping[str, tuple[str, str]]) -> dict[st
 def _entry(board: Board, row: Row, column: Row, cell: Row, dataset: str, task_id: str) -> dict[str, Any]:
     notes = [f"{WORDS[board['metric']]}, lower is better", label(row), KINDS[row["kind"]]]
     if cell["stderr"] is not None:
-        notes.append(f"standard error {number(cell['stderr'], board['metric'])}")
+        notes.append(f"standard error {number(cell['stderr'], form_of(board['metric']))}")
     elif cell["stderr_reason"]:
         notes.append(cell["stderr_reason"])
     if cell["interval"] is not None:
