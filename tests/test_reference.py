@@ -2,8 +2,10 @@
 
 import ast
 import decimal
+import inspect
 import itertools
 import math
+import re
 from decimal import Decimal
 from pathlib import Path
 
@@ -145,3 +147,17 @@ def test_the_order_near_one_is_that_of_the_log_odds():
     assert (log_P.exp().amax(1) == 1).all()
     for make in (reference.greedy, reference.margin, reference.entropy):
         assert make(2)(log_P, [0, 1, 2]) == [1, 2]
+
+
+# ---------------------------------------------------------------- docs/audit.md
+
+PAGE = Path(__file__).parents[1] / "docs" / "audit.md"
+
+
+def test_the_page_quotes_algorithm_2():
+    assert inspect.getsource(log_likelihood).rstrip() in PAGE.read_text()
+
+
+def test_the_page_names_files_that_are_there():
+    named = set(re.findall(r"`(tests/[\w/]+\.py)`", PAGE.read_text()))
+    assert len(named) > 10 and all((PAGE.parents[1] / file).is_file() for file in named)
