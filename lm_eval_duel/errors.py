@@ -6,6 +6,9 @@ import contextlib
 import difflib
 from collections.abc import Iterable, Iterator
 
+LISTED = 4  # near names in an error
+LONGEST_LIST = 40  # names; of a longer list only the near ones are printed, if there are any
+
 
 class DuelError(ValueError):
     """A request cannot be carried out; the message says why, and what to do instead.
@@ -115,10 +118,13 @@ def first_cell_unseen(cache: str) -> DuelError:
 
 
 def unknown(what: str, name: object, known: Iterable[str]) -> DuelError:
-    """The error for an unknown name, with the nearest known one and the whole list."""
+    """The error for an unknown name, with the nearest known one, and the whole list if it is short."""
     known = sorted(known)
     typed, names = str(name).lower(), {entry.lower(): entry for entry in reversed(known)}
     begins = [entry for entry in sorted(names) if len(typed) > 2 and entry.startswith(typed)]
-    nearest = [names[entry] for entry in (difflib.get_close_matches(typed, names, n=1) or begins)]
+    nearest = [names[entry] for entry in (difflib.get_close_matches(typed, names, n=LISTED) or begins)]
     hint = f" Did you mean {nearest[0]}?" if nearest else ""
+    if len(known) > LONGEST_LIST and nearest:
+        others = f" Others like it: {', '.join(nearest[1:LISTED])}." if nearest[1:] else ""
+        return DuelError(f"Unknown {what} '{name}'.{hint}{others}")
     return DuelError(f"Unknown {what} '{name}'.{hint} Known: {', '.join(known)}.")

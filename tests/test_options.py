@@ -159,7 +159,7 @@ def test_network_args_are_those_of_denoisers_load():
         ({"rule": "gredy"}, "Unknown unmasking rule 'gredy'. Did you mean greedy?"),
         (
             {"blok": 32},
-            "Unknown model arg 'blok'. Did you mean block? Known: add_bos_token, alg_temp, attention, backend,",
+            "Unknown model arg 'blok'. Did you mean block?",
         ),
         ({"bos": "givn"}, "Unknown value of bos 'givn'. Did you mean given?"),
         ({"bos": "none", "add_bos_token": True}, "add_bos_token=True means bos=given, but bos=none is given."),

@@ -68,7 +68,8 @@ def _score(lm: DuelMDM) -> str:
     seconds = time.perf_counter() - began
     steps = "" if any(score.nfe is None for score in scores) else f", {sum(score.nfe for score in scores)} steps"
     nats = sum(score.log_prob for score in scores)
-    return f"{nats:.3f} nats for {tokens} tokens, {lm.spec.get('rule', lm.estimator.name)}{steps}, {seconds:.2f} s"
+    nats_of = f"{nats:.3f} nats for the {tokens} tokens of {TEXT!r}"
+    return f"{nats_of}, {lm.spec.get('rule', lm.estimator.name)}{steps}, {seconds:.2f} s"
 
 
 def _token(tokenizer: Any, token: int) -> str:

@@ -155,9 +155,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def score(lm: DuelMDM, texts: Sequence[own_text.OwnText]) -> list[Row] | None:
     """The score of each text under a model of the harness; None on ranks other than the first."""
     from lm_eval_duel.harness import versions
+    from lm_eval_duel.harness.requests import FILE
 
     mine = lm.ranks.deal([1 + len(text) for _, text in texts])
-    requests = [versions.request("loglikelihood_rolling", {"text": texts[n][1]}, (texts[n][1],), TASK, n) for n in mine]
+    requests = [
+        versions.request("loglikelihood_rolling", {"text": texts[n][1], FILE: texts[n][0]}, (texts[n][1],), TASK, n)
+        for n in mine
+    ]
     answers = lm.loglikelihood_rolling(requests)
     rows = {
         n: Row(texts[n][0], float(answer), size_of(texts[n][1], answer.tokens), answer.stderr)

@@ -21,7 +21,7 @@ from lm_eval_duel.estimators.registry import ESTIMATORS, Kind
 from lm_eval_duel.harness import trace
 from lm_eval_duel.harness.token_text import token_texts
 from lm_eval_duel.rates import perplexity
-from lm_eval_duel.tables import plain_table
+from lm_eval_duel.tables import one_line, plain_table
 
 EARLY_TO_LATE = (54, 61, 67, 73, 79, 114, 185, 226)  # of the terminal's 256 colours: dark blue to yellow
 SURE_TO_SURPRISED = (255, 230, 228, 222, 215, 208, 202, 196)  # white to red
@@ -78,12 +78,14 @@ def _order(record: dict[str, Any], rule: str | None) -> dict[str, Any]:
 
 def _heading(record: dict[str, Any]) -> str:
     tokens = len(record["ids"])
-    lines = [f"document {record.get('doc')} of {record.get('task')}, window {record['window']}: {tokens} tokens"]
+    lines = [
+        f"document {record.get('doc')} of {one_line(record.get('task'))}, window {record['window']}: {tokens} tokens"
+    ]
     if record.get("request"):
         lines.append(f"request {record['request']}")
     error = record.get("stderr")
     for name, log_prob in record["values"].items():
-        lines.append(_value(name, log_prob, tokens, error))
+        lines.append(_value(one_line(name), log_prob, tokens, error))
         error = None
     if record.get("nfe") is not None:
         near_ties = record.get("near_ties")
@@ -202,18 +204,17 @@ def _windows(path: str, task: str | None, doc: int, request: int) -> list[dict[s
     if not records:
         raise DuelError(f"{path} holds no window yet.")
     tasks = sorted({str(record.get("task")) for record in records})
+    listed = one_line(", ".join(tasks))
     if task is None and len(tasks) > 1:
-        raise DuelError(f"{path} holds the tasks {', '.join(tasks)}; name one with --task.")
+        raise DuelError(f"{path} holds the tasks {listed}; name one with --task.")
     task = task or (tasks[0] if tasks else None)
     of_task = [record for record in records if str(record.get("task")) == task]
     docs = sorted({record["doc"] for record in of_task if isinstance(record.get("doc"), int)})
     windows = [r for r in of_task if r.get("doc") == doc and (r.get("request") or 0) == request]
     if not windows:
-        available = (
-            f"documents {docs[0]} to {docs[-1]} of task {task}" if docs else f"the tasks {', '.join(tasks) or 'none'}"
-        )
+        available = f"documents {docs[0]} to {docs[-1]} of task {task}" if docs else f"the tasks {listed or 'none'}"
         wanted = f"document {doc} of task {task}" + (f", request {request}" if request else "")
-        raise DuelError(f"{path} has no {wanted}; it holds {available}.")
+        raise DuelError(one_line(f"{path} has no {wanted}; it holds {available}."))
     for record in windows:
         if missing := [name for name in REQUIRED_KEYS if name not in record]:
             raise DuelError(f"A window of document {doc} in {path} has no {' and no '.join(missing)}; write it again.")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -23,12 +24,24 @@ Ids: TypeAlias = "Sequence[int] | Tensor"  # token ids: a list, a tuple, or a te
 
 
 def as_ids(ids: Ids) -> tuple[int, ...]:
-    """Token ids as a tuple of ints; raises DuelError for a tensor or array that is not one-dimensional."""
-    if (shape := getattr(ids, "shape", None)) is None:
-        return tuple(int(token) for token in ids)
-    if len(shape) != 1:
+    """Token ids as a tuple of ints; raises DuelError for anything but whole numbers in one dimension."""
+    shape = getattr(ids, "shape", None)
+    if shape is not None and len(shape) != 1:
         raise DuelError(f"Token ids are a list, or a tensor of one dimension; got one of the shape {tuple(shape)}.")
-    return tuple(map(int, ids.tolist()))  # type: ignore[union-attr]  # it has a shape: a tensor or an array
+    try:
+        values = ids.tolist() if shape is not None else list(ids)  # type: ignore[union-attr]  # a tensor or an array
+        return tuple(map(whole_id, values))
+    except (TypeError, ValueError):
+        raise DuelError(f"Token ids are whole numbers in a list, a tuple or a tensor; got {ids!r:.80}.") from None
+
+
+def whole_id(token: object) -> int:
+    """A token id; raises TypeError for a text, and for a number that is not whole."""
+    if isinstance(token, float):
+        if not token.is_integer():
+            raise TypeError
+        return int(token)
+    return operator.index(token)  # type: ignore[arg-type]  # raises TypeError
 
 
 @dataclasses.dataclass(frozen=True, init=False)

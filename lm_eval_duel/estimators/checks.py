@@ -142,7 +142,15 @@ def check_windows(
 ) -> None:
     """Raise DuelError, naming the window, for one that cannot be scored (or generated)."""
     unscorable = set(denoiser.excluded.nonzero()[:, 0].tolist()) - {denoiser.mask_id}
+    if isinstance(windows, Window):
+        raise DuelError("Windows come in a list; got one Window. Write [window].")
     for n, window in enumerate(windows):
+        if not isinstance(window, Window):
+            raise DuelError(
+                f"Window {n} is of the class {type(window).__name__}; write Window(context=(), target=ids), a class of "
+                "lm_eval_duel.",
+                n,
+            )
         target = () if generating else window.target
         if problem := _problem(denoiser, block, grid, window, (*window.context, *window.suffix, *target)):
             raise DuelError(f"Window {n} {problem}", n)

@@ -206,7 +206,8 @@ class DuelMDM(TemplateLM):
 
         total = self.run.total()
         eps = self.options.estimator_args.get("elbo_eps")
-        for line in total.log_lines("no bound: elbo_eps above 0" if eps else "a bound"):
+        bound = "no bound: elbo_eps above 0" if eps else "a bound"
+        for line in total.log_lines(bound):
             log.info("%s", line)
         for line in total.warnings():
             log.warning("%s", line)
@@ -226,6 +227,7 @@ class DuelMDM(TemplateLM):
             "versions": versions(),
             "trace": str(self.trace.path) if self.trace else None,
             **total.describe(),
+            "errors": total.errors(bound),
         }
         return {"fingerprint": self.fingerprint, "spec": self.spec, "duel": duel}
 

@@ -18,7 +18,7 @@ from lm_eval_duel.core.scores import WindowScore
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.harness import versions
-from lm_eval_duel.harness.requests import named, named_windows
+from lm_eval_duel.harness.requests import document_of, named, named_windows
 from lm_eval_duel.harness.resume import Unfinished
 from lm_eval_duel.harness.run import Run
 from lm_eval_duel.harness.so_far import Document, SoFar, random_order
@@ -227,7 +227,7 @@ def _save(
 def _count(run: Run, request: Instance, windows: Sequence[Window], outcome: Outcome) -> None:
     """Add a request to the statistics."""
     unknown = run.text.unknown(windows, str(versions.arguments(request)[-1]))
-    run.stats.add_request(str(request.task_name), request.doc_id, windows, outcome, unknown)
+    run.stats.add_request(str(request.task_name), document_of(request), windows, outcome, unknown)
 
 
 def _cached_score(run: Run, kind: str, request: Instance, windows: Sequence[Window]) -> RequestScore | None:

@@ -13,6 +13,8 @@
     CachingLM.__init__          names a --use_cache file that cannot be opened; and gives our models all requests, also
                                 those with a cached answer, so that the results count them (see cache.py)
 
+    make_table                  prints the Monte Carlo and sampling errors of our estimators under the table of results
+
     TaskManager.__init__        does not read lm-eval's own 14,000 task files, which takes seconds; only while
                                 `lm-eval-duel run` runs, and only if all tasks that it names are this package's
 
@@ -32,7 +34,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lm_eval import evaluator
+from lm_eval import evaluator, utils
 from lm_eval.api.model import CacheHook, CachingLM
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
@@ -55,6 +57,7 @@ def apply() -> None:
         _patch(TaskManager, "load", _load_tasks)
         _patch(evaluator, "torch_gather_object", _gather_object)
     _patch(CachingLM, "__init__", _open_cache)
+    _patch(utils, "make_table", _make_table)
 
 
 @contextlib.contextmanager
@@ -112,6 +115,12 @@ def _build_all_requests(
     if world_size > 1:
         _require_documents(task, limit, samples, world_size)
     return original(task, limit=limit, samples=samples, world_size=world_size, **options)
+
+
+def _make_table(original: Callable[..., str], results: dict[str, Any], column: str = "results", *rest: Any) -> str:
+    table = original(results, column, *rest)
+    lines = results.get("config", {}).get("duel", {}).get("errors", []) if column == "results" else []
+    return "\n".join([table.rstrip("\n"), "", *lines]) if lines else table
 
 
 def _process_instances(original: Callable[..., None], task: Task) -> None:

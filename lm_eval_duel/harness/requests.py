@@ -12,6 +12,8 @@ from lm_eval_duel.errors import DuelError
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
+FILE = "file of this document"  # an entry of documents that are the user's own files
+
 
 class Batch(NamedTuple):
     """The distinct requests of one call, without those that the harness repeats to give all ranks equally many.
@@ -72,6 +74,13 @@ def named_windows(owners: Sequence[Instance]) -> Iterator[None]:
         raise
 
 
+def document_of(request: Instance) -> Any:
+    """What a request's document is called: its file, if the document says so, else its number."""
+    return request.doc.get(FILE, request.doc_id) if isinstance(request.doc, dict) else request.doc_id
+
+
 def name(request: Instance) -> str:
     """A request in the words of a user."""
+    if (document := document_of(request)) != request.doc_id:
+        return str(document)
     return f"Request of task {request.task_name}, document {request.doc_id}"

@@ -138,7 +138,7 @@ class Run:
             log.warning("Interrupted by %s on rank %d after %s. %s", signal.name, self.ranks.rank, self.progress, saved)
             if self.progress is not None and (estimates := str(self.progress.so_far or "")):
                 log.warning(
-                    "Estimate so far (estimator=%s), with a 95 %% interval for this rank's documents: %s",
+                    "Estimate so far (estimator=%s), from this rank's documents: %s",
                     self.estimator.name,
                     estimates,
                 )

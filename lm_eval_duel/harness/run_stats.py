@@ -93,7 +93,16 @@ class RunStats:
 
     def log_lines(self, bound: str) -> list[str]:
         """For the log: near ties, estimates (`bound`: what kind of number an ELBO is), the balance of ranks."""
-        lines = [self.near_ties] if self.near_ties else []
+        lines = [*([self.near_ties] if self.near_ties else []), *self.errors(bound)]
+        if self.ranks > 1:
+            lines.append(self.balance)
+            if self.verified.windows:
+                lines.append(f"on all ranks, {self.verified.summary}")
+        return lines
+
+    def errors(self, bound: str) -> list[str]:
+        """The values that depend on random numbers, with their errors. `bound`: what kind of number an ELBO is."""
+        lines: list[str] = []
         for entry in ENTRIES:
             if entry.drawn is None:
                 continue
@@ -103,10 +112,6 @@ class RunStats:
                 for task, total in self.tasks.items()
                 if entry.name in total.values and total.tokens
             ]
-        if self.ranks > 1:
-            lines.append(self.balance)
-            if self.verified.windows:
-                lines.append(f"on all ranks, {self.verified.summary}")
         return lines
 
     def warnings(self) -> list[str]:

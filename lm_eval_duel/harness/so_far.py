@@ -93,8 +93,10 @@ class SoFar:
     def __str__(self) -> str:
         """For a progress bar: the perplexity of each task per token."""
         several = len(self.documents) > 1
-        parts = [(task, self.estimate(task)) for task in self.documents]
-        return ", ".join(f"ppl {f'{task} ' if several else ''}{value}" for task, value in parts if value)
+        parts = [(task, value) for task in self.documents if (value := self.estimate(task))]
+        text = ", ".join(f"ppl {f'{task} ' if several else ''}{value}" for task, value in parts)
+        open_ended = any(value.low is not None and value.sample < value.documents for _, value in parts)
+        return text + (" (95 % interval of the final value)" if open_ended else "")
 
 
 def random_order(requests: Sequence[Instance], seed: int) -> list[int]:

@@ -379,6 +379,8 @@ class Duel:
     def score_stream(self, texts: Sequence[str]) -> Iterator[tuple[int, TextScore]]:
         """(index, score) of each text as it is finished, in any order."""
         text_side = self._require_text("score", texts)
+        if empty := [str(n) for n, text in enumerate(texts) if not text]:
+            log.warning("no perplexity is defined for a text without tokens (nan): text %s", ", ".join(empty))
         missing = tokens = 0
         for n, length, windows, scores in score_texts(text_side, texts, self.stream):
             mine = text_side.unknown(windows, texts[n])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.util
 import math
 import os
 import sys
@@ -167,6 +168,18 @@ def find(name: str) -> type[Rule]:
     return RULES[resolved]
 
 
+def _folder_and_module(file: str) -> tuple[str, str]:
+    """The folder of a Python file and the name of its module; raises DuelError if that name has another meaning."""
+    path = os.path.abspath(os.path.expanduser(file))
+    folder, module = os.path.split(path.removesuffix(".py"))
+    if not os.path.isfile(path):
+        raise DuelError(f"No file '{file}' for the rule; write path/to/file.py:Name.")
+    found = importlib.util.find_spec(module) if module in sys.modules or module in sys.stdlib_module_names else None
+    if found is not None and os.path.abspath(found.origin or "") != path:
+        raise DuelError(f"'{module}' is also the module {found.origin}; give the rule's file {file} another name.")
+    return folder, module
+
+
 def check_state_only(rule: Rule) -> None:
     """Raise DuelError for a rule whose pick depends on more than the revealed tokens."""
     if not rule.state_only:
@@ -192,9 +205,12 @@ def _resets(rule: Rule, name: str) -> Rule:
 
 def _custom(name: str) -> type[Rule]:
     module_name, class_name = name.split(":")
-    if not class_name or not all(module_name.split(".")):
-        raise DuelError(f"'{name}' is not a rule: write module:Name, or a rule's name.")
-    sys.path.insert(0, os.getcwd())  # a console script has its own folder there instead
+    if not class_name or not (module_name.endswith(".py") or all(module_name.split("."))):
+        raise DuelError(f"'{name}' is not a rule: write module:Name, path/to/file.py:Name, or a rule's name.")
+    folder = os.getcwd()  # a console script has its own folder in sys.path instead
+    if module_name.endswith(".py"):
+        folder, module_name = _folder_and_module(module_name)
+    sys.path.insert(0, folder)
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -204,7 +220,7 @@ def _custom(name: str) -> type[Rule]:
             f"No module '{module_name}' for rule '{name}'; put it in this folder or on PYTHONPATH."
         ) from None
     finally:
-        sys.path.remove(os.getcwd())
+        sys.path.remove(folder)
     rule = getattr(module, class_name, None)
     if rule is None:
         raise unknown(

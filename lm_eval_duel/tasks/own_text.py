@@ -78,7 +78,9 @@ def rows(patterns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def column(name: str, row: dict[str, Any], key: str) -> Any:
     """The entry of a row; raises DuelError, with the nearest column, if there is none."""
-    if row.get(key) is None:
+    if key in row and row[key] is None:
+        raise DuelError(f"{name}: column '{key}' is null; leave this row out.")
+    if key not in row:
         raise DuelError(f"{name}: {unknown('column', key, [column for column in row if row[column] is not None])}")
     return row[key]
 
@@ -89,7 +91,7 @@ def _records(file: Path) -> list[dict[str, Any]]:
         return files.table(str(file)).to_pylist()
     try:
         records = files.json_records(file)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DuelError(f"{file} cannot be read as JSON, one record a line or one list ({error}).") from None
     for number, record in enumerate(records, 1):
         if not isinstance(record, dict):

@@ -11,6 +11,7 @@ from harness_runs import TORCHRUN, launch
 from lm_eval_duel import Duel
 from lm_eval_duel.cli import score
 from lm_eval_duel.errors import UsageError
+from lm_eval_duel.estimators import registry
 
 TEXTS = ["a b c d e", "the of and a b c d e a b c d e the of and", "a"]
 
@@ -77,8 +78,8 @@ def test_what_is_not_a_likelihood_is_labelled(folder, texts, tmp_path, capsys):
         in printed
     )
     assert "not a likelihood: it sees the targets" in run(texts, "--model_args", model + "oracle", capsys=capsys)
-    assert score.kind("elbo", {"elbo_eps": "0.001"}) == score.NO_BOUND
-    assert score.kind("duel", {}) == "a likelihood"
+    assert registry.kind_of("elbo", {"elbo_eps": "0.001"}) == registry.NO_BOUND
+    assert registry.kind_of("duel", {}) == "a likelihood"
 
 
 def test_names_in_csv_are_no_formulas(folder, tmp_path, monkeypatch, capsys):

@@ -80,7 +80,7 @@ def test_aliases(alias, name):
         ("greedy:k=1:oops", "'oops' in rule 'greedy:k=1:oops' is not param=value"),
         ("no_such_module:Rule", "No module 'no_such_module' for rule 'no_such_module:Rule'"),
         ("no.such.module:Rule", "No module 'no.such.module' for rule"),
-        (":Rule", "':Rule' is not a rule: write module:Name, or a rule's name."),
+        (":Rule", "':Rule' is not a rule"),
         ("textbook:score", "must be a subclass of lm_eval_duel.rules.Rule"),
         ("custom_rules:Stals", "Did you mean Stalls?"),
     ],

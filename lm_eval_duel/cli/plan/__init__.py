@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import os
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from lm_eval_duel.estimators.cost import Cost, Layout, Setting
 
 TFLOPS = {"bfloat16": 989.0, "float16": 989.0, "float32": 67.0, "float64": 67.0}  # of an H200, dense
+CPU_CORE = {"bfloat16": 0.1, "float16": 0.1, "float32": 0.1, "float64": 0.05}  # of a core with AVX2 at 3 GHz
+DEVICES = {"h200": "an H200", "cpu": f"a CPU of {os.cpu_count()} cores"}
 DRAWS, SAMPLE = 128, 0.03
 CALL_TOKENS = 1 << 18  # the largest network call on a GPU (core/budget.py)
 PRINTS = """\
@@ -122,7 +125,10 @@ def plan(options: argparse.Namespace, run: Options) -> dict[str, Any]:
     block = resolve_block(denoiser, None if denoiser.attention == "causal" and run.block is None else run.block)
     setting = Setting(denoiser, rule, block, resolve_grid(denoiser, run.grid), denoiser.size.kept)
     windows = windows_of(options, run, denoiser, block)
-    options.tflops = options.tflops or TFLOPS[denoiser.dtype]
+    options.device_name = DEVICES[options.device] if options.tflops is None else "a device"
+    if options.tflops is None:
+        cpu = CPU_CORE[denoiser.dtype] * (os.cpu_count() or 1)
+        options.tflops = cpu if options.device == "cpu" else TFLOPS[denoiser.dtype]
     options.call_tokens = (run.rows or 0) * denoiser.max_length or CALL_TOKENS
     planned = lines(setting, windows, options)
     return {
@@ -141,6 +147,7 @@ def plan(options: argparse.Namespace, run: Options) -> dict[str, Any]:
         "length": max(window.length for window in windows),
         "tokens": sum(window.target * number for window, number in windows.items()),
         "blocks": int(planned[0].cost.blocks),
+        "device": options.device_name,
         "tflops": options.tflops,
         "utilization": options.utilization,
         "methods": {
@@ -183,6 +190,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Options]:
     add("--length", help="positions of a window: shorthand for the model arg max_length")
     add("--draws", help=f"draws of the ELBO (mc_samples of the model args, else {DRAWS})")
     add("--sample", type=float, default=SAMPLE, help=f"share of blocks that two_phase scores uncached ({SAMPLE})")
+    add("--device", choices=DEVICES, default="h200", help="whose rate the time is for (h200), or give --tflops")
     add("--tflops", type=float, help="the device's dense rate (an H200's: 989 in bfloat16, 67 in float32)")
     add("--utilization", type=float, default=0.5, help="the share of that rate that is reached (0.5)")
     add("--json", action="store_true", help="print the figures as JSON")

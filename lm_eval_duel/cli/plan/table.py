@@ -53,7 +53,7 @@ def _heading(figures: dict[str, Any]) -> list[str]:
         f"{figures['block'] or 'none'}",
         f"{documents}{figures['tokens']:,} tokens in {figures['windows']:,} windows of at most {figures['length']:,} "
         f"positions, {figures['blocks']:,} blocks",
-        f"time: at {figures['utilization']:.0%} of {figures['tflops']:,.0f} TFLOP/s",
+        f"time: on {figures['device']}, at {figures['utilization']:.0%} of {figures['tflops']:,.4g} TFLOP/s",
     ]
 
 

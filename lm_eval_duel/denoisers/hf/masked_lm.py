@@ -42,6 +42,11 @@ def load(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedToke
     model_config = auto_model.read_model_config(options)
     if type(model_config) not in MODEL_FOR_MASKED_LM_MAPPING:
         classes = ", ".join(config.get("architectures") or [type(model_config).__name__])
+        if getattr(model_config, "is_encoder_decoder", False):
+            raise DuelError(
+                f"{options.name} ({classes}) is an encoder-decoder network, which this package does not score: it has "
+                "neither a mask state for every token nor one row for context and text."
+            )
         raise DuelError(
             f"{options.name} ({classes}) is neither a masked LM of transformers nor of a known diffusion family. "
             "If it is autoregressive, score it with estimator=ar. If it is a masked diffusion model whose network "
