@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lm_eval_duel.library.duel import Duel
     from lm_eval_duel.library.results import GeneratedText, TextEstimate, TextScore
     from lm_eval_duel.library.training import DuelCallback, planned_tokens, training_metrics
+    from lm_eval_duel.results.paired import compare
     from lm_eval_duel.rules import Decision, Rule
 
     __version__: str
@@ -47,6 +48,7 @@ _HOMES = {  # the module that defines each public name
     "UsageError": "lm_eval_duel.errors",
     "Window": "lm_eval_duel.core.windows",
     "WindowScore": "lm_eval_duel.core.scores",
+    "compare": "lm_eval_duel.results.paired",
     "load": "lm_eval_duel.denoisers",
     "load_tokenizer": "lm_eval_duel.denoisers",
     "planned_tokens": "lm_eval_duel.library.training",
@@ -74,6 +76,7 @@ __all__ = [
     "UsageError",
     "Window",
     "WindowScore",
+    "compare",
     "load",
     "load_tokenizer",
     "planned_tokens",

@@ -20,6 +20,12 @@ from lm_eval_duel.estimators.registry import Kind, find, kind_of
 from lm_eval_duel.harness.key_values import key_values
 from lm_eval_duel.options import Options
 from lm_eval_duel.rates import perplexity, ratio
+from lm_eval_duel.results.paired import PairedDifference, Scored, difference, key_of
+from lm_eval_duel.results.records import plain
+from lm_eval_duel.results.table import Cell as TableCell
+from lm_eval_duel.results.table import Column, Table
+from lm_eval_duel.results.table import plain as text_of
+from lm_eval_duel.rules.tables import short
 from lm_eval_duel.strict_json import finite
 from lm_eval_duel.tables import csv_cell, plain_table
 from lm_eval_duel.tasks import own_text
@@ -27,12 +33,15 @@ from lm_eval_duel.tasks import own_text
 if TYPE_CHECKING:
     from lm_eval_duel.harness.lm import DuelMDM
 
+FORMAT = "lm_eval_duel score"
 TASK = "score"  # what traces and results call these documents
 PRINTS = """\
 Prints a line for each document (tokens, log-probability in nats, perplexity per token and per word, bits per byte) and
 the total with its standard error over documents. The numbers are those of the harness: the same windows, special tokens
 and model args. Words are those of the text without white space around it; the harness counts one more for a text that
 ends in a newline. An estimate or a bound has its Monte Carlo error in a column of its own.
+--compare scores the same texts under other models and ends with the paired differences: in nats per token if both
+count the same tokens, else per byte, each with its 95 % interval over documents and a verdict.
 A .jsonl, .json or .parquet file has a document in each row (--field names the column); a .txt or .md file is one
 document, or with --lines one for each line. The file - is standard input.
 """
@@ -59,6 +68,7 @@ class Row:
     size: Size
     stderr: float | None = None
     unknown: int = 0  # [UNK] tokens
+    key: str = ""  # equal for equal texts
 
     def figures(self) -> dict[str, Any]:
         """For JSON and CSV; None stands for a value that does not exist or is infinite."""
@@ -66,6 +76,7 @@ class Row:
         return finite(
             {
                 "document": self.name,
+                "sha256": self.key,
                 "tokens": tokens,
                 "unk_tokens": self.unknown,
                 "words": words,
@@ -91,26 +102,86 @@ def main(arguments: Sequence[str]) -> None:
     from lm_eval_duel.harness.lm import DuelMDM
 
     setup_logging()
-    lm = DuelMDM(**options.model)
-    if (rows := score(lm, texts)) is None:
+    every = []
+    for model in (options.model, *options.others):
+        lm = DuelMDM(**model)
+        if (rows := score(lm, texts)) is not None:
+            every.append((figures_of(lm, rows), rows))
+            print(("\n" if len(every) > 1 else "") + table(every[-1][0]), flush=True)
+    if not every:
         return
+    (figures, rows), *others = every
+    if others:
+        differences = compared(every)
+        figures["compared"] = [
+            other | {"difference": plain(d)} for (other, _), d in zip(others, differences, strict=True)
+        ]
+        print(f"\n{text_of(differences_table(differences))}")
+    if options.json:
+        Path(options.json).write_text(json.dumps(figures, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    if options.csv:
+        lines = [
+            ({"model": f["pretrained"], **row.figures()} if others else row.figures()) for f, r in every for row in r
+        ]
+        with open(options.csv, "w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, list(lines[0]))
+            writer.writeheader()
+            writer.writerows({key: csv_cell(value) for key, value in line.items()} for line in lines)
+
+
+def figures_of(lm: DuelMDM, rows: Sequence[Row]) -> dict[str, Any]:
+    """The content of --json for one model. Null stands for a value that does not exist or is infinite."""
     info = lm.get_model_info()
-    figures = {
+    return {
+        "format": FORMAT,
+        "version": 1,
+        "pretrained": info["duel"]["pretrained"],
         "fingerprint": info["fingerprint"],
         "spec": info["spec"],
         "estimator": lm.estimator.name,
         "kind": kind_of(lm.estimator.name, info["spec"]),
         "documents": [row.figures() for row in rows],
         "total": _total(lm, rows),
+        "duel": finite(info["duel"]),
     }
-    if options.json:
-        Path(options.json).write_text(json.dumps(figures, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    if options.csv:
-        with open(options.csv, "w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, list(rows[0].figures()))
-            writer.writeheader()
-            writer.writerows({key: csv_cell(value) for key, value in row.figures().items()} for row in rows)
-    print(table(figures))
+
+
+# ---------------------------------------------------------------- several models
+
+
+def compared(every: Sequence[tuple[dict[str, Any], Sequence[Row]]]) -> list[PairedDifference]:
+    """The first model against each of the others, on the same texts."""
+    (figures, rows), *others = every
+    return [
+        difference(_scored(rows), _scored(theirs), _names(figures, other), (figures["kind"], other["kind"]))
+        for other, theirs in others
+    ]
+
+
+def _scored(rows: Sequence[Row]) -> list[Scored]:
+    return [Scored(row.key, row.log_prob, *dataclasses.astuple(row.size), row.stderr) for row in rows]
+
+
+def _names(first: dict[str, Any], second: dict[str, Any]) -> tuple[str, str]:
+    """The shortest names that tell two models apart."""
+    labels = []
+    for figures in (first, second):
+        spec, entry = figures["spec"], find(figures["estimator"])
+        method = short(spec["rule"]) if entry.follows_rule and "rule" in spec else entry.display
+        block = f"block {spec['block']}" if "block" in spec and not entry.causal else ""
+        cache = f"cache={spec['cache']}" if "cache" in spec else ""
+        labels.append([figures["pretrained"], method, block, cache, figures["fingerprint"]])
+    differing = [pair for pair in zip(*labels, strict=True) if pair[0] != pair[1]]
+    kept = differing[:-1] if len(differing) > 1 else differing or [(first["pretrained"], second["pretrained"])]
+    here, there = (", ".join(filter(None, names)) for names in zip(*kept, strict=True))
+    return here, there
+
+
+def differences_table(differences: Sequence[PairedDifference]) -> Table:
+    """The differences as a table; below 0 the first is better."""
+    columns = [Column("first - second"), Column("unit"), Column("difference, nats per unit", "+.4f"), Column("verdict")]
+    rows = [[" - ".join(d.names), d.unit, TableCell(d.difference, d.interval), d.verdict] for d in differences]
+    return Table(columns, rows)
 
 
 @usage()
@@ -129,6 +200,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("files", nargs="+", metavar="FILE", help=f"{', '.join(own_text.FORMATS)}, a folder, a pattern, or - for stdin")
     add("--model_args", default="", help="as for lm_eval: pretrained=demo-mdm,rule=greedy,block=32")
     add("--field", default="text", help="the column of tables that holds the text (text)")
+    add(
+        "--compare",
+        nargs="+",
+        default=[],
+        metavar="MODEL",
+        help="other models: model args (without pretrained: those of --model_args but for these), or a name",
+    )
     add("--lines", action="store_true", help="each line of a .txt or .md file is a document")
     add("--limit", help="score only the first documents")
     add("--json", metavar="FILE", help="also write the figures, with the spec, to this file")
@@ -148,8 +226,18 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         model["trace"] = options.trace
     options.model = {**model, "device": options.device, "batch_size": options.batch_size}
     Options.parse(options.model)
+    options.others = [_other(text, options.model) for text in options.compare]
     options.ranks = process()[1]
     return options
+
+
+def _other(text: str, model: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a model of --compare."""
+    given = key_values("--compare", text if "=" in text else f"pretrained={text}")
+    kept = ("device", "batch_size") if "pretrained" in given else tuple(key for key in model if key != "trace")
+    other = {**{key: model[key] for key in kept}, **given}
+    Options.parse(other)
+    return other
 
 
 def score(lm: DuelMDM, texts: Sequence[own_text.OwnText]) -> list[Row] | None:
@@ -164,7 +252,7 @@ def score(lm: DuelMDM, texts: Sequence[own_text.OwnText]) -> list[Row] | None:
     ]
     answers = lm.loglikelihood_rolling(requests)
     rows = {
-        n: Row(texts[n][0], float(answer), size_of(texts[n][1], answer.tokens), answer.stderr)
+        n: Row(texts[n][0], float(answer), size_of(texts[n][1], answer.tokens), answer.stderr, key=key_of(texts[n][1]))
         for n, answer in zip(mine, answers, strict=True)
     }
     for n, unknown in lm.run.stats.tasks[TASK].unknown.items() if mine else ():

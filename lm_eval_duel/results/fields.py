@@ -67,6 +67,12 @@ class Fields(Mapping[str, Any]):
         place = f"{self.place}.{key}" if self.place else key
         return Fields({} if value is None else value, self.file, place)
 
+    def list(self, key: str) -> list[Any]:
+        value = self.entries.get(key)
+        if value is not None and not isinstance(value, list):
+            raise self.wrong(key, value, "a list")
+        return value or []
+
     def text(self, key: str) -> str | None:
         """A string; numbers and booleans are converted."""
         value = self.entries.get(key)

@@ -46,17 +46,25 @@ def pair(metric: str, entries: Sequence[Comparison], rates: Rates, documents: in
     elif lacking:
         reason = f"no interval: {lacking[0].model}, {lacking[0].name}: {lacking[0].reason}"
     names = apart(entries[first], entries[second])
-    verdict = "" if interval is None else _verdict(entries[first], entries[second], names, interval, documents)
-    return Pair(first, second, list(names), None if math.isnan(difference) else difference, interval, reason, verdict)
+    word = "" if interval is None else _verdict(entries[first], entries[second], names, interval, documents)
+    return Pair(first, second, list(names), None if math.isnan(difference) else difference, interval, reason, word)
 
 
 def _verdict(first: Comparison, second: Comparison, names: tuple[str, str], interval: Interval, documents: int) -> str:
+    reasons = [
+        f"{name} is neither a likelihood nor a bound" if row.eps else row.stderr_reason
+        for row, name in zip((first, second), names, strict=True)
+    ]
+    return verdict(names, interval, documents, (first.bound, second.bound), reasons)
+
+
+def verdict(
+    names: Sequence[str], interval: Sequence[float], documents: int, bounds: Sequence[bool], reasons: Sequence[str]
+) -> str:
+    """Which of two is better, by the interval of their difference. `reasons`: why there can be no verdict."""
     low, high = interval
-    for entry, name in zip((first, second), names, strict=True):
-        if entry.eps:
-            return f"no verdict: {name} is neither a likelihood nor a bound"
-        if entry.stderr_reason:
-            return f"no verdict: {entry.stderr_reason}"
+    if reason := next(filter(None, reasons), ""):
+        return f"no verdict: {reason}"
     if max(abs(low), abs(high)) < EQUAL:
         return "equal"
     if documents < FEW:
@@ -64,7 +72,7 @@ def _verdict(first: Comparison, second: Comparison, names: tuple[str, str], inte
     if low <= 0 <= high:
         return UNCLEAR
     better = 0 if high < 0 else 1
-    if (second, first)[better].bound:  # its own value may be lower than its bound
+    if bounds[1 - better]:  # its own value may be lower than its bound
         return f"no verdict: {names[1 - better]} is an upper bound"
     return f"{names[better]} is better"
 

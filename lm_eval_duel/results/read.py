@@ -10,7 +10,7 @@ from typing import Any
 
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators.registry import ESTIMATORS
-from lm_eval_duel.results import consistency, fields
+from lm_eval_duel.results import consistency, fields, own_texts
 from lm_eval_duel.results.fields import Fields
 from lm_eval_duel.results.records import NO_CACHE
 from lm_eval_duel.results.samples import WRITTEN
@@ -67,6 +67,7 @@ class Run:
     others: dict[str, Task]  # tasks without one
     groups: tuple[str, ...]  # groups of tasks
     nans: tuple[str, ...] = ()  # values that are not numbers and are left out
+    content: Fields | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -141,7 +142,8 @@ def _text(value: Any) -> str | None:
 
 def runs(places: Iterable[str | Path]) -> list[Run]:
     """The runs in result files and below folders; each file once, oldest first."""
-    return _distinct(sorted(map(run, files(places)), key=lambda run: (run.date, run.name)))
+    every = [run for file in files(places) for run in _of_file(file)]
+    return _distinct(sorted(every, key=lambda run: (run.date, run.name)))
 
 
 def files(places: Iterable[str | Path]) -> list[Path]:
@@ -172,8 +174,24 @@ def _is_results_name(file: Path) -> bool:
 
 def run(file: Path) -> Run:
     """Read a results file; raises DuelError for any other file, and for entries that lm_eval does not write."""
+    return _of_file(file)[0]
+
+
+def _of_file(file: Path) -> list[Run]:
+    """The run of a results file; a file of `score --compare` has one for each model."""
+    loaded = fields.load(file, RESULTS)
+    if not own_texts.is_score(loaded):
+        return [_run(file, loaded)]
+    others = Fields(loaded, str(file)).list("compared")
+    return [_run(file, loaded), *(_run(Path(f"{file}#{n}"), other) for n, other in enumerate(others, 2))]
+
+
+def _run(file: Path, loaded: Any) -> Run:
+    documents = None
     try:
-        content = Fields(fields.load(file, RESULTS), str(file))
+        if own_texts.is_score(loaded):
+            loaded, documents = own_texts.as_results(Fields(loaded, str(file)))
+        content = Fields(loaded, str(file))
         config, results = (Fields(content[key], str(file), key) for key in ("config", "results"))
         model = config.text("model") if config["model"] else None
     except KeyError as error:
@@ -193,9 +211,10 @@ def run(file: Path) -> Run:
         spec |= {"model_sha": config.text("model_sha")} if config.get("model_sha") else {}
     length = spec.get("max_length") if ours else content.get("max_length")
     groups = {name for name, parts in content.object("group_subtasks").items() if parts} | set(content.object("groups"))
-    tasks = {name: task(file, content, name, key) for name, key in keys(content, groups).items()}
+    tasks = {name: task(file, content, name, key, documents) for name, key in keys(content, groups).items()}
     result = Run(
         file=file,
+        content=content,
         ours=ours,
         model=model,
         pretrained=pretrained,

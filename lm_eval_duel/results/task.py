@@ -71,8 +71,10 @@ def _is_value(key: str) -> bool:
     return "," in key and not key.partition(",")[0].endswith("_stderr")
 
 
-def task(file: Path, results: Fields, name: str, key: str) -> Task:
-    """Task `name` of the results file, which calls it `key`."""
+def task(
+    file: Path, results: Fields, name: str, key: str, documents_of_file: tuple[Document, ...] | None = None
+) -> Task:
+    """Task `name` of the results file, which calls it `key`. `documents_of_file`: those that the file itself holds."""
     config, values = results.object("config"), results.object("results").object(key)
     documents = results.object("n-samples").object(key).count("effective")
     identity = {
@@ -87,8 +89,8 @@ def task(file: Path, results: Fields, name: str, key: str) -> Task:
     metrics = _metrics(values)
     rolling = output_type == "loglikelihood_rolling"
     task = Task(name, metrics, identity, rolling, scores=_scores(values), output_type=output_type, key=key)
-    if not metrics:
-        return task
+    if not metrics or documents_of_file is not None:
+        return dataclasses.replace(task, documents=documents_of_file)
     date = WRITTEN.search(file.stem)  # --output_path may be a folder, or a file whose name precedes the date
     samples_file = file.parent / f"samples_{key}_{date[0] if date else file.stem.removeprefix('results_')}.jsonl"
     if not _exists(samples_file):

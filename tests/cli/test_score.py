@@ -134,3 +134,26 @@ def test_processes_without_a_document_or_with_one_standard_input(texts, monkeypa
         score.main([texts, "--limit", "1", "--model_args", "pretrained=not/read"])
     with pytest.raises(UsageError, match=r"Standard input \(-\) cannot be read by several processes; name a file"):
         score.parse(["-"])
+
+
+def test_several_models_end_with_the_paired_differences(folder, texts, tmp_path, capsys):
+    model, out = f"pretrained={folder},rule=greedy,block=4", tmp_path / "out.json"
+    arguments = ("--lines", "--model_args", model, "--compare", "rule=margin", f"pretrained={folder},block=2")
+    printed = run(texts, *arguments, "--json", str(out), "--csv", str(tmp_path / "out.csv"), capsys=capsys)
+    figures = json.loads(out.read_text())
+    alone = tmp_path / "alone.json"
+    run(texts, "--lines", "--model_args", model.replace("greedy", "margin"), "--json", str(alone), capsys=capsys)
+    other = figures["compared"][0]
+    for row, expected in zip(other["documents"], json.loads(alone.read_text())["documents"], strict=True):
+        assert row["log_prob"] == pytest.approx(expected["log_prob"], abs=1e-4) and row["sha256"] == expected["sha256"]
+    totals = [content["total"] for content in (figures, other)]
+    expected = (totals[1]["log_prob"] - totals[0]["log_prob"]) / totals[0]["tokens"]
+    assert other["difference"]["difference"] == pytest.approx(expected)
+    assert other["difference"]["names"] == ["greedy", "margin"]
+    assert "greedy - margin" in printed and "no verdict from 3 documents" in printed
+    assert {line["model"] for line in csv.DictReader((tmp_path / "out.csv").open())} == {str(folder)}
+
+
+def test_a_wrong_model_of_compare_is_named_before_anything_is_loaded(texts):
+    with pytest.raises(UsageError, match="margni"):
+        score.parse([texts, "--model_args", "rule=greedy", "--compare", "rule=margni"])

@@ -9,9 +9,8 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from lm_eval_duel.results import fields
 from lm_eval_duel.results.fields import Fields
-from lm_eval_duel.results.read import MODEL, RESULTS, Run
+from lm_eval_duel.results.read import MODEL, Run
 
 SEEDS = {"random_seed": 0, "numpy_seed": 1234, "torch_seed": 1234, "fewshot_seed": 1234}  # of --seed
 TASK_FOLDER = '"$(lm-eval-duel where tasks)"'
@@ -34,7 +33,7 @@ class Provenance:
 
 def of(run: Run) -> Provenance:
     """The provenance of a run; raises DuelError for an entry that lm_eval does not write."""
-    content = Fields(fields.load(run.file, RESULTS), str(run.file))
+    content = run.content
     config = content.object("config")
     duel = config.object("duel")
     versions = duel.object("versions")

@@ -1,0 +1,152 @@
+"""Two scores of the same texts: the paired difference with its interval, and a verdict. In Python: `compare(a, b)`.
+
+    difference = rate(first) - rate(second),   rate = -sum log p / sum units over all texts
+
+Below 0 the first is better. The interval is from the bootstrap over texts that both share.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators.registry import NO_BOUND, Kind
+from lm_eval_duel.rates import perplexity
+from lm_eval_duel.results import pairs, stats
+from lm_eval_duel.results.table import number
+
+UNITS = ("token", "word", "byte")
+
+
+class TextScore(Protocol):
+    """The score of a text, such as `Duel.score` returns."""
+
+    text: str
+    log_prob: float
+    stderr: float | None
+    kind: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """A text as it was scored. `key`: equal for equal texts."""
+
+    key: str
+    log_prob: float  # nats
+    tokens: int
+    words: int
+    bytes: int
+    stderr: float | None = None  # Monte Carlo, nats
+
+    def units(self, unit: str) -> int:
+        return {"token": self.tokens, "word": self.words, "byte": self.bytes}[unit]
+
+
+@dataclasses.dataclass(frozen=True)
+class PairedDifference:
+    """First minus second in nats per unit: below 0 the first is better."""
+
+    names: tuple[str, str]
+    unit: str  # token, word or byte
+    documents: int
+    perplexities: tuple[float, float]  # per unit
+    difference: float | None  # None if a perplexity is infinite
+    interval: tuple[float, float] | None  # 95 %, bootstrap over texts; None for fewer than two
+    verdict: str
+
+    def __str__(self) -> str:
+        values = " and ".join(f"{name} {number(p)}" for name, p in zip(self.names, self.perplexities, strict=True))
+        text = f"perplexity per {self.unit}: {values}"
+        if self.difference is not None:
+            text += f"; difference {number(self.difference, '+.4f')} nats per {self.unit}"
+        if self.interval is not None:
+            low, high = (number(end, "+.4f") for end in self.interval)
+            text += f" (95 % interval {low} to {high}, {self.documents} documents)"
+        return f"{text}: {self.verdict}" if self.verdict else text
+
+
+def compare(
+    a: Sequence[TextScore],
+    b: Sequence[TextScore],
+    names: tuple[str, str] = ("first", "second"),
+    unit: str | None = None,
+) -> PairedDifference:
+    """Two lists of scores of the same texts, in the same order. `unit`: token, word or byte.
+
+    The default is `token` if both count the same tokens of every text, else `byte`. The interval includes the Monte
+    Carlo error of estimates and bounds. Raises DuelError for other texts, an unknown unit, and no text at all.
+    """
+    scores = [[_scored(score) for score in scores] for scores in (a, b)]
+    kinds = [next((score.kind for score in scores), Kind.LIKELIHOOD.value) for scores in (a, b)]
+    return difference(*scores, names, (kinds[0], kinds[1]), unit)
+
+
+def _scored(score: Any) -> Scored:
+    tokens = score.tokens if isinstance(score.tokens, int) else len(score.tokens)
+    text = score.text
+    return Scored(key_of(text), score.log_prob, tokens, len(text.split()), len(text.encode()), score.stderr)
+
+
+def key_of(text: str) -> str:
+    """A digest of a text, to know it again."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def difference(
+    first: Sequence[Scored],
+    second: Sequence[Scored],
+    names: tuple[str, str],
+    kinds: tuple[str, str] = (Kind.LIKELIHOOD.value, Kind.LIKELIHOOD.value),
+    unit: str | None = None,
+) -> PairedDifference:
+    """As `compare`, of texts known by their keys. `kinds`: what the values are, as `registry.kind_of` says."""
+    keys = [[score.key for score in scores] for scores in (first, second)]
+    if keys[0] != keys[1] or not first:
+        counts = f"{len(first)} and {len(second)} texts"
+        apart = next((n for n, (a, b) in enumerate(zip(*keys, strict=False)) if a != b), min(len(first), len(second)))
+        what = f"text {apart} differs" if len(first) == len(second) and first else f"there are {counts}"
+        raise DuelError(f"compare() takes two lists of scores of the same texts in the same order, but {what}.")
+    if unit not in (None, *UNITS):
+        raise DuelError(f"'unit' is one of {', '.join(UNITS)}; got {unit}.")
+    same = all(a.tokens == b.tokens for a, b in zip(first, second, strict=True))
+    unit = unit or ("token" if same else "byte")
+    if unit == "token" and not same:
+        raise DuelError("The two lists count other tokens, so they cannot be compared per token; use unit='byte'.")
+    order = sorted(range(len(first)), key=keys[0].__getitem__)  # as in a report, so that the intervals are its
+    columns = [[[scores[n].log_prob, scores[n].units(unit)] for n in order] for scores in (first, second)]
+    table = np.array(columns, dtype=np.float64).transpose(1, 0, 2)  # (texts, 2, 2)
+    units = table[:, :, 1].sum(0)
+    if not units.all():
+        raise DuelError(f"The texts have no {unit}s, so there is no rate to compare.")
+    rates = -table[:, :, 0].sum(0) / units
+    value = float(rates[0] - rates[1]) if np.isfinite(rates).all() else None
+    interval = None
+    if value is not None and len(first) > 1:
+        sums = stats.resample(table.reshape(len(table), 4)).reshape(-1, 2, 2)
+        kept = (sums[..., 1] > 0).all(1)  # a draw of empty texts only has no rate
+        drawn = -sums[kept][..., 0] / sums[kept][..., 1]  # (draws, 2)
+        for column, scores in enumerate((first, second)):
+            error = math.hypot(*(score.stderr or 0.0 for score in scores)) / units[column]
+            drawn[:, column] = stats.with_error(drawn, column, error) if error else drawn[:, column]
+        low, high = stats.interval(drawn[:, 0] - drawn[:, 1])
+        interval = (low, high)
+    bounds, reasons = zip(*(_trusted(*pair) for pair in zip(names, kinds, (first, second), strict=True)), strict=True)
+    verdict = "" if interval is None else pairs.verdict(names, interval, len(first), bounds, reasons)
+    perplexities = perplexity(rates[0]), perplexity(rates[1])
+    return PairedDifference(names, unit, len(first), perplexities, value, interval, verdict)
+
+
+def _trusted(name: str, kind: str, scores: Sequence[Scored]) -> tuple[bool, str]:
+    """Whether a value is a bound, and why it allows no verdict (empty if it does)."""
+    if kind == NO_BOUND:
+        return False, f"{name} is neither a likelihood nor a bound"
+    if kind == Kind.NOT_A_LIKELIHOOD.value:
+        return False, f"{name} is not a likelihood"
+    unknown = kind == Kind.ESTIMATE.value and any(score.stderr is None for score in scores)
+    return kind == Kind.UPPER_BOUND.value, f"the error of {name} is not known" if unknown else ""
