@@ -1,111 +1,195 @@
-"""Readers of arguments: each takes an argument's name and its value, and returns the value with its type.
+"""Arguments, declared once: model args, arguments of estimators, parameters of rules and flags of commands.
+
+    block: int | str | None = argument(BLOCK, "auto", "positions that are finished before the next ones are begun")
+
+An `Argument` says which values are taken, what stands for no value, one line of help, and whether the value defines a
+number (and so changes the fingerprint). Reading, errors, the lists of `lm-eval-duel args|rules|estimators`, the tables
+in docs/ and the test of the fingerprint come from it.
 
 lm_eval passes strings and numbers as its own parser made them: `block=32` is an int, `k=-1` a float, `none` a string,
-`None` nothing. A wrong value is a DuelError that names the argument and says which values it takes.
+`None` nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
-from collections.abc import Callable, Mapping
-from typing import Any
+import re
+from collections.abc import Callable
+from typing import Any, get_args
 
 from lm_eval_duel.errors import DuelError, unknown
 
-Reader = Callable[[str, Any], Any]  # (name, value as given) -> value
 NOTHING = (None, "", "none", "None", "null")
 MAX_FACTOR = 1e20  # of logits: a larger one may overflow float32
+INTEGERS = 2**63  # those of tensors are smaller
+MISSING = dataclasses.MISSING
+KEY = "argument"  # in the metadata of a dataclass field
 
 
-def argument(read: Reader, default: Any = None) -> Any:
-    """A dataclass field that is an argument: how it is read, and its value if it is not given."""
-    return dataclasses.field(default=default, metadata={"read": read})
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """The values that an argument takes. `convert` raises ValueError or its like for any other value."""
 
+    words: str  # completes "'block' is ..."
+    convert: Callable[[Any], Any]
+    choices: tuple[str, ...] = ()  # what `convert` may return; empty: anything
+    nothing: tuple[Any, ...] = NOTHING
 
-def readers(options: type) -> dict[str, Reader]:
-    """The reader of each argument that a dataclass declares with `argument`."""
-    return {field.name: field.metadata["read"] for field in dataclasses.fields(options) if "read" in field.metadata}
+    def __call__(self, name: str, value: Any, of: str = "") -> Any:
+        """The value with its type, None for nothing; `of`: whose argument it is, for the error.
 
-
-# ---------------------------------------------------------------- values
-
-
-def text(key: str, value: Any) -> str | None:
-    """A text, or None."""
-    return None if value in NOTHING else str(value)
-
-
-def whole(value: Any) -> int:
-    """The integer of an int, a float or a text, to the last digit; ValueError and its like for any other value."""
-    if isinstance(value, bool) or float(value) != int(float(value)):
-        raise ValueError(value)
-    try:
-        return int(value)
-    except ValueError:  # 1e3
-        return int(float(value))
-
-
-def count(key: str, value: Any, least: int = 1) -> int | None:
-    """A whole number from `least` up, or None."""
-    if value in NOTHING:
-        return None
-    try:
-        if (number := whole(value)) < least:
-            raise ValueError
-        return number
-    except (ValueError, TypeError, OverflowError):
-        raise DuelError(f"'{key}' is a whole number, at least {least}; got '{value}'.") from None
-
-
-def number(key: str, value: Any, what: str, accepts: Callable[[float], bool]) -> float | None:
-    """A number for which `accepts` is true, or None; `what` describes these numbers in the error."""
-    if value in NOTHING:
-        return None
-    try:
-        result = float(value)
-        if isinstance(value, bool) or not accepts(result):
-            raise ValueError
+        Raises:
+            DuelError: any other value; the message names the argument and what it takes.
+        """
+        if value in self.nothing:
+            return None
+        try:
+            result = self.convert(value)
+        except DuelError:
+            raise
+        except (ValueError, TypeError, OverflowError):
+            raise DuelError(f"'{name}'{of} is {self.words}; got '{value}'.") from None
+        if self.choices and result not in self.choices:
+            raise unknown(f"value of {name}{of}", value, self.choices)
         return result
-    except (ValueError, TypeError, OverflowError):
-        raise DuelError(f"'{key}' is {what}; got '{value}'.") from None
 
 
-def truth(key: str, value: Any) -> bool:
-    """True or false, as the harness or a person writes them."""
-    if str(value).lower() in ("true", "false", "1", "0"):
-        return str(value).lower() in ("true", "1")
-    raise DuelError(f"'{key}' is true or false, not '{value}'.")
+@dataclasses.dataclass(frozen=True)
+class Argument:
+    """One argument. `default` is MISSING for one that must be given."""
+
+    kind: Kind
+    default: Any = None
+    help: str = ""  # one line, in Markdown
+    _: dataclasses.KW_ONLY
+    none: Any = ...  # what `none` means; ...: the default
+    unset: str = ""  # the default in words, if it is not a value
+    identity: bool = True  # the value defines a number, so it changes the fingerprint
+    example: Any = None  # a value for messages, of an argument that must be given
+    optional: bool = False  # the text of a rule leaves it out at its default
+
+    def read(self, name: str, value: Any, of: str = "") -> Any:
+        """The value with its type; raises DuelError for a wrong one, see `Kind`."""
+        result = self.kind(name, value, of)
+        if result is not None:
+            return result
+        if (result := self.default if self.none is ... else self.none) is MISSING:
+            raise DuelError(f"'{name}'{of} is {self.kind.words}; got '{value}'.")
+        return result
+
+    @property
+    def shown(self) -> str:
+        """The default, as it is typed."""
+        if self.unset or self.default is MISSING:
+            return self.unset or "must be given"
+        value = "none" if self.default in (None, ()) else self.default
+        return str(value).lower() if isinstance(value, bool) else str(value)
+
+    @property
+    def meaning(self) -> str:
+        """The help, and that the value changes no number, if so."""
+        return self.help if self.identity else f"{self.help}. Changes no number"
 
 
-def one_of(key: str, value: Any, choices: tuple[str, ...]) -> str:
-    """One of the choices."""
-    if value not in choices:
-        raise unknown(f"value of {key}", value, choices)
-    return value
+def argument(kind: Kind, default: Any, help: str, **more: Any) -> Any:
+    """A dataclass field that is an argument; `more`: other fields of `Argument`."""
+    return dataclasses.field(default=default, metadata={KEY: Argument(kind, default, help, **more)})
 
 
-def block_size(key: str, value: Any) -> int | str | None:
-    """A number of positions, None (the whole target) or "auto"."""
-    if value in NOTHING:
-        return None
-    if value == "auto":
-        return "auto"
-    try:
-        return count(key, value)
-    except DuelError:
-        raise DuelError(f"'{key}' is a number of positions, none (the whole target) or auto; got '{value}'.") from None
+def required(kind: Kind, help: str, example: Any) -> Any:
+    """A dataclass field that is an argument without a default."""
+    return argument(kind, MISSING, help, example=example)
 
 
-def checkpoint_name(key: str, value: Any) -> str | None:
-    """A folder or hub name, or None; raises DuelError for a network or tokenizer in memory."""
-    if value is None or isinstance(value, (str, int, float, os.PathLike)):  # the harness reads 2024 as a number
-        return text(key, value)
-    raise DuelError(
-        f"'{key}' is a folder or hub name; got an object of the class {type(value).__name__}. Write it "
-        f"with save_pretrained(folder) and pass {key}=<folder>, or score a network in memory from Python with "
-        "Duel.from_model(model, tokenizer)."
-    )
+def declared(options: Any) -> dict[str, Argument]:
+    """The arguments of a dataclass, by name: those that it declares, and those told by the types of other fields."""
+    return {field.name: declaration(field) for field in dataclasses.fields(options) if field.init}
+
+
+def declaration(field: dataclasses.Field[Any]) -> Argument:
+    """The argument of a dataclass field, which in a user's own rule is only a name, a type and a default."""
+    if KEY in field.metadata:
+        return field.metadata[KEY]
+    name = field.type.__name__ if isinstance(field.type, type) else str(field.type)
+    kinds = {**ANNOTATED, "None": TEXT, "Optional": TEXT}
+    kind = next((kind for word, kind in kinds.items() if re.search(rf"\b{word}\b", name)), RAW)
+    default = field.default if field.default_factory is MISSING else field.default_factory()
+    return Argument(kind, default, none=None if "None" in name or "Optional" in name else ...)
+
+
+# ---------------------------------------------------------------- kinds
+
+
+def whole(least: int | None = 1, what: str = "a whole number") -> Kind:
+    """Whole numbers from `least` up, of an int, a float or a text, to the last digit."""
+
+    def convert(value: Any) -> int:
+        if isinstance(value, bool) or float(value) != int(float(value)):
+            raise ValueError(value)
+        try:
+            result = int(value)
+        except ValueError:  # 1e3
+            result = int(float(value))
+        if abs(result) >= INTEGERS or (least is not None and result < least):
+            raise ValueError(value)
+        return result
+
+    return Kind(what if least is None else f"{what}, at least {least}", convert)
+
+
+def number(words: str, accepts: Callable[[float], bool] = lambda x: not math.isnan(x)) -> Kind:
+    """Numbers for which `accepts` is true; `words` describes them."""
+
+    def convert(value: Any) -> float:
+        if isinstance(value, bool) or not accepts(result := float(value)):
+            raise ValueError(value)
+        return result
+
+    return Kind(words, convert)
+
+
+def choice(*names: Any, convert: Callable[[Any], Any] = lambda value: value) -> Kind:
+    """One of these names, or of those of a Literal."""
+    names = get_args(names[0]) or names
+    return Kind(" or ".join(names), convert, names)
+
+
+def either(word: str, kind: Kind) -> Kind:
+    """A word, or a value of `kind`."""
+    return Kind(f"{kind.words}, or {word}", lambda value: value if value == word else kind.convert(value))
+
+
+def _truth(value: Any) -> bool:
+    if (text := str(value).lower()) not in ("true", "false", "1", "0"):
+        raise ValueError(value)
+    return text in ("true", "1")
+
+
+def _name(value: Any) -> str:
+    if isinstance(value, (str, int, float, os.PathLike)):  # the harness reads 2024 as a number
+        return str(value)
+    raise TypeError(value)
+
+
+TEXT = Kind("a text", str)
+RAW = Kind("a text", str, nothing=(None,))
+TRUTH = Kind("true or false", _truth)
+COUNT = whole(1)
+INTEGER = whole(None)
+NUMBER = number("a number")
+PROBABILITY = number("a probability from 0 to 1", lambda x: 0 <= x <= 1)
+SHARE = number("a probability above 0, at most 1", lambda x: 0 < x <= 1)
+POSITIVE = number("a number above 0", lambda x: 0 < x < math.inf)
+NOT_NEGATIVE = number("a number, at least 0", lambda x: x >= 0)
+BLOCK = either("auto", whole(1, "a number of positions"))  # none: the whole target
+ANNOTATED = {"int": INTEGER, "float": NUMBER, "bool": TRUTH}
+CHECKPOINT = Kind(
+    "a folder or a hub name (write a network in memory with save_pretrained(folder), or score it with "
+    "Duel.from_model(model, tokenizer))",
+    _name,
+)
 
 
 def require_finite(key: str, value: float, *factors: float) -> None:
@@ -115,41 +199,3 @@ def require_finite(key: str, value: float, *factors: float) -> None:
         raise DuelError(
             f"'{key}' is a number {least}up to {MAX_FACTOR:g}; got {value:g}, by which logits overflow float32."
         )
-
-
-# ---------------------------------------------------------------- readers of a kind
-
-
-def choice(*choices: str, default: str | None = None) -> Reader:
-    """A reader of one of the choices; none is `default`."""
-    return lambda key, value: default if value in NOTHING else one_of(key, value, choices)
-
-
-def required_choice(*choices: str) -> Reader:
-    """A reader of one of the choices, which cannot be none."""
-    return lambda key, value: one_of(key, value, choices)
-
-
-def at_least(least: int, default: int | None = None) -> Reader:
-    """A reader of a whole number from `least` up; none is `default`."""
-
-    def read(key: str, value: Any) -> int | None:
-        result = count(key, value, least)
-        return default if result is None else result
-
-    return read
-
-
-def number_where(what: str, accepts: Callable[[float], bool], default: float | None = None) -> Reader:
-    """A reader of a number for which `accepts` is true; none is `default`."""
-
-    def read(key: str, value: Any) -> float | None:
-        result = number(key, value, what, accepts)
-        return default if result is None else result
-
-    return read
-
-
-def text_or_mapping(key: str, value: Any) -> str | Mapping[str, Any] | None:
-    """A text or a mapping, or None."""
-    return value if isinstance(value, Mapping) else text(key, value)

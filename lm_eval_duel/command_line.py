@@ -159,4 +159,4 @@ def add_figures(parser: Parser) -> None:
 def figure_width(text: str | None) -> float | None:
     """The value of `--width`; raises DuelError for other than a width that holds a figure."""
     least, most = WIDTHS
-    return number("--width", text, f"a number of inches from {least:g} to {most:g}", lambda n: least <= n <= most)
+    return number(f"a number of inches from {least:g} to {most:g}", lambda n: least <= n <= most)("--width", text)

@@ -10,22 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from lm_eval_duel import rules
-from lm_eval_duel.arguments import (
-    NOTHING,
-    Reader,
-    argument,
-    at_least,
-    block_size,
-    checkpoint_name,
-    count,
-    readers,
-    required_choice,
-    text,
-)
-from lm_eval_duel.denoisers.load_options import ALIASES, NETWORK_READERS, WHOLE_ROW_BOS, NetworkArguments
+from lm_eval_duel.arguments import BLOCK, CHECKPOINT, COUNT, TEXT, Argument, Kind, argument, choice, declared, whole
+from lm_eval_duel.denoisers.load_options import ALIASES, NETWORK_ARGUMENTS, WHOLE_ROW_BOS, NetworkArguments
 from lm_eval_duel.errors import DuelError, unknown, usage
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.rules import presets
@@ -35,39 +24,87 @@ Grid = Literal["auto", "target", "row"]
 Order = Literal["random", "longest"]
 
 
-def _batch_size(key: str, value: Any) -> int | str:
-    if value in NOTHING or str(value).split(":")[0] == "auto":  # auto:N, the harness's way to try again, is auto here
-        return "auto"
-    try:
-        return count(key, value)
-    except DuelError:
-        raise DuelError(f"'{key}' is a number of rows, at least 1, or auto; got '{value}'.") from None
-
-
-def _preset(key: str, value: Any) -> str | None:
-    return None if (name := text(key, value)) is None else presets.find(name).name
+def _batch_size(value: Any) -> int | str:
+    """auto:N, the harness's way to try again, is auto here."""
+    return "auto" if str(value).split(":")[0] == "auto" else COUNT.convert(value)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options(NetworkArguments):
     """All model args of one run."""
 
-    pretrained: str | None = argument(checkpoint_name)  # a folder or a hub name; None: the bundled demo-mdm
-    tokenizer: str | None = argument(checkpoint_name)
-    preset: str | None = argument(_preset)  # a deployed sampler, which sets other arguments
-    rule: rules.Rule = dataclasses.field(default_factory=rules.Greedy)
-    block: int | str | None = argument(block_size, "auto")  # positions, None (the whole target) or "auto"
-    grid: Grid = argument(required_choice(*get_args(Grid)), "auto")
-    windows: Windows = argument(required_choice(*get_args(Windows)), "independent")
-    estimator: str = argument(registry.read_name, "duel")
+    pretrained: str | None = argument(
+        CHECKPOINT,
+        None,
+        "a folder, a hub name or a bundled name, see [checkpoints](checkpoints.md)",
+        unset="demo-mdm",
+    )
+    tokenizer: str | None = argument(CHECKPOINT, None, "another folder or hub name", unset="the checkpoint's")
+    preset: str | None = argument(
+        Kind("the name of a preset", lambda value: presets.find(str(value)).name),
+        None,
+        "a [deployed sampler](presets.md) by name: sets rule, block, cache and thresholds as its own code has them",
+    )
+    rule: rules.Rule = argument(
+        Kind("a rule", lambda value: value if isinstance(value, rules.Rule) else rules.parse(str(value))),
+        rules.Greedy(),
+        "the [unmasking rule](rules.md); its parameters may also be args of their own",
+    )
+    block: int | str | None = argument(
+        BLOCK,
+        "auto",
+        "positions that are finished before the next ones are begun. `none`: the whole text. `auto`: the trained or "
+        "published block, else 32",
+        none=None,
+    )
+    grid: Grid = argument(
+        choice(Grid),
+        "auto",
+        "where blocks start counting: at the first scored position (`target`) or at the row's first (`row`). `auto`: "
+        "`row` for block-causal networks except [D2F](checkpoints.md#d2f), else `target`",
+    )
+    windows: Windows = argument(
+        choice(Windows),
+        "independent",
+        "how long texts are cut: into consecutive windows, each from scratch, as in the paper, or into the harness's "
+        "own rolling windows",
+    )
+    estimator: str = argument(
+        Kind("the name of an estimator", lambda value: registry.find(str(value)).name),
+        "duel",
+        "what is computed, see [estimators.md](estimators.md)",
+    )
     estimator_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # those that only this estimator reads
-    order: Order = argument(required_choice(*get_args(Order)), "random")  # of whole texts; changes no number
-    draw_seed: int = argument(at_least(0, 0), 0)
-    trace: str | None = argument(text)
-    verify: int = argument(at_least(0, 0), 0)  # windows that are scored again, one row at a time in float32
-    batch_size: int | str = argument(_batch_size, "auto")  # rows of max_length in a network call
-    max_batch_size: int | None = argument(count)
-    device: str | None = argument(text)
+    draw_seed: int = argument(
+        whole(0), 0, "seed of random draws: of samples, and of the estimators `elbo` and `two_phase`"
+    )
+    order: Order = argument(
+        choice(Order),
+        "random",
+        "the order of whole texts: `random`, for a [running estimate](distributed.md#running-estimates), or `longest` "
+        "first",
+        identity=False,
+    )
+    trace: str | None = argument(
+        TEXT, None, "a file that gets a line for each window, see [results.md](results.md#traces)", identity=False
+    )
+    verify: int = argument(
+        whole(0),
+        0,
+        "score this many windows again by the specification, in float32, and report "
+        "[the difference](distributed.md#verify-a-run)",
+        identity=False,
+    )
+    batch_size: int | str = argument(
+        Kind("a number of rows, at least 1, or auto", _batch_size),
+        "auto",
+        "rows of `max_length` in a network call, see [below](#batch-size)",
+        identity=False,
+    )
+    max_batch_size: int | None = argument(
+        COUNT, None, "at most this many rows of `max_length` in a call (more of shorter ones)", identity=False
+    )
+    device: str | None = argument(TEXT, None, "cpu, cuda, ...", unset="a GPU if there is one", identity=False)
 
     def __post_init__(self) -> None:
         defaults = {name: argument.default for name, argument in registry.find(self.estimator).arguments.items()}
@@ -81,19 +118,19 @@ class Options(NetworkArguments):
         Raises:
             UsageError: one is wrong; the message names it, and the nearest known name.
         """
-        name = _preset("preset", arguments.get("preset"))
+        name = MODEL_ARGUMENTS["preset"].read("preset", arguments.get("preset"))
         preset = None if name is None else presets.find(name)
-        given = {**(preset.arguments if preset else {}), **arguments}
-        own, estimators = readers(cls), _estimator_arguments(given)
-        readable = {**own, **{name: argument.read for name, argument in estimators.items()}}
+        estimators = _estimator_arguments({**(preset.arguments if preset else {}), **arguments})
+        readable = {**MODEL_ARGUMENTS, **estimators}
         if preset is not None:
             arguments = _with_preset(preset, arguments, readable)
-        known = [*readable, *ALIASES, "rule", *_parameters(arguments)]
+        known = [*readable, *ALIASES, *_parameters(arguments)]
         for key in arguments:
             if key not in known and key not in rules.PARAMETERS:
                 raise unknown("model arg", key, known)
+        readable.pop("rule")  # read together with its parameters
         rule = _rule({key: value for key, value in arguments.items() if key not in (*readable, *ALIASES)})
-        values = {key: readable[key](key, arguments[key]) for key in arguments if key in readable}
+        values = {key: readable[key].read(key, arguments[key]) for key in arguments if key in readable}
         _read_aliases(arguments, values)
         if values.get("windows") == "harness" and values.get("bos") in WHOLE_ROW_BOS:
             raise DuelError(
@@ -119,7 +156,7 @@ class Options(NetworkArguments):
     @property
     def network(self) -> dict[str, Any]:
         """The network arguments, for `denoisers.load`."""
-        network = {name: getattr(self, name) for name in NETWORK_READERS}
+        network = {name: getattr(self, name) for name in NETWORK_ARGUMENTS}
         if registry.find(self.estimator).causal:
             network |= {"attention": network["attention"] or "causal", "block": None}
         if registry.find(self.estimator).own_cache:
@@ -133,6 +170,13 @@ class Options(NetworkArguments):
         The harness passes batch_size=1 if the user gave none, so 1 is auto too; max_batch_size=1 is one row.
         """
         return None if self.batch_size in ("auto", 1) else self.batch_size
+
+
+MODEL_ARGUMENTS: dict[str, Argument] = {  # those of `Options` itself first
+    name: value
+    for name, value in sorted(declared(Options).items(), key=lambda item: item[0] in {*NETWORK_ARGUMENTS} - {"block"})
+    if name != "estimator_args"
+}
 
 
 def _check_cache(options: Options, given: Any) -> None:
@@ -152,7 +196,7 @@ def _check_cache(options: Options, given: Any) -> None:
 
 def names() -> list[str]:
     """Every model arg but the rules' parameters and the harness's aliases."""
-    return [*readers(Options), "rule", *registry.arguments()]
+    return [*MODEL_ARGUMENTS, *registry.arguments()]
 
 
 def _estimator_arguments(arguments: Mapping[str, Any]) -> dict[str, registry.Argument]:
@@ -163,7 +207,7 @@ def _estimator_arguments(arguments: Mapping[str, Any]) -> dict[str, registry.Arg
 
 
 def _with_preset(
-    preset: presets.Preset, arguments: Mapping[str, Any], readable: Mapping[str, Reader]
+    preset: presets.Preset, arguments: Mapping[str, Any], readable: Mapping[str, Argument]
 ) -> dict[str, Any]:
     """The args of a preset and those given; raises DuelError for one that contradicts the preset."""
     settings = dict(preset.arguments)
@@ -180,7 +224,7 @@ def _with_preset(
     for key, value in settings.items():
         if key in preset.free or key not in arguments or key not in readable:
             continue
-        if readable[key](key, arguments[key]) != readable[key](key, value):
+        if readable[key].read(key, arguments[key]) != readable[key].read(key, value):
             raise presets.conflict(preset, key, arguments[key])
     return {**settings, **arguments}
 

@@ -1,6 +1,5 @@
 """README and docs: Python runs, commands parse, links resolve, and tables are those of the code."""
 
-import dataclasses
 import importlib
 import re
 import shlex
@@ -13,12 +12,11 @@ import torch
 from lm_eval._cli import HarnessCLI
 from pages import PAGES, ROOT, anchors, blocks, names, read, rows, section
 
-from lm_eval_duel import rules
-from lm_eval_duel.cli import inspect
+from lm_eval_duel.cli import declared, inspect
 from lm_eval_duel.cli.main import COMMANDS
 from lm_eval_duel.cli.where import where
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.options import Options
+from lm_eval_duel.estimators.registry import ESTIMATORS
 from lm_eval_duel.rules.learned import save_planner
 
 PACKAGE = ROOT / "lm_eval_duel"
@@ -136,44 +134,18 @@ def test_the_index_names_every_page():
 # ---------------------------------------------------------------- tables
 
 
-def known_model_args():
-    with pytest.raises(DuelError) as error:
-        Options.parse({"####": 1})  # resembles no name, so all are listed
-    return set(str(error.value).split("Known: ")[1].rstrip(".").split(", "))
-
-
-def test_every_rule_is_in_its_table():
-    table = rows(read("docs/rules.md"))
-    assert set(rules.RULES) | set(rules.ALIASES) == set().union(*(names(row[0]) for row in table)) - {"module"}
-    for row in table:
-        for name in names(row[0]) & set(rules.RULES):
-            assert {field.name for field in dataclasses.fields(rules.RULES[name])} == names(row[1]), name
-
-
-def test_every_model_arg_is_in_its_table():
-    estimators = read("docs/estimators.md")
-    table = [*rows(read("docs/model_args.md")), *rows(section(estimators, "## The ELBO"))]
-    table += rows(section(estimators, "## Select after sampling").split("This is how published")[0])
-    documented = set().union(*(names(row[0]) for row in table))
-    explained = names(read("docs/model_args.md")) | names(read("docs/estimators.md"))
-    parameters = rules.PARAMETERS  # of rules, which have a table of their own
-    harness = {"batch_size", "device"}  # options of the harness itself
-    elsewhere = {*harness, "add_bos_token", "draw_seed", "lattice_rules"}
-    known = known_model_args() - parameters
-    assert known - elsewhere <= documented, sorted(known - elsewhere - documented)
-    assert known - harness <= explained, sorted(known - harness - explained)
-    values = {"given", "scored", "official", "first", "none"}
-    assert documented - values <= known | parameters, sorted(documented - values - known - parameters)
+@pytest.mark.parametrize(("page", "command"), [("docs/model_args.md", "args"), ("docs/rules.md", "rules")])
+def test_generated_tables_are_those_of_the_declarations(page, command):
+    """Write them again with `lm-eval-duel COMMAND --markdown`."""
+    begin, end = f"<!-- lm-eval-duel {command} --markdown -->\n\n", "\n\n<!-- end -->"
+    assert read(page).partition(begin)[2].partition(end)[0] == declared.markdown(command)
 
 
 def test_every_estimator_is_in_its_table():
     table = names(" ".join(row[0] for row in rows(read("docs/estimators.md").split("## ")[0])))
     in_readme = names(" ".join(row[0] for row in rows(section(read("README.md"), "## Estimators"))))
     assert table == in_readme
-    with pytest.raises(DuelError) as error:
-        Options.parse({"estimator": "no_such_estimator"})
-    known = set(str(error.value).split("Known: ")[1].rstrip(".").split(", "))
-    assert known == table
+    assert table == set(ESTIMATORS)
 
 
 def test_the_rooms_of_the_architecture_are_the_real_ones():

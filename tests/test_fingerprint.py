@@ -17,17 +17,18 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from toys import Toy
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from lm_eval_duel import denoisers, fingerprint, rules, tasks
+from lm_eval_duel import arguments, denoisers, fingerprint, rules, tasks
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.wrappers.guidance import Guided
 from lm_eval_duel.denoisers.wrappers.warpers import Warped
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.harness.generation_settings import Settings
 from lm_eval_duel.harness.lm import DuelMDM
-from lm_eval_duel.options import names
-from lm_eval_duel.rules import PARAMETERS, RULES
+from lm_eval_duel.options import MODEL_ARGUMENTS
+from lm_eval_duel.rules import RULES
 from lm_eval_duel.tasks import tokenized_text
 
 # ---------------------------------------------------------------- model args
@@ -41,85 +42,111 @@ QWEN3 = {
     "intermediate_size": INNER,
     "head_dim": 16,
 }
-ELBO, RATIO = {"estimator": "elbo"}, {"estimator": "elbo", "elbo_form": "ratio"}
-DRAWN = {"estimator": "sampled_confidence", "block": 2}
-ORDER = {"estimator": "sampled_order", "block": 2}
-TWO_PHASE = {"estimator": "two_phase"}
 BLOCKS = {"attention": "block_causal", "block": 4}
+TWO_PHASE, DRAWN, ORDER = (
+    {"estimator": name, "block": 4} for name in ("two_phase", "sampled_confidence", "sampled_order")
+)
+OWN = {"trust_remote_code": True}
+
+
+@dataclasses.dataclass
+class Try:
+    """How two values of an argument are compared, where the declaration does not say it."""
+
+    values: tuple = ()  # each is another spec (or, of an argument that defines no number, the same)
+    beside: dict = dataclasses.field(default_factory=dict)  # other model args
+    checkpoint: str = "bert"
+
+
+TRIES = {  # by name, or by owner and name
+    "pretrained": Try(("bert", "other")),
+    "tokenizer": Try(("bert", "lower")),
+    "preset": Try(("dream-entropy", "dream-fast-dllm"), OWN, "own"),
+    "rule": Try(("greedy", "greedy:k=2", "margin")),
+    "block": Try((2, 4, "none")),
+    "grid": Try(("target", "row")),
+    "estimator": Try(("duel", "elbo", "mixture", "sampled_confidence", "sampled_order", "two_phase"), {"block": 2}),
+    "draw_seed": Try((0, 1), {"estimator": "elbo"}),
+    "dtype": Try(("float32", "float64")),
+    "max_length": Try((16, 17)),
+    "mask_token_id": Try((4, 39)),
+    "bos": Try(("given", "none")),
+    "family": Try(("a2d-qwen3", "sdar"), BLOCKS, "qwen3"),
+    "attention": Try(("bidirectional", "block_causal"), {"block": 4}, "qwen3"),
+    "shift_logits": Try((False, True), {"bos": "given"}, "qwen3"),
+    "last_block": Try((), BLOCKS, "qwen3"),
+    "exclude_ids": Try((None, 5, "5+6")),
+    "peft": Try((None, "lora", "bigger"), {}, "qwen3"),
+    "load_in_8bit": Try((), {}, "qwen3"),
+    "load_in_4bit": Try((), {}, "qwen3"),
+    "backend": Try((None, "remote"), OWN, "own"),
+    "trace": Try((None, "trace.jsonl")),
+    "device": Try((None, "cpu")),
+    "device_map": Try((None, "cpu")),
+    "batch_size": Try(("auto", 2, 3)),
+    "elbo elbo_block": Try(("none", 4)),
+    "elbo elbo_form": Try(("count", "ratio")),
+    "elbo elbo_eps": Try((), {"elbo_form": "ratio"}),
+    "sampled_confidence schedule": Try((), {"steps": 2}),
+    "sampled_confidence strict": Try((), {"tau": 0.5}),
+    "sampled_confidence confidence": Try((), {"temperature": 0.7}),
+    "sampled_order alg": Try(("origin", "random")),
+    "sampled_order alg_temp": Try((0.5, 0.50000001), {"alg": "entropy"}),
+    "klass across": Try((), {"kl": "authors"}),
+    "quota eos_id": Try((5, 6), {"eos": "conf"}),
+    "quota eot_id": Try((5, 6), {"eos": "conf", "eos_id": 7}),
+    "dream alg": Try(("entropy", "topk_margin", "maskgit_plus")),
+    "dream tau": Try((0.5, 0.50000001), {"alg": "confidence_threshold"}),
+    **{f"{name} lattice_rules": Try(("none", "greedy", "greedy+margin")) for name in registry.LATTICE},
+}
+ELSEWHERE = {
+    "sigma": "of SEDD, below",
+    "first_token": "of a causal prefix: denoisers/test_causal_prefix.py",
+    "revision": "of the hub, below",
+    "file": "of learned, in test_learned.py",
+    **dict.fromkeys(("decay", "alpha", "table"), "of pc, with its file, in test_published.py"),
+    "pc steps": "as the others of pc",
+    "quota eos": "with ids of a tokenizer, in test_presets.py",
+    **dict.fromkeys(("learned k", "learned_threshold mu"), "as k and mu of others; with a file"),
+}
+OWNERS = {  # the arguments of each owner, and the model args that name it
+    "": (MODEL_ARGUMENTS, {}),
+    **{name: (entry.arguments, {"estimator": name, "block": 4}) for name, entry in registry.ESTIMATORS.items()},
+    **{name: (arguments.declared(rule), {"rule": name}) for name, rule in RULES.items()},
+    "any rule": (rules.AROUND, {}),
+}
+
+
+def two_values(argument):
+    """Values of an argument, by its declaration: its choices, or two that are close together."""
+    for values in (argument.kind.choices, (0.5, 0.50000001), (2, 3), (False, True)):
+        try:
+            if len(values) > 1:
+                return [argument.kind.convert(value) for value in values]
+        except ValueError:
+            continue
+    raise AssertionError("add values of this argument to TRIES")
+
+
+def tried():
+    for owner, (declarations, named) in OWNERS.items():
+        for name, argument in declarations.items():
+            label = f"{owner} {name}".strip()
+            if name in ELSEWHERE or label in ELSEWHERE:
+                continue
+            case = TRIES.get(label) or (TRIES.get(name) if not owner else None) or Try()
+            needed = {key: other.example for key, other in declarations.items() if other.default is arguments.MISSING}
+            values = case.values or (*two_values(argument), *([None] if argument.default is None else []))
+            more = {**named, **(needed if owner in RULES else {}), **case.beside}
+            yield pytest.param(case.checkpoint, name, argument, values, more, id=label)
+
 
 CHANGES = [  # checkpoint, an arg, two values that are two specs, and what goes with both
-    ("bert", "pretrained", "bert", "other", {}),
-    ("bert", "tokenizer", "bert", "lower", {}),
-    ("bert", "rule", "greedy", "margin", {}),
-    ("bert", "k", 1, 2, {}),
-    ("bert", "mu", 0.9, 0.90000001, {"rule": "threshold"}),
-    ("bert", "mu", 0.9, 0.90000001, {"rule": "klass", "nu": 0.1}),
-    ("bert", "nu", 0.1, 0.10000001, {"rule": "klass", "mu": 0.9}),
-    ("bert", "history", 1, 2, {"rule": "klass", "mu": 0.9, "nu": 0.1}),
-    ("bert", "kl", "paper", "authors", {"rule": "klass", "mu": 0.9, "nu": 0.1}),
-    ("bert", "gamma", 0.1, 0.10000001, {"rule": "entropy_bound"}),
-    ("bert", "seed", 0, 1, {"rule": "random"}),
-    ("bert", "block", 2, 4, {}),
-    ("bert", "grid", "target", "row", {}),
-    ("bert", "windows", "independent", "harness", {}),
-    ("bert", "estimator", "duel", "mixture", {"block": 2}),
-    ("bert", "n", 1, 2, DRAWN),
-    ("bert", "steps", 1, 3, DRAWN),
-    ("bert", "schedule", "even", "dream", {**DRAWN, "steps": 2}),
-    ("bert", "alg", "origin", "random", ORDER),
-    ("bert", "steps", 2, 3, ORDER),
-    ("bert", "alg_temp", 0.2, 0.20000001, {**ORDER, "alg": "entropy"}),
-    ("bert", "tau", None, 0.5, DRAWN),
-    ("bert", "tau", 0.5, 0.50000001, DRAWN),
-    ("bert", "strict", True, False, {**DRAWN, "tau": 0.5}),
-    ("bert", "confidence", "untempered", "tempered", {**DRAWN, "temperature": 0.7}),
-    ("bert", "mc_samples", 8, 16, ELBO),
-    ("bert", "elbo_form", "count", "ratio", ELBO),
-    ("bert", "elbo_block", "none", 4, ELBO),
-    ("bert", "elbo_eps", 0.001, 0.00100000001, RATIO),
-    ("bert", "draw_seed", 0, 1, ELBO),
-    ("bert", "sample", 0.05, 0.0500000001, TWO_PHASE),
-    ("bert", "precision", 0.05, 0.0500000001, TWO_PHASE),
-    ("bert", "draw_seed", 0, 1, TWO_PHASE),
     ("bert", "cache", "prefix", "dual", TWO_PHASE),
-    ("bert", "dtype", "float32", "float64", {}),
-    ("bert", "max_length", 16, 17, {}),
-    ("bert", "mask_token_id", 4, 39, {}),
-    ("bert", "bos", "given", "none", {}),
+    ("bert", "draw_seed", 0, 1, TWO_PHASE),
     ("bert", "add_bos_token", True, False, {}),
-    ("bert", "seed_first", False, True, {}),
-    ("bert", "sub_block", None, 2, {}),
-    ("bert", "exclude_ids", None, 5, {}),
-    ("bert", "exclude_ids", 5, "5+6", {}),
-    ("own", "preset", "dream-entropy", "dream-fast-dllm", {"trust_remote_code": True}),
-    ("bert", "strict", False, True, {"rule": "threshold", "mu": 0.9}),
-    ("bert", "inclusive", False, True, {"rule": "entropy_bound", "gamma": 0.1}),
-    ("bert", "across", False, True, {"rule": "klass", "mu": 0.9, "nu": 0.1, "kl": "authors"}),
-    ("bert", "tau", 0.9, 0.90000001, {"rule": "entropy_threshold"}),
-    ("bert", "f", 1, 1.00000001, {"rule": "factor"}),
-    ("bert", "variant", "a", "b", {"rule": "factor", "f": 1}),
-    ("bert", "low", 0.4, 0.40000001, {"rule": "hierarchy"}),
-    ("bert", "n", 1, 2, {"rule": "high_or_topk", "tau": 0.9}),
-    ("bert", "steps", 1, 2, {"rule": "quota"}),
-    ("bert", "eos_id", 5, 6, {"rule": "quota:steps=2:eos=conf"}),
-    ("bert", "eot_id", 5, 6, {"rule": "quota:steps=2:eos=conf:eos_id=7"}),
-    ("bert", "alg", "entropy", "topk_margin", {"rule": "dream:steps=2"}),
-    ("bert", "cache", "none", "dual", {}),
-    ("bert", "cache", "prefix", "dual", {}),
-    ("bert", "cfg_scale", 0.5, 0.50000001, {}),
-    ("bert", "temperature", 0.7, 0.70000001, {}),
-    ("bert", "top_k", 5, 6, {}),
-    ("bert", "top_p", 0.9, 0.90000001, {}),
-    ("qwen3", "family", "a2d-qwen3", "sdar", BLOCKS),
-    ("qwen3", "attention", "bidirectional", "block_causal", {"block": 4}),
     ("qwen3", "block", 4, 8, {"attention": "block_causal"}),
-    ("qwen3", "shift_logits", False, True, {"bos": "given"}),
-    ("qwen3", "last_block", "fill", "cut", BLOCKS),
-    ("qwen3", "peft", "lora", "bigger", {}),
     ("qwen3", "peft", "lora.bin", "bigger.bin", {}),
-    ("qwen3", "load_in_8bit", False, True, {}),
-    ("qwen3", "load_in_4bit", False, True, {}),
-    ("own", "backend", "native", "remote", {"trust_remote_code": True}),
 ]
 KEEPS = [  # two values of an arg that are one spec
     ("bert", "cache", None, "none", {}),
@@ -129,17 +156,8 @@ KEEPS = [  # two values of an arg that are one spec
     ("bert", "sub_block", None, "none", {}),
     ("bert", "n", None, 1, DRAWN),
     ("bert", "steps", None, 512, ORDER),
-    ("bert", "trace", None, "trace.jsonl", {}),
-    ("bert", "verify", 0, 2, {}),
-    ("bert", "order", "random", "longest", {}),
-    ("bert", "batch_size", 2, 3, {}),
-    ("bert", "max_batch_size", 2, 3, {}),
-    ("bert", "device", None, "cpu", {}),
-    ("bert", "device_map", None, "cpu", {}),
     ("bert", "parallelize", False, None, {}),
     ("bert", "revision", "main", "other", {}),  # a folder has one
-    ("bert", "trust_remote_code", False, True, {}),  # there is no such code
-    ("bert", "compile", False, True, {}),
     ("bert", "temperature", 1.0, None, {"top_k": 5}),
     ("bert", "temperature", 2, 2.0, {}),
     ("bert", "strict", True, False, DRAWN),  # without tau
@@ -147,16 +165,8 @@ KEEPS = [  # two values of an arg that are one spec
     ("bert", "mu", 1, 1.0, {"rule": "threshold"}),
     ("bert", "rule", "greedy:k=2", "confidence:k=2.0", {}),
     ("bert", "draw_seed", 0, 1, {}),  # a rule draws nothing
-    ("own", "backend", None, "native", {"trust_remote_code": True}),
+    ("own", "backend", None, "native", OWN),
 ]
-ELSEWHERE = {
-    "sigma": "of SEDD, below",
-    "first_token": "of a causal prefix: denoisers/test_causal_prefix.py",
-    "lattice_rules": "it adds values and changes none",
-    "eos": "with ids of a tokenizer, in test_presets.py",
-    "file": "of learned, in test_learned.py",
-    **dict.fromkeys(("decay", "alpha", "table"), "of pc, with its file, in test_published.py"),
-}
 
 
 def lora(folder, scale=1.0, binary=False):
@@ -194,33 +204,33 @@ def folders(tmp_path_factory):
     return base
 
 
-def printed(folders, checkpoint, **arguments):
+def printed(folders, checkpoint, **model_args):
     """The fingerprint under these model args; names of folders are those here."""
     for key in ("pretrained", "tokenizer", "peft"):
-        if key in arguments:
-            arguments[key] = str(folders / arguments[key])
-    return DuelMDM(**{"pretrained": str(folders / checkpoint), "device": "cpu", **arguments}).fingerprint
+        if model_args.get(key):
+            model_args[key] = str(folders / model_args[key])
+    return DuelMDM(**{"pretrained": str(folders / checkpoint), "device": "cpu", **model_args}).fingerprint
+
+
+@pytest.mark.parametrize(("checkpoint", "name", "argument", "values", "more"), list(tried()))
+def test_arguments_change_the_fingerprint_if_and_only_if_they_define_a_number(
+    folders, checkpoint, name, argument, values, more, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)  # where a trace is written
+    if package := {"peft": "peft", "load_in_8bit": "bitsandbytes", "load_in_4bit": "bitsandbytes"}.get(name):
+        pytest.importorskip(package)
+    seen = {printed(folders, checkpoint, **{**more, name: value}) for value in values}
+    assert len(seen) == (len(values) if argument.identity else 1)
 
 
 @pytest.mark.parametrize(("checkpoint", "arg", "one", "two", "more"), CHANGES)
 def test_model_args_that_change_a_number(folders, checkpoint, arg, one, two, more):
-    if arg == "peft":
-        pytest.importorskip("peft")
-    if arg.startswith("load_in"):
-        pytest.importorskip("bitsandbytes")
     assert printed(folders, checkpoint, **{**more, arg: one}) != printed(folders, checkpoint, **{**more, arg: two})
 
 
 @pytest.mark.parametrize(("checkpoint", "arg", "one", "two", "more"), KEEPS)
-def test_model_args_that_change_no_number(folders, checkpoint, arg, one, two, more, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # where a trace is written
+def test_model_args_that_change_no_number(folders, checkpoint, arg, one, two, more):
     assert printed(folders, checkpoint, **{**more, arg: one}) == printed(folders, checkpoint, **{**more, arg: two})
-
-
-def test_every_model_arg_is_in_one_of_the_tables():
-    said = {arg for _, arg, *_ in CHANGES + KEEPS} | set(ELSEWHERE)
-    known = set(names())
-    assert known | PARAMETERS | {"add_bos_token", "parallelize"} == said
 
 
 def test_the_noise_levels_of_sedd_are_two_laws(tmp_path):

@@ -121,7 +121,7 @@ def test_a_name_of_a_rule_and_of_an_estimator(monkeypatch):
     """It is the estimator's if the estimator reads it, and the rule's otherwise."""
     monkeypatch.setattr(rules, "PARAMETERS", rules.PARAMETERS | {"n", "tau"})
     assert Options.parse({"estimator": "sampled_confidence", "block": 4, "n": 2}).estimator_args["n"] == 2
-    with pytest.raises(DuelError, match="Rule 'greedy' does not take 'n'"):
+    with pytest.raises(DuelError, match="Unknown parameter of rule greedy 'n'"):
         Options.parse({"n": 2})
 
 
@@ -168,15 +168,15 @@ def test_network_args_are_those_of_denoisers_load():
             "bos=official places the special tokens of each row itself, so it needs windows=independent.",
         ),
         ({"attention": "blockcausal"}, "Did you mean block_causal?"),
-        ({"cfg_scale": -1}, "'cfg_scale' is a number >= 0 (0: no guidance); got '-1'."),
-        ({"temperature": 0}, "'temperature' is a number above 0; got '0'."),
+        ({"cfg_scale": -1}, "'cfg_scale' is a number >= 0 (0: no guidance), at most 1e+20; got '-1'."),
+        ({"temperature": 0}, "'temperature' is a number above 0, from 1e-20 to 1e+20; got '0'."),
         ({"top_p": 1.5}, "'top_p' is a probability above 0, at most 1; got '1.5'."),
         ({"rul": "greedy"}, "Unknown model arg 'rul'. Did you mean rule?"),
-        ({"rule": "greedy", "mu": 0.9}, "Rule 'greedy' does not take 'mu'; it takes: k."),
-        ({"rule": "threshold", "mu": 0.9, "k": 2}, "Rule 'threshold' does not take 'k'; it takes: mu, strict."),
+        ({"rule": "greedy", "mu": 0.9}, "Unknown parameter of rule greedy 'mu'. Known: k."),
+        ({"rule": "threshold", "mu": 0.9, "k": 2}, "Unknown parameter of rule threshold 'k'. Known: mu, strict."),
         ({"rule": "greedy:k=2", "k": 3}, "'k' is given twice: in rule=greedy:k=2 and as a model arg."),
         ({"rule": "threshold"}, "Rule 'threshold' needs mu"),
-        ({"block": 0}, "'block' is a number of positions, none (the whole target) or auto; got '0'."),
+        ({"block": 0}, "'block' is a number of positions, at least 1, or auto; got '0'."),
         ({"block": -1.0}, "'block' is a number of positions"),
         ({"block": 2.5}, "'block' is a number of positions"),
         ({"block": True}, "'block' is a number of positions"),
@@ -189,7 +189,7 @@ def test_network_args_are_those_of_denoisers_load():
         ({"rule": "threshold", "muu": 0.9}, "Unknown model arg 'muu'. Did you mean mu?"),
         ({"rule": "greedy:2"}, "'2' in rule 'greedy:2' is not param=value"),
         ({"max_length": "long"}, "'max_length' is a whole number, at least 1; got 'long'."),
-        ({"estimator": "elbow"}, "Unknown value of estimator 'elbow'. Did you mean elbo?"),
+        ({"estimator": "elbow"}, "Unknown estimator 'elbow'. Did you mean elbo?"),
         ({"estimator": "elbo", "elbo_form": "counts"}, "Unknown value of elbo_form 'counts'. Did you mean count?"),
         ({"estimator": "elbo", "elbo_eps": 1.0}, "'elbo_eps' is a share from 0 (nothing left out) to below 1"),
         ({"estimator": "elbo", "elbo_form": "count", "elbo_eps": 0.1}, "'elbo_eps' is the least ratio"),
@@ -209,7 +209,7 @@ def test_network_args_are_those_of_denoisers_load():
             {"lattice_rules": "greedy"},
             "'lattice_rules' is read by estimator=elbo_exact or mixture or oracle only, and this",
         ),
-        ({"trust_remote_code": "yes"}, "'trust_remote_code' is true or false, not 'yes'."),
+        ({"trust_remote_code": "yes"}, "'trust_remote_code' is true or false; got 'yes'."),
     ],
 )
 def test_errors_name_the_argument_and_the_remedy(arguments, message):
@@ -235,7 +235,7 @@ def test_a_number_too_large_is_refused_in_words(key):
     "arguments", [{"rule": "greedy", "k": 2**63}, {"rule": f"klass:mu=0.5:nu=1:history={2**64 + 1}"}]
 )
 def test_a_count_that_no_tensor_holds_is_refused(arguments):
-    with pytest.raises(DuelError, match=r"is a count of (positions|steps), at least 1"):
+    with pytest.raises(DuelError, match=r"is a number of (positions|steps), at least 1"):
         Options.parse(arguments)
 
 
@@ -246,7 +246,9 @@ def test_a_relative_module_is_no_rule(name):
 
 
 def test_what_stands_beside_a_rule_is_one_parameter():
-    with pytest.raises(DuelError, match=r"'nu' of rule 'klass' must be float, not '0\.1:history=2'"):
+    with pytest.raises(
+        DuelError, match=r"'nu' of rule 'klass' is a divergence in nats, at least 0; got '0\.1:history=2'"
+    ):
         Options.parse({"rule": "klass:mu=0.9", "nu": "0.1:history=2"})
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, get_args
 
 from lm_eval_duel import rules
-from lm_eval_duel.arguments import count
+from lm_eval_duel.arguments import COUNT
 from lm_eval_duel.command_line import Parser, file_to_write
 from lm_eval_duel.denoisers.load_options import DTYPES, Cache
 from lm_eval_duel.errors import DuelError, UsageError, unknown, usage
@@ -91,7 +91,7 @@ class Settings:
             raise DuelError(f"--seed must be an integer from 0 to {LARGEST_SEED}; got {self.seed}.")
         if self.block not in ("auto", "none"):
             try:
-                count("--block", self.block)
+                COUNT("--block", self.block)
             except DuelError:
                 raise DuelError(f"--block must be a number of positions, auto or none; got '{self.block}'.") from None
         if self.dtype not in DTYPES[1:]:
@@ -123,7 +123,7 @@ class Settings:
     @property
     def positions(self) -> int | None:
         """The number of --block; None for auto and none."""
-        return None if self.block in ("auto", "none") else count("--block", self.block)
+        return None if self.block in ("auto", "none") else COUNT("--block", self.block)
 
     def words(self) -> list[str]:
         """The equivalent command line."""

@@ -31,6 +31,9 @@ COMMANDS = {  # name: (module below lm_eval_duel with its `main`, what it does)
     "audit": ("cli.audit", "compare the numbers of a few documents with the specification, reference.py, in float32"),
     "bench": ("bench", "measure speed and memory against the textbook loop on random tokens"),
     "data": ("tasks.check", "check the benchmarks' data sets: `data check` loads them and prints their contents"),
+    "args": ("cli.declared:main_args", "list the model args: default and meaning of each"),
+    "rules": ("cli.declared:main_rules", "list the unmasking rules and their parameters"),
+    "estimators": ("cli.declared:main_estimators", "list the estimators and their model args"),
     "presets": ("cli.presets", "print the deployed samplers that have a name, and the settings that each stands for"),
     "frequencies": ("cli.frequencies", "count how often each token occurs in a text, for the rule pc"),
     "where": ("cli.where", "print the absolute path of the tasks, the recipes, a bundled checkpoint or its results"),
@@ -83,7 +86,8 @@ def main(arguments: list[str] | None = None) -> None:
         elif name == "--version":
             print(version())
         elif name in COMMANDS:
-            importlib.import_module(f"lm_eval_duel.{COMMANDS[name][0]}").main(arguments[1:])
+            module, _, function = COMMANDS[name][0].partition(":")
+            getattr(importlib.import_module(f"lm_eval_duel.{module}"), function or "main")(arguments[1:])
         elif name.startswith("-"):
             raise UsageError(f"'{name}' comes after a command: {PROGRAM} run {name} ...")
         else:

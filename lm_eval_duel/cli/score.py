@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lm_eval_duel.arguments import count
+from lm_eval_duel.arguments import COUNT
 from lm_eval_duel.command_line import Parser, file_to_write, process
 from lm_eval_duel.errors import DuelError, too_few_documents, usage
 from lm_eval_duel.estimators.registry import Kind, find, kind_of
@@ -215,7 +215,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--device", help="cpu, cuda, ... (a GPU if there is one)")
     add("--batch_size", default="auto", help="rows of max_length per network call (auto)")
     options = parser.parse_args(arguments)
-    options.limit = count("--limit", options.limit)
+    options.limit = COUNT("--limit", options.limit)
     if "-" in options.files and process()[1] > 1:
         raise DuelError("Standard input (-) cannot be read by several processes; name a file.")
     for flag in ("json", "csv"):

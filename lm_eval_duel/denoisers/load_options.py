@@ -1,39 +1,37 @@
 """The network arguments: how a checkpoint is read. What is not given is detected.
 
-Each argument is declared once, here: its type, its default, and its reader. `denoisers.load`, the model args of the
-harness and the Python API use these declarations.
+Each argument is declared once, here; `denoisers.load`, the model args of the harness and the Python API use these
+declarations.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lm_eval_duel.arguments import (
-    NOTHING,
-    Reader,
+    BLOCK,
+    CHECKPOINT,
+    COUNT,
+    MAX_FACTOR,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    TEXT,
+    TRUTH,
+    Argument,
+    Kind,
     argument,
-    at_least,
-    block_size,
-    checkpoint_name,
     choice,
-    count,
-    number_where,
-    one_of,
-    readers,
+    declared,
     require_finite,
-    required_choice,
-    text,
-    text_or_mapping,
-    truth,
     whole,
 )
 from lm_eval_duel.demo import BUNDLED
 from lm_eval_duel.errors import DuelError, another_block, clean_keys_exact
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import torch
     from transformers import PreTrainedTokenizerBase
 
@@ -51,82 +49,124 @@ BOS: tuple[str, ...] = get_args(Bos)
 WHOLE_ROW_BOS = ("scored", "official", "first")  # values of `bos` that say which positions of a whole row are scored
 
 
-def _dtype(key: str, value: Any) -> str:
-    name = str(value).removeprefix("torch.") if value not in NOTHING else "auto"
-    return one_of(key, name, DTYPES)
-
-
-def _bos(key: str, value: Any) -> str:
-    return one_of(key, str(value).lower(), BOS)  # the harness's parser reads `none` as None
-
-
-def _cache(key: str, value: Any) -> str | None:
-    return None if value in NOTHING or value == "none" else one_of(key, value, get_args(Cache))
-
-
-def _temperature(key: str, value: Any) -> float | None:
-    number = number_where("a number above 0", lambda x: 0 < x < float("inf"))(key, value)
-    if number is not None:
-        require_finite(key, number, 1 / number)
+def _temperature(value: Any) -> float:
+    require_finite("temperature", number := POSITIVE.convert(value), 1 / number)
     return number
 
 
-def _cfg_scale(key: str, value: Any) -> float | None:
-    number = number_where("a number >= 0 (0: no guidance)", lambda x: 0 <= x < float("inf"))(key, value)
-    require_finite(key, number or 0)
+def _cfg_scale(value: Any) -> float | None:
+    require_finite("cfg_scale", number := NOT_NEGATIVE.convert(value))
     return number or None
 
 
-def _ids(key: str, value: Any) -> tuple[int, ...]:
+def _ids(value: Any) -> tuple[int, ...]:
     """Ids such as 5, 5+7 or [5, 7], in ascending order."""
-    if isinstance(value, list | tuple):
-        parts = list(value)
-    else:
-        parts = [] if value in NOTHING else str(value).split("+") if isinstance(value, str) else [value]
-    try:
-        ids = {whole(part) for part in parts}
-        if any(number < 0 for number in ids):
-            raise ValueError
-    except (ValueError, TypeError, OverflowError):
-        raise DuelError(f"'{key}' is token ids, such as 126081 or 126081+126348; got '{value}'.") from None
-    return tuple(sorted(ids))
+    parts = value if isinstance(value, list | tuple) else str(value).split("+") if isinstance(value, str) else [value]
+    return tuple(sorted({whole(0).convert(part) for part in parts}))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NetworkArguments:
     """The arguments of a network, as they are given to `denoisers.load` and in model args."""
 
-    dtype: Dtype = argument(_dtype, "auto")
-    revision: str = argument(lambda key, value: text(key, value) or "main", "main")
-    trust_remote_code: bool = argument(truth, False)
-    mask_token_id: int | None = argument(at_least(0))
-    max_length: int | None = argument(count)
-    bos: Bos | None = argument(_bos)
-    family: str | None = argument(text)
-    attention: Attention | None = argument(choice(*get_args(Attention)))
-    block: int | str | None = argument(block_size)  # the trained block, if neither config nor family names it
-    shift_logits: bool | None = argument(lambda key, value: None if value in NOTHING else truth(key, value))
-    last_block: LastBlock = argument(required_choice(*get_args(LastBlock)), "fill")
-    first_token: FirstToken | None = argument(choice(*get_args(FirstToken)))  # causal prefix: of each block
-    sigma: Sigma | None = argument(choice(*get_args(Sigma)))  # SEDD
-    backend: Backend | None = argument(choice(*get_args(Backend)))
-    cache: Cache | None = argument(_cache)  # the cached sampler, another distribution
-    exclude_ids: tuple[int, ...] = argument(_ids, ())  # left out of the vocabulary, another distribution
-    cfg_scale: float | None = argument(_cfg_scale)
-    temperature: float | None = argument(_temperature)  # of the network that is scored, as are top_k and top_p
-    top_k: int | None = argument(count)
-    top_p: float | None = argument(number_where("a probability above 0, at most 1", lambda x: 0 < x <= 1))
-    peft: str | None = argument(checkpoint_name)
-    device_map: str | Mapping[str, int | str | torch.device] | None = argument(text_or_mapping)
-    load_in_8bit: bool = argument(truth, False)
-    load_in_4bit: bool = argument(truth, False)
-    compile: bool = argument(truth, False)
+    max_length: int | None = argument(
+        COUNT, None, "positions of a window, special tokens included", unset="the checkpoint's"
+    )
+    dtype: Dtype = argument(
+        choice(Dtype, convert=lambda value: str(value).removeprefix("torch.")),
+        "auto",
+        "dtype of the network. `auto`: float32 on a CPU, else the checkpoint's (MDLM and SEDD: float32 only). "
+        "Log-softmax runs in float32 or better, sums in float64",
+    )
+    mask_token_id: int | None = argument(
+        whole(0, "a token id"), None, "the id of [MASK]", unset="from config, tokenizer or family"
+    )
+    family: str | None = argument(TEXT, None, "[what the checkpoint is](checkpoints.md#families)", unset="detected")
+    attention: Attention | None = argument(choice(Attention), None, "what a position sees", unset="detected")
+    shift_logits: bool | None = argument(
+        TRUTH, None, "a token is predicted from the position before it", unset="detected"
+    )
+    block: int | str | None = argument(BLOCK, None, "the trained block, if neither config nor family names it")
+    bos: Bos | None = argument(
+        choice(Bos, convert=lambda value: str(value).lower()),
+        None,
+        "which special tokens are visible and which are scored, see [below](#special-tokens); also `add_bos_token`",
+        none="none",
+        unset="the family's",
+    )
+    last_block: LastBlock = argument(
+        choice(LastBlock),
+        "fill",
+        "a short last block of a network with trained blocks is filled with [MASK], or cut",
+    )
+    first_token: FirstToken | None = argument(
+        choice(FirstToken),
+        None,
+        "Nemotron-Labs-Diffusion: the causal prefix predicts the first token of a block, which is revealed alone, as "
+        "in the authors' code, or the `block` predicts it, as in vLLM",
+        unset="causal",
+    )
+    sigma: Sigma | None = argument(
+        choice(Sigma),
+        None,
+        "SEDD's noise level: from the masked share clamped to [0.1, 0.9], as in its evaluation, or from its `schedule`",
+        unset="clamped",
+    )
+    cache: Cache | None = argument(
+        choice(Cache),
+        None,
+        "the [cached sampler](cached_samplers.md) of Fast-dLLM, another distribution; with `estimator=two_phase` its "
+        "first phase, and the default is `dual`",
+    )
+    cfg_scale: float | None = argument(
+        Kind(f"a number >= 0 (0: no guidance), at most {MAX_FACTOR:g}", _cfg_scale),
+        None,
+        "classifier-free guidance as in LLaDA, another distribution",
+    )
+    temperature: float | None = argument(
+        Kind(f"a number above 0, from {1 / MAX_FACTOR:g} to {MAX_FACTOR:g}", _temperature),
+        None,
+        "temperature of the network's distributions, for scoring and sampling alike; another distribution",
+    )
+    top_k: int | None = argument(
+        COUNT, None, "tokens that keep their probability. Most texts then have probability 0. Another distribution"
+    )
+    top_p: float | None = argument(
+        SHARE,
+        None,
+        "the least set of tokens with this probability keeps it, as `top_k`. Another distribution",
+    )
+    exclude_ids: tuple[int, ...] = argument(
+        Kind("token ids, such as 126081 or 126081+126348", _ids),
+        (),
+        "ids that are left out of the vocabulary (LLaDA's `logits_eos_inf`), another distribution. "
+        "A text that holds one is an error; a context may hold them",
+    )
+    peft: str | None = argument(CHECKPOINT, None, "a LoRA, merged into the weights")
+    load_in_8bit: bool = argument(
+        TRUTH,
+        False,
+        "[LLM.int8](checkpoints.md#quantized-networks) by bitsandbytes; another distribution",
+    )
+    load_in_4bit: bool = argument(TRUTH, False, "nf4 by bitsandbytes, multiplied in `dtype`; another distribution")
+    backend: Backend | None = argument(choice(Backend), None, "`remote`: run the checkpoint's own code", unset="native")
+    revision: str = argument(TEXT, "main", "branch, tag or commit of a hub checkpoint")
+    trust_remote_code: bool = argument(TRUTH, False, "run code of the checkpoint, as in `--model hf`", identity=False)
+    device_map: str | Mapping[str, int | str | torch.device] | None = argument(
+        Kind("a text or a mapping", lambda value: value if isinstance(value, Mapping) else str(value)),
+        None,
+        "`auto` (or `parallelize=true`): [the layers are spread](distributed.md#a-model-larger-than-one-gpu) over GPUs",
+        identity=False,
+    )
+    compile: bool = argument(
+        TRUTH, False, "`torch.compile` the layers: the first minute is slower, long runs are faster", identity=False
+    )
 
 
-NETWORK_READERS: dict[str, Reader] = readers(NetworkArguments)
-ALIASES: dict[str, tuple[str, Reader]] = {  # the harness's words: the argument meant, and what the value means there
-    "add_bos_token": ("bos", lambda key, value: "given" if truth(key, value) else "none"),
-    "parallelize": ("device_map", lambda key, value: "auto" if value not in NOTHING and truth(key, value) else None),
+NETWORK_ARGUMENTS: dict[str, Argument] = declared(NetworkArguments)
+ALIASES: dict[str, tuple[str, Callable[[str, Any], Any]]] = {  # the harness's words: the argument meant, and its value
+    "add_bos_token": ("bos", lambda key, value: "given" if TRUTH(key, value) else "none"),
+    "parallelize": ("device_map", lambda key, value: "auto" if TRUTH(key, value) else None),
 }
 
 
@@ -142,7 +182,7 @@ class LoadOptions(NetworkArguments):
         for field in dataclasses.fields(NetworkArguments):
             value = getattr(self, field.name)
             if value != field.default:
-                object.__setattr__(self, field.name, NETWORK_READERS[field.name](field.name, value))
+                object.__setattr__(self, field.name, NETWORK_ARGUMENTS[field.name].read(field.name, value))
         if self.load_in_8bit and self.load_in_4bit:
             raise DuelError("load_in_8bit and load_in_4bit are both given; leave one out.")
         if self.cache and self.backend == "remote":
@@ -177,7 +217,7 @@ class LoadOptions(NetworkArguments):
 
 def tokenizer_source(arguments: Mapping[str, Any]) -> tuple[str, str]:
     """(name, revision) of the tokenizer that model args name: `tokenizer`, else `pretrained`, else `model`."""
-    if (name := checkpoint_name("tokenizer", arguments.get("tokenizer"))) is not None:
+    if (name := CHECKPOINT("tokenizer", arguments.get("tokenizer"))) is not None:
         return name, "main"
-    names = [checkpoint_name(key, arguments.get(key)) for key in ("pretrained", "model")]
+    names = [CHECKPOINT(key, arguments.get(key)) for key in ("pretrained", "model")]
     return names[0] or names[1] or BUNDLED, str(arguments.get("revision") or "main")

@@ -13,14 +13,14 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from lm_eval_duel.arguments import checkpoint_name
+from lm_eval_duel.arguments import CHECKPOINT
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.demo import BUNDLED, resolve
 from lm_eval_duel.denoisers import config_entries, hub, special_tokens, weights
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.dit import checkpoint as dit_checkpoint
 from lm_eval_duel.denoisers.hf import causal_lm, decoder_checkpoint, families, masked_lm, remote_code
-from lm_eval_duel.denoisers.load_options import NETWORK_READERS, LoadOptions, tokenizer_source
+from lm_eval_duel.denoisers.load_options import NETWORK_ARGUMENTS, LoadOptions, tokenizer_source
 from lm_eval_duel.denoisers.wrappers.exclusion import Excluding
 from lm_eval_duel.denoisers.wrappers.guidance import Guided
 from lm_eval_duel.denoisers.wrappers.warpers import Warped
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 def load(name: str, *, device: str | None = None, **network: Any) -> Denoiser:
     """See `denoisers.load`."""
     for key in network:
-        if key not in (*NETWORK_READERS, "tokenizer"):
-            raise unknown("network argument", key, (*NETWORK_READERS, "tokenizer"))
-    name = resolve(checkpoint_name("name", name) or BUNDLED)
+        if key not in (*NETWORK_ARGUMENTS, "tokenizer"):
+            raise unknown("network argument", key, (*NETWORK_ARGUMENTS, "tokenizer"))
+    name = resolve(CHECKPOINT("name", name) or BUNDLED)
     options = hub.pin_revision(LoadOptions(name, hub.pick_device(device), **network))
     config = hub.read_config(options.name, options.revision)
     tokenizer = _tokenizer(config, options)
@@ -58,7 +58,7 @@ def wrapped(denoiser: Denoiser, options: LoadOptions) -> Denoiser:
 def find_family(name: str, **network: Any) -> str | None:
     """The decoder family of a checkpoint by its config.json, before any weight is read; None for all other networks."""
     options = hub.pin_revision(
-        LoadOptions(resolve(checkpoint_name("name", name) or BUNDLED), hub.pick_device("cpu"), **network)
+        LoadOptions(resolve(CHECKPOINT("name", name) or BUNDLED), hub.pick_device("cpu"), **network)
     )
     config = hub.read_config(options.name, options.revision)
     if dit_checkpoint.is_dit(config) or options.attention == "causal" or options.backend == "remote":

@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 import enum
 import importlib
-import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel import rules
-from lm_eval_duel.arguments import NOTHING, Reader, at_least, block_size, choice, count, number_where, truth
+from lm_eval_duel.arguments import BLOCK, COUNT, POSITIVE, PROBABILITY, TRUTH, Argument, choice, number
+from lm_eval_duel.arguments import Kind as Values
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators.sampled_arguments import (
     ORDER_STEPS,
@@ -48,14 +48,6 @@ class Kind(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True)
-class Argument:
-    """A model arg that only some estimators read."""
-
-    read: Reader
-    default: Any = None
-
-
-@dataclasses.dataclass(frozen=True)
 class MonteCarlo:
     """What is random in the values of an estimator, in words."""
 
@@ -78,6 +70,7 @@ class Entry:
 
     name: str  # as typed
     display: str  # in tables
+    what: str  # it is, in words
     kind: Kind
     target: str
     settings: Callable[[Options], dict[str, Any]]
@@ -102,40 +95,63 @@ class Entry:
 # ---------------------------------------------------------------- arguments and settings
 
 
-def _rules(key: str, value: Any) -> tuple[rules.Rule, ...]:
+def _rules(value: Any) -> tuple[rules.Rule, ...]:
     """Rules of a text such as greedy+margin:k=2, each of which is state-only."""
-    parsed = () if value in NOTHING else tuple(rules.parse(text) for text in str(value).split("+"))
+    parsed = tuple(rules.parse(text) for text in str(value).split("+"))
     for rule in parsed:
         rules.check_state_only(rule)
     return parsed
 
 
 ELBO_ARGUMENTS = {
-    "mc_samples": Argument(at_least(1, 128), 128),  # draws of a window
-    "elbo_form": Argument(choice("auto", *ELBO_FORMS, default="auto"), "auto"),
-    "elbo_block": Argument(block_size, "auto"),
-    "elbo_eps": Argument(number_where("a share from 0 (nothing left out) to below 1", lambda x: 0 <= x < 1, 0.0), 0.0),
+    "mc_samples": Argument(COUNT, 128, "draws of a window"),
+    "elbo_form": Argument(choice("auto", *ELBO_FORMS), "auto", "how masked positions are drawn and weighed"),
+    "elbo_block": Argument(
+        BLOCK, "auto", "positions that are drawn together; `auto`: the trained block, else all", none=None
+    ),
+    "elbo_eps": Argument(
+        number("a share from 0 (nothing left out) to below 1", lambda x: 0 <= x < 1),
+        0.0,
+        "noise levels below it are left out, as in the authors' evaluations: no bound then",
+    ),
 }
 TWO_PHASE_ARGUMENTS = {  # one of them; neither: sample=0.05
-    "sample": Argument(number_where("a share of blocks above 0, at most 1", lambda x: 0 < x <= 1)),
-    "precision": Argument(number_where("a relative standard error between 0 and 1", lambda x: 0 < x < 1)),
+    "sample": Argument(
+        number("a share of blocks above 0, at most 1", lambda x: 0 < x <= 1),
+        None,
+        "the share of blocks that are also scored without the cache",
+        unset="0.05",
+    ),
+    "precision": Argument(
+        number("a relative standard error between 0 and 1", lambda x: 0 < x < 1),
+        None,
+        "the relative standard error of perplexity that finds `sample`",
+    ),
 }
-LATTICE_ARGUMENTS = {"lattice_rules": Argument(_rules)}  # None: the rule, if it is state-only
-
+LATTICE_ARGUMENTS = {
+    "lattice_rules": Argument(
+        Values("state-only rules, such as greedy+margin:k=2", _rules),
+        None,
+        "rules whose value the lattice also gives, such as `greedy+margin`",
+        none=(),
+        unset="the rule, if it is state-only",
+        identity=False,
+    )
+}
 SAMPLED_ARGUMENTS = {
-    "n": Argument(count),  # draws that are kept at a step; neither n nor steps: 1
-    "steps": Argument(count),  # of a block
-    "schedule": Argument(choice(*SCHEDULES, default=SCHEDULES[0]), SCHEDULES[0]),
-    "tau": Argument(number_where("a probability from 0 to 1", lambda x: 0 <= x <= 1)),
-    "confidence": Argument(choice(*CONFIDENCES, default=CONFIDENCES[0]), CONFIDENCES[0]),
-    "strict": Argument(truth, True),
+    "n": Argument(COUNT, None, "draws that are kept at a step; neither `n` nor `steps`: 1"),
+    "steps": Argument(COUNT, None, "steps of a block, instead of `n` and `tau`"),
+    "schedule": Argument(choice(*SCHEDULES), SCHEDULES[0], "how `steps` spread over a block, `even` or as Dream's"),
+    "tau": Argument(PROBABILITY, None, "draws of at least this probability are kept"),
+    "confidence": Argument(
+        choice(*CONFIDENCES), CONFIDENCES[0], "which probability of a draw counts, if there is a temperature"
+    ),
+    "strict": Argument(TRUTH, True, "draws above `tau` are kept, not those at it"),
 }
-
-
 ORDER_ARGUMENTS = {
-    "alg": Argument(read_order, ORDERS[0]),
-    "steps": Argument(at_least(1, ORDER_STEPS), ORDER_STEPS),  # of a block
-    "alg_temp": Argument(number_where("a number above 0", lambda x: 0 < x < math.inf)),
+    "alg": Argument(Values("how positions are drawn", read_order, ORDERS), ORDERS[0], "how positions are drawn"),
+    "steps": Argument(COUNT, ORDER_STEPS, "steps of a block"),
+    "alg_temp": Argument(POSITIVE, None, "temperature of the positions' scores, with `alg=entropy` or `topk_margin`"),
 }
 
 
@@ -218,10 +234,11 @@ def _lattice_settings(options: Options) -> dict[str, Any]:
     return {"block": options.block, "value": options.estimator, "follow": follow}
 
 
-def _lattice(name: str, display: str, kind: Kind) -> Entry:
+def _lattice(name: str, display: str, what: str, kind: Kind) -> Entry:
     return Entry(
         name,
         display,
+        what,
         kind,
         "lm_eval_duel.estimators.lattice:Lattice",
         _lattice_settings,
@@ -237,6 +254,7 @@ ENTRIES = (  # in the order of tables
     Entry(
         "ar",
         "AR",
+        "the chain rule of an autoregressive network, one of ours or any causal language model of transformers",
         Kind.LIKELIHOOD,
         "lm_eval_duel.estimators.duel:Autoregressive",
         lambda options: {},
@@ -247,6 +265,7 @@ ENTRIES = (  # in the order of tables
     Entry(
         "elbo",
         "ELBO",
+        "the Monte Carlo ELBO under random unmasking",
         Kind.UPPER_BOUND,
         "lm_eval_duel.estimators.elbo:Elbo",
         _elbo_settings,
@@ -255,11 +274,19 @@ ENTRIES = (  # in the order of tables
         ignored_args=("rule", "block"),
         check=_check_elbo,
     ),
-    _lattice("elbo_exact", "ELBO, all orders", Kind.UPPER_BOUND),
-    _lattice("mixture", "Mixture of orders", Kind.LIKELIHOOD),
+    _lattice(
+        "elbo_exact",
+        "ELBO, all orders",
+        "the mean over all orders inside blocks, which is what `elbo` with `elbo_block` = block estimates",
+        Kind.UPPER_BOUND,
+    ),
+    _lattice(
+        "mixture", "Mixture of orders", "the exact likelihood of uniformly random order inside blocks", Kind.LIKELIHOOD
+    ),
     Entry(
         "duel",
         "DUEL",
+        "the exact likelihood under `rule`",
         Kind.LIKELIHOOD,
         "lm_eval_duel.estimators.duel:DuelEstimator",
         lambda options: {"rule": options.rule, "block": options.block},
@@ -269,6 +296,7 @@ ENTRIES = (  # in the order of tables
     Entry(
         "sampled_confidence",
         "Select after sampling",
+        "the exact likelihood of a sampler that selects after sampling",
         Kind.LIKELIHOOD,
         "lm_eval_duel.estimators.sampled_confidence:SampledConfidence",
         lambda options: {"block": options.block, **options.estimator_args},
@@ -281,6 +309,7 @@ ENTRIES = (  # in the order of tables
     Entry(
         "sampled_order",
         "Sampled order",
+        "the exact likelihood of a sampler that draws the positions",
         Kind.LIKELIHOOD,
         "lm_eval_duel.estimators.sampled_order:SampledOrder",
         lambda options: {"block": options.block, **options.estimator_args},
@@ -291,6 +320,7 @@ ENTRIES = (  # in the order of tables
     Entry(
         "two_phase",
         "DUEL estimate",
+        "an unbiased estimate of `duel`, with its standard error, for a fraction of the work",
         Kind.ESTIMATE,
         "lm_eval_duel.estimators.two_phase:TwoPhase",
         _two_phase_settings,
@@ -307,7 +337,7 @@ ENTRIES = (  # in the order of tables
             "comparing options would compare noise. Use estimator=duel for this task, without cache or with cache=dual."
         ),
     ),
-    _lattice("oracle", "Oracle", Kind.NOT_A_LIKELIHOOD),
+    _lattice("oracle", "Oracle", "the best order of each block", Kind.NOT_A_LIKELIHOOD),
 )
 ESTIMATORS: dict[str, Entry] = {entry.name: entry for entry in ENTRIES}
 LATTICE = tuple(entry.name for entry in ENTRIES if entry.lattice)
@@ -318,13 +348,6 @@ def find(name: str) -> Entry:
     if (entry := ESTIMATORS.get(name)) is None:
         raise unknown("estimator", name, ESTIMATORS)
     return entry
-
-
-def read_name(key: str, value: Any) -> str:
-    """The name of an estimator, from the value of a model arg."""
-    if not isinstance(value, str) or value not in ESTIMATORS:
-        raise unknown(f"value of {key}", value, ESTIMATORS)
-    return value
 
 
 def arguments() -> dict[str, Argument]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from lm_eval_duel.arguments import NOTHING
 from lm_eval_duel.errors import DuelError, unknown
 
 SCHEDULES = ("even", "dream")  # how many draws are kept at each of `steps` steps
@@ -28,24 +27,22 @@ def check_step_counts(n: int | None, tau: float | None, steps: int | None, sched
         raise DuelError(f"schedule={schedule} spreads a block over a number of steps; pass steps=<number>, too.")
 
 
-def read_order(key: str, value: Any) -> str:
+def read_order(value: Any) -> str:
     """How positions are drawn, from the value of a model arg."""
-    if value in NOTHING:
-        return ORDERS[0]
     if value == "maskgit_plus":
         raise DuelError(
             "alg=maskgit_plus scores a position by the token drawn there, so the order depends on every draw. Without "
             "alg_temp its likelihood is that of estimator=sampled_confidence,confidence=tempered,schedule=dream,"
             "steps=<number>; with alg_temp it has no closed form."
         )
-    if value not in ORDERS:
-        raise unknown(f"value of {key}", value, ORDERS)
     return str(value)
 
 
 def check_order(alg: str, alg_temp: float | None) -> None:
     """Raise DuelError unless `alg` is one of `ORDERS`, and has a temperature if and only if it needs one."""
-    by_score = read_order("alg", alg) in SCORED_ORDERS
+    if read_order(alg) not in ORDERS:
+        raise unknown("value of alg", alg, ORDERS)
+    by_score = alg in SCORED_ORDERS
     if by_score and alg_temp is None:
         raise DuelError(
             f"alg={alg} draws positions at a temperature, e.g. alg_temp=0.2. Without one, a rule chooses them: "

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lm_eval_duel import fingerprint
-from lm_eval_duel.arguments import MAX_FACTOR, count, number, truth
+from lm_eval_duel.arguments import COUNT, MAX_FACTOR, SHARE, TRUTH, number, whole
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.denoisers.wrappers.warpers import Warped
 from lm_eval_duel.errors import DuelError, unknown
@@ -15,6 +15,10 @@ from lm_eval_duel.errors import DuelError, unknown
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # synonyms
 KNOWN = ("until", "do_sample", "temperature", "top_k", "top_p", "num_beams", *LENGTHS)
 DEFAULT_LENGTH = 256
+TEMPERATURE = number(
+    f"0 (argmax) or a number from {1 / MAX_FACTOR:g} to {MAX_FACTOR:g}",
+    lambda value: value == 0 or 1 / MAX_FACTOR <= value <= MAX_FACTOR,
+)
 
 _DISTRIBUTION = "only temperature, top_k and top_p change the distribution that is sampled"
 _SHORTEST = "a text ends at its first stop string or end of text, however early"
@@ -63,16 +67,11 @@ class Settings:
         arguments = {name: value for name, value in arguments.items() if value is not None}
         for name, value in arguments.items():
             _require_known(name, value)
-        lengths = {name: length for name in LENGTHS if (length := count(name, arguments.get(name))) is not None}
-        temperature = number(
-            "temperature",
-            arguments.get("temperature"),
-            f"0 (argmax) or a number from {1 / MAX_FACTOR:g} to {MAX_FACTOR:g}",
-            lambda value: value == 0 or 1 / MAX_FACTOR <= value <= MAX_FACTOR,
-        )
-        top_k = count("top_k", arguments.get("top_k"), least=0) or None  # 0: all, as in transformers
-        top_p = number("top_p", arguments.get("top_p"), "a probability above 0, at most 1", lambda p: 0 < p <= 1)
-        do_sample = truth("do_sample", arguments["do_sample"]) if "do_sample" in arguments else None
+        lengths = {name: length for name in LENGTHS if (length := COUNT(name, arguments.get(name))) is not None}
+        temperature = TEMPERATURE("temperature", arguments.get("temperature"))
+        top_k = whole(0)("top_k", arguments.get("top_k")) or None  # 0: all, as in transformers
+        top_p = SHARE("top_p", arguments.get("top_p"))
+        do_sample = TRUTH("do_sample", arguments.get("do_sample"))
         sampled = bool(temperature) if do_sample is None else do_sample and temperature != 0
         notes = [_unread_lengths(lengths)]
         if not sampled:

@@ -7,20 +7,18 @@ lowest position. The text form is `name[:param=value]...` and `parse(str(rule)) 
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import importlib.util
-import math
 import os
 import sys
 from typing import Any
 
-from lm_eval_duel.arguments import count, truth, whole
+from lm_eval_duel.arguments import COUNT, MISSING, TRUTH, Argument, declared
 from lm_eval_duel.core.decision import NEAR_TIE, Decision
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.rules.adaptive import EntropyBound, Threshold
 from lm_eval_duel.rules.around import inner, replaced
-from lm_eval_duel.rules.base import Rule, certain, kind_of, rank
+from lm_eval_duel.rules.base import Rule, certain, rank
 from lm_eval_duel.rules.checked import with_checks
 from lm_eval_duel.rules.deployed import DinferThreshold, EntropyThreshold, Factor, Hierarchy, HighOrTopk
 from lm_eval_duel.rules.fixed import LeftToRight, Random, RightToLeft
@@ -31,8 +29,8 @@ from lm_eval_duel.rules.pc import PC
 from lm_eval_duel.rules.refused import require_covered
 from lm_eval_duel.rules.scheduled import Dream, Quota
 from lm_eval_duel.rules.scores import Entropy, Greedy, LogMargin, Margin
-from lm_eval_duel.rules.seed_first import SEED_FIRST, SeedFirst
-from lm_eval_duel.rules.sub_block import SUB_BLOCK, SubBlock, sub_block_of
+from lm_eval_duel.rules.seed_first import SEED_FIRST, SEED_FIRST_HELP, SeedFirst
+from lm_eval_duel.rules.sub_block import SUB_BLOCK, SUB_BLOCK_HELP, SubBlock, sub_block_of
 
 __all__ = [
     "NEAR_TIE",
@@ -90,13 +88,11 @@ ALIASES = {
     "conf_threshold": "threshold",
     "eb": "entropy_bound",
 }
-EXAMPLES = {  # values of parameters without a default, for error messages
-    **{"mu": 0.9, "nu": 0.1, "gamma": 0.1, "f": 1.0, "n": 1, "steps": 32, "alg": "entropy"},
-    **{"decay": 0.25, "alpha": 10.0, "table": "table.json", "file": "planner.safetensors"},
+AROUND = {  # parameters that go with every rule
+    SEED_FIRST: Argument(TRUTH, False, SEED_FIRST_HELP),
+    SUB_BLOCK: Argument(COUNT, None, SUB_BLOCK_HELP),
 }
-PARAMETERS = frozenset(
-    {SEED_FIRST, SUB_BLOCK, *(field.name for rule in RULES.values() for field in dataclasses.fields(rule))}
-)
+PARAMETERS = frozenset({*AROUND, *(name for rule in RULES.values() for name in declared(rule))})
 
 
 def parse(text: str) -> Rule:
@@ -130,31 +126,26 @@ def build(name: str, arguments: dict[str, Any]) -> Rule:
     """The rule `name` (or an alias, or `module:Name`) with these parameters; raises DuelError for wrong ones."""
     if SEED_FIRST in arguments:
         arguments = dict(arguments)
-        seed_first = truth(SEED_FIRST, arguments.pop(SEED_FIRST))
+        seed_first = AROUND[SEED_FIRST].read(SEED_FIRST, arguments.pop(SEED_FIRST))
         following = build(name, arguments)
         return SeedFirst(_resets(following, SEED_FIRST)) if seed_first else following
     if SUB_BLOCK in arguments:
         arguments = dict(arguments)
-        size = count(SUB_BLOCK, arguments.pop(SUB_BLOCK))
+        size = AROUND[SUB_BLOCK].read(SUB_BLOCK, arguments.pop(SUB_BLOCK))
         following = build(name, arguments)
         return following if size is None else SubBlock(_resets(following, SUB_BLOCK), size)
     rule = find(name)
-    fields = {field.name: field for field in dataclasses.fields(rule)}
+    parameters = declared(rule)
     for key in arguments:
-        if key not in fields:
-            takes = ", ".join(fields) or "no arguments"
-            raise DuelError(f"Rule '{name}' does not take '{key}'; it takes: {takes}.")
-    missing = [
-        key
-        for key, field in fields.items()
-        if key not in arguments and field.default is field.default_factory is dataclasses.MISSING
-    ]
+        if key not in parameters:
+            raise unknown(f"parameter of rule {name}", key, parameters)
+    missing = [key for key, parameter in parameters.items() if key not in arguments and parameter.default is MISSING]
     if missing:
-        values = {key: arguments.get(key, EXAMPLES.get(key, 0.9)) for key in fields if key in (*arguments, *missing)}
-        example = ":".join([name, *(f"{key}={value}" for key, value in values.items())])
-        hint = " (a nu of 0.01 to 0.1 is usual)" if "nu" in missing else ""
-        raise DuelError(f"Rule '{name}' needs {' and '.join(missing)}, e.g. {example}{hint}.")
-    return rule(**{key: _convert(name, fields[key], value) for key, value in arguments.items()})
+        values = {key: parameters[key].example or 0.9 for key in missing} | arguments
+        example = ":".join([name, *(f"{key}={values[key]}" for key in parameters if key in values)])
+        hints = "".join(f" {key}: {parameters[key].help}." for key in missing if parameters[key].help)
+        raise DuelError(f"Rule '{name}' needs {' and '.join(missing)}, e.g. {example}.{hints}")
+    return rule(**{key: parameters[key].read(key, value, f" of rule '{name}'") for key, value in arguments.items()})
 
 
 def find(name: str) -> type[Rule]:
@@ -229,23 +220,3 @@ def _custom(name: str) -> type[Rule]:
     if not (isinstance(rule, type) and issubclass(rule, Rule)):
         raise DuelError(f"'{name}' must be a subclass of lm_eval_duel.rules.Rule with @dataclass(frozen=True).")
     return rule
-
-
-def _convert(name: str, field: dataclasses.Field, value: Any) -> Any:
-    """A parameter's value from text or a number, by the field's type (int, float, bool or str; or None)."""
-    declared = field.type.__name__ if isinstance(field.type, type) else str(field.type)
-    if value in (None, "None", "none") and ("None" in declared or "Optional" in declared):
-        return None
-    kind = kind_of(field)
-    try:
-        if kind == "int":
-            return whole(value)
-        if kind == "float":
-            if isinstance(value, bool) or math.isnan(float(value)):
-                raise ValueError
-            return float(value)
-        if kind == "bool":
-            return {"true": True, "false": False}[str(value).lower()]
-        return str(value)
-    except (ValueError, KeyError, OverflowError, TypeError):
-        raise DuelError(f"'{field.name}' of rule '{name}' must be {kind}, not '{value}'.") from None

@@ -6,14 +6,13 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, ClassVar
 
+from lm_eval_duel.arguments import TRUTH, argument, number, required
 from lm_eval_duel.rules.base import (
     Decision,
     Rule,
     Thresholded,
-    check,
     log_odds,
     near_probability,
-    optional,
     sure_or_best,
 )
 
@@ -29,7 +28,7 @@ class Threshold(Thresholded):
     name: ClassVar[str] = "threshold"
     label: ClassVar[str] = "Conf. Thresh."
     state_only: ClassVar[bool] = True
-    strict: bool = optional(False)
+    strict: bool = argument(TRUTH, False, "positions with P1 = mu are not revealed", optional=True)
 
     def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
         confidence, bound = predictions.confidence, log_odds(self.mu)  # (R, W)
@@ -50,11 +49,13 @@ class EntropyBound(Rule):
     adaptive: ClassVar[bool] = True
     speed: ClassVar[tuple[str, ...]] = ("gamma",)
     state_only: ClassVar[bool] = True
-    gamma: float
-    inclusive: bool = optional(False)
-
-    def __post_init__(self) -> None:
-        check(self, "gamma", self.gamma >= 0, "a sum of entropies in nats, at least 0")
+    gamma: float = required(number("a sum of entropies in nats, at least 0", lambda x: x >= 0), "the largest sum", 0.1)
+    inclusive: bool = argument(
+        TRUTH,
+        False,
+        "reveals while the sum with the position's own entropy is below gamma, as JetEngine",
+        optional=True,
+    )
 
     def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
         import torch

@@ -19,6 +19,7 @@ class Around(Rule):
     def __post_init__(self) -> None:
         for attribute in COPIED:
             object.__setattr__(self, attribute, getattr(self.rule, attribute))
+        super().__post_init__()
 
     @property
     def followed(self) -> Rule:

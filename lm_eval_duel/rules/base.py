@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import re
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from lm_eval_duel.arguments import KEY, PROBABILITY, Argument, argument, declaration, required, whole
 from lm_eval_duel.core.decision import Decision
 from lm_eval_duel.errors import DuelError
 
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from lm_eval_duel.core.predictions import Predictions
 
 
-OPTIONAL = "optional"  # in the metadata of a field, see `optional`
-INTEGERS = 2**63  # those of tensors are smaller
 READS = ("fixed", "state_only", "reads_step", "may_pick_none")  # class attributes: what a rule reads, and how it steps
 LOG_ODDS_SLOPE = 2.0  # the L1 norm of d(log-odds)/d(logits), and of d(log P1 - log P2)/d(logits)
 
@@ -52,7 +50,11 @@ class Rule:
                     setattr(cls, attribute, False)
 
     def __post_init__(self) -> None:
-        """Raise DuelError for a parameter that is out of range."""
+        """Read every parameter that is declared; raises DuelError for one that is out of range."""
+        for field in dataclasses.fields(self):
+            if KEY in field.metadata:
+                value = declaration(field).read(field.name, getattr(self, field.name), f" of rule '{self.name}'")
+                object.__setattr__(self, field.name, value)
 
     def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
         """Which masked positions of each lane to reveal next."""
@@ -86,17 +88,12 @@ class Rule:
 
     def __str__(self) -> str:
         values = (
-            f"{field.name}={_plain(field, getattr(self, field.name))}"
+            f"{field.name}={_plain(declaration(field), getattr(self, field.name))}"
             for field in dataclasses.fields(self)
-            if not (field.metadata.get(OPTIONAL) and getattr(self, field.name) == field.default)
+            if not (declaration(field).optional and getattr(self, field.name) == field.default)
         )
         own = type(self).__module__.startswith(__package__)
         return ":".join([self.name if own else f"{type(self).__module__}:{type(self).__qualname__}", *values])
-
-
-def optional(default: Any) -> Any:
-    """A parameter that the rule's text leaves out at its default, so that texts without it stay as they were."""
-    return dataclasses.field(default=default, metadata={OPTIONAL: True})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,11 +101,7 @@ class Counted(Rule):
     """A rule that reveals k positions at every step, or all that are left in the block."""
 
     speed: ClassVar[tuple[str, ...]] = ("k",)
-    k: int = 1
-
-    def __post_init__(self) -> None:
-        check_count(self, "k", "a count of positions, at least 1")
-        super().__post_init__()
+    k: int = argument(whole(1, "a number of positions"), 1, "positions revealed at each step")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,25 +110,15 @@ class Thresholded(Rule):
 
     adaptive: ClassVar[bool] = True
     speed: ClassVar[tuple[str, ...]] = ("mu",)
-    mu: float
-
-    def __post_init__(self) -> None:
-        check_probability(self, "mu")
-        super().__post_init__()
+    mu: float = required(PROBABILITY, "the probability from which positions are revealed", 0.9)
 
 
-def kind_of(field: dataclasses.Field) -> str:
-    """The type of a rule's parameter, None aside: int, float, bool or str."""
-    declared = field.type.__name__ if isinstance(field.type, type) else str(field.type)
-    return next((kind for kind in ("int", "float", "bool") if re.search(rf"\b{kind}\b", declared)), "str")
-
-
-def _plain(field: dataclasses.Field, value: Any) -> Any:
+def _plain(declared: Argument, value: Any) -> Any:
     """A parameter as a Python number of its type, so that equal values have one text."""
-    kind = {"int": int, "float": float, "bool": bool}.get(kind_of(field))
-    with contextlib.suppress(TypeError, ValueError, OverflowError):  # None, or a value of another type
-        if kind is not None and not isinstance(value, str) and kind(value) == value:
-            return kind(value)
+    if value is None or isinstance(value, str):
+        return value
+    with contextlib.suppress(DuelError, TypeError, ValueError, OverflowError):  # a value of another type
+        return declared.kind.convert(value)
     return value
 
 
@@ -144,23 +127,6 @@ def certain(pick: torch.Tensor) -> Decision:
     import torch
 
     return Decision(pick, torch.full((len(pick),), math.inf, dtype=torch.float64, device=pick.device))
-
-
-def check(rule: Rule, name: str, good: bool, what: str) -> None:
-    """Raise DuelError unless a parameter's value is `good`; `what` describes the values that are."""
-    if not good:
-        raise DuelError(f"'{name}' of rule '{rule.name}' is {what}; got {getattr(rule, name)}.")
-
-
-def check_count(rule: Rule, name: str, what: str) -> None:
-    """Raise DuelError unless a parameter is a whole number, at least 1."""
-    value = getattr(rule, name)
-    check(rule, name, 1 <= value < INTEGERS and value == int(value), what)
-
-
-def check_probability(rule: Rule, name: str) -> None:
-    """Raise DuelError unless a parameter is a probability."""
-    check(rule, name, 0 <= getattr(rule, name) <= 1, "a probability from 0 to 1")
 
 
 def log_odds(p: float) -> float:

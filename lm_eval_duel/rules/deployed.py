@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from lm_eval_duel.errors import unknown
+from lm_eval_duel.arguments import PROBABILITY, argument, choice, number, required, whole
 from lm_eval_duel.rules.base import (
     LOG_ODDS_SLOPE,
     Decision,
     Rule,
     Thresholded,
     best,
-    check,
-    check_count,
-    check_probability,
     log_odds,
     near_probability,
     nearest,
@@ -42,10 +39,9 @@ class EntropyThreshold(Rule):
     adaptive: ClassVar[bool] = True
     speed: ClassVar[tuple[str, ...]] = ("tau",)
     state_only: ClassVar[bool] = True
-    tau: float
-
-    def __post_init__(self) -> None:
-        check(self, "tau", 0 <= self.tau < math.inf, "an entropy in nats, at least 0")
+    tau: float = required(
+        number("an entropy in nats, at least 0", lambda x: 0 <= x < math.inf), "the largest entropy", 0.5
+    )
 
     def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
         entropy = predictions.entropy.double()  # (R, W)
@@ -57,14 +53,11 @@ class EntropyThreshold(Rule):
 
 @dataclasses.dataclass(frozen=True)
 class Factor(Rule):
-    """The most confident positions, as many as Fast-dLLM's factor f allows (Wu et al. 2025, section 3.3).
+    """The most confident positions, c_1 >= c_2 >= ..., as many as 1 + the number of ranks r >= 2 with
+    c_r >= 1 - f / (r + 1) (Fast-dLLM's factor: Wu et al. 2025, section 3.3).
 
-    With the confidences in descending order, c_1 >= c_2 >= ... >= c_m, the count is
-
-        k = 1 + #{r >= 2: c_r >= 1 - f / (r + 1)}
-
-    The published codes differ at the end of a block. `variant`: "a" (Fast-dLLM, dInfer, PC-Sampler), m if k = m - 1;
-    "b" (dllm), k; "c" (d2Cache), with > for >=, and m - 1 if k = m >= 2.
+    The published codes differ at the end of a block. With k the count and m masked positions, `variant` is "a"
+    (Fast-dLLM, dInfer, PC-Sampler): m if k = m - 1; "b" (dllm): k; "c" (d2Cache): with > for >=, m - 1 if k = m >= 2.
     """
 
     name: ClassVar[str] = "factor"
@@ -72,13 +65,10 @@ class Factor(Rule):
     adaptive: ClassVar[bool] = True
     speed: ClassVar[tuple[str, ...]] = ("f",)
     state_only: ClassVar[bool] = True
-    f: float
-    variant: Variant = "a"
-
-    def __post_init__(self) -> None:
-        check(self, "f", self.f > 0, "a number above 0")
-        if self.variant not in get_args(Variant):
-            raise unknown("value of variant for rule factor", self.variant, get_args(Variant))
+    f: float = required(number("a number above 0", lambda x: x > 0), "the factor", 1.0)
+    variant: Variant = argument(
+        choice(Variant), "a", "borders as in `a`: Fast-dLLM, dInfer, PC-Sampler; `b`: dllm; `c`: d2Cache"
+    )
 
     def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
         import torch
@@ -110,12 +100,8 @@ class HighOrTopk(Rule):
     adaptive: ClassVar[bool] = True
     speed: ClassVar[tuple[str, ...]] = ("tau",)
     state_only: ClassVar[bool] = True
-    n: int
-    tau: float
-
-    def __post_init__(self) -> None:
-        check_count(self, "n", "a count of positions, at least 1")
-        check_probability(self, "tau")
+    n: int = required(whole(1, "a number of positions"), "the least number of positions revealed at a step", 1)
+    tau: float = required(PROBABILITY, "the probability above which positions are revealed", 0.9)
 
     def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
         import torch
@@ -169,13 +155,8 @@ class Hierarchy(Rule):
     adaptive: ClassVar[bool] = True
     speed: ClassVar[tuple[str, ...]] = ("tau",)
     state_only: ClassVar[bool] = True
-    low: float = 0.4
-    tau: float | None = None
-
-    def __post_init__(self) -> None:
-        check_probability(self, "low")
-        if self.tau is not None:
-            check_probability(self, "tau")
+    low: float = argument(PROBABILITY, 0.4, "the probability above which the best of a run is revealed")
+    tau: float | None = argument(PROBABILITY, None, "the probability above which every position is revealed")
 
     def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
         import torch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, ClassVar
 
+from lm_eval_duel.arguments import INTEGER, argument
 from lm_eval_duel.hashing import hashed
 from lm_eval_duel.rules.base import Counted, Decision, certain, rank
 
@@ -50,7 +51,7 @@ class Random(Counted):
     label: ClassVar[str] = "Random"
     state_only: ClassVar[bool] = True
     fixed: ClassVar[bool] = True
-    seed: int = 0
+    seed: int = argument(INTEGER, 0, "another order for each seed")
 
     def __call__(self, predictions: Predictions | None, lanes: Lanes) -> Decision:
         import torch

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from lm_eval_duel.errors import DuelError, unknown
+from lm_eval_duel.arguments import TRUTH, argument, choice, number, required, whole
+from lm_eval_duel.errors import DuelError
 from lm_eval_duel.rules.base import (
     Decision,
     Thresholded,
-    check,
-    check_count,
     kl,
     log_odds,
     near_probability,
     nearest,
-    optional,
     sure_or_best,
 )
 
@@ -48,17 +46,23 @@ class Klass(Thresholded):
     label: ClassVar[str] = "KLASS"
     reads_step: ClassVar[bool] = True
     dense_memory: ClassVar[bool] = True
-    nu: float
-    history: int = 1
-    kl: Divergence = "paper"
-    across: bool = optional(False)
+    nu: float = required(
+        number("a divergence in nats, at least 0", lambda x: x >= 0),
+        "the largest divergence; 0.01 to 0.1 is usual",
+        0.1,
+    )
+    history: int = argument(whole(1, "a number of steps"), 1, "steps for which the divergence must have been small")
+    kl: Divergence = argument(
+        choice(Divergence),
+        "paper",
+        "`paper`: KL(previous, current); `authors`: KL(current, previous), as in their code",
+    )
+    across: bool = argument(
+        TRUTH, False, "the history outlives the block, as in the authors' loop; needs `kl=authors`", optional=True
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(self, "nu", self.nu >= 0, "a divergence in nats, at least 0")
-        check_count(self, "history", "a count of steps, at least 1")
-        if self.kl not in get_args(Divergence):
-            raise unknown("value of kl for rule klass", self.kl, get_args(Divergence))
         if self.across and self.kl != "authors":
             raise DuelError("across=true of rule klass is the authors' code, which has kl=authors; add kl=authors.")
 

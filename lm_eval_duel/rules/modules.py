@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lm_eval_duel.arguments import RAW, required
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.rules.base import Rule
 
@@ -40,9 +41,10 @@ class ModuleRule(Rule):
         DuelError: the file cannot be read, or its path holds a ':', which the text of a rule cannot.
     """
 
-    file: str
+    file: str = required(RAW, "a safetensors file, whose content is in the fingerprint", "planner.safetensors")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if ":" in self.file:
             raise DuelError(f"'file' of rule '{self.name}' is a file whose path has no ':'; got {self.file}.")
         self.header()

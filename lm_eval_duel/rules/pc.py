@@ -15,8 +15,9 @@ import json
 import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from lm_eval_duel.arguments import POSITIVE, RAW, number, required
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.rules.base import Decision, best, check, check_count
+from lm_eval_duel.rules.base import Decision, best
 from lm_eval_duel.rules.modules import signature
 from lm_eval_duel.rules.scheduled import STEPS, Scheduled
 
@@ -32,7 +33,9 @@ TOTAL, COUNTS = "num_token", "p_baseline_dict"  # keys of a table, as in the aut
 
 @dataclasses.dataclass(frozen=True)
 class PC(Scheduled):
-    """The positions with the largest score, as many at each step as `quota` reveals.
+    """The positions with the largest exp(-decay x position in the block) x min(-P1 log f, alpha), as many as `quota`.
+
+    f is the corpus frequency of the most probable token (PC-Sampler).
 
     `table`: a JSON file with the number of tokens of a corpus, and how often each id occurs in it. The command
     `lm-eval-duel frequencies` writes one; the authors' files have the same layout.
@@ -41,15 +44,13 @@ class PC(Scheduled):
     name: ClassVar[str] = "pc"
     label: ClassVar[str] = "PC-Sampler"
     reads_step: ClassVar[bool] = True
-    decay: float
-    alpha: float
-    steps: int
-    table: str
+    decay: float = required(number("a number, at least 0", lambda x: 0 <= x < math.inf), "decay over a block", 0.25)
+    alpha: float = required(POSITIVE, "the largest surprise that counts", 10.0)
+    steps: int = required(STEPS, "steps of a block", 32)
+    table: str = required(RAW, "a JSON file of token frequencies, whose content is in the fingerprint", "table.json")
 
     def __post_init__(self) -> None:
-        check(self, "decay", 0 <= self.decay < math.inf, "a number from 0 up")
-        check(self, "alpha", 0 < self.alpha < math.inf, "a number above 0")
-        check_count(self, "steps", STEPS)
+        super().__post_init__()
         if ":" in self.table:
             raise DuelError(f"'table' of rule 'pc' is a file whose path has no ':'; got {self.table}.")
         read_table(self.table)

@@ -7,20 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from lm_eval_duel.errors import DuelError, unknown
+from lm_eval_duel.arguments import PROBABILITY, argument, choice, required, whole
+from lm_eval_duel.errors import DuelError
 from lm_eval_duel.rules.base import (
     LOG_ODDS_SLOPE,
     Decision,
     Rule,
     best,
-    check,
-    check_count,
-    check_probability,
     log_odds,
     nearest,
-    optional,
 )
 from lm_eval_duel.rules.scores import Entropy, Greedy, Margin
 
@@ -34,7 +31,7 @@ Algorithm = Literal["entropy", "topk_margin", "maskgit_plus", "confidence_thresh
 SCORED = {"entropy": Entropy, "topk_margin": Margin, "maskgit_plus": Greedy}  # the rules with these scores
 EPS = 1e-3  # where Dream's noise levels end
 END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>")  # tokens that end a turn but not a text
-STEPS = "a count of steps, at least 1"
+STEPS, TOKEN_ID = whole(1, "a number of steps"), whole(0, "a token id")
 
 
 def even_counts(m: int, steps: int) -> list[int]:
@@ -87,7 +84,7 @@ def first_count(lanes: Lanes) -> torch.Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Quota(Scheduled):
-    """The most confident positions, n_i at step i (LLaDA, Fast-dLLM).
+    """The most confident positions, m // S + (i < m mod S) of a block's m at step i of S (LLaDA, Fast-dLLM).
 
     `eos=conf` is LLaDA's `confidence_eos_eot_inf`, which changes the order only: a position whose most probable token
     is `eos_id` or `eot_id` comes last, and the confidence of the others is P1 / (1 - P_eos - P_eot). Ids that are not
@@ -97,22 +94,25 @@ class Quota(Scheduled):
     name: ClassVar[str] = "quota"
     label: ClassVar[str] = "Quota"
     reads_step: ClassVar[bool] = True
-    steps: int
-    eos: str | None = optional(None)
-    eos_id: int | None = optional(None)
-    eot_id: int | None = optional(None)
+    steps: int = required(STEPS, "steps of a block", 32)
+    eos: str | None = argument(
+        choice("conf"),
+        None,
+        "`conf`: positions that predict the end of the text or turn come last (LLaDA)",
+        optional=True,
+    )
+    eos_id: int | None = argument(
+        TOKEN_ID, None, "the id of EOS, with `eos=conf`", unset="the tokenizer's", optional=True
+    )
+    eot_id: int | None = argument(
+        TOKEN_ID, None, "the id of the end of a turn, with `eos=conf`", unset="the tokenizer's", optional=True
+    )
 
     def __post_init__(self) -> None:
-        check_count(self, "steps", STEPS)
-        if self.eos not in (None, "conf"):
-            raise unknown("value of eos for rule quota", self.eos, ("conf", "none"))
+        super().__post_init__()
         for name in ("eos_id", "eot_id"):
-            if getattr(self, name) is not None:
-                check(self, name, getattr(self, name) >= 0, "a token id, at least 0")
-                if self.eos is None:
-                    raise DuelError(
-                        f"'{name}' of rule 'quota' is read with eos=conf only; add eos=conf or leave it out."
-                    )
+            if getattr(self, name) is not None and self.eos is None:
+                raise DuelError(f"'{name}' of rule 'quota' is read with eos=conf only; add eos=conf or leave it out.")
 
     def with_tokenizer(self, tokenizer: Any) -> Rule:
         if self.eos is None:
@@ -184,9 +184,11 @@ class Dream(Rule):
     speed: ClassVar[tuple[str, ...]] = ("steps",)
     reads_step: ClassVar[bool] = True
     first_step: ClassVar[int] = 0
-    alg: Algorithm
-    steps: int
-    tau: float | None = optional(None)
+    alg: Algorithm = required(choice(Algorithm), "how positions are ordered", "entropy")
+    steps: int = required(STEPS, "steps of a block", 32)
+    tau: float | None = argument(
+        PROBABILITY, None, "the probability of `alg=confidence_threshold`, which needs it", optional=True
+    )
 
     def __post_init__(self) -> None:
         if str(self.alg) == "origin":
@@ -194,15 +196,11 @@ class Dream(Rule):
                 "alg=origin of rule 'dream' reveals positions at random, so a text has many orders. Its exact "
                 "likelihood is estimator=sampled_order,alg=origin,steps=<number>, for blocks of at most 12 positions."
             )
-        if self.alg not in get_args(Algorithm):
-            raise unknown("value of alg for rule dream", self.alg, get_args(Algorithm))
-        check_count(self, "steps", STEPS)
+        super().__post_init__()
         if self.alg == "confidence_threshold" and self.tau is None:
             raise DuelError("Rule 'dream' with alg=confidence_threshold needs tau, e.g. tau=0.9.")
-        if self.tau is not None:
-            check_probability(self, "tau")
-            if self.alg != "confidence_threshold":
-                raise DuelError("'tau' of rule 'dream' is read with alg=confidence_threshold only; leave it out.")
+        if self.tau is not None and self.alg != "confidence_threshold":
+            raise DuelError("'tau' of rule 'dream' is read with alg=confidence_threshold only; leave it out.")
 
     def after_first(self) -> Rule:
         if self.alg == "confidence_threshold":

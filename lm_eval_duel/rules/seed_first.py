@@ -18,6 +18,7 @@ from lm_eval_duel.rules.around import Around, emptied
 from lm_eval_duel.rules.base import Decision, Rule
 
 SEED_FIRST = "seed_first"
+SEED_FIRST_HELP = "the first position of a block is revealed by itself, at the block's first step"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,10 +10,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from lm_eval_duel.arguments import required, whole
 from lm_eval_duel.rules.around import Around, emptied
-from lm_eval_duel.rules.base import Decision, Rule, check_count
+from lm_eval_duel.rules.base import Decision, Rule
 
 SUB_BLOCK = "sub_block"
+SUB_BLOCK_HELP = "positions are finished in sub-blocks of this size, from left to right, counted from the block's start"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,12 +26,8 @@ class SubBlock(Around):
     memory stays, and only the steps start again.
     """
 
-    sub_block: int
+    sub_block: int = required(whole(1, "a number of positions"), SUB_BLOCK_HELP, 8)
     carries: bool = False
-
-    def __post_init__(self) -> None:
-        check_count(self, SUB_BLOCK, "a count of positions, at least 1")
-        super().__post_init__()
 
     def __call__(self, predictions: Any, lanes: Any) -> Decision:
         import torch

@@ -8,7 +8,7 @@ import importlib.util
 from collections.abc import Sequence
 
 from lm_eval_duel import rules
-from lm_eval_duel.arguments import count
+from lm_eval_duel.arguments import COUNT, whole
 from lm_eval_duel.command_line import Parser, add_figures, figure_width, folder_to_write
 from lm_eval_duel.errors import DuelError, unknown, usage
 from lm_eval_duel.harness.key_values import key_values
@@ -89,7 +89,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
     options.width = figure_width(options.width)
     for name, least in (("samples", 0), ("length", 1), ("limit", 1), ("elbo", 1)):
-        setattr(options, name, count(f"--{name}", getattr(options, name), least))
+        setattr(options, name, whole(least)(f"--{name}", getattr(options, name)))
     options.samples = options.samples or 0
     options.settings = settings(options.rules, options.k, options.mu)
     if not options.samples and (options.scorer or options.mauve):
@@ -125,7 +125,7 @@ def _check_model(options: argparse.Namespace) -> None:
 def settings(named: str, ks: str, mus: str) -> list[Setting]:
     """The settings of `--rules`, `--k` and `--mu`; raises DuelError for a wrong one."""
     result = []
-    counts = [count("--k", k) for k in _parts(ks)]
+    counts = [COUNT("--k", k) for k in _parts(ks)]
     for text in _parts(named):
         rule = rules.find(rules.split(text)[0])
         if rule is rules.RULES["threshold"] and ":" not in text:

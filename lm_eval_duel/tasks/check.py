@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval_duel import tasks
-from lm_eval_duel.arguments import count
+from lm_eval_duel.arguments import COUNT
 from lm_eval_duel.command_line import Parser
 from lm_eval_duel.demo import BUNDLED
 from lm_eval_duel.errors import DuelError, unknown, usage
@@ -44,7 +44,7 @@ def check(task: str, config: dict[str, Any], overrides: dict[str, Any]) -> str:
     kind = f"rows of up to {metadata.get('length') or tasks.LENGTH}" if "ids" in first else "documents"
     return "\n".join(
         [
-            f"{task}: {count('rows', overrides.get('rows')) or corpus.rows:,} rows, {sum(rows[TOKENS]):,} tokens "
+            f"{task}: {COUNT('rows', overrides.get('rows')) or corpus.rows:,} rows, {sum(rows[TOKENS]):,} tokens "
             f"scored in {len(rows):,} {kind}",
             f"    licence  {corpus.licence}",
             f"    from     {corpora.source(metadata['corpus'], metadata.get('data_dir'))}",
@@ -65,7 +65,7 @@ def parse(arguments: list[str]) -> tuple[dict[str, dict[str, Any]], dict[str, An
     parser.add_argument("--rows", help="number of rows of the local copies, if they are not whole data sets")
     parsed = vars(parser.parse_args(arguments))
     for name in ("length", "rows"):
-        count(f"--{name}", parsed[name])
+        COUNT(f"--{name}", parsed[name])
     if parsed["data_dir"] and not Path(parsed["data_dir"]).is_dir():
         raise DuelError(f"--data_dir {parsed['data_dir']}: there is no such folder.")
     known = benchmarks()

@@ -7,8 +7,8 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from lm_eval_duel.arguments import count, one_of, truth
-from lm_eval_duel.denoisers.load_options import BOS
+from lm_eval_duel.arguments import COUNT, TEXT, TRUTH, choice
+from lm_eval_duel.denoisers.load_options import NETWORK_ARGUMENTS
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.tasks.corpora import MissingMetadata
 from lm_eval_duel.tasks.packing import REMAINDERS
@@ -24,15 +24,15 @@ def _patterns(key: str, value: Any) -> list[str]:
 
 READERS = {
     "files": _patterns,
-    "field": lambda key, value: str(value),
-    "lines": truth,
-    "data_dir": lambda key, value: str(value),
-    "rows": count,
-    "length": count,
-    "framed": truth,
-    "insert_eos": truth,
-    "remainder": lambda key, value: one_of(key, str(value).lower(), REMAINDERS),
-    "bos": lambda key, value: one_of(key, str(value).lower(), BOS),
+    "field": TEXT,
+    "lines": TRUTH,
+    "data_dir": TEXT,
+    "rows": COUNT,
+    "length": COUNT,
+    "framed": TRUTH,
+    "insert_eos": TRUTH,
+    "remainder": choice(*REMAINDERS, convert=lambda value: str(value).lower()),
+    "bos": NETWORK_ARGUMENTS["bos"].read,
 }
 
 

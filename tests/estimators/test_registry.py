@@ -7,7 +7,7 @@ import pytest
 from attends import Attends
 from toys import Causal, Toy
 
-from lm_eval_duel.arguments import count
+from lm_eval_duel.arguments import COUNT, Argument
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.duel import DuelEstimator
@@ -33,10 +33,11 @@ def test_an_entry_is_all_that_options_need(monkeypatch):
     entry = registry.Entry(
         "twice",
         "Twice",
+        "twice the likelihood",
         registry.Kind.LIKELIHOOD,
         f"{__name__}:Twice",
         lambda options: {"rule": options.rule, "block": options.estimator_args["times"]},
-        {"times": registry.Argument(count, 2)},
+        {"times": Argument(COUNT, 2)},
         ignored_args=("block",),
         decodes=True,
     )
@@ -45,7 +46,7 @@ def test_an_entry_is_all_that_options_need(monkeypatch):
     assert "times" in names() and Options.parse({"estimator": "twice"}).estimator_args == {"times": 2}
     with pytest.raises(DuelError, match="'times' is read by estimator=twice only, and this run has estimator=duel"):
         Options.parse({"times": 3})
-    with pytest.raises(DuelError, match=r"Unknown value of estimator 'twise'\. Did you mean twice\?"):
+    with pytest.raises(DuelError, match=r"Unknown estimator 'twise'\. Did you mean twice\?"):
         Options.parse({"estimator": "twise"})
     assert registry.ignored_args({"block": 4, "rule": "greedy"}, "twice") == ["block"]
     made = registry.make(Toy(length=9), Options.parse({"estimator": "twice", "times": "3"}))

@@ -9,7 +9,7 @@ from pages import read, rows, section
 
 from lm_eval_duel import Duel as Library
 from lm_eval_duel import rules
-from lm_eval_duel.arguments import at_least
+from lm_eval_duel.arguments import COUNT, NUMBER, TEXT, Argument
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.registry import ESTIMATORS
@@ -61,11 +61,11 @@ def test_a_preset_of_an_estimator(name):
 def test_a_name_that_a_rule_and_an_estimator_share(monkeypatch):
     """It is the estimator's in a run with this estimator, and the rule's in any other."""
     arguments = {
-        "n": registry.Argument(at_least(1, 1), 1),
-        "tau": registry.Argument(lambda key, value: float(value)),
-        "confidence": registry.Argument(lambda key, value: str(value)),
+        "n": Argument(COUNT, 1),
+        "tau": Argument(NUMBER),
+        "confidence": Argument(TEXT),
     }
-    entry = registry.Entry("sampled_confidence", "", registry.Kind.LIKELIHOOD, "", lambda options: {}, arguments)
+    entry = registry.Entry("sampled_confidence", "", "", registry.Kind.LIKELIHOOD, "", lambda options: {}, arguments)
     monkeypatch.setitem(ESTIMATORS, "sampled_confidence", entry)
     options = Options.parse({"preset": "sdar-dynamic"})
     assert options.estimator_args == {"n": 1, "tau": 0.85, "confidence": "tempered"} and options.block == 4

@@ -550,18 +550,18 @@ def test_samplers_that_are_no_distribution_are_refused_with_the_reason(name):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("factor:f=0", "'f' of rule 'factor' is a number above 0; got 0.0."),
-        ("factor:f=1:variant=d", "Unknown value of variant for rule factor 'd'"),
-        ("dream:alg=origins:steps=4", "Unknown value of alg for rule dream 'origins'"),
+        ("factor:f=0", "'f' of rule 'factor' is a number above 0; got '0'."),
+        ("factor:f=1:variant=d", "Unknown value of variant of rule 'factor' 'd'"),
+        ("dream:alg=origins:steps=4", "Unknown value of alg of rule 'dream' 'origins'"),
         ("dream:alg=confidence_threshold:steps=4", "needs tau, e.g. tau=0.9"),
         ("dream:alg=entropy:steps=4:tau=0.9", "is read with alg=confidence_threshold only"),
-        ("quota:steps=0", "'steps' of rule 'quota' is a count of steps, at least 1; got 0."),
-        ("quota:steps=4:eos=inf", "Unknown value of eos for rule quota 'inf'"),
+        ("quota:steps=0", "'steps' of rule 'quota' is a number of steps, at least 1; got '0'."),
+        ("quota:steps=4:eos=inf", "Unknown value of eos of rule 'quota' 'inf'"),
         ("quota:steps=4:eos_id=4", "is read with eos=conf only"),
         ("high_or_topk", "Rule 'high_or_topk' needs n and tau, e.g. high_or_topk:n=1:tau=0.9."),
-        ("hierarchy:low=2", "'low' of rule 'hierarchy' is a probability from 0 to 1; got 2.0."),
+        ("hierarchy:low=2", "'low' of rule 'hierarchy' is a probability from 0 to 1; got '2'."),
         ("entropy_threshold:tau=-1", "'tau' of rule 'entropy_threshold' is an entropy in nats, at least 0"),
-        ("pc:decay=1:alpha=0:steps=2:table=x", "'alpha' of rule 'pc' is a number above 0; got 0.0."),
+        ("pc:decay=1:alpha=0:steps=2:table=x", "'alpha' of rule 'pc' is a number above 0; got '0'."),
     ],
 )
 def test_errors_of_the_new_rules(text, message):

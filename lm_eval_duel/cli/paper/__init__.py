@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval_duel import strict_json
-from lm_eval_duel.arguments import count
+from lm_eval_duel.arguments import COUNT
 from lm_eval_duel.cli.paper import forecast, jobs, page, recipes, verdict
 from lm_eval_duel.cli.paper.jobs import Settings
 from lm_eval_duel.cli.paper.recipes import Choice, Job, Line
@@ -109,12 +109,12 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Choice, Setting
         options.rows,
         options.tasks,
         options.given,
-        count("--limit", options.limit),
+        COUNT("--limit", options.limit),
         key_values("--metadata", options.metadata),
         _weights(options),
     )
     recipes.lines(choice)
-    processes = count("--num_processes", options.num_processes) or 1
+    processes = COUNT("--num_processes", options.num_processes) or 1
     settings = Settings(out, options.device, options.batch_size, not options.no_samples, processes)
     return options, choice, settings
 

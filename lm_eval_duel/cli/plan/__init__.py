@@ -15,7 +15,7 @@ import os
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from lm_eval_duel.arguments import count
+from lm_eval_duel.arguments import COUNT
 from lm_eval_duel.cli.plan.table import table
 from lm_eval_duel.cli.plan.windows import names, windows_of
 from lm_eval_duel.command_line import Parser
@@ -196,7 +196,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Options]:
     add("--json", action="store_true", help="print the figures as JSON")
     options = parser.parse_args(arguments)
     for name in ("limit", "tokens", "documents", "length", "draws"):
-        setattr(options, name, count(f"--{name}", getattr(options, name)))
+        setattr(options, name, COUNT(f"--{name}", getattr(options, name)))
     run = Options.parse(key_values("--model_args", options.model_args))
     options.draws = options.draws or run.estimator_args.get("mc_samples") or DRAWS
     options.lattice = registry.find(run.estimator).lattice

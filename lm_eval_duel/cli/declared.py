@@ -1,0 +1,149 @@
+"""`lm-eval-duel args`, `rules` and `estimators`: what is declared, as a list or as the tables of docs/."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import shutil
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+
+from lm_eval_duel import rules
+from lm_eval_duel.arguments import MISSING, Argument, declared
+from lm_eval_duel.command_line import Parser
+from lm_eval_duel.errors import unknown, usage
+from lm_eval_duel.estimators import registry
+from lm_eval_duel.options import MODEL_ARGUMENTS
+
+Rows = list[tuple[str, ...]]  # positions in Markdown; the first is the name, the last a sentence
+LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
+
+
+def model_args() -> Rows:
+    """The model args that do not belong to one estimator or rule."""
+    return [(f"`{name}`", _default(arg), arg.meaning) for name, arg in MODEL_ARGUMENTS.items()]
+
+
+def estimator_args() -> Rows:
+    """The model args of single estimators."""
+    return _shared({entry.name: entry.arguments for entry in registry.ENTRIES})
+
+
+def rule_table() -> Rows:
+    """The rules: name and aliases, parameters, and what is revealed next."""
+    aliases = {name: [alias for alias, meant in rules.ALIASES.items() if meant == name] for name in rules.RULES}
+    return [
+        (
+            " ".join([f"`{name}`", *(f"(`{alias}`)" for alias in aliases[name])]),
+            ", ".join(
+                f"`{key}`" if p.default is MISSING else f"`{key}={p.shown}`" for key, p in declared(rule).items()
+            ),
+            " ".join(inspect.getdoc(rule).partition("\n\n")[0].split()),
+        )
+        for name, rule in rules.RULES.items()
+    ]
+
+
+def parameters() -> Rows:
+    """The parameters of rules, and those that go with every rule."""
+    return [
+        *_shared({name: declared(rule) for name, rule in rules.RULES.items()}),
+        *((f"`{name}`", "every rule", _default(arg), arg.meaning) for name, arg in rules.AROUND.items()),
+    ]
+
+
+def estimators() -> Rows:
+    """The estimators, what they compute, and their model args."""
+    return [
+        (f"`{entry.name}`", ", ".join(f"`{name}`" for name in entry.arguments), f"{entry.what} ({entry.kind.value})")
+        for entry in registry.ENTRIES
+    ]
+
+
+def _default(arg: Argument) -> str:
+    default = arg.shown if arg.unset or arg.default is MISSING else f"`{arg.shown}`"
+    others = [f"`{name}`" for name in arg.kind.choices if name != arg.shown]
+    return f"{default}; {', '.join(others)}" if others else default
+
+
+def _shared(owners: Mapping[str, Mapping[str, Argument]]) -> Rows:
+    """(name, owners, default, meaning) of each argument; owners that declare it alike share a row."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for owner, arguments in owners.items():
+        for name, arg in arguments.items():
+            found.setdefault((name, _default(arg), arg.meaning), []).append(f"`{owner}`")
+    return [(f"`{name}`", ", ".join(of), default, meaning) for (name, default, meaning), of in found.items()]
+
+
+Table = tuple[tuple[str, ...], Callable[[], Rows]]
+TABLES: dict[str, tuple[Table, ...]] = {  # by command
+    "args": (
+        (("arg", "default", "meaning"), model_args),
+        (("arg of an estimator", "estimator", "default", "meaning"), estimator_args),
+    ),
+    "rules": (
+        (("rule", "parameters", "reveals next"), rule_table),
+        (("parameter", "rules", "default", "meaning"), parameters),
+    ),
+    "estimators": ((("estimator", "args", "what"), estimators),),
+}
+
+
+def markdown(command: str) -> str:
+    """The tables of a command, as docs/ have them."""
+    tables = [(header, tuple("---" for _ in header), *rows()) for header, rows in TABLES[command]]
+    return "\n\n".join("\n".join(f"| {' | '.join(row)} |" for row in table) for table in tables)
+
+
+def listing(command: str, names: Sequence[str] = ()) -> str:
+    """The tables of a command for the terminal; `names`: only these rows. Raises DuelError for an unknown name."""
+    tables = [[tuple(_plain(position) for position in row) for row in rows()] for _, rows in TABLES[command]]
+    known = {word.strip("()"): row for table in reversed(tables) for row in table for word in row[0].split()}
+    for name in names:
+        if name not in known:
+            raise unknown(command.removesuffix("s"), name, known)
+    chosen = {known[name] for name in names}
+    width = min(shutil.get_terminal_size().columns, 120)
+    parts = []
+    for table in tables:
+        kept = [row for row in table if not names or row in chosen or any(row[0] == name for name in names)]
+        parts += ["\n".join(_entry(row, width) for row in kept)] if kept else []
+    return "\n\n".join(parts)
+
+
+def _entry(row: tuple[str, ...], width: int) -> str:
+    name, *positions, meaning = row
+    first = "  ".join([name, *(f"[{position}]" for position in positions if position)])
+    return f"{first}\n{textwrap.indent(textwrap.fill(meaning, width - 4), '    ')}"
+
+
+def _plain(text: str) -> str:
+    return LINK.sub(r"\1", text).replace("`", "")
+
+
+def run(command: str, description: str, arguments: Sequence[str]) -> None:
+    """Print what is declared: `lm-eval-duel args`, `rules` or `estimators`."""
+    with usage():
+        example = {"args": "block cache", "rules": "klass", "estimators": "elbo"}[command]
+        parser = Parser(
+            command, description, "Prints a list; with --markdown, the tables of the documentation.", example
+        )
+        parser.add_argument("names", nargs="*", metavar="NAME", help="only these (default: all)")
+        parser.add_argument("--markdown", action="store_true", help="print the tables of docs/")
+        options = parser.parse_args(list(arguments))
+        print(markdown(command) if options.markdown else listing(command, options.names))
+
+
+def main_args(arguments: Sequence[str]) -> None:
+    """`lm-eval-duel args`."""
+    run("args", "List the model args: default and meaning of each.", arguments)
+
+
+def main_rules(arguments: Sequence[str]) -> None:
+    """`lm-eval-duel rules`."""
+    run("rules", "List the unmasking rules and their parameters.", arguments)
+
+
+def main_estimators(arguments: Sequence[str]) -> None:
+    """`lm-eval-duel estimators`."""
+    run("estimators", "List the estimators and their model args.", arguments)
