@@ -277,7 +277,7 @@ def test_every_digit_of_a_rule_survives_its_text(value):
 
 def test_counts_are_whole():
     for wrong in (lambda: RULES["greedy"](1.5), lambda: RULES["klass"](0.9, 0.1, 1.5)):
-        with pytest.raises(DuelError, match=r"at least 1; got 1\.5"):
+        with pytest.raises(DuelError, match=r"at least 1; got '1\.5'"):
             wrong()
 
 

@@ -165,6 +165,15 @@ class Quota(Scheduled):
         return score.masked_fill(last, -math.inf), last
 
 
+def _algorithm(value: Any) -> Any:
+    if value == "origin":
+        raise DuelError(
+            "alg=origin of rule 'dream' reveals positions at random, so a text has many orders. Its exact "
+            "likelihood is estimator=sampled_order,alg=origin,steps=<number>, for blocks of at most 12 positions."
+        )
+    return value
+
+
 @dataclasses.dataclass(frozen=True)
 class Dream(Rule):
     """Dream's diffusion_generate, whose number of positions follows its noise levels.
@@ -184,18 +193,13 @@ class Dream(Rule):
     speed: ClassVar[tuple[str, ...]] = ("steps",)
     reads_step: ClassVar[bool] = True
     first_step: ClassVar[int] = 0
-    alg: Algorithm = required(choice(Algorithm), "how positions are ordered", "entropy")
+    alg: Algorithm = required(choice(Algorithm, convert=_algorithm), "how positions are ordered", "entropy")
     steps: int = required(STEPS, "steps of a block", 32)
     tau: float | None = argument(
         PROBABILITY, None, "the probability of `alg=confidence_threshold`, which needs it", optional=True
     )
 
     def __post_init__(self) -> None:
-        if str(self.alg) == "origin":
-            raise DuelError(
-                "alg=origin of rule 'dream' reveals positions at random, so a text has many orders. Its exact "
-                "likelihood is estimator=sampled_order,alg=origin,steps=<number>, for blocks of at most 12 positions."
-            )
         super().__post_init__()
         if self.alg == "confidence_threshold" and self.tau is None:
             raise DuelError("Rule 'dream' with alg=confidence_threshold needs tau, e.g. tau=0.9.")

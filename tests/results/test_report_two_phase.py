@@ -82,7 +82,7 @@ def test_an_estimate_of_unknown_error_says_so(tmp_path):
 
 
 def test_an_estimate_of_ones_own_is_labelled_by_its_entry_alone(tmp_path, monkeypatch):
-    drawn = registry.Drawn("guess", "coins", "coin", argument="coins", no_error="nobody flipped")
+    drawn = registry.MonteCarlo("guess", "coins", "coin", argument="coins", no_error="nobody flipped")
     coins = {"coins": registry.Argument(registry.COUNT)}
     settings = {"follows_rule": True, "drawn": drawn, "arguments": coins, "named": "of {}"}
     own = registry.Entry("guess", "Guess", registry.Kind.ESTIMATE, "my_guess:Guess", dict, **settings)
