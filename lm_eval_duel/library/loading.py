@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel import denoisers
-from lm_eval_duel.arguments import readers
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators import registry
-from lm_eval_duel.options import Options
+from lm_eval_duel.options import MODEL_ARGUMENTS, Options
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,7 +55,7 @@ def estimator_options(estimator: str, arguments: Mapping[str, Any]) -> Options:
     for key in arguments:
         if key not in own_arguments(entry):
             raise unknown(f"argument of estimator={entry.name}", key, own_arguments(entry))
-    read = {**readers(Options), **{key: argument.read for key, argument in entry.arguments.items()}}
-    values = {key: read[key](key, value) for key, value in arguments.items()}
+    read = {**MODEL_ARGUMENTS, **entry.arguments}
+    values = {key: read[key].read(key, value) for key, value in arguments.items()}
     own = {key: values.pop(key) for key in entry.arguments if key in values}
     return Options(estimator=entry.name, estimator_args=own, **values)

@@ -85,7 +85,7 @@ def test_an_estimate_of_ones_own_is_labelled_by_its_entry_alone(tmp_path, monkey
     drawn = registry.MonteCarlo("guess", "coins", "coin", argument="coins", no_error="nobody flipped")
     coins = {"coins": registry.Argument(registry.COUNT)}
     settings = {"follows_rule": True, "drawn": drawn, "arguments": coins, "named": "of {}"}
-    own = registry.Entry("guess", "Guess", registry.Kind.ESTIMATE, "my_guess:Guess", dict, **settings)
+    own = registry.Entry("guess", "Guess", "a guess", registry.Kind.ESTIMATE, "my_guess:Guess", dict, **settings)
     monkeypatch.setitem(registry.ESTIMATORS, "guess", own)
     for coins, folder in (("4", "few"), ("40", "many")):
         ours(
