@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lm_eval_duel.arguments import count
+from lm_eval_duel.arguments import COUNT
 from lm_eval_duel.command_line import Parser
 from lm_eval_duel.errors import DuelError, usage
 from lm_eval_duel.harness.key_values import key_values
@@ -58,7 +58,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--device", help="cpu, cuda, ... (a GPU if there is one)")
     add("--batch_size", default="auto", help="rows of max_length per network call of the run's side (auto)")
     options = parser.parse_args(arguments)
-    options.documents = count("--documents", options.documents)
+    options.documents = COUNT("--documents", options.documents)
     model = key_values("--model_args", options.model_args)
     dtype = "float64" if model.get("dtype") == "float64" else "float32"
     options.model = {**model, "dtype": dtype, "device": options.device, "batch_size": options.batch_size}
