@@ -415,7 +415,7 @@ def test_one_token_has_one_value(context):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_the_truth_under_hidden_cells_is_never_seen(rule):
+def test_the_truth_under_masked_positions_is_never_seen(rule):
     duel = Duel(Toy(), rule, 3)
     string = (2, 0, 1, 1, 0)
     before = duel.log_prob([Window((1,), string)])[0]

@@ -21,7 +21,7 @@ from lm_eval_duel.tables import plain_table
 if TYPE_CHECKING:
     from lm_eval_duel.harness.so_far import Document, Estimate
 
-SHOWN = ("estimator", "rule", "block", "cache", "cheap_cache", "sample", "precision", "mc_samples")  # of the spec
+SHOWN = ("estimator", "rule", "block", "cache", "cheap_cache", "sample", "mc_samples")  # of the spec
 ERRORS = {  # what the intervals leave out
     Kind.ESTIMATE: " Its sampling error is not shown here: the finished run prints it.",
     Kind.UPPER_BOUND: " The Monte Carlo error of estimator=elbo is not shown here: the finished run prints it.",

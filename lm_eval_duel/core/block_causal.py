@@ -32,7 +32,7 @@ import torch
 
 from lm_eval_duel.core.block_packing import Call
 from lm_eval_duel.core.lanes import Lanes, Rows
-from lm_eval_duel.core.view import KeysValues, Positions, View, distinct, hidden_cells, take
+from lm_eval_duel.core.view import KeysValues, Positions, View, distinct, masked_positions, take
 from lm_eval_duel.hashing import hashed
 
 if TYPE_CHECKING:
@@ -240,7 +240,7 @@ class BlockCausalView(View):
 
     def _evaluate(self, lanes: Lanes, ids: torch.Tensor, shown: torch.Tensor, real: torch.Tensor) -> Positions:
         """The input of the LM head at the masked positions of the lanes' blocks."""
-        shift, position = self.denoiser.shift, hidden_cells(lanes)  # (R, M)
+        shift, position = self.denoiser.shift, masked_positions(lanes)  # (R, M)
         stretch = lanes.start // max(self.block, STRETCH)  # (R,)
         features, calls, self._calls = None, self._calls, {}
         for n in stretch.unique().tolist():

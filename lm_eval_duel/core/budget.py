@@ -17,7 +17,9 @@ from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
 
 if TYPE_CHECKING:
+    from lm_eval_duel.core.decision import UnmaskingRule
     from lm_eval_duel.core.denoiser import Denoiser
+    from lm_eval_duel.core.view import View
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
@@ -28,21 +30,35 @@ VALUES = 1 << 27  # of whole distributions in memory at once, kept by a rule or 
 _largest: weakref.WeakKeyDictionary[Denoiser, dict[tuple[int | None, str], int]] = weakref.WeakKeyDictionary()
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Budget:
     """What one network call may hold: `tokens` that the network evaluates, and `values` of whole distributions."""
 
     tokens: int
     values: int = VALUES
+    halved: bool = False
 
     def rows(self, cost: int, values: int = 0) -> int:
         """How many lanes fit of `cost` network tokens and `values` in memory each, at least one."""
         fits = self.tokens // max(cost, 1)
         return max(1, min(fits, self.values // values) if values else fits)
 
-    def halved(self) -> Budget:
-        """Half of both."""
-        return Budget(max(1, self.tokens // 2), max(1, self.values // 2))
+    def room(self, view: View, rule: UnmaskingRule, *lanes: Lanes) -> int:
+        """How many lanes as expensive as the most expensive of `lanes` one network call holds."""
+        cost, denoiser = int(torch.cat([view.cost(part) for part in lanes]).max()), view.denoiser
+        values = 0
+        if not denoiser.splits_head:
+            values = cost * denoiser.vocab_size
+        elif rule.dense_memory:
+            values = 4 * max(part.masked.shape[1] for part in lanes) * denoiser.vocab_size
+        return self.rows(cost, values)
+
+    def halve(self, device: torch.device) -> None:
+        """Halve both after an out-of-memory error; logged once."""
+        if not self.halved:
+            log.warning("Out of memory at %d tokens per call: halving the batch until it fits", self.tokens)
+        self.tokens, self.values, self.halved = max(1, self.tokens // 2), max(1, self.values // 2), True
+        free(device)
 
 
 def plan(

@@ -5,7 +5,10 @@ Shapes: R lanes, W block width.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
+
+from lm_eval_duel.errors import RuleStalled
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +34,13 @@ class Decision(NamedTuple):
     decision_margin: torch.Tensor | None = None  # (R,)
     memory: tuple[torch.Tensor, ...] = ()
 
+    @classmethod
+    def certain(cls, pick: torch.Tensor) -> Decision:
+        """The decision for a pick (R, W) that does not depend on the network, so that its margin is infinite."""
+        import torch
+
+        return cls(pick, torch.full((len(pick),), math.inf, dtype=torch.float64, device=pick.device))
+
 
 class UnmaskingRule(Protocol):
     """What the loop reads of a rule; see `rules.Rule` for each attribute."""
@@ -42,3 +52,24 @@ class UnmaskingRule(Protocol):
 
     def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
         """Which masked positions of each lane to reveal next."""
+
+
+class EvaluateAll:
+    """Picks every masked position, for states that are evaluated once."""
+
+    fixed: ClassVar[bool] = False
+    reads_step: ClassVar[bool] = False
+    may_pick_none: ClassVar[bool] = False
+    dense_memory: ClassVar[bool] = False
+
+    def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
+        return Decision.certain(lanes.masked)
+
+
+EVALUATE_ALL = EvaluateAll()
+
+
+def require_pick(rule: UnmaskingRule, decision: Decision) -> None:
+    """Raise RuleStalled unless something is picked in every lane, or the rule may wait."""
+    if not rule.may_pick_none and not (picked := decision.pick.any(1)).all():
+        raise RuleStalled(f"Rule {rule} picked nothing.", lane=int((~picked).nonzero()[0]))

@@ -50,6 +50,10 @@ class Rows:
             return cls(*(plane.pin_memory().to(device, non_blocking=True) for plane in planes))
         return cls(*(plane.to(device) for plane in planes))
 
+    def targets(self, lanes: Lanes) -> torch.Tensor:
+        """The token at each position of `lanes`, (R, W)."""
+        return self.ids[lanes.row[:, None], lanes.columns.clamp(max=self.ids.shape[1] - 1)]
+
 
 @dataclasses.dataclass(frozen=True)
 class Lanes:

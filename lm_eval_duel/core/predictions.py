@@ -9,7 +9,6 @@ E excluded columns.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterator
 from functools import cached_property
@@ -44,11 +43,22 @@ class LaneLogits(NamedTuple):
 
 
 class Predictions:
-    """The distributions at the masked positions of `lanes`, as the statistics that rules and scoring need.
+    """The distributions at the masked positions of some lanes, as the statistics that rules and scoring need.
 
-    Each statistic is (R, W), NaN (or -1 for ids) where nothing is masked. The head runs in chunks under a memory bound.
-    A single chunk is kept; with several, each statistic beyond the top tokens takes another pass. Name the tokens whose
-    probability you will need first (`expect`): they are read in the same pass.
+    Each statistic is (R, W), NaN (or -1 for ids) where nothing is masked. Nothing is computed before it is asked for.
+    The head runs in chunks under a memory bound; a single chunk is kept. With several, one pass gives the top tokens
+    and the probabilities of the `targets`, and entropies take a pass of their own if they are not asked for first.
+
+    Args:
+        masked: (R, W) bool.
+        all_mask: (R,) bool: nothing in the row is visible, so all its positions share one distribution.
+        features: (U, D) the input of the LM head.
+        position: (C,) the row of features of each masked position, in the order of `masked.nonzero()`.
+        head: From features (u, D) to logits (u, V).
+        excluded: (V,) bool: [MASK] and padding columns.
+        targets: (R, W) tokens whose log-probs will be needed at masked positions. None: they are not known.
+        columns: (E,) `excluded` as indices.
+        masked_at: (C,) each: lane and position of each masked position.
     """
 
     def __init__(
@@ -59,25 +69,21 @@ class Predictions:
         position: torch.Tensor,
         head: Callable[[torch.Tensor], torch.Tensor],
         excluded: torch.Tensor,
+        targets: torch.Tensor | None = None,
+        *,
         columns: torch.Tensor | None = None,
         masked_at: tuple[torch.Tensor, ...] | None = None,
     ):
-        self.masked = masked  # (R, W) bool
-        self.all_mask = (
-            all_mask  # (R,) bool: nothing in the row is visible, so all its positions share one distribution
-        )
-        self._features = features  # (U, D)
-        self._cell = position  # (C,) the feature row of each masked position, in the order of masked.nonzero()
-        self._head = head
-        self._excluded = excluded  # (V,) bool: [MASK] and padding columns
+        self.masked, self.all_mask = masked, all_mask
+        self._features, self._cell, self._head, self._excluded = features, position, head, excluded
         self._columns = excluded.nonzero()[:, 0] if columns is None else columns  # (E,)
         self._at = masked.nonzero().unbind(1) if masked_at is None else masked_at  # (C,) lane and position of each
+        self._targets = None if targets is None else targets[self._at]  # (C,)
         on_cpu = features.device.type == "cpu"
         self._chunk = max(CPU_ROWS, CPU_VALUES // len(excluded)) if on_cpu else max(1, GPU_VALUES // len(excluded))
-        self._expected: torch.Tensor | None = None  # (C,) a token of each masked position
-        self._expected_logit: torch.Tensor | None = None  # (C,)
-        self._kept: torch.Tensor | None = None  # (U, V)
-        self._whole: Predictions | None = None  # those that these are a part of
+        self._kept: torch.Tensor | None = None  # (U, V) all logits, if they are a single chunk
+        self._known: dict[str, torch.Tensor] = {}  # what passes over the logits have given, by name
+        self._part_of: Predictions | None = None
 
     # ------------------------------------------------------------ a part of them
 
@@ -98,39 +104,39 @@ class Predictions:
         `masked`.
         """
         rows, position = self._cell[keep].unique(return_inverse=True)  # (u,), (c,)
-        top = Top(*(values[rows] for values in self._top))
-        part = copy.copy(self)
-        for name in [name for name, value in vars(Predictions).items() if isinstance(value, cached_property)]:
-            vars(part).pop(name, None)
-        part.masked, part.all_mask, part._cell, part._at = (
+        part = Predictions(
             masked,
             all_mask,
+            self._features[rows],
             position,
-            tuple(plane[keep] for plane in at),
+            self._head,
+            self._excluded,
+            columns=self._columns,
+            masked_at=tuple(plane[keep] for plane in at),
         )
-        part._features, part.__dict__["_top"] = self._features[rows], top
+        self._statistic("logit")  # one pass for all parts
+        part._known = {name: value[keep if name == "target" else rows] for name, value in self._known.items()}
+        part._targets = None if self._targets is None else self._targets[keep]
         part._kept = None if self._kept is None else self._kept[rows]
-        part._expected = None if self._expected is None else self._expected[keep]
-        part._expected_logit = None if self._expected_logit is None else self._expected_logit[keep]
-        part._whole = self._whole or self
+        part._part_of = self.whole
         return part
 
     @property
     def whole(self) -> Predictions:
         """The predictions at all positions that are masked, where a rule around a rule has narrowed them."""
-        return self._whole or self
+        return self._part_of or self
 
     # ------------------------------------------------------------ statistics
 
     @cached_property
     def confidence(self) -> torch.Tensor:
         """log P1 - log(1 - P1), P1 the top token's probability: monotone in P1 and never saturated, (R, W)."""
-        return self._plane(self._top.confidence)
+        return self._plane(self._statistic("confidence"))
 
     @cached_property
     def log_margin(self) -> torch.Tensor:
         """log P1 - log P2, (R, W)."""
-        return self._plane(self._top.log_margin)
+        return self._plane(self._statistic("log_margin"))
 
     @cached_property
     def margin(self) -> torch.Tensor:
@@ -141,17 +147,12 @@ class Predictions:
     @cached_property
     def argmax(self) -> torch.Tensor:
         """The most probable token, the lowest id of equals, (R, W)."""
-        return self._plane(self._top.token)
+        return self._plane(self._statistic("token"))
 
     @cached_property
     def entropy(self) -> torch.Tensor:
         """The entropy in nats, (R, W)."""
-
-        def entropy(logits: torch.Tensor, top: Top) -> torch.Tensor:
-            log_p = _log_p(logits, top)  # (u, V)
-            return torch.where(log_p > -math.inf, -log_p * log_p.exp(), 0.0).sum(1)  # (u,)
-
-        return self._plane(self._scan(entropy))
+        return self._plane(self._statistic("entropy"))
 
     @cached_property
     def log_sum(self) -> torch.Tensor:
@@ -197,22 +198,17 @@ class Predictions:
 
     # ------------------------------------------------------------ whole distributions
 
-    def expect(self, tokens: torch.Tensor) -> None:
-        """Name the tokens (R, W) at masked positions whose probabilities will be needed, before any statistic."""
-        self._expected = tokens[self._at]
-
     def log_prob(self, tokens: torch.Tensor) -> torch.Tensor:
         """log p of `tokens` (R, W) in nats, float64 (R, W); NaN where a token is -1 or nothing is masked."""
         wanted, ids = self.masked & (tokens >= 0), tokens[self._at]  # (R, W), (C,)
-        self._top  # noqa: B018 - its pass over the logits reads the expected ones
-        if self._expected_logit is not None and torch.equal(torch.where(ids < 0, ids, self._expected), ids):
-            return self._at_hidden(self._expected_logit, self._cell, self.masked).masked_fill(~wanted, math.nan)
+        if self._targets is not None and torch.equal(torch.where(ids < 0, ids, self._targets), ids):
+            return self._at_masked(self._statistic("target"), self._cell, self.masked).masked_fill(~wanted, math.nan)
         among = (ids >= 0).nonzero()[:, 0]  # (c,)
-        position = self._cell[among]  # (c,)
-        parts = [logits.gather(1, token[:, None])[:, 0] for token, logits in self._logits_at(position, ids[among])]
-        return self._at_hidden(torch.cat(parts), position, wanted)
+        position, ids = self._cell[among], ids[among]  # (c,) each
+        parts = [self._logits(position[part]).gather(1, ids[part, None])[:, 0] for part in self._parts(len(position))]
+        return self._at_masked(torch.cat(parts), position, wanted)
 
-    def _at_hidden(self, logit: torch.Tensor, position: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    def _at_masked(self, logit: torch.Tensor, position: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         """log p at the `wanted` positions (R, W) from logits (c,) at the feature rows `position` (c,), float64 (R,
         W).
         """
@@ -227,9 +223,11 @@ class Predictions:
         wanted = self.masked & ~u.isnan()  # (R, W)
         level_of = u[self._at]  # (C,)
         among = (~level_of.isnan()).nonzero()[:, 0]  # (c,)
+        position, level_of = self._cell[among], level_of[among]  # (c,) each
         drawn = []
-        for level, logits in self._logits_at(self._cell[among], level_of[among]):
-            cumulative = logits.double().softmax(1).cumsum(1)  # (c, V)
+        for part in self._parts(len(position)):
+            level = level_of[part]
+            cumulative = self._logits(position[part]).double().softmax(1).cumsum(1)  # (c, V)
             total = cumulative[:, -1:].contiguous()  # (c, 1)
             above = torch.searchsorted(cumulative, level[:, None] * total, right=True)  # (c, 1)
             last = torch.searchsorted(cumulative, total)  # (c, 1) the product may round up to the total
@@ -238,7 +236,7 @@ class Predictions:
 
     def dense(self) -> torch.Tensor:
         """All log-probabilities (C, V), in the order of `masked.nonzero()`."""
-        return self._scan(_log_p)[self._cell]
+        return self._statistic("log_p", kept=False)[self._cell]
 
     def by_lanes(self) -> Iterator[LaneLogits]:
         """The logits of all lanes, some lanes at a time, so that the positions of a lane can be compared exactly.
@@ -250,79 +248,87 @@ class Predictions:
         positions = self._cell.split([int(part.sum()) for part in counts.split(lanes)])
         for first, position in zip(range(0, len(counts), lanes), positions, strict=True):
             rows, row = position.unique(return_inverse=True)  # (u,), (c,)
-            logits = self._clean(self._features[rows]) if self._kept is None else self._kept[rows]
-            yield LaneLogits(slice(first, first + lanes), row, logits)
+            yield LaneLogits(slice(first, first + lanes), row, self._logits(rows))
 
     # ------------------------------------------------------------ the head
 
-    @cached_property
+    @property
     def _top(self) -> Top:
-        self._scan()
-        return self.__dict__["_top"]
+        return Top(*map(self._statistic, Top._fields))
 
-    def _scan(self, statistic: Callable[[torch.Tensor, Top], torch.Tensor] | None = None) -> torch.Tensor | None:
-        """One pass over the logits: top tokens, expected tokens, and `statistic(logits, top)` of each row, (U, ...)."""
-        tops, values = [], []
-        borders = self._borders() if self._expected is not None and self._expected_logit is None else None
-        for n, (begin, logits) in enumerate(self._chunks()):
-            top = top_of(logits)
-            tops.append(top)
-            if statistic is not None:
-                values.append(statistic(logits, top))
-            if borders is not None:
-                positions = borders[n]  # (c,) masked positions whose feature rows are in this chunk
-                expected = logits[self._cell[positions] - begin, self._expected[positions]]  # (c,)
-                if self._expected_logit is None:
-                    self._expected_logit = expected.new_empty(len(self._cell))
-                self._expected_logit[positions] = expected
-        if "_top" not in self.__dict__:
-            self.__dict__["_top"] = top = Top(*(torch.cat(part) for part in zip(*tops, strict=True)))
-            finite = top.logit.isfinite() & ~top.confidence.isnan()  # (U,)
-            if not finite.all():
-                position = (self._cell == (~finite).nonzero()[0]).nonzero()[0]
-                raise NotFinite(
-                    "The weights are broken or the dtype is too narrow (float16 overflows; try dtype=float32): "
-                    "the network returned NaN or infinite logits.",
-                    lane=int(self.masked.nonzero()[position, 0]),
-                )
-        return torch.cat(values) if values else None
+    def _statistic(self, name: str, kept: bool = True) -> torch.Tensor:
+        """One of `Top`, the entropy (U,), the log-probs (U, V), or the logit of each masked position's target (C,).
 
-    def _borders(self) -> list[torch.Tensor]:
-        """The masked positions of each chunk of feature rows."""
+        The first pass over the logits also reads what every step needs: the top tokens and the targets.
+        """
+        if name in self._known:
+            return self._known[name]
+        names, top = {name}, None
+        if self._known:
+            top = self._top
+        else:
+            names |= {*Top._fields, *(["target"] if self._targets is not None else [])}
+        parts: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+        positions = self._cells_of_parts() if "target" in names else []
+        for n, part in enumerate(self._parts(len(self._features))):
+            logits = self._logits(part)  # (u, V)
+            read = (top_of(logits) if top is None else Top(*(values[part] for values in top)))._asdict()
+            if "entropy" in names:
+                read["entropy"] = _entropy(logits, Top(**read))
+            if "log_p" in names:
+                read["log_p"] = _log_p(logits, Top(**read))
+            if "target" in names:
+                read["target"] = logits[self._cell[positions[n]] - part.start, self._targets[positions[n]]]  # (c,)
+            for name_, values in parts.items():
+                values.append(read[name_])
+        found = {name_: torch.cat(values) for name_, values in parts.items()}
+        if "target" in names:
+            found["target"] = torch.empty_like(found["target"]).index_copy_(0, torch.cat(positions), found["target"])
+        if top is None:
+            self._require_finite(found["logit"], found["confidence"])
+        value = found[name] if kept else found.pop(name)
+        self._known |= found
+        return value
+
+    def _require_finite(self, logit: torch.Tensor, confidence: torch.Tensor) -> None:
+        finite = logit.isfinite() & ~confidence.isnan()  # (U,)
+        if not finite.all():
+            position = (self._cell == (~finite).nonzero()[0]).nonzero()[0]
+            raise NotFinite(
+                "The weights are broken or the dtype is too narrow (float16 overflows; try dtype=float32): "
+                "the network returned NaN or infinite logits.",
+                lane=int(self._at[0][position]),
+            )
+
+    def _parts(self, count: int) -> list[slice]:
+        """`count` rows of logits in chunks; at least one."""
+        return [slice(begin, begin + self._chunk) for begin in range(0, max(1, count), self._chunk)]
+
+    def _cells_of_parts(self) -> list[torch.Tensor]:
+        """The masked positions whose rows of features are in each chunk."""
         if len(self._features) <= self._chunk:
             return [torch.arange(len(self._cell), device=self._cell.device)]
         ascending, order = self._cell.sort()  # (C,)
         starts = torch.arange(self._chunk, len(self._features), self._chunk, device=order.device)
         return list(order.tensor_split(torch.searchsorted(ascending, starts).cpu()))
 
-    def _chunks(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """The logits of all U feature rows, chunk by chunk, with each chunk's first row; a single chunk is kept."""
-        count = len(self._features)
-        if self._kept is not None:
-            yield 0, self._kept
-            return
-        for begin in range(0, count, self._chunk):
-            logits = self._clean(self._features[begin : begin + self._chunk])
-            if count <= self._chunk:
-                self._kept = logits
-            yield begin, logits
-
-    def _logits_at(self, position: torch.Tensor, extra: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """(values of `extra`, logits) at the feature rows `position` (c,), in chunks; at least one."""
-        for begin in range(0, max(1, len(position)), self._chunk):
-            part = slice(begin, begin + self._chunk)
-            at = position[part]
-            yield extra[part], self._kept[at] if self._kept is not None else self._clean(self._features[at])
-
     @torch.inference_mode()
-    def _clean(self, features: torch.Tensor) -> torch.Tensor:
-        """Logits (u, V) in float32 or better, -inf at excluded columns."""
+    def _logits(self, rows: slice | torch.Tensor) -> torch.Tensor:
+        """The logits at some rows of features (u, V), in float32 or better, -inf at excluded columns."""
+        if self._kept is not None:
+            return self._kept[rows]
+        single = len(self._features) <= self._chunk
+        features = self._features if single else self._features[rows]
         logits = self._head(features)
         if logits.dtype not in (torch.float32, torch.float64):
             logits = logits.float()
         elif logits.data_ptr() == features.data_ptr():  # the features are the logits: the head is not split off
             logits = logits.clone()
-        return logits.index_fill_(1, self._columns, -math.inf)
+        logits.index_fill_(1, self._columns, -math.inf)
+        if not single:
+            return logits
+        self._kept = logits
+        return logits[rows]
 
     def _plane(self, values: torch.Tensor) -> torch.Tensor:
         """(U,) per feature row -> (R, W) per position."""
@@ -370,6 +376,12 @@ def two_largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch
     token, first = near.gather(1, at), values.gather(1, at)[:, 0]
     second = values.scatter(1, at, -math.inf).amax(1).maximum(others.amax(1))
     return token, first, second
+
+
+def _entropy(logits: torch.Tensor, top: Top) -> torch.Tensor:
+    """In nats, (u,)."""
+    log_p = _log_p(logits, top)  # (u, V)
+    return torch.where(log_p > -math.inf, -log_p * log_p.exp(), 0.0).sum(1)
 
 
 def _log_p(logits: torch.Tensor, top: Top) -> torch.Tensor:

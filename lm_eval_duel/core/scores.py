@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
@@ -59,6 +59,15 @@ class Sample(WindowScore):
 
 
 @dataclasses.dataclass
+class PhaseCounts:
+    """What one phase of an estimate has cost."""
+
+    forwards: int = 0
+    rows: int = 0
+    seconds: float = 0.0
+
+
+@dataclasses.dataclass
 class Counts:
     """The counts of what has been computed, over all calls."""
 
@@ -70,6 +79,7 @@ class Counts:
     near_ties: int | None = 0  # None: the rule does not know
     near_tie_windows: int | None = 0  # windows that have any
     all_mask_starts: int = 0
+    phases: dict[str, PhaseCounts] = dataclasses.field(default_factory=dict)  # of a two-phase estimate
 
     def add(self, scored: WindowScore, tokens: int) -> None:
         """Add one finished window of `tokens` target tokens."""
@@ -87,27 +97,30 @@ def known_sum(a: int | None, b: int | None) -> int | None:
     return None if a is None or b is None else a + b
 
 
-class Accumulator(Protocol):
+class Step(NamedTuple):
+    """One step of some lanes."""
+
+    lanes: Lanes  # before it
+    predictions: Predictions
+    decision: Decision
+    tokens: torch.Tensor  # (R, W) revealed at the picks; -1 elsewhere
+    log_prob: torch.Tensor  # (R, W) of the tokens, float64
+
+
+class Scores(Protocol):
     """What adds up the steps of one group of windows."""
 
-    def add(
-        self,
-        lanes: Lanes,
-        decision: Decision,
-        predictions: Predictions,
-        tokens: torch.Tensor,
-        log_prob: torch.Tensor,
-    ) -> None:
-        """Add one step of `lanes`. After an out-of-memory error in here, the same step is added again."""
+    def add(self, step: Step) -> None:
+        """Add one step. After an out-of-memory error in here, the same step is added again."""
 
     def take(self, finished: Lanes) -> Iterator[tuple[int, WindowScore]]:
         """(row, score) of each window that these finished lanes complete."""
 
 
-class ScoreAccumulator:
+class WindowScores:
     """The scores of one group of windows, on the network's device, in float64."""
 
-    def __init__(self, rows: Rows, traced: bool = False):
+    def __init__(self, rows: Rows, traced: bool = False, expected: torch.Tensor | None = None):
         count, length = rows.ids.shape
         device = rows.ids.device
         self.origin, self.target = rows.origin.tolist(), rows.target.tolist()
@@ -115,25 +128,19 @@ class ScoreAccumulator:
         self.log_probs = torch.full((count, length + 1), math.nan, dtype=torch.float64, device=device)  # (N, L + 1)
         self.reveal_steps = torch.full((count, length + 1), -1, dtype=torch.int32, device=device)  # (N, L + 1)
         self.sums = torch.zeros(count, 5, dtype=torch.int64, device=device)  # (N, 5) as in `add`
-        self.expected = rows.target.clone()  # (N,) target positions to reveal
+        self.expected = rows.target.clone() if expected is None else expected  # (N,) target positions to reveal
         self.has_margins = True
         # (N, L + 1) each
         self.statistics = {name: torch.full_like(self.log_probs, math.nan) for name in STATISTICS if traced}
 
-    def add(
-        self,
-        lanes: Lanes,
-        decision: Decision,
-        predictions: Predictions,
-        tokens: torch.Tensor,
-        log_prob: torch.Tensor,
-    ) -> None:
-        """Add one step of `lanes`: log-probs (R, W) and steps at the picks; NFE, near ties, all-mask starts."""
+    def add(self, step: Step) -> None:
+        """Add one step: log-probs and steps at the picks; NFE, near ties, all-mask starts."""
+        lanes, predictions, decision, tokens, log_prob = step
         pick, decision_margin = decision.pick, decision.decision_margin
         missed = ((tokens != predictions.argmax) & pick).any(1)  # (R,)
         near_tie = torch.zeros_like(missed) if decision_margin is None else ~(decision_margin >= NEAR_TIE)  # (R,)
-        step = torch.ones_like(missed)  # (R,)
-        sums = torch.stack([pick.sum(1), step, missed, near_tie, predictions.all_mask], 1).long()  # (R, 5)
+        one = torch.ones_like(missed)  # (R,)
+        sums = torch.stack([pick.sum(1), one, missed, near_tie, predictions.all_mask], 1).long()  # (R, 5)
         row, column = lanes.row[:, None].expand_as(pick), torch.where(pick, lanes.columns, self.length)  # (R, W)
         self.log_probs.index_put_((row, column), log_prob)
         self.reveal_steps.index_put_((row, column), lanes.step[:, None].int().expand_as(pick))
@@ -171,7 +178,7 @@ class ScoreAccumulator:
             yield row, scored
 
 
-class SampleAccumulator(ScoreAccumulator):
+class Samples(WindowScores):
     """The samples of one group of prompts, given as windows."""
 
     def __init__(self, rows: Rows, prompts: Sequence[Window], traced: bool = False):

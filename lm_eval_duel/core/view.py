@@ -80,7 +80,7 @@ def distinct(*planes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return first, order.argsort()[kind]
 
 
-def hidden_cells(lanes: Lanes) -> torch.Tensor:
+def masked_positions(lanes: Lanes) -> torch.Tensor:
     """The masked positions of each lane, padded with other positions to the largest number in a lane, (R, M)."""
     largest = int(lanes.masked.sum(1).max())
     return (~lanes.masked).byte().sort(dim=1, stable=True).indices[:, :largest]
@@ -113,10 +113,23 @@ class View:
         rows = lanes.row[:, None].expand_as(inside)
         self.rows.ids[rows[inside], lanes.columns[inside]] = lanes.tokens[inside]
 
-    def __call__(self, lanes: Lanes) -> Predictions:
+    def __call__(self, lanes: Lanes, targets: torch.Tensor | None = None) -> Predictions:
+        """The predictions at the masked positions of `lanes`; `targets` (R, W): tokens whose log-probs will be
+        needed.
+        """
         features, index, all_mask = self.positions(lanes)
-        head = self.denoiser.head
-        return Predictions(lanes.masked, all_mask, features, index, head, *self._excluded, lanes.masked_at)
+        excluded, columns = self._excluded
+        return Predictions(
+            lanes.masked,
+            all_mask,
+            features,
+            index,
+            self.denoiser.head,
+            excluded,
+            targets,
+            columns=columns,
+            masked_at=lanes.masked_at,
+        )
 
     @cached_property
     def _excluded(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -140,8 +153,8 @@ class View:
         return self._evaluate(unique, ids[first], shown[first], real[first]).spread(lanes, unique, number)
 
     def _evaluate(self, lanes: Lanes, ids: torch.Tensor, shown: torch.Tensor, real: torch.Tensor) -> Positions:
-        columns = lanes.start[:, None] + hidden_cells(lanes) - self.denoiser.shift  # (R, M)
-        columns = columns.clamp(0, ids.shape[1] - 1)  # columns that pad `hidden_cells` may lie outside
+        columns = lanes.start[:, None] + masked_positions(lanes) - self.denoiser.shift  # (R, M)
+        columns = columns.clamp(0, ids.shape[1] - 1)  # columns that pad `masked_positions` may lie outside
         extra, padded = self._extra_inputs(lanes, shown, real), self._padding(real)
         if self.denoiser.supports_columns:
             features = self.denoiser.features(ids, padded, columns=columns, **extra)  # (R, M, D)

@@ -13,42 +13,24 @@ Shapes: N windows, L row length, R lanes, W block width.
 from __future__ import annotations
 
 import abc
-import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property
-from typing import ClassVar, NamedTuple, Protocol, TypeAlias
+from collections.abc import Iterable, Iterator, Sequence
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import torch
 
-from lm_eval_duel import rules
 from lm_eval_duel.core.budget import Budget, plan
+from lm_eval_duel.core.decision import EVALUATE_ALL, UnmaskingRule
 from lm_eval_duel.core.denoiser import Denoiser
-from lm_eval_duel.core.lanes import Lanes, Queue, Rows, blocks, groups
-from lm_eval_duel.core.predictions import Predictions
-from lm_eval_duel.core.reveal import RevealLoop
-from lm_eval_duel.core.scores import Accumulator, Counts, WindowScore
-from lm_eval_duel.core.tokens import Targets
-from lm_eval_duel.core.view import View
+from lm_eval_duel.core.lanes import Lanes, Rows, blocks, groups
+from lm_eval_duel.core.reveal import BlockSpan, Reveal, WindowGroup
+from lm_eval_duel.core.scores import Counts, Scores, WindowScore
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators.checks import check_windows, resolve_block, resolve_grid
-from lm_eval_duel.estimators.phases import Cost
 from lm_eval_duel.estimators.registry import ESTIMATORS
 
 BUCKET = 8  # network calls that the windows of one bucket fill, if windows are taken in the order given
 
 IndexedScores: TypeAlias = Iterator[tuple[int, WindowScore]]  # (index, score) of each window as it is finished
-BlockSpan: TypeAlias = tuple[int, int, int]  # (row, first column, width) of a block
-
-
-class Ranks(Protocol):
-    """The processes of a run, as one of them sees them."""
-
-    @property
-    def rank(self) -> int:
-        """The number of this process."""
-
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The vectors (X,) of all ranks, concatenated."""
 
 
 class Value(NamedTuple):
@@ -60,26 +42,8 @@ class Value(NamedTuple):
     phases: tuple[float, ...] | None = None  # of a two-phase estimate, as in `phases.Phases`
 
 
-@dataclasses.dataclass(frozen=True)
-class WindowGroup:
-    """Windows that are scored together. Their targets are known, so every block starts from a known state."""
-
-    windows: list[Window]
-    numbers: list[int]  # the index of each window among all that are scored
-    rows: Rows
-    view: View
-
-    @cached_property
-    def targets(self) -> Targets:
-        return Targets(self.rows)
-
-    def fresh(self, places: list[BlockSpan]) -> Lanes:
-        """Fresh lanes at (row, first column, width)."""
-        return fresh(self.rows, places)
-
-
 class Estimator(abc.ABC):
-    """A denoiser, a block, and a way to combine log-probabilities.
+    """A denoiser, a block, and a way to combine log-probabilities: a subclass says how to score a group of windows.
 
     `batch_size`: rows of max_length in a network call (more if rows are shorter). None: on a CPU 2048 tokens or one
     row; on a GPU as many as fit, found by trial, and at most `max_batch_size`. On out-of-memory the batch is halved.
@@ -103,60 +67,31 @@ class Estimator(abc.ABC):
         self.denoiser, self.traced = denoiser, traced
         self.block = resolve_block(denoiser, block)
         self.grid = resolve_grid(denoiser, grid)
-        self._loop = RevealLoop(denoiser, plan(denoiser, self.block, self.grid, batch_size, max_batch_size))
+        self.budget = plan(denoiser, self.block, self.grid, batch_size, max_batch_size)  # of a network call, at present
+        self.counts = Counts()  # of what has been computed; may be shared by estimators
 
-    @property
-    def budget(self) -> Budget:
-        """How much one network call may hold at present."""
-        return self._loop.budget
+    @abc.abstractmethod
+    def describe(self) -> dict[str, object]:
+        """The entries of the spec that define this estimator's numbers."""
 
-    @budget.setter
-    def budget(self, budget: Budget) -> None:
-        self._loop.budget = budget
+    @abc.abstractmethod
+    def values(self, scored: WindowScore) -> dict[str, Value]:
+        """All values of one score, by name; the first is its `log_prob`."""
 
-    @property
-    def counts(self) -> Counts:
-        """What this estimator has computed so far."""
-        return self._loop.counts
-
-    @counts.setter
-    def counts(self, counts: Counts) -> None:
-        """Share the counts of another estimator."""
-        self._loop.counts = counts
-
-    def use_single_rows(self) -> None:
-        """Evaluate one row in each network call."""
-        self._loop.budget = Budget(1, 1)
-
-    @property
-    def costs(self) -> dict[str, dict[str, float]]:
-        """Forwards, rows and seconds of each phase; empty: there is one phase only."""
-        return {}
-
-    def take_costs(self) -> dict[str, dict[Window, Cost]]:
-        """What each window has cost in each phase since the last call; empty: there is one phase only."""
-        return {}
-
-    @property
-    def plans(self) -> bool:
-        """Whether `plan` needs all windows of a run before the first one is scored."""
-        return False
-
-    def plan(  # noqa: B027 - most estimators have no plan
-        self, tasks: Sequence[Sequence[Window]], ranks: Ranks | None = None, names: Sequence[str] = ()
-    ) -> None:
-        """Prepare for the windows of each task (a list of windows, by `names` in the log).
-
-        With several `ranks`, every one calls this with the same tasks, each with its own windows.
-        """
-
-    def adopt(self, other: Estimator) -> None:  # noqa: B027
-        """Take over the plan of an estimator of the same spec."""
+    @abc.abstractmethod
+    def score_group(self, group: WindowGroup) -> IndexedScores:
+        """Score one group of windows; (row, score) of each as it is finished."""
 
     @property
     def decodes(self) -> bool:
         """Whether `is_greedy` says what decoding would write."""
         return self.name in ESTIMATORS and ESTIMATORS[self.name].decodes
+
+    def use_single_rows(self) -> None:
+        """Evaluate one row in each network call."""
+        self.budget = Budget(1, 1)
+
+    # ------------------------------------------------------------ windows in, scores out
 
     def log_prob(self, windows: Sequence[Window]) -> list[WindowScore]:
         """The score of each window, in order."""
@@ -171,63 +106,40 @@ class Estimator(abc.ABC):
         Raises:
             DuelError: a window cannot be scored; raised before any is, and the message names it.
         """
-        return self._stream(windows, self._score_group)
+        self.check(windows)
+        return self._scored(windows)
 
     def check(self, windows: Sequence[Window]) -> None:
         """Raise DuelError, naming the window, for one that cannot be scored."""
         check_windows(self.denoiser, self.block, self.grid, windows)
 
-    @abc.abstractmethod
-    def describe(self) -> dict[str, object]:
-        """The entries of the spec that define this estimator's numbers."""
-
-    @abc.abstractmethod
-    def values(self, scored: WindowScore) -> dict[str, Value]:
-        """All values of one score, by name; the first is its `log_prob`."""
-
-    def blocks(self, window: Window) -> list[tuple[int, int]]:
-        """(first column, width) of each block of a window."""
-        return blocks(len(window.context), len(window.target), self.block, self.grid)
-
-    @abc.abstractmethod
-    def _score_group(self, group: WindowGroup) -> IndexedScores:
-        """Score one group of windows; (row, score) of each as it is finished."""
-
-    def _stream(self, windows: Sequence[Window], score_group: Callable[[WindowGroup], IndexedScores]) -> IndexedScores:
-        self.check(windows)
-        return self._finished(windows, score_group)
-
     @torch.inference_mode()
-    def _finished(
-        self, windows: Sequence[Window], score_group: Callable[[WindowGroup], IndexedScores]
-    ) -> IndexedScores:
+    def _scored(self, windows: Sequence[Window]) -> IndexedScores:
         equal: dict[Window, list[int]] = {}
         for n, window in enumerate(windows):
             equal.setdefault(window, []).append(n)
         for window, indices in equal.items():
             if not window.target:
                 yield from ((n, self.empty_score) for n in indices)
-        unique = [indices[0] for indices in equal.values()]
-        for group in self._groups([windows[n] for n in unique]):
-            numbers = [unique[n] for n in group]
-            opened = self._open([windows[n] for n in numbers], numbers)
-            for row, score in score_group(opened):
-                self.counts.add(score, len(opened.windows[row].target))
-                yield from ((n, score) for n in equal[opened.windows[row]])
+        for group in self.groups(windows, [indices[0] for indices in equal.values()]):
+            for row, score in self.score_group(group):
+                window = group.windows[row]
+                self.counts.add(score, len(window.target))
+                yield from ((n, score) for n in equal[window])
 
-    def _open(self, windows: list[Window], numbers: list[int]) -> WindowGroup:
+    def groups(
+        self, windows: Sequence[Window], window_indices: Sequence[int], generating: bool = False
+    ) -> Iterator[WindowGroup]:
+        """The windows at these indices, opened in groups; those with an empty target are left out."""
+        chosen = [windows[n] for n in window_indices]
+        buckets = self._buckets(chosen) if self.in_order else None
+        for part in groups(chosen, not self.denoiser.honours_padding, buckets):
+            yield self.open([chosen[n] for n in part], [window_indices[n] for n in part], generating)
+
+    def open(self, windows: list[Window], window_indices: list[int], generating: bool = False) -> WindowGroup:
+        """One group of windows; `window_indices`: of each among all that are scored."""
         rows = Rows.from_windows(windows, self.denoiser.device)
-        return WindowGroup(windows, numbers, rows, self.denoiser.open(rows))
-
-    def _evaluate(self, group: WindowGroup, states: Iterable[Lanes], results: Accumulator) -> IndexedScores:
-        """Evaluate each of the `states` once, at all of its masked positions."""
-        queue = Queue(states)
-        for finished in self._loop.run(group.view, EvaluateAll(), queue, group.targets, results, group.numbers):
-            yield from results.take(finished)
-
-    def _groups(self, windows: Sequence[Window]) -> list[list[int]]:
-        buckets = self._buckets(windows) if self.in_order else None
-        return groups(windows, not self.denoiser.honours_padding, buckets)
+        return WindowGroup(windows, window_indices, rows, self.denoiser.open(rows, generating))
 
     def _buckets(self, windows: Sequence[Window]) -> list[int]:
         """The bucket of each window: as many in a row as fill a few calls, so that sorting them saves the padding."""
@@ -238,25 +150,23 @@ class Estimator(abc.ABC):
             work += self.lanes(window) * (window.length if whole_rows else self.denoiser.block or 1)
         return numbers
 
+    # ------------------------------------------------------------ for subclasses: blocks and lanes
+
+    def blocks(self, window: Window) -> list[tuple[int, int]]:
+        """(first column, width) of each block of a window."""
+        return blocks(len(window.context), len(window.target), self.block, self.grid)
+
+    def block_spans(self, group: WindowGroup) -> list[BlockSpan]:
+        """Every block of every window."""
+        return [(row, *span) for row, window in enumerate(group.windows) for span in self.blocks(window)]
+
     def lanes(self, window: Window) -> int:
         """How many lanes of a window can be evaluated side by side."""
         return len(self.blocks(window))
 
-    def _places(self, group: WindowGroup) -> list[BlockSpan]:
-        """(row, first column, width) of every block."""
-        return [(n, *place) for n, window in enumerate(group.windows) for place in self.blocks(window)]
-
-
-def fresh(rows: Rows, places: list[BlockSpan]) -> Lanes:
-    """Fresh lanes at (row, first column, width)."""
-    return Lanes.fresh(rows, *torch.tensor(places, device=rows.ids.device).unbind(1))
-
-
-@dataclasses.dataclass(frozen=True)
-class EvaluateAll(rules.Rule):
-    """Picks every masked position, for states that are evaluated once."""
-
-    name: ClassVar[str] = "all"
-
-    def __call__(self, predictions: Predictions, lanes: Lanes) -> rules.Decision:
-        return rules.certain(lanes.masked)
+    def reveal(
+        self, group: WindowGroup, lanes: Iterable[Lanes], scores: Scores, rule: UnmaskingRule = EVALUATE_ALL
+    ) -> IndexedScores:
+        """Reveal the targets of `lanes` under `rule`, or evaluate each state once; scores as they are finished."""
+        for finished in Reveal(group, rule, lanes, scores, self.budget, self.counts):
+            yield from scores.take(finished)

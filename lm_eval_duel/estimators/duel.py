@@ -13,27 +13,24 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
 from lm_eval_duel import fingerprint, rules
+from lm_eval_duel.core.decision import UnmaskingRule, require_pick
 from lm_eval_duel.core.denoiser import Denoiser
-from lm_eval_duel.core.lanes import Lanes, Queue, Rows
-from lm_eval_duel.core.reveal import RevealLoop, decide
-from lm_eval_duel.core.scores import Accumulator, Sample, SampleAccumulator, ScoreAccumulator, WindowScore
-from lm_eval_duel.core.tokens import Argmax, Choose, Draws
+from lm_eval_duel.core.lanes import Lanes
+from lm_eval_duel.core.reveal import BlockSpan, WindowGroup, naming_window
+from lm_eval_duel.core.scores import Sample, WindowScore, WindowScores
+from lm_eval_duel.core.tokens import Argmax, Draw, Draws
 from lm_eval_duel.core.windows import Ids, Window, as_ids
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators import gradients
-from lm_eval_duel.estimators.base import BlockSpan, Estimator, IndexedScores, Value, WindowGroup, fresh
+from lm_eval_duel.estimators import gradients, sampling
+from lm_eval_duel.estimators.base import Estimator, IndexedScores, Value
 from lm_eval_duel.estimators.checks import check_rule, check_windows, rule_for
 from lm_eval_duel.estimators.replay import Replay
-
-Stop: TypeAlias = Callable[[int, tuple[int, ...]], bool]  # (index, tokens so far) -> whether to stop here
 
 
 class DuelEstimator(Estimator):
@@ -83,8 +80,7 @@ class DuelEstimator(Estimator):
     def with_denoiser(self, denoiser: Denoiser) -> DuelEstimator:
         """The same rule and block on a wrapped network of the same kind, with shared counts."""
         twin = copy.copy(self)
-        twin.denoiser, twin._loop = denoiser, RevealLoop(denoiser, self.budget)
-        twin.counts = self.counts
+        twin.denoiser = denoiser
         return twin
 
     def replay(self, windows: Sequence[Window], steps: Sequence[Ids]) -> list[WindowScore]:
@@ -94,10 +90,10 @@ class DuelEstimator(Estimator):
         """
         if len(windows) != len(steps):
             raise DuelError(f"replay needs the steps of each window; got {len(windows)} windows, {len(steps)} orders.")
-        results: list[WindowScore] = []
+        twin, results = copy.copy(self), []
         for window, order in zip(windows, self._orders(windows, steps), strict=True):
-            follow = functools.partial(self._follow, rule=Replay((order,)))
-            results += [scored for _, scored in self._stream([window], follow)]
+            twin._followed = Replay((order,))
+            results += twin.log_prob([window])
         return results
 
     def backward(
@@ -151,7 +147,7 @@ class DuelEstimator(Estimator):
         do_sample: bool = True,
         seed: int = 0,
         keys: Sequence[int] | None = None,
-        stop: Stop | None = None,
+        stop: sampling.Stop | None = None,
         scored: bool = True,
     ) -> Iterator[tuple[int, Sample]]:
         """(index, sample) of each context as it is finished.
@@ -163,53 +159,41 @@ class DuelEstimator(Estimator):
         """
         if keys is not None and len(keys) != len(contexts):
             raise DuelError(f"sample needs a key for each context; got {len(contexts)} contexts, {len(keys)} keys.")
-        prompts = as_windows(contexts, length, suffix, tail)
+        prompts = sampling.prompts(contexts, length, suffix, tail)
         check_windows(self.denoiser, self.block, self.grid, prompts, generating=True)
         keys = range(len(contexts)) if keys is None else keys
 
-        def choose(numbers: list[int]) -> Choose:
-            return self._draws([keys[n] for n in numbers], seed) if do_sample else Argmax()
+        def draw_in(indices: Sequence[int]) -> Draw:
+            return self._draws([keys[n] for n in indices], seed) if do_sample else Argmax()
 
-        return self._samples(prompts, choose, stop)
+        return sampling.stream(self, prompts, draw_in, stop)
 
-    def _draws(self, keys: Sequence[int], seed: int) -> Choose:
+    def _draws(self, keys: Sequence[int], seed: int) -> Draw:
         """The tokens to sample in rows with these keys."""
         return Draws(keys, seed, self.denoiser.device)
 
-    def _rule(self, choose: Choose) -> rules.Rule:
-        """The rule to sample under, where `choose` gives the tokens."""
+    def sampling_rule(self, draw: Draw) -> UnmaskingRule:
+        """The rule to sample under, where `draw` gives the tokens."""
         return self._followed
 
     # ------------------------------------------------------------ which lanes
 
-    def score_blocks(self, group: WindowGroup, places: list[BlockSpan]) -> IndexedScores:
-        """The scores of some blocks alone, and of nothing for windows that have none among `places`.
+    def score_group(self, group: WindowGroup) -> IndexedScores:
+        return self.score_blocks(group, self.block_spans(group))
+
+    def score_blocks(self, group: WindowGroup, spans: Sequence[BlockSpan]) -> IndexedScores:
+        """Each of these blocks is a lane; (row, score) of each window that has one, as its last one is finished.
 
         Positions outside these blocks have the log-probability NaN and the step -1.
         """
-        lanes = group.fresh(places)
-        results = ScoreAccumulator(group.rows, self.traced)
-        results.expected = torch.zeros_like(results.expected).index_add_(0, lanes.row, lanes.masked.sum(1))  # (N,)
-        yield from self._run(group, self._followed, places, results)
-
-    def _score_group(self, group: WindowGroup) -> IndexedScores:
-        return self._follow(group, self._followed)
-
-    def _follow(self, group: WindowGroup, rule: rules.Rule) -> IndexedScores:
-        """Every block of every window at once, under `rule`."""
-        return self._run(group, rule, self._places(group), ScoreAccumulator(group.rows, self.traced))
-
-    def _run(
-        self, group: WindowGroup, rule: rules.Rule, places: list[BlockSpan], results: Accumulator
-    ) -> IndexedScores:
+        fresh = group.fresh(spans)
+        expected = torch.zeros_like(group.rows.target).index_add_(0, fresh.row, fresh.masked.sum(1))  # (N,)
+        scores, rule = WindowScores(group.rows, self.traced, expected), self._followed
         if rule.fixed:
-            yield from self._evaluate(group, self._steps(group, rule, places), results)
-            return
-        queue = Queue([group.fresh(places)])
-        for finished in self._loop.run(group.view, rule, queue, group.targets, results, group.numbers):
-            yield from results.take(finished)
+            return self.reveal(group, self.fixed_states(group, rule, spans), scores)
+        return self.reveal(group, [fresh], scores, rule)
 
-    def _steps(self, group: WindowGroup, rule: rules.Rule, places: list[BlockSpan]) -> Iterator[Lanes]:
+    def fixed_states(self, group: WindowGroup, rule: rules.Rule, spans: Sequence[BlockSpan]) -> Iterator[Lanes]:
         """Every state of a fixed order, one batch of blocks after the other.
 
         Only the picks are masked in a state; positions that are neither masked nor revealed show [MASK]. Under
@@ -217,60 +201,21 @@ class DuelEstimator(Estimator):
         none.
         """
         done, by_block = 0, self.denoiser.cache == "prefix"
-        while done < len(places):
-            count = 1 if by_block else self._loop.fits(group.view, rule, group.fresh(places[done : done + 1]))
-            lanes, done = group.fresh(places[done : done + count]), done + count
+        while done < len(spans):
+            count = 1 if by_block else self.budget.room(group.view, rule, group.fresh(spans[done : done + 1]))
+            lanes, done = group.fresh(spans[done : done + count]), done + count
             while len(lanes):
-                decision = decide(rule, None, lanes, group.numbers)
+                with naming_window(lanes, group.window_indices):
+                    decision = rule(None, lanes)  # type: ignore[arg-type]  # it reads no predictions
+                    require_pick(rule, decision)
                 pick = decision.pick  # (R, W)
                 states = dataclasses.replace(lanes, masked=pick, memory=())
                 if rule.may_pick_none:
                     states = states.select(pick.any(1))
                 if len(states):
                     yield states
-                lanes = lanes.reveal(pick, group.targets.of(lanes), decision.memory)
+                lanes = lanes.reveal(pick, group.rows.targets(lanes), decision.memory)
                 lanes = lanes.select(lanes.masked.any(1))
-
-    @torch.inference_mode()
-    def _samples(
-        self, prompts: list[Window], choose: Callable[[list[int]], Choose], stop: Stop | None
-    ) -> Iterator[tuple[int, Sample]]:
-        for n, prompt in enumerate(prompts):
-            if not prompt.target:
-                yield n, Sample.from_score(self.empty_score, (), prompt.tail)
-        for numbers in self._groups(prompts):
-            yield from self._sample_group([prompts[n] for n in numbers], numbers, choose(numbers), stop)
-
-    def _sample_group(
-        self, prompts: list[Window], numbers: list[int], choose: Choose, stop: Stop | None
-    ) -> Iterator[tuple[int, Sample]]:
-        """One lane for each row: a finished block is committed, and the row's next block enters."""
-        rows = Rows.from_windows(prompts, self.denoiser.device)
-        view, results = self.denoiser.open(rows, generating=True), SampleAccumulator(rows, prompts, self.traced)
-        blocks = [deque(self.blocks(prompt)) for prompt in prompts]  # of each row, those not started
-        queue = Queue([fresh(rows, [(n, *left.popleft()) for n, left in enumerate(blocks)])])
-        for finished in self._loop.run(view, self._rule(choose), queue, choose, results, numbers):
-            view.commit(finished)
-            following = []
-            for n in finished.row.tolist():
-                if not blocks[n]:
-                    continue
-                if stop and stop(numbers[n], results.tokens(n, end=blocks[n][0][0])):
-                    results.stop(n)
-                else:
-                    following.append((n, *blocks[n].popleft()))
-            if following:
-                queue.put_first(fresh(rows, following))
-            for n, sample in results.take(finished):
-                self.counts.add(sample, len(sample.tokens))
-                yield numbers[n], sample
-
-
-def as_windows(contexts: Sequence[Ids], length: int, suffix: Ids, tail: int) -> list[Window]:
-    """The rows to generate, as windows whose targets are placeholders."""
-    if length < 0:
-        raise DuelError(f"length is the number of tokens to generate, at least 0; got {length}.")
-    return [Window(context, (0,) * length, suffix, tail) for context in contexts]
 
 
 class Autoregressive(DuelEstimator):

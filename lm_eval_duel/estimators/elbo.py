@@ -27,19 +27,20 @@ from collections.abc import Iterator
 
 import torch
 
+from lm_eval_duel.core.decision import EVALUATE_ALL
 from lm_eval_duel.core.denoiser import Denoiser
-from lm_eval_duel.core.lanes import Lanes, Rows
-from lm_eval_duel.core.predictions import Predictions
-from lm_eval_duel.core.scores import WindowScore
+from lm_eval_duel.core.lanes import Lanes
+from lm_eval_duel.core.reveal import WindowGroup
+from lm_eval_duel.core.scores import Step, WindowScore
 from lm_eval_duel.core.view import distinct
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.dit.denoiser import SEDD
 from lm_eval_duel.errors import DuelError, unknown
-from lm_eval_duel.estimators.base import Estimator, EvaluateAll, IndexedScores, Value, WindowGroup
+from lm_eval_duel.estimators.base import Estimator, IndexedScores, Value
 from lm_eval_duel.estimators.checks import check_every_order
 from lm_eval_duel.estimators.registry import ELBO_FORMS
 from lm_eval_duel.hashing import hashed, uniform
-from lm_eval_duel.rules import Decision, rank
+from lm_eval_duel.rules import rank
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
@@ -127,25 +128,22 @@ class Elbo(Estimator):
     def lanes(self, window: Window) -> int:
         return self.samples * len(self.blocks(window))
 
-    def _open(self, windows: list[Window], numbers: list[int]) -> WindowGroup:
-        if self.form != "score_entropy":
-            return super()._open(windows, numbers)
-        rows = Rows.from_windows(windows, self.denoiser.device)
-        return WindowGroup(windows, numbers, rows, self.denoiser.open_at(rows, lambda lanes: lanes.memory[1][:, 0]))
+    def score_group(self, group: WindowGroup) -> IndexedScores:
+        if self.form == "score_entropy":
+            view = self.denoiser.open_at(group.rows, lambda lanes: lanes.memory[1][:, 0])
+            group = dataclasses.replace(group, view=view)
+        sums = ElboSums(group, self)
+        yield from self.reveal(group, self._draws(group, sums), sums)
+        yield from sums.rest()
 
-    def _score_group(self, group: WindowGroup) -> IndexedScores:
-        results = ElboAccumulator(group, self)
-        yield from self._evaluate(group, self._draws(group, results), results)
-        yield from results.rest()
-
-    def _draws(self, group: WindowGroup, results: ElboAccumulator) -> Iterator[Lanes]:
+    def _draws(self, group: WindowGroup, sums: ElboSums) -> Iterator[Lanes]:
         """Every draw of every span; equal draws of a span once, with the sum of their weights."""
         key = torch.tensor([window.key for window in group.windows], device=group.rows.ids.device)  # (N,)
-        places = self._places(group)
+        places = self.block_spans(group)
         nth = [n for window in group.windows for n in range(len(self.blocks(window)))]  # each place's number in a row
         done = 0
         while done < len(places):
-            room = self._loop.fits(group.view, EvaluateAll(), group.fresh(places[done : done + 1]))
+            room = self.budget.room(group.view, EVALUATE_ALL, group.fresh(places[done : done + 1]))
             count = max(1, room // self.samples)
             spans = group.fresh(places[done : done + count])
             nths = torch.tensor(nth[done : done + count], device=key.device)  # (r,)
@@ -155,7 +153,7 @@ class Elbo(Estimator):
                 draw = draws.repeat(len(spans))  # (R,)
                 drawn = self._hide(group, spans.select(place), key, nths[place], draw)
                 lanes = self._merged(drawn, place, draw)
-                results.skip(spans.row, len(draws), lanes.row)
+                sums.skip(spans.row, len(draws), lanes.row)
                 if len(lanes):
                     yield lanes
             done += count
@@ -186,7 +184,7 @@ class Elbo(Estimator):
                 chance, weight = -torch.expm1(-level[0]), torch.expm1(level[0]) / t
             masked = lanes.masked & (uniform(*keys) < chance[:, None])  # (R, W)
         memory = tuple(plane[:, None].expand_as(masked) for plane in (weight, *level))
-        return dataclasses.replace(group.targets.hide(lanes, masked), memory=memory)
+        return dataclasses.replace(lanes.show(group.rows.targets(lanes), masked), memory=memory)
 
     def _merged(self, lanes: Lanes, place: torch.Tensor, draw: torch.Tensor) -> Lanes:
         """The draws that hide something, equal ones of a span `place` (R,) once.
@@ -203,7 +201,7 @@ class Elbo(Estimator):
         return kept.select(kept.masked.any(1))
 
 
-class ElboAccumulator:
+class ElboSums:
     """The sums over draws of one group of windows, on the network's device, in float64."""
 
     def __init__(self, group: WindowGroup, elbo: Elbo):
@@ -223,15 +221,9 @@ class ElboAccumulator:
         self.waiting.index_add_(0, rows, torch.full_like(rows, -samples))
         self.waiting.index_add_(0, kept, torch.ones_like(kept))
 
-    def add(
-        self,
-        lanes: Lanes,
-        decision: Decision,
-        predictions: Predictions,
-        tokens: torch.Tensor,
-        log_prob: torch.Tensor,
-    ) -> None:
+    def add(self, step: Step) -> None:
         """Add the weighted log-probs (R, W) of the draws in `lanes`."""
+        lanes, predictions, _, _, log_prob = step
         weight, *level = lanes.memory  # (R, W, S), (R, W)
         if level:
             log_prob = -score_entropy(level[0], log_prob, predictions.log_sum, self.elbo.denoiser.vocab_size - 1)

@@ -17,9 +17,8 @@ import torch
 
 from lm_eval_duel.core.budget import Budget
 from lm_eval_duel.core.denoiser import Denoiser
-from lm_eval_duel.core.lanes import Lanes
+from lm_eval_duel.core.lanes import Lanes, Rows
 from lm_eval_duel.core.reveal import without_autocast
-from lm_eval_duel.core.tokens import Targets
 from lm_eval_duel.core.view import View
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
@@ -46,38 +45,38 @@ def accumulate(
     budget = Budget(batch_size * duel.denoiser.max_length)
     with torch.inference_mode(False), torch.enable_grad(), without_autocast(duel.denoiser):
         log_probs = torch.zeros(len(windows), dtype=torch.float64)  # (N,)
-        for numbers in duel._groups(windows):
-            group = duel._open([windows[n] for n in numbers], list(numbers))
-            weight = torch.tensor([weights[n] for n in numbers], dtype=torch.float64, device=group.rows.ids.device)
+        for group in duel.groups(windows, range(len(windows))):
+            indices = group.window_indices
+            weight = torch.tensor([weights[n] for n in indices], dtype=torch.float64, device=group.rows.ids.device)
             sums = torch.zeros_like(weight)  # (n,)
-            rule = Replay(tuple(orders[n] for n in numbers))
-            for state in duel._steps(group, rule, duel._places(group)):
+            rule = Replay(tuple(orders[n] for n in indices))
+            for state in duel.fixed_states(group, rule, duel.block_spans(group)):
                 size = budget.rows(int(group.view.cost(state).max()))
                 for start in range(0, len(state), size):
                     lanes = state.select(slice(start, start + size))
                     view = duel.denoiser.open(group.rows)  # a new one: what it keeps belongs to this call's graph
-                    log_prob = log_prob_of(duel.denoiser, view, lanes, group.targets)  # (R,)
-                    _require_gradient(log_prob, lanes, numbers)
+                    log_prob = log_prob_of(duel.denoiser, view, lanes, group.rows)  # (R,)
+                    _require_gradient(log_prob, lanes, indices)
                     (weight[lanes.row] * log_prob).sum().backward()
                     sums.index_add_(0, lanes.row, log_prob.detach())
                     duel.counts.forwards += view.forwards
                     duel.counts.rows += view.evaluated
-            log_probs[torch.tensor(numbers)] = sums.cpu()
+            log_probs[torch.tensor(indices)] = sums.cpu()
     return log_probs.tolist()
 
 
-def log_prob_of(denoiser: Denoiser, view: View, lanes: Lanes, targets: Targets) -> torch.Tensor:
+def log_prob_of(denoiser: Denoiser, view: View, lanes: Lanes, rows: Rows) -> torch.Tensor:
     """log p of the targets at the masked positions of each lane, summed, with its graph, float64 (R,)."""
     positions = view.positions(lanes)
     logits = denoiser.head(positions.features)  # (U, V)
     logits = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
     log_p = logits.index_fill(1, denoiser.excluded.nonzero()[:, 0], -torch.inf).log_softmax(1)
-    token = targets.of(lanes)[lanes.masked]  # (C,)
+    token = rows.targets(lanes)[lanes.masked]  # (C,)
     values = log_p[positions.index, token].double()  # (C,)
     return values.new_zeros(len(lanes)).index_add(0, lanes.masked.nonzero()[:, 0], values)
 
 
-def _require_gradient(log_prob: torch.Tensor, lanes: Lanes, numbers: Sequence[int]) -> None:
+def _require_gradient(log_prob: torch.Tensor, lanes: Lanes, window_indices: Sequence[int]) -> None:
     """Raise DuelError for log-probs (R,) that have no gradient."""
     if not log_prob.requires_grad:
         raise DuelError(
@@ -85,5 +84,5 @@ def _require_gradient(log_prob: torch.Tensor, lanes: Lanes, numbers: Sequence[in
             "or a function calls it under torch.no_grad."
         )
     if not log_prob.isfinite().all():
-        number = numbers[int(lanes.row[(~log_prob.isfinite()).nonzero()[0]])]
-        raise DuelError(f"Window {number} has a token of probability 0, so its log_prob has no gradient.", number)
+        index = window_indices[int(lanes.row[(~log_prob.isfinite()).nonzero()[0]])]
+        raise DuelError(f"Window {index} has a token of probability 0, so its log_prob has no gradient.", index)

@@ -24,12 +24,12 @@ from typing import Any
 import torch
 
 from lm_eval_duel import rules
+from lm_eval_duel.core.decision import require_pick
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.lanes import Lanes
-from lm_eval_duel.core.predictions import Predictions
-from lm_eval_duel.core.reveal import decide
-from lm_eval_duel.core.scores import STATISTICS, WindowScore
-from lm_eval_duel.estimators.base import Estimator, IndexedScores, Value, WindowGroup
+from lm_eval_duel.core.reveal import WindowGroup
+from lm_eval_duel.core.scores import STATISTICS, Step, WindowScore
+from lm_eval_duel.estimators.base import Estimator, IndexedScores, Value
 from lm_eval_duel.estimators.checks import check_every_order, check_lattice_block
 from lm_eval_duel.estimators.registry import LATTICE
 from lm_eval_duel.estimators.subset_dp import LatticeChunk, Orders, OrderScore, cell_of, fold, follow, number_of
@@ -96,9 +96,9 @@ class Lattice(Estimator):
         empty = {str(rule): OrderScore(0.0, (), (), 0, 0) for rule in self.rules}
         return LatticeScore(0.0, rules=empty)
 
-    def _score_group(self, group: WindowGroup) -> IndexedScores:
+    def score_group(self, group: WindowGroup) -> IndexedScores:
         tables = LatticeAccumulator(group, self)
-        return self._evaluate(group, tables.states(), tables)
+        return self.reveal(group, tables.states(), tables)
 
 
 class LatticeAccumulator(SubsetAccumulator):
@@ -123,19 +123,15 @@ class LatticeAccumulator(SubsetAccumulator):
         near_tie = torch.zeros_like(after, dtype=torch.bool)
         return LatticeChunk(lanes, states, log_probs, statistics, after, near_tie)
 
-    def add(
-        self,
-        lanes: Lanes,
-        decision: rules.Decision,
-        predictions: Predictions,
-        tokens: torch.Tensor,
-        log_prob: torch.Tensor,
-    ) -> None:
+    def add(self, step: Step) -> None:
         """Enter the log-probs of these states, and what each rule would pick."""
+        lanes, predictions, _, _, log_prob = step
         located = self.locate(lanes)
         block, state, position = located.block, located.state, located.position
         planes = [log_prob, *(getattr(predictions, name).double() for name in STATISTICS if self.traced)]
-        decided = [decide(rule, predictions, lanes, self.group.numbers) for rule in self.rules]
+        decided = [rule(predictions, lanes) for rule in self.rules]
+        for rule, choice in zip(self.rules, decided, strict=True):
+            require_pick(rule, choice)
         following = [number_of(lanes.masked & ~choice.pick, position) for choice in decided]  # (R,) each
         lane, at = lanes.masked.nonzero().unbind(1)  # (C,)
         counts = []

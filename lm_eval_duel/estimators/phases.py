@@ -5,9 +5,8 @@ Shapes: B blocks of a window.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -15,23 +14,6 @@ if TYPE_CHECKING:
 
 FEW = 8  # drawn blocks: with fewer there is no standard error
 FAIR = 30  # drawn blocks: with fewer the standard error is itself uncertain
-
-
-@dataclasses.dataclass
-class Cost:
-    """What some windows cost in one phase of a run."""
-
-    forwards: float = 0.0  # network calls; a window has the share of a call that its token-rows have in it
-    seconds: float = 0.0
-
-    def add(self, other: Cost, share: float = 1.0) -> None:
-        """Add a share of another cost."""
-        self.forwards += share * other.forwards
-        self.seconds += share * other.seconds
-
-    def describe(self) -> dict[str, float]:
-        """For the results JSON."""
-        return {"forwards": round(self.forwards, 3), "seconds": self.seconds}
 
 
 class Phases(NamedTuple):
@@ -122,8 +104,8 @@ class Phases(NamedTuple):
         spread = (n * self.ff - self.f**2) * (n * self.gg - self.g**2)
         return (n * self.fg - self.f * self.g) / math.sqrt(spread) if n > 2 and spread > 0 else None
 
-    def describe(self, costs: Mapping[str, Cost]) -> dict[str, Any]:
-        """For the results JSON; `costs`: of each phase in this run."""
+    def describe(self) -> dict[str, Any]:
+        """For the results JSON."""
         work = {
             "cached": {"rows": self.cached_rows, "token_rows": self.cached_token_rows},
             "uncached": {"rows": self.uncached_rows, "token_rows": self.uncached_token_rows},
@@ -133,7 +115,7 @@ class Phases(NamedTuple):
             "sampled_blocks": self.sampled,
             "cached_log_prob": self.cached,
             "correlation": self.correlation,
-            **{phase: {**costs.get(phase, Cost()).describe(), **amounts} for phase, amounts in work.items()},
+            **work,
             "all_uncached": {"token_rows": self.full_token_rows},
         }
 

@@ -115,17 +115,11 @@ ELBO_ARGUMENTS = {
         "noise levels below it are left out, as in the authors' evaluations: no bound then",
     ),
 }
-TWO_PHASE_ARGUMENTS = {  # one of them; neither: sample=0.05
+TWO_PHASE_ARGUMENTS = {
     "sample": Argument(
         number("a share of blocks above 0, at most 1", lambda x: 0 < x <= 1),
-        None,
+        SAMPLE,
         "the share of blocks that are also scored without the cache",
-        unset="0.05",
-    ),
-    "precision": Argument(
-        number("a relative standard error between 0 and 1", lambda x: 0 < x < 1),
-        None,
-        "the relative standard error of perplexity that finds `sample`",
     ),
 }
 LATTICE_ARGUMENTS = {
@@ -190,21 +184,13 @@ def _check_sampled_order(options: Options) -> None:
     check_order(options.estimator_args["alg"], options.estimator_args["alg_temp"])
 
 
-def check_amount(sample: float | None, precision: float | None) -> None:
-    """Raise DuelError unless at most one of the two is given, and in range."""
-    if sample is not None and precision is not None:
-        raise DuelError(
-            f"'sample' (got {sample:g}) is the share of blocks scored without the cache, and 'precision' (got "
-            f"{precision:g}) finds that share; leave one out."
-        )
-    if sample is not None and not 0 < sample <= 1:
+def check_share(sample: float) -> None:
+    """Raise DuelError for a share of blocks that is out of range."""
+    if not 0 < sample <= 1:
         raise DuelError(f"'sample' is a share of blocks above 0, at most 1; got {sample}.")
-    if precision is not None and not 0 < precision < 1:
-        raise DuelError(f"'precision' is a relative standard error of perplexity between 0 and 1; got {precision}.")
 
 
 def _check_two_phase(options: Options) -> None:
-    check_amount(options.estimator_args["sample"], options.estimator_args["precision"])
     for name in ("top_k", "top_p", "compile"):
         if getattr(options, name):
             why = "its layers take no kept keys" if name == "compile" else "a text of probability 0 has no differences"
@@ -222,7 +208,6 @@ def _two_phase_settings(options: Options) -> dict[str, Any]:
         "block": options.block,
         "cache": options.cache or "dual",
         "sample": options.estimator_args["sample"],
-        "precision": options.estimator_args["precision"],
         "seed": options.draw_seed,
     }
 

@@ -35,4 +35,4 @@ class Replay(rules.Rule):
     def __call__(self, predictions: Predictions, lanes: Lanes) -> rules.Decision:
         steps = self._plane.to(lanes.row.device)  # (N, T)
         index = (lanes.columns - lanes.origin[:, None]).clamp(0, steps.shape[1] - 1)  # (R, W)
-        return rules.certain(lanes.masked & (steps[lanes.row[:, None], index] == lanes.step[:, None]))
+        return rules.Decision.certain(lanes.masked & (steps[lanes.row[:, None], index] == lanes.step[:, None]))

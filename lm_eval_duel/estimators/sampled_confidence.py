@@ -21,12 +21,12 @@ from lm_eval_duel import fingerprint, rules
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.core.predictions import Predictions
-from lm_eval_duel.core.reveal import RevealLoop
-from lm_eval_duel.core.scores import Sample, WindowScore
-from lm_eval_duel.core.tokens import Choose
+from lm_eval_duel.core.reveal import WindowGroup
+from lm_eval_duel.core.scores import Counts, Sample, Step, WindowScore
+from lm_eval_duel.core.tokens import Draw
 from lm_eval_duel.core.windows import Ids, Window
 from lm_eval_duel.errors import DuelError, unknown
-from lm_eval_duel.estimators.base import IndexedScores, WindowGroup
+from lm_eval_duel.estimators.base import IndexedScores
 from lm_eval_duel.estimators.checks import check_count, check_every_order, check_lattice_block
 from lm_eval_duel.estimators.drawn_confidence import compare, score_of, token_scores, untempered
 from lm_eval_duel.estimators.duel import DuelEstimator
@@ -134,16 +134,16 @@ class SampledConfidence(DuelEstimator):
         for n, sample in samples:
             waiting.append((n, sample))
             if len(waiting) == SCORED_AT_ONCE:
-                yield from self._scored(contexts, suffix, waiting)
+                yield from self._with_scores(contexts, suffix, waiting)
                 waiting = []
-        yield from self._scored(contexts, suffix, waiting)
+        yield from self._with_scores(contexts, suffix, waiting)
 
-    def _scored(
+    def _with_scores(
         self, contexts: Sequence[Ids], suffix: tuple[int, ...], samples: list[tuple[int, Sample]]
     ) -> list[tuple[int, Sample]]:
         """The samples with the log-probability of their texts. They are counted once."""
         scorer = copy.copy(self)
-        scorer._loop = RevealLoop(self.denoiser, self.budget)
+        scorer.counts = Counts()
         scores = scorer.log_prob([Window(contexts[n], sample.tokens, suffix, sample.tail) for n, sample in samples])
         self.counts.forwards += scorer.counts.forwards
         self.counts.rows += scorer.counts.rows
@@ -152,15 +152,15 @@ class SampledConfidence(DuelEstimator):
             for (n, sample), score in zip(samples, scores, strict=True)
         ]
 
-    def _draws(self, keys: Sequence[int], seed: int) -> Choose:
+    def _draws(self, keys: Sequence[int], seed: int) -> Draw:
         return StepDraws(keys, seed, self.denoiser.device)
 
-    def _rule(self, choose: Choose) -> rules.Rule:
-        return BestDrawn(self.counted, self.tau, self.strict, self.scale, choose)
+    def sampling_rule(self, draw: Draw) -> rules.Rule:
+        return BestDrawn(self.counted, self.tau, self.strict, self.scale, draw)
 
-    def _score_group(self, group: WindowGroup) -> IndexedScores:
+    def score_group(self, group: WindowGroup) -> IndexedScores:
         tables = DrawnAccumulator(group, self)
-        return self._evaluate(group, tables.states(), tables)
+        return self.reveal(group, tables.states(), tables)
 
 
 def _unscored(sample: Sample) -> Sample:
@@ -177,11 +177,11 @@ class BestDrawn(rules.Rule):
     tau: float | None = None
     strict: bool = True
     scale: float = 1.0
-    choose: Choose | None = None
+    draw: Draw | None = None
 
     def __call__(self, predictions: Predictions, lanes: Lanes) -> rules.Decision:
-        assert self.choose is not None
-        tokens = self.choose(predictions, lanes, lanes.masked)  # (R, W)
+        assert self.draw is not None
+        tokens = self.draw(predictions, lanes, lanes.masked)  # (R, W)
         return rules.Decision(self.pick(token_scores(predictions, tokens, self.scale), lanes))
 
     def pick(self, score: torch.Tensor, lanes: Lanes) -> torch.Tensor:
@@ -202,8 +202,6 @@ class StepDraws:
 
     The tokens drawn for one set of predictions are kept, so that a pick reveals the tokens it was decided by.
     """
-
-    teacher_forced: ClassVar[bool] = False
 
     def __init__(self, keys: Sequence[int], seed: int, device: torch.device):
         self.keys, self.seed = torch.tensor(keys, device=device), seed  # (N,)
@@ -248,15 +246,9 @@ class DrawnAccumulator(SubsetAccumulator):
             missed=torch.zeros_like(after, dtype=torch.bool),
         )
 
-    def add(
-        self,
-        lanes: Lanes,
-        decision: rules.Decision,
-        predictions: Predictions,
-        tokens: torch.Tensor,
-        log_prob: torch.Tensor,
-    ) -> None:
+    def add(self, step: Step) -> None:
         """Enter the draws of these states, and what argmax decoding does."""
+        lanes, predictions, _, tokens, log_prob = step
         masked, located = lanes.masked, self.locate(lanes)
         drawn = compare(predictions, tokens, self.scale, 0.0 if self.tau is None else self.tau, self.rule.strict)
         pick = self.rule.pick(drawn.top, lanes)  # (R, W)

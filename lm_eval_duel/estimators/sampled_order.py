@@ -23,12 +23,12 @@ import math
 
 import torch
 
-from lm_eval_duel import fingerprint, rules
+from lm_eval_duel import fingerprint
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.lanes import Lanes
-from lm_eval_duel.core.predictions import Predictions
-from lm_eval_duel.core.scores import WindowScore
-from lm_eval_duel.estimators.base import Estimator, IndexedScores, Value, WindowGroup
+from lm_eval_duel.core.reveal import WindowGroup
+from lm_eval_duel.core.scores import Step, WindowScore
+from lm_eval_duel.estimators.base import Estimator, IndexedScores, Value
 from lm_eval_duel.estimators.checks import check_count, check_every_order, check_lattice_block
 from lm_eval_duel.estimators.sampled_arguments import ORDER_STEPS, check_order
 from lm_eval_duel.estimators.sampled_dp import product, subsets
@@ -87,9 +87,9 @@ class SampledOrder(Estimator):
     def values(self, scored: WindowScore) -> dict[str, Value]:
         return {self.name: Value(scored.log_prob)}
 
-    def _score_group(self, group: WindowGroup) -> IndexedScores:
+    def score_group(self, group: WindowGroup) -> IndexedScores:
         tables = OrderAccumulator(group, self)
-        return self._evaluate(group, tables.states(), tables)
+        return self.reveal(group, tables.states(), tables)
 
 
 @dataclasses.dataclass
@@ -119,15 +119,9 @@ class OrderAccumulator(SubsetAccumulator):
         log_probs = self.log_prob.new_full((len(lanes), 1 << most, most), math.nan)  # (B, S, m)
         return OrderChunk(lanes, states, log_probs, log_probs.clone())
 
-    def add(
-        self,
-        lanes: Lanes,
-        decision: rules.Decision,
-        predictions: Predictions,
-        tokens: torch.Tensor,
-        log_prob: torch.Tensor,
-    ) -> None:
+    def add(self, step: Step) -> None:
         """Enter the log-probs and the scores of these states."""
+        lanes, predictions, _, _, log_prob = step
         score = torch.zeros_like(log_prob)  # (R, W)
         if self.alg == "entropy":
             score = -predictions.entropy.double()

@@ -17,8 +17,10 @@ from typing import Any
 
 import torch
 
+from lm_eval_duel.core.decision import EVALUATE_ALL
 from lm_eval_duel.core.lanes import Lanes
-from lm_eval_duel.estimators.base import Estimator, EvaluateAll, IndexedScores, WindowGroup
+from lm_eval_duel.core.reveal import WindowGroup
+from lm_eval_duel.estimators.base import Estimator, IndexedScores
 from lm_eval_duel.estimators.subset_dp import Chunk, cell_of, fresh_cells, number_of
 
 TABLE = 1 << 22  # the most values of a table of a chunk
@@ -53,10 +55,10 @@ class SubsetAccumulator(abc.ABC):
 
     def states(self) -> Iterator[Lanes]:
         """Every state of every block that is reached, one chunk of blocks after the other."""
-        group, places, done = self.group, self.estimator._places(self.group), 0
+        group, places, done = self.group, self.estimator.block_spans(self.group), 0
         block = max(width for _, _, width in places)
         while done < len(places):
-            room = self.estimator._loop.fits(group.view, EvaluateAll(), group.fresh(places[done : done + 1]))
+            room = self.estimator.budget.room(group.view, EVALUATE_ALL, group.fresh(places[done : done + 1]))
             most = TABLE // (self.values * block << block)
             count = max(1, min(most, 4 * -(-room // (1 << block))))  # a chunk fills several calls
             lanes, done = group.fresh(places[done : done + count]), done + count
@@ -66,7 +68,7 @@ class SubsetAccumulator(abc.ABC):
             number = torch.arange(len(of_block), device=states.device) - before + 1  # (R,) 1..2^m - 1
             states_of = lanes.select(of_block)
             masked = states_of.masked & (number[:, None] >> cell_of(states_of.masked).clamp(min=0) & 1).bool()  # (R, W)
-            states_of = group.targets.hide(states_of, masked)
+            states_of = states_of.show(group.rows.targets(states_of), masked)
             if (reached := self.reached(states_of)) is not None:
                 states_of = states_of.select(reached)
             self._begin(lanes, len(states_of))

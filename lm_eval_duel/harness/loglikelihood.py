@@ -12,8 +12,6 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
 from lm_eval_duel.core.scores import WindowScore
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
@@ -129,16 +127,12 @@ def scored_requests(
     tokens = sum(len(window.target) for parts in left_windows for window in parts)
     so_far = SoFar(documents) if documents and run.options.order == "random" else None
     with run.show(kind, label, len(requests), len(requests) - len(remaining), tokens, so_far), run.computing():
-        if run.estimator.plans:
-            _plan(run, requests, windows, len(left))
-            run.stats.add_costs(run.estimator.take_costs(), _owned(requests, windows))
         for n, scores in _finished_requests(run, left, left_windows):
             verification.keep(n, scores)
             score = _save(run, kind, left[n], left_windows[n], scores)
             if documents:
                 documents[place[remaining[n]]].log_prob = score.log_prob
             yield remaining[n], score
-        run.stats.add_costs(run.estimator.take_costs(), _owned(left, left_windows))
     if ties := run.estimator.counts.all_mask_starts - ties:
         log.info(
             "%d blocks started from masks alone: all positions tie exactly, and the lowest position is first", ties
@@ -146,29 +140,6 @@ def scored_requests(
     with run.computing():
         run.checked += (checked := verification.compare(left))
         run.stats.verified.merge(summed(checked, coarse=bool(checked) and is_coarse(run.estimator.denoiser)))
-
-
-def _plan(run: Run, requests: Sequence[Instance], windows: Sequence[Sequence[Window]], remaining: int) -> None:
-    """Let the estimator plan on all windows of each task, unless every answer of every rank is cached.
-
-    Also on the windows of cached answers, so that a resumed run has the plan of an uninterrupted one.
-    """
-    if not run.ranks.all_gather(torch.tensor([remaining])).sum():
-        return
-    tasks: dict[str, list[Window]] = {}
-    for request, parts in zip(requests, windows, strict=True):
-        tasks.setdefault(str(request.task_name), []).extend(parts)
-    names = sorted(tasks)  # the same on every rank: each has documents of every task
-    owners = [request for request, parts in zip(requests, windows, strict=True) for _ in parts]
-    with named_windows(owners):
-        run.estimator.check([window for parts in windows for window in parts])
-    run.estimator.plan([tasks[name] for name in names], run.ranks, names)
-
-
-def _owned(requests: Sequence[Instance], windows: Sequence[Sequence[Window]]) -> Iterator[tuple[str, Window]]:
-    """(task, window) of each window of each request."""
-    for request, parts in zip(requests, windows, strict=True):
-        yield from ((str(request.task_name), window) for window in parts)
 
 
 def _finished_requests(

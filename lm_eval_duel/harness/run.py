@@ -182,13 +182,14 @@ class Run:
     def summary(self) -> RunStats:
         """The statistics of this rank."""
         counts = dataclasses.asdict(self.estimator.counts)
+        phases = counts.pop("phases")
         counts |= {"cut_contexts": self.text.cut_contexts, "merged_borders": self.text.merged_borders}
         return dataclasses.replace(
             self.stats,
             counts=counts | self.stats.counts,
             peak_memory=peak_memory(self.estimator.denoiser.device),
             shares=[Share(counts["rows"], counts["tokens"], self.stats.seconds)],
-            phases=self.estimator.costs,
+            phases=phases,
         )
 
     def total(self) -> RunStats:

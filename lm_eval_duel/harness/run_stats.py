@@ -6,14 +6,13 @@ import dataclasses
 import importlib.metadata
 import resource
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from lm_eval_duel.core.scores import known_sum
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.estimators.phases import Cost
 from lm_eval_duel.estimators.registry import ENTRIES, Kind
 from lm_eval_duel.harness.totals import Outcome, TaskTotal, Total
 from lm_eval_duel.harness.verify import Verified
@@ -54,22 +53,6 @@ class RunStats:
                 total.values.setdefault(name, Total()).merge(Total.from_value(window, value))
         self.add_count("empty_requests", total.tokens == 0)
         self.tasks.setdefault(task, TaskTotal()).merge(total)
-
-    def add_costs(self, costs: Mapping[str, Mapping[Window, Cost]], owners: Iterable[tuple[str, Window]]) -> None:
-        """What each window has cost in each phase; `owners`: the windows of each task.
-
-        A window that comes several times is evaluated once, and each time has an equal share of what it cost.
-        """
-        if not costs:
-            return
-        tasks: dict[Window, list[str]] = {}
-        for task, window in owners:
-            tasks.setdefault(window, []).append(task)
-        for phase, windows in costs.items():
-            for window, cost in windows.items():
-                for task in (names := tasks.get(window, [])):
-                    total = self.tasks.setdefault(task, TaskTotal())
-                    total.costs.setdefault(phase, Cost()).add(cost, 1 / len(names))
 
     def add_count(self, name: str, count: int = 1) -> None:
         """Add to a count."""

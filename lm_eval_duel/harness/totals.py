@@ -8,13 +8,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from lm_eval_duel.core.scores import WindowScore, known_sum
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators.base import Estimator, Value
-from lm_eval_duel.estimators.phases import Cost, Phases
+from lm_eval_duel.estimators.phases import Phases
 from lm_eval_duel.estimators.registry import MonteCarlo
 from lm_eval_duel.harness.trace import IMPOSSIBLE
 from lm_eval_duel.rates import perplexity
@@ -117,11 +117,8 @@ class Total:
             return None
         return math.sqrt(math.fsum((count * error) ** 2 for count, error in self.errors.values()))
 
-    def describe(self, tokens: int, costs: Mapping[str, Cost]) -> dict[str, Any]:
-        """For the results JSON of a task of `tokens` tokens; null, with the reason, if the sum is infinite.
-
-        `costs`: of each phase of a two-phase estimate.
-        """
+    def describe(self, tokens: int) -> dict[str, Any]:
+        """For the results JSON of a task of `tokens` tokens; null, with the reason, if the sum is infinite."""
         if not math.isfinite(self.log_prob):
             return {"log_prob": None, "stderr": None, "window_stderr": None, "nfe": self.nfe, "reason": IMPOSSIBLE}
         return {
@@ -130,7 +127,7 @@ class Total:
             "window_stderr": self._over_windows(tokens),
             "nfe": self.nfe,
             "windows": self.windows,
-            **({} if self.phases is None else {"two_phase": self.phases.describe(costs)}),
+            **({} if self.phases is None else {"two_phase": self.phases.describe()}),
         }
 
     def in_words(self, tokens: int, drawn: MonteCarlo) -> str:
@@ -169,7 +166,6 @@ class TaskTotal:
     tokens: int = 0
     longest_document: int = 0  # tokens
     values: dict[str, Total] = dataclasses.field(default_factory=dict)
-    costs: dict[str, Cost] = dataclasses.field(default_factory=dict)  # of each phase of a two-phase estimate
 
     def merge(self, other: TaskTotal) -> None:
         """Add the sums of other requests."""
@@ -181,8 +177,6 @@ class TaskTotal:
         self.longest_document = max(self.longest_document, other.longest_document)
         for name, total in other.values.items():
             self.values.setdefault(name, Total()).merge(total)
-        for phase, cost in other.costs.items():
-            self.costs.setdefault(phase, Cost()).add(cost)
 
     def describe(self) -> dict[str, Any]:
         """For the results JSON."""
@@ -195,5 +189,5 @@ class TaskTotal:
             "longest_document": self.longest_document,
             "unk_tokens": self.unknown.total(),
             "unk_documents": {str(document): count for document, count in sorted(self.unknown.items())},
-            "values": {name: total.describe(self.tokens, self.costs) for name, total in self.values.items()},
+            "values": {name: total.describe(self.tokens) for name, total in self.values.items()},
         }

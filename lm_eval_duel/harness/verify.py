@@ -158,7 +158,6 @@ class Verification:
             return
         options = dataclasses.replace(self.run.options, batch_size=2)  # any number: skips the search for a batch size
         estimator = registry.make(float32_network(self.run), options)
-        estimator.adopt(self.run.estimator)
         for n, part in sorted(self.scores):
             yield (n, part), recompute(estimator, self.windows[n][part])
 

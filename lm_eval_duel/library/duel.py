@@ -22,7 +22,9 @@ from lm_eval_duel.core.windows import Ids, Window
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.base import Estimator, IndexedScores
-from lm_eval_duel.estimators.duel import DuelEstimator, Stop
+from lm_eval_duel.estimators.duel import DuelEstimator
+from lm_eval_duel.estimators.registry import SAMPLE
+from lm_eval_duel.estimators.sampling import Stop
 from lm_eval_duel.estimators.two_phase import TwoPhase
 from lm_eval_duel.harness.generation import Generator, Settings
 from lm_eval_duel.harness.run_stats import unknown_share
@@ -393,8 +395,7 @@ class Duel:
         self,
         texts: Sequence[str],
         *,
-        sample: float | None = None,
-        precision: float | None = None,
+        sample: float = SAMPLE,
         cache: Literal["dual", "prefix"] = "dual",
         seed: int = 0,
     ) -> list[TextEstimate]:
@@ -404,8 +405,7 @@ class Duel:
 
         Args:
             texts: Texts.
-            sample: The share of blocks that are scored without the cache, too (0.05).
-            precision: Instead: the relative standard error of the perplexity of all texts together.
+            sample: The share of blocks that are scored without the cache, too.
             cache: The cached sampler under which all blocks are scored.
             seed: Of the sample.
 
@@ -415,9 +415,10 @@ class Duel:
         self._sampler("estimate", "duel")
         rule, budget = cast(Rule, self.rule), self.estimator.budget
         rows = None if self.denoiser.fixed_weights else max(1, budget.tokens // self.denoiser.max_length)
-        amount: dict[str, Any] = {"sample": sample, "precision": precision, "seed": seed}
-        estimator = TwoPhase(self.denoiser, rule, self.block, self.grid, cache=cache, batch_size=rows, **amount)
-        estimator.uncached.budget = budget
+        estimator = TwoPhase(
+            self.denoiser, rule, self.block, self.grid, batch_size=rows, cache=cache, sample=sample, seed=seed
+        )
+        estimator.phases["uncached"].budget = budget
         estimates = {
             n: TextEstimate.from_scores(texts[n], length, scores)
             for n, length, _, scores in score_texts(self._require_text("estimate", texts), texts, estimator.stream)

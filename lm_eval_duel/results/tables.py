@@ -12,7 +12,7 @@ from lm_eval_duel.results.records import UNCLEAR, Average, Comparison, Pair, Spe
 from lm_eval_duel.results.table import CODE, RULE, WORDS, Cell, Column, Table, Value, form_of
 
 SPEC = (  # the entries of a spec that are listed
-    *("estimator", "rule", "block", "cache", "cheap_cache", "sample", "precision"),
+    *("estimator", "rule", "block", "cache", "cheap_cache", "sample"),
     *("elbo_form", "elbo_block", "elbo_eps", "mc_samples"),
     *("pretrained", "revision", "dtype", "windows", "max_length", "special_tokens"),
 )

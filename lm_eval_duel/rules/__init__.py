@@ -18,7 +18,7 @@ from lm_eval_duel.core.decision import NEAR_TIE, Decision
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.rules.adaptive import EntropyBound, Threshold
 from lm_eval_duel.rules.around import inner, replaced
-from lm_eval_duel.rules.base import Rule, certain, rank
+from lm_eval_duel.rules.base import Rule, rank
 from lm_eval_duel.rules.checked import with_checks
 from lm_eval_duel.rules.deployed import DinferThreshold, EntropyThreshold, Factor, Hierarchy, HighOrTopk
 from lm_eval_duel.rules.fixed import LeftToRight, Random, RightToLeft
@@ -41,7 +41,6 @@ __all__ = [
     "SubBlock",
     "blockwise",
     "build",
-    "certain",
     "check_state_only",
     "compute_dtype",
     "find",

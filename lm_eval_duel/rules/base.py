@@ -122,13 +122,6 @@ def _plain(declared: Argument, value: Any) -> Any:
     return value
 
 
-def certain(pick: torch.Tensor) -> Decision:
-    """The decision for a pick (R, W) that does not depend on the network, so that its margin is infinite."""
-    import torch
-
-    return Decision(pick, torch.full((len(pick),), math.inf, dtype=torch.float64, device=pick.device))
-
-
 def log_odds(p: float) -> float:
     """log p - log(1 - p)."""
     return math.inf if p >= 1 else -math.inf if p <= 0 else math.log(p) - math.log1p(-p)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from lm_eval_duel.arguments import INTEGER, argument
 from lm_eval_duel.hashing import hashed
-from lm_eval_duel.rules.base import Counted, Decision, certain, rank
+from lm_eval_duel.rules.base import Counted, Decision, rank
 
 if TYPE_CHECKING:
     from lm_eval_duel.core.lanes import Lanes
@@ -24,7 +24,7 @@ class LeftToRight(Counted):
     fixed: ClassVar[bool] = True
 
     def __call__(self, predictions: Predictions | None, lanes: Lanes) -> Decision:
-        return certain(lanes.masked & (lanes.masked.cumsum(1) <= self.k))
+        return Decision.certain(lanes.masked & (lanes.masked.cumsum(1) <= self.k))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class RightToLeft(Counted):
     fixed: ClassVar[bool] = True
 
     def __call__(self, predictions: Predictions | None, lanes: Lanes) -> Decision:
-        return certain(lanes.masked & (lanes.masked.flip(1).cumsum(1).flip(1) <= self.k))
+        return Decision.certain(lanes.masked & (lanes.masked.flip(1).cumsum(1).flip(1) <= self.k))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,4 +58,4 @@ class Random(Counted):
 
         index = lanes.columns - lanes.origin[:, None]  # (R, W)
         key = torch.where(lanes.masked, hashed(index, self.seed), torch.iinfo(torch.int64).max)  # (R, W)
-        return certain(lanes.masked & (rank(key) < self.k))
+        return Decision.certain(lanes.masked & (rank(key) < self.k))

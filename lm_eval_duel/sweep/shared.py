@@ -16,12 +16,12 @@ from collections.abc import Sequence
 import torch
 
 from lm_eval_duel import rules
+from lm_eval_duel.core.decision import EVALUATE_ALL, require_pick
 from lm_eval_duel.core.denoiser import Denoiser
-from lm_eval_duel.core.lanes import Lanes, Queue
-from lm_eval_duel.core.predictions import Predictions
-from lm_eval_duel.core.reveal import decide
-from lm_eval_duel.core.scores import WindowScore
-from lm_eval_duel.estimators.base import Estimator, EvaluateAll, IndexedScores, Value, WindowGroup
+from lm_eval_duel.core.lanes import Lanes
+from lm_eval_duel.core.reveal import BlockSpan, Reveal, WindowGroup
+from lm_eval_duel.core.scores import Step, WindowScore
+from lm_eval_duel.estimators.base import Estimator, IndexedScores, Value
 from lm_eval_duel.estimators.checks import check_rule
 
 
@@ -77,47 +77,42 @@ class Shared(Estimator):
         empty = {str(rule): RuleScore(0.0, 0, 0) for rule in self.rules}
         return SharedScore(0.0, rules=empty)
 
-    def _score_group(self, opened: WindowGroup) -> IndexedScores:
-        walks = SharedAccumulator(opened, self.rules, self._places(opened))
-        queue = Queue([walks.fresh])
-        for finished in self._loop.run(opened.view, EvaluateAll(), queue, opened.targets, walks, opened.numbers):
+    def score_group(self, group: WindowGroup) -> IndexedScores:
+        walks = SharedAccumulator(group, self.rules, self.block_spans(group))
+        reveal = Reveal(group, EVALUATE_ALL, [walks.fresh], walks, self.budget, self.counts)
+        for finished in reveal:
             if (following := walks.next_states(finished)) is not None:
-                queue.put_first(following)
+                reveal.waiting.put_first(following)
             yield from walks.take(finished)
 
 
 class SharedAccumulator:
     """The state of each rule in each block of a group of windows, and its log-probability so far (float64)."""
 
-    def __init__(self, opened: WindowGroup, follow: Sequence[rules.Rule], places: list[tuple[int, int, int]]):
+    def __init__(self, opened: WindowGroup, follow: Sequence[rules.Rule], spans: list[BlockSpan]):
         self.opened, self.rules = opened, follow
-        self.fresh = opened.fresh(places)  # (B,) the start of each block
+        self.fresh = opened.fresh(spans)  # (B,) the start of each block
         count, length = opened.rows.ids.shape
         device = self.fresh.row.device
         self.block = torch.full((count, length), -1, device=device)  # (N, L) the block that starts at a column
-        self.block[self.fresh.row, self.fresh.start] = torch.arange(len(places), device=device)
+        self.block[self.fresh.row, self.fresh.start] = torch.arange(len(spans), device=device)
         self.masked = self.fresh.masked[:, None].repeat(1, len(follow), 1)  # (B, F, W)
-        self.states = torch.ones(len(places), dtype=torch.int64, device=device)  # (B,) states being evaluated
+        self.states = torch.ones(len(spans), dtype=torch.int64, device=device)  # (B,) states being evaluated
         self.blocks = torch.bincount(self.fresh.row, minlength=count)  # (N,) unfinished blocks
         self.evaluated = self.blocks.clone()  # (N,) evaluated states
         self.log_prob = torch.zeros(count, len(follow), dtype=torch.float64, device=device)  # (N, F)
         self.counts = torch.zeros(count, len(follow), 2, dtype=torch.int64, device=device)  # (N, F, 2) NFE, near ties
         self.has_margins = [True] * len(follow)
 
-    def add(
-        self,
-        lanes: Lanes,
-        decision: rules.Decision,
-        predictions: Predictions,
-        tokens: torch.Tensor,
-        log_prob: torch.Tensor,
-    ) -> None:
+    def add(self, step: Step) -> None:
         """Move the walkers that are in these states."""
+        lanes, predictions, _, _, log_prob = step
         block = self.block[lanes.row, lanes.start]  # (R,)
         here = (self.masked[block] == lanes.masked[:, None]).all(2)  # (R, F)
         gains, counts, moves, has_margins = [], [], [], []
         for f, rule in enumerate(self.rules):
-            choice = decide(rule, predictions, lanes, self.opened.numbers)
+            choice = rule(predictions, lanes)
+            require_pick(rule, choice)
             here_f = here[:, f]  # (R,)
             gains.append(torch.where(choice.pick & here_f[:, None], log_prob, 0.0).sum(1))
             near = (
@@ -154,7 +149,7 @@ class SharedAccumulator:
         self.states.index_add_(0, block, torch.ones_like(block))
         lanes = self.fresh.select(block)
         self.evaluated.index_add_(0, lanes.row, torch.ones_like(block))
-        return self.opened.targets.hide(lanes, masked)
+        return lanes.show(self.opened.rows.targets(lanes), masked)
 
     def take(self, finished: Lanes) -> IndexedScores:
         """(row, score) of the windows without unfinished blocks."""

@@ -15,7 +15,7 @@ from lm_eval_duel.core import predictions
 from lm_eval_duel.core.block_causal import BlockCausalView
 from lm_eval_duel.core.budget import largest
 from lm_eval_duel.core.predictions import Predictions, top_of, two_largest
-from lm_eval_duel.core.reveal import RevealLoop
+from lm_eval_duel.core.reveal import Reveal
 from lm_eval_duel.core.view import distinct, take
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators.duel import DuelEstimator
@@ -75,7 +75,7 @@ class EvenFirst(rules.Rule):
     def __call__(self, predictions, lanes):
         assert predictions is None
         even = lanes.masked & (torch.arange(lanes.masked.shape[1]) % 2 == 0)
-        return rules.certain(torch.where(even.any(1, keepdim=True), even, lanes.masked))
+        return rules.Decision.certain(torch.where(even.any(1, keepdim=True), even, lanes.masked))
 
 
 def test_a_fixed_order_of_ones_own():
@@ -209,7 +209,7 @@ def test_a_causal_window_is_one_pass(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["bidirectional", "block-causal"])
-def test_the_head_runs_at_hidden_cells_and_once(kind, monkeypatch):
+def test_the_head_runs_at_masked_positions_and_once(kind, monkeypatch):
     toy = Toy(length=32) if kind == "bidirectional" else BlockCausal(8, length=32)
     rows, head = [], toy.head
     monkeypatch.setattr(toy, "head", lambda features: rows.append(len(features)) or head(features))
@@ -229,15 +229,15 @@ def test_the_head_runs_at_hidden_cells_and_once(kind, monkeypatch):
 @pytest.mark.parametrize("toy", [Toy(length=64), BlockCausal(8, length=64)], ids=["bidirectional", "block-causal"])
 def test_batches_stay_full_while_lanes_wait(toy, monkeypatch):
     duel = DuelEstimator(toy, "threshold:mu=0.97", 8, batch_size=4)
-    live, refill = [], RevealLoop._refill  # network tokens of the lanes of every batch while others wait
+    live, fill = [], Reveal._fill  # network tokens of the lanes of every batch while others wait
 
-    def spy(self, view, rule, active, queue):
-        active = refill(self, view, rule, active, queue)
-        if queue:
-            live.append(int(view.cost(active).sum()))
+    def spy(self):
+        active = fill(self)
+        if self.waiting:
+            live.append(int(self.view.cost(active).sum()))
         return active
 
-    monkeypatch.setattr(RevealLoop, "_refill", spy)
+    monkeypatch.setattr(Reveal, "_fill", spy)
     duel.log_prob(random_windows(64, 16, 64))
     assert len(live) > 20
     assert sum(live) / len(live) >= 0.9 * duel.budget.tokens
@@ -276,13 +276,13 @@ def test_what_is_evaluated_is_live(rule, windows, monkeypatch):
 
 def test_lanes_that_finish_leave_and_others_enter(monkeypatch):
     duel = DuelEstimator(Toy(length=16), "threshold:mu=0.97", 4, batch_size=5)
-    sizes, step = [], RevealLoop._step
+    sizes, step = [], Reveal._step
 
-    def spy(self, view, rule, lanes, *rest):
+    def spy(self, lanes):
         sizes.append((len(lanes), int(lanes.step.min()), int(lanes.step.max())))
-        return step(self, view, rule, lanes, *rest)
+        return step(self, lanes)
 
-    monkeypatch.setattr(RevealLoop, "_step", spy)
+    monkeypatch.setattr(Reveal, "_step", spy)
     duel.log_prob(random_windows(12, 16, 16))
     assert any(least < most for _, least, most in sizes)  # lanes at different steps in one batch
     assert all(size == 5 for size, _, _ in sizes[:-4])
@@ -429,8 +429,7 @@ def test_expected_tokens_are_read_on_the_way(values, monkeypatch):
     by_asking = Predictions(masked, torch.zeros(2, dtype=torch.bool), features, position, head, excluded)
     expected = by_asking.log_prob(tokens)
     calls.clear()
-    told = Predictions(masked, torch.zeros(2, dtype=torch.bool), features, position, head, excluded)
-    told.expect(tokens)
+    told = Predictions(masked, torch.zeros(2, dtype=torch.bool), features, position, head, excluded, tokens)
     assert torch.equal(told.log_prob(tokens).nan_to_num(), expected.nan_to_num())
     some = torch.where(torch.tensor([[True, False, False], [False, False, True]]), tokens, -1)
     assert torch.equal(told.log_prob(some).nan_to_num(), expected.where(some >= 0, math.nan).nan_to_num())

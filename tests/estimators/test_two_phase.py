@@ -3,8 +3,6 @@
 import dataclasses
 import math
 import random
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -19,7 +17,6 @@ from lm_eval_duel.denoisers.wrappers.guidance import Guided
 from lm_eval_duel.denoisers.wrappers.warpers import Warped
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import block_sample
-from lm_eval_duel.estimators.block_sample import Design
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.phases import Phases
 from lm_eval_duel.estimators.two_phase import TwoPhase
@@ -95,11 +92,11 @@ def test_the_estimate_is_what_the_formula_makes_of_two_exact_runs(rule, cache):
     assert total(scores)[1].sampled == sampled
 
 
-def check_coverage(f, g, keys, blocks, design, seeds):
+def check_coverage(f, g, keys, blocks, share, seeds):
     """Law 16, for per-block values (N, B): unbiased; its variance estimate, too; 95 % intervals cover 93 to 97 %."""
     means, variances = [], []
     for seed in range(seeds):
-        weight = block_sample.weights(keys, blocks, [design] * len(keys), seed)
+        weight = block_sample.weights(keys, blocks, share, seed)
         estimate, variance = block_sample.combine(g, f, weight)
         means.append(estimate.sum())
         variances.append(variance.sum())
@@ -122,12 +119,10 @@ def values_of_a_toy(windows):
     )
 
 
-@pytest.mark.parametrize(
-    "design", slow_but([Design(0.0, 0.3), Design(0.0, 0.8), Design(0.1, 0.3)], [Design(0.0, 0.3)]), ids=str
-)
-def test_unbiased_and_covering_over_seeds(design):
+@pytest.mark.parametrize("share", slow_but([0.3, 0.8], [0.3]))
+def test_unbiased_and_covering_over_seeds(share):
     windows = texts(150, lengths=(12, 10, 5), seed=1)
-    covered = check_coverage(*values_of_a_toy(list(dict.fromkeys(windows))), design, 1000)
+    covered = check_coverage(*values_of_a_toy(list(dict.fromkeys(windows))), share, 1000)
     assert 0.93 <= covered <= 0.97
 
 
@@ -135,27 +130,9 @@ def test_a_wrong_weight_is_noticed():
     """Law 16 as a check that can fail: weights that are too large, of differences whose mean is not 0."""
     f, g, keys, blocks = values_of_a_toy(list(dict.fromkeys(texts(150, lengths=(12, 10, 5), seed=1))))
     g = torch.where(f != 0, g + 3, 0.0)
-    weights = [block_sample.weights(keys, blocks, [Design(0.0, 0.3)] * len(keys), seed) for seed in range(300)]
+    weights = [block_sample.weights(keys, blocks, 0.3, seed) for seed in range(300)]
     means = torch.stack([block_sample.combine(g, f, weight * 1.3)[0].sum() for weight in weights])
     assert abs(means.mean() - f.sum()) > 4 * means.std() / math.sqrt(300)
-
-
-@pytest.mark.slow
-def test_a_rate_that_depends_on_the_pilot_keeps_it_unbiased():
-    f, g, keys, blocks = values_of_a_toy(list(dict.fromkeys(texts(150, lengths=(12, 10, 5), seed=1))))
-    means, variances = [], []
-    for seed in range(1000):
-        pilot = block_sample.weights(keys, blocks, [Design(0.1, 0.0)] * len(keys), seed)
-        squares = (torch.where(pilot > 0, f - g, 0.0) ** 2).sum() / (pilot > 0).sum()
-        rate = block_sample.rate_for(sum(blocks) - int((pilot > 0).sum()), float(squares), 60.0)
-        weight = block_sample.weights(keys, blocks, [Design(0.1, rate)] * len(keys), seed)
-        assert (weight[pilot > 0] == 1).all()
-        estimate, variance = block_sample.combine(g, f, weight)
-        means.append(estimate.sum())
-        variances.append(variance.sum())
-    means, variances = torch.stack(means), torch.stack(variances)
-    assert abs(means.mean() - f.sum()) < 4 * means.std() / math.sqrt(1000)
-    assert 0.93 <= ((means - f.sum()).abs() < 1.96 * variances.sqrt()).double().mean() <= 0.97
 
 
 @pytest.mark.slow
@@ -179,16 +156,14 @@ def same(one, other):
             assert mine == pytest.approx(theirs, abs=1e-9), field.name
 
 
-@pytest.mark.parametrize("amount", slow_but([{"sample": 0.4}, {"precision": 0.05}], [{"sample": 0.4}]), ids=str)
-def test_neither_company_nor_order_nor_batch_size_changes_it(amount):
+def test_neither_company_nor_order_nor_batch_size_changes_it():
     toy, windows = Attends(length=10), [*texts(4), *MIXED]
-    together = TwoPhase(toy, "greedy", 3, **amount)
+    together = TwoPhase(toy, "greedy", 3, sample=0.4)
     scores = together.log_prob(windows)
-    again = TwoPhase(toy, "greedy", 3, batch_size=1, **amount)
+    again = TwoPhase(toy, "greedy", 3, batch_size=1, sample=0.4)
     for one, other in zip(again.log_prob(windows[::-1])[::-1], scores, strict=True):
         same(one, other)
-    alone = TwoPhase(toy, "greedy", 3, **amount)
-    alone.adopt(together)  # precision: what the windows together asked for
+    alone = TwoPhase(toy, "greedy", 3, sample=0.4)
     for window, score in list(zip(windows, scores, strict=True))[::4]:
         same(alone.log_prob([window])[0], score)
 
@@ -207,82 +182,6 @@ def test_one_target_token_is_one_number():
         assert score.log_prob == pytest.approx(other.log_prob, abs=1e-9)
 
 
-# ---------------------------------------------------------------- precision
-
-
-def test_precision_is_reached_and_the_pilot_is_not_scored_twice(caplog):
-    toy, windows = Attends(length=12), list(dict.fromkeys(texts(150, lengths=(12,))))
-    tokens = sum(len(window.target) for window in windows)
-    estimator = TwoPhase(toy, "greedy", 3, precision=0.03)
-    with caplog.at_level("INFO", logger="lm_eval.duel_mdm"):
-        scores = estimator.log_prob(windows)
-    _, phases = total(scores)
-    assert "of 600 blocks; precision=0.03 takes" in caplog.text
-    assert 0.02 < phases.stderr / tokens < 0.04
-    assert phases.sampled > phases.drawn > 0
-    rows = TwoPhase(toy, "greedy", 3, sample=1.0)
-    rows.log_prob(windows)
-    assert estimator.costs["uncached"]["rows"] <= rows.costs["uncached"]["rows"] * phases.sampled / phases.blocks * 1.2
-
-
-def test_windows_that_come_three_times_need_the_same_share():
-    """Their errors add up, so the error of the sum is three times as large, as the sum itself is."""
-    toy, windows = Attends(length=12), list(dict.fromkeys(texts(40, lengths=(12,))))
-    plans = []
-    for times in (1, 3):
-        estimator = TwoPhase(toy, "greedy", 3, precision=0.1)
-        estimator.plan([windows * times])
-        plans.append(estimator._designs)
-    assert plans[0] == plans[1] and 0 < next(iter(plans[0].values())).rate < 1
-
-
-class Rank:
-    """One of several threads that stand for processes."""
-
-    def __init__(self, rank, shared, barrier):
-        self.rank, self.shared, self.barrier = rank, shared, barrier
-
-    def all_gather(self, tensor):
-        self.shared[self.rank] = tensor
-        self.barrier.wait(60)
-        gathered = torch.cat([self.shared[rank] for rank in sorted(self.shared)])
-        self.barrier.wait(60)
-        return gathered
-
-
-def on_ranks(count, work):
-    """What `work(rank)` returns on each of so many ranks."""
-    barrier, shared = threading.Barrier(count), {}
-    with ThreadPoolExecutor(count) as threads:
-        return list(threads.map(work, [Rank(rank, shared, barrier) for rank in range(count)]))
-
-
-def planned(tasks, ranks=None):
-    estimator = TwoPhase(Attends(length=12), "greedy", 3, precision=0.1)
-    estimator.plan(tasks, ranks)
-    return estimator
-
-
-@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_ranks_plan_what_one_process_plans(count):
-    """Also for windows that come several times, in one task or in two, whoever holds which copy."""
-    first, second, both = (
-        list(dict.fromkeys(texts(n, lengths=(12,), seed=seed))) for seed, n in enumerate((20, 60, 9))
-    )
-    tasks = [[*first, *both, *first[:5], *both[:2]], [*both, *second, *both[::-1]], [Window((), ()), *both[4:7]]]
-    whole = planned(tasks)
-    kept = set()
-    for rank, estimator in enumerate(on_ranks(count, lambda r: planned([t[r.rank :: count] for t in tasks], r))):
-        own = {window.key for task in tasks for window in task[rank::count] if window.target}
-        assert estimator._designs == {key: whole._designs[key] for key in own}
-        kept |= {(key, n) for key, blocks in estimator._pilot.items() for n in blocks}
-    assert kept == {(key, n) for key, blocks in whole._pilot.items() for n in blocks}
-    pilots, rates = zip(*(whole._designs[windows[0].key] for windows in (first, second, both)), strict=True)
-    assert len(set(pilots)) > 1 and len(set(rates)) > 1
-    first_share, second_share = pilots[:2]
-    assert [whole._designs[window.key].pilot for window in both[3:5]] == [max(first_share, second_share), 1]
-
-
 # ---------------------------------------------------------------- cost
 
 
@@ -294,76 +193,21 @@ def test_only_the_sampled_blocks_are_evaluated_without_the_cache():
     tokens = sum(len(w.target) for w in windows)
     assert phases.blocks == sum(len(estimator.blocks(window)) for window in windows)
     assert phases.cached_rows == tokens
-    assert 0 < estimator.costs["uncached"]["rows"] <= phases.uncached_rows < phases.cached_rows / 2
-    assert estimator.costs["cached"]["rows"] <= phases.cached_rows
+    assert 0 < estimator.counts.phases["uncached"].rows <= phases.uncached_rows < phases.cached_rows / 2
+    assert estimator.counts.phases["cached"].rows <= phases.cached_rows
     assert phases.full_token_rows == sum(window.length * len(window.target) for window in windows)
     expected = 0
     for window in windows:
         for _, width in estimator.blocks(window):
             expected += window.length + (width - 1) * width
     assert phases.cached_token_rows == expected
-    counts, costs = estimator.counts, estimator.costs
-    assert counts.rows == sum(cost["rows"] for cost in costs.values())
-    assert counts.forwards == sum(cost["forwards"] for cost in costs.values())
-
-
-def forwards_of(estimator):
-    """The forwards that each window has cost in each phase, since the last call."""
-    costs = estimator.take_costs()
-    return {(phase, window): cost.forwards for phase in costs for window, cost in costs[phase].items()}
-
-
-@pytest.mark.parametrize("rule", slow_but(RULES, {"left_to_right:k=2", "threshold:mu=0.45"}))
-@pytest.mark.parametrize("cache", slow_but(["dual", "prefix"], {"dual"}))
-def test_with_one_lane_in_a_call_the_forwards_of_a_window_are_its_rows(rule, cache):
-    windows = [Window((n // 3, n % 3), texts(1, lengths=(4 + n % 5,), seed=n)[0].target) for n in range(9)]
-    estimator = TwoPhase(Attends(length=10), rule, 3, cache=cache, sample=0.5)
-    estimator.use_single_rows()
-    expected = {}
-    for window, score in zip(windows, estimator.log_prob(windows), strict=True):
-        rows = Phases.read(score.phases)
-        expected["cached", window] = rows.cached_rows
-        if rows.uncached_rows:
-            expected["uncached", window] = rows.uncached_rows
-    assert forwards_of(estimator) == pytest.approx(expected) and len(windows) < len(expected) < 2 * len(windows)
-    assert forwards_of(estimator) == {}  # taken
-
-
-def test_a_call_is_shared_out_by_token_rows():
-    """A row of 12 with blocks of 4, 4 and 3 positions, and a row of 6 with one block of 3, all in one call."""
-    long, short = Window((1,), texts(1, lengths=(11,))[0].target), Window((2, 1, 0), (1, 2, 0))
-    estimator = TwoPhase(Attends(length=12), "greedy", 4, sample=1.0, batch_size=16)
-    estimator.log_prob([long, short])
-    costs, forwards = forwards_of(estimator), {phase: cost["forwards"] for phase, cost in estimator.costs.items()}
-    # without the cache, steps 1 to 3 have all blocks, and step 4 has two of the long row
-    assert costs["uncached", long] == pytest.approx(3 * 36 / (36 + 6) + 1)
-    assert costs["uncached", short] == pytest.approx(3 * 6 / (36 + 6)) and forwards["uncached"] == 4
-    # under the cache, whole rows in the first step, and then only the positions of the blocks
-    first = forwards["cached"] - 3
-    assert costs["cached", long] == pytest.approx(first * 36 / (36 + 6) + 2 * 11 / (11 + 3) + 1)
-    assert costs["cached", short] == pytest.approx(first * 6 / (36 + 6) + 2 * 3 / (11 + 3)) and first > 0
-
-
-def test_all_states_of_a_fixed_order_in_one_call():
-    long, short = Window((1,), texts(1, lengths=(11,))[0].target), Window((2, 1, 0), (1, 2, 0))
-    estimator = TwoPhase(Attends(length=12), "left_to_right", 4, sample=1.0, batch_size=16)
-    estimator.log_prob([long, short])
-    costs = forwards_of(estimator)
-    assert costs["uncached", long] == pytest.approx(11 * 12 / (11 * 12 + 3 * 6)) == 1 - costs["uncached", short]
-
-
-@pytest.mark.parametrize("amount", [{"sample": 0.4}, {"precision": 0.2}], ids=str)
-def test_the_costs_of_windows_add_up_to_those_of_the_phases(amount):
-    windows = MIXED[:-1]
-    estimator = TwoPhase(Attends(length=10), "threshold:mu=0.45", 3, **amount)
+    counts, phases = estimator.counts, estimator.counts.phases.values()
+    assert counts.rows == sum(phase.rows for phase in phases)
+    assert counts.forwards == sum(phase.forwards for phase in phases)
+    assert all(phase.seconds > 0 for phase in phases)
+    estimator.counts = type(counts)()
     estimator.log_prob(windows)
-    for phase, costs in estimator.take_costs().items():
-        assert costs.keys() <= set(windows)
-        for name in ("forwards", "seconds"):
-            shared = math.fsum(getattr(cost, name) for cost in costs.values())
-            assert shared == pytest.approx(estimator.costs[phase][name], rel=1e-9) and shared > 0
-    estimator.counts = type(estimator.counts)()
-    assert all(not any(cost.values()) for cost in estimator.costs.values())
+    assert estimator.counts.rows == counts.rows
 
 
 def test_rows_without_the_cache_are_counted_with_the_steps_taken_there():
@@ -417,9 +261,7 @@ def test_guidance_and_temperature_stay_around_the_cached_network():
         (lambda: Toy(), {}, "needs a cached first phase.*it takes no keys.*Use estimator=duel"),
         (lambda: Cached(Attends(), "dual"), {}, "is under cache=dual. Pass the network without it"),
         (lambda: Attends(shift=1), {}, "Pass seed_first=true, which is another rule, or use estimator=duel"),
-        (lambda: Attends(), {"sample": 0.1, "precision": 0.1}, "leave one out"),
         (lambda: Attends(), {"sample": 1.5}, "above 0, at most 1; got 1.5"),
-        (lambda: Attends(), {"precision": 1.0}, "between 0 and 1; got 1.0"),
         (lambda: Attends(), {"rule": "klass:mu=0.9:nu=0.1:kl=authors:across=true"}, "one chain.*or use estimator=duel"),
         (lambda: Attends(), {"cache": "duel"}, "Unknown value of cache 'duel'. Did you mean dual"),
     ],
@@ -456,7 +298,6 @@ def test_what_is_described():
         "sample": "0.03",
         "draw_seed": 7,
     }
-    assert "sample" not in TwoPhase(Attends(), precision=0.01).describe()
 
 
 # ---------------------------------------------------------------- demo-mdm
@@ -477,6 +318,6 @@ def test_coverage_on_blocks_of_the_demo():
     windows = [Window((), row[:64]) for row in ids]
     f, g = (per_block(DuelEstimator(denoiser, "greedy", 4), windows) for denoiser in (network, Cached(network, "dual")))
     blocks = [len(DuelEstimator(network, "greedy", 4).blocks(window)) for window in windows]
-    covered = check_coverage(f, g, [window.key for window in windows], blocks, Design(0.0, 0.4), 200)
+    covered = check_coverage(f, g, [window.key for window in windows], blocks, 0.4, 200)
     assert 0.9 <= covered <= 0.99  # 200 seeds: 0.95 +- 4 x 0.0154, less at the skewed end
     assert torch.corrcoef(torch.stack([f[f != 0], g[f != 0]]))[0, 1] > 0.97

@@ -19,7 +19,7 @@ from toys import BlockCausal, Toy
 
 from lm_eval_duel import denoisers, rules
 from lm_eval_duel.cli.main import main
-from lm_eval_duel.core.reveal import RevealLoop
+from lm_eval_duel.core.reveal import Reveal
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import Autoregressive, DuelEstimator
@@ -236,13 +236,13 @@ def test_the_figures_are_those_of_the_parts_by_hand(places, tmp_path, capsys):
 @pytest.fixture
 def count_calls(monkeypatch):
     calls = []
-    once = RevealLoop.run
+    once = Reveal.__iter__
 
-    def counted(self, *given, **named):
-        calls.append(self.denoiser.attention)
-        return once(self, *given, **named)
+    def counted(self):
+        calls.append(self.view.denoiser.attention)
+        return once(self)
 
-    monkeypatch.setattr(RevealLoop, "run", counted)
+    monkeypatch.setattr(Reveal, "__iter__", counted)
     return calls
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lm_eval_duel.core.lanes import Lanes, Rows
-from lm_eval_duel.core.view import Positions, View, distinct, hidden_cells
+from lm_eval_duel.core.view import Positions, View, distinct, masked_positions
 from lm_eval_duel.denoisers.cached.call import nearby, one_each, side_by_side
 from lm_eval_duel.denoisers.cached.kept_keys import Slots
 from lm_eval_duel.errors import first_cell_unseen
@@ -108,7 +108,7 @@ class CachedView(View):
     ) -> Positions:
         """The input of the head at the masked positions of lanes whose blocks show `ids` (R, W)."""
         slot = self._hold(lanes, identity)  # (R,)
-        position = hidden_cells(lanes).clamp(
+        position = masked_positions(lanes).clamp(
             max=self._slots.features.shape[1] - 1
         )  # (R, M) those not masked are not read
         features = self._slots.features[slot[:, None], position]  # (R, M, D) as the blocks began

@@ -1,0 +1,63 @@
+"""Samples of a `DuelEstimator` (the paper, Algorithm 1): the reveal loop with one lane for each row.
+
+A finished block is committed, so that later blocks see it, and then the row's next block enters.
+
+Shapes: N prompts.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+
+from lm_eval_duel.core.reveal import Reveal
+from lm_eval_duel.core.scores import Sample, Samples
+from lm_eval_duel.core.tokens import Draw
+from lm_eval_duel.core.windows import Ids, Window
+from lm_eval_duel.errors import DuelError
+
+if TYPE_CHECKING:
+    from lm_eval_duel.estimators.duel import DuelEstimator
+
+Stop: TypeAlias = Callable[[int, tuple[int, ...]], bool]  # (index, tokens so far) -> whether to stop here
+
+
+def prompts(contexts: Sequence[Ids], length: int, suffix: Ids, tail: int) -> list[Window]:
+    """The rows to generate, as windows whose targets are placeholders."""
+    if length < 0:
+        raise DuelError(f"length is the number of tokens to generate, at least 0; got {length}.")
+    return [Window(context, (0,) * length, suffix, tail) for context in contexts]
+
+
+@torch.inference_mode()
+def stream(
+    duel: DuelEstimator, prompts: list[Window], draw_in: Callable[[Sequence[int]], Draw], stop: Stop | None
+) -> Iterator[tuple[int, Sample]]:
+    """(index, sample) of each prompt as it is finished. `draw_in(indices)` draws in rows of these prompts."""
+    for n, prompt in enumerate(prompts):
+        if not prompt.target:
+            yield n, Sample.from_score(duel.empty_score, (), prompt.tail)
+    for group in duel.groups(prompts, range(len(prompts)), generating=True):
+        samples = Samples(group.rows, group.windows, duel.traced)
+        blocks = [deque(duel.blocks(prompt)) for prompt in group.windows]  # of each row, those not started
+        first = group.fresh([(row, *left.popleft()) for row, left in enumerate(blocks)])
+        draw = draw_in(group.window_indices)
+        reveal = Reveal(group, duel.sampling_rule(draw), [first], samples, duel.budget, duel.counts, draw)
+        for finished in reveal:
+            group.view.commit(finished)
+            following = []
+            for row in finished.row.tolist():
+                if not blocks[row]:
+                    continue
+                if stop and stop(group.window_indices[row], samples.tokens(row, end=blocks[row][0][0])):
+                    samples.stop(row)
+                else:
+                    following.append((row, *blocks[row].popleft()))
+            if following:
+                reveal.waiting.put_first(group.fresh(following))
+            for row, sample in samples.take(finished):
+                duel.counts.add(sample, len(sample.tokens))
+                yield group.window_indices[row], sample
