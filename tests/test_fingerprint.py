@@ -25,11 +25,11 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.elbo import Elbo
-from lm_eval_duel.harness.generation_settings import Settings
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.options import MODEL_ARGUMENTS
 from lm_eval_duel.rules import RULES
 from lm_eval_duel.tasks import tokenized_text
+from lm_eval_duel.text.generation_settings import Settings
 
 # ---------------------------------------------------------------- model args
 

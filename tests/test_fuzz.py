@@ -32,8 +32,8 @@ from lm_eval_duel.denoisers.load_options import BOS, DTYPES, Attention, Backend,
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import Autoregressive, DuelEstimator
 from lm_eval_duel.estimators.registry import ELBO_FORMS, ESTIMATORS
-from lm_eval_duel.harness.text import Text
 from lm_eval_duel.options import Grid, Options, Windows, names
+from lm_eval_duel.text.text import Text
 
 GRIDS, WINDOWS = get_args(Grid), get_args(Windows)
 

@@ -19,9 +19,9 @@ from lm_eval_duel.command_line import Parser
 from lm_eval_duel.errors import DuelError, usage
 from lm_eval_duel.estimators.registry import ESTIMATORS, Kind
 from lm_eval_duel.harness import trace
-from lm_eval_duel.harness.token_text import token_texts
 from lm_eval_duel.rates import perplexity
 from lm_eval_duel.tables import one_line, plain_table
+from lm_eval_duel.text.token_text import token_texts
 
 EARLY_TO_LATE = (54, 61, 67, 73, 79, 114, 185, 226)  # of the terminal's 256 colours: dark blue to yellow
 SURE_TO_SURPRISED = (255, 230, 228, 222, 215, 208, 202, 196)  # white to red

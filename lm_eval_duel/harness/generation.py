@@ -20,9 +20,9 @@ from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators.checks import check_windows
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.harness import cache_keys
-from lm_eval_duel.harness.generation_settings import Settings
 from lm_eval_duel.harness.requests import Batch, named
-from lm_eval_duel.harness.text import Text
+from lm_eval_duel.text.generation_settings import Settings
+from lm_eval_duel.text.text import Text
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance

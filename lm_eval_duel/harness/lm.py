@@ -36,11 +36,10 @@ class DuelMDM(TemplateLM):
         super().__init__()
         self.options = options = Options.parse(arguments)
         # torch and transformers are imported only after the arguments were checked
-        from lm_eval_duel import denoisers
         from lm_eval_duel.estimators import registry
         from lm_eval_duel.harness import patches, trace
         from lm_eval_duel.harness.distributed import Ranks
-        from lm_eval_duel.harness.text import Text
+        from lm_eval_duel.text.loading import load_scorer
 
         patches.apply()
         self.ranks = Ranks.join(options.device)
@@ -51,15 +50,9 @@ class DuelMDM(TemplateLM):
                 "no pretrained= given: scoring with demo-mdm, the small bundled demonstration checkpoint. "
                 "Name yours with --model_args pretrained=<folder or hub name>,..."
             )
-        name = options.pretrained or BUNDLED
-        self.tokenizer = denoisers.load_tokenizer(vars(options))
-        self.options = options = options.with_tokenizer(self.tokenizer)
-        if options.preset is not None:
-            options.require_preset_fits(denoisers.find_family(name, **options.network))
-        self.denoiser = denoisers.load(name, device=self.ranks.device, tokenizer=self.tokenizer, **options.network)
+        scorer = load_scorer(options, device=self.ranks.device)
+        self.options, self.tokenizer, self.denoiser, self.estimator, self.text = scorer
         self._device = self.denoiser.device
-        self.estimator = registry.make(self.denoiser, options)
-        self.text = Text(self.tokenizer, self.denoiser, options.windows, self.estimator.block)
         self.trace = self._open_trace()
         self.run = self._new_run()
         if self.rank == 0:

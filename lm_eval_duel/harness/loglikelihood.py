@@ -20,12 +20,12 @@ from lm_eval_duel.harness.requests import document_of, named, named_windows
 from lm_eval_duel.harness.resume import Unfinished
 from lm_eval_duel.harness.run import Run
 from lm_eval_duel.harness.so_far import Document, SoFar, random_order
-from lm_eval_duel.harness.text import Text
 from lm_eval_duel.harness.totals import Outcome
 from lm_eval_duel.harness.verify import Verification, is_coarse, summed
 from lm_eval_duel.tasks.columns import MADE, TOKENS
 from lm_eval_duel.tasks.gap import Gap
 from lm_eval_duel.tasks.tokenized_text import MADE as MADE_HERE
+from lm_eval_duel.text.text import Text
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance

@@ -23,10 +23,10 @@ from lm_eval_duel.harness.cache import DOCUMENTS, ResponseCache
 from lm_eval_duel.harness.distributed import Ranks
 from lm_eval_duel.harness.run_stats import RunStats, Share, peak_memory
 from lm_eval_duel.harness.so_far import Document, SoFar, plain
-from lm_eval_duel.harness.text import Text
 from lm_eval_duel.harness.trace import Writer, record
 from lm_eval_duel.harness.verify import Checked
 from lm_eval_duel.options import Options
+from lm_eval_duel.text.text import Text
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance

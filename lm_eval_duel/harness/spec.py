@@ -9,8 +9,8 @@ from lm_eval_duel.harness.cache import RULE_CODE, RULES
 
 if TYPE_CHECKING:
     from lm_eval_duel.estimators.base import Estimator
-    from lm_eval_duel.harness.text import Text
     from lm_eval_duel.options import Options
+    from lm_eval_duel.text.text import Text
 
 
 def scoring(estimator: Estimator, text: Text) -> dict[str, str]:

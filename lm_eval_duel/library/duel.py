@@ -4,7 +4,7 @@
     [score] = duel.score(["We the people"])
     [generated] = duel.generate(["We the"], max_new_tokens=64, do_sample=True, seed=0)
 
-Special tokens and windows are those of the harness (harness/text.py), so the numbers are too. lm_eval is not needed.
+Special tokens and windows are those of the harness (text/text.py), so the numbers are too. lm_eval is not needed.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from lm_eval_duel.estimators.sampling import Stop
 from lm_eval_duel.estimators.two_phase import TwoPhase
 from lm_eval_duel.harness.generation import Generator, Settings
 from lm_eval_duel.harness.run_stats import unknown_share
-from lm_eval_duel.harness.text import Text
-from lm_eval_duel.library.loading import estimator_options, load_pretrained, own_arguments
+from lm_eval_duel.library.keywords import estimator_options, own_arguments, pretrained_options
 from lm_eval_duel.library.results import GeneratedText, TextEstimate, TextScore
 from lm_eval_duel.library.texts import generate_texts, score_texts
 from lm_eval_duel.options import Options, Windows
 from lm_eval_duel.rules import Rule, parse
+from lm_eval_duel.text.loading import load_scorer
+from lm_eval_duel.text.text import Text
 
 if TYPE_CHECKING:
     import torch
@@ -109,12 +110,15 @@ class Duel:
         max_batch_size: int | None,
         traced: bool,
     ) -> None:
-        self.denoiser = denoiser
-        self.estimator = registry.make(
+        estimator = registry.make(
             denoiser, options, batch_size=batch_size, max_batch_size=max_batch_size, traced=traced
         )
+        text = None if tokenizer is None else Text(tokenizer, denoiser, options.windows, estimator.block)
+        self._take(denoiser, estimator, text)
+
+    def _take(self, denoiser: Denoiser, estimator: Estimator, text: Text | None) -> None:
+        self.denoiser, self.estimator, self._text = denoiser, estimator, text
         self._spec: dict[str, str] | None = None
-        self._text = None if tokenizer is None else Text(tokenizer, denoiser, options.windows, self.block)
 
     @classmethod
     def from_pretrained(
@@ -148,11 +152,15 @@ class Duel:
             DuelError: If an argument is wrong or the checkpoint cannot be read.
         """
         sampler = {"rule": str(rule), "block": block, "grid": grid, "estimator": estimator}
-        denoiser, options, tokenizer = load_pretrained(name, tokenizer, device, sampler, windows=windows, **network)
+        loaded = tokenizer if not isinstance(tokenizer, str) else None
+        named = {"tokenizer": tokenizer} if isinstance(tokenizer, str) else {}
+        options = pretrained_options(name, sampler, {"windows": windows, **named, **network})
         if not isinstance(rule, str):
             options = dataclasses.replace(options, rule=rule)
+        sizes = {"batch_size": batch_size, "max_batch_size": max_batch_size, "traced": traced}
+        scorer = load_scorer(options, tokenizer=loaded, device=device, **sizes)
         duel = cls.__new__(cls)
-        duel._make(denoiser, options, tokenizer, batch_size, max_batch_size, traced)
+        duel._take(scorer.denoiser, scorer.estimator, scorer.text)
         return duel
 
     @classmethod

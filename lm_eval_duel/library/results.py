@@ -13,8 +13,8 @@ from lm_eval_duel.core.scores import Sample, WindowScore, known_sum
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators.phases import Phases
 from lm_eval_duel.estimators.registry import Kind, kind_of
-from lm_eval_duel.harness.token_text import token_texts
 from lm_eval_duel.harness.totals import Outcome
+from lm_eval_duel.text.token_text import token_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

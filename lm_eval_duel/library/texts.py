@@ -12,8 +12,8 @@ from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.base import IndexedScores
 from lm_eval_duel.harness.generation import Generator
-from lm_eval_duel.harness.text import Text
 from lm_eval_duel.library.results import GeneratedText
+from lm_eval_duel.text.text import Text
 
 log = logging.getLogger("lm_eval.duel_mdm")
 

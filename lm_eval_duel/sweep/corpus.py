@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.harness import versions
-from lm_eval_duel.harness.text import Text
 from lm_eval_duel.tasks import named as tasks
 from lm_eval_duel.tasks.columns import TOKENS
 from lm_eval_duel.tasks.metrics import sizes
+from lm_eval_duel.text.text import Text
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance

@@ -11,8 +11,8 @@ from lm_eval_duel import denoisers
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import Autoregressive
 from lm_eval_duel.fingerprint import digest
-from lm_eval_duel.harness.text import Text
 from lm_eval_duel.sweep.arguments import MISSING_MAUVE
+from lm_eval_duel.text.text import Text
 
 
 class Scorer:

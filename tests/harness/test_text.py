@@ -11,8 +11,8 @@ sys.modules["lm_eval"] = None  # importing it raises ImportError
 from lm_eval_duel import denoisers
 from lm_eval_duel import Duel
 from lm_eval_duel.harness.generation import Generator, key_of
-from lm_eval_duel.harness.generation_settings import Settings
-from lm_eval_duel.harness.text import Text
+from lm_eval_duel.text.generation_settings import Settings
+from lm_eval_duel.text.text import Text
 
 tokenizer = denoisers.load_tokenizer({"tokenizer": "demo-mdm"})
 duel = Duel(denoisers.load("demo-mdm", device="cpu", tokenizer=tokenizer), "greedy", 8)

@@ -244,7 +244,7 @@ def test_show_says_what_there_is(traced):
 
 def test_a_character_of_several_tokens_stands_at_the_last():
     from lm_eval_duel import denoisers
-    from lm_eval_duel.harness.token_text import token_texts
+    from lm_eval_duel.text.token_text import token_texts
 
     tokenizer = denoisers.load_tokenizer({"tokenizer": "demo-mdm"})
     ids = tokenizer("naïve \N{SNOWMAN} café", add_special_tokens=False)["input_ids"]

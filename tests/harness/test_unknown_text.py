@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerFast
 
 from lm_eval_duel import Duel
 from lm_eval_duel.harness.lm import DuelMDM
-from lm_eval_duel.harness.text import Text
 from lm_eval_duel.harness.versions import request
+from lm_eval_duel.text.text import Text
 
 TEXTS = ["a b Привет the", "a b c", "мир [UNK] x y [UNK]"]
 COUNTS = [1, 0, 1]  # those that the text spells out do not count

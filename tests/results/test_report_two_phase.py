@@ -98,7 +98,7 @@ def test_an_estimate_of_ones_own_is_labelled_by_its_entry_alone(tmp_path, monkey
         )
     report([str(tmp_path / "few"), str(tmp_path / "many"), "--out", str(tmp_path / "out")])
     rows = json.loads((tmp_path / "out" / "report.json").read_text())["tasks"]["sotu"]["rows"]
-    assert [(row["rule"], row["aside"], row["stderr_reason"]) for row in rows] == [
+    assert [(row["rule"], row["qualifiers"], row["stderr_reason"]) for row in rows] == [
         ("margin:k=1", "of coins=4", "coin error not known (coins=4; it takes 8 or more)"),
         ("margin:k=1", "of coins=40", "coin error not known (nobody flipped)"),
     ]

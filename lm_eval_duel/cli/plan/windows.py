@@ -23,7 +23,7 @@ def windows_of(options: argparse.Namespace, run: Options, denoiser: Unloaded, bl
     if options.tasks is None:
         return _even(options.tokens, options.documents, denoiser)
     from lm_eval_duel import denoisers
-    from lm_eval_duel.harness.text import Text
+    from lm_eval_duel.text.text import Text
 
     tokenizer = denoisers.load_tokenizer(vars(run))
     denoiser.mask_id = getattr(tokenizer, "mask_token_id", None) if denoiser.mask_id is None else denoiser.mask_id

@@ -9,10 +9,10 @@ from typing import Any
 
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
-from lm_eval_duel.harness.token_text import token_texts
 from lm_eval_duel.results import reveal_order
 from lm_eval_duel.results.read import Run
 from lm_eval_duel.rules.tables import short
+from lm_eval_duel.text.token_text import token_texts
 
 MAX_TOKENS = 1024  # of a document
 MAX_VALUES = 100_000  # tokens of all orders together: about 1 MB

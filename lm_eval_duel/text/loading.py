@@ -1,0 +1,50 @@
+"""Options in, everything that scores texts out: shared by the harness, the library and the commands."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lm_eval_duel import denoisers
+from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.demo import BUNDLED
+from lm_eval_duel.estimators import registry
+from lm_eval_duel.estimators.base import Estimator
+from lm_eval_duel.options import Options
+from lm_eval_duel.text.text import Text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Scorer(NamedTuple):
+    """What scores texts. `options`: as given, with the ids that the rule takes from the tokenizer."""
+
+    options: Options
+    tokenizer: PreTrainedTokenizerBase
+    denoiser: Denoiser
+    estimator: Estimator
+    text: Text
+
+
+def load_scorer(
+    options: Options,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    device: str | None = None,
+    **sizes: Any,
+) -> Scorer:
+    """The tokenizer, the network, the estimator and the text side of the options, read in this order.
+
+    `tokenizer` and `device` replace those of the options; `sizes`: see `registry.make`.
+
+    Raises:
+        DuelError: the checkpoint cannot be read, or the options define no distribution of this network.
+    """
+    name = options.pretrained or BUNDLED
+    tokenizer = denoisers.load_tokenizer(vars(options)) if tokenizer is None else tokenizer
+    options = options.with_tokenizer(tokenizer)
+    if options.preset is not None:
+        options.require_preset_fits(denoisers.find_family(name, **options.network))
+    network = denoisers.load(name, device=device or options.device, tokenizer=tokenizer, **options.network)
+    estimator = registry.make(network, options, **sizes)
+    return Scorer(options, tokenizer, network, estimator, Text(tokenizer, network, options.windows, estimator.block))
