@@ -18,13 +18,11 @@ from pages import read
 from results import documents, edit, hf, ours, trace
 
 from lm_eval_duel.cli.main import main
-from lm_eval_duel.demo import FOLDER
 from lm_eval_duel.errors import DuelError, UsageError
 from lm_eval_duel.options import Options
 from lm_eval_duel.results import published
 from lm_eval_duel.results.leaderboard import clean, collect, exports, page, parse, table, text, write
 from lm_eval_duel.results.leaderboard import documents as view
-from lm_eval_duel.results.leaderboard.columns import Column, remarks
 from lm_eval_duel.results.reveal_order import Traces
 
 TEXTS = [f"text {n}" for n in range(3)]
@@ -82,13 +80,6 @@ def test_unequal_documents_and_windows_never_share_a_column(tmp_path):
     assert all(row["rank"] is None for row in content["rows"] if row["model"] not in "AB")
 
 
-def test_a_note_says_for_which_tasks_it_holds():
-    noted = {"a": ["everywhere", "in two"], "b": ["everywhere", "in two", "in one"], "c": ["everywhere"]}
-    found = [Column(task, task, [], notes=notes) for task, notes in noted.items()]
-    assert remarks(found) == ["everywhere", "a, b: in two", "b: in one"]
-    assert remarks(found[:1]) == ["everywhere", "in two"]
-
-
 def test_perplexity_per_token_needs_one_tokenizer(tmp_path):
     ours(tmp_path, model="A", docs={"sotu": docs((-60, -150, -90))})
     ours(tmp_path, model="B", docs={"sotu": docs((-70, -160, -95))})
@@ -102,12 +93,6 @@ def test_perplexity_per_token_needs_one_tokenizer(tmp_path):
         {"A", "B"},
         {"C"},
     ]
-
-
-def test_a_metric_that_no_result_has(tmp_path):
-    ours(tmp_path, docs={"sotu": docs((-60, -150, -90))})
-    with pytest.raises(DuelError, match="No result has perplexity; they have token_perplexity, word_perplexity"):
-        board(tmp_path, "--metric", "perplexity")
 
 
 def test_an_estimate_of_unknown_error_says_so_in_every_column(tmp_path):
@@ -172,14 +157,6 @@ def test_only_likelihoods_have_ranks_and_means_are_over_all_tasks(tmp_path):
         assert rows[name]["mean"] < min(means.values())
     assert rows["E", "duel", "greedy", "none"]["kind"] == "estimate"
     assert content["ar"] == "AR", "the only autoregressive model is the one of the gaps"
-
-
-def test_one_row_lacks_a_task_so_there_is_no_mean(tmp_path):
-    several(tmp_path)
-    ours(tmp_path, model="New", docs={"sotu": docs((-60, -150, -95))})
-    content = board(tmp_path)
-    assert content["mean_of"] == [] and all(row["mean"] is None for row in content["rows"])
-    assert next(row for row in content["rows"] if row["model"] == "New")["rank"]
 
 
 def test_gaps_are_the_report_s(tmp_path):
@@ -318,16 +295,6 @@ def test_names_cannot_leave_the_folder(tmp_path):
     assert all((out / name).is_file() for name in names)
 
 
-def test_private_folders_are_not_shown(tmp_path):
-    home = tmp_path / "home" / "somebody"
-    ours(home / "one", docs={"sotu": docs((-60, -150, -90))}, duel={"trace": str(home / "trace.jsonl")})
-    ours(home / "two", docs={"sotu": docs((-60, -150, -91))}, model="B")
-    out = tmp_path / "site"
-    main(["leaderboard", str(home), "--out", str(out)])
-    for file in out.rglob("*"):
-        assert file.is_dir() or "somebody" not in file.read_text(encoding="utf-8"), file
-
-
 # ---------------------------------------------------------------- commands
 
 
@@ -357,29 +324,6 @@ def test_the_command_of_a_row_gives_the_options_of_its_run(tmp_path, monkeypatch
         }
         assert parsed.tasks == "sotu" or parsed.tasks == ["sotu"]
         assert parsed.limit == more.get("limit")
-
-
-def test_the_command_repeats_metadata_and_quotes(tmp_path):
-    file = ours(tmp_path, docs={"sotu": docs((-60, -150, -90))})
-
-    def change(body):
-        body["config"]["model_args"] = {"pretrained": "my model, $(rm x)", "rule": "greedy"}
-        metadata = {
-            "version": 1.0,
-            "corpus": "ptb",
-            "pretrained": "my model, $(rm x)",
-            "rule": "greedy",
-            "length": 1024,
-        }
-        body["configs"]["sotu"]["metadata"] = metadata
-        body["n-shot"]["sotu"] = 2
-
-    edit(file, change)
-    (row,) = board(file)["rows"]
-    words = shlex.split(row["commands"][0])
-    assert json.loads(words[words.index("--metadata") + 1]) == {"length": 1024}
-    assert json.loads(words[words.index("--model_args") + 1])["pretrained"] == "my model, $(rm x)"
-    assert words[words.index("--num_fewshot") + 1] == "2"
 
 
 # ---------------------------------------------------------------- published figures
@@ -519,21 +463,6 @@ def test_a_lattice_has_an_order_of_each_rule(tmp_path):
     ]
 
 
-def test_which_documents_are_shown(tmp_path):
-    records = [window([0, 1, 0, 1], doc=n) for n in (5, 2, 9)]
-    found, _ = shown(tmp_path, *records, window([0, 1, 0, 1], doc=1, request=1), most=2)
-    assert [document["number"] for document in found] == [2, 5]
-    assert shown(tmp_path, *records, most=0) == ([], [])
-
-
-def test_a_long_document_is_cut_and_said(tmp_path):
-    count = view.MAX_TOKENS + 5
-    long = window([0] * count, ids=range(count), starts=[0, view.MAX_TOKENS + 1], token_logprobs=[-1.0] * count)
-    (document,), notes = shown(tmp_path, long)
-    assert len(document["pieces"][0]) == view.MAX_TOKENS and document["orders"][0]["starts"] == [0]
-    assert notes == [f"The document view shows the first {view.MAX_TOKENS:,} tokens of sotu 0."]
-
-
 def test_an_infinite_cost_is_null_in_the_page(tmp_path):
     (document,), _ = shown(tmp_path, window([0, 1, 0, 1], token_logprobs=[-1.0, None, -1.0, -1.0]))
     ours(tmp_path / "in", docs={"sotu": docs((-60, -150, -90))})
@@ -566,39 +495,3 @@ def test_only_files_of_a_leaderboard_are_replaced(tmp_path, capsys):
     (foreign / "leaderboard.json").write_text('{"format": "other"}')
     with pytest.raises(SystemExit, match="was not written by this command"):
         main(["leaderboard", str(tmp_path / "in"), "--out", str(foreign)])
-
-
-def test_the_page_asks_for_nothing(tmp_path):
-    shown = page.html(board(several(tmp_path), "--published", "paper"))
-    policy = re.search(r'http-equiv="Content-Security-Policy" content="(.*?)"', shown)[1]
-    assert "default-src &#39;none&#39;" in policy and "unsafe" not in policy
-    assert re.findall(r'(?:src|href|action)="([^"]*)"', shown) == ["data:,"] and "url(" not in shown
-
-
-@pytest.mark.slow
-def test_fifty_models_on_nine_tasks_are_below_two_megabytes(tmp_path):
-    tasks = [f"duel_task_{n}_wrapped" for n in range(9)]
-    for model in range(50):
-        name = f"organization/model-{model}-base-8b"
-        nats = {task: docs((-60 - model, -150 + model, -90 - n)) for n, task in enumerate(tasks)}
-        for more in ({}, {"rule": "left_to_right:k=1"}, {"rule": "margin:k=1"}, {"estimator": "elbo"}):
-            ours(tmp_path, model=name, docs=nats, **more)
-    hf(tmp_path, model="AR", docs={task: docs((-50, -100, -80)) for task in tasks})
-    content = board(tmp_path)
-    assert len(content["columns"]) == 9 and len(content["mean_of"]) == 9
-    assert len(page.html(content).encode()) < 2e6
-
-
-def test_the_bundled_results(tmp_path):
-    """The files of the docs' page: the numbers of docs/bundled_models.md, and no path of the machine that made them."""
-    content = board(FOLDER / "results")
-    rows = by_label(content)
-    for name, value in (
-        (("demo-bd", "duel", "greedy", "none"), 37.60),
-        (("demo-bd", "mixture", "", "none"), 35.28),
-        (("demo-ar", "ar", "", ""), 33.48),
-    ):
-        assert round(rows[name]["cells"]["c0"]["value"], 2) == value
-        training = json.loads((FOLDER / name[0] / "training.json").read_text())
-        assert rows[name]["parameters"] == training["parameters"]
-    assert not [file for file in (FOLDER / "results").rglob("*.json*") if re.search(r'"/\w|/home/', file.read_text())]

@@ -5,19 +5,16 @@ import copy
 import json
 import math
 import random
-import re
 
 import pytest
-from results import documents, edit, edit_samples, hf, ours, trace
+from results import documents, edit, hf, ours, trace
 
-from lm_eval_duel import strict_json
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
-from lm_eval_duel.results import accuracy, figures, names, read
+from lm_eval_duel.results import accuracy, figures, read
 from lm_eval_duel.results.report import FORMAT
 from lm_eval_duel.results.report import main as report
 from lm_eval_duel.results.table import LATEX, MARKDOWN
-from lm_eval_duel.tables import markdown_table
 
 plain, code, escape = MARKDOWN.escape, MARKDOWN.code, LATEX.escape
 TEXTS = [f"a text of number {n}" for n in range(4)]
@@ -49,57 +46,6 @@ def run(tmp_path, *more, ar=True, out="out"):
 
 # ---------------------------------------------------------------- edited files
 
-PLACES = [
-    "config",
-    "config.model",
-    "config.model_args",
-    "config.spec",
-    "config.spec.mc_samples",
-    "config.spec.elbo_eps",
-    "config.spec.max_length",
-    "config.duel",
-    "config.duel.estimator",
-    "config.duel.rule",
-    "config.duel.block",
-    "config.duel.seconds",
-    "config.duel.tokens",
-    "config.duel.trace",
-    "config.duel.row_capacity",
-    "config.duel.cut_contexts",
-    "config.duel.peak_memory_bytes",
-    "config.duel.tasks",
-    "config.duel.tasks.sotu",
-    "config.duel.tasks.sotu.documents",
-    "config.duel.tasks.sotu.tokens",
-    "config.duel.tasks.sotu.values",
-    "config.duel.tasks.sotu.values.duel",
-    "config.duel.tasks.sotu.values.duel.log_prob",
-    "config.duel.tasks.sotu.values.duel.stderr",
-    "config.duel.tasks.sotu.values.duel.window_stderr",
-    "config.duel.tasks.sotu.values.duel.nfe",
-    "config.duel.tasks.sotu.values.mixture.token_logprobs",
-    "config.duel.tasks.sotu.values.mixture",
-    "config.duel.tasks.sotu.values.oracle.token_logprobs",
-    "config.fingerprint",
-    "config.limit",
-    "results",
-    "results.sotu",
-    "results.sotu.token_perplexity,none",
-    "results.sotu.bits_per_byte,none",
-    "versions",
-    "n-shot",
-    "n-samples",
-    "n-samples.sotu",
-    "n-samples.sotu.effective",
-    "configs",
-    "configs.sotu",
-    "date",
-    "total_evaluation_time_seconds",
-    "group_subtasks",
-    "groups",
-    "max_length",
-    "model_name",
-]
 GONE = "(gone)"
 IMPOSSIBLE = {"log_prob": None, "stderr": None, "reason": "a token of probability 0"}
 VALUES = [GONE, None, "text", "", [], [1], {}, {"a": 1}, -1, 0, 0.5, True, math.nan, math.inf, -math.inf, 10**400]
@@ -121,102 +67,6 @@ def spoiled(file, place, value):
     body = json.loads(file.read_text())
     put(body, place, copy.deepcopy(value))
     file.write_text(json.dumps(body))
-
-
-@pytest.mark.parametrize("step", [4, pytest.param(1, marks=pytest.mark.slow)])  # every fourth value, or all
-@pytest.mark.parametrize("place", PLACES)
-def test_an_edited_entry_is_read_left_out_or_named(tmp_path, place, step, monkeypatch):
-    """Any value in any entry: a report in real JSON, or an error that names the file and what is wrong with it."""
-    monkeypatch.setattr("lm_eval_duel.results.stats.DRAWS", 50)
-    made(tmp_path)
-    files = sorted([*(tmp_path / "results").rglob("results_*.json"), *(tmp_path / "ar").rglob("results_*.json")])
-    for number, value in list(enumerate(VALUES))[PLACES.index(place) % step :: step]:
-        file = files[(number + len(place)) % len(files)]
-        whole = file.read_text()
-        spoiled(file, place, value)
-        try:
-            run(tmp_path, "--as-published")
-        except DuelError as error:
-            named = str(file) in str(error) or "Wanted " in str(error) or "documents" in str(error)
-            assert named or re.search("holds no perplexity|has no row|Nothing to compare|no perplex", str(error))
-        file.write_text(whole)
-
-
-WRONG = {
-    'config.duel.seconds is "fast", not a number': ("config.duel.seconds", "fast"),
-    "config.duel.tasks is [1], not an object": ("config.duel.tasks", [1]),
-    'config.duel.tasks.sotu.values.duel.log_prob is "many", not a number': (
-        "config.duel.tasks.sotu.values.duel.log_prob",
-        "many",
-    ),
-    "config.duel.tasks.sotu.documents is 2.5, not a whole number": ("config.duel.tasks.sotu.documents", 2.5),
-    "config.duel.tasks.sotu.values.duel.window_stderr is -1, not a number from 0 up": (
-        "config.duel.tasks.sotu.values.duel.window_stderr",
-        -1,
-    ),
-    'results.sotu.token_perplexity,none is "24.1", not a perplexity': ("results.sotu.token_perplexity,none", "24.1"),
-    "results.sotu is null": ("results.sotu", None),
-    "n-samples is [], not an object": ("n-samples", []),
-    "Unknown estimator 'dull'. Did you mean duel?": ("config.duel.estimator", "dull"),
-}
-
-
-@pytest.mark.parametrize("said", WRONG)
-def test_the_message_names_file_and_entry(tmp_path, said):
-    file = made(tmp_path)
-    edit(file, lambda body: put(body, *WRONG[said]))
-    if WRONG[said][1] is None:
-        return  # a null object is an empty one
-    with pytest.raises(DuelError) as error:
-        run(tmp_path)
-    assert said in str(error.value) and str(file) in str(error.value)
-
-
-@pytest.mark.parametrize("text", ["", "[]", "nul", '{"config": {', "[" * 100_000, '{"date": ' + "1" * 5000 + "}", "\0"])
-def test_what_is_no_json_object(tmp_path, text):
-    file = made(tmp_path)
-    file.write_text(text)
-    with pytest.raises(DuelError) as error:
-        run(tmp_path)
-    assert str(file) in str(error.value)
-
-
-def test_bytes_that_are_no_text_and_a_folder(tmp_path):
-    file = made(tmp_path)
-    file.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(DuelError, match="is not a results file of lm_eval"):
-        run(tmp_path)
-    file.unlink()
-    file.mkdir()
-    with pytest.raises(DuelError, match="is not a results file of lm_eval"):
-        run(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "value",
-    [None, "x", [None, 10], ["a", 10], [-1.0], [-1.0, 2, 3], [-1.0, -5], [math.nan, 5], [-1, 10**400], {}, True],
-)
-def test_edited_samples(tmp_path, value):
-    file = made(tmp_path)
-    edit_samples(file, lambda record: record.update(token_perplexity=value))
-    try:
-        run(tmp_path, "--as-published")
-    except DuelError as error:
-        assert "samples_sotu_" in str(error) and "line 1: token_perplexity is" in str(error)
-    else:
-        assert value is None
-
-
-@pytest.mark.parametrize("doc", [None, "x", [], math.inf, 10**400, math.nan])
-def test_samples_without_a_number_of_their_document(tmp_path, doc):
-    file = made(tmp_path)
-    edit_samples(file, lambda record: record.update(doc_id=doc))
-    if isinstance(doc, int):  # one number for all: one document
-        with pytest.raises(DuelError, match="documents: 4"):
-            run(tmp_path)
-        return
-    with pytest.raises(DuelError, match="line 1 is not a sample of lm_eval"):
-        run(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -294,56 +144,7 @@ def test_nan_is_left_out_and_infinity_is_null_with_a_reason(tmp_path):
     assert "a: inf under" in (tmp_path / "out" / "report.md").read_text()
 
 
-def test_an_infinite_perplexity_has_a_figure(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    monkeypatch.setattr(figures, "available", lambda: True)
-    for rule, nfe, value in (("greedy:k=1", 1, math.inf), ("greedy:k=2", 0.5, 60.0), ("margin:k=2", 0.5, 2.0)):
-        ours(tmp_path / "results", {"owt": {"token_perplexity": value if value < 1e9 else 9.0}}, rule=rule, nfe=nfe)
-    for file in (tmp_path / "results").rglob("results_*.json"):
-        if json.loads(file.read_text())["config"]["duel"]["rule"] == "greedy:k=1":
-            edit(file, lambda body: put(body, "results.owt.token_perplexity,none", math.inf))
-            edit(file, lambda body: body["config"]["duel"]["tasks"]["owt"]["values"]["duel"].update(IMPOSSIBLE))
-    assert len(run(tmp_path, ar=False)["figures"]) == 2
-
-
-def test_strict_json():
-    text = strict_json.dumps({"a": [1.0, math.inf], "b": {"c": math.nan, "d": -math.inf}})
-    found = json.loads(text, parse_constant=pytest.fail)
-    assert found["a"] == [1.0, None] and found["b"] == {"c": None, "d": None}
-    assert set(found["nulls"]) == {"a.1", "b.c", "b.d"} and found["nulls"]["b.c"] == "not a number"
-    assert "nulls" not in json.loads(strict_json.dumps({"a": 1}))
-
-
 # ---------------------------------------------------------------- names
-
-NASTY = "<script>alert(1)</script>|`x`\n# top\n$\\frac{1}{0}$ 50% & _a_ [b](http://c) {d} ^e ~f"
-
-
-def test_markdown_and_latex_of_names():
-    assert (
-        plain("ag_news") == "ag_news"
-        and plain("<= 24.10") == "<= 24.10"
-        and plain("[1] no samples") == "[1] no samples"
-    )
-    assert plain("<b>*x*</b>") == r"&lt;b>\*x\*&lt;/b>" and plain("a\nb\x1b[0m") == "a b [0m"
-    assert plain("a &lt; b & c") == "a &amp;lt; b & c" and plain("![a](b)") == r"![a]\(b)"
-    assert code("greedy") == "`greedy`" and code("a`b") == r"a\`b"
-    assert markdown_table(["h"], [["a|b\nc"]]).splitlines()[2] == r"| a\|b c |"
-    assert escape("a\nb<c>|`%") == r"a b\textless{}c\textgreater{}\textbar{}\textasciigrave{}\%"
-    assert figures.style.label("$x$\ny") == r"\$x\$ y"
-
-
-def test_no_file_of_a_report_overwrites_another(tmp_path):
-    tasks = {name: {"token_perplexity": 25.0} for name in ("a/b", "a_b", "A_b", "closed", "x" * 300)}
-    hf(tmp_path / "ar", tasks | {name: {"token_perplexity": 20.0} for name in tasks})
-    ours(tmp_path / "results", tasks)
-    ours(tmp_path / "results", {name: {"token_perplexity": 30.0} for name in tasks}, estimator="elbo")
-    found = run(tmp_path, "--as-published")
-    assert len({name.casefold() for name in found["files"]}) == len(found["files"])
-    bodies = [name for name in found["files"] if name.endswith(".tex")]
-    assert len(bodies) == 3 * len(tasks) + 2  # gap, methods and pairs of each, perplexity, gap_closed
-    assert (tmp_path / "out" / "gap_closed.tex").read_text().startswith("% model & estimator")
-    assert names.free("a", ".tex", ["A.tex", "a_2.tex"]) == "a_3.tex"
 
 
 # ---------------------------------------------------------------- the folder
@@ -408,20 +209,6 @@ def test_accuracies_have_a_table_with_standard_errors(tmp_path, capsys):
     assert r"0.5000 $\pm$ 0.2236" in (tmp_path / "out" / "accuracy_sotu_choice.tex").read_text()
 
 
-def test_accuracies_alone_are_a_report(tmp_path):
-    file = choice(ours(tmp_path / "results", docs=DOCS))
-    edit(file, lambda body: body["results"].pop("sotu"))
-    found = run(tmp_path, ar=False)
-    assert found["tasks"] == {} and len(found["accuracies"]) == 1
-
-
-def test_accuracies_of_other_document_counts_are_other_tables(tmp_path):
-    choice(ours(tmp_path / "results", docs=DOCS))
-    choice(ours(tmp_path / "results", docs=DOCS, rule="margin:k=1"), size=40)
-    found = run(tmp_path, ar=False)["accuracies"]
-    assert [(one["documents"], len(one["rows"])) for one in found] == [(6, 1), (40, 1)]
-
-
 def test_an_accuracy_that_no_decoding_stands_behind_says_so(tmp_path):
     file = ours(tmp_path / "results", {"lambada": {"token_perplexity": 9.0}}, estimator="elbo")
 
@@ -477,14 +264,6 @@ def test_a_rule_of_fewer_documents_is_not_in_the_table(tmp_path, how):
     assert any(note.startswith("margin:k=1 of sotu in") and "left out: " in note for note in found["notes"])
 
 
-def test_figures_of_more_documents_than_the_value_are_not_its_figures(tmp_path):
-    file = ours(tmp_path / "results", docs=DOCS, estimator="oracle", values={"sotu": LATTICE})
-    edit(file, lambda body: put(body, "config.duel.tasks.sotu.documents", 5))
-    found = run(tmp_path, ar=False)["tasks"]["sotu"]
-    assert [row["estimator"] for row in found["rows"]] == ["oracle"]
-    assert any("of 5 documents of sotu, its value of 4" in note for note in found["notes"])
-
-
 # ---------------------------------------------------------------- estimators
 
 
@@ -510,11 +289,6 @@ def test_a_new_estimator_is_shown_under_its_own_name_and_kind(tmp_path, monkeypa
     assert rows["fake"]["bound"] is (kind is registry.Kind.UPPER_BOUND)
     assert rows["fake"]["best"] is (kind is registry.Kind.LIKELIHOOD and not first)
     assert (kind.value in rows["fake"]["name"]) is (kind is registry.Kind.NOT_A_LIKELIHOOD)
-
-
-def test_an_estimator_that_is_not_registered_is_refused(tmp_path, monkeypatch, no_figures):
-    with pytest.raises(DuelError, match=r"results_\d.*json: Unknown estimator 'fake'"):
-        two(tmp_path, "fake", "mixture", monkeypatch)
 
 
 def test_a_value_that_is_neither_estimator_nor_rule_is_refused(tmp_path, monkeypatch, no_figures):
@@ -575,21 +349,6 @@ def test_the_twin_scored_by_us_is_the_first_advice(tmp_path):
         edit(file, lambda body: put(body, "config.duel.row_capacity", 12))
     report([str(tmp_path / "results"), "--ar", str(tmp_path / "twin"), "--out", str(tmp_path / "out")])
     assert any("estimator=ar" in note for note in run(tmp_path, ar=False)["notes"])
-
-
-def test_gap_closed_without_an_elbo_has_no_file(tmp_path):
-    tasks = {"a": {"token_perplexity": 20.0}, "b": {"token_perplexity": 20.0}}
-    hf(tmp_path / "ar", tasks)
-    ours(tmp_path / "results", tasks)
-    found = run(tmp_path, "--as-published")
-    assert "gap_closed.tex" not in found["files"] and "perplexity.tex" in found["files"]
-    assert "Gap closed over tasks" not in (tmp_path / "out" / "report.md").read_text()
-
-
-def test_reading_keeps_what_lm_eval_writes(tmp_path):
-    file = made(tmp_path)
-    found = read.run(file)
-    assert found.whole_run_seconds == 20.5 and found.tasks["sotu"].size == 4 and found.duel["row_capacity"] == 1024
 
 
 @pytest.mark.parametrize(("other", "tasks"), [(20.0, ["sotu"]), (30.0, ["g::sotu", "h::sotu"])])
