@@ -45,13 +45,13 @@ def test_every_rule_has_a_colour_of_its_own():
     assert all(style.rule_colour(name) == style.rule_colour(f"{name}:k=4:seed_first=True") for name in RULES)
 
 
-def test_a_rule_has_one_colour_in_every_figure(tmp_path, monkeypatch):
+def test_a_model_and_a_rule_have_one_colour_in_every_figure(tmp_path, monkeypatch):
     monkeypatch.setattr(figures, "available", lambda: False)
     made(tmp_path)
     task = collect(parse([str(tmp_path / "results"), "--out", str(tmp_path / "out")]))["tasks"]["sotu"]
     (values,) = figures.perplexity("sotu", task).axes
     of_rows = [line.get_color() for line in values.lines if line.get_marker() == "o"]
-    assert of_rows == [style.rule_colour(row.rule) for row in task.rows]
+    assert of_rows == [style.model_colour(row.model) for row in task.rows]
     for sweep in task.rules:
         (axes,) = figures.rules("sotu", task, sweep).axes
         assert colours_of(axes) == {name: style.rule_colour(name) for name in ("greedy", "margin", "mine:Outward")}

@@ -1,4 +1,4 @@
-"""How every figure looks: one colour for each rule, axes, and files of a stated width. Needs matplotlib to draw."""
+"""How every figure looks: a colour for each model and for each rule, axes, files of a stated width. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -38,10 +38,16 @@ RULES = {  # Okabe and Ito's colours, and Tol's for the others: both colour-blin
     "learned_threshold": "#0077BB",
 }
 OTHER_RULES = ("#33BBEE", "#EE3377", "#CC3311", "#225522", "#BBCC33")  # a user's rule: chosen by its name
+MODELS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#882255", "#332288", "#117733", "#661100", "#0077BB", "#AA4499")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 LOG_FROM = 2.5  # an axis is logarithmic if the largest value is more than this times the smallest
 DPI, PRINT_DPI = 110, 200  # of PNG files; the second at a stated width
 PALETTE = 96  # colours of a PNG file
+
+
+def model_colour(model: str) -> str:
+    """The colour of a model, which is the same in every figure: chosen by its name."""
+    return MODELS[zlib.crc32(model.encode()) % len(MODELS)]
 
 
 def rule_colour(rule: str) -> str:

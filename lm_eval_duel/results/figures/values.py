@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.estimators import registry
-from lm_eval_duel.results.figures.style import DARK, GREY, LIGHT, LOG_FROM, bare, label, new, plain_log, rule_colour
+from lm_eval_duel.results.figures.style import DARK, GREY, LIGHT, LOG_FROM, bare, label, model_colour, new, plain_log
 from lm_eval_duel.results.records import Comparison, TaskComparison
 from lm_eval_duel.results.stats import CLEAR
 from lm_eval_duel.results.table import WORDS, form_of, number, plus_minus
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-LOOKS = {  # estimator: marker, colour, filled; the rows of `duel` have the colours of their rules
+LOOKS = {  # estimator: marker, colour in the legend, filled; rows have the colours of their models
     "ar": ("D", GREY, True),
     "elbo": ("<", DARK, False),
     "elbo_eps": ("<", LIGHT, False),
@@ -35,7 +35,6 @@ OTHER_LOOKS = {  # of any other estimator
 }
 EPS = "elbo_eps"  # looks of an ELBO that is not a bound
 AR = " (dotted line: the autoregressive baseline)"
-COLOURS = ", one colour for each rule"
 WIDTH, LINE = 7.5, 0.25  # inches: of the figure, and of a row
 FONT = 8.5
 CHARACTERS = 12  # of a title in an inch
@@ -82,7 +81,7 @@ def perplexity(name: str, task: TaskComparison, width: float | None = None) -> F
     bare(axes)
     title = textwrap.fill(f"{label(name)}: {WORDS[metric]}{_intervals(entries)}", int(CHARACTERS * width))
     figure.suptitle(title, x=0.01, ha="left", fontsize=10.5)
-    remarks = {"ar": AR if any(entry.ar for entry in entries) else "", "duel": COLOURS}
+    remarks = {"ar": AR if any(entry.ar for entry in entries) else ""}
     names = [legend(kind) + remarks.get(kind, "") for kind in seen]
     columns = 2 if width >= WIDTH else 1
     figure.legend(seen.values(), names, loc="outside lower center", ncols=columns, frameon=False, fontsize=FONT)
@@ -139,7 +138,7 @@ def kind_of(entry: Comparison) -> str:
 def look(entry: Comparison) -> tuple[str, str, bool]:
     """Marker, colour, and whether it is filled."""
     marker, colour, filled = LOOKS.get(kind_of(entry)) or OTHER_LOOKS[registry.find(entry.estimator).kind]
-    return marker, rule_colour(entry.rule) if entry.rule else colour, filled
+    return marker, colour if entry.ar or not entry.likelihood else model_colour(entry.model), filled
 
 
 def legend(name: str) -> str:
