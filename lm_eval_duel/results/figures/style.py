@@ -1,4 +1,4 @@
-"""How every figure looks: a colour for each model and for each rule, axes, files of a stated width. Needs matplotlib."""
+"""How every figure looks: colours of models and rules, axes, and files of a stated width. Needs matplotlib to draw."""
 
 from __future__ import annotations
 
