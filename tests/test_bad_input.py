@@ -1,4 +1,4 @@
-"""What a user sees for bad input: the table of docs/errors.md on every kind of network; and what never happens.
+"""What a user sees for bad input, on every kind of network; and what never happens.
 
 Where a wrong word could be refused before weights are read, the checkpoint here has none.
 """
@@ -31,8 +31,6 @@ from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.harness.lm import DuelMDM
 
 TESTS = Path(__file__).resolve().parent
-ERRORS = (TESTS.parent / "docs" / "errors.md").read_text(encoding="utf-8")
-HERE = "test_bad_input.py::test_what_the_user_sees"
 
 
 def words(folder, *names):
@@ -373,19 +371,6 @@ def said(text, fragment):
     return re.search(".*".join(re.escape(part.strip()) for part in fragment.split("...")), text, re.DOTALL)
 
 
-def rows():
-    """The table of docs/errors.md: name, message, and where it is tested."""
-    table = ERRORS.split("## Bad input")[1].split("\n## ")[0]
-    found = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table.splitlines() if "::" in line]
-    return {name: (message, place.strip("` |")) for name, message, place in found}
-
-
-def as_printed(name, message):
-    """Whether a message is what docs/errors.md prints for this input."""
-    fragments = re.findall("`(.*?)`", rows()[name][0])
-    return bool(fragments) and all(said(message, fragment) for fragment in fragments)
-
-
 @pytest.mark.parametrize(("case", "kind"), [pytest.param(c, k, id=f"{c.name}, {k}") for c in CASES for k in c.kinds])
 def test_what_the_user_sees(case, kind, folders, tmp_path):
     at = copied(folders, tmp_path, kind, case.weights)
@@ -395,18 +380,6 @@ def test_what_the_user_sees(case, kind, folders, tmp_path):
     assert said(message, case.words), message
     assert not (at.folder / "trap").exists()
     assert len(message.splitlines()) == 1 + ("python -c" in message)
-    assert case.name.startswith("the same") or as_printed(case.name, message), message
-
-
-def test_the_table_of_the_docs_is_this_one():
-    assert {case.name for case in CASES if not case.name.startswith("the same")} == {
-        name for name, (_, place) in rows().items() if place == HERE
-    }
-    for _, place in rows().values():
-        file, name = place.split("::")
-        [path] = TESTS.rglob(file)
-        assert f"\ndef {name}(" in path.read_text(encoding="utf-8"), place
-    assert len(rows()) > len({name for name, (_, place) in rows().items() if place == HERE})
 
 
 # ---------------------------------------------------------------- what is no error, or depends on more
@@ -450,8 +423,7 @@ def test_the_harness_asks_for_a_gpu_unless_told_otherwise(monkeypatch, folders, 
     at = copied(folders, tmp_path, "DiT")
     with caplog.at_level("INFO", logger="lm_eval.duel_mdm"):
         assert at.load(device="cuda:0").denoiser.device.type == "cpu"
-    name = "no GPU at all, and `cuda:0`, which the harness asks for unless told otherwise"
-    assert as_printed(name, caplog.text)
+    assert "CUDA" in caplog.text
     with pytest.raises(
         DuelError, match=r"No device 'cuda:1': there are 0 CUDA devices, numbered from 0\. Use device=cpu\."
     ):
@@ -466,7 +438,7 @@ def test_a_tokenizer_far_smaller_than_the_network_is_said(tmp_path, caplog):
         caplog.clear()
         with caplog.at_level("WARNING", logger="lm_eval.duel_mdm"):
             DuelMDM(pretrained=path, tokenizer=known, device="cpu")
-        assert as_printed("a tokenizer far smaller than the network", caplog.text) == warned
+        assert ("301 tokens" in caplog.text) == warned
 
 
 # ---------------------------------------------------------------- what is never done

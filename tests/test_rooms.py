@@ -27,7 +27,6 @@ FLOORS = (  # from the lowest
 )
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 ENTRIES = {"__main__", "_autoload"}  # how the package is started: they may import any room
-SCRIPTS = {"demo/train.py", "demo/cut.py"}  # how the demos were made; not in the wheel
 MOST_ROOMS, MOST_FLOORS, MOST_ARROWS = 20, 10, 77
 
 MAY_IMPORT = {
@@ -69,9 +68,7 @@ def module_name(path):
 
 
 FILES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
-INSTALLED = {
-    name: path for name, path in FILES.items() if path.relative_to(PACKAGE).as_posix() not in SCRIPTS and "." in name
-}
+INSTALLED = {name: path for name, path in FILES.items() if "." in name}
 
 
 def imports(path):

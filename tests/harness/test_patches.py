@@ -31,7 +31,7 @@ before = attributes()
 import lm_eval_duel
 names = [module.name for module in pkgutil.walk_packages(lm_eval_duel.__path__, "lm_eval_duel.")]
 for name in names:
-    if not name.endswith(("__main__", "demo.train", "demo.cut")):
+    if not name.endswith("__main__"):
         importlib.import_module(name)
 assert "lm_eval_duel.harness.patches" in sys.modules and len(names) > 80, names
 after = attributes()

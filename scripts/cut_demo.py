@@ -1,6 +1,6 @@
 """Cut the sample tasks from the corpus: held-out addresses only, a fixed list for a fixed seed.
 
-    python -m lm_eval_duel.demo.cut --corpus sotu.jsonl.xz --tokenizer lm_eval_duel/demo/demo-mdm/tokenizer.json \\
+    python scripts/cut_demo.py --corpus sotu.jsonl.xz --tokenizer lm_eval_duel/demo/demo-mdm/tokenizer.json \\
         --out lm_eval_duel/demo/text
 
 Writes `sotu.jsonl` (whole-sentence passages), `sotu_choice.jsonl` (which sentence comes next) and
@@ -114,7 +114,7 @@ def cut_choices(cutter: Cutter, count: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(prog="python -m lm_eval_duel.demo.cut", description=__doc__.splitlines()[0])
+    p = argparse.ArgumentParser(prog="python scripts/cut_demo.py", description=__doc__.splitlines()[0])
     p.add_argument("--corpus", required=True, help="sotu.jsonl.xz")
     p.add_argument("--tokenizer", required=True, help="tokenizer.json of the demo checkpoints, which sets the lengths")
     p.add_argument("--out", required=True, help="folder for the three files")

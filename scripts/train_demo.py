@@ -1,15 +1,15 @@
 """Train the bundled checkpoints: masked diffusion, block diffusion, autoregressive (needs torch 2.9 for Muon).
 
-    python -m lm_eval_duel.demo.train --corpus sotu.jsonl.xz --objective mdm --out demo-mdm
+    python scripts/train_demo.py --corpus sotu.jsonl.xz --objective mdm --out demo-mdm
 
 The tokenizer, the number of parameters and the rows are the same for all; only attention and objective differ:
 
 * `mdm`: ModernBERT. t ~ U(0, 1) stratified over the batch, each token masked with probability t,
-  loss = (1/t) * cross entropy at masked cells, divided by all cells (Sahoo et al. 2024, eq. 10).
+  loss = (1/t) * cross entropy at masked positions, divided by all positions (Sahoo et al. 2024, eq. 10).
 * `ar`: ModernBERT decoder, next-token cross entropy after one <|endoftext|>.
 * `bd`: our DiT, block-causal with blocks of 4 (Arriola et al. 2025). The masked row and the clean row are processed
-  together under the attention mask of block diffusion. In each block l ~ U{1..4} cells are masked, loss = 4/l * cross
-  entropy at masked cells. The row begins with one <|endoftext|>, which is never masked.
+  together under the attention mask of block diffusion. In each block l ~ U{1..4} positions are masked, loss = 4/l *
+  cross entropy at masked positions. The row begins with one <|endoftext|>, which is never masked.
 
 Run the same command again to continue an interrupted training from the last state in `--out`.
 """
@@ -185,11 +185,11 @@ def mdm_loss(
     count = len(ids)
     shift = torch.rand(1, generator=generator)
     t = eps + (1 - eps) * ((torch.arange(count) + shift) / count)  # (B,)
-    hidden = torch.rand(ids.shape, generator=generator) < t[:, None]  # (B, L)
-    logits = model(input_ids=ids.masked_fill(hidden, mask_id)).logits[hidden].float()  # (C, V)
+    masked = torch.rand(ids.shape, generator=generator) < t[:, None]  # (B, L)
+    logits = model(input_ids=ids.masked_fill(masked, mask_id)).logits[masked].float()  # (C, V)
     logits[:, mask_id] = -torch.inf
-    weight = (1 / t)[:, None].expand_as(hidden)[hidden]  # (C,)
-    return (F.cross_entropy(logits, ids[hidden], reduction="none") * weight).sum() / ids.numel()
+    weight = (1 / t)[:, None].expand_as(masked)[masked]  # (C,)
+    return (F.cross_entropy(logits, ids[masked], reduction="none") * weight).sum() / ids.numel()
 
 
 def ar_loss(model: torch.nn.Module, ids: torch.Tensor, end_id: int) -> torch.Tensor:
@@ -203,8 +203,8 @@ def bd_loss(
 ) -> torch.Tensor:
     """The negative ELBO of block diffusion in nats per token, with one draw per block.
 
-    The noisy row and the clean row are one input: a noisy cell sees its own block of the noisy row and the earlier
-    blocks of the clean row; a clean cell sees the clean row up to the end of its own block. A short last block is
+    The noisy row and the clean row are one input: a noisy position sees its own block of the noisy row and the earlier
+    blocks of the clean row; a clean position sees the clean row up to the end of its own block. A short last block is
     padded with [MASK]s that have no loss.
     """
     rows = F.pad(ids, (1, 0), value=end_id)  # (B, L)
@@ -215,12 +215,12 @@ def bd_loss(
 
     draws = torch.randperm(count * blocks, generator=generator) % block + 1  # (B * L / block,) each l equally often
     rank = torch.rand(count * blocks, block, generator=generator).argsort(1).argsort(1)  # (B * L / block, block)
-    hidden = (rank < draws[:, None]).view(count, length)  # (B, L)
+    masked = (rank < draws[:, None]).view(count, length)  # (B, L)
     weight = (block / draws)[:, None].expand(-1, block).reshape(count, length)  # (B, L)
-    scored = torch.ones_like(hidden)
+    scored = torch.ones_like(masked)
     scored[:, 0] = False
     scored[:, length - short :] = False
-    noisy = rows.masked_fill(hidden & scored, mask_id)  # (B, L)
+    noisy = rows.masked_fill(masked & scored, mask_id)  # (B, L)
 
     index = torch.arange(length) // block  # (L,)
     same, before = index[:, None] == index, index[:, None] > index  # (L, L) query, key
@@ -229,10 +229,10 @@ def bd_loss(
     both = torch.cat([noisy, rows], 1)  # (B, 2L)
     features, _ = model(both, torch.zeros(count), mask[None, None], positions=positions)  # (B, 2L, D)
 
-    hidden &= scored
-    logits = model.output_layer.linear(features[:, :length][hidden]).float()  # (C, V)
+    masked &= scored
+    logits = model.output_layer.linear(features[:, :length][masked]).float()  # (C, V)
     logits[:, mask_id] = -torch.inf
-    return (F.cross_entropy(logits, rows[hidden], reduction="none") * weight[hidden]).sum() / scored.sum()
+    return (F.cross_entropy(logits, rows[masked], reduction="none") * weight[masked]).sum() / scored.sum()
 
 
 def learning_rate(step: int, steps: int, warmup: int = 200, decay: float = 0.3) -> float:
@@ -381,7 +381,7 @@ def train(args: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
-        prog="python -m lm_eval_duel.demo.train",
+        prog="python scripts/train_demo.py",
         description="Train demo-mdm, demo-bd or demo-ar on a JSONL corpus with `year` and `text`; resumes from --out.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
