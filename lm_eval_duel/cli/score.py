@@ -27,7 +27,7 @@ from lm_eval_duel.results.table import Column, Table
 from lm_eval_duel.results.table import plain as text_of
 from lm_eval_duel.rules.tables import short
 from lm_eval_duel.strict_json import finite
-from lm_eval_duel.tables import csv_cell, plain_table
+from lm_eval_duel.tables import csv_cell
 from lm_eval_duel.tasks import own_text
 
 if TYPE_CHECKING:
@@ -284,23 +284,17 @@ def _total(lm: DuelMDM, rows: Sequence[Row]) -> dict[str, Any]:
     return {**total.figures(), "bits_per_byte_stderr": error}
 
 
-def _cell(value: Any, column: str) -> str:
-    if value is None:
-        return "-"
-    return str(value) if isinstance(value, int) else f"{value:.{4 if column == 'bits_per_byte' else 2}f}"
-
-
 def table(figures: dict[str, Any]) -> str:
     """The figures as text, with what the numbers are below."""
-    columns = ["tokens", "log_prob", "token_perplexity", "word_perplexity", "bits_per_byte"]
     total = figures["total"]
-    if total["log_prob_stderr"] is not None:
-        columns.insert(2, "log_prob_stderr")
     rows = [*figures["documents"], total] if len(figures["documents"]) > 1 else figures["documents"]
-    cells = [[row["document"], *(_cell(row[column], column) for column in columns)] for row in rows]
+    forms = {"tokens": "d", "log_prob": ".2f", "log_prob_stderr": ".2f"}
+    forms |= {"token_perplexity": ".2f", "word_perplexity": ".2f", "bits_per_byte": ".4f"}
+    columns = [Column("document"), *(Column(name, form) for name, form in forms.items())]
+    shown = Table(columns, [[row["document"], *(row[name] for name in forms)] for row in rows])
     spec = figures["spec"]
     method = ", ".join(f"{key}={spec[key]}" for key in ("rule", "block", "cache") if key in spec)
-    lines = [plain_table(["document", *columns], cells), "", f"estimator={figures['estimator']}, {method}".rstrip(", ")]
+    lines = [text_of(shown), "", f"estimator={figures['estimator']}, {method}".rstrip(", ")]
     if figures["kind"] != Kind.LIKELIHOOD.value:
         lines[-1] += f" ({figures['kind']})"
     drawn = find(figures["estimator"]).drawn

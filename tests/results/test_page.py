@@ -130,11 +130,11 @@ def test_columns_sort_and_the_oracle_stays_apart(opened):
         click(opened, head)
         assert opened.run(f'document.querySelector({json.dumps(head)}).closest("th").ariaSort') == direction
         assert opened.run('document.querySelectorAll("#board thead th[aria-sort]").length') == 1
-        assert rows(opened, "estimator")[-1] == "Oracle" and rows(opened, "rank")[-1] == ""
+        assert rows(opened, "display")[-1] == "Oracle" and rows(opened, "rank")[-1] == ""
     assert rows(opened, "rank")[:-1] == first[:-1][::-1]
     for n in range(opened.run('document.querySelectorAll("#board > thead button").length')):
         click(opened, "#board > thead button", n)  # every column
-        assert rows(opened, "estimator")[-1] == "Oracle" and len(rows(opened)) == len(first)
+        assert rows(opened, "display")[-1] == "Oracle" and len(rows(opened)) == len(first)
 
 
 def test_empty_cells_come_last(opened):
