@@ -25,7 +25,7 @@ class Rows:
     """Whole windows as planes. The view decides by column whether it may read `ids` at the target."""
 
     ids: torch.Tensor  # (N, L) context | target | tail | suffix; 0 in the tail and in padding
-    visible: torch.Tensor  # (N, L) bool: context and suffix
+    visible: torch.Tensor  # (N, L) bool: context, known target positions and suffix
     origin: torch.Tensor  # (N,) column of the first target position
     target: torch.Tensor  # (N,) target positions
     length: torch.Tensor  # (N,) real positions
@@ -40,6 +40,7 @@ class Rows:
             start, end = len(window.context), len(window.context) + len(window.target)
             ids[n, :end] = torch.tensor(window.context + window.target, dtype=torch.int64)
             visible[n, :start] = True
+            visible[n, [start + index for index in window.known]] = True
             if window.suffix:
                 ids[n, window.length - len(window.suffix) : window.length] = torch.tensor(window.suffix)
                 visible[n, window.length - len(window.suffix) : window.length] = True
@@ -72,12 +73,13 @@ class Lanes:
 
     @classmethod
     def fresh(cls, rows: Rows, row: torch.Tensor, start: torch.Tensor, width: torch.Tensor) -> Lanes:
-        """Lanes at the start of their blocks: every target position masked, context inside the block revealed."""
+        """Lanes at the start of their blocks: target positions masked, context and known positions revealed."""
         origin = rows.origin[row]  # (R,)
         columns = start[:, None] + torch.arange(int(width.max()), device=row.device)  # (R, W)
         real = columns < (start + width)[:, None]  # (R, W)
-        masked = real & (columns >= origin[:, None])  # (R, W)
-        tokens = rows.ids[row[:, None], columns.clamp(max=rows.ids.shape[1] - 1)]  # (R, W)
+        at = row[:, None], columns.clamp(max=rows.ids.shape[1] - 1)
+        masked = real & (columns >= origin[:, None]) & ~rows.visible[at]  # (R, W)
+        tokens = rows.ids[at]  # (R, W)
         return cls(row, start, origin, width, tokens.masked_fill(masked | ~real, -1), masked, torch.zeros_like(row))
 
     def __len__(self) -> int:

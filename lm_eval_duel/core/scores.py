@@ -24,7 +24,10 @@ STATISTICS = ("confidence", "margin", "entropy")  # of Predictions, in a trace
 
 @dataclasses.dataclass(frozen=True)
 class WindowScore:
-    """One window's score. `reveal_steps` and `token_logprobs` are per target token; steps restart in every block."""
+    """One window's score. `reveal_steps` and `token_logprobs` are per target token; steps restart in every block.
+
+    Those of a window's known positions are -1 and 0.
+    """
 
     other_lengths: ClassVar[tuple[str, ...]] = ()  # fields that do not have one number for each target token
     log_prob: float  # nats
@@ -128,10 +131,15 @@ class WindowScores:
         self.log_probs = torch.full((count, length + 1), math.nan, dtype=torch.float64, device=device)  # (N, L + 1)
         self.reveal_steps = torch.full((count, length + 1), -1, dtype=torch.int32, device=device)  # (N, L + 1)
         self.sums = torch.zeros(count, 5, dtype=torch.int64, device=device)  # (N, 5) as in `add`
-        self.expected = rows.target.clone() if expected is None else expected  # (N,) target positions to reveal
+        column = torch.arange(length, device=device)  # (L,)
+        known = rows.visible & (column >= rows.origin[:, None]) & (column < (rows.origin + rows.target)[:, None])
+        # (N,) target positions to reveal
+        self.expected = rows.target - known.sum(1) if expected is None else expected
         self.has_margins = True
         # (N, L + 1) each
         self.statistics = {name: torch.full_like(self.log_probs, math.nan) for name in STATISTICS if traced}
+        for plane in (self.log_probs, *self.statistics.values()):
+            plane[:, :length].masked_fill_(known, 0.0)
 
     def add(self, step: Step) -> None:
         """Add one step: log-probs and steps at the picks; NFE, near ties, all-mask starts."""

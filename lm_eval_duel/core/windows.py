@@ -48,6 +48,9 @@ def whole_id(token: object) -> int:
 class Window:
     """One thing to score: log p(target | context, suffix), with `tail` more [MASK] positions after the target.
 
+    `known`: indices of target positions that are given. They are visible from the first step and not scored, so that
+    the window's value is the joint of the others given them: their log-prob is 0 and their reveal step -1.
+
     Ids may be lists, tuples or tensors; they are kept as tuples.
     """
 
@@ -55,13 +58,21 @@ class Window:
     target: tuple[int, ...]
     suffix: tuple[int, ...] = ()
     tail: int = 0
+    known: tuple[int, ...] = ()
 
-    def __init__(self, context: Ids, target: Ids, suffix: Ids = (), tail: int = 0):
+    def __init__(self, context: Ids, target: Ids, suffix: Ids = (), tail: int = 0, known: Ids = ()):
         if tail < 0:
             raise DuelError(f"A window's tail is a number of [MASK] positions, at least 0; got {tail}.")
         parts = {"context": as_ids(context), "target": as_ids(target), "suffix": as_ids(suffix), "tail": tail}
         for name, value in parts.items():
             object.__setattr__(self, name, value)  # the dataclass is frozen
+        indices = tuple(sorted(set(as_ids(known))))
+        if indices and not 0 <= indices[0] <= indices[-1] < len(self.target) > len(indices):
+            raise DuelError(
+                f"known is indices of target positions, 0 to {len(self.target) - 1}, and not all of them; got "
+                f"{list(indices)}."
+            )
+        object.__setattr__(self, "known", indices)
 
     @property
     def length(self) -> int:
@@ -71,7 +82,7 @@ class Window:
     @property
     def key(self) -> int:
         """A 63-bit number of the ids: what random numbers of this window depend on, besides a seed."""
-        text = repr((self.context, self.target, self.suffix, self.tail))
+        text = repr((self.context, self.target, self.suffix, self.tail, *([self.known] if self.known else [])))
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 

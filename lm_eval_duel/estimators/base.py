@@ -25,6 +25,7 @@ from lm_eval_duel.core.lanes import Lanes, Rows, blocks, groups
 from lm_eval_duel.core.reveal import BlockSpan, Reveal, WindowGroup
 from lm_eval_duel.core.scores import Counts, Scores, WindowScore
 from lm_eval_duel.core.windows import Window
+from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.checks import check_windows, resolve_block, resolve_grid
 from lm_eval_duel.estimators.registry import ESTIMATORS
 
@@ -52,6 +53,7 @@ class Estimator(abc.ABC):
     """
 
     name: str  # as in estimator=
+    takes_known: ClassVar[bool] = False  # whether windows may have known target positions
     in_order: bool = False  # windows are taken in the order given, in buckets that fill a few network calls
     empty_score: ClassVar[WindowScore] = WindowScore(0.0, is_greedy=True, nfe=0, near_ties=0)  # of an empty target
 
@@ -111,6 +113,9 @@ class Estimator(abc.ABC):
 
     def check(self, windows: Sequence[Window]) -> None:
         """Raise DuelError, naming the window, for one that cannot be scored."""
+        for n, window in enumerate(windows):
+            if window.known and not self.takes_known:
+                raise DuelError(f"Window {n} has known target positions, which estimator={self.name} does not take.", n)
         check_windows(self.denoiser, self.block, self.grid, windows)
 
     @torch.inference_mode()
@@ -124,7 +129,7 @@ class Estimator(abc.ABC):
         for group in self.groups(windows, [indices[0] for indices in equal.values()]):
             for row, score in self.score_group(group):
                 window = group.windows[row]
-                self.counts.add(score, len(window.target))
+                self.counts.add(score, len(window.target) - len(window.known))
                 yield from ((n, score) for n in equal[window])
 
     def groups(
@@ -153,8 +158,12 @@ class Estimator(abc.ABC):
     # ------------------------------------------------------------ for subclasses: blocks and lanes
 
     def blocks(self, window: Window) -> list[tuple[int, int]]:
-        """(first column, width) of each block of a window."""
-        return blocks(len(window.context), len(window.target), self.block, self.grid)
+        """(first column, width) of each block of a window that has a position to score."""
+        spans = blocks(len(window.context), len(window.target), self.block, self.grid)
+        if not window.known:
+            return spans
+        masked = {len(window.context) + index for index in set(range(len(window.target))) - set(window.known)}
+        return [(start, width) for start, width in spans if not masked.isdisjoint(range(start, start + width))]
 
     def block_spans(self, group: WindowGroup) -> list[BlockSpan]:
         """Every block of every window."""

@@ -215,6 +215,8 @@ def _problem(denoiser: Denoiser, block: int | None, grid: str, window: Window, i
                 f"has a suffix up to position {window.length - 1}, but its last target block ends at {border - 1}, and "
                 "this network never sees a later block. Leave out the ids after it."
             )
+    if window.known and (denoiser.attention != "bidirectional" or denoiser.cache):
+        return "has known target positions, which only a bidirectional network without cache= sees from the first step."
     if window.tail:
         end = len(window.target) + (len(window.context) if grid == "row" else 0)
         if block is None or end % block:

@@ -46,6 +46,7 @@ class DuelEstimator(Estimator):
     """
 
     name = "duel"
+    takes_known = True
 
     def __init__(
         self,
@@ -125,7 +126,8 @@ class DuelEstimator(Estimator):
             if len(order) != len(window.target):
                 raise DuelError(f"Window {n} has {len(window.target)} target tokens but {len(order)} steps.")
             for start, width in self.blocks(window):
-                inside = set(order[max(0, start - context) : start - context + width])
+                indices = set(range(max(0, start - context), start - context + width)) - set(window.known)
+                inside = {order[index] for index in indices}
                 if inside != set(range(len(inside))) and not self.rule.may_pick_none:
                     raise DuelError(
                         f"Window {n}: the steps of a block must be 0..n-1 without gaps, not {sorted(inside)}."
@@ -226,6 +228,7 @@ class Autoregressive(DuelEstimator):
     """
 
     name = "ar"
+    takes_known = False
 
     def __init__(
         self,

@@ -57,6 +57,7 @@ class SampledConfidence(DuelEstimator):
     """
 
     name = "sampled_confidence"
+    takes_known = False
 
     def __init__(
         self,

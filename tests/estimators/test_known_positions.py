@@ -1,0 +1,98 @@
+"""Windows with known target positions: the joint of any set of positions given all others."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from toys import Toy
+
+from lm_eval_duel import Duel, Window
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators.elbo import Elbo
+
+RULES = ["greedy", "left_to_right", "right_to_left:k=2", "margin:k=2", "entropy", "threshold:mu=0.5", "random"]
+CONTEXT, TARGET, SUFFIX = (1,), (0, 2, 1, 1, 0, 2), (2,)
+KNOWN = (1, 2, 4)
+
+
+def fillings(known=KNOWN):
+    """Windows with every string at the positions that are not known."""
+    masked = [index for index in range(len(TARGET)) if index not in known]
+    for tokens in itertools.product(range(3), repeat=len(masked)):
+        filled = dict(zip(masked, tokens, strict=True))
+        target = [filled.get(index, token) for index, token in enumerate(TARGET)]
+        yield Window(CONTEXT, target, SUFFIX, known=known)
+
+
+def greedy_by_hand(toy, window):
+    """log p of the unknown targets, the most certain position first, one row at a time."""
+    row = [*window.context, *window.target, *window.suffix]
+    masked = {1 + index for index in range(len(window.target)) if index not in window.known}
+    total = 0.0
+    while masked:
+        ids = torch.tensor([[toy.mask_id if column in masked else token for column, token in enumerate(row)]])
+        logs = toy.head(toy.features(ids, None))[0, :, : toy.tokens].log_softmax(-1)  # (L, V)
+        column = max(sorted(masked), key=lambda c: float(logs[c].max()))
+        total += float(logs[column, row[column]])
+        masked.remove(column)
+    return total
+
+
+@pytest.mark.parametrize("block", [None, 2, 4])
+@pytest.mark.parametrize("rule", RULES)
+def test_probabilities_of_all_fillings_sum_to_one(rule, block):
+    duel = Duel(Toy(), rule=rule, block=block)
+    scores = duel.log_prob(list(fillings()))
+    assert math.fsum(math.exp(score.log_prob) for score in scores) == pytest.approx(1, abs=1e-9)
+    for score in scores:
+        assert [step == -1 for step in score.reveal_steps] == [index in KNOWN for index in range(len(TARGET))]
+        assert [score.token_logprobs[index] for index in KNOWN] == [0.0] * len(KNOWN)
+        assert math.fsum(score.token_logprobs) == pytest.approx(score.log_prob, abs=1e-9)
+
+
+def test_the_joint_equals_a_loop_by_hand_alone_and_in_a_batch():
+    toy = Toy()
+    windows = [*fillings(), *fillings((0, 5)), Window(CONTEXT, TARGET, SUFFIX)]
+    together = Duel(toy, rule="greedy", block=None).log_prob(windows)
+    for window, score in zip(windows, together, strict=True):
+        assert score.log_prob == pytest.approx(greedy_by_hand(toy, window), abs=1e-9)
+        [alone] = Duel(toy, rule="greedy", block=None, batch_size=1).log_prob([window])
+        assert alone.reveal_steps == score.reveal_steps and alone.nfe == len(TARGET) - len(window.known)
+
+
+def test_positions_known_at_an_end_are_context():
+    """Known positions at the ends of a target are what a shorter window has as context and suffix."""
+    toy = Toy(length=8)
+    [long] = Duel(toy, block=None).log_prob([Window(CONTEXT, TARGET, SUFFIX, known=(0, 4, 5))])
+    [short] = Duel(toy, block=None).log_prob([Window((*CONTEXT, TARGET[0]), TARGET[1:4], (*TARGET[4:], *SUFFIX))])
+    assert long.log_prob == pytest.approx(short.log_prob, abs=1e-12)
+    assert long.reveal_steps[1:4] == short.reveal_steps
+
+
+def test_blocks_of_known_positions_alone_are_left_out():
+    duel = Duel(Toy(), rule="greedy", block=2)
+    window = Window(CONTEXT, TARGET, SUFFIX, known=(2, 3))
+    [score] = duel.log_prob([window])
+    assert score.nfe == 4
+    [again] = duel.replay([window], [score.reveal_steps])
+    assert again.log_prob == pytest.approx(score.log_prob, abs=1e-12)
+
+
+@pytest.mark.parametrize("known", [(6,), (-1,), range(6)])
+def test_known_is_some_positions_of_the_target(known):
+    with pytest.raises(DuelError, match="known"):
+        Window(CONTEXT, TARGET, SUFFIX, known=known)
+
+
+def test_where_known_positions_are_refused():
+    window = Window(CONTEXT, TARGET, SUFFIX, known=KNOWN)
+    with pytest.raises(DuelError, match="elbo"):
+        Elbo(Toy()).log_prob([window])
+
+    class Causal(Toy):
+        attention, block = "block_causal", 2
+
+    with pytest.raises(DuelError, match="bidirectional"):
+        Duel(Causal(), block=2).log_prob([Window((), TARGET, known=KNOWN)])
+    assert window.key != Window(CONTEXT, TARGET, SUFFIX).key
