@@ -152,14 +152,58 @@ def with_interval(antibodies: int, statistic: Callable[[np.ndarray], float]) -> 
     return statistic(np.arange(antibodies)), *np.nanpercentile(values, (2.5, 97.5))
 
 
+def several_sites(network: Denoiser, sequence: str, loop: slice, variants: int = 40) -> None:
+    """Random variants of a loop at m sites: the exact joint of the sites beside the sum of their masked marginals."""
+    generator = np.random.default_rng(0)
+    wild, estimator = ids(sequence), Duel(network, "greedy", block=None)
+
+    def windows(variant: list[int], sets: list[list[int]]) -> list[Window]:
+        """The sites of each set masked, in the variant and in the wild type; all others as in the wild type."""
+        made = []
+        for sites, source in itertools.product(sets, (variant, wild)):
+            row = [source[n] if n in sites else residue for n, residue in enumerate(wild)]
+            start, end = min(sites), max(sites) + 1
+            known = [n - start for n in range(start, end) if n not in sites]
+            made.append(Window((CLS, *row[:start]), row[start:end], (*row[end:], SEP), known=known))
+        return made
+
+    def log_ratio(variant: list[int], sets: list[list[int]]) -> float:
+        scores = estimator.log_prob(windows(variant, sets))
+        return sum(scores[n].log_prob - scores[n + 1].log_prob for n in range(0, len(scores), 2))
+
+    print(f"\n{variants} random variants of {sequence[loop]}: nats above the wild type, joint and sum of marginals")
+    for m in (2, 3, 5, 8):
+        joint, marginal = [], []
+        for _ in range(variants):
+            sites = sorted(loop.start + generator.choice(loop.stop - loop.start, m, replace=False))
+            variant = list(wild)
+            for site in sites:
+                variant[site] = int(generator.choice([token for token in range(5, 25) if token != wild[site]]))
+            joint.append(log_ratio(variant, [sites]))
+            marginal.append(log_ratio(variant, [[site] for site in sites]))
+        error = np.array(marginal) - joint
+        print(
+            f"  {m} sites  joint {np.mean(joint):7.2f}  sum of marginals {np.mean(marginal):7.2f}  "
+            f"difference {error.mean():+.2f} +- {error.std(ddof=1) / variants**0.5:.2f}, root mean square "
+            f"{np.sqrt((error**2).mean()):.2f}  Spearman {spearmanr(joint, marginal).statistic:.3f}",
+            flush=True,
+        )
+
+
 def main(argv: list[str] | None = None) -> list[dict[str, float]]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--antibodies", type=int, default=12, help="how many of the twelve, at least 3")
     parser.add_argument("--folder", type=Path, default=Path("antiberty"), help="where the weights are, or go")
+    parser.add_argument("--sites", action="store_true", help="joint and masked marginals of several sites instead")
     options = parser.parse_args(argv)
     with Path(__file__).with_name("antibodies.csv").open() as lines:
         antibodies = list(csv.DictReader(lines))[: options.antibodies]
     antiberty = network(checkpoint(options.folder))
+    if options.sites:
+        heavy = next(row["heavy"] for row in antibodies if row["antibody"] == "trastuzumab")
+        start = heavy.index("WGGDGFYAMD")  # the third complementarity-determining region
+        several_sites(antiberty, heavy, slice(start, start + 10))
+        return []
     print("Sums of exp(value) over all strings of three residues")
     for name, total in sums_over_strings(antiberty).items():
         print(f"  {name:14}{total:.6f}")

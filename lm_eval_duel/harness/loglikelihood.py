@@ -23,7 +23,7 @@ from lm_eval_duel.harness.so_far import Document, SoFar, random_order
 from lm_eval_duel.harness.totals import Outcome
 from lm_eval_duel.harness.verify import Verification, is_coarse, summed
 from lm_eval_duel.tasks.columns import MADE, TOKENS
-from lm_eval_duel.tasks.gap import Gap
+from lm_eval_duel.tasks.gap import Gap, Residues
 from lm_eval_duel.tasks.tokenized_text import MADE as MADE_HERE
 from lm_eval_duel.text.text import Text
 
@@ -61,6 +61,9 @@ def continuation_windows(text: Text, requests: Sequence[Instance]) -> list[list[
     for request in requests:
         with named(request):
             context, continuation = request.args
+            if isinstance(continuation, Residues):
+                windows.append([text.residues(context, continuation)])
+                continue
             encode = text.encode_gap if isinstance(continuation, Gap) else text.encode_pair
             windows.append([text.continuation(*encode(context, continuation))])
     if cut := text.cut_contexts - cut:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from lm_eval_duel.errors import DuelError
@@ -41,3 +42,27 @@ class Gap(str):
     def digest(self) -> str:
         """Sixteen hexadecimal digits of the suffix, for the key of a response cache."""
         return hashlib.sha256(json.dumps(["suffix", self.suffix]).encode()).hexdigest()[:16]
+
+
+class Residues(Gap):
+    """Residues of a protein between others, a token each. `known`: indices of those that are given and not scored."""
+
+    known: tuple[int, ...]
+
+    def __new__(cls, text: str, suffix: str = "", known: Sequence[int] = ()) -> Residues:
+        self = super().__new__(cls, text, suffix)
+        self.known = tuple(known)
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Residues, (str(self), self.suffix, self.known)
+
+    def __radd__(self, context: str) -> str:
+        raise DuelError(
+            "This task scores single residues given all others, and this model sees those before them only. Use "
+            "--model duel-mdm with a bidirectional network."
+        )
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps(["residues", self.suffix, self.known]).encode()).hexdigest()[:16]

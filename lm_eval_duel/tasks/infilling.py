@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 HAS_CLASSES = hasattr(lm_eval_tasks, "LoglikelihoodTask")  # for each output type, as in lm-eval 0.5
 
 
-def _base(name: str) -> type:
+def base_task(name: str) -> type:
     """lm-eval's class of tasks: 0.5 has one for each output type, 0.4.13 one for all.
 
     0.4.13 has an abstract MultipleChoiceTask, too, for tasks written in Python.
@@ -46,11 +46,20 @@ def _of_process_results(name: str) -> Callable[..., Any]:
     return metric
 
 
+def base_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The config that lm-eval's class takes."""
+    config = {key: value for key, value in config.items() if key != "class"}
+    if HAS_CLASSES and config["output_type"] == "loglikelihood":
+        metrics = [{**metric, "metric": _of_process_results(metric["metric"])} for metric in config["metric_list"]]
+        config["metric_list"] = metrics
+    return config
+
+
 class _Gaps:
     """A task whose continuations are followed by the document's `suffix`."""
 
     def __init__(self, config: dict[str, Any]):
-        super().__init__(config={key: value for key, value in config.items() if key != "class"})
+        super().__init__(config=base_config(config))
 
     def construct_requests(self, doc: dict[str, Any], ctx: str, **kwargs: Any) -> list[Instance] | Instance:
         """The harness's requests, with the suffix attached to each continuation."""
@@ -70,17 +79,11 @@ class _Gaps:
         return super().process_results(doc, results)
 
 
-class Infilling(_Gaps, _base("LoglikelihoodTask")):
+class Infilling(_Gaps, base_task("LoglikelihoodTask")):
     """`duel_infill`."""
 
-    def __init__(self, config: dict[str, Any]):
-        metrics = config["metric_list"]
-        if HAS_CLASSES:
-            metrics = [{**metric, "metric": _of_process_results(metric["metric"])} for metric in metrics]
-        super().__init__({**config, "metric_list": metrics})
 
-
-class InfillingChoice(_Gaps, _base("MultipleChoiceTask")):
+class InfillingChoice(_Gaps, base_task("MultipleChoiceTask")):
     """`duel_choice`."""
 
 

@@ -22,8 +22,11 @@ def _patterns(key: str, value: Any) -> list[str]:
     return patterns
 
 
+SCORINGS = ("joint", "marginals", "sequence")  # of variants, see `assays`
+
 READERS = {
     "files": _patterns,
+    "scoring": choice(*SCORINGS, convert=lambda value: str(value).lower()),
     "field": TEXT,
     "lines": TRUTH,
     "data_dir": TEXT,

@@ -68,10 +68,10 @@ def texts(patterns: Sequence[str], field: str = "text", lines: bool = False) -> 
 
 
 def rows(patterns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, row) of each row of tables (.jsonl, .json, .parquet)."""
+    """(name, row) of each row of tables (.jsonl, .json, .parquet, .csv)."""
     for file in find(patterns):
         if file.suffix in PLAIN:
-            raise DuelError(f"{file} has no columns; this task reads .jsonl, .json or .parquet.")
+            raise DuelError(f"{file} has no columns; this task reads {', '.join(files.FORMATS)}.")
         for number, row in enumerate(_records(file), 1):
             yield f"{file}:{number}", row
 
@@ -87,7 +87,7 @@ def column(name: str, row: dict[str, Any], key: str) -> Any:
 
 def _records(file: Path) -> list[dict[str, Any]]:
     """The rows of a table. Columns of a JSON file may hold values of several types."""
-    if file.suffix == ".parquet":
+    if file.suffix in (".parquet", ".csv"):
         return files.table(str(file)).to_pylist()
     try:
         records = files.json_records(file)

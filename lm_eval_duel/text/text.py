@@ -16,7 +16,7 @@ from lm_eval_duel.denoisers.load_options import WHOLE_ROW_BOS
 from lm_eval_duel.denoisers.special_tokens import convention, end_of_text
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.fingerprint import of_tokenizer
-from lm_eval_duel.tasks.gap import Gap
+from lm_eval_duel.tasks.gap import Gap, Residues
 from lm_eval_duel.tasks.tokenized_text import TokenText
 
 NORMALISED = (("lower case", "The House", "the house"), ("accents", "caf\u00e9", "cafe"))  # and texts that tell
@@ -141,6 +141,19 @@ class Text:
             return before, target, joint[len(before) + len(target) :]
         self.merged_borders += 1
         return before, target, self.encode(suffix)
+
+    def encode_residues(self, residues: str) -> list[int]:
+        """The token of each letter; raises DuelError for a letter that is no token."""
+        tokens = self.tokenizer.convert_tokens_to_ids(list(residues))
+        unknown = {self.tokenizer.unk_token_id, None}
+        if wrong := sorted({letter for letter, token in zip(residues, tokens, strict=True) if token in unknown}):
+            raise DuelError(f"The tokenizer has no token for the residues {', '.join(wrong)}; use a protein model.")
+        return tokens
+
+    def residues(self, context: str, residues: Residues) -> Window:
+        """The window of residues between others."""
+        before, target, after = map(self.encode_residues, (context, residues, residues.suffix))
+        return dataclasses.replace(self.continuation(before, target, after), known=residues.known)
 
     def scorable(self, ids: list[int]) -> list[int]:
         """The ids of a text; raises DuelError if the mask token is among them."""

@@ -1,0 +1,216 @@
+"""Deep mutational scans from files in ProteinGym's format: does log p of a variant rank what was measured?
+
+A file is an assay: rows of `mutant` ("A24G", "A24G:K30R"), `mutated_sequence`, `DMS_score`, and `DMS_score_bin` where
+there is one. The score of a variant is
+
+    joint       log p(its residues at the mutated sites | all others) - the same of the wild type: for one site the
+                masked marginal, for several the exact joint under the rule
+    marginals   the sum over sites of that of each site alone, the others as in the wild type
+    sequence    log p of the whole sequence, for insertions and deletions
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from lm_eval.api.instance import Instance
+
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.tasks import metadata, own_text
+from lm_eval_duel.tasks.gap import Residues
+from lm_eval_duel.tasks.infilling import base_config, base_task
+from lm_eval_duel.tasks.residues import LETTERS
+
+if TYPE_CHECKING:
+    import datasets
+
+log = logging.getLogger("lm_eval.duel_mdm")
+
+SUBSTITUTION = re.compile(r"([A-Z])(\d+)([A-Z])")  # wild type, position from 1, mutant
+DRAWS = 1000  # of a bootstrap
+
+
+# ---------------------------------------------------------------- files -> documents
+
+
+def assays(**model_args: Any) -> dict[str, datasets.Dataset]:
+    """The variants of the files that --metadata names, and how each is scored."""
+    import datasets
+
+    settings = metadata.read(model_args)
+    scoring = settings.get("scoring", "joint")
+    records = []
+    for file in own_text.find(metadata.files_of(settings, "proteingym")):
+        records += list(_variants(file, scoring))
+    if not records:
+        raise DuelError("The files of task proteingym have no row; it needs at least one variant.")
+    return {"test": datasets.Dataset.from_list(records)}
+
+
+def _variants(file: Path, scoring: str) -> Iterator[dict[str, Any]]:
+    """The documents of an assay. If one variant is not a set of substitutions, all are scored as whole sequences."""
+    rows = list(own_text.rows([str(file)]))
+    substitutions = [_substitutions(row.get("mutant")) for _, row in rows]
+    if scoring != "sequence" and not all(substitutions):
+        log.info("%s has variants that are not substitutions: all are scored as whole sequences", file)
+        scoring = "sequence"
+    wild_type = None
+    for (name, row), changes in zip(rows, substitutions, strict=True):
+        sequence = own_text.column(name, row, "mutated_sequence")
+        if not isinstance(sequence, str) or not sequence or set(sequence) - LETTERS:
+            raise DuelError(f"{name}: mutated_sequence is {sequence!r}, not upper-case letters of residues.")
+        measured = own_text.column(name, row, "DMS_score")
+        if isinstance(measured, bool) or not isinstance(measured, int | float) or not np.isfinite(measured):
+            raise DuelError(f"{name}: DMS_score is {measured!r}, not a number.")
+        document = {"assay": file.stem, "mutant": str(row.get("mutant")), "DMS_score": float(measured)}
+        document |= {"DMS_score_bin": row.get("DMS_score_bin"), "scoring": scoring, "sequence": sequence}
+        if scoring != "sequence":
+            original = _undone(name, sequence, changes)
+            wild_type = wild_type or original
+            if original != wild_type:
+                raise DuelError(f"{name}: without {row['mutant']} the sequence is not that of the rows before.")
+            document |= {"wild_type": wild_type, "sites": sorted(changes)}
+        yield document
+
+
+def _substitutions(mutant: Any) -> dict[int, tuple[str, str]]:
+    """(wild type, mutant) of each site, counted from 0; empty if `mutant` is not a set of substitutions."""
+    parts = [SUBSTITUTION.fullmatch(part) for part in str(mutant).split(":")]
+    return {int(part[2]) - 1: (part[1], part[3]) for part in parts} if all(parts) else {}
+
+
+def _undone(name: str, sequence: str, changes: dict[int, tuple[str, str]]) -> str:
+    """The sequence before the substitutions."""
+    residues = list(sequence)
+    for site, (before, after) in changes.items():
+        if not 0 <= site < len(residues) or residues[site] != after:
+            raise DuelError(f"{name}: mutated_sequence has no {after} at position {site + 1}, as `mutant` says.")
+        residues[site] = before
+    return "".join(residues)
+
+
+# ---------------------------------------------------------------- documents -> requests -> scores
+
+
+def parts(doc: dict[str, Any]) -> list[tuple[int, str, Residues]]:
+    """(sign, context, residues) of each log-likelihood in the score of a variant."""
+    if doc["scoring"] == "sequence":
+        return [(1, "", Residues(doc["sequence"]))]
+    sets = [doc["sites"]] if doc["scoring"] == "joint" else [[site] for site in doc["sites"]]
+    return [_part(doc, sites, sign) for sites in sets for sign in (1, -1)]
+
+
+def _part(doc: dict[str, Any], sites: list[int], sign: int) -> tuple[int, str, Residues]:
+    """The residues at `sites` of the variant (sign 1) or of the wild type (-1), all others as in the wild type."""
+    row, start, end = list(doc["wild_type"]), sites[0], sites[-1] + 1
+    if sign == 1:
+        for site in sites:
+            row[site] = doc["sequence"][site]
+    known = [site - start for site in range(start, end) if site not in sites]
+    text = "".join(row)
+    return sign, text[:start], Residues(text[start:end], text[end:], known)
+
+
+class Assays(base_task("LoglikelihoodTask")):
+    """`proteingym`."""
+
+    def __init__(self, config: dict[str, Any]):
+        super().__init__(config=base_config(config))
+
+    def construct_requests(self, doc: dict[str, Any], ctx: str, **kwargs: Any) -> list[Instance]:
+        kwargs = {key: value for key, value in kwargs.items() if key not in ("apply_chat_template", "chat_template")}
+        return [
+            Instance(request_type="loglikelihood", doc=doc, arguments=(context, residues), idx=n, **kwargs)
+            for n, (_, context, residues) in enumerate(parts(doc))
+        ]
+
+
+class Variant(NamedTuple):
+    """What the metrics read."""
+
+    assay: str
+    score: float
+    measured: float
+    fit: int | None
+
+
+def variant(doc: dict[str, Any], results: list[Any]) -> dict[str, Variant]:
+    """The score of a variant beside what was measured."""
+    score = sum(sign * answer[0] for (sign, *_), answer in zip(parts(doc), results, strict=True))
+    fit = doc["DMS_score_bin"]
+    item = Variant(doc["assay"], float(score), doc["DMS_score"], None if fit is None else int(fit))
+    names = ("spearman",) if fit is None else ("spearman", "auc")
+    return {f"{name}{end}": item for name in names for end in ("", "_low", "_high")}
+
+
+# ---------------------------------------------------------------- scores -> metrics
+
+
+def ranks(values: np.ndarray) -> np.ndarray:
+    """From 1; equal values share the mean of their ranks."""
+    _, kind, count = np.unique(values, return_inverse=True, return_counts=True)
+    return (count.cumsum() - (count - 1) / 2)[kind]
+
+
+def rank_correlation(scores: np.ndarray, measured: np.ndarray) -> float:
+    """Spearman's; NaN if one side is constant."""
+    a, b = ranks(scores), ranks(measured)
+    a, b = a - a.mean(), b - b.mean()
+    size = np.sqrt((a @ a) * (b @ b))
+    return float(a @ b / size) if size else float("nan")
+
+
+def area_under_curve(scores: np.ndarray, fit: np.ndarray) -> float:
+    """The probability that a variant with DMS_score_bin 1 scores above one with 0; NaN if there is only one kind."""
+    fit = fit.astype(bool)
+    above, below = int(fit.sum()), int((~fit).sum())
+    if not above or not below:
+        return float("nan")
+    return float((ranks(scores)[fit].sum() - above * (above + 1) / 2) / (above * below))
+
+
+def with_interval(count: int, statistic: Callable[[np.ndarray], float]) -> tuple[float, float, float]:
+    """statistic(all indices) with its 95 % bootstrap interval; draws in which it is not defined are left out."""
+    generator = np.random.default_rng(0)
+    drawn = np.array([statistic(generator.integers(count, size=count)) for _ in range(DRAWS)])
+    drawn = drawn[np.isfinite(drawn)]
+    low, high = np.percentile(drawn, (2.5, 97.5)) if len(drawn) else (np.nan, np.nan)
+    return statistic(np.arange(count)), float(low), float(high)
+
+
+@functools.lru_cache(maxsize=4)
+def by_assay(name: str, items: tuple[Variant, ...]) -> dict[str, tuple[float, float, float]]:
+    """A metric of each assay with its interval over variants, and under "" the mean over assays with its own."""
+    measure = rank_correlation if name == "spearman" else area_under_curve
+    table = {}
+    for assay in dict.fromkeys(item.assay for item in items):
+        rows = [item for item in items if item.assay == assay]
+        scores = np.array([item.score for item in rows])
+        against = np.array([item.measured if name == "spearman" else item.fit for item in rows])
+        table[assay] = with_interval(len(rows), lambda n, s=scores, a=against: measure(s[n], a[n]))
+        log.info("%s of %s: %.3f (%.3f to %.3f), %d variants", name, assay, *table[assay], len(rows))
+    means = np.array([value for value, *_ in table.values() if np.isfinite(value)])
+    if len(table) == 1:
+        table[""] = next(iter(table.values()))
+    elif len(means):
+        table[""] = with_interval(len(means), lambda n: float(means[n].mean()))
+        log.info("%s, mean of %d assays: %.3f (%.3f to %.3f)", name, len(means), *table[""])
+    return table or {"": (float("nan"),) * 3}
+
+
+def _metric(name: str, column: int) -> Callable[[list[Variant]], float]:
+    def aggregate(items: list[Variant]) -> float:
+        table = by_assay(name, tuple(Variant(*item) for item in items))
+        return table.get("", (float("nan"),) * 3)[column]
+
+    return aggregate
+
+
+spearman, spearman_low, spearman_high = (_metric("spearman", column) for column in range(3))
+auc, auc_low, auc_high = (_metric("auc", column) for column in range(3))

@@ -1,0 +1,150 @@
+"""The task proteingym on a tiny random ESM-2: scores against a loop by hand, metrics against their definitions."""
+
+import csv
+import functools
+import math
+
+import numpy as np
+import pytest
+from encoder_reference import PROTEIN_MASK, VOCABULARY, esm, esm_logits
+from harness_runs import evaluate
+
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.tasks import assays
+from lm_eval_duel.tasks.gap import Residues
+
+WILD = "MKTAYIAKQRQISF"
+VARIANTS = ["K2A", "K2W", "T3G", "R10L", "K2A:T3G", "T3W:R10L", "K2V:Y5D:F14M", "Y5C:I6D:A7E"]
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory):
+    """The folder of a network, and its logits of ids in float64."""
+    path, w = esm(tmp_path_factory.mktemp("esm"))
+    return path, functools.cache(lambda row: esm_logits(w, row))
+
+
+def mutated(mutant):
+    residues = list(WILD)
+    for part in mutant.split(":"):
+        assert residues[int(part[1:-1]) - 1] == part[0]
+        residues[int(part[1:-1]) - 1] = part[-1]
+    return "".join(residues)
+
+
+def log_prob(logits, sequence, sites):
+    """log p of the residues at `sites` given all others, the most certain first."""
+    row, total = [0, *(VOCABULARY.index(residue) for residue in sequence), 2], 0.0
+    masked = {site + 1 for site in sites}
+    while masked:
+        logs = logits(tuple(PROTEIN_MASK if i in masked else token for i, token in enumerate(row))).clone()
+        logs[:, PROTEIN_MASK] = -math.inf
+        logs = logs.log_softmax(-1)
+        i = max(sorted(masked), key=lambda i: float(logs[i].max()))
+        total += float(logs[i, row[i]])
+        masked.remove(i)
+    return total
+
+
+def by_hand(logits, scoring, mutant):
+    sites = [int(part[1:-1]) - 1 for part in mutant.split(":")]
+    if scoring == "joint":
+        return log_prob(logits, mutated(mutant), sites) - log_prob(logits, WILD, sites)
+    total = 0.0
+    for part, site in zip(mutant.split(":"), sites, strict=True):
+        total += log_prob(logits, mutated(part), [site]) - log_prob(logits, WILD, [site])
+    return total
+
+
+def write(file, rows):
+    with file.open("w", newline="") as lines:
+        writer = csv.DictWriter(lines, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return str(file)
+
+
+def substitutions(scores=range(len(VARIANTS))):
+    return [
+        {"mutant": mutant, "mutated_sequence": mutated(mutant), "DMS_score": score}
+        for mutant, score in zip(VARIANTS, scores, strict=True)
+    ]
+
+
+def run(path, files, scoring="joint"):
+    found = evaluate(
+        "proteingym",
+        f"pretrained={path},rule=greedy,block=none",
+        metadata={"files": files, "scoring": scoring},
+        bootstrap_iters=0,
+    )
+    samples = found["samples"]["proteingym"]
+    return found["results"]["proteingym"], {sample["doc"]["mutant"]: sample["spearman"][1] for sample in samples}
+
+
+@pytest.mark.parametrize("scoring", ["joint", "marginals"])
+def test_scores_are_those_of_a_loop_by_hand_and_rank_a_known_order(network, tmp_path, scoring):
+    path, logits = network
+    expected = {mutant: by_hand(logits, scoring, mutant) for mutant in VARIANTS}
+    rows = substitutions(expected.values())
+    for row in rows:
+        row["DMS_score_bin"] = int(row["DMS_score"] > np.median(list(expected.values())))
+    turned = [{**row, "DMS_score": -row["DMS_score"], "DMS_score_bin": 1 - row["DMS_score_bin"]} for row in rows]
+    results, found = run(path, [write(tmp_path / "right.csv", rows)], scoring)
+    assert found == pytest.approx(expected, abs=1e-4)
+    assert results["spearman,none"] == pytest.approx(1) and results["auc,none"] == pytest.approx(1)
+    assert results["spearman_low,none"] <= 1 + 1e-12
+    files = [str(tmp_path / "right.csv"), write(tmp_path / "turned.csv", turned)]
+    results, _ = run(path, files, scoring)
+    assert results["spearman,none"] == pytest.approx(0, abs=1e-12) and results["auc,none"] == pytest.approx(0.5)
+    assert results["spearman_low,none"] == pytest.approx(-1) and results["spearman_high,none"] == pytest.approx(1)
+
+
+def test_insertions_and_deletions_are_scored_as_whole_sequences(network, tmp_path):
+    path, logits = network
+    rows = [
+        {"mutant": sequence, "mutated_sequence": sequence, "DMS_score": n}
+        for n, sequence in enumerate([WILD, WILD[:4] + WILD[5:], WILD[:4] + "GG" + WILD[4:]])
+    ]
+    results, found = run(path, write(tmp_path / "indels.csv", rows))
+    expected = {sequence: log_prob(logits, sequence, range(len(sequence))) for sequence in found}
+    assert len(found) == 3 and found == pytest.approx(expected, abs=1e-4)
+    assert "auc,none" not in results
+
+
+def test_spearman_and_auc_are_those_of_their_definitions():
+    generator = np.random.default_rng(0)
+    scores, measured = generator.integers(0, 6, 40).astype(float), generator.normal(size=40)
+    fit = measured > 0
+    pairs = [(a > b) + 0.5 * (a == b) for a in scores[fit] for b in scores[~fit]]
+    assert assays.area_under_curve(scores, fit) == pytest.approx(np.mean(pairs))
+    rank = [sum(scores < s) + (sum(scores == s) + 1) / 2 for s in scores]
+    assert assays.ranks(scores).tolist() == rank
+    other = [sum(measured < m) + 1 for m in measured]
+    assert assays.rank_correlation(scores, measured) == pytest.approx(np.corrcoef(rank, other)[0, 1])
+    assert math.isnan(assays.rank_correlation(np.ones(4), measured[:4]))
+    assert math.isnan(assays.area_under_curve(scores, np.ones(40)))
+    value, low, high = assays.with_interval(40, lambda n: assays.rank_correlation(measured[n], measured[n] + scores[n]))
+    assert low < value < high
+
+
+@pytest.mark.parametrize(
+    ("row", "names"),
+    [
+        ({"mutant": "K2A", "mutated_sequence": WILD, "DMS_score": 1.0}, "position 2"),
+        ({"mutant": "K99A", "mutated_sequence": WILD, "DMS_score": 1.0}, "position 99"),
+        ({"mutant": "W2A", "mutated_sequence": mutated("K2A"), "DMS_score": 1.0}, "rows before"),
+        ({"mutant": "K2A", "mutated_sequence": "mka", "DMS_score": 1.0}, "mutated_sequence"),
+        ({"mutant": "K2A", "mutated_sequence": mutated("K2A"), "DMS_score": "high"}, "DMS_score"),
+    ],
+)
+def test_wrong_rows_are_named(tmp_path, row, names):
+    file = write(tmp_path / "assay.csv", [*substitutions()[2:3], row])
+    with pytest.raises(DuelError, match=names):
+        assays.assays(files=file)
+
+
+def test_other_models_are_refused():
+    with pytest.raises(DuelError, match="bidirectional"):
+        "MK" + Residues("T", "AY")
+    assert Residues("TAY", "K", (1,)).digest != Residues("TAY", "K").digest
