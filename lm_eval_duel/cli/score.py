@@ -42,7 +42,7 @@ and model args. Words are those of the text without white space around it; the h
 ends in a newline. An estimate or a bound has its Monte Carlo error in a column of its own.
 --compare scores the same texts under other models and ends with the paired differences: in nats per token if both
 count the same tokens, else per byte, each with its 95 % interval over documents and a verdict.
-A .jsonl, .json or .parquet file has a document in each row (--field names the column); a .txt or .md file is one
+A .jsonl, .json, .parquet or .csv file has a document in each row (--field names the column); a .txt or .md file is one
 document, or with --lines one for each line. The file - is standard input.
 """
 

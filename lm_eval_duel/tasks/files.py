@@ -45,12 +45,6 @@ def _parquet(file: Path) -> pyarrow.Table:
     return pyarrow.parquet.read_table(file)
 
 
-def _csv(file: Path) -> pyarrow.Table:
-    import pyarrow.csv
-
-    return pyarrow.csv.read_csv(file)
-
-
 def _json(file: Path) -> pyarrow.Table:
     """One record per line, or one list of records."""
     import pyarrow
@@ -66,4 +60,4 @@ def json_records(file: Path) -> list[Any]:
         return json.load(content) if first == "[" else [json.loads(line) for line in content if line.strip()]
 
 
-FORMATS = {".parquet": _parquet, ".jsonl": _json, ".json": _json, ".csv": _csv}  # readers, by file name extension
+FORMATS = {".parquet": _parquet, ".jsonl": _json, ".json": _json}  # readers, by file name extension

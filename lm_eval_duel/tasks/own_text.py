@@ -13,7 +13,7 @@ from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.tasks import files
 
 PLAIN = (".txt", ".md")
-FORMATS = (*PLAIN, *files.FORMATS)
+FORMATS = (*PLAIN, *files.FORMATS, ".csv")
 STDIN = "-"
 
 
@@ -71,7 +71,7 @@ def rows(patterns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """(name, row) of each row of tables (.jsonl, .json, .parquet, .csv)."""
     for file in find(patterns):
         if file.suffix in PLAIN:
-            raise DuelError(f"{file} has no columns; this task reads {', '.join(files.FORMATS)}.")
+            raise DuelError(f"{file} has no columns; this task reads .jsonl, .json, .parquet or .csv.")
         for number, row in enumerate(_records(file), 1):
             yield f"{file}:{number}", row
 
@@ -87,8 +87,15 @@ def column(name: str, row: dict[str, Any], key: str) -> Any:
 
 def _records(file: Path) -> list[dict[str, Any]]:
     """The rows of a table. Columns of a JSON file may hold values of several types."""
-    if file.suffix in (".parquet", ".csv"):
+    if file.suffix == ".parquet":
         return files.table(str(file)).to_pylist()
+    if file.suffix == ".csv":
+        import pyarrow.csv
+
+        try:
+            return pyarrow.csv.read_csv(file).to_pylist()
+        except (OSError, pyarrow.ArrowInvalid) as error:
+            raise DuelError(f"{file} cannot be read as CSV with a header ({error}).") from None
     try:
         records = files.json_records(file)
     except (OSError, ValueError, RecursionError) as error:

@@ -64,7 +64,7 @@ def write(file, rows):
     return str(file)
 
 
-def substitutions(scores=range(len(VARIANTS))):
+def substitutions(scores=range(8)):
     return [
         {"mutant": mutant, "mutated_sequence": mutated(mutant), "DMS_score": score}
         for mutant, score in zip(VARIANTS, scores, strict=True)
@@ -148,3 +148,9 @@ def test_other_models_are_refused():
     with pytest.raises(DuelError, match="bidirectional"):
         "MK" + Residues("T", "AY")
     assert Residues("TAY", "K", (1,)).digest != Residues("TAY", "K").digest
+
+
+def test_a_file_that_is_no_table_is_named(tmp_path):
+    (tmp_path / "empty.csv").touch()
+    with pytest.raises(DuelError, match=r"empty\.csv"):
+        assays.assays(files=str(tmp_path / "empty.csv"))

@@ -72,7 +72,7 @@ def test_parquet(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.csv", "x", "is not .txt"),
+        ("a.xlsx", "x", "is not .txt"),
         ("a.txt", "", "no text to score"),
         ("a.jsonl", '{"txt": "x"}', "Unknown column 'text'. Did you mean txt"),
         ("a.jsonl", '{"text": 3}', "holds int, not text"),

@@ -129,7 +129,7 @@ def test_every_recipe_begins_with_its_table_and_stands_in_the_docs():
 
 
 def test_metadata_is_what_the_tasks_read():
-    assert set(metadata.READERS) == METADATA | {"data_dir", "rows", "bos", "files", "field", "lines"}
+    assert set(metadata.READERS) == METADATA | {"data_dir", "rows", "bos", "files", "field", "lines", "scoring"}
 
 
 def test_where_the_recipes_are(capsys):
