@@ -52,7 +52,9 @@ class OneRow:
         self.suffix = len(window.suffix)
         self.x = [*window.context, *window.target, *[self.m] * window.tail, *window.suffix]
         self.zero = 0 if grid == "row" and block is not None else self.origin  # blocks count from here
-        self.blocks = reference.cut(range(self.origin, self.end), block, self.zero)
+        self.known = [self.origin + index for index in window.known]
+        scored = [column for column in range(self.origin, self.end) if column not in self.known]
+        self.blocks = reference.cut(scored, block, self.zero)
         self._causal: torch.Tensor | None = None  # (L, V)
 
     def span(self, position: int) -> tuple[int, int]:
@@ -114,6 +116,7 @@ class OneRow:
             if denoiser.bos == "official":  # context and suffix do not count, where they are visible
                 counted[self.origin : len(shown) - self.suffix] = False
                 counted = masked | ~counted
+                counted[self.known] = False
             share = masked.sum().double() / counted.sum()
             return denoiser.features(ids, None, sigma=denoiser.noise_level(share[None]))[0]
         if not denoiser.by_blocks:

@@ -217,6 +217,8 @@ def _problem(denoiser: Denoiser, block: int | None, grid: str, window: Window, i
             )
     if window.known and (denoiser.attention != "bidirectional" or denoiser.cache):
         return "has known target positions, which only a bidirectional network without cache= sees from the first step."
+    if window.known and "cfg_scale" in denoiser.describe():
+        return "has known target positions, and cfg_scale masks what is given: leave one of them out."
     if window.tail:
         end = len(window.target) + (len(window.context) if grid == "row" else 0)
         if block is None or end % block:

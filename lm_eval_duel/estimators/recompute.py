@@ -75,7 +75,7 @@ def recompute(estimator: Estimator, window: Window) -> Recomputed:
 def _by_reference(network: OneRow, rule: reference.Rule, route: str) -> Recomputed:
     path = reference.log_likelihood(network.x, network.blocks, network, rule, network.m)
     steps = steps_in_blocks(network.blocks, path.sigma)
-    return Recomputed(path.ll, tuple(steps[position] for position in range(network.origin, network.end)), route)
+    return Recomputed(path.ll, tuple(steps.get(position, -1) for position in range(network.origin, network.end)), route)
 
 
 def steps_in_blocks(blocks: Sequence[Sequence[int]], sigma: Sequence[Sequence[int]]) -> dict[int, int]:
