@@ -1,4 +1,4 @@
-"""`lm-eval-duel bench`: speed and memory compared with Algorithm 2 as printed."""
+"""`lm-eval-duel bench`: speed and memory compared with the loops that people run."""
 
 from __future__ import annotations
 

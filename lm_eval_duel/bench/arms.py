@@ -1,4 +1,11 @@
-"""What `bench` measures: a network, a spec and windows, the ways to score them, and their time and memory."""
+"""What `bench` measures: a network, a spec and windows, and the arms that score them.
+
+loop        the loop that people run with such a network (loops.py)
+ours        this package
+forwards    the network calls of ours alone: no code around these calls can be faster
+uncached    with --cache: ours without it
+two_phase   with --estimator two_phase: the estimate of the same value
+"""
 
 from __future__ import annotations
 
@@ -12,17 +19,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lm_eval_duel import denoisers
-from lm_eval_duel.bench.options import CACHED, TWO_PHASE, Settings
-from lm_eval_duel.bench.textbook import KeptKeys, Loop, WholeRow, algorithm2, check, one_by_one
+from lm_eval_duel.bench.loops import algorithm2, loop_for
+from lm_eval_duel.bench.options import TWO_PHASE, Settings
 from lm_eval_duel.core.denoiser import Denoiser
-from lm_eval_duel.core.scores import WindowScore
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers import random_network, self_tests
 from lm_eval_duel.denoisers.cached.denoiser import Cached
@@ -33,73 +39,55 @@ from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.phases import Phases
 from lm_eval_duel.estimators.two_phase import TwoPhase
 
-LOOPS = {"textbook": WholeRow, "textbook_kv": KeptKeys}
-MEMORY_STEPS = 2  # steps on which the textbook loop's memory is measured: every step needs the same
-
 
 class Bench:
     """A network, a spec and windows, and the arms on them."""
 
     def __init__(self, settings: Settings):
         self.settings = settings
-        self.plain = _load(settings)
+        plain = _load(settings)
         cache = None if settings.cache == "none" else settings.cache
-        self.denoiser = Cached(self.plain, cache) if cache else self.plain
+        self.denoiser = Cached(plain, cache) if cache else plain
+        self.title = loop_for(self.denoiser).title
         self.windows = _windows(self.denoiser, settings)
-        check(self.denoiser, self.windows)
-        named_blocks = {"auto": _block(settings) if _is_random(settings) else "auto", "none": None}
-        block = named_blocks.get(settings.block, settings.positions)
-        self.duel = DuelEstimator(self.denoiser, settings.rule_text, block, batch_size=settings.batch_size)
-        self.uncached = self.duel
+        auto = _block(settings) if _is_random(settings) else "auto"
+        block = {"auto": auto, "none": None}.get(settings.block, settings.positions)
+        shared = settings.rule_text, block
+        self.duel = DuelEstimator(self.denoiser, *shared, batch_size=settings.batch_size)
+        self.estimators: dict[str, DuelEstimator | TwoPhase] = {"ours": self.duel}
         if cache:
-            self.uncached = DuelEstimator(self.plain, settings.rule_text, block, batch_size=settings.batch_size)
-        self.two_phase: TwoPhase | None = None
+            self.estimators["uncached"] = DuelEstimator(plain, *shared, batch_size=settings.batch_size)
         if settings.estimator == TWO_PHASE:
-            self.two_phase = TwoPhase(
-                self.plain, settings.rule_text, block, batch_size=settings.batch_size, sample=settings.sample
-            )
+            sample = settings.sample
+            self.estimators[TWO_PHASE] = TwoPhase(plain, *shared, batch_size=settings.batch_size, sample=sample)
 
     @property
-    def loops(self) -> list[str]:
-        """The textbook loops that this network supports."""
-        if self.denoiser is not self.plain:
-            return ["textbook", CACHED]
-        keeps = self.denoiser.attention == "block_causal" and self.denoiser.anchor == "row"
-        return [name for name in LOOPS if name == "textbook" or keeps]
+    def arms(self) -> list[str]:
+        """The arms of these settings."""
+        return ["loop", *self.estimators, "forwards"]
 
-    def loop(self, name: str, windows: Sequence[Window] | None = None, max_steps: int | None = None) -> Loop:
-        """Run a textbook loop over `windows` (default: all), for `max_steps` steps at most."""
-        duel, windows = self.duel, windows or self.windows
-        if name == CACHED:
-            return one_by_one(self.denoiser, duel.rule, duel.block, duel.grid, windows, max_steps)
-        return algorithm2(LOOPS[name], self.plain, duel.rule, duel.block, duel.grid, windows, max_steps)
-
-    def last_blocks(self, count: int) -> Window:
-        """The first window with its last `count` blocks as the target (without a cache, all blocks cost the same)."""
-        ids = self.windows[0].context + self.windows[0].target
-        start = self.uncached.blocks(self.windows[0])[-count][0]
-        return Window(ids[:start], ids[start:])
-
-    def record(self) -> tuple[Recording, list[WindowScore]]:
-        """Record the network calls of one run of ours; returns them and the scores."""
-        recording, before = Recording(self.denoiser), self.duel.counts.forwards
+    @cached_property
+    def recording(self) -> Recording:
+        """The network calls of ours."""
+        recording = Recording(self.denoiser)
         with recording.record():
-            scores = self.duel.log_prob(self.windows)
-        counted = self.duel.counts.forwards - before
-        if recording.forwards != counted:
-            raise DuelError(f"The recording holds {recording.forwards} network calls, but ours counted {counted}.")
-        return recording, scores
+            self.duel.log_prob(self.windows)
+        return recording
 
-    def two_phase_sample(self) -> Phases:
-        """The sums of a two-phase estimate of the windows, and of its costs."""
-        assert self.two_phase is not None
-        return Phases.total(Phases.read(score.phases) for score in self.two_phase.log_prob(self.windows))
+    def run(self, arm: str, windows: Sequence[Window] | None = None) -> tuple[float, Any]:
+        """Run an arm over `windows` (default: all). Returns its seconds and its result."""
+        windows = windows or self.windows
+        if arm == "forwards":
+            return self.seconds(self.recording.replay)
+        if arm == "loop":
+            return self.seconds(partial(algorithm2, self.duel, windows))
+        return self.seconds(partial(self.estimators[arm].log_prob, windows))
 
-    def seconds(self, run: Callable[[], Any]) -> tuple[float, Any]:
-        """The time of a run in seconds, and its result."""
+    def seconds(self, work: Callable[[], Any]) -> tuple[float, Any]:
+        """The time of some work in seconds, and its result."""
         self._wait()
         began = time.perf_counter()
-        result = run()
+        result = work()
         self._wait()
         return time.perf_counter() - began, result
 
@@ -107,38 +95,31 @@ class Bench:
         if self.denoiser.device.type == "cuda":
             torch.cuda.synchronize(self.denoiser.device)
 
-    def steps(self, scores: Sequence[WindowScore]) -> int:
-        """Steps of the textbook loop: in each block as many as its slowest window needs."""
-        width = self.duel.block or self.settings.length
-        offset = len(self.windows[0].context) if self.duel.grid == "row" else 0
-        slowest: dict[int, int] = {}
-        for result in scores:
-            for n, step in enumerate(result.reveal_steps):
-                number = (n + offset) // width
-                slowest[number] = max(slowest.get(number, 0), step + 1)
-        return sum(slowest.values())
-
-    def cut(self, seconds: float) -> list[Window]:
-        """The first --compare_windows windows, shortened until the textbook loop takes about `seconds` for them."""
-        windows, block = self.windows[: self.settings.compare_windows], self.duel.block or 1
-        count = len(windows[0].target)
-        while count > block:
-            per_step, _ = self.seconds(partial(self.loop, "textbook", windows, 1))
-            if per_step * count <= seconds:
-                break
-            count = max(block, count // 2 // block * block)
-            windows = [Window(window.context, window.target[:count]) for window in windows]
-        return windows
+    def count(self, arm: str) -> tuple[dict[str, Any], Any]:
+        """The network calls, rows and token-rows of an arm's first run, and its result."""
+        if arm == "forwards":
+            recording, result = self.recording, None
+        else:
+            recording = Recording(self.estimators.get(arm, self.duel).denoiser, keep=False)
+            with recording.record():
+                _, result = self.run(arm)
+        counts = {"forwards": recording.forwards, "rows": recording.rows, "token_rows": recording.tokens}
+        if arm == TWO_PHASE:  # its calls are spread over two networks
+            counted, sums = self.estimators[arm].counts, Phases.total(Phases.read(score.phases) for score in result)
+            tokens = sums.cached_token_rows + sums.uncached_token_rows
+            sample = {"blocks": sums.blocks, "sampled": sums.sampled, "log_prob_stderr": sums.stderr}
+            counts = {"forwards": counted.forwards, "rows": counted.rows, "token_rows": tokens, "sample": sample}
+        return counts, result
 
     # ------------------------------------------------------------ memory
 
     def peak_bytes(self, arm: str) -> int:
-        """Peak memory of an arm beyond what a small warm-up leaves allocated; on a CPU measured in a fresh process."""
+        """Peak memory of an arm on all windows, beyond the weights; on a CPU measured in a process of its own."""
         device = self.denoiser.device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             before = torch.cuda.memory_allocated(device)
-            self._once(arm)
+            self.run(arm)
             return torch.cuda.max_memory_allocated(device) - before
         words = dataclasses.replace(self.settings, json=None, peak_of=arm).words()
         command = [sys.executable, "-m", "lm_eval_duel", "bench", *words]
@@ -149,29 +130,22 @@ class Bench:
         return int(done.stdout.split()[-1])
 
     def own_peak_bytes(self, arm: str) -> int:
-        """Peak memory of an arm in this process, which has done nothing else."""
+        """Peak memory of an arm beyond what a warm-up on one block leaves allocated, in a process of its own."""
         window = self.windows[0]
-        self._once(arm, [Window(window.context, window.target[: self.duel.block or 1])])
+        first = Window(window.context, window.target[: self.duel.block or 1])
+        self.run("ours" if arm == "forwards" else arm, [first])
+        if arm == "forwards":
+            self.recording  # noqa: B018 - made before the measurement begins
         with contextlib.suppress(AttributeError, OSError):
-            ctypes.CDLL(None).malloc_trim(0)  # memory that the warm-up freed but the process kept would hide later use
+            ctypes.CDLL(None).malloc_trim(0)  # memory that was freed but that the process kept would hide later use
         before = _resident("VmRSS")
         try:
             Path("/proc/self/clear_refs").write_text("5")  # reset VmHWM
         except OSError:
-            self._once(arm)
+            self.run(arm)
             return max(0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before)
-        self._once(arm)
+        self.run(arm)
         return _resident("VmHWM") - before
-
-    def _once(self, arm: str, windows: Sequence[Window] | None = None) -> None:
-        if arm == TWO_PHASE and self.two_phase is not None:
-            self.two_phase.log_prob(windows or self.windows)
-        elif arm == "uncached":
-            self.uncached.log_prob(windows or [self.last_blocks(1)])
-        elif arm in self.loops:
-            self.loop(arm, windows, MEMORY_STEPS if arm == "textbook" else None)
-        else:
-            self.duel.log_prob(windows or self.windows)
 
 
 def _resident(key: str) -> int:
@@ -228,8 +202,8 @@ class Recording:
 
     NAMES = ("features", "stream", "head")
 
-    def __init__(self, denoiser: Denoiser):
-        self.denoiser = denoiser
+    def __init__(self, denoiser: Denoiser, keep: bool = True):
+        self.denoiser, self.keep = denoiser, keep  # keep=False: counts alone
         self.names = getattr(denoiser, "calls", self.NAMES)
         self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
         self.forwards = self.rows = self.tokens = 0
@@ -251,12 +225,13 @@ class Recording:
 
         def recorder(*args: Any, **kwargs: Any) -> Any:
             if not self._inside:
-                bound = signature.bind(*args, **kwargs)
-                # past is large and read-only; its values do not affect the time
-                for key, value in bound.arguments.items():
-                    if key != "past":
-                        bound.arguments[key] = _copy(value)
-                self.calls.append((name, bound.args, bound.kwargs))
+                if self.keep:
+                    bound = signature.bind(*args, **kwargs)
+                    # past is large and read-only; its values do not affect the time
+                    for key, value in bound.arguments.items():
+                        if key != "past":
+                            bound.arguments[key] = _copy(value)
+                    self.calls.append((name, bound.args, bound.kwargs))
                 if name != "head":
                     self.forwards += 1
                     self.rows += len(args[0])
@@ -270,9 +245,9 @@ class Recording:
         return recorder
 
     @torch.inference_mode()
-    def replay(self, max_calls: int | None = None) -> None:
-        """Repeat the calls in order, the first `max_calls` of them."""
-        for name, args, kwargs in self.calls[:max_calls]:
+    def replay(self) -> None:
+        """Repeat the calls in order."""
+        for name, args, kwargs in self.calls:
             getattr(self.denoiser, name)(*args, **kwargs)
 
 

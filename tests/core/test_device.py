@@ -74,7 +74,7 @@ def test_a_network_in_memory_and_its_gradients_as_on_the_cpu(tmp_path):
 
 
 @pytest.mark.slow
-def test_waits_are_counted_on_a_cpu_as_on_the_device_and_are_few(tmp_path):
+def test_the_host_seldom_waits_for_the_device(tmp_path):
     results = run(tmp_path, "waits")
-    assert [result["on_cpu"] for result in results] == [result["on_device"] for result in results]
-    assert all(result["on_device"]["total"] <= FEW * result["calls"] for result in results)
+    assert len(results) == 3
+    assert all(0 < result["total"] <= FEW * result["calls"] for result in results)

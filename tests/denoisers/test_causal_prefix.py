@@ -17,7 +17,7 @@ from textbook import score
 from toys import CausalPrefix
 
 from lm_eval_duel import denoisers, rules
-from lm_eval_duel.bench.textbook import WholeRow, algorithm2
+from lm_eval_duel.bench.loops import algorithm2
 from lm_eval_duel.cli.inspect import inspect
 from lm_eval_duel.core import block_causal
 from lm_eval_duel.core.windows import Window
@@ -251,7 +251,7 @@ def test_the_model_of_the_harness(checkpoint, first_token):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first_token", FIRST)
-def test_the_textbook_loop_of_bench(checkpoint, first_token):
+def test_the_loop_of_bench(checkpoint, first_token):
     path, _ = checkpoint
     for last_block, length in (("fill", 16), ("cut", 15)):
         denoiser = denoisers.load(path, device="cpu", first_token=first_token, last_block=last_block)
@@ -259,7 +259,7 @@ def test_the_textbook_loop_of_bench(checkpoint, first_token):
         windows = [Window(row[:2], row[2:]) for row in rows]
         for rule in ("greedy", "threshold:mu=0.3"):
             duel = DuelEstimator(denoiser, rule)
-            loop = algorithm2(WholeRow, denoiser, duel.rule, duel.block, duel.grid, windows)
+            loop = algorithm2(duel, windows)
             for row, scored in enumerate(duel.log_prob(windows)):
                 assert tuple(loop.reveal_steps[row].tolist()) == scored.reveal_steps
                 assert loop.token_logprobs[row].tolist() == pytest.approx(scored.token_logprobs, abs=1e-4)

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from textbook import score
 
 from lm_eval_duel import Duel, denoisers, rules
-from lm_eval_duel.bench.textbook import WholeRow, algorithm2
+from lm_eval_duel.bench.loops import algorithm2
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.denoisers.hf import families
@@ -294,7 +294,7 @@ def test_blocks_count_from_the_target_whatever_the_context(found, name, monkeypa
         _, steps, nats, _, _ = textbook(name, denoiser, right, "greedy", window)
         assert scored.near_ties == 0 and scored.reveal_steps == steps
         assert scored.token_logprobs == close_nats(nats)
-        loop = algorithm2(WholeRow, denoiser, duel.rule, duel.block, duel.grid, [window])  # that of bench
+        loop = algorithm2(duel, [window])  # that of bench
         assert loop.reveal_steps[0].tolist() == list(steps)
         assert loop.token_logprobs[0].tolist() == close_nats(nats)
     with pytest.raises(

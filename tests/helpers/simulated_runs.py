@@ -24,7 +24,6 @@ hub.pick_device = lambda name: torch.device(name) if str(name) == simulated_devi
 from toys import BlockCausal, Causal, Toy  # noqa: E402
 
 from lm_eval_duel import denoisers  # noqa: E402
-from lm_eval_duel.bench import syncs  # noqa: E402
 from lm_eval_duel.core import budget  # noqa: E402
 from lm_eval_duel.core.windows import Window  # noqa: E402
 from lm_eval_duel.denoisers.cached.denoiser import Cached  # noqa: E402
@@ -307,23 +306,13 @@ def mixing():
 
 
 def waits(folder):
-    """The waits of one run, as `bench` counts them on the CPU and as the device counts them."""
-    syncs.TENSOR = simulated_device.tensor_on_cpu
+    """How often the host waits for the device in one run."""
     for name, rule in (("mdlm", "greedy"), ("mdlm", "left_to_right"), ("sedd", "klass:mu=0.3:nu=0.5")):
-        open_at, on_cpu, on_device = opener(folder, name), None, None
-        windows = [Window((2,), tuple(5 + (7 * i + n) % 6 for i in range(12))) for n in range(8)]
-        duels = [DuelEstimator(open_at(device), rule, 12, batch_size=8) for device in (CPU, SIM)]
-        with syncs.count_syncs() as counts:
-            duels[0].log_prob(windows)
-        on_cpu = {kind: counts[kind] for kind in syncs.KINDS}
+        duel = DuelEstimator(opener(folder, name)(SIM), rule, 12, batch_size=8)
         simulated_device.synchronisations.clear()
-        duels[1].log_prob(windows)
-        counts = simulated_device.synchronisations
-        on_device = {kind: counts[kind] for kind in syncs.KINDS}
-        on_device["shape"] = sum(counts[kind] for kind in simulated_device.SHAPES)
-        for figures in (on_cpu, on_device):
-            figures["total"] = sum(figures.values())
-        yield {"run": f"{name} {rule}", "on_cpu": on_cpu, "on_device": on_device, "calls": duels[1].counts.forwards}
+        duel.log_prob([Window((2,), tuple(5 + (7 * i + n) % 6 for i in range(12))) for n in range(8)])
+        total = sum(simulated_device.synchronisations.values())
+        yield {"run": f"{name} {rule}", "total": total, "calls": duel.counts.forwards}
 
 
 def harness(folder):
