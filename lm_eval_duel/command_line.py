@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from lm_eval_duel.arguments import number
 from lm_eval_duel.errors import DuelError, UsageError, about_file, unknown
@@ -78,6 +78,26 @@ def _stop(code: int, message: str) -> NoReturn:
     raise Exit(code, message) from None
 
 
+FLAGS: dict[str, dict[str, Any]] = {  # of several commands, as for argparse
+    "model_args": {
+        "default": "",
+        "help": "as for lm_eval: pretrained=demo-mdm,rule=greedy,block=32, or demo-mdm,rule=...",
+    },
+    "device": {"help": "cpu, cuda, ... (a GPU if there is one)"},
+    "batch_size": {"default": "auto", "help": "rows of max_length per network call (auto)"},
+    "limit": {"help": "only the first documents of each task"},
+    "include_path": {"metavar": "DIR", "help": "a folder of your own task files"},
+    "metadata": {"default": "", "help": "metadata of the tasks, as for lm_eval: length=...,data_dir=..."},
+    "quiet": {"action": "store_true", "help": "print results, warnings and errors only"},
+}
+
+
+def documentation() -> str:
+    """Where the documentation is: in the installed package, or beside the package in a checkout."""
+    package = Path(__file__).resolve().parent
+    return str(next((folder for folder in (package / "docs", package.parent / "docs") if folder.is_dir()), "docs/"))
+
+
 class Parser(argparse.ArgumentParser):
     """The arguments of a subcommand. A wrong one is a UsageError that suggests the nearest name.
 
@@ -88,10 +108,18 @@ class Parser(argparse.ArgumentParser):
         super().__init__(
             prog=f"{PROGRAM} {command}",
             description=description,
-            epilog=f"{prints.strip()}\n\nexample:\n  {PROGRAM} {command} {example}",
+            epilog=f"{prints.strip()}\n\nexample:\n  {PROGRAM} {command} {example}\n\ndocumentation: {documentation()}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         self.command = command
+        self.add("quiet")
+
+    def add(self, *names: str, **defaults: Any) -> None:
+        """Flags of `FLAGS`, which have the same name and help in every command; `defaults`: of some of them."""
+        for name in names:
+            self.add_argument(
+                f"--{name}", **{**FLAGS[name], **({"default": defaults[name]} if name in defaults else {})}
+            )
 
     def parse_known_args(
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -102,7 +130,10 @@ class Parser(argparse.ArgumentParser):
                 break
             if word.startswith("--"):
                 spelled[n] = self._spelled(word)
-        return super().parse_known_args(spelled, namespace)
+        parsed, rest = super().parse_known_args(spelled, namespace)
+        if vars(parsed).pop("quiet"):
+            os.environ.update({"LMEVAL_LOG_LEVEL": "WARNING", "TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"})
+        return parsed, rest
 
     def _spelled(self, word: str) -> str:
         """A flag as it was declared; raises UsageError for an unknown one."""

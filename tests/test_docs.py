@@ -85,7 +85,7 @@ def place(tmp_path, monkeypatch):
 def test_commands_parse(line, place, monkeypatch):
     monkeypatch.setattr(HarnessCLI, "execute", lambda self, args: None)
     monkeypatch.setattr(inspect, "inspect", lambda *arguments: [("", "")])
-    line = re.sub(r"\$\(python -m lm_eval_duel where ([\w-]+)\)", lambda match: str(where(match[1])), line)
+    line = re.sub(r"\$\(python -m lm_eval_duel tools where ([\w-]+)\)", lambda match: str(where(match[1])), line)
     assert "$(" not in line
     for command in line.split(" && "):
         words = shlex.split(command, comments=True)
@@ -94,8 +94,12 @@ def test_commands_parse(line, place, monkeypatch):
         if words[0] == "lm_eval":
             importlib.import_module("lm_eval_duel.cli.run").main(words[1:])
         elif words[0] in ("lm_eval_duel", "lm-eval-duel"):
-            module = importlib.import_module(f"lm_eval_duel.{COMMANDS[words[1]][0]}")
-            getattr(module, "parse", module.main)(words[2:])
+            name = " ".join(words[1:3]) if words[1] == "tools" else words[1]
+            module, _, function = COMMANDS[name][0].partition(":")
+            module = importlib.import_module(f"lm_eval_duel.{module}")
+            getattr(module, function or ("parse" if hasattr(module, "parse") else "main"))(
+                words[1 + len(name.split()) :]
+            )
         else:
             assert words[0] in OTHER_PROGRAMS
 

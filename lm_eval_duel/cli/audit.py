@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lm_eval_duel.arguments import COUNT
 from lm_eval_duel.command_line import Parser
 from lm_eval_duel.errors import DuelError, usage
-from lm_eval_duel.harness.key_values import key_values
+from lm_eval_duel.harness.key_values import key_values, model_args
 from lm_eval_duel.options import Options
 from lm_eval_duel.tables import plain_table
 
@@ -50,16 +50,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--model_args pretrained=demo-mdm,rule=greedy,block=32 --tasks sotu --documents 1",
     )
     add = parser.add_argument
-    add("--model_args", default="", help="as for lm_eval: pretrained=demo-mdm,rule=greedy,block=32")
+    parser.add("model_args", "include_path", "metadata", "device", "batch_size")
     add("--tasks", required=True, help="names of tasks, YAML files or files of text, separated by commas")
     add("--documents", default=DOCUMENTS, help=f"of each task, from the first one ({DOCUMENTS})")
-    add("--include_path", metavar="FOLDER", help="a folder of your task files")
-    add("--metadata", default="", help="as for lm_eval")
-    add("--device", help="cpu, cuda, ... (a GPU if there is one)")
-    add("--batch_size", default="auto", help="rows of max_length per network call of the run's side (auto)")
     options = parser.parse_args(arguments)
     options.documents = COUNT("--documents", options.documents)
-    model = key_values("--model_args", options.model_args)
+    model = model_args(options.model_args)
     dtype = "float64" if model.get("dtype") == "float64" else "float32"
     options.model = {**model, "dtype": dtype, "device": options.device, "batch_size": options.batch_size}
     options.metadata = {**model, **key_values("--metadata", options.metadata)}

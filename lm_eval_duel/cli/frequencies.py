@@ -1,4 +1,4 @@
-"""`lm-eval-duel frequencies`: how often each token occurs in a text, as a table for the rule `pc`."""
+"""`lm-eval-duel tools frequencies`: how often each token occurs in a text, as a table for the rule `pc`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def texts_of_task(name: str) -> Iterator[str]:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The parsed command line; raises UsageError for wrong arguments."""
     parser = Parser(
-        "frequencies",
+        "tools frequencies",
         "Count how often each token occurs in a text, for the rule pc.",
         PRINTS,
         "--tokenizer demo-mdm --task sotu --out frequencies.json",
@@ -64,7 +64,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Write a table of token frequencies: `lm-eval-duel frequencies`."""
+    """Write a table of token frequencies: `lm-eval-duel tools frequencies`."""
     options = parse(arguments)
     from lm_eval_duel import denoisers
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.command_line import PROGRAM, Parser, process
 from lm_eval_duel.errors import UsageError
-from lm_eval_duel.harness.key_values import key_values
+from lm_eval_duel.harness.key_values import model_args
 from lm_eval_duel.options import Options
 from lm_eval_duel.tables import plain_table
 
@@ -84,15 +84,15 @@ def main(arguments: Sequence[str]) -> None:
         "Prints a table: family, mask token, attention, block, special tokens, padding, and the score of one text.",
         "demo-mdm --model_args block=8,rule=margin",
     )
-    parser.add_argument("name", help="a folder, a hub name or a bundled name")
-    parser.add_argument("--model_args", default="", help="as for lm_eval, to override a guess: block=8,bos=none,...")
+    parser.add_argument("name", nargs="?", help="a folder, a hub name or a bundled name")
+    parser.add("model_args")
     options = parser.parse_args(arguments)
-    model_args = key_values("--model_args", options.model_args)
-    if "pretrained" in model_args or Options.parse({**model_args, "pretrained": options.name}).pretrained is None:
-        raise UsageError(f"inspect: name the checkpoint once, first: {PROGRAM} inspect demo-mdm --model_args block=8.")
+    given = model_args(options.model_args, options.name)
+    if Options.parse(given).pretrained is None:
+        raise UsageError(f"inspect: name the checkpoint: {PROGRAM} inspect demo-mdm --model_args block=8.")
     from lm_eval.utils import setup_logging
 
     setup_logging()
-    described = inspect(options.name, model_args)
+    described = inspect(given.pop("pretrained"), given)
     if process()[0] == 0:
         print(plain_table([], described))

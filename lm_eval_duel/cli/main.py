@@ -7,7 +7,7 @@ import sys
 import textwrap
 from importlib import metadata
 
-from lm_eval_duel.command_line import PROGRAM, ends, process
+from lm_eval_duel.command_line import PROGRAM, documentation, ends, process
 from lm_eval_duel.errors import UsageError, unknown
 from lm_eval_duel.tables import plain_table
 
@@ -30,13 +30,19 @@ COMMANDS = {  # name: (module below lm_eval_duel with its `main`, what it does)
     "plan": ("cli.plan", "count what a run will cost before it starts: rows, operations, memory, hours"),
     "audit": ("cli.audit", "compare the numbers of a few documents with the specification, reference.py, in float32"),
     "bench": ("bench", "measure speed and memory against the textbook loop on random tokens"),
-    "data": ("tasks.check", "check the benchmarks' data sets: `data check` loads them and prints their contents"),
     "args": ("cli.declared:main_args", "list the model args: default and meaning of each"),
     "rules": ("cli.declared:main_rules", "list the unmasking rules and their parameters"),
     "estimators": ("cli.declared:main_estimators", "list the estimators and their model args"),
     "presets": ("cli.presets", "print the deployed samplers that have a name, and the settings that each stands for"),
-    "frequencies": ("cli.frequencies", "count how often each token occurs in a text, for the rule pc"),
-    "where": ("cli.where", "print the absolute path of the tasks, the recipes, a bundled checkpoint or its results"),
+    "tools data": (
+        "tasks.check",
+        "check the benchmarks' data sets: `tools data check` loads them and prints their contents",
+    ),
+    "tools frequencies": ("cli.frequencies", "count how often each token occurs in a text, for the rule pc"),
+    "tools where": (
+        "cli.where",
+        "print the absolute path of the tasks, the recipes, a bundled checkpoint or its results",
+    ),
 }
 SHARED = ("run", "score", "sweep")  # all processes of a launch take part
 PACKAGES = ("lm_eval", "torch", "transformers")
@@ -66,6 +72,7 @@ def overview() -> str:
             "",
             f"{PROGRAM} COMMAND --help explains a command and gives an example. {PROGRAM} --version prints versions.",
             "Exit codes: 0 on success, 1 if the command failed while running, 2 if an argument is wrong.",
+            f"Documentation: {documentation()}",
             "",
             "example:",
             f"  {PROGRAM} run --model_args rule=greedy,block=32 --tasks sotu --limit 4",
@@ -76,6 +83,7 @@ def overview() -> str:
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of `lm-eval-duel`."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    arguments = [" ".join(arguments[:2]), *arguments[2:]] if arguments[:1] == ["tools"] else arguments
     name = arguments[0] if arguments else "--help"
     rank, processes = process()
     with ends(own=name != "run"):

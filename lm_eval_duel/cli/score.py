@@ -17,7 +17,7 @@ from lm_eval_duel.arguments import COUNT
 from lm_eval_duel.command_line import Parser, file_to_write, process
 from lm_eval_duel.errors import DuelError, too_few_documents, usage
 from lm_eval_duel.estimators.registry import Kind, find, kind_of
-from lm_eval_duel.harness.key_values import key_values
+from lm_eval_duel.harness.key_values import key_values, model_args
 from lm_eval_duel.options import Options
 from lm_eval_duel.rates import perplexity, ratio
 from lm_eval_duel.results.paired import PairedDifference, Scored, difference, key_of
@@ -197,8 +197,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "notes.txt 'articles/*.jsonl' --model_args pretrained=demo-mdm,rule=greedy,block=32",
     )
     add = parser.add_argument
+    parser.add("model_args", "limit", "device", "batch_size")
     add("files", nargs="+", metavar="FILE", help=f"{', '.join(own_text.FORMATS)}, a folder, a pattern, or - for stdin")
-    add("--model_args", default="", help="as for lm_eval: pretrained=demo-mdm,rule=greedy,block=32")
     add("--field", default="text", help="the column of tables that holds the text (text)")
     add(
         "--compare",
@@ -208,12 +208,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         help="other models: model args (without pretrained: those of --model_args but for these), or a name",
     )
     add("--lines", action="store_true", help="each line of a .txt or .md file is a document")
-    add("--limit", help="score only the first documents")
     add("--json", metavar="FILE", help="also write the figures, with the spec, to this file")
     add("--csv", metavar="FILE", help="also write the line of each document to this file")
     add("--trace", metavar="FILE", help="also write a trace, which `show` and `leaderboard` display")
-    add("--device", help="cpu, cuda, ... (a GPU if there is one)")
-    add("--batch_size", default="auto", help="rows of max_length per network call (auto)")
     options = parser.parse_args(arguments)
     options.limit = COUNT("--limit", options.limit)
     if "-" in options.files and process()[1] > 1:
@@ -221,7 +218,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     for flag in ("json", "csv"):
         if getattr(options, flag) is not None:
             file_to_write(f"--{flag}", getattr(options, flag))
-    model = key_values("--model_args", options.model_args)
+    model = model_args(options.model_args)
     if options.trace is not None:
         model["trace"] = options.trace
     options.model = {**model, "device": options.device, "batch_size": options.batch_size}

@@ -1,4 +1,4 @@
-"""`lm-eval-duel where`: the folders of the installed tasks, recipes, bundled checkpoints and their results."""
+"""`lm-eval-duel tools where`: the folders of the installed tasks, recipes, bundled checkpoints and their results."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def where(name: str) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print an absolute path: `lm-eval-duel where`."""
+    """Print an absolute path: `lm-eval-duel tools where`."""
     parser = Parser(
-        "where",
+        "tools where",
         "Print where the tasks, the recipes, a bundled checkpoint or the results of these are installed.",
         "Prints one absolute path.",
         "demo-mdm",

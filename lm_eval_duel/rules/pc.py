@@ -38,7 +38,7 @@ class PC(Scheduled):
     f is the corpus frequency of the most probable token (PC-Sampler).
 
     `table`: a JSON file with the number of tokens of a corpus, and how often each id occurs in it. The command
-    `lm-eval-duel frequencies` writes one; the authors' files have the same layout.
+    `lm-eval-duel tools frequencies` writes one; the authors' files have the same layout.
     """
 
     name: ClassVar[str] = "pc"

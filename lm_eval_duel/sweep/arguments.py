@@ -11,7 +11,7 @@ from lm_eval_duel import rules
 from lm_eval_duel.arguments import COUNT, whole
 from lm_eval_duel.command_line import Parser, add_figures, figure_width, folder_to_write
 from lm_eval_duel.errors import DuelError, unknown, usage
-from lm_eval_duel.harness.key_values import key_values
+from lm_eval_duel.harness.key_values import key_values, model_args
 from lm_eval_duel.options import Options
 from lm_eval_duel.tasks import named
 
@@ -53,14 +53,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--model_args pretrained=demo-mdm,block=16 --tasks sotu --rules greedy,margin --k 1,2,4 --limit 4 --out sweep",
     )
     add = parser.add_argument
-    add("--model_args", default="", help="as for lm_eval, without a rule: pretrained=...,block=16")
+    parser.add("model_args", "include_path", "metadata", "limit", "device", "batch_size")
     add(
         "--tasks",
         required=True,
         metavar="TASK",
         help="what is scored: a task (of type loglikelihood_rolling), its YAML file, or a file or folder of texts",
     )
-    add("--include_path", metavar="DIR", help="a folder of your own task files")
     add("--rules", default="", help="greedy,margin,left_to_right,...")
     add("--k", default="1", help="positions per step, for each rule: 1,2,4,8 (1)")
     add("--mu", default="", help="values of the threshold rule: 0.5,0.9")
@@ -80,10 +79,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     add("--elbo", nargs="?", const="128", metavar="DRAWS", help="also compute the Monte Carlo ELBO (128 draws)")
     add("--out", required=True, metavar="DIR", help="folder to write to")
-    add("--limit", help="score only the first documents")
-    add("--device", help="cpu, cuda, ... (a GPU if there is one)")
-    add("--batch_size", default="auto", help="rows of max_length per network call (auto)")
-    add("--metadata", default="", help="metadata of the task, as for lm_eval: length=...,data_dir=...")
     add_figures(parser)
     options = parser.parse_args(arguments)
 
@@ -112,7 +107,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _check_model(options: argparse.Namespace) -> None:
     """Raise DuelError for wrong model args, and for those that the sweep sets itself."""
-    arguments = key_values("--model_args", options.model_args)
+    arguments = model_args(options.model_args)
     for name in OURS:
         if name in arguments:
             raise DuelError(f"'{name}' in --model_args is set by the sweep; use --rules, --k and --mu.")

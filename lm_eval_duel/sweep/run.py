@@ -21,7 +21,7 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.base import Value
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.elbo import Elbo
-from lm_eval_duel.harness.key_values import key_values
+from lm_eval_duel.harness.key_values import key_values, model_args
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.harness.totals import Total
 from lm_eval_duel.rates import perplexity, ratio
@@ -40,12 +40,11 @@ class Sweep:
 
     def __init__(self, options: argparse.Namespace):
         self.options, self.folder = options, Path(options.out)
-        arguments = key_values("--model_args", options.model_args)
-        model_args = {**arguments, "batch_size": options.batch_size, "device": options.device}
+        arguments = model_args(options.model_args)
         corpus.show_log()
         metadata = {**arguments, **key_values("--metadata", options.metadata)}
         self.corpus = corpus.load(options.tasks, metadata, options.limit, options.include_path)
-        self.model = model = DuelMDM(**model_args)
+        self.model = model = DuelMDM(**arguments, batch_size=options.batch_size, device=options.device)
         self.ranks = model.ranks
         if model.denoiser.attention == "causal":
             raise DuelError("An autoregressive model has one order: there is nothing to sweep.")

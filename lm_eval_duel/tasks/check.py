@@ -1,6 +1,6 @@
 """Checks the data sets of the benchmarks on this machine: loads each one, counts it and shows how it begins.
 
-python -m lm_eval_duel data check [TASK...] [--data_dir D] [--tokenizer T] [--length N] [--rows N]
+python -m lm_eval_duel tools data check [TASK...] [--data_dir D] [--tokenizer T] [--length N] [--rows N]
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def check(task: str, config: dict[str, Any], overrides: dict[str, Any]) -> str:
 @usage()
 def parse(arguments: list[str]) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
     """The YAML of each selected task, by name, and the metadata for all of them; raises UsageError."""
-    parser = Parser("data", "The data sets of the benchmark tasks.", PRINTS, "check duel_ptb --data_dir corpora")
+    parser = Parser("tools data", "The data sets of the benchmark tasks.", PRINTS, "check duel_ptb --data_dir corpora")
     parser.add_argument("action", choices=["check"], metavar="check", help="load each data set and describe it")
     parser.add_argument("tasks", nargs="*", metavar="TASK", help="benchmark tasks to check (default: all)")
     parser.add_argument("--data_dir", help="a folder of local copies (default: the hub and its cache)")
@@ -78,7 +78,7 @@ def parse(arguments: list[str]) -> tuple[dict[str, dict[str, Any]], dict[str, An
 
 
 def main(arguments: list[str]) -> None:
-    """`python -m lm_eval_duel data`."""
+    """`python -m lm_eval_duel tools data`."""
     selected, overrides = parse(arguments)
     print(f"tokens of {overrides.get('tokenizer') or f'{BUNDLED}; name yours with --tokenizer'}", flush=True)
     failed: dict[str, dict[str, Exception]] = {}  # by reason, then by task

@@ -114,7 +114,7 @@ def test_where(capsys):
         ("demo-bd", "config.json"),
         ("demo-ar", "config.json"),
     ):
-        main(["where", name])
+        main(["tools", "where", name])
         path = capsys.readouterr().out.strip()
         assert os.path.isabs(path) and os.path.exists(os.path.join(path, file))
 

@@ -72,12 +72,12 @@ TYPOS = [
         ["bench", "--length", "long"],
         "bench: argument --length: invalid int value: 'long'. See lm-eval-duel bench --hel",
     ),
-    (["data", "check", "duel_ptp"], "Unknown benchmark task 'duel_ptp'. Did you mean duel_ptb?"),
+    (["tools", "data", "check", "duel_ptp"], "Unknown benchmark task 'duel_ptp'. Did you mean duel_ptb?"),
     (["show", "nosuch.jsonl"], "There is no trace nosuch.jsonl"),
     (["report", "nosuch", "--out", "o"], "No file or folder nosuch"),
     (["sweep", "--tasks", "sotu", "--out", "o", "--rules", "gredy"], "Did you mean greedy?"),
     (["sweep", "--tasks", "sotu", "--out", "o", "--rules", "greedy", "--model_args", "blok=4"], "Did you mean block?"),
-    (["where", "task"], "invalid choice: 'task'"),
+    (["tools", "where", "task"], "invalid choice: 'task'"),
     (["inspct", "demo-mdm"], "Unknown command 'inspct'. Did you mean inspect?"),
     (["--model_args", "rule=greedy"], "comes after a command: lm-eval-duel run --model_args ..."),
 ]
@@ -139,7 +139,7 @@ def test_the_bare_command_lists_all_commands(words):
 @pytest.mark.parametrize("name", program.COMMANDS)
 def test_help_says_what_is_printed_with_an_example(name, capsys):
     with pytest.raises(SystemExit) as ended:
-        program.main([name, "--help"])
+        program.main([*name.split(), "--help"])
     out = capsys.readouterr().out
     assert ended.value.code == 0
     assert "Prints " in out and f"example:\n  lm-eval-duel {name} " in out
@@ -264,10 +264,12 @@ def test_any_place_is_answered_in_words(place, places):
     refused("report", "binary", "--ar", place, "--out", "out")
     refused("report", "null", "--trace", place, "--out", "out")
     if place not in ("", "folder"):
-        assert "no such folder" in refused("data", "check", "duel_ptb", "--data_dir", place) or len(place) == 300
+        assert (
+            "no such folder" in refused("tools", "data", "check", "duel_ptb", "--data_dir", place) or len(place) == 300
+        )
         refused("run", "--tasks", "sotu", "--include_path", place)
     refused("run", "--tasks", "sotu", "--config", place)
-    refused("where", place)
+    refused("tools", "where", place)
     refused(place)
     assert sorted(path.name for path in places.iterdir()) == ["binary", "empty", "folder", "list", "null"]
 
@@ -291,7 +293,7 @@ def test_any_number_is_answered_in_words(number, places):
             refused("sweep", "--tasks", "sotu", "--rules", "greedy", "--out", "o", f"--{name}={number}")
     if number:
         for name in ("rows", "length"):
-            refused("data", "check", "duel_ptb", f"--{name}={number}")
+            refused("tools", "data", "check", "duel_ptb", f"--{name}={number}")
     refused("show", "binary", f"--doc={number}")
 
 

@@ -31,7 +31,7 @@ def test_frequencies_counts_the_tokens_of_a_file(tmp_path, capsys):
     ids = denoisers.load_tokenizer({"tokenizer": "demo-mdm"})("We the people of the United States")["input_ids"]
     for name in ("one.txt", "two.jsonl"):
         out = tmp_path / f"{name}.json"
-        main(["frequencies", "--tokenizer", "demo-mdm", "--file", str(tmp_path / name), "--out", str(out)])
+        main(["tools", "frequencies", "--tokenizer", "demo-mdm", "--file", str(tmp_path / name), "--out", str(out)])
         total, counts = read_table(str(out))
         assert total == sum(counts.values()) == json.loads(out.read_text())[TOTAL]
         assert counts == {token: ids.count(token) for token in counts} or name == "two.jsonl"

@@ -505,7 +505,7 @@ def test_only_the_order_changes_without_the_ends():
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "cannot be read (No such file or directory); write one with: lm-eval-duel frequencies"),
+        (None, "cannot be read (No such file or directory); write one with: lm-eval-duel tools frequencies"),
         ("[]", 'is a JSON object {"num_token": N, "p_baseline_dict": {"id": count, ...}}'),
         ('{"num_token": 3, "p_baseline_dict": {"1": 4}}', "with counts from 1 to N"),
         ('{"num_token": 3, "p_baseline_dict": {"x": 1}}', "is a JSON object"),

@@ -362,7 +362,7 @@ def test_what_the_hub_gives_is_the_pinned_file(copies, monkeypatch):
 
 
 def test_data_check_shows_every_task(copies, capsys):
-    main(["data", "check", "--data_dir", copies, "--rows", "12", "--length", "64"])
+    main(["tools", "data", "check", "--data_dir", copies, "--rows", "12", "--length", "64"])
     out = capsys.readouterr().out
     assert out.startswith("tokens of demo-mdm; name yours with --tokenizer\n") and "NOT LOADED" not in out
     shown = {part.split(":")[0]: part.splitlines() for part in out.replace("\nduel_", "\n\nduel_").split("\n\n")[1:]}
@@ -383,13 +383,13 @@ def test_data_check_goes_on_and_says_what_failed(copies, tmp_path, capsys):
     said = ["--data_dir", str(tmp_path), "--rows", "12", "--tokenizer", str(tmp_path / "words")]
     (tmp_path / "pubmed.json").write_text("{}\n[1]")
     with pytest.raises(SystemExit, match="2 of 3 tasks cannot be loaded: duel_arxiv, duel_pubmed_wrapped"):
-        main(["data", "check", "duel_arxiv", "duel_pubmed_wrapped", "duel_ptb", *said])
+        main(["tools", "data", "check", "duel_arxiv", "duel_pubmed_wrapped", "duel_ptb", *said])
     out = capsys.readouterr().out
     assert "duel_arxiv: NOT LOADED\n    No copy of arxiv in" in out
     words = sum(len(row["sentence"].split()) for row in benchmarks.ptb())
     assert f"tokens of {tmp_path / 'words'}" in out and f"duel_ptb: 12 rows, {words} tokens scored in 12 doc" in out
     with pytest.raises(SystemExit, match=r"Unknown benchmark task 'duel_ptp'\. Did you mean duel_ptb\?"):
-        main(["data", "check", "duel_ptp"])
+        main(["tools", "data", "check", "duel_ptp"])
 
 
 def test_data_check_says_one_cause_once_and_its_own_flags(tmp_path, monkeypatch, capsys):
@@ -397,12 +397,12 @@ def test_data_check_says_one_cause_once_and_its_own_flags(tmp_path, monkeypatch,
         "huggingface_hub.hf_hub_download", lambda *_, **__: (_ for _ in ()).throw(OSError("no way out"))
     )
     with pytest.raises(SystemExit, match=rf"^lm-eval-duel: {len(KNOWN)} of {len(KNOWN)} tasks cannot be loaded"):
-        main(["data", "check"])
+        main(["tools", "data", "check"])
     out = capsys.readouterr().out
     assert out.count("no way out") == out.count("NOT LOADED") == 1
     assert f"{', '.join(sorted(KNOWN))}: NOT LOADED\n    OSError: no way out Use a local copy with --data_dir " in out
     with pytest.raises(SystemExit):
-        main(["data", "check", "duel_ptb"])
+        main(["tools", "data", "check", "duel_ptb"])
     out = capsys.readouterr().out
     assert "duel_ptb: NOT LOADED\n    Cannot load ptb (ptb-text-only/ptb_text_only, " in out
     benchmarks.as_lines(tmp_path / "ptb.jsonl", benchmarks.ptb())
@@ -411,7 +411,7 @@ def test_data_check_says_one_cause_once_and_its_own_flags(tmp_path, monkeypatch,
         (["--rows", "12", "--tokenizer", str(tmp_path)], "name one with --tokenizer <folder or hub name>."),
     ):
         with pytest.raises(SystemExit):
-            main(["data", "check", "duel_ptb_wrapped", "--data_dir", str(tmp_path), *said])
+            main(["tools", "data", "check", "duel_ptb_wrapped", "--data_dir", str(tmp_path), *said])
         out = capsys.readouterr().out
         assert "--metadata" not in out and flag in out
 

@@ -133,7 +133,7 @@ def test_metadata_is_what_the_tasks_read():
 
 
 def test_where_the_recipes_are(capsys):
-    main(["where", "recipes"])
+    main(["tools", "where", "recipes"])
     assert Path(capsys.readouterr().out.strip()) == FOLDER and len(NAMES) > 80
     assert not Path(task_folder()).is_relative_to(FOLDER) and not FOLDER.is_relative_to(task_folder())
 

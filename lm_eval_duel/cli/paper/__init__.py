@@ -71,18 +71,16 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Choice, Setting
         "paper", "Measure the paper's tables and print published beside measured.", PRINTS, "owt --limit 16 --out paper"
     )
     add = parser.add_argument
+    parser.add("metadata", "limit", "device")
     add("tables", nargs="+", metavar="TABLE", help="owt, lm1b, zero_shot, samplers, oracle, 8b")
     add("--rows", nargs="+", default=[], metavar="ROW", help="only these rows; patterns: mdlm_duel 'bd3lm_*'")
     add("--tasks", nargs="+", default=[], metavar="TASK", help="only these tasks: duel_ptb_wrapped")
     add("--given", action="store_true", help="the corrected conventions (given/) for rows that have one")
-    add("--limit", help="score only the first documents (rows of a wrapped task) of each task")
     add("--out", default=OUT, metavar="DIR", help=f"folder of results, caches, logs and tables ({OUT})")
     add("--plan", action="store_true", help="run nothing: print windows, network rows and hours")
     add("--tolerance", type=float, default=TOLERANCE, metavar="P", help=f"per cent that agree ({TOLERANCE:g})")
     add("--pretrained", action="append", default=[], metavar="NAME=FOLDER", help="weights; NAME: row or checkpoint")
     add("--weights", metavar="FILE", help="YAML: NAME: FOLDER, or NAME: {pretrained: FOLDER, tokenizer: ...}")
-    add("--metadata", default="", help="of all tasks: data_dir=FOLDER (local copies of the data sets)")
-    add("--device", help="cpu, cuda, cuda:1, ... (a GPU if there is one)")
     add("--batch_size", help="rows per network call (auto)")
     add(
         "--num_processes",

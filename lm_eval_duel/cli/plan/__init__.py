@@ -22,7 +22,7 @@ from lm_eval_duel.command_line import Parser
 from lm_eval_duel.demo import BUNDLED
 from lm_eval_duel.errors import DuelError, usage
 from lm_eval_duel.estimators import registry
-from lm_eval_duel.harness.key_values import key_values
+from lm_eval_duel.harness.key_values import model_args
 from lm_eval_duel.options import Options
 
 if TYPE_CHECKING:
@@ -176,28 +176,21 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Options]:
         "--model_args pretrained=GSAI-ML/LLaDA-8B-Base,max_length=2048 --tokens 290000 --documents 62",
     )
     add = parser.add_argument
-    add(
-        "--model_args",
-        default="",
-        help="as for run; pretrained may be a folder or a hub name, only config.json is read",
-    )
+    parser.add("model_args", "include_path", "metadata", "limit")
+    add("--device", choices=DEVICES, default="h200", help="whose rate the time is for (h200), or give --tflops")
     add("--tasks", help="count the documents of these tasks, YAML files or files of text with the tokenizer")
-    add("--include_path", metavar="DIR", help="a folder of your own task files")
-    add("--limit", help="only the first documents of each task")
-    add("--metadata", default="", help="metadata of the tasks, as for lm_eval: length=...,data_dir=...")
     add("--tokens", help="instead of --tasks: the number of tokens to score")
     add("--documents", help="how many documents of equal length these tokens are (one)")
     add("--length", help="positions of a window: shorthand for the model arg max_length")
     add("--draws", help=f"draws of the ELBO (mc_samples of the model args, else {DRAWS})")
     add("--sample", type=float, default=SAMPLE, help=f"share of blocks that two_phase scores uncached ({SAMPLE})")
-    add("--device", choices=DEVICES, default="h200", help="whose rate the time is for (h200), or give --tflops")
     add("--tflops", type=float, help="the device's dense rate (an H200's: 989 in bfloat16, 67 in float32)")
     add("--utilization", type=float, default=0.5, help="the share of that rate that is reached (0.5)")
     add("--json", action="store_true", help="print the figures as JSON")
     options = parser.parse_args(arguments)
     for name in ("limit", "tokens", "documents", "length", "draws"):
         setattr(options, name, COUNT(f"--{name}", getattr(options, name)))
-    run = Options.parse(key_values("--model_args", options.model_args))
+    run = Options.parse(model_args(options.model_args))
     options.draws = options.draws or run.estimator_args.get("mc_samples") or DRAWS
     options.lattice = registry.find(run.estimator).lattice
     if (options.tasks is None) == (options.tokens is None):

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.harness.key_values import key_values
+from lm_eval_duel.harness.key_values import key_values, model_args
 from lm_eval_duel.options import Options
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def _requests(options: argparse.Namespace) -> Iterable[tuple[list[Any], str]]:
     """The requests of each task, and their kind."""
     from lm_eval_duel.tasks import named
 
-    arguments = key_values("--model_args", options.model_args)
+    arguments = model_args(options.model_args)
     metadata = {**arguments, **key_values("--metadata", options.metadata)}
     for task in named.load_all(names(options.tasks), metadata, options.include_path):
         if task.OUTPUT_TYPE == "generate_until":

@@ -13,7 +13,7 @@ from lm_eval_duel.results.fields import Fields
 from lm_eval_duel.results.read import MODEL, Run
 
 SEEDS = {"random_seed": 0, "numpy_seed": 1234, "torch_seed": 1234, "fewshot_seed": 1234}  # of --seed
-TASK_FOLDER = '"$(lm-eval-duel where tasks)"'
+TASK_FOLDER = '"$(lm-eval-duel tools where tasks)"'
 OF_TASKS = ("version", "corpus", "config_source")  # entries of a task's metadata that are its own, not the user's
 UNREAD = ("trace",)  # model args that change no number, and may name a private folder
 IN_PYTHON = "no command: the model was made in Python"
