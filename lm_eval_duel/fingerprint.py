@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from lm_eval_duel.errors import DuelError
 
-SPEC_VERSION = 2  # raised when a release changes a number for the same arguments
+SPEC_VERSION = 3  # raised when a release changes a number for the same arguments
 SPEC_FILES = re.compile(r"config\.json|.*\.safetensors|pytorch_model.*\.bin|.*\.ckpt|.*\.index\.json")
 ADAPTER_FILES = re.compile(r"adapter_config\.json|adapter_model\.(safetensors|bin)")
 LIBRARIES = ("lm_eval_duel", "torch", "transformers", "tokenizers")  # the results name their versions

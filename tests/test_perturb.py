@@ -1,6 +1,7 @@
 """LM_EVAL_DUEL_PERTURB changes what it says it changes, so that a green run of that leg means something."""
 
 import ast
+import re
 
 import perturb
 import pytest
@@ -44,3 +45,9 @@ def test_what_is_left_out_exists():
         file, test = name.split("::")
         tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
         assert test in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)} and reason
+
+
+def test_the_leg_names_what_exists():
+    [names] = re.findall(r"LM_EVAL_DUEL_PERTURB=1 pytest tests/\{(.+)\}", (ROOT / ".ci" / "run").read_text())
+    for name in names.split(","):
+        assert (ROOT / "tests" / name).exists()

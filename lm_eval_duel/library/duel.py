@@ -14,24 +14,20 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
 
-from lm_eval_duel import fingerprint
 from lm_eval_duel.core.budget import GPU_TOKENS
 from lm_eval_duel.core.denoiser import Denoiser
-from lm_eval_duel.core.scores import Counts, Sample, WindowScore
-from lm_eval_duel.core.windows import Ids, Window
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators import registry
-from lm_eval_duel.estimators.base import Estimator, IndexedScores
-from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.registry import SAMPLE
-from lm_eval_duel.estimators.sampling import Stop
 from lm_eval_duel.estimators.two_phase import TwoPhase
 from lm_eval_duel.harness.generation import Generator, Settings
 from lm_eval_duel.harness.run_stats import unknown_share
+from lm_eval_duel.library.ids import SAMPLERS, OnIds
 from lm_eval_duel.library.keywords import estimator_options, own_arguments, pretrained_options
 from lm_eval_duel.library.results import GeneratedText, TextEstimate, TextScore
 from lm_eval_duel.library.texts import generate_texts, score_texts
-from lm_eval_duel.options import Options, Windows
+from lm_eval_duel.options import Windows
 from lm_eval_duel.rules import Rule, parse
 from lm_eval_duel.text.loading import load_scorer
 from lm_eval_duel.text.text import Text
@@ -45,11 +41,8 @@ log = logging.getLogger("lm_eval.duel_mdm")
 Block: TypeAlias = "int | Literal['auto'] | None"
 Grid: TypeAlias = Literal["auto", "target", "row"]
 
-SAMPLERS = tuple(entry.name for entry in registry.ENTRIES if entry.decodes)
-FIXED_ORDERS = ("duel", "ar")  # a window has one order
 
-
-class Duel:
+class Duel(OnIds):
     """A denoiser, an unmasking rule and a block: one distribution, to score and to sample.
 
     Made from a denoiser, it takes token ids: `log_prob`, `stream`, `sample`, `replay`. With a tokenizer, as
@@ -76,8 +69,6 @@ class Duel:
         DuelError: If the combination defines no distribution of this network.
     """
 
-    estimator: Estimator
-
     def __init__(
         self,
         denoiser: Denoiser,
@@ -99,26 +90,9 @@ class Duel:
             rule = parse(rule) if tokenizer is None else parse(rule).with_tokenizer(tokenizer)
         options = estimator_options(estimator, arguments)
         options = dataclasses.replace(options, rule=rule, block=block, grid=grid, windows=windows)
-        self._make(denoiser, options, tokenizer, batch_size, max_batch_size, traced)
-
-    def _make(
-        self,
-        denoiser: Denoiser,
-        options: Options,
-        tokenizer: PreTrainedTokenizerBase | None,
-        batch_size: int | None,
-        max_batch_size: int | None,
-        traced: bool,
-    ) -> None:
-        estimator = registry.make(
-            denoiser, options, batch_size=batch_size, max_batch_size=max_batch_size, traced=traced
-        )
-        text = None if tokenizer is None else Text(tokenizer, denoiser, options.windows, estimator.block)
-        self._take(denoiser, estimator, text)
-
-    def _take(self, denoiser: Denoiser, estimator: Estimator, text: Text | None) -> None:
-        self.denoiser, self.estimator, self._text = denoiser, estimator, text
-        self._spec: dict[str, str] | None = None
+        made = registry.make(denoiser, options, batch_size=batch_size, max_batch_size=max_batch_size, traced=traced)
+        text = None if tokenizer is None else Text(tokenizer, denoiser, options.windows, made.block)
+        self._take(denoiser, made, text)
 
     @classmethod
     def from_pretrained(
@@ -227,145 +201,6 @@ class Duel:
             batch_size = max(1, GPU_TOKENS[0] // denoiser.max_length)
         text: dict[str, Any] = {"tokenizer": tokenizer, "windows": windows}
         return cls(denoiser, rule, block, grid, batch_size, None, traced, estimator=estimator, **text, **arguments)
-
-    # ------------------------------------------------------------ what it is
-
-    @property
-    def spec(self) -> dict[str, str]:
-        """Everything that defines a number, in words. With a tokenizer, it equals the spec in the harness's results.
-
-        For a network in memory, it says "in memory" for the weights, or what `from_model` was given.
-        """
-        if self._spec is None or not self.denoiser.fixed_weights:
-            self._spec = self._describe_all()
-        return self._spec
-
-    def _describe_all(self) -> dict[str, str]:
-        parts: list[fingerprint.Described] = [self.denoiser, self.estimator]
-        if self._text is not None:
-            parts.append(self._text)
-        return fingerprint.spec_of(*parts)
-
-    @property
-    def fingerprint(self) -> str:
-        """The spec as a short digest."""
-        return fingerprint.digest(self.spec)
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """What turns texts into ids, if this Duel takes texts."""
-        return None if self._text is None else self._text.tokenizer
-
-    @property
-    def rule(self) -> Rule | None:
-        """The unmasking rule; None: the estimator follows none."""
-        entry = registry.find(self.estimator.name)
-        return getattr(self.estimator, "rule", None) if entry.follows_rule or entry.causal else None
-
-    @property
-    def block(self) -> int | None:
-        """Positions of a block; None: the whole target."""
-        return self.estimator.block
-
-    @property
-    def grid(self) -> str:
-        """Where blocks count from, "target" or "row"."""
-        return self.estimator.grid
-
-    @property
-    def counts(self) -> Counts:
-        """What has been computed so far: windows, tokens, network calls, rows, near ties."""
-        return self.estimator.counts
-
-    def __repr__(self) -> str:
-        dtype = self.spec.get("dtype")
-        network = self.spec["denoiser"] + (f" ({dtype})" if dtype else "")
-        parts = {"rule": self.rule, "block": self.block, "grid": self.grid, "network": network}
-        if self.estimator.name != "duel":
-            parts = {"estimator": self.estimator.name, **parts}
-        words = ", ".join(f"{key}={value}" for key, value in parts.items() if key != "rule" or value is not None)
-        return f"Duel({words}, fingerprint={self.fingerprint})"
-
-    # ------------------------------------------------------------ ids in
-
-    def log_prob(self, windows: Sequence[Window]) -> list[WindowScore]:
-        """The score of each window, in order. Raises DuelError, naming it, for one that cannot be scored."""
-        return self.estimator.log_prob(windows)
-
-    def stream(self, windows: Sequence[Window]) -> IndexedScores:
-        """(index, score) of each window as it is finished, in any order."""
-        return self.estimator.stream(windows)
-
-    def sample(self, contexts: Sequence[Ids], length: int, **settings: Any) -> list[Sample]:
-        """`length` tokens after each context (Algorithm 1), each with its own score. Settings: see `stream_samples`."""
-        samples = dict(self.stream_samples(contexts, length, **settings))
-        return [samples[n] for n in range(len(contexts))]
-
-    def stream_samples(
-        self,
-        contexts: Sequence[Ids],
-        length: int,
-        *,
-        suffix: Ids = (),
-        tail: int = 0,
-        do_sample: bool = True,
-        seed: int = 0,
-        keys: Sequence[int] | None = None,
-        stop: Stop | None = None,
-    ) -> Iterator[tuple[int, Sample]]:
-        """(index, sample) of each context as it is finished.
-
-        A draw depends on (`seed`, key, position) only; `keys` defaults to the index of each context.
-        `do_sample=False`: the most probable token at every pick. `stop(index, tokens)` is called after each finished
-        block: if it returns true, no further block is drawn, and the sample's `tail` counts the positions left.
-        """
-        return self._sampler("sample", *SAMPLERS).stream_samples(
-            contexts, length, suffix=suffix, tail=tail, do_sample=do_sample, seed=seed, keys=keys, stop=stop
-        )
-
-    def replay(self, windows: Sequence[Window], steps: Sequence[Ids]) -> list[WindowScore]:
-        """The score of recorded orders, given as `WindowScore.reveal_steps`.
-
-        A diagnostic: the result is a likelihood only if a rule produced the order.
-        """
-        return self._sampler("replay", *FIXED_ORDERS).replay(windows, steps)
-
-    def backward(
-        self,
-        windows: Sequence[Window],
-        weights: Sequence[float],
-        reveal_steps: Sequence[Ids] | None = None,
-        batch_size: int = 1,
-    ) -> list[float]:
-        """Add the gradient of sum_i weights[i] * log_prob(windows[i]) to the parameters' `grad`.
-
-        As `loss.backward()` does, but one step at a time: memory is that of one call. Where a change of the weights
-        would change an order, log_prob jumps; everywhere else this is its exact gradient.
-
-        Args:
-            windows: Windows.
-            weights: Of each window. Optimizers minimize: to raise log_prob, its weight is negative.
-            reveal_steps: The order of each window, as `log_prob` and `sample` return it. None: found first, by scoring
-                the windows, which evaluates every step twice.
-            batch_size: Rows of max_length in one call with gradients, which take more memory than one without.
-
-        Returns:
-            log_prob of each window, in nats.
-
-        Raises:
-            DuelError: If a window cannot be scored, an order is not one of its window, or the network gives no
-                gradients (quantized weights, frozen parameters, a cache).
-        """
-        return self._sampler("backward", *FIXED_ORDERS).backward(windows, weights, reveal_steps, batch_size)
-
-    def _sampler(self, method: str, *estimators: str) -> DuelEstimator:
-        """The estimator, if it is one of `estimators`; otherwise raises DuelError for `method`."""
-        if self.estimator.name not in estimators:
-            raise DuelError(
-                f"Duel.{method} needs estimator={' or '.join(estimators)}; this Duel has "
-                f"estimator={self.estimator.name}."
-            )
-        return cast(DuelEstimator, self.estimator)
 
     # ------------------------------------------------------------ text in
 
