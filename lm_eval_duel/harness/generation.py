@@ -21,13 +21,12 @@ from lm_eval_duel.estimators.checks import check_windows
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.harness import cache_keys
 from lm_eval_duel.harness.requests import Batch, named
+from lm_eval_duel.harness.run import Finished, Run
 from lm_eval_duel.text.generation_settings import Settings
 from lm_eval_duel.text.text import Text
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
-
-    from lm_eval_duel.harness.run import Run
 
 log = logging.getLogger("lm_eval.duel_mdm")  # lm-eval prints its own loggers only
 
@@ -110,48 +109,65 @@ def key_of(task: str | None, document: int | None, request: int, repeat: int) ->
 class Prompt:
     """One text to generate."""
 
-    index: int  # in the batch
-    request: Instance
+    n: int  # the request's index
     repeat: int
+    length: int  # positions to generate
     context: tuple[int, ...]  # ids, special tokens included
     key: int  # with the draw seed, what a sample depends on
     cache_key: str | None  # None: there is no cache
 
 
-def generated_texts(run: Run, batch: Batch) -> Iterator[tuple[int, str]]:
-    """(index, text) of each request: first those in the response cache, then the others as they are finished."""
-    groups = _grouped(run, batch)  # every request is checked before the first text is generated
-    remaining: list[tuple[Generator, list[Prompt]]] = []
-    for generator, prompts in groups:
-        texts = [_cached_text(run, prompt) for prompt in prompts]
-        yield from ((prompt.index, text) for prompt, text in zip(prompts, texts, strict=True) if text is not None)
-        missing = [prompt for prompt, text in zip(prompts, texts, strict=True) if text is None]
-        remaining += [(generator, missing)] if missing else []
-    count = sum(len(prompts) for _, prompts in remaining)
-    run.count_cached(len(batch.requests) - count, count)
-    tokens = sum(generator.settings.length * len(prompts) for generator, prompts in remaining)
-    with run.show("generate_until", "", len(batch.requests), len(batch.requests) - count, tokens):
-        for generator, prompts in remaining:
-            yield from _generated(run, generator, prompts)
+class Generation:
+    """Requests for texts. Each step of the loop in lm.py is a method; `n` is a request's index."""
 
+    kind = "generate_until"
+    label = ""
+    so_far = None
 
-def _generated(run: Run, generator: Generator, prompts: Sequence[Prompt]) -> Iterator[tuple[int, str]]:
-    """(index, text) of prompts with the same settings, each saved as it is finished."""
-    contexts, keys = [prompt.context for prompt in prompts], [prompt.key for prompt in prompts]
-    with run.computing():
-        for n, text, window, sample in generator.stream(contexts, keys):
-            prompt = prompts[n]
-            run.progress.bar.update(generator.settings.length)
-            run.progress.bar.set_postfix_str(f"NFE {run.estimator.counts.nfe}")
-            about = {"repeat": prompt.repeat, "generated": _description(run, generator.settings)}
-            about |= {"text": text, "tail": sample.tail}
-            run.write_trace(prompt.request, [window], [sample], run.sampler, about)
-            if prompt.cache_key is None:
-                run.cache.add_partial("generate_until", prompt.request.args, text)
-            else:
-                run.store[prompt.cache_key] = text
-            run.progress.finish_request()
-            yield prompt.index, text
+    def __init__(self, run: Run, batch: Batch):
+        self.run, self.estimator, self.requests = run, run.sampler, batch.requests
+        self.order = range(len(batch.requests))
+        self.groups = _grouped(run, batch)
+        self.prompts = {prompt.n: prompt for _, prompts in self.groups for prompt in prompts}
+
+    def size(self, n: int) -> int:
+        """The positions to generate."""
+        return self.prompts[n].length
+
+    def cached(self) -> Iterator[tuple[int, str]]:
+        """(n, text) of each request with a text in the response cache."""
+        for prompt in self.prompts.values():
+            if prompt.cache_key is not None and (text := self.run.store.find(prompt.cache_key, str)) is not None:
+                yield prompt.n, text
+
+    def finished(self, remaining: Sequence[int]) -> Iterator[Finished]:
+        """Each of the other requests, as its text is finished; those with the same settings side by side."""
+        wanted, bar = set(remaining), self.run.progress.bar
+        for generator, prompts in self.groups:
+            missing = [prompt for prompt in prompts if prompt.n in wanted]
+            contexts, keys = [prompt.context for prompt in missing], [prompt.key for prompt in missing]
+            description = _description(self.run, generator.settings)
+            for i, text, window, sample in generator.stream(contexts, keys):
+                prompt = missing[i]
+                self.run.progress.add_window(prompt.length)
+                bar.set_postfix_str(f"NFE {self.estimator.counts.nfe}")
+                about = {"repeat": prompt.repeat, "generated": description, "text": text, "tail": sample.tail}
+                yield Finished(prompt.n, text, [window], [sample], about=about)
+
+    def save(self, done: Finished) -> None:
+        """Save a text, if there is a response cache."""
+        if (key := self.prompts[done.n].cache_key) is not None:
+            self.run.store[key] = done.answer
+
+    def count(self, done: Finished) -> None:
+        """A text contributes to no total."""
+
+    def after(self) -> None:
+        """Texts are not verified."""
+
+    def reply(self, n: int, text: str) -> str:
+        """A text as it is."""
+        return text
 
 
 def _grouped(run: Run, batch: Batch) -> list[tuple[Generator, list[Prompt]]]:
@@ -172,7 +188,7 @@ def _grouped(run: Run, batch: Batch) -> list[tuple[Generator, list[Prompt]]]:
         run.stats.generated.add(_description(run, settings))
         for note in filter(None, (*settings.notes, generator.note)):
             notes.setdefault(note, []).append(str(request.task_name))
-        prompt = Prompt(n, request, repeat, context, key, _cache_key(run, request, key))
+        prompt = Prompt(n, repeat, settings.length, context, key, _cache_key(run, request, key))
         groups.setdefault(settings, []).append(prompt)
     for note, tasks in notes.items():
         log.warning("generation settings of %s: %s", " and ".join(dict.fromkeys(tasks)), note)
@@ -194,7 +210,3 @@ def _cache_key(run: Run, request: Instance, key: int) -> str | None:
     if cache_keys.is_sampled(request.args[1]):
         return cache_keys.sample_key(run.store.generation, request.args, key)
     return cache_keys.request_key("generate_until", request.args, run.store.generation)
-
-
-def _cached_text(run: Run, prompt: Prompt) -> str | None:
-    return None if prompt.cache_key is None else run.store.find(prompt.cache_key, str)

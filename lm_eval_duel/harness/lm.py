@@ -14,12 +14,14 @@ from lm_eval_duel.errors import DuelError, unchained
 from lm_eval_duel.options import Options
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
     from lm_eval.api.instance import Instance
     from lm_eval.api.model import CacheHook
 
     from lm_eval_duel.harness.requests import Batch
-    from lm_eval_duel.harness.run import Run
+    from lm_eval_duel.harness.run import Run, Work
     from lm_eval_duel.harness.trace import Writer
 
 log = logging.getLogger("lm_eval.duel_mdm")  # lm-eval prints its own loggers only
@@ -67,20 +69,11 @@ class DuelMDM(TemplateLM):
         for the row is truncated from the left; a continuation too long is an error. `is_greedy` is always False if the
         estimator has no decoding.
         """
-        from lm_eval_duel.harness.loglikelihood import TextLogLikelihood, continuation_windows, scored_requests
-        from lm_eval_duel.tasks.gap import Gap
+        from lm_eval_duel.harness.loglikelihood import Continuations
 
         self._require_whole_texts_only()
-        run, batch = self._start(requests, disable_tqdm)
         self._warn_if_never_greedy()
-        windows = continuation_windows(self.text, batch.requests)
-        answers = [(0.0, False)] * len(windows)
-        for n, score in scored_requests(run, "loglikelihood", batch.requests, windows):
-            continuation = batch.requests[n].args[1]
-            in_gap = isinstance(continuation, Gap)
-            log_prob = TextLogLikelihood(score, continuation, windows[n]) if in_gap else score.log_prob
-            answers[n] = log_prob, score.is_greedy
-        return batch.spread(answers)
+        return self._answer(Continuations, requests, disable_tqdm)
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
@@ -89,29 +82,18 @@ class DuelMDM(TemplateLM):
 
         lm-eval 0.5 gets (log p, False) for each, see `versions`.
         """
-        from lm_eval_duel.harness import versions
-        from lm_eval_duel.harness.loglikelihood import TextLogLikelihood, document_windows, scored_requests
+        from lm_eval_duel.harness.loglikelihood import WholeTexts
 
-        run, batch = self._start(requests, disable_tqdm)
-        windows = document_windows(self.text, batch.requests)
-        answers = [0.0] * len(windows)
-        for n, score in scored_requests(run, "loglikelihood_rolling", batch.requests, windows):
-            (text,) = versions.arguments(batch.requests[n])
-            answers[n] = TextLogLikelihood(score, text, windows[n])
-        return batch.spread([versions.answer(*pair) for pair in zip(batch.requests, answers, strict=True)])
+        return self._answer(WholeTexts, requests, disable_tqdm)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """A text after each prompt, by Algorithm 1 under the rule and block that are scored.
 
         A sample is seeded by (draw_seed, task, document, request, repeat). Temperature 0 takes the argmax of each pick.
         """
-        from lm_eval_duel.harness.generation import generated_texts
+        from lm_eval_duel.harness.generation import Generation
 
-        run, batch = self._start(requests, disable_tqdm)
-        texts = [""] * len(batch.requests)
-        for n, text in generated_texts(run, batch):
-            texts[n] = text
-        return batch.spread(texts)
+        return self._answer(Generation, requests, disable_tqdm)
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str] | None, list[int], list[int]]], disable_tqdm: bool = False
@@ -123,23 +105,36 @@ class DuelMDM(TemplateLM):
 
     # ------------------------------------------------------------ evaluations
 
-    def _start(self, requests: list[Instance], disable_tqdm: bool) -> tuple[Run, Batch]:
-        """The evaluation that these requests belong to, and the distinct ones among them."""
+    def _answer(self, kind: Callable[[Run, Batch], Work], requests: list[Instance], disable_tqdm: bool) -> list[Any]:
+        """The answer to each request: cached, or computed now and saved at once."""
         from lm_eval_duel.harness import patches
         from lm_eval_duel.harness.requests import Batch
 
-        if self.run.number != patches.evaluation():
+        if self not in patches.answering:
             self.run = self._new_run()
-            patches.gather_with(self.gather_object)
-        self.run.cache, self.run.show_progress = self.cache_hook, not disable_tqdm
-        return self.run, Batch.from_requests(requests)
+        run, batch = self.run, Batch.from_requests(requests)
+        run.cache, run.show_progress = self.cache_hook, not disable_tqdm
+        work = kind(run, batch)  # every request is checked here
+        answers = dict(work.cached())
+        remaining = [n for n in work.order if n not in answers]
+        run.count_cached(len(answers), len(remaining))
+        with run.show(work, remaining) as progress, run.computing():
+            for done in work.finished(remaining):
+                work.save(done)  # first: whatever fails below, this request is not lost
+                answers[done.n] = done.answer
+                work.count(done)
+                progress.finish_request(len(done.windows))
+                run.write_trace(work, done)
+        with run.computing():
+            work.after()
+        return batch.spread([work.reply(n, answers[n]) for n in range(len(answers))])
 
     def _new_run(self) -> Run:
         from lm_eval_duel.harness import patches
         from lm_eval_duel.harness.run import Run
 
-        number = patches.evaluation()
-        return Run(self.options, self.text, self.estimator, self.ranks, self.trace, self.cache_hook, number)
+        patches.answering.add(self)
+        return Run(self.options, self.text, self.estimator, self.ranks, self.trace, self.cache_hook)
 
     def _require_whole_texts_only(self) -> None:
         """Raise DuelError if the estimator does not compare continuations."""

@@ -7,19 +7,21 @@ Every request is scored once, in the order in which windows are finished, and sa
 
 from __future__ import annotations
 
+import abc
 import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from lm_eval_duel.core.scores import WindowScore
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.harness import versions
-from lm_eval_duel.harness.requests import document_of, named, named_windows
+from lm_eval_duel.harness.cache import DOCUMENTS
+from lm_eval_duel.harness.requests import Batch, document_of, named, named_windows
 from lm_eval_duel.harness.resume import Unfinished
-from lm_eval_duel.harness.run import Run
-from lm_eval_duel.harness.so_far import Document, SoFar, random_order
+from lm_eval_duel.harness.run import Finished, Run
+from lm_eval_duel.harness.so_far import Document, SoFar, plain, random_order
 from lm_eval_duel.harness.totals import Outcome
 from lm_eval_duel.harness.verify import Verification, is_coarse, summed
 from lm_eval_duel.tasks.columns import MADE, TOKENS
@@ -45,8 +47,8 @@ class RequestScore(NamedTuple):
         """From the scores of a request's windows; an empty text has probability 1."""
         return cls(math.fsum(score.log_prob for score in scores), all(score.is_greedy for score in scores), stderr)
 
-    def answer(self, kind: str) -> float | tuple[float, bool]:
-        """As it is cached."""
+    def cached_as(self, kind: str) -> float | tuple[float, bool]:
+        """The answer in the response cache."""
         return self.log_prob if kind == "loglikelihood_rolling" else (self.log_prob, self.is_greedy)
 
 
@@ -100,130 +102,163 @@ def document_windows(text: Text, requests: Sequence[Instance]) -> list[list[Wind
     return windows
 
 
-# ---------------------------------------------------------------- windows -> scores of requests
+# ---------------------------------------------------------------- what the loop of lm.py asks
 
 
-def scored_requests(
-    run: Run, kind: str, requests: Sequence[Instance], windows: Sequence[Sequence[Window]]
-) -> Iterator[tuple[int, RequestScore]]:
-    """(index, score) of each request: first those with a cached answer, then the others as they are finished."""
-    remaining, order = [], range(len(requests))
-    documents = None
-    if kind == "loglikelihood_rolling" and run.options.order == "random":
-        order = random_order(requests, run.options.draw_seed)
-    if kind == "loglikelihood_rolling":
-        documents = [Document.from_request(requests[n], windows[n]) for n in order]
-        run.keep_documents(kind, documents)
-    place = {n: i for i, n in enumerate(order)}
-    for n in order:
-        if (score := _cached_score(run, kind, requests[n], windows[n])) is None:
-            remaining.append(n)
-            continue
-        if documents:
-            documents[place[n]].log_prob = score.log_prob
-        yield n, score
-    run.count_cached(len(requests) - len(remaining), len(remaining))
-    left, left_windows = [requests[n] for n in remaining], [windows[n] for n in remaining]
-    verification, ties = Verification(run, left_windows), run.estimator.counts.all_mask_starts
-    name, rule = run.estimator.name, run.estimator.describe().get("rule", "")
-    label = f" {rule}" if name == "duel" else f" {name} {rule}".rstrip()
-    tokens = sum(len(window.target) for parts in left_windows for window in parts)
-    so_far = SoFar(documents) if documents and run.options.order == "random" else None
-    with run.show(kind, label, len(requests), len(requests) - len(remaining), tokens, so_far), run.computing():
-        for n, scores in _finished_requests(run, left, left_windows):
-            verification.keep(n, scores)
-            score = _save(run, kind, left[n], left_windows[n], scores)
-            if documents:
-                documents[place[remaining[n]]].log_prob = score.log_prob
-            yield remaining[n], score
-    if ties := run.estimator.counts.all_mask_starts - ties:
-        log.info(
-            "%d blocks started from masks alone: all positions tie exactly, and the lowest position is first", ties
-        )
-    with run.computing():
-        run.checked += (checked := verification.compare(left))
-        run.stats.verified.merge(summed(checked, coarse=bool(checked) and is_coarse(run.estimator.denoiser)))
+class Scoring(abc.ABC):
+    """Requests for log-likelihoods. Each of the loop's steps is a method; `n` is a request's index."""
 
+    kind: ClassVar[str]  # the method of the model that answers them
 
-def _finished_requests(
-    run: Run, requests: Sequence[Instance], windows: Sequence[Sequence[Window]]
-) -> Iterator[tuple[int, list[WindowScore]]]:
-    """(index, scores of its windows) of each request, as the last one is scored.
+    def __init__(self, run: Run, batch: Batch):
+        self.run, self.estimator, self.requests = run, run.estimator, batch.requests
+        self.windows = self.cut(batch.requests)  # of each request
+        self.unfinished = Unfinished(run.store, run.estimator)
+        self.order: Sequence[int] = range(len(batch.requests))
+        self.so_far: SoFar | None = None
+        self.all_mask_starts = run.estimator.counts.all_mask_starts
 
-    Until then its scores are kept in the response cache, so an interrupted run loses only the windows in flight.
-    """
-    unfinished, progress = Unfinished(run.store, run.estimator), run.progress
-    scores = [unfinished.resume(parts) for parts in windows]  # of each request, by window
-    remaining = [(n, part) for n, parts in enumerate(windows) for part in range(len(parts)) if part not in scores[n]]
-    for n, parts in enumerate(windows):
-        for part in scores[n]:
-            progress.add_window(parts[part])
-        if len(scores[n]) == len(parts):
-            yield n, _take(scores, n)
-            progress.finish_request(len(parts))
-    with named_windows([requests[n] for n, _ in remaining]):
-        for i, score in run.estimator.stream([windows[n][part] for n, part in remaining]):
-            n, part = remaining[i]
-            scores[n][part] = score
-            progress.add_window(windows[n][part])
-            if len(scores[n]) < len(windows[n]):
-                unfinished.keep(windows[n][part], score)
-            else:
-                yield n, _take(scores, n)
-                progress.finish_request(len(windows[n]))
+    @abc.abstractmethod
+    def cut(self, requests: Sequence[Instance]) -> list[list[Window]]:
+        """The windows of each request."""
 
+    @property
+    def label(self) -> str:
+        """For the progress bar."""
+        name, rule = self.estimator.name, self.estimator.describe().get("rule", "")
+        return f" {rule}" if name == "duel" else f" {name} {rule}".rstrip()
 
-def _take(scores: list[dict[int, WindowScore]], n: int) -> list[WindowScore]:
-    """The scores of a request's windows, in order, which are not needed here any more."""
-    parts, scores[n] = scores[n], {}
-    return [parts[part] for part in range(len(parts))]
+    def size(self, n: int) -> int:
+        """The target tokens of a request."""
+        return sum(len(window.target) for window in self.windows[n])
 
+    def cached(self) -> Iterator[tuple[int, RequestScore]]:
+        """(n, score) of each request with an intact answer in the response cache, counted as if computed now."""
+        for n in self.order:
+            if (score := self._cached(n)) is not None:
+                yield n, score
 
-# ---------------------------------------------------------------- the response cache
+    def finished(self, remaining: Sequence[int]) -> Iterator[Finished]:
+        """Each of the other requests, as the last of its windows is scored.
 
+        Until then its scores are kept in the response cache, so an interrupted run loses only the windows in flight.
+        """
+        run, windows = self.run, self.windows
+        self.verification = Verification(run, {n: windows[n] for n in remaining})
+        scores = {n: self.unfinished.resume(windows[n]) for n in remaining}  # of each request, by part
+        missing = [(n, part) for n in remaining for part in range(len(windows[n])) if part not in scores[n]]
+        for n in remaining:
+            for part in scores[n]:
+                run.progress.add_window(len(windows[n][part].target))
+            if len(scores[n]) == len(windows[n]):
+                yield self._joined(n, scores.pop(n))
+        with named_windows([self.requests[n] for n, _ in missing]):
+            for i, score in run.estimator.stream([windows[n][part] for n, part in missing]):
+                n, part = missing[i]
+                if len(windows[n]) > 1:  # else it is the request's score, which is saved next
+                    self.unfinished.keep(windows[n][part], score)
+                run.progress.add_window(len(windows[n][part].target))
+                scores[n][part] = score
+                if len(scores[n]) == len(windows[n]):
+                    yield self._joined(n, scores.pop(n))
 
-def _save(
-    run: Run, kind: str, request: Instance, windows: Sequence[Window], scores: Sequence[WindowScore]
-) -> RequestScore:
-    """Add a finished request to the statistics, the trace and the response cache."""
-    outcome = Outcome.from_scores(scores, run.estimator)
-    score = RequestScore.from_scores(scores, outcome.stderr(windows))
-    _count(run, request, windows, outcome)
-    run.write_trace(request, windows, scores, run.estimator)
-    if run.store is None:
-        run.cache.add_partial(kind, versions.arguments(request), score.answer(kind))
-    else:
-        run.store.keep(kind, versions.arguments(request), score.answer(kind), outcome.plain)
-        Unfinished(run.store, run.estimator).forget(windows)
-    return score
+    def save(self, done: Finished) -> None:
+        """Save an answer, and what each window contributed to it, for a run that resumes this one."""
+        if self.run.store is not None:
+            arguments = versions.arguments(self.requests[done.n])
+            self.run.store.keep(self.kind, arguments, done.answer.cached_as(self.kind), done.outcome.plain)
+            self.unfinished.forget(done.windows)
 
+    def count(self, done: Finished) -> None:
+        """Add a request to the statistics, and to the windows that may be verified."""
+        self._count(done.n, done.outcome, done.answer)
+        self.verification.keep(done.n, done.scores)
 
-def _count(run: Run, request: Instance, windows: Sequence[Window], outcome: Outcome) -> None:
-    """Add a request to the statistics."""
-    unknown = run.text.unknown(windows, str(versions.arguments(request)[-1]))
-    run.stats.add_request(str(request.task_name), document_of(request), windows, outcome, unknown)
+    def after(self) -> None:
+        """Log ties, and score some windows again."""
+        if ties := self.estimator.counts.all_mask_starts - self.all_mask_starts:
+            log.info(
+                "%d blocks started from masks alone: all positions tie exactly, and the lowest position is first", ties
+            )
+        self.run.checked += (checked := self.verification.compare(self.requests))
+        coarse = bool(checked) and is_coarse(self.estimator.denoiser)
+        self.run.stats.verified.merge(summed(checked, coarse=coarse))
 
+    @abc.abstractmethod
+    def reply(self, n: int, score: RequestScore) -> Any:
+        """A score as lm-eval expects it."""
 
-def _cached_score(run: Run, kind: str, request: Instance, windows: Sequence[Window]) -> RequestScore | None:
-    """The score in the response cache, counted as if it were computed now; None if there is none that is intact."""
-    arguments = versions.arguments(request)
-    if run.store is None or (answer := run.store.answer(kind, arguments)) is None:
+    def _joined(self, n: int, scores: dict[int, WindowScore]) -> Finished:
+        """A request whose windows are all scored."""
+        parts = [scores[part] for part in range(len(scores))]
+        outcome = Outcome.from_scores(parts, self.estimator)
+        answer = RequestScore.from_scores(parts, outcome.stderr(self.windows[n]))
+        return Finished(n, answer, self.windows[n], parts, outcome)
+
+    def _cached(self, n: int) -> RequestScore | None:
+        """An intact answer of the response cache: the sum of what is cached of its windows."""
+        arguments, store = versions.arguments(self.requests[n]), self.run.store
+        if store is None or (answer := store.answer(self.kind, arguments)) is None:
+            return None
+        names = self.estimator.values(self.estimator.empty_score)
+        outcome = Outcome.read(store.values(self.kind, arguments), len(self.windows[n]), names)
+        if outcome is not None:
+            is_greedy = isinstance(answer, tuple) and answer[-1] is True
+            score = RequestScore(outcome.log_prob, is_greedy, outcome.stderr(self.windows[n]))
+            if score.cached_as(self.kind) == answer:
+                self._count(n, outcome, score)
+                return score
+        store.drop()
         return None
-    estimator = run.estimator
-    outcome = Outcome.read(run.store.values(kind, arguments), len(windows), estimator.values(estimator.empty_score))
-    if outcome is None or (score := _score_of(answer, outcome.log_prob)) is None:
-        run.store.drop()
-        return None
-    _count(run, request, windows, outcome)
-    return score._replace(stderr=outcome.stderr(windows))
+
+    def _count(self, n: int, outcome: Outcome, score: RequestScore) -> None:
+        request, windows = self.requests[n], self.windows[n]
+        unknown = self.run.text.unknown(windows, str(versions.arguments(request)[-1]))
+        self.run.stats.add_request(str(request.task_name), document_of(request), windows, outcome, unknown)
 
 
-def _score_of(answer: Any, log_prob: float) -> RequestScore | None:
-    """A cached answer as a score; None if it is not the sum of what is cached of its windows."""
-    if not isinstance(answer, tuple):
-        return RequestScore(log_prob, False) if answer == log_prob else None
-    intact = len(answer) == 2 and answer[0] == log_prob and type(answer[1]) is bool
-    return RequestScore(*answer) if intact else None
+class Continuations(Scoring):
+    """Requests of a context and its continuation."""
+
+    kind = "loglikelihood"
+
+    def cut(self, requests: Sequence[Instance]) -> list[list[Window]]:
+        return continuation_windows(self.run.text, requests)
+
+    def reply(self, n: int, score: RequestScore) -> tuple[float, bool]:
+        """The log-likelihood, and whether decoding would write the continuation."""
+        continuation = self.requests[n].args[1]
+        in_gap = isinstance(continuation, Gap)
+        log_prob = TextLogLikelihood(score, continuation, self.windows[n]) if in_gap else score.log_prob
+        return log_prob, score.is_greedy
+
+
+class WholeTexts(Scoring):
+    """Requests of whole texts; with `order=random` there are estimates of the final value while they are scored."""
+
+    kind = "loglikelihood_rolling"
+
+    def __init__(self, run: Run, batch: Batch):
+        super().__init__(run, batch)
+        if run.options.order == "random":
+            self.order = random_order(self.requests, run.options.draw_seed)
+        self.documents = {n: Document.from_request(self.requests[n], self.windows[n]) for n in self.order}
+        if run.options.order == "random" and self.requests:
+            self.so_far = SoFar(self.documents.values())
+        if run.store is not None:
+            run.store[DOCUMENTS + self.kind] = plain(self.documents.values(), run.options.order)
+
+    def cut(self, requests: Sequence[Instance]) -> list[list[Window]]:
+        return document_windows(self.run.text, requests)
+
+    def reply(self, n: int, score: RequestScore) -> float | tuple[float, bool]:
+        """The log-likelihood, in the form of the release that asks."""
+        (text,) = versions.arguments(self.requests[n])
+        return versions.answer(self.requests[n], TextLogLikelihood(score, text, self.windows[n]))
+
+    def _count(self, n: int, outcome: Outcome, score: RequestScore) -> None:
+        super()._count(n, outcome, score)
+        self.documents[n].log_prob = score.log_prob
 
 
 class TextLogLikelihood(float):

@@ -1,7 +1,8 @@
 """Every change to lm-eval's behaviour, made when a model is loaded (never at import); applying them twice is harmless.
 
     what                        why
-    Task.build_all_requests     counts evaluations: a model cannot tell otherwise where one ends and the next begins
+    Task.build_all_requests     ends the evaluation before, since a model cannot tell: it gets requests of one kind at a
+                                time, and lm-eval asks for its results on rank 0 alone, and not after a failure
                                 refuses a task with fewer documents than ranks: lm-eval fails on the ranks without any,
                                 with an unrelated error, and the other ranks wait for them
     Task.process_instances      (0.5 only) keeps the first answer to a request that was repeated to give all ranks
@@ -45,8 +46,7 @@ from lm_eval_duel.harness.cache import ANSWER_TYPES, ResponseCache, unreadable
 FUNCTIONS = {"custom_dataset", "process_docs", "process_results", "class", "aggregation", "metric", "sampler"}
 FUNCTIONS |= {"doc_to_text", "doc_to_target", "doc_to_choice", "doc_to_image", "doc_to_audio"}  # keys of a task's YAML
 
-_builds = 0  # calls of Task.build_all_requests
-_gather: weakref.WeakMethod[Any] | None = None  # of our model, once it answers requests of an evaluation
+answering: weakref.WeakSet[Any] = weakref.WeakSet()  # our models that take part in the evaluation under way
 
 
 def apply() -> None:
@@ -75,17 +75,6 @@ def without_default_tasks() -> Iterator[None]:
         TaskManager.__init__ = original
 
 
-def evaluation() -> int:
-    """A number that changes as soon as lm-eval builds the requests of another evaluation."""
-    return _builds
-
-
-def gather_with(gather_object: Callable[..., list[Any] | None]) -> None:
-    """The present evaluation is of a model whose ranks gather objects by this method."""
-    global _gather
-    _gather = weakref.WeakMethod(gather_object)  # the model is freed after its last evaluation
-
-
 def _patch(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
     """Replace a method by `replacement(original, self, ...)`, or a function by `replacement(original, ...)`."""
     original = getattr(owner, name)
@@ -109,9 +98,7 @@ def _build_all_requests(
     world_size: int = 1,
     **options: Any,
 ) -> Any:
-    global _builds, _gather
-    _builds += 1
-    _gather = None
+    answering.clear()
     if world_size > 1:
         _require_documents(task, limit, samples, world_size)
     return original(task, limit=limit, samples=samples, world_size=world_size, **options)
@@ -130,8 +117,8 @@ def _process_instances(original: Callable[..., None], task: Task) -> None:
 
 
 def _gather_object(original: Callable[..., Any], obj: Any, *, dst: int = 0, **options: Any) -> list[Any] | None:
-    gather = None if _gather is None else _gather()
-    return original(obj, dst=dst, **options) if gather is None else gather(obj, dst)
+    model = next(iter(answering), None)
+    return original(obj, dst=dst, **options) if model is None else model.gather_object(obj, dst)
 
 
 def _load_tasks(original: Callable[..., Any], manager: TaskManager, specs: Any, *args: Any, **options: Any) -> Any:

@@ -35,7 +35,7 @@ class Unfinished:
         return None if self.store is None else _read(self.store.find(self.key(window)), self.kind, len(window.target))
 
     def keep(self, window: Window, score: WindowScore) -> None:
-        """Keep a score until its request is finished."""
+        """Keep a score until its request is saved."""
         if self.store is not None:
             self.store[self.key(window)] = type(score).__name__, dataclasses.asdict(score)
 

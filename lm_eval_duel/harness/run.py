@@ -7,9 +7,9 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from tqdm import tqdm
 
@@ -19,10 +19,11 @@ from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.duel import DuelEstimator
-from lm_eval_duel.harness.cache import DOCUMENTS, ResponseCache
+from lm_eval_duel.harness.cache import ResponseCache
 from lm_eval_duel.harness.distributed import Ranks
 from lm_eval_duel.harness.run_stats import RunStats, Share, peak_memory
-from lm_eval_duel.harness.so_far import Document, SoFar, plain
+from lm_eval_duel.harness.so_far import SoFar
+from lm_eval_duel.harness.totals import Outcome
 from lm_eval_duel.harness.trace import Writer, record
 from lm_eval_duel.harness.verify import Checked
 from lm_eval_duel.options import Options
@@ -37,41 +38,82 @@ log = logging.getLogger("lm_eval.duel_mdm")  # lm-eval prints its own loggers on
 EVERY = 1.0  # seconds between two estimates in a progress bar
 
 
-@dataclasses.dataclass
+class Finished(NamedTuple):
+    """A request that has just been computed. Its answer and its windows' scores, and more about it for the trace."""
+
+    n: int  # its index in the batch
+    answer: Any
+    windows: Sequence[Window]
+    scores: Sequence[WindowScore]
+    outcome: Outcome | None = None  # what a log-likelihood contributes to the statistics
+    about: Mapping[str, Any] = {}
+
+
+class Work(Protocol):
+    """The requests of one call, of one kind: what differs between scoring and generation. `n` is a request's index."""
+
+    kind: str  # the method of the model that answers them
+    estimator: Estimator
+    requests: Sequence[Instance]
+    order: Sequence[int]  # in which they are taken
+    label: str  # for the progress bar
+    so_far: SoFar | None  # estimates of the final value, for the progress bar
+
+    def size(self, n: int) -> int:
+        """The tokens of a request."""
+
+    def cached(self) -> Iterator[tuple[int, Any]]:
+        """(n, answer) of each request with an answer in the response cache."""
+
+    def finished(self, remaining: Sequence[int]) -> Iterator[Finished]:
+        """The other requests, each as it is finished."""
+
+    def save(self, done: Finished) -> None:
+        """Save a request in the response cache, if there is one."""
+
+    def count(self, done: Finished) -> None:
+        """Add a request to the statistics."""
+
+    def after(self) -> None:
+        """Log and verify what was computed."""
+
+    def reply(self, n: int, answer: Any) -> Any:
+        """An answer as lm-eval expects it."""
+
+
 class Progress:
-    """How far the requests of one call are."""
+    """How far the requests of one call are; `finished` requests, and `windows` of requests that are not finished."""
 
-    kind: str
-    requests: int
-    bar: tqdm
-    finished: int = 0  # requests
-    windows: int = 0  # scored windows of requests that are not finished
-    so_far: SoFar | None = None  # the estimates that the bar shows
-    shown: float = -math.inf  # when they were computed
+    def __init__(self, work: Work, remaining: Sequence[int], hidden: bool):
+        self.work, self.finished, self.windows = work, len(work.requests) - len(remaining), 0
+        self.shown = -math.inf  # when estimates were computed
+        tokens = sum(map(work.size, remaining))
+        self.bar = tqdm(total=tokens, desc=f"{work.kind}{work.label}", unit="tok", disable=hidden)
 
-    def add_window(self, window: Window) -> None:
-        """One more scored window."""
+    def add_window(self, tokens: int) -> None:
+        """One more window is finished."""
         self.windows += 1
-        self.bar.update(len(window.target))
+        self.bar.update(tokens)
 
-    def finish_request(self, windows: int = 0) -> None:
-        """One more finished request, of so many scored windows."""
+    def finish_request(self, windows: int) -> None:
+        """One more request is finished, of so many windows."""
         self.finished += 1
         self.windows -= windows
-        if self.so_far is not None and (time.monotonic() - self.shown > EVERY or self.finished == self.requests):
+        last = self.finished == len(self.work.requests)
+        if self.work.so_far is not None and (time.monotonic() - self.shown > EVERY or last):
             self.shown = time.monotonic()
-            self.bar.set_postfix_str(str(self.so_far), refresh=False)
+            self.bar.set_postfix_str(str(self.work.so_far), refresh=False)
 
     def __str__(self):
         windows = f" and {self.windows} windows of unfinished ones" if self.windows else ""
-        return f"{self.finished} of {self.requests} {self.kind} requests{windows}"
+        return f"{self.finished} of {len(self.work.requests)} {self.work.kind} requests{windows}"
 
 
 @dataclasses.dataclass
 class Run:
     """One evaluation of a model. Creating it resets the counts of `estimator` and `text`.
 
-    `cache`: the harness's hook of the call under way; `number`: which evaluation this is (patches.evaluation).
+    `cache`: the harness's hook of the call under way.
     """
 
     options: Options
@@ -80,11 +122,10 @@ class Run:
     ranks: Ranks
     trace: Writer | None
     cache: CacheHook
-    number: int
     stats: RunStats = dataclasses.field(default_factory=RunStats)
     gathered: list[RunStats] | None = None  # the statistics of all ranks
     show_progress: bool = True
-    progress: Progress | None = None
+    progress: Progress | None = None  # of the call under way
     checked: list[Checked] = dataclasses.field(default_factory=list)  # windows that were scored twice, on this rank
 
     def __post_init__(self) -> None:
@@ -108,17 +149,14 @@ class Run:
     # ------------------------------------------------------------ while requests are answered
 
     @contextlib.contextmanager
-    def show(
-        self, kind: str, label: str, requests: int, finished: int, tokens: int, so_far: SoFar | None = None
-    ) -> Iterator[Progress]:
-        """A progress bar of `tokens` tokens, with the estimates so far (of this rank's documents).
+    def show(self, work: Work, remaining: Sequence[int]) -> Iterator[Progress]:
+        """A progress bar, with the estimates so far (of this rank's documents).
 
         Until it ends, windows are taken in the order given if there are estimates, and longest first otherwise.
         """
-        hidden = not self.show_progress or self.ranks.rank != 0
-        with tqdm(total=tokens, desc=f"{kind}{label}", unit="tok", disable=hidden) as bar:
-            self.progress = Progress(kind, requests, bar, finished, so_far=so_far)
-            self.estimator.in_order = so_far is not None
+        self.progress = Progress(work, remaining, hidden=not self.show_progress or self.ranks.rank != 0)
+        self.estimator.in_order = work.so_far is not None
+        with self.progress.bar:
             try:
                 yield self.progress
             finally:
@@ -136,22 +174,14 @@ class Run:
             if self.store is not None:
                 saved = f"They are saved in {self.store.filename}: run the same command to resume."
             log.warning("Interrupted by %s on rank %d after %s. %s", signal.name, self.ranks.rank, self.progress, saved)
-            if self.progress is not None and (estimates := str(self.progress.so_far or "")):
-                log.warning(
-                    "Estimate so far (estimator=%s), from this rank's documents: %s",
-                    self.estimator.name,
-                    estimates,
-                )
+            if estimates := str(self.progress.work.so_far or ""):
+                name = self.estimator.name
+                log.warning("Estimate so far (estimator=%s), from this rank's documents: %s", name, estimates)
             raise
         finally:
             self.stats.seconds += time.perf_counter() - start
             if self.trace is not None:
                 self.trace.flush()
-
-    def keep_documents(self, kind: str, documents: Sequence[Document]) -> None:
-        """Store the order of this rank's documents in the response cache, if there is one."""
-        if self.store is not None:
-            self.store[DOCUMENTS + kind] = plain(documents, self.options.order)
 
     def count_cached(self, cached: int, remaining: int) -> None:
         """Count the answers from the response cache, and log them in the harness's words."""
@@ -160,21 +190,15 @@ class Run:
         if cached:
             self.stats.add_count("answers_from_cache", cached)
 
-    def write_trace(
-        self,
-        request: Instance,
-        windows: Sequence[Window],
-        scores: Sequence[WindowScore],
-        estimator: Estimator,
-        extra: dict[str, Any] | None = None,
-    ) -> None:
-        """Write a line for each window of a finished request; `extra`: more about all of them."""
+    def write_trace(self, work: Work, done: Finished) -> None:
+        """Write a line for each window of a finished request."""
         if self.trace is None:
             return
-        origin = {"task": request.task_name, "doc": request.doc_id, "request": request.idx, **(extra or {})}
+        request = work.requests[done.n]
+        origin = {"task": request.task_name, "doc": request.doc_id, "request": request.idx, **done.about}
         self.trace.write(
-            {**origin, "window": n, **record(window, score, estimator)}
-            for n, (window, score) in enumerate(zip(windows, scores, strict=True))
+            {**origin, "window": part, **record(window, score, work.estimator)}
+            for part, (window, score) in enumerate(zip(done.windows, done.scores, strict=True))
         )
 
     # ------------------------------------------------------------ afterwards

@@ -11,7 +11,7 @@ import logging
 import math
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.core.scores import WindowScore, known_sum
@@ -123,10 +123,10 @@ class Verified:
 class Verification:
     """A random sample of the windows of requests, drawn by (`draw_seed`, rank), and the run's scores of them."""
 
-    def __init__(self, run: Run, windows: Sequence[Sequence[Window]]):
+    def __init__(self, run: Run, windows: Mapping[int, Sequence[Window]]):
         self.run, self.windows = run, windows
         options, rank, ranks = run.options, run.ranks.rank, run.ranks.world_size
-        candidates = [(n, part) for n, parts in enumerate(windows) for part in range(len(parts)) if parts[part].target]
+        candidates = [(n, part) for n, parts in windows.items() for part in range(len(parts)) if parts[part].target]
         share = options.verify // ranks + (rank < options.verify % ranks)
         chance = random.Random(f"{options.draw_seed} {rank}")
         self.drawn = frozenset(chance.sample(candidates, min(share, len(candidates))))

@@ -92,7 +92,7 @@ def test_statistics_of_all_ranks_are_gathered():
 
     patches.apply()
     model = Model()
-    patches.gather_with(model.gather_object)
+    patches.answering.add(model)
     assert evaluator.torch_gather_object({}, rank=0, world_size=2, dst=0) == [{}, "and statistics"]
     del model  # another model's evaluation
     assert evaluator.torch_gather_object({}, rank=0, world_size=1, dst=0) == [{}]

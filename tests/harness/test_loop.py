@@ -1,0 +1,94 @@
+"""An error in any step of the loop loses no finished request: the next run finds it in the response cache."""
+
+import pytest
+import tiny
+from close import close_nats
+from harness_requests import ask
+from lm_eval.api.model import CachingLM
+
+from lm_eval_duel.harness.cache import ResponseCache
+from lm_eval_duel.harness.generation import Generation
+from lm_eval_duel.harness.lm import DuelMDM
+from lm_eval_duel.harness.loglikelihood import Scoring
+from lm_eval_duel.harness.resume import Unfinished
+from lm_eval_duel.harness.run import Progress, Run
+from lm_eval_duel.harness.run_stats import RunStats
+from lm_eval_duel.harness.so_far import SoFar
+from lm_eval_duel.harness.trace import Writer
+from lm_eval_duel.harness.verify import Verification
+
+LONG = [(f"{letter} " + " ".join("bcdefghijklmnopqrstuvwxyz"),) for letter in "xy"]  # two windows each
+REQUESTS = {
+    "loglikelihood_rolling": [LONG[0], ("a b c",), ("d e",), LONG[1], ("f",)],
+    "loglikelihood": [("a", " b c"), ("a", " d"), ("b", " e f g")],
+    "generate_until": [(letter, {"until": [], "max_gen_toks": 4}) for letter in "abc"],
+}
+WINDOWS = {"loglikelihood_rolling": 7, "loglikelihood": 3, "generate_until": 3}
+ROLLING, PAIRS, TEXTS = REQUESTS
+STEPS = [  # kind, class, method, of which call it fails, windows that are lost
+    (ROLLING, Unfinished, "resume", 2, 0),
+    (ROLLING, Unfinished, "keep", 2, 1),  # the one that could not be kept
+    (ROLLING, Scoring, "_joined", 2, 1),  # a request of one window
+    (ROLLING, ResponseCache, "keep", 2, 1),
+    (ROLLING, Unfinished, "forget", 2, 0),
+    (ROLLING, RunStats, "add_request", 2, 0),
+    (ROLLING, Verification, "keep", 2, 0),
+    (ROLLING, SoFar, "__str__", 1, 0),
+    (ROLLING, Progress, "add_window", 2, 1),  # a request of one window
+    (ROLLING, Progress, "finish_request", 2, 0),
+    (ROLLING, Writer, "write", 3, 0),  # the first writes the header
+    (ROLLING, Writer, "flush", 1, 0),
+    (ROLLING, Verification, "compare", 1, 0),
+    (PAIRS, RunStats, "add_request", 2, 0),
+    (PAIRS, Run, "write_trace", 2, 0),
+    (TEXTS, Generation, "save", 2, 1),  # the one that could not be saved
+    (TEXTS, Progress, "finish_request", 2, 0),
+    (TEXTS, Run, "write_trace", 2, 0),
+]
+
+
+class Broken(Exception):
+    """An error that no code expects."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.checkpoint(tmp_path_factory.mktemp("bert"), "bert", length=16)
+
+
+def make(folder, kept):
+    """One row a call, so that windows are finished one after the other."""
+    arguments = {"rule": "greedy", "block": 4, "device": "cpu", "max_batch_size": 1, "order": "random", "verify": 2}
+    model = DuelMDM(pretrained=folder, **arguments, trace=str(kept / "t.jsonl"))
+    return CachingLM(model, str(kept / "c_rank0.db"))
+
+
+@pytest.fixture(scope="module")
+def answers(folder, tmp_path_factory):
+    whole = make(folder, tmp_path_factory.mktemp("whole"))
+    return {kind: getattr(whole, kind)(ask(kind, *texts)) for kind, texts in REQUESTS.items()}
+
+
+@pytest.mark.parametrize(("kind", "owner", "name", "call", "lost"), STEPS)
+def test_a_failure_loses_no_finished_request(folder, tmp_path, monkeypatch, answers, kind, owner, name, call, lost):
+    requests, original, calls = ask(kind, *REQUESTS[kind]), getattr(owner, name), []
+
+    def fails(*arguments, **options):
+        calls.append(1)
+        if len(calls) == call:
+            raise Broken
+        return original(*arguments, **options)
+
+    first = make(folder, tmp_path)
+    with monkeypatch.context() as patch, pytest.raises(Broken):
+        patch.setattr(owner, name, fails)
+        getattr(first, kind)(requests)
+    again = make(folder, tmp_path)
+    found = getattr(again, kind)(requests)
+    scored = first.lm.estimator.counts.windows, again.lm.estimator.counts.windows
+    assert sum(scored) - WINDOWS[kind] <= lost
+    assert found == answers[kind] if kind == "generate_until" else flat(found) == close_nats(flat(answers[kind]))
+
+
+def flat(found):
+    return [answer[0] if isinstance(answer, tuple) else answer for answer in found]
