@@ -32,6 +32,15 @@ class Kept(Protocol):
 Past = KeysValues | Kept  # of one layer
 
 
+def joined(past: Past | None, keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
+    """The keys and values that a layer attends to: those kept, and the call's own."""
+    if past is None:
+        return keys, values
+    if isinstance(past, tuple):
+        return torch.cat([past[0], keys], 2), torch.cat([past[1], values], 2)
+    return past.join(keys, values)
+
+
 class Positions(NamedTuple):
     """The input of the LM head at masked positions. Positions known to be equal share a row of features."""
 

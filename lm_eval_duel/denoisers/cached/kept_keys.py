@@ -68,15 +68,6 @@ class Step:
     columns: torch.Tensor  # (P, M) the positions of the call that are asked for
 
 
-def joined(past: Past | None, keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
-    """The keys and values that a layer attends to: those kept, and the call's own."""
-    if past is None:
-        return keys, values
-    if isinstance(past, Replaced):
-        return past.join(keys, values)
-    return torch.cat([past[0], keys], 2), torch.cat([past[1], values], 2)
-
-
 class Slots:
     """The kept keys and values of blocks, a row of each layer for every slot.
 

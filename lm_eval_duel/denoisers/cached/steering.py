@@ -16,8 +16,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from lm_eval_duel.core.denoiser import Denoiser
-from lm_eval_duel.core.view import KeysValues, Past, take
-from lm_eval_duel.denoisers.cached.kept_keys import Step, joined
+from lm_eval_duel.core.view import KeysValues, Past, joined, take
+from lm_eval_duel.denoisers.cached.kept_keys import Step
 
 ATTENTION = torch.nn.functional.scaled_dot_product_attention
 NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # its arguments, which may come by place

@@ -18,8 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lm_eval_duel.core.view import KeysValues, Past, take
-from lm_eval_duel.denoisers.cached.kept_keys import joined
+from lm_eval_duel.core.view import KeysValues, Past, joined, take
 
 FREQUENCIES = 256  # of the time embedding
 

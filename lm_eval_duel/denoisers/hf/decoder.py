@@ -17,9 +17,8 @@ from transformers import PreTrainedTokenizerBase
 
 from lm_eval_duel import fingerprint
 from lm_eval_duel.core.denoiser import Denoiser
-from lm_eval_duel.core.view import KeysValues, Past
+from lm_eval_duel.core.view import KeysValues, Past, joined
 from lm_eval_duel.denoisers import config_entries, self_tests
-from lm_eval_duel.denoisers.cached.kept_keys import joined
 from lm_eval_duel.denoisers.hf import device_map, quantization
 from lm_eval_duel.denoisers.hf.families import Family
 from lm_eval_duel.denoisers.hub import row_length
