@@ -6,6 +6,7 @@ import math
 import pytest
 from results import documents, edit, hf, ours
 
+from lm_eval_duel.estimators import registry
 from lm_eval_duel.results import figures, stats
 from lm_eval_duel.results.report import main as report
 
