@@ -27,7 +27,7 @@ def figures(text):
     return plan(*parse(shlex.split(text)))
 
 
-@pytest.mark.parametrize(("command", "text"), DOCUMENTED, ids=["llada", "dream", "mdlm"])
+@pytest.mark.parametrize(("command", "text"), DOCUMENTED, ids=["llada"])
 def test_the_documented_tables_are_what_the_command_prints(command, text, capsys):
     words = shlex.split(command)
     assert words[:4] == ["python", "-m", "lm_eval_duel", "plan"]
