@@ -156,7 +156,9 @@ class Generation:
 
     def save(self, done: Finished) -> None:
         """Save a text, if there is a response cache."""
-        if (key := self.prompts[done.n].cache_key) is not None:
+        if (key := self.prompts[done.n].cache_key) is None:
+            self.run.cache.add_partial(self.kind, self.requests[done.n].args, done.answer)
+        else:
             self.run.store[key] = done.answer
 
     def count(self, done: Finished) -> None:

@@ -164,9 +164,11 @@ class Scoring(abc.ABC):
 
     def save(self, done: Finished) -> None:
         """Save an answer, and what each window contributed to it, for a run that resumes this one."""
-        if self.run.store is not None:
-            arguments = versions.arguments(self.requests[done.n])
-            self.run.store.keep(self.kind, arguments, done.answer.cached_as(self.kind), done.outcome.plain)
+        arguments, answer = versions.arguments(self.requests[done.n]), done.answer.cached_as(self.kind)
+        if self.run.store is None:
+            self.run.cache.add_partial(self.kind, arguments, answer)
+        else:
+            self.run.store.keep(self.kind, arguments, answer, done.outcome.plain)
             self.unfinished.forget(done.windows)
 
     def count(self, done: Finished) -> None:
