@@ -3,6 +3,8 @@
 import json
 import logging
 import math
+import subprocess
+import sys
 
 import pytest
 import transformers
@@ -154,3 +156,16 @@ def test_errors_stand_under_the_table_of_results():
     scoring.score(lm, [own_text.OwnText("notes.txt", "We the people")])
     [error] = lm.get_model_info()["duel"]["errors"]
     assert "ELBO (a bound)" in error and "+-" in error
+
+
+def test_the_harness_command_prints_them_too():
+    """It takes `make_table` before it makes a model."""
+    code = (
+        "from lm_eval.utils import make_table\n"
+        "from lm_eval_duel.harness import patches\n"
+        "patches.apply(); patches.apply()\n"
+        "results = {'results': {'toy': {'m,none': 1.0}}, 'versions': {'toy': 1}, 'n-shot': {'toy': 0}}\n"
+        "print(make_table({**results, 'config': {'duel': {'errors': ['mine']}}}, sort_results=True))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.rstrip().endswith("|\n\nmine"), done.stderr

@@ -248,12 +248,11 @@ def score(lm: DuelMDM, texts: Sequence[own_text.OwnText]) -> list[Row] | None:
         for n in mine
     ]
     answers = lm.loglikelihood_rolling(requests)
+    found = lm.run.stats.tasks[TASK].unknown if mine else {}  # by the names of documents
     rows = {
-        n: Row(texts[n][0], float(answer), size_of(texts[n][1], answer.tokens), answer.stderr, key=key_of(texts[n][1]))
-        for n, answer in zip(mine, answers, strict=True)
+        n: Row(name, float(answer), size_of(text, answer.tokens), answer.stderr, found.get(name, 0), key=key_of(text))
+        for n, (name, text), answer in zip(mine, (texts[n] for n in mine), answers, strict=True)
     }
-    for n, unknown in lm.run.stats.tasks[TASK].unknown.items() if mine else ():
-        rows[n] = dataclasses.replace(rows[n], unknown=unknown)
     if (shares := lm.gather_object(rows)) is None:
         return None
     every = {n: row for share in shares for n, row in share.items()}

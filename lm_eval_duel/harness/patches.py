@@ -30,6 +30,7 @@ import functools
 import os
 import re
 import sqlite3
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -57,7 +58,8 @@ def apply() -> None:
         _patch(TaskManager, "load", _load_tasks)
         _patch(evaluator, "torch_gather_object", _gather_object)
     _patch(CachingLM, "__init__", _open_cache)
-    _patch(utils, "make_table", _make_table)
+    if not hasattr(utils.make_table, "lm_eval_duel_original"):
+        _patch_make_table(utils.make_table)
 
 
 @contextlib.contextmanager
@@ -104,8 +106,22 @@ def _build_all_requests(
     return original(task, limit=limit, samples=samples, world_size=world_size, **options)
 
 
-def _make_table(original: Callable[..., str], results: dict[str, Any], column: str = "results", *rest: Any) -> str:
-    table = original(results, column, *rest)
+def _patch_make_table(function: Any) -> None:
+    """Change the function itself: the harness's command has taken it by name before it makes a model."""
+
+    def patched(*args: Any, **options: Any) -> str:  # runs among the names of lm_eval.utils
+        from lm_eval_duel.harness.patches import _make_table
+
+        return _make_table(make_table.lm_eval_duel_original, *args, **options)  # noqa: F821
+
+    original = types.FunctionType(function.__code__, function.__globals__, "make_table", function.__defaults__)
+    function.__code__, function.__defaults__, function.lm_eval_duel_original = patched.__code__, None, original
+
+
+def _make_table(
+    original: Callable[..., str], results: dict[str, Any], column: str = "results", *rest: Any, **options: Any
+) -> str:
+    table = original(results, column, *rest, **options)
     lines = results.get("config", {}).get("duel", {}).get("errors", []) if column == "results" else []
     return "\n".join([table.rstrip("\n"), "", *lines]) if lines else table
 
