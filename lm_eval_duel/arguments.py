@@ -50,7 +50,9 @@ class Kind:
         except DuelError:
             raise
         except (ValueError, TypeError, OverflowError):
-            raise DuelError(f"'{name}'{of} is {self.words}; got '{value}'.") from None
+            plain = isinstance(value, (str, int, float, list, tuple, dict, set, bytes))
+            got = f"'{value}'" if plain else f"an object of the class {type(value).__name__}"
+            raise DuelError(f"'{name}'{of} is {self.words}; got {got}.") from None
         if self.choices and result not in self.choices:
             raise unknown(f"value of {name}{of}", value, self.choices)
         return result

@@ -308,7 +308,7 @@ def some_rule(chance):
     nats = [math.inf, *(chance.uniform(1e-9, most) for most in (0.01, 0.3, 1, 4))]
     values = {
         "k": [1, 1, 1, 2, 2, 3, 4, 100, 2**62],
-        "seed": [0, chance.getrandbits(70) - 2**69],
+        "seed": [0, chance.getrandbits(63) - 2**62],
         "mu": [0.0, 1.0, 1 - 1e-14, *(chance.random() for _ in range(5))],
         "nu": nats,
         "gamma": [0.0, *nats],

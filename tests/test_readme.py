@@ -35,5 +35,5 @@ def test_every_rule_and_every_command_has_a_row():
         for name in names(row[0]):
             parameters = {field.name for field in dataclasses.fields(rules.RULES[name])}
             assert parameters - {"history", "kl"} == names(row[1]), name
-    commands = {re.search("`(.*?)`", row[0])[1].split()[0] for row in rows(section(README, "## Commands"))}
-    assert commands == set(COMMANDS)
+    commands = {name for row in rows(section(README, "## Commands")) for name in re.findall("`(.*?)`", row[0])}
+    assert commands == {command.split()[0] for command in COMMANDS}

@@ -113,10 +113,10 @@ class Estimator(abc.ABC):
 
     def check(self, windows: Sequence[Window]) -> None:
         """Raise DuelError, naming the window, for one that cannot be scored."""
+        check_windows(self.denoiser, self.block, self.grid, windows)
         for n, window in enumerate(windows):
             if window.known and not self.takes_known:
                 raise DuelError(f"Window {n} has known target positions, which estimator={self.name} does not take.", n)
-        check_windows(self.denoiser, self.block, self.grid, windows)
 
     @torch.inference_mode()
     def _scored(self, windows: Sequence[Window]) -> IndexedScores:

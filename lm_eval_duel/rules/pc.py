@@ -96,7 +96,7 @@ def _read(path: str, signature: tuple[int, int] | None) -> tuple[int, dict[int, 
         good = total > 0 and all(token >= 0 and 0 < count <= total for token, count in counts.items())
     except OSError as error:
         raise DuelError(
-            f"The table '{path}' of rule pc cannot be read ({error.strerror}); write one with: lm-eval-duel "
+            f"The table '{path}' of rule pc cannot be read ({error.strerror}); write one with: lm-eval-duel tools "
             "frequencies --tokenizer <name> --file <text> --out table.json."
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError):

@@ -442,7 +442,7 @@ def test_the_mask(tmp_path):
         load(path, case)
     with pytest.raises(DuelError, match=rf"mask_token_id={tiny.ROWS} is not an id of .*; its ids are 0 to 39"):
         load(path, case, mask_token_id=tiny.ROWS)
-    with pytest.raises(DuelError, match="'mask_token_id' is a whole number, at least 0; got '-1'"):
+    with pytest.raises(DuelError, match=r"'mask_token_id' is .*; got '-1'"):
         load(path, case, mask_token_id=-1)
     with pytest.raises(DuelError, match=r"mask_token_id=0 is the pad_token_id of .*, not \[MASK\]"):
         load(path, case, mask_token_id=0)

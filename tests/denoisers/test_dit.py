@@ -321,7 +321,7 @@ def test_the_mask_is_as_asked_else_of_config_else_of_the_tokenizer_else_the_last
     assert mask(mask_token_id=0) == 0
     with pytest.raises(DuelError, match=r"mask_token_id=34 is not an id of .*; its ids are 0 to 33"):
         mask(mask_token_id=34)
-    with pytest.raises(DuelError, match="'mask_token_id' is a whole number, at least 0; got '-1'"):
+    with pytest.raises(DuelError, match=r"'mask_token_id' is .*; got '-1'"):
         mask(mask_token_id=-1)
     with pytest.raises(DuelError, match=r"mask_token_id=50257 is not an id of .*; its ids are 0 to 33"):
         mask({"mask_token_id": 50257})

@@ -108,12 +108,12 @@ def test_the_harness_is_not_warned(options, folder, caplog):
 
 def test_networks_in_memory_are_refused_in_words(folder):
     model, tokenizer = tiny.network("bert"), tiny.tokenizer()
-    wanted = "is a folder or hub name; got an object of the class {}. Write it with "
+    wanted = "is a folder or a hub name .*; got an object of the class {}"
     with pytest.raises(DuelError, match=f"^'pretrained' {wanted.format('BertForMaskedLM')}"):
         DuelMDM(pretrained=model, tokenizer=tokenizer)
-    with pytest.raises(DuelError, match=f"^'tokenizer' {wanted.format('PreTrainedTokenizerFast|TokenizersBackend')}"):
+    with pytest.raises(DuelError, match=f"^'tokenizer' {wanted.format('(PreTrainedTokenizerFast|TokenizersBackend)')}"):
         DuelMDM(pretrained=folder, tokenizer=tokenizer)
-    with pytest.raises(DuelError, match=rf"^'name' {wanted.format('BertForMaskedLM')}save_pretrained\(folder\)"):
+    with pytest.raises(DuelError, match=f"^'name' {wanted.format('BertForMaskedLM')}"):
         denoisers.load(model)
     with pytest.raises(DuelError, match=f"^'peft' {wanted.format('Linear')}"):
         Options.parse({"peft": torch.nn.Linear(2, 2)})

@@ -162,8 +162,8 @@ def next_position(monkeypatch):
 
 
 def no_shift(monkeypatch):
-    positions = views.hidden_cells
-    monkeypatch.setattr(views, "hidden_cells", lambda lanes: positions(lanes) + 1)
+    positions = views.masked_positions
+    monkeypatch.setattr(views, "masked_positions", lambda lanes: positions(lanes) + 1)
 
 
 def wider_blocks(monkeypatch):
@@ -179,9 +179,9 @@ def lanes_of_another_row(monkeypatch):
 
 
 def mass_on_the_mask(monkeypatch):
-    clean = predictions.Predictions._clean
-    leaky = lambda self, features: clean(self, features).nan_to_num(neginf=0.0)  # noqa: E731
-    monkeypatch.setattr(predictions.Predictions, "_clean", leaky)
+    clean = predictions.Predictions._logits
+    leaky = lambda self, rows: clean(self, rows).nan_to_num(neginf=0.0)  # noqa: E731
+    monkeypatch.setattr(predictions.Predictions, "_logits", leaky)
 
 
 def a_thousandth_of_a_nat(monkeypatch):

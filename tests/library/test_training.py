@@ -226,7 +226,7 @@ def test_what_the_callback_refuses(model, tmp_path):
         ({"sample": 2.0}, "'sample' is a share of blocks above 0, at most 1; got 2"),
         ({"sample": 0.5, "cache": "dual"}, "sample=0.5 estimates the value without a cache, and cache=dual scores"),
         ({"cache": "duel"}, "Unknown value of cache 'duel'. Did you mean dual"),
-        ({"block": 0}, "'block' is a number of positions, none .* got '0'"),
+        ({"block": 0}, "'block' is a number of positions.* got '0'"),
     ):
         with pytest.raises(DuelError, match=message):
             DuelCallback(run, TEXTS, every=2, **wrong)

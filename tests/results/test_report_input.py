@@ -270,7 +270,7 @@ def test_a_rule_of_fewer_documents_is_not_in_the_table(tmp_path, how):
 def two(tmp_path, estimator, other, monkeypatch, kind=None):
     """The report of a run of `estimator`, whose results hold a value of `other` too; `kind`: register it before."""
     if kind is not None:
-        entry = registry.Entry("fake", "Fake Estimator", kind, "nowhere:Fake", dict)
+        entry = registry.Entry("fake", "Fake Estimator", "a fake", kind, "nowhere:Fake", dict)
         monkeypatch.setitem(registry.ESTIMATORS, "fake", entry)
     ours(tmp_path / "results", docs=DOCS, estimator=estimator, values={"sotu": {other: 7.0}})
     found = run(tmp_path, ar=False)
