@@ -1,4 +1,4 @@
-"""AntiBERTy, a network that others trained: docs/antiberty_example.py on its weights, against plain loops."""
+"""AntiBERTy, a network that others trained: examples/antibodies/antiberty.py on its weights, against plain loops."""
 
 import csv
 import importlib.util
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def example():
-    spec = importlib.util.spec_from_file_location("antiberty_example", ROOT / "docs" / "antiberty_example.py")
+    spec = importlib.util.spec_from_file_location("antiberty_example", ROOT / "examples" / "antibodies" / "antiberty.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -50,7 +50,7 @@ def log_probs(folder):
 @pytest.fixture(scope="module")
 def chains(example):
     """The ends of six chains: the last framework region and what is before it."""
-    with (ROOT / "docs" / "antibodies.csv").open() as lines:
+    with (ROOT / "examples" / "antibodies" / "antibodies.csv").open() as lines:
         rows = list(csv.DictReader(lines))
     assert {letter for row in rows for letter in row["heavy"] + row["light"]} == set(example.RESIDUES)
     return [row[chain][-10:] for row in rows[:3] for chain in ("heavy", "light")]

@@ -243,7 +243,7 @@ def test_what_the_callback_refuses(model, tmp_path):
 
 @pytest.mark.slow
 def test_the_example_of_the_docs_learns(tmp_path):
-    spec = importlib.util.spec_from_file_location("training_example", ROOT / "docs" / "training_example.py")
+    spec = importlib.util.spec_from_file_location("training_example", ROOT / "examples" / "training" / "train.py")
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
     logs = example.main(str(tmp_path), steps=12, every=6)

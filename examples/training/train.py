@@ -1,6 +1,6 @@
 """Train a tiny masked diffusion model on the bundled text and follow its exact likelihood. Run by hand; two minutes.
 
-python docs/training_example.py
+python examples/training/train.py
 """
 
 import json

@@ -1,6 +1,6 @@
 """Exact likelihoods of antibodies under AntiBERTy, beside its ELBO and its pseudo-log-likelihood.
 
-python docs/antiberty_example.py [--antibodies 6] [--folder antiberty]
+python examples/antibodies/antiberty.py [--antibodies 6] [--folder antiberty]
 
 Downloads the wheel of antiberty 0.1.3 (97 MB, MIT licence) for its weights; nothing of the package is imported. What
 the numbers mean: docs/real_networks.md.

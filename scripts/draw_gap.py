@@ -1,4 +1,4 @@
-"""Draw gap.png, the picture of the README, from the bundled report: python docs/images/gap.py"""
+"""Draw gap.png, the picture of the README, from the bundled report: python scripts/draw_gap.py"""
 
 import json
 from pathlib import Path
@@ -8,8 +8,8 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-HERE = Path(__file__).resolve().parent
-REPORT = HERE.parents[1] / "lm_eval_duel" / "demo" / "report" / "report.json"
+ROOT = Path(__file__).resolve().parents[1]
+REPORT = ROOT / "lm_eval_duel" / "demo" / "report" / "report.json"
 MODELS = {  # the name, and the block of the ELBO that stands for it in the report
     "demo-bd": ("demo-bd (block diffusion)", "4"),
     "demo-mdm": ("demo-mdm (masked diffusion)", "none"),
@@ -60,7 +60,7 @@ def main() -> None:
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(left=False)
     axes.legend(loc="lower right", bbox_to_anchor=(1.01, 1.0), ncols=4, frameon=False, fontsize=9, columnspacing=1.2)
-    figure.savefig(HERE / "gap.png", bbox_inches="tight")
+    figure.savefig(ROOT / "docs" / "images" / "gap.png", bbox_inches="tight")
 
 
 if __name__ == "__main__":

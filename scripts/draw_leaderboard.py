@@ -1,4 +1,4 @@
-"""Take leaderboard.png, the picture of the leaderboard, from the bundled results: python docs/images/leaderboard.py
+"""Take leaderboard.png, the picture of the leaderboard, from the bundled results: python scripts/draw_leaderboard.py
 
 Needs Chromium and Pillow, and the tests' helpers on the path.
 """
@@ -10,8 +10,7 @@ from pathlib import Path
 
 from PIL import Image
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 WIDTH, HEIGHT, SHOWN, COLOURS = 1400, 1910, 940, 256
 
 
@@ -35,7 +34,7 @@ def main() -> None:
         image = Image.open(Path(folder) / "shot.png").convert("RGB")
         image = image.resize((SHOWN, SHOWN * HEIGHT // WIDTH), Image.Resampling.LANCZOS)
         image = image.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
-        image.save(HERE / "leaderboard.png", optimize=True)
+        image.save(ROOT / "docs" / "images" / "leaderboard.png", optimize=True)
 
 
 if __name__ == "__main__":
