@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def example():
-    spec = importlib.util.spec_from_file_location("antiberty_example", ROOT / "examples" / "antibodies" / "antiberty.py")
+    spec = importlib.util.spec_from_file_location("antiberty", ROOT / "examples" / "antibodies" / "antiberty.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
