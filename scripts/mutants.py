@@ -1,25 +1,33 @@
-"""Seeded faults: how many of N random mutants of some folders a pytest command finds.
+"""Seeded faults: how many of N random mutants of the package a suite of tests finds.
 
-    python scripts/mutants.py -n 30 --seed 7 lm_eval_duel/results -- python -m pytest -q -x -n 0 tests/results
+    python scripts/mutants.py -n 60 --seed 31 --log mutants.json
 
-Kinds: a comparison flipped, a number off by one, a statement dropped, a constant changed, two arguments swapped. The
-kinds take turns, so that all occur. Everything runs on a copy of the tree, one mutant after the other.
+The mutants are drawn in proportion to lines by room. Their kinds take turns, so that all occur: a comparison flipped,
+a number off by one, a statement dropped, a constant changed, two arguments swapped. Everything runs on a copy of the
+tree, one mutant after the other, stops at the first failure, and is logged, so that a second call goes on where the
+first ended. The tests of the mutant's own room come first, among them those that name its module; survivors meet the
+rest. `--contexts` takes a data file of coverage.py with one context a test and leaves out tests that do not run the
+mutated line; `--tests` takes the tests of another tree.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import importlib
+import json
 import os
 import random
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+HEAVY = ("torch", "transformers", "lm_eval", "pytest", "hypothesis")  # imported once; each mutant gets a fork
 FLIPPED = {ast.Lt: ast.GtE, ast.GtE: ast.Lt, ast.Gt: ast.LtE, ast.LtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
 FLIPPED |= {ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In}
 STATEMENTS = (ast.AugAssign, ast.Continue, ast.Raise)
@@ -29,7 +37,7 @@ NOT_COPIED = shutil.ignore_patterns(".git", "__pycache__", ".*_cache", "*.egg-in
 
 def sites(tree: ast.Module) -> Iterator[tuple[str, int]]:
     """(kind, number of the node in `ast.walk`) of everything that can be changed."""
-    skipped = {id(node) for block in ast.walk(tree) if _is_for_types(block) for node in ast.walk(block)}
+    skipped = {id(node) for block in ast.walk(tree) if _is_skipped(block) for node in ast.walk(block)}
     for number, node in enumerate(ast.walk(tree)):
         if id(node) in skipped:
             continue
@@ -45,13 +53,14 @@ def sites(tree: ast.Module) -> Iterator[tuple[str, int]]:
             yield "swapped", number
 
 
-def _is_for_types(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+def _is_skipped(node: ast.AST) -> bool:
+    """Imports for types; f-strings, whose parts have no exact places before Python 3.12."""
+    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))
 
 
-def mutate(tree: ast.Module, kind: str, number: int) -> str:
-    """Change one node of the tree; returns `line: before -> after`."""
-    node = list(ast.walk(tree))[number]
+def mutate(source: str, kind: str, number: int) -> tuple[str, str]:
+    """Change one node of a module; returns the source and `line: before -> after`."""
+    node = list(ast.walk(ast.parse(source)))[number]
     before = ast.unparse(node)
     if isinstance(node, ast.Compare):
         node.ops[0] = FLIPPED[type(node.ops[0])]()
@@ -61,64 +70,147 @@ def mutate(tree: ast.Module, kind: str, number: int) -> str:
         node.value = not node.value if isinstance(node.value, bool) else node.value * 2 + 1
     elif isinstance(node, ast.Call):
         node.args[0], node.args[1] = node.args[1], node.args[0]
-    else:
-        for parent in ast.walk(tree):
-            for field, value in ast.iter_fields(parent):
-                if isinstance(value, list) and node in value:
-                    getattr(parent, field)[value.index(node)] = ast.copy_location(ast.Pass(), node)
-        return f"{node.lineno}: {before} dropped"
-    return f"{node.lineno}: {before} -> {ast.unparse(node)}"
+    after = "pass" if kind == "dropped" else ast.unparse(node)
+    lines = source.encode().splitlines(keepends=True)
+    start, end = (sum(map(len, lines[: line - 1])) + column for line, column in
+                  ((node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)))  # fmt: skip
+    if isinstance(node, ast.Compare):
+        after = f"({after})"
+    changed = source.encode()[:start] + after.encode() + source.encode()[end:]
+    return changed.decode(), f"{node.lineno}: {' '.join(before.split())} -> {' '.join(after.split())}"
 
 
-def draw(root: Path, folders: list[str], count: int, seed: int) -> list[tuple[Path, str, int]]:
-    """`count` sites (file, kind, number), the kinds in turn."""
+def room(path: Path) -> str:
+    """The room of a module, by its path below the package."""
+    return path.parts[0] if len(path.parts) > 1 else ""
+
+
+def draw(package: Path, only: list[str], count: int, seed: int) -> list[tuple[Path, str, int]]:
+    """`count` sites (file below the package, kind, number): the rooms by their lines, the kinds in turn."""
     chosen = random.Random(seed)
-    files = [file for folder in folders for file in sorted((root / folder).rglob("*.py") if (root / folder).is_dir()
-                                                           else [root / folder])]  # fmt: skip
-    every = [(file, *site) for file in files for site in sites(ast.parse(file.read_text(encoding="utf-8")))]
-    chosen.shuffle(every)
-    by_kind = {kind: [site for site in every if site[1] == kind] for kind in KINDS}
-    turns = [sites_of_kind.pop() for _ in range(count) for sites_of_kind in by_kind.values() if sites_of_kind]
-    return turns[:count]
+    sources = {file.relative_to(package): file.read_text(encoding="utf-8") for file in sorted(package.rglob("*.py"))}
+    lines: Counter[str] = Counter()
+    every: dict[tuple[str, str], list[tuple[Path, str, int]]] = {}
+    for file, source in sources.items():
+        if not only or room(file) in only:
+            lines[room(file)] += len(source.splitlines())
+            for kind, number in sites(ast.parse(source)):
+                every.setdefault((room(file), kind), []).append((file, kind, number))
+    shares = {name: count * of_room / lines.total() for name, of_room in lines.items()}
+    counts = {name: int(share) for name, share in shares.items()}
+    for name in sorted(shares, key=lambda name: counts[name] - shares[name])[: count - sum(counts.values())]:
+        counts[name] += 1
+    turns = (name for name, of_room in counts.items() for _ in range(of_room))
+    drawn = []
+    for turn, name in enumerate(turns):
+        kinds = [KINDS[(turn + offset) % len(KINDS)] for offset in range(len(KINDS))]
+        group = next(every[name, kind] for kind in kinds if every.get((name, kind)))
+        drawn.append(group.pop(chosen.randrange(len(group))))
+    return drawn
+
+
+def stages(root: Path, file: Path) -> Iterator[list[str]]:
+    """Test files in the order in which a mutant of `file` meets them."""
+    tests = sorted((root / "tests").rglob("test_*.py"))
+    own = [path for path in tests if path.parent.name == room(file)]
+    words = {file.stem, file.parent.name} if file.stem == "__init__" else {file.stem}
+    naming = [path for path in tests if any(word in path.read_text(encoding="utf-8") for word in words)]
+    yield [str(path) for path in own if path in naming]
+    yield [str(path) for path in own if path not in naming]
+    yield [str(path) for path in naming if path not in own]
+    yield [str(path) for path in tests if path not in own and path not in naming]
+
+
+def tests_of_line(contexts: Path, file: Path, line: int) -> set[str] | None:
+    """The tests that run a line, or None where it is run when the module is imported, or by a test's subprocess."""
+    from coverage import CoverageData
+
+    data = CoverageData(str(contexts))
+    data.read()
+    [name] = [name for name in data.measured_files() if name.endswith(f"/lm_eval_duel/{file}")] or [""]
+    names = set(data.contexts_by_lineno(name).get(line, ())) if name else set()
+    return None if not names or "" in names else names
+
+
+def failed(root: Path, arguments: list[str], timeout: float) -> str | None:
+    """Run pytest in a fork; what failed first, or None."""
+    log = root / "pytest.log"
+    child = os.fork()
+    if not child:
+        os.setsid()
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.chdir(root)
+        os.environ |= {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
+        sys.dont_write_bytecode = True
+        sys.path.insert(0, str(root))
+        for name in [name for name in sys.modules if name.split(".")[0] == "lm_eval_duel"]:
+            del sys.modules[name]
+        os._exit(int(sys.modules["pytest"].main(["-q", "-x", "-n", "0", "-p", "no:cacheprovider", *arguments])))
+    ends = time.monotonic() + timeout
+    while time.monotonic() < ends:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            code = os.waitstatus_to_exitcode(status)
+            lines = log.read_text(errors="replace").splitlines()
+            by = next((line.split(" - ")[0] for line in lines if line.startswith(("FAILED", "ERROR"))), f"exit {code}")
+            return None if code in (0, 5) else by
+        time.sleep(0.1)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return "timeout"
+
+
+def meet(root: Path, file: Path, line: int, options: argparse.Namespace) -> str | None:
+    """The first test that fails on a mutant, or None."""
+    names = tests_of_line(options.contexts, file, line) if options.contexts else None
+    for paths in stages(root, file):
+        if names is not None:
+            there = sorted(name for name in names if str(root / name.split("::")[0]) in paths)
+            paths = there if len(there) < 500 else sorted({name.split("::")[0] for name in there})
+        by = failed(root, paths, options.timeout) if paths else None
+        if by:
+            return by
+    return None
 
 
 def main() -> None:
-    """Print a table of mutants, and how many were found."""
+    """Log each mutant and the first test that found it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folders", nargs="+")
-    parser.add_argument("-n", type=int, default=30, help="mutants (30)")
-    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("rooms", nargs="*", help="only these rooms (all)")
+    parser.add_argument("-n", type=int, default=60, help="mutants (60)")
+    parser.add_argument("--seed", type=int, default=31)
+    parser.add_argument("--log", type=Path, default=Path("mutants.json"))
+    parser.add_argument("--tests", type=Path, default=Path("tests"), help="the folder of tests (tests)")
+    parser.add_argument("--contexts", type=Path, help="a data file of coverage.py, one context a test")
     parser.add_argument("--timeout", type=float, default=900, help="seconds after which a mutant counts as found")
-    own, command = sys.argv[1:], []
-    if "--" in own:
-        own, command = own[: own.index("--")], own[own.index("--") + 1 :]
-    options = parser.parse_args(own)
+    parser.add_argument("--list", action="store_true", help="print the mutants and run nothing")
+    options = parser.parse_args()
+    log = json.loads(options.log.read_text()) if options.log.exists() else {}
+    for name in () if options.list else HEAVY:
+        importlib.import_module(name)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "tree"
         shutil.copytree(Path.cwd(), root, ignore=NOT_COPIED, symlinks=True)
-        environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
-        found = 0
-        for number, (file, kind, place) in enumerate(draw(root, options.folders, options.n, options.seed), 1):
-            source = file.read_text(encoding="utf-8")
-            tree = ast.parse(source)
-            what = mutate(tree, kind, place)
-            file.write_text(ast.unparse(ast.fix_missing_locations(tree)) + "\n", encoding="utf-8")
-            began = time.perf_counter()
-            try:
-                end = subprocess.run(
-                    command, cwd=root, env=environment, capture_output=True, text=True, timeout=options.timeout
-                )
-                failed, lines = end.returncode != 0, end.stdout.splitlines()
-            except subprocess.TimeoutExpired:
-                failed, lines = True, ["FAILED (timeout)"]
-            file.write_text(source, encoding="utf-8")
-            found += failed
-            by = next((line.split(" - ")[0] for line in lines if line.startswith(("FAILED", "ERROR"))), "")
-            name = f"{file.relative_to(root)}:{' '.join(what.split())}"
-            seconds = time.perf_counter() - began
-            print(f"{number:3} {'found' if failed else 'MISSED':6} {kind:10} {name[:150]}  [{seconds:.0f} s] {by}")
-            sys.stdout.flush()
-        print(f"{found} of {number} found")
+        shutil.rmtree(root / "tests")
+        shutil.copytree(options.tests, root / "tests", ignore=NOT_COPIED)
+        package = root / "lm_eval_duel"
+        for file, kind, number in draw(package, options.rooms, options.n, options.seed):
+            source = (package / file).read_text(encoding="utf-8")
+            changed, what = mutate(source, kind, number)
+            name = f"{file}:{what}"
+            if options.list or name in log:
+                print(name)
+                continue
+            (package / file).write_text(changed, encoding="utf-8")
+            began = time.monotonic()
+            log[name] = {"kind": kind, "by": meet(root, file, int(what.split(":")[0]), options)}
+            log[name]["seconds"] = round(time.monotonic() - began)
+            (package / file).write_text(source, encoding="utf-8")
+            options.log.write_text(json.dumps(log, indent=1))
+            print(f"{log[name]['by'] or 'MISSED'}  [{log[name]['seconds']} s]  {name[:150]}", flush=True)
+    print(f"{sum(bool(entry['by']) for entry in log.values())} of {len(log)} found")
 
 
 if __name__ == "__main__":

@@ -19,21 +19,21 @@ from lm_eval_duel.errors import DuelError, RuleStalled
 
 ONE_AT_A_TIME = [r for r in RULES if ":k=1" in r] + ["threshold:mu=1.0", "entropy_bound:gamma=0.0"]
 BLOCKS = [1, 2, 3, None]
+GRIDS = [(1, "target"), (2, "row"), (3, "target"), (3, "row"), (None, "target")]
 
 
 # ---------------------------------------------------------------- law 1: sums to one
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("block", BLOCKS)
-def test_sums_to_one(rule, block):
+def test_sums_to_one(rule):
     toy = Toy()
-    for grid in ("target", "row"):
+    for block, grid in GRIDS:
         duel = Duel(toy, rule, block, grid)
-        assert abs(total(duel, 4) - 1) < 1e-9
-        assert abs(total(duel, 3, context=(1,), suffix=(2, 0)) - 1) < 1e-9
-    if block in (1, 2):
-        assert abs(total(Duel(toy, rule, block, "target"), 4, context=(0,), suffix=(1,), tail=2) - 1) < 1e-9
+        assert abs(total(duel, 4) - 1) < 1e-9, (block, grid)
+        assert abs(total(duel, 3, context=(1,), suffix=(2, 0)) - 1) < 1e-9, (block, grid)
+    for block in (1, 2):
+        assert abs(total(Duel(toy, rule, block), 4, context=(0,), suffix=(1,), tail=2) - 1) < 1e-9, block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,15 +62,12 @@ def test_control_a_rule_that_peeks_does_not_sum_to_one():
 
 
 def test_control_a_rule_that_stalls_raises():
-    with pytest.raises(
-        RuleStalled, match=r"Stalls:mu=0\.99 picked nothing\. \(Window 0, block at target position \d, step \d"
-    ):
+    with pytest.raises(RuleStalled, match=r"Stalls:mu=0\.99.*Window 0, block at target position \d, step \d"):
         Duel(Toy(), Stalls(), 2).log_prob([Window((), (0, 1, 2))])
 
 
 def test_control_a_rule_that_raises_is_named_with_its_line():
-    message = r"Rule custom_rules:Misspelt raised AttributeError: .*'confidnce'.*custom_rules\.py, line \d+\)\.$"
-    with pytest.raises(DuelError, match=message) as error:
+    with pytest.raises(DuelError, match=r"custom_rules:Misspelt .*'confidnce'.*custom_rules\.py, line \d+") as error:
         Duel(Toy(), Misspelt(), 2).log_prob([Window((), (0, 1, 2))])
     assert isinstance(error.value.__cause__, AttributeError)
 
@@ -84,14 +81,14 @@ class Forgets(rules.Rule):
 
 
 def test_control_a_rule_that_returns_nothing_raises():
-    with pytest.raises(DuelError, match="must return a Decision or a boolean plane; got NoneType"):
+    with pytest.raises(DuelError, match="NoneType"):
         Duel(Toy(), Forgets(), 2).log_prob([Window((), (0, 1, 2))])
 
 
-@pytest.mark.parametrize("block", [0, -1, 2.5, True, "two", [3]])
-def test_blocks_that_are_none(block):
-    with pytest.raises(DuelError, match="block is a number of positions"):
-        Duel(Toy(), "greedy", block)
+def test_blocks_that_are_none():
+    for block in (0, -1, 2.5, True, "two", [3]):
+        with pytest.raises(DuelError, match="block"):
+            Duel(Toy(), "greedy", block)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,26 +112,27 @@ def test_control_mass_on_the_mask_does_not_sum_to_one():
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("block", [2, None])
-def test_sample_then_log_prob_is_the_same_path(rule, block):
+def test_sample_then_log_prob_is_the_same_path(rule):
     contexts = [(), (1,), (0, 2)] * 5
-    extras = [{}, {"suffix": (1,)}, *([{"tail": 2}, {"tail": 1, "suffix": (0,)}] if block else [])]
-    for extra, grid in [*((extra, "target") for extra in extras), ({}, "row")]:
+    cases = [(block, grid, {}) for block in (2, None) for grid in ("target", "row")]
+    cases += [(None, "target", {"suffix": (1,)}), (2, "target", {"tail": 2})]
+    cases += [(2, "target", {"suffix": (1,)}), (2, "target", {"tail": 1, "suffix": (0,)})]
+    for block, grid, extra in cases:
         duel = Duel(Toy(), rule, block, grid)
         drawn = duel.sample(contexts, 4, seed=3, **extra)
         scored = duel.log_prob([Window(c, d.tokens, **extra) for c, d in zip(contexts, drawn, strict=True)])
         for d, s in zip(drawn, scored, strict=True):
-            assert d.reveal_steps == s.reveal_steps
-            assert d.token_logprobs == pytest.approx(s.token_logprobs, abs=1e-9)
+            assert d.reveal_steps == s.reveal_steps, (block, grid, extra)
+            assert d.token_logprobs == pytest.approx(s.token_logprobs, abs=1e-9), (block, grid, extra)
             assert (d.log_prob, d.is_greedy, d.nfe) == (pytest.approx(s.log_prob, abs=1e-9), s.is_greedy, s.nfe)
 
 
 @pytest.mark.parametrize("rule", ["greedy:k=1", "threshold:mu=0.45", "klass:mu=0.4:nu=0.3", "entropy_bound:gamma=0.7"])
 def test_samples_follow_the_law(rule):
-    """Pearson's statistic of 20,000 samples against exp(log_prob); a right sampler fails once in 10^4 runs of new seeds
+    """Pearson's statistic of 6,000 samples against exp(log_prob); a right sampler fails once in 10^4 runs of new seeds
     (the seed is fixed, so it does not flicker)."""
     duel = Duel(Toy(length=3), rule, 2)
-    count = 20_000
+    count = 6000
     tally = dict.fromkeys(strings(3, 3), 0)
     for drawn in duel.sample([()] * count, 3, seed=1):
         tally[drawn.tokens] += 1
@@ -151,13 +149,13 @@ def test_samples_follow_the_law(rule):
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("block", [2, None])
-def test_is_greedy_iff_decode_would_write_it(rule, block):
-    duel = Duel(Toy(), rule, block)
-    decoded = duel.sample([(1,)], 4, do_sample=False)[0]
-    assert decoded.is_greedy
-    scored = duel.log_prob([Window((1,), s) for s in strings(3, 4)])
-    assert [s.is_greedy for s in scored] == [s == decoded.tokens for s in strings(3, 4)]
+def test_is_greedy_iff_decode_would_write_it(rule):
+    for block in (2, None):
+        duel = Duel(Toy(), rule, block)
+        decoded = duel.sample([(1,)], 4, do_sample=False)[0]
+        assert decoded.is_greedy, block
+        scored = duel.log_prob([Window((1,), s) for s in strings(3, 4)])
+        assert [s.is_greedy for s in scored] == [s == decoded.tokens for s in strings(3, 4)], block
 
 
 def test_samples_depend_on_neither_batch_nor_company():
@@ -210,36 +208,37 @@ def test_left_to_right_on_a_causal_network_is_its_autoregressive_log_likelihood(
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("grid", ["target", "row"])
-def test_lanes_equal_the_textbook_loop(rule, block, grid):
-    toy = Toy(length=12, tokens=5)
+def test_lanes_equal_the_textbook_loop(rule):
     windows = [
         Window((), (0, 1, 2, 3, 4, 0, 1)),
         Window((3,), (4, 4, 2, 0, 1)),
         Window((1, 2, 0), (2, 1), (4, 0)),
         Window((1, 2), (2, 1, 3, 3, 0, 4), (4,)),
     ]
-    by_hand = [
-        score(
-            lambda ids: toy.features(ids[None], None)[0],
-            toy.mask_id,
-            toy.excluded,
-            rules.parse(rule),
-            block,
-            window,
-            grid,
-        )
-        for window in windows
-    ]
-    for batch_size, honours in ((1, True), (None, True), (3, False)):  # alone, ragged and padded, by equal lengths
-        toy.honours_padding = honours
-        scored = Duel(toy, rule, block, grid, batch_size).log_prob(windows)
-        for s, (log_prob, steps, nats, greedy, nfe) in zip(scored, by_hand, strict=True):
-            assert s.reveal_steps == steps
-            assert s.token_logprobs == pytest.approx(nats, abs=1e-9)
-            assert s.log_prob == pytest.approx(log_prob, abs=1e-9)
-            assert (s.is_greedy, s.nfe) == (greedy, nfe)
+    toy = Toy(length=12, tokens=5)
+    for block, grid in GRIDS:
+        by_hand = [by_textbook(toy, rule, block, window, grid) for window in windows]
+        for batch_size, honours in ((1, True), (None, True), (3, False)):  # alone, ragged and padded, by equal lengths
+            toy.honours_padding = honours
+            scored = Duel(toy, rule, block, grid, batch_size).log_prob(windows)
+            for s, (log_prob, steps, nats, greedy, nfe) in zip(scored, by_hand, strict=True):
+                assert (s.reveal_steps, s.is_greedy, s.nfe) == (steps, greedy, nfe), (block, grid, batch_size)
+                assert s.token_logprobs == pytest.approx(nats, abs=1e-9), (block, grid, batch_size)
+                assert s.log_prob == pytest.approx(log_prob, abs=1e-9), (block, grid, batch_size)
+
+
+def by_textbook(toy, rule, block, window, grid, **more):
+    """One window by the textbook loop."""
+    return score(
+        lambda ids: toy.features(ids[None], None)[0],
+        toy.mask_id,
+        toy.excluded,
+        rules.parse(rule),
+        block,
+        window,
+        grid,
+        **more,
+    )
 
 
 @pytest.mark.parametrize("rule", ["greedy", "threshold:mu=0.45", "klass:mu=0.4:nu=0.3", "entropy_bound:gamma=0.7"])
@@ -298,48 +297,38 @@ def test_blank_starts_are_exact_ties_in_any_batch():
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("last_block", ["fill", "cut"])
-def test_block_causal_sums_to_one(rule, last_block):
+def test_block_causal_sums_to_one(rule):
     toy = BlockCausal(length=9)
-    toy.last_block = last_block
-    duel = Duel(toy, rule)
-    assert (duel.block, duel.grid) == (2, "row")
-    assert abs(total(duel, 4) - 1) < 1e-9
-    assert abs(total(duel, 3, context=(1,)) - 1) < 1e-9
-    assert abs(total(duel, 3, context=(1, 0), suffix=(2,)) - 1) < 1e-9
-    assert abs(total(duel, 3, context=(0,), tail=2) - 1) < 1e-9
+    for toy.last_block in ("fill", "cut"):
+        duel = Duel(toy, rule)
+        assert (duel.block, duel.grid) == (2, "row")
+        for length, more in ((4, {}), (3, {"context": (1,)}), (3, {"context": (1, 0), "suffix": (2,)}),
+                             (3, {"context": (0,), "tail": 2})):  # fmt: skip
+            assert abs(total(duel, length, **more) - 1) < 1e-9, (toy.last_block, more)
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize(
-    ("block", "last_block", "stretch", "batch_size"),
-    [(2, "fill", 128, None), (2, "cut", 128, 1), (3, "cut", 3, 2), (3, "fill", 7, None), (4, "fill", 5, 1)],
-)
-def test_block_causal_lanes_equal_the_textbook_loop(rule, block, last_block, stretch, batch_size, monkeypatch):
-    toy = BlockCausal(block, length=16, tokens=5)
-    toy.last_block = last_block
-    windows = [
-        Window((), (0, 1, 2, 3, 4, 0, 1)),
-        Window((3,), (4, 4, 2, 0, 1)),
-        Window((1, 2, 0), (2, 1, 3, 2, 1, 4, 4, 0, 1)),
-        Window((1, 2), (2, 1, 3, 3, 0, 4, 1, 0, 0), () if block > 2 else (4,)),
-    ]
-    monkeypatch.setattr(block_causal, "STRETCH", stretch)
-    duel = Duel(toy, rule, batch_size=batch_size)
-    for window, s in zip(windows, duel.log_prob(windows), strict=True):
-        _, steps, nats, greedy, nfe = score(
-            lambda ids: toy.features(ids[None], None)[0],
-            toy.mask_id,
-            toy.excluded,
-            rules.parse(rule),
-            block,
-            window,
-            "row",
-            sees=last_block,
-        )
-        assert s.reveal_steps == steps
-        assert s.token_logprobs == pytest.approx(nats, abs=1e-9)
-        assert (s.is_greedy, s.nfe) == (greedy, nfe)
+def test_block_causal_lanes_equal_the_textbook_loop(rule, monkeypatch):
+    for block, last_block, stretch, batch_size in (
+        (2, "fill", 128, None),
+        (2, "cut", 128, 1),
+        (3, "cut", 3, 2),
+        (3, "fill", 7, None),
+        (4, "fill", 5, 1),
+    ):
+        toy = BlockCausal(block, length=16, tokens=5)
+        toy.last_block = last_block
+        windows = [
+            Window((), (0, 1, 2, 3, 4, 0, 1)),
+            Window((3,), (4, 4, 2, 0, 1)),
+            Window((1, 2, 0), (2, 1, 3, 2, 1, 4, 4, 0, 1)),
+            Window((1, 2), (2, 1, 3, 3, 0, 4, 1, 0, 0), () if block > 2 else (4,)),
+        ]
+        monkeypatch.setattr(block_causal, "STRETCH", stretch)
+        for window, s in zip(windows, Duel(toy, rule, batch_size=batch_size).log_prob(windows), strict=True):
+            _, steps, nats, greedy, nfe = by_textbook(toy, rule, block, window, "row", sees=last_block)
+            assert (s.reveal_steps, s.is_greedy, s.nfe) == (steps, greedy, nfe), (block, last_block, stretch)
+            assert s.token_logprobs == pytest.approx(nats, abs=1e-9), (block, last_block, stretch)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -366,11 +355,11 @@ def test_a_later_block_changes_nothing_before_it():
 
 def test_block_causal_refusals():
     toy = BlockCausal(length=12)
-    with pytest.raises(DuelError, match=r"trained on blocks of 2: .* block=4 would be another network"):
+    with pytest.raises(DuelError, match="block=4"):
         Duel(toy, "greedy", 4)
-    with pytest.raises(DuelError, match="counts its blocks from the row's first position"):
+    with pytest.raises(DuelError, match="row's first position"):
         Duel(toy, "greedy", grid="target")
-    with pytest.raises(DuelError, match=r"a suffix up to position 4, but its last target block ends at 3"):
+    with pytest.raises(DuelError, match=r"suffix up to position 4.* ends at 3"):
         Duel(toy, "greedy").log_prob([Window((1,), (2, 0, 1), (1,))])
 
 
@@ -378,11 +367,11 @@ def test_block_causal_refusals():
 
 
 @pytest.mark.parametrize("rule", ONE_AT_A_TIME)
-@pytest.mark.parametrize("block", BLOCKS)
-def test_exact_conditionals_give_the_joint_in_any_order(rule, block):
+def test_exact_conditionals_give_the_joint_in_any_order(rule):
     joint = Joint()
-    scored = Duel(joint, rule, block).log_prob([Window((), tuple(s)) for s in joint.strings.tolist()])
-    assert [s.log_prob for s in scored] == pytest.approx(joint.joint.log().tolist(), abs=1e-9)
+    for block in BLOCKS:
+        scored = Duel(joint, rule, block).log_prob([Window((), tuple(s)) for s in joint.strings.tolist()])
+        assert [s.log_prob for s in scored] == pytest.approx(joint.joint.log().tolist(), abs=1e-9), block
 
 
 def test_an_inconsistent_denoiser_depends_on_the_order():
@@ -403,15 +392,10 @@ def test_replay_of_a_recorded_order_is_the_score():
         duel.replay(windows[1:], [(0, 2, 0)])
 
 
-@pytest.mark.parametrize("context", [(), (1, 0)])
-def test_one_token_has_one_value(context):
-    toy = Toy()
-    values = {
-        round(Duel(toy, rule, block).log_prob([Window(context, (2,))])[0].log_prob, 10)
-        for rule in RULES
-        for block in BLOCKS
-    }
-    assert len(values) == 1
+def test_one_token_has_one_value():
+    duels = [Duel(Toy(), rule, block) for rule in RULES for block in BLOCKS]
+    for window in (Window((), (2,)), Window((1, 0), (2,))):
+        assert len({round(duel.log_prob([window])[0].log_prob, 10) for duel in duels}) == 1
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -435,13 +419,13 @@ def test_the_truth_under_masked_positions_is_never_seen(rule):
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("tail", [1, 2])
-def test_a_tail_is_the_probability_of_the_beginning(rule, tail):
+def test_a_tail_is_the_probability_of_the_beginning(rule):
     duel = Duel(Toy(), rule, 2)
-    longer: dict[tuple, float] = {}
-    whole = strings(3, 2 + tail)
-    for string, s in zip(whole, duel.log_prob([Window((1,), s) for s in whole]), strict=True):
-        longer[string[:2]] = longer.get(string[:2], 0.0) + math.exp(s.log_prob)
-    for start, probability in longer.items():
-        scored = duel.log_prob([Window((1,), start, (), tail)])[0]
-        assert math.exp(scored.log_prob) == pytest.approx(probability, abs=1e-9)
+    for tail in (1, 2):
+        longer: dict[tuple, float] = {}
+        whole = strings(3, 2 + tail)
+        for string, s in zip(whole, duel.log_prob([Window((1,), s) for s in whole]), strict=True):
+            longer[string[:2]] = longer.get(string[:2], 0.0) + math.exp(s.log_prob)
+        for start, probability in longer.items():
+            scored = duel.log_prob([Window((1,), start, (), tail)])[0]
+            assert math.exp(scored.log_prob) == pytest.approx(probability, abs=1e-9), (start, tail)
