@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.results import fields
+from lm_eval_duel.results.consistency import load
 
 SUFFIXES = (".html", ".md", ".csv", ".json", ".yaml", ".tex", ".png", ".svg", ".pdf")
 
@@ -36,19 +36,16 @@ class OwnFiles:
         if not file.exists():
             return set()
         try:
-            content = fields.parse(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            content = None
-        if (
-            not isinstance(content, dict)
-            or content.get("format") != self.format
-            or not isinstance(content.get("files"), list)
-        ):
+            content = load(file, "a listing")
+            written = content["files"] if content["format"] == self.format else None
+        except (DuelError, LookupError, TypeError):
+            written = None
+        if written is None:
             raise DuelError(
                 f'{file} was not written by this command (it has no "format": "{self.format}"), so --out '
                 f"{self.folder} was left unchanged. Name another folder, or move this file."
             )
-        paths = [PurePosixPath(str(name)) for name in content["files"]]
+        paths = [PurePosixPath(str(name)) for name in written]
         return {
             str(path) for path in paths if not path.is_absolute() and ".." not in path.parts and path.suffix in SUFFIXES
         }

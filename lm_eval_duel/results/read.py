@@ -10,13 +10,12 @@ from typing import Any
 
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators.registry import ESTIMATORS
-from lm_eval_duel.results import consistency, fields, own_texts
-from lm_eval_duel.results.fields import Fields
+from lm_eval_duel.results.consistency import check, load, number, whole
 from lm_eval_duel.results.records import NO_CACHE
-from lm_eval_duel.results.samples import WRITTEN
-from lm_eval_duel.results.task import Task, keys, nans, perplexities, task
+from lm_eval_duel.results.samples import WRITTEN, Document, numbered
+from lm_eval_duel.results.task import Json, Task, keys, nans, perplexities, task
 
-MODEL = "duel-mdm"
+MODEL, SCORE = "duel-mdm", "lm_eval_duel score"
 AUTOREGRESSIVE = {  # names of --model in the harness, and the classes of model objects
     *("hf", "hf-auto", "huggingface", "hf-mistral3", "hf-multimodal", "hf-audiolm-qwen", "steered", "HFLM"),
     *("SteeredModel", "vllm", "vllm-vlm", "VLLM", "sglang", "sglang-generate", "SGLangLM", "gguf", "ggml", "GGUFLM"),
@@ -25,18 +24,9 @@ AUTOREGRESSIVE = {  # names of --model in the harness, and the classes of model 
     *("openai-completions", "local-completions", "anthropic-completions", "textsynth", "watsonx_llm"),
 }
 RESULTS = "a results file of lm_eval"
-TEXTS = (
-    "estimator",
-    "rule",
-    "block",
-    "dtype",
-    "attention",
-    "weights",
-    "bos",
-    "device",
-    "pretrained",
-    "trace",
-)  # entries of config.duel
+TEXTS = (  # entries of config.duel
+    *("estimator", "rule", "block", "dtype", "attention", "weights", "bos", "device", "pretrained", "trace"),
+)
 COUNTS = (
     *("tokens", "forwards", "rows", "nfe", "longest_document", "row_capacity", "cut_contexts", "answers_from_cache"),
     *("ranks", "peak_memory_bytes"),
@@ -67,7 +57,7 @@ class Run:
     others: dict[str, Task]  # tasks without one
     groups: tuple[str, ...]  # groups of tasks
     nans: tuple[str, ...] = ()  # values that are not numbers and are left out
-    content: Fields | None = dataclasses.field(default=None, repr=False, compare=False)
+    content: Json = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -179,38 +169,58 @@ def run(file: Path) -> Run:
 
 def _of_file(file: Path) -> list[Run]:
     """The run of a results file; a file of `score --compare` has one for each model."""
-    loaded = fields.load(file, RESULTS)
-    if not own_texts.is_score(loaded):
-        return [_run(file, loaded)]
-    others = Fields(loaded, str(file)).list("compared")
-    return [_run(file, loaded), *(_run(Path(f"{file}#{n}"), other) for n, other in enumerate(others, 2))]
+    content = load(file, RESULTS)
+    with whole(file, RESULTS):
+        if content.get("format") != SCORE:
+            return [_run(file, content, None)]
+        every = [content, *content.get("compared", [])]
+        files = [file, *(Path(f"{file}#{n}") for n in range(2, len(every) + 1))]
+        return [_run(name, *_as_results(one)) for name, one in zip(files, every, strict=True)]
 
 
-def _run(file: Path, loaded: Any) -> Run:
-    documents = None
-    try:
-        if own_texts.is_score(loaded):
-            loaded, documents = own_texts.as_results(Fields(loaded, str(file)))
-        content = Fields(loaded, str(file))
-        config, results = (Fields(content[key], str(file), key) for key in ("config", "results"))
-        model = config.text("model") if config["model"] else None
-    except KeyError as error:
-        raise DuelError(
-            f"{file} is not {RESULTS} (KeyError: {error}); name the results_*.json that --output_path wrote."
-        ) from None
-    if model is None:
-        raise config.wrong("model", None, "the name of a model")
-    arguments = _arguments(config)
-    spec, duel = _spec(config), _duel(config.object("duel"))
+def _as_results(content: Json) -> tuple[Json, tuple[Document, ...]]:
+    """A file of `score --json` as lm_eval writes results, and its documents."""
+    units = {"token_perplexity": "tokens", "word_perplexity": "words", "byte_perplexity": "bytes"}
+    units["bits_per_byte"] = "bytes"
+    found = []
+    for n, entry in enumerate(content["documents"]):
+        nats = -math.inf if entry["log_prob"] is None else float(entry["log_prob"])
+        found.append(
+            (n, str(entry["sha256"]), {m: (nats, float(entry[unit])) for m, unit in units.items() if entry[unit]})
+        )
+    log_prob = sum(-math.inf if entry["log_prob"] is None else entry["log_prob"] for entry in content["documents"])
+    totals = {unit: sum(entry[unit] for entry in content["documents"]) for unit in units.values()}
+    rates = {metric: -log_prob / totals[unit] for metric, unit in units.items() if totals[unit]}
+    metrics = {
+        f"{metric},none": rate / math.log(2) if metric == "bits_per_byte" else math.exp(min(rate, 700.0))
+        for metric, rate in rates.items()
+    }
+    results = {
+        "results": {"score": metrics},
+        "config": {"model": MODEL, "model_args": {"pretrained": content["pretrained"]}}
+        | {key: content[key] for key in ("fingerprint", "spec", "duel")},
+        "n-samples": {"score": {"original": len(found), "effective": len(found)}},
+    }
+    return results, numbered(found)
+
+
+def _run(file: Path, content: Json, documents: tuple[Document, ...] | None) -> Run:
+    config, results = content["config"], content["results"]
+    model, arguments = str(config["model"]), _arguments(config.get("model_args"))
+    spec = {key: _string(value) for key, value in (config.get("spec") or {}).items()}
+    duel = _duel(config.get("duel") or {})
     ours = model == MODEL or bool(spec or config.get("duel"))  # a model object is recorded by its class
-    dtype = _text(duel.get("dtype")) or _text(spec.get("dtype")) or _text(config.text("model_dtype")) or "unknown"
+    dtype = _text(duel.get("dtype")) or _text(spec.get("dtype")) or _text(config.get("model_dtype")) or "unknown"
     dtype = dtype.removeprefix("torch.")
-    pretrained = str(duel.get("pretrained") or arguments.get("pretrained") or content.text("model_name") or model)
+    pretrained = str(duel.get("pretrained") or arguments.get("pretrained") or content.get("model_name") or model)
     if not ours:
         spec = {key: value for key, value in arguments.items() if key not in NOT_IN_SPEC} | {"dtype": dtype}
-        spec |= {"model_sha": config.text("model_sha")} if config.get("model_sha") else {}
+        spec |= {"model_sha": str(config["model_sha"])} if config.get("model_sha") else {}
+    for key in ("elbo_eps", "mc_samples"):
+        number(spec[key] if spec.get(key, "none") != "none" else None)
     length = spec.get("max_length") if ours else content.get("max_length")
-    groups = {name for name, parts in content.object("group_subtasks").items() if parts} | set(content.object("groups"))
+    groups = {name for name, parts in (content.get("group_subtasks") or {}).items() if parts}
+    groups |= set(content.get("groups") or {})
     tasks = {name: task(file, content, name, key, documents) for name, key in keys(content, groups).items()}
     result = Run(
         file=file,
@@ -221,68 +231,59 @@ def _run(file: Path, loaded: Any) -> Run:
         label=_last(pretrained),
         key=str((duel.get("weights") or spec.get("weights")) if ours else pretrained),
         dtype=dtype,
-        fingerprint=config.text("fingerprint"),
+        fingerprint=_text(config.get("fingerprint")),
         spec=spec,
         duel=duel,
         max_length=int(length) if str(length).isdecimal() else None,
-        date=content.finite("date") or 0.0,
-        whole_run_seconds=content.finite("total_evaluation_time_seconds", 0),
+        date=number(content.get("date")) or 0.0,
+        whole_run_seconds=number(content.get("total_evaluation_time_seconds")),
         use_cache=bool(config.get("use_cache")),
         tasks={name: task for name, task in tasks.items() if task.metrics},
         others={name: task for name, task in sorted(tasks.items()) if not task.metrics},
         groups=tuple(sorted(groups & results.keys())),
-        nans=tuple(line for name, task in tasks.items() for line in nans(results.object(task.key), name)),
+        nans=tuple(line for name, task in tasks.items() for line in nans(results[task.key], name, file)),
     )
     if result.estimator not in ESTIMATORS:
         raise DuelError(f"{file}: {unknown('estimator', result.estimator, ESTIMATORS)}")
     for name, scored in result.tasks.items():
         total = {} if result.partial(name) else duel["tasks"].get(name, {})
-        for metrics in perplexities(results.object(scored.key)).values():
-            consistency.check(str(file), name, metrics, total, result.estimator)
+        for metrics in perplexities(results[scored.key]).values():
+            check(str(file), name, metrics, total, result.estimator)
     return result
 
 
-def _arguments(config: Fields) -> dict[str, str]:
+def _arguments(model_args: Any) -> dict[str, str]:
     """The model args; lm_eval's Python API stores them as text."""
-    model_args = config.get("model_args")
     if isinstance(model_args, str):
         return dict(part.split("=", 1) for part in model_args.split(",") if "=" in part)
-    return {
-        key: "none" if value in (None, "None") else str(value) for key, value in config.object("model_args").items()
-    }
+    return {key: _string(value) for key, value in (model_args or {}).items()}
 
 
-def _spec(config: Fields) -> dict[str, str]:
-    """The spec as strings; entries that are read as numbers are checked."""
-    spec = config.object("spec")
-    texts = {key: "none" if value in (None, "None") else str(value) for key, value in spec.items()}
-    for key in ("elbo_eps", "mc_samples"):
-        if texts.get(key, "none") != "none":
-            spec.finite(key, 0)
-    return texts
-
-
-def _duel(duel: Fields) -> dict[str, Any]:
+def _duel(duel: Json) -> dict[str, Any]:
     """The entries of config.duel that the report reads."""
-    entries: dict[str, Any] = {key: duel.text(key) for key in TEXTS if key in duel}
-    entries |= {key: duel.count(key) for key in COUNTS if key in duel}
-    entries["seconds"] = duel.finite("seconds", 0)
-    entries["tasks"] = {}
-    for name in (tasks := duel.object("tasks")):
-        task = tasks.object(name)
-        values = task.object("values")
-        entries["tasks"][name] = {key: task.count(key) for key in TASK_COUNTS if task.get(key) is not None}
-        entries["tasks"][name]["values"] = {key: _value(values.object(key)) for key in values}
+    entries: dict[str, Any] = {key: _text(duel[key]) for key in TEXTS if key in duel}
+    entries |= _counts(duel, COUNTS)
+    entries["seconds"], entries["tasks"] = number(duel.get("seconds")), {}
+    for name, scored in (duel.get("tasks") or {}).items():
+        values = {key: _value(value) for key, value in scored["values"].items()}
+        entries["tasks"][name] = _counts(scored, TASK_COUNTS) | {"values": values}
     return entries
 
 
-def _value(value: Fields) -> dict[str, Any]:
+def _value(value: Json) -> dict[str, Any]:
     """One value of a task: its log-likelihood in nats, errors and counts. Null with a reason is minus infinity."""
-    entries: dict[str, Any] = {"log_prob": value.number("log_prob"), "nfe": value.count("nfe")}
-    if entries["log_prob"] is None and value.text("reason") is not None:
+    entries: dict[str, Any] = {key: number(value.get(key)) for key in ("log_prob", "stderr", "window_stderr")}
+    if entries["log_prob"] is None and value.get("reason") is not None:
         entries["log_prob"] = -math.inf
-    entries |= {key: value.finite(key, 0) for key in ("stderr", "window_stderr")}
-    return entries | {key: value.count(key) for key in TASK_COUNTS if value.get(key) is not None}
+    return {"nfe": None} | entries | _counts(value, ("nfe", *TASK_COUNTS))
+
+
+def _counts(entries: Json, names: Iterable[str]) -> dict[str, int]:
+    return {key: int(entries[key]) for key in names if entries.get(key) is not None}
+
+
+def _string(value: Any) -> str:
+    return "none" if value in (None, "None") else str(value)
 
 
 def _last(pretrained: str) -> str:

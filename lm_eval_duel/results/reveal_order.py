@@ -118,10 +118,7 @@ class Traces:
     def load(self, path: Path) -> list[Mapping[str, Any]]:
         """Window records of a file."""
         if path not in self.records:
-            try:
-                self.records[path] = [_checked(path, record) for record in self.read(path)]
-            except (AttributeError, KeyError, TypeError) as error:
-                raise DuelError(f"The trace {path} is damaged: a line is not a window ({error!r}).") from None
+            self.records[path] = self.read(path)
         return self.records[path]
 
     def documents(self, path: Path) -> dict[str, dict[str, dict[int, float]]]:
@@ -133,25 +130,6 @@ class Traces:
                 document = int(record["doc"])
                 of_task[document] = of_task.get(document, 0.0) + float(nats)
         return tasks
-
-
-def _checked(path: Path, record: Any) -> Mapping[str, Any]:
-    """A window of a trace; raises DuelError for a line that is not one."""
-    try:
-        logprobs, steps, starts = (record.get(key) or [] for key in ("token_logprobs", "reveal_steps", "starts"))
-        document = None if record.get("doc") is None else int(record["doc"])
-        values = {str(name): float(value) for name, value in (record.get("values") or {}).items()}
-        valid = all(math.isfinite(float(value)) or float(value) < 0 for value in logprobs)
-        valid &= all(isinstance(n, int) and n >= 0 for n in [*steps, *starts])
-        valid &= (not steps or len(logprobs) in (0, len(steps))) and not (
-            values and None in (document, record.get("task"))
-        )
-    except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
-        valid = False
-    if not valid:
-        start = str(record)[:60]
-        raise DuelError(f"The trace {path} is damaged: {start}... is not a window with steps and log-probabilities.")
-    return {**record, "values": values}
 
 
 def spec_of(header: Mapping[str, Any]) -> Mapping[str, Any]:

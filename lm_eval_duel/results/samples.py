@@ -7,11 +7,12 @@ import hashlib
 import json
 import math
 import re
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lm_eval_duel.errors import DuelError
-from lm_eval_duel.results.fields import parse
+from lm_eval_duel.results.consistency import whole
 from lm_eval_duel.tasks.columns import MADE, TOKENS
 
 METRICS = ("token_perplexity", "perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")  # by preference
@@ -30,33 +31,24 @@ class Document:
 
 
 def documents(file: Path, rolling: bool = True) -> tuple[Document, ...]:
-    """The documents of a samples file, sorted by key; equal texts are numbered in order."""
+    """The documents of a samples file, sorted by key."""
     first: dict[int, dict[str, Any]] = {}
-    try:
-        with file.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    record = _record(f"{file}, line {number}", line)
-                    first.setdefault(record["doc_id"], record)  # one line per filter, with equal values
-    except (OSError, UnicodeDecodeError) as error:
-        raise DuelError(f"{file} cannot be read ({type(error).__name__}: {error}); log the samples again.") from None
-    seen: dict[str, int] = {}
+    with whole(file, "samples of lm_eval"):
+        for line in file.read_text(encoding="utf-8").split("\n"):
+            if line.strip():
+                record = json.loads(line)
+                first.setdefault(int(record["doc_id"]), record)  # one line per filter, with equal values
+        return numbered((n, _digest(record, rolling), _values(record)) for n, record in sorted(first.items()))
+
+
+def numbered(found: Iterable[tuple[int, str, dict[str, tuple[float, float]]]]) -> tuple[Document, ...]:
+    """Documents from (number, digest of the text, values), sorted by key; equal texts are counted in order."""
+    seen = Counter[str]()
     result = []
-    for number, record in sorted(first.items()):
-        digest = _digest(record, rolling)
-        seen[digest] = seen.get(digest, 0) + 1
-        result.append(Document(f"{digest}:{seen[digest]}", number, record["values"]))
+    for number, digest, values in found:
+        seen[digest] += 1
+        result.append(Document(f"{digest}:{seen[digest]}", number, values))
     return tuple(sorted(result, key=lambda document: document.key))
-
-
-def _record(place: str, line: str) -> dict[str, Any]:
-    """A checked line with the `values` of its metrics. `place`: file and line, for messages."""
-    try:
-        record = parse(line)
-        record = {**record, "doc_id": int(record["doc_id"])}
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise DuelError(f"{place} is not a sample of lm_eval ({error}); log them again.") from None
-    return {**record, "values": _values(place, record)}
 
 
 def _digest(record: dict[str, Any], rolling: bool) -> str:
@@ -65,13 +57,13 @@ def _digest(record: dict[str, Any], rolling: bool) -> str:
     Our token count is not part of it, since it differs between tokenizers. Neither is the name of the tokenizer that
     wrote a row of ids: the ids are.
     """
-    doc, whole = record.get("doc"), record.get("doc_hash") or record["doc_id"]
+    doc, name = record.get("doc"), record.get("doc_hash") or record["doc_id"]
     if isinstance(doc, dict) and TOKENS in doc:
         apart = {TOKENS, MADE} | ({"tokenizer"} if "ids" in doc else set())
         rest = {key: value for key, value in doc.items() if key not in apart}
-        whole = hashlib.sha256(json.dumps(rest, sort_keys=True, default=str).encode()).hexdigest()
+        name = hashlib.sha256(json.dumps(rest, sort_keys=True, default=str).encode()).hexdigest()
     scored = [_target_hash(record), None if rolling else record.get("prompt_hash")]
-    return " ".join(str(part) for part in (whole, *scored) if part)
+    return " ".join(str(part) for part in (name, *scored) if part)
 
 
 def _target_hash(record: dict[str, Any]) -> Any:
@@ -80,28 +72,20 @@ def _target_hash(record: dict[str, Any]) -> Any:
     Multiple choice logs the number of the right option in every release.
     """
     logged, arguments = record.get("target_hash"), record.get("arguments")
-    if logged == TARGET_ZERO and isinstance(arguments, dict) and len(arguments) == 1:
+    if logged == TARGET_ZERO and arguments and len(arguments) == 1:
         (request,) = arguments.values()
-        text = list(request.values())[-1] if isinstance(request, dict) and request else None
+        text = list(request.values())[-1]
         return hashlib.sha256(text.encode()).hexdigest() if isinstance(text, str) else logged
     return logged
 
 
-def _values(place: str, record: dict[str, Any]) -> dict[str, tuple[float, float]]:
-    """(nats, units) of each metric; raises DuelError for anything but numbers, and for negative or infinite units."""
+def _values(record: dict[str, Any]) -> dict[str, tuple[float, float]]:
+    """(nats, units) of each metric."""
     values = {}
     for metric in METRICS:
-        value = record.get(metric)
-        pair = value if isinstance(value, list) else [value, 1.0]
-        if value is None:
-            continue
-        numeric = len(pair) == 2 and all(isinstance(part, int | float) and not isinstance(part, bool) for part in pair)
-        try:
-            nats, units = map(float, pair if numeric else (math.nan, math.nan))
-        except OverflowError:
-            nats = math.nan
-        if math.isnan(nats) or not 0 <= units < math.inf:
-            shown = json.dumps(value)[:60]
-            raise DuelError(f"{place}: {metric} is {shown}, not nats and a number of units; log the samples again.")
-        values[metric] = (nats, units)
+        if (value := record.get(metric)) is not None:
+            nats, units = map(float, value if isinstance(value, list) else (value, 1.0))
+            if math.isnan(nats) or not 0 <= units < math.inf:
+                raise ValueError(f"{metric} of document {record['doc_id']} is {value}")
+            values[metric] = (nats, units)
     return values

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from lm_eval_duel.results import samples
-from lm_eval_duel.results.fields import Fields
+from lm_eval_duel.results.consistency import number
 from lm_eval_duel.results.samples import METRICS, OTHER_NAMES, WRITTEN, Document
+
+Json = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +24,10 @@ class Score:
     value: float
     stderr: float | None
 
+    @property
+    def name(self) -> str:
+        return f"{self.metric} ({self.filter})" if self.filter else self.metric
+
 
 @dataclasses.dataclass(frozen=True)
 class Task:
@@ -31,14 +37,17 @@ class Task:
     """
 
     name: str
-    metrics: dict[str, float]
+    metrics: dict[str, float]  # perplexities, each of the first filter that has it
     identity: dict[str, str]  # effective samples, limit, version, shots, hash
-    rolling: bool = True
     documents: tuple[Document, ...] | None = None
     missing: str = ""
     scores: tuple[Score, ...] = ()  # metrics other than perplexity
     output_type: str = "loglikelihood_rolling"
     key: str = ""
+
+    @property
+    def rolling(self) -> bool:
+        return self.output_type == "loglikelihood_rolling"
 
     @property
     def size(self) -> int | None:
@@ -47,21 +56,20 @@ class Task:
         return int(known) if known else (None if self.documents is None else len(self.documents))
 
 
-def keys(results: Fields, groups: Collection[str]) -> dict[str, str]:
+def keys(results: Json, groups: Collection[str]) -> dict[str, str]:
     """The tasks of a results file, and what the file calls them.
 
     lm-eval 0.5 calls a task of a group GROUP::TASK. It evaluates a task of two groups twice: equal values are shown
     once, and different ones (a group may change its tasks) under the names in the file.
     """
-    entries, configs = results.object("results"), results.object("configs")
-    same: dict[str, list[str]] = {}
+    entries, same = results["results"], dict[str, list[str]]()
     for key in entries:
         if key not in groups:
-            name = configs.object(key).text("task") if "::" in key else None
+            name = results["configs"][key].get("task") if "::" in key else None
             same.setdefault(name or key, []).append(key)
     tasks = {}
     for name, alike in same.items():
-        values = [[pair for pair in entries.object(key).items() if _is_value(pair[0])] for key in alike]
+        values = [[item for item in entries[key].items() if _is_value(item[0])] for key in alike]
         tasks |= {name: alike[0]} if all(other == values[0] for other in values) else {key: key for key in alike}
     return tasks
 
@@ -71,31 +79,29 @@ def _is_value(key: str) -> bool:
     return "," in key and not key.partition(",")[0].endswith("_stderr")
 
 
-def task(
-    file: Path, results: Fields, name: str, key: str, documents_of_file: tuple[Document, ...] | None = None
-) -> Task:
+def task(file: Path, results: Json, name: str, key: str, documents_of_file: tuple[Document, ...] | None = None) -> Task:
     """Task `name` of the results file, which calls it `key`. `documents_of_file`: those that the file itself holds."""
-    config, values = results.object("config"), results.object("results").object(key)
-    documents = results.object("n-samples").object(key).count("effective")
+    values, config = results["results"][key], results.get("configs", {}).get(key, {})
     identity = {
-        "documents": None if documents is None else str(documents),
-        "limit": config.text("limit"),
-        "version": results.object("versions").text(key),
-        "shots": results.object("n-shot").text(key),
-        "hash": results.object("task_hashes").text(key),
+        "documents": results.get("n-samples", {}).get(key, {}).get("effective"),
+        "limit": results["config"].get("limit"),
+        "version": results.get("versions", {}).get(key),
+        "shots": results.get("n-shot", {}).get(key),
+        "hash": results.get("task_hashes", {}).get(key),
     }
-    identity = {key: value for key, value in identity.items() if value is not None}
-    output_type = results.object("configs").object(key).text("output_type") or "loglikelihood_rolling"
-    metrics = _metrics(values)
-    rolling = output_type == "loglikelihood_rolling"
-    task = Task(name, metrics, identity, rolling, scores=_scores(values), output_type=output_type, key=key)
+    identity = {key: str(value) for key, value in identity.items() if value is not None}
+    metrics: dict[str, float] = {}
+    for of_filter in perplexities(values).values():
+        metrics = {**of_filter, **metrics}
+    output_type = str(config.get("output_type") or Task.output_type)
+    task = Task(name, metrics, identity, scores=tuple(_scores(values)), output_type=output_type, key=key)
     if not metrics or documents_of_file is not None:
         return dataclasses.replace(task, documents=documents_of_file)
     date = WRITTEN.search(file.stem)  # --output_path may be a folder, or a file whose name precedes the date
-    samples_file = file.parent / f"samples_{key}_{date[0] if date else file.stem.removeprefix('results_')}.jsonl"
-    if not _exists(samples_file):
+    logged = file.parent / f"samples_{key}_{date[0] if date else file.stem.removeprefix('results_')}.jsonl"
+    if not _exists(logged):
         return dataclasses.replace(task, missing=f"no samples of {name} next to it (run lm_eval with --log_samples)")
-    return dataclasses.replace(task, documents=samples.documents(samples_file, rolling))
+    return dataclasses.replace(task, documents=samples.documents(logged, task.rolling))
 
 
 def _exists(file: Path) -> bool:
@@ -105,48 +111,35 @@ def _exists(file: Path) -> bool:
         return False
 
 
-def perplexities(values: Fields) -> dict[str, dict[str, float]]:
+def perplexities(values: Json) -> dict[str, dict[str, float]]:
     """filter -> metric -> perplexity. Those that are null or NaN are left out (see `nans`)."""
     by_filter: dict[str, dict[str, float]] = {}
-    for key in values:
+    for key, value in values.items():
         metric, _, name = key.partition(",")
-        if metric not in METRICS or _is_nan(values[key]):
-            continue
-        value = values.number(key)
-        if value < 0 or (value == 0 and metric != "bits_per_byte") or isinstance(values[key], str):
-            raise values.wrong(key, values[key], "a perplexity")
-        by_filter.setdefault(name, {})[metric] = value
+        if metric in METRICS and not _is_nan(value):
+            by_filter.setdefault(name, {})[metric] = float(value)
     return by_filter
 
 
-def _metrics(values: Fields) -> dict[str, float]:
-    """The perplexities of a task, each from the first filter that has it."""
-    metrics: dict[str, float] = {}
-    for of_filter in perplexities(values).values():
-        metrics = {**of_filter, **metrics}
-    return metrics
-
-
-def _scores(values: Fields) -> tuple[Score, ...]:
+def _scores(values: Json) -> list[Score]:
     """The other averages of a task, such as accuracies, with the harness's standard errors."""
     scores = []
-    for key in values:
+    for key, value in values.items():
         metric, _, name = key.partition(",")
-        if not name or metric in (*METRICS, *OTHER_NAMES) or metric.endswith("_stderr") or _is_nan(values[key]):
-            continue
-        if isinstance(values[key], bool) or not isinstance(values[key], int | float):
+        other = metric in (*METRICS, *OTHER_NAMES) or not _is_value(key) or not name
+        if other or isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
             continue  # some tasks store other things here
-        stored = values.get(f"{metric}_stderr,{name}")
-        error = None if stored in (None, "N/A") or _is_nan(stored) else values.finite(f"{metric}_stderr,{name}", 0)
-        scores.append(Score(metric, "" if name == "none" else name, values.number(key), error))
-    return tuple(scores)
+        error = values.get(f"{metric}_stderr,{name}")
+        error = None if error == "N/A" or _is_nan(error) else number(error)
+        scores.append(Score(metric, "" if name == "none" else name, float(value), error))
+    return scores
 
 
 def _is_nan(value: Any) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
-def nans(values: Fields, name: str) -> list[str]:
+def nans(values: Json, name: str, file: Path) -> list[str]:
     """Sentences about the metrics of a task that are null or NaN."""
     keys = [key for key in values if key.split(",")[0] in METRICS and _is_nan(values[key])]
-    return [f"{key} of {name} is {'null' if values[key] is None else 'NaN'} in {values.file}" for key in keys]
+    return [f"{key} of {name} is {'null' if values[key] is None else 'NaN'} in {file}" for key in keys]

@@ -281,7 +281,7 @@ def test_files_that_are_no_results(tmp_path):
     with pytest.raises(DuelError, match=r"No results_\*\.json \(or \*_DATE\.json\) in"):
         report([str(tmp_path), "--out", str(tmp_path / "out")])
     (tmp_path / "results_x.json").write_text("{}")
-    with pytest.raises(DuelError, match=r"is not a results file of lm_eval \(KeyError"):
+    with pytest.raises(DuelError, match=r"is not a results file of lm_eval, or is not whole \(KeyError"):
         report([str(tmp_path), "--out", str(tmp_path / "out")])
 
 

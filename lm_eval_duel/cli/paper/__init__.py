@@ -210,12 +210,12 @@ def write(lines: Sequence[Line], settings: Settings, failures: dict[str, str], t
 
 def _earlier(file: Path, now: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """The measured lines of an earlier paper.json that are not among those of this command."""
-    from lm_eval_duel.results import fields
+    from lm_eval_duel.results import consistency
 
     if not file.exists():
         return []
     try:
-        stored = fields.load(file, "a paper.json of this command")
+        stored = consistency.load(file, "a paper.json of this command")
         known = stored["lines"] if stored.get("format") == FORMAT else None
     except (KeyError, AttributeError):
         known = None

@@ -22,7 +22,7 @@ from lm_eval_duel._autoload import MODELS
 from lm_eval_duel.cli.paper.recipes import Job
 from lm_eval_duel.command_line import INTERRUPTED, PROGRAM
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.results import fields, read
+from lm_eval_duel.results import read
 
 EVERY = 2.0  # seconds between looks at the log
 SHOWN = 160  # characters of a reason, or of a line of the log
@@ -51,7 +51,7 @@ def finished(job: Job, out: Path) -> Path | None:
     for file in sorted(job.results(out).rglob("results_*.json"), reverse=True):
         try:
             run = read.run(file)
-            config = fields.load(file, read.RESULTS)["config"]
+            config = run.content["config"]
         except (DuelError, KeyError):  # a damaged file: run it again
             continue
         same_limit = (config.get("limit") or None) == job.limit

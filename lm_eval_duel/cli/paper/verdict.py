@@ -20,7 +20,7 @@ from lm_eval_duel.cli.paper.recipes import Line
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.registry import find
 from lm_eval_duel.rates import ratio
-from lm_eval_duel.results import fields, read, rows, stats
+from lm_eval_duel.results import read, rows, stats
 from lm_eval_duel.results.rows import Row
 from lm_eval_duel.rules import parse
 
@@ -64,7 +64,7 @@ def measured(line: Line, file: Path) -> Measured:
     row = next((row for row in rows.of(run, line.job.task) if _is_value(row, line)), None)
     if row is None or metric not in row.values:
         raise DuelError(f"{file} has no {metric} of this line.")
-    counts = fields.Fields(fields.load(file, read.RESULTS), str(file)).object("n-samples").object(task.key)
+    counts = run.content.get("n-samples", {}).get(task.key, {})
     size = task.size or 0
     return Measured(
         row.values[metric],
@@ -72,7 +72,7 @@ def measured(line: Line, file: Path) -> Measured:
         row.error(metric, row.nats_stderr),
         find(row.estimator).name == "elbo",
         size,
-        counts.count("original") or size,
+        counts.get("original") or size,
         run.fingerprint,
         str(file),
     )

@@ -9,8 +9,9 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from lm_eval_duel.results.fields import Fields
-from lm_eval_duel.results.read import MODEL, Run
+from lm_eval_duel.results.consistency import whole
+from lm_eval_duel.results.read import MODEL, RESULTS, Run
+from lm_eval_duel.results.task import Json
 
 SEEDS = {"random_seed": 0, "numpy_seed": 1234, "torch_seed": 1234, "fewshot_seed": 1234}  # of --seed
 TASK_FOLDER = '"$(lm-eval-duel tools where tasks)"'
@@ -33,23 +34,22 @@ class Provenance:
 
 def of(run: Run) -> Provenance:
     """The provenance of a run; raises DuelError for an entry that lm_eval does not write."""
-    content = run.content
-    config = content.object("config")
-    duel = config.object("duel")
-    versions = duel.object("versions")
-    releases = {name: versions.text(name) or "unknown" for name in versions}
-    for name, key in (("lm_eval", "lm_eval_version"), ("transformers", "transformers_version")):
-        if content.get(key) and name not in releases:
-            releases[name] = str(content.text(key))
-    size = duel.count("parameters") if "parameters" in duel else config.get("model_num_parameters")
-    return Provenance(
-        run.name,
-        releases,
-        _date(run.date),
-        size if isinstance(size, int) and size > 0 else None,
-        command(content, run),
-        {name: _dataset(content.object("configs").object(task.key)) for name, task in run.tasks.items()},
-    )
+    with whole(run.file, RESULTS):
+        content, config = run.content, run.content["config"]
+        duel = config.get("duel") or {}
+        releases = {name: str(version or "unknown") for name, version in (duel.get("versions") or {}).items()}
+        for name in ("lm_eval", "transformers"):
+            if content.get(f"{name}_version"):
+                releases.setdefault(name, str(content[f"{name}_version"]))
+        configs = content.get("configs", {})
+        return Provenance(
+            run.name,
+            releases,
+            _date(run.date),
+            int(duel.get("parameters") or config.get("model_num_parameters") or 0) or None,
+            command(content, run),
+            {name: _dataset(configs.get(task.key, {})) for name, task in run.tasks.items()},
+        )
 
 
 def _date(seconds: float) -> str:
@@ -59,18 +59,17 @@ def _date(seconds: float) -> str:
         return ""
 
 
-def _dataset(config: Fields) -> dict[str, str]:
+def _dataset(config: Json) -> dict[str, str]:
     keys = {"path": "dataset_path", "name": "dataset_name", "split": "test_split"}
-    settings = {key: config.text(entry) for key, entry in keys.items() if isinstance(config.get(entry), str)}
-    return {key: value for key, value in settings.items() if value}
+    return {key: str(config[entry]) for key, entry in keys.items() if config.get(entry)}
 
 
-def command(content: Fields, run: Run) -> str:
+def command(content: Json, run: Run) -> str:
     """The command line that makes a results file again, quoted for a POSIX shell.
 
     What does not change a number is left out: the device, the output folder, the response cache.
     """
-    config = content.object("config")
+    config = content["config"]
     arguments = config.get("model_args")
     if run.ours and run.model != MODEL:
         return IN_PYTHON
@@ -83,21 +82,21 @@ def command(content: Fields, run: Run) -> str:
     return line if run.ours else f"{line} --include_path {TASK_FOLDER}"
 
 
-def _settings(content: Fields, config: Fields) -> list[str]:
+def _settings(content: Json, config: Json) -> list[str]:
     """The other flags that a number depends on, as far as they are not at their defaults."""
     words = []
     if metadata := _metadata(content, config):
         words += ["--metadata", json.dumps(metadata)]
-    shots = {content.object("n-shot").count(name) for name in content.object("n-shot")} - {None}
+    shots = set(content.get("n-shot", {}).values()) - {None}
     if len(shots) == 1 and shots != {0}:
         words += ["--num_fewshot", str(shots.pop())]
-    if (limit := config.number("limit")) is not None:
-        words += ["--limit", f"{limit:g}"]
+    if (limit := config.get("limit")) is not None:
+        words += ["--limit", f"{float(limit):g}"]
     seeds = [config.get(key, default) for key, default in SEEDS.items()]
     if seeds != [*SEEDS.values()]:
         words += ["--seed", ",".join(map(str, seeds))]
-    if (size := config.text("batch_size")) not in (None, "1"):
-        words += ["--batch_size", size]
+    if (size := config.get("batch_size")) not in (None, 1, "1"):
+        words += ["--batch_size", str(size)]
     if content.get("chat_template"):
         words.append("--apply_chat_template")
     if instruction := content.get("system_instruction"):
@@ -113,11 +112,10 @@ def _joined(arguments: Mapping[str, Any]) -> str:
     return ",".join(f"{key}={value}" for key, value in texts.items()) if simple else json.dumps(dict(arguments))
 
 
-def _metadata(content: Fields, config: Fields) -> dict[str, Any]:
+def _metadata(content: Json, config: Json) -> dict[str, Any]:
     """The entries of --metadata: what all tasks have in common beyond the model args and the task's own version."""
-    configs = content.object("configs")
-    entries = [configs.object(name).get("metadata") for name in configs]
-    if not entries or not all(isinstance(entry, dict) for entry in entries):
+    entries = [entry.get("metadata") for entry in content.get("configs", {}).values()]
+    if not entries or None in entries:
         return {}
     known = config.get("model_args")
     known = set(known) if isinstance(known, dict) else {part.split("=")[0] for part in str(known or "").split(",")}
