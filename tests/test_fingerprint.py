@@ -29,7 +29,7 @@ from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.options import MODEL_ARGUMENTS
 from lm_eval_duel.rules import RULES
 from lm_eval_duel.tasks import tokenized_text
-from lm_eval_duel.text.generation_settings import Settings
+from lm_eval_duel.text.generation import Settings
 
 # ---------------------------------------------------------------- model args
 

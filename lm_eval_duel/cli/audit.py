@@ -83,7 +83,7 @@ def audit(
     lm = DuelMDM(**{**model, "verify": sys.maxsize})
     for kind, of_kind in itertools.groupby(sorted(requests, key=request_type), request_type):
         getattr(lm, kind)(list(of_kind))
-    return lm.run.checked
+    return lm.run.stats.checked
 
 
 def request_type(request: Any) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -29,7 +29,6 @@ class WindowScore:
     Those of a window's known positions are -1 and 0.
     """
 
-    other_lengths: ClassVar[tuple[str, ...]] = ()  # fields that do not have one number for each target token
     log_prob: float  # nats
     is_greedy: bool = False  # every token was the argmax when it was revealed
     reveal_steps: tuple[int, ...] = ()

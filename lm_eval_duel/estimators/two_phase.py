@@ -16,7 +16,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Sequence
-from typing import ClassVar, cast
+from typing import cast
 
 import torch
 
@@ -41,7 +41,6 @@ BATCHES = 4  # network calls' worth of sampled blocks that are evaluated before 
 class TwoPhaseScore(WindowScore):
     """One window's estimate. It has no single order, so there are no steps and no log-probs of tokens."""
 
-    other_lengths: ClassVar[tuple[str, ...]] = ("cached", "weights", "uncached", "phases")
     stderr: float | None = None  # sampling standard error of `log_prob`, nats; None: too few blocks were drawn
     cached: tuple[float, ...] = ()  # log-prob of each block under the cache
     weights: tuple[float, ...] = ()  # of each block; 0: not in the sample

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from lm_eval_duel.harness.requests import Batch
     from lm_eval_duel.harness.run import Run, Work
-    from lm_eval_duel.harness.trace import Writer
 
 log = logging.getLogger("lm_eval.duel_mdm")  # lm-eval prints its own loggers only
 
@@ -39,14 +38,14 @@ class DuelMDM(TemplateLM):
         self.options = options = Options.parse(arguments)
         # torch and transformers are imported only after the arguments were checked
         from lm_eval_duel.estimators import registry
-        from lm_eval_duel.harness import patches, trace
+        from lm_eval_duel.harness import patches, spec
         from lm_eval_duel.harness.distributed import Ranks
+        from lm_eval_duel.harness.trace import Writer
         from lm_eval_duel.text.loading import load_scorer
 
         patches.apply()
         self.ranks = Ranks.join(options.device)
-        if options.trace is not None:
-            trace.place(options.trace, self.rank, self.world_size)
+        self.trace = Writer(options.trace, self.rank, self.world_size) if options.trace is not None else None
         if options.pretrained is None and self.rank == 0:
             log.info(
                 "no pretrained= given: scoring with demo-mdm, the small bundled demonstration checkpoint. "
@@ -55,7 +54,9 @@ class DuelMDM(TemplateLM):
         scorer = load_scorer(options, device=self.ranks.device)
         self.options, self.tokenizer, self.denoiser, self.estimator, self.text = scorer
         self._device = self.denoiser.device
-        self.trace = self._open_trace()
+        if self.trace is not None:
+            tokenizer = options.tokenizer or options.pretrained or BUNDLED
+            self.trace.begin(spec.trace_header(self.estimator, self.spec, tokenizer))
         self.run = self._new_run()
         if self.rank == 0:
             self._log_spec(registry.ignored_args(arguments, options.estimator))
@@ -158,8 +159,10 @@ class DuelMDM(TemplateLM):
         from lm_eval_duel.harness.cache import ResponseCache
 
         if cache_hook.dbdict is not None:
-            generation = fingerprint.digest(self.generation_spec)
-            store = ResponseCache.adopt(cache_hook.dbdict, self.spec, spec.followed_rules(self.estimator), generation)
+            path, generation = cache_hook.dbdict.filename, fingerprint.digest(self.generation_spec)
+            cache_hook.dbdict.close()  # its file is opened in its place
+            store = ResponseCache(path, self.spec, spec.followed_rules(self.estimator), generation)
+            cache_hook.dbdict = store
             if store.has_answers:
                 log.warning(
                     "the --use_cache file has answers, which are not computed again: they count in config.duel.tasks, "
@@ -225,17 +228,6 @@ class DuelMDM(TemplateLM):
         if ignored_args:
             log.info("estimator=%s does not read %s", self.options.estimator, " and ".join(ignored_args))
         log.info("spec %s: %s", self.fingerprint, ", ".join(f"{key}={value}" for key, value in self.spec.items()))
-
-    def _open_trace(self) -> Writer | None:
-        """The trace of `trace=`; raises DuelError if the file has a trace of another spec."""
-        from lm_eval_duel.harness import spec
-        from lm_eval_duel.harness.trace import Writer
-
-        if self.options.trace is None:
-            return None
-        tokenizer = self.options.tokenizer or self.options.pretrained or BUNDLED
-        header = spec.trace_header(self.estimator, self.spec, tokenizer)
-        return Writer(self.options.trace, header, self.rank, self.world_size)
 
     # ------------------------------------------------------------ ranks
 

@@ -9,21 +9,20 @@ from __future__ import annotations
 
 import abc
 import logging
-import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.core.scores import WindowScore
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.harness import versions
-from lm_eval_duel.harness.cache import DOCUMENTS
+from lm_eval_duel.harness.cache import DOCUMENTS, request_key
 from lm_eval_duel.harness.requests import Batch, document_of, named, named_windows
 from lm_eval_duel.harness.resume import Unfinished
-from lm_eval_duel.harness.run import Finished, Run
+from lm_eval_duel.harness.run import Finished, Run, Work
 from lm_eval_duel.harness.so_far import Document, SoFar, plain, random_order
 from lm_eval_duel.harness.totals import Outcome
-from lm_eval_duel.harness.verify import Verification, is_coarse, summed
+from lm_eval_duel.harness.verify import Verification
 from lm_eval_duel.tasks.columns import MADE, TOKENS
 from lm_eval_duel.tasks.gap import Gap, Residues
 from lm_eval_duel.tasks.tokenized_text import MADE as MADE_HERE
@@ -33,23 +32,6 @@ if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
 log = logging.getLogger("lm_eval.duel_mdm")  # lm-eval prints its own loggers only
-
-
-class RequestScore(NamedTuple):
-    """The score of a request, over all its windows."""
-
-    log_prob: float
-    is_greedy: bool
-    stderr: float | None = None  # the Monte Carlo error of log_prob, if the estimator has one
-
-    @classmethod
-    def from_scores(cls, scores: Sequence[WindowScore], stderr: float | None = None) -> RequestScore:
-        """From the scores of a request's windows; an empty text has probability 1."""
-        return cls(math.fsum(score.log_prob for score in scores), all(score.is_greedy for score in scores), stderr)
-
-    def cached_as(self, kind: str) -> float | tuple[float, bool]:
-        """The answer in the response cache."""
-        return self.log_prob if kind == "loglikelihood_rolling" else (self.log_prob, self.is_greedy)
 
 
 # ---------------------------------------------------------------- requests -> windows
@@ -105,17 +87,13 @@ def document_windows(text: Text, requests: Sequence[Instance]) -> list[list[Wind
 # ---------------------------------------------------------------- what the loop of lm.py asks
 
 
-class Scoring(abc.ABC):
-    """Requests for log-likelihoods. Each of the loop's steps is a method; `n` is a request's index."""
-
-    kind: ClassVar[str]  # the method of the model that answers them
+class Scoring(Work):
+    """Requests for log-likelihoods. The answer to each is its `Outcome`."""
 
     def __init__(self, run: Run, batch: Batch):
-        self.run, self.estimator, self.requests = run, run.estimator, batch.requests
+        super().__init__(run, batch)
         self.windows = self.cut(batch.requests)  # of each request
         self.unfinished = Unfinished(run.store, run.estimator)
-        self.order: Sequence[int] = range(len(batch.requests))
-        self.so_far: SoFar | None = None
         self.all_mask_starts = run.estimator.counts.all_mask_starts
 
     @abc.abstractmethod
@@ -124,19 +102,21 @@ class Scoring(abc.ABC):
 
     @property
     def label(self) -> str:
-        """For the progress bar."""
         name, rule = self.estimator.name, self.estimator.describe().get("rule", "")
         return f" {rule}" if name == "duel" else f" {name} {rule}".rstrip()
 
     def size(self, n: int) -> int:
-        """The target tokens of a request."""
         return sum(len(window.target) for window in self.windows[n])
 
-    def cached(self) -> Iterator[tuple[int, RequestScore]]:
-        """(n, score) of each request with an intact answer in the response cache, counted as if computed now."""
+    def cached(self) -> Iterator[tuple[int, Outcome]]:
         for n in self.order:
-            if (score := self._cached(n)) is not None:
-                yield n, score
+            if self.run.store is None or (record := self.run.store.find(self._key(n), tuple)) is None:
+                continue
+            if (outcome := Outcome.from_record(record, self.windows[n])) is None:
+                self.run.store.drop()
+            else:
+                self._count(n, outcome)
+                yield n, outcome
 
     def finished(self, remaining: Sequence[int]) -> Iterator[Finished]:
         """Each of the other requests, as the last of its windows is scored.
@@ -163,17 +143,13 @@ class Scoring(abc.ABC):
                     yield self._joined(n, scores.pop(n))
 
     def save(self, done: Finished) -> None:
-        """Save an answer, and what each window contributed to it, for a run that resumes this one."""
-        arguments, answer = versions.arguments(self.requests[done.n]), done.answer.cached_as(self.kind)
-        if self.run.store is None:
-            self.run.cache.add_partial(self.kind, arguments, answer)
-        else:
-            self.run.store.keep(self.kind, arguments, answer, done.outcome.plain)
+        if self.run.store is not None:
+            self.run.store.keep(self._key(done.n), done.answer.record)
             self.unfinished.forget(done.windows)
 
     def count(self, done: Finished) -> None:
         """Add a request to the statistics, and to the windows that may be verified."""
-        self._count(done.n, done.outcome, done.answer)
+        self._count(done.n, done.answer)
         self.verification.keep(done.n, done.scores)
 
     def after(self) -> None:
@@ -182,41 +158,20 @@ class Scoring(abc.ABC):
             log.info(
                 "%d blocks started from masks alone: all positions tie exactly, and the lowest position is first", ties
             )
-        self.run.checked += (checked := self.verification.compare(self.requests))
-        coarse = bool(checked) and is_coarse(self.estimator.denoiser)
-        self.run.stats.verified.merge(summed(checked, coarse=coarse))
-
-    @abc.abstractmethod
-    def reply(self, n: int, score: RequestScore) -> Any:
-        """A score as lm-eval expects it."""
+        self.run.stats.checked += self.verification.compare(self.requests)
 
     def _joined(self, n: int, scores: dict[int, WindowScore]) -> Finished:
         """A request whose windows are all scored."""
         parts = [scores[part] for part in range(len(scores))]
-        outcome = Outcome.from_scores(parts, self.estimator)
-        answer = RequestScore.from_scores(parts, outcome.stderr(self.windows[n]))
-        return Finished(n, answer, self.windows[n], parts, outcome)
+        return Finished(n, Outcome.from_scores(self.windows[n], parts, self.estimator), self.windows[n], parts)
 
-    def _cached(self, n: int) -> RequestScore | None:
-        """An intact answer of the response cache: the sum of what is cached of its windows."""
-        arguments, store = versions.arguments(self.requests[n]), self.run.store
-        if store is None or (answer := store.answer(self.kind, arguments)) is None:
-            return None
-        names = self.estimator.values(self.estimator.empty_score)
-        outcome = Outcome.read(store.values(self.kind, arguments), len(self.windows[n]), names)
-        if outcome is not None:
-            is_greedy = isinstance(answer, tuple) and answer[-1] is True
-            score = RequestScore(outcome.log_prob, is_greedy, outcome.stderr(self.windows[n]))
-            if score.cached_as(self.kind) == answer:
-                self._count(n, outcome, score)
-                return score
-        store.drop()
-        return None
+    def _key(self, n: int) -> str:
+        return request_key(self.kind, versions.arguments(self.requests[n]))
 
-    def _count(self, n: int, outcome: Outcome, score: RequestScore) -> None:
-        request, windows = self.requests[n], self.windows[n]
-        unknown = self.run.text.unknown(windows, str(versions.arguments(request)[-1]))
-        self.run.stats.add_request(str(request.task_name), document_of(request), windows, outcome, unknown)
+    def _count(self, n: int, outcome: Outcome) -> None:
+        request = self.requests[n]
+        unknown = self.run.text.unknown(outcome.windows, str(versions.arguments(request)[-1]))
+        self.run.stats.add_request(str(request.task_name), document_of(request), outcome, unknown)
 
 
 class Continuations(Scoring):
@@ -227,12 +182,11 @@ class Continuations(Scoring):
     def cut(self, requests: Sequence[Instance]) -> list[list[Window]]:
         return continuation_windows(self.run.text, requests)
 
-    def reply(self, n: int, score: RequestScore) -> tuple[float, bool]:
+    def reply(self, n: int, answer: Outcome) -> tuple[float, bool]:
         """The log-likelihood, and whether decoding would write the continuation."""
         continuation = self.requests[n].args[1]
-        in_gap = isinstance(continuation, Gap)
-        log_prob = TextLogLikelihood(score, continuation, self.windows[n]) if in_gap else score.log_prob
-        return log_prob, score.is_greedy
+        log_prob = TextLogLikelihood(answer, continuation) if isinstance(continuation, Gap) else answer.log_prob
+        return log_prob, answer.is_greedy
 
 
 class WholeTexts(Scoring):
@@ -248,19 +202,19 @@ class WholeTexts(Scoring):
         if run.options.order == "random" and self.requests:
             self.so_far = SoFar(self.documents.values())
         if run.store is not None:
-            run.store[DOCUMENTS + self.kind] = plain(self.documents.values(), run.options.order)
+            run.store.keep(DOCUMENTS + self.kind, plain(self.documents.values(), run.options.order))
 
     def cut(self, requests: Sequence[Instance]) -> list[list[Window]]:
         return document_windows(self.run.text, requests)
 
-    def reply(self, n: int, score: RequestScore) -> float | tuple[float, bool]:
+    def reply(self, n: int, answer: Outcome) -> float | tuple[float, bool]:
         """The log-likelihood, in the form of the release that asks."""
         (text,) = versions.arguments(self.requests[n])
-        return versions.answer(self.requests[n], TextLogLikelihood(score, text, self.windows[n]))
+        return versions.answer(self.requests[n], TextLogLikelihood(answer, text))
 
-    def _count(self, n: int, outcome: Outcome, score: RequestScore) -> None:
-        super()._count(n, outcome, score)
-        self.documents[n].log_prob = score.log_prob
+    def _count(self, n: int, outcome: Outcome) -> None:
+        super()._count(n, outcome)
+        self.documents[n].log_prob = outcome.log_prob
 
 
 class TextLogLikelihood(float):
@@ -274,9 +228,10 @@ class TextLogLikelihood(float):
     stderr: float | None  # Monte Carlo
     sees_suffix = True  # the text after a gap was visible; answers of other models lack this
 
-    def __new__(cls, score: RequestScore, text: str, windows: Iterable[Window]) -> TextLogLikelihood:
-        self = super().__new__(cls, score.log_prob)
-        self.text, self.tokens, self.stderr = text, sum(len(window.target) for window in windows), score.stderr
+    def __new__(cls, outcome: Outcome, text: str) -> TextLogLikelihood:
+        self = super().__new__(cls, outcome.log_prob)
+        self.text, self.tokens = text, sum(len(window.target) for window in outcome.windows)
+        self.stderr = outcome.stderr
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:  # ranks exchange plain numbers

@@ -42,7 +42,7 @@ from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 
 from lm_eval_duel.errors import DuelError, too_few_documents
-from lm_eval_duel.harness.cache import ANSWER_TYPES, ResponseCache, unreadable
+from lm_eval_duel.harness.cache import ResponseCache, unreadable
 
 FUNCTIONS = {"custom_dataset", "process_docs", "process_results", "class", "aggregation", "metric", "sampler"}
 FUNCTIONS |= {"doc_to_text", "doc_to_target", "doc_to_choice", "doc_to_image", "doc_to_audio"}  # keys of a task's YAML
@@ -177,9 +177,9 @@ def _open_cache(original: Callable[..., None], caching: CachingLM, lm: Any, cach
         raise DuelError(f"The --use_cache file {cache_db} cannot be made: {error}. {remedy}") from error
     except OSError as error:
         raise DuelError(f"The --use_cache file {cache_db} cannot be made: {error}. {remedy}") from error
-    if isinstance(caching.dbdict, ResponseCache):
-        lm.cache_hook = CacheHook(None)
-        for kind in ANSWER_TYPES:
+    if isinstance(lm.cache_hook.dbdict, ResponseCache):
+        caching.dbdict, lm.cache_hook = lm.cache_hook.dbdict, CacheHook(None)
+        for kind in ("loglikelihood", "loglikelihood_rolling", "generate_until"):
             setattr(caching, kind, functools.partial(_forward, caching, kind))
 
 
@@ -190,4 +190,4 @@ def _forward(caching: CachingLM, kind: str, requests: list[Any], **options: Any)
         return getattr(caching.lm, kind)(requests, **options)
     finally:
         caching.lm.cache_hook = CacheHook(None)
-        caching.dbdict.commit()
+        caching.dbdict.flush()

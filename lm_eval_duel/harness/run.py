@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import dataclasses
 import logging
@@ -9,7 +10,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from tqdm import tqdm
 
@@ -23,15 +24,14 @@ from lm_eval_duel.harness.cache import ResponseCache
 from lm_eval_duel.harness.distributed import Ranks
 from lm_eval_duel.harness.run_stats import RunStats, Share, peak_memory
 from lm_eval_duel.harness.so_far import SoFar
-from lm_eval_duel.harness.totals import Outcome
 from lm_eval_duel.harness.trace import Writer, record
-from lm_eval_duel.harness.verify import Checked
 from lm_eval_duel.options import Options
 from lm_eval_duel.text.text import Text
 
 if TYPE_CHECKING:
-    from lm_eval.api.instance import Instance
     from lm_eval.api.model import CacheHook
+
+    from lm_eval_duel.harness.requests import Batch
 
 log = logging.getLogger("lm_eval.duel_mdm")  # lm-eval prints its own loggers only
 
@@ -45,40 +45,45 @@ class Finished(NamedTuple):
     answer: Any
     windows: Sequence[Window]
     scores: Sequence[WindowScore]
-    outcome: Outcome | None = None  # what a log-likelihood contributes to the statistics
     about: Mapping[str, Any] = {}
 
 
-class Work(Protocol):
-    """The requests of one call, of one kind: what differs between scoring and generation. `n` is a request's index."""
+class Work(abc.ABC):
+    """The requests of one call: what differs between scoring and generation in the loop of lm.py. `n`: an index."""
 
-    kind: str  # the method of the model that answers them
-    estimator: Estimator
-    requests: Sequence[Instance]
-    order: Sequence[int]  # in which they are taken
-    label: str  # for the progress bar
-    so_far: SoFar | None  # estimates of the final value, for the progress bar
+    kind: ClassVar[str]  # the method of the model that answers them
+    label = ""  # for the progress bar
+    so_far: SoFar | None = None  # estimates of the final value, for the progress bar
 
+    def __init__(self, run: Run, batch: Batch):
+        self.run, self.estimator, self.requests = run, run.estimator, batch.requests
+        self.order: Sequence[int] = range(len(batch.requests))  # in which they are taken
+
+    @abc.abstractmethod
     def size(self, n: int) -> int:
         """The tokens of a request."""
 
+    @abc.abstractmethod
     def cached(self) -> Iterator[tuple[int, Any]]:
-        """(n, answer) of each request with an answer in the response cache."""
+        """(n, answer) of each request with an answer in the response cache, counted as if computed now."""
 
+    @abc.abstractmethod
     def finished(self, remaining: Sequence[int]) -> Iterator[Finished]:
         """The other requests, each as it is finished."""
 
+    @abc.abstractmethod
     def save(self, done: Finished) -> None:
         """Save a request in the response cache, if there is one."""
 
-    def count(self, done: Finished) -> None:
+    def count(self, done: Finished) -> None:  # noqa: B027  # a text contributes to no total
         """Add a request to the statistics."""
 
-    def after(self) -> None:
+    def after(self) -> None:  # noqa: B027  # texts are not verified
         """Log and verify what was computed."""
 
     def reply(self, n: int, answer: Any) -> Any:
         """An answer as lm-eval expects it."""
+        return answer
 
 
 class Progress:
@@ -126,7 +131,6 @@ class Run:
     gathered: list[RunStats] | None = None  # the statistics of all ranks
     show_progress: bool = True
     progress: Progress | None = None  # of the call under way
-    checked: list[Checked] = dataclasses.field(default_factory=list)  # windows that were scored twice, on this rank
 
     def __post_init__(self) -> None:
         self.estimator.counts = Counts()
@@ -172,7 +176,7 @@ class Run:
         except signals.Interrupted as signal:
             saved = "Nothing is saved: only a run with --use_cache FILE can be resumed."
             if self.store is not None:
-                saved = f"They are saved in {self.store.filename}: run the same command to resume."
+                saved = f"They are saved in {self.store.path}: run the same command to resume."
             log.warning("Interrupted by %s on rank %d after %s. %s", signal.name, self.ranks.rank, self.progress, saved)
             if estimates := str(self.progress.work.so_far or ""):
                 name = self.estimator.name

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from lm_eval_duel.core.scores import known_sum
-from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators.registry import ENTRIES, Kind
+from lm_eval_duel.harness import verify
 from lm_eval_duel.harness.totals import Outcome, TaskTotal, Total
-from lm_eval_duel.harness.verify import Verified
+from lm_eval_duel.harness.verify import Checked
 
 if TYPE_CHECKING:
     from lm_eval_duel.core.denoiser import Denoiser
@@ -35,13 +35,12 @@ class RunStats:
     peak_memory: int = 0  # bytes
     ranks: int = 1
     shares: list[Share] = dataclasses.field(default_factory=list)  # of each rank
-    verified: Verified = dataclasses.field(default_factory=Verified)
+    checked: list[Checked] = dataclasses.field(default_factory=list)  # windows that were scored twice
     phases: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)  # costs of a two-phase estimate
 
-    def add_request(
-        self, task: str, document: Any, windows: Sequence[Window], outcome: Outcome, unknown: int = 0
-    ) -> None:
-        """One request: its windows, what they contribute, and how many of its tokens are [UNK]."""
+    def add_request(self, task: str, document: Any, outcome: Outcome, unknown: int = 0) -> None:
+        """One request: what its windows contribute, and how many of its tokens are [UNK]."""
+        windows = outcome.windows
         total = TaskTotal({document}, requests=1, windows=len(windows))
         total.tokens = total.longest_document = sum(len(window.target) for window in windows)
         if outcome.near_ties:
@@ -69,7 +68,7 @@ class RunStats:
         self.peak_memory = max(self.peak_memory, other.peak_memory)
         self.ranks += other.ranks
         self.shares += other.shares
-        self.verified.merge(other.verified)
+        self.checked += other.checked
         for phase, costs in other.phases.items():
             mine = self.phases.setdefault(phase, {})
             self.phases[phase] = {name: mine.get(name, 0) + cost for name, cost in costs.items()}
@@ -79,8 +78,8 @@ class RunStats:
         lines = [*([self.near_ties] if self.near_ties else []), *self.errors(bound)]
         if self.ranks > 1:
             lines.append(self.balance)
-            if self.verified.windows:
-                lines.append(f"on all ranks, {self.verified.summary}")
+            if self.checked:
+                lines.append(f"on all ranks, {verify.in_words(self.checked)}")
         return lines
 
     def errors(self, bound: str) -> list[str]:
@@ -137,7 +136,7 @@ class RunStats:
             "peak_memory_bytes": self.peak_memory,
             "longest_document": max((total.longest_document for total in self.tasks.values()), default=0),
             "generated": sorted(self.generated),
-            "verify": self.verified.describe() if self.verified.windows else None,
+            "verify": verify.describe(self.checked) if self.checked else None,
             **({"phases": self.phases} if self.phases else {}),
             "tasks": {name: total.describe() for name, total in self.tasks.items()},
         }

@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.harness import versions
-from lm_eval_duel.harness.cache import DOCUMENTS
-from lm_eval_duel.harness.cache_keys import request_key
+from lm_eval_duel.harness.cache import DOCUMENTS, request_key
 from lm_eval_duel.rates import perplexity
 from lm_eval_duel.tasks.columns import TOKENS
 from lm_eval_duel.tasks.metrics import sizes
@@ -59,7 +58,7 @@ class Document:
         elif doc.get("text") == text:
             counts = sizes(text)
         tokens = doc.get(TOKENS, sum(len(window.target) for window in windows))
-        key = request_key(request.request_type, arguments, "")
+        key = request_key(request.request_type, arguments)
         return cls(str(request.task_name), request.doc_id, key, tokens, *counts)
 
 
@@ -185,5 +184,5 @@ def read(records: Iterable[Mapping[str, Any]]) -> tuple[str, list[list[Document]
             seen |= {(document.task, document.doc) for document in documents}
     for document in itertools.chain(*strata):
         answer = answers.get(document.key)
-        document.log_prob = answer if isinstance(answer, float) else None
+        document.log_prob = answer[0] if isinstance(answer, tuple) else None
     return order, strata

@@ -20,7 +20,7 @@ def scoring(estimator: Estimator, text: Text) -> dict[str, str]:
 
 def generation(estimator: Estimator, text: Text, options: Options) -> dict[str, str]:
     """The spec of generated texts: with the rule, even if the estimator has none, the seed, and how ids become text."""
-    from lm_eval_duel.harness.generation import end_tokens
+    from lm_eval_duel.text.generation import end_tokens
 
     spec = scoring(estimator, text)
     if not estimator.decodes:

@@ -1,6 +1,6 @@
 """What requests contribute to the results of their task, and the totals of a task.
 
-What a request contributes is an `Outcome`, which counts the same whether it was computed now or read from a cache.
+An `Outcome` counts the same whether it was computed now or read from a response cache.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from lm_eval_duel.core.scores import WindowScore, known_sum
@@ -21,52 +21,50 @@ from lm_eval_duel.rates import perplexity
 
 
 class Outcome(NamedTuple):
-    """What one request contributes to the results."""
+    """What one request contributes to the results, over all its windows."""
 
-    values: list[dict[str, Value]]  # of each window, by name; the request's answer is the sum of the first ones
+    windows: Sequence[Window]
+    values: list[dict[str, Value]]  # of each window, by name; the first ones add up to `log_prob`
+    is_greedy: bool
     near_ties: bool  # whether any of its windows has near ties
 
     @classmethod
-    def from_scores(cls, scores: Sequence[WindowScore], estimator: Estimator) -> Outcome:
+    def from_scores(cls, windows: Sequence[Window], scores: Sequence[WindowScore], estimator: Estimator) -> Outcome:
         """From the scores of a request's windows."""
-        return cls([estimator.values(score) for score in scores], any(score.near_ties for score in scores))
+        values = [estimator.values(score) for score in scores]
+        is_greedy, near_ties = all(score.is_greedy for score in scores), any(score.near_ties for score in scores)
+        return cls(windows, values, is_greedy, near_ties)
 
     @property
-    def plain(self) -> tuple[Any, ...]:
-        """As plain values, for a response cache."""
-        return [{name: tuple(value) for name, value in values.items()} for values in self.values], self.near_ties
+    def record(self) -> tuple[Any, ...]:
+        """As plain values, for a response cache; `log_prob` is first."""
+        values = [{name: tuple(value) for name, value in values.items()} for values in self.values]
+        return self.log_prob, values, self.is_greedy, self.near_ties
 
     @classmethod
-    def read(cls, plain: Any, windows: int, names: Iterable[str]) -> Outcome | None:
-        """Read `plain`; None unless it holds values of these names for this number of windows."""
-        names = list(names)
+    def from_record(cls, record: tuple[Any, ...], windows: Sequence[Window]) -> Outcome | None:
+        """Read a `record`; None unless it is that of so many windows and consistent."""
         try:
-            plain_values, near_ties = plain
-            values = [{name: Value(*window[name]) for name in names} for window in plain_values]
-        except (TypeError, ValueError, KeyError):
+            log_prob, plain, is_greedy, near_ties = record
+            values = [{name: Value(*value) for name, value in window.items()} for window in plain]
+            outcome = cls(windows, values, is_greedy, near_ties)
+            whole = len(values) == len(windows) and all(values)
+            return outcome if whole and outcome.log_prob == log_prob else None
+        except (TypeError, ValueError, AttributeError):
             return None
-        complete = len(values) == windows and all(list(window) == names for window in plain_values)
-        intact = type(near_ties) is bool and all(_is_numeric(value) for window in values for value in window.values())
-        return cls(values, near_ties) if complete and intact else None
 
     @property
     def log_prob(self) -> float:
-        """The request's log-likelihood."""
+        """The request's log-likelihood; that of an empty text is 0."""
         return math.fsum(next(iter(values.values())).log_prob for values in self.values)
 
-    def stderr(self, windows: Sequence[Window]) -> float | None:
-        """The Monte Carlo error of `log_prob`, of these windows; None if there is none or it is unknown."""
+    @property
+    def stderr(self) -> float | None:
+        """The Monte Carlo error of `log_prob`; None if there is none or it is unknown."""
         total = Total()
-        for window, values in zip(windows, self.values, strict=True):
+        for window, values in zip(self.windows, self.values, strict=True):
             total.merge(Total.from_value(window, next(iter(values.values()))))
         return total.stderr
-
-
-def _is_numeric(value: Value) -> bool:
-    """Whether a value is made of numbers, as an estimator's are."""
-    log_prob, stderr, nfe, phases = value
-    sums = phases is None or (len(phases) == len(Phases._fields) and all(type(n) in (int, float) for n in phases))
-    return type(log_prob) is float and type(stderr) in (float, type(None)) and type(nfe) in (int, type(None)) and sums
 
 
 @dataclasses.dataclass

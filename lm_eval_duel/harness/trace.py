@@ -24,7 +24,6 @@ from __future__ import annotations
 import glob
 import json
 import math
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,7 +42,6 @@ FORMAT = 1
 BEGINNING = '{"duel_trace"'
 REQUEST = ("task", "doc", "request", "repeat")  # identify the request of a window
 STATISTICS = ("confidence", "margin", "entropy")
-REMEDY = "Name a file in a folder that can be written."
 IMPOSSIBLE = (
     "a token has probability 0 under this spec (for example because of top_k or top_p), so its log-likelihood is "
     "-infinity"
@@ -51,22 +49,33 @@ IMPOSSIBLE = (
 
 
 class Writer:
-    """The trace of this rank. A file of the same spec is continued; raises DuelError for one of another spec."""
+    """The trace of this rank; raises DuelError for a file that cannot be written, or is not a trace.
 
-    def __init__(self, path: str, header: dict[str, Any], rank: int = 0, ranks: int = 1):
+    It is opened before a checkpoint is read; `begin` writes its first line, which says what the checkpoint is.
+    """
+
+    def __init__(self, path: str | Path, rank: int = 0, ranks: int = 1):
         self.path = Path(path).absolute()
-        file = place(path, rank, ranks)
-        header = {"duel_trace": FORMAT, **header}
-        begun = file.exists() and not _is_cut_header(file)
-        if begun:
-            _require_same(file, header)
+        file = _of_rank(self.path, rank) if ranks > 1 else self.path
         try:
-            file.parent.mkdir(exist_ok=True)
+            self.written = _header(file) if file.exists() and not _is_cut_header(file) else None
+            file.parent.mkdir(exist_ok=True)  # one folder: a misspelt path makes no tree of them
             self.journal = Journal(file)
         except OSError as error:
-            raise DuelError(f"The trace {path} cannot be written: {error}. {REMEDY}") from None
-        if not begun:
-            self.write([header])
+            remedy = "Name a file in a folder that can be written."
+            raise DuelError(f"The trace {path} cannot be written: {error}. {remedy}") from None
+
+    def begin(self, header: dict[str, Any]) -> None:
+        """Write the first line, or continue a trace of the same spec; raises DuelError for one of another."""
+        if self.written is None:
+            self.write([{"duel_trace": FORMAT, **header}])
+            return
+        for key in ("fingerprint", "rules", "lattice_rule_code"):
+            if self.written.get(key) != header.get(key):
+                raise DuelError(
+                    f"The trace {self.journal.path} was written under another spec ({key} {self.written.get(key)}; "
+                    f"this run's is {header.get(key)}). Name another file, or delete it."
+                )
 
     def write(self, records: Iterable[dict[str, Any]]) -> None:
         """Write the windows of one request."""
@@ -75,33 +84,6 @@ class Writer:
     def flush(self) -> None:
         """Write the lines that a full disk did not take, or log that they are missing."""
         self.journal.flush()
-
-
-def _require_same(file: Path, header: dict[str, Any]) -> None:
-    """Raise DuelError if a trace has another spec, or follows other rules."""
-    written = _header(file)
-    for key in ("fingerprint", "rules", "lattice_rule_code"):
-        if written.get(key) != header.get(key):
-            raise DuelError(
-                f"The trace {file} was written under another spec ({key} {written.get(key)}; this run's is "
-                f"{header.get(key)}). Name another file, or delete it."
-            )
-
-
-def place(path: str | Path, rank: int = 0, ranks: int = 1) -> Path:
-    """The file of a rank; raises DuelError if it cannot be written, or is not a trace."""
-    path = Path(path).absolute()
-    file = _of_rank(path, rank) if ranks > 1 else path
-    if path.is_dir() or file.is_dir():
-        raise DuelError(f"The trace {path} is a folder. Name a file in it: trace={path / 'trace.jsonl'}")
-    folder = next(folder for folder in file.parents if folder.exists())
-    if len(file.parents) > 1 and folder not in file.parents[:2]:  # a misspelt path must not make a tree of folders
-        raise DuelError(f"There is no folder {file.parent.parent} for the trace {path}. Make it, or name another file.")
-    if not folder.is_dir() or not os.access(file if file.exists() else folder, os.W_OK):
-        raise DuelError(f"The trace {path} cannot be written in {folder}. {REMEDY}")
-    if file.exists() and not _is_cut_header(file):
-        _header(file)
-    return file
 
 
 INFINITE = {  # what a null was
@@ -206,13 +188,11 @@ def _header(path: Path) -> dict[str, Any]:
     with path.open("rb") as lines:
         try:
             header = json.loads(lines.readline())
-            if header["duel_trace"] != FORMAT:
-                raise DuelError(
-                    f"{path} is a trace of format {header['duel_trace']}; this release reads {FORMAT}. Write it again."
-                )
-            hash(header.get("fingerprint"))
-        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
+            written = header["duel_trace"]
+        except (ValueError, KeyError, TypeError):
             raise DuelError(f"{path} is not a trace: its first line has no spec. Name another file.") from None
+    if written != FORMAT:
+        raise DuelError(f"{path} is a trace of format {written}; this release reads {FORMAT}. Write it again.")
     return header
 
 
@@ -231,30 +211,14 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
             if not text.endswith(b"\n"):
                 return
             try:
-                line = json.loads(text)
-                line = _with_infinities(line) if isinstance(line, dict) else line
-            except (TypeError, ValueError) as error:  # not JSON, or not UTF-8
-                raise DuelError(f"{path}, line {number} is not a window of a trace: {error}.") from None
-            if problem := _problem(line):
-                raise DuelError(f"{path}, line {number} is not a window of a trace: {problem}.")
-            yield line
+                yield _window(json.loads(text))
+            except (TypeError, ValueError, KeyError, AttributeError) as error:  # not JSON, not UTF-8, not whole
+                raise DuelError(f"{path}, line {number} is not a window of a trace: {error!r}.") from None
 
 
-def _problem(line: Any) -> str | None:
-    """Why a line is not a window, if it is not."""
-    if not isinstance(line, dict):
-        return "it is not an object"
-    for name, kinds in (("window", int), ("task", str | None), ("doc", int | None), ("request", int | None)):
-        if not isinstance(line.get(name), kinds):
-            return f"'{name}' is {line.get(name)!r}"
-    for name in ("ids", "starts", "reveal_steps", "token_logprobs", *STATISTICS):
-        values = line.get(name, [])
-        kinds = int if name in ("ids", "starts", "reveal_steps") else int | float
-        if not isinstance(values, list) or not all(isinstance(value, kinds) for value in values):
-            return f"'{name}' is not a list of numbers"
-        if name not in ("ids", "starts") and len(values) not in (0, len(line.get("ids", values))):
-            return f"'{name}' has {len(values)} values for {len(line['ids'])} tokens"
-    values = line.get("values", {})
-    if not isinstance(values, dict) or not all(isinstance(value, int | float) for value in values.values()):
-        return "'values' is not an object of numbers"
-    return None
+def _window(line: dict[str, Any]) -> dict[str, Any]:
+    """A line that is whole and consistent, with its infinities; raises one of several errors for another."""
+    lengths = {len(line[name]) for name in ("reveal_steps", "token_logprobs", *STATISTICS) if line.get(name)}
+    if not isinstance(line["window"], int) or lengths - {len(line.get("ids", ()))}:
+        raise ValueError("its lists differ in length")
+    return _with_infinities(line)

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lm_eval_duel.core.scores import WindowScore, known_sum
+from lm_eval_duel.core.scores import WindowScore
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.demo import BUNDLED
 from lm_eval_duel.errors import DuelError
@@ -63,61 +63,35 @@ class Checked:
         return (apart or bool(self.changed_picks)) and not self.near_ties
 
 
-@dataclasses.dataclass
-class Verified:
-    """The comparison, summed over windows and ranks."""
+def describe(checked: Sequence[Checked]) -> dict[str, Any]:
+    """The comparison of at least one window, for the results JSON; null for a largest difference that is infinite."""
+    largest = max(checked, key=lambda each: each.difference)
+    changed = [each.changed_picks for each in checked]
+    return {
+        "windows": len(checked),
+        "tokens": sum(each.tokens for each in checked),
+        "routes": dict(Counter(each.route for each in checked)),
+        "largest_difference": largest.difference if math.isfinite(largest.difference) else None,
+        "where": f"{largest.where}: {largest.log_prob:.6f} in the run, {largest.again:.6f} by {largest.route}",
+        "changed_picks": None if None in changed else sum(changed),
+        "changed_windows": sum(map(bool, changed)),
+        "near_tie_windows": sum(bool(each.near_ties) for each in checked),
+        "differing_windows": sum(each.differs for each in checked),
+    }
 
-    windows: int = 0
-    tokens: int = 0
-    routes: dict[str, int] = dataclasses.field(default_factory=dict)  # windows by route
-    largest_difference: float = 0.0  # nats, of a window
-    where: str = ""
-    changed_picks: int | None = 0  # positions whose reveal step differs; None: the estimator has no single order
-    changed_windows: int = 0  # that have any
-    near_tie_windows: int = 0  # that had near ties in the run
-    differing_windows: int = 0  # that differ by more than float32 noise, without a near tie
 
-    @classmethod
-    def from_check(cls, checked: Checked) -> Verified:
-        """The comparison of one window."""
-        return cls(
-            1,
-            checked.tokens,
-            {checked.route: 1},
-            checked.difference,
-            f"{checked.where}: {checked.log_prob:.6f} in the run, {checked.again:.6f} by {checked.route}",
-            checked.changed_picks,
-            int(bool(checked.changed_picks)),
-            int(bool(checked.near_ties)),
-            int(checked.differs),
-        )
-
-    def merge(self, other: Verified) -> None:
-        """Add the comparison of other windows."""
-        if other.largest_difference >= self.largest_difference and other.where:
-            self.largest_difference, self.where = other.largest_difference, other.where
-        self.changed_picks = known_sum(self.changed_picks, other.changed_picks)
-        self.routes = dict(Counter(self.routes) + Counter(other.routes))
-        for name in ("windows", "tokens", "changed_windows", "near_tie_windows", "differing_windows"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-
-    def describe(self) -> dict[str, Any]:
-        """For the results JSON. If the largest difference is infinite it is null, and `where` has the two values."""
-        largest = self.largest_difference if math.isfinite(self.largest_difference) else None
-        return {**dataclasses.asdict(self), "largest_difference": largest}
-
-    @property
-    def summary(self) -> str:
-        """For the log."""
-        order = "no order to compare"
-        if self.changed_picks is not None:
-            order = f"{self.changed_picks} of {self.tokens} reveal steps differ, in {self.changed_windows} windows"
-        routes = ", ".join(f"{count} by {route}" for route, count in self.routes.items())
-        return (
-            f"verify: {self.windows} windows scored again in float32 ({routes}): largest difference "
-            f"{self.largest_difference:.3g} nats ({self.where}); {order}; {self.near_tie_windows} have near ties; "
-            f"{self.differing_windows} differ by more than float32 noise"
-        )
+def in_words(checked: Sequence[Checked]) -> str:
+    """The comparison of at least one window, for the log."""
+    of = describe(checked)
+    order = "no order to compare"
+    if of["changed_picks"] is not None:
+        order = f"{of['changed_picks']} of {of['tokens']} reveal steps differ, in {of['changed_windows']} windows"
+    routes = ", ".join(f"{count} by {route}" for route, count in of["routes"].items())
+    return (
+        f"verify: {of['windows']} windows scored again in float32 ({routes}): largest difference "
+        f"{max(each.difference for each in checked):.3g} nats ({of['where']}); {order}; {of['near_tie_windows']} have "
+        f"near ties; {of['differing_windows']} differ by more than float32 noise"
+    )
 
 
 class Verification:
@@ -137,7 +111,10 @@ class Verification:
         self.scores |= {(n, part): score for part, score in enumerate(scores) if (n, part) in self.drawn}
 
     def compare(self, requests: Sequence[Instance]) -> list[Checked]:
-        """Score the drawn windows again. If that fails (out of memory, say), log why: the run's scores are kept."""
+        """Score the drawn windows again; an error in the log if one differs, unless the run's dtype is coarse.
+
+        If that fails (out of memory, say), log why: the run's scores are kept.
+        """
         checked: list[Checked] = []
         try:
             for (n, part), again in self._score_again():
@@ -148,6 +125,9 @@ class Verification:
             return []
         if self.run.options.verify and not self.windows:
             log.warning("verify: all answers came from the response cache, so no window is verified")
+        if checked:
+            wrong = any(each.differs for each in checked) and not is_coarse(self.run.estimator.denoiser)
+            log.log(logging.ERROR if wrong else logging.INFO, "%s", in_words(checked))
         return checked
 
     def _score_again(self) -> Iterator[tuple[tuple[int, int], Recomputed]]:
@@ -160,16 +140,6 @@ class Verification:
         estimator = registry.make(float32_network(self.run), options)
         for n, part in sorted(self.scores):
             yield (n, part), recompute(estimator, self.windows[n][part])
-
-
-def summed(checked: Sequence[Checked], coarse: bool) -> Verified:
-    """All of them, as one line in the log: an error if a window differs, unless the run's dtype is `coarse`."""
-    total = Verified()
-    for each in checked:
-        total.merge(Verified.from_check(each))
-    if total.windows:
-        log.log(logging.ERROR if total.differing_windows and not coarse else logging.INFO, "%s", total.summary)
-    return total
 
 
 def is_coarse(denoiser: Denoiser) -> bool:

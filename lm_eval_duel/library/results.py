@@ -68,7 +68,7 @@ class TextScore:
         return cls(
             text=text,
             log_prob=log_prob,
-            stderr=Outcome.from_scores(scores, estimator).stderr(windows),
+            stderr=Outcome.from_scores(windows, scores, estimator).stderr,
             bound=kind == Kind.UPPER_BOUND.value,
             kind=kind,
             perplexity=rates.perplexity(-log_prob / length) if length else math.nan,

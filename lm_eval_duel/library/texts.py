@@ -11,8 +11,8 @@ from lm_eval_duel.core.scores import WindowScore
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.base import IndexedScores
-from lm_eval_duel.harness.generation import Generator
 from lm_eval_duel.library.results import GeneratedText
+from lm_eval_duel.text.generation import Generator
 from lm_eval_duel.text.text import Text
 
 log = logging.getLogger("lm_eval.duel_mdm")
@@ -48,7 +48,7 @@ def generate_texts(
 ) -> Iterator[tuple[int, GeneratedText]]:
     """(index, generated text) of each prompt as it is finished, in any order."""
     text_side, settings = generator.text, generator.settings
-    for note in filter(None, (*settings.notes, generator.note)):
+    for note in generator.notes:
         log.warning("%s", note)
     contexts = []
     cut_before = text_side.cut_contexts

@@ -1,7 +1,6 @@
 """The harness's model: every kind of request has a defined answer, in order, and every wrong one a clear error."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -189,17 +188,6 @@ def test_equal_windows_are_scored_once(folder):
     lm = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu")
     values = lm.loglikelihood_rolling(ask("loglikelihood_rolling", *[("a b c",)] * 5), disable_tqdm=True)
     assert len(set(values)) == 1 and lm.estimator.counts.windows == 1
-
-
-def test_every_finished_request_goes_to_the_cache(folder):
-    lm = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu")
-    kept = {}
-    lm.set_cache_hook(
-        SimpleNamespace(dbdict=None, add_partial=lambda kind, args, value: kept.update({(kind, args): value}))
-    )
-    requests = [("a b",), (" ".join("abcdefghijklmnopqrstuvwxyz"),), ("a b",)]
-    values = lm.loglikelihood_rolling(ask("loglikelihood_rolling", *requests), disable_tqdm=True)
-    assert kept == {("loglikelihood_rolling", r): v for r, v in zip(requests, values, strict=True)}
 
 
 def test_the_fingerprint_follows_the_law_and_nothing_else(folder):

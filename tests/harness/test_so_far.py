@@ -15,8 +15,8 @@ from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import base
 from lm_eval_duel.estimators.duel import DuelEstimator
-from lm_eval_duel.harness.cache import ResponseCache
 from lm_eval_duel.harness.lm import DuelMDM
+from lm_eval_duel.harness.loglikelihood import Scoring
 from lm_eval_duel.harness.so_far import Document, SoFar, estimate, random_order
 from lm_eval_duel.harness.versions import request as make_request
 
@@ -42,16 +42,16 @@ def requests(texts):
 
 def killed(model, texts, path, after):
     """Score `texts` with a response cache until `after` are finished; returns each finished text's log-likelihood."""
-    finished, keep = {}, ResponseCache.keep
+    finished, save = {}, Scoring.save
 
-    def keep_or_stop(store, kind, arguments, answer, values):
+    def save_or_stop(work, done):
         if len(finished) == after:
             raise KeyboardInterrupt
-        finished[arguments[0]] = answer
-        keep(store, kind, arguments, answer, values)
+        finished[work.requests[done.n].args[0]] = done.answer.log_prob
+        save(work, done)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(ResponseCache, "keep", keep_or_stop)
+        patch.setattr(Scoring, "save", save_or_stop)
         CachingLM(model, str(path)).loglikelihood_rolling(requests(texts), disable_tqdm=True)
     return finished
 

@@ -10,8 +10,8 @@ import sys
 sys.modules["lm_eval"] = None  # importing it raises ImportError
 from lm_eval_duel import denoisers
 from lm_eval_duel import Duel
-from lm_eval_duel.harness.generation import Generator, key_of
-from lm_eval_duel.text.generation_settings import Settings
+from lm_eval_duel.harness.generation import key_of
+from lm_eval_duel.text.generation import Generator, Settings
 from lm_eval_duel.text.text import Text
 
 tokenizer = denoisers.load_tokenizer({"tokenizer": "demo-mdm"})

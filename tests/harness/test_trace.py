@@ -13,7 +13,14 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.harness import trace
 from lm_eval_duel.harness.lm import DuelMDM
-from lm_eval_duel.harness.trace import Writer
+
+
+def writer(path, header, rank=0, ranks=1):
+    """A trace that has begun."""
+    begun = trace.Writer(path, rank, ranks)
+    begun.begin(header)
+    return begun
+
 
 HEADER = {"fingerprint": "abc", "spec": {"rule": "greedy:k=1"}, "tokenizer": "demo-mdm"}
 TEXTS = ["a b c d e f g h i j k l m n o p q r s t", "the of and", "", "z y x w v u the"]
@@ -99,39 +106,39 @@ def test_every_estimator_leaves_a_trace(folder, tmp_path, estimator):
 
 def test_a_trace_goes_on_where_it_was_cut_off(tmp_path):
     path = tmp_path / "t.jsonl"
-    Writer(str(path), HEADER).write([{"task": "t", "doc": 0, "request": 0, "window": 0, "n": 1}])
+    writer(str(path), HEADER).write([{"task": "t", "doc": 0, "request": 0, "window": 0, "n": 1}])
     with path.open("a") as file:
         file.write('{"task": "t", "doc": 1, "requ')
     assert [r["doc"] for r in trace.read(path)] == [0]
-    Writer(str(path), HEADER).write([{"task": "t", "doc": 0, "request": 0, "window": 0, "n": 2}])
+    writer(str(path), HEADER).write([{"task": "t", "doc": 0, "request": 0, "window": 0, "n": 2}])
     assert [r["n"] for r in trace.read(path)] == [2]  # the last of equal windows
     assert len(path.read_text().splitlines()) == 3
     with pytest.raises(DuelError, match=r"written under another spec \(fingerprint abc; this run's is xyz\)"):
-        Writer(str(path), {**HEADER, "fingerprint": "xyz"})
+        writer(str(path), {**HEADER, "fingerprint": "xyz"})
     with pytest.raises(DuelError, match=r"under another spec \(rules None; this run's is \['margin:k=1'\]\)"):
-        Writer(str(path), {**HEADER, "rules": ["margin:k=1"]})
+        writer(str(path), {**HEADER, "rules": ["margin:k=1"]})
     for cut in ('{"duel_trace": 1, "finger', '{"due', ""):  # killed in its first line
         path.write_text(cut)
-        Writer(str(path), HEADER)
+        writer(str(path), HEADER)
         assert trace.spec(path)["fingerprint"] == "abc"
     (tmp_path / "notes.txt").write_text("my notes")
     with pytest.raises(DuelError, match=r"notes.txt is not a trace: its first line has no spec"):
-        Writer(str(tmp_path / "notes.txt"), HEADER)
+        writer(str(tmp_path / "notes.txt"), HEADER)
     assert (tmp_path / "notes.txt").read_text() == "my notes"
 
 
 def test_a_long_line_that_was_cut_off_is_left_out(tmp_path):
     path = tmp_path / "t.jsonl"
-    Writer(str(path), HEADER).write([{"task": "t", "doc": doc, "request": 0, "window": 0} for doc in range(2)])
+    writer(str(path), HEADER).write([{"task": "t", "doc": doc, "request": 0, "window": 0} for doc in range(2)])
     whole = path.read_bytes()
     path.write_bytes(whole + b"x" * 200_000)
-    Writer(str(path), HEADER)
+    writer(str(path), HEADER)
     assert path.read_bytes() == whole
 
 
 def test_two_writers_do_not_destroy_each_other(tmp_path):
     path = tmp_path / "t.jsonl"
-    one, other = Writer(str(path), HEADER), Writer(str(path), HEADER)
+    one, other = writer(str(path), HEADER), writer(str(path), HEADER)
     for doc in range(6):
         (one, other)[doc % 2].write([{"task": "t", "doc": doc, "request": 0, "window": 0, "text": "x" * 50 * doc}])
     assert [r["doc"] for r in trace.read(path)] == list(range(6))
@@ -140,14 +147,14 @@ def test_two_writers_do_not_destroy_each_other(tmp_path):
 def test_a_full_disk_stops_nothing(tmp_path, caplog):
     """What cannot be written waits, and is written in order once there is room."""
     path = tmp_path / "t.jsonl"
-    writer = Writer(str(path), HEADER)
-    room = writer.journal.file
+    full = writer(str(path), HEADER)
+    room = full.journal.file
     with caplog.at_level("ERROR", logger="lm_eval.duel_mdm"):
         for doc in range(6):
-            writer.journal.file = room if doc in (0, 5) else open("/dev/full", "wb", buffering=0)  # noqa: SIM115
-            writer.write([{"task": "t", "doc": doc, "request": 0, "window": 0}])
+            full.journal.file = room if doc in (0, 5) else open("/dev/full", "wb", buffering=0)  # noqa: SIM115
+            full.write([{"task": "t", "doc": doc, "request": 0, "window": 0}])
             if doc == 4:
-                writer.flush()
+                full.flush()
                 assert [r["doc"] for r in trace.read(path)] == [0]
     assert [r["doc"] for r in trace.read(path)] == list(range(6))
     assert caplog.text.count("No space left on device): the run continues") == 1
@@ -157,23 +164,23 @@ def test_a_full_disk_stops_nothing(tmp_path, caplog):
 def test_a_document_scored_again_is_the_new_one_alone(tmp_path):
     path = tmp_path / "run[1].jsonl"
     for rank, windows in ((0, 3), (1, 1)):
-        Writer(str(path), HEADER, rank, 2).write(
+        writer(str(path), HEADER, rank, 2).write(
             [{"task": "t", "doc": 0, "request": 0, "window": n, "rank": rank} for n in range(windows)]
         )
     assert [(r["window"], r["rank"]) for r in trace.read(path)] == [(0, 1)]
-    Writer(str(path), HEADER).write([{"task": "t", "doc": 0, "request": 0, "window": 0, "rank": None}])
+    writer(str(path), HEADER).write([{"task": "t", "doc": 0, "request": 0, "window": 0, "rank": None}])
     assert [r["rank"] for r in trace.read(path)] == [None]  # the newest file
 
 
 def test_the_files_of_all_ranks_are_one_trace(tmp_path):
     path = tmp_path / "t.jsonl"
     for rank in (0, 1, 2):
-        Writer(str(path), HEADER, rank, 3).write(
+        writer(str(path), HEADER, rank, 3).write(
             [{"task": "t", "doc": doc, "request": 0, "window": 0} for doc in range(rank, 7, 3)]
         )
     assert sorted(p.name for p in tmp_path.iterdir()) == ["t.rank0.jsonl", "t.rank1.jsonl", "t.rank2.jsonl"]
     assert [r["doc"] for r in trace.read(path)] == list(range(7))
-    Writer(str(tmp_path / "t.rank3.jsonl"), {**HEADER, "fingerprint": "old"})
+    writer(str(tmp_path / "t.rank3.jsonl"), {**HEADER, "fingerprint": "old"})
     with pytest.raises(DuelError, match=r"have different specs \(t.rank0.jsonl: abc.*t.rank3.jsonl: old"):
         trace.read(path)
 
@@ -187,7 +194,7 @@ def test_what_is_no_trace(tmp_path):
     (tmp_path / "later.jsonl").write_text('{"duel_trace": 9}\n')
     with pytest.raises(DuelError, match="is a trace of format 9; this release reads 1"):
         trace.spec(tmp_path / "later.jsonl")
-    Writer(str(tmp_path / "bad.jsonl"), HEADER)
+    writer(str(tmp_path / "bad.jsonl"), HEADER)
     with (tmp_path / "bad.jsonl").open("a") as file:
         file.write("{\n{}\n")
     with pytest.raises(DuelError, match=r"bad.jsonl, line 2 is not a window of a trace"):

@@ -128,19 +128,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(model, tmp_path):
     assert duel["answers_from_cache"] == 5
 
 
-def test_windows_of_an_unfinished_request_are_kept(model, tmp_path):
-    from lm_eval_duel.harness.resume import Unfinished
-
-    lm = CachingLM(model(), str(tmp_path / "c_rank0.db")).lm
-    lm.cache_hook = None
-    store = CachingLM(model(), str(tmp_path / "d_rank0.db")).dbdict
-    [window, *_] = lm.text.document(lm.text.encode(TEXTS[0][0]))
-    [score] = lm.estimator.log_prob([window])
-    unfinished = Unfinished(store, lm.estimator)
-    unfinished.keep(window, score)
-    assert unfinished.find(window) == score
-
-
 def test_trace_and_verify(model, tmp_path):
     lm = model(trace=str(tmp_path / "t.jsonl"), verify=3)
     rolling(lm, TEXTS)

@@ -169,7 +169,7 @@ def test_equal_letters_of_different_ids_stay_apart_in_a_cache(dit, tmp_path):
 def test_plain_texts_keep_their_keys():
     from lm_eval.api.model import hash_args
 
-    from lm_eval_duel.harness.cache_keys import request_key
+    from lm_eval_duel.harness.cache import request_key
 
     plain = hash_args("loglikelihood_rolling", ("a b",))
     assert request_key("loglikelihood_rolling", ("a b",), "spec") == plain

@@ -1,16 +1,25 @@
-"""Settings of `generate_until`: how a request is generated, and which settings of other back ends do not apply."""
+"""Prompts in, texts out, by Algorithm 1: shared by `generate_until` and the library. It needs no lm-eval.
+
+After each finished block the text is searched for stop strings and the end of text; once one is there, no further block
+is generated. Settings have the names of the harness; those of other back ends are refused where they would matter.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lm_eval_duel import fingerprint
 from lm_eval_duel.arguments import COUNT, MAX_FACTOR, SHARE, TRUTH, number, whole
 from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.core.scores import Sample
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.wrappers.warpers import Warped
 from lm_eval_duel.errors import DuelError, unknown
+from lm_eval_duel.estimators.checks import check_windows
+from lm_eval_duel.estimators.duel import DuelEstimator
+from lm_eval_duel.text.text import Text
 
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # synonyms
 KNOWN = ("until", "do_sample", "temperature", "top_k", "top_p", "num_beams", *LENGTHS)
@@ -145,3 +154,69 @@ def _unread_sampling(do_sample: bool | None, temperature: float | None, top_k: i
         f"{' and '.join(ignored_args)} {'have' if len(ignored_args) > 1 else 'has'} no effect, since {because}: "
         "the most probable token is taken at every pick. To sample, set do_sample: true"
     )
+
+
+class Generator:
+    """Generates texts under equal settings.
+
+    A sample depends on the draw seed and its prompt's key only, on neither batch size nor rank. `scored`: the samples'
+    log-probabilities are needed.
+    """
+
+    def __init__(self, duel: DuelEstimator, text: Text, settings: Settings, seed: int, scored: bool = True):
+        self.text, self.settings, self.seed, self.scored = text, settings, seed, scored
+        denoiser = settings.denoiser(duel.denoiser)
+        self.duel = duel if denoiser is duel.denoiser else duel.with_denoiser(denoiser)
+        self.ends = end_tokens(text.tokenizer)
+
+    @property
+    def notes(self) -> list[str]:
+        """Warnings: settings without effect, and that all positions tie, so that the rule has nothing to choose by."""
+        tie = self.duel.denoiser.ties(self.duel.rule) if self.settings.temperature else None
+        return [note for note in (*self.settings.notes, tie) if note]
+
+    def context(self, prompt: str) -> tuple[int, ...]:
+        """The ids before a generation; raises DuelError for a prompt that cannot be continued."""
+        context = tuple(self.text.prompt(prompt, self.settings.length))
+        window = Window(context, (0,) * self.settings.length, tuple(self.text.suffix))
+        check_windows(self.duel.denoiser, self.duel.block, self.duel.grid, [window], generating=True)
+        return context
+
+    def stream(
+        self, contexts: Sequence[tuple[int, ...]], keys: Sequence[int]
+    ) -> Iterator[tuple[int, str, Window, Sample]]:
+        """(index, text, window, sample) of each context, as it is finished. Scoring `window` again gives the sample's
+        log-probability."""
+        samples = self.duel.stream_samples(
+            contexts,
+            self.settings.length,
+            suffix=self.text.suffix,
+            do_sample=self.settings.temperature > 0,
+            seed=self.seed,
+            keys=keys,
+            stop=self._stops,
+            scored=self.scored,
+        )
+        for n, sample in samples:
+            window = Window(contexts[n], sample.tokens, tuple(self.text.suffix), sample.tail)
+            yield n, self.cut(sample.tokens), window, sample
+
+    def _stops(self, index: int, tokens: tuple[int, ...]) -> bool:
+        if not self.ends.isdisjoint(tokens):
+            return True
+        text = self.text.tokenizer.decode(tokens)
+        return any(stop in text for stop in self.settings.until)
+
+    def cut(self, tokens: Sequence[int]) -> str:
+        """The text of generated tokens, up to the end of text or the first stop string."""
+        end = next((n for n, token in enumerate(tokens) if token in self.ends), len(tokens))
+        text = self.text.tokenizer.decode(tokens[:end], skip_special_tokens=False)
+        for stop in self.settings.until:
+            text = text.split(stop)[0]
+        return text
+
+
+def end_tokens(tokenizer: Any) -> set[int]:
+    """The ids that end a text: all special tokens (EOS, padding, end of turn, ...) except the one for unknown words."""
+    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    return (special | set(tokenizer.all_special_ids)) - {tokenizer.unk_token_id}
