@@ -26,13 +26,15 @@ features, X positions of a call.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 
 from lm_eval_duel.core.block_packing import Call
 from lm_eval_duel.core.lanes import Lanes, Rows
-from lm_eval_duel.core.view import KeysValues, Positions, View, distinct, masked_positions, take
+from lm_eval_duel.core.view import KeysValues, Past, Positions, View, distinct, masked_positions, take
 from lm_eval_duel.hashing import hashed
 
 if TYPE_CHECKING:
@@ -59,9 +61,7 @@ class BlockCausalView(View):
         self.generating = generating
         self.block = denoiser.block or 1  # a causal network has blocks of one
         self.group = clean_group(denoiser)  # G
-        self.reads_edges = bool(
-            denoiser.shift or denoiser.seeds_blocks
-        )  # first positions are read from the clean stream
+        self.reads_edges = bool(denoiser.shift or denoiser.seeds_blocks)  # of the clean stream, for first positions
         self._slot = torch.full_like(rows.origin, -1)  # (N,) where the clean keys of each window are kept
         self._kept = torch.zeros_like(rows.origin)  # (N,) clean columns whose keys are kept
         self._zero = rows.origin if denoiser.anchor == "target" else torch.zeros_like(rows.origin)  # (N,) groups count
@@ -90,7 +90,8 @@ class BlockCausalView(View):
         zero = self._zero[lanes.row]  # (R,)
         first, number = distinct(self._prefix_hash(lanes), lanes.start, zero, ids, shown, real, lanes.masked)
         unique = lanes if len(first) == len(lanes) else lanes.select(first)
-        self._evaluate_clean(unique, len(lanes) * self.block)
+        for row, end in self._missing(unique, len(lanes) * self.block):
+            self._extend(row, end)
         if self.denoiser.attention == "causal":
             all_mask = torch.zeros_like(unique.row, dtype=torch.bool)  # (r,)
             positions = Positions.from_lanes(unique, all_mask, lambda lane, _: self._edge_features(unique, lane))
@@ -103,7 +104,7 @@ class BlockCausalView(View):
         if self._past_hash is None:
             columns = torch.arange(self.rows.ids.shape[1], device=self.rows.ids.device)  # (L,)
             total = hashed(self.rows.ids, columns).cumsum(1)  # (N, L) wraps
-            self._past_hash = torch.nn.functional.pad(total, (1, 0))  # (N, L + 1)
+            self._past_hash = F.pad(total, (1, 0))  # (N, L + 1)
         return self._past_hash[lanes.row, lanes.start]
 
     # ------------------------------------------------------------ what a block shows
@@ -124,10 +125,11 @@ class BlockCausalView(View):
 
     # ------------------------------------------------------------ the clean stream
 
-    def _evaluate_clean(self, lanes: Lanes, tokens: int) -> None:
-        """Keep the clean keys and values that these lanes see, and free those of windows that have no lane here.
+    def _missing(self, lanes: Lanes, tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(windows (P,), end (P,)) of the next clean columns that these lanes see and that are not kept yet.
 
-        A call over clean blocks takes at most `tokens`.
+        Each piece is of at most `tokens` positions, and is to be kept before the next one is asked for. Slots of
+        windows that have no lane here are given to others.
         """
         if bool((self._slot[lanes.row] >= 0).all() & (self._kept[lanes.row] >= lanes.start).all()):
             return
@@ -150,7 +152,7 @@ class BlockCausalView(View):
             lacking = lacking[self._kept[lacking].argsort(stable=True)]  # windows at the same piece together
             most = max(1, tokens // int((until - self._kept).max()))
             for part in lacking.split(most):
-                self._extend(part, until[part])
+                yield part, until[part]
 
     def _group_of(self, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
         """The number of the clean group of `column` (P, Q) in windows `row` (P,); -1 before the first (the context)."""
@@ -178,17 +180,14 @@ class BlockCausalView(View):
             new = []  # one pass scores a causal network
         self._grow(new, features)
         p, q = real.nonzero().unbind(1)  # (X,)
-        whole = len(p) == real.numel() and bool((known == before).all())  # every window has the same columns
-        places = slot, slot[p], column[p, q], p, q
+        same_columns = len(p) == real.numel() and bool((known == before).all())  # in every window
         for kept, made in zip(self._clean, new, strict=True):
-            at, slots, columns, rows, position = (
-                place.to(made[0].device) for place in places
-            )  # of this layer's device
             for plane, positions in zip(kept, made, strict=True):
-                if whole:
-                    plane[at, :, before : before + real.shape[1]] = positions
+                if same_columns:
+                    plane[slot.to(plane.device), :, before : before + real.shape[1]] = positions
                 else:
-                    plane[slots, :, columns] = positions[rows, :, position]
+                    at, columns, rows, position = (index.to(plane.device) for index in (slot[p], column[p, q], p, q))
+                    plane[at, :, columns] = positions[rows, :, position]
         if self.reads_edges:
             after = self._group_of(row, column + 1)  # (P, Q)
             p, q = (real & (after > number)).nonzero().unbind(1)  # (X,) last positions of their groups
@@ -196,40 +195,30 @@ class BlockCausalView(View):
         self._kept[row] = end
 
     def _grow(self, like: list[KeysValues], features: torch.Tensor) -> None:
-        """Allocate slots for every window in use, in the shapes that the network returns."""
-        slots, length = int(self._slot.max()) + 1, self.rows.ids.shape[1]
-        if slots <= self._slots:
+        """Make slots for every window in use, in the shapes that the network returns."""
+        more, length = int(self._slot.max()) + 1 - self._slots, self.rows.ids.shape[1]
+        if more <= 0:
             return
+        if not self._slots:
+            self._clean = [(_none_of(keys, length), _none_of(values, length)) for keys, values in like]
+            self._edge = features.new_zeros(0, -(-length // self.group) if self.reads_edges else 0, features.shape[2])
+        clean = [(_with_more(keys, more), _with_more(values, more)) for keys, values in self._clean]
+        edge = _with_more(self._edge, more)
+        self._clean, self._edge, self._slots = clean, edge, self._slots + more  # last: memory may have run out before
 
-        def grown(old: torch.Tensor | None, shape: tuple[int, ...], of: torch.Tensor) -> torch.Tensor:
-            new = of.new_zeros(slots, *shape)
-            if old is not None:
-                new[: len(old)] = old
-            return new
-
-        clean = self._clean or [(None, None)] * len(like)
-        clean = [
-            tuple(grown(old, (of.shape[1], length, of.shape[3]), of) for old, of in zip(olds, news, strict=True))
-            for olds, news in zip(clean, like, strict=True)
-        ]
-        if self.reads_edges:
-            edges = -(-length // self.group)
-            self._edge = grown(self._edge, (edges, features.shape[2]), features)
-        self._clean, self._slots = clean, slots  # last: running out of memory above changes no state
-
-    def _past(self, slot: torch.Tensor, columns: int) -> list[KeysValues] | None:
+    def _past(self, slot: torch.Tensor, columns: int) -> list[Past] | None:
         """Keys and values of the first clean `columns` of windows at `slot` (P,); arbitrary for a window without."""
         if not columns:
             return None
         slot = slot.clamp(max=self._slots - 1)
         first = int(slot[0])
-        together = torch.equal(slot, torch.arange(first, first + len(slot), device=slot.device))
-
-        def part(plane: torch.Tensor) -> torch.Tensor:
-            here = slice(first, first + len(slot)) if together else slot.to(plane.device)  # a slice is not copied
-            return plane[here, :, :columns]
-
-        return [(part(keys), part(values)) for keys, values in self._clean]
+        if torch.equal(slot, torch.arange(first, first + len(slot), device=slot.device)):  # a slice is not copied
+            here = slice(first, first + len(slot))
+            return [(keys[here, :, :columns], values[here, :, :columns]) for keys, values in self._clean]
+        return [
+            (keys[slot.to(keys.device), :, :columns], values[slot.to(values.device), :, :columns])
+            for keys, values in self._clean
+        ]
 
     def _edge_features(self, lanes: Lanes, lane: torch.Tensor) -> torch.Tensor:
         """The clean stream's features at the last position before the block of `lane` (c,), (c, D)."""
@@ -239,46 +228,49 @@ class BlockCausalView(View):
     # ------------------------------------------------------------ the noisy stream
 
     def _evaluate(self, lanes: Lanes, ids: torch.Tensor, shown: torch.Tensor, real: torch.Tensor) -> Positions:
-        """The input of the LM head at the masked positions of the lanes' blocks."""
-        shift, position = self.denoiser.shift, masked_positions(lanes)  # (R, M)
-        stretch = lanes.start // max(self.block, STRETCH)  # (R,)
+        """The input of the LM head at the masked positions of the lanes' blocks, one call for each stretch of columns.
+
+        A call's layout is that of the previous step if its lanes are the same.
+        """
+        position = masked_positions(lanes)  # (R, M)
+        read = (position - self.denoiser.shift).clamp(min=0)  # (R, M)
+        slot, stretch = self._slot[lanes.row], lanes.start // max(self.block, STRETCH)  # (R,) each
         features, calls, self._calls = None, self._calls, {}
         for n in stretch.unique().tolist():
             lane = (stretch == n).nonzero()[:, 0]  # (r,)
-            part = self._step(
-                n, calls.get(n), lanes.select(lane), ids[lane], real[lane], (position[lane] - shift).clamp(min=0)
-            )
+            layout = slot[lane], lanes.start[lane], real[lane]
+            call = calls.get(n)
+            if call is None or not call.holds(*layout):
+                call = Call.from_slots(*layout, max(1, STRETCH // self.block))
+            self._calls[n] = call
+            past = self._past(slot[lane][call.lane[:, 0]], call.ahead)
+            wanted, inputs = call.queries(read[lane]), ids[lane][call.lane].flatten(1)  # (P, A M), (P, Q)
+            if self.denoiser.supports_columns:
+                part, _ = self.denoiser.stream(inputs, call.columns, call.seen, past, columns=wanted)  # (P, A M, D)
+            else:
+                part = take(self.denoiser.stream(inputs, call.columns, call.seen, past)[0], wanted)
+            self.forwards += 1
+            self.evaluated += len(inputs)
             if features is None:
-                features = part.new_empty(len(lanes), *part.shape[1:])  # (R, M, D)
-            features[lane] = part
+                features = part.new_empty(*position.shape, part.shape[2])  # (R, M, D)
+            features[lane] = call.by_lane(part)
         all_mask = ~shown.any(1) & (lanes.start == 0) & self.denoiser.relative_positions  # (R,)
 
         def at(lane: torch.Tensor, nth: torch.Tensor) -> torch.Tensor:
-            at_cells = features[lane, nth]  # (C, D)
+            values = features[lane, nth]  # (C, D)
             # a block's first prediction is read from the clean stream, at the last position before the block
             if self.reads_edges and (first := position[lane, nth] < 1).any():
-                at_cells[first] = self._edge_features(lanes, lane[first])
-            return at_cells
+                values[first] = self._edge_features(lanes, lane[first])
+            return values
 
         return Positions.from_lanes(lanes, all_mask, at)
 
-    def _step(
-        self, n: int, call: Call | None, lanes: Lanes, ids: torch.Tensor, real: torch.Tensor, position: torch.Tensor
-    ) -> torch.Tensor:
-        """The input of the LM head at `position` (R, M) of the lanes in stretch `n`, evaluated in one call, (R, M, D).
 
-        `call`: the layout of the previous step.
-        """
-        slot = self._slot[lanes.row]
-        if call is None or not call.holds(slot, lanes.start, real):
-            call = Call.from_slots(slot, lanes.start, real, max(1, STRETCH // self.block))
-        self._calls[n] = call
-        past = self._past(slot[call.lane[:, 0]], call.ahead)
-        wanted, ids = call.queries(position), ids[call.lane].flatten(1)  # (P, A M), (P, Q)
-        if self.denoiser.supports_columns:
-            features, _ = self.denoiser.stream(ids, call.columns, call.seen, past, columns=wanted)  # (P, A M, D)
-        else:
-            features = take(self.denoiser.stream(ids, call.columns, call.seen, past)[0], wanted)
-        self.forwards += 1
-        self.evaluated += len(ids)
-        return call.by_lane(features)
+def _none_of(plane: torch.Tensor, length: int) -> torch.Tensor:
+    """No slot yet for keys or values like these (P, H, Q, D / H), (0, H, L, D / H)."""
+    return plane.new_zeros(0, plane.shape[1], length, plane.shape[3])
+
+
+def _with_more(plane: torch.Tensor, more: int) -> torch.Tensor:
+    """`plane` (S, ...) with `more` slots of zeros at its end."""
+    return F.pad(plane, (0,) * (2 * plane.dim() - 1) + (more,))

@@ -253,20 +253,20 @@ def test_batches_stay_full_while_lanes_wait(toy, monkeypatch):
 )
 def test_what_is_evaluated_is_live(rule, windows, monkeypatch):
     toy = BlockCausal(4, length=64)
-    evaluated, live, stream, step = [], [], toy.stream, BlockCausalView._step
+    evaluated, live, stream, evaluate = [], [], toy.stream, BlockCausalView._evaluate
 
     def count(ids, *rest, **more):
         evaluated.append(ids.numel())
         return stream(ids, *rest, **more)
 
-    def spy(self, n, call, lanes, *rest):
+    def spy(self, lanes, *rest):
         before = len(evaluated)
-        found = step(self, n, call, lanes, *rest)
+        positions = evaluate(self, lanes, *rest)
         live.append((4 * len(lanes), sum(evaluated[before:])))
-        return found
+        return positions
 
     monkeypatch.setattr(toy, "stream", count)
-    monkeypatch.setattr(BlockCausalView, "_step", spy)
+    monkeypatch.setattr(BlockCausalView, "_evaluate", spy)
     duel = DuelEstimator(toy, rule, batch_size=8)
     duel.log_prob(windows)
     lanes, positions = (sum(part) for part in zip(*live, strict=True))
