@@ -25,8 +25,8 @@ from tqdm import tqdm
 from lm_eval_duel import rules
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.lanes import Lanes, Rows, blocks
+from lm_eval_duel.core.network import KeysValues
 from lm_eval_duel.core.predictions import Predictions
-from lm_eval_duel.core.view import KeysValues
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.cached.kept_keys import Places, Replaced, Step

@@ -27,24 +27,21 @@ features, X positions of a call.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
 from lm_eval_duel.core.block_packing import Call
 from lm_eval_duel.core.lanes import Lanes, Rows
-from lm_eval_duel.core.view import KeysValues, Past, Positions, View, distinct, masked_positions, take
+from lm_eval_duel.core.network import KeysValues, Network, Past, take
+from lm_eval_duel.core.view import Positions, View, distinct, masked_positions
 from lm_eval_duel.hashing import hashed
-
-if TYPE_CHECKING:
-    from lm_eval_duel.core.denoiser import Denoiser
 
 STRETCH = 256  # columns of a window whose blocks are evaluated together
 CLEAN = 512  # columns of clean blocks that are evaluated together: a later piece reads the keys of an earlier one
 
 
-def clean_group(denoiser: Denoiser) -> int:
+def clean_group(denoiser: Network) -> int:
     """How many positions the clean stream reads together, G."""
     return (denoiser.block or 1) if denoiser.attention == "block_causal" else 1
 
@@ -56,7 +53,7 @@ class BlockCausalView(View):
     ends where the window ends (`"cut"`). A suffix is visible only to the last block of the target.
     """
 
-    def __init__(self, denoiser: Denoiser, rows: Rows, generating: bool):
+    def __init__(self, denoiser: Network, rows: Rows, generating: bool):
         super().__init__(denoiser, rows)
         self.generating = generating
         self.block = denoiser.block or 1  # a causal network has blocks of one
@@ -73,7 +70,7 @@ class BlockCausalView(View):
             self._share = (-(-self._needed // count)).clamp(min=self.block)
         self._slots = 0  # S
         self._clean: list[KeysValues] = []  # of each layer, (S, H, L, D / H) each
-        self._edge: torch.Tensor | None = None  # (S, L / G, D) features of the last position before each group
+        self._edge = torch.empty(0, 0, 0)  # (S, L / G, D) features of the last position before each group
         self._calls: dict[int, Call] = {}  # of the last step, by stretch
         self._past_hash: torch.Tensor | None = None  # (N, L + 1) of the columns before each
 
@@ -235,7 +232,8 @@ class BlockCausalView(View):
         position = masked_positions(lanes)  # (R, M)
         read = (position - self.denoiser.shift).clamp(min=0)  # (R, M)
         slot, stretch = self._slot[lanes.row], lanes.start // max(self.block, STRETCH)  # (R,) each
-        features, calls, self._calls = None, self._calls, {}
+        calls, self._calls = self._calls, {}
+        lanes_of, parts = [], []
         for n in stretch.unique().tolist():
             lane = (stretch == n).nonzero()[:, 0]  # (r,)
             layout = slot[lane], lanes.start[lane], real[lane]
@@ -251,13 +249,13 @@ class BlockCausalView(View):
                 part = take(self.denoiser.stream(inputs, call.columns, call.seen, past)[0], wanted)
             self.forwards += 1
             self.evaluated += len(inputs)
-            if features is None:
-                features = part.new_empty(*position.shape, part.shape[2])  # (R, M, D)
-            features[lane] = call.by_lane(part)
+            lanes_of.append(lane)
+            parts.append(call.by_lane(part))  # (r, M, D)
+        features, place = torch.cat(parts), torch.cat(lanes_of).argsort()  # (R, M, D), (R,)
         all_mask = ~shown.any(1) & (lanes.start == 0) & self.denoiser.relative_positions  # (R,)
 
         def at(lane: torch.Tensor, nth: torch.Tensor) -> torch.Tensor:
-            values = features[lane, nth]  # (C, D)
+            values = features[place[lane], nth]  # (C, D)
             # a block's first prediction is read from the clean stream, at the last position before the block
             if self.reads_edges and (first := position[lane, nth] < 1).any():
                 values[first] = self._edge_features(lanes, lane[first])

@@ -57,7 +57,8 @@ class Call:
 
     def by_lane(self, features: torch.Tensor) -> torch.Tensor:
         """Features at `queries` (P, A M, D), regrouped by lane (R, M, D)."""
-        return features.unflatten(1, (self.lane.shape[1], -1))[self.place]
+        of_places: torch.Tensor = features.unflatten(1, (self.lane.shape[1], -1))  # (P, A, M, D)
+        return of_places[self.place]
 
 
 def widest(window: torch.Tensor, most: int) -> int:

@@ -26,7 +26,7 @@ RUN = 64  # columns per run when looking for the largest: a CPU's argmax handles
 
 
 class Top(NamedTuple):
-    """The most probable token of each distribution and its decision_margin."""
+    """The most probable token of each distribution, and how far the others are from it."""
 
     token: torch.Tensor  # (U,)
     logit: torch.Tensor  # (U,)
@@ -53,7 +53,7 @@ class Predictions:
         masked: (R, W) bool.
         all_mask: (R,) bool: nothing in the row is visible, so all its positions share one distribution.
         features: (U, D) the input of the LM head.
-        position: (C,) the row of features of each masked position, in the order of `masked.nonzero()`.
+        row: (C,) the row of features of each masked position, in the order of `masked.nonzero()`.
         head: From features (u, D) to logits (u, V).
         excluded: (V,) bool: [MASK] and padding columns.
         targets: (R, W) tokens whose log-probs will be needed at masked positions. None: they are not known.
@@ -66,7 +66,7 @@ class Predictions:
         masked: torch.Tensor,
         all_mask: torch.Tensor,
         features: torch.Tensor,
-        position: torch.Tensor,
+        row: torch.Tensor,
         head: Callable[[torch.Tensor], torch.Tensor],
         excluded: torch.Tensor,
         targets: torch.Tensor | None = None,
@@ -75,7 +75,7 @@ class Predictions:
         masked_at: tuple[torch.Tensor, ...] | None = None,
     ):
         self.masked, self.all_mask = masked, all_mask
-        self._features, self._cell, self._head, self._excluded = features, position, head, excluded
+        self._features, self._row, self._head, self._excluded = features, row, head, excluded
         self._columns = excluded.nonzero()[:, 0] if columns is None else columns  # (E,)
         self._at = masked.nonzero().unbind(1) if masked_at is None else masked_at  # (C,) lane and position of each
         self._targets = None if targets is None else targets[self._at]  # (C,)
@@ -103,7 +103,7 @@ class Predictions:
         """Predictions at `masked`, which are those of my masked positions to `keep` (C,), `at` (lane, position) of
         `masked`.
         """
-        rows, position = self._cell[keep].unique(return_inverse=True)  # (u,), (c,)
+        rows, position = self._row[keep].unique(return_inverse=True)  # (u,), (c,)
         part = Predictions(
             masked,
             all_mask,
@@ -171,7 +171,7 @@ class Predictions:
         Raises:
             DuelError: under classifier-free guidance, where a position has two inputs of the head.
         """
-        return self._one_input()[self._cell]
+        return self._one_input()[self._row]
 
     def apply(self, function: Callable[..., torch.Tensor], *planes: torch.Tensor) -> torch.Tensor:
         """The value of `function(features, *values)` at each masked position, (R, W); NaN where nothing is masked.
@@ -184,8 +184,8 @@ class Predictions:
             DuelError: under classifier-free guidance, where a position has two inputs of the head.
         """
         features = self._one_input()
-        position = self._cell.new_empty(len(features))  # (U,) a masked position with each row of features
-        position[self._cell] = torch.arange(len(self._cell), device=position.device)
+        position = self._row.new_empty(len(features))  # (U,) a masked position with each row of features
+        position[self._row] = torch.arange(len(self._row), device=position.device)
         return self._plane(function(features, *(plane[self.masked][position] for plane in planes)))
 
     def _one_input(self) -> torch.Tensor:
@@ -202,9 +202,9 @@ class Predictions:
         """log p of `tokens` (R, W) in nats, float64 (R, W); NaN where a token is -1 or nothing is masked."""
         wanted, ids = self.masked & (tokens >= 0), tokens[self._at]  # (R, W), (C,)
         if self._targets is not None and torch.equal(torch.where(ids < 0, ids, self._targets), ids):
-            return self._at_masked(self._statistic("target"), self._cell, self.masked).masked_fill(~wanted, math.nan)
+            return self._at_masked(self._statistic("target"), self._row, self.masked).masked_fill(~wanted, math.nan)
         among = (ids >= 0).nonzero()[:, 0]  # (c,)
-        position, ids = self._cell[among], ids[among]  # (c,) each
+        position, ids = self._row[among], ids[among]  # (c,) each
         parts = [self._logits(position[part]).gather(1, ids[part, None])[:, 0] for part in self._parts(len(position))]
         return self._at_masked(torch.cat(parts), position, wanted)
 
@@ -223,7 +223,7 @@ class Predictions:
         wanted = self.masked & ~u.isnan()  # (R, W)
         level_of = u[self._at]  # (C,)
         among = (~level_of.isnan()).nonzero()[:, 0]  # (c,)
-        position, level_of = self._cell[among], level_of[among]  # (c,) each
+        position, level_of = self._row[among], level_of[among]  # (c,) each
         drawn = []
         for part in self._parts(len(position)):
             level = level_of[part]
@@ -236,7 +236,7 @@ class Predictions:
 
     def dense(self) -> torch.Tensor:
         """All log-probabilities (C, V), in the order of `masked.nonzero()`."""
-        return self._statistic("log_p", kept=False)[self._cell]
+        return self._statistic("log_p", kept=False)[self._row]
 
     def by_lanes(self) -> Iterator[LaneLogits]:
         """The logits of all lanes, some lanes at a time, so that the positions of a lane can be compared exactly.
@@ -245,7 +245,7 @@ class Predictions:
         """
         counts = self.masked.sum(1)  # (R,)
         lanes = max(1, self._chunk // 4 // max(1, int(counts.max())))
-        positions = self._cell.split([int(part.sum()) for part in counts.split(lanes)])
+        positions = self._row.split([int(part.sum()) for part in counts.split(lanes)])
         for first, position in zip(range(0, len(counts), lanes), positions, strict=True):
             rows, row = position.unique(return_inverse=True)  # (u,), (c,)
             yield LaneLogits(slice(first, first + lanes), row, self._logits(rows))
@@ -263,37 +263,38 @@ class Predictions:
         """
         if name in self._known:
             return self._known[name]
-        names, top = {name}, None
-        if self._known:
-            top = self._top
-        else:
-            names |= {*Top._fields, *(["target"] if self._targets is not None else [])}
-        parts: dict[str, list[torch.Tensor]] = {name: [] for name in names}
-        positions = self._cells_of_parts() if "target" in names else []
+        top = self._top if self._known else None
+        targets = self._targets if top is None else None
+        names = {name} if top is not None else {name, *Top._fields} - {"target"}
+        parts: dict[str, list[torch.Tensor]] = {each: [] for each in names}
+        of_parts = self._positions_of_parts() if targets is not None else []
+        target_parts = []
         for n, part in enumerate(self._parts(len(self._features))):
             logits = self._logits(part)  # (u, V)
-            read = (top_of(logits) if top is None else Top(*(values[part] for values in top)))._asdict()
-            if "entropy" in names:
-                read["entropy"] = _entropy(logits, Top(**read))
-            if "log_p" in names:
-                read["log_p"] = _log_p(logits, Top(**read))
-            if "target" in names:
-                read["target"] = logits[self._cell[positions[n]] - part.start, self._targets[positions[n]]]  # (c,)
-            for name_, values in parts.items():
-                values.append(read[name_])
-        found = {name_: torch.cat(values) for name_, values in parts.items()}
-        if "target" in names:
-            found["target"] = torch.empty_like(found["target"]).index_copy_(0, torch.cat(positions), found["target"])
+            here = top_of(logits) if top is None else Top(*(values[part] for values in top))
+            read = here._asdict()
+            if name == "entropy":
+                read[name] = _entropy(logits, here)
+            elif name == "log_p":
+                read[name] = _log_p(logits, here)
+            if targets is not None:
+                target_parts.append(logits[self._row[of_parts[n]] - part.start, targets[of_parts[n]]])  # (c,)
+            for each, values in parts.items():
+                values.append(read[each])
+        statistics = {each: torch.cat(values) for each, values in parts.items()}
+        if targets is not None:
+            logit = torch.cat(target_parts)  # (C,)
+            statistics["target"] = torch.empty_like(logit).index_copy_(0, torch.cat(of_parts), logit)
         if top is None:
-            self._require_finite(found["logit"], found["confidence"])
-        value = found[name] if kept else found.pop(name)
-        self._known |= found
+            self._require_finite(statistics["logit"], statistics["confidence"])
+        value = statistics[name] if kept else statistics.pop(name)
+        self._known |= statistics
         return value
 
     def _require_finite(self, logit: torch.Tensor, confidence: torch.Tensor) -> None:
         finite = logit.isfinite() & ~confidence.isnan()  # (U,)
         if not finite.all():
-            position = (self._cell == (~finite).nonzero()[0]).nonzero()[0]
+            position = (self._row == (~finite).nonzero()[0]).nonzero()[0]
             raise NotFinite(
                 "The weights are broken or the dtype is too narrow (float16 overflows; try dtype=float32): "
                 "the network returned NaN or infinite logits.",
@@ -304,11 +305,11 @@ class Predictions:
         """`count` rows of logits in chunks; at least one."""
         return [slice(begin, begin + self._chunk) for begin in range(0, max(1, count), self._chunk)]
 
-    def _cells_of_parts(self) -> list[torch.Tensor]:
+    def _positions_of_parts(self) -> list[torch.Tensor]:
         """The masked positions whose rows of features are in each chunk."""
         if len(self._features) <= self._chunk:
-            return [torch.arange(len(self._cell), device=self._cell.device)]
-        ascending, order = self._cell.sort()  # (C,)
+            return [torch.arange(len(self._row), device=self._row.device)]
+        ascending, order = self._row.sort()  # (C,)
         starts = torch.arange(self._chunk, len(self._features), self._chunk, device=order.device)
         return list(order.tensor_split(torch.searchsorted(ascending, starts).cpu()))
 
@@ -334,7 +335,7 @@ class Predictions:
         """(U,) per feature row -> (R, W) per position."""
         fill = math.nan if values.is_floating_point() else -1
         plane = torch.full(self.masked.shape, fill, dtype=values.dtype, device=values.device)
-        return plane.masked_scatter(self.masked, values[self._cell])
+        return plane.masked_scatter(self.masked, values[self._row])
 
 
 @torch.inference_mode()

@@ -24,8 +24,8 @@ import torch
 from lm_eval_duel import signals
 from lm_eval_duel.core.budget import Budget
 from lm_eval_duel.core.decision import UnmaskingRule, require_pick
-from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.lanes import Lanes, Queue, Rows
+from lm_eval_duel.core.network import Network
 from lm_eval_duel.core.scores import Counts, Scores, Step
 from lm_eval_duel.core.tokens import Draw
 from lm_eval_duel.core.view import View
@@ -163,6 +163,6 @@ def naming_window(lanes: Lanes, window_indices: Sequence[int]) -> Iterator[None]
         raise type(error)(f"{error} {place}", window) from None
 
 
-def without_autocast(denoiser: Denoiser) -> torch.autocast:
+def without_autocast(network: Network) -> torch.autocast:
     """A context in which an autocast around the call does not count: numbers are those of the dtype in the spec."""
-    return torch.autocast(denoiser.device.type, enabled=False)
+    return torch.autocast(network.device.type, enabled=False)

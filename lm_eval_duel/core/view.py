@@ -1,51 +1,28 @@
 """A view: a denoiser opened on a group of windows, as a function from lanes to predictions.
 
 Shapes: N windows, L row length, R lanes, W block width, C masked positions, U rows of features that the LM head runs
-on, D features, M columns options for.
+on, D features, M columns asked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
 from lm_eval_duel.core.lanes import Lanes, Rows
+from lm_eval_duel.core.network import Network, take
 from lm_eval_duel.core.predictions import Predictions
 from lm_eval_duel.hashing import hashed
-
-if TYPE_CHECKING:
-    from lm_eval_duel.core.denoiser import Denoiser
-
-KeysValues = tuple[torch.Tensor, torch.Tensor]  # of one layer, (N, H, K, D / H) each
-
-
-class Kept(Protocol):
-    """One layer's kept keys and values, other than a pair that stands before the call's own."""
-
-    def join(self, keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
-        """The keys and values to attend to, given the call's own."""
-
-
-Past = KeysValues | Kept  # of one layer
-
-
-def joined(past: Past | None, keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
-    """The keys and values that a layer attends to: those kept, and the call's own."""
-    if past is None:
-        return keys, values
-    if isinstance(past, tuple):
-        return torch.cat([past[0], keys], 2), torch.cat([past[1], values], 2)
-    return past.join(keys, values)
 
 
 class Positions(NamedTuple):
     """The input of the LM head at masked positions. Positions known to be equal share a row of features."""
 
     features: torch.Tensor  # (U, D)
-    index: torch.Tensor  # (C,) the feature row of each masked position, in the order of masked.nonzero()
+    row: torch.Tensor  # (C,) the feature row of each masked position, in the order of masked.nonzero()
     all_mask: torch.Tensor  # (R,) bool: nothing in the row is visible, so all its positions share one distribution
 
     @classmethod
@@ -69,7 +46,7 @@ class Positions(NamedTuple):
         lane, position = lanes.masked_at  # (C,) each
         nth = lanes.masked.cumsum(1)[lane, position] - 1  # (C,)
         of_lane = number[lane]  # (C,)
-        return Positions(self.features, self.index[before[of_lane] + nth], self.all_mask[number])
+        return Positions(self.features, self.row[before[of_lane] + nth], self.all_mask[number])
 
 
 def distinct(*planes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -95,11 +72,6 @@ def masked_positions(lanes: Lanes) -> torch.Tensor:
     return (~lanes.masked).byte().sort(dim=1, stable=True).indices[:, :largest]
 
 
-def take(plane: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """`plane` (R or 1, L, D) at `columns` (R, M), (R, M, D)."""
-    return plane.expand(len(columns), -1, -1).gather(1, columns[:, :, None].expand(-1, -1, plane.shape[2]))
-
-
 class View:
     """A bidirectional (or causal) denoiser opened on a group of rows: lanes in, predictions out.
 
@@ -107,7 +79,7 @@ class View:
     and tail, and the suffix. The rows may hold the targets: from a lane's block start on, targets are not read.
     """
 
-    def __init__(self, denoiser: Denoiser, rows: Rows):
+    def __init__(self, denoiser: Network, rows: Rows):
         self.denoiser, self.rows = denoiser, rows
         self.forwards = 0  # network calls
         self.evaluated = 0  # rows evaluated
@@ -126,13 +98,13 @@ class View:
         """The predictions at the masked positions of `lanes`; `targets` (R, W): tokens whose log-probs will be
         needed.
         """
-        features, index, all_mask = self.positions(lanes)
+        features, row, all_mask = self.positions(lanes)
         excluded, columns = self._excluded
         return Predictions(
             lanes.masked,
             all_mask,
             features,
-            index,
+            row,
             self.denoiser.head,
             excluded,
             targets,

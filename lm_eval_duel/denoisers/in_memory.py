@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lm_eval_duel.core.denoiser import Denoiser
-from lm_eval_duel.core.view import KeysValues, Past
+from lm_eval_duel.core.network import KeysValues, Network, Past
 from lm_eval_duel.denoisers import loading, self_tests, special_tokens, user_module
 from lm_eval_duel.denoisers.function import Function, by_keyword, parameters
 from lm_eval_duel.denoisers.hf import auto_model, families, masked_lm
@@ -119,7 +119,7 @@ class InMemory(Denoiser):
         weights: str | None = None,
         autocast: torch.dtype | None = None,
     ):
-        for attribute in (*Denoiser.__annotations__, "model", "steers_attention", "maskless", "sparse_from"):
+        for attribute in (*Network.__annotations__, "model", "steers_attention", "maskless", "sparse_from"):
             if hasattr(plain, attribute):
                 setattr(self, attribute, getattr(plain, attribute))
         self.plain, self.module, self.path = plain, module, name

@@ -55,7 +55,7 @@ class Estimator(abc.ABC):
     name: str  # as in estimator=
     takes_known: ClassVar[bool] = False  # whether windows may have known target positions
     in_order: bool = False  # windows are taken in the order given, in buckets that fill a few network calls
-    empty_score: ClassVar[WindowScore] = WindowScore(0.0, is_greedy=True, nfe=0, near_ties=0)  # of an empty target
+    empty_score: WindowScore = WindowScore(0.0, is_greedy=True, nfe=0, near_ties=0)  # of an empty target
 
     def __init__(
         self,

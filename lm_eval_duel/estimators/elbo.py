@@ -24,6 +24,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 
@@ -122,15 +123,15 @@ class Elbo(Estimator):
             "draw_seed": self.seed,
         }
 
-    def values(self, scored: ElboScore) -> dict[str, Value]:
-        return {self.name: Value(scored.log_prob, scored.stderr)}
+    def values(self, scored: WindowScore) -> dict[str, Value]:
+        return {self.name: Value(scored.log_prob, cast(ElboScore, scored).stderr)}
 
     def lanes(self, window: Window) -> int:
         return self.samples * len(self.blocks(window))
 
     def score_group(self, group: WindowGroup) -> IndexedScores:
         if self.form == "score_entropy":
-            view = self.denoiser.open_at(group.rows, lambda lanes: lanes.memory[1][:, 0])
+            view = cast(SEDD, self.denoiser).open_at(group.rows, lambda lanes: lanes.memory[1][:, 0])
             group = dataclasses.replace(group, view=view)
         sums = ElboSums(group, self)
         yield from self.reveal(group, self._draws(group, sums), sums)
@@ -170,7 +171,7 @@ class Elbo(Estimator):
         shift = uniform(key, self.seed, SHIFT, replicate)  # (R,)
         t = (shift + (draw // self.replicates).double() / strata + span.double() * GOLDEN) % 1  # (R,)
         keys = key[:, None], self.seed, POSITIONS, draw[:, None], lanes.columns - lanes.origin[:, None]  # (R, W)
-        level = ()
+        level: tuple[torch.Tensor, ...] = ()
         if self.form == "count":
             m = lanes.masked.sum(1)  # (R,)
             count = 1 + (m * t).long().minimum(m - 1)  # (R,)
@@ -180,7 +181,7 @@ class Elbo(Estimator):
             t = self.eps + (1 - self.eps) * t
             chance, weight = t, 1 / t  # (R,) each
             if self.form == "score_entropy":
-                level = (self.denoiser.schedule(t),)  # (R,)
+                level = (cast(SEDD, self.denoiser).schedule(t),)  # (R,)
                 chance, weight = -torch.expm1(-level[0]), torch.expm1(level[0]) / t
             masked = lanes.masked & (uniform(*keys) < chance[:, None])  # (R, W)
         memory = tuple(plane[:, None].expand_as(masked) for plane in (weight, *level))
@@ -286,7 +287,7 @@ def replicates(samples: int) -> int:
     return next(count for count in range(least, samples + 1) if samples % count == 0) if samples >= REPLICATES else 1
 
 
-def resolve_form(denoiser: Denoiser, form: str, block: int | None) -> str:
+def resolve_form(denoiser: Denoiser, form: str, block: int | str | None) -> str:
     """The form to use; "auto" is score_entropy for SEDD over a whole target, else count.
 
     Raises DuelError for score_entropy if it is not defined.

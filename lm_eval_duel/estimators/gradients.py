@@ -72,7 +72,7 @@ def log_prob_of(denoiser: Denoiser, view: View, lanes: Lanes, rows: Rows) -> tor
     logits = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
     log_p = logits.index_fill(1, denoiser.excluded.nonzero()[:, 0], -torch.inf).log_softmax(1)
     token = rows.targets(lanes)[lanes.masked]  # (C,)
-    values = log_p[positions.index, token].double()  # (C,)
+    values = log_p[positions.row, token].double()  # (C,)
     return values.new_zeros(len(lanes)).index_add(0, lanes.masked.nonzero()[:, 0], values)
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -83,18 +83,15 @@ class Lattice(Estimator):
             rules.check_state_only(rule)
         super().__init__(denoiser, block, grid, batch_size, max_batch_size, traced)
         check_lattice_block(denoiser, self.block, value)
+        self.empty_score = LatticeScore(0.0, rules={str(rule): OrderScore(0.0, (), (), 0, 0) for rule in self.rules})
 
     def describe(self) -> dict[str, object]:
         return {"estimator": self.name, "block": self.block, "grid": self.grid}
 
-    def values(self, scored: LatticeScore) -> dict[str, Value]:
+    def values(self, scored: WindowScore) -> dict[str, Value]:
+        scored = cast(LatticeScore, scored)
         values = {name: Value(getattr(scored, name)) for name in sorted(LATTICE, key=lambda name: name != self.name)}
         return values | {text: Value(path.log_prob, nfe=path.nfe) for text, path in scored.rules.items()}
-
-    @property
-    def empty_score(self) -> LatticeScore:
-        empty = {str(rule): OrderScore(0.0, (), (), 0, 0) for rule in self.rules}
-        return LatticeScore(0.0, rules=empty)
 
     def score_group(self, group: WindowGroup) -> IndexedScores:
         tables = LatticeAccumulator(group, self)

@@ -371,9 +371,10 @@ def make(denoiser: Denoiser, options: Options, **sizes: Any) -> Estimator:
     entry = find(options.estimator)
     own = {"batch_size": options.rows, "max_batch_size": options.max_batch_size, "traced": options.trace is not None}
     module, name = entry.target.split(":")
-    return getattr(importlib.import_module(module), name)(
+    estimator: Estimator = getattr(importlib.import_module(module), name)(
         denoiser,
         grid=options.grid,
         **{**own, **sizes},
         **entry.settings(options),
     )
+    return estimator

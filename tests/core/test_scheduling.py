@@ -14,9 +14,10 @@ from lm_eval_duel import rules
 from lm_eval_duel.core import predictions
 from lm_eval_duel.core.block_causal import BlockCausalView
 from lm_eval_duel.core.budget import largest
+from lm_eval_duel.core.network import take
 from lm_eval_duel.core.predictions import Predictions, top_of, two_largest
 from lm_eval_duel.core.reveal import Reveal
-from lm_eval_duel.core.view import distinct, take
+from lm_eval_duel.core.view import distinct
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators.duel import DuelEstimator
 

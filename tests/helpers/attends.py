@@ -12,7 +12,7 @@ from torch import nn
 
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.lanes import blocks
-from lm_eval_duel.core.view import joined
+from lm_eval_duel.core.network import joined
 
 
 class Layer(nn.Module):

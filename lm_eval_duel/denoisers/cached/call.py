@@ -19,7 +19,7 @@ import torch
 
 from lm_eval_duel.core.block_packing import arrange, widest
 from lm_eval_duel.core.lanes import Lanes
-from lm_eval_duel.core.view import KeysValues
+from lm_eval_duel.core.network import KeysValues
 from lm_eval_duel.denoisers.cached.kept_keys import Places, Replaced, Step
 
 ASIDE = 256  # positions of states side by side in a row

@@ -24,7 +24,8 @@ import torch
 
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.lanes import Rows
-from lm_eval_duel.core.view import KeysValues, View
+from lm_eval_duel.core.network import KeysValues
+from lm_eval_duel.core.view import View
 from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.denoisers.cached.kept_keys import Step
 from lm_eval_duel.denoisers.cached.steering import Attentions, NotSteered, Steering, Streams

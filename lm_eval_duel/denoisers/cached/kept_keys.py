@@ -13,7 +13,7 @@ import dataclasses
 
 import torch
 
-from lm_eval_duel.core.view import KeysValues, Past
+from lm_eval_duel.core.network import KeysValues, Past
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from lm_eval_duel.core.denoiser import Denoiser
-from lm_eval_duel.core.view import KeysValues, Past, joined, take
+from lm_eval_duel.core.network import KeysValues, Past, joined, take
 from lm_eval_duel.denoisers.cached.kept_keys import Step
 
 ATTENTION = torch.nn.functional.scaled_dot_product_attention

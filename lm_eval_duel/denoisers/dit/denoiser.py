@@ -12,7 +12,8 @@ import torch
 from lm_eval_duel import fingerprint
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.lanes import Lanes, Rows
-from lm_eval_duel.core.view import KeysValues, Past, Positions, View, take
+from lm_eval_duel.core.network import KeysValues, Past, take
+from lm_eval_duel.core.view import Positions, View
 from lm_eval_duel.denoisers.dit.network import DiT
 from lm_eval_duel.denoisers.vocabulary import excluded_columns
 

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lm_eval_duel.core.view import KeysValues, Past, joined, take
+from lm_eval_duel.core.network import KeysValues, Past, joined, take
 
 FREQUENCIES = 256  # of the time embedding
 

@@ -19,7 +19,7 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from lm_eval_duel.core.denoiser import Denoiser
-from lm_eval_duel.core.view import KeysValues
+from lm_eval_duel.core.network import KeysValues
 from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.denoisers.hf import auto_model, device_map, quantization
 from lm_eval_duel.denoisers.hf.families import Family

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lm_eval_duel import fingerprint
 from lm_eval_duel.core.denoiser import Denoiser
-from lm_eval_duel.core.view import KeysValues, Past, joined
+from lm_eval_duel.core.network import KeysValues, Past, joined
 from lm_eval_duel.denoisers import config_entries, self_tests
 from lm_eval_duel.denoisers.hf import device_map, quantization
 from lm_eval_duel.denoisers.hf.families import Family

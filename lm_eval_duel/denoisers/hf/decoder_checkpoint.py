@@ -13,7 +13,7 @@ import torch
 import transformers
 from transformers import PreTrainedTokenizerBase
 
-from lm_eval_duel.core.denoiser import BY_BLOCKS
+from lm_eval_duel.core.network import BY_BLOCKS
 from lm_eval_duel.denoisers import self_tests, weights
 from lm_eval_duel.denoisers.hf import device_map, quantization, strict_load
 from lm_eval_duel.denoisers.hf.decoder import Decoder, max_positions, trained_block

@@ -17,7 +17,7 @@ import torch
 from transformers import CONFIG_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, AutoModelForMaskedLM, PreTrainedTokenizerBase
 
 from lm_eval_duel.core.denoiser import Denoiser
-from lm_eval_duel.core.view import KeysValues
+from lm_eval_duel.core.network import KeysValues
 from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.denoisers.hf import auto_model, device_map, quantization
 from lm_eval_duel.denoisers.hf.row_effects import padding_id, without_block_sparse

@@ -6,6 +6,7 @@ import torch
 
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.lanes import Lanes
+from lm_eval_duel.core.network import Network
 from lm_eval_duel.core.view import Positions, View
 
 
@@ -14,7 +15,7 @@ class Wrapper(Denoiser):
 
     def __init__(self, plain: Denoiser):
         self.plain = plain
-        for name in Denoiser.__annotations__:
+        for name in Network.__annotations__:
             setattr(self, name, getattr(plain, name))
         self.model = getattr(plain, "model", None) or getattr(plain, "network", None)
 

@@ -14,7 +14,8 @@ import torch
 
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.lanes import Rows
-from lm_eval_duel.core.view import KeysValues, View
+from lm_eval_duel.core.network import KeysValues
+from lm_eval_duel.core.view import View
 from lm_eval_duel.denoisers.wrappers.base import WrappedView, Wrapper
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.rules import Rule

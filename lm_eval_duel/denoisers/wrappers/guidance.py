@@ -80,5 +80,5 @@ class GuidedView(View):
             len(conditional)
         )  # (U,) a masked position of each: equal lanes stay equal without context
         position[index] = torch.arange(len(index), device=index.device)
-        unconditional = halves[1].features[halves[1].index[position]]  # (U, D)
+        unconditional = halves[1].features[halves[1].row[position]]  # (U, D)
         return Positions(torch.stack([conditional, unconditional], dim=1), index, all_mask)

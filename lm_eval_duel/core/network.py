@@ -1,0 +1,131 @@
+"""A network as views call it: rows of ids to features, features to logits. All that is particular to a checkpoint.
+
+Shapes: N windows, L row length, R rows, U rows of features that the LM head runs on, D features, V tokens, H heads, Q
+queries, K keys, M columns asked for.
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import Protocol
+
+import torch
+
+from lm_eval_duel.core.decision import UnmaskingRule
+
+KeysValues = tuple[torch.Tensor, torch.Tensor]  # of one layer, (N, H, K, D / H) each
+
+
+class Kept(Protocol):
+    """One layer's kept keys and values, other than a pair that stands before the call's own."""
+
+    def join(self, keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
+        """The keys and values to attend to, given the call's own."""
+
+
+Past = KeysValues | Kept  # of one layer
+
+
+def joined(past: Past | None, keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
+    """The keys and values that a layer attends to: those kept, and the call's own."""
+    if past is None:
+        return keys, values
+    if isinstance(past, tuple):
+        return torch.cat([past[0], keys], 2), torch.cat([past[1], values], 2)
+    return past.join(keys, values)
+
+
+def take(plane: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """`plane` (R or 1, L, D) at `columns` (R, M), (R, M, D)."""
+    return plane.expand(len(columns), -1, -1).gather(1, columns[:, :, None].expand(-1, -1, plane.shape[2]))
+
+
+BY_BLOCKS = ("block_causal", "causal_prefix")  # attention of networks with a trained block
+
+
+class Network(abc.ABC):
+    """A network as a function from rows of ids to features, and from features to logits.
+
+    A bidirectional or causal network implements `features`; one that works `by_blocks` implements `stream`.
+    """
+
+    family: str = "own"
+    mask_id: int | None  # None for a causal network
+    vocab_size: int  # columns of the logits, V
+    max_length: int  # positions in a row
+    device: torch.device
+    attention: str = "bidirectional"  # or "block_causal", "causal_prefix", "causal"
+    block: int | None = None  # the trained block
+    anchor: str = "row"  # where a block-causal network counts blocks from; "target": the context is a block of its own
+    published_block: int | None = None  # the block of the published results, for block=auto
+    last_block: str = "fill"  # a short last block of a block-causal network is filled up with [MASK], or "cut"
+    shift: int = 0  # the logits for position i are read at position i - shift, which must be visible
+    seeds_blocks: bool = False  # causal_prefix: the clean stream predicts a block's first token, revealed alone
+    bos: str = "auto"  # the special tokens that this family expects; "auto": those that the tokenizer adds
+    appends_sep: bool = False  # a row ends with the tokenizer's closing token, if it has one
+    splits_head: bool = True  # the head can run at masked positions only; otherwise it runs at every position of a row
+    supports_columns: bool = False  # accepts `columns` and evaluates its last layer at these only
+    honours_padding: bool = False  # under an attention mask, padding changes nothing
+    relative_positions: bool = False  # a row of masks has the same distribution at every position
+    needs_visible: bool = False  # a row of masks has no distribution: the network divides by the visible tokens
+    special_tokens: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # before and after a text, if expected
+    cache: str | None = None  # of a cached sampler: "prefix" or "dual"
+    excluded_ids: tuple[int, ...] = ()  # tokens that are left out of the vocabulary
+    quantized: bool = False  # its weights are coarser than its dtype
+    fixed_weights: bool = True  # they do not change; otherwise the spec is read again from `describe` each time
+
+    @property
+    @abc.abstractmethod
+    def excluded(self) -> torch.Tensor:
+        """Columns that are not tokens: [MASK] and padding of the embedding, (V,) bool."""
+
+    @property
+    def by_blocks(self) -> bool:
+        """Whether a position sees no later block, so that clean positions are evaluated once."""
+        return self.attention in BY_BLOCKS
+
+    def features(
+        self, ids: torch.Tensor, real: torch.Tensor | None, columns: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The input of the LM head (R, L, D) for rows of ids (R, L); `real` (R, L) is False at padding.
+
+        `columns` (R, M) is passed only to a network that `supports_columns`, which then returns (R, M, D).
+        """
+        raise NotImplementedError(f"{type(self).__name__} is {self.attention} and does not evaluate whole rows.")
+
+    def stream(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        seen: torch.Tensor | None,
+        past: list[Past] | None,
+        columns: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, list[KeysValues]]:
+        """The input of the LM head (N, Q, D) for ids (N, Q) at `positions` (N, Q), and their keys and values.
+
+        `seen` (N, Q, K + Q): which of the K keys of `past` and of the call's own keys each query attends to;
+        None: all. `columns` (N, M) of the queries is passed only to a network that `supports_columns`, which then
+        returns (N, M, D); the keys and values of such a call are not used.
+        """
+        raise NotImplementedError(f"{type(self).__name__} is {self.attention} and does not evaluate blocks.")
+
+    @abc.abstractmethod
+    def head(self, features: torch.Tensor) -> torch.Tensor:
+        """Logits (U, V) of feature rows (U, D)."""
+
+    def ties(self, rule: UnmaskingRule) -> str | None:
+        """Why `rule` cannot tell the positions of this network apart, as a sentence; None if it can."""
+        return None
+
+    @property
+    def layers(self) -> torch.nn.Module:
+        """The module that every call runs."""
+        raise NotImplementedError(f"{type(self).__name__} does not define `layers`.")
+
+    def compile(self) -> None:
+        """Compile the layers (torch.compile): the first calls take a minute, later ones are faster."""
+        self.layers.compile(dynamic=True)  # batches have many shapes
+
+    def describe(self) -> dict[str, object]:
+        """The part of the spec that this network defines, for the fingerprint and the results."""
+        return {"denoiser": type(self).__name__}
