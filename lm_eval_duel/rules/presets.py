@@ -156,6 +156,14 @@ ENTRIES = (
         "ZHZisZZ/dllm@ca17675 dllm/pipelines/llada2/sampler.py L66-75",
     ),
     Preset(
+        "llada2-diffusers",
+        "diffusers' LLaDA2Pipeline at its defaults, with editing_threshold=None",
+        ("llada2",),
+        {"rule": "high_or_topk:n=1:tau=0.7", "block": 32},
+        "huggingface/diffusers@v0.42.0 src/diffusers/pipelines/llada2/pipeline_llada2.py L244-262, "
+        "src/diffusers/schedulers/scheduling_block_refinement.py L181-350",
+    ),
+    Preset(
         "fast-dllm-v2",
         "Fast_dLLM_v2 without its block cache",
         ("fast-dllm-v2",),

@@ -32,6 +32,7 @@ SETTINGS = {  # rule, block, cache and grid as the sources have them
     "dream-fast-dllm-prefix": ("threshold:mu=0.9:seed_first=True", 32, "prefix", "auto"),
     "dream-fast-dllm-prefix-entropy": ("dream:alg=entropy:steps=32:seed_first=True", 32, "prefix", "auto"),
     "llada2": ("high_or_topk:n=1:tau=0.95", 32, None, "auto"),
+    "llada2-diffusers": ("high_or_topk:n=1:tau=0.7", 32, None, "auto"),
     "fast-dllm-v2": ("threshold:mu=0.95:strict=True:sub_block=8:seed_first=True", 32, None, "auto"),
     "nemotron": ("greedy:k=1", 32, None, "auto"),
     "nemotron-threshold": ("threshold:mu=0.9", 32, None, "auto"),
