@@ -8,9 +8,9 @@ from collections.abc import Iterable
 
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
-from lm_eval_duel.results.read import Run
-from lm_eval_duel.results.records import NO_CACHE
-from lm_eval_duel.results.rows import NAMED, SAME, VARIES, Row
+from lm_eval_duel.results.read import NO_CACHE, Run
+from lm_eval_duel.results.records import Row
+from lm_eval_duel.results.rows import NAMED, SAME, VARIES
 from lm_eval_duel.rules.tables import place
 
 CACHES = (None, NO_CACHE, "prefix", "dual")  # in the order of tables
@@ -54,7 +54,7 @@ def table(rows: Iterable[Row], base: Run | None = None) -> tuple[list[Row], int 
 
 
 def _apart(first: Row, other: Row) -> str:
-    pairs = [(value, other.values[metric]) for metric, value in first.values.items() if metric in other.values]
+    pairs = [(value, other.metrics[metric]) for metric, value in first.metrics.items() if metric in other.metrics]
     return "" if all(math.isclose(*pair, rel_tol=SAME) for pair in pairs) else ", with ANOTHER value"
 
 
@@ -73,7 +73,7 @@ def _told_apart(group: list[Row]) -> list[Row]:
 
 
 def _place(row: Row) -> tuple:
-    block = int(row.block) if row.block.isdigit() else 10**9
+    block = int(row.block) if (row.block or "").isdigit() else 10**9
     block = -block if row.estimator == "elbo" else block  # the whole target first
     cache = CACHES.index(row.cache) if row.cache in CACHES else len(CACHES)
     return ([*registry.ESTIMATORS].index(row.estimator), block, *place(row.rule), cache, row.variant)

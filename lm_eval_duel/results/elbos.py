@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from lm_eval_duel.results.rows import VARIES, Row
+from lm_eval_duel.results.records import Row
+from lm_eval_duel.results.rows import VARIES
 
 OF_ESTIMATOR = {"block", "grid", "rule_code", "cheap_cache"}  # entries of a spec that belong to it, as rows.VARIES
 CONVENTIONS = {"special_tokens", "windows", "max_length", "sigma"}  # entries in which published figures may differ
@@ -49,9 +50,9 @@ def _other_spec(elbo: Mapping[str, str], duel: Mapping[str, str]) -> dict[str, s
     return {key: f"{key}={there} there, {here} here" for key, there, here in pairs if here != there}
 
 
-def in_words(elbo: Row, stderr: float | None) -> str:
+def in_words(elbo: Row) -> str:
     """Describe an ELBO and its standard error."""
-    spec = elbo.run.spec
+    spec, stderr = elbo.run.spec, elbo.stderr
     if elbo.estimator == "elbo_exact":
         text = f"the mean over all orders in blocks of {elbo.block} (elbo_exact; there is no Monte Carlo ELBO)"
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from lm_eval_duel.results.records import Comparison, TaskComparison
+from lm_eval_duel.results.records import Row, TaskComparison
 from lm_eval_duel.results.table import MARKDOWN, WORDS, form_of, number, plus_minus
 from lm_eval_duel.rules.tables import short
 
@@ -21,7 +21,7 @@ def of(name: str, task: TaskComparison) -> list[str]:
     return [_sentence(name, task, [e for e in entries if e.model == model and not e.ar], base) for model in models]
 
 
-def _sentence(name: str, task: TaskComparison, mine: Sequence[Comparison], base: Comparison | None) -> str:
+def _sentence(name: str, task: TaskComparison, mine: Sequence[Row], base: Row | None) -> str:
     metric, chosen = task.metric, chosen_row(mine)
     unit = "" if metric in ("token_perplexity", "perplexity") else f", {WORDS[metric]}"
     start = f"**{plain(mine[0].model)}** on {plain(name)}{unit}"
@@ -43,15 +43,15 @@ def _sentence(name: str, task: TaskComparison, mine: Sequence[Comparison], base:
     return text
 
 
-def _rule(entry: Comparison) -> str:
+def _rule(entry: Row) -> str:
     return f"{code(short(entry.rule))}{_cache(entry)}"
 
 
-def _cache(entry: Comparison) -> str:
+def _cache(entry: Row) -> str:
     return f" with cache={plain(entry.cache)}" if entry.cached else ""
 
 
-def chosen_row(mine: Sequence[Comparison]) -> Comparison | None:
+def chosen_row(mine: Sequence[Row]) -> Row | None:
     """The DUEL row of the headline: the paper's rule, else the best; rows without a cache, then with an ELBO, first."""
     duels = [entry for entry in mine if entry.estimator == "duel"]
     duels = duels or [entry for entry in mine if entry.entry.follows_rule]
@@ -59,12 +59,12 @@ def chosen_row(mine: Sequence[Comparison]) -> Comparison | None:
     return min(duels, key=lambda entry: (bool(_cache(entry)), entry.elbo is None, entry.value), default=None)
 
 
-def _method(chosen: Comparison) -> str:
+def _method(chosen: Row) -> str:
     """DUEL, or the name of an estimate of it."""
     return chosen.entry.display
 
 
-def _gap(chosen: Comparison, elbo: Comparison | None, base: Comparison | None, metric: str) -> str:
+def _gap(chosen: Row, elbo: Row | None, base: Row | None, metric: str) -> str:
     """The ELBO, and how much of its gap to the autoregressive model DUEL closes."""
     if elbo is None:
         return f", a gap of {number(chosen.gap, form_of(metric))}; {plain(chosen.gap_closed_reason)}."
@@ -86,7 +86,7 @@ def _gap(chosen: Comparison, elbo: Comparison | None, base: Comparison | None, m
     return f"{text}. DUEL closes {number(closed, '.1f')} %{interval} of {gap}."
 
 
-def _interval(chosen: Comparison) -> str:
+def _interval(chosen: Row) -> str:
     """The interval of gap closed, or else its Monte Carlo error."""
     if (between := chosen.gap_closed_interval) is not None:
         return f" ({number(between[0], '.1f')} to {number(between[1], '.1f')})"
@@ -94,14 +94,14 @@ def _interval(chosen: Comparison) -> str:
     return "" if error is None else f" (+- {number(error, '.1f')})"
 
 
-def _bounded(entry: Comparison, metric: str) -> str:
+def _bounded(entry: Row, metric: str) -> str:
     remarks = [f"eps={entry.eps:g}: no bound" if entry.eps else "", entry.stderr_reason]
     remark = f" ({'; '.join(filter(None, remarks))})" if any(remarks) else ""
     bound = "<= " if entry.bound else ""
     return f"{bound}{number(entry.value, form_of(metric))}{plus_minus(entry.stderr, metric)}{remark}"
 
 
-def _against(entry: Comparison, base: Comparison | None, metric: str) -> str:
+def _against(entry: Row, base: Row | None, metric: str) -> str:
     if base is None:
         return ""
     most = "at most " if entry.bound else ""

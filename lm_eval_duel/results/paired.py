@@ -128,12 +128,8 @@ def difference(
     value = float(rates[0] - rates[1]) if np.isfinite(rates).all() else None
     interval = None
     if value is not None and len(first) > 1:
-        sums = stats.resample(table.reshape(len(table), 4)).reshape(-1, 2, 2)
-        kept = (sums[..., 1] > 0).all(1)  # a draw of empty texts only has no rate
-        drawn = -sums[kept][..., 0] / sums[kept][..., 1]  # (draws, 2)
-        for column, scores in enumerate((first, second)):
-            error = math.hypot(*(score.stderr or 0.0 for score in scores)) / units[column]
-            drawn[:, column] = stats.with_error(drawn, column, error) if error else drawn[:, column]
+        drawn = stats.rates(table, [math.hypot(*(one.stderr or 0.0 for one in scores)) for scores in (first, second)])
+        drawn = drawn[np.isfinite(drawn).all(1)]  # a draw of empty texts only has no rate
         low, high = stats.interval(drawn[:, 0] - drawn[:, 1])
         interval = (low, high)
     bounds, reasons = zip(*(_trusted(*pair) for pair in zip(names, kinds, (first, second), strict=True)), strict=True)

@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from lm_eval_duel.results import headline, stats
-from lm_eval_duel.results.records import NO_CACHE, UNCLEAR, Comparison, Interval, Pair
-from lm_eval_duel.results.rows import VARIES, Row
+from lm_eval_duel.results.read import NO_CACHE
+from lm_eval_duel.results.records import UNCLEAR, Pair, Row
+from lm_eval_duel.results.rows import VARIES
 from lm_eval_duel.rules.tables import short
 
 UNITS = {"token_perplexity": "token", "perplexity": "document", "word_perplexity": "word"}  # of others: byte
@@ -34,28 +35,25 @@ def unit(metric: str) -> str:
 # ---------------------------------------------------------------- one pair
 
 
-def pair(metric: str, entries: Sequence[Comparison], rates: Rates, documents: int, first: int, second: int) -> Pair:
+def pair(rows: Sequence[Row], rates: Rates, documents: int, first: int, second: int) -> Pair:
     """The difference of two rows with its interval (or the reason why there is none) and verdict."""
-    values = [stats.rate(metric, entries[n].value) for n in (first, second)]
-    difference = values[0] - values[1] if all(map(math.isfinite, values)) else math.nan
-    lacking = [entries[n] for n in (first, second) if n not in rates]
-    interval = None if lacking or math.isnan(difference) else stats.interval(rates[first] - rates[second])
-    reason = ""
-    if math.isnan(difference):
+    both = rows[first], rows[second]
+    values = [stats.rate(row.metric, row.value) for row in both]
+    difference = values[0] - values[1] if all(map(math.isfinite, values)) else None
+    lacking = [rows[n] for n in (first, second) if n not in rates]
+    interval = None if lacking or difference is None else stats.interval(rates[first] - rates[second])
+    reason, word, names = "", "", apart(*both)
+    if difference is None:
         reason = "no difference of an infinite perplexity"
     elif lacking:
         reason = f"no interval: {lacking[0].model}, {lacking[0].name}: {lacking[0].reason}"
-    names = apart(entries[first], entries[second])
-    word = "" if interval is None else _verdict(entries[first], entries[second], names, interval, documents)
-    return Pair(first, second, list(names), None if math.isnan(difference) else difference, interval, reason, word)
-
-
-def _verdict(first: Comparison, second: Comparison, names: tuple[str, str], interval: Interval, documents: int) -> str:
-    reasons = [
-        f"{name} is neither a likelihood nor a bound" if row.eps else row.stderr_reason
-        for row, name in zip((first, second), names, strict=True)
-    ]
-    return verdict(names, interval, documents, (first.bound, second.bound), reasons)
+    else:
+        reasons = [
+            f"{name} is neither a likelihood nor a bound" if row.eps else row.stderr_reason
+            for row, name in zip(both, names, strict=True)
+        ]
+        word = verdict(names, interval, documents, [row.bound for row in both], reasons)
+    return Pair(first, second, list(names), difference, interval, reason, word)
 
 
 def verdict(
@@ -77,7 +75,7 @@ def verdict(
     return f"{names[better]} is better"
 
 
-def apart(first: Comparison, second: Comparison) -> tuple[str, str]:
+def apart(first: Row, second: Row) -> tuple[str, str]:
     """The shortest names that tell two rows apart."""
     labels = [_labels(first), _labels(second)]
     differing = [(a, b) for a, b in zip(*labels, strict=True) if a != b]
@@ -85,7 +83,7 @@ def apart(first: Comparison, second: Comparison) -> tuple[str, str]:
     return here or first.name, there or second.name
 
 
-def _labels(row: Comparison) -> list[str]:
+def _labels(row: Row) -> list[str]:
     method = short(row.rule) if row.rule else row.entry.title
     block = row.block_name if row.block in (None, "none") else f"block {row.block}"
     return [row.model, method, block, "" if row.cache is None else f"cache={row.cache}", row.qualifiers]
@@ -94,7 +92,7 @@ def _labels(row: Comparison) -> list[str]:
 # ---------------------------------------------------------------- which pairs
 
 
-def of(choice: str, metric: str, entries: Sequence[Comparison], rates: Rates, documents: int) -> list[Pair]:
+def of(choice: str, entries: Sequence[Row], rates: Rates, documents: int) -> list[Pair]:
     """The pairs of `--pairs`.
 
     `rules`: the DUEL rows of a network with one block and one cache against each other; of more than five, each against
@@ -107,10 +105,10 @@ def of(choice: str, metric: str, entries: Sequence[Comparison], rates: Rates, do
         groups = [_of_models(entries)] if choice in (BOTH, MODELS) else []
         groups += _groups(entries) if choice in (BOTH, RULES) else []
         numbers = [pair for group in groups for pair in _within(group, entries)]
-    return [pair(metric, entries, rates, documents, *two) for two in numbers]
+    return [pair(entries, rates, documents, *two) for two in numbers]
 
 
-def _of_models(entries: Sequence[Comparison]) -> list[int]:
+def _of_models(entries: Sequence[Row]) -> list[int]:
     """The number of each model's row: that of its headline, the AR row, or else its lowest likelihood or bound."""
     chosen = []
     for model in dict.fromkeys(entry.model for entry in entries):
@@ -121,7 +119,7 @@ def _of_models(entries: Sequence[Comparison]) -> list[int]:
     return chosen
 
 
-def _groups(entries: Sequence[Comparison]) -> list[list[int]]:
+def _groups(entries: Sequence[Row]) -> list[list[int]]:
     """The numbers of the DUEL rows that differ in the rule only."""
     groups: dict[tuple, list[int]] = {}
     for n, entry in enumerate(entries):
@@ -131,7 +129,7 @@ def _groups(entries: Sequence[Comparison]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _within(group: Sequence[int], entries: Sequence[Comparison]) -> list[tuple[int, int]]:
+def _within(group: Sequence[int], entries: Sequence[Row]) -> list[tuple[int, int]]:
     if len(group) <= MOST_ROWS:
         return list(itertools.combinations(group, 2))
     lowest = min(group, key=lambda n: entries[n].value)
@@ -141,17 +139,15 @@ def _within(group: Sequence[int], entries: Sequence[Comparison]) -> list[tuple[i
 # ---------------------------------------------------------------- the cost of a cache
 
 
-def cache_costs(
-    metric: str, shown: Sequence[Row], entries: Sequence[Comparison], rates: Rates, documents: int
-) -> dict[int, Pair]:
+def cache_costs(rows: Sequence[Row], rates: Rates, documents: int) -> dict[int, Pair]:
     """row number -> cached minus uncached, everything else in the spec the same, of the rows under a cache."""
     costs = {}
-    for n, row in enumerate(shown):
-        if row.cache not in (None, NO_CACHE):
-            partner, reason = _uncached(row, shown)
+    for n, row in enumerate(rows):
+        if row.cached:
+            partner, reason = _uncached(row, rows)
             costs[n] = Pair(n, None, [], None, None, reason, "")
             if partner is not None:
-                costs[n] = pair(metric, entries, rates, documents, n, partner)
+                costs[n] = pair(rows, rates, documents, n, partner)
     return costs
 
 

@@ -11,11 +11,10 @@ from typing import Any
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators.registry import ESTIMATORS
 from lm_eval_duel.results.consistency import check, load, number, whole
-from lm_eval_duel.results.records import NO_CACHE
 from lm_eval_duel.results.samples import WRITTEN, Document, numbered
 from lm_eval_duel.results.task import Json, Task, keys, nans, perplexities, task
 
-MODEL, SCORE = "duel-mdm", "lm_eval_duel score"
+MODEL, SCORE, NO_CACHE = "duel-mdm", "lm_eval_duel score", "none"
 AUTOREGRESSIVE = {  # names of --model in the harness, and the classes of model objects
     *("hf", "hf-auto", "huggingface", "hf-mistral3", "hf-multimodal", "hf-audiolm-qwen", "steered", "HFLM"),
     *("SteeredModel", "vllm", "vllm-vlm", "VLLM", "sglang", "sglang-generate", "SGLangLM", "gguf", "ggml", "GGUFLM"),

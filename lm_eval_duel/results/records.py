@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Mapping
 from typing import Any
 
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.registry import Kind
+from lm_eval_duel.results import stats
+from lm_eval_duel.results.read import NO_CACHE, Run
+from lm_eval_duel.rules.tables import short
 
-NO_CACHE = "none"
+SEES_TRUTH = Kind.NOT_A_LIKELIHOOD.value
 WHOLE = "whole target"  # block=none
 UNCLEAR = "not distinguishable"  # within two standard errors
 Interval = list[float]  # low, high; a list, as in JSON
@@ -31,39 +36,31 @@ class Pair:
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison:
-    """A result beside the others of its task: one model under one estimator, rule, block and cache."""
+class Row:
+    """A result of a task: one model under one estimator, rule, block and cache.
 
-    model: str
-    name: str  # without the model
+    `documents`: metric -> document -> (nats, units); if empty, `missing` says why. What follows `metric` is known
+    beside the other rows of a table.
+    """
+
+    run: Run
+    task: str
     estimator: str
     rule: str | None
-    block: str | None
-    cache: str | None
-    qualifiers: str  # what distinguishes it beyond estimator, rule, block and cache
-    unknown: float  # the share of [UNK] among its tokens
-    eps: float  # of an ELBO; above 0 it is not a bound
-    mc_samples: str | None
-    likelihood: bool  # not the oracle
-    bound: bool
-    flag: str  # what it is, if it is not a likelihood
-    value: float
-    interval: Interval | None  # 95 %, over documents
-    stderr: float | None  # Monte Carlo, or of a sample
-    stderrs: dict[str, float | None]  # of each of `metrics`
-    stderr_bound: float | None  # None for values without such an error; infinite if nothing is known
-    stderr_reason: str  # why a value that is drawn has no error
-    window_stderr: float | None  # over windows, if there is no interval
-    reason: str  # why there is no interval
     metrics: dict[str, float]
-    tokens: int | None
-    nfe: int | None
-    nfe_per_token: float | None
-    dtype: str
-    fingerprint: str | None
-    file: str
+    log_prob: float | None = None
+    nats_stderr: float | None = None  # Monte Carlo
+    nats_window_stderr: float | None = None  # over windows
+    nfe: int | None = None
+    tokens: int | None = None
+    documents: Mapping[str, Mapping[str, tuple[float, float]]] = dataclasses.field(default_factory=dict)
+    missing: str = ""
+    remarks: tuple[str, ...] = ()
+    variant: str = ""  # what distinguishes it from a row of the same model, rule and block
+    metric: str = ""
     ar: bool = False  # the autoregressive baseline
     best: bool = False  # the lowest likelihood of its model
+    interval: Interval | None = None  # 95 %, over documents
     gap: float | None = None  # to the baseline
     gap_interval: Interval | None = None
     elbo: int | None = None  # the number of its ELBO's row
@@ -79,6 +76,82 @@ class Comparison:
         return registry.find(self.estimator)
 
     @property
+    def model(self) -> str:
+        return self.run.label
+
+    @property
+    def block(self) -> str | None:
+        """None for autoregressive and other models, `none` for the whole target."""
+        if self.estimator == "elbo":
+            return self.run.spec.get("elbo_block", "none")
+        return self.run.block if self.run.ours and self.estimator != "ar" else None
+
+    @property
+    def block_name(self) -> str:
+        return WHOLE if self.block == "none" else self.block or ""
+
+    @property
+    def cache(self) -> str | None:
+        """The cache of the sampler; None for networks and estimators that have no such choice."""
+        return None if self.estimator == "ar" else self.run.cache
+
+    @property
+    def cached(self) -> bool:
+        return self.cache not in (None, NO_CACHE)
+
+    @property
+    def eps(self) -> float:
+        """The least t of a Monte Carlo ELBO; above 0 it is not a bound."""
+        eps = self.run.spec.get("elbo_eps", "none")
+        return float(eps) if self.estimator == "elbo" and eps != "none" else 0.0
+
+    @property
+    def likelihood(self) -> bool:
+        """Whether it is a likelihood, or an estimate or bound of one: not the oracle."""
+        return self.entry.kind is not Kind.NOT_A_LIKELIHOOD
+
+    @property
+    def flag(self) -> str:
+        """What it is, if it is not a likelihood."""
+        return "" if self.likelihood else SEES_TRUTH
+
+    @property
+    def bound(self) -> bool:
+        """Whether the perplexity is an upper bound."""
+        return self.entry.kind is Kind.UPPER_BOUND and not self.eps
+
+    @property
+    def proper(self) -> bool:
+        """Whether it is the likelihood itself: no estimate, bound or oracle."""
+        return self.entry.kind is Kind.LIKELIHOOD
+
+    @property
+    def duel(self) -> bool:
+        """Whether its value is that of a rule, or an estimate of it, and not the baseline's."""
+        return self.entry.follows_rule and not self.ar
+
+    # ------------------------------------------------------------ names
+
+    @property
+    def qualifiers(self) -> str:
+        """What distinguishes it beyond estimator, rule, block and cache."""
+        spec = self.run.spec
+        named = [self.entry.named.format(f"{key}={spec[key]}") for key in self.entry.arguments if key in spec]
+        eps = f"eps={self.eps:g}: no bound" if self.eps else ""
+        return ", ".join(filter(None, [eps, *named, self.variant]))
+
+    @property
+    def setting(self) -> list[str]:
+        """Block and cache in words, as far as there are any."""
+        block = self.block_name if self.block in (None, "none") else f"block {self.block}"
+        return [block, f"cache={self.cache}" if self.cached else ""]
+
+    @property
+    def name(self) -> str:
+        """Its name without the model."""
+        return ", ".join(filter(None, [self.entry.title, short(self.rule or ""), *self.setting, self.qualifiers]))
+
+    @property
     def title(self) -> str:
         """The estimator with remarks: the baseline, a bound that does not hold, another spec, unknown tokens."""
         remarks = ", ".join(filter(None, [self.baseline_remark, self.qualifiers, self.unknown_share]))
@@ -89,26 +162,87 @@ class Comparison:
         return ("baseline" if self.estimator == "ar" else "AR baseline") if self.ar else ""
 
     @property
+    def unknown(self) -> float:
+        """The share of [UNK] among its tokens."""
+        return self.run.unknown(self.task)
+
+    @property
     def unknown_share(self) -> str:
         return f"{self.unknown:.1%} [UNK]" if self.unknown else ""
 
-    @property
-    def duel(self) -> bool:
-        """Whether its value is that of a rule, or an estimate of it, and not the baseline's."""
-        return self.entry.follows_rule and not self.ar
+    # ------------------------------------------------------------ values and their errors
 
     @property
-    def proper(self) -> bool:
-        """Whether it is the likelihood itself: no estimate, bound or oracle."""
-        return self.entry.kind is Kind.LIKELIHOOD
+    def value(self) -> float:
+        return self.metrics[self.metric]
 
     @property
-    def block_name(self) -> str:
-        return WHOLE if self.block == "none" else self.block or ""
+    def nfe_per_token(self) -> float | None:
+        return self.nfe / self.tokens if self.nfe and self.tokens else None
+
+    def error(self, metric: str, nats_stderr: float | None) -> float | None:
+        """Standard error of a metric's value from that of its log-likelihood; None if not known."""
+        if nats_stderr is None or self.log_prob is None or metric not in self.metrics:
+            return None
+        return stats.stderr(metric, self.metrics[metric], self.log_prob, nats_stderr)
 
     @property
-    def cached(self) -> bool:
-        return self.cache not in (None, NO_CACHE)
+    def stderr(self) -> float | None:
+        """Monte Carlo, or of a sample."""
+        return self.error(self.metric, self.nats_stderr)
+
+    @property
+    def stderrs(self) -> dict[str, float | None]:
+        return {metric: self.error(metric, self.nats_stderr) for metric in self.metrics}
+
+    @property
+    def window_stderr(self) -> float | None:
+        """Over windows, if there is no interval."""
+        return self.error(self.metric, self.nats_window_stderr) if self.interval is None else None
+
+    @property
+    def stderr_bound(self) -> float | None:
+        """An upper bound of the error of a value that is drawn, such as a Monte Carlo ELBO; None for other values.
+
+        If the error itself is not known, the error over windows bounds it, since their spread contains that of the
+        draws. Infinite if neither is known.
+        """
+        if self.entry.drawn is None:
+            return None
+        known = [self.stderr, self.error(self.metric, self.nats_window_stderr), math.inf]
+        return next(error for error in known if error is not None)
+
+    @property
+    def stderr_reason(self) -> str:
+        """Why a value that is drawn has no error; empty if it has one, and for other rows."""
+        drawn = self.entry.drawn
+        if drawn is None or self.stderr is not None:
+            return ""
+        count = self.run.spec.get(drawn.argument, "")
+        few = count.isdecimal() and int(count) < 8
+        why = f"{drawn.argument}={count}; it takes 8 or more" if few else drawn.no_error
+        return f"{drawn.error} error not known ({why})"
+
+    @property
+    def reason(self) -> str:
+        """Why there is no interval."""
+        if self.interval is not None:
+            return ""
+        return self.missing or ("one document" if self.documents.get(self.metric) else "no values per document")
+
+    def json(self) -> dict[str, Any]:
+        more = {"mc_samples": self.run.spec.get("mc_samples") if self.estimator == "elbo" else None}
+        more |= {"dtype": self.run.dtype, "fingerprint": self.run.fingerprint, "file": self.run.name}
+        return {key: more[key] if key in more else plain(getattr(self, key)) for key in IN_JSON}
+
+
+IN_JSON = (  # of a row
+    *("model", "name", "estimator", "rule", "block", "cache", "qualifiers", "unknown", "eps", "mc_samples"),
+    *("likelihood", "bound", "flag", "value", "interval", "stderr", "stderrs", "stderr_bound", "stderr_reason"),
+    *("window_stderr", "reason", "metrics", "tokens", "nfe", "nfe_per_token", "dtype", "fingerprint", "file"),
+    *("ar", "best", "gap", "gap_interval", "elbo", "gap_closed", "gap_closed_stderr", "gap_closed_interval"),
+    *("distinguishable", "gap_closed_reason", "cache_cost"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +284,7 @@ class TaskComparison:
 
     metric: str
     documents: int | None
-    rows: list[Comparison]
+    rows: list[Row]
     rules: list[Speeds]
     pairs: list[Pair]
     elbo: list[str]
@@ -160,7 +294,7 @@ class TaskComparison:
     headlines: list[str] = dataclasses.field(default_factory=list)
 
     @property
-    def baseline(self) -> Comparison | None:
+    def baseline(self) -> Row | None:
         return next((row for row in self.rows if row.ar), None)
 
 
@@ -181,6 +315,8 @@ class Average:
 
 def plain(value: Any) -> Any:
     """Records as what JSON has."""
+    if isinstance(value, Row):
+        return value.json()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, dict):

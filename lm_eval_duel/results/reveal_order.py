@@ -13,7 +13,7 @@ import numpy as np
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.results.read import Run
-from lm_eval_duel.results.rows import SEES_TRUTH
+from lm_eval_duel.results.records import SEES_TRUTH
 
 MAX_CELLS, MAX_POINTS = 64, 128  # per side of a heat map, and per curve; longer ones are binned
 

@@ -1,4 +1,4 @@
-"""Rows of a table: one model under one estimator, rule and block on one task, with values per document."""
+"""The rows that a run of a task gives, with values per document: a lattice run has one for each of its estimators."""
 
 from __future__ import annotations
 
@@ -11,99 +11,14 @@ from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.results import stats
 from lm_eval_duel.results.read import Run, Task
-from lm_eval_duel.results.records import NO_CACHE, WHOLE
+from lm_eval_duel.results.records import Row
 from lm_eval_duel.rules import RULES
-from lm_eval_duel.rules.tables import adaptive, family, is_rule, short
+from lm_eval_duel.rules.tables import adaptive, family, is_rule
 
-SEES_TRUTH = registry.Kind.NOT_A_LIKELIHOOD.value
 SAME = 1e-4  # relative difference up to which two ways to one value agree
 VARIES = {"estimator", "rule", "draw_seed", *registry.arguments()}  # entries of a spec that vary within one model
 # entries of a spec that every row names if it has them
 NAMED = {"cache", *(key for entry in registry.ENTRIES if entry.named for key in entry.arguments)}
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """`values`: metric -> value. `documents`: metric -> document -> (nats, units); if empty, `missing` says why."""
-
-    run: Run
-    task: str
-    estimator: str
-    rule: str | None
-    values: dict[str, float]
-    log_prob: float | None = None
-    nats_stderr: float | None = None  # Monte Carlo
-    window_stderr: float | None = None  # of the nats, over windows
-    nfe: int | None = None
-    tokens: int | None = None
-    documents: Mapping[str, Mapping[str, tuple[float, float]]] = dataclasses.field(default_factory=dict)
-    missing: str = ""
-    remarks: tuple[str, ...] = ()
-    variant: str = ""  # what distinguishes it from a row of the same model, rule and block
-
-    @property
-    def model(self) -> str:
-        return self.run.label
-
-    @property
-    def block(self) -> str:
-        return self.run.spec.get("elbo_block", "none") if self.estimator == "elbo" else self.run.block
-
-    @property
-    def entry(self) -> registry.Entry:
-        return registry.find(self.estimator)
-
-    @property
-    def is_likelihood(self) -> bool:
-        """Whether it is a likelihood, or an estimate or bound of one: not the oracle."""
-        return self.entry.kind is not registry.Kind.NOT_A_LIKELIHOOD
-
-    @property
-    def eps(self) -> float:
-        """The least t of a Monte Carlo ELBO; above 0 it is not a bound."""
-        eps = self.run.spec.get("elbo_eps", "none")
-        return float(eps) if self.estimator == "elbo" and eps != "none" else 0.0
-
-    @property
-    def bound(self) -> bool:
-        """Whether the perplexity is an upper bound."""
-        return registry.find(self.estimator).kind is registry.Kind.UPPER_BOUND and not self.eps
-
-    @property
-    def cache(self) -> str | None:
-        """The cache of the sampler; None for networks and estimators that have no such choice."""
-        return None if self.estimator == "ar" else self.run.cache
-
-    @property
-    def qualifiers(self) -> str:
-        """Remarks other than estimator, rule, block and cache."""
-        spec, entry = self.run.spec, registry.find(self.estimator)
-        named = [entry.named.format(f"{key}={spec[key]}") for key in entry.arguments if key in spec]
-        eps = f"eps={self.eps:g}: no bound" if self.eps else ""
-        return ", ".join(filter(None, [eps, *named, self.variant]))
-
-    @property
-    def name(self) -> str:
-        """The name of the row, without its model."""
-        block = block_name(self.block) if self.run.ours and self.estimator != "ar" else ""
-        title = registry.find(self.estimator).title
-        return ", ".join(filter(None, [title, short(self.rule or ""), block, cache_name(self.cache), self.qualifiers]))
-
-    def error(self, metric: str, nats_stderr: float | None) -> float | None:
-        """Standard error of a metric's value from that of its log-likelihood; None if not known."""
-        if None in (nats_stderr, self.log_prob) or metric not in self.values:
-            return None
-        return stats.stderr(metric, self.values[metric], self.log_prob, nats_stderr)
-
-
-def block_name(block: str) -> str:
-    """A block in the name of a row."""
-    return WHOLE if block == "none" else f"block {block}"
-
-
-def cache_name(cache: str | None) -> str:
-    """A cache in the name of a row; empty without one."""
-    return f"cache={cache}" if cache not in (None, NO_CACHE) else ""
 
 
 def of(run: Run, name: str, traced: Mapping[str, Mapping[int, float]] | None = None) -> list[Row]:
@@ -111,16 +26,8 @@ def of(run: Run, name: str, traced: Mapping[str, Mapping[int, float]] | None = N
     task, scored = run.tasks[name], run.duel["tasks"].get(name, {})
     documents, missing = _sampled(task)
     tokens = sum(units for _, units in documents.get("token_perplexity", {}).values())
-    selected = Row(
-        run,
-        name,
-        run.estimator,
-        run.rule,
-        task.metrics,
-        tokens=int(tokens) or None,
-        documents=documents,
-        missing=missing,
-    )
+    selected = Row(run, name, run.estimator, run.rule, task.metrics, tokens=int(tokens) or None)
+    selected = dataclasses.replace(selected, documents=documents, missing=missing)
     if not scored:
         return [selected]
     if run.partial(name):
@@ -145,7 +52,7 @@ def of(run: Run, name: str, traced: Mapping[str, Mapping[int, float]] | None = N
             rule=key if entry is None else run.rule if entry.follows_rule else None,
             log_prob=value.get("log_prob"),
             nats_stderr=value.get("stderr"),
-            window_stderr=value.get("window_stderr"),
+            nats_window_stderr=value.get("window_stderr"),
             nfe=value.get("nfe"),
             tokens=scored.get("tokens") or selected.tokens,
         )
@@ -205,7 +112,7 @@ def _sampled(task: Task) -> tuple[dict[str, dict[str, tuple[float, float]]], str
 
 def _beside(row: Row, own: float | None, traced: Mapping[str, Mapping[int, float]] | None, key: str) -> Row:
     """Another row of a lattice run than the selected one: its values follow from the ratio of log-likelihoods."""
-    selected, remarks = row.values, list(row.remarks)
+    selected, remarks = row.metrics, list(row.remarks)
     known_nats = own and row.log_prob is not None and math.isfinite(own) and row.log_prob < math.inf
     values = {
         metric: stats.scaled(metric, known, row.log_prob / own) for metric, known in selected.items() if known_nats
@@ -213,7 +120,7 @@ def _beside(row: Row, own: float | None, traced: Mapping[str, Mapping[int, float
     if not known_nats:
         remarks.append(f"{row.run.name}: {key} of {row.task} has no finite log-likelihood, so it has no value")
     documents, missing = _traced(row, traced, key)
-    return dataclasses.replace(row, values=values, documents=documents, missing=missing, remarks=tuple(remarks))
+    return dataclasses.replace(row, metrics=values, documents=documents, missing=missing, remarks=tuple(remarks))
 
 
 def _traced(

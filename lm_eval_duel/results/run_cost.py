@@ -7,15 +7,14 @@ from typing import Any
 
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.results.read import Run
-from lm_eval_duel.results.records import Comparison
-from lm_eval_duel.results.rows import SEES_TRUTH
+from lm_eval_duel.results.records import SEES_TRUTH, Row
 from lm_eval_duel.rules.tables import place
 
 WHOLE = "times of whole runs, loading included: results of other models hold no other time, and no device"
 CACHED = "some answers came from a response cache, so the time covers only a part of the run"
 
 
-def table(runs: Sequence[Run], ar: Sequence[Run], tasks: Mapping[str, Sequence[Comparison]]) -> list[dict[str, Any]]:
+def table(runs: Sequence[Run], ar: Sequence[Run], tasks: Mapping[str, Sequence[Row]]) -> list[dict[str, Any]]:
     """One entry per run. Ratios are of seconds per token; they are left out if two runs cannot be compared.
 
     The ELBO is the one that gap closed uses in the report's `tasks`.
@@ -31,8 +30,8 @@ def table(runs: Sequence[Run], ar: Sequence[Run], tasks: Mapping[str, Sequence[C
             continue
         if entry["estimator"] != "elbo":
             used = elbos.get(entry["file"])
-            bounds = [files[used.file]] if used else []
-            note = f"the ELBO of {entry['model']}: {used.name}, mc_samples={used.mc_samples}" if used else ""
+            bounds = [files[used.run.name]] if used else []
+            note = f"the ELBO of {entry['model']}: {used.name}, mc_samples={used.run.spec['mc_samples']}" if used else ""
             entry["times_elbo"], entry["times_elbo_reason"] = _ratio(entry, bounds, "Monte Carlo ELBO", note)
         entry["times_ar"], entry["times_ar_reason"] = _ratio(entry, bases, "AR run", "")
     models, order = [entry["model"] for entry in entries], [*registry.ESTIMATORS]
@@ -42,13 +41,13 @@ def table(runs: Sequence[Run], ar: Sequence[Run], tasks: Mapping[str, Sequence[C
     )
 
 
-def _elbos(tasks: Mapping[str, Sequence[Comparison]]) -> dict[str, Comparison]:
+def _elbos(tasks: Mapping[str, Sequence[Row]]) -> dict[str, Row]:
     """File of a run -> the row of the Monte Carlo ELBO that its gap closed uses."""
-    elbos: dict[str, Comparison] = {}
+    elbos: dict[str, Row] = {}
     for rows in tasks.values():
         for row in rows:
             if row.elbo is not None and rows[row.elbo].estimator == "elbo":
-                elbos.setdefault(row.file, rows[row.elbo])
+                elbos.setdefault(row.run.name, rows[row.elbo])
     return elbos
 
 

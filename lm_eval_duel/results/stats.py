@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -94,6 +95,19 @@ def with_error(rates: np.ndarray, column: int, error: float, seed: int = SEED) -
     included = min(float(np.var(other)) for other in others)
     missing = math.sqrt(max(0.0, error**2 - included))
     return rates[:, column] + missing * np.random.default_rng([seed, column]).standard_normal(len(rates))
+
+
+def rates(table: np.ndarray, errors: Sequence[float | None]) -> np.ndarray:
+    """Bootstrap draws of nats per unit: (documents, K, 2) nats and units -> (draws, K), each with its error in nats."""
+    documents, count, _ = table.shape
+    sums = resample(table.reshape(documents, -1)).reshape(-1, count, 2)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        drawn = sums[..., 0] / sums[..., 1]  # (draws, K)
+    result = drawn.copy()
+    for column, error in enumerate(errors):
+        if error and math.isfinite(error):
+            result[:, column] = with_error(drawn, column, error / table[:, column, 1].sum())
+    return -result
 
 
 def interval(values: np.ndarray) -> list[float]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from lm_eval_duel.results import pairs
-from lm_eval_duel.results.records import UNCLEAR, Average, Comparison, Pair, Speeds, TaskComparison
+from lm_eval_duel.results.records import UNCLEAR, Average, Pair, Row, Speeds, TaskComparison
 from lm_eval_duel.results.table import CODE, RULE, WORDS, Cell, Column, Table, Value, form_of
 
 SPEC = (  # the entries of a spec that are listed
@@ -21,7 +21,7 @@ MODEL, ESTIMATOR, UNMASKING = Column("model"), Column("estimator"), Column("rule
 BLOCK, CACHE, VERDICT = Column("block"), Column("cache"), Column("verdict")
 
 
-def shown(row: Comparison, metric: str | None = None, with_interval: bool = False) -> Cell:
+def shown(row: Row, metric: str | None = None, with_interval: bool = False) -> Cell:
     """A row's value, or that of another metric of it."""
     if metric is not None:
         if metric not in row.metrics:
@@ -40,7 +40,7 @@ def shown(row: Comparison, metric: str | None = None, with_interval: bool = Fals
     return Cell(row.value, instead=error, note=row.reason, **cell)
 
 
-def caches(rows: Iterable[Comparison]) -> Callable[[Comparison], str]:
+def caches(rows: Iterable[Row]) -> Callable[[Row], str]:
     """The column `cache` of a table: empty if no row is under a cache."""
     used = any(row.cached for row in rows)
     return lambda row: (row.cache or "") if used else ""
@@ -82,7 +82,7 @@ def gaps(task: TaskComparison) -> Table:
     return Table(columns, rows, WORDS[task.metric])
 
 
-def _gap(row: Comparison, with_interval: bool) -> Cell:
+def _gap(row: Row, with_interval: bool) -> Cell:
     """The gap to the autoregressive model, with the error of the row's value."""
     if row.gap is None:
         return Cell()
@@ -90,7 +90,7 @@ def _gap(row: Comparison, with_interval: bool) -> Cell:
     return Cell(row.gap, row.gap_interval if with_interval else None, row.stderr, unsure=unsure)
 
 
-def _closed(row: Comparison) -> Cell:
+def _closed(row: Row) -> Cell:
     value: Value = UNCLEAR if row.distinguishable is False else row.gap_closed
     return Cell(value, row.gap_closed_interval, row.gap_closed_stderr, note=row.gap_closed_reason)
 
@@ -146,7 +146,7 @@ def speeds(task: TaskComparison, of: Speeds) -> Table:
 
 def perplexities(tasks: Mapping[str, TaskComparison]) -> Table:
     """Every row on every task."""
-    found: dict[tuple[str, str], dict[str, Comparison]] = {}
+    found: dict[tuple[str, str], dict[str, Row]] = {}
     for name, task in tasks.items():
         for row in task.rows:
             found.setdefault((row.model, row.name), {})[name] = row

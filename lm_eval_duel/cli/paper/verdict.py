@@ -21,7 +21,7 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.registry import find
 from lm_eval_duel.rates import ratio
 from lm_eval_duel.results import read, rows, stats
-from lm_eval_duel.results.rows import Row
+from lm_eval_duel.results.records import Row
 from lm_eval_duel.rules import parse
 
 FEWEST = 8  # documents from which a standard error is an estimate of anything
@@ -62,12 +62,12 @@ def measured(line: Line, file: Path) -> Measured:
     task = run.tasks[line.job.task]
     metric = line.figure["metric"] if line.figure else next(iter(task.metrics))
     row = next((row for row in rows.of(run, line.job.task) if _is_value(row, line)), None)
-    if row is None or metric not in row.values:
+    if row is None or metric not in row.metrics:
         raise DuelError(f"{file} has no {metric} of this line.")
     counts = run.content.get("n-samples", {}).get(task.key, {})
     size = task.size or 0
     return Measured(
-        row.values[metric],
+        row.metrics[metric],
         over_documents(row, metric),
         row.error(metric, row.nats_stderr),
         find(row.estimator).name == "elbo",
@@ -89,12 +89,12 @@ def over_documents(row: Row, metric: str) -> float | None:
     """The standard error of a value over documents, as a ratio to units; over windows if no samples were saved."""
     documents = list(row.documents.get(metric, {}).values())
     if len(documents) < 2:
-        return row.error(metric, row.window_stderr)
+        return row.error(metric, row.nats_window_stderr)
     nats, units = zip(*documents, strict=True)
     _, error = ratio(nats, units)
     if error is None:
         return None
-    return stats.stderr(metric, row.values[metric], math.fsum(nats), error * math.fsum(units))
+    return stats.stderr(metric, row.metrics[metric], math.fsum(nats), error * math.fsum(units))
 
 
 def judge(line: Line, result: Measured, tolerance: float) -> Verdict:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from lm_eval_duel.results.figures.style import GREY, LIGHT, MARKERS, bare, label, new, plain_log, rule_colour
 from lm_eval_duel.results.figures.values import error_text, kind_of, legend, whisker, wide
-from lm_eval_duel.results.records import Speeds, TaskComparison
-from lm_eval_duel.results.rows import SEES_TRUTH
+from lm_eval_duel.results.records import SEES_TRUTH, Speeds, TaskComparison
 from lm_eval_duel.results.table import WORDS, form_of, number
 from lm_eval_duel.rules.tables import short
 

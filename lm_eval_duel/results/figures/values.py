@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.results.figures.style import DARK, GREY, LIGHT, LOG_FROM, bare, label, model_colour, new, plain_log
-from lm_eval_duel.results.records import Comparison, TaskComparison
+from lm_eval_duel.results.records import Row, TaskComparison
 from lm_eval_duel.results.stats import CLEAR
 from lm_eval_duel.results.table import WORDS, form_of, number, plus_minus
 
@@ -88,7 +88,7 @@ def perplexity(name: str, task: TaskComparison, width: float | None = None) -> F
     return figure
 
 
-def _line(axes: Axes, entry: Comparison, at: float, seen: dict[str, Any]) -> None:
+def _line(axes: Axes, entry: Row, at: float, seen: dict[str, Any]) -> None:
     """A row's interval, Monte Carlo error and value at height `at`; the first marker of each kind is put in `seen`."""
     from matplotlib.lines import Line2D
 
@@ -106,20 +106,20 @@ def _line(axes: Axes, entry: Comparison, at: float, seen: dict[str, Any]) -> Non
         axes.axvline(entry.value, color=GREY, linestyle=":", linewidth=1.2, zorder=1)
 
 
-def _intervals(entries: Sequence[Comparison]) -> str:
+def _intervals(entries: Sequence[Row]) -> str:
     """What the lines and wide bars of the figure are."""
     text = ", with 95 % bootstrap intervals over documents" if any(entry.interval for entry in entries) else ""
     errors = any(entry.stderr is not None for entry in entries)
     return text + ("; wide bars: two Monte Carlo standard errors" if errors else "")
 
 
-def whisker(entry: Comparison) -> list[float]:
+def whisker(entry: Row) -> list[float]:
     """Two Monte Carlo standard errors to either side."""
     low = entry.value - CLEAR * entry.stderr
     return [max(low, entry.value / 10), entry.value + CLEAR * entry.stderr]  # above 0, for a log scale
 
 
-def error_text(entry: Comparison, metric: str) -> str:
+def error_text(entry: Row, metric: str) -> str:
     """A value's Monte Carlo error as text."""
     error = " +- ?" if entry.stderr_reason else plus_minus(entry.stderr, metric)
     return error.replace("+-", "±")
@@ -131,11 +131,11 @@ def wide(values: Sequence[float]) -> bool:
     return len(known) == len(values) > 0 and max(known) / min(known) > LOG_FROM
 
 
-def kind_of(entry: Comparison) -> str:
+def kind_of(entry: Row) -> str:
     return EPS if entry.eps else entry.estimator
 
 
-def look(entry: Comparison) -> tuple[str, str, bool]:
+def look(entry: Row) -> tuple[str, str, bool]:
     """Marker, colour, and whether it is filled."""
     marker, colour, filled = LOOKS.get(kind_of(entry)) or OTHER_LOOKS[registry.find(entry.estimator).kind]
     return marker, colour if entry.ar or not entry.likelihood else model_colour(entry.model), filled
@@ -149,7 +149,7 @@ def legend(name: str) -> str:
     return f"{estimator.title}{' (upper bound)' if estimator.kind is registry.Kind.UPPER_BOUND else ''}"
 
 
-def _line_label(entry: Comparison) -> str:
+def _line_label(entry: Row) -> str:
     if not entry.likelihood:
         return registry.find(entry.estimator).title
     named = label(entry.name.removeprefix("DUEL, "))

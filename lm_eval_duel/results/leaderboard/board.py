@@ -11,7 +11,7 @@ from lm_eval_duel.results import compare, run_cost
 from lm_eval_duel.results.leaderboard.columns import Column
 from lm_eval_duel.results.leaderboard.provenance import Provenance
 from lm_eval_duel.results.read import Run
-from lm_eval_duel.results.records import Comparison
+from lm_eval_duel.results.records import Row as Result
 from lm_eval_duel.results.rows import VARIES
 from lm_eval_duel.rules.tables import place, short
 
@@ -26,7 +26,7 @@ RANKED = ("exact", "estimate")
 CELL = (  # the entries of a row of report.build that a cell has
     *("value", "interval", "stderr", "stderr_reason", "window_stderr", "reason"),
     *("gap", "gap_interval", "gap_closed", "gap_closed_interval", "gap_closed_stderr", "gap_closed_reason"),
-    *("distinguishable", "nfe", "tokens", "file"),
+    *("distinguishable", "nfe", "tokens"),
 )
 Entry = Mapping[str, Any]
 
@@ -41,7 +41,7 @@ def rows(
     merged: dict[tuple, dict[str, Any]] = {}
     for column in columns:
         for entry in column.entries:
-            run = by_name[entry.file]
+            run = by_name[entry.run.name]
             row = merged.setdefault(_identity(run, entry), _row(run, entry))
             row["cells"][column.id] = _cell(entry)
             row["remarks"] = max(row["remarks"], _remarks(entry), key=len)
@@ -58,7 +58,7 @@ def rows(
     return everything
 
 
-def _identity(run: Run, entry: Comparison) -> tuple:
+def _identity(run: Run, entry: Result) -> tuple:
     """What rows of several tasks share. The draws of an estimate belong to it."""
     drawn = entry.stderr is not None or entry.stderr_reason or entry.entry.drawn
     varies = {"estimator", "rule"} if drawn else VARIES
@@ -66,7 +66,7 @@ def _identity(run: Run, entry: Comparison) -> tuple:
     return run.key, entry.estimator, entry.rule, entry.block, spec
 
 
-def _row(run: Run, entry: Comparison) -> dict[str, Any]:
+def _row(run: Run, entry: Result) -> dict[str, Any]:
     kind = _kind(entry)
     return {
         "model": run.label,
@@ -92,7 +92,7 @@ def _row(run: Run, entry: Comparison) -> dict[str, Any]:
     }
 
 
-def _kind(entry: Comparison) -> str:
+def _kind(entry: Result) -> str:
     kind = entry.entry.kind
     if kind is registry.Kind.NOT_A_LIKELIHOOD:
         return "oracle"
@@ -101,15 +101,16 @@ def _kind(entry: Comparison) -> str:
     return "exact" if kind is registry.Kind.LIKELIHOOD and entry.stderr is None else "estimate"
 
 
-def _cell(entry: Comparison) -> dict[str, Any]:
+def _cell(entry: Result) -> dict[str, Any]:
     cell = {key: getattr(entry, key) for key in CELL}
     return cell | {
+        "file": entry.run.name,
         "bits_per_byte": entry.metrics.get("bits_per_byte"),
         "bits_per_byte_stderr": entry.stderrs.get("bits_per_byte"),
     }
 
 
-def _remarks(entry: Comparison) -> str:
+def _remarks(entry: Result) -> str:
     """What distinguishes a row beyond model, estimator, rule, block and cache."""
     parts = [part for part in entry.qualifiers.split(", ") if part and not part.startswith("cache=")]
     return ", ".join(filter(None, [*parts, entry.unknown_share]))

@@ -16,7 +16,7 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.results import compare, match
 from lm_eval_duel.results.match import TOKEN_METRICS
 from lm_eval_duel.results.read import Run
-from lm_eval_duel.results.records import Comparison
+from lm_eval_duel.results.records import Row
 from lm_eval_duel.results.samples import METRICS
 
 
@@ -28,7 +28,7 @@ class Column:
     task: str
     runs: list[Run]
     apart: str = ""
-    entries: list[Comparison] = dataclasses.field(default_factory=list)
+    entries: list[Row] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
 
     @property
