@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 from urllib.parse import quote
 
-from lm_eval_duel.results import pairs, tables
-from lm_eval_duel.results.names import free, safe_name, subject
+from lm_eval_duel.results import tables
 from lm_eval_duel.results.table import MARKDOWN, WORDS, Table, bullets, latex, markdown, plain, spaced
 from lm_eval_duel.tables import one_line
 
+MAX_LENGTH = 100  # characters of a task's name in a file name
 SINGLE = "Each 95 % interval is for its pair alone: of twenty pairs of equal rows, about one is called different."
+PRINTED = ("methods", "cache", "pairs")  # tables of a task that the command prints
 escape = MARKDOWN.escape
+
+
+def safe_name(name: str) -> str:
+    """A name as part of a file name: safe on any file system."""
+    return "".join(c if c.isalnum() or c in "-_." else "_" for c in name)[:MAX_LENGTH]
+
+
+def free(stem: str, suffix: str, taken: Iterable[str]) -> str:
+    """A file name that is not taken, ignoring case: replacing characters may make two tasks' names equal."""
+    used = {name.casefold() for name in taken}
+    number, name = 1, f"{stem}{suffix}"
+    while name.casefold() in used:
+        number += 1
+        name = f"{stem}_{number}{suffix}"
+    return name
+
+
+def subject(title: str) -> str:
+    """A title such as `demo-mdm, block 4, cache=dual` as part of a file name: `demo-mdm_block_4_cache_dual`."""
+    return safe_name(re.sub(r"[\s,:=/]+", "_", title))
 
 
 def page(report: Mapping[str, Any]) -> str:
@@ -27,9 +49,9 @@ def page(report: Mapping[str, Any]) -> str:
         if task.differences:
             title = "Compared as published, although these differ" if task.as_published else "These differ"
             parts += [f"**{title}:**", bullets(task.differences)]
-        for title, table in _of_task(task):
-            parts += [f"### {escape(title)}", markdown(table)]
-            parts += [SINGLE] if table.rows and title.startswith("Paired") else []
+        for stem, title, table in tables.of_task(task):
+            parts += [] if stem == "methods" else [f"### {escape(title)}", markdown(table)]
+            parts += [SINGLE] if stem == "pairs" else []
         parts += [*_figures(report, name, "rules"), "### Notes", bullets(task.notes)]
     if len(report["tasks"]) > 1 and (table := tables.averages([*report["tasks"]], report["averages"])):
         parts += ["## Gap closed over tasks, %", markdown(table)]
@@ -44,19 +66,6 @@ def page(report: Mapping[str, Any]) -> str:
     return spaced([*parts, "## Files", escape(table.title), markdown(table)])
 
 
-def _of_task(task: Any) -> Iterator[tuple[str, Table]]:
-    """The tables of a task other than the first, with their titles."""
-    unit = pairs.unit(task.metric)
-    if any(row.duel for row in task.rows):
-        yield "Gap to the autoregressive model", tables.gaps(task)
-    if costs := tables.cache_costs(task):
-        yield f"Cost of the cache, nats per {unit}", costs
-    if task.pairs:
-        yield f"Paired differences, nats per {unit}", tables.differences(task)
-    for speeds in task.rules:
-        yield f"Rules against NFE: {speeds.title}", tables.speeds(task, speeds)
-
-
 def _figures(report: Mapping[str, Any], about: str, kind: str) -> list[str]:
     figures = [figure for figure in report["figures"] if (figure["about"], figure["kind"]) == (about, kind)]
     return [
@@ -67,28 +76,19 @@ def _figures(report: Mapping[str, Any], about: str, kind: str) -> list[str]:
 
 def bodies(report: Mapping[str, Any]) -> dict[str, str]:
     """The body of every LaTeX table, by file name."""
+    every: list[tuple[str, Table | None]] = []
+    if len(report["tasks"]) > 1:
+        every.append(("perplexity", tables.perplexities(report["tasks"])))
+        every.append(("gap_closed", tables.averages([*report["tasks"]], report["averages"])))
+    for name, task in report["tasks"].items():
+        for stem, title, table in tables.of_task(task):
+            end = f"_{subject(title.partition(': ')[2])}" if stem == "rules" and len(task.rules) > 1 else ""
+            every.append((f"{stem}_{safe_name(name)}{end}", table))
+    every += [(f"accuracy_{safe_name(table['task'])}", tables.accuracies(table)) for table in report["accuracies"]]
     files: dict[str, str] = {}
-
-    def add(stem: str, table: Table | None) -> None:
+    for stem, table in every:
         if table is not None:
             files[free(stem, ".tex", files)] = latex(table)
-
-    if len(report["tasks"]) > 1:
-        add("perplexity", tables.perplexities(report["tasks"]))
-        add("gap_closed", tables.averages([*report["tasks"]], report["averages"]))
-    for name, task in report["tasks"].items():
-        safe = safe_name(name)
-        if any(row.duel for row in task.rows):
-            add(f"gap_{safe}", tables.gaps(task))
-        add(f"methods_{safe}", tables.values(task))
-        add(f"cache_{safe}", tables.cache_costs(task))
-        if task.pairs:
-            add(f"pairs_{safe}", tables.differences(task))
-        for speeds in task.rules:
-            end = "" if len(task.rules) == 1 else f"_{subject(speeds.title)}"
-            add(f"rules_{safe}{end}", tables.speeds(task, speeds))
-    for table in report["accuracies"]:
-        add(f"accuracy_{safe_name(table['task'])}", tables.accuracies(table))
     return files
 
 
@@ -96,12 +96,11 @@ def console(report: Mapping[str, Any]) -> str:
     """The text that the command prints: headlines, perplexities, differences, and the names of the files."""
     parts = [line.replace("**", "") for task in report["tasks"].values() for line in task.headlines]
     for name, task in report["tasks"].items():
-        parts += [f"{one_line(name)}, {WORDS[task.metric]}", plain(tables.values(task))]
-        unit = pairs.unit(task.metric)
-        if costs := tables.cache_costs(task):
-            parts += [f"cost of the cache on {one_line(name)}, nats per {unit}", plain(costs)]
-        if task.pairs:
-            parts += [f"paired differences on {one_line(name)}, nats per {unit}", plain(tables.differences(task))]
+        for stem, title, table in tables.of_task(task):
+            if stem in PRINTED:
+                what, comma, unit = title.partition(", ")
+                what = f"{what[0].lower()}{what[1:]} on " if comma else ""
+                parts += [f"{what}{one_line(name)}, {unit or title}", plain(table)]
         parts += ["\n".join(f"differs: {one_line(difference)}" for difference in task.differences)]
     for table in map(tables.accuracies, report["accuracies"]):
         parts += [one_line(table.title), plain(table)]

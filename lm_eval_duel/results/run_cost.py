@@ -31,7 +31,9 @@ def table(runs: Sequence[Run], ar: Sequence[Run], tasks: Mapping[str, Sequence[R
         if entry["estimator"] != "elbo":
             used = elbos.get(entry["file"])
             bounds = [files[used.run.name]] if used else []
-            note = f"the ELBO of {entry['model']}: {used.name}, mc_samples={used.run.spec['mc_samples']}" if used else ""
+            note = (
+                f"the ELBO of {entry['model']}: {used.name}, mc_samples={used.run.spec['mc_samples']}" if used else ""
+            )
             entry["times_elbo"], entry["times_elbo_reason"] = _ratio(entry, bounds, "Monte Carlo ELBO", note)
         entry["times_ar"], entry["times_ar_reason"] = _ratio(entry, bases, "AR run", "")
     models, order = [entry["model"] for entry in entries], [*registry.ESTIMATORS]

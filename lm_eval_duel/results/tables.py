@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lm_eval_duel.results import pairs
@@ -38,6 +38,20 @@ def shown(row: Row, metric: str | None = None, with_interval: bool = False) -> C
         return Cell(row.value, row.interval, **cell)
     error = "" if row.window_stderr is None else f"s.e. {row.window_stderr:.2g} over windows"
     return Cell(row.value, instead=error, note=row.reason, **cell)
+
+
+def of_task(task: TaskComparison) -> Iterator[tuple[str, str, Table]]:
+    """The tables of a task, each with the stem of its file and its title."""
+    unit = pairs.unit(task.metric)
+    if any(row.duel for row in task.rows):
+        yield "gap", "Gap to the autoregressive model", gaps(task)
+    yield "methods", WORDS[task.metric], values(task)
+    if any(row.cache_cost for row in task.rows):
+        yield "cache", f"Cost of the cache, nats per {unit}", cache_costs(task)
+    if task.pairs:
+        yield "pairs", f"Paired differences, nats per {unit}", differences(task)
+    for of_model in task.rules:
+        yield "rules", f"Rules against NFE: {of_model.title}", speeds(task, of_model)
 
 
 def caches(rows: Iterable[Row]) -> Callable[[Row], str]:
@@ -95,7 +109,7 @@ def _closed(row: Row) -> Cell:
     return Cell(value, row.gap_closed_interval, row.gap_closed_stderr, note=row.gap_closed_reason)
 
 
-def cache_costs(task: TaskComparison) -> Table | None:
+def cache_costs(task: TaskComparison) -> Table:
     """Each row under a cache next to the one without, and their paired difference: above 0, the cache costs."""
     form, unit = form_of(task.metric), pairs.unit(task.metric)
     columns = [MODEL, ESTIMATOR, UNMASKING, BLOCK, CACHE, Column("cache=none", form), Column("with the cache", form)]
@@ -107,7 +121,7 @@ def cache_costs(task: TaskComparison) -> Table | None:
             without = None if cost.second is None else shown(task.rows[cost.second], task.metric)
             labels = [row.model, row.title, row.rule, row.block_name, row.cache]
             rows.append([*labels, without, shown(row, task.metric), _difference(cost), cost.verdict])
-    return Table(columns, rows, WORDS[task.metric]) if rows else None
+    return Table(columns, rows, WORDS[task.metric])
 
 
 def differences(task: TaskComparison) -> Table:

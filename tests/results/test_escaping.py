@@ -83,18 +83,8 @@ def test_a_name_in_a_table_is_text():
         assert found.removeprefix("some words ") == name
 
 
-def test_a_formula_in_a_name_is_none():
-    assert plain("$x$") == r"\$x\$", "as some renderers read a pair of $"
-
-
 def test_latex_reads_no_argument_from_the_name_that_starts_a_row():
     """After the two backslashes that end a row, LaTeX takes [ and * for arguments."""
     for name in ("[2pt]", "*", "* [2pt]"):
         assert not re.match(r"\s*[\[*]", escape(name))
     assert escape("a[b]*c") == "a{[}b]{*}c"
-
-
-def test_a_rule_s_parameter_is_text_in_latex():
-    assert rule_name("greedy:k=2") == "Greedy, $k$=2" or "$k$=2" in rule_name("greedy:k=2")
-    for letter in "$%\\&":
-        assert f"${letter}$" not in rule_name(f"greedy:{letter}=1")

@@ -78,17 +78,6 @@ def test_files_in_three_formats_have_the_stated_width(tmp_path):
         assert image.width == round(4.5 * style.PRINT_DPI)
 
 
-@pytest.mark.slow
-def test_files_are_named_by_what_they_show_and_the_same_bytes_every_time(tmp_path):
-    found = made(tmp_path, "--figures", "pdf", "svg")
-    assert [figure["file"] for figure in found["figures"]] == [
-        *("perplexity_sotu.svg", "rules_sotu_MDLM_block_4.svg", "rules_sotu_MDLM_block_4_cache_dual.svg")
-    ]
-    first = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    report([str(tmp_path / "results"), "--out", str(tmp_path / "out"), "--figures", "pdf", "svg"])
-    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == first
-
-
 def test_wrong_formats_and_widths_are_refused_at_once(tmp_path):
     ours(tmp_path / "results", {"owt": {"token_perplexity": 20.0}})
     start = [str(tmp_path / "results"), "--out", str(tmp_path / "out")]

@@ -33,10 +33,6 @@ def test_every_item_goes_to_one_rank_and_the_work_is_balanced(ranks, costs):
     assert max(work) - min(work) <= max(costs, default=0)
 
 
-def test_equal_items_are_dealt_in_turn():
-    assert [Ranks("cpu", rank, 3).deal([1] * 7) for rank in range(3)] == [[0, 3, 6], [1, 4], [2, 5]]
-
-
 # ------------------------------------------------------------ journals of several ranks, here of threads
 
 

@@ -10,7 +10,7 @@ from lm_eval_duel.results.figures.orders import orders
 from lm_eval_duel.results.figures.speed import rules
 from lm_eval_duel.results.figures.style import save
 from lm_eval_duel.results.figures.values import legend, perplexity
-from lm_eval_duel.results.names import free, safe_name, subject
+from lm_eval_duel.results.report_files import free, safe_name, subject
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -16,7 +16,7 @@ from typing import Any
 
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.results.leaderboard.board import KINDS, label
-from lm_eval_duel.results.names import safe_name
+from lm_eval_duel.results.report_files import safe_name
 from lm_eval_duel.results.stats import DRAWS
 from lm_eval_duel.results.table import WORDS, form_of, number
 

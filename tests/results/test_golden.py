@@ -1,0 +1,133 @@
+"""What is printed and written about the bundled results and about made ones, as files in golden/.
+
+LM_EVAL_DUEL_RECORD=1 writes the files anew.
+"""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from results import documents, edit, hf, ours
+
+from lm_eval_duel import demo
+from lm_eval_duel.cli.main import main
+from lm_eval_duel.results import figures
+from lm_eval_duel.sweep import tables as sweep
+
+GOLDEN = Path(__file__).parent / "golden"
+RESULTS = demo.FOLDER / "results"
+TRACES = [str(path) for path in sorted((RESULTS / "traces").glob("*.jsonl"))]
+MADE, FEW = "made", "few"  # folders of made results
+RUNS = {
+    "report": ["report", RESULTS, "--trace", *TRACES],
+    "words": ["report", RESULTS / "demo-mdm", RESULTS / "demo-ar", "--pairs", "all", "--metric", "word_perplexity"],
+    "bits": ["report", RESULTS / "demo-bd", "--pairs", "none", "--metric", "bits_per_byte"],
+    "leaderboard": ["leaderboard", RESULTS, "--trace", *TRACES, "--published", "paper"],
+    "made": ["report", MADE, "--as-published"],
+    "few": ["report", FEW, "--as-published"],
+    "board": ["leaderboard", MADE, "--benchmark", "sotu=a/b:c"],
+    "few_board": ["leaderboard", FEW, "--metric", "bits_per_byte"],
+}
+DATE = re.compile(r"\d{4}-\d\d-\d\dT\S+|[Bb]elow .*|wrote to .*|/\S*/(made|few|RESULTS)|\d{4}-\d\d-\d\d")
+
+
+def check(name, text):
+    file = GOLDEN / name
+    text = DATE.sub("...", text.replace(str(RESULTS), "RESULTS"))
+    if os.environ.get("LM_EVAL_DUEL_RECORD"):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    assert text == file.read_text(encoding="utf-8"), name
+
+
+def rounded(value):
+    """JSON with numbers that another CPU gives too, without what differs from run to run."""
+    if isinstance(value, dict):
+        apart = ("files", "file", "folder", "version", "versions", "retrieved_timestamp", "evaluation_id")
+        return {key: rounded(part) for key, part in value.items() if key not in apart}
+    if isinstance(value, list):
+        return [rounded(part) for part in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Every kind of result: caches, a lattice, estimates, bounds, accuracies, unknown tokens; and without samples."""
+    folder, chance = tmp_path_factory.mktemp("golden"), np.random.default_rng(5)
+    tokens, hard = chance.integers(50, 150, 40), chance.normal(3.4, 0.4, 40)
+
+    def docs(shift):
+        nats = [-tokens * (hard + shift + more + chance.normal(0, 0.02, 40)) for more in (0, 0.1)]
+        return {"sotu": documents(nats[0], tokens), "news": documents(nats[1][:20], tokens[:20])}
+
+    made, mdlm = folder / MADE, {"model": "org/MDLM"}
+    hf(made, model="org/AR", docs=docs(-0.3))
+    ours(made, estimator="elbo", docs=docs(0.3), spec={"mc_samples": "16"}, **mdlm)
+    rules = {"greedy:k=1": (0, 1), "greedy:k=2": (0.2, 0.5), "margin:k=1": (0.01, 1), "threshold:mu=0.5": (0.1, 0.4)}
+    for rule, (shift, nfe) in (rules | {"mine:Outward:k=1": (0.3, 1), "left_to_right:k=1": (-0.05, 1)}).items():
+        ours(made, rule=rule, docs=docs(shift), nfe=nfe, **mdlm)
+        if shift < 0.1:
+            ours(made, rule=rule, docs=docs(shift + 0.03), nfe=nfe, spec={"cache": "dual"}, **mdlm)
+    sampled = {"sample": "0.05", "cheap_cache": "dual", "draw_seed": "0"}
+    ours(made, docs=docs(0.05), estimator="two_phase", spec=sampled, **mdlm)
+    block_causal = {"model": "BD3", "attention": "block_causal"}
+    beside = {"elbo_exact": 33.0, "mixture": 30.0, "greedy:k=1": 29.0, "margin:k=1": 29.5}
+    values = {"sotu": beside, "news": beside}
+    ours(made, docs=docs(-0.6), estimator="oracle", values=values, **block_causal)
+    ours(made, docs=docs(0.2), block="8", spec={"max_length": "513"}, **block_causal)
+    edit(ours(made, model="Other", docs=docs(0.15)), more)
+
+    def plain(a, b):
+        return {"a": {"token_perplexity": a, "bits_per_byte": a / 9}, "b": {"token_perplexity": b, "bits_per_byte": 2}}
+
+    few = folder / FEW
+    hf(few, plain(18.0, 18.0), model="AR")
+    ours(few, plain(24.0, 24.0), estimator="elbo")
+    ours(few, plain(22.0, 23.9))
+    ours(few, plain(22.5, 23.0), spec={"cache": "prefix"})
+    ours(few, plain(17.0, 23.0), model="X", estimator="elbo", spec={"elbo_eps": "0.001"})
+    ours(few, plain(16.0, 25.0), model="X")
+    return folder
+
+
+def more(body):
+    """An accuracy, unknown tokens and where the result comes from."""
+    body["results"]["choice"] = {"acc,none": 0.5, "acc_stderr,none": 0.1, "f1,strict": 0.25, "f1_stderr,strict": "N/A"}
+    body["configs"]["choice"] = {"output_type": "multiple_choice"}
+    body["configs"]["sotu"] |= {"dataset_path": "owner/set", "test_split": "test"}
+    body["n-samples"]["choice"] = {"original": 40, "effective": 6}
+    body["config"]["duel"]["tasks"]["sotu"]["unk_tokens"] = 111
+    body["config"]["duel"] |= {"versions": {"lm_eval_duel": "0.1"}, "parameters": 123456789}
+    body["config"] |= {"batch_size": 8, "random_seed": 7, "limit": 40.0}
+    body |= {"chat_template": "x", "system_instruction": "be brief"}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_what_is_printed_and_written(name, folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(figures, "available", lambda: False)
+    main(
+        [*(str(folder / word if word in (MADE, FEW) else word) for word in RUNS[name]), "--out", str(tmp_path / "out")]
+    )
+    check(f"{name}.txt", capsys.readouterr().out)
+    for file in sorted((tmp_path / "out").iterdir()):
+        if file.suffix in (".md", ".tex", ".csv"):
+            check(f"{name}_{file.name}", file.read_text(encoding="utf-8"))
+        if file.suffix == ".json" and name in ("made", "few", "board", "few_board"):
+            check(f"{name}_{file.name}", json.dumps(rounded(json.loads(file.read_text())), indent=0))
+    if name == "board":
+        main_part = re.search("<main>.*</main>", (tmp_path / "out" / "index.html").read_text(), re.DOTALL)
+        check("board_main.html", main_part[0])
+        exported = {
+            file.relative_to(tmp_path).as_posix().rpartition("/")[0]: rounded(json.loads(file.read_text()))
+            for file in sorted((tmp_path / "out" / "exports").rglob("*.json"))
+        }
+        check("board_exports.json", json.dumps(exported, indent=0))
+
+
+def test_the_tables_of_the_bundled_sweep():
+    report = json.loads((demo.FOLDER / "sweep" / "sweep.json").read_text())
+    report["rankings"] = sweep.rankings(report["settings"])
+    check("sweep.md", sweep.markdown(report))

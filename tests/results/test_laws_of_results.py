@@ -1,0 +1,362 @@
+"""Laws of the statistics: bootstrap intervals, paired differences, verdicts, gap closed, and the paper's tables."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from results import documents, edit, hf, ours
+
+from lm_eval_duel import DuelError, compare
+from lm_eval_duel.estimators.registry import NO_BOUND, Kind
+from lm_eval_duel.results import figures, paired, pairs, stats
+from lm_eval_duel.results.records import Row
+from lm_eval_duel.results.report import main as report
+
+SIZE = 40
+
+
+@pytest.fixture(autouse=True)
+def no_figures(monkeypatch):
+    monkeypatch.setattr(figures, "available", lambda: False)
+
+
+# ---------------------------------------------------------------- the paper, as printed
+
+OWT = {  # model: ELBO, DUEL, gap closed
+    "SEDD": (24.10, 22.58, 23.2),
+    "MDLM": (22.98, 21.86, 20.6),
+    "BD3-LM-4": (20.73, 19.73, 31.3),
+    "BD3-LM-8": (21.68, 20.37, 31.6),
+    "BD3-LM-16": (22.27, 20.76, 31.9),
+}
+LM1B = {
+    "SEDD": (32.68, 31.51, 11.9),
+    "MDLM": (31.78, 29.03, 30.7),
+    "BD3-LM-4": (28.23, 26.97, 23.3),
+    "BD3-LM-8": (29.83, 27.85, 28.3),
+    "BD3-LM-16": (30.60, 28.39, 28.4),
+}
+
+
+def per_token(names, values):
+    return {name: {"token_perplexity": value} for name, value in zip(names, values, strict=True)}
+
+
+def pair(folder, model, names, elbo, duel, **spec):
+    """An ELBO and a DUEL result of one model."""
+    block = spec.pop("block", "4")
+    causal = model.startswith("BD3")
+    shape = {"attention": "block_causal" if causal else "bidirectional", "block": block}
+    ours(folder, per_token(names, elbo), model, "elbo", spec={"elbo_block": block if causal else "None"}, **shape)
+    ours(folder, per_token(names, duel), model, **shape)
+
+
+def run(tmp_path, *arguments, ar=True):
+    """The report's JSON; ar: `ARM` among the results is the baseline."""
+    out = tmp_path / "out"
+    given = ["--ar", str(tmp_path / "ar")] if ar else []
+    report([str(tmp_path / "results"), *given, "--out", str(out), *map(str, arguments)])
+    return json.loads((out / "report.json").read_text())
+
+
+def rows(found, task, estimator="duel"):
+    return {row["model"]: row for row in found["tasks"][task]["rows"] if row["estimator"] == estimator}
+
+
+@pytest.mark.parametrize(("name", "ar", "table"), [("owt", 17.54, OWT), ("lm1b", 22.83, LM1B)])
+def test_in_domain_tables_of_the_paper(tmp_path, name, ar, table):
+    ours(tmp_path / "ar", per_token([name], [ar]), "ARM", "ar", rule=None, block="1", attention="causal")
+    for model, (elbo, duel, _) in table.items():
+        pair(
+            tmp_path / "results", model, [name], [elbo], [duel], block=model.rpartition("-")[2] if "-" in model else "4"
+        )
+    found = rows(run(tmp_path), name)
+    assert {model: round(row["gap_closed"], 1) for model, row in found.items()} == {
+        m: row[2] for m, row in table.items()
+    }
+    assert all(row["best"] for row in found.values())
+
+
+# ---------------------------------------------------------------- intervals
+
+
+def correlated(tmp_path, size=400, seed=1, log=True):
+    """Documents whose difficulty is shared by AR, ELBO and DUEL."""
+    generator = np.random.default_rng(seed)
+    tokens = generator.integers(50, 150, size)
+    hard = generator.normal(3.4, 0.4, size)
+    noise = [generator.normal(0, 0.02, size) for _ in range(3)]
+    nats = [-tokens * (hard + shift + e) for shift, e in zip((0.0, 0.3, 0.2), noise, strict=True)]
+    ar, elbo, duel = ({"sotu": documents(n, tokens)} for n in nats)
+    hf(tmp_path / "ar", docs=ar)
+    ours(tmp_path / "results", docs=elbo, estimator="elbo", log=log)
+    ours(tmp_path / "results", docs=duel)
+    return tokens, nats
+
+
+def test_paired_bootstrap_against_the_analytic_error(tmp_path):
+    tokens, nats = correlated(tmp_path)
+    first = run(tmp_path)
+    assert run(tmp_path) == first  # seeded
+    row = rows(first, "sotu")["MDLM"]
+    rate = -nats[2].sum() / tokens.sum()
+    error = np.sqrt(((-nats[2] - rate * tokens) ** 2).sum()) / tokens.sum() * math.exp(rate)  # of a ratio of sums
+    low, high = row["interval"]
+    assert (high - low) / (2 * 1.96) == pytest.approx(error, rel=0.05)
+    low, high = row["gap_closed_interval"]
+    assert low < row["gap_closed"] < high
+
+    columns = [np.stack([n, tokens], 1).astype(float) for n in nats]
+    ar, elbo, duel = (stats.value("token_perplexity", *stats.resample(c, seed=s).T) for s, c in enumerate(columns))
+    unpaired, _ = stats.gap_interval(elbo, duel, ar)
+    assert unpaired is None or high - low < 0.3 * (unpaired[1] - unpaired[0])
+
+
+def test_resampling_in_pieces_has_the_right_moments(monkeypatch):
+    columns = np.random.default_rng(0).normal(5, 2, (50, 2))
+    monkeypatch.setattr(stats, "MAX_DRAWN", 700)
+    sums = stats.resample(columns, draws=4000, seed=3)
+    assert sums.shape == (4000, 2)
+    assert sums.mean(0) == pytest.approx(columns.sum(0), rel=0.01)
+    assert sums.std(0) == pytest.approx(columns.std(0) * np.sqrt(50), rel=0.05)
+
+
+def test_draws_without_a_positive_gap_are_counted_or_end_the_interval():
+    generator = np.random.default_rng(0)
+    ar = np.full(1000, 20.0)
+    elbo = 20 + np.abs(generator.normal(1, 0.1, 1000))
+    elbo[:10] = 19.0
+    found, said = stats.gap_interval(elbo, ar + 0.3, ar)
+    assert found is not None and said == "10 of 1,000 draws without a positive ELBO gap are left out"
+    elbo[:30] = 20.0
+    assert stats.gap_interval(elbo, ar + 0.3, ar) == (None, "no interval: 30 of 1,000 draws have no positive ELBO gap")
+
+
+def test_a_bootstrap_that_holds_the_monte_carlo_error_gets_no_more_of_it():
+    generator = np.random.default_rng(1)
+    hard, noise = generator.normal(3, 1, 500), generator.normal(0, 0.5, 500)
+    columns = np.stack([hard + noise, hard], 1)
+    rates = stats.resample(columns, draws=4000) / 500
+    error = 0.5 / math.sqrt(500)
+    spread = np.std(stats.with_error(rates, 0, error) - rates[:, 1])
+    assert spread == pytest.approx(error, rel=0.15)
+    few = stats.with_error(rates[:, [1, 1]], 0, error) - rates[:, 1]  # draws that know nothing of it
+    assert np.std(few) == pytest.approx(error, rel=0.05)
+
+
+def test_the_error_of_gap_closed_against_a_simulation():
+    generator = np.random.default_rng(0)
+    elbo, duel = 40 + 0.1 * generator.standard_normal(200_000), 38 + 0.2 * generator.standard_normal(200_000)
+    simulated = (100 * (elbo - duel) / (elbo - 36)).std()
+    assert stats.gap_closed_stderr(40, 38, 36, 0.1, 0.2) == pytest.approx(simulated, rel=0.02)
+    assert stats.gap_closed_stderr(40, 38, 36, None, 0.2) is None is stats.gap_closed_stderr(40, 38, 36, 0.1, None)
+
+
+@pytest.mark.parametrize("estimator", ["elbo", "two_phase"])
+def test_gap_closed_carries_the_error_of_the_elbo_and_of_the_estimate(tmp_path, estimator):
+    elbo, value, ar, widths = 40.25, 38.0, 36.3, {}
+    for error in (0.01, 0.4):
+        folder = tmp_path / str(error)
+
+        def docs(perplexity):
+            nats = -math.log(perplexity) * 250
+            return {"sotu": documents([nats * share for share in (0.8, 0.9, 1.1, 1.2)], [250] * 4)}
+
+        def noisy(body, error=error):
+            for name, entry in body["config"]["duel"]["tasks"]["sotu"]["values"].items():
+                perplexity, own = {"elbo": (elbo, 0.3), "two_phase": (value, 0.1)}[name]
+                entry["stderr"] = (error if name == estimator else own) / perplexity * 1000
+
+        hf(folder / "ar", docs=docs(ar))
+        edit(ours(folder / "results", estimator="elbo", spec={"mc_samples": "16"}, docs=docs(elbo)), noisy)
+        spec = {"sample": "0.05", "cheap_cache": "dual", "draw_seed": "0"}
+        edit(ours(folder / "results", estimator="two_phase", spec=spec, docs=docs(value)), noisy)
+        row = rows(run(folder), "sotu", "two_phase")["MDLM"]
+        errors = {"elbo": 0.3, "two_phase": 0.1} | {estimator: error}
+        by_elbo, by_duel = (value - ar) / (elbo - ar) ** 2 * errors["elbo"], errors["two_phase"] / (elbo - ar)
+        assert row["gap_closed"] == pytest.approx(100 * (elbo - value) / (elbo - ar))
+        assert row["gap_closed_stderr"] == pytest.approx(100 * math.hypot(by_elbo, by_duel))
+        low, high = row["gap_closed_interval"]
+        assert low < row["gap_closed"] < high
+        widths[error] = high - low
+    assert widths[0.4] > 1.2 * widths[0.01]
+
+
+# ---------------------------------------------------------------- two scores of the same texts
+
+
+def scores(shift=0.0, seed=1, tokens=None, kind=Kind.LIKELIHOOD.value, stderr=None):
+    """Scores of the same texts; `shift` in nats per token."""
+    texts, noise = np.random.default_rng(0), np.random.default_rng(seed)
+    found = []
+    for n in range(SIZE):
+        count, hard = int(texts.integers(20, 60)), texts.normal(3.4, 0.5)
+        nats = -count * (hard + shift + noise.normal(0, 0.02))
+        text = f"text {n} " + "word " * count
+        found.append(SimpleNamespace(text=text, log_prob=nats, tokens=("x",) * count, stderr=stderr, kind=kind))
+        found[-1].tokens = ("x",) * (tokens or count)
+    return found
+
+
+def test_a_difference_is_that_of_the_rates_with_the_error_of_a_paired_ratio():
+    a, b = scores(0.0), scores(0.05, seed=2)
+    found = compare(a, b, ("A", "B"))
+    tokens = np.array([len(score.tokens) for score in a])
+    nats = np.array([[-score.log_prob for score in scores] for scores in (a, b)])
+    expected = (nats[0] - nats[1]).sum() / tokens.sum()
+    residuals = nats[0] - nats[1] - expected * tokens
+    error = math.sqrt((residuals**2).sum()) / tokens.sum()
+    low, high = found.interval
+    assert found.difference == pytest.approx(expected, abs=1e-12) and found.unit == "token"
+    assert found.perplexities == pytest.approx(tuple(math.exp(row.sum() / tokens.sum()) for row in nats))
+    assert (low + high) / 2 == pytest.approx(expected, abs=0.1 * error)
+    assert (high - low) / (2 * 1.96) == pytest.approx(error, rel=0.1)
+    assert found.verdict == "A is better" and f"{expected:+.4f}" in str(found)
+    back = compare(b, a, ("B", "A"))
+    assert back.difference == -found.difference and back.interval == pytest.approx((-high, -low))
+    assert compare(a, a).verdict == "equal"
+
+
+def test_other_tokens_are_compared_per_byte():
+    a, b = scores(), scores(0.05, seed=2, tokens=7)
+    found = compare(a, b)
+    size = sum(len(score.text.encode()) for score in a)
+    assert found.unit == "byte"
+    assert found.difference == pytest.approx(sum(y.log_prob - x.log_prob for x, y in zip(a, b, strict=True)) / size)
+    assert compare(a, b, unit="word").unit == "word"
+    with pytest.raises(DuelError, match="other tokens"):
+        compare(a, b, unit="token")
+    with pytest.raises(DuelError, match="'unit'"):
+        compare(a, b, unit="line")
+
+
+@pytest.mark.parametrize("other", [scores()[:-1], scores()[::-1], []], ids=["fewer", "order", "none"])
+def test_other_texts_are_refused(other):
+    with pytest.raises(DuelError, match="same texts"):
+        compare(scores(), other)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shift", "word"),
+    [
+        (Kind.UPPER_BOUND.value, -0.05, "second is better"),
+        (Kind.UPPER_BOUND.value, 0.05, "no verdict: second is an upper bound"),
+        (NO_BOUND, 0.05, "no verdict: second is neither a likelihood nor a bound"),
+        (Kind.NOT_A_LIKELIHOOD.value, -0.05, "no verdict: second is not a likelihood"),
+        (Kind.ESTIMATE.value, 0.05, "no verdict: the error of second is not known"),
+    ],
+)
+def test_a_bound_an_oracle_and_an_unknown_error(kind, shift, word):
+    found = compare(scores(), scores(shift, seed=2, kind=kind), ("first", "second"))
+    assert found.verdict == word
+
+
+def test_the_monte_carlo_error_widens_the_interval():
+    a, b = scores(), scores(0.05, seed=2)
+    drawn = scores(0.05, seed=2, kind=Kind.ESTIMATE.value, stderr=3.0)
+    widths = [high - low for low, high in (compare(a, other).interval for other in (b, drawn))]
+    tokens = sum(len(score.tokens) for score in a)
+    error = 3.0 * math.sqrt(SIZE) / tokens
+    assert widths[1] == pytest.approx(math.hypot(widths[0], 2 * 1.96 * error), rel=0.1)
+
+
+def test_a_report_of_score_files_has_the_same_difference(tmp_path):
+    files = []
+    for name, found in (("A", scores()), ("B", scores(0.05, seed=2))):
+        files.append(tmp_path / f"{name}.json")
+        files[-1].write_text(json.dumps(score_file(name, found)))
+    one = score_file("A", scores()) | {"compared": [score_file("B", scores(0.05, seed=2))]}
+    (tmp_path / "both.json").write_text(json.dumps(one))
+    expected = compare(scores(), scores(0.05, seed=2))
+    for places in (files, [tmp_path / "both.json"]):
+        report([*map(str, places), "--out", str(tmp_path / "out"), "--metric", "token_perplexity"])
+        (task,) = json.loads((tmp_path / "out" / "report.json").read_text())["tasks"].values()
+        (pair,) = task["pairs"]
+        assert pair["names"] == ["A", "B"] and pair["verdict"] == "A is better"
+        assert pair["difference"] == pytest.approx(expected.difference)
+        assert pair["interval"] == pytest.approx(expected.interval)
+
+
+def score_file(name, found):
+    """As `score --json` writes it."""
+    documents = [
+        {
+            "document": f"d:{n}",
+            "sha256": paired.key_of(score.text),
+            "tokens": len(score.tokens),
+            "words": len(score.text.split()),
+            "bytes": len(score.text.encode()),
+            "log_prob": score.log_prob,
+        }
+        for n, score in enumerate(found)
+    ]
+    spec = {"weights": f"w-{name}", "rule": "greedy:k=1", "block": "4", "estimator": "duel", "tokenizer": "t"}
+    return {
+        "format": "lm_eval_duel score",
+        "version": 1,
+        "pretrained": name,
+        "fingerprint": name,
+        "spec": spec,
+        "estimator": "duel",
+        "documents": documents,
+        "duel": {"pretrained": name, "estimator": "duel", "rule": "greedy:k=1", "weights": f"w-{name}", "tasks": {}},
+    }
+
+
+# ---------------------------------------------------------------- verdicts, and which rows are compared
+
+
+def entry(rule, value=20.0, estimator="duel", block="4", cache="none", stderr=0.0, **spec):
+    """A row with such a perplexity per token, of 10 tokens."""
+    spec = {"elbo_block": block, **spec}
+    run = SimpleNamespace(label="MDM", ours=True, block=block, cache=cache, spec=spec)
+    return Row(run, "t", estimator, rule, {"token_perplexity": value}, -30.0, stderr, metric="token_perplexity")
+
+
+def compared(first, second, low, high, documents=50):
+    rates = {0: np.linspace(low, high, 1000) + math.log(20.0), 1: np.full(1000, math.log(20.0))}
+    forward = pairs.pair([first, second], rates, documents, 0, 1)
+    backward = pairs.pair([first, second], rates, documents, 1, 0)
+    assert forward.verdict == backward.verdict
+    assert forward.interval == pytest.approx([-value for value in reversed(backward.interval)])
+    return forward.verdict
+
+
+def test_verdicts():
+    greedy, margin, elbo = entry("greedy:k=1"), entry("margin:k=1"), entry(None, estimator="elbo")
+    assert compared(greedy, margin, -0.2, -0.1) == "greedy is better"
+    assert compared(greedy, margin, 0.1, 0.2) == "margin is better"
+    assert compared(greedy, margin, -0.1, 0.2) == "not distinguishable"
+    assert compared(greedy, margin, -1e-9, 2e-8) == "equal"
+    assert compared(greedy, margin, 0.1, 0.2, 9) == "no verdict from 9 documents"
+    assert compared(greedy, elbo, 0.1, 0.2) == "ELBO is better"  # its likelihood is better still
+    assert compared(greedy, elbo, -0.2, -0.1) == "no verdict: ELBO is an upper bound"
+    assert compared(greedy, entry(None, estimator="elbo", elbo_eps="0.1"), 0.1, 0.2).endswith("nor a bound")
+    unknown = entry(None, estimator="elbo", stderr=None, mc_samples="4")
+    assert compared(greedy, unknown, 0.1, 0.2).startswith("no verdict: Monte Carlo error not known (mc_samples=4")
+    assert compared(greedy, entry("greedy:k=1", block="8"), 0.1, 0.2) == "block 8 is better"
+
+
+def test_rows_that_are_compared():
+    rules = [entry(f"threshold:mu=0.{n}", 20.0 + (n - 3) ** 2) for n in range(1, 8)]
+    others = [entry("greedy:k=1", block="8"), entry("margin:k=1", block="8"), entry("margin:k=1", cache="dual")]
+    entries = [*rules, *others, entry(None, estimator="oracle")]
+
+    def chosen(choice):
+        return [(p.first, p.second) for p in pairs.of(choice, entries, {}, 0)]
+
+    assert chosen("rules") == [*((n, 2) for n in (0, 1, 3, 4, 5, 6)), (7, 8)]  # more than five: with the lowest
+    assert len(chosen("all")) == 10 * 9 // 2 and all(10 not in pair for pair in chosen("all"))
+    assert chosen("none") == []
+
+
+def test_an_average_holds_the_tasks_that_cannot_be_told_from_0(tmp_path):
+    values = {"a": (24.0, 22.0), "b": (24.0, 23.9)}
+    hf(tmp_path / "ar", per_token(values, [18.0, 18.0]))
+    ours(tmp_path / "results", per_token(values, [24.0, 24.0]), estimator="elbo")
+    ours(tmp_path / "results", per_token(values, [22.0, 23.9]))
+    (row,) = run(tmp_path, "--as-published")["averages"]
+    assert row["tasks"]["b"] is None and row["unclear"] == ["b"] and row["averaged"] == 2
+    assert row["average"] == pytest.approx((100 * 2 / 6 + 100 * 0.1 / 6) / 2)

@@ -1,0 +1,403 @@
+"""What is read: samples, traces, groups and other models; files that are not whole or contradict themselves."""
+
+import contextlib
+import copy
+import json
+import math
+import random
+
+import pytest
+from results import documents, edit, edit_samples, hf, ours, trace
+
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators import registry
+from lm_eval_duel.results import accuracy, figures, read
+from lm_eval_duel.results.records import SEES_TRUTH
+from lm_eval_duel.results.report import FORMAT
+from lm_eval_duel.results.report import main as report
+
+TEXTS = [f"a text of number {n}" for n in range(4)]
+DOCS = {"sotu": documents((-30.0, -40.0, -50.0, -60.0), (10, 12, 14, 16), TEXTS)}
+LATTICE = {"elbo_exact": 9.0, "mixture": 8.0, "oracle": 6.0, "greedy:k=1": 8.5, "margin:k=1": 8.6}
+GONE = "(gone)"
+IMPOSSIBLE = {"log_prob": None, "stderr": None, "reason": "a token of probability 0"}
+VALUES = [GONE, None, "text", "", [], [1], {}, {"a": 1}, -1, 0, 0.5, True, math.nan, math.inf, -math.inf, 10**400]
+
+
+@pytest.fixture(autouse=True)
+def no_figures(monkeypatch):
+    monkeypatch.setattr(figures, "available", lambda: False)
+
+
+def made(tmp_path):
+    """One AR result, an ELBO, a DUEL run and a lattice run, all of the same documents."""
+    hf(tmp_path / "ar", docs=DOCS)
+    ours(tmp_path / "results", docs=DOCS, estimator="elbo")
+    duel = ours(tmp_path / "results", docs=DOCS, rule="threshold:mu=0.5")
+    values = {"sotu": dict(LATTICE)}
+    ours(tmp_path / "results", docs=DOCS, estimator="oracle", values=values)
+    return duel
+
+
+def run(tmp_path, *more, ar=False):
+    given = ["--ar", str(tmp_path / "ar")] if ar else []
+    report([str(tmp_path / "results"), *given, "--out", str(tmp_path / "out"), *map(str, more)])
+    return json.loads((tmp_path / "out" / "report.json").read_text(), parse_constant=pytest.fail)
+
+
+def put(body, place, value):
+    *path, last = place.split(".")
+    for key in path:
+        body = body.get(key)
+        if not isinstance(body, dict):
+            return
+    if value == GONE:
+        body.pop(last, None)
+    else:
+        body[last] = value
+
+
+def spoiled(file, place, value):
+    body = json.loads(file.read_text())
+    put(body, place, copy.deepcopy(value))
+    file.write_text(json.dumps(body))
+
+
+# ---------------------------------------------------------------- files that are not whole
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"token_logprobs": ["a"]},
+        {"token_logprobs": None, "reveal_steps": [1]},
+        {"reveal_steps": "ab"},
+        {"values": [1]},
+        {"values": {"duel": "x"}},
+        {"doc": []},
+    ],
+)
+def test_a_damaged_trace_is_named(tmp_path, change):
+    file = made(tmp_path)
+    line = {
+        "task": "sotu",
+        "doc": 0,
+        "window": 0,
+        "ids": [1, 2],
+        "starts": [0],
+        "reveal_steps": [0, 1],
+        "token_logprobs": [-1.0, -2.0],
+    }
+    path = trace(tmp_path / "t.jsonl", file, [line | {"values": {"duel": -3.0}} | change])
+    with pytest.raises(DuelError, match=r"t\.jsonl, line 2 is "):
+        run(tmp_path, "--trace", path)
+
+
+@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
+def test_random_edits(tmp_path, count, monkeypatch):
+    """Files with a random entry, however deep, replaced or removed."""
+    monkeypatch.setattr("lm_eval_duel.results.stats.DRAWS", 20)
+    file = made(tmp_path)
+    whole, chance = file.read_text(), random.Random(0)
+
+    def entries(value, path=()):
+        for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+            yield (*path, key)
+            yield from entries(value[key], (*path, key))
+
+    everywhere = list(entries(json.loads(whole)))
+    for _ in range(count):
+        body = json.loads(whole)
+        *path, last = chance.choice(everywhere)
+        inside = body
+        for key in path:
+            inside = inside[key]
+        value = chance.choice(VALUES)
+        if value == GONE:
+            del inside[last]
+        else:
+            inside[last] = copy.deepcopy(value)
+        file.write_text(json.dumps(body))
+        with contextlib.suppress(DuelError):
+            run(tmp_path, "--as-published", ar=True)
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("results.sotu.token_perplexity,none", 3.21),
+        ("results.sotu.bits_per_byte,none", 1.0),
+        ("results.sotu.byte_perplexity,none", 1.0),
+        ("config.duel.tasks.sotu.values.duel.log_prob", 5.0),
+        ("config.duel.tasks.sotu.values.duel.log_prob", -10000.0),
+        ("config.duel.tasks.sotu.tokens", 51),
+    ],
+)
+def test_a_file_that_contradicts_itself_is_refused_with_both_values(tmp_path, place, value):
+    file = ours(tmp_path, docs=DOCS)
+    read.run(file)
+    spoiled(file, place, value)
+    with pytest.raises(DuelError) as error:
+        read.run(file)
+    last = place.split(".")[-1].split(",")[0]
+    assert str(file) in str(error.value) and last in str(error.value)
+
+
+def test_other_models_are_checked_too_and_half_of_a_task_is_not(tmp_path):
+    file = hf(tmp_path, docs=DOCS)
+    spoiled(file, "results.sotu.bits_per_byte,none", 1.0)
+    with pytest.raises(DuelError, match="contradicts itself"):
+        read.run(file)
+    partial = ours(tmp_path / "partial", docs=DOCS)
+    spoiled(partial, "config.duel.tasks.sotu.documents", 1)  # a response cache answered the others
+    spoiled(partial, "config.duel.tasks.sotu.values.duel.log_prob", -30.0)
+    assert read.run(partial).partial("sotu")
+
+
+def test_files_that_are_no_results(tmp_path):
+    with pytest.raises(DuelError, match="No file or folder"):
+        report([str(tmp_path / "none"), "--out", str(tmp_path / "out")])
+    with pytest.raises(DuelError, match=r"No results_\*\.json \(or \*_DATE\.json\) in"):
+        report([str(tmp_path), "--out", str(tmp_path / "out")])
+    (tmp_path / "results_x.json").write_text("{}")
+    with pytest.raises(DuelError, match=r"is not a results file of lm_eval, or is not whole \(KeyError"):
+        report([str(tmp_path), "--out", str(tmp_path / "out")])
+
+
+def test_nan_is_left_out_and_infinity_is_null_with_a_reason(tmp_path):
+    hf(tmp_path / "ar", {"a": {"token_perplexity": 20.0}, "b": {"token_perplexity": 20.0}})
+    ours(tmp_path / "results", {"a": {"token_perplexity": 30.0}, "b": {"token_perplexity": 30.0}}, estimator="elbo")
+    file = ours(tmp_path / "results", {"a": {"token_perplexity": 25.0}, "b": {"token_perplexity": 25.0}})
+    edit(file, lambda body: put(body, "results.a.token_perplexity,none", math.inf))
+    edit(file, lambda body: put(body, "config.duel.tasks.a.values.duel", IMPOSSIBLE))
+    edit(file, lambda body: put(body, "results.b.token_perplexity,none", math.nan))
+    found = run(tmp_path, "--as-published", ar=True)
+    (row,) = [row for row in found["tasks"]["a"]["rows"] if row["rule"]]
+    assert row["value"] is None and row["gap_closed"] is None and "infinite" in row["gap_closed_reason"]
+    place = f"tasks.a.rows.{found['tasks']['a']['rows'].index(row)}.value"
+    assert found["nulls"][place].startswith("infinite: ")
+    assert any("token_perplexity,none of b is NaN in" in note and "left out" in note for note in found["notes"])
+    assert "a: inf under" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_an_order_of_a_lattice_that_is_impossible_has_no_value(tmp_path):
+    """One order of a lattice may meet a token of probability 0 (top_k), and so may all of them."""
+    file = ours(tmp_path / "results", docs=DOCS, estimator="mixture", values={"sotu": LATTICE})
+    edit(file, lambda body: put(body, "config.duel.tasks.sotu.values.greedy:k=1", IMPOSSIBLE))
+    shown = {row["rule"] or row["estimator"]: row for row in run(tmp_path)["tasks"]["sotu"]["rows"]}
+    assert shown.keys() == LATTICE.keys() and shown["greedy:k=1"]["value"] is None
+    assert shown["margin:k=1"]["value"] is not None
+
+
+# ---------------------------------------------------------------- samples, tasks, models
+
+
+def test_a_number_per_document_is_aggregated_as_the_harness_does(tmp_path):
+    file = ours(tmp_path / "results", {"lambada": {"token_perplexity": 9.0}}, size=3)
+    body = json.loads(file.read_text())
+    body["results"]["lambada"] = {"perplexity,none": math.exp(2.0), "acc,none": 0.5}
+    file.write_text(json.dumps(body))
+    lines = [{"doc_id": n, "doc": {"n": n}, "doc_hash": str(n), "perplexity": v} for n, v in enumerate((-1, -2, -3))]
+    samples = file.with_name(file.name.replace("results_", "samples_lambada_")).with_suffix(".jsonl")
+    samples.write_text("\n".join(map(json.dumps, lines)))
+    found = run(tmp_path)
+    (row,) = found["tasks"]["lambada"]["rows"]
+    assert found["tasks"]["lambada"]["metric"] == "perplexity"
+    assert row["interval"][0] < row["value"] < row["interval"][1]
+
+
+def test_samples_of_another_run_give_no_interval(tmp_path):
+    file = ours(tmp_path / "results", docs=DOCS)
+    edit_samples(file, lambda record: record["token_perplexity"].__setitem__(0, 2 * record["token_perplexity"][0]))
+    (row,) = run(tmp_path)["tasks"]["sotu"]["rows"]
+    assert row["interval"] is None
+    assert row["reason"].startswith("the samples of sotu give token_perplexity") and "31." in row["reason"]
+
+
+@pytest.mark.parametrize(("other", "tasks"), [(20.0, ["sotu"]), (30.0, ["g::sotu", "h::sotu"])])
+def test_tasks_of_groups_have_their_own_names(tmp_path, other, tasks):
+    """lm-eval 0.5 calls a task of a group GROUP::TASK, and evaluates a task of two groups twice."""
+    file = ours(tmp_path, docs={"sotu": documents([-5, -7], [3, 4])})
+    whole = read.run(file)
+
+    def group(body):
+        body["group_subtasks"] = {name: [f"{name}::sotu"] for name in "gh"}
+        for key in ("results", "configs", "versions", "n-shot", "n-samples"):
+            entry = body[key].pop("sotu")
+            body[key] |= {"g": {"alias": "g"}} if key == "results" else {}
+            body[key] |= {f"{name}::sotu": copy.deepcopy(entry) for name in "gh"}
+        values = body["results"]["h::sotu"]
+        values["bits_per_byte_stderr,none"] = 0.1  # a bootstrap's, so another one each time
+        values["token_perplexity,none"] *= other / 20
+
+    edit(file, group)
+    samples = file.with_name(file.name.replace("results_", "samples_sotu_")).with_suffix(".jsonl")
+    samples.rename(samples.with_name(samples.name.replace("samples_sotu", "samples_g::sotu")))
+    found = read.run(file)
+    assert list(found.tasks) == tasks and found.groups == ("g",)
+    task = found.tasks[tasks[0]]
+    assert task.key == "g::sotu" and task.documents == whole.tasks["sotu"].documents
+    assert task.metrics == whole.tasks["sotu"].metrics and task.identity == whole.tasks["sotu"].identity
+    assert found.partial(tasks[0]) is False
+
+
+def test_an_accuracy_that_no_decoding_stands_behind_says_so(tmp_path):
+    file = ours(tmp_path / "results", {"lambada": {"token_perplexity": 9.0}}, estimator="elbo")
+
+    def change(body):
+        body["results"]["lambada"].update({"acc,none": 0.0, "acc_stderr,none": 0.0})
+        body["configs"]["lambada"]["output_type"] = "loglikelihood"
+
+    edit(file, change)
+    run(tmp_path)
+    assert accuracy.NOT_DECODED in (tmp_path / "out" / "report.md").read_text()
+
+
+def two(tmp_path, estimator, other, monkeypatch, kind=None):
+    """The report of a run of `estimator`, whose results hold a value of `other` too; `kind`: register it before."""
+    if kind is not None:
+        entry = registry.Entry("fake", "Fake Estimator", "a fake", kind, "nowhere:Fake", dict)
+        monkeypatch.setitem(registry.ESTIMATORS, "fake", entry)
+    ours(tmp_path / "results", docs=DOCS, estimator=estimator, values={"sotu": {other: 7.0}})
+    found = run(tmp_path)
+    printed = (tmp_path / "out" / "report.md").read_text() + (tmp_path / "out" / "methods_sotu.tex").read_text()
+    return {row["estimator"]: row for row in found["tasks"]["sotu"]["rows"]}, printed
+
+
+@pytest.mark.parametrize("kind", registry.Kind)
+@pytest.mark.parametrize("first", [True, False], ids=["own value", "beside another"])
+def test_a_new_estimator_is_shown_under_its_own_name_and_kind(tmp_path, monkeypatch, kind, first):
+    names = ("fake", "mixture") if first else ("mixture", "fake")
+    rows, printed = two(tmp_path, *names, monkeypatch, kind)
+    assert set(rows) == {"fake", "mixture"} and rows["fake"]["name"].startswith("Fake Estimator")
+    assert "Fake Estimator" in printed and rows["fake"]["rule"] is None
+    assert rows["fake"]["likelihood"] is (kind is not registry.Kind.NOT_A_LIKELIHOOD)
+    assert rows["fake"]["bound"] is (kind is registry.Kind.UPPER_BOUND)
+    assert rows["fake"]["best"] is (kind is registry.Kind.LIKELIHOOD and not first)
+    assert (kind.value in rows["fake"]["name"]) is (kind is registry.Kind.NOT_A_LIKELIHOOD)
+
+
+# ---------------------------------------------------------------- traces
+
+
+@pytest.mark.parametrize("how", ["windows", "nfe", "trace"])
+def test_a_rule_of_fewer_documents_is_not_in_the_table(tmp_path, how):
+    """A lattice run that a cache continued with one more rule: margin is of 2 of 4 documents."""
+    perplexities = {name: value for name, value in LATTICE.items() if name != "margin:k=1"}
+    nats = {"oracle": [-30.0, -40.0, -50.0, -60.0], "greedy:k=1": [-31.0, -41.0, -51.0, -61.0]}
+    file = ours(tmp_path / "results", docs=DOCS, estimator="oracle", values={"sotu": perplexities})
+
+    def change(body):
+        values = body["config"]["duel"]["tasks"]["sotu"]["values"]
+        values["greedy:k=1"]["log_prob"] = sum(nats["greedy:k=1"])
+        values["margin:k=1"] = {"log_prob": -72.0, "stderr": None, "nfe": None}
+        if how == "windows":
+            values["margin:k=1"]["windows"] = 2
+        if how == "nfe":
+            values["margin:k=1"]["nfe"] = 22
+
+    edit(file, change)
+    lines = [
+        {
+            "task": "sotu",
+            "doc": n,
+            "window": 0,
+            "ids": [1],
+            "starts": [0],
+            "reveal_steps": [0],
+            "token_logprobs": [-1.0],
+        }
+        | {
+            "values": {"oracle": nats["oracle"][n], "greedy:k=1": nats["greedy:k=1"][n]}
+            | ({"margin:k=1": -36.0} if n < 2 else {})
+        }
+        for n in range(4)
+    ]
+    more = ["--trace", trace(tmp_path / "t.jsonl", file, lines)] if how == "trace" else []
+    found = run(tmp_path, *more)["tasks"]["sotu"]
+    assert "margin:k=1" not in {row["rule"] for row in found["rows"]}
+    assert all("margin" not in line for line in found["headlines"])
+    assert any(note.startswith("margin:k=1 of sotu in") and "left out: " in note for note in found["notes"])
+
+
+def traced(tmp_path, selected="oracle", texts=("one text", "another text")):
+    """A lattice run of two documents, its samples and its trace."""
+    tokens = [8, 4]
+    nats = {
+        "oracle": [-20.0, -12.0],
+        "mixture": [-30.0, -14.0],
+        "elbo_exact": [-33.0, -15.0],
+        "greedy:k=1": [-29.0, -13.5],
+    }
+    docs = {"sotu": documents(nats[selected], tokens, list(texts))}
+    values = {"sotu": {name: math.exp(-sum(v) / 12) for name, v in nats.items()}}
+    shape = {"model": "BD3-LM", "attention": "block_causal", "duel": {"trace": str(tmp_path / "trace.jsonl")}}
+    file = ours(tmp_path / "results", docs=docs, estimator=selected, values=values, **shape)
+    lines = []
+    for doc, length in enumerate(tokens):
+        for window in range(length // 4):
+            share = {name: v[doc] * 4 / length for name, v in nats.items()}
+            steps = [0, 1, 3, 2]
+            lines.append(
+                {"task": "sotu", "doc": doc, "request": doc, "window": window, "context": 0, "ids": [1, 2, 3, 4]}
+                | {"starts": [0], "reveal_steps": steps, "token_logprobs": [share[selected] / 4] * 4, "values": share}
+                | {"log_prob": share[selected], "nfe": 4, "near_ties": 0}
+            )
+    return trace(tmp_path / "trace.jsonl", file, lines), nats
+
+
+def test_lattice_rows_have_intervals_from_the_trace(tmp_path):
+    traced(tmp_path)
+    found = run(tmp_path)
+    for row in found["tasks"]["sotu"]["rows"]:
+        assert row["interval"] is not None and row["interval"][0] < row["value"] < row["interval"][1], row["name"]
+    (shown,) = found["traces"]
+    assert shown["likelihood"] is False and shown["flag"] == SEES_TRUTH
+    assert shown["reveals"]["counts"] == [[3, 0, 0, 0], [0, 3, 0, 0], [0, 0, 0, 3], [0, 0, 3, 0]]
+    assert shown["by_position"]["tokens"] == [3, 3, 3, 3] and shown["by_step"]["mean_nll"][0] == pytest.approx(32 / 12)
+
+
+def test_a_trace_that_is_gone_or_of_another_run(tmp_path):
+    path, _ = traced(tmp_path)
+    (result,) = (tmp_path / "results").rglob("results_*.json")
+    beside = path.rename(result.parent / path.name)
+    assert all(row["interval"] for row in run(tmp_path)["tasks"]["sotu"]["rows"])
+    moved = beside.rename(tmp_path / "moved.jsonl")
+    found = run(tmp_path)
+    assert any("is no longer at" in note and "name it with --trace" in note for note in found["notes"])
+    rest = [row for row in found["tasks"]["sotu"]["rows"] if row["estimator"] != "oracle"]
+    assert all(row["interval"] is None and row["reason"].startswith("no trace of") for row in rest)
+    found = run(tmp_path, "--trace", moved)
+    assert all(row["interval"] for row in found["tasks"]["sotu"]["rows"])
+    lines = moved.read_text().splitlines()
+    moved.write_text("\n".join(lines[:-1]) + "\n")
+    found = run(tmp_path, "--trace", moved)
+    assert any("another run's trace" in row["reason"] for row in found["tasks"]["sotu"]["rows"])
+
+
+# ---------------------------------------------------------------- the folder
+
+
+def test_a_folder_of_something_else_is_left_as_it_is(tmp_path):
+    made(tmp_path)
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "thesis.tex").write_text("years of work")
+    (out / "report.json").write_text(json.dumps({"files": ["thesis.tex", "report.json"]}))
+    with pytest.raises(DuelError, match=r"report\.json was not written by this command"):
+        run(tmp_path)
+    (out / "report.json").write_text("[")
+    with pytest.raises(DuelError, match=r"report\.json was not written by this command"):
+        run(tmp_path)
+    (out / "report.json").unlink()
+    (out / "methods_sotu.tex").write_text("mine")
+    with pytest.raises(DuelError, match=r"holds methods_sotu\.tex, which no report there lists as its own"):
+        run(tmp_path)
+    assert {path.name: path.read_text() for path in out.iterdir()} == {
+        "thesis.tex": "years of work",
+        "methods_sotu.tex": "mine",
+    }
+    (out / "methods_sotu.tex").unlink()
+    assert run(tmp_path)["format"] == FORMAT
+    run(tmp_path)  # again in its own folder
+    assert (out / "thesis.tex").read_text() == "years of work"
