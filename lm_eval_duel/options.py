@@ -43,7 +43,7 @@ class Options(NetworkArguments):
     preset: str | None = argument(
         Kind("the name of a preset", lambda value: presets.find(str(value)).name),
         None,
-        "a [deployed sampler](presets.md) by name: sets rule, block, cache and thresholds as its own code has them",
+        "a [deployed sampler](samplers.md) by name: sets rule, block, cache and thresholds as its own code has them",
     )
     rule: rules.Rule = argument(
         Kind("a rule", lambda value: value if isinstance(value, rules.Rule) else rules.parse(str(value))),
@@ -81,7 +81,7 @@ class Options(NetworkArguments):
     order: Order = argument(
         choice(Order),
         "random",
-        "the order of whole texts: `random`, for a [running estimate](distributed.md#running-estimates), or `longest` "
+        "the order of whole texts: `random`, for a [running estimate](running.md#running-estimates), or `longest` "
         "first",
         identity=False,
     )
@@ -92,7 +92,7 @@ class Options(NetworkArguments):
         whole(0),
         0,
         "score this many windows again by the specification, in float32, and report "
-        "[the difference](distributed.md#verify-a-run)",
+        "[the difference](running.md#verify-a-run)",
         identity=False,
     )
     batch_size: int | str = argument(

@@ -115,8 +115,8 @@ class NetworkArguments:
     cache: Cache | None = argument(
         choice(Cache),
         None,
-        "the [cached sampler](cached_samplers.md) of Fast-dLLM, another distribution; with `estimator=two_phase` its "
-        "first phase, and the default is `dual`",
+        "the [cached sampler](samplers.md#cached-samplers) of Fast-dLLM, another distribution; with "
+        "`estimator=two_phase` its first phase, and the default is `dual`",
     )
     cfg_scale: float | None = argument(
         Kind(f"a number >= 0 (0: no guidance), at most {MAX_FACTOR:g}", _cfg_scale),
@@ -155,7 +155,7 @@ class NetworkArguments:
     device_map: str | Mapping[str, int | str | torch.device] | None = argument(
         Kind("a text or a mapping", lambda value: value if isinstance(value, Mapping) else str(value)),
         None,
-        "`auto` (or `parallelize=true`): [the layers are spread](distributed.md#a-model-larger-than-one-gpu) over GPUs",
+        "`auto` (or `parallelize=true`): [the layers are spread](running.md#a-model-larger-than-one-gpu) over GPUs",
         identity=False,
     )
     compile: bool = argument(

@@ -71,7 +71,7 @@ def check_rule(denoiser: Denoiser, rule: rules.Rule) -> None:
         raise DuelError(
             f"'{in_memory[0]}' of rule {type(rule).__name__} is a module or tensor in memory, which neither the rule's "
             "text nor the fingerprint can say. Save it to a safetensors file, and derive the rule from ModuleRule "
-            "(docs/learned_rules.md)."
+            "(docs/rules.md)."
         )
     rule.check_network(denoiser)
 

@@ -65,7 +65,7 @@ def training_metrics(
         model, tokenizer, block, arguments: As in `Duel.from_model`.
         texts: The same ones each time, so that the numbers can be compared.
         rules: Rules, such as "greedy:k=2".
-        sample: The share of blocks for a two-phase estimate (docs/two_phase.md) instead of the exact value; names
+        sample: The share of blocks for a two-phase estimate (docs/estimators.md) instead of the exact value; names
             then say "greedy,two_phase". With cache="dual" or "prefix" among `arguments`, the cached sampler is scored,
             and names say "greedy,cache=dual"; so they do of guidance, temperature, top_k and top_p.
         token_budget: The most tokens that the network may evaluate, over all ranks and rules, as `planned_tokens`
@@ -135,7 +135,7 @@ def planned_tokens(duel: Duel, texts: Sequence[str], sample: float | None = None
     """The tokens (positions of rows) that the network evaluates to score `texts`, at most: counted, not run.
 
     A window of L positions takes ceil(m / k) rows of L for each block of m, or with cache="dual" one row of L and then
-    rows of m; see docs/performance.md. Rules without k are counted as k=1. Padding is not counted: the rows of a call
+    rows of m; see docs/running.md. Rules without k are counted as k=1. Padding is not counted: the rows of a call
     are filled up to the longest of them.
     """
     rule = duel.rule

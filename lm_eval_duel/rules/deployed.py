@@ -1,4 +1,4 @@
-"""The parallel rules of published samplers, as their codes run them: see docs/presets.md for the sources.
+"""The parallel rules of published samplers, as their codes run them: `presets.py` has the sources.
 
 They count or bound what is revealed in a step, and always reveal at least one position.
 """

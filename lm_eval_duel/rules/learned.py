@@ -204,7 +204,7 @@ def save_planner(planner: torch.nn.Module, path: str | os.PathLike[str], inputs:
         raise DuelError(
             "A planner is torch.nn.Linear layers with one activation (ReLU, GELU, SiLU or Tanh) between them, in a "
             f"torch.nn.Sequential; got {got}. "
-            "For another network write a ModuleRule (docs/learned_rules.md)."
+            "For another network write a ModuleRule (docs/rules.md)."
         )
     if not defaults:
         raise DuelError("A planner's GELU is the exact one; approximate='tanh' is not supported.")

@@ -115,7 +115,7 @@ def _opened(path: str, framework: str) -> Iterator[Any]:
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise DuelError(
             f"The file '{path}' that the rule names cannot be read as safetensors ({reason}). "
-            "docs/learned_rules.md says how to write one."
+            "docs/rules.md says how to write one."
         ) from None
     with opened as file:
         yield file

@@ -15,8 +15,8 @@ from lm_eval_duel.errors import UsageError
 DOCUMENTED = [
     (command, text)
     for command, text in zip(
-        pages.blocks(pages.read("docs/performance.md"), "bash")[1:],
-        pages.blocks(pages.read("docs/performance.md"), "text"),
+        pages.blocks(pages.read("docs/running.md"), "bash")[1:],
+        pages.blocks(pages.read("docs/running.md"), "text"),
         strict=False,
     )
 ]

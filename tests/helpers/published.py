@@ -1,8 +1,8 @@
 """The pick functions of published samplers, retyped from their code for one row at a time, as plain references.
 
 Each gets the probabilities `p` (W, V) in float64, which positions are masked (W,), and the rule's parameters, and
-returns the positions that the code reveals. Sources: docs/presets.md. If a code leaves the order of ties to torch.topk,
-the lowest position comes first here. They use nothing of the package.
+returns the positions that the code reveals. lm_eval_duel/rules/presets.py names the sources. If a code leaves
+the order of ties to torch.topk, the lowest position comes first here. They use nothing of the package.
 """
 
 import math

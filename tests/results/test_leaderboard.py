@@ -14,7 +14,6 @@ import eee_schema
 import pytest
 import yaml
 from lm_eval._cli import HarnessCLI
-from pages import read
 from results import documents, edit, hf, ours, trace
 
 from lm_eval_duel.cli.main import main
@@ -277,14 +276,7 @@ def test_published_figures_have_tables_of_their_own(tmp_path):
     assert "87.57" not in "".join(exports.every_eval_ever(content, "us").values())
 
 
-def test_the_paper_s_file_is_the_table_of_the_docs():
-    """Every figure of docs/paper_tables.md is in the file and every one of the file is in the docs, as often."""
-    tables = read("docs/paper_tables.md").split("## The paper's tables")[1].split("## Which figure")[0]
-    cells = [c for line in tables.splitlines() if line.startswith("| ") for c in line.split("|")[2:-2]]
-    numbers = sorted(cell.strip().removeprefix("<= ") for cell in cells if re.search(r"\d\.\d\d\s*$", cell))
-    with published.PAPER_FILE.open(encoding="utf-8") as file:
-        figures = list(csv.DictReader(file))
-    assert sorted(figure["value"] for figure in figures) == numbers and len(numbers) > 100
+def test_the_paper_s_file_has_its_tables():
     assert len(published.tables(published.read(["paper"]))) == 6
 
 
