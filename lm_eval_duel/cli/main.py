@@ -35,7 +35,7 @@ COMMANDS = {  # name: (module below lm_eval_duel with its `main`, what it does)
     "estimators": ("cli.declared:main_estimators", "list the estimators and their model args"),
     "presets": ("cli.presets", "print the deployed samplers that have a name, and the settings that each stands for"),
     "tools data": (
-        "tasks.check",
+        "cli.data",
         "check the benchmarks' data sets: `tools data check` loads them and prints their contents",
     ),
     "tools frequencies": ("cli.frequencies", "count how often each token occurs in a text, for the rule pc"),

@@ -110,8 +110,9 @@ def _rows(
 
     tables = [datasets.Dataset.from_list(batch) for batch in batched(records(), 4096)]  # compact, one after the other
     if not tables:
-        cause = f"{corpus} does not fill one row of {wrapping.length} tokens; choose a shorter one:"
-        raise corpora.MissingMetadata(cause, "--metadata length=...", "--length ...")
+        raise DuelError(
+            f"{corpus} does not fill one row of {wrapping.length} tokens; choose a shorter one: --metadata length=..."
+        )
     return {"test": datasets.concatenate_datasets(tables)}
 
 

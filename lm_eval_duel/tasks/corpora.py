@@ -166,17 +166,6 @@ CORPORA = {
 }
 
 
-class MissingMetadata(DuelError):
-    """A data set cannot be loaded, and another entry of the metadata may help.
-
-    The message is `what`, `cause` and `remedy`; `flag`: the remedy for `data check`, which has flags of its own.
-    """
-
-    def __init__(self, cause: str, remedy: str, flag: str, what: str = ""):
-        super().__init__(f"{what}{cause} {remedy}")
-        self.what, self.cause, self.flag = what, cause, flag
-
-
 def find(name: str) -> Corpus:
     """A data set, by name."""
     if name not in CORPORA:
@@ -201,23 +190,21 @@ def texts(name: str, data_dir: str | None = None, rows: int | None = None) -> li
     corpus, place = find(name), source(name, data_dir)
     if rows is None:
         _check_whole(name, corpus, Path(place))
-    table = copies.table(place)
-    for column in corpus.columns:
-        if column not in table.column_names:
-            raise DuelError(
-                f"{place} has no column '{column}' ({name} has {', '.join(corpus.columns)}); its columns are "
-                f"{', '.join(table.column_names)}. Use the split as it is on the hub: {corpus.repo}, {corpus.file}."
-            )
+    records = copies.records(Path(place))
     expected = corpus.rows if rows is None else rows
-    if len(table) < expected or (len(table) > expected and not (corpus.last and rows is None)):
-        cause = f"{place} has {len(table)} rows, but {name} has {expected}: a part of a data set is another benchmark."
-        advice = "Load it again, or say how many rows your copy should have:"
-        raise MissingMetadata(cause, f"{advice} --metadata rows={len(table)}.", f"{advice} --rows {len(table)}.")
-    table = table.slice(len(table) - expected)
+    if len(records) < expected or (len(records) > expected and not (corpus.last and rows is None)):
+        raise DuelError(
+            f"{place} has {len(records)} rows, but {name} has {expected}: a part of a data set is another benchmark. "
+            f"Load it again, or say how many rows your copy should have: --metadata rows={len(records)}."
+        )
     lines = []
-    for number, parts in enumerate(zip(*(table[column].to_pylist() for column in corpus.columns), strict=True)):
+    for number, record in enumerate(records[len(records) - expected :]):
+        parts = [record.get(column) for column in corpus.columns]
         if not all(isinstance(part, str) for part in parts):
-            raise DuelError(f"{place}: row {number} has no text in {' or '.join(corpus.columns)}, but {parts}.")
+            raise DuelError(
+                f"{place}: row {number} has no text in {' or '.join(corpus.columns)}; its columns are "
+                f"{', '.join(record)}. Use the split as it is on the hub: {corpus.repo}, {corpus.file}."
+            )
         lines.append(" ".join(parts))
     size = sum(len(line.encode("utf-8")) for line in lines)
     if rows is None and corpus.size not in (None, size):
@@ -244,10 +231,10 @@ def _fetched(name: str, corpus: Corpus) -> str:
     try:
         file = hf_hub_download(corpus.repo, corpus.file, repo_type="dataset", revision=corpus.revision)
     except Exception as error:  # of the hub client: no connection, no file, no permission
-        cause = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        what = f"Cannot load {name} ({corpus.repo}, {corpus.file} at {corpus.revision}): "
-        remedy = 'Use a local copy with --metadata \'{"data_dir": "<folder>"}\'.'
-        raise MissingMetadata(cause, remedy, "Use a local copy with --data_dir <folder>.", what) from None
+        raise DuelError(
+            f"Cannot load {name} ({corpus.repo}, {corpus.file} at {corpus.revision}): {type(error).__name__}: "
+            f'{str(error).splitlines()[0]} Use a local copy with --metadata \'{{"data_dir": "<folder>"}}\'.'
+        ) from None
     return file
 
 

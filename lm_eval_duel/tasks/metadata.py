@@ -10,7 +10,6 @@ from typing import Any
 from lm_eval_duel.arguments import COUNT, TEXT, TRUTH, choice
 from lm_eval_duel.denoisers.load_options import NETWORK_ARGUMENTS
 from lm_eval_duel.errors import DuelError, unknown
-from lm_eval_duel.tasks.corpora import MissingMetadata
 from lm_eval_duel.tasks.packing import REMAINDERS
 
 
@@ -68,9 +67,10 @@ def load_tokenizer(metadata: dict[str, Any]) -> Any:
     try:
         return denoisers.load_tokenizer(metadata)
     except DuelError as error:
-        cause = "Token perplexity needs the model's tokenizer; name one with"
-        name = f"<folder or hub name>. {error}"
-        raise MissingMetadata(cause, f"--metadata tokenizer={name}", f"--tokenizer {name}") from None
+        raise DuelError(
+            "Token perplexity needs the model's tokenizer; name one with --metadata tokenizer=<folder or hub name>. "
+            f"{error}"
+        ) from None
 
 
 def encoded(texts: list[str], tokenizer: Any) -> Iterator[tuple[str, list[int]]]:

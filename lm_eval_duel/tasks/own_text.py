@@ -13,7 +13,7 @@ from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.tasks import files
 
 PLAIN = (".txt", ".md")
-FORMATS = (*PLAIN, *files.FORMATS, ".csv")
+FORMATS = (*PLAIN, *files.FORMATS)
 STDIN = "-"
 
 
@@ -72,7 +72,7 @@ def rows(patterns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     for file in find(patterns):
         if file.suffix in PLAIN:
             raise DuelError(f"{file} has no columns; this task reads .jsonl, .json, .parquet or .csv.")
-        for number, row in enumerate(_records(file), 1):
+        for number, row in enumerate(files.records(file), 1):
             yield f"{file}:{number}", row
 
 
@@ -83,27 +83,6 @@ def column(name: str, row: dict[str, Any], key: str) -> Any:
     if key not in row:
         raise DuelError(f"{name}: {unknown('column', key, [column for column in row if row[column] is not None])}")
     return row[key]
-
-
-def _records(file: Path) -> list[dict[str, Any]]:
-    """The rows of a table. Columns of a JSON file may hold values of several types."""
-    if file.suffix == ".parquet":
-        return files.table(str(file)).to_pylist()
-    if file.suffix == ".csv":
-        import pyarrow.csv
-
-        try:
-            return pyarrow.csv.read_csv(file).to_pylist()
-        except (OSError, pyarrow.ArrowInvalid) as error:
-            raise DuelError(f"{file} cannot be read as CSV with a header ({error}).") from None
-    try:
-        records = files.json_records(file)
-    except (OSError, ValueError, RecursionError) as error:
-        raise DuelError(f"{file} cannot be read as JSON, one record a line or one list ({error}).") from None
-    for number, record in enumerate(records, 1):
-        if not isinstance(record, dict):
-            raise DuelError(f"{file}:{number} is not a JSON object with columns; got {type(record).__name__}.")
-    return records
 
 
 def _documents(file: Path, field: str, lines: bool) -> list[OwnText]:

@@ -76,7 +76,7 @@ def test_parquet(tmp_path):
         ("a.txt", "", "no text to score"),
         ("a.jsonl", '{"txt": "x"}', "Unknown column 'text'. Did you mean txt"),
         ("a.jsonl", '{"text": 3}', "holds int, not text"),
-        ("a.jsonl", "{", "cannot be read as JSON"),
+        ("a.jsonl", "{", r"cannot be read \(JSONDecodeError"),
         ("a.jsonl", "[[1]]", "is not a JSON object"),
     ],
 )

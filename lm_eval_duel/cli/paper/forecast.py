@@ -94,7 +94,7 @@ def _size(job: Job) -> tuple[int, int, bool]:
 def _counted(task: str, settings: str) -> tuple[int, int]:
     """The documents and scored tokens of a data set."""
     from lm_eval_duel import tasks
-    from lm_eval_duel.tasks.check import benchmarks
+    from lm_eval_duel.cli.data import benchmarks
     from lm_eval_duel.tasks.columns import TOKENS
 
     config = benchmarks().get(STOCK.get(task, task))

@@ -1,6 +1,6 @@
 """Checks the data sets of the benchmarks on this machine: loads each one, counts it and shows how it begins.
 
-python -m lm_eval_duel tools data check [TASK...] [--data_dir D] [--tokenizer T] [--length N] [--rows N]
+python -m lm_eval_duel tools data check [TASK...] [--metadata key=value,...]
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval_duel import tasks
-from lm_eval_duel.arguments import COUNT
 from lm_eval_duel.command_line import Parser
 from lm_eval_duel.demo import BUNDLED
 from lm_eval_duel.errors import DuelError, unknown, usage
+from lm_eval_duel.harness.key_values import key_values
 from lm_eval_duel.tasks import corpora
 from lm_eval_duel.tasks.columns import TOKENS
+from lm_eval_duel.tasks.metadata import read
 
 SHOWN = 100  # characters of a first sample
 PRINTS = """\
@@ -44,7 +45,7 @@ def check(task: str, config: dict[str, Any], overrides: dict[str, Any]) -> str:
     kind = f"rows of up to {metadata.get('length') or tasks.LENGTH}" if "ids" in first else "documents"
     return "\n".join(
         [
-            f"{task}: {COUNT('rows', overrides.get('rows')) or corpus.rows:,} rows, {sum(rows[TOKENS]):,} tokens "
+            f"{task}: {read(overrides).get('rows', corpus.rows):,} rows, {sum(rows[TOKENS]):,} tokens "
             f"scored in {len(rows):,} {kind}",
             f"    licence  {corpus.licence}",
             f"    from     {corpora.source(metadata['corpus'], metadata.get('data_dir'))}",
@@ -56,50 +57,41 @@ def check(task: str, config: dict[str, Any], overrides: dict[str, Any]) -> str:
 @usage()
 def parse(arguments: list[str]) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
     """The YAML of each selected task, by name, and the metadata for all of them; raises UsageError."""
-    parser = Parser("tools data", "The data sets of the benchmark tasks.", PRINTS, "check duel_ptb --data_dir corpora")
+    parser = Parser(
+        "tools data", "The data sets of the benchmark tasks.", PRINTS, "check duel_ptb --metadata data_dir=corpora"
+    )
     parser.add_argument("action", choices=["check"], metavar="check", help="load each data set and describe it")
     parser.add_argument("tasks", nargs="*", metavar="TASK", help="benchmark tasks to check (default: all)")
-    parser.add_argument("--data_dir", help="a folder of local copies (default: the hub and its cache)")
-    parser.add_argument("--tokenizer", help=f"a folder or hub name: counts the tokens (default: {BUNDLED}'s)")
-    parser.add_argument("--length", help=f"ids of a wrapped row (default: the task's, mostly {tasks.LENGTH})")
-    parser.add_argument("--rows", help="number of rows of the local copies, if they are not whole data sets")
-    parsed = vars(parser.parse_args(arguments))
-    for name in ("length", "rows"):
-        COUNT(f"--{name}", parsed[name])
-    if parsed["data_dir"] and not Path(parsed["data_dir"]).is_dir():
-        raise DuelError(f"--data_dir {parsed['data_dir']}: there is no such folder.")
+    parser.add_argument("--metadata", default="", help="as for a run: data_dir, rows, tokenizer, length, ...")
+    parsed = parser.parse_args(arguments)
     known = benchmarks()
-    names = parsed.pop("tasks") or list(known)
-    for name in names:
+    for name in parsed.tasks:
         if name not in known:
             raise unknown("benchmark task", name, known)
-    del parsed["action"]
-    return {name: known[name] for name in names}, {key: value for key, value in parsed.items() if value is not None}
+    overrides = key_values("--metadata", parsed.metadata)
+    read(overrides)
+    return {name: known[name] for name in parsed.tasks or known}, overrides
 
 
 def main(arguments: list[str]) -> None:
     """`python -m lm_eval_duel tools data`."""
     selected, overrides = parse(arguments)
-    print(f"tokens of {overrides.get('tokenizer') or f'{BUNDLED}; name yours with --tokenizer'}", flush=True)
-    failed: dict[str, dict[str, Exception]] = {}  # by reason, then by task
+    named = overrides.get("tokenizer") or f"{BUNDLED}; name yours with --metadata tokenizer=..."
+    print(f"tokens of {named}", flush=True)
+    failed: dict[str, list[str]] = {}  # tasks by what went wrong
+    messages: dict[str, str] = {}  # of the first task of each
     for name, config in selected.items():
         try:
             print(check(name, config, overrides), flush=True)
         except Exception as error:  # the other data sets are checked all the same
-            failed.setdefault(_reason(error), {})[name] = error
-    for reason, errors in failed.items():
-        what = getattr(next(iter(errors.values())), "what", "") if len(errors) == 1 else ""
-        print(f"{', '.join(errors)}: NOT LOADED\n    {what}{reason}", flush=True)
+            reason = str(error.__context__ or error)
+            failed.setdefault(reason, []).append(name)
+            messages.setdefault(reason, str(error))
+    for reason, names in failed.items():
+        print(f"{', '.join(names)}: NOT LOADED\n    {messages[reason]}", flush=True)
     if failed:
-        lost = [name for name in selected if any(name in errors for errors in failed.values())]
+        lost = [name for name in selected if any(name in names for names in failed.values())]
         raise DuelError(f"{len(lost)} of {len(selected)} tasks cannot be loaded: {', '.join(lost)}")
-
-
-def _reason(error: Exception) -> str:
-    """Why a task cannot be loaded: the same text for the same reason, with this command's flags as the remedy."""
-    if isinstance(error, corpora.MissingMetadata):
-        return f"{error.cause} {error.flag}"
-    return str(error) if isinstance(error, DuelError) else f"{type(error).__name__}: {error}"
 
 
 def _yaml(file: Path) -> dict[str, Any]:
