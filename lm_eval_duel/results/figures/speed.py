@@ -6,11 +6,10 @@ import math
 import textwrap
 from typing import TYPE_CHECKING
 
-from lm_eval_duel.results.figures.style import GREY, LIGHT, MARKERS, bare, label, new, plain_log, rule_colour
-from lm_eval_duel.results.figures.values import error_text, kind_of, legend, whisker, wide
+from lm_eval_duel.results.figures.style import GREY, LIGHT, against_nfe, curve, label, new, wide
+from lm_eval_duel.results.figures.values import error_text, kind_of, legend, whisker
 from lm_eval_duel.results.records import SEES_TRUTH, Speeds, TaskComparison
 from lm_eval_duel.results.table import WORDS, form_of, number
-from lm_eval_duel.rules.tables import short
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,32 +22,15 @@ def rules(name: str, task: TaskComparison, sweep: Speeds, width: float | None = 
     """Perplexity (log) against NFE per token (log2), one line per rule family; ELBO and AR as grey lines."""
     entries, width = task.rows, width or WIDTH
     figure, (axes,) = new(width, max(0.6 * HEIGHT, HEIGHT * width / WIDTH))
-    lowest = 1.0
-    for count, family in enumerate(sweep.families):
-        points = [entries[point.index] for point in family.points]
-        nfe = [point.nfe_per_token for point in points]
-        lowest = min(lowest, *nfe)
-        colour, marker = rule_colour(family.family), MARKERS[count % len(MARKERS)]
-        text = f"{label(short(family.family))}{' (adaptive: measured NFE)' if family.adaptive else ''}"
-        style, shape = ("--" if family.adaptive else "-"), {"markersize": 4.5, "markerfacecolor": "none"}
-        values = [point.value for point in points]
-        axes.plot(nfe, values, style, color=colour, marker=marker, linewidth=1.1, label=text, **shape)
-        for x, point in zip(nfe, points, strict=True):
-            if point.interval is not None:
-                axes.plot([x, x], point.interval, "_-", color=colour, linewidth=1, markersize=4, alpha=0.5, zorder=1)
+    for n, family in enumerate(sweep.families):
+        rows = [entries[point.index] for point in family.points]
+        curve(axes, n, family.family, family.adaptive, [(row.nfe_per_token, row.value, row.interval) for row in rows])
     _across(axes, task, sweep)
-    axes.set_xscale("log", base=2)
-    values = [entries[point.index].value for family in sweep.families for point in family.points]
-    if task.metric != "bits_per_byte" and wide(values):
-        axes.set_yscale("log")
-        plain_log(axes.yaxis)
-    axes.set_xlim(lowest * 0.9, 1.12)
-    plain_log(axes.xaxis, 2)
+    shown = [entries[point.index] for family in sweep.families for point in family.points]
+    logarithmic = task.metric != "bits_per_byte" and wide([row.value for row in shown])
+    against_nfe(axes, min(1.0, *(row.nfe_per_token for row in shown)), logarithmic)
     axes.set_xlabel("NFE per token (network evaluations of the rule; log2)")
-    scale = " (log)" if axes.get_yscale() == "log" else ""
-    axes.set_ylabel(f"DUEL, {WORDS[task.metric]}{scale}")
-    axes.grid(color="#e5e5e5", linewidth=0.8)
-    bare(axes)
+    axes.set_ylabel(f"DUEL, {WORDS[task.metric]}{' (log)' if logarithmic else ''}")
     axes.set_title(textwrap.fill(label(f"{name}: {sweep.title}"), int(12 * width)), loc="left", fontsize=11)
     columns = 2 if width >= WIDTH else 1
     figure.legend(loc="outside lower center", ncols=columns, frameon=False, fontsize=8.5)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import math
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lm_eval_duel.rules.tables import short
 from lm_eval_duel.tables import one_line
 
 if TYPE_CHECKING:
@@ -107,6 +109,39 @@ def plain_log(axis: Any, base: int = 10) -> None:
     axis.set_minor_formatter(ticker.NullFormatter())
     if base == 2:
         axis.set_minor_locator(ticker.NullLocator())
+
+
+def wide(values: Sequence[float]) -> bool:
+    """Whether values need a logarithmic axis (never with infinite ones)."""
+    known = [value for value in values if 0 < value < math.inf]
+    return len(known) == len(values) > 0 and max(known) / min(known) > LOG_FROM
+
+
+Point = tuple[float, float, Sequence[float] | None]  # NFE per token, value, interval
+
+
+def curve(axes: Axes, n: int, family: str, adaptive: bool, points: Sequence[Point]) -> None:
+    """The line of the n-th rule, with its intervals."""
+    shape = {"marker": MARKERS[n % len(MARKERS)], "markersize": 4.5, "markerfacecolor": "none", "linewidth": 1.1}
+    name = f"{label(short(family))}{' (adaptive: measured NFE)' if adaptive else ''}"
+    at, values, _ = zip(*points, strict=True)
+    axes.plot(at, values, "--" if adaptive else "-", color=rule_colour(family), label=name, **shape)
+    known = [(x, *ends) for x, _, ends in points if ends is not None]
+    if known:
+        axes.vlines(*zip(*known, strict=True), color=rule_colour(family), linewidth=1, alpha=0.5, zorder=1)
+
+
+def against_nfe(axes: Axes, lowest: float, logarithmic: bool) -> None:
+    """Axes of values against NFE per token, of which `lowest` is the lowest."""
+    axes.set_xscale("log", base=2)
+    if logarithmic:
+        axes.set_yscale("log")
+        plain_log(axes.yaxis)
+    axes.set_xlim(lowest * 0.9, 1.12)
+    plain_log(axes.xaxis, 2)
+    axes.grid(color="#e5e5e5", linewidth=0.8)
+    axes.set_axisbelow(True)
+    bare(axes)
 
 
 def label(text: str) -> str:

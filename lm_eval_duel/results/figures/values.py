@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.estimators import registry
-from lm_eval_duel.results.figures.style import DARK, GREY, LIGHT, LOG_FROM, bare, label, model_colour, new, plain_log
+from lm_eval_duel.results.figures.style import DARK, GREY, LIGHT, bare, label, model_colour, new, plain_log, wide
 from lm_eval_duel.results.records import Row, TaskComparison
 from lm_eval_duel.results.stats import CLEAR
 from lm_eval_duel.results.table import WORDS, form_of, number, plus_minus
@@ -123,12 +122,6 @@ def error_text(entry: Row, metric: str) -> str:
     """A value's Monte Carlo error as text."""
     error = " +- ?" if entry.stderr_reason else plus_minus(entry.stderr, metric)
     return error.replace("+-", "±")
-
-
-def wide(values: Sequence[float]) -> bool:
-    """Whether values need a logarithmic axis (never with infinite ones)."""
-    known = [value for value in values if 0 < value < math.inf]
-    return len(known) == len(values) > 0 and max(known) / min(known) > LOG_FROM
 
 
 def kind_of(entry: Row) -> str:
