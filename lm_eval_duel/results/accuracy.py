@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import dataclasses
+from collections.abc import Sequence
 
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.results.read import Run
@@ -14,56 +14,74 @@ COUNTED = ("acc",)  # in a loglikelihood task, the share of texts that greedy de
 SETTING = ("documents", "version", "shots", "limit")  # equal within a table
 
 
-def tables(runs: Sequence[Run], ar: Sequence[Run]) -> list[dict[str, Any]]:
+@dataclasses.dataclass(frozen=True)
+class Accuracy:
+    """The averages of a run on a task, by name. `reason`: why a score says less than it seems."""
+
+    model: str
+    name: str
+    estimator: str
+    rule: str | None
+    block: str | None
+    cache: str | None
+    ar: bool
+    scores: dict[str, Score]
+    reason: str
+    dtype: str
+    file: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Accuracies:
+    """A table: results of a task with one number of documents, version and number of shots. `apart`: these, in words,
+    if they differ between the tables of a task."""
+
+    task: str
+    documents: int | None
+    apart: str
+    metrics: list[str]
+    rows: list[Accuracy]
+
+
+def tables(runs: Sequence[Run], ar: Sequence[Run]) -> list[Accuracies]:
     """A table for each task, and for each number of documents, version and number of shots it was scored with."""
     baseline = {run.file for run in ar}
     groups: dict[tuple, list[tuple[Run, Task]]] = {}
     for run in [*ar, *(run for run in runs if run.file not in baseline)]:
         for name, task in {**run.tasks, **run.others}.items():
             if task.scores:
-                setting = tuple(task.identity.get(key) for key in SETTING[:3])
-                limit = task.identity.get("limit") if setting[0] is None else None  # only needed without a count
-                groups.setdefault((name, (*setting, limit)), []).append((run, task))
-    return [_table(name, setting, scored, baseline, groups) for (name, setting), scored in groups.items()]
+                setting = [task.identity.get(key) for key in SETTING]
+                setting[-1] = setting[-1] if setting[0] is None else None  # the limit is only needed without a count
+                groups.setdefault((name, *setting), []).append((run, task))
+    result = []
+    for (name, *setting), scored in groups.items():
+        others = [other[1:] for other in groups if other[0] == name]
+        apart = [
+            f", {key} {value or 'not set'}"
+            for key, value, *values in zip(SETTING, setting, *others, strict=True)
+            if key != "documents" and len(set(values)) > 1
+        ]
+        metrics = dict.fromkeys(score.name for _, task in scored for score in task.scores)
+        documents = None if setting[0] is None else int(setting[0])
+        rows = [_row(run, task, run.file in baseline) for run, task in scored]
+        result.append(Accuracies(name, documents, "".join(apart), list(metrics), rows))
+    return result
 
 
-def _table(
-    name: str, setting: tuple, scored: Sequence[tuple[Run, Task]], baseline: set, groups: Mapping[tuple, Any]
-) -> dict[str, Any]:
-    others = [other for task, other in groups if task == name]
-    apart = [
-        f", {key} {value or 'not set'}"
-        for key, value, *values in zip(SETTING, setting, *others, strict=True)
-        if key != "documents" and len(set(values)) > 1
-    ]
-    metrics = dict.fromkeys(_name(score) for _, task in scored for score in task.scores)
-    return {
-        "task": name,
-        "documents": None if setting[0] is None else int(setting[0]),
-        "apart": "".join(apart),
-        "metrics": list(metrics),
-        "rows": [_row(run, task, run.file in baseline) for run, task in scored],
-    }
-
-
-def _row(run: Run, task: Task, ar: bool) -> dict[str, Any]:
+def _row(run: Run, task: Task, ar: bool) -> Accuracy:
     estimator = registry.find(run.estimator)
     counted = task.output_type == "loglikelihood" and any(score.metric in COUNTED for score in task.scores)
     name = "Lattice" if estimator.lattice else estimator.title
-    return {
-        "model": run.label,
-        "name": f"{name} ({'baseline' if run.estimator == 'ar' else 'AR baseline'})" if ar else name,
-        "estimator": run.estimator,
-        "rule": run.rule,
-        "block": run.block if run.ours and run.estimator != "ar" else None,
-        "cache": run.cache if run.estimator != "ar" else None,
-        "ar": ar,
-        "scores": {_name(score): {"value": score.value, "stderr": score.stderr} for score in task.scores},
-        "reason": NOT_DECODED if counted and not estimator.decodes else "",
-        "dtype": run.dtype,
-        "file": run.name,
-    }
-
-
-def _name(score: Score) -> str:
-    return f"{score.metric} ({score.filter})" if score.filter else score.metric
+    return Accuracy(
+        model=run.label,
+        name=f"{name} ({'baseline' if run.estimator == 'ar' else 'AR baseline'})" if ar else name,
+        estimator=run.estimator,
+        rule=run.rule,
+        block=run.block if run.ours and run.estimator != "ar" else None,
+        cache=run.cache if run.estimator != "ar" else None,
+        ar=ar,
+        scores={score.name: score for score in task.scores},
+        reason=NOT_DECODED if counted and not estimator.decodes else "",
+        dtype=run.dtype,
+        file=run.name,
+    )

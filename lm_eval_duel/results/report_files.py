@@ -84,7 +84,7 @@ def bodies(report: Mapping[str, Any]) -> dict[str, str]:
         for stem, title, table in tables.of_task(task):
             end = f"_{subject(title.partition(': ')[2])}" if stem == "rules" and len(task.rules) > 1 else ""
             every.append((f"{stem}_{safe_name(name)}{end}", table))
-    every += [(f"accuracy_{safe_name(table['task'])}", tables.accuracies(table)) for table in report["accuracies"]]
+    every += [(f"accuracy_{safe_name(table.task)}", tables.accuracies(table)) for table in report["accuracies"]]
     files: dict[str, str] = {}
     for stem, table in every:
         if table is not None:

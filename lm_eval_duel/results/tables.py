@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lm_eval_duel.results import pairs
-from lm_eval_duel.results.records import UNCLEAR, Average, Pair, Row, Speeds, TaskComparison
+from lm_eval_duel.results.accuracy import Accuracies
+from lm_eval_duel.results.records import UNCLEAR, WHOLE, Average, Pair, Row, Speeds, TaskComparison
+from lm_eval_duel.results.run_cost import Cost
 from lm_eval_duel.results.table import CODE, RULE, WORDS, Cell, Column, Table, Value, form_of
 
 SPEC = (  # the entries of a spec that are listed
@@ -194,41 +196,37 @@ def averages(names: Sequence[str], found: Sequence[Average]) -> Table | None:
     return Table(columns, rows, "gap closed, %")
 
 
-def accuracies(table: Mapping[str, Any]) -> Table:
+def accuracies(table: Accuracies) -> Table:
     """Metrics other than perplexity, with the harness's standard errors."""
-    columns = [MODEL, ESTIMATOR, UNMASKING, BLOCK, CACHE, *(Column(metric, ".4f") for metric in table["metrics"])]
-    cached = any(row["cache"] not in (None, "none") for row in table["rows"])
-    rows = []
-    for row in table["rows"]:
-        labels = [row["model"], row["name"], row["rule"], row["block"], row["cache"] if cached else None]
-        scores = [row["scores"].get(metric) for metric in table["metrics"]]
-        rows.append([*labels, *(_score(score, row["reason"]) for score in scores)])
-    documents = "" if table["documents"] is None else f", {table['documents']} documents"
-    title = f"{table['task']}: {', '.join(table['metrics'])}, +- standard error{documents}{table['apart']}"
+    columns = [MODEL, ESTIMATOR, UNMASKING, BLOCK, CACHE, *(Column(metric, ".4f") for metric in table.metrics)]
+    cached = any(row.cache not in (None, "none") for row in table.rows)
+    rows: list[list[Any]] = []
+    for row in table.rows:
+        rows.append([row.model, row.name, row.rule, row.block, row.cache if cached else None])
+        for score in map(row.scores.get, table.metrics):
+            error = None if score is None else score.stderr
+            value = None if score is None else score.value
+            rows[-1].append(Cell(value, stderr=error, unsure=error is None, note=row.reason))
+    documents = "" if table.documents is None else f", {table.documents} documents"
+    title = f"{table.task}: {', '.join(table.metrics)}, +- standard error{documents}{table.apart}"
     return Table(columns, rows, title)
 
 
-def _score(score: Mapping[str, Any] | None, note: str) -> Cell:
-    if score is None:
-        return Cell(note=note)
-    return Cell(score["value"], stderr=score["stderr"], unsure=score["stderr"] is None, note=note)
-
-
-def cost(entries: Sequence[Mapping[str, Any]]) -> Table:
+def cost(costs: Sequence[Cost]) -> Table:
     """Time, network calls and memory of each run."""
     columns = [MODEL, ESTIMATOR, UNMASKING, BLOCK, CACHE, Column("s per token", ".3g"), Column("forwards", ",d")]
     columns += [Column("rows", ",d"), Column("peak MiB", ",.0f"), Column("x ELBO", ".3g"), Column("x AR", ".3g")]
     columns.append(Column("whole run, s", ".1f"))
-    cached = any(entry["cache"] not in (None, "none") for entry in entries)
+    cached = any(cost.cache not in (None, "none") for cost in costs)
     rows = []
-    for entry in entries:
-        peak = entry["peak_memory_bytes"]
-        block = "whole target" if entry["block"] == "none" else entry["block"]
-        name = f"{entry['name']} ({entry['flag']})" if entry["flag"] else entry["name"]
-        labels = [entry["model"], name, entry["rule"], block, entry["cache"] if cached else None]
-        ratios = [Cell(entry[key], note=entry[f"{key}_reason"]) for key in ("times_elbo", "times_ar")]
-        work = [entry["seconds_per_token"], entry["forwards"], entry["rows"], None if peak is None else peak / 2**20]
-        rows.append([*labels, *work, *ratios, entry["whole_run_seconds"]])
+    for cost in costs:
+        peak = None if cost.peak_memory_bytes is None else cost.peak_memory_bytes / 2**20
+        block = WHOLE if cost.block == "none" else cost.block
+        name = f"{cost.name} ({cost.flag})" if cost.flag else cost.name
+        labels = [cost.model, name, cost.rule, block, cost.cache if cached else None]
+        ratios = [Cell(cost.times_elbo, note=cost.times_elbo_reason), Cell(cost.times_ar, note=cost.times_ar_reason)]
+        work = [cost.seconds_per_token, cost.forwards, cost.rows, peak]
+        rows.append([*labels, *work, *ratios, cost.whole_run_seconds])
     return Table(columns, rows)
 
 

@@ -96,7 +96,7 @@ def collect(options: argparse.Namespace) -> dict[str, Any]:
         notes += [f"{n} in {run.name} has no {metric} and is left out." for n in run.tasks if not run.has(n, metric)]
     traced = {name: traces.documents(path) for name, path in paths.items() if path is not None}
     compared = columns.of(known, metric, ar, traced)
-    rows = board.rows(compared, known, ar, {run.name: provenance.of(run) for run in known})
+    rows = board.rows(compared, known, {run.name: provenance.of(run) for run in known})
     order = board.rank(rows, compared, metric)
     shown, problems = documents.collect(traces, known, options.documents, options.tokenizer, documents.Tokenizers())
     notes += columns.remarks(compared) + problems

@@ -31,12 +31,9 @@ CELL = (  # the entries of a row of report.build that a cell has
 Entry = Mapping[str, Any]
 
 
-def rows(
-    columns: Sequence[Column], runs: Sequence[Run], ar: Sequence[Run], provenances: Mapping[str, Provenance]
-) -> list[dict[str, Any]]:
+def rows(columns: Sequence[Column], runs: Sequence[Run], provenances: Mapping[str, Provenance]) -> list[dict[str, Any]]:
     """A row for each model under an estimator, rule, block and cache, with a cell for each column that it is in."""
     by_name = {run.name: run for run in runs}
-    cost = {entry["file"]: entry for entry in run_cost.table(runs, ar, {})}
     averages = {(row.model, row.name): row for row in compare.averages({c.id: c.entries for c in columns})}
     merged: dict[tuple, dict[str, Any]] = {}
     for column in columns:
@@ -54,7 +51,7 @@ def rows(
     for row in everything:
         files = list(dict.fromkeys(cell["file"] for cell in row["cells"].values()))
         row |= _sources([provenances[file] for file in files], [by_name[file] for file in files])
-        row |= _cost([cost[file] for file in files], row["cells"].values())
+        row |= _cost([run_cost.of(by_name[file]) for file in files], row["cells"].values())
     return everything
 
 
@@ -155,13 +152,13 @@ def _sources(sources: Sequence[Provenance], runs: Sequence[Run]) -> dict[str, An
     }
 
 
-def _cost(entries: Sequence[Entry], cells: Iterable[Entry]) -> dict[str, Any]:
+def _cost(costs: Sequence[run_cost.Cost], cells: Iterable[Entry]) -> dict[str, Any]:
     """NFE and seconds per token over all tasks of a row. Rows of one lattice run share its time."""
     counted = [cell for cell in cells if cell["nfe"] and cell["tokens"]]
-    devices = {f"{entry['device'] or 'unknown device'} x {entry['ranks'] or 1}" for entry in entries}
-    tokens, seconds = ([entry[key] for entry in entries] for key in ("tokens", "seconds"))
+    devices = {f"{cost.device or 'unknown device'} x {cost.ranks or 1}" for cost in costs}
+    tokens, seconds = [cost.tokens for cost in costs], [cost.seconds for cost in costs]
     why = ""
-    if any(entry["cached"] for entry in entries):
+    if any(cost.cached for cost in costs):
         why = run_cost.CACHED
     elif not all(tokens) or not all(seconds):
         why = "the results hold no time of the scoring alone"
