@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from lm_eval_duel.errors import DuelError, RuleStalled, UsageError
     from lm_eval_duel.estimators.duel import Autoregressive
     from lm_eval_duel.estimators.elbo import Elbo
-    from lm_eval_duel.estimators.lattice import Lattice
-    from lm_eval_duel.estimators.sampled_confidence import SampledConfidence
-    from lm_eval_duel.estimators.sampled_order import SampledOrder
+    from lm_eval_duel.estimators.subsets.lattice import Lattice
+    from lm_eval_duel.estimators.subsets.sampled_confidence import SampledConfidence
+    from lm_eval_duel.estimators.subsets.sampled_order import SampledOrder
     from lm_eval_duel.estimators.two_phase import TwoPhase
     from lm_eval_duel.library.duel import Duel
     from lm_eval_duel.library.results import GeneratedText, TextEstimate, TextScore
@@ -36,12 +36,12 @@ _HOMES = {  # the module that defines each public name
     "DuelError": "lm_eval_duel.errors",
     "Elbo": "lm_eval_duel.estimators.elbo",
     "GeneratedText": "lm_eval_duel.library.results",
-    "Lattice": "lm_eval_duel.estimators.lattice",
+    "Lattice": "lm_eval_duel.estimators.subsets.lattice",
     "Rule": "lm_eval_duel.rules",
     "RuleStalled": "lm_eval_duel.errors",
     "Sample": "lm_eval_duel.core.scores",
-    "SampledConfidence": "lm_eval_duel.estimators.sampled_confidence",
-    "SampledOrder": "lm_eval_duel.estimators.sampled_order",
+    "SampledConfidence": "lm_eval_duel.estimators.subsets.sampled_confidence",
+    "SampledOrder": "lm_eval_duel.estimators.subsets.sampled_order",
     "TextEstimate": "lm_eval_duel.library.results",
     "TextScore": "lm_eval_duel.library.results",
     "TwoPhase": "lm_eval_duel.estimators.two_phase",

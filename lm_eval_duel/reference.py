@@ -3,7 +3,7 @@
 Every probability comes from a softmax over all tokens, and sums are float64. Nothing here is fast. The rest of the
 package is, and the tests and `lm-eval-duel audit` hold it to this page. Names are the paper's:
 
-    x            a row of L tokens
+    x            a row of L tokens, none of which is the mask
     z            the same row, partially masked
     m            the mask
     M            the masked positions of the block in progress, ascending

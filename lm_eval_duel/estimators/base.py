@@ -27,7 +27,6 @@ from lm_eval_duel.core.scores import Counts, Scores, WindowScore
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.checks import check_windows, resolve_block, resolve_grid
-from lm_eval_duel.estimators.registry import ESTIMATORS
 
 BUCKET = 8  # network calls that the windows of one bucket fill, if windows are taken in the order given
 
@@ -53,6 +52,7 @@ class Estimator(abc.ABC):
     """
 
     name: str  # as in estimator=
+    decodes: ClassVar[bool] = False  # `is_greedy` says what decoding would write
     takes_known: ClassVar[bool] = False  # whether windows may have known target positions
     in_order: bool = False  # windows are taken in the order given, in buckets that fill a few network calls
     empty_score: WindowScore = WindowScore(0.0, is_greedy=True, nfe=0, near_ties=0)  # of an empty target
@@ -83,11 +83,6 @@ class Estimator(abc.ABC):
     @abc.abstractmethod
     def score_group(self, group: WindowGroup) -> IndexedScores:
         """Score one group of windows; (row, score) of each as it is finished."""
-
-    @property
-    def decodes(self) -> bool:
-        """Whether `is_greedy` says what decoding would write."""
-        return self.name in ESTIMATORS and ESTIMATORS[self.name].decodes
 
     def use_single_rows(self) -> None:
         """Evaluate one row in each network call."""

@@ -10,7 +10,7 @@ from lm_eval_duel import rules
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError, another_block, first_cell_unseen
-from lm_eval_duel.estimators.registry import LATTICE_BLOCK
+from lm_eval_duel.estimators.subsets.arguments import LATTICE_BLOCK
 
 log = logging.getLogger("lm_eval.duel_mdm")
 

@@ -12,17 +12,15 @@ Shapes: N windows, L row length, R lanes, W block width.
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from lm_eval_duel import fingerprint, rules
-from lm_eval_duel.core.decision import UnmaskingRule, require_pick
+from lm_eval_duel.core.decision import UnmaskingRule
 from lm_eval_duel.core.denoiser import Denoiser
-from lm_eval_duel.core.lanes import Lanes
-from lm_eval_duel.core.reveal import BlockSpan, WindowGroup, naming_window
+from lm_eval_duel.core.reveal import BlockSpan, WindowGroup
 from lm_eval_duel.core.scores import Sample, WindowScore, WindowScores
 from lm_eval_duel.core.tokens import Argmax, Draw, Draws
 from lm_eval_duel.core.windows import Ids, Window, as_ids
@@ -30,7 +28,7 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import gradients, sampling
 from lm_eval_duel.estimators.base import Estimator, IndexedScores, Value
 from lm_eval_duel.estimators.checks import check_rule, check_windows, rule_for
-from lm_eval_duel.estimators.replay import Replay
+from lm_eval_duel.estimators.fixed_orders import Replay, fixed_states
 
 
 class DuelEstimator(Estimator):
@@ -46,6 +44,7 @@ class DuelEstimator(Estimator):
     """
 
     name = "duel"
+    decodes = True
     takes_known = True
 
     def __init__(
@@ -165,18 +164,14 @@ class DuelEstimator(Estimator):
         check_windows(self.denoiser, self.block, self.grid, prompts, generating=True)
         keys = range(len(contexts)) if keys is None else keys
 
-        def draw_in(indices: Sequence[int]) -> Draw:
-            return self._draws([keys[n] for n in indices], seed) if do_sample else Argmax()
+        def sampler(indices: Sequence[int]) -> tuple[UnmaskingRule, Draw]:
+            return self.sampler(None if not do_sample else [keys[n] for n in indices], seed)
 
-        return sampling.stream(self, prompts, draw_in, stop)
+        return sampling.stream(self, prompts, sampler, stop)
 
-    def _draws(self, keys: Sequence[int], seed: int) -> Draw:
-        """The tokens to sample in rows with these keys."""
-        return Draws(keys, seed, self.denoiser.device)
-
-    def sampling_rule(self, draw: Draw) -> UnmaskingRule:
-        """The rule to sample under, where `draw` gives the tokens."""
-        return self._followed
+    def sampler(self, keys: Sequence[int] | None, seed: int) -> tuple[UnmaskingRule, Draw]:
+        """The rule and the tokens to sample in rows with these keys; None: the most probable tokens."""
+        return self._followed, Argmax() if keys is None else Draws(keys, seed, self.denoiser.device)
 
     # ------------------------------------------------------------ which lanes
 
@@ -192,32 +187,8 @@ class DuelEstimator(Estimator):
         expected = torch.zeros_like(group.rows.target).index_add_(0, fresh.row, fresh.masked.sum(1))  # (N,)
         scores, rule = WindowScores(group.rows, self.traced, expected), self._followed
         if rule.fixed:
-            return self.reveal(group, self.fixed_states(group, rule, spans), scores)
+            return self.reveal(group, fixed_states(self, group, rule, spans), scores)
         return self.reveal(group, [fresh], scores, rule)
-
-    def fixed_states(self, group: WindowGroup, rule: rules.Rule, spans: Sequence[BlockSpan]) -> Iterator[Lanes]:
-        """Every state of a fixed order, one batch of blocks after the other.
-
-        Only the picks are masked in a state; positions that are neither masked nor revealed show [MASK]. Under
-        cache=prefix a batch is one block: its states are evaluated from the same position on, so a call of them wastes
-        none.
-        """
-        done, by_block = 0, self.denoiser.cache == "prefix"
-        while done < len(spans):
-            count = 1 if by_block else self.budget.room(group.view, rule, group.fresh(spans[done : done + 1]))
-            lanes, done = group.fresh(spans[done : done + count]), done + count
-            while len(lanes):
-                with naming_window(lanes, group.window_indices):
-                    decision = rule(None, lanes)  # type: ignore[arg-type]  # it reads no predictions
-                    require_pick(rule, decision)
-                pick = decision.pick  # (R, W)
-                states = dataclasses.replace(lanes, masked=pick, memory=())
-                if rule.may_pick_none:
-                    states = states.select(pick.any(1))
-                if len(states):
-                    yield states
-                lanes = lanes.reveal(pick, group.rows.targets(lanes), decision.memory)
-                lanes = lanes.select(lanes.masked.any(1))
 
 
 class Autoregressive(DuelEstimator):

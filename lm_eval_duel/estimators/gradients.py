@@ -11,7 +11,6 @@ Shapes: N windows, R lanes, W block width, C masked positions, U rows of feature
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,45 +21,44 @@ from lm_eval_duel.core.reveal import without_autocast
 from lm_eval_duel.core.view import View
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.replay import Replay
-
-if TYPE_CHECKING:
-    from lm_eval_duel.estimators.duel import DuelEstimator
+from lm_eval_duel.estimators.base import Estimator
+from lm_eval_duel.estimators.fixed_orders import Replay, fixed_states
 
 
 def accumulate(
-    duel: DuelEstimator,
+    estimator: Estimator,
     windows: Sequence[Window],
     weights: Sequence[float],
     orders: Sequence[tuple[int, ...]],
     batch_size: int,
 ) -> list[float]:
     """See `Duel.backward`; `orders` are checked already."""
-    if duel.denoiser.cache is not None:
+    if estimator.denoiser.cache is not None:
         raise DuelError(
-            f"cache={duel.denoiser.cache} keeps keys and values without their gradients. Use a network without a cache."
+            f"cache={estimator.denoiser.cache} keeps keys and values without their gradients. Use a network without a "
+            "cache."
         )
     if batch_size < 1:
         raise DuelError(f"batch_size is the number of rows in a call with gradients, at least 1; got {batch_size}.")
-    budget = Budget(batch_size * duel.denoiser.max_length)
-    with torch.inference_mode(False), torch.enable_grad(), without_autocast(duel.denoiser):
+    budget = Budget(batch_size * estimator.denoiser.max_length)
+    with torch.inference_mode(False), torch.enable_grad(), without_autocast(estimator.denoiser):
         log_probs = torch.zeros(len(windows), dtype=torch.float64)  # (N,)
-        for group in duel.groups(windows, range(len(windows))):
+        for group in estimator.groups(windows, range(len(windows))):
             indices = group.window_indices
             weight = torch.tensor([weights[n] for n in indices], dtype=torch.float64, device=group.rows.ids.device)
             sums = torch.zeros_like(weight)  # (n,)
             rule = Replay(tuple(orders[n] for n in indices))
-            for state in duel.fixed_states(group, rule, duel.block_spans(group)):
+            for state in fixed_states(estimator, group, rule, estimator.block_spans(group)):
                 size = budget.rows(int(group.view.cost(state).max()))
                 for start in range(0, len(state), size):
                     lanes = state.select(slice(start, start + size))
-                    view = duel.denoiser.open(group.rows)  # a new one: what it keeps belongs to this call's graph
-                    log_prob = log_prob_of(duel.denoiser, view, lanes, group.rows)  # (R,)
+                    view = estimator.denoiser.open(group.rows)  # a new one: what it keeps belongs to this call's graph
+                    log_prob = log_prob_of(estimator.denoiser, view, lanes, group.rows)  # (R,)
                     _require_gradient(log_prob, lanes, indices)
                     (weight[lanes.row] * log_prob).sum().backward()
                     sums.index_add_(0, lanes.row, log_prob.detach())
-                    duel.counts.forwards += view.forwards
-                    duel.counts.rows += view.evaluated
+                    estimator.counts.forwards += view.forwards
+                    estimator.counts.rows += view.evaluated
             log_probs[torch.tensor(indices)] = sums.cpu()
     return log_probs.tolist()
 

@@ -10,13 +10,15 @@ import dataclasses
 import enum
 import importlib
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lm_eval_duel import rules
 from lm_eval_duel.arguments import BLOCK, COUNT, POSITIVE, PROBABILITY, TRUTH, Argument, choice, number
 from lm_eval_duel.arguments import Kind as Values
 from lm_eval_duel.errors import DuelError, unknown
-from lm_eval_duel.estimators.sampled_arguments import (
+from lm_eval_duel.estimators.subsets.arguments import (
+    CONFIDENCES,
+    LATTICE_BLOCK,
     ORDER_STEPS,
     ORDERS,
     SCHEDULES,
@@ -29,13 +31,11 @@ from lm_eval_duel.rules import presets
 if TYPE_CHECKING:
     from lm_eval_duel.core.denoiser import Denoiser
     from lm_eval_duel.estimators.base import Estimator
-    from lm_eval_duel.options import Options
 
+Options: TypeAlias = Any  # lm_eval_duel.options.Options, which imports this file
 ELBO_FORMS = ("count", "ratio", "score_entropy")
-CONFIDENCES = ("untempered", "tempered")  # which probability of a drawn token decides whether it is kept
 SAMPLE = 0.05  # share of the blocks of a two-phase estimate that are also scored without the cache
 NO_BOUND = "no bound: elbo_eps above 0 leaves out small noise levels"
-LATTICE_BLOCK = 12  # the most positions of a block whose sets are all evaluated: 4,095 sets
 
 
 class Kind(enum.Enum):
@@ -225,7 +225,7 @@ def _lattice(name: str, display: str, what: str, kind: Kind) -> Entry:
         display,
         what,
         kind,
-        "lm_eval_duel.estimators.lattice:Lattice",
+        "lm_eval_duel.estimators.subsets.lattice:Lattice",
         _lattice_settings,
         LATTICE_ARGUMENTS,
         lattice=True,
@@ -283,7 +283,7 @@ ENTRIES = (  # in the order of tables
         "Select after sampling",
         "the exact likelihood of a sampler that selects after sampling",
         Kind.LIKELIHOOD,
-        "lm_eval_duel.estimators.sampled_confidence:SampledConfidence",
+        "lm_eval_duel.estimators.subsets.sampled_confidence:SampledConfidence",
         lambda options: {"block": options.block, **options.estimator_args},
         SAMPLED_ARGUMENTS,
         named="{}",
@@ -296,7 +296,7 @@ ENTRIES = (  # in the order of tables
         "Sampled order",
         "the exact likelihood of a sampler that draws the positions",
         Kind.LIKELIHOOD,
-        "lm_eval_duel.estimators.sampled_order:SampledOrder",
+        "lm_eval_duel.estimators.subsets.sampled_order:SampledOrder",
         lambda options: {"block": options.block, **options.estimator_args},
         ORDER_ARGUMENTS,
         ignored_args=("rule",),

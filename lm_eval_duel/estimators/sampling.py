@@ -9,19 +9,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 
+from lm_eval_duel.core.decision import UnmaskingRule
 from lm_eval_duel.core.reveal import Reveal
 from lm_eval_duel.core.scores import Sample, Samples
 from lm_eval_duel.core.tokens import Draw
 from lm_eval_duel.core.windows import Ids, Window
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators.base import Estimator
 
-if TYPE_CHECKING:
-    from lm_eval_duel.estimators.duel import DuelEstimator
-
+Sampler: TypeAlias = Callable[[Sequence[int]], tuple[UnmaskingRule, Draw]]  # of the prompts at these indices
 Stop: TypeAlias = Callable[[int, tuple[int, ...]], bool]  # (index, tokens so far) -> whether to stop here
 
 
@@ -34,18 +34,18 @@ def prompts(contexts: Sequence[Ids], length: int, suffix: Ids, tail: int) -> lis
 
 @torch.inference_mode()
 def stream(
-    duel: DuelEstimator, prompts: list[Window], draw_in: Callable[[Sequence[int]], Draw], stop: Stop | None
+    estimator: Estimator, prompts: list[Window], sampler: Sampler, stop: Stop | None
 ) -> Iterator[tuple[int, Sample]]:
-    """(index, sample) of each prompt as it is finished. `draw_in(indices)` draws in rows of these prompts."""
+    """(index, sample) of each prompt as it is finished."""
     for n, prompt in enumerate(prompts):
         if not prompt.target:
-            yield n, Sample.from_score(duel.empty_score, (), prompt.tail)
-    for group in duel.groups(prompts, range(len(prompts)), generating=True):
-        samples = Samples(group.rows, group.windows, duel.traced)
-        blocks = [deque(duel.blocks(prompt)) for prompt in group.windows]  # of each row, those not started
+            yield n, Sample.from_score(estimator.empty_score, (), prompt.tail)
+    for group in estimator.groups(prompts, range(len(prompts)), generating=True):
+        samples = Samples(group.rows, group.windows, estimator.traced)
+        blocks = [deque(estimator.blocks(prompt)) for prompt in group.windows]  # of each row, those not started
         first = group.fresh([(row, *left.popleft()) for row, left in enumerate(blocks)])
-        draw = draw_in(group.window_indices)
-        reveal = Reveal(group, duel.sampling_rule(draw), [first], samples, duel.budget, duel.counts, draw)
+        rule, draw = sampler(group.window_indices)
+        reveal = Reveal(group, rule, [first], samples, estimator.budget, estimator.counts, draw)
         for finished in reveal:
             group.view.commit(finished)
             following = []
@@ -59,5 +59,5 @@ def stream(
             if following:
                 reveal.waiting.put_first(group.fresh(following))
             for row, sample in samples.take(finished):
-                duel.counts.add(sample, len(sample.tokens))
+                estimator.counts.add(sample, len(sample.tokens))
                 yield group.window_indices[row], sample

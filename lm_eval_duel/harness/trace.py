@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from lm_eval_duel.core.scores import WindowScore
     from lm_eval_duel.core.windows import Window
     from lm_eval_duel.estimators.base import Estimator
-    from lm_eval_duel.estimators.lattice import OrderScore
+    from lm_eval_duel.estimators.subsets.orders import OrderScore
 
 FORMAT = 1
 BEGINNING = '{"duel_trace"'

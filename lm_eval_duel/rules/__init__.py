@@ -13,11 +13,11 @@ import os
 import sys
 from typing import Any
 
-from lm_eval_duel.arguments import COUNT, MISSING, TRUTH, Argument, declared
+from lm_eval_duel.arguments import MISSING, declared
 from lm_eval_duel.core.decision import NEAR_TIE, Decision
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.rules.adaptive import EntropyBound, Threshold
-from lm_eval_duel.rules.around import inner, replaced
+from lm_eval_duel.rules.around import Around, inner, replaced
 from lm_eval_duel.rules.base import Rule, rank
 from lm_eval_duel.rules.checked import with_checks
 from lm_eval_duel.rules.deployed import DinferThreshold, EntropyThreshold, Factor, Hierarchy, HighOrTopk
@@ -29,8 +29,8 @@ from lm_eval_duel.rules.pc import PC
 from lm_eval_duel.rules.refused import require_covered
 from lm_eval_duel.rules.scheduled import Dream, Quota
 from lm_eval_duel.rules.scores import Entropy, Greedy, LogMargin, Margin
-from lm_eval_duel.rules.seed_first import SEED_FIRST, SEED_FIRST_HELP, SeedFirst
-from lm_eval_duel.rules.sub_block import SUB_BLOCK, SUB_BLOCK_HELP, SubBlock, sub_block_of
+from lm_eval_duel.rules.seed_first import SeedFirst
+from lm_eval_duel.rules.sub_block import SubBlock
 
 __all__ = [
     "NEAR_TIE",
@@ -51,7 +51,6 @@ __all__ = [
     "read",
     "replaced",
     "split",
-    "sub_block_of",
     "with_checks",
 ]
 
@@ -87,10 +86,8 @@ ALIASES = {
     "conf_threshold": "threshold",
     "eb": "entropy_bound",
 }
-AROUND = {  # parameters that go with every rule
-    SEED_FIRST: Argument(TRUTH, False, SEED_FIRST_HELP),
-    SUB_BLOCK: Argument(COUNT, None, SUB_BLOCK_HELP),
-}
+WRAPPERS: dict[str, type[Around]] = {kind.parameter: kind for kind in (SeedFirst, SubBlock)}  # from the outermost
+AROUND = {name: declared(kind)[name] for name, kind in WRAPPERS.items()}  # parameters that go with every rule
 PARAMETERS = frozenset({*AROUND, *(name for rule in RULES.values() for name in declared(rule))})
 
 
@@ -123,16 +120,18 @@ def split(text: str) -> list[str]:
 
 def build(name: str, arguments: dict[str, Any]) -> Rule:
     """The rule `name` (or an alias, or `module:Name`) with these parameters; raises DuelError for wrong ones."""
-    if SEED_FIRST in arguments:
-        arguments = dict(arguments)
-        seed_first = AROUND[SEED_FIRST].read(SEED_FIRST, arguments.pop(SEED_FIRST))
-        following = build(name, arguments)
-        return SeedFirst(_resets(following, SEED_FIRST)) if seed_first else following
-    if SUB_BLOCK in arguments:
-        arguments = dict(arguments)
-        size = AROUND[SUB_BLOCK].read(SUB_BLOCK, arguments.pop(SUB_BLOCK))
-        following = build(name, arguments)
-        return following if size is None else SubBlock(_resets(following, SUB_BLOCK), size)
+    for parameter, wrapper in WRAPPERS.items():
+        if parameter in arguments:
+            following = build(name, {key: value for key, value in arguments.items() if key != parameter})
+            value = AROUND[parameter].read(parameter, arguments[parameter])
+            if not value:
+                return following
+            if following.spans_blocks:
+                raise DuelError(
+                    f"across=true of rule {following.name} keeps its history over blocks, so it does not go with "
+                    f"{parameter}."
+                )
+            return wrapper(following, value)
     rule = find(name)
     parameters = declared(rule)
     for key in arguments:
@@ -164,9 +163,9 @@ def _folder_and_module(file: str) -> tuple[str, str]:
     folder, module = os.path.split(path.removesuffix(".py"))
     if not os.path.isfile(path):
         raise DuelError(f"No file '{file}' for the rule; write path/to/file.py:Name.")
-    found = importlib.util.find_spec(module) if module in sys.modules or module in sys.stdlib_module_names else None
-    if found is not None and os.path.abspath(found.origin or "") != path:
-        raise DuelError(f"'{module}' is also the module {found.origin}; give the rule's file {file} another name.")
+    other = importlib.util.find_spec(module) if module in sys.modules or module in sys.stdlib_module_names else None
+    if other is not None and os.path.abspath(other.origin or "") != path:
+        raise DuelError(f"'{module}' is also the module {other.origin}; give the rule's file {file} another name.")
     return folder, module
 
 
@@ -182,15 +181,6 @@ def check_state_only(rule: Rule) -> None:
 def blockwise(rule: Rule, block: int | None) -> Rule:
     """A rule that `spans_blocks`, on lanes that hold a whole window: inside the first unfinished block of it."""
     return rule if block is None else SubBlock(rule, block, carries=True)
-
-
-def _resets(rule: Rule, name: str) -> Rule:
-    """The rule; raises DuelError for one whose history outlives the block, which `name` would begin again."""
-    if rule.spans_blocks:
-        raise DuelError(
-            f"across=true of rule {rule.name} keeps its history over blocks, so it does not go with {name}."
-        )
-    return rule
 
 
 def _custom(name: str) -> type[Rule]:

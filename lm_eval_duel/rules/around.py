@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 from lm_eval_duel.rules.base import READS, Decision, Rule
 
@@ -12,8 +12,12 @@ COPIED = ("name", "label", "adaptive", "speed", *READS, "dense_memory")  # from 
 
 @dataclasses.dataclass(frozen=True)
 class Around(Rule):
-    """Base of rules around `rule`. Such a rule reads what `rule` reads, and stands under its name in tables."""
+    """Base of rules around `rule`. Such a rule reads what `rule` reads, and stands under its name in tables.
 
+    A subclass has one field with a declared argument, which goes with every rule; `parameter` is its name.
+    """
+
+    parameter: ClassVar[str] = ""
     rule: Rule
 
     def __post_init__(self) -> None:
@@ -43,6 +47,9 @@ class Around(Rule):
 
     def check_network(self, denoiser: Any) -> None:
         self.rule.check_network(denoiser)
+
+    def __str__(self) -> str:
+        return f"{self.rule}:{self.parameter}={getattr(self, self.parameter)}"
 
     def inside(self, predictions: Any, lanes: Any, **planes: Any) -> Decision:
         """The decision of the rule inside on lanes with other `planes`: it sees the predictions at their masked

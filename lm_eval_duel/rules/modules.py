@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lm_eval_duel.arguments import RAW, required
+from lm_eval_duel.arguments import Kind, required
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.rules.base import Rule
 
@@ -22,6 +22,15 @@ if TYPE_CHECKING:
     import torch
 
     Build = Callable[[dict[str, torch.Tensor], dict[str, str]], torch.nn.Module]
+
+
+def _path(value: Any) -> str:
+    if ":" in str(value):
+        raise ValueError
+    return str(value)
+
+
+PATH = Kind("a file whose path has no ':'", _path, nothing=(None,))
 
 
 class Header(NamedTuple):
@@ -41,14 +50,11 @@ class ModuleRule(Rule):
         DuelError: the file cannot be read, or its path holds a ':', which the text of a rule cannot.
     """
 
-    file: str = required(RAW, "a safetensors file, whose content is in the fingerprint", "planner.safetensors")
+    file: str = required(PATH, "a safetensors file, whose content is in the fingerprint", "planner.safetensors")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if ":" in self.file:
-            raise DuelError(f"'file' of rule '{self.name}' is a file whose path has no ':'; got {self.file}.")
         self.header()
-        super().__post_init__()
 
     @classmethod
     def build(cls, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> torch.nn.Module:

@@ -15,10 +15,10 @@ import json
 import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lm_eval_duel.arguments import POSITIVE, RAW, number, required
+from lm_eval_duel.arguments import POSITIVE, number, required
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.rules.base import Decision, best
-from lm_eval_duel.rules.modules import signature
+from lm_eval_duel.rules.modules import PATH, signature
 from lm_eval_duel.rules.scheduled import STEPS, Scheduled
 
 if TYPE_CHECKING:
@@ -47,12 +47,10 @@ class PC(Scheduled):
     decay: float = required(number("a number, at least 0", lambda x: 0 <= x < math.inf), "decay over a block", 0.25)
     alpha: float = required(POSITIVE, "the largest surprise that counts", 10.0)
     steps: int = required(STEPS, "steps of a block", 32)
-    table: str = required(RAW, "a JSON file of token frequencies, whose content is in the fingerprint", "table.json")
+    table: str = required(PATH, "a JSON file of token frequencies, whose content is in the fingerprint", "table.json")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if ":" in self.table:
-            raise DuelError(f"'table' of rule 'pc' is a file whose path has no ':'; got {self.table}.")
         read_table(self.table)
 
     @property

@@ -12,18 +12,26 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, ClassVar
 
+from lm_eval_duel.arguments import KEY, TRUTH, Argument
 from lm_eval_duel.rules.around import Around, emptied
 from lm_eval_duel.rules.base import Decision, Rule
-
-SEED_FIRST = "seed_first"
-SEED_FIRST_HELP = "the first position of a block is revealed by itself, at the block's first step"
 
 
 @dataclasses.dataclass(frozen=True)
 class SeedFirst(Around):
     """The first position of a block alone, if it is masked, then `rule`, whose steps are counted from there."""
+
+    parameter: ClassVar[str] = "seed_first"
+    seed_first: bool = dataclasses.field(
+        default=True,
+        metadata={
+            KEY: Argument(
+                TRUTH, False, "the first position of a block is revealed by itself, at the block's first step"
+            )
+        },
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,6 +56,3 @@ class SeedFirst(Around):
             None if decision_margin is None else decision_margin.double().masked_fill(fresh, math.inf),
             emptied(decision.memory, fresh),
         )
-
-    def __str__(self) -> str:
-        return f"{self.rule}:{SEED_FIRST}=True"

@@ -8,14 +8,11 @@ Shapes: R lanes, W block width.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
-from lm_eval_duel.arguments import required, whole
+from lm_eval_duel.arguments import COUNT, argument
 from lm_eval_duel.rules.around import Around, emptied
-from lm_eval_duel.rules.base import Decision, Rule
-
-SUB_BLOCK = "sub_block"
-SUB_BLOCK_HELP = "positions are finished in sub-blocks of this size, from left to right, counted from the block's start"
+from lm_eval_duel.rules.base import Decision
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +23,12 @@ class SubBlock(Around):
     memory stays, and only the steps start again.
     """
 
-    sub_block: int = required(whole(1, "a number of positions"), SUB_BLOCK_HELP, 8)
+    parameter: ClassVar[str] = "sub_block"
+    sub_block: int = argument(
+        COUNT,
+        None,
+        "positions are finished in sub-blocks of this size, from left to right, counted from the block's start",
+    )
     carries: bool = False
 
     def __call__(self, predictions: Any, lanes: Any) -> Decision:
@@ -46,13 +48,3 @@ class SubBlock(Around):
         if not self.carries:
             decision = decision._replace(memory=emptied(decision.memory, done))
         return decision._replace(memory=(taken, *decision.memory))
-
-    def __str__(self) -> str:
-        return f"{self.rule}:{SUB_BLOCK}={self.sub_block}"
-
-
-def sub_block_of(rule: Rule) -> int | None:
-    """The size of the rule's sub-blocks; None if it has none."""
-    if isinstance(rule, SubBlock):
-        return rule.sub_block
-    return sub_block_of(rule.rule) if isinstance(rule, Around) else None

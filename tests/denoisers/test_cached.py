@@ -17,8 +17,8 @@ from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.elbo import Elbo
-from lm_eval_duel.estimators.lattice import Lattice
 from lm_eval_duel.estimators.registry import LATTICE
+from lm_eval_duel.estimators.subsets.lattice import Lattice
 from lm_eval_duel.options import Options
 from lm_eval_duel.sweep.shared import Shared
 

@@ -21,7 +21,7 @@ from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers import unloaded
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.elbo import Elbo
-from lm_eval_duel.estimators.lattice import Lattice
+from lm_eval_duel.estimators.subsets.lattice import Lattice
 
 T_EPS = 0.05  # 1e-4 in the published files: here a clamp that is seen
 CONFIG = {

@@ -16,7 +16,7 @@ from lm_eval_duel.denoisers.random_network import make
 from lm_eval_duel.estimators import cost
 from lm_eval_duel.estimators.duel import Autoregressive, DuelEstimator
 from lm_eval_duel.estimators.elbo import Elbo
-from lm_eval_duel.estimators.lattice import Lattice
+from lm_eval_duel.estimators.subsets.lattice import Lattice
 from lm_eval_duel.rules import Decision, Rule, parse
 
 SIZES = {"layers": 1, "width": 64, "vocab": 60, "length": 24, "block": 8}

@@ -15,9 +15,9 @@ from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.wrappers.warpers import Warped
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.drawn_confidence import score_of, scores
 from lm_eval_duel.estimators.duel import DuelEstimator
-from lm_eval_duel.estimators.sampled_confidence import SampledConfidence
+from lm_eval_duel.estimators.subsets.drawn import score_of, scores
+from lm_eval_duel.estimators.subsets.sampled_confidence import SampledConfidence
 
 SAMPLERS = {  # settings, and the temperature
     "LLaDA, T=1": ({}, 1.0),

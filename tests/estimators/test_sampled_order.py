@@ -15,8 +15,8 @@ from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.wrappers.warpers import Warped
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import DuelEstimator
-from lm_eval_duel.estimators.lattice import Lattice
-from lm_eval_duel.estimators.sampled_order import SampledOrder, plackett_luce
+from lm_eval_duel.estimators.subsets.lattice import Lattice
+from lm_eval_duel.estimators.subsets.sampled_order import SampledOrder, plackett_luce
 from lm_eval_duel.options import Options
 
 SAMPLERS = {

@@ -30,9 +30,9 @@ from lm_eval_duel.denoisers.cached.denoiser import Cached  # noqa: E402
 from lm_eval_duel.errors import DuelError  # noqa: E402
 from lm_eval_duel.estimators.duel import Autoregressive, DuelEstimator  # noqa: E402
 from lm_eval_duel.estimators.elbo import Elbo  # noqa: E402
-from lm_eval_duel.estimators.lattice import Lattice  # noqa: E402
-from lm_eval_duel.estimators.sampled_confidence import SampledConfidence  # noqa: E402
-from lm_eval_duel.estimators.sampled_order import SampledOrder  # noqa: E402
+from lm_eval_duel.estimators.subsets.lattice import Lattice  # noqa: E402
+from lm_eval_duel.estimators.subsets.sampled_confidence import SampledConfidence  # noqa: E402
+from lm_eval_duel.estimators.subsets.sampled_order import SampledOrder  # noqa: E402
 from lm_eval_duel.estimators.two_phase import TwoPhase  # noqa: E402
 
 CPU, SIM = "cpu", simulated_device.NAME

@@ -13,7 +13,7 @@ from toys import Toy
 from lm_eval_duel import Window, rules
 from lm_eval_duel.errors import DuelError, RuleStalled
 from lm_eval_duel.estimators.duel import DuelEstimator
-from lm_eval_duel.estimators.lattice import Lattice
+from lm_eval_duel.estimators.subsets.lattice import Lattice
 from lm_eval_duel.rules.checked import REPEATED
 
 

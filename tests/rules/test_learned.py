@@ -21,7 +21,7 @@ from lm_eval_duel.denoisers.wrappers.guidance import Guided
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import cost
 from lm_eval_duel.estimators.duel import DuelEstimator
-from lm_eval_duel.estimators.lattice import Lattice
+from lm_eval_duel.estimators.subsets.lattice import Lattice
 from lm_eval_duel.estimators.two_phase import TwoPhase
 from lm_eval_duel.options import Options
 from lm_eval_duel.rules.learned import save_planner

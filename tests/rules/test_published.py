@@ -16,7 +16,7 @@ from lm_eval_duel.core.predictions import Predictions
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError, RuleStalled
 from lm_eval_duel.estimators.checks import check_rule
-from lm_eval_duel.estimators.lattice import Lattice
+from lm_eval_duel.estimators.subsets.lattice import Lattice
 from lm_eval_duel.options import Options
 from lm_eval_duel.rules import refused
 from lm_eval_duel.rules.pc import COUNTS, TOTAL

@@ -22,7 +22,7 @@ from lm_eval_duel.core.reveal import Reveal
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import Autoregressive, DuelEstimator
-from lm_eval_duel.estimators.lattice import Lattice
+from lm_eval_duel.estimators.subsets.lattice import Lattice
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.rates import perplexity, ratio
 from lm_eval_duel.sweep import arguments as asked

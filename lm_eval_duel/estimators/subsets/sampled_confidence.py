@@ -2,9 +2,22 @@
 
 Every masked position draws a token, and the most probable draws are kept: LLaDA at a temperature above 0, SDAR, LLaDA2,
 Fast-dLLM, Dream's maskgit_plus. The order then depends on tokens that are thrown away, so a text has many orders, and
-its probability is a sum over them (sampled_dp.py). It needs the states that the lattice evaluates, and no more.
+its probability is a sum over them. It needs the states that the lattice evaluates, and no more.
 
-Shapes: N windows, L row length, R lanes, W block width, B blocks of a chunk, m masked positions, S = 2^m states.
+While the positions H are masked, position j draws token v with probability q_j(v), and the draws with the largest
+scores s_j(v) are kept. With c_i = s_i(x_i) for the text x, the positions A of H are kept with their tokens x, and no
+others, with probability
+
+    n       |A| = min(n, |H|), a the member of A that ranks last (smallest c; of equals, the rightmost):
+            P(A) = prod over i in A of q_i(x_i)  x  prod over j in H - A of q_j{v ranks after x_a}
+    tau     all c_i > tau and |A| >= min(n, |H|):
+            P(A) = prod over i in A of q_i(x_i)  x  prod over j in H - A of q_j{s_j(v) <= tau}
+            fewer above tau: as n
+
+The draws at the positions of H - A are thrown away, so their probabilities are summed. n may depend on |H|.
+
+Shapes: N windows, L row length, R lanes, W block width, B blocks of a chunk, m masked positions, S = 2^m states, x sets
+of one size, h positions of a set, K = 2^h subsets of a set.
 """
 
 from __future__ import annotations
@@ -23,19 +36,17 @@ from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.core.predictions import Predictions
 from lm_eval_duel.core.reveal import WindowGroup
 from lm_eval_duel.core.scores import Counts, Sample, Step, WindowScore
-from lm_eval_duel.core.tokens import Draw
+from lm_eval_duel.core.tokens import Argmax, Draw
 from lm_eval_duel.core.windows import Ids, Window
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators.base import IndexedScores
 from lm_eval_duel.estimators.checks import check_count, check_every_order, check_lattice_block
-from lm_eval_duel.estimators.drawn_confidence import compare, score_of, token_scores, untempered
 from lm_eval_duel.estimators.duel import DuelEstimator
-from lm_eval_duel.estimators.registry import CONFIDENCES, LATTICE_BLOCK
-from lm_eval_duel.estimators.sampled_arguments import check_step_counts
-from lm_eval_duel.estimators.sampled_dp import DrawnChunk, decodes_to_targets, fold
-from lm_eval_duel.estimators.step_counts import StepCounts
-from lm_eval_duel.estimators.subset_dp import number_of
-from lm_eval_duel.estimators.subset_states import SubsetAccumulator
+from lm_eval_duel.estimators.subsets.arguments import CONFIDENCES, LATTICE_BLOCK, check_step_counts
+from lm_eval_duel.estimators.subsets.counts import StepCounts, table
+from lm_eval_duel.estimators.subsets.drawn import compare, score_of, token_scores, untempered
+from lm_eval_duel.estimators.subsets.sets import number_of, product, sum_over_subsets
+from lm_eval_duel.estimators.subsets.states import Chunk, SubsetAccumulator
 from lm_eval_duel.hashing import uniform
 
 SCORED_AT_ONCE = 64  # samples
@@ -153,11 +164,9 @@ class SampledConfidence(DuelEstimator):
             for (n, sample), score in zip(samples, scores, strict=True)
         ]
 
-    def _draws(self, keys: Sequence[int], seed: int) -> Draw:
-        return StepDraws(keys, seed, self.denoiser.device)
-
-    def sampling_rule(self, draw: Draw) -> rules.Rule:
-        return BestDrawn(self.counted, self.tau, self.strict, self.scale, draw)
+    def sampler(self, keys: Sequence[int] | None, seed: int) -> tuple[rules.Rule, Draw]:
+        draw: Draw = Argmax() if keys is None else StepDraws(keys, seed, self.denoiser.device)
+        return BestDrawn(self.counted, self.tau, self.strict, self.scale, draw), draw
 
     def score_group(self, group: WindowGroup) -> IndexedScores:
         tables = DrawnAccumulator(group, self)
@@ -216,6 +225,18 @@ class StepDraws:
         return torch.where(pick, self.last[1], -1)
 
 
+@dataclasses.dataclass
+class DrawnChunk(Chunk):
+    """The draws in all states of some blocks while they are entered."""
+
+    log_probs: torch.Tensor  # (B, S, m) log q of each position's target
+    score: torch.Tensor  # (B, S, m) of each position's target
+    log_after: torch.Tensor  # (B, S, m, m) as in `drawn.Draws`
+    log_quiet: torch.Tensor  # (B, S, m)
+    after: torch.Tensor  # (B, S) the state that follows if every draw is the most probable token
+    missed: torch.Tensor  # (B, S) bool: that step reveals a token which is not the target
+
+
 class DrawnAccumulator(SubsetAccumulator):
     """The draws of one group of windows: entered call by call, and folded as each chunk is complete."""
 
@@ -250,29 +271,56 @@ class DrawnAccumulator(SubsetAccumulator):
     def add(self, step: Step) -> None:
         """Enter the draws of these states, and what argmax decoding does."""
         lanes, predictions, _, tokens, log_prob = step
-        masked, located = lanes.masked, self.locate(lanes)
+        located = self.locate(lanes)
         drawn = compare(predictions, tokens, self.scale, 0.0 if self.tau is None else self.tau, self.rule.strict)
         pick = self.rule.pick(drawn.top, lanes)  # (R, W)
         missed = (pick & (predictions.argmax != tokens)).any(1)  # (R,)
-        following = number_of(masked & ~pick, located.position)  # (R,)
-        self.enter(lanes, located, log_probs=log_prob, score=drawn.score, log_quiet=drawn.log_quiet)
-        pairs = (masked[:, :, None] & masked[:, None, :]).nonzero()  # (X, 3)
+        after = number_of(lanes.masked & ~pick, located.position)  # (R,)
+        r, w, other = (lanes.masked[:, :, None] & lanes.masked[:, None]).nonzero().unbind(1)  # (X,)
         for n in located.chunk.unique().tolist():
-            chunk, mine = self.chunks[n], located.chunk == n  # (R,)
-            r, w, other = pairs[mine[pairs[:, 0]]].unbind(1)  # (x,)
-            b, s = located.block[r], located.state[r]
-            chunk.log_after[b, s, located.position[r, w], located.position[r, other]] = drawn.log_after[r, w, other]
-            chunk.after[located.block[mine], located.state[mine]] = following[mine]
-            chunk.missed[located.block[mine], located.state[mine]] = missed[mine]
-        self.count(located)
+            mine = located.chunk[r] == n  # (X,)
+            i, first, second = r[mine], located.position[r, w][mine], located.position[r, other][mine]
+            values = drawn.log_after[i, w[mine], other[mine]]  # (x,)
+            self.chunks[n].log_after[located.block[i], located.state[i], first, second] = values
+        positions = {"log_probs": log_prob, "score": drawn.score, "log_quiet": drawn.log_quiet}
+        self.enter(lanes, located, {"after": after, "missed": missed}, positions)
 
     def fold(self, chunk: DrawnChunk) -> None:
         row, positions = chunk.lanes.row, chunk.lanes.masked.sum(1)  # (B,)
-        full = (1 << positions) - 1  # (B,)
-        self.log_prob.index_add_(0, row, fold(chunk, full, self.counts, self.tau, self.rule.strict))
+        value = self._value(chunk).gather(1, chunk.full[:, None])[:, 0]  # (B,)
+        self.log_prob.index_add_(0, row, value)
         self.steps.index_add_(0, row, torch.tensor([len(self.counts.of_block(m)) for m in positions.tolist()]).to(row))
-        other = row[~decodes_to_targets(chunk, full)]
-        self.greedy[other] = False
+        self.greedy[row[~decodes_to_targets(chunk)]] = False
+
+    def _value(self, chunk: DrawnChunk) -> torch.Tensor:
+        """log p of the targets in each state, (B, S)."""
+
+        def log_step(
+            state: torch.Tensor, position: torch.Tensor, chosen: torch.Tensor, count: torch.Tensor
+        ) -> torch.Tensor:
+            log_p, score, log_quiet = (
+                plane[:, state[:, None], position] for plane in (chunk.log_probs, chunk.score, chunk.log_quiet)
+            )  # (B, x, h) each
+            log_after = chunk.log_after[:, state[:, None, None], position[:, :, None], position[:, None]]  # B, x, h, h
+            above = torch.zeros_like(score, dtype=torch.bool)
+            if self.tau is None:
+                total = log_p.new_full((*log_p.shape[:2], len(chosen)), -math.inf)  # (B, x, K)
+            else:
+                above = score > self.tau if self.rule.strict else score >= self.tau  # (B, x, h)
+                total = product(log_p.where(above, -math.inf), log_quiet).where(chosen >= count, -math.inf)
+            for last in range(position.shape[1]):
+                earlier = score > score[:, :, last, None]  # (B, x, h) ranks before `last`
+                earlier[:, :, :last] |= score[:, :, :last] == score[:, :, last, None]
+                earlier[:, :, last] = True
+                log_out = log_after[:, :, :, last].clone()  # (B, x, h)
+                log_out[:, :, last] = -math.inf
+                weight = product(log_p.where(earlier, -math.inf), log_out)  # (B, x, K)
+                possible = (chosen == count) & ~above[:, :, last, None]  # (B, x, K)
+                total = total.maximum(weight.where(possible, -math.inf))  # others are -inf: a set has one last member
+            return total
+
+        counts = table(self.counts, chunk.full.device)[chunk.lanes.masked.sum(1)]  # (B, M + 1)
+        return sum_over_subsets(counts, chunk.log_probs, log_step)
 
     def score(self, row: int) -> WindowScore:
         return WindowScore(
@@ -280,3 +328,14 @@ class DrawnAccumulator(SubsetAccumulator):
             is_greedy=bool(self.greedy[row]),
             nfe=int(self.steps[row]) if self.tau is None else None,
         )
+
+
+def decodes_to_targets(chunk: DrawnChunk) -> torch.Tensor:
+    """Whether each block's targets are what argmax decoding writes, (B,) bool."""
+    state = chunk.full
+    block = torch.arange(len(state), device=state.device)
+    greedy = torch.ones_like(state, dtype=torch.bool)
+    while (state > 0).any():
+        greedy &= ~(chunk.missed[block, state] & (state > 0))
+        state = chunk.after[block, state] * (state > 0)
+    return greedy

@@ -14,8 +14,8 @@ from functools import lru_cache
 import torch
 
 from lm_eval_duel.core.lanes import Lanes
-from lm_eval_duel.estimators.registry import LATTICE_BLOCK
-from lm_eval_duel.estimators.subset_dp import fresh_cells
+from lm_eval_duel.estimators.subsets.arguments import LATTICE_BLOCK
+from lm_eval_duel.estimators.subsets.sets import fresh_positions
 from lm_eval_duel.rules.scheduled import dream_counts, even_counts
 
 COUNTS = {"even": even_counts, "dream": dream_counts}
@@ -41,7 +41,7 @@ class StepCounts:
 
     def of_lanes(self, lanes: Lanes) -> torch.Tensor:
         """How many positions the next step of each lane reveals, (R,); 0 for a lane that no step begins with."""
-        return table(self, lanes.row.device)[fresh_cells(lanes).sum(1), lanes.masked.sum(1)]
+        return table(self, lanes.row.device)[fresh_positions(lanes).sum(1), lanes.masked.sum(1)]
 
 
 @lru_cache(maxsize=64)

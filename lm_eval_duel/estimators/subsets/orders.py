@@ -15,22 +15,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from functools import lru_cache
-from itertools import combinations
 
 import torch
 
-from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.core.scores import STATISTICS
-from lm_eval_duel.estimators.registry import LATTICE_BLOCK
-
-
-@dataclasses.dataclass
-class Chunk:
-    """Some blocks while the tables of their states are filled."""
-
-    lanes: Lanes  # (B,) as their blocks begin
-    waiting: int  # states that are missing
+from lm_eval_duel.estimators.subsets.sets import sets
+from lm_eval_duel.estimators.subsets.states import Chunk
 
 
 @dataclasses.dataclass
@@ -38,9 +28,9 @@ class LatticeChunk(Chunk):
     """The lattices of some blocks while they are filled."""
 
     log_probs: torch.Tensor  # (B, S, m) w
-    statistics: list[torch.Tensor]  # (B, S, m) each: `STATISTICS`, if traced
-    after: torch.Tensor  # (F, B, S) the state after a rule's pick
-    near_tie: torch.Tensor  # (F, B, S) bool
+    statistics: torch.Tensor  # (B, S, m, T) of `STATISTICS` if traced, else T = 0
+    after: torch.Tensor  # (B, S, F) the state after a rule's pick
+    near_tie: torch.Tensor  # (B, S, F) bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,14 +54,14 @@ class Orders:
         self.log_probs = torch.full_like(like, math.nan)  # (N, L + 1)
         self.reveal_steps = torch.full_like(like, -1, dtype=torch.int32)  # (N, L + 1)
         self.sums = torch.zeros(len(like), 2, dtype=torch.int64, device=like.device)  # (N, 2) NFE, near ties
-        self.statistics = [torch.full_like(like, math.nan) for _ in STATISTICS if traced]  # (N, L + 1) each
+        self.statistics = like.new_full((*like.shape, len(STATISTICS) * traced), math.nan)  # (N, L + 1, T)
 
     def path(self, row: int, span: slice, has_margins: bool) -> OrderScore:
         """The order of one window, whose target is at the columns `span`."""
         log_probs = tuple(self.log_probs[row, span].tolist())
         nfe, near_ties = self.sums[row].tolist()
-        statistics = [tuple(plane[row, span].tolist()) for plane in self.statistics] or [()] * len(STATISTICS)
-        confidence, margin, entropy = statistics
+        statistics = [tuple(values) for values in self.statistics[row, span].T.tolist()]
+        confidence, margin, entropy = statistics or [()] * len(STATISTICS)
         return OrderScore(
             log_prob=math.fsum(log_probs),
             reveal_steps=tuple(self.reveal_steps[row, span].tolist()),
@@ -85,29 +75,24 @@ class Orders:
 
 
 def follow(
-    chunk: LatticeChunk,
-    column: torch.Tensor,
-    full: torch.Tensor,
-    after: torch.Tensor,
-    near_tie: torch.Tensor,
-    into: Orders,
+    chunk: LatticeChunk, column: torch.Tensor, after: torch.Tensor, near_tie: torch.Tensor, into: Orders
 ) -> None:
-    """Enter the path of each block, from the state `full` (B,) until no position is masked.
+    """Enter the path of each block, from the state in which all its positions are masked until none is.
 
     `after` (B, S): the state that follows each state; `column` (B, m): the column of each position; `near_tie` (B, S):
     the states in which the pick is a near tie.
     """
-    row, block = chunk.lanes.row, torch.arange(len(full), device=full.device)  # (B,)
-    state, step = full, 0
-    positions = torch.arange(column.shape[1], device=full.device)  # (m,)
+    row, state, step = chunk.lanes.row, chunk.full, 0  # (B,) each
+    block = torch.arange(len(row), device=row.device)  # (B,)
+    positions = torch.arange(column.shape[1], device=row.device)  # (m,)
     while (unfinished := state > 0).any():
         following = after[block, state] * unfinished  # (B,)
         picked = ((state & ~following)[:, None] >> positions & 1).bool()  # (B, m)
         b, q = picked.nonzero().unbind(1)  # (c,)
         where = row[b], column[b, q]
         into.reveal_steps[where] = step
-        for plane, table in zip([into.log_probs, *into.statistics], [chunk.log_probs, *chunk.statistics], strict=False):
-            plane[where] = table[b, state[b], q]
+        into.log_probs[where] = chunk.log_probs[b, state[b], q]
+        into.statistics[where] = chunk.statistics[b, state[b], q]
         into.sums.index_add_(0, row, torch.stack([unfinished, unfinished & near_tie[block, state]], 1).long())
         state, step = following, step + 1
 
@@ -137,29 +122,3 @@ def fold(table: torch.Tensor, full: torch.Tensor) -> tuple[torch.Tensor, torch.T
         share.scatter_add_(1, position.flatten().expand(blocks, -1), part.flatten(1))
     block = torch.arange(blocks, device=table.device)
     return torch.stack([values[block, full] for values in (mean, mixture, oracle)], 1), share, best
-
-
-@lru_cache(maxsize=LATTICE_BLOCK * LATTICE_BLOCK)
-def sets(m: int, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The sets of `size` of m positions: their numbers (n,), their positions (n, size), and the sets without each (n,
-    size).
-    """
-    positions = torch.tensor(list(combinations(range(m), size)))  # (n, size)
-    state = (1 << positions).sum(1)  # (n,)
-    return state, positions, state[:, None] - (1 << positions)
-
-
-def fresh_cells(lanes: Lanes) -> torch.Tensor:
-    """The positions that are masked as the blocks begin, (R, W) bool."""
-    target = lanes.columns >= lanes.origin[:, None]  # (R, W)
-    return target & (torch.arange(target.shape[1], device=target.device) < lanes.width[:, None])
-
-
-def cell_of(masked: torch.Tensor) -> torch.Tensor:
-    """The number of each position among the masked ones of its block, (R, W)."""
-    return masked.cumsum(1) - 1
-
-
-def number_of(masked: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-    """The number of a state, (R,), from its masked positions and the `position` number of each, (R, W)."""
-    return (masked.long() << position.clamp(min=0)).sum(1)

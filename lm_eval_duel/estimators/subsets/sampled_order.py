@@ -30,11 +30,10 @@ from lm_eval_duel.core.reveal import WindowGroup
 from lm_eval_duel.core.scores import Step, WindowScore
 from lm_eval_duel.estimators.base import Estimator, IndexedScores, Value
 from lm_eval_duel.estimators.checks import check_count, check_every_order, check_lattice_block
-from lm_eval_duel.estimators.sampled_arguments import ORDER_STEPS, check_order
-from lm_eval_duel.estimators.sampled_dp import product, subsets
-from lm_eval_duel.estimators.step_counts import StepCounts, table
-from lm_eval_duel.estimators.subset_dp import Chunk, sets
-from lm_eval_duel.estimators.subset_states import SubsetAccumulator
+from lm_eval_duel.estimators.subsets.arguments import ORDER_STEPS, check_order
+from lm_eval_duel.estimators.subsets.counts import StepCounts, table
+from lm_eval_duel.estimators.subsets.sets import product, sets, subsets, sum_over_subsets
+from lm_eval_duel.estimators.subsets.states import Chunk, SubsetAccumulator
 from lm_eval_duel.rules.scheduled import dream_shares
 
 
@@ -127,39 +126,28 @@ class OrderAccumulator(SubsetAccumulator):
             score = -predictions.entropy.double()
         elif self.alg == "topk_margin":
             score = predictions.margin.double()
-        located = self.locate(lanes)
-        self.enter(lanes, located, log_probs=log_prob, score=score / self.alg_temp)
-        self.count(located)
+        self.enter(lanes, self.locate(lanes), {}, {"log_probs": log_prob, "score": score / self.alg_temp})
 
     def fold(self, chunk: OrderChunk) -> None:
-        positions = chunk.lanes.masked.sum(1)  # (B,)
-        value = (
-            fold_counted(chunk, positions, self.counts) if self.counts else fold_shares(chunk, self.shares)
-        )  # (B, S)
-        full = value.gather(1, ((1 << positions) - 1)[:, None])[:, 0]  # (B,)
-        self.log_prob.index_add_(0, chunk.lanes.row, full)
+        value = fold_counted(chunk, self.counts) if self.counts else fold_shares(chunk, self.shares)  # (B, S)
+        self.log_prob.index_add_(0, chunk.lanes.row, value.gather(1, chunk.full[:, None])[:, 0])
 
     def score(self, row: int) -> WindowScore:
         return WindowScore(float(self.log_prob[row]))
 
 
-def fold_counted(chunk: OrderChunk, positions: torch.Tensor, counts: StepCounts) -> torch.Tensor:
+def fold_counted(chunk: OrderChunk, counts: StepCounts) -> torch.Tensor:
     """log p of the targets in each state (B, S), if its number of masked positions says how many a step reveals."""
-    m = chunk.log_probs.shape[2]
-    value = torch.full_like(chunk.log_probs[:, :, 0], -math.inf)  # (B, S)
-    value[:, 0] = 0
-    counts_of = table(counts, positions.device)[positions]  # (B, M + 1)
-    for size in counts_of.sum(0).nonzero()[:, 0].tolist():
-        count = counts_of[:, size, None, None]  # (B, 1, 1)
-        state, position, _ = (indices.to(positions.device) for indices in sets(m, size))  # (x,), (x, h)
-        rest, chosen = (indices.to(positions.device) for indices in subsets(m, size))  # (x, K), (K,)
-        log_p, score = (
-            plane[:, state[:, None], position] for plane in (chunk.log_probs, chunk.score)
-        )  # (B, x, h) each
+
+    def log_step(
+        state: torch.Tensor, position: torch.Tensor, chosen: torch.Tensor, count: torch.Tensor
+    ) -> torch.Tensor:
+        log_p, score = (plane[:, state[:, None], position] for plane in (chunk.log_probs, chunk.score))  # (B, x, h)
         total = product(log_p, torch.zeros_like(log_p)) + plackett_luce(score, int(count.max()))  # (B, x, K)
-        total = total.where(chosen == count, -math.inf) + value[:, rest]
-        value[:, state] = total.logsumexp(2).where(count[:, 0] > 0, -math.inf)
-    return value
+        return total.where(chosen == count, -math.inf)
+
+    counts_of = table(counts, chunk.full.device)[chunk.lanes.masked.sum(1)]  # (B, M + 1)
+    return sum_over_subsets(counts_of, chunk.log_probs, log_step)
 
 
 def fold_shares(chunk: OrderChunk, shares: list[float]) -> torch.Tensor:

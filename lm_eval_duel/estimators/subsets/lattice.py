@@ -32,8 +32,9 @@ from lm_eval_duel.core.scores import STATISTICS, Step, WindowScore
 from lm_eval_duel.estimators.base import Estimator, IndexedScores, Value
 from lm_eval_duel.estimators.checks import check_every_order, check_lattice_block
 from lm_eval_duel.estimators.registry import LATTICE
-from lm_eval_duel.estimators.subset_dp import LatticeChunk, Orders, OrderScore, cell_of, fold, follow, number_of
-from lm_eval_duel.estimators.subset_states import SubsetAccumulator
+from lm_eval_duel.estimators.subsets.orders import LatticeChunk, Orders, OrderScore, fold, follow
+from lm_eval_duel.estimators.subsets.sets import number_of, numbered
+from lm_eval_duel.estimators.subsets.states import SubsetAccumulator
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,52 +116,39 @@ class LatticeAccumulator(SubsetAccumulator):
 
     def new_chunk(self, lanes: Lanes, states: int, most: int) -> LatticeChunk:
         log_probs = self.totals.new_full((len(lanes), 1 << most, most), math.nan)  # (B, S, m)
-        after = self.place.new_zeros(len(self.rules), *log_probs.shape[:2])  # (F, B, S)
-        statistics = [torch.full_like(log_probs, math.nan) for _ in STATISTICS if self.traced]
-        near_tie = torch.zeros_like(after, dtype=torch.bool)
-        return LatticeChunk(lanes, states, log_probs, statistics, after, near_tie)
+        statistics = log_probs.new_full((*log_probs.shape, len(STATISTICS) * self.traced), math.nan)  # (B, S, m, T)
+        after = self.place.new_zeros(*log_probs.shape[:2], len(self.rules))  # (B, S, F)
+        return LatticeChunk(lanes, states, log_probs, statistics, after, torch.zeros_like(after, dtype=torch.bool))
 
     def add(self, step: Step) -> None:
         """Enter the log-probs of these states, and what each rule would pick."""
         lanes, predictions, _, _, log_prob = step
         located = self.locate(lanes)
-        block, state, position = located.block, located.state, located.position
-        planes = [log_prob, *(getattr(predictions, name).double() for name in STATISTICS if self.traced)]
+        positions, states = {"log_probs": log_prob}, {}
+        if self.traced:
+            positions["statistics"] = torch.stack([getattr(predictions, name).double() for name in STATISTICS], 2)
         decided = [rule(predictions, lanes) for rule in self.rules]
         for rule, choice in zip(self.rules, decided, strict=True):
             require_pick(rule, choice)
-        following = [number_of(lanes.masked & ~choice.pick, position) for choice in decided]  # (R,) each
-        lane, at = lanes.masked.nonzero().unbind(1)  # (C,)
-        counts = []
-        for n in located.chunk.unique().tolist():
-            chunk, mine = self.chunks[n], located.chunk == n  # (R,)
-            r, w = lane[mine[lane]], at[mine[lane]]  # (c,)
-            for table, plane in zip([chunk.log_probs, *chunk.statistics], planes, strict=True):
-                table[block[r], state[r], position[r, w]] = plane[r, w]
-            for f, choice in enumerate(decided):
-                chunk.after[f, block[mine], state[mine]] = following[f][mine]
-                if choice.decision_margin is not None:
-                    chunk.near_tie[f, block[mine], state[mine]] = ~(choice.decision_margin[mine] >= rules.NEAR_TIE)
-            counts.append((chunk, int(mine.sum())))
-        # on out-of-memory before this line, the states are evaluated again and the same values written
-        for chunk, count in counts:
-            chunk.waiting -= count
+        if decided:
+            after = [number_of(lanes.masked & ~choice.pick, located.position) for choice in decided]  # (R,) each
+            states = {"after": torch.stack(after, 1), "near_tie": torch.stack([_near(choice) for choice in decided], 1)}
+        self.enter(lanes, located, states, positions)
         for f, choice in enumerate(decided):
             self.has_margins[f] &= choice.decision_margin is not None
 
     def fold(self, chunk: LatticeChunk) -> None:
         """From the states of some blocks to the log-probs of their orders."""
-        lanes, table = chunk.lanes, chunk.log_probs
-        full = (1 << lanes.masked.sum(1)) - 1  # (B,)
-        values, share, best = fold(table, full)  # (B, 3), (B, m), (B, S)
-        column = torch.full(share.shape, self.dump, device=full.device)  # (B, m)
+        lanes = chunk.lanes
+        values, share, best = fold(chunk.log_probs, chunk.full)  # (B, 3), (B, m), (B, S)
+        column = torch.full(share.shape, self.dump, device=share.device)  # (B, m)
         b, w = lanes.masked.nonzero().unbind(1)  # (X,)
-        column[b, cell_of(lanes.masked)[b, w]] = lanes.columns[b, w]
+        column[b, numbered(lanes.masked)[b, w]] = lanes.columns[b, w]
         self.totals.index_put_((lanes.row,), values, accumulate=True)
         self.mean[lanes.row[:, None], column] = share
-        follow(chunk, column, full, best, torch.zeros_like(best, dtype=torch.bool), self.best)
-        for after, near_tie, orders in zip(chunk.after, chunk.near_tie, self.paths, strict=True):
-            follow(chunk, column, full, after, near_tie, orders)
+        follow(chunk, column, best, torch.zeros_like(best, dtype=torch.bool), self.best)
+        for after, near_tie, orders in zip(chunk.after.unbind(2), chunk.near_tie.unbind(2), self.paths, strict=True):
+            follow(chunk, column, after, near_tie, orders)
 
     def score(self, row: int) -> LatticeScore:
         window = self.group.windows[row]
@@ -184,3 +172,10 @@ class LatticeAccumulator(SubsetAccumulator):
             oracle=totals["oracle"],
             rules=paths,
         )
+
+
+def _near(choice: rules.Decision) -> torch.Tensor:
+    """The lanes (R,) in which float noise could change this decision; none if the rule does not know."""
+    if choice.decision_margin is None:
+        return torch.zeros_like(choice.pick[:, 0])
+    return ~(choice.decision_margin >= rules.NEAR_TIE)

@@ -1,4 +1,4 @@
-"""What the samplers of estimator=sampled_confidence and estimator=sampled_order take, checked without torch."""
+"""What the estimators over sets of positions take, checked without torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 from lm_eval_duel.errors import DuelError, unknown
 
+LATTICE_BLOCK = 12  # the most positions of a block whose sets are all evaluated: 4,095 sets
+CONFIDENCES = ("untempered", "tempered")  # which probability of a drawn token decides whether it is kept
 SCHEDULES = ("even", "dream")  # how many draws are kept at each of `steps` steps
 ORDERS = ("origin", "entropy", "topk_margin", "random")  # how positions are drawn
 SCORED_ORDERS = ("entropy", "topk_margin")

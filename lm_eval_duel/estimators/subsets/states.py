@@ -4,15 +4,14 @@ Sets that the estimator's sampler never reaches are left out.
 
 Blocks are taken in chunks. A chunk's tables are filled call by call, and folded when all of its states are there.
 
-Shapes: N windows, L row length, R lanes, W block width, B blocks of a chunk, m masked positions, S = 2^m states
-(number: the sum of 2^q over masked positions q).
+Shapes: N windows, L row length, R lanes, W block width, B blocks of a chunk, m masked positions, S = 2^m states.
 """
 
 from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,9 +20,22 @@ from lm_eval_duel.core.decision import EVALUATE_ALL
 from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.core.reveal import WindowGroup
 from lm_eval_duel.estimators.base import Estimator, IndexedScores
-from lm_eval_duel.estimators.subset_dp import Chunk, cell_of, fresh_cells, number_of
+from lm_eval_duel.estimators.subsets.sets import fresh_positions, number_of, numbered
 
 TABLE = 1 << 22  # the most values of a table of a chunk
+
+
+@dataclasses.dataclass
+class Chunk:
+    """Some blocks while the tables of their states are filled."""
+
+    lanes: Lanes  # (B,) as their blocks begin
+    waiting: int  # states that are missing
+
+    @property
+    def full(self) -> torch.Tensor:
+        """The state of each block in which all its positions are masked, (B,)."""
+        return (1 << self.lanes.masked.sum(1)) - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +79,8 @@ class SubsetAccumulator(abc.ABC):
             before = (states.cumsum(0) - states).repeat_interleave(states)  # (R,)
             number = torch.arange(len(of_block), device=states.device) - before + 1  # (R,) 1..2^m - 1
             states_of = lanes.select(of_block)
-            masked = states_of.masked & (number[:, None] >> cell_of(states_of.masked).clamp(min=0) & 1).bool()  # (R, W)
+            position = numbered(states_of.masked).clamp(min=0)  # (R, W)
+            masked = states_of.masked & (number[:, None] >> position & 1).bool()  # (R, W)
             states_of = states_of.show(group.rows.targets(states_of), masked)
             if (reached := self.reached(states_of)) is not None:
                 states_of = states_of.select(reached)
@@ -88,23 +101,27 @@ class SubsetAccumulator(abc.ABC):
     def locate(self, lanes: Lanes) -> Located:
         """Where these states stand in the tables."""
         chunk, block = self.place[:, lanes.row, lanes.start]  # (R,) each
-        position = cell_of(fresh_cells(lanes))  # (R, W)
+        position = numbered(fresh_positions(lanes))  # (R, W)
         return Located(chunk, block, number_of(lanes.masked, position), position)
 
-    def enter(self, lanes: Lanes, located: Located, **planes: torch.Tensor) -> None:
-        """Write values of the masked positions of these states, (R, W) each, into the tables (B, S, m) of these
-        names.
-        """
-        lane, at = lanes.masked.nonzero().unbind(1)  # (C,)
-        for n in located.chunk.unique().tolist():
-            mine = located.chunk[lane] == n  # (C,)
-            r, w = lane[mine], at[mine]  # (c,)
-            for name, plane in planes.items():
-                getattr(self.chunks[n], name)[located.block[r], located.state[r], located.position[r, w]] = plane[r, w]
+    def enter(
+        self, lanes: Lanes, located: Located, states: Mapping[str, torch.Tensor], positions: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Write values into the tables of these names: of `states` (R, ...), and of their masked `positions` (R, W,
+        ...).
 
-    def count(self, located: Located) -> None:
-        """Count these states as entered. On out-of-memory before, they are evaluated and entered again."""
-        for n, count in zip(*(part.tolist() for part in located.chunk.unique(return_counts=True)), strict=True):
+        On out-of-memory in here, these states are evaluated and entered again.
+        """
+        lane, at = lanes.masked_at  # (C,)
+        numbers, counts = (part.tolist() for part in located.chunk.unique(return_counts=True))
+        for n in numbers:
+            mine = located.chunk == n  # (R,)
+            r, w = lane[mine[lane]], at[mine[lane]]  # (c,)
+            for name, plane in states.items():
+                getattr(self.chunks[n], name)[located.block[mine], located.state[mine]] = plane[mine]
+            for name, plane in positions.items():
+                getattr(self.chunks[n], name)[located.block[r], located.state[r], located.position[r, w]] = plane[r, w]
+        for n, count in zip(numbers, counts, strict=True):
             self.chunks[n].waiting -= count
 
     def take(self, finished: Lanes) -> IndexedScores:
