@@ -17,7 +17,7 @@ from lm_eval_duel.arguments import MISSING, declared
 from lm_eval_duel.core.decision import NEAR_TIE, Decision
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.rules.adaptive import EntropyBound, Threshold
-from lm_eval_duel.rules.around import Around, inner, replaced
+from lm_eval_duel.rules.around import inner, replaced
 from lm_eval_duel.rules.base import Rule, rank
 from lm_eval_duel.rules.checked import with_checks
 from lm_eval_duel.rules.deployed import DinferThreshold, EntropyThreshold, Factor, Hierarchy, HighOrTopk
@@ -86,7 +86,9 @@ ALIASES = {
     "conf_threshold": "threshold",
     "eb": "entropy_bound",
 }
-WRAPPERS: dict[str, type[Around]] = {kind.parameter: kind for kind in (SeedFirst, SubBlock)}  # from the outermost
+WRAPPERS: dict[str, type[SeedFirst] | type[SubBlock]] = {  # from the outermost
+    kind.parameter: kind for kind in (SeedFirst, SubBlock)
+}
 AROUND = {name: declared(kind)[name] for name, kind in WRAPPERS.items()}  # parameters that go with every rule
 PARAMETERS = frozenset({*AROUND, *(name for rule in RULES.values() for name in declared(rule))})
 

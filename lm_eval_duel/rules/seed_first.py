@@ -18,20 +18,15 @@ from lm_eval_duel.arguments import KEY, TRUTH, Argument
 from lm_eval_duel.rules.around import Around, emptied
 from lm_eval_duel.rules.base import Decision, Rule
 
+SEED_FIRST = Argument(TRUTH, False, "the first position of a block is revealed by itself, at the block's first step")
+
 
 @dataclasses.dataclass(frozen=True)
 class SeedFirst(Around):
     """The first position of a block alone, if it is masked, then `rule`, whose steps are counted from there."""
 
     parameter: ClassVar[str] = "seed_first"
-    seed_first: bool = dataclasses.field(
-        default=True,
-        metadata={
-            KEY: Argument(
-                TRUTH, False, "the first position of a block is revealed by itself, at the block's first step"
-            )
-        },
-    )
+    seed_first: bool = dataclasses.field(default=True, metadata={KEY: SEED_FIRST})
 
     def __post_init__(self) -> None:
         super().__post_init__()
