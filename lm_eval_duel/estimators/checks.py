@@ -10,7 +10,6 @@ from lm_eval_duel import rules
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError, another_block, first_cell_unseen
-from lm_eval_duel.estimators.subsets.arguments import LATTICE_BLOCK
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
@@ -76,12 +75,6 @@ def check_rule(denoiser: Denoiser, rule: rules.Rule) -> None:
     rule.check_network(denoiser)
 
 
-def check_count(name: str, value: object, what: str) -> None:
-    """Raise DuelError unless the argument `name` is a whole number of at least 1."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise DuelError(f"'{name}' is {what}, at least 1; got {value!r}.")
-
-
 def check_every_order(denoiser: Denoiser, name: str) -> None:
     """Raise DuelError for a network that cannot evaluate every state of a block, which estimator `name` needs."""
     if denoiser.attention == "causal":
@@ -97,16 +90,6 @@ def check_every_order(denoiser: Denoiser, name: str) -> None:
             f"estimator={name} evaluates states in which a block's first token is masked and later ones are revealed. "
             f"This network reads that token from the position before the block, which cache={denoiser.cache} "
             "evaluates at the block's start alone. Leave cache out."
-        )
-
-
-def check_lattice_block(denoiser: Denoiser, block: int | None, name: str) -> None:
-    """Raise DuelError for a block that is too large for estimator `name`, which evaluates all sets of its positions."""
-    if block is None or block > LATTICE_BLOCK:
-        raise DuelError(
-            f"estimator={name} evaluates all revealed sets of a block, at most {LATTICE_BLOCK} positions (4,095 "
-            f"sets); the block in force is {'the whole target' if block is None else block}. "
-            + ("This network has only this block." if denoiser.block else "Use block=4, or 8 at 8.5 times the cost.")
         )
 
 

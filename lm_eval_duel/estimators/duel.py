@@ -88,8 +88,6 @@ class DuelEstimator(Estimator):
 
         A diagnostic: the result is a likelihood only if a rule produced the order.
         """
-        if len(windows) != len(steps):
-            raise DuelError(f"replay needs the steps of each window; got {len(windows)} windows, {len(steps)} orders.")
         twin, results = copy.copy(self), []
         for window, order in zip(windows, self._orders(windows, steps), strict=True):
             twin._followed = Replay((order,))
@@ -111,14 +109,14 @@ class DuelEstimator(Estimator):
         if not torch.as_tensor(weights, dtype=torch.float64).isfinite().all():
             raise DuelError(f"The weights of backward are finite numbers; got {list(weights)}.")
         self.check(windows)
-        if reveal_steps is not None and len(reveal_steps) != len(windows):
-            raise DuelError(f"backward needs the order of each window; got {len(windows)}, {len(reveal_steps)} orders.")
         if reveal_steps is None:
             reveal_steps = [scored.reveal_steps for scored in self.log_prob(windows)]
         return gradients.accumulate(self, windows, weights, self._orders(windows, reveal_steps), batch_size)
 
     def _orders(self, windows: Sequence[Window], steps: Sequence[Ids]) -> list[tuple[int, ...]]:
         """The recorded orders, checked."""
+        if len(windows) != len(steps):
+            raise DuelError(f"Each window needs an order; got {len(windows)} windows and {len(steps)} orders.")
         orders = [as_ids(order) for order in steps]
         for n, (window, order) in enumerate(zip(windows, orders, strict=True)):
             context = len(window.context)
@@ -151,11 +149,8 @@ class DuelEstimator(Estimator):
         stop: sampling.Stop | None = None,
         scored: bool = True,
     ) -> Iterator[tuple[int, Sample]]:
-        """(index, sample) of each context as it is finished.
+        """(index, sample) of each context as it is finished; see `Duel.stream_samples` (library/ids.py).
 
-        A draw depends on (`seed`, key, position) only; `keys` defaults to the index of each context.
-        `do_sample=False`: the most probable token at every pick. `stop(index, tokens)` is called after each finished
-        block: if it returns true, no further block is drawn, and the sample's `tail` counts the positions left.
         `scored=False`: the log-probability is not needed. Here it costs nothing, so samples have it in any case.
         """
         if keys is not None and len(keys) != len(contexts):

@@ -13,19 +13,10 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lm_eval_duel import rules
-from lm_eval_duel.arguments import BLOCK, COUNT, POSITIVE, PROBABILITY, TRUTH, Argument, choice, number
+from lm_eval_duel.arguments import BLOCK, COUNT, Argument, choice, number
 from lm_eval_duel.arguments import Kind as Values
 from lm_eval_duel.errors import DuelError, unknown
-from lm_eval_duel.estimators.subsets.arguments import (
-    CONFIDENCES,
-    LATTICE_BLOCK,
-    ORDER_STEPS,
-    ORDERS,
-    SCHEDULES,
-    check_order,
-    check_step_counts,
-    read_order,
-)
+from lm_eval_duel.estimators.subsets.arguments import CONFIDENCE, ORDER, check_block, read_confidence, read_order
 from lm_eval_duel.rules import presets
 
 if TYPE_CHECKING:
@@ -132,21 +123,6 @@ LATTICE_ARGUMENTS = {
         identity=False,
     )
 }
-SAMPLED_ARGUMENTS = {
-    "n": Argument(COUNT, None, "draws that are kept at a step; neither `n` nor `steps`: 1"),
-    "steps": Argument(COUNT, None, "steps of a block, instead of `n` and `tau`"),
-    "schedule": Argument(choice(*SCHEDULES), SCHEDULES[0], "how `steps` spread over a block, `even` or as Dream's"),
-    "tau": Argument(PROBABILITY, None, "draws of at least this probability are kept"),
-    "confidence": Argument(
-        choice(*CONFIDENCES), CONFIDENCES[0], "which probability of a draw counts, if there is a temperature"
-    ),
-    "strict": Argument(TRUTH, True, "draws above `tau` are kept, not those at it"),
-}
-ORDER_ARGUMENTS = {
-    "alg": Argument(Values("how positions are drawn", read_order, ORDERS), ORDERS[0], "how positions are drawn"),
-    "steps": Argument(COUNT, ORDER_STEPS, "steps of a block"),
-    "alg_temp": Argument(POSITIVE, None, "temperature of the positions' scores, with `alg=entropy` or `topk_margin`"),
-}
 
 
 def _check_elbo(options: Options) -> None:
@@ -166,22 +142,18 @@ def _elbo_settings(options: Options) -> dict[str, Any]:
 
 
 def _check_lattice(options: Options) -> None:
-    if options.block is None or (isinstance(options.block, int) and options.block > LATTICE_BLOCK):
-        raise DuelError(
-            f"estimator={options.estimator} evaluates all revealed sets of a block, so block is at most "
-            f"{LATTICE_BLOCK}; got {'none' if options.block is None else options.block}. "
-            "block=4 takes 15 states a block."
-        )
+    if options.block != "auto":
+        check_block(options.estimator, options.block)
 
 
 def _check_sampled(options: Options) -> None:
     _check_lattice(options)
-    check_step_counts(*(options.estimator_args[name] for name in ("n", "tau", "steps", "schedule")))
+    read_confidence(options.estimator_args)
 
 
 def _check_sampled_order(options: Options) -> None:
     _check_lattice(options)
-    check_order(options.estimator_args["alg"], options.estimator_args["alg_temp"])
+    read_order(options.estimator_args)
 
 
 def check_share(sample: float) -> None:
@@ -285,7 +257,7 @@ ENTRIES = (  # in the order of tables
         Kind.LIKELIHOOD,
         "lm_eval_duel.estimators.subsets.sampled_confidence:SampledConfidence",
         lambda options: {"block": options.block, **options.estimator_args},
-        SAMPLED_ARGUMENTS,
+        CONFIDENCE,
         named="{}",
         ignored_args=("rule",),
         decodes=True,
@@ -298,7 +270,7 @@ ENTRIES = (  # in the order of tables
         Kind.LIKELIHOOD,
         "lm_eval_duel.estimators.subsets.sampled_order:SampledOrder",
         lambda options: {"block": options.block, **options.estimator_args},
-        ORDER_ARGUMENTS,
+        ORDER,
         ignored_args=("rule",),
         check=_check_sampled_order,
     ),

@@ -302,10 +302,10 @@ def test_what_it_refuses():
     with pytest.raises(DuelError, match=r"to follow a recorded one, use Duel\.replay"):
         estimator.replay([Window((), (0,))], [(0,)])
     for settings, words in (
-        ({"n": 0}, "'n' is how many draws are kept at a step, at least 1; got 0"),
-        ({"tau": 1.5}, "'tau' is a probability from 0 to 1, or None; got 1.5"),
+        ({"n": 0}, "'n' .*got '0'"),
+        ({"tau": 1.5}, "'tau' .*got '1.5'"),
         ({"confidence": "tempred"}, "Unknown value of confidence 'tempred'. Did you mean tempered?"),
-        ({"steps": 0}, "'steps' is a count of steps, at least 1; got 0"),
+        ({"steps": 0}, "'steps' .*got '0'"),
         (
             {"steps": 2, "n": 2},
             "'steps' .got 2. says how many draws are kept at each step, and so does 'n' .got 2.",

@@ -30,8 +30,9 @@ from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.core.reveal import WindowGroup
 from lm_eval_duel.core.scores import STATISTICS, Step, WindowScore
 from lm_eval_duel.estimators.base import Estimator, IndexedScores, Value
-from lm_eval_duel.estimators.checks import check_every_order, check_lattice_block
+from lm_eval_duel.estimators.checks import check_every_order
 from lm_eval_duel.estimators.registry import LATTICE
+from lm_eval_duel.estimators.subsets.arguments import check_block
 from lm_eval_duel.estimators.subsets.orders import LatticeChunk, Orders, OrderScore, fold, follow
 from lm_eval_duel.estimators.subsets.sets import number_of, numbered
 from lm_eval_duel.estimators.subsets.states import SubsetAccumulator
@@ -83,7 +84,7 @@ class Lattice(Estimator):
         for rule in self.rules:
             rules.check_state_only(rule)
         super().__init__(denoiser, block, grid, batch_size, max_batch_size, traced)
-        check_lattice_block(denoiser, self.block, value)
+        check_block(value, self.block, only=denoiser.block is not None)
         self.empty_score = LatticeScore(0.0, rules={str(rule): OrderScore(0.0, (), (), 0, 0) for rule in self.rules})
 
     def describe(self) -> dict[str, object]:

@@ -38,11 +38,11 @@ from lm_eval_duel.core.reveal import WindowGroup
 from lm_eval_duel.core.scores import Counts, Sample, Step, WindowScore
 from lm_eval_duel.core.tokens import Argmax, Draw
 from lm_eval_duel.core.windows import Ids, Window
-from lm_eval_duel.errors import DuelError, unknown
+from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.base import IndexedScores
-from lm_eval_duel.estimators.checks import check_count, check_every_order, check_lattice_block
+from lm_eval_duel.estimators.checks import check_every_order
 from lm_eval_duel.estimators.duel import DuelEstimator
-from lm_eval_duel.estimators.subsets.arguments import CONFIDENCES, LATTICE_BLOCK, check_step_counts
+from lm_eval_duel.estimators.subsets.arguments import LATTICE_BLOCK, check_block, read_confidence
 from lm_eval_duel.estimators.subsets.counts import StepCounts, table
 from lm_eval_duel.estimators.subsets.drawn import compare, score_of, token_scores, untempered
 from lm_eval_duel.estimators.subsets.sets import number_of, product, sum_over_subsets
@@ -85,20 +85,14 @@ class SampledConfidence(DuelEstimator):
         steps: int | None = None,
         schedule: str = "even",
     ):
-        for name, value, what in (("n", n, "how many draws are kept at a step"), ("steps", steps, "a count of steps")):
-            if value is not None:
-                check_count(name, value, what)
-        check_step_counts(n, tau, steps, schedule)
-        if tau is not None and (isinstance(tau, bool) or not isinstance(tau, int | float) or not 0 <= tau <= 1):
-            raise DuelError(f"'tau' is a probability from 0 to 1, or None; got {tau!r}.")
-        if confidence not in CONFIDENCES:
-            raise unknown("value of confidence", confidence, CONFIDENCES)
+        given = {"n": n, "tau": tau, "confidence": confidence, "strict": strict, "steps": steps, "schedule": schedule}
+        read = read_confidence(given)
         check_every_order(denoiser, self.name)
-        self.counted = StepCounts(n or 1, steps, schedule, or_more=tau is not None)
-        self.tau, self.confidence, self.strict = tau, confidence, strict
-        rule = BestDrawn(self.counted, tau, strict)
+        self.tau, self.confidence, self.strict = read["tau"], read["confidence"], read["strict"]
+        self.counted = StepCounts(read["n"] or 1, read["steps"], read["schedule"], or_more=self.tau is not None)
+        rule = BestDrawn(self.counted, self.tau, self.strict)
         super().__init__(denoiser, rule, block, grid, batch_size, max_batch_size, traced)
-        check_lattice_block(denoiser, self.block, self.name)
+        check_block(self.name, self.block, only=denoiser.block is not None)
         self.scale  # noqa: B018 - raises DuelError for a truncated distribution
 
     @property

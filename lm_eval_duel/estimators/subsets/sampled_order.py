@@ -29,8 +29,8 @@ from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.core.reveal import WindowGroup
 from lm_eval_duel.core.scores import Step, WindowScore
 from lm_eval_duel.estimators.base import Estimator, IndexedScores, Value
-from lm_eval_duel.estimators.checks import check_count, check_every_order, check_lattice_block
-from lm_eval_duel.estimators.subsets.arguments import ORDER_STEPS, check_order
+from lm_eval_duel.estimators.checks import check_every_order
+from lm_eval_duel.estimators.subsets.arguments import ORDER, check_block, read_order
 from lm_eval_duel.estimators.subsets.counts import StepCounts, table
 from lm_eval_duel.estimators.subsets.sets import product, sets, subsets, sum_over_subsets
 from lm_eval_duel.estimators.subsets.states import Chunk, SubsetAccumulator
@@ -61,15 +61,14 @@ class SampledOrder(Estimator):
         max_batch_size: int | None = None,
         traced: bool = False,
         alg: str = "origin",
-        steps: int = ORDER_STEPS,
+        steps: int = ORDER["steps"].default,
         alg_temp: float | None = None,
     ):
-        check_count("steps", steps, "a count of steps")
-        check_order(alg, alg_temp)
+        read = read_order({"alg": alg, "steps": steps, "alg_temp": alg_temp})
         check_every_order(denoiser, self.name)
-        self.alg, self.steps, self.alg_temp = alg, steps, alg_temp
+        self.alg, self.steps, self.alg_temp = read["alg"], read["steps"], read["alg_temp"]
         super().__init__(denoiser, block, grid, batch_size, max_batch_size, traced)
-        check_lattice_block(denoiser, self.block, self.name)
+        check_block(self.name, self.block, only=denoiser.block is not None)
 
     @property
     def counted(self) -> StepCounts | None:
