@@ -11,7 +11,7 @@ from toys import BlockCausal
 from lm_eval_duel import Duel
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.wrappers.warpers import Warped
-from lm_eval_duel.estimators.sampled_confidence import SampledConfidence
+from lm_eval_duel.estimators.subsets.sampled_confidence import SampledConfidence
 from lm_eval_duel.options import Options
 
 diffusers = pytest.importorskip("diffusers", minversion="0.42", reason="diffusers is not installed")
