@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
+import json
 import os
 import sys
 import traceback
@@ -15,8 +17,22 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lm_eval_duel.arguments import number
-from lm_eval_duel.errors import DuelError, UsageError, about_file, unknown
+from lm_eval_duel import strict_json
+from lm_eval_duel.arguments import (
+    CHECKPOINT,
+    COUNT,
+    MISSING,
+    POSITIVE,
+    SHARE,
+    TEXT,
+    TRUTH,
+    Argument,
+    Kind,
+    choice,
+    number,
+)
+from lm_eval_duel.errors import DuelError, UsageError, about_file, unknown, usage
+from lm_eval_duel.rates import METRICS
 
 PROGRAM = "lm-eval-duel"
 FIGURES = ("png", "svg", "pdf")
@@ -78,17 +94,101 @@ def _stop(code: int, message: str) -> NoReturn:
     raise Exit(code, message) from None
 
 
-FLAGS: dict[str, dict[str, Any]] = {  # of several commands, as for argparse
-    "model_args": {
-        "default": "",
-        "help": "as for lm_eval: pretrained=demo-mdm,rule=greedy,block=32, or demo-mdm,rule=...",
-    },
-    "device": {"help": "cpu, cuda, ... (a GPU if there is one)"},
-    "batch_size": {"default": "auto", "help": "rows of max_length per network call (auto)"},
-    "limit": {"help": "only the first documents of each task"},
-    "include_path": {"metavar": "DIR", "help": "a folder of your own task files"},
-    "metadata": {"default": "", "help": "metadata of the tasks, as for lm_eval: length=...,data_dir=..."},
-    "quiet": {"action": "store_true", "help": "print results, warnings and errors only"},
+@dataclasses.dataclass(frozen=True)
+class Flag(Argument):
+    """An argument of a command. Its name is that of a flag, or in capitals that of a positional argument."""
+
+    many: bool = False  # several values, separated by spaces
+    alone: str | None = None  # the value of a flag that is given without one
+    shows: str = ""  # what stands for the value in --help; the name in capitals if empty
+
+
+def _path(value: Any) -> str:
+    if not value:
+        raise ValueError(value)
+    return str(value)
+
+
+def _folder(value: Any) -> str:
+    existing = next(path for path in (Path(value).absolute(), *Path(value).absolute().parents) if os.path.lexists(path))
+    if not (value and existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
+        raise ValueError(value)
+    return str(value)
+
+
+def _file(value: Any) -> str:
+    file = Path(value)
+    if value != STDOUT and not (
+        value
+        and file.parent.is_dir()
+        and not file.is_dir()
+        and os.access(file if file.exists() else file.parent, os.W_OK)
+    ):
+        raise ValueError(value)
+    return str(value)
+
+
+def key_values(text: str) -> dict[str, Any]:
+    """`key=value,...` or a JSON object as a dict, with values of the types that lm_eval gives them."""
+    if text.lstrip().startswith("{"):
+        return json.loads(text)
+    pairs = [part.partition("=") for part in text.strip().split(",") if part]
+    return {key: _value(value.strip()) for key, _, value in pairs}
+
+
+def _value(text: str) -> Any:
+    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
+        return text[1:-1]
+    if text.lower() in ("true", "false", "none"):
+        return {"true": True, "false": False}.get(text.lower())
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text) if kind is float or "_" not in text else float(text)
+    return text
+
+
+def _model_args(text: str) -> dict[str, Any]:
+    """`pretrained=NAME,...` or `NAME,...`."""
+    first = text.partition(",")[0]
+    return key_values(text if not text or "=" in first or first.lstrip().startswith("{") else f"pretrained={text}")
+
+
+STDOUT = "-"
+NOTHING_GIVEN = (None, "")
+KEY_VALUES = Kind("key=value,... or a JSON object", key_values, nothing=NOTHING_GIVEN)
+NAMES = Kind("names, separated by commas", lambda text: [part.strip() for part in text.split(",") if part.strip()])
+PATH = Kind("a path", _path, nothing=(None,))
+FOLDER = Kind("a folder that can be written to; it is created if it does not exist", _folder, nothing=(None,))
+FILE = Kind("a file that can be written, in a folder that exists", _file, nothing=(None,))
+INCHES = number(f"a number of inches from {WIDTHS[0]:g} to {WIDTHS[1]:g}", lambda x: WIDTHS[0] <= x <= WIDTHS[1])
+FLAGS: dict[str, Flag] = {  # of several commands: the same name, values and help everywhere
+    "NAME": Flag(CHECKPOINT, None, "the model: a folder, a hub name or a bundled name, as pretrained=NAME"),
+    "model_args": Flag(
+        dataclasses.replace(KEY_VALUES, convert=_model_args),
+        {},
+        "as for lm_eval: pretrained=NAME,rule=greedy,block=32, or NAME,rule=greedy,...",
+    ),
+    "device": Flag(TEXT, None, "cpu, cuda, ...", unset="a GPU if there is one"),
+    "batch_size": Flag(TEXT, "auto", "rows of max_length in a network call"),
+    "tasks": Flag(NAMES, MISSING, "names of tasks, their YAML files, or files of text, separated by commas"),
+    "limit": Flag(COUNT, None, "only the first documents of each task", unset="all", shows="N"),
+    "include_path": Flag(PATH, None, "a folder of your own task files", shows="DIR"),
+    "metric": Flag(choice(*METRICS), None, "the perplexity to compare", unset="the first that all results have"),
+    "metadata": Flag(KEY_VALUES, {}, "metadata of the tasks, as for lm_eval: length=...,data_dir=..."),
+    "tokenizer": Flag(CHECKPOINT, None, "a folder, a hub name or a bundled name", shows="NAME"),
+    "length": Flag(COUNT, 128, "positions of a window or a sample", shows="N"),
+    "RESULTS": Flag(PATH, MISSING, "results_*.json files, or folders that hold them", many=True),
+    "ar": Flag(PATH, None, "the autoregressive baseline: a file or a folder", unset="the only one", shows="RESULT"),
+    "traces": Flag(PATH, None, "traces, or folders of them, beyond those that results name", many=True, shows="FILE"),
+    "out": Flag(FOLDER, MISSING, "the folder to write to", shows="DIR"),
+    "figures": Flag(choice(*FIGURES), ("png",), "png, svg and pdf", unset="png", many=True, shows="FORMAT"),
+    "width": Flag(INCHES, None, "width of every figure, such as that of a column: 5.5", shows="INCHES"),
+    "json": Flag(
+        FILE, None, "write the figures to FILE as JSON; without FILE, print them instead", alone=STDOUT, shows="FILE"
+    ),
+    "tflops": Flag(POSITIVE, None, "the device's dense rate", unset="an H200's: 989 in bfloat16, 67 in float32"),
+    "utilization": Flag(SHARE, 0.5, "the share of that rate that is reached"),
+    "quiet": Flag(TRUTH, False, "print results, warnings and errors only"),
 }
 
 
@@ -104,7 +204,8 @@ class Parser(argparse.ArgumentParser):
     `--batch-size` is read as `--batch_size`: lm_eval spells its arguments with underscores.
     """
 
-    def __init__(self, command: str, description: str, prints: str, example: str):
+    def __init__(self, command: str, description: str, prints: str, example: str, *shared: str, **own: Flag):
+        """`shared`: names of `FLAGS`; `own`: flags of this command alone, and shared ones with another default."""
         super().__init__(
             prog=f"{PROGRAM} {command}",
             description=description,
@@ -112,14 +213,26 @@ class Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         self.command = command
-        self.add("quiet")
+        self.flags = {**{name: FLAGS[name] for name in shared}, **own, "quiet": FLAGS["quiet"]}
+        for name, flag in self.flags.items():
+            self._add(name, flag)
 
-    def add(self, *names: str, **defaults: Any) -> None:
-        """Flags of `FLAGS`, which have the same name and help in every command; `defaults`: of some of them."""
-        for name in names:
-            self.add_argument(
-                f"--{name}", **{**FLAGS[name], **({"default": defaults[name]} if name in defaults else {})}
-            )
+    def _add(self, name: str, flag: Flag) -> None:
+        positional, must, choices = name.isupper(), flag.default is MISSING, flag.kind.choices
+        shown = flag.unset or ("" if flag.default in (MISSING, None, "", False, (), {}) else flag.shown)
+        help = flag.help if flag.help == argparse.SUPPRESS else flag.help.replace("%", "%%")
+        words: dict[str, Any] = {"help": f"{help} ({shown})" if shown else help}
+        if flag.kind is TRUTH:
+            words["action"] = "store_true"
+        else:
+            words["metavar"] = flag.shows or (f"{{{','.join(choices)}}}" if choices else name.upper())
+            if flag.many:
+                words["nargs"] = "*" if positional and not must else "+"
+            elif flag.alone or (positional and not must):
+                words |= {"nargs": "?", "const": flag.alone}
+            if not positional:
+                words["required"] = must
+        self.add_argument(name.lower() if positional else f"--{name}", **words)
 
     def parse_known_args(
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -131,8 +244,16 @@ class Parser(argparse.ArgumentParser):
             if word.startswith("--"):
                 spelled[n] = self._spelled(word)
         parsed, rest = super().parse_known_args(spelled, namespace)
+        with usage():
+            for name, flag in self.flags.items():
+                value, shown = getattr(parsed, name.lower()), name if name.isupper() else f"--{name}"
+                if flag.many:
+                    value = [flag.kind(shown, each) for each in value] if value else [*(flag.default or ())]
+                elif flag.kind is not TRUTH:
+                    value = flag.default if value is None else flag.read(shown, value)
+                setattr(parsed, name.lower(), value)
         if vars(parsed).pop("quiet"):
-            os.environ.update({"LMEVAL_LOG_LEVEL": "WARNING", "TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"})
+            be_quiet()
         return parsed, rest
 
     def _spelled(self, word: str) -> str:
@@ -153,41 +274,15 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{self.command}: {message}. See {self.prog} --help.")
 
 
-def folder_to_write(flag: str, text: str) -> Path:
-    """The folder of an argument, which is created later if it does not exist; raises UsageError if it cannot be."""
-    folder = Path(text)
-    existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(parent))
-    if not text or not existing.is_dir():
-        what = f"{existing} is a file" if text else "it is empty"
-        raise UsageError(f"{flag} {text}: {what}; name a folder, which is created if it does not exist.")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise UsageError(f"{flag} {text}: {existing} cannot be written to; name another folder.")
-    return folder
+def be_quiet() -> None:
+    """Print results, warnings and errors only, in this process and those that it starts."""
+    os.environ.update({"LMEVAL_LOG_LEVEL": "WARNING", "TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"})
 
 
-def file_to_write(flag: str, text: str) -> Path:
-    """The file of an argument, in an existing folder; raises UsageError for a folder, or if it cannot be written."""
-    file = Path(text)
-    if not text or file.is_dir():
-        raise UsageError(f"{flag} {text}: {'that is a folder' if text else 'it is empty'}; name a file.")
-    if not file.absolute().parent.is_dir():
-        raise UsageError(
-            f"{flag} {text}: there is no folder {file.absolute().parent}; create it, or name another file."
-        )
-    if not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
-        raise UsageError(f"{flag} {text} cannot be written; name another file.")
-    return file
-
-
-def add_figures(parser: Parser) -> None:
-    """The arguments `--figures` and `--width` of a command that draws."""
-    parser.add_argument(
-        "--figures", nargs="+", choices=FIGURES, default=["png"], metavar="FORMAT", help="png, svg and pdf (png)"
-    )
-    parser.add_argument("--width", metavar="INCHES", help="width of every figure, such as that of a column: 5.5")
-
-
-def figure_width(text: str | None) -> float | None:
-    """The value of `--width`; raises DuelError for other than a width that holds a figure."""
-    least, most = WIDTHS
-    return number(f"a number of inches from {least:g} to {most:g}", lambda n: least <= n <= most)("--width", text)
+def write_json(file: str, figures: Any) -> None:
+    """Write the figures of `--json FILE`, or print them."""
+    text = strict_json.dumps(figures)
+    if file == STDOUT:
+        print(text)
+    else:
+        Path(file).write_text(f"{text}\n", encoding="utf-8")

@@ -8,6 +8,7 @@ The network's arguments are declared in `denoisers/load_options.py`, those of si
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -15,7 +16,7 @@ from typing import Any, Literal
 from lm_eval_duel import rules
 from lm_eval_duel.arguments import BLOCK, CHECKPOINT, COUNT, TEXT, Argument, Kind, argument, choice, declared, whole
 from lm_eval_duel.denoisers.load_options import ALIASES, NETWORK_ARGUMENTS, WHOLE_ROW_BOS, NetworkArguments
-from lm_eval_duel.errors import DuelError, unknown, usage
+from lm_eval_duel.errors import DuelError, UsageError, unknown, usage
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.rules import presets
 
@@ -177,6 +178,22 @@ MODEL_ARGUMENTS: dict[str, Argument] = {  # those of `Options` itself first
     for name, value in sorted(declared(Options).items(), key=lambda item: item[0] in {*NETWORK_ARGUMENTS} - {"block"})
     if name != "estimator_args"
 }
+
+
+def model_of(flags: argparse.Namespace) -> dict[str, Any]:
+    """The model args of a command line: NAME, --model_args, --device and --batch_size; raises UsageError."""
+    if (name := getattr(flags, "name", None)) is not None:
+        if "pretrained" in flags.model_args:
+            twice = f"{name} and pretrained={flags.model_args['pretrained']}"
+            raise UsageError(f"The model is named twice: {twice}; leave one out.")
+        flags.model_args = {"pretrained": name, **flags.model_args}  # tasks read them, too
+    given = dict(flags.model_args)
+    for key in ("device", "batch_size"):
+        if key in given:
+            raise UsageError(f"'{key}' is not one of --model_args; pass it as --{key} VALUE.")
+        given[key] = getattr(flags, key)
+    Options.parse(given)
+    return given
 
 
 def _check_cache(options: Options, given: Any) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+METRICS = ("token_perplexity", "perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")  # by preference
+
 
 def perplexity(nll: float) -> float:
     """exp of a negative log-likelihood per unit; infinite if it is too large for a float."""

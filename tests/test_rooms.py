@@ -25,7 +25,7 @@ FLOORS = (  # from the lowest
 )
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 ENTRIES = {"__main__", "_autoload"}  # how the package is started: they may import any room
-MOST_ROOMS, MOST_FLOORS, MOST_ARROWS = 20, 10, 77
+MOST_ROOMS, MOST_FLOORS, MOST_ARROWS = 20, 10, 78
 
 MAY_IMPORT = {
     "lm_eval": {"harness", "tasks", "sweep", "cli", "_autoload"},
@@ -40,7 +40,6 @@ LIGHT = (  # importing these imports neither torch nor transformers
     "lm_eval_duel.errors",
     "lm_eval_duel.estimators.registry",
     "lm_eval_duel.fingerprint",
-    "lm_eval_duel.harness.key_values",
     "lm_eval_duel.harness.requests",
     "lm_eval_duel.hashing",
     "lm_eval_duel.options",

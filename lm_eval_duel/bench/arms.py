@@ -9,9 +9,9 @@ two_phase   with --estimator two_phase: the estimate of the same value
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
-import dataclasses
 import inspect
 import os
 import resource
@@ -27,7 +27,7 @@ import torch
 
 from lm_eval_duel import denoisers
 from lm_eval_duel.bench.loops import algorithm2, loop_for
-from lm_eval_duel.bench.options import TWO_PHASE, Settings
+from lm_eval_duel.bench.options import TWO_PHASE
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers import random_network, self_tests
@@ -43,23 +43,19 @@ from lm_eval_duel.estimators.two_phase import TwoPhase
 class Bench:
     """A network, a spec and windows, and the arms on them."""
 
-    def __init__(self, settings: Settings):
-        self.settings = settings
+    def __init__(self, settings: argparse.Namespace):
+        self.settings, model = settings, settings.model
         plain = _load(settings)
-        cache = None if settings.cache == "none" else settings.cache
-        self.denoiser = Cached(plain, cache) if cache else plain
+        self.denoiser = Cached(plain, model.cache) if model.cache else plain
         self.title = loop_for(self.denoiser).title
         self.windows = _windows(self.denoiser, settings)
-        auto = _block(settings) if _is_random(settings) else "auto"
-        block = {"auto": auto, "none": None}.get(settings.block, settings.positions)
-        shared = settings.rule_text, block
-        self.duel = DuelEstimator(self.denoiser, *shared, batch_size=settings.batch_size)
+        shared = model.rule, _block(settings) if _is_random(settings) and model.block else model.block
+        self.duel = DuelEstimator(self.denoiser, *shared, batch_size=model.rows)
         self.estimators: dict[str, DuelEstimator | TwoPhase] = {"ours": self.duel}
-        if cache:
-            self.estimators["uncached"] = DuelEstimator(plain, *shared, batch_size=settings.batch_size)
-        if settings.estimator == TWO_PHASE:
-            sample = settings.sample
-            self.estimators[TWO_PHASE] = TwoPhase(plain, *shared, batch_size=settings.batch_size, sample=sample)
+        if model.cache:
+            self.estimators["uncached"] = DuelEstimator(plain, *shared, batch_size=model.rows)
+        if model.estimator == TWO_PHASE:
+            self.estimators[TWO_PHASE] = TwoPhase(plain, *shared, batch_size=model.rows, **model.estimator_args)
 
     @property
     def arms(self) -> list[str]:
@@ -121,8 +117,7 @@ class Bench:
             before = torch.cuda.memory_allocated(device)
             self.run(arm)
             return torch.cuda.max_memory_allocated(device) - before
-        words = dataclasses.replace(self.settings, json=None, peak_of=arm).words()
-        command = [sys.executable, "-m", "lm_eval_duel", "bench", *words]
+        command = [sys.executable, "-m", "lm_eval_duel", "bench", *self.settings.words, "--peak_of", arm]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or [f"It ended with code {done.returncode}."])[-1]
@@ -154,29 +149,31 @@ def _resident(key: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
 
 
-def _is_random(settings: Settings) -> bool:
-    return settings.pretrained.startswith(random_network.PREFIX)
+def _is_random(settings: argparse.Namespace) -> bool:
+    return settings.model.pretrained.startswith(random_network.PREFIX)
 
 
-def _block(settings: Settings) -> int:
+def _block(settings: argparse.Namespace) -> int:
     """The block that a random network is built for."""
-    return settings.positions or DEFAULT_BLOCK
+    return settings.model.block if isinstance(settings.model.block, int) else DEFAULT_BLOCK
 
 
-def _load(settings: Settings) -> Denoiser:
+def _load(settings: argparse.Namespace) -> Denoiser:
+    name, device, dtype = settings.model.pretrained, settings.model.device, settings.model.dtype
     if not _is_random(settings):
-        denoiser = denoisers.load(settings.pretrained, device=settings.device, dtype=settings.dtype)
+        denoiser = denoisers.load(name, device=device, dtype=dtype)
         denoiser.special_tokens = None  # no warning: the tokens are random on purpose
         return denoiser
-    sizes = {name: getattr(settings, name) for name in ("length", "layers", "width", "vocab", "seed", "dtype")}
-    device = pick_device(settings.device)
-    needed, available = random_network.least_bytes(settings.pretrained, **sizes), _memory(device)
+    sizes = {key: getattr(settings, key) for key in ("length", "layers", "vocab", "seed")}
+    sizes |= {"width": settings.hidden_size, "dtype": dtype}
+    device = pick_device(device)
+    needed, available = random_network.least_bytes(name, **sizes), _memory(device)
     if needed > available:
         raise DuelError(
-            f"{settings.pretrained} of this size needs at least {needed / 2**30:,.0f} GiB and {device} has "
-            f"{available / 2**30:,.0f} GiB; lower --layers, --width or --vocab."
+            f"{name} of this size needs at least {needed / 2**30:,.0f} GiB and {device} has "
+            f"{available / 2**30:,.0f} GiB; lower --layers, --hidden_size or --vocab."
         )
-    return random_network.make(settings.pretrained, device, block=_block(settings), **sizes)
+    return random_network.make(name, device, block=_block(settings), **sizes)
 
 
 def _memory(device: torch.device) -> int:
@@ -186,13 +183,14 @@ def _memory(device: torch.device) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _windows(denoiser: Denoiser, settings: Settings) -> list[Window]:
+def _windows(denoiser: Denoiser, settings: argparse.Namespace) -> list[Window]:
     """Windows of random tokens, with one visible token first for networks that need one."""
+    name = settings.model.pretrained
     if settings.length > denoiser.max_length:
-        raise DuelError(f"{settings.pretrained} holds {denoiser.max_length} positions: pass --length of at most that.")
+        raise DuelError(f"{name} holds {denoiser.max_length} positions: pass --length of at most that.")
     visible = max(denoiser.shift, int(denoiser.needs_visible or denoiser.seeds_blocks))
     if settings.length <= visible:
-        raise DuelError(f"{settings.pretrained} needs a visible first token: pass --length 2 or more.")
+        raise DuelError(f"{name} needs a visible first token: pass --length 2 or more.")
     rows = self_tests.random_rows(denoiser, settings.length, settings.windows, settings.seed).tolist()
     return [Window(tuple(row[:visible]), tuple(row[visible:])) for row in rows]
 

@@ -6,12 +6,11 @@ Then the arms take turns, in another order in each repeat; ratios are medians of
 
 from __future__ import annotations
 
-import dataclasses
+import argparse
 import os
 import platform
 from collections.abc import Sequence
 from importlib import metadata
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -20,25 +19,26 @@ from tqdm import tqdm
 
 from lm_eval_duel.bench.arms import Bench
 from lm_eval_duel.bench.loops import Revealed
-from lm_eval_duel.bench.options import TWO_PHASE, Settings
+from lm_eval_duel.bench.options import TWO_PHASE, described
+from lm_eval_duel.command_line import STDOUT, write_json
 from lm_eval_duel.core.scores import WindowScore
-from lm_eval_duel.strict_json import dumps
 from lm_eval_duel.tables import plain_table
 
 IDLE_LOAD = 1.0  # a higher load average before the start means that other programs are running
 MATRIX = 8192  # rows of the matrix product that measures the chip's peak rate
 
 
-def run(settings: Settings) -> None:
+def run(settings: argparse.Namespace) -> None:
     """Measure and print: `lm-eval-duel bench`."""
     bench = Bench(settings)
     if settings.peak_of is not None:
         print(bench.own_peak_bytes(settings.peak_of))
         return
     figures = measure(bench)
-    print(table(figures))
+    if settings.json != STDOUT:
+        print(table(figures))
     if settings.json:
-        Path(settings.json).write_text(dumps(figures) + "\n", encoding="utf-8")
+        write_json(settings.json, figures)
 
 
 # ---------------------------------------------------------------- the figures
@@ -122,7 +122,7 @@ def _environment(bench: Bench) -> dict[str, Any]:
     network = getattr(denoiser, "model", None) or getattr(denoiser, "network", None)
     packages = ("lm-eval-duel", "torch", "transformers")
     return {
-        "settings": dataclasses.asdict(bench.settings),
+        "settings": described(bench.settings),
         "loop": bench.title,
         "rule": str(bench.duel.rule),
         "block": bench.duel.block,

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lm_eval_duel.arguments import COUNT
-from lm_eval_duel.command_line import Parser
+from lm_eval_duel.command_line import FLAGS, Parser
 from lm_eval_duel.errors import DuelError, usage
-from lm_eval_duel.harness.key_values import key_values, model_args
-from lm_eval_duel.options import Options
+from lm_eval_duel.options import model_of
 from lm_eval_duel.tables import plain_table
 
 if TYPE_CHECKING:
     from lm_eval_duel.harness.verify import Checked
 
-DOCUMENTS = 3
 PRINTS = """\
 Scores the windows of a few documents twice, in float32: as a run does, all blocks side by side in batches, and again by
 another route. Prints both numbers in nats, their difference, and how many reveal steps differ. The routes:
@@ -32,7 +30,7 @@ The exit code is 1 if a window without a near tie differs by more than max(1e-4,
 def main(arguments: Sequence[str]) -> None:
     """Audit a checkpoint: `lm-eval-duel audit`. Raises DuelError if a window differs."""
     options = parse(arguments)
-    checked = audit(options.model, options.tasks, options.documents, options.metadata, options.include_path)
+    checked = audit(options)
     print(table(checked))
     if not checked:
         raise DuelError("No window was compared.")
@@ -43,44 +41,30 @@ def main(arguments: Sequence[str]) -> None:
 @usage()
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The parsed command line, with `model` (the arguments of the model); raises UsageError for wrong arguments."""
-    parser = Parser(
+    options = Parser(
         "audit",
         "Compare this package's numbers with its specification (lm_eval_duel/reference.py) on your checkpoint.",
         PRINTS,
-        "--model_args pretrained=demo-mdm,rule=greedy,block=32 --tasks sotu --documents 1",
-    )
-    add = parser.add_argument
-    parser.add("model_args", "include_path", "metadata", "device", "batch_size")
-    add("--tasks", required=True, help="names of tasks, YAML files or files of text, separated by commas")
-    add("--documents", default=DOCUMENTS, help=f"of each task, from the first one ({DOCUMENTS})")
-    options = parser.parse_args(arguments)
-    options.documents = COUNT("--documents", options.documents)
-    model = model_args(options.model_args)
-    dtype = "float64" if model.get("dtype") == "float64" else "float32"
-    options.model = {**model, "dtype": dtype, "device": options.device, "batch_size": options.batch_size}
-    options.metadata = {**model, **key_values("--metadata", options.metadata)}
-    options.tasks = [name.strip() for name in options.tasks.split(",") if name.strip()]
-    Options.parse(options.model)
+        "demo-mdm --model_args rule=greedy,block=32 --tasks sotu --limit 1",
+        *("NAME", "model_args", "device", "batch_size", "tasks", "include_path", "metadata"),
+        limit=dataclasses.replace(FLAGS["limit"], default=3, unset=""),
+    ).parse_args(arguments)
+    model = model_of(options)
+    options.model = {**model, "dtype": "float64" if model.get("dtype") == "float64" else "float32"}
     return options
 
 
-def audit(
-    model: dict[str, Any], tasks: Sequence[str], documents: int, metadata: dict[str, Any], include_path: str | None
-) -> list[Checked]:
-    """Every window of the first `documents` of each task, scored twice. `model`: model args."""
+def audit(options: argparse.Namespace) -> list[Checked]:
+    """Every window of the first documents of each task, scored twice."""
     from lm_eval.utils import setup_logging
 
     from lm_eval_duel.harness.lm import DuelMDM
     from lm_eval_duel.tasks import named
 
     setup_logging()
-    requests = []
-    for task in named.load_all(tasks, metadata, include_path):
-        if task.OUTPUT_TYPE == "generate_until":
-            raise DuelError(f"The task {task.config.task} generates text; an audit compares scores.")
-        task.build_all_requests(limit=documents)
-        requests += task.instances
-    lm = DuelMDM(**{**model, "verify": sys.maxsize})
+    metadata = {**options.model_args, **options.metadata}
+    requests = named.requests(options.tasks, metadata, options.include_path, options.limit)
+    lm = DuelMDM(**{**options.model, "verify": sys.maxsize})
     for kind, of_kind in itertools.groupby(sorted(requests, key=request_type), request_type):
         getattr(lm, kind)(list(of_kind))
     return lm.run.stats.checked

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval_duel import tasks
-from lm_eval_duel.command_line import Parser
+from lm_eval_duel.arguments import MISSING, TEXT, choice
+from lm_eval_duel.command_line import Flag, Parser
 from lm_eval_duel.demo import BUNDLED
 from lm_eval_duel.errors import DuelError, unknown, usage
-from lm_eval_duel.harness.key_values import key_values
 from lm_eval_duel.tasks import corpora
 from lm_eval_duel.tasks.columns import TOKENS
 from lm_eval_duel.tasks.metadata import read
@@ -57,20 +57,21 @@ def check(task: str, config: dict[str, Any], overrides: dict[str, Any]) -> str:
 @usage()
 def parse(arguments: list[str]) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
     """The YAML of each selected task, by name, and the metadata for all of them; raises UsageError."""
-    parser = Parser(
-        "tools data", "The data sets of the benchmark tasks.", PRINTS, "check duel_ptb --metadata data_dir=corpora"
-    )
-    parser.add_argument("action", choices=["check"], metavar="check", help="load each data set and describe it")
-    parser.add_argument("tasks", nargs="*", metavar="TASK", help="benchmark tasks to check (default: all)")
-    parser.add_argument("--metadata", default="", help="as for a run: data_dir, rows, tokenizer, length, ...")
-    parsed = parser.parse_args(arguments)
+    options = Parser(
+        "tools data",
+        "The data sets of the benchmark tasks.",
+        PRINTS,
+        "check duel_ptb --metadata data_dir=corpora",
+        "metadata",
+        ACTION=Flag(choice("check"), MISSING, "check: load each data set and describe it"),
+        TASK=Flag(TEXT, None, "benchmark tasks to check", many=True, unset="all"),
+    ).parse_args(arguments)
     known = benchmarks()
-    for name in parsed.tasks:
+    for name in options.task:
         if name not in known:
             raise unknown("benchmark task", name, known)
-    overrides = key_values("--metadata", parsed.metadata)
-    read(overrides)
-    return {name: known[name] for name in parsed.tasks or known}, overrides
+    read(options.metadata)
+    return {name: known[name] for name in options.task or known}, options.metadata
 
 
 def main(arguments: list[str]) -> None:

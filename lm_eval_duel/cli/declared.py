@@ -1,7 +1,8 @@
-"""`lm-eval-duel args`, `rules` and `estimators`: what is declared, as a list or as the tables of docs/."""
+"""`lm-eval-duel args`, `rules`, `estimators` and `presets`: what is declared, as a list or as the tables of docs/."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import shutil
@@ -9,11 +10,12 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 
 from lm_eval_duel import rules
-from lm_eval_duel.arguments import MISSING, Argument, declared
-from lm_eval_duel.command_line import Parser
+from lm_eval_duel.arguments import MISSING, TEXT, TRUTH, Argument, declared
+from lm_eval_duel.command_line import Flag, Parser
 from lm_eval_duel.errors import unknown, usage
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.options import MODEL_ARGUMENTS
+from lm_eval_duel.rules import presets
 
 Rows = list[tuple[str, ...]]  # positions in Markdown; the first is the name, the last a sentence
 LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
@@ -60,6 +62,20 @@ def estimators() -> Rows:
     ]
 
 
+def preset_table() -> Rows:
+    """The presets, the model args that each stands for, the checkpoints that it is for, and the code it follows."""
+    return [
+        (
+            f"`{preset.name}`",
+            f"`{preset.written_out}`",
+            " ".join(preset.families),
+            f"{preset.what}. From {preset.source}"
+            + (f" ({' and '.join(preset.free)} may be changed)" if preset.free else ""),
+        )
+        for preset in presets.ENTRIES
+    ]
+
+
 def _default(arg: Argument) -> str:
     default = arg.shown if arg.unset or arg.default is MISSING else f"`{arg.shown}`"
     others = [f"`{name}`" for name in arg.kind.choices if name != arg.shown]
@@ -86,6 +102,7 @@ TABLES: dict[str, tuple[Table, ...]] = {  # by command
         (("parameter", "rules", "default", "meaning"), parameters),
     ),
     "estimators": ((("estimator", "args", "what"), estimators),),
+    "presets": ((("preset", "model args", "checkpoints", "what"), preset_table),),
 }
 
 
@@ -121,29 +138,21 @@ def _plain(text: str) -> str:
     return LINK.sub(r"\1", text).replace("`", "")
 
 
-def run(command: str, description: str, arguments: Sequence[str]) -> None:
-    """Print what is declared: `lm-eval-duel args`, `rules` or `estimators`."""
+def main(command: str, what: str, example: str, arguments: Sequence[str]) -> None:
+    """Print what is declared: `lm-eval-duel args`, `rules`, `estimators` or `presets`."""
     with usage():
-        example = {"args": "block cache", "rules": "klass", "estimators": "elbo"}[command]
-        parser = Parser(
-            command, description, "Prints a list; with --markdown, the tables of the documentation.", example
-        )
-        parser.add_argument("names", nargs="*", metavar="NAME", help="only these (default: all)")
-        parser.add_argument("--markdown", action="store_true", help="print the tables of docs/")
-        options = parser.parse_args(list(arguments))
+        options = Parser(
+            command,
+            f"List {what}.",
+            "Prints a list; with --markdown, the tables of the documentation.",
+            example,
+            NAMES=Flag(TEXT, None, "only these", many=True, unset="all"),
+            markdown=Flag(TRUTH, False, "print the tables of docs/"),
+        ).parse_args(list(arguments))
         print(markdown(command) if options.markdown else listing(command, options.names))
 
 
-def main_args(arguments: Sequence[str]) -> None:
-    """`lm-eval-duel args`."""
-    run("args", "List the model args: default and meaning of each.", arguments)
-
-
-def main_rules(arguments: Sequence[str]) -> None:
-    """`lm-eval-duel rules`."""
-    run("rules", "List the unmasking rules and their parameters.", arguments)
-
-
-def main_estimators(arguments: Sequence[str]) -> None:
-    """`lm-eval-duel estimators`."""
-    run("estimators", "List the estimators and their model args.", arguments)
+args = functools.partial(main, "args", "the model args: default and meaning of each", "block cache")
+rule_list = functools.partial(main, "rules", "the unmasking rules and their parameters", "klass")
+estimator_list = functools.partial(main, "estimators", "the estimators and their model args", "elbo")
+preset_list = functools.partial(main, "presets", "the deployed samplers that have a name", "llada-fast-dllm-dual")

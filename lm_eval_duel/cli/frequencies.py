@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lm_eval_duel.command_line import Parser, file_to_write
+from lm_eval_duel.arguments import MISSING
+from lm_eval_duel.command_line import FILE, FLAGS, Parser
 from lm_eval_duel.errors import DuelError, usage
 from lm_eval_duel.rules.pc import COUNTS, TOTAL
-from lm_eval_duel.tasks import own_text
 
 PRINTS = """\
 Prints how many tokens were counted.
@@ -26,50 +26,31 @@ def count_tokens(texts: Iterable[str], tokenizer: Any) -> dict[str, Any]:
     for text in texts:
         counts.update(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     if not counts:
-        raise DuelError("The text has no tokens, so there are no frequencies; name another --file or --task.")
+        raise DuelError("The text has no tokens, so there are no frequencies; name other --tasks.")
     return {TOTAL: counts.total(), COUNTS: {str(token): count for token, count in sorted(counts.items())}}
-
-
-def texts_of_task(name: str) -> Iterator[str]:
-    """The texts that a task of the harness scores: the last argument of each request."""
-    from lm_eval_duel.tasks import named
-
-    task = named.load(name, {})
-    if task.OUTPUT_TYPE == "generate_until":
-        raise DuelError(f"The task {name} generates text, so there is none to count; name another --task, or a --file.")
-    task.build_all_requests()
-    for request in task.instances:
-        yield str(request.args[-1])
-
-
-@usage()
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The parsed command line; raises UsageError for wrong arguments."""
-    parser = Parser(
-        "tools frequencies",
-        "Count how often each token occurs in a text, for the rule pc.",
-        PRINTS,
-        "--tokenizer demo-mdm --task sotu --out frequencies.json",
-    )
-    parser.add_argument("--tokenizer", required=True, metavar="NAME", help="a folder, a hub name or a bundled name")
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--file", metavar="FILE", help="a text file, or .jsonl, .json or .parquet with a column text")
-    source.add_argument("--task", metavar="TASK", help="a task of the harness or of this package")
-    parser.add_argument("--out", required=True, metavar="FILE", help="the JSON file to write")
-    options = parser.parse_args(list(arguments))
-    file_to_write("--out", options.out)
-    if options.file not in (None, own_text.STDIN):
-        own_text.find([options.file])
-    return options
 
 
 def main(arguments: Sequence[str]) -> None:
     """Write a table of token frequencies: `lm-eval-duel tools frequencies`."""
-    options = parse(arguments)
+    options = Parser(
+        "tools frequencies",
+        "Count how often each token occurs in a text, for the rule pc.",
+        PRINTS,
+        "--tokenizer demo-mdm --tasks sotu --out frequencies.json",
+        *("tasks", "include_path", "metadata"),
+        tokenizer=dataclasses.replace(FLAGS["tokenizer"], default=MISSING),
+        out=dataclasses.replace(FLAGS["out"], kind=FILE, help="the file to write", shows="FILE"),
+    ).parse_args(arguments)
+    from lm_eval_duel.tasks import named
+
+    with usage():
+        for name in options.tasks:
+            named.check(name, options.include_path)
     from lm_eval_duel import denoisers
 
     tokenizer = denoisers.load_tokenizer({"tokenizer": options.tokenizer})
-    texts = texts_of_task(options.task) if options.task else (text for _, text in own_text.texts([options.file]))
-    table = count_tokens(texts, tokenizer)
+    metadata = {"tokenizer": options.tokenizer, **options.metadata}
+    requests = named.requests(options.tasks, metadata, options.include_path)
+    table = count_tokens((str(request.args[-1]) for request in requests), tokenizer)
     Path(options.out).write_text(json.dumps(table) + "\n", encoding="utf-8")
     print(f"{table[TOTAL]:,} tokens, {len(table[COUNTS]):,} different ones, written to {options.out}")

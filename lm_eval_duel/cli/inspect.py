@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.command_line import PROGRAM, Parser, process
 from lm_eval_duel.errors import UsageError
-from lm_eval_duel.harness.key_values import model_args
-from lm_eval_duel.options import Options
+from lm_eval_duel.options import model_of
 from lm_eval_duel.tables import plain_table
 
 if TYPE_CHECKING:
@@ -19,11 +18,11 @@ if TYPE_CHECKING:
 TEXT = "The state of the union is strong."
 
 
-def inspect(name: str, arguments: dict[str, Any]) -> list[tuple[str, str]]:
-    """How `name` is read under these model args, as (label, value). Loads the checkpoint and scores one short text."""
+def inspect(model: dict[str, Any]) -> list[tuple[str, str]]:
+    """How the checkpoint of model args is read, as (label, value). Loads it and scores one short text."""
     from lm_eval_duel.harness.lm import DuelMDM
 
-    lm = DuelMDM(pretrained=name, **arguments)
+    lm = DuelMDM(**model)
     denoiser, tokenizer = lm.denoiser, lm.tokenizer
     network = getattr(denoiser, "model", None) or getattr(denoiser, "network", None)
     mask = "none: an autoregressive network" if denoiser.mask_id is None else _token(tokenizer, denoiser.mask_id)
@@ -38,7 +37,7 @@ def inspect(name: str, arguments: dict[str, Any]) -> list[tuple[str, str]]:
         padding = "visible (the attention mask is ignored): only rows of equal length share a batch"
     prefix, suffix = (" ".join(_token(tokenizer, token) for token in ids) for ids in (lm.text.prefix, lm.text.suffix))
     described = [
-        ("checkpoint", name),
+        ("checkpoint", model["pretrained"]),
         ("family", f"{denoiser.family} ({lm.spec['denoiser']})"),
         ("parameters", f"{sum(parameter.numel() for parameter in network.parameters()):,}"),
         ("dtype", f"{lm.spec['dtype']} on {denoiser.device}"),
@@ -83,16 +82,14 @@ def main(arguments: Sequence[str]) -> None:
         "Show how a checkpoint is read, before anything is evaluated with it.",
         "Prints a table: family, mask token, attention, block, special tokens, padding, and the score of one text.",
         "demo-mdm --model_args block=8,rule=margin",
+        *("NAME", "model_args", "device", "batch_size"),
     )
-    parser.add_argument("name", nargs="?", help="a folder, a hub name or a bundled name")
-    parser.add("model_args")
-    options = parser.parse_args(arguments)
-    given = model_args(options.model_args, options.name)
-    if Options.parse(given).pretrained is None:
+    model = model_of(parser.parse_args(arguments))
+    if not model.get("pretrained"):
         raise UsageError(f"inspect: name the checkpoint: {PROGRAM} inspect demo-mdm --model_args block=8.")
     from lm_eval.utils import setup_logging
 
     setup_logging()
-    described = inspect(given.pop("pretrained"), given)
+    described = inspect(model)
     if process()[0] == 0:
         print(plain_table([], described))

@@ -30,10 +30,10 @@ COMMANDS = {  # name: (module below lm_eval_duel with its `main`, what it does)
     "plan": ("cli.plan", "count what a run will cost before it starts: rows, operations, memory, hours"),
     "audit": ("cli.audit", "compare the numbers of a few documents with the specification, reference.py, in float32"),
     "bench": ("bench", "measure speed and memory against the textbook loop on random tokens"),
-    "args": ("cli.declared:main_args", "list the model args: default and meaning of each"),
-    "rules": ("cli.declared:main_rules", "list the unmasking rules and their parameters"),
-    "estimators": ("cli.declared:main_estimators", "list the estimators and their model args"),
-    "presets": ("cli.presets", "print the deployed samplers that have a name, and the settings that each stands for"),
+    "args": ("cli.declared:args", "list the model args: default and meaning of each"),
+    "rules": ("cli.declared:rule_list", "list the unmasking rules and their parameters"),
+    "estimators": ("cli.declared:estimator_list", "list the estimators and their model args"),
+    "presets": ("cli.declared:preset_list", "list the deployed samplers that have a name, and the model args of each"),
     "tools data": (
         "cli.data",
         "check the benchmarks' data sets: `tools data check` loads them and prints their contents",
@@ -60,22 +60,23 @@ def version() -> str:
     return f"{PROGRAM} {versions['lm_eval_duel']} ({others}, Python {sys.version.split()[0]})"
 
 
-def overview() -> str:
-    """The commands, one line each."""
+def overview(prefix: str = "") -> str:
+    """The commands whose names begin with `prefix`, one line each."""
+    listed = [(name, text) for name, (_, text) in COMMANDS.items() if name.startswith(prefix)]
     return "\n".join(
         [
             "Exact likelihood of masked diffusion language models, through lm-evaluation-harness.",
             "",
             f"usage: {PROGRAM} COMMAND ...",
             "",
-            textwrap.indent(plain_table([], [(name, text) for name, (_, text) in COMMANDS.items()]), "  "),
+            textwrap.indent(plain_table([], listed), "  "),
             "",
             f"{PROGRAM} COMMAND --help explains a command and gives an example. {PROGRAM} --version prints versions.",
             "Exit codes: 0 on success, 1 if the command failed while running, 2 if an argument is wrong.",
             f"Documentation: {documentation()}",
             "",
             "example:",
-            f"  {PROGRAM} run --model_args rule=greedy,block=32 --tasks sotu --limit 4",
+            f"  {PROGRAM} run demo-mdm --model_args rule=greedy,block=32 --tasks sotu --limit 4",
         ]
     )
 
@@ -91,6 +92,8 @@ def main(arguments: list[str] | None = None) -> None:
             print(f"{PROGRAM}: process {rank} of {processes} has nothing to do: the first does it.", file=sys.stderr)
         elif name in ("-h", "--help"):
             print(overview())
+        elif name in ("tools", "tools -h", "tools --help"):
+            print(overview("tools "))
         elif name == "--version":
             print(version())
         elif name in COMMANDS:

@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import difflib
 import io
+import json
 import logging
 import re
 import sys
@@ -19,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel._autoload import MODELS, register
+from lm_eval_duel.command_line import FLAGS, KEY_VALUES, be_quiet, documentation
 from lm_eval_duel.errors import UsageError, unknown, usage
-from lm_eval_duel.harness.key_values import key_values
 from lm_eval_duel.options import Options
 from lm_eval_duel.tasks import named, task_folder
 
@@ -42,13 +43,16 @@ TYPE_NAMES = {
 }
 HELP = f"""\
 lm-eval's `run`, with --model {MODEL} as the default and this package's tasks available without --include_path.
+The model is named by NAME first, by --model_args pretrained=NAME,... or by --model_args NAME,...
 Prints lm-eval's table of results: token, word and byte perplexity of each task, accuracies, standard errors.
 --output_path DIR saves the results with the fingerprint of the scored distribution and the cost of the run.
 
 example:
-  lm-eval-duel run --model_args pretrained=demo-mdm,rule=greedy,block=32 --tasks sotu --limit 4
+  lm-eval-duel run demo-mdm --model_args rule=greedy,block=32 --tasks sotu --limit 4
 
-lm-eval's own arguments:
+documentation: {documentation()}
+
+lm-eval's own arguments, and --quiet (print results, warnings and errors only):
 """
 
 
@@ -57,6 +61,8 @@ def main(arguments: Sequence[str]) -> None:
     if not arguments or {"-h", "--help"} & {*arguments}:
         print(HELP)
         arguments = ["--help"]
+    with usage():
+        arguments = _named(arguments)
     from lm_eval._cli import HarnessCLI
     from lm_eval.utils import setup_logging
 
@@ -75,6 +81,30 @@ def main(arguments: Sequence[str]) -> None:
         if str(error).startswith("Tasks not found: "):  # raised once all tasks are indexed
             raise UsageError(_tasks_not_found(str(error))) from None
         raise
+
+
+def _named(arguments: Sequence[str]) -> list[str]:
+    """The arguments as lm-eval takes them, without NAME and --quiet; raises UsageError for wrong model args.
+
+    lm-eval itself reads the model args after a second of imports.
+    """
+    name, rest = (arguments[0], arguments[1:]) if not arguments[0].startswith("-") else (None, arguments)
+    parser = argparse.ArgumentParser("run", add_help=False, allow_abbrev=False)
+    parser.add_argument("--quiet", action="store_true")
+    parser.add_argument("-M", "--model")
+    parser.add_argument("-a", "--model_args", nargs="+", action="extend", default=[])
+    ours, rest = parser.parse_known_args(rest)
+    if ours.quiet:
+        be_quiet()
+    model = [] if ours.model is None else ["--model", ours.model]
+    if not (name or ours.model_args):
+        return [*model, *rest]
+    given = {"pretrained": name} if name else {}
+    for text in ours.model_args:
+        given |= FLAGS["model_args"].read("--model_args", text)
+    if ours.model in (None, *MODELS):
+        Options.parse(given)
+    return [*model, "--model_args", json.dumps(given), *rest]
 
 
 def _task_files(names: list[str], folders: list[str]) -> contextlib.AbstractContextManager[None]:
@@ -119,7 +149,7 @@ def _complete(args: argparse.Namespace) -> None:
     config = {} if args.config is None else _load_config(args.config)
     for key, types in VALUE_TYPES.items():
         if dict in types and isinstance(config.get(key), str) and not getattr(args, key, None):
-            setattr(args, key, key_values(f"{key} of --config", config[key]))  # lm-eval 0.5.0.dev1 keeps it as text
+            setattr(args, key, KEY_VALUES(f"{key} of --config", config[key]))  # lm-eval 0.5.0.dev1 keeps it as text
     if args.model is None:
         args.model = config.get("model") or MODEL
     folders = args.include_path or config.get("include_path") or []

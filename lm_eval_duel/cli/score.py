@@ -5,20 +5,15 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
-import functools
-import json
 import math
-import operator
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lm_eval_duel.arguments import COUNT
-from lm_eval_duel.command_line import Parser, file_to_write, process
+from lm_eval_duel.arguments import MISSING, TEXT, TRUTH
+from lm_eval_duel.command_line import FILE, FLAGS, PATH, STDOUT, Flag, Parser, process, write_json
 from lm_eval_duel.errors import DuelError, too_few_documents, usage
 from lm_eval_duel.estimators.registry import Kind, find, kind_of
-from lm_eval_duel.harness.key_values import key_values, model_args
-from lm_eval_duel.options import Options
+from lm_eval_duel.options import Options, model_of
 from lm_eval_duel.rates import perplexity, ratio
 from lm_eval_duel.results.paired import PairedDifference, Scored, difference, key_of
 from lm_eval_duel.results.records import plain
@@ -48,31 +43,15 @@ document, or with --lines one for each line. The file - is standard input.
 
 
 @dataclasses.dataclass(frozen=True)
-class Size:
-    """The units of a text."""
+class Row(Scored):
+    """One line of the output."""
 
-    tokens: int
-    words: int
-    bytes: int
-
-    def __add__(self, other: Size) -> Size:
-        return Size(self.tokens + other.tokens, self.words + other.words, self.bytes + other.bytes)
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """One line of the output. `log_prob` in nats; `stderr`: its Monte Carlo error, if the estimator has one."""
-
-    name: str
-    log_prob: float
-    size: Size
-    stderr: float | None = None
+    name: str = ""
     unknown: int = 0  # [UNK] tokens
-    key: str = ""  # equal for equal texts
 
     def figures(self) -> dict[str, Any]:
         """For JSON and CSV; None stands for a value that does not exist or is infinite."""
-        tokens, words, size = dataclasses.astuple(self.size)
+        tokens, words, size = self.tokens, self.words, self.bytes
         return finite(
             {
                 "document": self.name,
@@ -94,9 +73,9 @@ def main(arguments: Sequence[str]) -> None:
     """Score texts: `lm-eval-duel score`."""
     options = parse(arguments)
     with usage():
-        texts = own_text.texts(options.files, options.field, options.lines)[: options.limit]
-        if len(texts) < options.ranks:
-            raise too_few_documents("The input", len(texts), options.ranks)
+        texts = own_text.texts(options.file, options.field, options.lines)[: options.limit]
+        if len(texts) < (ranks := process()[1]):
+            raise too_few_documents("The input", len(texts), ranks)
     from lm_eval.utils import setup_logging
 
     from lm_eval_duel.harness.lm import DuelMDM
@@ -107,7 +86,8 @@ def main(arguments: Sequence[str]) -> None:
         lm = DuelMDM(**model)
         if (rows := score(lm, texts)) is not None:
             every.append((figures_of(lm, rows), rows))
-            print(("\n" if len(every) > 1 else "") + table(every[-1][0]), flush=True)
+            if options.json != STDOUT:
+                print(("\n" if len(every) > 1 else "") + table(every[-1][0]), flush=True)
     if not every:
         return
     (figures, rows), *others = every
@@ -116,13 +96,13 @@ def main(arguments: Sequence[str]) -> None:
         figures["compared"] = [
             other | {"difference": plain(d)} for (other, _), d in zip(others, differences, strict=True)
         ]
-        print(f"\n{text_of(differences_table(differences))}")
+        if options.json != STDOUT:
+            print(f"\n{text_of(differences_table(differences))}")
     if options.json:
-        Path(options.json).write_text(json.dumps(figures, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        write_json(options.json, figures)
     if options.csv:
-        lines = [
-            ({"model": f["pretrained"], **row.figures()} if others else row.figures()) for f, r in every for row in r
-        ]
+        names = [{"model": each["pretrained"]} if others else {} for each, _ in every]
+        lines = [name | line for name, (each, _) in zip(names, every, strict=True) for line in each["documents"]]
         with open(options.csv, "w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, list(lines[0]))
             writer.writeheader()
@@ -153,13 +133,8 @@ def compared(every: Sequence[tuple[dict[str, Any], Sequence[Row]]]) -> list[Pair
     """The first model against each of the others, on the same texts."""
     (figures, rows), *others = every
     return [
-        difference(_scored(rows), _scored(theirs), _names(figures, other), (figures["kind"], other["kind"]))
-        for other, theirs in others
+        difference(rows, theirs, _names(figures, other), (figures["kind"], other["kind"])) for other, theirs in others
     ]
-
-
-def _scored(rows: Sequence[Row]) -> list[Scored]:
-    return [Scored(row.key, row.log_prob, *dataclasses.astuple(row.size), row.stderr) for row in rows]
 
 
 def _names(first: dict[str, Any], second: dict[str, Any]) -> tuple[str, str]:
@@ -186,51 +161,36 @@ def differences_table(differences: Sequence[PairedDifference]) -> Table:
 
 @usage()
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The parsed command line, with `model` (the arguments of the model) and `ranks` (how many share the texts).
-
-    Raises UsageError for wrong arguments.
-    """
-    parser = Parser(
+    """The parsed command line, with `model` and `others` (model args); raises UsageError for wrong arguments."""
+    options = Parser(
         "score",
         "Score your own texts: log-probability, perplexity and bits per byte of each document.",
         PRINTS,
-        "notes.txt 'articles/*.jsonl' --model_args pretrained=demo-mdm,rule=greedy,block=32",
-    )
-    add = parser.add_argument
-    parser.add("model_args", "limit", "device", "batch_size")
-    add("files", nargs="+", metavar="FILE", help=f"{', '.join(own_text.FORMATS)}, a folder, a pattern, or - for stdin")
-    add("--field", default="text", help="the column of tables that holds the text (text)")
-    add(
-        "--compare",
-        nargs="+",
-        default=[],
-        metavar="MODEL",
-        help="other models: model args (without pretrained: those of --model_args but for these), or a name",
-    )
-    add("--lines", action="store_true", help="each line of a .txt or .md file is a document")
-    add("--json", metavar="FILE", help="also write the figures, with the spec, to this file")
-    add("--csv", metavar="FILE", help="also write the line of each document to this file")
-    add("--trace", metavar="FILE", help="also write a trace, which `show` and `leaderboard` display")
-    options = parser.parse_args(arguments)
-    options.limit = COUNT("--limit", options.limit)
-    if "-" in options.files and process()[1] > 1:
+        "notes.txt 'articles/*.jsonl' --model_args demo-mdm,rule=greedy,block=32",
+        *("model_args", "device", "batch_size", "limit", "json"),
+        FILE=Flag(PATH, MISSING, f"{', '.join(own_text.FORMATS)}, a folder, a pattern, or - for stdin", many=True),
+        field=Flag(TEXT, "text", "the column of tables that holds the text"),
+        lines=Flag(TRUTH, False, "each line of a .txt or .md file is a document"),
+        compare=Flag(
+            TEXT,
+            None,
+            "other models: model args (without pretrained: those of --model_args but for these), or a name",
+            many=True,
+            shows="MODEL",
+        ),
+        csv=Flag(FILE, None, "also write the line of each document to this file", shows="FILE"),
+        trace=Flag(PATH, None, "also write a trace, which `show` and `leaderboard` display", shows="FILE"),
+    ).parse_args(arguments)
+    if "-" in options.file and process()[1] > 1:
         raise DuelError("Standard input (-) cannot be read by several processes; name a file.")
-    for flag in ("json", "csv"):
-        if getattr(options, flag) is not None:
-            file_to_write(f"--{flag}", getattr(options, flag))
-    model = model_args(options.model_args)
-    if options.trace is not None:
-        model["trace"] = options.trace
-    options.model = {**model, "device": options.device, "batch_size": options.batch_size}
-    Options.parse(options.model)
+    options.model = model_of(options) | ({} if options.trace is None else {"trace": options.trace})
     options.others = [_other(text, options.model) for text in options.compare]
-    options.ranks = process()[1]
     return options
 
 
 def _other(text: str, model: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a model of --compare."""
-    given = key_values("--compare", text if "=" in text else f"pretrained={text}")
+    given = FLAGS["model_args"].read("--compare", text)
     kept = ("device", "batch_size") if "pretrained" in given else tuple(key for key in model if key != "trace")
     other = {**{key: model[key] for key in kept}, **given}
     Options.parse(other)
@@ -241,6 +201,7 @@ def score(lm: DuelMDM, texts: Sequence[own_text.OwnText]) -> list[Row] | None:
     """The score of each text under a model of the harness; None on ranks other than the first."""
     from lm_eval_duel.harness import versions
     from lm_eval_duel.harness.requests import FILE
+    from lm_eval_duel.tasks import sizes
 
     mine = lm.ranks.deal([1 + len(text) for _, text in texts])
     requests = [
@@ -249,21 +210,15 @@ def score(lm: DuelMDM, texts: Sequence[own_text.OwnText]) -> list[Row] | None:
     ]
     answers = lm.loglikelihood_rolling(requests)
     found = lm.run.stats.tasks[TASK].unknown if mine else {}  # by the names of documents
-    rows = {
-        n: Row(name, float(answer), size_of(text, answer.tokens), answer.stderr, found.get(name, 0), key=key_of(text))
-        for n, (name, text), answer in zip(mine, (texts[n] for n in mine), answers, strict=True)
-    }
+    rows = {}
+    for n, answer in zip(mine, answers, strict=True):
+        name, text = texts[n]
+        units = answer.tokens, sizes(text.strip())[0], sizes(text)[1]  # words without the white space around the text
+        rows[n] = Row(key_of(text), float(answer), *units, answer.stderr, name, found.get(name, 0))
     if (shares := lm.gather_object(rows)) is None:
         return None
     every = {n: row for share in shares for n, row in share.items()}
     return [every[n] for n in range(len(texts))]
-
-
-def size_of(text: str, tokens: int) -> Size:
-    """The units of a text. Words are those of the text without the white space around it."""
-    from lm_eval_duel.tasks import sizes
-
-    return Size(tokens, sizes(text.strip())[0], sizes(text)[1])
 
 
 def _total(lm: DuelMDM, rows: Sequence[Row]) -> dict[str, Any]:
@@ -273,10 +228,10 @@ def _total(lm: DuelMDM, rows: Sequence[Row]) -> dict[str, Any]:
     """
     statistics = lm.run.total().tasks[TASK]
     stderr = next(iter(statistics.values.values())).stderr if statistics.values else None  # equal windows: one error
-    size = functools.reduce(operator.add, (row.size for row in rows))
-    total = Row("total", math.fsum(row.log_prob for row in rows), size, stderr, sum(row.unknown for row in rows))
-    bits, sizes = [-row.log_prob / math.log(2) for row in rows], [row.size.bytes for row in rows]
-    error = ratio(bits, sizes)[1] if size.bytes else None
+    counts = [sum(getattr(row, unit) for row in rows) for unit in ("tokens", "words", "bytes", "unknown")]
+    total = Row("", math.fsum(row.log_prob for row in rows), *counts[:3], stderr, "total", counts[3])
+    bits = [-row.log_prob / math.log(2) for row in rows]
+    error = ratio(bits, [row.bytes for row in rows])[1] if total.bytes else None
     return {**total.figures(), "bits_per_byte_stderr": error}
 
 

@@ -9,13 +9,15 @@ Without colours (a pipe, NO_COLOR) each token is printed on a line of its own wi
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import os
 import sys
 from typing import Any
 
 from lm_eval_duel import rules
-from lm_eval_duel.command_line import Parser
+from lm_eval_duel.arguments import MISSING, TEXT, choice, whole
+from lm_eval_duel.command_line import FLAGS, PATH, Flag, Parser
 from lm_eval_duel.errors import DuelError, usage
 from lm_eval_duel.estimators.registry import ESTIMATORS, Kind
 from lm_eval_duel.harness import trace
@@ -175,23 +177,20 @@ def main(arguments: list[str]) -> None:
 @usage()
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The parsed command line; raises UsageError."""
-    parser = Parser(
+    options = Parser(
         "show",
         "Print one document of a trace, its tokens coloured by reveal step or by negative log-likelihood.",
         PRINTS,
         "trace.jsonl --doc 3 --by nll",
-    )
-    parser.add_argument("trace", help="a file written with --model_args trace=FILE.jsonl")
-    parser.add_argument("--doc", type=int, default=0, help="number of the document (default: 0)")
-    parser.add_argument("--task", help="name of the task, if the trace holds several")
-    parser.add_argument(
-        "--request", type=int, default=0, help="which answer of a multiple-choice document (default: 0)"
-    )
-    parser.add_argument("--by", choices=["step", "nll"], default="step", help="what the colours show (default: step)")
-    parser.add_argument("--rule", help="in a trace of a lattice, the rule whose order is shown (default: the first)")
-    parser.add_argument("--tokenizer", help="a folder or hub name, if the trace's own tokenizer cannot be loaded")
-    parser.add_argument("--color", choices=["auto", "always", "never"], default="auto", help="(default: auto)")
-    options = parser.parse_args(arguments)
+        TRACE=Flag(PATH, MISSING, "a file written with --model_args trace=FILE.jsonl"),
+        doc=Flag(whole(0), 0, "number of the document"),
+        task=Flag(TEXT, None, "name of the task, if the trace holds several"),
+        request=Flag(whole(0), 0, "which answer of a multiple-choice document"),
+        by=Flag(choice("step", "nll"), "step", "what the colours show"),
+        rule=Flag(TEXT, None, "in a trace of a lattice, the rule whose order is shown", unset="the first"),
+        tokenizer=dataclasses.replace(FLAGS["tokenizer"], unset="the trace's own"),
+        color=Flag(choice("auto", "always", "never"), "auto", "whether tokens are coloured"),
+    ).parse_args(arguments)
     if options.rule is not None:
         rules.parse(options.rule)
     trace.spec(options.trace)

@@ -13,8 +13,9 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lm_eval_duel.command_line import Parser
-from lm_eval_duel.errors import DuelError, UsageError, usage
+from lm_eval_duel.arguments import MISSING
+from lm_eval_duel.command_line import PATH, STDOUT, Flag, Parser, write_json
+from lm_eval_duel.errors import DuelError, UsageError
 from lm_eval_duel.estimators.registry import ESTIMATORS, Kind
 from lm_eval_duel.tables import plain_table
 
@@ -143,23 +144,19 @@ def main(arguments: list[str]) -> None:
     """Print the estimates of an unfinished run: `lm-eval-duel so-far`."""
     options = parse(arguments)
     figures = so_far(options.path)
-    if options.json:
-        from lm_eval_duel.strict_json import dumps
-
-        print(dumps(figures))
-    else:
+    if options.json != STDOUT:
         print(table(figures))
+    if options.json:
+        write_json(options.json, figures)
 
 
-@usage()
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The parsed command line; raises UsageError."""
-    parser = Parser(
+    return Parser(
         "so-far",
         "Print the perplexity of a run that is not finished, from its response cache (--use_cache).",
         PRINTS,
         "runs/llada",
-    )
-    parser.add_argument("path", help="the PATH of --use_cache, or one of its files")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
-    return parser.parse_args(arguments)
+        "json",
+        PATH=Flag(PATH, MISSING, "the PATH of --use_cache, or one of its files"),
+    ).parse_args(arguments)

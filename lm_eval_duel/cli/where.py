@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from lm_eval_duel.command_line import Parser
+from lm_eval_duel.arguments import MISSING, choice
+from lm_eval_duel.command_line import Flag, Parser
 from lm_eval_duel.demo import FOLDER, NAMES, resolve
 from lm_eval_duel.tasks import task_folder
 
@@ -28,6 +29,8 @@ def main(arguments: Sequence[str]) -> None:
         "Print where the tasks, the recipes, a bundled checkpoint or the results of these are installed.",
         "Prints one absolute path.",
         "demo-mdm",
+        WHAT=Flag(
+            choice("tasks", "recipes", "results", *NAMES), MISSING, ", ".join(["tasks, recipes, results", *NAMES])
+        ),
     )
-    parser.add_argument("name", choices=["tasks", "recipes", "results", *NAMES], metavar="NAME", help="%(choices)s")
-    print(where(parser.parse_args(arguments).name))
+    print(where(parser.parse_args(arguments).what))

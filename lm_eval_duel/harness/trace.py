@@ -24,6 +24,7 @@ from __future__ import annotations
 import glob
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -157,6 +158,16 @@ def read(path: str | Path) -> list[dict[str, Any]]:
             requests.setdefault(request, {})[line.get("window")] = line
     in_order = sorted(requests, key=lambda request: [(value is None, value) for value in request])
     return [line for request in in_order for _, line in sorted(requests[request].items())]
+
+
+def files(place: str) -> list[str]:
+    """The traces in a folder; a file as it is. Files of several ranks are one trace. Raises DuelError without any."""
+    if not Path(place).is_dir():
+        return [place]
+    found = [re.sub(r"\.rank\d+(?=\.jsonl$)", "", str(path)) for path in sorted(Path(place).glob("*.jsonl"))]
+    if not found:
+        raise DuelError(f"{place} holds no *.jsonl; write a trace with --model_args trace=FILE.jsonl,...")
+    return list(dict.fromkeys(found))
 
 
 def spec(path: str | Path) -> dict[str, Any]:

@@ -10,11 +10,11 @@ from dataclasses import replace
 import numpy as np
 
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.rates import METRICS
 from lm_eval_duel.results import arrange, elbos, headline, match, pairs, stats
 from lm_eval_duel.results.read import Run
 from lm_eval_duel.results.records import UNCLEAR, Average, Family, Point, Row, Speeds, TaskComparison
 from lm_eval_duel.results.rows import of as rows_of
-from lm_eval_duel.results.samples import METRICS
 from lm_eval_duel.results.table import WORDS, number
 from lm_eval_duel.rules.tables import adaptive, family
 
@@ -25,7 +25,7 @@ Traced = Mapping[str, Mapping[str, Mapping[str, Mapping[int, float]]]]  # result
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """How to compare: the metric (None: the first that all have), `--as-published`, `--pairs`."""
+    """How to compare: the metric (None: the first that all have), `--as_published`, `--pairs`."""
 
     metric: str | None = None
     as_published: bool = False

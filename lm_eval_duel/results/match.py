@@ -202,7 +202,7 @@ def check(name: str, metric: str, compared: Sequence[Run], as_published: bool) -
         for apart in differences(first, other, name):
             across = metric not in TOKEN_METRICS and apart.field.startswith(("tokenizer", "windows"))
             if not (as_published or across):
-                hint = ", or list the difference under the table with --as-published"
+                hint = ", or list the difference under the table with --as_published"
                 raise _refusal(name, metric, apart, first, other, hint)
             listed.append(apart.between(first, other))
     return list(dict.fromkeys(listed))

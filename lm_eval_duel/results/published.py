@@ -17,7 +17,7 @@ from typing import Any
 
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators import registry
-from lm_eval_duel.results.samples import METRICS
+from lm_eval_duel.rates import METRICS
 
 PAPER = "paper"  # on the command line: the paper's tables, which come with the package
 PAPER_FILE = Path(__file__).resolve().parent.parent / "recipes" / "published.csv"

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval_duel import strict_json
-from lm_eval_duel.command_line import Parser, add_figures, figure_width, folder_to_write
+from lm_eval_duel.arguments import TRUTH, choice
+from lm_eval_duel.command_line import Flag, Parser
 from lm_eval_duel.errors import DuelError, usage
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.harness import trace
+from lm_eval_duel.rates import METRICS
 from lm_eval_duel.results import (
     accuracy,
     compare,
@@ -24,7 +26,6 @@ from lm_eval_duel.results import (
     report_files,
     reveal_order,
     run_cost,
-    samples,
 )
 from lm_eval_duel.results.own_files import OwnFiles
 from lm_eval_duel.results.records import plain
@@ -43,33 +44,25 @@ files. Intervals need samples: run lm_eval with --log_samples.
 @usage()
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The parsed command line; raises UsageError, also for missing results and traces."""
-    parser = Parser("report", __doc__, EPILOG, "results/duel results/elbo --ar results/ar --out report")
-    parser.add_argument("results", nargs="+", metavar="RESULTS", help="results_*.json files, or folders that hold them")
-    parser.add_argument("--ar", metavar="RESULT", help="the autoregressive baseline: a file or a folder")
-    parser.add_argument("--out", required=True, metavar="DIR", help="folder to write to")
-    parser.add_argument(
-        "--metric", choices=samples.METRICS, help="the perplexity to compare (default: the first that all results have)"
-    )
-    parser.add_argument(
-        "--as-published", action="store_true", help="list other windows, positions and tokenizers instead of refusing"
-    )
-    parser.add_argument(
-        "--pairs",
-        choices=pairs.CHOICES,
-        default=pairs.BOTH,
-        help="paired differences: between the rules of a network with one block and cache (rules), between models "
-        "(models), both (the default), between all rows of a task (all), or none",
-    )
-    parser.add_argument(
-        "--trace", nargs="+", default=[], metavar="FILE", help="trace files in addition to those that the results name"
-    )
-    add_figures(parser)
-    options = parser.parse_args(arguments)
-    options.width = figure_width(options.width)
+    options = Parser(
+        "report",
+        __doc__,
+        EPILOG,
+        "results/duel results/elbo --ar results/ar --out report",
+        *("RESULTS", "ar", "out", "metric", "traces", "figures", "width"),
+        as_published=Flag(TRUTH, False, "list other windows, positions and tokenizers instead of refusing"),
+        pairs=Flag(
+            choice(*pairs.CHOICES),
+            pairs.BOTH,
+            "paired differences: between the rules of a network with one block and cache (rules), between models "
+            "(models), both, between all rows of a task (all), or none",
+            none="none",
+        ),
+    ).parse_args(arguments)
     read.files([*options.results, *([] if options.ar is None else [options.ar])])
-    for path in options.trace:
+    options.traces = [file for place in options.traces for file in trace.files(place)]
+    for path in options.traces:
         trace.spec(path)
-    folder_to_write("--out", options.out)
     return options
 
 
@@ -94,9 +87,9 @@ def collect(options: argparse.Namespace) -> dict[str, Any]:
     accuracies = accuracy.tables(known, [run for run in known if run.file in files])
     runs = [run for run in known if run.tasks]
     if not runs and not accuracies:
-        raise DuelError(f"No perplexity ({', '.join(samples.METRICS)}) to report: {'; '.join(notes)}")
+        raise DuelError(f"No perplexity ({', '.join(METRICS)}) to report: {'; '.join(notes)}")
     ar = [run for run in runs if run.file in files]
-    traced, shown = _traces(runs, options.trace, notes)
+    traced, shown = _traces(runs, options.traces, notes)
     choice = compare.Choice(options.metric, options.as_published, options.pairs)
     tasks = compare.tasks(runs, ar, choice, traced, named=bool(options.ar)) if runs else {}
     return {
@@ -168,7 +161,7 @@ def _traces(runs: Sequence[read.Run], named: Sequence[str], notes: list[str]) ->
         path = traces.of(run)
         if path is None:
             if run.duel.get("trace"):
-                notes.append(f"The trace of {run.name} is no longer at {run.duel['trace']}; name it with --trace.")
+                notes.append(f"The trace of {run.name} is no longer at {run.duel['trace']}; name it with --traces.")
             continue
         paths[path] = run.label
         traced[run.name] = traces.documents(path)

@@ -131,7 +131,7 @@ def _traced(
     if not row.documents:
         return {}, row.missing
     if not traced or key not in traced:
-        return {}, f"no trace of {key} per document (run with trace=FILE, or name it with --trace)"
+        return {}, f"no trace of {key} per document (run with trace=FILE, or name it with --traces)"
     nats = traced[key]
     total = sum(nats.get(document.number, 0.0) for document in task.documents)
     if row.log_prob is None or not math.isclose(total, row.log_prob, rel_tol=1e-6, abs_tol=1e-6):

@@ -12,10 +12,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from lm_eval_duel.rates import METRICS
 from lm_eval_duel.results.consistency import whole
 from lm_eval_duel.tasks.columns import MADE, TOKENS
 
-METRICS = ("token_perplexity", "perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")  # by preference
 OTHER_NAMES = ("bits_per_residue", "residue_perplexity")  # of bits_per_byte and byte_perplexity, for proteins
 TARGET_ZERO = hashlib.sha256(b"0").hexdigest()
 WRITTEN = re.compile(r"\d{4}-\d\d-\d\dT[\d.:-]+$")  # the date at the end of the harness's file names

@@ -8,11 +8,10 @@ import importlib.util
 from collections.abc import Sequence
 
 from lm_eval_duel import rules
-from lm_eval_duel.arguments import COUNT, whole
-from lm_eval_duel.command_line import Parser, add_figures, figure_width, folder_to_write
+from lm_eval_duel.arguments import CHECKPOINT, COUNT, RAW, TRUTH, whole
+from lm_eval_duel.command_line import Flag, Parser
 from lm_eval_duel.errors import DuelError, unknown, usage
-from lm_eval_duel.harness.key_values import key_values, model_args
-from lm_eval_duel.options import Options
+from lm_eval_duel.options import model_of
 from lm_eval_duel.tasks import named
 
 EPILOG = """\
@@ -46,75 +45,43 @@ class Setting:
 @usage()
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The parsed command line, with `settings` and `pairs`; raises UsageError for wrong arguments."""
-    parser = Parser(
+    options = Parser(
         "sweep",
         "Compare unmasking rules at several speeds: likelihood of a task's text and quality of samples.",
         EPILOG,
-        "--model_args pretrained=demo-mdm,block=16 --tasks sotu --rules greedy,margin --k 1,2,4 --limit 4 --out sweep",
-    )
-    add = parser.add_argument
-    parser.add("model_args", "include_path", "metadata", "limit", "device", "batch_size")
-    add(
-        "--tasks",
-        required=True,
-        metavar="TASK",
-        help="what is scored: a task (of type loglikelihood_rolling), its YAML file, or a file or folder of texts",
-    )
-    add("--rules", default="", help="greedy,margin,left_to_right,...")
-    add("--k", default="1", help="positions per step, for each rule: 1,2,4,8 (1)")
-    add("--mu", default="", help="values of the threshold rule: 0.5,0.9")
-    add("--samples", default="0", help="samples per setting (0)")
-    add("--length", default="128", help="tokens per sample (128)")
-    add("--scorer", help="an autoregressive model for generative perplexity: a bundled name, a folder or a hub name")
-    add(
-        "--mauve",
-        action="store_true",
-        help="compute MAUVE of the samples against the task's text (needs the extra mauve)",
-    )
-    add("--mauve_model", default="gpt2-large", help="the model that computes MAUVE's features (gpt2-large)")
-    add(
-        "--kl",
-        default="k=1",
-        help="settings between which KL is computed: names as in the table, all, none (those with k=1)",
-    )
-    add("--elbo", nargs="?", const="128", metavar="DRAWS", help="also compute the Monte Carlo ELBO (128 draws)")
-    add("--out", required=True, metavar="DIR", help="folder to write to")
-    add_figures(parser)
-    options = parser.parse_args(arguments)
-
-    options.width = figure_width(options.width)
-    for name, least in (("samples", 0), ("length", 1), ("limit", 1), ("elbo", 1)):
-        setattr(options, name, whole(least)(f"--{name}", getattr(options, name)))
-    options.samples = options.samples or 0
+        "demo-mdm --model_args block=16 --tasks sotu --rules greedy,margin --k 1,2,4 --limit 4 --out sweep",
+        *("NAME", "model_args", "device", "batch_size", "tasks", "include_path", "metadata", "limit"),
+        *("length", "out", "figures", "width"),
+        rules=Flag(RAW, "", "rules to compare: greedy,margin,left_to_right,..."),
+        k=Flag(RAW, "1", "positions per step, for each rule: 1,2,4,8"),
+        mu=Flag(RAW, "", "values of the threshold rule: 0.5,0.9"),
+        samples=Flag(whole(0), 0, "samples per setting", shows="N"),
+        scorer=Flag(CHECKPOINT, None, "an autoregressive model for generative perplexity", shows="NAME"),
+        mauve=Flag(TRUTH, False, "compute MAUVE of the samples against the task's text (needs the extra mauve)"),
+        mauve_model=Flag(CHECKPOINT, "gpt2-large", "the model that computes MAUVE's features", shows="NAME"),
+        kl=Flag(
+            RAW, "k=1", "settings between which KL is computed: names as in the table, all, none, or k=1: those with it"
+        ),
+        elbo=Flag(COUNT, None, "also compute the Monte Carlo ELBO; without a number, 128", alone="128", shows="DRAWS"),
+    ).parse_args(arguments)
     options.settings = settings(options.rules, options.k, options.mu)
     if not options.samples and (options.scorer or options.mauve):
         raise DuelError("--scorer and --mauve need samples; choose their number: --samples 48.")
     options.pairs = pairs(options.kl, options.settings)
     if options.mauve and importlib.util.find_spec("mauve") is None:
         raise DuelError(MISSING_MAUVE)
-    if "," in options.tasks:
+    if len(options.tasks) != 1:
         raise DuelError(
-            f"A sweep takes one task; got --tasks {options.tasks}. Run it once per task, each with its own --out."
+            f"A sweep takes one task; got --tasks {','.join(options.tasks)}. Run it once per task, each with its own "
+            "--out."
         )
-    if not options.tasks:
-        raise DuelError("--tasks is empty; name the task whose text is scored.")
+    (options.tasks,) = options.tasks
     named.check(options.tasks, options.include_path)
-    folder_to_write("--out", options.out)
-    key_values("--metadata", options.metadata)
-    _check_model(options)
-    return options
-
-
-def _check_model(options: argparse.Namespace) -> None:
-    """Raise DuelError for wrong model args, and for those that the sweep sets itself."""
-    arguments = model_args(options.model_args)
     for name in OURS:
-        if name in arguments:
+        if name in options.model_args:
             raise DuelError(f"'{name}' in --model_args is set by the sweep; use --rules, --k and --mu.")
-    for name in ("batch_size", "device"):
-        if name in arguments:
-            raise DuelError(f"'{name}' is not one of --model_args; pass it as --{name} VALUE.")
-    Options.parse({**arguments, "batch_size": options.batch_size, "device": options.device})
+    model_of(options)
+    return options
 
 
 def settings(named: str, ks: str, mus: str) -> list[Setting]:

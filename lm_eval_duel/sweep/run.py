@@ -21,7 +21,6 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.base import Value
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.elbo import Elbo
-from lm_eval_duel.harness.key_values import key_values, model_args
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.harness.totals import Total
 from lm_eval_duel.rates import perplexity, ratio
@@ -40,11 +39,10 @@ class Sweep:
 
     def __init__(self, options: argparse.Namespace):
         self.options, self.folder = options, Path(options.out)
-        arguments = model_args(options.model_args)
         corpus.show_log()
-        metadata = {**arguments, **key_values("--metadata", options.metadata)}
+        metadata = {**options.model_args, **options.metadata}
         self.corpus = corpus.load(options.tasks, metadata, options.limit, options.include_path)
-        self.model = model = DuelMDM(**arguments, batch_size=options.batch_size, device=options.device)
+        self.model = model = DuelMDM(**options.model_args, batch_size=options.batch_size, device=options.device)
         self.ranks = model.ranks
         if model.denoiser.attention == "causal":
             raise DuelError("An autoregressive model has one order: there is nothing to sweep.")

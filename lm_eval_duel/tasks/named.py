@@ -53,6 +53,18 @@ def load_all(names: Sequence[str], metadata: dict[str, Any], include_path: str |
     return tasks
 
 
+def requests(
+    names: Sequence[str], metadata: dict[str, Any], include_path: str | None = None, limit: int | None = None
+) -> list[Any]:
+    """The requests of the first documents of tasks; raises DuelError for a task that generates text."""
+    tasks = load_all(names, metadata, include_path)
+    for task in tasks:
+        if task.OUTPUT_TYPE == "generate_until":
+            raise DuelError(f"The task {task.config.task} generates text, so it has none that is scored; leave it out.")
+        task.build_all_requests(limit=limit)
+    return [request for task in tasks for request in task.instances]
+
+
 def task_manager(
     names: Iterable[str], metadata: dict[str, Any] | None = None, include_path: str | None = None
 ) -> TaskManager:

@@ -29,7 +29,7 @@ RULES = (
     "klass:mu=0.2:nu=0.5",
     "entropy_bound:gamma=1.5",
 )
-SMALL = ["--layers", "1", "--width", "64", "--vocab", "300", "--length", "20", "--windows", "2", "--repeats", "1"]
+SMALL = ["--layers", "1", "--hidden_size", "64", "--vocab", "300", "--length", "20", "--windows", "2", "--repeats", "1"]
 KINDS = ("bidirectional", "block-causal")
 
 
@@ -140,7 +140,7 @@ def test_random_networks_are_no_coin_toss(kind):
 @pytest.mark.slow
 def test_the_memory_of_all_arms():
     """Measured in a process for each; the loop holds logits of whole rows, ours those of some positions."""
-    figures = measure(Bench(parse([*SMALL, "--vocab", "20000", "--block", "10", "--length", "100"])))
+    figures = measure(Bench(parse([*SMALL, "--vocab", "20000", "--model_args", "block=10", "--length", "100"])))
     peaks = {arm: figures["arms"][arm]["peak_bytes"] for arm in ("loop", "ours", "forwards")}
     assert peaks["loop"] > 2 * 100 * 20000 * 4 > peaks["ours"] and peaks["forwards"] >= 0
 
@@ -148,13 +148,13 @@ def test_the_memory_of_all_arms():
 @pytest.mark.parametrize("arm", ["loop", "ours", "forwards"])
 def test_the_memory_of_one_arm(arm, capsys):
     """What the process that is started for it prints."""
-    main(["bench", *SMALL, "--block", "8", "--peak-of", arm])
+    main(["bench", *SMALL, "--model_args", "block=8", "--peak-of", arm])
     assert int(capsys.readouterr().out) >= 0
 
 
 def test_the_command(capsys, tmp_path):
     file = tmp_path / "bench.json"
-    words = ["--pretrained", "random:block-causal", "--block", "4", "--k", "3", "--no-memory", "--json", str(file)]
+    words = ["random:block-causal", "--model_args", "block=4,k=3", "--no-memory", "--json", str(file)]
     main(["bench", *SMALL, *words])
     figures = json.loads(file.read_text())
     arms, shown = figures["arms"], capsys.readouterr()
@@ -168,20 +168,18 @@ def test_the_command(capsys, tmp_path):
 
 
 def test_a_two_phase_estimate_is_an_arm_of_its_own():
-    words = ["--block", "4", "--estimator", "two_phase", "--sample", "0.4"]
-    arms = measured(*words)["arms"]
+    arms = measured("--model_args", "block=4,estimator=two_phase,sample=0.4")["arms"]
     sample = arms["two_phase"]["sample"]
     assert sample["blocks"] == 10 and 0 < sample["sampled"] < 10
     assert arms["two_phase"]["token_rows"] == 10 * (20 + 3 * 4) + sample["sampled"] * 4 * 20  # rows of 20
     assert arms["ours"]["token_rows"] == 10 * 4 * 20 - 20  # both windows start as equal rows of masks
-    with pytest.raises(DuelError, match="leave --cache out"):
-        parse([*words, "--cache", "dual"])
-    with pytest.raises(DuelError, match=r"--sample is a share above 0, at most 1"):
-        parse([*words, "--sample", "1.5"])
+    for wrong in ("cache=dual", "sample=1.5", "temperature=2"):
+        with pytest.raises(DuelError, match=wrong.partition("=")[0]):
+            parse(["--model_args", f"estimator=two_phase,{wrong}"])
 
 
 def test_llada_8b_shrunk_in_bfloat16():
-    words = ["--pretrained", "random:llada-8b", "--layers", "2", "--dtype", "bfloat16", "--block", "4"]
+    words = ["random:llada-8b", "--layers", "2", "--model_args", "dtype=bfloat16,block=4"]
     bench = Bench(parse([*SMALL, "--no-memory", *words]))
     assert bench.denoiser.dtype == torch.bfloat16 and bench.denoiser.relative_positions
     figures = measure(bench)
@@ -191,22 +189,22 @@ def test_llada_8b_shrunk_in_bfloat16():
 
 def test_bundled_networks():
     for name, block in (("demo-mdm", 8), ("demo-bd", 4)):
-        compared = measured("--pretrained", name, "--block", str(block))["compared"]
+        compared = measured(name, "--model_args", f"block={block}")["compared"]
         assert compared["changed_picks"] == 0 and compared["max_abs_diff_nats"] < 1e-4, name
 
 
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["--pretrained", "random:bidrectional"], "Did you mean random:bidirectional?"),
-        (["--pretrained", "demo-ar"], "score it with estimator=ar"),
-        (["--pretrained", "demo-mdm", "--length", "500"], "--length"),
-        (["--dtype", "float31"], "Did you mean float32?"),
-        (["--rule", "gredy"], "Did you mean greedy?"),
-        (["--rule", "greedy:k=2", "--k", "3"], "k twice"),
-        (["--width", "100", "--vocab", "50"], "a multiple of 64"),
+        (["random:bidrectional"], "Did you mean random:bidirectional?"),
+        (["demo-ar"], "score it with estimator=ar"),
+        (["demo-mdm", "--length", "500"], "--length"),
+        (["--model_args", "dtype=float31"], "Did you mean float32?"),
+        (["--model_args", "rule=gredy"], "Did you mean greedy?"),
+        (["--model_args", "rule=greedy:k=2,k=3"], "'k' is given twice"),
+        (["--hidden_size", "100", "--vocab", "50"], "a multiple of 64"),
         (["--windows", "0"], "--windows"),
-        (["--block", "some"], "--block"),
+        (["--model_args", "block=some"], "'block'"),
         (["--peak-of", "our"], "Did you mean ours?"),
     ],
 )
@@ -229,8 +227,3 @@ def test_networks_without_a_loop():
     denoiser.attention = "causal"
     with pytest.raises(DuelError, match="autoregressive"):
         loop_for(denoiser)
-
-
-def test_batch_size_is_spelled_as_lm_evals():
-    assert parse(["--batch_size", "3"]) == parse(["--batch-size", "3"])
-    assert "--batch_size" in parse(["--batch_size", "3"]).words()

@@ -38,7 +38,7 @@ def test_a_coarser_dtype_is_raised_to_float32(folder, texts):
     assert options.model["dtype"] == "float32"
 
 
-@pytest.mark.parametrize("wrong", [["--documents", "0"], ["--model_args", "rule=gredy"], ["--tasks"]])
+@pytest.mark.parametrize("wrong", [["--limit", "0"], ["--model_args", "rule=gredy"], ["--tasks"]])
 def test_wrong_arguments(wrong):
     with pytest.raises(DuelError):
         audit.parse(["--tasks", "sotu", *wrong])

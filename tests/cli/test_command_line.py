@@ -3,6 +3,7 @@
 What is measured are specs, not times: which modules a refused command has imported, its exit code, its lines on stderr.
 """
 
+import dataclasses
 import errno
 import json
 import re
@@ -13,17 +14,17 @@ import traceback
 import pytest
 from harness_requests import IS_0_5
 from lm_eval.tasks import TaskManager
+from lm_eval.utils import simple_parse_args_string
 
 from lm_eval_duel import command_line
 from lm_eval_duel.bench.options import parse as parse_bench
 from lm_eval_duel.cli import main as program
 from lm_eval_duel.cli import run
-from lm_eval_duel.command_line import Exit, ends
+from lm_eval_duel.command_line import FLAGS, Exit, Parser, ends
 from lm_eval_duel.errors import DuelError, UsageError, unchained, usage
 from lm_eval_duel.harness import trace
-from lm_eval_duel.harness.key_values import key_values
 from lm_eval_duel.harness.lm import DuelMDM
-from lm_eval_duel.options import Options
+from lm_eval_duel.options import Options, model_of
 
 HEAVY = ("torch", "transformers", "datasets")
 WATCHED = (
@@ -55,7 +56,7 @@ TYPOS = [
     (["run", "--model_args", "rule=gredy", "--tasks", "sotu"], "Unknown unmasking rule 'gredy'. Did you mean greedy?"),
     (["run", "--model_args", "blok=4", "--tasks", "sotu"], "Unknown model arg 'blok'. Did you mean block?"),
     (["run", "--model_args", "rule=gredy", "--tasks", "sotu", "--trust_remote_code"], "Did you mean greedy?"),
-    (["run", "--model_args", '{"a', "--tasks", "sotu"], "Invalid JSON"),
+    (["run", "--model_args", '{"a', "--tasks", "sotu"], "a JSON object"),
     (["run", "--modle", "hf", "--tasks", "sotu"], "unrecognized arguments: --modle hf. Did you mean --model?"),
     (["run", "--model", "duel-mdn", "--tasks", "sotu"], "Unknown --model 'duel-mdn'. Did you mean duel-mdm?"),
     (["run", "--model_args", "rule=greedy"], "No task to run"),
@@ -66,18 +67,15 @@ TYPOS = [
     (["run", "--tasks", "sotu", "--seed", "x"], "argument --seed: invalid value: 'x'"),
     (["inspect", "demo-mdm", "--model_args", "blok=4"], "Unknown model arg 'blok'. Did you mean block?"),
     (["inspect", "demo-mdm", "--model_arg", "blok=4"], "Unknown model arg 'blok'"),  # a beginning that is clear
-    (["bench", "--rule", "gredy"], "Did you mean greedy?"),
+    (["bench", "--model_args", "rule=gredy"], "Did you mean greedy?"),
     (["bench", "--batch_sise", "3"], "Unknown argument '--batch_sise'. Did you mean --batch_size?"),
-    (
-        ["bench", "--length", "long"],
-        "bench: argument --length: invalid int value: 'long'. See lm-eval-duel bench --hel",
-    ),
+    (["bench", "--length", "long"], "'--length' is a whole number, at least 1; got 'long'."),
     (["tools", "data", "check", "duel_ptp"], "Unknown benchmark task 'duel_ptp'. Did you mean duel_ptb?"),
     (["show", "nosuch.jsonl"], "There is no trace nosuch.jsonl"),
     (["report", "nosuch", "--out", "o"], "No file or folder nosuch"),
     (["sweep", "--tasks", "sotu", "--out", "o", "--rules", "gredy"], "Did you mean greedy?"),
     (["sweep", "--tasks", "sotu", "--out", "o", "--rules", "greedy", "--model_args", "blok=4"], "Did you mean block?"),
-    (["tools", "where", "task"], "invalid choice: 'task'"),
+    (["tools", "where", "task"], "Unknown value of WHAT 'task'"),
     (["inspct", "demo-mdm"], "Unknown command 'inspct'. Did you mean inspect?"),
     (["--model_args", "rule=greedy"], "comes after a command: lm-eval-duel run --model_args ..."),
 ]
@@ -143,7 +141,7 @@ def test_help_says_what_is_printed_with_an_example(name, capsys):
     out = capsys.readouterr().out
     assert ended.value.code == 0
     assert "Prints " in out and f"example:\n  lm-eval-duel {name} " in out
-    if name not in ("run", "report"):  # lm-eval's own, and one that is still to be renamed
+    if name != "run":  # lm-eval's own
         assert not re.findall(r"--[a-z]+-[a-z-]+", out.replace("lm-eval-duel", ""))
 
 
@@ -160,12 +158,36 @@ def test_what_needs_one_process_runs_in_the_first(monkeypatch, capsys):
 
 
 def test_hyphens_are_read_as_underscores():
-    words = ["--batch-size=3", "--no-memory"]
-    settings = parse_bench(words)
-    assert (settings.batch_size, settings.no_memory) == (3, True)
-    assert settings == parse_bench(["--batch_size=3", "--no_memory"])
-    assert settings == parse_bench(settings.words())
-    assert all("-" not in word[2:] for word in settings.words())
+    one, other = (
+        vars(parse_bench(words)) for words in (["--batch-size=3", "--no-memory"], ["--batch_size=3", "--no_memory"])
+    )
+    assert one | {"words": 0} == other | {"words": 0} and (one["batch_size"], one["no_memory"]) == ("3", True)
+
+
+def test_a_flag_of_several_commands_has_one_declaration(monkeypatch):
+    """The same values and help, whatever its default and whether it must be given."""
+    declared = {}
+
+    def collected(self, *args):
+        for name, flag in self.flags.items():
+            declared.setdefault(name, {})[self.command] = flag
+        raise UsageError("read")
+
+    monkeypatch.setattr(Parser, "parse_known_args", collected)
+    for name in program.COMMANDS:
+        if name != "run":
+            with pytest.raises(SystemExit):
+                program.main([*name.split()])
+    assert {len(commands) > 1 for commands in declared.values()} == {True, False}
+    own = {
+        "out": {"tools frequencies"},
+        "tasks": {"paper"},
+    }
+    for name, commands in declared.items():
+        if len(commands) > 1:
+            for command in commands.keys() - own.get(name, set()):
+                changed = dataclasses.replace(commands[command], default=0, unset="")
+                assert changed == dataclasses.replace(FLAGS[name], default=0, unset=""), (name, command)
 
 
 # ---------------------------------------------------------------- how a command ends
@@ -262,7 +284,8 @@ def test_any_place_is_answered_in_words(place, places):
     refused("show", place)
     refused("report", place, "--out", "out")
     refused("report", "binary", "--ar", place, "--out", "out")
-    refused("report", "null", "--trace", place, "--out", "out")
+    if place != "folder":
+        refused("report", "null", "--traces", place, "--out", "out")
     if place not in ("", "folder"):
         refused("run", "--tasks", "sotu", "--include_path", place)
     refused("run", "--tasks", "sotu", "--config", place)
@@ -274,33 +297,44 @@ def test_any_place_is_answered_in_words(place, places):
 def test_an_output_that_cannot_be_is_refused_before_the_work(places):
     sweep = ["sweep", "--tasks", "sotu", "--rules", "greedy", "--out"]
     for place in ("", "binary", "binary/x", "/dev/null/x"):
-        assert "name a folder, which is created if it does not exist" in refused(*sweep, place)
-    for place in ("", "folder", "nosuch/x.json", "/dev/null/x", "binary"):
-        assert "--json" in refused("bench", "--json", place)
-    for place in ("x" * 300,):
-        assert "File name too long" in refused("bench", "--json", place)
+        assert "'--out' is a folder" in refused(*sweep, place)
+    for place in ("folder", "nosuch/x.json", "/dev/null/x"):
+        assert "'--json' is a file" in refused("bench", "--json", place)
 
 
 @pytest.mark.parametrize("number", NUMBERS, ids=ascii)
 def test_any_number_is_answered_in_words(number, places):
-    for name in ("layers", "width", "vocab", "length", "windows", "k", "repeats", "batch_size"):
+    for name in ("layers", "hidden_size", "vocab", "length", "windows", "repeats", "batch_size") if number else ():
         assert f"{name}" in refused("bench", f"--{name}={number}")
     for name in ("k", "length", "limit", "samples", "elbo"):
         if number and (name, number) != ("samples", "0"):
             refused("sweep", "--tasks", "sotu", "--rules", "greedy", "--out", "o", f"--{name}={number}")
     if number:
         for name in ("rows", "length"):
-            refused("tools", "data", "check", "duel_ptb", f"--{name}={number}")
+            refused("tools", "data", "check", "duel_ptb", "--metadata", f"{name}={number}")
     refused("show", "binary", f"--doc={number}")
 
 
 def test_sizes_that_make_no_network_are_refused(capsys):
-    small = ["bench", "--layers", "1", "--width", "64", "--vocab", "50", "--length", "1", "--windows", "1", "--repeats"]
+    small = [
+        "bench",
+        "--layers",
+        "1",
+        "--hidden_size",
+        "64",
+        "--vocab",
+        "50",
+        "--length",
+        "1",
+        "--windows",
+        "1",
+        "--repeats",
+    ]
     for name, size, message in (
-        ("vocab", "1", "--vocab must be at least 2"),
-        ("seed", str(2**63), "--seed must be an integer from 0 to"),
+        ("vocab", "1", "'--vocab' is a number of tokens, at least 2"),
+        ("seed", str(2**63), "'--seed' is a whole number"),
         ("layers", str(10**9), "needs at least 183,105 GiB and cpu has"),
-        ("width", "64" + "0" * 17, "needs at least .* GiB and"),
+        ("hidden_size", "64" + "0" * 17, "needs at least .* GiB and"),
         ("vocab", "6" * 18, "needs at least .* GiB and"),
         ("length", "64" + "0" * 17, "Not enough memory."),
     ):
@@ -310,11 +344,72 @@ def test_sizes_that_make_no_network_are_refused(capsys):
     assert "1 x 1 positions" in capsys.readouterr().out
 
 
-def test_key_values_or_json():
-    assert key_values("--model_args", "k=2,rule=greedy") == {"k": 2, "rule": "greedy"}
-    assert key_values("--model_args", ' {"k": 2}') == {"k": 2}
-    with pytest.raises(UsageError, match=r"--metadata is key=value,\.\.\. or a JSON object; got '\{\"k\"' \("):
-        key_values("--metadata", '{"k"')
+VALUES = [
+    "1",
+    "-1",
+    "+3",
+    "1.5",
+    "1e3",
+    "inf",
+    "True",
+    "none",
+    "'12'",
+    '"a"',
+    "a",
+    "",
+    "1_000",
+    "++3",
+    "½",
+    "a b",
+    " 5 ",
+]
+
+
+MODEL = ("NAME", "model_args", "device", "batch_size")
+
+
+def test_key_values_are_those_of_lm_eval():
+    for value in VALUES:
+        text = f"a={value},b=x=y,,c={value}"
+        assert repr(command_line.key_values(text)) == repr(simple_parse_args_string(text)), value
+
+
+@pytest.mark.parametrize(
+    ("text", "given"),
+    [
+        ("k=2,rule=greedy", {"k": 2, "rule": "greedy"}),
+        (' {"k": 2}', {"k": 2}),
+        ("demo-bd", {"pretrained": "demo-bd"}),
+        ("demo-bd,k=2", {"pretrained": "demo-bd", "k": 2}),
+        ("", {}),
+    ],
+)
+def test_model_args_or_json(text, given):
+    assert FLAGS["model_args"].read("--model_args", text) == given
+    with pytest.raises(DuelError, match="'--metadata' is"):
+        FLAGS["metadata"].read("--metadata", '{"k"')
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["demo-bd", "--model_args", "block=4"],
+        ["--model_args", "pretrained=demo-bd,block=4"],
+        ["--model_args=demo-bd,block=4"],
+        ["--model_args", '{"pretrained": "demo-bd", "block": 4}'],
+    ],
+    ids=str,
+)
+def test_the_model_is_named_alike_in_every_command(words):
+    flags = Parser("x", "", "", "", *MODEL).parse_args(words)
+    assert model_of(flags) == {"pretrained": "demo-bd", "block": 4, "device": None, "batch_size": "auto"}
+    assert json.loads(run._named(words)[1]) == flags.model_args == {"pretrained": "demo-bd", "block": 4}
+
+
+@pytest.mark.parametrize("words", [["demo-bd", "--model_args", "demo-mdm"], ["--model_args", "device=cpu"]], ids=str)
+def test_what_is_given_twice(words):
+    with pytest.raises(UsageError):
+        model_of(Parser("x", "", "", "", *MODEL).parse_args(words))
 
 
 @pytest.mark.parametrize(

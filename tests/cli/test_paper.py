@@ -16,25 +16,24 @@ import yaml
 
 from lm_eval_duel import demo
 from lm_eval_duel.cli.main import main
-from lm_eval_duel.cli.paper import _planned, forecast, jobs, parse, recipes, verdict
+from lm_eval_duel.cli.paper import forecast, jobs, parse, verdict
 from lm_eval_duel.cli.paper.recipes import Job, Line
 from lm_eval_duel.cli.paper.verdict import Measured, judge
 from lm_eval_duel.command_line import Exit
 from lm_eval_duel.errors import UsageError
 from lm_eval_duel.options import Options
-from lm_eval_duel.results import read, rows
+from lm_eval_duel.results import published, read, rows
 from lm_eval_duel.results.published import PAPER_FILE
 
 PAPER = PAPER_FILE.parent
 TABLES = ("owt", "lm1b", "zero_shot", "samplers", "oracle", "8b")
 BUNDLED = demo.FOLDER / "results"
-PLAN = parse(["owt", "--plan"])[0]
 COLUMNS = "model,estimator,rule,block,task,metric,value,source,table,recipes"
 
 
 def lines(*words):
     """The lines of a command."""
-    return recipes.lines(parse([*map(str, words), "--plan"])[1])
+    return parse([*map(str, words), "--plan"]).lines
 
 
 # ---------------------------------------------------------------- lines
@@ -44,7 +43,7 @@ def lines(*words):
 def test_a_published_figure_is_that_of_its_recipe(table):
     """Estimator, rule and block of the CSV are those of the YAML, whose comment repeats the printed figure."""
     found = lines(table)
-    figures = list(recipes.tables(PAPER)[table])
+    figures = [figure for figure in published.read([str(PAPER_FILE)]) if figure["table"] == table]
     assert len({line.figure["printed"] for line in found}) > 5
     for figure in figures:
         own = [line for line in found if line.figure == figure]
@@ -86,15 +85,14 @@ def test_every_recipe_has_a_line_and_every_job_one_task():
 def test_weights_and_metadata_of_the_user(tmp_path):
     folder = tmp_path / "weights"
     folder.mkdir()
-    file = tmp_path / "weights.yaml"
-    file.write_text(yaml.safe_dump({"lm1b/ar": {"pretrained": str(folder), "tokenizer": "gpt2"}}))
-    words = ("--pretrained", f"checkpoints/lm1b/mdlm={folder}", "--weights", file, "--metadata", "data_dir=copies")
+    weights = ("--weights", f"checkpoints/lm1b/mdlm={folder}", f"lm1b/ar={folder},tokenizer=gpt2")
+    words = (*weights, "--metadata", "data_dir=copies")
     found = {line.job.row: line.job for line in lines("lm1b", *words)}
     used = {row for row, job in found.items() if job.config["model_args"]["pretrained"] == str(folder)}
     assert used == {"lm1b/mdlm_duel", "lm1b/mdlm_elbo", "lm1b/ar"}
     assert found["lm1b/ar"].config["model_args"]["tokenizer"] == "gpt2" and not found["lm1b/ar"].other_data
     assert found["lm1b/mdlm_duel"].changed == (f"pretrained={folder}",) and not found["lm1b/mdlm_duel"].missing_weights
-    assert "--pretrained checkpoints/lm1b/sedd=FOLDER" in found["lm1b/sedd_duel"].missing_weights
+    assert "--weights checkpoints/lm1b/sedd=FOLDER" in found["lm1b/sedd_duel"].missing_weights
     assert not lines("owt")[0].job.missing_weights, "a hub name is no path"
     assert lines("lm1b", "--metadata", "length=64")[0].job.other_data
     assert found["lm1b/ar"].shape.startswith('{"model_type"') and "placeholder" in found["lm1b/ar"].notes
@@ -106,13 +104,13 @@ def test_weights_and_metadata_of_the_user(tmp_path):
         ("owtt", "Unknown table 'owtt'. Did you mean owt?"),
         ("owt --rows mdlm_dul", "Unknown row 'mdlm_dul'. Did you mean owt/mdlm_duel"),
         ("owt --tasks duel_ptb_wrapped", "Nothing is left to measure"),
-        ("lm1b --pretrained mdlm=gpt2", "Unknown row or checkpoint 'mdlm'"),
-        ("lm1b --pretrained lm1b/ar", "--pretrained is NAME=FOLDER"),
-        ("lm1b --pretrained lm1b/ar=/no/such/folder", "there is no folder /no/such/folder"),
+        ("lm1b --weights mdlm=gpt2", "Unknown row or checkpoint 'mdlm'"),
+        ("lm1b --weights lm1b/ar", "--weights is NAME=FOLDER"),
+        ("lm1b --weights lm1b/ar=/no/such/folder", "there is no folder /no/such/folder"),
         ("owt --limit 0", "'--limit' is a whole number"),
-        ("owt --tolerance -1", "--tolerance is a number of per cent"),
-        ("owt --utilization 2", "--utilization is a share"),
-        ("owt --tflops 0", "--tflops is a rate above 0"),
+        ("owt --tolerance -1", "'--tolerance' is a number of per cent"),
+        ("owt --utilization 2", "'--utilization' is a"),
+        ("owt --tflops 0", "'--tflops' is a number above 0"),
         ("owt --recipes /no/such", "there is no published.csv"),
     ],
 )
@@ -128,37 +126,36 @@ FIGURE = {"value": 20.0, "printed": "20.0", "estimator": "duel", "rule": "greedy
 
 
 def judged(value, stderr=1.0, random=None, is_random=False, documents=100, of=100, tolerance=1.0, **job):
-    found = Measured(value, stderr, random, is_random, documents, of, None, "")
-    return judge(Line("t", Job("t/r", "task", {}, **job), FIGURE), found, tolerance)
+    found = Measured(value, stderr, random, is_random, documents, of)
+    return judge(Line("t", Job("t/r", "task", {}, Path("out"), **job), FIGURE), found, tolerance)
 
 
 def test_all_documents_have_no_sampling_error():
     """Half of the last printed place and 1 % of 20: 0.25, whatever the standard error."""
     for stderr in (0.0, 5.0, None):
-        assert judged(20.24, stderr) == verdict.Verdict(verdict.AGREES, pytest.approx(0.25))
-        assert judged(20.26, stderr).word == judged(19.74, stderr).word == verdict.DIFFERS
-    assert judged(20.06, tolerance=0).word == verdict.DIFFERS and judged(20.04, tolerance=0).word == verdict.AGREES
-    assert judged(20.0, None, documents=1, of=1).word == verdict.AGREES
+        assert judged(20.24, stderr) == (verdict.AGREES, pytest.approx(0.25), "")
+        assert judged(20.26, stderr)[0] == judged(19.74, stderr)[0] == verdict.DIFFERS
+    assert judged(20.06, tolerance=0)[0] == verdict.DIFFERS and judged(20.04, tolerance=0)[0] == verdict.AGREES
+    assert judged(20.0, None, documents=1, of=1)[0] == verdict.AGREES
 
 
 def test_a_subset_has_the_standard_error_of_a_finite_population():
     """s = 1, 36 of 100: 0.25 + 2 x sqrt(1 - 0.36) = 1.85. Nearly all documents: nearly no error."""
-    assert judged(21.84, documents=36).allowed == pytest.approx(1.85)
-    assert (judged(21.84, documents=36).word, judged(21.86, documents=36).word) == (verdict.AGREES, verdict.DIFFERS)
-    assert judged(20, documents=9_999, of=10_000).allowed == pytest.approx(0.27)
-    assert judged(20.0, documents=7).word == judged(20.0, None, documents=50).word == verdict.UNDECIDED
+    assert judged(21.84, documents=36)[1] == pytest.approx(1.85)
+    assert (judged(21.84, documents=36)[0], judged(21.86, documents=36)[0]) == (verdict.AGREES, verdict.DIFFERS)
+    assert judged(20, documents=9_999, of=10_000)[1] == pytest.approx(0.27)
+    assert judged(20.0, documents=7)[0] == judged(20.0, None, documents=50)[0] == verdict.UNDECIDED
 
 
 def test_both_figures_of_an_elbo_are_drawn():
     """Twice the variance, from the draws if they are known, else from the spread over documents, which includes it."""
-    assert judged(20, random=0.5, is_random=True).allowed == pytest.approx(0.25 + 2 * math.sqrt(2) * 0.5)
-    assert judged(20, is_random=True).allowed == pytest.approx(0.25 + 2 * math.sqrt(2))
-    assert judged(20, is_random=True, documents=36).allowed == pytest.approx(0.25 + 2 * math.sqrt(1.36))
+    assert judged(20, random=0.5, is_random=True)[1] == pytest.approx(0.25 + 2 * math.sqrt(2) * 0.5)
+    assert judged(20, is_random=True)[1] == pytest.approx(0.25 + 2 * math.sqrt(2))
+    assert judged(20, is_random=True, documents=36)[1] == pytest.approx(0.25 + 2 * math.sqrt(1.36))
 
 
-def test_other_data_and_no_figure_get_no_verdict():
-    assert judged(20.0, other_data=True, changed=("rows=12",)).word == verdict.OTHER
-    assert judge(Line("t", Job("t/r", "task", {}), None), Measured(1, 1, None, False, 9, 9, None, ""), 1).word == ""
+def test_other_data_get_no_verdict():
+    assert judged(20.0, other_data=True, changed=("rows=12",))[0] == verdict.OTHER
 
 
 @pytest.mark.parametrize("file", sorted(BUNDLED.rglob("results_*.json")), ids=lambda path: path.stem[-15:])
@@ -205,13 +202,13 @@ def tiny(tmp_path):
     return folder
 
 
-def bundled(job, settings):
+def bundled(job, options):
     """A stand-in for a process: the bundled results of the same model args, or a failure."""
     for file in BUNDLED.rglob("results_*.json"):
         if json.loads(file.read_text())["config"]["model_args"] == job.config["model_args"]:
-            jobs.write(job, settings)
-            shutil.copytree(file.parent, job.results(settings.out))
-            for other in job.results(settings.out).glob("*.json*"):
+            jobs.write(job, options)
+            shutil.copytree(file.parent, job.path("results"))
+            for other in job.path("results").glob("*.json*"):
                 if file.stem.removeprefix("results_") not in other.name:
                     other.unlink()
             return ""
@@ -220,7 +217,7 @@ def bundled(job, settings):
 
 def test_published_beside_measured(tiny, tmp_path, monkeypatch, capsys):
     ran = []
-    monkeypatch.setattr(jobs, "run", lambda job, settings: ran.append(job.row) or bundled(job, settings))
+    monkeypatch.setattr(jobs, "run", lambda job, options: ran.append(job.row) or bundled(job, options))
     words = ["paper", "tiny", "--recipes", str(tiny), "--out", str(tmp_path / "out")]
     main(words)
     printed = capsys.readouterr().out
@@ -243,7 +240,7 @@ def test_published_beside_measured(tiny, tmp_path, monkeypatch, capsys):
 
 
 def test_a_failure_does_not_stop_the_others(tiny, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(jobs, "run", lambda job, settings: "boom" if job.row == "tiny/ar" else bundled(job, settings))
+    monkeypatch.setattr(jobs, "run", lambda job, options: "boom" if job.row == "tiny/ar" else bundled(job, options))
     out = tmp_path / "out"
     with pytest.raises(Exit) as ended:
         main(["paper", "tiny", "--recipes", str(tiny), "--out", str(out)])
@@ -264,22 +261,17 @@ def test_another_file_is_not_replaced(tiny, tmp_path, monkeypatch, capsys):
 
 
 def test_what_counts_as_finished(tiny, tmp_path):
-    settings = jobs.Settings(tmp_path / "out")
-    job = lines("tiny", "--recipes", tiny)[0].job
-    assert jobs.finished(job, settings.out) is None
-    bundled(job, settings)
-    file = jobs.finished(job, settings.out)
-    limited, other = (
-        lines("tiny", "--recipes", tiny, *more)[0].job for more in (("--limit", 3), ("--metadata", "a=b"))
-    )
-    assert file is not None and limited.cache(settings.out) == job.cache(settings.out)
-    assert jobs.finished(limited, settings.out) is None is jobs.finished(other, settings.out)
-    content = json.loads(file.read_text())
-    for change in ({"limit": 3.0}, {"model_args": {"pretrained": "demo-ar"}}):
-        file.write_text(json.dumps({**content, "config": {**content["config"], **change}}))
-        assert jobs.finished(job, settings.out) is None
+    words = ["tiny", "--recipes", str(tiny), "--out", str(tmp_path / "out")]
+    options = parse(words)
+    job = options.lines[0].job
+    assert job.finished is None
+    bundled(job, options)
+    file = job.finished
+    limited, other = (parse([*words, *more]).lines[0].job for more in (("--limit", "3"), ("--metadata", "a=b")))
+    assert file is not None and limited.path("cache") == job.path("cache")
+    assert limited.finished is None is other.finished
     file.write_text("{")
-    assert jobs.finished(job, settings.out) is None
+    assert job.finished is None
 
 
 def test_a_reason_is_one_line(tmp_path):
@@ -293,26 +285,10 @@ def test_a_reason_is_one_line(tmp_path):
     assert jobs.reason(log, -9) == "killed by SIGKILL (probably out of memory)"
 
 
-def test_several_processes_share_a_job(tmp_path):
-    settings = jobs.Settings(tmp_path, processes=8)
+def test_several_processes_share_a_job():
+    options = SimpleNamespace(num_processes=8)
     for config, count in (({"model": "duel-mdm"}, 8), ({"model": "duel-mdm", "limit": 3}, 3), ({"model": "hf"}, 1)):
-        assert settings.processes_of(Job("t/r", "task", config)) == count
-    first, second = jobs.environments(2)
-    assert (first["RANK"], second["LOCAL_RANK"], second["WORLD_SIZE"]) == ("0", "1", "2")
-    assert first["MASTER_PORT"] == second["MASTER_PORT"] and jobs.environments(1) == [None]
-
-
-def test_a_process_that_fails_ends_the_others(tmp_path, monkeypatch):
-    monkeypatch.setattr(jobs, "EVERY", 0.05)
-    log = tmp_path / "log"
-    log.touch()
-    code = "import os, time; os._exit(3) if os.environ['RANK'] == '1' else time.sleep(60)"
-    processes = [subprocess.Popen([sys.executable, "-c", code], env=env) for env in jobs.environments(2)]
-    assert jobs._wait(processes, log) == 3
-    assert [process.returncode for process in processes] == [-signal.SIGTERM, 3]
-    ended = [SimpleNamespace(returncode=code) for code in (None, 0, 1, -9)]
-    assert jobs._failure(ended) == -9, "rank 2 failed because rank 3 was killed"
-    assert jobs._failure(ended[:3]) == 1 and jobs._failure(ended[:2]) == 0
+        assert jobs.processes_of(Job("t/r", "task", config, Path("out")), options) == count
 
 
 def test_it_starts_its_processes_itself(monkeypatch):
@@ -326,20 +302,24 @@ def test_it_starts_its_processes_itself(monkeypatch):
 
 def test_forecasts_are_those_of_plan(capsys):
     """All figures of a plan are tested elsewhere: here, that each row gets its own line of it."""
-    few = lines("samplers", "--rows", "elbo", "greedy_k[18]", "threshold_mu0.15")
-    by_row = {line.job.row: forecast.forecast(line.job, None, 0.5) for line in few}
+    options = parse(["samplers", "--rows", "elbo", "greedy_k[18]", "threshold_mu0.15"])
+    by_row = {line.job.row: forecast.forecast(line.job, options) for line in options.lines}
     elbo, fast, slow, most = (
         by_row[f"samplers/{row}"] for row in ("elbo", "greedy_k8", "greedy_k1", "threshold_mu0.15")
     )
-    assert slow.rows > fast.rows > elbo.rows and most.most and most.rows == slow.rows and slow.rough and not slow.most
-    assert forecast.forecast(few[0].job, 67.0, 0.25).hours == pytest.approx(2 * elbo.hours)
-    (oracle,) = {forecast.forecast(line.job, None, 0.5) for line in lines("oracle") if "oracle" in line.job.row}
-    assert oracle.windows == 384 and oracle.rows > 384
+    assert slow["rows"] > fast["rows"] > elbo["rows"] and most["most"] and most["rows"] == slow["rows"]
+    assert slow["rough"] and not slow["most"]
+    options.tflops, options.utilization = 67.0, 0.25
+    assert forecast.forecast(options.lines[0].job, options)["hours"] == pytest.approx(2 * elbo["hours"])
+    options = parse(["oracle", "--rows", "oracle/*"])
+    oracle = forecast.forecast(options.lines[0].job, options)
+    assert oracle["windows"] == 384 and oracle["rows"] > 384
     main(["paper", "lm1b", "--plan", "--rows", "mdlm_duel", "--limit", "10"])
     printed = capsys.readouterr().out  # without weights: the recipe's comment has the config.json
     assert "1 run, 10 windows" in printed and "1,270" in printed and "about" in printed
-    slow = lines("samplers", "--rows", "greedy_k1")
-    alone, eight = (_planned(slow, jobs.Settings(Path("none"), processes=n), PLAN) for n in (1, 8))
+    alone, eight = (
+        forecast.table(parse(["samplers", "--rows", "greedy_k1", "--num_processes", n])) for n in ("1", "8")
+    )
     assert "8 devices" in eight and alone != eight
 
 
@@ -389,10 +369,10 @@ def test_a_run_stops_and_resumes(wrapped, tmp_path):
     assert again.returncode == 0 and "[1/2] w/mdm_duel duel_ag_news_wrapped: finished before" in again.stdout
     content = json.loads((tmp_path / "paper.json").read_text())["lines"]
     assert [line["status"] for line in content] == ["finished"] * 2 and all(line["stderr"] > 0 for line in content)
-    job = lines("w", "--recipes", folder, "--metadata", f"data_dir={copies}")[0].job
-    (file,) = job.results(tmp_path).rglob("results_*.json")
-    ran, planned = json.loads(file.read_text())["config"]["duel"], forecast.forecast(job, None, 0.5)
-    assert planned.windows == ran["windows"] and not planned.rough and ran["rows"] <= planned.rows
+    options = parse(["w", "--recipes", str(folder), "--metadata", f"data_dir={copies}", "--out", str(tmp_path)])
+    (file,) = options.lines[0].job.path("results").rglob("results_*.json")
+    ran, planned = json.loads(file.read_text())["config"]["duel"], forecast.forecast(options.lines[0].job, options)
+    assert planned["windows"] == ran["windows"] and not planned["rough"] and ran["rows"] <= planned["rows"]
     third = subprocess.run(command(folder, copies, tmp_path), capture_output=True, text=True, check=True, timeout=60)
     assert third.stdout.count("finished before") == 2
 

@@ -110,7 +110,7 @@ def test_names_in_csv_are_no_formulas(folder, tmp_path, monkeypatch, capsys):
     [
         (["texts", "--model_args", "rule=greddy"], "Did you mean greedy"),
         (["texts", "--limit", "0"], "at least 1"),
-        (["texts", "--json", "none/out.json"], "there is no folder"),
+        (["texts", "--json", "none/out.json"], "'--json' is a file"),
         (["texts", "--feild", "x"], "Did you mean"),
     ],
 )

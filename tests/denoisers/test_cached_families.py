@@ -20,7 +20,7 @@ from transformers import CONFIG_MAPPING
 from lm_eval_duel import denoisers, rules
 from lm_eval_duel.bench import run as bench
 from lm_eval_duel.bench.arms import Bench
-from lm_eval_duel.bench.options import Settings
+from lm_eval_duel.bench.options import parse
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.wrappers.guidance import Guided
@@ -245,8 +245,9 @@ def test_the_model_of_the_harness(tmp_path):
 
 @pytest.mark.parametrize("cache", CACHES)
 def test_bench_compares_ours_with_the_deployed_loop(cache):
-    options = {"length": 24, "block": "8", "windows": 2, "vocab": 40, "layers": 2, "width": 64, "repeats": 1}
-    figures = bench.measure(Bench(Settings(cache=cache, no_memory=True, **options)))
+    options = {"length": 24, "windows": 2, "vocab": 40, "layers": 2, "hidden_size": 64, "repeats": 1, "device": "cpu"}
+    words = [f"--{name}={value}" for name, value in options.items()]
+    figures = bench.measure(Bench(parse([*words, "--no_memory", "--model_args", f"block=8,cache={cache}"])))
     assert figures["loop"].startswith("cached") and figures["compared"]["changed_picks"] == 0
     assert figures["compared"]["max_abs_diff_nats"] < 1e-3
     later = {"dual": 7 * 8 * 3, "prefix": 7 * (24 + 16 + 8)}[cache]

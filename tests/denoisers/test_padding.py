@@ -341,7 +341,7 @@ def test_bench_gives_a_token_to_networks_that_need_one(tmp_path, caplog):
     from lm_eval_duel.bench.options import parse
 
     path = checkpoint(tmp_path, network("esm"))
-    settings = parse(["--pretrained", path, "--length", "8", "--windows", "2", "--device", "cpu"])
+    settings = parse([path, "--length", "8", "--windows", "2", "--device", "cpu"])
     denoiser = arms._load(settings)
     windows = arms._windows(denoiser, settings)
     assert [(len(window.context), len(window.target)) for window in windows] == [(1, 7)] * 2

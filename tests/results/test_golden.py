@@ -22,12 +22,12 @@ RESULTS = demo.FOLDER / "results"
 TRACES = [str(path) for path in sorted((RESULTS / "traces").glob("*.jsonl"))]
 MADE, FEW = "made", "few"  # folders of made results
 RUNS = {
-    "report": ["report", RESULTS, "--trace", *TRACES],
+    "report": ["report", RESULTS, "--traces", *TRACES],
     "words": ["report", RESULTS / "demo-mdm", RESULTS / "demo-ar", "--pairs", "all", "--metric", "word_perplexity"],
     "bits": ["report", RESULTS / "demo-bd", "--pairs", "none", "--metric", "bits_per_byte"],
-    "leaderboard": ["leaderboard", RESULTS, "--trace", *TRACES, "--published", "paper"],
-    "made": ["report", MADE, "--as-published"],
-    "few": ["report", FEW, "--as-published"],
+    "leaderboard": ["leaderboard", RESULTS, "--traces", *TRACES, "--published", "paper"],
+    "made": ["report", MADE, "--as_published"],
+    "few": ["report", FEW, "--as_published"],
     "board": ["leaderboard", MADE, "--benchmark", "sotu=a/b:c"],
     "few_board": ["leaderboard", FEW, "--metric", "bits_per_byte"],
 }

@@ -357,6 +357,6 @@ def test_an_average_holds_the_tasks_that_cannot_be_told_from_0(tmp_path):
     hf(tmp_path / "ar", per_token(values, [18.0, 18.0]))
     ours(tmp_path / "results", per_token(values, [24.0, 24.0]), estimator="elbo")
     ours(tmp_path / "results", per_token(values, [22.0, 23.9]))
-    (row,) = run(tmp_path, "--as-published")["averages"]
+    (row,) = run(tmp_path, "--as_published")["averages"]
     assert row["tasks"]["b"] is None and row["unclear"] == ["b"] and row["averaged"] == 2
     assert row["average"] == pytest.approx((100 * 2 / 6 + 100 * 0.1 / 6) / 2)

@@ -61,9 +61,9 @@ def test_refused_by_name_or_listed(tmp_path, said):
     message = str(error.value)
     start, middle, end = said.split("*")[0], said.split("*")[1], "To compare, "
     assert message.startswith(f"token_perplexity of sotu cannot be compared: {start}")
-    assert middle in message and end in message and "--as-published" in message
+    assert middle in message and end in message and "--as_published" in message
     assert message.count("results_2026") == 2
-    found = run(tmp_path, "--as-published")
+    found = run(tmp_path, "--as_published")
     assert any(line.startswith(start) for line in found["tasks"]["sotu"]["differences"])
     assert "**Compared as published, although these differ:**" in (tmp_path / "out" / "report.md").read_text()
 
@@ -72,7 +72,7 @@ def test_other_documents_are_refused_whatever_is_asked(tmp_path):
     docs = {"sotu": documents((-30.0, -40.0), (10, 12), TEXTS[:2])}
     two(tmp_path, {"docs": docs})
     with pytest.raises(DuelError, match=r"documents: 2 \(2 of them in both\) in .*, but 4 \(2 of them in both\) in"):
-        run(tmp_path, "--as-published")
+        run(tmp_path, "--as_published")
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_without_samples_documents_are_told_by_the_results_file(tmp_path, field,
     hf(tmp_path / "ar", per_token(["owt"], [17.54]), **here)
     ours(tmp_path / "results", per_token(["owt"], [21.0]), **there)
     with pytest.raises(DuelError) as error:
-        run(tmp_path, "--as-published")
+        run(tmp_path, "--as_published")
     assert f"compared: {field}: " in str(error.value)
 
 
@@ -129,10 +129,10 @@ def test_the_elbo_of_a_bidirectional_network_is_over_the_whole_target(tmp_path):
     hf(tmp_path / "ar", per_token(["owt"], [17.54]))
     ours(tmp_path / "results", per_token(["owt"], [22.0]))
     ours(tmp_path / "results", per_token(["owt"], [22.5]), estimator="elbo", spec={"elbo_block": "4"})
-    row = rows(run(tmp_path, "--as-published"), "owt")["MDLM"]
+    row = rows(run(tmp_path, "--as_published"), "owt")["MDLM"]
     assert row["gap_closed"] is None and row["gap_closed_reason"] == "no ELBO (estimator=elbo, elbo_block=none)"
     ours(tmp_path / "results", per_token(["owt"], [23.0]), estimator="elbo", spec={"mc_samples": "8"})
-    found = run(tmp_path, "--as-published")
+    found = run(tmp_path, "--as_published")
     assert rows(found, "owt")["MDLM"]["gap_closed"] == pytest.approx(stats.gap_closed(23.0, 22.0, 17.54))
     (said,) = found["tasks"]["owt"]["elbo"]
     assert said.startswith("ELBO of MDLM: Monte Carlo, mc_samples=8, elbo_form=count, elbo_block=none, standard error")
@@ -143,11 +143,11 @@ def test_the_elbo_is_of_the_same_law(tmp_path):
     ours(tmp_path / "results", per_token(["owt"], [22.0]))
     low = {"dtype": "bfloat16", "mc_samples": "128"}
     ours(tmp_path / "results", per_token(["owt"], [25.0]), estimator="elbo", spec=low)
-    row = rows(run(tmp_path, "--as-published"), "owt")["MDLM"]
+    row = rows(run(tmp_path, "--as_published"), "owt")["MDLM"]
     assert row["gap_closed"] is None
     assert row["gap_closed_reason"] == "no ELBO of the same spec: dtype=bfloat16 there, float32 here"
     ours(tmp_path / "results", per_token(["owt"], [23.0]), estimator="elbo")
-    row = rows(run(tmp_path, "--as-published"), "owt")["MDLM"]
+    row = rows(run(tmp_path, "--as_published"), "owt")["MDLM"]
     assert row["gap_closed"] == pytest.approx(stats.gap_closed(23.0, 22.0, 17.54))
 
 
@@ -190,7 +190,7 @@ def test_other_texts_or_units_behind_the_same_documents_are_refused(tmp_path, sa
     (file,) = (tmp_path / "results").rglob("results_*.json")
     edit_samples(file, CHANGED[said])
     with pytest.raises(DuelError) as error:
-        run(tmp_path, "--as-published")
+        run(tmp_path, "--as_published")
     assert said in str(error.value)
 
 

@@ -60,7 +60,7 @@ def page(tmp_path_factory):
         str(trace(folder / f"{n}.jsonl", file, [_window(steps)]))
         for n, (file, steps) in enumerate(zip(files, ([0, 1, 0, 1], [1, 0, 1, 0], [0, 0, 0, 0]), strict=True))
     ]
-    options = parse([str(folder / "in"), "--trace", *traces, "--out", str(folder / "site"), "--published", "paper"])
+    options = parse([str(folder / "in"), "--traces", *traces, "--out", str(folder / "site"), "--published", "paper"])
     content = collect(options)
     write(content, options)
     return folder / "site" / "index.html"

@@ -90,7 +90,7 @@ def test_a_damaged_trace_is_named(tmp_path, change):
     }
     path = trace(tmp_path / "t.jsonl", file, [line | {"values": {"duel": -3.0}} | change])
     with pytest.raises(DuelError, match=r"t\.jsonl, line 2 is "):
-        run(tmp_path, "--trace", path)
+        run(tmp_path, "--traces", path)
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
@@ -119,7 +119,7 @@ def test_random_edits(tmp_path, count, monkeypatch):
             inside[last] = copy.deepcopy(value)
         file.write_text(json.dumps(body))
         with contextlib.suppress(DuelError):
-            run(tmp_path, "--as-published", ar=True)
+            run(tmp_path, "--as_published", ar=True)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_nan_is_left_out_and_infinity_is_null_with_a_reason(tmp_path):
     edit(file, lambda body: put(body, "results.a.token_perplexity,none", math.inf))
     edit(file, lambda body: put(body, "config.duel.tasks.a.values.duel", IMPOSSIBLE))
     edit(file, lambda body: put(body, "results.b.token_perplexity,none", math.nan))
-    found = run(tmp_path, "--as-published", ar=True)
+    found = run(tmp_path, "--as_published", ar=True)
     (row,) = [row for row in found["tasks"]["a"]["rows"] if row["rule"]]
     assert row["value"] is None and row["gap_closed"] is None and "infinite" in row["gap_closed_reason"]
     place = f"tasks.a.rows.{found['tasks']['a']['rows'].index(row)}.value"
@@ -313,7 +313,7 @@ def test_a_rule_of_fewer_documents_is_not_in_the_table(tmp_path, how):
         }
         for n in range(4)
     ]
-    more = ["--trace", trace(tmp_path / "t.jsonl", file, lines)] if how == "trace" else []
+    more = ["--traces", trace(tmp_path / "t.jsonl", file, lines)] if how == "trace" else []
     found = run(tmp_path, *more)["tasks"]["sotu"]
     assert "margin:k=1" not in {row["rule"] for row in found["rows"]}
     assert all("margin" not in line for line in found["headlines"])
@@ -367,11 +367,11 @@ def test_a_trace_that_is_gone_or_of_another_run(tmp_path):
     assert any("is no longer at" in note and "name it with --trace" in note for note in found["notes"])
     rest = [row for row in found["tasks"]["sotu"]["rows"] if row["estimator"] != "oracle"]
     assert all(row["interval"] is None and row["reason"].startswith("no trace of") for row in rest)
-    found = run(tmp_path, "--trace", moved)
+    found = run(tmp_path, "--traces", moved)
     assert all(row["interval"] for row in found["tasks"]["sotu"]["rows"])
     lines = moved.read_text().splitlines()
     moved.write_text("\n".join(lines[:-1]) + "\n")
-    found = run(tmp_path, "--trace", moved)
+    found = run(tmp_path, "--traces", moved)
     assert any("another run's trace" in row["reason"] for row in found["tasks"]["sotu"]["rows"])
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from toys import BlockCausal, Rotary, Toy
 
 from lm_eval_duel import fingerprint, rules
-from lm_eval_duel.bench.options import Settings
+from lm_eval_duel.bench.options import parse as parse_bench
 from lm_eval_duel.core.lanes import Lanes, Rows
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached
@@ -336,7 +336,7 @@ def test_planners_that_do_not_fit_the_network(folder, tmp_path):
     with pytest.raises(DuelError, match=r"Under cfg_scale .* a rule cannot read its features"):
         DuelEstimator(Guided(Toy(), 0.5), fitting).log_prob([window])
     with pytest.raises(DuelError, match=r"may read the input of the LM head\. Use another rule"):
-        Settings(rule=f"{fitting}:sub_block=2")
+        parse_bench(["--model_args", f"rule={fitting}:sub_block=2"])
     save_planner(torch.nn.Linear(1, 1), tmp_path / "p.safetensors", ["margin"])
     assert DuelEstimator(whole, f"learned:file={tmp_path}/p.safetensors").log_prob([window])[0].near_ties == 0
 

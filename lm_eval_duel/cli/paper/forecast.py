@@ -1,19 +1,21 @@
-"""What jobs will take: windows, network rows and hours, counted as `plan` counts, before any weight is read."""
+"""What the jobs of a command will take, counted as `plan` counts, before any weight is read."""
 
 from __future__ import annotations
 
-import dataclasses
+import argparse
 import functools
 import json
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from lm_eval_duel.cli import plan
+from lm_eval_duel.cli.paper.jobs import processes_of
 from lm_eval_duel.cli.paper.recipes import Job
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.tables import one_line, plain_table
 
+HEADER = ("row", "task", "windows", "calls", "rows", "time", "")
 METHODS = {"duel": "exact", "ar": "chain rule", "oracle": "lattice"}
 SIZES = {  # documents and scored tokens where a data set cannot be read here: rough, within about a quarter
     "duel_openwebtext_wrapped": (110_000, 1023),
@@ -33,44 +35,29 @@ SIZES = {  # documents and scored tokens where a data set cannot be read here: r
 STOCK = {"wikitext": "duel_wikitext2"}  # lm-eval's own task, and ours with the same pages
 
 
-@dataclasses.dataclass(frozen=True)
-class Forecast:
-    """What a job takes. `rough`: its data set is not on this machine, so its size is approximate."""
-
-    windows: int
-    tokens: int
-    calls: int  # of the network, at least
-    rows: int
-    hours: float
-    rough: bool
-    most: bool  # an upper bound: the steps of the rule depend on the text
-
-
-def forecast(job: Job, tflops: float | None, utilization: float) -> Forecast:
-    """The forecast of a job; raises DuelError if its network's config.json cannot be read."""
+def forecast(job: Job, options: argparse.Namespace) -> dict[str, Any]:
+    """Windows, network calls (at least), rows and hours of a job. `rough`: its data set is not on this machine;
+    `most`: an upper bound. Raises DuelError if its network's config.json cannot be read.
+    """
     documents, tokens, rough = _size(job)
     arguments = {key: value for key, value in job.config["model_args"].items() if key != "add_bos_token"}
-    if job.config["model"] == "hf":
-        arguments["estimator"] = "ar"
+    arguments |= {"estimator": "ar"} if job.config["model"] == "hf" else {}
+    estimator = arguments.get("estimator", "duel")
     with tempfile.TemporaryDirectory() as folder:
         if job.missing_weights and job.shape:
             (Path(folder) / "config.json").write_text(job.shape, encoding="utf-8")
             arguments["pretrained"] = folder
         words = ["--model_args", json.dumps(arguments), "--tokens", str(tokens), "--documents", str(documents)]
-        words += ["--utilization", str(utilization)] + ([] if tflops is None else ["--tflops", str(tflops)])
-        figures = plan.plan(*plan.parse(words))
-    estimator = arguments.get("estimator", "duel")
-    method = METHODS.get(estimator, f"elbo {arguments.get('mc_samples', plan.DRAWS)}")
-    cost = figures["methods"][method]
-    return Forecast(
-        figures["windows"],
-        figures["tokens"],
-        cost["calls_at_least"],
-        cost["rows"],
-        cost["hours"],
-        rough,
-        figures["upper_bound"] and method == "exact",
-    )
+        words += ["--utilization", str(options.utilization)]
+        words += ["--tflops", str(options.tflops)] if options.tflops else []
+        figures = plan.plan(plan.parse(words))
+    method = METHODS.get(estimator, f"elbo {arguments.get('mc_samples', 128)}")
+    return {
+        **figures["methods"][method],
+        "windows": figures["windows"],
+        "rough": rough,
+        "most": figures["upper_bound"] and method == "exact",
+    }
 
 
 def _size(job: Job) -> tuple[int, int, bool]:
@@ -105,12 +92,33 @@ def _counted(task: str, settings: str) -> tuple[int, int]:
     return len(rows), sum(rows[TOKENS])
 
 
-def describe(forecasts: Iterable[Forecast]) -> dict[str, Any]:
-    """The sum of forecasts."""
-    every = list(forecasts)
-    return {
-        "windows": sum(forecast.windows for forecast in every),
-        "rows": sum(forecast.rows for forecast in every),
-        "hours": sum(forecast.hours for forecast in every),
-        "rough": any(forecast.rough for forecast in every),
-    }
+def table(options: argparse.Namespace) -> str:
+    """The forecasts of a command as a table; a text in the last column says why there is none."""
+    rows, hours, windows, rough = [], [], 0, False
+    for job in {line.job.path("runs"): line.job for line in options.lines}.values():
+        try:
+            figures = None if job.finished else forecast(job, options)
+        except DuelError as error:
+            rows.append([job.row, job.task, *[""] * 4, one_line(str(error).partition(". ")[0])])
+            continue
+        if figures is None:
+            rows.append([job.row, job.task, *[""] * 4, "finished"])
+            continue
+        about, most = "about " if figures["rough"] else "", "<= " if figures["most"] else ""
+        counts = [f"{most}{figures[key]:,}" for key in ("calls_at_least", "rows")]
+        hours.append(figures["hours"] / processes_of(job, options))
+        windows, rough = windows + figures["windows"], rough or figures["rough"]
+        rows.append(
+            [job.row, job.task, f"{about}{figures['windows']:,}", *counts, f"{most}{plan.hours_as_text(hours[-1])}", ""]
+        )
+    devices = f" on {options.num_processes} devices" if options.num_processes > 1 else ""
+    lines = [
+        plain_table(HEADER, rows),
+        "",
+        f"{len(hours)} run{'s' * (len(hours) != 1)}, {windows:,} windows, {plan.hours_as_text(sum(hours))}.",
+        f"Time{devices} at {options.utilization:.0%} of the device's dense rate ({plan.TFLOPS['float32']:g} TFLOP/s in "
+        f"float32, {plan.TFLOPS['bfloat16']:g} in bfloat16, an H200's); see --tflops, --utilization. Network calls: at "
+        "least.",
+    ]
+    lines += ["about: the data set is not on this machine, and its size is known within a quarter."] if rough else []
+    return "\n".join(lines)

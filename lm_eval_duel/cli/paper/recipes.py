@@ -1,40 +1,41 @@
 """The lines of a table and the runs behind them.
 
-A *row* is a recipe file (`zero_shot/mdlm_duel`). A *job* is a row on a single task, in a process of its own: if a data
-set is missing, only its column is. A *line* is a published figure and the job that measures it; a lattice job measures
-several.
+A *row* is a recipe file (`zero_shot/mdlm_duel`), a *job* a row on one task: without its data, only that is missing.
+A *line* is a published figure and the job that measures it; a lattice job measures several.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import dataclasses
 import fnmatch
 import hashlib
+import itertools
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lm_eval_duel.cli.where import where
 from lm_eval_duel.errors import DuelError, unknown
-from lm_eval_duel.results import published
+from lm_eval_duel.results import published, read
 from lm_eval_duel.tasks import task_folder
 
-GIVEN = "given"  # the folder of recipes with the corrected convention
 COPIES = "data_dir"  # the only metadata that choose a place and not a data set
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A row on a task. `config`: what defines its numbers, as in a --config file. `changed`: what is not the recipe's.
+    """A row on a task. `config`: what defines its numbers, as in a --config file. `out`: the folder of the command.
 
-    `other_data`: whether a changed setting makes other rows of the data set, so that no figure can be compared.
+    `changed`: what is not the recipe's. `other_data`: a change makes other rows, so that no figure can be compared.
     """
 
     row: str
     task: str
     config: Mapping[str, Any]
+    out: Path
     notes: str = ""
     shape: str = ""  # the config.json that the recipe gives, for weights that are on no hub
     batch_size: int | None = None
@@ -48,21 +49,25 @@ class Job:
     @property
     def name(self) -> str:
         """Unique in the folder of its row: other settings have another name."""
-        limited = "" if self.limit is None else f"-limit{self.limit}"
-        return f"{self.task}{limited}-{_digest(self.config)}"
+        return f"{self.task}-limit{self.limit}-{_digest(self.config)}" if self.limit else self.unlimited
 
-    def file(self, out: Path, ending: str) -> Path:
-        """Its configuration (.yaml) or log (.log)."""
-        return out / "runs" / self.row / f"{self.name}{ending}"
+    @property
+    def unlimited(self) -> str:
+        """The name without --limit."""
+        return f"{self.task}-{_digest({key: value for key, value in self.config.items() if key != 'limit'})}"
 
-    def results(self, out: Path) -> Path:
-        """The folder of its results file."""
-        return out / "results" / self.row / self.name
+    def path(self, kind: str, ending: str = "") -> Path:
+        """Of its configuration and log (`runs`), its `results`, or its `cache`, which every --limit shares."""
+        return self.out / kind / self.row / f"{self.unlimited if kind == 'cache' else self.name}{ending}"
 
-    def cache(self, out: Path) -> Path:
-        """The path of --use_cache: the same for every --limit."""
-        unlimited = {key: value for key, value in self.config.items() if key != "limit"}
-        return out / "cache" / self.row / f"{self.task}-{_digest(unlimited)}"
+    @property
+    def finished(self) -> Path | None:
+        """The newest results file that is whole."""
+        for file in sorted(self.path("results").rglob("results_*.json"), reverse=True):
+            with contextlib.suppress(DuelError):
+                if self.task in read.run(file).tasks:
+                    return file
+        return None
 
     @property
     def missing_weights(self) -> str:
@@ -70,30 +75,16 @@ class Job:
         name = str(self.config["model_args"].get("pretrained", ""))
         if not missing_folder(name):
             return ""
-        return f"there is no folder {name}; these weights are on no hub. Name yours: --pretrained {name}=FOLDER"
+        return f"there is no folder {name}; these weights are on no hub. Name yours: --weights {name}=FOLDER"
 
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """A figure to measure. `figure`: as published, None if nothing is published under its name."""
+    """A published figure, and the job that measures it."""
 
     table: str
     job: Job
-    figure: Mapping[str, Any] | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """What to measure. `weights`: model args by row, pattern of rows, or the recipe's `pretrained`."""
-
-    folder: Path
-    tables: Sequence[str]
-    rows: Sequence[str] = ()
-    tasks: Sequence[str] = ()
-    given: bool = False
-    limit: int | None = None
-    metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    weights: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    figure: Mapping[str, Any]
 
 
 def missing_folder(name: str) -> bool:
@@ -101,60 +92,36 @@ def missing_folder(name: str) -> bool:
     return (name.count("/") > 1 or name.startswith((".", "/", "~"))) and not os.path.exists(name)
 
 
-def tables(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """The published figures of a folder of recipes, by table; raises DuelError for figures without one."""
-    of_table: dict[str, list[dict[str, Any]]] = {}
-    file = folder / "published.csv"
-    for figure in published.read([str(file)]):
-        if not (figure["table"] and figure["recipes"]):
-            raise DuelError(f"{file}: {figure['model']} on {figure['task']} has no table or no recipes.")
-        of_table.setdefault(figure["table"], []).append(figure)
-    return of_table
-
-
-def lines(choice: Choice) -> list[Line]:
-    """The lines of a choice, in the order of the published figures; raises DuelError for unknown names."""
-    known = tables(choice.folder)
-    for table in choice.tables:
-        if table not in known:
+def lines(options: argparse.Namespace) -> list[Line]:
+    """The lines of a command, in the order of the published figures; raises DuelError for unknown names."""
+    figures = published.read([str(options.recipes / "published.csv")])
+    rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for table in dict.fromkeys(options.table):
+        if table not in (known := dict.fromkeys(figure["table"] for figure in figures)):
             raise unknown("table", table, known)
-    chosen = []
-    for table, row, figures in _rows(choice, known):
-        content = recipe(choice.folder, row)
-        tasks = [figure["task"] for figure in figures]
-        for task in dict.fromkeys(task for name in content["tasks"] for task in members(name) if task in tasks):
-            if choice.tasks and task not in choice.tasks:
-                continue
-            job = _job(choice, row, task, content)
-            chosen += [Line(table, job, figure) for figure in figures if figure["task"] == task]
+        for figure in figures:
+            for row in figure["recipes"].split() if figure["table"] == table else ():
+                rows.setdefault((table, row), []).append(figure)
+    for pattern in options.rows:
+        if not any(_matches(row, pattern) for _, row in rows):
+            raise unknown("row", pattern, dict.fromkeys(row for _, row in rows))
+    chosen, checkpoints = [], {}
+    for (table, row), of_row in rows.items():
+        if options.rows and not any(_matches(row, pattern) for pattern in options.rows):
+            continue
+        recipe = _recipe(options.recipes, row, options.given)
+        for task in dict.fromkeys(task for name in recipe["tasks"] for task in _members(name)):
+            of_task = [figure for figure in of_row if figure["task"] == task]
+            if of_task and (not options.tasks or task in options.tasks):
+                checkpoints[str(recipe["model_args"].get("pretrained"))] = None
+                job = _job(options, recipe, task)
+                chosen += [Line(table, job, figure) for figure in of_task]
     if not chosen:
         raise DuelError("Nothing is left to measure: no row of these tables has the chosen tasks.")
-    _check_used(choice, chosen)
+    for name in options.weights:
+        if name not in checkpoints and not any(_matches(line.job.row, name) for line in chosen):
+            raise unknown("row or checkpoint", name, [*checkpoints, *(line.job.row for line in chosen)])
     return chosen
-
-
-def _rows(choice: Choice, known: Mapping[str, list[dict[str, Any]]]) -> Iterator[tuple[str, str, list[dict[str, Any]]]]:
-    """(table, row, its figures) of each chosen row."""
-    everything = []
-    for table in dict.fromkeys(choice.tables):
-        rows: dict[str, list[dict[str, Any]]] = {}
-        for figure in known[table]:
-            for row in figure["recipes"].split():
-                rows.setdefault(row, []).append(figure)
-        everything += [(table, row, figures) for row, figures in rows.items()]
-    used = set()
-    for table, row, figures in everything:
-        patterns = [pattern for pattern in choice.rows if _matches(row, pattern)]
-        used.update(patterns)
-        if choice.rows and not patterns:
-            continue
-        head, _, last = row.rpartition("/")
-        corrected = f"{head}/{GIVEN}/{last}"
-        exists = choice.given and (choice.folder / f"{corrected}.yaml").is_file()
-        yield table, corrected if exists else row, figures
-    for pattern in choice.rows:
-        if pattern not in used:
-            raise unknown("row", pattern, dict.fromkeys(row for _, row, _ in everything))
 
 
 def _matches(row: str, pattern: str) -> bool:
@@ -162,21 +129,32 @@ def _matches(row: str, pattern: str) -> bool:
     return fnmatch.fnmatchcase(row, pattern) or fnmatch.fnmatchcase(row.rpartition("/")[2], pattern)
 
 
-def recipe(folder: Path, row: str) -> dict[str, Any]:
-    """The content of a recipe file."""
+def _recipe(folder: Path, row: str, given: bool) -> dict[str, Any]:
+    """A recipe file, its row, and what its comment says: `notes`, without the first sentence, which names the figure,
+    and `shape`, the config.json in it. `given`: that of the corrected convention, if there is one.
+    """
     import yaml
 
+    head, _, last = row.rpartition("/")
+    corrected = given and (folder / head / "given" / f"{last}.yaml").is_file()
+    row = f"{head}/given/{last}" if corrected else row
     file = folder / f"{row}.yaml"
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
+        content = yaml.safe_load(text)
         if not isinstance(content["tasks"], list) or not isinstance(content["model_args"], dict):
             raise KeyError("tasks, model_args")
     except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError) as error:
         raise DuelError(f"{file} is not a recipe ({type(error).__name__}: {' '.join(str(error).split())}).") from None
-    return content
+    comments = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
+    comment = [line.removeprefix("#").strip() for line in comments]
+    shape = next((line for line in comment if line.startswith("{")), "")
+    if "/given/" not in row:
+        comment = comment[next((n for n, line in enumerate(comment, 1) if line.endswith(".")), len(comment)) :]
+    return {**content, "row": row, "notes": " ".join(line for line in comment if line != shape), "shape": shape}
 
 
-def members(task: str) -> list[str]:
+def _members(task: str) -> list[str]:
     """The tasks of one of our groups; any other task is alone."""
     import yaml
 
@@ -185,58 +163,24 @@ def members(task: str) -> list[str]:
     return content["task"] if "group" in content else [task]
 
 
-def _job(choice: Choice, row: str, task: str, content: Mapping[str, Any]) -> Job:
-    arguments, metadata = content["model_args"], content.get("metadata") or {}
+def _job(options: argparse.Namespace, recipe: Mapping[str, Any], task: str) -> Job:
+    arguments, metadata = recipe["model_args"], recipe.get("metadata") or {}
     own: dict[str, Any] = {}
-    for name, replaced in choice.weights.items():
-        if name == arguments.get("pretrained") or _matches(row, name):
+    for name, replaced in options.weights.items():
+        if name == arguments.get("pretrained") or _matches(recipe["row"], name):
             own |= replaced
-    other = {key: value for key, value in choice.metadata.items() if metadata.get(key) != value and key != COPIES}
+    other = {key: value for key, value in options.metadata.items() if metadata.get(key) != value and key != COPIES}
     config = {
-        "model": content.get("model", "duel-mdm"),
+        "model": recipe.get("model", "duel-mdm"),
         "model_args": {**arguments, **own},
         "tasks": [task],
-        "metadata": {**metadata, **choice.metadata},
+        "metadata": {**metadata, **options.metadata},
+        **({} if options.limit is None else {"limit": options.limit}),
     }
-    if choice.limit is not None:
-        config["limit"] = choice.limit
-    changed = [f"{key}={value}" for key, value in {**own, **other}.items()]
-    notes, shape = _comment(choice.folder, row)
-    return Job(row, task, config, notes, shape, content.get("batch_size"), tuple(changed), bool(other))
-
-
-def _check_used(choice: Choice, chosen: Sequence[Line]) -> None:
-    """Raise DuelError for weights that no chosen row uses."""
-    rows = dict.fromkeys(line.job.row for line in chosen)
-    names = {str(recipe(choice.folder, row)["model_args"].get("pretrained")): None for row in rows}
-    for name in choice.weights:
-        if name not in names and not any(_matches(row, name) for row in rows):
-            raise unknown("row or checkpoint", name, [*rows, *names])
-
-
-def _comment(folder: Path, row: str) -> tuple[str, str]:
-    """What a recipe file says about its convention, without the first sentence, which names the figure; and the
-    config.json in it."""
-    comment = []
-    for line in (folder / f"{row}.yaml").read_text(encoding="utf-8").splitlines():
-        if not line.startswith("#"):
-            break
-        comment.append(line.removeprefix("#").strip())
-    if f"/{GIVEN}/" not in row:
-        end = next((n for n, line in enumerate(comment, 1) if line.endswith(".")), len(comment))
-        comment = comment[end:]
-    text = " ".join(line for line in comment if not line.startswith("{"))
-    return text, next((line for line in comment if line.startswith("{")), "")
+    changed = tuple(f"{key}={value}" for key, value in {**own, **other}.items())
+    said = recipe["notes"], recipe["shape"], recipe.get("batch_size")
+    return Job(recipe["row"], task, config, Path(options.out), *said, changed, bool(other))
 
 
 def _digest(config: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:8]
-
-
-def folder(name: str | None) -> Path:
-    """The folder of recipes: this package's, or another with a published.csv."""
-    if name is None:
-        return Path(where("recipes"))
-    if not (Path(name) / "published.csv").is_file():
-        raise DuelError(f"--recipes {name}: there is no published.csv in it.")
-    return Path(name)

@@ -1,4 +1,4 @@
-"""A measured value beside the published one.
+"""A measured value beside the published one, and the table of them.
 
 All documents scored: they are the authors' documents, so there is no sampling error. What may differ is the rounding of
 the published figure, and the known differences of data packing, precision and weights, for which `tolerance` per cent
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,16 @@ from lm_eval_duel.estimators.registry import find
 from lm_eval_duel.rates import ratio
 from lm_eval_duel.results import read, rows, stats
 from lm_eval_duel.results.records import Row
+from lm_eval_duel.results.table import MARKDOWN, Cell, Column, Table, bullets, markdown, plain, spaced
 from lm_eval_duel.rules import parse
 
 FEWEST = 8  # documents from which a standard error is an estimate of anything
 AGREES, DIFFERS, UNDECIDED, OTHER = "agrees", "differs", "undecided", "not comparable"
-NOT_RUN, FINISHED, FAILED = "not run", "finished", "FAILED"
+AUTHORS = "Turok, De Sa and Kuleshov"
+COMMON = (
+    "The authors pack rows in each worker process, so the rows at the ends of batches differ; their precision is "
+    "bfloat16 autocast, ours float32 (8B: bfloat16 weights). More: docs/paper_tables.md."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,50 +45,25 @@ class Measured:
     is_random: bool
     documents: int
     of: int  # documents of the whole task
-    fingerprint: str | None
-    file: str
+    fingerprint: str | None = None
 
     @property
     def subset(self) -> bool:
         return self.documents < self.of
 
 
-@dataclasses.dataclass(frozen=True)
-class Verdict:
-    """`allowed`: the largest difference that counts as agreement; None if there is none."""
-
-    word: str
-    allowed: float | None = None
-    why: str = ""
-
-
 def measured(line: Line, file: Path) -> Measured:
     """The value of a line in its job's results file; raises DuelError if the file does not hold it."""
     run = read.run(file)
-    task = run.tasks[line.job.task]
-    metric = line.figure["metric"] if line.figure else next(iter(task.metrics))
-    row = next((row for row in rows.of(run, line.job.task) if _is_value(row, line)), None)
-    if row is None or metric not in row.metrics:
-        raise DuelError(f"{file} has no {metric} of this line.")
-    counts = run.content.get("n-samples", {}).get(task.key, {})
-    size = task.size or 0
-    return Measured(
-        row.metrics[metric],
-        over_documents(row, metric),
-        row.error(metric, row.nats_stderr),
-        find(row.estimator).name == "elbo",
-        size,
-        counts.get("original") or size,
-        run.fingerprint,
-        str(file),
-    )
-
-
-def _is_value(row: Row, line: Line) -> bool:
-    """Whether a row of a results file is the line's: a lattice run has one for each rule."""
-    if line.figure is None or not line.figure["rule"]:
-        return line.figure is None or row.estimator == line.figure["estimator"]
-    return row.estimator == line.figure["estimator"] and parse(row.rule or "") == parse(line.figure["rule"])
+    task, metric, rule = run.tasks[line.job.task], line.figure["metric"], line.figure["rule"]
+    for row in rows.of(run, line.job.task):  # a lattice run has one for each rule
+        same = row.estimator == line.figure["estimator"] and (not rule or parse(row.rule or "") == parse(rule))
+        if same and metric in row.metrics:
+            size = task.size or 0
+            whole = run.content.get("n-samples", {}).get(task.key, {}).get("original") or size
+            drawn = row.error(metric, row.nats_stderr), find(row.estimator).name == "elbo"
+            return Measured(row.metrics[metric], over_documents(row, metric), *drawn, size, whole, run.fingerprint)
+    raise DuelError(f"{file} has no {metric} of this line.")
 
 
 def over_documents(row: Row, metric: str) -> float | None:
@@ -97,19 +78,20 @@ def over_documents(row: Row, metric: str) -> float | None:
     return stats.stderr(metric, row.metrics[metric], math.fsum(nats), error * math.fsum(units))
 
 
-def judge(line: Line, result: Measured, tolerance: float) -> Verdict:
-    """Whether a measured value agrees with the published one. `tolerance`: per cent of the published figure."""
-    if line.figure is None:
-        return Verdict("")
+def judge(line: Line, result: Measured, tolerance: float) -> tuple[str, float | None, str]:
+    """Whether a measured value agrees with the published one, the largest difference that would, and why there is none.
+
+    `tolerance`: per cent of the published figure.
+    """
     if line.job.other_data:
-        return Verdict(OTHER, why=f"other data than the published figure's: {', '.join(line.job.changed)}")
+        return OTHER, None, f"other data than the published figure's: {', '.join(line.job.changed)}"
     error = comparison_error(result)
     if error is None:
         few = f"{result.documents} documents" if result.documents < FEWEST else "no standard error"
-        return Verdict(UNDECIDED, why=f"{few}: too few for a verdict; at least {FEWEST} are needed")
+        return UNDECIDED, None, f"{few}: too few for a verdict; at least {FEWEST} are needed"
     rounding = 0.5 * 10.0 ** int(Decimal(line.figure["printed"]).as_tuple().exponent)
     allowed = rounding + tolerance / 100 * line.figure["value"] + stats.CLEAR * error
-    return Verdict(AGREES if abs(result.value - line.figure["value"]) <= allowed else DIFFERS, allowed)
+    return AGREES if abs(result.value - line.figure["value"]) <= allowed else DIFFERS, allowed, ""
 
 
 def comparison_error(result: Measured) -> float | None:
@@ -128,36 +110,104 @@ def comparison_error(result: Measured) -> float | None:
     return result.stderr * math.sqrt(1 + share if result.is_random else 1 - share)
 
 
-def describe(
-    line: Line, status: str, result: Measured | None = None, verdict: Verdict | None = None, why: str = ""
-) -> dict[str, Any]:
-    """A line of the table, for JSON. `why`: the reason if its job failed."""
-    figure = line.figure or {}
-    value = None if result is None else result.value
-    published = figure.get("value")
+def described(line: Line, failed: str, tolerance: float) -> dict[str, Any]:
+    """A line of the table, for JSON. `failed`: why its job failed, if it did."""
+    figure, job, result = line.figure, line.job, None
+    verdict, allowed, why = None, None, failed
+    if (file := job.finished) is not None:
+        try:
+            result = measured(line, file)
+            verdict, allowed, why = judge(line, result, tolerance)
+        except DuelError as error:
+            why = str(error)
+    values = dataclasses.asdict(result) if result else dict.fromkeys(f.name for f in dataclasses.fields(Measured))
     return {
         "table": line.table,
-        "row": line.job.row,
-        "task": line.job.task,
-        "model": figure.get("model"),
-        "estimator": figure.get("estimator"),
-        "rule": figure.get("rule") or None,
-        "block": figure.get("block") or None,
-        "metric": figure.get("metric"),
-        "published": published,
-        "bound": figure.get("kind") == "bound",
-        "source": figure.get("source"),
-        "status": status,
-        "measured": value,
-        "difference": None if None in (value, published) else value - published,
-        **{
-            key: None if result is None else getattr(result, key)
-            for key in ("stderr", "random_stderr", "documents", "of", "subset", "fingerprint", "file")
-        },
-        "limit": line.job.limit,
-        "changed": list(line.job.changed),
-        "verdict": None if verdict is None else verdict.word or None,
-        "allowed": None if verdict is None else verdict.allowed,
-        "why": (why if verdict is None else verdict.why) or None,
-        "notes": line.job.notes or None,
+        "row": job.row,
+        "task": job.task,
+        **{key: figure.get(key) or None for key in ("model", "estimator", "rule", "block", "metric", "source")},
+        "published": figure["value"],
+        "bound": figure["kind"] == "bound",
+        "status": "finished" if result else "FAILED" if why else "not run",
+        "measured": values.pop("value"),
+        "difference": None if result is None else result.value - figure["value"],
+        **values,
+        "subset": None if result is None else result.subset,
+        "file": None if result is None else str(file),
+        "limit": job.limit,
+        "changed": list(job.changed),
+        "verdict": verdict,
+        "allowed": allowed,
+        "why": why or None,
+        "notes": job.notes or None,
     }
+
+
+# ---------------------------------------------------------------- as text
+
+
+def table(lines: Sequence[Mapping[str, Any]]) -> Table:
+    """The lines as a table."""
+    values = [Column(name, ".2f") for name in ("published", "measured")]
+    columns = [Column("row"), Column("task"), Column("method"), *values, Column("difference"), Column("allowed", ".2f")]
+    columns += [Column("+-", ".2f"), Column("documents"), Column("verdict")]
+    return Table(columns, [_cells(line) for line in lines])
+
+
+def _cells(line: Mapping[str, Any]) -> list[Any]:
+    first = [line["row"], line["task"], line["rule"] or line["estimator"]]
+    published, measured = (Cell(line[key], bound=line["bound"]) for key in ("published", "measured"))
+    if line["measured"] is None:
+        return [*first, published, *[None] * 5, line["status"]]
+    relative = f"{line['difference']:+.2f} ({100 * line['difference'] / line['published']:+.1f} %)"
+    documents = f"{line['documents']:,} of {line['of']:,}" if line["subset"] else f"all {line['documents']:,}"
+    verdict = f"subset: {line['verdict']}" if line["subset"] else line["verdict"]
+    return [*first, published, measured, relative, line["allowed"], line["stderr"], documents, verdict]
+
+
+def notes(lines: Sequence[Mapping[str, Any]], tolerance: float) -> list[str]:
+    """What the columns mean, and why lines differ."""
+    measured = [line for line in lines if line["measured"] is not None]
+    remarks = [f"{line['row']}, {line['task']}: FAILED: {line['why']}" for line in lines if line["status"] == "FAILED"]
+    if measured:
+        remarks.append("+- is the standard error of the measured value over documents (rows of a wrapped task).")
+    if any(not line["subset"] for line in measured):
+        remarks.append(
+            "All documents scored: the published figure has the same ones, so sampling error does not apply, and +- "
+            f"is only context. A value agrees if it differs by at most the rounding of the published figure plus "
+            f"{tolerance:g} % of it; for an ELBO, plus two standard errors of the random draws of both figures."
+        )
+    if any(line["subset"] for line in measured):
+        remarks.append(
+            "Subset: only the first documents of the task were scored, and the published figure is of all. A value "
+            f"agrees if it differs by at most the rounding, plus {tolerance:g} %, plus two standard errors. The first "
+            "documents are not a random sample. Do not publish these values."
+        )
+    for line in measured:
+        differs = line["verdict"] == DIFFERS
+        remarks += [f"{line['row']}: changed by you: {', '.join(line['changed'])}."] if line["changed"] else []
+        remarks += [f"{line['row']}, {line['task']}: {line['why']}."] if line["why"] else []
+        remarks += [f"{line['row']}: {line['notes']}"] if differs and line["notes"] else []
+    if any(line["verdict"] == DIFFERS and str(line["source"]).startswith(AUTHORS) for line in measured):
+        remarks.append(COMMON)
+    return list(dict.fromkeys(remarks))
+
+
+def terminal(lines: Sequence[Mapping[str, Any]], tolerance: float) -> str:
+    """The lines for the terminal."""
+    return "\n".join([plain(table(lines)), "", *notes(lines, tolerance)]).rstrip("\n")
+
+
+def page(lines: Sequence[Mapping[str, Any]], tolerance: float) -> str:
+    """The lines as a Markdown page, a table for each table of the paper."""
+    escape = MARKDOWN.escape
+    parts = ["# Published and measured"]
+    for name in dict.fromkeys(line["table"] for line in lines):
+        own = [line for line in lines if line["table"] == name]
+        sources = dict.fromkeys(line["source"] for line in own)
+        parts += [f"## {escape(name)}", f"Published: {escape('; '.join(sources))}.", markdown(table(own))]
+        parts.append(bullets(notes(own, tolerance)))
+    prints = {line["fingerprint"]: line["row"] for line in lines if line["fingerprint"]}
+    if prints:
+        parts.append("Fingerprints: " + ", ".join(f"{escape(row)} `{digest}`" for digest, row in prints.items()) + ".")
+    return spaced(parts)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import argparse
 import datetime
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lm_eval_duel import strict_json
-from lm_eval_duel.command_line import Parser, folder_to_write
+from lm_eval_duel.arguments import TEXT, whole
+from lm_eval_duel.command_line import PATH, Flag, Parser
 from lm_eval_duel.errors import DuelError, usage
 from lm_eval_duel.harness import trace
-from lm_eval_duel.results import match, published, read, reveal_order, samples
+from lm_eval_duel.rates import METRICS
+from lm_eval_duel.results import match, published, read, reveal_order
 from lm_eval_duel.results.leaderboard import board, columns, documents, exports, page, provenance, text
 from lm_eval_duel.results.own_files import OwnFiles
 from lm_eval_duel.results.report import left_out
@@ -34,49 +35,25 @@ with --log_samples. The document view needs traces: --model_args trace=FILE.
 @usage()
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The parsed command line; raises UsageError, also for missing results, traces and published figures."""
-    parser = Parser("leaderboard", __doc__, EPILOG, "results results_ar --out site")
-    parser.add_argument("results", nargs="+", metavar="RESULTS", help="results_*.json files, or folders that hold them")
-    parser.add_argument("--out", required=True, metavar="DIR", help="folder to write to")
-    parser.add_argument(
-        "--ar", metavar="RESULT", help="the autoregressive model of the gaps (default: the only one in RESULTS)"
-    )
-    parser.add_argument(
-        "--metric", choices=samples.METRICS, help="the unit of all columns (default: per token if tokenizers agree)"
-    )
-    parser.add_argument("--title", default="Perplexity leaderboard", help="(default: %(default)s)")
-    parser.add_argument(
-        "--published", nargs="+", default=[], metavar="CSV", help="published figures; `paper` for those of the paper"
-    )
-    parser.add_argument(
-        "--trace", nargs="+", default=[], metavar="FILE", help="traces, or folders of them, beyond those of results"
-    )
-    parser.add_argument("--documents", type=int, default=3, metavar="N", help="shown of each task (default: 3)")
-    parser.add_argument("--tokenizer", metavar="NAME", help="if the tokenizers that traces name cannot be loaded")
-    parser.add_argument("--organization", default="unknown", metavar="NAME", help="who ran it, for the exports")
-    parser.add_argument(
-        "--benchmark", nargs="+", default=[], metavar="TASK=OWNER/DATASET:ID", help="benchmarks of the hub's export"
-    )
-    options = parser.parse_args(arguments)
+    options = Parser(
+        "leaderboard",
+        __doc__,
+        EPILOG,
+        "results results_ar --out site",
+        *("RESULTS", "ar", "out", "metric", "traces", "tokenizer"),
+        title=Flag(TEXT, "Perplexity leaderboard", "the heading of the page"),
+        published=Flag(PATH, None, "published figures; `paper` for those of the paper", many=True, shows="CSV"),
+        shown=Flag(whole(0), 3, "documents shown of each task", shows="N"),
+        organization=Flag(TEXT, "unknown", "who ran it, for the exports", shows="NAME"),
+        benchmark=Flag(TEXT, None, "benchmarks of the hub's export", many=True, shows="TASK=OWNER/DATASET:ID"),
+    ).parse_args(arguments)
     read.files([*options.results, *([] if options.ar is None else [options.ar])])
-    options.trace = [file for place in options.trace for file in _traces(place)]
-    for path in options.trace:
+    options.traces = [file for place in options.traces for file in trace.files(place)]
+    for path in options.traces:
         trace.spec(path)
     published.tables(published.read(options.published))
     exports.benchmarks(options.benchmark)
-    if options.documents < 0:
-        parser.error(f"argument --documents: {options.documents} is not 0 or more")
-    folder_to_write("--out", options.out)
     return options
-
-
-def _traces(place: str) -> list[str]:
-    """The trace files in a folder; a file as it is. Files of several ranks are one trace."""
-    if not Path(place).is_dir():
-        return [place]
-    files = [re.sub(r"\.rank\d+(?=\.jsonl$)", "", str(path)) for path in sorted(Path(place).glob("*.jsonl"))]
-    if not files:
-        raise DuelError(f"--trace {place}: no *.jsonl in this folder; write one with --model_args trace=FILE.jsonl,...")
-    return list(dict.fromkeys(files))
 
 
 def collect(options: argparse.Namespace) -> dict[str, Any]:
@@ -87,9 +64,9 @@ def collect(options: argparse.Namespace) -> dict[str, Any]:
     notes = [note for run in runs for note in left_out(run)]
     known = [run for run in runs if (run.ours or run.autoregressive) and run.tasks]
     if not known:
-        raise DuelError(f"No perplexity ({', '.join(samples.METRICS)}) to show: {'; '.join(notes)}")
+        raise DuelError(f"No perplexity ({', '.join(METRICS)}) to show: {'; '.join(notes)}")
     ar = _baseline(named, known, notes)
-    traces = reveal_order.Traces(options.trace)
+    traces = reveal_order.Traces(options.traces)
     paths = {run.name: traces.of(run) for run in known}
     metric = columns.unit(known, options.metric)
     for run in known:
@@ -98,7 +75,7 @@ def collect(options: argparse.Namespace) -> dict[str, Any]:
     compared = columns.of(known, metric, ar, traced)
     rows = board.rows(compared, known, {run.name: provenance.of(run) for run in known})
     order = board.rank(rows, compared, metric)
-    shown, problems = documents.collect(traces, known, options.documents, options.tokenizer, documents.Tokenizers())
+    shown, problems = documents.collect(traces, known, options.shown, options.tokenizer, documents.Tokenizers())
     notes += columns.remarks(compared) + problems
     notes = list(dict.fromkeys(notes))
     _shorten(rows, notes, known)

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.rates import METRICS
 from lm_eval_duel.results import compare, match
 from lm_eval_duel.results.match import TOKEN_METRICS
 from lm_eval_duel.results.read import Run
 from lm_eval_duel.results.records import Row
-from lm_eval_duel.results.samples import METRICS
 
 
 @dataclasses.dataclass
