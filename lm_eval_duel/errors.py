@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 LISTED = 4  # near names in an error
 LONGEST_LIST = 40  # names; of a longer list only the near ones are printed, if there are any
@@ -39,6 +39,19 @@ class RuleStalled(LaneError):
 
 class NotFinite(LaneError):
     """The network returned NaN or infinite logits."""
+
+
+@contextlib.contextmanager
+def naming(name: str | Callable[[int], str]) -> Iterator[None]:
+    """Put a name before a DuelError; a function names the window that it concerns, if it concerns one."""
+    try:
+        yield
+    except DuelError as error:
+        if isinstance(name, str):
+            raise DuelError(f"{name}: {error}") from None
+        if error.window is not None:
+            error.args = (f"{name(error.window)}: {error}",)
+        raise
 
 
 @contextlib.contextmanager

@@ -13,8 +13,9 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 
+from lm_eval_duel.errors import naming
 from lm_eval_duel.harness.cache import request_key
-from lm_eval_duel.harness.requests import Batch, named
+from lm_eval_duel.harness.requests import Batch, name
 from lm_eval_duel.harness.run import Finished, Run, Work
 from lm_eval_duel.text.generation import Generator, Settings
 
@@ -86,7 +87,7 @@ def _grouped(run: Run, batch: Batch) -> list[tuple[Generator, list[Prompt]]]:
     spec = run.store.generation if run.store is not None else ""
     for n, (request, repeat) in enumerate(zip(batch.requests, batch.repeats, strict=True)):
         key = key_of(request.task_name, request.doc_id, request.idx, repeat)
-        with named(request):
+        with naming(name(request)):
             settings = Settings.from_arguments(request.args[1])
             if settings not in generators:
                 seed, scored = run.options.draw_seed, run.trace is not None

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.core.scores import WindowScore
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.errors import DuelError
+from lm_eval_duel.errors import DuelError, naming
 from lm_eval_duel.harness import versions
 from lm_eval_duel.harness.cache import DOCUMENTS, request_key
-from lm_eval_duel.harness.requests import Batch, document_of, named, named_windows
+from lm_eval_duel.harness.requests import Batch, document_of, name
 from lm_eval_duel.harness.resume import Unfinished
 from lm_eval_duel.harness.run import Finished, Run, Work
 from lm_eval_duel.harness.so_far import Document, SoFar, plain, random_order
@@ -43,7 +43,7 @@ def continuation_windows(text: Text, requests: Sequence[Instance]) -> list[list[
     windows = []
     gaps = any(isinstance(request.args[1], Gap) for request in requests)
     for request in requests:
-        with named(request):
+        with naming(name(request)):
             context, continuation = request.args
             if isinstance(continuation, Residues):
                 windows.append([text.residues(context, continuation)])
@@ -72,7 +72,7 @@ def document_windows(text: Text, requests: Sequence[Instance]) -> list[list[Wind
     """The windows of each whole text; raises DuelError if its task counted other tokens than are scored."""
     windows = []
     for request in requests:
-        with named(request):
+        with naming(name(request)):
             (document,) = versions.arguments(request)
             doc = request.doc if isinstance(request.doc, dict) else {}
             if MADE in doc and doc[MADE] not in MADE_HERE:
@@ -132,7 +132,7 @@ class Scoring(Work):
                 run.progress.add_window(len(windows[n][part].target))
             if len(scores[n]) == len(windows[n]):
                 yield self._joined(n, scores.pop(n))
-        with named_windows([self.requests[n] for n, _ in missing]):
+        with naming(lambda i: name(self.requests[missing[i][0]])):
             for i, score in run.estimator.stream([windows[n][part] for n, part in missing]):
                 n, part = missing[i]
                 if len(windows[n]) > 1:  # else it is the request's score, which is saved next

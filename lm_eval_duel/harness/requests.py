@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-from lm_eval_duel.errors import DuelError
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -52,26 +49,6 @@ def _identity(request: Instance) -> Any:
     if request.task_name is None or request.doc_id is None:
         return id(request)
     return request.task_name, request.doc_id, request.idx, repr(request.args)
-
-
-@contextlib.contextmanager
-def named(request: Instance) -> Iterator[None]:
-    """Put the request's name before an error."""
-    try:
-        yield
-    except DuelError as error:
-        raise DuelError(f"{name(request)}: {error}") from None
-
-
-@contextlib.contextmanager
-def named_windows(owners: Sequence[Instance]) -> Iterator[None]:
-    """Put the request's name before an error about a window; `owners`: the request of each window."""
-    try:
-        yield
-    except DuelError as error:
-        if error.window is not None:
-            error.args = (f"{name(owners[error.window])}: {error}",)
-        raise
 
 
 def document_of(request: Instance) -> Any:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from lm_eval_duel.core.scores import WindowScore
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.errors import DuelError
+from lm_eval_duel.errors import naming
 from lm_eval_duel.estimators.base import IndexedScores
 from lm_eval_duel.library.results import GeneratedText
 from lm_eval_duel.text.generation import Generator
@@ -25,7 +24,7 @@ def score_texts(
     lengths: list[int] = []
     windows: list[list[Window]] = []
     for n, text in enumerate(texts):
-        with naming("Text", n):
+        with naming(f"Text {n}"):
             ids = text_side.encode(text)
             lengths.append(len(ids))
             windows.append(text_side.document(ids))
@@ -34,7 +33,7 @@ def score_texts(
     for n, parts in enumerate(windows):
         if not parts:
             yield n, lengths[n], [], []
-    with naming("Text", [n for n, _ in owners]):
+    with naming(lambda index: f"Text {owners[index][0]}"):
         for index, score in stream([windows[n][place] for n, place in owners]):
             n, place = owners[index]
             unfinished[n][place] = score
@@ -53,23 +52,10 @@ def generate_texts(
     contexts = []
     cut_before = text_side.cut_contexts
     for n, prompt in enumerate(prompts):
-        with naming("Prompt", n):
+        with naming(f"Prompt {n}"):
             contexts.append(generator.context(prompt))
     if cut := text_side.cut_contexts - cut_before:
         log.warning("%d prompts were cut from the left to leave room for max_new_tokens=%d", cut, settings.length)
-    with naming("Prompt", range(len(prompts))):
+    with naming("Prompt {}".format):
         for n, text, window, sample in generator.stream(contexts, keys):
             yield n, GeneratedText.from_sample(prompts[n], text, window, sample, text_side.tokenizer)
-
-
-@contextlib.contextmanager
-def naming(kind: str, owner: int | Sequence[int]) -> Iterator[None]:
-    """Put the number of the text before an error; `owner`: that number, or those of all windows."""
-    try:
-        yield
-    except DuelError as error:
-        if isinstance(owner, int):
-            raise DuelError(f"{kind} {owner}: {error}") from None
-        if error.window is not None:
-            error.args = (f"{kind} {owner[error.window]}: {error}",)
-        raise
