@@ -21,7 +21,7 @@ import pickle
 import re
 import sqlite3
 import urllib.parse
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,12 +123,12 @@ class ResponseCache:
             log.info("%s is writable again: the %d answers that waited are saved", self.path, len(self.waiting))
         self.waiting.clear()
 
-    def forget(self, keys: Iterable[str]) -> None:
+    def forget(self, keys: Sequence[str]) -> None:
         """Delete records, as far as possible."""
         for key in keys:
             self.waiting.pop(key, None)
-            with contextlib.suppress(sqlite3.Error), self.file:
-                self.file.execute(DELETE, (key,))
+        with contextlib.suppress(sqlite3.Error), self.file:
+            self.file.executemany(DELETE, [(key,) for key in keys])
 
     def flush(self) -> None:
         """Write what waits, or log how many answers are lost if the run ends now. Called last for each kind."""

@@ -175,16 +175,14 @@ class DuelMDM(TemplateLM):
     @cached_property
     def spec(self) -> dict[str, str]:
         """Everything that defines a number, in words."""
-        from lm_eval_duel.harness import spec
-
-        return spec.scoring(self.estimator, self.text)
+        return fingerprint.spec_of(self.denoiser, self.estimator, self.text)
 
     @property
     def generation_spec(self) -> dict[str, str]:
         """The spec of generated texts."""
         from lm_eval_duel.harness import spec
 
-        return spec.generation(self.estimator, self.text, self.options)
+        return spec.generation(self.spec, self.estimator, self.tokenizer, self.options)
 
     @property
     def fingerprint(self) -> str:

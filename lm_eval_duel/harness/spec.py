@@ -10,27 +10,20 @@ from lm_eval_duel.harness.cache import RULE_CODE, RULES
 if TYPE_CHECKING:
     from lm_eval_duel.estimators.base import Estimator
     from lm_eval_duel.options import Options
-    from lm_eval_duel.text.text import Text
 
 
-def scoring(estimator: Estimator, text: Text) -> dict[str, str]:
-    """The spec of log-likelihoods."""
-    return fingerprint.spec_of(estimator.denoiser, estimator, text)
-
-
-def generation(estimator: Estimator, text: Text, options: Options) -> dict[str, str]:
+def generation(spec: dict[str, str], estimator: Estimator, tokenizer: Any, options: Options) -> dict[str, str]:
     """The spec of generated texts: with the rule, even if the estimator has none, the seed, and how ids become text."""
     from lm_eval_duel.text.generation import end_tokens
 
-    spec = scoring(estimator, text)
     if not estimator.decodes:
-        spec |= {"estimator": "duel", "block": str(options.block), "grid": options.grid}
+        spec = {**spec, "estimator": "duel", "block": str(options.block), "grid": options.grid}
         spec |= fingerprint.of_rule(options.rule)
     return {
         **spec,
         "draw_seed": str(options.draw_seed),
-        "ends": str(sorted(end_tokens(text.tokenizer))),
-        "clean_up": str(bool(getattr(text.tokenizer, "clean_up_tokenization_spaces", False))),
+        "ends": str(sorted(end_tokens(tokenizer))),
+        "clean_up": str(bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))),
     }
 
 
