@@ -13,7 +13,7 @@ import torch
 
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.denoisers.hf import auto_model
-from lm_eval_duel.denoisers.hub import find_mask_id, short_reason
+from lm_eval_duel.denoisers.hub import explained, find_mask_id, row_length
 from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.denoisers.vocabulary import excluded_columns
 from lm_eval_duel.errors import DuelError
@@ -30,8 +30,7 @@ class Function(Denoiser):
         self.mask_id = find_mask_id(options, {}, tokenizer, None, None)
         longest = tokenizer.model_max_length
         positions = longest if longest < auto_model.UNBOUNDED else None
-        auto_model.require_max_positions(options.name, options.max_length, positions)
-        self.max_length = options.max_length or positions
+        self.max_length = options.max_length or row_length(options.name, None, positions)
         self.vocab_size = self._first_call()
         tokens = set(tokenizer.get_vocab().values()) or set(range(self.vocab_size))
         self._excluded = excluded_columns(tokens, self.mask_id, self.vocab_size, self.path, self.device)
@@ -60,15 +59,8 @@ class Function(Denoiser):
     def _first_call(self) -> int:
         """The columns of the logits of a first small row. Raises DuelError if they are not logits."""
         first = torch.full((1, min(2, self.max_length)), self.mask_id, device=self.device)  # (1, L)
-        try:
+        with explained(self.path, "network", f"It is called as logits = f(ids, real), with ids {first.tolist()} here."):
             logits = self.features(first, None)
-        except (DuelError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            raise DuelError(
-                f"{self.path} raised {short_reason(error)}. It is called as logits = f(ids, real), here with ids "
-                f"{first.tolist()} ([MASK]) and real None. If it takes other arguments, pass a function that calls it."
-            ) from error
         if logits.device.type != self.device.type:
             raise DuelError(
                 f"{self.path} returns logits on {logits.device} for ids on {self.device}: pass the module that it runs "

@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import fnmatch
-import json
 import logging
 import os
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase, Qwen2TokenizerFast
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import cached_file
 
 from lm_eval_duel.demo import NAMES
 from lm_eval_duel.denoisers.hf.families import NAMED
-from lm_eval_duel.denoisers.load_options import DTYPES, LoadOptions
-from lm_eval_duel.errors import DuelError, unknown
+from lm_eval_duel.denoisers.load_options import LoadOptions
+from lm_eval_duel.errors import DuelError
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
+LONGEST_REASON = 800  # characters
 QUIET = {"_raise_exceptions_for_missing_entries": False}
 QWEN2_TOKENIZERS = ("DreamTokenizer",)
-TOKENIZER_REMEDY = "pass tokenizer=<a folder or hub name>"
+TOKENIZER_REMEDY = "To use another one, pass tokenizer=<a folder or hub name>."
 UNKNOWN_MODEL_TYPE = re.compile(r"model type `(.*?)` but Transformers does not recognize|Unrecognized model in ")
 CAUSE = re.compile(r"WeightsUnpickler error:\s*(.*?)(?:\. |\n|$)")  # without torch's advice to run the file's code
 
@@ -34,22 +37,10 @@ def read_config(path: str, revision: str, needed: bool = True) -> dict[str, Any]
     """config.json as a dict, without running code of the checkpoint. `needed`: a folder without one is an error."""
     if needed and os.path.isdir(path) and not os.path.isfile(os.path.join(path, "config.json")):
         raise DuelError(f"{path} has no config.json: it is not a checkpoint, or its download is incomplete.")
-    try:
+    with explained(path):
         config = PretrainedConfig.get_config_dict(path, revision=revision)[0]
-    except (OSError, ValueError) as error:
-        raise cannot_read(path, error) from error
-    except TypeError:  # transformers 4, if it is a list
-        config = None
-    if not isinstance(config, dict):
-        raise DuelError(f"The config.json of {path} is not a config: expected an object of names and values.")
-    for key in ("auto_map", "quantization_config"):
-        if not isinstance(config.get(key) or {}, dict):
-            raise DuelError(f"The config.json of {path} is wrong: '{key}' must be an object; got {config[key]!r}.")
-    classes = config.get("architectures") or []
-    if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
-        raise DuelError(
-            f"The config.json of {path} is wrong: 'architectures' must be a list of names; got {classes!r}."
-        )
+        if not isinstance(config, dict):
+            raise DuelError(f"The config.json of {path} is not a config: expected an object of names and values.")
     return config
 
 
@@ -69,7 +60,7 @@ def local_folder(path: str, revision: str, code_only: bool = False) -> str:
     """The folder with a checkpoint's config, code (as text) and weights; a hub name is downloaded."""
     if os.path.isdir(path):
         return path
-    try:
+    with explained(path):
         if code_only:
             return snapshot_download(path, revision=revision, allow_patterns=["config.json", "*.py"])
         for weights in ("*.safetensors", "*.bin", "*.ckpt"):
@@ -77,9 +68,7 @@ def local_folder(path: str, revision: str, code_only: bool = False) -> str:
             folder = snapshot_download(path, revision=revision, allow_patterns=wanted)
             if fnmatch.filter(os.listdir(folder), weights):
                 break
-        return folder
-    except (OSError, ValueError) as error:
-        raise cannot_read(path, error) from error
+    return folder
 
 
 def has_tokenizer(path: str, revision: str) -> bool:
@@ -91,41 +80,29 @@ def has_tokenizer(path: str, revision: str) -> bool:
 
 
 def load_tokenizer(path: str, trust_remote_code: bool, revision: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or hub name; raises DuelError if there is none."""
-    tokenizer = _load_tokenizer(path, trust_remote_code, revision)
-    if not set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids):  # built by its class, without a file
-        raise DuelError(f"There is no tokenizer in {path}; {TOKENIZER_REMEDY}.")
-    return tokenizer
+    """The tokenizer of a folder or hub name; raises DuelError if there is none.
 
-
-def _load_tokenizer(path: str, trust_remote_code: bool, revision: str) -> PreTrainedTokenizerBase:
-    """The tokenizer as transformers reads it. Dream's has code of its own, but is Qwen2's with other special tokens."""
+    Dream's has code of its own, but is Qwen2's with other special tokens.
+    """
     configs = logging.getLogger("transformers.configuration_utils")
     level = configs.level
     configs.setLevel(logging.ERROR)  # it warns about every unknown model_type
     tokenizer_kwargs = {"trust_remote_code": trust_remote_code, "revision": revision}
     try:
-        return AutoTokenizer.from_pretrained(path, **tokenizer_kwargs)
-    except AttributeError:  # transformers 5, if rotary positions are scaled and the model_type is unknown
-        return AutoTokenizer.from_pretrained(path, config=PretrainedConfig(), **tokenizer_kwargs)
-    except Exception as error:  # trusted code of a config is run too and may raise anything
-        if _tokenizer_class(path, revision) in QWEN2_TOKENIZERS:
-            return Qwen2TokenizerFast.from_pretrained(path, revision=revision)
-        if os.path.isdir(path) and not has_tokenizer(path, revision):
-            raise DuelError(f"There is no tokenizer in {path}; {TOKENIZER_REMEDY}.") from error
-        raise cannot_read(path, error, "config and tokenizer of", TOKENIZER_REMEDY) from error
+        with explained(path, "config and tokenizer of", TOKENIZER_REMEDY):
+            try:
+                tokenizer = AutoTokenizer.from_pretrained(path, **tokenizer_kwargs)
+            except AttributeError:  # transformers 5, if rotary positions are scaled and the model_type is unknown
+                tokenizer = AutoTokenizer.from_pretrained(path, config=PretrainedConfig(), **tokenizer_kwargs)
+            except Exception:
+                if get_tokenizer_config(path, revision=revision).get("tokenizer_class") not in QWEN2_TOKENIZERS:
+                    raise
+                tokenizer = Qwen2TokenizerFast.from_pretrained(path, revision=revision)
     finally:
         configs.setLevel(level)
-
-
-def _tokenizer_class(path: str, revision: str) -> str | None:
-    """The class that tokenizer_config.json names, if the file exists and can be read."""
-    path = cached_file(path, "tokenizer_config.json", revision=revision, **QUIET)
-    try:
-        with open(path or os.devnull, encoding="utf-8") as file:
-            return json.load(file).get("tokenizer_class")
-    except (ValueError, AttributeError):
-        return None
+    if not set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids):  # built by its class, without a file
+        raise DuelError(f"There is no tokenizer in {path}. {TOKENIZER_REMEDY}")
+    return tokenizer
 
 
 def find_mask_id(
@@ -143,10 +120,9 @@ def find_mask_id(
     of_tokenizer = getattr(tokenizer, "mask_token_id", None)
     for mask_id in (options.mask_token_id, config.get("mask_token_id"), of_tokenizer, known):
         if mask_id is not None:
-            if isinstance(mask_id, bool) or not isinstance(mask_id, int) or not 0 <= mask_id < (rows or mask_id + 1):
-                ids = f"its ids are 0 to {rows - 1}" if rows else "ids are whole numbers"
+            if not 0 <= mask_id < (rows or mask_id + 1):
                 raise DuelError(
-                    f"mask_token_id={mask_id} is not an id of {options.name}; {ids}. "
+                    f"mask_token_id={mask_id} is not an id of {options.name}; its ids are 0 to {(rows or 0) - 1}. "
                     "Pass mask_token_id=<the right one>."
                 )
             for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
@@ -161,31 +137,54 @@ def short_reason(error: Exception) -> str:
     if cause := CAUSE.search(str(error)):
         return cause[1]
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    line = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
+    line = " ".join(lines[: None if lines and lines[0].endswith(":") else 1])[:LONGEST_REASON]
     return f"{type(error).__name__}: {line}".rstrip(" :,.")
 
 
-def cannot_read(path: str, error: Exception, what: str = "checkpoint", remedy: str = "") -> DuelError:
-    """The error for a checkpoint, or the part of it in `what`, that cannot be read, with the likely remedy."""
-    hint = f" To use another one, {remedy}." if remedy else ""
-    cause = short_reason(error)
-    if "trust_remote_code" in str(error):
+@contextlib.contextmanager
+def explained(path: str, what: str = "checkpoint", remedy: str = "") -> Iterator[None]:
+    """Turn whatever a library or a checkpoint's own code raises into a DuelError, with the likely remedy.
+
+    transformers, safetensors, peft and the packages of quantisation check files and configs in their own ways; this
+    is the one place that says of which checkpoint (or the part of it in `what`) their error is, and what to do.
+    """
+    try:
+        yield
+    except (DuelError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise DuelError(f"Cannot read {what} '{path}': {_with_hint(path, what, error, remedy)}") from error
+
+
+def _with_hint(path: str, what: str, error: Exception, remedy: str) -> str:
+    cause, text = short_reason(error), str(error)
+    hint = f" {remedy}" if remedy else ""
+    if "trust_remote_code" in text:
         hint = " It runs code of its own: pass trust_remote_code=true if you trust it."
-    elif match := UNKNOWN_MODEL_TYPE.search(str(error)):
+    elif match := UNKNOWN_MODEL_TYPE.search(text):
         cause = f"transformers does not know model_type {match[1]!r}" if match[1] else "its config has no model_type"
         hint = (
             f" If its network belongs to a known family, say which: family={'|'.join(NAMED)}. If it has code of its "
             "own that you trust: backend=remote,trust_remote_code=true."
         )
-    elif not os.path.isdir(path):
+    elif isinstance(error, ModuleNotFoundError):
+        hint = f" It needs the package {error.name}: pip install {error.name}."
+    elif "offload" in text:
+        hint = " It does not fit into the memory of the device_map: use fewer processes per machine or a smaller dtype."
+    elif what != "network" and not os.path.isdir(path):
         nearest = difflib.get_close_matches(path, NAMES, n=1)
         suggestion = f" Did you mean the bundled {nearest[0]}?" if nearest else ""
         hint = f"{suggestion} It is not a local folder; a hub name needs a connection or a cached copy.{hint}"
-    return DuelError(f"Cannot read {what} '{path}': {cause}.{hint}")
+    return f"{cause}.{hint}"
 
 
 def row_length(path: str, max_length: int | None, positions: int | None) -> int:
-    """The positions of a row: `max_length`, which the network must have, else all `positions` of the network."""
+    """The positions of a row: `max_length`, which the network must have, else all `positions` of the network.
+
+    Raises DuelError if neither the user nor the checkpoint bounds a row.
+    """
+    if not (max_length or positions):
+        raise DuelError(f"Neither config nor tokenizer of {path} gives its number of positions; pass max_length=.")
     if max_length and positions and max_length > positions:
         raise DuelError(
             f"max_length={max_length} is too long: {path} holds {positions} positions; leave it out or lower it."
@@ -200,26 +199,17 @@ def pick_device(name: str | None) -> torch.device:
     results are kept in float64, which other devices lack.
     """
     name = "cuda" if name is None or str(name) == "auto" else f"cuda:{name}" if str(name).isdigit() else str(name)
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = torch.device("meta")
-    if device.type not in ("cpu", "cuda"):
-        raise DuelError(f"No device '{name}'; use cpu, cuda or cuda:0.")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device.type == "cuda" and count == 0 and not device.index:
+    if name in ("cuda", "cuda:0") and count == 0:
         log.info("No CUDA device found: running on the CPU")
         return torch.device("cpu")
-    if device.type == "cuda" and (device.index or 0) >= count:
-        raise DuelError(f"No device '{name}': there are {count} CUDA devices, numbered from 0. Use device=cpu.")
-    return device
+    if name not in ("cpu", "cuda", *(f"cuda:{index}" for index in range(count))):
+        raise DuelError(f"No device '{name}'; use cpu, cuda or cuda:0 (this machine has {count} CUDA devices).")
+    return torch.device(name)
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype | str:
     """The dtype of a name; "auto": float32 on a CPU, otherwise the checkpoint's."""
-    name = str(name).removeprefix("torch.")
     if name == "auto":
         return torch.float32 if device.type == "cpu" else "auto"
-    if name not in DTYPES:
-        raise unknown("dtype", name, DTYPES)
     return getattr(torch, name)

@@ -29,9 +29,9 @@ from lm_eval_duel.core.network import KeysValues, Network, Past
 from lm_eval_duel.denoisers import loading, self_tests, special_tokens, user_module
 from lm_eval_duel.denoisers.function import Function, by_keyword, parameters
 from lm_eval_duel.denoisers.hf import auto_model, families, masked_lm
-from lm_eval_duel.denoisers.hf.decoder import Decoder, trained_block
-from lm_eval_duel.denoisers.hf.remote_code import quirks_of
-from lm_eval_duel.denoisers.hub import find_mask_id
+from lm_eval_duel.denoisers.hf.decoder import Decoder
+from lm_eval_duel.denoisers.hf.network import Network, max_positions
+from lm_eval_duel.denoisers.hub import explained
 from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.denoisers.wrappers.base import Wrapper
 from lm_eval_duel.errors import DuelError, unknown
@@ -73,7 +73,8 @@ def from_model(
             f"weights={DIGEST!r} hashes the parameters of a module, and {name} is a function: pass it as module=."
         )
     tests = user_module.buffers_kept(bare if module is None else module)
-    with torch.no_grad(), tests, user_module.evaluating(module, options.device, autocast):
+    evaluating = user_module.evaluating(module, options.device, autocast)
+    with explained(name, "network"), torch.no_grad(), tests, evaluating:
         plain = _plain(bare, options, ids, self_tests, module is not None)
     of_tokenizer = getattr(tokenizer, "mask_token_id", None)
     if None not in (of_tokenizer, plain.mask_id) and of_tokenizer != plain.mask_id:
@@ -234,28 +235,22 @@ def _of_transformers(model: Any, options: LoadOptions, tokenizer: Any, tested: b
             "from_model scores masked diffusion models, and attention=causal is for autoregressive ones: save a "
             "checkpoint and score it with estimator=ar."
         )
-    family = families.find({"architectures": [kind]}, options, None)
+    found = families.find({"architectures": [kind]}, options, None)
+    family = found or (masked_lm.MASKED_LM if native and options.shift_logits is None else masked_lm.OWN_CODE)
     if getattr(model.config, "attention_type", None) == "block_sparse":
         raise DuelError(
             f"{kind} has block-sparse attention, which depends on the length of earlier rows: call its "
             "set_attention_type('original_full') first."
         )
-    attention = options.attention or (family.attention if family else "bidirectional")
-    mask_id = find_mask_id(options, config, tokenizer, family and family.mask_id, config.get("vocab_size"))
-    if native and kind in families.PLAIN and family is not None:
-        decoder = _DecoderInMemory(model, family, config, options.name, options, mask_id, tokenizer)
-        self_tests.run(decoder, options.name, tested)
-        _require_direction(decoder, tested)
-        return decoder
-    quirks: dict[str, Any] = {}
-    if not native or family is not None or options.attention or options.shift_logits is not None:
-        block = trained_block(family, config, options) if attention == "block_causal" else None
-        quirks = {"block": block, **quirks_of(family, attention, options)}
-    kinds = _MaskedLMInMemory if tested else _Detecting
-    masked = masked_lm.finish(model, options, tokenizer, mask_id, kind=kinds, **quirks)
+    kind_of = _DecoderInMemory if native and kind in families.PLAIN and found is not None else _MaskedLMInMemory
+    denoiser: Network = kind_of(family, config, options, tokenizer, config.get("vocab_size"))
+    denoiser.refuses = tested
+    if isinstance(denoiser, Decoder):
+        denoiser.hold(max_positions(family, model.config.max_position_embeddings, config))
+    denoiser.take(model)
     if native and kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-        _require_direction(masked, tested)
-    return masked
+        _require_direction(denoiser, tested)
+    return denoiser
 
 
 def _require_direction(denoiser: Denoiser, tested: bool) -> None:
@@ -270,12 +265,6 @@ class _MaskedLMInMemory(masked_lm.MaskedLM):
 
     def _retest_in_float32(self) -> None:
         pass
-
-
-class _Detecting(_MaskedLMInMemory):
-    """Without the tests that refuse a network."""
-
-    refuses = False
 
 
 class _DecoderInMemory(Decoder):

@@ -9,6 +9,7 @@ config.json -> our own DiT (MDLM, BD3-LM, SEDD, GIDD, AR)    dit/checkpoint.py
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from lm_eval_duel.arguments import CHECKPOINT
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.demo import BUNDLED, resolve
-from lm_eval_duel.denoisers import config_entries, hub, special_tokens, weights
+from lm_eval_duel.denoisers import hub, special_tokens, weights
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.dit import checkpoint as dit_checkpoint
 from lm_eval_duel.denoisers.hf import causal_lm, decoder_checkpoint, families, masked_lm, remote_code
@@ -32,18 +33,24 @@ if TYPE_CHECKING:
 
 def load(name: str, *, device: str | None = None, **network: Any) -> Denoiser:
     """See `denoisers.load`."""
+    options, config = _options(name, device, network)
+    with hub.explained(options.name):
+        tokenizer = _tokenizer(config, options)
+        denoiser = _load_network(config, options, tokenizer)
+    denoiser.special_tokens = special_tokens.expected(denoiser, tokenizer)
+    if options.compile:
+        denoiser.compile()
+    return wrapped(denoiser, options)
+
+
+def _options(name: str, device: str | None, network: dict[str, Any]) -> tuple[LoadOptions, dict[str, Any]]:
+    """The checked options of a checkpoint, and its config.json."""
     for key in network:
         if key not in (*NETWORK_ARGUMENTS, "tokenizer"):
             raise unknown("network argument", key, (*NETWORK_ARGUMENTS, "tokenizer"))
     name = resolve(CHECKPOINT("name", name) or BUNDLED)
     options = hub.pin_revision(LoadOptions(name, hub.pick_device(device), **network))
-    config = hub.read_config(options.name, options.revision)
-    tokenizer = _tokenizer(config, options)
-    denoiser = _load_network(config, options, tokenizer)
-    denoiser.special_tokens = special_tokens.expected(denoiser, tokenizer)
-    if options.compile:
-        denoiser.compile()
-    return wrapped(denoiser, options)
+    return options, hub.read_config(options.name, options.revision)
 
 
 def wrapped(denoiser: Denoiser, options: LoadOptions) -> Denoiser:
@@ -57,42 +64,38 @@ def wrapped(denoiser: Denoiser, options: LoadOptions) -> Denoiser:
 
 def find_family(name: str, **network: Any) -> str | None:
     """The decoder family of a checkpoint by its config.json, before any weight is read; None for all other networks."""
-    options = hub.pin_revision(
-        LoadOptions(resolve(CHECKPOINT("name", name) or BUNDLED), hub.pick_device("cpu"), **network)
-    )
-    config = hub.read_config(options.name, options.revision)
+    options, config = _options(name, "cpu", network)
     if dit_checkpoint.is_dit(config) or options.attention == "causal" or options.backend == "remote":
         return None
-    code = hub.local_folder(options.name, options.revision, code_only=True) if config.get("auto_map") else None
-    family = families.find(config, options, code)
+    family = _family(config, options)
     return None if family is None else family.name
+
+
+def _family(config: dict[str, Any], options: LoadOptions) -> families.Family | None:
+    """The decoder family of a config.json, whose code, if it has any, is read as text."""
+    code = hub.local_folder(options.name, options.revision, code_only=True) if config.get("auto_map") else None
+    return families.find(config, options, code)
 
 
 def _load_network(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedTokenizerBase | None) -> Denoiser:
     """The denoiser of a config.json, by its family."""
+
+    def local() -> LoadOptions:
+        """The options with the checkpoint as a folder: only transformers' own loaders know the hub."""
+        return dataclasses.replace(options, name=hub.local_folder(options.name, options.revision))
+
     if dit_checkpoint.is_dit(config):
-        return dit_checkpoint.load(hub.local_folder(options.name, options.revision), config, options, tokenizer)
-    own_code = bool(config.get("auto_map"))
-    code = hub.local_folder(options.name, options.revision, code_only=True) if own_code else None
-    family = families.find(config, options, code)
-    try:
-        config_entries.check_sizes(config)
-    except ValueError as error:
-        raise DuelError(f"The config.json of {options.name} is wrong: {error}.") from None
-    local = os.path.isdir(options.name) or options.attention != "causal"  # or will be
-    if family is None and config.get("model_type") == "gpt2" and local:
-        names = weights.shapes(hub.local_folder(options.name, options.revision))
-        family = families.by_tensors(config, names)
-    also_causal = family is not None and family.attention == "causal_prefix"
-    if options.attention == "causal" and options.backend != "remote" and not also_causal:
+        return dit_checkpoint.load(config, local(), tokenizer)
+    family = _family(config, options)
+    causal, remote = options.attention == "causal", options.backend == "remote"
+    if family is None and config.get("model_type") == "gpt2" and (os.path.isdir(options.name) or not causal):
+        family = families.by_tensors(config, weights.names(local().name))
+    if causal and not remote and (family is None or family.attention != "causal_prefix"):
         return causal_lm.load(family, config, options, tokenizer)
-    if family is not None and options.backend != "remote":
-        folder = hub.local_folder(options.name, options.revision)
-        return decoder_checkpoint.load(family, folder, config, options, tokenizer)
-    if own_code and not options.trust_remote_code and masked_lm.is_native(config):
-        own_code = False
-    if own_code or options.backend == "remote":
-        return remote_code.load(family, hub.local_folder(options.name, options.revision), config, options, tokenizer)
+    if family is not None and not remote:
+        return decoder_checkpoint.load(family, config, local(), tokenizer)
+    if remote or (config.get("auto_map") and (options.trust_remote_code or not masked_lm.is_native(config))):
+        return remote_code.load(family, config, local(), tokenizer)
     return masked_lm.load(config, options, tokenizer)
 
 

@@ -160,8 +160,11 @@ def _llada(
     mask_id = vocab - LLADA_MASK if vocab > LLADA_MASK else vocab - 1
     model.get_input_embeddings().weight[mask_id] *= FAINT
     self_tests.rotary_frequencies(model, model_config, name)
-    denoiser = Decoder(model, family, config, name, LoadOptions(name, device), mask_id, _Vocabulary(vocab))
-    self_tests.run(denoiser, name)
+    denoiser = Decoder(
+        family, {**config, "mask_token_id": mask_id}, LoadOptions(name, device), _Vocabulary(vocab), vocab
+    )
+    denoiser.hold(length)
+    denoiser.take(model)
     return denoiser
 
 

@@ -17,22 +17,21 @@ import transformers
 
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.demo import resolve
-from lm_eval_duel.denoisers import config_entries, hub
+from lm_eval_duel.denoisers import hub
 from lm_eval_duel.denoisers.dit import checkpoint as dit_checkpoint
-from lm_eval_duel.denoisers.dit import gidd
-from lm_eval_duel.denoisers.dit.denoiser import ATTENTION, PUBLISHED_BLOCK
-from lm_eval_duel.denoisers.dit.network import DiT
 from lm_eval_duel.denoisers.hf import auto_model, decoder_checkpoint, families
-from lm_eval_duel.denoisers.hf.decoder import max_positions, trained_block
+from lm_eval_duel.denoisers.hf.causal_lm import CAUSAL_LM
+from lm_eval_duel.denoisers.hf.masked_lm import MASKED_LM
+from lm_eval_duel.denoisers.hf.network import max_positions, settle
 from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.denoisers.published import CONFIGS
 from lm_eval_duel.errors import DuelError
 
 ROUTED = ".experts."  # in the names of weights of which a position uses `num_experts_per_tok`
 OF_ROWS = ("sigma_map", "adaLN_modulation")  # products of our DiT with the time condition: once a row
-AUTO_CLASSES = {
-    "bidirectional": transformers.AutoModelForMaskedLM,
-    "causal": transformers.AutoModelForCausalLM,
+AUTO_CLASSES = {  # by whether attention is causal
+    False: (transformers.AutoModelForMaskedLM, MASKED_LM),
+    True: (transformers.AutoModelForCausalLM, CAUSAL_LM),
 }
 
 
@@ -61,6 +60,7 @@ class Unloaded(Denoiser):
 
     size: Size
     dtype: str
+    device = torch.device("cpu")
 
     @property
     def excluded(self) -> torch.Tensor:
@@ -78,101 +78,70 @@ def read(name: str, network: dict[str, Any], tokenizer: Any = None) -> Unloaded:
     known = CONFIGS.get(name) if not os.path.isdir(name) else None
     options = LoadOptions(resolve(name), torch.device("cpu"), tokenizer, **network)
     config = known or hub.read_config(options.name, options.revision)
-    unloaded = Unloaded()
-    unloaded.device = torch.device("cpu")
-    unloaded.last_block = options.last_block
-    if dit_checkpoint.is_dit(config):
-        return _dit(unloaded, config, options)
-    family = families.find(config, options, None)
-    if family is not None and (options.attention != "causal" or family.attention == "causal_prefix"):
-        return _decoder(unloaded, family, config, options, tokenizer)
-    return _transformers_lm(unloaded, config, options, tokenizer)
+    with hub.explained(options.name):
+        if dit_checkpoint.is_dit(config):
+            return _dit(config, options)
+        family = families.find(config, options, None)
+        if family is not None and (options.attention != "causal" or family.attention == "causal_prefix"):
+            return _decoder(family, config, options, tokenizer)
+        return _transformers_lm(config, options, tokenizer)
 
 
-def _dit(unloaded: Unloaded, config: dict[str, Any], options: LoadOptions) -> Unloaded:
+def _dit(config: dict[str, Any], options: LoadOptions) -> Unloaded:
     """MDLM, BD3-LM, SEDD, GIDD or AR."""
-    family, shape, length, block = dit_checkpoint.read_shape(config, options.name, options.name)
-    with torch.device("meta"):
-        network = DiT(shape)
-    weights = dict(network.named_parameters())
+    denoiser, unloaded = dit_checkpoint.make(config, options, None), Unloaded()
+    for name in Denoiser.__annotations__:
+        if hasattr(denoiser, name) and name != "device":
+            setattr(unloaded, name, getattr(denoiser, name))
+    shape, network = denoiser.network.config, dict(denoiser.network.named_parameters())
+    unloaded.dtype, kept = "float32", 2 * shape.layers * shape.width
     products = sum(
         weight.numel()
-        for key, weight in weights.items()
+        for key, weight in network.items()
         if key.startswith("blocks.") and weight.dim() == 2 and not any(part in key for part in OF_ROWS)
     )
-    unloaded.size = Size(
-        sum(weight.numel() for weight in weights.values()),
-        products,
-        shape.width * shape.vocab_size,
-        2 * shape.layers * shape.width,
-        2 * shape.layers * shape.width,
-        4,
-    )
-    unloaded.dtype, unloaded.vocab_size, unloaded.family = "float32", shape.vocab_size, family
-    unloaded.attention, unloaded.block = ATTENTION.get(family, "bidirectional"), block
-    published = unloaded.attention == "bidirectional" and family != "gidd"
-    unloaded.published_block = PUBLISHED_BLOCK if published else None
-    unloaded.max_length = hub.row_length(options.name, options.max_length, length)
-    unloaded.mask_id = {"ar": None, "gidd": gidd.MASK}.get(family, shape.vocab_size - 1)
-    unloaded.shift, unloaded.bos = int(family == "ar"), options.bos or "given"
+    parameters = sum(weight.numel() for weight in network.values())
+    unloaded.size = Size(parameters, products, shape.width * shape.vocab_size, kept, kept, 4)
     return unloaded
 
 
-def _decoder(
-    unloaded: Unloaded, family: families.Family, config: dict[str, Any], options: LoadOptions, tokenizer: Any
-) -> Unloaded:
-    """A family of families.py, as `Decoder` reads it."""
-    entries = decoder_checkpoint.native_entries(family, config, options)
-    model_config = decoder_checkpoint.make_config(family, entries, options)
-    _measure(unloaded, transformers.AutoModelForCausalLM, model_config, config, options)
-    unloaded.family, unloaded.attention = family.name, options.attention or family.attention
-    shifted = config_entries.switch(config, "right_shift_logits", bool(family.shift))
-    unloaded.shift = int(shifted if options.shift_logits is None else options.shift_logits)
-    causal = unloaded.attention == "causal"
-    unloaded.shift = 1 if causal else unloaded.shift
-    unloaded.seeds_blocks = unloaded.attention == "causal_prefix" and options.first_token != "block"
-    unloaded.bos = options.bos or ("given" if unloaded.shift else family.bos)
-    unloaded.published_block = family.published_block if unloaded.attention == "bidirectional" else None
-    unloaded.block = trained_block(family, config, options) if unloaded.by_blocks else None
-    unloaded.anchor = family.anchor if unloaded.attention == "block_causal" else "row"
+def _decoder(family: families.Family, config: dict[str, Any], options: LoadOptions, tokenizer: Any) -> Unloaded:
+    """A family of families.py, as `decoder_checkpoint` reads it."""
+    model_config = decoder_checkpoint.make_config(family, config, options)
+    unloaded = _measured(transformers.AutoModelForCausalLM, model_config, config, options)
+    settle(unloaded, family, config, options)
     positions = max_positions(family, model_config.max_position_embeddings, config)
     unloaded.max_length = hub.row_length(options.name, options.max_length, positions)
-    known = family.mask_id or 0
-    unloaded.mask_id = None if causal else hub.find_mask_id(options, config, tokenizer, known, unloaded.vocab_size)
+    if unloaded.attention != "causal":
+        known = family.mask_id or 0
+        unloaded.mask_id = hub.find_mask_id(options, config, tokenizer, known, unloaded.vocab_size)
     return unloaded
 
 
-def _transformers_lm(unloaded: Unloaded, config: dict[str, Any], options: LoadOptions, tokenizer: Any) -> Unloaded:
+def _transformers_lm(config: dict[str, Any], options: LoadOptions, tokenizer: Any) -> Unloaded:
     """A masked or causal LM of transformers."""
-    attention = "causal" if options.attention == "causal" else "bidirectional"
     if config.get("auto_map") and config.get("model_type") not in transformers.CONFIG_MAPPING:
         raise DuelError(
             f"{options.name} has code of its own, which a plan does not run. If its network is of a known family, pass "
             f"family={'|'.join(families.NAMED)}."
         )
-    model_config = auto_model.read_model_config(options)
-    _measure(unloaded, AUTO_CLASSES[attention], model_config, config, options)
-    lengths = [getattr(model_config, key, None) for key in auto_model.LENGTHS]
-    positions = min((length for length in lengths if length), default=None)
-    auto_model.require_max_positions(options.name, options.max_length, positions)
-    unloaded.family = "causal-lm" if attention == "causal" else "masked-lm"
-    unloaded.attention, unloaded.shift = attention, int(attention == "causal")
-    unloaded.appends_sep = attention != "causal"
-    unloaded.bos = options.bos or ("given" if attention == "causal" else "auto")
-    unloaded.max_length = hub.row_length(options.name, options.max_length, positions + unloaded.shift)
+    model_config = transformers.AutoConfig.from_pretrained(options.name, revision=options.revision)
+    auto_class, family = AUTO_CLASSES[options.attention == "causal"]
+    unloaded = _measured(auto_class, model_config, config, options)
+    settle(unloaded, family, config, options)
+    unloaded.appends_sep = unloaded.attention != "causal"
+    lengths = [length for key in auto_model.LENGTHS if (length := getattr(model_config, key, None))]
+    positions = min(lengths) + unloaded.shift if lengths else None
+    unloaded.max_length = hub.row_length(options.name, options.max_length, positions)
     unloaded.mask_id = getattr(tokenizer, "mask_token_id", None)
     return unloaded
 
 
-def _measure(
-    unloaded: Unloaded, auto_class: Any, model_config: Any, config: dict[str, Any], options: LoadOptions
-) -> None:
+def _measured(auto_class: Any, model_config: Any, config: dict[str, Any], options: LoadOptions) -> Unloaded:
     """Build the network on the meta device and count. A config without a dtype means float32, as in transformers."""
-    try:
-        with torch.device("meta"):
-            model = auto_class.from_config(model_config)
-    except Exception as error:  # classes of transformers validate in different ways
-        raise DuelError(f"The config.json of {options.name} describes no network: {hub.short_reason(error)}") from None
+    with torch.device("meta"):
+        model = auto_class.from_config(model_config)
+    unloaded = Unloaded()
     output = model.get_output_embeddings().weight  # (V, D)
     tables = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     experts = next((n for key in ("num_experts", "n_routed_experts") if (n := getattr(model_config, key, None))), 1)
@@ -196,3 +165,4 @@ def _measure(
         2 * model_config.num_hidden_layers * kept * head,
         getattr(torch, unloaded.dtype).itemsize,
     )
+    return unloaded

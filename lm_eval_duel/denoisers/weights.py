@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -38,60 +38,42 @@ def read(folder: str) -> dict[str, torch.Tensor]:
     raise DuelError(f"No weights in {folder}: expected one of {', '.join(NAMES)} (or its shards), or a .ckpt.")
 
 
-def require_readable(folder: str) -> None:
-    """Raise DuelError, naming the file, if a file with weights (other than .ckpt) cannot be read."""
-    _whole_or_sharded(folder)
+def names(folder: str) -> set[str]:
+    """The names of the tensors in a folder's weights (other than .ckpt); raises DuelError, naming a broken file."""
+    return set(_whole_or_sharded(folder) or ())
 
 
-def shapes(folder: str) -> dict[str, torch.Tensor]:
-    """The tensors of a folder's weights (other than .ckpt) on the meta device, without values; empty without files.
-
-    Raises DuelError if a file is missing or broken.
-    """
-    return _whole_or_sharded(folder, "meta") or {}
-
-
-def _whole_or_sharded(folder: str, device: str = "cpu") -> dict[str, torch.Tensor] | None:
+def _whole_or_sharded(folder: str) -> dict[str, torch.Tensor] | None:
     for name in NAMES:
         index = os.path.join(folder, f"{name}.index.json")
         if os.path.exists(index):
-            return _sharded(folder, index, device)
+            return _sharded(folder, index)
         if os.path.exists(os.path.join(folder, name)):
-            return _file(os.path.join(folder, name), device)
+            return _file(os.path.join(folder, name))
     return None
 
 
-def _sharded(folder: str, index: str, device: str) -> dict[str, torch.Tensor]:
-    shards = _guarded(index, lambda: _shard_of(index))
+def _sharded(folder: str, index: str) -> dict[str, torch.Tensor]:
+    with _reading(index), open(index, encoding="utf-8") as file:
+        shards = dict(json.load(file)["weight_map"])
     tensors: dict[str, torch.Tensor] = {}
     for name in sorted(set(shards.values())):
         if not os.path.exists(os.path.join(folder, name)):
             raise DuelError(f"{index} names {name}, which is missing: the download is incomplete.")
-        tensors |= _file(os.path.join(folder, name), device)
+        tensors |= _file(os.path.join(folder, name))
     if missing := sorted(set(shards) - set(tensors)):
         raise DuelError(f"{len(missing)} tensors that {index} names are in no shard: {', '.join(missing[:10])}.")
     return tensors
 
 
-def _shard_of(index: str) -> dict[str, str]:
-    """Which shard holds each tensor."""
-    with open(index, encoding="utf-8") as file:
-        return {str(key): os.fspath(name) for key, name in json.load(file)["weight_map"].items()}
-
-
-def _file(path: str, device: str) -> dict[str, torch.Tensor]:
+def _file(path: str) -> dict[str, torch.Tensor]:
     if path.endswith(".safetensors"):
-        return _guarded(path, lambda: load_file(path) if device == "cpu" else _header(path))
-    tensors = _unpickled(path, "{key: c[key] for key in c if torch.is_tensor(c[key])}", os.path.basename(path), device)
+        with _reading(path):
+            return load_file(path)
+    tensors = _unpickled(path, "{key: c[key] for key in c if torch.is_tensor(c[key])}", os.path.basename(path))
     if not isinstance(tensors, dict) or not all(isinstance(value, torch.Tensor) for value in tensors.values()):
         raise DuelError(f"{path} holds more than tensors; save the network's state_dict alone.")
     return tensors
-
-
-def _header(path: str) -> dict[str, torch.Tensor]:
-    """The tensors of a .safetensors file, without their values."""
-    tensors = load_file(path)  # memory-mapped: the values are not read
-    return {key: value.to("meta") for key, value in tensors.items()}
 
 
 def _lightning(path: str) -> dict[str, torch.Tensor]:
@@ -116,48 +98,42 @@ def _lightning(path: str) -> dict[str, torch.Tensor]:
     return tensors | dict(zip(names, shadow, strict=True))
 
 
-def _unpickled(path: str, kept: str, name: str, device: str = "cpu") -> Any:
+def _unpickled(path: str, kept: str, name: str) -> Any:
     """The content of a file that torch wrote: tensors and plain values only.
 
     Raises DuelError if it cannot be read. If it holds code, the error shows a command that saves the part `kept` of the
     content `c` under `name`.
     """
-    try:
-        return torch.load(path, device, weights_only=True)
-    except Exception as error:  # a broken pickle raises anything
-        if not isinstance(error, pickle.UnpicklingError) or not _pickled(path):
-            raise _broken(path, error) from error
-        raise DuelError(
-            f"{path} needs code to be read ({short_reason(error)}), which is not run here. If you trust the file, "
-            "save its tensors alone where its training code is installed:\n"
-            f"    python -c \"import torch; c = torch.load({path!r}, 'cpu', weights_only=False); "
-            f'torch.save({kept}, {name!r})"'
-        ) from error
-
-
-def _pickled(path: str) -> bool:
-    """Whether a file begins like one that torch wrote, not like a web page or a git-lfs pointer."""
-    return _starts(path, b"PK", b"\x80\x02")
+    with _reading(path):
+        try:
+            return torch.load(path, "cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            if not _starts(path, b"PK", b"\x80\x02"):  # a web page or a git-lfs pointer, not a file of torch's
+                raise
+            raise DuelError(
+                f"{path} needs code to be read ({short_reason(error)}), which is not run here. If you trust the file, "
+                "save its tensors alone where its training code is installed:\n"
+                f"    python -c \"import torch; c = torch.load({path!r}, 'cpu', weights_only=False); "
+                f'torch.save({kept}, {name!r})"'
+            ) from error
 
 
 def _starts(path: str, *starts: bytes) -> bool:
-    with contextlib.suppress(OSError), open(path, "rb") as file:
+    with open(path, "rb") as file:
         return file.read(max(map(len, starts))).startswith(starts)
-    return False
 
 
-def _guarded(path: str, read: Callable[[], Any]) -> Any:
+@contextlib.contextmanager
+def _reading(path: str) -> Iterator[None]:
+    """Turn whatever a broken file raises into a DuelError that names it, with the likely reason."""
     try:
-        return read()
+        yield
+    except DuelError:
+        raise
     except Exception as error:
-        raise _broken(path, error) from error
-
-
-def _broken(path: str, error: Exception) -> DuelError:
-    """The error for a file that cannot be read, with the likely reason."""
-    reason = "It is cut off or damaged: download it again."
-    if os.path.getsize(path) == 0:
-        reason = "It is empty: download it again."
-    elif _starts(path, POINTER):
-        reason = "It is a git-lfs pointer, not the file itself: run git lfs pull."
-    return DuelError(f"Cannot read {path}: {short_reason(error)}. {reason}")
+        reason = "It is cut off or damaged: download it again."
+        if os.path.getsize(path) == 0:
+            reason = "It is empty: download it again."
+        elif _starts(path, POINTER):
+            reason = "It is a git-lfs pointer, not the file itself: run git lfs pull."
+        raise DuelError(f"Cannot read {path}: {short_reason(error)}. {reason}") from error

@@ -46,16 +46,24 @@ class DiTDenoiser(Denoiser):
     ):
         self.network, self.family, self.max_length, self.path = network, family, max_length, path
         self.vocab_size = network.config.vocab_size
-        self.device = network.vocab_embed.embedding.device
         self.attention = ATTENTION.get(family, "bidirectional")
         self.block = block
         self.published_block = PUBLISHED_BLOCK if self.attention == "bidirectional" else None
         self.mask_id = None if family == "ar" else mask_id
         self.shift = 1 if family == "ar" else 0
         self.relative_positions = family != "ar"
-        if self.device.type == "cpu":
-            _by_columns(network.output_layer.linear)
-        self._excluded = excluded_columns(tokens - {mask_id}, mask_id, self.vocab_size, path, self.device)
+        self._excluded = excluded_columns(tokens - {mask_id}, mask_id, self.vocab_size, path, torch.device("cpu"))
+        self.device = network.vocab_embed.embedding.device
+        if self.device.type != "meta":
+            self.place(self.device)
+
+    def place(self, device: torch.device) -> None:
+        """Move the network to a device."""
+        self.device = device
+        self.network.to(device)
+        self._excluded = self._excluded.to(device)
+        if device.type == "cpu":
+            _by_columns(self.network.output_layer.linear)
 
     @property
     def excluded(self) -> torch.Tensor:

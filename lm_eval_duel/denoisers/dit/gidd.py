@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lm_eval_duel.denoisers import config_entries
+from lm_eval_duel.arguments import COUNT, PROBABILITY
 from lm_eval_duel.denoisers.dit.denoiser import Timed
 from lm_eval_duel.denoisers.dit.network import DiTConfig
 from lm_eval_duel.errors import DuelError
@@ -26,31 +26,24 @@ MASK = 50258  # the authors add [PAD] and [MASK] to GPT-2's tokenizer
 UNIFORM = re.compile(r"p_unif-0*\.?0*[1-9]|gidd-unif")  # in the names of checkpoints with uniform noise
 
 
-def read_shape(config: dict[str, Any], name: str) -> tuple[DiTConfig, int]:
-    """The network's shape and its row length.
+def counts(config: dict[str, Any], name: str, *keys: str) -> list[int]:
+    """Whole numbers that the config.json of `name` must have; raises DuelError that names all that are missing."""
+    values = [COUNT(key, config.get(key), f" in the config.json of {name}") for key in keys]
+    if missing := [key for key, value in zip(keys, values, strict=True) if value is None]:
+        raise DuelError(f"The config.json of {name} has no {', '.join(missing)}, which its family needs.")
+    return values
 
-    Raises:
-        KeyError: entries are missing, which its message quotes.
-        ValueError: an entry has another type.
-        DuelError: the checkpoint `name` was trained with uniform noise.
-    """
-    counts = {key: config_entries.count(config, key) for key in SIZES}
-    missing = [key for key, value in counts.items() if value is None]
-    missing += [key for key in ("p_uniform", "t_eps") if config.get(key) is None]
-    if missing:
-        raise KeyError(", ".join(f"'{key}'" for key in missing))
-    uniform = config["p_uniform"]
-    if isinstance(uniform, bool) or not isinstance(uniform, int | float) or not 0 <= uniform <= 1:
-        raise ValueError(f"'p_uniform' must be a probability; got {uniform!r}")
-    if not (config_entries.number(config, "t_eps") or 1) < 0.5:
-        raise ValueError(f"'t_eps' must be below 0.5; got {config['t_eps']!r}")
-    if uniform > 0 or UNIFORM.search(os.path.basename(name.rstrip("/"))):
+
+def read_shape(config: dict[str, Any], name: str) -> tuple[DiTConfig, int]:
+    """The network's shape and its row length; raises DuelError if it was trained with uniform noise."""
+    *shape, length = counts(config, name, *SIZES)
+    uniform = PROBABILITY("p_uniform", config["p_uniform"])
+    if uniform or UNIFORM.search(os.path.basename(name.rstrip("/"))):
         raise DuelError(
             f"{name} is a GIDD trained with uniform noise (p_uniform {uniform:g}): its sampler replaces "
             "revealed tokens, so no order of unmasking explains a text, and the theorem does not cover it. Those with "
             "p_uniform 0 (gidd-small-p_unif-0.0) are covered."
         )
-    *shape, length = counts.values()
     return DiTConfig(*shape, time=True), length
 
 

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lm_eval_duel.core.network import KeysValues, Past, joined, take
+from lm_eval_duel.errors import DuelError
 
 FREQUENCIES = 256  # of the time embedding
 
@@ -34,6 +35,10 @@ class DiTConfig:
     condition: int = 128  # width of the time condition
     adaptive: bool = True  # layers are modulated by the time condition (all but the AR baseline)
     time: bool = False  # the time condition is that of the noise level; otherwise that of level 0
+
+    def __post_init__(self) -> None:
+        if self.width % (2 * self.heads):
+            raise DuelError(f"{self.heads} heads do not divide a width of {self.width} into even parts.")
 
 
 def rotary(positions: torch.Tensor, head: int, base: float = 10_000.0) -> tuple[torch.Tensor, torch.Tensor]:

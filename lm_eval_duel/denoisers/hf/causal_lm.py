@@ -16,19 +16,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.network import KeysValues
 from lm_eval_duel.denoisers import self_tests
-from lm_eval_duel.denoisers.hf import auto_model, device_map, quantization
+from lm_eval_duel.denoisers.hf import auto_model, lora
 from lm_eval_duel.denoisers.hf.families import Family
-from lm_eval_duel.denoisers.hub import cannot_read, row_length
+from lm_eval_duel.denoisers.hf.network import Network
 from lm_eval_duel.denoisers.load_options import LoadOptions
-from lm_eval_duel.denoisers.vocabulary import excluded_columns, require_fit
 from lm_eval_duel.errors import DuelError
 
 log = logging.getLogger("lm_eval.duel_mdm")
+CAUSAL_LM = Family("causal-lm", "", attention="causal", shift=1)
 
 
 def load(
@@ -44,32 +43,24 @@ def load(
             "leave estimator=ar and attention=causal out."
         )
     options.refuse("causal LM", "sigma", "first_token", "shift_logits", "mask_token_id")
-    options.require_cacheable("causal")
     trust = {"trust_remote_code": options.trust_remote_code}
-    model_config = auto_model.read_model_config(options, **trust)
+    model_config = AutoConfig.from_pretrained(options.name, revision=options.revision, **trust)
     _require_causal(model_config, config, options)
     model_config.use_cache = False
-    rows = getattr(model_config, "vocab_size", None)
-    if rows is not None and not options.trust_remote_code:  # own code may predict more columns
-        require_fit(set(tokenizer.get_vocab().values()), None, rows, options.name)
+    rows = None if options.trust_remote_code else getattr(model_config, "vocab_size", None)  # own code may have more
+    denoiser = CausalLM(CAUSAL_LM, config, options, tokenizer, rows)
     if options.dtype == "float64":
         model_config._experts_implementation = "eager"  # grouped products stop at float32 in transformers 5
     # other attention kernels drop the soft cap of Gemma-2, silently in transformers 4
     model_kwargs = {"attn_implementation": "eager"} if getattr(model_config, "attn_logit_softcapping", None) else {}
     model = auto_model.load_model(AutoModelForCausalLM, model_config, config, options, **trust, **model_kwargs)
     if options.peft:
-        from lm_eval_duel.denoisers.hf.lora import fetch, merge
-
-        options = fetch(options)
-        model = merge(model, options.peft, None)
+        model = lora.merge(model, denoiser.options.peft, None)
     if not auto_model.is_native(model):  # transformers 5 leaves the frequencies of own code uninitialised
         self_tests.rotary_frequencies(model, model_config, options.name)
-    positions = auto_model.max_positions(model, tokenizer)
-    auto_model.require_max_positions(options.name, options.max_length, positions)
-    # the last token of a row is predicted but never an input, so a row has one position more than the network
-    row = row_length(options.name, options.max_length, positions and positions + 1)
-    denoiser = CausalLM(model.eval(), set(tokenizer.get_vocab().values()), row, options.name)
-    denoiser.adapter, denoiser.bos, denoiser.revision = options.peft, options.bos or denoiser.bos, options.revision
+    positions = auto_model.max_positions(model, tokenizer.model_max_length)
+    denoiser.hold(positions and positions + 1)  # the last token of a row is predicted but never an input
+    denoiser.take(model.eval())
     return denoiser
 
 
@@ -108,39 +99,22 @@ class StandIn(torch.nn.Module):
         return self.output_class(last_hidden_state=self.features)
 
 
-class CausalLM(Denoiser):
+class CausalLM(Network):
     """A causal LM of transformers."""
 
-    family = "causal-lm"
-    attention = "causal"
-    mask_id = None
-    shift = 1
-    bos = "given"  # the first token is predicted from a token before it
+    splits_head = False
 
-    def __init__(self, model: torch.nn.Module, tokens: set[int], max_length: int, path: str):
-        self.model, self.path, self.max_length = model, path, max_length
-        self.device, self.quantized = device_map.device_of(model), quantization.is_quantized(model)
-        self.dtype = next(model.parameters()).dtype
-        self.adapter: str | None = None
-        self.revision: str | None = None  # the commit, if loaded from the hub
-        self.splits_head = False
+    def take(self, model: Any) -> None:
+        super().take(model)
         with torch.inference_mode():
-            try:
-                first = torch.zeros(1, min(2, max_length), dtype=torch.long, device=self.device)  # (1, L)
-                self.vocab_size = self._logits(first).shape[-1]
-            except (TypeError, AttributeError, RuntimeError, ValueError, AssertionError) as error:
-                raise cannot_read(path, error) from error
-            self._excluded = excluded_columns(tokens, None, self.vocab_size, path, self.device)
+            first = torch.zeros(1, min(2, self.max_length), dtype=torch.long, device=self.device)  # (1, L)
+            self.predict(self._logits(first).shape[-1])
             rows = self_tests.random_rows(self)  # (2, L)
             logits = self._logits(rows)  # (2, L, V)
             self.splits_head = any(self._can_split_at(name, rows, logits) for name in _layer_modules(model))
         if not self.splits_head:
             log.info("The head of %s cannot be split off: it runs at every position of a row", type(model).__name__)
-        self_tests.run(self, path)
-
-    @property
-    def excluded(self) -> torch.Tensor:
-        return self._excluded
+        self_tests.run(self, self.path)
 
     @property
     def layers(self) -> torch.nn.Module:
@@ -168,9 +142,6 @@ class CausalLM(Denoiser):
 
     def head(self, features: torch.Tensor) -> torch.Tensor:
         return self._after_layers(features[None])[0] if self.splits_head else features  # (U, V)
-
-    def describe(self) -> dict[str, object]:
-        return {**auto_model.describe_model(self), "attention": self.attention, "shift": self.shift}
 
     def _logits(self, ids: torch.Tensor) -> torch.Tensor:
         return auto_model.logits_of(self.model, ids).to(self.device)  # (R, L, V)

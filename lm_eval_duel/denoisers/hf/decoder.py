@@ -9,69 +9,26 @@ Shapes: R rows, L row length, N rows of a call, Q queries, K keys, D features, V
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
-from lm_eval_duel import fingerprint
-from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.network import KeysValues, Past, joined
-from lm_eval_duel.denoisers import config_entries, self_tests
-from lm_eval_duel.denoisers.hf import device_map, quantization
-from lm_eval_duel.denoisers.hf.families import Family
-from lm_eval_duel.denoisers.hub import row_length
-from lm_eval_duel.denoisers.load_options import LoadOptions
-from lm_eval_duel.denoisers.vocabulary import excluded_columns
-from lm_eval_duel.errors import DuelError
-
-log = logging.getLogger("lm_eval.duel_mdm")
+from lm_eval_duel.denoisers import self_tests
+from lm_eval_duel.denoisers.hf.network import Network
 
 
-class Decoder(Denoiser):
+class Decoder(Network):
     """A decoder of transformers under the attention mask of its diffusion family."""
 
     maskless = False  # whole rows are evaluated without a mask
 
-    def __init__(
-        self,
-        model: Any,
-        family: Family,
-        config: dict[str, Any],
-        path: str,
-        options: LoadOptions,
-        mask_id: int,
-        tokenizer: PreTrainedTokenizerBase,
-    ):
-        self.model, self.family, self.path = model, family.name, path
-        self.device, self.quantized = device_map.device_of(model), quantization.is_quantized(model)
-        self.dtype = model.get_input_embeddings().weight.dtype
-        self.attention = options.attention or family.attention
-        shifted = config_entries.switch(config, "right_shift_logits", bool(family.shift))
-        self.shift = int(shifted if options.shift_logits is None else options.shift_logits)
-        if self.attention == "causal":
-            self.shift = 1
-        self.seeds_blocks = self.attention == "causal_prefix" and options.first_token != "block"
-        self.bos = options.bos or ("given" if self.shift else family.bos)  # shifted: predicted from the token before
-        self.last_block = options.last_block
-        self.adapter = options.peft
-        self.mask_id = None if self.attention == "causal" else mask_id
-        self.published_block = family.published_block if self.attention == "bidirectional" else None
-        self.block = trained_block(family, config, options) if self.by_blocks else None
-        self.anchor = family.anchor if self.attention == "block_causal" else "row"
-        positions = max_positions(family, model.config.max_position_embeddings, config)
-        self.max_length = row_length(path, options.max_length, positions)
-        self.vocab_size = model.config.vocab_size
-        self._excluded = excluded_columns(
-            set(tokenizer.get_vocab().values()), mask_id, self.vocab_size, path, self.device
-        )
+    def take(self, model: Any) -> None:
+        super().take(model)
+        self.predict(model.config.vocab_size)
         if self.attention == "bidirectional":
             self.maskless = self._is_bidirectional_without_mask()
-
-    @property
-    def excluded(self) -> torch.Tensor:
-        return self._excluded
+        self_tests.run(self, self.path, self.refuses)
 
     def _is_bidirectional_without_mask(self) -> bool:
         """Whether layers with is_causal=False see whole rows without a mask: flash kernels do not accept one."""
@@ -133,26 +90,7 @@ class Decoder(Denoiser):
         return out.last_hidden_state.to(self.device)
 
     def describe(self) -> dict[str, object]:
-        described = {
-            "denoiser": f"{self.family} as {type(self.model).__name__}",
-            "weights": fingerprint.weights_of(self.path),
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "mask_token_id": self.mask_id,
-            "vocabulary": f"{int((~self._excluded).sum())} of {self.vocab_size}",
-            "attention": self.attention,
-            "shift": self.shift,
-            "relative_positions": self.relative_positions,
-            **quantization.spec_entries(self.model),
-        }
-        if self.by_blocks:
-            described["last_block"] = self.last_block
-        if self.anchor == "target":
-            described["context"] = "one block"
-        if self.attention == "causal_prefix":
-            described["first_token"] = "causal" if self.seeds_blocks else "block"
-        if self.adapter:
-            described["peft"] = fingerprint.adapter_of(self.adapter)
-        return described
+        return {**super().describe(), "denoiser": f"{self.family} as {type(self.model).__name__}"}
 
 
 class CleanKeys:
@@ -174,45 +112,3 @@ class CleanKeys:
     def get_seq_length(self, *ignored: Any) -> int:
         """0: every call passes its positions."""
         return 0
-
-
-def max_positions(family: Family, positions: int, config: dict[str, Any]) -> int:
-    """The positions that a network of a family was trained on, at most `positions`, those of its config.
-
-    If queries are scaled from some position on (`Family.unscaled`), a last block that is filled up ends before it.
-    """
-    if family.unscaled:
-        original = (config.get("rope_parameters") or config["rope_scaling"])["original_max_position_embeddings"]
-        positions = min(positions, int(original) - (_block_in_config(family, config, "") or family.block or 0))
-    return min(positions, family.max_length or positions)
-
-
-def trained_block(family: Family | None, config: dict[str, Any], options: LoadOptions) -> int:
-    """The trained block, from the config, else from the options, else from the family.
-
-    Raises DuelError if none has one, or if it is longer than a row.
-    """
-    block = _block_in_config(family, config, options.name) or _block_of_options(family, options)
-    positions = config.get("max_position_embeddings") or config.get("max_sequence_length")
-    if isinstance(positions, int) and block > positions:
-        raise DuelError(f"{options.name} holds {positions} positions, so its trained block cannot be {block}.")
-    return block
-
-
-def _block_in_config(family: Family | None, config: dict[str, Any], name: str) -> int | None:
-    try:
-        blocks = [config_entries.count(config, key) for key in (family.block_keys if family else ())]
-    except ValueError as error:
-        raise DuelError(f"The config.json of {name} is wrong: {error}.") from None
-    return next((block for block in blocks if block), None)
-
-
-def _block_of_options(family: Family | None, options: LoadOptions) -> int:
-    known, published = (family.block, family.published_block) if family else (None, None)
-    if isinstance(options.block, int):
-        if options.block not in (known, published) and known is not None:
-            log.warning("%s networks are trained on blocks of %d; using block=%d", family.name, known, options.block)
-        return options.block
-    if known is None:
-        raise DuelError(f"{options.name} is block-causal and its config has no block; pass block=<the trained one>.")
-    return published or known

@@ -11,9 +11,11 @@ import dataclasses
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import field
 from typing import Any
 
+from lm_eval_duel.arguments import COUNT
 from lm_eval_duel.denoisers.hf import family_layouts as layouts
 from lm_eval_duel.denoisers.hf.family_layouts import Config, Tensors
 from lm_eval_duel.denoisers.load_options import LoadOptions
@@ -39,12 +41,21 @@ class Family:
     max_length: int | None = None  # if the network was trained on fewer positions than its config has
     unscaled: bool = False  # rows end where the config would scale queries by position, which the native class does not
     bos: str = "none"
-    needs: tuple[str, ...] = ()  # required entries of config.json; empty: those of the native class
+    entries: Mapping[str, str] = field(default_factory=dict)  # native names of config entries that have other ones
+    values: Mapping[str, Any] = field(default_factory=dict)  # of native entries that a config may lack
+    needs: tuple[str, ...] = ()  # entries that config.json must have, besides those of the native class
+    released: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # entries without which the native class is another network
     rename: tuple[tuple[str, str], ...] = ()  # tensor names to native ones: regular expressions, the first match counts
-    fused: tuple[tuple[str, str], ...] = ()  # names of the parts of a tensor to its name, for error messages
     adapt: Callable[[Config], dict[str, Any]] = lambda config: {}  # fields of this entry that a config decides
-    translate_config: Callable[[Config], Config] = lambda config: {}  # entries of the native config
+    translate_config: Callable[[Config], Config] = lambda config: {}  # native entries beyond renaming
     translate_tensors: Callable[[Tensors, Config], Tensors] = lambda tensors, config: tensors  # beyond renaming
+
+    def block_in(self, config: Config) -> int | None:
+        """The trained block in a config.json."""
+        blocks = (COUNT(key, config.get(key), " of config.json") for key in self.block_keys)
+        return next((block for block in blocks if block), None)
 
 
 FAMILIES = (
@@ -54,8 +65,7 @@ FAMILIES = (
         ("LLaDAModelLM",),
         published_block=32,
         mask_id=126336,
-        needs=layouts.LLADA_NEEDS,
-        rename=layouts.LLADA_KEYS,
+        **layouts.LLADA,
         translate_config=layouts.llada,
     ),
     Family(
@@ -64,8 +74,7 @@ FAMILIES = (
         ("MMadaModelLM",),
         published_block=128,
         mask_id=126336,
-        needs=layouts.LLADA_NEEDS,
-        rename=layouts.LLADA_KEYS,
+        **layouts.LLADA,
         translate_config=layouts.mmada,
     ),
     Family(
@@ -75,13 +84,15 @@ FAMILIES = (
         block_keys=(),  # lit_gpt's block_size is the row length
         mask_id=32000,
         bos="given",
-        needs=layouts.SMDM_NEEDS,
+        entries=layouts.SMDM_ENTRIES,
+        values={"rope_theta": 10_000.0},
         rename=layouts.SMDM_KEYS,
-        fused=layouts.SMDM_FUSED,
-        translate_config=layouts.smdm,
+        translate_config=lambda config: {
+            "vocab_size": config["vocab_size"] + 1
+        },  # one row more than tokens, for [MASK]
         translate_tensors=layouts.smdm_tensors,
     ),
-    Family("illada", "Llama", ("ILLaDAForCausalLM",), mask_id=5, translate_config=layouts.illada),
+    Family("illada", "Llama", ("ILLaDAForCausalLM",), mask_id=5, released={"layer_norm_eps": None}),
     Family("dream", "Qwen2", ("DreamModel",), shift=1, mask_id=151666, max_length=2048, bos="given"),
     Family(
         "llada-moe",
@@ -89,7 +100,8 @@ FAMILIES = (
         ("LLaDAMoEModelLM", "LLaDAMoEModel"),
         published_block=32,
         mask_id=156895,
-        needs=layouts.LLADA_MOE_NEEDS,
+        entries={"moe_intermediate_size": "expert_intermediate_size"},
+        values={"rms_norm_eps": 1e-5, "norm_topk_prob": False},
         translate_config=layouts.llada_moe,
     ),
     Family("rnd1", "Qwen3Moe", ("RND1LM", "RND1"), mask_id=151669),
@@ -120,9 +132,10 @@ FAMILIES = (
         attention="block_causal",
         block=32,
         mask_id=156895,
-        needs=layouts.LLADA2_NEEDS,
+        entries={"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"},
+        values={"partial_rotary_factor": 0.5, "norm_topk_prob": True},
+        released=layouts.LLADA2_RELEASED,
         rename=layouts.LLADA2_KEYS,
-        fused=layouts.LLADA2_FUSED,
         translate_config=layouts.llada2,
         translate_tensors=layouts.llada2_tensors,
     ),
@@ -136,8 +149,7 @@ FAMILIES = (
         anchor="target",
         published_block=32,
         mask_id=126336,
-        needs=layouts.LLADA_NEEDS,
-        rename=layouts.LLADA_KEYS,
+        **layouts.LLADA,
         translate_config=layouts.llada,
     ),
     Family(
@@ -163,7 +175,7 @@ FAMILIES = (
         mask_id=100,
         unscaled=True,
         bos="given",
-        needs=layouts.NEMOTRON_NEEDS,
+        needs=("head_dim",),
         rename=layouts.NEMOTRON_KEYS,
         translate_config=layouts.nemotron,
     ),
@@ -174,10 +186,10 @@ FAMILIES = (
         attention="block_causal",
         block=32,
         mask_id=151662,
-        needs=layouts.NEMOTRON_RESEARCH_NEEDS,
+        needs=("dlm_type",),
+        released={"disable_qk_norm": False},
         rename=layouts.NEMOTRON_KEYS,
         adapt=layouts.nemotron_research_fields,
-        translate_config=layouts.nemotron_research,
     ),
     Family(
         "diffugpt",
@@ -185,10 +197,8 @@ FAMILIES = (
         shift=1,
         max_length=512,
         bos="given",
-        needs=layouts.DIFFUGPT_NEEDS,
-        rename=layouts.DIFFUGPT_KEYS,
+        **layouts.DIFFUGPT,
         adapt=layouts.diffugpt_fields,
-        translate_config=layouts.diffugpt,
     ),
     Family("diffullama", "Llama", shift=1, mask_id=811, max_length=2048, bos="given"),
 )

@@ -6,92 +6,80 @@ from typing import Any
 
 import torch
 
-from lm_eval_duel.denoisers import config_entries
 from lm_eval_duel.errors import DuelError
 
 Tensors = dict[str, torch.Tensor]
 Config = dict[str, Any]
 
-# required entries of config.json: without one, a native class would silently use its own default
+# required entries of a native config: without one, its class would silently use its own default
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 DENSE = (*SIZES, "intermediate_size", "rms_norm_eps", "rope_theta")
-SPARSE = (*SIZES, "moe_intermediate_size", "num_experts_per_tok", "rms_norm_eps", "rope_theta")
+SPARSE = (*SIZES, "moe_intermediate_size", "num_experts_per_tok", "rms_norm_eps", "rope_theta", "norm_topk_prob")
 GROUPED = ("n_group", "topk_group", "routed_scaling_factor", "first_k_dense_replace", "intermediate_size")
 NEEDED = {
+    "GPT2": (*SIZES, "layer_norm_epsilon"),
     "Llama": DENSE,
     "Qwen2": DENSE,
     "Qwen3": DENSE,
-    "Qwen3Moe": (*SPARSE, "num_experts", "norm_topk_prob"),
-    "Glm4Moe": (*SPARSE, *GROUPED, "n_routed_experts", "n_shared_experts", "norm_topk_prob", "partial_rotary_factor"),
+    "Qwen3Moe": (*SPARSE, "num_experts"),
+    "Glm4Moe": (*SPARSE, *GROUPED, "n_routed_experts", "n_shared_experts", "partial_rotary_factor"),
+}
+
+
+def lookup(config: Config, key: str) -> Any:
+    """An entry, which transformers 5 may have moved into `rope_parameters`; None if absent."""
+    value = config.get(key)
+    return (config.get("rope_parameters") or {}).get(key) if value is None else value
+
+
+LLADA: dict[str, Any] = {
+    "entries": {
+        "hidden_size": "d_model",
+        "intermediate_size": "mlp_hidden_size",
+        "num_hidden_layers": "n_layers",
+        "num_attention_heads": "n_heads",
+        "num_key_value_heads": "n_kv_heads",
+        "max_position_embeddings": "max_sequence_length",
+        "tie_word_embeddings": "weight_tying",
+    },
+    "values": {"rms_norm_eps": 1e-5},
+    "released": {
+        **dict.fromkeys(("include_bias", "include_qkv_bias", "alibi", "scale_logits"), False),
+        **{"block_type": "llama", "layer_norm_type": "rms", "activation_type": "silu"},
+    },
+    "rename": (
+        (r"^model\.transformer\.wte\.", "model.embed_tokens."),
+        (r"^model\.transformer\.ln_f\.", "model.norm."),
+        (r"^model\.transformer\.ff_out\.", "lm_head."),
+        (r"^model\.transformer\.blocks\.(\d+)\.([qkv])_proj\.", r"model.layers.\1.self_attn.\2_proj."),
+        (r"^model\.transformer\.blocks\.(\d+)\.attn_out\.", r"model.layers.\1.self_attn.o_proj."),
+        (r"^model\.transformer\.blocks\.(\d+)\.ff_proj\.", r"model.layers.\1.mlp.gate_proj."),
+        (r"^model\.transformer\.blocks\.(\d+)\.up_proj\.", r"model.layers.\1.mlp.up_proj."),
+        (r"^model\.transformer\.blocks\.(\d+)\.ff_out\.", r"model.layers.\1.mlp.down_proj."),
+        (r"^model\.transformer\.blocks\.(\d+)\.attn_norm\.", r"model.layers.\1.input_layernorm."),
+        (r"^model\.transformer\.blocks\.(\d+)\.ff_norm\.", r"model.layers.\1.post_attention_layernorm."),
+    ),
 }
 
 
 def llada(config: Config) -> Config:
-    """LLaDA's entries for Llama; raises DuelError for a variant that Llama cannot run."""
-    wrong = [key for key in ("include_bias", "include_qkv_bias", "alibi", "scale_logits") if config.get(key)]
-    layers = {"block_type": "llama", "layer_norm_type": "rms", "activation_type": "silu"}
-    if wrong or any((config.get(key) or expected) != expected for key, expected in layers.items()):
-        raise DuelError(
-            f"This LLaDA is not the released network ({', '.join(wrong) or 'other layers'}): it does not fit "
-            "transformers' Llama. Use backend=remote,trust_remote_code=true."
-        )
-    return {
-        "vocab_size": config.get("embedding_size") or config["vocab_size"],
-        "hidden_size": config["d_model"],
-        "intermediate_size": config["mlp_hidden_size"],
-        "num_hidden_layers": config["n_layers"],
-        "num_attention_heads": config["n_heads"],
-        "num_key_value_heads": config.get("n_kv_heads") or config["n_heads"],
-        "rms_norm_eps": config.get("rms_norm_eps") or 1e-5,
-        "max_position_embeddings": config["max_sequence_length"],
-        "tie_word_embeddings": bool(config.get("weight_tying", False)),
-        "attention_bias": False,
-        "mlp_bias": False,
-        "hidden_act": "silu",
-    }
-
-
-LLADA_NEEDS = ("vocab_size", "d_model", "mlp_hidden_size", "n_layers", "n_heads", "max_sequence_length", "rope_theta")
-LLADA_KEYS = (
-    (r"^model\.transformer\.wte\.", "model.embed_tokens."),
-    (r"^model\.transformer\.ln_f\.", "model.norm."),
-    (r"^model\.transformer\.ff_out\.", "lm_head."),
-    (r"^model\.transformer\.blocks\.(\d+)\.([qkv])_proj\.", r"model.layers.\1.self_attn.\2_proj."),
-    (r"^model\.transformer\.blocks\.(\d+)\.attn_out\.", r"model.layers.\1.self_attn.o_proj."),
-    (r"^model\.transformer\.blocks\.(\d+)\.ff_proj\.", r"model.layers.\1.mlp.gate_proj."),
-    (r"^model\.transformer\.blocks\.(\d+)\.up_proj\.", r"model.layers.\1.mlp.up_proj."),
-    (r"^model\.transformer\.blocks\.(\d+)\.ff_out\.", r"model.layers.\1.mlp.down_proj."),
-    (r"^model\.transformer\.blocks\.(\d+)\.attn_norm\.", r"model.layers.\1.input_layernorm."),
-    (r"^model\.transformer\.blocks\.(\d+)\.ff_norm\.", r"model.layers.\1.post_attention_layernorm."),
-)
+    """LLaDA's rows, some of which are padding."""
+    return {"vocab_size": config.get("embedding_size") or config["vocab_size"]}
 
 
 def mmada(config: Config) -> Config:
-    """LLaDA's entries for Llama, with the rows that MMaDA added for the codes of images."""
-    rows = [config.get(key) or 0 for key in ("vocab_size", "embedding_size", "new_vocab_size")]
-    return {**llada(config), "vocab_size": max(rows)}
+    """LLaDA's rows, and those that MMaDA added for the codes of images."""
+    return {"vocab_size": max(config.get(key) or 0 for key in ("vocab_size", "embedding_size", "new_vocab_size"))}
 
 
-def smdm(config: Config) -> Config:
-    """The entries of SMDM's lit_gpt config for Llama, with one row more than tokens, for [MASK]."""
-    return {
-        "vocab_size": config["vocab_size"] + 1,
-        "hidden_size": config["n_embd"],
-        "intermediate_size": config["intermediate_size"],
-        "num_hidden_layers": config["n_layer"],
-        "num_attention_heads": config["n_head"],
-        "num_key_value_heads": config.get("n_query_groups") or config["n_head"],
-        "rms_norm_eps": config["norm_eps"],
-        "max_position_embeddings": config["block_size"],
-        "rope_theta": 10_000.0,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "hidden_act": "silu",
-    }
-
-
-SMDM_NEEDS = ("vocab_size", "n_embd", "intermediate_size", "n_layer", "n_head", "norm_eps", "block_size")
+SMDM_ENTRIES = {  # of lit_gpt
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "num_key_value_heads": "n_query_groups",
+    "rms_norm_eps": "norm_eps",
+    "max_position_embeddings": "block_size",
+}
 SMDM_KEYS = (
     (r"^transformer\.wte\.", "model.embed_tokens."),
     (r"^transformer\.ln_f\.", "model.norm."),
@@ -103,7 +91,6 @@ SMDM_KEYS = (
     (r"^transformer\.h\.(\d+)\.mlp\.swiglu\.w2\.", r"model.layers.\1.mlp.up_proj."),
     (r"^transformer\.h\.(\d+)\.mlp\.swiglu\.w3\.", r"model.layers.\1.mlp.down_proj."),
 )
-SMDM_FUSED = ((r"\.attn\.[qkv]_proj\.", ".attn.attn."),)
 
 
 def smdm_tensors(tensors: Tensors, config: Config) -> Tensors:
@@ -114,32 +101,17 @@ def smdm_tensors(tensors: Tensors, config: Config) -> Tensors:
     for key, value in tensors.items():
         if key == "lm_head.weight" and value.shape[:1] == (config["vocab_size"],):
             value = torch.cat([value, value.new_zeros(1, *value.shape[1:])])  # its column is never a token
-        if ".attn.attn." not in key or not value.dim():
+        if ".attn.attn." not in key:
             split[key] = value
             continue
-        if heads % groups or len(value) % (heads + 2 * groups):
-            parts = value, value[:0], value[:0]  # shapes are checked later
-        else:
-            grouped = value.unflatten(0, (groups, heads // groups + 2, -1))  # (groups, own, H, D)
-            parts = tuple(part.flatten(0, 2) for part in grouped.split((heads // groups, 1, 1), 1))
+        grouped = value.unflatten(0, (groups, heads // groups + 2, -1))  # (groups, own, H, D)
+        parts = tuple(part.flatten(0, 2) for part in grouped.split((heads // groups, 1, 1), 1))
         split |= {key.replace(".attn.attn.", f".attn.{x}_proj."): part for x, part in zip("qkv", parts, strict=True)}
     return split
 
 
-LLADA_MOE_NEEDS = (*SIZES, "expert_intermediate_size", "num_experts", "num_experts_per_tok", "rope_theta")
-
-
-def illada(config: Config) -> Config:
-    """Nothing to translate; raises DuelError for a variant that Llama cannot run."""
-    if config.get("layer_norm_eps") is not None:
-        raise DuelError("This iLLaDA has LayerNorm (layer_norm_eps): it does not fit transformers' Llama.")
-    return {}
-
-
 # ---------------------------------------------------------------- NVIDIA
 
-NEMOTRON_NEEDS = (*DENSE, "head_dim")
-NEMOTRON_RESEARCH_NEEDS = (*DENSE, "dlm_type")
 NEMOTRON_KEYS = ((r"^encoder\.", "model."), (r"^diffusion_head\.", "lm_head."))
 YARN = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 
@@ -151,23 +123,14 @@ def nemotron(config: Config) -> Config:
     length; rows are no longer. A factor below 1 is meant as it stands. Raises DuelError for a config without them.
     """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type") or rope.get("type")
-    wrong = [key for key in YARN[:2] if not isinstance(rope.get(key), int | float) or not rope[key] > 0]
-    if kind != "yarn" or wrong:
+    if (rope.get("rope_type") or rope.get("type")) != "yarn" or not all(rope.get(key) for key in YARN[:2]):
         raise DuelError(
             "This Nemotron-Labs-Diffusion is not the released network: its rope_parameters should be YaRN's "
             f"(rope_type yarn, factor, original_max_position_embeddings); got {rope!r}."
         )
-    theta = config_entries.lookup(config, "rope_theta")
+    theta = lookup(config, "rope_theta")
     scaled = {"rope_type": "yarn", **{key: rope[key] for key in YARN if rope.get(key) is not None}}
     return {"rope_theta": theta, "rope_scaling": None, "rope_parameters": {**scaled, "rope_theta": theta}}
-
-
-def nemotron_research(config: Config) -> Config:
-    """Nothing to translate; raises DuelError for a variant that Qwen3 cannot run."""
-    if config.get("disable_qk_norm"):
-        raise DuelError("This network has no norms of queries and keys (disable_qk_norm): it does not fit Qwen3.")
-    return {}
 
 
 def nemotron_research_fields(config: Config) -> dict[str, Any]:
@@ -180,9 +143,23 @@ def nemotron_research_fields(config: Config) -> dict[str, Any]:
 
 # ---------------------------------------------------------------- adapted from autoregressive networks
 
-DIFFUGPT_NEEDS = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "layer_norm_epsilon")
 DIFFUGPT_TRUNK = "denoise_model."  # the beginning of its tensors' names, which no GPT-2 has
-DIFFUGPT_KEYS = ((r"^embed_tokens\.", "transformer.wte."), (r"^denoise_model\.", "transformer."))
+DIFFUGPT: dict[str, Any] = {
+    "entries": {
+        "hidden_size": "n_embd",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "max_position_embeddings": "n_positions",
+    },
+    "values": {"activation_function": "gelu_new", "tie_word_embeddings": True},  # the head is not stored
+    "released": {  # transformers' fast attention ignores them
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "reorder_and_upcast_attn": False,
+        "add_cross_attention": False,
+    },
+    "rename": ((r"^embed_tokens\.", "transformer.wte."), (r"^denoise_model\.", "transformer.")),
+}
 DIFFUGPT_MASKS = {50257: 10541, 50258: 50257}  # by vocab_size: diffugpt-s made a token of GPT-2 its [MASK]
 
 
@@ -191,32 +168,14 @@ def diffugpt_fields(config: Config) -> dict[str, Any]:
     return {"mask_id": DIFFUGPT_MASKS.get(config.get("vocab_size"))}
 
 
-def diffugpt(config: Config) -> Config:
-    """DiffuGPT's entries for GPT-2; raises DuelError for a variant that transformers' fast attention ignores."""
-    fixed = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "reorder_and_upcast_attn": False}
-    if wrong := [key for key, value in fixed.items() if (config.get(key, value)) != value]:
-        raise DuelError(f"This DiffuGPT is not the released network ({', '.join(wrong)}).")
-    return {
-        "hidden_size": config["n_embd"],
-        "num_hidden_layers": config["n_layer"],
-        "num_attention_heads": config["n_head"],
-        "max_position_embeddings": config["n_positions"],
-        "activation_function": config.get("activation_function") or "gelu_new",
-        "add_cross_attention": False,
-        "tie_word_embeddings": True,  # the head is not stored
-    }
-
-
 # ---------------------------------------------------------------- mixtures of experts
 
 
 def llada_moe(config: Config) -> Config:
     """LLaDA-MoE's entries for Qwen3-MoE."""
     return {
-        "moe_intermediate_size": config["expert_intermediate_size"],
         "intermediate_size": config.get("dense_intermediate_size") or config["expert_intermediate_size"],
         "head_dim": config["hidden_size"] // config["num_attention_heads"],
-        "rms_norm_eps": config.get("rms_norm_eps") or 1e-5,
         "norm_topk_prob": False,  # the authors' code ignores this entry and never normalises
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
@@ -224,36 +183,23 @@ def llada_moe(config: Config) -> Config:
 
 
 def llada2(config: Config) -> Config:
-    """LLaDA2's entries for GLM-4-MoE; raises DuelError for a variant that it cannot run."""
-    if (
-        config.get("use_bias")
-        or config.get("use_qkv_bias")
-        or config.get("norm_head")
-        or not config.get("use_qk_norm", True)
-    ):
-        raise DuelError("This LLaDA2 is not the released network: it does not fit transformers' Glm4Moe.")
-    if config.get("quantization_config"):
-        raise DuelError(
-            "This LLaDA2 is quantised, so its query_key_value cannot be split. Use the checkpoint that is not "
-            "quantised, and quantise it at load (load_in_8bit=true or load_in_4bit=true)."
-        )
-    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    part = config_entries.lookup(config, "partial_rotary_factor") or 0.5
-    theta = config_entries.lookup(config, "rope_theta")
+    """LLaDA2's entries for GLM-4-MoE."""
+    part, theta = (lookup(config, key) for key in ("partial_rotary_factor", "rope_theta"))
     return {
-        "head_dim": head,
         "use_qk_norm": True,
         "attention_bias": False,
         "norm_topk_prob": config["num_experts_per_tok"] > 1,
-        "n_routed_experts": config["num_experts"],
-        "n_shared_experts": config["num_shared_experts"],
-        "partial_rotary_factor": part,
+        "partial_rotary_factor": part or 0.5,
         "rope_scaling": None,
-        "rope_parameters": {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": part},
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": part or 0.5},
     }
 
 
-LLADA2_NEEDS = (*SPARSE, *GROUPED, "num_experts", "num_shared_experts")
+LLADA2_RELEASED = {
+    **dict.fromkeys(("use_bias", "use_qkv_bias", "norm_head"), False),
+    "use_qk_norm": True,
+    "quantization_config": None,  # its query_key_value could not be split
+}
 LLADA2_KEYS = (
     (r"^model\.word_embeddings\.", "model.embed_tokens."),
     (r"\.attention\.dense\.", ".self_attn.o_proj."),
@@ -262,7 +208,6 @@ LLADA2_KEYS = (
     (r"\.attention\.([qkv])_proj\.", r".self_attn.\1_proj."),
     (r"\.mlp\.gate\.expert_bias$", ".mlp.gate.e_score_correction_bias"),
 )
-LLADA2_FUSED = ((r"\.attention\.[qkv]_proj\.", ".attention.query_key_value."),)
 
 
 def llada2_tensors(tensors: Tensors, config: Config) -> Tensors:
@@ -276,7 +221,7 @@ def llada2_tensors(tensors: Tensors, config: Config) -> Tensors:
     for key, value in tensors.items():
         if key.endswith(".expert_bias"):
             value = value.float() - value.float().min().clamp(max=0)
-        if ".query_key_value." not in key or not value.dim():
+        if ".query_key_value." not in key:
             split[key] = value
             continue
         ends = heads * head, (heads + kept) * head

@@ -14,20 +14,27 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, AutoModelForMaskedLM, PreTrainedTokenizerBase
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    AutoConfig,
+    AutoModelForMaskedLM,
+    PreTrainedTokenizerBase,
+)
 
-from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.network import KeysValues
 from lm_eval_duel.denoisers import self_tests
-from lm_eval_duel.denoisers.hf import auto_model, device_map, quantization
+from lm_eval_duel.denoisers.hf import auto_model
+from lm_eval_duel.denoisers.hf.families import Family
+from lm_eval_duel.denoisers.hf.network import Network
 from lm_eval_duel.denoisers.hf.row_effects import padding_id, without_block_sparse
-from lm_eval_duel.denoisers.hub import find_mask_id, row_length, short_reason
 from lm_eval_duel.denoisers.load_options import LoadOptions
-from lm_eval_duel.denoisers.vocabulary import excluded_columns, require_fit
 from lm_eval_duel.errors import DuelError
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
+MASKED_LM = Family("masked-lm", "", bos="auto")
+OWN_CODE = Family("own code", "", bos="auto")  # of no family that is known
 MOVED = ("eurobert",)  # model types that were published with code of their own, which is now in transformers
 COPIED_PARAMETERS = 2_000_000_000  # up to this size a network's tensors are copied into float32 for self-tests
 
@@ -39,118 +46,61 @@ def is_native(config: dict[str, Any]) -> bool:
 
 def load(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedTokenizerBase) -> MaskedLM:
     """The denoiser of one of transformers' masked LMs; raises DuelError for any other network."""
-    model_config = auto_model.read_model_config(options)
+    model_config = AutoConfig.from_pretrained(options.name, revision=options.revision)
+    classes = ", ".join(config.get("architectures") or [type(model_config).__name__])
     if type(model_config) not in MODEL_FOR_MASKED_LM_MAPPING:
-        classes = ", ".join(config.get("architectures") or [type(model_config).__name__])
-        if getattr(model_config, "is_encoder_decoder", False):
-            raise DuelError(
-                f"{options.name} ({classes}) is an encoder-decoder network, which this package does not score: it has "
-                "neither a mask state for every token nor one row for context and text."
-            )
         raise DuelError(
             f"{options.name} ({classes}) is neither a masked LM of transformers nor of a known diffusion family. "
             "If it is autoregressive, score it with estimator=ar. If it is a masked diffusion model whose network "
-            "belongs to a known family, pass family=; to run its own code, backend=remote,trust_remote_code=true."
+            "belongs to a known family, pass family=; to run its own code, backend=remote,trust_remote_code=true. "
+            "Encoder-decoder networks are not supported."
         )
     options.refuse("masked LM", "shift_logits", "backend", "sigma", "first_token", "peft")
-    if options.family is not None or options.attention not in (None, "bidirectional"):
-        raise DuelError(
-            f"{options.name} is a masked LM of transformers, so bidirectional; leave family, attention out."
-        )
-    rows = getattr(model_config, "vocab_size", None)
-    mask_id = find_mask_id(options, config, tokenizer, None, rows)
-    if rows is not None:
-        require_fit(set(tokenizer.get_vocab().values()), mask_id, rows, options.name)
-    model = auto_model.load_model(AutoModelForMaskedLM, model_config, config, options)
-    log.info("%s is a masked LM (%s), scored as an any-order model", options.name, type(model).__name__)
-    return finish(model.eval(), options, tokenizer, mask_id)
-
-
-def finish(
-    model: torch.nn.Module,
-    options: LoadOptions,
-    tokenizer: PreTrainedTokenizerBase,
-    mask_id: int,
-    max_length: int | None = None,
-    kind: type[MaskedLM] | None = None,
-    **quirks: Any,
-) -> MaskedLM:
-    """The denoiser of a network in eval mode.
-
-    `max_length`: of its family; `kind`: a subclass of `MaskedLM`; `quirks`: arguments of `MaskedLM`.
-    """
-    lengths = max_length, auto_model.max_positions(model, tokenizer)
-    positions = min((length for length in lengths if length), default=None)
-    auto_model.require_max_positions(options.name, options.max_length, positions)
-    row = row_length(options.name, options.max_length, positions)
-    tokens = set(tokenizer.get_vocab().values())
-    longest = positions or options.max_length
-    denoiser = (kind or MaskedLM)(model, mask_id, tokens, longest, options.name, **quirks)
-    denoiser.max_length, denoiser.last_block, denoiser.adapter = row, options.last_block, options.peft
-    denoiser.bos, denoiser.revision = options.bos or denoiser.bos, options.revision
-    if denoiser.sparse_from is not None and row >= denoiser.sparse_from:
-        log.warning(
-            "By its config %s has block-sparse attention from %d positions on; it is scored with full attention at "
-            "every length, as its own code does after the first shorter row",
-            options.name,
-            denoiser.sparse_from,
-        )
+    if options.attention not in (None, "bidirectional"):
+        raise DuelError(f"{options.name} is a masked LM of transformers, so bidirectional; leave attention out.")
+    denoiser = MaskedLM(MASKED_LM, config, options, tokenizer, getattr(model_config, "vocab_size", None))
+    denoiser.take(auto_model.load_model(AutoModelForMaskedLM, model_config, config, options).eval())
+    log.info("%s is a masked LM (%s), scored as an any-order model", options.name, classes)
     return denoiser
 
 
-class MaskedLM(Denoiser):
+class MaskedLM(Network):
     """A network of transformers, or of a checkpoint's own code, through its own forward."""
 
     appends_sep = True
     steers_attention = True  # a cache is inserted at its attention calls (cached/steering.py): `stream` keeps no keys
-    refuses = True  # after the self-tests; otherwise they only detect what numbers depend on
+    splits_head = False
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        mask_id: int,
-        tokens: set[int],
-        max_length: int,
-        path: str,
-        family: str = "masked-lm",
-        attention: str = "bidirectional",
-        shift: int = 0,
-        block: int | None = None,
-        published_block: int | None = None,
-        bos: str = "auto",
-    ):
-        self.model, self.path, self.max_length, self.mask_id = model, path, max_length, mask_id
-        self.family, self.attention, self.shift, self.block, self.bos = family, attention, shift, block, bos
-        self.device, self.quantized = device_map.device_of(model), quantization.is_quantized(model)
-        self.dtype = next(model.parameters()).dtype
-        self.published_block = published_block
-        self.adapter: str | None = None
-        self.pad_id = padding_id(model.config, tokens, mask_id)
+    def __init__(self, family: Family, config: dict[str, Any], options: LoadOptions, tokenizer: Any, rows: int | None):
+        super().__init__(family, config, options, tokenizer, rows)
+        self.longest, self.model_max_length = family.max_length, tokenizer.model_max_length
+
+    def take(self, model: Any) -> None:
+        super().take(model)
+        self.hold(
+            min(filter(None, (self.longest, auto_model.max_positions(model, self.model_max_length))), default=None)
+        )
+        self.pad_id = padding_id(model.config, self.tokens, self.mask_id)
         self.sparse_from = without_block_sparse(model)
-        self.revision: str | None = None  # the commit, if loaded from the hub
+        if self.sparse_from is not None and self.max_length >= self.sparse_from:
+            log.warning(
+                "By its config %s has block-sparse attention from %d positions on; it is scored with full attention at "
+                "every length, as its own code does after the first shorter row",
+                self.path,
+                self.sparse_from,
+            )
         self._output = model.get_output_embeddings()
-        self.splits_head = False
-        with torch.no_grad(), first_calls(path, model):
-            self.vocab_size = self._first_call().shape[-1]
-            self._excluded = excluded_columns(tokens, mask_id, self.vocab_size, path, self.device)
+        with torch.no_grad():
+            self.predict(self._first_call().shape[-1])
             rows = self_tests.probe_rows(self)  # (R, L)
-            if attention == "bidirectional":
+            if self.attention == "bidirectional":
                 self.splits_head = self._can_split_head(rows, self._logits(rows))
-            self_tests.run(self, path, self.refuses)
-            if attention == "bidirectional" and self.refuses:
-                self_tests.require_repeatable(
-                    self, path, self_tests.REPEATED if auto_model.is_native(model) else self_tests.LENGTH
-                )
+            self_tests.run(self, self.path, self.refuses)
+            if self.attention == "bidirectional" and self.refuses:
+                long = auto_model.is_native(model)
+                self_tests.require_repeatable(self, self.path, self_tests.REPEATED if long else self_tests.LENGTH)
                 if self.dtype.itemsize < 4 and not self.quantized:
                     self._retest_in_float32()
-
-    @property
-    def excluded(self) -> torch.Tensor:
-        return self._excluded
-
-    @property
-    def layers(self) -> torch.nn.Module:
-        return self.model
 
     def features(self, ids: torch.Tensor, real: torch.Tensor | None, **more: torch.Tensor) -> torch.Tensor:
         mask = None
@@ -196,14 +146,9 @@ class MaskedLM(Denoiser):
         return self._output(features).to(self.device) if self.splits_head else features  # (U, V)
 
     def describe(self) -> dict[str, object]:
-        described = auto_model.describe_model(self)
-        if self.family != "masked-lm":
-            described |= {"attention": self.attention, "shift": self.shift}
-        if self.attention == "block_causal":
-            described["last_block"] = self.last_block
-        if self.sparse_from is not None and self.max_length >= self.sparse_from:
-            described["attention_type"] = "original_full, not block_sparse as in its config"
-        return described
+        if self.sparse_from is None or self.max_length < self.sparse_from:
+            return super().describe()
+        return {**super().describe(), "attention_type": "original_full, not block_sparse as in its config"}
 
     def _logits(self, ids: torch.Tensor, mask: torch.Tensor | None = None, **more: torch.Tensor) -> torch.Tensor:
         return auto_model.logits_of(self.model, ids, mask, **more).to(self.device)  # (R, L, V)
@@ -262,17 +207,3 @@ def _in_float32(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for store, name, value in own:
             store[name] = value
-
-
-@contextlib.contextmanager
-def first_calls(path: str, model: Any) -> Iterator[None]:
-    """Turn whatever a network raises in its first calls into a DuelError."""
-    try:
-        yield
-    except (DuelError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        raise DuelError(
-            f"Cannot read checkpoint '{path}': {short_reason(error)}. Its network does not run on short rows of ids "
-            "and an attention mask alone; networks with other inputs, or rows of a fixed length, are not supported."
-        ) from error

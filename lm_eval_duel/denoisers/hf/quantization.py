@@ -1,24 +1,20 @@
 """Quantised networks: checkpoints with a `quantization_config`, or weights quantised by bitsandbytes at load.
 
-transformers replaces the layers and reads their scales, zero points and code books. This module checks what the user
-asked for, that its package is installed before any weight is read, and how the spec describes it.
+transformers replaces the layers, reads their scales, zero points and code books, and says which package is missing.
+This module checks what the user asked for, and how the spec describes it.
 """
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
 import json
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from transformers import BitsAndBytesConfig
-from transformers.quantizers.auto import AutoHfQuantizer
 
-from lm_eval_duel.denoisers import hub
-from lm_eval_duel.denoisers.hf.device_map import device_of
+from lm_eval_duel.denoisers.hub import pick_dtype
 from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.errors import DuelError
 
@@ -31,8 +27,7 @@ CONFIG_KEY = "quantization_config"
 def model_kwargs(config: dict[str, Any], options: LoadOptions) -> dict[str, Any]:
     """The arguments of `from_pretrained` for quantisation; empty for a network that is not quantised.
 
-    `config`: the checkpoint's. Raises DuelError for options that exclude each other, and if a package or a device is
-    missing.
+    `config`: the checkpoint's. Raises DuelError for options that exclude each other.
     """
     own, bits = config.get(CONFIG_KEY), 8 if options.load_in_8bit else 4 if options.load_in_4bit else None
     if own is None and bits is None:
@@ -47,23 +42,17 @@ def model_kwargs(config: dict[str, Any], options: LoadOptions) -> dict[str, Any]
         )
     if options.dtype == "float64":
         raise DuelError(f"dtype=float64 does not work with {what}, whose products are coarser; leave dtype out.")
-    if bits is not None and importlib.util.find_spec("bitsandbytes") is None:
-        raise DuelError(f"load_in_{bits}bit needs the package bitsandbytes (pip install bitsandbytes).")
-    scheme = own or _bitsandbytes(bits, hub.pick_dtype(options.dtype, options.device), config)
-    # always explicit: otherwise transformers chooses any GPU, and a quantised network cannot be moved
-    placement = options.device_map or {"": options.device}
-    try:
-        quantizer = AutoHfQuantizer.from_config(scheme, pre_quantized=own is not None)
-        quantizer.validate_environment(device_map=placement, weights_only=True)
-    except Exception as error:  # a missing package, release or device, or a wrong entry of the config
-        raise DuelError(f"Cannot load {what}: {hub.short_reason(error)}") from error
-    if getattr(quantizer.quantization_config, "load_in_8bit", False):
+    if bits == 8 or (own or {}).get("load_in_8bit"):
         bitsandbytes_log.setLevel(logging.ERROR)  # it warns in every call whose input is not float16
         log.warning(
             "With 8 bits, bitsandbytes looks for outliers in all rows of a call at once, so numbers change a little "
             "with the batch; with 4 bits they do not"
         )
-    return {"device_map": placement} | ({} if own else {CONFIG_KEY: scheme})
+    # always explicit: otherwise transformers chooses any GPU, and a quantised network cannot be moved
+    placement = {"device_map": options.device_map or {"": options.device}}
+    if own:
+        return placement
+    return {**placement, CONFIG_KEY: _bitsandbytes(bits, pick_dtype(options.dtype, options.device), config)}
 
 
 def _bitsandbytes(bits: int, dtype: torch.dtype | str, config: dict[str, Any]) -> BitsAndBytesConfig:
@@ -85,10 +74,6 @@ def is_quantized(model: Any) -> bool:
     return getattr(model, "hf_quantizer", None) is not None
 
 
-def _method(model: Any) -> str:
-    return str(getattr(model.quantization_method, "value", model.quantization_method))
-
-
 def spec_entries(model: Any) -> dict[str, str]:
     """The quantisation as a part of the spec; empty for a network that is not quantised."""
     if not is_quantized(model):
@@ -98,7 +83,8 @@ def spec_entries(model: Any) -> dict[str, str]:
     entries = {key: value for key, value in entries.items() if not key.startswith("_")}
     # experts too, which some releases of transformers fuse and do not quantise
     whole = sum(tensor.numel() for tensor in model.parameters() if tensor.is_floating_point() and tensor.itemsize > 1)
-    entries |= {"quant_method": _method(model), "whole_parameters": whole}
+    method = getattr(model.quantization_method, "value", model.quantization_method)
+    entries |= {"quant_method": str(method), "whole_parameters": whole}
     return {"quantization": json.dumps(entries, sort_keys=True, default=str)}
 
 
@@ -111,22 +97,3 @@ def require_used(model: Any, unused: Iterable[str], name: str) -> None:
             f"{name} has quantised tensors that its network does not use, so it would misread their weights: "
             f"{', '.join(lost[:10])}."
         )
-
-
-@contextlib.contextmanager
-def first_calls(model: Any, name: str) -> Iterator[None]:
-    """Turn whatever a quantised network raises in its first calls into a DuelError: the cause is its file."""
-    try:
-        if is_quantized(model):  # some packages unpack weights only when the whole network is called
-            with torch.no_grad():
-                model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device_of(model)))
-        yield
-    except (DuelError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        if not is_quantized(model):
-            raise
-        raise DuelError(
-            f"{name} was loaded as quantised ({_method(model)}) and does not run: {hub.short_reason(error)}. Its file "
-            "may not match its config, or this release of the package does not support this device."
-        ) from error

@@ -17,59 +17,42 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lm_eval_duel.denoisers import self_tests, weights
-from lm_eval_duel.denoisers.hf import device_map, masked_lm, quantization, strict_load
-from lm_eval_duel.denoisers.hf.decoder import trained_block
+from lm_eval_duel.denoisers.hf import device_map, lora, quantization
 from lm_eval_duel.denoisers.hf.families import Family
-from lm_eval_duel.denoisers.hub import cannot_read, find_mask_id, pick_dtype
+from lm_eval_duel.denoisers.hf.masked_lm import OWN_CODE, MaskedLM
+from lm_eval_duel.denoisers.hub import pick_dtype
 from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.errors import DuelError
 
-COUNTED = ("num_hidden_layers", "n_layers", "num_experts")
+COMPUTED = "rotary_emb.inv_freq"  # the ending of keys that are recomputed
+ROWS = ("embedding_size", "vocab_size", "new_vocab_size")
 HEADED = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModel")  # AutoModel may lack the head
 
 
 def load(
-    family: Family | None, folder: str, config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedTokenizerBase
-) -> masked_lm.MaskedLM:
+    family: Family | None, config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedTokenizerBase
+) -> MaskedLM:
     """The denoiser of a checkpoint's own code; raises DuelError if it does not load strictly or fails a self-test."""
-    reference = _class_reference(config, options)
-    rows = max(
-        (config[key] for key in ("embedding_size", "vocab_size") if isinstance(config.get(key), int)), default=None
-    )
-    mask_id = find_mask_id(options, config, tokenizer, family and family.mask_id, rows)
-    attention = options.attention or (family.attention if family else "bidirectional")
-    if attention == "causal_prefix":
-        raise DuelError(
-            f"{options.name} reads its prefix causally and its block whole, and its own code keeps the keys and values "
-            "of the prefix in a cache of its own. Leave backend=remote out: its weights run without its code."
-        )
-    if family is not None and family.anchor == "target":
+    reference, family = _class_reference(config, options), family or OWN_CODE
+    rows = max((config[key] for key in ROWS if isinstance(config.get(key), int)), default=None)
+    denoiser = MaskedLM(family, config, options, tokenizer, rows)
+    if denoiser.attention == "causal_prefix" or family.anchor == "target":
         raise DuelError(f"backend=remote does not support the family {family.name}; leave backend out.")
-    block = trained_block(family, config, options) if attention == "block_causal" else None
-    if block is not None:
-        options.require_block(block)
     dtype = pick_dtype(options.dtype, options.device)
-    tensors = weights.read(folder)
-    strict_load.require_counts(options.name, {key: config.get(key) for key in COUNTED}, tensors)
+    tensors = {key: value for key, value in weights.read(options.name).items() if not key.endswith(COMPUTED)}
     if dtype == "auto":
         dtype = next(value.dtype for value in tensors.values() if value.is_floating_point())
-    try:
-        with repairs(), _default_dtype(dtype):
-            model_config = AutoConfig.from_pretrained(options.name, revision=options.revision, trust_remote_code=True)
-            _complete(model_config, config)
-            model = get_class_from_dynamic_module(reference, options.name, revision=options.revision)(model_config)
-    except Exception as error:  # the code may raise anything
-        raise cannot_read(options.name, error) from error
+    with repairs(), _default_dtype(dtype):
+        model_config = AutoConfig.from_pretrained(options.name, trust_remote_code=True)
+        _complete(model_config, config)
+        model = get_class_from_dynamic_module(reference, options.name)(model_config)
     cast = {key: value.to(dtype) if value.is_floating_point() else value for key, value in tensors.items()}
-    _fill(model, cast, model_config, options.name)
+    _fill(model, cast, model_config)
     self_tests.rotary_frequencies(model, model_config, options.name)
     if options.peft:
-        from lm_eval_duel.denoisers.hf.lora import fetch, merge
-
-        options = fetch(options)
-        model = merge(model, options.peft, None)
-    quirks = {"block": block, **quirks_of(family, attention, options)}
-    return masked_lm.finish(device_map.place(model, options).eval(), options, tokenizer, mask_id, **quirks)
+        model = lora.merge(model, denoiser.options.peft, None)
+    denoiser.take(device_map.place(model, options).eval())
+    return denoiser
 
 
 def _class_reference(config: dict[str, Any], options: LoadOptions) -> str:
@@ -94,21 +77,6 @@ def _class_reference(config: dict[str, Any], options: LoadOptions) -> str:
     return reference
 
 
-def quirks_of(family: Family | None, attention: str, options: LoadOptions) -> dict[str, Any]:
-    """Arguments of `masked_lm.finish` that follow from family and options."""
-    quirks: dict[str, Any] = {"family": family.name if family else "own code"}
-    if family is not None or options.attention or options.shift_logits is not None:
-        shift = (family.shift if family else 0) if options.shift_logits is None else int(options.shift_logits)
-        quirks |= {"attention": attention, "shift": shift}
-    if family is not None:
-        quirks |= {
-            "bos": "given" if quirks["shift"] else family.bos,
-            "published_block": family.published_block,
-            "max_length": family.max_length,
-        }
-    return quirks
-
-
 def _complete(model_config: Any, config: dict[str, Any]) -> None:
     """Add entries that older code expects and transformers 5 no longer sets."""
     for name, value in (("use_cache", False), ("pad_token_id", None), ("rope_theta", config.get("rope_theta"))):
@@ -121,23 +89,15 @@ def _complete(model_config: Any, config: dict[str, Any]) -> None:
             model_config.rope_parameters = {"rope_type": "default", "rope_theta": model_config.rope_theta}
 
 
-def _fill(model: Any, tensors: dict[str, torch.Tensor], model_config: Any, name: str) -> None:
-    """Load every tensor; raises DuelError that names all tensors missing, unknown or of another shape."""
-    tensors = {key: value for key, value in tensors.items() if not key.endswith("rotary_emb.inv_freq")}
-    expected = {key: tuple(value.shape) for key, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
-    shapes = strict_load.compare(expected, {key: tuple(value.shape) for key, value in tensors.items()}).shapes
-    what = f"The weights of {name} do not fill its own code"
-    try:
-        fitting = {key: value for key, value in tensors.items() if key not in shapes}
-        missing, unknown = model.load_state_dict(fitting, strict=False, assign=True)
-    except RuntimeError as error:  # from a loading hook of the code
-        raise DuelError(f"{what}: {' '.join(str(error).split())[:500]}") from error
+def _fill(model: Any, tensors: dict[str, torch.Tensor], model_config: Any) -> None:
+    """Load every tensor; torch raises an error that names all tensors missing, unknown or of another shape."""
+    own = dict(model.named_parameters(remove_duplicate=False))
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    tied: set[str] = set()
+    tied = set()
     if head is not None and getattr(model_config, "tie_word_embeddings", False):
-        tied = {key for key, value in model.named_parameters(remove_duplicate=False) if value is head.weight}
-    strict_load.require_no_faults(what, strict_load.Faults(set(missing) - tied - set(shapes), unknown, shapes))
-    if tied & set(missing):
+        tied = {key for key in own if own[key] is head.weight} - set(tensors)
+    model.load_state_dict({**tensors, **{key: own[key] for key in tied}}, assign=True)
+    if tied:
         head.weight = model.get_input_embeddings().weight
 
 

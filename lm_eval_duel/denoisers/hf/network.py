@@ -1,0 +1,158 @@
+"""What is common to the networks of transformers, and to a checkpoint's own code: from config to denoiser.
+
+    config.json, options -> family: what kind of network it is           settle
+    tokenizer            -> [MASK], and which columns are tokens         Network.__init__
+    files                -> the network, by the `load` of its module     Network.take
+
+Shapes: V tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from lm_eval_duel import fingerprint
+from lm_eval_duel.arguments import TRUTH
+from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.denoisers.hf import device_map, lora, quantization
+from lm_eval_duel.denoisers.hf.families import Family
+from lm_eval_duel.denoisers.hub import find_mask_id, row_length
+from lm_eval_duel.denoisers.load_options import LoadOptions
+from lm_eval_duel.denoisers.vocabulary import excluded_columns, require_fit
+from lm_eval_duel.errors import DuelError
+
+log = logging.getLogger("lm_eval.duel_mdm")
+
+
+def settle(denoiser: Denoiser, family: Family, config: dict[str, Any], options: LoadOptions) -> None:
+    """Set what a network is, as its options say, else its config, else its family.
+
+    Raises DuelError for a trained block that is not known, or another than the one in the options.
+    """
+    denoiser.family, denoiser.last_block = family.name, options.last_block
+    denoiser.attention = options.attention or family.attention
+    shifts = options.shift_logits, TRUTH("right_shift_logits", config.get("right_shift_logits")), family.shift
+    denoiser.shift = int(next(shift for shift in shifts if shift is not None))
+    if denoiser.attention == "causal":
+        denoiser.shift = 1
+    denoiser.seeds_blocks = denoiser.attention == "causal_prefix" and options.first_token != "block"
+    denoiser.bos = options.bos or ("given" if denoiser.shift else family.bos)  # shifted: predicted from the one before
+    denoiser.published_block = family.published_block if denoiser.attention == "bidirectional" else None
+    denoiser.anchor = family.anchor if denoiser.attention == "block_causal" else "row"
+    if denoiser.by_blocks:
+        denoiser.block = trained_block(family, config, options)
+        options.require_block(denoiser.block)
+    options.require_cacheable(denoiser.attention)
+
+
+def trained_block(family: Family, config: dict[str, Any], options: LoadOptions) -> int:
+    """The trained block, from the config, else from the options, else from the family."""
+    if in_config := family.block_in(config):
+        return in_config
+    if isinstance(options.block, int):
+        if family.block is not None and options.block not in (family.block, family.published_block):
+            log.warning(
+                "%s networks are trained on blocks of %d; using block=%d", family.name, family.block, options.block
+            )
+        return options.block
+    if family.block is None:
+        raise DuelError(f"{options.name} is block-causal and its config has no block; pass block=<the trained one>.")
+    return family.published_block or family.block
+
+
+def max_positions(family: Family, positions: int | None, config: dict[str, Any]) -> int | None:
+    """The positions that a network of a family was trained on, at most `positions`, those of its config.
+
+    If queries are scaled from some position on (`Family.unscaled`), a last block that is filled up ends before it.
+    """
+    if family.unscaled:
+        original = (config.get("rope_parameters") or config["rope_scaling"])["original_max_position_embeddings"]
+        positions = min(positions, int(original) - (family.block_in(config) or family.block or 0))
+    return min((length for length in (positions, family.max_length) if length), default=None)
+
+
+class Network(Denoiser):
+    """A network of transformers, or of a checkpoint's own code.
+
+    A subclass is made from what config and tokenizer say, before any weight is read; `take` gives it its network.
+    """
+
+    model: Any
+    refuses = True  # after the self-tests; otherwise they only detect what numbers depend on
+
+    def __init__(
+        self,
+        family: Family,
+        config: dict[str, Any],
+        options: LoadOptions,
+        tokenizer: PreTrainedTokenizerBase,
+        rows: int | None,
+    ):
+        """`rows`: those of the embedding, if the config has them."""
+        settle(self, family, config, options)
+        self.options, self.path = lora.fetch(options) if options.peft else options, options.name
+        self.mask_id = None
+        if self.attention != "causal":
+            self.mask_id = find_mask_id(options, config, tokenizer, family.mask_id, rows)
+        self.tokens = set(tokenizer.get_vocab().values())
+        if rows is not None:
+            require_fit(self.tokens, self.mask_id, rows, self.path)
+
+    def hold(self, positions: int | None) -> None:
+        """Rows are as long as asked, at most `positions`, which the network holds."""
+        self.max_length = row_length(self.path, self.options.max_length, positions)
+
+    def take(self, model: Any) -> None:
+        """The network itself, in eval mode."""
+        self.model = model
+        self.device, self.quantized = device_map.device_of(model), quantization.is_quantized(model)
+        self.dtype = next(model.parameters()).dtype
+        if self.quantized:  # some packages unpack weights only when the whole network is called
+            with torch.no_grad():
+                model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=self.device))
+
+    def predict(self, columns: int) -> None:
+        """The network predicts so many columns, of which the tokenizer's ids but [MASK] are tokens."""
+        self.vocab_size = columns
+        self._excluded = excluded_columns(self.tokens, self.mask_id, columns, self.path, self.device)
+
+    @property
+    def excluded(self) -> torch.Tensor:
+        return self._excluded
+
+    @property
+    def layers(self) -> torch.nn.Module:
+        return self.model
+
+    def describe(self) -> dict[str, object]:
+        native = type(self.model).__module__.startswith("transformers.")
+        local = os.path.isdir(self.path)
+        described = {
+            "denoiser": type(self.model).__name__,
+            "weights": fingerprint.weights_of(self.path, not native)
+            if local
+            else f"{self.path} at commit {self.options.revision}",
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "mask_token_id": self.mask_id,
+            "vocabulary": f"{int((~self.excluded).sum())} of {self.vocab_size}",
+            "relative_positions": self.relative_positions,
+            **quantization.spec_entries(self.model),
+        }
+        if self.family != "masked-lm":
+            described |= {"attention": self.attention, "shift": self.shift}
+        if self.by_blocks:
+            described["last_block"] = self.last_block
+        if self.anchor == "target":
+            described["context"] = "one block"
+        if self.attention == "causal_prefix":
+            described["first_token"] = "causal" if self.seeds_blocks else "block"
+        if not native:  # also if code and weights come from different repositories
+            described["code"] = fingerprint.code_of(type(self.model))
+        if self.options.peft:
+            described["peft"] = fingerprint.adapter_of(self.options.peft)
+        return described
