@@ -52,6 +52,7 @@ class Network(abc.ABC):
     family: str = "own"
     mask_id: int | None  # None for a causal network
     vocab_size: int  # columns of the logits, V
+    excluded: torch.Tensor  # columns that are not tokens: [MASK] and padding of the embedding, (V,) bool
     max_length: int  # positions in a row
     device: torch.device
     attention: str = "bidirectional"  # or "block_causal", "causal_prefix", "causal"
@@ -73,11 +74,6 @@ class Network(abc.ABC):
     excluded_ids: tuple[int, ...] = ()  # tokens that are left out of the vocabulary
     quantized: bool = False  # its weights are coarser than its dtype
     fixed_weights: bool = True  # they do not change; otherwise the spec is read again from `describe` each time
-
-    @property
-    @abc.abstractmethod
-    def excluded(self) -> torch.Tensor:
-        """Columns that are not tokens: [MASK] and padding of the embedding, (V,) bool."""
 
     @property
     def by_blocks(self) -> bool:

@@ -33,11 +33,7 @@ class Function(Denoiser):
         self.max_length = options.max_length or row_length(options.name, None, positions)
         self.vocab_size = self._first_call()
         tokens = set(tokenizer.get_vocab().values()) or set(range(self.vocab_size))
-        self._excluded = excluded_columns(tokens, self.mask_id, self.vocab_size, self.path, self.device)
-
-    @property
-    def excluded(self) -> torch.Tensor:
-        return self._excluded
+        self.excluded = excluded_columns(tokens, self.mask_id, self.vocab_size, self.path, self.device)
 
     def features(self, ids: torch.Tensor, real: torch.Tensor | None, **more: torch.Tensor) -> torch.Tensor:
         out = self.function(ids, real)

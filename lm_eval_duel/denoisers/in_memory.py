@@ -30,7 +30,7 @@ from lm_eval_duel.denoisers import loading, self_tests, special_tokens, user_mod
 from lm_eval_duel.denoisers.function import Function, by_keyword, parameters
 from lm_eval_duel.denoisers.hf import auto_model, families, masked_lm
 from lm_eval_duel.denoisers.hf.decoder import Decoder
-from lm_eval_duel.denoisers.hf.network import Network, max_positions
+from lm_eval_duel.denoisers.hf.pretrained import Pretrained, max_positions
 from lm_eval_duel.denoisers.hub import explained
 from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.denoisers.wrappers.base import Wrapper
@@ -126,10 +126,6 @@ class InMemory(Denoiser):
         self.plain, self.module, self.path = plain, module, name
         self.weights, self.autocast = weights or IN_MEMORY, autocast
         self.fixed_weights = False
-
-    @property
-    def excluded(self) -> torch.Tensor:
-        return self.plain.excluded
 
     @property
     def layers(self) -> torch.nn.Module:
@@ -243,7 +239,7 @@ def _of_transformers(model: Any, options: LoadOptions, tokenizer: Any, tested: b
             "set_attention_type('original_full') first."
         )
     kind_of = _DecoderInMemory if native and kind in families.PLAIN and found is not None else _MaskedLMInMemory
-    denoiser: Network = kind_of(family, config, options, tokenizer, config.get("vocab_size"))
+    denoiser: Pretrained = kind_of(family, config, options, tokenizer, config.get("vocab_size"))
     denoiser.refuses = tested
     if isinstance(denoiser, Decoder):
         denoiser.hold(max_positions(family, model.config.max_position_embeddings, config))

@@ -29,7 +29,7 @@ from lm_eval_duel.arguments import (
     whole,
 )
 from lm_eval_duel.demo import BUNDLED
-from lm_eval_duel.errors import DuelError, another_block, clean_keys_exact
+from lm_eval_duel.errors import DuelError, another_block
 
 if TYPE_CHECKING:
     import torch
@@ -200,11 +200,6 @@ class LoadOptions(NetworkArguments):
         """Raise DuelError if a block other than the trained one was given."""
         if isinstance(self.block, int) and self.block != trained:
             raise another_block(trained, self.block)
-
-    def require_cacheable(self, attention: str) -> None:
-        """Raise DuelError if a cache was given for a network that is not bidirectional."""
-        if self.cache and attention != "bidirectional":
-            raise clean_keys_exact(self.cache, attention)
 
     def refuse(self, family: str, *names: str) -> None:
         """Raise DuelError if one of these arguments was given, which `family` does not support."""

@@ -22,7 +22,7 @@ from lm_eval_duel.denoisers.dit import checkpoint as dit_checkpoint
 from lm_eval_duel.denoisers.hf import auto_model, decoder_checkpoint, families
 from lm_eval_duel.denoisers.hf.causal_lm import CAUSAL_LM
 from lm_eval_duel.denoisers.hf.masked_lm import MASKED_LM
-from lm_eval_duel.denoisers.hf.network import max_positions, settle
+from lm_eval_duel.denoisers.hf.pretrained import max_positions, settle
 from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.denoisers.published import CONFIGS
 from lm_eval_duel.errors import DuelError
@@ -61,10 +61,6 @@ class Unloaded(Denoiser):
     size: Size
     dtype: str
     device = torch.device("cpu")
-
-    @property
-    def excluded(self) -> torch.Tensor:
-        return torch.zeros(self.vocab_size, dtype=torch.bool)
 
     def head(self, features: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError("A network without weights predicts nothing.")
@@ -157,6 +153,7 @@ def _measured(auto_class: Any, model_config: Any, config: dict[str, Any], option
     dtype = options.dtype if options.dtype != "auto" else config.get("dtype") or config.get("torch_dtype")
     unloaded.dtype = str(dtype or "float32").removeprefix("torch.")
     unloaded.vocab_size = output.shape[0]
+    unloaded.excluded = torch.zeros(unloaded.vocab_size, dtype=torch.bool)
     unloaded.size = Size(
         sum(weight.numel() for weight in model.parameters()),
         round(products),

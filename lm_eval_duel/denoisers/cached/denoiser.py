@@ -18,7 +18,6 @@ Shapes: L row length, P rows of a call, Q positions of a call, K keys, V tokens.
 from __future__ import annotations
 
 import copy
-from typing import get_args
 
 import torch
 
@@ -30,11 +29,8 @@ from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.denoisers.cached.kept_keys import Step
 from lm_eval_duel.denoisers.cached.steering import Attentions, NotSteered, Steering, Streams
 from lm_eval_duel.denoisers.cached.view import CachedView
-from lm_eval_duel.denoisers.load_options import Cache
 from lm_eval_duel.denoisers.wrappers.base import Wrapper
-from lm_eval_duel.errors import DuelError, clean_keys_exact, no_key_stays, unknown
-
-CACHES: tuple[str, ...] = get_args(Cache)
+from lm_eval_duel.errors import DuelError, clean_keys_exact, no_key_stays
 
 
 class Cached(Wrapper):
@@ -46,8 +42,6 @@ class Cached(Wrapper):
     calls = ("begin", "step", "head")  # network calls that a view makes
 
     def __init__(self, plain: Denoiser, cache: str):
-        if cache not in CACHES:
-            raise unknown("value of cache", cache, (*CACHES, "none"))
         _require_cacheable(plain, cache)
         super().__init__(plain)
         self.cache = cache

@@ -21,7 +21,7 @@ from lm_eval_duel.denoisers.dit.gidd import counts
 from lm_eval_duel.denoisers.dit.network import DiT, DiTConfig
 from lm_eval_duel.denoisers.hub import find_mask_id, row_length
 from lm_eval_duel.denoisers.load_options import LoadOptions
-from lm_eval_duel.errors import DuelError, no_key_stays
+from lm_eval_duel.errors import DuelError
 
 LAYOUT = ("hidden_dim", "n_blocks", "n_heads", "model_length")  # entries of config.json that identify these networks
 IGNORED = ("rotary_emb.", "sampling_eps_min", "sampling_eps_max", "noise.")  # recomputed, or for sampling
@@ -66,9 +66,6 @@ def make(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedToke
         raise DuelError(
             f"MDLM, BD3-LM, SEDD and their AR baseline run in float32, not {options.dtype}; leave dtype out."
         )
-    options.require_cacheable(attention)
-    if options.cache and family == "sedd":
-        raise no_key_stays(options.cache, family)
     if block is not None:
         options.require_block(block)
     row = row_length(options.name, options.max_length, length)

@@ -52,7 +52,7 @@ class DiTDenoiser(Denoiser):
         self.mask_id = None if family == "ar" else mask_id
         self.shift = 1 if family == "ar" else 0
         self.relative_positions = family != "ar"
-        self._excluded = excluded_columns(tokens - {mask_id}, mask_id, self.vocab_size, path, torch.device("cpu"))
+        self.excluded = excluded_columns(tokens - {mask_id}, mask_id, self.vocab_size, path, torch.device("cpu"))
         self.device = network.vocab_embed.embedding.device
         if self.device.type != "meta":
             self.place(self.device)
@@ -61,13 +61,9 @@ class DiTDenoiser(Denoiser):
         """Move the network to a device."""
         self.device = device
         self.network.to(device)
-        self._excluded = self._excluded.to(device)
+        self.excluded = self.excluded.to(device)
         if device.type == "cpu":
             _by_columns(self.network.output_layer.linear)
-
-    @property
-    def excluded(self) -> torch.Tensor:
-        return self._excluded
 
     @property
     def layers(self) -> torch.nn.Module:
@@ -113,7 +109,7 @@ class DiTDenoiser(Denoiser):
             "weights": fingerprint.weights_of(self.path),
             "dtype": "float32",
             "mask_token_id": self.mask_id,
-            "vocabulary": f"{int((~self._excluded).sum())} of {self.vocab_size}",
+            "vocabulary": f"{int((~self.excluded).sum())} of {self.vocab_size}",
             "relative_positions": self.relative_positions,
         }
         if self.attention == "block_causal":

@@ -22,7 +22,7 @@ from lm_eval_duel.core.network import KeysValues
 from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.denoisers.hf import auto_model, lora
 from lm_eval_duel.denoisers.hf.families import Family
-from lm_eval_duel.denoisers.hf.network import Network
+from lm_eval_duel.denoisers.hf.pretrained import Pretrained
 from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.errors import DuelError
 
@@ -65,25 +65,19 @@ def load(
 
 
 def _require_causal(model_config: Any, config: dict[str, Any], options: LoadOptions) -> None:
-    """Raise DuelError if a config does not belong to a causal LM, or names another class with code of its own."""
+    """Raise DuelError if the config of a causal LM names another class, with code of its own."""
     architectures = config.get("architectures") or []
-    classes = ", ".join(architectures or [type(model_config).__name__])
-    own_code = (config.get("auto_map") or {}).get("AutoModelForCausalLM")
     native = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model_config), None)
-    if native is None and not (own_code and options.trust_remote_code):
-        raise DuelError(
-            f"{options.name} ({classes}) is not a causal LM of transformers, so it has no autoregressive likelihood; "
-            "leave estimator=ar and attention=causal out if it is a masked diffusion model."
-        )
-    names = [name.lower() for name in architectures]
-    if options.trust_remote_code or not names or native.__name__.lower() in names:
+    if options.trust_remote_code or native is None or native.__name__.lower() in map(str.lower, architectures):
         return
+    classes = ", ".join(architectures)
     if config.get("auto_map"):
         raise DuelError(
             f"By its config {options.name} is a {classes} with code of its own, and transformers' {native.__name__} "
             "may be another network. If it is autoregressive and you trust its code, pass trust_remote_code=true."
         )
-    log.warning("By its config %s is a %s; scoring it as transformers' %s", options.name, classes, native.__name__)
+    if classes:
+        log.warning("By its config %s is a %s; scoring it as transformers' %s", options.name, classes, native.__name__)
 
 
 class StandIn(torch.nn.Module):
@@ -99,7 +93,7 @@ class StandIn(torch.nn.Module):
         return self.output_class(last_hidden_state=self.features)
 
 
-class CausalLM(Network):
+class CausalLM(Pretrained):
     """A causal LM of transformers."""
 
     splits_head = False

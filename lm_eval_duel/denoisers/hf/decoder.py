@@ -15,10 +15,10 @@ import torch
 
 from lm_eval_duel.core.network import KeysValues, Past, joined
 from lm_eval_duel.denoisers import self_tests
-from lm_eval_duel.denoisers.hf.network import Network
+from lm_eval_duel.denoisers.hf.pretrained import Pretrained
 
 
-class Decoder(Network):
+class Decoder(Pretrained):
     """A decoder of transformers under the attention mask of its diffusion family."""
 
     maskless = False  # whole rows are evaluated without a mask

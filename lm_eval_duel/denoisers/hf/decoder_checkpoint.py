@@ -16,7 +16,7 @@ from lm_eval_duel.denoisers.hf import device_map, lora, quantization, strict_loa
 from lm_eval_duel.denoisers.hf.decoder import Decoder
 from lm_eval_duel.denoisers.hf.families import Family
 from lm_eval_duel.denoisers.hf.native import native_config, native_tensors
-from lm_eval_duel.denoisers.hf.network import max_positions
+from lm_eval_duel.denoisers.hf.pretrained import max_positions
 from lm_eval_duel.denoisers.hub import pick_dtype
 from lm_eval_duel.denoisers.load_options import LoadOptions
 

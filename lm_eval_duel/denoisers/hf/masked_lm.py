@@ -26,7 +26,7 @@ from lm_eval_duel.core.network import KeysValues
 from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.denoisers.hf import auto_model
 from lm_eval_duel.denoisers.hf.families import Family
-from lm_eval_duel.denoisers.hf.network import Network
+from lm_eval_duel.denoisers.hf.pretrained import Pretrained
 from lm_eval_duel.denoisers.hf.row_effects import padding_id, without_block_sparse
 from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.errors import DuelError
@@ -64,7 +64,7 @@ def load(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedToke
     return denoiser
 
 
-class MaskedLM(Network):
+class MaskedLM(Pretrained):
     """A network of transformers, or of a checkpoint's own code, through its own forward."""
 
     appends_sep = True

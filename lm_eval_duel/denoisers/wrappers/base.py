@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from lm_eval_duel.core.denoiser import Denoiser
-from lm_eval_duel.core.lanes import Lanes
-from lm_eval_duel.core.network import Network
+from lm_eval_duel.core.lanes import Lanes, Rows
+from lm_eval_duel.core.network import KeysValues, Network
 from lm_eval_duel.core.view import Positions, View
+from lm_eval_duel.rules import Rule
 
 
 class Wrapper(Denoiser):
@@ -23,9 +24,17 @@ class Wrapper(Denoiser):
     def layers(self) -> torch.nn.Module:
         return self.plain.layers
 
-    @property
-    def excluded(self) -> torch.Tensor:
-        return self.plain.excluded
+    def stream(self, *arguments: torch.Tensor, **keywords: torch.Tensor) -> tuple[torch.Tensor, list[KeysValues]]:
+        return self.plain.stream(*arguments, **keywords)
+
+    def head(self, features: torch.Tensor) -> torch.Tensor:
+        return self.plain.head(features)
+
+    def open(self, rows: Rows, generating: bool = False) -> View:
+        return WrappedView(self, self.plain.open(rows, generating))
+
+    def ties(self, rule: Rule) -> str | None:
+        return self.plain.ties(rule)
 
 
 class WrappedView(View):

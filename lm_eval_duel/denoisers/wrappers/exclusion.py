@@ -2,23 +2,15 @@
 
 LLaDA's `logits_eos_inf` is this, with the id of EOS. It is another distribution, in which texts with such a token have
 probability 0.
-
-Shapes: U rows of features that the LM head runs on, D features, V tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from lm_eval_duel.core.denoiser import Denoiser
-from lm_eval_duel.core.lanes import Rows
-from lm_eval_duel.core.network import KeysValues
-from lm_eval_duel.core.view import View
-from lm_eval_duel.denoisers.wrappers.base import WrappedView, Wrapper
+from lm_eval_duel.denoisers.wrappers.base import Wrapper
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.rules import Rule
 
 
 class Excluding(Wrapper):
@@ -38,26 +30,10 @@ class Excluding(Wrapper):
                 raise DuelError(
                     f"exclude_ids has id {token}, which is [MASK]: it is excluded in any case. Leave it out."
                 )
-        self._excluded = plain.excluded.clone()  # (V,)
-        self._excluded[list(self.excluded_ids)] = True
-        if self._excluded.all():
+        self.excluded = plain.excluded.clone()
+        self.excluded[list(self.excluded_ids)] = True
+        if self.excluded.all():
             raise DuelError("exclude_ids leaves no token of the vocabulary; name fewer ids.")
-
-    @property
-    def excluded(self) -> torch.Tensor:
-        return self._excluded
-
-    def stream(self, *arguments: torch.Tensor, **keywords: torch.Tensor) -> tuple[torch.Tensor, list[KeysValues]]:
-        return self.plain.stream(*arguments, **keywords)
-
-    def head(self, features: torch.Tensor) -> torch.Tensor:
-        return self.plain.head(features)
-
-    def open(self, rows: Rows, generating: bool = False) -> View:
-        return WrappedView(self, self.plain.open(rows, generating))
 
     def describe(self) -> dict[str, object]:
         return {**self.plain.describe(), "exclude_ids": "+".join(map(str, self.excluded_ids))}
-
-    def ties(self, rule: Rule) -> str | None:
-        return self.plain.ties(rule)

@@ -13,7 +13,6 @@ import dataclasses
 
 import torch
 
-from lm_eval_duel.arguments import require_finite
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.lanes import Lanes, Rows
 from lm_eval_duel.core.view import Positions, View
@@ -36,7 +35,6 @@ class Guided(Wrapper):
                 "cfg_scale masks the whole context, and this network scales its input by the share of visible tokens: "
                 "without any it divides 0 by 0. Leave cfg_scale out."
             )
-        require_finite("cfg_scale", scale)
         super().__init__(plain)
         self.scale = scale
 

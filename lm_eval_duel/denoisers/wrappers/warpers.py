@@ -12,13 +12,8 @@ import math
 
 import torch
 
-from lm_eval_duel.arguments import require_finite
 from lm_eval_duel.core.denoiser import Denoiser
-from lm_eval_duel.core.lanes import Rows
-from lm_eval_duel.core.network import KeysValues
-from lm_eval_duel.core.view import View
-from lm_eval_duel.denoisers.wrappers.base import WrappedView, Wrapper
-from lm_eval_duel.errors import DuelError
+from lm_eval_duel.denoisers.wrappers.base import Wrapper
 from lm_eval_duel.fingerprint import number
 from lm_eval_duel.rules import Rule
 
@@ -27,7 +22,7 @@ class Warped(Wrapper):
     """`plain` with its distributions sharpened (temperature < 1), flattened (> 1) or truncated.
 
     `top_k`: the number of tokens kept; None keeps all. `top_p`: keep the fewest most probable tokens that together have
-    at least this probability. Of equal logits the lowest id is kept first. Raises DuelError for values out of range.
+    at least this probability. Of equal logits the lowest id is kept first.
     """
 
     def __init__(
@@ -37,19 +32,9 @@ class Warped(Wrapper):
         top_k: int | None = None,
         top_p: float | None = None,
     ):
-        temperature, top_p = (1.0 if value is None else value for value in (temperature, top_p))
-        if not 0 < temperature < math.inf:
-            raise DuelError(f"temperature must be above 0 (0 is decoding, not a distribution); got {temperature}.")
-        require_finite("temperature", temperature, 1 / temperature)
-        if top_k is not None and top_k < 1:
-            raise DuelError(f"top_k must be at least 1; got {top_k}.")
-        if not 0 < top_p <= 1:
-            raise DuelError(f"top_p must be above 0 and at most 1; got {top_p}.")
         super().__init__(plain)
-        self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
-
-    def stream(self, *arguments: torch.Tensor, **keywords: torch.Tensor) -> tuple[torch.Tensor, list[KeysValues]]:
-        return self.plain.stream(*arguments, **keywords)
+        self.top_k = top_k
+        self.temperature, self.top_p = (1.0 if value is None else value for value in (temperature, top_p))
 
     def head(self, features: torch.Tensor) -> torch.Tensor:
         logits = self.plain.head(features)  # (U, V)
@@ -66,9 +51,6 @@ class Warped(Wrapper):
             before[:, 0] = 0
             ordered = ordered.masked_fill(before >= self.top_p, -math.inf)
         return torch.empty_like(logits).scatter_(1, ids, ordered)
-
-    def open(self, rows: Rows, generating: bool = False) -> View:
-        return WrappedView(self, self.plain.open(rows, generating))
 
     def describe(self) -> dict[str, object]:
         return {**self.plain.describe(), "warpers": self.words}

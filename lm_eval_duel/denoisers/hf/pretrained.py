@@ -1,8 +1,8 @@
 """What is common to the networks of transformers, and to a checkpoint's own code: from config to denoiser.
 
     config.json, options -> family: what kind of network it is           settle
-    tokenizer            -> [MASK], and which columns are tokens         Network.__init__
-    files                -> the network, by the `load` of its module     Network.take
+    tokenizer            -> [MASK], and which columns are tokens         Pretrained.__init__
+    files                -> the network, by the `load` of its module     Pretrained.take
 
 Shapes: V tokens.
 """
@@ -47,7 +47,6 @@ def settle(denoiser: Denoiser, family: Family, config: dict[str, Any], options: 
     if denoiser.by_blocks:
         denoiser.block = trained_block(family, config, options)
         options.require_block(denoiser.block)
-    options.require_cacheable(denoiser.attention)
 
 
 def trained_block(family: Family, config: dict[str, Any], options: LoadOptions) -> int:
@@ -76,7 +75,7 @@ def max_positions(family: Family, positions: int | None, config: dict[str, Any])
     return min((length for length in (positions, family.max_length) if length), default=None)
 
 
-class Network(Denoiser):
+class Pretrained(Denoiser):
     """A network of transformers, or of a checkpoint's own code.
 
     A subclass is made from what config and tokenizer say, before any weight is read; `take` gives it its network.
@@ -119,11 +118,7 @@ class Network(Denoiser):
     def predict(self, columns: int) -> None:
         """The network predicts so many columns, of which the tokenizer's ids but [MASK] are tokens."""
         self.vocab_size = columns
-        self._excluded = excluded_columns(self.tokens, self.mask_id, columns, self.path, self.device)
-
-    @property
-    def excluded(self) -> torch.Tensor:
-        return self._excluded
+        self.excluded = excluded_columns(self.tokens, self.mask_id, columns, self.path, self.device)
 
     @property
     def layers(self) -> torch.nn.Module:
