@@ -16,6 +16,7 @@ import torch
 import transformers
 
 from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.core.network import Network
 from lm_eval_duel.demo import resolve
 from lm_eval_duel.denoisers import hub
 from lm_eval_duel.denoisers.dit import checkpoint as dit_checkpoint
@@ -86,7 +87,7 @@ def read(name: str, network: dict[str, Any], tokenizer: Any = None) -> Unloaded:
 def _dit(config: dict[str, Any], options: LoadOptions) -> Unloaded:
     """MDLM, BD3-LM, SEDD, GIDD or AR."""
     denoiser, unloaded = dit_checkpoint.make(config, options, None), Unloaded()
-    for name in Denoiser.__annotations__:
+    for name in Network.__annotations__:
         if hasattr(denoiser, name) and name != "device":
             setattr(unloaded, name, getattr(denoiser, name))
     shape, network = denoiser.network.config, dict(denoiser.network.named_parameters())
