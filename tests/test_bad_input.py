@@ -194,18 +194,21 @@ CASES = [
         "cache=dual is for bidirectional networks; this one is block_causal, ... Leave cache out.",
         lambda at: at.load(cache="dual"),
         ("block-causal DiT", "block-causal backbone"),
+        weights=True,
     ),
     Case(
         "a cache for an autoregressive network",
         "cache=prefix is for bidirectional networks; this one is causal, ... Leave cache out.",
         lambda at: at.load(cache="prefix"),
         ("causal",),
+        weights=True,
     ),
     Case(
         "a cache for SEDD",
         "a sedd network gets another noise level at each step, so none of them stay valid. Leave cache out.",
         lambda at: at.load(cache="dual"),
         ("SEDD",),
+        weights=True,
     ),
     Case(
         "a cache for a checkpoint's own code",

@@ -55,7 +55,9 @@ class Function(Denoiser):
     def _first_call(self) -> int:
         """The columns of the logits of a first small row. Raises DuelError if they are not logits."""
         first = torch.full((1, min(2, self.max_length)), self.mask_id, device=self.device)  # (1, L)
-        with explained(self.path, "network", f"It is called as logits = f(ids, real), with ids {first.tolist()} here."):
+        with explained(
+            self.path, "run network", f"It is called as logits = f(ids, real), with ids {first.tolist()} here."
+        ):
             logits = self.features(first, None)
         if logits.device.type != self.device.type:
             raise DuelError(

@@ -89,7 +89,7 @@ def load_tokenizer(path: str, trust_remote_code: bool, revision: str) -> PreTrai
     configs.setLevel(logging.ERROR)  # it warns about every unknown model_type
     tokenizer_kwargs = {"trust_remote_code": trust_remote_code, "revision": revision}
     try:
-        with explained(path, "config and tokenizer of", TOKENIZER_REMEDY):
+        with explained(path, "read config and tokenizer of", TOKENIZER_REMEDY):
             try:
                 tokenizer = AutoTokenizer.from_pretrained(path, **tokenizer_kwargs)
             except AttributeError:  # transformers 5, if rotary positions are scaled and the model_type is unknown
@@ -142,18 +142,18 @@ def short_reason(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def explained(path: str, what: str = "checkpoint", remedy: str = "") -> Iterator[None]:
+def explained(path: str, what: str = "read checkpoint", remedy: str = "") -> Iterator[None]:
     """Turn whatever a library or a checkpoint's own code raises into a DuelError, with the likely remedy.
 
     transformers, safetensors, peft and the packages of quantisation check files and configs in their own ways; this
-    is the one place that says of which checkpoint (or the part of it in `what`) their error is, and what to do.
+    is the one place that says of which checkpoint their error is, and what to do.
     """
     try:
         yield
     except (DuelError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        raise DuelError(f"Cannot read {what} '{path}': {_with_hint(path, what, error, remedy)}") from error
+        raise DuelError(f"Cannot {what} '{path}': {_with_hint(path, what, error, remedy)}") from error
 
 
 def _with_hint(path: str, what: str, error: Exception, remedy: str) -> str:
@@ -171,7 +171,7 @@ def _with_hint(path: str, what: str, error: Exception, remedy: str) -> str:
         hint = f" It needs the package {error.name}: pip install {error.name}."
     elif "offload" in text:
         hint = " It does not fit into the memory of the device_map: use fewer processes per machine or a smaller dtype."
-    elif what != "network" and not os.path.isdir(path):
+    elif what != "run network" and not os.path.isdir(path):
         nearest = difflib.get_close_matches(path, NAMES, n=1)
         suggestion = f" Did you mean the bundled {nearest[0]}?" if nearest else ""
         hint = f"{suggestion} It is not a local folder; a hub name needs a connection or a cached copy.{hint}"

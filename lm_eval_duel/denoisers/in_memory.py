@@ -74,7 +74,7 @@ def from_model(
         )
     tests = user_module.buffers_kept(bare if module is None else module)
     evaluating = user_module.evaluating(module, options.device, autocast)
-    with explained(name, "network"), torch.no_grad(), tests, evaluating:
+    with explained(name, "run network"), torch.no_grad(), tests, evaluating:
         plain = _plain(bare, options, ids, self_tests, module is not None)
     of_tokenizer = getattr(tokenizer, "mask_token_id", None)
     if None not in (of_tokenizer, plain.mask_id) and of_tokenizer != plain.mask_id:

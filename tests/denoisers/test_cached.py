@@ -359,8 +359,6 @@ def test_networks_that_have_no_cache_are_refused_with_the_reason():
         DuelError, match=r"cache=dual is not possible with this network \(Toy\): it takes no keys.*Use cache=none"
     ):
         Cached(Toy(), "dual")
-    with pytest.raises(DuelError, match="Did you mean dual"):
-        Cached(Attends(), "duel")
     for arguments, said in (
         ({"cache": "dual", "backend": "remote"}, "backend=remote runs a checkpoint's own code"),
         ({"cache": "prefix", "compile": True}, "compile=true traces"),

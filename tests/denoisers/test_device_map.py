@@ -140,7 +140,7 @@ def test_a_network_whose_layers_lie_elsewhere(folder, kind, tmp_path, monkeypatc
 
 
 def test_a_network_that_does_not_fit(folder):
-    with pytest.raises(DuelError, match=r"does not fit into the memory that device_map=.* may use: start fewer proce"):
+    with pytest.raises(DuelError, match="does not fit into the memory of the device_map: use fewer processes"):
         denoisers.load(folder("qwen3"), device="cpu", device_map=DECODER)
 
 

@@ -4,12 +4,9 @@ import dataclasses
 import json
 import logging
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import decoder_reference
-import dit_reference
 import own
 import pytest
 import tiny
@@ -18,8 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from lm_eval_duel import denoisers
 from lm_eval_duel.cli.main import main
-from lm_eval_duel.denoisers import weights
-from lm_eval_duel.denoisers.hf import families, native, strict_load
+from lm_eval_duel.denoisers.hf import strict_load
 from lm_eval_duel.errors import DuelError
 
 
@@ -38,102 +34,6 @@ def refused(path, words, **options):
     with pytest.raises(DuelError) as error:
         denoisers.load(path, device="cpu", **options)
     assert re.search(words, str(error.value)), error.value
-
-
-# ---------------------------------------------------------------- memory
-
-LIMITED = """
-import json, resource, sys
-from lm_eval_duel import denoisers
-from lm_eval_duel.errors import DuelError
-
-cases = json.load(sys.stdin)
-for path, options in cases:  # whatever is imported when first a network of its kind is read
-    good = options.pop("good")
-    denoisers.load(good, device="cpu", **{key: value for key, value in options.items() if key != "family"})
-page, room = resource.getpagesize(), 1 << 30
-used = int(open("/proc/self/statm").read().split()[0]) * page
-resource.setrlimit(resource.RLIMIT_AS, (used + room, used + room))
-for path, options in cases:
-    try:
-        denoisers.load(path, device="cpu", **options)
-        print("loaded")
-    except DuelError as error:
-        print(" ".join(str(error).split()))
-    except BaseException as error:
-        print(type(error), " ".join(str(error).split()))
-"""
-
-
-def changed(folder, path, **entries):
-    """A copy of a checkpoint folder, its config changed."""
-    folder.mkdir()
-    for file in Path(path).iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **entries}))
-    return str(folder)
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits the address space")
-def test_a_wrong_config_takes_no_memory(tmp_path):
-    """Each of these was 8 GB or more, or a network of its library's default size."""
-    for name in ("dit", "bert", "gpt2", "own"):
-        (tmp_path / name).mkdir()
-    dit, _ = dit_reference.write(tmp_path / "dit", "mdlm")
-    bert, gpt2 = tiny.checkpoint(tmp_path / "bert", "bert"), tiny.checkpoint(tmp_path / "gpt2", "gpt2", mask=False)
-    code = own.write(tmp_path / "own", own.DREAM, "DreamModel", own.decoder(bias=True))
-    many, none = "=10000000, but its files hold", "do not belong together"
-    cases = [
-        (dit, {"hidden_dim": 1_000_000}, {}, "do not fill the network: .* of another shape"),
-        (dit, {"n_blocks": 10_000_000}, {}, "n_blocks" + many),
-        (dit, {"vocab_size": 10**10}, {}, "do not fill the network: .* of another shape"),
-        (dit, {"hidden_dim": 10**30}, {}, "describes no valid network"),
-        (bert, {"hidden_size": 1_000_000}, {}, none),
-        (bert, {"vocab_size": 10**9}, {}, none),
-        (bert, {"num_hidden_layers": 10_000_000}, {}, "num_hidden_layers" + many),
-        (gpt2, {"n_embd": 1_000_000}, {"attention": "causal"}, none),
-        (code, {"num_hidden_layers": 10_000_000}, {"backend": "remote", "trust_remote_code": True}, many),
-    ]
-    for name, entries, words in [
-        ("llada", {"n_layers": 10_000_000}, "num_hidden_layers" + many),
-        ("llada", {"mlp_hidden_size": 10**9}, "3 of another shape|4 of another shape|6 of another shape"),
-        ("llada", {"embedding_size": 10**9}, r"2 of another shape: model\.transformer\.ff_out\.weight is \(48, 16\)"),
-        ("a2d-qwen2", {"hidden_size": 1_000_000}, "of another shape"),
-        ("rnd1", {"num_experts": 10_000_000}, "num_experts" + many),
-        ("rnd1", {"moe_intermediate_size": 10**8}, "of another shape"),
-        ("sdar", {"block_size": 1_000_000}, "holds 64 positions, so its trained block cannot be 1000000"),
-    ]:
-        path, options = backbone(tmp_path / f"{name} {len(cases)}", name)
-        cases.append((path, entries, options, words))
-    llada, _ = backbone(tmp_path / "a llada", "llada")
-    cases.append(
-        (llada, {}, {"family": "dream"}, "has no hidden_size, num_hidden_layers, .* of the family llada: leave")
-    )
-    asked = []
-    for number, (path, entries, options, _) in enumerate(cases):
-        asked.append((changed(tmp_path / f"case {number}", path, **entries), {**options, "good": path}))
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED], input=json.dumps(asked), capture_output=True, text=True, check=False
-    )
-    said = done.stdout.splitlines()
-    assert len(said) == len(cases), done.stderr[-2000:]
-    for (_, entries, _, words), line in zip(cases, said, strict=True):
-        assert re.search(words, line), (entries, line)
-
-
-def test_what_a_file_is_made_of_is_known_without_reading_it(tmp_path):
-    tensors = {"a": torch.ones(3, 5), "b": torch.ones((), dtype=torch.float16)}
-    for name, save in (("model.safetensors", save_file), ("pytorch_model.bin", torch.save)):
-        folder = tmp_path / f"a {name}"
-        folder.mkdir()
-        save(tensors, folder / name)
-        found = weights.shapes(str(folder))
-        assert all(value.is_meta for value in found.values())
-        assert {key: (value.shape, value.dtype) for key, value in found.items()} == {
-            key: (value.shape, value.dtype) for key, value in tensors.items()
-        }
-    assert weights.shapes(str(tmp_path)) == {}
 
 
 # ---------------------------------------------------------------- entries that are needed
@@ -166,20 +66,9 @@ def test_no_entry_is_left_to_the_defaults_of_a_library(name, key, tmp_path):
     )
 
 
-def test_all_that_is_lacking_is_said_and_the_family_it_is_of(tmp_path):
+def test_all_that_is_lacking_is_said(tmp_path):
     path, _ = backbone(tmp_path, "dream")
-    refused(
-        path,
-        r"has no d_model, mlp_hidden_size, n_layers, n_heads, max_sequence_length, which the family llada .* needs\. "
-        r"By its class DreamModel it is of the family dream: leave family=llada out\.",
-        family="llada",
-    )
-    path, _ = backbone(tmp_path / "b", "open-dllm", hidden_size=None)
-    refused(
-        path,
-        r"has no hidden_size, .* needs\. Use another family=, or add the values it was trained with to config\.json",
-        family="open-dllm",
-    )
+    refused(path, r"has no d_model, n_layers, n_heads, max_sequence_length, mlp_hidden_size, .* llada ", family="llada")
 
 
 @pytest.mark.parametrize("name", ["llada", "llada2", "sdar"])
@@ -196,51 +85,31 @@ def test_rotary_entries_may_be_where_transformers_5_puts_them(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "entries", "words"),
+    ("name", "entries", "key"),
     [
-        ("dream", {"hidden_size": "16"}, "'hidden_size' must be an integer, at least 1; got '16'"),
-        ("dream", {"num_hidden_layers": 2.0}, "'num_hidden_layers' must be an integer, at least 1; got 2.0"),
-        ("dream", {"vocab_size": True}, "'vocab_size' must be an integer, at least 1; got True"),
-        ("dream", {"max_position_embeddings": -1}, "'max_position_embeddings' must be an integer, at least 1; got -1"),
-        ("dream", {"rms_norm_eps": "1e-6"}, "'rms_norm_eps' must be a number above 0; got '1e-6'"),
-        ("dream", {"rms_norm_eps": 0}, "'rms_norm_eps' must be a number above 0; got 0"),
-        ("dream", {"rope_theta": True}, "'rope_theta' must be a number above 0; got True"),
-        ("a2d-qwen2", {"rope_parameters": {"rope_theta": "1e6"}}, "'rope_theta' must be a number above 0; got '1e6'"),
-        ("dream", {"tie_word_embeddings": "false"}, "'tie_word_embeddings' must be true or false; got 'false'"),
-        ("dream", {"right_shift_logits": "false"}, "'right_shift_logits' must be true or false; got 'false'"),
-        ("dream", {"mask_token_id": True}, "mask_token_id=True is not an id of"),
-        ("llada", {"weight_tying": "false"}, "'weight_tying' must be true or false; got 'false'"),
-        ("llada", {"n_heads": "4"}, "'n_heads' must be an integer, at least 1; got '4'"),
-        ("rnd1", {"norm_topk_prob": "false"}, "'norm_topk_prob' must be true or false; got 'false'"),
-        ("llada2", {"num_shared_experts": -1}, "'num_shared_experts' must be an integer, at least 0; got -1"),
-        ("sdar", {"block_size": 0}, "'block_size' must be an integer, at least 1; got 0"),
-        ("sdar", {"block_size": -4}, "'block_size' must be an integer, at least 1; got -4"),
-        ("sdar", {"block_size": 3.5}, "'block_size' must be an integer, at least 1; got 3.5"),
-        ("sdar", {"block_size": True}, "'block_size' must be an integer, at least 1; got True"),
-        ("sdar", {"quantization_config": "int8"}, "'quantization_config' must be an object; got 'int8'"),
-        ("illada", {"layer_norm_eps": 1e-5}, "This iLLaDA has LayerNorm"),
+        ("dream", {"hidden_size": "16"}, "hidden_size|not supported"),
+        ("dream", {"num_hidden_layers": 2.0}, "num_hidden_layers|float"),
+        ("dream", {"right_shift_logits": "fasle"}, "'right_shift_logits'"),
+        ("dream", {"mask_token_id": 40}, "mask_token_id=40"),
+        ("llada", {"n_heads": "4"}, "num_attention_heads|unsupported operand"),
+        ("sdar", {"block_size": -4}, "'block_size'"),
+        ("sdar", {"block_size": 3.5}, "'block_size'"),
+        ("sdar", {"block_size": True}, "'block_size'"),
+        ("illada", {"layer_norm_eps": 1e-5}, r"not the released network .* \(layer_norm_eps=1e-05\)"),
     ],
 )
-def test_entries_of_a_wrong_type(name, entries, words, tmp_path):
+def test_wrong_entries(name, entries, key, tmp_path):
+    """transformers checks most types; a wrong one is an error, and says of which checkpoint."""
     path, options = backbone(tmp_path, name, **entries)
-    refused(path, re.escape(words), **options)
+    refused(path, key, **options)
 
 
 def test_own_code_is_read_by_type_too(tmp_path):
     code = own.write(tmp_path, own.SDAR, "SDARForCausalLM", own.decoder(norms=True), block_size=3.5)
-    refused(code, "'block_size' must be an integer, at least 1; got 3.5", backend="remote", trust_remote_code=True)
+    refused(code, "'block_size' .*; got '3.5'", backend="remote", trust_remote_code=True)
 
 
 # ---------------------------------------------------------------- names
-
-
-@pytest.mark.parametrize("name", families.NAMED)
-def test_every_tensor_has_one_name_in_the_files(name):
-    family, case = families.NAMED[name], decoder_reference.CASES[name]
-    tensors = decoder_reference.weights(case)
-    named, origin = native.native_tensors(family, tensors, case.config)
-    assert all(native.file_name(family, key) == origin[key] for key in named)
-    assert set(origin.values()) == set(tensors)
 
 
 def test_two_tensors_of_one_place(tmp_path):
@@ -310,5 +179,5 @@ def test_all_that_is_wrong_is_said_at_once_and_by_us(kind, tmp_path, caplog):
 def test_ten_names_of_each_kind_are_shown():
     wanted = {f"w{n:02}": (n,) for n in range(12)}
     with pytest.raises(DuelError, match=r"^They: 12 missing: w00, w01, .*, w09, \.\.\.; 1 unknown: x\.$"):
-        strict_load.require_no_faults("They", strict_load.compare(wanted, {"x": (2,)}))
-    strict_load.require_no_faults("They", strict_load.compare(wanted, wanted))
+        strict_load.require_equal("They", wanted, {"x": (2,)})
+    strict_load.require_equal("They", wanted, wanted)

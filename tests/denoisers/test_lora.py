@@ -160,23 +160,14 @@ def qwen3(tmp_path):
 
 def test_adapters_of_another_network(tmp_path, qwen3):
     lora = adapter(tmp_path / "lora", llada(), LLADA_MODULES)
-    with pytest.raises(
-        DuelError,
-        match=r"does not fit this network: the network has no model\.transformer\.blocks\.0\.attn_out, model\.tr",
-    ):
+    with pytest.raises(DuelError, match=r"lora.*blocks\.0\.attn_out"):
         load(qwen3, peft=lora)
     wide = {"model.layers.0.self_attn.q_proj.weight": torch.zeros(16, 20)}
     lora = adapter(tmp_path / "wide", wide, ["model.layers.0.self_attn.q_proj"])
-    key = f"{PREFIX}model.layers.0.self_attn.q_proj.lora_A.weight"
-    with pytest.raises(
-        DuelError, match=rf"not fit this network: 1 of another shape: {key} is \(3, 20\), not \(3, 16\)"
-    ):
+    with pytest.raises(DuelError, match=r"Cannot read adapter .*wide.*size mismatch for .*q_proj\.lora_A"):
         load(qwen3, peft=lora)
-    lora = adapter(tmp_path / "ranks", decoder(norms=True), NATIVE_MODULES, r=1_000_000_000)
-    with pytest.raises(
-        DuelError,
-        match=r"ranks of the adapter .* differ from its adapter_config.*down_proj is \(3, 24\), not of rank 1000000000",
-    ):
+    lora = adapter(tmp_path / "ranks", decoder(norms=True), NATIVE_MODULES, r=17)
+    with pytest.raises(DuelError, match=r"Cannot read adapter .*ranks.*size mismatch for .*lora_A"):
         load(qwen3, peft=lora)
 
 
@@ -196,7 +187,7 @@ def test_tensors_that_have_no_place_or_are_not_there(tmp_path, qwen3):
     with pytest.raises(DuelError, match=rf"1 missing: {gone}; 1 unknown: {extra}\."):
         load(qwen3, peft=lora)
     save_file({extra: torch.ones(16)}, file, metadata={"format": "pt"})
-    with pytest.raises(DuelError, match="does not fit this network: it has no LoRA tensors"):
+    with pytest.raises(DuelError, match=r"adapter .*lora"):
         load(qwen3, peft=lora)
 
 
@@ -220,7 +211,7 @@ def test_folders_without_an_adapter(tmp_path, qwen3):
 
 def test_without_the_package(tmp_path, qwen3, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(DuelError, match=r"The adapter .*lora needs the package peft \(pip install peft\)"):
+    with pytest.raises(DuelError, match=r"Cannot read adapter .*lora.* pip install peft"):
         load(qwen3, peft=str(tmp_path / "lora"))
 
 

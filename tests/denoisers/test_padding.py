@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerFast
 from lm_eval_duel import denoisers, rules
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers import self_tests
-from lm_eval_duel.denoisers.hf.masked_lm import MaskedLM
 from lm_eval_duel.denoisers.special_tokens import added_tokens
 from lm_eval_duel.denoisers.wrappers.guidance import Guided
 from lm_eval_duel.errors import DuelError
@@ -73,7 +72,7 @@ def network(name, scale=4, **changed):
 
 
 def denoiser_of(model, name="network"):
-    return MaskedLM(model, 4, set(range(len(tiny.WORDS))), 32, name)
+    return tiny.masked_lm(model)
 
 
 def checkpoint(folder, model, **tokenizer_options):
@@ -269,7 +268,7 @@ def test_networks_that_do_not_run_on_ids_alone_are_refused_in_words(tmp_path):
         denoisers.load(path, device="cpu")
     fixed = transformers.NystromformerConfig(**{**SIZE, "max_position_embeddings": 64}, num_landmarks=8)
     path = checkpoint(tmp_path / "nystromformer", transformers.NystromformerForMaskedLM(fixed))
-    with pytest.raises(DuelError, match=r"RuntimeError: .* Its network does not run on short rows of ids"):
+    with pytest.raises(DuelError, match=r"Cannot read checkpoint .*: RuntimeError: "):
         denoisers.load(path, device="cpu")
     path = checkpoint(tmp_path / "ibert", network("ibert"))  # its position table is of a class of its own
     assert denoisers.load(path, device="cpu").max_length == 32

@@ -352,7 +352,7 @@ def test_files_of_8_bit_floats(base, kind):
 def test_packages_that_are_missing(base, monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     for bits in BITS:
-        with pytest.raises(DuelError, match=rf"load_in_{bits}bit needs .* bitsandbytes \(pip install bitsandbytes\)"):
+        with pytest.raises(DuelError, match=r"Cannot read checkpoint .*bitsandbytes"):
             load(base("qwen3"), **{f"load_in_{bits}bit": True})
 
 
@@ -364,8 +364,7 @@ def test_packages_that_a_file_needs(base, kind, tmp_path):
     for method, text in (("gptq", "requires optimum .`pip install"), ("mystery", "Unknown quantization type, got mys")):
         said = {"quant_method": method, "bits": 4}
         Path(path, "config.json").write_text(json.dumps({**raw, "quantization_config": said}))
-        (tmp_path / "base" / "model.safetensors").unlink(missing_ok=True)  # it is said before weights are read
-        with pytest.raises(DuelError, match=rf"Cannot load the quantisation of .*base \(.*\): .*{text}"):
+        with pytest.raises(DuelError, match=rf"Cannot read checkpoint .*base.*: .*{text}"):
             load(path)
 
 

@@ -1,5 +1,7 @@
 """Tiny random checkpoints with the real structure of their families, written to a folder."""
 
+from types import SimpleNamespace
+
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
@@ -15,6 +17,9 @@ from transformers import (
     RobertaConfig,
     RobertaForMaskedLM,
 )
+
+from lm_eval_duel.denoisers.hf.masked_lm import MASKED_LM, MaskedLM
+from lm_eval_duel.denoisers.load_options import LoadOptions
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqrstuvwxyz", "the", "of", "and"]
 ROWS = 40  # embedding rows: 6 more than words
@@ -75,3 +80,12 @@ def checkpoint(folder, family, **tokenizer_options):
     network(family).save_pretrained(folder)
     tokenizer(**tokenizer_options).save_pretrained(folder)
     return str(folder)
+
+
+def masked_lm(model, tokens=tuple(range(34)), kind=MaskedLM, length=32):
+    """The denoiser of a masked LM in memory, whose [MASK] is token 4."""
+    words = SimpleNamespace(get_vocab=lambda: {str(n): n for n in tokens}, model_max_length=length)
+    options = LoadOptions("network", torch.device("cpu"), mask_token_id=4)
+    denoiser = kind(MASKED_LM, {}, options, words, None)
+    denoiser.take(model)
+    return denoiser

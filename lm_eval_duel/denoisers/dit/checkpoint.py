@@ -17,7 +17,7 @@ from lm_eval_duel.arguments import COUNT, TRUTH
 from lm_eval_duel.denoisers import weights
 from lm_eval_duel.denoisers.dit import gidd
 from lm_eval_duel.denoisers.dit.denoiser import ATTENTION, SEDD, DiTDenoiser
-from lm_eval_duel.denoisers.dit.gidd import counts
+from lm_eval_duel.denoisers.dit.gidd import entries
 from lm_eval_duel.denoisers.dit.network import DiT, DiTConfig
 from lm_eval_duel.denoisers.hub import find_mask_id, row_length
 from lm_eval_duel.denoisers.load_options import LoadOptions
@@ -97,10 +97,12 @@ def read_shape(config: dict[str, Any], name: str) -> tuple[str, DiTConfig, int, 
             raise DuelError(
                 f"This SEDD has a {kind} graph: without a mask state there is no order of unmasking to score."
             )
-        (tokens,) = counts(config, name, "tokens")
-        *sizes, length = counts(config["model"], name, "hidden_size", "n_blocks", "n_heads", "cond_dim", "length")
+        (tokens,) = entries(config, name, COUNT, "tokens")
+        *sizes, length = entries(
+            config["model"], name, COUNT, "hidden_size", "n_blocks", "n_heads", "cond_dim", "length"
+        )
         return "sedd", DiTConfig(tokens + 1, *sizes, time=True), length, None
-    *sizes, length = counts(config, name, "vocab_size", "hidden_dim", "n_blocks", "n_heads", "model_length")
+    *sizes, length = entries(config, name, COUNT, "vocab_size", "hidden_dim", "n_blocks", "n_heads", "model_length")
     causal, time, crossed = (TRUTH(key, config.get(key)) for key in ("causal", "time_conditioning", "cross_attn"))
     adaptive = TRUTH("adaln", config.get("adaln"))
     shape = DiTConfig(

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lm_eval_duel.arguments import COUNT, PROBABILITY
+from lm_eval_duel.arguments import COUNT, PROBABILITY, Kind
 from lm_eval_duel.denoisers.dit.denoiser import Timed
 from lm_eval_duel.denoisers.dit.network import DiTConfig
 from lm_eval_duel.errors import DuelError
@@ -26,9 +26,9 @@ MASK = 50258  # the authors add [PAD] and [MASK] to GPT-2's tokenizer
 UNIFORM = re.compile(r"p_unif-0*\.?0*[1-9]|gidd-unif")  # in the names of checkpoints with uniform noise
 
 
-def counts(config: dict[str, Any], name: str, *keys: str) -> list[int]:
-    """Whole numbers that the config.json of `name` must have; raises DuelError that names all that are missing."""
-    values = [COUNT(key, config.get(key), f" in the config.json of {name}") for key in keys]
+def entries(config: dict[str, Any], name: str, kind: Kind, *keys: str) -> list[Any]:
+    """Values that the config.json of `name` must have; raises DuelError that names all that are missing."""
+    values = [kind(key, config.get(key), f" in the config.json of {name}") for key in keys]
     if missing := [key for key, value in zip(keys, values, strict=True) if value is None]:
         raise DuelError(f"The config.json of {name} has no {', '.join(missing)}, which its family needs.")
     return values
@@ -36,8 +36,8 @@ def counts(config: dict[str, Any], name: str, *keys: str) -> list[int]:
 
 def read_shape(config: dict[str, Any], name: str) -> tuple[DiTConfig, int]:
     """The network's shape and its row length; raises DuelError if it was trained with uniform noise."""
-    *shape, length = counts(config, name, *SIZES)
-    uniform = PROBABILITY("p_uniform", config["p_uniform"])
+    *shape, length = entries(config, name, COUNT, *SIZES)
+    uniform, _ = entries(config, name, PROBABILITY, "p_uniform", "t_eps")
     if uniform or UNIFORM.search(os.path.basename(name.rstrip("/"))):
         raise DuelError(
             f"{name} is a GIDD trained with uniform noise (p_uniform {uniform:g}): its sampler replaces "

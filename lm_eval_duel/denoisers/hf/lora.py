@@ -22,7 +22,7 @@ PREFIX = "base_model.model."
 
 def fetch(options: LoadOptions) -> LoadOptions:
     """The options with the adapter as a local folder; an adapter from the hub is downloaded."""
-    with explained(options.peft, "adapter"):
+    with explained(options.peft, "read adapter"):
         import peft  # noqa: F401, before any weight is read
 
         if os.path.isdir(options.peft):
@@ -38,7 +38,7 @@ def merge(model: Any, path: str, family: Family | None) -> Any:
     """
     from peft import PeftConfig, get_peft_model, load_peft_weights, set_peft_model_state_dict
 
-    with explained(path, "adapter"):
+    with explained(path, "read adapter"):
         config, tensors = PeftConfig.from_pretrained(path), load_peft_weights(path, device="cpu")
         if str(config.peft_type).rsplit(".", 1)[-1] != "LORA":
             raise DuelError(f"The adapter {path} is a {config.peft_type}; only LoRA can be merged.")
