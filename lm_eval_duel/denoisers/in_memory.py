@@ -33,7 +33,6 @@ from lm_eval_duel.denoisers.hf.decoder import Decoder
 from lm_eval_duel.denoisers.hf.pretrained import Pretrained, max_positions
 from lm_eval_duel.denoisers.hub import explained
 from lm_eval_duel.denoisers.load_options import LoadOptions
-from lm_eval_duel.denoisers.wrappers.base import Wrapper
 from lm_eval_duel.errors import DuelError, unknown
 
 log = logging.getLogger("lm_eval.duel_mdm")
@@ -210,15 +209,10 @@ def _require_plain(denoiser: Denoiser) -> None:
     """Raise DuelError for a denoiser whose `open` would be lost."""
     if type(denoiser).open is Denoiser.open:
         return
-    name = type(denoiser).__name__
-    if isinstance(denoiser, Wrapper):
-        raise DuelError(
-            f"from_model takes a network without wrappers; got {name}. Pass the denoiser inside it, and cache=, "
-            "cfg_scale=, exclude_ids=, temperature=, top_k= or top_p= as arguments of from_model."
-        )
     raise DuelError(
-        f"{name} opens rows in its own way (`open`), which from_model would leave out. Use Duel(denoiser, ...), with "
-        "the network in eval mode."
+        f"{type(denoiser).__name__} opens rows in its own way (`open`), which from_model would leave out. Pass the "
+        "network inside it, with cache=, cfg_scale=, exclude_ids=, temperature=, top_k= or top_p= as arguments of "
+        "from_model; or use Duel(denoiser, ...), with the network in eval mode."
     )
 
 

@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from lm_eval_duel.arguments import CHECKPOINT
+from lm_eval_duel.arguments import CHECKPOINT, TRUTH
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.demo import BUNDLED, resolve
 from lm_eval_duel.denoisers import hub, special_tokens, weights
@@ -25,7 +25,7 @@ from lm_eval_duel.denoisers.load_options import NETWORK_ARGUMENTS, LoadOptions, 
 from lm_eval_duel.denoisers.wrappers.exclusion import Excluding
 from lm_eval_duel.denoisers.wrappers.guidance import Guided
 from lm_eval_duel.denoisers.wrappers.warpers import Warped
-from lm_eval_duel.errors import DuelError, unknown
+from lm_eval_duel.errors import unknown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -117,12 +117,9 @@ def load_tokenizer(arguments: Mapping[str, Any]) -> PreTrainedTokenizerBase:
     """
     name, revision = tokenizer_source(arguments)
     name = resolve(name)
-    trust_remote_code = str(arguments.get("trust_remote_code", False)).lower() in ("true", "1")
+    trust_remote_code = TRUTH("trust_remote_code", arguments.get("trust_remote_code")) or False
     tokenizer_only = bool(arguments.get("tokenizer")) or (os.path.isdir(name) and hub.has_tokenizer(name, revision))
     config = hub.read_config(name, revision, needed=not tokenizer_only)
     if dit_checkpoint.is_dit(config) and not hub.has_tokenizer(name, revision):
-        try:
-            return hub.load_tokenizer(dit_checkpoint.TOKENIZER, trust_remote_code, "main")
-        except DuelError as error:
-            raise DuelError(f"{name} has no tokenizer, and that of its family is not available. {error}") from error
+        return hub.load_tokenizer(dit_checkpoint.TOKENIZER, trust_remote_code, "main")
     return hub.load_tokenizer(name, trust_remote_code, revision)

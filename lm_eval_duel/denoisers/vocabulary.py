@@ -14,13 +14,8 @@ PADDING = 128  # embeddings are padded by up to this many columns, for speed
 
 
 def require_fit(tokens: set[int], mask_id: int | None, vocab_size: int, path: str) -> None:
-    """Raise DuelError if the tokenizer has an id that the network of `path` does not predict, or [MASK] alone."""
-    if not (ordinary := tokens - {mask_id}):
-        raise DuelError(
-            f"The vocabulary of {path} has no token besides [MASK], so there is nothing to predict; check the "
-            "tokenizer, and vocab_size in config.json."
-        )
-    if (last := max(ordinary)) >= vocab_size:
+    """Raise DuelError if the tokenizer has an id that the network of `path` does not predict."""
+    if (last := max(tokens - {mask_id})) >= vocab_size:
         raise DuelError(
             f"The tokenizer has ids up to {last} but {path} predicts {vocab_size}: "
             "they do not belong together; pass tokenizer=<the right one>."

@@ -391,9 +391,6 @@ def test_what_does_not_go_together(base, tmp_path):
 
 def test_networks_that_are_not_quantised(base):
     own_code = {"backend": "remote", "trust_remote_code": True}
-    path = base("llada", quantization_config={"quant_method": "gptq", "bits": 4})
-    with pytest.raises(DuelError, match=r"is quantised \(gptq\), which backend=remote does not support"):
-        load(path, **own_code)
     with pytest.raises(DuelError, match="own code, which has no choice of 'load_in_8bit'"):
         load(base("llada"), load_in_8bit=True, **own_code)
 

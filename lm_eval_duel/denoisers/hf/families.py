@@ -58,7 +58,7 @@ class Family:
         return next((block for block in blocks if block), None)
 
 
-FAMILIES = (
+FAMILIES: tuple[Family, ...] = (
     Family(
         "llada",
         "Llama",
@@ -140,31 +140,6 @@ FAMILIES = (
         translate_tensors=layouts.llada2_tensors,
     ),
     Family("stable-diffcoder", "Llama", ("StableDiffcoderForCausalLM",), attention="block_causal", block=4, mask_id=5),
-    Family(
-        "d2f-llada",
-        "Llama",
-        attention="block_causal",
-        block=16,
-        block_keys=(),
-        anchor="target",
-        published_block=32,
-        mask_id=126336,
-        **layouts.LLADA,
-        translate_config=layouts.llada,
-    ),
-    Family(
-        "d2f-dream",
-        "Qwen2",
-        attention="block_causal",
-        block=16,
-        block_keys=(),
-        anchor="target",
-        published_block=32,
-        shift=1,
-        mask_id=151666,
-        max_length=2048,
-        bos="given",
-    ),
     Family("dream-reasoner", "Qwen2", ("DreamForCausalLM",), attention="block_causal", block=32, mask_id=151669),
     Family(
         "nemotron-labs-diffusion",
@@ -203,6 +178,21 @@ FAMILIES = (
     Family("diffullama", "Llama", shift=1, mask_id=811, max_length=2048, bos="given"),
 )
 
+# D2F: a LoRA of LLaDA or Dream, which decodes blocks that see those before them
+FAMILIES += tuple(
+    dataclasses.replace(
+        family,
+        name=f"d2f-{family.name}",
+        architectures=(),
+        attention="block_causal",
+        block=16,
+        block_keys=(),
+        anchor="target",
+        published_block=32,
+    )
+    for family in FAMILIES
+    if family.name in ("llada", "dream")
+)
 NAMED = {family.name: family for family in FAMILIES}
 PLAIN = {f"{native}ForCausalLM": native for native in ("Llama", "Qwen2", "Qwen3", "Qwen3Moe", "Glm4Moe")}
 

@@ -17,7 +17,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lm_eval_duel.denoisers import self_tests, weights
-from lm_eval_duel.denoisers.hf import device_map, lora, quantization
+from lm_eval_duel.denoisers.hf import device_map, lora
 from lm_eval_duel.denoisers.hf.families import Family
 from lm_eval_duel.denoisers.hf.masked_lm import OWN_CODE, MaskedLM
 from lm_eval_duel.denoisers.hub import pick_dtype
@@ -62,11 +62,6 @@ def _class_reference(config: dict[str, Any], options: LoadOptions) -> str:
     if reference is None:
         raise DuelError(f"{options.name} has no code of its own (no auto_map with a model in config.json).")
     options.refuse("own code", "cache", "sigma", "first_token", "load_in_8bit", "load_in_4bit")
-    if scheme := config.get(quantization.CONFIG_KEY):
-        raise DuelError(
-            f"{options.name} is quantised ({quantization.method_of(scheme)}), which backend=remote does not support: "
-            "leave it out if the checkpoint belongs to a known family, or use the checkpoint that is not quantised."
-        )
     if options.attention == "causal":
         raise DuelError(
             f"backend=remote does not go with attention=causal for {options.name}: leave backend out. An "
