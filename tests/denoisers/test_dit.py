@@ -407,7 +407,6 @@ def test_wrong_checkpoints(tmp_path):
         ("mdlm", "time_conditioning", ("no", [1])),
         ("mdlm", "n_heads", ("two", 2.5, True, 0, [2])),
         ("sedd", "graph", ("absorb", ["absorb"])),
-        ("mdlm", "auto_map", ("code", [1])),
     ],
 )
 def test_entries_of_a_wrong_type(kind, key, values, tmp_path):

@@ -87,7 +87,7 @@ def test_rotary_entries_may_be_where_transformers_5_puts_them(name, tmp_path):
 @pytest.mark.parametrize(
     ("name", "entries", "key"),
     [
-        ("dream", {"hidden_size": "16"}, "hidden_size|not supported"),
+        ("dream", {"hidden_size": "16"}, "hidden_size|unsupported operand"),
         ("dream", {"num_hidden_layers": 2.0}, "num_hidden_layers|float"),
         ("dream", {"right_shift_logits": "fasle"}, "'right_shift_logits'"),
         ("dream", {"mask_token_id": 40}, "mask_token_id=40"),

@@ -32,7 +32,10 @@ def native_config(family: Family, config: Config, name: str) -> Config:
         if entries.get(key) is None:
             entries[key] = value
     wanted = (*NEEDED[family.native], *family.needs)
-    if missing := [family.entries.get(key, key) for key in wanted if lookup(entries, key) is None]:
+    names = {key: family.entries.get(key) for key in wanted}
+    if missing := [
+        own or key for key, own in names.items() if (config.get(own) if own else lookup(entries, key)) is None
+    ]:
         raise DuelError(
             f"The config.json of {name} has no {', '.join(missing)}, which the family {family.name} "
             f"({family.native} of transformers) needs. Use another family=, or add the values it was trained with to "
