@@ -62,6 +62,7 @@ class Unloaded(Denoiser):
     size: Size
     dtype: str
     device = torch.device("cpu")
+    mask_id = None
 
     def head(self, features: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError("A network without weights predicts nothing.")

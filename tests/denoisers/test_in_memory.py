@@ -444,7 +444,7 @@ FUNCTION = {"mask_token_id": 7, "max_length": 12}
         (dropping(), FUNCTION, "If that is dropout, pass the module that it runs as module="),
         (dropping(), {**FUNCTION, "self_tests": False}, "If that is dropout, pass the module that it runs as module="),
         (Warped(Toy(length=4), 0.5), {}, r"Warped opens rows in its own way .* cache=, cfg_scale="),
-        (OpensRows(length=4), {}, r"OpensRows opens rows in its own way \(`open`\).* Use Duel\(denoiser, ...\)"),
+        (OpensRows(length=4), {}, r"OpensRows opens rows in its own way \(`open`\).* use Duel\(denoiser, ...\)"),
         (tiny.network("gpt2"), {"mask_token_id": 39}, "GPT2LMHeadModel is causal: its predictions ignore later tokens"),
         (tiny.network("bert"), {"mask_token_id": 4, "attention": "causal"}, "score it with estimator=ar"),
     ],

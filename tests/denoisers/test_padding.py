@@ -1,5 +1,7 @@
 """Rows of different lengths in one batch: networks that react to padding, or to the length of a row."""
 
+from types import SimpleNamespace
+
 import pytest
 import tiny
 import torch
@@ -12,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from lm_eval_duel import denoisers, rules
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers import self_tests
+from lm_eval_duel.denoisers.hf.row_effects import padding_id
 from lm_eval_duel.denoisers.special_tokens import added_tokens
 from lm_eval_duel.denoisers.wrappers.guidance import Guided
 from lm_eval_duel.errors import DuelError
@@ -156,9 +159,7 @@ def test_a_small_leak_is_a_leak(dtype):
 
 def test_padding_is_no_mask_and_a_token():
     for said, wanted in ((None, 0), (4, 0), (36, 0), (7, 7), (-1, 0)):
-        model = network("esm")
-        model.config.pad_token_id = said
-        assert denoiser_of(model).pad_id == wanted
+        assert padding_id(SimpleNamespace(pad_token_id=said), set(range(len(tiny.WORDS))), 4) == wanted
 
 
 # ---------------------------------------------------------------- rows that show nothing
