@@ -211,11 +211,6 @@ def _check_cache(options: Options, given: Any) -> None:
         )
 
 
-def names() -> list[str]:
-    """Every model arg but the rules' parameters and the harness's aliases."""
-    return [*MODEL_ARGUMENTS, *registry.arguments()]
-
-
 def _estimator_arguments(arguments: Mapping[str, Any]) -> dict[str, registry.Argument]:
     """The args that estimators read. A name that rules have, too, is the rule's unless the estimator given reads it."""
     named = registry.ESTIMATORS.get(str(arguments.get("estimator", "duel")))

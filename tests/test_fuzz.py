@@ -30,9 +30,10 @@ from lm_eval_duel.core.lanes import blocks, groups
 from lm_eval_duel.core.windows import Window, conditional, independent, of_row
 from lm_eval_duel.denoisers.load_options import BOS, DTYPES, Attention, Backend, LastBlock, Sigma
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.duel import Autoregressive, DuelEstimator
 from lm_eval_duel.estimators.registry import ELBO_FORMS, ESTIMATORS
-from lm_eval_duel.options import Grid, Options, Windows, names
+from lm_eval_duel.options import MODEL_ARGUMENTS, Grid, Options, Windows
 from lm_eval_duel.text.text import Text
 
 GRIDS, WINDOWS = get_args(Grid), get_args(Windows)
@@ -100,7 +101,7 @@ CHOSEN = {
     "backend": get_args(Backend),
 }
 FIELDS = [field.name for field in dataclasses.fields(Options) if field.name != "estimator_args"]
-KEYS = sorted({*names(), "add_bos_token", *rules.PARAMETERS})
+KEYS = sorted({*MODEL_ARGUMENTS, *registry.arguments(), "add_bos_token", *rules.PARAMETERS})
 LITERALS = st.sampled_from(
     ["", "none", "None", "null", "auto", "auto:4", "true", "0.5", "-1", "٣", "1_0", "torch.int8"]
 )

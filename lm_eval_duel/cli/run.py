@@ -50,8 +50,6 @@ Prints lm-eval's table of results: token, word and byte perplexity of each task,
 example:
   lm-eval-duel run demo-mdm --model_args rule=greedy,block=32 --tasks sotu --limit 4
 
-documentation: {documentation()}
-
 lm-eval's own arguments, and --quiet (print results, warnings and errors only):
 """
 
@@ -126,6 +124,7 @@ def _parsed(cli: HarnessCLI) -> argparse.Namespace:
             return cli.parse_args()
     except SystemExit as error:
         if not error.code:
+            print(f"\ndocumentation: {documentation()}")
             raise
         message = (stderr.getvalue().strip().splitlines() or ["error: "])[-1].partition("error: ")[2]
         message = re.sub(r"invalid functools\.partial\(.*\) value", "invalid value", message)

@@ -93,7 +93,8 @@ class Progress:
         self.work, self.finished, self.windows = work, len(work.requests) - len(remaining), 0
         self.shown = -math.inf  # when estimates were computed
         tokens = sum(map(work.size, remaining))
-        self.bar = tqdm(total=tokens, desc=f"{work.kind}{work.label}", unit="tok", disable=hidden)
+        off = {"disable": True} if hidden else {}  # else as TQDM_DISABLE says
+        self.bar = tqdm(total=tokens, desc=f"{work.kind}{work.label}", unit="tok", **off)
 
     def add_window(self, tokens: int) -> None:
         """One more window is finished."""

@@ -11,7 +11,7 @@ from lm_eval_duel.arguments import COUNT, Argument
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.duel import DuelEstimator
-from lm_eval_duel.options import Options, names
+from lm_eval_duel.options import Options
 
 
 @pytest.mark.parametrize("name", registry.ESTIMATORS)
@@ -43,7 +43,7 @@ def test_an_entry_is_all_that_options_need(monkeypatch):
     )
     monkeypatch.setitem(registry.ESTIMATORS, "twice", entry)
     monkeypatch.setitem(globals(), "Twice", Twice)
-    assert "times" in names() and Options.parse({"estimator": "twice"}).estimator_args == {"times": 2}
+    assert "times" in registry.arguments() and Options.parse({"estimator": "twice"}).estimator_args == {"times": 2}
     with pytest.raises(DuelError, match="'times' is read by estimator=twice only, and this run has estimator=duel"):
         Options.parse({"times": 3})
     with pytest.raises(DuelError, match=r"Unknown estimator 'twise'\. Did you mean twice\?"):
