@@ -11,14 +11,9 @@ Ids = Sequence[int]
 NGRAMS = (1, 2, 3, 4)  # lengths of the n-grams in distinct-n
 
 
-def entropy(samples: Sequence[Ids]) -> float:
-    """The mean entropy of the samples' token histograms (the paper's definition)."""
-    return fmean(_entropy(sample) for sample in samples)
-
-
-def entropy_error(samples: Sequence[Ids]) -> float | None:
-    """The standard error of `entropy` over samples."""
-    return mean_error([_entropy(sample) for sample in samples])[1]
+def entropy(samples: Sequence[Ids]) -> tuple[float, float | None]:
+    """The mean entropy of the samples' token histograms (the paper's definition), and its standard error."""
+    return mean_error([_entropy(sample) for sample in samples])
 
 
 def _entropy(sample: Ids) -> float:
@@ -31,21 +26,11 @@ def distinct(samples: Sequence[Ids], n: int) -> float | None:
     return len(set(grams)) / len(grams) if grams else None
 
 
-def repetition(samples: Sequence[Ids], n: int = 4) -> float | None:
-    """The mean share of a sample's n-grams that occurred earlier in it; None if there are no n-grams."""
-    shares = _repeated(samples, n)
-    return fmean(shares) if shares else None
-
-
-def repetition_error(samples: Sequence[Ids], n: int = 4) -> float | None:
-    """The standard error of `repetition` over samples."""
-    shares = _repeated(samples, n)
-    return mean_error(shares)[1] if shares else None
-
-
-def _repeated(samples: Sequence[Ids], n: int) -> list[float]:
+def repetition(samples: Sequence[Ids], n: int = 4) -> tuple[float | None, float | None]:
+    """The mean share of a sample's n-grams that occurred earlier in it, and its standard error; None if it has none."""
     grams = [_grams(sample, n) for sample in samples]
-    return [1 - len(set(of_sample)) / len(of_sample) for of_sample in grams if of_sample]
+    shares = [1 - len(set(of_sample)) / len(of_sample) for of_sample in grams if of_sample]
+    return mean_error(shares) if shares else (None, None)
 
 
 def _grams(sample: Ids, n: int) -> list[tuple[int, ...]]:

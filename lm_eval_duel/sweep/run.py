@@ -209,10 +209,10 @@ class Sweep:
         }
 
     def _looks(self, texts: Sequence[Sequence[int]]) -> dict[str, Any]:
-        looks = {"count": len(texts), "tokens": sum(map(len, texts)), "entropy": metrics.entropy(texts)}
+        entropy, repetition = metrics.entropy(texts), metrics.repetition(texts)
+        looks: dict[str, Any] = {"count": len(texts), "tokens": sum(map(len, texts)), "entropy": entropy[0]}
         looks |= {f"distinct_{n}": metrics.distinct(texts, n) for n in metrics.NGRAMS}
-        looks["repetition"] = metrics.repetition(texts)
-        looks |= {"entropy_stderr": metrics.entropy_error(texts), "repetition_stderr": metrics.repetition_error(texts)}
+        looks |= {"repetition": repetition[0], "entropy_stderr": entropy[1], "repetition_stderr": repetition[1]}
         if self.scorer is None:
             return looks
         log_probs, tokens, cut = self.scorer(texts)

@@ -115,19 +115,15 @@ def _task(board: Mapping[str, Any], column: Mapping[str, Any], row: Mapping[str,
 
 def _published(source: Mapping[str, Any]) -> dict[str, Any]:
     """A table of published figures, as texts."""
+    shown = text.published(source)
     names = [name for name in ("rule", "block", "cache", "note") if any(row[name] for row in source["rows"])]
     column = Column("", form_of(source["metric"]))
-    lines = [
-        {
-            "row": row,
-            "names": [(name, "whole" if (name, row[name]) == ("block", "none") else row[name]) for name in names],
-            "figures": [
-                (HTML.value(text.figure(row, task), column), row["cells"].get(task, {}).get("value"))
-                for task in source["tasks"]
-            ],
-        }
-        for row in source["rows"]
-    ]
+    lines = []
+    for row, cells in zip(source["rows"], shown.cells(), strict=True):
+        by_title = {head.title: cell for head, cell in zip(shown.columns, cells, strict=True)}
+        figures = [cell for head, cell in zip(shown.columns, cells, strict=True) if head.numeric]
+        texts = [(HTML.value(cell, column), cell.value) for cell in figures]
+        lines.append({"row": row, "names": [(name, by_title[name].value) for name in names], "figures": texts})
     return {**source, "names": names, "lines": lines, "unit": WORDS[source["metric"]]}
 
 

@@ -26,24 +26,7 @@ from lm_eval_duel.results.table import plain as as_text
 
 Board = Mapping[str, Any]
 Row = Mapping[str, Any]
-NAMES = ("model", "remarks", "autoregressive", "estimator", "kind", "rule", "block", "cache", "rank")
-NUMBERS = ("mean", "mean_stderr", "mean_rank", "gap_closed", "gap_closed_stderr")
-NUMBERS += ("nfe_per_token", "seconds_per_token", "parameters")
-SOURCES = ("device", "fingerprint", "dtype", "versions", "date", "source")
-KEYS = {  # of a cell, in CSV
-    "value": "value",
-    "95 % low": ("interval", 0),
-    "95 % high": ("interval", 1),
-    "standard error": "stderr",
-    "bits per byte": "bits_per_byte",
-    "bits per byte standard error": "bits_per_byte_stderr",
-    "gap": "gap",
-    "gap 95 % low": ("gap_interval", 0),
-    "gap 95 % high": ("gap_interval", 1),
-    "gap closed %": "gap_closed",
-    "gap closed 95 % low": ("gap_closed_interval", 0),
-    "gap closed 95 % high": ("gap_closed_interval", 1),
-}
+ALSO = ("remarks", "autoregressive", "kind", "dtype", "source")  # of a row, in CSV only
 
 
 def markdown(board: Board) -> str:
@@ -112,14 +95,10 @@ def published(source: Mapping[str, Any]) -> Table:
     rows = []
     for row in source["rows"]:
         names = [row["model"], row["display"], row["rule"], "whole" if row["block"] == "none" else row["block"]]
-        rows.append([*names, row["cache"], *(figure(row, task) for task in source["tasks"]), row["note"]])
+        cells = (row["cells"].get(task, {}) for task in source["tasks"])
+        figures = (Cell(cell.get("value"), stderr=cell.get("stderr"), bound=row["kind"] == "bound") for cell in cells)
+        rows.append([*names, row["cache"], *figures, row["note"]])
     return Table([*columns, Column("note")], rows)
-
-
-def figure(row: Row, task: str) -> Cell:
-    """A published figure."""
-    cell = row["cells"].get(task)
-    return Cell() if cell is None else Cell(cell["value"], stderr=cell["stderr"], bound=row["kind"] == "bound")
 
 
 def console(board: Board) -> str:
@@ -129,35 +108,9 @@ def console(board: Board) -> str:
 
 
 def csv_text(board: Board) -> str:
-    """leaderboard.csv: the unrounded numbers; a line for each row, and for each published figure's row."""
-    columns = {
-        f"{column['label']} {name}": (column["id"], key) for column in board["columns"] for name, key in KEYS.items()
-    }
-    tasks = dict.fromkeys((task, source["metric"]) for source in board["published"] for task in source["tasks"])
-    ends = {"": "value", " standard error": "stderr"}
-    printed = {f"published {task} {metric}{end}": (task, metric, ends[end]) for task, metric in tasks for end in ends}
+    """leaderboard.csv: the unrounded numbers of the measured rows, each with its error and interval."""
     lines = []
     for row in board["rows"]:
-        versions = ", ".join(f"{name} {version}" for name, version in row["versions"].items())
-        about = row | {"versions": versions, "source": "; ".join(row["files"])}
-        own = [_part(row["cells"].get(column), key) for column, key in columns.values()]
-        values = [about[key] for key in (*NAMES, *NUMBERS)]
-        lines.append(["yes", *values, *own, *[None] * len(printed), *(about[key] for key in SOURCES)])
-    for source in board["published"]:
-        for row in source["rows"]:
-            about = row | {"remarks": row["note"], "source": source["source"]}
-            figures = [
-                row["cells"].get(task, {}).get(key) if metric == source["metric"] else None
-                for task, metric, key in printed.values()
-            ]
-            values = [about.get(key) for key in (*NAMES, *NUMBERS)]
-            lines.append(["no", *values, *[None] * len(columns), *figures, *(about.get(key) for key in SOURCES)])
-    heads = ["measured", *NAMES, *NUMBERS, *columns, *printed, *SOURCES]
-    return comma_separated(Table([Column(head) for head in heads], lines))
-
-
-def _part(cell: Row | None, key: str | tuple[str, int]) -> Any:
-    if cell is None:
-        return None
-    name, index = (key, None) if isinstance(key, str) else key
-    return cell[name] if index is None or cell[name] is None else cell[name][index]
+        about = row | {"source": "; ".join(row["files"])}
+        lines.append([*(cell for _, cell in table.cells(board, row)), *(about[key] for key in ALSO)])
+    return comma_separated(Table([*(head.shown for head in table.heads(board)), *map(Column, ALSO)], lines))
