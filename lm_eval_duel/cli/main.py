@@ -24,6 +24,7 @@ COMMANDS = {  # name: (module below lm_eval_duel with its `main`, what it does)
         "one page of lm_eval results to sort, filter and send, with a view of texts",
     ),
     "sweep": ("sweep", "compare unmasking rules at several speeds: likelihood of a task's text and quality of samples"),
+    "replay": ("cli.replay", "log-probabilities of recorded trajectories, and whether a rule gives their order"),
     "show": ("cli.show", "print one document of a trace, its tokens coloured by reveal step or by likelihood"),
     "so-far": ("cli.so_far", "print the perplexity of an unfinished run, with its interval, from its --use_cache file"),
     "paper": ("cli.paper", "measure the paper's tables: published beside measured, with a verdict"),

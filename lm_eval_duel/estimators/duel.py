@@ -83,40 +83,50 @@ class DuelEstimator(Estimator):
         twin.denoiser = denoiser
         return twin
 
+    @torch.inference_mode()
     def replay(self, windows: Sequence[Window], steps: Sequence[Ids]) -> list[WindowScore]:
         """The score of recorded orders, given as `WindowScore.reveal_steps`.
 
         A diagnostic: the result is a likelihood only if a rule produced the order.
         """
-        twin, results = copy.copy(self), []
-        for window, order in zip(windows, self._orders(windows, steps), strict=True):
-            twin._followed = Replay((order,))
-            results += twin.log_prob([window])
-        return results
+        orders, twin = self._orders(windows, steps), copy.copy(self)
+        scores = [self.empty_score] * len(windows)
+        for group in self.groups(windows, range(len(windows))):
+            twin._followed = Replay(tuple(orders[n] for n in group.window_indices))
+            for row, scored in twin.score_group(group):
+                self.counts.add(scored, len(group.windows[row].target) - len(group.windows[row].known))
+                scores[group.window_indices[row]] = scored
+        return scores
+
+    def differentiable(
+        self, windows: Sequence[Window], reveal_steps: Sequence[Ids], batch_size: int = 1
+    ) -> torch.Tensor:
+        """See `Duel.differentiable` (library/ids.py)."""
+        return self._recorded(windows, reveal_steps, batch_size).log_probs_with_graph()
 
     def backward(
         self,
         windows: Sequence[Window],
-        weights: Sequence[float],
+        weights: gradients.Weights,
         reveal_steps: Sequence[Ids] | None = None,
         batch_size: int = 1,
     ) -> list[float]:
-        """See `Duel.backward` (library/duel.py)."""
-        if len(weights) != len(windows):
-            raise DuelError(
-                f"backward needs a weight for each window; got {len(windows)} windows and {len(weights)} weights."
-            )
-        if not torch.as_tensor(weights, dtype=torch.float64).isfinite().all():
-            raise DuelError(f"The weights of backward are finite numbers; got {list(weights)}.")
-        self.check(windows)
+        """See `Duel.backward` (library/ids.py)."""
+        plane = gradients.token_weights(weights, windows)
         if reveal_steps is None:
             reveal_steps = [scored.reveal_steps for scored in self.log_prob(windows)]
-        return gradients.accumulate(self, windows, weights, self._orders(windows, reveal_steps), batch_size)
+        return self._recorded(windows, reveal_steps, batch_size).accumulate(plane).sum(1).tolist()
+
+    def _recorded(self, windows: Sequence[Window], steps: Sequence[Ids], batch_size: int) -> gradients.RecordedOrders:
+        return gradients.RecordedOrders.from_checked(
+            self, self.replay, windows, self._orders(windows, steps), batch_size
+        )
 
     def _orders(self, windows: Sequence[Window], steps: Sequence[Ids]) -> list[tuple[int, ...]]:
-        """The recorded orders, checked."""
+        """The recorded orders, checked, of windows that can be scored."""
+        self.check(windows)
         if len(windows) != len(steps):
-            raise DuelError(f"Each window needs an order; got {len(windows)} windows and {len(steps)} orders.")
+            raise DuelError(f"Each window needs its order; got {len(windows)} windows and {len(steps)} orders.")
         orders = [as_ids(order) for order in steps]
         for n, (window, order) in enumerate(zip(windows, orders, strict=True)):
             context = len(window.context)

@@ -1,86 +1,216 @@
-"""Gradients of exact log-probabilities: the states of known orders, evaluated again one call at a time.
+"""Gradients of exact log-probabilities: the network calls of recorded orders, evaluated again one at a time.
 
     log p(x) = sum over steps t, over positions l picked at t, of log P_l[x_l | state before t]
 
 The states are token ids, so no gradient passes from one step to another: the gradient of the sum is the sum of the
-steps' gradients. Each call is followed by its own `backward`, and no graph outlives it.
+calls' gradients, and no graph outlives its call.
 
-Shapes: N windows, R lanes, W block width, C masked positions, U rows of features that the LM head runs on, V tokens.
+Shapes: N windows, T target positions of the longest window, R lanes, W block width, C masked positions of a call, U
+rows of features that the LM head runs on, V tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from lm_eval_duel.core.budget import Budget
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.lanes import Lanes, Rows
 from lm_eval_duel.core.reveal import without_autocast
+from lm_eval_duel.core.scores import WindowScore
 from lm_eval_duel.core.view import View
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.fixed_orders import Replay, fixed_states
 
+Index: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # (C,) each: window and target position
+Replayed: TypeAlias = Callable[[Sequence[Window], Sequence[tuple[int, ...]]], Sequence[WindowScore]]
+Weights: TypeAlias = "Sequence[float] | Sequence[Sequence[float]] | torch.Tensor"  # of windows, or of their tokens
 
-def accumulate(
-    estimator: Estimator,
-    windows: Sequence[Window],
-    weights: Sequence[float],
-    orders: Sequence[tuple[int, ...]],
-    batch_size: int,
-) -> list[float]:
-    """See `Duel.backward`; `orders` are checked already."""
-    if estimator.denoiser.cache is not None:
-        raise DuelError(
-            f"cache={estimator.denoiser.cache} keeps keys and values without their gradients. Use a network without a "
-            "cache."
-        )
-    if batch_size < 1:
-        raise DuelError(f"batch_size is the number of rows in a call with gradients, at least 1; got {batch_size}.")
-    budget = Budget(batch_size * estimator.denoiser.max_length)
-    with torch.inference_mode(False), torch.enable_grad(), without_autocast(estimator.denoiser):
-        log_probs = torch.zeros(len(windows), dtype=torch.float64)  # (N,)
-        for group in estimator.groups(windows, range(len(windows))):
-            indices = group.window_indices
-            weight = torch.tensor([weights[n] for n in indices], dtype=torch.float64, device=group.rows.ids.device)
-            sums = torch.zeros_like(weight)  # (n,)
-            rule = Replay(tuple(orders[n] for n in indices))
+
+class TokenLogProbs(torch.autograd.Function):
+    """The log-probability of each token, (N, T), as a function of the parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, orders: RecordedOrders, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.orders = orders
+        ctx.save_for_backward(*parameters)
+        return orders.log_probs()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, weights: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.saved_tensors  # noqa: B018 - raises RuntimeError if a parameter was modified since the forward pass
+        return None, *ctx.orders.gradients(weights)[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordedOrders:
+    """Windows and their orders, as a differentiable function of the network's parameters."""
+
+    estimator: Estimator
+    replay: Replayed
+    windows: Sequence[Window]
+    orders: Sequence[tuple[int, ...]]
+    parameters: Sequence[torch.Tensor]
+    budget: Budget  # of a call with gradients
+
+    @classmethod
+    def from_checked(
+        cls,
+        estimator: Estimator,
+        replay: Replayed,
+        windows: Sequence[Window],
+        orders: Sequence[tuple[int, ...]],
+        batch_size: int,
+    ) -> RecordedOrders:
+        """Windows and orders that fit each other; raises DuelError for a network without gradients."""
+        denoiser = estimator.denoiser
+        if denoiser.cache is not None:
+            raise DuelError(
+                f"cache={denoiser.cache} keeps keys and values without their gradients. Use a network without a cache."
+            )
+        if batch_size < 1:
+            raise DuelError(f"batch_size is the number of rows in a call with gradients, at least 1; got {batch_size}.")
+        if not (parameters := list(trainable(denoiser).values())):
+            raise DuelError(
+                "No parameter of the network requires a gradient: they are frozen or quantized, or a function runs "
+                "them, and from_model was not given its module=."
+            )
+        return cls(estimator, replay, windows, orders, parameters, Budget(batch_size * denoiser.max_length))
+
+    def log_probs_with_graph(self) -> torch.Tensor:
+        """The log-probability of each token, float64; 0 at padding and known positions, (N, T)."""
+        log_probs: torch.Tensor = TokenLogProbs.apply(self, *self.parameters)
+        return log_probs
+
+    def log_probs(self) -> torch.Tensor:
+        """The same without a graph."""
+        log_probs = self._zeros()
+        for n, scored in enumerate(self.replay(self.windows, self.orders)):
+            log_probs[n, : len(scored.token_logprobs)] = torch.tensor(scored.token_logprobs, dtype=torch.float64)
+            _require_finite(log_probs[n], n)
+        return log_probs
+
+    def gradients(self, weights: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+        """The log-probs (N, T), and the gradient of (weights * log_probs).sum() for each parameter; None: not used."""
+        sums: list[torch.Tensor | None] = [None] * len(self.parameters)
+        known = {id(parameter) for parameter in self.parameters}
+        with torch.inference_mode(False), torch.enable_grad(), without_autocast(self.estimator.denoiser):
+            log_probs = self._zeros()
+            weights = weights.to(log_probs)
+            for values, index in self._calls():
+                _require_graph(values, known)
+                _require_finite(values, index[0])
+                log_probs[index] = values.detach()
+                parts = torch.autograd.grad(values, self.parameters, weights[index].to(values), allow_unused=True)
+                sums = [
+                    part if total is None else total if part is None else total + part
+                    for total, part in zip(sums, parts, strict=True)
+                ]
+        return log_probs, sums
+
+    def accumulate(self, weights: torch.Tensor) -> torch.Tensor:
+        """Add the gradient of (weights * log_probs).sum() to the parameters' `grad`; returns the log-probs (N, T)."""
+        log_probs, gradients = self.gradients(weights)
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        return log_probs
+
+    def _calls(self) -> Iterator[tuple[torch.Tensor, Index]]:
+        """The log-probs (C,) of each network call, with its graph, and the tokens that they belong to."""
+        estimator = self.estimator
+        for group in estimator.groups(self.windows, range(len(self.windows))):
+            window = torch.tensor(group.window_indices, device=group.rows.ids.device)  # (n,)
+            rule = Replay(tuple(self.orders[n] for n in group.window_indices))
             for state in fixed_states(estimator, group, rule, estimator.block_spans(group)):
-                size = budget.rows(int(group.view.cost(state).max()))
+                size = self.budget.rows(int(group.view.cost(state).max()))
                 for start in range(0, len(state), size):
                     lanes = state.select(slice(start, start + size))
                     view = estimator.denoiser.open(group.rows)  # a new one: what it keeps belongs to this call's graph
-                    log_prob = log_prob_of(estimator.denoiser, view, lanes, group.rows)  # (R,)
-                    _require_gradient(log_prob, lanes, indices)
-                    (weight[lanes.row] * log_prob).sum().backward()
-                    sums.index_add_(0, lanes.row, log_prob.detach())
+                    lane, position = lanes.masked_at  # (C,) each
+                    target = lanes.columns[lane, position] - lanes.origin[lane]  # (C,)
+                    yield log_probs_of(estimator.denoiser, view, lanes, group.rows), (window[lanes.row[lane]], target)
                     estimator.counts.forwards += view.forwards
                     estimator.counts.rows += view.evaluated
-            log_probs[torch.tensor(indices)] = sums.cpu()
-    return log_probs.tolist()
+
+    def _zeros(self) -> torch.Tensor:
+        longest = max((len(window.target) for window in self.windows), default=0)
+        return torch.zeros(
+            len(self.windows), longest, dtype=torch.float64, device=self.estimator.denoiser.device
+        )  # (N, T)
 
 
-def log_prob_of(denoiser: Denoiser, view: View, lanes: Lanes, rows: Rows) -> torch.Tensor:
-    """log p of the targets at the masked positions of each lane, summed, with its graph, float64 (R,)."""
+def token_weights(weights: Weights, windows: Sequence[Window]) -> torch.Tensor:
+    """Weights of windows (N,), or of their tokens (N, T) or one list for each window, as a plane (N, T).
+
+    Raises:
+        DuelError: there is not one for each, or they are not finite.
+    """
+    longest = max((len(window.target) for window in windows), default=0)
+    if len(weights) != len(windows):
+        raise DuelError(
+            f"backward needs a weight for each window; got {len(windows)} windows and {len(weights)} weights."
+        )
+    plane = torch.zeros(len(windows), longest, dtype=torch.float64)  # (N, T)
+    for n, window in enumerate(windows):
+        weight, length = torch.as_tensor(weights[n], dtype=torch.float64), len(window.target)  # () or (T,)
+        if weight.dim() and len(weight) not in (length, longest):
+            raise DuelError(f"Window {n} has {length} target tokens but {len(weight)} weights.", n)
+        plane[n, :length] = weight[:length] if weight.dim() else weight
+    if not plane.isfinite().all():
+        raise DuelError(f"The weights of backward are finite numbers; got {weights}.")
+    return plane
+
+
+def log_probs_of(denoiser: Denoiser, view: View, lanes: Lanes, rows: Rows) -> torch.Tensor:
+    """log p of the targets at the masked positions of the lanes, with its graph, float64 (C,)."""
     positions = view.positions(lanes)
     logits = denoiser.head(positions.features)  # (U, V)
     logits = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
     log_p = logits.index_fill(1, denoiser.excluded.nonzero()[:, 0], -torch.inf).log_softmax(1)
-    token = rows.targets(lanes)[lanes.masked]  # (C,)
-    values = log_p[positions.row, token].double()  # (C,)
-    return values.new_zeros(len(lanes)).index_add(0, lanes.masked.nonzero()[:, 0], values)
+    return log_p[positions.row, rows.targets(lanes)[lanes.masked_at]].double()
 
 
-def _require_gradient(log_prob: torch.Tensor, lanes: Lanes, window_indices: Sequence[int]) -> None:
-    """Raise DuelError for log-probs (R,) that have no gradient."""
-    if not log_prob.requires_grad:
-        raise DuelError(
-            "The network's logits have no gradient: its parameters are frozen or quantized (requires_grad is False), "
-            "or a function calls it under torch.no_grad."
-        )
-    if not log_prob.isfinite().all():
-        index = window_indices[int(lanes.row[(~log_prob.isfinite()).nonzero()[0]])]
-        raise DuelError(f"Window {index} has a token of probability 0, so its log_prob has no gradient.", index)
+def trainable(denoiser: Denoiser) -> dict[int, torch.Tensor]:
+    """What requires a gradient among the tensors and in the modules that a denoiser holds, by id."""
+    found: dict[int, torch.Tensor] = {}
+    for value in vars(denoiser).values():
+        if isinstance(value, Denoiser):
+            found |= trainable(value)
+        tensors = value.parameters() if isinstance(value, torch.nn.Module) else [value]
+        found |= {id(tensor): tensor for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.requires_grad}
+    return found
+
+
+def _require_graph(values: torch.Tensor, known: set[int]) -> None:
+    """Raise DuelError for log-probs without a graph, or with a parameter in it that is not among those `known`."""
+    if not values.requires_grad:
+        raise DuelError("The network's logits have no gradient: a function calls it under torch.no_grad.")
+    nodes, seen = [values.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, torch.nn.Parameter) and id(leaf) not in known:
+            raise DuelError(
+                f"The network has a parameter of the shape {tuple(leaf.shape)} in a module that the denoiser does not "
+                "hold. Pass a module with all parameters as module= to from_model."
+            )
+        nodes += [following for following, _ in node.next_functions]
+
+
+def _require_finite(log_probs: torch.Tensor, window: torch.Tensor | int) -> None:
+    """Raise DuelError for a token of probability 0 in `window`, one for all of log_probs or one for each."""
+    if not (finite := log_probs.isfinite()).all():
+        n = window if isinstance(window, int) else int(window[~finite][0])
+        raise DuelError(f"Window {n} has a token of probability 0, so its log_prob has no gradient.", n)

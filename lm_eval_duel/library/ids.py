@@ -13,11 +13,13 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.base import Estimator, IndexedScores
 from lm_eval_duel.estimators.duel import DuelEstimator
+from lm_eval_duel.estimators.gradients import Weights
 from lm_eval_duel.estimators.sampling import Stop
 from lm_eval_duel.rules import Rule
 from lm_eval_duel.text.text import Text
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedTokenizerBase
 
 SAMPLERS = tuple(entry.name for entry in registry.ENTRIES if entry.decodes)
@@ -133,31 +135,52 @@ class OnIds:
         """
         return self._sampler("replay", *FIXED_ORDERS).replay(windows, steps)
 
-    def backward(
-        self,
-        windows: Sequence[Window],
-        weights: Sequence[float],
-        reveal_steps: Sequence[Ids] | None = None,
-        batch_size: int = 1,
-    ) -> list[float]:
-        """Add the gradient of sum_i weights[i] * log_prob(windows[i]) to the parameters' `grad`.
+    def differentiable(
+        self, windows: Sequence[Window], reveal_steps: Sequence[Ids], batch_size: int = 1
+    ) -> torch.Tensor:
+        """The log-probability of each token along recorded orders, for any loss: a tensor with a graph.
 
-        As `loss.backward()` does, but one step at a time: memory is that of one call. Where a change of the weights
-        would change an order, log_prob jumps; everywhere else this is its exact gradient.
+        Memory is that of one network call, for any number of steps. The forward pass is `replay`; the backward pass
+        evaluates the calls again, one at a time. Dropout is off.
 
         Args:
             windows: Windows.
-            weights: Of each window. Optimizers minimize: to raise log_prob, its weight is negative.
-            reveal_steps: The order of each window, as `log_prob` and `sample` return it. None: found first, by scoring
-                the windows, which evaluates every step twice.
+            reveal_steps: The order of each, as `sample` and `log_prob` return it.
             batch_size: Rows of max_length in one call with gradients, which take more memory than one without.
+
+        Returns:
+            float64 (N, T), in nats; 0 behind the end of a target shorter than T, and at known positions.
+
+        Raises:
+            DuelError: If a window cannot be scored, an order is not one of its window, or the network gives no
+                gradients (quantized weights, frozen parameters, a cache).
+        """
+        return self._sampler("differentiable", *FIXED_ORDERS).differentiable(windows, reveal_steps, batch_size)
+
+    def backward(
+        self,
+        windows: Sequence[Window],
+        weights: Weights,
+        reveal_steps: Sequence[Ids] | None = None,
+        batch_size: int = 1,
+    ) -> list[float]:
+        """Add the gradient of the weighted sum of log-probabilities to the parameters' `grad`.
+
+        As `(weights * differentiable(windows, reveal_steps)).sum().backward()`, in one pass. Where a change of the
+        network would change an order, log_prob jumps; everywhere else this is its exact gradient.
+
+        Args:
+            windows: Windows.
+            weights: Of each window (N,), or of its tokens: (N, T), or a list for each window. Optimizers minimize: to
+                raise log_prob, its weight is negative.
+            reveal_steps: The order of each window. None: found first, by scoring the windows.
+            batch_size: As in `differentiable`.
 
         Returns:
             log_prob of each window, in nats.
 
         Raises:
-            DuelError: If a window cannot be scored, an order is not one of its window, or the network gives no
-                gradients (quantized weights, frozen parameters, a cache).
+            DuelError: As in `differentiable`.
         """
         return self._sampler("backward", *FIXED_ORDERS).backward(windows, weights, reveal_steps, batch_size)
 

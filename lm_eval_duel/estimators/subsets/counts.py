@@ -39,6 +39,17 @@ class StepCounts:
             return [min(self.n, m - done) for done in range(0, m, self.n)]
         return COUNTS[self.schedule](m, self.steps)
 
+    def of_state(self, m: int, masked: int) -> int:
+        """How many positions the next step reveals when `masked` of m are left; 0 if no step begins there."""
+        if self.or_more:
+            return min(self.n, masked) if masked == m or masked <= m - self.n else 0
+        left = m
+        for count in self.of_block(m):
+            if left == masked and count:
+                return count
+            left -= count
+        return 0
+
     def of_lanes(self, lanes: Lanes) -> torch.Tensor:
         """How many positions the next step of each lane reveals, (R,); 0 for a lane that no step begins with."""
         return table(self, lanes.row.device)[fresh_positions(lanes).sum(1), lanes.masked.sum(1)]
@@ -52,11 +63,6 @@ def table(counts: StepCounts, device: torch.device) -> torch.Tensor:
     """
     entries = torch.zeros(LATTICE_BLOCK + 1, LATTICE_BLOCK + 1, dtype=torch.int64)
     for m in range(1, LATTICE_BLOCK + 1):
-        left = m
-        for count in counts.of_block(m):
-            entries[m, left] = count
-            left -= count
-        if counts.or_more:
-            below = torch.arange(1, max(1, m - counts.n + 1))
-            entries[m, below] = below.clamp(max=counts.n)
+        for masked in range(1, m + 1):
+            entries[m, masked] = counts.of_state(m, masked)
     return entries.to(device)

@@ -1,0 +1,137 @@
+"""Recorded trajectories: the joint probability of text and order, and what is said of an order."""
+
+import itertools
+import json
+import math
+
+import pytest
+import torch
+from toys import BlockCausal, Toy
+
+from lm_eval_duel import Duel, DuelError, Window
+from lm_eval_duel.cli.main import main
+from lm_eval_duel.cli.replay import read
+from lm_eval_duel.denoisers.wrappers.warpers import Warped
+from lm_eval_duel.estimators.subsets.counts import StepCounts
+from lm_eval_duel.estimators.subsets.drawn import untempered
+from lm_eval_duel.estimators.trajectories import DrawnSampler, follow
+
+WINDOW = Window((1,), (0, 2, 1))
+
+
+def orders(length):
+    """Every ordered partition of so many positions, as the step of each."""
+    for steps in itertools.product(range(length), repeat=length):
+        if set(steps) == set(range(max(steps) + 1)):
+            yield steps
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"n": 1},
+        {"n": 2},
+        {"steps": 2},
+        {"steps": 2, "schedule": "dream"},
+        {"tau": 0.4},
+        {"tau": 0.4, "n": 2},
+        {"tau": 0.4, "strict": False},
+        {"n": 1, "confidence": "tempered"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("window", [WINDOW, Window((), (2, 0, 0, 1), (1,))], ids=["three", "four"])
+def test_the_joint_of_text_and_order_sums_to_the_probability_of_the_text(settings, window):
+    denoiser = Warped(Toy(length=8, tokens=7, scale=1.0), temperature=0.8)
+    text = Duel(denoiser, block=4, estimator="sampled_confidence", **settings)
+    settings = {"n": None, "tau": None, "steps": None, "schedule": "even", "confidence": "untempered", **settings}
+    counts = StepCounts(settings["n"] or 1, settings["steps"], settings["schedule"], settings["tau"] is not None)
+    scale = untempered(denoiser) if settings["confidence"] == "untempered" else 1.0
+    sampler = DrawnSampler(counts, settings["tau"], settings.get("strict", True), scale)
+    every = list(orders(len(window.target)))
+    along = Duel(denoiser, "left_to_right", 4).estimator
+    joints = [each.log_joint for each in follow(along, [window] * len(every), every, sampler)]
+    [score] = text.log_prob([window])
+    assert math.log(math.fsum(map(math.exp, joints))) == pytest.approx(score.log_prob, abs=1e-9)
+    assert sum(joint > -math.inf for joint in joints) > 1
+
+
+def test_blocks_that_are_too_large_for_the_sum_over_orders():
+    denoiser = Toy(length=16)
+    sampler = DrawnSampler(StepCounts(1), None, True, 1.0)
+    duel = Duel(denoiser, "greedy", block=None)
+    [decoded] = duel.sample([()], length=14, do_sample=False)  # each kept draw is the most probable of all
+    [each] = follow(duel.estimator, [Window((), decoded.tokens)], [decoded.reveal_steps], sampler)
+    assert -math.inf < each.log_joint < each.log_prob
+
+
+@pytest.mark.parametrize("kind", [Toy, BlockCausal])
+@pytest.mark.parametrize("rule", ["greedy", "margin:k=2", "threshold:mu=0.5", "klass:mu=0.6:nu=0.5"])
+def test_own_samples_follow_the_rule(kind, rule):
+    duel = Duel(kind(length=8, tokens=5), rule, block=2 if kind is BlockCausal else 3)
+    samples = duel.sample([(), (1,), (2, 0)], length=6, seed=1)
+    windows = [Window(context, s.tokens) for context, s in zip([(), (1,), (2, 0)], samples, strict=True)]
+    for sample, each in zip(samples, follow(duel.estimator, windows, [s.reveal_steps for s in samples]), strict=True):
+        assert each.log_prob == pytest.approx(sample.log_prob, abs=1e-9)
+        assert not each.differences and each.steps <= sample.nfe
+
+
+def test_steps_are_numbered_in_any_way_and_blocks_must_fit():
+    duel = Duel(Toy(length=8), "left_to_right", block=2)
+    window = [Window((), (0, 1, 2, 0))]
+    for steps in ([0, 1, 0, 1], [1, 2, 1, 2], [1, 2, 3, 4], [10, 20, 30, 40]):
+        [each] = follow(duel.estimator, window, [steps])
+        assert not each.differences and each.steps == 4
+    [each] = follow(duel.estimator, window, [[2, 1, 3, 4]])
+    assert [(d.block, d.step) for d in each.differences] == [(0, 0)] and each.differences[0].margin == math.inf
+    with pytest.raises(DuelError, match="not revealed in blocks of 2"):
+        follow(duel.estimator, window, [[1, 3, 2, 4]])
+    with pytest.raises(DuelError, match="Window 0 has 4 target tokens but 1 steps"):
+        follow(duel.estimator, window, [[1]])
+
+
+class Tied(Toy):
+    """All positions have one distribution, but for noise."""
+
+    def features(self, ids, real):
+        return (
+            torch.zeros(*ids.shape, 1, dtype=torch.float64)
+            + self.out[0, 0]
+            + 1e-7 * torch.arange(ids.shape[1])[:, None] * torch.tensor([1.0, 0, 0, 0])
+        )
+
+
+def test_a_near_tie_is_told_from_another_rule():
+    [each] = follow(Duel(Tied(length=8), "greedy", block=3).estimator, [WINDOW], [(0, 2, 1)])
+    assert each.differences and all(step.near_tie for step in each.differences)
+    duel = Duel(Toy(length=8), "greedy", block=3)
+    [score] = duel.log_prob([WINDOW])
+    other = [max(score.reveal_steps) - step for step in score.reveal_steps]
+    [each] = follow(duel.estimator, [WINDOW], [other])
+    assert each.differences[0].step == 0 and not each.differences[0].near_tie
+
+
+@pytest.mark.slow
+def test_the_command(tmp_path, capsys):
+    duel = Duel.from_pretrained("demo-bd", rule="greedy")
+    [sample] = duel.sample([(300, 301)], length=8, seed=2)
+    ours = {"context": [300, 301], "target": sample.tokens, "reveal_steps": sample.reveal_steps}
+    server = {
+        "input_ids": [300, 301],
+        "output_ids": sample.tokens,
+        "meta_info": {"step_maps": [step + 1 for step in sample.reveal_steps]},
+    }
+    file, out = tmp_path / "rollouts.jsonl", tmp_path / "out.jsonl"
+    file.write_text("\n".join(map(json.dumps, (ours, server))) + "\n")
+    main(["replay", str(file), "--model_args", "pretrained=demo-bd,rule=greedy", "--json", str(out)])
+    assert capsys.readouterr().out.count("the rule's order") == 2
+    for line in out.read_text().splitlines():
+        assert json.loads(line)["log_prob"] == pytest.approx(sample.log_prob, abs=1e-4)
+    model = "pretrained=demo-bd,estimator=sampled_confidence,n=1,temperature=0.8"
+    main(["replay", str(file), "--model_args", model, "--json", str(out)])
+    joint = json.loads(out.read_text().splitlines()[0])
+    assert joint["log_joint"] < joint["log_prob"]
+    main(["replay", str(file), "--model_args", "pretrained=demo-mdm,estimator=sampled_confidence,n=1,block=32"])
+    file.write_text("{}\n")
+    with pytest.raises(DuelError, match="line 1: "):
+        list(read(file))
