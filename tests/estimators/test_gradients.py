@@ -52,7 +52,7 @@ def log_p_of(denoiser, row, bare):
         logits = denoiser.plain.head(whole_row(denoiser.plain, row)) / denoiser.temperature
     else:
         logits = denoiser.head(whole_row(denoiser, row))
-    return logits.masked_fill(denoiser.excluded, -math.inf).log_softmax(-1).roll(denoiser.shift, 0)
+    return logits.masked_fill(denoiser.excluded.clone(), -math.inf).log_softmax(-1).roll(denoiser.shift, 0)
 
 
 def whole_row(denoiser, row):
