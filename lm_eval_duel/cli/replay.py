@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lm_eval_duel import Window
 from lm_eval_duel.arguments import MISSING
 from lm_eval_duel.command_line import FILE, PATH, Flag, Parser
-from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError, usage
 from lm_eval_duel.estimators.subsets.arguments import CONFIDENCE, read_confidence
 from lm_eval_duel.options import Options
@@ -19,7 +19,7 @@ from lm_eval_duel.strict_json import finite
 from lm_eval_duel.tables import plain_table
 
 if TYPE_CHECKING:
-    from lm_eval_duel.core.denoiser import Denoiser
+    from lm_eval_duel import Denoiser
     from lm_eval_duel.estimators.trajectories import DrawnSampler, Trajectory
 
 DRAWN = "sampled_confidence"
