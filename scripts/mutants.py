@@ -18,6 +18,7 @@ import importlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -112,7 +113,7 @@ def draw(package: Path, only: list[str], count: int, seed: int) -> list[tuple[Pa
 def stages(root: Path, file: Path) -> Iterator[list[str]]:
     """Test files in the order in which a mutant of `file` meets them."""
     tests = sorted((root / "tests").rglob("test_*.py"))
-    own = [path for path in tests if path.parent.name == room(file)]
+    own = [path for path in tests if path.parent.name == (room(file) or "tests")]
     words = {file.stem, file.parent.name} if file.stem == "__init__" else {file.stem}
     naming = [path for path in tests if any(word in path.read_text(encoding="utf-8") for word in words)]
     yield [str(path) for path in own if path in naming]
@@ -121,15 +122,24 @@ def stages(root: Path, file: Path) -> Iterator[list[str]]:
     yield [str(path) for path in tests if path not in own and path not in naming]
 
 
-def tests_of_line(contexts: Path, file: Path, line: int) -> set[str] | None:
-    """The tests that run a line, or None where it is run when the module is imported, or by a test's subprocess."""
+def tests_of_line(contexts: Path, file: Path, line: int, paths: list[str]) -> list[str]:
+    """Of these test files, the tests that may run a line: all of them where it is run when a module is imported."""
     from coverage import CoverageData
 
     data = CoverageData(str(contexts))
     data.read()
-    [name] = [name for name in data.measured_files() if name.endswith(f"/lm_eval_duel/{file}")] or [""]
-    names = set(data.contexts_by_lineno(name).get(line, ())) if name else set()
-    return None if not names or "" in names else names
+    measured = {context.split("[")[0].partition("::")[::2] for context in data.measured_contexts() if context}
+    name = next((name for name in data.measured_files() if name.endswith(f"/lm_eval_duel/{file}")), "")
+    running = {context.split("[")[0].partition("::")[::2] for context in data.contexts_by_lineno(name).get(line, ())}
+    if ("", "") in running:
+        return paths
+    found = []
+    for path in paths:
+        place = path[path.index("/tests/") + 1 :]
+        tests = re.findall(r"^def (test_\w+)", Path(path).read_text(encoding="utf-8"), re.MULTILINE)
+        known = {test for measured_file, test in measured if measured_file == place}
+        found += [f"{path}::{test}" for test in tests if test not in known or (place, test) in running]
+    return found
 
 
 def failed(root: Path, arguments: list[str], timeout: float) -> str | None:
@@ -162,17 +172,16 @@ def failed(root: Path, arguments: list[str], timeout: float) -> str | None:
     return "timeout"
 
 
-def meet(root: Path, file: Path, line: int, options: argparse.Namespace) -> str | None:
-    """The first test that fails on a mutant, or None."""
-    names = tests_of_line(options.contexts, file, line) if options.contexts else None
-    for paths in stages(root, file):
-        if names is not None:
-            there = sorted(name for name in names if str(root / name.split("::")[0]) in paths)
-            paths = there if len(there) < 500 else sorted({name.split("::")[0] for name in there})
-        by = failed(root, paths, options.timeout) if paths else None
+def meet(root: Path, file: Path, line: int, options: argparse.Namespace, after: int) -> tuple[str | None, int]:
+    """The first test that fails on a mutant, or None, and how many stages it has met."""
+    paths = list(stages(root, file))[: 2 if options.own else None]
+    for stage, tests in enumerate(paths):
+        if options.contexts:
+            tests = tests_of_line(options.contexts, file, line, tests)
+        by = failed(root, tests, options.timeout) if tests and stage >= after else None
         if by:
-            return by
-    return None
+            return by.replace(f"{root}/", ""), stage + 1
+    return None, len(paths)
 
 
 def main() -> None:
@@ -184,6 +193,7 @@ def main() -> None:
     parser.add_argument("--log", type=Path, default=Path("mutants.json"))
     parser.add_argument("--tests", type=Path, default=Path("tests"), help="the folder of tests (tests)")
     parser.add_argument("--contexts", type=Path, help="a data file of coverage.py, one context a test")
+    parser.add_argument("--own", action="store_true", help="only the tests of the mutant's room")
     parser.add_argument("--timeout", type=float, default=900, help="seconds after which a mutant counts as found")
     parser.add_argument("--list", action="store_true", help="print the mutants and run nothing")
     options = parser.parse_args()
@@ -200,13 +210,14 @@ def main() -> None:
             source = (package / file).read_text(encoding="utf-8")
             changed, what = mutate(source, kind, number)
             name = f"{file}:{what}"
-            if options.list or name in log:
+            after = log.get(name, {}).get("stages", 0)
+            if options.list or log.get(name, {}).get("by") or after >= (2 if options.own else 4):
                 print(name)
                 continue
             (package / file).write_text(changed, encoding="utf-8")
             began = time.monotonic()
-            log[name] = {"kind": kind, "by": meet(root, file, int(what.split(":")[0]), options)}
-            log[name]["seconds"] = round(time.monotonic() - began)
+            by, met = meet(root, file, int(what.split(":")[0]), options, after)
+            log[name] = {"kind": kind, "by": by, "stages": met, "seconds": round(time.monotonic() - began)}
             (package / file).write_text(source, encoding="utf-8")
             options.log.write_text(json.dumps(log, indent=1))
             print(f"{log[name]['by'] or 'MISSED'}  [{log[name]['seconds']} s]  {name[:150]}", flush=True)

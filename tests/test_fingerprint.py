@@ -13,7 +13,7 @@ import pytest
 import tiny
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from toys import Toy
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -128,17 +128,17 @@ def two_values(argument):
     raise AssertionError("add values of this argument to TRIES")
 
 
-def tried():
-    for owner, (declarations, named) in OWNERS.items():
-        for name, argument in declarations.items():
-            label = f"{owner} {name}".strip()
-            if name in ELSEWHERE or label in ELSEWHERE:
-                continue
-            case = TRIES.get(label) or (TRIES.get(name) if not owner else None) or Try()
-            needed = {key: other.example for key, other in declarations.items() if other.default is arguments.MISSING}
-            values = case.values or (*two_values(argument), *([None] if argument.default is None else []))
-            more = {**named, **(needed if owner in RULES else {}), **case.beside}
-            yield pytest.param(case.checkpoint, name, argument, values, more, id=label)
+def tried(owner):
+    """(checkpoint, name, argument, values, other model args) of each argument of an owner."""
+    declarations, named = OWNERS[owner]
+    needed = {key: other.example for key, other in declarations.items() if other.default is arguments.MISSING}
+    for name, argument in declarations.items():
+        label = f"{owner} {name}".strip()
+        if name in ELSEWHERE or label in ELSEWHERE:
+            continue
+        case = TRIES.get(label) or (TRIES.get(name) if not owner else None) or Try()
+        values = case.values or (*two_values(argument), *([None] if argument.default is None else []))
+        yield case.checkpoint, name, argument, values, {**named, **(needed if owner in RULES else {}), **case.beside}
 
 
 CHANGES = [  # checkpoint, an arg, two values that are two specs, and what goes with both
@@ -212,25 +212,25 @@ def printed(folders, checkpoint, **model_args):
     return DuelMDM(**{"pretrained": str(folders / checkpoint), "device": "cpu", **model_args}).fingerprint
 
 
-@pytest.mark.parametrize(("checkpoint", "name", "argument", "values", "more"), list(tried()))
+@pytest.mark.parametrize("owner", OWNERS)
 def test_arguments_change_the_fingerprint_if_and_only_if_they_define_a_number(
-    folders, checkpoint, name, argument, values, more, tmp_path, monkeypatch
+    folders, owner, tmp_path, monkeypatch, subtests
 ):
     monkeypatch.chdir(tmp_path)  # where a trace is written
-    if package := {"peft": "peft", "load_in_8bit": "bitsandbytes", "load_in_4bit": "bitsandbytes"}.get(name):
-        pytest.importorskip(package)
-    seen = {printed(folders, checkpoint, **{**more, name: value}) for value in values}
-    assert len(seen) == (len(values) if argument.identity else 1)
+    for checkpoint, name, argument, values, more in tried(owner):
+        with subtests.test(name):
+            if package := {"peft": "peft", "load_in_8bit": "bitsandbytes", "load_in_4bit": "bitsandbytes"}.get(name):
+                pytest.importorskip(package)
+            seen = {printed(folders, checkpoint, **{**more, name: value}) for value in values}
+            assert len(seen) == (len(values) if argument.identity else 1)
 
 
-@pytest.mark.parametrize(("checkpoint", "arg", "one", "two", "more"), CHANGES)
-def test_model_args_that_change_a_number(folders, checkpoint, arg, one, two, more):
-    assert printed(folders, checkpoint, **{**more, arg: one}) != printed(folders, checkpoint, **{**more, arg: two})
-
-
-@pytest.mark.parametrize(("checkpoint", "arg", "one", "two", "more"), KEEPS)
-def test_model_args_that_change_no_number(folders, checkpoint, arg, one, two, more):
-    assert printed(folders, checkpoint, **{**more, arg: one}) == printed(folders, checkpoint, **{**more, arg: two})
+@pytest.mark.parametrize("changes", [True, False])
+def test_model_args_that_change_a_number_and_that_do_not(folders, changes, subtests):
+    for checkpoint, arg, one, two, more in CHANGES if changes else KEEPS:
+        with subtests.test(f"{arg}: {one} and {two}"):
+            ones, twos = (printed(folders, checkpoint, **{**more, arg: value}) for value in (one, two))
+            assert (ones != twos) == changes
 
 
 def test_the_noise_levels_of_sedd_are_two_laws(tmp_path):
@@ -258,21 +258,20 @@ def test_two_distributions_have_two_descriptions(make):
     assert Guided(Toy(), 0.5).describe() != Guided(Toy(), 0.5 + 1e-9).describe()
 
 
-@pytest.mark.parametrize("kind", [int, float, "float32", "float64"])
-def test_a_rule_has_one_text_whatever_its_numbers_were_given_as(kind):
+def test_a_rule_has_one_text_whatever_its_numbers_were_given_as():
     import numpy as np
 
-    kind = getattr(np, kind) if isinstance(kind, str) else kind
-    rule = RULES["threshold"](kind(1))
-    assert str(rule) == "threshold:mu=1.0" and rules.parse(str(rule)) == RULES["threshold"](1.0)
-    counted = RULES["greedy"](kind(2))
-    assert str(counted) == "greedy:k=2" and rules.parse(str(counted)).k == 2
+    for kind in (int, float, np.float32, np.float64):
+        rule = RULES["threshold"](kind(1))
+        assert str(rule) == "threshold:mu=1.0" and rules.parse(str(rule)) == RULES["threshold"](1.0)
+        counted = RULES["greedy"](kind(2))
+        assert str(counted) == "greedy:k=2" and rules.parse(str(counted)).k == 2
 
 
-@pytest.mark.parametrize("value", [0.1 + 0.2, 1 / 3, 5e-324, 0.9000000000000001])
-def test_every_digit_of_a_rule_survives_its_text(value):
-    for rule in (RULES["threshold"](value), RULES["klass"](value, value), RULES["entropy_bound"](value)):
-        assert rules.parse(str(rule)) == rule
+def test_every_digit_of_a_rule_survives_its_text():
+    for value in (0.1 + 0.2, 1 / 3, 5e-324, 0.9000000000000001):
+        for rule in (RULES["threshold"](value), RULES["klass"](value, value), RULES["entropy_bound"](value)):
+            assert rules.parse(str(rule)) == rule
 
 
 def test_counts_are_whole():
@@ -336,14 +335,13 @@ def test_settings_of_a_tokenizer(tmp_path, changes, same):
     assert [fingerprint.of_tokenizer(one) for one in (plain, changed)] == before  # a call changes nothing
 
 
-@pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word", "normalized", "special"])
-def test_flags_of_added_tokens(flag):
-    one, two = tiny.tokenizer(), tiny.tokenizer()
-    from tokenizers import AddedToken
-
-    one.add_tokens(AddedToken("new", normalized=False))
-    two.add_tokens(AddedToken("new", **{"normalized": False, flag: True}))
-    assert fingerprint.of_tokenizer(one) != fingerprint.of_tokenizer(two)
+def test_flags_of_added_tokens():
+    found = set()
+    for flag in ("lstrip", "rstrip", "single_word", "normalized", "special", None):
+        words = tiny.tokenizer()
+        words.add_tokens(AddedToken("new", **{"normalized": False, **({flag: True} if flag else {})}))
+        found.add(fingerprint.of_tokenizer(words))
+    assert len(found) == 6
 
 
 def test_a_prefix_space():
@@ -617,19 +615,8 @@ class Wrong(rules.Rule):
         }[self.what]
 
 
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("plane", "must return a Decision or a boolean plane; got ndarray. The plane is a torch tensor."),
-        ("pick", "The pick of rule test_fingerprint:Wrong:what=pick is a torch tensor; got ndarray."),
-        (
-            "decision_margin",
-            "The decision_margin of rule test_fingerprint:Wrong:what=decision_margin is a torch tensor; got ndarray.",
-        ),
-        ("memory", "The memory of rule test_fingerprint:Wrong:what=memory is a torch tensor; got ndarray."),
-        ("device", "The pick of rule test_fingerprint:Wrong:what=device is on meta, but the network is on cpu"),
-    ],
-)
-def test_a_rule_that_returns_no_tensors(what, message):
-    with pytest.raises(DuelError, match=re.escape(message)):
-        DuelEstimator(Toy(), Wrong(what), 2).log_prob([Window((), (0, 1, 2))])
+def test_a_rule_that_returns_no_tensors():
+    for what in ("plane", "pick", "decision_margin", "memory", "device"):
+        named = {"plane": "ndarray", "device": "pick .* meta"}.get(what, f"{what} .*ndarray")
+        with pytest.raises(DuelError, match=named):
+            DuelEstimator(Toy(), Wrong(what), 2).log_prob([Window((), (0, 1, 2))])

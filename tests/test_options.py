@@ -2,8 +2,6 @@
 
 import dataclasses
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -13,108 +11,76 @@ from lm_eval_duel.errors import DuelError, UsageError
 from lm_eval_duel.options import Options
 
 
-@pytest.mark.parametrize(
-    ("arguments", "rule"),
-    [
+def test_rule_in_one_word_or_in_several():
+    klass = "klass:mu=0.9:nu=0.01:history=1:kl=paper"
+    for arguments, rule in (
         ({}, "greedy:k=1"),
-        ({"rule": "greedy", "k": 2}, "greedy:k=2"),
         ({"rule": "greedy", "k": "2"}, "greedy:k=2"),
         ({"rule": "greedy", "k": 2.0}, "greedy:k=2"),
-        ({"rule": "threshold", "mu": 0.9}, "threshold:mu=0.9"),
         ({"rule": "threshold", "mu": 1}, "threshold:mu=1.0"),
-        ({"rule": "klass", "mu": 0.9, "nu": 0.01}, "klass:mu=0.9:nu=0.01:history=1:kl=paper"),
-        ({"rule": "klass:mu=0.9:nu=0.01"}, "klass:mu=0.9:nu=0.01:history=1:kl=paper"),
-        ({"rule": "klass:mu=0.9", "nu": 0.01}, "klass:mu=0.9:nu=0.01:history=1:kl=paper"),
+        ({"rule": "klass", "mu": 0.9, "nu": 0.01}, klass),
+        ({"rule": "klass:mu=0.9:nu=0.01"}, klass),
+        ({"rule": "klass:mu=0.9", "nu": 0.01}, klass),
         ({"rule": "random", "seed": 3, "k": 2}, "random:k=2:seed=3"),
         ({"rule": "custom_rules:Stalls", "mu": 0.5}, "custom_rules:Stalls:mu=0.5"),
-    ],
+    ):
+        assert str(Options.parse(arguments).rule) == rule
+
+
+VALUES = (  # a model arg, what the harness's parsers make of it, what it is
+    ("block", "32", 32),
+    ("block", 32.0, 32),
+    ("block", "none", None),
+    ("block", "auto", "auto"),
+    ("grid", "row", "row"),
+    ("windows", "harness", "harness"),
+    ("batch_size", "auto:4", "auto"),
+    ("max_length", None, None),
+    ("trust_remote_code", "false", False),
+    ("revision", 1234567, "1234567"),
+    ("mask_token_id", 0, 0),
+    ("dtype", "torch.bfloat16", "bfloat16"),
+    ("pretrained", "none", None),
+    ("device", "cuda:0", "cuda:0"),
+    ("bos", None, "none"),  # as the harness's parser of strings has it
+    ("bos", "official", "official"),
+    ("shift_logits", 1, True),
+    ("cfg_scale", "0.5", 0.5),
+    ("cfg_scale", 0, None),
+    ("top_k", 5, 5),
+    ("attention", "block_causal", "block_causal"),
+    ("sigma", "schedule", "schedule"),
+    ("last_block", "cut", "cut"),
+    ("peft", "folder", "folder"),
+    ("draw_seed", "7", 7),
 )
-def test_rule_in_one_word_or_in_several(arguments, rule):
-    assert str(Options.parse(arguments).rule) == rule
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "expected"),
-    [
-        ("block", 32, 32),
-        ("block", "32", 32),
-        ("block", 32.0, 32),
-        ("block", "none", None),
-        ("block", None, None),
-        ("block", "auto", "auto"),
-        ("grid", "row", "row"),
-        ("windows", "harness", "harness"),
-        ("batch_size", "4", 4),
-        ("batch_size", "auto:4", "auto"),
-        ("max_length", 128, 128),
-        ("max_length", None, None),
-        ("trust_remote_code", True, True),
-        ("trust_remote_code", "false", False),
-        ("revision", 1234567, "1234567"),
-        ("mask_token_id", 0, 0),
-        ("dtype", "torch.bfloat16", "bfloat16"),
-        ("pretrained", "none", None),
-        ("device", "cuda:0", "cuda:0"),
-        ("bos", "none", "none"),
-        ("bos", None, "none"),  # as the harness's parser of strings has it
-        ("bos", "official", "official"),
-        ("shift_logits", 1, True),
-        ("shift_logits", None, None),
-        ("cfg_scale", "0.5", 0.5),
-        ("cfg_scale", 0, None),
-        ("temperature", "0.7", 0.7),
-        ("top_k", 5, 5),
-        ("top_p", 0.9, 0.9),
-        ("attention", "block_causal", "block_causal"),
-        ("backend", "none", None),
-        ("sigma", "schedule", "schedule"),
-        ("last_block", "cut", "cut"),
-        ("peft", "folder", "folder"),
-        ("estimator", "mixture", "mixture"),
-        ("draw_seed", "7", 7),
-        ("trace", "out.jsonl", "out.jsonl"),
-    ],
+OF_ESTIMATORS = (
+    ("elbo", "mc_samples", "64", 64),
+    ("elbo", "mc_samples", None, 128),
+    ("elbo", "elbo_form", None, "auto"),
+    ("elbo", "elbo_block", "none", None),
+    ("sampled_confidence", "n", None, None),
+    ("sampled_confidence", "schedule", None, "even"),
+    ("sampled_confidence", "schedule", "dream", "dream"),
+    ("sampled_confidence", "tau", "0.85", 0.85),
+    ("sampled_confidence", "tau", "none", None),
+    ("sampled_confidence", "confidence", None, "untempered"),
+    ("sampled_confidence", "strict", "False", False),
 )
-def test_values(key, value, expected):
-    parsed = getattr(Options.parse({key: value}), key)
-    assert parsed == expected and type(parsed) is type(expected)
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "expected"),
-    [
-        ("mc_samples", "64", 64),
-        ("mc_samples", None, 128),
-        ("elbo_form", "ratio", "ratio"),
-        ("elbo_form", None, "auto"),
-        ("elbo_block", "none", None),
-        ("elbo_block", 4.0, 4),
-    ],
-)
-def test_values_of_the_elbo(key, value, expected):
-    assert Options.parse({"estimator": "elbo", key: value}).estimator_args[key] == expected
-    with pytest.raises(DuelError, match=f"'{key}' is read by estimator=elbo only, and this run has estimator=duel"):
-        Options.parse({key: value})
+def test_values():
+    found = [(key, value, getattr(Options.parse({key: value}), key)) for key, value, _ in VALUES]
+    assert found == list(VALUES) and [type(f[2]) for f in found] == [type(expected) for *_, expected in VALUES]
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "expected"),
-    [
-        ("n", "2", 2),
-        ("n", None, None),
-        ("steps", "3", 3),
-        ("schedule", None, "even"),
-        ("schedule", "dream", "dream"),
-        ("tau", "0.85", 0.85),
-        ("tau", "none", None),
-        ("confidence", None, "untempered"),
-        ("strict", "False", False),
-    ],
-)
-def test_values_of_select_after_sampling(key, value, expected):
-    steps = {"steps": 2} if value == "dream" else {}
-    options = Options.parse({"estimator": "sampled_confidence", "block": 4, key: value, **steps})
-    assert options.estimator_args[key] == expected and options.rule == rules.Greedy()
+def test_values_of_estimators():
+    for estimator, key, value, expected in OF_ESTIMATORS:
+        steps = {"steps": 2} if value == "dream" else {}
+        options = Options.parse({"estimator": estimator, "block": 4, key: value, **steps})
+        assert options.estimator_args[key] == expected and options.rule == rules.Greedy(), (key, value)
+    with pytest.raises(DuelError, match=r"'mc_samples' .*estimator=elbo"):
+        Options.parse({"mc_samples": 64})
 
 
 def test_a_name_of_a_rule_and_of_an_estimator(monkeypatch):
@@ -153,103 +119,62 @@ def test_network_args_are_those_of_denoisers_load():
     assert set(Options.parse({}).network) == asked - {"name", "device", "tokenizer"}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"rule": "gredy"}, "Unknown unmasking rule 'gredy'. Did you mean greedy?"),
-        (
-            {"blok": 32},
-            "Unknown model arg 'blok'. Did you mean block?",
-        ),
-        ({"bos": "givn"}, "Unknown value of bos 'givn'. Did you mean given?"),
-        ({"bos": "none", "add_bos_token": True}, "add_bos_token=True means bos=given, but bos=none is given."),
-        (
-            {"bos": "official", "windows": "harness"},
-            "bos=official places the special tokens of each row itself, so it needs windows=independent.",
-        ),
-        ({"attention": "blockcausal"}, "Did you mean block_causal?"),
-        ({"cfg_scale": -1}, "'cfg_scale' is a number >= 0 (0: no guidance), at most 1e+20; got '-1'."),
-        ({"temperature": 0}, "'temperature' is a number above 0, from 1e-20 to 1e+20; got '0'."),
-        ({"top_p": 1.5}, "'top_p' is a probability above 0, at most 1; got '1.5'."),
-        ({"rul": "greedy"}, "Unknown model arg 'rul'. Did you mean rule?"),
-        ({"rule": "greedy", "mu": 0.9}, "Unknown parameter of rule greedy 'mu'. Known: k."),
-        ({"rule": "threshold", "mu": 0.9, "k": 2}, "Unknown parameter of rule threshold 'k'. Known: mu, strict."),
-        ({"rule": "greedy:k=2", "k": 3}, "'k' is given twice: in rule=greedy:k=2 and as a model arg."),
-        ({"rule": "threshold"}, "Rule 'threshold' needs mu"),
-        ({"block": 0}, "'block' is a number of positions, at least 1, or auto; got '0'."),
-        ({"block": -1.0}, "'block' is a number of positions"),
-        ({"block": 2.5}, "'block' is a number of positions"),
-        ({"block": True}, "'block' is a number of positions"),
-        ({"windows": "independant"}, "Unknown value of windows 'independant'. Did you mean independent?"),
-        ({"grid": "rows"}, "Did you mean row?"),
-        ({"batch_size": 0}, "'batch_size' is a number of rows, at least 1, or auto; got '0'."),
-        ({"batch_size": "autom"}, "'batch_size' is a number of rows, at least 1, or auto; got 'autom'."),
-        ({"dtype": "flot32"}, "Unknown value of dtype 'flot32'. Did you mean float32?"),
-        ({"rule": "klass", "mu": 0.9, "nuu": 0.01}, "Unknown model arg 'nuu'. Did you mean nu?"),
-        ({"rule": "threshold", "muu": 0.9}, "Unknown model arg 'muu'. Did you mean mu?"),
-        ({"rule": "greedy:2"}, "'2' in rule 'greedy:2' is not param=value"),
-        ({"max_length": "long"}, "'max_length' is a whole number, at least 1; got 'long'."),
-        ({"estimator": "elbow"}, "Unknown estimator 'elbow'. Did you mean elbo?"),
-        ({"estimator": "elbo", "elbo_form": "counts"}, "Unknown value of elbo_form 'counts'. Did you mean count?"),
-        ({"estimator": "elbo", "elbo_eps": 1.0}, "'elbo_eps' is a share from 0 (nothing left out) to below 1"),
-        ({"estimator": "elbo", "elbo_form": "count", "elbo_eps": 0.1}, "'elbo_eps' is the least ratio"),
-        ({"estimator": "elbo", "mc_samples": 0}, "'mc_samples' is a whole number, at least 1; got '0'."),
-        ({"estimator": "sampled_confidence", "n": 0}, "'n' is a whole number, at least 1; got '0'."),
-        ({"estimator": "sampled_confidence", "tau": 2}, "'tau' is a probability from 0 to 1; got"),
-        ({"estimator": "sampled_confidence", "confidence": "tempred"}, "'tempred'. Did you mean tempered?"),
-        ({"estimator": "sampled_confidence", "block": 16}, "so block is at most 12; got 16."),
-        ({"estimator": "oracle", "block": 16}, "so block is at most 12; got 16. block=4 takes 15 states a block."),
-        ({"estimator": "mixture", "block": "none"}, "so block is at most 12; got none."),
-        ({"estimator": "oracle", "lattice_rules": "gredy"}, "Unknown unmasking rule 'gredy'. Did you mean greedy?"),
-        (
-            {"estimator": "oracle", "lattice_rules": "klass:mu=0.9:nu=0.1"},
-            "klass:mu=0.9:nu=0.1:history=1:kl=paper has a memory, or its class does not declare `state_only = True`",
-        ),
-        (
-            {"lattice_rules": "greedy"},
-            "'lattice_rules' is read by estimator=elbo_exact or mixture or oracle only, and this",
-        ),
-        ({"trust_remote_code": "yes"}, "'trust_remote_code' is true or false; got 'yes'."),
-    ],
+WRONG = (  # model args, and what the error names: the argument, its value, the nearest name
+    ({"rule": "gredy"}, "'gredy'. Did you mean greedy?"),
+    ({"blok": 32}, "'blok'. Did you mean block?"),
+    ({"bos": "givn"}, "'givn'. Did you mean given?"),
+    ({"bos": "none", "add_bos_token": True}, "add_bos_token=True"),
+    ({"bos": "official", "windows": "harness"}, "windows=independent"),
+    ({"cfg_scale": -1}, "'cfg_scale'"),
+    ({"temperature": 0}, "'temperature'"),
+    ({"top_p": 1.5}, "'top_p'"),
+    ({"rule": "greedy", "mu": 0.9}, "'mu'. Known: k."),
+    ({"rule": "threshold", "mu": 0.9, "k": 2}, "'k'. Known: mu, strict."),
+    ({"rule": "greedy:k=2", "k": 3}, "'k' is given twice"),
+    ({"rule": "threshold"}, "mu"),
+    ({"block": 0}, "'block'"),
+    ({"block": 2.5}, "'block'"),
+    ({"block": True}, "'block'"),
+    ({"windows": "independant"}, "Did you mean independent?"),
+    ({"batch_size": 0}, "'batch_size'"),
+    ({"batch_size": "autom"}, "'batch_size'"),
+    ({"dtype": "flot32"}, "Did you mean float32?"),
+    ({"rule": "klass", "mu": 0.9, "nuu": 0.01}, "Did you mean nu?"),
+    ({"rule": "greedy:2"}, "'2'"),
+    ({"max_length": "long"}, "'max_length'"),
+    ({"estimator": "elbow"}, "Did you mean elbo?"),
+    ({"estimator": "elbo", "elbo_form": "counts"}, "Did you mean count?"),
+    ({"estimator": "elbo", "elbo_eps": 1.0}, "'elbo_eps'"),
+    ({"estimator": "elbo", "elbo_form": "count", "elbo_eps": 0.1}, "'elbo_eps'"),
+    ({"estimator": "elbo", "mc_samples": 0}, "'mc_samples'"),
+    ({"estimator": "sampled_confidence", "n": 0}, "'n'"),
+    ({"estimator": "sampled_confidence", "tau": 2}, "'tau'"),
+    ({"estimator": "sampled_confidence", "block": 16}, "block is at most 12; got 16."),
+    ({"estimator": "oracle", "block": 16}, "block is at most 12; got 16."),
+    ({"estimator": "mixture", "block": "none"}, "block is at most 12; got none."),
+    ({"estimator": "oracle", "lattice_rules": "gredy"}, "Did you mean greedy?"),
+    ({"estimator": "oracle", "lattice_rules": "klass:mu=0.9:nu=0.1"}, "klass:mu=0.9:nu=0.1"),
+    ({"lattice_rules": "greedy"}, "'lattice_rules'"),
+    ({"trust_remote_code": "yes"}, "'trust_remote_code'"),
+    ({"rule": "greedy", "k": 2**63}, "'k'"),  # no tensor holds it
+    ({"rule": f"klass:mu=0.5:nu=1:history={2**64 + 1}"}, "'history'"),
+    ({"rule": "klass:mu=0.9", "nu": "0.1:history=2"}, "'nu'"),
+    *(({"rule": name}, "module:Name") for name in (".mine:Rule", "..:Rule", "mine..deep:Rule", "mine.:Rule")),
+    *(({"estimator": "elbo", key: 10**400}, f"'{key}'") for key in ("cfg_scale", "top_p", "elbo_eps", "top_k", "k")),
 )
-def test_errors_name_the_argument_and_the_remedy(arguments, message):
-    with pytest.raises(DuelError, match=re.escape(message)):
-        Options.parse(arguments)
 
 
-@pytest.mark.parametrize("seed", [2**53 + 1, str(2**53 + 1), -(2**60) - 1])
-def test_every_digit_of_a_whole_number_counts(seed):
-    assert Options.parse({"rule": "random", "seed": seed}).rule.seed == int(seed)
-    assert Options.parse({"draw_seed": str(seed).lstrip("-")}).draw_seed == abs(int(seed))
-    assert Options.parse({"draw_seed": abs(int(seed))}).draw_seed == abs(int(seed))
+def test_errors_name_the_argument(subtests):
+    for arguments, named in WRONG:
+        with subtests.test(str(arguments)[:80]), pytest.raises(DuelError, match=re.escape(named)):
+            Options.parse(arguments)
 
 
-@pytest.mark.parametrize("key", ["cfg_scale", "temperature", "top_p", "elbo_eps", "top_k", "mu", "k"])
-def test_a_number_too_large_is_refused_in_words(key):
-    rule = {"mu": {"rule": "threshold"}}.get(key, {})
-    with pytest.raises(DuelError, match=f"'{key}'"):
-        Options.parse({"estimator": "elbo", **rule, key: 10**400})
-
-
-@pytest.mark.parametrize(
-    "arguments", [{"rule": "greedy", "k": 2**63}, {"rule": f"klass:mu=0.5:nu=1:history={2**64 + 1}"}]
-)
-def test_a_count_that_no_tensor_holds_is_refused(arguments):
-    with pytest.raises(DuelError, match=r"is a number of (positions|steps), at least 1"):
-        Options.parse(arguments)
-
-
-@pytest.mark.parametrize("name", [".mine:Rule", "..:Rule", "mine..deep:Rule", "mine.:Rule"])
-def test_a_relative_module_is_no_rule(name):
-    with pytest.raises(DuelError, match="is not a rule: write module:Name"):
-        Options.parse({"rule": name})
-
-
-def test_what_stands_beside_a_rule_is_one_parameter():
-    with pytest.raises(
-        DuelError, match=r"'nu' of rule 'klass' is a divergence in nats, at least 0; got '0\.1:history=2'"
-    ):
-        Options.parse({"rule": "klass:mu=0.9", "nu": "0.1:history=2"})
+def test_every_digit_of_a_whole_number_counts():
+    for seed in (2**53 + 1, str(2**53 + 1), -(2**60) - 1):
+        assert Options.parse({"rule": "random", "seed": seed}).rule.seed == int(seed)
+    for seed in (2**53 + 1, str(2**53 + 1)):
+        assert Options.parse({"draw_seed": seed}).draw_seed == int(seed)
 
 
 def test_rows_of_a_call():
@@ -258,20 +183,12 @@ def test_rows_of_a_call():
     assert Options.parse({"batch_size": "auto", "max_batch_size": 4}).max_batch_size == 4
 
 
-def test_options_are_checked_before_torch_is_imported():
-    code = (
-        "import sys; from lm_eval_duel.options import Options; Options.parse({'rule': 'greedy', 'k': 2, 'block': 32});"
-        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 def test_every_rule_parameter_can_stand_beside_the_rule():
     assert rules.PARAMETERS.isdisjoint(Options.__dataclass_fields__)
 
 
 def test_a_cache_and_a_history_that_outlives_blocks():
     arguments = {"rule": "klass:mu=0.9:nu=0.1:kl=authors:across=true", "cache": "dual"}
-    with pytest.raises(UsageError, match=r"predictions that cache=dual does not compute.* Leave one of them out"):
+    with pytest.raises(UsageError, match="cache=dual"):
         Options.parse(arguments)
     assert Options.parse({**arguments, "estimator": "elbo"}).cache == "dual"  # which does not read the rule

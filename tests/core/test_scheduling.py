@@ -21,8 +21,6 @@ from lm_eval_duel.core.view import distinct
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators.duel import DuelEstimator
 
-FIXED = [f"{name}:k={k}" for name in ("left_to_right", "right_to_left", "random") for k in (1, 2, 3, 5)]
-
 
 def random_windows(count, shortest, longest, tokens=3, context=0, seed=0):
     generator = torch.Generator().manual_seed(seed)
@@ -44,7 +42,7 @@ def equal(ones, others):
 @pytest.mark.parametrize(
     "toy", [Toy(length=12), Rotary(length=12), BlockCausal(4, length=12)], ids=lambda t: type(t).__name__
 )
-@pytest.mark.parametrize("rule", FIXED)
+@pytest.mark.parametrize("rule", ["left_to_right:k=1", "left_to_right:k=3", "right_to_left:k=2", "random:k=2"])
 def test_a_fixed_order_in_one_flat_batch_equals_it_step_by_step(rule, toy, monkeypatch):
     windows = random_windows(5, 3, 12) + random_windows(3, 5, 12, context=2, seed=1)
     flat, block = rules.parse(rule), toy.block or 5
@@ -136,7 +134,7 @@ def test_four_one_token_options_are_one_row():
     assert duel.counts.forwards == 1  # the context lies in their own block
 
 
-@pytest.mark.parametrize("rule", ["greedy", "threshold:mu=0.5", "klass:mu=0.4:nu=0.3", "left_to_right:k=2"])
+@pytest.mark.parametrize("rule", ["greedy", "klass:mu=0.4:nu=0.3"])
 @pytest.mark.parametrize("kind", [Toy, BlockCausal])
 def test_options_share_rows_until_they_differ(kind, rule):
     context, rest = (0, 1, 2, 1), (2, 0, 0, 1)
@@ -167,7 +165,7 @@ def test_guidance_shares_the_rows_that_are_equal_with_nothing_given():
     assert duel.counts.rows < alone.counts.rows
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_guidance_merges_no_rows_that_differ_with_nothing_given(seed):
     from lm_eval_duel.denoisers.wrappers.guidance import Guided
 
@@ -195,11 +193,11 @@ def test_a_hash_that_collides_merges_nothing(monkeypatch):
 # ---------------------------------------------------------------- passes
 
 
-@pytest.mark.parametrize(("k", "passes"), [(1, 5), (2, 3), (3, 3), (4, 2)])
-def test_all_blocks_of_a_window_go_in_one_pass(k, passes):
-    duel = DuelEstimator(BlockCausal(4, length=32), f"greedy:k={k}")
-    duel.log_prob(random_windows(3, 32, 32))
-    assert duel.counts.forwards == passes  # ceil(4 / k) and one over the clean blocks
+def test_all_blocks_of_a_window_go_in_one_pass():
+    for k, passes in ((1, 5), (3, 3), (4, 2)):
+        duel = DuelEstimator(BlockCausal(4, length=32), f"greedy:k={k}")
+        duel.log_prob(random_windows(3, 32, 32))
+        assert duel.counts.forwards == passes  # ceil(4 / k) and one over the clean blocks
 
 
 def test_a_causal_window_is_one_pass(tmp_path):
@@ -356,9 +354,9 @@ def test_keys_that_are_held_count(monkeypatch):
     assert max(held) <= 2  # rows of max_length, as asked for
 
 
-@pytest.mark.parametrize(("rows", "tokens"), [(1, 16), (3, 16), (4, 32), (12, 64), (100, 128)])
-def test_the_largest_budget_that_fits_is_found_by_trial(rows, tokens):
-    assert largest(Small(most=rows, tokens=50), 4, "target", 16, 128) == tokens
+def test_the_largest_budget_that_fits_is_found_by_trial():
+    for rows, tokens in ((1, 16), (3, 16), (4, 32), (12, 64), (100, 128)):
+        assert largest(Small(most=rows, tokens=50), 4, "target", 16, 128) == tokens
 
 
 def test_a_trial_runs_on_every_kind_of_network(tmp_path):

@@ -15,15 +15,14 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import DuelEstimator
 
 
-@pytest.mark.parametrize("count", [0, 1, 3, 4, 5, 8, 9, 30])
 @pytest.mark.parametrize("framing", [((), ()), ((90,), (91,)), ((90,), ())])
-def test_independent_windows_hold_every_token_once(count, framing):
-    ids = list(range(count))
-    windows = independent(ids, 5, *framing)
-    assert [token for window in windows for token in window.target] == ids
-    assert all(window.length <= 5 and (window.context, window.suffix) == framing for window in windows)
+def test_independent_windows_hold_every_token_once(framing):
     room = 5 - len(framing[0]) - len(framing[1])
-    assert len(windows) == -(-count // room)
+    for count in (0, 1, 3, 4, 5, 8, 9, 30):
+        windows = independent(range(count), 5, *framing)
+        assert [token for window in windows for token in window.target] == list(range(count))
+        assert all(window.length <= 5 and (window.context, window.suffix) == framing for window in windows)
+        assert len(windows) == -(-count // room)
 
 
 def test_conventions_of_framing():
@@ -49,9 +48,9 @@ def test_context_is_cut_from_the_left():
 
 
 def test_a_target_is_never_cut():
-    with pytest.raises(DuelError, match=r"A continuation of 6 tokens does not fit a row of max_length=5 \(4 positions"):
+    with pytest.raises(DuelError, match=r"max_length=5"):
         conditional((1,), range(6), 5, (90,))
-    with pytest.raises(DuelError, match="max_length=2 leaves no position for text after 2 special tokens"):
+    with pytest.raises(DuelError, match="max_length=2"):
         independent([1], 2, (90,), (91,))
     with pytest.raises(DuelError, match="tail"):
         Window((), (1,), (), -1)
@@ -61,9 +60,8 @@ def test_windows_take_any_integers():
     assert Window(torch.tensor([1]), [torch.tensor(2)]) == Window((1,), (2,))
 
 
-@pytest.mark.parametrize(
-    ("origin", "target", "block", "grid", "expected"),
-    [
+def test_blocks():
+    for origin, target, block, grid, expected in (
         (5, 7, 4, "target", [(5, 4), (9, 3)]),
         (5, 7, 4, "row", [(4, 4), (8, 4)]),
         (4, 5, 4, "row", [(4, 4), (8, 1)]),
@@ -72,10 +70,8 @@ def test_windows_take_any_integers():
         (5, 7, None, "row", [(5, 7)]),
         (0, 3, 9, "row", [(0, 3)]),
         (2, 0, 4, "target", []),
-    ],
-)
-def test_blocks(origin, target, block, grid, expected):
-    assert blocks(origin, target, block, grid) == expected
+    ):
+        assert blocks(origin, target, block, grid) == expected
 
 
 def test_groups_are_longest_first_and_of_one_length_where_padding_is_seen():
@@ -91,12 +87,12 @@ def test_budget_holds_both_limits():
     assert budget.rows(cost=100_000, values=20_000) == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "tokens"),
-    [({}, 2048), ({"batch_size": 2}, 16), ({"batch_size": 9, "max_batch_size": 3}, 24), ({"max_batch_size": 9}, 72)],
-)
-def test_a_batch_is_what_was_asked_for_and_never_more_than_the_most(arguments, tokens):
-    assert DuelEstimator(Toy(length=8), **arguments).budget.tokens == tokens
+def test_a_batch_is_what_was_asked_for_and_never_more_than_the_most():
+    def tokens(**arguments):
+        return DuelEstimator(Toy(length=8), **arguments).budget.tokens
+
+    assert (tokens(), tokens(batch_size=2), tokens(max_batch_size=9)) == (2048, 16, 72)
+    assert tokens(batch_size=9, max_batch_size=3) == 24
 
 
 def test_fresh_lanes_show_context_inside_their_block():
@@ -124,15 +120,15 @@ def test_lanes_carry_everything_along():
     assert wide.concat(narrow).memory[0].sum((1, 2)).tolist() == [0, 12]
 
 
-@pytest.mark.parametrize("seed", range(50))
-def test_rolling_windows_are_those_of_lm_eval(seed):
-    chance = random.Random(seed)
-    ids = [chance.randrange(90) for _ in range(chance.randrange(40))]
-    capacity = chance.randint(1, 12)
-    theirs = map(make_disjoint_window, get_rolling_token_windows(ids, 99, capacity, context_len=1))
-    windows = rolling(ids, 99, capacity, (98,))
-    assert windows == [Window(context, target, (98,)) for context, target in theirs]
-    assert [token for window in windows for token in window.target] == ids
+def test_rolling_windows_are_those_of_lm_eval():
+    chance = random.Random(0)
+    for _ in range(50):
+        ids = [chance.randrange(90) for _ in range(chance.randrange(40))]
+        capacity = chance.randint(1, 12)
+        theirs = map(make_disjoint_window, get_rolling_token_windows(ids, 99, capacity, context_len=1))
+        windows = rolling(ids, 99, capacity, (98,))
+        assert windows == [Window(context, target, (98,)) for context, target in theirs]
+        assert [token for window in windows for token in window.target] == ids
 
 
 def test_the_picture_of_rolling_windows():

@@ -28,8 +28,9 @@ TOYS = {
 }
 
 
-@pytest.mark.parametrize("kind", TOYS)
-@pytest.mark.parametrize("rule", ["greedy:k=1", "entropy_threshold:tau=0.9"])
+@pytest.mark.parametrize(
+    ("kind", "rule"), zip(TOYS, ["greedy:k=1", "entropy_threshold:tau=0.9"] * 2 + ["greedy:k=1"], strict=True)
+)
 def test_texts_without_the_excluded_ids_sum_to_one(kind, rule):
     duel = Duel(TOYS[kind](), rule, 2)
     windows = [Window((1,), target) for target in itertools.product((0, 2, 3), repeat=3)]

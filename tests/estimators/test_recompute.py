@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 from attends import Attends
-from laws import RULES, slow_but
+from laws import RULES
 from toys import BlockCausal, Causal, CausalPrefix, Rotary, RotaryBlocks, Toy
 
 from lm_eval_duel import rules
@@ -90,15 +90,15 @@ def checked(estimator, windows):
     return [Checked.from_scores("", window, score, recompute(estimator, window)) for window, score in found]
 
 
-@pytest.mark.parametrize("rule", slow_but([*RULES, *MORE], FEW))
+@pytest.mark.parametrize("rules", [FEW, pytest.param([*RULES, *MORE], marks=pytest.mark.slow)], ids=["few", "all"])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_a_run_equals_the_reference(name, rule):
+def test_a_run_equals_the_reference(name, rules):
     network, windows, block, grid = NETWORKS[name]
-    duel = Duel(network, rule, block, grid)
     noise = 1e-7 if "rotary" in name else 1e-9  # planted in those
-    for each in checked(duel, windows):
-        assert each.difference < noise and each.changed_picks == 0 and not each.differs
-        assert each.route in (REFERENCE, RUNS_RULE)
+    for rule in rules:
+        for each in checked(Duel(network, rule, block, grid), windows):
+            assert each.difference < noise and each.changed_picks == 0 and not each.differs, rule
+            assert each.route in (REFERENCE, RUNS_RULE), rule
 
 
 def test_routes():

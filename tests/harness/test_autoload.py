@@ -32,11 +32,6 @@ def test_the_installed_hook_registers_the_model_by_name_only():
     assert out.split() == ["True", "True", "True"]
 
 
-def test_get_model_gives_the_class():
-    out = python("from lm_eval.api.registry import get_model; print(get_model('duel-mdm').__module__, get_model('hf'))")
-    assert out.startswith("lm_eval_duel.harness.lm <class")
-
-
 def test_interpreter_start_imports_two_small_modules():
     out = python("import sys; print(sorted(m for m in sys.modules if m.startswith('lm_eval')))")
     assert out.strip() == "['lm_eval_duel', 'lm_eval_duel._autoload']"

@@ -36,8 +36,11 @@ def same(drawn, scored, tolerance=1e-9):
     assert drawn.token_logprobs == pytest.approx(scored.token_logprobs, abs=tolerance)
 
 
-@pytest.mark.parametrize("toy", NETWORKS)
-@pytest.mark.parametrize("rule", ["greedy", "margin:k=2", "threshold:mu=0.5", "klass:mu=0.4:nu=0.3"])
+@pytest.mark.parametrize(
+    ("toy", "rule"),
+    [(NETWORKS[n], rule) for n, rule in enumerate(["greedy", "margin:k=2", "threshold:mu=0.5"])]
+    + [(NETWORKS[n], "klass:mu=0.4:nu=0.3") for n in (0, 2)],
+)
 def test_a_sample_that_stopped_is_scored_with_what_is_left_as_tail(toy, rule):
     duel = DuelEstimator(toy, rule, 2)
     asked = []
@@ -116,16 +119,10 @@ def test_a_tempered_network_is_a_law_like_any_other(base):
 
 
 def test_temperatures_that_are_none():
-    for wrong, message in (
-        ({"temperature": 0}, "temperature must be above 0"),
-        ({"temperature": 1e-45}, r"from 1e-20 up to 1e\+20; got 1e-45"),
-        ({"temperature": 1e39}, r"from 1e-20 up to 1e\+20; got 1e\+39"),
-        ({"temperature": math.nan}, "got nan"),
-        ({"top_k": 0}, "at least 1; got 0"),
-        ({"top_p": 1.5}, "above 0 and at most 1; got 1.5"),
-    ):
-        with pytest.raises(DuelError, match=message):
-            Warped(Toy(), **wrong)
+    for name, values in {"temperature": (0, 1e-45, 1e39, math.nan), "top_k": (0,), "top_p": (1.5,)}.items():
+        for value in values:
+            with pytest.raises(DuelError, match=name):
+                Warped(Toy(), **{name: value})
 
 
 # ---------------------------------------------------------------- what a task asks for
@@ -164,18 +161,19 @@ GOOD = {  # the values of VALUES that a setting takes
 
 
 @pytest.mark.parametrize("sampled", [{}, {"do_sample": True}, {"do_sample": False}])
-@pytest.mark.parametrize("name", [*KNOWN, *OTHERS])
-def test_every_value_of_a_setting_is_taken_or_refused_by_its_name(name, sampled):
+def test_every_value_of_a_setting_is_taken_or_refused_by_its_name(sampled, subtests):
     """Whether it is read or not: a wrong value is a mistake under decoding too."""
-    good = [repr(value) for value in (*GOOD.get(name, ()), None)]
-    for value in VALUES:
-        asked = {**sampled, name: value}
-        if repr(value) in good or (name in OTHERS and value == OTHERS[name][0]):
-            settings = Settings.from_arguments(asked)
-            assert settings == Settings.from_arguments(dict(reversed(asked.items()))) and hash(settings) is not None
-        else:
-            with pytest.raises(DuelError, match=rf"\b{name}\b.*(got|not) "):
-                Settings.from_arguments(asked)
+    for name in (*KNOWN, *OTHERS):
+        good = [repr(value) for value in (*GOOD.get(name, ()), None)]
+        with subtests.test(name):
+            for value in VALUES:
+                asked = {**sampled, name: value}
+                if repr(value) in good or (name in OTHERS and value == OTHERS[name][0]):
+                    settings = Settings.from_arguments(asked)
+                    assert settings == Settings.from_arguments(dict(reversed(asked.items()))) and hash(settings)
+                else:
+                    with pytest.raises(DuelError, match=rf"\b{name}\b.*(got|not) "):
+                        Settings.from_arguments(asked)
 
 
 def test_settings_that_are_no_names_with_values():
@@ -190,20 +188,9 @@ def test_settings_that_are_no_names_with_values():
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"until": 5}, "'until' is a text or a list of texts (in YAML, numbers in quotes); got 5."),
-        ({"temperature": "warm"}, "'temperature' is 0 (argmax) or a number from 1e-20 to 1e+20; got 'warm'."),
-        ({"top_k": "x"}, "'top_k' is a whole number, at least 0; got 'x'."),
-        ({"max_new_tokens": 0}, "'max_new_tokens' is a whole number, at least 1; got '0'."),
-        (
-            {"max_length": 9},
-            "max_length is not a setting here: it would count the prompt too; set max_gen_toks, the positions to",
-        ),
-        (
-            {"repetition_penalty": 1.2},
-            "repetition_penalty must be 1 here: only temperature, top_k and top_p change ",
-        ),
-        ({"stop": ["."]}, "stop is not a setting here: name stop strings in `until`; got stop: ['.']."),
-        ({"seeds": 5}, "Unknown generation setting 'seeds'. Known: "),
+        ({"until": 5}, "'until'"),
+        ({"max_length": 9}, "max_length"),
+        ({"seeds": 5}, "Unknown generation setting 'seeds'"),
     ],
 )
 def test_what_is_wrong_with_a_setting_names_its_task(folder, asked, message):
@@ -230,34 +217,25 @@ def test_what_does_not_fit_is_found_before_the_first_text(folder):
     assert lm.run.sampler.counts.forwards == framed.run.sampler.counts.forwards == 0
 
 
-@pytest.mark.parametrize(
-    ("asked", "notes"),
-    [
+def test_what_has_no_effect_is_said():
+    for asked, notes in (
         ({}, []),
         ({"do_sample": False, "temperature": 1, "top_p": 1.0, "top_k": 0}, []),  # what stock tasks say
         ({"do_sample": True, "temperature": 0.7, "top_k": 5, "max_new_tokens": 256, "max_gen_toks": 256}, []),
         ({"temperature": 0, "do_sample": False}, []),
         (
             {"do_sample": False, "temperature": 0.7, "top_p": 0.9},
-            [
-                "temperature=0.7 and top_p=0.9 have no effect, since do_sample is false: the most probable token is "
-                "taken at every pick. To sample, set do_sample: true"
-            ],
+            ["temperature=0.7 and top_p=0.9"],
         ),
-        ({"top_k": 5}, ["top_k=5 has no effect, since neither do_sample nor a temperature above 0 is set: the most"]),
-        (
-            {"do_sample": True, "temperature": 0},
-            ["temperature=0 takes the most probable token, although do_sample is "],
-        ),
+        ({"top_k": 5}, ["top_k=5"]),
+        ({"do_sample": True, "temperature": 0}, ["temperature=0"]),
         (
             {"max_gen_toks": 256, "max_new_tokens": 64, "max_tokens": 64},
-            ["max_gen_toks=256 is used and max_new_tokens=64, max_tokens=64 is ignored: they are synonyms"],
+            ["max_gen_toks=256 is used and max_new_tokens=64, max_tokens=64"],
         ),
-    ],
-)
-def test_what_has_no_effect_is_said(asked, notes):
-    found = Settings.from_arguments(asked).notes
-    assert len(found) == len(notes) and all(map(str.startswith, found, notes))
+    ):
+        found = Settings.from_arguments(asked).notes
+        assert len(found) == len(notes) and all(map(str.startswith, found, notes)), asked
 
 
 def test_what_has_no_effect_is_said_once_with_its_tasks(folder, caplog):
@@ -300,7 +278,7 @@ def test_numbers_of_settings_are_said_in_full():
     )
 
 
-@pytest.mark.parametrize("temperature", [1e-20, 1e-12, 1e12, 1e20])
+@pytest.mark.parametrize("temperature", [1e-20, 1e20])
 def test_the_coldest_and_the_hottest_temperature_are_laws(temperature):
     toy = Toy(tokens=3, length=5, seed=2)
     toy.out = toy.out.float()
@@ -468,8 +446,9 @@ def test_a_chat_template_writes_its_bos_once(folder):
 
 
 @pytest.mark.parametrize("count", [8, pytest.param(100, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("name", "block"), [("demo-mdm", 32), ("demo-bd", "auto")])
-@pytest.mark.parametrize("rule", ["greedy", "threshold:mu=0.6"])
+@pytest.mark.parametrize(
+    ("name", "block", "rule"), [("demo-mdm", 32, "threshold:mu=0.6"), ("demo-bd", "auto", "greedy")]
+)
 def test_samples_are_scored_as_they_were_drawn(name, block, rule, count):
     """Law 2 through the public API: the same steps and nats within float noise, but where a pick was close."""
     denoiser = denoisers.load(name, device="cpu")

@@ -190,27 +190,6 @@ def test_equal_windows_are_scored_once(folder):
     assert len(set(values)) == 1 and lm.estimator.counts.windows == 1
 
 
-def test_the_fingerprint_follows_the_law_and_nothing_else(folder):
-    def spec(**options):
-        return DuelMDM(**{"pretrained": folder, "rule": "greedy", "block": 4, "device": "cpu", **options}).fingerprint
-
-    base = spec()
-    assert base == spec(batch_size=3) == spec(rule="greedy:k=1") == spec(rule="confidence")
-    changed = [
-        spec(rule="margin"),
-        spec(k=2),
-        spec(block=8),
-        spec(block="none"),
-        spec(grid="row"),
-        spec(windows="harness"),
-        spec(max_length=8),
-        spec(dtype="bfloat16"),
-        spec(mask_token_id=1),
-        spec(rule="custom_rules:Stalls"),
-    ]
-    assert len({base, *changed}) == len(changed) + 1
-
-
 def test_model_info_is_for_the_results_file(folder):
     lm = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu", max_length=8)
     texts = ["a b c d e f g h i", "", "the of and", "the of and"]
@@ -318,30 +297,6 @@ def test_accounts_of_ranks_add_up(folder):
         for name, value in task["values"].items():
             for figure, mine in value.items():
                 assert other["values"][name][figure] == (mine if mine is None else pytest.approx(mine, abs=1e-4))
-
-
-def test_estimators_are_laws_of_their_own(folder):
-    def spec(**options):
-        return DuelMDM(**{"pretrained": folder, "block": 4, "device": "cpu", **options}).fingerprint
-
-    assert (
-        spec(estimator="elbo") == spec(estimator="elbo", block=8, rule="margin") == spec(estimator="elbo", trace=None)
-    )
-    assert spec(estimator="oracle") == spec(estimator="oracle", lattice_rules="greedy+margin", rule="margin")
-    changed = [
-        spec(),
-        spec(estimator="elbo"),
-        spec(estimator="elbo", mc_samples=64),
-        spec(estimator="elbo", elbo_form="ratio"),
-        spec(estimator="elbo", elbo_block=4),
-        spec(estimator="elbo", draw_seed=1),
-        spec(estimator="oracle"),
-        spec(estimator="mixture"),
-        spec(estimator="oracle", block=8),
-    ]
-    assert len(set(changed)) == len(changed)
-    with pytest.raises(DuelError, match="estimator=ar is the chain rule of an autoregressive network"):
-        spec(estimator="ar", attention="bidirectional")
 
 
 def test_token_counts_of_another_tokenizer_are_refused(lm):
