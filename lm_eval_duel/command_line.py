@@ -177,6 +177,8 @@ FLAGS: dict[str, Flag] = {  # of several commands: the same name, values and hel
     "metadata": Flag(KEY_VALUES, {}, "metadata of the tasks, as for lm_eval: length=...,data_dir=..."),
     "tokenizer": Flag(CHECKPOINT, None, "a folder, a hub name or a bundled name", shows="NAME"),
     "length": Flag(COUNT, 128, "positions of a window or a sample", shows="N"),
+    "NAMES": Flag(TEXT, None, "only these", many=True, unset="all"),
+    "markdown": Flag(TRUTH, False, "print the tables of docs/"),
     "RESULTS": Flag(PATH, MISSING, "results_*.json files, or folders that hold them", many=True),
     "ar": Flag(PATH, None, "the autoregressive baseline: a file or a folder", unset="the only one", shows="RESULT"),
     "traces": Flag(PATH, None, "traces, or folders of them, beyond those that results name", many=True, shows="FILE"),

@@ -10,8 +10,8 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 
 from lm_eval_duel import rules
-from lm_eval_duel.arguments import MISSING, TEXT, TRUTH, Argument, declared
-from lm_eval_duel.command_line import Flag, Parser
+from lm_eval_duel.arguments import MISSING, Argument, declared
+from lm_eval_duel.command_line import Parser
 from lm_eval_duel.errors import unknown, usage
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.options import MODEL_ARGUMENTS
@@ -146,8 +146,7 @@ def main(command: str, what: str, example: str, arguments: Sequence[str]) -> Non
             f"List {what}.",
             "Prints a list; with --markdown, the tables of the documentation.",
             example,
-            NAMES=Flag(TEXT, None, "only these", many=True, unset="all"),
-            markdown=Flag(TRUTH, False, "print the tables of docs/"),
+            *("NAMES", "markdown"),
         ).parse_args(list(arguments))
         print(markdown(command) if options.markdown else listing(command, options.names))
 
