@@ -20,6 +20,7 @@ from lm_eval_duel.core.network import Network
 from lm_eval_duel.demo import resolve
 from lm_eval_duel.denoisers import hub
 from lm_eval_duel.denoisers.dit import checkpoint as dit_checkpoint
+from lm_eval_duel.denoisers.dit import gidd
 from lm_eval_duel.denoisers.hf import auto_model, decoder_checkpoint, families
 from lm_eval_duel.denoisers.hf.causal_lm import CAUSAL_LM
 from lm_eval_duel.denoisers.hf.masked_lm import MASKED_LM
@@ -87,6 +88,8 @@ def read(name: str, network: dict[str, Any], tokenizer: Any = None) -> Unloaded:
 
 def _dit(config: dict[str, Any], options: LoadOptions) -> Unloaded:
     """MDLM, BD3-LM, SEDD, GIDD or AR."""
+    if config.get("model_type") == gidd.MODEL_TYPE and options.mask_token_id is None:  # a plan needs no tokenizer
+        options = dataclasses.replace(options, mask_token_id=min(gidd.MASK, config["vocab_size"] - 1))
     denoiser, unloaded = dit_checkpoint.make(config, options, None), Unloaded()
     for name in Network.__annotations__:
         if hasattr(denoiser, name) and name != "device":

@@ -52,7 +52,7 @@ def merge(model: Any, path: str, family: Family | None) -> Any:
         config.inference_mode, config.task_type = True, None  # a task type requires more of the network's class
         adapted = get_peft_model(model, config)
         report = set_peft_model_state_dict(adapted, placed)
-        missing = [key for key in report.missing_keys if ".lora_" in key]
+        missing = [key.replace(".default.", ".") for key in report.missing_keys if ".lora_" in key]
         strict_load.require_none(f"The adapter {path} does not fit this network", missing, report.unexpected_keys)
         return adapted.merge_and_unload()
 
