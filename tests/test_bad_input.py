@@ -427,9 +427,7 @@ def test_the_harness_asks_for_a_gpu_unless_told_otherwise(monkeypatch, folders, 
     with caplog.at_level("INFO", logger="lm_eval.duel_mdm"):
         assert at.load(device="cuda:0").denoiser.device.type == "cpu"
     assert "CUDA" in caplog.text
-    with pytest.raises(
-        DuelError, match=r"No device 'cuda:1': there are 0 CUDA devices, numbered from 0\. Use device=cpu\."
-    ):
+    with pytest.raises(DuelError, match="No device 'cuda:1'"):
         at.load(device="cuda:1")
 
 

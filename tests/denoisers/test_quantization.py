@@ -37,7 +37,7 @@ KINDS = ["qwen3", "sdar", "llada", "bert", "gpt2"]
 WINDOWS = [Window((6,), (7, 9, 30, 12, 8, 15, 21, 11)), Window((22, 6, 17, 17, 2), (33, 6, 7, 18))]
 BITS = [8, 4]
 LINEAR = re.compile(r"(_proj|attn_out|blocks\.\d+\.ff_out)\.weight$")  # tensors that are quantised
-NOT_WHOLE = r"do not fill Qwen3ForCausalLM|does not run"
+NOT_WHOLE = r"do not fill Qwen3ForCausalLM|does not run|Cannot read checkpoint"
 
 
 @pytest.fixture
@@ -361,10 +361,13 @@ def test_packages_that_are_missing(base, monkeypatch):
 def test_packages_that_a_file_needs(base, kind, tmp_path):
     path = base(kind)
     raw = read(path)
-    for method, text in (("gptq", "requires optimum .`pip install"), ("mystery", "Unknown quantization type, got mys")):
+    for method, text in (
+        ("gptq", "requires optimum .`pip install"),
+        ("mystery", "Unknown quantization type .mystery. of "),
+    ):
         said = {"quant_method": method, "bits": 4}
         Path(path, "config.json").write_text(json.dumps({**raw, "quantization_config": said}))
-        with pytest.raises(DuelError, match=rf"Cannot read checkpoint .*base.*: .*{text}"):
+        with pytest.raises(DuelError, match=text):
             load(path)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from transformers import BitsAndBytesConfig
+from transformers.quantizers.auto import AutoHfQuantizer
 
 from lm_eval_duel.denoisers.hub import pick_dtype
 from lm_eval_duel.denoisers.load_options import LoadOptions
@@ -35,6 +36,8 @@ def model_kwargs(config: dict[str, Any], options: LoadOptions) -> dict[str, Any]
     what = f"load_in_{bits}bit" if own is None else f"the quantisation of {options.name} ({method_of(own)})"
     if own is not None and bits is not None:
         raise DuelError(f"{options.name} is quantised already ({method_of(own)}): leave load_in_{bits}bit out.")
+    if own is not None and not AutoHfQuantizer.supports_quant_method(own):  # transformers would load it unquantised
+        raise DuelError(f"Unknown quantization type {method_of(own)!r} of {options.name}, which transformers ignores.")
     if options.peft:
         raise DuelError(
             f"peft is merged into the weights, and merging it into quantised weights ({what}) would round the adapter "
