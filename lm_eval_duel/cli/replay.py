@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel import Window
 from lm_eval_duel.arguments import MISSING
-from lm_eval_duel.command_line import FILE, PATH, Flag, Parser
+from lm_eval_duel.command_line import PATH, STDOUT, Flag, Parser, write_json
 from lm_eval_duel.errors import DuelError, usage
 from lm_eval_duel.estimators.subsets.arguments import CONFIDENCE, read_confidence
 from lm_eval_duel.options import Options
-from lm_eval_duel.strict_json import finite
 from lm_eval_duel.tables import plain_table
 
 if TYPE_CHECKING:
@@ -44,14 +43,14 @@ def main(arguments: Sequence[str]) -> None:
     from lm_eval_duel.estimators.trajectories import follow
     from lm_eval_duel.text.loading import load_scorer
 
-    windows, steps = zip(*read(Path(options.file)), strict=True)
+    windows, steps = zip(*read(Path(options.trajectories)), strict=True)
     estimator: Any = load_scorer(options.model).estimator
     drawn = None if options.drawn is None else sampler(options.drawn, estimator.denoiser)
     found = follow(estimator, windows, steps, drawn)
-    print(table(found))
+    if options.json != STDOUT:
+        print(table(found))
     if options.json:
-        lines = [json.dumps(finite(dataclasses.asdict(each)), allow_nan=False) for each in found]
-        Path(options.json).write_text("\n".join(lines) + "\n", encoding="utf-8")
+        write_json(options.json, [dataclasses.asdict(each) for each in found])
 
 
 @usage()
@@ -62,9 +61,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "Log-probabilities of recorded trajectories, and whether a rule or a sampler gives their order.",
         PRINTS,
         "rollouts.jsonl --model_args pretrained=demo-bd,rule=greedy",
-        *("model_args", "device"),
-        FILE=Flag(PATH, MISSING, "JSON Lines, one trajectory in each"),
-        json=Flag(FILE, None, "also write each trajectory's figures to FILE, as JSON Lines", shows="FILE"),
+        *("model_args", "device", "json"),
+        TRAJECTORIES=Flag(PATH, MISSING, "JSON Lines, one trajectory in each"),
     ).parse_args(arguments)
     model, options.drawn = {**options.model_args, "device": options.device}, None
     if model.get("estimator") == DRAWN:  # the order is given: no rule is asked, and no sum over orders bounds the block

@@ -43,6 +43,7 @@ FirstToken = Literal["causal", "block"]
 Sigma = Literal["clamped", "schedule"]
 Backend = Literal["native", "remote"]
 Cache = Literal["prefix", "dual"]
+CACHES = get_args(Cache)
 
 DTYPES: tuple[str, ...] = get_args(Dtype)
 BOS: tuple[str, ...] = get_args(Bos)

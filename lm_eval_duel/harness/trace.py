@@ -229,7 +229,15 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 def _window(line: dict[str, Any]) -> dict[str, Any]:
     """A line that is whole and consistent, with its infinities; raises one of several errors for another."""
-    lengths = {len(line[name]) for name in ("reveal_steps", "token_logprobs", *STATISTICS) if line.get(name)}
-    if not isinstance(line["window"], int) or lengths - {len(line.get("ids", ()))}:
+    line = _with_infinities(line)
+    kinds = {"window": int, "task": str | None, "doc": int | None, "request": int | None}
+    if wrong := [name for name, kind in kinds.items() if not isinstance(line.get(name), kind)]:
+        raise ValueError(f"{wrong[0]} is {line.get(wrong[0])!r}")
+    lists = {name: line.get(name, []) for name in ("ids", "starts", "reveal_steps", "token_logprobs", *STATISTICS)}
+    if any(not isinstance(entry, int | float) for entries in lists.values() for entry in entries):
+        raise ValueError("its lists hold numbers")
+    if {len(lists[name]) for name in ("reveal_steps", "token_logprobs", *STATISTICS)} - {0, len(lists["ids"])}:
         raise ValueError("its lists differ in length")
-    return _with_infinities(line)
+    for value in line.get("values", {}).values():
+        format(value, "f")
+    return line

@@ -54,20 +54,15 @@ def test_the_numbers_are_those_of_the_library(folder, texts, tmp_path, capsys):
     assert "total" in printed and "standard error over documents" in printed
 
 
-def test_words_do_not_include_the_white_space_around_a_text():
-    from lm_eval_duel.cli.score import Size, size_of
-
-    assert size_of("two words\n", 3) == Size(3, 2, 10) and size_of(" two words", 3) == Size(3, 2, 10)
-
-
 def test_text_that_the_tokenizer_does_not_know_is_counted(folder, tmp_path, capsys):
     names = [tmp_path / name for name in ("known.txt", "unknown.txt")]
-    for name, text in zip(names, ("a b c", "a \u043c\u0438\u0440 \u043c\u0438\u0440"), strict=True):
+    for name, text in zip(names, (" a b c\n", "a \u043c\u0438\u0440 \u043c\u0438\u0440"), strict=True):
         name.write_text(text)
     out = tmp_path / "out.json"
     printed = run(*map(str, names), "--model_args", f"pretrained={folder}", "--json", str(out), capsys=capsys)
     figures = json.loads(out.read_text())
     assert [row["unk_tokens"] for row in (*figures["documents"], figures["total"])] == [0, 2, 2]
+    assert [row["words"] for row in figures["documents"]] == [3, 3]  # without the white space around a text
     assert "2 of 6 tokens (33.3%) are [UNK]" in printed
 
 

@@ -446,7 +446,7 @@ def test_a_tokenizer_that_frames_with_a_bos(texts, tmp_path):
 
 
 def test_inspect_says_what_it_is(capsys):
-    main(["inspect", "demo-ar", "--model_args", "attention=causal,rule=left_to_right,device=cpu"])
+    main(["inspect", "demo-ar", "--model_args", "attention=causal,rule=left_to_right", "--device", "cpu"])
     said = capsys.readouterr().out
     for line in (
         r"family +causal-lm \(ModernBertDecoderForCausalLM\)",

@@ -245,7 +245,7 @@ def test_the_model_of_the_harness(checkpoint, first_token):
     generated = ask("generate_until", ("a b", {"max_gen_toks": 8}))
     decoded = duel.sample([(2, *lm.tok_encode("a b"))], 8, do_sample=False)[0].tokens
     assert lm.generate_until(generated, disable_tqdm=True)[0] == lm.tokenizer.decode(decoded)
-    fields = dict(inspect(path, {"first_token": first_token, "device": "cpu"}))
+    fields = dict(inspect({"pretrained": path, "first_token": first_token, "device": "cpu"}))
     assert fields["attention"] == "causal_prefix, trained on blocks of 4" and fields["block"] == "4 (grid target)"
 
 
@@ -279,7 +279,7 @@ def test_what_the_checkpoint_refuses(checkpoint, tmp_path):
         ({"cache": "dual"}, "cache=dual is for bidirectional networks; this one is causal_prefix"),
         ({"cfg_scale": 1.0}, "cfg_scale masks the whole context, and a causal_prefix network"),
         ({"block": 8}, "trained on blocks of 4: .* block=8 would be another network"),
-        ({"backend": "remote", "trust_remote_code": True}, "Leave backend=remote out"),
+        ({"backend": "remote", "trust_remote_code": True}, "backend=remote does not support the family"),
         ({"attention": "causal", "first_token": "block"}, "no choice of 'first_token'"),
         ({"first_token": "blok"}, r"Unknown value of first_token 'blok'\. Did you mean block\?"),
     ):

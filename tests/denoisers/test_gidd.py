@@ -169,5 +169,5 @@ def test_a_plan_knows_its_kind(tmp_path):
     planned, denoiser = unloaded.read(path, {}), denoisers.load(path, device="cpu")
     for name in ("family", "attention", "max_length", "published_block", "vocab_size", "bos"):
         assert getattr(planned, name) == getattr(denoiser, name)
-    figures = plan(*parse(["--model_args", f"pretrained={path}", "--tokens", "20"]))
+    figures = plan(parse(["--model_args", f"pretrained={path}", "--tokens", "20"]))
     assert set(figures["methods"]) == {"exact", "elbo 128"}  # no cache: the noise level changes every key

@@ -346,7 +346,7 @@ def test_bench_gives_a_token_to_networks_that_need_one(tmp_path, caplog):
     windows = arms._windows(denoiser, settings)
     assert [(len(window.context), len(window.target)) for window in windows] == [(1, 7)] * 2
     DuelEstimator(denoiser, "greedy", 4).log_prob(windows)
-    settings = parse(["--pretrained", "demo-bd", "--length", "8", "--windows", "1", "--device", "cpu"])
+    settings = parse(["demo-bd", "--length", "8", "--windows", "1", "--device", "cpu"])
     denoiser = arms._load(settings)
     DuelEstimator(denoiser, "greedy").log_prob(arms._windows(denoiser, settings))
     assert "has no context" not in caplog.text

@@ -11,8 +11,6 @@ from toys import Toy
 
 from lm_eval_duel import Duel, denoisers
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.denoisers.wrappers.guidance import Guided
-from lm_eval_duel.denoisers.wrappers.warpers import Warped
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.harness.lm import DuelMDM
@@ -133,15 +131,13 @@ def test_names_of_every_kind(folder, tmp_path):
 
 def test_a_temperature_that_overflows_is_refused():
     for temperature in (1e-45, 1e-21, 1e39, 1e300):
-        for refuse in (lambda t: Options.parse({"temperature": t}), lambda t: Warped(Toy(), t)):
-            with pytest.raises(DuelError, match="'temperature'"):
-                refuse(temperature)
+        with pytest.raises(DuelError, match="'temperature'"):
+            Options.parse({"temperature": temperature})
 
 
 def test_a_guidance_that_overflows_is_refused():
-    for refuse in (lambda: Options.parse({"cfg_scale": 1e39}), lambda: Guided(Toy(), 1e39)):
-        with pytest.raises(DuelError, match=r"'cfg_scale' is a number up to 1e\+20; got 1e\+39, by which logits"):
-            refuse()
+    with pytest.raises(DuelError, match=r"'cfg_scale' is a number up to 1e\+20; got 1e\+39, by which logits"):
+        Options.parse({"cfg_scale": 1e39})
 
 
 @pytest.mark.parametrize("options", [{"temperature": 1e-20}, {"temperature": 1e20}, {"cfg_scale": 1e20}])

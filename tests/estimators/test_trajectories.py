@@ -121,15 +121,15 @@ def test_the_command(tmp_path, capsys):
         "output_ids": sample.tokens,
         "meta_info": {"step_maps": [step + 1 for step in sample.reveal_steps]},
     }
-    file, out = tmp_path / "rollouts.jsonl", tmp_path / "out.jsonl"
+    file, out = tmp_path / "rollouts.jsonl", tmp_path / "out.json"
     file.write_text("\n".join(map(json.dumps, (ours, server))) + "\n")
     main(["replay", str(file), "--model_args", "pretrained=demo-bd,rule=greedy", "--json", str(out)])
     assert capsys.readouterr().out.count("the rule's order") == 2
-    for line in out.read_text().splitlines():
-        assert json.loads(line)["log_prob"] == pytest.approx(sample.log_prob, abs=1e-4)
+    for figures in json.loads(out.read_text()):
+        assert figures["log_prob"] == pytest.approx(sample.log_prob, abs=1e-4)
     model = "pretrained=demo-bd,estimator=sampled_confidence,n=1,temperature=0.8"
     main(["replay", str(file), "--model_args", model, "--json", str(out)])
-    joint = json.loads(out.read_text().splitlines()[0])
+    joint = json.loads(out.read_text())[0]
     assert joint["log_joint"] < joint["log_prob"]
     main(["replay", str(file), "--model_args", "pretrained=demo-mdm,estimator=sampled_confidence,n=1,block=32"])
     file.write_text("{}\n")

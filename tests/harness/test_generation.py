@@ -119,10 +119,10 @@ def test_a_tempered_network_is_a_law_like_any_other(base):
 
 
 def test_temperatures_that_are_none():
-    for name, values in {"temperature": (0, 1e-45, 1e39, math.nan), "top_k": (0,), "top_p": (1.5,)}.items():
+    for name, values in {"temperature": (-1, 1e-45, 1e39, math.nan), "top_k": (-1,), "top_p": (1.5,)}.items():
         for value in values:
             with pytest.raises(DuelError, match=name):
-                Warped(Toy(), **{name: value})
+                Settings.from_arguments({name: value, "do_sample": True})
 
 
 # ---------------------------------------------------------------- what a task asks for

@@ -29,8 +29,9 @@ from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.denoisers.cached.kept_keys import Step
 from lm_eval_duel.denoisers.cached.steering import Attentions, NotSteered, Steering, Streams
 from lm_eval_duel.denoisers.cached.view import CachedView
+from lm_eval_duel.denoisers.load_options import CACHES
 from lm_eval_duel.denoisers.wrappers.base import Wrapper
-from lm_eval_duel.errors import DuelError, clean_keys_exact, no_key_stays
+from lm_eval_duel.errors import DuelError, clean_keys_exact, no_key_stays, unknown
 
 
 class Cached(Wrapper):
@@ -42,6 +43,8 @@ class Cached(Wrapper):
     calls = ("begin", "step", "head")  # network calls that a view makes
 
     def __init__(self, plain: Denoiser, cache: str):
+        if cache not in CACHES:
+            raise unknown("value of cache", cache, CACHES)
         _require_cacheable(plain, cache)
         super().__init__(plain)
         self.cache = cache

@@ -48,12 +48,13 @@ def load(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedToke
     """The denoiser of one of transformers' masked LMs; raises DuelError for any other network."""
     model_config = AutoConfig.from_pretrained(options.name, revision=options.revision)
     classes = ", ".join(config.get("architectures") or [type(model_config).__name__])
+    if getattr(model_config, "is_encoder_decoder", False):
+        raise DuelError(f"{options.name} ({classes}) is an encoder-decoder network, which this package does not score.")
     if type(model_config) not in MODEL_FOR_MASKED_LM_MAPPING:
         raise DuelError(
             f"{options.name} ({classes}) is neither a masked LM of transformers nor of a known diffusion family. "
             "If it is autoregressive, score it with estimator=ar. If it is a masked diffusion model whose network "
-            "belongs to a known family, pass family=; to run its own code, backend=remote,trust_remote_code=true. "
-            "Encoder-decoder networks are not supported."
+            "belongs to a known family, pass family=; to run its own code, backend=remote,trust_remote_code=true."
         )
     options.refuse("masked LM", "shift_logits", "backend", "sigma", "first_token", "peft")
     if options.attention not in (None, "bidirectional"):
