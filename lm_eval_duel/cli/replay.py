@@ -15,6 +15,7 @@ from lm_eval_duel.command_line import PATH, STDOUT, Flag, Parser, write_json
 from lm_eval_duel.errors import DuelError, usage
 from lm_eval_duel.estimators.subsets.arguments import CONFIDENCE, read_confidence
 from lm_eval_duel.options import Options
+from lm_eval_duel.rules import presets
 from lm_eval_duel.tables import plain_table
 
 if TYPE_CHECKING:
@@ -43,14 +44,17 @@ def main(arguments: Sequence[str]) -> None:
     from lm_eval_duel.estimators.trajectories import follow
     from lm_eval_duel.text.loading import load_scorer
 
-    windows, steps = zip(*read(Path(options.trajectories)), strict=True)
+    found = list(read(Path(options.trajectories)))
+    if not found:
+        raise DuelError(f"{options.trajectories} has no trajectory; each line is a JSON object.")
+    windows, steps = zip(*found, strict=True)
     estimator: Any = load_scorer(options.model).estimator
     drawn = None if options.drawn is None else sampler(options.drawn, estimator.denoiser)
-    found = follow(estimator, windows, steps, drawn)
+    followed = follow(estimator, windows, steps, drawn)
     if options.json != STDOUT:
-        print(table(found))
+        print(table(followed))
     if options.json:
-        write_json(options.json, [dataclasses.asdict(each) for each in found])
+        write_json(options.json, [dataclasses.asdict(each) for each in followed])
 
 
 @usage()
@@ -65,6 +69,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         TRAJECTORIES=Flag(PATH, MISSING, "JSON Lines, one trajectory in each"),
     ).parse_args(arguments)
     model, options.drawn = {**options.model_args, "device": options.device}, None
+    preset = presets.find(model["preset"]).arguments if "preset" in model else {}
+    if preset.get("estimator") == DRAWN:
+        model = {**preset, **{name: value for name, value in model.items() if name != "preset"}}
     if model.get("estimator") == DRAWN:  # the order is given: no rule is asked, and no sum over orders bounds the block
         drawn = {name: model.pop(name, argument.default) for name, argument in CONFIDENCE.items()}
         options.drawn = read_confidence(drawn)
@@ -78,6 +85,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def read(file: Path) -> Iterator[tuple[Window, list[int]]]:
     """The trajectories of a file. Raises DuelError, naming the line, for one that is none."""
     for n, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
         try:
             entry = json.loads(line)
             entry |= entry.get("meta_info", {})

@@ -245,7 +245,7 @@ def table(figures: dict[str, Any]) -> str:
     shown = Table(columns, [[row["document"], *(row[name] for name in forms)] for row in rows])
     spec = figures["spec"]
     method = ", ".join(f"{key}={spec[key]}" for key in ("rule", "block", "cache") if key in spec)
-    lines = [text_of(shown), "", f"estimator={figures['estimator']}, {method}".rstrip(", ")]
+    lines = [text_of(shown), "", f"{figures['pretrained']}, estimator={figures['estimator']}, {method}".rstrip(", ")]
     if figures["kind"] != Kind.LIKELIHOOD.value:
         lines[-1] += f" ({figures['kind']})"
     drawn = find(figures["estimator"]).drawn

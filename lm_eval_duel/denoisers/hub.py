@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase, Qwen2TokenizerFast
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import cached_file
@@ -120,15 +121,16 @@ def find_mask_id(
     of_tokenizer = getattr(tokenizer, "mask_token_id", None)
     for mask_id in (options.mask_token_id, config.get("mask_token_id"), of_tokenizer, known):
         if mask_id is not None:
-            if not 0 <= mask_id < (rows or mask_id + 1):
+            if isinstance(mask_id, bool) or not isinstance(mask_id, int) or not 0 <= mask_id < (rows or mask_id + 1):
+                ids = f"its ids are 0 to {rows - 1}" if rows else "ids are whole numbers"
                 raise DuelError(
-                    f"mask_token_id={mask_id} is not an id of {options.name}; its ids are 0 to {(rows or 0) - 1}. "
+                    f"mask_token_id={mask_id} is not an id of {options.name}; {ids}. "
                     "Pass mask_token_id=<the right one>."
                 )
             for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
                 if mask_id == getattr(tokenizer, name, None) and mask_id != of_tokenizer:
                     raise DuelError(f"mask_token_id={mask_id} is the {name} of {options.name}'s tokenizer, not [MASK].")
-            return int(mask_id)
+            return mask_id
     raise DuelError(f"Neither config nor tokenizer of {options.name} names a mask token; pass mask_token_id=<id>.")
 
 
@@ -171,7 +173,7 @@ def _with_hint(path: str, what: str, error: Exception, remedy: str) -> str:
         hint = f" It needs the package {error.name}: pip install {error.name}."
     elif "offload" in text:
         hint = " It does not fit into the memory of the device_map: use fewer processes per machine or a smaller dtype."
-    elif what != "run network" and not os.path.isdir(path):
+    elif isinstance(error, OSError | HFValidationError) and not os.path.isdir(path):
         nearest = difflib.get_close_matches(path, NAMES, n=1)
         suggestion = f" Did you mean the bundled {nearest[0]}?" if nearest else ""
         hint = f"{suggestion} It is not a local folder; a hub name needs a connection or a cached copy.{hint}"

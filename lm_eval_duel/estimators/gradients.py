@@ -121,7 +121,10 @@ class RecordedOrders:
         log_probs, gradients = self.gradients(weights)
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             if gradient is not None:
-                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+                if parameter.grad is None:
+                    parameter.grad = gradient
+                else:
+                    parameter.grad.add_(gradient)  # in place: it may be a view of DDP's buckets
         return log_probs
 
     def _calls(self) -> Iterator[tuple[torch.Tensor, Index]]:

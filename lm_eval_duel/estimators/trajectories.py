@@ -27,6 +27,7 @@ from lm_eval_duel.core.lanes import Lanes, Rows
 from lm_eval_duel.core.predictions import Predictions
 from lm_eval_duel.core.windows import Ids, Window, as_ids
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.fixed_orders import Replay
 from lm_eval_duel.estimators.subsets.counts import StepCounts
@@ -165,7 +166,14 @@ def in_blocks(order: Sequence[int], window: Window, duel: DuelEstimator, n: int)
     """
     if len(order) != len(window.target):
         raise DuelError(f"Window {n} has {len(window.target)} target tokens but {len(order)} steps.", n)
-    parts = _split(order, window, duel)
+    parts, first = _split(order, window, duel), len(window.context)
+    inner = [order[max(0, at - first) : at - first + width] for at, width in Estimator.blocks(duel, window)]
+    if duel.rule.spans_blocks and len(inner) > 1 and all(min(part) == min(order) for part in inner):
+        raise DuelError(
+            f"Rule {duel.rule} keeps a history over blocks, so the steps of window {n} count over the whole text and "
+            "do not restart in each block.",
+            n,
+        )
     restarts = all(min(part) == min(order) for part in parts)
     if not restarts and any(max(a) >= min(b) for a, b in itertools.pairwise(parts)):
         raise DuelError(

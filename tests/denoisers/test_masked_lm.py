@@ -204,6 +204,14 @@ def test_args_that_a_masked_lm_has_no_choice_of(folders):
         load(folders["bert"], attention="block_causal")
 
 
+def test_a_shift_in_its_config_means_nothing(tmp_path):
+    """`right_shift_logits` is an entry of decoders."""
+    path = tiny.checkpoint(tmp_path, "bert")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "right_shift_logits": True}))
+    assert denoisers.load(path, device="cpu").shift == 0
+
+
 def test_mask_token(tmp_path):
     path = tiny.checkpoint(tmp_path, "bert", mask=False)
     with pytest.raises(DuelError, match="names a mask token; pass mask_token_id=<id>"):

@@ -111,6 +111,16 @@ def test_a_near_tie_is_told_from_another_rule():
     assert each.differences[0].step == 0 and not each.differences[0].near_tie
 
 
+def test_steps_that_restart_under_a_rule_over_blocks_are_refused():
+    duel = Duel(Toy(length=8), "klass:mu=0.41:nu=0.3:kl=authors:across=true", block=3)
+    window = Window((), (0, 1, 2, 0, 1, 2))
+    [score] = duel.log_prob([window])
+    [each] = follow(duel.estimator, [window], [score.reveal_steps])
+    assert each.log_prob == pytest.approx(score.log_prob, abs=1e-9) and not each.differences
+    with pytest.raises(DuelError, match="do not restart"):
+        follow(duel.estimator, [window], [(0, 1, 2, 0, 1, 2)])
+
+
 @pytest.mark.slow
 def test_the_command(tmp_path, capsys):
     duel = Duel.from_pretrained("demo-bd", rule="greedy")
@@ -132,6 +142,10 @@ def test_the_command(tmp_path, capsys):
     joint = json.loads(out.read_text())[0]
     assert joint["log_joint"] < joint["log_prob"]
     main(["replay", str(file), "--model_args", "pretrained=demo-mdm,estimator=sampled_confidence,n=1,block=32"])
+    main(["replay", str(file), "--model_args", "pretrained=demo-bd,preset=sdar-static"])
+    file.write_text("\n")
+    with pytest.raises(SystemExit):
+        main(["replay", str(file)])
     file.write_text("{}\n")
     with pytest.raises(DuelError, match="line 1: "):
         list(read(file))

@@ -37,7 +37,9 @@ def entries(config: dict[str, Any], name: str, kind: Kind, *keys: str) -> list[A
 def read_shape(config: dict[str, Any], name: str) -> tuple[DiTConfig, int]:
     """The network's shape and its row length; raises DuelError if it was trained with uniform noise."""
     *shape, length = entries(config, name, COUNT, *SIZES)
-    uniform, _ = entries(config, name, PROBABILITY, "p_uniform", "t_eps")
+    uniform, margin = entries(config, name, PROBABILITY, "p_uniform", "t_eps")
+    if not 0 < margin < 0.5:
+        raise DuelError(f"'t_eps' is above 0 and below 0.5; got {margin:g} in the config.json of {name}.")
     if uniform or UNIFORM.search(os.path.basename(name.rstrip("/"))):
         raise DuelError(
             f"{name} is a GIDD trained with uniform noise (p_uniform {uniform:g}): its sampler replaces "

@@ -53,7 +53,8 @@ def merge(model: Any, path: str, family: Family | None) -> Any:
         adapted = get_peft_model(model, config)
         report = set_peft_model_state_dict(adapted, placed)
         missing = [key.replace(".default.", ".") for key in report.missing_keys if ".lora_" in key]
-        strict_load.require_none(f"The adapter {path} does not fit this network", missing, report.unexpected_keys)
+        unknown = {*report.unexpected_keys, *(key for key in placed if ".lora_" not in key)}  # peft takes weights, too
+        strict_load.require_none(f"The adapter {path} does not fit this network", missing, sorted(unknown))
         return adapted.merge_and_unload()
 
 

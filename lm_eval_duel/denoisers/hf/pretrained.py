@@ -36,7 +36,9 @@ def settle(denoiser: Denoiser, family: Family, config: dict[str, Any], options: 
     """
     denoiser.family, denoiser.last_block = family.name, options.last_block
     denoiser.attention = options.attention or family.attention
-    shifts = options.shift_logits, TRUTH("right_shift_logits", config.get("right_shift_logits")), family.shift
+    shifts = [options.shift_logits, family.shift]
+    if family.native:  # a decoder's config may say it; another network's entry of this name means nothing here
+        shifts.insert(1, TRUTH("right_shift_logits", config.get("right_shift_logits")))
     denoiser.shift = int(next(shift for shift in shifts if shift is not None))
     if denoiser.attention == "causal":
         denoiser.shift = 1
@@ -104,6 +106,8 @@ class Pretrained(Denoiser):
 
     def hold(self, positions: int | None) -> None:
         """Rows are as long as asked, at most `positions`, which the network holds."""
+        if self.by_blocks and positions is not None and positions < self.block:
+            raise DuelError(f"{self.path} holds {positions} positions, so its trained block cannot be {self.block}.")
         self.max_length = row_length(self.path, self.options.max_length, positions)
 
     def take(self, model: Any) -> None:
@@ -138,7 +142,7 @@ class Pretrained(Denoiser):
             "relative_positions": self.relative_positions,
             **quantization.spec_entries(self.model),
         }
-        if self.family != "masked-lm":
+        if self.family != "masked-lm" or self.shift or self.attention != "bidirectional":
             described |= {"attention": self.attention, "shift": self.shift}
         if self.by_blocks:
             described["last_block"] = self.last_block
