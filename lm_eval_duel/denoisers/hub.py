@@ -39,7 +39,10 @@ def read_config(path: str, revision: str, needed: bool = True) -> dict[str, Any]
     if needed and os.path.isdir(path) and not os.path.isfile(os.path.join(path, "config.json")):
         raise DuelError(f"{path} has no config.json: it is not a checkpoint, or its download is incomplete.")
     with explained(path):
-        config = PretrainedConfig.get_config_dict(path, revision=revision)[0]
+        try:
+            config = PretrainedConfig.get_config_dict(path, revision=revision)[0]
+        except TypeError:  # transformers 4, if it is a list
+            config = None
         if not isinstance(config, dict):
             raise DuelError(f"The config.json of {path} is not a config: expected an object of names and values.")
     return config
@@ -96,6 +99,8 @@ def load_tokenizer(path: str, trust_remote_code: bool, revision: str) -> PreTrai
             except AttributeError:  # transformers 5, if rotary positions are scaled and the model_type is unknown
                 tokenizer = AutoTokenizer.from_pretrained(path, config=PretrainedConfig(), **tokenizer_kwargs)
             except Exception:
+                if os.path.isdir(path) and not has_tokenizer(path, revision):
+                    raise DuelError(f"There is no tokenizer in {path}. {TOKENIZER_REMEDY}") from None
                 if get_tokenizer_config(path, revision=revision).get("tokenizer_class") not in QWEN2_TOKENIZERS:
                     raise
                 tokenizer = Qwen2TokenizerFast.from_pretrained(path, revision=revision)
