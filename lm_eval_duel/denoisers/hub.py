@@ -210,7 +210,7 @@ def pick_device(name: str | None) -> torch.device:
     if name in ("cuda", "cuda:0") and count == 0:
         log.info("No CUDA device found: running on the CPU")
         return torch.device("cpu")
-    if name not in ("cpu", "cuda", *(f"cuda:{index}" for index in range(count))):
+    if name not in ("cpu", "cpu:0", "cuda", *(f"cuda:{index}" for index in range(count))):  # accelerate: cpu:0
         raise DuelError(f"No device '{name}'; use cpu, cuda or cuda:0 (this machine has {count} CUDA devices).")
     return torch.device(name)
 
