@@ -3,6 +3,8 @@
 import copy
 import functools
 import json
+import os
+import socket
 import subprocess
 import sys
 import threading
@@ -15,7 +17,6 @@ import torch
 from harness_runs import TORCHRUN, launch
 from lm_eval.tasks import TaskManager
 
-from lm_eval_duel.cli.paper import jobs
 from lm_eval_duel.harness.distributed import Ranks
 from lm_eval_duel.sweep import main as sweep
 from lm_eval_duel.sweep import store
@@ -164,6 +165,15 @@ def test_two_processes_write_what_one_writes(folder, tmp_path, one_process, caps
     assert flat(content(out["two"])).keys() == one.keys()
 
 
+def environments(count):
+    """The environment of each process, as torchrun sets it on one machine."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "OMP_NUM_THREADS": "1"}
+    shared |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    return [{**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+
+
 @pytest.mark.slow
 def test_a_rank_that_is_killed_ends_the_others_and_one_process_resumes(folder, tmp_path, one_process):
     more = ("--limit", "6", "--rules", "greedy", "--mu", "", "--model_args")
@@ -171,7 +181,7 @@ def test_a_rank_that_is_killed_ends_the_others_and_one_process_resumes(folder, t
     command = [sys.executable, "-m", "lm_eval_duel", "sweep", *words(folder["mdm"], tmp_path / "cut", *more, model)]
     first, second = (
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
-        for environment in jobs.environments(2)
+        for environment in environments(2)
     )
     until = time.monotonic() + 120
     while not list(tmp_path.glob("cut/parts/*.rank1.jsonl")) and time.monotonic() < until:
