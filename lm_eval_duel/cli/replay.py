@@ -44,10 +44,10 @@ def main(arguments: Sequence[str]) -> None:
     from lm_eval_duel.estimators.trajectories import follow
     from lm_eval_duel.text.loading import load_scorer
 
-    found = list(read(Path(options.trajectories)))
-    if not found:
+    recorded = list(read(Path(options.trajectories)))
+    if not recorded:
         raise DuelError(f"{options.trajectories} has no trajectory; each line is a JSON object.")
-    windows, steps = zip(*found, strict=True)
+    windows, steps = zip(*recorded, strict=True)
     estimator: Any = load_scorer(options.model).estimator
     drawn = None if options.drawn is None else sampler(options.drawn, estimator.denoiser)
     followed = follow(estimator, windows, steps, drawn)
@@ -109,10 +109,10 @@ def sampler(given: dict[str, Any], denoiser: Denoiser) -> DrawnSampler:
     return DrawnSampler(counts, given["tau"], given["strict"], scale)
 
 
-def table(found: Sequence[Trajectory]) -> str:
+def table(trajectories: Sequence[Trajectory]) -> str:
     """A line for each trajectory."""
     rows = []
-    for n, each in enumerate(found):
+    for n, each in enumerate(trajectories):
         drawn, first = each.log_joint is not None, next(iter(each.differences), None)
         if drawn:
             verdict = "not an order of this sampler" if each.log_joint == float("-inf") else "of text and order"

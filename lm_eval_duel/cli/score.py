@@ -209,12 +209,12 @@ def score(lm: DuelMDM, texts: Sequence[own_text.OwnText]) -> list[Row] | None:
         for n in mine
     ]
     answers = lm.loglikelihood_rolling(requests)
-    found = lm.run.stats.tasks[TASK].unknown if mine else {}  # by the names of documents
+    unknown = lm.run.stats.tasks[TASK].unknown if mine else {}  # by the names of documents
     rows = {}
     for n, answer in zip(mine, answers, strict=True):
         name, text = texts[n]
         units = answer.tokens, sizes(text.strip())[0], sizes(text)[1]  # words without the white space around the text
-        rows[n] = Row(key_of(text), float(answer), *units, answer.stderr, name, found.get(name, 0))
+        rows[n] = Row(key_of(text), float(answer), *units, answer.stderr, name, unknown.get(name, 0))
     if (shares := lm.gather_object(rows)) is None:
         return None
     every = {n: row for share in shares for n, row in share.items()}

@@ -184,13 +184,14 @@ def log_probs_of(denoiser: Denoiser, view: View, lanes: Lanes, rows: Rows) -> to
 
 def trainable(denoiser: Denoiser) -> dict[int, torch.Tensor]:
     """What requires a gradient among the tensors and in the modules that a denoiser holds, by id."""
-    found: dict[int, torch.Tensor] = {}
+    parameters: dict[int, torch.Tensor] = {}
     for value in vars(denoiser).values():
         if isinstance(value, Denoiser):
-            found |= trainable(value)
+            parameters |= trainable(value)
         tensors = value.parameters() if isinstance(value, torch.nn.Module) else [value]
-        found |= {id(tensor): tensor for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.requires_grad}
-    return found
+        tensors = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.requires_grad]
+        parameters |= {id(tensor): tensor for tensor in tensors}
+    return parameters
 
 
 def _require_graph(values: torch.Tensor, known: set[int]) -> None:

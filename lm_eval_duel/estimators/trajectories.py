@@ -141,21 +141,22 @@ def follow(
     if len(windows) != len(steps):
         raise DuelError(f"Each window needs its order; got {len(windows)} windows and {len(steps)} orders.")
     orders = [in_blocks(as_ids(steps[n]), window, duel, n) for n, window in enumerate(windows)]
-    twin, found = copy.copy(duel), [Trajectory(0.0, (), 0)] * len(windows)
+    twin, followed = copy.copy(duel), [Trajectory(0.0, (), 0)] * len(windows)
     for group in duel.groups(windows, range(len(windows))):
         of_group = tuple(orders[n] for n in group.window_indices)
         twin._followed = rule = _Followed(of_group, group.rows, duel._followed, sampler)
         for row, scored in twin.score_group(group):
+            window = group.windows[row]
             differences = sorted((key[1:], margin) for key, margin in rule.differences.items() if key[0] == row)
             factors = [value for key, value in rule.log_selection.items() if key[0] == row]
-            found[group.window_indices[row]] = Trajectory(
+            followed[group.window_indices[row]] = Trajectory(
                 log_prob=scored.log_prob,
                 token_logprobs=scored.token_logprobs,
-                steps=sum(len(set(block)) for block in _split(of_group[row], group.windows[row], duel)),
+                steps=sum(len(set(part)) for part in _split(of_group[row], window, duel.blocks(window))),
                 differences=tuple(Difference(*key, margin) for key, margin in differences),
                 log_joint=None if sampler is None else scored.log_prob + math.fsum(factors),
             )
-    return found
+    return followed
 
 
 def in_blocks(order: Sequence[int], window: Window, duel: DuelEstimator, n: int) -> tuple[int, ...]:
@@ -166,14 +167,14 @@ def in_blocks(order: Sequence[int], window: Window, duel: DuelEstimator, n: int)
     """
     if len(order) != len(window.target):
         raise DuelError(f"Window {n} has {len(window.target)} target tokens but {len(order)} steps.", n)
-    parts, first = _split(order, window, duel), len(window.context)
-    inner = [order[max(0, at - first) : at - first + width] for at, width in Estimator.blocks(duel, window)]
+    inner = _split(order, window, Estimator.blocks(duel, window))
     if duel.rule.spans_blocks and len(inner) > 1 and all(min(part) == min(order) for part in inner):
         raise DuelError(
             f"Rule {duel.rule} keeps a history over blocks, so the steps of window {n} count over the whole text and "
             "do not restart in each block.",
             n,
         )
+    parts = _split(order, window, duel.blocks(window))
     restarts = all(min(part) == min(order) for part in parts)
     if not restarts and any(max(a) >= min(b) for a, b in itertools.pairwise(parts)):
         raise DuelError(
@@ -184,7 +185,7 @@ def in_blocks(order: Sequence[int], window: Window, duel: DuelEstimator, n: int)
     return tuple(sorted(set(part)).index(step) for part in parts for step in part)
 
 
-def _split(order: Sequence[int], window: Window, duel: DuelEstimator) -> list[Sequence[int]]:
-    """The steps of each block."""
+def _split(order: Sequence[int], window: Window, blocks: Sequence[tuple[int, int]]) -> list[Sequence[int]]:
+    """The steps of each of the blocks (first column, width)."""
     first = len(window.context)
-    return [order[max(0, start - first) : start - first + width] for start, width in duel.blocks(window)]
+    return [order[max(0, start - first) : start - first + width] for start, width in blocks]

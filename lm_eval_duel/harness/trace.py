@@ -22,6 +22,7 @@ Each rank writes a file of its own; `read` merges them.
 from __future__ import annotations
 
 import glob
+import itertools
 import json
 import math
 import re
@@ -234,10 +235,9 @@ def _window(line: dict[str, Any]) -> dict[str, Any]:
     if wrong := [name for name, kind in kinds.items() if not isinstance(line.get(name), kind)]:
         raise ValueError(f"{wrong[0]} is {line.get(wrong[0])!r}")
     lists = {name: line.get(name, []) for name in ("ids", "starts", "reveal_steps", "token_logprobs", *STATISTICS)}
-    if any(not isinstance(entry, int | float) for entries in lists.values() for entry in entries):
-        raise ValueError("its lists hold numbers")
+    numbers = itertools.chain(*lists.values(), line.get("values", {}).values())
+    if any(not isinstance(number, int | float) for number in numbers):
+        raise ValueError("its lists and values hold numbers")
     if {len(lists[name]) for name in ("reveal_steps", "token_logprobs", *STATISTICS)} - {0, len(lists["ids"])}:
         raise ValueError("its lists differ in length")
-    for value in line.get("values", {}).values():
-        format(value, "f")
     return line
