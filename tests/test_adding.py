@@ -45,7 +45,7 @@ def add(file, name, code):
     assigned = next(
         node.value
         for node in ast.parse(source).body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name
+        if isinstance(node, ast.Assign | ast.AnnAssign) and ast.unparse(node).startswith((f"{name} = ", f"{name}: "))
     )
     assert isinstance(assigned, ast.Tuple)
     lines = source.splitlines(keepends=True)

@@ -20,7 +20,7 @@ for scheme in ("independent", "harness"):
     text = Text(tokenizer, duel.denoiser, scheme, duel.block)
     (window,) = text.windows("We the people")
     assert duel.log_prob([window])[0].log_prob < 0
-generator = Generator(duel, text, Settings.from_arguments({"max_gen_toks": 4}), seed=0)
+generator = Generator(duel.estimator, text, Settings.from_arguments({"max_gen_toks": 4}), seed=0)
 ((_, generated, _, sample),) = generator.stream([generator.context("We the")], [key_of("t", 0, 0, 0)])
 assert isinstance(generated, str) and len(sample.tokens) == 4
 """
