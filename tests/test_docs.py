@@ -85,7 +85,7 @@ def place(tmp_path, monkeypatch):
 def test_commands_parse(line, place, monkeypatch):
     monkeypatch.setattr(HarnessCLI, "execute", lambda self, args: None)
     monkeypatch.setattr(inspect, "inspect", lambda *arguments: [("", "")])
-    line = re.sub(r"\$\(python -m lm_eval_duel tools where ([\w-]+)\)", lambda match: str(where(match[1])), line)
+    line = re.sub(r"\$\(lm-eval-duel tools where ([\w-]+)\)", lambda match: str(where(match[1])), line)
     assert "$(" not in line
     for command in line.split(" && "):
         words = shlex.split(command, comments=True)
@@ -108,7 +108,7 @@ def test_a_wrong_command_would_be_noticed(place, monkeypatch):
     for line, message in (
         ("lm_eval --model duel-mdm --model_args rule=gredy --tasks sotu", "Did you mean greedy"),
         ("lm_eval --model duel-mdm --tusks sotu", "--tasks"),
-        ("python -m lm_eval_duel report nowhere --out report", "No file or folder nowhere"),
+        ("lm-eval-duel report nowhere --out report", "No file or folder nowhere"),
     ):
         with pytest.raises(DuelError, match=message):
             test_commands_parse(line, place, monkeypatch)

@@ -1,6 +1,6 @@
 """Checks the data sets of the benchmarks on this machine: loads each one, counts it and shows how it begins.
 
-python -m lm_eval_duel tools data check [TASK...] [--metadata key=value,...]
+lm-eval-duel tools data check [TASK...] [--metadata key=value,...]
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def parse(arguments: list[str]) -> tuple[dict[str, dict[str, Any]], dict[str, An
 
 
 def main(arguments: list[str]) -> None:
-    """`python -m lm_eval_duel tools data`."""
+    """`lm-eval-duel tools data`."""
     selected, overrides = parse(arguments)
     named = overrides.get("tokenizer") or f"{BUNDLED}; name yours with --metadata tokenizer=..."
     print(f"tokens of {named}", flush=True)
