@@ -1,4 +1,4 @@
-"""Draw docs/images/surrogates.png from the first table of docs/gradients.md: python scripts/draw_surrogates.py"""
+"""Draw docs/images/surrogates.png from the first table of docs/training.md: python scripts/draw_surrogates.py"""
 
 from pathlib import Path
 
@@ -12,9 +12,7 @@ BLUE, ORANGE = "#0072b2", "#d55e00"
 
 
 def main() -> None:
-    table = (
-        (DOCS / "gradients.md").read_text(encoding="utf-8").split("**Texts of `rule=greedy`**")[1].split("**Texts")[0]
-    )
+    table = (DOCS / "training.md").read_text(encoding="utf-8").split("**Texts of `rule=greedy`**")[1].split("![")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if "±" in line]
     figure, axes = plt.subplots(figsize=(9, 2.8), dpi=130)
     for shift, column, color, name in ((-0.12, 1, BLUE, "demo-mdm"), (0.12, 5, ORANGE, "demo-bd")):

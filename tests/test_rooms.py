@@ -104,7 +104,7 @@ ARROWS = {
 
 def test_imports_go_down():
     without = {room(name) for name in INSTALLED} - FLOOR.keys() - ENTRIES
-    assert not without, "give the room a floor here and in docs/architecture.md"
+    assert not without, "give the room a floor here and in docs/adding.md"
     wrong = []
     for name in INSTALLED:
         home = room(name)

@@ -3,7 +3,7 @@
 python examples/antibodies/antiberty.py [--antibodies 6] [--folder antiberty]
 
 Downloads the wheel of antiberty 0.1.3 (97 MB, MIT licence) for its weights; nothing of the package is imported. What
-the numbers mean: docs/proteins.md.
+the numbers mean: docs/tasks.md.
 """
 
 from __future__ import annotations

@@ -192,7 +192,7 @@ def _plain(model: Any, options: LoadOptions, tokenizer: Any, tested: bool, known
         if options.attention not in (None, "bidirectional"):
             raise DuelError(
                 f"A function f(ids, real) is bidirectional; attention={options.attention} needs more: write a Denoiser "
-                "with `stream` (docs/training.md)."
+                "with `stream` (docs/python_api.md)."
             )
         plain = Function(by_keyword(model), options, tokenizer)
     self_tests.run(plain, options.name, tested)

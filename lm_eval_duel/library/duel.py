@@ -163,7 +163,7 @@ class Duel(OnIds):
 
         Args:
             model: A network of transformers, a class that is called with input_ids and attention_mask (LLaDA, Dream),
-                a function logits = f(ids, real) as in docs/training.md, or a `Denoiser`. DistributedDataParallel,
+                a function logits = f(ids, real) as in docs/python_api.md, or a `Denoiser`. DistributedDataParallel,
                 torch.compile and PEFT around it are seen through; sharded networks (FSDP, DeepSpeed ZeRO-3) are
                 refused.
             tokenizer: None: this Duel takes ids only, and every id but [MASK] is a token.
