@@ -90,11 +90,13 @@ def read(file: Path) -> Iterator[tuple[Window, list[int]]]:
         try:
             entry = json.loads(line)
             entry |= entry.get("meta_info", {})
+            if missing := [ours for ours, theirs in KEYS if ours not in entry and theirs not in entry]:
+                raise ValueError(f"{missing[0]} is missing")
             context, target, steps = (entry[ours if ours in entry else theirs] for ours, theirs in KEYS)
             yield Window(context, target, entry.get("suffix", ()), entry.get("tail", 0)), steps
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError) as error:
             raise DuelError(
-                f"{file}, line {n}: each line is a JSON object with context, target and reveal_steps ({error!r})."
+                f"{file}, line {n}: each line is a JSON object with context, target and reveal_steps ({error})."
             ) from None
 
 

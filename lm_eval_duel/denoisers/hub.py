@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from huggingface_hub.constants import HF_HUB_OFFLINE
 from huggingface_hub.errors import HFValidationError
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase, Qwen2TokenizerFast
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
@@ -176,12 +177,16 @@ def _with_hint(path: str, what: str, error: Exception, remedy: str) -> str:
         )
     elif isinstance(error, ModuleNotFoundError):
         hint = f" It needs the package {error.name}: pip install {error.name}."
+    elif "AutoModelForCausalLM" in text:
+        cause = "its network is not autoregressive"
+        hint = " estimator=ar needs one that is: leave estimator out for the exact likelihood."
     elif "offload" in text:
         hint = " It does not fit into the memory of the device_map: use fewer processes per machine or a smaller dtype."
     elif isinstance(error, OSError | HFValidationError) and not os.path.isdir(path):
         nearest = difflib.get_close_matches(path, NAMES, n=1)
         suggestion = f" Did you mean the bundled {nearest[0]}?" if nearest else ""
-        hint = f"{suggestion} It is not a local folder; a hub name needs a connection or a cached copy.{hint}"
+        offline = ", and HF_HUB_OFFLINE is set" if HF_HUB_OFFLINE else ""
+        hint = f"{suggestion} It is not a local folder; a hub name needs a connection or a cached copy{offline}.{hint}"
     return f"{cause}.{hint}"
 
 

@@ -46,11 +46,6 @@ class DuelMDM(TemplateLM):
         patches.apply()
         self.ranks = Ranks.join(options.device)
         self.trace = Writer(options.trace, self.rank, self.world_size) if options.trace is not None else None
-        if options.pretrained is None and self.rank == 0:
-            log.info(
-                "no pretrained= given: scoring with demo-mdm, the small bundled demonstration checkpoint. "
-                "Name yours with --model_args pretrained=<folder or hub name>,..."
-            )
         scorer = load_scorer(options, device=self.ranks.device)
         self.options, self.tokenizer, self.denoiser, self.estimator, self.text = scorer
         self._device = self.denoiser.device

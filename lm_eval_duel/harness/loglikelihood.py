@@ -155,9 +155,7 @@ class Scoring(Work):
     def after(self) -> None:
         """Log ties, and score some windows again."""
         if ties := self.estimator.counts.all_mask_starts - self.all_mask_starts:
-            log.info(
-                "%d blocks started from masks alone: all positions tie exactly, and the lowest position is first", ties
-            )
+            log.info("blocks that started from masks alone, where all positions tie and the lowest is first: %d", ties)
         self.run.stats.checked += self.verification.compare(self.requests)
 
     def _joined(self, n: int, scores: dict[int, WindowScore]) -> Finished:

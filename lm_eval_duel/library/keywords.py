@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lm_eval_duel import rules
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.options import MODEL_ARGUMENTS, Options
@@ -32,7 +33,9 @@ def estimator_options(estimator: str, arguments: Mapping[str, Any]) -> Options:
     """The options of an estimator, given as keywords of Python."""
     entry = registry.find(estimator)
     registry.check_arguments(arguments, entry.name)
-    for key in arguments:
+    for key, value in arguments.items():
+        if key in rules.PARAMETERS and key not in own_arguments(entry):
+            raise DuelError(f"'{key}' is a parameter of the rule: name it there, as in rule=\"NAME:{key}={value}\".")
         if key not in own_arguments(entry):
             raise unknown(f"argument of estimator={entry.name}", key, own_arguments(entry))
     read = {**MODEL_ARGUMENTS, **entry.arguments}

@@ -39,7 +39,7 @@ def find(patterns: Sequence[str]) -> list[Path]:
             matches = [Path(pattern)] if exact else [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]
             wanted = "a file, a folder, or a pattern such as 'texts/*.jsonl'"
         if not matches:
-            raise DuelError(f"{pattern} matches no file; name {wanted}.")
+            raise DuelError(f"{pattern} matches no file; name {wanted}. A model is named by --model_args.")
         for file in matches:
             if file.suffix not in FORMATS:
                 raise DuelError(f"{file} is not {', '.join(FORMATS[:-1])} or {FORMATS[-1]}; convert it to one of them.")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lm_eval_duel import denoisers
+from lm_eval_duel.command_line import process
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.demo import BUNDLED
 from lm_eval_duel.estimators import registry
@@ -14,6 +16,9 @@ from lm_eval_duel.text.text import Text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+log = logging.getLogger("lm_eval.duel_mdm")
 
 
 class Scorer(NamedTuple):
@@ -41,6 +46,12 @@ def load_scorer(
         DuelError: the checkpoint cannot be read, or the options define no distribution of this network.
     """
     name = options.pretrained or BUNDLED
+    if options.pretrained is None and process()[0] == 0:
+        log.warning(
+            "no checkpoint named: scoring with %s, a small bundled demonstration network. Name yours with --model_args "
+            "pretrained=<folder or hub name>,...",
+            BUNDLED,
+        )
     tokenizer = denoisers.load_tokenizer(vars(options)) if tokenizer is None else tokenizer
     options = options.with_tokenizer(tokenizer)
     if options.preset is not None:

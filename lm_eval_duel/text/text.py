@@ -204,9 +204,9 @@ class Text:
         capacity = target_capacity(self.denoiser.max_length, self.prefix, self.suffix)
         if length > capacity:
             raise DuelError(
-                f"{length} positions to generate (max_gen_toks) do not fit a row of max_length="
-                f"{self.denoiser.max_length} ({capacity} positions besides special tokens). Raise max_length if the "
-                "network allows it, or shorten it: --gen_kwargs max_gen_toks=..."
+                f"{length} positions to generate do not fit a row of max_length={self.denoiser.max_length} ({capacity} "
+                "positions besides special tokens). Generate fewer (max_new_tokens, or max_gen_toks in the harness's "
+                "gen_kwargs), or raise max_length if the network allows it."
             )
         any_token = next(token for token in range(2) if token != self.denoiser.mask_id)
         return list(self.continuation(self.encode(text), [any_token] * length).context)

@@ -56,7 +56,7 @@ def test_the_harness_prints_token_word_and_byte_perplexity(run):
     for metric in ("token_perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte"):
         assert metric in done.stdout
     assert "scoring with demo-mdm, the small bundled demonstration checkpoint" in done.stderr
-    assert f"{LIMIT} blocks started from masks alone" in done.stderr
+    assert f"the lowest is first: {LIMIT}" in done.stderr
 
 
 def test_the_results_file_says_which_law(run):
