@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import results
-import torch
 from lm_eval._cli import HarnessCLI
 from pages import PAGES, ROOT, anchors, blocks, read, rows, section
 
@@ -16,7 +15,6 @@ from lm_eval_duel.cli import declared, inspect
 from lm_eval_duel.cli.main import COMMANDS
 from lm_eval_duel.cli.where import where
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.rules.learned import save_planner
 
 PACKAGE = ROOT / "lm_eval_duel"
 GENERATED = [("docs/model_args.md", "args"), ("docs/rules.md", "rules"), ("docs/estimators.md", "estimators")]
@@ -74,7 +72,6 @@ def place(tmp_path, monkeypatch):
         results.hf(tmp_path / folder)
     results.trace(tmp_path / "demo-bd.jsonl", results.ours(tmp_path / "other"), [])
     shutil.rmtree(tmp_path / "other")
-    save_planner(torch.nn.Linear(1, 1), tmp_path / "planner.safetensors", ["entropy"])
     (tmp_path / "mauve.py").touch()  # an optional dependency, looked for and not imported
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
