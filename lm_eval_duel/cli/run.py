@@ -106,14 +106,13 @@ def _named(arguments: Sequence[str]) -> list[str]:
 
 
 def _task_files(names: list[str], folders: list[str]) -> contextlib.AbstractContextManager[None]:
-    """Do not read lm-eval's own task files, which takes seconds, if all named tasks are this package's."""
+    """Do not read lm-eval's own task files, which takes seconds, if none of the named tasks needs them."""
     from lm_eval.tasks import TaskManager
 
     from lm_eval_duel.harness import patches
 
-    ours = TaskManager(include_path=task_folder(), include_defaults=False).all_tasks
-    only_ours = folders == [task_folder()] and set(names) <= set(ours)
-    return patches.without_default_tasks() if only_ours else contextlib.nullcontext()
+    own = TaskManager(include_path=folders, include_defaults=False)
+    return patches.without_default_tasks() if named.holds(own, names) else contextlib.nullcontext()
 
 
 def _parsed(cli: HarnessCLI) -> argparse.Namespace:

@@ -210,13 +210,15 @@ def pick_device(name: str | None) -> torch.device:
     Without any GPU, the first one, which is the harness's default, becomes the CPU. Only CPU and CUDA are supported:
     results are kept in float64, which other devices lack.
     """
-    name = "cuda" if name is None or str(name) == "auto" else f"cuda:{name}" if str(name).isdigit() else str(name)
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if name in ("cuda", "cuda:0") and count == 0:
+    default = "cuda" if count else "cuda:0"
+    name = default if name in (None, "auto") else f"cuda:{name}" if str(name).isdigit() else str(name)
+    if name == "cuda:0" and count == 0:
         log.info("No CUDA device found: running on the CPU")
         return torch.device("cpu")
-    if name not in ("cpu", "cpu:0", "cuda", *(f"cuda:{index}" for index in range(count))):  # accelerate: cpu:0
-        raise DuelError(f"No device '{name}'; use cpu, cuda or cuda:0 (this machine has {count} CUDA devices).")
+    gpus = ["cuda", *(f"cuda:{index}" for index in range(count))] if count else []
+    if name not in ("cpu", "cpu:0", *gpus):  # accelerate: cpu:0
+        raise DuelError(f"No device '{name}'; this machine has {count} CUDA devices: use {', '.join(['cpu', *gpus])}.")
     return torch.device(name)
 
 

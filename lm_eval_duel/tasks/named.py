@@ -74,11 +74,22 @@ def task_manager(
     """
     from lm_eval.tasks import TaskManager
 
-    ours = TaskManager(include_path=task_folder(), include_defaults=False, metadata=metadata)
-    if include_path is None and set(names) <= set(ours.all_tasks):
-        return ours
     folders = [task_folder(), *([include_path] if include_path else [])]
-    return TaskManager(include_path=folders, metadata=metadata)
+    own = TaskManager(include_path=folders, include_defaults=False, metadata=metadata)
+    return own if holds(own, names) else TaskManager(include_path=folders, metadata=metadata)
+
+
+def holds(manager: TaskManager, names: Iterable[str]) -> bool:
+    """Whether all of these tasks, tags and groups are in the index, with all members of the groups."""
+    index, unread, read = manager.task_index, [*names], set()
+    while unread:
+        if (name := unread.pop()) not in index:
+            return False
+        members = (index[name].cfg or {}).get("task")
+        if name not in read and isinstance(members, list):  # a group; inline members are in no index
+            unread += [str((m.get("group") or m.get("task")) if isinstance(m, dict) else m) for m in members]
+        read.add(name)
+    return True
 
 
 def check(name: str, include_path: str | None = None) -> None:

@@ -25,6 +25,7 @@ from lm_eval_duel.errors import DuelError, UsageError, unchained, usage
 from lm_eval_duel.harness import trace
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.options import Options, model_of
+from lm_eval_duel.tasks import named as tasks_named
 
 HEAVY = ("torch", "transformers", "datasets")
 WATCHED = (
@@ -527,11 +528,23 @@ def test_a_wrong_config_file_is_answered_in_words(config, message, tmp_path, mon
 
 
 def test_task_files_of_lm_eval_are_read_only_if_they_may_be_named(tmp_path):
-    ours = [run.task_folder()]
+    files = {
+        "mine": {"task": "mine", "tag": "tagged"},
+        "members": {"group": "members", "task": ["mine", {"task": "sotu", "num_fewshot": 0}, "duel_zero_shot"]},
+        "nested": {"group": "nested", "task": [{"group": "members"}, "tagged"]},
+        "theirs": {"group": "theirs", "task": ["mine", {"group": "inline", "task": ["wikitext"]}]},
+        "outside": {"group": "outside", "task": ["nested", "wikitext"]},
+    }
+    for name, config in files.items():
+        (tmp_path / f"{name}.yaml").write_text(json.dumps(config))
+    ours, both = [run.task_folder()], [run.task_folder(), str(tmp_path)]
     before = TaskManager.__init__
-    with run._task_files(["sotu", "duel_zero_shot"], ours):
-        assert not TaskManager().all_tasks and "sotu" in TaskManager(include_path=ours).all_tasks
-    assert TaskManager.__init__ is before
-    for names, folders in ((["sotu", "wikitext"], ours), (["sotu*"], ours), (["sotu"], [*ours, str(tmp_path)])):
+    for names, folders in ((["sotu", "duel_zero_shot"], ours), (["sotu", "mine", "tagged", "members", "nested"], both)):
         with run._task_files(names, folders):
+            assert not TaskManager().all_tasks and set(names) <= set(TaskManager(include_path=folders).all_tasks)
+        assert TaskManager.__init__ is before
+        assert set(tasks_named.task_manager(names, None, *folders[1:]).all_tasks).isdisjoint({"wikitext"})
+    elsewhere = [["sotu", "wikitext"], ["sotu*"], ["theirs"], ["outside"], [str(tmp_path / "mine.yaml")]]
+    for names in elsewhere:
+        with run._task_files(names, both):
             assert TaskManager.__init__ is before, names
