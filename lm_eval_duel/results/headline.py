@@ -48,7 +48,7 @@ def _rule(entry: Row) -> str:
 
 
 def _cache(entry: Row) -> str:
-    return f" with cache={plain(entry.cache)}" if entry.cached else ""
+    return f" with cache={plain(entry.cache)}" if entry.has_cache else ""
 
 
 def chosen_row(mine: Sequence[Row]) -> Row | None:

@@ -59,7 +59,7 @@ def same_tokens(here: Run, there: Run, name: str) -> bool | None:
     ours = [run.spec.get("tokenizer") if run.ours else None for run in (here, there)]
     if None not in ours and ours[0] == ours[1]:
         return True
-    counts = [_tokens(run.tasks[name]) for run in (here, there)]
+    counts = [run.tasks[name].tokens for run in (here, there)]
     if None not in counts:
         return counts[0] == counts[1]
     if None not in ours:
@@ -68,16 +68,9 @@ def same_tokens(here: Run, there: Run, name: str) -> bool | None:
     return None if None in shares else math.isclose(*shares, rel_tol=1e-6)
 
 
-def _tokens(task: Task) -> dict[str, float] | None:
-    """The number of tokens of each document."""
-    if task.documents is None or any("token_perplexity" not in document.values for document in task.documents):
-        return None
-    return {document.key: document.values["token_perplexity"][1] for document in task.documents}
-
-
 def _tokenizer(run: Run, name: str) -> str:
     """What is known about a run's tokenizer, for messages."""
-    counts = _tokens(run.tasks[name])
+    counts = run.tasks[name].tokens
     tokenizer = run.spec.get("tokenizer", "unknown") if run.ours else "unknown"
     return tokenizer if counts is None else f"{tokenizer} ({sum(counts.values()):.0f} tokens)"
 
@@ -112,9 +105,9 @@ def documents(here: Task, there: Task, metric: str) -> Difference | None:
 
 def _units(here: Task, there: Task, metric: str) -> Difference | None:
     """A difference in the counts of words or bytes; tokens may differ."""
-    for name in {metric, "bits_per_byte"} - set(TOKEN_METRICS):
+    for name in sorted({metric, "bits_per_byte"} - set(TOKEN_METRICS)):
         counts = [{d.key: d.values[name][1] for d in task.documents if name in d.values} for task in (here, there)]
-        for key in counts[0].keys() & counts[1].keys():
+        for key in sorted(counts[0].keys() & counts[1].keys()):
             if counts[0][key] != counts[1][key]:
                 sizes = [f"{count[key]:g} in document {key[:12]}" for count in counts]
                 return Difference(f"units of {name}", *sizes, "run both with the same version of the task")
@@ -176,7 +169,7 @@ def _twin(here: Run, there: Run) -> str:
 
 def _longest(run: Run, name: str) -> int | None:
     """Tokens of the longest document, from the samples, else from the results of a run that scored every document."""
-    counts = _tokens(run.tasks[name])
+    counts = run.tasks[name].tokens
     if counts is not None:
         return int(max(counts.values(), default=0))
     if not run.ours or run.computed(name) < (run.tasks[name].size or 0):

@@ -1,9 +1,4 @@
-"""Two scores of the same texts: the paired difference with its interval, and a verdict. In Python: `compare(a, b)`.
-
-    difference = rate(first) - rate(second),   rate = -sum log p / sum units over all texts
-
-Below 0 the first is better. The interval is from the bootstrap over texts that both share.
-"""
+"""Two scores of the same texts: the paired difference with its interval, and a verdict. In Python: `compare(a, b)`."""
 
 from __future__ import annotations
 
@@ -44,9 +39,6 @@ class Scored:
     bytes: int
     stderr: float | None = None  # Monte Carlo, nats
 
-    def units(self, unit: str) -> int:
-        return {"token": self.tokens, "word": self.words, "byte": self.bytes}[unit]
-
 
 @dataclasses.dataclass(frozen=True)
 class PairedDifference:
@@ -82,9 +74,10 @@ def compare(
     The default is `token` if both count the same tokens of every text, else `byte`. The interval includes the Monte
     Carlo error of estimates and bounds. Raises DuelError for other texts, an unknown unit, and no text at all.
     """
-    scores = [[_scored(score) for score in scores] for scores in (a, b)]
-    kinds = [next((score.kind for score in scores), Kind.LIKELIHOOD.value) for scores in (a, b)]
-    return difference(*scores, names, (kinds[0], kinds[1]), unit)
+    kinds = [scores[0].kind if scores else Kind.LIKELIHOOD.value for scores in (a, b)]
+    return difference(
+        [_scored(score) for score in a], [_scored(score) for score in b], names, (kinds[0], kinds[1]), unit
+    )
 
 
 def _scored(score: Any) -> Scored:
@@ -102,7 +95,7 @@ def difference(
     first: Sequence[Scored],
     second: Sequence[Scored],
     names: tuple[str, str],
-    kinds: tuple[str, str] = (Kind.LIKELIHOOD.value, Kind.LIKELIHOOD.value),
+    kinds: tuple[str, str],
     unit: str | None = None,
 ) -> PairedDifference:
     """As `compare`, of texts known by their keys. `kinds`: what the values are, as `registry.kind_of` says."""
@@ -119,23 +112,24 @@ def difference(
     if unit == "token" and not same:
         raise DuelError("The two lists count other tokens, so they cannot be compared per token; use unit='byte'.")
     order = sorted(range(len(first)), key=keys[0].__getitem__)  # as in a report, so that the intervals are its
-    columns = [[[scores[n].log_prob, scores[n].units(unit)] for n in order] for scores in (first, second)]
+    columns = [[[scores[n].log_prob, getattr(scores[n], f"{unit}s")] for n in order] for scores in (first, second)]
     table = np.array(columns, dtype=np.float64).transpose(1, 0, 2)  # (texts, 2, 2)
     units = table[:, :, 1].sum(0)
     if not units.all():
         raise DuelError(f"The texts have no {unit}s, so there is no rate to compare.")
-    rates = -table[:, :, 0].sum(0) / units
-    value = float(rates[0] - rates[1]) if np.isfinite(rates).all() else None
-    interval = None
-    if value is not None and len(first) > 1:
+    rates = [float(rate) for rate in -table[:, :, 0].sum(0) / units]
+    drawn: Any = None
+    if len(first) > 1 and all(map(math.isfinite, rates)):
         drawn = stats.rates(table, [math.hypot(*(one.stderr or 0.0 for one in scores)) for scores in (first, second)])
-        drawn = drawn[np.isfinite(drawn).all(1)]  # a draw of empty texts only has no rate
-        low, high = stats.interval(drawn[:, 0] - drawn[:, 1])
-        interval = (low, high)
-    bounds, reasons = zip(*(_trusted(*pair) for pair in zip(names, kinds, (first, second), strict=True)), strict=True)
-    verdict = "" if interval is None else pairs.verdict(names, interval, len(first), bounds, reasons)
+    sides = [
+        pairs.Side(name, rate, None if drawn is None else drawn[:, n], *_trusted(name, kind, scores))
+        for n, (name, rate, kind, scores) in enumerate(zip(names, rates, kinds, (first, second), strict=True))
+    ]
+    value, interval, verdict = pairs.difference(*sides, len(first))
     perplexities = perplexity(rates[0]), perplexity(rates[1])
-    return PairedDifference(names, unit, len(first), perplexities, value, interval, verdict)
+    return PairedDifference(
+        names, unit, len(first), perplexities, value, None if interval is None else (interval[0], interval[1]), verdict
+    )
 
 
 def _trusted(name: str, kind: str, scores: Sequence[Scored]) -> tuple[bool, str]:

@@ -1,21 +1,21 @@
-"""Paired differences between rows of a task: nats per unit on the same documents, with a verdict in words.
+"""Paired differences: nats per unit on the same documents, with an interval and a verdict in words.
 
-The difference of two rows is rate(first) - rate(second), where a rate is -log p / units over all documents. Below 0 the
-first row is better. The interval is from the bootstrap over documents that all rows share.
+    difference = rate(first) - rate(second),   rate = -log p / units over all documents
+
+Below 0 the first is better. The interval is from the bootstrap over documents that both share.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from lm_eval_duel.results import headline, stats
-from lm_eval_duel.results.read import NO_CACHE
-from lm_eval_duel.results.records import UNCLEAR, Pair, Row
-from lm_eval_duel.results.rows import VARIES
+from lm_eval_duel.results import headline, partners, stats
+from lm_eval_duel.results.records import UNCLEAR, Interval, Pair, Row
 from lm_eval_duel.rules.tables import short
 
 UNITS = {"token_perplexity": "token", "perplexity": "document", "word_perplexity": "word"}  # of others: byte
@@ -32,67 +32,75 @@ def unit(metric: str) -> str:
     return UNITS.get(metric, "byte")
 
 
-# ---------------------------------------------------------------- one pair
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """One of two that are compared. `draws`: bootstrap draws of its rate; `doubt`: why it allows no verdict."""
+
+    name: str
+    rate: float  # nats per unit
+    draws: np.ndarray | None
+    bound: bool  # of its perplexity, from above
+    doubt: str = ""
+
+
+def difference(first: Side, second: Side, documents: int) -> tuple[float | None, Interval | None, str]:
+    """First minus second (None if a rate is infinite), its interval, and which is better by that interval."""
+    if not (math.isfinite(first.rate) and math.isfinite(second.rate)):
+        return None, None, ""
+    value = first.rate - second.rate
+    if first.draws is None or second.draws is None:
+        return value, None, ""
+    drawn = first.draws - second.draws
+    low, high = interval = stats.interval(drawn[np.isfinite(drawn)])  # a draw of empty documents only has no rate
+    if doubt := first.doubt or second.doubt:
+        verdict = f"no verdict: {doubt}"
+    elif max(abs(low), abs(high)) < EQUAL:
+        verdict = "equal"
+    elif documents < FEW:
+        verdict = f"no verdict from {documents} documents"
+    elif low <= 0 <= high:
+        verdict = UNCLEAR
+    else:
+        better, worse = (first, second) if high < 0 else (second, first)
+        bound = worse.bound  # its own value may be lower than its bound
+        verdict = f"no verdict: {worse.name} is an upper bound" if bound else f"{better.name} is better"
+    return value, interval, verdict
+
+
+# ---------------------------------------------------------------- of rows
 
 
 def pair(rows: Sequence[Row], rates: Rates, documents: int, first: int, second: int) -> Pair:
     """The difference of two rows with its interval (or the reason why there is none) and verdict."""
-    both = rows[first], rows[second]
-    values = [stats.rate(row.metric, row.value) for row in both]
-    difference = values[0] - values[1] if all(map(math.isfinite, values)) else None
-    lacking = [rows[n] for n in (first, second) if n not in rates]
-    interval = None if lacking or difference is None else stats.interval(rates[first] - rates[second])
-    reason, word, names = "", "", apart(*both)
-    if difference is None:
+    names = _names(rows[first], rows[second])
+    sides = []
+    for n, name in zip((first, second), names, strict=True):
+        row = rows[n]
+        doubt = f"{name} is neither a likelihood nor a bound" if row.eps else row.stderr_reason
+        sides.append(Side(name, stats.rate(row.metric, row.value), rates.get(n), row.bound, doubt))
+    value, interval, verdict = difference(*sides, documents)
+    reason = ""
+    if value is None:
         reason = "no difference of an infinite perplexity"
-    elif lacking:
-        reason = f"no interval: {lacking[0].model}, {lacking[0].name}: {lacking[0].reason}"
-    else:
-        reasons = [
-            f"{name} is neither a likelihood nor a bound" if row.eps else row.stderr_reason
-            for row, name in zip(both, names, strict=True)
-        ]
-        word = verdict(names, interval, documents, [row.bound for row in both], reasons)
-    return Pair(first, second, list(names), difference, interval, reason, word)
+    elif interval is None:
+        lacking = next(rows[n] for n in (first, second) if n not in rates)
+        reason = f"no interval: {lacking.model}, {lacking.name}: {lacking.reason}"
+    return Pair(first, second, names, value, interval, reason, verdict)
 
 
-def verdict(
-    names: Sequence[str], interval: Sequence[float], documents: int, bounds: Sequence[bool], reasons: Sequence[str]
-) -> str:
-    """Which of two is better, by the interval of their difference. `reasons`: why there can be no verdict."""
-    low, high = interval
-    if reason := next(filter(None, reasons), ""):
-        return f"no verdict: {reason}"
-    if max(abs(low), abs(high)) < EQUAL:
-        return "equal"
-    if documents < FEW:
-        return f"no verdict from {documents} documents"
-    if low <= 0 <= high:
-        return UNCLEAR
-    better = 0 if high < 0 else 1
-    if bounds[1 - better]:  # its own value may be lower than its bound
-        return f"no verdict: {names[1 - better]} is an upper bound"
-    return f"{names[better]} is better"
-
-
-def apart(first: Row, second: Row) -> tuple[str, str]:
+def _names(*both: Row) -> list[str]:
     """The shortest names that tell two rows apart."""
-    labels = [_labels(first), _labels(second)]
-    differing = [(a, b) for a, b in zip(*labels, strict=True) if a != b]
-    here, there = (", ".join(filter(None, part)) for part in zip(*differing, strict=True)) if differing else ("", "")
-    return here or first.name, there or second.name
+    labels = []
+    for row in both:
+        method = short(row.rule) if row.rule else row.entry.title
+        cache = "" if row.cache is None else f"cache={row.cache}"
+        labels.append([row.model, method, row.block_words, cache, row.qualifiers])
+    differing = [parts for parts in zip(*labels, strict=True) if len(set(parts)) > 1]
+    names = [", ".join(filter(None, parts)) for parts in zip(*differing, strict=True)] or ["", ""]
+    return [name or row.name for name, row in zip(names, both, strict=True)]
 
 
-def _labels(row: Row) -> list[str]:
-    method = short(row.rule) if row.rule else row.entry.title
-    block = row.block_name if row.block in (None, "none") else f"block {row.block}"
-    return [row.model, method, block, "" if row.cache is None else f"cache={row.cache}", row.qualifiers]
-
-
-# ---------------------------------------------------------------- which pairs
-
-
-def of(choice: str, entries: Sequence[Row], rates: Rates, documents: int) -> list[Pair]:
+def of(choice: str, rows: Sequence[Row], rates: Rates, documents: int) -> list[Pair]:
     """The pairs of `--pairs`.
 
     `rules`: the DUEL rows of a network with one block and one cache against each other; of more than five, each against
@@ -100,75 +108,44 @@ def of(choice: str, entries: Sequence[Row], rates: Rates, documents: int) -> lis
     every two rows. The oracle, which is not a likelihood, is in no pair.
     """
     if choice == ALL:
-        numbers = list(itertools.combinations([n for n, e in enumerate(entries) if e.likelihood], 2))
+        numbers = list(itertools.combinations([n for n, row in enumerate(rows) if row.likelihood], 2))
     else:
-        groups = [_of_models(entries)] if choice in (BOTH, MODELS) else []
-        groups += _groups(entries) if choice in (BOTH, RULES) else []
-        numbers = [pair for group in groups for pair in _within(group, entries)]
-    return [pair(entries, rates, documents, *two) for two in numbers]
+        groups = [_of_models(rows)] if choice in (BOTH, MODELS) else []
+        groups += _of_rules(rows) if choice in (BOTH, RULES) else []
+        numbers = [two for group in groups for two in _within(group, rows)]
+    return [pair(rows, rates, documents, *two) for two in numbers]
 
 
-def _of_models(entries: Sequence[Row]) -> list[int]:
+def _of_models(rows: Sequence[Row]) -> list[int]:
     """The number of each model's row: that of its headline, the AR row, or else its lowest likelihood or bound."""
     chosen = []
-    for model in dict.fromkeys(entry.model for entry in entries):
-        mine = [entry for entry in entries if entry.model == model and entry.likelihood]
-        row = next((entry for entry in mine if entry.ar), None) or headline.chosen_row(mine)
-        row = row or min(mine, key=lambda entry: (entry.bound, entry.value), default=None)
-        chosen += [n for n, entry in enumerate(entries) if entry is row]
+    for model in dict.fromkeys(row.model for row in rows):
+        mine = [row for row in rows if row.model == model and row.likelihood]
+        best = next((row for row in mine if row.ar), None) or headline.chosen_row(mine)
+        best = best or min(mine, key=lambda row: (row.bound, row.value), default=None)
+        chosen += [n for n, row in enumerate(rows) if row is best]
     return chosen
 
 
-def _groups(entries: Sequence[Row]) -> list[list[int]]:
+def _of_rules(rows: Sequence[Row]) -> list[list[int]]:
     """The numbers of the DUEL rows that differ in the rule only."""
     groups: dict[tuple, list[int]] = {}
-    for n, entry in enumerate(entries):
-        if entry.estimator == "duel" and not entry.ar:
-            key = entry.model, entry.block, entry.cache, entry.qualifiers
-            groups.setdefault(key, []).append(n)
+    for n, row in enumerate(rows):
+        if row.estimator == "duel" and not row.ar:
+            groups.setdefault((row.model, row.block, row.cache, row.qualifiers), []).append(n)
     return list(groups.values())
 
 
-def _within(group: Sequence[int], entries: Sequence[Row]) -> list[tuple[int, int]]:
+def _within(group: Sequence[int], rows: Sequence[Row]) -> list[tuple[int, int]]:
     if len(group) <= MOST_ROWS:
         return list(itertools.combinations(group, 2))
-    lowest = min(group, key=lambda n: entries[n].value)
+    lowest = min(group, key=lambda n: rows[n].value)
     return [(n, lowest) for n in group if n != lowest]
 
 
-# ---------------------------------------------------------------- the cost of a cache
-
-
-def cache_costs(rows: Sequence[Row], rates: Rates, documents: int) -> dict[int, Pair]:
-    """row number -> cached minus uncached, everything else in the spec the same, of the rows under a cache."""
-    costs = {}
-    for n, row in enumerate(rows):
-        if row.cached:
-            partner, reason = _uncached(row, rows)
-            costs[n] = Pair(n, None, [], None, None, reason, "")
-            if partner is not None:
-                costs[n] = pair(rows, rates, documents, n, partner)
-    return costs
-
-
-def _uncached(row: Row, rows: Sequence[Row]) -> tuple[int | None, str]:
-    """The number of the row of the same network, estimator, rule and spec without a cache, or None and the reason."""
-    alike = {
-        n: _differences(row, other)
-        for n, other in enumerate(rows)
-        if other.cache == NO_CACHE
-        and (other.run.key, other.estimator, other.rule) == (row.run.key, row.estimator, row.rule)
-    }
-    if not alike:
-        return None, "there is no result of this network and rule with cache=none"
-    number, differences = min(alike.items(), key=lambda item: len(item[1]))
-    if differences:
-        return None, f"the result with cache=none is of another spec: {'; '.join(differences)}"
-    return number, ""
-
-
-def _differences(cached: Row, plain: Row) -> list[str]:
-    kept = VARIES if cached.estimator != "elbo" else {"estimator"}  # the draws of an ELBO are part of its value
-    keys = sorted({*cached.run.spec, *plain.run.spec} - kept - {"cache"})
-    pairs = [(key, plain.run.spec.get(key, "not set"), cached.run.spec.get(key, "not set")) for key in keys]
-    return [f"{key}={there} there, {here} here" for key, there, here in pairs if here != there]
+def cache_cost(rows: Sequence[Row], rates: Rates, documents: int, number: int) -> Pair | None:
+    """Cached minus uncached, everything else in the spec the same; None for a row without a cache."""
+    if not rows[number].has_cache:
+        return None
+    partner, reason = partners.uncached(rows[number], rows)
+    return Pair(number, None, reason=reason) if partner is None else pair(rows, rates, documents, number, partner)

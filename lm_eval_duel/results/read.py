@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ COUNTS = (
 )
 TASK_COUNTS = ("documents", "windows", "tokens", "longest_document", "unk_tokens")  # entries of config.duel.tasks.NAME
 NOT_IN_SPEC = ("batch_size", "max_batch_size", "device", "dtype")  # model args; the loaded dtype is stored elsewhere
+Traced = Mapping[str, Mapping[str, Mapping[int, float]]]  # task -> value -> document -> nats, from a trace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +57,7 @@ class Run:
     others: dict[str, Task]  # tasks without one
     groups: tuple[str, ...]  # groups of tasks
     nans: tuple[str, ...] = ()  # values that are not numbers and are left out
+    traced: Traced = dataclasses.field(default_factory=dict, repr=False, compare=False)
     content: Json = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -114,15 +116,18 @@ class Run:
         return _text(self.duel.get("rule") or self.spec.get("rule"))
 
     @property
-    def block(self) -> str:
-        """The block as text: a number, or `none` (the whole target)."""
-        return (_text(self.duel.get("block")) or _text(self.spec.get("block")) or "none") if self.ours else "none"
+    def block(self) -> str | None:
+        """The block as text: a number, or `none` (the whole target); None for autoregressive and other models."""
+        if self.estimator == "ar":
+            return None
+        return _text(self.duel.get("block")) or _text(self.spec.get("block")) or "none"
 
     @property
     def cache(self) -> str | None:
         """The cache of the sampler: `none`, `prefix` or `dual`; None for networks that have no such choice."""
-        bidirectional = self.ours and self.duel.get("attention") == "bidirectional"
-        return self.spec.get("cache", NO_CACHE if bidirectional else None) if self.ours else None
+        if self.estimator == "ar":
+            return None
+        return self.spec.get("cache", NO_CACHE if self.duel.get("attention") == "bidirectional" else None)
 
 
 def _text(value: Any) -> str | None:

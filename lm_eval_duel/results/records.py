@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.registry import Kind
@@ -17,6 +17,7 @@ SEES_TRUTH = Kind.NOT_A_LIKELIHOOD.value
 WHOLE = "whole target"  # block=none
 UNCLEAR = "not distinguishable"  # within two standard errors
 Interval = list[float]  # low, high; a list, as in JSON
+Values = Mapping[str, tuple[float, float]]  # document -> (nats, units)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,15 +29,67 @@ class Pair:
 
     first: int
     second: int | None
-    names: list[str]
-    difference: float | None
-    interval: Interval | None
-    reason: str
-    verdict: str
+    names: list[str] = dataclasses.field(default_factory=list)
+    difference: float | None = None
+    interval: Interval | None = None
+    reason: str = ""
+    verdict: str = ""
+
+
+class OfRun:
+    """What every record of a run says about it."""
+
+    run: Run
+    block: str | None
+
+    @property
+    def block_name(self) -> str:
+        return WHOLE if self.block == "none" else self.block or ""
+
+    @property
+    def model(self) -> str:
+        return self.run.label
+
+    @property
+    def file(self) -> str:
+        return self.run.name
+
+    @property
+    def dtype(self) -> str:
+        return self.run.dtype
+
+    @property
+    def fingerprint(self) -> str | None:
+        return self.run.fingerprint
+
+    @property
+    def cache(self) -> str | None:
+        """The cache of the sampler; None for networks and estimators that have no such choice."""
+        return self.run.cache
+
+    @property
+    def has_cache(self) -> bool:
+        return self.cache not in (None, NO_CACHE)
+
+
+class OfWholeRun(OfRun):
+    """What a record of all values of a run says about it."""
+
+    @property
+    def estimator(self) -> str:
+        return self.run.estimator
+
+    @property
+    def rule(self) -> str | None:
+        return self.run.rule
+
+    @property
+    def block(self) -> str | None:
+        return self.run.block
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class Row(OfRun):
     """A result of a task: one model under one estimator, rule, block and cache.
 
     `documents`: metric -> document -> (nats, units); if empty, `missing` says why. What follows `metric` is known
@@ -53,7 +106,7 @@ class Row:
     nats_window_stderr: float | None = None  # over windows
     nfe: int | None = None
     tokens: int | None = None
-    documents: Mapping[str, Mapping[str, tuple[float, float]]] = dataclasses.field(default_factory=dict)
+    documents: Mapping[str, Values] = dataclasses.field(default_factory=dict)
     missing: str = ""
     remarks: tuple[str, ...] = ()
     variant: str = ""  # what distinguishes it from a row of the same model, rule and block
@@ -71,33 +124,28 @@ class Row:
     gap_closed_reason: str = ""
     cache_cost: Pair | None = None
 
+    JSON: ClassVar = (
+        *("model", "name", "estimator", "rule", "block", "cache", "qualifiers", "unknown", "eps", "mc_samples"),
+        *("likelihood", "bound", "flag", "value", "interval", "stderr", "stderrs", "stderr_bound", "stderr_reason"),
+        *("window_stderr", "reason", "metrics", "tokens", "nfe", "nfe_per_token", "dtype", "fingerprint", "file"),
+        *("ar", "best", "gap", "gap_interval", "elbo", "gap_closed", "gap_closed_stderr", "gap_closed_interval"),
+        *("distinguishable", "gap_closed_reason", "cache_cost"),
+    )
+
+    # ------------------------------------------------------------ what it is
+
     @property
     def entry(self) -> registry.Entry:
         return registry.find(self.estimator)
 
     @property
-    def model(self) -> str:
-        return self.run.label
-
-    @property
     def block(self) -> str | None:
         """None for autoregressive and other models, `none` for the whole target."""
-        if self.estimator == "elbo":
-            return self.run.spec.get("elbo_block", "none")
-        return self.run.block if self.run.ours and self.estimator != "ar" else None
+        return self.run.spec.get("elbo_block", "none") if self.estimator == "elbo" else self.run.block
 
     @property
-    def block_name(self) -> str:
-        return WHOLE if self.block == "none" else self.block or ""
-
-    @property
-    def cache(self) -> str | None:
-        """The cache of the sampler; None for networks and estimators that have no such choice."""
-        return None if self.estimator == "ar" else self.run.cache
-
-    @property
-    def cached(self) -> bool:
-        return self.cache not in (None, NO_CACHE)
+    def mc_samples(self) -> str | None:
+        return self.run.spec.get("mc_samples") if self.estimator == "elbo" else None
 
     @property
     def eps(self) -> float:
@@ -141,10 +189,13 @@ class Row:
         return ", ".join(filter(None, [eps, *named, self.variant]))
 
     @property
+    def block_words(self) -> str:
+        return self.block_name if self.block in (None, "none") else f"block {self.block}"
+
+    @property
     def setting(self) -> list[str]:
         """Block and cache in words, as far as there are any."""
-        block = self.block_name if self.block in (None, "none") else f"block {self.block}"
-        return [block, f"cache={self.cache}" if self.cached else ""]
+        return [self.block_words, f"cache={self.cache}" if self.has_cache else ""]
 
     @property
     def name(self) -> str:
@@ -230,57 +281,22 @@ class Row:
             return ""
         return self.missing or ("one document" if self.documents.get(self.metric) else "no values per document")
 
-    def json(self) -> dict[str, Any]:
-        more = {"mc_samples": self.run.spec.get("mc_samples") if self.estimator == "elbo" else None}
-        more |= {"dtype": self.run.dtype, "fingerprint": self.run.fingerprint, "file": self.run.name}
-        return {key: more[key] if key in more else plain(getattr(self, key)) for key in IN_JSON}
-
-
-IN_JSON = (  # of a row
-    *("model", "name", "estimator", "rule", "block", "cache", "qualifiers", "unknown", "eps", "mc_samples"),
-    *("likelihood", "bound", "flag", "value", "interval", "stderr", "stderrs", "stderr_bound", "stderr_reason"),
-    *("window_stderr", "reason", "metrics", "tokens", "nfe", "nfe_per_token", "dtype", "fingerprint", "file"),
-    *("ar", "best", "gap", "gap_interval", "elbo", "gap_closed", "gap_closed_stderr", "gap_closed_interval"),
-    *("distinguishable", "gap_closed_reason", "cache_cost"),
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Point:
-    """A rule in a comparison of speeds. `index`: its row."""
-
-    rule: str
-    speed: float
-    index: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Family:
-    """A rule at several speeds, the fastest first."""
-
-    family: str
-    adaptive: bool
-    points: list[Point]
-
 
 @dataclasses.dataclass(frozen=True)
 class Speeds:
-    """The rules of one model, block and cache against NFE. `elbo`, `ar` and `oracle` are numbers of rows."""
+    """The rules of one model, block and cache against NFE. `elbo`, `ar`, `oracle`: numbers of rows; `families`: those
+    of each rule at several speeds, the fastest first."""
 
-    model: str
-    block: str
-    cache: str | None
-    variant: str
     title: str
     elbo: int | None
     ar: int | None
     oracle: int | None
-    families: list[Family]
+    families: dict[str, list[int]]
 
 
 @dataclasses.dataclass(frozen=True)
 class TaskComparison:
-    """The results of one task side by side."""
+    """The results of one task side by side. `documents`: their number; `elbo`: the ELBOs of gap closed, in words."""
 
     metric: str
     documents: int | None
@@ -300,7 +316,7 @@ class TaskComparison:
 
 @dataclasses.dataclass(frozen=True)
 class Average:
-    """Gap closed of a DUEL row on each task, and its average."""
+    """Gap closed of a DUEL row on each task, and its average over `averaged` tasks."""
 
     model: str
     name: str
@@ -314,11 +330,10 @@ class Average:
 
 
 def plain(value: Any) -> Any:
-    """Records as what JSON has."""
-    if isinstance(value, Row):
-        return value.json()
+    """Records as what JSON has. The entries of some are listed in their `JSON`; of others they are the fields."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        names = getattr(value, "JSON", None) or [field.name for field in dataclasses.fields(value)]
+        return {name: plain(getattr(value, name)) for name in names}
     if isinstance(value, dict):
         return {key: plain(part) for key, part in value.items()}
     return [plain(part) for part in value] if isinstance(value, list | tuple) else value

@@ -13,7 +13,6 @@ from lm_eval_duel import strict_json
 from lm_eval_duel.arguments import TRUTH, choice
 from lm_eval_duel.command_line import Flag, Parser
 from lm_eval_duel.errors import DuelError, usage
-from lm_eval_duel.estimators import registry
 from lm_eval_duel.harness import trace
 from lm_eval_duel.rates import METRICS
 from lm_eval_duel.results import (
@@ -29,7 +28,6 @@ from lm_eval_duel.results import (
 )
 from lm_eval_duel.results.own_files import OwnFiles
 from lm_eval_duel.results.records import plain
-from lm_eval_duel.rules.tables import short
 
 FORMAT = "lm_eval_duel report"
 
@@ -88,10 +86,10 @@ def collect(options: argparse.Namespace) -> dict[str, Any]:
     runs = [run for run in known if run.tasks]
     if not runs and not accuracies:
         raise DuelError(f"No perplexity ({', '.join(METRICS)}) to report: {'; '.join(notes)}")
+    runs, shown = _traces(runs, options.traces, notes)
     ar = [run for run in runs if run.file in files]
-    traced, shown = _traces(runs, options.traces, notes)
     choice = compare.Choice(options.metric, options.as_published, options.pairs)
-    tasks = compare.tasks(runs, ar, choice, traced, named=bool(options.ar)) if runs else {}
+    tasks = compare.tasks(runs, ar, choice, named=bool(options.ar)) if runs else {}
     return {
         "format": FORMAT,
         "version": 1,
@@ -150,33 +148,17 @@ def left_out(run: read.Run) -> list[str]:
     return [*notes, f"{run.name} holds no perplexity and is left out."] if nothing else notes
 
 
-def _traces(runs: Sequence[read.Run], named: Sequence[str], notes: list[str]) -> tuple[compare.Traced, list[dict]]:
-    """Log-likelihoods per document from the traces of runs, and the summary of every trace."""
-    if not named and not any(run.duel.get("trace") for run in runs):
-        return {}, []
+def _traces(runs: Sequence[read.Run], named: Sequence[str], notes: list[str]) -> tuple[list[read.Run], list[dict]]:
+    """The runs with what their traces hold of each document, and the summary of every trace."""
     traces = reveal_order.Traces(named)
     paths: dict[Path, str] = dict.fromkeys(traces.named, "")
-    traced = {}
     for run in runs:
         path = traces.of(run)
-        if path is None:
-            if run.duel.get("trace"):
-                notes.append(f"The trace of {run.name} is no longer at {run.duel['trace']}; name it with --traces.")
-            continue
-        paths[path] = run.label
-        traced[run.name] = traces.documents(path)
-    shown = []
-    for path, label in paths.items():
-        spec = reveal_order.spec_of(traces.spec(path))
-        summary = reveal_order.summary(traces.load(path), spec, str(path))
-        parts = [label or path.stem, str(spec.get("estimator", ""))]
-        entry = registry.ESTIMATORS.get(str(spec.get("estimator")))
-        parts += [short(str(spec["rule"]))] if entry and entry.follows_rule and "rule" in spec else []
-        parts += [f"block {spec['block']}"] if "block" in spec else []
-        parts += [f"cache={spec['cache']}"] if "cache" in spec else []
-        summary["label"] = ", ".join(filter(None, parts))
-        shown.append(summary)
-    return traced, shown
+        if path is not None:
+            paths[path] = run.label
+        elif run.duel.get("trace"):
+            notes.append(f"The trace of {run.name} is no longer at {run.duel['trace']}; name it with --traces.")
+    return [traces.attach(run) for run in runs], [traces.summary(path, label) for path, label in paths.items()]
 
 
 def write(report: dict[str, Any], folder: Path, formats: Sequence[str] = ("png",), width: float | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,11 +15,12 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.results.read import Run
 from lm_eval_duel.results.records import SEES_TRUTH
+from lm_eval_duel.rules.tables import short
 
 MAX_CELLS, MAX_POINTS = 64, 128  # per side of a heat map, and per curve; longer ones are binned
 
 
-def summary(records: Iterable[Mapping[str, Any]], spec: Mapping[str, Any], name: str) -> dict[str, Any]:
+def summary(records: Iterable[Mapping[str, Any]], spec: Mapping[str, Any]) -> dict[str, Any]:
     """The arrays of one trace. `reveals[p, s]` counts tokens at position p of their block revealed at step s."""
     nll, positions, offsets, steps = [], [], [], []
     windows = 0
@@ -37,7 +39,6 @@ def summary(records: Iterable[Mapping[str, Any]], spec: Mapping[str, Any], name:
     ordered = bool(steps) and min(steps) >= 0
     nll_array, position_array = np.array(nll, dtype=np.float64), np.array(positions, dtype=np.int64)
     content: dict[str, Any] = {
-        "file": name,
         "estimator": spec.get("estimator"),
         "rule": spec.get("rule"),
         "block": spec.get("block"),
@@ -120,6 +121,22 @@ class Traces:
         if path not in self.records:
             self.records[path] = self.read(path)
         return self.records[path]
+
+    def attach(self, run: Run) -> Run:
+        """The run with what its trace holds of each document, if it has a trace."""
+        path = self.of(run)
+        return run if path is None else dataclasses.replace(run, traced=self.documents(path))
+
+    def summary(self, path: Path, model: str) -> dict[str, Any]:
+        """What a report says about a file of a model's windows (empty: of an unknown model)."""
+        spec = spec_of(self.spec(path))
+        entry = registry.ESTIMATORS.get(str(spec.get("estimator")))
+        parts = [model or path.stem, str(spec.get("estimator", ""))]
+        parts += [short(str(spec["rule"]))] if entry and entry.follows_rule and "rule" in spec else []
+        parts += [f"block {spec['block']}"] if "block" in spec else []
+        parts += [f"cache={spec['cache']}"] if "cache" in spec else []
+        label = ", ".join(filter(None, parts))
+        return {"file": str(path), "label": label} | summary(self.load(path), spec)
 
     def documents(self, path: Path) -> dict[str, dict[str, dict[int, float]]]:
         """task -> value name -> document -> log-likelihood in nats, summed over the document's windows."""

@@ -1,50 +1,52 @@
-"""The rows that a run of a task gives, with values per document: a lattice run has one for each of its estimators."""
+"""The rows of a task: of each run one for each value that it computed; in order, each once, told apart by name."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.results import stats
-from lm_eval_duel.results.read import Run, Task
-from lm_eval_duel.results.records import Row
+from lm_eval_duel.results.read import NO_CACHE, TASK_COUNTS, Run
+from lm_eval_duel.results.records import Row, Values
+from lm_eval_duel.results.task import Task
 from lm_eval_duel.rules import RULES
-from lm_eval_duel.rules.tables import adaptive, family, is_rule
+from lm_eval_duel.rules.tables import is_rule, place
 
 SAME = 1e-4  # relative difference up to which two ways to one value agree
 VARIES = {"estimator", "rule", "draw_seed", *registry.arguments()}  # entries of a spec that vary within one model
 # entries of a spec that every row names if it has them
 NAMED = {"cache", *(key for entry in registry.ENTRIES if entry.named for key in entry.arguments)}
+CACHES = (None, NO_CACHE, "prefix", "dual")  # in the order of tables
 
 
-def of(run: Run, name: str, traced: Mapping[str, Mapping[int, float]] | None = None) -> list[Row]:
-    """The rows of a run's task. `traced`: {value name: {document number: nats}} from its trace, if it has one."""
+def of(run: Run, name: str) -> list[Row]:
+    """The rows of a run's task: a lattice run has one for each of its estimators and rules."""
     task, scored = run.tasks[name], run.duel["tasks"].get(name, {})
     documents, missing = _sampled(task)
     tokens = sum(units for _, units in documents.get("token_perplexity", {}).values())
     selected = Row(run, name, run.estimator, run.rule, task.metrics, tokens=int(tokens) or None)
     selected = dataclasses.replace(selected, documents=documents, missing=missing)
-    if not scored:
-        return [selected]
     if run.partial(name):
         remark = (
             f"the figures in {run.name} are of {run.computed(name)} documents of {name}, its value of {task.size} (a "
             "response cache answered the others, or counted some of another run): only the harness's own value is shown"
         )
         return [dataclasses.replace(selected, remarks=(remark,))]
-    values = scored["values"]
+    values = scored.get("values", {})
     own = values.get(run.estimator, {}).get("log_prob")
     rows, remarks = [], []
     for key, value in values.items():
-        if why := _incomplete(task, scored, key, value, traced):
-            remarks.append(f"{key} of {name} in {run.name} is left out: {why}")
-            continue
         if key not in registry.ESTIMATORS and not is_rule(key):
             raise DuelError(f"{run.name}: {unknown('estimator or rule', key, [*registry.ESTIMATORS, *RULES])}")
+        fewer = [unit for unit in TASK_COUNTS if unit in value and unit in scored and value[unit] != scored[unit]]
+        if fewer:  # a cache continued a lattice run with other rules
+            why = f"it is of {value[fewer[0]]} {fewer[0]}, the task of {scored[fewer[0]]}"
+            remarks.append(f"{key} of {name} in {run.name} is left out: {why}")
+            continue
         entry = registry.ESTIMATORS.get(key)  # None: a rule that a lattice followed
         row = dataclasses.replace(
             selected,
@@ -56,53 +58,22 @@ def of(run: Run, name: str, traced: Mapping[str, Mapping[int, float]] | None = N
             nfe=value.get("nfe"),
             tokens=scored.get("tokens") or selected.tokens,
         )
-        if key != run.estimator:
-            row = _beside(row, own, traced, key)
-        rows.append(row)
+        rows.append(row if key == run.estimator else _beside(row, own, key))
     rows = rows or [selected]
     return [dataclasses.replace(rows[0], remarks=(*rows[0].remarks, *remarks)), *rows[1:]]
 
 
-def _incomplete(
-    task: Task,
-    scored: Mapping[str, Any],
-    key: str,
-    value: Mapping[str, Any],
-    traced: Mapping[str, Mapping[int, float]] | None,
-) -> str:
-    """Why a value does not cover the whole task; happens if a cache continued a lattice run with other rules."""
-    for unit in ("documents", "windows", "tokens"):
-        if unit in value and unit in scored and value[unit] != scored[unit]:
-            return f"it is of {value[unit]} {unit}, the task of {scored[unit]}"
-    _, speed = family(key)
-    if key not in registry.ESTIMATORS and not adaptive(key) and None not in (value["nfe"], scored.get("tokens")):
-        most = value["nfe"] * max(1.0, speed)  # a step reveals k tokens at most
-        least = min(scored["tokens"], _longest(scored["values"]))
-        if most < least:
-            return f"its {value['nfe']} steps reveal at most {most:.0f} of {least} tokens"
-    if traced and key in traced and value["log_prob"] is not None and task.documents is not None:
-        nonempty = {d.number for d in task.documents if any(nats for nats, _ in d.values.values())}
-        if traced[key].keys() < nonempty and math.isclose(sum(traced[key].values()), value["log_prob"], abs_tol=1e-6):
-            return f"its trace is of {len(traced[key])} of {len(nonempty)} documents"
-    return ""
-
-
-def _longest(values: Mapping[str, Mapping[str, Any]]) -> int:
-    """The most steps among rules that reveal one token per step, which equals the number of scored tokens."""
-    return max((value["nfe"] or 0 for key, value in values.items() if "k=1" in key.split(":")), default=0)
-
-
-def _sampled(task: Task) -> tuple[dict[str, dict[str, tuple[float, float]]], str]:
+def _sampled(task: Task) -> tuple[dict[str, Values], str]:
     """(nats, units) per document of each metric, if the samples reproduce the task's value; else the reason."""
     if task.documents is None:
         return {}, task.missing
-    by_metric, missing = {}, ""
+    by_metric: dict[str, Values] = {}
+    missing = ""
     for metric, known in task.metrics.items():
         if not all(metric in document.values for document in task.documents):
             continue
         values = {document.key: document.values[metric] for document in task.documents}
-        nats, units = (sum(column) for column in zip(*values.values(), strict=True))
-        value = stats.value(metric, nats, units)
+        value = stats.value(metric, *(sum(column) for column in zip(*values.values(), strict=True)))
         if math.isclose(value, known, rel_tol=SAME):
             by_metric[metric] = values
         else:
@@ -110,35 +81,91 @@ def _sampled(task: Task) -> tuple[dict[str, dict[str, tuple[float, float]]], str
     return by_metric, missing
 
 
-def _beside(row: Row, own: float | None, traced: Mapping[str, Mapping[int, float]] | None, key: str) -> Row:
+def _beside(row: Row, own: float | None, key: str) -> Row:
     """Another row of a lattice run than the selected one: its values follow from the ratio of log-likelihoods."""
-    selected, remarks = row.metrics, list(row.remarks)
-    known_nats = own and row.log_prob is not None and math.isfinite(own) and row.log_prob < math.inf
-    values = {
-        metric: stats.scaled(metric, known, row.log_prob / own) for metric, known in selected.items() if known_nats
-    }
-    if not known_nats:
-        remarks.append(f"{row.run.name}: {key} of {row.task} has no finite log-likelihood, so it has no value")
-    documents, missing = _traced(row, traced, key)
-    return dataclasses.replace(row, metrics=values, documents=documents, missing=missing, remarks=tuple(remarks))
-
-
-def _traced(
-    row: Row, traced: Mapping[str, Mapping[int, float]] | None, key: str
-) -> tuple[dict[str, dict[str, tuple[float, float]]], str]:
-    """Log-likelihood per document of a lattice value, from the trace; units from the samples."""
-    task = row.run.tasks[row.task]
+    if not own or row.log_prob is None or not (math.isfinite(own) and row.log_prob < math.inf):
+        remark = f"{row.run.name}: {key} of {row.task} has no finite log-likelihood, so it has no value"
+        row = dataclasses.replace(row, metrics={}, remarks=(*row.remarks, remark))
+    else:
+        ratio = row.log_prob / own
+        scaled = {metric: stats.scaled(metric, known, ratio) for metric, known in row.metrics.items()}
+        row = dataclasses.replace(row, metrics=scaled)
     if not row.documents:
-        return {}, row.missing
-    if not traced or key not in traced:
+        return row
+    documents, missing = _traced(row, key)
+    return dataclasses.replace(row, documents=documents, missing=missing)
+
+
+def _traced(row: Row, key: str) -> tuple[dict[str, Values], str]:
+    """Log-likelihood per document of a lattice value, from the trace; units from the samples."""
+    nats, found = row.run.traced.get(row.task, {}).get(key), row.run.tasks[row.task].documents
+    if nats is None:
         return {}, f"no trace of {key} per document (run with trace=FILE, or name it with --traces)"
-    nats = traced[key]
-    total = sum(nats.get(document.number, 0.0) for document in task.documents)
+    total = sum(nats.get(document.number, 0.0) for document in found)
     if row.log_prob is None or not math.isclose(total, row.log_prob, rel_tol=1e-6, abs_tol=1e-6):
         return {}, f"the trace adds up to {total:.3f} nats of {key}, the result to {row.log_prob}: another run's trace"
-    by_metric = {}
-    for metric, known in row.documents.items():
-        by_metric[metric] = {
-            document.key: (nats.get(document.number, 0.0), known[document.key][1]) for document in task.documents
-        }
-    return by_metric, ""
+    return {
+        metric: {document.key: (nats.get(document.number, 0.0), known[document.key][1]) for document in found}
+        for metric, known in row.documents.items()
+    }, ""
+
+
+# ---------------------------------------------------------------- in order, each once
+
+
+def in_order(rows: Iterable[Row], base: Run | None = None) -> tuple[list[Row], list[str]]:
+    """The rows of a table, the baseline first, and remarks on those that are there twice.
+
+    A rule that was scored by itself and in a lattice run has one row: its own. Rows of different specs that share a
+    name get a variant. The baseline is always kept. Raises DuelError if the baseline has no row.
+    """
+    kept: dict[tuple, Row] = {}
+    remarks = []
+    of_base = None if base is None else (base.file, base.estimator)
+    marked = [dataclasses.replace(row, ar=(row.run.file, row.estimator) == of_base) for row in rows]
+    for row in sorted(marked, key=lambda row: (not row.ar, registry.find(row.run.estimator).lattice, -row.run.date)):
+        spec = row.run.spec
+        shared = tuple(sorted((k, v) for k, v in spec.items() if k not in VARIES))
+        settings = () if row.entry.lattice else tuple(spec.get(key) for key in sorted(row.entry.arguments))
+        drawn = tuple(spec.get(k) for k in sorted(VARIES)) if row.entry.drawn else ()
+        first = kept.setdefault((*_identity(row), shared, settings, drawn), row)
+        if first is not row:
+            pairs = [(value, row.metrics[metric]) for metric, value in first.metrics.items() if metric in row.metrics]
+            other = "" if all(math.isclose(*pair, rel_tol=SAME) for pair in pairs) else ", with ANOTHER value"
+            twice = f"{first.run.short_name} is shown, {row.run.short_name} holds it too{other}"
+            remarks.append(f"{row.model}, {row.name}: {twice}")
+    groups: dict[tuple, list[Row]] = {}
+    for row in kept.values():
+        groups.setdefault(_identity(row), []).append(row)
+    named = [row for group in groups.values() for row in _disambiguated(group)]
+    models = list(dict.fromkeys(row.model for row in sorted(kept.values(), key=lambda row: row.run.date)))
+    named.sort(key=lambda row: (not row.ar, models.index(row.model), _place(row)))
+    if base is not None and not (named and named[0].ar):
+        raise DuelError(f"The autoregressive baseline {base.name} has no row; name one result of one model as --ar.")
+    return named, remarks
+
+
+def _identity(row: Row) -> tuple:
+    return row.run.key, row.estimator, row.rule, row.block
+
+
+def _disambiguated(group: list[Row]) -> list[Row]:
+    """Rows of one name, with what distinguishes their specs as their variant."""
+    if len(group) < 2:
+        return group
+    fields = dict.fromkeys(key for row in group for key in row.run.spec if key not in ("estimator", "rule"))
+    fields = [key for key in fields if len({row.run.spec.get(key) for row in group}) > 1]
+    if fields and NAMED.issuperset(fields):
+        return group
+    fields = [key for key in fields if key not in NAMED] or ["version"]
+    return [
+        dataclasses.replace(row, variant=", ".join(f"{key}={row.run.spec.get(key, 'not set')}" for key in fields))
+        for row in group
+    ]
+
+
+def _place(row: Row) -> tuple[Any, ...]:
+    block = int(row.block) if (row.block or "").isdigit() else 10**9
+    block = -block if row.estimator == "elbo" else block  # the whole target first
+    cache = CACHES.index(row.cache) if row.cache in CACHES else len(CACHES)
+    return ([*registry.ESTIMATORS].index(row.estimator), block, *place(row.rule), cache, row.variant)

@@ -4,46 +4,73 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.results.read import Run
-from lm_eval_duel.results.records import SEES_TRUTH, Row
+from lm_eval_duel.results.records import SEES_TRUTH, OfWholeRun, Row
 from lm_eval_duel.rules.tables import place
 
 WHOLE = "times of whole runs, loading included: results of other models hold no other time, and no device"
+COUNTED = ("device", "ranks", "seconds", "forwards", "rows", "nfe", "peak_memory_bytes")  # entries of config.duel
 CACHED = "some answers came from a response cache, so the time covers only a part of the run"
 
 
 @dataclasses.dataclass(frozen=True)
-class Cost:
+class Cost(OfWholeRun):
     """What a run cost. `times_elbo`, `times_ar`: its seconds per token over those of another run; if there is none, the
     reason says why."""
 
-    model: str
-    estimator: str
-    name: str
-    flag: str
-    rule: str | None
-    block: str | None
-    cache: str | None
-    ar: bool
-    tasks: list[str]
-    cached: bool
-    device: str | None
-    ranks: int | None
-    tokens: int | None
-    seconds: float | None
-    whole_run_seconds: float | None
-    forwards: int | None
-    rows: int | None
-    nfe: int | None
-    peak_memory_bytes: int | None
-    file: str
-    seconds_per_token: float | None
+    run: Run
+    ar: bool = False
     times_elbo: float | None = None
     times_elbo_reason: str = ""
     times_ar: float | None = None
     times_ar_reason: str = ""
+
+    JSON: ClassVar = (
+        *("model", "estimator", "name", "flag", "rule", "block", "cache", "ar", "tasks", "cached", "device", "ranks"),
+        *("tokens", "seconds", "whole_run_seconds", "forwards", "rows", "nfe", "peak_memory_bytes", "file"),
+        *("seconds_per_token", "times_elbo", "times_elbo_reason", "times_ar", "times_ar_reason"),
+    )
+
+    def __getattr__(self, key: str) -> Any:
+        """Seconds, device, forwards and the like: entries of `config.duel`, None if the results have none."""
+        if key in COUNTED:
+            return self.run.duel.get(key)
+        raise AttributeError(key)
+
+    @property
+    def name(self) -> str:
+        return "lattice: all estimators in one run" if registry.find(self.estimator).lattice else self.estimator
+
+    @property
+    def flag(self) -> str:
+        return f"oracle is {SEES_TRUTH}" if registry.find(self.estimator).lattice else ""
+
+    @property
+    def tasks(self) -> list[str]:
+        return sorted([*self.run.tasks, *self.run.others])
+
+    @property
+    def cached(self) -> bool:
+        """Whether answers may have come from a response cache."""
+        return self.run.cached
+
+    @property
+    def whole_run_seconds(self) -> float | None:
+        return self.run.whole_run_seconds
+
+    @property
+    def tokens(self) -> int | None:
+        """Of a run of another model, from its samples."""
+        counts = [task.tokens for task in self.run.tasks.values()]
+        known = None if None in counts else int(sum(sum(of_task.values()) for of_task in counts))
+        return self.run.duel.get("tokens") or known or None
+
+    @property
+    def seconds_per_token(self) -> float | None:
+        return self.seconds / self.tokens if self.seconds and self.tokens else None
 
 
 def table(runs: Sequence[Run], ar: Sequence[Run], tasks: Mapping[str, Sequence[Row]]) -> list[Cost]:
@@ -51,67 +78,30 @@ def table(runs: Sequence[Run], ar: Sequence[Run], tasks: Mapping[str, Sequence[R
 
     The ELBO is the one that gap closed uses in the report's `tasks`.
     """
-    autoregressive = {run.file for run in ar}
-    everything = [*ar, *(run for run in runs if run.file not in autoregressive)]
-    costs = [of(run, run.file in autoregressive) for run in everything if run.tasks]
-    files = {cost.file: cost for cost in costs}
+    baseline = {run.file for run in ar}
+    everything = [*ar, *(run for run in runs if run.file not in baseline)]
+    costs = {run.name: Cost(run, run.file in baseline) for run in everything if run.tasks}
     elbos: dict[str, Row] = {}  # file of a run -> the Monte Carlo ELBO that its gap closed uses
     for rows in tasks.values():
         for row in rows:
             if row.elbo is not None and rows[row.elbo].estimator == "elbo":
-                elbos.setdefault(row.run.name, rows[row.elbo])
-    models, order = [cost.model for cost in costs], [*registry.ESTIMATORS]
+                elbos.setdefault(row.file, rows[row.elbo])
+    models, order = [cost.model for cost in costs.values()], [*registry.ESTIMATORS]
     return sorted(
-        (_compared(cost, elbos.get(cost.file), files) for cost in costs),
+        (_compared(cost, elbos.get(name), costs) for name, cost in costs.items()),
         key=lambda cost: (not cost.ar, models.index(cost.model), order.index(cost.estimator), *place(cost.rule)),
     )
 
 
-def of(run: Run, ar: bool = False) -> Cost:
-    """The cost of a run, without ratios."""
-    duel, lattice = run.duel, registry.find(run.estimator).lattice
-    tokens = duel.get("tokens") or _counted(run)
-    seconds = duel.get("seconds")
-    return Cost(
-        model=run.label,
-        estimator=run.estimator,
-        name="lattice: all estimators in one run" if lattice else run.estimator,
-        flag=f"oracle is {SEES_TRUTH}" if lattice else "",
-        rule=run.rule,
-        block=run.block if run.ours and run.estimator != "ar" else None,
-        cache=run.cache if run.estimator != "ar" else None,
-        ar=ar,
-        tasks=sorted([*run.tasks, *run.others]),
-        cached=run.cached,
-        tokens=tokens,
-        whole_run_seconds=run.whole_run_seconds,
-        file=run.name,
-        seconds_per_token=seconds / tokens if seconds and tokens else None,
-        **{
-            key: duel.get(key) for key in ("device", "ranks", "seconds", "forwards", "rows", "nfe", "peak_memory_bytes")
-        },
-    )
-
-
-def _counted(run: Run) -> int | None:
-    """Tokens of a run of another model, from its samples."""
-    total = 0.0
-    for task in run.tasks.values():
-        if task.documents is None or any("token_perplexity" not in d.values for d in task.documents):
-            return None
-        total += sum(document.values["token_perplexity"][1] for document in task.documents)
-    return int(total) or None
-
-
-def _compared(cost: Cost, elbo: Row | None, files: Mapping[str, Cost]) -> Cost:
+def _compared(cost: Cost, elbo: Row | None, costs: Mapping[str, Cost]) -> Cost:
     if cost.ar:
         return cost
-    times_ar, ar_reason = _ratio(cost, [other for other in files.values() if other.ar], "AR run", "")
-    cost = dataclasses.replace(cost, times_ar=times_ar, times_ar_reason=ar_reason)
+    ratio, reason = _ratio(cost, [other for other in costs.values() if other.ar], "AR run", "")
+    cost = dataclasses.replace(cost, times_ar=ratio, times_ar_reason=reason)
     if cost.estimator == "elbo":
         return cost
-    note = f"the ELBO of {cost.model}: {elbo.name}, mc_samples={elbo.run.spec['mc_samples']}" if elbo else ""
-    ratio, reason = _ratio(cost, [files[elbo.run.name]] if elbo else [], "Monte Carlo ELBO", note)
+    note = f"the ELBO of {cost.model}: {elbo.name}, mc_samples={elbo.mc_samples}" if elbo else ""
+    ratio, reason = _ratio(cost, [costs[elbo.file]] if elbo else [], "Monte Carlo ELBO", note)
     return dataclasses.replace(cost, times_elbo=ratio, times_elbo_reason=reason)
 
 

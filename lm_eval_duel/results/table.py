@@ -9,7 +9,7 @@ import csv
 import dataclasses
 import io
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from lm_eval_duel.rules.tables import adaptive, kind, label, short
@@ -60,11 +60,15 @@ def plus_minus(value: float | None, metric: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """A column. `form`: the format of its numbers, or `text`, `code` or `rule`. `unit` stands behind each number."""
+    """A column. `form`: the format of its numbers, or `text`, `code` or `rule`. `unit` stands behind each number.
+
+    `cell`: what it shows of a record, for `Table.of`.
+    """
 
     title: str
     form: str = TEXT
     unit: str = ""
+    cell: Callable[[Any], Cell | Value] = lambda record: None
 
     @property
     def numeric(self) -> bool:
@@ -103,6 +107,11 @@ class Table:
     rows: Sequence[Sequence[Cell | Value]]
     title: str = ""
     inline: bool = False
+
+    @classmethod
+    def of(cls, records: Iterable[Any], columns: Sequence[Column], title: str = "", inline: bool = False) -> Table:
+        """A row for each record."""
+        return cls(columns, [[column.cell(record) for column in columns] for record in records], title, inline)
 
     def cells(self) -> list[list[Cell]]:
         return [[Cell.wrap(value) for value in row] for row in self.rows]

@@ -1,17 +1,18 @@
-"""The tables of a report. Their forms (Markdown, LaTeX, ...) are those of `table`."""
+"""The tables of a report, as columns that say what they show of a record. Their forms are in `table`."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from lm_eval_duel.results import pairs
 from lm_eval_duel.results.accuracy import Accuracies
-from lm_eval_duel.results.records import UNCLEAR, WHOLE, Average, Pair, Row, Speeds, TaskComparison
+from lm_eval_duel.results.records import UNCLEAR, Average, OfRun, Pair, Row, Speeds, TaskComparison
 from lm_eval_duel.results.run_cost import Cost
-from lm_eval_duel.results.table import CODE, RULE, WORDS, Cell, Column, Table, Value, form_of
+from lm_eval_duel.results.table import CODE, RULE, WORDS, Cell, Column, Table, form_of
+from lm_eval_duel.rules.tables import adaptive
 
 SPEC = (  # the entries of a spec that are listed
     *("estimator", "rule", "block", "cache", "cheap_cache", "sample"),
@@ -19,27 +20,20 @@ SPEC = (  # the entries of a spec that are listed
     *("pretrained", "revision", "dtype", "windows", "max_length", "special_tokens"),
 )
 AVERAGED = "the average includes tasks whose gap closed is not distinguishable from 0; without them it is too high"
-MODEL, ESTIMATOR, UNMASKING = Column("model"), Column("estimator"), Column("rule", RULE)
-BLOCK, CACHE, VERDICT = Column("block"), Column("cache"), Column("verdict")
+TRACES = (
+    "nll: negative log-likelihood, in nats. position x step: correlation of a token's position in its block with its "
+    "step; +1 is left to right, -1 right to left."
+)
+MODEL = Column("model", cell=lambda record: record.model)
+ESTIMATOR = Column("estimator", cell=lambda row: row.title)
+UNMASKING = Column("rule", RULE, cell=lambda record: record.rule)
+BLOCK = Column("block", cell=lambda record: record.block_name)
 
 
-def shown(row: Row, metric: str | None = None, with_interval: bool = False) -> Cell:
-    """A row's value, or that of another metric of it."""
-    if metric is not None:
-        if metric not in row.metrics:
-            return Cell()
-        error = row.stderrs.get(metric)
-        return Cell(
-            row.metrics[metric], stderr=error, bound=row.bound, unsure=bool(row.stderr_reason) and error is None
-        )
-    unsure = row.stderr is None and bool(row.stderr_reason)
-    cell = {"stderr": row.stderr, "bound": row.bound, "best": row.best, "unsure": unsure}
-    if not with_interval:
-        return Cell(row.value, **cell)
-    if row.interval is not None:
-        return Cell(row.value, row.interval, **cell)
-    error = "" if row.window_stderr is None else f"s.e. {row.window_stderr:.2g} over windows"
-    return Cell(row.value, instead=error, note=row.reason, **cell)
+def cache(records: Iterable[OfRun]) -> Column:
+    """The cache of each record; nothing if none is under a cache."""
+    used = any(record.has_cache for record in records)
+    return Column("cache", cell=lambda record: record.cache if used else None)
 
 
 def of_task(task: TaskComparison) -> Iterator[tuple[str, str, Table]]:
@@ -56,108 +50,114 @@ def of_task(task: TaskComparison) -> Iterator[tuple[str, str, Table]]:
         yield "rules", f"Rules against NFE: {of_model.title}", speeds(task, of_model)
 
 
-def caches(rows: Iterable[Row]) -> Callable[[Row], str]:
-    """The column `cache` of a table: empty if no row is under a cache."""
-    used = any(row.cached for row in rows)
-    return lambda row: (row.cache or "") if used else ""
+# ---------------------------------------------------------------- of a task
+
+
+def shown(row: Row | None, metric: str | None = None) -> Cell:
+    """A row's value, or that of another metric of it, with its Monte Carlo error."""
+    if row is None or (metric or row.metric) not in row.metrics:
+        return Cell()
+    error = row.stderrs[metric or row.metric]
+    unsure = bool(row.stderr_reason) and error is None
+    best = row.best and metric is None
+    return Cell(row.metrics[metric or row.metric], stderr=error, bound=row.bound, best=best, unsure=unsure)
+
+
+def with_interval(row: Row) -> Cell:
+    """A row's value with its interval, or its error over windows, or why it has neither."""
+    windows = "" if row.window_stderr is None else f"s.e. {row.window_stderr:.2g} over windows"
+    return replace(shown(row), interval=row.interval, instead=windows, note=row.reason)
 
 
 def values(task: TaskComparison) -> Table:
     """Perplexity of every row with its interval or standard error, or a remark that says why it has neither."""
-    metric, cache = task.metric, caches(task.rows)
-    columns = [MODEL, ESTIMATOR, UNMASKING, BLOCK, CACHE, Column(WORDS[metric], form_of(metric))]
-    columns.append(Column("s.e. (Monte Carlo)", ".2g"))
-    other = [] if metric == "bits_per_byte" else ["bits_per_byte"]
-    columns += [Column(WORDS[name], form_of(name)) for name in other]
-    rows = []
-    for row in task.rows:
-        error = Cell(row.stderr, note="" if row.stderr is not None else row.stderr_reason)
-        labels = [row.model, row.title, row.rule, row.block_name, cache(row)]
-        rows.append([*labels, shown(row, with_interval=True), error, *(shown(row, name) for name in other)])
-    return Table(columns, rows, WORDS[metric])
+    columns = [MODEL, ESTIMATOR, UNMASKING, BLOCK, cache(task.rows)]
+    columns.append(Column(WORDS[task.metric], form_of(task.metric), cell=with_interval))
+    columns.append(Column("s.e. (Monte Carlo)", ".2g", cell=lambda row: Cell(row.stderr, note=row.stderr_reason)))
+    if task.metric != "bits_per_byte":
+        bits = "bits_per_byte"
+        columns.append(Column(WORDS[bits], form_of(bits), cell=lambda row: shown(row, bits)))
+    return Table.of(task.rows, columns, WORDS[task.metric])
 
 
 def gaps(task: TaskComparison) -> Table:
     """For each DUEL row: ELBO, DUEL, their gaps to the AR model, and gap closed."""
     form = form_of(task.metric)
     duels = [row for row in task.rows if row.duel]
-    cache = caches(duels)
-    columns = [MODEL, UNMASKING, Column("remarks"), BLOCK, CACHE, Column("ELBO", form), Column("DUEL", form)]
-    columns += [Column("ELBO's gap", f"+{form}"), Column("DUEL's gap", f"+{form}"), Column("gap closed", ".1f", " %")]
-    rows = []
-    for row in duels:
-        elbo = None if row.elbo is None else task.rows[row.elbo]
-        labels = [row.model, row.rule, row.qualifiers, row.block_name, cache(row)]
-        own = [
-            shown(elbo) if elbo else None,
-            dataclasses.replace(shown(row), interval=row.interval),
-            _gap(elbo, False) if elbo else None,
-            _gap(row, True),
-        ]
-        rows.append([*labels, *own, _closed(row)])
-    return Table(columns, rows, WORDS[task.metric])
 
+    def elbo(row: Row) -> Row | None:
+        return None if row.elbo is None else task.rows[row.elbo]
 
-def _gap(row: Row, with_interval: bool) -> Cell:
-    """The gap to the autoregressive model, with the error of the row's value."""
-    if row.gap is None:
-        return Cell()
-    unsure = row.stderr is None and bool(row.stderr_reason)
-    return Cell(row.gap, row.gap_interval if with_interval else None, row.stderr, unsure=unsure)
+    def gap(row: Row | None) -> Cell:
+        """The gap to the autoregressive model, with the error of the row's value."""
+        return Cell() if row is None or row.gap is None else replace(shown(row), value=row.gap, bound=False, best=False)
 
+    def closed(row: Row) -> Cell:
+        value = UNCLEAR if row.distinguishable is False else row.gap_closed
+        return Cell(value, row.gap_closed_interval, row.gap_closed_stderr, note=row.gap_closed_reason)
 
-def _closed(row: Row) -> Cell:
-    value: Value = UNCLEAR if row.distinguishable is False else row.gap_closed
-    return Cell(value, row.gap_closed_interval, row.gap_closed_stderr, note=row.gap_closed_reason)
-
-
-def cache_costs(task: TaskComparison) -> Table:
-    """Each row under a cache next to the one without, and their paired difference: above 0, the cache costs."""
-    form, unit = form_of(task.metric), pairs.unit(task.metric)
-    columns = [MODEL, ESTIMATOR, UNMASKING, BLOCK, CACHE, Column("cache=none", form), Column("with the cache", form)]
-    columns += [Column(f"cost, nats per {unit}", "+.4f"), VERDICT]
-    rows: list[list[Any]] = []
-    for row in task.rows:
-        if row.cache_cost is not None:
-            cost = row.cache_cost
-            without = None if cost.second is None else shown(task.rows[cost.second], task.metric)
-            labels = [row.model, row.title, row.rule, row.block_name, row.cache]
-            rows.append([*labels, without, shown(row, task.metric), _difference(cost), cost.verdict])
-    return Table(columns, rows, WORDS[task.metric])
-
-
-def differences(task: TaskComparison) -> Table:
-    """The task's pairs: what both rows share, their names, the paired difference, and which is better."""
-    cache = caches(task.rows)
-    columns = [MODEL, BLOCK, CACHE, Column("first - second")]
-    columns += [Column(f"difference, nats per {pairs.unit(task.metric)}", "+.4f"), VERDICT]
-    rows = []
-    for pair in task.pairs:
-        first, second = task.rows[pair.first], task.rows[pair.second]
-        labels = [
-            first.model if first.model == second.model else "",
-            first.block_name if first.block == second.block else "",
-            cache(first) if first.cache == second.cache else "",
-        ]
-        rows.append([*labels, " - ".join(pair.names), _difference(pair), pair.verdict])
-    return Table(columns, rows)
+    columns = [
+        *(MODEL, UNMASKING, Column("remarks", cell=lambda row: row.qualifiers), BLOCK, cache(duels)),
+        Column("ELBO", form, cell=lambda row: shown(elbo(row))),
+        Column("DUEL", form, cell=lambda row: replace(shown(row), interval=row.interval)),
+        Column("ELBO's gap", f"+{form}", cell=lambda row: gap(elbo(row))),
+        Column("DUEL's gap", f"+{form}", cell=lambda row: replace(gap(row), interval=row.gap_interval)),
+        Column("gap closed", ".1f", " %", cell=closed),
+    ]
+    return Table.of(duels, columns, WORDS[task.metric])
 
 
 def _difference(pair: Pair) -> Cell:
     return Cell(pair.difference, pair.interval, note=pair.reason)
 
 
+def cache_costs(task: TaskComparison) -> Table:
+    """Each row under a cache next to the one without, and their paired difference: above 0, the cache costs."""
+    form, metric = form_of(task.metric), task.metric
+
+    def without(row: Row) -> Cell:
+        return shown(None if row.cache_cost.second is None else task.rows[row.cache_cost.second], metric)
+
+    columns = [
+        *(MODEL, ESTIMATOR, UNMASKING, BLOCK, Column("cache", cell=lambda row: row.cache)),
+        Column("cache=none", form, cell=without),
+        Column("with the cache", form, cell=lambda row: shown(row, metric)),
+        Column(f"cost, nats per {pairs.unit(metric)}", "+.4f", cell=lambda row: _difference(row.cache_cost)),
+        Column("verdict", cell=lambda row: row.cache_cost.verdict),
+    ]
+    return Table.of([row for row in task.rows if row.cache_cost is not None], columns, WORDS[metric])
+
+
+def differences(task: TaskComparison) -> Table:
+    """The task's pairs: what both rows share, their names, the paired difference, and which is better."""
+
+    def shared(column: Column) -> Column:
+        def cell(pair: Pair) -> Any:
+            first, second = (column.cell(task.rows[n]) for n in (pair.first, pair.second))
+            return first if first == second else ""
+
+        return replace(column, cell=cell)
+
+    columns = [
+        *map(shared, (MODEL, BLOCK, cache(task.rows))),
+        Column("first - second", cell=lambda pair: " - ".join(pair.names)),
+        Column(f"difference, nats per {pairs.unit(task.metric)}", "+.4f", cell=_difference),
+        Column("verdict", cell=lambda pair: pair.verdict),
+    ]
+    return Table.of(task.pairs, columns)
+
+
 def speeds(task: TaskComparison, of: Speeds) -> Table:
     """The perplexity and NFE of each rule, its interval with it."""
-    columns = [UNMASKING, Column("steps"), Column("NFE per token", ".3f")]
-    columns += [Column(f"DUEL, {WORDS[task.metric]}", form_of(task.metric))]
-    rows = []
-    for family in of.families:
-        for point in family.points:
-            row = task.rows[point.index]
-            adaptive = "adaptive" if family.adaptive else ""
-            rows.append([row.rule, adaptive, row.nfe_per_token, Cell(row.value, row.interval)])
-    return Table(columns, rows, of.title)
+    columns = [
+        *(UNMASKING, Column("steps", cell=lambda row: "adaptive" if adaptive(row.rule) else "")),
+        Column("NFE per token", ".3f", cell=lambda row: row.nfe_per_token),
+        Column(f"DUEL, {WORDS[task.metric]}", form_of(task.metric), cell=lambda row: Cell(row.value, row.interval)),
+    ]
+    return Table.of([task.rows[n] for points in of.families.values() for n in points], columns, of.title)
+
+
+# ---------------------------------------------------------------- over tasks
 
 
 def perplexities(tasks: Mapping[str, TaskComparison]) -> Table:
@@ -167,94 +167,106 @@ def perplexities(tasks: Mapping[str, TaskComparison]) -> Table:
         for row in task.rows:
             found.setdefault((row.model, row.name), {})[name] = row
     models = list(dict.fromkeys(model for model, _ in found))
-    columns = [MODEL, Column("method")]
-    columns += [Column(f"{name}, {WORDS[task.metric]}", form_of(task.metric)) for name, task in tasks.items()]
-    rows = []
-    for (model, method), of in sorted(found.items(), key=lambda item: models.index(item[0][0])):
-        cells = [shown(of[name]) if name in of else Cell() for name in tasks]
-        limits = [of[name].interval if name in of else None for name in tasks]
-        both = zip(cells, limits, strict=True)
-        rows.append([model, method, *(dataclasses.replace(cell, interval=interval) for cell, interval in both)])
-    return Table(columns, rows, inline=True)
+
+    def value(row: Row | None) -> Cell:
+        return Cell() if row is None else replace(shown(row), interval=row.interval)
+
+    columns = [Column("model", cell=lambda item: item[0][0]), Column("method", cell=lambda item: item[0][1])]
+    for name, task in tasks.items():
+        title, form = f"{name}, {WORDS[task.metric]}", form_of(task.metric)
+        columns.append(Column(title, form, cell=lambda item, name=name: value(item[1].get(name))))
+    return Table.of(sorted(found.items(), key=lambda item: models.index(item[0][0])), columns, inline=True)
 
 
 def averages(names: Sequence[str], found: Sequence[Average]) -> Table | None:
     """Gap closed, one column per task, and the average; None if no task has any."""
     if not any(value is not None for row in found for value in row.tasks.values()):
         return None
-    columns = [MODEL, ESTIMATOR, *(Column(name, ".1f") for name in names), Column("average", ".1f"), Column("of", ",d")]
-    rows = []
-    for row in found:
-        cells = [
-            Cell(UNCLEAR) if name in row.unclear else Cell(row.tasks.get(name), stderr=row.stderrs.get(name))
-            for name in names
-        ]
-        mean = Cell(UNCLEAR) if row.average_unclear else Cell(row.average, stderr=row.average_stderr)
-        note = AVERAGED if row.unclear and mean.value is not None else ""
-        count = row.averaged if mean.value is not None else None
-        rows.append([row.model, row.name, *cells, mean, Cell(count, note=note)])
-    return Table(columns, rows, "gap closed, %")
+
+    def closed(row: Average, name: str) -> Cell:
+        return Cell(UNCLEAR) if name in row.unclear else Cell(row.tasks.get(name), stderr=row.stderrs.get(name))
+
+    def average(row: Average) -> Cell:
+        return Cell(UNCLEAR) if row.average_unclear else Cell(row.average, stderr=row.average_stderr)
+
+    def count(row: Average) -> Cell:
+        known = average(row).value is not None
+        return Cell(row.averaged if known else None, note=AVERAGED if row.unclear and known else "")
+
+    columns = [MODEL, Column("estimator", cell=lambda row: row.name)]
+    columns += [Column(name, ".1f", cell=lambda row, name=name: closed(row, name)) for name in names]
+    columns += [Column("average", ".1f", cell=average), Column("of", ",d", cell=count)]
+    return Table.of(found, columns, "gap closed, %")
 
 
 def accuracies(table: Accuracies) -> Table:
     """Metrics other than perplexity, with the harness's standard errors."""
-    columns = [MODEL, ESTIMATOR, UNMASKING, BLOCK, CACHE, *(Column(metric, ".4f") for metric in table.metrics)]
-    cached = any(row.cache not in (None, "none") for row in table.rows)
-    rows: list[list[Any]] = []
-    for row in table.rows:
-        rows.append([row.model, row.name, row.rule, row.block, row.cache if cached else None])
-        for score in map(row.scores.get, table.metrics):
-            error = None if score is None else score.stderr
-            value = None if score is None else score.value
-            rows[-1].append(Cell(value, stderr=error, unsure=error is None, note=row.reason))
+
+    def score(row: Any, metric: str) -> Cell:
+        found = row.scores.get(metric)
+        value, error = (None, None) if found is None else (found.value, found.stderr)
+        return Cell(value, stderr=error, unsure=error is None, note=row.reason)
+
+    columns = [MODEL, Column("estimator", cell=lambda row: row.name), UNMASKING]
+    columns += [Column("block", cell=lambda row: row.block), cache(table.rows)]
+    columns += [Column(metric, ".4f", cell=lambda row, metric=metric: score(row, metric)) for metric in table.metrics]
     documents = "" if table.documents is None else f", {table.documents} documents"
     title = f"{table.task}: {', '.join(table.metrics)}, +- standard error{documents}{table.apart}"
-    return Table(columns, rows, title)
+    return Table.of(table.rows, columns, title)
+
+
+# ---------------------------------------------------------------- of runs and traces
 
 
 def cost(costs: Sequence[Cost]) -> Table:
     """Time, network calls and memory of each run."""
-    columns = [MODEL, ESTIMATOR, UNMASKING, BLOCK, CACHE, Column("s per token", ".3g"), Column("forwards", ",d")]
-    columns += [Column("rows", ",d"), Column("peak MiB", ",.0f"), Column("x ELBO", ".3g"), Column("x AR", ".3g")]
-    columns.append(Column("whole run, s", ".1f"))
-    cached = any(cost.cache not in (None, "none") for cost in costs)
-    rows = []
-    for cost in costs:
-        peak = None if cost.peak_memory_bytes is None else cost.peak_memory_bytes / 2**20
-        block = WHOLE if cost.block == "none" else cost.block
-        name = f"{cost.name} ({cost.flag})" if cost.flag else cost.name
-        labels = [cost.model, name, cost.rule, block, cost.cache if cached else None]
-        ratios = [Cell(cost.times_elbo, note=cost.times_elbo_reason), Cell(cost.times_ar, note=cost.times_ar_reason)]
-        work = [cost.seconds_per_token, cost.forwards, cost.rows, peak]
-        rows.append([*labels, *work, *ratios, cost.whole_run_seconds])
-    return Table(columns, rows)
 
+    def peak(cost: Cost) -> float | None:
+        return None if cost.peak_memory_bytes is None else cost.peak_memory_bytes / 2**20
 
-TRACES = (
-    "nll: negative log-likelihood, in nats. position x step: correlation of a token's position in its block with its "
-    "step; +1 is left to right, -1 right to left."
-)
+    columns = [
+        *(MODEL, Column("estimator", cell=lambda cost: f"{cost.name} ({cost.flag})" if cost.flag else cost.name)),
+        *(UNMASKING, BLOCK, cache(costs)),
+        Column("s per token", ".3g", cell=lambda cost: cost.seconds_per_token),
+        Column("forwards", ",d", cell=lambda cost: cost.forwards),
+        Column("rows", ",d", cell=lambda cost: cost.rows),
+        Column("peak MiB", ",.0f", cell=peak),
+        Column("x ELBO", ".3g", cell=lambda cost: Cell(cost.times_elbo, note=cost.times_elbo_reason)),
+        Column("x AR", ".3g", cell=lambda cost: Cell(cost.times_ar, note=cost.times_ar_reason)),
+        Column("whole run, s", ".1f", cell=lambda cost: cost.whole_run_seconds),
+    ]
+    return Table.of(costs, columns)
 
 
 def traces(summaries: Sequence[Mapping[str, Any]]) -> Table:
     """Each trace in a few numbers; report.json has the arrays."""
-    columns = [Column("trace"), Column("windows", ",d"), Column("tokens", ",d"), Column("nll per token", ".3f")]
-    columns += [Column("first step", ".3f"), Column("last step", ".3f"), Column("position x step", "+.2f"), Column(" ")]
-    rows = []
-    for trace in summaries:
-        means = trace["by_step"]["mean_nll"] if trace["by_step"] else (None,)
-        order = trace.get("left_to_right") if trace["ordered"] else "no order"
-        counts = [trace["label"], trace["windows"], trace["tokens"], trace["mean_nll"]]
-        rows.append([*counts, means[0], means[-1], order, trace["flag"]])
-    return Table(columns, rows)
+
+    def at(end: int) -> Any:
+        return lambda trace: trace["by_step"]["mean_nll"][end] if trace["by_step"] else None
+
+    columns = [
+        Column("trace", cell=lambda trace: trace["label"]),
+        Column("windows", ",d", cell=lambda trace: trace["windows"]),
+        Column("tokens", ",d", cell=lambda trace: trace["tokens"]),
+        Column("nll per token", ".3f", cell=lambda trace: trace["mean_nll"]),
+        *(Column("first step", ".3f", cell=at(0)), Column("last step", ".3f", cell=at(-1))),
+        Column("position x step", "+.2f", cell=lambda t: t["left_to_right"] if t["ordered"] else "no order"),
+        Column(" ", cell=lambda trace: trace["flag"]),
+    ]
+    return Table.of(summaries, columns)
 
 
 def files(results: Sequence[Mapping[str, Any]]) -> Table:
     """The results files and the spec of each."""
     folder = os.path.commonpath([os.path.dirname(result["file"]) for result in results])
-    rows = []
-    for result in results:
-        spec = ", ".join(f"{key}={result['spec'][key]}" for key in SPEC if result["spec"].get(key, "none") != "none")
-        name = f"{result['model']} (AR baseline)" if result["ar"] else result["model"]
-        rows.append([os.path.relpath(result["file"], folder), name, result["fingerprint"] or "", spec])
-    return Table([Column("file"), MODEL, Column("fingerprint", CODE), Column("spec")], rows, f"Below {folder}:")
+
+    def spec(result: Mapping[str, Any]) -> str:
+        return ", ".join(f"{key}={result['spec'][key]}" for key in SPEC if result["spec"].get(key, "none") != "none")
+
+    columns = [
+        Column("file", cell=lambda result: os.path.relpath(result["file"], folder)),
+        Column("model", cell=lambda result: f"{result['model']}{' (AR baseline)' if result['ar'] else ''}"),
+        Column("fingerprint", CODE, cell=lambda result: result["fingerprint"]),
+        Column("spec", cell=spec),
+    ]
+    return Table.of(results, columns, f"Below {folder}:")

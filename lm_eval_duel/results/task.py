@@ -55,6 +55,13 @@ class Task:
         known = self.identity.get("documents")
         return int(known) if known else (None if self.documents is None else len(self.documents))
 
+    @property
+    def tokens(self) -> dict[str, float] | None:
+        """The number of tokens of each document, if they are known."""
+        if self.documents is None or any("token_perplexity" not in document.values for document in self.documents):
+            return None
+        return {document.key: document.values["token_perplexity"][1] for document in self.documents}
+
 
 def keys(results: Json, groups: Collection[str]) -> dict[str, str]:
     """The tasks of a results file, and what the file calls them.

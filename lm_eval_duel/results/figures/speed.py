@@ -10,6 +10,7 @@ from lm_eval_duel.results.figures.style import GREY, LIGHT, against_nfe, curve, 
 from lm_eval_duel.results.figures.values import error_text, kind_of, legend, whisker
 from lm_eval_duel.results.records import SEES_TRUTH, Speeds, TaskComparison
 from lm_eval_duel.results.table import WORDS, form_of, number
+from lm_eval_duel.rules.tables import adaptive
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,11 +23,11 @@ def rules(name: str, task: TaskComparison, sweep: Speeds, width: float | None = 
     """Perplexity (log) against NFE per token (log2), one line per rule family; ELBO and AR as grey lines."""
     entries, width = task.rows, width or WIDTH
     figure, (axes,) = new(width, max(0.6 * HEIGHT, HEIGHT * width / WIDTH))
-    for n, family in enumerate(sweep.families):
-        rows = [entries[point.index] for point in family.points]
-        curve(axes, n, family.family, family.adaptive, [(row.nfe_per_token, row.value, row.interval) for row in rows])
+    for n, (family, points) in enumerate(sweep.families.items()):
+        rows = [entries[point] for point in points]
+        curve(axes, n, family, adaptive(family), [(row.nfe_per_token, row.value, row.interval) for row in rows])
     _across(axes, task, sweep)
-    shown = [entries[point.index] for family in sweep.families for point in family.points]
+    shown = [entries[point] for points in sweep.families.values() for point in points]
     logarithmic = task.metric != "bits_per_byte" and wide([row.value for row in shown])
     against_nfe(axes, min(1.0, *(row.nfe_per_token for row in shown)), logarithmic)
     axes.set_xlabel("NFE per token (network evaluations of the rule; log2)")

@@ -67,12 +67,11 @@ def collect(options: argparse.Namespace) -> dict[str, Any]:
         raise DuelError(f"No perplexity ({', '.join(METRICS)}) to show: {'; '.join(notes)}")
     ar = _baseline(named, known, notes)
     traces = reveal_order.Traces(options.traces)
-    paths = {run.name: traces.of(run) for run in known}
+    known = [traces.attach(run) for run in known]
     metric = columns.unit(known, options.metric)
     for run in known:
         notes += [f"{n} in {run.name} has no {metric} and is left out." for n in run.tasks if not run.has(n, metric)]
-    traced = {name: traces.documents(path) for name, path in paths.items() if path is not None}
-    compared = columns.of(known, metric, ar, traced)
+    compared = columns.of(known, metric, ar)
     rows = board.rows(compared, known, {run.name: provenance.of(run) for run in known})
     order = board.rank(rows, compared, metric)
     shown, problems = documents.collect(traces, known, options.shown, options.tokenizer, documents.Tokenizers())

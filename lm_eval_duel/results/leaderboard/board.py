@@ -51,7 +51,7 @@ def rows(columns: Sequence[Column], runs: Sequence[Run], provenances: Mapping[st
     for row in everything:
         files = list(dict.fromkeys(cell["file"] for cell in row["cells"].values()))
         row |= _sources([provenances[file] for file in files], [by_name[file] for file in files])
-        row |= _cost([run_cost.of(by_name[file]) for file in files], row["cells"].values())
+        row |= _cost([run_cost.Cost(by_name[file]) for file in files], row["cells"].values())
     return everything
 
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.rates import METRICS
@@ -65,9 +64,7 @@ def _one_tokenizer(results: Sequence[tuple[Run, str]]) -> bool:
     return all(match.same_tokens(first.setdefault(name, run), run, name) for run, name in results)
 
 
-def of(
-    runs: Sequence[Run], metric: str, baseline: Sequence[Run], traced: Mapping[str, Mapping[str, Any]]
-) -> list[Column]:
+def of(runs: Sequence[Run], metric: str, baseline: Sequence[Run]) -> list[Column]:
     """The columns of runs, with the rows of each. `baseline`: runs of the autoregressive model of the gaps."""
     columns: list[Column] = []
     files = {run.file for run in baseline}
@@ -78,7 +75,7 @@ def of(
                 _place(run, name, metric, of_task, len(columns))
         columns += of_task
     for column in columns:
-        _fill(column, metric, files, traced)
+        _fill(column, metric, files)
     return columns
 
 
@@ -121,7 +118,7 @@ def _apart(name: str, metric: str, here: Run, there: Run) -> str:
     return "" if apart is None else f"{apart.field}: {apart.there} here, {apart.here} in the first column of {name}"
 
 
-def _fill(column: Column, metric: str, baseline: set[Path], traced: Mapping[str, Mapping[str, Any]]) -> None:
+def _fill(column: Column, metric: str, baseline: set[Path]) -> None:
     ar = [run for run in column.runs if run.file in baseline]
-    task = compare.task(column.task, column.runs, ar[:1], compare.Choice(metric), traced)
+    task = compare.task(column.task, column.runs, ar[:1], compare.Choice(metric))
     column.entries, column.notes = task.rows, [*task.differences, *task.notes]
