@@ -25,7 +25,7 @@ TRACES = [str(path) for path in sorted((RESULTS / "traces").glob("*.jsonl"))]
 MADE, FEW = "made", "few"  # folders of made results
 RUNS = {
     "report": ["report", RESULTS, "--traces", *TRACES],
-    "words": ["report", RESULTS / "demo-mdm", RESULTS / "demo-ar", "--pairs", "all", "--metric", "word_perplexity"],
+    "words": ["report", RESULTS / "demo-bd", RESULTS / "demo-ar", "--pairs", "all", "--metric", "word_perplexity"],
     "bits": ["report", RESULTS / "demo-bd", "--pairs", "none", "--metric", "bits_per_byte"],
     "leaderboard": ["leaderboard", RESULTS, "--traces", *TRACES, "--published", "paper"],
     "made": ["report", MADE, "--as_published"],
@@ -60,25 +60,22 @@ def folder(tmp_path_factory):
     """Every kind of result: caches, a lattice, estimates, bounds, accuracies, unknown tokens; and without samples."""
     results.COUNT = itertools.count()  # the files have the same names, whichever tests ran before
     folder, chance = tmp_path_factory.mktemp("golden"), np.random.default_rng(5)
-    tokens, hard = chance.integers(50, 150, 40), chance.normal(3.4, 0.4, 40)
+    tokens, hard = chance.integers(50, 150, 12), chance.normal(3.4, 0.4, 12)
 
-    def docs(shift):
-        nats = [-tokens * (hard + shift + more + chance.normal(0, 0.02, 40)) for more in (0, 0.1)]
-        return {"sotu": documents(nats[0], tokens), "news": documents(nats[1][:20], tokens[:20])}
+    def docs(shift, tasks=("sotu",)):
+        return {task: documents(-tokens * (hard + shift + chance.normal(0, 0.02, 12)), tokens) for task in tasks}
 
-    made, mdlm = folder / MADE, {"model": "org/MDLM"}
-    hf(made, model="org/AR", docs=docs(-0.3))
-    ours(made, estimator="elbo", docs=docs(0.3), spec={"mc_samples": "16"}, **mdlm)
-    rules = {"greedy:k=1": (0, 1), "greedy:k=2": (0.2, 0.5), "margin:k=1": (0.01, 1), "threshold:mu=0.5": (0.1, 0.4)}
-    for rule, (shift, nfe) in (rules | {"mine:Outward:k=1": (0.3, 1), "left_to_right:k=1": (-0.05, 1)}).items():
+    made, mdlm, both = folder / MADE, {"model": "org/MDLM"}, ("sotu", "news")
+    hf(made, model="org/AR", docs=docs(-0.3, both))
+    ours(made, estimator="elbo", docs=docs(0.3, both), spec={"mc_samples": "16"}, **mdlm)
+    ours(made, docs=docs(0, both), nfe=1, **mdlm)
+    ours(made, docs=docs(0.03), nfe=1, spec={"cache": "dual"}, **mdlm)
+    for rule, shift, nfe in (("greedy:k=2", 0.2, 0.5), ("threshold:mu=0.5", 0.1, 0.4), ("mine:Outward:k=1", 0.3, 1)):
         ours(made, rule=rule, docs=docs(shift), nfe=nfe, **mdlm)
-        if shift < 0.1:
-            ours(made, rule=rule, docs=docs(shift + 0.03), nfe=nfe, spec={"cache": "dual"}, **mdlm)
     sampled = {"sample": "0.05", "cheap_cache": "dual", "draw_seed": "0"}
     ours(made, docs=docs(0.05), estimator="two_phase", spec=sampled, **mdlm)
     block_causal = {"model": "BD3", "attention": "block_causal"}
-    beside = {"elbo_exact": 33.0, "mixture": 30.0, "greedy:k=1": 29.0, "margin:k=1": 29.5}
-    values = {"sotu": beside, "news": beside}
+    values = {"sotu": {"elbo_exact": 33.0, "mixture": 30.0, "greedy:k=1": 29.0}}
     ours(made, docs=docs(-0.6), estimator="oracle", values=values, **block_causal)
     ours(made, docs=docs(0.2), block="8", spec={"max_length": "513"}, **block_causal)
     edit(ours(made, model="Other", docs=docs(0.15)), more)
@@ -101,7 +98,7 @@ def more(body):
     body["results"]["choice"] = {"acc,none": 0.5, "acc_stderr,none": 0.1, "f1,strict": 0.25, "f1_stderr,strict": "N/A"}
     body["configs"]["choice"] = {"output_type": "multiple_choice"}
     body["configs"]["sotu"] |= {"dataset_path": "owner/set", "test_split": "test"}
-    body["n-samples"]["choice"] = {"original": 40, "effective": 6}
+    body["n-samples"]["choice"] = {"original": 12, "effective": 6}
     body["config"]["duel"]["tasks"]["sotu"]["unk_tokens"] = 111
     body["config"]["duel"] |= {"versions": {"lm_eval_duel": "0.1"}, "parameters": 123456789}
     body["config"] |= {"batch_size": 8, "random_seed": 7, "limit": 40.0}
@@ -116,9 +113,9 @@ def test_what_is_printed_and_written(name, folder, tmp_path, monkeypatch, capsys
     )
     check(f"{name}.txt", capsys.readouterr().out)
     for file in sorted((tmp_path / "out").iterdir()):
-        if file.suffix in (".md", ".tex", ".csv"):
+        if file.suffix in (".md", ".tex", ".csv") and not (name == "words" and file.suffix == ".tex"):
             check(f"{name}_{file.name}", file.read_text(encoding="utf-8"))
-        if file.suffix == ".json" and name in ("made", "few", "board", "few_board"):
+        if file.suffix == ".json" and name in ("few", "board"):
             check(f"{name}_{file.name}", json.dumps(rounded(json.loads(file.read_text())), indent=0))
     if name == "board":
         main_part = re.search("<main>.*</main>", (tmp_path / "out" / "index.html").read_text(), re.DOTALL)
