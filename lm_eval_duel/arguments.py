@@ -106,7 +106,7 @@ def required(kind: Kind, help: str, example: Any) -> Any:
 
 
 def declared(options: Any) -> dict[str, Argument]:
-    """The arguments of a dataclass, by name: those that it declares, and those told by the types of other fields."""
+    """The arguments of a dataclass, by name: those that it declares, and those that the types of other fields imply."""
     return {field.name: declaration(field) for field in dataclasses.fields(options) if field.init}
 
 
@@ -199,5 +199,5 @@ def require_finite(key: str, value: float, *factors: float) -> None:
     if not all(abs(factor) <= MAX_FACTOR for factor in (value, *factors)):
         least = f"from {1 / MAX_FACTOR:g} " if factors else ""
         raise DuelError(
-            f"'{key}' is a number {least}up to {MAX_FACTOR:g}; got {value:g}, by which logits overflow float32."
+            f"'{key}' must be a number {least}up to {MAX_FACTOR:g}; with {value:g}, logits overflow float32."
         )

@@ -180,16 +180,16 @@ FLAGS: dict[str, Flag] = {  # of several commands: the same name, values and hel
     "NAMES": Flag(TEXT, None, "only these", many=True, unset="all"),
     "markdown": Flag(TRUTH, False, "print the tables of docs/"),
     "RESULTS": Flag(PATH, MISSING, "results_*.json files, or folders that hold them", many=True),
-    "ar": Flag(PATH, None, "the autoregressive baseline: a file or a folder", unset="the only one", shows="RESULT"),
-    "traces": Flag(PATH, None, "traces, or folders of them, beyond those that results name", many=True, shows="FILE"),
+    "ar": Flag(PATH, None, "results of the autoregressive baseline", unset="the only one found", shows="RESULT"),
+    "traces": Flag(PATH, None, "traces, or folders of them, that results do not name", many=True, shows="FILE"),
     "out": Flag(FOLDER, MISSING, "the folder to write to", shows="DIR"),
     "figures": Flag(choice(*FIGURES), ("png",), "png, svg and pdf", unset="png", many=True, shows="FORMAT"),
-    "width": Flag(INCHES, None, "width of every figure, such as that of a column: 5.5", shows="INCHES"),
+    "width": Flag(INCHES, None, "width of every figure, for example 5.5 for a column of text", shows="INCHES"),
     "json": Flag(
         FILE, None, "write the figures to FILE as JSON; without FILE, print them instead", alone=STDOUT, shows="FILE"
     ),
     "tflops": Flag(POSITIVE, None, "the device's dense rate", unset="an H200's: 989 in bfloat16, 67 in float32"),
-    "utilization": Flag(SHARE, 0.5, "the share of that rate that is reached"),
+    "utilization": Flag(SHARE, 0.5, "the share of that rate that the run reaches"),
     "quiet": Flag(TRUTH, False, "print results, warnings and errors only"),
 }
 

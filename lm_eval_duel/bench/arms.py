@@ -187,7 +187,7 @@ def _windows(denoiser: Denoiser, settings: argparse.Namespace) -> list[Window]:
     """Windows of random tokens, with one visible token first for networks that need one."""
     name = settings.model.pretrained
     if settings.length > denoiser.max_length:
-        raise DuelError(f"{name} holds {denoiser.max_length} positions: pass --length of at most that.")
+        raise DuelError(f"{name} takes at most {denoiser.max_length} positions: lower --length.")
     visible = max(denoiser.shift, int(denoiser.needs_visible or denoiser.seeds_blocks))
     if settings.length <= visible:
         raise DuelError(f"{name} needs a visible first token: pass --length 2 or more.")

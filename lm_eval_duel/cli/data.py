@@ -1,4 +1,4 @@
-"""Checks the data sets of the benchmarks on this machine: loads each one, counts it and shows how it begins.
+"""Checks the data sets of the benchmarks on this machine: loads each one, counts it and prints its first words.
 
 lm-eval-duel tools data check [TASK...] [--metadata key=value,...]
 """
@@ -19,7 +19,7 @@ from lm_eval_duel.tasks.metadata import read
 
 SHOWN = 100  # characters of a first sample
 PRINTS = """\
-Prints for each task its number of rows, tokens and documents, its licence, its source and how it begins, or why it
+Prints for each task its number of rows, tokens and documents, its licence, its source and its first words, or why it
 cannot be loaded. In that case the exit code is 1.
 """
 

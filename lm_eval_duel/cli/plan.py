@@ -64,7 +64,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         *("tflops", "utilization", "json"),
         tasks=dataclasses.replace(FLAGS["tasks"], default=None),
         tokens=Flag(COUNT, None, "instead of --tasks: the number of tokens to score"),
-        documents=Flag(COUNT, 1, "how many documents of equal length these tokens are"),
+        documents=Flag(COUNT, 1, "how many documents of equal length these tokens make up"),
     ).parse_args(arguments)
     options.run = Options.parse(model_of(options))
     if (options.tasks is None) == (options.tokens is None):

@@ -62,7 +62,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The parsed command line, with `model` (the options of the model); raises UsageError for wrong arguments."""
     options = Parser(
         "replay",
-        "Log-probabilities of recorded trajectories, and whether a rule or a sampler gives their order.",
+        "Log-probabilities of recorded trajectories, and whether a rule reproduces their order.",
         PRINTS,
         "rollouts.jsonl --model_args pretrained=demo-bd,rule=greedy",
         *("model_args", "device", "json"),
@@ -83,7 +83,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def read(file: Path) -> Iterator[tuple[Window, list[int]]]:
-    """The trajectories of a file. Raises DuelError, naming the line, for one that is none."""
+    """The trajectories of a file. Raises DuelError, naming the line, for any other line."""
     for n, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():
             continue

@@ -185,7 +185,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         TRACE=Flag(PATH, MISSING, "a file written with --model_args trace=FILE.jsonl"),
         doc=Flag(whole(0), 0, "number of the document"),
         task=Flag(TEXT, None, "name of the task, if the trace holds several"),
-        request=Flag(whole(0), 0, "which answer of a multiple-choice document"),
+        request=Flag(whole(0), 0, "number of the answer, in a multiple-choice document"),
         by=Flag(choice("step", "nll"), "step", "what the colours show"),
         rule=Flag(TEXT, None, "in a trace of a lattice, the rule whose order is shown", unset="the first"),
         tokenizer=dataclasses.replace(FLAGS["tokenizer"], unset="the trace's own"),

@@ -26,7 +26,7 @@ def main(arguments: Sequence[str]) -> None:
     """Print an absolute path: `lm-eval-duel tools where`."""
     parser = Parser(
         "tools where",
-        "Print where the tasks, the recipes, a bundled checkpoint or the results of these are installed.",
+        "Print where the tasks, the recipes, a bundled checkpoint or the bundled results are installed.",
         "Prints one absolute path.",
         "demo-mdm",
         WHAT=Flag(

@@ -69,7 +69,7 @@ class Window:
         indices = tuple(sorted(set(as_ids(known))))
         if indices and not 0 <= indices[0] <= indices[-1] < len(self.target) > len(indices):
             raise DuelError(
-                f"known is indices of target positions, 0 to {len(self.target) - 1}, and not all of them; got "
+                f"known takes indices of target positions, 0 to {len(self.target) - 1}, but not all of them; got "
                 f"{list(indices)}."
             )
         object.__setattr__(self, "known", indices)

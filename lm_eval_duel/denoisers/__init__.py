@@ -1,4 +1,4 @@
-"""Denoisers: every family of checkpoints behind one contract (`base.py`).
+"""Denoisers: every family of checkpoints behind one contract (`core/network.py`).
 
 Importing this package imports neither torch nor transformers: they are imported by the first call.
 """

@@ -199,7 +199,7 @@ def row_length(path: str, max_length: int | None, positions: int | None) -> int:
         raise DuelError(f"Neither config nor tokenizer of {path} gives its number of positions; pass max_length=.")
     if max_length and positions and max_length > positions:
         raise DuelError(
-            f"max_length={max_length} is too long: {path} holds {positions} positions; leave it out or lower it."
+            f"max_length={max_length} is too long: {path} takes {positions} positions; leave it out or lower it."
         )
     return max_length or positions
 

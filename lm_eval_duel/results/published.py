@@ -108,8 +108,8 @@ def tables(figures: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if figure["task"] in row["cells"]:
             raise DuelError(
                 f"Published figures: {figure['task']} of {figure['model']} ({figure['estimator']} "
-                f"{figure['rule']} {figure['block']}) stands twice in {figure['source']}. Leave one out, or tell them "
-                "apart with a note."
+                f"{figure['rule']} {figure['block']}) is given twice in {figure['source']}. Leave one out, or "
+                "tell them apart with a note."
             )
         row["cells"][figure["task"]] = {"value": figure["value"], "stderr": figure["stderr"]}
     return [table | {"rows": [*table["rows"].values()]} for table in sources.values()]

@@ -48,7 +48,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         EPILOG,
         "results/duel results/elbo --ar results/ar --out report",
         *("RESULTS", "ar", "out", "metric", "traces", "figures", "width"),
-        as_published=Flag(TRUTH, False, "list other windows, positions and tokenizers instead of refusing"),
+        as_published=Flag(
+            TRUTH, False, "list differences of windows, positions and tokenizers instead of refusing them"
+        ),
         pairs=Flag(
             choice(*pairs.CHOICES),
             pairs.BOTH,

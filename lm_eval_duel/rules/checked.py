@@ -105,8 +105,7 @@ class Checked(Around):
         decision = Decision(returned) if isinstance(returned, torch.Tensor) else returned
         if not isinstance(decision, Decision):
             raise DuelError(
-                f"Rule {self} must return a Decision or a boolean plane; got {type(decision).__name__}. "
-                "The plane is a torch tensor."
+                f"Rule {self} must return a Decision or a boolean tensor (R, W); got {type(decision).__name__}."
             )
         pick, decision_margin = decision.pick, decision.decision_margin
         for what, plane in (
@@ -115,7 +114,7 @@ class Checked(Around):
             *(("memory", plane) for plane in decision.memory),
         ):
             if not isinstance(plane, torch.Tensor) and not (what == "decision_margin" and plane is None):
-                raise DuelError(f"The {what} of rule {self} is a torch tensor; got {type(plane).__name__}.")
+                raise DuelError(f"The {what} of rule {self} must be a torch tensor; got {type(plane).__name__}.")
             if plane is not None and plane.device != lanes.masked.device:
                 raise DuelError(
                     f"The {what} of rule {self} is on {plane.device}, but the network is on {lanes.masked.device}: "
@@ -123,7 +122,7 @@ class Checked(Around):
                 )
         shape = lanes.masked.shape
         if pick.shape != shape or pick.dtype != torch.bool:
-            raise DuelError(f"Rule {self} must pick a boolean plane {(*shape,)}; got {pick.dtype} {(*pick.shape,)}.")
+            raise DuelError(f"Rule {self} must pick a boolean tensor {(*shape,)}; got {pick.dtype} {(*pick.shape,)}.")
         if decision_margin is not None and decision_margin.shape != shape[:1]:
             raise DuelError(
                 f"The decision_margin of rule {self} is one number for each lane ({shape[0]}); got "

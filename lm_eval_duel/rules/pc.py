@@ -95,7 +95,7 @@ def _read(path: str, signature: tuple[int, int] | None) -> tuple[int, dict[int, 
     except OSError as error:
         raise DuelError(
             f"The table '{path}' of rule pc cannot be read ({error.strerror}); write one with: lm-eval-duel tools "
-            "frequencies --tokenizer <name> --file <text> --out table.json."
+            "frequencies --tokenizer <name> --tasks <task or text file> --out table.json."
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError):
         good = False

@@ -194,8 +194,8 @@ def texts(name: str, data_dir: str | None = None, rows: int | None = None) -> li
     expected = corpus.rows if rows is None else rows
     if len(records) < expected or (len(records) > expected and not (corpus.last and rows is None)):
         raise DuelError(
-            f"{place} has {len(records)} rows, but {name} has {expected}: a part of a data set is another benchmark. "
-            f"Load it again, or say how many rows your copy should have: --metadata rows={len(records)}."
+            f"{place} has {len(records)} rows, but {name} has {expected}: a part of a data set is a different "
+            f"benchmark. Load it again, or say how many rows your copy should have: --metadata rows={len(records)}."
         )
     lines = []
     for number, record in enumerate(records[len(records) - expected :]):

@@ -59,7 +59,7 @@ class Residues(Gap):
 
     def __radd__(self, context: str) -> str:
         raise DuelError(
-            "This task scores single residues given all others, and this model sees those before them only. Use "
+            "This task scores single residues given all others, but this model sees only the residues before them. Use "
             "--model duel-mdm with a bidirectional network."
         )
 

@@ -269,7 +269,7 @@ def test_rows_end_where_queries_would_be_scaled(checkpoint, tmp_path):
     config = {**CASE.config, "max_position_embeddings": 4096}
     path, _ = write(tmp_path, dataclasses.replace(CASE, config=config))
     assert denoisers.load(path, device="cpu").max_length == 256 - 4  # a block that is filled up ends below 256
-    with pytest.raises(DuelError, match=r"max_length=253 is too long: .* holds 252 positions"):
+    with pytest.raises(DuelError, match=r"max_length=253 is too long: .* 252 positions"):
         denoisers.load(path, device="cpu", max_length=253)
 
 

@@ -350,7 +350,7 @@ def test_dtypes(name, tmp_path):
 def test_lengths(tmp_path):
     path, _ = write(tmp_path, CASES["dream"])
     assert load(path, CASES["dream"], max_length=16).max_length == 16
-    with pytest.raises(DuelError, match=r"max_length=4096 is too long: .* holds 2048 positions"):
+    with pytest.raises(DuelError, match=r"max_length=4096 is too long: .* 2048 positions"):
         load(path, CASES["dream"], max_length=4096)
 
 

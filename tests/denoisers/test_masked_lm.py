@@ -274,7 +274,7 @@ def test_no_such_checkpoint(tmp_path):
 
 def test_lengths(folders):
     assert load(folders["bert"], max_length=16).max_length == 16
-    with pytest.raises(DuelError, match=r"max_length=33 is too long: .* holds 32 positions"):
+    with pytest.raises(DuelError, match=r"max_length=33 is too long: .* 32 positions"):
         load(folders["bert"], max_length=33)
     with pytest.raises(DuelError, match="Window 0 has 33 positions but the network holds 32"):
         DuelEstimator(load(folders["bert"]), "greedy", 4).log_prob([Window((), (5,) * 33)])

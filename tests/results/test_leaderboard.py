@@ -288,7 +288,7 @@ def test_the_paper_s_file_has_its_tables():
         ("H\nA,duel,t,token_perplexity,3\n", "line 2 has fewer cells"),
         ("H\nA,duel,t,token_perplexity,3,s,more\n", "line 2 has more cells"),
         ("H\n,duel,t,token_perplexity,3,s\n", "line 2: model is empty"),
-        ("H\nA,duel,t,token_perplexity,3,s\nA,duel,t,token_perplexity,4,s\n", "stands twice"),
+        ("H\nA,duel,t,token_perplexity,3,s\nA,duel,t,token_perplexity,4,s\n", "twice"),
     ],
 )
 def test_a_wrong_file_of_published_figures(tmp_path, lines, message):

@@ -1,4 +1,4 @@
-"""`lm-eval-duel paper`: the paper's tables again, published beside measured.
+"""`lm-eval-duel paper`: the paper's tables, measured again.
 
     lm-eval-duel paper owt --limit 16
     lm-eval-duel paper zero_shot samplers --plan
@@ -64,7 +64,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         )
     options = Parser(
         "paper",
-        "Measure the paper's tables and print published beside measured.",
+        "Measure the paper's tables and print published and measured values side by side.",
         PRINTS,
         "owt --limit 16 --out paper",
         *("metadata", "limit", "device", "batch_size", "tflops", "utilization"),
@@ -74,7 +74,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         given=Flag(TRUTH, False, "the corrected conventions (given/) for rows that have one"),
         out=dataclasses.replace(FLAGS["out"], default="paper"),
         plan=Flag(TRUTH, False, "run nothing: print windows, network rows and hours"),
-        tolerance=Flag(PER_CENT, 1.0, "per cent that agree", shows="P"),
+        tolerance=Flag(PER_CENT, 1.0, "differences that agree, in per cent of the published figure", shows="P"),
         weights=Flag(TEXT, None, "model args in place of a row's or checkpoint's", many=True, shows="NAME=FOLDER,..."),
         num_processes=Flag(COUNT, 1, "processes that share the documents of each run, a GPU each", shows="N"),
         no_samples=Flag(TRUTH, False, "do not save documents: gigabytes for owt and lm1b"),

@@ -107,7 +107,9 @@ class Pretrained(Denoiser):
     def hold(self, positions: int | None) -> None:
         """Rows are as long as asked, at most `positions`, which the network holds."""
         if self.by_blocks and positions is not None and positions < self.block:
-            raise DuelError(f"{self.path} holds {positions} positions, so its trained block cannot be {self.block}.")
+            raise DuelError(
+                f"{self.path} takes at most {positions} positions, so its trained block cannot be {self.block}."
+            )
         self.max_length = row_length(self.path, self.options.max_length, positions)
 
     def take(self, model: Any) -> None:
