@@ -69,6 +69,12 @@ def with_interval(row: Row) -> Cell:
     return replace(shown(row), interval=row.interval, instead=windows, note=row.reason)
 
 
+def closed(row: Row) -> Cell:
+    """Gap closed, or that it is not distinguishable from 0."""
+    value = UNCLEAR if row.distinguishable is False else row.gap_closed
+    return Cell(value, row.gap_closed_interval, row.gap_closed_stderr, note=row.gap_closed_reason)
+
+
 def values(task: TaskComparison) -> Table:
     """Perplexity of every row with its interval or standard error, or a remark that says why it has neither."""
     columns = [MODEL, ESTIMATOR, UNMASKING, BLOCK, cache(task.rows)]
@@ -91,10 +97,6 @@ def gaps(task: TaskComparison) -> Table:
     def gap(row: Row | None) -> Cell:
         """The gap to the autoregressive model, with the error of the row's value."""
         return Cell() if row is None or row.gap is None else replace(shown(row), value=row.gap, bound=False, best=False)
-
-    def closed(row: Row) -> Cell:
-        value = UNCLEAR if row.distinguishable is False else row.gap_closed
-        return Cell(value, row.gap_closed_interval, row.gap_closed_stderr, note=row.gap_closed_reason)
 
     columns = [
         *(MODEL, UNMASKING, Column("remarks", cell=lambda row: row.qualifiers), BLOCK, cache(duels)),

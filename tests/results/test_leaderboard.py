@@ -1,6 +1,7 @@
 """The leaderboard: what may share a column, what has a rank, what is shown, and that names are text everywhere."""
 
 import csv
+import dataclasses
 import html.parser
 import importlib.util
 import io
@@ -20,9 +21,11 @@ from lm_eval_duel.cli.main import main
 from lm_eval_duel.errors import DuelError, UsageError
 from lm_eval_duel.options import Options
 from lm_eval_duel.results import published
-from lm_eval_duel.results.leaderboard import clean, collect, exports, page, parse, text, write
+from lm_eval_duel.results.leaderboard import collect, exports, page, parse, text, write
 from lm_eval_duel.results.leaderboard import documents as view
+from lm_eval_duel.results.records import plain
 from lm_eval_duel.results.reveal_order import Traces
+from lm_eval_duel.tables import one_line
 
 TEXTS = [f"text {n}" for n in range(3)]
 TOKENS = (20, 40, 30)
@@ -54,6 +57,11 @@ def perplexity(nats, tokens=TOKENS):
     return math.exp(-sum(nats) / sum(tokens[: len(nats)]))
 
 
+def shown_as(*arguments):
+    """leaderboard.json."""
+    return plain(board(*arguments))
+
+
 def by_label(content):
     return {(row["model"], row["estimator"], row["rule"], row["cache"]): row for row in content["rows"]}
 
@@ -67,7 +75,7 @@ def test_unequal_documents_and_windows_never_share_a_column(tmp_path):
     ours(tmp_path, model="Few", docs={"sotu": docs((-70, -160))})
     ours(tmp_path, model="Other", docs={"sotu": docs((-70, -160, -95), ["x y", "x z", "z z"])})
     ours(tmp_path, model="Short", docs={"sotu": docs((-7, -16, -9))}, duel={"row_capacity": 10})
-    content = board(tmp_path, "--metric", "word_perplexity")
+    content = shown_as(tmp_path, "--metric", "word_perplexity")
     members = {}
     for row in content["rows"]:
         for column in row["cells"]:
@@ -82,12 +90,12 @@ def test_unequal_documents_and_windows_never_share_a_column(tmp_path):
 def test_perplexity_per_token_needs_one_tokenizer(tmp_path):
     ours(tmp_path, model="A", docs={"sotu": docs((-60, -150, -90))})
     ours(tmp_path, model="B", docs={"sotu": docs((-70, -160, -95))})
-    assert board(tmp_path)["metric"] == "token_perplexity"
+    assert shown_as(tmp_path)["metric"] == "token_perplexity"
     other = documents((-70, -160, -95), (25, 45, 35), TEXTS)
     ours(tmp_path, model="C", docs={"sotu": other}, spec={"tokenizer": "another"})
-    content = board(tmp_path)
+    content = shown_as(tmp_path)
     assert content["metric"] == "word_perplexity" and len(content["columns"]) == 1
-    per_token = board(tmp_path, "--metric", "token_perplexity")
+    per_token = shown_as(tmp_path, "--metric", "token_perplexity")
     assert [{r["model"] for r in per_token["rows"] if c["id"] in r["cells"]} for c in per_token["columns"]] == [
         {"A", "B"},
         {"C"},
@@ -119,7 +127,7 @@ def with_error(body):
 
 
 def test_only_likelihoods_have_ranks_and_means_are_over_all_tasks(tmp_path):
-    content = board(several(tmp_path))
+    content = shown_as(several(tmp_path))
     rows = by_label(content)
     expected = {}
     for name, sotu, news in (
@@ -200,7 +208,7 @@ def test_names_are_text_in_every_output(tmp_path):
     assert found.attributes <= expected.attributes
     words = "".join(found.texts)
     for name in NAMES:
-        assert clean(name) in words, f"{name!r} is shown as it is"
+        assert one_line(name) in words, f"{name!r} is shown as it is"
     assert str(1234 * 3) not in words
     markdown = text.markdown(content)
     for line in markdown.splitlines():
@@ -245,8 +253,8 @@ def test_the_command_of_a_row_gives_the_options_of_its_run(tmp_path, monkeypatch
     ):
         file = ours(tmp_path, docs={"sotu": docs((-60, -150, -90))})
         edit(file, lambda body, given=given, more=more: body["config"].update(more, model_args=given))
-        (row,) = board(file)["rows"]
-        (command,) = row["commands"]
+        (row,) = board(file).rows
+        (command,) = row.commands
         words = shlex.split(command)
         assert words[:2] == ["lm-eval-duel", "run"] and "somebody" not in command
         importlib.import_module("lm_eval_duel.cli.run").main(words[2:])
@@ -267,7 +275,7 @@ def test_published_figures_have_tables_of_their_own(tmp_path):
     ours(tmp_path, docs={"duel_ptb_wrapped": docs((-60, -150, -90))})
     without, content = board(tmp_path), board(tmp_path, "--published", "paper")
     for key in ("rows", "columns", "mean_of", "by"):
-        assert content[key] == without[key], "they change nothing about what was measured"
+        assert plain(content)[key] == plain(without)[key], "they change nothing about what was measured"
     shown = page.html(content)
     assert "87.57" in shown and "87.57" in text.markdown(content) and published.UNCHECKED in text.markdown(content)
     assert "87.57" not in text.csv_text(content), "it has what was measured"
@@ -308,7 +316,7 @@ def test_every_eval_ever(tmp_path):
     schemas = [eee_schema.SCHEMA]
     if found := importlib.util.find_spec("every_eval_ever"):
         schemas.append(json.loads((Path(found.origin).parent / "schemas" / "eval.schema.json").read_text()))
-    assert len(files) == sum(row["kind"] != "oracle" for row in content["rows"])
+    assert len(files) == sum(row.kind != "oracle" for row in content.rows)
     scores = {}
     for name, record in files.items():
         assert eee_schema.FILE.fullmatch(name.removeprefix("exports/every_eval_ever/"))
@@ -333,7 +341,7 @@ def test_the_hub_s_entries(tmp_path):
     content = board(several(tmp_path))
     wanted = exports.benchmarks(["sotu=someone/speeches:sotu"])
     files = exports.eval_results(content, wanted)
-    ranked = [row for row in content["rows"] if row["ranked"]]
+    ranked = [row for row in content.rows if row.ranked]
     entries = [entry for name in files for entry in yaml.safe_load(files[name])]
     assert len(entries) == len(ranked), "no bound and no oracle: the hub has one number"
     for entry in entries:
@@ -363,7 +371,7 @@ def window(steps, ids=(5, 6, 7, 8), **more):
 def shown(folder, *records, most=3):
     result = ours(folder, docs={"sotu": docs((-60, -150, -90))})
     path = trace(folder / f"{len(list(folder.iterdir()))}.jsonl", result, records)
-    return view.collect(Traces([path]), [], most, None, lambda name, ids: [f"{n} " for n in ids])
+    return view.collect(Traces([path]), {}, most, lambda name, ids: [f"{n} " for n in ids])
 
 
 def test_windows_of_a_document_are_joined(tmp_path):
@@ -377,7 +385,7 @@ def test_windows_of_a_document_are_joined(tmp_path):
 def test_an_infinite_cost_is_null_in_the_page(tmp_path):
     (document,), _ = shown(tmp_path, window([0, 1, 0, 1], token_logprobs=[-1.0, None, -1.0, -1.0]))
     ours(tmp_path / "in", docs={"sotu": docs((-60, -150, -90))})
-    content = board(tmp_path / "in") | {"documents": [document]}
+    content = dataclasses.replace(board(tmp_path / "in"), documents=[document])
     data = re.search(r'id="documents-data">(.*?)</script>', page.html(content))[1]
     assert json.loads(data)[0]["orders"][0]["nats"] == [1.0, None, 1.0, 1.0]
 

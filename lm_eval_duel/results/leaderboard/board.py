@@ -1,20 +1,26 @@
-"""A leaderboard as one dict: its columns, its rows with ranks and means, and notes. Outputs only display it."""
+"""A leaderboard: its columns, and its rows with ranks and means. Views display it and compute nothing."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
 
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.results import compare, run_cost
-from lm_eval_duel.results.leaderboard.columns import Column
+from lm_eval_duel.results.leaderboard import provenance
+from lm_eval_duel.results.leaderboard.columns import TaskColumn
 from lm_eval_duel.results.leaderboard.provenance import Provenance
 from lm_eval_duel.results.read import Run
-from lm_eval_duel.results.records import Row as Result
+from lm_eval_duel.results.records import Average, Row
 from lm_eval_duel.results.rows import VARIES
+from lm_eval_duel.results.table import WORDS
 from lm_eval_duel.rules.tables import place, short
 
+FORMAT = "lm_eval_duel leaderboard"
 KINDS = {  # of a row: what is said about it
     "exact": "an exact likelihood",
     "estimate": "an estimate of a likelihood; +- is its own standard error",
@@ -22,207 +28,296 @@ KINDS = {  # of a row: what is said about it
     "no bound": "a Monte Carlo ELBO that leaves out small noise levels (elbo_eps above 0), so it bounds nothing",
     "oracle": "not a likelihood: it sees the targets",
 }
-RANKED = ("exact", "estimate")
-CELL = (  # the entries of a row of report.build that a cell has
+CELL = (  # the entries of a result in leaderboard.json
     *("value", "interval", "stderr", "stderr_reason", "window_stderr", "reason"),
     *("gap", "gap_interval", "gap_closed", "gap_closed_interval", "gap_closed_stderr", "gap_closed_reason"),
     *("distinguishable", "nfe", "tokens"),
 )
-Entry = Mapping[str, Any]
 
 
-def rows(columns: Sequence[Column], runs: Sequence[Run], provenances: Mapping[str, Provenance]) -> list[dict[str, Any]]:
-    """A row for each model under an estimator, rule, block and cache, with a cell for each column that it is in."""
-    by_name = {run.name: run for run in runs}
-    averages = {(row.model, row.name): row for row in compare.averages({c.id: c.entries for c in columns})}
-    merged: dict[tuple, dict[str, Any]] = {}
+@dataclasses.dataclass(frozen=True)
+class BoardRow:
+    """One model under an estimator, rule, block and cache: its results, by the id of their column.
+
+    `average`: its gap closed over tasks. `main`: the value that rows are ranked by.
+    """
+
+    results: dict[str, Row]
+    average: Average | None
+    remarks: str
+    mean: float | None = None
+    mean_stderr: float | None = None
+    mean_rank: float | None = None
+    main: float | None = None
+    rank: int | None = None
+
+    JSON: ClassVar = (
+        *("model", "pretrained", "estimator", "display", "kind", "about", "ranked", "rule", "block", "cache"),
+        *("remarks", "autoregressive", "baseline", "gap_closed", "gap_closed_stderr", "gap_closed_tasks", "dtype"),
+        *("fingerprint", "spec", "cells", "parameters", "versions", "date", "files", "commands", "datasets"),
+        *("nfe_per_token", "seconds_per_token", "seconds_reason", "device"),
+        *("mean", "mean_stderr", "mean_rank", "main", "rank"),
+    )
+
+    # ------------------------------------------------------------ what it is
+
+    @property
+    def first(self) -> Row:
+        return next(iter(self.results.values()))
+
+    @property
+    def runs(self) -> list[Run]:
+        return [*{result.run.file: result.run for result in self.results.values()}.values()]
+
+    model = property(lambda self: self.first.model)
+    pretrained = property(lambda self: self.first.run.pretrained)
+    estimator = property(lambda self: self.first.estimator)
+    display = property(lambda self: self.first.entry.display)
+    rule = property(lambda self: short(self.first.rule or ""))
+    block = property(lambda self: self.first.block or "")
+    autoregressive = property(lambda self: self.first.run.autoregressive)
+    baseline = property(lambda self: any(result.ar for result in self.results.values()))
+    dtype = property(lambda self: self.first.run.dtype)
+    spec = property(lambda self: self.first.run.spec)
+
+    @property
+    def cache(self) -> str:
+        return self.spec.get("cache", "none") if self.first.run.ours and not self.autoregressive else ""
+
+    @property
+    def kind(self) -> str:
+        """A key of KINDS."""
+        result = self.first
+        if not result.likelihood:
+            return "oracle"
+        if result.entry.kind is registry.Kind.UPPER_BOUND:
+            return "bound" if result.bound else "no bound"
+        return "exact" if result.proper and result.stderr is None else "estimate"
+
+    @property
+    def about(self) -> str:
+        return KINDS[self.kind]
+
+    @property
+    def ranked(self) -> bool:
+        """Whether it may have a rank: a bound may be far above its model's value, the oracle is no likelihood."""
+        return self.kind in ("exact", "estimate")
+
+    @property
+    def label(self) -> str:
+        """Its name without the model."""
+        block = "" if not self.block else "whole target" if self.block == "none" else f"block {self.block}"
+        cache = f"cache={self.cache}" if self.cache not in ("", "none") else ""
+        return ", ".join(filter(None, [self.display, self.rule, block, cache, self.remarks]))
+
+    # ------------------------------------------------------------ gap closed and cost, over its tasks
+
+    gap_closed = property(lambda self: self.average and self.average.average)
+    gap_closed_stderr = property(lambda self: self.average and self.average.average_stderr)
+    gap_closed_tasks = property(lambda self: self.average.averaged if self.average else 0)
+
+    @property
+    def nfe_per_token(self) -> float | None:
+        counted = [result for result in self.results.values() if result.nfe and result.tokens]
+        return sum(r.nfe for r in counted) / sum(r.tokens for r in counted) if counted else None
+
+    @functools.cached_property
+    def costs(self) -> list[run_cost.Cost]:
+        return [run_cost.Cost(run) for run in self.runs]
+
+    @property
+    def devices(self) -> list[str]:
+        return sorted({f"{cost.device or 'unknown device'} x {cost.ranks or 1}" for cost in self.costs})
+
+    device = property(lambda self: ", ".join(self.devices))
+
+    @property
+    def seconds_reason(self) -> str:
+        """Why `seconds_per_token` is not known."""
+        if any(cost.cached for cost in self.costs):
+            return run_cost.CACHED
+        if not all(cost.tokens and cost.seconds for cost in self.costs):
+            return "the results hold no time of the scoring alone"
+        return f"its tasks ran on {' and '.join(self.devices)}" if len(self.devices) > 1 else ""
+
+    @property
+    def seconds_per_token(self) -> float | None:
+        """Of scoring. Rows of one lattice run share its time."""
+        costs = self.costs
+        return None if self.seconds_reason else sum(c.seconds for c in costs) / sum(c.tokens for c in costs)
+
+    # ------------------------------------------------------------ where it comes from
+
+    @functools.cached_property
+    def sources(self) -> list[Provenance]:
+        return [provenance.of(run) for run in self.runs]
+
+    @property
+    def fingerprint(self) -> str:
+        return ", ".join(dict.fromkeys(run.fingerprint for run in self.runs if run.fingerprint))
+
+    parameters = property(lambda self: next((s.parameters for s in self.sources if s.parameters), None))
+    date = property(lambda self: max(source.date for source in self.sources))
+    files = property(lambda self: [run.name for run in self.runs])
+    commands = property(lambda self: list(dict.fromkeys(source.command for source in self.sources)))
+    datasets = property(lambda self: {name: found for s in self.sources for name, found in s.datasets.items()})
+
+    @property
+    def versions(self) -> dict[str, str]:
+        names = dict.fromkeys(name for source in self.sources for name in source.versions)
+        found = {name: dict.fromkeys(s.versions[name] for s in self.sources if name in s.versions) for name in names}
+        return {name: ", ".join(releases) for name, releases in found.items()}
+
+    @property
+    def cells(self) -> dict[str, dict[str, Any]]:
+        return {
+            column: {key: getattr(result, key) for key in CELL}
+            | {"file": result.run.name}
+            | {"bits_per_byte": result.metrics.get("bits_per_byte")}
+            | {"bits_per_byte_stderr": result.stderrs.get("bits_per_byte")}
+            for column, result in self.results.items()
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Board:
+    """A leaderboard. `mean_of`: the ids of the columns that means are over; `by`: `mean`, or the id of a column."""
+
+    title: str
+    metric: str
+    ar: str | None  # the model of the gaps
+    mean_of: list[str]
+    by: str | None
+    columns: list[TaskColumn]
+    rows: list[BoardRow]
+    published: list[dict[str, Any]]
+    documents: list[dict[str, Any]]
+    notes: list[str]
+    date: str
+    format: str = FORMAT
+    version: int = 1
+    files: list[str] = dataclasses.field(default_factory=list)  # that belong to it
+
+    JSON: ClassVar = (
+        *("format", "version", "title", "metric", "unit", "ar", "mean_of", "by", "columns", "rows", "published"),
+        *("documents", "notes", "date", "files"),
+    )
+
+    @property
+    def unit(self) -> str:
+        return WORDS[self.metric]
+
+    @property
+    def ranked_by(self) -> str:
+        """What rows are ranked by, in words."""
+        if self.by == "mean":
+            return "the mean over tasks"
+        return f"{self.unit} of {next((c.label for c in self.columns if c.id == self.by), 'nothing')}"
+
+    @property
+    def groups(self) -> list[tuple[str, list[BoardRow]]]:
+        """The rows that stand together, with a title: the oracle's are apart from those that say something."""
+        oracles = [row for row in self.rows if row.kind == "oracle"]
+        others = [row for row in self.rows if row.kind != "oracle"]
+        return [group for group in (("", others), (f"Oracle: {KINDS['oracle']}", oracles)) if group[1]]
+
+
+# ---------------------------------------------------------------- rows
+
+
+def rows(columns: Sequence[TaskColumn]) -> list[BoardRow]:
+    """A row for each model under an estimator, rule, block and cache, with a result for each column that it is in."""
+    averages = {(a.model, a.name): a for a in compare.averages({c.id: c.compared.rows for c in columns})}
+    merged: dict[tuple, dict[str, Row]] = {}
     for column in columns:
-        for entry in column.entries:
-            run = by_name[entry.run.name]
-            row = merged.setdefault(_identity(run, entry), _row(run, entry))
-            row["cells"][column.id] = _cell(entry)
-            row["remarks"] = max(row["remarks"], _remarks(entry), key=len)
-            row["baseline"] |= entry.ar
-            if average := averages.get((entry.model, entry.name)):
-                row["gap_closed"], row["gap_closed_stderr"] = average.average, average.average_stderr
-                row["gap_closed_tasks"] = average.averaged
-    everything = list(merged.values())
-    _tell_apart(everything)
-    for row in everything:
-        files = list(dict.fromkeys(cell["file"] for cell in row["cells"].values()))
-        row |= _sources([provenances[file] for file in files], [by_name[file] for file in files])
-        row |= _cost([run_cost.Cost(by_name[file]) for file in files], row["cells"].values())
-    return everything
+        for result in column.compared.rows:
+            merged.setdefault(_identity(result), {})[column.id] = result
+    found = []
+    for results in merged.values():
+        names = [(result.model, result.name) for result in results.values()]
+        average = next((averages[name] for name in reversed(names) if name in averages), None)
+        found.append(BoardRow(results, average, max(map(_remarks, results.values()), key=len)))
+    return _told_apart(found)
 
 
-def _identity(run: Run, entry: Result) -> tuple:
+def _identity(result: Row) -> tuple:
     """What rows of several tasks share. The draws of an estimate belong to it."""
-    drawn = entry.stderr is not None or entry.stderr_reason or entry.entry.drawn
+    drawn = result.stderr is not None or result.entry.drawn
     varies = {"estimator", "rule"} if drawn else VARIES
-    spec = tuple(sorted((key, value) for key, value in run.spec.items() if key not in varies))
-    return run.key, entry.estimator, entry.rule, entry.block, spec
+    spec = tuple(sorted((key, value) for key, value in result.run.spec.items() if key not in varies))
+    return result.run.key, result.estimator, result.rule, result.block, spec
 
 
-def _row(run: Run, entry: Result) -> dict[str, Any]:
-    kind = _kind(entry)
-    return {
-        "model": run.label,
-        "pretrained": run.pretrained,
-        "estimator": entry.estimator,
-        "display": entry.entry.display,
-        "kind": kind,
-        "about": KINDS[kind],
-        "ranked": kind in RANKED,
-        "rule": short(entry.rule) if entry.rule else "",
-        "block": entry.block or "",
-        "cache": run.spec.get("cache", "none") if run.ours and not run.autoregressive else "",
-        "remarks": "",
-        "autoregressive": run.autoregressive,
-        "baseline": False,
-        "gap_closed": None,
-        "gap_closed_stderr": None,
-        "gap_closed_tasks": 0,
-        "dtype": run.dtype,
-        "fingerprint": run.fingerprint or "",
-        "spec": dict(run.spec),
-        "cells": {},
-    }
-
-
-def _kind(entry: Result) -> str:
-    kind = entry.entry.kind
-    if kind is registry.Kind.NOT_A_LIKELIHOOD:
-        return "oracle"
-    if kind is registry.Kind.UPPER_BOUND:
-        return "bound" if entry.bound else "no bound"
-    return "exact" if kind is registry.Kind.LIKELIHOOD and entry.stderr is None else "estimate"
-
-
-def _cell(entry: Result) -> dict[str, Any]:
-    cell = {key: getattr(entry, key) for key in CELL}
-    return cell | {
-        "file": entry.run.name,
-        "bits_per_byte": entry.metrics.get("bits_per_byte"),
-        "bits_per_byte_stderr": entry.stderrs.get("bits_per_byte"),
-    }
-
-
-def _remarks(entry: Result) -> str:
+def _remarks(result: Row) -> str:
     """What distinguishes a row beyond model, estimator, rule, block and cache."""
-    parts = [part for part in entry.qualifiers.split(", ") if part and not part.startswith("cache=")]
-    return ", ".join(filter(None, [*parts, entry.unknown_share]))
+    parts = [part for part in result.qualifiers.split(", ") if part and not part.startswith("cache=")]
+    return ", ".join(filter(None, [*parts, result.unknown_share]))
 
 
-def label(row: Entry) -> str:
-    """The name of a row, without its model."""
-    block = "" if not row["block"] else "whole target" if row["block"] == "none" else f"block {row['block']}"
-    cache = f"cache={row['cache']}" if row["cache"] not in ("", "none") else ""
-    return ", ".join(filter(None, [row["display"], row["rule"], block, cache, row["remarks"]]))
-
-
-def _tell_apart(everything: Sequence[dict[str, Any]]) -> None:
+def _told_apart(found: Sequence[BoardRow]) -> list[BoardRow]:
     """Add what distinguishes rows of one name: they are in different columns, so the report had no need to."""
-    groups: dict[tuple, list[dict[str, Any]]] = {}
-    for row in everything:
-        groups.setdefault((row["model"], label(row)), []).append(row)
-    for group in groups.values():
-        specs = [row["spec"] for row in group]
+    told = []
+    for row in found:
+        specs = [other.spec for other in found if (other.model, other.label) == (row.model, row.label)]
         keys = dict.fromkeys(key for spec in specs for key in spec if len({s.get(key) for s in specs}) > 1)
-        keys = [key for key in keys if key not in ("estimator", "rule", "cache")]
-        for row in group if keys else ():
-            parts = [row["remarks"], *(f"{key}={row['spec'].get(key, 'not set')}" for key in keys)]
-            row["remarks"] = ", ".join(filter(None, parts))
-
-
-def _sources(sources: Sequence[Provenance], runs: Sequence[Run]) -> dict[str, Any]:
-    """Versions, dates, files and commands of a row."""
-    versions: dict[str, list[str]] = {}
-    for source in sources:
-        for name, version in source.versions.items():
-            versions.setdefault(name, []).append(version)
-    fingerprints = [run.fingerprint for run in runs if run.fingerprint]
-    return {
-        "fingerprint": ", ".join(dict.fromkeys(fingerprints)),
-        "parameters": next((source.parameters for source in sources if source.parameters), None),
-        "versions": {name: ", ".join(dict.fromkeys(releases)) for name, releases in versions.items()},
-        "date": max((source.date for source in sources), default=""),
-        "files": [source.file for source in sources],
-        "commands": list(dict.fromkeys(source.command for source in sources)),
-        "datasets": {name: dataset for source in sources for name, dataset in source.datasets.items()},
-    }
-
-
-def _cost(costs: Sequence[run_cost.Cost], cells: Iterable[Entry]) -> dict[str, Any]:
-    """NFE and seconds per token over all tasks of a row. Rows of one lattice run share its time."""
-    counted = [cell for cell in cells if cell["nfe"] and cell["tokens"]]
-    devices = {f"{cost.device or 'unknown device'} x {cost.ranks or 1}" for cost in costs}
-    tokens, seconds = [cost.tokens for cost in costs], [cost.seconds for cost in costs]
-    why = ""
-    if any(cost.cached for cost in costs):
-        why = run_cost.CACHED
-    elif not all(tokens) or not all(seconds):
-        why = "the results hold no time of the scoring alone"
-    elif len(devices) > 1:
-        why = f"its tasks ran on {' and '.join(sorted(devices))}"
-    return {
-        "nfe_per_token": sum(c["nfe"] for c in counted) / sum(c["tokens"] for c in counted) if counted else None,
-        "seconds_per_token": None if why else sum(seconds) / sum(tokens),
-        "seconds_reason": why,
-        "device": ", ".join(sorted(devices)),
-    }
+        parts = [f"{k}={row.spec.get(k, 'not set')}" for k in keys if k not in ("estimator", "rule", "cache")]
+        told.append(replace(row, remarks=", ".join(filter(None, [row.remarks, *parts]))))
+    return told
 
 
 # ---------------------------------------------------------------- ranks and means
 
 
-def rank(everything: Sequence[dict[str, Any]], columns: Sequence[Column], metric: str) -> dict[str, Any]:
-    """Write means and ranks into rows, sort them, and return what they are ranked by.
+def ranked(found: Sequence[BoardRow], columns: Sequence[TaskColumn], metric: str) -> tuple[list[BoardRow], list[str]]:
+    """The rows with means and ranks, in order, and the ids of the columns that means are over.
 
     The mean is over the columns that all rows have (the oracle aside); with fewer than two there is none. Rows are
-    ranked by it, or else in the column with the most rows. Only likelihoods, exact or estimated, have ranks: a bound
-    may be far above its model's value, and the oracle is no likelihood.
+    ranked by it, or else in the column with the most rows.
     """
-    needed = [row for row in everything if row["kind"] != "oracle"]
-    common = [c.id for c in columns if needed and all(_finite(row, c.id) for row in needed)]
+    needed = [row for row in found if row.kind != "oracle"]
+    common = [c.id for c in columns if needed and all(_finite(_value(row, c.id)) for row in needed)]
     common = common if len(common) > 1 else []
-    for row in everything:
-        row["mean"], row["mean_stderr"] = _mean(row, common, metric)
-        row["mean_rank"] = None
-    by = None if common else max(columns, key=lambda c: len(c.entries), default=None)
-    for row in everything:
-        row["main"] = row["mean"] if common else row["cells"].get(by.id, {}).get("value") if by else None
-    ranked = [row for row in everything if row["ranked"] and _number(row["main"])]
-    for row in everything:
-        row["rank"] = 1 + sum(o["main"] < row["main"] for o in ranked) if any(row is r for r in ranked) else None
-    if common:
-        _mean_ranks(ranked, common)
-    models = list(dict.fromkeys(row["model"] for row in everything))
-    names = [*registry.ESTIMATORS]
-    everything.sort(  # type: ignore[attr-defined]
-        key=lambda r: (
-            r["kind"] == "oracle",
-            r["main"] if _number(r["main"]) else math.inf,
-            models.index(r["model"]),
-            names.index(r["estimator"]),
-            place(r["rule"]),
+    means = [_mean(row, common, metric) for row in found]
+    by = ranked_in(columns)
+    rows = [
+        replace(row, mean=mean, mean_stderr=error, main=mean if common else _value(row, by))
+        for row, (mean, error) in zip(found, means, strict=True)
+    ]
+    able = [row.ranked and _finite(row.main) for row in rows]
+    best = [row for row, ok in zip(rows, able, strict=True) if ok]
+    for n, row in enumerate(rows):
+        if able[n]:
+            rank = _place(row.main, [other.main for other in best])
+            places = [_place(_value(row, c), [_value(other, c) for other in best]) for c in common]
+            rows[n] = replace(row, rank=rank, mean_rank=sum(places) / len(places) if places else None)
+    models, names = list(dict.fromkeys(row.model for row in rows)), [*registry.ESTIMATORS]
+    rows.sort(
+        key=lambda row: (
+            row.kind == "oracle",
+            row.main if _finite(row.main) else math.inf,
+            models.index(row.model),
+            names.index(row.estimator),
+            place(row.rule),
         )
     )
-    return {"mean_of": common, "by": "mean" if common else by.id if by else None}
+    return rows, common
 
 
-def _mean_ranks(ranked: Sequence[dict[str, Any]], common: Sequence[str]) -> None:
-    """The mean over tasks of a row's rank in each."""
-    for row in ranked:
-        places = [1 + sum(other["cells"][c]["value"] < row["cells"][c]["value"] for other in ranked) for c in common]
-        row["mean_rank"] = sum(places) / len(places)
+def ranked_in(columns: Sequence[TaskColumn]) -> str:
+    """The id of the column that rows are ranked in if there is no mean: that with the most rows."""
+    return max(columns, key=lambda column: len(column.compared.rows)).id
 
 
-def _mean(row: Mapping[str, Any], common: Sequence[str], metric: str) -> tuple[float | None, float | None]:
-    """The geometric mean of perplexities, or the mean of bits per byte, and its standard error if cells have one."""
-    if not common or not all(_finite(row, column) for column in common):
+def _place(value: float, others: Sequence[float]) -> int:
+    return 1 + sum(other < value for other in others)
+
+
+def _mean(row: BoardRow, common: Sequence[str], metric: str) -> tuple[float | None, float | None]:
+    """The geometric mean of perplexities, or the mean of bits per byte, and its standard error if results have one."""
+    if not common or not all(_finite(_value(row, column)) for column in common):
         return None, None
-    cells = [row["cells"][column] for column in common]
-    values, errors = [cell["value"] for cell in cells], [cell["stderr"] for cell in cells]
+    results = [row.results[column] for column in common]
+    values, errors = [result.value for result in results], [result.stderr for result in results]
     known = None not in errors
     if metric == "bits_per_byte":
         return math.fsum(values) / len(values), math.hypot(*errors) / len(values) if known else None
@@ -231,9 +326,9 @@ def _mean(row: Mapping[str, Any], common: Sequence[str], metric: str) -> tuple[f
     return mean, None if relative is None else mean * relative
 
 
-def _finite(row: Mapping[str, Any], column: str) -> bool:
-    return column in row["cells"] and _number(row["cells"][column]["value"])
+def _value(row: BoardRow, column: str) -> float | None:
+    return row.results[column].value if column in row.results else None
 
 
-def _number(value: float | None) -> bool:
+def _finite(value: float | None) -> bool:
     return value is not None and math.isfinite(value)

@@ -1,7 +1,7 @@
 """The columns of a leaderboard: results of one task with the same documents, windows and scored positions.
 
-Which results may be compared is decided by `report.match`. Here nothing is refused: what may not share a column gets a
-column of its own, and the column says what is different.
+Which results may be compared is decided by `match`. Here nothing is refused: what may not share a column gets a column
+of its own, and the column says what is different.
 """
 
 from __future__ import annotations
@@ -9,26 +9,28 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
+from typing import ClassVar
 
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.rates import METRICS
 from lm_eval_duel.results import compare, match
 from lm_eval_duel.results.match import TOKEN_METRICS
 from lm_eval_duel.results.read import Run
-from lm_eval_duel.results.records import Row
+from lm_eval_duel.results.records import TaskComparison
 
 
-@dataclasses.dataclass
-class Column:
+@dataclasses.dataclass(frozen=True)
+class TaskColumn:
     """Results of one task that may be compared. `apart`: how they differ from the task's first column."""
 
     id: str
     task: str
     runs: list[Run]
-    apart: str = ""
-    entries: list[Row] = dataclasses.field(default_factory=list)
-    notes: list[str] = dataclasses.field(default_factory=list)
+    apart: str
+    compared: TaskComparison
+    label: str = ""  # the task, and what tells its columns apart
+
+    JSON: ClassVar = ("id", "task", "label", "documents", "windows", "apart", "about")
 
     @property
     def documents(self) -> int | None:
@@ -39,6 +41,11 @@ class Column:
     def windows(self) -> list[str]:
         """How its runs cut documents."""
         return [*dict.fromkeys(str(match.windows(run)) for run in self.runs)]
+
+    @property
+    def about(self) -> str:
+        count = "" if self.documents is None else f"{self.documents} documents"
+        return "; ".join(filter(None, [count, f"windows: {' and '.join(self.windows)}", self.apart]))
 
 
 def unit(runs: Sequence[Run], requested: str | None) -> str:
@@ -53,59 +60,43 @@ def unit(runs: Sequence[Run], requested: str | None) -> str:
         if not counts[requested]:
             raise DuelError(f"No result has {requested}; they have {', '.join(m for m in METRICS if counts[m])}.")
         return requested
-    allowed = [metric for metric in METRICS if metric not in TOKEN_METRICS or _one_tokenizer(results)]
-    if not any(counts[metric] for metric in allowed):
-        allowed = list(METRICS)  # tokens of several tokenizers: their results get columns of their own
-    return max(allowed, key=lambda metric: counts[metric])  # of equal counts the first
-
-
-def _one_tokenizer(results: Sequence[tuple[Run, str]]) -> bool:
     first: dict[str, Run] = {}
-    return all(match.same_tokens(first.setdefault(name, run), run, name) for run, name in results)
+    one_tokenizer = all(match.same_tokens(first.setdefault(name, run), run, name) for run, name in results)
+    allowed = [metric for metric in METRICS if counts[metric] and (one_tokenizer or metric not in TOKEN_METRICS)]
+    return max(allowed or METRICS, key=lambda metric: counts[metric])  # of equal counts the first
 
 
-def of(runs: Sequence[Run], metric: str, baseline: Sequence[Run]) -> list[Column]:
+def of(runs: Sequence[Run], metric: str, baseline: Sequence[Run]) -> list[TaskColumn]:
     """The columns of runs, with the rows of each. `baseline`: runs of the autoregressive model of the gaps."""
-    columns: list[Column] = []
     files = {run.file for run in baseline}
+    baseline_first = sorted(runs, key=lambda run: run.file not in files)  # its documents are those of the first column
+    columns: list[TaskColumn] = []
     for name in dict.fromkeys(name for run in runs for name in run.tasks):
-        of_task: list[Column] = []
-        for run in sorted(runs, key=lambda run: run.file not in files):  # the baseline's documents come first
-            if run.has(name, metric):
-                _place(run, name, metric, of_task, len(columns))
-        columns += of_task
-    for column in columns:
-        _fill(column, metric, files)
-    return columns
+        for members, apart in _groups([run for run in baseline_first if run.has(name, metric)], name, metric):
+            ar = [run for run in members if run.file in files][:1]
+            compared = compare.task(name, members, ar, compare.Choice(metric))
+            columns.append(TaskColumn(f"c{len(columns)}", name, members, apart, compared))
+    return [dataclasses.replace(column, label=_label(column, columns)) for column in columns]
 
 
-def remarks(columns: Sequence[Column]) -> list[str]:
-    """The notes of columns, each once; one that does not hold for all columns says for which tasks it does."""
-    tasks: dict[str, list[Column]] = {}
-    for column in columns:
-        for note in dict.fromkeys(column.notes):
-            tasks.setdefault(note, []).append(column)
-    return [
-        note if len(alike) == len(columns) else f"{', '.join(dict.fromkeys(c.task for c in alike))}: {note}"
-        for note, alike in tasks.items()
-    ]
+def _groups(runs: Sequence[Run], name: str, metric: str) -> list[tuple[list[Run], str]]:
+    """Runs that may share a column, and how they differ from the first column.
 
-
-def _place(run: Run, name: str, metric: str, columns: list[Column], number: int) -> None:
-    """Add a run to the first column whose results it may be compared with, or to a new one.
-
-    As in a report, it is compared with the column's first run, and with its first one that has samples.
+    As in a report, a run is compared with a column's first run, and with its first one that has samples.
     """
-    reasons = []
-    for column in columns:
-        with_samples = [other for other in column.runs if other.tasks[name].documents is not None]
-        first = [column.runs[0], *(other for other in with_samples[:1] if other is not column.runs[0])]
-        apart = next(filter(None, (_apart(name, metric, other, run) for other in first)), "")
-        if not apart:
-            column.runs.append(run)
-            return
-        reasons.append(apart)
-    columns.append(Column(f"c{number + len(columns)}", name, [run], reasons[0] if reasons else ""))
+    groups: list[tuple[list[Run], str]] = []
+    for run in runs:
+        reasons = []
+        for members, _ in groups:
+            with_samples = [other for other in members if other.tasks[name].documents is not None]
+            firsts = [members[0], *(other for other in with_samples[:1] if other is not members[0])]
+            reasons.append(next(filter(None, (_apart(name, metric, first, run) for first in firsts)), ""))
+            if not reasons[-1]:
+                members.append(run)
+                break
+        else:
+            groups.append(([run], reasons[0] if reasons else ""))
+    return groups
 
 
 def _apart(name: str, metric: str, here: Run, there: Run) -> str:
@@ -118,7 +109,25 @@ def _apart(name: str, metric: str, here: Run, there: Run) -> str:
     return "" if apart is None else f"{apart.field}: {apart.there} here, {apart.here} in the first column of {name}"
 
 
-def _fill(column: Column, metric: str, baseline: set[Path]) -> None:
-    ar = [run for run in column.runs if run.file in baseline]
-    task = compare.task(column.task, column.runs, ar[:1], compare.Choice(metric))
-    column.entries, column.notes = task.rows, [*task.differences, *task.notes]
+def _label(column: TaskColumn, columns: Sequence[TaskColumn]) -> str:
+    alike = [other for other in columns if other.task == column.task]
+    parts = []
+    if len({other.documents for other in alike}) > 1:
+        parts.append(f"{column.documents or 'unknown number of'} documents")
+    if len({tuple(other.windows) for other in alike}) > 1:
+        parts.append(" and ".join(column.windows))
+    if sum((other.documents, other.windows) == (column.documents, column.windows) for other in alike) > 1:
+        parts.append(f"column {alike.index(column) + 1}")
+    return f"{column.task} ({', '.join(parts)})" if parts else column.task
+
+
+def remarks(columns: Sequence[TaskColumn]) -> list[str]:
+    """The notes of columns, each once; one that does not hold for all columns says for which tasks it does."""
+    tasks: dict[str, list[TaskColumn]] = {}
+    for column in columns:
+        for note in dict.fromkeys([*column.compared.differences, *column.compared.notes]):
+            tasks.setdefault(note, []).append(column)
+    return [
+        note if len(alike) == len(columns) else f"{', '.join(dict.fromkeys(c.task for c in alike))}: {note}"
+        for note, alike in tasks.items()
+    ]

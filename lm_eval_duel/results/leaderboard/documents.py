@@ -10,7 +10,6 @@ from typing import Any
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.results import reveal_order
-from lm_eval_duel.results.read import Run
 from lm_eval_duel.rules.tables import short
 from lm_eval_duel.text.token_text import token_texts
 
@@ -41,24 +40,19 @@ class Order:
 
 
 def collect(
-    traces: reveal_order.Traces, runs: Sequence[Run], most: int, tokenizer: str | None, texts: Texts
+    traces: reveal_order.Traces, labels: Mapping[Path, str], most: int, texts: Texts
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """The documents to show, `most` of each task, and notes. Those in the most traces come first, then the lowest.
 
-    `tokenizer` replaces the one that a trace names.
+    `labels`: the models of traces; a trace without one is named as its file.
     """
-    labels: dict[Path, str] = {}
-    for run in runs:
-        if (path := traces.of(run)) is not None:
-            labels.setdefault(path, run.label)
     orders: dict[Place, list[Order]] = {}
     for path in dict.fromkeys([*labels, *traces.named]):
-        for place, order in _orders(traces, path, labels.get(path, path.stem), tokenizer):
+        for place, order in _orders(traces, path, labels.get(path, path.stem)):
             orders.setdefault(place, []).append(order)
-    tasks = list(dict.fromkeys(task for task, _ in orders))
     chosen = [
         place
-        for task in tasks
+        for task in dict.fromkeys(task for task, _ in orders)
         for place in sorted((p for p in orders if p[0] == task), key=lambda p: (-len(orders[p]), p[1]))[:most]
     ]
     shown, notes, values = [], [], 0
@@ -71,36 +65,25 @@ def collect(
         notes += why
         if document["orders"]:
             shown.append(document)
-    return shown, list(dict.fromkeys(notes))
+    return shown, notes
 
 
-def _orders(
-    traces: reveal_order.Traces, path: Path, model: str, tokenizer: str | None
-) -> Iterator[tuple[Place, Order]]:
+def _orders(traces: reveal_order.Traces, path: Path, model: str) -> Iterator[tuple[Place, Order]]:
     """The orders of every document of a trace: its own, and those of the rules that a lattice followed."""
     header = traces.spec(path)
     spec = reveal_order.spec_of(header)
-    name = tokenizer or str(header.get("tokenizer") or "")
     orders: dict[tuple[Place, str], Order] = {}
     for window in traces.load(path):
         task, number = window.get("task"), window.get("doc")
         if task is None or number is None or window.get("request") or window.get("repeat") or "generated" in window:
             continue  # of several answers the first
-        own = {str(spec.get("rule", "")): window} if window.get("reveal_steps") else {}
-        for rule, order in {**own, **(window.get("rules") or {})}.items():
-            if _whole(window, order):
+        for rule, order in ({str(spec.get("rule", "")): window} | (window.get("rules") or {})).items():
+            if order.get("reveal_steps"):
                 label = _label(model, spec, rule)
-                orders.setdefault(((str(task), number), label), Order(label, name)).extend(window, order)
+                empty = Order(label, str(header.get("tokenizer") or ""))
+                orders.setdefault(((task, number), label), empty).extend(window, order)
     for (place, _), order in orders.items():
         yield place, order
-
-
-def _whole(window: Mapping[str, Any], order: Any) -> bool:
-    """Whether an order has a step and a log-probability for each token."""
-    if not isinstance(order, Mapping):
-        return False
-    count = len(window.get("ids") or ())
-    return bool(count) and all(len(order.get(key) or ()) == count for key in ("reveal_steps", "token_logprobs"))
 
 
 def _label(model: str, spec: Mapping[str, Any], rule: str) -> str:
@@ -147,15 +130,16 @@ def _document(place: Place, orders: Iterable[Order], texts: Texts) -> tuple[dict
 
 
 class Tokenizers:
-    """The texts of ids, by tokenizers that are loaded once, when they are needed."""
+    """The texts of ids, by tokenizers that are loaded once, when they are needed. `instead`: of those traces name."""
 
-    def __init__(self) -> None:
-        self.loaded: dict[str, Any] = {}
+    def __init__(self, instead: str | None = None) -> None:
+        self.instead, self.loaded = instead, dict[str, Any]()
 
     def __call__(self, name: str, ids: Sequence[int]) -> list[str]:
         """What each id adds to the text; raises DuelError if the tokenizer cannot be loaded."""
         from lm_eval_duel import denoisers
 
+        name = self.instead or name
         if not name:
             raise DuelError("its trace names no tokenizer; pass a folder or a hub name with --tokenizer.")
         if name not in self.loaded:

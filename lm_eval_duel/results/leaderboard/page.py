@@ -7,64 +7,67 @@ if a name found its way into markup.
 from __future__ import annotations
 
 import base64
-import functools
+import dataclasses
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lm_eval_duel import strict_json
 from lm_eval_duel.results.leaderboard import table, text
-from lm_eval_duel.results.leaderboard.board import KINDS, label
+from lm_eval_duel.results.leaderboard.board import KINDS, Board, BoardRow
 from lm_eval_duel.results.published import UNCHECKED
-from lm_eval_duel.results.table import HTML, WORDS, Column, form_of
-
-if TYPE_CHECKING:
-    from jinja2 import Template
+from lm_eval_duel.results.table import HTML, WORDS, Cell
+from lm_eval_duel.tables import one_line
 
 ASSETS = Path(__file__).resolve().parent / "assets"
 SCRIPTS = ("table.js", "documents.js")
-PLOT_WIDTH, PLOT_HEIGHT, MARGIN = 150.0, 22.0, 9.0
+MANY = 2  # tasks beyond which the page first shows names, means, perplexities and cost only
+FIRST_HIDDEN = ("bits", "gap", "closed", "source")
+WIDTH, MARGIN = 150.0, 9.0  # of a plot
 ROUND = ((1, 1.5, 2, 3, 4, 5, 7), (1, 2, 3, 5), (1, 3), (1,))  # mantissas of ticks, the most that fit
 MOST_TICKS = 5
 
 
-def html(board: Mapping[str, Any]) -> str:
+def html(board: Board) -> str:
     """index.html."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
     style = (ASSETS / "style.css").read_text(encoding="utf-8")
     script = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS)
-    heads = table.heads(board)
-    many = len(board["columns"]) > table.MANY
-    return _template().render(
+    heads, axis = table.heads(board), _axis(board)
+    environment = Environment(
+        autoescape=True,
+        loader=FileSystemLoader(ASSETS),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: one_line(value) if type(value) is str else value,
+    )
+    environment.filters["one_line"] = one_line
+    return environment.get_template("page.html").render(
         board=board,
         style=Markup(style),
         script=Markup(script),
         breakable=Markup("_<wbr>"),  # long names of tasks
         policy=f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(script)}",
         heads=heads,
-        groups=_column_groups(board, heads, many),
-        bodies=_bodies(board, heads),
-        plot=_axis(board),
-        ranked_by=table.ranked_by(board),
-        choices={key: sorted({row[key] for row in board["rows"] if row[key]}) for key in ("display", "cache")},
-        kinds={kind: KINDS[kind] for kind in KINDS if any(row["kind"] == kind for row in board["rows"])},
-        published=[_published(source) for source in board["published"]],
+        groups=_column_groups(board, heads),
+        tasks={column.id: table.of_task(board, column) for column in board.columns},
+        value=lambda head, cell: HTML.value(cell, head.column),
+        interval=lambda head, cell: HTML.interval(cell, head.column),
+        sort_key=_sort_key,
+        axis=axis,
+        place=lambda row: axis.at(row.main) if _finite(row) else None,
+        ends=lambda row: _ends(board, row),
+        choices={key: sorted({getattr(row, key) for row in board.rows} - {""}) for key in ("display", "cache")},
+        kinds={kind: KINDS[kind] for kind in KINDS if any(row.kind == kind for row in board.rows)},
+        published=[_published(source) for source in board.published],
         unchecked=UNCHECKED,
-        documents=strict_json.finite(board["documents"]),
-        words=WORDS,
+        documents=strict_json.finite(board.documents),
     )
-
-
-@functools.cache
-def _template() -> Template:
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    loader = FileSystemLoader(ASSETS)
-    options = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
-    return Environment(autoescape=True, loader=loader, **options).get_template("page.html")
 
 
 def _hash(content: str) -> str:
@@ -72,90 +75,77 @@ def _hash(content: str) -> str:
     return f"'sha256-{digest}'"
 
 
-def _column_groups(board: Mapping[str, Any], heads: Sequence[table.Head], many: bool) -> list[dict[str, Any]]:
+def _column_groups(board: Board, heads: Sequence[table.Head]) -> list[dict[str, Any]]:
     """The groups of columns that can be hidden; if there are many tasks, only a few groups are shown at first."""
-    there = [group for group in table.GROUPS if any(head.group == group for head in heads) and group != "name"]
-    names = {**table.GROUPS, "value": WORDS[board["metric"]], "gap": f"gap to {board['ar']}"}
-    return [
-        {"id": group, "name": names[group], "shown": group != "source" and not (many and group in table.FIRST_HIDDEN)}
-        for group in there
-    ]
+    hidden = FIRST_HIDDEN if len(board.columns) > MANY else ("source",)
+    names = {**table.GROUPS, "value": board.unit, "gap": f"gap to {board.ar}"}
+    there = {head.group for head in heads} - {"name"}
+    return [{"id": key, "name": names[key], "shown": key not in hidden} for key in table.GROUPS if key in there]
 
 
-def _bodies(board: Mapping[str, Any], heads: Sequence[table.Head]) -> list[dict[str, Any]]:
-    """The groups of rows, each row with its cells, its plot and its details."""
-    axis = _axis(board)
-    return [
-        {
-            "title": title,
-            "rows": [
-                {
-                    "row": row,
-                    "cells": [(head, table.shown(head, cell)) for head, cell in table.cells(board, row)],
-                    "plot": _plot(axis, board, row),
-                    "tasks": [_task(board, column, row) for column in board["columns"] if column["id"] in row["cells"]],
-                    "label": label(row),
-                    "name": f"{row['model']}, {label(row)}",
-                }
-                for row in rows
-            ],
-        }
-        for title, rows in text.groups(board)
-    ]
-
-
-def _task(board: Mapping[str, Any], column: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
-    """A line of a row's details."""
-    cell = row["cells"][column["id"]]
-    forms = {"value": form_of(board["metric"]), "bits": ".4f", "gap": f"+{form_of(board['metric'])}", "closed": ".1f"}
-    heads = [table.Head(group, group, group, form) for group, form in forms.items()]
-    values = {head.group: table.shown(head, table.of_task(head.group, cell, row)) for head in heads}
-    return {"label": column["label"], "documents": column["documents"], "tokens": cell["tokens"], **values}
+def _sort_key(head: table.Head, cell: Cell) -> float | str | None:
+    """What the page sorts a cell by: a number, a text, or None (last)."""
+    value = cell.value if cell.value != "" else None
+    if head.column.numeric and isinstance(value, str):
+        return math.inf if value == "whole" else None
+    return value
 
 
 def _published(source: Mapping[str, Any]) -> dict[str, Any]:
     """A table of published figures, as texts."""
     shown = text.published(source)
-    names = [name for name in ("rule", "block", "cache", "note") if any(row[name] for row in source["rows"])]
-    column = Column("", form_of(source["metric"]))
-    lines = []
-    for row, cells in zip(source["rows"], shown.cells(), strict=True):
-        by_title = {head.title: cell for head, cell in zip(shown.columns, cells, strict=True)}
-        figures = [cell for head, cell in zip(shown.columns, cells, strict=True) if head.numeric]
-        texts = [(HTML.value(cell, column), cell.value) for cell in figures]
-        lines.append({"row": row, "names": [(name, by_title[name].value) for name in names], "figures": texts})
-    return {**source, "names": names, "lines": lines, "unit": WORDS[source["metric"]]}
+    cells = shown.cells()
+    kept = [n for n in range(len(shown.columns)) if any(row[n].value not in (None, "") for row in cells)]
+    lines = [
+        (row, [(shown.columns[n], line[n], HTML.value(line[n], shown.columns[n])) for n in kept])
+        for row, line in zip(source["rows"], cells, strict=True)
+    ]
+    return {"source": source["source"], "unit": WORDS[source["metric"]], "lines": lines} | {
+        "columns": [shown.columns[n] for n in kept]
+    }
 
 
-# ---------------------------------------------------------------- the plot of the first column
+# ---------------------------------------------------------------- the plot of the value that rows are ranked by
 
 
-def _points(board: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[float | None, list[float] | None]:
-    """The value that rows are ranked by, and its interval over documents if it is that of one task."""
-    value = row["main"]
-    if value is None or not math.isfinite(value):
-        return None, None
-    interval = None if board["by"] == "mean" else row["cells"][board["by"]]["interval"]
-    return value, interval if interval and all(map(math.isfinite, interval)) else None
+def _finite(row: BoardRow) -> bool:
+    return row.main is not None and math.isfinite(row.main)
 
 
-def _axis(board: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Where values stand, on a logarithmic scale for perplexities; None if there is nothing to plot."""
-    ends: list[float] = []
-    baseline = None
-    for row in board["rows"]:
-        value, interval = _points(board, row)
-        if value is not None:
-            ends += [value, *(interval or [])]
-            baseline = value if row["baseline"] else baseline
-    logarithmic = board["metric"] != "bits_per_byte" and bool(ends) and min(ends) > 0
-    if not ends or min(ends) == max(ends):
+def _ends(board: Board, row: BoardRow) -> list[float] | None:
+    """The interval over documents of a row's value, if it is that of one task."""
+    interval = row.results[board.by].interval if board.by in row.results and _finite(row) else None
+    return interval if interval and all(map(math.isfinite, interval)) else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """Where values stand, on a logarithmic scale for perplexities. `base`: the place of the baseline."""
+
+    low: float
+    high: float
+    log: bool
+    width: float = WIDTH
+    base: float | None = None
+
+    def at(self, value: float) -> float:
+        low, high, value = (math.log(x) if self.log else x for x in (self.low, self.high, value))
+        return round(MARGIN + (value - low) / (high - low) * (WIDTH - 2 * MARGIN), 1)
+
+    @property
+    def ticks(self) -> list[tuple[float, str]]:
+        return [(self.at(tick), f"{tick:g}") for tick in _ticks(self.low, self.high)]
+
+
+def _axis(board: Board) -> Axis | None:
+    """The axis of all rows; None if there is nothing to plot."""
+    rows = [row for row in board.rows if _finite(row)]
+    points = [value for row in rows for value in [row.main, *(_ends(board, row) or [])]]
+    if not points or min(points) == max(points):
         return None
-    low, high = (math.log(end) if logarithmic else end for end in (min(ends), max(ends)))
-    axis: dict[str, Any] = {"low": low, "high": high, "log": logarithmic, "width": PLOT_WIDTH, "height": PLOT_HEIGHT}
-    axis["baseline"] = None if baseline is None else _at(axis, baseline)
-    axis["ticks"] = [(_at(axis, tick), f"{tick:g}") for tick in _ticks(min(ends), max(ends))]
-    return axis
+    axis = Axis(min(points), max(points), log=board.metric != "bits_per_byte" and min(points) > 0)
+    base = next((row.main for row in reversed(rows) if row.baseline), None)
+    return axis if base is None else dataclasses.replace(axis, base=axis.at(base))
 
 
 def _ticks(low: float, high: float) -> list[float]:
@@ -170,17 +160,3 @@ def _ticks(low: float, high: float) -> list[float]:
         return ticks
     step = 10.0 ** math.floor(math.log10(high - low))  # close together: even steps
     return [n * step for n in range(math.ceil(low / step), math.floor(high / step) + 1)][:MOST_TICKS]
-
-
-def _at(axis: Mapping[str, Any], value: float) -> float:
-    place = math.log(value) if axis["log"] else value
-    share = (place - axis["low"]) / (axis["high"] - axis["low"])
-    return round(MARGIN + share * (PLOT_WIDTH - 2 * MARGIN), 1)
-
-
-def _plot(axis: Mapping[str, Any] | None, board: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Places of a row's value and of the ends of its interval."""
-    value, interval = _points(board, row)
-    if axis is None or value is None:
-        return None
-    return {"at": _at(axis, value), "ends": [_at(axis, end) for end in interval] if interval else None}

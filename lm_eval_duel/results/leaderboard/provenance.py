@@ -18,13 +18,13 @@ TASK_FOLDER = '"$(lm-eval-duel tools where tasks)"'
 OF_TASKS = ("version", "corpus", "config_source")  # entries of a task's metadata that are its own, not the user's
 UNREAD = ("trace",)  # model args that change no number, and may name a private folder
 IN_PYTHON = "no command: the model was made in Python"
+DATASET = {"path": "dataset_path", "name": "dataset_name", "split": "test_split"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Provenance:
     """What a results file says about how it was made."""
 
-    file: str
     versions: dict[str, str]
     date: str  # ISO 8601, UTC; empty if it is not known
     parameters: int | None
@@ -41,14 +41,13 @@ def of(run: Run) -> Provenance:
         for name in ("lm_eval", "transformers"):
             if content.get(f"{name}_version"):
                 releases.setdefault(name, str(content[f"{name}_version"]))
-        configs = content.get("configs", {})
+        configs = {name: content.get("configs", {}).get(task.key, {}) for name, task in run.tasks.items()}
         return Provenance(
-            run.name,
             releases,
             _date(run.date),
             int(duel.get("parameters") or config.get("model_num_parameters") or 0) or None,
-            command(content, run),
-            {name: _dataset(configs.get(task.key, {})) for name, task in run.tasks.items()},
+            command(run),
+            {n: {key: str(c[entry]) for key, entry in DATASET.items() if c.get(entry)} for n, c in configs.items()},
         )
 
 
@@ -59,57 +58,44 @@ def _date(seconds: float) -> str:
         return ""
 
 
-def _dataset(config: Json) -> dict[str, str]:
-    keys = {"path": "dataset_path", "name": "dataset_name", "split": "test_split"}
-    return {key: str(config[entry]) for key, entry in keys.items() if config.get(entry)}
-
-
-def command(content: Json, run: Run) -> str:
+def command(run: Run) -> str:
     """The command line that makes a results file again, quoted for a POSIX shell.
 
     What does not change a number is left out: the device, the output folder, the response cache.
     """
-    config = content["config"]
-    arguments = config.get("model_args")
+    content, config = run.content, run.content["config"]
     if run.ours and run.model != MODEL:
         return IN_PYTHON
     words = ["lm-eval-duel", "run"] if run.ours else ["lm_eval", "--model", run.model]
-    if arguments:
-        pairs = arguments if isinstance(arguments, str) else {k: v for k, v in arguments.items() if k not in UNREAD}
-        words += ["--model_args", pairs if isinstance(pairs, str) else _joined(pairs)]
-    words += ["--tasks", ",".join(sorted({*run.tasks, *run.others})), *_settings(content, config)]
+    if arguments := config.get("model_args"):
+        words += ["--model_args", arguments if isinstance(arguments, str) else _joined(arguments)]
+    words += ["--tasks", ",".join(sorted({*run.tasks, *run.others}))]
+    if metadata := _metadata(content, config):
+        words += ["--metadata", json.dumps(metadata)]
+    shots = set(content.get("n-shot", {}).values()) - {None}
+    seeds = [config.get(key, default) for key, default in SEEDS.items()]
+    flags = {  # as far as they are not at their defaults
+        "--num_fewshot": shots.pop() if len(shots) == 1 and shots != {0} else None,
+        "--limit": None if config.get("limit") is None else f"{float(config['limit']):g}",
+        "--seed": None if seeds == [*SEEDS.values()] else ",".join(map(str, seeds)),
+        "--batch_size": None if config.get("batch_size") in (1, "1") else config.get("batch_size"),
+        "--apply_chat_template": True if content.get("chat_template") else None,
+        "--system_instruction": content.get("system_instruction") or None,
+    }
+    for flag, value in flags.items():
+        words += [] if value is None else [flag] if value is True else [flag, str(value)]
     line = shlex.join(words)
     return line if run.ours else f"{line} --include_path {TASK_FOLDER}"
 
 
-def _settings(content: Json, config: Json) -> list[str]:
-    """The other flags that a number depends on, as far as they are not at their defaults."""
-    words = []
-    if metadata := _metadata(content, config):
-        words += ["--metadata", json.dumps(metadata)]
-    shots = set(content.get("n-shot", {}).values()) - {None}
-    if len(shots) == 1 and shots != {0}:
-        words += ["--num_fewshot", str(shots.pop())]
-    if (limit := config.get("limit")) is not None:
-        words += ["--limit", f"{float(limit):g}"]
-    seeds = [config.get(key, default) for key, default in SEEDS.items()]
-    if seeds != [*SEEDS.values()]:
-        words += ["--seed", ",".join(map(str, seeds))]
-    if (size := config.get("batch_size")) not in (None, 1, "1"):
-        words += ["--batch_size", str(size)]
-    if content.get("chat_template"):
-        words.append("--apply_chat_template")
-    if instruction := content.get("system_instruction"):
-        words += ["--system_instruction", str(instruction)]
-    return words
-
-
 def _joined(arguments: Mapping[str, Any]) -> str:
     """Model args as key=value,...; as JSON if a value would not survive that."""
-    texts = {str(key): str(value) for key, value in arguments.items()}
-    simple = all(not set(text) & set(",=\"'{}[] ") for pair in texts.items() for text in pair)
-    simple &= all(isinstance(value, str | int | float | bool | None) for value in arguments.values())
-    return ",".join(f"{key}={value}" for key, value in texts.items()) if simple else json.dumps(dict(arguments))
+    kept = {str(key): value for key, value in arguments.items() if key not in UNREAD}
+    simple = all(
+        isinstance(value, str | int | float | bool | None) and not set(f"{key}{value}") & set(",=\"'{}[] ")
+        for key, value in kept.items()
+    )
+    return ",".join(f"{key}={value}" for key, value in kept.items()) if simple else json.dumps(kept)
 
 
 def _metadata(content: Json, config: Json) -> dict[str, Any]:
