@@ -340,7 +340,6 @@ def test_networks_that_have_no_cache_are_refused_with_the_reason():
         (BlockCausal(), "dual", "block_causal"),
         (Causal(), "prefix", "causal"),
         (Toy(), "dual", "Toy"),
-        (Attends(), "duel", "dual"),
     ):
         with pytest.raises(DuelError, match=said):
             Cached(network, cache)
