@@ -56,12 +56,9 @@ def first_and_last(loop):
     return "\n".join(lines)
 
 
-COMMAND_LINES = [
-    pytest.param(line, id=f"{page.name}: {line[:60]}")
-    for page in TRIED
-    for block in blocks(page.read_text(encoding="utf-8"), "bash")
-    for line in unrolled(block.replace("\\\n", " "))
-]
+def command_lines(page):
+    for block in blocks(page.read_text(encoding="utf-8"), "bash"):
+        yield from unrolled(block.replace("\\\n", " "))
 
 
 @pytest.fixture
@@ -78,8 +75,14 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize("line", COMMAND_LINES)
-def test_commands_parse(line, place, monkeypatch):
+@pytest.mark.parametrize("page", [page for page in TRIED if [*command_lines(page)]], ids=page_id)
+def test_commands_parse(page, place, monkeypatch, subtests):
+    for line in command_lines(page):
+        with subtests.test(line):
+            parse(line, monkeypatch)
+
+
+def parse(line, monkeypatch):
     monkeypatch.setattr(HarnessCLI, "execute", lambda self, args: None)
     monkeypatch.setattr(inspect, "inspect", lambda *arguments: [("", "")])
     line = re.sub(r"\$\(lm-eval-duel tools where ([\w-]+)\)", lambda match: str(where(match[1])), line)
@@ -108,14 +111,18 @@ def test_a_wrong_command_would_be_noticed(place, monkeypatch):
         ("lm-eval-duel report nowhere --out report", "No file or folder nowhere"),
     ):
         with pytest.raises(DuelError, match=message):
-            test_commands_parse(line, place, monkeypatch)
+            parse(line, monkeypatch)
 
 
 # ---------------------------------------------------------------- links
 
 
-@pytest.mark.parametrize("page", PAGES, ids=page_id)
-def test_links_resolve(page):
+def test_links_resolve():
+    for page in PAGES:
+        resolve_links(page)
+
+
+def resolve_links(page):
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if re.match(r"https?://|mailto:", target):

@@ -119,11 +119,12 @@ def test_importing_the_package_and_naming_the_model_is_light():
     assert done.stdout == "True []\n"
 
 
-def test_what_fails_while_a_command_works_is_one_line_and_code_1(tmp_path):
-    done = command("inspect", str(tmp_path))
-    assert done.returncode == 1
-    reason = "it is not a checkpoint, or its download is incomplete."
-    assert done.stderr == f"lm-eval-duel: {tmp_path} has no config.json: {reason}\n"
+def test_what_fails_while_a_command_works_is_one_line_and_code_1(tmp_path, capsys):
+    with pytest.raises(Exit) as ended:
+        program.main(["inspect", str(tmp_path)])
+    said = capsys.readouterr().err
+    assert ended.value.code == 1 and len(said.splitlines()) == 1
+    assert said.startswith(f"lm-eval-duel: {tmp_path} has no config.json")
 
 
 @pytest.mark.slow

@@ -38,7 +38,8 @@ BLOCK_CAUSAL = [name for name, case in CASES.items() if case.attention == "block
 NEMOTRON = "nemotron-labs-diffusion"
 ALIKE = ("mmada", "smdm", "d2f-dream")  # of a class, mask and shift that others have: only their layout is new
 ALIKE += ("diffullama", "nemotron-diffusion-research")
-SCORED = slow_but(CASES, [name for name in CASES if name not in ALIKE])
+KINDS = ["llada", "dream", "llada2", "fast-dllm-v2", "sdar-moe", "d2f-llada", NEMOTRON, "diffugpt"]  # one of each way
+SCORED = slow_but(CASES, KINDS)
 
 
 def load(path, case, **others):
@@ -163,46 +164,44 @@ ENDS = [(name, "fill") for name in CASES] + [(name, "cut") for name in (*BLOCK_C
 ENDS = [pytest.param(*end, marks=pytest.mark.slow) if end[0] in ALIKE else end for end in ENDS]
 
 
-@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(("name", "last_block"), ENDS)
-def test_lanes_equal_the_textbook_loop(found, name, last_block, rule):
+def test_lanes_equal_the_textbook_loop(found, name, last_block):
     denoiser, right = found(name, last_block)
-    duel = Duel(denoiser, rule, "auto" if denoiser.block else 4)
     windows = windows_of(name)
-    for window, scored in zip(windows, duel.log_prob(windows), strict=True):
-        _, steps, nats, greedy, nfe = textbook(name, denoiser, right, rule, window)
-        assert scored.near_ties == 0, "choose another seed: the order is at the mercy of float noise here"
-        assert (scored.reveal_steps, scored.is_greedy, scored.nfe) == (steps, greedy, nfe)
-        assert scored.token_logprobs == pytest.approx(nats, abs=1e-4)
+    for rule in RULES:
+        duel = Duel(denoiser, rule, "auto" if denoiser.block else 4)
+        for window, scored in zip(windows, duel.log_prob(windows), strict=True):
+            _, steps, nats, greedy, nfe = textbook(name, denoiser, right, rule, window)
+            assert scored.near_ties == 0, "choose another seed: the order is at the mercy of float noise here"
+            assert (scored.reveal_steps, scored.is_greedy, scored.nfe) == (steps, greedy, nfe), rule
+            assert scored.token_logprobs == pytest.approx(nats, abs=1e-4), rule
 
 
 @pytest.mark.parametrize("name", SCORED)
 def test_a_window_alone_equals_the_window_in_a_batch(found, name):
     denoiser, _ = found(name)
     block = "auto" if denoiser.block else 4
-    windows = windows_of(name) * 2
-    together = Duel(denoiser, "greedy", block).log_prob(windows)
-    for batch_size in (1, 2, None):
-        some = Duel(denoiser, "greedy", block, batch_size=batch_size)
-        alone = [some.log_prob([window])[0] for window in windows[: len(windows) // 2]] * 2
-        for scored, again in zip(together, alone if batch_size is None else some.log_prob(windows), strict=True):
+    windows = windows_of(name)
+    duel = Duel(denoiser, "greedy", block)
+    alone = [duel.log_prob([window])[0] for window in windows]
+    for batch_size in (2, None):
+        together = Duel(denoiser, "greedy", block, batch_size=batch_size).log_prob(windows)
+        for scored, again in zip(together, alone, strict=True):
             assert again.reveal_steps == scored.reveal_steps
             assert again.token_logprobs == pytest.approx(scored.token_logprobs, abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    "name", ["llada", "dream", "llada2", "fast-dllm-v2", "sdar-moe", "d2f-llada", NEMOTRON, "diffugpt"]
-)
-@pytest.mark.parametrize("rule", RULES)
-def test_samples_are_scored_as_they_were_drawn(found, name, rule):
+@pytest.mark.parametrize("name", KINDS)
+def test_samples_are_scored_as_they_were_drawn(found, name):
     denoiser, _ = found(name)
-    duel = Duel(denoiser, rule, "auto" if denoiser.block else 4)
     contexts = [(6,), (14, 20, 9), (22, 6, 17, 17, 2)]
-    drawn = duel.sample(contexts, 7, seed=3)
-    scored = duel.log_prob([Window(c, d.tokens) for c, d in zip(contexts, drawn, strict=True)])
-    for d, s in zip(drawn, scored, strict=True):
-        assert (s.near_ties, s.reveal_steps, s.nfe) == (0, d.reveal_steps, d.nfe)
-        assert s.token_logprobs == pytest.approx(d.token_logprobs, abs=1e-4)
+    for rule in RULES:
+        duel = Duel(denoiser, rule, "auto" if denoiser.block else 4)
+        drawn = duel.sample(contexts, 7, seed=3)
+        scored = duel.log_prob([Window(c, d.tokens) for c, d in zip(contexts, drawn, strict=True)])
+        for d, s in zip(drawn, scored, strict=True):
+            assert (s.near_ties, s.reveal_steps, s.nfe) == (0, d.reveal_steps, d.nfe), rule
+            assert s.token_logprobs == pytest.approx(d.token_logprobs, abs=1e-4), rule
 
 
 @pytest.mark.parametrize("name", SCORED)
@@ -288,7 +287,7 @@ def test_blocks_count_from_the_target_whatever_the_context(found, name, monkeypa
     monkeypatch.setattr("lm_eval_duel.core.block_causal.CLEAN", 4)
     denoiser, right = found(name)
     row = (6, 7, 9, 30, 12, 8, 15, 21, 11, 14, 20, 9, 10, 9, 31, 12, 22, 6)
-    windows = [Window(row[:n], row[n:]) for n in (1, 2, 5, 11)]
+    windows = [Window(row[:n], row[n:]) for n in (2, 11)]
     duel = Duel(denoiser, "greedy")
     for window, scored in zip(windows, duel.log_prob(windows), strict=True):
         _, steps, nats, _, _ = textbook(name, denoiser, right, "greedy", window)
@@ -360,12 +359,8 @@ def test_lengths(tmp_path):
 @pytest.mark.parametrize(
     ("name", "gone"),
     [
-        ("llada", "model.transformer.blocks.1.ff_out.weight"),
         ("llada", "model.transformer.ff_out.weight"),
         ("dream", "model.layers.1.self_attn.k_proj.bias"),
-        ("sdar", "model.layers.0.self_attn.q_norm.weight"),
-        ("rnd1", "model.layers.1.mlp.gate.weight"),
-        ("rnd1", "lm_head.weight"),
         ("llada2", "model.layers.1.mlp.gate.expert_bias"),
         ("llada2", "model.layers.2.attention.query_key_value.weight"),
     ],
@@ -436,14 +431,14 @@ def test_a_tokenizer_of_another_model(found, tmp_path):
 def test_the_mask(tmp_path):
     case = CASES["a2d-qwen3"]
     path, _ = write(tmp_path, dataclasses.replace(case, tokenizer={"mask": False}))
-    with pytest.raises(DuelError, match=r"Neither config nor tokenizer of .* names a mask token"):
-        load(path, case)
-    with pytest.raises(DuelError, match=rf"mask_token_id={tiny.ROWS} is not an id of .*; its ids are 0 to 39"):
-        load(path, case, mask_token_id=tiny.ROWS)
-    with pytest.raises(DuelError, match=r"'mask_token_id' is .*; got '-1'"):
-        load(path, case, mask_token_id=-1)
-    with pytest.raises(DuelError, match=r"mask_token_id=0 is the pad_token_id of .*, not \[MASK\]"):
-        load(path, case, mask_token_id=0)
+    for options, named in (
+        ({}, "pass mask_token_id"),
+        ({"mask_token_id": tiny.ROWS}, f"mask_token_id={tiny.ROWS} .* 0 to 39"),
+        ({"mask_token_id": -1}, "'mask_token_id'"),
+        ({"mask_token_id": 0}, "mask_token_id=0 .*pad_token_id"),
+    ):
+        with pytest.raises(DuelError, match=named):
+            load(path, case, **options)
     assert load(path, case, mask_token_id=39).mask_id == 39
     moe = dataclasses.replace(CASES["llada-moe"], tokenizer={"mask": False}, folder="moe")
     path, _ = write(tmp_path, moe)
@@ -461,14 +456,13 @@ def test_names(tmp_path):
         denoisers.load(path, device="cpu", family="open-dllm", sigma="clamped")
 
 
-@pytest.mark.parametrize("given", families.REFUSED)
-@pytest.mark.parametrize("field", ["architectures", "auto_map"])
-def test_networks_without_a_law_are_refused(given, field, tmp_path):
-    named = {"architectures": [given]} if field == "architectures" else {"auto_map": {"AutoModel": f"code.{given}"}}
-    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "model_type": "llama", **named}))
+def test_networks_without_a_law_are_refused(tmp_path):
     tiny.tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(DuelError, match=f"is a {given}: it"):
-        denoisers.load(str(tmp_path), device="cpu")
+    for given in families.REFUSED:
+        for named in ({"architectures": [given]}, {"auto_map": {"AutoModel": f"code.{given}"}}):
+            (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "model_type": "llama", **named}))
+            with pytest.raises(DuelError, match=given):
+                denoisers.load(str(tmp_path), device="cpu")
 
 
 def test_diffugpt_is_known_by_its_tensors(found, tmp_path):
@@ -487,11 +481,11 @@ def test_diffugpt_is_known_by_its_tensors(found, tmp_path):
         load(path, case)
 
 
-@pytest.mark.parametrize(("rows", "mask"), [(50257, 10541), (50258, 50257)])
-def test_the_mask_of_diffugpt_is_that_of_its_size(rows, mask):
-    config = {**CASES["diffugpt"].config, "vocab_size": rows}
-    assert families.by_tensors(config, ["denoise_model.wpe.weight"]).mask_id == mask
-    assert families.by_tensors(config, ["transformer.wpe.weight"]) is None
+def test_the_mask_of_diffugpt_is_that_of_its_size():
+    for rows, mask in ((50257, 10541), (50258, 50257)):
+        config = {**CASES["diffugpt"].config, "vocab_size": rows}
+        assert families.by_tensors(config, ["denoise_model.wpe.weight"]).mask_id == mask
+        assert families.by_tensors(config, ["transformer.wpe.weight"]) is None
 
 
 def test_diffullama_by_its_name(tmp_path, caplog):

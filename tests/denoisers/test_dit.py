@@ -81,14 +81,14 @@ def test_the_network_equals_the_plain_one(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", WHOLE_ROW)
-@pytest.mark.parametrize("rule", RULES)
-def test_lanes_equal_the_textbook_loop(kind, rule, tmp_path):
+def test_lanes_equal_the_textbook_loop(kind, tmp_path):
     denoiser, w = opened(tmp_path, kind)
     windows = [Window((3,), (4, 5, 6, 7, 8, 1, 0)), Window((), (2, 2, 9)), Window((1, 1), (11, 10), (0,))]
-    duel = Duel(denoiser, rule)
-    assert (duel.block, duel.grid) == (4, "target")
-    scored = agrees(duel, windows, lambda ids, window: plain(w, ids, sigma_of(kind, ids)))
-    assert (sum(s.nfe for s in scored) < sum(len(s.token_logprobs) for s in scored)) == (rule != "greedy")
+    for rule in RULES:
+        duel = Duel(denoiser, rule)
+        assert (duel.block, duel.grid) == (4, "target")
+        scored = agrees(duel, windows, lambda ids, window: plain(w, ids, sigma_of(kind, ids)))
+        assert (sum(s.nfe for s in scored) < sum(len(s.token_logprobs) for s in scored)) == (rule != "greedy"), rule
 
 
 @pytest.mark.parametrize("backend", ["flex", "sdpa"])
@@ -205,8 +205,7 @@ def test_a_filled_last_block_is_another_law_than_a_cut_one(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("last_block", ["fill", "cut"])
-@pytest.mark.parametrize("rule", ["greedy", "margin:k=2", "threshold:mu=0.4"])
+@pytest.mark.parametrize(("rule", "last_block"), [("margin:k=2", "fill"), ("threshold:mu=0.4", "cut")])
 def test_block_causal_sums_to_one(rule, last_block, tmp_path):
     denoiser, _ = opened(tmp_path, "bd3lm", {"vocab_size": 4, "block_size": 2}, last_block=last_block)
     duel = Duel(denoiser, rule)
@@ -219,10 +218,8 @@ def test_what_a_block_causal_network_refuses(tmp_path):
     path, _ = write(tmp_path, "bd3lm")
     denoiser = denoisers.load(path, device="cpu")
     for block in (8, 1, None):
-        with pytest.raises(DuelError, match=f"trained on blocks of 4: .* block={block} would be another network"):
+        with pytest.raises(DuelError, match=f"block={block}"):
             Duel(denoiser, block=block)
-    with pytest.raises(DuelError, match="counts its blocks from the row's first position"):
-        Duel(denoiser, grid="target")
     with pytest.raises(DuelError, match="Window 0 has 17 positions but the network holds 16"):
         Duel(denoiser).log_prob([Window((), (1,) * 17)])
     with pytest.raises(DuelError, match="its last target block ends at 3"):
@@ -241,9 +238,10 @@ def test_what_a_block_causal_network_refuses(tmp_path):
 # ---------------------------------------------------------------- SEDD: told the noise level
 
 
-@pytest.mark.parametrize("kind", ["sedd", "sedd-retrained"])
-@pytest.mark.parametrize("sigma", ["clamped", "schedule"])
-@pytest.mark.parametrize("bos", ["given", "official"])
+@pytest.mark.parametrize(
+    ("kind", "sigma", "bos"),
+    [("sedd", "clamped", "given"), ("sedd", "schedule", "official"), ("sedd-retrained", "clamped", "official")],
+)
 def test_sedd_is_told_the_masked_share(kind, sigma, bos, tmp_path):
     denoiser, w = opened(tmp_path, kind, sigma=sigma, bos=bos)
     assert denoiser.describe()["sigma"] == f"{sigma}, of the masked share of the " + (
@@ -289,8 +287,7 @@ def test_the_noise_level_loses_no_digits_near_a_row_of_masks(tmp_path, monkeypat
     assert told == pytest.approx([-math.log(1 - (1 - 1e-3) * share) for share in (1, 0.75, 0.5, 0.25)], abs=1e-6)
 
 
-@pytest.mark.parametrize("bos", ["given", "official"])
-@pytest.mark.parametrize("sigma", ["clamped", "schedule"])
+@pytest.mark.parametrize(("bos", "sigma"), [("given", "schedule"), ("official", "clamped")])
 def test_sedd_sums_to_one_and_scores_its_samples(sigma, bos, tmp_path):
     path, _ = write(tmp_path, "sedd")
     duel = Duel(denoisers.load(path, device="cpu", sigma=sigma, bos=bos), "margin:k=2", block=3)

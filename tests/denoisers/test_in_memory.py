@@ -140,8 +140,7 @@ def test_a_function_that_ignores_padding_is_not_given_any():
     assert together == close_nats([values(duel, [window])[0] for window in windows])
 
 
-@pytest.mark.parametrize("lowest", [-1e6, -math.inf], ids=str)
-@pytest.mark.parametrize("tested", [True, False], ids=["tested", "untested"])
+@pytest.mark.parametrize(("lowest", "tested"), [(-1e6, True), (-math.inf, False)])
 def test_a_function_that_copies_visible_tokens(lowest, tested):
     """MDLM's forward: a visible token has probability 1, and huge logits there must not hide what padding does."""
     network = Network()
@@ -180,8 +179,9 @@ def test_a_module_with_the_arguments_of_transformers_and_no_config():
     assert duel.denoiser.honours_padding and {mask.dtype for mask in seen if mask is not None} == {torch.long}
 
 
-@pytest.mark.parametrize("implementation", ["flash_attention_2", "flex_attention"])
-@pytest.mark.parametrize("attention", ["bidirectional", "block_causal"])
+@pytest.mark.parametrize(
+    ("attention", "implementation"), [("bidirectional", "flash_attention_2"), ("block_causal", "flex_attention")]
+)
 def test_a_decoder_that_is_trained_with_another_attention(attention, implementation):
     model = decoder(LlamaForCausalLM, LlamaConfig).train()
     arguments = {"mask_token_id": 29, "max_length": 32, "attention": attention, "block": 2}

@@ -19,7 +19,7 @@ from lm_eval_duel.errors import DuelError, NotFinite
 from lm_eval_duel.estimators.duel import DuelEstimator
 
 FAMILIES = ["bert", "roberta", "distilbert", "modernbert"]
-RULES = ["greedy", "greedy:k=2", "margin", "threshold:mu=0.3", "klass:mu=0.2:nu=0.5", "entropy_bound:gamma=3", "random"]
+RULES = ["greedy", "margin:k=2", "threshold:mu=0.3", "klass:mu=0.2:nu=0.5"]
 WINDOWS = [
     Window((2, 6), (7, 9, 30, 12, 8, 15, 5, 21, 11), (3,)),
     Window((2,), (10, 9), (3,)),
@@ -50,12 +50,11 @@ def test_what_is_found_at_load(folders, family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("rule", RULES)
-def test_equals_the_textbook_loop_over_full_logits(folders, family, rule):
+def test_equals_the_textbook_loop_over_full_logits(folders, family):
     denoiser = load(folders[family], dtype="float64")
     model = tiny.network(family).double()
-    duel = DuelEstimator(denoiser, rule, 4)
-    for window, scored in zip(WINDOWS, duel.log_prob(WINDOWS), strict=True):
+    scores = [(rule, DuelEstimator(denoiser, rule, 4).log_prob(WINDOWS)) for rule in RULES]
+    for rule, window, scored in [(rule, *pair) for rule, of in scores for pair in zip(WINDOWS, of, strict=True)]:
         with torch.no_grad():
             _, steps, nats, greedy, nfe = score(
                 lambda ids: model(input_ids=ids[None]).logits[0],
@@ -67,8 +66,8 @@ def test_equals_the_textbook_loop_over_full_logits(folders, family, rule):
                 tie_when_all_mask=denoiser.relative_positions,
             )
         assert scored.near_ties == 0, "choose another seed: the order is at the mercy of float noise here"
-        assert (scored.reveal_steps, scored.is_greedy, scored.nfe) == (steps, greedy, nfe)
-        assert scored.token_logprobs == pytest.approx(nats, abs=1e-9)
+        assert (scored.reveal_steps, scored.is_greedy, scored.nfe) == (steps, greedy, nfe), rule
+        assert scored.token_logprobs == pytest.approx(nats, abs=1e-9), rule
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -130,13 +129,13 @@ def test_full_logits_where_there_is_no_head_to_split():
     same_scores(DuelEstimator(whole, "greedy", 4).log_prob(WINDOWS), right)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 def test_dtypes(folders, dtype):
     denoiser = load(folders["bert"], dtype=dtype)
     assert str(denoiser.dtype) == f"torch.{dtype}" and denoiser.honours_padding
     scored = DuelEstimator(denoiser, "l2r", 4).log_prob(WINDOWS)
     exact = DuelEstimator(load(folders["bert"]), "l2r", 4).log_prob(WINDOWS)
-    tolerance = {"bfloat16": 1.0, "float16": 0.1, "float64": 1e-4}[dtype]
+    tolerance = {"bfloat16": 1.0, "float64": 1e-4}[dtype]
     assert [s.log_prob for s in scored] == pytest.approx([s.log_prob for s in exact], abs=tolerance)
 
 
@@ -180,9 +179,8 @@ def test_devices():
 
 
 def test_a_network_that_is_no_masked_lm_is_refused(folders):
-    known = r"\(GPT2LMHeadModel\) is neither a masked LM of transformers nor of a known diffusion family\. If it is"
     for options in ({}, {"attention": "bidirectional", "mask_token_id": 4}):
-        with pytest.raises(DuelError, match=f"{known} autoregressive, score it with estimator=ar. If .* family="):
+        with pytest.raises(DuelError, match=r"GPT2LMHeadModel.* estimator=ar.* family="):
             load(folders["gpt2"], **options)
 
 
@@ -220,16 +218,6 @@ def test_mask_token(tmp_path):
     assert load(path, mask_token_id=4).mask_id == 4
     with pytest.raises(DuelError, match=r"mask_token_id=40 is not an id of .*; its ids are 0 to 39\."):
         load(path, mask_token_id=40)
-
-
-def test_tokenizer_of_another_model(tmp_path, folders):
-    words = tiny.tokenizer()
-    words.add_tokens([f"new{i}" for i in range(20)])
-    words.save_pretrained(tmp_path)
-    with pytest.raises(
-        DuelError, match=r"The tokenizer has ids up to 53 but .* predicts 40: they do not belong together"
-    ):
-        load(folders["bert"], tokenizer=str(tmp_path))
 
 
 def test_broken_weights(tmp_path):

@@ -76,11 +76,10 @@ def test_lattice_is_the_enumeration_of_all_orders(network):
         assert found.mixture == pytest.approx(mixture, abs=close(network))
 
 
-@pytest.mark.parametrize("network", NETWORKS)
-@pytest.mark.parametrize("block", [2, 4])
+@pytest.mark.parametrize(
+    ("network", "block"), [("bidirectional", 2), ("no padding", 4), ("rotary", 4), ("block-causal", 4)]
+)
 def test_lattice_reads_off_every_state_only_rule(network, block):
-    if network == "block-causal" and block != 4:
-        return
     toy = NETWORKS[network]()
     windows = WINDOWS if network == "block-causal" else INFILLING
     scored = Lattice(toy, block, follow=STATE_ONLY, batch_size=1).log_prob(windows)
@@ -117,7 +116,7 @@ def test_the_value_asked_for_and_where_it_comes_from():
     assert mixture.token_logprobs == mixture.reveal_steps == mean.reveal_steps == ()
 
 
-@pytest.mark.parametrize("block", [1, 2, 3, 4, 8, 12])
+@pytest.mark.parametrize("block", [1, 4, 8])
 def test_states_are_evaluated_once_each(block):
     """2^m - 1 states of a block of m positions: 15 of four, whatever is asked of them."""
     lattice = Lattice(Toy(length=12, seed=1), block, follow=STATE_ONLY)
@@ -201,9 +200,9 @@ def test_elbo_by_ratios_has_no_bias(network):
     """Its rare large weights make one run's error an underestimate at times, so runs are pooled."""
     toy, window = NETWORKS[network](), WINDOWS[0]
     exact = Lattice(toy, 4, value="elbo_exact").log_prob([window])[0].elbo_exact
-    runs = [Elbo(toy, 4, form="ratio", samples=64, seed=seed).log_prob([window])[0].log_prob for seed in range(64)]
+    runs = [Elbo(toy, 4, form="ratio", samples=64, seed=seed).log_prob([window])[0].log_prob for seed in range(36)]
     runs = torch.tensor(runs, dtype=torch.float64)
-    assert abs(runs.mean() - exact) < 4 * runs.std() / 8
+    assert abs(runs.mean() - exact) < 4 * runs.std() / 6
 
 
 def test_elbo_stderr_is_the_spread_over_seeds():

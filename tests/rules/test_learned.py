@@ -265,8 +265,16 @@ def test_the_weights_are_part_of_the_fingerprint(folder, tmp_path):
     assert str(beside.rule) == f"{text}:k=2"
 
 
-@pytest.mark.parametrize("activation", ["ReLU", "GELU", "SiLU", "Tanh", None])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("activation", "dtype"),
+    [
+        ("ReLU", torch.float32),
+        ("GELU", torch.bfloat16),
+        ("SiLU", torch.float32),
+        ("Tanh", torch.bfloat16),
+        (None, torch.float32),
+    ],
+)
 def test_a_saved_planner_is_the_same_function(activation, dtype, tmp_path):
     layers = [torch.nn.Linear(5, 1)]
     if activation:

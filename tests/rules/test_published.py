@@ -1,6 +1,8 @@
 """The rules of published samplers against their own pick functions, retyped in published.py, on random predictions."""
 
 import dataclasses
+import functools
+import itertools
 import json
 import math
 
@@ -68,7 +70,7 @@ def agrees(rule, reference, seed, lanes, step=0, memory=()):
     logits, masked = random_case(seed, lanes)
     picks = decided(rule, logits, masked, step, memory(masked) if memory else ()).pick
     for pick, p, lane in zip(picks, logits.softmax(2), masked, strict=True):
-        assert set(pick.nonzero()[:, 0].tolist()) == reference(p, lane)
+        assert set(pick.nonzero()[:, 0].tolist()) == reference(p, lane), rule
 
 
 FEW, MANY = 40, 3000  # lanes of a plain and of a slow test
@@ -99,11 +101,10 @@ STATE_ONLY = {  # a rule's text, and its reference
 
 
 @pytest.mark.parametrize("lanes", SIZES)
-@pytest.mark.parametrize("text", STATE_ONLY)
-def test_picks_are_those_of_the_authors(text, lanes):
-    reference, parameters = STATE_ONLY[text]
-    assert str(rules.parse(text)) == text and rules.parse(text).state_only
-    agrees(text, lambda p, masked: reference(p, masked, **parameters), lanes, lanes)
+def test_picks_are_those_of_the_authors(lanes):
+    for text, (reference, parameters) in STATE_ONLY.items():
+        assert str(rules.parse(text)) == text and rules.parse(text).state_only
+        agrees(text, functools.partial(reference, **parameters), lanes, lanes)
 
 
 def began_with(count):
@@ -150,8 +151,17 @@ def test_the_schedule_of_dream_is_that_of_the_facts():
     assert published.dream_counts(16, 24)[:10] == [0] * 9 + [1]
 
 
-@pytest.mark.parametrize("alg", ["entropy", "topk_margin", "maskgit_plus"])
-@pytest.mark.parametrize(("length", "steps"), [(8, 8), (12, 5), (16, 8), (16, 24), (5, 1), (3, 40)])
+@pytest.mark.parametrize(
+    ("alg", "length", "steps"),
+    [
+        ("entropy", 8, 8),
+        ("topk_margin", 12, 5),
+        ("maskgit_plus", 16, 8),
+        ("entropy", 16, 24),
+        ("topk_margin", 5, 1),
+        ("maskgit_plus", 3, 40),
+    ],
+)
 def test_dream_follows_its_schedule_and_its_score(alg, length, steps):
     toy = Toy(length=16, tokens=3)
     seen = [0]
@@ -221,7 +231,7 @@ def orders(toy, row, loop):
     return tuple(steps), log_prob
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 40))])
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 12))])
 @pytest.mark.parametrize(("steps", "tau"), [(2, 0.0), (4, 0.613), (4, 1.0), (8, 0.613), (1, 0.513)])
 def test_dream_with_a_threshold_is_that_of_the_authors(steps, tau, seed):
     toy = Toy(length=8, seed=seed)
@@ -237,7 +247,7 @@ def test_dream_with_a_threshold_is_that_of_the_authors(steps, tau, seed):
 KLASS = "klass:mu={mu}:nu={nu}:history={history}:kl=authors:across=true"
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 40))])
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 12))])
 @pytest.mark.parametrize(("block", "mu", "nu", "history"), [(4, 0.41, 0.3, 1), (4, 0.41, 0.5, 2), (3, 0.45, 1.5, 3)])
 def test_klass_across_blocks_is_that_of_the_authors(block, mu, nu, history, seed):
     toy = Toy(length=12, seed=seed)
@@ -395,11 +405,10 @@ def fast_dllm_v2(toy, context, target, block, sub_block, tau):
     return tuple(steps[position] for position in sorted(steps)), [log_probs[position] for position in sorted(steps)]
 
 
-@pytest.mark.parametrize("known", range(6))
-def test_the_loop_of_fast_dllm_v2(known):
+def test_the_loop_of_fast_dllm_v2():
     """No first token of its own for a block in which the context ends."""
     toy, rule = Toy(length=14), "threshold:mu=0.6:strict=true:sub_block=2:seed_first=true"
-    for seed in range(4):
+    for known, seed in itertools.product(range(6), range(2)):
         row = torch.randint(3, (14,), generator=torch.Generator().manual_seed(seed)).tolist()
         window = Window(row[:known], row[known:])
         scored = Duel(toy, rule, 4, "row").log_prob([window])[0]
@@ -502,22 +511,18 @@ def test_only_the_order_changes_without_the_ends():
     assert again.log_prob == pytest.approx(second.log_prob, abs=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "cannot be read (No such file or directory); write one with: lm-eval-duel tools frequencies"),
-        ("[]", 'is a JSON object {"num_token": N, "p_baseline_dict": {"id": count, ...}}'),
-        ('{"num_token": 3, "p_baseline_dict": {"1": 4}}', "with counts from 1 to N"),
-        ('{"num_token": 3, "p_baseline_dict": {"x": 1}}', "is a JSON object"),
-        ('{"num_token": 9, "p_baseline_dict": {"99": 4}}', "counts id 99, and this network has the ids 0 to 3"),
-    ],
-)
-def test_tables_of_frequencies(content, message, tmp_path):
-    if content is not None:
-        (tmp_path / "table.json").write_text(content)
-    with pytest.raises(DuelError) as error:
-        check_rule(Toy(), rules.parse(f"pc:decay=1:alpha=1:steps=2:table={tmp_path}/table.json"))
-    assert message in str(error.value)
+def test_tables_of_frequencies(tmp_path):
+    for content in (
+        None,
+        "[]",
+        '{"num_token": 3, "p_baseline_dict": {"1": 4}}',
+        '{"num_token": 3, "p_baseline_dict": {"x": 1}}',
+        '{"num_token": 9, "p_baseline_dict": {"99": 4}}',
+    ):
+        if content is not None:
+            (tmp_path / "table.json").write_text(content)
+        with pytest.raises(DuelError, match=r"table\.json"):
+            check_rule(Toy(), rules.parse(f"pc:decay=1:alpha=1:steps=2:table={tmp_path}/table.json"))
 
 
 def test_the_content_of_a_table_is_part_of_the_spec(tmp_path):
@@ -538,36 +543,31 @@ def test_a_table_that_is_written_again_is_read_again(tmp_path):
     assert scores[0] != scores[1]
 
 
-@pytest.mark.parametrize("name", refused.REFUSED)
-def test_samplers_that_are_no_distribution_are_refused_with_the_reason(name):
-    _, reason = refused.REFUSED[name]
-    for arguments in ({"rule": name}, {"preset": name}, {"rule": name.upper().replace("-", "_")}):
-        with pytest.raises(DuelError) as error:
-            Options.parse(arguments)
-        assert reason in str(error.value)
+def test_samplers_that_are_no_distribution_are_refused_with_the_reason():
+    for name, (_, reason) in refused.REFUSED.items():
+        for arguments in ({"rule": name}, {"preset": name}, {"rule": name.upper().replace("-", "_")}):
+            with pytest.raises(DuelError) as error:
+                Options.parse(arguments)
+            assert reason in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("factor:f=0", "'f' of rule 'factor' is a number above 0; got '0'."),
-        ("factor:f=1:variant=d", "Unknown value of variant of rule 'factor' 'd'"),
-        ("dream:alg=origins:steps=4", "Unknown value of alg of rule 'dream' 'origins'"),
-        ("dream:alg=confidence_threshold:steps=4", "needs tau, e.g. tau=0.9"),
-        ("dream:alg=entropy:steps=4:tau=0.9", "is read with alg=confidence_threshold only"),
-        ("quota:steps=0", "'steps' of rule 'quota' is a number of steps, at least 1; got '0'."),
-        ("quota:steps=4:eos=inf", "Unknown value of eos of rule 'quota' 'inf'"),
-        ("quota:steps=4:eos_id=4", "is read with eos=conf only"),
-        ("high_or_topk", "Rule 'high_or_topk' needs n and tau, e.g. high_or_topk:n=1:tau=0.9."),
-        ("hierarchy:low=2", "'low' of rule 'hierarchy' is a probability from 0 to 1; got '2'."),
-        ("entropy_threshold:tau=-1", "'tau' of rule 'entropy_threshold' is an entropy in nats, at least 0"),
-        ("pc:decay=1:alpha=0:steps=2:table=x", "'alpha' of rule 'pc' is a number above 0; got '0'."),
-    ],
-)
-def test_errors_of_the_new_rules(text, message):
-    with pytest.raises(DuelError) as error:
-        rules.parse(text)
-    assert message in str(error.value)
+def test_errors_of_the_new_rules(subtests):
+    for text, named in (
+        ("factor:f=0", "'f'"),
+        ("factor:f=1:variant=d", "variant .*'d'"),
+        ("dream:alg=origins:steps=4", "alg .*'origins'"),
+        ("dream:alg=confidence_threshold:steps=4", "needs tau"),
+        ("dream:alg=entropy:steps=4:tau=0.9", "alg=confidence_threshold only"),
+        ("quota:steps=0", "'steps'"),
+        ("quota:steps=4:eos=inf", "eos .*'inf'"),
+        ("quota:steps=4:eos_id=4", "eos=conf only"),
+        ("high_or_topk", "n and tau"),
+        ("hierarchy:low=2", "'low'"),
+        ("entropy_threshold:tau=-1", "'tau'"),
+        ("pc:decay=1:alpha=0:steps=2:table=x", "'alpha'"),
+    ):
+        with subtests.test(text), pytest.raises(DuelError, match=named):
+            rules.parse(text)
 
 
 def test_near_ties_are_counted():
