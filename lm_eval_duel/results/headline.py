@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 from lm_eval_duel.results.records import Row, TaskComparison
@@ -11,7 +10,6 @@ from lm_eval_duel.rules.tables import short
 
 PAPER_RULE = "greedy:k=1"  # the rule of the paper's perplexity tables
 plain, code = MARKDOWN.escape, MARKDOWN.code
-percent = functools.partial(number, form=".1f")
 
 
 def of(name: str, task: TaskComparison) -> list[str]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators.registry import ESTIMATORS
+from lm_eval_duel.results import stats
 from lm_eval_duel.results.consistency import check, load, number, whole
 from lm_eval_duel.results.samples import WRITTEN, Document, numbered
 from lm_eval_duel.results.task import Json, Task, keys, nans, perplexities, task
@@ -23,15 +24,23 @@ AUTOREGRESSIVE = {  # names of --model in the harness, and the classes of model 
     *("openai-completions", "local-completions", "anthropic-completions", "textsynth", "watsonx_llm"),
 }
 RESULTS = "a results file of lm_eval"
-TEXTS = (  # entries of config.duel
-    *("estimator", "rule", "block", "dtype", "attention", "weights", "bos", "device", "pretrained", "trace"),
-)
-COUNTS = (
-    *("tokens", "forwards", "rows", "nfe", "longest_document", "row_capacity", "cut_contexts", "answers_from_cache"),
-    *("ranks", "peak_memory_bytes"),
-)
-TASK_COUNTS = ("documents", "windows", "tokens", "longest_document", "unk_tokens")  # entries of config.duel.tasks.NAME
 NOT_IN_SPEC = ("batch_size", "max_batch_size", "device", "dtype")  # model args; the loaded dtype is stored elsewhere
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None or str(value).lower() in ("none", "") else str(value)
+
+
+TASK_COUNTS = ("documents", "windows", "tokens", "longest_document", "unk_tokens")
+TASK = dict.fromkeys(TASK_COUNTS, int)  # entries of config.duel.tasks.NAME that are read
+VALUE = TASK | {"nfe": int, "log_prob": number, "stderr": number, "window_stderr": number}  # of each of its values
+DUEL = {  # of config.duel
+    **dict.fromkeys(("estimator", "rule", "block", "dtype", "attention", "weights", "bos", "device"), _text),
+    **dict.fromkeys(("pretrained", "trace"), _text),
+    **dict.fromkeys(("tokens", "forwards", "rows", "nfe", "longest_document", "row_capacity", "cut_contexts"), int),
+    **dict.fromkeys(("answers_from_cache", "ranks", "peak_memory_bytes"), int),
+    "seconds": number,
+}
 Traced = Mapping[str, Mapping[str, Mapping[int, float]]]  # task -> value -> document -> nats, from a trace
 
 
@@ -130,10 +139,6 @@ class Run:
         return self.spec.get("cache", NO_CACHE if self.duel.get("attention") == "bidirectional" else None)
 
 
-def _text(value: Any) -> str | None:
-    return None if value is None or str(value).lower() in ("none", "") else str(value)
-
-
 def runs(places: Iterable[str | Path]) -> list[Run]:
     """The runs in result files and below folders; each file once, oldest first."""
     every = [run for file in files(places) for run in _of_file(file)]
@@ -184,23 +189,16 @@ def _of_file(file: Path) -> list[Run]:
 
 def _as_results(content: Json) -> tuple[Json, tuple[Document, ...]]:
     """A file of `score --json` as lm_eval writes results, and its documents."""
-    units = {"token_perplexity": "tokens", "word_perplexity": "words", "byte_perplexity": "bytes"}
-    units["bits_per_byte"] = "bytes"
-    found = []
+    units = {"token_perplexity": "tokens", "word_perplexity": "words"}
+    units |= {"byte_perplexity": "bytes", "bits_per_byte": "bytes"}
+    found, totals = [], dict.fromkeys(units, (0.0, 0.0))
     for n, entry in enumerate(content["documents"]):
         nats = -math.inf if entry["log_prob"] is None else float(entry["log_prob"])
-        found.append(
-            (n, str(entry["sha256"]), {m: (nats, float(entry[unit])) for m, unit in units.items() if entry[unit]})
-        )
-    log_prob = sum(-math.inf if entry["log_prob"] is None else entry["log_prob"] for entry in content["documents"])
-    totals = {unit: sum(entry[unit] for entry in content["documents"]) for unit in units.values()}
-    rates = {metric: -log_prob / totals[unit] for metric, unit in units.items() if totals[unit]}
-    metrics = {
-        f"{metric},none": rate / math.log(2) if metric == "bits_per_byte" else math.exp(min(rate, 700.0))
-        for metric, rate in rates.items()
-    }
+        values = {metric: (nats, float(entry[unit])) for metric, unit in units.items() if entry[unit]}
+        totals = {m: (known[0] + nats, known[1] + entry[units[m]]) for m, known in totals.items()}
+        found.append((n, str(entry["sha256"]), values))
     results = {
-        "results": {"score": metrics},
+        "results": {"score": {f"{m},none": stats.value(m, *total) for m, total in totals.items() if total[1]}},
         "config": {"model": MODEL, "model_args": {"pretrained": content["pretrained"]}}
         | {key: content[key] for key in ("fingerprint", "spec", "duel")},
         "n-samples": {"score": {"original": len(found), "effective": len(found)}},
@@ -232,7 +230,7 @@ def _run(file: Path, content: Json, documents: tuple[Document, ...] | None) -> R
         ours=ours,
         model=model,
         pretrained=pretrained,
-        label=_last(pretrained),
+        label=pretrained.rstrip("/").split("/")[-1] or pretrained,
         key=str((duel.get("weights") or spec.get("weights")) if ours else pretrained),
         dtype=dtype,
         fingerprint=_text(config.get("fingerprint")),
@@ -264,34 +262,23 @@ def _arguments(model_args: Any) -> dict[str, str]:
 
 
 def _duel(duel: Json) -> dict[str, Any]:
-    """The entries of config.duel that the report reads."""
-    entries: dict[str, Any] = {key: _text(duel[key]) for key in TEXTS if key in duel}
-    entries |= _counts(duel, COUNTS)
-    entries["seconds"], entries["tasks"] = number(duel.get("seconds")), {}
+    """The entries of config.duel that are read. A log-likelihood of null with a reason is minus infinity."""
+    entries = _typed(duel, DUEL) | {"tasks": {}}
     for name, scored in (duel.get("tasks") or {}).items():
-        values = {key: _value(value) for key, value in scored["values"].items()}
-        entries["tasks"][name] = _counts(scored, TASK_COUNTS) | {"values": values}
+        values = {}
+        for key, value in scored["values"].items():
+            impossible = value.get("log_prob") is None and value.get("reason") is not None
+            values[key] = {"log_prob": -math.inf if impossible else None} | _typed(value, VALUE)
+        entries["tasks"][name] = _typed(scored, TASK) | {"values": values}
     return entries
 
 
-def _value(value: Json) -> dict[str, Any]:
-    """One value of a task: its log-likelihood in nats, errors and counts. Null with a reason is minus infinity."""
-    entries: dict[str, Any] = {key: number(value.get(key)) for key in ("log_prob", "stderr", "window_stderr")}
-    if entries["log_prob"] is None and value.get("reason") is not None:
-        entries["log_prob"] = -math.inf
-    return {"nfe": None} | entries | _counts(value, ("nfe", *TASK_COUNTS))
-
-
-def _counts(entries: Json, names: Iterable[str]) -> dict[str, int]:
-    return {key: int(entries[key]) for key in names if entries.get(key) is not None}
+def _typed(entries: Json, kinds: Mapping[str, Callable[[Any], Any]]) -> dict[str, Any]:
+    return {key: kind(entries[key]) for key, kind in kinds.items() if entries.get(key) is not None}
 
 
 def _string(value: Any) -> str:
     return "none" if value in (None, "None") else str(value)
-
-
-def _last(pretrained: str) -> str:
-    return pretrained.rstrip("/").split("/")[-1] or pretrained
 
 
 def _distinct(runs: list[Run]) -> list[Run]:

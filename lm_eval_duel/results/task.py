@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -128,18 +128,15 @@ def perplexities(values: Json) -> dict[str, dict[str, float]]:
     return by_filter
 
 
-def _scores(values: Json) -> list[Score]:
+def _scores(values: Json) -> Iterator[Score]:
     """The other averages of a task, such as accuracies, with the harness's standard errors."""
-    scores = []
     for key, value in values.items():
         metric, _, name = key.partition(",")
-        other = metric in (*METRICS, *OTHER_NAMES) or not _is_value(key) or not name
-        if other or isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
-            continue  # some tasks store other things here
-        error = values.get(f"{metric}_stderr,{name}")
-        error = None if error == "N/A" or _is_nan(error) else number(error)
-        scores.append(Score(metric, "" if name == "none" else name, float(value), error))
-    return scores
+        number_of = isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+        if name and number_of and metric not in (*METRICS, *OTHER_NAMES) and _is_value(key):  # tasks store other things
+            error = values.get(f"{metric}_stderr,{name}")
+            error = None if error == "N/A" or _is_nan(error) else number(error)
+            yield Score(metric, "" if name == "none" else name, float(value), error)
 
 
 def _is_nan(value: Any) -> bool:
