@@ -13,6 +13,10 @@ from lm_eval_duel.tables import one_line
 
 MAX_LENGTH = 100  # characters of a task's name in a file name
 SINGLE = "Each 95 % interval is for its pair alone: of twenty pairs of equal rows, about one is called different."
+DRAWN = (
+    "95 % intervals are over documents, which carry the Monte Carlo errors of their values along: those of estimates "
+    "and of the ELBO include it. +- is that error alone."
+)
 PRINTED = ("methods", "cache", "pairs")  # tables of a task that the command prints
 escape = MARKDOWN.escape
 
@@ -52,7 +56,8 @@ def page(report: Mapping[str, Any]) -> str:
         for stem, title, table in tables.of_task(task):
             parts += [] if stem == "methods" else [f"### {escape(title)}", markdown(table)]
             parts += [SINGLE] if stem == "pairs" else []
-        parts += [*_figures(report, name, "rules"), "### Notes", bullets(task.notes)]
+        drawn = any(row.interval and row.entry.drawn for row in task.rows)
+        parts += [*_figures(report, name, "rules"), "### Notes", bullets([*task.notes, *([DRAWN] if drawn else [])])]
     if len(report["tasks"]) > 1 and (table := tables.averages([*report["tasks"]], report["averages"])):
         parts += ["## Gap closed over tasks, %", markdown(table)]
     for table in map(tables.accuracies, report["accuracies"]):

@@ -68,12 +68,12 @@ def gap_closed_stderr(
     return 100 * math.hypot((duel - ar) / (elbo - ar) ** 2 * elbo_error, duel_error / (elbo - ar))
 
 
-def resample(columns: np.ndarray, draws: int = DRAWS, seed: int = SEED) -> np.ndarray:
+def resample(columns: np.ndarray, draws: int | None = None, seed: int = SEED) -> np.ndarray:
     """Sums of each column over documents drawn with replacement: (documents, K) -> (draws, K).
 
     All columns use the same documents in a draw, so their ratios and differences are paired.
     """
-    documents = len(columns)
+    documents, draws = len(columns), draws or DRAWS
     generator = np.random.default_rng(seed)
     sums = []
     piece = max(1, MAX_DRAWN // documents)

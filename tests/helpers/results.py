@@ -6,6 +6,7 @@ import json
 import math
 
 from lm_eval_duel import fingerprint
+from lm_eval_duel.results.report import main
 
 COUNT = itertools.count()
 TOKENS = 1000  # of a task without documents
@@ -224,3 +225,21 @@ def trace(path, result, records):
     header = {"duel_trace": 1, "fingerprint": config["fingerprint"], "spec": config["spec"]}
     path.write_text("".join(json.dumps(line) + "\n" for line in [header, *records]))
     return path
+
+
+def per_token(names, values):
+    """Tasks without documents: {task: {metric: value}}."""
+    return {name: {"token_perplexity": value} for name, value in zip(names, values, strict=True)}
+
+
+def report(tmp_path, *arguments, ar=True):
+    """The JSON of a report on `results`; `ar`: with the baseline in the folder of that name."""
+    out = tmp_path / "out"
+    given = ["--ar", str(tmp_path / "ar")] if ar else []
+    main([str(tmp_path / "results"), *given, "--out", str(out), *map(str, arguments)])
+    return json.loads((out / "report.json").read_text())
+
+
+def rows(found, task, estimator="duel"):
+    """The rows of a task under an estimator, by model."""
+    return {row["model"]: row for row in found["tasks"][task]["rows"] if row["estimator"] == estimator}

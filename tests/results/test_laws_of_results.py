@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from results import documents, edit, hf, ours
+from results import documents, edit, hf, ours, per_token, rows
+from results import report as run
 
 from lm_eval_duel import DuelError, compare
 from lm_eval_duel.estimators.registry import NO_BOUND, Kind
@@ -40,10 +41,6 @@ LM1B = {
 }
 
 
-def per_token(names, values):
-    return {name: {"token_perplexity": value} for name, value in zip(names, values, strict=True)}
-
-
 def pair(folder, model, names, elbo, duel, **spec):
     """An ELBO and a DUEL result of one model."""
     block = spec.pop("block", "4")
@@ -51,18 +48,6 @@ def pair(folder, model, names, elbo, duel, **spec):
     shape = {"attention": "block_causal" if causal else "bidirectional", "block": block}
     ours(folder, per_token(names, elbo), model, "elbo", spec={"elbo_block": block if causal else "None"}, **shape)
     ours(folder, per_token(names, duel), model, **shape)
-
-
-def run(tmp_path, *arguments, ar=True):
-    """The report's JSON; ar: `ARM` among the results is the baseline."""
-    out = tmp_path / "out"
-    given = ["--ar", str(tmp_path / "ar")] if ar else []
-    report([str(tmp_path / "results"), *given, "--out", str(out), *map(str, arguments)])
-    return json.loads((out / "report.json").read_text())
-
-
-def rows(found, task, estimator="duel"):
-    return {row["model"]: row for row in found["tasks"][task]["rows"] if row["estimator"] == estimator}
 
 
 @pytest.mark.parametrize(("name", "ar", "table"), [("owt", 17.54, OWT), ("lm1b", 22.83, LM1B)])

@@ -1,13 +1,11 @@
 """Which results may be compared, which ELBO and which baseline they get, and what is left out."""
 
-import json
-
 import pytest
-from results import documents, edit_samples, hf, ours
+from results import documents, edit_samples, hf, ours, per_token, rows
+from results import report as run
 
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.results import figures, stats
-from lm_eval_duel.results.report import main as report
 
 TEXTS = [f"a text of number {n}" for n in range(4)]
 OFFICIAL = {"special_tokens": "[0] text [1], bos=official"}
@@ -19,25 +17,9 @@ def no_figures(monkeypatch):
     monkeypatch.setattr(figures, "available", lambda: False)
 
 
-def per_token(names, values):
-    return {name: {"token_perplexity": value} for name, value in zip(names, values, strict=True)}
-
-
-def run(tmp_path, *arguments, ar=True):
-    """The report's JSON; ar: `ARM` among the results is the baseline."""
-    out = tmp_path / "out"
-    given = ["--ar", str(tmp_path / "ar")] if ar else []
-    report([str(tmp_path / "results"), *given, "--out", str(out), *map(str, arguments)])
-    return json.loads((out / "report.json").read_text())
-
-
-def rows(found, task, estimator="duel"):
-    return {row["model"]: row for row in found["tasks"][task]["rows"] if row["estimator"] == estimator}
-
-
-def two(tmp_path, here=None, there=None, nats=(-30.0, -40.0, -50.0, -60.0), tokens=(10, 12, 14, 16)):
+def two(tmp_path, here=None, there=None):
     """An hf and one of our results on the same four documents, with changes."""
-    docs = {"sotu": documents(nats, tokens, TEXTS)}
+    docs = {"sotu": documents((-30.0, -40.0, -50.0, -60.0), (10, 12, 14, 16), TEXTS)}
     hf(tmp_path / "ar", **{"docs": docs, **(here or {})})
     ours(tmp_path / "results", **{"docs": docs, **(there or {})})
 
