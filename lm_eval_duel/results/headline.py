@@ -14,96 +14,76 @@ plain, code = MARKDOWN.escape, MARKDOWN.code
 
 def of(name: str, task: TaskComparison) -> list[str]:
     """A sentence for each model of a task except the baseline."""
-    entries, base = task.rows, task.baseline
-    models = dict.fromkeys(entry.model for entry in entries if not entry.ar and entry.estimator != "ar")
-    return [_sentence(name, task, [e for e in entries if e.model == model and not e.ar], base) for model in models]
-
-
-def _sentence(name: str, task: TaskComparison, mine: Sequence[Row], base: Row | None) -> str:
-    metric, chosen = task.metric, chosen_row(mine)
-    unit = "" if metric in ("token_perplexity", "perplexity") else f", {WORDS[metric]}"
-    start = f"**{plain(mine[0].model)}** on {plain(name)}{unit}"
-    if chosen is None:
-        bound = min((e for e in mine if e.likelihood), key=lambda e: (e.bound, e.value), default=None)
-        shown = "the oracle only" if bound is None else f"{_bounded(bound, metric)} ({plain(bound.name)})"
-        against = _against(bound, base, metric) if bound is not None else ""
-        return f"{start}: {shown}{against}; no DUEL result (estimator=duel)."
-    text = f"{start}: {_bounded(chosen, metric)} under {_rule(chosen)} ({_method(chosen)})"
-    text += f" against {number(base.value, form_of(metric))} for {plain(base.model)}" if base else ""
-    elbo = None if chosen.elbo is None else task.rows[chosen.elbo]
-    text += "." if elbo is None and base is None else _gap(chosen, elbo, base, metric)
-    likelihoods = [entry for entry in mine if entry.proper]
-    likely = min(likelihoods, key=lambda entry: entry.value, default=chosen)
-    if likely is not chosen:
-        display = likely.entry.display.lower()
-        lowest = _rule(likely) if likely.estimator == "duel" else f"{display}{_cache(likely)}"
-        text += f" Lowest of its likelihoods: {lowest}, {number(likely.value, form_of(metric))}."
-    return text
-
-
-def _rule(entry: Row) -> str:
-    return f"{code(short(entry.rule))}{_cache(entry)}"
-
-
-def _cache(entry: Row) -> str:
-    return f" with cache={plain(entry.cache)}" if entry.has_cache else ""
+    models = dict.fromkeys(row.model for row in task.rows if not row.ar and row.estimator != "ar")
+    return [_sentence(name, task, [row for row in task.rows if row.model == model and not row.ar]) for model in models]
 
 
 def chosen_row(mine: Sequence[Row]) -> Row | None:
     """The DUEL row of the headline: the paper's rule, else the best; rows without a cache, then with an ELBO, first."""
-    duels = [entry for entry in mine if entry.estimator == "duel"]
-    duels = duels or [entry for entry in mine if entry.entry.follows_rule]
-    duels = [entry for entry in duels if entry.rule == PAPER_RULE] or duels
-    return min(duels, key=lambda entry: (bool(_cache(entry)), entry.elbo is None, entry.value), default=None)
+    duels = [row for row in mine if row.estimator == "duel"] or [row for row in mine if row.entry.follows_rule]
+    duels = [row for row in duels if row.rule == PAPER_RULE] or duels
+    return min(duels, key=lambda row: (row.has_cache, row.elbo is None, row.value), default=None)
 
 
-def _method(chosen: Row) -> str:
-    """DUEL, or the name of an estimate of it."""
-    return chosen.entry.display
+def _sentence(name: str, task: TaskComparison, mine: Sequence[Row]) -> str:
+    chosen, base, form = chosen_row(mine), task.baseline, form_of(task.metric)
+    unit = "" if task.metric in ("token_perplexity", "perplexity") else f", {WORDS[task.metric]}"
+    start = f"**{plain(mine[0].model)}** on {plain(name)}{unit}"
+    against = f" against {number(base.value, form)} for {plain(base.model)}" if base else ""
+    if chosen is None:
+        bound = min((row for row in mine if row.likelihood), key=lambda row: (row.bound, row.value), default=None)
+        if bound is None:
+            return f"{start}: the oracle only; no DUEL result (estimator=duel)."
+        against += f", a gap of {'at most ' if bound.bound else ''}{number(bound.gap, form)}" if base else ""
+        return f"{start}: {_value(bound)} ({plain(bound.name)}){against}; no DUEL result (estimator=duel)."
+    text = f"{start}: {_value(chosen)} under {_rule(chosen)} ({chosen.entry.display}){against}"
+    elbo = None if chosen.elbo is None else task.rows[chosen.elbo]
+    text += "." if elbo is None and base is None else _gap(chosen, elbo, base, form)
+    lowest = min((row for row in mine if row.proper), key=lambda row: row.value, default=chosen)
+    if lowest is not chosen:
+        name = _rule(lowest) if lowest.estimator == "duel" else f"{lowest.entry.display.lower()}{_cache(lowest)}"
+        text += f" Lowest of its likelihoods: {name}, {number(lowest.value, form)}."
+    return text
 
 
-def _gap(chosen: Row, elbo: Row | None, base: Row | None, metric: str) -> str:
+def _rule(row: Row) -> str:
+    return f"{code(short(row.rule))}{_cache(row)}"
+
+
+def _cache(row: Row) -> str:
+    return f" with cache={plain(row.cache)}" if row.has_cache else ""
+
+
+def _value(row: Row) -> str:
+    """A row's value, with its bound and its error."""
+    remarks = "; ".join(filter(None, [f"eps={row.eps:g}: no bound" if row.eps else "", row.stderr_reason]))
+    value = f"{number(row.value, form_of(row.metric))}{plus_minus(row.stderr, row.metric)}"
+    return f"{'<= ' if row.bound else ''}{value}{f' ({remarks})' if remarks else ''}"
+
+
+def _gap(chosen: Row, elbo: Row | None, base: Row | None, form: str) -> str:
     """The ELBO, and how much of its gap to the autoregressive model DUEL closes."""
+    reason, closed = plain(chosen.gap_closed_reason), chosen.gap_closed
     if elbo is None:
-        return f", a gap of {number(chosen.gap, form_of(metric))}; {plain(chosen.gap_closed_reason)}."
-    text = f"; the ELBO gives {_bounded(elbo, metric)}"
+        return f", a gap of {number(chosen.gap, form)}; {reason}."
+    text = f"; the ELBO gives {_value(elbo)}"
     if base is None:
-        return f"{text} ({plain(chosen.gap_closed_reason)})."
-    gap, closed = f"the ELBO's gap of {number(elbo.gap, form_of(metric))}", chosen.gap_closed
+        return f"{text} ({reason})."
+    gap = f"the ELBO's gap of {number(elbo.gap, form)}"
     if chosen.distinguishable is False:
         return (
             f"{text}, not distinguishable from DUEL (within two standard errors). To learn how much of {gap} DUEL "
             "closes, raise mc_samples."
         )
     if closed is None:
-        return f"{text} ({plain(chosen.gap_closed_reason)}); the gap is {number(chosen.gap, form_of(metric))}."
-    interval = _interval(chosen)
+        return f"{text} ({reason}); the gap is {number(chosen.gap, form)}."
+    between = ""  # its interval, or else its Monte Carlo error
+    if chosen.gap_closed_interval is not None:
+        between = " to ".join(number(end, ".1f") for end in chosen.gap_closed_interval)
+    elif chosen.gap_closed_stderr is not None:
+        between = f"+- {number(chosen.gap_closed_stderr, '.1f')}"
+    percent = f"{number(closed, '.1f')} %"
     if closed < 0:
-        interval = interval.replace("(", "").replace(")", "")
-        return f"{text}, lower than DUEL, which closes none of {gap} (gap closed {number(closed, '.1f')} %{interval})."
-    return f"{text}. DUEL closes {number(closed, '.1f')} %{interval} of {gap}."
-
-
-def _interval(chosen: Row) -> str:
-    """The interval of gap closed, or else its Monte Carlo error."""
-    if (between := chosen.gap_closed_interval) is not None:
-        return f" ({number(between[0], '.1f')} to {number(between[1], '.1f')})"
-    error = chosen.gap_closed_stderr
-    return "" if error is None else f" (+- {number(error, '.1f')})"
-
-
-def _bounded(entry: Row, metric: str) -> str:
-    remarks = [f"eps={entry.eps:g}: no bound" if entry.eps else "", entry.stderr_reason]
-    remark = f" ({'; '.join(filter(None, remarks))})" if any(remarks) else ""
-    bound = "<= " if entry.bound else ""
-    return f"{bound}{number(entry.value, form_of(metric))}{plus_minus(entry.stderr, metric)}{remark}"
-
-
-def _against(entry: Row, base: Row | None, metric: str) -> str:
-    if base is None:
-        return ""
-    most = "at most " if entry.bound else ""
-    return (
-        f" against {number(base.value, form_of(metric))} for {plain(base.model)}, "
-        f"a gap of {most}{number(entry.gap, form_of(metric))}"
-    )
+        percent += f" {between}" if between else ""
+        return f"{text}, lower than DUEL, which closes none of {gap} (gap closed {percent})."
+    return f"{text}. DUEL closes {percent}{f' ({between})' if between else ''} of {gap}."

@@ -68,17 +68,17 @@ def same_tokens(here: Run, there: Run, name: str) -> bool | None:
     return None if None in shares else math.isclose(*shares, rel_tol=1e-6)
 
 
+def _words_per_token(task: Task) -> float | None:
+    """Words per token, from the ratio of logarithms: word perplexity^words = token perplexity^tokens."""
+    token, word = (task.metrics.get(metric) for metric in ("token_perplexity", "word_perplexity"))
+    return math.log(token) / math.log(word) if token and word and token > 1 and word > 1 else None
+
+
 def _tokenizer(run: Run, name: str) -> str:
     """What is known about a run's tokenizer, for messages."""
     counts = run.tasks[name].tokens
     tokenizer = run.spec.get("tokenizer", "unknown") if run.ours else "unknown"
     return tokenizer if counts is None else f"{tokenizer} ({sum(counts.values()):.0f} tokens)"
-
-
-def _words_per_token(task: Task) -> float | None:
-    """Words per token, from the ratio of logarithms: word perplexity^words = token perplexity^tokens."""
-    token, word = (task.metrics.get(metric) for metric in ("token_perplexity", "word_perplexity"))
-    return math.log(token) / math.log(word) if token and word and token > 1 and word > 1 else None
 
 
 def documents(here: Task, there: Task, metric: str) -> Difference | None:

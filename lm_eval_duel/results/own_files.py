@@ -23,12 +23,8 @@ class OwnFiles:
     format: str
 
     @property
-    def kind(self) -> str:
-        return self.format.split()[-1]
-
-    @property
     def listing(self) -> str:
-        return f"{self.kind}.json"
+        return f"{self.format.split()[-1]}.json"
 
     def earlier(self) -> set[str]:
         """The files of an earlier run; raises DuelError if `listing` is a file of another program."""
@@ -37,18 +33,16 @@ class OwnFiles:
             return set()
         try:
             content = load(file, "a listing")
-            written = content["files"] if content["format"] == self.format else None
+            paths = [PurePosixPath(str(name)) for name in content["files"] if content["format"] == self.format]
         except (DuelError, LookupError, TypeError):
-            written = None
-        if written is None:
+            paths = []
+        if not paths:
             raise DuelError(
                 f'{file} was not written by this command (it has no "format": "{self.format}"), so --out '
                 f"{self.folder} was left unchanged. Name another folder, or move this file."
             )
-        paths = [PurePosixPath(str(name)) for name in written]
-        return {
-            str(path) for path in paths if not path.is_absolute() and ".." not in path.parts and path.suffix in SUFFIXES
-        }
+        inside = [path for path in paths if not path.is_absolute() and ".." not in path.parts]
+        return {str(path) for path in inside if path.suffix in SUFFIXES}
 
     def write(self, contents: Mapping[str, bytes]) -> None:
         """Write files, `listing` first, since it names the others, and remove those of an earlier run.
@@ -58,8 +52,8 @@ class OwnFiles:
         earlier = self.earlier()
         if foreign := [name for name in contents if name not in earlier and (self.folder / name).exists()]:
             raise DuelError(
-                f"--out {self.folder} holds {', '.join(foreign)}, which no {self.kind} there lists as its "
-                "own: nothing was written. Name another folder, or move these files."
+                f"--out {self.folder} holds {', '.join(foreign)}, which no {self.format.split()[-1]} there lists as "
+                "its own: nothing was written. Name another folder, or move these files."
             )
         for name in sorted(contents, key=lambda name: name != self.listing):
             (self.folder / name).parent.mkdir(parents=True, exist_ok=True)

@@ -41,57 +41,55 @@ def read(names: Iterable[str]) -> list[dict[str, Any]]:
 
 def _file(file: Path, name: str) -> list[dict[str, Any]]:
     try:
-        lines = file.read_text(encoding="utf-8-sig").splitlines()
+        reader = csv.DictReader(file.read_text(encoding="utf-8-sig").splitlines(), strict=True)
     except (OSError, UnicodeDecodeError) as error:
         raise DuelError(
             f"--published {name} cannot be read ({type(error).__name__}: {error}); name a CSV file, or {PAPER} for the "
             "paper's tables."
         ) from None
-    reader = csv.DictReader(lines, strict=True)
+    figures = []
     try:
-        header = [*(reader.fieldnames or ())]
-        for column in header:
+        for column in (header := reader.fieldnames or ()):
             if column not in (*NEEDED, *OPTIONAL):
-                raise DuelError(f"{name}, line 1: {unknown('column', column, (*NEEDED, *OPTIONAL))}")
+                raise unknown("column", column, (*NEEDED, *OPTIONAL))
         if missing := [column for column in NEEDED if column not in header]:
-            raise DuelError(f"{name}, line 1 has no column {', '.join(missing)}; needed are {', '.join(NEEDED)}.")
-        return [_figure(line, f"{name}, line {reader.line_num}") for line in reader]
-    except csv.Error as error:
-        raise DuelError(f"{name}, line {reader.line_num}: {error}. Write the line again.") from None
+            raise DuelError(f"there is no column {', '.join(missing)}; needed are {', '.join(NEEDED)}.")
+        for line in reader:
+            if None in line or None in line.values():
+                count = "more" if None in line else "fewer"
+                raise DuelError(f"there are {count} cells than the first line has columns.")
+            figures.append(_figure(line))
+    except (DuelError, csv.Error) as error:
+        raise DuelError(f"{name}, line {reader.line_num}: {error}") from None
+    return figures
 
 
-def _figure(line: Mapping[str | None, Any], place: str) -> dict[str, Any]:
+def _figure(line: Mapping[str, Any]) -> dict[str, Any]:
     """A checked figure."""
-    if None in line or None in line.values():
-        raise DuelError(f"{place} has {'more' if None in line else 'fewer'} cells than the first line has columns.")
-    for column in NEEDED:
-        if not line[column].strip():
-            raise DuelError(f"{place}: {column} is empty.")
-    estimator, metric = line["estimator"].strip(), line["metric"].strip()
-    if metric not in METRICS:
-        raise DuelError(f"{place}: {unknown('metric', metric, METRICS)}")
-    try:
-        entry = registry.find(estimator)
-    except DuelError as error:
-        raise DuelError(f"{place}: {error}") from None
     entries = {column: (line.get(column) or "").strip() for column in (*NEEDED, *OPTIONAL)}
+    for column in NEEDED:
+        if not entries[column]:
+            raise DuelError(f"{column} is empty.")
+    if entries["metric"] not in METRICS:
+        raise unknown("metric", entries["metric"], METRICS)
+    entry = registry.find(entries["estimator"])
     return entries | {
         "estimator": entry.name,
         "display": entry.display,
         "kind": KINDS.get(entry.kind, "estimate"),
-        "value": _positive(line["value"], place, "value"),
-        "printed": line["value"].strip(),
-        "stderr": _positive(line["stderr"], place, "stderr") if line.get("stderr") else None,
+        "value": _positive(entries, "value"),
+        "printed": entries["value"],
+        "stderr": _positive(entries, "stderr") if entries["stderr"] else None,
     }
 
 
-def _positive(text: str, place: str, column: str) -> float:
+def _positive(entries: Mapping[str, str], column: str) -> float:
     try:
-        number = float(text)
+        number = float(entries[column])
     except ValueError:
         number = math.nan
-    if not (math.isfinite(number) and number >= 0):
-        raise DuelError(f"{place}: {column} is '{text}', not a number from 0 up.")
+    if not 0 <= number < math.inf:
+        raise DuelError(f"{column} is '{entries[column]}', not a number from 0 up.")
     return number
 
 

@@ -22,54 +22,42 @@ MAX_CELLS, MAX_POINTS = 64, 128  # per side of a heat map, and per curve; longer
 
 def summary(records: Iterable[Mapping[str, Any]], spec: Mapping[str, Any]) -> dict[str, Any]:
     """The arrays of one trace. `reveals[p, s]` counts tokens at position p of their block revealed at step s."""
-    nll, positions, offsets, steps = [], [], [], []
-    windows = 0
+    windows, nll, positions, offsets, steps = 0, [], [], [], []
     for record in records:
         windows += 1
         length = len(record.get("token_logprobs") or ())
-        if not length:
-            continue
         starts = sorted(record.get("starts") or [0])
-        nll.extend(-value for value in record["token_logprobs"])
+        nll.extend(-value for value in record.get("token_logprobs") or ())
         positions.extend(range(length))
         offsets.extend(p - starts[max(0, bisect.bisect_right(starts, p) - 1)] for p in range(length))
-        steps.extend(record["reveal_steps"] if record.get("reveal_steps") else [-1] * length)
+        steps.extend(record.get("reveal_steps") or [-1] * length)
     estimator = registry.ESTIMATORS.get(str(spec.get("estimator")))
     likelihood = estimator is None or estimator.kind is not registry.Kind.NOT_A_LIKELIHOOD
+    costs, step, offset = np.array(nll, dtype=np.float64), np.array(steps, dtype=int), np.array(offsets, dtype=int)
     ordered = bool(steps) and min(steps) >= 0
-    nll_array, position_array = np.array(nll, dtype=np.float64), np.array(positions, dtype=np.int64)
     content: dict[str, Any] = {
-        "estimator": spec.get("estimator"),
-        "rule": spec.get("rule"),
-        "block": spec.get("block"),
+        **{key: spec.get(key) for key in ("estimator", "rule", "block")},
         "likelihood": likelihood,
         "flag": "" if likelihood else SEES_TRUTH,
         "windows": windows,
         "tokens": len(nll),
         "ordered": ordered,
-        "mean_nll": _mean(nll_array),
-        "by_position": _curve(position_array, nll_array),
-        "by_step": None,
-        "reveals": None,
+        "mean_nll": float(costs.mean()) if nll else None,
+        "by_position": _curve(np.array(positions, dtype=int), costs),
+        "by_step": _curve(step, costs) if ordered else None,
+        "reveals": _reveals(offset, step) if ordered else None,
     }
-    if ordered:
-        content["by_step"] = _curve(np.array(steps), nll_array)
-        content["reveals"] = _reveals(np.array(offsets), np.array(steps))
+    if ordered:  # the correlation is 1 for left to right, -1 for right to left, 0 for neither
+        constant = offset.std() == 0 or step.std() == 0
+        content["left_to_right"] = None if constant else float(np.corrcoef(offset, step)[0, 1])
         content["steps"] = max(steps) + 1
-        content["left_to_right"] = _left_to_right(np.array(offsets), np.array(steps))
     return content
-
-
-def _mean(values: np.ndarray) -> float | None:
-    return float(values.mean()) if values.size else None
 
 
 def _curve(at: np.ndarray, nll: np.ndarray) -> dict[str, Any]:
     """Mean negative log-likelihood and number of tokens in bins of `width` positions (or steps)."""
     width = max(1, math.ceil((int(at.max()) + 1) / MAX_POINTS)) if at.size else 1
-    bins = at // width
-    tokens = np.bincount(bins)
-    sums = np.bincount(bins, weights=nll)
+    tokens, sums = np.bincount(at // width), np.bincount(at // width, weights=nll)
     mean = [round(float(s / n), 6) if n else None for s, n in zip(sums, tokens, strict=True)]
     return {"width": width, "mean_nll": mean, "tokens": tokens.tolist()}
 
@@ -80,13 +68,6 @@ def _reveals(offsets: np.ndarray, steps: np.ndarray) -> dict[str, Any]:
     counts = np.zeros((int(rows.max()) + 1, int(columns.max()) + 1), dtype=np.int64)
     np.add.at(counts, (rows, columns), 1)
     return {"width": width, "counts": counts.tolist()}
-
-
-def _left_to_right(offsets: np.ndarray, steps: np.ndarray) -> float | None:
-    """Correlation of position in the block with step: 1 is left to right, -1 right to left, 0 neither."""
-    if offsets.std() == 0 or steps.std() == 0:
-        return None
-    return float(np.corrcoef(offsets, steps)[0, 1])
 
 
 # ---------------------------------------------------------------- files

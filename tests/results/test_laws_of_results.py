@@ -125,6 +125,7 @@ def test_a_bootstrap_that_holds_the_monte_carlo_error_gets_no_more_of_it():
     columns = np.stack([hard + noise, hard], 1)
     rates = stats.resample(columns, draws=4000) / 500
     error = 0.5 / math.sqrt(500)
+    assert np.std(rates[:, 0]) == pytest.approx(np.std(hard + noise) / math.sqrt(500), rel=0.05)  # and so its interval
     spread = np.std(stats.with_error(rates, 0, error) - rates[:, 1])
     assert spread == pytest.approx(error, rel=0.15)
     few = stats.with_error(rates[:, [1, 1]], 0, error) - rates[:, 1]  # draws that know nothing of it
