@@ -5,7 +5,7 @@
         decision = rule(predictions, lanes)
         tokens = targets | draw(predictions, decision.pick)     the one line in which Algorithms 2 and 1 differ
         scores.add(lanes, decision, predictions.log_prob(tokens))
-        lanes = lanes.reveal(decision, tokens)                  finished lanes are yielded, waiting ones enter
+        lanes = lanes.reveal(decision, tokens)                  finished windows are yielded, waiting lanes enter
 
 Scoring, sampling, the ELBO and the lattice all run this loop, so they cannot drift apart.
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeAlias, cast
 
 import torch
@@ -26,7 +26,7 @@ from lm_eval_duel.core.budget import Budget
 from lm_eval_duel.core.decision import UnmaskingRule, require_pick
 from lm_eval_duel.core.lanes import Lanes, Queue, Rows
 from lm_eval_duel.core.network import Network
-from lm_eval_duel.core.scores import Counts, Scores, Step
+from lm_eval_duel.core.scores import Counts, IndexedScores, Scores, Step
 from lm_eval_duel.core.tokens import Draw
 from lm_eval_duel.core.view import View
 from lm_eval_duel.core.windows import Window
@@ -50,18 +50,17 @@ class WindowGroup:
 
 
 class Reveal:
-    """The lanes of one group of windows while they are revealed: iterate over those that finish.
-
-    Whoever iterates may put the lanes that follow into `waiting` before the next ones are taken.
+    """The lanes of one group of windows while they are revealed: an iterator of (row, score) of each finished window.
 
     Args:
         group: The windows.
         rule: Which positions to reveal next.
         lanes: Those to reveal, made when they are needed.
-        scores: What adds up the steps.
+        scores: What adds up the steps, and says which windows are finished.
         budget: How much one network call holds. Out of memory, it is halved.
         counts: Network calls and rows are added to it.
         draw: The tokens to reveal at a pick (Algorithm 1). None: the targets (Algorithm 2).
+        following: The lanes that finished lanes make possible, which go before those that wait.
     """
 
     def __init__(
@@ -73,13 +72,14 @@ class Reveal:
         budget: Budget,
         counts: Counts,
         draw: Draw | None = None,
+        following: Callable[[Lanes], Lanes | None] | None = None,
     ):
         self.group, self.view, self.rule, self.scores, self.draw = group, group.view, rule, scores, draw
-        self.budget, self.counts = budget, counts
+        self.budget, self.counts, self.following = budget, counts, following
         self.waiting = Queue(lanes)
         self.active: Lanes | None = None
 
-    def __iter__(self) -> Iterator[Lanes]:
+    def __iter__(self) -> IndexedScores:
         rows, forwards = self.view.evaluated, self.view.forwards
         try:
             while active := self._fill():
@@ -95,8 +95,10 @@ class Reveal:
                 finished = ~after.masked.any(1)  # (R,)
                 self.active = after
                 if finished.any():
-                    self.active = after.select(~finished)
-                    yield after.select(finished)
+                    self.active, done = after.select(~finished), after.select(finished)
+                    if self.following is not None and (following := self.following(done)) is not None:
+                        self.waiting.put_first(following)
+                    yield from self.scores.take(done)
                 signals.check()
         finally:
             self.counts.forwards += self.view.forwards - forwards

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
 from lm_eval_duel.core.decision import NEAR_TIE, Decision
 from lm_eval_duel.core.lanes import Lanes, Rows
-from lm_eval_duel.core.windows import Window
 
 if TYPE_CHECKING:
     from lm_eval_duel.core.predictions import Predictions
@@ -109,13 +108,16 @@ class Step(NamedTuple):
     log_prob: torch.Tensor  # (R, W) of the tokens, float64
 
 
+IndexedScores: TypeAlias = Iterator[tuple[int, WindowScore]]  # (index, score) of each window as it is finished
+
+
 class Scores(Protocol):
     """What adds up the steps of one group of windows."""
 
     def add(self, step: Step) -> None:
         """Add one step. After an out-of-memory error in here, the same step is added again."""
 
-    def take(self, finished: Lanes) -> Iterator[tuple[int, WindowScore]]:
+    def take(self, finished: Lanes) -> IndexedScores:
         """(row, score) of each window that these finished lanes complete."""
 
 
@@ -157,7 +159,7 @@ class WindowScores:
         self.sums.index_add_(0, lanes.row, sums)
         self.has_margins &= decision_margin is not None
 
-    def take(self, finished: Lanes) -> Iterator[tuple[int, WindowScore]]:
+    def take(self, finished: Lanes) -> IndexedScores:
         """(row, score) of each window that has no lane left."""
         rows = finished.row.unique()  # (n,)
         rows = rows[self.sums[rows, 0] == self.expected[rows]]
@@ -183,28 +185,3 @@ class WindowScores:
                 entropy=entropy,
             )
             yield row, scored
-
-
-class Samples(WindowScores):
-    """The samples of one group of prompts, given as windows."""
-
-    def __init__(self, rows: Rows, prompts: Sequence[Window], traced: bool = False):
-        super().__init__(rows, traced)
-        self.rows, self.prompts = rows, prompts
-
-    def tokens(self, row: int, end: int | None = None) -> tuple[int, ...]:
-        """The tokens of a row before column `end`, or all that were revealed."""
-        end = self.origin[row] + self.target[row] if end is None else end
-        return tuple(self.rows.ids[row, self.origin[row] : end].tolist())
-
-    def stop(self, row: int) -> None:
-        """End this row: its sample is what has been revealed."""
-        self.expected[row] = self.sums[row, 0]
-        self.target[row] = int(self.expected[row])
-
-    def take(self, finished: Lanes) -> Iterator[tuple[int, Sample]]:
-        """(row, sample) of each text that is complete."""
-        for row, scored in super().take(finished):
-            tokens = self.tokens(row)
-            prompt = self.prompts[row]
-            yield row, Sample.from_score(scored, tokens, prompt.tail + len(prompt.target) - len(tokens))

@@ -30,18 +30,11 @@ def as_ids(ids: Ids) -> tuple[int, ...]:
         raise DuelError(f"Token ids are a list, or a tensor of one dimension; got one of the shape {tuple(shape)}.")
     try:
         values = ids.tolist() if shape is not None else list(ids)  # type: ignore[union-attr]  # a tensor or an array
-        return tuple(map(whole_id, values))
+        if float in map(type, values):
+            values = [int(token) if isinstance(token, float) and token.is_integer() else token for token in values]
+        return tuple(map(operator.index, values))  # raises TypeError for a text, and for a number that is not whole
     except (TypeError, ValueError):
         raise DuelError(f"Token ids are whole numbers in a list, a tuple or a tensor; got {ids!r:.80}.") from None
-
-
-def whole_id(token: object) -> int:
-    """A token id; raises TypeError for a text, and for a number that is not whole."""
-    if isinstance(token, float):
-        if not token.is_integer():
-            raise TypeError
-        return int(token)
-    return operator.index(token)  # type: ignore[arg-type]  # raises TypeError
 
 
 @dataclasses.dataclass(frozen=True, init=False)

@@ -13,24 +13,21 @@ Shapes: N windows, L row length, R lanes, W block width.
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Iterator, Sequence
-from typing import ClassVar, NamedTuple, TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import ClassVar, NamedTuple
 
 import torch
 
 from lm_eval_duel.core.budget import Budget, plan
-from lm_eval_duel.core.decision import EVALUATE_ALL, UnmaskingRule
 from lm_eval_duel.core.denoiser import Denoiser
-from lm_eval_duel.core.lanes import Lanes, Rows, blocks, groups
-from lm_eval_duel.core.reveal import BlockSpan, Reveal, WindowGroup
-from lm_eval_duel.core.scores import Counts, Scores, WindowScore
+from lm_eval_duel.core.lanes import Rows, blocks, groups
+from lm_eval_duel.core.reveal import BlockSpan, WindowGroup
+from lm_eval_duel.core.scores import Counts, IndexedScores, WindowScore
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.checks import check_windows, resolve_block, resolve_grid
 
 BUCKET = 8  # network calls that the windows of one bucket fill, if windows are taken in the order given
-
-IndexedScores: TypeAlias = Iterator[tuple[int, WindowScore]]  # (index, score) of each window as it is finished
 
 
 class Value(NamedTuple):
@@ -167,10 +164,3 @@ class Estimator(abc.ABC):
     def lanes(self, window: Window) -> int:
         """How many lanes of a window can be evaluated side by side."""
         return len(self.blocks(window))
-
-    def reveal(
-        self, group: WindowGroup, lanes: Iterable[Lanes], scores: Scores, rule: UnmaskingRule = EVALUATE_ALL
-    ) -> IndexedScores:
-        """Reveal the targets of `lanes` under `rule`, or evaluate each state once; scores as they are finished."""
-        for finished in Reveal(group, rule, lanes, scores, self.budget, self.counts):
-            yield from scores.take(finished)

@@ -18,15 +18,15 @@ from typing import Any
 import torch
 
 from lm_eval_duel import fingerprint, rules
-from lm_eval_duel.core.decision import UnmaskingRule
+from lm_eval_duel.core.decision import EVALUATE_ALL, UnmaskingRule
 from lm_eval_duel.core.denoiser import Denoiser
-from lm_eval_duel.core.reveal import BlockSpan, WindowGroup
-from lm_eval_duel.core.scores import Sample, WindowScore, WindowScores
+from lm_eval_duel.core.reveal import BlockSpan, Reveal, WindowGroup
+from lm_eval_duel.core.scores import IndexedScores, Sample, WindowScore, WindowScores
 from lm_eval_duel.core.tokens import Argmax, Draw, Draws
 from lm_eval_duel.core.windows import Ids, Window, as_ids
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import gradients, sampling
-from lm_eval_duel.estimators.base import Estimator, IndexedScores, Value
+from lm_eval_duel.estimators.base import Estimator, Value
 from lm_eval_duel.estimators.checks import check_rule, check_windows, rule_for
 from lm_eval_duel.estimators.fixed_orders import Replay, fixed_states
 
@@ -191,9 +191,10 @@ class DuelEstimator(Estimator):
         fresh = group.fresh(spans)
         expected = torch.zeros_like(group.rows.target).index_add_(0, fresh.row, fresh.masked.sum(1))  # (N,)
         scores, rule = WindowScores(group.rows, self.traced, expected), self._followed
-        if rule.fixed:
-            return self.reveal(group, fixed_states(self, group, rule, spans), scores)
-        return self.reveal(group, [fresh], scores, rule)
+        if rule.fixed:  # all states are known before any is evaluated
+            states = fixed_states(self, group, rule, spans)
+            return iter(Reveal(group, EVALUATE_ALL, states, scores, self.budget, self.counts))
+        return iter(Reveal(group, rule, [fresh], scores, self.budget, self.counts))
 
 
 class Autoregressive(DuelEstimator):

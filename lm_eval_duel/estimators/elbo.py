@@ -31,13 +31,13 @@ import torch
 from lm_eval_duel.core.decision import EVALUATE_ALL
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.lanes import Lanes
-from lm_eval_duel.core.reveal import WindowGroup
-from lm_eval_duel.core.scores import Step, WindowScore
+from lm_eval_duel.core.reveal import Reveal, WindowGroup
+from lm_eval_duel.core.scores import IndexedScores, Step, WindowScore
 from lm_eval_duel.core.view import distinct
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.dit.denoiser import SEDD
 from lm_eval_duel.errors import DuelError, unknown
-from lm_eval_duel.estimators.base import Estimator, IndexedScores, Value
+from lm_eval_duel.estimators.base import Estimator, Value
 from lm_eval_duel.estimators.checks import check_every_order
 from lm_eval_duel.estimators.registry import ELBO_FORMS
 from lm_eval_duel.hashing import hashed, uniform
@@ -134,7 +134,7 @@ class Elbo(Estimator):
             view = cast(SEDD, self.denoiser).open_at(group.rows, lambda lanes: lanes.memory[1][:, 0])
             group = dataclasses.replace(group, view=view)
         sums = ElboSums(group, self)
-        yield from self.reveal(group, self._draws(group, sums), sums)
+        yield from Reveal(group, EVALUATE_ALL, self._draws(group, sums), sums, self.budget, self.counts)
         yield from sums.rest()
 
     def _draws(self, group: WindowGroup, sums: ElboSums) -> Iterator[Lanes]:

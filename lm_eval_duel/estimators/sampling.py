@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import torch
 
 from lm_eval_duel.core.decision import UnmaskingRule
-from lm_eval_duel.core.reveal import Reveal
-from lm_eval_duel.core.scores import Sample, Samples
+from lm_eval_duel.core.lanes import Lanes
+from lm_eval_duel.core.reveal import BlockSpan, Reveal, WindowGroup
+from lm_eval_duel.core.scores import Sample, WindowScores
 from lm_eval_duel.core.tokens import Draw
 from lm_eval_duel.core.windows import Ids, Window
 from lm_eval_duel.errors import DuelError
@@ -41,23 +42,49 @@ def stream(
         if not prompt.target:
             yield n, Sample.from_score(estimator.empty_score, (), prompt.tail)
     for group in estimator.groups(prompts, range(len(prompts)), generating=True):
-        samples = Samples(group.rows, group.windows, estimator.traced)
-        blocks = [deque(estimator.blocks(prompt)) for prompt in group.windows]  # of each row, those not started
-        first = group.fresh([(row, *left.popleft()) for row, left in enumerate(blocks)])
+        samples = Samples(group, estimator, stop)
         rule, draw = sampler(group.window_indices)
-        reveal = Reveal(group, rule, [first], samples, estimator.budget, estimator.counts, draw)
-        for finished in reveal:
-            group.view.commit(finished)
-            following = []
-            for row in finished.row.tolist():
-                if not blocks[row]:
-                    continue
-                if stop and stop(group.window_indices[row], samples.tokens(row, end=blocks[row][0][0])):
-                    samples.stop(row)
-                else:
-                    following.append((row, *blocks[row].popleft()))
-            if following:
-                reveal.waiting.put_first(group.fresh(following))
-            for row, sample in samples.take(finished):
-                estimator.counts.add(sample, len(sample.tokens))
-                yield group.window_indices[row], sample
+        first = [samples.next_block(row) for row in range(len(group.windows))]
+        sampled = Reveal(
+            group, rule, [group.fresh(first)], samples, estimator.budget, estimator.counts, draw, samples.following
+        )
+        for row, sample in cast(Iterator[tuple[int, Sample]], sampled):
+            estimator.counts.add(sample, len(sample.tokens))
+            yield group.window_indices[row], sample
+
+
+class Samples(WindowScores):
+    """The samples of one group of prompts: their scores, their tokens, and the blocks that are not begun."""
+
+    def __init__(self, group: WindowGroup, estimator: Estimator, stop: Stop | None):
+        super().__init__(group.rows, estimator.traced)
+        self.group, self.stop = group, stop
+        self.blocks = [deque(estimator.blocks(prompt)) for prompt in group.windows]  # (first column, width), by row
+
+    def next_block(self, row: int) -> BlockSpan:
+        """The next block of a row."""
+        return (row, *self.blocks[row].popleft())
+
+    def following(self, finished: Lanes) -> Lanes | None:
+        """Commit finished blocks; the next block of each of their rows that has one and goes on."""
+        self.group.view.commit(finished)
+        spans = []
+        for row in finished.row.tolist():
+            if self.blocks[row] and self.stop and self.stop(self.group.window_indices[row], self.tokens(row)):
+                self.blocks[row].clear()
+                self.expected[row] = self.sums[row, 0]  # the sample is what has been revealed
+                self.target[row] = int(self.expected[row])
+            elif self.blocks[row]:
+                spans.append(self.next_block(row))
+        return self.group.fresh(spans) if spans else None
+
+    def tokens(self, row: int) -> tuple[int, ...]:
+        """The tokens of a row, up to the first block that is not begun."""
+        end = self.blocks[row][0][0] if self.blocks[row] else self.origin[row] + self.target[row]
+        return tuple(self.group.rows.ids[row, self.origin[row] : end].tolist())
+
+    def take(self, finished: Lanes) -> Iterator[tuple[int, Sample]]:
+        """(row, sample) of each text that is complete."""
+        for row, scored in super().take(finished):
+            tokens, prompt = self.tokens(row), self.group.windows[row]
+            yield row, Sample.from_score(scored, tokens, prompt.tail + len(prompt.target) - len(tokens))

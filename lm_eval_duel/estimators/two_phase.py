@@ -23,12 +23,12 @@ import torch
 from lm_eval_duel import fingerprint, rules
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.reveal import BlockSpan, WindowGroup
-from lm_eval_duel.core.scores import PhaseCounts, WindowScore, known_sum
+from lm_eval_duel.core.scores import IndexedScores, PhaseCounts, WindowScore, known_sum
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import under_cache
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import block_sample
-from lm_eval_duel.estimators.base import Estimator, IndexedScores, Value
+from lm_eval_duel.estimators.base import Estimator, Value
 from lm_eval_duel.estimators.checks import check_two_phase
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.phases import Phases

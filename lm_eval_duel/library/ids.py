@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 from lm_eval_duel import fingerprint
 from lm_eval_duel.core.denoiser import Denoiser
-from lm_eval_duel.core.scores import Counts, Sample, WindowScore
+from lm_eval_duel.core.scores import Counts, IndexedScores, Sample, WindowScore
 from lm_eval_duel.core.windows import Ids, Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
-from lm_eval_duel.estimators.base import Estimator, IndexedScores
+from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.gradients import Weights
 from lm_eval_duel.estimators.sampling import Stop

@@ -6,10 +6,9 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from lm_eval_duel.core.scores import WindowScore
+from lm_eval_duel.core.scores import IndexedScores, WindowScore
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import naming
-from lm_eval_duel.estimators.base import IndexedScores
 from lm_eval_duel.library.results import GeneratedText
 from lm_eval_duel.text.generation import Generator
 from lm_eval_duel.text.text import Text

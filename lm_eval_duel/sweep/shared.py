@@ -20,8 +20,8 @@ from lm_eval_duel.core.decision import EVALUATE_ALL, require_pick
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.core.reveal import BlockSpan, Reveal, WindowGroup
-from lm_eval_duel.core.scores import Step, WindowScore
-from lm_eval_duel.estimators.base import Estimator, IndexedScores, Value
+from lm_eval_duel.core.scores import IndexedScores, Step, WindowScore
+from lm_eval_duel.estimators.base import Estimator, Value
 from lm_eval_duel.estimators.checks import check_rule
 
 
@@ -79,11 +79,8 @@ class Shared(Estimator):
 
     def score_group(self, group: WindowGroup) -> IndexedScores:
         walks = SharedAccumulator(group, self.rules, self.block_spans(group))
-        reveal = Reveal(group, EVALUATE_ALL, [walks.fresh], walks, self.budget, self.counts)
-        for finished in reveal:
-            if (following := walks.next_states(finished)) is not None:
-                reveal.waiting.put_first(following)
-            yield from walks.take(finished)
+        following = walks.next_states
+        return iter(Reveal(group, EVALUATE_ALL, [walks.fresh], walks, self.budget, self.counts, following=following))
 
 
 class SharedAccumulator:

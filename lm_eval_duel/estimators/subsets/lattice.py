@@ -24,12 +24,12 @@ from typing import Any, cast
 import torch
 
 from lm_eval_duel import rules
-from lm_eval_duel.core.decision import require_pick
+from lm_eval_duel.core.decision import EVALUATE_ALL, require_pick
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.lanes import Lanes
-from lm_eval_duel.core.reveal import WindowGroup
-from lm_eval_duel.core.scores import STATISTICS, Step, WindowScore
-from lm_eval_duel.estimators.base import Estimator, IndexedScores, Value
+from lm_eval_duel.core.reveal import Reveal, WindowGroup
+from lm_eval_duel.core.scores import STATISTICS, IndexedScores, Step, WindowScore
+from lm_eval_duel.estimators.base import Estimator, Value
 from lm_eval_duel.estimators.checks import check_every_order
 from lm_eval_duel.estimators.registry import LATTICE
 from lm_eval_duel.estimators.subsets.arguments import check_block
@@ -97,7 +97,7 @@ class Lattice(Estimator):
 
     def score_group(self, group: WindowGroup) -> IndexedScores:
         tables = LatticeAccumulator(group, self)
-        return self.reveal(group, tables.states(), tables)
+        return iter(Reveal(group, EVALUATE_ALL, tables.states(), tables, self.budget, self.counts))
 
 
 class LatticeAccumulator(SubsetAccumulator):

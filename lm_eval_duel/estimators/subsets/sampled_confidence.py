@@ -31,15 +31,15 @@ from typing import Any, ClassVar
 import torch
 
 from lm_eval_duel import fingerprint, rules
+from lm_eval_duel.core.decision import EVALUATE_ALL
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.core.predictions import Predictions
-from lm_eval_duel.core.reveal import WindowGroup
-from lm_eval_duel.core.scores import Counts, Sample, Step, WindowScore
+from lm_eval_duel.core.reveal import Reveal, WindowGroup
+from lm_eval_duel.core.scores import Counts, IndexedScores, Sample, Step, WindowScore
 from lm_eval_duel.core.tokens import Argmax, Draw
 from lm_eval_duel.core.windows import Ids, Window
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.base import IndexedScores
 from lm_eval_duel.estimators.checks import check_every_order
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.subsets.arguments import LATTICE_BLOCK, check_block, read_confidence
@@ -164,7 +164,7 @@ class SampledConfidence(DuelEstimator):
 
     def score_group(self, group: WindowGroup) -> IndexedScores:
         tables = DrawnAccumulator(group, self)
-        return self.reveal(group, tables.states(), tables)
+        return iter(Reveal(group, EVALUATE_ALL, tables.states(), tables, self.budget, self.counts))
 
 
 def _unscored(sample: Sample) -> Sample:

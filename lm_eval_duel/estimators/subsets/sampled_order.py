@@ -24,11 +24,12 @@ import math
 import torch
 
 from lm_eval_duel import fingerprint
+from lm_eval_duel.core.decision import EVALUATE_ALL
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.lanes import Lanes
-from lm_eval_duel.core.reveal import WindowGroup
-from lm_eval_duel.core.scores import Step, WindowScore
-from lm_eval_duel.estimators.base import Estimator, IndexedScores, Value
+from lm_eval_duel.core.reveal import Reveal, WindowGroup
+from lm_eval_duel.core.scores import IndexedScores, Step, WindowScore
+from lm_eval_duel.estimators.base import Estimator, Value
 from lm_eval_duel.estimators.checks import check_every_order
 from lm_eval_duel.estimators.subsets.arguments import ORDER, check_block, read_order
 from lm_eval_duel.estimators.subsets.counts import StepCounts, table
@@ -87,7 +88,7 @@ class SampledOrder(Estimator):
 
     def score_group(self, group: WindowGroup) -> IndexedScores:
         tables = OrderAccumulator(group, self)
-        return self.reveal(group, tables.states(), tables)
+        return iter(Reveal(group, EVALUATE_ALL, tables.states(), tables, self.budget, self.counts))
 
 
 @dataclasses.dataclass

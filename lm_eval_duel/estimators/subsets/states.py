@@ -19,7 +19,8 @@ import torch
 from lm_eval_duel.core.decision import EVALUATE_ALL
 from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.core.reveal import WindowGroup
-from lm_eval_duel.estimators.base import Estimator, IndexedScores
+from lm_eval_duel.core.scores import IndexedScores
+from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.subsets.sets import fresh_positions, number_of, numbered
 
 TABLE = 1 << 22  # the most values of a table of a chunk
