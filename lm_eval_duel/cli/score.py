@@ -255,7 +255,7 @@ def table(figures: dict[str, Any]) -> str:
         error = total["bits_per_byte_stderr"]
         lines.append(f"bits per byte {total['bits_per_byte']:.4f} +- {error:.4f} (standard error over documents)")
     if total["unk_tokens"]:
-        from lm_eval_duel.harness.run_stats import unknown_share
+        from lm_eval_duel.text.text import unknown_share
 
         lines.append(unknown_share(total["unk_tokens"], total["tokens"]))
     return "\n".join([*lines, f"fingerprint {figures['fingerprint']}"])

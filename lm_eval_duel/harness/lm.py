@@ -109,7 +109,7 @@ class DuelMDM(TemplateLM):
         if self not in patches.answering:
             self.run = self._new_run()
         run, batch = self.run, Batch.from_requests(requests)
-        run.cache, run.show_progress = self.cache_hook, not disable_tqdm
+        run.store, run.show_progress = self.cache_hook.dbdict, not disable_tqdm
         work = kind(run, batch)  # every request is checked here
         answers = dict(work.cached())
         remaining = [n for n in work.order if n not in answers]
@@ -130,7 +130,7 @@ class DuelMDM(TemplateLM):
         from lm_eval_duel.harness.run import Run
 
         patches.answering.add(self)
-        return Run(self.options, self.text, self.estimator, self.ranks, self.trace, self.cache_hook)
+        return Run(self.options, self.text, self.estimator, self.ranks, self.trace)
 
     def _require_whole_texts_only(self) -> None:
         """Raise DuelError if the estimator does not compare continuations."""

@@ -7,7 +7,6 @@ Every request is scored once, in the order in which windows are finished, and sa
 
 from __future__ import annotations
 
-import abc
 import logging
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -90,27 +89,23 @@ def document_windows(text: Text, requests: Sequence[Instance]) -> list[list[Wind
 class Scoring(Work):
     """Requests for log-likelihoods. The answer to each is its `Outcome`."""
 
-    def __init__(self, run: Run, batch: Batch):
+    def __init__(self, run: Run, batch: Batch, windows: list[list[Window]]):
         super().__init__(run, batch)
-        self.windows = self.cut(batch.requests)  # of each request
+        self.label = f" {run.method}"
+        self.windows = windows  # of each request
         self.unfinished = Unfinished(run.store, run.estimator)
+        self.verification: Verification | None = None
         self.all_mask_starts = run.estimator.counts.all_mask_starts
-
-    @abc.abstractmethod
-    def cut(self, requests: Sequence[Instance]) -> list[list[Window]]:
-        """The windows of each request."""
-
-    @property
-    def label(self) -> str:
-        name, rule = self.estimator.name, self.estimator.describe().get("rule", "")
-        return f" {rule}" if name == "duel" else f" {name} {rule}".rstrip()
+        self.keys = [""] * len(batch.requests)  # in the response cache, if there is one
+        if run.store is not None:
+            self.keys = [request_key(self.kind, versions.arguments(request)) for request in batch.requests]
 
     def size(self, n: int) -> int:
         return sum(len(window.target) for window in self.windows[n])
 
     def cached(self) -> Iterator[tuple[int, Outcome]]:
         for n in self.order:
-            if self.run.store is None or (record := self.run.store.find(self._key(n), tuple)) is None:
+            if self.run.store is None or (record := self.run.store.find(self.keys[n], tuple)) is None:
                 continue
             if (outcome := Outcome.from_record(record, self.windows[n])) is None:
                 self.run.store.drop()
@@ -124,7 +119,8 @@ class Scoring(Work):
         Until then its scores are kept in the response cache, so an interrupted run loses only the windows in flight.
         """
         run, windows = self.run, self.windows
-        self.verification = Verification(run, {n: windows[n] for n in remaining})
+        if run.options.verify:
+            self.verification = Verification(run.options, run.ranks, {n: windows[n] for n in remaining})
         scores = {n: self.unfinished.resume(windows[n]) for n in remaining}  # of each request, by part
         missing = [(n, part) for n in remaining for part in range(len(windows[n])) if part not in scores[n]]
         for n in remaining:
@@ -144,27 +140,26 @@ class Scoring(Work):
 
     def save(self, done: Finished) -> None:
         if self.run.store is not None:
-            self.run.store.keep(self._key(done.n), done.answer.record)
+            self.run.store.keep(self.keys[done.n], done.answer.record)
             self.unfinished.forget(done.windows)
 
     def count(self, done: Finished) -> None:
         """Add a request to the statistics, and to the windows that may be verified."""
         self._count(done.n, done.answer)
-        self.verification.keep(done.n, done.scores)
+        if self.verification is not None:
+            self.verification.keep(done.n, done.scores)
 
     def after(self) -> None:
         """Log ties, and score some windows again."""
         if ties := self.estimator.counts.all_mask_starts - self.all_mask_starts:
             log.info("blocks that started from masks alone, where all positions tie and the lowest is first: %d", ties)
-        self.run.stats.checked += self.verification.compare(self.requests)
+        if self.verification is not None:
+            self.run.stats.checked += self.verification.compare(self.requests, self.run.text)
 
     def _joined(self, n: int, scores: dict[int, WindowScore]) -> Finished:
         """A request whose windows are all scored."""
         parts = [scores[part] for part in range(len(scores))]
         return Finished(n, Outcome.from_scores(self.windows[n], parts, self.estimator), self.windows[n], parts)
-
-    def _key(self, n: int) -> str:
-        return request_key(self.kind, versions.arguments(self.requests[n]))
 
     def _count(self, n: int, outcome: Outcome) -> None:
         request = self.requests[n]
@@ -177,8 +172,8 @@ class Continuations(Scoring):
 
     kind = "loglikelihood"
 
-    def cut(self, requests: Sequence[Instance]) -> list[list[Window]]:
-        return continuation_windows(self.run.text, requests)
+    def __init__(self, run: Run, batch: Batch):
+        super().__init__(run, batch, continuation_windows(run.text, batch.requests))
 
     def reply(self, n: int, answer: Outcome) -> tuple[float, bool]:
         """The log-likelihood, and whether decoding would write the continuation."""
@@ -193,17 +188,14 @@ class WholeTexts(Scoring):
     kind = "loglikelihood_rolling"
 
     def __init__(self, run: Run, batch: Batch):
-        super().__init__(run, batch)
+        super().__init__(run, batch, document_windows(run.text, batch.requests))
         if run.options.order == "random":
             self.order = random_order(self.requests, run.options.draw_seed)
-        self.documents = {n: Document.from_request(self.requests[n], self.windows[n]) for n in self.order}
+        self.documents = {n: Document.from_request(self.requests[n], self.windows[n], self.keys[n]) for n in self.order}
         if run.options.order == "random" and self.requests:
             self.so_far = SoFar(self.documents.values())
         if run.store is not None:
             run.store.keep(DOCUMENTS + self.kind, plain(self.documents.values(), run.options.order))
-
-    def cut(self, requests: Sequence[Instance]) -> list[list[Window]]:
-        return document_windows(self.run.text, requests)
 
     def reply(self, n: int, answer: Outcome) -> float | tuple[float, bool]:
         """The log-likelihood, in the form of the release that asks."""

@@ -29,8 +29,6 @@ from lm_eval_duel.options import Options
 from lm_eval_duel.text.text import Text
 
 if TYPE_CHECKING:
-    from lm_eval.api.model import CacheHook
-
     from lm_eval_duel.harness.requests import Batch
 
 log = logging.getLogger("lm_eval.duel_mdm")  # lm-eval prints its own loggers only
@@ -117,30 +115,24 @@ class Progress:
 
 @dataclasses.dataclass
 class Run:
-    """One evaluation of a model. Creating it resets the counts of `estimator` and `text`.
-
-    `cache`: the harness's hook of the call under way.
-    """
+    """One evaluation of a model. Creating it resets the counts of `estimator` and `text`."""
 
     options: Options
     text: Text
     estimator: Estimator
     ranks: Ranks
     trace: Writer | None
-    cache: CacheHook
+    store: ResponseCache | None = None  # the response cache of the call under way
     stats: RunStats = dataclasses.field(default_factory=RunStats)
     gathered: list[RunStats] | None = None  # the statistics of all ranks
     show_progress: bool = True
     progress: Progress | None = None  # of the call under way
 
     def __post_init__(self) -> None:
+        name, rule = self.estimator.name, self.estimator.describe().get("rule", "")
+        self.method = str(rule) if name == "duel" else f"{name} {rule}".rstrip()  # in words
         self.estimator.counts = Counts()
         self.text.cut_contexts = self.text.merged_borders = 0
-
-    @property
-    def store(self) -> ResponseCache | None:
-        """The response cache, if there is one."""
-        return self.cache.dbdict
 
     @cached_property
     def sampler(self) -> DuelEstimator:

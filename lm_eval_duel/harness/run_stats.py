@@ -16,6 +16,7 @@ from lm_eval_duel.estimators.registry import ENTRIES, Kind
 from lm_eval_duel.harness import verify
 from lm_eval_duel.harness.totals import Outcome, TaskTotal, Total
 from lm_eval_duel.harness.verify import Checked
+from lm_eval_duel.text.text import unknown_share
 
 if TYPE_CHECKING:
     from lm_eval_duel.core.denoiser import Denoiser
@@ -140,14 +141,6 @@ class RunStats:
             **({"phases": self.phases} if self.phases else {}),
             "tasks": {name: total.describe() for name, total in self.tasks.items()},
         }
-
-
-def unknown_share(unknown: int, tokens: int) -> str:
-    """How many tokens are [UNK], and what that means for the numbers."""
-    return (
-        f"{unknown:,} of {tokens:,} tokens ({unknown / tokens:.1%}) are [UNK], text that the tokenizer does not know. "
-        "Bits per byte and word perplexity are then not a likelihood of the text, nor comparable between tokenizers"
-    )
 
 
 class Share(NamedTuple):

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.harness import versions
-from lm_eval_duel.harness.cache import DOCUMENTS, request_key
+from lm_eval_duel.harness.cache import DOCUMENTS
 from lm_eval_duel.rates import perplexity
 from lm_eval_duel.tasks.columns import TOKENS
 from lm_eval_duel.tasks.metrics import sizes
@@ -37,28 +37,26 @@ Z = 1.959964  # the 97.5 % quantile of the normal distribution
 
 @dataclasses.dataclass
 class Document:
-    """One document: the key of its answer in a response cache, its sizes (None: not known), its log-likelihood."""
+    """One document: the key of its answer in a response cache, if there is one, its sizes, its log-likelihood."""
 
     task: str
     doc: Any
     key: str
     tokens: int  # as the task counts them
-    words: int | None
+    words: int | None  # None: not known
     bytes: int | None
     log_prob: float | None = None  # None: not finished
 
     @classmethod
-    def from_request(cls, request: Instance, windows: Sequence[Window]) -> Document:
+    def from_request(cls, request: Instance, windows: Sequence[Window], key: str) -> Document:
         """A request for a whole text. Words and bytes are known if its task counts them in the text that is scored."""
-        arguments, doc = versions.arguments(request), request.doc if isinstance(request.doc, dict) else {}
-        (text,) = arguments
+        (text,), doc = versions.arguments(request), request.doc if isinstance(request.doc, dict) else {}
         counts: tuple[int | None, int | None] = (None, None)
         if TOKENS in doc and "words" in doc:
             counts = doc["words"], doc["bytes"]
         elif doc.get("text") == text:
             counts = sizes(text)
         tokens = doc.get(TOKENS, sum(len(window.target) for window in windows))
-        key = request_key(request.request_type, arguments)
         return cls(str(request.task_name), request.doc_id, key, tokens, *counts)
 
 

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
     from lm_eval_duel.core.denoiser import Denoiser
     from lm_eval_duel.estimators.recompute import Recomputed
-    from lm_eval_duel.harness.run import Run
+    from lm_eval_duel.harness.distributed import Ranks
+    from lm_eval_duel.options import Options
+    from lm_eval_duel.text.text import Text
 
 log = logging.getLogger("lm_eval.duel_mdm")
 ABSOLUTE, PER_TOKEN = 1e-4, 1e-6  # nats: how far two float32 scores of a window without near ties may be apart
@@ -97,12 +99,11 @@ def in_words(checked: Sequence[Checked]) -> str:
 class Verification:
     """A random sample of the windows of requests, drawn by (`draw_seed`, rank), and the run's scores of them."""
 
-    def __init__(self, run: Run, windows: Mapping[int, Sequence[Window]]):
-        self.run, self.windows = run, windows
-        options, rank, ranks = run.options, run.ranks.rank, run.ranks.world_size
+    def __init__(self, options: Options, ranks: Ranks, windows: Mapping[int, Sequence[Window]]):
+        self.options, self.ranks, self.windows = options, ranks, windows
         candidates = [(n, part) for n, parts in windows.items() for part in range(len(parts)) if parts[part].target]
-        share = options.verify // ranks + (rank < options.verify % ranks)
-        chance = random.Random(f"{options.draw_seed} {rank}")
+        share = options.verify // ranks.world_size + (ranks.rank < options.verify % ranks.world_size)
+        chance = random.Random(f"{options.draw_seed} {ranks.rank}")
         self.drawn = frozenset(chance.sample(candidates, min(share, len(candidates))))
         self.scores: dict[tuple[int, int], WindowScore] = {}
 
@@ -110,34 +111,34 @@ class Verification:
         """Remember the run's scores of the drawn windows of request `n`."""
         self.scores |= {(n, part): score for part, score in enumerate(scores) if (n, part) in self.drawn}
 
-    def compare(self, requests: Sequence[Instance]) -> list[Checked]:
+    def compare(self, requests: Sequence[Instance], text: Text) -> list[Checked]:
         """Score the drawn windows again; an error in the log if one differs, unless the run's dtype is coarse.
 
         If that fails (out of memory, say), log why: the run's scores are kept.
         """
         checked: list[Checked] = []
         try:
-            for (n, part), again in self._score_again():
+            for (n, part), again in self._score_again(text):
                 where = f"task {requests[n].task_name}, document {requests[n].doc_id}, window {part}"
                 checked.append(Checked.from_scores(where, self.windows[n][part], self.scores[n, part], again))
         except (DuelError, RuntimeError) as error:
             log.error("verify failed, so no window is verified; scores are unaffected: %s", str(error).splitlines()[0])
             return []
-        if self.run.options.verify and not self.windows:
+        if not self.windows:
             log.warning("verify: all answers came from the response cache, so no window is verified")
         if checked:
-            wrong = any(each.differs for each in checked) and not is_coarse(self.run.estimator.denoiser)
+            wrong = any(each.differs for each in checked) and not is_coarse(text.denoiser)
             log.log(logging.ERROR if wrong else logging.INFO, "%s", in_words(checked))
         return checked
 
-    def _score_again(self) -> Iterator[tuple[tuple[int, int], Recomputed]]:
+    def _score_again(self, text: Text) -> Iterator[tuple[tuple[int, int], Recomputed]]:
         from lm_eval_duel.estimators import registry
         from lm_eval_duel.estimators.recompute import recompute
 
         if not self.scores:
             return
-        options = dataclasses.replace(self.run.options, batch_size=2)  # any number: skips the search for a batch size
-        estimator = registry.make(float32_network(self.run), options)
+        options = dataclasses.replace(self.options, batch_size=2)  # any number: skips the search for a batch size
+        estimator = registry.make(float32_network(options, text, self.ranks.device), options)
         for n, part in sorted(self.scores):
             yield (n, part), recompute(estimator, self.windows[n][part])
 
@@ -147,13 +148,11 @@ def is_coarse(denoiser: Denoiser) -> bool:
     return str(denoiser.describe()["dtype"]) not in ("float32", "float64")
 
 
-def float32_network(run: Run) -> Denoiser:
+def float32_network(options: Options, text: Text, device: str | None) -> Denoiser:
     """The network in float32, or in float64 if that is what it runs in."""
     from lm_eval_duel import denoisers
 
-    denoiser, options = run.estimator.denoiser, run.options
-    if not is_coarse(denoiser):
-        return denoiser
+    if not is_coarse(text.denoiser):
+        return text.denoiser
     arguments = {**options.network, "dtype": "float32", "compile": False}
-    name = options.pretrained or BUNDLED
-    return denoisers.load(name, device=run.ranks.device, tokenizer=run.text.tokenizer, **arguments)
+    return denoisers.load(options.pretrained or BUNDLED, device=device, tokenizer=text.tokenizer, **arguments)

@@ -21,7 +21,6 @@ from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.registry import SAMPLE
 from lm_eval_duel.estimators.two_phase import TwoPhase
-from lm_eval_duel.harness.run_stats import unknown_share
 from lm_eval_duel.library.ids import SAMPLERS, OnIds
 from lm_eval_duel.library.keywords import estimator_options, own_arguments, pretrained_options
 from lm_eval_duel.library.results import GeneratedText, TextEstimate, TextScore
@@ -30,7 +29,7 @@ from lm_eval_duel.options import Windows
 from lm_eval_duel.rules import Rule, parse
 from lm_eval_duel.text.generation import Generator, Settings
 from lm_eval_duel.text.loading import load_scorer
-from lm_eval_duel.text.text import Text
+from lm_eval_duel.text.text import Text, unknown_share
 
 if TYPE_CHECKING:
     import torch

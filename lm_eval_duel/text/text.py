@@ -270,6 +270,14 @@ class Text:
         return dataclasses.replace(window, suffix=()) if window.suffix and not window.context and unseen else window
 
 
+def unknown_share(unknown: int, tokens: int) -> str:
+    """How many tokens are [UNK], and what that means for the numbers."""
+    return (
+        f"{unknown:,} of {tokens:,} tokens ({unknown / tokens:.1%}) are [UNK], text that the tokenizer does not know. "
+        "Bits per byte and word perplexity are then not a likelihood of the text, nor comparable between tokenizers"
+    )
+
+
 def require_unicode(text: str) -> None:
     """Raise DuelError for a text with half a character, as in JSON of truncated strings: no tokenizer accepts it."""
     try:

@@ -106,9 +106,9 @@ def test_verify_is_interrupted_too(folder, caplog, monkeypatch):
     model = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu", verify=4)
     network = verify.float32_network
 
-    def signalled(run):
+    def signalled(*arguments):
         os.kill(os.getpid(), signal.SIGTERM)
-        return network(run)
+        return network(*arguments)
 
     monkeypatch.setattr(verify, "float32_network", signalled)
     with pytest.raises(SystemExit), caplog.at_level("WARNING", logger="lm_eval.duel_mdm"):

@@ -87,7 +87,7 @@ def test_estimators_without_one_order(folder, spec):
 def test_what_cannot_be_verified_is_not_lost(folder, caplog, monkeypatch):
     model = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu", verify=2)
 
-    def fails(run):
+    def fails(options, text, device):
         raise DuelError("it does not fit.")
 
     monkeypatch.setattr(verify, "float32_network", fails)
