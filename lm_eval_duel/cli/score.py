@@ -20,7 +20,7 @@ from lm_eval_duel.results.records import plain
 from lm_eval_duel.results.table import Cell as TableCell
 from lm_eval_duel.results.table import Column, Table
 from lm_eval_duel.results.table import plain as text_of
-from lm_eval_duel.rules.tables import short
+from lm_eval_duel.rules.tables import without_defaults
 from lm_eval_duel.strict_json import finite
 from lm_eval_duel.tables import csv_cell
 from lm_eval_duel.tasks import own_text
@@ -142,7 +142,7 @@ def _names(first: dict[str, Any], second: dict[str, Any]) -> tuple[str, str]:
     labels = []
     for figures in (first, second):
         spec, entry = figures["spec"], find(figures["estimator"])
-        method = short(spec["rule"]) if entry.follows_rule and "rule" in spec else entry.display
+        method = without_defaults(spec["rule"]) if entry.follows_rule and "rule" in spec else entry.display
         block = f"block {spec['block']}" if "block" in spec and not entry.causal else ""
         cache = f"cache={spec['cache']}" if "cache" in spec else ""
         labels.append([figures["pretrained"], method, block, cache, figures["fingerprint"]])

@@ -121,10 +121,7 @@ def _cell(value: dict[str, float | None] | None) -> str:
     """A perplexity with its interval."""
     from lm_eval_duel.harness.so_far import Estimate
 
-    if value is None:
-        return ""
-    same = value["low"] == value["high"]
-    return str(Estimate(value["value"], *((None, None) if same else (value["low"], value["high"])), 0, 0))
+    return "" if value is None else str(Estimate(value["value"], value["low"], value["high"], 0, 0))
 
 
 def _files(path: str) -> list[Path]:

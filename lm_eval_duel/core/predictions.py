@@ -343,20 +343,18 @@ def top_of(logits: torch.Tensor) -> Top:
     """The top tokens of logits (u, V), which are modified in place and restored."""
     token, first, second = two_largest(logits)  # (u, 1), (u,), (u,)
     logits.scatter_(1, token, -math.inf)
-    log_sum = _log_sum(logits, second)  # (u,)
+    if logits.device.type == "cpu":  # parts that stay in its cache: several times faster than logsumexp
+        most = second.clamp(min=torch.finfo(logits.dtype).min)[:, None]  # (u, 1) -inf if there is no other token
+        sums = logits.new_empty(len(logits))  # (u,)
+        rows = max(1, CACHED_VALUES // logits.shape[1])
+        for part, top, total in zip(logits.split(rows), most.split(rows), sums.split(rows), strict=True):
+            torch.sum((part - top).exp_(), 1, out=total)
+        log_sum = sums.log_()
+    else:
+        log_sum = -F.log_softmax(logits, 1).amax(1)  # one fused kernel; its largest entry is minus the log of the sum
     logits.scatter_(1, token, first[:, None])
     others = torch.where(second == -math.inf, second, second + log_sum)
     return Top(token[:, 0], first, first - others, first - second)
-
-
-def _log_sum(logits: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
-    """log sum exp(logit - largest) of each row of logits (u, V), given the `largest` (u,) of each, (u,)."""
-    if logits.device.type != "cpu":
-        return -F.log_softmax(logits, 1).amax(1)  # one fused kernel; its largest entry is minus the log of the sum
-    from_largest = largest.clamp(min=torch.finfo(logits.dtype).min)[:, None]  # (u, 1) -inf if there is no other token
-    rows = max(1, CACHED_VALUES // logits.shape[1])  # several times faster than logsumexp
-    parts = zip(logits.split(rows), from_largest.split(rows), strict=True)
-    return torch.cat([(part - top).exp_().sum(1) for part, top in parts]).log()
 
 
 def two_largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -115,6 +115,10 @@ class _Followed(Replay):
     differences: dict[tuple[int, int, int], float | None] = dataclasses.field(default_factory=dict)
     log_selection: dict[tuple[int, int, int], float] = dataclasses.field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "dense_memory", self.sampler is None and self.rule.dense_memory)
+
     def __call__(self, predictions: Predictions, lanes: Lanes) -> rules.Decision:
         pick = super().__call__(predictions, lanes).pick
         keys = [*zip(lanes.row.tolist(), (lanes.start - lanes.origin).tolist(), lanes.step.tolist(), strict=True)]

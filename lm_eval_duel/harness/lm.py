@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,10 @@ class DuelMDM(TemplateLM):
     @unchained()
     def __init__(self, **arguments: Any):
         super().__init__()
+        if "lm_eval.evaluator" in sys.modules:  # as in lm_eval's command; elsewhere patches.py would import torch here
+            from lm_eval_duel.harness import patches
+
+            patches.print_errors_in_one_line()
         self.options = options = Options.parse(arguments)
         # torch and transformers are imported only after the arguments were checked
         from lm_eval_duel.estimators import registry

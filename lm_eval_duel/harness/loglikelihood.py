@@ -193,7 +193,7 @@ class WholeTexts(Scoring):
             self.order = random_order(self.requests, run.options.draw_seed)
         self.documents = {n: Document.from_request(self.requests[n], self.windows[n], self.keys[n]) for n in self.order}
         if run.options.order == "random" and self.requests:
-            self.so_far = SoFar(self.documents.values())
+            self.so_far = SoFar(self.documents.values(), run.stats.perplexity_error)
         if run.store is not None:
             run.store.keep(DOCUMENTS + self.kind, plain(self.documents.values(), run.options.order))
 

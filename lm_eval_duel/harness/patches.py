@@ -16,6 +16,8 @@
 
     make_table                  prints the Monte Carlo and sampling errors of our estimators under the table of results
 
+    sys.excepthook              prints our errors in one line, in lm_eval's own command only
+
     TaskManager.__init__        does not read lm-eval's own 14,000 task files, which takes seconds; only while
                                 `lm-eval-duel run` runs, and only if all tasks that it names are this package's
 
@@ -30,6 +32,7 @@ import functools
 import os
 import re
 import sqlite3
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -60,6 +63,20 @@ def apply() -> None:
     _patch(CachingLM, "__init__", _open_cache)
     if not hasattr(utils.make_table, "lm_eval_duel_original"):
         _patch_make_table(utils.make_table)
+
+
+def print_errors_in_one_line() -> None:
+    """In lm_eval's own command, as in `lm-eval-duel run`, a DuelError is one line; elsewhere it keeps its traceback."""
+    command = Path(sys.argv[0])
+    if command.stem in ("lm_eval", "lm-eval") or command.parts[-2:] == ("lm_eval", "__main__.py"):
+        sys.excepthook = _one_line
+
+
+def _one_line(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+    if issubclass(kind, DuelError) and os.environ.get("LMEVAL_LOG_LEVEL", "").upper() != "DEBUG":
+        print(f"lm_eval: {error}", file=sys.stderr, flush=True)
+    else:
+        sys.__excepthook__(kind, error, trace)
 
 
 @contextlib.contextmanager

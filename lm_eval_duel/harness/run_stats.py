@@ -58,6 +58,11 @@ class RunStats:
         """Add to a count."""
         self.counts[name] = self.counts.get(name, 0) + count
 
+    def perplexity_error(self, task: str) -> float | None:
+        """The Monte Carlo error of a task's perplexity per token; None: there is none, or it is not known."""
+        total = self.tasks[task]
+        return next(iter(total.values.values())).perplexity(total.tokens)[1] if total.tokens else None
+
     def merge(self, other: RunStats) -> None:
         """Add the statistics of another rank."""
         for name, total in other.tasks.items():

@@ -18,7 +18,7 @@ import dataclasses
 import hashlib
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.core.windows import Window
@@ -71,14 +71,23 @@ class Estimate:
     documents: int
 
     def __str__(self) -> str:
-        interval = "" if self.low is None else f" [{_digits(self.low)}, {_digits(self.high)}]"
-        return f"{_digits(self.perplexity)}{interval}"
+        return self.words()
+
+    def words(self, stderr: float | None = None) -> str:
+        """With the Monte Carlo error, and with the interval unless all documents are finished."""
+        error = "" if stderr is None else f" +- {stderr:.2g}"
+        interval = "" if self.low == self.high else f" [{_digits(self.low)}, {_digits(self.high)}]"
+        return f"{_digits(self.perplexity)}{error}{interval}"
 
 
 class SoFar:
-    """The documents of the tasks of one call, in the order in which they are taken."""
+    """The documents of the tasks of one call, in the order in which they are taken.
 
-    def __init__(self, documents: Iterable[Document]):
+    `error_of`: the Monte Carlo error of a task's perplexity.
+    """
+
+    def __init__(self, documents: Iterable[Document], error_of: Callable[[str], float | None] = lambda task: None):
+        self.error_of = error_of
         self.documents: dict[str, list[Document]] = {}
         for document in documents:
             self.documents.setdefault(document.task, []).append(document)
@@ -91,7 +100,9 @@ class SoFar:
         """For a progress bar: the perplexity of each task per token."""
         several = len(self.documents) > 1
         parts = [(task, value) for task in self.documents if (value := self.estimate(task))]
-        text = ", ".join(f"ppl {f'{task} ' if several else ''}{value}" for task, value in parts)
+        text = ", ".join(
+            f"ppl {f'{task} ' if several else ''}{value.words(self.error_of(task))}" for task, value in parts
+        )
         open_ended = any(value.low is not None and value.sample < value.documents for _, value in parts)
         return text + (" (95 % interval of the final value)" if open_ended else "")
 

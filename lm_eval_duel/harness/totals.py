@@ -115,6 +115,11 @@ class Total:
             return None
         return math.sqrt(math.fsum((count * error) ** 2 for count, error in self.errors.values()))
 
+    def perplexity(self, tokens: int) -> tuple[float, float | None]:
+        """The perplexity per token, and its Monte Carlo error; None as for `stderr`."""
+        value = perplexity(-self.log_prob / tokens)
+        return value, None if (error := self.stderr) is None else value * error / tokens
+
     def describe(self, tokens: int) -> dict[str, Any]:
         """For the results JSON of a task of `tokens` tokens; null, with the reason, if the sum is infinite."""
         if not math.isfinite(self.log_prob):
@@ -130,12 +135,11 @@ class Total:
 
     def in_words(self, tokens: int, drawn: MonteCarlo) -> str:
         """A value that is drawn, of `tokens` tokens, with its standard error, for the log."""
-        rate, error = -self.log_prob / tokens, self.stderr
-        value = perplexity(rate)
+        (value, value_error), error = self.perplexity(tokens), self.stderr
         if error is None:
             errors, note = (" +- ?", " +- ?"), f"{drawn.error} error unknown: it takes at least 8 {drawn.units}"
         else:
-            errors = (f" +- {error:.2f}", f" +- {value * error / tokens:.2f}")
+            errors = (f" +- {error:.2f}", f" +- {value_error:.2f}")
             note = f"{drawn.error} standard error"
         note += "" if self.phases is None else f"; {self.phases.words}"
         return f"{self.log_prob:.2f}{errors[0]} nats, perplexity {value:.2f}{errors[1]} per token ({note})"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from lm_eval_duel.results.records import Row, TaskComparison
 from lm_eval_duel.results.table import MARKDOWN, WORDS, form_of, number, plus_minus
-from lm_eval_duel.rules.tables import short
+from lm_eval_duel.rules.tables import without_defaults
 
 PAPER_RULE = "greedy:k=1"  # the rule of the paper's perplexity tables
 plain, code = MARKDOWN.escape, MARKDOWN.code
@@ -47,7 +47,7 @@ def _sentence(name: str, task: TaskComparison, mine: Sequence[Row]) -> str:
 
 
 def _rule(row: Row) -> str:
-    return f"{code(short(row.rule))}{_cache(row)}"
+    return f"{code(without_defaults(row.rule))}{_cache(row)}"
 
 
 def _cache(row: Row) -> str:

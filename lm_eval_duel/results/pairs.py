@@ -16,7 +16,7 @@ import numpy as np
 
 from lm_eval_duel.results import headline, partners, stats
 from lm_eval_duel.results.records import UNCLEAR, Interval, Pair, Row
-from lm_eval_duel.rules.tables import short
+from lm_eval_duel.rules.tables import without_defaults
 
 UNITS = {"token_perplexity": "token", "perplexity": "document", "word_perplexity": "word"}  # of others: byte
 BOTH, RULES, MODELS, ALL, NONE = "both", "rules", "models", "all", "none"
@@ -92,7 +92,7 @@ def _names(*both: Row) -> list[str]:
     """The shortest names that tell two rows apart."""
     labels = []
     for row in both:
-        method = short(row.rule) if row.rule else row.entry.title
+        method = without_defaults(row.rule) if row.rule else row.entry.title
         cache = "" if row.cache is None else f"cache={row.cache}"
         labels.append([row.model, method, row.block_words, cache, row.qualifiers])
     differing = [parts for parts in zip(*labels, strict=True) if len(set(parts)) > 1]

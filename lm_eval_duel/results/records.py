@@ -11,7 +11,7 @@ from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.registry import Kind
 from lm_eval_duel.results import stats
 from lm_eval_duel.results.read import NO_CACHE, Run
-from lm_eval_duel.rules.tables import short
+from lm_eval_duel.rules.tables import without_defaults
 
 SEES_TRUTH = Kind.NOT_A_LIKELIHOOD.value
 WHOLE = "whole target"  # block=none
@@ -200,7 +200,9 @@ class Row(OfRun):
     @property
     def name(self) -> str:
         """Its name without the model."""
-        return ", ".join(filter(None, [self.entry.title, short(self.rule or ""), *self.setting, self.qualifiers]))
+        return ", ".join(
+            filter(None, [self.entry.title, without_defaults(self.rule or ""), *self.setting, self.qualifiers])
+        )
 
     @property
     def title(self) -> str:

@@ -15,7 +15,7 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.results.read import Run
 from lm_eval_duel.results.records import SEES_TRUTH
-from lm_eval_duel.rules.tables import short
+from lm_eval_duel.rules.tables import without_defaults
 
 MAX_CELLS, MAX_POINTS = 64, 128  # per side of a heat map, and per curve; longer ones are binned
 
@@ -113,7 +113,7 @@ class Traces:
         spec = spec_of(self.spec(path))
         entry = registry.ESTIMATORS.get(str(spec.get("estimator")))
         parts = [model or path.stem, str(spec.get("estimator", ""))]
-        parts += [short(str(spec["rule"]))] if entry and entry.follows_rule and "rule" in spec else []
+        parts += [without_defaults(str(spec["rule"]))] if entry and entry.follows_rule and "rule" in spec else []
         parts += [f"block {spec['block']}"] if "block" in spec else []
         parts += [f"cache={spec['cache']}"] if "cache" in spec else []
         label = ", ".join(filter(None, parts))

@@ -14,7 +14,7 @@ from lm_eval_duel.results.read import NO_CACHE, TASK_COUNTS, Run
 from lm_eval_duel.results.records import Row, Values
 from lm_eval_duel.results.task import Task
 from lm_eval_duel.rules import RULES
-from lm_eval_duel.rules.tables import is_rule, place
+from lm_eval_duel.rules.tables import is_rule, sort_key
 
 SAME = 1e-4  # relative difference up to which two ways to one value agree
 VARIES = {"estimator", "rule", "draw_seed", *registry.arguments()}  # entries of a spec that vary within one model
@@ -168,4 +168,4 @@ def _place(row: Row) -> tuple[Any, ...]:
     block = int(row.block) if (row.block or "").isdigit() else 10**9
     block = -block if row.estimator == "elbo" else block  # the whole target first
     cache = CACHES.index(row.cache) if row.cache in CACHES else len(CACHES)
-    return ([*registry.ESTIMATORS].index(row.estimator), block, *place(row.rule), cache, row.variant)
+    return ([*registry.ESTIMATORS].index(row.estimator), block, *sort_key(row.rule), cache, row.variant)

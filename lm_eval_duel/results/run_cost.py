@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.results.read import Run
 from lm_eval_duel.results.records import SEES_TRUTH, OfWholeRun, Row
-from lm_eval_duel.rules.tables import place
+from lm_eval_duel.rules.tables import sort_key
 
 WHOLE = "times of whole runs, loading included: results of other models hold no other time, and no device"
 COUNTED = ("device", "ranks", "seconds", "forwards", "rows", "nfe", "peak_memory_bytes")  # entries of config.duel
@@ -89,7 +89,7 @@ def table(runs: Sequence[Run], ar: Sequence[Run], tasks: Mapping[str, Sequence[R
     models, order = [cost.model for cost in costs.values()], [*registry.ESTIMATORS]
     return sorted(
         (_compared(cost, elbos.get(name), costs) for name, cost in costs.items()),
-        key=lambda cost: (not cost.ar, models.index(cost.model), order.index(cost.estimator), *place(cost.rule)),
+        key=lambda cost: (not cost.ar, models.index(cost.model), order.index(cost.estimator), *sort_key(cost.rule)),
     )
 
 

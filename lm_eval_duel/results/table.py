@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from lm_eval_duel.rules.tables import adaptive, kind, label, short
+from lm_eval_duel.rules.tables import adaptive, kind, label, without_defaults
 from lm_eval_duel.tables import csv_cell, markdown_table, one_line, plain_table
 
 WORDS = {
@@ -147,7 +147,7 @@ class Form:
         return self.escape(text)
 
     def rule(self, text: str) -> str:
-        return self.code(short(text))
+        return self.code(without_defaults(text))
 
     def bold(self, text: str) -> str:
         return text
@@ -215,7 +215,7 @@ class Latex(Form):
         return "".join(SPECIAL.get(c, f"\\{c}" if c in "&%$#_{}" else c) for c in one_line(text))
 
     def rule(self, text: str) -> str:
-        _, *parameters = short(text).split(":")
+        _, *parameters = without_defaults(text).split(":")
         if not kind(text).label:  # module:Name
             return self.escape(text)
         pairs = [parameter.partition("=") for parameter in parameters]

@@ -18,7 +18,7 @@ def is_rule(text: str) -> bool:
     return name in RULES or (bool(name) and bool(rest) and rest[0].isidentifier())
 
 
-def short(text: str) -> str:
+def without_defaults(text: str) -> str:
     """A rule without the parameters at their defaults: `greedy`, `klass:mu=0.9:nu=0.01`."""
     name, *parameters = text.split(":")
     if name not in RULES:
@@ -40,7 +40,7 @@ def family(text: str) -> tuple[str, float]:
     return ":".join(kept), speed
 
 
-def place(text: str | None) -> tuple[int, str, float]:
+def sort_key(text: str | None) -> tuple[int, str, float]:
     """Where a rule stands among others: in the order of `RULES`, then by family and speed."""
     name, speed = family(text or "")
     first = name.split(":")[0]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lm_eval_duel.rules.tables import short
+from lm_eval_duel.rules.tables import without_defaults
 from lm_eval_duel.tables import one_line
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ Point = tuple[float, float, Sequence[float] | None]  # NFE per token, value, int
 def curve(axes: Axes, n: int, family: str, adaptive: bool, points: Sequence[Point]) -> None:
     """The line of the n-th rule, with its intervals."""
     shape = {"marker": MARKERS[n % len(MARKERS)], "markersize": 4.5, "markerfacecolor": "none", "linewidth": 1.1}
-    name = f"{label(short(family))}{' (adaptive: measured NFE)' if adaptive else ''}"
+    name = f"{label(without_defaults(family))}{' (adaptive: measured NFE)' if adaptive else ''}"
     at, values, _ = zip(*points, strict=True)
     axes.plot(at, values, "--" if adaptive else "-", color=rule_colour(family), label=name, **shape)
     known = [(x, *ends) for x, _, ends in points if ends is not None]

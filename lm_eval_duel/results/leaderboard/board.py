@@ -18,7 +18,7 @@ from lm_eval_duel.results.read import Run
 from lm_eval_duel.results.records import Average, Row
 from lm_eval_duel.results.rows import VARIES
 from lm_eval_duel.results.table import WORDS
-from lm_eval_duel.rules.tables import place, short
+from lm_eval_duel.rules.tables import sort_key, without_defaults
 
 FORMAT = "lm_eval_duel leaderboard"
 KINDS = {  # of a row: what is said about it
@@ -73,7 +73,7 @@ class BoardRow:
     pretrained = property(lambda self: self.first.run.pretrained)
     estimator = property(lambda self: self.first.estimator)
     display = property(lambda self: self.first.entry.display)
-    rule = property(lambda self: short(self.first.rule or ""))
+    rule = property(lambda self: without_defaults(self.first.rule or ""))
     block = property(lambda self: self.first.block or "")
     autoregressive = property(lambda self: self.first.run.autoregressive)
     baseline = property(lambda self: any(result.ar for result in self.results.values()))
@@ -297,7 +297,7 @@ def ranked(found: Sequence[BoardRow], columns: Sequence[TaskColumn], metric: str
             row.main if _finite(row.main) else math.inf,
             models.index(row.model),
             names.index(row.estimator),
-            place(row.rule),
+            sort_key(row.rule),
         )
     )
     return rows, common

@@ -10,7 +10,7 @@ from typing import Any
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.results import reveal_order
-from lm_eval_duel.rules.tables import short
+from lm_eval_duel.rules.tables import without_defaults
 from lm_eval_duel.text.token_text import token_texts
 
 MAX_TOKENS = 1024  # of a document
@@ -92,7 +92,7 @@ def _label(model: str, spec: Mapping[str, Any], rule: str) -> str:
     if estimator is not None and estimator.causal:
         return f"{model}, autoregressive"
     block = str(spec.get("block", "none"))
-    parts = [model, short(rule), "whole target" if block == "none" else f"block {block}"]
+    parts = [model, without_defaults(rule), "whole target" if block == "none" else f"block {block}"]
     if estimator is not None and not (estimator.lattice and rule) and estimator.name != "duel":
         parts.insert(1, estimator.title)
     parts += [f"cache={spec['cache']}"] if "cache" in spec else []
