@@ -34,6 +34,13 @@ class Decision(NamedTuple):
     decision_margin: torch.Tensor | None = None  # (R,)
     memory: tuple[torch.Tensor, ...] = ()
 
+    @property
+    def near_tie(self) -> torch.Tensor:
+        """The lanes in which float noise could change the pick, (R,) bool; none if the rule does not know."""
+        if self.decision_margin is None:
+            return self.pick.new_zeros(len(self.pick))
+        return ~(self.decision_margin >= NEAR_TIE)
+
     @classmethod
     def certain(cls, pick: torch.Tensor) -> Decision:
         """The decision for a pick (R, W) that does not depend on the network, so that its margin is infinite."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from lm_eval_duel.core.decision import NEAR_TIE, Decision
+from lm_eval_duel.core.decision import Decision
 from lm_eval_duel.core.lanes import Lanes, Rows
 
 if TYPE_CHECKING:
@@ -145,11 +145,10 @@ class WindowScores:
     def add(self, step: Step) -> None:
         """Add one step: log-probs and steps at the picks; NFE, near ties, all-mask starts."""
         lanes, predictions, decision, tokens, log_prob = step
-        pick, decision_margin = decision.pick, decision.decision_margin
+        pick = decision.pick
         missed = ((tokens != predictions.argmax) & pick).any(1)  # (R,)
-        near_tie = torch.zeros_like(missed) if decision_margin is None else ~(decision_margin >= NEAR_TIE)  # (R,)
         one = torch.ones_like(missed)  # (R,)
-        sums = torch.stack([pick.sum(1), one, missed, near_tie, predictions.all_mask], 1).long()  # (R, 5)
+        sums = torch.stack([pick.sum(1), one, missed, decision.near_tie, predictions.all_mask], 1).long()  # (R, 5)
         row, column = lanes.row[:, None].expand_as(pick), torch.where(pick, lanes.columns, self.length)  # (R, W)
         self.log_probs.index_put_((row, column), log_prob)
         self.reveal_steps.index_put_((row, column), lanes.step[:, None].int().expand_as(pick))
@@ -157,7 +156,7 @@ class WindowScores:
             plane.index_put_((row, column), getattr(predictions, name).double())
         # on out-of-memory before this line, the step is taken again and writes the same values
         self.sums.index_add_(0, lanes.row, sums)
-        self.has_margins &= decision_margin is not None
+        self.has_margins &= decision.decision_margin is not None
 
     def take(self, finished: Lanes) -> IndexedScores:
         """(row, score) of each window that has no lane left."""

@@ -60,7 +60,8 @@ class DuelEstimator(Estimator):
         self.rule = rule_for(denoiser, rules.parse(rule) if isinstance(rule, str) else rule)
         check_rule(denoiser, self.rule)
         super().__init__(denoiser, block, grid, batch_size, max_batch_size, traced)
-        self._followed = rules.with_checks(
+        # what the loop asks: the rule with its checks
+        self.followed = rules.with_checks(
             rules.blockwise(self.rule, self.block) if self.rule.spans_blocks else self.rule
         )
 
@@ -89,11 +90,10 @@ class DuelEstimator(Estimator):
 
         A diagnostic: the result is a likelihood only if a rule produced the order.
         """
-        orders, twin = self._orders(windows, steps), copy.copy(self)
-        scores = [self.empty_score] * len(windows)
+        orders, scores = self._orders(windows, steps), [self.empty_score] * len(windows)
         for group in self.groups(windows, range(len(windows))):
-            twin._followed = Replay(tuple(orders[n] for n in group.window_indices))
-            for row, scored in twin.score_group(group):
+            replay = Replay(tuple(orders[n] for n in group.window_indices))
+            for row, scored in self.score_blocks(group, self.block_spans(group), replay):
                 self.counts.add(scored, len(group.windows[row].target) - len(group.windows[row].known))
                 scores[group.window_indices[row]] = scored
         return scores
@@ -176,21 +176,21 @@ class DuelEstimator(Estimator):
 
     def sampler(self, keys: Sequence[int] | None, seed: int) -> tuple[UnmaskingRule, Draw]:
         """The rule and the tokens to sample in rows with these keys; None: the most probable tokens."""
-        return self._followed, Argmax() if keys is None else Draws(keys, seed, self.denoiser.device)
+        return self.followed, Argmax() if keys is None else Draws(keys, seed, self.denoiser.device)
 
     # ------------------------------------------------------------ which lanes
 
     def score_group(self, group: WindowGroup) -> IndexedScores:
-        return self.score_blocks(group, self.block_spans(group))
+        return self.score_blocks(group, self.block_spans(group), self.followed)
 
-    def score_blocks(self, group: WindowGroup, spans: Sequence[BlockSpan]) -> IndexedScores:
+    def score_blocks(self, group: WindowGroup, spans: Sequence[BlockSpan], rule: rules.Rule) -> IndexedScores:
         """Each of these blocks is a lane; (row, score) of each window that has one, as its last one is finished.
 
         Positions outside these blocks have the log-probability NaN and the step -1.
         """
         fresh = group.fresh(spans)
         expected = torch.zeros_like(group.rows.target).index_add_(0, fresh.row, fresh.masked.sum(1))  # (N,)
-        scores, rule = WindowScores(group.rows, self.traced, expected), self._followed
+        scores = WindowScores(group.rows, self.traced, expected)
         if rule.fixed:  # all states are known before any is evaluated
             states = fixed_states(self, group, rule, spans)
             return iter(Reveal(group, EVALUATE_ALL, states, scores, self.budget, self.counts))

@@ -13,7 +13,6 @@ Shapes: N windows, R lanes, W block width, c masked positions, V tokens.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import itertools
 import math
@@ -145,11 +144,11 @@ def follow(
     if len(windows) != len(steps):
         raise DuelError(f"Each window needs its order; got {len(windows)} windows and {len(steps)} orders.")
     orders = [in_blocks(as_ids(steps[n]), window, duel, n) for n, window in enumerate(windows)]
-    twin, followed = copy.copy(duel), [Trajectory(0.0, (), 0)] * len(windows)
+    followed = [Trajectory(0.0, (), 0)] * len(windows)
     for group in duel.groups(windows, range(len(windows))):
         of_group = tuple(orders[n] for n in group.window_indices)
-        twin._followed = rule = _Followed(of_group, group.rows, duel._followed, sampler)
-        for row, scored in twin.score_group(group):
+        rule = _Followed(of_group, group.rows, duel.followed, sampler)
+        for row, scored in duel.score_blocks(group, duel.block_spans(group), rule):
             window = group.windows[row]
             differences = sorted((key[1:], margin) for key, margin in rule.differences.items() if key[0] == row)
             factors = [value for key, value in rule.log_selection.items() if key[0] == row]

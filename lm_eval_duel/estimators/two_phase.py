@@ -134,7 +134,7 @@ class TwoPhase(Estimator):
         duel, phase = self.phases[name], self.counts.phases.setdefault(name, PhaseCounts())
         duel.counts = self.counts
         before, group = copy.copy(self.counts), dataclasses.replace(group, view=duel.denoiser.open(group.rows))
-        scores = duel.score_blocks(group, spans)
+        scores = duel.score_blocks(group, spans, duel.followed)
         try:
             while True:
                 began = time.perf_counter()

@@ -10,7 +10,7 @@ import sys
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from lm_eval_duel.core.decision import NEAR_TIE, Decision
+from lm_eval_duel.core.decision import Decision
 from lm_eval_duel.errors import DuelError, RuleStalled
 from lm_eval_duel.rules.around import Around
 from lm_eval_duel.rules.base import Rule
@@ -62,11 +62,7 @@ class Checked(Around):
         decision = self._decided(predictions, lanes)
         if not all(map(torch.equal, before, _planes(lanes))):
             raise DuelError(f"Rule {self} changed the lanes that it was given; it must return new tensors.")
-        near = (
-            torch.zeros_like(lanes.row, dtype=torch.bool)
-            if decision.decision_margin is None
-            else ~(decision.decision_margin >= NEAR_TIE)
-        )
+        near = decision.near_tie
         self._compare(decision, self._decided(predictions, lanes), ~near, "when it was asked again")
         width = int(lanes.width[lane])
         alone = None if predictions is None else predictions.of_lane(lane, width)

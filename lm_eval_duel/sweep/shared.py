@@ -112,12 +112,7 @@ class SharedAccumulator:
             require_pick(rule, choice)
             here_f = here[:, f]  # (R,)
             gains.append(torch.where(choice.pick & here_f[:, None], log_prob, 0.0).sum(1))
-            near = (
-                torch.zeros_like(here_f)
-                if choice.decision_margin is None
-                else ~(choice.decision_margin >= rules.NEAR_TIE)
-            )  # (R,)
-            counts.append(torch.stack([here_f, here_f & near], 1))  # (R, 2)
+            counts.append(torch.stack([here_f, here_f & choice.near_tie], 1))  # (R, 2)
             moves.append((block[here_f], (lanes.masked & ~choice.pick)[here_f]))
             has_margins.append(choice.decision_margin is not None)
         gains, counts, less = torch.stack(gains, 1), torch.stack(counts, 1).long(), -torch.ones_like(block)

@@ -192,7 +192,7 @@ def test_what_another_rank_cannot_give_is_scored_again(model, tmp_path, caplog):
 
 def test_the_results_of_a_resumed_run_are_whole(model, tmp_path, monkeypatch):
     """What tasks hold, errors and documents with close picks included; cost is of what was computed."""
-    monkeypatch.setattr("lm_eval_duel.core.scores.NEAR_TIE", 1e9)  # every pick is close
+    monkeypatch.setattr("lm_eval_duel.core.decision.NEAR_TIE", 1e9)  # every pick is close
     for number, spec in enumerate(({}, {"estimator": "elbo", "mc_samples": 16})):
         folder = tmp_path / str(number)
         folder.mkdir()

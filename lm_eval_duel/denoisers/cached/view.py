@@ -7,7 +7,6 @@ a call, D features.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,11 +14,9 @@ from lm_eval_duel.core.lanes import Lanes, Rows
 from lm_eval_duel.core.view import Positions, View, distinct, masked_positions
 from lm_eval_duel.denoisers.cached.call import nearby, one_each, side_by_side
 from lm_eval_duel.denoisers.cached.kept_keys import Slots
+from lm_eval_duel.denoisers.wrappers.base import Wrapper
 from lm_eval_duel.errors import first_cell_unseen
 from lm_eval_duel.hashing import hashed
-
-if TYPE_CHECKING:
-    from lm_eval_duel.denoisers.cached.denoiser import Cached
 
 CPU_KEPT, GPU_KEPT = 1 << 15, 1 << 17  # kept numbers that weigh as much as a network token of a call
 
@@ -27,7 +24,7 @@ CPU_KEPT, GPU_KEPT = 1 << 15, 1 << 17  # kept numbers that weigh as much as a ne
 class CachedView(View):
     """A cached denoiser opened on a group of rows."""
 
-    def __init__(self, denoiser: Cached, rows: Rows):
+    def __init__(self, denoiser: Wrapper, rows: Rows):  # a `Cached`
         super().__init__(denoiser, rows)
         self._slots = Slots(rows.ids.shape[1], rows.ids.device)
         self._contents: tuple[torch.Tensor, torch.Tensor] | None = None  # (N, L + 1), (N,) hashes

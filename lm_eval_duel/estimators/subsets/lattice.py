@@ -133,7 +133,10 @@ class LatticeAccumulator(SubsetAccumulator):
             require_pick(rule, choice)
         if decided:
             after = [number_of(lanes.masked & ~choice.pick, located.position) for choice in decided]  # (R,) each
-            states = {"after": torch.stack(after, 1), "near_tie": torch.stack([_near(choice) for choice in decided], 1)}
+            states = {
+                "after": torch.stack(after, 1),
+                "near_tie": torch.stack([choice.near_tie for choice in decided], 1),
+            }
         self.enter(lanes, located, states, positions)
         for f, choice in enumerate(decided):
             self.has_margins[f] &= choice.decision_margin is not None
@@ -173,10 +176,3 @@ class LatticeAccumulator(SubsetAccumulator):
             oracle=totals["oracle"],
             rules=paths,
         )
-
-
-def _near(choice: rules.Decision) -> torch.Tensor:
-    """The lanes (R,) in which float noise could change this decision; none if the rule does not know."""
-    if choice.decision_margin is None:
-        return torch.zeros_like(choice.pick[:, 0])
-    return ~(choice.decision_margin >= rules.NEAR_TIE)
