@@ -25,7 +25,7 @@ from lm_eval_duel.core.scores import IndexedScores, Sample, WindowScore, WindowS
 from lm_eval_duel.core.tokens import Argmax, Draw, Draws
 from lm_eval_duel.core.windows import Ids, Window, as_ids
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators import gradients, sampling
+from lm_eval_duel.estimators import sampling
 from lm_eval_duel.estimators.base import Estimator, Value
 from lm_eval_duel.estimators.checks import check_rule, check_windows, rule_for
 from lm_eval_duel.estimators.fixed_orders import Replay, fixed_states
@@ -90,7 +90,7 @@ class DuelEstimator(Estimator):
 
         A diagnostic: the result is a likelihood only if a rule produced the order.
         """
-        orders, scores = self._orders(windows, steps), [self.empty_score] * len(windows)
+        orders, scores = self.checked_orders(windows, steps), [self.empty_score] * len(windows)
         for group in self.groups(windows, range(len(windows))):
             replay = Replay(tuple(orders[n] for n in group.window_indices))
             for row, scored in self.score_blocks(group, self.block_spans(group), replay):
@@ -98,31 +98,7 @@ class DuelEstimator(Estimator):
                 scores[group.window_indices[row]] = scored
         return scores
 
-    def differentiable(
-        self, windows: Sequence[Window], reveal_steps: Sequence[Ids], batch_size: int = 1
-    ) -> torch.Tensor:
-        """See `Duel.differentiable` (library/ids.py)."""
-        return self._recorded(windows, reveal_steps, batch_size).log_probs_with_graph()
-
-    def backward(
-        self,
-        windows: Sequence[Window],
-        weights: gradients.Weights,
-        reveal_steps: Sequence[Ids] | None = None,
-        batch_size: int = 1,
-    ) -> list[float]:
-        """See `Duel.backward` (library/ids.py)."""
-        plane = gradients.token_weights(weights, windows)
-        if reveal_steps is None:
-            reveal_steps = [scored.reveal_steps for scored in self.log_prob(windows)]
-        return self._recorded(windows, reveal_steps, batch_size).accumulate(plane).sum(1).tolist()
-
-    def _recorded(self, windows: Sequence[Window], steps: Sequence[Ids], batch_size: int) -> gradients.RecordedOrders:
-        return gradients.RecordedOrders.from_checked(
-            self, self.replay, windows, self._orders(windows, steps), batch_size
-        )
-
-    def _orders(self, windows: Sequence[Window], steps: Sequence[Ids]) -> list[tuple[int, ...]]:
+    def checked_orders(self, windows: Sequence[Window], steps: Sequence[Ids]) -> list[tuple[int, ...]]:
         """The recorded orders, checked, of windows that can be scored."""
         self.check(windows)
         if len(windows) != len(steps):

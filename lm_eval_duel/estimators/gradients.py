@@ -12,7 +12,7 @@ rows of features that the LM head runs on, V tokens.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -22,15 +22,13 @@ from lm_eval_duel.core.budget import Budget
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.lanes import Lanes, Rows
 from lm_eval_duel.core.reveal import without_autocast
-from lm_eval_duel.core.scores import WindowScore
 from lm_eval_duel.core.view import View
-from lm_eval_duel.core.windows import Window
+from lm_eval_duel.core.windows import Ids, Window
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.base import Estimator
+from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.fixed_orders import Replay, fixed_states
 
 Index: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # (C,) each: window and target position
-Replayed: TypeAlias = Callable[[Sequence[Window], Sequence[tuple[int, ...]]], Sequence[WindowScore]]
 Weights: TypeAlias = "Sequence[float] | Sequence[Sequence[float]] | torch.Tensor"  # of windows, or of their tokens
 
 
@@ -54,24 +52,18 @@ class TokenLogProbs(torch.autograd.Function):
 class RecordedOrders:
     """Windows and their orders, as a differentiable function of the network's parameters."""
 
-    estimator: Estimator
-    replay: Replayed
+    duel: DuelEstimator
     windows: Sequence[Window]
     orders: Sequence[tuple[int, ...]]
     parameters: Sequence[torch.Tensor]
     budget: Budget  # of a call with gradients
 
     @classmethod
-    def from_checked(
-        cls,
-        estimator: Estimator,
-        replay: Replayed,
-        windows: Sequence[Window],
-        orders: Sequence[tuple[int, ...]],
-        batch_size: int,
+    def from_steps(
+        cls, duel: DuelEstimator, windows: Sequence[Window], steps: Sequence[Ids], batch_size: int
     ) -> RecordedOrders:
-        """Windows and orders that fit each other; raises DuelError for a network without gradients."""
-        denoiser = estimator.denoiser
+        """Raises DuelError for orders that do not fit their windows, and for a network without gradients."""
+        denoiser, orders = duel.denoiser, duel.checked_orders(windows, steps)
         if denoiser.cache is not None:
             raise DuelError(
                 f"cache={denoiser.cache} keeps keys and values without their gradients. Use a network without a cache."
@@ -83,17 +75,12 @@ class RecordedOrders:
                 "No parameter of the network requires a gradient: they are frozen or quantized, or a function runs "
                 "them, and from_model was not given its module=."
             )
-        return cls(estimator, replay, windows, orders, parameters, Budget(batch_size * denoiser.max_length))
-
-    def log_probs_with_graph(self) -> torch.Tensor:
-        """The log-probability of each token, float64; 0 at padding and known positions, (N, T)."""
-        log_probs: torch.Tensor = TokenLogProbs.apply(self, *self.parameters)
-        return log_probs
+        return cls(duel, windows, orders, parameters, Budget(batch_size * denoiser.max_length))
 
     def log_probs(self) -> torch.Tensor:
-        """The same without a graph."""
+        """The log-probability of each token, float64; 0 at padding and known positions, (N, T)."""
         log_probs = self._zeros()
-        for n, scored in enumerate(self.replay(self.windows, self.orders)):
+        for n, scored in enumerate(self.duel.replay(self.windows, self.orders)):
             log_probs[n, : len(scored.token_logprobs)] = torch.tensor(scored.token_logprobs, dtype=torch.float64)
             _require_finite(log_probs[n], n)
         return log_probs
@@ -102,7 +89,7 @@ class RecordedOrders:
         """The log-probs (N, T), and the gradient of (weights * log_probs).sum() for each parameter; None: not used."""
         sums: list[torch.Tensor | None] = [None] * len(self.parameters)
         known = {id(parameter) for parameter in self.parameters}
-        with torch.inference_mode(False), torch.enable_grad(), without_autocast(self.estimator.denoiser):
+        with torch.inference_mode(False), torch.enable_grad(), without_autocast(self.duel.denoiser):
             log_probs = self._zeros()
             weights = weights.to(log_probs)
             for values, index in self._calls():
@@ -116,39 +103,57 @@ class RecordedOrders:
                 ]
         return log_probs, sums
 
-    def accumulate(self, weights: torch.Tensor) -> torch.Tensor:
-        """Add the gradient of (weights * log_probs).sum() to the parameters' `grad`; returns the log-probs (N, T)."""
-        log_probs, gradients = self.gradients(weights)
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            if gradient is not None:
-                if parameter.grad is None:
-                    parameter.grad = gradient
-                else:
-                    parameter.grad.add_(gradient)  # in place: it may be a view of DDP's buckets
-        return log_probs
-
     def _calls(self) -> Iterator[tuple[torch.Tensor, Index]]:
         """The log-probs (C,) of each network call, with its graph, and the tokens that they belong to."""
-        estimator = self.estimator
-        for group in estimator.groups(self.windows, range(len(self.windows))):
+        duel = self.duel
+        for group in duel.groups(self.windows, range(len(self.windows))):
             window = torch.tensor(group.window_indices, device=group.rows.ids.device)  # (n,)
             rule = Replay(tuple(self.orders[n] for n in group.window_indices))
-            for state in fixed_states(estimator, group, rule, estimator.block_spans(group)):
+            for state in fixed_states(duel, group, rule, duel.block_spans(group)):
                 size = self.budget.rows(int(group.view.cost(state).max()))
                 for start in range(0, len(state), size):
                     lanes = state.select(slice(start, start + size))
-                    view = estimator.denoiser.open(group.rows)  # a new one: what it keeps belongs to this call's graph
+                    view = duel.denoiser.open(group.rows)  # a new one: what it keeps belongs to this call's graph
                     lane, position = lanes.masked_at  # (C,) each
                     target = lanes.columns[lane, position] - lanes.origin[lane]  # (C,)
-                    yield log_probs_of(estimator.denoiser, view, lanes, group.rows), (window[lanes.row[lane]], target)
-                    estimator.counts.forwards += view.forwards
-                    estimator.counts.rows += view.evaluated
+                    yield log_probs_of(duel.denoiser, view, lanes, group.rows), (window[lanes.row[lane]], target)
+                    duel.counts.forwards += view.forwards
+                    duel.counts.rows += view.evaluated
 
     def _zeros(self) -> torch.Tensor:
         longest = max((len(window.target) for window in self.windows), default=0)
-        return torch.zeros(
-            len(self.windows), longest, dtype=torch.float64, device=self.estimator.denoiser.device
-        )  # (N, T)
+        return torch.zeros(len(self.windows), longest, dtype=torch.float64, device=self.duel.denoiser.device)  # (N, T)
+
+
+def differentiable(
+    duel: DuelEstimator, windows: Sequence[Window], reveal_steps: Sequence[Ids], batch_size: int
+) -> torch.Tensor:
+    """See `Duel.differentiable` (library/ids.py)."""
+    orders = RecordedOrders.from_steps(duel, windows, reveal_steps, batch_size)
+    log_probs: torch.Tensor = TokenLogProbs.apply(orders, *orders.parameters)
+    return log_probs
+
+
+def backward(
+    duel: DuelEstimator,
+    windows: Sequence[Window],
+    weights: Weights,
+    reveal_steps: Sequence[Ids] | None,
+    batch_size: int,
+) -> list[float]:
+    """See `Duel.backward` (library/ids.py)."""
+    plane = token_weights(weights, windows)  # (N, T)
+    if reveal_steps is None:
+        reveal_steps = [scored.reveal_steps for scored in duel.log_prob(windows)]
+    orders = RecordedOrders.from_steps(duel, windows, reveal_steps, batch_size)
+    log_probs, gradients = orders.gradients(plane)  # (N, T)
+    for parameter, gradient in zip(orders.parameters, gradients, strict=True):
+        if gradient is not None:
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad.add_(gradient)  # in place: it may be a view of DDP's buckets
+    return log_probs.sum(1).tolist()
 
 
 def token_weights(weights: Weights, windows: Sequence[Window]) -> torch.Tensor:

@@ -10,10 +10,9 @@ from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.scores import Counts, IndexedScores, Sample, WindowScore
 from lm_eval_duel.core.windows import Ids, Window
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators import registry
+from lm_eval_duel.estimators import gradients, registry
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.duel import DuelEstimator
-from lm_eval_duel.estimators.gradients import Weights
 from lm_eval_duel.estimators.sampling import Stop
 from lm_eval_duel.rules import Rule
 from lm_eval_duel.text.text import Text
@@ -155,12 +154,13 @@ class OnIds:
             DuelError: If a window cannot be scored, an order is not one of its window, or the network gives no
                 gradients (quantized weights, frozen parameters, a cache).
         """
-        return self._sampler("differentiable", *FIXED_ORDERS).differentiable(windows, reveal_steps, batch_size)
+        duel = self._sampler("differentiable", *FIXED_ORDERS)
+        return gradients.differentiable(duel, windows, reveal_steps, batch_size)
 
     def backward(
         self,
         windows: Sequence[Window],
-        weights: Weights,
+        weights: gradients.Weights,
         reveal_steps: Sequence[Ids] | None = None,
         batch_size: int = 1,
     ) -> list[float]:
@@ -182,7 +182,8 @@ class OnIds:
         Raises:
             DuelError: As in `differentiable`.
         """
-        return self._sampler("backward", *FIXED_ORDERS).backward(windows, weights, reveal_steps, batch_size)
+        duel = self._sampler("backward", *FIXED_ORDERS)
+        return gradients.backward(duel, windows, weights, reveal_steps, batch_size)
 
     def _sampler(self, method: str, *estimators: str) -> DuelEstimator:
         """The estimator, if it is one of `estimators`; otherwise raises DuelError for `method`."""

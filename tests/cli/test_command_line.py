@@ -268,6 +268,24 @@ def test_errors_while_arguments_are_read_are_of_usage():
         Options.parse({"rule": "gredy"})
 
 
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [("/bin/lm_eval", "lm_eval: a\n"), ("lm_eval/__main__.py", "lm_eval: a\n"), ("my_evaluation.py", "Traceback")],
+)
+def test_lm_evals_own_command_prints_one_line(command, shown, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [command])
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    with pytest.raises(DuelError):
+        DuelMDM(rule="gredy")  # before anything is loaded
+    for error, begins in ((DuelError("a"), shown), (KeyError("a"), "Traceback")):
+        try:
+            raise error
+        except Exception:
+            sys.excepthook(*sys.exc_info())
+        err = capsys.readouterr().err
+        assert err == begins or (begins == "Traceback" and err.startswith(begins))
+
+
 def test_lm_eval_prints_one_traceback_and_the_message_last(tmp_path):
     """Without ours before it: lm_eval prints the whole chain."""
     (tmp_path / "config.json").write_text('{"model_type')

@@ -14,7 +14,8 @@ from lm_eval_duel.cli.replay import read
 from lm_eval_duel.denoisers.wrappers.warpers import Warped
 from lm_eval_duel.estimators.subsets.counts import StepCounts
 from lm_eval_duel.estimators.subsets.drawn import untempered
-from lm_eval_duel.estimators.trajectories import DrawnSampler, follow
+from lm_eval_duel.estimators.trajectories import DrawnSampler, _Followed, follow
+from lm_eval_duel.rules import parse
 
 WINDOW = Window((1,), (0, 2, 1))
 
@@ -149,3 +150,8 @@ def test_the_command(tmp_path, capsys):
     file.write_text("{}\n")
     with pytest.raises(DuelError, match="line 1: "):
         list(read(file))
+
+
+def test_the_budget_counts_what_the_followed_rule_keeps():
+    for text, keeps in (("klass:mu=0.9:nu=0.01", True), ("greedy", False)):
+        assert _Followed((), None, parse(text), None).dense_memory is keeps

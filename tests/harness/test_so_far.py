@@ -112,6 +112,19 @@ def test_a_bound_or_an_estimate_says_what_the_interval_leaves_out(folder, tmp_pa
     assert "loglikelihood_rolling two_phase greedy:k=1" in bar and f"ppl {value:.4g}" in bar  # of all documents
 
 
+def test_the_bar_has_the_error_of_the_draws_and_no_interval_of_a_final_value(folder, capsys):
+    for settings, expected in (({"estimator": "elbo", "mc_samples": 16}, True), ({"rule": "greedy"}, False)):
+        model = DuelMDM(pretrained=folder, block=4, device="cpu", **settings)
+        model.loglikelihood_rolling(requests(TEXTS[:2]))
+        bar = capsys.readouterr().err.splitlines()[-1]
+        assert ("+-" in bar) is expected and "ppl " in bar and "interval" not in bar and "[" not in bar.split("ppl ")[1]
+        if expected:
+            value = model.run.total().tasks["toy"].values["elbo"]
+            tokens = model.run.total().tasks["toy"].tokens
+            error = math.exp(-value.log_prob / tokens) * value.stderr / tokens
+            assert f"+- {error:.2g}" in bar
+
+
 def test_two_ranks_are_two_strata(folder, tmp_path):
     """Each process has its documents and its file; a resumed run with one process counts no document twice."""
     shares, finished = (TEXTS[0::2], TEXTS[1::2]), {}
