@@ -206,9 +206,7 @@ def test_what_does_not_fit_is_found_before_the_first_text(folder):
     lm = model(folder)
     for length in (64, 10**15):
         requests = [*ask("a b", max_gen_toks=8), *ask("c", task="second", max_gen_toks=length)]
-        with pytest.raises(
-            DuelError, match=rf"task second, document 0: {length} positions to generate \(max_gen_toks\)"
-        ):
+        with pytest.raises(DuelError, match=f"task second, document 0: {length} positions to generate"):
             lm.generate_until(requests, disable_tqdm=True)
     framed = model(folder, bos="none")
     framed.denoiser.shift = 1  # needs a token before the first
