@@ -81,7 +81,7 @@ def _sizes(name: str, layers: int | None, width: int | None, vocab: int | None) 
     return layers or default[0], width or default[1], vocab or default[2]
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def _dit(
     name: str,
     device: torch.device,
@@ -122,7 +122,7 @@ class _Vocabulary:
         return {str(token): token for token in range(self.count)}
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def _llada(
     name: str,
     device: torch.device,
@@ -177,7 +177,7 @@ def _normal(key: str, weight: torch.Tensor, generator: torch.Generator) -> None:
         weight.normal_(0, 1 if table else 1 / math.sqrt(weight.shape[1]), generator=generator)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def _spread(denoiser: Denoiser, head: torch.nn.Linear, generator: torch.Generator) -> None:
     """Scale the head so that the logits of a half-masked row have the standard deviation SPREAD."""
     length = min(denoiser.max_length, FEATURES_AT)

@@ -12,6 +12,7 @@ from toys import BlockCausal, Causal, Toy
 
 from lm_eval_duel import rules
 from lm_eval_duel.core.windows import Window
+from lm_eval_duel.denoisers.cached import kept_keys, view
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.errors import DuelError
@@ -129,6 +130,29 @@ def same(ones, others, within=1e-12):
     for one, other in zip(ones, others, strict=True):
         assert (one.reveal_steps, one.nfe) == (other.reveal_steps, other.nfe)
         assert one.token_logprobs == pytest.approx(other.token_logprobs, abs=within)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_blocks_open_as_others_finish_within_what_may_be_kept(cache, monkeypatch):
+    cached, slots = Cached(Attends(length=10), cache), []
+    expected = DuelEstimator(cached, "greedy", 2, batch_size=100).log_prob(RAGGED)
+    fill = kept_keys.Slots.fill
+
+    def filled(self, *arguments):
+        fill(self, *arguments)
+        slots.append(sum(plane.numel() for layer in self.layers for plane in layer))
+
+    monkeypatch.setattr(kept_keys.Slots, "fill", filled)
+    for rows in (1, 2, 3):
+        monkeypatch.setattr(view, "CPU_KEPT", cached.kept)
+        scored = DuelEstimator(cached, "greedy", 2, batch_size=rows).log_prob(RAGGED)
+        longest = max(window.length for window in RAGGED)
+        assert (
+            max(slots) <= rows * 10 // longest * longest * cached.kept
+        )  # short windows have slots as long as long ones
+        for one, other in zip(scored, expected, strict=True):
+            assert one.reveal_steps == other.reveal_steps
+            assert one.token_logprobs == pytest.approx(other.token_logprobs, abs=1e-12)
 
 
 class Small(Attends):

@@ -130,14 +130,10 @@ class Slots:
         count, width = len(self.identity), features.shape[1]
         have, wide = (0, 0) if self.features is None else self.features.shape[:2]
         if have < count:
-            old = self.layers or [(None, None)] * len(layers)
-            self.layers = [
-                tuple(
-                    _grown(plane, like, (count, like.shape[1], self.length, like.shape[3]))
-                    for plane, like in zip(planes, likes, strict=True)
-                )
-                for planes, likes in zip(old, layers, strict=True)
-            ]
+            self.layers = self.layers or [(None, None)] * len(layers)
+            for n, likes in enumerate(layers):  # one layer after another: its old planes are free before the next
+                shapes = [(count, like.shape[1], self.length, like.shape[3]) for like in likes]
+                self.layers[n] = tuple(map(_grown, self.layers[n], likes, shapes))
         if have < count or wide < width:
             self.features = _grown(self.features, features, (count, max(wide, width), features.shape[2]))
 

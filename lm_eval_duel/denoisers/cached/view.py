@@ -18,7 +18,9 @@ from lm_eval_duel.denoisers.wrappers.base import Wrapper
 from lm_eval_duel.errors import first_cell_unseen
 from lm_eval_duel.hashing import hashed
 
-CPU_KEPT, GPU_KEPT = 1 << 15, 1 << 17  # kept numbers that weigh as much as a network token of a call
+# Kept numbers that weigh as much as a network token of a call. On a CPU, more blocks at a time are slower.
+CPU_KEPT, GPU_KEPT = 1 << 13, 1 << 17
+NEW = 8  # at most one block in so many begins in one call, which returns its keys before they are kept
 
 
 class CachedView(View):
@@ -33,8 +35,8 @@ class CachedView(View):
         """The positions of a later step, or of what is kept for them if that weighs more."""
         length, device = self.rows.length[lanes.row], lanes.row.device  # (R,)
         positions = lanes.width if self.denoiser.cache == "dual" else length - lanes.start  # (R,)
-        kept = CPU_KEPT if device.type == "cpu" else GPU_KEPT
-        return torch.maximum(positions, -(-length * self.denoiser.kept // kept))
+        columns, kept = self.rows.ids.shape[1], CPU_KEPT if device.type == "cpu" else GPU_KEPT  # slots are equally long
+        return positions.clamp(min=-(-columns * self.denoiser.kept // kept))
 
     def commit(self, lanes: Lanes) -> None:
         super().commit(lanes)
@@ -82,7 +84,8 @@ class CachedView(View):
         slot, missing = self._slots.arrange(identity[own])  # (n,) each
         if missing.any():
             blocks, empty, of = lanes.select(own[missing]), slot[missing], identity[own[missing]]
-            rows = max(1, int(self.cost(lanes).sum()) // int(self.rows.length[blocks.row].max()))  # of a call
+            rows = int(self.cost(lanes).sum()) // int(self.rows.length[blocks.row].max())  # of a call
+            rows = max(1, min(rows, len(lanes) // NEW))
             for part in torch.arange(len(blocks), device=slot.device).split(rows):
                 self._begin(blocks.select(part), empty[part], of[part])
         return slot[which]
