@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import textwrap
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lm_eval_duel.results.figures.style import GREY, LIGHT, against_nfe, curve, label, new, wide
-from lm_eval_duel.results.figures.values import error_text, kind_of, legend, whisker
+from lm_eval_duel.results.figures.values import kind_of, legend, whisker
 from lm_eval_duel.results.records import SEES_TRUTH, Speeds, TaskComparison
-from lm_eval_duel.results.table import WORDS, form_of, number
+from lm_eval_duel.results.table import HTML, WORDS, Column, form_of, number
+from lm_eval_duel.results.tables import shown
 from lm_eval_duel.rules.tables import adaptive
 
 if TYPE_CHECKING:
@@ -48,7 +50,7 @@ def _across(axes: Axes, task: TaskComparison, sweep: Speeds) -> None:
         name = "autoregressive model" if key == "ar" else legend(kind_of(entry))
         if entry.stderr is not None:
             axes.axhspan(*whisker(entry), color=GREY, alpha=0.12, linewidth=0, zorder=0)
-        text = f"{name}, {number(entry.value, form_of(metric))}{error_text(entry, metric)}"
+        text = f"{name}, {HTML.value(replace(shown(entry), bound=False), Column('', form_of(metric)))}"
         axes.axhline(entry.value, color=GREY, linestyle=style, linewidth=1.3, zorder=1, label=text)
     if sweep.oracle is not None:
         value = entries[sweep.oracle].value

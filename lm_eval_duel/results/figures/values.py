@@ -10,7 +10,8 @@ from lm_eval_duel.estimators import registry
 from lm_eval_duel.results.figures.style import DARK, GREY, LIGHT, bare, label, model_colour, new, plain_log, wide
 from lm_eval_duel.results.records import Row, TaskComparison
 from lm_eval_duel.results.stats import CLEAR
-from lm_eval_duel.results.table import WORDS, form_of, number, plus_minus
+from lm_eval_duel.results.table import HTML, WORDS, Column, form_of
+from lm_eval_duel.results.tables import shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,7 +45,7 @@ def perplexity(name: str, task: TaskComparison, width: float | None = None) -> F
     """One line per row, with its value and interval; the AR baseline as a dotted line. `width`: in inches."""
     entries, metric, width = task.rows, task.metric, width or WIDTH
     figure, (axes,) = new(width, 1.3 + LINE * (len(entries) + len({e.model for e in entries})))
-    texts = [f"{'≤ ' if e.bound else ''}{number(e.value, form_of(metric))}{error_text(e, metric)}" for e in entries]
+    texts = [HTML.value(shown(entry), Column("", form_of(metric))) for entry in entries]
     at, ticks, last = 0.0, [], None
     seen: dict[str, Any] = {}
     for entry, text in zip(entries, texts, strict=True):
@@ -116,12 +117,6 @@ def whisker(entry: Row) -> list[float]:
     """Two Monte Carlo standard errors to either side."""
     low = entry.value - CLEAR * entry.stderr
     return [max(low, entry.value / 10), entry.value + CLEAR * entry.stderr]  # above 0, for a log scale
-
-
-def error_text(entry: Row, metric: str) -> str:
-    """A value's Monte Carlo error as text."""
-    error = " +- ?" if entry.stderr_reason else plus_minus(entry.stderr, metric)
-    return error.replace("+-", "±")
 
 
 def kind_of(entry: Row) -> str:
