@@ -56,25 +56,31 @@ def test_toys_score_and_sample_as_on_the_cpu_and_mixed_devices_raise(tmp_path):
     check(results[1:], "greedy", "sample", "replay", "elbo", "lattice", *drawn, "ar", "trial")
 
 
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What every case found, by its name: all in one process, since torch and transformers take long to import."""
+    cases = [*FAMILIES, *WRAPPED, "harness", "memory", "waits"]
+    found = run(tmp_path_factory.mktemp("device"), *cases)
+    return {case: [result for result in found if result["case"] == case] for case in cases}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [*FAMILIES, *WRAPPED])
-def test_a_network_scores_and_samples_as_on_the_cpu(tmp_path, case):
-    results = run(tmp_path, case)
-    check(results, *(["ar"] if case in ("ar", "gpt2") else ["greedy", "lattice", "elbo"]), "sample")
+def test_a_network_scores_and_samples_as_on_the_cpu(results, case):
+    check(results[case], *(["ar"] if case in ("ar", "gpt2") else ["greedy", "lattice", "elbo"]), "sample")
 
 
 @pytest.mark.slow
-def test_the_harness_traces_and_gathers_as_on_the_cpu(tmp_path):
-    check(run(tmp_path, "harness"), "requests", "trace", "two ranks", "library")
+def test_the_harness_traces_and_gathers_as_on_the_cpu(results):
+    check(results["harness"], "requests", "trace", "two ranks", "library")
 
 
 @pytest.mark.slow
-def test_a_network_in_memory_and_its_gradients_as_on_the_cpu(tmp_path):
-    check(run(tmp_path, "memory"), "score", "learned", "cache", "function", "metrics", "backward")
+def test_a_network_in_memory_and_its_gradients_as_on_the_cpu(results):
+    check(results["memory"], "score", "learned", "cache", "function", "metrics", "backward")
 
 
 @pytest.mark.slow
-def test_the_host_seldom_waits_for_the_device(tmp_path):
-    results = run(tmp_path, "waits")
-    assert len(results) == 3
-    assert all(0 < result["total"] <= FEW * result["calls"] for result in results)
+def test_the_host_seldom_waits_for_the_device(results):
+    assert len(results["waits"]) == 3
+    assert all(0 < result["total"] <= FEW * result["calls"] for result in results["waits"])

@@ -319,7 +319,7 @@ def test_the_first_cell_is_revealed_alone_and_then_the_rule_goes_on(rule, cache)
             agree(scored, score(logits_of, toy.mask_id, toy.excluded, parsed, block, window, grid))
 
 
-@pytest.mark.parametrize(("rule", "cache"), zip(FEW, CACHES * 3, strict=True))
+@pytest.mark.parametrize(("rule", "cache"), list(zip(FEW, CACHES * 3, strict=True)))
 def test_a_shifted_network_sums_to_one_and_scores_its_samples(rule, cache):
     duel = DuelEstimator(Cached(Attends(shift=1), cache), f"{rule}:seed_first=true", 2)
     assert abs(total(duel, 4, context=(1,)) - 1) < 1e-9

@@ -1,14 +1,14 @@
-"""EuroBERT and mmBERT on tiny random checkpoints with the real file layout, against plain networks in float64."""
+"""EuroBERT, mmBERT, ESM-2 and DPLM, tiny and random in the real file layout, against plain networks in float64."""
 
 import functools
 import itertools
 import math
+import types
 
 import pytest
 import torch
 from close import close_nats
-from encoder_reference import ENCODERS
-from laws import slow_but
+from encoder_reference import ENCODERS, PROTEIN_CASES, PROTEIN_MASK, esm, esm_logits, protein_ids
 from textbook import score
 from transformers import CONFIG_MAPPING
 
@@ -16,81 +16,107 @@ from lm_eval_duel import Duel, denoisers, rules
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
 
-MASK = 4
 WINDOWS = [
     Window((2, 6), (7, 9, 30, 12, 8, 15, 5, 21, 11), (3,)),
     Window((2,), (10, 9), (3,)),
     Window((), (8, 8, 20, 31, 6)),
     Window((2, 14, 5, 9, 9), (33, 6, 7), (3,)),
 ]
+PROTEINS = [
+    Window((0,), protein_ids("MKTAYIAKQR"), (2,)),
+    Window((0,), protein_ids("MW"), (2,)),
+    Window((0, *protein_ids("MALW")), protein_ids("MRLLPLL"), (2,)),
+    Window((), protein_ids("GIVEQ"), (2,)),
+]
 
 
-@pytest.fixture(scope="module", params=ENCODERS)
+@pytest.fixture(scope="module", params=[*ENCODERS, *PROTEIN_CASES])
 def encoder(request, tmp_path_factory):
-    """The denoiser of a family, and the plain network's logits of ids."""
-    if request.param == "eurobert" and "eurobert" not in CONFIG_MAPPING:
-        pytest.skip("transformers 4 does not have EuroBERT")
-    path, logits = ENCODERS[request.param](tmp_path_factory.mktemp(request.param))
-    return denoisers.load(path, device="cpu"), functools.cache(logits)
+    """A denoiser, the plain network's logits of ids, and what to score with it: [CLS], [SEP] and [MASK] among it."""
+    name, folder = request.param, tmp_path_factory.mktemp(request.param)
+    if name in PROTEIN_CASES:
+        path, w = esm(folder, **PROTEIN_CASES[name])
+        logits, windows, first, last, mask = functools.partial(esm_logits, w), PROTEINS, 0, 2, PROTEIN_MASK
+    else:
+        if name == "eurobert" and "eurobert" not in CONFIG_MAPPING:
+            pytest.skip("transformers 4 does not have EuroBERT")
+        path, logits = ENCODERS[name](folder)
+        windows, first, last, mask = WINDOWS, 2, 3, 4
+    return types.SimpleNamespace(
+        denoiser=denoisers.load(path, device="cpu"),
+        logits=functools.cache(logits),
+        windows=windows,
+        first=first,
+        last=last,
+        mask=mask,
+        text=name not in PROTEIN_CASES,
+    )
 
 
 def test_what_is_found_at_load(encoder):
-    denoiser, _ = encoder
-    assert (denoiser.family, denoiser.attention, denoiser.mask_id) == ("masked-lm", "bidirectional", MASK)
+    if not encoder.text:
+        pytest.skip("test_proteins.py")
+    denoiser = encoder.denoiser
+    assert (denoiser.family, denoiser.attention, denoiser.mask_id) == ("masked-lm", "bidirectional", 4)
     assert denoiser.relative_positions and denoiser.honours_padding and not denoiser.needs_visible
     assert denoiser.special_tokens == ((2,), (3,))
     assert type(denoiser.model).__module__.startswith("transformers.models.")  # not the code that a config may name
 
 
 def test_the_network_equals_the_plain_one(encoder):
-    denoiser, right = encoder
-    long = [2, *[6, MASK, 9, 9, MASK, 30, 12] * 3, 3]  # longer than a local window
-    for row in ([2, 6, MASK, 9, 9, MASK, 30, 12, 3], long, [MASK] * 5):
-        ours = denoiser.head(denoiser.features(torch.tensor([row]), None)[0])
-        assert (ours - right(tuple(row))).abs().max() < 1e-4
+    """With few, half and nearly all positions masked: the scale of ESM's input differs by a factor of 6."""
+    first, last, mask = encoder.first, encoder.last, encoder.mask
+    long = [first, *[6, mask, 9, 9, mask, 30, 12] * 3, last]  # longer than a local window
+    rows = [[first, 6, 15, 11, 5, 19, 12, last], [first, 6, mask, 9, 9, mask, 30, 12, last], long]
+    rows += [[first, mask, 9, last], [mask] * 5 if encoder.text else [first, *[mask] * 6, last]]
+    for row in rows:
+        ours = encoder.denoiser.head(encoder.denoiser.features(torch.tensor([row]), None)[0])
+        assert (ours - encoder.logits(tuple(row))).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("rule", slow_but(["greedy", "margin:k=2", "threshold:mu=0.3"], ["greedy"]))
-def test_lanes_equal_the_textbook_loop(encoder, rule):
-    denoiser, right = encoder
-    for window, scored in zip(WINDOWS, Duel(denoiser, rule, 4).log_prob(WINDOWS), strict=True):
-        _, steps, nats, greedy, nfe = score(
-            lambda row: right(tuple(row.tolist())),
-            MASK,
-            denoiser.excluded,
-            rules.parse(rule),
-            4,
-            window,
-            tie_when_all_mask=True,
-        )
-        assert scored.near_ties == 0, "choose another seed: the order is at the mercy of float noise here"
-        assert (scored.reveal_steps, scored.is_greedy, scored.nfe) == (steps, greedy, nfe)
-        assert scored.token_logprobs == close_nats(nats)
+def test_lanes_equal_the_textbook_loop(encoder):
+    for rule in ("greedy", "margin:k=2", "threshold:mu=0.3"):
+        found = Duel(encoder.denoiser, rule, 4).log_prob(encoder.windows)
+        for window, scored in zip(encoder.windows, found, strict=True):
+            _, steps, nats, greedy, nfe = score(
+                lambda row: encoder.logits(tuple(row.tolist())),
+                encoder.mask,
+                encoder.denoiser.excluded,
+                rules.parse(rule),
+                4,
+                window,
+                tie_when_all_mask=encoder.text,
+            )
+            assert scored.near_ties == 0, "choose another seed: the order is at the mercy of float noise here"
+            assert (scored.reveal_steps, scored.is_greedy, scored.nfe) == (steps, greedy, nfe), rule
+            assert scored.token_logprobs == close_nats(nats), rule
 
 
 def test_all_pairs_of_tokens_sum_to_one(encoder):
-    denoiser, _ = encoder
-    tokens = (~denoiser.excluded).nonzero()[:, 0].tolist()
-    pairs = [Window((2, 6), pair, (3,)) for pair in itertools.product(tokens, repeat=2)]
-    scored = Duel(denoiser, "greedy", 4).log_prob(pairs)
+    tokens = (~encoder.denoiser.excluded).nonzero()[:, 0].tolist()
+    pairs = [Window((encoder.first, 6), pair, (encoder.last,)) for pair in itertools.product(tokens, repeat=2)]
+    scored = Duel(encoder.denoiser, "greedy", 4).log_prob(pairs)
     assert math.fsum(math.exp(s.log_prob) for s in scored) == pytest.approx(1, abs=1e-4)
 
 
-def test_left_to_right_is_the_chain_rule(encoder):
-    denoiser, right = encoder
+def test_left_to_right_is_the_chain_rule_and_k_the_marginals(encoder):
+    first, last, mask = encoder.first, encoder.last, encoder.mask
 
     def logs(*row):
-        return right(row).masked_fill(denoiser.excluded, -math.inf).log_softmax(-1)
+        return encoder.logits(row).masked_fill(encoder.denoiser.excluded, -math.inf).log_softmax(-1)
 
-    first, second = logs(2, 6, MASK, MASK, 3), logs(2, 6, 9, MASK, 3)
-    [scored] = Duel(denoiser, "l2r", 4).log_prob([Window((2, 6), (9, 30), (3,))])
-    assert scored.token_logprobs == close_nats([float(first[2, 9]), float(second[3, 30])])
+    blank, then = logs(first, 6, mask, mask, last), logs(first, 6, 9, mask, last)
+    window = [Window((first, 6), (9, 30), (last,))]
+    one, two = (Duel(encoder.denoiser, f"l2r:k={k}", 4).log_prob(window)[0] for k in (1, 2))
+    assert one.token_logprobs == close_nats([float(blank[2, 9]), float(then[3, 30])])
+    assert two.token_logprobs == close_nats([float(blank[2, 9]), float(blank[3, 30])])
 
 
 def test_a_window_alone_equals_the_window_in_a_batch(encoder):
-    denoiser, _ = encoder
-    for window, scored in zip(WINDOWS, Duel(denoiser, "greedy", 4).log_prob(WINDOWS), strict=True):
-        alone = Duel(denoiser, "greedy", 4, batch_size=1).log_prob([window])[0]
+    """Short rows beside long ones: padding must not count as masked positions."""
+    together = Duel(encoder.denoiser, "greedy", 4).log_prob(encoder.windows)
+    for window, scored in zip(encoder.windows, together, strict=True):
+        [alone] = Duel(encoder.denoiser, "greedy", 4, batch_size=1).log_prob([window])
         assert alone.reveal_steps == scored.reveal_steps
         assert alone.token_logprobs == close_nats(scored.token_logprobs)
 

@@ -29,7 +29,7 @@ TOYS = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "rule"), zip(TOYS, ["greedy:k=1", "entropy_threshold:tau=0.9"] * 2 + ["greedy:k=1"], strict=True)
+    ("kind", "rule"), list(zip(TOYS, ["greedy:k=1", "entropy_threshold:tau=0.9"] * 2 + ["greedy:k=1"], strict=True))
 )
 def test_texts_without_the_excluded_ids_sum_to_one(kind, rule):
     duel = Duel(TOYS[kind](), rule, 2)

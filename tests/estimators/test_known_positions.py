@@ -41,7 +41,7 @@ def greedy_by_hand(toy, window):
     return total
 
 
-@pytest.mark.parametrize(("rule", "block"), zip(RULES, [None, 2, 4, None, 2, 4, 2], strict=True))
+@pytest.mark.parametrize(("rule", "block"), list(zip(RULES, [None, 2, 4, None, 2, 4, 2], strict=True)))
 def test_probabilities_of_all_fillings_sum_to_one(rule, block):
     duel = Duel(Toy(), rule=rule, block=block)
     scores = duel.log_prob(list(fillings()))
@@ -62,7 +62,7 @@ def test_the_joint_equals_a_loop_by_hand_alone_and_in_a_batch():
         assert alone.reveal_steps == score.reveal_steps and alone.nfe == len(TARGET) - len(window.known)
 
 
-@pytest.mark.parametrize(("rule", "block"), zip(RULES, [4, 4, None, None, 4, None, 4], strict=True))
+@pytest.mark.parametrize(("rule", "block"), list(zip(RULES, [4, 4, None, None, 4, None, 4], strict=True)))
 def test_verify_finds_the_same_score_and_order(rule, block):
     estimator = DuelEstimator(Toy(), rule, block)
     windows = [*fillings()][:5]

@@ -203,19 +203,15 @@ def test_samples_have_the_log_probability_of_their_text(sampler):
     assert unscored.tokens == drawn[0].tokens and math.isnan(unscored.log_prob)
 
 
-@pytest.mark.parametrize("sampler", ["LLaDA, T=0.6", pytest.param("SDAR, dynamic", marks=pytest.mark.slow)])
-def test_samples_follow_the_distribution(sampler):
+def test_samples_follow_the_distribution():
     """Law 17: Pearson's statistic of 20,000 samples (the seed is fixed, so it does not flicker)."""
-    estimator = made(Toy(length=3, seed=2), sampler)
+    estimator = made(Toy(length=3, seed=2), "LLaDA, T=0.6")
     samples = estimator.stream_samples([()] * 20_000, 3, seed=1, scored=False)
     assert p_value([sample.tokens for _, sample in samples], every(estimator, 3)) > 1e-4
 
 
-EACH = [*itertools.product(SAMPLERS, ["bidirectional"]), *itertools.product([*SAMPLERS][:7], [*NETWORKS][1:])]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("sampler", "network"), EACH)
+@pytest.mark.parametrize(("sampler", "network"), [(name, [*NETWORKS][n % 4]) for n, name in enumerate(SAMPLERS)])
 def test_samples_of_every_network_follow_the_distribution(sampler, network):
     estimator = made(NETWORKS[network](), sampler)
     samples = estimator.stream_samples([()] * 10_000, 4, seed=2, scored=False)

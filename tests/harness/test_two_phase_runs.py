@@ -2,14 +2,12 @@
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import tiny
 from harness_requests import ask
-from harness_runs import free_port
+from harness_runs import TORCHRUN, evaluate, launch
 from lm_eval.api.model import CachingLM
 
 import lm_eval_duel
@@ -189,13 +187,12 @@ def test_two_ranks_print_what_one_prints(tmp_path):
     arguments = ["lm_eval", "--model", "duel-mdm", "--tasks", f"{shipped / 'sotu.yaml'},{tmp_path / 'again.yaml'}"]
     arguments += ["--limit", "7"]
     model = "rule=greedy:k=2,block=4,dtype=float64,estimator=two_phase,sample=0.3"
-    runs = []
-    for ranks in (1, 2):
-        launcher = ["torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(free_port())]
-        options = ["--device", "cpu", "--model_args", model, "--output_path", str(tmp_path / str(ranks))]
-        subprocess.run([sys.executable, "-m", *launcher, "-m", *arguments, *options], check=True, capture_output=True)
-        (path,) = (tmp_path / str(ranks)).glob("**/results_*.json")
-        runs.append(json.loads(path.read_text())["config"]["duel"])
+    options = ["--device", "cpu", "--model_args", model, "--output_path", str(tmp_path / "two")]
+    (status,), said = launch(TORCHRUN, 2, *arguments, *options)
+    assert status == 0, said[-3000:]
+    (path,) = (tmp_path / "two").glob("**/results_*.json")
+    runs = [evaluate(["sotu", "again"], model, folders=[str(tmp_path)], limit=7), json.loads(path.read_text())]
+    runs = [run["config"]["duel"] for run in runs]
     values = [{name: task["values"]["two_phase"] for name, task in run["tasks"].items()} for run in runs]
     for name, one in values[0].items():
         two = values[1][name]

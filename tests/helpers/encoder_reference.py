@@ -20,6 +20,19 @@ D, HEADS, WIDE, LAYERS = 16, 2, 24, 2
 RESIDUES = list("LAGVSERTIDPKQNFYMHWC")
 VOCABULARY = ["<cls>", "<pad>", "<eos>", "<unk>", *RESIDUES, *"XBUZO.-", "<null_1>", "<mask>"]
 PROTEIN_MASK = 32
+PROTEIN_CASES = {
+    "esm-2": {},
+    "dplm": {
+        "architectures": ["EsmForDPLM"],
+        "dplm_type": "dplm_esm",
+        "hidden_dropout_prob": 0.1,
+        "_name_or_path": "facebook/esm2_t30_150M_UR50D",
+    },
+}
+
+
+def protein_ids(sequence):
+    return tuple(VOCABULARY.index(letter) for letter in sequence)
 
 
 def is_norm(name):

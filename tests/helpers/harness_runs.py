@@ -58,12 +58,18 @@ def read(folder, task):
 def evaluate(task, model_args, model="duel-mdm", metadata=None, folders=(), **options):
     """The harness in this process, with this package's tasks only (its own 14,000 take 8 seconds to index).
 
-    `folders`: others with tasks.
+    `task`: one name or several; `folders`: others with tasks.
     """
     metadata = dict(pair.split("=", 1) for pair in model_args.split(",")) | (metadata or {})  # as the command line does
     tasks = TaskManager(include_path=[task_folder(), *folders], include_defaults=False, metadata=metadata)
     return simple_evaluate(
-        model=model, model_args=model_args, tasks=[task], device="cpu", task_manager=tasks, log_samples=True, **options
+        model=model,
+        model_args=model_args,
+        tasks=[task] if isinstance(task, str) else task,
+        device="cpu",
+        task_manager=tasks,
+        log_samples=True,
+        **options,
     )
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import sys
+import tempfile
 import traceback
 from pathlib import Path
 
@@ -119,9 +120,7 @@ def opener(folder, name):
     import encoder_reference
     import tiny
 
-    folder = Path(folder) / name
-    folder.mkdir(exist_ok=True)
-    options = {}
+    folder, options = Path(tempfile.mkdtemp(dir=folder)), {}
     if name in dit_reference.CONFIGS:
         path, _ = dit_reference.write(folder, name)
     elif name in decoder_reference.CASES:
@@ -269,7 +268,7 @@ def compare(folder, case):
     assert windows
     more = case.endswith("+")
     for (what, here), (_, there) in zip(runs(on_cpu, windows, more), runs(on_sim, windows, more), strict=True):
-        result = {"case": case, "run": what}
+        result = {"run": what}
         expected = here()
         try:
             result["difference"] = difference(expected, there())
@@ -406,7 +405,7 @@ def main():
     for case in cases:
         try:
             for result in others[case]() if case in others else compare(folder, case):
-                print(json.dumps(result), flush=True)
+                print(json.dumps({"case": case} | result), flush=True)
         except Exception:
             print(json.dumps({"case": case, "run": "", "error": traceback.format_exc(limit=-12)}), flush=True)
 
