@@ -37,7 +37,19 @@ DITS = ["mdlm", "bidirectional", "one-block"]
 MASKED = ["bert", "roberta", "modernbert"]
 NATIVE = [name for name in ENCODERS if name in CONFIG_MAPPING or name != "eurobert"]  # transformers 4 has no EuroBERT
 LAYER_NORMS = [*MASKED, "diffugpt", "mmbert"]
-FAMILIES = slow_but([*DECODERS, *DITS, *MASKED, *NATIVE], ["llada", "dream", "mdlm", "roberta", "modernbert"])
+NAMES, FAST = [*DECODERS, *DITS, *MASKED, *NATIVE], ["llada", "dream", "mdlm", "roberta", "modernbert"]
+FAMILIES = slow_but(NAMES, FAST)
+DRAWN = [  # every family in both dtypes, under one of the caches in turn
+    pytest.param(
+        *(name, CACHES[(n + turn) % 2], dtype), marks=() if name in FAST and dtype == "float64" else pytest.mark.slow
+    )
+    for turn, dtype in enumerate(("float64", "float32"))
+    for n, name in enumerate(NAMES)
+]
+COARSE = [
+    pytest.param(name, CACHES[n % 2], marks=() if name == "modernbert" else pytest.mark.slow)
+    for n, name in enumerate([*DECODERS, *MASKED])
+]
 WINDOWS = [
     Window((2, 6), (7, 9, 30, 12, 8, 15, 5, 21, 11), (3,)),
     Window((2,), (10, 9), (3,)),
@@ -127,9 +139,7 @@ def test_equals_the_plain_reference(plain, name, cache):
         assert near_ties <= 1, "choose other windows"
 
 
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("name", "cache", "dtype"), DRAWN)
 def test_samples_are_scored_as_they_were_drawn_and_alone_as_in_a_batch(plain, name, cache, dtype):
     denoiser, _, windows = plain(name, dtype)
     duel = DuelEstimator(Cached(denoiser, cache), rule_of(denoiser, "greedy"), 3)
@@ -162,8 +172,7 @@ def test_networks_whose_attention_cannot_be_steered_say_so(plain, tmp_path):
         Cached(sedd, "dual")
 
 
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("name", slow_but([*DECODERS, *MASKED], ["modernbert"]))
+@pytest.mark.parametrize(("name", "cache"), COARSE)
 def test_bfloat16_follows_its_own_samples(plain, name, cache):
     """A DiT runs in float32 only."""
     denoiser, _, windows = plain(name, dtype="bfloat16")

@@ -140,10 +140,9 @@ def test_the_command_line_says_where_it_goes_on(tmp_path, number):
     ((done, parts),) = re.findall(said, log.replace("\n", " "))
     assert kill.kept(tmp_path) == int(done) < kill.LIMIT and kill.kept(tmp_path, "window ") == int(parts or 0)
     assert "Traceback" not in log
-    if number == signal.SIGINT:
+    if number == signal.SIGINT:  # once is enough
         return
-    again = kill.start(tmp_path)
-    assert again.wait() == 0
+    assert kill.start(tmp_path).wait() == 0
     assert f"Requests remaining: {kill.LIMIT - int(done)}" in (tmp_path / "log.txt").read_text()
     assert len(kill.documents(tmp_path)) == kill.LIMIT
 
@@ -174,6 +173,6 @@ def test_ctrl_c_ends_all_ranks(tmp_path):
     assert run.wait(60) != 0
     log = (tmp_path / "log.txt").read_text().replace("\n", " ")
     for rank in (0, 1):
-        assert re.search(rf"Interrupted by SIGINT on rank {rank} after \d+ of {kill.LIMIT // 2} .* saved in .*c_rank{rank}.db", log), (
-            rank
-        )
+        assert re.search(
+            rf"Interrupted by SIGINT on rank {rank} after \d+ of {kill.LIMIT // 2} .* saved in .*c_rank{rank}.db", log
+        ), rank
