@@ -3,21 +3,17 @@
 import json
 import logging
 import math
-import subprocess
-import sys
 
 import pytest
 import transformers
 from toys import Toy
 
 from lm_eval_duel import Duel, DuelError, Window, load, rules
-from lm_eval_duel.cli import inspect, show
 from lm_eval_duel.cli import plan as planning
 from lm_eval_duel.cli import score as scoring
+from lm_eval_duel.cli import show
 from lm_eval_duel.harness import patches
 from lm_eval_duel.harness.lm import DuelMDM
-from lm_eval_duel.harness.so_far import Document, SoFar
-from lm_eval_duel.options import Options
 from lm_eval_duel.tasks import own_text
 
 RULE = """
@@ -57,12 +53,6 @@ def test_a_text_without_tokens_is_said_to_have_no_perplexity(caplog):
     with caplog.at_level(logging.WARNING, logger="lm_eval.duel_mdm"):
         [score] = Duel.from_pretrained("demo-bd", device="cpu").score([""])
     assert math.isnan(score.perplexity) and "text 0" in caplog.text
-
-
-def test_an_unknown_argument_prints_near_names_only():
-    with pytest.raises(DuelError) as error:
-        Options.parse({"mask_tokn": 3})
-    assert "mask_token_id" in str(error.value) and len(str(error.value)) < 200
 
 
 @pytest.mark.parametrize(
@@ -118,10 +108,6 @@ def test_score_names_the_file_of_a_document(tmp_path):
         scoring.score(lm, [own_text.OwnText("notes.txt:1", "fine"), own_text.OwnText("notes.txt:2", f"not {mask}")])
 
 
-def test_inspect_shows_the_sentence_that_it_scores():
-    assert inspect.TEXT in dict(inspect.inspect({"pretrained": "demo-bd", "device": "cpu"}))["one text"]
-
-
 def test_plan_names_the_device_of_its_times(capsys):
     hours = {}
     for device, word in (("h200", "H200"), ("cpu", "CPU")):
@@ -130,12 +116,6 @@ def test_plan_names_the_device_of_its_times(capsys):
         planning.main(["--model_args", "pretrained=demo-bd", "--tokens", "100", "--device", device, "--json"])
         hours[device] = json.loads(capsys.readouterr().out)["methods"]["exact"]["hours"]
     assert hours["cpu"] > hours["h200"]
-
-
-def test_the_bar_says_what_its_interval_is_of():
-    documents = [Document("toy", n, str(n), 10, None, None, -10.0 - n) for n in range(6)]
-    assert "final value" not in str(SoFar(documents))
-    assert "(95 % interval of the final value)" in str(SoFar([*documents, Document("toy", 6, "6", 10, None, None)]))
 
 
 def test_a_traces_names_cannot_steer_the_terminal():
@@ -156,16 +136,3 @@ def test_errors_stand_under_the_table_of_results():
     scoring.score(lm, [own_text.OwnText("notes.txt", "We the people")])
     [error] = lm.get_model_info()["duel"]["errors"]
     assert "ELBO (a bound)" in error and "+-" in error
-
-
-def test_the_harness_command_prints_them_too():
-    """It takes `make_table` before it makes a model."""
-    code = (
-        "from lm_eval.utils import make_table\n"
-        "from lm_eval_duel.harness import patches\n"
-        "patches.apply(); patches.apply()\n"
-        "results = {'results': {'toy': {'m,none': 1.0}}, 'versions': {'toy': 1}, 'n-shot': {'toy': 0}}\n"
-        "print(make_table({**results, 'config': {'duel': {'errors': ['mine']}}}, sort_results=True))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout.rstrip().endswith("|\n\nmine"), done.stderr

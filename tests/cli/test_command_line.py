@@ -109,16 +109,6 @@ def test_a_typo_is_answered_before_anything_heavy_is_imported(tmp_path, subtests
     assert not list(tmp_path.iterdir())
 
 
-def test_importing_the_package_and_naming_the_model_is_light():
-    code = (
-        "import sys, lm_eval_duel, lm_eval.models\n"
-        "from lm_eval.api.registry import model_registry\n"
-        f"print('duel-mdm' in model_registry, [name for name in {HEAVY} if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "True []\n"
-
-
 def test_what_fails_while_a_command_works_is_one_line_and_code_1(tmp_path, capsys):
     with pytest.raises(Exit) as ended:
         program.main(["inspect", str(tmp_path)])

@@ -36,6 +36,13 @@ for name in names:
 assert "lm_eval_duel.harness.patches" in sys.modules and len(names) > 80, names
 after = attributes()
 print({key for key, value in before.items() if after.get(key) != value and key[-1] not in IMPORTED})
+
+from lm_eval.utils import make_table  # as the command has it, before it makes a model
+
+lm_eval_duel.harness.patches.apply()
+lm_eval_duel.harness.patches.apply()
+results = {"results": {"toy": {"m,none": 1.0}}, "versions": {"toy": 1}, "n-shot": {"toy": 0}}
+print(make_table({**results, "config": {"duel": {"errors": ["mine"]}}}, sort_results=True))
 """
 IMPORTED = "IMPORTED = {'__builtins__'}\n"
 
@@ -43,7 +50,8 @@ IMPORTED = "IMPORTED = {'__builtins__'}\n"
 def test_importing_our_modules_leaves_lm_eval_untouched():
     done = subprocess.run([sys.executable, "-c", IMPORTED + UNTOUCHED], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "set()"
+    assert done.stdout.startswith("set()\n")
+    assert done.stdout.rstrip().endswith("|\n\nmine"), "errors stand under the table of results"
 
 
 @pytest.mark.skipif(not IS_0_5, reason="lm-eval 0.4.13 takes the first answer itself")
