@@ -1,7 +1,6 @@
-"""What a record of Every Eval Ever 0.3.0 must have, and what a JSON schema asks, for tests of exports.
+"""What a record of Every Eval Ever 0.3.0 must have: `SCHEMA` states the entries that our export uses.
 
-`SCHEMA` states the entries that our export uses; `validate` knows the keywords that it needs. If the package
-`every_eval_ever` is installed, tests read the schema that comes with it as well.
+If the package `every_eval_ever` is installed, tests read the schema that comes with it as well.
 """
 
 import re
@@ -85,53 +84,3 @@ SCHEMA = _object(
     closed=True,
 )
 FILE = re.compile(r"data/[^/]+/[^/]+/[^/]+/[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}\.json")
-TYPES = {
-    "object": dict,
-    "array": list,
-    "string": str,
-    "number": (int, float),
-    "integer": int,
-    "boolean": bool,
-    "null": type(None),
-}
-
-
-def validate(value, schema, root=None, place="record"):
-    """Assert that a value follows a JSON schema (draft 7, without formats and patterns)."""
-    root = schema if root is None else root
-    if "$ref" in schema:
-        target = root
-        for part in schema["$ref"].removeprefix("#/").split("/"):
-            target = target[part]
-        return validate(value, target, root, place)
-    if "type" in schema:
-        names = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
-        fits = any(isinstance(value, TYPES[name]) and (name == "boolean") >= isinstance(value, bool) for name in names)
-        assert fits, f"{place} is {value!r}, not {names}"
-    assert value in schema.get("enum", [value]), f"{place} is {value!r}"
-    assert value == schema.get("const", value), f"{place} is {value!r}"
-    if "oneOf" in schema:
-        assert sum(_valid(value, part, root) for part in schema["oneOf"]) == 1, f"{place}: {value!r} fits not one"
-    if "if" in schema:
-        branch = "then" if _valid(value, schema["if"], root) else "else"
-        validate(value, schema.get(branch, {}), root, place)
-    if isinstance(value, dict):
-        for key in schema.get("required", []):
-            assert key in value, f"{place} has no {key}"
-        for key, part in value.items():
-            inner = schema.get("properties", {}).get(key, schema.get("additionalProperties", {}))
-            assert inner is not False, f"{place} has {key}"
-            validate(part, {} if inner is True else inner, root, f"{place}.{key}")
-    if isinstance(value, list):
-        assert len(value) >= schema.get("minItems", 0), place
-        for n, part in enumerate(value):
-            validate(part, schema.get("items", {}), root, f"{place}[{n}]")
-    return None
-
-
-def _valid(value, schema, root):
-    try:
-        validate(value, schema, root)
-    except AssertionError:
-        return False
-    return True

@@ -12,6 +12,7 @@ import shlex
 from pathlib import Path
 
 import eee_schema
+import jsonschema
 import pytest
 import yaml
 from lm_eval._cli import HarnessCLI
@@ -322,7 +323,7 @@ def test_every_eval_ever(tmp_path):
         assert eee_schema.FILE.fullmatch(name.removeprefix("exports/every_eval_ever/"))
         record = json.loads(record)
         for schema in schemas:
-            eee_schema.validate(record, schema)
+            jsonschema.Draft7Validator(schema).validate(record)
         for result in record["evaluation_results"]:
             config = result["metric_config"]
             key = record["model_info"]["name"], config["metric_parameters"].get("cache"), result["evaluation_name"]
