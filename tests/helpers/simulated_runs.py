@@ -174,6 +174,32 @@ def runs(denoiser, windows, more):
         yield rule, lambda rule=rule: scores(DuelEstimator(denoiser, rule, block, traced=True, **settings), windows)
     greedy = DuelEstimator(denoiser, "greedy", block, **settings)
     yield "sample", lambda: drawn(greedy, windows)
+    yield "elbo", lambda: scores(Elbo(denoiser, samples=16, traced=True, **settings), untailed(windows))
+    yield (
+        "lattice",
+        lambda: scores(Lattice(denoiser, block, follow=["greedy", "entropy:k=2"], traced=True, **settings), windows),
+    )
+    every = more or type(denoiser) in TOYS.values()
+    if every:  # the rest needs no other calls of a network
+        yield from others_of(denoiser, windows, more, block, settings)
+    if denoiser.attention != "bidirectional" or type(denoiser) is MovedToy or not has_cache(denoiser):
+        return
+    for cache in ("prefix", "dual") if every else ("dual",):
+        cached = Cached(denoiser, cache)
+        duel = DuelEstimator(cached, f"greedy{seeded}", block, traced=True, **settings)
+        yield cache, lambda duel=duel: scores(duel, windows)
+        yield f"{cache} sample", lambda duel=duel: drawn(duel, windows[:2])
+        if not seeded:
+            lattice = Lattice(cached, 4, follow=["greedy"], **settings)
+            yield f"{cache} lattice", lambda lattice=lattice: scores(lattice, windows)
+    if every:
+        two_phase = TwoPhase(denoiser, f"greedy{seeded}", 2, **settings, sample=0.5)
+        yield "two_phase", lambda: scores(two_phase, windows)
+
+
+def others_of(denoiser, windows, more, block, settings):
+    """(name, function) of what stands on the same calls of a network."""
+    greedy = DuelEstimator(denoiser, "greedy", block, **settings)
     yield (
         "replay",
         lambda: [
@@ -181,7 +207,6 @@ def runs(denoiser, windows, more):
             for score in greedy.replay(windows, [score.reveal_steps for score in greedy.log_prob(windows)])
         ],
     )
-    yield "elbo", lambda: scores(Elbo(denoiser, samples=16, traced=True, **settings), untailed(windows))
     trial = DuelEstimator(denoiser, "greedy", block)  # how much a call holds is found by trial
     yield "trial", lambda: scores(trial, windows)
     for form in ("count", "ratio"):
@@ -189,30 +214,13 @@ def runs(denoiser, windows, more):
             f"elbo {form}",
             lambda form=form: scores(Elbo(denoiser, samples=9, form=form, **settings), untailed(windows)),
         )
-    yield (
-        "lattice",
-        lambda: scores(Lattice(denoiser, block, follow=["greedy", "entropy:k=2"], traced=True, **settings), windows),
-    )
-    if not getattr(denoiser, "top_k", None):  # a truncated distribution has no such confidence
-        sampler = SampledConfidence(denoiser, block, n=2, tau=0.5, traced=True, **settings)
-        yield "sampled_confidence", lambda: scores(sampler, windows)
-        if more or type(denoiser) not in TOYS.values():
-            yield "sampled_confidence sample", lambda: drawn(sampler, windows)
+    sampler = SampledConfidence(denoiser, block, n=2, tau=0.5, traced=True, **settings)
+    yield "sampled_confidence", lambda: scores(sampler, windows)
+    if more:
+        yield "sampled_confidence sample", lambda: drawn(sampler, windows)
     for alg, alg_temp in (("origin", None), ("entropy", 0.5)):
         estimator = SampledOrder(denoiser, block, alg=alg, steps=3, alg_temp=alg_temp, **settings)
         yield f"sampled_order {alg}", lambda estimator=estimator: scores(estimator, windows)
-    if denoiser.attention != "bidirectional" or type(denoiser) is MovedToy or not has_cache(denoiser):
-        return
-    for cache in ("prefix", "dual"):
-        cached = Cached(denoiser, cache)
-        duel = DuelEstimator(cached, f"greedy{seeded}", block, traced=True, **settings)
-        yield cache, lambda duel=duel: scores(duel, windows)
-        yield f"{cache} sample", lambda duel=duel: drawn(duel, windows)
-        if not seeded:
-            lattice = Lattice(cached, 4, follow=["greedy"], **settings)
-            yield f"{cache} lattice", lambda lattice=lattice: scores(lattice, windows)
-    two_phase = TwoPhase(denoiser, f"greedy{seeded}", 2, **settings, sample=0.5)
-    yield "two_phase", lambda: scores(two_phase, windows)
 
 
 def has_cache(denoiser):
