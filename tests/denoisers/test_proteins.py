@@ -23,16 +23,8 @@ def protein(request, tmp_path_factory):
 
 def test_what_is_found_at_load(protein):
     denoiser, path = protein
-    assert (denoiser.family, denoiser.attention, denoiser.shift, denoiser.mask_id) == (
-        "masked-lm",
-        "bidirectional",
-        0,
-        PROTEIN_MASK,
-    )
     assert denoiser.excluded.nonzero()[:, 0].tolist() == [PROTEIN_MASK]
     assert denoiser.max_length == 64  # of 66 positions, ESM counts two that no residue has
-    assert denoiser.needs_visible and not denoiser.relative_positions
-    assert denoiser.special_tokens == ((0,), (2,))
     assert type(denoiser.model).__name__ == "EsmForMaskedLM" and not denoiser.model.training
     with pytest.raises(
         DuelError, match=r"scales its input by the share of masked positions .*token_dropout.* Leave cache"
