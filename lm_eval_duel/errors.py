@@ -118,7 +118,7 @@ def no_key_stays(cache: str, family: str) -> DuelError:
     )
 
 
-def first_cell_unseen(cache: str) -> DuelError:
+def first_position_unseen(cache: str) -> DuelError:
     """The error for a shifted network that would have to predict a block's first position in a later step under a
     cache.
     """

@@ -1,4 +1,4 @@
-"""The fingerprint: a short digest of the spec, which is everything that defines a log-probability, in words.
+"""The fingerprint: a short digest of the spec, which describes everything that defines a log-probability.
 
 Two runs with the same fingerprint must agree up to float noise. Batch size, device and rank count are not part of it.
 """
@@ -37,7 +37,7 @@ class Described(Protocol):
 
 
 def spec_of(*parts: Described) -> dict[str, str]:
-    """Everything that defines a number, in words; `digest` makes the fingerprint of it."""
+    """A description of everything that defines a number; `digest` makes the fingerprint of it."""
     spec = {key: str(value) for part in parts for key, value in part.describe().items()}
     return {**spec, "version": str(SPEC_VERSION)}
 

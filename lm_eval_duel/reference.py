@@ -129,13 +129,13 @@ def greedy(k: int = 1) -> Rule:
 
 
 def margin(k: int = 1) -> Rule:
-    """The k largest P1 - P2, the lead of the top token over the second."""
-    return lambda log_P, M: best(k, M, lead(log_P[M]))
+    """The k largest P1 - P2, the margin between the two most probable tokens."""
+    return lambda log_P, M: best(k, M, margin_log_odds(log_P[M]))
 
 
 def entropy(k: int = 1) -> Rule:
     """The k smallest entropies."""
-    return lambda log_P, M: best(k, M, -nats(log_P[M]))
+    return lambda log_P, M: best(k, M, -entropy_nats(log_P[M]))
 
 
 def threshold(mu: float) -> Rule:
@@ -166,7 +166,7 @@ def confidence(log_P: Tensor) -> Tensor:
     return log_P.amax(-1) - others(log_P)
 
 
-def lead(log_P: Tensor) -> Tensor:
+def margin_log_odds(log_P: Tensor) -> Tensor:
     """P1 - P2 as log-odds, log(P1 - P2) - log((1 - P1) + P2)."""
     first, second = log_P.topk(2).values.unbind(-1)
     return first + torch.log(-torch.expm1(second - first)) - torch.logaddexp(others(log_P), second)
@@ -177,7 +177,7 @@ def others(log_P: Tensor) -> Tensor:
     return log_P.scatter(-1, log_P.argmax(-1, keepdim=True), -math.inf).logsumexp(-1)
 
 
-def nats(log_P: Tensor) -> Tensor:
+def entropy_nats(log_P: Tensor) -> Tensor:
     """The entropy, -log P1 + sum_v P_v log(P1 / P_v), in which no summand is negative, so that nothing cancels."""
     ratio = log_P.amax(-1, keepdim=True) - log_P
     return softplus(-confidence(log_P)) + (log_P.exp() * ratio).nan_to_num(nan=0.0).sum(-1)

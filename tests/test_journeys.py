@@ -43,7 +43,7 @@ def test_ids_are_whole_numbers(ids):
 
 def test_windows_come_in_a_list():
     duel = Duel(Toy(length=6), "greedy", 2)
-    with pytest.raises(DuelError, match="Window 1 is of the class tuple"):
+    with pytest.raises(DuelError, match="Window 1 must be a Window"):
         duel.log_prob([Window((), (0, 1)), ((), (0, 1))])
     with pytest.raises(DuelError, match=r"Write \[window\]"):
         duel.log_prob(Window((), (0, 1)))

@@ -27,8 +27,8 @@ KEYS = (("context", "input_ids"), ("target", "output_ids"), ("reveal_steps", "st
 PRINTS = """\
 Prints a line for each trajectory: its tokens and steps, their log-probability along the recorded order in nats, and at
 how many steps the rule picks other positions, with the first such step and the margin of the rule's decision there in
-logits. Below 1e-4 float noise explains it: a near tie. A server in bfloat16 is noisier than that; an order that differs
-at many steps and by large margins has another rule.
+logits. Below 1e-4 it is a near tie, which float noise explains. A server in bfloat16 is noisier; an order that differs
+at many steps and by large margins comes from another rule.
 With estimator=sampled_confidence (n, tau, steps, confidence, ...) the order is random, and the line has the joint
 log-probability of text and order instead, for any block. Under a rule's own order the sum is the likelihood; under
 another one it is a diagnostic.

@@ -153,7 +153,7 @@ def short_reason(error: Exception) -> str:
 def explained(path: str, what: str = "read checkpoint", remedy: str = "") -> Iterator[None]:
     """Turn whatever a library or a checkpoint's own code raises into a DuelError, with the likely remedy.
 
-    transformers, safetensors, peft and the packages of quantisation check files and configs in their own ways; this
+    transformers, safetensors, peft and the packages of quantization check files and configs in their own ways; this
     is the one place that says of which checkpoint their error is, and what to do.
     """
     try:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from lm_eval_duel import rules
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.errors import DuelError, another_block, first_cell_unseen
+from lm_eval_duel.errors import DuelError, another_block, first_position_unseen
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
@@ -65,7 +65,7 @@ def check_rule(denoiser: Denoiser, rule: rules.Rule) -> None:
     if denoiser.attention == "causal" and not isinstance(rule, rules.LeftToRight):
         raise DuelError(f"A causal network reveals left to right only; use rule=left_to_right, not {rule}.")
     if denoiser.shift and denoiser.cache and not isinstance(rule, rules.SeedFirst):
-        raise first_cell_unseen(denoiser.cache)
+        raise first_position_unseen(denoiser.cache)
     if in_memory := list(rules.in_memory(rule)):
         raise DuelError(
             f"'{in_memory[0]}' of rule {type(rule).__name__} is a module or tensor in memory, which neither the rule's "
@@ -126,12 +126,12 @@ def check_windows(
     """Raise DuelError, naming the window, for one that cannot be scored (or generated)."""
     unscorable = set(denoiser.excluded.nonzero()[:, 0].tolist()) - {denoiser.mask_id}
     if isinstance(windows, Window):
-        raise DuelError("Windows come in a list; got one Window. Write [window].")
+        raise DuelError("Pass a list of windows; got one Window. Write [window].")
     for n, window in enumerate(windows):
         if not isinstance(window, Window):
             raise DuelError(
-                f"Window {n} is of the class {type(window).__name__}; write Window(context=(), target=ids), a class of "
-                "lm_eval_duel.",
+                f"Window {n} must be a Window of lm_eval_duel, such as Window(context=(), target=ids); got "
+                f"{type(window).__name__}.",
                 n,
             )
         target = () if generating else window.target

@@ -96,14 +96,14 @@ def _rules(value: Any) -> tuple[rules.Rule, ...]:
 
 ELBO_ARGUMENTS = {
     "mc_samples": Argument(COUNT, 128, "draws of a window"),
-    "elbo_form": Argument(choice("auto", *ELBO_FORMS), "auto", "how masked positions are drawn and weighed"),
+    "elbo_form": Argument(choice("auto", *ELBO_FORMS), "auto", "how masked positions are drawn and weighted"),
     "elbo_block": Argument(
         BLOCK, "auto", "positions that are drawn together; `auto`: the trained block, else all", none=None
     ),
     "elbo_eps": Argument(
         number("a share from 0 (nothing left out) to below 1", lambda x: 0 <= x < 1),
         0.0,
-        "noise levels below it are left out, as in the authors' evaluations: no bound then",
+        "noise levels below it are left out, as in the authors' evaluations; the value is then no bound",
     ),
 }
 TWO_PHASE_ARGUMENTS = {

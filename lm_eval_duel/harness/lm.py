@@ -174,7 +174,7 @@ class DuelMDM(TemplateLM):
 
     @cached_property
     def spec(self) -> dict[str, str]:
-        """Everything that defines a number, in words."""
+        """A description of everything that defines a number."""
         return fingerprint.spec_of(self.denoiser, self.estimator, self.text)
 
     @property

@@ -100,7 +100,7 @@ class Progress:
         self.bar.update(tokens)
 
     def finish_request(self, windows: int) -> None:
-        """One more request is finished, of so many windows."""
+        """One more request, of `windows` windows, is finished."""
         self.finished += 1
         self.windows -= windows
         last = self.finished == len(self.work.requests)

@@ -1,4 +1,4 @@
-"""The spec: everything that defines a number, in words; and what of a run's results it does not cover."""
+"""The spec, which describes everything that defines a number; and what a run's results hold besides it."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Outcome(NamedTuple):
 
     @classmethod
     def from_record(cls, record: tuple[Any, ...], windows: Sequence[Window]) -> Outcome | None:
-        """Read a `record`; None unless it is that of so many windows and consistent."""
+        """Read a `record`; None if it is inconsistent or has another number of windows."""
         try:
             log_prob, plain, is_greedy, near_ties = record
             values = [{name: Value(*value) for name, value in window.items()} for window in plain]

@@ -162,7 +162,7 @@ def read(path: str | Path) -> list[dict[str, Any]]:
 
 
 def files(place: str) -> list[str]:
-    """The traces in a folder; a file as it is. Files of several ranks are one trace. Raises DuelError without any."""
+    """The traces in a folder, or that of a file; the files of several ranks are one. Raises DuelError without any."""
     if not Path(place).is_dir():
         return [place]
     found = [re.sub(r"\.rank\d+(?=\.jsonl$)", "", str(path)) for path in sorted(Path(place).glob("*.jsonl"))]

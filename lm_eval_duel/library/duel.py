@@ -285,7 +285,7 @@ class Duel(OnIds):
         """A continuation of each prompt (Algorithm 1), as the harness's `generate_until` writes it.
 
         Args:
-            prompts: Texts. One that does not fit beside `max_new_tokens` is cut from the left, with a warning.
+            prompts: Texts. One that leaves no room for `max_new_tokens` is cut from the left, with a warning.
             max_new_tokens: Positions of the generation window, filled block after block.
             do_sample: Draw tokens; False: the most probable token at every pick. None: draw if `temperature` is
                 above 0.

@@ -41,7 +41,7 @@ class OnIds:
 
     @property
     def spec(self) -> dict[str, str]:
-        """Everything that defines a number, in words. With a tokenizer, it equals the spec in the harness's results.
+        """A description of everything that defines a number; with a tokenizer, equal to the harness's spec.
 
         For a network in memory, it says "in memory" for the weights, or what `from_model` was given.
         """

@@ -49,11 +49,13 @@ class EntropyBound(Rule):
     adaptive: ClassVar[bool] = True
     speed: ClassVar[tuple[str, ...]] = ("gamma",)
     state_only: ClassVar[bool] = True
-    gamma: float = required(number("a sum of entropies in nats, at least 0", lambda x: x >= 0), "the largest sum", 0.1)
+    gamma: float = required(
+        number("a sum of entropies in nats, at least 0", lambda x: x >= 0), "the largest sum of entropies", 0.1
+    )
     inclusive: bool = argument(
         TRUTH,
         False,
-        "reveals while the sum with the position's own entropy is below gamma, as JetEngine",
+        "the sum includes the position's own entropy, and is below gamma, as in JetEngine",
         optional=True,
     )
 

@@ -110,7 +110,7 @@ class Thresholded(Rule):
 
     adaptive: ClassVar[bool] = True
     speed: ClassVar[tuple[str, ...]] = ("mu",)
-    mu: float = required(PROBABILITY, "the probability from which positions are revealed", 0.9)
+    mu: float = required(PROBABILITY, "the least P1 at which positions are revealed", 0.9)
 
 
 def _plain(declared: Argument, value: Any) -> Any:

@@ -65,7 +65,7 @@ class Factor(Rule):
     adaptive: ClassVar[bool] = True
     speed: ClassVar[tuple[str, ...]] = ("f",)
     state_only: ClassVar[bool] = True
-    f: float = required(number("a number above 0", lambda x: x > 0), "the factor", 1.0)
+    f: float = required(number("a number above 0", lambda x: x > 0), "the factor f of the rule", 1.0)
     variant: Variant = argument(
         choice(Variant), "a", "borders as in `a`: Fast-dLLM, dInfer, PC-Sampler; `b`: dllm; `c`: d2Cache"
     )

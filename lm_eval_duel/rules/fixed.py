@@ -51,7 +51,7 @@ class Random(Counted):
     label: ClassVar[str] = "Random"
     state_only: ClassVar[bool] = True
     fixed: ClassVar[bool] = True
-    seed: int = argument(INTEGER, 0, "another order for each seed")
+    seed: int = argument(INTEGER, 0, "seed of the order")
 
     def __call__(self, predictions: Predictions | None, lanes: Lanes) -> Decision:
         import torch

@@ -29,7 +29,7 @@ class Scorer:
 
     @property
     def scored_text(self) -> str:
-        """What is scored, in words."""
+        """A description of what is scored."""
         return "on the samples' ids" if self.same else "on retokenized text"
 
     def __call__(self, samples: Sequence[Sequence[int]]) -> tuple[list[float], list[int], int]:

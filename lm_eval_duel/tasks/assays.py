@@ -141,7 +141,7 @@ class Variant(NamedTuple):
 
 
 def variant(doc: dict[str, Any], results: list[Any]) -> dict[str, Variant]:
-    """The score of a variant beside what was measured."""
+    """The score of a variant, and what was measured."""
     score = sum(sign * answer[0] for (sign, *_), answer in zip(parts(doc), results, strict=True))
     fit = doc["DMS_score_bin"]
     item = Variant(doc["assay"], float(score), doc["DMS_score"], None if fit is None else int(fit))

@@ -286,6 +286,6 @@ def require_unicode(text: str) -> None:
         at = error.start
         raise DuelError(
             f"the text holds a lone surrogate, {text[at]!a} at character {at} (after {text[max(0, at - 20) : at]!a}): "
-            "half a character, which no tokenizer accepts. Repair the text, for example by "
+            "half of a surrogate pair, which no tokenizer accepts. Repair the text, for example by "
             "text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')."
         ) from None

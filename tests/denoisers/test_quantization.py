@@ -1,4 +1,4 @@
-"""Quantised networks: numbers of those that bitsandbytes makes or a file holds, strict loading, and what is refused."""
+"""Quantized networks: numbers of those that bitsandbytes makes or a file holds, strict loading, and what is refused."""
 
 import importlib.util
 import json
@@ -35,13 +35,13 @@ QWEN3 = {
 LLADA = {**own.LLADA_SIZE, "d_model": WIDTH, "mlp_hidden_size": INNER}
 WINDOWS = [Window((6,), (7, 9, 30, 12, 8, 15, 21, 11)), Window((22, 6, 17, 17, 2), (33, 6, 7, 18))]
 BITS = [8, 4]
-LINEAR = re.compile(r"(_proj|attn_out|blocks\.\d+\.ff_out)\.weight$")  # tensors that are quantised
+LINEAR = re.compile(r"(_proj|attn_out|blocks\.\d+\.ff_out)\.weight$")  # tensors that are quantized
 NOT_WHOLE = r"do not fill Qwen3ForCausalLM|does not run|Cannot read checkpoint"
 
 
 @pytest.fixture
 def base(tmp_path, monkeypatch):
-    """A checkpoint folder of a kind, not quantised, or with what `changed` makes of its tensors."""
+    """A checkpoint folder of a kind, not quantized, or with what `changed` makes of its tensors."""
     monkeypatch.setattr(own, "WIDTH", WIDTH)
     monkeypatch.setattr(own, "INNER", INNER)
 
@@ -131,7 +131,7 @@ def test_other_networks_of_transformers(base, kind):
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("qwen3", "bfloat16"), ("llada", "float32")])
-def test_lanes_equal_the_textbook_loop_over_the_quantised_network(base, kind, dtype):
+def test_lanes_equal_the_textbook_loop_over_the_quantized_network(base, kind, dtype):
     """4 bits: with 8, the rows of a call are not independent of each other."""
     pytest.importorskip("bitsandbytes")
     denoiser = load(base(kind), load_in_4bit=True, dtype=dtype)
@@ -156,7 +156,7 @@ def test_8_bits_are_said_to_depend_on_the_batch(base, caplog):
     assert "numbers change a little with the batch" in caplog.text
 
 
-def test_the_quantisation_is_part_of_the_law(base):
+def test_the_quantization_is_part_of_the_law(base):
     pytest.importorskip("bitsandbytes")
     path = base("qwen3")
     specs = [load(path, **said).describe() for said in ({}, {"load_in_8bit": True}, {"load_in_4bit": True})]
@@ -172,12 +172,12 @@ def test_the_quantisation_is_part_of_the_law(base):
     assert '"bnb_4bit_compute_dtype": "bfloat16"' in half.describe()["quantization"]
 
 
-# ---------------------------------------------------------------- files that are quantised
+# ---------------------------------------------------------------- files that are quantized
 
 
 @pytest.fixture
 def packed(base, tmp_path):
-    """A folder of a kind whose tensors and config are as transformers saves its quantised network."""
+    """A folder of a kind whose tensors and config are as transformers saves its quantized network."""
     pytest.importorskip("bitsandbytes")
     names = {"embed_tokens": "wte", "norm": "ln_f"}
     layers = {
@@ -216,7 +216,7 @@ def packed(base, tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "bits"), [("qwen3", 8), ("sdar", 4), ("llada", 4), ("bert", 8), ("gpt2", 8)])
-def test_a_file_of_a_quantised_network_is_that_network(packed, kind, bits):
+def test_a_file_of_a_quantized_network_is_that_network(packed, kind, bits):
     path, made = packed(kind, bits)
     found = load(path)
     assert torch.equal(logits(found), logits(made))
@@ -224,7 +224,7 @@ def test_a_file_of_a_quantised_network_is_that_network(packed, kind, bits):
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_every_tensor_of_a_quantised_file_has_its_place(packed, bits):
+def test_every_tensor_of_a_quantized_file_has_its_place(packed, bits):
     key = "model.layers.0.mlp.up_proj.weight"
     scales = {8: "model.layers.0.mlp.up_proj.SCB", 4: f"{key}.absmax"}[bits]
     path, _ = packed("qwen3", bits, lambda tensors: {**tensors, "model.layers.0.mlp.up_proj.extra": torch.ones(2)})
@@ -243,12 +243,12 @@ def test_every_tensor_of_a_quantised_file_has_its_place(packed, bits):
 
     path, _ = packed("qwen3", bits, one_whole)
     if bits == 8 and transformers.__version__.startswith("4."):
-        return  # it is quantised as the others are
+        return  # it is quantized as the others are
     with pytest.raises(DuelError, match=NOT_WHOLE):
         load(path)
 
 
-def test_a_file_has_quantised_what_the_network_has_not(packed):
+def test_a_file_has_quantized_what_the_network_has_not(packed):
     head = {"lm_head.weight": torch.ones(own.ROWS, WIDTH, dtype=torch.int8), "lm_head.SCB": torch.ones(own.ROWS)}
     path, _ = packed("qwen3", 8, lambda tensors: {**tensors, **head})
     with pytest.raises(DuelError, match=NOT_WHOLE):
@@ -376,20 +376,20 @@ def test_what_does_not_go_together(base, tmp_path):
         load(path, load_in_4bit=True, dtype="float64")
     lora = adapter(tmp_path / "lora", own.decoder(norms=True), NATIVE_MODULES)
     with pytest.raises(
-        DuelError, match=r"merging it into quantised weights \(load_in_8bit\) would round the adapter too"
+        DuelError, match=r"merging it into quantized weights \(load_in_8bit\) would round the adapter too"
     ):
         load(path, load_in_8bit=True, peft=lora)
     said = {"quant_method": "bitsandbytes", "load_in_8bit": True}
     path = base("qwen3", quantization_config=said)
-    with pytest.raises(DuelError, match=r"is quantised already \(bitsandbytes\): leave load_in_4bit out"):
+    with pytest.raises(DuelError, match=r"is quantized already \(bitsandbytes\): leave load_in_4bit out"):
         load(path, load_in_4bit=True)
     with pytest.raises(
-        DuelError, match=r"merging it into quantised weights \(the quantisation of .* \(bitsandbytes\)\)"
+        DuelError, match=r"merging it into quantized weights \(the quantization of .* \(bitsandbytes\)\)"
     ):
         load(path, peft=lora)
 
 
-def test_networks_that_are_not_quantised(base):
+def test_networks_that_are_not_quantized(base):
     own_code = {"backend": "remote", "trust_remote_code": True}
     with pytest.raises(DuelError, match="own code, which has no choice of 'load_in_8bit'"):
         load(base("llada"), load_in_8bit=True, **own_code)

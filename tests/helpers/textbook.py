@@ -7,7 +7,7 @@ import torch
 
 from lm_eval_duel import reference, rules
 from lm_eval_duel.hashing import hashed
-from lm_eval_duel.reference import best, confidence, nats
+from lm_eval_duel.reference import best, confidence, entropy_nats
 
 PAPER = {
     "left_to_right": lambda rule: reference.left_to_right(rule.k),
@@ -36,7 +36,7 @@ def deployed(rule, origin):
         return [ell for ell, yes in zip(M, sure, strict=True) if yes]
 
     def pick(log_P, M):
-        name, score, surprise = rule.name, confidence(log_P[M]), nats(log_P[M])
+        name, score, surprise = rule.name, confidence(log_P[M]), entropy_nats(log_P[M])
         single = best(1, M, score)
         if name == "right_to_left":
             return M[-rule.k :]

@@ -25,7 +25,7 @@ SIZES = {  # documents and scored tokens where a data set cannot be read here: r
     "duel_wikitext103_wrapped": (240, 1023),
     "duel_lm1b_wrapped": (8_700, 1023),
     "duel_lambada_wrapped": (450, 1023),
-    "duel_ag_news_wrapped": (384, 1023),  # the authors' result files have so many rows
+    "duel_ag_news_wrapped": (384, 1023),  # the number of rows in the authors' result files
     "duel_pubmed_wrapped": (26_000, 1023),
     "duel_arxiv_wrapped": (45_000, 1023),
     "wikitext": (62, 4_680),

@@ -1,4 +1,4 @@
-"""A measured value beside the published one, and the table of them.
+"""A measured value compared with the published one, and the table of them.
 
 All documents scored: they are the authors' documents, so there is no sampling error. What may differ is the rounding of
 the published figure, and the known differences of data packing, precision and weights, for which `tolerance` per cent

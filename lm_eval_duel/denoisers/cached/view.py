@@ -15,7 +15,7 @@ from lm_eval_duel.core.view import Positions, View, distinct, masked_positions
 from lm_eval_duel.denoisers.cached.call import nearby, one_each, side_by_side
 from lm_eval_duel.denoisers.cached.kept_keys import Slots
 from lm_eval_duel.denoisers.wrappers.base import Wrapper
-from lm_eval_duel.errors import first_cell_unseen
+from lm_eval_duel.errors import first_position_unseen
 from lm_eval_duel.hashing import hashed
 
 # Kept numbers that weigh as much as a network token of a call. On a CPU, more blocks at a time are slower.
@@ -124,7 +124,7 @@ class CachedView(View):
     def _require_first_cell(self, lanes: Lanes, begun: torch.Tensor) -> None:
         """Raise DuelError if a shifted network would have to predict a block's first position in a later step."""
         if self.denoiser.shift and (lanes.masked[:, : self.denoiser.shift].any(1) & begun).any():
-            raise first_cell_unseen(self.denoiser.cache)
+            raise first_position_unseen(self.denoiser.cache)
 
     def _parts(self, lanes: Lanes, slot: torch.Tensor, begun: torch.Tensor) -> list[torch.Tensor]:
         """The lanes (r,) of each network call, in the order of their slots where nothing is copied then."""

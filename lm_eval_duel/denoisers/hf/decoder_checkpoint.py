@@ -82,7 +82,7 @@ def _filled(
             expected.pop(HEAD, None)
         actual = {key: tuple(value.shape) for key, value in tensors.items()}
         strict_load.require_equal(what, expected, actual, lambda key: origin.get(key, key))
-    # quantised files may hold more than tensors (torchao's metadata), which only transformers can read
+    # quantized files may hold more than tensors (torchao's metadata), which only transformers can read
     from_files = packed and not family.rename
     with strict_load.quiet_transformers():
         model, report = kind.from_pretrained(

@@ -236,8 +236,8 @@ def find(config: Config, options: LoadOptions, folder: str | None) -> Family | N
                 return NAMED["diffullama"]
             if options.attention is None:
                 raise DuelError(
-                    f"By its config {options.name} is a {name}, an autoregressive network. To score it as it is: "
-                    "estimator=ar. If it is a masked diffusion model, say which: "
+                    f"By its config {options.name} is a {name}, an autoregressive network; score it with "
+                    "estimator=ar. If it is a masked diffusion model, pass "
                     f"family={'|'.join(NAMED)}, or attention=bidirectional with mask_token_id=<id>."
                 )
             return Family("decoder", PLAIN[name])

@@ -9,7 +9,7 @@ from lm_eval_duel.denoisers.hf.family_layouts import NEEDED, Config, Tensors, lo
 from lm_eval_duel.errors import DuelError
 
 FOREIGN = ("architectures", "auto_map", "model_type", "transformers_version", "dtype", "torch_dtype")
-UNQUANTIZED = ("llm_int8_skip_modules", "modules_to_not_convert", "ignore")  # lists of modules that stay unquantised
+UNQUANTIZED = ("llm_int8_skip_modules", "modules_to_not_convert", "ignore")  # lists of modules that stay unquantized
 
 
 def native_config(family: Family, config: Config, name: str) -> Config:

@@ -1,4 +1,4 @@
-"""Quantised networks: checkpoints with a `quantization_config`, or weights quantised by bitsandbytes at load.
+"""Quantized networks: checkpoints with a `quantization_config`, or weights quantized by bitsandbytes at load.
 
 transformers replaces the layers, reads their scales, zero points and code books, and says which package is missing.
 This module checks what the user asked for, and how the spec describes it.
@@ -26,22 +26,22 @@ CONFIG_KEY = "quantization_config"
 
 
 def model_kwargs(config: dict[str, Any], options: LoadOptions) -> dict[str, Any]:
-    """The arguments of `from_pretrained` for quantisation; empty for a network that is not quantised.
+    """The arguments of `from_pretrained` for quantization; empty for a network that is not quantized.
 
     `config`: the checkpoint's. Raises DuelError for options that exclude each other.
     """
     own, bits = config.get(CONFIG_KEY), 8 if options.load_in_8bit else 4 if options.load_in_4bit else None
     if own is None and bits is None:
         return {}
-    what = f"load_in_{bits}bit" if own is None else f"the quantisation of {options.name} ({method_of(own)})"
+    what = f"load_in_{bits}bit" if own is None else f"the quantization of {options.name} ({method_of(own)})"
     if own is not None and bits is not None:
-        raise DuelError(f"{options.name} is quantised already ({method_of(own)}): leave load_in_{bits}bit out.")
-    if own is not None and not AutoHfQuantizer.supports_quant_method(own):  # transformers would load it unquantised
+        raise DuelError(f"{options.name} is quantized already ({method_of(own)}): leave load_in_{bits}bit out.")
+    if own is not None and not AutoHfQuantizer.supports_quant_method(own):  # transformers would load it unquantized
         raise DuelError(f"Unknown quantization type {method_of(own)!r} of {options.name}, which transformers ignores.")
     if options.peft:
         raise DuelError(
-            f"peft is merged into the weights, and merging it into quantised weights ({what}) would round the adapter "
-            "too. Merge it before the weights are quantised, or score both unquantised."
+            f"peft is merged into the weights, and merging it into quantized weights ({what}) would round the adapter "
+            "too. Merge it before the weights are quantized, or score both unquantized."
         )
     if options.dtype == "float64":
         raise DuelError(f"dtype=float64 does not work with {what}, whose products are coarser; leave dtype out.")
@@ -51,7 +51,7 @@ def model_kwargs(config: dict[str, Any], options: LoadOptions) -> dict[str, Any]
             "With 8 bits, bitsandbytes looks for outliers in all rows of a call at once, so numbers change a little "
             "with the batch; with 4 bits they do not"
         )
-    # always explicit: otherwise transformers chooses any GPU, and a quantised network cannot be moved
+    # always explicit: otherwise transformers chooses any GPU, and a quantized network cannot be moved
     placement = {"device_map": options.device_map or {"": options.device}}
     if own:
         return placement
@@ -68,17 +68,17 @@ def _bitsandbytes(bits: int, dtype: torch.dtype | str, config: dict[str, Any]) -
 
 
 def method_of(scheme: dict[str, Any]) -> str:
-    """The name of a quantisation in config.json."""
+    """The name of a quantization in config.json."""
     return str(scheme.get("quant_method") or "bitsandbytes")  # older files of bitsandbytes have no name
 
 
 def is_quantized(model: Any) -> bool:
-    """Whether a network of transformers has quantised layers."""
+    """Whether a network of transformers has quantized layers."""
     return getattr(model, "hf_quantizer", None) is not None
 
 
 def spec_entries(model: Any) -> dict[str, str]:
-    """The quantisation as a part of the spec; empty for a network that is not quantised."""
+    """The quantization as a part of the spec; empty for a network that is not quantized."""
     if not is_quantized(model):
         return {}
     config = model.config.quantization_config
@@ -92,11 +92,11 @@ def spec_entries(model: Any) -> dict[str, str]:
 
 
 def require_used(model: Any, unused: Iterable[str], name: str) -> None:
-    """Raise DuelError for unused tensors of a module with a weight: quantised in the file but not in the network."""
+    """Raise DuelError for unused tensors of a module with a weight: quantized in the file but not in the network."""
     modules = dict(model.named_modules())
     lost = [key for key in sorted(unused) if hasattr(modules.get(key.rpartition(".")[0]), "weight")]
     if is_quantized(model) and lost:
         raise DuelError(
-            f"{name} has quantised tensors that its network does not use, so it would misread their weights: "
+            f"{name} has quantized tensors that its network does not use, so it would misread their weights: "
             f"{', '.join(lost[:10])}."
         )

@@ -24,7 +24,7 @@ def _order(value: Any) -> str:
 
 
 CONFIDENCE = {
-    "n": Argument(COUNT, None, "draws that are kept at a step; neither `n` nor `steps`: 1"),
+    "n": Argument(COUNT, None, "draws that are kept at a step; 1 if `steps` is not given either"),
     "steps": Argument(COUNT, None, "steps of a block, instead of `n` and `tau`"),
     "schedule": Argument(choice("even", "dream"), "even", "how `steps` spread over a block, `even` or as Dream's"),
     "tau": Argument(PROBABILITY, None, "draws of at least this probability are kept"),

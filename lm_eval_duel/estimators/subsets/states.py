@@ -93,7 +93,7 @@ class SubsetAccumulator(abc.ABC):
         return None
 
     def _begin(self, lanes: Lanes, states: int) -> None:
-        """Make the tables of these blocks, of which so many states will be evaluated."""
+        """Make the tables of these blocks, of which `states` states will be evaluated."""
         self.place[0, lanes.row, lanes.start] = self.begun
         self.place[1, lanes.row, lanes.start] = torch.arange(len(lanes), device=lanes.row.device)
         self.chunks[self.begun] = self.new_chunk(lanes, states, int(lanes.masked.sum(1).max()))

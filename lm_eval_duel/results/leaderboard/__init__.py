@@ -42,7 +42,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         *("RESULTS", "ar", "out", "metric", "traces", "tokenizer"),
         title=Flag(TEXT, "Perplexity leaderboard", "the heading of the page"),
         published=Flag(PATH, None, "published figures; `paper` for those of the paper", many=True, shows="CSV"),
-        shown=Flag(whole(0), 3, "documents shown of each task", shows="N"),
+        shown=Flag(whole(0), 3, "documents to show of each task", shows="N"),
         organization=Flag(TEXT, "unknown", "who ran it, for the exports", shows="NAME"),
         benchmark=Flag(TEXT, None, "benchmarks of the hub's export", many=True, shows="TASK=OWNER/DATASET:ID"),
     ).parse_args(arguments)
