@@ -24,13 +24,12 @@ def main(arguments: Sequence[str]) -> None:
             report = sweep.run()
     except (KeyboardInterrupt, signals.Interrupted) as stop:
         out = Path(options.out)
-        finished = len(list(out.glob("settings/*.json")))
         lines = sum(file.read_bytes().count(b"\n") for file in out.glob("parts/*.jsonl"))
         rank, ranks = process()
         name = f" (process {rank} of {ranks})" if ranks > 1 else ""
         print(
-            f"\nStopped{name}. {out} keeps the finished work ({finished} settings; {lines} windows and samples); "
-            "run the same command to continue.",
+            f"\nStopped{name}. {out} keeps the finished work ({lines} windows and samples); run the "
+            "same command to continue.",
             file=sys.stderr,
         )
         sys.exit(stop.code if isinstance(stop, signals.Interrupted) else INTERRUPTED)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -13,6 +13,16 @@ from lm_eval_duel.estimators.duel import Autoregressive
 from lm_eval_duel.fingerprint import digest
 from lm_eval_duel.sweep.arguments import MISSING_MAUVE
 from lm_eval_duel.text.text import Text
+
+Texts = Sequence[Sequence[int]]
+
+
+class Judged(NamedTuple):
+    """A text under another model. One that is longer than a row is scored in `pieces`."""
+
+    log_prob: float
+    tokens: int
+    pieces: int
 
 
 class Scorer:
@@ -32,33 +42,19 @@ class Scorer:
         """A description of what is scored."""
         return "on the samples' ids" if self.same else "on retokenized text"
 
-    def __call__(self, samples: Sequence[Sequence[int]]) -> tuple[list[float], list[int], int]:
-        """The log-probability of each sample and its number of tokens here; samples without tokens are left out.
-
-        The last number says how many samples are longer than a row and were scored in pieces.
-        """
+    def __call__(self, samples: Texts) -> list[Judged]:
+        """What the model says about each sample."""
         windows, owner = [], []
         for n, sample in enumerate(samples):
             ids = list(sample) if self.same else self.text.encode(decode(self.written, sample))
             pieces = self.text.document(ids)
             windows += pieces
             owner += [n] * len(pieces)
-        cut = sum(count > 1 for count in Counter(owner).values())
-        log_probs, tokens = [0.0] * len(samples), [0] * len(samples)
+        judged = [Judged(0.0, 0, 0)] * len(samples)
         for n, window, score in zip(owner, windows, self.estimator.log_prob(windows), strict=True):
-            log_probs[n] += score.log_prob
-            tokens[n] += len(window.target)
-        kept = [n for n, count in enumerate(tokens) if count]
-        if not kept:
-            raise DuelError(f"The samples have no token in the tokenizer of {self.name}.")
-        return [log_probs[n] for n in kept], [tokens[n] for n in kept], cut
-
-    def note(self, cut: int) -> str:
-        """The note about texts that were scored in pieces."""
-        return (
-            f"{cut} texts are longer than the {self.text.capacity} positions of {self.name} and were scored in "
-            "separate pieces, so their generative perplexity is too high. Use a shorter --length."
-        )
+            log_prob, tokens, pieces = judged[n]
+            judged[n] = Judged(log_prob + score.log_prob, tokens + len(window.target), pieces + 1)
+        return judged
 
 
 def mauve(samples: Sequence[str], references: Sequence[str], model: str, length: int, device: torch.device) -> float:

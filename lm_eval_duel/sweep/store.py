@@ -1,4 +1,4 @@
-"""Finished work on disk: journal lines as they come, settings once they are complete."""
+"""Finished work on disk: lines of JSON as they come, which the ranks of a launch share."""
 
 from __future__ import annotations
 
@@ -14,76 +14,41 @@ from lm_eval_duel.core.windows import Window
 from lm_eval_duel.fingerprint import digest
 from lm_eval_duel.harness.distributed import Ranks
 
-ALONE = Ranks()
+Line = dict[str, Any]
 
 
 class Journal:
-    """The lines of a file of JSON lines in `folder`. All ranks open and merge it together.
+    """The lines of one kind of work in `folder`. All ranks open it together, and share what they add.
 
-    `about` is everything that defines the numbers; a different `about` has a different file. Each rank writes what it
-    computes to a file of its own; `merge` moves it to the file that a single process writes, the first rank's. What is
-    left of ranks that were stopped before is moved when the journal is opened, by any number of processes.
+    `about` is everything that defines the numbers; a different `about` has different files. Each rank writes to a file
+    of its own. All files are read when the journal is opened, by any number of ranks.
     """
 
-    def __init__(self, folder: Path, kind: str, about: Mapping[str, object], ranks: Ranks = ALONE):
-        self.path, self.ranks = folder / "parts" / f"{kind}_{digest(about)}.jsonl", ranks
-        self.added: list[dict[str, Any]] = []  # by this rank
+    def __init__(self, folder: Path, kind: str, about: Mapping[str, object], ranks: Ranks):
+        self.ranks, stem = ranks, f"{kind}_{digest(about)}"
+        self.path = folder / "parts" / (f"{stem}.rank{ranks.rank}.jsonl" if ranks.rank else f"{stem}.jsonl")
+        self.added: list[Line] = []  # by this rank
         self._file: journal.Journal | None = None
-        lines = [] if ranks.rank else self._collect()
-        self.lines: list[dict[str, Any]] = ranks.all_gather_object(lines)[0]  # a rank that is ahead writes only later
+        files = [] if ranks.rank else sorted(self.path.parent.glob(f"{stem}.*jsonl"))
+        lines = [line for file in files for line in file.read_text(encoding="utf-8").split("\n")[:-1]]  # uncut ones
+        self.lines: list[Line] = ranks.all_gather_object([loads(line) for line in lines])[0]
 
-    def add(self, line: dict[str, Any]) -> None:
+    def add(self, line: Line) -> None:
         """Write a line."""
         if self._file is None:
-            own = f"{self.path.stem}.rank{self.ranks.rank}.jsonl" if self.ranks.rank else self.path.name
-            self._file = _open(self.path.with_name(own))
-        self.lines.append(line)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = journal.Journal(self.path)
         self.added.append(line)
         self._file.write([dumps(line)])
 
-    def merge(self) -> list[dict[str, Any]]:
-        """The lines that the other ranks have added, when all have added theirs. Nothing can be added afterwards."""
-        shares = self.ranks.all_gather_object(self.added)
-        theirs = [line for rank, lines in enumerate(shares) if rank != self.ranks.rank for line in lines]
-        if self.ranks.rank == 0:
-            self._take([dumps(line) for line in theirs], self._of_ranks())
-        self.lines += theirs
-        return theirs
-
-    def _collect(self) -> list[dict[str, Any]]:
-        """All lines on disk, in the file of the first rank; none twice."""
-        files = self._of_ranks()
-        if files or self.path.exists():
-            self._file = _open(self.path)
-        self._take([line for file in files for line in _whole_lines(file)], files)
-        return [] if self._file is None else [loads(line) for line in dict.fromkeys(_whole_lines(self.path))]
-
-    def _take(self, lines: list[str], files: list[Path]) -> None:
-        """Add lines to the first rank's file and remove the `files` of other ranks that hold them."""
-        if lines:
-            self._file = self._file or _open(self.path)
-            self._file.write(lines)
-        if self._file is None or not self._file.waiting:  # else the disk is full
-            for file in files:
-                file.unlink(missing_ok=True)
-
-    def _of_ranks(self) -> list[Path]:
-        return sorted(self.path.parent.glob(f"{self.path.stem}.rank*.jsonl"))
+    def all(self) -> list[Line]:
+        """The lines that were there and those that the ranks have added, when all have added theirs."""
+        return [*self.lines, *(line for lines in self.ranks.all_gather_object(self.added) for line in lines)]
 
 
-def _open(path: Path) -> journal.Journal:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return journal.Journal(path)
-
-
-def _whole_lines(path: Path) -> list[str]:
-    """The lines of a file, without a last one that was cut off."""
-    return path.read_text(encoding="utf-8").split("\n")[:-1]
-
-
-def dumps(value: Any, indent: int | None = None) -> str:
+def dumps(value: Any) -> str:
     """Strict JSON; an infinite number becomes {"float": "inf"}, which `loads` restores."""
-    return json.dumps(_named(value), indent=indent, allow_nan=False)
+    return json.dumps(_named(value), allow_nan=False)
 
 
 def loads(text: str) -> Any:
@@ -97,17 +62,6 @@ def _named(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_named(part) for part in value]
     return {"float": str(value)} if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def setting_file(folder: Path, inputs: Mapping[str, object]) -> Path:
-    """The file of the finished setting with these inputs."""
-    return folder / "settings" / f"{digest(inputs)}.json"
-
-
-def finished(folder: Path, inputs: Mapping[str, object]) -> dict[str, Any] | None:
-    """The finished setting with these inputs, if there is one."""
-    file = setting_file(folder, inputs)
-    return loads(file.read_text(encoding="utf-8")) if file.exists() else None
 
 
 def write(file: Path, text: str) -> None:
