@@ -307,7 +307,7 @@ SHIFTED = [
 
 @pytest.mark.parametrize("rule", FEW)
 @pytest.mark.parametrize("cache", [*CACHES, None])
-def test_the_first_cell_is_revealed_alone_and_then_the_rule_goes_on(rule, cache):
+def test_the_first_position_is_revealed_alone_and_then_the_rule_goes_on(rule, cache):
     toy, rule = Attends(length=10, shift=1), f"{rule}:seed_first=true"
     denoiser = Cached(toy, cache) if cache else toy
     for block, grid in ((1, "target"), (3, "target"), (3, "row"), (None, "target")):

@@ -351,7 +351,7 @@ def test_sub_blocks_are_blocks_that_see_the_masks_after_them():
         assert [s.nfe for s in inside] == [s.nfe for s in small]
 
 
-def test_the_first_cell_then_sub_blocks():
+def test_the_first_position_then_sub_blocks():
     rule = rules.parse("greedy:k=9:sub_block=2:seed_first=true")
     assert str(rule) == "greedy:k=9:sub_block=2:seed_first=True"
     assert rules.parse("greedy:seed_first=1:sub_block=2:k=9") == rule

@@ -114,14 +114,14 @@ class CachedView(View):
         features = self._slots.features[slot[:, None], position]  # (R, M, D) as the blocks began
         begun = (revealed & (lanes.columns >= lanes.origin[:, None])).any(1)  # (R,)
         if begun.any():
-            self._require_first_cell(lanes, begun)
+            self._require_first_position(lanes, begun)
             for part in self._parts(lanes, slot, begun):
                 values = self._step(lanes.select(part), ids[part], slot[part], position[part])
                 features[part] = torch.where(begun[part][:, None, None], values, features[part])
         all_mask = self._all_mask(lanes, revealed)
         return Positions.from_lanes(lanes, all_mask, lambda lane, n: features[lane, n])
 
-    def _require_first_cell(self, lanes: Lanes, begun: torch.Tensor) -> None:
+    def _require_first_position(self, lanes: Lanes, begun: torch.Tensor) -> None:
         """Raise DuelError if a shifted network would have to predict a block's first position in a later step."""
         if self.denoiser.shift and (lanes.masked[:, : self.denoiser.shift].any(1) & begun).any():
             raise first_position_unseen(self.denoiser.cache)
