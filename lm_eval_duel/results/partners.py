@@ -6,9 +6,10 @@ from collections.abc import Callable, Collection, Sequence
 
 from lm_eval_duel.results.read import NO_CACHE
 from lm_eval_duel.results.records import Row
-from lm_eval_duel.results.rows import VARIES
+from lm_eval_duel.results.rows import NON_IDENTITY_KEYS
 
-OF_ESTIMATOR = {"block", "grid", "rule_code", "cheap_cache"}  # entries of a spec that belong to it, as rows.VARIES
+# entries of a spec that belong to the estimator, as NON_IDENTITY_KEYS
+OF_ESTIMATOR = {"block", "grid", "rule_code", "cheap_cache"}
 CONVENTIONS = {"special_tokens", "windows", "max_length", "sigma"}  # entries in which published figures may differ
 
 
@@ -22,7 +23,7 @@ def elbo(duel: Row, rows: Sequence[Row], as_published: bool = False) -> tuple[in
     """
     causal = duel.run.duel.get("attention") in ("block_causal", "causal_prefix")
     wanted, kinds = (duel.run.block, ("elbo", "elbo_exact")) if causal else ("none", ("elbo",))
-    ignored = VARIES | OF_ESTIMATOR
+    ignored = NON_IDENTITY_KEYS | OF_ESTIMATOR
     nearest, apart = _nearest(duel, rows, lambda row: row.estimator in kinds and row.block == wanted, ignored)
     if not nearest:
         return None, f"no ELBO (estimator=elbo, elbo_block={wanted})"
@@ -52,7 +53,7 @@ def elbo_in_words(elbo: Row) -> str:
 
 def uncached(row: Row, rows: Sequence[Row]) -> tuple[int | None, str]:
     """The number of the row of the same network, estimator, rule and spec without a cache, or None and the reason."""
-    kept = {"estimator"} if row.estimator == "elbo" else VARIES  # the draws of an ELBO are part of its value
+    kept = {"estimator"} if row.estimator == "elbo" else NON_IDENTITY_KEYS  # the draws of an ELBO are part of its value
     alike = (row.estimator, row.rule)
     nearest, apart = _nearest(
         row, rows, lambda other: other.cache == NO_CACHE and (other.estimator, other.rule) == alike, kept | {"cache"}

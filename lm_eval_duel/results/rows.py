@@ -17,9 +17,10 @@ from lm_eval_duel.rules import RULES
 from lm_eval_duel.rules.tables import is_rule, sort_key
 
 SAME = 1e-4  # relative difference up to which two ways to one value agree
-VARIES = {"estimator", "rule", "draw_seed", *registry.arguments()}  # entries of a spec that vary within one model
+# entries of a spec that vary within one model
+NON_IDENTITY_KEYS = {"estimator", "rule", "draw_seed", *registry.arguments()}
 # entries of a spec that every row names if it has them
-NAMED = {"cache", *(key for entry in registry.ENTRIES if entry.named for key in entry.arguments)}
+LABEL_KEYS = {"cache", *(key for entry in registry.ENTRIES if entry.named for key in entry.arguments)}
 CACHES = (None, NO_CACHE, "prefix", "dual")  # in the order of tables
 
 
@@ -125,9 +126,9 @@ def in_order(rows: Iterable[Row], base: Run | None = None) -> tuple[list[Row], l
     marked = [dataclasses.replace(row, ar=(row.run.file, row.estimator) == of_base) for row in rows]
     for row in sorted(marked, key=lambda row: (not row.ar, registry.find(row.run.estimator).lattice, -row.run.date)):
         spec = row.run.spec
-        shared = tuple(sorted((k, v) for k, v in spec.items() if k not in VARIES))
+        shared = tuple(sorted((k, v) for k, v in spec.items() if k not in NON_IDENTITY_KEYS))
         settings = () if row.entry.lattice else tuple(spec.get(key) for key in sorted(row.entry.arguments))
-        drawn = tuple(spec.get(k) for k in sorted(VARIES)) if row.entry.drawn else ()
+        drawn = tuple(spec.get(k) for k in sorted(NON_IDENTITY_KEYS)) if row.entry.drawn else ()
         first = kept.setdefault((*_identity(row), shared, settings, drawn), row)
         if first is not row:
             pairs = [(value, row.metrics[metric]) for metric, value in first.metrics.items() if metric in row.metrics]
@@ -155,9 +156,9 @@ def _disambiguated(group: list[Row]) -> list[Row]:
         return group
     fields = dict.fromkeys(key for row in group for key in row.run.spec if key not in ("estimator", "rule"))
     fields = [key for key in fields if len({row.run.spec.get(key) for row in group}) > 1]
-    if fields and NAMED.issuperset(fields):
+    if fields and LABEL_KEYS.issuperset(fields):
         return group
-    fields = [key for key in fields if key not in NAMED] or ["version"]
+    fields = [key for key in fields if key not in LABEL_KEYS] or ["version"]
     return [
         dataclasses.replace(row, variant=", ".join(f"{key}={row.run.spec.get(key, 'not set')}" for key in fields))
         for row in group

@@ -16,7 +16,7 @@ from lm_eval_duel.results.leaderboard.columns import TaskColumn
 from lm_eval_duel.results.leaderboard.provenance import Provenance
 from lm_eval_duel.results.read import Run
 from lm_eval_duel.results.records import Average, Row
-from lm_eval_duel.results.rows import VARIES
+from lm_eval_duel.results.rows import NON_IDENTITY_KEYS
 from lm_eval_duel.results.table import WORDS
 from lm_eval_duel.rules.tables import sort_key, without_defaults
 
@@ -243,7 +243,7 @@ def rows(columns: Sequence[TaskColumn]) -> list[BoardRow]:
 def _identity(result: Row) -> tuple:
     """What rows of several tasks share. The draws of an estimate belong to it."""
     drawn = result.stderr is not None or result.entry.drawn
-    varies = {"estimator", "rule"} if drawn else VARIES
+    varies = {"estimator", "rule"} if drawn else NON_IDENTITY_KEYS
     spec = tuple(sorted((key, value) for key, value in result.run.spec.items() if key not in varies))
     return result.run.key, result.estimator, result.rule, result.block, spec
 
