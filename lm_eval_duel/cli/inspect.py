@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.command_line import PROGRAM, Parser, process
 from lm_eval_duel.errors import UsageError
+from lm_eval_duel.estimators.registry import kind_of
 from lm_eval_duel.options import model_of
 from lm_eval_duel.tables import plain_table
 
@@ -60,15 +61,19 @@ def inspect(model: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _score(lm: DuelMDM) -> str:
+    from lm_eval_duel.harness.totals import Outcome
+
     windows = lm.text.windows(TEXT)
     tokens = sum(len(window.target) for window in windows)
     began = time.perf_counter()
     scores = lm.estimator.log_prob(windows)
     seconds = time.perf_counter() - began
     steps = "" if any(score.nfe is None for score in scores) else f", {sum(score.nfe for score in scores)} steps"
-    nats = sum(score.log_prob for score in scores)
-    nats_of = f"{nats:.3f} nats for the {tokens} tokens of {TEXT!r}"
-    return f"{nats_of}, {lm.spec.get('rule', lm.estimator.name)}{steps}, {seconds:.2f} s"
+    nats, total = sum(score.log_prob for score in scores), Outcome.from_scores(windows, scores, lm.estimator).total
+    kind = kind_of(lm.estimator.name, lm.spec, total.is_bound)
+    error = "" if total.stderr is None else f" +- {total.stderr:.3f}"
+    nats_of = f"{nats:.3f}{error} nats for the {tokens} tokens of {TEXT!r}"
+    return f"{nats_of}, {lm.spec.get('rule', lm.estimator.name)}{steps}, {kind}, {seconds:.2f} s"
 
 
 def _token(tokenizer: Any, token: int) -> str:

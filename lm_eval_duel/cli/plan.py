@@ -39,7 +39,8 @@ GIVES = {  # and whether the rule's steps are in the counts
     "dual": ("another distribution, exactly", True),
     "two_phase": ("an estimate of exact, with its error", True),
     "elbo": ("a bound, with its error", False),
-    "lattice": ("all orders: oracle, mean and mixture", False),
+    "lattice": ("the sum over all orders", False),
+    "beam": ("an estimate of lattice, or a bound", False),
 }
 PRINTS = """\
 Prints one line per way to score the same windows: rule steps (NFE), network calls (at least), rows, token-rows
@@ -156,6 +157,7 @@ def _cpu(options: argparse.Namespace) -> bool:
 def _methods(setting: Setting, run: Options) -> Iterator[tuple[str, Callable[[Layout], Cost], bool]]:
     """Each way to score windows that the network supports: its name, its cost, and whether keys are kept."""
     from lm_eval_duel.estimators import cost
+    from lm_eval_duel.estimators.subsets.arguments import read_beam, sizes
     from lm_eval_duel.rules import SeedFirst
 
     denoiser, by_blocks = setting.denoiser, setting.denoiser.by_blocks
@@ -177,7 +179,14 @@ def _methods(setting: Setting, run: Options) -> Iterator[tuple[str, Callable[[La
     draws = run.estimator_args.get("mc_samples", registry.ELBO_ARGUMENTS["mc_samples"].default)
     spans = dataclasses.replace(setting, block=denoiser.block)
     yield f"elbo {draws}", lambda window: cost.elbo(spans, window, draws), by_blocks
-    if registry.find(run.estimator).lattice and setting.block is not None:
+    entry = registry.find(run.estimator)
+    if setting.block is None or not (entry.lattice or registry.BEAM in entry.arguments):
+        return
+    arguments = run.estimator_args
+    if registry.BEAM in entry.arguments and read_beam(arguments):
+        for size in sizes(arguments["beam"], arguments["tolerance"]):
+            yield f"beam {size}", lambda window, size=size: cost.lattice(setting, window, size), by_blocks
+    else:
         yield "lattice", lambda window: cost.lattice(setting, window), by_blocks
 
 

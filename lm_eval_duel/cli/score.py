@@ -6,13 +6,13 @@ import argparse
 import csv
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.arguments import MISSING, TEXT, TRUTH
 from lm_eval_duel.command_line import FILE, FLAGS, PATH, STDOUT, Flag, Parser, process, write_json
 from lm_eval_duel.errors import DuelError, too_few_documents, usage
-from lm_eval_duel.estimators.registry import Kind, find, kind_of
+from lm_eval_duel.estimators.registry import Kind, find, kind_of, of_spec
 from lm_eval_duel.options import Options, model_of
 from lm_eval_duel.rates import perplexity, ratio
 from lm_eval_duel.results.paired import PairedDifference, Scored, difference, key_of
@@ -27,6 +27,7 @@ from lm_eval_duel.tasks import own_text
 
 if TYPE_CHECKING:
     from lm_eval_duel.harness.lm import DuelMDM
+    from lm_eval_duel.harness.totals import Total
 
 FORMAT = "lm_eval_duel score"
 TASK = "score"  # what traces and results call these documents
@@ -111,7 +112,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def figures_of(lm: DuelMDM, rows: Sequence[Row]) -> dict[str, Any]:
     """The content of --json for one model. Null stands for a value that does not exist or is infinite."""
-    info = lm.get_model_info()
+    info, own = lm.get_model_info(), next(iter(_values(lm)), None)
     return {
         "format": FORMAT,
         "version": 1,
@@ -119,9 +120,10 @@ def figures_of(lm: DuelMDM, rows: Sequence[Row]) -> dict[str, Any]:
         "fingerprint": info["fingerprint"],
         "spec": info["spec"],
         "estimator": lm.estimator.name,
-        "kind": kind_of(lm.estimator.name, info["spec"]),
+        "kind": kind_of(lm.estimator.name, info["spec"], bool(own and own.is_bound)),
         "documents": [row.figures() for row in rows],
         "total": _total(lm, rows),
+        **({"beam": own.beam.describe()} if own and own.beam else {}),
         "duel": finite(info["duel"]),
     }
 
@@ -221,13 +223,17 @@ def score(lm: DuelMDM, texts: Sequence[own_text.OwnText]) -> list[Row] | None:
     return [every[n] for n in range(len(texts))]
 
 
+def _values(lm: DuelMDM) -> Iterable[Total]:
+    """The sums over all texts, the estimator's own value first."""
+    return lm.run.total().tasks[TASK].values.values()
+
+
 def _total(lm: DuelMDM, rows: Sequence[Row]) -> dict[str, Any]:
     """The figures of all documents together.
 
     `bits_per_byte_stderr`: over documents, as a ratio to bytes.
     """
-    statistics = lm.run.total().tasks[TASK]
-    stderr = next(iter(statistics.values.values())).stderr if statistics.values else None  # equal windows: one error
+    stderr = next((value.stderr for value in _values(lm)), None)  # equal windows: one error
     counts = [sum(getattr(row, unit) for row in rows) for unit in ("tokens", "words", "bytes", "unknown")]
     total = Row("", math.fsum(row.log_prob for row in rows), *counts[:3], stderr, "total", counts[3])
     bits = [-row.log_prob / math.log(2) for row in rows]
@@ -248,9 +254,15 @@ def table(figures: dict[str, Any]) -> str:
     lines = [text_of(shown), "", f"{figures['pretrained']}, estimator={figures['estimator']}, {method}".rstrip(", ")]
     if figures["kind"] != Kind.LIKELIHOOD.value:
         lines[-1] += f" ({figures['kind']})"
-    drawn = find(figures["estimator"]).drawn
+    drawn = of_spec(figures["estimator"], spec).drawn
     if drawn and total["log_prob_stderr"] is None:
         lines.append(f"{drawn.error} error unknown: it takes at least 8 {drawn.units}")
+    if "beam" in figures:
+        sums = figures["beam"]
+        lines.append(
+            f"{sums['converged']} of {sums['blocks']} blocks have converged; lower bound {sums['bound']:.2f}, estimate "
+            f"{sums['estimate']:.2f} +- {sums['estimate_stderr']:.2f} nats, {sums['rows']:,} rows"
+        )
     if total["bits_per_byte_stderr"] is not None:
         error = total["bits_per_byte_stderr"]
         lines.append(f"bits per byte {total['bits_per_byte']:.4f} +- {error:.4f} (standard error over documents)")

@@ -86,8 +86,13 @@ def _heading(record: dict[str, Any]) -> str:
     if record.get("request"):
         lines.append(f"request {record['request']}")
     error = record.get("stderr")
+    beam = record.get("beam")
     for name, log_prob in record["values"].items():
-        lines.append(_value(one_line(name), log_prob, tokens, error))
+        estimator = ESTIMATORS.get(name)  # None: a rule
+        note = "" if estimator is None else NOTES[estimator.kind]
+        if beam is not None:
+            note = NOTES[Kind.UPPER_BOUND if beam["converged"] < beam["blocks"] else Kind.ESTIMATE]
+        lines.append(_value(one_line(name) + note, log_prob, tokens, error))
         error = None
     if record.get("nfe") is not None:
         near_ties = record.get("near_ties")
@@ -97,9 +102,7 @@ def _heading(record: dict[str, Any]) -> str:
 
 def _value(name: str, log_prob: float, tokens: int, error: float | None) -> str:
     """A window's value under one estimator. `error`: its Monte Carlo standard error, in nats."""
-    estimator = ESTIMATORS.get(name)  # None: a rule
-    note = "" if estimator is None else NOTES[estimator.kind]
-    text = f"{name}{note} {log_prob:.2f}" + ("" if error is None else f" +- {error:.2f}") + " nats"
+    text = f"{name} {log_prob:.2f}" + ("" if error is None else f" +- {error:.2f}") + " nats"
     if not tokens:
         return text
     value = perplexity(-log_prob / tokens)

@@ -16,13 +16,23 @@ from typing import TYPE_CHECKING, Any
 from lm_eval_duel.arguments import MISSING
 from lm_eval_duel.command_line import PATH, STDOUT, Flag, Parser, write_json
 from lm_eval_duel.errors import DuelError, UsageError
-from lm_eval_duel.estimators.registry import ESTIMATORS, Kind
+from lm_eval_duel.estimators.registry import ESTIMATORS, Kind, of_spec
 from lm_eval_duel.tables import plain_table
 
 if TYPE_CHECKING:
     from lm_eval_duel.harness.so_far import Document, Estimate
 
-SHOWN = ("estimator", "rule", "block", "cache", "cheap_cache", "sample", "mc_samples")  # of the spec
+SHOWN = (
+    "estimator",
+    "rule",
+    "block",
+    "cache",
+    "cheap_cache",
+    "sample",
+    "mc_samples",
+    "beam",
+    "tolerance",
+)  # of the spec
 ERRORS = {  # what the intervals leave out
     Kind.ESTIMATE: " Its sampling error is not shown here: the finished run prints it.",
     Kind.UPPER_BOUND: " The Monte Carlo error of estimator=elbo is not shown here: the finished run prints it.",
@@ -104,7 +114,7 @@ def table(figures: dict[str, Any]) -> str:
     shown = [f"{key}={spec[key]}" for key in SHOWN if key in spec]
     lines = [f"{figures['path']}: {', '.join(shown)}", ""]
     lines.append(plain_table(("task", "", "finished documents", "in the estimate", *UNITS.values()), rows))
-    kind = ESTIMATORS[spec["estimator"]].kind if spec.get("estimator") in ESTIMATORS else Kind.LIKELIHOOD
+    kind = of_spec(spec["estimator"], spec).kind if spec.get("estimator") in ESTIMATORS else Kind.LIKELIHOOD
     notes = [] if kind is Kind.LIKELIHOOD else [f"The value is {kind.value}.{ERRORS.get(kind, '')}"]
     if any(task["partial"] for task in tasks):
         notes.append(

@@ -37,6 +37,7 @@ class Value(NamedTuple):
     stderr: float | None = None  # Monte Carlo standard error, nats
     nfe: int | None = None  # rule steps
     phases: tuple[float, ...] | None = None  # of a two-phase estimate, as in `phases.Phases`
+    beam: tuple[float, ...] | None = None  # of a sum over orders, as in `subsets.sums.BeamSums`
 
 
 class Estimator(abc.ABC):

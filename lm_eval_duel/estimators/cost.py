@@ -9,6 +9,7 @@
     two_phase    dual, and a share of the blocks exact as well
     elbo         for each draw one row of L positions (bidirectional), or of each block's positions (by blocks)
     lattice      2^m - 1 rows of L positions (bidirectional), or of the block's own positions (by blocks)
+    beam         sum over h of min(K, m choose h) such rows, or fewer if steps reveal several positions
 
 Rules with sub-blocks, a schedule of steps or `seed_first` take other steps; see `reveals`. Equal windows are scored
 once, and counted once. Equal rows of different windows, which a network call evaluates once, are not foreseen, nor is
@@ -181,12 +182,13 @@ def elbo(setting: Setting, window: Layout, samples: int) -> Cost:
     return dataclasses.replace(total, rows=rows, token_rows=tokens, pairs=tokens * length, head=head, weight=tokens)
 
 
-def lattice(setting: Setting, window: Layout) -> Cost:
-    """The estimators over all orders: every set of masked positions of a block once, 2^m - 1 of them."""
+def lattice(setting: Setting, window: Layout, beam: int | None = None) -> Cost:
+    """The estimators over all orders: every set of masked positions of a block once, or `beam` sets of each size."""
     spans, length = setting.places(window), window.length
-    states = {start: [2**positions - 1] for start, _, positions in spans}
-    head = sum(positions * 2.0 ** (positions - 1) for _, _, positions in spans)
-    total = Cost(blocks=len(spans), longest=1)
+    sets = {start: [min(beam or math.inf, math.comb(m, masked)) for masked in range(1, m + 1)] for start, _, m in spans}
+    states = {start: [int(sum(counts))] for start, counts in sets.items()}
+    head = sum(masked * count for counts in sets.values() for masked, count in enumerate(counts, 1))
+    total = Cost(blocks=len(spans), longest=max(map(len, sets.values())) if beam else 1)
     if setting.denoiser.by_blocks:
         return dataclasses.replace(total + _blocks_of(setting, window, states), head=head)
     rows = sum(count for (count,) in states.values())

@@ -16,7 +16,14 @@ from lm_eval_duel import rules
 from lm_eval_duel.arguments import BLOCK, COUNT, Argument, choice, number
 from lm_eval_duel.arguments import Kind as Values
 from lm_eval_duel.errors import DuelError, unknown
-from lm_eval_duel.estimators.subsets.arguments import CONFIDENCE, ORDER, check_block, read_confidence, read_order
+from lm_eval_duel.estimators.subsets.arguments import (
+    CONFIDENCE,
+    ORDER,
+    check_block,
+    read_beam,
+    read_confidence,
+    read_order,
+)
 from lm_eval_duel.rules import presets
 
 if TYPE_CHECKING:
@@ -26,6 +33,7 @@ if TYPE_CHECKING:
 Options: TypeAlias = Any  # lm_eval_duel.options.Options, which imports this file
 ELBO_FORMS = ("count", "ratio", "score_entropy")
 SAMPLE = 0.05  # share of the blocks of a two-phase estimate that are also scored without the cache
+BEAM = "beam"  # in the spec, if only some sets of positions are evaluated
 NO_BOUND = "no bound: elbo_eps above 0 leaves out small noise levels"
 
 
@@ -146,14 +154,18 @@ def _check_lattice(options: Options) -> None:
         check_block(options.estimator, options.block)
 
 
+def _check_sets(options: Options, read: Callable[[Mapping[str, Any]], dict[str, Any]]) -> None:
+    beam = read_beam(read(options.estimator_args))
+    if options.block != "auto":
+        check_block(options.estimator, options.block, beam=beam)
+
+
 def _check_sampled(options: Options) -> None:
-    _check_lattice(options)
-    read_confidence(options.estimator_args)
+    _check_sets(options, read_confidence)
 
 
 def _check_sampled_order(options: Options) -> None:
-    _check_lattice(options)
-    read_order(options.estimator_args)
+    _check_sets(options, read_order)
 
 
 def check_share(sample: float) -> None:
@@ -256,7 +268,7 @@ ENTRIES = (  # in the order of tables
         "the exact likelihood of a sampler that selects after sampling",
         Kind.LIKELIHOOD,
         "lm_eval_duel.estimators.subsets.sampled_confidence:SampledConfidence",
-        lambda options: {"block": options.block, **options.estimator_args},
+        lambda options: {"block": options.block, **options.estimator_args, "seed": options.draw_seed},
         CONFIDENCE,
         named="{}",
         ignored_args=("rule",),
@@ -269,7 +281,7 @@ ENTRIES = (  # in the order of tables
         "the exact likelihood of a sampler that draws the positions",
         Kind.LIKELIHOOD,
         "lm_eval_duel.estimators.subsets.sampled_order:SampledOrder",
-        lambda options: {"block": options.block, **options.estimator_args},
+        lambda options: {"block": options.block, **options.estimator_args, "seed": options.draw_seed},
         ORDER,
         ignored_args=("rule",),
         check=_check_sampled_order,
@@ -328,9 +340,21 @@ def ignored_args(given: Mapping[str, Any], estimator: str) -> list[str]:
     return [key for key in find(estimator).ignored_args if key in given]
 
 
-def kind_of(estimator: str, spec: Mapping[str, Any]) -> str:
+def of_spec(estimator: str, spec: Mapping[str, Any], is_bound: bool = False) -> Entry:
+    """The entry of an estimator with this spec: a likelihood becomes an estimate under a beam, or a bound.
+
+    `is_bound`: a beam has not converged in every block.
+    """
+    entry = find(estimator)
+    if BEAM not in spec or BEAM not in entry.arguments:
+        return entry
+    drawn = MonteCarlo("sum over orders by a beam", "repetitions", "Monte Carlo")
+    return dataclasses.replace(entry, kind=Kind.UPPER_BOUND if is_bound else Kind.ESTIMATE, drawn=drawn)
+
+
+def kind_of(estimator: str, spec: Mapping[str, Any], is_bound: bool = False) -> str:
     """What the values of an estimator with this spec are: a likelihood, an estimate, a bound, or none of these."""
-    kind = find(estimator).kind
+    kind = of_spec(estimator, spec, is_bound).kind
     return NO_BOUND if kind is Kind.UPPER_BOUND and float(spec.get("elbo_eps", 0)) else kind.value
 
 

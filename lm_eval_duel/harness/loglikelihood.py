@@ -221,7 +221,7 @@ class TextLogLikelihood(float):
     def __new__(cls, outcome: Outcome, text: str) -> TextLogLikelihood:
         self = super().__new__(cls, outcome.log_prob)
         self.text, self.tokens = text, sum(len(window.target) for window in outcome.windows)
-        self.stderr = outcome.stderr
+        self.stderr = outcome.total.stderr
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:  # ranks exchange plain numbers

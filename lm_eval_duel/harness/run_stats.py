@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from lm_eval_duel.core.scores import known_sum
-from lm_eval_duel.estimators.registry import ENTRIES, Kind
+from lm_eval_duel.estimators.registry import BEAM, ESTIMATORS, Kind, of_spec
 from lm_eval_duel.harness import verify
 from lm_eval_duel.harness.totals import Outcome, TaskTotal, Total
 from lm_eval_duel.harness.verify import Checked
@@ -91,15 +91,13 @@ class RunStats:
     def errors(self, bound: str) -> list[str]:
         """The values that depend on random numbers, with their errors. `bound`: what kind of number an ELBO is."""
         lines: list[str] = []
-        for entry in ENTRIES:
-            if entry.drawn is None:
+        for name, task, total in ((name, task, total) for name in ESTIMATORS for task, total in self.tasks.items()):
+            value = total.values.get(name)
+            entry = of_spec(name, {} if value is None or value.beam is None else {BEAM: ""})
+            if entry.drawn is None or value is None or not total.tokens:
                 continue
             title = entry.drawn.value + (f" ({bound})" if entry.kind is Kind.UPPER_BOUND else "")
-            lines += [
-                f"{title} of {task}: {total.values[entry.name].in_words(total.tokens, entry.drawn)}"
-                for task, total in self.tasks.items()
-                if entry.name in total.values and total.tokens
-            ]
+            lines.append(f"{title} of {task}: {value.in_words(total.tokens, entry.drawn)}")
         return lines
 
     def warnings(self) -> list[str]:

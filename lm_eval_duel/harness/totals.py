@@ -16,6 +16,7 @@ from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators.base import Estimator, Value
 from lm_eval_duel.estimators.phases import Phases
 from lm_eval_duel.estimators.registry import MonteCarlo
+from lm_eval_duel.estimators.subsets.sums import BeamSums
 from lm_eval_duel.harness.trace import IMPOSSIBLE
 from lm_eval_duel.rates import perplexity
 
@@ -59,12 +60,12 @@ class Outcome(NamedTuple):
         return math.fsum(next(iter(values.values())).log_prob for values in self.values)
 
     @property
-    def stderr(self) -> float | None:
-        """The Monte Carlo error of `log_prob`; None if there is none or it is unknown."""
+    def total(self) -> Total:
+        """The sum over its windows, with the Monte Carlo error of `log_prob`, if there is one and it is known."""
         total = Total()
         for window, values in zip(self.windows, self.values, strict=True):
             total.merge(Total.from_value(window, next(iter(values.values()))))
-        return total.stderr
+        return total
 
 
 @dataclasses.dataclass
@@ -77,6 +78,7 @@ class Total:
     windows: int = 0
     squares: tuple[float, float, float] = (0.0, 0.0, 0.0)  # of log_prob, of log_prob x tokens, of tokens
     phases: Phases | None = None  # of a two-phase estimate
+    beam: BeamSums | None = None  # of a sum over orders by a beam
 
     @classmethod
     def from_value(cls, window: Window, value: Value) -> Total:
@@ -86,7 +88,8 @@ class Total:
         error = value.stderr if phases is None else math.sqrt(phases.variance)
         errors = None if error is None else {hash(window): (1, error)}
         squares = value.log_prob**2, value.log_prob * tokens, tokens**2
-        return cls(value.log_prob, errors, value.nfe, 1, squares, phases)
+        beam = None if value.beam is None else BeamSums(*value.beam)
+        return cls(value.log_prob, errors, value.nfe, 1, squares, phases, beam)
 
     def merge(self, other: Total) -> None:
         """Add another sum to this one."""
@@ -94,10 +97,12 @@ class Total:
             self.errors = None if other.errors is None else {}
             self.nfe = None if other.nfe is None else 0
             self.phases = None if other.phases is None else Phases()
+            self.beam = None if other.beam is None else BeamSums()
         self.log_prob += other.log_prob
         self.nfe = known_sum(self.nfe, other.nfe)
         self.windows += other.windows
         self.phases = None if None in (self.phases, other.phases) else Phases.total([self.phases, other.phases])
+        self.beam = None if None in (self.beam, other.beam) else BeamSums.total([self.beam, other.beam])
         self.squares = tuple(mine + theirs for mine, theirs in zip(self.squares, other.squares, strict=True))
         if self.errors is None or other.errors is None:
             self.errors = None
@@ -120,6 +125,11 @@ class Total:
         value = perplexity(-self.log_prob / tokens)
         return value, None if (error := self.stderr) is None else value * error / tokens
 
+    @property
+    def is_bound(self) -> bool:
+        """Whether a beam has not converged in every block."""
+        return self.beam is not None and self.beam.is_bound
+
     def describe(self, tokens: int) -> dict[str, Any]:
         """For the results JSON of a task of `tokens` tokens; null, with the reason, if the sum is infinite."""
         if not math.isfinite(self.log_prob):
@@ -131,6 +141,7 @@ class Total:
             "nfe": self.nfe,
             "windows": self.windows,
             **({} if self.phases is None else {"two_phase": self.phases.describe()}),
+            **({} if self.beam is None else {"beam": self.beam.describe()}),
         }
 
     def in_words(self, tokens: int, drawn: MonteCarlo) -> str:
@@ -141,7 +152,7 @@ class Total:
         else:
             errors = (f" +- {error:.2f}", f" +- {value_error:.2f}")
             note = f"{drawn.error} standard error"
-        note += "" if self.phases is None else f"; {self.phases.words}"
+        note += "".join(f"; {sums.words}" for sums in (self.phases, self.beam) if sums is not None)
         return f"{self.log_prob:.2f}{errors[0]} nats, perplexity {value:.2f}{errors[1]} per token ({note})"
 
     def _over_windows(self, tokens: int) -> float | None:

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators.subsets.sums import BeamSums
 from lm_eval_duel.journal import Journal
 from lm_eval_duel.strict_json import finite
 
@@ -128,6 +129,8 @@ def record(window: Window, score: WindowScore, estimator: Estimator) -> dict[str
         line["rules"] = {name: _order(order) for name, order in orders.items()}
     if weights := getattr(score, "weights", None):  # of a two-phase estimate
         line["two_phase"] = {"cached": list(score.cached), "weights": list(weights), "uncached": list(score.uncached)}
+    if beam := values[next(iter(values))].beam:
+        line["beam"] = BeamSums(*beam).describe()
     if not math.isfinite(score.log_prob):
         line["reason"] = IMPOSSIBLE
     errors = {name: value.stderr for name, value in values.items() if value.stderr is not None}

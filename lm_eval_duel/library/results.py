@@ -59,7 +59,8 @@ class TextScore:
         unknown: int = 0,
     ) -> TextScore:
         """The score of a text of `length` tokens from those of its windows."""
-        kind = kind_of(estimator.name, estimator.describe())
+        total = Outcome.from_scores(windows, scores, estimator).total
+        kind = kind_of(estimator.name, estimator.describe(), total.is_bound)
         log_prob = math.fsum(score.log_prob for score in scores)
         nfe: int | None = 0
         near_ties: int | None = 0
@@ -68,7 +69,7 @@ class TextScore:
         return cls(
             text=text,
             log_prob=log_prob,
-            stderr=Outcome.from_scores(windows, scores, estimator).stderr,
+            stderr=total.stderr,
             bound=kind == Kind.UPPER_BOUND.value,
             kind=kind,
             perplexity=rates.perplexity(-log_prob / length) if length else math.nan,

@@ -269,6 +269,8 @@ def _duel(duel: Json) -> dict[str, Any]:
         for key, value in scored["values"].items():
             impossible = value.get("log_prob") is None and value.get("reason") is not None
             values[key] = {"log_prob": -math.inf if impossible else None} | _typed(value, VALUE)
+            if beam := value.get("beam"):
+                values[key]["open_blocks"] = int(beam["blocks"]) - int(beam["converged"])
         entries["tasks"][name] = _typed(scored, TASK) | {"values": values}
     return entries
 

@@ -106,6 +106,7 @@ class Row(OfRun):
     nats_window_stderr: float | None = None  # over windows
     nfe: int | None = None
     tokens: int | None = None
+    open_blocks: int = 0  # in which a beam has not converged, so that the value is a bound
     documents: Mapping[str, Values] = dataclasses.field(default_factory=dict)
     missing: str = ""
     remarks: tuple[str, ...] = ()
@@ -136,7 +137,7 @@ class Row(OfRun):
 
     @property
     def entry(self) -> registry.Entry:
-        return registry.find(self.estimator)
+        return registry.of_spec(self.estimator, self.run.spec, self.open_blocks > 0)
 
     @property
     def block(self) -> str | None:
@@ -186,7 +187,8 @@ class Row(OfRun):
         spec = self.run.spec
         named = [self.entry.named.format(f"{key}={spec[key]}") for key in self.entry.arguments if key in spec]
         eps = f"eps={self.eps:g}: no bound" if self.eps else ""
-        return ", ".join(filter(None, [eps, *named, self.variant]))
+        bounds = f"{self.open_blocks} blocks not converged" if self.open_blocks else ""
+        return ", ".join(filter(None, [eps, *named, bounds, self.variant]))
 
     @property
     def block_words(self) -> str:

@@ -57,6 +57,7 @@ def of(run: Run, name: str) -> list[Row]:
             nats_stderr=value.get("stderr"),
             nats_window_stderr=value.get("window_stderr"),
             nfe=value.get("nfe"),
+            open_blocks=value.get("open_blocks", 0),
             tokens=scored.get("tokens") or selected.tokens,
         )
         rows.append(row if key == run.estimator else _beside(row, own, key))

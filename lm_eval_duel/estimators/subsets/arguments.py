@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lm_eval_duel.arguments import COUNT, POSITIVE, PROBABILITY, TRUTH, Argument, Kind, choice
+from lm_eval_duel.arguments import COUNT, POSITIVE, PROBABILITY, TRUTH, Argument, Kind, choice, whole
 from lm_eval_duel.errors import DuelError
 
 LATTICE_BLOCK = 12  # the most positions of a block whose sets are all evaluated: 4,095 sets
+BEAM_BLOCK = 48  # the most positions of a block of which a beam evaluates some sets
+FIRST_BEAM, LARGEST_BEAM = 32, 1024  # sets of each size: the first K, and the largest one if none is given
+TOLERANCE = 0.05  # nats, of a beam of a given size
+REPETITIONS = 8  # the fewest for a standard error
 SCORED_ORDERS = ("entropy", "topk_margin")
 
 
@@ -23,6 +27,21 @@ def _order(value: Any) -> str:
     return str(value)
 
 
+BEAM = {
+    "beam": Argument(
+        whole(2 * REPETITIONS, f"a number of sets, at least {2 * REPETITIONS}"),
+        None,
+        "sets of a block that are evaluated, of each size, instead of all; an estimate, or a bound",
+    ),
+    "tolerance": Argument(
+        POSITIVE, None, "nats for a block: the sets double, up to `beam` (1024), until it is reached"
+    ),
+    "repetitions": Argument(
+        whole(REPETITIONS, f"a number of repetitions, at least {REPETITIONS}"),
+        REPETITIONS,
+        "independent sums, of a beam, whose spread gives its standard error",
+    ),
+}
 CONFIDENCE = {
     "n": Argument(COUNT, None, "draws that are kept at a step; 1 if `steps` is not given either"),
     "steps": Argument(COUNT, None, "steps of a block, instead of `n` and `tau`"),
@@ -32,6 +51,7 @@ CONFIDENCE = {
         choice("untempered", "tempered"), "untempered", "which probability of a draw counts, if there is a temperature"
     ),
     "strict": Argument(TRUTH, True, "draws above `tau` are kept, not those at it"),
+    **BEAM,
 }  # of sampled_confidence
 ORDER = {
     "alg": Argument(
@@ -41,6 +61,7 @@ ORDER = {
     ),
     "steps": Argument(COUNT, 512, "steps of a block"),  # Dream's own default
     "alg_temp": Argument(POSITIVE, None, "temperature of the positions' scores, with `alg=entropy` or `topk_margin`"),
+    **BEAM,
 }  # of sampled_order
 
 
@@ -56,6 +77,7 @@ def read_confidence(values: Mapping[str, Any]) -> dict[str, Any]:
             )
     if steps is None and read["schedule"] == "dream":
         raise DuelError("schedule=dream spreads a block over a number of steps; pass steps=<number>, too.")
+    read_beam(read)
     return read
 
 
@@ -72,17 +94,36 @@ def read_order(values: Mapping[str, Any]) -> dict[str, Any]:
         raise DuelError(
             f"'alg_temp' (got {read['alg_temp']:g}) is read with alg={' and alg='.join(SCORED_ORDERS)} only."
         )
+    read_beam(read)
     return read
 
 
-def check_block(name: str, block: int | None, only: bool = False) -> None:
+def read_beam(read: Mapping[str, Any]) -> bool:
+    """Whether these arguments ask for a beam; raises DuelError if it has fewer than two sets for each repetition."""
+    if read["beam"] is not None and read["beam"] < 2 * read["repetitions"]:
+        raise DuelError(f"A beam has at least two sets for each repetition; got {read['beam']}, {read['repetitions']}.")
+    return read["beam"] is not None or read["tolerance"] is not None
+
+
+def sizes(beam: int | None, tolerance: float | None) -> list[int]:
+    """The first and the last number of sets of each size; one number if it does not grow; none without a beam."""
+    if beam is None and tolerance is None:
+        return []
+    most = beam or LARGEST_BEAM
+    return [most] if tolerance is None else sorted({min(FIRST_BEAM, most), most})
+
+
+def check_block(name: str, block: int | None, only: bool = False, beam: bool | None = None) -> None:
     """Raise DuelError for a block that is too large for estimator `name`, which evaluates all sets of its positions.
 
-    `only`: the network has no other block.
+    `only`: the network has no other block. `beam`: some of the sets are enough; None: the estimator has no beam.
     """
-    if block is None or block > LATTICE_BLOCK:
+    most, which = (BEAM_BLOCK, "some") if beam else (LATTICE_BLOCK, "all")
+    if block is None or block > most:
+        less = "This network has only this block." if only else "Use block=4, or 8 at 8.5 times the cost."
+        if beam is False:
+            less += f" tolerance=0.05 evaluates some of the sets, of blocks of at most {BEAM_BLOCK} positions."
         raise DuelError(
-            f"estimator={name} evaluates all revealed sets of a block, at most {LATTICE_BLOCK} positions (4,095 "
-            f"sets); the block in force is {'the whole target' if block is None else block}. "
-            + ("This network has only this block." if only else "Use block=4, or 8 at 8.5 times the cost.")
+            f"estimator={name} evaluates {which} revealed sets of a block, at most {most} positions (4,095 sets of 12);"
+            f" the block in force is {'the whole target' if block is None else block}. {less}"
         )

@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 
 from lm_eval_duel.core.lanes import Lanes
-from lm_eval_duel.estimators.subsets.arguments import LATTICE_BLOCK
+from lm_eval_duel.estimators.subsets.arguments import BEAM_BLOCK
 from lm_eval_duel.estimators.subsets.sets import fresh_positions
 from lm_eval_duel.rules.scheduled import dream_counts, even_counts
 
@@ -52,7 +52,11 @@ class StepCounts:
 
     def of_lanes(self, lanes: Lanes) -> torch.Tensor:
         """How many positions the next step of each lane reveals, (R,); 0 for a lane that no step begins with."""
-        return table(self, lanes.row.device)[fresh_positions(lanes).sum(1), lanes.masked.sum(1)]
+        return self.of_sizes(fresh_positions(lanes).sum(1), lanes.masked.sum(1))
+
+    def of_sizes(self, first: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:
+        """The same for blocks that begin with `first` (X,) masked positions of which `masked` (X,) are left, (X,)."""
+        return table(self, first.device)[first, masked]
 
 
 @lru_cache(maxsize=64)
@@ -61,8 +65,8 @@ def table(counts: StepCounts, device: torch.device) -> torch.Tensor:
 
     0 where no step begins.
     """
-    entries = torch.zeros(LATTICE_BLOCK + 1, LATTICE_BLOCK + 1, dtype=torch.int64)
-    for m in range(1, LATTICE_BLOCK + 1):
+    entries = torch.zeros(BEAM_BLOCK + 1, BEAM_BLOCK + 1, dtype=torch.int64)
+    for m in range(1, BEAM_BLOCK + 1):
         for masked in range(1, m + 1):
             entries[m, masked] = counts.of_state(m, masked)
     return entries.to(device)

@@ -70,7 +70,7 @@ def compare(predictions: Predictions, targets: torch.Tensor, scale: float, tau: 
     score.
 
     One draw ranks after another if its score is smaller, or equal and its position stands further right. `strict`: a
-    draw exceeds the threshold only if its score is larger. Values are NaN where nothing is masked.
+    draw exceeds the threshold only if its score is larger. Values are NaN where a draw's position is not masked.
     """
     masked = predictions.masked
     wide = masked.shape[1]
@@ -81,13 +81,14 @@ def compare(predictions: Predictions, targets: torch.Tensor, scale: float, tau: 
         score, p = of_row[row], logits.double().softmax(1)[row]  # (c, V) each
         lane, position = masked[lanes].nonzero().unbind(1)  # (c,)
         target = score.gather(1, targets[lanes][masked[lanes]][:, None])[:, 0]  # (c,)
-        level = torch.full_like(masked[lanes], math.nan, dtype=torch.float64)  # (r, W)
+        level = torch.full_like(masked[lanes], math.inf, dtype=torch.float64)  # (r, W)
         level[lane, position] = target
-        for other in range(wide):
-            bound = level[lane, other]  # (c,)
-            bound = torch.where(position > other, bound.nextafter(bound.new_tensor(math.inf)), bound)
-            mass = torch.where(score < bound[:, None], p, 0.0).sum(1)  # (c,)
-            log_after[lanes][lane, position, other] = torch.where(bound.isnan(), bound, mass.log())
+        bound = level[lane]  # (c, W) a draw ranks after the target of each other position if it is less
+        further = position[:, None] > torch.arange(wide, device=bound.device)  # (c, W)
+        bound, order = bound.where(~further | bound.isinf(), bound.nextafter(bound.new_tensor(math.inf))).sort(1)
+        place = torch.searchsorted(bound, score, right=True)  # (c, V) how many bounds it reaches
+        mass = p.new_zeros(len(p), wide + 1).scatter_add_(1, place, p).cumsum(1)[:, :wide]  # (c, W)
+        log_after[lanes][lane, position] = torch.empty_like(mass).scatter_(1, order, mass.log())
         quiet = score <= tau if strict else score < tau  # (c, V)
         planes[0, lanes][lane, position] = target
         planes[1, lanes][lane, position] = of_row.amax(1)[row]

@@ -31,28 +31,27 @@ from typing import Any, ClassVar
 import torch
 
 from lm_eval_duel import fingerprint, rules
-from lm_eval_duel.core.decision import EVALUATE_ALL
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.core.predictions import Predictions
-from lm_eval_duel.core.reveal import Reveal, WindowGroup
-from lm_eval_duel.core.scores import Counts, IndexedScores, Sample, Step, WindowScore
+from lm_eval_duel.core.scores import Counts, Sample, Step, WindowScore
 from lm_eval_duel.core.tokens import Argmax, Draw
 from lm_eval_duel.core.windows import Ids, Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.checks import check_every_order
 from lm_eval_duel.estimators.duel import DuelEstimator
-from lm_eval_duel.estimators.subsets.arguments import LATTICE_BLOCK, check_block, read_confidence
-from lm_eval_duel.estimators.subsets.counts import StepCounts, table
+from lm_eval_duel.estimators.subsets.arguments import BEAM, read_confidence
+from lm_eval_duel.estimators.subsets.counts import StepCounts
 from lm_eval_duel.estimators.subsets.drawn import compare, score_of, token_scores, untempered
-from lm_eval_duel.estimators.subsets.sets import number_of, product, sum_over_subsets
-from lm_eval_duel.estimators.subsets.states import Chunk, SubsetAccumulator
+from lm_eval_duel.estimators.subsets.moves import Level, Moves, Planes, Thin, independent
+from lm_eval_duel.estimators.subsets.set_sampler import SetSampler
+from lm_eval_duel.estimators.subsets.thinning import Beam
 from lm_eval_duel.hashing import uniform
 
 SCORED_AT_ONCE = 64  # samples
 
 
-class SampledConfidence(DuelEstimator):
+class SampledConfidence(SetSampler, DuelEstimator):
     """A sampler that keeps the most probable of the tokens drawn: one distribution, to score and to sample.
 
     `n`: how many draws are kept at a step, 1 if nothing is given; ties go to the lowest position. `steps`: instead of
@@ -84,15 +83,20 @@ class SampledConfidence(DuelEstimator):
         strict: bool = True,
         steps: int | None = None,
         schedule: str = "even",
+        beam: int | None = None,
+        tolerance: float | None = None,
+        repetitions: int = BEAM["repetitions"].default,
+        seed: int = 0,
     ):
         given = {"n": n, "tau": tau, "confidence": confidence, "strict": strict, "steps": steps, "schedule": schedule}
-        read = read_confidence(given)
+        read = read_confidence({**given, "beam": beam, "tolerance": tolerance, "repetitions": repetitions})
+        self.beam = Beam(read["beam"], read["tolerance"], read["repetitions"], seed)
         check_every_order(denoiser, self.name)
         self.tau, self.confidence, self.strict = read["tau"], read["confidence"], read["strict"]
         self.counted = StepCounts(read["n"] or 1, read["steps"], read["schedule"], or_more=self.tau is not None)
         rule = BestDrawn(self.counted, self.tau, self.strict)
         super().__init__(denoiser, rule, block, grid, batch_size, max_batch_size, traced)
-        check_block(self.name, self.block, only=denoiser.block is not None)
+        self.check_block()
         self.scale  # noqa: B018 - raises DuelError for a truncated distribution
 
     @property
@@ -113,6 +117,7 @@ class SampledConfidence(DuelEstimator):
             **steps,
             **tau,
             "confidence": self.confidence,
+            **self.beam.describe(),
         }
 
     def with_denoiser(self, denoiser: Denoiser) -> SampledConfidence:
@@ -162,9 +167,47 @@ class SampledConfidence(DuelEstimator):
         draw: Draw = Argmax() if keys is None else StepDraws(keys, seed, self.denoiser.device)
         return BestDrawn(self.counted, self.tau, self.strict, self.scale, draw), draw
 
-    def score_group(self, group: WindowGroup) -> IndexedScores:
-        tables = DrawnAccumulator(group, self)
-        return iter(Reveal(group, EVALUATE_ALL, tables.states(), tables, self.budget, self.counts))
+    # ------------------------------------------------------------ what a step reveals
+
+    def steps(self, m: int) -> int | None:
+        return len(self.counted.of_block(m)) if self.tau is None else None
+
+    @property
+    def threshold(self) -> float:
+        """The score of `tau`."""
+        return 0.0 if self.tau is None else score_of(self.tau)
+
+    def planes(self, step: Step) -> Planes:
+        lanes, predictions, _, tokens, log_prob = step
+        drawn = compare(predictions, tokens, self.scale, self.threshold, self.strict)
+        pick = BestDrawn(self.counted, self.tau, self.strict).pick(drawn.top, lanes)  # (R, W)
+        missed = (pick & (predictions.argmax != tokens)).any(1)  # (R,)
+        read = {"log_after": drawn.log_after, "log_quiet": drawn.log_quiet, "pick": pick, "missed": missed}
+        return {"log_probs": log_prob, "score": drawn.score, **read}
+
+    def moves(self, level: Level, planes: Planes, thin: Thin) -> Moves:
+        """A product for each state and each position that may rank last in it; with `tau`, one more for each state."""
+        masked, log_p, score = level.masked, planes["log_probs"], planes["score"]  # (X, W) each
+        count = self.counted.of_sizes(level.first, masked.sum(1))  # (X,)
+        above = torch.zeros_like(masked)
+        if self.tau is not None:
+            above = masked & (score > self.threshold if self.strict else score >= self.threshold)
+        state, last = (masked & ~above & (count > 0)[:, None]).nonzero().unbind(1)  # (c,)
+        position = torch.arange(masked.shape[1], device=last.device)  # (W,)
+        of, of_last = score[state], score[state, last][:, None]  # (c, W), (c, 1)
+        before = (of > of_last) | ((of == of_last) & (position <= last[:, None]))  # (c, W)
+        log_out = planes["log_after"][state, :, last].masked_fill(position == last[:, None], -math.inf)
+        log_in, most = log_p[state].where(before & masked[state], -math.inf), count[state]
+        least = most
+        log_out = log_out.where(masked[state], 0.0)
+        if self.tau is not None:
+            every = torch.arange(len(masked), device=last.device)[count > 0]  # (x,)
+            state = torch.cat([state, every])
+            log_in = torch.cat([log_in, log_p[every].where(above[every], -math.inf)])
+            log_out = torch.cat([log_out, planes["log_quiet"][every].where(masked[every], 0.0)])
+            least = torch.cat([least, count[every]])
+            most = torch.cat([most, torch.full_like(every, masked.shape[1])])
+        return independent(level, state, log_in, log_out, torch.stack([least, most]), thin)
 
 
 def _unscored(sample: Sample) -> Sample:
@@ -217,119 +260,3 @@ class StepDraws:
             u = uniform(self.keys[lanes.row][:, None], position, lanes.step[:, None], self.seed)  # (R, W)
             self.last = predictions, predictions.draw(torch.where(lanes.masked, u, math.nan))
         return torch.where(pick, self.last[1], -1)
-
-
-@dataclasses.dataclass
-class DrawnChunk(Chunk):
-    """The draws in all states of some blocks while they are entered."""
-
-    log_probs: torch.Tensor  # (B, S, m) log q of each position's target
-    score: torch.Tensor  # (B, S, m) of each position's target
-    log_after: torch.Tensor  # (B, S, m, m) as in `drawn.Draws`
-    log_quiet: torch.Tensor  # (B, S, m)
-    after: torch.Tensor  # (B, S) the state that follows if every draw is the most probable token
-    missed: torch.Tensor  # (B, S) bool: that step reveals a token which is not the target
-
-
-class DrawnAccumulator(SubsetAccumulator):
-    """The draws of one group of windows: entered call by call, and folded as each chunk is complete."""
-
-    values = LATTICE_BLOCK + 4  # at most m + 4 of each position
-
-    def __init__(self, group: WindowGroup, estimator: SampledConfidence):
-        super().__init__(group, estimator)
-        self.counts, self.scale = estimator.counted, estimator.scale
-        self.rule = BestDrawn(self.counts, estimator.tau, estimator.strict)
-        self.tau = None if estimator.tau is None else score_of(estimator.tau)
-        self.log_prob = torch.zeros(len(group.windows), dtype=torch.float64, device=group.rows.ids.device)  # (N,)
-        self.greedy = torch.ones_like(self.log_prob, dtype=torch.bool)  # (N,)
-        self.steps = torch.zeros_like(self.log_prob, dtype=torch.int64)  # (N,)
-
-    def reached(self, lanes: Lanes) -> torch.Tensor:
-        return self.counts.of_lanes(lanes) > 0
-
-    def new_chunk(self, lanes: Lanes, states: int, most: int) -> DrawnChunk:
-        log_probs = self.log_prob.new_full((len(lanes), 1 << most, most), math.nan)  # (B, S, m)
-        after = torch.zeros_like(log_probs[:, :, 0], dtype=torch.int64)  # (B, S)
-        return DrawnChunk(
-            lanes,
-            states,
-            log_probs=log_probs,
-            score=log_probs.clone(),
-            log_after=log_probs[..., None].repeat(1, 1, 1, most),
-            log_quiet=log_probs.clone(),
-            after=after,
-            missed=torch.zeros_like(after, dtype=torch.bool),
-        )
-
-    def add(self, step: Step) -> None:
-        """Enter the draws of these states, and what argmax decoding does."""
-        lanes, predictions, _, tokens, log_prob = step
-        located = self.locate(lanes)
-        drawn = compare(predictions, tokens, self.scale, 0.0 if self.tau is None else self.tau, self.rule.strict)
-        pick = self.rule.pick(drawn.top, lanes)  # (R, W)
-        missed = (pick & (predictions.argmax != tokens)).any(1)  # (R,)
-        after = number_of(lanes.masked & ~pick, located.position)  # (R,)
-        r, w, other = (lanes.masked[:, :, None] & lanes.masked[:, None]).nonzero().unbind(1)  # (X,)
-        for n in located.chunk.unique().tolist():
-            mine = located.chunk[r] == n  # (X,)
-            i, first, second = r[mine], located.position[r, w][mine], located.position[r, other][mine]
-            values = drawn.log_after[i, w[mine], other[mine]]  # (x,)
-            self.chunks[n].log_after[located.block[i], located.state[i], first, second] = values
-        positions = {"log_probs": log_prob, "score": drawn.score, "log_quiet": drawn.log_quiet}
-        self.enter(lanes, located, {"after": after, "missed": missed}, positions)
-
-    def fold(self, chunk: DrawnChunk) -> None:
-        row, positions = chunk.lanes.row, chunk.lanes.masked.sum(1)  # (B,)
-        value = self._value(chunk).gather(1, chunk.full[:, None])[:, 0]  # (B,)
-        self.log_prob.index_add_(0, row, value)
-        self.steps.index_add_(0, row, torch.tensor([len(self.counts.of_block(m)) for m in positions.tolist()]).to(row))
-        self.greedy[row[~decodes_to_targets(chunk)]] = False
-
-    def _value(self, chunk: DrawnChunk) -> torch.Tensor:
-        """log p of the targets in each state, (B, S)."""
-
-        def log_step(
-            state: torch.Tensor, position: torch.Tensor, chosen: torch.Tensor, count: torch.Tensor
-        ) -> torch.Tensor:
-            log_p, score, log_quiet = (
-                plane[:, state[:, None], position] for plane in (chunk.log_probs, chunk.score, chunk.log_quiet)
-            )  # (B, x, h) each
-            log_after = chunk.log_after[:, state[:, None, None], position[:, :, None], position[:, None]]  # B, x, h, h
-            above = torch.zeros_like(score, dtype=torch.bool)
-            if self.tau is None:
-                total = log_p.new_full((*log_p.shape[:2], len(chosen)), -math.inf)  # (B, x, K)
-            else:
-                above = score > self.tau if self.rule.strict else score >= self.tau  # (B, x, h)
-                total = product(log_p.where(above, -math.inf), log_quiet).where(chosen >= count, -math.inf)
-            for last in range(position.shape[1]):
-                earlier = score > score[:, :, last, None]  # (B, x, h) ranks before `last`
-                earlier[:, :, :last] |= score[:, :, :last] == score[:, :, last, None]
-                earlier[:, :, last] = True
-                log_out = log_after[:, :, :, last].clone()  # (B, x, h)
-                log_out[:, :, last] = -math.inf
-                weight = product(log_p.where(earlier, -math.inf), log_out)  # (B, x, K)
-                possible = (chosen == count) & ~above[:, :, last, None]  # (B, x, K)
-                total = total.maximum(weight.where(possible, -math.inf))  # others are -inf: a set has one last member
-            return total
-
-        counts = table(self.counts, chunk.full.device)[chunk.lanes.masked.sum(1)]  # (B, M + 1)
-        return sum_over_subsets(counts, chunk.log_probs, log_step)
-
-    def score(self, row: int) -> WindowScore:
-        return WindowScore(
-            float(self.log_prob[row]),
-            is_greedy=bool(self.greedy[row]),
-            nfe=int(self.steps[row]) if self.tau is None else None,
-        )
-
-
-def decodes_to_targets(chunk: DrawnChunk) -> torch.Tensor:
-    """Whether each block's targets are what argmax decoding writes, (B,) bool."""
-    state = chunk.full
-    block = torch.arange(len(state), device=state.device)
-    greedy = torch.ones_like(state, dtype=torch.bool)
-    while (state > 0).any():
-        greedy &= ~(chunk.missed[block, state] & (state > 0))
-        state = chunk.after[block, state] * (state > 0)
-    return greedy

@@ -1,7 +1,5 @@
 """Every set of masked positions of every block of a group of windows: evaluated once, kept until its block is complete.
 
-Sets that the estimator's sampler never reaches are left out.
-
 Blocks are taken in chunks. A chunk's tables are filled call by call, and folded when all of its states are there.
 
 Shapes: N windows, L row length, R lanes, W block width, B blocks of a chunk, m masked positions, S = 2^m states.
@@ -50,12 +48,7 @@ class Located:
 
 
 class SubsetAccumulator(abc.ABC):
-    """The tables of one group of windows. A subclass says what a table holds, and what a complete one gives.
-
-    `values`: how many values a table has for each position of a state.
-    """
-
-    values: int = 1
+    """The tables of one group of windows. A subclass says what a table holds, and what a complete one gives."""
 
     def __init__(self, group: WindowGroup, estimator: Estimator):
         self.group, self.estimator = group, estimator
@@ -72,7 +65,7 @@ class SubsetAccumulator(abc.ABC):
         block = max(width for _, _, width in places)
         while done < len(places):
             room = self.estimator.budget.room(group.view, EVALUATE_ALL, group.fresh(places[done : done + 1]))
-            most = TABLE // (self.values * block << block)
+            most = TABLE // (block << block)
             count = max(1, min(most, 4 * -(-room // (1 << block))))  # a chunk fills several calls
             lanes, done = group.fresh(places[done : done + count]), done + count
             states = (1 << lanes.masked.sum(1)) - 1  # (B,)
@@ -83,14 +76,8 @@ class SubsetAccumulator(abc.ABC):
             position = numbered(states_of.masked).clamp(min=0)  # (R, W)
             masked = states_of.masked & (number[:, None] >> position & 1).bool()  # (R, W)
             states_of = states_of.show(group.rows.targets(states_of), masked)
-            if (reached := self.reached(states_of)) is not None:
-                states_of = states_of.select(reached)
             self._begin(lanes, len(states_of))
             yield states_of
-
-    def reached(self, lanes: Lanes) -> torch.Tensor | None:
-        """Which of these states can occur, (R,) bool; None: all. The others are not evaluated."""
-        return None
 
     def _begin(self, lanes: Lanes, states: int) -> None:
         """Make the tables of these blocks, of which `states` states will be evaluated."""

@@ -125,7 +125,7 @@ def kind_of(entry: Row) -> str:
 
 def look(entry: Row) -> tuple[str, str, bool]:
     """Marker, colour, and whether it is filled."""
-    marker, colour, filled = LOOKS.get(kind_of(entry)) or OTHER_LOOKS[registry.find(entry.estimator).kind]
+    marker, colour, filled = LOOKS.get(kind_of(entry)) or OTHER_LOOKS[entry.entry.kind]
     return marker, colour if entry.ar or not entry.likelihood else model_colour(entry.model), filled
 
 

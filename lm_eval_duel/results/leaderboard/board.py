@@ -245,7 +245,7 @@ def _identity(result: Row) -> tuple:
     drawn = result.stderr is not None or result.entry.drawn
     varies = {"estimator", "rule"} if drawn else NON_IDENTITY_KEYS
     spec = tuple(sorted((key, value) for key, value in result.run.spec.items() if key not in varies))
-    return result.run.key, result.estimator, result.rule, result.block, spec
+    return result.run.key, result.estimator, result.rule, result.block, result.bound, spec
 
 
 def _remarks(result: Row) -> str:

@@ -1,0 +1,222 @@
+"""Some blocks, from the state in which all positions are masked to that in which none is, level by level.
+
+    alpha(H) = p that a sampler comes to mask exactly the positions H, with the targets elsewhere
+    alpha(H - A) = sum over H of alpha(H) P(A | H), larger sets first; alpha(no position) = p of the block
+
+One network row at H gives P(A | H) for every A. Without a beam every set that can be reached is evaluated, and the sum
+is exact. A beam evaluates at most K sets of each size, chosen by alpha(H) x product of p of the targets in H, under the
+predictions before (thinning.py); beyond 64 K for each block, it thins the subsets A of a step, too.
+
+    bound       the sum over the sets that were evaluated: never above log p
+    estimate    log of the mean of the repetitions; the mean itself is an unbiased estimate of p
+
+Random numbers are functions of (seed, the window's ids, block), so that equal windows have equal values.
+
+Shapes: N windows, R lanes, W block width, B blocks of a chunk, x sets that are reached, X sets of a level, I moves, C
+sums (the bound, and each repetition), T steps of a schedule of which a state must know its own (else 1).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Protocol
+
+import torch
+
+from lm_eval_duel.core.lanes import Lanes
+from lm_eval_duel.core.reveal import WindowGroup
+from lm_eval_duel.estimators.subsets.moves import Level, Moves, Planes, Thin, bits, log_sums, number_of
+from lm_eval_duel.estimators.subsets.thinning import Beam, sample
+from lm_eval_duel.hashing import hashed, uniform
+
+BEAM = 4  # key of the random numbers, unlike those of other estimators
+MOVES = 64  # subsets of a step that are followed, for each set of a beam
+VALUES = 1 << 23  # of a table at once
+
+
+class Sampler(Protocol):
+    """What is read of a sampler."""
+
+    beam: Beam
+
+    @property
+    def shares(self) -> torch.Tensor | None:
+        """(T,) with which probability each step reveals a masked position, if that is all there is to a step."""
+
+    def moves(self, level: Level, planes: Planes, thin: Thin) -> Moves:
+        """What the next step of each state of a level can reveal."""
+
+
+class Chunk:
+    """The blocks, with at most `size` sets of a level (K); `nth` (B,): the number of each block in its window."""
+
+    def __init__(self, group: WindowGroup, sampler: Sampler, number: int, lanes: Lanes, nth: torch.Tensor, size: int):
+        self.group, self.sampler, self.number, self.lanes, self.nth, self.size = (
+            group,
+            sampler,
+            number,
+            lanes,
+            nth,
+            size,
+        )
+        self.beam, shares = sampler.beam, sampler.shares
+        self.shares = None if shares is None else shares.to(lanes.row.device)  # (T,)
+        self.wide, device = lanes.masked.shape[1], lanes.row.device
+        full, steps = number_of(lanes.masked), 1 if self.shares is None else len(self.shares)
+        self.block = torch.arange(len(lanes), device=device)  # (B,)
+        self.key = self.block << self.wide | full  # (x,) of the sets that are reached and have not been evaluated
+        like = torch.zeros((), dtype=torch.float64, device=device)
+        self.weight = like.new_full((len(lanes), self.beam.sums, steps), -math.inf)  # (x, C, T)
+        self.weight[:, :, 0] = 0
+        self.ahead = like.new_zeros(len(lanes))  # (x,) log p of the targets of a set, under the predictions before
+        self.value = like.new_full((len(lanes), self.beam.sums), -math.inf)  # (B, C)
+        self.path = self.key  # (B,) the sets of argmax decoding as far as it writes the targets; -1: it does not
+        self.rows = torch.zeros_like(self.block)  # (B,)
+        keys = torch.tensor([window.key for window in group.windows], device=device)  # (N,)
+        self.random = hashed(keys[lanes.row], self.beam.seed, BEAM, nth)  # (B,)
+        self.thinned = torch.zeros_like(self.block)  # (B,) how often
+        self.known: dict[int, tuple[torch.Tensor, Planes]] = {}  # by size: sets of the last level, what was read there
+
+    def advance(self) -> Lanes | None:
+        """The states to evaluate next; None: the blocks are finished."""
+        while len(self.key):
+            lanes = self._begin()
+            if len(lanes):
+                return lanes
+            self.follow()
+        return None
+
+    def _begin(self) -> Lanes:
+        """Choose the sets of the next level. Those that are not known are the lanes."""
+        sizes = bits(self.key, self.wide).sum(1)  # (x,)
+        self.positions = int(sizes.max())
+        here = sizes == self.positions
+        key, weight, ahead = self.key[here], self.weight[here], self.ahead[here]
+        self.key, self.weight, self.ahead = self.key[~here], self.weight[~here], self.ahead[~here]
+        on_path = torch.isin(key, self.path)
+        kept, more = self._thinned(key >> self.wide, weight.logsumexp(2) + ahead[:, None], self.size, on_path)
+        self.level_key = key[kept]
+        block, masked = self.level_key >> self.wide, bits(self.level_key, self.wide)  # (X,), (X, W)
+        self.level = Level(block, self.lanes.masked.sum(1)[block], masked, weight[kept] + more[:, :, None])
+        missing, self.planes = torch.ones_like(self.level_key, dtype=torch.bool), {}  # (X,)
+        if self.positions in self.known:
+            keys, planes = self.known[self.positions]
+            at = torch.searchsorted(keys, self.level_key).clamp(max=len(keys) - 1)
+            missing = keys[at] != self.level_key
+            self.planes = {name: plane[at] for name, plane in planes.items()}
+        index = missing.nonzero()[:, 0]
+        self.waiting = len(index)
+        fresh = self.lanes.select(self.level.block[index])
+        self.rows.index_add_(0, self.level.block[index], torch.ones_like(index))
+        masked = self.level.masked[index]
+        places = tuple(plane[:, None].expand_as(masked) for plane in (torch.full_like(index, self.number), index))
+        return dataclasses.replace(fresh.show(self.group.rows.targets(fresh), masked), memory=places)
+
+    def put(self, index: torch.Tensor, planes: Planes) -> None:
+        """Enter what was evaluated at some sets of the level."""
+        for name, plane in planes.items():
+            if name not in self.planes:
+                self.planes[name] = plane.new_zeros(len(self.level_key), *plane.shape[1:])
+            self.planes[name][index] = plane
+        self.waiting -= len(index)
+
+    def follow(self) -> None:
+        """From the sets of a level, all of which have been evaluated, to those after the next step."""
+        level, shares = self.level, self.shares
+        if self.beam.tolerance is not None:
+            self.known[self.positions] = self.level_key, self.planes
+        leaving, pace = level.weight, None
+        if shares is not None:  # each step reveals each position with its share, or none: a set is left at any step
+            quiet = torch.log1p(-shares)  # (T,)
+            stays = self.positions * torch.cat([quiet.new_zeros(1), quiet[:-1].cumsum(0)])  # (T,)
+            leaving = (level.weight - stays).logcumsumexp(2) + stays
+            members = torch.arange(self.positions + 1, device=shares.device)[:, None]  # (h + 1, 1)
+            others = self.positions - members
+            pace = members * shares.log() + torch.where(others > 0, others * quiet, 0.0)  # (h + 1, T)
+        total = leaving.logsumexp(2)  # (X, C)
+        log_p = self.planes["log_probs"].nan_to_num(0.0).clamp(min=-1e3)  # (X, W) for what is ahead
+
+        def ahead(moves: Moves) -> torch.Tensor:
+            return (log_p[moves.state] * (level.masked[moves.state] & ~bits(moves.chosen, self.wide))).sum(1)
+
+        def thin(moves: Moves) -> tuple[Moves, torch.Tensor | slice]:
+            if len(moves.state) <= MOVES * self.size:
+                return moves, slice(None)
+            weight = total[moves.state] + moves.log_p + ahead(moves)[:, None]  # (I, C)
+            kept, more = self._thinned(level.block[moves.state], weight, MOVES * self.size)
+            return Moves(moves.state[kept], moves.chosen[kept], moves.log_p[kept] + more), kept
+
+        moves = self.sampler.moves(level, self.planes, thin)
+        state, chosen = moves.state, moves.chosen
+        key = self.level_key[state] & ~chosen
+        greedy = self._decoded()
+        keys, at = torch.cat([self.key, greedy, key]).unique(return_inverse=True)  # (x,)
+        old, new = at[: len(self.key)], at[len(self.key) + len(greedy) :]
+        count = bits(chosen, self.wide).sum(1)  # (I,)
+        slices = []
+        steps = level.weight.shape[2]
+        for part in torch.arange(steps, device=key.device).split(max(1, VALUES // max(1, moves.log_p.numel()))):
+            values = leaving[state][:, :, part] + moves.log_p[:, :, None]  # (I, C, t)
+            slices.append(log_sums(values if pace is None else values + pace[count][:, None, part], new, len(keys)))
+        arrived = torch.cat(slices, 2)  # (x, C, T)
+        done = keys & ((1 << self.wide) - 1) == 0  # (x,)
+        block = keys[done] >> self.wide
+        self.value[block] = self.value[block].logaddexp(arrived[done].logsumexp(2))
+        if shares is not None:  # a set is left at a later step than that at which it was reached
+            arrived = torch.cat([torch.full_like(arrived[:, :, :1], -math.inf), arrived[:, :, :-1]], 2)
+        arrived[old] = arrived[old].logaddexp(self.weight)
+        aheads = arrived.new_full((len(keys),), -math.inf)
+        aheads = aheads.scatter_reduce(
+            0, at, torch.cat([self.ahead, torch.full_like(greedy, -math.inf, dtype=log_p.dtype), ahead(moves)]), "amax"
+        )
+        reached = ~done & ((arrived > -math.inf).any(2).any(1) | torch.isin(keys, self.path))
+        self.key, self.weight, self.ahead = keys[reached], arrived[reached], aheads[reached]
+
+    def _decoded(self) -> torch.Tensor:
+        """Follow argmax decoding; the sets of this level's paths after it, as far as it writes the targets."""
+        if "pick" not in self.planes:
+            return self.path[:0]
+        block = self.level.block[torch.isin(self.level_key, self.path)]  # (b,) whose path has this level
+        at = torch.searchsorted(self.level_key, self.path[block])
+        missed = self.planes["missed"][at]
+        following = self.path[block] & ~number_of(self.planes["pick"][at])
+        self.path[block] = torch.where(missed, -1, following)
+        return following[~missed]
+
+    def _thinned(
+        self, block: torch.Tensor, weight: torch.Tensor, room: int, needed: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor | slice, torch.Tensor]:
+        """At most `room` of the states of each block (x,) with log weights (x, C), and what to add to these."""
+        crowded = (block.bincount() > room).nonzero()[:, 0].tolist()
+        more = torch.zeros_like(weight)
+        if self.beam.all_sets or not crowded:
+            return slice(None), more
+        kept = torch.ones_like(block, dtype=torch.bool)
+        for b in crowded:
+            mine = (block == b).nonzero()[:, 0]
+            self.thinned[b] += 1
+            repetition = torch.arange(1, weight.shape[1], device=weight.device)  # (C - 1,)
+            u = uniform(self.random[b], self.size, self.thinned[b], repetition)
+            kept[mine], more[mine] = sample(weight[mine], room, u)
+        kept = kept if needed is None else kept | needed
+        index = kept.nonzero()[:, 0]
+        return index, more[index]
+
+    def doubled(self, number: int, again: torch.Tensor) -> Chunk:
+        """The blocks of `again` (B,) from their start, with twice as many sets of a size."""
+        twin = Chunk(self.group, self.sampler, number, self.lanes.select(again), self.nth[again], 2 * self.size)
+        place = again.cumsum(0) - 1  # (B,)
+        for size, (key, planes) in self.known.items():
+            mine = again[key >> self.wide]
+            block, rest = place[key[mine] >> self.wide], key[mine] & ((1 << self.wide) - 1)
+            twin.known[size] = block << self.wide | rest, {name: plane[mine] for name, plane in planes.items()}
+        twin.rows = self.rows[again]
+        return twin
+
+    def blocks(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The estimate of the log p of each block, and its standard error, (B,) each."""
+        value = self.value[:, 1:]  # (B, repetitions)
+        count, top = value.shape[1], value.amax(1, keepdim=True).clamp(min=torch.finfo(value.dtype).min)
+        p = (value - top).exp()
+        return p.mean(1).log() + top[:, 0], (p.std(1) / math.sqrt(count) / p.mean(1)).nan_to_num(0.0)

@@ -1,0 +1,177 @@
+"""Estimators of samplers whose text has many orders: the sum over them, exact or by a beam (chunk.py).
+
+A block has converged if the estimate is within `tolerance` of the bound, and so is its standard error. With `tolerance`
+K doubles until then; sets that the beam before has evaluated are not evaluated again.
+
+Shapes: N windows, R lanes, W block width, B blocks of a chunk, T steps.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import cast
+
+import torch
+
+from lm_eval_duel.core.decision import EVALUATE_ALL
+from lm_eval_duel.core.lanes import Lanes
+from lm_eval_duel.core.reveal import Reveal, WindowGroup
+from lm_eval_duel.core.scores import IndexedScores, Step, WindowScore, known_sum
+from lm_eval_duel.estimators.base import Estimator, Value
+from lm_eval_duel.estimators.subsets.arguments import TOLERANCE, check_block
+from lm_eval_duel.estimators.subsets.chunk import Chunk
+from lm_eval_duel.estimators.subsets.moves import Level, Moves, Planes, Thin
+from lm_eval_duel.estimators.subsets.sums import BeamSums
+from lm_eval_duel.estimators.subsets.thinning import Beam
+
+STATES = 4096  # of a chunk of blocks in a level, if a network call holds fewer
+
+
+class SetSums:
+    """The blocks of one group of windows: chunks of them while they are followed, and the sums of finished ones."""
+
+    def __init__(self, group: WindowGroup, sampler: SetSampler):
+        self.group, self.sampler, self.beam = group, sampler, sampler.beam
+        self.chunks: dict[int, Chunk] = {}
+        self.begun = 0
+        self.complete: list[int] = []  # chunks whose level has been evaluated
+        self.waiting = [len(sampler.blocks(window)) for window in group.windows]  # blocks that are missing
+        self.finished: list[int] = []  # rows of windows
+        self.sums = [SetScore(0.0, is_greedy=True, nfe=0) for _ in group.windows]
+
+    def fresh(self) -> Iterator[Lanes]:
+        """The first states of every block, one chunk of blocks after the other."""
+        spans = self.sampler.block_spans(self.group)
+        nth = [n for count in self.waiting for n in range(count)]  # each block's number in its window
+        done = 0
+        while done < len(spans):
+            room = self.sampler.budget.room(self.group.view, EVALUATE_ALL, self.group.fresh(spans[done : done + 1]))
+            sets = min(self.beam.most, 1 << max(width for _, _, width in spans[done:]))
+            here = slice(done, done + max(1, max(4 * room, STATES) // sets))
+            done = here.stop
+            lanes = self.group.fresh(spans[here])
+            numbers = torch.tensor(nth[here], device=lanes.row.device)  # (B,)
+            chunk = Chunk(self.group, self.sampler, self.begun, lanes, numbers, self.beam.first)
+            self.begun += 1
+            yield cast(Lanes, self._next(chunk))  # the states in which all positions are masked
+
+    def _next(self, chunk: Chunk) -> Lanes | None:
+        """The next states of a chunk, or of its blocks that need more sets; None: all blocks are finished."""
+        while (lanes := chunk.advance()) is None:
+            if not (again := self._finish(chunk)).any():
+                return None
+            chunk = chunk.doubled(self.begun, again)
+            self.begun += 1
+        self.chunks[chunk.number] = chunk
+        return lanes
+
+    def add(self, step: Step) -> None:
+        """Enter what was evaluated at some states."""
+        lanes, read = step.lanes, self.sampler.planes(step)
+        number, index = (plane[:, 0] for plane in lanes.memory)  # (R,) each
+        for n in number.unique().tolist():
+            mine, chunk = number == n, self.chunks[n]
+            planes = {
+                name: plane[mine][(slice(None), *[slice(chunk.wide)] * (plane.dim() - 1))]
+                for name, plane in read.items()
+            }
+            chunk.put(index[mine], planes)
+            if not chunk.waiting:
+                self.complete.append(n)
+
+    def following(self, finished: Lanes) -> Lanes | None:
+        """The next states of the chunks whose level is complete, and the first ones of blocks that need more sets."""
+        following: Lanes | None = None
+        while self.complete:
+            chunk = self.chunks.pop(self.complete.pop())
+            chunk.follow()
+            if (lanes := self._next(chunk)) is not None:
+                following = lanes if following is None else following.concat(lanes)
+        return following
+
+    def _finish(self, chunk: Chunk) -> torch.Tensor:
+        """Add up the blocks of a finished chunk, but for those that need more sets, (B,) bool."""
+        beam, bound = self.beam, chunk.value[:, 0]  # (B,)
+        estimate, error = (bound, torch.zeros_like(bound)) if beam.all_sets else chunk.blocks()
+        limit = beam.tolerance or TOLERANCE
+        converged = (((estimate - bound).abs() <= limit) & (error <= limit)) | (estimate == bound)
+        again = ~converged & (2 * chunk.size <= beam.most)
+        greedy = chunk.path == chunk.block << chunk.wide  # (B,)
+        of_chunk = (chunk.lanes.row, chunk.lanes.masked.sum(1), again, greedy, converged)  # (B,) each
+        values = (bound, estimate, error, chunk.rows)  # (B,) each
+        lists = zip(*(plane.tolist() for plane in (*of_chunk, *values)), strict=True)
+        for row, positions, later, decoded, sure, low, value, spread, rows in lists:
+            if later:
+                continue
+            mine = self.sums[row]
+            self.sums[row] = dataclasses.replace(
+                mine,
+                log_prob=mine.log_prob + (value if sure else low),
+                is_greedy=mine.is_greedy and decoded,
+                nfe=known_sum(mine.nfe, self.sampler.steps(positions)),
+                variance=mine.variance + sure * spread**2,
+                beam=tuple(BeamSums.total([mine.beam, (1, sure, low, value, spread**2, rows)])),
+            )
+            self.waiting[row] -= 1
+            if not self.waiting[row]:
+                self.finished.append(row)
+        return again
+
+    def take(self, finished: Lanes) -> IndexedScores:
+        """(row, score) of the windows that have all their blocks."""
+        while self.finished:
+            row = self.finished.pop()
+            yield row, self.sums[row]
+
+
+@dataclasses.dataclass(frozen=True)
+class SetScore(WindowScore):
+    """One window's sum over orders. Of a beam: estimates, and the bounds of blocks that have not converged."""
+
+    variance: float = 0.0  # of the estimates in `log_prob`
+    beam: tuple[float, ...] = tuple(BeamSums())
+
+
+class SetSampler(Estimator):
+    """A sampler whose text has many orders, and whose next step depends on which positions are masked, alone."""
+
+    empty_score = SetScore(0.0, is_greedy=True, nfe=0, near_ties=0)
+    beam: Beam
+
+    @property
+    def shares(self) -> torch.Tensor | None:
+        """(T,) with which probability each step reveals a masked position, if that is all there is to a step."""
+        return None
+
+    @abc.abstractmethod
+    def planes(self, step: Step) -> Planes:
+        """What is kept of the predictions in some states, (R, W, ...) each; among it "log_probs", of the targets.
+
+        With "pick" (R, W) and "missed" (R,), what argmax decoding reveals next, and whether a token of it is no target.
+        """
+
+    @abc.abstractmethod
+    def moves(self, level: Level, planes: Planes, thin: Thin) -> Moves:
+        """What the next step of each state of a level can reveal."""
+
+    def check_block(self) -> None:
+        """Raise DuelError for a block that is too large."""
+        check_block(self.name, self.block, self.denoiser.block is not None, beam=not self.beam.all_sets)
+
+    def steps(self, m: int) -> int | None:
+        """How many steps a block of m positions takes; None: not known."""
+        return None
+
+    def score_group(self, group: WindowGroup) -> IndexedScores:
+        sums = SetSums(group, self)
+        scores = (sums.fresh(), sums, self.budget, self.counts)
+        return iter(Reveal(group, EVALUATE_ALL, *scores, following=sums.following))
+
+    def values(self, scored: WindowScore) -> dict[str, Value]:
+        if self.beam.all_sets:
+            return {self.name: Value(scored.log_prob, nfe=scored.nfe)}
+        own = cast(SetScore, scored)
+        return {self.name: Value(own.log_prob, math.sqrt(own.variance), own.nfe, beam=tuple(own.beam))}

@@ -1,0 +1,185 @@
+"""Sums over orders by a beam over sets: never above the exact value, unbiased, and with all sets the exact value."""
+
+import math
+import statistics
+
+import pytest
+import torch
+from attends import Attends
+from laws import strings
+from toys import BlockCausal, Rotary, Toy
+
+from lm_eval_duel.core.windows import Window
+from lm_eval_duel.denoisers.cached.denoiser import Cached
+from lm_eval_duel.denoisers.wrappers.warpers import Warped
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators.registry import Kind, kind_of
+from lm_eval_duel.estimators.subsets.sampled_confidence import SampledConfidence
+from lm_eval_duel.estimators.subsets.sampled_order import SampledOrder
+from lm_eval_duel.estimators.subsets.sums import BeamSums
+from lm_eval_duel.estimators.subsets.thinning import sample
+from lm_eval_duel.harness.totals import Outcome
+from lm_eval_duel.options import Options
+
+SAMPLERS = {
+    "one a step": (SampledConfidence, {}),
+    "two a step": (SampledConfidence, {"n": 2}),
+    "threshold": (SampledConfidence, {"tau": 0.4}),
+    "at least two": (SampledConfidence, {"n": 2, "tau": 0.45, "confidence": "tempered"}),
+    "random": (SampledOrder, {"alg": "random", "steps": 5}),
+    "entropy": (SampledOrder, {"alg": "entropy", "steps": 5, "alg_temp": 0.5}),
+    "origin": (SampledOrder, {"alg": "origin", "steps": 6}),
+}
+TEXTS = [(0, 2, 1, 1, 2, 0, 1, 1), (1, 1, 0, 2, 2, 0, 0, 2), (2, 0, 0, 1, 1, 2, 1, 0, 1)]  # blocks of 8, and of one
+WINDOWS = [
+    *(Window((1,), text) for text in TEXTS),
+    Window((), TEXTS[0], (2,)),
+    Window((1, 2), TEXTS[1], (0,), tail=2),
+    Window((2, 1), (1,), (0,)),
+    Window((), ()),
+]
+
+
+def toy():
+    return Warped(Toy(length=14, seed=3, scale=0.1), 0.8)
+
+
+def made(sampler, network=None, **more):
+    kind, settings = SAMPLERS[sampler]
+    return kind(toy() if network is None else network, 8, **settings, **more)
+
+
+def sums(scores):
+    return [BeamSums(*score.beam) for score in scores]
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_with_all_sets_it_is_the_exact_value_and_with_fewer_the_bound_is_below(sampler):
+    exact = made(sampler).log_prob(WINDOWS)
+    for settings in ({"beam": 4095}, {"tolerance": 1e-9}):
+        every = made(sampler, **settings).log_prob(WINDOWS)
+        for score, known, of in zip(every, exact, sums(every), strict=True):
+            assert score.log_prob == pytest.approx(known.log_prob, abs=1e-9) and of.converged == of.blocks
+            assert of.bound == pytest.approx(of.estimate, abs=1e-9) and score.is_greedy == known.is_greedy
+            assert score.nfe == known.nfe and score.variance == pytest.approx(0, abs=1e-15)
+    few = made(sampler, beam=16).log_prob(WINDOWS)
+    assert all(of.bound <= known.log_prob + 1e-9 for of, known in zip(sums(few), exact, strict=True))
+    assert any(of.bound < known.log_prob - 1e-6 for of, known in zip(sums(few), exact, strict=True))
+
+
+NETWORKS = {
+    "all-mask start": (lambda: Rotary(length=14, seed=5), Window((), TEXTS[0])),
+    "block-causal": (lambda: BlockCausal(block=8, length=16, seed=2), Window((1,), TEXTS[0][:7])),
+    "dual cache": (lambda: Cached(Attends(length=14), "dual"), Window((1,), TEXTS[0])),
+    "grid of rows": (toy, Window((1, 0, 2), TEXTS[2])),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_every_network_and_grid(name):
+    network, window = NETWORKS[name]
+    grid = "row" if name in ("block-causal", "grid of rows") else "auto"
+    [exact] = made("two a step", network(), grid=grid).log_prob([window])
+    [every] = made("two a step", network(), grid=grid, beam=4095).log_prob([window])
+    [few] = made("two a step", network(), grid=grid, beam=16).log_prob([window])
+    assert every.log_prob == pytest.approx(exact.log_prob, abs=1e-9)
+    assert BeamSums(*few.beam).bound <= exact.log_prob + 1e-9
+
+
+def ratios(sampler, seeds, windows):
+    """Of the estimate to the exact probability, one for each window and seed; and their standard errors, as told."""
+    exact = made(sampler).log_prob(windows)
+    found, errors = [], []
+    for seed in range(seeds):
+        for known, of in zip(exact, sums(made(sampler, beam=16, seed=seed).log_prob(windows)), strict=True):
+            assert of.bound <= known.log_prob + 1e-9
+            found.append(math.exp(of.estimate - known.log_prob))
+            errors.append(found[-1] * math.sqrt(of.variance))
+    return found, errors
+
+
+def check_unbiased(found, errors):
+    """The mean is one within 4 standard errors, and the errors that are told have the size of the spread."""
+    assert abs(statistics.mean(found) - 1) < 4 * statistics.stdev(found) / math.sqrt(len(found))
+    told, spread = math.sqrt(statistics.mean(error**2 for error in errors)), statistics.stdev(found)
+    assert 0.7 < told / spread < 1.4
+
+
+SOME = [Window((1,), text, (2,)) for text in strings(3, 8)[:: 3**8 // 25]]
+
+
+def test_the_estimate_of_the_probability_is_unbiased():
+    """Over 1,000 seeds, each of a seed and a window."""
+    check_unbiased(*ratios("one a step", 40, SOME[:25]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_the_estimate_of_every_sampler_is_unbiased(sampler):
+    check_unbiased(*ratios(sampler, 80, SOME[:25]))
+
+
+def test_drawn_states_are_unbiased():
+    """Over many draws, each state counts its weight; the largest are always kept, and no more than asked for."""
+    weight = torch.tensor([0.0, -1.0, -1.0, -2.0, -2.5, -3.0, -3.5, -math.inf, -6.0, -20.0], dtype=torch.float64)
+    draws = torch.zeros(8, 10, dtype=torch.float64)
+    for u in torch.linspace(0, 1, 501, dtype=torch.float64)[:-1]:
+        kept, more = sample(weight[:, None].expand(-1, 3), 6, u.expand(2))
+        assert kept.sum() <= 6 and kept[:4].all() and (more[:4] == 0).all() and not more[:, 0].any()
+        draws[0] += (weight + more[:, 1]).exp() / 500
+    assert draws[0].tolist() == pytest.approx(weight.exp().tolist(), rel=5e-3, abs=4e-3)
+
+
+def test_neither_company_nor_batch_size_changes_a_number():
+    """Law 8. Equal windows have equal values, and other seeds other ones."""
+    together = made("one a step", beam=16, seed=5).log_prob([*WINDOWS, WINDOWS[0]])
+    assert together[0] == together[-1]
+    for window, score in [*zip(WINDOWS, together, strict=False)][2:5]:
+        [alone] = made("one a step", beam=16, seed=5, batch_size=1).log_prob([window])
+        assert alone.log_prob == pytest.approx(score.log_prob, abs=1e-12)
+        assert alone.beam == pytest.approx(score.beam, abs=1e-12)
+    [other] = made("one a step", beam=16, seed=6).log_prob(WINDOWS[:1])
+    assert other.beam[3] != together[0].beam[3]
+
+
+def test_sets_double_until_the_tolerance_and_are_not_evaluated_again():
+    window = WINDOWS[:1]
+    [exact] = made("one a step").log_prob(window)
+    estimator = made("one a step", tolerance=0.02)
+    [score] = estimator.log_prob(window)
+    of = BeamSums(*score.beam)
+    assert of.converged == of.blocks == 1 and abs(score.log_prob - exact.log_prob) < 0.04
+    assert score.variance**0.5 <= 0.02 and of.rows == estimator.counts.rows <= 255
+    [stopped] = made("one a step", beam=32, tolerance=1e-12).log_prob(window)
+    of = BeamSums(*stopped.beam)
+    assert of.converged == 0 and stopped.log_prob == of.bound < exact.log_prob and stopped.variance == 0
+
+
+def test_a_value_is_an_estimate_or_a_bound_and_says_so():
+    text = {"beam": "64"}
+    assert kind_of("sampled_order", {}) == Kind.LIKELIHOOD.value
+    assert kind_of("sampled_order", text) == Kind.ESTIMATE.value
+    assert kind_of("sampled_order", text, is_bound=True) == Kind.UPPER_BOUND.value
+    estimator = made("random", beam=16)
+    scores = estimator.log_prob(WINDOWS[:3])
+    outcome = Outcome.from_scores(WINDOWS[:3], scores, estimator)
+    assert Outcome.from_record(outcome.record, WINDOWS[:3]) == outcome
+    total = outcome.total
+    assert total.beam == BeamSums.total(sums(scores)) and total.is_bound and total.beam.blocks == 4
+    described = total.describe(25)["beam"]
+    assert described["bound"] <= total.log_prob and described["converged"] < described["blocks"]
+
+
+def test_what_it_refuses():
+    with pytest.raises(DuelError, match="at most 12 positions"):
+        SampledConfidence(toy(), 16)
+    with pytest.raises(DuelError, match="at most 48 positions"):
+        SampledConfidence(toy(), 64, beam=16)
+    with pytest.raises(DuelError, match="'beam'"):
+        SampledConfidence(toy(), 8, beam=15)
+    with pytest.raises(DuelError, match="two sets for each repetition"):
+        SampledOrder(toy(), 8, beam=16, repetitions=9)
+    assert Options.parse({"pretrained": "x", "estimator": "sampled_confidence", "block": 32, "tolerance": 0.1})
+    for block in (16, None):
+        with pytest.raises(DuelError):
+            Options.parse({"pretrained": "x", "estimator": "sampled_confidence", "block": block})
