@@ -16,7 +16,8 @@ from lm_eval_duel.denoisers.wrappers.warpers import Warped
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.subsets.lattice import Lattice
-from lm_eval_duel.estimators.subsets.sampled_order import SampledOrder, plackett_luce
+from lm_eval_duel.estimators.subsets.moves import Level, in_turn
+from lm_eval_duel.estimators.subsets.sampled_order import SampledOrder
 from lm_eval_duel.options import Options
 
 SAMPLERS = {
@@ -131,19 +132,22 @@ def test_states_that_are_reached_are_evaluated_once_each(sampler, rows):
 
 def test_the_order_of_cells_that_are_drawn_without_replacement():
     """Against the sum over all sequences, and of each size all subsets sum to one."""
-    score = torch.tensor([[[0.3, -1.0, 0.8, 300.0, 0.0]]], dtype=torch.float64)
-    log_p = plackett_luce(score, 4)[0, 0]  # (32,)
-    weights = (score[0, 0] - 300).exp().tolist()
-    for size in range(5):
+    score = torch.tensor([[0.3, -1.0, 0.8, 300.0, 0.0]], dtype=torch.float64)
+    everything = torch.ones(1, 5, dtype=torch.bool)
+    one = torch.ones(1, dtype=torch.int64)
+    level = Level(0 * one, 5 * one, everything, torch.zeros(1, 1, 1, dtype=torch.float64))
+    weights = (score[0] - 300).exp().tolist()
+    for size in range(1, 6):
+        moves = in_turn(level, torch.zeros_like(score), score, size * one, lambda moves: (moves, slice(None)))
+        log_p = dict(zip(moves.chosen.tolist(), moves.log_p[:, 0].tolist(), strict=True))
         subsets = list(itertools.combinations(range(5), size))
-        assert math.fsum(float(log_p[sum(1 << c for c in s)].exp()) for s in subsets) == pytest.approx(1, abs=1e-12)
+        assert math.fsum(map(math.exp, log_p.values())) == pytest.approx(1, abs=1e-12) and len(log_p) == len(subsets)
         for subset in subsets:
             share = 0.0
             for sequence in itertools.permutations(subset):
                 left = [math.fsum(weights[c] for c in range(5) if c not in sequence[:at]) for at in range(size)]
                 share += math.prod(weights[c] / rest for c, rest in zip(sequence, left, strict=True))
-            assert float(log_p[sum(1 << c for c in subset)].exp()) == pytest.approx(share, abs=1e-12)
-    assert log_p[31] == -math.inf
+            assert math.exp(log_p[sum(1 << c for c in subset)]) == pytest.approx(share, abs=1e-12)
 
 
 @pytest.mark.slow
