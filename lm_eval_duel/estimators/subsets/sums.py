@@ -28,8 +28,9 @@ class BeamSums(NamedTuple):
 
     def describe(self) -> dict[str, Any]:
         """For the results JSON."""
-        entries = self._asdict()
-        return {**entries, "estimate_stderr": entries.pop("variance") ** 0.5}
+        entries: dict[str, Any] = self._asdict()
+        entries["estimate_stderr"] = entries.pop("variance") ** 0.5
+        return entries
 
     @property
     def words(self) -> str:
