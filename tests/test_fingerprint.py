@@ -92,6 +92,8 @@ TRIES = {  # by name, or by owner and name
     "sampled_confidence confidence": Try((), {"temperature": 0.7}),
     "sampled_order alg": Try(("origin", "random")),
     "sampled_order alg_temp": Try((0.5, 0.50000001), {"alg": "entropy"}),
+    **{f"{name} beam": Try((None, 64, 65)) for name in ("sampled_confidence", "sampled_order")},
+    **{f"{name} repetitions": Try((8, 9), {"beam": 64}) for name in ("sampled_confidence", "sampled_order")},
     "klass across": Try((), {"kl": "authors"}),
     "quota eos_id": Try((5, 6), {"eos": "conf"}),
     "quota eot_id": Try((5, 6), {"eos": "conf", "eos_id": 7}),
