@@ -35,11 +35,7 @@ class Setting:
     @property
     def name(self) -> str:
         """The name in tables: the rule without default parameters, but with k."""
-        name, *parts = rules.split(str(self.rule))
-        fields = dataclasses.fields(rules.inner(self.rule))
-        defaults = {field.name: str(field.default) for field in fields if field.name != "k"}
-        changed = [part for part in parts if defaults.get(part.partition("=")[0]) != part.partition("=")[2]]
-        return ":".join([name, *changed])
+        return _without_defaults(self.rule, keep="k")
 
 
 @usage()
@@ -139,8 +135,14 @@ def _family(rule: rules.Rule) -> str:
     """A rule without its speed and default parameters, however it was typed: one line of the figure."""
     plain = rules.inner(rule)
     speed = [f"{name}={getattr(plain, name)}" for name in plain.speed if hasattr(plain, name)]
-    default = [f"{f.name}={f.default}" for f in dataclasses.fields(plain) if f.default is not dataclasses.MISSING]
-    return ":".join(part for part in str(rule).split(":") if part not in (*speed, *default))
+    return ":".join(part for part in _without_defaults(rule).split(":") if part not in speed)
+
+
+def _without_defaults(rule: rules.Rule, keep: str = "") -> str:
+    """A rule's text, also of a rule of the user's own, without parameters at their defaults other than `keep`."""
+    fields = dataclasses.fields(rules.inner(rule))
+    default = [f"{field.name}={field.default}" for field in fields if field.name != keep]
+    return ":".join(part for part in str(rule).split(":") if part not in default)
 
 
 def _parts(text: str) -> list[str]:

@@ -26,7 +26,6 @@ class Corpus:
     """The documents of a task, and the total `bytes` and `words` that its metrics divide by."""
 
     name: str
-    version: Any
     texts: list[str]
     counted: list[int | None]  # tokens per document, as the task counts them
     units: dict[str, int]
@@ -62,7 +61,6 @@ def load(name: str, metadata: dict[str, Any], limit: int | None, include_path: s
         units.update(_units(task, request))
     return Corpus(
         str(task.config.task),
-        task.VERSION,
         [versions.arguments(request)[0] for request in task.instances],
         [document.get(TOKENS) if isinstance(document, dict) else None for document in documents],
         dict(units),

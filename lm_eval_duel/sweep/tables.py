@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from lm_eval_duel.sweep import store
 from lm_eval_duel.sweep.metrics import NGRAMS
 
 TIE = 1e-6  # relative difference up to which two perplexities are equal
-NFE = Column("NFE/token", ".3f")
 escape = MARKDOWN.escape
 Report = Mapping[str, Any]
 
@@ -82,18 +81,26 @@ def markdown(report: Report) -> str:
 
 def settings(report: Report) -> Table:
     """One line per setting, and one for the task's own text."""
-    columns = [Column("setting", CODE), NFE, Column("perplexity (DUEL)", ".2f"), Column("bits per byte", ".4f")]
-    columns += [Column("NFE/token, samples", ".3f"), Column("generative perplexity", ".2f"), Column("entropy", ".3f")]
-    columns += [*(Column(f"distinct-{n}", ".3f") for n in NGRAMS), Column("repetition", ".3f")]
-    columns += [Column("own nll/token", ".2f"), Column("MAUVE", ".3f")]
-    rows = []
-    for setting in report["settings"]:
-        text = setting["text"]
-        row = [setting["name"], text["nfe_per_token"], judged(text), _bits(text)]
-        rows.append([*row, *_looks(setting["samples"])])
-    if report["reference"]:
-        rows.append([Cell("the task's own text", prose=True), None, None, None, *_looks(report["reference"])])
-    return Table(columns, rows)
+    columns = [
+        Column("setting", CODE, cell=lambda row: row["name"]),
+        Column("NFE/token", ".3f", cell=_of("text", "nfe_per_token")),
+        Column("perplexity (DUEL)", ".2f", cell=lambda row: judged(row["text"])),
+        Column("bits per byte", ".4f", cell=_bits),
+        Column("NFE/token, samples", ".3f", cell=_of("samples", "nfe_per_token")),
+        Column("generative perplexity", ".2f", cell=lambda row: judged((row["samples"] or {}).get("generative"))),
+        Column("entropy", ".3f", cell=_of("samples", "entropy", "entropy_stderr")),
+        *(Column(f"distinct-{n}", ".3f", cell=_of("samples", f"distinct_{n}")) for n in NGRAMS),
+        Column("repetition", ".3f", cell=_of("samples", "repetition", "repetition_stderr")),
+        Column("own nll/token", ".2f", cell=_of("samples", "own_nll_per_token", "own_stderr")),
+        Column("MAUVE", ".3f", cell=_of("samples", "mauve")),
+    ]
+    own = {"name": Cell("the task's own text", prose=True), "text": None, "samples": report["reference"]}
+    return Table.of([*report["settings"], *([own] if report["reference"] else [])], columns)
+
+
+def _of(part: str, key: str, error: str = "") -> Callable[[Report], Cell]:
+    """An entry of a setting's text or samples, with its error."""
+    return lambda row: Cell((row[part] or {}).get(key), stderr=(row[part] or {}).get(error))
 
 
 def judged(scored: Report | None) -> Cell:
@@ -104,26 +111,12 @@ def judged(scored: Report | None) -> Cell:
     return Cell(value, stderr=None if error is None else value * error)
 
 
-def _bits(text: Report) -> Cell:
-    if text["bits_per_byte"] is None:
+def _bits(row: Report) -> Cell:
+    text = row["text"]
+    if not text or text["bits_per_byte"] is None:
         return Cell()
     per_nat = text["bits_per_byte"] / text["nll_per_token"] if text["nll_per_token"] else 0.0
     return Cell(text["bits_per_byte"], stderr=None if text["stderr"] is None else per_nat * text["stderr"])
-
-
-def _looks(looks: Report | None) -> list[Cell]:
-    """The cells about samples, or about the task's own text."""
-    if looks is None:
-        return [Cell()] * (6 + len(NGRAMS))
-    return [
-        Cell(looks.get("nfe_per_token")),
-        judged(looks.get("generative")),
-        Cell(looks["entropy"], stderr=looks.get("entropy_stderr")),
-        *(Cell(looks[f"distinct_{n}"]) for n in NGRAMS),
-        Cell(looks["repetition"], stderr=looks.get("repetition_stderr")),
-        Cell(looks.get("own_nll_per_token"), stderr=looks.get("own_stderr")),
-        Cell(looks.get("mauve")),
-    ]
 
 
 # ---------------------------------------------------------------- rankings
@@ -137,44 +130,34 @@ def rankings(settings: list[Report]) -> list[dict[str, Any]]:
     """
     result = []
     for k in sorted({setting["k"] for setting in settings} - {None}):
-        members = [setting for setting in settings if setting["k"] == k]
+        members = {setting["family"]: setting for setting in settings if setting["k"] == k}
         if len(members) < 2:
             continue
-        duel = _order({s["family"]: s["text"]["perplexity"] for s in members})
-        judged = {s["family"]: s["samples"]["generative"]["perplexity"] for s in members if _judged(s)}
-        generative = _order(judged) if len(judged) == len(members) else None
-        ranking: dict[str, Any] = {"k": k, "duel": duel, "generative": generative}
+        duel = _order({name: setting["text"]["perplexity"] for name, setting in members.items()})
+        ranking: dict[str, Any] = {"k": k, "duel": duel, "generative": None}
         ranking |= {"not_distinguishable": [], "same_order": None}
-        if generative is not None:
-            errors = {s["family"]: _judges_error(s) for s in members}
-            flat = [name for names in generative for name in names]
-            ranking["not_distinguishable"] = [[a, b] for a, b in pairwise(flat) if _close(a, b, judged, errors)]
-            apart = [pair for pair in combinations(flat, 2) if _place(duel, *pair) != _place(generative, *pair)]
-            clear = [pair for pair in apart if not _close(*pair, judged, errors)]
+        cells = {name: judged((setting["samples"] or {}).get("generative")) for name, setting in members.items()}
+        if all(cell.value is not None for cell in cells.values()):
+            ranking["generative"] = generative = _order({name: cell.value for name, cell in cells.items()})
+            names = [name for tied in generative for name in tied]
+            ranking["not_distinguishable"] = [[a, b] for a, b in pairwise(names) if _close(cells[a], cells[b])]
+            apart = [pair for pair in combinations(names, 2) if _place(duel, *pair) != _place(generative, *pair)]
+            clear = [(a, b) for a, b in apart if not _close(cells[a], cells[b])]
             ranking["same_order"] = False if clear else None if apart else True
         result.append(ranking)
     return result
 
 
-def _judges_error(setting: Report) -> float | None:
-    judged = setting["samples"]["generative"]
-    return None if judged.get("stderr") is None else judged["perplexity"] * judged["stderr"]
-
-
-def _close(a: str, b: str, values: Mapping[str, float], errors: Mapping[str, float | None]) -> bool:
+def _close(a: Cell, b: Cell) -> bool:
     """Whether two values from independent samples are within two standard errors of their difference."""
-    known = None not in (errors[a], errors[b])
-    return known and abs(values[a] - values[b]) <= CLEAR * math.hypot(errors[a], errors[b])
+    known = None not in (a.stderr, b.stderr)
+    return known and abs(a.value - b.value) <= CLEAR * math.hypot(a.stderr, b.stderr)
 
 
 def _place(order: list[list[str]], a: str, b: str) -> int:
     """-1 if a is before b, 1 if after, 0 in a tie."""
-    here, there = ([a in names for names in order].index(True), [b in names for names in order].index(True))
+    here, there = ([name in tied for tied in order].index(True) for name in (a, b))
     return (here > there) - (here < there)
-
-
-def _judged(setting: Report) -> bool:
-    return bool(setting["samples"] and "generative" in setting["samples"])
 
 
 def _order(values: Mapping[str, float]) -> list[list[str]]:
