@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.results.figures.style import GREY, against_nfe, curve, label, new, wide
-from lm_eval_duel.sweep.tables import judged
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -91,7 +90,7 @@ def _panels(report: Json) -> list[tuple[str, str, Read, Lines]]:
     return panels
 
 
-def _with_error(scored: Json) -> tuple[float, float | None]:
+def _with_error(judged: Json) -> tuple[float, float | None]:
     """A perplexity and its standard error."""
-    cell = judged(scored)
-    return cell.value, cell.stderr
+    error = judged["stderr"]
+    return judged["perplexity"], None if error is None else judged["perplexity"] * error
