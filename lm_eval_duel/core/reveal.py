@@ -82,7 +82,7 @@ class Reveal:
     def __iter__(self) -> IndexedScores:
         rows, forwards = self.view.evaluated, self.view.forwards
         try:
-            while active := self._fill():
+            while (active := self._fill()) is not None:
                 after = None
                 while after is None:
                     try:
@@ -122,7 +122,7 @@ class Reveal:
 
     def _fill(self) -> Lanes | None:
         """The active lanes, with as many of those that wait as the budget allows; None if there are none."""
-        active = self.active if self.active else None
+        active = self.active if self.active is not None and len(self.active.row) else None
         while self.waiting:
             batch = [] if active is None else [active]
             count = sum(map(len, batch))
