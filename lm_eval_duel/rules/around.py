@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from lm_eval_duel.rules.base import READS, Decision, Rule
 
-COPIED = ("name", "label", "adaptive", "speed", *READS, "dense_memory")  # from the rule inside
+COPIED = ("name", "label", "adaptive", "speed", *READS, "spans_blocks", "dense_memory")  # from the rule inside
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,10 +29,6 @@ class Around(Rule):
     def followed(self) -> Rule:
         """The rule that decides inside."""
         return self.rule
-
-    @property
-    def spans_blocks(self) -> bool:
-        return self.rule.spans_blocks
 
     @property
     def code_class(self) -> type[Rule]:

@@ -40,6 +40,7 @@ class Rule:
     reads_step: ClassVar[bool] = False  # the number of steps taken in the block
     may_pick_none: ClassVar[bool] = False  # may pick nothing while its `step` or memory moves on
 
+    spans_blocks: ClassVar[bool] = False  # its memory outlives a block, so the blocks of a window are one chain
     dense_memory: ClassVar[bool] = False  # keeps (R, W, V) between steps, which the budget counts
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -59,11 +60,6 @@ class Rule:
     def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
         """Which masked positions of each lane to reveal next."""
         raise NotImplementedError
-
-    @property
-    def spans_blocks(self) -> bool:
-        """Whether its memory outlives a block, so that the blocks of a window are one chain."""
-        return False
 
     @property
     def code_class(self) -> type[Rule]:
