@@ -142,7 +142,7 @@ def test_one_document_on_two_ranks_ends_both(launcher):
     (status,), said = launch(launcher, 2, *arguments, "--device", "cpu")
     assert status != 0
     message = "Task sotu has 1 document here and this run has 2 processes: each needs at least one. Start at most 1"
-    assert said.count(f"DuelError: {message}") == 2  # on both ranks
+    assert said.count(f"lm_eval: {message}") == 2  # on both ranks
 
 
 @pytest.mark.slow
@@ -152,8 +152,8 @@ def test_a_rank_that_fails_ends_the_other_machine(tmp_path):
     arguments = ("lm_eval", "--model", "duel-mdm", "--tasks", file, "--device", "cpu")
     status, said = launch(TORCHRUN, 2, *arguments, machines=2)
     assert 0 not in status, said[-3000:]
-    assert "DuelError: Request of task broken, document 1: the text holds the mask token" in said
-    assert "DuelError: Rank 0 of 2 waited for the other ranks, and one of them has ended" in said
+    assert "lm_eval: Request of task broken, document 1: the text holds the mask token" in said
+    assert "lm_eval: Rank 0 of 2 waited for the other ranks, and one of them has ended" in said
 
 
 @pytest.mark.slow
