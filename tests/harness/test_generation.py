@@ -363,7 +363,7 @@ def test_prompts_too_long_are_cut_from_the_left_and_counted(folder):
     texts = lm.generate_until(ask(long, max_gen_toks=20), disable_tqdm=True)
     assert texts == model(folder).generate_until(ask("q r s t u v w x y z", max_gen_toks=20), disable_tqdm=True)
     assert lm.text.cut_contexts == 1
-    with pytest.raises(DuelError, match="Raise max_length if the network allows it, or shorten it"):
+    with pytest.raises(DuelError, match="64 positions to generate do not fit"):
         lm.generate_until(ask("a", max_gen_toks=64), disable_tqdm=True)
 
 
