@@ -50,35 +50,26 @@ def check(file: str, name: str, metrics: Mapping[str, float], total: Mapping[str
     `metrics`: its perplexities under one filter. `total`: its entry in config.duel.tasks, if that covers all of its
     documents; `estimator`: that of `metrics`.
     """
-    for (what, value), (other_what, other) in _pairs(metrics, total, estimator):
-        if not math.isclose(value, other, rel_tol=SAME):
+    implied = {}  # metric -> what else says it, and the value
+    if "bits_per_byte" in metrics:
+        by_bits = perplexity(metrics["bits_per_byte"] * math.log(2))
+        implied["byte_perplexity"] = "bits_per_byte makes it", by_bits
+    log_probs = {
+        key: value["log_prob"] for key, value in total.get("values", {}).items() if value["log_prob"] is not None
+    }
+    if total.get("tokens") and estimator in log_probs:
+        by_nats = perplexity(-log_probs[estimator] / total["tokens"])
+        implied["token_perplexity"] = "its log_prob and tokens make it", by_nats
+    for metric, (what, value) in implied.items():
+        if metric in metrics and not math.isclose(metrics[metric], value, rel_tol=SAME):
             raise DuelError(
-                f"{file} contradicts itself: {what} of {name} is {value:.10g}, but {other_what} {other:.10g}. "
+                f"{file} contradicts itself: {metric} of {name} is {metrics[metric]:.10g}, but {what} {value:.10g}. "
                 "Run the task again, or leave the file out."
             )
-    impossible = [
-        (metric, value) for metric, value in metrics.items() if value < 0 or (not value and "bits" not in metric)
-    ]
-    impossible += [
-        (f"log_prob of {key}", scored["log_prob"])
-        for key, scored in total.get("values", {}).items()
-        if (scored["log_prob"] or 0.0) > 0
-    ]
+    impossible = [(key, value) for key, value in metrics.items() if value < 0 or (not value and "bits" not in key)]
+    impossible += [(f"log_prob of {key}", nats) for key, nats in log_probs.items() if nats > 0]
     for what, value in impossible:
         raise DuelError(
             f"{file}: {what} of {name} is {value:g}, and a probability is at most 1. Run the task again, or leave the "
             "file out."
         )
-
-
-def _pairs(
-    metrics: Mapping[str, float], total: Mapping[str, Any], estimator: str
-) -> Iterator[tuple[tuple[str, float], tuple[str, float]]]:
-    """Two values that must be equal, each with what it is."""
-    if {"bits_per_byte", "byte_perplexity"} <= metrics.keys():
-        bits, value = metrics["bits_per_byte"], metrics["byte_perplexity"]
-        yield ("byte_perplexity", value), ("bits_per_byte makes it", perplexity(bits * math.log(2)))
-    tokens, log_prob = total.get("tokens"), total.get("values", {}).get(estimator, {}).get("log_prob")
-    if "token_perplexity" in metrics and tokens and log_prob is not None:
-        implied = perplexity(-log_prob / tokens)
-        yield ("token_perplexity", metrics["token_perplexity"]), ("its log_prob and tokens make it", implied)

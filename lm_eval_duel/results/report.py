@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -170,14 +169,11 @@ def write(report: dict[str, Any], folder: Path, formats: Sequence[str] = ("png",
 
     Raises DuelError, and leaves the folder unchanged, if a file there does not belong to an earlier report.
     """
-    with tempfile.TemporaryDirectory() as temporary:
-        drawn = Path(temporary)
-        if figures.available():
-            report["figures"] = figures.draw(report, drawn, formats, width)
-        else:
-            report["notes"].append(figures.MISSING)
-        names = [name for figure in report["figures"] for name in figure["files"]]
-        images = {name: (drawn / name).read_bytes() for name in names}
+    images: dict[str, bytes] = {}
+    if figures.available():
+        report["figures"], images = figures.draw(report, formats, width)
+    else:
+        report["notes"].append(figures.MISSING)
     bodies = report_files.bodies(report)
     report["folder"] = str(folder)
     own = OwnFiles(folder, FORMAT)

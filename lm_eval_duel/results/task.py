@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -106,16 +107,9 @@ def task(file: Path, results: Json, name: str, key: str, documents_of_file: tupl
         return dataclasses.replace(task, documents=documents_of_file)
     date = WRITTEN.search(file.stem)  # --output_path may be a folder, or a file whose name precedes the date
     logged = file.parent / f"samples_{key}_{date[0] if date else file.stem.removeprefix('results_')}.jsonl"
-    if not _exists(logged):
+    if not os.path.isfile(logged):  # False, too, if the task's name is not a valid file name
         return dataclasses.replace(task, missing=f"no samples of {name} next to it (run lm_eval with --log_samples)")
     return dataclasses.replace(task, documents=samples.documents(logged, task.rolling))
-
-
-def _exists(file: Path) -> bool:
-    try:
-        return file.is_file()
-    except (OSError, ValueError):  # the task's name is not a valid file name
-        return False
 
 
 def perplexities(values: Json) -> dict[str, dict[str, float]]:

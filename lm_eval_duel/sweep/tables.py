@@ -37,11 +37,13 @@ def write(report: dict[str, Any], folder: Path, formats: Sequence[str] = ("png",
     report["rankings"] = rankings(report["settings"])
     report["folder"], report["files"] = str(folder), [f"{stem}.md", f"{stem}.json"]
     if available():
-        from lm_eval_duel.results.figures.style import save
+        from lm_eval_duel.results.figures.style import images
         from lm_eval_duel.sweep.figure import draw
 
         folder.mkdir(parents=True, exist_ok=True)
-        report["files"] += save(draw(report, width), folder, stem, formats, exact=width is not None)
+        for kind, content in images(draw(report, width), formats, exact=width is not None).items():
+            (folder / f"{stem}.{kind}").write_bytes(content)
+            report["files"].append(f"{stem}.{kind}")
     else:
         report["notes"] = [*report["notes"], MISSING]
     store.write(folder / f"{stem}.json", dumps(report) + "\n")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.results.figures.orders import orders
 from lm_eval_duel.results.figures.speed import rules
-from lm_eval_duel.results.figures.style import save
+from lm_eval_duel.results.figures.style import images
 from lm_eval_duel.results.figures.values import legend, perplexity
 from lm_eval_duel.results.report_files import free, safe_name, subject
 
@@ -30,17 +30,20 @@ def available() -> bool:
 
 
 def draw(
-    report: Mapping[str, Any], folder: Path, formats: Sequence[str] = ("png",), width: float | None = None
-) -> list[dict[str, Any]]:
-    """Write every figure of a report, `width` inches wide. Returns the files, subject, kind and title of each.
+    report: Mapping[str, Any], formats: Sequence[str] = ("png",), width: float | None = None
+) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
+    """Every figure of a report, `width` inches wide: the files, subject, kind and title of each, and all files by name.
 
     `file` is the one that Markdown can show, if there is one.
     """
     drawn: list[dict[str, Any]] = []
+    contents: dict[str, bytes] = {}
 
     def add(figure: Figure, kind: str, stem: str, about: str, title: str) -> None:
         stem = free(stem, "", [Path(entry["file"]).stem for entry in drawn])
-        files = save(figure, folder, stem, formats, exact=width is not None)
+        written = images(figure, formats, exact=width is not None)
+        files = [f"{stem}.{suffix}" for suffix in written]
+        contents.update(zip(files, written.values(), strict=True))
         shown = next((file for file in files if not file.endswith(".pdf")), files[0])
         drawn.append({"file": shown, "files": files, "about": about, "kind": kind, "title": title})
 
@@ -55,4 +58,4 @@ def draw(
         if trace["tokens"]:
             stem, title = f"reveal_order_{subject(trace['label'])}", f"reveal order of {trace['label']}"
             add(orders(trace, width), "trace", stem, "traces", title)
-    return drawn
+    return drawn, contents

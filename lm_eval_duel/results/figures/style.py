@@ -6,7 +6,6 @@ import io
 import math
 import zlib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.rules.tables import without_defaults
@@ -66,36 +65,34 @@ def new(width: float, height: float, rows: int = 1, columns: int = 1) -> tuple[F
     return figure, list(figure.subplots(rows, columns, squeeze=False).flatten())
 
 
-def save(figure: Figure, folder: Path, stem: str, formats: Sequence[str], exact: bool = False) -> list[str]:
-    """Write a figure in each format; returns the file names. `exact`: keep its width, else cut empty margins.
+def images(figure: Figure, formats: Sequence[str], exact: bool = False) -> dict[str, bytes]:
+    """A figure as a file of each format. `exact`: keep its width, else cut empty margins.
 
     Files do not depend on the time they are written; PDF files embed their fonts as TrueType.
     """
     import matplotlib
 
-    names = []
+    dpi = PRINT_DPI if exact else DPI
+    options = {"png": {"dpi": dpi}, "svg": {"metadata": {"Date": None}}, "pdf": {"metadata": {"CreationDate": None}}}
+    margins: dict[str, Any] = {} if exact else {"bbox_inches": "tight"}
+    written = {}
     for kind in formats:
-        file = folder / f"{stem}.{kind}"
-        margins: dict[str, Any] = {} if exact else {"bbox_inches": "tight"}
-        if kind == "png":
-            _save_png(figure, file, PRINT_DPI if exact else DPI, margins)
-        else:
-            undated = {"Date": None} if kind == "svg" else {"CreationDate": None}
-            with matplotlib.rc_context({"svg.hashsalt": "lm-eval-duel", "pdf.fonttype": 42}):
-                figure.savefig(file, format=kind, metadata=undated, facecolor="white", **margins)
-        names.append(file.name)
-    return names
+        out = io.BytesIO()
+        with matplotlib.rc_context({"svg.hashsalt": "lm-eval-duel", "pdf.fonttype": 42}):
+            figure.savefig(out, format=kind, facecolor="white", **options[kind], **margins)
+        written[kind] = _with_palette(out, dpi) if kind == "png" else out.getvalue()
+    return written
 
 
-def _save_png(figure: Figure, file: Path, dpi: int, margins: dict[str, Any]) -> None:
-    """A small PNG file."""
+def _with_palette(drawing: io.BytesIO, dpi: int) -> bytes:
+    """A PNG file with few colours, which is small."""
     from PIL import Image  # matplotlib needs it too
 
-    drawing = io.BytesIO()
-    figure.savefig(drawing, format="png", dpi=dpi, facecolor="white", **margins)
+    out = io.BytesIO()
     with Image.open(drawing) as image:
         small = image.convert("RGB").quantize(PALETTE, Image.Quantize.MAXCOVERAGE)
-        small.save(file, optimize=True, dpi=(dpi, dpi))
+        small.save(out, "png", optimize=True, dpi=(dpi, dpi))
+    return out.getvalue()
 
 
 def plain_log(axis: Any, base: int = 10) -> None:
