@@ -219,7 +219,10 @@ class Latex(Form):
         if not kind(text).label:  # module:Name
             return self.escape(text)
         pairs = [parameter.partition("=") for parameter in parameters]
-        letters = {key: f"${GREEK.get(key, key)}$" for key, _, _ in pairs if key in GREEK or _letter(key)}
+        # one letter stands in formulas as it is
+        letters = {
+            key: f"${GREEK.get(key, key)}$" for key, _, _ in pairs if key in GREEK or re.fullmatch("[A-Za-z]", key)
+        }
         shown = [f"{letters.get(key, self.escape(key))}={self.escape(value)}" for key, _, value in pairs]
         return ", ".join([label(text) + (DAGGER if adaptive(text) else ""), *shown])
 
@@ -232,11 +235,6 @@ class Latex(Form):
     def brackets(self, low: str, high: str) -> str:
         """Braces keep LaTeX from reading it as an option of the line break before it."""
         return f"{{[{low}, {high}]}}"
-
-
-def _letter(key: str) -> bool:
-    """Whether a parameter's name is one letter, which stands in formulas as it is."""
-    return len(key) == 1 and key.isascii() and key.isalpha()
 
 
 PLAIN, MARKDOWN, LATEX, HTML = Form(), Markdown(), Latex(), Html()

@@ -58,9 +58,7 @@ def put(body, place, value):
 
 
 def spoiled(file, place, value):
-    body = json.loads(file.read_text())
-    put(body, place, copy.deepcopy(value))
-    file.write_text(json.dumps(body))
+    edit(file, lambda body: put(body, place, copy.deepcopy(value)))
 
 
 # ---------------------------------------------------------------- files that are not whole
