@@ -161,7 +161,7 @@ def _block(settings: argparse.Namespace) -> int:
 def _load(settings: argparse.Namespace) -> Denoiser:
     name, device, dtype = settings.model.pretrained, settings.model.device, settings.model.dtype
     if not _is_random(settings):
-        denoiser = denoisers.load(name, device=device, dtype=dtype)
+        denoiser = denoisers.load(name, device=device, dtype=dtype, compile=settings.model.compile)
         denoiser.special_tokens = None  # no warning: the tokens are random on purpose
         return denoiser
     sizes = {key: getattr(settings, key) for key in ("length", "layers", "vocab", "seed")}
@@ -173,7 +173,10 @@ def _load(settings: argparse.Namespace) -> Denoiser:
             f"{name} of this size needs at least {needed / 2**30:,.0f} GiB and {device} has "
             f"{available / 2**30:,.0f} GiB; lower --layers, --hidden_size or --vocab."
         )
-    return random_network.make(name, device, block=_block(settings), **sizes)
+    denoiser = random_network.make(name, device, block=_block(settings), **sizes)
+    if settings.model.compile:
+        denoiser.compile()
+    return denoiser
 
 
 def _memory(device: torch.device) -> int:

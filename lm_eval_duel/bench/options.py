@@ -5,17 +5,29 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from lm_eval_duel import rules
 from lm_eval_duel.arguments import COUNT, TRUTH, choice, whole
-from lm_eval_duel.command_line import Flag, Parser
+from lm_eval_duel.command_line import STDOUT, Flag, Parser
 from lm_eval_duel.errors import DuelError, UsageError, usage
 from lm_eval_duel.options import Options, model_of
 
 TWO_PHASE = "two_phase"  # the estimate of estimator=two_phase
 ARMS = ("loop", "ours", "forwards", "uncached", TWO_PHASE)
-READ = ("pretrained", "rule", "block", "cache", "dtype", "estimator", "estimator_args", "device", "batch_size")
+READ = (
+    "pretrained",
+    "rule",
+    "block",
+    "cache",
+    "compile",
+    "dtype",
+    "estimator",
+    "estimator_args",
+    "device",
+    "batch_size",
+)
 DEFAULTS = {"pretrained": "random:bidirectional", "dtype": "float32"}
 FLAGS = {
     "layers": Flag(COUNT, None, "layers of a random network", unset="4; llada-8b: 32"),
@@ -34,7 +46,8 @@ FLAGS = {
 }
 PRINTS = """\
 The model is a checkpoint or a random network: random:bidirectional (the default), random:block-causal, which is built
-for its block, or random:llada-8b. The model args are rule, block, cache, dtype (float32), estimator and sample.
+for its block, or random:llada-8b. The model args are rule, block, cache, compile, dtype (float32), estimator
+and sample.
 Prints a table with one line per arm: the loop that people run with such a network, this package ("ours"), and the
 network calls of ours alone ("forwards", the floor). Each has seconds, tokens/s, network calls, rows, token-rows and
 peak memory, all for the same windows. Below the table: ratios, and how far the numbers of ours and of the loop are
@@ -62,6 +75,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         raise UsageError(f"bench measures estimator=duel or {TWO_PHASE}; got {model.estimator}.")
     if model.estimator == TWO_PHASE and model.cache:
         raise DuelError("estimator=two_phase has its own first phase, under cache=dual; leave cache out.")
+    if settings.json not in (None, STDOUT) and Path(settings.json).exists():
+        raise UsageError(f"--json {settings.json}: there is such a file; name another one.")
     if model.rule.spans_blocks:
         raise DuelError(f"bench runs loops over single blocks; rule {model.rule} keeps a history over them.")
     if isinstance(rules.inner(model.rule), rules.ModuleRule):
@@ -77,7 +92,7 @@ def described(settings: argparse.Namespace) -> dict[str, Any]:
     model = settings.model
     return {
         **{name: getattr(settings, name) for name in ("length", *FLAGS) if name != "peak_of"},
-        **{name: getattr(model, name) for name in ("pretrained", "block", "cache", "dtype", "estimator")},
+        **{name: getattr(model, name) for name in ("pretrained", "block", "cache", "compile", "dtype", "estimator")},
         **model.estimator_args,
         "rule": str(model.rule),
         "batch_size": model.rows,

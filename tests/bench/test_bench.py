@@ -13,7 +13,7 @@ from lm_eval_duel.cli.main import main
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.random_network import SPREAD, make
-from lm_eval_duel.errors import DuelError
+from lm_eval_duel.errors import DuelError, UsageError
 from lm_eval_duel.estimators.duel import DuelEstimator
 
 CPU = torch.device("cpu")
@@ -165,6 +165,8 @@ def test_the_command(capsys, tmp_path):
     assert [*figures["ratios"]] == ["loop / ours", "ours / forwards"]
     assert figures["compared"]["changed_picks"] == 0 and figures["compared"]["max_abs_diff_nats"] < 1e-4
     assert "loop / ours" in shown.out and "forwards: repeat 1 of 1" in shown.err
+    with pytest.raises(UsageError, match="--json"):  # measured figures are not overwritten
+        parse(words)
 
 
 def test_a_two_phase_estimate_is_an_arm_of_its_own():
