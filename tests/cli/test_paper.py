@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import benchmarks
 import pytest
 import yaml
 
+import benchmarks
 from lm_eval_duel import demo
 from lm_eval_duel.cli.main import main
 from lm_eval_duel.cli.paper import forecast, jobs, parse, verdict

@@ -6,7 +6,6 @@ import math
 import subprocess
 import sys
 
-import benchmarks
 import pytest
 import tiny
 from harness_requests import IS_0_5, text_log_prob
@@ -14,6 +13,7 @@ from harness_runs import free_port, lm_eval, read
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 
+import benchmarks
 from lm_eval_duel import demo, tasks
 from lm_eval_duel.cli import data
 from lm_eval_duel.cli.main import main
