@@ -43,8 +43,10 @@ bench compiled llada-8b ",compile=true"
 # Waits of the host by line, what one read less would gain, and the gradient of a long window (of the 1B network).
 step device 150 python benchmarks/device.py "$DEVICE" random:llada-8b $((layers < 16 ? layers : 16)) \
   $((width < 2048 ? width : 2048)) 32000 $tokens
+slow=(-m "slow or not slow")
+[ "$SIZE" = tiny ] && slow=()
 step tests 150 python -m pytest -q -n 0 tests/core/test_device.py tests/test_golden.py \
-  tests/denoisers/test_quantization.py $([ "$SIZE" = tiny ] || echo -m "'slow or not slow'")
+  tests/denoisers/test_quantization.py "${slow[@]}"
 step sotu_full 200 python -m lm_eval_duel run demo-mdm --model_args rule=greedy,block=32 --tasks sotu_full $limit \
   --device "$DEVICE" --output_path "$out/sotu_full"
 
