@@ -129,8 +129,10 @@ def agrees_in_sixty_digits(logits):
         first, second = sorted(p, reverse=True)[:2]
         right = {
             "confidence": (first / (1 - first)).ln(),
-            "lead": ((first - second) / (1 - first + second)).ln() if first > second else Decimal("-Infinity"),
-            "nats": -sum(x * x.ln() for x in p if x),
+            "margin_log_odds": ((first - second) / (1 - first + second)).ln()
+            if first > second
+            else Decimal("-Infinity"),
+            "entropy_nats": -sum(x * x.ln() for x in p if x),
         }
     for name, value in right.items():
         assert float(getattr(reference, name)(log_P)) == pytest.approx(float(value), rel=1e-12), (name, logits)

@@ -55,7 +55,7 @@ def test_the_harness_prints_token_word_and_byte_perplexity(run):
     assert table["bits_per_byte,none"] == pytest.approx(-nats / size / math.log(2))
     for metric in ("token_perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte"):
         assert metric in done.stdout
-    assert "scoring with demo-mdm, the small bundled demonstration checkpoint" in done.stderr
+    assert "scoring with demo-mdm" in done.stderr
     assert f"the lowest is first: {LIMIT}" in done.stderr
 
 

@@ -450,7 +450,7 @@ def test_names(tmp_path):
     path, _ = write(tmp_path, CASES["open-dllm"])
     with pytest.raises(DuelError, match=r"Unknown family 'open-dlm'\. Did you mean open-dllm\? Known: a2d-llama, "):
         denoisers.load(path, device="cpu", family="open-dlm")
-    with pytest.raises(DuelError, match=r"is a Qwen2ForCausalLM, an autoregressive network\. To"):
+    with pytest.raises(DuelError, match=r"is a Qwen2ForCausalLM, an autoregressive network; score it with"):
         denoisers.load(path, device="cpu")
     with pytest.raises(DuelError, match="is of the family open-dllm, which has no choice of 'sigma'; leave it out"):
         denoisers.load(path, device="cpu", family="open-dllm", sigma="clamped")

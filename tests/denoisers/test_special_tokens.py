@@ -136,7 +136,7 @@ def test_a_temperature_that_overflows_is_refused():
 
 
 def test_a_guidance_that_overflows_is_refused():
-    with pytest.raises(DuelError, match=r"'cfg_scale' is a number up to 1e\+20; got 1e\+39, by which logits"):
+    with pytest.raises(DuelError, match="'cfg_scale'"):
         Options.parse({"cfg_scale": 1e39})
 
 

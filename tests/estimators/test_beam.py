@@ -155,6 +155,30 @@ def test_sets_double_until_the_tolerance_and_are_not_evaluated_again():
     assert of.converged == 0 and stopped.log_prob == of.bound < exact.log_prob and stopped.variance == 0
 
 
+def test_blocks_of_several_widths_double_with_any_number_of_repetitions():
+    """A short block has no sets of the sizes of a long one, and the first beam has two sets for each repetition."""
+    windows = [Window((), (0, 2, 1, 1, 2, 0, 1, 1, 2, 0, 1)), Window((), (2, 1, 0))]
+    exact = made("origin").log_prob(windows)
+    for more in ({"beam": 100}, {"repetitions": 20}):
+        scores = made("origin", tolerance=1e-9, **more).log_prob(windows)
+        for score, known, of in zip(scores, exact, sums(scores), strict=True):
+            assert of.bound <= known.log_prob + 1e-9 and of.bound == pytest.approx(known.log_prob, abs=0.1)
+            assert of.converged == 0 or score.log_prob == pytest.approx(known.log_prob, abs=0.1)
+
+
+def test_the_values_that_are_reported_are_not_those_that_decide():
+    """So blocks that have converged are unbiased, too: their mean is not that of values chosen near the bound."""
+    exact, found = made("one a step").log_prob(SOME[:25]), []
+    for seed in range(6):
+        scores = made("one a step", tolerance=0.05, beam=64, seed=seed).log_prob(SOME[:25])
+        found += [
+            math.exp(score.log_prob - known.log_prob)
+            for score, known, of in zip(scores, exact, sums(scores), strict=True)
+            if of.converged
+        ]
+    assert len(found) > 50 and abs(statistics.mean(found) - 1) < 4 * statistics.stdev(found) / math.sqrt(len(found))
+
+
 def test_a_value_is_an_estimate_or_a_bound_and_says_so():
     text = {"beam": "64"}
     assert kind_of("sampled_order", {}) == Kind.LIKELIHOOD.value

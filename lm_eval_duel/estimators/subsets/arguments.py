@@ -12,7 +12,7 @@ LATTICE_BLOCK = 12  # the most positions of a block whose sets are all evaluated
 BEAM_BLOCK = 48  # the most positions of a block of which a beam evaluates some sets
 FIRST_BEAM, LARGEST_BEAM = 32, 1024  # sets of each size: the first K, and the largest one if none is given
 TOLERANCE = 0.05  # nats, of a beam of a given size
-REPETITIONS = 8  # the fewest for a standard error
+REPETITIONS = 8  # the fewest for two standard errors
 SCORED_ORDERS = ("entropy", "topk_margin")
 
 
@@ -39,7 +39,7 @@ BEAM = {
     "repetitions": Argument(
         whole(REPETITIONS, f"a number of repetitions, at least {REPETITIONS}"),
         REPETITIONS,
-        "independent sums, of a beam, whose spread gives its standard error",
+        "independent sums of a beam: the first half decides whether a block has converged, the others are its estimate",
     ),
 }
 CONFIDENCE = {
@@ -100,8 +100,11 @@ def read_order(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_beam(read: Mapping[str, Any]) -> bool:
     """Whether these arguments ask for a beam; raises DuelError if it has fewer than two sets for each repetition."""
-    if read["beam"] is not None and read["beam"] < 2 * read["repetitions"]:
-        raise DuelError(f"A beam has at least two sets for each repetition; got {read['beam']}, {read['repetitions']}.")
+    most = read["beam"] or LARGEST_BEAM
+    if most < 2 * read["repetitions"]:
+        raise DuelError(
+            f"A beam has at least two sets for each repetition; got repetitions={read['repetitions']} and {most} sets."
+        )
     return read["beam"] is not None or read["tolerance"] is not None
 
 
@@ -118,12 +121,14 @@ def check_block(name: str, block: int | None, only: bool = False, beam: bool | N
 
     `only`: the network has no other block. `beam`: some of the sets are enough; None: the estimator has no beam.
     """
-    most, which = (BEAM_BLOCK, "some") if beam else (LATTICE_BLOCK, "all")
+    most, which, sets = (
+        (BEAM_BLOCK, "some", "") if beam else (LATTICE_BLOCK, "all", f" ({2**LATTICE_BLOCK - 1:,} sets)")
+    )
     if block is None or block > most:
         less = "This network has only this block." if only else "Use block=4, or 8 at 8.5 times the cost."
         if beam is False:
             less += f" tolerance=0.05 evaluates some of the sets, of blocks of at most {BEAM_BLOCK} positions."
         raise DuelError(
-            f"estimator={name} evaluates {which} revealed sets of a block, at most {most} positions (4,095 sets of 12);"
-            f" the block in force is {'the whole target' if block is None else block}. {less}"
+            f"estimator={name} evaluates {which} revealed sets of a block, at most {most} positions{sets}; "
+            f"the block in force is {'the whole target' if block is None else block}. {less}"
         )

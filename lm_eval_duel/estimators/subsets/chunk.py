@@ -26,13 +26,12 @@ import torch
 
 from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.core.reveal import WindowGroup
-from lm_eval_duel.estimators.subsets.moves import Level, Moves, Planes, Thin, bits, log_sums, number_of
+from lm_eval_duel.estimators.subsets.moves import Level, Moves, Planes, Thin, bits, number_of
 from lm_eval_duel.estimators.subsets.thinning import Beam, sample
 from lm_eval_duel.hashing import hashed, uniform
 
 BEAM = 4  # key of the random numbers, unlike those of other estimators
 MOVES = 64  # subsets of a step that are followed, for each set of a beam
-VALUES = 1 << 23  # of a table at once
 
 
 class Sampler(Protocol):
@@ -114,12 +113,11 @@ class Chunk:
         return dataclasses.replace(fresh.show(self.group.rows.targets(fresh), masked), memory=places)
 
     def put(self, index: torch.Tensor, planes: Planes) -> None:
-        """Enter what was evaluated at some sets of the level."""
+        """Enter what was evaluated at some sets of the level; again, if a later step ran out of memory."""
         for name, plane in planes.items():
             if name not in self.planes:
                 self.planes[name] = plane.new_zeros(len(self.level_key), *plane.shape[1:])
             self.planes[name][index] = plane
-        self.waiting -= len(index)
 
     def follow(self) -> None:
         """From the sets of a level, all of which have been evaluated, to those after the next step."""
@@ -153,13 +151,10 @@ class Chunk:
         greedy = self._decoded()
         keys, at = torch.cat([self.key, greedy, key]).unique(return_inverse=True)  # (x,)
         old, new = at[: len(self.key)], at[len(self.key) + len(greedy) :]
-        count = bits(chosen, self.wide).sum(1)  # (I,)
-        slices = []
-        steps = level.weight.shape[2]
-        for part in torch.arange(steps, device=key.device).split(max(1, VALUES // max(1, moves.log_p.numel()))):
-            values = leaving[state][:, :, part] + moves.log_p[:, :, None]  # (I, C, t)
-            slices.append(log_sums(values if pace is None else values + pace[count][:, None, part], new, len(keys)))
-        arrived = torch.cat(slices, 2)  # (x, C, T)
+        arrived = _arrived(leaving, state, moves.log_p, new, len(keys))  # (x, C, T)
+        if pace is not None:
+            left = self.positions - bits(keys, self.wide).sum(1)  # (x,) how many each of them reveals
+            arrived = arrived + pace[left][:, None]
         done = keys & ((1 << self.wide) - 1) == 0  # (x,)
         block = keys[done] >> self.wide
         self.value[block] = self.value[block].logaddexp(arrived[done].logsumexp(2))
@@ -205,18 +200,46 @@ class Chunk:
 
     def doubled(self, number: int, again: torch.Tensor) -> Chunk:
         """The blocks of `again` (B,) from their start, with twice as many sets of a size."""
-        twin = Chunk(self.group, self.sampler, number, self.lanes.select(again), self.nth[again], 2 * self.size)
+        size = min(2 * self.size, self.beam.most)
+        twin = Chunk(self.group, self.sampler, number, self.lanes.select(again), self.nth[again], size)
         place = again.cumsum(0) - 1  # (B,)
-        for size, (key, planes) in self.known.items():
+        for positions, (key, planes) in self.known.items():
             mine = again[key >> self.wide]
+            if not mine.any():
+                continue
             block, rest = place[key[mine] >> self.wide], key[mine] & ((1 << self.wide) - 1)
-            twin.known[size] = block << self.wide | rest, {name: plane[mine] for name, plane in planes.items()}
+            twin.known[positions] = block << self.wide | rest, {name: plane[mine] for name, plane in planes.items()}
         twin.rows = self.rows[again]
         return twin
 
-    def blocks(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The estimate of the log p of each block, and its standard error, (B,) each."""
-        value = self.value[:, 1:]  # (B, repetitions)
-        count, top = value.shape[1], value.amax(1, keepdim=True).clamp(min=torch.finfo(value.dtype).min)
-        p = (value - top).exp()
-        return p.mean(1).log() + top[:, 0], (p.std(1) / math.sqrt(count) / p.mean(1)).nan_to_num(0.0)
+    def blocks(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Estimates of the log p of each block and their standard errors, (B,) each: of the first repetitions, which
+        decide, and of the others, so that the decision does not choose among the values that are reported."""
+        half = 1 + self.beam.repetitions // 2
+        return [_estimate(self.value[:, 1:half]), _estimate(self.value[:, half:])]
+
+
+def _arrived(
+    leaving: torch.Tensor, state: torch.Tensor, log_p: torch.Tensor, new: torch.Tensor, count: int
+) -> torch.Tensor:
+    """The log of the sum over moves (I,) of exp(leaving (X, C, T) of their state + log_p (I, C)), at their places `new`
+    of `count`, (count, C, T): products of a sparse matrix, of numbers up to 1."""
+    least = torch.finfo(leaving.dtype).min
+    most = leaving.amax(2).clamp(min=least)  # (X, C)
+    values = most[state] + log_p  # (I, C)
+    top = values.new_full((count, values.shape[1]), -math.inf)
+    top = top.scatter_reduce(0, new[:, None].expand_as(values), values, "amax").clamp(min=least)  # (count, C)
+    values, scaled = (values - top[new]).exp(), (leaving - most[:, :, None]).exp()
+    place = torch.stack([new, state])
+    sums = [
+        torch.sparse_coo_tensor(place, values[:, c], (count, len(leaving)), check_invariants=False) @ scaled[:, c]
+        for c in range(values.shape[1])
+    ]
+    return torch.stack(sums, 1).log() + top[:, :, None]
+
+
+def _estimate(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The log of the mean of exp of the repetitions, and its standard error: (B, repetitions) -> (B,) each."""
+    count, top = value.shape[1], value.amax(1, keepdim=True).clamp(min=torch.finfo(value.dtype).min)
+    p = (value - top).exp()
+    return p.mean(1).log() + top[:, 0], (p.std(1) / math.sqrt(count) / p.mean(1)).nan_to_num(0.0)

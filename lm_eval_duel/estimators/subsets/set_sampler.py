@@ -1,7 +1,8 @@
 """Estimators of samplers whose text has many orders: the sum over them, exact or by a beam (chunk.py).
 
-A block has converged if the estimate is within `tolerance` of the bound, and so is its standard error. With `tolerance`
-K doubles until then; sets that the beam before has evaluated are not evaluated again.
+A block has converged if the estimate of half of the repetitions is within `tolerance` of the bound, and so is its
+standard error; the other half is the estimate that is reported. With `tolerance` K doubles until then; sets that were
+evaluated before are not evaluated again.
 
 Shapes: N windows, R lanes, W block width, B blocks of a chunk, T steps.
 """
@@ -72,14 +73,17 @@ class SetSums:
         """Enter what was evaluated at some states."""
         lanes, read = step.lanes, self.sampler.planes(step)
         number, index = (plane[:, 0] for plane in lanes.memory)  # (R,) each
-        for n in number.unique().tolist():
-            mine, chunk = number == n, self.chunks[n]
+        parts = {n: number == n for n in number.unique().tolist()}
+        for n, mine in parts.items():
+            chunk = self.chunks[n]
             planes = {
                 name: plane[mine][(slice(None), *[slice(chunk.wide)] * (plane.dim() - 1))]
                 for name, plane in read.items()
             }
             chunk.put(index[mine], planes)
-            if not chunk.waiting:
+        for n, mine in parts.items():  # once everything is entered: a step that runs out of memory comes again
+            self.chunks[n].waiting -= int(mine.sum())
+            if not self.chunks[n].waiting:
                 self.complete.append(n)
 
     def following(self, finished: Lanes) -> Lanes | None:
@@ -95,10 +99,11 @@ class SetSums:
     def _finish(self, chunk: Chunk) -> torch.Tensor:
         """Add up the blocks of a finished chunk, but for those that need more sets, (B,) bool."""
         beam, bound = self.beam, chunk.value[:, 0]  # (B,)
-        estimate, error = (bound, torch.zeros_like(bound)) if beam.all_sets else chunk.blocks()
+        sure = bound, torch.zeros_like(bound)
+        (first, spread), (estimate, error) = [sure, sure] if beam.all_sets else chunk.blocks()
         limit = beam.tolerance or TOLERANCE
-        converged = (((estimate - bound).abs() <= limit) & (error <= limit)) | (estimate == bound)
-        again = ~converged & (2 * chunk.size <= beam.most)
+        converged = (((first - bound).abs() <= limit) & (spread <= limit)) | (first == bound)
+        again = ~converged & (chunk.size < beam.most)
         greedy = chunk.path == chunk.block << chunk.wide  # (B,)
         of_chunk = (chunk.lanes.row, chunk.lanes.masked.sum(1), again, greedy, converged)  # (B,) each
         values = (bound, estimate, error, chunk.rows)  # (B,) each

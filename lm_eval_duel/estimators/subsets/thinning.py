@@ -44,7 +44,7 @@ class Beam:
     @property
     def first(self) -> int:
         """The first K."""
-        return min(sizes(self.size, self.tolerance), default=self.most)
+        return min(self.most, max(2 * self.repetitions, min(sizes(self.size, self.tolerance), default=self.most)))
 
     def describe(self) -> dict[str, object]:
         """Its entries of the spec."""
