@@ -116,6 +116,8 @@ def table(figures: dict[str, Any]) -> str:
     lines.append(plain_table(("task", "", "finished documents", "in the estimate", *UNITS.values()), rows))
     kind = of_spec(spec["estimator"], spec).kind if spec.get("estimator") in ESTIMATORS else Kind.LIKELIHOOD
     notes = [] if kind is Kind.LIKELIHOOD else [f"The value is {kind.value}.{ERRORS.get(kind, '')}"]
+    if "beam" in spec:
+        notes.append("Where a block has not converged, it is a bound.")
     if any(task["partial"] for task in tasks):
         notes.append(
             "PARTIAL: perplexities are estimates from a random sample of documents, with the 95 % interval for the "

@@ -21,7 +21,7 @@ class Journal:
     """The lines of one kind of work in `folder`. All ranks open it together, and share what they add.
 
     `about` is everything that defines the numbers; a different `about` has different files. Each rank writes to a file
-    of its own. All files are read when the journal is opened, by any number of ranks.
+    of its own. All files are read when the journal is opened, by any number of ranks on any number of machines.
     """
 
     def __init__(self, folder: Path, kind: str, about: Mapping[str, object], ranks: Ranks):
@@ -29,9 +29,10 @@ class Journal:
         self.path = folder / "parts" / (f"{stem}.rank{ranks.rank}.jsonl" if ranks.rank else f"{stem}.jsonl")
         self.added: list[Line] = []  # by this rank
         self._file: journal.Journal | None = None
-        files = [] if ranks.rank else sorted(self.path.parent.glob(f"{stem}.*jsonl"))
+        files = sorted(self.path.parent.glob(f"{stem}.*jsonl"))  # on this machine
         lines = [line for file in files for line in file.read_text(encoding="utf-8").split("\n")[:-1]]  # uncut ones
-        self.lines: list[Line] = ranks.all_gather_object([loads(line) for line in lines])[0]
+        every = dict.fromkeys(line for found in ranks.all_gather_object(lines) for line in found)
+        self.lines: list[Line] = [loads(line) for line in every]
 
     def add(self, line: Line) -> None:
         """Write a line."""

@@ -203,9 +203,10 @@ def test_samples_have_the_log_probability_of_their_text(sampler):
     assert unscored.tokens == drawn[0].tokens and math.isnan(unscored.log_prob)
 
 
-def test_samples_follow_the_distribution():
+@pytest.mark.parametrize("sampler", ["LLaDA, T=0.6", pytest.param("SDAR, dynamic", marks=pytest.mark.slow)])
+def test_samples_follow_the_distribution(sampler):
     """Law 17: Pearson's statistic of 20,000 samples (the seed is fixed, so it does not flicker)."""
-    estimator = made(Toy(length=3, seed=2), "LLaDA, T=0.6")
+    estimator = made(Toy(length=3, seed=2), sampler)
     samples = estimator.stream_samples([()] * 20_000, 3, seed=1, scored=False)
     assert p_value([sample.tokens for _, sample in samples], every(estimator, 3)) > 1e-4
 
