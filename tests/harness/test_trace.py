@@ -287,6 +287,6 @@ class Letters:
 def test_show_says_what_the_value_of_every_estimator_is(estimator):
     kind = registry.find(estimator).kind
     assert (show.NOTES[kind] == "") == (kind is registry.Kind.LIKELIHOOD)
-    record = {"id": "t/0", "ids": [0], "starts": [0], "reveal_steps": [0], "token_logprobs": [-2.0]}
+    record = {"task": "t", "window": 0, "ids": [1], "starts": [0], "reveal_steps": [], "token_logprobs": [-2.0]}
     text = show.show([record | {"values": {estimator: -2.0}}], Letters(), "nll", False)
     assert f"{estimator}{show.NOTES[kind]} -2.00 nats" in text
