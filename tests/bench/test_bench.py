@@ -142,7 +142,7 @@ def test_the_memory_of_all_arms():
     """Measured in a process for each; the loop holds logits of whole rows, ours those of some positions."""
     figures = measure(Bench(parse([*SMALL, "--vocab", "20000", "--model_args", "block=10", "--length", "100"])))
     peaks = {arm: figures["arms"][arm]["peak_bytes"] for arm in ("loop", "ours", "forwards")}
-    assert peaks["loop"] > 2 * 100 * 20000 * 4 > peaks["ours"] and peaks["forwards"] >= 0
+    assert peaks["loop"] > 2 * 100 * 20000 * 4 and peaks["loop"] > 1.5 * peaks["ours"] and peaks["forwards"] >= 0
 
 
 @pytest.mark.parametrize("arm", ["loop", "ours", "forwards"])
