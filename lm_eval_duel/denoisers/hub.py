@@ -177,9 +177,6 @@ def _with_hint(path: str, what: str, error: Exception, remedy: str) -> str:
         )
     elif isinstance(error, ModuleNotFoundError):
         hint = f" It needs the package {error.name}: pip install {error.name}."
-    elif "AutoModelForCausalLM" in text:
-        cause = "its network is not autoregressive"
-        hint = " estimator=ar needs one that is: leave estimator out for the exact likelihood."
     elif "offload" in text:
         hint = " It does not fit into the memory of the device_map: use fewer processes per machine or a smaller dtype."
     elif isinstance(error, OSError | HFValidationError) and not os.path.isdir(path):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import importlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -154,18 +155,10 @@ def _check_lattice(options: Options) -> None:
         check_block(options.estimator, options.block)
 
 
-def _check_sets(options: Options, read: Callable[[Mapping[str, Any]], dict[str, Any]]) -> None:
+def _check_sets(read: Callable[[Mapping[str, Any]], dict[str, Any]], options: Options) -> None:
     beam = read_beam(read(options.estimator_args))
     if options.block != "auto":
         check_block(options.estimator, options.block, beam=beam)
-
-
-def _check_sampled(options: Options) -> None:
-    _check_sets(options, read_confidence)
-
-
-def _check_sampled_order(options: Options) -> None:
-    _check_sets(options, read_order)
 
 
 def check_share(sample: float) -> None:
@@ -273,7 +266,7 @@ ENTRIES = (  # in the order of tables
         named="{}",
         ignored_args=("rule",),
         decodes=True,
-        check=_check_sampled,
+        check=functools.partial(_check_sets, read_confidence),
     ),
     Entry(
         "sampled_order",
@@ -284,7 +277,7 @@ ENTRIES = (  # in the order of tables
         lambda options: {"block": options.block, **options.estimator_args, "seed": options.draw_seed},
         ORDER,
         ignored_args=("rule",),
-        check=_check_sampled_order,
+        check=functools.partial(_check_sets, read_order),
     ),
     Entry(
         "two_phase",

@@ -30,7 +30,7 @@ from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.fixed_orders import Replay
 from lm_eval_duel.estimators.subsets.counts import StepCounts
-from lm_eval_duel.estimators.subsets.drawn import score_of, scores
+from lm_eval_duel.estimators.subsets.drawn import exceeds, score_of, scores
 from lm_eval_duel.estimators.subsets.sets import fresh_positions
 
 
@@ -89,7 +89,7 @@ class DrawnSampler:
             quiet = score <= threshold if self.strict else score < threshold  # (c, V)
             log_after[part][lane, position] = torch.where(score < bound[:, None], p, 0.0).sum(1).log()
             log_quiet[part][lane, position] = torch.where(quiet, p, 0.0).sum(1).log()
-        above = own > threshold if self.strict else own >= threshold  # (R, W)
+        above = exceeds(own, threshold, self.strict)  # (R, W)
         all_above = (above | ~pick).all(1) & (self.tau is not None)  # (R,)
         wanted = torch.tensor(
             [

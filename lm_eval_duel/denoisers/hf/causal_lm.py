@@ -65,10 +65,17 @@ def load(
 
 
 def _require_causal(model_config: Any, config: dict[str, Any], options: LoadOptions) -> None:
-    """Raise DuelError if the config of a causal LM names another class, with code of its own."""
+    """Raise DuelError if transformers has no causal LM of this config, or if it names another class, with its code."""
     architectures = config.get("architectures") or []
     native = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model_config), None)
-    if options.trust_remote_code or native is None or native.__name__.lower() in map(str.lower, architectures):
+    if options.trust_remote_code or (native is None and config.get("auto_map")):  # the loader asks for trust
+        return
+    if native is None:
+        raise DuelError(
+            f"Cannot read checkpoint '{options.name}': its network is not autoregressive. estimator=ar needs one that "
+            "is: leave estimator out for the exact likelihood."
+        )
+    if native.__name__.lower() in map(str.lower, architectures):
         return
     classes = ", ".join(architectures)
     if config.get("auto_map"):

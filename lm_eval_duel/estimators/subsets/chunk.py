@@ -26,7 +26,8 @@ import torch
 
 from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.core.reveal import WindowGroup
-from lm_eval_duel.estimators.subsets.moves import Level, Moves, Planes, Thin, bits, number_of
+from lm_eval_duel.estimators.subsets.moves import Level, Moves, Planes, Thin, bits
+from lm_eval_duel.estimators.subsets.sets import number_of
 from lm_eval_duel.estimators.subsets.thinning import Beam, sample
 from lm_eval_duel.hashing import hashed, uniform
 
@@ -51,14 +52,8 @@ class Chunk:
     """The blocks, with at most `size` sets of a level (K); `nth` (B,): the number of each block in its window."""
 
     def __init__(self, group: WindowGroup, sampler: Sampler, number: int, lanes: Lanes, nth: torch.Tensor, size: int):
-        self.group, self.sampler, self.number, self.lanes, self.nth, self.size = (
-            group,
-            sampler,
-            number,
-            lanes,
-            nth,
-            size,
-        )
+        self.group, self.sampler, self.number = group, sampler, number
+        self.lanes, self.nth, self.size = lanes, nth, size
         self.beam, shares = sampler.beam, sampler.shares
         self.shares = None if shares is None else shares.to(lanes.row.device)  # (T,)
         self.wide, device = lanes.masked.shape[1], lanes.row.device
@@ -212,7 +207,7 @@ class Chunk:
         twin.rows = self.rows[again]
         return twin
 
-    def blocks(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def estimates(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Estimates of the log p of each block and their standard errors, (B,) each: of the first repetitions, which
         decide, and of the others, so that the decision does not choose among the values that are reported."""
         half = 1 + self.beam.repetitions // 2

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -34,8 +34,9 @@ from lm_eval_duel.estimators.checks import check_every_order
 from lm_eval_duel.estimators.registry import LATTICE
 from lm_eval_duel.estimators.subsets.arguments import check_block
 from lm_eval_duel.estimators.subsets.orders import LatticeChunk, Orders, OrderScore, fold, follow
-from lm_eval_duel.estimators.subsets.sets import number_of, numbered
-from lm_eval_duel.estimators.subsets.states import SubsetAccumulator
+from lm_eval_duel.estimators.subsets.sets import fresh_positions, number_of, numbered
+
+TABLE = 1 << 22  # the most values of a table of a chunk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,13 +101,17 @@ class Lattice(Estimator):
         return iter(Reveal(group, EVALUATE_ALL, tables.states(), tables, self.budget, self.counts))
 
 
-class LatticeAccumulator(SubsetAccumulator):
+class LatticeAccumulator:
     """The lattices of one group of windows: filled chunk by chunk, and folded as each chunk is complete."""
 
     def __init__(self, group: WindowGroup, lattice: Lattice):
-        super().__init__(group, lattice)
+        self.group, self.lattice = group, lattice
         self.rules, self.value, self.traced = lattice.rules, lattice.name, lattice.traced
         count, length = group.rows.ids.shape
+        self.place = group.rows.ids.new_full((2, count, length + 1), -1)  # of each block: chunk, and number in it
+        self.chunks: dict[int, LatticeChunk] = {}
+        self.begun = 0  # how many chunks
+        self.waiting = [len(lattice.blocks(window)) for window in group.windows]  # blocks that are missing
         like = torch.zeros(count, length + 1, dtype=torch.float64, device=group.rows.ids.device)  # (N, L + 1)
         self.dump = length  # the column of positions that do not exist
         self.totals = like.new_zeros(count, len(LATTICE))  # (N, 3)
@@ -115,33 +120,78 @@ class LatticeAccumulator(SubsetAccumulator):
         self.paths = [Orders(like, self.traced) for _ in self.rules]
         self.has_margins = [True] * len(self.rules)
 
-    def new_chunk(self, lanes: Lanes, states: int, most: int) -> LatticeChunk:
+    def states(self) -> Iterator[Lanes]:
+        """Every state of every block that is reached, one chunk of blocks after the other."""
+        group, spans, done = self.group, self.lattice.block_spans(self.group), 0
+        block = max(width for _, _, width in spans)
+        while done < len(spans):
+            room = self.lattice.budget.room(group.view, EVALUATE_ALL, group.fresh(spans[done : done + 1]))
+            most = TABLE // (block << block)
+            count = max(1, min(most, 4 * -(-room // (1 << block))))  # a chunk fills several calls
+            lanes, done = group.fresh(spans[done : done + count]), done + count
+            states = (1 << lanes.masked.sum(1)) - 1  # (B,)
+            of_block = torch.arange(len(lanes), device=states.device).repeat_interleave(states)  # (R,)
+            before = (states.cumsum(0) - states).repeat_interleave(states)  # (R,)
+            number = torch.arange(len(of_block), device=states.device) - before + 1  # (R,) 1..2^m - 1
+            states_of = lanes.select(of_block)
+            position = numbered(states_of.masked).clamp(min=0)  # (R, W)
+            masked = states_of.masked & (number[:, None] >> position & 1).bool()  # (R, W)
+            states_of = states_of.show(group.rows.targets(states_of), masked)
+            self._begin(lanes, len(states_of))
+            yield states_of
+
+    def _begin(self, lanes: Lanes, states: int) -> None:
+        """Make the tables of these fresh blocks (B,), which have `states` states."""
+        most = int(lanes.masked.sum(1).max())
         log_probs = self.totals.new_full((len(lanes), 1 << most, most), math.nan)  # (B, S, m)
         statistics = log_probs.new_full((*log_probs.shape, len(STATISTICS) * self.traced), math.nan)  # (B, S, m, T)
         after = self.place.new_zeros(*log_probs.shape[:2], len(self.rules))  # (B, S, F)
-        return LatticeChunk(lanes, states, log_probs, statistics, after, torch.zeros_like(after, dtype=torch.bool))
+        near_tie = torch.zeros_like(after, dtype=torch.bool)
+        self.place[0, lanes.row, lanes.start] = self.begun
+        self.place[1, lanes.row, lanes.start] = torch.arange(len(lanes), device=lanes.row.device)
+        self.chunks[self.begun] = LatticeChunk(lanes, states, log_probs, statistics, after, near_tie)
+        self.begun += 1
 
     def add(self, step: Step) -> None:
         """Enter the log-probs of these states, and what each rule would pick."""
         lanes, predictions, _, _, log_prob = step
-        located = self.locate(lanes)
-        positions, states = {"log_probs": log_prob}, {}
-        if self.traced:
-            positions["statistics"] = torch.stack([getattr(predictions, name).double() for name in STATISTICS], 2)
+        chunk, block = self.place[:, lanes.row, lanes.start]  # (R,) each
+        position = numbered(fresh_positions(lanes))  # (R, W)
+        state = number_of(lanes.masked, position)  # (R,)
+        statistics = [getattr(predictions, name).double() for name in STATISTICS if self.traced]  # (R, W) each
         decided = [rule(predictions, lanes) for rule in self.rules]
         for rule, choice in zip(self.rules, decided, strict=True):
             require_pick(rule, choice)
-        if decided:
-            after = [number_of(lanes.masked & ~choice.pick, located.position) for choice in decided]  # (R,) each
-            states = {
-                "after": torch.stack(after, 1),
-                "near_tie": torch.stack([choice.near_tie for choice in decided], 1),
-            }
-        self.enter(lanes, located, states, positions)
+        after = [number_of(lanes.masked & ~choice.pick, position) for choice in decided]  # (R,) each
+        near_tie = [choice.near_tie for choice in decided]  # (R,) each
+        lane, at = lanes.masked_at  # (C,)
+        numbers, counts = (part.tolist() for part in chunk.unique(return_counts=True))
+        for n in numbers:
+            tables, mine = self.chunks[n], chunk == n  # (R,)
+            r, w = lane[mine[lane]], at[mine[lane]]  # (c,)
+            where = block[r], state[r], position[r, w]
+            tables.log_probs[where] = log_prob[r, w]
+            for t, plane in enumerate(statistics):
+                tables.statistics[(*where, t)] = plane[r, w]
+            for f in range(len(decided)):
+                tables.after[block[mine], state[mine], f] = after[f][mine]
+                tables.near_tie[block[mine], state[mine], f] = near_tie[f][mine]
+        for n, count in zip(numbers, counts, strict=True):  # once everything is entered: a step may come again
+            self.chunks[n].waiting -= count
         for f, choice in enumerate(decided):
             self.has_margins[f] &= choice.decision_margin is not None
 
-    def fold(self, chunk: LatticeChunk) -> None:
+    def take(self, finished: Lanes) -> IndexedScores:
+        """(row, score) of the windows that have all their blocks. Complete chunks are folded."""
+        for n in [n for n, chunk in self.chunks.items() if not chunk.waiting]:
+            chunk = self.chunks.pop(n)
+            self._fold(chunk)
+            for row in chunk.lanes.row.tolist():
+                self.waiting[row] -= 1
+                if not self.waiting[row]:
+                    yield row, self._score(row)
+
+    def _fold(self, chunk: LatticeChunk) -> None:
         """From the states of some blocks to the log-probs of their orders."""
         lanes = chunk.lanes
         values, share, best = fold(chunk.log_probs, chunk.full)  # (B, 3), (B, m), (B, S)
@@ -154,7 +204,7 @@ class LatticeAccumulator(SubsetAccumulator):
         for after, near_tie, orders in zip(chunk.after.unbind(2), chunk.near_tie.unbind(2), self.paths, strict=True):
             follow(chunk, column, after, near_tie, orders)
 
-    def score(self, row: int) -> LatticeScore:
+    def _score(self, row: int) -> LatticeScore:
         window = self.group.windows[row]
         span = slice(len(window.context), len(window.context) + len(window.target))
         totals = dict(zip(LATTICE, self.totals[row].tolist(), strict=True))

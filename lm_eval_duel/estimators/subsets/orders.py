@@ -18,19 +18,26 @@ import math
 
 import torch
 
+from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.core.scores import STATISTICS
 from lm_eval_duel.estimators.subsets.sets import sets
-from lm_eval_duel.estimators.subsets.states import Chunk
 
 
 @dataclasses.dataclass
-class LatticeChunk(Chunk):
+class LatticeChunk:
     """The lattices of some blocks while they are filled."""
 
+    lanes: Lanes  # (B,) as their blocks begin
+    waiting: int  # states that are missing
     log_probs: torch.Tensor  # (B, S, m) w
     statistics: torch.Tensor  # (B, S, m, T) of `STATISTICS` if traced, else T = 0
     after: torch.Tensor  # (B, S, F) the state after a rule's pick
     near_tie: torch.Tensor  # (B, S, F) bool
+
+    @property
+    def full(self) -> torch.Tensor:
+        """The state of each block in which all its positions are masked, (B,)."""
+        return (1 << self.lanes.masked.sum(1)) - 1
 
 
 @dataclasses.dataclass(frozen=True)

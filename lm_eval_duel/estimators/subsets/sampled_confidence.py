@@ -16,8 +16,7 @@ others, with probability
 
 The draws at the positions of H - A are thrown away, so their probabilities are summed. n may depend on |H|.
 
-Shapes: N windows, L row length, R lanes, W block width, B blocks of a chunk, m masked positions, S = 2^m states, x sets
-of one size, h positions of a set, K = 2^h subsets of a set.
+Shapes: N windows, R lanes, W block width, X sets of a level, x of them that a step begins with, c products.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from lm_eval_duel.estimators.checks import check_every_order
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.subsets.arguments import BEAM, read_confidence
 from lm_eval_duel.estimators.subsets.counts import StepCounts
-from lm_eval_duel.estimators.subsets.drawn import compare, score_of, token_scores, untempered
+from lm_eval_duel.estimators.subsets.drawn import compare, exceeds, score_of, token_scores, untempered
 from lm_eval_duel.estimators.subsets.moves import Level, Moves, Planes, Thin, independent
 from lm_eval_duel.estimators.subsets.set_sampler import SetSampler
 from lm_eval_duel.estimators.subsets.thinning import Beam
@@ -191,7 +190,7 @@ class SampledConfidence(SetSampler, DuelEstimator):
         count = self.counted.of_sizes(level.first, masked.sum(1))  # (X,)
         above = torch.zeros_like(masked)
         if self.tau is not None:
-            above = masked & (score > self.threshold if self.strict else score >= self.threshold)
+            above = masked & exceeds(score, self.threshold, self.strict)
         state, last = (masked & ~above & (count > 0)[:, None]).nonzero().unbind(1)  # (c,)
         position = torch.arange(masked.shape[1], device=last.device)  # (W,)
         of, of_last = score[state], score[state, last][:, None]  # (c, W), (c, 1)
@@ -238,8 +237,7 @@ class BestDrawn(rules.Rule):
         best = masked & (rules.rank(-key) < n)  # (R, W)
         if self.tau is None:
             return best
-        threshold = score_of(self.tau)
-        above = masked & (score > threshold if self.strict else score >= threshold)  # (R, W)
+        above = masked & exceeds(score, score_of(self.tau), self.strict)  # (R, W)
         return torch.where(above.sum(1, keepdim=True) >= best.sum(1, keepdim=True), above, best)
 
 

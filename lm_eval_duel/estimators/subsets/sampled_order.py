@@ -9,11 +9,10 @@ At each step of a block, while the positions H are masked, a set A of them is dr
     topk_margin s = -entropy or s = P1 - P2 (Plackett and Luce):
                 P(A) = sum over i in A of P(A - i) w_i / (sum of w over H - A + i), P(empty set) = 1
 
-A text has many orders, and log p is a sum over them: V(H, step) = log sum over A of P(A) prod over A of p_i(x_i)
-exp(V(H - A, step + 1)), by dynamic programming over the sets of a block's positions.
+A text has many orders, and its probability is the sum over them, of products of P(A) and of p_i(x_i) at the positions
+i of A: see chunk.py.
 
-Shapes: R lanes, W block width, B blocks of a chunk, m masked positions, S = 2^m states, x sets of one size, h positions
-of a set, K = 2^h subsets of a set.
+Shapes: R lanes, W block width, X sets of a level, T steps.
 """
 
 from __future__ import annotations

@@ -99,26 +99,26 @@ class SetSums:
     def _finish(self, chunk: Chunk) -> torch.Tensor:
         """Add up the blocks of a finished chunk, but for those that need more sets, (B,) bool."""
         beam, bound = self.beam, chunk.value[:, 0]  # (B,)
-        sure = bound, torch.zeros_like(bound)
-        (first, spread), (estimate, error) = [sure, sure] if beam.all_sets else chunk.blocks()
+        exact = bound, torch.zeros_like(bound)
+        (first, first_error), (estimate, error) = [exact, exact] if beam.all_sets else chunk.estimates()
         limit = beam.tolerance or TOLERANCE
-        converged = (((first - bound).abs() <= limit) & (spread <= limit)) | (first == bound)
+        converged = (((first - bound).abs() <= limit) & (first_error <= limit)) | (first == bound)
         again = ~converged & (chunk.size < beam.most)
         greedy = chunk.path == chunk.block << chunk.wide  # (B,)
         of_chunk = (chunk.lanes.row, chunk.lanes.masked.sum(1), again, greedy, converged)  # (B,) each
         values = (bound, estimate, error, chunk.rows)  # (B,) each
         lists = zip(*(plane.tolist() for plane in (*of_chunk, *values)), strict=True)
-        for row, positions, later, decoded, sure, low, value, spread, rows in lists:
-            if later:
+        for row, positions, goes_on, is_greedy, is_estimate, low, value, stderr, rows in lists:
+            if goes_on:
                 continue
             mine = self.sums[row]
             self.sums[row] = dataclasses.replace(
                 mine,
-                log_prob=mine.log_prob + (value if sure else low),
-                is_greedy=mine.is_greedy and decoded,
+                log_prob=mine.log_prob + (value if is_estimate else low),
+                is_greedy=mine.is_greedy and is_greedy,
                 nfe=known_sum(mine.nfe, self.sampler.steps(positions)),
-                variance=mine.variance + sure * spread**2,
-                beam=tuple(BeamSums.total([mine.beam, (1, sure, low, value, spread**2, rows)])),
+                variance=mine.variance + is_estimate * stderr**2,
+                beam=tuple(BeamSums.total([mine.beam, (1, is_estimate, low, value, stderr**2, rows)])),
             )
             self.waiting[row] -= 1
             if not self.waiting[row]:

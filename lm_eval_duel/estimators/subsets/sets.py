@@ -37,6 +37,11 @@ def numbered(masked: torch.Tensor) -> torch.Tensor:
     return masked.cumsum(1) - 1
 
 
-def number_of(masked: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-    """The number of a state, (R,), from its masked positions and the `position` number of each, (R, W)."""
+def number_of(masked: torch.Tensor, position: torch.Tensor | None = None) -> torch.Tensor:
+    """The number of a state, (R,), from its masked positions and the `position` number of each, (R, W).
+
+    `position` None: the columns, 0 to W - 1.
+    """
+    if position is None:
+        position = torch.arange(masked.shape[1], device=masked.device)  # (W,)
     return (masked.long() << position.clamp(min=0)).sum(1)
