@@ -8,6 +8,9 @@ tree, one mutant after the other, stops at the first failure, and is logged, so 
 first ended. The tests of the mutant's own room come first, among them those that name its module; survivors meet the
 rest. `--contexts` takes a data file of coverage.py with one context a test and leaves out tests that do not run the
 mutated line; `--tests` takes the tests of another tree.
+
+To compare the suites of two trees on the same mutants: `--common OTHER` draws only at lines that stand once in both
+packages, and `--like LOG`, run in the other tree, makes the mutants of that log wherever their line stands there.
 """
 
 from __future__ import annotations
@@ -27,12 +30,14 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 HEAVY = ("torch", "transformers", "lm_eval", "pytest", "hypothesis")  # imported once; each mutant gets a fork
 FLIPPED = {ast.Lt: ast.GtE, ast.GtE: ast.Lt, ast.Gt: ast.LtE, ast.LtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
 FLIPPED |= {ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In}
 STATEMENTS = (ast.AugAssign, ast.Continue, ast.Raise)
 KINDS = ("comparison", "off by one", "dropped", "constant", "swapped")
+Site: TypeAlias = tuple[Path, str, int]  # file below the package, kind, number of the node
 NOT_COPIED = shutil.ignore_patterns(".git", "__pycache__", ".*_cache", "*.egg-info")
 
 
@@ -86,17 +91,41 @@ def room(path: Path) -> str:
     return path.parts[0] if len(path.parts) > 1 else ""
 
 
-def draw(package: Path, only: list[str], count: int, seed: int) -> list[tuple[Path, str, int]]:
-    """`count` sites (file below the package, kind, number): the rooms by their lines, the kinds in turn."""
-    chosen = random.Random(seed)
+def unique_sites(package: Path) -> dict[tuple[str, str, str], Site]:
+    """The sites of a package by their kind, the text of their line and their own, where no other has the same."""
+    found: dict[tuple[str, str, str], list[Site]] = {}
+    for file in sorted(package.rglob("*.py")):
+        source = file.read_text(encoding="utf-8")
+        nodes, lines = list(ast.walk(ast.parse(source))), source.splitlines()
+        for kind, number in sites(ast.parse(source)):
+            text = " ".join(lines[nodes[number].lineno - 1].split())
+            found.setdefault((kind, text, ast.unparse(nodes[number])), []).append(
+                (file.relative_to(package), kind, number)
+            )
+    return {key: same[0] for key, same in found.items() if len(same) == 1}
+
+
+def draw(package: Path, options: argparse.Namespace) -> list[Site]:
+    """`options.n` sites: the rooms by their lines, the kinds in turn; or those of a log of another tree."""
+    if options.like:
+        keys = [tuple(entry["key"]) for entry in json.loads(options.like.read_text()).values()]
+        unique = unique_sites(package)
+        return [unique[key] for key in keys if key in unique]
+    chosen = random.Random(options.seed)
     sources = {file.relative_to(package): file.read_text(encoding="utf-8") for file in sorted(package.rglob("*.py"))}
+    common = set()
+    if options.common:
+        there = unique_sites(options.common / package.name)
+        common = {site for key, site in unique_sites(package).items() if key in there}
     lines: Counter[str] = Counter()
-    every: dict[tuple[str, str], list[tuple[Path, str, int]]] = {}
+    every: dict[tuple[str, str], list[Site]] = {}
     for file, source in sources.items():
-        if not only or room(file) in only:
+        if not options.rooms or room(file) in options.rooms:
             lines[room(file)] += len(source.splitlines())
             for kind, number in sites(ast.parse(source)):
-                every.setdefault((room(file), kind), []).append((file, kind, number))
+                if not options.common or (file, kind, number) in common:
+                    every.setdefault((room(file), kind), []).append((file, kind, number))
+    count = options.n
     shares = {name: count * of_room / lines.total() for name, of_room in lines.items()}
     counts = {name: int(share) for name, share in shares.items()}
     for name in sorted(shares, key=lambda name: counts[name] - shares[name])[: count - sum(counts.values())]:
@@ -105,8 +134,9 @@ def draw(package: Path, only: list[str], count: int, seed: int) -> list[tuple[Pa
     drawn = []
     for turn, name in enumerate(turns):
         kinds = [KINDS[(turn + offset) % len(KINDS)] for offset in range(len(KINDS))]
-        group = next(every[name, kind] for kind in kinds if every.get((name, kind)))
-        drawn.append(group.pop(chosen.randrange(len(group))))
+        group = next((every[name, kind] for kind in kinds if every.get((name, kind))), None)
+        if group:
+            drawn.append(group.pop(chosen.randrange(len(group))))
     return drawn
 
 
@@ -195,6 +225,8 @@ def main() -> None:
     parser.add_argument("--contexts", type=Path, help="a data file of coverage.py, one context a test")
     parser.add_argument("--own", action="store_true", help="only the tests of the mutant's room")
     parser.add_argument("--timeout", type=float, default=900, help="seconds after which a mutant counts as found")
+    parser.add_argument("--common", type=Path, help="only at lines that stand once in this other tree, too")
+    parser.add_argument("--like", type=Path, help="the mutants of this log of another tree")
     parser.add_argument("--list", action="store_true", help="print the mutants and run nothing")
     options = parser.parse_args()
     log = json.loads(options.log.read_text()) if options.log.exists() else {}
@@ -206,7 +238,8 @@ def main() -> None:
         shutil.rmtree(root / "tests")
         shutil.copytree(options.tests, root / "tests", ignore=NOT_COPIED)
         package = root / "lm_eval_duel"
-        for file, kind, number in draw(package, options.rooms, options.n, options.seed):
+        keys = {site: key for key, site in unique_sites(package).items()}
+        for file, kind, number in draw(package, options):
             source = (package / file).read_text(encoding="utf-8")
             changed, what = mutate(source, kind, number)
             name = f"{file}:{what}"
@@ -217,7 +250,9 @@ def main() -> None:
             (package / file).write_text(changed, encoding="utf-8")
             began = time.monotonic()
             by, met = meet(root, file, int(what.split(":")[0]), options, after)
-            log[name] = {"kind": kind, "by": by, "stages": met, "seconds": round(time.monotonic() - began)}
+            seconds = round(time.monotonic() - began)
+            key = keys.get((file, kind, number), ())
+            log[name] = {"kind": kind, "by": by, "stages": met, "seconds": seconds, "key": key}
             (package / file).write_text(source, encoding="utf-8")
             options.log.write_text(json.dumps(log, indent=1))
             print(f"{log[name]['by'] or 'MISSED'}  [{log[name]['seconds']} s]  {name[:150]}", flush=True)
