@@ -76,9 +76,7 @@ class Options(NetworkArguments):
         "what is computed, see [estimators.md](estimators.md)",
     )
     estimator_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # those that only this estimator reads
-    draw_seed: int = argument(
-        whole(0), 0, "seed of random draws: of samples, and of the estimators `elbo` and `two_phase`"
-    )
+    draw_seed: int = argument(whole(0), 0, "seed of all random draws, of samples and of estimators")
     order: Order = argument(
         choice(Order),
         "random",
