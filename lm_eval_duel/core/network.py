@@ -101,7 +101,7 @@ class Network(abc.ABC):
 
         `seen` (N, Q, K + Q): which of the K keys of `past` and of the call's own keys each query attends to;
         None: all. `columns` (N, M) of the queries is passed only to a network that `supports_columns`, which then
-        returns (N, M, D); the keys and values of such a call are not used.
+        returns (N, M, D); the keys and values of such a call are used only if `keys=True` is passed, too.
         """
         raise NotImplementedError(f"{type(self).__name__} is {self.attention} and does not evaluate blocks.")
 

@@ -90,9 +90,9 @@ class DiTDenoiser(Denoiser):
         seen: torch.Tensor | None,
         past: list[Past] | None,
         columns: torch.Tensor | None = None,
-        keys: bool | None = None,
+        keys: bool = False,
     ) -> tuple[torch.Tensor, list[KeysValues]]:
-        keys = columns is None if keys is None else keys  # those of a call with columns are not used by default
+        keys = keys or columns is None
         level, mask = self._level(ids), None if seen is None else seen[:, None]
         return self.network(ids, level, mask, positions=positions, past=past, columns=columns, keys=keys)
 
