@@ -40,7 +40,7 @@ def stream(
     """(index, sample) of each prompt as it is finished."""
     for n, prompt in enumerate(prompts):
         if not prompt.target:
-            yield n, Sample.from_score(estimator.empty_score, (), prompt.tail)
+            yield n, Sample.from_score(Estimator.empty_score, (), prompt.tail)
     for group in estimator.groups(prompts, range(len(prompts)), generating=True):
         samples = Samples(group, estimator, stop)
         rule, draw = sampler(group.window_indices)

@@ -73,7 +73,8 @@ class Total:
     """The sum of one value over windows."""
 
     log_prob: float = 0.0
-    errors: dict[int, tuple[int, float]] | None = None  # hash of a window: (how often it came, its Monte Carlo error)
+    # hash of a window: how often it came, its Monte Carlo error, and that of a beam's estimate
+    errors: dict[int, tuple[int, float, float]] | None = None
     nfe: int | None = 0
     windows: int = 0
     squares: tuple[float, float, float] = (0.0, 0.0, 0.0)  # of log_prob, of log_prob x tokens, of tokens
@@ -86,9 +87,9 @@ class Total:
         tokens = float(len(window.target))
         phases = None if value.phases is None else Phases.read(value.phases)
         error = value.stderr if phases is None else math.sqrt(phases.variance)
-        errors = None if error is None else {hash(window): (1, error)}
-        squares = value.log_prob**2, value.log_prob * tokens, tokens**2
         beam = None if value.beam is None else BeamSums(*value.beam)
+        errors = None if error is None else {hash(window): (1, error, math.sqrt(beam.variance if beam else 0))}
+        squares = value.log_prob**2, value.log_prob * tokens, tokens**2
         return cls(value.log_prob, errors, value.nfe, 1, squares, phases, beam)
 
     def merge(self, other: Total) -> None:
@@ -107,8 +108,11 @@ class Total:
         if self.errors is None or other.errors is None:
             self.errors = None
             return
-        for window, (count, error) in other.errors.items():
-            self.errors[window] = (self.errors.get(window, (0, 0.0))[0] + count, error)
+        for window, (count, error, spread) in other.errors.items():
+            before = self.errors[window][0] if window in self.errors else 0
+            self.errors[window] = (before + count, error, spread)
+            if self.beam is not None:  # equal windows have one error: (a + b)^2 = a^2 + b^2 + 2 a b
+                self.beam = self.beam._replace(variance=self.beam.variance + 2 * before * count * spread**2)
 
     @property
     def stderr(self) -> float | None:
@@ -118,7 +122,7 @@ class Total:
         """
         if self.errors is None or (self.phases is not None and self.phases.stderr is None):
             return None
-        return math.sqrt(math.fsum((count * error) ** 2 for count, error in self.errors.values()))
+        return math.sqrt(math.fsum((count * error) ** 2 for count, error, _ in self.errors.values()))
 
     def perplexity(self, tokens: int) -> tuple[float, float | None]:
         """The perplexity per token, and its Monte Carlo error; None as for `stderr`."""

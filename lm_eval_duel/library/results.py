@@ -151,7 +151,7 @@ class TextEstimate:
 
 @dataclasses.dataclass(frozen=True)
 class GeneratedText:
-    """One generated text with its own exact log-probability.
+    """One generated text with its own log-probability; exact, but for the estimate or bound of a beam (`kind`).
 
     `text` ends before the first stop string or end-of-text token. The other fields cover everything that was
     generated, up to the end of the block in which it stopped. `Duel.log_prob([window])` gives `log_prob` again, unless
@@ -161,6 +161,8 @@ class GeneratedText:
     prompt: str
     text: str
     log_prob: float  # nats, of all `tokens` given the prompt
+    stderr: float | None  # nats, of an estimate
+    kind: str  # what log_prob is, such as "a likelihood"
     tokens: tuple[str, ...]
     token_logprobs: tuple[float, ...]
     reveal_steps: tuple[int, ...]
@@ -170,13 +172,22 @@ class GeneratedText:
 
     @classmethod
     def from_sample(
-        cls, prompt: str, text: str, window: Window, sample: Sample, tokenizer: PreTrainedTokenizerBase
+        cls,
+        prompt: str,
+        text: str,
+        window: Window,
+        sample: Sample,
+        estimator: Estimator,
+        tokenizer: PreTrainedTokenizerBase,
     ) -> GeneratedText:
         """The text of a sample, and the window under which it is scored again."""
+        total = Outcome.from_scores([window], [sample], estimator).total
         return cls(
             prompt=prompt,
             text=text,
             log_prob=sample.log_prob,
+            stderr=total.stderr,
+            kind=kind_of(estimator.name, estimator.describe(), total.is_bound),
             tokens=tuple(token_texts(sample.tokens, tokenizer)),
             token_logprobs=sample.token_logprobs,
             reveal_steps=sample.reveal_steps,

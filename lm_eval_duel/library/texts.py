@@ -57,4 +57,4 @@ def generate_texts(
         log.warning("%d prompts were cut from the left to leave room for max_new_tokens=%d", cut, settings.length)
     with naming("Prompt {}".format):
         for n, text, window, sample in generator.stream(contexts, keys):
-            yield n, GeneratedText.from_sample(prompts[n], text, window, sample, text_side.tokenizer)
+            yield n, GeneratedText.from_sample(prompts[n], text, window, sample, generator.duel, text_side.tokenizer)

@@ -194,6 +194,27 @@ def test_a_value_is_an_estimate_or_a_bound_and_says_so():
     assert described["bound"] <= total.log_prob and described["converged"] < described["blocks"]
 
 
+def test_equal_windows_have_one_error():
+    """They have equal draws, so their errors add up; those of other windows do so in quadrature."""
+    estimator = made("random", beam=16)
+    scores = estimator.log_prob([WINDOWS[0], *[WINDOWS[1]] * 3])
+    total = Outcome.from_scores([WINDOWS[0], *[WINDOWS[1]] * 3], scores, estimator).total
+    one, other = (of.variance for of in sums(scores)[:2])
+    assert total.beam.variance == pytest.approx(one + 9 * other) and other > 0
+    assert total.stderr == pytest.approx(math.sqrt(scores[0].variance + 9 * scores[1].variance))
+
+
+def test_a_sample_carries_the_error_and_the_bound_of_its_value():
+    estimator, contexts = made("two a step", beam=16), [(1,), (2, 0)]
+    drawn = estimator.sample(contexts, 8, seed=3)
+    windows = [Window(context, one.tokens) for context, one in zip(contexts, drawn, strict=True)]
+    for one, score in zip(drawn, estimator.log_prob(windows), strict=True):
+        assert one.log_prob == pytest.approx(score.log_prob, abs=1e-12) and one.beam == pytest.approx(score.beam)
+        assert estimator.values(one)["sampled_confidence"].beam == one.beam
+    [none] = estimator.sample([(1,)], 0)
+    assert none.log_prob == 0 and none.tokens == ()
+
+
 def test_what_it_refuses():
     with pytest.raises(DuelError, match="at most 12 positions"):
         SampledConfidence(toy(), 16)
@@ -203,6 +224,8 @@ def test_what_it_refuses():
         SampledConfidence(toy(), 8, beam=15)
     with pytest.raises(DuelError, match="two sets for each repetition"):
         SampledOrder(toy(), 8, beam=16, repetitions=9)
+    with pytest.raises(DuelError, match="'repetitions'"):
+        SampledOrder(toy(), 8, repetitions=16)
     assert Options.parse({"pretrained": "x", "estimator": "sampled_confidence", "block": 32, "tolerance": 0.1})
     for block in (16, None):
         with pytest.raises(DuelError):

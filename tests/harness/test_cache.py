@@ -268,10 +268,13 @@ ESTIMATORS = [
     {"rule": "klass", "mu": 0.5, "nu": 0.1},
     {"estimator": "elbo", "mc_samples": 8},
     {"estimator": "mixture", "lattice_rules": "greedy+margin"},
+    {"estimator": "sampled_confidence", "beam": 16, "block": 8},
 ]
 
 
-@pytest.mark.parametrize(("spec", "traced"), list(zip(ESTIMATORS, (True, False, False, True), strict=True)), ids=str)
+@pytest.mark.parametrize(
+    ("spec", "traced"), list(zip(ESTIMATORS, (True, False, False, True, True), strict=True)), ids=str
+)
 def test_windows_of_a_document_that_is_not_finished_are_kept(model, tmp_path, spec, traced):
     """Killed in the middle of its document, a run loses the window in flight; cost and trace come out whole."""
     texts = [(" ".join("abcdefghijklmnopqrstuvwxyz"),)]  # 2 windows
@@ -303,6 +306,7 @@ def test_windows_of_a_document_that_is_not_finished_are_kept(model, tmp_path, sp
     ours, theirs = again.lm.run.stats.tasks["toy"], whole.run.stats.tasks["toy"]
     for name, total in theirs.values.items():
         assert ours.values[name].log_prob == pytest.approx(total.log_prob, abs=1e-9)
+        assert ours.values[name].beam == pytest.approx(total.beam, abs=1e-9)
     if traced:
         lines = [[line["reveal_steps"], line["values"].keys()] for line in trace.read(tmp_path / "t.jsonl")]
         assert lines == [[line["reveal_steps"], line["values"].keys()] for line in trace.read(tmp_path / "whole.jsonl")]

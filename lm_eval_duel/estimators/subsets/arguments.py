@@ -99,13 +99,15 @@ def read_order(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_beam(read: Mapping[str, Any]) -> bool:
-    """Whether these arguments ask for a beam; raises DuelError if it has fewer than two sets for each repetition."""
-    most = read["beam"] or LARGEST_BEAM
-    if most < 2 * read["repetitions"]:
-        raise DuelError(
-            f"A beam has at least two sets for each repetition; got repetitions={read['repetitions']} and {most} sets."
-        )
-    return read["beam"] is not None or read["tolerance"] is not None
+    """Whether these arguments ask for a beam; raises DuelError for repetitions without one or of one set."""
+    most, repetitions = read["beam"] or LARGEST_BEAM, read["repetitions"]
+    if most < 2 * repetitions:
+        raise DuelError(f"A beam has at least two sets for each repetition; got {repetitions=} and {most} sets.")
+    if read["beam"] is None and read["tolerance"] is None:
+        if repetitions != REPETITIONS:
+            raise DuelError(f"'repetitions' (got {repetitions}) are those of a beam; pass beam= or tolerance=, too.")
+        return False
+    return True
 
 
 def sizes(beam: int | None, tolerance: float | None) -> list[int]:

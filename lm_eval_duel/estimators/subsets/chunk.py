@@ -5,7 +5,8 @@
 
 One network row at H gives P(A | H) for every A. Without a beam every set that can be reached is evaluated, and the sum
 is exact. A beam evaluates at most K sets of each size, chosen by alpha(H) x product of p of the targets in H, under the
-predictions before (thinning.py); beyond 64 K for each block, it thins the subsets A of a step, too.
+predictions before (thinning.py); beyond 64 K for each block, or fewer with many steps, it thins the subsets A of a
+step, too.
 
     bound       the sum over the sets that were evaluated: never above log p
     estimate    log of the mean of the repetitions; the mean itself is an unbiased estimate of p
@@ -33,6 +34,12 @@ from lm_eval_duel.hashing import hashed, uniform
 
 BEAM = 4  # key of the random numbers, unlike those of other estimators
 MOVES = 64  # subsets of a step that are followed, for each set of a beam
+TABLE = 1 << 24  # values of the sets that they reach, one for each sum and step: 128 MiB
+
+
+def followed(size: int, sums: int, steps: int) -> int:
+    """How many subsets of a step a beam of `size` sets follows; a set has a value for each sum and step."""
+    return min(MOVES * size, max(size, TABLE // (sums * steps)))
 
 
 class Sampler(Protocol):
@@ -63,6 +70,7 @@ class Chunk:
         like = torch.zeros((), dtype=torch.float64, device=device)
         self.weight = like.new_full((len(lanes), self.beam.sums, steps), -math.inf)  # (x, C, T)
         self.weight[:, :, 0] = 0
+        self.followed = followed(size, self.beam.sums, steps)
         self.ahead = like.new_zeros(len(lanes))  # (x,) log p of the targets of a set, under the predictions before
         self.value = like.new_full((len(lanes), self.beam.sums), -math.inf)  # (B, C)
         self.path = self.key  # (B,) the sets of argmax decoding as far as it writes the targets; -1: it does not
@@ -134,10 +142,10 @@ class Chunk:
             return (log_p[moves.state] * (level.masked[moves.state] & ~bits(moves.chosen, self.wide))).sum(1)
 
         def thin(moves: Moves) -> tuple[Moves, torch.Tensor | slice]:
-            if len(moves.state) <= MOVES * self.size:
+            if len(moves.state) <= self.followed:
                 return moves, slice(None)
             weight = total[moves.state] + moves.log_p + ahead(moves)[:, None]  # (I, C)
-            kept, more = self._thinned(level.block[moves.state], weight, MOVES * self.size)
+            kept, more = self._thinned(level.block[moves.state], weight, self.followed)
             return Moves(moves.state[kept], moves.chosen[kept], moves.log_p[kept] + more), kept
 
         moves = self.sampler.moves(level, self.planes, thin)

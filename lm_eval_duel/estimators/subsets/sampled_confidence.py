@@ -43,7 +43,7 @@ from lm_eval_duel.estimators.subsets.arguments import BEAM, read_confidence
 from lm_eval_duel.estimators.subsets.counts import StepCounts
 from lm_eval_duel.estimators.subsets.drawn import compare, exceeds, score_of, token_scores, untempered
 from lm_eval_duel.estimators.subsets.moves import Level, Moves, Planes, Thin, independent
-from lm_eval_duel.estimators.subsets.set_sampler import SetSampler
+from lm_eval_duel.estimators.subsets.set_sampler import SetSample, SetSampler
 from lm_eval_duel.estimators.subsets.thinning import Beam
 from lm_eval_duel.hashing import uniform
 
@@ -134,7 +134,8 @@ class SampledConfidence(SetSampler, DuelEstimator):
     ) -> Iterator[tuple[int, Sample]]:
         """As `DuelEstimator.stream_samples`. The log-probability of a sample is that of its text, over all orders.
 
-        It takes all states of each block, far more than sampling does. `scored=False` leaves it out: log_prob is NaN.
+        It takes all states of each block, or a beam, far more than sampling does. `scored=False` leaves it out:
+        log_prob is NaN.
         """
         samples = super().stream_samples(contexts, length, **settings)
         if not scored:
@@ -157,8 +158,9 @@ class SampledConfidence(SetSampler, DuelEstimator):
         scores = scorer.log_prob([Window(contexts[n], sample.tokens, suffix, sample.tail) for n, sample in samples])
         self.counts.forwards += scorer.counts.forwards
         self.counts.rows += scorer.counts.rows
+        names = ("log_prob", "is_greedy", "variance", "beam")
         return [
-            (n, dataclasses.replace(_unscored(sample), log_prob=score.log_prob, is_greedy=score.is_greedy))
+            (n, SetSample(**vars(_unscored(sample)) | {name: getattr(score, name) for name in names}))
             for (n, sample), score in zip(samples, scores, strict=True)
         ]
 

@@ -20,10 +20,10 @@ import torch
 from lm_eval_duel.core.decision import EVALUATE_ALL
 from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.core.reveal import Reveal, WindowGroup
-from lm_eval_duel.core.scores import IndexedScores, Step, WindowScore, known_sum
+from lm_eval_duel.core.scores import IndexedScores, Sample, Step, WindowScore, known_sum
 from lm_eval_duel.estimators.base import Estimator, Value
 from lm_eval_duel.estimators.subsets.arguments import TOLERANCE, check_block
-from lm_eval_duel.estimators.subsets.chunk import Chunk
+from lm_eval_duel.estimators.subsets.chunk import TABLE, Chunk, followed
 from lm_eval_duel.estimators.subsets.moves import Level, Moves, Planes, Thin
 from lm_eval_duel.estimators.subsets.sums import BeamSums
 from lm_eval_duel.estimators.subsets.thinning import Beam
@@ -47,11 +47,13 @@ class SetSums:
         """The first states of every block, one chunk of blocks after the other."""
         spans = self.sampler.block_spans(self.group)
         nth = [n for count in self.waiting for n in range(count)]  # each block's number in its window
-        done = 0
+        done, sums, steps = 0, self.beam.sums, 1 if (shares := self.sampler.shares) is None else len(shares)
         while done < len(spans):
             room = self.sampler.budget.room(self.group.view, EVALUATE_ALL, self.group.fresh(spans[done : done + 1]))
-            sets = min(self.beam.most, 1 << max(width for _, _, width in spans[done:]))
-            here = slice(done, done + max(1, max(4 * room, STATES) // sets))
+            every = 1 << max(width for _, _, width in spans[done:])
+            reached = min(followed(self.beam.most, sums, steps), every)  # by a step of a block
+            blocks = min(max(4 * room, STATES) // min(self.beam.most, every), TABLE // (reached * sums * steps))
+            here = slice(done, done + max(1, blocks))
             done = here.stop
             lanes = self.group.fresh(spans[here])
             numbers = torch.tensor(nth[here], device=lanes.row.device)  # (B,)
@@ -138,6 +140,11 @@ class SetScore(WindowScore):
 
     variance: float = 0.0  # of the estimates in `log_prob`
     beam: tuple[float, ...] = tuple(BeamSums())
+
+
+@dataclasses.dataclass(frozen=True)
+class SetSample(Sample, SetScore):
+    """A sample, with the sum over orders of its text."""
 
 
 class SetSampler(Estimator):
