@@ -10,7 +10,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import decoder_reference
@@ -24,13 +23,8 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-import lm_eval_duel
-from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.harness.lm import DuelMDM
-
-TESTS = Path(__file__).resolve().parent
 
 
 def words(folder, *names):
@@ -163,128 +157,68 @@ def spoilt(at, content):
     at.load()
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """Bad input, the words that matter, what provokes it; `weights`: it shows only once they are read."""
-
-    name: str
-    words: str
-    provoke: Callable
-    kinds: tuple = ALL
-    weights: bool = False
-
-
 HALF = "a \ud83d b"
-HALF_WORDS = r"Request of task toy, document 1: the text holds a lone surrogate, '\ud83d' at character 2 (after 'a ')"
-
-CASES = [
-    Case(
-        "a tokenizer with more ids than the network",
-        "The tokenizer has ids up to 60 but ... pass tokenizer=",
-        lambda at: at.load(tokenizer=words(at.folder / "other", *[f"w{n}" for n in range(60)]), mask_token_id=9),
-        ("masked LM", "DiT", "block-causal DiT", "backbone", "block-causal backbone"),
+HALF_NAMED = r"document 1: .* lone surrogate, '\\ud83d' at character 2 \(after 'a '\)"
+DIT = ("DiT", "block-causal DiT")
+OWN = ("own code", "block-causal own code")
+SIXTY = [f"w{n}" for n in range(60)]
+CASES = {  # what is named, what provokes it, on which kinds; and whether it shows before weights are read
+    "more ids than the network": (
+        "tokenizer .*60 .*tokenizer=",
+        lambda at: at.load(tokenizer=words(at.folder / "other", *SIXTY), mask_token_id=9),
+        ("masked LM", *DIT, "backbone"),
+        True,
     ),
-    Case(
-        "the same, of a causal LM",
-        "The tokenizer has ids up to 60 but",
-        lambda at: at.load(tokenizer=words(at.folder / "other", *[f"w{n}" for n in range(60)])),
-        ("causal",),
+    "the same, of own code": (
+        "tokenizer .*60",
+        lambda at: at.load(tokenizer=words(at.folder / "other", *SIXTY), mask_token_id=9),
+        OWN,
+        False,
     ),
-    Case(
-        "the same, of own code, whose table is known once it is built",
-        "The tokenizer has ids up to 60 but",
-        lambda at: at.load(tokenizer=words(at.folder / "other", *[f"w{n}" for n in range(60)]), mask_token_id=9),
-        ("own code", "block-causal own code"),
-        weights=True,
-    ),
-    Case(
-        "a folder without a tokenizer",
-        "pass tokenizer=<a folder or hub name>",
-        lambda at: at.without("*token*", "vocab*"),
-        tuple(kind for kind in ALL if "DiT" not in kind),
-    ),
-    Case(
-        "the same, of MDLM, BD3-LM or SEDD, without a connection",
-        "Cannot read config and tokenizer of 'gpt2'",
-        lambda at: at.without("*token*", "vocab*"),
-        ("DiT", "block-causal DiT"),
-    ),
-    Case(
-        "a tokenizer file that is cut off",
-        "Cannot read config and tokenizer",
-        lambda at: at.change("tokenizer.json", "{"),
-    ),
-    Case(
-        "a tokenizer_config.json that is cut off",
-        "Cannot read config and tokenizer",
-        lambda at: at.change("tokenizer_config.json", '{"a'),
-    ),
-    Case(
-        "a config.json that is no JSON", "is not a valid JSON file", lambda at: at.change("config.json", '{"model_type')
-    ),
-    Case("a config.json that is no object", "expected an object", lambda at: at.change("config.json", "[]")),
-    Case("a folder without config.json", "has no config.json", lambda at: at.without("config.json")),
-    Case(
-        "a safetensors file that is cut off",
-        "incomplete metadata, file not fully covered. It is cut off or damaged: download it again.",
-        lambda at: spoilt(at, lambda content: content[:-40]),
-        weights=True,
-    ),
-    Case("an empty file", "It is empty: download it again.", lambda at: spoilt(at, lambda content: b""), weights=True),
-    Case(
-        "a pointer of git-lfs",
-        "run git lfs pull",
+    "no tokenizer": ("tokenizer=", lambda at: at.without("*token*", "vocab*"), ("masked LM", "backbone"), True),
+    "no tokenizer, none of gpt2": ("'gpt2'", lambda at: at.without("*token*", "vocab*"), DIT, True),
+    "a tokenizer cut off": ("config and tokenizer", lambda at: at.change("tokenizer.json", "{"), ALL, True),
+    "a config cut off": ("not a valid JSON", lambda at: at.change("config.json", '{"model_type'), ALL, True),
+    "a config that is a list": ("an object", lambda at: at.change("config.json", "[]"), ALL, True),
+    "no config": (r"has no config\.json", lambda at: at.without("config.json"), ALL, True),
+    "weights cut off": ("download it again", lambda at: spoilt(at, lambda content: content[:-40]), ALL, False),
+    "an empty file": ("empty", lambda at: spoilt(at, lambda content: b""), ALL, False),
+    "a pointer of git-lfs": (
+        "git lfs pull",
         lambda at: spoilt(at, lambda content: b"version https://git-lfs.github.com/spec/v1\n"),
-        weights=True,
+        ALL,
+        False,
     ),
-    Case(
-        "a .bin that is cut off",
-        "It is cut off or damaged: download it again.",
-        lambda at: at.pickle("pytorch_model.bin", cut=-200),
-        weights=True,
-    ),
-    Case(
-        "a shard that is missing",
-        "names model-00002-of-00002.safetensors, which is missing: the download is incomplete",
-        missing_shard,
-        tuple(kind for kind in ALL if "backbone" not in kind),
-        weights=True,
-    ),
-    Case(
-        "a .bin with code in it",
-        "pytorch_model.bin needs code to be read (Unsupported ... io.open",
+    "a .bin cut off": ("download it again", lambda at: at.pickle("pytorch_model.bin", cut=-200), ALL, False),
+    "a shard missing": (r"model-00002-of-00002\.safetensors", missing_shard, ("masked LM", "DiT", "causal"), False),
+    "a .bin with code": (
+        r"pytorch_model\.bin needs code",
         lambda at: at.pickle("pytorch_model.bin", lambda content: {**content, "x": Trap(at.folder / "trap")}),
-        weights=True,
+        ALL,
+        False,
     ),
-    Case(
-        "a .ckpt with code in it",
-        "last.ckpt needs code to be read (Unsupported",
+    "a .ckpt with code": (
+        r"last\.ckpt needs code",
         lambda at: at.pickle("last.ckpt", lambda content: {"state_dict": content, "x": Trap(at.folder / "trap")}),
-        tuple(kind for kind in ALL if kind not in ("masked LM", "causal")),
-        weights=True,
+        (*DIT, "backbone"),
+        False,
     ),
-    Case("a device that there is none of", "No device 'banana'", lambda at: at.load(device="banana")),
-    Case("a GPU that there is none of", "No device 'cuda:99'", lambda at: at.load(device="cuda:99")),
-    Case(
-        "a length that the network does not hold",
-        "max_length=100000 is too long",
-        lambda at: at.load(max_length=100_000),
-        ("DiT", "block-causal DiT"),
-    ),
-    Case(
-        "NaN or infinite logits",
-        "Request of task toy, document 1: ... NaN or infinite logits. (Window ... block at target position ... step",
+    "no such device": ("'cuda:99'", lambda at: at.load(device="cuda:99"), ALL, True),
+    "too long": ("max_length=100000", lambda at: at.load(max_length=100_000), DIT, True),
+    "NaN logits": (
+        r"task toy, document 1: .* \(Window .* step",
         lambda at: poisoned(at, math.nan),
-        ("masked LM", "DiT", "block-causal DiT", "backbone", "causal", "own code"),
-        weights=True,
+        ("masked LM", "DiT", "causal", "own code"),
+        False,
     ),
-    Case(
-        "a lone surrogate in a text",
-        HALF_WORDS,
-        lambda at: rolling(at.load(), "a", HALF),
-        weights=True,
+    "infinite logits of a bound": (
+        r"task toy, document 1: .* \(Window .* step",
+        lambda at: poisoned(at, math.inf, estimator="elbo"),
+        ("masked LM", "backbone"),
+        False,
     ),
-]
+    "half a character": (HALF_NAMED, lambda at: rolling(at.load(), "a", HALF), ALL, False),
+}
 
 
 def copied(folders, place, kind, weights=True):
@@ -293,27 +227,21 @@ def copied(folders, place, kind, weights=True):
     return Copy(Path(shutil.copytree(folders[kind], place / "checkpoint", ignore=left)), KINDS[kind][1])
 
 
-def said(text, fragment):
-    """Whether a text holds a fragment in which ... stands for anything."""
-    return re.search(".*".join(re.escape(part.strip()) for part in fragment.split("...")), text, re.DOTALL)
-
-
 def two(n, kinds):
     """Two kinds of each case, in turn, so that every kind meets many cases."""
     return sorted({kinds[n % len(kinds)], kinds[(n + len(kinds) // 2) % len(kinds)]})
 
 
 @pytest.mark.parametrize(
-    ("case", "kind"), [pytest.param(c, k, id=f"{c.name}, {k}") for n, c in enumerate(CASES) for k in two(n, c.kinds)]
+    ("name", "kind"), [(name, kind) for n, name in enumerate(CASES) for kind in two(n, CASES[name][2])]
 )
-def test_what_the_user_sees(case, kind, folders, tmp_path):
-    at = copied(folders, tmp_path, kind, case.weights)
-    with pytest.raises(DuelError) as error:
-        case.provoke(at)
-    message = str(error.value)
-    assert said(message, case.words), message
+def test_what_the_user_sees(name, kind, folders, tmp_path):
+    named, provoke, _, early = CASES[name]
+    at = copied(folders, tmp_path, kind, not early)
+    with pytest.raises(DuelError, match=f"(?s){named}") as error:
+        provoke(at)
     assert not (at.folder / "trap").exists()
-    assert len(message.splitlines()) == 1 + ("python -c" in message)
+    assert len(str(error.value).splitlines()) == 1 + ("python -c" in str(error.value))
 
 
 # ---------------------------------------------------------------- what is no error, or depends on more
@@ -326,31 +254,10 @@ def test_a_lone_surrogate_is_named_in_every_kind_of_request(folders, tmp_path):
         (choice, [("a", " b"), ("a", " \ud83d b")]),
         (write, ["a", HALF]),
     ):
-        with pytest.raises(DuelError) as error:
+        with pytest.raises(DuelError, match="lone surrogate") as error:
             ask(lm, *requests)
-        assert said(str(error.value), HALF_WORDS), error.value
     repair = re.search(r"by (text\..*)\.$", str(error.value))[1]
     assert eval(repair, {"text": HALF}) == "a \ufffd b"
-    assert eval(repair, {"text": "a \ud83d\ude00 b"}) == "a \U0001f600 b"  # two halves
-
-
-def test_a_nul_is_a_character_like_any_other():
-    lm = DuelMDM(pretrained="demo-bd", device="cpu")
-    text = "the\0 people"
-    ids = lm.tok_encode(text)
-    assert lm.tokenizer.decode(ids) == text
-    by_hand = DuelEstimator(lm.denoiser, "greedy").log_prob([Window(tuple(lm.text.prefix), ids)])[0].log_prob
-    assert rolling(lm, text, "the") == pytest.approx([by_hand, rolling(lm, "the")[0]], abs=1e-4)
-    assert choice(lm, ("the\0", " people"))[0][0] == pytest.approx(by_hand - rolling(lm, "the\0")[0], abs=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("estimator", "value"), [("duel", math.inf), ("elbo", math.nan), ("mixture", math.inf), ("oracle", math.nan)]
-)
-def test_no_estimator_returns_nan(estimator, value, folders, tmp_path):
-    at = copied(folders, tmp_path, "backbone")
-    with pytest.raises(DuelError, match=r"toy, document 1: .* \(Window \d, .* step \d+\.\)"):
-        poisoned(at, value, estimator=estimator, block=4)
 
 
 def test_the_harness_asks_for_a_gpu_unless_told_otherwise(monkeypatch, folders, tmp_path, caplog):
@@ -363,21 +270,10 @@ def test_the_harness_asks_for_a_gpu_unless_told_otherwise(monkeypatch, folders, 
         at.load(device="cuda:1")
 
 
-def test_a_tokenizer_far_smaller_than_the_network_is_said(tmp_path, caplog):
-    known = words(tmp_path / "tokenizer", *[f"w{n}" for n in range(300)])
-    for size, warned in ((301 + 128, False), (301 + 129, True)):
-        (tmp_path / str(size)).mkdir()
-        path, _ = dit_reference.write(tmp_path / str(size), "mdlm", vocab_size=size)
-        caplog.clear()
-        with caplog.at_level("WARNING", logger="lm_eval.duel_mdm"):
-            DuelMDM(pretrained=path, tokenizer=known, device="cpu")
-        assert ("301 tokens" in caplog.text) == warned
-
-
 # ---------------------------------------------------------------- what is never done
 
 
-@pytest.mark.parametrize("kind", ["masked LM", "DiT", "backbone", "causal", "own code"])
+@pytest.mark.parametrize("kind", ["masked LM", "DiT", "own code"])
 def test_no_code_beside_a_tokenizer_is_run_unless_trusted(kind, folders, tmp_path):
     at = copied(folders, tmp_path, kind)
     trap = tmp_path / "trap"
@@ -418,19 +314,7 @@ except DuelError as error:
 """
 
 
+@pytest.mark.slow
 def test_nothing_is_asked_of_a_network():
     done = subprocess.run([sys.executable, "-c", OFFLINE], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and done.stdout.split() == ["True", "True"], done.stderr[-2000:]
-
-
-def test_the_site_hook_imports_the_standard_library_only():
-    """In an interpreter without site-packages, so that other packages' hooks are not counted."""
-    home = Path(lm_eval_duel.__file__).parent.parent
-    code = (
-        f"import sys; before = set(sys.modules); sys.path.insert(0, {str(home)!r})\n"
-        f"{(TESTS.parent / 'lm_eval_duel' / 'autoload.pth').read_text()}"
-        "new = {name for name in set(sys.modules) - before if name.split('.')[0] not in sys.stdlib_module_names}\n"
-        "print(sorted(new))"
-    )
-    done = subprocess.run([sys.executable, "-S", "-E", "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "['lm_eval_duel', 'lm_eval_duel._autoload']"

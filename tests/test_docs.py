@@ -9,14 +9,12 @@ from pathlib import Path
 import pytest
 import results
 from lm_eval._cli import HarnessCLI
-from pages import PAGES, ROOT, anchors, blocks, read, rows, section
+from pages import PAGES, ROOT, anchors, blocks, read
 
 from lm_eval_duel.cli import declared, inspect
 from lm_eval_duel.cli.main import COMMANDS
 from lm_eval_duel.cli.where import where
-from lm_eval_duel.errors import DuelError
 
-PACKAGE = ROOT / "lm_eval_duel"
 GENERATED = [("docs/model_args.md", "args"), ("docs/rules.md", "rules"), ("docs/estimators.md", "estimators")]
 RUN_ELSEWHERE = {"adding.md": "test_adding.py"}  # pages whose code is followed step by step
 TRIED = [page for page in PAGES if page.name not in RUN_ELSEWHERE]
@@ -104,16 +102,6 @@ def parse(line, monkeypatch):
             assert words[0] in OTHER_PROGRAMS
 
 
-def test_a_wrong_command_would_be_noticed(place, monkeypatch):
-    for line, message in (
-        ("lm_eval --model duel-mdm --model_args rule=gredy --tasks sotu", "Did you mean greedy"),
-        ("lm_eval --model duel-mdm --tusks sotu", "--tasks"),
-        ("lm-eval-duel report nowhere --out report", "No file or folder nowhere"),
-    ):
-        with pytest.raises(DuelError, match=message):
-            parse(line, monkeypatch)
-
-
 # ---------------------------------------------------------------- links
 
 
@@ -149,16 +137,13 @@ def test_generated_tables_are_those_of_the_declarations(page, command):
     assert read(page).partition(begin)[2].partition(end)[0] == declared.markdown(command)
 
 
-def test_the_rooms_of_the_architecture_are_the_real_ones():
-    listed = set()
-    for row in rows(section(read("docs/adding.md"), "## Rooms")):
-        for name in re.findall(r"`([\w./]+)`", row[0]):
-            path = PACKAGE / name
-            assert path.is_dir() if name.endswith("/") else path.is_file(), f"{name} is not in the package"
-            listed.add(path)
-        folder = next((path for path in listed if path.is_dir() and f"`{path.relative_to(PACKAGE)}/`" == row[0]), None)
-        for module in re.findall(r"`(\w+)`", row[1]) if folder else ():
-            assert (folder / f"{module}.py").is_file(), f"{module} is not in {folder.name}/"
-    there = {path for path in PACKAGE.iterdir() if path.name not in ("__pycache__", "py.typed", "task_configs")}
-    there -= {PACKAGE / "__init__.py", PACKAGE / "__main__.py"}
-    assert there <= listed, f"the table lacks {sorted(path.name for path in there - listed)}"
+# ---------------------------------------------------------------- the README
+
+
+def test_the_readme_is_two_screens_whose_commands_ci_runs_with_the_tools_of_the_dev_extra():
+    readme, script = read("README.md"), read(".ci/run")
+    assert len(readme.splitlines()) <= 150
+    theirs = re.findall(r"# README: begin.*?\n(.*?)\n# README: end", script, re.DOTALL)
+    assert len(theirs) == 2 and {*theirs} <= {*"".join(blocks(readme, "bash")).splitlines()}
+    dev = re.search(r"^dev = \[(.*)\]", read("pyproject.toml"), re.MULTILINE)[1]
+    assert {*re.findall(r"\w+==[\d.]+", dev)} <= {*re.findall(r"\w+==[\d.]+", script)}

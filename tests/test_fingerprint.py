@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import logging
 import re
 import shutil
 import sys
@@ -13,23 +12,16 @@ import pytest
 import tiny
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, normalizers
 from toys import Toy
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
-from lm_eval_duel import arguments, denoisers, fingerprint, rules, tasks
-from lm_eval_duel.core.windows import Window
-from lm_eval_duel.denoisers.wrappers.guidance import Guided
-from lm_eval_duel.denoisers.wrappers.warpers import Warped
-from lm_eval_duel.errors import DuelError
+from lm_eval_duel import arguments, denoisers, fingerprint, rules
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.duel import DuelEstimator
-from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.options import MODEL_ARGUMENTS
 from lm_eval_duel.rules import RULES
-from lm_eval_duel.tasks import tokenized_text
-from lm_eval_duel.text.generation import Settings
 
 # ---------------------------------------------------------------- model args
 
@@ -241,52 +233,6 @@ def test_the_noise_levels_of_sedd_are_two_laws(tmp_path):
     assert fingerprint.digest(said[0]) != fingerprint.digest(said[1])
 
 
-# ---------------------------------------------------------------- digits
-
-
-def test_numbers_keep_every_digit():
-    assert [fingerprint.number(value) for value in (1, 1.0, 0.7, 2.5e-7)] == ["1", "1", "0.7", "2.5e-07"]
-    near = [0.7, 0.7000001, 0.70000000000000007, 1 / 3]
-    assert [float(fingerprint.number(value)) for value in near] == near
-    import numpy as np
-
-    assert float(fingerprint.number(np.float32(0.9))) == float(np.float32(0.9))
-
-
-@pytest.mark.parametrize("make", [lambda x: Warped(Toy(), x), lambda x: Warped(Toy(), None, None, x)])
-def test_two_distributions_have_two_descriptions(make):
-    assert make(0.9).describe() != make(0.9 + 1e-9).describe()
-    assert Settings(temperature=0.9).description != Settings(temperature=0.9 + 1e-9).description
-    assert Guided(Toy(), 0.5).describe() != Guided(Toy(), 0.5 + 1e-9).describe()
-
-
-def test_a_rule_has_one_text_whatever_its_numbers_were_given_as():
-    import numpy as np
-
-    for kind in (int, float, np.float32, np.float64):
-        rule = RULES["threshold"](kind(1))
-        assert str(rule) == "threshold:mu=1.0" and rules.parse(str(rule)) == RULES["threshold"](1.0)
-        counted = RULES["greedy"](kind(2))
-        assert str(counted) == "greedy:k=2" and rules.parse(str(counted)).k == 2
-
-
-def test_every_digit_of_a_rule_survives_its_text():
-    for value in (0.1 + 0.2, 1 / 3, 5e-324, 0.9000000000000001):
-        for rule in (RULES["threshold"](value), RULES["klass"](value, value), RULES["entropy_bound"](value)):
-            assert rules.parse(str(rule)) == rule
-
-
-def test_counts_are_whole():
-    for wrong in (lambda: RULES["greedy"](1.5), lambda: RULES["klass"](0.9, 0.1, 1.5)):
-        with pytest.raises(DuelError, match=r"at least 1; got '1\.5'"):
-            wrong()
-
-
-def test_a_whole_eps_is_the_same_number():
-    specs = [Elbo(Toy(), samples=8, form="ratio", eps=eps).describe() for eps in (0, 0.0)]
-    assert fingerprint.digest(specs[0]) == fingerprint.digest(specs[1])
-
-
 # ---------------------------------------------------------------- tokenizers
 
 
@@ -346,107 +292,6 @@ def test_flags_of_added_tokens():
     assert len(found) == 6
 
 
-def test_a_prefix_space():
-    def byte_level(add):
-        words = Tokenizer(models.WordLevel({"a": 0, "Ġa": 1, "?": 2}, unk_token="?"))
-        words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add)
-        return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?", add_prefix_space=add)
-
-    assert byte_level(True)("a")["input_ids"] != byte_level(False)("a")["input_ids"]
-    assert fingerprint.of_tokenizer(byte_level(True)) != fingerprint.of_tokenizer(byte_level(False))
-
-
-def ctrl(folder, merges="a b</w>", **config):
-    """A tokenizer that transformers has in Python alone."""
-    folder.mkdir()
-    vocabulary = {"<unk>": 0, "a</w>": 1, "b</w>": 2, "a": 3, "b": 4, "ab</w>": 5, "a@@": 6, "b@@": 7}
-    (folder / "vocab.json").write_text(json.dumps(vocabulary))
-    (folder / "merges.txt").write_text(f"#version: 0.2\n{merges}\n")
-    (folder / "config.json").write_text(json.dumps({"model_type": "ctrl"}))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "CTRLTokenizer", **config}))
-    return AutoTokenizer.from_pretrained(folder)
-
-
-def test_tokenizers_in_python_are_hashed_by_their_files(tmp_path):
-    one, again = ctrl(tmp_path / "one"), ctrl(tmp_path / "again", model_max_length=9)
-    other, split = ctrl(tmp_path / "other", "b a</w>"), ctrl(tmp_path / "split", split_special_tokens=True)
-    assert one.get_vocab() == other.get_vocab()
-    printed = [fingerprint.of_tokenizer(each) for each in (one, again, other, split)]
-    assert printed[0] == printed[1] and len(set(printed)) == 3
-
-
-OWN_TOKENIZER = """
-from transformers import PreTrainedTokenizer
-from .words import WORDS
-
-class Letters(PreTrainedTokenizer):
-    vocab_files_names = {{}}
-
-    def __init__(self, shout=False, **options):
-        self.shout = shout
-        super().__init__(**options)
-
-    @property
-    def vocab_size(self):
-        return len(WORDS)
-
-    def get_vocab(self):
-        return dict(WORDS)
-
-    def _tokenize(self, text):
-        return list({how})
-
-    def _convert_token_to_id(self, token):
-        return WORDS.get(token, 0)
-
-    def _convert_id_to_token(self, index):
-        return list(WORDS)[index]
-"""
-
-
-def own_tokenizer(folder, how="text", words="WORDS = {'a': 0, 'b': 1}", **config):
-    folder.mkdir(parents=True)
-    (folder / "letters.py").write_text(OWN_TOKENIZER.format(how=how))
-    (folder / "words.py").write_text(words)
-    config |= {"tokenizer_class": "Letters", "auto_map": {"AutoTokenizer": ["letters.Letters", None]}}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
-
-
-def test_tokenizers_of_own_code_are_hashed_by_it(tmp_path):
-    made = {
-        "one": own_tokenizer(tmp_path / "one"),
-        "again": own_tokenizer(tmp_path / "again"),
-        "code": own_tokenizer(tmp_path / "code", how="text[::-1]"),
-        "beside": own_tokenizer(tmp_path / "beside", words="WORDS = dict(zip('ab', range(2)))  # another file"),
-        "setting": own_tokenizer(tmp_path / "setting", shout=True),
-    }
-    found = {name: fingerprint.of_tokenizer(each) for name, each in made.items()}
-    assert found["one"] == found.pop("again") and len(set(found.values())) == 4
-
-
-def test_a_wrapped_row_fits_a_tokenizer_whatever_it_truncates(tmp_path):
-    fast(tmp_path, truncation=TRUNCATED, padding=PADDED)
-    tiny.network("bert").save_pretrained(tmp_path)
-    (tmp_path / "ptb.jsonl").write_text(json.dumps({"sentence": "a b c d e f"}))
-    rows = tasks.wrapped("ptb", pretrained=str(tmp_path), data_dir=str(tmp_path), rows=1, length=8)["test"]
-    text = tasks.token_text(rows[0])
-    lm = DuelMDM(pretrained=str(tmp_path), device="cpu")
-    assert text.tokenizer[1] == lm.text.fingerprint
-    assert len(lm.text.row(text)) == 1
-
-
-def test_other_texts_are_made_otherwise(tmp_path):
-    made = []
-    for text in ("a b c", "a b d"):
-        (tmp_path / "ptb.jsonl").write_text(json.dumps({"sentence": text}))
-        (tmp_path / "bert").mkdir(exist_ok=True)
-        tiny.tokenizer().save_pretrained(tmp_path / "bert")
-        metadata = {"tokenizer": str(tmp_path / "bert"), "data_dir": str(tmp_path), "rows": 1}
-        made.append(tasks.documents("ptb", **metadata)["test"][0]["duel_made"])
-    assert made[0] != made[1] and set(made) <= tokenized_text.MADE
-
-
 # ---------------------------------------------------------------- files and commits
 
 
@@ -498,25 +343,6 @@ def test_a_hub_checkpoint_is_its_commit(hub, kind):
     assert [spec["weights"] for spec in specs] == [f"org/net at commit {commit}" for commit in COMMITS]
     old = denoisers.load("org/net", device="cpu", revision=COMMITS[0], **options)
     assert old.describe() == specs[0]
-
-
-def test_a_hub_adapter_is_its_content(hub, folders):
-    pytest.importorskip("peft")
-    found = []
-    for commit, scale in zip(COMMITS, (1.0, 2.0), strict=True):
-        place = hub("org/lora", commit)
-        place.parent.mkdir(exist_ok=True)
-        lora(place, scale)
-        found.append(denoisers.load(str(folders / "qwen3"), device="cpu", peft="org/lora").describe()["peft"])
-    local = denoisers.load(str(folders / "qwen3"), device="cpu", peft=str(folders / "lora")).describe()["peft"]
-    assert found[0] == local != found[1]
-
-
-def test_an_adapter_beside_the_weights_is_refused(folders, tmp_path):
-    shutil.copytree(folders / "bert", tmp_path / "both")
-    shutil.copy(folders / "lora" / "adapter_config.json", tmp_path / "both")
-    with pytest.raises(DuelError, match=r"both holds an adapter \(adapter_config.json\) next to its weights"):
-        denoisers.load(str(tmp_path / "both"), device="cpu")
 
 
 def test_code_that_the_networks_code_imports_is_hashed(folders, tmp_path):
@@ -572,53 +398,3 @@ def test_texts_under_a_bound_are_those_of_the_rules_code(folders):
     assert re.fullmatch("[0-9a-f]{12}", plain["rule_code"]) and plain["grid"] == "auto"
     row = DuelMDM(**arguments, rule="custom_rules:Stalls:mu=0.1", grid="row").generation_spec
     assert fingerprint.digest(plain) != fingerprint.digest(row)
-
-
-def test_texts_are_kept_under_what_ends_and_writes_them(folders):
-    lm = DuelMDM(pretrained=str(folders / "bert"), device="cpu")
-    before = fingerprint.digest(lm.generation_spec)
-    lm.tokenizer.eos_token = "the"
-    ended = fingerprint.digest(lm.generation_spec)
-    lm.tokenizer.clean_up_tokenization_spaces = not lm.tokenizer.clean_up_tokenization_spaces
-    assert len({before, ended, fingerprint.digest(lm.generation_spec)}) == 3
-
-
-# ---------------------------------------------------------------- what is said
-
-
-def test_one_token_at_every_position_is_said_to_be_left_to_right(tmp_path, caplog):
-    folder = str(tmp_path / "bert")
-    tiny.checkpoint(tmp_path / "bert", "bert")
-    with caplog.at_level(logging.WARNING, "lm_eval.duel_mdm"):
-        DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu", top_k=1)
-    assert "reveals from left to right" in caplog.text and "do_sample: false" in caplog.text
-    (drawn,) = DuelEstimator(Warped(Toy(), top_k=1), "greedy", None).sample([(1,)], 4)
-    assert drawn.reveal_steps == (0, 1, 2, 3)
-    caplog.clear()
-    with caplog.at_level(logging.WARNING, "lm_eval.duel_mdm"):
-        DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu", top_k=2)
-    assert "left to right" not in caplog.text
-
-
-@dataclasses.dataclass(frozen=True)
-class Wrong(rules.Rule):
-    """Negative control: hands over what is no tensor of the network's device."""
-
-    what: str = "plane"
-
-    def __call__(self, predictions, lanes):
-        array, decision_margin = lanes.masked.numpy(), lanes.row.double()
-        return {
-            "plane": array,
-            "pick": rules.Decision(array),
-            "decision_margin": rules.Decision(lanes.masked, decision_margin.numpy()),
-            "memory": rules.Decision(lanes.masked, decision_margin, (array,)),
-            "device": lanes.masked.to("meta"),
-        }[self.what]
-
-
-def test_a_rule_that_returns_no_tensors():
-    for what in ("plane", "pick", "decision_margin", "memory", "device"):
-        named = {"plane": "ndarray", "device": "pick .* meta"}.get(what, f"{what} .*ndarray")
-        with pytest.raises(DuelError, match=named):
-            DuelEstimator(Toy(), Wrong(what), 2).log_prob([Window((), (0, 1, 2))])

@@ -1,6 +1,5 @@
 """LM_EVAL_DUEL_PERTURB changes what it says it changes, so that a green run of that leg means something."""
 
-import ast
 import re
 
 import perturb
@@ -38,13 +37,6 @@ def test_attention_is_changed_and_still_recognised(installed):
     with steering._Listening() as heard:
         found = torch.nn.functional.scaled_dot_product_attention(q, q, q)
     assert len(heard.own) == 1 and not torch.equal(found, perturb.ATTENTION(q, q, q))
-
-
-def test_what_is_left_out_exists():
-    for name, reason in perturb.EXEMPT.items():
-        file, test = name.split("::")
-        tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
-        assert test in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)} and reason
 
 
 def test_the_leg_names_what_exists():

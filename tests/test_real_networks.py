@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness_runs import evaluate
 
 ROOT = Path(__file__).resolve().parent.parent
 MASK, SPECIAL = 4, [0, 1, 2, 3, 4]
@@ -100,45 +99,3 @@ def test_rules_sum_to_one_over_all_strings_and_the_pseudo_likelihood_does_not(ex
     assert set(sums) == set(example.RULES)
     for rule, total in sums.items():
         assert total == pytest.approx(1, abs=1e-5), rule
-
-
-def test_the_task_of_variants_end_to_end(folder, chains, log_probs, example, tmp_path):
-    """Two sites at once by the task, against the plain loop."""
-    wild, sites = chains[0], (2, 6)
-    rows = [("mutant", "mutated_sequence", "DMS_score")]
-    for pair in ("WW", "AD", "SG"):
-        residues = list(wild)
-        for site, residue in zip(sites, pair, strict=True):
-            residues[site] = residue
-        mutant = ":".join(f"{wild[site]}{site + 1}{residues[site]}" for site in sites)
-        rows.append((mutant, "".join(residues), len(rows)))
-    with (tmp_path / "assay.csv").open("w", newline="") as lines:
-        csv.writer(lines).writerows(rows)
-    model_args = f"pretrained={folder},rule=greedy,block=none"
-    found = evaluate("proteingym", model_args, metadata={"files": str(tmp_path / "assay.csv")}, bootstrap_iters=0)
-    for sample, (_, sequence, _) in zip(found["samples"]["proteingym"], rows[1:], strict=True):
-        expected = joint(log_probs, example.ids(sequence), sites) - joint(log_probs, example.ids(wild), sites)
-        assert sample["spearman"][1] == pytest.approx(expected, abs=0.05)  # the task leaves special tokens in
-
-
-def joint(log_probs, sequence, sites):
-    """log p of the ids at `sites` given all others, the most certain first."""
-    row, total = [2, *sequence, 3], 0.0
-    for site in sites:
-        row[site + 1] = MASK
-    while masked := [i for i, token in enumerate(row) if token == MASK]:
-        logs = log_probs(row)
-        i = PICKS["greedy"](masked, logs)
-        total += float(logs[i, sequence[i - 1]])
-        row[i] = sequence[i - 1]
-    return total
-
-
-def test_another_wheel_is_refused(example, tmp_path, monkeypatch):
-    def download(command, check):
-        Path(command[command.index("--dest") + 1], "antiberty-0.1.3-py3-none-any.whl").write_bytes(b"another file")
-
-    monkeypatch.setattr(subprocess, "run", download)
-    with pytest.raises(ValueError, match="sha256"):
-        example.checkpoint(tmp_path)
-    assert not (tmp_path / "tokenizer_config.json").exists()

@@ -53,17 +53,6 @@ def test_it_is_a_distribution(rule):
         assert total == pytest.approx(1, abs=1e-12), name
 
 
-def test_a_rule_that_peeks_gives_none():
-    toy = Toy()
-
-    def p(string):
-        row = [1, *string, 2]
-        peeks = lambda log_P, M: [max(M, key=lambda ell: log_P[ell, row[ell]])]  # noqa: E731
-        return math.exp(log_likelihood(row, BLOCKS["whole"], network(toy), peeks, toy.mask_id).ll)
-
-    assert abs(math.fsum(map(p, strings(3, 4))) - 1) > 0.01
-
-
 @pytest.mark.parametrize("rule", ["greedy", "threshold"])
 def test_samples_follow_it(rule):
     """Pearson's statistic of 3,000 samples; a right sampler fails for one seed in 10^4."""

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from lm_eval_duel.bench.arms import Bench, Recording
-from lm_eval_duel.bench.loops import algorithm2, loop_for
+from lm_eval_duel.bench.loops import algorithm2
 from lm_eval_duel.bench.options import parse
-from lm_eval_duel.bench.run import measure, table
+from lm_eval_duel.bench.run import measure
 from lm_eval_duel.cli.main import main
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached
-from lm_eval_duel.denoisers.random_network import SPREAD, make
+from lm_eval_duel.denoisers.random_network import make
 from lm_eval_duel.errors import DuelError, UsageError
 from lm_eval_duel.estimators.duel import DuelEstimator
 
@@ -66,9 +66,9 @@ def measured(*words):
 @pytest.mark.parametrize("kind", [*KINDS, "dual", "prefix"])
 def test_loops_agree_with_ours(kind):
     denoiser = network(kind, block=BLOCK) if kind in KINDS else Cached(network("bidirectional"), kind)
-    for rule in RULES:
-        agree(denoiser, rule, drawn())
-    for context in (1, 5, 8, 13):
+    for rule in RULES if kind in KINDS else RULES[::3]:
+        agree(denoiser, rule, drawn(2))
+    for context in (1, 13):
         agree(denoiser, "greedy:k=1", drawn(context=context))
 
 
@@ -112,44 +112,12 @@ def test_the_recording_makes_the_counted_calls_again(kind):
     assert duel.log_prob(drawn()) == first
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@torch.inference_mode()
-def test_random_networks_are_no_coin_toss(kind):
-    denoiser, same = (network(kind, "float32", vocab=500, length=64, block=16) for _ in range(2))
-    ids = torch.randint(499, (1, 64), generator=torch.Generator().manual_seed(2))
-    ids[:, 32:] = denoiser.mask_id
-    ids[:, 33::2] = 7
-
-    def logits(ids):
-        seen = torch.ones(1, 64, 64, dtype=torch.bool)
-        features = (
-            denoiser.features(ids, None)
-            if kind == "bidirectional"
-            else denoiser.stream(ids, torch.arange(64)[None], seen, None)[0]
-        )
-        return denoiser.head(features[0])[32::2]  # (masked, V)
-
-    before = logits(ids)
-    assert SPREAD / 2 < float(before.std(1).mean()) < SPREAD * 2
-    assert float((before[1:] - before[:-1]).std(1).mean()) > 0.5, "where a position stands matters"
-    ids[:, 33] = 8
-    assert float((logits(ids) - before).std(1).mean()) > 0.1, "a single token that is seen matters"
-    assert all(torch.equal(a, b) for a, b in zip(denoiser.network.parameters(), same.network.parameters(), strict=True))
-
-
 @pytest.mark.slow
 def test_the_memory_of_all_arms():
     """Measured in a process for each; the loop holds logits of whole rows, ours those of some positions."""
     figures = measure(Bench(parse([*SMALL, "--vocab", "20000", "--model_args", "block=10", "--length", "100"])))
     peaks = {arm: figures["arms"][arm]["peak_bytes"] for arm in ("loop", "ours", "forwards")}
     assert peaks["loop"] > 2 * 100 * 20000 * 4 and peaks["loop"] > 1.5 * peaks["ours"] and peaks["forwards"] >= 0
-
-
-@pytest.mark.parametrize("arm", ["loop", "ours", "forwards"])
-def test_the_memory_of_one_arm(arm, capsys):
-    """What the process that is started for it prints."""
-    main(["bench", *SMALL, "--model_args", "block=8", "--peak-of", arm])
-    assert int(capsys.readouterr().out) >= 0
 
 
 def test_the_command(capsys, tmp_path):
@@ -180,21 +148,6 @@ def test_a_two_phase_estimate_is_an_arm_of_its_own():
             parse(["--model_args", f"estimator=two_phase,{wrong}"])
 
 
-def test_llada_8b_shrunk_in_bfloat16():
-    words = ["random:llada-8b", "--layers", "2", "--model_args", "dtype=bfloat16,block=4"]
-    bench = Bench(parse([*SMALL, "--no-memory", *words]))
-    assert bench.denoiser.dtype == torch.bfloat16 and bench.denoiser.relative_positions
-    figures = measure(bench)
-    assert figures["compared"]["nfe"] == 40 and "random:llada-8b" in table(figures)
-    assert figures["compared"]["changed_picks"] > 0 or figures["compared"]["max_abs_diff_nats"] < 1
-
-
-def test_bundled_networks():
-    for name, block in (("demo-mdm", 8), ("demo-bd", 4)):
-        compared = measured(name, "--model_args", f"block={block}")["compared"]
-        assert compared["changed_picks"] == 0 and compared["max_abs_diff_nats"] < 1e-4, name
-
-
 @pytest.mark.parametrize(
     ("words", "named"),
     [
@@ -214,18 +167,3 @@ def test_what_is_refused(words, named):
     with pytest.raises(SystemExit) as error:
         main(["bench", *SMALL, *words])
     assert named in str(error.value)
-
-
-def test_networks_without_a_loop():
-    denoiser = network("bidirectional")
-
-    class Told(type(denoiser)):
-        def open(self, rows, generating=False):
-            return super().open(rows, generating)
-
-    denoiser.__class__ = Told
-    with pytest.raises(DuelError, match="does not support Told"):
-        loop_for(denoiser)
-    denoiser.attention = "causal"
-    with pytest.raises(DuelError, match="autoregressive"):
-        loop_for(denoiser)

@@ -5,7 +5,6 @@ import pytest
 from lm_eval_duel.cli import audit
 from lm_eval_duel.cli.main import main
 from lm_eval_duel.core import predictions
-from lm_eval_duel.errors import DuelError
 
 
 @pytest.fixture
@@ -36,9 +35,3 @@ def test_a_fault_is_the_exit_code(folder, texts, capsys, monkeypatch):
 def test_a_coarser_dtype_is_raised_to_float32(folder, texts):
     options = audit.parse(["--model_args", "dtype=bfloat16", "--tasks", texts])
     assert options.model["dtype"] == "float32"
-
-
-@pytest.mark.parametrize("wrong", [["--limit", "0"], ["--model_args", "rule=gredy"], ["--tasks"]])
-def test_wrong_arguments(wrong):
-    with pytest.raises(DuelError):
-        audit.parse(["--tasks", "sotu", *wrong])

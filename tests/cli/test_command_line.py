@@ -3,29 +3,23 @@
 What is measured are specs, not times: which modules a refused command has imported, its exit code, its lines on stderr.
 """
 
-import contextlib
-import dataclasses
 import errno
 import json
 import re
 import subprocess
 import sys
-import traceback
 
 import pytest
-from harness_requests import IS_0_5
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import simple_parse_args_string
 
 from lm_eval_duel import command_line
-from lm_eval_duel.bench.options import parse as parse_bench
 from lm_eval_duel.cli import main as program
 from lm_eval_duel.cli import run
-from lm_eval_duel.command_line import FLAGS, Exit, Parser, ends
-from lm_eval_duel.errors import DuelError, UsageError, unchained, usage
-from lm_eval_duel.harness import trace
+from lm_eval_duel.command_line import Exit, Parser, ends
+from lm_eval_duel.errors import DuelError, UsageError
 from lm_eval_duel.harness.lm import DuelMDM
-from lm_eval_duel.options import Options, model_of
+from lm_eval_duel.options import model_of
 from lm_eval_duel.tasks import named as tasks_named
 
 HEAVY = ("torch", "transformers", "datasets")
@@ -109,39 +103,7 @@ def test_a_typo_is_answered_before_anything_heavy_is_imported(tmp_path, subtests
     assert not list(tmp_path.iterdir())
 
 
-def test_what_fails_while_a_command_works_is_one_line_and_code_1(tmp_path, capsys):
-    with pytest.raises(Exit) as ended:
-        program.main(["inspect", str(tmp_path)])
-    said = capsys.readouterr().err
-    assert ended.value.code == 1 and len(said.splitlines()) == 1
-    assert said.startswith(f"lm-eval-duel: {tmp_path} has no config.json")
-
-
-@pytest.mark.slow
-def test_a_task_that_there_is_not():
-    done = command("run", "--tasks", "sotuu")
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("lm-eval-duel: Tasks not found: sotuu. Did you mean sotu? All: ")
-
-
 # ---------------------------------------------------------------- what tells a user about the commands
-
-
-def test_the_version_is_told_without_an_import():
-    done = command("--version")
-    assert done.returncode == 0 and done.stdout.endswith("HEAVY []\n")
-    assert re.match(
-        r"lm-eval-duel \d[\w.]* \(lm_eval \d[\w.]*, torch \d\S*, transformers \d[\w.]*, Python 3", done.stdout
-    )
-
-
-def test_the_bare_command_lists_all_commands(capsys):
-    for words in ([], ["--help"], ["-h"]):
-        with contextlib.suppress(SystemExit):
-            program.main(words)
-        out = capsys.readouterr().out
-        for name in program.COMMANDS:
-            assert len(re.findall(rf"^  {name} +\w.*$", out, re.MULTILINE)) == 1, name
 
 
 def test_help_says_what_is_printed_with_an_example(capsys):
@@ -165,39 +127,6 @@ def test_what_needs_one_process_runs_in_the_first(monkeypatch, capsys):
     assert "llada" in printed[0].out and not printed[0].err
     assert printed[1].out == ""
     assert printed[1].err == "lm-eval-duel: process 2 of 3 has nothing to do: the first does it.\n"
-
-
-def test_hyphens_are_read_as_underscores():
-    one, other = (
-        vars(parse_bench(words)) for words in (["--batch-size=3", "--no-memory"], ["--batch_size=3", "--no_memory"])
-    )
-    assert one | {"words": 0} == other | {"words": 0} and (one["batch_size"], one["no_memory"]) == ("3", True)
-
-
-def test_a_flag_of_several_commands_has_one_declaration(monkeypatch):
-    """The same values and help, whatever its default and whether it must be given."""
-    declared = {}
-
-    def collected(self, *args):
-        for name, flag in self.flags.items():
-            declared.setdefault(name, {})[self.command] = flag
-        raise UsageError("read")
-
-    monkeypatch.setattr(Parser, "parse_known_args", collected)
-    for name in program.COMMANDS:
-        if name != "run":
-            with pytest.raises(SystemExit):
-                program.main([*name.split()])
-    assert {len(commands) > 1 for commands in declared.values()} == {True, False}
-    own = {
-        "out": {"tools frequencies"},
-        "tasks": {"paper"},
-    }
-    for name, commands in declared.items():
-        if len(commands) > 1:
-            for command in commands.keys() - own.get(name, set()):
-                changed = dataclasses.replace(commands[command], default=0, unset="")
-                assert changed == dataclasses.replace(FLAGS[name], default=0, unset=""), (name, command)
 
 
 # ---------------------------------------------------------------- how a command ends
@@ -231,14 +160,6 @@ def test_what_is_no_error_of_ours_keeps_its_traceback(error, own):
         raise error
 
 
-def test_a_traceback_can_be_had(monkeypatch, capsys):
-    monkeypatch.setenv("LMEVAL_LOG_LEVEL", "debug")
-    with pytest.raises(SystemExit), ends():
-        raise DuelError("a")
-    err = capsys.readouterr().err
-    assert err.startswith("Traceback") and err.endswith("\nlm-eval-duel: a\n")
-
-
 def test_a_reader_that_left_is_no_error():
     code = (
         "import os, sys; sys.stdout = os.fdopen(os.open('/dev/full', os.O_WRONLY), 'w')\n"
@@ -247,15 +168,6 @@ def test_a_reader_that_left_is_no_error():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (141, "")
-
-
-def test_errors_while_arguments_are_read_are_of_usage():
-    for error in (DuelError("a"), FileNotFoundError(2, "No such file", "a")):
-        with pytest.raises(UsageError) as found, usage():
-            raise error
-        assert found.value.__suppress_context__ and found.value.__cause__ is None
-    with pytest.raises(UsageError):
-        Options.parse({"rule": "gredy"})
 
 
 @pytest.mark.parametrize(
@@ -276,121 +188,10 @@ def test_lm_evals_own_command_prints_one_line(command, shown, monkeypatch, capsy
         assert err == begins or (begins == "Traceback" and err.startswith(begins))
 
 
-def test_lm_eval_prints_one_traceback_and_the_message_last(tmp_path):
-    """Without ours before it: lm_eval prints the whole chain."""
-    (tmp_path / "config.json").write_text('{"model_type')
-    for given in ({"rule": "gredy"}, {"pretrained": str(tmp_path)}, {"tokenizer": str(tmp_path)}):
-        with pytest.raises(DuelError) as error:
-            DuelMDM(device="cpu", **given)
-        shown = "".join(traceback.format_exception(error.value))
-        assert shown.count("Traceback (most recent call last)") == 1
-        assert shown.splitlines()[-1].endswith(str(error.value))
-    with pytest.raises(DuelError) as error, unchained():
-        raise DuelError("a") from ValueError("b")
-    assert error.value.__cause__ is None and error.value.__suppress_context__
-
-
 # ---------------------------------------------------------------- whatever is named
 
 
-@pytest.fixture
-def places(tmp_path, monkeypatch):
-    """A folder with things that are no result, trace or checkpoint."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "folder").mkdir()
-    for name, content in (("binary", bytes(range(256))), ("empty", b""), ("null", b"null"), ("list", b"[1]")):
-        (tmp_path / name).write_bytes(content)
-    return tmp_path
-
-
-PLACES = ("", "nosuch/deep", "folder", "binary", "null", "list", "/dev/null/x", "x" * 300, "\udcff")
-NUMBERS = ("", "-1", "nan", "1e400", "9" * 5000, "\N{SUPERSCRIPT TWO}", "--")
-
-
-@pytest.mark.parametrize("place", PLACES, ids=ascii)
-def test_any_place_is_answered_in_words(place, places):
-    refused("show", place)
-    refused("report", place, "--out", "out")
-    refused("report", "binary", "--ar", place, "--out", "out")
-    if place != "folder":
-        refused("report", "null", "--traces", place, "--out", "out")
-    if place not in ("", "folder"):
-        refused("run", "--tasks", "sotu", "--include_path", place)
-    refused("run", "--tasks", "sotu", "--config", place)
-    refused("tools", "where", place)
-    refused(place)
-    assert sorted(path.name for path in places.iterdir()) == ["binary", "empty", "folder", "list", "null"]
-
-
-def test_an_output_that_cannot_be_is_refused_before_the_work(places):
-    sweep = ["sweep", "--tasks", "sotu", "--rules", "greedy", "--out"]
-    for place in ("", "binary", "binary/x", "/dev/null/x"):
-        assert "'--out' is a folder" in refused(*sweep, place)
-    for place in ("folder", "nosuch/x.json", "/dev/null/x"):
-        assert "'--json' is a file" in refused("bench", "--json", place)
-
-
-@pytest.mark.parametrize("number", NUMBERS, ids=ascii)
-def test_any_number_is_answered_in_words(number, places):
-    for name in ("layers", "hidden_size", "vocab", "length", "windows", "repeats", "batch_size") if number else ():
-        assert f"{name}" in refused("bench", f"--{name}={number}")
-    for name in ("k", "length", "limit", "samples", "elbo"):
-        if number and (name, number) != ("samples", "0"):
-            refused("sweep", "--tasks", "sotu", "--rules", "greedy", "--out", "o", f"--{name}={number}")
-    if number:
-        for name in ("rows", "length"):
-            refused("tools", "data", "check", "duel_ptb", "--metadata", f"{name}={number}")
-    refused("show", "binary", f"--doc={number}")
-
-
-def test_sizes_that_make_no_network_are_refused(capsys):
-    small = [
-        "bench",
-        "--layers",
-        "1",
-        "--hidden_size",
-        "64",
-        "--vocab",
-        "50",
-        "--length",
-        "1",
-        "--windows",
-        "1",
-        "--repeats",
-    ]
-    for name, size, message in (
-        ("vocab", "1", "'--vocab' is a number of tokens, at least 2"),
-        ("seed", str(2**63), "'--seed' is a whole number"),
-        ("layers", str(10**9), "needs at least 183,105 GiB and cpu has"),
-        ("hidden_size", "64" + "0" * 17, "needs at least .* GiB and"),
-        ("vocab", "6" * 18, "needs at least .* GiB and"),
-        ("length", "64" + "0" * 17, "Not enough memory."),
-    ):
-        with pytest.raises(SystemExit, match=message):
-            program.main([*small, "1", f"--{name}", size])
-    program.main([*small, "1", "--no_memory"])  # of one position
-    assert "1 x 1 positions" in capsys.readouterr().out
-
-
-VALUES = [
-    "1",
-    "-1",
-    "+3",
-    "1.5",
-    "1e3",
-    "inf",
-    "True",
-    "none",
-    "'12'",
-    '"a"',
-    "a",
-    "",
-    "1_000",
-    "++3",
-    "½",
-    "a b",
-    " 5 ",
-]
+VALUES = ("1", "-1", "+3", "1.5", "1e3", "inf", "True", "none", "'12'", "a", "", "1_000", "++3", "½", "a b", " 5 ")
 
 
 MODEL = ("NAME", "model_args", "device", "batch_size")
@@ -400,22 +201,6 @@ def test_key_values_are_those_of_lm_eval():
     for value in VALUES:
         text = f"a={value},b=x=y,,c={value}"
         assert repr(command_line.key_values(text)) == repr(simple_parse_args_string(text)), value
-
-
-@pytest.mark.parametrize(
-    ("text", "given"),
-    [
-        ("k=2,rule=greedy", {"k": 2, "rule": "greedy"}),
-        (' {"k": 2}', {"k": 2}),
-        ("demo-bd", {"pretrained": "demo-bd"}),
-        ("demo-bd,k=2", {"pretrained": "demo-bd", "k": 2}),
-        ("", {}),
-    ],
-)
-def test_model_args_or_json(text, given):
-    assert FLAGS["model_args"].read("--model_args", text) == given
-    with pytest.raises(DuelError, match="'--metadata' is"):
-        FLAGS["metadata"].read("--metadata", '{"k"')
 
 
 @pytest.mark.parametrize(
@@ -432,42 +217,6 @@ def test_the_model_is_named_alike_in_every_command(words):
     flags = Parser("x", "", "", "", *MODEL).parse_args(words)
     assert model_of(flags) == {"pretrained": "demo-bd", "block": 4, "device": None, "batch_size": "auto"}
     assert json.loads(run._named(words)[1]) == flags.model_args == {"pretrained": "demo-bd", "block": 4}
-
-
-@pytest.mark.parametrize("words", [["demo-bd", "--model_args", "demo-mdm"], ["--model_args", "device=cpu"]], ids=str)
-def test_what_is_given_twice(words):
-    with pytest.raises(UsageError):
-        model_of(Parser("x", "", "", "", *MODEL).parse_args(words))
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *[(name, None) for name in ("ids", "reveal_steps", "values")],
-        *[(name, "x") for name in ("task", "doc", "ids", "token_logprobs", "margin", "values")],
-        *[("task", []), ("doc", {}), ("ids", [None]), ("reveal_steps", [1]), ("values", {"duel": "x"})],
-    ],
-    ids=str,
-)
-def test_a_damaged_trace_is_answered_in_words(name, value, tmp_path, capsys):
-    header = {"duel_trace": trace.FORMAT, "fingerprint": "f", "spec": {}, "tokenizer": "demo-mdm"}
-    window = {"task": "toy", "doc": 0, "request": 0, "window": 0, "context": 0, "ids": [5, 7], "starts": [0]}
-    window |= {"reveal_steps": [0, 1], "token_logprobs": [-1.0, -2.0], "confidence": [], "margin": [], "entropy": []}
-    window |= {"nfe": 2, "near_ties": 0, "log_prob": -3.0, "values": {"duel": -3.0}}
-
-    def shown(window):
-        path = tmp_path / "t.jsonl"
-        path.write_text("".join(f"{json.dumps(line)}\n" for line in (header, window)))
-        program.main(["show", str(path)])
-
-    shown(window)
-    assert "document 0 of toy, window 0: 2 tokens" in capsys.readouterr().out
-    del window[name]
-    if name == "task" and value == "x":
-        value = 5
-    with pytest.raises(Exit) as ended:
-        shown(window if value is None else window | {name: value})
-    assert ended.value.code == 1 and ("is not a window of a trace" in str(ended.value) or "has no" in str(ended.value))
 
 
 # ---------------------------------------------------------------- run
@@ -502,29 +251,23 @@ def test_what_a_config_file_says_is_kept(tmp_path, monkeypatch):
         assert arguments(tmp_path, words, config).include_path == paths
 
 
-CHECKS_SEEDS = pytest.mark.skipif(IS_0_5, reason="lm-eval 0.5.0.dev1 does not check seeds")
-
-
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("config", "named"),
     [
-        ({"modle": "x"}, "Unknown key of --config .*'modle'. Did you mean model?"),
-        ({"tasks": 5}, "'tasks' must be a string or a list of strings; got 5."),
-        ({"tasks": [5]}, "'tasks' must be a string or a list of strings; got [5]."),
-        ({"tasks": "sotu", "model": ["x"]}, "'model' must be a string; got ['x']."),
-        ({"tasks": "sotu", "model_args": ["x"]}, "'model_args' must be a mapping or key=value,...; got ['x']."),
+        ({"modle": "x"}, "'modle'. Did you mean model?"),
+        ({"tasks": 5}, "'tasks'"),
+        ({"tasks": "sotu", "model": ["x"]}, "'model'"),
+        ({"tasks": "sotu", "model_args": ["x"]}, "'model_args'"),
         ({"tasks": "sotu", "model_args": {"rule": "gredy"}}, "Did you mean greedy?"),
         ({"tasks": "sotu", "model_args": "rule=gredy"}, "Did you mean greedy?"),
-        pytest.param({"tasks": "sotu", "seed": "x"}, "seed values must be integers", marks=CHECKS_SEEDS),
-        ([1], "YAML root must be a mapping"),
+        ([1], "mapping"),
     ],
     ids=str,
 )
-def test_a_wrong_config_file_is_answered_in_words(config, message, tmp_path, monkeypatch):
+def test_a_wrong_config_file_is_named(config, named, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", [])
     (tmp_path / "c.yaml").write_text(json.dumps(config))
-    said = refused("run", "--config", str(tmp_path / "c.yaml"))
-    assert all(part in said for part in message.split(".*"))
+    assert named in refused("run", "--config", str(tmp_path / "c.yaml"))
 
 
 def test_task_files_of_lm_eval_are_read_only_if_they_may_be_named(tmp_path):

@@ -10,7 +10,6 @@ from harness_runs import TORCHRUN, launch
 
 from lm_eval_duel import Duel
 from lm_eval_duel.cli import score
-from lm_eval_duel.errors import UsageError
 from lm_eval_duel.estimators import registry
 
 TEXTS = ["a b c d e", "the of and a b c d e a b c d e the of and", "a"]
@@ -100,25 +99,6 @@ def test_names_in_csv_are_no_formulas(folder, tmp_path, monkeypatch, capsys):
     assert float(lines[0]["log_prob"]) < 0  # a negative number stays one
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["texts", "--model_args", "rule=greddy"], "Did you mean greedy"),
-        (["texts", "--limit", "0"], "at least 1"),
-        (["texts", "--json", "none/out.json"], "'--json' is a file"),
-        (["texts", "--feild", "x"], "Did you mean"),
-    ],
-)
-def test_wrong_arguments_fail_before_anything_is_loaded(arguments, message):
-    with pytest.raises(UsageError, match=message):
-        score.parse(arguments)
-
-
-def test_a_missing_file_fails_before_the_model_is_loaded(tmp_path):
-    with pytest.raises(UsageError, match="matches no file"):
-        score.main([str(tmp_path / "none.txt"), "--model_args", "pretrained=/no/such/model"])
-
-
 @pytest.mark.slow
 def test_two_processes_score_what_one_scores(folder, texts, tmp_path, capsys):
     model = f"pretrained={folder},rule=margin,block=4,dtype=float64"
@@ -132,14 +112,6 @@ def test_two_processes_score_what_one_scores(folder, texts, tmp_path, capsys):
             name: pytest.approx(value, abs=1e-9) if isinstance(value, float) else value for name, value in first.items()
         }
     assert one["spec"] == two["spec"]
-
-
-def test_processes_without_a_document_or_with_one_standard_input(texts, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(UsageError, match="The input has 1 document here and this run has 4 processes"):
-        score.main([texts, "--limit", "1", "--model_args", "pretrained=not/read"])
-    with pytest.raises(UsageError, match=r"Standard input \(-\) cannot be read by several processes; name a file"):
-        score.parse(["-"])
 
 
 def test_several_models_end_with_the_paired_differences(folder, texts, tmp_path, capsys):
@@ -158,8 +130,3 @@ def test_several_models_end_with_the_paired_differences(folder, texts, tmp_path,
     assert other["difference"]["names"] == ["greedy", "margin"]
     assert "greedy - margin" in printed and "no verdict from 3 documents" in printed
     assert {line["model"] for line in csv.DictReader((tmp_path / "out.csv").open())} == {str(folder)}
-
-
-def test_a_wrong_model_of_compare_is_named_before_anything_is_loaded(texts):
-    with pytest.raises(UsageError, match="margni"):
-        score.parse([texts, "--model_args", "rule=greedy", "--compare", "rule=margni"])

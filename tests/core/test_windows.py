@@ -1,7 +1,6 @@
 """Windows and lanes: every token in one target, blocks, groups, padding."""
 
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,16 +12,6 @@ from lm_eval_duel.core.lanes import Lanes, Rows, blocks, groups
 from lm_eval_duel.core.windows import Window, conditional, framed, independent, rolling
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import DuelEstimator
-
-
-@pytest.mark.parametrize("framing", [((), ()), ((90,), (91,)), ((90,), ())])
-def test_independent_windows_hold_every_token_once(framing):
-    room = 5 - len(framing[0]) - len(framing[1])
-    for count in (0, 1, 3, 4, 5, 8, 9, 30):
-        windows = independent(range(count), 5, *framing)
-        assert [token for window in windows for token in window.target] == list(range(count))
-        assert all(window.length <= 5 and (window.context, window.suffix) == framing for window in windows)
-        assert len(windows) == -(-count // room)
 
 
 def test_conventions_of_framing():
@@ -129,13 +118,3 @@ def test_rolling_windows_are_those_of_lm_eval():
         windows = rolling(ids, 99, capacity, (98,))
         assert windows == [Window(context, target, (98,)) for context, target in theirs]
         assert [token for window in windows for token in window.target] == ids
-
-
-def test_the_picture_of_rolling_windows():
-    windows = [("".join(window.context), "".join(window.target)) for window in map(letters, rolling(range(8), 25, 3))]
-    assert windows == [("z", "abc"), ("c", "def"), ("ef", "gh")]
-
-
-def letters(window):
-    parts = {name: [chr(97 + token) for token in getattr(window, name)] for name in ("context", "target")}
-    return SimpleNamespace(**parts)

@@ -1,8 +1,5 @@
 """The counts of a plan are those of a real run: rule steps, and the rows and positions that network calls evaluate."""
 
-import dataclasses
-from typing import ClassVar
-
 import pytest
 import torch
 from decoder_reference import CASES, write
@@ -17,7 +14,7 @@ from lm_eval_duel.estimators import cost
 from lm_eval_duel.estimators.duel import Autoregressive, DuelEstimator
 from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.estimators.subsets.lattice import Lattice
-from lm_eval_duel.rules import Decision, Rule, parse
+from lm_eval_duel.rules import parse
 
 SIZES = {"layers": 1, "width": 64, "vocab": 60, "length": 24, "block": 8}
 RULES = (
@@ -160,30 +157,10 @@ def test_schedules_and_sub_blocks_that_begin_inside_the_context(networks, rule):
     assert planned(lambda w: cost.exact(setting, w), windows()) == counted(denoiser, duel, windows())
 
 
-def test_a_rule_that_may_wait_has_no_bound(networks):
-    waiting = cost.Setting(networks["bidirectional"], Waiting(), 8, "target")
-    rows, _, nfe = counted(networks["bidirectional"], DuelEstimator(networks["bidirectional"], Waiting(), 8), windows())
-    assumed = planned(lambda w: cost.exact(waiting, w), windows())
-    assert not waiting.is_exact and not waiting.is_bound and rows > assumed[0] and nfe > assumed[2]
-
-
 def test_a_chain_of_blocks_takes_its_calls_one_after_the_other(networks):
     rule = parse("klass:mu=0.9:nu=0.1:kl=authors:across=true")
     chain = cost.exact(cost.Setting(networks["bidirectional"], rule, 8, "target"), cost.Layout(2, 20, 22))
     assert (chain.nfe, chain.longest) == (20, 20)
-
-
-@dataclasses.dataclass(frozen=True)
-class Waiting(Rule):
-    """Reveals one position at every second step."""
-
-    name: ClassVar[str] = "waiting"
-    reads_step: ClassVar[bool] = True
-    may_pick_none: ClassVar[bool] = True
-
-    def __call__(self, predictions, lanes):
-        first = lanes.masked & (lanes.masked.cumsum(1) == 1)
-        return Decision(first & (lanes.step % 2 == 1)[:, None])
 
 
 def test_two_phase_is_all_of_dual_and_a_share_of_exact(networks):

@@ -8,7 +8,6 @@ from attends import Attends
 from laws import RULES
 from toys import BlockCausal, Causal, CausalPrefix, Rotary, RotaryBlocks, Toy
 
-from lm_eval_duel import rules
 from lm_eval_duel.core import block_causal, predictions
 from lm_eval_duel.core import view as views
 from lm_eval_duel.core.scores import WindowScore
@@ -124,20 +123,6 @@ class OwnWay(Toy):
 
     def open(self, rows, generating=False):
         return super().open(rows, generating)
-
-
-@dataclasses.dataclass(frozen=True)
-class ReadsFeatures(rules.Rule):
-    """Reveals first where the first feature is largest."""
-
-    def __call__(self, predictions, lanes):
-        first = predictions.apply(lambda features: features[:, 0]).masked_fill(~lanes.masked, -torch.inf)
-        return torch.zeros_like(lanes.masked).scatter(1, first.argmax(1)[:, None], True)
-
-
-def test_a_rule_that_reads_features_runs_alone():
-    [each] = checked(Duel(Toy(), ReadsFeatures(), 2), WINDOWS[:1])
-    assert (each.route, each.changed_picks) == (ALONE, 0)
 
 
 def test_an_autoregressive_network_takes_one_forward(monkeypatch):

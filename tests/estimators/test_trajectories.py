@@ -57,15 +57,6 @@ def test_the_joint_of_text_and_order_sums_to_the_probability_of_the_text(setting
     assert sum(joint > -math.inf for joint in joints) > 1
 
 
-def test_blocks_that_are_too_large_for_the_sum_over_orders():
-    denoiser = Toy(length=16)
-    sampler = DrawnSampler(StepCounts(1), None, True, 1.0)
-    duel = Duel(denoiser, "greedy", block=None)
-    [decoded] = duel.sample([()], length=14, do_sample=False)  # each kept draw is the most probable of all
-    [each] = follow(duel.estimator, [Window((), decoded.tokens)], [decoded.reveal_steps], sampler)
-    assert -math.inf < each.log_joint < each.log_prob
-
-
 @pytest.mark.parametrize("kind", [Toy, BlockCausal])
 @pytest.mark.parametrize("rule", ["greedy", "margin:k=2", "threshold:mu=0.5", "klass:mu=0.6:nu=0.5"])
 def test_own_samples_follow_the_rule(kind, rule):
@@ -127,11 +118,8 @@ def test_the_command(tmp_path, capsys):
     duel = Duel.from_pretrained("demo-bd", rule="greedy")
     [sample] = duel.sample([(300, 301)], length=8, seed=2)
     ours = {"context": [300, 301], "target": sample.tokens, "reveal_steps": sample.reveal_steps}
-    server = {
-        "input_ids": [300, 301],
-        "output_ids": sample.tokens,
-        "meta_info": {"step_maps": [step + 1 for step in sample.reveal_steps]},
-    }
+    steps = {"step_maps": [step + 1 for step in sample.reveal_steps]}
+    server = {"input_ids": [300, 301], "output_ids": sample.tokens, "meta_info": steps}
     file, out = tmp_path / "rollouts.jsonl", tmp_path / "out.json"
     file.write_text("\n".join(map(json.dumps, (ours, server))) + "\n")
     main(["replay", str(file), "--model_args", "pretrained=demo-bd,rule=greedy", "--json", str(out)])
@@ -142,11 +130,6 @@ def test_the_command(tmp_path, capsys):
     main(["replay", str(file), "--model_args", model, "--json", str(out)])
     joint = json.loads(out.read_text())[0]
     assert joint["log_joint"] < joint["log_prob"]
-    main(["replay", str(file), "--model_args", "pretrained=demo-mdm,estimator=sampled_confidence,n=1,block=32"])
-    main(["replay", str(file), "--model_args", "pretrained=demo-bd,preset=sdar-static"])
-    file.write_text("\n")
-    with pytest.raises(SystemExit):
-        main(["replay", str(file)])
     file.write_text("{}\n")
     with pytest.raises(DuelError, match="line 1: "):
         list(read(file))

@@ -5,28 +5,20 @@ import math
 from pathlib import Path
 
 import pytest
-import tiny
 from close import close_nats
+from harness_requests import ask
 from lm_eval import simple_evaluate
 from lm_eval.api.model import CachingLM
 from lm_eval.tasks import TaskManager
 
-from lm_eval_duel import rules, tasks
-from lm_eval_duel.errors import DuelError
+from lm_eval_duel import tasks
 from lm_eval_duel.harness import trace
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.harness.trace import IMPOSSIBLE
-from lm_eval_duel.harness.versions import request as make_request
-from lm_eval_duel.tasks import metrics
 
 TEXTS = ["a b c", "d e", "a b c", "f g h i j"]
 ALPHABET = " ".join("abcdefghijklmnopqrstuvwxyz")
 SHIPPED = Path(tasks.task_folder()) / "sotu" / "_perplexity.yaml"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny.checkpoint(tmp_path_factory.mktemp("bert"), "bert", length=16)
 
 
 @pytest.fixture
@@ -38,9 +30,8 @@ def cached(model, folder, rank=0):
     return CachingLM(model, str(folder / f"c_rank{rank}.db"))
 
 
-def rolling(*texts, task="toy", kind="loglikelihood_rolling", doc=None):
-    arguments = [text if isinstance(text, tuple) else (text,) for text in texts]
-    return [make_request(kind, doc or {}, args, task, n, 1) for n, args in enumerate(arguments)]
+def rolling(*texts, kind="loglikelihood_rolling", **more):
+    return ask(kind, *[text if isinstance(text, tuple) else (text,) for text in texts], **more)
 
 
 def told(model):
@@ -75,14 +66,6 @@ def test_documents_of_equal_text_are_counted_each(model, tmp_path, before):
     assert (task["documents"], task["requests"], task["tokens"]) == (2, 2, 5)
 
 
-def test_no_task_of_another_run_is_listed(model, tmp_path):
-    cached(model(), tmp_path).loglikelihood_rolling(rolling(*TEXTS, task="first"))
-    again = cached(model(), tmp_path)
-    again.loglikelihood_rolling(rolling(*reversed(TEXTS), task="second"))
-    assert list(told(again)["tasks"]) == ["second"] and again.lm.estimator.counts.windows == 0
-    assert told(again)["tasks"]["second"]["documents"] == told(again)["answers_from_cache"] == 4
-
-
 def test_cut_contexts_and_merged_borders_are_those_of_this_run(model, tmp_path):
     asked = rolling((ALPHABET, " a b"), (ALPHABET, " c"), ("a", "b"), ("a", " b"), kind="loglikelihood")
     whole = model()
@@ -94,79 +77,6 @@ def test_cut_contexts_and_merged_borders_are_those_of_this_run(model, tmp_path):
         assert again.loglikelihood(asking) == values[len(asked) - len(asking) :]
         assert again.lm.estimator.counts.windows == 0
         assert told(again)["cut_contexts"] == 1 + (asking is asked) and told(again)["merged_borders"] == 1
-
-
-@pytest.mark.parametrize("settings", [{}, {"do_sample": True, "temperature": 0.5}], ids=["decoded", "sampled"])
-def test_generated_texts_of_a_cache_say_how(model, tmp_path, settings):
-    asked = rolling((ALPHABET, {"until": [], "max_gen_toks": 4, **settings}), kind="generate_until")
-    first = cached(model(), tmp_path)
-    texts = first.generate_until(asked)
-    again = cached(model(), tmp_path)
-    assert again.generate_until(asked) == texts and again.lm.estimator.counts.forwards == 0
-    for name in ("generated", "cut_contexts"):
-        assert told(again)[name] == told(first)[name]
-    assert len(told(first)["generated"]) == told(first)["cut_contexts"] == told(again)["answers_from_cache"] == 1
-
-
-def test_an_answer_of_a_cache_is_checked_like_any_other(model, tmp_path):
-    """A task that divides by the tokens of another tokenizer is refused, whoever computed the answer."""
-    cached(model(), tmp_path).loglikelihood_rolling(rolling("a b c"))
-    wrong = rolling("a b c", doc={"text": "a b c", "duel_tokens": 4})
-    with pytest.raises(DuelError, match="counted 4 tokens but this model's tokenizer has 3"):
-        cached(model(), tmp_path).loglikelihood_rolling(wrong)
-
-
-def test_only_requests_through_a_cache_use_it(model, tmp_path):
-    lm = model()
-    cached(lm, tmp_path).loglikelihood_rolling(rolling("a b c"))
-    for count in (1, 2):
-        lm.loglikelihood_rolling(rolling(*["a b c", "x y"][:count]))
-    assert "answers_from_cache" not in told(lm) and lm.estimator.counts.windows == 4
-    again = cached(model(), tmp_path)
-    again.loglikelihood_rolling(rolling("a b c", "x y"))
-    assert told(again)["answers_from_cache"] == 1
-
-
-# ---------------------------------------------------------------- lattices
-
-
-def test_a_lattice_that_follows_other_rules_is_refused(model, tmp_path):
-    mixture = {"estimator": "mixture", "lattice_rules": "greedy"}
-    first = cached(model(**mixture), tmp_path)
-    first.loglikelihood_rolling(rolling(*TEXTS[:2]))
-    with pytest.raises(DuelError, match=r"lattice_rules: this run greedy:k=1\+margin:k=1, the other greedy:k=1"):
-        cached(model(**{**mixture, "lattice_rules": "greedy+margin"}), tmp_path)
-    again = cached(model(**mixture), tmp_path)
-    again.loglikelihood_rolling(rolling(*TEXTS))
-    whole = model(**mixture)
-    whole.loglikelihood_rolling(rolling(*TEXTS))
-    assert same(told(again)["tasks"]["toy"], told(whole)["tasks"]["toy"])
-
-
-OWN = """
-import dataclasses
-from lm_eval_duel import rules
-@dataclasses.dataclass(frozen=True)
-class Own(rules.Greedy):
-    k: int = {k}
-"""
-
-
-def test_own_rules_are_compared_by_their_code(model, tmp_path, monkeypatch):
-    (tmp_path / "own_state_rule.py").write_text(OWN.format(k=1))
-    monkeypatch.syspath_prepend(tmp_path)
-    spec = {"estimator": "oracle", "lattice_rules": "own_state_rule:Own"}
-    first = model(**spec, trace=str(tmp_path / "t.jsonl"))
-    cached(first, tmp_path).loglikelihood_rolling(rolling("a b c"))
-    generating = first.generation_spec, model(estimator="oracle", rule="own_state_rule:Own").generation_spec
-    assert "rule_code" not in generating[0] and "rule_code" in generating[1]  # the rule that texts are written by
-    with (tmp_path / "own_state_rule.py").open("a") as file:
-        file.write("# changed\n")
-    with pytest.raises(DuelError, match="lattice_rule_code: this run "):
-        cached(model(**spec), tmp_path)
-    with pytest.raises(DuelError, match=r"t.jsonl was written under another spec \(lattice_rule_code"):
-        model(**spec, trace=str(tmp_path / "t.jsonl"))
-    assert rules.parse("own_state_rule:Own").state_only
 
 
 # ---------------------------------------------------------------- damaged records
@@ -224,22 +134,6 @@ def test_windows_of_every_estimator_are_read_again(model, tmp_path, estimator):
     assert list(unfinished.resume(windows)) == list(range(1, len(windows)))
 
 
-def test_a_header_that_is_no_law_is_named(model, tmp_path):
-    first = cached(model(), tmp_path)
-    first.loglikelihood_rolling(rolling("a"))
-    first.dbdict.keep("lm_eval_duel spec", 5.0)
-    with pytest.raises(DuelError, match="holds answers of another model"):
-        cached(model(), tmp_path)
-
-
-@pytest.mark.parametrize("place", ["folder", "file/c"])
-def test_a_cache_that_cannot_be_made_is_named(model, tmp_path, place):
-    (tmp_path / "folder_rank0.db").mkdir()
-    (tmp_path / "file").write_text("")
-    with pytest.raises(DuelError, match=r"The --use_cache file .*_rank0.db cannot be made: .*Name a path in a folder"):
-        CachingLM(model(), str(tmp_path / f"{place}_rank0.db"))
-
-
 # ---------------------------------------------------------------- evaluations of one model, and a user's own data
 
 
@@ -282,15 +176,6 @@ def test_a_users_own_data_need_no_token_counts(model, tmp_path, column):
             assert table[f"{metric},none"] == pytest.approx(math.exp(-nats / words))
 
 
-def test_units_that_no_one_counted(caplog):
-    metrics._warn_uncounted.cache_clear()
-    found = tasks.perplexity({"text": "a b", "words": ["of", "theirs"]}, [-1.0])
-    assert found == {"word_perplexity": (-1.0, 2), "byte_perplexity": (-1.0, 3), "bits_per_byte": (-1.0, 3)}
-    assert "there is no token_perplexity" in caplog.text
-    with pytest.raises(DuelError, match="no column 'text', in which words and bytes are counted; it has content, n"):
-        tasks.perplexity({"content": "a b", "n": 3}, [-1.0])
-
-
 # ---------------------------------------------------------------- numbers that JSON does not have
 
 
@@ -312,40 +197,3 @@ def test_minus_infinity_is_null_with_a_reason(model, tmp_path, spec):
         assert record["log_prob"] == value == next(iter(record["values"].values()))
         order = record if not spec else record["rules"]["greedy:k=1"]
         assert math.fsum(order["token_logprobs"]) == -math.inf and None not in order["confidence"]
-
-
-# ---------------------------------------------------------------- traces in impossible places
-
-
-def test_a_trace_makes_one_folder_at_most(model, tmp_path):
-    far = tmp_path / "no" / "such"
-    with pytest.raises(DuelError, match=rf"The trace {far}/t.jsonl cannot be written: .*{far}"):
-        DuelMDM(pretrained="/no/such/folder", trace=str(far / "t.jsonl"))  # before the checkpoint is read
-    assert not (tmp_path / "no").exists()
-    model(trace=str(tmp_path / "new" / "t.jsonl"))
-    assert trace.spec(tmp_path / "new" / "t.jsonl")
-
-
-def test_a_trace_is_a_file_of_its_own(tmp_path):
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "binary").write_bytes(b"\x89PNG\r\n\x1a\n\xff\xfe" * 9)
-    for name, message in (
-        ("folder", r"The trace .*folder cannot be written: .*Name a file"),
-        ("binary", r"binary is not a trace: its first line has no spec"),
-        ("binary/t.jsonl", r"The trace .*binary/t.jsonl cannot be written: "),
-    ):
-        with pytest.raises(DuelError, match=message):
-            DuelMDM(pretrained="/no/such/folder", trace=str(tmp_path / name))
-    with pytest.raises(DuelError, match=r"The trace /proc/no/t.jsonl cannot be written"):
-        trace.Writer("/proc/no/t.jsonl")
-    assert (tmp_path / "binary").read_bytes()[:4] == b"\x89PNG"
-
-
-@pytest.mark.parametrize("line", [b"5\n", b'{"task": "\xff"}\n', b"{\n"])
-def test_a_damaged_line_of_a_trace_is_named(tmp_path, line):
-    path = tmp_path / "t.jsonl"
-    trace.Writer(path).begin({"fingerprint": "abc"})
-    with path.open("ab") as file:
-        file.write(line)
-    with pytest.raises(DuelError, match="line 2 is not a window of a trace"):
-        trace.read(path)

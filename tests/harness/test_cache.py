@@ -1,14 +1,14 @@
 """The harness's --use_cache files: of one spec, of any number of ranks, safe to read, and never in the way of a run."""
 
 import itertools
+import math
 import os
 import pickle
 import re
 import sqlite3
 
 import pytest
-import tiny
-from close import close_nats
+from harness_requests import ask
 from lm_eval.api.model import CachingLM, hash_args
 from lm_eval.models.dummy import DummyLM
 from sqlitedict import SqliteDict
@@ -16,14 +16,8 @@ from sqlitedict import SqliteDict
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.harness import trace
 from lm_eval_duel.harness.lm import DuelMDM
-from lm_eval_duel.harness.versions import request as make_request
 
 TEXTS = [("a b c",), ("d e",), ("f g h i",), ("a",)]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny.checkpoint(tmp_path_factory.mktemp("bert"), "bert", length=16)
 
 
 @pytest.fixture
@@ -33,7 +27,7 @@ def model(folder):
 
 
 def requests(texts=TEXTS, kind="loglikelihood_rolling"):
-    return [make_request(kind, {}, args, "toy", n, 1) for n, args in enumerate(texts)]
+    return ask(kind, *texts)
 
 
 def cached(model, folder, rank=0):
@@ -72,14 +66,6 @@ def test_a_file_of_another_law_is_refused_in_words(model, tmp_path):
         cached(other, tmp_path, rank=3)
 
 
-def test_a_file_of_another_model_is_refused(model, tmp_path):
-    first = cached(model(), tmp_path)
-    first.loglikelihood_rolling(requests())
-    change(tmp_path / "c_rank0.db", 'DELETE FROM "unnamed" WHERE key = ?', "lm_eval_duel spec")
-    with pytest.raises(DuelError, match="holds answers of another model"):
-        cached(model(), tmp_path)
-
-
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (3, 4)])
 def test_answers_are_found_whatever_the_number_of_ranks_was(model, tmp_path, before, after):
     asked, whole = requests(), [0.0] * len(TEXTS)
@@ -89,43 +75,6 @@ def test_answers_are_found_whatever_the_number_of_ranks_was(model, tmp_path, bef
         again = cached(model(), tmp_path, rank)
         assert again.loglikelihood_rolling(asked[rank::after]) == whole[rank::after]
         assert computed(again) == 0
-
-
-def test_a_killed_rank_loses_no_finished_request(model, tmp_path):
-    """Every answer is in the file before the next one is computed: a run that ends in the middle left what it had."""
-    first = cached(model(batch_size=1, max_batch_size=1), tmp_path)
-    stream = first.lm.estimator.stream
-
-    def killed(windows):
-        for done, finished in enumerate(stream(windows)):
-            if done == 2:
-                raise KeyboardInterrupt
-            yield finished
-
-    first.lm.estimator.stream = killed
-    with pytest.raises(KeyboardInterrupt):
-        first.loglikelihood_rolling(requests())
-    again = cached(model(), tmp_path)
-    assert again.loglikelihood_rolling(requests()) == close_nats(model().loglikelihood_rolling(requests()))
-    assert computed(again) == len(TEXTS) - 2
-
-
-@pytest.mark.parametrize(
-    "record",
-    [pickle.dumps(-1.5)[:-3], b"", pickle.dumps(None), pickle.dumps(os.getcwd)],
-    ids=["cut", "empty", "nothing", "code"],
-)
-def test_a_broken_record_is_dropped_and_scored_again(model, tmp_path, record, caplog):
-    first = cached(model(), tmp_path)
-    values = first.loglikelihood_rolling(requests())
-    key = keys(first)[0]
-    change(tmp_path / "c_rank0.db", 'UPDATE "unnamed" SET value = ? WHERE key = ?', record, key)
-    again = cached(model(), tmp_path)
-    with caplog.at_level("WARNING", logger="lm_eval.duel_mdm"):
-        assert again.loglikelihood_rolling(requests()) == close_nats(values)
-    assert computed(again) == 1
-    assert "has a truncated or invalid record: it is dropped" in caplog.text
-    assert cached(model(), tmp_path).dbdict.find(key, tuple)[0] in [close_nats(value, 1) for value in values]  # anew
 
 
 def test_no_code_of_a_record_runs(model, tmp_path):
@@ -168,28 +117,6 @@ def test_a_file_that_is_no_database_is_named(model, tmp_path):
         cached(model(), tmp_path)
 
 
-def test_a_file_that_was_cut_is_named(model, tmp_path):
-    """Which the harness opens before anybody else sees it."""
-    cached(model(), tmp_path).loglikelihood_rolling(requests())
-    path = tmp_path / "c_rank0.db"
-    path.write_bytes(b"\xff" * 5000)
-    with pytest.raises(DuelError, match=r"c_rank0.db cannot be read .* Delete it"):
-        cached(model(), tmp_path)
-
-
-def test_what_another_rank_cannot_give_is_scored_again(model, tmp_path, caplog):
-    many = requests([(" ".join("abcdefgh"[n % 8] for n in range(m)),) for m in range(1, 60)])
-    values = cached(model(), tmp_path, rank=1).loglikelihood_rolling(many)
-    path = tmp_path / "c_rank1.db"
-    data = bytearray(path.read_bytes())
-    wrapped = cached(model(), tmp_path)  # its keys are known ...
-    data[4096 * 3 :] = b"\xff" * (len(data) - 4096 * 3)
-    path.write_bytes(data)  # ... and most of its pages are lost
-    with caplog.at_level("WARNING", logger="lm_eval.duel_mdm"):
-        assert wrapped.loglikelihood_rolling(many) == pytest.approx(values, abs=1e-4)
-    assert "c_rank1.db" in caplog.text and computed(wrapped) > 0
-
-
 def test_the_results_of_a_resumed_run_are_whole(model, tmp_path, monkeypatch):
     """What tasks hold, errors and documents with close picks included; cost is of what was computed."""
     monkeypatch.setattr("lm_eval_duel.core.decision.NEAR_TIE", 1e9)  # every pick is close
@@ -226,41 +153,6 @@ def test_other_models_caches_are_what_they_were(model, tmp_path):
     keys = [hash_args("generate_until", request.args) for request in asked]
     assert [stock.dbdict[key] for key in keys] == texts and type(stock.dbdict) is SqliteDict
     assert "generate_until" in vars(ours) and "generate_until" not in vars(stock)
-
-
-def test_files_are_made_as_the_umask_says_and_nowhere_else(model, tmp_path):
-    (tmp_path / "here").mkdir()
-    before = os.umask(0o077)
-    try:
-        wrapped = cached(model(trace=str(tmp_path / "here" / "t.jsonl")), tmp_path / "here")
-        wrapped.loglikelihood_rolling(requests())
-    finally:
-        os.umask(before)
-    found = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*") if path.is_file()}
-    assert found == {"c_rank0.db": 0o600, "t.jsonl": 0o600}
-
-
-def test_samples_of_an_interrupted_run_are_found_again(model, tmp_path):
-    drawn = {"until": [], "do_sample": True, "temperature": 1.0, "max_gen_toks": 8}
-    prompts = [("a b", drawn), ("c", drawn), ("a b", {**drawn, "temperature": 0.7}), ("d", {**drawn, "temperature": 0})]
-    first = cached(model(), tmp_path)
-    texts = first.generate_until(requests(prompts, "generate_until"))
-    assert texts == model().generate_until(requests(prompts, "generate_until"))
-    again = cached(model(), tmp_path)
-    assert again.generate_until(requests(prompts, "generate_until")) == texts
-    assert again.lm.estimator.counts.forwards == 0
-    other = cached(model(draw_seed=1), tmp_path)  # the same spec of scores, another of samples
-    assert other.generate_until(requests(prompts, "generate_until")) != texts
-    assert other.lm.estimator.counts.forwards > 0
-
-
-def test_answers_found_are_in_no_trace_and_that_is_said(model, tmp_path, caplog):
-    traced = {"trace": str(tmp_path / "t.jsonl")}
-    cached(model(**traced), tmp_path).loglikelihood_rolling(requests())
-    assert "are not computed again" not in caplog.text
-    with caplog.at_level("WARNING", logger="lm_eval.duel_mdm"):
-        cached(model(**traced), tmp_path)
-    assert "are not computed again" in caplog.text
 
 
 ESTIMATORS = [
@@ -310,3 +202,17 @@ def test_windows_of_a_document_that_is_not_finished_are_kept(model, tmp_path, sp
     if traced:
         lines = [[line["reveal_steps"], line["values"].keys()] for line in trace.read(tmp_path / "t.jsonl")]
         assert lines == [[line["reveal_steps"], line["values"].keys()] for line in trace.read(tmp_path / "whole.jsonl")]
+
+
+def test_a_cached_sampler_is_traced_verified_and_kept_apart(model, tmp_path):
+    path = tmp_path / "t.jsonl"
+    wrapped = cached(model(cache="dual", trace=str(path), verify=2), tmp_path)
+    answers = wrapped.loglikelihood_rolling(requests())
+    assert trace.spec(path)["spec"]["cache"] == "dual"
+    for record, answer in zip(trace.read(path), answers, strict=True):
+        assert math.fsum(record["token_logprobs"]) == pytest.approx(answer, abs=1e-9)
+    found = wrapped.get_model_info()["duel"]["verify"]
+    assert (found["windows"], found["changed_picks"]) == (2, 0) and found["largest_difference"] < 1e-4
+    assert answers != pytest.approx(model().loglikelihood_rolling(requests()), abs=1e-3)
+    with pytest.raises(DuelError, match="cache: this run prefix, the other dual"):
+        cached(model(cache="prefix"), tmp_path)

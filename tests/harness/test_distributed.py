@@ -1,13 +1,11 @@
 """SharedScore processes: the same numbers as one, balanced, and no rank that waits for ever."""
 
-import json
 import re
 from types import SimpleNamespace
 
 import pytest
-import tiny
 from harness_requests import text_log_prob
-from harness_runs import ACCELERATE, TORCHRUN, evaluate, launch, write_task
+from harness_runs import ACCELERATE, TORCHRUN, evaluate, launch, read, write_task
 from lm_eval.api.task import Task
 
 from lm_eval_duel.errors import DuelError
@@ -15,8 +13,6 @@ from lm_eval_duel.harness import patches, trace
 from lm_eval_duel.harness.distributed import Ranks
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.harness.requests import Batch
-from lm_eval_duel.harness.run_stats import RunStats, Share
-from lm_eval_duel.harness.totals import TaskTotal
 from lm_eval_duel.harness.versions import request as make_request
 
 # ------------------------------------------------------------ requests that fill up a rank
@@ -42,11 +38,6 @@ def test_a_task_of_two_groups_is_scored_once():
     assert batch.spread("abcd") == ["a", "b", "a", "b", "c", "d", "d"]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny.checkpoint(tmp_path_factory.mktemp("bert"), "bert", length=16)
-
-
 def test_they_cost_nothing_and_are_in_no_trace(folder, tmp_path):
     last = request(doc=1)
     drawn = make_request(
@@ -70,48 +61,11 @@ def test_they_cost_nothing_and_are_in_no_trace(folder, tmp_path):
 # ------------------------------------------------------------ balance, and ranks that do not answer
 
 
-def test_the_log_shows_the_balance():
-    stats = RunStats(ranks=0)
-    for rows, tokens, seconds in ((100, 1000, 4.0), (50, 500, 2.0), (0, 0, 0.0)):
-        stats.merge(RunStats(shares=[Share(rows, tokens, seconds)]))
-    assert stats.balance == (
-        "balance of 3 ranks: rows 100 50 0 (max/mean 2.00), tokens 1,000 500 0 (max/mean 2.00), "
-        "seconds 4 2 0 (max/mean 2.00)"
-    )
-
-
-def test_documents_with_near_ties_are_listed():
-    stats = RunStats()
-    assert stats.near_ties == ""
-    for task, near_ties in (("a", {7, 2}), ("b", set()), ("c", set(range(30)))):
-        stats.merge(RunStats(tasks={task: TaskTotal(documents=set(range(99)), near_ties=near_ties)}))
-    assert stats.near_ties.startswith(
-        "32 documents have near ties, whose order float noise could change: a 2, a 7, c 0, c 1, "
-    )
-    assert stats.near_ties.endswith("c 17 and 12 more (config.duel.tasks)")
-
-
 def test_a_rank_that_has_ended_is_named_as_the_cause():
     message = r"Rank 1 of 2 waited .* look for that rank's error, which is the cause.*Connection closed"
     with pytest.raises(DuelError, match=message):  # noqa: SIM117
         with Ranks("cpu", 1, 2).waiting():
             raise RuntimeError("Connection closed by peer\nand a stack")
-
-
-def test_a_process_that_finds_no_others_says_so(monkeypatch):
-    import accelerate
-
-    def alone(**options):
-        raise RuntimeError("The client socket has timed out\nand a stack")
-
-    monkeypatch.setattr(accelerate, "Accelerator", alone)
-    for name, value in {"WORLD_SIZE": "4", "RANK": "3", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}.items():
-        monkeypatch.setenv(name, value)
-    message = (
-        r"\(RANK=3\) could not join the other 3 at node0:29500: are all machines up.*The client socket has timed out\)"
-    )
-    with pytest.raises(DuelError, match=message):
-        Ranks.join("cpu")
 
 
 @pytest.mark.parametrize(
@@ -133,16 +87,6 @@ def test_every_rank_refuses_a_task_with_too_few_documents(more, refused, monkeyp
 
 
 # ------------------------------------------------------------ the real launchers
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", [TORCHRUN, ACCELERATE], ids=["torchrun", "accelerate"])
-def test_one_document_on_two_ranks_ends_both(launcher):
-    arguments = ("lm_eval", "--model", "duel-mdm", "--tasks", "task_configs/sotu/sotu.yaml", "--limit", "1")
-    (status,), said = launch(launcher, 2, *arguments, "--device", "cpu")
-    assert status != 0
-    message = "Task sotu has 1 document here and this run has 2 processes: each needs at least one. Start at most 1"
-    assert said.count(f"lm_eval: {message}") == 2  # on both ranks
 
 
 @pytest.mark.slow
@@ -176,43 +120,32 @@ def test_two_ranks_have_the_sums_of_a_beam_that_one_has(tmp_path):
 
 
 @pytest.mark.slow
-def test_three_ranks_print_what_one_prints_and_each_goes_on_from_two(tmp_path):
-    """In float64, where every document must agree; and answers of two ranks, on two machines, are found by three."""
-    arguments = ("lm_eval", "--model", "duel-mdm", "--tasks", "task_configs/sotu/sotu.yaml", "--device", "cpu")
-    arguments += ("--log_samples", "--limit", "7")
-    alone = f"rule=greedy,block=32,dtype=float64,max_batch_size=1,trace={tmp_path / 'one'}.jsonl"
-    whole, found = evaluate("sotu", alone, limit=7), {}
-    values = {int(line["doc_id"]): text_log_prob(line) for line in whole["samples"]["sotu"]}
-    for name, launcher, count, machines, cache in (
-        ("two", TORCHRUN, 2, 2, "c"),
-        ("three", ACCELERATE, 3, 1, None),
-        ("again", ACCELERATE, 3, 1, "c"),
-    ):
-        model = f"rule=greedy,block=32,dtype=float64,max_batch_size={count},trace={tmp_path / name}.jsonl"
-        more = ("--use_cache", str(tmp_path / cache)) if cache else ()
-        options = (*arguments, "--model_args", model, "--output_path", str(tmp_path / name), *more)
-        status, said = launch(launcher, count, *options, machines=machines)
-        assert status == [0] * machines, said[-3000:]
-        (path,) = (tmp_path / name).glob("**/results_*.json")
-        (samples,) = (tmp_path / name).glob("**/samples_*.jsonl")
-        lines = map(json.loads, samples.read_text().splitlines())
-        found[name] = json.loads(path.read_text()), {int(line["doc_id"]): text_log_prob(line) for line in lines}
-        assert re.search(rf"balance of {count} ranks: rows [\d, ]+\(max/mean \d", said)
+def test_ranks_print_what_one_prints_and_three_go_on_from_two(tmp_path):
+    """In float64, where every document must agree: two ranks on two machines, then three, which find their answers."""
+    texts = ("We the people", "My fellow Americans", "Peace", "The union is strong tonight", "God bless you all")
+    file = write_task(tmp_path, "few", texts)
+    model = "rule=greedy,block=4,dtype=float64"
+    whole = evaluate("few", f"{model},trace={tmp_path}/one.jsonl", folders=[str(tmp_path)])
     windows = trace.read(tmp_path / "one.jsonl")
-    for name, (results, documents) in found.items():
-        assert {doc: float(value) for doc, value in documents.items()} == pytest.approx(
-            {doc: float(value) for doc, value in values.items()}, abs=1e-9
-        ), name
-        token = "token_perplexity,none"
-        assert results["results"]["sotu"][token] == pytest.approx(whole["results"]["sotu"][token], rel=1e-12)
-        cost, one = results["config"]["duel"], whole["config"]["duel"]
-        if name == "again":
-            assert cost["rows"] == cost["windows"] == 0
-            continue
-        for figure in ("windows", "tokens", "nfe", "near_ties", "all_mask_starts"):
-            assert cost[figure] == one[figure], (name, figure)
+    values = {int(line["doc_id"]): text_log_prob(line) for line in whole["samples"]["few"]}
+    arguments = ("lm_eval", "--model", "duel-mdm", "--tasks", file, "--device", "cpu", "--log_samples")
+    arguments += ("--use_cache", str(tmp_path / "c"))
+    for launcher, count, machines, limit in ((TORCHRUN, 2, 2, 2), (ACCELERATE, 3, 1, 5)):
+        out = tmp_path / str(count)
+        options = ("--limit", str(limit), "--model_args", f"{model},trace={out}.jsonl", "--output_path", str(out))
+        status, said = launch(launcher, count, *arguments, *options, machines=machines)
+        assert status == [0] * machines, said[-3000:]
+        assert re.search(rf"balance of {count} ranks: rows [\d, ]+\(max/mean \d", said)
+        results, samples = read(out, "few")
+        found = {int(line["doc_id"]): text_log_prob(line) for line in samples}
+        assert found == pytest.approx({doc: values[doc] for doc in range(limit)}, abs=1e-9)
+        cost = results["config"]["duel"]
+        assert cost["ranks"] == count and cost["windows"] == (2, 3)[count - 2]  # three were not in the cache
         assert sum(cost["balance"]["rows"]["ranks"]) == cost["rows"]
-        assert abs(cost["rows"] - one["rows"]) <= one["all_mask_starts"]  # rows of masks alone, equal in one call
-        lines = trace.read(tmp_path / f"{name}.jsonl")
-        steps = [[(line["doc"], line["reveal_steps"]) for line in part] for part in (lines, windows)]
-        assert steps[0] == steps[1]
+        steps = {line["doc"]: line["reveal_steps"] for line in windows}
+        assert all(line["reveal_steps"] == steps[line["doc"]] for line in trace.read(f"{out}.jsonl"))
+    metric = "word_perplexity,none"
+    assert results["results"]["few"][metric] == pytest.approx(whole["results"]["few"][metric], rel=1e-12)
+    cost, one = results["config"]["duel"]["tasks"]["few"], whole["config"]["duel"]["tasks"]["few"]
+    assert {**cost, "values": 0} == {**one, "values": 0}
+    assert cost["values"]["duel"]["log_prob"] == pytest.approx(one["values"]["duel"]["log_prob"], abs=1e-9)

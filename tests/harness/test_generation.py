@@ -1,24 +1,15 @@
 """Generation under the spec that is scored: stops, seeds, temperature, and the sample's own log-probability."""
 
 import itertools
-import json
 import math
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 
-import lm_eval
 import pytest
 import tiny
 import torch
-from lm_eval import simple_evaluate
-from lm_eval.tasks import TaskManager
 from toys import BlockCausal, Toy
 
-from lm_eval_duel import denoisers, rules
+from lm_eval_duel import rules
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.demo import resolve as demo_folder
 from lm_eval_duel.denoisers.wrappers.warpers import Warped
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import DuelEstimator
@@ -105,26 +96,6 @@ def test_tempered_distributions_by_hand(temperature, top_k, top_p):
         assert [math.exp(one.log_prob) for one in found] == pytest.approx(wanted, abs=1e-12)
 
 
-@pytest.mark.parametrize("base", NETWORKS)
-def test_a_tempered_network_is_a_law_like_any_other(base):
-    tempered = Warped(base, 0.7, 2)
-    duel = DuelEstimator(tempered, "greedy", 2)
-    strings = [Window((1,), s) for s in itertools.product(range(3), repeat=3)]
-    assert math.fsum(math.exp(s.log_prob) for s in duel.log_prob(strings)) == pytest.approx(1, abs=1e-9)
-    for one in duel.sample([(1,)] * 20, 4, seed=2):
-        same(one, duel.log_prob([Window((1,), one.tokens)])[0])
-    plain = DuelEstimator(base, "greedy", 2).sample([(1,), (0, 2)], 4, do_sample=False)
-    assert [one.tokens for one in duel.sample([(1,), (0, 2)], 4, do_sample=False)] == [one.tokens for one in plain]
-    assert tempered.describe()["warpers"] == "temperature=0.7, top_k=2"
-
-
-def test_temperatures_that_are_none():
-    for name, values in {"temperature": (-1, 1e-45, 1e39, math.nan), "top_k": (-1,), "top_p": (1.5,)}.items():
-        for value in values:
-            with pytest.raises(DuelError, match=name):
-                Settings.from_arguments({name: value, "do_sample": True})
-
-
 # ---------------------------------------------------------------- what a task asks for
 
 
@@ -135,14 +106,8 @@ def test_settings_of_a_task():
     assert Settings.from_arguments({"temperature": 0.7, "top_p": 0.9}) == Settings((), 256, 0.7, None, 0.9)
     assert Settings.from_arguments({"do_sample": False, "temperature": 0.7, "top_p": 0.9}) == Settings((), 256, 0.0)
     assert Settings.from_arguments({"do_sample": True, "top_k": 5}).description == "sampling, temperature=1, top_k=5"
-    with pytest.raises(DuelError, match=r"Unknown generation setting 'temprature'\. Did you mean temperature\?"):
-        Settings.from_arguments({"temprature": 1})
     assert Settings.from_arguments({"do_sample": "false", "temperature": 1, "num_beams": 1}).description == "argmax"
     assert Settings.from_arguments({"max_gen_toks": 5, "max_new_tokens": 9}).length == 5
-    with pytest.raises(DuelError, match="'max_gen_toks' is a whole number, at least 1; got '0'"):
-        Settings.from_arguments({"max_gen_toks": 0})
-    with pytest.raises(DuelError, match="num_beams must be 1 here"):
-        Settings.from_arguments({"num_beams": 4})
 
 
 VALUES = (
@@ -176,32 +141,6 @@ def test_every_value_of_a_setting_is_taken_or_refused_by_its_name(sampled, subte
                         Settings.from_arguments(asked)
 
 
-def test_settings_that_are_no_names_with_values():
-    for wrong in (None, [], "temperature=1", 5):
-        with pytest.raises(DuelError, match="generation_kwargs are names with values, such as max_gen_toks: 64; got "):
-            Settings.from_arguments(wrong)
-    for wrong in (5, None, ("top_k",)):
-        with pytest.raises(DuelError, match="Unknown generation setting"):
-            Settings.from_arguments({wrong: 1})
-
-
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        ({"until": 5}, "'until'"),
-        ({"max_length": 9}, "max_length"),
-        ({"seeds": 5}, "Unknown generation setting 'seeds'"),
-    ],
-)
-def test_what_is_wrong_with_a_setting_names_its_task(folder, asked, message):
-    lm = model(folder)
-    requests = [*ask("a b", max_gen_toks=8), *ask("c", task="second", **{"max_gen_toks": 8, **asked})]
-    with pytest.raises(DuelError) as caught:
-        lm.generate_until(requests, disable_tqdm=True)
-    assert str(caught.value).startswith(f"Request of task second, document 0: {message}")
-    assert lm.run.sampler.counts.forwards == 0  # nothing was generated
-
-
 def test_what_does_not_fit_is_found_before_the_first_text(folder):
     lm = model(folder)
     for length in (64, 10**15):
@@ -215,75 +154,16 @@ def test_what_does_not_fit_is_found_before_the_first_text(folder):
     assert lm.run.sampler.counts.forwards == framed.run.sampler.counts.forwards == 0
 
 
-def test_what_has_no_effect_is_said():
-    for asked, notes in (
-        ({}, []),
-        ({"do_sample": False, "temperature": 1, "top_p": 1.0, "top_k": 0}, []),  # what stock tasks say
-        ({"do_sample": True, "temperature": 0.7, "top_k": 5, "max_new_tokens": 256, "max_gen_toks": 256}, []),
-        ({"temperature": 0, "do_sample": False}, []),
-        (
-            {"do_sample": False, "temperature": 0.7, "top_p": 0.9},
-            ["temperature=0.7 and top_p=0.9"],
-        ),
-        ({"top_k": 5}, ["top_k=5"]),
-        ({"do_sample": True, "temperature": 0}, ["temperature=0"]),
-        (
-            {"max_gen_toks": 256, "max_new_tokens": 64, "max_tokens": 64},
-            ["max_gen_toks=256 is used and max_new_tokens=64, max_tokens=64"],
-        ),
-    ):
-        found = Settings.from_arguments(asked).notes
-        assert len(found) == len(notes) and all(map(str.startswith, found, notes)), asked
-
-
-def test_what_has_no_effect_is_said_once_with_its_tasks(folder, caplog):
-    asked = {"do_sample": False, "temperature": 0.7, "max_gen_toks": 4}
-    requests = [*ask("a b", "c", **asked), *ask("a b", "c", task="second", **asked), *ask("d", max_gen_toks=4)]
-    model(folder).generate_until(requests, disable_tqdm=True)
-    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert said.startswith("generation settings of toy and second: temperature=0.7 has no effect, since do_sample is")
-
-
-def test_a_law_with_one_token_in_every_cell_is_left_to_right_and_said(folder, caplog):
+def test_one_token_in_every_position_is_left_to_right():
     whole = ["threshold:mu=0.5", "entropy_bound:gamma=0.1"]
     only = Warped(Toy(length=9, seed=1), top_k=1)
     for rule in ("greedy", "margin", "log_margin", "entropy", *whole):
         (one,) = DuelEstimator(only, rule, 4).sample([(1,)], 4, do_sample=False)
         assert one.reveal_steps == ((0, 0, 0, 0) if rule in whole else (0, 1, 2, 3))
-        assert only.ties(DuelEstimator(only, rule, 4).rule).startswith("top_k=1 leaves one token in every position")
+        assert only.ties(rules.parse(rule)).startswith("top_k=1 leaves one token in every position")
     assert only.ties(rules.parse("right_to_left")) is None  # an order of its own
     greedy = rules.parse("greedy")
-    assert Warped(Toy(), 0.5, 2, 0.4).ties(greedy) is None
-    assert Warped(Toy(), top_p=0.3).ties(greedy).startswith("top_p=0.3 leaves one token")  # of three
-
-    for rule, said in (("greedy", True), ("left_to_right", False)):
-        caplog.clear()
-        lm = model(folder, rule=rule)
-        lm.generate_until(ask("a b", "c", do_sample=True, top_k=1, max_gen_toks=4), disable_tqdm=True)
-        warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-        assert len(warnings) == said
-    assert "with probability 1, so all positions tie" in str(Warped(Toy(), top_k=1).ties(greedy))
-
-
-def test_prompts_that_are_cut_are_said(folder, caplog):
-    model(folder).generate_until(ask(" ".join("abcdefghijklmnopqrstuvwxyz"), max_gen_toks=20), disable_tqdm=True)
-    assert "1 prompts were truncated from the left to make room for max_gen_toks positions" in caplog.text
-
-
-def test_numbers_of_settings_are_said_in_full():
-    assert Settings.from_arguments({"temperature": 0.12345678, "top_p": 0.1234567}).description == (
-        "sampling, temperature=0.12345678, top_p=0.1234567"
-    )
-
-
-@pytest.mark.parametrize("temperature", [1e-20, 1e20])
-def test_the_coldest_and_the_hottest_temperature_are_laws(temperature):
-    toy = Toy(tokens=3, length=5, seed=2)
-    toy.out = toy.out.float()
-    toy.embed, toy.mix = toy.embed.float(), toy.mix.float()
-    duel = DuelEstimator(Warped(toy, temperature), "greedy", 2)
-    strings = [Window((1,), string) for string in itertools.product(range(3), repeat=2)]
-    assert math.fsum(math.exp(one.log_prob) for one in duel.log_prob(strings)) == pytest.approx(1, abs=1e-4)
+    assert Warped(Toy(), 0.5, 2, 0.4).ties(greedy) is None and Warped(Toy(), top_p=0.3).ties(greedy)
 
 
 @pytest.fixture(scope="module")
@@ -350,21 +230,6 @@ def test_a_trace_holds_each_sample_with_its_log_probability(folder, tmp_path, se
         assert scored.near_ties or scored.log_prob == pytest.approx(record["log_prob"], abs=1e-4)
         assert not {"e", "f"} & set(text.split())
     assert lm.get_model_info()["duel"]["generated"] == [asked.description]
-    long = " ".join("abcdefghijklmnopqrstuvwxyz")
-    lm.generate_until(ask("c", long, max_gen_toks=20, repeats=3, task="again", **settings), disable_tqdm=True)
-    again = [r for r in trace.read(tmp_path / "t.jsonl") if r["task"] == "again"]
-    assert [(r["doc"], r["repeat"]) for r in again] == list(itertools.product(range(2), range(3)))
-    assert lm.text.cut_contexts == 3
-
-
-def test_prompts_too_long_are_cut_from_the_left_and_counted(folder):
-    lm = model(folder)
-    long = " ".join("abcdefghijklmnopqrstuvwxyz")
-    texts = lm.generate_until(ask(long, max_gen_toks=20), disable_tqdm=True)
-    assert texts == model(folder).generate_until(ask("q r s t u v w x y z", max_gen_toks=20), disable_tqdm=True)
-    assert lm.text.cut_contexts == 1
-    with pytest.raises(DuelError, match="64 positions to generate do not fit"):
-        lm.generate_until(ask("a", max_gen_toks=64), disable_tqdm=True)
 
 
 def test_a_response_cache_keeps_generations_of_other_laws_apart(folder, tmp_path):
@@ -403,13 +268,6 @@ def test_what_is_selected_after_sampling_is_generated_as_it_is_scored(folder, tm
         lm.generate_until(ask("a b", do_sample=True, top_k=5), disable_tqdm=True)
 
 
-def test_generation_under_a_bound_names_its_rule_and_counts(folder):
-    lm = model(folder, estimator="elbo", mc_samples=8)
-    lm.generate_until(ask("a b", max_gen_toks=8), disable_tqdm=True)
-    info = lm.get_model_info()["duel"]
-    assert info["generated"] == ["argmax, rule=greedy:k=1, block=4"] and info["tokens"] == 8
-
-
 def test_the_end_of_text_ends_a_generation(folder):
     lm = model(folder)
     (text,) = lm.generate_until(ask("a b", max_gen_toks=8), disable_tqdm=True)
@@ -417,15 +275,6 @@ def test_the_end_of_text_ends_a_generation(folder):
     lm.tokenizer.eos_token = tiny.WORDS[first]
     (cut,) = lm.generate_until(ask("a b", max_gen_toks=8), disable_tqdm=True)
     assert cut == tiny.WORDS[lm.tok_encode(text)[0]]
-
-
-def test_a_temperature_among_the_model_args_is_scored_too(folder):
-    plain, cool = model(folder), model(folder, temperature=3.0, top_k=9)
-    assert cool.spec["warpers"] == "temperature=3, top_k=9" and cool.fingerprint != plain.fingerprint
-    window = Window((2, 5), (6, 7, 8), (3,))
-    wanted = DuelEstimator(Warped(plain.denoiser, 3.0, 9), "greedy", 4).log_prob([window])[0]
-    assert cool.estimator.log_prob([window])[0].log_prob == pytest.approx(wanted.log_prob, abs=1e-4)
-    assert wanted.log_prob != pytest.approx(plain.estimator.log_prob([window])[0].log_prob, abs=1e-2)
 
 
 def test_a_chat_template_writes_its_bos_once(folder):
@@ -438,136 +287,3 @@ def test_a_chat_template_writes_its_bos_once(folder):
     first, second = lm.loglikelihood(requests, disable_tqdm=True)
     assert first[0] == pytest.approx(second[0], abs=1e-4)
     assert lm.chat_template(False) == ""
-
-
-# ---------------------------------------------------------------- the bundled checkpoints
-
-
-@pytest.mark.parametrize("count", [8, pytest.param(100, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    ("name", "block", "rule"), [("demo-mdm", 32, "threshold:mu=0.6"), ("demo-bd", "auto", "greedy")]
-)
-def test_samples_are_scored_as_they_were_drawn(name, block, rule, count):
-    """Law 2 through the public API: the same steps and nats within float noise, but where a pick was close."""
-    denoiser = denoisers.load(name, device="cpu")
-    duel = DuelEstimator(denoiser, rule, block)
-    contexts = [(1,), (1, 300, 517)] * (count // 2)
-    drawn = duel.sample(contexts, 24, seed=11)
-    windows = [Window(context, one.tokens) for context, one in zip(contexts, drawn, strict=True)]
-    close = [n for n, one in enumerate(drawn) if one.near_ties]
-    for n, (one, scored) in enumerate(zip(drawn, duel.log_prob(windows), strict=True)):
-        if n not in close:
-            assert one.reveal_steps == scored.reveal_steps
-            assert one.log_prob == pytest.approx(scored.log_prob, abs=1e-4)
-    assert len(close) < count / 10 and len({one.tokens for one in drawn}) == count
-
-
-@pytest.fixture(scope="module")
-def demo():
-    return DuelMDM(rule="greedy", block=32, device="cpu")
-
-
-def test_is_greedy_is_true_exactly_for_what_is_decoded(demo):
-    """Law 3 through the harness's model: the decoded ids, and each changed in one place."""
-    prompts = ["The state of the", "We must", "My fellow Americans,"]
-    for prompt in prompts:
-        context = demo.text.encode(prompt)
-        best = demo.run.sampler.sample([context], 6, do_sample=False)[0].tokens
-        (text,) = demo.generate_until(ask(prompt, max_gen_toks=6, until=[]), disable_tqdm=True)
-        assert text == demo.tokenizer.decode(best)
-        others = [(*best[:n], best[n] + 1, *best[n + 1 :]) for n in range(6)]
-        found = demo._loglikelihood_tokens([(None, context, list(ids)) for ids in (best, *others)])
-        assert [greedy for _, greedy in found] == [True] + [False] * 6
-
-
-TASK = """
-task: toy_generation
-dataset_path: json
-dataset_kwargs:
-  data_files:
-    test: {folder}/toy.jsonl
-output_type: generate_until
-test_split: test
-doc_to_text: "{{{{question}}}}"
-doc_to_target: "{{{{answer}}}}"
-generation_kwargs:
-  until: ["."]
-  max_gen_toks: 16
-metric_list:
-  - metric: exact_match
-    aggregation: mean
-    higher_is_better: true
-metadata:
-  version: 1.0
-"""
-STOCK = """
-include: {stock}
-task: stock_generation
-dataset_path: json
-dataset_name: null
-dataset_kwargs:
-  data_files:
-    train: {folder}/sums.jsonl
-    test: {folder}/sums.jsonl
-tag: null
-num_fewshot: 1
-"""
-
-
-@pytest.mark.slow
-def test_generation_tasks_run_through_the_command_line(tmp_path):
-    """A task of our own and the stock gsm8k on a fixture, two settings; what is printed is in the samples."""
-    questions = [{"question": "The state of the union is", "answer": "strong"}, {"question": "We", "answer": "must"}]
-    sums = [{"question": f"What is {n} and {n}?", "answer": f"It is {2 * n}.\n#### {2 * n}"} for n in (1, 2, 3)]
-    for name, rows in (("toy", questions), ("sums", sums)):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "toy.yaml").write_text(TASK.format(folder=tmp_path))
-    stock = Path(lm_eval.__file__).parent / "tasks" / "gsm8k" / "gsm8k.yaml"
-    (tmp_path / "stock.yaml").write_text(STOCK.format(folder=tmp_path, stock=stock))
-    command = [sys.executable, "-m", "lm_eval_duel", "run", "--include_path", str(tmp_path), "--device", "cpu"]
-    command += ["--tasks", "toy_generation,stock_generation", "--model_args", f"block=8,trace={tmp_path}/t.jsonl"]
-    command += ["--gen_kwargs", "max_gen_toks=16", "--output_path", str(tmp_path / "out"), "--log_samples"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "|toy_generation" in done.stdout and "|stock_generation" in done.stdout
-    records = trace.read(tmp_path / "t.jsonl")
-    assert [(r["task"], r["doc"]) for r in records] == [("stock_generation", n) for n in range(3)] + [
-        ("toy_generation", n) for n in range(2)
-    ]
-    for task in ("toy_generation", "stock_generation"):
-        (samples,) = (tmp_path / "out").rglob(f"samples_{task}_*.jsonl")
-        for line in samples.read_text().splitlines():
-            sample = json.loads(line)
-            (record,) = (r for r in records if (r["task"], r["doc"]) == (task, int(sample["doc_id"])))
-            assert sample["resps"][0][0] == record["text"] and record["generated"] == "argmax"
-
-
-def test_chat_templates_system_instructions_and_turns(tmp_path):
-    """--apply_chat_template, --system_instruction, --fewshot_as_multiturn: the prompt is what the template writes."""
-    shutil.copytree(demo_folder("demo-mdm"), tmp_path / "chat")
-    template = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}[assistant] "
-    (tmp_path / "chat" / "chat_template.jinja").write_text(template)
-    (tmp_path / "sums.jsonl").write_text(
-        "".join(json.dumps({"question": f"{n}+{n}?", "answer": f"It is {2 * n}."}) + "\n" for n in (1, 2, 3))
-    )
-    stock = Path(lm_eval.__file__).parent / "tasks" / "gsm8k" / "gsm8k.yaml"
-    (tmp_path / "stock.yaml").write_text(STOCK.format(folder=tmp_path, stock=stock))
-    run = simple_evaluate(
-        model="duel-mdm",
-        model_args=f"pretrained={tmp_path}/chat,block=8",
-        device="cpu",
-        tasks=["stock_generation"],
-        task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
-        gen_kwargs="max_gen_toks=8",
-        apply_chat_template=True,
-        fewshot_as_multiturn=True,
-        system_instruction="Add.",
-        limit=2,
-        bootstrap_iters=0,
-    )
-    assert run["config"]["duel"]["generated"] == ["argmax"]
-    for sample in run["samples"]["stock_generation"]:
-        lines = sample["arguments"][0][0].splitlines()
-        roles = [line.split("]")[0] for line in lines if line.startswith("[")]
-        assert roles == ["[system", "[user", "[assistant", "[user", "[assistant"] and lines[0] == "[system] Add."
-        assert isinstance(sample["resps"][0][0], str)

@@ -3,13 +3,10 @@
 import json
 
 import pytest
-import tiny
-from dit_reference import tiny_mdlm
 from harness_requests import ask
 
 from lm_eval_duel import Duel
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.denoisers.special_tokens import added_tokens
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.harness.lm import DuelMDM
 
@@ -23,11 +20,6 @@ def by_hand(lm, context, target):
     window = Window((2, *lm.tok_encode(context)), lm.tok_encode(target), (3,))
     scored = Duel(lm.denoiser, "greedy", 4).log_prob([window])[0]
     return pytest.approx(scored.log_prob, abs=1e-4), scored.is_greedy
-
-
-def test_framing_is_found_from_the_tokenizer(lm, demo):
-    assert added_tokens(lm.tokenizer) == ([2], [3]) == (lm.text.prefix, lm.text.suffix)
-    assert added_tokens(demo.tokenizer) == ([], [])
 
 
 def test_loglikelihood_in_request_order(lm):
@@ -50,13 +42,6 @@ def test_empty_context_empty_continuation_trailing_spaces(lm):
     assert answers[5] == answers[0]
 
 
-def test_trailing_spaces_are_scored_by_a_tokenizer_that_keeps_them(demo):
-    spaced, moved = demo.loglikelihood(
-        ask("loglikelihood", ("the people ", "of"), ("the people", " of")), disable_tqdm=True
-    )
-    assert spaced == moved
-
-
 def test_the_scored_ids_always_spell_the_continuation(demo):
     """Where a merge crosses the border, the continuation is encoded by itself: it is neither lost nor changed."""
     before = demo.text.merged_borders
@@ -67,25 +52,6 @@ def test_the_scored_ids_always_spell_the_continuation(demo):
     assert demo.text.merged_borders - before >= 3
     value, _ = demo.loglikelihood(ask("loglikelihood", ("th", "e")), disable_tqdm=True)[0]
     assert value < 0
-
-
-def test_an_empty_context_is_the_rolling_value(demo):
-    text = "Fellow citizens of the Senate and of the House of Representatives."
-    (value, _), rolled = (
-        demo.loglikelihood(ask("loglikelihood", ("", text)), disable_tqdm=True)[0],
-        demo.loglikelihood_rolling(ask("loglikelihood_rolling", (text,)), disable_tqdm=True)[0],
-    )
-    assert value == pytest.approx(rolled, abs=1e-9)
-
-
-def test_is_greedy_iff_decode_writes_it(lm):
-    context = lm.tok_encode("a b")
-    for length in (1, 3):
-        best = lm.estimator.sample([(2, *context)], length, do_sample=False, suffix=(3,))[0].tokens
-        texts = [" ".join([tiny.WORDS[t] for t in best]), " ".join(["q"] * length)]
-        assert not {"[PAD]", "[UNK]", "[CLS]", "[SEP]"} & set(texts[0].split()), "choose another seed"
-        answers = lm.loglikelihood(ask("loglikelihood", *[("a b", " " + t) for t in texts]), disable_tqdm=True)
-        assert [greedy for _, greedy in answers] == [True, False]
 
 
 def test_long_contexts_are_cut_from_the_left_and_counted(folder, caplog):
@@ -109,21 +75,6 @@ def test_text_with_the_mask_token_names_the_request(lm):
         lm.loglikelihood(ask("loglikelihood", ("a [MASK]", " b")), disable_tqdm=True)
 
 
-def test_text_with_an_ordinary_token_that_is_the_mask(folder):
-    """As in DiffuGPT and DiffuLLaMA, which took a token of their base model as [MASK]."""
-    lm = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu", mask_token_id=tiny.WORDS.index("e"))
-    words = (
-        r"the mask token 'e' \(id 9, 2 times\), which .* took an ordinary token as its \[MASK\], so such texts cannot"
-    )
-    with pytest.raises(DuelError, match=f"document 1: the text holds {words}"):
-        lm.loglikelihood_rolling(ask("loglikelihood_rolling", ("a b",), ("a e b e",)), disable_tqdm=True)
-
-
-def test_a_continuation_without_tokens_has_no_score(lm):
-    with pytest.raises(DuelError, match=r"document 0: The continuation '  ' has no tokens in this tokenizer"):
-        lm.loglikelihood(ask("loglikelihood", ("a", "  ")), disable_tqdm=True)
-
-
 def test_rolling_windows_hold_every_token_once(lm):
     texts = ["a b c", "", " ".join("abcdefghijklmnopqrstuvwxyz"), "z"]
     values = lm.loglikelihood_rolling(ask("loglikelihood_rolling", *[(t,) for t in texts]), disable_tqdm=True)
@@ -133,16 +84,6 @@ def test_rolling_windows_hold_every_token_once(lm):
     assert values[2] == pytest.approx(sum(p.log_prob for p in parts), abs=1e-4)
     assert values[1] == 0.0
     assert values[0] == by_hand(lm, "", "a b c")[0]
-
-
-def test_the_harness_windows_give_the_last_window_full_context(folder):
-    lm = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu", windows="harness")
-    ids = lm.tok_encode(" ".join("abcdefghijklmnopqrst"))
-    windows = lm.text.document(ids)
-    assert [token for window in windows for token in window.target] == ids
-    assert [window.length for window in windows] == [16, 16]
-    assert windows[0] == Window((2,), ids[:14], (3,))
-    assert windows[1].context == tuple(ids[5:14])  # what fits before the last six
 
 
 def test_conventions_of_framing(folder):
@@ -160,34 +101,6 @@ def test_conventions_of_framing(folder):
         if bos in ("scored", "official"):
             with pytest.raises(DuelError, match=f"bos={bos} scores the row from its first position on"):
                 lm.loglikelihood(ask("loglikelihood", ("a", " b")), disable_tqdm=True)
-
-
-@pytest.fixture(scope="module")
-def dit(tmp_path_factory):
-    return tiny_mdlm(tmp_path_factory.mktemp("dit"))
-
-
-def test_a_dit_begins_with_its_bos(dit):
-    lm = DuelMDM(pretrained=dit, device="cpu")
-    assert (lm.text.bos, lm.text.prefix, lm.text.suffix, lm.estimator.block) == ("given", [0], [], 4)
-    assert lm.text.document([1, 2, 3]) == [Window((0,), (1, 2, 3))]
-    official = DuelMDM(pretrained=dit, device="cpu", bos="official")
-    assert official.text.document([1, 2, 3]) == [Window((), (0, 1, 2), (3,))]
-    bare = DuelMDM(pretrained=dit, device="cpu", add_bos_token=False)
-    assert bare.text.document([1, 2, 3]) == [Window((), (1, 2, 3))]
-
-
-def test_rows_that_are_scored_from_the_start_leave_no_suffix_to_a_block_that_ends(dit):
-    lm = DuelMDM(pretrained=dit, device="cpu", bos="official")
-    lm.denoiser.attention, lm.estimator.block = "block_causal", 4
-    assert lm.text.document([1, 2, 3, 4]) == [Window((), (0, 1, 2, 3))]
-    assert lm.text.document([1, 2, 3]) == [Window((), (0, 1, 2), (3,))]
-
-
-def test_equal_windows_are_scored_once(folder):
-    lm = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu")
-    values = lm.loglikelihood_rolling(ask("loglikelihood_rolling", *[("a b c",)] * 5), disable_tqdm=True)
-    assert len(set(values)) == 1 and lm.estimator.counts.windows == 1
 
 
 def test_model_info_is_for_the_results_file(folder):
@@ -213,51 +126,18 @@ def test_model_info_is_for_the_results_file(folder):
     json.dumps(info)
 
 
-def test_padding_of_ranks_is_no_document(folder):
-    """The harness gives a rank that has fewer requests its last one again: the same object."""
-    lm = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu")
-    requests = ask("loglikelihood_rolling", ("a b c",), ("d e",))
-    once = lm.loglikelihood_rolling(requests, disable_tqdm=True)
-    requests[1].repeats = 2
-    padded = [requests[0], requests[1], requests[1], requests[1], requests[1]]
-    assert lm.loglikelihood_rolling(padded, disable_tqdm=True) == [once[0], *[once[1]] * 4]
-    task = lm.get_model_info()["duel"]["tasks"]["toy"]
-    assert (task["documents"], task["requests"]) == (2, 2 + 3)  # the second is asked for twice
-
-
-@pytest.mark.parametrize("estimator", ["elbo", "elbo_exact", "mixture", "oracle"])
-def test_an_estimator_that_decodes_nothing_says_so(folder, estimator, caplog):
+@pytest.mark.parametrize("estimator", ["elbo", "oracle"])
+def test_an_estimator_that_decodes_nothing_says_so_and_states_its_error(folder, estimator, caplog):
     lm = DuelMDM(pretrained=folder, block=4, device="cpu", estimator=estimator)
-    with caplog.at_level("WARNING", logger="lm_eval.duel_mdm"):
-        answers = lm.loglikelihood(ask("loglikelihood", ("a b", " c"), ("a b", " c d e f g")), disable_tqdm=True)
+    pairs = ask("loglikelihood", ("a b", " c"), ("a b", " c d e f g"))
+    with caplog.at_level("INFO", logger="lm_eval.duel_mdm"):
+        answers = lm.loglikelihood(pairs, disable_tqdm=True)
+        value = lm.get_model_info()["duel"]["tasks"]["toy"]["values"][estimator]
     assert [greedy for _, greedy in answers] == [False, False]
     assert f"estimator={estimator} cannot decode, so is_greedy is always False" in caplog.text
-    exact, _ = DuelMDM(pretrained=folder, block=4, device="cpu").loglikelihood(
-        ask("loglikelihood", ("a b", " c")), disable_tqdm=True
-    )[0]
-    assert answers[0][0] == pytest.approx(exact, abs=1e-4)  # spec 12
-
-
-def test_an_estimator_says_what_it_does_not_read(folder, caplog):
-    with caplog.at_level("INFO", logger="lm_eval.duel_mdm"):
-        DuelMDM(pretrained=folder, block=4, rule="greedy", device="cpu", estimator="elbo")
-    assert "estimator=elbo does not read rule and block" in caplog.text
-
-
-def test_the_log_of_a_run_states_bound_and_error(folder, caplog):
-    for samples in (16, 4):
-        lm = DuelMDM(pretrained=folder, device="cpu", estimator="elbo", mc_samples=samples)
-        lm.loglikelihood_rolling(ask("loglikelihood_rolling", ("a b c d e",), ("e d c b a",)), disable_tqdm=True)
-        caplog.clear()
-        with caplog.at_level("INFO", logger="lm_eval.duel_mdm"):
-            found = lm.get_model_info()["duel"]["tasks"]["toy"]
-        value = found["values"]["elbo"]
-        assert value["windows"] == found["windows"] == 2
-        if samples == 16:
-            assert f"ELBO (a bound) of toy: {value['log_prob']:.2f} +- {value['stderr']:.2f} nats, " in caplog.text
-            assert caplog.text.count(" +- ") == 2
-        else:
-            assert "Monte Carlo error unknown" in caplog.text
+    assert (f"{value['log_prob']:.2f} +- {value['stderr'] or 0:.2f} nats" in caplog.text) == (estimator == "elbo")
+    exact = DuelMDM(pretrained=folder, block=4, device="cpu").loglikelihood(pairs[:1], disable_tqdm=True)
+    assert answers[0][0] == pytest.approx(exact[0][0], abs=1e-4)  # law 12
 
 
 def test_equal_windows_have_one_monte_carlo_error(folder):
@@ -303,15 +183,3 @@ def test_token_counts_of_another_tokenizer_are_refused(lm):
     request = ask("loglikelihood_rolling", ("a b c",), doc={"text": "a b c", "duel_tokens": 4})
     with pytest.raises(DuelError, match=r"counted 4 tokens .* this model's tokenizer has 3.*--metadata tokenizer="):
         lm.loglikelihood_rolling(request, disable_tqdm=True)
-
-
-def test_other_tasks_may_have_columns_of_any_name(lm):
-    for doc in ({"n_tokens": None}, {"n_tokens": 77}, {"duel_tokens": 3}, {}):
-        lm.loglikelihood_rolling(ask("loglikelihood_rolling", ("a b c",), doc=doc), disable_tqdm=True)
-
-
-def test_wrong_arguments_are_refused_before_a_checkpoint_is_read():
-    with pytest.raises(DuelError, match="Did you mean greedy"):
-        DuelMDM(pretrained="/no/such/folder", rule="gredy")
-    with pytest.raises(DuelError, match="Cannot read checkpoint '/no/such/folder'"):
-        DuelMDM(pretrained="/no/such/folder", rule="greedy")

@@ -1,7 +1,6 @@
 """An error in any step of the loop loses no finished request: the next run finds it in the response cache."""
 
 import pytest
-import tiny
 from close import close_nats
 from harness_requests import ask
 from lm_eval.api.model import CachingLM
@@ -49,11 +48,6 @@ STEPS = [  # kind, class, method, of which call it fails, windows that are lost
 
 class Broken(Exception):
     """An error that no code expects."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny.checkpoint(tmp_path_factory.mktemp("bert"), "bert", length=16)
 
 
 def make(folder, kept):

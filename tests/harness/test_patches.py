@@ -6,7 +6,6 @@ import sys
 
 import pytest
 from harness_requests import IS_0_5
-from lm_eval.api.model import CachingLM
 from lm_eval.api.task import Task
 
 from lm_eval_duel.harness import patches
@@ -104,12 +103,3 @@ def test_statistics_of_all_ranks_are_gathered():
     assert evaluator.torch_gather_object({}, rank=0, world_size=2, dst=0) == [{}, "and statistics"]
     del model  # another model's evaluation
     assert evaluator.torch_gather_object({}, rank=0, world_size=1, dst=0) == [{}]
-
-
-def test_patches_are_applied_once():
-    patches.apply()
-    first = Task.build_all_requests, CachingLM.__init__
-    patches.apply()
-    assert first == (Task.build_all_requests, CachingLM.__init__)
-    for method in first:
-        assert not hasattr(method.lm_eval_duel_original, "lm_eval_duel_original")

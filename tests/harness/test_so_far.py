@@ -2,17 +2,14 @@
 
 import math
 import random
-import sqlite3
 
 import pytest
-import tiny
 from lm_eval.api.model import CachingLM
 from toys import Toy
 
 from lm_eval_duel.bench.arms import Recording
 from lm_eval_duel.cli.so_far import so_far, table
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import base
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.harness.lm import DuelMDM
@@ -23,11 +20,6 @@ from lm_eval_duel.harness.versions import request as make_request
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 DRAW = random.Random(5)
 TEXTS = [" ".join(DRAW.choices(LETTERS, k=DRAW.randrange(3, 30))) for _ in range(12)]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny.checkpoint(tmp_path_factory.mktemp("bert"), "bert", length=16)
 
 
 def document(log_prob, size, n=0):
@@ -101,17 +93,6 @@ def test_a_finished_run_has_its_own_value_and_no_label(folder, tmp_path):
     assert "[" not in table(figures).splitlines()[-1]
 
 
-def test_a_bound_or_an_estimate_says_what_the_interval_leaves_out(folder, tmp_path, capsys):
-    model = DuelMDM(pretrained=folder, block=4, device="cpu", estimator="two_phase", sample=0.5)
-    CachingLM(model, str(tmp_path / "c_rank0.db")).loglikelihood_rolling(requests(TEXTS[:6]))
-    printed = table(so_far(str(tmp_path / "c")))
-    assert "estimator=two_phase, rule=greedy:k=1, block=4, cheap_cache=dual, sample=0.5" in printed
-    assert "The value is an unbiased estimate of a log-likelihood. Its sampling error is not shown here" in printed
-    value = so_far(str(tmp_path / "c"))["tasks"]["toy"]["perplexity"]["tokens"]["value"]
-    bar = capsys.readouterr().err
-    assert "loglikelihood_rolling two_phase greedy:k=1" in bar and f"ppl {value:.4g}" in bar  # of all documents
-
-
 def test_the_bar_has_the_error_of_the_draws_and_no_interval_of_a_final_value(folder, capsys):
     for settings, expected in (({"estimator": "elbo", "mc_samples": 16}, True), ({"rule": "greedy"}, False)):
         model = DuelMDM(pretrained=folder, block=4, device="cpu", **settings)
@@ -145,26 +126,6 @@ def test_two_ranks_are_two_strata(folder, tmp_path):
     CachingLM(model, str(tmp_path / "c_rank0.db")).loglikelihood_rolling(requests(TEXTS), disable_tqdm=True)
     figures = so_far(str(tmp_path / "c"))["tasks"]["toy"]
     assert (figures["documents"], figures["finished"], figures["partial"]) == (12, 12, False)
-
-
-def test_longest_first_is_no_random_sample(folder, tmp_path):
-    model = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu", max_batch_size=1, order="longest")
-    killed(model, TEXTS, tmp_path / "c_rank0.db", 6)
-    figures = so_far(str(tmp_path / "c"))
-    value = figures["tasks"]["toy"]["perplexity"]["tokens"]
-    assert value["low"] is value["high"] is None and "NOT a random sample" in table(figures)
-
-
-def test_files_without_an_order_and_missing_ones(folder, tmp_path):
-    with pytest.raises(DuelError, match=r"There is no .*c_rank0\.db"):
-        so_far(str(tmp_path / "c"))
-    model = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu")
-    CachingLM(model, str(tmp_path / "c_rank0.db")).loglikelihood_rolling(requests(TEXTS[:1]), disable_tqdm=True)
-    with sqlite3.connect(tmp_path / "c_rank0.db") as file:
-        file.execute("DELETE FROM unnamed WHERE key LIKE 'documents %'")
-    file.close()
-    with pytest.raises(DuelError, match="holds no order of documents"):
-        so_far(str(tmp_path / "c"))
 
 
 def test_intervals_cover_the_final_value_and_long_documents_do_not_bias():
@@ -217,12 +178,3 @@ def test_random_order_changes_no_number_and_keeps_the_budget(rule, monkeypatch):
     for longest, given in zip(*scores, strict=True):
         assert longest.reveal_steps == given.reveal_steps
         assert longest.token_logprobs == pytest.approx(given.token_logprobs, abs=1e-9)
-
-
-def test_orders_agree_through_the_harness(folder):
-    answers = []
-    for order in ("random", "longest"):
-        model = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu", order=order)
-        answers.append(model.loglikelihood_rolling(requests(TEXTS), disable_tqdm=True))
-        assert not model.estimator.in_order and "order" not in model.spec
-    assert answers[0] == pytest.approx(answers[1], abs=1e-4)

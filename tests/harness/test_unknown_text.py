@@ -8,14 +8,11 @@ from tokenizers import normalizers
 from toys import Toy
 from transformers import PreTrainedTokenizerFast
 
-from lm_eval_duel import Duel
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.harness.versions import request
 from lm_eval_duel.text.text import Text
 
 TEXTS = ["a b Привет the", "a b c", "мир [UNK] x y [UNK]"]
-COUNTS = [1, 0, 1]  # those that the text spells out do not count
-TOKENS = [4, 3, 5]
 
 
 @pytest.fixture(scope="module")
@@ -34,13 +31,6 @@ def test_harness(folder, caplog):
     assert (tasks["words"]["unk_tokens"], tasks["words"]["unk_documents"]) == (2, {"0": 1, "2": 1})
     assert (tasks["pairs"]["unk_tokens"], tasks["pairs"]["unk_documents"]) == (1, {"7": 1})
     assert "words: 2 of 12 tokens (16.7%)" in caplog.text
-
-
-def test_library(folder, caplog):
-    scores = Duel.from_pretrained(folder, rule="greedy", block=4, device="cpu").score(TEXTS)
-    assert [score.unk_tokens for score in scores] == COUNTS
-    assert [len(score.tokens) for score in scores] == TOKENS
-    assert caplog.text.count("are [UNK]") == 1
 
 
 def test_an_end_of_text_that_is_the_unknown_token_does_not_count():

@@ -4,7 +4,6 @@ import hashlib
 import json
 
 import pytest
-import tiny
 from lm_eval.api.model import CachingLM
 
 from lm_eval_duel.harness import versions
@@ -17,11 +16,6 @@ from lm_eval_duel.tasks.residues import residue_perplexity
 TEXTS = ("a b c d e f g", "h i", "", "a b c")
 OLD = [versions.request(versions.WHOLE_TEXT, {"text": text}, (text,), "toy", n) for n, text in enumerate(TEXTS)]
 NEW = [versions.request(versions.WHOLE_TEXT, {"text": text}, ("", text), "toy", n) for n, text in enumerate(TEXTS)]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny.checkpoint(tmp_path_factory.mktemp("bert"), "bert", length=16)
 
 
 def model(folder):
@@ -44,12 +38,6 @@ def test_a_run_is_resumed_under_the_other_release(folder, tmp_path):
     assert pairs[:2] == [(number, False) for number in numbers]
     assert second.lm.estimator.counts.windows == 1, "only the last text was new"
     assert random_order(OLD, 3) == random_order(NEW, 3)
-
-
-def test_requests_name_task_document_and_repeats():
-    request = versions.request("generate_until", {}, ("a", {}), "toy", 7, repeats=3)
-    assert (request.task_name, request.doc_id, request.repeats) == ("toy", 7, 3)
-    assert versions.arguments(request) == ("a", {}), "only whole texts have two shapes"
 
 
 @pytest.mark.parametrize("function", [perplexity, token_perplexity, residue_perplexity])

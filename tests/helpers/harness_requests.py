@@ -7,8 +7,8 @@ from lm_eval_duel.harness import versions
 IS_0_5 = hasattr(task, "LoglikelihoodTask")  # the release of lm-eval
 
 
-def ask(kind, *arguments, doc=None):
-    return [versions.request(kind, doc or {}, args, "toy", n) for n, args in enumerate(arguments)]
+def ask(kind, *arguments, doc=None, task="toy"):
+    return [versions.request(kind, doc or {}, args, task, n) for n, args in enumerate(arguments)]
 
 
 def text_log_prob(sample):

@@ -1,6 +1,6 @@
 """Kill a run of the command line with SIGKILL at random moments, go on each time, and compare with an unharmed run.
 
-    python tests/helpers/kill.py FOLDER [--kills 5] [--seed 0] [--model_args ...]
+    python tests/helpers/kill.py FOLDER [--kills 2] [--seed 0] [--model_args ...]
 
 Prints after how many seconds each run was killed, the documents (and windows of others) that it had kept, and how many
 were scored twice: those that were finished and not kept, and those in flight, whose windows in flight are scored again.
@@ -22,7 +22,7 @@ from pathlib import Path
 
 from harness_requests import text_log_prob
 
-LIMIT = 12  # documents
+LIMIT = 6  # documents
 # one row a call: documents finish one after the other; most have two windows
 MODEL = "rule=greedy,block=32,max_batch_size=1,max_length=64"
 TOLERANCE = 1e-4  # nats of a document; float noise in float32
@@ -89,7 +89,7 @@ def finished_twice(folder):
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--kills", type=int, default=5)
+    parser.add_argument("--kills", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model_args", default=MODEL)
     asked = parser.parse_args(arguments)

@@ -1,18 +1,15 @@
 """The Python library: lazy names, text in and out with the numbers of the harness, and no need for lm_eval."""
 
-import ast
 import json
 import math
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from toys import Toy
 
-import lm_eval_duel
-from lm_eval_duel import Duel, DuelError, Elbo, TextEstimate, Window, load, load_tokenizer
+from lm_eval_duel import Duel, DuelError, TextEstimate, Window, load
 from lm_eval_duel.demo import FOLDER
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.phases import Phases
@@ -49,38 +46,6 @@ def rolling(lm, texts):
     return lm.loglikelihood_rolling(requests("loglikelihood_rolling", *[(text,) for text in texts]), disable_tqdm=True)
 
 
-# ---------------------------------------------------------------- names
-
-
-def test_names_are_imported_when_they_are_used():
-    out = python(
-        "import sys, lm_eval_duel\n"
-        "heavy = lambda: sorted({'torch', 'transformers', 'lm_eval', 'typing'} & set(sys.modules))\n"
-        "assert not {'torch', 'transformers', 'lm_eval'} & set(sys.modules), heavy()\n"
-        "from lm_eval_duel import DuelError, Rule, Decision, Window\n"
-        "assert not {'torch', 'transformers', 'lm_eval'} & set(sys.modules), heavy()\n"
-        "from lm_eval_duel import Duel\n"
-        "assert 'torch' in sys.modules\n"
-        "print(Duel.__name__)\n"
-    )
-    assert out.split() == ["Duel"]
-
-
-def test_dir_all_and_type_checkers_know_the_same_names():
-    tree = ast.parse(Path(lm_eval_duel.__file__).read_text())
-    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
-    seen = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
-    assert seen == lm_eval_duel._HOMES
-    assert sorted(seen) == sorted(lm_eval_duel.__all__)
-    assert {*lm_eval_duel.__all__, "__version__"} <= set(dir(lm_eval_duel))
-    for name in lm_eval_duel.__all__:
-        assert getattr(lm_eval_duel, name).__name__ == name
-    assert lm_eval_duel.__version__.count(".") == 2
-    assert (Path(lm_eval_duel.__file__).parent / "py.typed").exists()
-    with pytest.raises(AttributeError, match="module 'lm_eval_duel' has no attribute 'Duell'"):
-        lm_eval_duel.Duell  # noqa: B018
-
-
 # ---------------------------------------------------------------- text in
 
 
@@ -102,7 +67,7 @@ def test_score_gives_the_numbers_of_the_harness(name, texts):
     assert duel.spec == lm.spec and duel.fingerprint == lm.fingerprint
 
 
-@pytest.mark.parametrize("arguments", [{"windows": "harness"}, {"bos": "scored"}, {"bos": "official"}, {"bos": "none"}])
+@pytest.mark.parametrize("arguments", [{"windows": "harness"}, {"bos": "official"}])
 def test_long_texts_are_cut_as_in_the_harness(arguments):
     text = TEXTS[0]
     duel = Duel.from_pretrained("demo-bd", max_length=48, device="cpu", **arguments)
@@ -110,19 +75,6 @@ def test_long_texts_are_cut_as_in_the_harness(arguments):
     [score] = duel.score([text])
     assert len(score.windows) > 1 and [score.log_prob] == pytest.approx(rolling(lm, [text]), rel=1e-6)
     assert score.perplexity == pytest.approx(math.exp(-score.log_prob / len(lm.tok_encode(text))))
-    if arguments == {"windows": "harness"} or arguments == {"bos": "none"}:
-        assert "".join(score.tokens) == text
-
-
-def test_special_tokens_stand_where_they_belong(duel, caplog):
-    text = "The state of the union is strong."
-    with caplog.at_level("WARNING", logger="lm_eval.duel_mdm"):
-        [score] = duel.score([text])
-    assert not caplog.records
-    ids = duel.tokenizer(text)["input_ids"]
-    assert score.windows[0].context == (duel.tokenizer.bos_token_id,)
-    without = duel.log_prob([Window((), score.windows[0].target)])[0].log_prob
-    assert len(ids) >= len(score.windows[0].target) and without < score.log_prob - 1
 
 
 def test_texts_come_as_they_are_finished(duel):
@@ -147,21 +99,12 @@ def test_wrong_texts_are_named(duel):
         duel.score(["fine", [1, 2]])
 
 
-def test_without_a_tokenizer_there_are_ids_only():
-    duel = Duel(load("demo-bd", device="cpu"))
-    for call in (lambda: duel.score(SHORT), lambda: duel.generate(SHORT)):
-        with pytest.raises(DuelError, match=r"this Duel has no tokenizer. Make it with Duel.from_pretrained\(name\)"):
-            call()
-    named = Duel(load("demo-bd", device="cpu"), tokenizer=load_tokenizer({"pretrained": "demo-bd"}))
-    assert named.score(SHORT) == Duel.from_pretrained("demo-bd", device="cpu").score(SHORT)
-
-
 # ---------------------------------------------------------------- text out
 
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"do_sample": True}, {"do_sample": True, "temperature": 0.7, "top_k": 50}, {"until": [".", " the"]}],
+    [{"do_sample": True}, {"do_sample": True, "temperature": 0.7, "top_k": 50}, {"until": [".", " the"]}],
     ids=str,
 )
 def test_generate_writes_what_the_harness_writes(duel, lm, settings):
@@ -179,23 +122,6 @@ def test_generate_writes_what_the_harness_writes(duel, lm, settings):
             assert one.reveal_steps == scored.reveal_steps
 
 
-def test_samples_depend_on_seed_and_index_only(duel):
-    first = duel.generate(SHORT, max_new_tokens=8, do_sample=True, seed=1)
-    assert duel.generate(SHORT[:1], max_new_tokens=8, do_sample=True, seed=1)[0].text == first[0].text
-    other = duel.generate(SHORT, max_new_tokens=8, do_sample=True, seed=2)
-    assert [one.text for one in first] != [one.text for one in other]
-
-
-def test_wrong_settings_and_prompts_are_refused(duel, caplog):
-    with pytest.raises(DuelError, match="'top_p' is a probability above 0, at most 1; got '2'"):
-        duel.generate(SHORT, do_sample=True, top_p=2)
-    with pytest.raises(DuelError, match=r"^Prompt 0: 5000 positions to generate"):
-        duel.generate(SHORT, max_new_tokens=5000)
-    with caplog.at_level("WARNING", logger="lm_eval.duel_mdm"):
-        duel.generate(SHORT[:1], max_new_tokens=4, do_sample=False, temperature=0.7)
-    assert "temperature=0.7 has no effect, since do_sample is false" in caplog.text
-
-
 # ---------------------------------------------------------------- other estimators
 
 
@@ -205,9 +131,7 @@ def test_wrong_settings_and_prompts_are_refused(duel, caplog):
         ("demo-ar", {"estimator": "ar"}, False, False),
         ("demo-mdm", {"estimator": "elbo", "mc_samples": 8}, True, True),
         ("demo-mdm", {"estimator": "elbo", "mc_samples": 8, "elbo_form": "ratio", "elbo_eps": 0.01}, False, True),
-        ("demo-mdm", {"estimator": "elbo_exact", "block": 4}, True, False),
         ("demo-mdm", {"estimator": "mixture", "block": 4}, False, False),
-        ("demo-mdm", {"estimator": "oracle", "block": 4}, False, False),
         ("demo-mdm", {"estimator": "sampled_order", "block": 4}, False, False),
         ("demo-mdm", {"estimator": "sampled_confidence", "block": 4, "n": 2}, False, False),
         ("demo-mdm", {"estimator": "two_phase", "block": 1, "sample": 1.0, "draw_seed": 3}, False, True),
@@ -246,16 +170,12 @@ def test_estimators_take_ids_and_networks_in_memory():
         duel = Duel(load("demo-mdm", device="cpu"), block=4, estimator=estimator, **arguments)
         assert duel.log_prob(windows) == duel.estimator.log_prob(windows)
         assert f"estimator={estimator}" in repr(duel) and ("rule=" in repr(duel)) == (estimator == "two_phase")
-    toy, windows = Toy(length=6), [Window((), (1, 0, 1, 1))]
-    in_memory = Duel.from_model(toy, estimator="elbo", mc_samples=16, draw_seed=5)
-    assert in_memory.log_prob(windows) == Elbo(toy, samples=16, seed=5).log_prob(windows)
+    toy = Toy(length=6)
     for arguments, argument in (
         ({"estimator": "elbow"}, "elbow"),
-        ({"estimator": "elbo", "mc_sample": 3}, "mc_sample"),
         ({"estimator": "elbo", "mc_samples": -3}, "mc_samples"),
         ({"mc_samples": 3}, "mc_samples"),
         ({"estimator": "two_phase", "sample": 2}, "sample"),
-        ({"estimator": "elbo", "draw_seed": -1}, "draw_seed"),
     ):
         with pytest.raises(DuelError, match=f"'{argument}'"):
             Duel(toy, **arguments)
@@ -287,20 +207,24 @@ def test_arguments_are_those_of_the_harness(duel):
     assert loaded.tokenizer is duel.tokenizer and loaded.spec == duel.spec
 
 
-@pytest.mark.parametrize("ids", [list, tuple, torch.tensor, lambda ids: torch.tensor(ids, dtype=torch.int32).numpy()])
+@pytest.mark.parametrize("ids", [list, torch.tensor, lambda ids: torch.tensor(ids, dtype=torch.int32).numpy()])
 def test_ids_may_be_lists_tuples_or_tensors(ids):
-    duel = Duel(Toy(length=6), "greedy", 2)
-    window = Window(ids([1]), ids([0, 2, 1, 0]), ids([2]))
+    duel, window = Duel(Toy(length=6), "greedy", 2), Window(ids([1]), ids([0, 2, 1, 0]), ids([2]))
     assert window == Window((1,), (0, 2, 1, 0), (2,))
     [score] = duel.log_prob([window])
-    drawn = duel.sample([ids([1])], 4, suffix=ids([2]), seed=3)
-    assert drawn == duel.sample([(1,)], 4, suffix=(2,), seed=3)
+    assert duel.sample([ids([1])], 4, suffix=ids([2]), seed=3) == duel.sample([(1,)], 4, suffix=(2,), seed=3)
     [replayed] = duel.replay([window], [ids(list(score.reveal_steps))])
     assert replayed.log_prob == pytest.approx(score.log_prob, abs=1e-9)
-    with pytest.raises(
-        DuelError, match=r"Token ids are a list, or a tensor of one dimension; got one of the shape \(1, 2\)"
-    ):
-        Window((), torch.tensor([[1, 2]]))
+
+
+def test_ids_are_whole_numbers_and_windows_come_in_a_list():
+    for wrong in ([1.5], ["a"], "ab", 3, [None], [math.nan], torch.tensor([[1, 2]])):
+        with pytest.raises(DuelError, match="Token ids"):
+            Window([1], wrong)
+    duel = Duel(Toy(length=6), "greedy", 2)
+    for wrong in (Window((), (0, 1)), [Window((), (0, 1)), ((), (0, 1))]):
+        with pytest.raises(DuelError, match="Window"):
+            duel.log_prob(wrong)
 
 
 def test_it_needs_no_lm_eval():

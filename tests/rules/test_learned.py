@@ -7,10 +7,9 @@ import shutil
 import pytest
 import torch
 from attends import Attends
-from custom_rules import InMemory
 from laws import check_scored_as_drawn, slow_but, strings, total
 from safetensors.torch import load_file, save_file
-from toys import BlockCausal, Rotary, Toy
+from toys import BlockCausal, Toy
 
 from lm_eval_duel import fingerprint, rules
 from lm_eval_duel.bench.options import parse as parse_bench
@@ -19,7 +18,6 @@ from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.wrappers.guidance import Guided
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators import cost
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.subsets.lattice import Lattice
 from lm_eval_duel.estimators.two_phase import TwoPhase
@@ -60,11 +58,6 @@ def texts(folder, name="toy"):
 RULES = slow_but(range(5), {0, 2, 4})
 
 
-def test_a_plan_knows_the_steps_of_a_fixed_count(folder):
-    rule = rules.parse(texts(folder)[1])
-    assert cost.Setting(Toy(), rule, 5, "target").is_exact and cost.reveals(rule, 5, 0) == [2, 2, 1]
-
-
 # ---------------------------------------------------------------- laws
 
 
@@ -82,28 +75,6 @@ def test_sums_to_one_and_samples_are_scored_as_they_were_drawn(number, folder):
     greedy = [s for s in strings(3, 4) if duel.log_prob([Window((1,), s)])[0].is_greedy]
     assert greedy == [tuple(written.tokens)]
     assert abs(total(DuelEstimator(BlockCausal(), text), 4) - 1) < 1e-9
-
-
-@pytest.mark.parametrize("number", RULES)
-def test_samples_follow_the_distribution(number, folder):
-    duel, count = DuelEstimator(Toy(), texts(folder)[number], None), 600
-    drawn = [tuple(sample.tokens) for sample in duel.sample([()] * count, 2, seed=1)]
-    for string, score in zip(strings(3, 2), duel.log_prob([Window((), s) for s in strings(3, 2)]), strict=True):
-        p = math.exp(score.log_prob)
-        assert abs(drawn.count(string) / count - p) < 4.5 * math.sqrt(p * (1 - p) / count)
-
-
-@pytest.mark.parametrize("number", RULES)
-def test_the_truth_under_hidden_cells_is_never_seen(number, folder):
-    duel, string = DuelEstimator(Toy(), texts(folder)[number], None), (2, 0, 1, 1, 0)
-    [before] = duel.log_prob([Window((1,), string)])
-    for step in range(max(before.reveal_steps) + 1):
-        changed = [
-            (token + (at >= step)) % 3 for token, at in zip(string, before.reveal_steps, strict=True)
-        ]  # what is revealed from this step on
-        [after] = duel.log_prob([Window((1,), changed)])
-        for old, new in zip(before.reveal_steps, after.reveal_steps, strict=True):
-            assert new == old if old <= step else new > step
 
 
 @torch.no_grad()
@@ -219,14 +190,6 @@ def test_equal_lanes_share_features_and_each_cell_gets_its_own(make):
     assert torch.allclose(plane[lanes.masked], expected, atol=1e-12)
 
 
-def test_a_row_of_masks_ties_exactly(folder):
-    """Where the network cannot tell positions apart, the lowest position is revealed first, and it is no near tie."""
-    toy = Rotary(length=6, tokens=3)
-    toy.noise = 1e-3
-    [score] = DuelEstimator(toy, texts(folder)[0], None).log_prob([Window((), (0, 1, 2))])
-    assert score.reveal_steps[0] == 0 and score.near_ties == 0 and score.all_mask_starts == 1
-
-
 def test_near_ties_are_counted_in_the_planners_logits(tmp_path):
     planner = torch.nn.Linear(1, 1)
     planner.weight.data.fill_(1e-7)
@@ -259,21 +222,11 @@ def test_the_weights_are_part_of_the_fingerprint(folder, tmp_path):
     assert [
         s.reveal_steps for s in DuelEstimator(Toy(), text, None).log_prob(windows)
     ] != orders  # the new file is read
-    spec = fingerprint.of_rule(rules.parse(texts(folder)[-1]))
-    assert spec["rule_files"] and spec["rule_code"]
-    beside = Options.parse({"rule": "learned", "file": str(file), "k": 2})
-    assert str(beside.rule) == f"{text}:k=2"
 
 
 @pytest.mark.parametrize(
     ("activation", "dtype"),
-    [
-        ("ReLU", torch.float32),
-        ("GELU", torch.bfloat16),
-        ("SiLU", torch.float32),
-        ("Tanh", torch.bfloat16),
-        (None, torch.float32),
-    ],
+    [("ReLU", torch.float32), ("GELU", torch.bfloat16), ("Tanh", torch.float32), (None, torch.float32)],
 )
 def test_a_saved_planner_is_the_same_function(activation, dtype, tmp_path):
     layers = [torch.nn.Linear(5, 1)]
@@ -290,15 +243,10 @@ def test_a_saved_planner_is_the_same_function(activation, dtype, tmp_path):
 
 FILES = {  # the tensors, the metadata, and what the message says
     "no layers": ({"table": (2, 2)}, {}, "linear layers with numbered names .*, not table"),
-    "more than layers": ({"0.weight": (1, 2), "scale": (1,)}, {"inputs": "entropy,margin"}, "not .*scale"),
-    "no inputs": ({"0.weight": (1, 2)}, {}, "names of its inputs in its metadata"),
     "a wrong input": ({"0.weight": (1, 1)}, {"inputs": "entrpy"}, r"'entrpy'\. Did you mean entropy\?"),
-    "an input twice": ({"0.weight": (1, 2)}, {"inputs": "entropy,entropy"}, "each input once"),
     "no activation": ({"0.weight": (3, 1), "2.weight": (1, 3)}, {"inputs": "entropy"}, "activation=relu.*not None"),
     "too wide": ({"0.weight": (1, 3)}, {"inputs": "entropy,margin"}, r"it has 0\.weight \[1, 3\]"),
-    "no features left": ({"0.weight": (1, 1)}, {"inputs": "entropy,features"}, r"it has 0\.weight \[1, 1\]"),
     "two scores": ({"0.weight": (2, 1)}, {"inputs": "entropy"}, "to one score"),
-    "a flat weight": ({"0.weight": (1,)}, {"inputs": "entropy"}, "to one score"),
     "a wrong bias": ({"0.weight": (1, 1), "0.bias": (2,)}, {"inputs": "entropy"}, "to one score"),
     "a gap": (
         {"0.weight": (3, 1), "1.weight": (1, 2)},
@@ -318,55 +266,28 @@ def test_files_of_another_layout(name, tmp_path):
 
 def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "cut.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
-    for name in ("cut.safetensors", "nowhere.safetensors"):
-        with pytest.raises(DuelError, match=rf"{name}' that the rule names cannot be read as safetensors \("):
-            rules.parse(f"learned:file={tmp_path}/{name}")
-    with pytest.raises(DuelError, match="whose path has no ':'"):
-        rules.build("learned", {"file": "a:b"})
-    with pytest.raises(DuelError, match=r"needs file, e\.g\. learned:file=planner\.safetensors"):
-        rules.parse("learned")
+    for text, named in (
+        (f"learned:file={tmp_path}/cut.safetensors", "cut"),
+        ("learned:file=no", "no"),
+        ("learned", "file"),
+    ):
+        with pytest.raises(DuelError, match=named):
+            rules.parse(text)
     save_file({"0.weight": torch.tensor([[math.nan]])}, tmp_path / "nan.safetensors", {"inputs": "entropy"})
-    with pytest.raises(DuelError, match=r"broken: 0\.weight have NaN"):
+    with pytest.raises(DuelError, match=r"0\.weight have NaN"):
         DuelEstimator(Toy(), f"learned:file={tmp_path}/nan.safetensors").log_prob([Window((), (0, 1))])
 
 
-def test_planners_that_do_not_fit_the_network(folder, tmp_path):
-    window, wide = Window((1,), (0, 1)), f"learned:file={folder}/attends.safetensors"
-    with pytest.raises(DuelError, match="reads 8 features of a position, and this network has 4: it was trained on"):
-        DuelEstimator(Toy(), wide).log_prob([window])
-    whole = Toy()
+def test_planners_that_do_not_fit_the_network(folder):
+    window, whole = Window((1,), (0, 1)), Toy()
     whole.splits_head = False
-    with pytest.raises(DuelError, match="LM head is not split off, so its features are its 4 logits"):
+    wide, fitting = (f"learned:file={folder}/{name}.safetensors" for name in ("attends", "toy"))
+    for network, rule, named in ((Toy(), wide, "8 features .* 4"), (Guided(Toy(), 0.5), fitting, "cfg_scale")):
+        with pytest.raises(DuelError, match=named):
+            DuelEstimator(network, rule).log_prob([window])
+    with pytest.raises(DuelError, match="4 logits"):
         DuelEstimator(whole, wide)
-    fitting = f"learned:file={folder}/toy.safetensors"
     [one], [other] = (DuelEstimator(toy, fitting).log_prob([window]) for toy in (whole, Toy()))
     assert one.token_logprobs == pytest.approx(other.token_logprobs, abs=1e-9)
-    with pytest.raises(DuelError, match=r"Under cfg_scale .* a rule cannot read its features"):
-        DuelEstimator(Guided(Toy(), 0.5), fitting).log_prob([window])
-    with pytest.raises(DuelError, match=r"may read the input of the LM head\. Use another rule"):
+    with pytest.raises(DuelError, match="LM head"):
         parse_bench(["--model_args", f"rule={fitting}:sub_block=2"])
-    save_planner(torch.nn.Linear(1, 1), tmp_path / "p.safetensors", ["margin"])
-    assert DuelEstimator(whole, f"learned:file={tmp_path}/p.safetensors").log_prob([window])[0].near_ties == 0
-
-
-def test_what_is_no_planner(tmp_path):
-    linear = torch.nn.Linear
-    for planner in (
-        torch.nn.Sequential(linear(1, 2), torch.nn.ReLU(), torch.nn.LayerNorm(2)),
-        torch.nn.Sequential(linear(1, 2), torch.nn.ReLU(), linear(2, 2), torch.nn.GELU(), linear(2, 1)),
-        torch.nn.Bilinear(1, 1, 1),
-    ):
-        with pytest.raises(DuelError, match=r"one activation .* write a ModuleRule"):
-            save_planner(planner, tmp_path / "p.safetensors", ["entropy"])
-    with pytest.raises(DuelError, match="approximate='tanh' is not supported"):
-        save_planner(torch.nn.Sequential(linear(1, 2), torch.nn.GELU("tanh"), linear(2, 1)), tmp_path / "p", ["margin"])
-    with pytest.raises(DuelError, match="Did you mean margin"):
-        save_planner(linear(1, 1), tmp_path / "p.safetensors", ["margn"])
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_module_in_memory_is_refused():
-    for value in (torch.nn.Linear(1, 1), torch.zeros(1)):
-        with pytest.raises(DuelError, match="'net' of rule InMemory is a module or tensor in memory"):
-            DuelEstimator(Toy(), InMemory(value))
-    assert DuelEstimator(Toy(), InMemory(3)).log_prob([Window((), (0, 1))])[0].nfe == 2

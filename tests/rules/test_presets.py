@@ -4,15 +4,11 @@ import re
 
 import own
 import pytest
-import tiny
 from pages import read, rows, section
 
 from lm_eval_duel import Duel as Library
 from lm_eval_duel import rules
-from lm_eval_duel.arguments import COUNT, NUMBER, TEXT, Argument
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators import registry
-from lm_eval_duel.estimators.registry import ESTIMATORS
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.options import Options
 from lm_eval_duel.rules import presets, refused
@@ -54,23 +50,6 @@ def test_a_preset_is_its_args_written_out():
         assert Options.parse({"preset": name}).estimator == "sampled_confidence"
 
 
-def test_a_name_that_a_rule_and_an_estimator_share(monkeypatch):
-    """It is the estimator's in a run with this estimator, and the rule's in any other."""
-    arguments = {
-        "n": Argument(COUNT, 1),
-        "tau": Argument(NUMBER),
-        "confidence": Argument(TEXT),
-    }
-    entry = registry.Entry("sampled_confidence", "", "", registry.Kind.LIKELIHOOD, "", lambda options: {}, arguments)
-    monkeypatch.setitem(ESTIMATORS, "sampled_confidence", entry)
-    options = Options.parse({"preset": "sdar-dynamic"})
-    assert options.estimator_args == {"n": 1, "tau": 0.85, "confidence": "tempered"} and options.block == 4
-    assert Options.parse({"preset": "sdar-static", "n": 1, "temperature": 0.7}).estimator_args["tau"] is None
-    with pytest.raises(DuelError, match=r"tau=0\.5 is given, too"):
-        Options.parse({"preset": "sdar-dynamic", "tau": 0.5})
-    assert str(Options.parse({"rule": "high_or_topk", "n": 2, "tau": 0.9}).rule) == "high_or_topk:n=2:tau=0.9"
-
-
 def test_every_preset_is_in_the_tables():
     assert set(presets.PRESETS) == {*SETTINGS, *SAMPLED}
     page = read("docs/samplers.md")
@@ -80,12 +59,6 @@ def test_every_preset_is_in_the_tables():
     assert {name for row in rows(section(page, "## What is refused")) for name in re.findall("`(.*?)`", row[0])} == set(
         refused.REFUSED
     )
-
-
-def test_steps_may_be_changed_where_a_schedule_needs_them():
-    assert str(Options.parse({"preset": "dream-entropy", "steps": 64}).rule) == "dream:alg=entropy:steps=64"
-    assert str(Options.parse({"preset": "llada", "rule": "quota:steps=7"}).rule) == "quota:steps=7"
-    assert Options.parse({"preset": "llada", "block": 128, "temperature": 0.5}).temperature == 0.5
 
 
 def test_errors(subtests):
@@ -100,18 +73,6 @@ def test_errors(subtests):
     ):
         with subtests.test(str(arguments)), pytest.raises(DuelError, match=re.escape(named)):
             Options.parse(arguments)
-
-
-def test_a_checkpoint_that_a_preset_does_not_fit(tmp_path):
-    message = (
-        r"preset=llada is the sampler of llada checkpoints, and this one is of the family masked-lm\. To use the same "
-        r"settings with it, write them out: rule=quota,steps=128,block=128\."
-    )
-    path = tiny.checkpoint(tmp_path / "bert", "bert")
-    with pytest.raises(DuelError, match=message):
-        DuelMDM(pretrained=path, preset="llada", device="cpu")
-    with pytest.raises(DuelError, match=message):
-        Library.from_pretrained(path, preset="llada", device="cpu")
 
 
 def test_what_may_be_changed():
@@ -150,11 +111,3 @@ def test_a_checkpoint_that_it_fits(tmp_path):
     assert rules.inner(three.rule) == rules.parse("threshold:mu=0.9") and three.block == 32
     with pytest.raises(DuelError, match="rule=greedy:k=2 is given, too"):
         Library.from_pretrained(path, preset="dream-fast-dllm", rule="greedy:k=2", device="cpu")
-
-
-def test_the_ids_that_a_rule_needs_are_those_of_the_tokenizer(tmp_path):
-    path = tiny.checkpoint(tmp_path / "bert", "bert")
-    with pytest.raises(DuelError, match=r"The tokenizer names no EOS, .* pass eos_id=<id>"):
-        DuelMDM(pretrained=path, rule="quota:steps=2:eos=conf", device="cpu")
-    given = DuelMDM(pretrained=path, rule="quota:steps=2:eos=conf:eos_id=5", device="cpu")
-    assert given.spec["rule"] == "quota:steps=2:eos=conf:eos_id=5"

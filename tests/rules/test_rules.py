@@ -1,14 +1,16 @@
 """Rules: text form, checks, errors, ties, close picks; and independence of the length for `random`."""
 
 import dataclasses
-import math
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
+import custom_rules
 import pytest
 import torch
+from toys import Toy
 
-from lm_eval_duel import rules
+from lm_eval_duel import Duel, Window, rules
 from lm_eval_duel.core.predictions import Predictions
 from lm_eval_duel.errors import DuelError
 
@@ -44,14 +46,6 @@ def test_text_form_is_reversible():
     for alias, name in rules.ALIASES.items():
         arguments = {"threshold": ":mu=0.5", "entropy_bound": ":gamma=1"}.get(name, "")
         assert rules.parse(alias + arguments) == rules.parse(name + arguments)
-
-
-def test_every_rule_is_covered_here():
-    assert {text.split(":")[0] for text in ALL} == set(rules.RULES) - {
-        "pc",
-        "learned",
-        "learned_threshold",
-    }  # need a file
 
 
 WRONG = (  # a rule, and what the error names
@@ -107,6 +101,21 @@ def test_fields_of_a_rule_of_ones_own():
     assert str(rule) == "test_rules:Wide:k=2:least=0.5:name_of=x:odd=True:most=3"
     assert rules.parse(str(rule)) == rule
     assert rules.parse(str(rules.parse("test_rules:Wide"))) == rules.parse("test_rules:Wide")
+
+
+def test_a_rule_may_be_named_by_its_file(tmp_path):
+    file, known = tmp_path / "rule_in_a_file.py", Path(custom_rules.__file__)
+    for copy in (file, tmp_path / "random.py"):
+        copy.write_text(known.read_text())
+    rule = rules.parse(f"{file}:Stalls:mu=0.2")
+    assert rules.parse(str(rule)) == rule
+    [named], [own] = (
+        Duel(Toy(length=6), text, 2).log_prob([Window((), (0, 1, 0, 1))]) for text in (rule, custom_rules.Stalls(0.2))
+    )
+    assert named.log_prob == pytest.approx(own.log_prob, abs=1e-9)
+    for text, message in ((f"{tmp_path}/no.py:Stalls", "No file"), (f"{tmp_path}/random.py:Stalls", "another name")):
+        with pytest.raises(DuelError, match=message):
+            rules.parse(text)
 
 
 # ---------------------------------------------------------------- picks
@@ -179,21 +188,6 @@ def test_margin_and_log_margin_differ():
     first, second = [0.60, 0.30, 0.10, 1e-9, 1e-9, 1e-9], [0.40, 0.12, 0.12, 0.12, 0.12, 0.12]
     assert picked("margin", [first, second]) == [0]
     assert picked("log_margin", [first, second]) == [1]
-
-
-def test_confidence_does_not_saturate():
-    """1 - 1e-12 and 1 - 1e-13 are one number in float32, two as log-odds."""
-    logits = torch.tensor([[[0.0, -27.6], [0.0, -30.0], [0.0, -25.0]]])
-    predictions = Predictions(
-        torch.ones(1, 3, dtype=torch.bool),
-        torch.zeros(1, dtype=torch.bool),
-        logits[0],
-        torch.arange(3),
-        lambda x: x,
-        torch.zeros(2, dtype=torch.bool),
-    )
-    assert predictions.confidence[0].tolist() == pytest.approx([27.6, 30.0, 25.0])
-    assert predictions.log_prob(torch.zeros(1, 3, dtype=torch.int64))[0, 1] == pytest.approx(-math.exp(-30), rel=1e-5)
 
 
 @pytest.mark.parametrize("lift", [0, 8, 16, 20, 26])

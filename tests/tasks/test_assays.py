@@ -148,9 +148,3 @@ def test_other_models_are_refused():
     with pytest.raises(DuelError, match="bidirectional"):
         "MK" + Residues("T", "AY")
     assert Residues("TAY", "K", (1,)).digest != Residues("TAY", "K").digest
-
-
-def test_a_file_that_is_no_table_is_named(tmp_path):
-    (tmp_path / "empty.csv").touch()
-    with pytest.raises(DuelError, match=r"empty\.csv"):
-        assays.assays(files=str(tmp_path / "empty.csv"))

@@ -1,4 +1,4 @@
-"""Every rule of every detokenizer, one before/after case or more for each, named by the rule."""
+"""Every rule of every detokenizer: one case or more for each, named by the rule, or the detokenizer of lm_eval."""
 
 import random
 
@@ -7,57 +7,11 @@ import pytest
 from lm_eval_duel.tasks import detokenize
 
 RULES = {
-    "wikitext": detokenize.WIKITEXT,
     "ptb": detokenize.PTB,
     "lm1b": detokenize.LM1B,
     "lambada": detokenize.LAMBADA,
 }
 CASES = {
-    "wikitext": {
-        "s '": ("the dogs ' tails", "the dogs' tails"),
-        "slashes, dead: year": ("the summer of ' 69 ", "the summer of ' 69 "),
-        "slashes, dead: alive": ("a /' 6/ b", "a /'[0-9]/ b"),
-        "@-@": ("a well @-@ known song", "a well-known song"),
-        "@,@": ("1 @,@ 234 people", "1,234 people"),
-        "@.@": ("3 @.@ 5 metres", "3.5 metres"),
-        ":": ("one thing : this", "one thing: this"),
-        ";": ("he came ; she saw", "he came; she saw"),
-        ".": ("It ended . Then more", "It ended. Then more"),
-        ". at the end stays": ("It ended .", "It ended ."),
-        "!": ("Help ! she said", "Help! she said"),
-        "?": ("Who ? he asked", "Who? he asked"),
-        ",": ("red , green , blue", "red, green, blue"),
-        "( )": ("a ( small ) one", "a (small) one"),
-        "( ) any white space": ("a ( \t small\n\n) one", "a (small) one"),
-        "( ) empty": ("a (  ) one", "a () one"),
-        "( ) start and end": ("( all )", "(all)"),
-        "( ) two": ("( a ) b ( c )", "(a) b (c)"),
-        "( ) nested": ("( a ( b ) c )", "(a ( b) c )"),
-        "( ) open": ("a ( b", "a ( b"),
-        "[ ]": ("quote [ sic ] here", "quote [sic] here"),
-        "[ ] nested": ("[ a [ b ] c ]", "[a [ b] c ]"),
-        "[ ] two": ("[ a ] b [ c ]", "[a] b [c]"),
-        "{ }": ("the set { a } is", "the set {a} is"),
-        "{ } two": ("{ a } b { c }", "{a} b {c}"),
-        "( [ mixed": ("( [ { a } ] )", "([{a}])"),
-        '"': ('he said " no " twice', 'he said "no" twice'),
-        '" two': ('" a " b " c "', '"a" b "c"'),
-        '" odd': ('" a " b " c', '"a" b " c'),
-        "'": ("called ' it ' here", "called 'it' here"),
-        "' apostrophes do harm": ("dogs ' tails and cats ' ears", "dogs'tails and cats' ears"),
-        "= = = =": ("\n = = = = Early = = = = \n", "\n==== Early ====\n"),
-        "= = = =, five": ("= = = = = Early", "===== Early"),
-        "= = =": (" = = = Early = = = ", " === Early === "),
-        "= =": (" = = Life = = ", " == Life == "),
-        "= alone": (" = Title = ", " = Title = "),
-        "degree": ("20 \N{DEGREE SIGN} C", "20\N{DEGREE SIGN}C"),
-        "space before a line break": ("one \ntwo", "one\ntwo"),
-        "space after a line break": ("one\n two", "one\ntwo"),
-        "a line as the data set has it": (" He was , then . \n", " He was, then.\n"),
-        "N": ("with N men", "with 1 men"),
-        "N N, once": (" N N N ", " 1 N 1 "),
-        "'s": ("the man 's hat", "the man's hat"),
-    },
     "ptb": {
         "'s": ("the company 's plan", "the company's plan"),
         "s ' ": ("the workers ' plan", "the workers' plan"),
@@ -119,7 +73,6 @@ CASES = {
     },
 }
 BEFORE = [before for cases in CASES.values() for before, _ in cases.values()]
-PLAIN = "It's plain text (with [a] pair), \"quoted\"; isn't it? 3.5% of $10: and/or\nwell-known!"
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -136,24 +89,8 @@ def test_no_rule_is_without_a_case(name):
         assert any(detokenize.apply(rules, text) != detokenize.apply(others, text) for text in befores), rule
 
 
-@pytest.mark.parametrize("name", detokenize.DETOKENIZERS)
-def test_plain_text_stays(name):
-    first = "\n" if name == "lambada" else ""
-    assert detokenize.DETOKENIZERS[name](PLAIN) == first + PLAIN
-    assert detokenize.DETOKENIZERS[name]("") == first
-
-
 # A rule, a text, the text after all rules in order, and with this rule moved before all others.
 ORDER = {
-    "wikitext": [
-        ("= =", "= = = Early", "=== Early", "== = Early"),
-        ("= = =", "= = = = = Early", "===== Early", "==== = Early"),
-        (" \n", "It ended . \n", "It ended.\n", "It ended .\n"),
-        (r"\(([^\)]*)\)", "( It ended . )", "(It ended.)", "(It ended .)"),
-        ('"([^"]*)"', '" It ended . "', '"It ended."', '"It ended ."'),
-        ("'([^']*)'", "' It ended . '", "'It ended.'", "'It ended .'"),
-        (" N ", "with N \n", "with N\n", "with 1\n"),
-    ],
     "ptb": [
         ("$ 1", "paid $ N million", "paid $1 million", "paid $ 1 million"),
         ("# 1", "paid # N million", "paid #1 million", "paid # 1 million"),
@@ -184,19 +121,6 @@ def test_scientific_is_wikitext_first():
     assert detokenize.scientific(text) != detokenize.wikitext(detokenize.lm1b(text)) == "see http://x.org"
 
 
-def test_idempotent():
-    """LAMBADA always; the others wherever no rule makes new work for itself, as in these."""
-    twice_differs = {
-        "wikitext": {"N N, once"},
-        "lm1b": {"word . word .", '" two', '" two spaces', "'"},  # a closing mark and the next opening one: a pair too
-    }
-    for name, cases in CASES.items():
-        once = {rule: after for rule, (_, after) in cases.items()}
-        moved = {rule for rule, text in once.items() if detokenize.DETOKENIZERS[name](text) != text}
-        assert moved == twice_differs.get(name, set()), name
-    assert all(detokenize.lambada(detokenize.lambada(text)) == detokenize.lambada(text) for text in _soup(2000))
-
-
 def _soup(count, seed=0):
     """Random strings of what the rules look for, white space and words."""
     marks = "s ' |/' 7/| @-@ | @,@ | @.@ | : | ; | . | ! | ? | , |(|( |)| )|[|[ |]| ]|{|{ |}| }|\"|\" | \"|'|' | '| 's"
@@ -219,9 +143,3 @@ def test_wikitext_equals_that_of_lm_eval():
     for rule in detokenize.WIKITEXT:
         others = tuple(other for other in detokenize.WIKITEXT if other is not rule)
         assert any(detokenize.apply(others, text) != detokenize.wikitext(text) for text in texts[len(BEFORE) :]), rule
-
-
-def test_a_page_is_not_its_lines():
-    """A quote that spans two lines: a page is stripped inside it, lines are not."""
-    lines = ['he said " no \n', '" twice \n']
-    assert detokenize.wikitext("".join(lines)) != "".join(detokenize.wikitext(line) for line in lines)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from dit_reference import tiny_mdlm
 from harness_requests import ask
-from toys import Toy
 
 from lm_eval_duel import Duel
 from lm_eval_duel.core.windows import Window, of_row
@@ -75,48 +74,7 @@ def test_the_official_remainder_is_that_of_each_batch(framed, insert_eos, count)
     assert rows(documents, **options, remainder="drop") == [row for row in whole if len(row) == 32]
 
 
-def test_what_wrapping_refuses():
-    with pytest.raises(DuelError, match=r"Unknown value of remainder 'kep'\. Did you mean keep\?"):
-        rows(remainder="kep")
-    with pytest.raises(DuelError, match="length=2 leaves no position for text"):
-        rows(length=2)
-
-
 # ---------------------------------------------------------------- which positions are scored
-
-
-class Recording(Toy):
-    """A toy that remembers which rows it was shown."""
-
-    def features(self, ids, real):
-        self.shown = [*getattr(self, "shown", []), *ids.tolist()]
-        return super().features(ids, real)
-
-
-@pytest.mark.parametrize(
-    ("bos", "given", "scored"),
-    [
-        ("given", [0], [1, 2, 3, 4, 5]),
-        ("official", [5], [0, 1, 2, 3, 4]),
-        ("scored", [], [0, 1, 2, 3, 4, 5]),
-        ("none", [], [1, 2, 3, 4]),
-        ("first", [1], [2, 3, 4]),
-    ],
-)
-def test_the_conventions_score_what_they_say(bos, given, scored):
-    """On a toy that records what it is shown: given positions always show, scored ones begin masked and end known."""
-    row = [2, 0, 1, 1, 0, 2]
-    toy = Recording(length=8)
-    window = of_row(row, 1, 1, bos)
-    found = Duel(toy, "greedy", 2).log_prob([window])[0]
-    assert len(found.token_logprobs) == len(scored)
-    width = window.length
-    offset = 1 if bos in ("none", "first") else 0
-    first = next(shown for shown in toy.shown if shown.count(toy.mask_id) == len(scored))
-    for p in range(width):
-        assert (first[p] == toy.mask_id) == (p + offset in scored)
-        assert all(shown[p] == row[p + offset] for shown in toy.shown if p + offset in given)
-    assert {p + offset for p in range(width) if any(s[p] == toy.mask_id for s in toy.shown)} == set(scored)
 
 
 def test_without_framing_the_first_id_is_given():
@@ -158,29 +116,3 @@ def test_the_ids_are_scored_as_they_stand(dit):
             lm.loglikelihood_rolling(ask("loglikelihood_rolling", (wrong,)))
     with pytest.raises(DuelError, match=r"counted 5 tokens .* has 4.* --metadata bos=given"):
         lm.loglikelihood_rolling(ask("loglikelihood_rolling", (text,), doc={"duel_tokens": 5}))
-
-
-def test_equal_letters_of_different_ids_stay_apart_in_a_cache(dit, tmp_path):
-    from lm_eval.api.model import CachingLM
-
-    values = []
-    for _ in range(2):
-        lm = DuelMDM(pretrained=dit, device="cpu", rule="greedy", block=2)
-        mine = (dit, lm.text.fingerprint)
-        texts = [TokenText("a", row, (1, 1), mine) for row in ([0, 3, 1, 0], [0, 1, 3, 0], [0, 3, 1, 0])]
-        cached = CachingLM(lm, str(tmp_path / "cache.db"))
-        values.append(cached.loglikelihood_rolling(ask("loglikelihood_rolling", *[(text,) for text in texts])))
-    assert values[0] == values[1] and values[0][0] == values[0][2] != values[0][1]
-    assert lm.estimator.counts.windows == 0  # the second time all come from the cache
-
-
-def test_plain_texts_keep_their_keys():
-    from lm_eval.api.model import hash_args
-
-    from lm_eval_duel.harness.cache import request_key
-
-    plain = hash_args("loglikelihood_rolling", ("a b",))
-    assert request_key("loglikelihood_rolling", ("a b",)) == plain
-    text = TokenText("a b", [1])
-    assert hash_args("loglikelihood_rolling", (text,)) == plain  # to other models it is the text
-    assert request_key("loglikelihood_rolling", (text,)) != plain

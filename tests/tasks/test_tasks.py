@@ -1,8 +1,6 @@
 """The bundled tasks: what is in them, and that their token counts are the model's own."""
 
-import importlib
 import math
-import pkgutil
 
 import datasets
 import pytest
@@ -55,12 +53,6 @@ def test_perplexities_count_their_units():
     assert metrics["byte_perplexity"] == metrics["bits_per_byte"] == (-12.0, len(doc["text"].encode()))
     assert metrics["token_perplexity"] == (-12.0, 9)
     assert math.isfinite(metrics["token_perplexity"][0])
-
-
-def test_no_submodule_is_shadowed_by_a_function():
-    for module in pkgutil.iter_modules(tasks.__path__):
-        assert importlib.import_module(f"lm_eval_duel.tasks.{module.name}") is getattr(tasks, module.name)
-    assert all(hasattr(tasks, name) for name in tasks.__all__)
 
 
 def test_proteins_are_whole_and_counted_in_residues():
