@@ -1,5 +1,6 @@
 """SharedScore processes: the same numbers as one, balanced, and no rank that waits for ever."""
 
+import json
 import re
 from types import SimpleNamespace
 
