@@ -17,7 +17,7 @@ import math
 import os
 import re
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from lm_eval_duel.errors import DuelError, unknown
 
@@ -25,6 +25,7 @@ NOTHING = (None, "", "none", "None", "null")
 MAX_FACTOR = 1e20  # of logits: a larger one may overflow float32
 INTEGERS = 2**63  # those of tensors are smaller
 MISSING = dataclasses.MISSING
+Taken = TypeVar("Taken", bound="Arguments")
 KEY = "argument"  # in the metadata of a dataclass field
 
 
@@ -103,6 +104,26 @@ def argument(kind: Kind, default: Any, help: str, **more: Any) -> Any:
 def required(kind: Kind, help: str, example: Any) -> Any:
     """A dataclass field that is an argument without a default."""
     return argument(kind, MISSING, help, example=example)
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """Base of dataclasses whose fields are arguments. Making one reads them, and raises DuelError for a wrong one."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if KEY in field.metadata and (value := getattr(self, field.name)) is not field.default:
+                object.__setattr__(self, field.name, declaration(field).read(field.name, value, self._owner))
+
+    @classmethod
+    def popped_from(cls: type[Taken], values: dict[str, Any]) -> Taken:
+        """The record of those values that are its own, which are removed from `values`."""
+        return cls(**{name: values.pop(name) for name in declared(cls) if name in values})
+
+    @property
+    def _owner(self) -> str:
+        """Whose arguments they are, for errors."""
+        return ""
 
 
 def declared(options: Any) -> dict[str, Argument]:

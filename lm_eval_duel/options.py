@@ -138,8 +138,8 @@ class Options(NetworkArguments):
         registry.check_arguments(values, values.get("estimator", "duel"))
         estimator_args = {key: values.pop(key) for key in estimators if key in values}
         options = cls(rule=rule, estimator_args=estimator_args, **values)
-        if (check := registry.find(options.estimator).check) is not None:
-            check(options)
+        entry = registry.find(options.estimator)
+        entry.check(options, entry.own(**options.estimator_args))
         _check_cache(options, arguments.get("cache"))
         return options
 

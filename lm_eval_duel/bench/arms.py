@@ -102,9 +102,8 @@ class Bench:
         counts = {"forwards": recording.forwards, "rows": recording.rows, "token_rows": recording.tokens}
         if arm == TWO_PHASE:  # its calls are spread over two networks
             counted, sums = self.estimators[arm].counts, Phases.total(Phases.read(score.phases) for score in result)
-            tokens = sums.cached_token_rows + sums.uncached_token_rows
             sample = {"blocks": sums.blocks, "sampled": sums.sampled, "log_prob_stderr": sums.stderr}
-            counts = {"forwards": counted.forwards, "rows": counted.rows, "token_rows": tokens, "sample": sample}
+            counts = {"forwards": counted.forwards, "rows": counted.rows, "token_rows": None, "sample": sample}
         return counts, result
 
     # ------------------------------------------------------------ memory

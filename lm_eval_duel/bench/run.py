@@ -141,7 +141,7 @@ def table(figures: dict[str, Any]) -> str:
     rows = []
     for arm, of_arm in figures["arms"].items():
         seconds, peak = median(of_arm["seconds"]), of_arm["peak_bytes"]
-        counts = [f"{of_arm[name]:,}" for name in ("forwards", "rows", "token_rows")]
+        counts = ["" if of_arm[name] is None else f"{of_arm[name]:,}" for name in ("forwards", "rows", "token_rows")]
         memory = "" if peak is None else f"{peak / 2**20:,.0f}"
         rows.append((arm, f"{seconds:.3f}", f"{figures['tokens'] / seconds:,.0f}", *counts, memory))
     return "\n".join([_title(figures), "", plain_table(header, rows), "", *_below(figures)])

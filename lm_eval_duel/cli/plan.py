@@ -157,7 +157,7 @@ def _cpu(options: argparse.Namespace) -> bool:
 def _methods(setting: Setting, run: Options) -> Iterator[tuple[str, Callable[[Layout], Cost], bool]]:
     """Each way to score windows that the network supports: its name, its cost, and whether keys are kept."""
     from lm_eval_duel.estimators import cost
-    from lm_eval_duel.estimators.subsets.arguments import read_beam, sizes
+    from lm_eval_duel.estimators.arguments import BeamArguments, ElboArguments, TwoPhaseArguments
     from lm_eval_duel.rules import SeedFirst
 
     denoiser, by_blocks = setting.denoiser, setting.denoiser.by_blocks
@@ -172,19 +172,19 @@ def _methods(setting: Setting, run: Options) -> Iterator[tuple[str, Callable[[La
             under = dataclasses.replace(setting, rule=SeedFirst(setting.rule))
         yield "prefix", lambda window: cost.cached(under, window, "prefix"), True
         yield "dual", lambda window: cost.cached(under, window, "dual"), True
-        share = run.estimator_args.get("sample", registry.TWO_PHASE_ARGUMENTS["sample"].default)
+        share = run.estimator_args.get("sample", TwoPhaseArguments.sample)
         yield f"two_phase {share:g}", lambda window: cost.two_phase(under, window, share), True
     if denoiser.seeds_blocks:  # the ELBO needs states that this sampler does not have
         return
-    draws = run.estimator_args.get("mc_samples", registry.ELBO_ARGUMENTS["mc_samples"].default)
+    draws = run.estimator_args.get("mc_samples", ElboArguments.mc_samples)
     spans = dataclasses.replace(setting, block=denoiser.block)
     yield f"elbo {draws}", lambda window: cost.elbo(spans, window, draws), by_blocks
     entry = registry.find(run.estimator)
-    if setting.block is None or not (entry.lattice or registry.BEAM in entry.arguments):
+    own = entry.own(**run.estimator_args)
+    if setting.block is None or not (entry.lattice or isinstance(own, BeamArguments)):
         return
-    arguments = run.estimator_args
-    if registry.BEAM in entry.arguments and read_beam(arguments):
-        for size in sizes(arguments["beam"], arguments["tolerance"]):
+    if isinstance(own, BeamArguments) and not own.all_sets:
+        for size in sorted({own.first, own.most}):
             yield f"beam {size}", lambda window, size=size: cost.lattice(setting, window, size), by_blocks
     else:
         yield "lattice", lambda window: cost.lattice(setting, window), by_blocks

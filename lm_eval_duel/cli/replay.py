@@ -13,14 +13,15 @@ from lm_eval_duel import Window
 from lm_eval_duel.arguments import MISSING
 from lm_eval_duel.command_line import PATH, STDOUT, Flag, Parser, write_json
 from lm_eval_duel.errors import DuelError, usage
-from lm_eval_duel.estimators.subsets.arguments import CONFIDENCE, read_confidence
+from lm_eval_duel.estimators.arguments import ConfidenceArguments
 from lm_eval_duel.options import Options
 from lm_eval_duel.rules import presets
 from lm_eval_duel.tables import plain_table
 
 if TYPE_CHECKING:
     from lm_eval_duel import Denoiser
-    from lm_eval_duel.estimators.trajectories import DrawnSampler, Trajectory
+    from lm_eval_duel.estimators.subsets.sampled_confidence import BestDrawn
+    from lm_eval_duel.estimators.trajectories import Trajectory
 
 DRAWN = "sampled_confidence"
 KEYS = (("context", "input_ids"), ("target", "output_ids"), ("reveal_steps", "step_maps"))  # ours, SGLang's
@@ -73,8 +74,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if preset.get("estimator") == DRAWN:
         model = {**preset, **{name: value for name, value in model.items() if name != "preset"}}
     if model.get("estimator") == DRAWN:  # the order is given: no rule is asked, and no sum over orders bounds the block
-        drawn = {name: model.pop(name, argument.default) for name, argument in CONFIDENCE.items()}
-        options.drawn = read_confidence(drawn)
+        options.drawn = ConfidenceArguments.popped_from(model)
         model |= {"estimator": "duel", "rule": "left_to_right"}
     options.model = Options.parse(model)
     if options.model.estimator != "duel":
@@ -100,15 +100,14 @@ def read(file: Path) -> Iterator[tuple[Window, list[int]]]:
             ) from None
 
 
-def sampler(given: dict[str, Any], denoiser: Denoiser) -> DrawnSampler:
+def sampler(own: ConfidenceArguments, denoiser: Denoiser) -> BestDrawn:
     """The sampler of the arguments of estimator=sampled_confidence."""
     from lm_eval_duel.estimators.subsets.counts import StepCounts
     from lm_eval_duel.estimators.subsets.drawn import untempered
-    from lm_eval_duel.estimators.trajectories import DrawnSampler
+    from lm_eval_duel.estimators.subsets.sampled_confidence import BestDrawn
 
-    counts = StepCounts(given["n"] or 1, given["steps"], given["schedule"], or_more=given["tau"] is not None)
-    scale = untempered(denoiser) if given["confidence"] == "untempered" else 1.0
-    return DrawnSampler(counts, given["tau"], given["strict"], scale)
+    scale = untempered(denoiser) if own.confidence == "untempered" else 1.0
+    return BestDrawn(StepCounts.from_arguments(own), own.tau, own.strict, scale)
 
 
 def table(trajectories: Sequence[Trajectory]) -> str:

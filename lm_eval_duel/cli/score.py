@@ -201,13 +201,12 @@ def _other(text: str, model: dict[str, Any]) -> dict[str, Any]:
 
 def score(lm: DuelMDM, texts: Sequence[own_text.OwnText]) -> list[Row] | None:
     """The score of each text under a model of the harness; None on ranks other than the first."""
-    from lm_eval_duel.harness import versions
-    from lm_eval_duel.harness.requests import FILE
+    from lm_eval_duel.harness.requests import FILE, make_request
     from lm_eval_duel.tasks import sizes
 
     mine = lm.ranks.deal([1 + len(text) for _, text in texts])
     requests = [
-        versions.request("loglikelihood_rolling", {"text": texts[n][1], FILE: texts[n][0]}, (texts[n][1],), TASK, n)
+        make_request("loglikelihood_rolling", {"text": texts[n][1], FILE: texts[n][0]}, (texts[n][1],), TASK, n)
         for n in mine
     ]
     answers = lm.loglikelihood_rolling(requests)

@@ -90,6 +90,12 @@ class Lanes:
         """The row's column of each position, (R, W)."""
         return self.start[:, None] + torch.arange(self.masked.shape[1], device=self.start.device)
 
+    @property
+    def in_target(self) -> torch.Tensor:
+        """Which positions of the blocks are the target's, and not of the context, (R, W) bool."""
+        columns = self.columns  # (R, W)
+        return (columns >= self.origin[:, None]) & (columns < (self.start + self.width)[:, None])
+
     @cached_property
     def masked_at(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(lane, position) of each masked position, (C,) each, in the order of masked.nonzero(); kept, as it is a host

@@ -21,6 +21,7 @@ from lm_eval_duel.arguments import (
     TEXT,
     TRUTH,
     Argument,
+    Arguments,
     Kind,
     argument,
     choice,
@@ -67,7 +68,7 @@ def _ids(value: Any) -> tuple[int, ...]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NetworkArguments:
+class NetworkArguments(Arguments):
     """The arguments of a network, as they are given to `denoisers.load` and in model args."""
 
     max_length: int | None = argument(
@@ -180,10 +181,7 @@ class LoadOptions(NetworkArguments):
     tokenizer: str | PreTrainedTokenizerBase | None = None
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(NetworkArguments):
-            value = getattr(self, field.name)
-            if value != field.default:
-                object.__setattr__(self, field.name, NETWORK_ARGUMENTS[field.name].read(field.name, value))
+        super().__post_init__()
         if self.load_in_8bit and self.load_in_4bit:
             raise DuelError("load_in_8bit and load_in_4bit are both given; leave one out.")
         if self.cache and self.backend == "remote":

@@ -70,13 +70,13 @@ class Estimator(abc.ABC):
         self.budget = plan(denoiser, self.block, self.grid, batch_size, max_batch_size)  # of a network call, at present
         self.counts = Counts()  # of what has been computed; may be shared by estimators
 
-    @abc.abstractmethod
     def describe(self) -> dict[str, object]:
         """The entries of the spec that define this estimator's numbers."""
+        return {"estimator": self.name, "block": self.block, "grid": self.grid}
 
-    @abc.abstractmethod
     def values(self, scored: WindowScore) -> dict[str, Value]:
         """All values of one score, by name; the first is its `log_prob`."""
+        return {self.name: Value(scored.log_prob, nfe=scored.nfe)}
 
     @abc.abstractmethod
     def score_group(self, group: WindowGroup) -> IndexedScores:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -25,10 +25,10 @@ from lm_eval_duel.core.scores import IndexedScores, Sample, WindowScore, WindowS
 from lm_eval_duel.core.tokens import Argmax, Draw, Draws
 from lm_eval_duel.core.windows import Ids, Window, as_ids
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators import sampling
-from lm_eval_duel.estimators.base import Estimator, Value
+from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.checks import check_rule, check_windows, rule_for
 from lm_eval_duel.estimators.fixed_orders import Replay, fixed_states
+from lm_eval_duel.estimators.sampling import Samples, Stop
 
 
 class DuelEstimator(Estimator):
@@ -52,14 +52,11 @@ class DuelEstimator(Estimator):
         denoiser: Denoiser,
         rule: str | rules.Rule = "greedy",
         block: int | str | None = "auto",
-        grid: str = "auto",
-        batch_size: int | None = None,
-        max_batch_size: int | None = None,
-        traced: bool = False,
+        **layout: Any,
     ):
         self.rule = rule_for(denoiser, rules.parse(rule) if isinstance(rule, str) else rule)
         check_rule(denoiser, self.rule)
-        super().__init__(denoiser, block, grid, batch_size, max_batch_size, traced)
+        super().__init__(denoiser, block, **layout)
         # what the loop asks: the rule with its checks
         self.followed = rules.with_checks(
             rules.blockwise(self.rule, self.block) if self.rule.spans_blocks else self.rule
@@ -73,10 +70,7 @@ class DuelEstimator(Estimator):
         return [(start, last + width - start)]
 
     def describe(self) -> dict[str, object]:
-        return {"estimator": self.name, "block": self.block, "grid": self.grid, **fingerprint.of_rule(self.rule)}
-
-    def values(self, scored: WindowScore) -> dict[str, Value]:
-        return {self.name: Value(scored.log_prob, nfe=scored.nfe)}
+        return {**super().describe(), **fingerprint.of_rule(self.rule)}
 
     def with_denoiser(self, denoiser: Denoiser) -> DuelEstimator:
         """The same rule and block on a wrapped network of the same kind, with shared counts."""
@@ -98,16 +92,22 @@ class DuelEstimator(Estimator):
                 scores[group.window_indices[row]] = scored
         return scores
 
-    def checked_orders(self, windows: Sequence[Window], steps: Sequence[Ids]) -> list[tuple[int, ...]]:
-        """The recorded orders, checked, of windows that can be scored."""
+    def orders(self, windows: Sequence[Window], steps: Sequence[Ids]) -> list[tuple[int, ...]]:
+        """The recorded orders of windows that can be scored: a step for each target token."""
         self.check(windows)
         if len(windows) != len(steps):
             raise DuelError(f"Each window needs its order; got {len(windows)} windows and {len(steps)} orders.")
         orders = [as_ids(order) for order in steps]
         for n, (window, order) in enumerate(zip(windows, orders, strict=True)):
-            context = len(window.context)
             if len(order) != len(window.target):
-                raise DuelError(f"Window {n} has {len(window.target)} target tokens but {len(order)} steps.")
+                raise DuelError(f"Window {n} has {len(window.target)} target tokens but {len(order)} steps.", n)
+        return orders
+
+    def checked_orders(self, windows: Sequence[Window], steps: Sequence[Ids]) -> list[tuple[int, ...]]:
+        """The recorded orders of windows that can be scored, with steps that count from 0 in each block."""
+        orders = self.orders(windows, steps)
+        for n, (window, order) in enumerate(zip(windows, orders, strict=True)):
+            context = len(window.context)
             for start, width in self.blocks(window):
                 indices = set(range(max(0, start - context), start - context + width)) - set(window.known)
                 inside = {order[index] for index in indices}
@@ -132,7 +132,7 @@ class DuelEstimator(Estimator):
         do_sample: bool = True,
         seed: int = 0,
         keys: Sequence[int] | None = None,
-        stop: sampling.Stop | None = None,
+        stop: Stop | None = None,
         scored: bool = True,
     ) -> Iterator[tuple[int, Sample]]:
         """(index, sample) of each context as it is finished; see `Duel.stream_samples` (library/ids.py).
@@ -141,14 +141,28 @@ class DuelEstimator(Estimator):
         """
         if keys is not None and len(keys) != len(contexts):
             raise DuelError(f"sample needs a key for each context; got {len(contexts)} contexts, {len(keys)} keys.")
-        prompts = sampling.prompts(contexts, length, suffix, tail)
+        if length < 0:
+            raise DuelError(f"length is the number of tokens to generate, at least 0; got {length}.")
+        prompts = [Window(context, (0,) * length, suffix, tail) for context in contexts]  # targets are placeholders
         check_windows(self.denoiser, self.block, self.grid, prompts, generating=True)
         keys = range(len(contexts)) if keys is None else keys
+        return self._sampled(prompts, keys if do_sample else None, seed, stop)
 
-        def sampler(indices: Sequence[int]) -> tuple[UnmaskingRule, Draw]:
-            return self.sampler(None if not do_sample else [keys[n] for n in indices], seed)
-
-        return sampling.stream(self, prompts, sampler, stop)
+    @torch.inference_mode()
+    def _sampled(
+        self, prompts: Sequence[Window], keys: Sequence[int] | None, seed: int, stop: Stop | None
+    ) -> Iterator[tuple[int, Sample]]:
+        for n, prompt in enumerate(prompts):
+            if not prompt.target:
+                yield n, Sample.from_score(Estimator.empty_score, (), prompt.tail)
+        for group in self.groups(prompts, range(len(prompts)), generating=True):
+            samples = Samples(group, self, stop)
+            rule, draw = self.sampler(None if keys is None else [keys[n] for n in group.window_indices], seed)
+            first = group.fresh([samples.next_block(row) for row in range(len(group.windows))])
+            sampled = Reveal(group, rule, [first], samples, self.budget, self.counts, draw, samples.following)
+            for row, sample in cast(Iterator[tuple[int, Sample]], sampled):
+                self.counts.add(sample, len(sample.tokens))
+                yield group.window_indices[row], sample
 
     def sampler(self, keys: Sequence[int] | None, seed: int) -> tuple[UnmaskingRule, Draw]:
         """The rule and the tokens to sample in rows with these keys; None: the most probable tokens."""
@@ -183,17 +197,10 @@ class Autoregressive(DuelEstimator):
     name = "ar"
     takes_known = False
 
-    def __init__(
-        self,
-        denoiser: Denoiser,
-        grid: str = "auto",
-        batch_size: int | None = None,
-        max_batch_size: int | None = None,
-        traced: bool = False,
-    ):
+    def __init__(self, denoiser: Denoiser, **layout: Any):
         if denoiser.attention != "causal":
             raise DuelError(
                 f"estimator=ar is the chain rule of an autoregressive network; this one is {denoiser.attention}. "
                 "Use estimator=duel (or elbo, mixture, oracle)."
             )
-        super().__init__(denoiser, rules.LeftToRight(), 1, grid, batch_size, max_batch_size, traced)
+        super().__init__(denoiser, rules.LeftToRight(), 1, **layout)

@@ -24,7 +24,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Iterator
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -36,10 +36,10 @@ from lm_eval_duel.core.scores import IndexedScores, Step, WindowScore
 from lm_eval_duel.core.view import distinct
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.dit.denoiser import SEDD
-from lm_eval_duel.errors import DuelError, unknown
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators.arguments import ElboArguments
 from lm_eval_duel.estimators.base import Estimator, Value
 from lm_eval_duel.estimators.checks import check_every_order
-from lm_eval_duel.estimators.registry import ELBO_FORMS
 from lm_eval_duel.hashing import hashed, uniform
 from lm_eval_duel.rules import rank
 
@@ -78,27 +78,20 @@ class Elbo(Estimator):
         self,
         denoiser: Denoiser,
         block: int | str | None = "auto",
-        grid: str = "auto",
-        batch_size: int | None = None,
-        max_batch_size: int | None = None,
-        traced: bool = False,
+        *,
         samples: int = 128,
         form: str = "auto",
         eps: float = 0.0,
         seed: int = 0,
+        **layout: Any,
     ):
         if denoiser.attention == "causal":
             raise DuelError("An autoregressive network needs no bound: use estimator=ar.")
         check_every_order(denoiser, self.name)
         if block == "auto":
             block = denoiser.block  # the trained one; None: the whole target
-        self.form = resolve_form(denoiser, form, block)
-        if samples < 1 or not 0 <= eps < 1 or (eps and self.form == "count"):
-            raise DuelError(
-                "The ELBO needs at least one draw, and an eps from 0 to below 1, which is 0 for form=count; got "
-                f"samples={samples}, eps={eps}, form={self.form}."
-            )
-        self.samples, self.eps, self.seed = samples, eps, seed
+        own = ElboArguments(samples, resolve_form(denoiser, form, block), elbo_eps=eps)
+        self.samples, self.form, self.eps, self.seed = own.mc_samples, own.elbo_form, own.elbo_eps, seed
         self.replicates = replicates(samples)
         if samples < REPLICATES:
             log.warning(
@@ -107,7 +100,7 @@ class Elbo(Estimator):
                 samples,
                 REPLICATES,
             )
-        super().__init__(denoiser, block, grid, batch_size, max_batch_size, traced)
+        super().__init__(denoiser, block, **layout)
 
     def describe(self) -> dict[str, object]:
         spec = {"grid": self.grid} if self.block else {}  # for a whole target all grids are equal
@@ -292,8 +285,6 @@ def resolve_form(denoiser: Denoiser, form: str, block: int | str | None) -> str:
 
     Raises DuelError for score_entropy if it is not defined.
     """
-    if form not in ("auto", *ELBO_FORMS):
-        raise unknown("value of elbo_form", form, ELBO_FORMS)
     sedd = isinstance(denoiser, SEDD)
     if form == "auto":
         return "score_entropy" if sedd and block is None else "count"

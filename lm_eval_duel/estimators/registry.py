@@ -8,22 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
 import importlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from lm_eval_duel import rules
-from lm_eval_duel.arguments import BLOCK, COUNT, Argument, choice, number
-from lm_eval_duel.arguments import Kind as Values
+from lm_eval_duel.arguments import Argument, Arguments, declared
 from lm_eval_duel.errors import DuelError, unknown
-from lm_eval_duel.estimators.subsets.arguments import (
-    CONFIDENCE,
-    ORDER,
+from lm_eval_duel.estimators.arguments import (
+    ConfidenceArguments,
+    ElboArguments,
+    LatticeArguments,
+    OrderArguments,
+    TwoPhaseArguments,
     check_block,
-    read_beam,
-    read_confidence,
-    read_order,
 )
 from lm_eval_duel.rules import presets
 
@@ -32,8 +29,6 @@ if TYPE_CHECKING:
     from lm_eval_duel.estimators.base import Estimator
 
 Options: TypeAlias = Any  # lm_eval_duel.options.Options, which imports this file
-ELBO_FORMS = ("count", "ratio", "score_entropy")
-SAMPLE = 0.05  # share of the blocks of a two-phase estimate that are also scored without the cache
 BEAM = "beam"  # in the spec, if only some sets of positions are evaluated
 NO_BOUND = "no bound: elbo_eps above 0 leaves out small noise levels"
 
@@ -63,9 +58,9 @@ class Entry:
     """One estimator.
 
     `target`: its class, as module:Class. `settings`: the other keywords of the class than grid and batch size, from
-    the options. `arguments`: the model args that it reads and others do not; `ignored_args`: those that it does not
-    read. `named`: how names of rows hold an argument, such as "{}" for key=value. `check` raises DuelError for options
-    that it cannot follow.
+    the options. `own`: the model args that it reads and others do not; `ignored_args`: those that it does not read.
+    `named`: how names of rows hold an argument, such as "{}" for key=value. `check` raises DuelError for options, and
+    arguments of its own, that it cannot follow.
     """
 
     name: str  # as typed
@@ -74,7 +69,7 @@ class Entry:
     kind: Kind
     target: str
     settings: Callable[[Options], dict[str, Any]]
-    arguments: Mapping[str, Argument] = dataclasses.field(default_factory=dict)
+    own: type[Arguments] = Arguments
     ignored_args: tuple[str, ...] = ()
     decodes: bool = False  # its `is_greedy` says what decoding would write
     follows_rule: bool = False  # its value is that of `rule`, or an estimate of it
@@ -82,9 +77,14 @@ class Entry:
     named: str = ""  # empty: names of rows hold no arguments
     causal: bool = False  # the network is read as an autoregressive one, whose blocks have one position
     lattice: bool = False  # one run computes the values of all lattice estimators, and of the rules that it follows
-    check: Callable[[Options], None] | None = None
+    check: Callable[[Options, Arguments], None] = lambda options, own: None
     own_cache: bool = False  # `cache` is a setting of the estimator; the network is loaded without
     whole_texts: str = ""  # why it scores whole texts only, no continuations (loglikelihood); empty: it scores both
+
+    @property
+    def arguments(self) -> dict[str, Argument]:
+        """The model args that it reads and others do not, by name."""
+        return declared(self.own)
 
     @property
     def title(self) -> str:
@@ -92,51 +92,7 @@ class Entry:
         return f"{self.display} ({self.kind.value})" if self.kind is Kind.NOT_A_LIKELIHOOD else self.display
 
 
-# ---------------------------------------------------------------- arguments and settings
-
-
-def _rules(value: Any) -> tuple[rules.Rule, ...]:
-    """Rules of a text such as greedy+margin:k=2, each of which is state-only."""
-    parsed = tuple(rules.parse(text) for text in str(value).split("+"))
-    for rule in parsed:
-        rules.check_state_only(rule)
-    return parsed
-
-
-ELBO_ARGUMENTS = {
-    "mc_samples": Argument(COUNT, 128, "draws of a window"),
-    "elbo_form": Argument(choice("auto", *ELBO_FORMS), "auto", "how masked positions are drawn and weighted"),
-    "elbo_block": Argument(
-        BLOCK, "auto", "positions that are drawn together; `auto`: the trained block, else all", none=None
-    ),
-    "elbo_eps": Argument(
-        number("a share from 0 (nothing left out) to below 1", lambda x: 0 <= x < 1),
-        0.0,
-        "noise levels below it are left out, as in the authors' evaluations; the value is then no bound",
-    ),
-}
-TWO_PHASE_ARGUMENTS = {
-    "sample": Argument(
-        number("a share of blocks above 0, at most 1", lambda x: 0 < x <= 1),
-        SAMPLE,
-        "the share of blocks that are also scored without the cache",
-    ),
-}
-LATTICE_ARGUMENTS = {
-    "lattice_rules": Argument(
-        Values("state-only rules, such as greedy+margin:k=2", _rules),
-        None,
-        "rules whose value the lattice also gives, such as `greedy+margin`",
-        none=(),
-        unset="the rule, if it is state-only",
-        identity=False,
-    )
-}
-
-
-def _check_elbo(options: Options) -> None:
-    if options.estimator_args["elbo_eps"] and options.estimator_args["elbo_form"] == "count":
-        raise DuelError("'elbo_eps' is the least ratio, of elbo_form=ratio; counts have none. Leave one out.")
+# ---------------------------------------------------------------- settings and checks
 
 
 def _elbo_settings(options: Options) -> dict[str, Any]:
@@ -150,24 +106,16 @@ def _elbo_settings(options: Options) -> dict[str, Any]:
     }
 
 
-def _check_lattice(options: Options) -> None:
+def _check_sets(options: Options, own: Arguments) -> None:
     if options.block != "auto":
-        check_block(options.estimator, options.block)
+        check_block(options.estimator, own, options.block)
 
 
-def _check_sets(read: Callable[[Mapping[str, Any]], dict[str, Any]], options: Options) -> None:
-    beam = read_beam(read(options.estimator_args))
-    if options.block != "auto":
-        check_block(options.estimator, options.block, beam=beam)
+def _sampler_settings(options: Options) -> dict[str, Any]:
+    return {"block": options.block, **options.estimator_args, "seed": options.draw_seed}
 
 
-def check_share(sample: float) -> None:
-    """Raise DuelError for a share of blocks that is out of range."""
-    if not 0 < sample <= 1:
-        raise DuelError(f"'sample' is a share of blocks above 0, at most 1; got {sample}.")
-
-
-def _check_two_phase(options: Options) -> None:
+def _check_two_phase(options: Options, own: Arguments) -> None:
     for name in ("top_k", "top_p", "compile"):
         if getattr(options, name):
             why = "its layers take no kept keys" if name == "compile" else "a text of probability 0 has no differences"
@@ -204,9 +152,9 @@ def _lattice(name: str, display: str, what: str, kind: Kind) -> Entry:
         kind,
         "lm_eval_duel.estimators.subsets.lattice:Lattice",
         _lattice_settings,
-        LATTICE_ARGUMENTS,
+        LatticeArguments,
         lattice=True,
-        check=_check_lattice,
+        check=_check_sets,
     )
 
 
@@ -231,10 +179,9 @@ ENTRIES = (  # in the order of tables
         Kind.UPPER_BOUND,
         "lm_eval_duel.estimators.elbo:Elbo",
         _elbo_settings,
-        ELBO_ARGUMENTS,
+        ElboArguments,
         drawn=MonteCarlo("ELBO", "draws", "Monte Carlo", argument="mc_samples"),
         ignored_args=("rule", "block"),
-        check=_check_elbo,
     ),
     _lattice(
         "elbo_exact",
@@ -261,12 +208,12 @@ ENTRIES = (  # in the order of tables
         "the exact likelihood of a sampler that selects after sampling",
         Kind.LIKELIHOOD,
         "lm_eval_duel.estimators.subsets.sampled_confidence:SampledConfidence",
-        lambda options: {"block": options.block, **options.estimator_args, "seed": options.draw_seed},
-        CONFIDENCE,
+        _sampler_settings,
+        ConfidenceArguments,
         named="{}",
         ignored_args=("rule",),
         decodes=True,
-        check=functools.partial(_check_sets, read_confidence),
+        check=_check_sets,
     ),
     Entry(
         "sampled_order",
@@ -274,10 +221,10 @@ ENTRIES = (  # in the order of tables
         "the exact likelihood of a sampler that draws the positions",
         Kind.LIKELIHOOD,
         "lm_eval_duel.estimators.subsets.sampled_order:SampledOrder",
-        lambda options: {"block": options.block, **options.estimator_args, "seed": options.draw_seed},
-        ORDER,
+        _sampler_settings,
+        OrderArguments,
         ignored_args=("rule",),
-        check=functools.partial(_check_sets, read_order),
+        check=_check_sets,
     ),
     Entry(
         "two_phase",
@@ -286,7 +233,7 @@ ENTRIES = (  # in the order of tables
         Kind.ESTIMATE,
         "lm_eval_duel.estimators.two_phase:TwoPhase",
         _two_phase_settings,
-        TWO_PHASE_ARGUMENTS,
+        TwoPhaseArguments,
         follows_rule=True,
         drawn=MonteCarlo(
             "two-phase estimate", "drawn blocks", "sampling", no_error="fewer than 8 drawn blocks: raise sample"

@@ -1,14 +1,8 @@
 """Recorded trajectories: the probability of their tokens along their order, and what gave the order.
 
 An order is followed state by state. A rule is asked at every state what it would pick. For a sampler that selects after
-sampling, the joint probability of text and order is a product over steps, so it needs no sum over orders, and no limit
-of the block. With the positions H masked and A kept, the others draw tokens that are thrown away:
-
-    P(A and its tokens) = prod over A of q_i(x_i)  x  prod over H - A of q_j{v is not kept}
-
-(subsets/sampled_confidence.py has both cases in full.)
-
-Shapes: N windows, R lanes, W block width, c masked positions, V tokens.
+sampling (subsets/sampled_confidence.py), the joint probability of text and order is a product over steps, so it needs
+no sum over orders, and no limit of the block.
 """
 
 from __future__ import annotations
@@ -24,14 +18,12 @@ from lm_eval_duel import rules
 from lm_eval_duel.core.decision import NEAR_TIE
 from lm_eval_duel.core.lanes import Lanes, Rows
 from lm_eval_duel.core.predictions import Predictions
-from lm_eval_duel.core.windows import Ids, Window, as_ids
+from lm_eval_duel.core.windows import Ids, Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.fixed_orders import Replay
-from lm_eval_duel.estimators.subsets.counts import StepCounts
-from lm_eval_duel.estimators.subsets.drawn import exceeds, score_of, scores
-from lm_eval_duel.estimators.subsets.sets import fresh_positions
+from lm_eval_duel.estimators.subsets.sampled_confidence import BestDrawn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,57 +52,12 @@ class Trajectory:
 
 
 @dataclasses.dataclass(frozen=True)
-class DrawnSampler:
-    """A sampler that keeps the best of the tokens drawn, as in `SampledConfidence`; `scale` as there."""
-
-    counts: StepCounts
-    tau: float | None
-    strict: bool
-    scale: float
-
-    def log_selection(
-        self, predictions: Predictions, lanes: Lanes, targets: torch.Tensor, pick: torch.Tensor
-    ) -> torch.Tensor:
-        """log p that the draws at other positions are not kept where those at `pick` are the targets, (R,)."""
-        threshold = math.inf if self.tau is None else score_of(self.tau)
-        own = torch.full(pick.shape, math.nan, dtype=torch.float64, device=pick.device)  # (R, W) scores of the targets
-        log_after, log_quiet = own.clone(), own.clone()  # (R, W) of the draws at positions that are not picked
-        for part, row, logits in predictions.by_lanes():
-            of_row = scores(logits, self.scale)  # (u, V)
-            score, p = of_row[row], logits.double().softmax(1)[row]  # (c, V) each
-            masked, picked = lanes.masked[part], pick[part]  # (r, W)
-            lane, position = masked.nonzero().unbind(1)  # (c,)
-            own[part][lane, position] = score.gather(1, targets[part][masked][:, None])[:, 0]
-            kept = torch.where(picked, own[part], math.inf)  # (r, W)
-            worst = kept.amin(1, keepdim=True)  # (r, 1); of equals, the rightmost ranks last
-            last = (kept == worst).int().cumsum(1).argmax(1)  # (r,)
-            bound = worst[lane, 0]  # (c,)
-            bound = torch.where(position > last[lane], bound.nextafter(bound.new_tensor(math.inf)), bound)
-            quiet = score <= threshold if self.strict else score < threshold  # (c, V)
-            log_after[part][lane, position] = torch.where(score < bound[:, None], p, 0.0).sum(1).log()
-            log_quiet[part][lane, position] = torch.where(quiet, p, 0.0).sum(1).log()
-        above = exceeds(own, threshold, self.strict)  # (R, W)
-        all_above = (above | ~pick).all(1) & (self.tau is not None)  # (R,)
-        wanted = torch.tensor(
-            [
-                self.counts.of_state(*pair)
-                for pair in zip(fresh_positions(lanes).sum(1).tolist(), lanes.masked.sum(1).tolist(), strict=True)
-            ],
-            device=pick.device,
-        )  # (R,)
-        count = pick.sum(1)  # (R,)
-        possible = torch.where(all_above, count >= wanted, count == wanted) & (wanted > 0)  # (R,)
-        others = torch.where(lanes.masked & ~pick, torch.where(all_above[:, None], log_quiet, log_after), 0.0)
-        return others.sum(1).where(possible, -math.inf)
-
-
-@dataclasses.dataclass(frozen=True)
 class _Followed(Replay):
     """Recorded orders; at each state, `rule` says what it would pick, or `sampler` how probable the selection is."""
 
     rows: Rows
     rule: rules.Rule
-    sampler: DrawnSampler | None
+    sampler: BestDrawn | None
     differences: dict[tuple[int, int, int], float | None] = dataclasses.field(default_factory=dict)
     log_selection: dict[tuple[int, int, int], float] = dataclasses.field(default_factory=dict)
 
@@ -134,16 +81,13 @@ class _Followed(Replay):
 
 @torch.inference_mode()
 def follow(
-    duel: DuelEstimator, windows: Sequence[Window], steps: Sequence[Ids], sampler: DrawnSampler | None = None
+    duel: DuelEstimator, windows: Sequence[Window], steps: Sequence[Ids], sampler: BestDrawn | None = None
 ) -> list[Trajectory]:
     """Recorded trajectories, each against the rule of `duel`, or under a sampler that selects after sampling.
 
     `steps`: of each target token, counted from any number, in its block or in the whole text.
     """
-    duel.check(windows)
-    if len(windows) != len(steps):
-        raise DuelError(f"Each window needs its order; got {len(windows)} windows and {len(steps)} orders.")
-    orders = [in_blocks(as_ids(steps[n]), window, duel, n) for n, window in enumerate(windows)]
+    orders = [in_blocks(order, windows[n], duel, n) for n, order in enumerate(duel.orders(windows, steps))]
     followed = [Trajectory(0.0, (), 0)] * len(windows)
     for group in duel.groups(windows, range(len(windows))):
         of_group = tuple(orders[n] for n in group.window_indices)
@@ -166,10 +110,8 @@ def in_blocks(order: Sequence[int], window: Window, duel: DuelEstimator, n: int)
     """The steps of window `n`, numbered from 0 in each block.
 
     Raises:
-        DuelError: there is not one for each token, or a block is not finished before the next one begins.
+        DuelError: a block is not finished before the next one begins.
     """
-    if len(order) != len(window.target):
-        raise DuelError(f"Window {n} has {len(window.target)} target tokens but {len(order)} steps.", n)
     inner = _split(order, window, Estimator.blocks(duel, window))
     if duel.rule.spans_blocks and len(inner) > 1 and all(min(part) == min(order) for part in inner):
         raise DuelError(

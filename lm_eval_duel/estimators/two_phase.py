@@ -16,7 +16,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -28,11 +28,11 @@ from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import under_cache
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import block_sample
+from lm_eval_duel.estimators.arguments import TwoPhaseArguments
 from lm_eval_duel.estimators.base import Estimator, Value
 from lm_eval_duel.estimators.checks import check_two_phase
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.phases import Phases
-from lm_eval_duel.estimators.registry import SAMPLE, check_share
 
 BATCHES = 4  # network calls' worth of sampled blocks that are evaluated before their windows' cached phase
 
@@ -69,22 +69,20 @@ class TwoPhase(Estimator):
         denoiser: Denoiser,
         rule: str | rules.Rule = "greedy",
         block: int | str | None = "auto",
-        grid: str = "auto",
-        batch_size: int | None = None,
-        max_batch_size: int | None = None,
-        traced: bool = False,
+        *,
         cache: str = "dual",
-        sample: float = SAMPLE,
+        sample: float = TwoPhaseArguments.sample,
         seed: int = 0,
+        **layout: Any,
     ):
-        check_share(sample)
+        sample = TwoPhaseArguments(sample).sample
         rule = rules.parse(rule) if isinstance(rule, str) else rule
         check_two_phase(denoiser, rule, cache)
-        super().__init__(denoiser, block, grid, batch_size, max_batch_size, traced)
-        settings = (rule, block, grid, batch_size, max_batch_size)
+        super().__init__(denoiser, block, **layout)
+        layout["traced"] = False
         self.phases = {
-            "cached": DuelEstimator(_under_cache(denoiser, cache), *settings),
-            "uncached": DuelEstimator(denoiser, *settings),
+            "cached": DuelEstimator(_under_cache(denoiser, cache), rule, block, **layout),
+            "uncached": DuelEstimator(denoiser, rule, block, **layout),
         }
         self.cache, self.rule, self.sample, self.seed = cache, rule, sample, seed
 
@@ -94,9 +92,7 @@ class TwoPhase(Estimator):
 
     def describe(self) -> dict[str, object]:
         return {
-            "estimator": self.name,
-            "block": self.block,
-            "grid": self.grid,
+            **super().describe(),
             **fingerprint.of_rule(self.rule),
             "cheap_cache": self.cache,
             "sample": fingerprint.number(self.sample),
@@ -156,12 +152,9 @@ class TwoPhase(Estimator):
         weight = weights[: len(spans)]  # (B,)
         g = torch.tensor([_log_prob(window, cached, span) for span in spans], dtype=torch.float64)  # (B,)
         f = g.clone()  # (B,) where it is not sampled, its weight is 0
-        steps = [_steps(window, cached, span) for span in spans]
-        full_steps = list(steps)  # without the cache, where they are known
         for n, span in enumerate(spans):
             if weight[n]:
                 f[n] = _log_prob(window, cast(WindowScore, uncached), span)
-                full_steps[n] = _steps(window, cast(WindowScore, uncached), span)
         estimate, variance = block_sample.combine(g, f, weight)
         if not (math.isfinite(estimate) and math.isfinite(variance)):
             index = group.window_indices[row]
@@ -170,9 +163,7 @@ class TwoPhase(Estimator):
                 "log-probability is not finite. Use estimator=duel.",
                 index,
             )
-        phases = Phases.from_blocks(
-            window.length, spans, (g, f, weight), float(variance), (steps, full_steps), self.cache
-        )
+        phases = Phases.from_blocks(g, f, weight, float(variance))
         return TwoPhaseScore(
             log_prob=float(estimate),
             near_ties=known_sum(cached.near_ties, uncached.near_ties if uncached else 0),
@@ -194,16 +185,5 @@ def _under_cache(denoiser: Denoiser, cache: str) -> Denoiser:
 
 def _log_prob(window: Window, score: WindowScore, span: tuple[int, int]) -> float:
     """The log-prob of the block at (first column, width)."""
-    return math.fsum(score.token_logprobs[_part(window, span)])
-
-
-def _steps(window: Window, score: WindowScore, span: tuple[int, int]) -> int:
-    """How many steps a block took."""
-    return 1 + max(score.reveal_steps[_part(window, span)])
-
-
-def _part(window: Window, span: tuple[int, int]) -> slice:
-    """The target positions of the block at (first column, width)."""
-    start, width = span
-    first = len(window.context)
-    return slice(max(0, start - first), start - first + width)
+    (start, width), first = span, len(window.context)
+    return math.fsum(score.token_logprobs[max(0, start - first) : start - first + width])

@@ -50,9 +50,7 @@ class Generation(Work):
         self.estimator = run.sampler
         self.groups = _grouped(run, batch)
         self.prompts = {prompt.n: prompt for _, prompts in self.groups for prompt in prompts}
-
-    def size(self, n: int) -> int:
-        return self.prompts[n].length
+        self.tokens = [self.prompts[n].length for n in self.order]
 
     def cached(self) -> Iterator[tuple[int, str]]:
         for prompt in self.prompts.values():

@@ -81,7 +81,7 @@ class DuelMDM(TemplateLM):
     ) -> list[float | tuple[float, bool]]:
         """log p of whole texts, with each token in exactly one window; an empty text is 0.0.
 
-        lm-eval 0.5 gets (log p, False) for each, see `versions`.
+        lm-eval 0.5 gets (log p, False) for each, see `requests`.
         """
         from lm_eval_duel.harness.loglikelihood import WholeTexts
 
@@ -191,7 +191,7 @@ class DuelMDM(TemplateLM):
 
     def get_model_info(self) -> dict[str, Any]:
         """For the results JSON: the spec, its fingerprint, and the statistics of all ranks."""
-        from lm_eval_duel.harness.run_stats import parameters, versions
+        from lm_eval_duel.harness.spec import parameters, versions
 
         total = self.run.total()
         eps = self.options.estimator_args.get("elbo_eps")

@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING, Any
 from lm_eval_duel.core.scores import WindowScore
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError, naming
-from lm_eval_duel.harness import versions
-from lm_eval_duel.harness.cache import DOCUMENTS, request_key
-from lm_eval_duel.harness.requests import Batch, document_of, name
-from lm_eval_duel.harness.resume import Unfinished
+from lm_eval_duel.harness.cache import DOCUMENTS, Unfinished, request_key
+from lm_eval_duel.harness.requests import Batch, answer_for, arguments_of, document_of, name
 from lm_eval_duel.harness.run import Finished, Run, Work
 from lm_eval_duel.harness.so_far import Document, SoFar, plain, random_order
 from lm_eval_duel.harness.totals import Outcome
@@ -72,7 +70,7 @@ def document_windows(text: Text, requests: Sequence[Instance]) -> list[list[Wind
     windows = []
     for request in requests:
         with naming(name(request)):
-            (document,) = versions.arguments(request)
+            (document,) = arguments_of(request)
             doc = request.doc if isinstance(request.doc, dict) else {}
             if MADE in doc and doc[MADE] not in MADE_HERE:
                 raise DuelError(
@@ -93,15 +91,13 @@ class Scoring(Work):
         super().__init__(run, batch)
         self.label = f" {run.method}"
         self.windows = windows  # of each request
-        self.unfinished = Unfinished(run.store, run.estimator)
+        self.tokens = [sum(len(window.target) for window in parts) for parts in windows]
+        self.unfinished = None if run.store is None else Unfinished(run.store, run.estimator)
         self.verification: Verification | None = None
         self.all_mask_starts = run.estimator.counts.all_mask_starts
         self.keys = [""] * len(batch.requests)  # in the response cache, if there is one
         if run.store is not None:
-            self.keys = [request_key(self.kind, versions.arguments(request)) for request in batch.requests]
-
-    def size(self, n: int) -> int:
-        return sum(len(window.target) for window in self.windows[n])
+            self.keys = [request_key(self.kind, arguments_of(request)) for request in batch.requests]
 
     def cached(self) -> Iterator[tuple[int, Outcome]]:
         for n in self.order:
@@ -121,7 +117,8 @@ class Scoring(Work):
         run, windows = self.run, self.windows
         if run.options.verify:
             self.verification = Verification(run.options, run.ranks, {n: windows[n] for n in remaining})
-        scores = {n: self.unfinished.resume(windows[n]) for n in remaining}  # of each request, by part
+        kept = self.unfinished
+        scores = {n: {} if kept is None else kept.resume(windows[n]) for n in remaining}  # of each request, by part
         missing = [(n, part) for n in remaining for part in range(len(windows[n])) if part not in scores[n]]
         for n in remaining:
             for part in scores[n]:
@@ -131,16 +128,16 @@ class Scoring(Work):
         with naming(lambda i: name(self.requests[missing[i][0]])):
             for i, score in run.estimator.stream([windows[n][part] for n, part in missing]):
                 n, part = missing[i]
-                if len(windows[n]) > 1:  # else it is the request's score, which is saved next
-                    self.unfinished.keep(windows[n][part], score)
+                if kept is not None and len(windows[n]) > 1:  # else it is the request's score, which is saved next
+                    kept.keep(windows[n][part], score)
                 run.progress.add_window(len(windows[n][part].target))
                 scores[n][part] = score
                 if len(scores[n]) == len(windows[n]):
                     yield self._joined(n, scores.pop(n))
 
     def save(self, done: Finished) -> None:
-        if self.run.store is not None:
-            self.run.store.keep(self.keys[done.n], done.answer.record)
+        if self.unfinished is not None:
+            self.unfinished.store.keep(self.keys[done.n], done.answer.record)
             self.unfinished.forget(done.windows)
 
     def count(self, done: Finished) -> None:
@@ -163,7 +160,7 @@ class Scoring(Work):
 
     def _count(self, n: int, outcome: Outcome) -> None:
         request = self.requests[n]
-        unknown = self.run.text.unknown(outcome.windows, str(versions.arguments(request)[-1]))
+        unknown = self.run.text.unknown(outcome.windows, str(arguments_of(request)[-1]))
         self.run.stats.add_request(str(request.task_name), document_of(request), outcome, unknown)
 
 
@@ -199,8 +196,8 @@ class WholeTexts(Scoring):
 
     def reply(self, n: int, answer: Outcome) -> float | tuple[float, bool]:
         """The log-likelihood, in the form of the release that asks."""
-        (text,) = versions.arguments(self.requests[n])
-        return versions.answer(self.requests[n], TextLogLikelihood(answer, text))
+        (text,) = arguments_of(self.requests[n])
+        return answer_for(self.requests[n], TextLogLikelihood(answer, text))
 
     def _count(self, n: int, outcome: Outcome) -> None:
         super()._count(n, outcome)

@@ -21,7 +21,7 @@
     TaskManager.__init__        does not read lm-eval's own 14,000 task files, which takes seconds; only while
                                 `lm-eval-duel run` runs, and only if all tasks that it names are this package's
 
-Written against lm-eval 0.4.13 and 0.5.0.dev1 (see versions.py). Other models are affected only by the clearer errors
+Written against lm-eval 0.4.13 and 0.5.0.dev1 (see requests.py). Other models are affected only by the clearer errors
 and by what is for 0.5 only.
 """
 

@@ -22,8 +22,9 @@ from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.harness.cache import ResponseCache
 from lm_eval_duel.harness.distributed import Ranks
-from lm_eval_duel.harness.run_stats import RunStats, Share, peak_memory
 from lm_eval_duel.harness.so_far import SoFar
+from lm_eval_duel.harness.spec import peak_memory
+from lm_eval_duel.harness.totals import RunStats, Share
 from lm_eval_duel.harness.trace import Writer, record
 from lm_eval_duel.options import Options
 from lm_eval_duel.text.text import Text
@@ -51,15 +52,12 @@ class Work(abc.ABC):
 
     kind: ClassVar[str]  # the method of the model that answers them
     label = ""  # for the progress bar
+    tokens: Sequence[int]  # of each request, for the progress bar
     so_far: SoFar | None = None  # estimates of the final value, for the progress bar
 
     def __init__(self, run: Run, batch: Batch):
         self.run, self.estimator, self.requests = run, run.estimator, batch.requests
         self.order: Sequence[int] = range(len(batch.requests))  # in which they are taken
-
-    @abc.abstractmethod
-    def size(self, n: int) -> int:
-        """The tokens of a request."""
 
     @abc.abstractmethod
     def cached(self) -> Iterator[tuple[int, Any]]:
@@ -90,7 +88,7 @@ class Progress:
     def __init__(self, work: Work, remaining: Sequence[int], hidden: bool):
         self.work, self.finished, self.windows = work, len(work.requests) - len(remaining), 0
         self.shown = -math.inf  # when estimates were computed
-        tokens = sum(map(work.size, remaining))
+        tokens = sum(work.tokens[n] for n in remaining)
         off = {"disable": True} if hidden else {}  # else as TQDM_DISABLE says
         self.bar = tqdm(total=tokens, desc=f"{work.kind}{work.label}", unit="tok", **off)
 

@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.harness import versions
 from lm_eval_duel.harness.cache import DOCUMENTS
+from lm_eval_duel.harness.requests import arguments_of
 from lm_eval_duel.rates import perplexity
 from lm_eval_duel.tasks.columns import TOKENS
 from lm_eval_duel.tasks.metrics import sizes
@@ -50,7 +50,7 @@ class Document:
     @classmethod
     def from_request(cls, request: Instance, windows: Sequence[Window], key: str) -> Document:
         """A request for a whole text. Words and bytes are known if its task counts them in the text that is scored."""
-        (text,), doc = versions.arguments(request), request.doc if isinstance(request.doc, dict) else {}
+        (text,), doc = arguments_of(request), request.doc if isinstance(request.doc, dict) else {}
         counts: tuple[int | None, int | None] = (None, None)
         if TOKENS in doc and "words" in doc:
             counts = doc["words"], doc["bytes"]
@@ -109,7 +109,7 @@ class SoFar:
 
 def random_order(requests: Sequence[Instance], seed: int) -> list[int]:
     """The indices of requests in an order that depends on `seed` and on each request alone."""
-    texts = [f"{seed} {request.task_name} {versions.arguments(request)}" for request in requests]
+    texts = [f"{seed} {request.task_name} {arguments_of(request)}" for request in requests]
     keys = [hashlib.sha256(text.encode()).digest() for text in texts]
     return sorted(range(len(requests)), key=lambda n: (keys[n], n))
 

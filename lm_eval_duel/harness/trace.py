@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from lm_eval_duel.core.scores import WindowScore
     from lm_eval_duel.core.windows import Window
     from lm_eval_duel.estimators.base import Estimator
-    from lm_eval_duel.estimators.subsets.orders import OrderScore
 
 FORMAT = 1
 BEGINNING = '{"duel_trace"'
@@ -137,7 +136,7 @@ def record(window: Window, score: WindowScore, estimator: Estimator) -> dict[str
     return line | ({"stderr": errors[next(iter(values))]} if errors else {})
 
 
-def _order(score: WindowScore | OrderScore) -> dict[str, Any]:
+def _order(score: WindowScore) -> dict[str, Any]:
     """One order and its statistics."""
     return {
         "reveal_steps": list(score.reveal_steps),

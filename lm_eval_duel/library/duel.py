@@ -19,7 +19,7 @@ from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators import registry
-from lm_eval_duel.estimators.registry import SAMPLE
+from lm_eval_duel.estimators.arguments import TwoPhaseArguments
 from lm_eval_duel.estimators.two_phase import TwoPhase
 from lm_eval_duel.library.ids import SAMPLERS, OnIds
 from lm_eval_duel.library.keywords import estimator_options, own_arguments, pretrained_options
@@ -237,7 +237,7 @@ class Duel(OnIds):
         self,
         texts: Sequence[str],
         *,
-        sample: float = SAMPLE,
+        sample: float = TwoPhaseArguments.sample,
         cache: Literal["dual", "prefix"] = "dual",
         seed: int = 0,
     ) -> list[TextEstimate]:
@@ -258,7 +258,7 @@ class Duel(OnIds):
         rule, budget = cast(Rule, self.rule), self.estimator.budget
         rows = None if self.denoiser.fixed_weights else max(1, budget.tokens // self.denoiser.max_length)
         estimator = TwoPhase(
-            self.denoiser, rule, self.block, self.grid, batch_size=rows, cache=cache, sample=sample, seed=seed
+            self.denoiser, rule, self.block, grid=self.grid, batch_size=rows, cache=cache, sample=sample, seed=seed
         )
         estimator.phases["uncached"].budget = budget
         estimates = {

@@ -18,7 +18,7 @@ import torch
 from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators import cost
-from lm_eval_duel.estimators.registry import check_share
+from lm_eval_duel.estimators.arguments import TwoPhaseArguments
 from lm_eval_duel.library.duel import Block, Duel
 from lm_eval_duel.rates import ratio
 from lm_eval_duel.rules import parse
@@ -121,7 +121,7 @@ def check_arguments(texts: Any, rules: Any = ("greedy",), sample: float | None =
         if key not in known:
             raise unknown("argument of training_metrics", key, known)
     if sample is not None:
-        check_share(sample)
+        TwoPhaseArguments(sample)
     if sample is not None and arguments.get("cache"):
         raise DuelError(
             f"sample={sample:g} estimates the value without a cache, and cache={arguments['cache']} scores the cached "

@@ -10,7 +10,7 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lm_eval_duel.arguments import KEY, PROBABILITY, Argument, argument, declaration, required, whole
+from lm_eval_duel.arguments import PROBABILITY, Argument, Arguments, argument, declaration, required, whole
 from lm_eval_duel.core.decision import Decision
 from lm_eval_duel.errors import DuelError
 
@@ -26,7 +26,7 @@ LOG_ODDS_SLOPE = 2.0  # the L1 norm of d(log-odds)/d(logits), and of d(log P1 - 
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
+class Rule(Arguments):
     """Base of all rules. Subclasses are frozen dataclasses whose fields are the rule's parameters."""
 
     name: ClassVar[str] = ""  # as typed
@@ -50,12 +50,9 @@ class Rule:
                 if attribute not in vars(cls):
                     setattr(cls, attribute, False)
 
-    def __post_init__(self) -> None:
-        """Read every parameter that is declared; raises DuelError for one that is out of range."""
-        for field in dataclasses.fields(self):
-            if KEY in field.metadata:
-                value = declaration(field).read(field.name, getattr(self, field.name), f" of rule '{self.name}'")
-                object.__setattr__(self, field.name, value)
+    @property
+    def _owner(self) -> str:
+        return f" of rule '{self.name}'"
 
     def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
         """Which masked positions of each lane to reveal next."""

@@ -103,29 +103,23 @@ class Checked(Around):
             raise DuelError(
                 f"Rule {self} must return a Decision or a boolean tensor (R, W); got {type(decision).__name__}."
             )
-        pick, decision_margin = decision.pick, decision.decision_margin
-        for what, plane in (
-            ("pick", pick),
-            ("decision_margin", decision_margin),
-            *(("memory", plane) for plane in decision.memory),
-        ):
-            if not isinstance(plane, torch.Tensor) and not (what == "decision_margin" and plane is None):
-                raise DuelError(f"The {what} of rule {self} must be a torch tensor; got {type(plane).__name__}.")
-            if plane is not None and plane.device != lanes.masked.device:
+        (count, wide), device = lanes.masked.shape, lanes.masked.device
+        parts: list[tuple[str, Any, str, tuple[int, ...]]]
+        parts = [("pick", decision.pick, "a boolean tensor (R, W)", (count, wide))]
+        if decision.decision_margin is not None:
+            parts += [("decision_margin", decision.decision_margin, "a number for each lane (R,)", (count,))]
+        parts += [("memory", plane, "tensors (R, W, ...)", (count, wide)) for plane in decision.memory]
+        for what, plane, form, shape in parts:
+            got = f"{plane.dtype} {(*plane.shape,)}" if isinstance(plane, torch.Tensor) else type(plane).__name__
+            extends = isinstance(plane, torch.Tensor) and plane.shape[: len(shape)] == shape
+            fits = extends and (what == "memory" or plane.dim() == len(shape))
+            if not fits or (what == "pick" and plane.dtype != torch.bool):
+                raise DuelError(f"The {what} of rule {self} is {form}, with R, W = {count}, {wide}; got {got}.")
+            if plane.device != device:
                 raise DuelError(
-                    f"The {what} of rule {self} is on {plane.device}, but the network is on {lanes.masked.device}: "
-                    "make it from the rule's arguments, or with device=lanes.masked.device."
+                    f"The {what} of rule {self} is on {plane.device}, but the network is on {device}: make it from the "
+                    "rule's arguments, or with device=lanes.masked.device."
                 )
-        shape = lanes.masked.shape
-        if pick.shape != shape or pick.dtype != torch.bool:
-            raise DuelError(f"Rule {self} must pick a boolean tensor {(*shape,)}; got {pick.dtype} {(*pick.shape,)}.")
-        if decision_margin is not None and decision_margin.shape != shape[:1]:
-            raise DuelError(
-                f"The decision_margin of rule {self} is one number for each lane ({shape[0]}); got "
-                f"{(*decision_margin.shape,)}."
-            )
-        if any(plane.shape[:2] != shape for plane in decision.memory):
-            raise DuelError(f"The memory of rule {self} must be tensors of the shape (R, W, ...) = {(*shape, ...)}.")
         return decision
 
     def _waits(self, decision: Decision, lanes: Any) -> torch.Tensor:

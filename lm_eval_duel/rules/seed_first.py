@@ -39,8 +39,7 @@ class SeedFirst(Around):
     def __call__(self, predictions: Any, lanes: Any) -> Decision:
         import torch
 
-        position = torch.arange(lanes.masked.shape[1], device=lanes.masked.device)
-        target = (position < lanes.width[:, None]) & (lanes.columns >= lanes.origin[:, None])  # (R, W)
+        target = lanes.in_target  # (R, W)
         seeded = target[:, 0]  # (R,) the block does not begin inside the context
         fresh = seeded & (lanes.masked == target).all(1)  # (R,) no target is revealed yet
         decision = self.inside(predictions, lanes, step=(lanes.step - seeded.long()).clamp(min=0))

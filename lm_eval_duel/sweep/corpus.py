@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.harness import versions
+from lm_eval_duel.harness.requests import answer_for, arguments_of
 from lm_eval_duel.tasks import named as tasks
 from lm_eval_duel.tasks.columns import TOKENS
 from lm_eval_duel.tasks.metrics import sizes
@@ -61,7 +61,7 @@ def load(name: str, metadata: dict[str, Any], limit: int | None, include_path: s
         units.update(_units(task, request))
     return Corpus(
         str(task.config.task),
-        [versions.arguments(request)[0] for request in task.instances],
+        [arguments_of(request)[0] for request in task.instances],
         [document.get(TOKENS) if isinstance(document, dict) else None for document in documents],
         dict(units),
     )
@@ -69,8 +69,8 @@ def load(name: str, metadata: dict[str, Any], limit: int | None, include_path: s
 
 def _units(task: Task, request: Instance) -> dict[str, int]:
     """The bytes and words that the metrics of a document divide by."""
-    results = task.process_results(request.doc, [versions.answer(request, 0.0)])
+    results = task.process_results(request.doc, [answer_for(request, 0.0)])
     if results is None:  # lm-eval 0.5, which counts them in its own metrics
-        (text,) = versions.arguments(request)
+        (text,) = arguments_of(request)
         return dict(zip(("words", "bytes"), sizes(text), strict=True))
     return {UNITS[metric]: value[1] for metric, value in results.items() if metric in UNITS}

@@ -64,7 +64,7 @@ def test_lanes_equal_the_plain_reference(rule, cache):
         (None, "target", RAGGED),
         (2, "target", TAILED),
     ):
-        scored = DuelEstimator(Cached(toy, cache), rule, block, grid).log_prob(windows)
+        scored = DuelEstimator(Cached(toy, cache), rule, block, grid=grid).log_prob(windows)
         for window, result in zip(windows, scored, strict=True):
             agree(result, expected(toy, cache, rule, block, window, grid))
 
@@ -80,7 +80,7 @@ def test_sums_to_one(rule):
         ("dual", 3, "row", 3, {"context": (1,), "suffix": (2, 0)}),
         ("dual", 2, "target", 4, {"context": (0,), "suffix": (1,), "tail": 2}),  # law 14
     ):
-        duel = DuelEstimator(Cached(Attends(), cache), rule, block, grid)
+        duel = DuelEstimator(Cached(Attends(), cache), rule, block, grid=grid)
         assert abs(total(duel, length, **more) - 1) < 1e-9, (cache, block, grid)
 
 
@@ -97,7 +97,7 @@ def test_sample_then_log_prob_is_the_same_path(rule):
         ("dual", 3, "target", {"suffix": (1,)}),
         ("dual", None, "row", {}),
     ):
-        duel = DuelEstimator(Cached(Attends(), cache), rule, block, grid)
+        duel = DuelEstimator(Cached(Attends(), cache), rule, block, grid=grid)
         drawn = duel.sample(contexts, 4, seed=3, **extra)
         scored = duel.log_prob([Window(c, d.tokens, **extra) for c, d in zip(contexts, drawn, strict=True)])
         for d, s in zip(drawn, scored, strict=True):
@@ -311,7 +311,9 @@ def test_the_first_position_is_revealed_alone_and_then_the_rule_goes_on(rule, ca
     toy, rule = Attends(length=10, shift=1), f"{rule}:seed_first=true"
     denoiser = Cached(toy, cache) if cache else toy
     for block, grid in ((1, "target"), (3, "target"), (3, "row"), (None, "target")):
-        for window, scored in zip(SHIFTED, DuelEstimator(denoiser, rule, block, grid).log_prob(SHIFTED), strict=True):
+        for window, scored in zip(
+            SHIFTED, DuelEstimator(denoiser, rule, block, grid=grid).log_prob(SHIFTED), strict=True
+        ):
             parsed = rules.parse(rule)
             if cache:
                 logits_of = reference(toy, toy.network, cache, window, block, grid)

@@ -28,7 +28,7 @@ from lm_eval_duel.denoisers.wrappers.warpers import Warped
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.harness.lm import DuelMDM
-from lm_eval_duel.harness.versions import request as make_request
+from lm_eval_duel.harness.requests import make_request
 
 CACHES = ["prefix", "dual"]
 RULES = ["greedy", "margin:k=2", "threshold:mu=0.3", "entropy_bound:gamma=1.0", "random:k=2"]

@@ -56,7 +56,7 @@ def equals(scored, expected, tolerance=1e-9):
 def test_equals_the_textbook_loop_over_guided_logits(rule):
     toy = Toy()
     for block, grid, scale in ((2, "target", -0.5), (2, "row", 0.5), (3, "row", 2.0), (None, "target", 0.5)):
-        duel = DuelEstimator(Guided(toy, scale), rule, block, grid)
+        duel = DuelEstimator(Guided(toy, scale), rule, block, grid=grid)
         for window, scored in zip(WINDOWS, duel.log_prob(WINDOWS), strict=True):
             logits_of = guided(lambda ids: toy.features(ids[None], None)[0], toy.mask_id, scale, window)
             equals(scored, score(logits_of, toy.mask_id, toy.excluded, rules.parse(rule), block, window, grid))
@@ -66,7 +66,7 @@ def test_equals_the_textbook_loop_over_guided_logits(rule):
 def test_sums_to_one(rule):
     for block, grid, tail, scale in ((2, "target", 2, -0.5), (2, "row", 0, 2.0), (None, "target", 0, 0.5)):
         windows = [Window((1,), string, (2,), tail) for string in itertools.product(range(3), repeat=4)]
-        scored = DuelEstimator(Guided(Toy(), scale), rule, block, grid).log_prob(windows)
+        scored = DuelEstimator(Guided(Toy(), scale), rule, block, grid=grid).log_prob(windows)
         assert abs(math.fsum(math.exp(s.log_prob) for s in scored) - 1) < 1e-9
 
 
@@ -74,7 +74,7 @@ def test_sums_to_one(rule):
 def test_a_sample_has_the_likelihood_that_it_was_drawn_with(rule):
     contexts = [(), (1,), (0, 2), (2, 2, 1)]
     for grid in ("target", "row"):
-        duel = DuelEstimator(Guided(Toy(), 1.5), rule, 2, grid)
+        duel = DuelEstimator(Guided(Toy(), 1.5), rule, 2, grid=grid)
         for context, drawn in zip(contexts, duel.sample(contexts, 4, suffix=(1,), seed=2), strict=True):
             scored = duel.log_prob([Window(context, drawn.tokens, (1,))])[0]
             assert scored.reveal_steps == drawn.reveal_steps and scored.token_logprobs == pytest.approx(

@@ -14,10 +14,10 @@ from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.wrappers.warpers import Warped
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.registry import Kind, kind_of
+from lm_eval_duel.estimators.subsets.chunk import sample
 from lm_eval_duel.estimators.subsets.sampled_confidence import SampledConfidence
 from lm_eval_duel.estimators.subsets.sampled_order import SampledOrder
 from lm_eval_duel.estimators.subsets.sums import BeamSums
-from lm_eval_duel.estimators.subsets.thinning import sample
 from lm_eval_duel.harness.totals import Outcome
 from lm_eval_duel.options import Options
 

@@ -151,7 +151,7 @@ def test_rules_that_read_the_text_take_at_most_as_many_steps(networks, rule):
 @pytest.mark.parametrize("rule", ["quota:steps=3", "quota:steps=50", "greedy:k=2:sub_block=3"])
 def test_schedules_and_sub_blocks_that_begin_inside_the_context(networks, rule):
     denoiser = networks["bidirectional"]
-    duel, setting = DuelEstimator(denoiser, rule, 8, "row"), cost.Setting(denoiser, parse(rule), 8, "row")
+    duel, setting = DuelEstimator(denoiser, rule, 8, grid="row"), cost.Setting(denoiser, parse(rule), 8, "row")
     duel.use_single_rows()
     assert setting.is_exact
     assert planned(lambda w: cost.exact(setting, w), windows()) == counted(denoiser, duel, windows())

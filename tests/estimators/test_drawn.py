@@ -62,13 +62,11 @@ NETWORKS = {
 WINDOWS = [Window((1,), (0, 2, 1, 1, 2)), Window((), (0, 2, 1, 2, 2)), Window((2, 1), (1,), (0,)), Window((), ())]
 
 
-def made(sampler, toy, block=3, *arguments, **more):
+def made(sampler, toy, block=3, **more):
     if sampler in ORDERS:
-        return SampledOrder(Warped(toy, 0.7), block, *arguments, **ORDERS[sampler], **more)
+        return SampledOrder(Warped(toy, 0.7), block, **ORDERS[sampler], **more)
     settings, temperature = KEPT[sampler]
-    return SampledConfidence(
-        toy if temperature == 1 else Warped(toy, temperature), block, *arguments, **settings, **more
-    )
+    return SampledConfidence(toy if temperature == 1 else Warped(toy, temperature), block, **settings, **more)
 
 
 def log_probs(estimator, windows):
@@ -113,7 +111,7 @@ def test_it_is_the_sum_over_all_draws(sampler, network):
 def test_sums_to_one_with_grids_tails_and_caches(sampler):
     toy = Toy(length=8, seed=1)
     for grid in ("target", "row"):
-        assert total(made(sampler, toy, 2, grid), 3, (1,), (2, 0)) == pytest.approx(1, abs=1e-12)
+        assert total(made(sampler, toy, 2, grid=grid), 3, (1,), (2, 0)) == pytest.approx(1, abs=1e-12)
     assert total(made(sampler, toy, 2), 4, (0,), (1,), tail=2) == pytest.approx(1, abs=1e-12)
     assert total(made(sampler, Cached(Attends(length=8), "dual"), 2), 4, (1,)) == pytest.approx(1, abs=1e-9)
 

@@ -97,7 +97,7 @@ def test_lattice_reads_off_every_state_only_rule(network, block):
 @pytest.mark.parametrize("grid", ["target", "row"])
 def test_the_mixture_is_a_likelihood_and_the_others_are_not(grid):
     toy = Toy(length=6)
-    scored = Lattice(toy, 3, grid).log_prob([Window((1,), s) for s in itertools.product(range(3), repeat=4)])
+    scored = Lattice(toy, 3, grid=grid).log_prob([Window((1,), s) for s in itertools.product(range(3), repeat=4)])
     assert math.fsum(math.exp(s.mixture) for s in scored) == pytest.approx(1, abs=1e-9)
     assert math.fsum(math.exp(s.elbo_exact) for s in scored) < 1 < math.fsum(math.exp(s.oracle) for s in scored)
 
@@ -259,7 +259,7 @@ def test_what_the_elbo_refuses():
         ("estimator=ar", Causal(), {}),
         ("score_entropy.*SEDD", Toy(), {"form": "score_entropy"}),
         ("'counts'.*count", Toy(), {"form": "counts"}),
-        ("at least one draw", Toy(), {"samples": 0}),
+        ("mc_samples", Toy(), {"samples": 0}),
         ("blocks of 4", NETWORKS["block-causal"](), {"block": None}),
     ):
         with pytest.raises(DuelError, match=named):

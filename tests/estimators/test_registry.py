@@ -20,4 +20,5 @@ def test_each_entry_makes_an_estimator_of_its_name(name):
     assert estimator.name == name and estimator.decodes is registry.find(name).decodes
     module, kind = registry.find(name).target.split(":")
     takes = inspect.signature(getattr(importlib.import_module(module), kind)).parameters
-    assert set(registry.find(name).settings(options)) <= set(takes)
+    settings = set(registry.find(name).settings(options))
+    assert settings <= {*takes, *(options.estimator_args if "arguments" in takes else ())}

@@ -14,7 +14,8 @@ from lm_eval_duel.cli.replay import read
 from lm_eval_duel.denoisers.wrappers.warpers import Warped
 from lm_eval_duel.estimators.subsets.counts import StepCounts
 from lm_eval_duel.estimators.subsets.drawn import untempered
-from lm_eval_duel.estimators.trajectories import DrawnSampler, _Followed, follow
+from lm_eval_duel.estimators.subsets.sampled_confidence import BestDrawn
+from lm_eval_duel.estimators.trajectories import _Followed, follow
 from lm_eval_duel.rules import parse
 
 WINDOW = Window((1,), (0, 2, 1))
@@ -48,7 +49,7 @@ def test_the_joint_of_text_and_order_sums_to_the_probability_of_the_text(setting
     settings = {"n": None, "tau": None, "steps": None, "schedule": "even", "confidence": "untempered", **settings}
     counts = StepCounts(settings["n"] or 1, settings["steps"], settings["schedule"], settings["tau"] is not None)
     scale = untempered(denoiser) if settings["confidence"] == "untempered" else 1.0
-    sampler = DrawnSampler(counts, settings["tau"], settings.get("strict", True), scale)
+    sampler = BestDrawn(counts, settings["tau"], settings.get("strict", True), scale)
     every = list(orders(len(window.target)))
     along = Duel(denoiser, "left_to_right", 4).estimator
     joints = [each.log_joint for each in follow(along, [window] * len(every), every, sampler)]

@@ -121,7 +121,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("estimator", OTHERS)
 def test_windows_of_every_estimator_are_read_again(model, tmp_path, estimator):
-    from lm_eval_duel.harness.resume import Unfinished
+    from lm_eval_duel.harness.cache import Unfinished
 
     lm = cached(model(estimator=estimator, **OTHERS[estimator]), tmp_path)
     unfinished = Unfinished(lm.dbdict, lm.lm.estimator)

@@ -16,7 +16,7 @@ from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.harness import trace
 from lm_eval_duel.harness.generation import key_of
 from lm_eval_duel.harness.lm import DuelMDM
-from lm_eval_duel.harness.versions import request as make_request
+from lm_eval_duel.harness.requests import make_request
 from lm_eval_duel.text.generation import KNOWN, LENGTHS, OTHERS, Settings
 
 NETWORKS = [Toy(length=9, seed=1), Toy(length=9, seed=2, honours_padding=False), BlockCausal(block=2, length=9, seed=3)]

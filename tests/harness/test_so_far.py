@@ -14,8 +14,8 @@ from lm_eval_duel.estimators import base
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.harness.loglikelihood import Scoring
+from lm_eval_duel.harness.requests import make_request
 from lm_eval_duel.harness.so_far import Document, SoFar, estimate, random_order
-from lm_eval_duel.harness.versions import request as make_request
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 DRAW = random.Random(5)

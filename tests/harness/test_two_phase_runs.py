@@ -63,7 +63,6 @@ def test_the_results_hold_the_estimate_and_what_it_cost(model, folder):
     assert -1 <= two_phase["correlation"] <= 1
     cached = DuelMDM(pretrained=folder, block=4, device="cpu", dtype="float64", cache="dual")
     assert two_phase["cached_log_prob"] == pytest.approx(math.fsum(rolling(cached, [*TEXTS, *MORE])), abs=1e-9)
-    assert two_phase["uncached"]["token_rows"] < two_phase["all_uncached"]["token_rows"]
     for phase in ("cached", "uncached"):
         assert duel["phases"][phase]["rows"] > 0 and duel["phases"][phase]["seconds"] > 0
     assert sum(phase["forwards"] for phase in duel["phases"].values()) == duel["forwards"]

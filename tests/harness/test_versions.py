@@ -6,16 +6,16 @@ import json
 import pytest
 from lm_eval.api.model import CachingLM
 
-from lm_eval_duel.harness import versions
 from lm_eval_duel.harness.lm import DuelMDM
+from lm_eval_duel.harness.requests import WHOLE_TEXT, make_request
 from lm_eval_duel.harness.so_far import random_order
 from lm_eval_duel.results import samples
 from lm_eval_duel.tasks.metrics import perplexity, token_perplexity
 from lm_eval_duel.tasks.residues import residue_perplexity
 
 TEXTS = ("a b c d e f g", "h i", "", "a b c")
-OLD = [versions.request(versions.WHOLE_TEXT, {"text": text}, (text,), "toy", n) for n, text in enumerate(TEXTS)]
-NEW = [versions.request(versions.WHOLE_TEXT, {"text": text}, ("", text), "toy", n) for n, text in enumerate(TEXTS)]
+OLD = [make_request(WHOLE_TEXT, {"text": text}, (text,), "toy", n) for n, text in enumerate(TEXTS)]
+NEW = [make_request(WHOLE_TEXT, {"text": text}, ("", text), "toy", n) for n, text in enumerate(TEXTS)]
 
 
 def model(folder):

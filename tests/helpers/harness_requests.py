@@ -2,13 +2,13 @@
 
 from lm_eval.api import task
 
-from lm_eval_duel.harness import versions
+from lm_eval_duel.harness.requests import make_request
 
 IS_0_5 = hasattr(task, "LoglikelihoodTask")  # the release of lm-eval
 
 
 def ask(kind, *arguments, doc=None, task="toy"):
-    return [versions.request(kind, doc or {}, args, task, n) for n, args in enumerate(arguments)]
+    return [make_request(kind, doc or {}, args, task, n) for n, args in enumerate(arguments)]
 
 
 def text_log_prob(sample):

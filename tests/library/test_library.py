@@ -16,7 +16,7 @@ from lm_eval_duel.estimators.phases import Phases
 from lm_eval_duel.estimators.two_phase import TwoPhaseScore
 from lm_eval_duel.harness.generation import key_of
 from lm_eval_duel.harness.lm import DuelMDM
-from lm_eval_duel.harness.versions import request as make_request
+from lm_eval_duel.harness.requests import make_request
 
 TEXTS = [json.loads(line)["text"] for line in (FOLDER / "text" / "sotu.jsonl").read_text().splitlines()]
 SHORT = ["The state of the union is strong.", "We the people of the United States"]

@@ -69,7 +69,7 @@ def test_sums_to_one_and_samples_are_scored_as_they_were_drawn(number, folder):
         assert rules.parse(str(duel.rule)) == duel.rule
         assert abs(total(duel, 4) - 1) < 1e-9
         check_scored_as_drawn(duel, seed=block or 0)
-    duel = DuelEstimator(Toy(), text, 2, "row")
+    duel = DuelEstimator(Toy(), text, 2, grid="row")
     assert abs(total(duel, 3, context=(1,), suffix=(2,)) - 1) < 1e-9
     [written] = duel.sample([(1,)], 4, do_sample=False)
     greedy = [s for s in strings(3, 4) if duel.log_prob([Window((1,), s)])[0].is_greedy]

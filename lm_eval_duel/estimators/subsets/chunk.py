@@ -5,8 +5,10 @@
 
 One network row at H gives P(A | H) for every A. Without a beam every set that can be reached is evaluated, and the sum
 is exact. A beam evaluates at most K sets of each size, chosen by alpha(H) x product of p of the targets in H, under the
-predictions before (thinning.py); beyond 64 K for each block, or fewer with many steps, it thins the subsets A of a
-step, too.
+predictions before; beyond 64 K for each block, or fewer with many steps, it thins the subsets A of a step, too.
+
+Thinning keeps half of the sets by their weight. For each of several independent sums, the repetitions, a few others are
+drawn, each with probability min(1, weight / c), and count 1 / probability times (Fearnhead and Clifford 2003).
 
     bound       the sum over the sets that were evaluated: never above log p
     estimate    log of the mean of the repetitions; the mean itself is an unbiased estimate of p
@@ -27,9 +29,8 @@ import torch
 
 from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.core.reveal import WindowGroup
-from lm_eval_duel.estimators.subsets.moves import Level, Moves, Planes, Thin, bits
-from lm_eval_duel.estimators.subsets.sets import number_of
-from lm_eval_duel.estimators.subsets.thinning import Beam, sample
+from lm_eval_duel.estimators.arguments import BeamArguments
+from lm_eval_duel.estimators.subsets.moves import Level, Moves, Planes, Thin, bits, number_of
 from lm_eval_duel.hashing import hashed, uniform
 
 BEAM = 4  # key of the random numbers, unlike those of other estimators
@@ -45,7 +46,8 @@ def followed(size: int, sums: int, steps: int) -> int:
 class Sampler(Protocol):
     """What is read of a sampler."""
 
-    beam: Beam
+    own: BeamArguments
+    seed: int
 
     @property
     def shares(self) -> torch.Tensor | None:
@@ -61,7 +63,7 @@ class Chunk:
     def __init__(self, group: WindowGroup, sampler: Sampler, number: int, lanes: Lanes, nth: torch.Tensor, size: int):
         self.group, self.sampler, self.number = group, sampler, number
         self.lanes, self.nth, self.size = lanes, nth, size
-        self.beam, shares = sampler.beam, sampler.shares
+        self.beam, shares = sampler.own, sampler.shares
         self.shares = None if shares is None else shares.to(lanes.row.device)  # (T,)
         self.wide, device = lanes.masked.shape[1], lanes.row.device
         full, steps = number_of(lanes.masked), 1 if self.shares is None else len(self.shares)
@@ -76,7 +78,7 @@ class Chunk:
         self.path = self.key  # (B,) the sets of argmax decoding as far as it writes the targets; -1: it does not
         self.rows = torch.zeros_like(self.block)  # (B,)
         keys = torch.tensor([window.key for window in group.windows], device=device)  # (N,)
-        self.random = hashed(keys[lanes.row], self.beam.seed, BEAM, nth)  # (B,)
+        self.random = hashed(keys[lanes.row], sampler.seed, BEAM, nth)  # (B,)
         self.thinned = torch.zeros_like(self.block)  # (B,) how often
         self.known: dict[int, tuple[torch.Tensor, Planes]] = {}  # by size: sets of the last level, what was read there
 
@@ -246,3 +248,24 @@ def _estimate(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     count, top = value.shape[1], value.amax(1, keepdim=True).clamp(min=torch.finfo(value.dtype).min)
     p = (value - top).exp()
     return p.mean(1).log() + top[:, 0], (p.std(1) / math.sqrt(count) / p.mean(1)).nan_to_num(0.0)
+
+
+def sample(weight: torch.Tensor, count: int, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which `count` of some states to keep, (x,) bool, and what to add to their log weights `weight` (x, C), (x, C).
+
+    `u` (C - 1,): a uniform number for each repetition. Its draws are systematic, with probability min(1, weight / c).
+    """
+    draws = count // (2 * len(u))
+    kept = torch.zeros_like(weight[:, 0], dtype=torch.bool)  # (x,)
+    kept[weight[:, 0].argsort(descending=True, stable=True)[: count - draws * len(u)]] = True
+    rest = weight[:, 1:].masked_fill(kept[:, None], -math.inf)  # (x, C - 1)
+    rest = (rest - rest.amax(0).clamp(min=torch.finfo(rest.dtype).min)).exp()
+    largest = rest.sort(0, descending=True).values
+    left = torch.arange(draws, 0, -1, device=rest.device)[:, None]
+    c = largest.flip(0).cumsum(0).flip(0)[:draws] / left  # (draws, C - 1) if all before are kept
+    sure = (largest[:draws] >= c).long().cumprod(0).sum(0).clamp(max=draws - 1)  # (C - 1,) as many are above c
+    chance = (rest / c.gather(0, sure[None])).nan_to_num(0.0, posinf=1.0).clamp(max=1.0)  # (x, C - 1)
+    total = torch.cat([u[None], chance.cumsum(0) + u]).floor()
+    drawn = (total[1:] > total[:-1]) | (chance == 1)
+    more = torch.where(kept[:, None], 0.0, torch.where(drawn, -chance.log(), -math.inf))
+    return kept | drawn.any(1), torch.cat([torch.zeros_like(weight[:, :1]), more], 1)

@@ -14,8 +14,7 @@ from functools import lru_cache
 import torch
 
 from lm_eval_duel.core.lanes import Lanes
-from lm_eval_duel.estimators.subsets.arguments import BEAM_BLOCK
-from lm_eval_duel.estimators.subsets.sets import fresh_positions
+from lm_eval_duel.estimators.arguments import BEAM_BLOCK, ConfidenceArguments
 from lm_eval_duel.rules.scheduled import dream_counts, even_counts
 
 COUNTS = {"even": even_counts, "dream": dream_counts}
@@ -32,6 +31,11 @@ class StepCounts:
     steps: int | None = None
     schedule: str = "even"
     or_more: bool = False
+
+    @classmethod
+    def from_arguments(cls, own: ConfidenceArguments) -> StepCounts:
+        """Those of `sampled_confidence`."""
+        return cls(own.n or 1, own.steps, own.schedule, or_more=own.tau is not None)
 
     def of_block(self, m: int) -> list[int]:
         """How many of m positions each step reveals, if none reveals more."""
@@ -52,7 +56,7 @@ class StepCounts:
 
     def of_lanes(self, lanes: Lanes) -> torch.Tensor:
         """How many positions the next step of each lane reveals, (R,); 0 for a lane that no step begins with."""
-        return self.of_sizes(fresh_positions(lanes).sum(1), lanes.masked.sum(1))
+        return self.of_sizes(lanes.in_target.sum(1), lanes.masked.sum(1))
 
     def of_sizes(self, first: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:
         """The same for blocks that begin with `first` (X,) masked positions of which `masked` (X,) are left, (X,)."""

@@ -10,8 +10,10 @@ and the targets show elsewhere: 2^m - 1 states instead of m! orders of m steps. 
 
 elbo_exact <= mixture <= oracle, and oracle >= every one-at-a-time rule.
 
-Shapes: N windows, L row length, R lanes, W block width, B blocks of a chunk, m masked positions, S = 2^m states
-(number: the sum of 2^q over masked positions q), F rules.
+Blocks are taken in chunks. A chunk's tables are filled call by call, and folded (orders.py) when all of its states are
+there.
+
+Shapes: N windows, L row length, R lanes, W block width, B blocks of a chunk, S = 2^W states, F rules.
 """
 
 from __future__ import annotations
@@ -29,12 +31,12 @@ from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.core.reveal import Reveal, WindowGroup
 from lm_eval_duel.core.scores import STATISTICS, IndexedScores, Step, WindowScore
+from lm_eval_duel.estimators.arguments import LatticeArguments, check_block
 from lm_eval_duel.estimators.base import Estimator, Value
 from lm_eval_duel.estimators.checks import check_every_order
 from lm_eval_duel.estimators.registry import LATTICE
-from lm_eval_duel.estimators.subsets.arguments import check_block
-from lm_eval_duel.estimators.subsets.orders import LatticeChunk, Orders, OrderScore, fold, follow
-from lm_eval_duel.estimators.subsets.sets import fresh_positions, number_of, numbered
+from lm_eval_duel.estimators.subsets.moves import number_of
+from lm_eval_duel.estimators.subsets.orders import Chunk, Orders, fold
 
 TABLE = 1 << 22  # the most values of a table of a chunk
 
@@ -50,11 +52,11 @@ class LatticeScore(WindowScore):
     elbo_exact: float = 0.0
     mixture: float = 0.0
     oracle: float = 0.0  # NOT a likelihood
-    rules: dict[str, OrderScore] = dataclasses.field(default_factory=dict)
+    rules: dict[str, WindowScore] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> LatticeScore:
-        orders = {rule: OrderScore(**order) for rule, order in fields["rules"].items()}
+        orders = {rule: WindowScore(**order) for rule, order in fields["rules"].items()}
         return cls(**{**fields, "rules": orders})
 
 
@@ -72,24 +74,21 @@ class Lattice(Estimator):
         self,
         denoiser: Denoiser,
         block: int | str | None = "auto",
-        grid: str = "auto",
-        batch_size: int | None = None,
-        max_batch_size: int | None = None,
-        traced: bool = False,
+        *,
         value: str = "mixture",
         follow: Sequence[str | rules.Rule] = (),
+        **layout: Any,
     ):
         check_every_order(denoiser, value)
         self.name = value
-        self.rules = [rules.with_checks(rules.parse(rule) if isinstance(rule, str) else rule) for rule in follow]
-        for rule in self.rules:
-            rules.check_state_only(rule)
-        super().__init__(denoiser, block, grid, batch_size, max_batch_size, traced)
-        check_block(value, self.block, only=denoiser.block is not None)
-        self.empty_score = LatticeScore(0.0, rules={str(rule): OrderScore(0.0, (), (), 0, 0) for rule in self.rules})
-
-    def describe(self) -> dict[str, object]:
-        return {"estimator": self.name, "block": self.block, "grid": self.grid}
+        followed = tuple(rules.parse(rule) if isinstance(rule, str) else rule for rule in follow)
+        own = LatticeArguments(followed)
+        self.rules = [rules.with_checks(rule) for rule in followed]
+        super().__init__(denoiser, block, **layout)
+        check_block(value, own, self.block, only=denoiser.block is not None)
+        self.empty_score = LatticeScore(
+            0.0, rules={str(rule): WindowScore(0.0, nfe=0, near_ties=0) for rule in self.rules}
+        )
 
     def values(self, scored: WindowScore) -> dict[str, Value]:
         scored = cast(LatticeScore, scored)
@@ -97,93 +96,79 @@ class Lattice(Estimator):
         return values | {text: Value(path.log_prob, nfe=path.nfe) for text, path in scored.rules.items()}
 
     def score_group(self, group: WindowGroup) -> IndexedScores:
-        tables = LatticeAccumulator(group, self)
-        return iter(Reveal(group, EVALUATE_ALL, tables.states(), tables, self.budget, self.counts))
+        sums = LatticeSums(group, self)
+        return iter(Reveal(group, EVALUATE_ALL, sums.states(), sums, self.budget, self.counts))
 
 
-class LatticeAccumulator:
-    """The lattices of one group of windows: filled chunk by chunk, and folded as each chunk is complete."""
+class LatticeSums:
+    """The lattices of one group of windows, and the sums of finished blocks."""
 
     def __init__(self, group: WindowGroup, lattice: Lattice):
         self.group, self.lattice = group, lattice
-        self.rules, self.value, self.traced = lattice.rules, lattice.name, lattice.traced
-        count, length = group.rows.ids.shape
-        self.place = group.rows.ids.new_full((2, count, length + 1), -1)  # of each block: chunk, and number in it
-        self.chunks: dict[int, LatticeChunk] = {}
-        self.begun = 0  # how many chunks
-        self.waiting = [len(lattice.blocks(window)) for window in group.windows]  # blocks that are missing
-        like = torch.zeros(count, length + 1, dtype=torch.float64, device=group.rows.ids.device)  # (N, L + 1)
-        self.dump = length  # the column of positions that do not exist
+        count, self.length = group.rows.ids.shape
+        like = torch.zeros(count, self.length, dtype=torch.float64, device=group.rows.ids.device)  # (N, L)
         self.totals = like.new_zeros(count, len(LATTICE))  # (N, 3)
-        self.mean = torch.zeros_like(like)  # (N, L + 1) each column's share of elbo_exact
-        self.best = Orders(like, self.traced)
-        self.paths = [Orders(like, self.traced) for _ in self.rules]
-        self.has_margins = [True] * len(self.rules)
+        self.shares = like.new_zeros(count, self.length + 1)  # (N, L + 1) each column's share of elbo_exact
+        self.best = Orders(like, lattice.traced)
+        self.paths = [Orders(like, lattice.traced) for _ in lattice.rules]
+        self.has_margins = [True] * len(lattice.rules)
+        self.chunks: dict[int, Chunk] = {}
+        self.waiting = [len(lattice.blocks(window)) for window in group.windows]  # blocks that are missing
 
     def states(self) -> Iterator[Lanes]:
-        """Every state of every block that is reached, one chunk of blocks after the other."""
-        group, spans, done = self.group, self.lattice.block_spans(self.group), 0
-        block = max(width for _, _, width in spans)
+        """Every state of every block, one chunk of blocks after the other. Their memory says where they belong."""
+        group, spans, done, begun = self.group, self.lattice.block_spans(self.group), 0, 0
+        wide = max(width for _, _, width in spans)
         while done < len(spans):
             room = self.lattice.budget.room(group.view, EVALUATE_ALL, group.fresh(spans[done : done + 1]))
-            most = TABLE // (block << block)
-            count = max(1, min(most, 4 * -(-room // (1 << block))))  # a chunk fills several calls
-            lanes, done = group.fresh(spans[done : done + count]), done + count
-            states = (1 << lanes.masked.sum(1)) - 1  # (B,)
-            of_block = torch.arange(len(lanes), device=states.device).repeat_interleave(states)  # (R,)
+            count = max(1, min(TABLE // (wide << wide), 4 * -(-room // (1 << wide))))  # a chunk fills several calls
+            fresh, done = group.fresh(spans[done : done + count]), done + count
+            states = (1 << fresh.masked.sum(1)) - 1  # (B,)
+            block = torch.arange(len(fresh), device=states.device).repeat_interleave(states)  # (R,)
             before = (states.cumsum(0) - states).repeat_interleave(states)  # (R,)
-            number = torch.arange(len(of_block), device=states.device) - before + 1  # (R,) 1..2^m - 1
-            states_of = lanes.select(of_block)
-            position = numbered(states_of.masked).clamp(min=0)  # (R, W)
-            masked = states_of.masked & (number[:, None] >> position & 1).bool()  # (R, W)
-            states_of = states_of.show(group.rows.targets(states_of), masked)
-            self._begin(lanes, len(states_of))
-            yield states_of
+            number = torch.arange(len(block), device=states.device) - before + 1  # (R,) 1..2^m - 1
+            lanes = fresh.select(block)
+            nth = lanes.masked.cumsum(1) - lanes.masked.long()  # (R, W) of each masked position in its block
+            masked = lanes.masked & (number[:, None] >> nth & 1).bool()  # (R, W)
+            places = tuple(plane[:, None].expand_as(masked) for plane in (torch.full_like(block, begun), block))
+            self.chunks[begun], begun = self._empty(fresh, len(lanes)), begun + 1
+            yield dataclasses.replace(lanes.show(group.rows.targets(lanes), masked), memory=places)
 
-    def _begin(self, lanes: Lanes, states: int) -> None:
-        """Make the tables of these fresh blocks (B,), which have `states` states."""
-        most = int(lanes.masked.sum(1).max())
-        log_probs = self.totals.new_full((len(lanes), 1 << most, most), math.nan)  # (B, S, m)
-        statistics = log_probs.new_full((*log_probs.shape, len(STATISTICS) * self.traced), math.nan)  # (B, S, m, T)
-        after = self.place.new_zeros(*log_probs.shape[:2], len(self.rules))  # (B, S, F)
-        near_tie = torch.zeros_like(after, dtype=torch.bool)
-        self.place[0, lanes.row, lanes.start] = self.begun
-        self.place[1, lanes.row, lanes.start] = torch.arange(len(lanes), device=lanes.row.device)
-        self.chunks[self.begun] = LatticeChunk(lanes, states, log_probs, statistics, after, near_tie)
-        self.begun += 1
+    def _empty(self, lanes: Lanes, states: int) -> Chunk:
+        """Empty tables of these fresh blocks, of which so many states will be evaluated."""
+        wide = lanes.masked.shape[1]
+        log_probs = self.totals.new_full((len(lanes), 1 << wide, wide), math.nan)  # (B, S, W)
+        statistics = log_probs.new_full((*log_probs.shape, len(STATISTICS) * self.lattice.traced), math.nan)
+        after = lanes.row.new_full((*log_probs.shape[:2], len(self.paths)), -1)  # (B, S, F)
+        return Chunk(lanes, states, log_probs, statistics, after, torch.zeros_like(after, dtype=torch.bool))
 
     def add(self, step: Step) -> None:
         """Enter the log-probs of these states, and what each rule would pick."""
         lanes, predictions, _, _, log_prob = step
-        chunk, block = self.place[:, lanes.row, lanes.start]  # (R,) each
-        position = numbered(fresh_positions(lanes))  # (R, W)
-        state = number_of(lanes.masked, position)  # (R,)
-        statistics = [getattr(predictions, name).double() for name in STATISTICS if self.traced]  # (R, W) each
-        decided = [rule(predictions, lanes) for rule in self.rules]
-        for rule, choice in zip(self.rules, decided, strict=True):
+        (number, block), state = (plane[:, 0] for plane in lanes.memory), number_of(lanes.masked)  # (R,) each
+        lanes = dataclasses.replace(lanes, memory=())
+        statistics = [getattr(predictions, name).double() for name in STATISTICS] if self.lattice.traced else []
+        decided = [rule(predictions, lanes) for rule in self.lattice.rules]
+        for rule, choice in zip(self.lattice.rules, decided, strict=True):
             require_pick(rule, choice)
-        after = [number_of(lanes.masked & ~choice.pick, position) for choice in decided]  # (R,) each
-        near_tie = [choice.near_tie for choice in decided]  # (R,) each
-        lane, at = lanes.masked_at  # (C,)
-        numbers, counts = (part.tolist() for part in chunk.unique(return_counts=True))
-        for n in numbers:
-            tables, mine = self.chunks[n], chunk == n  # (R,)
-            r, w = lane[mine[lane]], at[mine[lane]]  # (c,)
-            where = block[r], state[r], position[r, w]
-            tables.log_probs[where] = log_prob[r, w]
+        parts = {n: number == n for n in number.unique().tolist()}
+        for n, mine in parts.items():
+            chunk, at = self.chunks[n], (block[mine], state[mine])
+            wide = slice(chunk.log_probs.shape[2])
+            chunk.log_probs[at] = log_prob[mine, wide]
             for t, plane in enumerate(statistics):
-                tables.statistics[(*where, t)] = plane[r, w]
-            for f in range(len(decided)):
-                tables.after[block[mine], state[mine], f] = after[f][mine]
-                tables.near_tie[block[mine], state[mine], f] = near_tie[f][mine]
-        for n, count in zip(numbers, counts, strict=True):  # once everything is entered: a step may come again
-            self.chunks[n].waiting -= count
+                chunk.statistics[..., t][at] = plane[mine, wide]
+            for f, choice in enumerate(decided):
+                chunk.after[..., f][at] = number_of(lanes.masked & ~choice.pick)[mine]
+                chunk.near_tie[..., f][at] = choice.near_tie[mine]
+        for n, mine in parts.items():  # once everything is entered: a step that runs out of memory comes again
+            self.chunks[n].missing -= int(mine.sum())
         for f, choice in enumerate(decided):
             self.has_margins[f] &= choice.decision_margin is not None
 
     def take(self, finished: Lanes) -> IndexedScores:
         """(row, score) of the windows that have all their blocks. Complete chunks are folded."""
-        for n in [n for n, chunk in self.chunks.items() if not chunk.waiting]:
+        for n in [n for n, chunk in self.chunks.items() if not chunk.missing]:
             chunk = self.chunks.pop(n)
             self._fold(chunk)
             for row in chunk.lanes.row.tolist():
@@ -191,38 +176,28 @@ class LatticeAccumulator:
                 if not self.waiting[row]:
                     yield row, self._score(row)
 
-    def _fold(self, chunk: LatticeChunk) -> None:
+    def _fold(self, chunk: Chunk) -> None:
         """From the states of some blocks to the log-probs of their orders."""
         lanes = chunk.lanes
-        values, share, best = fold(chunk.log_probs, chunk.full)  # (B, 3), (B, m), (B, S)
-        column = torch.full(share.shape, self.dump, device=share.device)  # (B, m)
-        b, w = lanes.masked.nonzero().unbind(1)  # (X,)
-        column[b, numbered(lanes.masked)[b, w]] = lanes.columns[b, w]
+        values, share, best = fold(chunk.log_probs, lanes.masked)  # (B, 3), (B, W), (B, S)
         self.totals.index_put_((lanes.row,), values, accumulate=True)
-        self.mean[lanes.row[:, None], column] = share
-        follow(chunk, column, best, torch.zeros_like(best, dtype=torch.bool), self.best)
+        self.shares[lanes.row[:, None], torch.where(lanes.masked, lanes.columns, self.length)] = share
+        self.best.follow(chunk, best, torch.zeros_like(best, dtype=torch.bool))
         for after, near_tie, orders in zip(chunk.after.unbind(2), chunk.near_tie.unbind(2), self.paths, strict=True):
-            follow(chunk, column, after, near_tie, orders)
+            orders.follow(chunk, after, near_tie)
 
     def _score(self, row: int) -> LatticeScore:
-        window = self.group.windows[row]
+        window, name = self.group.windows[row], self.lattice.name
         span = slice(len(window.context), len(window.context) + len(window.target))
         totals = dict(zip(LATTICE, self.totals[row].tolist(), strict=True))
         paths = {
             str(rule): orders.path(row, span, has_margins)
-            for rule, orders, has_margins in zip(self.rules, self.paths, self.has_margins, strict=True)
+            for rule, orders, has_margins in zip(self.lattice.rules, self.paths, self.has_margins, strict=True)
         }
-        best = self.best.path(row, span, False) if self.value == "oracle" else None
-        shares = tuple(self.mean[row, span].tolist()) if self.value == "elbo_exact" else ()
-        return LatticeScore(
-            log_prob=totals[self.value],
-            reveal_steps=best.reveal_steps if best else (),
-            token_logprobs=best.token_logprobs if best else shares,
-            confidence=best.confidence if best else (),
-            margin=best.margin if best else (),
-            entropy=best.entropy if best else (),
-            elbo_exact=totals["elbo_exact"],
-            mixture=totals["mixture"],
-            oracle=totals["oracle"],
-            rules=paths,
-        )
+        order: dict[str, Any] = {}
+        if name == "oracle":
+            best = self.best.path(row, span, False)
+            order = {key: getattr(best, key) for key in ("reveal_steps", "token_logprobs", *STATISTICS)}
+        elif name == "elbo_exact":
+            order = {"token_logprobs": tuple(self.shares[row, span].tolist())}
+        return LatticeScore(totals[name], **order, **totals, rules=paths)

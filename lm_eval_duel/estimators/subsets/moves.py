@@ -39,6 +39,11 @@ def bits(number: torch.Tensor, wide: int) -> torch.Tensor:
     return (number[:, None] >> torch.arange(wide, device=number.device) & 1).bool()
 
 
+def number_of(positions: torch.Tensor) -> torch.Tensor:
+    """The number of some positions: (X, W) bool -> (X,)."""
+    return (positions.long() << torch.arange(positions.shape[1], device=positions.device)).sum(1)
+
+
 def log_sums(values: torch.Tensor, at: torch.Tensor, count: int) -> torch.Tensor:
     """The log of the sum of exp of the values (I, ...) that stand `at` (I,) each of `count` places, (count, ...)."""
     index = at.reshape(-1, *[1] * (values.dim() - 1)).expand_as(values)

@@ -37,14 +37,14 @@ from lm_eval_duel.core.scores import Counts, Sample, Step, WindowScore
 from lm_eval_duel.core.tokens import Argmax, Draw
 from lm_eval_duel.core.windows import Ids, Window
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators.arguments import ConfidenceArguments
+from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.checks import check_every_order
 from lm_eval_duel.estimators.duel import DuelEstimator
-from lm_eval_duel.estimators.subsets.arguments import BEAM, read_confidence
 from lm_eval_duel.estimators.subsets.counts import StepCounts
 from lm_eval_duel.estimators.subsets.drawn import compare, exceeds, score_of, token_scores, untempered
 from lm_eval_duel.estimators.subsets.moves import Level, Moves, Planes, Thin, independent
 from lm_eval_duel.estimators.subsets.set_sampler import SetSample, SetSampler
-from lm_eval_duel.estimators.subsets.thinning import Beam
 from lm_eval_duel.hashing import uniform
 
 SCORED_AT_ONCE = 64  # samples
@@ -53,13 +53,13 @@ SCORED_AT_ONCE = 64  # samples
 class SampledConfidence(SetSampler, DuelEstimator):
     """A sampler that keeps the most probable of the tokens drawn: one distribution, to score and to sample.
 
-    `n`: how many draws are kept at a step, 1 if nothing is given; ties go to the lowest position. `steps`: instead of
-    n, in how many steps a block is revealed; `schedule`: with m positions, m // S + (i < m mod S) at step i ("even":
-    LLaDA), or Dream's noise levels ("dream", see `rules.scheduled.Dream`). `tau`: keep all draws whose confidence
-    exceeds it, and at least the n best. `strict=False`: all that reach it. `confidence`: a draw's probability under
-    the network's own distribution ("untempered": LLaDA, Fast-dLLM), or under that from which it is drawn, after
-    temperature, top_k and top_p ("tempered": SDAR, LLaDA2, Dream). Temperature is the denoiser's. `block`: at most 12
-    positions. Other arguments as in `Estimator`.
+    Takes `ConfidenceArguments`: `n`, how many draws are kept at a step, 1 if nothing is given; ties go to the lowest
+    position. `steps`, instead of n: in how many steps a block is revealed; `schedule`: with m positions, m // S + (i <
+    m mod S) at step i ("even": LLaDA), or Dream's noise levels ("dream", see `rules.scheduled.Dream`). `tau`: keep all
+    draws whose confidence exceeds it, and at least the n best. `strict=False`: all that reach it. `confidence`: a
+    draw's probability under the network's own distribution ("untempered": LLaDA, Fast-dLLM), or under that from which
+    it is drawn, after temperature, top_k and top_p ("tempered": SDAR, LLaDA2, Dream). Temperature is the denoiser's.
+    `block`: at most 12 positions. Other arguments as in `Estimator`.
 
     Raises:
         DuelError: an argument is wrong, the block is too large, or this network cannot evaluate every state of a block.
@@ -67,41 +67,29 @@ class SampledConfidence(SetSampler, DuelEstimator):
 
     name = "sampled_confidence"
     takes_known = False
+    own: ConfidenceArguments
 
     def __init__(
         self,
         denoiser: Denoiser,
         block: int | str | None = "auto",
-        grid: str = "auto",
-        batch_size: int | None = None,
-        max_batch_size: int | None = None,
-        traced: bool = False,
-        n: int | None = None,
-        tau: float | None = None,
-        confidence: str = "untempered",
-        strict: bool = True,
-        steps: int | None = None,
-        schedule: str = "even",
-        beam: int | None = None,
-        tolerance: float | None = None,
-        repetitions: int = BEAM["repetitions"].default,
+        *,
         seed: int = 0,
+        **arguments: Any,
     ):
-        given = {"n": n, "tau": tau, "confidence": confidence, "strict": strict, "steps": steps, "schedule": schedule}
-        read = read_confidence({**given, "beam": beam, "tolerance": tolerance, "repetitions": repetitions})
-        self.beam = Beam(read["beam"], read["tolerance"], read["repetitions"], seed)
+        self.own, self.seed = ConfidenceArguments.popped_from(arguments), seed
         check_every_order(denoiser, self.name)
-        self.tau, self.confidence, self.strict = read["tau"], read["confidence"], read["strict"]
-        self.counted = StepCounts(read["n"] or 1, read["steps"], read["schedule"], or_more=self.tau is not None)
+        self.tau, self.strict = self.own.tau, self.own.strict
+        self.counted = StepCounts.from_arguments(self.own)
         rule = BestDrawn(self.counted, self.tau, self.strict)
-        super().__init__(denoiser, rule, block, grid, batch_size, max_batch_size, traced)
+        super().__init__(denoiser, rule, block, **arguments)
         self.check_block()
         self.scale  # noqa: B018 - raises DuelError for a truncated distribution
 
     @property
     def scale(self) -> float:
         """By how much the logits are multiplied in the confidence."""
-        return untempered(self.denoiser) if self.confidence == "untempered" else 1.0
+        return untempered(self.denoiser) if self.own.confidence == "untempered" else 1.0
 
     def describe(self) -> dict[str, object]:
         tau = {} if self.tau is None else {"tau": fingerprint.number(self.tau), "strict": str(self.strict).lower()}
@@ -110,13 +98,11 @@ class SampledConfidence(SetSampler, DuelEstimator):
         if counts.steps is not None:
             steps = {"steps": counts.steps, "schedule": counts.schedule}
         return {
-            "estimator": self.name,
-            "block": self.block,
-            "grid": self.grid,
+            **Estimator.describe(self),
             **steps,
             **tau,
-            "confidence": self.confidence,
-            **self.beam.describe(),
+            "confidence": self.own.confidence,
+            **self.own.describe(self.seed),
         }
 
     def with_denoiser(self, denoiser: Denoiser) -> SampledConfidence:
@@ -241,6 +227,25 @@ class BestDrawn(rules.Rule):
             return best
         above = masked & exceeds(score, score_of(self.tau), self.strict)  # (R, W)
         return torch.where(above.sum(1, keepdim=True) >= best.sum(1, keepdim=True), above, best)
+
+    def log_selection(
+        self, predictions: Predictions, lanes: Lanes, targets: torch.Tensor, pick: torch.Tensor
+    ) -> torch.Tensor:
+        """log p that the draws at other positions are not kept where those at `pick` are the targets, (R,)."""
+        threshold = math.inf if self.tau is None else score_of(self.tau)
+        drawn = compare(predictions, targets, self.scale, threshold, self.strict)
+        kept = torch.where(pick, drawn.score, math.inf)  # (R, W)
+        # of equals, the rightmost ranks last
+        last = (kept == kept.amin(1, keepdim=True)).int().cumsum(1).argmax(1)  # (R,)
+        log_after = drawn.log_after[torch.arange(len(last), device=last.device), :, last]  # (R, W)
+        above = exceeds(drawn.score, threshold, self.strict)  # (R, W)
+        all_above = (above | ~pick).all(1) & (self.tau is not None)  # (R,)
+        sizes = zip(lanes.in_target.sum(1).tolist(), lanes.masked.sum(1).tolist(), strict=True)
+        wanted = torch.tensor([self.counts.of_state(*pair) for pair in sizes], device=pick.device)  # (R,)
+        count = pick.sum(1)  # (R,)
+        possible = torch.where(all_above, count >= wanted, count == wanted) & (wanted > 0)  # (R,)
+        others = torch.where(lanes.masked & ~pick, torch.where(all_above[:, None], drawn.log_quiet, log_after), 0.0)
+        return others.sum(1).where(possible, -math.inf)
 
 
 class StepDraws:

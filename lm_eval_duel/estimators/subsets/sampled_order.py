@@ -18,84 +18,74 @@ Shapes: R lanes, W block width, X sets of a level, T steps.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
 from lm_eval_duel import fingerprint
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.scores import Step
+from lm_eval_duel.estimators.arguments import OrderArguments
 from lm_eval_duel.estimators.checks import check_every_order
-from lm_eval_duel.estimators.subsets.arguments import BEAM, ORDER, read_order
 from lm_eval_duel.estimators.subsets.counts import StepCounts
 from lm_eval_duel.estimators.subsets.moves import Level, Moves, Planes, Thin, in_turn, independent
 from lm_eval_duel.estimators.subsets.set_sampler import SetSampler
-from lm_eval_duel.estimators.subsets.thinning import Beam
 from lm_eval_duel.rules.scheduled import dream_shares
 
 
 class SampledOrder(SetSampler):
     """A sampler that draws the positions to reveal, too.
 
-    `alg`: how, see above: "origin", "entropy" and "topk_margin" (Dream), "random" (LLaDA). `steps`: of each block. With
-    "origin", r_i = 1 - t_(i+1) / t_i for noise levels t from 1 to 0.001 in equal steps, and 1 at the last step; with
-    "entropy" and "topk_margin", n_i = int(m r_i) of the m positions that are left; with "random", M // S + (i < M mod
-    S) of M. `alg_temp`: above 0, of "entropy" and "topk_margin". `block`: at most 12 positions. Other arguments as in
-    `Estimator`.
+    Takes `OrderArguments`: `alg`, how, see above: "origin", "entropy" and "topk_margin" (Dream), "random" (LLaDA).
+    `steps`: of each block. With "origin", r_i = 1 - t_(i+1) / t_i for noise levels t from 1 to 0.001 in equal steps,
+    and 1 at the last step; with "entropy" and "topk_margin", n_i = int(m r_i) of the m positions that are left; with
+    "random", M // S + (i < M mod S) of M. `alg_temp`: above 0, of "entropy" and "topk_margin". `block`: at most 12
+    positions. Other arguments as in `Estimator`.
 
     Raises:
         DuelError: an argument is wrong, the block is too large, or this network cannot evaluate every state of a block.
     """
 
     name = "sampled_order"
+    own: OrderArguments
 
     def __init__(
         self,
         denoiser: Denoiser,
         block: int | str | None = "auto",
-        grid: str = "auto",
-        batch_size: int | None = None,
-        max_batch_size: int | None = None,
-        traced: bool = False,
-        alg: str = "origin",
-        steps: int = ORDER["steps"].default,
-        alg_temp: float | None = None,
-        beam: int | None = None,
-        tolerance: float | None = None,
-        repetitions: int = BEAM["repetitions"].default,
+        *,
         seed: int = 0,
+        **arguments: Any,
     ):
-        of_beam = {"beam": beam, "tolerance": tolerance, "repetitions": repetitions}
-        read = read_order({"alg": alg, "steps": steps, "alg_temp": alg_temp, **of_beam})
-        self.beam = Beam(read["beam"], read["tolerance"], read["repetitions"], seed)
+        self.own, self.seed = OrderArguments.popped_from(arguments), seed
         check_every_order(denoiser, self.name)
-        self.alg, self.steps_of_block, self.alg_temp = read["alg"], read["steps"], read["alg_temp"]
-        super().__init__(denoiser, block, grid, batch_size, max_batch_size, traced)
+        super().__init__(denoiser, block, **arguments)
         self.check_block()
 
     @property
     def counted(self) -> StepCounts | None:
         """How many positions a step reveals; None: it is drawn."""
-        if self.alg == "origin":
+        if self.own.alg == "origin":
             return None
-        return StepCounts(steps=self.steps_of_block, schedule="even" if self.alg == "random" else "dream")
+        return StepCounts(steps=self.own.steps, schedule="even" if self.own.alg == "random" else "dream")
 
     def describe(self) -> dict[str, object]:
-        alg_temp = {} if self.alg_temp is None else {"alg_temp": fingerprint.number(self.alg_temp)}
-        of_sampler = {"alg": self.alg, "steps": self.steps_of_block, **alg_temp, **self.beam.describe()}
-        return {"estimator": self.name, "block": self.block, "grid": self.grid, **of_sampler}
+        alg_temp = {} if self.own.alg_temp is None else {"alg_temp": fingerprint.number(self.own.alg_temp)}
+        of_sampler = {"alg": self.own.alg, "steps": self.own.steps, **alg_temp, **self.own.describe(self.seed)}
+        return {**super().describe(), **of_sampler}
 
     @property
     def shares(self) -> torch.Tensor | None:
-        return dream_shares(self.steps_of_block).double() if self.alg == "origin" else None
+        return dream_shares(self.own.steps).double() if self.own.alg == "origin" else None
 
     def planes(self, step: Step) -> Planes:
         _, predictions, _, _, log_prob = step
         score = torch.zeros_like(log_prob)  # (R, W)
-        if self.alg == "entropy":
+        if self.own.alg == "entropy":
             score = -predictions.entropy.double()
-        elif self.alg == "topk_margin":
+        elif self.own.alg == "topk_margin":
             score = predictions.margin.double()
-        return {"log_probs": log_prob, "score": score / (self.alg_temp or 1.0)}
+        return {"log_probs": log_prob, "score": score / (self.own.alg_temp or 1.0)}
 
     def moves(self, level: Level, planes: Planes, thin: Thin) -> Moves:
         """In turn; or one product for each state, where all sets of a size are alike."""
@@ -104,7 +94,7 @@ class SampledOrder(SetSampler):
         least, most, log_in = torch.ones_like(size), size, log_p.where(masked, -math.inf)
         if self.counted is not None:
             least = most = count = self.counted.of_sizes(level.first, size)  # (X,)
-            if self.alg != "random":
+            if self.own.alg != "random":
                 return in_turn(level, log_p, planes["score"], count, thin)
         moves = independent(level, every, log_in, torch.zeros_like(log_in), torch.stack([least, most]), thin)
         if self.counted is not None:

@@ -21,12 +21,11 @@ from lm_eval_duel.core.decision import EVALUATE_ALL
 from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.core.reveal import Reveal, WindowGroup
 from lm_eval_duel.core.scores import IndexedScores, Sample, Step, WindowScore, known_sum
+from lm_eval_duel.estimators.arguments import TOLERANCE, BeamArguments, check_block
 from lm_eval_duel.estimators.base import Estimator, Value
-from lm_eval_duel.estimators.subsets.arguments import TOLERANCE, check_block
 from lm_eval_duel.estimators.subsets.chunk import TABLE, Chunk, followed
 from lm_eval_duel.estimators.subsets.moves import Level, Moves, Planes, Thin
 from lm_eval_duel.estimators.subsets.sums import BeamSums
-from lm_eval_duel.estimators.subsets.thinning import Beam
 
 STATES = 4096  # of a chunk of blocks in a level, if a network call holds fewer
 
@@ -35,7 +34,7 @@ class SetSums:
     """The blocks of one group of windows: chunks of them while they are followed, and the sums of finished ones."""
 
     def __init__(self, group: WindowGroup, sampler: SetSampler):
-        self.group, self.sampler, self.beam = group, sampler, sampler.beam
+        self.group, self.sampler, self.beam = group, sampler, sampler.own
         self.chunks: dict[int, Chunk] = {}
         self.begun = 0
         self.complete: list[int] = []  # chunks whose level has been evaluated
@@ -151,7 +150,8 @@ class SetSampler(Estimator):
     """A sampler whose text has many orders, and whose next step depends on which positions are masked, alone."""
 
     empty_score = SetScore(0.0, is_greedy=True, nfe=0, near_ties=0)
-    beam: Beam
+    own: BeamArguments
+    seed: int
 
     @property
     def shares(self) -> torch.Tensor | None:
@@ -171,7 +171,7 @@ class SetSampler(Estimator):
 
     def check_block(self) -> None:
         """Raise DuelError for a block that is too large."""
-        check_block(self.name, self.block, self.denoiser.block is not None, beam=not self.beam.all_sets)
+        check_block(self.name, self.own, self.block, only=self.denoiser.block is not None)
 
     def steps(self, m: int) -> int | None:
         """How many steps a block of m positions takes; None: not known."""
@@ -183,7 +183,7 @@ class SetSampler(Estimator):
         return iter(Reveal(group, EVALUATE_ALL, *scores, following=sums.following))
 
     def values(self, scored: WindowScore) -> dict[str, Value]:
-        if self.beam.all_sets:
-            return {self.name: Value(scored.log_prob, nfe=scored.nfe)}
+        if self.own.all_sets:
+            return Estimator.values(self, scored)
         own = cast(SetScore, scored)
         return {self.name: Value(own.log_prob, math.sqrt(own.variance), own.nfe, beam=tuple(own.beam))}

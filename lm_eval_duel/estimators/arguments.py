@@ -1,0 +1,224 @@
+"""The arguments of single estimators, a record for each: what it takes, and which values go together. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from lm_eval_duel import fingerprint, rules
+from lm_eval_duel.arguments import (
+    BLOCK,
+    COUNT,
+    POSITIVE,
+    PROBABILITY,
+    TRUTH,
+    Arguments,
+    Kind,
+    argument,
+    choice,
+    number,
+    whole,
+)
+from lm_eval_duel.errors import DuelError
+
+ELBO_FORMS = ("count", "ratio", "score_entropy")
+LATTICE_BLOCK = 12  # the most positions of a block whose sets are all evaluated: 4,095 sets
+BEAM_BLOCK = 48  # the most positions of a block of which a beam evaluates some sets
+FIRST_BEAM, LARGEST_BEAM = 32, 1024  # sets of each size: the first K, and the largest one if none is given
+TOLERANCE = 0.05  # nats, of a beam of a given size
+REPETITIONS = 8  # the fewest for two standard errors
+SCORED_ORDERS = ("entropy", "topk_margin")
+
+
+@dataclasses.dataclass(frozen=True)
+class ElboArguments(Arguments):
+    """Of `elbo`."""
+
+    mc_samples: int = argument(COUNT, 128, "draws of a window")
+    elbo_form: str = argument(choice("auto", *ELBO_FORMS), "auto", "how masked positions are drawn and weighted")
+    elbo_block: int | str | None = argument(
+        BLOCK, "auto", "positions that are drawn together; `auto`: the trained block, else all", none=None
+    )
+    elbo_eps: float = argument(
+        number("a share from 0 (nothing left out) to below 1", lambda x: 0 <= x < 1),
+        0.0,
+        "noise levels below it are left out, as in the authors' evaluations; the value is then no bound",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.elbo_eps and self.elbo_form == "count":
+            raise DuelError("'elbo_eps' is the least ratio, of elbo_form=ratio; counts have none. Leave one out.")
+
+
+@dataclasses.dataclass(frozen=True)
+class TwoPhaseArguments(Arguments):
+    """Of `two_phase`."""
+
+    sample: float = argument(
+        number("a share of blocks above 0, at most 1", lambda x: 0 < x <= 1),
+        0.05,
+        "the share of blocks that are also scored without the cache",
+    )
+
+
+def _rules(value: Any) -> tuple[rules.Rule, ...]:
+    """Rules of a text such as greedy+margin:k=2, each of which is state-only."""
+    parsed = value if isinstance(value, tuple) else tuple(rules.parse(text) for text in str(value).split("+"))
+    for rule in parsed:
+        rules.check_state_only(rule)
+    return parsed
+
+
+@dataclasses.dataclass(frozen=True)
+class LatticeArguments(Arguments):
+    """Of the estimators over all orders."""
+
+    lattice_rules: tuple[rules.Rule, ...] | None = argument(
+        Kind("state-only rules, such as greedy+margin:k=2", _rules),
+        None,
+        "rules whose value the lattice also gives, such as `greedy+margin`",
+        none=(),
+        unset="the rule, if it is state-only",
+        identity=False,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class BeamArguments(Arguments):
+    """How many sets of each size are evaluated: without `beam` and `tolerance`, all of them."""
+
+    beam: int | None = argument(
+        whole(2 * REPETITIONS, f"a number of sets, at least {2 * REPETITIONS}"),
+        None,
+        "sets of a block that are evaluated, of each size, instead of all; an estimate, or a bound",
+    )
+    tolerance: float | None = argument(
+        POSITIVE, None, "nats for a block: the sets double, up to `beam` (1024), until it is reached"
+    )
+    repetitions: int = argument(
+        whole(REPETITIONS, f"a number of repetitions, at least {REPETITIONS}"),
+        REPETITIONS,
+        "independent sums of a beam: the first half decides whether a block has converged, the others are its estimate",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        repetitions = self.repetitions
+        if (most := self.beam or LARGEST_BEAM) < 2 * repetitions:
+            raise DuelError(f"A beam has at least two sets for each repetition; got {repetitions=} and {most} sets.")
+        if self.all_sets and repetitions != REPETITIONS:
+            raise DuelError(f"'repetitions' (got {repetitions}) are those of a beam; pass beam= or tolerance=, too.")
+
+    @property
+    def all_sets(self) -> bool:
+        """Whether every set is evaluated, so that the sum is exact."""
+        return self.beam is None and self.tolerance is None
+
+    @property
+    def sums(self) -> int:
+        """The bound, and each repetition."""
+        return 1 if self.all_sets else 1 + self.repetitions
+
+    @property
+    def most(self) -> int:
+        """The largest number of sets of a size."""
+        return 1 << LATTICE_BLOCK if self.all_sets else self.beam or LARGEST_BEAM
+
+    @property
+    def first(self) -> int:
+        """The first number of sets of a size, which doubles until the tolerance is reached."""
+        least = self.most if self.tolerance is None else FIRST_BEAM
+        return min(self.most, max(2 * self.repetitions, least))
+
+    def describe(self, seed: int) -> dict[str, object]:
+        """The beam's entries of the spec."""
+        if self.all_sets:
+            return {}
+        tolerance = {} if self.tolerance is None else {"tolerance": fingerprint.number(self.tolerance)}
+        return {"beam": self.most, **tolerance, "repetitions": self.repetitions, "draw_seed": seed}
+
+
+@dataclasses.dataclass(frozen=True)
+class ConfidenceArguments(BeamArguments):
+    """Of `sampled_confidence`."""
+
+    n: int | None = argument(COUNT, None, "draws that are kept at a step; 1 if `steps` is not given either")
+    steps: int | None = argument(COUNT, None, "steps of a block, instead of `n` and `tau`")
+    schedule: str = argument(choice("even", "dream"), "even", "how `steps` spread over a block, `even` or as Dream's")
+    tau: float | None = argument(PROBABILITY, None, "draws of at least this probability are kept")
+    confidence: str = argument(
+        choice("untempered", "tempered"), "untempered", "which probability of a draw counts, if there is a temperature"
+    )
+    strict: bool = argument(TRUTH, True, "draws above `tau` are kept, not those at it")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("n", "tau"):
+            if self.steps is not None and getattr(self, name) is not None:
+                raise DuelError(
+                    f"'steps' (got {self.steps}) says how many draws are kept at each step, and so does '{name}' (got "
+                    f"{getattr(self, name)}); leave one out."
+                )
+        if self.steps is None and self.schedule == "dream":
+            raise DuelError("schedule=dream spreads a block over a number of steps; pass steps=<number>, too.")
+
+
+def _order(value: Any) -> str:
+    """How positions are drawn, from the value of a model arg."""
+    if value == "maskgit_plus":
+        raise DuelError(
+            "alg=maskgit_plus scores a position by the token drawn there, so the order depends on every draw. Without "
+            "alg_temp its likelihood is that of estimator=sampled_confidence,confidence=tempered,schedule=dream,"
+            "steps=<number>; with alg_temp it has no closed form."
+        )
+    return str(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class OrderArguments(BeamArguments):
+    """Of `sampled_order`."""
+
+    alg: str = argument(
+        Kind("how positions are drawn", _order, ("origin", *SCORED_ORDERS, "random")),
+        "origin",
+        "how positions are drawn",
+    )
+    steps: int = argument(COUNT, 512, "steps of a block")  # Dream's own default
+    alg_temp: float | None = argument(
+        POSITIVE, None, "temperature of the positions' scores, with `alg=entropy` or `topk_margin`"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        by_score = self.alg in SCORED_ORDERS
+        if by_score and self.alg_temp is None:
+            raise DuelError(
+                f"alg={self.alg} draws positions at a temperature, e.g. alg_temp=0.2. Without one, a rule chooses "
+                f"them: estimator=duel,rule=dream:alg={self.alg}:steps=<number>."
+            )
+        if self.alg_temp is not None and not by_score:
+            raise DuelError(
+                f"'alg_temp' (got {self.alg_temp:g}) is read with alg={' and alg='.join(SCORED_ORDERS)} only."
+            )
+
+
+def check_block(name: str, own: Arguments, block: int | None, only: bool = False) -> None:
+    """Raise DuelError for a block that is too large for estimator `name`, which evaluates sets of its positions.
+
+    `own`: its arguments; `only`: the network has no other block.
+    """
+    beam = isinstance(own, BeamArguments)
+    some = isinstance(own, BeamArguments) and not own.all_sets
+    most, which, sets = (
+        (BEAM_BLOCK, "some", "") if some else (LATTICE_BLOCK, "all", f" ({2**LATTICE_BLOCK - 1:,} sets)")
+    )
+    if block is not None and block <= most:
+        return
+    less = "This network has only this block." if only else "Use block=4, or 8 at 8.5 times the cost."
+    if beam and not some:
+        less += f" tolerance=0.05 evaluates some of the sets, of blocks of at most {BEAM_BLOCK} positions."
+    raise DuelError(
+        f"estimator={name} evaluates {which} revealed sets of a block, at most {most} positions{sets}; "
+        f"the block in force is {'the whole target' if block is None else block}. {less}"
+    )
