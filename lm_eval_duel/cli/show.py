@@ -41,7 +41,6 @@ COLUMNS = {  # heading: (key of a record, format)
     "margin": ("margin", ".3f"),
     "entropy": ("entropy", ".3f"),
 }
-REQUIRED_KEYS = ("ids", "starts", "reveal_steps", "token_logprobs", "values")
 PRINTS = """\
 Prints each window's log-likelihood and number of steps, then its text with coloured tokens. Without colours (a pipe,
 NO_COLOR, --color never) it prints a table with one line per token: position, block, step, log-probability (nats),
@@ -83,10 +82,8 @@ def _heading(record: dict[str, Any]) -> str:
     lines = [
         f"document {record.get('doc')} of {one_line(record.get('task'))}, window {record['window']}: {tokens} tokens"
     ]
-    if record.get("request"):
-        lines.append(f"request {record['request']}")
-    error = record.get("stderr")
-    beam = record.get("beam")
+    lines += [f"request {record['request']}"] if record.get("request") else []
+    error, beam = record.get("stderr"), record.get("beam")
     for name, log_prob in record["values"].items():
         estimator = ESTIMATORS.get(name)  # None: a rule
         note = "" if estimator is None else NOTES[estimator.kind]
@@ -110,7 +107,10 @@ def _value(name: str, log_prob: float, tokens: int, error: float | None) -> str:
 
 
 def _colours(record: dict[str, Any], pieces: list[str], by: str) -> str:
-    values, most, palette = _scale(record, by)
+    if by == "nll":
+        values, most, palette = [-value for value in record["token_logprobs"]], MAX_NLL, SURE_TO_SURPRISED
+    else:
+        values, most, palette = record["reveal_steps"], max([1, *record["reveal_steps"]]), EARLY_TO_LATE
     if not values:
         return f"(no {by} in this trace)\n" + "".join(pieces)
     shown = []
@@ -121,40 +121,24 @@ def _colours(record: dict[str, Any], pieces: list[str], by: str) -> str:
     return "".join(shown)
 
 
-def _scale(record: dict[str, Any], by: str) -> tuple[list[float], float, tuple[int, ...]]:
-    """The coloured values, the value that gets the last colour, and the colours."""
-    if by == "nll":
-        return [-value for value in record["token_logprobs"]], MAX_NLL, SURE_TO_SURPRISED
-    return record["reveal_steps"], max([1, *record["reveal_steps"]]), EARLY_TO_LATE
-
-
 def _legend(by: str, last_step: int) -> str:
-    palette, (first, last) = (
-        (SURE_TO_SURPRISED, ("nll 0", f"{MAX_NLL:g} nats or more"))
-        if by == "nll"
-        else (EARLY_TO_LATE, ("revealed first in its block", f"last (step {last_step})"))
-    )
+    palette, first, last = EARLY_TO_LATE, "revealed first in its block", f"last (step {last_step})"
+    if by == "nll":
+        palette, first, last = SURE_TO_SURPRISED, "nll 0", f"{MAX_NLL:g} nats or more"
     return f"{first} " + "".join(f"\x1b[48;5;{colour}m  \x1b[0m" for colour in palette) + f" {last}"
 
 
 def _token_table(record: dict[str, Any], pieces: list[str]) -> str:
-    """One line per token: its position, block, step, statistics and text."""
+    """One line per token: its position, block, step, statistics (empty if the trace lacks them) and text."""
+    columns = {key: record.get(key) or [] for key, _ in COLUMNS.values()}
+    log_odds = (min(max(value, -700), 700) for value in columns["confidence"])
+    columns["confidence"] = [1 / (1 + math.exp(-value)) for value in log_odds]
     rows, block, starts = [], -1, set(record["starts"])
     for n, piece in enumerate(pieces):
         block += n in starts
-        cells = [_cell(record, key, n, form) for key, form in COLUMNS.values()]
+        cells = [format(columns[key][n], form) if columns[key] else "" for key, form in COLUMNS.values()]
         rows.append([str(n), str(block), *cells, repr(piece)[1:-1]])
     return plain_table(["position", "block", *COLUMNS, "token"], rows)
-
-
-def _cell(record: dict[str, Any], key: str, n: int, form: str) -> str:
-    """A statistic of token `n`; empty if the trace does not hold it."""
-    if not record.get(key):
-        return ""
-    value = record[key][n]
-    if key == "confidence":  # log-odds of the most likely token
-        value = 1 / (1 + math.exp(-min(max(value, -700), 700)))
-    return format(value, form)
 
 
 def main(arguments: list[str]) -> None:
@@ -209,15 +193,12 @@ def _windows(path: str, task: str | None, doc: int, request: int) -> list[dict[s
     listed = one_line(", ".join(tasks))
     if task is None and len(tasks) > 1:
         raise DuelError(f"{path} holds the tasks {listed}; name one with --task.")
-    task = task or (tasks[0] if tasks else None)
+    task = task or tasks[0]
     of_task = [record for record in records if str(record.get("task")) == task]
-    docs = sorted({record["doc"] for record in of_task if isinstance(record.get("doc"), int)})
     windows = [r for r in of_task if r.get("doc") == doc and (r.get("request") or 0) == request]
     if not windows:
-        available = f"documents {docs[0]} to {docs[-1]} of task {task}" if docs else f"the tasks {listed or 'none'}"
+        docs = sorted({record["doc"] for record in of_task if isinstance(record.get("doc"), int)})
+        available = f"documents {docs[0]} to {docs[-1]} of task {task}" if docs else f"the tasks {listed}"
         wanted = f"document {doc} of task {task}" + (f", request {request}" if request else "")
         raise DuelError(one_line(f"{path} has no {wanted}; it holds {available}."))
-    for record in windows:
-        if missing := [name for name in REQUIRED_KEYS if name not in record]:
-            raise DuelError(f"A window of document {doc} in {path} has no {' and no '.join(missing)}; write it again.")
     return windows

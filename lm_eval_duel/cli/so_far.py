@@ -20,7 +20,7 @@ from lm_eval_duel.estimators.registry import ESTIMATORS, Kind, of_spec
 from lm_eval_duel.tables import plain_table
 
 if TYPE_CHECKING:
-    from lm_eval_duel.harness.so_far import Document, Estimate
+    from lm_eval_duel.harness.so_far import Document
 
 SHOWN = (
     "estimator",
@@ -80,9 +80,7 @@ def _task(strata: list[list[Document]], order: str) -> dict[str, Any]:
     everything = [document for documents in strata for document in documents]
     finished = [document for document in everything if document.log_prob is not None]
     is_random = order == "random" or len(finished) == len(everything)
-    values: dict[str, Estimate | None] = {
-        unit: estimate(strata if is_random else [finished], unit) if finished else None for unit in UNITS
-    }
+    values = {unit: estimate(strata if is_random else [finished], unit) if finished else None for unit in UNITS}
     return {
         "documents": len(everything),
         "finished": len(finished),
@@ -92,13 +90,9 @@ def _task(strata: list[list[Document]], order: str) -> dict[str, Any]:
         "partial": len(finished) < len(everything),
         "random_sample": is_random,
         "perplexity": {
-            unit: {
-                "value": value.perplexity,
-                "low": value.low if is_random else None,
-                "high": value.high if is_random else None,
-            }
-            for unit, value in values.items()
-            if value
+            unit: {"value": v.perplexity, "low": v.low if is_random else None, "high": v.high if is_random else None}
+            for unit, v in values.items()
+            if v
         },
     }
 

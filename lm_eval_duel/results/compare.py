@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.rates import METRICS
-from lm_eval_duel.results import headline, match, pairs, partners, rows, stats
+from lm_eval_duel.results import headline, match, pairs, rows, stats
 from lm_eval_duel.results.read import Run
 from lm_eval_duel.results.records import UNCLEAR, Average, Row, Speeds, TaskComparison
 from lm_eval_duel.results.table import WORDS, number
@@ -21,59 +19,48 @@ OTHER_UNITS = ("word_perplexity", "byte_perplexity")
 BETTER = "the MDM is already better under the ELBO"
 
 
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """How to compare: the metric (None: the first that all have), `--as_published`, `--pairs`."""
+def task(
+    name: str,
+    runs: Sequence[Run],
+    ar: Sequence[Run],
+    metric: str | None = None,
+    as_published: bool = False,
+    choice: str = pairs.NONE,
+) -> TaskComparison:
+    """One task: its rows with intervals and gap closed, paired differences, and the notes under its tables.
 
-    metric: str | None = None
-    as_published: bool = False
-    pairs: str = pairs.NONE
-
-
-def tasks(runs: Sequence[Run], ar: Sequence[Run], choice: Choice, named: bool = True) -> dict[str, TaskComparison]:
-    """Every task that is in a result other than the AR ones, by name. `named`: the user named the AR results."""
-    for name in {name for run in ar for name in run.tasks} if named else ():
-        holding = [run.name for run in ar if name in run.tasks]
-        if len(holding) > 1:
-            raise DuelError(f"--ar holds {name} more than once: {', '.join(holding)}. Name one of these files.")
-    baseline = {run.file for run in ar}
-    names = dict.fromkeys(name for run in runs if run.file not in baseline for name in run.tasks)
-    if not names and not any(run.others for run in runs):
-        raise DuelError("Nothing to compare: RESULTS holds no perplexity other than those of the --ar result.")
-    return {name: task(name, runs, ar, choice) for name in names}
-
-
-def task(name: str, runs: Sequence[Run], ar: Sequence[Run], choice: Choice) -> TaskComparison:
-    """One task: its rows with intervals and gap closed, paired differences, and the notes under its tables."""
+    `metric`: the default is the first that all results have. `choice`: of pairs, as in `--pairs`.
+    """
     base = next((run for run in reversed(ar) if name in run.tasks), None)
     compared = [run for run in runs if name in run.tasks and (base is None or run.file != base.file)]
     compared = compared if base is None else [base, *compared]
-    metric = _metric(name, choice.metric, compared)
-    listed = match.check(name, metric, compared, choice.as_published)
+    metric = _metric(name, metric, compared)
+    listed = match.check(name, metric, compared, as_published)
     every = [row for run in compared for row in rows.of(run, name)]
     shown, twice = rows.in_order((row for row in every if metric in row.metrics), base)
-    shown = [replace(row, metric=metric) for row in shown]
-    rates, documents = _rates(metric, shown)
-    draws = {n: stats.value(metric, -rate, 1.0) for n, rate in rates.items()}
-    shown = [replace(row, interval=stats.interval(draws[n]) if n in draws else None) for n, row in enumerate(shown)]
-    shown, used = _with_gaps(name, _best(shown), draws, choice.as_published)
-    shown = [replace(row, cache_cost=pairs.cache_cost(shown, rates, documents, n)) for n, row in enumerate(shown)]
+    for n, row in enumerate(shown):
+        row.number, row.metric = n, metric
+    _draw(shown)
+    _mark_best(shown)
+    used = _compare_gaps(name, shown, as_published)
+    for row in shown:
+        row.cache_cost = pairs.cache_cost(row, shown)
     sizes = {run.tasks[name].size for run in compared} - {None}
     notes = _notes(name, compared, used) + list(dict.fromkeys([*(r for row in every for r in row.remarks), *twice]))
     if metric in OTHER_UNITS and any(row.gap_closed is not None for row in shown):
         notes.append(f"gap closed is of {WORDS[metric]} here: the paper's numbers are per token and not these")
-    result = TaskComparison(
+    return TaskComparison(
         metric=metric,
         documents=sizes.pop() if len(sizes) == 1 else None,
         rows=shown,
         rules=_speeds(shown),
-        pairs=pairs.of(choice.pairs, shown, rates, documents),
+        pairs=pairs.of(choice, shown),
         elbo=used,
         differences=listed,
-        as_published=choice.as_published,
+        as_published=as_published,
         notes=notes,
+        headlines=headline.of(name, shown),
     )
-    return replace(result, headlines=headline.of(name, result))
 
 
 def _metric(name: str, requested: str | None, compared: Sequence[Run]) -> str:
@@ -85,29 +72,25 @@ def _metric(name: str, requested: str | None, compared: Sequence[Run]) -> str:
     raise DuelError(f"Wanted {wanted}, but there is: {available}. Name another with --metric, or leave the task out.")
 
 
-def _rates(metric: str, rows: Sequence[Row]) -> tuple[dict[int, np.ndarray], int]:
-    """Bootstrap draws of nats per unit of each row with known documents, by row number, and the number of documents.
-
-    All rows use the same resampling. The draws of a Monte Carlo ELBO include its Monte Carlo error.
-    """
-    known = [n for n, row in enumerate(rows) if len(row.documents.get(metric, {})) > 1 and math.isfinite(row.value)]
-    if not known:
-        return {}, 0
-    keys = sorted(rows[known[0]].documents[metric])
-    known = [n for n in known if rows[n].documents[metric].keys() == set(keys)]
-    table = np.array([[rows[n].documents[metric][key] for n in known] for key in keys])  # (documents, rows, 2)
-    drawn = stats.rates(table, [rows[n].nats_stderr for n in known])
-    return {n: drawn[:, column] for column, n in enumerate(known)}, len(keys)
+def _draw(rows: Sequence[Row]) -> None:
+    """Bootstrap draws of the rows with the documents of the first that has any. All use the same resampling."""
+    known = [row for row in rows if len(row.documents.get(row.metric, ())) > 1 and math.isfinite(row.value)]
+    documents = [row.documents[row.metric] for row in known]
+    known = [row for row, own in zip(known, documents, strict=True) if own.keys() == documents[0].keys()]
+    if known:
+        table = [[row.documents[row.metric][key] for row in known] for key in sorted(documents[0])]
+        draws = stats.rates(np.array(table), [row.nats_stderr for row in known])  # of (documents, rows, 2)
+        for column, row in enumerate(known):
+            row.draws = draws[:, column]
 
 
-def _best(rows: Sequence[Row]) -> list[Row]:
+def _mark_best(rows: Sequence[Row]) -> None:
     """Mark the lowest likelihood of each model with several rows. Bounds and the oracle do not count."""
-    best = set()
     for model in {row.model for row in rows}:
-        proper = [n for n, row in enumerate(rows) if row.model == model and row.likelihood and not row.ar]
-        exact = [n for n in proper if rows[n].proper and math.isfinite(rows[n].value)]
-        best |= {min(exact, key=lambda n: rows[n].value)} if len(proper) > 1 and exact else set()
-    return [replace(row, best=n in best) for n, row in enumerate(rows)]
+        mine = [row for row in rows if row.model == model and row.likelihood and not row.ar]
+        proper = [row for row in mine if row.proper and math.isfinite(row.value)]
+        if len(mine) > 1 and proper:
+            min(proper, key=lambda row: row.value).best = True
 
 
 def _notes(name: str, compared: Sequence[Run], elbos: Sequence[str]) -> list[str]:
@@ -130,99 +113,93 @@ def _notes(name: str, compared: Sequence[Run], elbos: Sequence[str]) -> list[str
 
 def _speeds(rows: Sequence[Row]) -> list[Speeds]:
     """Rule families against NFE, for each model, block and cache with two or more different NFEs."""
-    groups: dict[tuple, list[int]] = {}
-    for n, row in enumerate(rows):
+    groups: dict[tuple, list[Row]] = {}
+    for row in rows:
         if row.estimator == "duel" and row.nfe_per_token:
-            groups.setdefault((row.model, row.block, row.cache, row.variant), []).append(n)
-    result = []
+            groups.setdefault((row.model, row.block, row.run.cache, row.variant), []).append(row)
+    speeds = []
     for (model, block, cache, variant), members in groups.items():
-        if len({round(rows[n].nfe_per_token, 3) for n in members}) < 2:
-            continue
-        families: dict[str, list[int]] = {}
-        for n in members:
-            families.setdefault(family(rows[n].rule)[0], []).append(n)
-        oracle = model, "oracle", block, cache
-        result.append(
-            Speeds(
-                title=", ".join(filter(None, [model, *rows[members[0]].setting, variant])),
-                elbo=next((rows[n].elbo for n in members if rows[n].elbo is not None), None),
-                ar=next((n for n, row in enumerate(rows) if row.ar), None),
-                oracle=next(
-                    (n for n, r in enumerate(rows) if (r.model, r.estimator, r.block, r.cache) == oracle), None
-                ),
-                families={
-                    name: sorted(points, key=lambda n: rows[n].nfe_per_token) for name, points in families.items()
-                },
-            )
-        )
-    return result
+        if len({round(row.nfe_per_token, 3) for row in members}) > 1:
+            families: dict[str, list[Row]] = {}
+            for row in members:
+                families.setdefault(family(row.rule)[0], []).append(row)
+            for points in families.values():
+                points.sort(key=lambda row: row.nfe_per_token)
+            elbo = next((row.elbo for row in members if row.elbo is not None), None)
+            ar = next((row for row in rows if row.ar), None)
+            oracle = model, "oracle", block, cache
+            alike = (row for row in rows if (row.model, row.estimator, row.block, row.run.cache) == oracle)
+            title = ", ".join(filter(None, [model, *members[0].setting, variant]))
+            speeds.append(Speeds(title, elbo, ar, next(alike, None), families))
+    return speeds
 
 
 # ---------------------------------------------------------------- gap closed
 
 
-def _with_gaps(
-    name: str, rows: Sequence[Row], draws: Mapping[int, np.ndarray], as_published: bool
-) -> tuple[list[Row], list[str]]:
-    """The rows with gap and gap closed, and descriptions of the ELBOs used."""
-    result, used = [], {}
-    base = 0 if rows and rows[0].ar else None
-    for n, row in enumerate(rows):
-        if base is not None and n != base:
-            interval = stats.interval(draws[n] - draws[base]) if n in draws and base in draws else None
-            row = replace(row, gap=row.value - rows[base].value, gap_interval=interval)
+def _compare_gaps(name: str, rows: Sequence[Row], as_published: bool) -> list[str]:
+    """Give rows their gaps and gap closed, and return descriptions of the ELBOs used."""
+    used = {}
+    base = rows[0] if rows and rows[0].ar else None
+    for row in rows:
+        if base is not None and row is not base:
+            row.gap = row.value - base.value
+            if row.draws is not None and base.draws is not None:
+                row.gap_interval = stats.interval(row.drawn - base.drawn)
         if row.duel:
-            elbo, why = partners.elbo(row, rows, as_published)
-            row = replace(row, elbo=elbo)
-            if elbo is not None:
-                used[elbo] = partners.elbo_in_words(rows[elbo]) + (f" ({why})" if why else "")
+            row.elbo, why = pairs.elbo(row, rows, as_published)
+            if row.elbo is not None:
+                used[row.elbo.number] = elbo_in_words(row.elbo) + (f" ({why})" if why else "")
             if row.metric == "bits_per_byte":
-                row = replace(row, gap_closed_reason="gap closed is defined for perplexities")
-            elif base is None or elbo is None:
-                row = replace(row, gap_closed_reason=why if elbo is None else f"no AR result of {name} (--ar)")
+                row.gap_closed_reason = "gap closed is defined for perplexities"
+            elif row.elbo is None:
+                row.gap_closed_reason = why
+            elif base is None:
+                row.gap_closed_reason = f"no AR result of {name} (--ar)"
             else:
-                row = _with_gap_closed(row, rows[elbo], rows[base], [draws.get(i) for i in (elbo, n, base)])
-        result.append(row)
-    return result, [text for _, text in sorted(used.items())]
+                _close_gap(row, row.elbo, base)
+    return [text for _, text in sorted(used.items())]
 
 
-def _with_gap_closed(row: Row, elbo: Row, ar: Row, draws: Sequence[np.ndarray | None]) -> Row:
-    if not all(math.isfinite(one.value) for one in (elbo, row, ar)):
-        return replace(row, gap_closed_reason="no gap closed of an infinite perplexity")
+def elbo_in_words(elbo: Row) -> str:
+    """Describe an ELBO and its standard error."""
+    spec, stderr = elbo.run.spec, elbo.stderr
+    if elbo.estimator == "elbo_exact":
+        text = f"the mean over all orders in blocks of {elbo.block} (elbo_exact; there is no Monte Carlo ELBO)"
+    else:
+        form = f", elbo_form={spec['elbo_form']}" if "elbo_form" in spec else ""
+        eps = f", elbo_eps={elbo.eps:g} (above 0: NO bound)" if elbo.eps else ""
+        error = f", standard error {stderr:.2g}" if stderr is not None else ", no standard error"
+        text = f"Monte Carlo, mc_samples={spec.get('mc_samples', '?')}{form}, elbo_block={elbo.block}{eps}{error}"
+    return f"ELBO of {elbo.model}{f' ({elbo.variant})' if elbo.variant else ''}: {text}"
+
+
+def _close_gap(row: Row, elbo: Row, ar: Row) -> None:
+    """Give a row its gap closed, with its errors, or the reason why there is none."""
+    values = elbo.value, row.value, ar.value
+    if not all(map(math.isfinite, values)):
+        row.gap_closed_reason = "no gap closed of an infinite perplexity"
+        return
     if not stats.clear(elbo.value, ar.value, elbo.stderr_bound):
-        reason = f"{UNCLEAR}: ELBO {_with_error(elbo)} and {ar.model} {number(ar.value)}"
-        return replace(row, gap_closed_reason=reason)
-    closed, error = _closed(elbo, row, ar)
-    if closed is None:
-        return replace(row, gap_closed_reason=BETTER)
-    known = [e for e in (elbo.stderr_bound, row.stderr_bound) if e is not None]
-    clear = stats.clear(elbo.value, row.value, math.hypot(*known) if known else None)
-    value = number(row.value) if row.stderr_bound is None else _with_error(row)
-    reasons = ["" if clear else f"{UNCLEAR}: ELBO {_with_error(elbo)} and DUEL {value}"]
-    reasons += [elbo.stderr_reason, row.stderr_reason]
-    interval = None
-    if any(drawn is None for drawn in draws):
-        lacking = next(one for one, drawn in zip((elbo, row, ar), draws, strict=True) if drawn is None)
+        row.gap_closed_reason = f"{UNCLEAR}: ELBO {_with_error(elbo)} and {ar.model} {number(ar.value)}"
+        return
+    if (share := stats.gap_closed(*values)) is None:
+        row.gap_closed_reason = BETTER
+        return
+    own = 0.0 if row.stderr_bound is None else row.stderr  # an exact value has no error
+    row.closed = share, stats.gap_closed_stderr(*values, elbo.stderr, own)
+    known = [error for error in (elbo.stderr_bound, row.stderr_bound) if error is not None]
+    row.distinguishable = stats.clear(elbo.value, row.value, math.hypot(*known) if known else None)
+    reasons = [elbo.stderr_reason, row.stderr_reason]
+    if not row.distinguishable:
+        value = number(row.value) if row.stderr_bound is None else _with_error(row)
+        reasons.insert(0, f"{UNCLEAR}: ELBO {_with_error(elbo)} and DUEL {value}")
+    if lacking := next((other for other in (elbo, row, ar) if other.draws is None), None):
         reasons.append(f"no interval: {lacking.model}, {lacking.name}: {lacking.reason}")
     else:
-        interval, remark = stats.gap_interval(*draws)
+        row.gap_closed_interval, remark = stats.gap_interval(elbo.drawn, row.drawn, ar.drawn)
         reasons.append(remark)
-    return replace(
-        row,
-        distinguishable=clear,
-        gap_closed=closed if clear else None,
-        gap_closed_stderr=error if clear else None,
-        gap_closed_interval=interval,
-        gap_closed_reason="; ".join(filter(None, reasons)),
-    )
-
-
-def _closed(elbo: Row, row: Row, ar: Row) -> tuple[float | None, float | None]:
-    """Gap closed and its Monte Carlo error, whether or not it is distinguishable from 0; an exact DUEL has none."""
-    values = elbo.value, row.value, ar.value
-    closed = stats.gap_closed(*values)
-    own = 0.0 if row.stderr_bound is None else row.stderr
-    return closed, None if closed is None else stats.gap_closed_stderr(*values, elbo.stderr, own)
+    row.gap_closed_reason = "; ".join(filter(None, reasons))
 
 
 def _with_error(row: Row) -> str:
@@ -236,18 +213,14 @@ def averages(compared: Mapping[str, Sequence[Row]]) -> list[Average]:
     average would be too high. It has a standard error if all of them have one, and is not shown if it is within two
     standard errors of 0.
     """
-    found: dict[tuple[str, str], dict[str, tuple[Row, Sequence[Row]]]] = {}
+    tasks_of: dict[tuple[str, str], dict[str, Row]] = {}
     for task, shown in compared.items():
         for row in shown:
             if row.duel:
-                found.setdefault((row.model, row.name), {})[task] = (row, shown)
+                tasks_of.setdefault((row.model, row.name), {})[task] = row
     result = []
-    for (model, name), tasks in found.items():
-        known = [
-            _closed(beside[row.elbo], row, beside[0])
-            for row, beside in tasks.values()
-            if row.distinguishable is not None
-        ]
+    for (model, name), tasks in tasks_of.items():
+        known = [row.closed for row in tasks.values() if row.closed is not None]
         errors = [error for _, error in known]
         average = sum(value for value, _ in known) / len(known) if len(known) > 1 else None
         error = math.hypot(*errors) / len(known) if average is not None and None not in errors else None
@@ -256,9 +229,9 @@ def averages(compared: Mapping[str, Sequence[Row]]) -> list[Average]:
             Average(
                 model,
                 name,
-                tasks={task: row.gap_closed for task, (row, _) in tasks.items()},
-                stderrs={task: row.gap_closed_stderr for task, (row, _) in tasks.items()},
-                unclear=[task for task, (row, _) in tasks.items() if row.distinguishable is False],
+                tasks={task: row.gap_closed for task, row in tasks.items()},
+                stderrs={task: row.gap_closed_stderr for task, row in tasks.items()},
+                unclear=[task for task, row in tasks.items() if row.distinguishable is False],
                 average=None if unclear else average,
                 average_stderr=error,
                 average_unclear=unclear,

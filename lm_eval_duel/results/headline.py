@@ -4,30 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lm_eval_duel.results.records import Row, TaskComparison
+from lm_eval_duel.results import pairs
+from lm_eval_duel.results.records import Row
 from lm_eval_duel.results.table import MARKDOWN, WORDS, form_of, number, plus_minus
 from lm_eval_duel.rules.tables import without_defaults
 
-PAPER_RULE = "greedy:k=1"  # the rule of the paper's perplexity tables
 plain, code = MARKDOWN.escape, MARKDOWN.code
 
 
-def of(name: str, task: TaskComparison) -> list[str]:
+def of(name: str, rows: Sequence[Row]) -> list[str]:
     """A sentence for each model of a task except the baseline."""
-    models = dict.fromkeys(row.model for row in task.rows if not row.ar and row.estimator != "ar")
-    return [_sentence(name, task, [row for row in task.rows if row.model == model and not row.ar]) for model in models]
+    base = next((row for row in rows if row.ar), None)
+    models = dict.fromkeys(row.model for row in rows if not row.ar and row.estimator != "ar")
+    return [_sentence(name, base, [row for row in rows if row.model == model and not row.ar]) for model in models]
 
 
-def chosen_row(mine: Sequence[Row]) -> Row | None:
-    """The DUEL row of the headline: the paper's rule, else the best; rows without a cache, then with an ELBO, first."""
-    duels = [row for row in mine if row.estimator == "duel"] or [row for row in mine if row.entry.follows_rule]
-    duels = [row for row in duels if row.rule == PAPER_RULE] or duels
-    return min(duels, key=lambda row: (row.has_cache, row.elbo is None, row.value), default=None)
-
-
-def _sentence(name: str, task: TaskComparison, mine: Sequence[Row]) -> str:
-    chosen, base, form = chosen_row(mine), task.baseline, form_of(task.metric)
-    unit = "" if task.metric in ("token_perplexity", "perplexity") else f", {WORDS[task.metric]}"
+def _sentence(name: str, base: Row | None, mine: Sequence[Row]) -> str:
+    chosen, metric = pairs.headline(mine), mine[0].metric
+    form, unit = form_of(metric), "" if metric in ("token_perplexity", "perplexity") else f", {WORDS[metric]}"
     start = f"**{plain(mine[0].model)}** on {plain(name)}{unit}"
     against = f" against {number(base.value, form)} for {plain(base.model)}" if base else ""
     if chosen is None:
@@ -37,8 +31,7 @@ def _sentence(name: str, task: TaskComparison, mine: Sequence[Row]) -> str:
         against += f", a gap of {'at most ' if bound.bound else ''}{number(bound.gap, form)}" if base else ""
         return f"{start}: {_value(bound)} ({plain(bound.name)}){against}; no DUEL result (estimator=duel)."
     text = f"{start}: {_value(chosen)} under {_rule(chosen)} ({chosen.entry.display}){against}"
-    elbo = None if chosen.elbo is None else task.rows[chosen.elbo]
-    text += "." if elbo is None and base is None else _gap(chosen, elbo, base, form)
+    text += "." if chosen.elbo is None and base is None else _gap(chosen, form)
     lowest = min((row for row in mine if row.proper), key=lambda row: row.value, default=chosen)
     if lowest is not chosen:
         name = _rule(lowest) if lowest.estimator == "duel" else f"{lowest.entry.display.lower()}{_cache(lowest)}"
@@ -51,7 +44,7 @@ def _rule(row: Row) -> str:
 
 
 def _cache(row: Row) -> str:
-    return f" with cache={plain(row.cache)}" if row.has_cache else ""
+    return f" with cache={plain(row.run.cache)}" if row.run.has_cache else ""
 
 
 def _value(row: Row) -> str:
@@ -61,13 +54,13 @@ def _value(row: Row) -> str:
     return f"{'<= ' if row.bound else ''}{value}{f' ({remarks})' if remarks else ''}"
 
 
-def _gap(chosen: Row, elbo: Row | None, base: Row | None, form: str) -> str:
+def _gap(chosen: Row, form: str) -> str:
     """The ELBO, and how much of its gap to the autoregressive model DUEL closes."""
-    reason, closed = plain(chosen.gap_closed_reason), chosen.gap_closed
+    reason, closed, elbo = plain(chosen.gap_closed_reason), chosen.gap_closed, chosen.elbo
     if elbo is None:
         return f", a gap of {number(chosen.gap, form)}; {reason}."
     text = f"; the ELBO gives {_value(elbo)}"
-    if base is None:
+    if elbo.gap is None:
         return f"{text} ({reason})."
     gap = f"the ELBO's gap of {number(elbo.gap, form)}"
     if chosen.distinguishable is False:

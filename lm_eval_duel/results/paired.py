@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -17,15 +17,6 @@ from lm_eval_duel.results import pairs, stats
 from lm_eval_duel.results.table import number
 
 UNITS = ("token", "word", "byte")
-
-
-class TextScore(Protocol):
-    """The score of a text, such as `Duel.score` returns."""
-
-    text: str
-    log_prob: float
-    stderr: float | None
-    kind: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,20 +55,15 @@ class PairedDifference:
 
 
 def compare(
-    a: Sequence[TextScore],
-    b: Sequence[TextScore],
-    names: tuple[str, str] = ("first", "second"),
-    unit: str | None = None,
+    a: Sequence[Any], b: Sequence[Any], names: tuple[str, str] = ("first", "second"), unit: str | None = None
 ) -> PairedDifference:
-    """Two lists of scores of the same texts, in the same order. `unit`: token, word or byte.
+    """Two lists of scores of the same texts, in the same order, as `Duel.score` returns. `unit`: token, word or byte.
 
     The default is `token` if both count the same tokens of every text, else `byte`. The interval includes the Monte
     Carlo error of estimates and bounds. Raises DuelError for other texts, an unknown unit, and no text at all.
     """
-    kinds = [scores[0].kind if scores else Kind.LIKELIHOOD.value for scores in (a, b)]
-    return difference(
-        [_scored(score) for score in a], [_scored(score) for score in b], names, (kinds[0], kinds[1]), unit
-    )
+    first, second = (scores[0].kind if scores else Kind.LIKELIHOOD.value for scores in (a, b))
+    return difference(list(map(_scored, a)), list(map(_scored, b)), names, (first, second), unit)
 
 
 def _scored(score: Any) -> Scored:
@@ -99,44 +85,44 @@ def difference(
     unit: str | None = None,
 ) -> PairedDifference:
     """As `compare`, of texts known by their keys. `kinds`: what the values are, as `registry.kind_of` says."""
-    keys = [[score.key for score in scores] for scores in (first, second)]
-    if keys[0] != keys[1] or not first:
-        counts = f"{len(first)} and {len(second)} texts"
-        apart = next((n for n, (a, b) in enumerate(zip(*keys, strict=False)) if a != b), min(len(first), len(second)))
-        what = f"text {apart} differs" if len(first) == len(second) and first else f"there are {counts}"
+    both = first, second
+    keys, other_keys = ([score.key for score in scores] for scores in both)
+    if keys != other_keys or not first:
+        apart = next((n for n, (a, b) in enumerate(zip(keys, other_keys, strict=False)) if a != b), 0)
+        counts = f"there are {len(first)} and {len(second)} texts"
+        what = f"text {apart} differs" if len(first) == len(second) and first else counts
         raise DuelError(f"compare() takes two lists of scores of the same texts in the same order, but {what}.")
     if unit not in (None, *UNITS):
         raise DuelError(f"'unit' is one of {', '.join(UNITS)}; got {unit}.")
-    same = all(a.tokens == b.tokens for a, b in zip(first, second, strict=True))
+    same = all(a.tokens == b.tokens for a, b in zip(*both, strict=True))
     unit = unit or ("token" if same else "byte")
     if unit == "token" and not same:
         raise DuelError("The two lists count other tokens, so they cannot be compared per token; use unit='byte'.")
-    order = sorted(range(len(first)), key=keys[0].__getitem__)  # as in a report, so that the intervals are its
-    columns = [[[scores[n].log_prob, getattr(scores[n], f"{unit}s")] for n in order] for scores in (first, second)]
+    order = sorted(range(len(first)), key=keys.__getitem__)  # as in a report, so that the intervals are its
+    columns = [[[scores[n].log_prob, getattr(scores[n], f"{unit}s")] for n in order] for scores in both]
     table = np.array(columns, dtype=np.float64).transpose(1, 0, 2)  # (texts, 2, 2)
     units = table[:, :, 1].sum(0)
     if not units.all():
         raise DuelError(f"The texts have no {unit}s, so there is no rate to compare.")
     rates = [float(rate) for rate in -table[:, :, 0].sum(0) / units]
-    drawn: Any = None
+    draws: Any = (None, None)
     if len(first) > 1 and all(map(math.isfinite, rates)):
-        drawn = stats.rates(table, [math.hypot(*(one.stderr or 0.0 for one in scores)) for scores in (first, second)])
+        draws = stats.rates(table, [math.hypot(*(score.stderr or 0.0 for score in scores)) for scores in both]).T
     sides = [
-        pairs.Side(name, rate, None if drawn is None else drawn[:, n], *_trusted(name, kind, scores))
-        for n, (name, rate, kind, scores) in enumerate(zip(names, rates, kinds, (first, second), strict=True))
+        pairs.Side(name, rate, drawn, kind == Kind.UPPER_BOUND.value, _doubt(name, kind, scores))
+        for name, rate, drawn, kind, scores in zip(names, rates, draws, kinds, both, strict=True)
     ]
     value, interval, verdict = pairs.difference(*sides, len(first))
     perplexities = perplexity(rates[0]), perplexity(rates[1])
-    return PairedDifference(
-        names, unit, len(first), perplexities, value, None if interval is None else (interval[0], interval[1]), verdict
-    )
+    ends = None if interval is None else (interval[0], interval[1])
+    return PairedDifference(names, unit, len(first), perplexities, value, ends, verdict)
 
 
-def _trusted(name: str, kind: str, scores: Sequence[Scored]) -> tuple[bool, str]:
-    """Whether a value is a bound, and why it allows no verdict (empty if it does)."""
+def _doubt(name: str, kind: str, scores: Sequence[Scored]) -> str:
+    """Why a value allows no verdict; empty if it does."""
     if kind == NO_BOUND:
-        return False, f"{name} is neither a likelihood nor a bound"
+        return f"{name} is neither a likelihood nor a bound"
     if kind == Kind.NOT_A_LIKELIHOOD.value:
-        return False, f"{name} is not a likelihood"
+        return f"{name} is not a likelihood"
     unknown = kind == Kind.ESTIMATE.value and any(score.stderr is None for score in scores)
-    return kind == Kind.UPPER_BOUND.value, f"the error of {name} is not known" if unknown else ""
+    return f"the error of {name} is not known" if unknown else ""

@@ -7,15 +7,17 @@ Below 0 the first is better. The interval is from the bootstrap over documents t
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from lm_eval_duel.results import headline, partners, stats
+from lm_eval_duel.results import stats
+from lm_eval_duel.results.read import NO_CACHE
 from lm_eval_duel.results.records import UNCLEAR, Interval, Pair, Row
+from lm_eval_duel.results.rows import NON_IDENTITY_KEYS
 from lm_eval_duel.rules.tables import without_defaults
 
 UNITS = {"token_perplexity": "token", "perplexity": "document", "word_perplexity": "word"}  # of others: byte
@@ -24,7 +26,10 @@ CHOICES = (BOTH, RULES, MODELS, ALL, NONE)  # of --pairs
 MOST_ROWS = 5  # of which all pairs are listed; of more, each is compared with the lowest
 FEW = 10  # documents below which a bootstrap interval is too narrow for a verdict
 EQUAL = 1e-6  # nats per unit that are float noise
-Rates = Mapping[int, np.ndarray]  # row number -> bootstrap draws of its rate
+PAPER_RULE = "greedy:k=1"  # the rule of the paper's perplexity tables
+# entries of a spec that belong to the estimator, as NON_IDENTITY_KEYS
+OF_ESTIMATOR = {"block", "grid", "rule_code", "cheap_cache"}
+CONVENTIONS = {"special_tokens", "windows", "max_length", "sigma"}  # entries in which published figures may differ
 
 
 def unit(metric: str) -> str:
@@ -32,15 +37,14 @@ def unit(metric: str) -> str:
     return UNITS.get(metric, "byte")
 
 
-@dataclasses.dataclass(frozen=True)
-class Side:
+class Side(NamedTuple):
     """One of two that are compared. `draws`: bootstrap draws of its rate; `doubt`: why it allows no verdict."""
 
     name: str
     rate: float  # nats per unit
     draws: np.ndarray | None
     bound: bool  # of its perplexity, from above
-    doubt: str = ""
+    doubt: str
 
 
 def difference(first: Side, second: Side, documents: int) -> tuple[float | None, Interval | None, str]:
@@ -52,6 +56,7 @@ def difference(first: Side, second: Side, documents: int) -> tuple[float | None,
         return value, None, ""
     drawn = first.draws - second.draws
     low, high = interval = stats.interval(drawn[np.isfinite(drawn)])  # a draw of empty documents only has no rate
+    better, worse = (first, second) if high < 0 else (second, first)
     if doubt := first.doubt or second.doubt:
         verdict = f"no verdict: {doubt}"
     elif max(abs(low), abs(high)) < EQUAL:
@@ -60,30 +65,28 @@ def difference(first: Side, second: Side, documents: int) -> tuple[float | None,
         verdict = f"no verdict from {documents} documents"
     elif low <= 0 <= high:
         verdict = UNCLEAR
+    elif worse.bound:  # its own value may be lower than its bound
+        verdict = f"no verdict: {worse.name} is an upper bound"
     else:
-        better, worse = (first, second) if high < 0 else (second, first)
-        bound = worse.bound  # its own value may be lower than its bound
-        verdict = f"no verdict: {worse.name} is an upper bound" if bound else f"{better.name} is better"
+        verdict = f"{better.name} is better"
     return value, interval, verdict
 
 
 # ---------------------------------------------------------------- of rows
 
 
-def pair(rows: Sequence[Row], rates: Rates, documents: int, first: int, second: int) -> Pair:
+def pair(first: Row, second: Row) -> Pair:
     """The difference of two rows with its interval (or the reason why there is none) and verdict."""
-    names = _names(rows[first], rows[second])
-    sides = []
-    for n, name in zip((first, second), names, strict=True):
-        row = rows[n]
+    names, sides = _names(first, second), []
+    for row, name in zip((first, second), names, strict=True):
         doubt = f"{name} is neither a likelihood nor a bound" if row.eps else row.stderr_reason
-        sides.append(Side(name, stats.rate(row.metric, row.value), rates.get(n), row.bound, doubt))
-    value, interval, verdict = difference(*sides, documents)
+        sides.append(Side(name, stats.rate(row.metric, row.value), row.draws, row.bound, doubt))
+    value, interval, verdict = difference(*sides, len(first.documents.get(first.metric, ())))
     reason = ""
     if value is None:
         reason = "no difference of an infinite perplexity"
     elif interval is None:
-        lacking = next(rows[n] for n in (first, second) if n not in rates)
+        lacking = first if first.draws is None else second
         reason = f"no interval: {lacking.model}, {lacking.name}: {lacking.reason}"
     return Pair(first, second, names, value, interval, reason, verdict)
 
@@ -93,59 +96,111 @@ def _names(*both: Row) -> list[str]:
     labels = []
     for row in both:
         method = without_defaults(row.rule) if row.rule else row.entry.title
-        cache = "" if row.cache is None else f"cache={row.cache}"
-        labels.append([row.model, method, row.block_words, cache, row.qualifiers])
+        cache = "" if row.run.cache is None else f"cache={row.run.cache}"
+        labels.append([row.model, method, row.setting[0], cache, row.qualifiers])
     differing = [parts for parts in zip(*labels, strict=True) if len(set(parts)) > 1]
     names = [", ".join(filter(None, parts)) for parts in zip(*differing, strict=True)] or ["", ""]
     return [name or row.name for name, row in zip(names, both, strict=True)]
 
 
-def of(choice: str, rows: Sequence[Row], rates: Rates, documents: int) -> list[Pair]:
+def of(choice: str, rows: Sequence[Row]) -> list[Pair]:
     """The pairs of `--pairs`.
 
     `rules`: the DUEL rows of a network with one block and one cache against each other; of more than five, each against
     the lowest. `models`: the row of each model that its headline is about, in the same way; `both`: these two. `all`:
     every two rows. The oracle, which is not a likelihood, is in no pair.
     """
+    likelihoods = [row for row in rows if row.likelihood]
     if choice == ALL:
-        numbers = list(itertools.combinations([n for n, row in enumerate(rows) if row.likelihood], 2))
-    else:
-        groups = [_of_models(rows)] if choice in (BOTH, MODELS) else []
-        groups += _of_rules(rows) if choice in (BOTH, RULES) else []
-        numbers = [two for group in groups for two in _within(group, rows)]
-    return [pair(rows, rates, documents, *two) for two in numbers]
-
-
-def _of_models(rows: Sequence[Row]) -> list[int]:
-    """The number of each model's row: that of its headline, the AR row, or else its lowest likelihood or bound."""
-    chosen = []
-    for model in dict.fromkeys(row.model for row in rows):
-        mine = [row for row in rows if row.model == model and row.likelihood]
-        best = next((row for row in mine if row.ar), None) or headline.chosen_row(mine)
-        best = best or min(mine, key=lambda row: (row.bound, row.value), default=None)
-        chosen += [n for n, row in enumerate(rows) if row is best]
-    return chosen
-
-
-def _of_rules(rows: Sequence[Row]) -> list[list[int]]:
-    """The numbers of the DUEL rows that differ in the rule only."""
-    groups: dict[tuple, list[int]] = {}
-    for n, row in enumerate(rows):
+        return list(itertools.starmap(pair, itertools.combinations(likelihoods, 2)))
+    groups: dict[tuple, list[Row]] = {}
+    if choice in (BOTH, MODELS):
+        models = dict.fromkeys(row.model for row in likelihoods)
+        groups[()] = [of_model([row for row in likelihoods if row.model == model]) for model in models]
+    for row in likelihoods if choice in (BOTH, RULES) else ():
         if row.estimator == "duel" and not row.ar:
-            groups.setdefault((row.model, row.block, row.cache, row.qualifiers), []).append(n)
-    return list(groups.values())
+            groups.setdefault((row.model, row.block, row.run.cache, row.qualifiers), []).append(row)
+    twos = [two for group in groups.values() for two in _within(group)]
+    return list(itertools.starmap(pair, twos))
 
 
-def _within(group: Sequence[int], rows: Sequence[Row]) -> list[tuple[int, int]]:
+def of_model(likelihoods: Sequence[Row]) -> Row:
+    """A model's row: the baseline, that of its headline, or else its lowest likelihood or bound."""
+    baseline = next((row for row in likelihoods if row.ar), None)
+    return baseline or headline(likelihoods) or min(likelihoods, key=lambda row: (row.bound, row.value))
+
+
+def headline(rows: Sequence[Row]) -> Row | None:
+    """The DUEL row of a headline: the paper's rule, else the best; rows without a cache, then with an ELBO, first."""
+    duels = [row for row in rows if row.estimator == "duel"] or [row for row in rows if row.entry.follows_rule]
+    duels = [row for row in duels if row.rule == PAPER_RULE] or duels
+    return min(duels, key=lambda row: (row.run.has_cache, row.elbo is None, row.value), default=None)
+
+
+def _within(group: Sequence[Row]) -> list[tuple[Row, Row]]:
     if len(group) <= MOST_ROWS:
         return list(itertools.combinations(group, 2))
-    lowest = min(group, key=lambda n: rows[n].value)
-    return [(n, lowest) for n in group if n != lowest]
+    lowest = min(group, key=lambda row: row.value)
+    return [(row, lowest) for row in group if row is not lowest]
 
 
-def cache_cost(rows: Sequence[Row], rates: Rates, documents: int, number: int) -> Pair | None:
+def cache_cost(row: Row, rows: Sequence[Row]) -> Pair | None:
     """Cached minus uncached, everything else in the spec the same; None for a row without a cache."""
-    if not rows[number].has_cache:
+    if not row.run.has_cache:
         return None
-    partner, reason = partners.uncached(rows[number], rows)
-    return Pair(number, None, reason=reason) if partner is None else pair(rows, rates, documents, number, partner)
+    kept = {"estimator"} if row.estimator == "elbo" else NON_IDENTITY_KEYS  # the draws of an ELBO are part of its value
+
+    def fits(other: Row) -> bool:
+        return other.run.cache == NO_CACHE and (other.estimator, other.rule) == (row.estimator, row.rule)
+
+    nearest, apart = _nearest(row, rows, fits, kept | {"cache"})
+    if not nearest:
+        return Pair(row, None, reason="there is no result of this network and rule with cache=none")
+    if apart:
+        reason = f"the result with cache=none is of another spec: {'; '.join(apart.values())}"
+        return Pair(row, None, reason=reason)
+    return pair(row, nearest[0])
+
+
+def elbo(duel: Row, rows: Sequence[Row], as_published: bool = False) -> tuple[Row | None, str]:
+    """The ELBO of a DUEL row, or None and the reason.
+
+    The ELBO is of the same model under the same spec, except for the estimator's own entries. It covers the whole
+    target for bidirectional networks and the trained blocks for block-causal ones, where the mean over all orders
+    (elbo_exact) may replace a Monte Carlo ELBO. Bounds are preferred, then more draws. `as_published`: without an ELBO
+    of the same spec, accept one with other windows or scored positions, and return the differences.
+    """
+    causal = duel.run.duel.get("attention") in ("block_causal", "causal_prefix")
+    wanted, kinds = (duel.run.block, ("elbo", "elbo_exact")) if causal else ("none", ("elbo",))
+    ignored = NON_IDENTITY_KEYS | OF_ESTIMATOR
+    nearest, apart = _nearest(duel, rows, lambda row: row.estimator in kinds and row.block == wanted, ignored)
+    if not nearest:
+        return None, f"no ELBO (estimator=elbo, elbo_block={wanted})"
+    differences = "; ".join(apart.values())
+    if apart and not (as_published and apart.keys() <= CONVENTIONS):
+        return None, f"no ELBO of the same spec: {differences}"
+
+    def worth(row: Row) -> tuple:
+        draws = row.run.spec.get("mc_samples", "")
+        return not row.eps, row.estimator == "elbo", float(draws) if draws not in ("", "none") else 1.0
+
+    return max(nearest, key=worth), f"as published, of another convention: {differences}" if apart else ""
+
+
+def _nearest(
+    row: Row, rows: Sequence[Row], fits: Callable[[Row], bool], ignored: Collection[str]
+) -> tuple[list[Row], dict[str, str]]:
+    """The fitting rows of a row's model whose specs are nearest to its own, and how they differ."""
+    here = row.run.spec
+    apart: list[tuple[Row, dict[str, str]]] = []
+    for other in rows:
+        if other.run.key == row.run.key and fits(other):
+            there = other.run.spec
+            differences = {
+                key: f"{key}={there.get(key, 'not set')} there, {here.get(key, 'not set')} here"
+                for key in sorted({*here, *there} - set(ignored))
+                if here.get(key, "not set") != there.get(key, "not set")
+            }
+            apart.append((other, differences))
+    least = min((differences for _, differences in apart), key=len, default={})
+    return [other for other, differences in apart if differences == least], least

@@ -56,8 +56,7 @@ def _file(file: Path, name: str) -> list[dict[str, Any]]:
             raise DuelError(f"there is no column {', '.join(missing)}; needed are {', '.join(NEEDED)}.")
         for line in reader:
             if None in line or None in line.values():
-                count = "more" if None in line else "fewer"
-                raise DuelError(f"there are {count} cells than the first line has columns.")
+                raise DuelError("there are more or fewer cells than the first line has columns.")
             figures.append(_figure(line))
     except (DuelError, csv.Error) as error:
         raise DuelError(f"{name}, line {reader.line_num}: {error}") from None
@@ -67,9 +66,8 @@ def _file(file: Path, name: str) -> list[dict[str, Any]]:
 def _figure(line: Mapping[str, Any]) -> dict[str, Any]:
     """A checked figure."""
     entries = {column: (line.get(column) or "").strip() for column in (*NEEDED, *OPTIONAL)}
-    for column in NEEDED:
-        if not entries[column]:
-            raise DuelError(f"{column} is empty.")
+    if empty := [column for column in NEEDED if not entries[column]]:
+        raise DuelError(f"{empty[0]} is empty.")
     if entries["metric"] not in METRICS:
         raise unknown("metric", entries["metric"], METRICS)
     entry = registry.find(entries["estimator"])

@@ -1,4 +1,4 @@
-"""The harness's results_*.json as plain dataclasses. Nothing is compared or computed here."""
+"""Results files of the harness and of `score --json`, as records. Nothing is compared or computed here."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators.registry import ESTIMATORS
-from lm_eval_duel.results import stats
-from lm_eval_duel.results.consistency import check, load, number, whole
-from lm_eval_duel.results.samples import WRITTEN, Document, numbered
-from lm_eval_duel.results.task import Json, Task, keys, nans, perplexities, task
+from lm_eval_duel.results import samples, stats
+from lm_eval_duel.results.files import load, number, whole
+from lm_eval_duel.results.samples import WRITTEN, Document
+from lm_eval_duel.results.task import Json, Task, check, keys, task
 
 MODEL, SCORE, NO_CACHE = "duel-mdm", "lm_eval_duel score", "none"
 AUTOREGRESSIVE = {  # names of --model in the harness, and the classes of model objects
@@ -41,7 +41,6 @@ DUEL = {  # of config.duel
     **dict.fromkeys(("answers_from_cache", "ranks", "peak_memory_bytes"), int),
     "seconds": number,
 }
-Traced = Mapping[str, Mapping[str, Mapping[int, float]]]  # task -> value -> document -> nats, from a trace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +48,7 @@ class Run:
     """One results file. Other models of the harness have no `duel` entry; their spec is what they were loaded with."""
 
     file: Path
+    content: Json = dataclasses.field(repr=False, compare=False)
     ours: bool
     model: str  # --model, or the class of a model object
     pretrained: str
@@ -61,13 +61,13 @@ class Run:
     max_length: int | None
     date: float
     whole_run_seconds: float | None
-    use_cache: bool  # a response cache
     tasks: dict[str, Task]  # those with a perplexity
     others: dict[str, Task]  # tasks without one
     groups: tuple[str, ...]  # groups of tasks
-    nans: tuple[str, ...] = ()  # values that are not numbers and are left out
-    traced: Traced = dataclasses.field(default_factory=dict, repr=False, compare=False)
-    content: Json = dataclasses.field(default_factory=dict, repr=False, compare=False)
+    # task -> value -> document -> nats, from a trace
+    traced: Mapping[str, Mapping[str, Mapping[int, float]]] = dataclasses.field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     @property
     def name(self) -> str:
@@ -95,7 +95,7 @@ class Run:
     def cached(self) -> bool:
         """Whether answers may have come from a response cache, so that times cover only a part of the run."""
         if not self.ours:
-            return self.use_cache
+            return bool(self.content["config"].get("use_cache"))
         return bool(self.duel.get("answers_from_cache")) or any(self.partial(name) for name in self.tasks)
 
     def has(self, name: str, metric: str) -> bool:
@@ -138,6 +138,13 @@ class Run:
             return None
         return self.spec.get("cache", NO_CACHE if self.duel.get("attention") == "bidirectional" else None)
 
+    @property
+    def has_cache(self) -> bool:
+        return self.cache not in (None, NO_CACHE)
+
+
+# ---------------------------------------------------------------- files
+
 
 def runs(places: Iterable[str | Path]) -> list[Run]:
     """The runs in result files and below folders; each file once, oldest first."""
@@ -146,29 +153,27 @@ def runs(places: Iterable[str | Path]) -> list[Run]:
 
 
 def files(places: Iterable[str | Path]) -> list[Path]:
-    """The result files among files and below folders, each once; raises DuelError for a place without any."""
-    all_files: dict[Path, None] = {}
+    """The result files among files and below folders, each once; raises DuelError for a place without any.
+
+    The harness writes results_DATE.json, or NAME_DATE.json for --output_path NAME.json.
+    """
+    every: list[Path] = []
     for name in places:
         place = Path(name)
         if str(name) and place.is_dir():
-            inside = [path for path in sorted(place.rglob("*.json")) if _is_results_name(path)]
+            inside = [f for f in sorted(place.rglob("*.json")) if f.name[:8] == "results_" or WRITTEN.search(f.stem)]
             if not inside:
                 raise DuelError(
                     f"No results_*.json (or *_DATE.json) in {place} or below; lm_eval writes them to --output_path."
                 )
-            all_files |= dict.fromkeys(path.resolve() for path in inside)
+            every += inside
         elif place.is_file():
-            all_files[place.resolve()] = None
+            every.append(place)
         else:
             raise DuelError(
                 f"No file or folder {name}; name results_*.json files of lm_eval, or folders that hold them."
             )
-    return list(all_files)
-
-
-def _is_results_name(file: Path) -> bool:
-    """Whether the harness names results like this: results_DATE.json, or NAME_DATE.json for --output_path NAME.json."""
-    return file.name.startswith("results_") or WRITTEN.search(file.stem) is not None
+    return list(dict.fromkeys(path.resolve() for path in every))
 
 
 def run(file: Path) -> Run:
@@ -182,32 +187,33 @@ def _of_file(file: Path) -> list[Run]:
     with whole(file, RESULTS):
         if content.get("format") != SCORE:
             return [_run(file, content, None)]
-        every = [content, *content.get("compared", [])]
-        files = [file, *(Path(f"{file}#{n}") for n in range(2, len(every) + 1))]
-        return [_run(name, *_as_results(one)) for name, one in zip(files, every, strict=True)]
+        scored = [content, *content.get("compared", [])]
+        names = [file, *(Path(f"{file}#{n}") for n in range(2, len(scored) + 1))]
+        return [_run(name, *_as_results(model)) for name, model in zip(names, scored, strict=True)]
 
 
 def _as_results(content: Json) -> tuple[Json, tuple[Document, ...]]:
     """A file of `score --json` as lm_eval writes results, and its documents."""
     units = {"token_perplexity": "tokens", "word_perplexity": "words"}
     units |= {"byte_perplexity": "bytes", "bits_per_byte": "bytes"}
-    found, totals = [], dict.fromkeys(units, (0.0, 0.0))
+    documents, totals = [], dict.fromkeys(units, (0.0, 0.0))
     for n, entry in enumerate(content["documents"]):
         nats = -math.inf if entry["log_prob"] is None else float(entry["log_prob"])
         values = {metric: (nats, float(entry[unit])) for metric, unit in units.items() if entry[unit]}
         totals = {m: (known[0] + nats, known[1] + entry[units[m]]) for m, known in totals.items()}
-        found.append((n, str(entry["sha256"]), values))
+        documents.append((n, str(entry["sha256"]), values))
     results = {
         "results": {"score": {f"{m},none": stats.value(m, *total) for m, total in totals.items() if total[1]}},
         "config": {"model": MODEL, "model_args": {"pretrained": content["pretrained"]}}
         | {key: content[key] for key in ("fingerprint", "spec", "duel")},
-        "n-samples": {"score": {"original": len(found), "effective": len(found)}},
+        "n-samples": {"score": {"original": len(documents), "effective": len(documents)}},
     }
-    return results, numbered(found)
+    return results, samples.numbered(documents)
 
 
 def _run(file: Path, content: Json, documents: tuple[Document, ...] | None) -> Run:
-    config, results = content["config"], content["results"]
+    """A results file. `documents`: those that the file itself holds."""
+    config = content["config"]
     model, arguments = str(config["model"]), _arguments(config.get("model_args"))
     spec = {key: _string(value) for key, value in (config.get("spec") or {}).items()}
     duel = _duel(config.get("duel") or {})
@@ -239,18 +245,14 @@ def _run(file: Path, content: Json, documents: tuple[Document, ...] | None) -> R
         max_length=int(length) if str(length).isdecimal() else None,
         date=number(content.get("date")) or 0.0,
         whole_run_seconds=number(content.get("total_evaluation_time_seconds")),
-        use_cache=bool(config.get("use_cache")),
         tasks={name: task for name, task in tasks.items() if task.metrics},
         others={name: task for name, task in sorted(tasks.items()) if not task.metrics},
-        groups=tuple(sorted(groups & results.keys())),
-        nans=tuple(line for name, task in tasks.items() for line in nans(results[task.key], name, file)),
+        groups=tuple(sorted(groups & content["results"].keys())),
     )
     if result.estimator not in ESTIMATORS:
         raise DuelError(f"{file}: {unknown('estimator', result.estimator, ESTIMATORS)}")
     for name, scored in result.tasks.items():
-        total = {} if result.partial(name) else duel["tasks"].get(name, {})
-        for metrics in perplexities(results[scored.key]).values():
-            check(str(file), name, metrics, total, result.estimator)
+        check(file, scored, {} if result.partial(name) else duel["tasks"].get(name, {}), result.estimator)
     return result
 
 

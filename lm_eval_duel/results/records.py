@@ -7,93 +7,26 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import numpy as np
+
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.registry import Kind
 from lm_eval_duel.results import stats
-from lm_eval_duel.results.read import NO_CACHE, Run
+from lm_eval_duel.results.read import Run
 from lm_eval_duel.rules.tables import without_defaults
 
 SEES_TRUTH = Kind.NOT_A_LIKELIHOOD.value
-WHOLE = "whole target"  # block=none
 UNCLEAR = "not distinguishable"  # within two standard errors
 Interval = list[float]  # low, high; a list, as in JSON
 Values = Mapping[str, tuple[float, float]]  # document -> (nats, units)
 
 
-@dataclasses.dataclass(frozen=True)
-class Pair:
-    """The paired difference of two rows in nats per unit, first minus second: below 0 the first is better.
-
-    `second` is None, with the `reason`, if there is no row to compare with.
-    """
-
-    first: int
-    second: int | None
-    names: list[str] = dataclasses.field(default_factory=list)
-    difference: float | None = None
-    interval: Interval | None = None
-    reason: str = ""
-    verdict: str = ""
-
-
-class OfRun:
-    """What every record of a run says about it."""
-
-    run: Run
-    block: str | None
-
-    @property
-    def block_name(self) -> str:
-        return WHOLE if self.block == "none" else self.block or ""
-
-    @property
-    def model(self) -> str:
-        return self.run.label
-
-    @property
-    def file(self) -> str:
-        return self.run.name
-
-    @property
-    def dtype(self) -> str:
-        return self.run.dtype
-
-    @property
-    def fingerprint(self) -> str | None:
-        return self.run.fingerprint
-
-    @property
-    def cache(self) -> str | None:
-        """The cache of the sampler; None for networks and estimators that have no such choice."""
-        return self.run.cache
-
-    @property
-    def has_cache(self) -> bool:
-        return self.cache not in (None, NO_CACHE)
-
-
-class OfWholeRun(OfRun):
-    """What a record of all values of a run says about it."""
-
-    @property
-    def estimator(self) -> str:
-        return self.run.estimator
-
-    @property
-    def rule(self) -> str | None:
-        return self.run.rule
-
-    @property
-    def block(self) -> str | None:
-        return self.run.block
-
-
-@dataclasses.dataclass(frozen=True)
-class Row(OfRun):
+@dataclasses.dataclass(eq=False)
+class Row:
     """A result of a task: one model under one estimator, rule, block and cache.
 
-    `documents`: metric -> document -> (nats, units); if empty, `missing` says why. What follows `metric` is known
-    beside the other rows of a table.
+    `documents`: metric -> document -> (nats, units); if empty, `missing` says why. What follows `number` is filled in
+    where the rows of a table are known.
     """
 
     run: Run
@@ -110,27 +43,29 @@ class Row(OfRun):
     documents: Mapping[str, Values] = dataclasses.field(default_factory=dict)
     missing: str = ""
     remarks: tuple[str, ...] = ()
-    variant: str = ""  # what distinguishes it from a row of the same model, rule and block
+
+    number: int = 0  # in its table
     metric: str = ""
+    variant: str = ""  # what distinguishes it from a row of the same model, rule and block
     ar: bool = False  # the autoregressive baseline
     best: bool = False  # the lowest likelihood of its model
-    interval: Interval | None = None  # 95 %, over documents
+    draws: np.ndarray | None = dataclasses.field(default=None, repr=False)  # of its nats per unit, by the bootstrap
     gap: float | None = None  # to the baseline
     gap_interval: Interval | None = None
-    elbo: int | None = None  # the number of its ELBO's row
-    gap_closed: float | None = None
-    gap_closed_stderr: float | None = None
-    gap_closed_interval: Interval | None = None
+    elbo: Row | None = None
+    closed: tuple[float, float | None] | None = None  # gap closed and its error, whether or not it is distinguishable
     distinguishable: bool | None = None
+    gap_closed_interval: Interval | None = None
     gap_closed_reason: str = ""
     cache_cost: Pair | None = None
 
     JSON: ClassVar = (
-        *("model", "name", "estimator", "rule", "block", "cache", "qualifiers", "unknown", "eps", "mc_samples"),
-        *("likelihood", "bound", "flag", "value", "interval", "stderr", "stderrs", "stderr_bound", "stderr_reason"),
-        *("window_stderr", "reason", "metrics", "tokens", "nfe", "nfe_per_token", "dtype", "fingerprint", "file"),
-        *("ar", "best", "gap", "gap_interval", "elbo", "gap_closed", "gap_closed_stderr", "gap_closed_interval"),
-        *("distinguishable", "gap_closed_reason", "cache_cost"),
+        *("model", "name", "estimator", "rule", "block", "cache=run.cache", "qualifiers", "unknown", "eps"),
+        *("likelihood", "bound", "value", "interval", "stderr", "stderrs", "stderr_bound", "stderr_reason"),
+        *("window_stderr", "reason", "metrics", "tokens", "nfe", "nfe_per_token", "dtype=run.dtype"),
+        *("fingerprint=run.fingerprint", "file=run.name", "ar", "best", "gap", "gap_interval", "elbo=elbo.number"),
+        *("gap_closed", "gap_closed_stderr", "gap_closed_interval", "distinguishable", "gap_closed_reason"),
+        "cache_cost",
     )
 
     # ------------------------------------------------------------ what it is
@@ -145,10 +80,6 @@ class Row(OfRun):
         return self.run.spec.get("elbo_block", "none") if self.estimator == "elbo" else self.run.block
 
     @property
-    def mc_samples(self) -> str | None:
-        return self.run.spec.get("mc_samples") if self.estimator == "elbo" else None
-
-    @property
     def eps(self) -> float:
         """The least t of a Monte Carlo ELBO; above 0 it is not a bound."""
         eps = self.run.spec.get("elbo_eps", "none")
@@ -158,11 +89,6 @@ class Row(OfRun):
     def likelihood(self) -> bool:
         """Whether it is a likelihood, or an estimate or bound of one: not the oracle."""
         return self.entry.kind is not Kind.NOT_A_LIKELIHOOD
-
-    @property
-    def flag(self) -> str:
-        """What it is, if it is not a likelihood."""
-        return "" if self.likelihood else SEES_TRUTH
 
     @property
     def bound(self) -> bool:
@@ -182,6 +108,10 @@ class Row(OfRun):
     # ------------------------------------------------------------ names
 
     @property
+    def model(self) -> str:
+        return self.run.label
+
+    @property
     def qualifiers(self) -> str:
         """What distinguishes it beyond estimator, rule, block and cache."""
         spec = self.run.spec
@@ -191,13 +121,10 @@ class Row(OfRun):
         return ", ".join(filter(None, [eps, *named, bounds, self.variant]))
 
     @property
-    def block_words(self) -> str:
-        return self.block_name if self.block in (None, "none") else f"block {self.block}"
-
-    @property
     def setting(self) -> list[str]:
         """Block and cache in words, as far as there are any."""
-        return [self.block_words, f"cache={self.cache}" if self.has_cache else ""]
+        block = f"block {self.block}" if (self.block or "").isdecimal() else block_name(self.block)
+        return [block, f"cache={self.run.cache}" if self.run.has_cache else ""]
 
     @property
     def name(self) -> str:
@@ -232,6 +159,23 @@ class Row(OfRun):
         return self.metrics[self.metric]
 
     @property
+    def drawn(self) -> np.ndarray:
+        """The value in each draw of the bootstrap."""
+        return stats.value(self.metric, -self.draws, 1.0)
+
+    @property
+    def interval(self) -> Interval | None:
+        """95 %, over documents."""
+        return None if self.draws is None else stats.interval(self.drawn)
+
+    @property
+    def reason(self) -> str:
+        """Why there is no interval."""
+        if self.draws is not None:
+            return ""
+        return self.missing or ("one document" if self.documents.get(self.metric) else "no values per document")
+
+    @property
     def nfe_per_token(self) -> float | None:
         return self.nfe / self.tokens if self.nfe and self.tokens else None
 
@@ -253,7 +197,7 @@ class Row(OfRun):
     @property
     def window_stderr(self) -> float | None:
         """Over windows, if there is no interval."""
-        return self.error(self.metric, self.nats_window_stderr) if self.interval is None else None
+        return self.error(self.metric, self.nats_window_stderr) if self.draws is None else None
 
     @property
     def stderr_bound(self) -> float | None:
@@ -279,23 +223,55 @@ class Row(OfRun):
         return f"{drawn.error} error not known ({why})"
 
     @property
-    def reason(self) -> str:
-        """Why there is no interval."""
-        if self.interval is not None:
-            return ""
-        return self.missing or ("one document" if self.documents.get(self.metric) else "no values per document")
+    def gap_closed(self) -> float | None:
+        """Per cent of the ELBO's gap; None if it is not known, or not distinguishable from 0."""
+        return self.closed[0] if self.distinguishable else None
+
+    @property
+    def gap_closed_stderr(self) -> float | None:
+        return self.closed[1] if self.distinguishable else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """The paired difference of two rows in nats per unit, first minus second: below 0 the first is better.
+
+    `second` is None, with the `reason`, if there is no row to compare with.
+    """
+
+    first: Row
+    second: Row | None
+    names: list[str] = dataclasses.field(default_factory=list)
+    difference: float | None = None
+    interval: Interval | None = None
+    reason: str = ""
+    verdict: str = ""
+
+    JSON: ClassVar = (
+        *("first=first.number", "second=second.number", "names", "difference", "interval", "reason", "verdict"),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class Speeds:
-    """The rules of one model, block and cache against NFE. `elbo`, `ar`, `oracle`: numbers of rows; `families`: those
-    of each rule at several speeds, the fastest first."""
+    """The rules of one model, block and cache against NFE. `families`: each rule at several speeds, the fastest
+    first."""
 
     title: str
-    elbo: int | None
-    ar: int | None
-    oracle: int | None
-    families: dict[str, list[int]]
+    elbo: Row | None
+    ar: Row | None
+    oracle: Row | None
+    families: dict[str, list[Row]]
+
+    JSON: ClassVar = ("title", "elbo=elbo.number", "ar=ar.number", "oracle=oracle.number", "families=numbers")
+
+    @property
+    def rows(self) -> list[Row]:
+        return [row for points in self.families.values() for row in points]
+
+    @property
+    def numbers(self) -> dict[str, list[int]]:
+        return {name: [row.number for row in points] for name, points in self.families.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -311,11 +287,7 @@ class TaskComparison:
     differences: list[str]
     as_published: bool
     notes: list[str]
-    headlines: list[str] = dataclasses.field(default_factory=list)
-
-    @property
-    def baseline(self) -> Row | None:
-        return next((row for row in self.rows if row.ar), None)
+    headlines: list[str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -333,11 +305,23 @@ class Average:
     averaged: int
 
 
+def block_name(block: str | None) -> str:
+    return "whole target" if block == "none" else block or ""
+
+
 def plain(value: Any) -> Any:
-    """Records as what JSON has. The entries of some are listed in their `JSON`; of others they are the fields."""
+    """Records as what JSON has: their fields, or the entries that `JSON` lists, as `name` or `name=attributes`."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = getattr(value, "JSON", None) or [field.name for field in dataclasses.fields(value)]
-        return {name: plain(getattr(value, name)) for name in names}
+        entries = [name.partition("=") for name in names]
+        return {name: plain(_at(value, path or name)) for name, _, path in entries}
     if isinstance(value, dict):
         return {key: plain(part) for key, part in value.items()}
     return [plain(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def _at(record: Any, path: str) -> Any:
+    """An attribute of an attribute of a record; None if one on the way is None."""
+    for name in path.split("."):
+        record = None if record is None else getattr(record, name)
+    return record

@@ -25,7 +25,7 @@ from lm_eval_duel.results import (
     reveal_order,
     run_cost,
 )
-from lm_eval_duel.results.own_files import OwnFiles
+from lm_eval_duel.results.files import OwnFiles
 from lm_eval_duel.results.records import plain
 
 FORMAT = "lm_eval_duel report"
@@ -81,16 +81,21 @@ def collect(options: argparse.Namespace) -> dict[str, Any]:
     if not options.ar:
         ar, note = baseline(runs)
         notes[:0] = [note] if note else []
+    for name in {name for run in ar for name in run.tasks}:
+        if len(holding := [run.name for run in ar if name in run.tasks]) > 1 and options.ar:
+            raise DuelError(f"--ar holds {name} more than once: {', '.join(holding)}. Name one of these files.")
     files = {run.file for run in ar}
     known = [run for run in runs if run.ours or run.autoregressive]
-    accuracies = accuracy.tables(known, [run for run in known if run.file in files])
+    accuracies = accuracy.of_tasks(known, ar)
     runs = [run for run in known if run.tasks]
     if not runs and not accuracies:
         raise DuelError(f"No perplexity ({', '.join(METRICS)}) to report: {'; '.join(notes)}")
     runs, shown = _traces(runs, options.traces, notes)
     ar = [run for run in runs if run.file in files]
-    choice = compare.Choice(options.metric, options.as_published, options.pairs)
-    tasks = compare.tasks(runs, ar, choice, named=bool(options.ar)) if runs else {}
+    names = dict.fromkeys(name for run in runs if run.file not in files for name in run.tasks)
+    if runs and not names and not any(run.others for run in runs):
+        raise DuelError("Nothing to compare: RESULTS holds no perplexity other than those of the --ar result.")
+    tasks = {name: compare.task(name, runs, ar, options.metric, options.as_published, options.pairs) for name in names}
     return {
         "format": FORMAT,
         "version": 1,
@@ -99,7 +104,7 @@ def collect(options: argparse.Namespace) -> dict[str, Any]:
         "tasks": tasks,
         "averages": compare.averages({name: task.rows for name, task in tasks.items()}),
         "accuracies": accuracies,
-        "cost": run_cost.table(runs, ar, {name: task.rows for name, task in tasks.items()}),
+        "cost": run_cost.table(runs, ar, [row for task in tasks.values() for row in task.rows]),
         "traces": shown,
         "results": [
             {"file": run.name, "model": run.label, "ar": run.file in files, "fingerprint": run.fingerprint}
@@ -117,18 +122,19 @@ def baseline(runs: Sequence[read.Run]) -> tuple[list[read.Run], str]:
 
     Of several results of a task under one spec it is the newest.
     """
-    found = [run for run in runs if run.autoregressive and run.tasks]
-    models = {run.key: run.label for run in found}
-    others = any(run.tasks and not run.autoregressive for run in runs)
-    if not models or not others:
-        return [], "" if models else f"No gaps: gap closed needs an autoregressive result ({match.TWIN})."
+    causal = [run for run in runs if run.autoregressive and run.tasks]
+    models = {run.key: run.label for run in causal}
+    if not models:
+        return [], f"No gaps: gap closed needs an autoregressive result ({match.TWIN})."
+    if all(run.autoregressive for run in runs if run.tasks):
+        return [], ""
     if len(models) > 1:
         names = ", ".join(models.values())
         return [], f"No gaps: there are {len(models)} autoregressive models ({names}); name one with --ar."
     newest: dict[str, read.Run] = {}
-    for run in found:  # oldest first
+    for run in causal:  # oldest first
         for name in run.tasks:
-            if name in newest and newest[name].spec != run.spec:
+            if newest.setdefault(name, run).spec != run.spec:
                 return [], f"No gaps: there are several results of {run.label} on {name}; name one with --ar."
             newest[name] = run
     return list({run.file: run for run in newest.values()}.values()), ""
@@ -139,7 +145,7 @@ def left_out(run: read.Run) -> list[str]:
     if not run.ours and not run.autoregressive:
         return [f"{run.name} is a result of --model {run.model}, not known to be autoregressive, and is left out."]
     notes = [f"{name} in {run.name} is a group of tasks and is left out." for name in run.groups]
-    notes += [f"{line}, and is left out." for line in run.nans]
+    notes += [f"{line}, and is left out." for task in [*run.tasks.values(), *run.others.values()] for line in task.nans]
     notes += [
         f"{name} in {run.name} holds no perplexity and no accuracy, and is left out."
         for name, task in run.others.items()
@@ -152,14 +158,13 @@ def left_out(run: read.Run) -> list[str]:
 def _traces(runs: Sequence[read.Run], named: Sequence[str], notes: list[str]) -> tuple[list[read.Run], list[dict]]:
     """The runs with what their traces hold of each document, and the summary of every trace."""
     traces = reveal_order.Traces(named)
-    paths: dict[Path, str] = dict.fromkeys(traces.named, "")
+    labels: dict[Path, str] = dict.fromkeys(traces.named, "")
     for run in runs:
-        path = traces.of(run)
-        if path is not None:
-            paths[path] = run.label
+        if path := traces.of(run):
+            labels[path] = run.label
         elif run.duel.get("trace"):
             notes.append(f"The trace of {run.name} is no longer at {run.duel['trace']}; name it with --traces.")
-    return [traces.attach(run) for run in runs], [traces.summary(path, label) for path, label in paths.items()]
+    return [traces.attach(run) for run in runs], [traces.summary(path, label) for path, label in labels.items()]
 
 
 def write(report: dict[str, Any], folder: Path, formats: Sequence[str] = ("png",), width: float | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -29,11 +30,8 @@ def safe_name(name: str) -> str:
 def free(stem: str, suffix: str, taken: Iterable[str]) -> str:
     """A file name that is not taken, ignoring case: replacing characters may make two tasks' names equal."""
     used = {name.casefold() for name in taken}
-    number, name = 1, f"{stem}{suffix}"
-    while name.casefold() in used:
-        number += 1
-        name = f"{stem}_{number}{suffix}"
-    return name
+    names = (f"{stem}{'' if n == 1 else f'_{n}'}{suffix}" for n in itertools.count(1))
+    return next(name for name in names if name.casefold() not in used)
 
 
 def subject(title: str) -> str:
@@ -60,7 +58,7 @@ def page(report: Mapping[str, Any]) -> str:
         parts += [*_figures(report, name, "rules"), "### Notes", bullets([*task.notes, *([DRAWN] if drawn else [])])]
     if len(report["tasks"]) > 1 and (table := tables.averages([*report["tasks"]], report["averages"])):
         parts += ["## Gap closed over tasks, %", markdown(table)]
-    for table in map(tables.accuracies, report["accuracies"]):
+    for table in itertools.starmap(tables.accuracies, report["accuracies"].items()):
         parts += [f"## {escape(table.title)}", markdown(table)]
     if report["cost"]:
         parts += ["## Cost", markdown(tables.cost(report["cost"]))]
@@ -89,7 +87,7 @@ def bodies(report: Mapping[str, Any]) -> dict[str, str]:
         for stem, title, table in tables.of_task(task):
             end = f"_{subject(title.partition(': ')[2])}" if stem == "rules" and len(task.rules) > 1 else ""
             every.append((f"{stem}_{safe_name(name)}{end}", table))
-    every += [(f"accuracy_{safe_name(table.task)}", tables.accuracies(table)) for table in report["accuracies"]]
+    every += [(f"accuracy_{safe_name(n)}", tables.accuracies(n, rows)) for n, rows in report["accuracies"].items()]
     files: dict[str, str] = {}
     for stem, table in every:
         if table is not None:
@@ -107,7 +105,7 @@ def console(report: Mapping[str, Any]) -> str:
                 what = f"{what[0].lower()}{what[1:]} on " if comma else ""
                 parts += [f"{what}{one_line(name)}, {unit or title}", plain(table)]
         parts += ["\n".join(f"differs: {one_line(difference)}" for difference in task.differences)]
-    for table in map(tables.accuracies, report["accuracies"]):
+    for table in itertools.starmap(tables.accuracies, report["accuracies"].items()):
         parts += [one_line(table.title), plain(table)]
     parts += ["\n".join(map(one_line, report["notes"])), f"wrote to {report['folder']}: {', '.join(report['files'])}"]
     return spaced(parts).rstrip("\n")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +15,7 @@ import numpy as np
 
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
+from lm_eval_duel.harness import trace
 from lm_eval_duel.results.read import Run
 from lm_eval_duel.results.records import SEES_TRUTH
 from lm_eval_duel.rules.tables import without_defaults
@@ -32,7 +35,7 @@ def summary(records: Iterable[Mapping[str, Any]], spec: Mapping[str, Any]) -> di
         offsets.extend(p - starts[max(0, bisect.bisect_right(starts, p) - 1)] for p in range(length))
         steps.extend(record.get("reveal_steps") or [-1] * length)
     estimator = registry.ESTIMATORS.get(str(spec.get("estimator")))
-    likelihood = estimator is None or estimator.kind is not registry.Kind.NOT_A_LIKELIHOOD
+    likelihood = estimator is None or estimator.kind.value != SEES_TRUTH
     costs, step, offset = np.array(nll, dtype=np.float64), np.array(steps, dtype=int), np.array(offsets, dtype=int)
     ordered = bool(steps) and min(steps) >= 0
     content: dict[str, Any] = {
@@ -77,40 +80,35 @@ class Traces:
     """The trace files named on the command line or in results, each read once."""
 
     def __init__(self, named: Sequence[str | Path]):
-        from lm_eval_duel.harness import trace
-
-        self.read, self.spec = trace.read, trace.spec
+        self.spec, self.load = trace.spec, functools.cache(trace.read)  # the header, and the windows, of a file
         self.named = [Path(place).resolve() for place in named]
         for path in self.named:
             self.spec(path)  # raises an error that names a file which is not a trace
-        self.records: dict[Path, list[Mapping[str, Any]]] = {}
 
     def of(self, run: Run) -> Path | None:
         """The trace of a run: a named one with the same spec, else its own, at its path or next to the results file."""
         own = [Path(run.duel["trace"])] if run.duel.get("trace") else []
         for path in [*self.named, *own, *(run.file.parent / path.name for path in own)]:
-            try:
-                header = self.spec(path)
-            except (DuelError, OSError, ValueError):  # ValueError: not a valid file name
-                continue
-            if header.get("fingerprint", "") == run.fingerprint or _same_spec(spec_of(header), run.spec):
-                return path
+            with contextlib.suppress(DuelError, OSError, ValueError):  # ValueError: not a valid file name
+                if self.spec(path).get("fingerprint", "") == run.fingerprint:
+                    return path
         return None
 
-    def load(self, path: Path) -> list[Mapping[str, Any]]:
-        """Window records of a file."""
-        if path not in self.records:
-            self.records[path] = self.read(path)
-        return self.records[path]
-
     def attach(self, run: Run) -> Run:
-        """The run with what its trace holds of each document, if it has a trace."""
-        path = self.of(run)
-        return run if path is None else dataclasses.replace(run, traced=self.documents(path))
+        """The run with what its trace holds of each document, if it has a trace: the sums over its windows."""
+        if (path := self.of(run)) is None:
+            return run
+        tasks: dict[str, dict[str, dict[int, float]]] = {}  # task -> value -> document -> nats
+        for record in self.load(path):
+            for name, nats in (record.get("values") or {}).items():
+                documents = tasks.setdefault(str(record["task"]), {}).setdefault(str(name), {})
+                document = int(record["doc"])
+                documents[document] = documents.get(document, 0.0) + float(nats)
+        return dataclasses.replace(run, traced=tasks)
 
     def summary(self, path: Path, model: str) -> dict[str, Any]:
         """What a report says about a file of a model's windows (empty: of an unknown model)."""
-        spec = spec_of(self.spec(path))
+        spec = self.spec(path)["spec"]
         entry = registry.ESTIMATORS.get(str(spec.get("estimator")))
         parts = [model or path.stem, str(spec.get("estimator", ""))]
         parts += [without_defaults(str(spec["rule"]))] if entry and entry.follows_rule and "rule" in spec else []
@@ -118,23 +116,3 @@ class Traces:
         parts += [f"cache={spec['cache']}"] if "cache" in spec else []
         label = ", ".join(filter(None, parts))
         return {"file": str(path), "label": label} | summary(self.load(path), spec)
-
-    def documents(self, path: Path) -> dict[str, dict[str, dict[int, float]]]:
-        """task -> value name -> document -> log-likelihood in nats, summed over the document's windows."""
-        tasks: dict[str, dict[str, dict[int, float]]] = {}
-        for record in self.load(path):
-            for name, nats in (record.get("values") or {}).items():
-                of_task = tasks.setdefault(str(record["task"]), {}).setdefault(str(name), {})
-                document = int(record["doc"])
-                of_task[document] = of_task.get(document, 0.0) + float(nats)
-        return tasks
-
-
-def spec_of(header: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The spec in a trace's header: its entry `spec`, or the header itself."""
-    return header["spec"] if isinstance(header.get("spec"), Mapping) else header
-
-
-def _same_spec(header: Mapping[str, Any], spec: Mapping[str, str]) -> bool:
-    shared = header.keys() & spec.keys()
-    return bool(shared) and all(str(header[key]) == spec[key] for key in shared)

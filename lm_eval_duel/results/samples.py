@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval_duel.rates import METRICS
-from lm_eval_duel.results.consistency import whole
+from lm_eval_duel.results.files import whole
 from lm_eval_duel.tasks.columns import MADE, TOKENS
 
 OTHER_NAMES = ("bits_per_residue", "residue_perplexity")  # of bits_per_byte and byte_perplexity, for proteins
@@ -55,28 +55,18 @@ def _digest(record: dict[str, Any], rolling: bool) -> str:
     """Identifies a document by the harness's hashes of the document, of the scored text and of the prompt before it.
 
     Our token count is not part of it, since it differs between tokenizers. Neither is the name of the tokenizer that
-    wrote a row of ids: the ids are.
+    wrote a row of ids: the ids are. lm-eval 0.5 logs 0 as the target of a text, whose last argument is the text.
     """
     doc, name = record.get("doc"), record.get("doc_hash") or record["doc_id"]
     if isinstance(doc, dict) and TOKENS in doc:
         apart = {TOKENS, MADE} | ({"tokenizer"} if "ids" in doc else set())
         rest = {key: value for key, value in doc.items() if key not in apart}
         name = hashlib.sha256(json.dumps(rest, sort_keys=True, default=str).encode()).hexdigest()
-    scored = [_target_hash(record), None if rolling else record.get("prompt_hash")]
-    return " ".join(str(part) for part in (name, *scored) if part)
-
-
-def _target_hash(record: dict[str, Any]) -> Any:
-    """The harness's hash of the scored text. lm-eval 0.5 logs 0 as the target of a text; its last argument is the text.
-
-    Multiple choice logs the number of the right option in every release.
-    """
-    logged, arguments = record.get("target_hash"), record.get("arguments")
-    if logged == TARGET_ZERO and arguments and len(arguments) == 1:
-        (request,) = arguments.values()
-        text = list(request.values())[-1]
-        return hashlib.sha256(text.encode()).hexdigest() if isinstance(text, str) else logged
-    return logged
+    target, requests = record.get("target_hash"), list((record.get("arguments") or {}).values())
+    if target == TARGET_ZERO and len(requests) == 1:  # of lm-eval 0.5; of several requests it is the right option
+        text = list(requests[0].values())[-1]
+        target = hashlib.sha256(text.encode()).hexdigest() if isinstance(text, str) else target
+    return " ".join(str(part) for part in (name, target, None if rolling else record.get("prompt_hash")) if part)
 
 
 def _values(record: dict[str, Any]) -> dict[str, tuple[float, float]]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
+import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from lm_eval_duel.rules.tables import adaptive, kind, label, without_defaults
@@ -93,10 +94,6 @@ class Cell:
     note: str = ""
     instead: str = ""
 
-    @classmethod
-    def wrap(cls, value: Cell | Value) -> Cell:
-        return value if isinstance(value, Cell) else cls(value)
-
 
 @dataclasses.dataclass(frozen=True)
 class Table:
@@ -104,17 +101,18 @@ class Table:
     brackets behind their values, not in a column of their own."""
 
     columns: Sequence[Column]
-    rows: Sequence[Sequence[Cell | Value]]
+    rows: Sequence[Sequence[Any]]
     title: str = ""
     inline: bool = False
+
+    def __post_init__(self) -> None:
+        rows = [[value if isinstance(value, Cell) else Cell(value) for value in row] for row in self.rows]
+        object.__setattr__(self, "rows", rows)
 
     @classmethod
     def of(cls, records: Iterable[Any], columns: Sequence[Column], title: str = "", inline: bool = False) -> Table:
         """A row for each record."""
         return cls(columns, [[column.cell(record) for column in columns] for record in records], title, inline)
-
-    def cells(self) -> list[list[Cell]]:
-        return [[Cell.wrap(value) for value in row] for row in self.rows]
 
 
 # ---------------------------------------------------------------- forms
@@ -240,64 +238,44 @@ class Latex(Form):
 PLAIN, MARKDOWN, LATEX, HTML = Form(), Markdown(), Latex(), Html()
 
 
-class Notes:
-    """Numbered remarks that cells refer to, each printed once."""
+def _grid(table: Table, form: Form, remarks: dict[str, str] | None = None) -> tuple[list[str], list[list[str]]]:
+    """The heads and texts of a table; columns of intervals beside those of their values, none without a value.
 
-    def __init__(self, form: Form):
-        self.form, self.remarks = form, list[str]()
-
-    def mark(self, remark: str) -> str:
-        """`[n]` for a remark; empty for an empty one."""
-        if not remark:
-            return ""
-        remark = self.form.escape(remark)
-        if remark not in self.remarks:
-            self.remarks.append(remark)
-        return f"[{self.remarks.index(remark) + 1}]"
-
-    def under(self, table: str, end: str = "\n") -> str:
-        """The table followed by its remarks."""
-        lines = end.join(f"[{n}] {remark}" for n, remark in enumerate(self.remarks, 1))
-        return f"{table}\n\n{lines}" if lines else table
-
-
-def _grid(table: Table, form: Form, mark: Notes | None = None) -> tuple[list[str], list[list[str]]]:
-    """The heads and texts of a table; columns of intervals beside those of their values, none without a value."""
-    cells = table.cells()
+    `remarks`: gets the notes of cells, with their marks; None: there are no marks.
+    """
     heads: list[str] = []
     columns: list[list[str]] = []
     for n, column in enumerate(table.columns):
-        own = [row[n] for row in cells]
-        values = [form.value(cell, column) for cell in own]
-        intervals = [form.interval(cell, column) for cell in own]
-        apart = not table.inline
-        for at, cell in enumerate(own):
-            if intervals[at] and not apart:
-                values[at] = f"{values[at]} ({intervals[at]})".strip()
-            note = mark.mark(cell.note) if mark else ""
-            target = intervals if apart and intervals[at] else values
-            target[at] = f"{target[at]} {note}".strip()
-        heads.append(form.escape(column.title))
-        columns.append(values)
-        if apart and any(intervals):
-            heads.append(form.escape(LEVEL))
-            columns.append(intervals)
+        values, intervals = [], []
+        for cell in (row[n] for row in table.rows):
+            value, interval = form.value(cell, column), form.interval(cell, column)
+            if table.inline and interval:
+                value, interval = f"{value} ({interval})".strip(), ""
+            if cell.note and remarks is not None:
+                mark = remarks.setdefault(form.escape(cell.note), f"[{len(remarks) + 1}]")
+                value, interval = (value, f"{interval} {mark}") if interval else (f"{value} {mark}".strip(), "")
+            values.append(value)
+            intervals.append(interval)
+        heads += [form.escape(column.title), form.escape(LEVEL)]
+        columns += [values, intervals]
     kept = [n for n, column in enumerate(columns) if any(column)]
-    return [heads[n] for n in kept], [[columns[n][row] for n in kept] for row in range(len(cells))]
+    return [heads[n] for n in kept], [[columns[n][row] for n in kept] for row in range(len(table.rows))]
 
 
 def plain(table: Table) -> str:
     """A table for the terminal."""
-    notes = Notes(PLAIN)
-    heads, rows = _grid(table, PLAIN, notes)
-    return notes.under(plain_table(heads, rows))
+    return _with_remarks(table, PLAIN, plain_table, "\n")
 
 
 def markdown(table: Table) -> str:
     """A table in Markdown, with its remarks below."""
-    notes = Notes(MARKDOWN)
-    heads, rows = _grid(table, MARKDOWN, notes)
-    return notes.under(markdown_table(heads, rows), "  \n")
+    return _with_remarks(table, MARKDOWN, markdown_table, "  \n")
+
+
+def _with_remarks(table: Table, form: Form, aligned: Callable[..., str], end: str) -> str:
+    remarks: dict[str, str] = {}
+    text = aligned(*_grid(table, form, remarks))
+    return "\n\n".join(filter(None, [text, end.join(f"{mark} {remark}" for remark, mark in remarks.items())]))
 
 
 def latex(table: Table) -> str:
@@ -306,40 +284,32 @@ def latex(table: Table) -> str:
     Rows with one first cell, such as those of a model, form a group, between \midrule if there are several rows.
     """
     heads, rows = _grid(table, LATEX)
-    groups: list[list[list[str]]] = []
-    for row in rows:
-        if groups and groups[-1][0][0] == row[0]:
-            groups[-1].append(row)
-        else:
-            groups.append([row])
+    groups = [list(group) for _, group in itertools.groupby(rows, key=lambda row: row[0])]
     several = any(len(group) > 1 for group in groups)
-    bodies = ["\n".join(_group(group)) for group in groups]
     about = f"   ({LATEX.escape(table.title)})" if table.title else ""
+    bodies = []
+    for group in groups:
+        first = group[0][0] if len(group) == 1 else rf"\multirow{{{len(group)}}}{{*}}{{{group[0][0]}}}"
+        lines = [[" " if n else first, *row[1:]] for n, row in enumerate(group)]
+        bodies.append("\n".join(rf"{' & '.join(line)} \\" for line in lines))
     return f"% {' & '.join(heads)}{about}\n" + ("\n\\midrule\n" if several else "\n").join(bodies) + "\n"
-
-
-def _group(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    first = rows[0][0] if len(rows) == 1 else rf"\multirow{{{len(rows)}}}{{*}}{{{rows[0][0]}}}"
-    for n, row in enumerate(rows):
-        yield rf"{' & '.join([first if n == 0 else ' ', *row[1:]])} \\"
 
 
 def comma_separated(table: Table) -> str:
     """A table as CSV: unrounded numbers, each with its error and the ends of its interval if its column has them."""
-    cells = table.cells()
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    parts: list[list[Any]] = []
+    columns: list[list[Any]] = []
     for n, column in enumerate(table.columns):
-        own = [row[n] for row in cells]
-        parts.append([column.title, *(cell.value for cell in own)])
-        if any(cell.interval is not None for cell in own):
+        cells = [row[n] for row in table.rows]
+        columns.append([column.title, *(cell.value for cell in cells)])
+        if any(cell.interval is not None for cell in cells):
             for end, name in enumerate(("low", "high")):
-                ends = [None if cell.interval is None else cell.interval[end] for cell in own]
-                parts.append([f"{column.title} 95 % {name}", *ends])
-        if any(cell.stderr is not None for cell in own):
-            parts.append([f"{column.title} standard error", *(cell.stderr for cell in own)])
-    writer.writerows([csv_cell(value) for value in line] for line in zip(*parts, strict=True))
+                ends = [None if cell.interval is None else cell.interval[end] for cell in cells]
+                columns.append([f"{column.title} 95 % {name}", *ends])
+        if any(cell.stderr is not None for cell in cells):
+            columns.append([f"{column.title} standard error", *(cell.stderr for cell in cells)])
+    out = io.StringIO()
+    lines = ([csv_cell(value) for value in line] for line in zip(*columns, strict=True))
+    csv.writer(out, lineterminator="\n").writerows(lines)
     return out.getvalue()
 
 

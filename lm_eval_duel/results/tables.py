@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from lm_eval_duel.results import pairs
-from lm_eval_duel.results.accuracy import Accuracies
-from lm_eval_duel.results.records import UNCLEAR, Average, OfRun, Pair, Row, Speeds, TaskComparison
+from lm_eval_duel.results.accuracy import Accuracy
+from lm_eval_duel.results.records import UNCLEAR, Average, Pair, Row, Speeds, TaskComparison, block_name
 from lm_eval_duel.results.run_cost import Cost
 from lm_eval_duel.results.table import CODE, RULE, WORDS, Cell, Column, Table, form_of
 from lm_eval_duel.rules.tables import adaptive
@@ -24,30 +24,35 @@ TRACES = (
     "nll: negative log-likelihood, in nats. position x step: correlation of a token's position in its block with its "
     "step; +1 is left to right, -1 right to left."
 )
-MODEL = Column("model", cell=lambda record: record.model)
+MODEL = Column("model", cell=lambda record: record.run.label)
 ESTIMATOR = Column("estimator", cell=lambda row: row.title)
-UNMASKING = Column("rule", RULE, cell=lambda record: record.rule)
-BLOCK = Column("block", cell=lambda record: record.block_name)
+UNMASKING = Column("rule", RULE, cell=lambda row: row.rule)
+BLOCK = Column("block", cell=lambda row: block_name(row.block))
+NAME = Column("estimator", cell=lambda record: record.name)
+OF_RUN = (  # of records of a whole run
+    *(MODEL, NAME, Column("rule", RULE, cell=lambda record: record.run.rule)),
+    Column("block", cell=lambda record: block_name(record.run.block)),
+)
 
 
-def cache(records: Iterable[OfRun]) -> Column:
+def cache(records: Iterable[Any]) -> Column:
     """The cache of each record; nothing if none is under a cache."""
-    used = any(record.has_cache for record in records)
-    return Column("cache", cell=lambda record: record.cache if used else None)
+    used = any(record.run.has_cache for record in records)
+    return Column("cache", cell=lambda record: record.run.cache if used else None)
 
 
 def of_task(task: TaskComparison) -> Iterator[tuple[str, str, Table]]:
     """The tables of a task, each with the stem of its file and its title."""
     unit = pairs.unit(task.metric)
-    if any(row.duel for row in task.rows):
-        yield "gap", "Gap to the autoregressive model", gaps(task)
+    if duels := [row for row in task.rows if row.duel]:
+        yield "gap", "Gap to the autoregressive model", gaps(duels)
     yield "methods", WORDS[task.metric], values(task)
-    if any(row.cache_cost for row in task.rows):
-        yield "cache", f"Cost of the cache, nats per {unit}", cache_costs(task)
+    if cached := [row for row in task.rows if row.cache_cost]:
+        yield "cache", f"Cost of the cache, nats per {unit}", cache_costs(cached)
     if task.pairs:
         yield "pairs", f"Paired differences, nats per {unit}", differences(task)
     for of_model in task.rules:
-        yield "rules", f"Rules against NFE: {of_model.title}", speeds(task, of_model)
+        yield "rules", f"Rules against NFE: {of_model.title}", speeds(of_model)
 
 
 # ---------------------------------------------------------------- of a task
@@ -86,13 +91,10 @@ def values(task: TaskComparison) -> Table:
     return Table.of(task.rows, columns, WORDS[task.metric])
 
 
-def gaps(task: TaskComparison) -> Table:
+def gaps(duels: Sequence[Row]) -> Table:
     """For each DUEL row: ELBO, DUEL, their gaps to the AR model, and gap closed."""
-    form = form_of(task.metric)
-    duels = [row for row in task.rows if row.duel]
-
-    def elbo(row: Row) -> Row | None:
-        return None if row.elbo is None else task.rows[row.elbo]
+    metric = duels[0].metric
+    form = form_of(metric)
 
     def gap(row: Row | None) -> Cell:
         """The gap to the autoregressive model, with the error of the row's value."""
@@ -100,34 +102,30 @@ def gaps(task: TaskComparison) -> Table:
 
     columns = [
         *(MODEL, UNMASKING, Column("remarks", cell=lambda row: row.qualifiers), BLOCK, cache(duels)),
-        Column("ELBO", form, cell=lambda row: shown(elbo(row))),
+        Column("ELBO", form, cell=lambda row: shown(row.elbo)),
         Column("DUEL", form, cell=lambda row: replace(shown(row), interval=row.interval)),
-        Column("ELBO's gap", f"+{form}", cell=lambda row: gap(elbo(row))),
+        Column("ELBO's gap", f"+{form}", cell=lambda row: gap(row.elbo)),
         Column("DUEL's gap", f"+{form}", cell=lambda row: replace(gap(row), interval=row.gap_interval)),
         Column("gap closed", ".1f", " %", cell=closed),
     ]
-    return Table.of(duels, columns, WORDS[task.metric])
+    return Table.of(duels, columns, WORDS[metric])
 
 
 def _difference(pair: Pair) -> Cell:
     return Cell(pair.difference, pair.interval, note=pair.reason)
 
 
-def cache_costs(task: TaskComparison) -> Table:
+def cache_costs(rows: Sequence[Row]) -> Table:
     """Each row under a cache next to the one without, and their paired difference: above 0, the cache costs."""
-    form, metric = form_of(task.metric), task.metric
-
-    def without(row: Row) -> Cell:
-        return shown(None if row.cache_cost.second is None else task.rows[row.cache_cost.second], metric)
-
+    metric = rows[0].metric
     columns = [
-        *(MODEL, ESTIMATOR, UNMASKING, BLOCK, Column("cache", cell=lambda row: row.cache)),
-        Column("cache=none", form, cell=without),
-        Column("with the cache", form, cell=lambda row: shown(row, metric)),
+        *(MODEL, ESTIMATOR, UNMASKING, BLOCK, Column("cache", cell=lambda row: row.run.cache)),
+        Column("cache=none", form_of(metric), cell=lambda row: shown(row.cache_cost.second, metric)),
+        Column("with the cache", form_of(metric), cell=lambda row: shown(row, metric)),
         Column(f"cost, nats per {pairs.unit(metric)}", "+.4f", cell=lambda row: _difference(row.cache_cost)),
         Column("verdict", cell=lambda row: row.cache_cost.verdict),
     ]
-    return Table.of([row for row in task.rows if row.cache_cost is not None], columns, WORDS[metric])
+    return Table.of(rows, columns, WORDS[metric])
 
 
 def differences(task: TaskComparison) -> Table:
@@ -135,7 +133,7 @@ def differences(task: TaskComparison) -> Table:
 
     def shared(column: Column) -> Column:
         def cell(pair: Pair) -> Any:
-            first, second = (column.cell(task.rows[n]) for n in (pair.first, pair.second))
+            first, second = column.cell(pair.first), column.cell(pair.second)
             return first if first == second else ""
 
         return replace(column, cell=cell)
@@ -149,14 +147,15 @@ def differences(task: TaskComparison) -> Table:
     return Table.of(task.pairs, columns)
 
 
-def speeds(task: TaskComparison, of: Speeds) -> Table:
+def speeds(of: Speeds) -> Table:
     """The perplexity and NFE of each rule, its interval with it."""
+    metric = of.rows[0].metric
     columns = [
         *(UNMASKING, Column("steps", cell=lambda row: "adaptive" if adaptive(row.rule) else "")),
         Column("NFE per token", ".3f", cell=lambda row: row.nfe_per_token),
-        Column(f"DUEL, {WORDS[task.metric]}", form_of(task.metric), cell=lambda row: Cell(row.value, row.interval)),
+        Column(f"DUEL, {WORDS[metric]}", form_of(metric), cell=lambda row: Cell(row.value, row.interval)),
     ]
-    return Table.of([task.rows[n] for points in of.families.values() for n in points], columns, of.title)
+    return Table.of(of.rows, columns, of.title)
 
 
 # ---------------------------------------------------------------- over tasks
@@ -164,25 +163,27 @@ def speeds(task: TaskComparison, of: Speeds) -> Table:
 
 def perplexities(tasks: Mapping[str, TaskComparison]) -> Table:
     """Every row on every task."""
-    found: dict[tuple[str, str], dict[str, Row]] = {}
+    methods: dict[str, dict[str, dict[str, Row]]] = {}  # model -> method -> task -> row
     for name, task in tasks.items():
         for row in task.rows:
-            found.setdefault((row.model, row.name), {})[name] = row
-    models = list(dict.fromkeys(model for model, _ in found))
+            methods.setdefault(row.model, {}).setdefault(row.name, {})[name] = row
 
     def value(row: Row | None) -> Cell:
         return Cell() if row is None else replace(shown(row), interval=row.interval)
 
-    columns = [Column("model", cell=lambda item: item[0][0]), Column("method", cell=lambda item: item[0][1])]
-    for name, task in tasks.items():
-        title, form = f"{name}, {WORDS[task.metric]}", form_of(task.metric)
-        columns.append(Column(title, form, cell=lambda item, name=name: value(item[1].get(name))))
-    return Table.of(sorted(found.items(), key=lambda item: models.index(item[0][0])), columns, inline=True)
+    columns = [Column("model"), Column("method")]
+    columns += [Column(f"{name}, {WORDS[task.metric]}", form_of(task.metric)) for name, task in tasks.items()]
+    rows = [
+        [model, method, *(value(found.get(name)) for name in tasks)]
+        for model, of_model in methods.items()
+        for method, found in of_model.items()
+    ]
+    return Table(columns, rows, inline=True)
 
 
-def averages(names: Sequence[str], found: Sequence[Average]) -> Table | None:
+def averages(names: Iterable[str], averages: Sequence[Average]) -> Table | None:
     """Gap closed, one column per task, and the average; None if no task has any."""
-    if not any(value is not None for row in found for value in row.tasks.values()):
+    if not any(value is not None for row in averages for value in row.tasks.values()):
         return None
 
     def closed(row: Average, name: str) -> Cell:
@@ -195,26 +196,27 @@ def averages(names: Sequence[str], found: Sequence[Average]) -> Table | None:
         known = average(row).value is not None
         return Cell(row.averaged if known else None, note=AVERAGED if row.unclear and known else "")
 
-    columns = [MODEL, Column("estimator", cell=lambda row: row.name)]
+    columns = [Column("model", cell=lambda row: row.model), NAME]
     columns += [Column(name, ".1f", cell=lambda row, name=name: closed(row, name)) for name in names]
     columns += [Column("average", ".1f", cell=average), Column("of", ",d", cell=count)]
-    return Table.of(found, columns, "gap closed, %")
+    return Table.of(averages, columns, "gap closed, %")
 
 
-def accuracies(table: Accuracies) -> Table:
+def accuracies(task: str, rows: Sequence[Accuracy]) -> Table:
     """Metrics other than perplexity, with the harness's standard errors."""
 
-    def score(row: Any, metric: str) -> Cell:
-        found = row.scores.get(metric)
-        value, error = (None, None) if found is None else (found.value, found.stderr)
+    def score(row: Accuracy, metric: str) -> Cell:
+        known = row.scores.get(metric)
+        value, error = (None, None) if known is None else (known.value, known.stderr)
         return Cell(value, stderr=error, unsure=error is None, note=row.reason)
 
-    columns = [MODEL, Column("estimator", cell=lambda row: row.name), UNMASKING]
-    columns += [Column("block", cell=lambda row: row.block), cache(table.rows)]
-    columns += [Column(metric, ".4f", cell=lambda row, metric=metric: score(row, metric)) for metric in table.metrics]
-    documents = "" if table.documents is None else f", {table.documents} documents"
-    title = f"{table.task}: {', '.join(table.metrics)}, +- standard error{documents}{table.apart}"
-    return Table.of(table.rows, columns, title)
+    metrics = dict.fromkeys(metric for row in rows for metric in row.scores)
+    columns = [*OF_RUN, cache(rows)]
+    columns += [Column(metric, ".4f", cell=lambda row, metric=metric: score(row, metric)) for metric in metrics]
+    columns += [
+        Column(key, cell=lambda row, key=key: row.task.identity.get(key)) for key in ("documents", "version", "shots")
+    ]
+    return Table.of(rows, columns, f"{task}: {', '.join(metrics)}, +- standard error")
 
 
 # ---------------------------------------------------------------- of runs and traces
@@ -227,15 +229,13 @@ def cost(costs: Sequence[Cost]) -> Table:
         return None if cost.peak_memory_bytes is None else cost.peak_memory_bytes / 2**20
 
     columns = [
-        *(MODEL, Column("estimator", cell=lambda cost: f"{cost.name} ({cost.flag})" if cost.flag else cost.name)),
-        *(UNMASKING, BLOCK, cache(costs)),
-        Column("s per token", ".3g", cell=lambda cost: cost.seconds_per_token),
+        *(*OF_RUN, cache(costs), Column("s per token", ".3g", cell=lambda cost: cost.seconds_per_token)),
         Column("forwards", ",d", cell=lambda cost: cost.forwards),
         Column("rows", ",d", cell=lambda cost: cost.rows),
         Column("peak MiB", ",.0f", cell=peak),
         Column("x ELBO", ".3g", cell=lambda cost: Cell(cost.times_elbo, note=cost.times_elbo_reason)),
         Column("x AR", ".3g", cell=lambda cost: Cell(cost.times_ar, note=cost.times_ar_reason)),
-        Column("whole run, s", ".1f", cell=lambda cost: cost.whole_run_seconds),
+        Column("whole run, s", ".1f", cell=lambda cost: cost.run.whole_run_seconds),
     ]
     return Table.of(costs, columns)
 

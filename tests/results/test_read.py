@@ -64,57 +64,46 @@ def spoiled(file, place, value):
 # ---------------------------------------------------------------- files that are not whole
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"token_logprobs": ["a"]},
-        {"token_logprobs": None, "reveal_steps": [1]},
-        {"reveal_steps": "ab"},
-        {"values": [1]},
-        {"values": {"duel": "x"}},
-        {"doc": []},
-    ],
-)
-def test_a_damaged_trace_is_named(tmp_path, change):
-    file = made(tmp_path)
-    line = {
-        "task": "sotu",
-        "doc": 0,
-        "window": 0,
-        "ids": [1, 2],
-        "starts": [0],
-        "reveal_steps": [0, 1],
-        "token_logprobs": [-1.0, -2.0],
-    }
-    path = trace(tmp_path / "t.jsonl", file, [line | {"values": {"duel": -3.0}} | change])
-    with pytest.raises(DuelError, match=r"t\.jsonl, line 2 is "):
-        run(tmp_path, "--traces", path)
+DAMAGED = [
+    {"token_logprobs": ["a"]},
+    {"token_logprobs": None, "reveal_steps": [1]},
+    {"reveal_steps": "ab"},
+    {"values": [1]},
+    {"values": {"duel": "x"}},
+    {"doc": []},
+]
+
+
+def test_a_damaged_trace_is_named(tmp_path):
+    file, window = made(tmp_path), {"task": "sotu", "doc": 0, "window": 0, "ids": [1, 2], "starts": [0]}
+    window |= {"reveal_steps": [0, 1], "token_logprobs": [-1.0, -2.0], "values": {"duel": -3.0}}
+    for change in DAMAGED:
+        path = trace(tmp_path / "t.jsonl", file, [window | change])
+        with pytest.raises(DuelError, match=r"t\.jsonl, line 2 is "):
+            run(tmp_path, "--traces", path)
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
 def test_random_edits(tmp_path, count, monkeypatch):
-    """Files with a random entry, however deep, replaced or removed."""
+    """Files with a random entry, however deep, replaced or removed: a report, or a DuelError."""
     monkeypatch.setattr("lm_eval_duel.results.stats.DRAWS", 20)
     file = made(tmp_path)
     whole, chance = file.read_text(), random.Random(0)
 
-    def entries(value, path=()):
+    def paths(value, path=()):
         for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
             yield (*path, key)
-            yield from entries(value[key], (*path, key))
+            yield from paths(value[key], (*path, key))
 
-    everywhere = list(entries(json.loads(whole)))
+    everywhere = list(paths(json.loads(whole)))
     for _ in range(count):
-        body = json.loads(whole)
+        body = inside = json.loads(whole)
         *path, last = chance.choice(everywhere)
-        inside = body
         for key in path:
             inside = inside[key]
-        value = chance.choice(VALUES)
-        if value == GONE:
+        inside[last] = copy.deepcopy(chance.choice(VALUES))
+        if inside[last] == GONE:
             del inside[last]
-        else:
-            inside[last] = copy.deepcopy(value)
         file.write_text(json.dumps(body))
         with contextlib.suppress(DuelError):
             run(tmp_path, "--as_published", ar=True)
@@ -139,17 +128,6 @@ def test_a_file_that_contradicts_itself_is_refused_with_both_values(tmp_path, pl
         read.run(file)
     last = place.split(".")[-1].split(",")[0]
     assert str(file) in str(error.value) and last in str(error.value)
-
-
-def test_other_models_are_checked_too_and_half_of_a_task_is_not(tmp_path):
-    file = hf(tmp_path, docs=DOCS)
-    spoiled(file, "results.sotu.bits_per_byte,none", 1.0)
-    with pytest.raises(DuelError, match="contradicts itself"):
-        read.run(file)
-    partial = ours(tmp_path / "partial", docs=DOCS)
-    spoiled(partial, "config.duel.tasks.sotu.documents", 1)  # a response cache answered the others
-    spoiled(partial, "config.duel.tasks.sotu.values.duel.log_prob", -30.0)
-    assert read.run(partial).partial("sotu")
 
 
 def test_files_that_are_no_results(tmp_path):
@@ -212,33 +190,6 @@ def test_samples_of_another_run_give_no_interval(tmp_path):
     assert row["reason"].startswith("the samples of sotu give token_perplexity") and "31." in row["reason"]
 
 
-@pytest.mark.parametrize(("other", "tasks"), [(20.0, ["sotu"]), (30.0, ["g::sotu", "h::sotu"])])
-def test_tasks_of_groups_have_their_own_names(tmp_path, other, tasks):
-    """lm-eval 0.5 calls a task of a group GROUP::TASK, and evaluates a task of two groups twice."""
-    file = ours(tmp_path, docs={"sotu": documents([-5, -7], [3, 4])})
-    whole = read.run(file)
-
-    def group(body):
-        body["group_subtasks"] = {name: [f"{name}::sotu"] for name in "gh"}
-        for key in ("results", "configs", "versions", "n-shot", "n-samples"):
-            entry = body[key].pop("sotu")
-            body[key] |= {"g": {"alias": "g"}} if key == "results" else {}
-            body[key] |= {f"{name}::sotu": copy.deepcopy(entry) for name in "gh"}
-        values = body["results"]["h::sotu"]
-        values["bits_per_byte_stderr,none"] = 0.1  # a bootstrap's, so another one each time
-        values["token_perplexity,none"] *= other / 20
-
-    edit(file, group)
-    samples = file.with_name(file.name.replace("results_", "samples_sotu_")).with_suffix(".jsonl")
-    samples.rename(samples.with_name(samples.name.replace("samples_sotu", "samples_g::sotu")))
-    found = read.run(file)
-    assert list(found.tasks) == tasks and found.groups == ("g",)
-    task = found.tasks[tasks[0]]
-    assert task.key == "g::sotu" and task.documents == whole.tasks["sotu"].documents
-    assert task.metrics == whole.tasks["sotu"].metrics and task.identity == whole.tasks["sotu"].identity
-    assert found.partial(tasks[0]) is False
-
-
 def test_an_accuracy_that_no_decoding_stands_behind_says_so(tmp_path):
     file = ours(tmp_path / "results", {"lambada": {"token_perplexity": 9.0}}, estimator="elbo")
 
@@ -251,33 +202,6 @@ def test_an_accuracy_that_no_decoding_stands_behind_says_so(tmp_path):
     assert accuracy.NOT_DECODED in (tmp_path / "out" / "report.md").read_text()
 
 
-def two(tmp_path, estimator, other, monkeypatch, kind=None):
-    """The report of a run of `estimator`, whose results hold a value of `other` too; `kind`: register it before."""
-    if kind is not None:
-        entry = registry.Entry("fake", "Fake Estimator", "a fake", kind, "nowhere:Fake", dict)
-        monkeypatch.setitem(registry.ESTIMATORS, "fake", entry)
-    ours(tmp_path / "results", docs=DOCS, estimator=estimator, values={"sotu": {other: 7.0}})
-    found = run(tmp_path)
-    printed = (tmp_path / "out" / "report.md").read_text() + (tmp_path / "out" / "methods_sotu.tex").read_text()
-    return {row["estimator"]: row for row in found["tasks"]["sotu"]["rows"]}, printed
-
-
-@pytest.mark.parametrize("kind", registry.Kind)
-@pytest.mark.parametrize("first", [True, False], ids=["own value", "beside another"])
-def test_a_new_estimator_is_shown_under_its_own_name_and_kind(tmp_path, monkeypatch, kind, first):
-    names = ("fake", "mixture") if first else ("mixture", "fake")
-    rows, printed = two(tmp_path, *names, monkeypatch, kind)
-    assert set(rows) == {"fake", "mixture"} and rows["fake"]["name"].startswith("Fake Estimator")
-    assert "Fake Estimator" in printed and rows["fake"]["rule"] is None
-    assert rows["fake"]["likelihood"] is (kind is not registry.Kind.NOT_A_LIKELIHOOD)
-    assert rows["fake"]["bound"] is (kind is registry.Kind.UPPER_BOUND)
-    assert rows["fake"]["best"] is (kind is registry.Kind.LIKELIHOOD and not first)
-    assert (kind.value in rows["fake"]["name"]) is (kind is registry.Kind.NOT_A_LIKELIHOOD)
-
-
-# ---------------------------------------------------------------- traces
-
-
 def test_a_rule_of_fewer_documents_is_not_in_the_table(tmp_path):
     """A lattice run that a cache continued with one more rule: margin is of 2 of 4 documents."""
     file = ours(tmp_path / "results", docs=DOCS, estimator="oracle", values={"sotu": LATTICE})
@@ -288,34 +212,28 @@ def test_a_rule_of_fewer_documents_is_not_in_the_table(tmp_path):
     assert any(note.startswith("margin:k=1 of sotu in") and "left out: " in note for note in found["notes"])
 
 
-def traced(tmp_path, selected="oracle", texts=("one text", "another text")):
-    """A lattice run of two documents, its samples and its trace."""
+# ---------------------------------------------------------------- traces
+
+
+@pytest.fixture
+def traced(tmp_path):
+    """The trace of a lattice run of two documents."""
     tokens = [8, 4]
-    nats = {
-        "oracle": [-20.0, -12.0],
-        "mixture": [-30.0, -14.0],
-        "elbo_exact": [-33.0, -15.0],
-        "greedy:k=1": [-29.0, -13.5],
-    }
-    docs = {"sotu": documents(nats[selected], tokens, list(texts))}
+    nats = {"oracle": [-20.0, -12.0], "mixture": [-30.0, -14.0], "greedy:k=1": [-29.0, -13.5]}
     values = {"sotu": {name: math.exp(-sum(v) / 12) for name, v in nats.items()}}
     shape = {"model": "BD3-LM", "attention": "block_causal", "duel": {"trace": str(tmp_path / "trace.jsonl")}}
-    file = ours(tmp_path / "results", docs=docs, estimator=selected, values=values, **shape)
-    lines = []
+    docs = {"sotu": documents(nats["oracle"], tokens, TEXTS[:2])}
+    file = ours(tmp_path / "results", docs=docs, estimator="oracle", values=values, **shape)
+    windows = []
     for doc, length in enumerate(tokens):
-        for window in range(length // 4):
-            share = {name: v[doc] * 4 / length for name, v in nats.items()}
-            steps = [0, 1, 3, 2]
-            lines.append(
-                {"task": "sotu", "doc": doc, "request": doc, "window": window, "context": 0, "ids": [1, 2, 3, 4]}
-                | {"starts": [0], "reveal_steps": steps, "token_logprobs": [share[selected] / 4] * 4, "values": share}
-                | {"log_prob": share[selected], "nfe": 4, "near_ties": 0}
-            )
-    return trace(tmp_path / "trace.jsonl", file, lines), nats
+        share = {name: v[doc] * 4 / length for name, v in nats.items()}
+        window = {"task": "sotu", "doc": doc, "ids": [1, 2, 3, 4], "starts": [0], "reveal_steps": [0, 1, 3, 2]}
+        window |= {"token_logprobs": [share["oracle"] / 4] * 4, "values": share, "log_prob": share["oracle"]}
+        windows += [window | {"window": n, "request": doc, "nfe": 4, "near_ties": 0} for n in range(length // 4)]
+    return trace(tmp_path / "trace.jsonl", file, windows)
 
 
-def test_lattice_rows_have_intervals_from_the_trace(tmp_path):
-    traced(tmp_path)
+def test_lattice_rows_have_intervals_from_the_trace(tmp_path, traced):
     found = run(tmp_path)
     for row in found["tasks"]["sotu"]["rows"]:
         assert row["interval"] is not None and row["interval"][0] < row["value"] < row["interval"][1], row["name"]
@@ -325,46 +243,87 @@ def test_lattice_rows_have_intervals_from_the_trace(tmp_path):
     assert shown["by_position"]["tokens"] == [3, 3, 3, 3] and shown["by_step"]["mean_nll"][0] == pytest.approx(32 / 12)
 
 
-def test_a_trace_that_is_gone_or_of_another_run(tmp_path):
-    path, _ = traced(tmp_path)
+def test_a_trace_that_is_gone_or_of_another_run(tmp_path, traced):
+    moved = traced.rename(tmp_path / "moved.jsonl")
+
+    def reasons(*more):
+        found = run(tmp_path, *more)
+        rows = found["tasks"]["sotu"]["rows"]
+        return found["notes"], {row["reason"] for row in rows if row["estimator"] != "oracle"}
+
+    notes, why = reasons()
+    assert any("is no longer at" in note for note in notes) and all(reason.startswith("no trace of") for reason in why)
+    assert reasons("--traces", moved)[1] == {""}
+    moved.write_text("\n".join(moved.read_text().splitlines()[:-1]) + "\n")
+    assert all("another run's trace" in reason for reason in reasons("--traces", moved)[1])
     (result,) = (tmp_path / "results").rglob("results_*.json")
-    beside = path.rename(result.parent / path.name)
-    assert all(row["interval"] for row in run(tmp_path)["tasks"]["sotu"]["rows"])
-    moved = beside.rename(tmp_path / "moved.jsonl")
-    found = run(tmp_path)
-    assert any("is no longer at" in note and "name it with --trace" in note for note in found["notes"])
-    rest = [row for row in found["tasks"]["sotu"]["rows"] if row["estimator"] != "oracle"]
-    assert all(row["interval"] is None and row["reason"].startswith("no trace of") for row in rest)
-    found = run(tmp_path, "--traces", moved)
-    assert all(row["interval"] for row in found["tasks"]["sotu"]["rows"])
-    lines = moved.read_text().splitlines()
-    moved.write_text("\n".join(lines[:-1]) + "\n")
-    found = run(tmp_path, "--traces", moved)
-    assert any("another run's trace" in row["reason"] for row in found["tasks"]["sotu"]["rows"])
+    moved.rename(result.parent / "trace.jsonl")  # beside the results it is found by its name
+    assert all("another run's trace" in reason for reason in reasons()[1])
 
 
-# ---------------------------------------------------------------- the folder
+# ---------------------------------------------------------------- groups, estimators, the folder
+
+
+@pytest.mark.parametrize(("other", "tasks"), [(20.0, ["sotu"]), (30.0, ["g::sotu", "h::sotu"])])
+def test_tasks_of_groups_have_their_own_names(tmp_path, other, tasks):
+    """lm-eval 0.5 calls a task of a group GROUP::TASK, and evaluates a task of two groups twice."""
+    file = ours(tmp_path, docs={"sotu": documents([-5, -7], [3, 4])})
+    whole = read.run(file).tasks["sotu"]
+
+    def group(body):
+        body["group_subtasks"] = {name: [f"{name}::sotu"] for name in "gh"}
+        for key in ("results", "configs", "versions", "n-shot", "n-samples"):
+            entry = body[key].pop("sotu")
+            body[key] |= {"g": {"alias": "g"}} if key == "results" else {}
+            body[key] |= {f"{name}::sotu": copy.deepcopy(entry) for name in "gh"}
+        body["results"]["h::sotu"]["bits_per_byte_stderr,none"] = 0.1  # a bootstrap's, so another one each time
+        body["results"]["h::sotu"]["token_perplexity,none"] *= other / 20
+
+    edit(file, group)
+    samples = file.with_name(file.name.replace("results_", "samples_sotu_")).with_suffix(".jsonl")
+    samples.rename(samples.with_name(samples.name.replace("samples_sotu", "samples_g::sotu")))
+    found = read.run(file)
+    task = found.tasks[tasks[0]]
+    assert list(found.tasks) == tasks and found.groups == ("g",) and not found.partial(tasks[0])
+    assert task.key == "g::sotu" and task.documents == whole.documents
+    assert task.metrics == whole.metrics and task.identity == whole.identity
+
+
+@pytest.mark.parametrize("kind", registry.Kind)
+@pytest.mark.parametrize("names", [("fake", "mixture"), ("mixture", "fake")], ids=["own value", "beside another"])
+def test_a_new_estimator_is_shown_under_its_own_name_and_kind(tmp_path, monkeypatch, kind, names):
+    entry = registry.Entry("fake", "Fake Estimator", "a fake", kind, "nowhere:Fake", dict)
+    monkeypatch.setitem(registry.ESTIMATORS, "fake", entry)
+    ours(tmp_path / "results", docs=DOCS, estimator=names[0], values={"sotu": {names[1]: 7.0}})
+    rows = {row["estimator"]: row for row in run(tmp_path)["tasks"]["sotu"]["rows"]}
+    assert set(rows) == {"fake", "mixture"} and rows["fake"]["name"].startswith("Fake Estimator")
+    for file in ("report.md", "methods_sotu.tex"):
+        assert "Fake Estimator" in (tmp_path / "out" / file).read_text()
+    assert rows["fake"]["rule"] is None
+    assert rows["fake"]["likelihood"] is (kind is not registry.Kind.NOT_A_LIKELIHOOD)
+    assert rows["fake"]["bound"] is (kind is registry.Kind.UPPER_BOUND)
+    assert rows["fake"]["best"] is (kind is registry.Kind.LIKELIHOOD and names[1] == "fake")
+    assert (kind.value in rows["fake"]["name"]) is (kind is registry.Kind.NOT_A_LIKELIHOOD)
 
 
 def test_a_folder_of_something_else_is_left_as_it_is(tmp_path):
     made(tmp_path)
     out = tmp_path / "out"
     out.mkdir()
-    (out / "thesis.tex").write_text("years of work")
-    (out / "report.json").write_text(json.dumps({"files": ["thesis.tex", "report.json"]}))
-    with pytest.raises(DuelError, match=r"report\.json was not written by this command"):
-        run(tmp_path)
-    (out / "report.json").write_text("[")
-    with pytest.raises(DuelError, match=r"report\.json was not written by this command"):
-        run(tmp_path)
-    (out / "report.json").unlink()
-    (out / "methods_sotu.tex").write_text("mine")
-    with pytest.raises(DuelError, match=r"holds methods_sotu\.tex, which no report there lists as its own"):
-        run(tmp_path)
-    assert {path.name: path.read_text() for path in out.iterdir()} == {
-        "thesis.tex": "years of work",
-        "methods_sotu.tex": "mine",
-    }
+    mine = {"thesis.tex": "years of work", "report.json": json.dumps({"files": ["thesis.tex", "report.json"]})}
+    for change, message in (
+        ({}, r"report\.json was not written by this command"),
+        ({"report.json": "["}, r"report\.json was not written by this command"),
+        ({"report.json": None, "methods_sotu.tex": "mine"}, r"holds methods_sotu\.tex, which no report there lists"),
+    ):
+        mine = {name: text for name, text in (mine | change).items() if text is not None}
+        for file in out.iterdir():
+            file.unlink()
+        for name, text in mine.items():
+            (out / name).write_text(text)
+        with pytest.raises(DuelError, match=message):
+            run(tmp_path)
+        assert {path.name: path.read_text() for path in out.iterdir()} == mine
     (out / "methods_sotu.tex").unlink()
     assert run(tmp_path)["format"] == FORMAT
     run(tmp_path)  # again in its own folder

@@ -43,7 +43,6 @@ MODELS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#882255", "#332288", "#11
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 LOG_FROM = 2.5  # an axis is logarithmic if the largest value is more than this times the smallest
 DPI, PRINT_DPI = 110, 200  # of PNG files; the second at a stated width
-PALETTE = 96  # colours of a PNG file
 
 
 def model_colour(model: str) -> str:
@@ -80,19 +79,8 @@ def images(figure: Figure, formats: Sequence[str], exact: bool = False) -> dict[
         out = io.BytesIO()
         with matplotlib.rc_context({"svg.hashsalt": "lm-eval-duel", "pdf.fonttype": 42}):
             figure.savefig(out, format=kind, facecolor="white", **options[kind], **margins)
-        written[kind] = _with_palette(out, dpi) if kind == "png" else out.getvalue()
+        written[kind] = out.getvalue()
     return written
-
-
-def _with_palette(drawing: io.BytesIO, dpi: int) -> bytes:
-    """A PNG file with few colours, which is small."""
-    from PIL import Image  # matplotlib needs it too
-
-    out = io.BytesIO()
-    with Image.open(drawing) as image:
-        small = image.convert("RGB").quantize(PALETTE, Image.Quantize.MAXCOVERAGE)
-        small.save(out, "png", optimize=True, dpi=(dpi, dpi))
-    return out.getvalue()
 
 
 def plain_log(axis: Any, base: int = 10) -> None:
@@ -136,14 +124,18 @@ def against_nfe(axes: Axes, lowest: float, logarithmic: bool) -> None:
         plain_log(axes.yaxis)
     axes.set_xlim(lowest * 0.9, 1.12)
     plain_log(axes.xaxis, 2)
-    axes.grid(color="#e5e5e5", linewidth=0.8)
-    axes.set_axisbelow(True)
-    bare(axes)
+    grid(axes, "both")
 
 
 def label(text: str) -> str:
     """Escape text for matplotlib, which would read a pair of $ as a formula."""
     return one_line(text).replace("$", r"\$")
+
+
+def grid(axes: Axes, axis: str) -> None:
+    axes.grid(axis=axis, color="#e5e5e5", linewidth=0.8)
+    axes.set_axisbelow(True)
+    bare(axes)
 
 
 def bare(axes: Axes) -> None:

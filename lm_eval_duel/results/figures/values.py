@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.estimators import registry
-from lm_eval_duel.results.figures.style import DARK, GREY, LIGHT, bare, label, model_colour, new, plain_log, wide
+from lm_eval_duel.results.figures.style import DARK, GREY, LIGHT, grid, label, model_colour, new, plain_log, wide
 from lm_eval_duel.results.records import Row, TaskComparison
 from lm_eval_duel.results.stats import CLEAR
 from lm_eval_duel.results.table import HTML, WORDS, Column, form_of
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-LOOKS = {  # estimator: marker, colour in the legend, filled; rows have the colours of their models
+LOOKS = {  # estimator: marker, colour in the legend, whether it is filled; rows have the colours of their models
     "ar": ("D", GREY, True),
     "elbo": ("<", DARK, False),
     "elbo_eps": ("<", LIGHT, False),
@@ -43,67 +43,55 @@ DIGIT = 0.62  # of the font's size: the width of a character
 
 def perplexity(name: str, task: TaskComparison, width: float | None = None) -> Figure:
     """One line per row, with its value and interval; the AR baseline as a dotted line. `width`: in inches."""
-    entries, metric, width = task.rows, task.metric, width or WIDTH
-    figure, (axes,) = new(width, 1.3 + LINE * (len(entries) + len({e.model for e in entries})))
-    texts = [HTML.value(shown(entry), Column("", form_of(metric))) for entry in entries]
-    at, ticks, last = 0.0, [], None
-    seen: dict[str, Any] = {}
-    for entry, text in zip(entries, texts, strict=True):
-        if entry.model != last:
+    rows, metric, width = task.rows, task.metric, width or WIDTH
+    figure, (axes,) = new(width, 1.3 + LINE * (len(rows) + len({row.model for row in rows})))
+    texts = [HTML.value(shown(row), Column("", form_of(metric))) for row in rows]
+    edge = axes.get_yaxis_transform()
+    shift = {"xytext": (FONT * DIGIT * max(map(len, texts)), 0), "textcoords": "offset points"}
+    at, last, names, seen = 0.0, None, {}, {}
+    for row, text in zip(rows, texts, strict=True):
+        if row.model != last:
             at -= 1 if last is None else 1.4
-            last = entry.model
-            beside = {"transform": axes.get_yaxis_transform(), "ha": "right", "va": "center"}
-            axes.text(0.0, at, f"{label(last)} ", weight="bold", **beside)
+            last = row.model
+            axes.text(0.0, at, f"{label(last)} ", weight="bold", transform=edge, ha="right", va="center")
         at -= 1
-        ticks.append((at, _line_label(entry)))
-        _line(axes, entry, at, seen)
-        axes.annotate(
-            text,
-            (1, at),
-            xycoords=axes.get_yaxis_transform(),
-            xytext=(FONT * DIGIT * max(map(len, texts)), 0),
-            textcoords="offset points",
-            ha="right",
-            va="center",
-            fontsize=FONT,
-            weight="bold" if entry.best else "normal",
-        )
-    axes.set_yticks([place for place, _ in ticks], [text for _, text in ticks], fontsize=FONT)
+        names[at] = _line_label(row)
+        _line(axes, row, at, seen)
+        weight = "bold" if row.best else "normal"
+        axes.annotate(text, (1, at), xycoords=edge, ha="right", va="center", fontsize=FONT, weight=weight, **shift)
+    axes.set_yticks([*names], [*names.values()], fontsize=FONT)
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(at - 0.7, -0.4)
-    if metric != "bits_per_byte" and wide([entry.value for entry in entries]):
+    logarithmic = metric != "bits_per_byte" and wide([row.value for row in rows])
+    if logarithmic:
         axes.set_xscale("log")
         plain_log(axes.xaxis)
-    scale = "log scale; " if axes.get_xscale() == "log" else ""
-    axes.set_xlabel(f"{WORDS[metric]} ({scale}lower is better)")
-    axes.grid(axis="x", color="#e5e5e5", linewidth=0.8)
-    axes.set_axisbelow(True)
-    bare(axes)
-    title = textwrap.fill(f"{label(name)}: {WORDS[metric]}{_intervals(entries)}", int(CHARACTERS * width))
+    axes.set_xlabel(f"{WORDS[metric]} ({'log scale; ' if logarithmic else ''}lower is better)")
+    grid(axes, "x")
+    title = textwrap.fill(f"{label(name)}: {WORDS[metric]}{_intervals(rows)}", int(CHARACTERS * width))
     figure.suptitle(title, x=0.01, ha="left", fontsize=10.5)
-    remarks = {"ar": AR if any(entry.ar for entry in entries) else ""}
-    names = [legend(kind) + remarks.get(kind, "") for kind in seen]
+    remark = {"ar": AR} if any(row.ar for row in rows) else {}
+    legends = [legend(kind) + remark.get(kind, "") for kind in seen]
     columns = 2 if width >= WIDTH else 1
-    figure.legend(seen.values(), names, loc="outside lower center", ncols=columns, frameon=False, fontsize=FONT)
+    figure.legend(seen.values(), legends, loc="outside lower center", ncols=columns, frameon=False, fontsize=FONT)
     return figure
 
 
-def _line(axes: Axes, entry: Row, at: float, seen: dict[str, Any]) -> None:
+def _line(axes: Axes, row: Row, at: float, seen: dict[str, Any]) -> None:
     """A row's interval, Monte Carlo error and value at height `at`; the first marker of each kind is put in `seen`."""
     from matplotlib.lines import Line2D
 
-    marker, colour, filled = look(entry)
-    if entry.interval is not None:
-        axes.plot(entry.interval, [at, at], "|-", color=colour, linewidth=1.4, markersize=7, zorder=2)
-    if entry.stderr is not None:
-        axes.plot(whisker(entry), [at, at], "-", color=colour, linewidth=4, alpha=0.35, zorder=2)
+    marker, neutral, filled = LOOKS.get(kind_of(row)) or OTHER_LOOKS[row.entry.kind]
+    colour = neutral if row.ar or not row.likelihood else model_colour(row.model)
+    if row.interval is not None:
+        axes.plot(row.interval, [at, at], "|-", color=colour, linewidth=1.4, markersize=7, zorder=2)
+    if row.stderr is not None:
+        axes.plot(whisker(row), [at, at], "-", color=colour, linewidth=4, alpha=0.35, zorder=2)
     shape = {"marker": marker, "markersize": 5, "markeredgewidth": 1.4, "linestyle": "none"}
-    axes.plot(entry.value, at, color=colour, markerfacecolor=colour if filled else "white", zorder=3, **shape)
-    kind = kind_of(entry)
-    neutral, fill = LOOKS.get(kind, (marker, colour, filled))[1], "full" if filled else "none"
-    seen.setdefault(kind, Line2D([], [], color=neutral, fillstyle=fill, **shape))
-    if entry.ar:
-        axes.axvline(entry.value, color=GREY, linestyle=":", linewidth=1.2, zorder=1)
+    axes.plot(row.value, at, color=colour, markerfacecolor=colour if filled else "white", zorder=3, **shape)
+    seen.setdefault(kind_of(row), Line2D([], [], color=neutral, fillstyle="full" if filled else "none", **shape))
+    if row.ar:
+        axes.axvline(row.value, color=GREY, linestyle=":", linewidth=1.2, zorder=1)
 
 
 def _intervals(entries: Sequence[Row]) -> str:
@@ -121,12 +109,6 @@ def whisker(entry: Row) -> list[float]:
 
 def kind_of(entry: Row) -> str:
     return EPS if entry.eps else entry.estimator
-
-
-def look(entry: Row) -> tuple[str, str, bool]:
-    """Marker, colour, and whether it is filled."""
-    marker, colour, filled = LOOKS.get(kind_of(entry)) or OTHER_LOOKS[entry.entry.kind]
-    return marker, colour if entry.ar or not entry.likelihood else model_colour(entry.model), filled
 
 
 def legend(name: str) -> str:

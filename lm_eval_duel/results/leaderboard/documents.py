@@ -71,7 +71,7 @@ def collect(
 def _orders(traces: reveal_order.Traces, path: Path, model: str) -> Iterator[tuple[Place, Order]]:
     """The orders of every document of a trace: its own, and those of the rules that a lattice followed."""
     header = traces.spec(path)
-    spec = reveal_order.spec_of(header)
+    spec = header["spec"]
     orders: dict[tuple[Place, str], Order] = {}
     for window in traces.load(path):
         task, number = window.get("task"), window.get("doc")

@@ -94,7 +94,7 @@ def _sort_key(head: table.Head, cell: Cell) -> float | str | None:
 def _published(source: Mapping[str, Any]) -> dict[str, Any]:
     """A table of published figures, as texts."""
     shown = text.published(source)
-    cells = shown.cells()
+    cells = shown.rows
     kept = [n for n in range(len(shown.columns)) if any(row[n].value not in (None, "") for row in cells)]
     lines = [
         (row, [(shown.columns[n], line[n], HTML.value(line[n], shown.columns[n])) for n in kept])

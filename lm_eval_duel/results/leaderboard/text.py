@@ -55,7 +55,7 @@ def console(board: Board) -> str:
     columns = [head for head in heads(board) if head.group in ("name", "mean", "value")]
     columns = [replace(head, of=_estimator) if head.key == "display" else head for head in columns]
     table = _table(columns, [row for _, rows in board.groups for row in rows])
-    bare = [[replace(cell, interval=None, instead="", note="") for cell in row] for row in table.cells()]
+    bare = [[replace(cell, interval=None, instead="", note="") for cell in row] for row in table.rows]
     return "\n\n".join(filter(None, [plain(replace(table, rows=bare)), "\n".join(map(one_line, board.notes))]))
 
 

@@ -1,15 +1,45 @@
-"""A folder that a command writes to: what it wrote before is replaced, everything else is left alone."""
+"""Files: JSON that is read whole or refused, and a folder in which a command replaces only what it wrote before."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import json
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.results.consistency import load
 
 SUFFIXES = (".html", ".md", ".csv", ".json", ".yaml", ".tex", ".png", ".svg", ".pdf")
+
+
+@contextlib.contextmanager
+def whole(file: Path, what: str) -> Iterator[None]:
+    """Raise a DuelError that names the file, where reading it finds an entry missing or of another type."""
+    try:
+        yield
+    except DuelError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
+        raise DuelError(
+            f"{file} is not {what}, or is not whole ({type(error).__name__}: {str(error)[:120]}). Write it again, or "
+            "leave it out."
+        ) from None
+
+
+def load(file: Path, what: str) -> Any:
+    """The JSON of a file; raises DuelError if it cannot be read. `what`: what the file should be, for the message."""
+    with whole(file, what):
+        return json.loads(file.read_text(encoding="utf-8"))
+
+
+def number(value: Any) -> float | None:
+    """A number, which lm_eval may have written as text, or None for null; raises ValueError for NaN."""
+    if value is not None and math.isnan(value := float(value)):
+        raise ValueError("a number is NaN")
+    return value
 
 
 @dataclass(frozen=True)
